@@ -10,7 +10,7 @@ import time
 from typing import Any
 
 from icehouse_server.cli.main import main
-from icehouse_server.storage.files import SystemFiles
+from icehouse_server.storage.files import Files
 
 _READS = ("open", "read_into")
 _WRITES = ("create", "write", "fsync", "fsync_dir", "rename", "unlink")
@@ -25,7 +25,7 @@ def hang_now_and_then(*, seed: int = 0) -> None:
     doors = {verb: threading.Event() for verb in (*_READS, *_WRITES)}
     for verb, door in doors.items():
         door.set()
-        setattr(SystemFiles, verb, _behind(door, getattr(SystemFiles, verb)))
+        setattr(Files, verb, _behind(door, getattr(Files, verb)))
     threading.Thread(target=_turn, args=(doors, random.Random(seed)), daemon=True).start()
 
 

@@ -20,8 +20,8 @@ from pathlib import Path
 import numpy as np
 from icehouse_server.clock import SystemClock
 from icehouse_server.domain.blocks import HostBlock
-from icehouse_server.storage.files import SystemFiles
-from icehouse_server.storage.local.block_format.file import prepare_block
+from icehouse_server.storage.files import Files
+from icehouse_server.storage.local.block_format.block_file import prepare_block
 from icehouse_server.storage.local.directory.store import BlockStore
 from icehouse_server.storage.local.encryption.aes_gcm import Cipher
 
@@ -152,7 +152,7 @@ def bench_start(root: Path, *, file_count: int, rounds: int) -> None:
         times = []
         for _ in range(rounds):
             spoil()
-            store = BlockStore(settings(directory), files=SystemFiles(), clock=SystemClock())
+            store = BlockStore(settings(directory), files=Files(), clock=SystemClock())
             store.lock()
             times.append(elapsed(store.open))
             assert len(store.index) == file_count and store.report.repair_count == 0
@@ -162,7 +162,7 @@ def bench_start(root: Path, *, file_count: int, rounds: int) -> None:
         low, median, high = statistics.quantiles(times, n=4)
         print(f"{name:<34} {median:5.2f} s  [{low:4.2f} .. {high:4.2f}]  target {target:4.2f}  {file_count}")
     (directory / "manifest.sqlite3").unlink()
-    store = BlockStore(settings(directory), files=SystemFiles(), clock=SystemClock())
+    store = BlockStore(settings(directory), files=Files(), clock=SystemClock())
     store.lock()
     seconds = elapsed(store.open)
     assert store.report.adopted_count == file_count and store.report.manifest_rebuilt
@@ -170,7 +170,7 @@ def bench_start(root: Path, *, file_count: int, rounds: int) -> None:
     store.close()
 
 
-class HastyFiles(SystemFiles):
+class HastyFiles(Files):
     """The system's files without waiting for the medium: only to fill a directory quickly."""
 
     def fsync(self, descriptor: int) -> None:

@@ -29,10 +29,10 @@ from icehouse_server.storage.api import (
     StorageClosed,
     Ticket,
 )
-from icehouse_server.storage.files import SystemFiles
+from icehouse_server.storage.files import Files
 from icehouse_server.storage.local.encryption.aes_gcm import Cipher
 from icehouse_server.storage.local.tier import LocalTier
-from icehouse_server.storage.settings import StorageSettings
+from icehouse_server.storage.storage_settings import StorageSettings
 
 FINGERPRINT = Fingerprint(b"\x33" * 32)
 TOKEN_COUNT = 256
@@ -103,7 +103,7 @@ class Tier:
         self.outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
         self.storage = LocalTier(
             settings(directory),
-            files=SystemFiles(),
+            files=Files(),
             clock=SystemClock(),
             post=self.outcomes.put,
             cipher=cipher,

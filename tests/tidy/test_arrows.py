@@ -106,7 +106,7 @@ OWNERS = {
     "referencing": ("text.values.arguments",),
     "regex": ("text.values.", "text.replies."),
     "llguidance": ("structured_output.",),
-    "sqlite_utils": ("storage.local.directory.manifest", "storage.local.directory.migrations"),
+    "sqlite_utils": ("storage.local.directory.manifest",),
     "sqlite3": ("storage.disk_error", "storage.local."),
     "cryptography": ("storage.local.encryption.aes_gcm",),
     "prometheus_client": ("telemetry.prometheus",),

@@ -22,13 +22,12 @@ from icehouse_server.engine.runner.model_loader import AdapterSource
 from icehouse_server.engine.runner.runner import ModelRunner
 from icehouse_server.storage.api import Outcome
 from icehouse_server.storage.digests import DigestBook
-from icehouse_server.storage.files import SystemFiles
+from icehouse_server.storage.files import Files, in_time
 from icehouse_server.storage.local.directory.lock import take_lock
-from icehouse_server.storage.local.encryption.facts import KEY_DETAIL, encrypted_fingerprint
+from icehouse_server.storage.local.encryption.constants import KEY_DETAIL, encrypted_fingerprint
 from icehouse_server.storage.local.tier import LocalTier
-from icehouse_server.storage.paths import StorePaths
-from icehouse_server.storage.settings import StorageSettings
-from icehouse_server.storage.time_limit import in_time
+from icehouse_server.storage.storage_settings import StorageSettings
+from icehouse_server.storage.store_paths import StorePaths
 
 _MIN_REUSE_TOKEN_COUNT = 16
 _LOAD_QUEUE_COUNT = 64
@@ -77,7 +76,7 @@ def build_cache_parts(
 
     With a key its data key is fetched here, since names and fingerprint depend on it; raises StartError.
     """
-    files = SystemFiles()
+    files = Files()
     cipher = open_cipher(config, files) if config.has_ssd else None
     # Under a key blocks are filed apart, so that nobody takes them for what another key can open.
     filed_as = encrypted_fingerprint(fingerprint.value, cipher.key_id) if cipher else fingerprint.value
@@ -131,7 +130,7 @@ def check_directory(cache: CacheConfig) -> None:
     Keeps no lock and creates no directory. A disk that fails or hangs is reported when the tier starts.
     """
     directory = str(cache.block_directory.absolute())
-    files = SystemFiles()
+    files = Files()
 
     def look() -> None:
         if os.path.isdir(directory):
@@ -146,7 +145,7 @@ def open_digests(cache: CacheConfig, clock: Clock) -> DigestBook | None:
     """Return the known digests of weight files; None without an SSD tier, which keeps them."""
     if not cache.has_ssd:
         return None
-    return DigestBook(str(cache.block_directory.absolute()), files=SystemFiles(), clock=clock)
+    return DigestBook(str(cache.block_directory.absolute()), files=Files(), clock=clock)
 
 
 def fingerprint_of(path: Path, config: Config, *, dtype: str, digests: DigestBook | None) -> ModelFingerprint:

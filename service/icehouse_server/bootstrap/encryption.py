@@ -20,10 +20,9 @@ from typing import TYPE_CHECKING, Any
 from icehouse_server.config import CacheConfig
 from icehouse_server.errors import Reason, StartError, extra_command
 from icehouse_server.small_file import read_small_file
-from icehouse_server.storage.files import Files
+from icehouse_server.storage.files import Files, in_time
 from icehouse_server.storage.local.directory.lock import take_lock
-from icehouse_server.storage.paths import StorePaths
-from icehouse_server.storage.time_limit import in_time
+from icehouse_server.storage.store_paths import StorePaths
 
 if TYPE_CHECKING:
     # Of an optional extra: loaded only where a key is configured.

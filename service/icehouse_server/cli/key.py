@@ -39,9 +39,9 @@ def change(
 ) -> None:
     """Have a new key open the cache instead of the configured one. Blocks stay as they are and readable."""
     from icehouse_server.bootstrap.encryption import encryption
-    from icehouse_server.storage.files import SystemFiles
+    from icehouse_server.storage.files import Files
     from icehouse_server.storage.local.directory.lock import take_lock
-    from icehouse_server.storage.paths import StorePaths
+    from icehouse_server.storage.store_paths import StorePaths
 
     new_key = _new_key(new_key_file, new_key_command)
     flags = {"cache.directory": directory, "cache.key_file": key_file, "cache.key_command": key_command}
@@ -55,7 +55,7 @@ def change(
             field="cache.key_file",
         )
     data_keys = encryption()
-    files, paths = SystemFiles(), StorePaths(str(cache.block_directory.absolute()))
+    files, paths = Files(), StorePaths(str(cache.block_directory.absolute()))
     try:
         lock = take_lock(files, paths)
         try:

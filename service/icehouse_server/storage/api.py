@@ -1,10 +1,11 @@
-"""Cold tier: the port of whatever keeps blocks below RAM, and the ticket of what was asked of it.
+"""Cold tier: the port of whatever stores blocks below RAM, and the tickets of its calls.
 
-The engine's thread calls the verbs. None of them blocks and none fails for what the medium does: each returns
-a ticket, or None where too much waits already. The ticket comes back through the engine's mailbox, done or
-failed, with what nobody asked for: the inventory at the start, blocks that left, the end. Policy is the
-engine's, what is kept, for whom and what goes for it; the tier keeps what it was given, whole or not at all,
-within its own limits. Frozen data only crosses, never an mx.array. Sizes are bytes, times are seconds.
+The engine's thread calls the methods. None of them blocks, and none raises for an error of the medium: each
+returns a ticket, or None where too much is queued already. The ticket comes back through the engine's
+mailbox, done or failed. The tier also posts what nobody asked for: the inventory at the start, blocks that
+left, the end. The engine decides what is stored, for whom, and what is removed for it. The tier stores what
+it was given, completely or not at all, within its own limits. Only frozen data crosses, never an mx.array.
+Sizes are bytes, times are seconds.
 """
 
 from __future__ import annotations
@@ -21,39 +22,39 @@ from icehouse_server.domain.ids import BlockHash, RequestId
 Result = TypeVar("Result")
 
 STALL_LIMIT_S = 5.0
-"""A tier that is at one piece of work for so long hangs, as far as others are concerned."""
+"""A tier that takes longer for one piece of work counts as hung."""
 
 OVERHEAD_BYTES = 64 * 1024
-"""What a block takes at most of a tier's space and of its queue beside its tensors' bytes."""
+"""The most that a block takes of a tier's space and of its queue beside its tensors' bytes."""
 
 
 class Trouble(enum.StrEnum):
-    """Why something was not done of which no block is the cause."""
+    """Why a call failed, where no block is the cause."""
 
     UNUSABLE = "unusable"
-    """The medium refuses now; it is tried again."""
+    """The medium refuses now; the tier retries later."""
     TIMED_OUT = "timed out"
-    """Whoever asked stopped waiting."""
+    """The caller stopped waiting."""
     LOST = "lost"
     """The tier is gone for good."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Failure:
-    """Why something was not done, and of which block if it is one's fault or fate."""
+    """Why a call failed, and which block is the cause, if one is."""
 
     cause: Damage | SpillDropCause | Trouble
     detail: str = ""
     hash: BlockHash | None = None
     header_checksum: int | None = None
-    """Of the file that was read, if it came so far: another one may have its name by now."""
+    """Of the file that was read, if known: another file may have its name by now."""
 
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Ticket(Generic[Result]):
-    """Something asked of a cold tier: pending, then done with a result or failed with a reason, once.
+    """A call of a cold tier: pending, then done with a result or failed with a reason, once.
 
-    The tier writes the outcome and then posts the ticket; whoever asked looks at it when it has come.
+    The tier writes the outcome before it posts the ticket; the caller reads it when the ticket has come.
     """
 
     outcome: Result | Failure | None = None
@@ -62,14 +63,14 @@ class Ticket(Generic[Result]):
     def is_pending(self) -> bool:
         return self.outcome is None
 
-    def settle(self, outcome: Result | Failure) -> None:
+    def finish(self, outcome: Result | Failure) -> None:
         """Write the outcome. The tier only."""
-        assert self.outcome is None, f"{self} is settled twice"
+        assert self.outcome is None, f"{self} is finished twice"
         self.outcome = outcome
 
 
 class StoredBlock(Protocol):
-    """What the engine is told of a block in the tier."""
+    """What the engine learns of a block in the tier."""
 
     @property
     def hash(self) -> BlockHash: ...
@@ -86,63 +87,56 @@ class StoredBlock(Protocol):
     @property
     def checkpoint_bytes(self) -> int: ...
     @property
-    def file_bytes(self) -> int:
-        """What it takes of the tier's space."""
-        ...
-
+    def file_bytes(self) -> int: ...
     @property
     def hit_count(self) -> int: ...
     @property
     def pinned(self) -> bool: ...
 
 
-class TensorShape(Protocol):
-    """What a block says of one of its tensors."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class TensorShape:
+    """One of a block's tensors, without its bytes."""
 
-    @property
-    def name(self) -> str: ...
-    @property
-    def dtype(self) -> str:
-        """As safetensors names it."""
-        ...
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def size_bytes(self) -> int: ...
+    name: str
+    """Without its region."""
+    dtype: str
+    """As safetensors names it."""
+    shape: tuple[int, ...]
+    size_bytes: int
 
 
-class UnfitLayout(Exception):
-    """A block's tensors are not those that a `KvPlace` is for."""
+class LayoutMismatch(Exception):
+    """A block's tensors are not those that a `KvTarget` is for."""
 
 
-class KvPlace(Protocol):
-    """Memory of whoever asks, for the kv of the blocks of one load. Any thread; the tier lets go of it before
-    the ticket comes, and of what is abandoned when the system returns from the read.
+class KvTarget(Protocol):
+    """The caller's memory for the kv of the blocks of one load. Any thread; the tier releases it before
+    the ticket comes, or, after `abandon`, when the system returns from the read.
 
-    What is in it counts only for blocks that the result names: others may be half there, or wrong.
+    Its content counts only for blocks that the result names: others may be half read, or wrong.
     """
 
     def segments(
         self, tensors: Sequence[TensorShape], *, start_token_index: int, token_count: int
     ) -> list[memoryview]:
         """Return writable memory for all bytes of a block's kv region, in the order of its tensors, each a
-        C-contiguous array. Raises `UnfitLayout` where these are not the tensors it is for."""
+        C-contiguous array. Raises `LayoutMismatch` where it is not for these tensors."""
         ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PlannedBlock:
-    """One block to read: what it must say it is, and what of it is wanted."""
+    """One block to read, and the wanted regions."""
 
     header: BlockHeader
-    """Compared whole with the stored one, token ids included."""
+    """The stored one must equal it, token ids included."""
     regions: frozenset[RegionKind]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LoadedBlock:
-    """The regions of one loaded block that were asked for, but for kv that was read into a `KvPlace`."""
+    """The wanted regions of one loaded block, without kv that was read into a `KvTarget`."""
 
     header: BlockHeader
     regions: tuple[HostRegion, ...]
@@ -165,7 +159,7 @@ class Persisted:
 
     record: StoredBlock
     request_id: RequestId | None = None
-    """Whose work made the block leave RAM; None at the stop, which is nobody's, or when it was there."""
+    """Whose work made the block leave RAM; None at shutdown, or when it was stored already."""
     start_time: float = 0.0
     """`Clock.wall` when writing began."""
     duration_s: float = 0.0
@@ -180,7 +174,7 @@ class Purged(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Verified:
-    """What a `verify` found; damaged blocks are gone, and were named by `Evicted`."""
+    """The result of a `verify`; damaged blocks are gone, and were named by `Evicted`."""
 
     checked_count: int
     checked_bytes: int
@@ -192,10 +186,10 @@ Names = tuple[BlockHash, ...]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Inventory:
-    """All usable blocks of the served model. Replaces everything known before, with its last part.
+    """All usable blocks of the served model. The last part replaces everything known before.
 
     Posted once at start, and again after the medium had to be opened anew. A large one comes in parts, chains
-    from their beginnings, with pauses for whoever takes them in between decode steps.
+    from their beginnings, with pauses so that the engine can take them in between decode steps.
     """
 
     records: tuple[StoredBlock, ...]
@@ -205,7 +199,7 @@ class Inventory:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Evicted:
-    """These blocks are gone, by the tier's limits, by order or for damage."""
+    """These blocks are gone, because of the tier's limits, by order or for damage."""
 
     hashes: Names
 
@@ -219,7 +213,7 @@ class StorageFailed:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StorageClosed:
-    """The tier is closed in order. The last that is posted."""
+    """The tier was closed in order. Nothing follows."""
 
     was_clean: bool
 
@@ -230,21 +224,21 @@ Outcome = AnyTicket | Inventory | Evicted | StorageFailed | StorageClosed
 
 
 class ColdTier(Protocol):
-    """The verbs. What was put before a block is named in another one is carried out before that one."""
+    """The methods. A block that was put before another call names it is written before that call is done."""
 
     @property
-    def room_bytes(self) -> int:
-        """Bytes of blocks, with `OVERHEAD_BYTES` for each, that `put` takes now; only `put` makes it less."""
+    def queue_space_bytes(self) -> int:
+        """Bytes of blocks, with `OVERHEAD_BYTES` for each, that `put` takes now; only `put` lowers it."""
         ...
 
     def put(
         self, block: HostBlock, *, pinned: bool = False, request_id: RequestId | None = None
     ) -> Ticket[Persisted]:
-        """Keep a block, for this request; there must be room for it. Done without a write where all its
-        regions are there. Fails for a `SpillDropCause`."""
+        """Store a block, for this request; there must be queue space for it. Done without a write where all
+        its regions are stored. Fails for a `SpillDropCause`."""
         ...
 
-    def get_into(self, blocks: Sequence[PlannedBlock], into: KvPlace | None) -> Ticket[Loaded] | None:
+    def get_into(self, blocks: Sequence[PlannedBlock], into: KvTarget | None) -> Ticket[Loaded] | None:
         """Read and verify blocks of one chain, in its order, their kv into this memory; without it the tier
         makes some. Fails for the `Damage` of the first; where another is damaged, those before are there."""
         ...
@@ -254,12 +248,12 @@ class ColdTier(Protocol):
         ...
 
     def touch(self, blocks: Names) -> bool:
-        """Note that blocks were used, a chain from its end to its beginning. False: too much waits."""
+        """Note that blocks were used, a chain from its end to its beginning. False: too much is queued."""
         ...
 
     def pin(self, blocks: Names, *, pinned: bool = True) -> Ticket[Names] | None:
-        """Keep blocks from going for the tier's limits, those that wait to be written too, or stop to. The
-        result names those that are neither there nor waiting."""
+        """Protect blocks, queued ones too, from removal for the tier's limits, or stop to. The result names
+        those that are neither stored nor queued."""
         ...
 
     def delete(self, blocks: Names) -> Ticket[Purged] | None:
@@ -267,7 +261,7 @@ class ColdTier(Protocol):
         ...
 
     def verify(self, blocks: Names | None = None) -> Ticket[Verified] | None:
-        """Read and prove every byte of blocks, None for all."""
+        """Read and check every byte of blocks, None for all."""
         ...
 
     def names(self, *, block_limit: int) -> Ticket[Names] | None:
@@ -279,16 +273,16 @@ class ColdTier(Protocol):
         ...
 
     def abandon(self, ticket: AnyTicket) -> None:
-        """Stop waiting for what is read. The ticket may come all the same."""
+        """Stop waiting for a read. The ticket may come all the same."""
         ...
 
     def silence_s(self, ticket: AnyTicket) -> float:
-        """Return for how long nothing has come on with what is read; 0 once answered."""
+        """Return for how long a read has made no progress; 0 once answered."""
         ...
 
     @property
     def hung_read_count(self) -> int:
-        """Reads that were abandoned and that the medium has not come back from."""
+        """Reads that were abandoned and from which the medium has not returned."""
         ...
 
     @property
@@ -297,5 +291,5 @@ class ColdTier(Protocol):
         ...
 
     def leave_cores(self, *, to_decode: bool) -> None:
-        """Read at a small share of a core from now on, or at full speed; what is under way too."""
+        """Read at a small share of a core from now on, or at full speed; reads under way too."""
         ...

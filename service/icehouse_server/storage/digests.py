@@ -1,12 +1,12 @@
-"""Digests of weight files: SHA-256 over every byte, kept for as long as a file is what it was.
+"""Digests of weight files: SHA-256 over every byte, stored for as long as a file does not change.
 
-What a file system says of a file (inode, size, times of its content and of its inode) stands for its
-bytes only while all of it is the same: writing into a file changes the last of these, which nobody can
-set back. So weights are read once, when they are new, and a start after that looks at four numbers.
+Every write to a file changes the time of its inode, which nobody can set back. So weights are read once,
+when they are new, and later starts compare four numbers: inode, size, and the times of content and inode.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import logging
@@ -14,29 +14,28 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 
 from icehouse_server.clock import Clock
-from icehouse_server.storage.files import Files, opened, read_text, write_anew
-from icehouse_server.storage.paths import PARTIAL_SUFFIX, StorePaths
-from icehouse_server.storage.time_limit import in_time
+from icehouse_server.storage.files import Files, in_time, opened, read_text, replace_file
+from icehouse_server.storage.store_paths import StorePaths
 
 _log = logging.getLogger(__name__)
 
 _FORMAT = "icehouse.digests.v1"
 _FILE_LIMIT_BYTES = 4 << 20
 _ENTRY_LIMIT = 4096
-"""Files remembered; the ones asked for longest ago go first."""
+"""Files remembered; those not asked for the longest are forgotten first."""
 _PIECE_BYTES = 64 << 20
-"""Hashed by itself, so that several cores hash one file: the digest is that of the pieces' digests."""
+"""Pieces are hashed apart, on several cores; the file's digest is that of the pieces' digests."""
 _READ_BYTES = 4 << 20
 _THREAD_LIMIT = 8
-_SETTLED_S = 2.0
-"""A file changed so lately may change again within the same tick of the file system's clock."""
+_MIN_AGE_S = 2.0
+"""A file changed more recently may change again within the same tick of the file system's clock."""
 
 _Stamp = tuple[int, int, int, int]
-"""Inode, size, and the times of content and of inode. Not the device: its number changes with mounts."""
+"""Inode, size, and the times of content and inode. Not the device: its number changes with mounts."""
 
 
 class DigestBook:
-    """What is known of weight files, in one small file of the cache directory. Used at the start only."""
+    """Known digests, in one small file of the cache directory. Used at the start only."""
 
     def __init__(self, directory: str, *, files: Files, clock: Clock) -> None:
         self._paths = StorePaths(os.path.abspath(directory))
@@ -55,24 +54,19 @@ class DigestBook:
         known = self._digests.pop(stamp, None)
         if known is None:
             known = self._read(os.path.realpath(path), stamp[1])
-            is_settled = max(stamp[2], stamp[3]) / 1e9 + _SETTLED_S < began_time
-            if not is_settled or _stamp(path) != stamp:
+            is_old_enough = max(stamp[2], stamp[3]) / 1e9 + _MIN_AGE_S < began_time
+            if not is_old_enough or _stamp(path) != stamp:
                 return known
             self._is_changed = True
         self._digests[stamp] = known
         return known
 
     def save(self) -> None:
-        """Write what was learned; a disk that refuses costs the next start the same reading again."""
+        """Write new digests; if the disk refuses, the next start reads the files again."""
         if not self._is_changed:
             return
-        kept = list(self._digests.items())[-_ENTRY_LIMIT:]
-        text = json.dumps(
-            {
-                "format": _FORMAT,
-                "files": [[*stamp, digest] for stamp, digest in kept],
-            }
-        )
+        latest = list(self._digests.items())[-_ENTRY_LIMIT:]
+        text = json.dumps({"format": _FORMAT, "files": [[*stamp, digest] for stamp, digest in latest]})
         try:
             in_time(lambda: self._replace(text.encode()))
         except OSError as error:
@@ -81,10 +75,8 @@ class DigestBook:
             self._is_changed = False
 
     def _replace(self, text: bytes) -> None:
-        partial = self._paths.digests + PARTIAL_SUFFIX
         self._files.make_dir(self._paths.root)
-        write_anew(self._files, partial, text, is_durable=True)
-        self._files.rename(partial, self._paths.digests)
+        replace_file(self._files, self._paths.digests, text)
 
     def _load(self) -> None:
         try:
@@ -93,37 +85,25 @@ class DigestBook:
             if document["format"] != _FORMAT:
                 return
             self._digests = {
-                (int(item[0]), int(item[1]), int(item[2]), int(item[3])): str(item[4])
-                for item in document["files"]
+                (int(inode), int(size_bytes), int(mtime_ns), int(ctime_ns)): str(digest)
+                for inode, size_bytes, mtime_ns, ctime_ns, digest, *_ in document["files"]
             }
         except FileNotFoundError:
             return
-        except (
-            OSError,
-            ValueError,
-            LookupError,
-            TypeError,
-            AttributeError,
-            ArithmeticError,
-            RecursionError,
-        ) as error:
-            # It only saves reading; without it everything is read once more.
+        except (OSError, ValueError, LookupError, TypeError, ArithmeticError, RecursionError) as error:
+            # Without it every file is read once more.
             _log.warning("digests_not_read", extra={"detail": str(error)})
 
     def _read(self, path: str, size_bytes: int) -> str:
         """Hash a file, a piece on each core."""
-        with opened(self._files, path) as descriptor:
-            starts = range(0, size_bytes, _PIECE_BYTES)
-            workers = max(1, min(_THREAD_LIMIT, os.cpu_count() or 1, len(starts)))
-            with ThreadPoolExecutor(workers, thread_name_prefix="weight-digest") as pool:
-                pieces = list(
-                    pool.map(
-                        lambda start: self._read_piece(
-                            descriptor, start, min(start + _PIECE_BYTES, size_bytes)
-                        ),
-                        starts,
-                    )
-                )
+        starts = range(0, size_bytes, _PIECE_BYTES)
+        stops = (min(start + _PIECE_BYTES, size_bytes) for start in starts)
+        worker_count = max(1, min(_THREAD_LIMIT, os.cpu_count() or 1, len(starts)))
+        with (
+            opened(self._files, path) as descriptor,
+            ThreadPoolExecutor(worker_count, thread_name_prefix="weight-digest") as pool,
+        ):
+            pieces = list(pool.map(functools.partial(self._read_piece, descriptor), starts, stops))
         self.read_bytes += size_bytes
         return hashlib.sha256(size_bytes.to_bytes(8, "little") + b"".join(pieces)).hexdigest()
 

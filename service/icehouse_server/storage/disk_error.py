@@ -1,7 +1,7 @@
-"""Disk errors, told apart: every decision about what the disk or SQLite refused begins here.
+"""Disk errors by kind: every decision about an error of the disk or of SQLite begins here.
 
-Full: eviction helps. Foreign or damaged: the manifest is not ours to use, and is made anew from the
-files. Refused: nothing helps but trying again later.
+Full: eviction helps. Foreign or damaged: the manifest cannot be used, and is rebuilt from the
+files. Refused: nothing helps but a later retry.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _FOREIGN_CODES = frozenset(
         sqlite3.SQLITE_ERROR,
         sqlite3.SQLITE_SCHEMA,
         sqlite3.SQLITE_MISMATCH,
-        # Values longer, and work that takes longer, than any of ours.
+        # Values that are longer, and statements that take longer, than any of ours.
         sqlite3.SQLITE_TOOBIG,
         sqlite3.SQLITE_INTERRUPT,
     }
@@ -28,14 +28,14 @@ _DAMAGED_CODES = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlit
 
 
 class DiskErrorKind(enum.Enum):
-    """What can be done about it."""
+    """What can be done about an error."""
 
     FULL = enum.auto()
     FOREIGN = enum.auto()
-    """SQLite is well, and the tables are not those of this version."""
+    """The database is intact, but its tables are not those of this version."""
     DAMAGED = enum.auto()
     REFUSED = enum.auto()
-    """Input or output failed, somebody else holds it, it may not be written, it is gone."""
+    """An I/O error, a lock held by others, missing permission, a missing file."""
 
 
 class ForeignManifest(sqlite3.DatabaseError):
@@ -43,7 +43,7 @@ class ForeignManifest(sqlite3.DatabaseError):
 
 
 def classify(error: Exception) -> DiskErrorKind:
-    """Say of which kind an error of the disk or of SQLite is."""
+    """Return the kind of an error of the disk or of SQLite."""
     if isinstance(error, ForeignManifest):
         return DiskErrorKind.FOREIGN
     if isinstance(error, sqlite3.Error):
@@ -59,12 +59,12 @@ def classify(error: Exception) -> DiskErrorKind:
 
 
 def is_shortage(error: OSError) -> bool:
-    """Say whether the process lacks descriptors or memory: nothing is known of the file, or of the disk."""
+    """Return whether the process lacks descriptors or memory, which says nothing about the file."""
     return error.errno in _SHORTAGE_ERRNOS
 
 
 def outline(error: OSError | sqlite3.Error | StartError) -> str:
-    """Say what went wrong without the names of files, which an error's own words may hold."""
+    """Return what went wrong, without the file names that an error's own text may hold."""
     if isinstance(error, StartError):
         is_owned = error.reason is Reason.STORE_LOCKED
         return "it is in use by another process" if is_owned else "it cannot be used"

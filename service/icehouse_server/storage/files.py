@@ -1,11 +1,11 @@
-"""Files: the seam to the file system, the few verbs the SSD tier uses, and the real ones.
+"""Files: the few verbs of the file system that the SSD tier uses.
 
 Every file the cache writes goes through a `Files`, so that a test can make each verb fail
-once, or stop the world after it. SQLite does its own I/O and is not behind this seam.
+once, or stop the process after it. SQLite does its own I/O.
 Every verb raises `OSError` with the operating system's errno; none of them logs or retries.
 
-Below a guarded root every folder on the way is opened by itself and checked, each time, so that a
-link planted there leads nowhere, however late it comes.
+Below a guarded root every folder of a path is opened by itself and checked, each time. So a
+link planted there is never followed, however late it appears.
 """
 
 from __future__ import annotations
@@ -17,13 +17,21 @@ import fcntl
 import logging
 import os
 import stat as stat_module
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from itertools import islice
-from typing import Protocol
+from typing import Any, TypeVar
+
+from icehouse_server.storage.store_paths import PARTIAL_SUFFIX
 
 _log = logging.getLogger(__name__)
 
 Buffer = bytes | memoryview
+Result = TypeVar("Result")
+
+TIME_LIMIT_S = 5.0
+"""For what a start does on a disk, before there is a storage thread."""
 
 _NOT_SUPPORTED = frozenset({errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOTTY})
 
@@ -63,87 +71,8 @@ class FileInfo:
     """Hard links: the names that this file has, here and elsewhere."""
 
 
-class Files(Protocol):
-    """What the cache may do to a disk. Paths are absolute; descriptors are the system's."""
-
-    def guard(self, root: str) -> None:
-        """Follow no link below `root` from now on, and use no folder or file there that is not ours.
-
-        The root itself may be a link: what it leads to now is what counts.
-        """
-        ...
-
-    def make_dir(self, path: str) -> None:
-        """Create a directory, mode 0700, and the parents it lacks; an existing one is fine."""
-        ...
-
-    def create(self, path: str) -> int:
-        """Create a file that must not exist, mode 0600, and open it for writing."""
-        ...
-
-    def write(self, descriptor: int, parts: Sequence[Buffer], *, offset: int) -> int:
-        """Write all parts in order from `offset` and return their bytes. A short write is continued."""
-        ...
-
-    def fsync(self, descriptor: int) -> None:
-        """Return when the file's bytes are on the medium."""
-        ...
-
-    def close(self, descriptor: int) -> None:
-        """Close a descriptor; it is gone even when this raises."""
-        ...
-
-    def rename(self, source: str, target: str) -> None:
-        """Give a file its new name in one step, replacing what had it."""
-        ...
-
-    def fsync_dir(self, path: str) -> None:
-        """Return when the names in a directory are on the medium."""
-        ...
-
-    def unlink(self, path: str) -> None:
-        """Remove a file."""
-        ...
-
-    def list(self, path: str) -> list[FileInfo]:
-        """Return the entries of a directory, in any order."""
-        ...
-
-    def stat(self, path: str) -> FileInfo:
-        """Return what is at a path."""
-        ...
-
-    def stat_all(self, folder: str, names: Sequence[str]) -> dict[str, FileInfo]:
-        """Return what is in a folder by these names; those that are not there are left out."""
-        ...
-
-    def open(self, path: str) -> int:
-        """Open a file for reading."""
-        ...
-
-    def read_into(self, descriptor: int, parts: Sequence[memoryview], *, offset: int) -> int:
-        """Fill the parts in order from `offset` and return the bytes read; fewer only at the end of file."""
-        ...
-
-    def size(self, descriptor: int) -> int:
-        """Return the bytes of an open file."""
-        ...
-
-    def free_bytes(self, path: str) -> int:
-        """Return the bytes an unprivileged process may still write beside `path`."""
-        ...
-
-    def lock(self, path: str, *, owner: str) -> int:
-        """Take the exclusive lock file and write `owner` into it; raises BlockingIOError when it is held."""
-        ...
-
-    def is_at(self, descriptor: int, path: str) -> bool:
-        """Say whether an open file is still the one with this name."""
-        ...
-
-
-class SystemFiles:
-    """The operating system's files."""
+class Files:
+    """What the cache does to a disk. Paths are absolute; descriptors are the system's."""
 
     def __init__(self) -> None:
         self._can_flush_drive = True
@@ -151,39 +80,34 @@ class SystemFiles:
         """Guarded roots, each with what it led to."""
 
     def guard(self, root: str) -> None:
+        """Follow no link below `root` from now on, and use no folder or file there that is not ours.
+
+        The root itself may be a link: what it leads to now is what counts.
+        """
         self._roots[root] = os.path.realpath(root)
 
     def make_dir(self, path: str) -> None:
-        if self._root_of(path) not in (None, path):
-            with contextlib.suppress(FileExistsError), self._folder_of(path) as (folder, name):
-                os.mkdir(name, mode=DIRECTORY_MODE, dir_fd=folder)
-            return
-        # Not by makedirs, whose mode is that of the last folder alone.
-        missing = []
-        while not os.path.isdir(path):
-            missing.append(path)
-            path = os.path.dirname(path)
-        for each in reversed(missing):
-            with contextlib.suppress(FileExistsError):
-                os.mkdir(each, mode=DIRECTORY_MODE)
+        """Create a directory, mode 0700, and the parents it lacks; an existing one is fine."""
+        # os.makedirs would give its mode to the last folder alone.
+        parent = os.path.dirname(path)
+        if self._root_of(parent) is None and not os.path.isdir(parent):
+            self.make_dir(parent)
+        with contextlib.suppress(FileExistsError), self._folder_of(path) as (folder, name):
+            os.mkdir(name, mode=DIRECTORY_MODE, dir_fd=folder)
 
     def create(self, path: str) -> int:
+        """Create a file that must not exist, mode 0600, and open it for writing."""
         flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
         with self._folder_of(path) as (folder, name):
             return os.open(name, flags, FILE_MODE, dir_fd=folder)
 
-    def write(self, descriptor: int, parts: Sequence[Buffer], *, offset: int) -> int:
-        pending = [view for part in parts if (view := memoryview(part)).nbytes]
-        written_bytes = 0
-        while pending:
-            written = os.pwritev(descriptor, _batch(pending), offset + written_bytes)
-            if written == 0:
-                raise OSError(errno.EIO, "The system wrote 0 bytes and named no reason")
-            written_bytes += written
-            pending = _advance(pending, written)
-        return written_bytes
+    def write(self, descriptor: int, parts: Sequence[Buffer], *, offset: int) -> None:
+        """Write all parts in order from `offset`. A short write is continued."""
+        if _transfer(os.pwritev, descriptor, parts, offset) < sum(memoryview(part).nbytes for part in parts):
+            raise OSError(errno.EIO, "The system wrote 0 bytes and named no reason")
 
     def fsync(self, descriptor: int) -> None:
+        """Return when the file's bytes are on the medium."""
         if self._can_flush_drive and hasattr(fcntl, "F_FULLFSYNC"):
             # On macOS fsync() leaves the bytes in the drive's own cache.
             try:
@@ -198,50 +122,52 @@ class SystemFiles:
         os.fsync(descriptor)
 
     def close(self, descriptor: int) -> None:
+        """Close a descriptor; it is gone even when this raises."""
         os.close(descriptor)
 
     def rename(self, source: str, target: str) -> None:
-        with contextlib.ExitStack() as opened:
-            folder, name = opened.enter_context(self._folder_of(target))
-            if folder is not None and os.path.dirname(source) == os.path.dirname(target):
-                old_folder: int | None = folder
-                old_name = os.path.basename(source)
-            else:
-                old_folder, old_name = opened.enter_context(self._folder_of(source))
+        """Give a file its new name in one step, replacing what had it."""
+        with self._folder_of(source) as (old_folder, old_name), self._folder_of(target) as (folder, name):
             os.rename(old_name, name, src_dir_fd=old_folder, dst_dir_fd=folder)
 
     def fsync_dir(self, path: str) -> None:
+        """Return when the names in a directory are on the medium."""
         with self._opened_folder(path) as descriptor:
             os.fsync(descriptor)
 
     def unlink(self, path: str) -> None:
+        """Remove a file."""
         with self._folder_of(path) as (folder, name):
             os.unlink(name, dir_fd=folder)
 
     def list(self, path: str) -> list[FileInfo]:
-        found = []
+        """Return the entries of a directory, in any order."""
+        infos = []
         with self._opened_folder(path) as folder, os.scandir(folder) as entries:
             for entry in entries:
-                # What was renamed or removed since is not there.
+                # It may have been renamed or removed since.
                 with contextlib.suppress(FileNotFoundError):
-                    found.append(_info(entry.name, entry.stat(follow_symlinks=False)))
-        return found
+                    infos.append(_info(entry.name, entry.stat(follow_symlinks=False)))
+        return infos
 
     def stat(self, path: str) -> FileInfo:
+        """Return what is at a path."""
         with self._folder_of(path) as (folder, name):
             info = os.stat(name, dir_fd=folder, follow_symlinks=False)
         return _info(os.path.basename(path), info)
 
     def stat_all(self, folder: str, names: Sequence[str]) -> dict[str, FileInfo]:
+        """Return what is in a folder by these names; those that are not there are left out."""
         # A guarded folder is opened step by step, which costs twenty times what looking at a file there does.
-        found = {}
+        infos = {}
         with contextlib.suppress(FileNotFoundError), self._opened_folder(folder) as descriptor:
             for name in names:
                 with contextlib.suppress(FileNotFoundError):
-                    found[name] = _info(name, os.stat(name, dir_fd=descriptor, follow_symlinks=False))
-        return found
+                    infos[name] = _info(name, os.stat(name, dir_fd=descriptor, follow_symlinks=False))
+        return infos
 
     def open(self, path: str) -> int:
+        """Open a file for reading."""
         # O_NOFOLLOW: a link planted in the directory must not make us read another file. O_NONBLOCK: nor a
         # pipe have us wait for its writer; to files it is nothing.
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -251,7 +177,7 @@ class SystemFiles:
             info = _info(name, os.fstat(descriptor))
             if folder is not None:
                 # It is read only, so a second name does no harm.
-                _refuse_foreign(info, is_shared_fine=True)
+                _refuse_foreign(info, may_have_links=True)
             elif not info.is_file:
                 raise OSError(errno.EINVAL, "It is no plain file", path)
         except BaseException:
@@ -260,25 +186,21 @@ class SystemFiles:
         return descriptor
 
     def read_into(self, descriptor: int, parts: Sequence[memoryview], *, offset: int) -> int:
-        pending = [part for part in parts if part.nbytes]
-        read_bytes = 0
-        while pending:
-            got = os.preadv(descriptor, _batch(pending), offset + read_bytes)
-            if got == 0:
-                break
-            read_bytes += got
-            pending = _advance(pending, got)
-        return read_bytes
+        """Fill the parts in order from `offset` and return the bytes read; fewer only at the end of file."""
+        return _transfer(os.preadv, descriptor, parts, offset)
 
     def size(self, descriptor: int) -> int:
+        """Return the bytes of an open file."""
         return os.fstat(descriptor).st_size
 
     def free_bytes(self, path: str) -> int:
+        """Return the bytes an unprivileged process may still write beside `path`."""
         with self._opened_folder(path) as descriptor:
             info = os.fstatvfs(descriptor)
         return info.f_bavail * info.f_frsize
 
     def lock(self, path: str, *, owner: str) -> int:
+        """Take the exclusive lock file and write `owner` into it; raises BlockingIOError when it is held."""
         # Nothing of it is changed before it is known to be a file of ours: a link planted here, of either
         # kind, must not have us write into another one.
         flags = os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -295,6 +217,7 @@ class SystemFiles:
         return descriptor
 
     def is_at(self, descriptor: int, path: str) -> bool:
+        """Return whether an open file is still the one with this name."""
         try:
             with self._folder_of(path) as (folder, name):
                 there = os.stat(name, dir_fd=folder, follow_symlinks=False)
@@ -308,7 +231,7 @@ class SystemFiles:
 
     @contextlib.contextmanager
     def _folder_of(self, path: str) -> Iterator[tuple[int | None, str]]:
-        """Yield the open folder that a path lies in, and its name there; no folder where nobody guards it."""
+        """Yield the open folder of a path, and the name in it; no folder if the path is not guarded."""
         folder, _, name = path.rpartition("/")
         if self._root_of(folder) is None:
             yield None, path
@@ -318,14 +241,13 @@ class SystemFiles:
 
     @contextlib.contextmanager
     def _opened_folder(self, path: str) -> Iterator[int]:
-        """Yield a folder, opened by way of each guarded one above it."""
+        """Yield a folder, opened through each guarded one above it."""
         root = self._root_of(path)
         descriptor = os.open(path if root is None else self._roots[root], _FOLDER_FLAGS)
         try:
-            names = [] if root is None else path[len(root) :].split("/")[1:]
             if root is not None:
                 _refuse_foreign(_info(root, os.fstat(descriptor)))
-            for name in names:
+            for name in path[len(root) :].split("/")[1:] if root is not None else ():
                 inner = os.open(name, _FOLDER_FLAGS | os.O_NOFOLLOW, dir_fd=descriptor)
                 os.close(descriptor)
                 descriptor = inner
@@ -335,10 +257,10 @@ class SystemFiles:
             os.close(descriptor)
 
 
-def distrust(info: FileInfo, *, is_folder: bool, is_shared_fine: bool = False) -> str:
-    """Say what is wrong with a folder, or with a file that is written in place; "" when it is ours alone.
+def distrust(info: FileInfo, *, is_folder: bool, may_have_links: bool = False) -> str:
+    """Return what is wrong with a folder or file; "" when nobody else can change it.
 
-    A file with a second name is fine where it is only read.
+    `may_have_links`: a file that is only read may have other hard links.
     """
     if info.is_link:
         return "is a link, which could lead to any file; remove it"
@@ -348,13 +270,13 @@ def distrust(info: FileInfo, *, is_folder: bool, is_shared_fine: bool = False) -
         return f"belongs to user {info.owner_id}, who could change it; chown it"
     if info.mode & _OTHERS_WRITE:
         return f"has mode {info.mode:04o}, so others may write it; chmod go-w it"
-    if not is_folder and not is_shared_fine and info.name_count > 1:
+    if not is_folder and not may_have_links and info.name_count > 1:
         return "is a hard link, so whatever else has this file would be changed too; remove it"
     return ""
 
 
-def _refuse_foreign(info: FileInfo, *, is_shared_fine: bool = False) -> None:
-    problem = distrust(info, is_folder=info.is_directory, is_shared_fine=is_shared_fine)
+def _refuse_foreign(info: FileInfo, *, may_have_links: bool = False) -> None:
+    problem = distrust(info, is_folder=info.is_directory, may_have_links=may_have_links)
     if problem:
         raise PermissionError(errno.EPERM, f"It {problem}", info.name)
 
@@ -375,17 +297,21 @@ def remove(files: Files, path: str) -> None:
         files.unlink(path)
 
 
-def exists(files: Files, path: str) -> bool:
-    """Say whether anything has this name."""
+def size_at(files: Files, path: str) -> int | None:
+    """Return the bytes of what has this name, or None."""
     try:
-        files.stat(path)
+        return files.stat(path).size_bytes
     except FileNotFoundError:
-        return False
-    return True
+        return None
+
+
+def exists(files: Files, path: str) -> bool:
+    """Return whether anything has this name."""
+    return size_at(files, path) is not None
 
 
 def write_anew(files: Files, path: str, data: bytes, *, is_durable: bool = False) -> None:
-    """Write a file in the place of what has its name; durable once the folder is synced, too."""
+    """Write a file after removing what has its name; durable once the folder is synced, too."""
     remove(files, path)
     descriptor = files.create(path)
     try:
@@ -396,12 +322,41 @@ def write_anew(files: Files, path: str, data: bytes, *, is_durable: bool = False
         files.close(descriptor)
 
 
+def replace_file(files: Files, path: str, data: bytes) -> None:
+    """Replace a file in one step; durable once the folder is synced."""
+    partial = path + PARTIAL_SUFFIX
+    write_anew(files, partial, data, is_durable=True)
+    files.rename(partial, path)
+
+
 def read_text(files: Files, path: str, *, limit_bytes: int) -> str:
     """Return the beginning of a small text file; bytes that are not UTF-8 are replaced."""
     buffer = bytearray(limit_bytes)
     with opened(files, path) as descriptor:
         got = files.read_into(descriptor, [memoryview(buffer)], offset=0)
     return buffer[:got].decode("utf-8", errors="replace")
+
+
+def in_time(action: Callable[[], Result]) -> Result:
+    """Do something on a disk that may hang; return or raise what `action` does, or `TimeoutError`.
+
+    Nothing can end a thread that waits for a disk: it goes on, and its result is dropped.
+    """
+    ended: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            ended.set_result(action())
+        except BaseException as error:
+            ended.set_exception(error)
+
+    threading.Thread(target=run, name="disk-action", daemon=True).start()
+    try:
+        return ended.result(TIME_LIMIT_S)
+    except TimeoutError as error:
+        if ended.done():
+            raise
+        raise TimeoutError(f"the disk does not answer for {TIME_LIMIT_S:g} s") from error
 
 
 def _info(name: str, info: os.stat_result) -> FileInfo:
@@ -421,14 +376,24 @@ def _info(name: str, info: os.stat_result) -> FileInfo:
     )
 
 
+def _transfer(call: Callable[..., int], descriptor: int, parts: Sequence[Any], offset: int) -> int:
+    """Read or write parts in order from `offset` until the system moves nothing more; return the bytes."""
+    pending = [view for part in parts if (view := memoryview(part)).nbytes]
+    done_bytes = 0
+    while pending and (moved_bytes := call(descriptor, _batch(pending), offset + done_bytes)):
+        done_bytes += moved_bytes
+        pending = _advance(pending, moved_bytes)
+    return done_bytes
+
+
 def _batch(pending: Sequence[memoryview]) -> list[memoryview]:
     """Return the leading buffers that fit one vectored call, the last one perhaps cut."""
     batch = []
-    room_bytes = _CALL_LIMIT_BYTES
+    left_bytes = _CALL_LIMIT_BYTES
     for view in islice(pending, _IOV_LIMIT):
-        batch.append(view[:room_bytes])
-        room_bytes -= batch[-1].nbytes
-        if room_bytes == 0:
+        batch.append(view[:left_bytes])
+        left_bytes -= batch[-1].nbytes
+        if left_bytes == 0:
             break
     return batch
 

@@ -29,9 +29,9 @@ from icehouse_server.engine.scheduling.limits import SchedulerLimits
 from icehouse_server.engine.scheduling.waiting_queue import WaitingLimits
 from icehouse_server.errors import IcehouseError
 from icehouse_server.storage.api import Inventory, Outcome
-from icehouse_server.storage.files import Files, SystemFiles
+from icehouse_server.storage.files import Files
 from icehouse_server.storage.local.tier import LocalTier
-from icehouse_server.storage.settings import StorageSettings
+from icehouse_server.storage.storage_settings import StorageSettings
 
 from tests.fixtures.engine import Recorder
 from tests.fixtures.patience import BOUND_S
@@ -132,7 +132,7 @@ class CacheServer:
             )
             self.storage = LocalTier(
                 dataclasses.replace(storage_settings, **storage_changes),
-                files=files or SystemFiles(),
+                files=files or Files(),
                 clock=storage_clock or clock,
                 post=self._take,
             )

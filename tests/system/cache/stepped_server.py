@@ -39,9 +39,9 @@ from icehouse_server.engine.scheduling.scheduler import Scheduler
 from icehouse_server.engine.scheduling.waiting_queue import WaitingLimits, WaitingQueue
 from icehouse_server.errors import IcehouseError
 from icehouse_server.storage.api import Outcome, StorageClosed
-from icehouse_server.storage.files import SystemFiles
+from icehouse_server.storage.files import Files
 from icehouse_server.storage.local.tier import LocalTier
-from icehouse_server.storage.settings import StorageSettings
+from icehouse_server.storage.storage_settings import StorageSettings
 
 from tests.fixtures.engine import FakeClock, FakeDecoder, Recorder, memory_model, model_info
 from tests.system.cache.token_runner import TOKEN_BYTES, TokenRunner
@@ -115,7 +115,7 @@ class SteppedServer:
             )
             self.storage = LocalTier(
                 dataclasses.replace(settings, **storage_changes),
-                files=files or SystemFiles(),
+                files=files or Files(),
                 clock=self.clock,
                 post=self._take,
             )

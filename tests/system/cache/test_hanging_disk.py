@@ -20,7 +20,7 @@ from icehouse_server.engine.core.sequence import Phase
 from icehouse_server.engine.prefix_cache.planner import Rates
 from icehouse_server.errors import Reason, StartError, StorageError
 from icehouse_server.storage.api import Inventory
-from icehouse_server.storage.files import SystemFiles
+from icehouse_server.storage.files import Files
 from icehouse_server.storage.local.tier import LocalTier
 
 from tests.fixtures.models import tiny_model_dir
@@ -105,14 +105,14 @@ def test_a_load_that_comes_on_is_waited_for(served: SteppedServer, monkeypatch: 
     reader = hang_a_load(served, "a")
     assert served.storage is not None
     pool = served.storage._readers
-    ((_, reading),) = pool._readings.items()
+    ((_, job),) = pool._jobs.items()
     for _ in range(3):
         pass_time(served, 2.8)
-        pool._note_progress(reading)
+        pool._note_progress(job)
         pass_time(served, 0.2)
     assert served.recorder.end_of("a") is None, "it came on all the time"
     pass_time(served, 2.5)
-    pool._note_progress(reading)
+    pool._note_progress(job)
     pass_time(served, 0.2)
     assert served.answer("a").cache.limit is ReuseLimit.LOAD_FAILED, "but it took too long altogether"
     reader.go_on()
@@ -304,7 +304,7 @@ def test_a_disk_that_hangs_at_the_start_does_not_stop_it(tmp_path: Path) -> None
 
 def test_a_directory_of_another_process_is_refused_at_the_start(tmp_path: Path) -> None:
     with StorageThread(tmp_path):
-        second = LocalTier(settings_for(tmp_path), files=SystemFiles(), clock=SystemClock(), post=print)
+        second = LocalTier(settings_for(tmp_path), files=Files(), clock=SystemClock(), post=print)
         with pytest.raises(StartError) as refused:
             second.start()
         assert refused.value.reason is Reason.STORE_LOCKED

@@ -24,7 +24,7 @@ from icehouse_server.engine.core.sequence import Phase
 from icehouse_server.engine.prefix_cache.tiers.ports import CacheFacts
 from icehouse_server.errors import IcehouseError, Overloaded, Reason
 from icehouse_server.storage.api import StorageFailed
-from icehouse_server.storage.local.block_format.damage import BlockFileError
+from icehouse_server.storage.local.block_format.header import BlockFileError
 
 from tests.fixtures.storage.faults import FaultyFiles
 from tests.system.cache.stepped_server import (

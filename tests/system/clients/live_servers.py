@@ -26,7 +26,7 @@ from tests.fixtures.rpc.authority import Authority
 from tests.system.clients.fronts import busy_front, draining_front
 from tests.system.clients.late_servers import coming_front, loading_server
 from tests.system.clients.web_edge import web_edge
-from tests.system.crash.server_process import ServerProcess
+from tests.system.crash.crashing_server import ServerProcess
 from tests.system.mesh.envoy import free_ports
 
 TENANT = "clients"

@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from icehouse_server.clock import SystemClock
-from icehouse_server.storage.files import SystemFiles
+from icehouse_server.storage.files import Files
 from icehouse_server.storage.local.directory.data_keys import find_key
 from icehouse_server.storage.local.directory.manifest import Manifest
 from icehouse_server.storage.local.directory.offline import OfflineStore
 from icehouse_server.storage.local.directory.reconcile import Finding
 from icehouse_server.storage.local.encryption.aes_gcm import Cipher
-from icehouse_server.storage.paths import StorePaths
+from icehouse_server.storage.store_paths import StorePaths
 
 GARBAGE = frozenset({Finding.PARTIAL, Finding.ADOPTABLE})
 """What a crash may leave: a file that was not committed, or one whose row was deleted first."""
@@ -52,24 +52,24 @@ def write_ledger(ledger: str, room_bytes: int | None) -> None:
 
 def _fill_after(room_bytes: int) -> None:
     left_bytes = room_bytes
-    write, unlink = SystemFiles.write, SystemFiles.unlink
+    write, unlink = Files.write, Files.unlink
 
-    def limited_write(self: SystemFiles, descriptor: int, parts: Any, *, offset: int) -> int:
+    def limited_write(self: Files, descriptor: int, parts: Any, *, offset: int) -> None:
         nonlocal left_bytes
         wanted_bytes = sum(memoryview(part).nbytes for part in parts)
         if wanted_bytes > left_bytes:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         left_bytes -= wanted_bytes
-        return write(self, descriptor, parts, offset=offset)
+        write(self, descriptor, parts, offset=offset)
 
-    def counted_unlink(self: SystemFiles, path: str) -> None:
+    def counted_unlink(self: Files, path: str) -> None:
         nonlocal left_bytes
         size_bytes = os.path.getsize(path) if os.path.exists(path) else 0
         unlink(self, path)
         left_bytes += size_bytes
 
     for name, action in (("write", limited_write), ("unlink", counted_unlink)):
-        setattr(SystemFiles, name, action)
+        setattr(Files, name, action)
 
 
 @dataclasses.dataclass
@@ -106,7 +106,7 @@ class CacheLife:
     def opening_keys(self) -> list[bytes]:
         """Return the master keys that open the directory."""
         paths = StorePaths(str(self.directory))
-        return [key for key in MASTER_KEYS if find_key(SystemFiles(), paths, master_key=key) is not None]
+        return [key for key in MASTER_KEYS if find_key(Files(), paths, master_key=key) is not None]
 
     def offline(self) -> OfflineStore:
         """Return the directory as `icehouse cache` sees it."""
@@ -114,9 +114,9 @@ class CacheLife:
         if self.key_file is not None:
             master_key = bytes.fromhex(self.key_file.read_text())
             paths = StorePaths(str(self.directory))
-            data_key = find_key(SystemFiles(), paths, master_key=master_key)
+            data_key = find_key(Files(), paths, master_key=master_key)
             cipher = None if data_key is None else Cipher(data_key)
-        return OfflineStore(str(self.directory), files=SystemFiles(), clock=SystemClock(), cipher=cipher)
+        return OfflineStore(str(self.directory), files=Files(), clock=SystemClock(), cipher=cipher)
 
     def forget(self) -> None:
         """Somebody removes blocks from outside: what is there may be gone."""

@@ -17,12 +17,12 @@ from typing import Any
 
 from icehouse_server.domain.blocks import HostBlock, RegionKind, pack_tokens
 from icehouse_server.storage.api import Loaded
-from icehouse_server.storage.files import SystemFiles
+from icehouse_server.storage.files import Files
 from icehouse_server.storage.local.directory.data_keys import find_key, open_key, rewrap
 from icehouse_server.storage.local.directory.manifest import Manifest
 from icehouse_server.storage.local.directory.offline import OfflineStore, PurgeScope
 from icehouse_server.storage.local.directory.space import BALLAST_BYTES
-from icehouse_server.storage.paths import StorePaths
+from icehouse_server.storage.store_paths import StorePaths
 
 from tests.fixtures.patience import BOUND_S
 from tests.fixtures.storage.blocks import make_chain
@@ -46,7 +46,7 @@ class DeadlyFiles:
     def __init__(self, kill_after: int, room_bytes: int | None = None) -> None:
         self._left = kill_after
         self._room_bytes = room_bytes
-        self._system = SystemFiles()
+        self._system = Files()
 
     def __getattr__(self, verb: str) -> Any:
         action = getattr(self._system, verb)
@@ -125,7 +125,7 @@ def prepare(directory: Path) -> None:
     """Make a directory with a chain whose last block lacks its checkpoint, and a key."""
     with StorageThread(directory) as served:
         served.spill(*CHAIN[:2], poorer(RICHER))
-    open_key(SystemFiles(), StorePaths(str(directory)), master_key=OLD_KEY)
+    open_key(Files(), StorePaths(str(directory)), master_key=OLD_KEY)
 
 
 def is_killed(scenario: Scenario, directory: Path, kill_after: int) -> bool:
@@ -176,7 +176,7 @@ def check_purged(directory: Path) -> None:
             if block.header.hash in known:
                 _load(served, block)
     check_is_clean(directory)
-    purge(directory, SystemFiles())
+    purge(directory, Files())
     whole = b"".join(path.read_bytes() for path in directory.rglob("*") if path.is_file())
     assert [secret for secret in secrets if secret in whole] == []
 
@@ -184,12 +184,12 @@ def check_purged(directory: Path) -> None:
 def check_key(directory: Path) -> bool:
     """One of the two keys opens the directory, and a second change works; return whether it is the old."""
     paths = StorePaths(str(directory))
-    keys = [find_key(SystemFiles(), paths, master_key=key) for key in (OLD_KEY, NEW_KEY)]
+    keys = [find_key(Files(), paths, master_key=key) for key in (OLD_KEY, NEW_KEY)]
     assert sum(key is not None for key in keys) == 1, "both keys open it, or none does"
     with contextlib.suppress(FileNotFoundError):
         os.unlink(paths.data_keys + ".partial")
-    rewrap(SystemFiles(), paths, old_master_key=OLD_KEY, new_master_key=NEW_KEY)
-    assert find_key(SystemFiles(), paths, master_key=NEW_KEY) in keys
+    rewrap(Files(), paths, old_master_key=OLD_KEY, new_master_key=NEW_KEY)
+    assert find_key(Files(), paths, master_key=NEW_KEY) in keys
     return keys[0] is not None
 
 

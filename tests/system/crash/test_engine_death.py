@@ -14,7 +14,7 @@ from icehouse_server.engine.runner.runner import ModelRunner
 
 from tests.fixtures.models import tiny_model_dir
 from tests.fixtures.patience import BOUND_S
-from tests.system.crash.server_process import ServerProcess
+from tests.system.crash.crashing_server import ServerProcess
 
 _RUN = ModelRunner.run
 _GOOD_STEPS = 5

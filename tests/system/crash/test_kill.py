@@ -18,9 +18,9 @@ from tests.fixtures.models import tiny_model_dir
 from tests.system.cache.server import CacheServer
 from tests.system.cache.test_reuse import prompt
 from tests.system.crash import store_process
+from tests.system.crash.crashing_server import ServerProcess
+from tests.system.crash.generate_load import EventTrigger, Reference, Seen, ask, run_until_gone
 from tests.system.crash.life import GARBAGE, MASTER_KEYS, CacheLife
-from tests.system.crash.load import EventTrigger, Reference, Seen, ask, run_until_gone
-from tests.system.crash.server_process import ServerProcess
 
 _ROUNDS = int(os.environ.get("ICEHOUSE_KILL_ROUNDS", "200"))
 _SEED = int(os.environ.get("ICEHOUSE_KILL_SEED", "2"))

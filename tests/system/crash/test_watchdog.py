@@ -15,7 +15,7 @@ from icehouse_server.engine.loop import EngineLoop
 
 from tests.fixtures.models import tiny_model_dir
 from tests.fixtures.patience import BOUND_S
-from tests.system.crash.server_process import ServerProcess
+from tests.system.crash.crashing_server import ServerProcess
 
 _STEP = EngineLoop.step
 _PING, _WITHHELD, _HANGS = b"WATCHDOG=1", b"watchdog_ping_withheld", b"the step hangs"

@@ -22,7 +22,7 @@ from tests.fixtures.models.chat_templates import REMEMBERING, TOOL_CALL
 from tests.fixtures.models.vision import tiny_vision_dir
 from tests.fixtures.pages.desk import Desk
 from tests.fixtures.rpc.authority import Authority
-from tests.system.crash.server_process import ServerProcess
+from tests.system.crash.crashing_server import ServerProcess
 from tests.system.mesh.envoy import free_ports
 
 HAS_VISION = importlib.util.find_spec("mlx_vlm") is not None

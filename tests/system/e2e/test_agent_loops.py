@@ -9,7 +9,7 @@ from icehouse_client import Client, Conversation, Tool
 
 from tests.fixtures.chat.agent_loop import FAMILIES, QUESTION, SYSTEM, TOOLS
 from tests.fixtures.chat.scripted_replies import scripted
-from tests.system.crash.server_process import ServerProcess
+from tests.system.crash.crashing_server import ServerProcess
 
 LEAST_REUSED = 0.9
 OPTIONS = ("--block-token-count", "16", "--min-prefix-token-count", "0", "--no-restore-or-recompute")

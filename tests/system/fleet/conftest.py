@@ -18,7 +18,7 @@ from icehouse.v1 import server_service_pb2_grpc
 from bench.fleet.gateway import PACKAGES, GatewayProcess, missing_packages
 from tests.fixtures.chat.scripted_replies import Script, scripted
 from tests.fixtures.models import tiny_model_dir
-from tests.system.crash.server_process import ServerProcess
+from tests.system.crash.crashing_server import ServerProcess
 from tests.system.mesh.envoy import free_ports
 
 BLOCK = 16

@@ -16,7 +16,7 @@ from tests.fixtures.models.adapters import tiny_adapter_dir
 from tests.fixtures.models.chat_templates import THINKING, write_family
 from tests.fixtures.models.vocabulary import VOCABULARY_SIZE
 from tests.fixtures.rpc.worker import HAS_PROTOCOL
-from tests.system.crash.server_process import ServerProcess
+from tests.system.crash.crashing_server import ServerProcess
 from tests.system.fuzz.values import ADAPTER_NAME, MESSAGE_BYTE_LIMIT, MODEL_NAME, TENANTS
 
 _FLAGS: Mapping[str, str] = {

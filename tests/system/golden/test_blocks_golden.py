@@ -21,10 +21,10 @@ from icehouse_server.domain.blocks import (
     root_hash,
 )
 from icehouse_server.domain.ids import DEFAULT_TENANT, Fingerprint, Tenant
-from icehouse_server.storage.files import SystemFiles
-from icehouse_server.storage.local.block_format.file import prepare_block, write_block
+from icehouse_server.storage.files import Files
+from icehouse_server.storage.local.block_format.block_file import prepare_block, write_block
 from icehouse_server.storage.local.encryption.aes_gcm import Cipher, unwrap_key
-from icehouse_server.storage.paths import StorePaths
+from icehouse_server.storage.store_paths import StorePaths
 
 FINGERPRINT = Fingerprint(bytes(range(32)))
 
@@ -89,7 +89,7 @@ def test_hashes():
 
 
 def test_file_bytes(tmp_path):
-    files = SystemFiles()
+    files = Files()
     descriptor = files.create(str(tmp_path / "b"))
     file = write_block(files, descriptor, prepare_block(golden_block()))
     files.close(descriptor)
@@ -118,7 +118,7 @@ def test_encrypted_file_bytes(tmp_path):
         parent=root, token_ids=clear.header.token_ids, extra=b"image", secret=cipher.name_secret
     )
     header = dataclasses.replace(clear.header, hash=name, parent=root)
-    files = SystemFiles()
+    files = Files()
     descriptor = files.create(str(tmp_path / "b"))
     write_block(files, descriptor, prepare_block(HostBlock(header, clear.regions), cipher=cipher))
     files.close(descriptor)

@@ -19,7 +19,7 @@ import pytest
 from icehouse.v1 import inference_service_pb2 as pb
 from icehouse_server.clock import SystemClock
 from icehouse_server.domain.cache_stats import UNRECORDED_CODE
-from icehouse_server.storage.files import SystemFiles
+from icehouse_server.storage.files import Files
 from icehouse_server.storage.local.directory.offline import OfflineStore
 from icehouse_server.storage.local.directory.reconcile import Finding
 
@@ -60,7 +60,7 @@ def digests(directory: Path) -> dict[str, str]:
 
 
 def test_every_row_has_its_file_and_every_block_is_whole(directory: Path) -> None:
-    store = OfflineStore(str(directory), files=SystemFiles(), clock=SystemClock())
+    store = OfflineStore(str(directory), files=Files(), clock=SystemClock())
     rows = store.rows()
     assert {f"{record.hash.hex()}.safetensors" for record in rows.records} == set(GOLDEN["sha256"])
     assert rows.edited == ()
@@ -100,7 +100,7 @@ async def test_todays_server_opens_it_and_begins_cold_beside_it(
 
 def test_its_blocks_are_found_believed_and_reused(tmp_path: Path, directory: Path) -> None:
     """By a server whose model is called what it was called then."""
-    (name,) = OfflineStore(str(directory), files=SystemFiles(), clock=SystemClock()).rows().fingerprints
+    (name,) = OfflineStore(str(directory), files=Files(), clock=SystemClock()).rows().fingerprints
     model = tiny_model_dir(tmp_path, "llama", "float16")
     with CacheServer(model, directory, fingerprint=name) as served:
         answer = served.ask(

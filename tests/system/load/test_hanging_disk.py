@@ -11,12 +11,12 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from icehouse.v1 import inference_service_pb2 as messages
 from icehouse.v1 import inference_service_pb2_grpc
-from icehouse_server.storage.files import SystemFiles
+from icehouse_server.storage.files import Files
 from icehouse_server.storage.local.directory.store import BlockStore
 
 from tests.fixtures.models import tiny_model_dir
 from tests.fixtures.patience import BOUND_S
-from tests.system.crash.server_process import ServerProcess
+from tests.system.crash.crashing_server import ServerProcess
 from tests.system.load.live_server import request
 
 OPTIONS: tuple[str, ...] = (
@@ -32,21 +32,21 @@ OPTIONS += ("--no-restore-or-recompute",)
 
 def hang_block_reads() -> None:
     """Have no read of a block return, in the server's process."""
-    real_open, real_read = SystemFiles.open, SystemFiles.read_into
+    real_open, real_read = Files.open, Files.read_into
     blocks: set[int] = set()
 
-    def open_file(self: SystemFiles, path: str) -> int:
+    def open_file(self: Files, path: str) -> int:
         descriptor = real_open(self, path)
         if path.endswith(".safetensors") and "/blocks/" in path:
             blocks.add(descriptor)
         return descriptor
 
-    def read_into(self: SystemFiles, descriptor: int, *args: Any, **kwargs: Any) -> int:
+    def read_into(self: Files, descriptor: int, *args: Any, **kwargs: Any) -> int:
         if descriptor in blocks:
             threading.Event().wait()
         return real_read(self, descriptor, *args, **kwargs)
 
-    SystemFiles.open, SystemFiles.read_into = open_file, read_into  # type: ignore[method-assign, assignment]
+    Files.open, Files.read_into = open_file, read_into  # type: ignore[method-assign, assignment]
 
 
 def hang_store() -> None:

@@ -25,7 +25,7 @@ from bench.server_process import free_port
 from tests.fixtures.models import tiny_model_dir
 from tests.fixtures.patience import BOUND_S
 from tests.fixtures.rpc.worker import HAS_PROTOCOL
-from tests.system.crash.server_process import ServerProcess
+from tests.system.crash.crashing_server import ServerProcess
 
 OPTIONS = ("--drain-grace-s", "1", *(("--worker",) if HAS_PROTOCOL else ()))
 ANSWER_COUNT = 5

@@ -12,7 +12,7 @@ from icehouse.v1 import inference_service_pb2_grpc
 from tests.fixtures.models import tiny_model_dir
 from tests.fixtures.patience import BOUND_S
 from tests.fixtures.rpc.details import Refusal, refusal_of
-from tests.system.crash.server_process import ServerProcess
+from tests.system.crash.crashing_server import ServerProcess
 from tests.system.load.live_server import is_finished, live_server, request
 
 

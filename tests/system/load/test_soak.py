@@ -14,7 +14,7 @@ import pytest
 
 from bench.soak import SERVER_FLAGS, Sample, soak, trend_of
 from tests.fixtures.models import tiny_model_dir
-from tests.system.crash.server_process import ServerProcess
+from tests.system.crash.crashing_server import ServerProcess
 
 _STREAM_COUNT = 256
 _DURATION_S = float(os.environ.get("SOAK_S", "600"))

@@ -14,7 +14,7 @@ from icehouse.v1 import inference_service_pb2_grpc
 
 from tests.fixtures.models import tiny_model_dir
 from tests.fixtures.patience import BOUND_S
-from tests.system.crash.server_process import ServerProcess
+from tests.system.crash.crashing_server import ServerProcess
 from tests.system.load.live_server import request
 
 _OPTIONS = ("--block-token-count", "16", "--min-prefix-token-count", "0")

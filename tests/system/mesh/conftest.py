@@ -13,7 +13,7 @@ from icehouse_client import Client, Security
 
 from tests.fixtures.models import tiny_model_dir
 from tests.fixtures.patience import BOUND_S
-from tests.system.crash.server_process import ServerProcess
+from tests.system.crash.crashing_server import ServerProcess
 from tests.system.mesh.envoy import EnvoyProcess, Mesh, binary, free_ports
 
 BLOCK = 16

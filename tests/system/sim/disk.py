@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from icehouse_server.storage.files import FileInfo, SystemFiles
+from icehouse_server.storage.files import FileInfo, Files
 
 from tests.fixtures.storage.faults import Crash
 
@@ -75,7 +75,7 @@ class SimDisk:
         """The power goes before this verb is next done."""
         self.failed_count = 0
         self.has_crashed = False
-        self._system = SystemFiles()
+        self._system = Files()
         self._paths: dict[int, str] = {}
         self._unsynced: set[str] = set()
         self._renames: list[_Rename] = []

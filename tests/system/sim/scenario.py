@@ -27,7 +27,7 @@ from icehouse_server.domain.sampling import SamplingParams
 from icehouse_server.domain.stats import EngineStats
 from icehouse_server.engine.core.mailbox import Cancel, QueryStats, Submit
 from icehouse_server.engine.core.refusals import cancelled_by_client
-from icehouse_server.storage.paths import StorePaths
+from icehouse_server.storage.store_paths import StorePaths
 
 from tests.fixtures.storage.ciphers import CIPHER
 from tests.fixtures.storage.faults import Crash

@@ -11,7 +11,7 @@ from icehouse_server.engine.scheduling.limits import SchedulerLimits
 from icehouse_server.engine.scheduling.waiting_queue import WaitingLimits
 from icehouse_server.storage.local.directory.manifest import LOG_ALLOWANCE_BYTES
 from icehouse_server.storage.local.encryption.aes_gcm import Cipher
-from icehouse_server.storage.settings import StorageSettings
+from icehouse_server.storage.storage_settings import StorageSettings
 
 from tests.system.sim.model import ModelSpec
 

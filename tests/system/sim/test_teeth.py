@@ -20,9 +20,9 @@ from icehouse_server.engine.prefix_cache.tiers import account, matching, ports, 
 from icehouse_server.engine.scheduling import layered_prefill, pass_plan, scheduler
 from icehouse_server.rpc.kv_events import block_mirror, event_feed
 from icehouse_server.storage.api import Loaded
-from icehouse_server.storage.local import credit, spiller
-from icehouse_server.storage.local.block_format import file, header, reader
-from icehouse_server.storage.local.directory import commit, reconcile, space, store
+from icehouse_server.storage.local import queue_limit, spiller
+from icehouse_server.storage.local.block_format import block_file, header
+from icehouse_server.storage.local.directory import reconcile, space, store
 
 from tests.system.sim.scenario import IMAGES_SEED, NAMES_SEED, SimulationFailed
 from tests.system.sim.setup import BLOCK
@@ -109,7 +109,7 @@ def forget_which_image(patch: pytest.MonkeyPatch) -> None:
     def without_images(real):
         return lambda *, extra=b"", **rest: real(**rest)
 
-    for module in (blocks, header, file):
+    for module in (blocks, header, block_file):
         patch.setattr(module, "block_hash", without_images(module.block_hash))
 
 
@@ -135,27 +135,16 @@ def cut_images_anywhere(patch: pytest.MonkeyPatch) -> None:
 
 
 def trust_every_region(patch: pytest.MonkeyPatch) -> None:
-    class NoDigest:
-        def update(self, part):
-            pass
+    real = block_file._read_verified
 
-        def intdigest(self):
-            return _Anything()
+    def read_verified(*region, **how):
+        try:
+            real(*region, **how)
+        except header.BlockFileError as error:
+            if error.damage is not blocks.Damage.CHECKSUM:
+                raise
 
-    class _Anything:
-        def __eq__(self, other):
-            return True
-
-        def __ne__(self, other):
-            return False
-
-        def __hash__(self):
-            return 0
-
-    class NoHash:
-        xxh3_64 = NoDigest
-
-    patch.setattr(reader, "xxhash", NoHash)
+    patch.setattr(block_file, "_read_verified", read_verified)
 
 
 def unlink_before_the_row(patch: pytest.MonkeyPatch) -> None:
@@ -183,15 +172,27 @@ class _Without:
         return (lambda _: None) if name == self._verb else getattr(self._files, name)
 
 
+@contextlib.contextmanager
+def _without(holder, attribute: str, verb: str):
+    """Take one verb from the files that an object has."""
+    files = getattr(holder, attribute)
+    setattr(holder, attribute, _Without(files, verb))
+    try:
+        yield
+    finally:
+        setattr(holder, attribute, files)
+
+
 def _commit_without(patch: pytest.MonkeyPatch, verb: str, *, is_replacement: bool | None = None) -> None:
-    real = commit.finish_commit
+    real = store.BlockStore.finish
 
-    def finish_commit(writing, *, files, replaced=None, **rest):
-        if is_replacement in (None, replaced is not None):
-            files = _Without(files, verb)
-        return real(writing, files=files, replaced=replaced, **rest)
+    def finish(self, writing, **rest):
+        if is_replacement not in (None, writing.file.outline.hash in self.index):
+            return real(self, writing, **rest)
+        with _without(self, "files", verb):
+            return real(self, writing, **rest)
 
-    patch.setattr(store, "finish_commit", finish_commit)
+    patch.setattr(store.BlockStore, "finish", finish)
 
 
 def never_sync_the_file(patch: pytest.MonkeyPatch) -> None:
@@ -207,13 +208,13 @@ def never_sync_the_folder_of_a_new_name(patch: pytest.MonkeyPatch) -> None:
 
 
 def adopt_without_a_sync(patch: pytest.MonkeyPatch) -> None:
-    real = reconcile.repair
+    real = reconcile.Scan.repair
 
-    def repair(items, *, files, **rest):
-        return real(items, files=_Without(files, "fsync_dir"), **rest)
+    def repair(self, items, manifest):
+        with _without(self, "_files", "fsync_dir"):
+            return real(self, items, manifest)
 
-    patch.setattr(reconcile, "repair", repair)
-    patch.setattr(store, "repair", repair)
+    patch.setattr(reconcile.Scan, "repair", repair)
 
 
 def leak_a_pin(patch: pytest.MonkeyPatch) -> None:
@@ -250,12 +251,12 @@ def ignore_the_size_limit(patch: pytest.MonkeyPatch) -> None:
 
 
 def leak_write_credit(patch: pytest.MonkeyPatch) -> None:
-    real = credit.Meter.give_back
+    real = queue_limit.QueueLimit.release
 
-    def give_back(self, units):
+    def release(self, units):
         real(self, units if units == 1 else 0)
 
-    patch.setattr(credit.Meter, "give_back", give_back)
+    patch.setattr(queue_limit.QueueLimit, "release", release)
 
 
 def count_what_is_queued_as_persisted(patch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from icehouse_server.bootstrap.encryption import (
 )
 from icehouse_server.config import CacheConfig, load_config
 from icehouse_server.errors import ConfigError, Reason, StartError
-from icehouse_server.storage.files import Files, SystemFiles
+from icehouse_server.storage.files import Files
 
 from tests.fixtures.storage.faults import FaultyFiles
 
@@ -125,7 +125,7 @@ def test_without_the_package_nothing_starts_in_the_clear(
     monkeypatch.delattr("icehouse_server.storage.local.directory.data_keys", raising=False)
     config = CacheConfig(directory=str(tmp_path), key_file=str(key_file(tmp_path, KEY.hex().encode())))
     with pytest.raises(StartError, match=r"\.\[encryption\]") as caught:
-        open_cipher(config, SystemFiles())
+        open_cipher(config, Files())
     assert caught.value.reason is Reason.ENCRYPTION_MISSING
 
 
@@ -135,7 +135,7 @@ def test_a_directory_that_cannot_be_had_stops_the_start(tmp_path: Path) -> None:
         directory=str(tmp_path / "file"), key_file=str(key_file(tmp_path, KEY.hex().encode()))
     )
     with pytest.raises(StartError) as caught:
-        open_cipher(config, SystemFiles())
+        open_cipher(config, Files())
     assert caught.value.reason is Reason.STORE_UNUSABLE
 
 
@@ -150,7 +150,7 @@ def test_a_directory_that_takes_no_writes_is_read_with_the_key_that_is_there(
     with pytest.raises(StartError) as caught:
         open_cipher(config, cast("Files", refusing))
     assert caught.value.reason is Reason.STORE_UNUSABLE, "there is no key yet, and none can be kept"
-    made = open_cipher(config, SystemFiles())
+    made = open_cipher(config, Files())
     found = open_cipher(config, cast("Files", refusing))
     assert made is not None and found is not None and found.key_id == made.key_id
     assert refusing.failed_count == 2 and "cache_key_read_only" in caplog.text

@@ -30,10 +30,10 @@ from icehouse_server.errors import Reason, StartError
 from icehouse_server.rpc.engine_client.ports import ServedModel
 from icehouse_server.rpc.engine_client.router import Router
 from icehouse_server.rpc.health import Health
-from icehouse_server.storage.files import SystemFiles
+from icehouse_server.storage.files import Files
 from icehouse_server.storage.local.directory.lock import take_lock
 from icehouse_server.storage.local.directory.store import BlockStore
-from icehouse_server.storage.paths import StorePaths
+from icehouse_server.storage.store_paths import StorePaths
 
 from tests.fixtures.models import tiny_model_dir
 from tests.fixtures.patience import BOUND_S
@@ -254,7 +254,7 @@ async def test_what_is_taken_is_told_before_a_model_is_looked_for(tmp_path: Path
             flags["server.uds"] = str(tmp_path / "s")
         else:
             flags["server.port"] = 0
-            held.callback(os.close, take_lock(SystemFiles(), StorePaths(str(tmp_path / "cache"))))
+            held.callback(os.close, take_lock(Files(), StorePaths(str(tmp_path / "cache"))))
         config = load_config(flags=flags, environ={}).config
         with pytest.raises(StartError) as caught:
             await serve._serve(config, SystemClock(), ServiceManager(None), find_device())

@@ -18,6 +18,7 @@ from icehouse_server.storage.api import (
     Evicted,
     Failure,
     Inventory,
+    LayoutMismatch,
     Loaded,
     Outcome,
     Persisted,
@@ -25,10 +26,9 @@ from icehouse_server.storage.api import (
     StorageClosed,
     TensorShape,
     Ticket,
-    UnfitLayout,
     Verified,
 )
-from icehouse_server.storage.files import SystemFiles
+from icehouse_server.storage.files import Files
 from icehouse_server.storage.local.directory.manifest import LOG_ALLOWANCE_BYTES
 from icehouse_server.storage.local.tier import LocalTier
 
@@ -99,7 +99,7 @@ def open_bench(request, tmp_path) -> Iterator[Callable[..., Bench]]:
                 load_queue_limit_count=count,
                 task_queue_limit_count=count,
             )
-            return LocalTier(settings, files=SystemFiles(), clock=ManualClock(), post=post)
+            return LocalTier(settings, files=Files(), clock=ManualClock(), post=post)
 
         def in_memory(post) -> MemoryTier:
             return MemoryTier(
@@ -173,9 +173,9 @@ def test_room_is_taken_by_what_waits_and_comes_back(open_bench) -> None:
     size_bytes = block.size_bytes + OVERHEAD_BYTES
     bench = open_bench(queue_bytes=2 * size_bytes)
     bench.tier.put(block)
-    assert bench.tier.room_bytes == size_bytes
+    assert bench.tier.queue_space_bytes == size_bytes
     bench.settle()
-    assert bench.tier.room_bytes == 2 * size_bytes
+    assert bench.tier.queue_space_bytes == 2 * size_bytes
 
 
 class Pages:
@@ -190,7 +190,7 @@ class Pages:
         self, tensors: Sequence[TensorShape], *, start_token_index: int, token_count: int
     ) -> list[memoryview]:
         if [t.dtype for t in tensors] != ["BF16", "BF16", "F32"]:
-            raise UnfitLayout("not the tensors of this test's blocks")
+            raise LayoutMismatch("not the tensors of this test's blocks")
         self.tensors = list(tensors)
         rows = [t.size_bytes // (t.shape[1] * token_count) for t in tensors]
         page_bytes = sum(row * t.shape[1] for row, t in zip(rows, tensors, strict=True)) * self.page_tokens
@@ -246,7 +246,7 @@ def test_memory_of_another_layout_is_refused_and_the_first_blocks_are_there(benc
     class OfTwoHeads(BlockBuffers):
         def segments(self, tensors: Sequence[TensorShape], **where: int) -> list[memoryview]:
             if tensors[0].shape[1] != 2:
-                raise UnfitLayout("more heads than two")
+                raise LayoutMismatch("more heads than two")
             return super().segments(tensors, **where)
 
     loaded = bench.ask(bench.tier.get_into(blocks, OfTwoHeads(blocks)))

@@ -10,7 +10,7 @@ import pytest
 from icehouse_server.clock import SystemClock
 from icehouse_server.storage import digests
 from icehouse_server.storage.digests import DigestBook
-from icehouse_server.storage.files import SystemFiles
+from icehouse_server.storage.files import Files
 
 
 class LaterClock(SystemClock):
@@ -21,7 +21,7 @@ class LaterClock(SystemClock):
 
 
 def book(tmp_path: Path, clock: SystemClock | None = None) -> DigestBook:
-    return DigestBook(str(tmp_path / "cache"), files=SystemFiles(), clock=clock or LaterClock())
+    return DigestBook(str(tmp_path / "cache"), files=Files(), clock=clock or LaterClock())
 
 
 def write(path: Path, data: bytes) -> str:

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from icehouse_server.clock import SystemClock
 from icehouse_server.storage.digests import DigestBook
-from icehouse_server.storage.files import SystemFiles
-from icehouse_server.storage.time_limit import in_time
+from icehouse_server.storage.files import Files, in_time
 
 from tests.fixtures.storage.hanging import HangingFiles
 
@@ -20,7 +19,8 @@ def test_what_an_action_comes_to_is_handed_on() -> None:
         in_time(lambda: int(""))
 
 
-def test_an_action_that_does_not_end_is_left_to_itself() -> None:
+def test_an_action_that_does_not_end_is_left_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("icehouse_server.storage.files.TIME_LIMIT_S", 0.01)
     goes_on, ended = threading.Event(), threading.Event()
 
     def wait() -> None:
@@ -28,7 +28,7 @@ def test_an_action_that_does_not_end_is_left_to_itself() -> None:
         ended.set()
 
     with pytest.raises(TimeoutError, match="does not answer"):
-        in_time(wait, timeout_s=0.01)
+        in_time(wait)
     goes_on.set()
     assert ended.wait(100), "nobody waits, but it goes on"
 
@@ -44,10 +44,10 @@ def test_its_own_timeout_is_its_own() -> None:
 def test_weights_are_hashed_without_what_a_hanging_disk_keeps_of_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("icehouse_server.storage.time_limit.TIME_LIMIT_S", 0.01)
+    monkeypatch.setattr("icehouse_server.storage.files.TIME_LIMIT_S", 0.01)
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(b"weights")
-    book = DigestBook(str(tmp_path / "cache"), files=SystemFiles(), clock=SystemClock())
+    book = DigestBook(str(tmp_path / "cache"), files=Files(), clock=SystemClock())
     digest = book.digest(str(weights))
     book.save()
     files = HangingFiles({"open", "create"})

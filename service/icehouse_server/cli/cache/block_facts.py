@@ -10,7 +10,7 @@ from icehouse_client.cli.figures import size_text
 from icehouse_server.domain.ids import Fingerprint
 from icehouse_server.storage.local.directory.reconcile import Discrepancy
 from icehouse_server.storage.local.directory.record import BlockRecord
-from icehouse_server.storage.local.encryption.facts import KEY_DETAIL
+from icehouse_server.storage.local.encryption.constants import KEY_DETAIL
 
 _BYTES = ("file_bytes", "kv_bytes", "window_bytes", "checkpoint_bytes")
 _TIMES = ("created_time", "last_used_time")

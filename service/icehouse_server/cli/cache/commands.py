@@ -26,11 +26,11 @@ from icehouse_server.cli.cache.block_facts import (
 from icehouse_server.clock import SystemClock
 from icehouse_server.config import load_config
 from icehouse_server.errors import Reason, StorageError
-from icehouse_server.storage.files import SystemFiles
+from icehouse_server.storage.files import Files
 from icehouse_server.storage.local.directory.offline import OfflineStore, PurgeScope, Rows, Verdict
 from icehouse_server.storage.local.directory.reconcile import Finding
 from icehouse_server.storage.local.directory.record import BlockRecord
-from icehouse_server.storage.local.encryption.facts import KEY_DETAIL
+from icehouse_server.storage.local.encryption.constants import KEY_DETAIL
 
 app = typer.Typer(
     name="cache",
@@ -231,7 +231,7 @@ def _open(directory: Path | None) -> OfflineStore:
             f"{where} is not a directory that this user may read; say another --cache-directory",
             metadata={"directory": str(where)},
         )
-    files = SystemFiles()
+    files = Files()
     return OfflineStore(str(where), files=files, clock=SystemClock(), cipher=find_cipher(config, files))
 
 

@@ -15,8 +15,8 @@ from icehouse_server.cli.doctor.check import Check, Verdict
 from icehouse_server.config import Config
 from icehouse_server.errors import StartError
 from icehouse_server.rpc.own_server import OwnServer, find_own_server
-from icehouse_server.storage.files import SystemFiles, read_text
-from icehouse_server.storage.paths import StorePaths
+from icehouse_server.storage.files import Files, read_text
+from icehouse_server.storage.store_paths import StorePaths
 
 
 def check_disk(config: Config) -> Check:
@@ -75,7 +75,7 @@ def check_encryption(config: Config) -> Check:
         return Check("at rest", Verdict.OK, "blocks are in the clear, readable by their owner only")
     folder = cache.block_directory
     try:
-        cipher = find_cipher(cache, SystemFiles())
+        cipher = find_cipher(cache, Files())
     except StartError as error:
         return Check("at rest", Verdict.FAIL, error.message, "see docs/at-rest.md")
     if cipher is None and os.path.exists(StorePaths(str(folder)).data_keys):
@@ -87,7 +87,7 @@ def check_encryption(config: Config) -> Check:
 
 def _owner(store: StorePaths) -> str | None:
     """Return the process id that the lock's holder wrote down, None when nobody holds the lock."""
-    files = SystemFiles()
+    files = Files()
     try:
         lock = files.open(store.lock)
         try:

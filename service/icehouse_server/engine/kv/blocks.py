@@ -22,7 +22,7 @@ from icehouse_server.engine.kv_cache.layout import CacheLayout, CacheUnsupported
 from icehouse_server.engine.kv_cache.regions import ArrayRegion, dispatch, evaluate, from_host
 from icehouse_server.engine.kv_cache.restore import Restoring
 from icehouse_server.engine.prefix_cache.tiers.ports import CacheFacts, RestoreInput
-from icehouse_server.storage.api import KvPlace, PlannedBlock
+from icehouse_server.storage.api import KvTarget, PlannedBlock
 
 _log = logging.getLogger("icehouse.engine")
 
@@ -142,7 +142,7 @@ class RunnerBlocks:
         pages = pool.take_spare(sum(pool.pages_for(block.header.token_count) for block in blocks))
         return None if pages is None else PagePlace(group, self._layout.kv_names, blocks, pages)
 
-    def end_load(self, place: KvPlace) -> list[PageRegion]:
+    def end_load(self, place: KvTarget) -> list[PageRegion]:
         self._thread.check()
         assert self._group is not None and isinstance(place, PagePlace)
         return place.regions(self._group)

@@ -23,7 +23,7 @@ from icehouse_server.engine.kv_cache.regions import dtype_name
 from icehouse_server.engine.kv_cache.restore import Restoring
 from icehouse_server.engine.prefix_cache.tiers.ports import PlacedBlock
 from icehouse_server.errors import Reason, StorageError
-from icehouse_server.storage.api import PlannedBlock, TensorShape, UnfitLayout
+from icehouse_server.storage.api import LayoutMismatch, PlannedBlock, TensorShape
 
 
 class _Memory(np.ndarray[Any, np.dtype[np.uint8]]):
@@ -34,7 +34,7 @@ class _Memory(np.ndarray[Any, np.dtype[np.uint8]]):
 
 
 class PagePlace:
-    """Implements KvPlace for blocks whose KV is to be in pages. Any thread, but for `regions`.
+    """Implements KvTarget for blocks whose KV is to be in pages. Any thread, but for `regions`.
 
     Files have a layer's keys and then its values, [1, heads, tokens, size] each; a page has those of all
     layers. So the rows of one head in one page are read at once, and more where the next ones follow there.
@@ -122,7 +122,7 @@ class PagePlace:
         if names != list(self._names) or any((each.dtype, each.shape) != like for each in tensors):
             told = sorted({f"{each.dtype}{list(each.shape)}" for each in tensors})
             fit = f"{len(self._names)} of {like[0]}{list(like[1])}"
-            raise UnfitLayout(f"{len(tensors)} kv tensors of {told}, where pages hold {fit}")
+            raise LayoutMismatch(f"{len(tensors)} kv tensors of {told}, where pages hold {fit}")
 
 
 class PagedRestoring:

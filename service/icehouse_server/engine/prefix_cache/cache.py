@@ -37,7 +37,7 @@ from icehouse_server.engine.prefix_cache.timeouts import Waits
 from icehouse_server.storage.api import (
     ColdTier,
     Failure,
-    KvPlace,
+    KvTarget,
     Loaded,
     Persisted,
     PlannedBlock,
@@ -220,7 +220,7 @@ class PrefixCache:
 
     # A restore: what is read, and whether it was of use.
 
-    def load(self, blocks: ReadSequence[PlannedBlock], into: KvPlace | None) -> Ticket[Loaded] | None:
+    def load(self, blocks: ReadSequence[PlannedBlock], into: KvTarget | None) -> Ticket[Loaded] | None:
         """Have blocks read from SSD; None when the read queue is full, or the tier is lost by now."""
         ticket = None if self.storage is None else self.storage.get_into(blocks, into)
         self.counters.promote.load_total += ticket is not None

@@ -17,7 +17,7 @@ from icehouse_server.engine.prefix_cache.tiers.ports import (
     PlacedBlock,
     RestoreInput,
 )
-from icehouse_server.storage.api import KvPlace, Loaded
+from icehouse_server.storage.api import KvTarget, Loaded
 
 
 @dataclasses.dataclass(slots=True)
@@ -36,7 +36,7 @@ class Restore:
     """Its load has failed: the plan holds no more."""
     with_ssd: bool = True
     """False once the read queue was full, or memory short: what RAM has is taken."""
-    place: KvPlace | None = None
+    place: KvTarget | None = None
     """Where kv on SSD is read to, if it is to be in pages."""
     loaded: Loaded | None = None
     read: dict[BlockHash, dict[RegionKind, Region]] = dataclasses.field(default_factory=dict)

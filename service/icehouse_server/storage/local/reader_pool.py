@@ -1,9 +1,12 @@
-"""Reader pool: a few threads that turn load requests into verified bytes, where they are wanted.
+"""Reader pool: a few threads that turn load requests into verified bytes in the caller's memory.
 
-A load goes from the engine straight to this pool, never behind a write, and its answer goes
-straight back; the storage thread is only told what was found, to count it and to put damaged
-files aside. The blocks of one load are shared among the readers: the reader that takes the
-last ticket delivers.
+A load goes from the engine straight to this pool, never behind a write, and its answer goes straight back.
+The storage thread only gets a report, to count the read and to put damaged files aside. The blocks of one
+load are shared among the readers; the reader that finishes the last block posts the answer.
+
+A forward pass on the CPU waits for the slowest of its threads, so whatever else runs for 10 ms makes that
+step 10 ms longer. So beside decode reads are rate-limited: a short piece in each of several steps is hardly
+felt, and the load takes longer.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import dataclasses
 import os
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from icehouse_server.averages import MovingAverage
@@ -23,94 +26,158 @@ from icehouse_server.domain.blocks import BlockHeader, Damage
 from icehouse_server.storage.api import (
     AnyTicket,
     Failure,
-    KvPlace,
+    KvTarget,
+    LayoutMismatch,
     Loaded,
     LoadedBlock,
     Names,
     PlannedBlock,
     Ticket,
-    UnfitLayout,
 )
 from icehouse_server.storage.files import Files
-from icehouse_server.storage.local.block_format.damage import BlockFileError
-from icehouse_server.storage.local.block_format.read_pace import ReadPace, ReadTurns
-from icehouse_server.storage.local.block_format.reader import open_block, read_block, read_header
-from icehouse_server.storage.local.encryption.facts import Cipher
-from icehouse_server.storage.paths import StorePaths
-from icehouse_server.storage.settings import StorageSettings
+from icehouse_server.storage.local.block_format.block_file import open_block, read_block, read_header
+from icehouse_server.storage.local.block_format.header import BlockFileError
+from icehouse_server.storage.local.encryption.constants import Cipher
+from icehouse_server.storage.storage_settings import StorageSettings
+from icehouse_server.storage.store_paths import StorePaths
 
 _RATE_WEIGHT = 0.3
-"""Of a load, however long it took: one that others' work made slow is outweighed by the next three."""
+"""Of each load in the moving average, however long it took: a slow one is outweighed by the next three."""
+_PIECE_S = 0.003
+"""A reader works about so long without a pause. Shorter pieces would wake it more often than decode bears."""
+
+
+class ReadSchedule:
+    """When readers may work: all together a share of the time, and one at once. Any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._next_time = 0.0
+
+    def reserve(self, now: float, *, share: float) -> float:
+        """Reserve the next slot, for a piece of work; return how many seconds it is away."""
+        with self._lock:
+            begin_time = max(now, self._next_time)
+            self._next_time = begin_time + _PIECE_S / share
+        return begin_time - now
+
+    def correct(self, worked_s: float, *, share: float) -> None:
+        """Move later slots by how much longer or shorter a piece was than planned."""
+        with self._lock:
+            self._next_time += (worked_s - _PIECE_S) / share
+
+    def clear(self) -> None:
+        """Let the next reader work at once: readers leave no cores to others now."""
+        with self._lock:
+            self._next_time = 0.0
+
+
+class ReadLimiter:
+    """Has one reader wait for its slots while readers leave cores to others. A share of 1 means no limit."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        schedule: ReadSchedule,
+        *,
+        share: Callable[[], float],
+        pause: Callable[[float], object],
+        on_piece: Callable[[float], None] = lambda pause_s: None,
+    ) -> None:
+        """`share` is asked each time; `on_piece` is called before each piece with the pause before it."""
+        self._clock = clock
+        self._schedule = schedule
+        self._share = share
+        self._pause = pause
+        self._on_piece = on_piece
+        self._piece: tuple[float, float] | None = None
+        """When the piece under way began, and with which share."""
+        self.paused_s = 0.0
+        """In total."""
+
+    def wait(self) -> None:
+        """Wait for a slot, unless a piece of work is under way and still short."""
+        share = self._share()
+        assert 0.0 < share <= 1.0, share
+        now = self._clock.monotonic()
+        if share == 1.0:
+            self._piece = None
+            self._schedule.clear()
+        if share == 1.0 or (self._piece is not None and now - self._piece[0] < _PIECE_S):
+            self._on_piece(0.0)
+            return
+        self.end()
+        wait_s = self._schedule.reserve(now, share=share)
+        self._on_piece(wait_s)
+        if wait_s > 0.0:
+            self._pause(wait_s)
+        began_time = self._clock.monotonic()
+        self._piece = (began_time, share)
+        self.paused_s += began_time - now
+
+    def end(self) -> None:
+        """Account for the piece under way."""
+        piece, self._piece = self._piece, None
+        if piece is not None:
+            self._schedule.correct(self._clock.monotonic() - piece[0], share=piece[1])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReadReport:
-    """What the storage thread is told of a finished order to read, so that its place is free again."""
+    """A finished read, for the storage thread: it counts it and frees its place in the queue."""
 
     block_count: int = 0
     failures: tuple[Failure, ...] = ()
     read_bytes: int = 0
 
 
-class Reading:
-    """An order on its way through the readers. The engine's thread may abandon it at any time."""
+class ReadJob:
+    """A load, or a request for headers, with the readers. The engine may abandon it at any time."""
 
-    def __init__(self, ticket: Ticket[Any], *, now: float) -> None:
-        self.ticket = ticket
+    def __init__(self, *, now: float, names: Names = ()) -> None:
+        self.names = names
+        """Of the headers."""
+        self.ticket: Ticket[Any] = Ticket()
         self.progress_time = now
-        """When it was asked for, or a reader last came on with it (`Clock.monotonic`)."""
+        """When it was queued, or a reader last made progress with it (`Clock.monotonic`)."""
         self.has_begun = False
         self.is_abandoned = False
         """Nobody waits for it any more: what is left of it need not be read."""
-        self._start = collections.deque((None,))
-        """One item: whoever takes it, a reader that begins or the engine that abandons, is the first."""
+        self._first = threading.Lock()
+        """Taken by whoever comes first, a reader that begins or the engine that abandons; never released."""
 
     def begin(self) -> bool:
-        """Take it up; False when it was abandoned before any reader had begun it."""
-        self.has_begun = self._is_first()
+        """Begin reading; False when it was abandoned before any reader had begun."""
+        self.has_begun = self._first.acquire(blocking=False)
         return self.has_begun
 
     def abandon(self) -> bool:
-        """Stop waiting for it; True when no reader has begun it, so that none will."""
+        """Stop waiting for it; True when no reader has begun, so that none will."""
         self.is_abandoned = True
-        return self._is_first()
-
-    def _is_first(self) -> bool:
-        try:
-            self._start.pop()
-        except IndexError:
-            return False
-        return True
+        return self._first.acquire(blocking=False)
 
 
-class HeadJob(Reading):
-    """A request for headers on its way."""
+class LoadJob(ReadJob):
+    """One load. Each item of the lists is written by the one reader that has that block."""
 
-    def __init__(self, names: Names, *, now: float) -> None:
-        super().__init__(Ticket(), now=now)
-        self.names = names
-
-
-class LoadJob(Reading):
-    """One load on its way. Each result slot is written by the one reader that has that block."""
-
-    def __init__(self, blocks: Sequence[PlannedBlock], into: KvPlace | None, *, now: float) -> None:
+    def __init__(self, blocks: Sequence[PlannedBlock], target: KvTarget | None, *, now: float) -> None:
         assert blocks, "A load asks for no block"
-        super().__init__(Ticket(), now=now)
+        super().__init__(now=now)
         self.blocks = blocks
-        self.place = into
-        """Held here alone, so that it is let go of before the answer."""
+        self.target = target
+        """Referenced here alone, so that it is released before the answer."""
         self.is_shared = False
         """Set by the first block's reader before others get a part."""
         self.busy_s = [0.0] * len(blocks)
         """What reading each block took, without pauses."""
         self.read_bytes = [0] * len(blocks)
         self.results: list[LoadedBlock | Failure | None] = [None] * len(blocks)
-        self.tickets = collections.deque(range(len(blocks)))
+        self.countdown = collections.deque(range(len(blocks)))
+        """One number for each block to finish; the reader that pops 0 is the last."""
 
-    @property
-    def failures(self) -> tuple[Failure, ...]:
-        return tuple(result for result in self.results if isinstance(result, Failure))
+
+_Work = tuple[ReadJob, int]
+"""A job and the index of the block to read."""
 
 
 class ReaderPool:
@@ -127,12 +194,9 @@ class ReaderPool:
         cipher: Cipher | None,
         pause: Callable[[float], object] | None = None,
     ) -> None:
-        """Readers work `share_beside_decode` of the time together while they leave the cores to others.
-
-        `pause` waits for so many seconds; by default it ends early when the cores are free or the pool stops.
-        """
-        self._share_beside_decode = settings.share_beside_decode
-        self._turns = ReadTurns()
+        """`pause` waits for so many seconds. The default ends early when the cores are free, or at `stop`."""
+        self._settings = settings
+        self._schedule = ReadSchedule()
         self._is_stopping = threading.Event()
         self._has_cores = threading.Event()
         self._has_cores.set()
@@ -142,55 +206,52 @@ class ReaderPool:
         self._clock = clock
         self._post = post
         self._report = report
-        self._fingerprint = settings.fingerprint
         self._cipher = cipher
-        self._reader_count = settings.reader_thread_count
         self._rate = MovingAverage(weight=_RATE_WEIGHT)
-        self._work: queue.SimpleQueue[tuple[LoadJob, int] | HeadJob | None] = queue.SimpleQueue()
-        self._readings: dict[AnyTicket, Reading] = {}
-        """Orders that readers have yet to end. The engine's thread puts them in."""
+        self._work: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
+        self._jobs: dict[AnyTicket, ReadJob] = {}
+        """Jobs that readers have yet to finish. The engine's thread puts them in."""
         self._progress_time = clock.monotonic()
-        """When any reader last came on with anything."""
+        """When any reader last made progress with anything."""
 
-    def submit(self, blocks: Sequence[PlannedBlock], into: KvPlace | None) -> Ticket[Loaded]:
-        """Queue a load; bounding it is the caller's part."""
-        job = LoadJob(blocks, into, now=self._clock.monotonic())
-        self._readings[job.ticket] = job
+    def submit(self, blocks: Sequence[PlannedBlock], into: KvTarget | None) -> Ticket[Loaded]:
+        """Queue a load; the caller bounds the queue."""
+        return self._submit(LoadJob(blocks, into, now=self._clock.monotonic()))
+
+    def submit_headers(self, names: Names) -> Ticket[tuple[BlockHeader, ...]]:
+        """Queue a request for headers; the caller bounds the queue."""
+        return self._submit(ReadJob(names=names, now=self._clock.monotonic()))
+
+    def _submit(self, job: ReadJob) -> Ticket[Any]:
+        self._jobs[job.ticket] = job
         self._work.put((job, 0))
         return job.ticket
 
-    def submit_heads(self, names: Names) -> Ticket[tuple[BlockHeader, ...]]:
-        """Queue a question for headers; bounding it is the caller's part."""
-        job = HeadJob(names, now=self._clock.monotonic())
-        self._readings[job.ticket] = job
-        self._work.put(job)
-        return job.ticket
-
     def silence_s(self, ticket: AnyTicket) -> float:
-        """Return for how long no reader has come on with an order, or with any before it is its turn; 0 where
-        it was answered. Called by the engine's thread, like `abandon` and `hung_count`."""
-        reading = self._readings.get(ticket)
-        if reading is None:
+        """Return for how long no reader has made progress with a job, or with any job while it is queued; 0
+        when it was answered. Called by the engine's thread, like `abandon` and `hung_count`."""
+        job = self._jobs.get(ticket)
+        if job is None:
             return 0.0
-        before_turn_time = 0.0 if reading.has_begun else self._progress_time
-        return max(0.0, self._clock.monotonic() - max(reading.progress_time, before_turn_time))
+        queue_progress_time = 0.0 if job.has_begun else self._progress_time
+        return max(0.0, self._clock.monotonic() - max(job.progress_time, queue_progress_time))
 
     def abandon(self, ticket: AnyTicket) -> None:
-        """Stop waiting for an order. What a reader is at cannot be stopped: its memory is let go of when the
-        system returns from the read."""
-        reading = self._readings.get(ticket)
-        if reading is not None and reading.abandon():
-            del self._readings[ticket]
-            if isinstance(reading, LoadJob):
-                reading.place = None
+        """Stop waiting for a job. A read under way cannot be stopped: its memory is released when the system
+        returns from the read."""
+        job = self._jobs.get(ticket)
+        if job is not None and job.abandon():
+            del self._jobs[ticket]
+            if isinstance(job, LoadJob):
+                job.target = None
 
     @property
     def hung_count(self) -> int:
-        """Orders that were abandoned while a reader was at them, and that it has not come back from."""
-        return sum(reading.is_abandoned for reading in list(self._readings.values()))
+        """Jobs that were abandoned during a read from which the reader has not returned."""
+        return sum(job.is_abandoned for job in list(self._jobs.values()))
 
     def leave_cores(self, *, to_decode: bool) -> None:
-        """Read at a small share of the time from now on, or at full speed; those under way too."""
+        """Read at a small share of the time from now on, or at full speed; reads under way too."""
         if to_decode:
             self._has_cores.clear()
         if not to_decode or self._is_stopping.is_set():
@@ -200,9 +261,9 @@ class ReaderPool:
         """Read until `stop`; the body of each reader's thread."""
         while (work := self._work.get()) is not None:
             self._do(work)
-            # While this thread waits for the next one, nothing of the last one is kept.
+            # While this thread waits for the next one, it must not hold the last one's memory.
             del work
-        # The others are told too.
+        # The other readers have to see it too.
         self._work.put(None)
 
     def stop(self) -> None:
@@ -213,136 +274,125 @@ class ReaderPool:
 
     def step(self) -> bool:
         """Read one block on the calling thread; False when nothing is queued."""
-        try:
-            work = self._work.get_nowait()
-        except queue.Empty:
-            return False
-        if work is None:
-            return False
-        self._do(work)
-        return True
+        work = None if self._work.empty() else self._work.get_nowait()
+        if work is not None:
+            self._do(work)
+        return work is not None
 
-    def _do(self, work: tuple[LoadJob, int] | HeadJob) -> None:
-        if self._take_up(work):
-            self._read_on(work)
+    def _do(self, work: _Work) -> None:
+        if self._begin(work):
+            self._read(work)
 
-    def _take_up(self, work: tuple[LoadJob, int] | HeadJob) -> bool:
-        """Begin with an order; False when it was abandoned while it waited."""
-        reading, index = (work, 0) if isinstance(work, HeadJob) else work
-        if index == 0 and not reading.begin():
+    def _begin(self, work: _Work) -> bool:
+        """Begin with a block; False when the job was abandoned while it waited."""
+        job, index = work
+        if index == 0 and not job.begin():
             self._report(ReadReport())
             return False
-        self._note_progress(reading)
+        self._note_progress(job)
         return True
 
-    def _read_on(self, work: tuple[LoadJob, int] | HeadJob) -> None:
-        if isinstance(work, HeadJob):
-            self._read_heads(work)
+    def _read(self, work: _Work) -> None:
+        job, index = work
+        if isinstance(job, LoadJob):
+            self._read_block(job, index)
         else:
-            self._read(*work)
+            self._read_headers(job)
 
-    def _note_progress(self, reading: Reading, *, pause_s: float = 0.0) -> None:
-        """Note that a reader has come on; a pause that it makes for others is no silence of the disk."""
-        reading.progress_time = self._progress_time = self._clock.monotonic() + pause_s
+    def _note_progress(self, job: ReadJob, *, pause_s: float = 0.0) -> None:
+        """Note that a reader made progress; a pause that it makes for others is no silence of the disk."""
+        job.progress_time = self._progress_time = self._clock.monotonic() + pause_s
 
-    def _end(self, reading: Reading, outcome: Any | None, report: ReadReport) -> None:
-        """Answer an order, unless there is nobody to answer, and note that the readers have done with it."""
+    def _finish(self, job: ReadJob, outcome: Any | None, report: ReadReport) -> None:
+        """Answer a job, unless nobody waits for it, and note that the readers have finished it."""
         if outcome is not None:
-            reading.ticket.settle(outcome)
-            self._post(reading.ticket)
+            job.ticket.finish(outcome)
+            self._post(job.ticket)
         self._progress_time = self._clock.monotonic()
-        self._readings.pop(reading.ticket, None)
+        self._jobs.pop(job.ticket, None)
         self._report(report)
 
-    def _read_heads(self, job: HeadJob) -> None:
-        """Answer with the headers that are sound; the others are found out when they are loaded."""
+    def _read_headers(self, job: ReadJob) -> None:
+        """Answer with the headers that are sound; damage is found when the others are loaded."""
         headers = []
         for name in job.names:
             if job.is_abandoned:
                 break
             self._note_progress(job)
             with contextlib.suppress(BlockFileError, OSError, MemoryError):
-                path = self._paths.block(self._fingerprint, name)
+                path = self._paths.block(self._settings.fingerprint, name)
                 headers.append(read_header(self._files, path, name, cipher=self._cipher))
-        self._end(job, tuple(headers), ReadReport())
+        self._finish(job, tuple(headers), ReadReport())
 
-    def _read(self, job: LoadJob, index: int) -> None:
+    def _read_block(self, job: LoadJob, index: int) -> None:
         planned = job.blocks[index]
         began_s = self._clock.monotonic()
-        pace = ReadPace(
+        limiter = ReadLimiter(
             self._clock,
-            self._turns,
+            self._schedule,
             share=self._share,
             pause=self._pause,
-            note_piece=lambda pause_s: self._note_progress(job, pause_s=pause_s),
+            on_piece=lambda pause_s: self._note_progress(job, pause_s=pause_s),
         )
         path = self._paths.block(planned.header.fingerprint, planned.header.hash)
         checksum = None
+        failed: tuple[Damage, str] | None = None
         try:
             if not (job.is_abandoned or isinstance(job.results[0], Failure)):
-                descriptor, file = open_block(self._files, path, planned, cipher=self._cipher)
-                checksum = file.header_checksum
-                try:
+                with open_block(self._files, path, planned, cipher=self._cipher) as (descriptor, file):
+                    checksum = file.header_checksum
                     if index == 0:
                         self._share_out(job)
                     job.results[index] = read_block(
-                        self._files,
-                        descriptor,
-                        file,
-                        planned,
-                        job.place,
-                        pace=pace,
+                        self._files, descriptor, file, planned, job.target, before_read=limiter.wait
                     )
-                    job.read_bytes[index] = sum(file.region_bytes(kind) for kind in planned.regions)
-                finally:
-                    self._files.close(descriptor)
+                    job.read_bytes[index] = sum(map(file.region_bytes, planned.regions))
         except BlockFileError as error:
-            job.results[index] = Failure(error.damage, str(error), planned.header.hash, checksum)
-        except UnfitLayout as error:
-            job.results[index] = Failure(Damage.LAYOUT, str(error), planned.header.hash, checksum)
+            failed = error.damage, str(error)
+        except LayoutMismatch as error:
+            failed = Damage.LAYOUT, str(error)
         except MemoryError:
-            job.results[index] = Failure(Damage.MEMORY, "No memory to read it into", planned.header.hash)
+            failed = Damage.MEMORY, "No memory to read it into"
         except OSError as error:
             # Only a close can raise it here, after the bytes were read: the medium is not to be trusted.
-            job.results[index] = Failure(Damage.IO, f"{path}: {error}", planned.header.hash)
-        pace.end()
-        job.busy_s[index] = self._clock.monotonic() - began_s - pace.paused_s
-        if not job.is_shared or job.tickets.pop() == 0:
-            self._deliver(job)
+            failed = Damage.IO, f"{path}: {error}"
+        if failed is not None:
+            job.results[index] = Failure(*failed, planned.header.hash, checksum)
+        limiter.end()
+        job.busy_s[index] = self._clock.monotonic() - began_s - limiter.paused_s
+        if not job.is_shared or job.countdown.pop() == 0:
+            self._answer(job)
 
     def _share(self) -> float:
-        """Return which share of the time readers work now."""
-        return 1.0 if self._has_cores.is_set() else self._share_beside_decode
+        """Return for which share of the time readers work now."""
+        return 1.0 if self._has_cores.is_set() else self._settings.share_beside_decode
 
     def _share_out(self, job: LoadJob) -> None:
-        """The first block is there: let all readers at the others."""
+        """The first block is there: let all readers read the others."""
         job.is_shared = True
         for index in range(1, len(job.blocks)):
             self._work.put((job, index))
 
-    def _deliver(self, job: LoadJob) -> None:
-        failures, job.place = job.failures, None
+    def _answer(self, job: LoadJob) -> None:
+        job.target = None
+        failures = tuple(result for result in job.results if isinstance(result, Failure))
         if job.is_abandoned:
-            # What was found to be damaged is told all the same.
-            self._end(job, None, ReadReport(failures=failures))
+            # Damage is reported all the same.
+            self._finish(job, None, ReadReport(failures=failures))
             return
-        loaded: list[LoadedBlock] = []
-        for result in job.results:
-            if not isinstance(result, LoadedBlock):
-                break
-            loaded.append(result)
+        loaded = tuple(_leading_blocks(job.results))
         read_bytes = sum(job.read_bytes[: len(loaded)])
-        # What it would have taken by itself and at full speed: others' loads come in between.
-        busy_s = sum(job.busy_s) / min(self._reader_count, len(job.busy_s))
-        read_bytes_per_s = self._rate.add(read_bytes / busy_s) if busy_s and read_bytes else self._rate.value
-        report = ReadReport(len(loaded), failures, read_bytes)
-        if not loaded:
-            self._end(job, failures[0], report)
+        # What it would have taken by itself and at full speed: other loads are read in between.
+        busy_s = sum(job.busy_s) / min(self._settings.reader_thread_count, len(job.busy_s))
+        rate = self._rate.add(read_bytes / busy_s) if busy_s and read_bytes else self._rate.value
+        failure = failures[0] if failures else None
+        outcome = Loaded(loaded, read_bytes, rate, failure) if loaded else failure
+        self._finish(job, outcome, ReadReport(len(loaded), failures, read_bytes))
+
+
+def _leading_blocks(results: Sequence[LoadedBlock | Failure | None]) -> Iterator[LoadedBlock]:
+    """Yield the blocks before the first one that was not read."""
+    for result in results:
+        if not isinstance(result, LoadedBlock):
             return
-        outcome = Loaded(
-            blocks=tuple(loaded),
-            read_bytes=read_bytes,
-            read_bytes_per_s=read_bytes_per_s,
-            failure=failures[0] if failures else None,
-        )
-        self._end(job, outcome, report)
+        yield result

@@ -1,22 +1,23 @@
-"""Local tier: the cold tier on a disk of this machine, a thread that owns it and some that read.
+"""Local tier: the cold tier on a disk of this machine, with one thread that owns it and some that read.
 
 The engine's thread calls the methods; `post` is called on the storage and reader threads and
-must not block. Every queue is bounded: blocks to be written by bytes, reads and orders by count; a call
-that finds its queue full says so and leaves nothing behind.
+must not block. Every queue is bounded: blocks to be written by bytes, reads and orders by count. A call
+that finds its queue full returns so and changes nothing.
 """
 
 from __future__ import annotations
 
+import bisect
 import logging
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
 
 from icehouse_server.clock import Clock
-from icehouse_server.domain.blocks import BlockHeader, HostBlock
+from icehouse_server.domain.blocks import BlockHeader, Damage, HostBlock
 from icehouse_server.domain.cache_stats import CacheStats
 from icehouse_server.domain.ids import RequestId
 from icehouse_server.errors import StartError
@@ -24,7 +25,8 @@ from icehouse_server.storage.api import (
     OVERHEAD_BYTES,
     STALL_LIMIT_S,
     AnyTicket,
-    KvPlace,
+    Failure,
+    KvTarget,
     Loaded,
     Names,
     Outcome,
@@ -36,20 +38,24 @@ from icehouse_server.storage.api import (
     Verified,
 )
 from icehouse_server.storage.files import Files
-from icehouse_server.storage.local.credit import Meters
+from icehouse_server.storage.local.block_format.block_file import verify_block
+from icehouse_server.storage.local.block_format.header import BlockFileError
+from icehouse_server.storage.local.directory.record import BlockRecord
 from icehouse_server.storage.local.directory.store import BlockStore
-from icehouse_server.storage.local.encryption.facts import Cipher
-from icehouse_server.storage.local.loop import Call, StorageLoop
+from icehouse_server.storage.local.encryption.constants import Cipher
+from icehouse_server.storage.local.queue_limit import QueueLimit, QueueLimits
 from icehouse_server.storage.local.reader_pool import ReaderPool, ReadReport
 from icehouse_server.storage.local.spiller import Spill
-from icehouse_server.storage.local.tasks import list_all, purge, verify
-from icehouse_server.storage.settings import StorageSettings
+from icehouse_server.storage.local.storage_loop import Call, StorageLoop
+from icehouse_server.storage.local.storage_stats import note_damage
+from icehouse_server.storage.storage_settings import StorageSettings
 
 _log = logging.getLogger(__name__)
 
+_PURGE_BATCH_COUNT = 64
 _Result = TypeVar("_Result")
 _TICK_S = 1.0
-"""Longest wait for a message, so that recency is written and a broken disk is tried again."""
+"""Longest wait for a message, so that recency is written and a broken disk is retried."""
 _LOCK_TIMEOUT_S = 5.0
 _READERS_END_S = 1.0
 _LOOK_S = 0.1
@@ -59,10 +65,10 @@ class LocalTier:
     """A `ColdTier`: owns the storage thread, the readers and their queues.
 
     The first outcome after `start` is `Inventory`, the last one `StorageClosed` (after `close`) or
-    `StorageFailed`. Without threads, `lock`, `open` and `step` do the same work on the caller's.
+    `StorageFailed`. Without `start`, `lock`, `open` and `step` do the same work on the caller's thread.
 
     A disk may hang for ever, and nothing can end a thread that waits for it: `silence_s`, `hung_read_count`
-    and `stall_s` say so, `abandon` gives up on a read, and nobody here waits without a bound.
+    and `stall_s` report that, `abandon` gives up on a read, and every wait here has a bound.
     """
 
     def __init__(
@@ -80,19 +86,23 @@ class LocalTier:
         self._has_failed = False
         self._threads: list[threading.Thread] = []
         self._reader_thread_count = settings.reader_thread_count
-        self._meters = Meters.of(settings)
+        self._limits = QueueLimits(
+            spills=QueueLimit(settings.spill_queue_limit_bytes),
+            reads=QueueLimit(settings.load_queue_limit_count),
+            orders=QueueLimit(settings.task_queue_limit_count),
+        )
         self._inbox: queue.SimpleQueue[Call] = queue.SimpleQueue()
         self._store = BlockStore(settings, files=files, clock=clock, cipher=cipher)
-        self._loop = StorageLoop(self._store, inbox=self._inbox, meters=self._meters, clock=clock, post=post)
+        self._loop = StorageLoop(self._store, inbox=self._inbox, limits=self._limits, clock=clock, post=post)
         self._readers = ReaderPool(
             settings, files=files, clock=clock, post=post, report=self._report_read, cipher=cipher
         )
 
     def lock(self) -> None:
-        """Make the directory this process's own; on the calling thread, without `start`.
+        """Make the directory this process's own.
 
         Raises `StartError` naming the owner when it has one already. A disk that refuses for
-        another reason does not stop the start: the tier begins with writes off and tries again.
+        another reason does not stop the start: the tier begins with writes off and retries.
         """
         try:
             self._store.lock()
@@ -121,15 +131,15 @@ class LocalTier:
             raise
 
     def join(self, *, timeout_s: float) -> bool:
-        """Wait for the threads to end after `close`; False when the storage thread hangs, or runs on for so
-        long. What readers are still at nobody waits for: they end with the process."""
+        """Wait for the threads to end after `close`; False when the storage thread hangs or takes longer.
+        Readers that take longer are not waited for: they end with the process."""
         end_time = self._clock.monotonic() + timeout_s
         for thread in self._threads:
             while thread.is_alive() and self._clock.monotonic() < end_time:
                 if self.stall_s >= STALL_LIMIT_S:
                     return False
                 thread.join(_LOOK_S)
-            # The storage thread is the first.
+            # The first is the storage thread; the others are readers.
             end_time = min(end_time, self._clock.monotonic() + _READERS_END_S)
         return not (self._threads and self._threads[0].is_alive())
 
@@ -148,45 +158,45 @@ class LocalTier:
         return self._loop.step() or has_read
 
     @property
-    def room_bytes(self) -> int:
-        return self._meters.spills.room
+    def queue_space_bytes(self) -> int:
+        return self._limits.spills.free
 
     def put(
         self, block: HostBlock, *, pinned: bool = False, request_id: RequestId | None = None
     ) -> Ticket[Persisted]:
-        is_taken = self._meters.spills.try_take(block.size_bytes + OVERHEAD_BYTES)
-        assert is_taken, f"No room for {block.size_bytes} bytes in the write queue"
+        is_reserved = self._limits.spills.try_reserve(block.size_bytes + OVERHEAD_BYTES)
+        assert is_reserved, f"No space for {block.size_bytes} bytes in the write queue"
         ticket: Ticket[Persisted] = Ticket()
         self._inbox.put(partial(self._loop.put, Spill(ticket, block, request_id, pinned)))
         return ticket
 
-    def get_into(self, blocks: Sequence[PlannedBlock], into: KvPlace | None) -> Ticket[Loaded] | None:
-        if not self._meters.reads.try_take(1):
+    def get_into(self, blocks: Sequence[PlannedBlock], into: KvTarget | None) -> Ticket[Loaded] | None:
+        if not self._limits.reads.try_reserve(1):
             return None
         return self._readers.submit(blocks, into)
 
     def heads(self, blocks: Names) -> Ticket[tuple[BlockHeader, ...]] | None:
-        if not self._meters.reads.try_take(1):
+        if not self._limits.reads.try_reserve(1):
             return None
-        return self._readers.submit_heads(blocks)
+        return self._readers.submit_headers(blocks)
 
     def touch(self, blocks: Names) -> bool:
-        is_taken = self._meters.orders.try_take(1)
-        if is_taken:
+        is_reserved = self._limits.orders.try_reserve(1)
+        if is_reserved:
             self._inbox.put(partial(self._loop.touch, blocks))
-        return is_taken
+        return is_reserved
 
     def pin(self, blocks: Names, *, pinned: bool = True) -> Ticket[Names] | None:
         return self._order(lambda ticket: self._loop.pin(ticket, blocks, pinned=pinned))
 
     def delete(self, blocks: Names) -> Ticket[Purged] | None:
-        return self._order(lambda ticket: self._loop.begin(ticket, purge(self._store, blocks)))
+        return self._order(lambda ticket: self._loop.begin(ticket, _purge(self._store, blocks)))
 
     def verify(self, blocks: Names | None = None) -> Ticket[Verified] | None:
-        return self._order(lambda ticket: self._loop.begin_check(ticket, verify(self._store, blocks)))
+        return self._check(_verify(self._store, blocks))
 
     def names(self, *, block_limit: int) -> Ticket[Names] | None:
-        return self._order(lambda ticket: self._loop.begin_check(ticket, list_all(self._store, block_limit)))
+        return self._check(_list_all(self._store, block_limit))
 
     def stats(self) -> Ticket[CacheStats] | None:
         return self._order(self._loop.count)
@@ -217,12 +227,15 @@ class LocalTier:
         self._inbox.put(partial(self._loop.count_read, report))
 
     def _order(self, carry_out: Callable[[Ticket[_Result]], None]) -> Ticket[_Result] | None:
-        """Have the storage thread do something for a ticket; None when too much waits."""
-        if not self._meters.orders.try_take(1):
+        """Have the storage thread do something for a ticket; None when too much is queued."""
+        if not self._limits.orders.try_reserve(1):
             return None
         ticket: Ticket[_Result] = Ticket()
         self._inbox.put(partial(carry_out, ticket))
         return ticket
+
+    def _check(self, work: Generator[None, None, _Result]) -> Ticket[_Result] | None:
+        return self._order(lambda ticket: self._loop.begin(ticket, work, is_check=True))
 
     def _run_loop(self, locked: Future[None]) -> None:
         try:
@@ -237,7 +250,7 @@ class LocalTier:
                 self._store.syncs.shutdown(wait=False)
 
     def _lock_first(self, locked: Future[None]) -> bool:
-        """Lock the directory and say so, or why not; to the log when the start did not wait so long."""
+        """Lock the directory and report the result to `start`, or to the log if it stopped waiting."""
         with self._loop.piece():
             try:
                 self.lock()
@@ -253,7 +266,7 @@ class LocalTier:
         return True
 
     def _run(self, body: Callable[[], None]) -> None:
-        """A thread's top: what escapes its loop is told once, and the other threads end too."""
+        """The top of each thread: an exception is reported once, and the other threads end too."""
         try:
             body()
         except Exception as error:
@@ -262,3 +275,72 @@ class LocalTier:
                 self._has_failed = True
                 self._post(StorageFailed(f"{type(error).__name__}: {error}"))
             self._readers.stop()
+
+
+# Orders that may take long, done piece by piece. Each is a generator that returns its result.
+
+
+def _purge(store: BlockStore, names: Names) -> Generator[None, None, Purged]:
+    """Remove blocks in batches, pinned ones too: an order outranks a pin."""
+    stored = [name for name in names if name in store.index]
+    block_count = size_bytes = 0
+    for start in range(0, len(stored), _PURGE_BATCH_COUNT):
+        if start:
+            yield
+        # Looked up now: what was replaced meanwhile is removed too, what is gone is gone.
+        records = map(store.index.get, stored[start : start + _PURGE_BATCH_COUNT])
+        batch = [record for record in records if record is not None]
+        store.remove(batch)
+        store.tier.purged_block_total += len(batch)
+        block_count += len(batch)
+        size_bytes += sum(record.file_bytes for record in batch)
+    return Purged(block_count, size_bytes)
+
+
+def _verify(store: BlockStore, names: Names | None) -> Generator[None, None, Verified]:
+    """Read and hash one file at a time and compare it with its row; None: all of them."""
+    wanted = [record.hash for record in store.index] if names is None else list(names)
+    checked_count = checked_bytes = 0
+    damaged: list[Failure] = []
+    for number, name in enumerate(wanted):
+        if number:
+            yield
+        record = store.index.get(name)
+        if record is None:
+            continue  # it was evicted meanwhile
+        store.last_verified = name
+        failure = _verify_block(store, record)
+        if failure is not None and failure.cause is Damage.MEMORY:
+            continue  # the file may be whole
+        checked_count += 1
+        checked_bytes += record.file_bytes
+        store.integrity.verified_block_total += 1
+        if failure is not None:
+            damaged.append(failure)
+            note_damage(store.integrity, failure)
+            store.retire(failure)
+    return Verified(checked_count, checked_bytes, tuple(damaged))
+
+
+def _list_all(store: BlockStore, block_limit: int) -> Generator[None, None, Names]:
+    """Return the stored names in the order of hashes, beginning behind the last one verified. One piece."""
+    yield from ()
+    hashes = sorted(record.hash for record in store.index)
+    start = 0 if store.last_verified is None else bisect.bisect_right(hashes, store.last_verified)
+    return tuple([*hashes[start:], *hashes[:start]][: block_limit or None])
+
+
+def _verify_block(store: BlockStore, record: BlockRecord) -> Failure | None:
+    """Return what is wrong with a stored block."""
+    path = store.paths.block(record.fingerprint, record.hash)
+    try:
+        file = verify_block(store.files, path, cipher=store.cipher)
+        if not record.is_of(file):
+            # If it was replaced and its row could not be written, the row is written now.
+            store.check_rows([record.hash])
+            record = store.index.get(record.hash) or record
+        if not (record.is_of(file) and store.manifest.holds(file)):
+            raise BlockFileError(Damage.MISMATCH, "its row is not what its file says")
+    except BlockFileError as error:
+        return Failure(error.damage, str(error), record.hash)
+    return None

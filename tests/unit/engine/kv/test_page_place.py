@@ -22,7 +22,7 @@ from icehouse_server.engine.kv.pass_clock import PassClock
 from icehouse_server.engine.kv.places import places_of_one
 from icehouse_server.engine.kv.pool import PagePool
 from icehouse_server.engine.kv.table import PageGroup, PageRun
-from icehouse_server.storage.api import PlannedBlock, UnfitLayout
+from icehouse_server.storage.api import LayoutMismatch, PlannedBlock
 
 BLOCK = 16
 NAMES = ("000.k", "000.v", "001.k", "001.v")
@@ -180,7 +180,7 @@ def test_blocks_of_another_layout_are_refused() -> None:
         tensors_of(group, BLOCK - 1),
     ]
     for tensors in wrong:
-        with pytest.raises(UnfitLayout, match="pages hold 4 of F32"):
+        with pytest.raises(LayoutMismatch, match="pages hold 4 of F32"):
             place.segments(tensors, start_token_index=0, token_count=BLOCK)
 
 

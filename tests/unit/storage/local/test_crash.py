@@ -8,11 +8,11 @@ import sqlite3
 
 import pytest
 from icehouse_server.storage.api import Failure, Loaded, Persisted
-from icehouse_server.storage.files import SystemFiles
+from icehouse_server.storage.files import Files
 from icehouse_server.storage.local.directory.manifest import Manifest
-from icehouse_server.storage.local.directory.reconcile import Walk
+from icehouse_server.storage.local.directory.reconcile import Scan
 from icehouse_server.storage.local.encryption.aes_gcm import Cipher
-from icehouse_server.storage.paths import StorePaths
+from icehouse_server.storage.store_paths import StorePaths
 
 from tests.fixtures.storage.blocks import make_block, make_chain
 from tests.fixtures.storage.ciphers import BOTH_WAYS
@@ -64,7 +64,7 @@ def check_is_clean(directory) -> None:
     paths = StorePaths(os.path.abspath(directory))
     manifest = Manifest.open_read_only(paths.manifest)
     rows, edited = manifest.load()
-    walk = Walk(rows, edited, files=SystemFiles(), paths=paths, now_time=0.0)
+    walk = Scan(rows, edited, files=Files(), paths=paths, now_time=0.0)
     assert [(item.finding, item.path) for item in walk] == []
     manifest.close(checkpoint=False)
 

@@ -22,9 +22,9 @@ from icehouse_server.storage.api import (
     StorageFailed,
     Verified,
 )
-from icehouse_server.storage.files import SystemFiles
+from icehouse_server.storage.files import Files
 from icehouse_server.storage.local.directory.manifest import LOG_ALLOWANCE_BYTES
-from icehouse_server.storage.local.stats import note_damage
+from icehouse_server.storage.local.storage_stats import note_damage
 from icehouse_server.storage.local.tier import LocalTier
 
 from tests.fixtures.patience import BOUND_S
@@ -182,15 +182,15 @@ def test_credit_bounds_what_waits(tmp_path):
     block = make_block()
     size_bytes = block.size_bytes + OVERHEAD_BYTES
     with StorageThread(tmp_path, spill_queue_limit_bytes=2 * size_bytes) as served:
-        assert served.storage.room_bytes == 2 * size_bytes
+        assert served.storage.queue_space_bytes == 2 * size_bytes
         served.storage.put(block)
-        assert served.storage.room_bytes == size_bytes
+        assert served.storage.queue_space_bytes == size_bytes
         served.storage.put(block)
-        assert served.storage.room_bytes == 0
-        with pytest.raises(AssertionError, match="No room"):
+        assert served.storage.queue_space_bytes == 0
+        with pytest.raises(AssertionError, match="No space"):
             served.storage.put(block)
         served.settle()
-        assert served.storage.room_bytes == 2 * size_bytes
+        assert served.storage.queue_space_bytes == 2 * size_bytes
 
 
 def test_the_daily_budget_lasts_a_day_and_over_restarts(tmp_path):
@@ -324,7 +324,7 @@ def test_a_model_that_begins_cold_for_its_code_alone_is_told_which(tmp_path, the
 def test_real_threads(tmp_path):
     outcomes: queue.Queue = queue.Queue()
     served = StorageThread(tmp_path)
-    storage = LocalTier(served.settings, files=SystemFiles(), clock=served.clock, post=outcomes.put)
+    storage = LocalTier(served.settings, files=Files(), clock=served.clock, post=outcomes.put)
     storage.start()
     chain = make_chain(6)
     assert isinstance(outcomes.get(timeout=BOUND_S), Inventory)
@@ -347,7 +347,7 @@ def test_real_threads(tmp_path):
 def test_a_broken_invariant_is_told_once(tmp_path):
     outcomes: queue.Queue = queue.Queue()
     served = StorageThread(tmp_path)
-    storage = LocalTier(served.settings, files=SystemFiles(), clock=served.clock, post=outcomes.put)
+    storage = LocalTier(served.settings, files=Files(), clock=served.clock, post=outcomes.put)
     storage.start()
     assert isinstance(outcomes.get(timeout=BOUND_S), Inventory)
     block = make_block()

@@ -25,7 +25,7 @@ def test_each_failure_in_a_row_doubles_the_wait() -> None:
         now += 100
     assert waits == [1, 2, 4, 8, 16, 32, 60, 60, 60]
     state.open()
-    state.wrote()
+    state.note_write()
     state.break_down("broken again", now=now)
     assert state.is_retry_due(now=now + 1)
 

@@ -12,7 +12,7 @@ import pytest
 from icehouse_server.domain.cache_stats import SpillDropCause
 from icehouse_server.storage.api import Evicted, Persisted
 from icehouse_server.storage.local.directory.manifest import GROWTH_ALLOWANCE_BYTES, LOG_ALLOWANCE_BYTES
-from icehouse_server.storage.paths import PARTIAL_SUFFIX
+from icehouse_server.storage.store_paths import PARTIAL_SUFFIX
 
 from tests.fixtures.storage.blocks import make_block, make_chain
 from tests.fixtures.storage.faults import FaultyFiles
@@ -80,7 +80,7 @@ def test_a_broken_disk_leaves_no_file_of_either(tmp_path, verb):
         assert dropped[-1].cause is SpillDropCause.WRITES_OFF
         assert partial_count(os.fspath(tmp_path)) == 0
         assert served.storage._store.space.partial_bytes == 0
-        assert served.storage.room_bytes == served.settings.spill_queue_limit_bytes
+        assert served.storage.queue_space_bytes == served.settings.spill_queue_limit_bytes
 
 
 def test_a_disk_found_full_at_the_sync_is_tried_again_and_so_is_the_next_block(tmp_path):

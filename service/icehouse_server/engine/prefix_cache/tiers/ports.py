@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from icehouse_server.domain.blocks import HostRegion, Region, RegionKind
 from icehouse_server.domain.ids import SequenceId
-from icehouse_server.storage.api import ColdTier, KvPlace, PlannedBlock, Ticket
+from icehouse_server.storage.api import ColdTier, KvTarget, PlannedBlock, Ticket
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -97,11 +97,11 @@ class CacheRunner(Protocol):
         """Return evaluated copies of these regions of an open or decoding sequence."""
         ...
 
-    def begin_load(self, blocks: Sequence[PlannedBlock]) -> KvPlace | None:
+    def begin_load(self, blocks: Sequence[PlannedBlock]) -> KvTarget | None:
         """Return memory for the kv of these blocks, where it lies in pages; None without room for it."""
         ...
 
-    def end_load(self, place: KvPlace) -> Sequence[Region]:
+    def end_load(self, place: KvTarget) -> Sequence[Region]:
         """Return the kv of the blocks that it was for, all of which were read and are right."""
         ...
 

@@ -109,7 +109,7 @@ class Spills:
     def has_credit(self, node: Node) -> bool:
         """Whether the write queue takes this block now."""
         size_bytes = node.ram_bytes + OVERHEAD_BYTES
-        return self.storage is not None and self._copying_bytes + size_bytes <= self.storage.room_bytes
+        return self.storage is not None and self._copying_bytes + size_bytes <= self.storage.queue_space_bytes
 
     @property
     def is_write_behind(self) -> bool:

@@ -29,7 +29,7 @@ from icehouse_server.engine.runner.identity.kv_code import KvCode, adapter_code_
 from icehouse_server.engine.runner.vision import mlx_vlm
 from icehouse_server.errors import ModelError, Reason
 from icehouse_server.storage.digests import DigestBook
-from icehouse_server.storage.settings import CODE_DETAIL
+from icehouse_server.storage.storage_settings import CODE_DETAIL
 from icehouse_server.text.tokenizer_archive import tokenizer_digest_hex
 
 _SAMPLED_TAG: Final = b"icehouse.fingerprint.v1\x00"

@@ -1,15 +1,23 @@
-"""Header of a block file: the facts of a block and of where its tensors lie, to bytes and back.
+"""Header of a block file: what a block is and where its tensors lie, to bytes and back.
 
-Pure functions over bytes; `block_file` says what the file is and why. Nothing that comes
-from a disk is believed here: see `parse_head`.
+Pure functions over bytes; `block_file` says what the file is and why. Nothing that comes from a disk is
+trusted here: see `parse_head`.
+
+An encrypted block file stays a safetensors file: one opaque tensor of bytes per region. Its metadata holds
+the block's outline, the key's id, the file's salt, and for each region its position, the xxh3 of the
+encrypted bytes, and the tag. So without the key one can still weigh, list, check and evict blocks. `sealed`
+is the header as it would be in the clear (tokens, tensors), encrypted, with the outline as additional
+authenticated data. Outside and inside must agree, so no change goes unnoticed by those who have the key.
 """
 
 from __future__ import annotations
 
+import base64
+import contextlib
 import dataclasses
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from math import prod
 
@@ -25,19 +33,27 @@ from icehouse_server.domain.blocks import (
     unpack_tokens,
 )
 from icehouse_server.domain.ids import BlockHash, Fingerprint
-from icehouse_server.storage.local.block_format.damage import BlockFileError
-from icehouse_server.storage.local.block_format.facts import BlockFile, BlockOutline, FileRegion, FileTensor
+from icehouse_server.storage.api import TensorShape
+from icehouse_server.storage.local.encryption.constants import (
+    KEY_ID_BYTES,
+    SALT_BYTES,
+    TAG_BYTES,
+    Cipher,
+    FileCipher,
+)
 
-FORMAT = "icehouse.block"
-HEADER_LIMIT_BYTES = 8 << 20
-"""A longer header is a lie: 512 layers of five tensors need a tenth of it."""
+_FORMAT = "icehouse.block"
+_ENCRYPTED_FORMAT = "icehouse.block.sealed"
+_ENCRYPTED_START = b'","format":"icehouse.block.sealed",'
+_HEADER_LIMIT_BYTES = 8 << 20
+"""No real header is longer: 512 layers of five tensors need a tenth of it."""
 _TOKEN_LIMIT = 1 << 40
 """More than any prompt has."""
 _ALIGNMENT_BYTES = 8
 _METADATA_KEY = b'{"__metadata__":'
 _HEAD = _METADATA_KEY + b'{"header_xxh3":"'
 _ZEROS = b"0" * 16
-_CHECKSUM_AT = 8 + len(_HEAD)
+_CHECKSUM_OFFSET = 8 + len(_HEAD)
 
 DTYPE_BYTES = {
     **dict.fromkeys(("BOOL", "U8", "I8"), 1),
@@ -47,25 +63,114 @@ DTYPE_BYTES = {
 }
 """Bytes per element of the safetensors dtypes that a cache can hold, and no others."""
 _DIMENSION_LIMIT = 2**31 - 1
-"""Largest that an array of MLX has; one of an empty tensor is bounded by nothing else."""
+"""Largest dimension of an MLX array; that of an empty tensor has no other bound."""
 
 REGION_ORDER = tuple(RegionKind)
-_KINDS = {str(kind): kind for kind in RegionKind}
 
 
-def encode_head(header: BlockHeader, regions: Sequence[FileRegion], *, begin: int = 0) -> tuple[bytes, int]:
-    """Return the head's bytes and its checksum; `begin` is where the first region's offset counts from."""
-    entries = {
-        f"{region.kind}.{tensor.name}": {
-            "dtype": tensor.dtype,
-            "shape": tensor.shape,
-            "data_offsets": (tensor.offset - begin, tensor.offset - begin + tensor.size_bytes),
+class BlockFileError(Exception):
+    """A file is not a complete, valid block file of this layout ABI."""
+
+    def __init__(self, damage: Damage, message: str) -> None:
+        super().__init__(message)
+        self.damage = damage
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FileRegion:
+    """A region's position in the file and the xxh3 (64 bits) of its bytes."""
+
+    kind: RegionKind
+    offset: int
+    """From the start of the file."""
+    size_bytes: int
+    checksum: int
+    tensors: tuple[TensorShape, ...] = ()
+    """They fill the region in this order. Empty when the file is encrypted under an unknown key."""
+    tag: bytes = b""
+    """Authenticates an encrypted region."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BlockOutline:
+    """A block's header without its tokens; not secret."""
+
+    hash: BlockHash
+    parent: BlockHash
+    fingerprint: Fingerprint
+    start_token_index: int
+    token_count: int
+    block_token_limit: int
+
+    @classmethod
+    def of(cls, header: BlockHeader) -> BlockOutline:
+        """Return the outline of a block whose header is known."""
+        return cls(**{field.name: getattr(header, field.name) for field in dataclasses.fields(cls)})
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BlockFile:
+    """All facts of one block file without its tensor bytes."""
+
+    outline: BlockOutline
+    header: BlockHeader | None
+    """None when the file is encrypted under an unknown key."""
+    regions: tuple[FileRegion, ...]
+    file_bytes: int
+    header_checksum: int
+    key_id: bytes = b""
+    """The key it is encrypted under; empty for a file in the clear."""
+    cipher: FileCipher | None = dataclasses.field(default=None, repr=False, compare=False)
+    """Decrypts its regions."""
+
+    def region_bytes(self, kind: RegionKind) -> int:
+        """Return the bytes of the region of this kind; 0 when the block has none."""
+        return sum(region.size_bytes for region in self.regions if region.kind is kind)
+
+
+def file_cipher_of(cipher: Cipher, outline: BlockOutline, *, salt: bytes) -> FileCipher:
+    """Return the encryption of one file, with every part of it bound to the public facts."""
+    facts = json.dumps(_public(outline, key_id=cipher.key_id, salt=salt), separators=(",", ":"))
+    return cipher.file(salt=salt, facts=facts.encode())
+
+
+def encode_head(
+    header: BlockHeader, regions: Sequence[FileRegion], cipher: FileCipher | None = None
+) -> tuple[bytes, int]:
+    """Return the head's bytes and its checksum; encrypted with a cipher."""
+    begin = regions[0].offset if regions else 0
+    head, checksum = _encode_clear(header, regions, begin=begin)
+    if cipher is None:
+        return head, checksum
+    metadata = {
+        **_public(BlockOutline.of(header), key_id=cipher.key_id, salt=cipher.salt),
+        "regions": regions_to_json(regions, begin=begin),
+        "sealed": base64.b64encode(cipher.encrypt_header(head)).decode(),
+    }
+    tensors = {
+        str(region.kind): {
+            "dtype": "U8",
+            "shape": (region.size_bytes,),
+            "data_offsets": (region.offset - begin, region.offset - begin + region.size_bytes),
         }
         for region in regions
-        for tensor in region.tensors
     }
+    return assemble_head(metadata, tensors)
+
+
+def _encode_clear(header: BlockHeader, regions: Sequence[FileRegion], *, begin: int) -> tuple[bytes, int]:
+    tensors = {}
+    for region in regions:
+        offset = region.offset - begin
+        for tensor in region.tensors:
+            tensors[f"{region.kind}.{tensor.name}"] = {
+                "dtype": tensor.dtype,
+                "shape": tensor.shape,
+                "data_offsets": (offset, offset + tensor.size_bytes),
+            }
+            offset += tensor.size_bytes
     metadata = {
-        "format": FORMAT,
+        "format": _FORMAT,
         "layout_abi": str(LAYOUT_ABI),
         "hash": header.hash.hex(),
         "parent": header.parent.hex(),
@@ -76,7 +181,22 @@ def encode_head(header: BlockHeader, regions: Sequence[FileRegion], *, begin: in
         "extra": header.extra.hex(),
         "regions": regions_to_json(regions, begin=begin),
     }
-    return assemble_head(metadata, entries)
+    return assemble_head(metadata, tensors)
+
+
+def _public(outline: BlockOutline, *, key_id: bytes, salt: bytes) -> dict[str, str]:
+    return {
+        "format": _ENCRYPTED_FORMAT,
+        "layout_abi": str(LAYOUT_ABI),
+        "hash": outline.hash.hex(),
+        "parent": outline.parent.hex(),
+        "fingerprint": outline.fingerprint.hex(),
+        "start_token_index": str(outline.start_token_index),
+        "token_count": str(outline.token_count),
+        "block_token_limit": str(outline.block_token_limit),
+        "key": key_id.hex(),
+        "salt": salt.hex(),
+    }
 
 
 def assemble_head(metadata: Mapping[str, str], tensors: Mapping[str, object]) -> tuple[bytes, int]:
@@ -85,150 +205,160 @@ def assemble_head(metadata: Mapping[str, str], tensors: Mapping[str, object]) ->
     body = json.dumps(text, separators=(",", ":")).encode()
     body += b" " * (-len(body) % _ALIGNMENT_BYTES)
     head = len(body).to_bytes(8, "little") + body
-    assert head[8:_CHECKSUM_AT] == _HEAD, "The checksum's place moved"
-    assert len(head) <= HEADER_LIMIT_BYTES, f"Header of {len(head)} bytes exceeds {HEADER_LIMIT_BYTES}"
+    assert head[8:_CHECKSUM_OFFSET] == _HEAD, "The checksum's position moved"
+    assert len(head) <= _HEADER_LIMIT_BYTES, f"Header of {len(head)} bytes exceeds {_HEADER_LIMIT_BYTES}"
     checksum = xxhash.xxh3_64_intdigest(head)
-    return head[:_CHECKSUM_AT] + b"%016x" % checksum + head[_CHECKSUM_AT + 16 :], checksum
+    return head[:_CHECKSUM_OFFSET] + b"%016x" % checksum + head[_CHECKSUM_OFFSET + 16 :], checksum
 
 
-def parse_head(
-    head: bytes, *, file_bytes: int, data_offset: int | None = None, name_secret: bytes = b""
-) -> BlockFile:
-    """Return the facts in a file's head (length and JSON), or raise `BlockFileError`.
+def regions_to_json(regions: Sequence[FileRegion], *, begin: int = 0) -> str:
+    """Return offsets (from `begin` of the file), bytes, checksums and tags of regions as text."""
+    items = [
+        {
+            "kind": r.kind,
+            "offset": r.offset - begin,
+            "size_bytes": r.size_bytes,
+            "xxh3": f"{r.checksum:016x}",
+            **({"tag": r.tag.hex()} if r.tag else {}),
+        }
+        for r in regions
+    ]
+    return json.dumps(items, separators=(",", ":"))
 
-    Nothing in `head` is believed: every number is bounded by the file's real size, and
-    the tensors must fill the file exactly, in region order, without gap or overlap.
-    `data_offset` is where the first region begins, by default right behind this head.
+
+def parse_head(head: bytes, *, file_bytes: int, cipher: Cipher | None = None) -> BlockFile:
+    """Return the facts in a file's head (length and JSON), those encrypted too when `cipher` has its key.
+
+    Raises `BlockFileError`. Nothing in `head` is trusted: every number is bounded by the file's real size,
+    and the tensors must fill the file exactly, in region order, without gap or overlap.
     """
-    data_offset = len(head) if data_offset is None else data_offset
-    if len(head) != head_length(head, file_bytes=file_bytes):
-        raise BlockFileError(Damage.TRUNCATED, f"Head has {len(head)} bytes, not what its length says")
-    checksum = check_head(head)
-    try:
-        metadata, tensors = _split(head, data_offset=data_offset)
-        if metadata["format"] != FORMAT:
-            raise BlockFileError(Damage.HEADER, f"Format is {metadata['format']!r}, not {FORMAT!r}")
-        check_abi(metadata)
-        header = _parse_header(metadata)
-        regions = _with_tensors(parse_regions(metadata["regions"], data_offset=data_offset), tensors)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
-        raise BlockFileError(Damage.HEADER, f"Header cannot be understood: {error!r}") from error
-    check_end(regions, data_offset=data_offset, file_bytes=file_bytes)
+    if not head.startswith(_ENCRYPTED_START, _CHECKSUM_OFFSET + 16):
+        return _parse_clear(head, file_bytes=file_bytes, data_offset=len(head), name_secret=b"")
+    checksum = _check_head(head, file_bytes=file_bytes)
+    with _parsing_errors():
+        metadata = json.loads(head[8:])["__metadata__"]
+        _check_abi(metadata)
+        outline = _parse_outline(metadata, token_count=int(metadata["token_count"]))
+        key_id = _parse_bytes(metadata["key"], size_bytes=KEY_ID_BYTES)
+        salt = _parse_bytes(metadata["salt"], size_bytes=SALT_BYTES)
+        regions = _parse_regions(metadata["regions"], data_offset=len(head))
+        if any(len(region.tag) != TAG_BYTES for region in regions):
+            raise ValueError("a tag has the wrong length")
+        encrypted = base64.b64decode(metadata["sealed"], validate=True)
+    _check_end(regions, data_offset=len(head), file_bytes=file_bytes)
+    outside = BlockFile(outline, None, regions, file_bytes, checksum, key_id)
+    if cipher is None or cipher.key_id != key_id:
+        return outside
+    file_cipher = file_cipher_of(cipher, outline, salt=salt)
+    text = file_cipher.decrypt_header(encrypted)
+    if text is None:
+        raise BlockFileError(Damage.AUTH_TAG, "Header is not what was encrypted under this key")
+    inside = _parse_clear(text, file_bytes=file_bytes, data_offset=len(head), name_secret=cipher.name_secret)
+    bare = tuple(dataclasses.replace(region, tensors=()) for region in inside.regions)
+    if (inside.outline, bare) != (outline, regions):
+        raise BlockFileError(Damage.AUTH_TAG, "The public and the encrypted part of the header differ")
+    return dataclasses.replace(outside, header=inside.header, regions=inside.regions, cipher=file_cipher)
+
+
+def _parse_clear(head: bytes, *, file_bytes: int, data_offset: int, name_secret: bytes) -> BlockFile:
+    """Return the facts in a head in the clear; the first region of its file begins at `data_offset`."""
+    checksum = _check_head(head, file_bytes=file_bytes)
+    with _parsing_errors():
+        metadata, tensors = _split(head)
+        if metadata["format"] != _FORMAT:
+            raise BlockFileError(Damage.HEADER, f"Format is {metadata['format']!r}, not {_FORMAT!r}")
+        _check_abi(metadata)
+        token_ids = unpack_tokens(bytes.fromhex(metadata["token_ids"]))
+        outline = _parse_outline(metadata, token_count=len(token_ids))
+        header = BlockHeader(
+            hash=outline.hash,
+            parent=outline.parent,
+            fingerprint=outline.fingerprint,
+            start_token_index=outline.start_token_index,
+            token_ids=token_ids,
+            block_token_limit=outline.block_token_limit,
+            extra=bytes.fromhex(metadata["extra"]),
+        )
+        regions = _parse_regions(metadata["regions"], data_offset=data_offset)
+        regions = _with_tensors(regions, tensors, data_offset=data_offset)
+    _check_end(regions, data_offset=data_offset, file_bytes=file_bytes)
     expected = block_hash(
         parent=header.parent, token_ids=header.token_ids, extra=header.extra, secret=name_secret
     )
     if header.hash != expected:
         raise BlockFileError(Damage.HEADER, f"Hash {header.hash.hex()} is not that of the token ids")
-    return BlockFile(
-        outline=BlockOutline.of(header),
-        header=header,
-        regions=regions,
-        file_bytes=file_bytes,
-        header_checksum=checksum,
-    )
+    return BlockFile(outline, header, regions, file_bytes, checksum)
 
 
-def regions_to_json(regions: Sequence[FileRegion], *, begin: int = 0) -> str:
-    """Return offsets (from `begin` of the file), bytes, checksums and tags of regions as text."""
-    return json.dumps(
-        [
-            {
-                "kind": r.kind,
-                "offset": r.offset - begin,
-                "size_bytes": r.size_bytes,
-                "xxh3": f"{r.checksum:016x}",
-                **({"tag": r.tag.hex()} if r.tag else {}),
-            }
-            for r in regions
-        ],
-        separators=(",", ":"),
-    )
+@contextlib.contextmanager
+def _parsing_errors() -> Iterator[None]:
+    """Raise `BlockFileError` for whatever parsing a damaged header may raise."""
+    try:
+        yield
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
+        raise BlockFileError(Damage.HEADER, f"Header cannot be understood: {error!r}") from error
 
 
 def head_length(start: bytes | bytearray, *, file_bytes: int) -> int:
-    """Return the length of the head (8 + JSON) that the file's first bytes claim, if it can be true."""
+    """Return the length of the head (8 + JSON) that the file's first bytes claim, if it is possible."""
     if len(start) < 8:
         raise BlockFileError(Damage.TRUNCATED, f"File has {file_bytes} bytes, fewer than a header length")
     head_bytes = 8 + int.from_bytes(start[:8], "little")
-    if head_bytes > HEADER_LIMIT_BYTES or head_bytes % _ALIGNMENT_BYTES:
+    if head_bytes > _HEADER_LIMIT_BYTES or head_bytes % _ALIGNMENT_BYTES:
         raise BlockFileError(Damage.HEADER, f"Header length {head_bytes - 8} is impossible")
     if head_bytes > file_bytes:
         raise BlockFileError(Damage.TRUNCATED, f"Header of {head_bytes} bytes in a file of {file_bytes}")
     return head_bytes
 
 
-def check_head(head: bytes) -> int:
-    """Return the header's checksum after proving it."""
-    if head[8:_CHECKSUM_AT] != _HEAD:
+def _check_head(head: bytes, *, file_bytes: int) -> int:
+    """Return the header's checksum after checking it and the length."""
+    if len(head) != head_length(head, file_bytes=file_bytes):
+        raise BlockFileError(Damage.TRUNCATED, f"Head has {len(head)} bytes, not what its length says")
+    if head[8:_CHECKSUM_OFFSET] != _HEAD:
         raise BlockFileError(Damage.HEADER, "Header does not begin as a block file's")
-    stored = head[_CHECKSUM_AT : _CHECKSUM_AT + 16]
-    checksum = xxhash.xxh3_64_intdigest(head[:_CHECKSUM_AT] + _ZEROS + head[_CHECKSUM_AT + 16 :])
+    stored = head[_CHECKSUM_OFFSET : _CHECKSUM_OFFSET + 16]
+    checksum = xxhash.xxh3_64_intdigest(head[:_CHECKSUM_OFFSET] + _ZEROS + head[_CHECKSUM_OFFSET + 16 :])
     if stored != b"%016x" % checksum:
         raise BlockFileError(Damage.HEADER, f"Header checksum is {checksum:016x}, the file says {stored!r}")
     return checksum
 
 
-def _split(
-    head: bytes, *, data_offset: int
-) -> tuple[dict[str, str], Sequence[tuple[RegionKind, FileTensor]]]:
-    """Return a head's metadata and its tensors, parsed apart.
-
-    All blocks of one model describe their tensors with the same text, so that part is parsed
-    once and remembered by its bytes. A `"},"` cannot occur inside the metadata's values, where
-    quotes are escaped; should the text not fall apart there, neither part is valid JSON.
-    """
-    metadata_text, _, tensors_text = head[len(_METADATA_KEY) + 8 :].partition(b'"},"')
-    if not tensors_text:
-        return json.loads(head[8:])["__metadata__"], ()
-    metadata = json.loads(metadata_text + b'"}')
-    return metadata, _parse_tensors(b'{"' + tensors_text, data_offset=data_offset)
-
-
-@functools.lru_cache(maxsize=64)
-def _parse_tensors(text: bytes, *, data_offset: int) -> tuple[tuple[RegionKind, FileTensor], ...]:
-    entries = json.loads(text)
-    return tuple(_parse_tensor(key, entry, data_offset=data_offset) for key, entry in entries.items())
-
-
-def _parse_header(metadata: dict[str, str]) -> BlockHeader:
-    digests = [bytes.fromhex(metadata[key]) for key in ("hash", "parent", "fingerprint")]
-    if any(len(digest) != 32 for digest in digests):
-        raise ValueError("a digest is not 32 bytes long")
-    header = BlockHeader(
-        hash=BlockHash(digests[0]),
-        parent=BlockHash(digests[1]),
-        fingerprint=Fingerprint(digests[2]),
-        start_token_index=int(metadata["start_token_index"]),
-        token_ids=unpack_tokens(bytes.fromhex(metadata["token_ids"])),
-        block_token_limit=int(metadata["block_token_limit"]),
-        extra=bytes.fromhex(metadata["extra"]),
-    )
-    check_place(BlockOutline.of(header))
-    return header
-
-
-def check_place(outline: BlockOutline) -> None:
-    """Raise ValueError for a block that no prompt could have: a row would have no room for its numbers."""
-    count, limit = outline.token_count, outline.block_token_limit
-    if not (0 < count <= limit <= _TOKEN_LIMIT and 0 <= outline.start_token_index <= _TOKEN_LIMIT):
-        raise ValueError(f"{count} of {limit} tokens at {outline.start_token_index} cannot be a block")
-
-
-def check_abi(metadata: Mapping[str, str]) -> None:
+def _check_abi(metadata: Mapping[str, str]) -> None:
     """Raise `BlockFileError` for a file of another layout."""
     if metadata["layout_abi"] != str(LAYOUT_ABI):
         raise BlockFileError(Damage.OTHER_ABI, f"Layout ABI is {metadata['layout_abi']}, not {LAYOUT_ABI}")
 
 
-def check_end(regions: Sequence[FileRegion], *, data_offset: int, file_bytes: int) -> None:
+def _check_end(regions: Sequence[FileRegion], *, data_offset: int, file_bytes: int) -> None:
     """Raise `BlockFileError` for a file that does not end where its last region does."""
     end = regions[-1].offset + regions[-1].size_bytes if regions else data_offset
     if end != file_bytes:
         raise BlockFileError(Damage.TRUNCATED, f"File has {file_bytes} bytes, its header says {end}")
 
 
-def parse_regions(text: str, *, data_offset: int) -> tuple[FileRegion, ...]:
-    """Return regions, in order and without a gap, but for their tensors. Raises what damaged text does."""
+def _parse_outline(metadata: Mapping[str, str], *, token_count: int) -> BlockOutline:
+    """Return a block's outline. Raises ValueError for a block that no prompt could have: the manifest's
+    columns could not hold its numbers."""
+    digests = [_parse_bytes(metadata[key], size_bytes=32) for key in ("hash", "parent", "fingerprint")]
+    start, limit = int(metadata["start_token_index"]), int(metadata["block_token_limit"])
+    if not (0 < token_count <= limit <= _TOKEN_LIMIT and 0 <= start <= _TOKEN_LIMIT):
+        raise ValueError(f"{token_count} of {limit} tokens at {start} cannot be a block")
+    return BlockOutline(
+        BlockHash(digests[0]), BlockHash(digests[1]), Fingerprint(digests[2]), start, token_count, limit
+    )
+
+
+def _parse_bytes(text: str, *, size_bytes: int) -> bytes:
+    """Return so many bytes from hexadecimal text, or raise ValueError."""
+    data = bytes.fromhex(text)
+    if len(data) != size_bytes:
+        raise ValueError(f"{len(data)} bytes, where {size_bytes} were due")
+    return data
+
+
+def _parse_regions(text: str, *, data_offset: int) -> tuple[FileRegion, ...]:
+    """Return regions, in order and without a gap, without their tensors. Raises what damaged text does."""
     regions: list[FileRegion] = []
     offset = data_offset
     for item in json.loads(text):
@@ -237,7 +367,6 @@ def parse_regions(text: str, *, data_offset: int) -> tuple[FileRegion, ...]:
             offset=int(item["offset"]) + data_offset,
             size_bytes=int(item["size_bytes"]),
             checksum=int(str(item["xxh3"]), 16),
-            tensors=(),
             tag=bytes.fromhex(str(item.get("tag", ""))),
         )
         if region.offset != offset or region.size_bytes < 0:
@@ -249,38 +378,62 @@ def parse_regions(text: str, *, data_offset: int) -> tuple[FileRegion, ...]:
     return tuple(regions)
 
 
-def _with_tensors(
-    regions: Sequence[FileRegion], tensors: Sequence[tuple[RegionKind, FileTensor]]
-) -> tuple[FileRegion, ...]:
-    """Return the regions with their tensors, which fill each of them in order."""
-    found = []
-    for region in regions:
-        inside = tuple(tensor for kind, tensor in tensors if kind is region.kind)
-        offset = region.offset
-        for tensor in inside:
-            if tensor.offset != offset:
-                raise ValueError(f"{region.kind}.{tensor.name} begins at {tensor.offset}, not at {offset}")
-            offset += tensor.size_bytes
-        if offset != region.offset + region.size_bytes:
-            raise ValueError(f"region {region.kind} does not hold its tensors exactly")
-        found.append(dataclasses.replace(region, tensors=inside))
-    if sum(len(region.tensors) for region in found) != len(tensors):
-        raise ValueError("a tensor lies outside of all regions")
-    return tuple(found)
+_Tensors = Mapping[str, tuple[int, int, list[TensorShape]]]
+"""By region: where the first tensor begins and the last one ends, and all of them in order."""
 
 
-_INT_ONLY = {int}
+def _split(head: bytes) -> tuple[dict[str, str], _Tensors]:
+    """Return a head's metadata and its tensors, parsed apart.
+
+    All blocks of one model describe their tensors with the same text, so that part is parsed
+    once and cached by its bytes. A `"},"` cannot occur inside the metadata's values, where
+    quotes are escaped; if the text is split elsewhere, neither part is valid JSON.
+    """
+    metadata_text, _, tensors_text = head[len(_METADATA_KEY) + 8 :].partition(b'"},"')
+    if not tensors_text:
+        return json.loads(head[8:])["__metadata__"], {}
+    return json.loads(metadata_text + b'"}'), _parse_tensors(b'{"' + tensors_text)
 
 
-def _parse_tensor(key: str, entry: dict[str, object], *, data_offset: int) -> tuple[RegionKind, FileTensor]:
-    kind, _, name = key.partition(".")
+@functools.lru_cache(maxsize=64)
+def _parse_tensors(text: bytes) -> _Tensors:
+    regions: dict[str, tuple[int, int, list[TensorShape]]] = {}
+    for key, entry in json.loads(text).items():
+        kind, _, name = key.partition(".")
+        start, tensor = _parse_tensor(name, entry)
+        begin, end, tensors = regions.get(kind, (start, start, []))
+        if start != end:
+            raise ValueError(f"{key} begins at {start}, not at {end}")
+        tensors.append(tensor)
+        regions[kind] = begin, end + tensor.size_bytes, tensors
+    return regions
+
+
+def _parse_tensor(name: str, entry: dict[str, object]) -> tuple[int, TensorShape]:
+    """Return where a tensor begins behind the head, and its shape."""
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not (isinstance(dtype, str) and isinstance(shape, list) and isinstance(offsets, list)):
-        raise ValueError(f"{key} is not described as a tensor")
+        raise ValueError(f"{name} is not described as a tensor")
     start, end = offsets
     numbers = (*shape, start, end)
-    if set(map(type, numbers)) != _INT_ONLY or min(numbers) < 0 or max(shape, default=0) > _DIMENSION_LIMIT:
-        raise ValueError(f"{key} has a size that no array has")
+    if set(map(type, numbers)) != {int} or min(numbers) < 0 or max(shape, default=0) > _DIMENSION_LIMIT:
+        raise ValueError(f"{name} has a size that no array has")
     if end - start != prod(shape) * DTYPE_BYTES[dtype]:
-        raise ValueError(f"{key} of shape {shape} and dtype {dtype} has {end - start} bytes")
-    return _KINDS[kind], FileTensor(name, dtype, tuple(shape), start + data_offset, end - start)
+        raise ValueError(f"{name} of shape {shape} and dtype {dtype} has {end - start} bytes")
+    return start, TensorShape(name, dtype, tuple(shape), end - start)
+
+
+def _with_tensors(
+    regions: Sequence[FileRegion], tensors: _Tensors, *, data_offset: int
+) -> tuple[FileRegion, ...]:
+    """Return the regions with their tensors, which fill each of them in order."""
+    if not tensors.keys() <= {region.kind for region in regions}:
+        raise ValueError("a tensor lies outside of all regions")
+    filled = []
+    for region in regions:
+        region_begin = region.offset - data_offset
+        begin, end, inside = tensors.get(region.kind, (region_begin, region_begin, []))
+        if (begin, end - begin) != (region_begin, region.size_bytes):
+            raise ValueError(f"region {region.kind} does not hold its tensors exactly")
+        filled.append(dataclasses.replace(region, tensors=tuple(inside)))
+    return tuple(filled)

@@ -1,11 +1,11 @@
-"""Data keys that blocks are encrypted under: made here, kept in the directory, wrapped by a master key.
+"""Data keys that blocks are encrypted under: made here, stored in the directory, wrapped by a master key.
 
-The master key belongs to whoever runs the server and never touches the directory. So it can be
-changed by wrapping the data key anew (`rewrap`): blocks stay as they are and readable. A master
-key that opens none of the wrapped keys gets a data key of its own; the others stay for those who
+The master key belongs to whoever runs the server and is never stored in the directory. It can be
+changed by wrapping the data key again (`rewrap`): blocks stay as they are and readable. A master
+key that opens none of the wrapped keys gets a data key of its own. The other keys stay for those who
 can open them, and so do their blocks, until they age out like those of another model.
 
-Every function wants the directory's lock held by its caller. Raises `OSError` from the disk.
+The caller holds the directory's lock. Every function raises `OSError` from the disk.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 
-from icehouse_server.storage.files import Files, exists, read_text, write_anew
+from icehouse_server.storage.files import Files, exists, read_text, replace_file
 from icehouse_server.storage.local.encryption.aes_gcm import KEY_BYTES, unwrap_key, wrap_key
-from icehouse_server.storage.paths import PARTIAL_SUFFIX, StorePaths
+from icehouse_server.storage.store_paths import StorePaths
 
 _log = logging.getLogger(__name__)
 
 _FORMAT = "icehouse.keys.v1"
 _LIMIT_BYTES = 64 << 10
 _LIMIT_COUNT = 64
-"""Wrapped keys kept; the oldest goes when one more comes. Its blocks are long gone by then."""
+"""Wrapped keys that are stored; one more replaces the oldest, whose blocks are long gone by then."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -34,9 +34,9 @@ class OpenedKey:
 
     data_key: bytes = dataclasses.field(repr=False)
     wrapped: bytes
-    """The data key as it lies in the directory."""
+    """The data key as stored in the directory."""
     other_key_count: int
-    """Data keys beside it that the master key does not open."""
+    """Data keys that the master key does not open."""
     is_new: bool
 
 
@@ -58,9 +58,9 @@ def open_key(
     return OpenedKey(data_key, own, other_key_count=len(wrapped), is_new=True)
 
 
-def keep_key(files: Files, paths: StorePaths, *, wrapped: bytes) -> None:
-    """Put the data key back that blocks are written under, where the key file is gone: else nobody could
-    read them after the next start. One that is there is left alone: the key may have been changed."""
+def restore_key(files: Files, paths: StorePaths, *, wrapped: bytes) -> None:
+    """Write the data key in use again if the key file is gone, so that its blocks stay readable after the
+    next start. An existing file is left alone: the key may have been changed."""
     if not exists(files, paths.data_keys):
         _log.warning("data_key_put_back", extra={"path": paths.data_keys})
         _write(files, paths, [wrapped])
@@ -68,12 +68,12 @@ def keep_key(files: Files, paths: StorePaths, *, wrapped: bytes) -> None:
 
 def find_key(files: Files, paths: StorePaths, *, master_key: bytes) -> bytes | None:
     """Return the data key that the master key opens, or None. Changes nothing and needs no lock."""
-    mine = _opened(_parse(_text(files, paths)) or [], master_key)
+    mine = _opened(_stored(files, paths) or [], master_key)
     return mine[-1][0] if mine else None
 
 
 def rewrap(files: Files, paths: StorePaths, *, old_master_key: bytes, new_master_key: bytes) -> int:
-    """Have the new master key open what the old one opens, instead of it; return how many keys those are."""
+    """Wrap the keys that the old master key opens with the new one; return how many those are."""
     changed = 0
     wrapped = []
     for item in _read(files, paths):
@@ -87,40 +87,29 @@ def rewrap(files: Files, paths: StorePaths, *, old_master_key: bytes, new_master
 
 def _opened(wrapped: Sequence[bytes], master_key: bytes) -> list[tuple[bytes, bytes]]:
     """Return the data keys that the master key opens, each with what it was wrapped as."""
-    found = ((unwrap_key(item, master_key=master_key), item) for item in wrapped)
-    return [(data_key, item) for data_key, item in found if data_key is not None]
+    keys = ((unwrap_key(item, master_key=master_key), item) for item in wrapped)
+    return [(data_key, item) for data_key, item in keys if data_key is not None]
 
 
 def _read(files: Files, paths: StorePaths) -> list[bytes]:
-    text = _text(files, paths)
-    wrapped = _parse(text)
+    wrapped = _stored(files, paths)
     if wrapped is None:
-        # Without its wrapped key a block cannot be opened, but the file may be mended by hand.
-        aside = _free_name(files, paths)
+        # Without its wrapped key a block cannot be opened, but somebody may repair the file by hand. Each
+        # file moved aside before may hold what no other does.
+        numbered = map(paths.data_keys_aside, range(1, _LIMIT_COUNT))
+        aside = next(
+            (path for path in numbered if not exists(files, path)), paths.data_keys_aside(_LIMIT_COUNT - 1)
+        )
         _log.warning("data_keys_moved_aside", extra={"path": aside})
         files.rename(paths.data_keys, aside)
         return []
     return wrapped
 
 
-def _free_name(files: Files, paths: StorePaths) -> str:
-    """Return where to move a key file, beside those moved before: each may hold what no other does."""
-    for number in range(1, _LIMIT_COUNT):
-        path = paths.data_keys_aside(number)
-        if not exists(files, path):
-            break
-    return path
-
-
-def _text(files: Files, paths: StorePaths) -> str:
-    try:
-        return read_text(files, paths.data_keys, limit_bytes=_LIMIT_BYTES)
-    except FileNotFoundError:
-        return ""
-
-
-def _parse(text: str) -> list[bytes] | None:
-    """Return the wrapped keys, oldest first; None when the text is not what was written."""
+def _stored(files: Files, paths: StorePaths) -> list[bytes] | None:
+    """Return the wrapped keys, oldest first; None when the file is not what was written."""
+    is_there = exists(files, paths.data_keys)
+    text = read_text(files, paths.data_keys, limit_bytes=_LIMIT_BYTES) if is_there else ""
     if not text:
         return []
     try:
@@ -133,9 +122,7 @@ def _parse(text: str) -> list[bytes] | None:
 
 
 def _write(files: Files, paths: StorePaths, wrapped: Sequence[bytes]) -> None:
-    """Replace the file in one step, durably: blocks are written under its newest key from now on."""
+    """Replace the file durably: blocks are written under its newest key from now on."""
     text = json.dumps({"format": _FORMAT, "wrapped": [item.hex() for item in wrapped[-_LIMIT_COUNT:]]})
-    partial = paths.data_keys + PARTIAL_SUFFIX
-    write_anew(files, partial, text.encode(), is_durable=True)
-    files.rename(partial, paths.data_keys)
+    replace_file(files, paths.data_keys, text.encode())
     files.fsync_dir(paths.root)

@@ -1,60 +1,58 @@
-"""Disk index: the blocks on SSD in memory, what they weigh, and which goes first.
+"""Disk index: the blocks on SSD in memory, their bytes and counts, and which is evicted first.
 
 Owned by the storage thread. Eviction order is least recently used, but only among leaves: a
-block with a stored child is reachable for nobody without its parent, so tails go before heads
-and a chain shrinks from its end. Pinned blocks, and therefore all their ancestors, stay.
+block whose parent is gone cannot be reached, so a chain shrinks from its end.
+Pinned blocks, and therefore all their ancestors, stay.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
+from itertools import islice
 
 from icehouse_server.domain.blocks import HostBlock
+from icehouse_server.domain.cache_stats import AgePercentiles, TierStats
 from icehouse_server.domain.ids import BlockHash, Fingerprint
 from icehouse_server.storage.local.directory.record import BlockRecord
-from icehouse_server.storage.tier_counts import TierCounts
 
 _STALE_LIMIT = 64
-"""Stale entries that are not worth making the heap anew for."""
+"""Stale entries for which the heap is not rebuilt."""
+_SAMPLE_LIMIT = 8192
+"""Blocks whose ages are sorted for percentiles; more would take this thread too long."""
+
+
+@dataclasses.dataclass(slots=True)
+class _Counts:
+    """Of one model's blocks."""
+
+    block_count: int = 0
+    tail_count: int = 0
+    pinned_block_count: int = 0
+    token_count: int = 0
 
 
 class DiskIndex:
     """Records by hash, with a heap of the leaves by recency.
 
-    The heap holds stale entries (a use is only noted, not moved); they are set right or
-    thrown away when they reach the top, so each operation is O(log n) amortised.
+    The heap holds stale entries (a use is only noted, not moved); they are corrected or
+    dropped when they reach the top, so each operation is O(log n) amortised.
     """
 
-    def __init__(self) -> None:
-        self._records: dict[BlockHash, BlockRecord] = {}
-        self._uses: dict[BlockHash, int] = {}
-        self._child_counts: dict[BlockHash, int] = {}
-        self._leaves: list[tuple[int, BlockHash]] = []
-        self._use_number = 0
-        self._counts: dict[Fingerprint, TierCounts] = {}
+    def __init__(self, records: Iterable[BlockRecord] = ()) -> None:
+        """`records` come from the least to the most recently used."""
+        # In bulk, not by `put`: a start with 100,000 blocks waits for this.
+        self._records = {record.hash: record for record in records}
+        self._uses = {name: use for use, name in enumerate(self._records, start=1)}
+        self._use_number = len(self._records)
+        self._child_counts = Counter([record.parent for record in self])
+        self._counts: dict[Fingerprint, _Counts] = {}
         self.block_bytes = 0
-
-    @classmethod
-    def of(cls, records: Iterable[BlockRecord]) -> DiskIndex:
-        """Return an index of records given from the least to the most recently used."""
-        index = cls()
-        # In bulk, not by `add`: a start with 100,000 blocks waits for this.
-        given = list(records)
-        index._records = {record.hash: record for record in given}
-        index._uses = dict(zip(index._records, range(1, len(given) + 1), strict=True))
-        index._use_number = len(given)
-        index._child_counts = dict(Counter([record.parent for record in given]))
-        index.block_bytes = sum([record.file_bytes for record in given])
-        index._leaves = [
-            (use, record.hash)
-            for use, record in enumerate(given, start=1)
-            if record.hash not in index._child_counts and not record.pinned
-        ]
-        for fingerprint in {record.fingerprint for record in given}:
-            index._count([record for record in given if record.fingerprint == fingerprint], fingerprint)
-        return index
+        for record in self:
+            self._count(record, 1)
+        self._leaves = [(use, name) for name, use in self._uses.items() if self._is_evictable(name)]
 
     def __len__(self) -> int:
         return len(self._records)
@@ -69,44 +67,38 @@ class DiskIndex:
         """Return the record of a stored block."""
         return self._records.get(block_hash)
 
-    def counts(self, fingerprint: Fingerprint) -> TierCounts:
-        """Return the counts of one fingerprint's blocks, as they are from now on."""
-        if fingerprint not in self._counts:
-            self._counts[fingerprint] = TierCounts(
-                lambda: (r.hash for r in self._records.values() if r.fingerprint == fingerprint)
-            )
-        return self._counts[fingerprint]
-
-    def used_time(self, block_hash: BlockHash) -> float:
-        """Return when a stored block was last used, seconds since the epoch."""
-        return self._records[block_hash].last_used_time
-
     def by_recency(self, fingerprint: Fingerprint) -> list[BlockRecord]:
         """Return the blocks of one fingerprint, least recently used first."""
-        mine = [record for record in self._records.values() if record.fingerprint == fingerprint]
-        return sorted(mine, key=lambda record: self._uses[record.hash])
+        own = [record for record in self if record.fingerprint == fingerprint]
+        return sorted(own, key=lambda record: self._uses[record.hash])
 
-    def add(self, record: BlockRecord) -> None:
-        """Add a block as the most recently used one."""
-        assert record.hash not in self._records, f"Block {record.hash.hex()} added twice"
-        self._records[record.hash] = record
-        self._uses[record.hash] = self._next_use()
-        self._child_counts[record.parent] = self._child_counts.get(record.parent, 0) + 1
-        self.block_bytes += record.file_bytes
-        self._count([record], record.fingerprint)
-        self._offer(record.hash)
+    def fill(self, stats: TierStats, fingerprint: Fingerprint, *, now: float) -> TierStats:
+        """Return statistics with the counts of one fingerprint's blocks, and percentiles of their ages, those
+        of a sample where there are very many blocks."""
+        sample = islice(self, 0, None, 1 + len(self) // _SAMPLE_LIMIT)
+        ages = (max(now - r.last_used_time, 0.0) for r in sample if r.fingerprint == fingerprint)
+        counts = self._counts.get(fingerprint, _Counts())
+        return dataclasses.replace(stats, **dataclasses.asdict(counts), age=AgePercentiles.of(ages))
 
     def put(self, record: BlockRecord) -> None:
-        """Add a block as the most recently used one, or put it in the place of the one of its name."""
-        stored = self._records.get(record.hash)
-        if stored is None:
-            self.add(record)
-            return
-        self._replace(stored, record)
+        """Add a block as the most recently used one, or replace the one of its name."""
+        if record.hash in self._records:
+            self.replace(record)
+        else:
+            self._records[record.hash] = record
+            self._child_counts[record.parent] += 1
+            self._count(record, 1)
         self._uses[record.hash] = self._next_use()
+        self._offer(record.hash)
+
+    def replace(self, record: BlockRecord) -> None:
+        """Replace the record of a stored block; its recency stays."""
+        self._count(self._records[record.hash], -1)
+        self._records[record.hash] = record
+        self._count(record, 1)
 
     def covers(self, block: HostBlock) -> bool:
-        """Say whether a block is stored with every region that it has here."""
+        """Return whether a block is stored with every region that it has here."""
         record = self._records.get(block.header.hash)
         if record is None:
             return False
@@ -118,12 +110,9 @@ class DiskIndex:
         if record is None:
             return None
         del self._uses[block_hash]
-        self.block_bytes -= record.file_bytes
-        self._discount(record)
-        left = self._child_counts[record.parent] - 1
-        if left:
-            self._child_counts[record.parent] = left
-        else:
+        self._count(record, -1)
+        self._child_counts[record.parent] -= 1
+        if not self._child_counts[record.parent]:
             del self._child_counts[record.parent]
             self._offer(record.parent)
         return record
@@ -139,21 +128,13 @@ class DiskIndex:
         self._uses[block_hash] = self._next_use()
         return True
 
-    def set_pinned(self, block_hash: BlockHash, *, pinned: bool) -> bool:
-        """Protect a block and its ancestors from eviction, or stop to; False when it is not stored."""
-        record = self._records.get(block_hash)
-        if record is None:
-            return False
-        self._replace(record, record._replace(pinned=pinned))
+    def set_pinned(self, block_hash: BlockHash, *, pinned: bool) -> None:
+        """Protect a stored block and its ancestors from eviction, or stop to."""
+        self.replace(self._records[block_hash]._replace(pinned=pinned))
         self._offer(block_hash)
-        return True
-
-    def restamp(self, record: BlockRecord) -> None:
-        """Replace the record of a stored block by what its file says now; its recency stays."""
-        self._replace(self._records[record.hash], record)
 
     def next_victim(self) -> BlockRecord | None:
-        """Return the block to evict next without removing it, or None when every one is held."""
+        """Return the block to evict next without removing it, or None when none can be evicted."""
         while self._leaves:
             use, block_hash = self._leaves[0]
             if not self._is_evictable(block_hash):
@@ -164,36 +145,26 @@ class DiskIndex:
                 return self._records[block_hash]
         return None
 
-    def _replace(self, stored: BlockRecord, record: BlockRecord) -> None:
-        self.block_bytes += record.file_bytes - stored.file_bytes
-        self._records[record.hash] = record
-        if record.pinned != stored.pinned:
-            self.counts(record.fingerprint).note_pinned(is_pinned=record.pinned)
-
-    def _count(self, records: Sequence[BlockRecord], fingerprint: Fingerprint) -> None:
-        self.counts(fingerprint).add(
-            [record.hash for record in records],
-            token_count=sum([record.token_count for record in records]),
-            tail_count=sum([_is_tail(record) for record in records]),
-            pinned_count=sum([record.pinned for record in records]),
-        )
-
-    def _discount(self, record: BlockRecord) -> None:
-        self.counts(record.fingerprint).remove(
-            record.hash,
-            token_count=record.token_count,
-            is_tail=_is_tail(record),
-            is_pinned=record.pinned,
-        )
+    def _count(self, record: BlockRecord, sign: int) -> None:
+        counts = self._counts.get(record.fingerprint)
+        if counts is None:
+            counts = self._counts[record.fingerprint] = _Counts()
+        counts.block_count += sign
+        counts.tail_count += sign * (record.token_count < record.block_token_limit)
+        counts.pinned_block_count += sign * record.pinned
+        counts.token_count += sign * record.token_count
+        self.block_bytes += sign * record.file_bytes
 
     def _offer(self, block_hash: BlockHash) -> None:
-        if self._is_evictable(block_hash):
-            heapq.heappush(self._leaves, (self._uses[block_hash], block_hash))
-            if len(self._leaves) > 2 * len(self._records) + _STALE_LIMIT:
-                # Pinned and unpinned again and again, each leaves an entry behind.
-                fresh = {name for _, name in self._leaves if self._is_evictable(name)}
-                self._leaves = [(self._uses[name], name) for name in fresh]
-                heapq.heapify(self._leaves)
+        """Put a block into the heap if it may be evicted now."""
+        if not self._is_evictable(block_hash):
+            return
+        heapq.heappush(self._leaves, (self._uses[block_hash], block_hash))
+        if len(self._leaves) > 2 * len(self._records) + _STALE_LIMIT:
+            # Each pin that was set and removed leaves an entry behind.
+            fresh = {name for _, name in self._leaves if self._is_evictable(name)}
+            self._leaves = [(self._uses[name], name) for name in fresh]
+            heapq.heapify(self._leaves)
 
     def _is_evictable(self, block_hash: BlockHash) -> bool:
         record = self._records.get(block_hash)
@@ -202,7 +173,3 @@ class DiskIndex:
     def _next_use(self) -> int:
         self._use_number += 1
         return self._use_number
-
-
-def _is_tail(record: BlockRecord) -> bool:
-    return record.token_count < record.block_token_limit

@@ -1,12 +1,10 @@
-"""Lock of a cache directory: one process in it, and the mark of a clean end.
+"""Lock of a cache directory: one process in it, nobody else's files, and the mark of a clean shutdown.
 
-The mark of a clean shutdown: what the directory looked like when it was closed.
-
-A folder's modification time changes with every file that comes, goes or is renamed in it,
-and the manifest's with every row. When all of them are what the mark says, rows and files
-still agree and the start need not walk the files. What this cannot see, a file changed in
-place, is seen by the deferred walk and by the checksums of every load. The mark proves
-itself: it needs no fsync, for a mark that outlives a change no longer matches.
+The mark records what the directory looked like when it was closed. A folder's modification time changes
+with every file that is created, removed or renamed in it, and the manifest's with every row. When all of
+them are what the mark says, rows and files still agree and the start need not scan the files. What this
+cannot see, a file changed in place, is seen by the deferred scan and by the checksums of every load. The
+mark needs no fsync, for a mark that outlives a change no longer matches.
 """
 
 from __future__ import annotations
@@ -14,12 +12,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Mapping
 
 from icehouse_server.domain.blocks import LAYOUT_ABI
 from icehouse_server.errors import Reason, StartError
 from icehouse_server.storage.files import FileInfo, Files, distrust, read_text, write_anew
-from icehouse_server.storage.paths import StorePaths, is_folder_name, is_root_file_name
+from icehouse_server.storage.store_paths import StorePaths, is_folder_name, is_root_file_name
+
+_MARK_LIMIT_BYTES = 1 << 20
 
 
 def take_lock(files: Files, paths: StorePaths) -> int:
@@ -43,10 +42,10 @@ def take_lock(files: Files, paths: StorePaths) -> int:
 
 
 def check_trust(files: Files, paths: StorePaths) -> None:
-    """Refuse a directory that others may write, or whose parts are links or somebody else's, and have
-    `files` keep to that from now on.
+    """Refuse a directory that others may write, or whose parts are links or belong to others, and have
+    `files` enforce that from now on.
 
-    The root itself may be a link, to a larger disk for example; it is then its target that counts.
+    The root itself may be a link, to a larger disk for example; then its target counts.
     Raises `StartError`, or `OSError` from the disk.
     """
     root = os.path.realpath(paths.root)
@@ -73,42 +72,35 @@ def _check(path: str, info: FileInfo, *, is_folder: bool) -> None:
         )
 
 
-_LIMIT_BYTES = 1 << 20
+def leave_mark(files: Files, paths: StorePaths) -> None:
+    """Write the mark; the manifest is closed by now. Raises `OSError`."""
+    write_anew(files, paths.clean_mark, json.dumps(_snapshot(files, paths), sort_keys=True).encode())
 
 
-def snapshot(files: Files, paths: StorePaths) -> dict[str, int]:
-    """Return the times and sizes that a mark pins down, by name."""
-    manifest = files.stat(paths.manifest)
-    seen = {
-        # Another version of this program must look at everything: it may delete what we keep.
-        "layout_abi": LAYOUT_ABI,
-        "manifest.size_bytes": manifest.size_bytes,
-        "manifest.mtime_ns": manifest.mtime_ns,
-        "blocks.mtime_ns": files.stat(paths.blocks).mtime_ns,
-    }
-    for folder in files.list(paths.blocks):
-        seen[f"{folder.name}.mtime_ns"] = folder.mtime_ns
-    return seen
-
-
-def take_mark(files: Files, paths: StorePaths) -> Mapping[str, int] | None:
-    """Remove the mark and return what it said; None when there is none that can be read.
+def take_mark(files: Files, paths: StorePaths) -> bool:
+    """Remove the mark; return whether the directory is still as it says.
 
     Raises `OSError` when it cannot be removed: it must not outlive the next change.
     """
     try:
-        text = read_text(files, paths.clean_mark, limit_bytes=_LIMIT_BYTES)
+        text = read_text(files, paths.clean_mark, limit_bytes=_MARK_LIMIT_BYTES)
     except FileNotFoundError:
-        return None
+        return False
     files.unlink(paths.clean_mark)
     try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    return found if isinstance(found, dict) else None
+        return bool(json.loads(text) == _snapshot(files, paths))
+    except (ValueError, RecursionError, FileNotFoundError):
+        return False
 
 
-def leave_mark(files: Files, paths: StorePaths) -> None:
-    """Write the mark; the manifest is closed by now. Raises `OSError`."""
-    text = json.dumps(snapshot(files, paths), sort_keys=True)
-    write_anew(files, paths.clean_mark, text.encode())
+def _snapshot(files: Files, paths: StorePaths) -> dict[str, int]:
+    """Return the times and sizes that a mark records, by name."""
+    manifest = files.stat(paths.manifest)
+    return {
+        # Another version of this program must look at everything: it may delete what this one retains.
+        "layout_abi": LAYOUT_ABI,
+        "manifest.size_bytes": manifest.size_bytes,
+        "manifest.mtime_ns": manifest.mtime_ns,
+        "blocks.mtime_ns": files.stat(paths.blocks).mtime_ns,
+        **{f"{folder.name}.mtime_ns": folder.mtime_ns for folder in files.list(paths.blocks)},
+    }

@@ -4,11 +4,16 @@ Owned by the storage thread; SQLite refuses another. WAL with `synchronous=NORMA
 cut may lose the newest rows but never leaves a torn database, and a lost row is repaired at
 the next start (a file without a row is adopted, a row without a file is deleted).
 Every method raises `sqlite3.Error` when the database cannot do it.
+
+SQLite runs what a file contains (triggers, views, computed columns and checks) as soon as a statement touches
+it. So only our own tables and indices are accepted, and that is checked before anything else.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import gc
 import json
 import operator
@@ -18,37 +23,33 @@ import urllib.parse
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from sqlite_utils import Database
+from sqlite_utils import Database, Migrations
 
-from icehouse_server.domain.blocks import pack_tokens, unpack_tokens
+from icehouse_server.domain.blocks import pack_tokens
 from icehouse_server.domain.ids import BlockHash, Fingerprint
-from icehouse_server.storage.local.block_format.facts import BlockFile
-from icehouse_server.storage.local.block_format.header import regions_to_json
-from icehouse_server.storage.local.directory.migrations import check_objects, check_schema, migrations
+from icehouse_server.storage.disk_error import ForeignManifest
+from icehouse_server.storage.local.block_format.header import BlockFile, regions_to_json
 from icehouse_server.storage.local.directory.record import BlockRecord
-from icehouse_server.storage.paths import StorePaths
+from icehouse_server.storage.store_paths import StorePaths
 
-_COLUMNS = """hash, parent, fingerprint_id, start_token_index, token_count, block_token_limit,
-           kv_bytes, window_bytes, checkpoint_bytes, file_bytes, mtime_ns, inode, layout_abi,
-           header_xxh3, created_time, last_used_time, hit_count, pinned"""
-_INSERTED = """hash, parent, fingerprint_id, depth, start_token_index, token_count, block_token_limit,
-           kv_bytes, window_bytes, checkpoint_bytes, file, file_bytes, mtime_ns, inode, layout_abi,
-           header_xxh3, created_time, last_used_time, hit_count, pinned, row_xxh3"""
-# By name: a column that a later version added, and that may be empty, is no reason not to go on.
-_INSERT = f"INSERT OR REPLACE INTO blocks ({_INSERTED}) VALUES ({', '.join('?' * 21)})"
+_RENAMED = {"fingerprint": "fingerprint_id", "header_checksum": "header_xxh3"}
+_COLUMNS = [_RENAMED.get(field, field) for field in BlockRecord._fields]
+"""Of table `blocks`, in the order of a record's fields."""
+_INSERTED = [*_COLUMNS, "depth", "file", "row_xxh3"]
+# By name: a column that a later version added, and that may be empty, does no harm.
+_INSERT = f"INSERT OR REPLACE INTO blocks ({', '.join(_INSERTED)}) VALUES ({', '.join('?' * len(_INSERTED))})"
 LOG_ALLOWANCE_BYTES = 4 << 20
-"""Room that the size limit keeps for the write-ahead log, its index and the next rows."""
+"""What the size limit reserves for the write-ahead log, its index and the next rows."""
 _LOG_LIMIT_PAGES = 256
 GROWTH_ALLOWANCE_BYTES = _LOG_LIMIT_PAGES * 4096
-"""How much the database may grow by one row: folding the log into it adds all of the log's pages."""
+"""How much one row may make the database grow: a checkpoint adds all pages of the log."""
 _VALUE_LIMIT_BYTES = 16 << 20
 """Most bytes of a value or a row: far more than a block's token ids and regions take."""
 _OPENING_LIMIT_STEPS = 10_000_000
-"""Steps of SQLite's machine that one statement of the opening may take: about a second's."""
+"""Virtual machine steps that one statement may take while opening: about a second."""
 _COUNT_LIMIT = 1 << 62
-"""Counts that nobody wrote: what is added to them must still be an integer of SQLite's."""
-_CHUNK = 500
-"""Hashes per statement; SQLite's oldest limit on variables is 999."""
+"""No real count is larger. Sums with a count below this still fit SQLite's integers."""
+_RELATIVE = StorePaths("")
 
 
 class Manifest:
@@ -56,7 +57,6 @@ class Manifest:
 
     def __init__(self, database: Database) -> None:
         self._database = database
-        self._fingerprint_ids: dict[Fingerprint, int] = {}
 
     @classmethod
     def open(cls, path: str) -> Manifest:
@@ -66,18 +66,18 @@ class Manifest:
         """
         connection = _connect(path, cached_statements=64)
         try:
-            # Nothing that is done here takes long: what does was made to.
+            # Nothing here takes long, unless the file was made to harm.
             connection.set_progress_handler(lambda: 1, _OPENING_LIMIT_STEPS)
             database = Database(connection, execute_plugins=False, strict=True)
-            check_objects(database)
+            _check_objects(database)
             database.enable_wal()
             connection.execute("PRAGMA synchronous = NORMAL")
             connection.execute(f"PRAGMA wal_autocheckpoint = {_LOG_LIMIT_PAGES}")
             connection.execute(f"PRAGMA journal_size_limit = {LOG_ALLOWANCE_BYTES}")
             # On: a page that becomes free is overwritten too. Not every build of SQLite does so by itself.
             connection.execute("PRAGMA secure_delete = ON")
-            migrations.apply(database)
-            check_schema(database)
+            _migrations.apply(database)
+            _check_schema(database)
             connection.set_progress_handler(None, 0)
         except BaseException:
             connection.close()
@@ -93,7 +93,7 @@ class Manifest:
         connection = _connect(f"file:{urllib.parse.quote(path)}?mode=ro", uri=True)
         database = Database(connection, execute_plugins=False)
         try:
-            check_objects(database)
+            _check_objects(database)
         except BaseException:
             connection.close()
             raise
@@ -116,28 +116,26 @@ class Manifest:
         self._connection.execute("VACUUM")
 
     def is_sound(self, *, check_pages: bool = True) -> bool:
-        """Say whether SQLite finds the database's pages intact, and the names of fingerprints those of their
-        index: without `check_pages` these alone, which are few and which each block's row refers to."""
-        checks = ("quick_check(1)", "integrity_check(fingerprints)")
-        asked = checks if check_pages else checks[1:]
-        return all(self._connection.execute(f"PRAGMA {each}").fetchone() == ("ok",) for each in asked)
+        """Return whether SQLite finds the database intact. Without `check_pages` only the fingerprints are
+        checked against their index: they are few, and every block's row refers to one."""
+        checks = ["quick_check(1)"] * check_pages + ["integrity_check(fingerprints)"]
+        return all(self._connection.execute(f"PRAGMA {each}").fetchone() == ("ok",) for each in checks)
 
     @property
     def has_rows(self) -> bool:
-        """Whether there is a table for rows: not in a manifest whose making was cut short."""
-        found = self._connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'blocks'")
-        return found.fetchone() is not None
+        """Whether there is a table for rows; there is none if the first opening was interrupted."""
+        return self._database.table("blocks").exists()
 
     def load(self, *, check_facts: bool = True) -> tuple[list[BlockRecord], list[BlockHash]]:
-        """Return all records, and the hashes of rows whose facts are not those once written.
+        """Return all records, least recently used first, and the hashes of rows that are not as written.
 
-        The least recently used come first. Without `check_facts` only rows that cannot be
-        understood are told: for a manifest that is known to be as it was left.
+        Without `check_facts` those are only rows that cannot be understood: for a manifest that is known to
+        be as it was left.
         """
         records, edited = [], []
         # Joined and sorted here: with 100,000 rows SQLite takes half a second longer for it.
         names = dict(self._connection.execute("SELECT id, fingerprint FROM fingerprints"))
-        columns = f"{_COLUMNS}, row_xxh3" if check_facts else _COLUMNS
+        columns = ", ".join([*_COLUMNS, "row_xxh3"] if check_facts else _COLUMNS)
         with _without_collections():
             for row in self._connection.execute(f"SELECT {columns} FROM blocks ORDER BY rowid"):
                 try:
@@ -145,7 +143,7 @@ class Manifest:
                         (*row[:2], names[row[2]], *row[3:13], int(row[13], 16), *row[14:17], row[17] == 1)
                     )
                     is_as_written = not check_facts or row[18] == f"{record.facts_checksum():016x}"
-                    # A column may be empty, and no checksum is over what happens to a block.
+                    # A column may be empty, and the checksum does not cover a block's history.
                     sound = is_as_written and None not in record and record.hit_count < _COUNT_LIMIT
                 except (LookupError, ValueError, TypeError, ArithmeticError, struct.error):
                     sound = False
@@ -156,31 +154,22 @@ class Manifest:
         records.sort(key=operator.attrgetter("last_used_time"))
         return records, edited
 
-    def contents(self, block_hash: BlockHash) -> tuple[tuple[int, ...], bytes, str] | None:
-        """Return a block's token ids, extra digests and regions (JSON), or None without such a row.
-
-        Rows of encrypted files hold no token ids and no digests: both stand in the file only.
-        """
-        row = self._connection.execute(
-            "SELECT token_ids, extra, regions FROM block_contents WHERE hash = ?", (block_hash,)
-        ).fetchone()
-        return (unpack_tokens(row[0]), row[1], row[2]) if row else None
-
     def holds(self, file: BlockFile) -> bool:
-        """Say whether a block's bulky contents are what its file says."""
+        """Return whether a block's bulky contents are what its file says."""
         row = self._connection.execute(
             "SELECT hash, token_ids, extra, regions FROM block_contents WHERE hash = ?", (file.outline.hash,)
         ).fetchone()
         return bool(row == _contents_row(file))
 
     def insert(
-        self, blocks: Iterable[tuple[BlockRecord, BlockFile]], *, day: int, written_bytes: int
+        self, blocks: Iterable[tuple[BlockRecord, BlockFile]], *, day: int = 0, written_bytes: int = 0
     ) -> None:
-        """Commit blocks and what writing them cost of the day's budget, in one transaction.
+        """Commit blocks, and count the bytes written on this day, in one transaction.
 
-        The fingerprints must have been named by `add_fingerprint`.
+        The fingerprints must have been added by `add_fingerprint`.
         """
-        rows = [(self._row(record), _contents_row(file)) for record, file in blocks]
+        ids = dict(self._connection.execute("SELECT fingerprint, id FROM fingerprints"))
+        rows = [(_row(record, ids), _contents_row(file)) for record, file in blocks]
         with self._database.atomic():
             self._connection.executemany(_INSERT, [row for row, _ in rows])
             self._connection.executemany(
@@ -198,11 +187,10 @@ class Manifest:
     def delete(self, hashes: Sequence[BlockHash]) -> None:
         """Delete rows; hashes without a row are passed over."""
         with self._database.atomic():
-            for start in range(0, len(hashes), _CHUNK):
-                chunk = hashes[start : start + _CHUNK]
-                marks = ",".join("?" * len(chunk))
-                self._connection.execute(f"DELETE FROM block_contents WHERE hash IN ({marks})", chunk)
-                self._connection.execute(f"DELETE FROM blocks WHERE hash IN ({marks})", chunk)
+            for table in ("block_contents", "blocks"):
+                self._connection.executemany(
+                    f"DELETE FROM {table} WHERE hash = ?", [(name,) for name in hashes]
+                )
 
     def touch(self, uses: Mapping[BlockHash, tuple[float, int]]) -> None:
         """Record the last use (wall clock) and the further hits of many blocks in one transaction."""
@@ -224,14 +212,13 @@ class Manifest:
         """Record which blocks may not be evicted."""
         with self._database.atomic():
             self._connection.executemany(
-                "UPDATE blocks SET pinned = ? WHERE hash = ?",
-                [(int(pinned), block_hash) for block_hash in hashes],
+                "UPDATE blocks SET pinned = ? WHERE hash = ?", [(int(pinned), name) for name in hashes]
             )
 
     def add_fingerprint(
         self, fingerprint: Fingerprint, *, details: Mapping[str, str], now_time: float
     ) -> None:
-        """Name a fingerprint; details given later replace earlier ones, no details replace nothing."""
+        """Add a fingerprint. Details replace earlier ones, but empty details do not."""
         with self._database.atomic():
             self._connection.execute(
                 "INSERT INTO fingerprints (fingerprint, details, created_time) VALUES (?, ?, ?) "
@@ -241,7 +228,7 @@ class Manifest:
             )
 
     def fingerprints(self) -> dict[Fingerprint, dict[str, str]]:
-        """Return all named fingerprints with their human-readable details; damaged ones have none."""
+        """Return all fingerprints with their human-readable details; damaged ones have none."""
         rows = self._connection.execute("SELECT fingerprint, details FROM fingerprints ORDER BY id")
         return {Fingerprint(row[0]): _details(row[1]) for row in rows}
 
@@ -255,39 +242,21 @@ class Manifest:
         assert connection is not None, "The manifest is closed"
         return connection
 
-    def _row(self, record: BlockRecord) -> tuple[object, ...]:
-        return (
-            record.hash,
-            record.parent,
-            self._fingerprint_id(record.fingerprint),
-            record.depth,
-            record.start_token_index,
-            record.token_count,
-            record.block_token_limit,
-            record.kv_bytes,
-            record.window_bytes,
-            record.checkpoint_bytes,
-            StorePaths("").block(record.fingerprint, record.hash).removeprefix("/"),
-            record.file_bytes,
-            record.mtime_ns,
-            record.inode,
-            record.layout_abi,
-            f"{record.header_checksum:016x}",
-            record.created_time,
-            record.last_used_time,
-            record.hit_count,
-            int(record.pinned),
-            f"{record.facts_checksum():016x}",
-        )
 
-    def _fingerprint_id(self, fingerprint: Fingerprint) -> int:
-        if fingerprint not in self._fingerprint_ids:
-            row = self._connection.execute(
-                "SELECT id FROM fingerprints WHERE fingerprint = ?", (fingerprint,)
-            ).fetchone()
-            assert row is not None, f"Fingerprint {fingerprint.hex()} was never named"
-            self._fingerprint_ids[fingerprint] = int(row[0])
-        return self._fingerprint_ids[fingerprint]
+def _row(record: BlockRecord, fingerprint_ids: Mapping[bytes, int]) -> tuple[object, ...]:
+    fingerprint = record.fingerprint
+    assert fingerprint in fingerprint_ids, f"Fingerprint {fingerprint.hex()} was never added"
+    return (
+        *record[:2],
+        fingerprint_ids[fingerprint],
+        *record[3:13],
+        f"{record.header_checksum:016x}",
+        *record[14:17],
+        int(record.pinned),
+        record.depth,
+        _RELATIVE.block(fingerprint, record.hash).removeprefix("/"),
+        f"{record.facts_checksum():016x}",
+    )
 
 
 def _details(text: str) -> dict[str, str]:
@@ -299,26 +268,26 @@ def _details(text: str) -> dict[str, str]:
 
 
 class _Connection(sqlite3.Connection):
-    """A connection that raises `sqlite3.Error` also where SQLite's message quotes bytes that are no UTF-8."""
+    """A connection that raises `sqlite3.Error` also when SQLite's message is not UTF-8."""
 
     def execute(self, sql: str, parameters: Any = (), /) -> sqlite3.Cursor:
-        try:
+        with _decoding_errors():
             return super().execute(sql, parameters)
-        except UnicodeDecodeError as error:
-            raise _damaged(error) from error
 
     def executemany(self, sql: str, parameters: Iterable[Any], /) -> sqlite3.Cursor:
-        try:
+        with _decoding_errors():
             return super().executemany(sql, parameters)
-        except UnicodeDecodeError as error:
-            raise _damaged(error) from error
 
 
-def _damaged(unread: UnicodeDecodeError) -> sqlite3.DatabaseError:
-    """Return the error that Python had no words for: what could not be decoded is SQLite's message."""
-    error = sqlite3.DatabaseError(unread.object.decode("utf-8", "backslashreplace"))
-    error.sqlite_errorcode, error.sqlite_errorname = sqlite3.SQLITE_CORRUPT, "SQLITE_CORRUPT"
-    return error
+@contextlib.contextmanager
+def _decoding_errors() -> Iterator[None]:
+    """Raise the error that Python failed to make: what it could not decode is SQLite's message."""
+    try:
+        yield
+    except UnicodeDecodeError as undecoded:
+        error = sqlite3.DatabaseError(_text(undecoded.object))
+        error.sqlite_errorcode, error.sqlite_errorname = sqlite3.SQLITE_CORRUPT, "SQLITE_CORRUPT"
+        raise error from undecoded
 
 
 def _connect(path: str, *, uri: bool = False, cached_statements: int = 128) -> sqlite3.Connection:
@@ -327,12 +296,7 @@ def _connect(path: str, *, uri: bool = False, cached_statements: int = 128) -> s
     )
     # A damaged text is a wrong value of its row, not an error of the whole database.
     connection.text_factory = _text
-    _distrust(connection)
-    return connection
-
-
-def _distrust(connection: sqlite3.Connection) -> None:
-    """Have SQLite take the file for a stranger's, whose definitions and pages may be made to harm."""
+    # The file may be a stranger's, with definitions and pages made to harm.
     connection.execute("PRAGMA trusted_schema = OFF")
     connection.execute("PRAGMA cell_size_check = ON")
     connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _VALUE_LIMIT_BYTES)
@@ -342,6 +306,7 @@ def _distrust(connection: sqlite3.Connection) -> None:
     set_config = getattr(connection, "setconfig", None)
     if set_config is not None:
         set_config(getattr(sqlite3, "SQLITE_DBCONFIG_DEFENSIVE"), True)  # noqa: B009
+    return connection
 
 
 def _text(data: bytes) -> str:
@@ -357,7 +322,7 @@ def _contents_row(file: BlockFile) -> tuple[object, ...]:
 
 @contextlib.contextmanager
 def _without_collections() -> Iterator[None]:
-    """For making many records, none of which is garbage: looking through them is a seventh of the time."""
+    """Pause the garbage collector while many records are made: it would take a seventh of the time."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -365,3 +330,159 @@ def _without_collections() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+_migrations = Migrations("icehouse.manifest")
+"""A migration is never edited or renamed once released: add one. Its name is stored in the file."""
+
+
+@_migrations()
+def create_tables(database: Database) -> None:
+    """Create the first schema: small rows for the start, their bulky contents beside them."""
+    fingerprints = database.table("fingerprints")
+    fingerprints.create(
+        {"id": int, "fingerprint": bytes, "details": str, "created_time": float},
+        pk="id",
+        not_null={"fingerprint", "details", "created_time"},
+        strict=True,
+    )
+    fingerprints.create_index(["fingerprint"], unique=True)
+    database.table("blocks").create(
+        {
+            "hash": bytes,
+            "parent": bytes,
+            "fingerprint_id": int,
+            "depth": int,
+            "start_token_index": int,
+            "token_count": int,
+            "block_token_limit": int,
+            "kv_bytes": int,
+            "window_bytes": int,
+            "checkpoint_bytes": int,
+            "file": str,
+            "file_bytes": int,
+            "mtime_ns": int,
+            "inode": int,
+            "layout_abi": int,
+            "header_xxh3": str,
+            "created_time": float,
+            "last_used_time": float,
+            "hit_count": int,
+            "pinned": int,
+            "row_xxh3": str,
+        },
+        pk="hash",
+        not_null={"parent", "fingerprint_id", "file_bytes", "mtime_ns", "last_used_time", "row_xxh3"},
+        foreign_keys=[("fingerprint_id", "fingerprints", "id")],
+        strict=True,
+    )
+    database.table("block_contents").create(
+        {"hash": bytes, "token_ids": bytes, "extra": bytes, "regions": str},
+        pk="hash",
+        not_null={"token_ids", "extra", "regions"},
+        strict=True,
+    )
+    database.table("written_days").create(
+        {"day": int, "size_bytes": int}, pk="day", not_null={"size_bytes"}, strict=True
+    )
+
+
+_MIGRATIONS_TABLE = "_sqlite_migrations"
+"""Of sqlite-utils, whose versions define it differently: its columns are not compared."""
+
+_Column = tuple[str, bool, bool]
+"""Type, key, and whether it must be given."""
+_Index = tuple[bool, bool, tuple[str | None, ...]]
+"""Whether it is unique, whether it is of some rows only, and its columns; None is one that is computed."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Schema:
+    """What a manifest of this version is made of."""
+
+    objects: dict[tuple[str, str, str], int]
+    """How many brackets open in the definition, by kind, name and table: computed columns and checks stand in
+    brackets, or are as short as a comparison."""
+    columns: dict[str, dict[str, _Column]]
+    indices: dict[str, dict[str, _Index]]
+
+
+def _check_objects(database: Database) -> None:
+    """Raise `ForeignManifest` for a database in which there is anything but tables and indices of ours.
+
+    Reads only its list of contents, and so runs nothing of it.
+    """
+    ours = _own_schema()
+    tables = set()
+    for kind, name, table, page, definition in database.execute(
+        "SELECT type, name, tbl_name, rootpage, sql FROM sqlite_master"
+    ):
+        if definition is None and kind == "index":
+            continue  # SQLite's own, of a key
+        bracket_count = ours.objects.get((kind, name, table))
+        # A table without a page is virtual.
+        if bracket_count is None or not page or definition.count("(") > bracket_count:
+            raise ForeignManifest(f"The {kind} {str(name)[:64]!r} is not of this version")
+        tables.add(table)
+    for table, indices in ours.indices.items():
+        found = _indices(database, table) if table in tables else {}
+        wrong = [name for name, index in found.items() if indices.get(name, index) != index]
+        if wrong:
+            raise ForeignManifest(f"Table {table} is not of this version: indices {', '.join(wrong)}")
+
+
+def _check_schema(database: Database) -> None:
+    """Raise `ForeignManifest` unless each column and index of ours is there as we made it, and no other
+    column is required."""
+    ours = _own_schema()
+    for table, columns in ours.columns.items():
+        found = _columns(database, table)
+        wrong = [name for name, column in columns.items() if found.get(name) != column]
+        wrong += [name for name, column in found.items() if name not in columns and column[2]]
+        wrong += ours.indices[table].keys() - _indices(database, table).keys()
+        if wrong:
+            raise ForeignManifest(f"Table {table} is not of this version: {', '.join(wrong)}")
+
+
+@functools.cache
+def _own_schema() -> _Schema:
+    database = Database(memory=True, execute_plugins=False, strict=True)
+    try:
+        _migrations.apply(database)
+        objects = {
+            (kind, name, table): definition.count("(")
+            for kind, name, table, definition in database.execute(
+                "SELECT type, name, tbl_name, sql FROM sqlite_master WHERE sql IS NOT NULL"
+            )
+        }
+        # Older versions of sqlite-utils write its key separately.
+        objects["table", _MIGRATIONS_TABLE, _MIGRATIONS_TABLE] = 2
+        tables = [name for kind, name, _ in objects if kind == "table" and name != _MIGRATIONS_TABLE]
+        return _Schema(
+            objects,
+            {table: _columns(database, table) for table in tables},
+            {table: _indices(database, table) for table in tables},
+        )
+    finally:
+        database.close()
+
+
+def _columns(database: Database, table: str) -> dict[str, _Column]:
+    return {
+        name: (kind, bool(key), bool(is_required) and default is None and not key)
+        for _, name, kind, is_required, default, key in database.execute(f"PRAGMA table_info({table})")
+    }
+
+
+def _indices(database: Database, table: str) -> dict[str, _Index]:
+    """Return the indices of a table that were created by name."""
+    made = database.execute(f"PRAGMA index_list({table})").fetchall()
+    return {
+        name: (
+            bool(is_unique),
+            bool(is_partial),
+            tuple(row[2] for row in database.execute("SELECT * FROM pragma_index_info(?)", (name,))),
+        )
+        for _, name, is_unique, origin, is_partial in made
+        if origin == "c"
+    }

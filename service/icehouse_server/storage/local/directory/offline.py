@@ -1,7 +1,7 @@
-"""Offline store: a cache directory seen from outside, for the `icehouse cache` commands.
+"""Offline store: a cache directory from the outside, for the `icehouse cache` commands.
 
-Looking (`rows`, `inspect`, `check`, `verify`) changes nothing and may happen beside a running
-server, whose unfinished work can then show up as a discrepancy that is gone a moment later.
+`rows`, `inspect`, `check` and `verify` change nothing and may run beside a running server, whose
+unfinished work can then appear as a discrepancy that is gone a moment later.
 `purge` takes the directory's lock.
 """
 
@@ -19,20 +19,18 @@ from icehouse_server.domain.blocks import Damage
 from icehouse_server.domain.ids import BlockHash, Fingerprint
 from icehouse_server.errors import NotFound, Reason, StorageError
 from icehouse_server.storage.files import FileInfo, Files, exists, opened, remove
-from icehouse_server.storage.local.block_format.damage import BlockFileError
-from icehouse_server.storage.local.block_format.facts import BlockFile
-from icehouse_server.storage.local.block_format.file import read_head
-from icehouse_server.storage.local.block_format.reader import verify_block
-from icehouse_server.storage.local.directory.commit import remove_blocks
+from icehouse_server.storage.local.block_format.block_file import read_head, verify_block
+from icehouse_server.storage.local.block_format.header import BlockFile, BlockFileError
 from icehouse_server.storage.local.directory.lock import take_lock
 from icehouse_server.storage.local.directory.manifest import Manifest
 from icehouse_server.storage.local.directory.open import create_private
-from icehouse_server.storage.local.directory.reconcile import Discrepancy, Progress, Walk
+from icehouse_server.storage.local.directory.reconcile import Discrepancy, Progress, Scan
 from icehouse_server.storage.local.directory.record import BlockRecord
-from icehouse_server.storage.local.encryption.facts import Cipher
-from icehouse_server.storage.paths import (
+from icehouse_server.storage.local.encryption.constants import Cipher
+from icehouse_server.storage.store_paths import (
     PARTIAL_SUFFIX,
     StorePaths,
+    is_data_keys_name,
     is_folder_name,
     is_partial_name,
     parse_block_name,
@@ -48,7 +46,7 @@ class Rows:
     records: tuple[BlockRecord, ...]
     """From the least to the most recently used."""
     edited: tuple[BlockHash, ...]
-    """Rows whose facts are not those once written."""
+    """Rows that are not as they were written."""
     fingerprints: Mapping[Fingerprint, Mapping[str, str]]
     """Human-readable details by fingerprint."""
 
@@ -63,7 +61,7 @@ class Verdict:
 
 
 class PurgeScope(enum.Enum):
-    """What goes beside the blocks that were chosen by their rows."""
+    """What is removed beside the blocks that were chosen by their rows."""
 
     CHOSEN = enum.auto()
     """Nothing."""
@@ -77,7 +75,7 @@ class OfflineStore:
     """One cache directory. Every method opens what it needs and closes it again."""
 
     def __init__(self, directory: str, *, files: Files, clock: Clock, cipher: Cipher | None = None) -> None:
-        """With a `cipher`, blocks under its key are looked into; of others only the outline is seen."""
+        """With a `cipher`, blocks under its key are read whole; of others only the outline is read."""
         self._cipher = cipher
         self.paths = StorePaths(os.path.abspath(directory))
         self._files = files
@@ -95,18 +93,18 @@ class OfflineStore:
 
     def find(self, prefix: str) -> BlockRecord:
         """Return the one block whose hash begins so (hexadecimal). Raises `NotFound`."""
-        found = [record for record in self.rows().records if record.hash.hex().startswith(prefix.lower())]
-        if len(found) != 1:
+        matches = [record for record in self.rows().records if record.hash.hex().startswith(prefix.lower())]
+        if len(matches) != 1:
             raise NotFound(
                 Reason.BLOCK_NOT_FOUND,
-                f"{len(found)} blocks begin with {prefix!r}; give a hash, or enough of one, from `cache ls`",
-                metadata={"prefix": prefix, "count": len(found)},
+                f"{len(matches)} blocks begin with {prefix!r}; give a hash, or more of it, from `cache ls`",
+                metadata={"prefix": prefix, "count": len(matches)},
             )
-        return found[0]
+        return matches[0]
 
     def inspect(self, record: BlockRecord) -> BlockFile:
         """Return what a block's file says about itself. Raises `StorageError`."""
-        path = self.paths.block(record.fingerprint, record.hash)
+        path = self._path(record)
         try:
             with opened(self._files, path) as descriptor:
                 return read_head(self._files, descriptor, cipher=self._cipher)
@@ -120,7 +118,7 @@ class OfflineStore:
     def check(self, *, progress: Progress) -> tuple[list[Discrepancy], int]:
         """Return what the next start would repair, and how many files there are. Raises `StorageError`."""
         rows = self.rows()
-        walk = Walk(
+        scan = Scan(
             rows.records,
             rows.edited,
             files=self._files,
@@ -130,11 +128,11 @@ class OfflineStore:
             progress=progress,
         )
         try:
-            # The bulky facts of each file are not needed to show what was found.
-            found = [dataclasses.replace(item, file=None) for item in walk]
+            # The bulky facts of each file are not needed to show its finding.
+            items = [dataclasses.replace(item, file=None) for item in scan]
         except OSError as error:
             raise self._unusable(error) from error
-        return found, walk.file_count
+        return items, scan.file_count
 
     def verify(self, records: Sequence[BlockRecord]) -> Iterator[Verdict]:
         """Read and hash blocks one by one. Raises `StorageError`."""
@@ -143,8 +141,7 @@ class OfflineStore:
         with self._manifest() as manifest:
             for record in records:
                 try:
-                    path = self.paths.block(record.fingerprint, record.hash)
-                    file = verify_block(self._files, path, cipher=self._cipher)
+                    file = verify_block(self._files, self._path(record), cipher=self._cipher)
                 except BlockFileError as error:
                     yield Verdict(record, error.damage, str(error))
                 else:
@@ -162,109 +159,93 @@ class OfflineStore:
         """Remove chosen blocks, or all that the scope names, under the directory's lock; return how many
         files that were, and their bytes.
 
-        What the manifest said of them is overwritten. `progress` is told how many of how many chosen
+        What the manifest said of them is overwritten. `progress` gets how many of how many chosen
         blocks are gone. Raises `StartError` when a server has the directory, `StorageError` when the
-        disk refuses: what is gone by then stays gone, and doing it again does the rest.
+        disk refuses: what is gone by then stays gone, and a second call does the rest.
         """
         lock = take_lock(self._files, self.paths)
         try:
             # Whatever happens now, the next start has to look.
-            self._drop(self.paths.clean_mark)
+            remove(self._files, self.paths.clean_mark)
+            is_clear_text = scope is PurgeScope.CLEAR_TEXT
             if scope is PurgeScope.EVERYTHING:
-                return self._purge_everything()
-            chosen, edited = self._chosen(choose, scope)
-            count, size_bytes = self._purge_chosen(chosen, edited, progress)
-            if scope is PurgeScope.CLEAR_TEXT:
-                strays = self._drop_clear_strays()
-                aside = self._drop_quarantine()
-                count, size_bytes = count + strays[0] + aside[0], size_bytes + strays[1] + aside[1]
-            return count, size_bytes
+                sizes = list(self._purge_everything())
+            else:
+                sizes = list(self._purge_chosen(choose, progress, with_clear_text=is_clear_text))
+            return len(sizes), sum(sizes)
         except (OSError, sqlite3.Error) as error:
             raise self._unusable(error) from error
         finally:
             self._files.close(lock)
 
-    def _chosen(
-        self, choose: Callable[[BlockRecord], bool], scope: PurgeScope
-    ) -> tuple[list[BlockRecord], tuple[BlockHash, ...]]:
-        """Return the rows to remove, and those that nobody wrote so: they may hold token ids all the same."""
-        is_clear_text = scope is PurgeScope.CLEAR_TEXT
+    def _purge_chosen(
+        self,
+        choose: Callable[[BlockRecord], bool],
+        progress: Callable[[int, int], None],
+        *,
+        with_clear_text: bool,
+    ) -> Iterator[int]:
+        """Remove the chosen blocks, and perhaps all that can be read without a key; yield the bytes of each
+        file removed."""
         try:
             rows = self.rows()
         except StorageError:
-            if not is_clear_text:
+            if not with_clear_text:
                 raise
             # A manifest that cannot be read may hold token ids; what it said stands in the files too.
             self._drop_manifest()
-            return [], ()
-        return [record for record in rows.records if choose(record)], rows.edited if is_clear_text else ()
-
-    def _purge_chosen(
-        self,
-        chosen: Sequence[BlockRecord],
-        edited: Sequence[BlockHash],
-        progress: Callable[[int, int], None],
-    ) -> tuple[int, int]:
+            rows = Rows((), (), {})
+        chosen = [record for record in rows.records if choose(record)]
         if exists(self._files, self.paths.manifest):
-            manifest = Manifest.open(self.paths.manifest)
-            try:
+            with contextlib.closing(Manifest.open(self.paths.manifest)) as manifest:
                 for start in range(0, len(chosen), _PURGE_BATCH_COUNT):
                     batch = chosen[start : start + _PURGE_BATCH_COUNT]
-                    remove_blocks(batch, files=self._files, paths=self.paths, manifest=manifest)
-                    progress(min(start + _PURGE_BATCH_COUNT, len(chosen)), len(chosen))
-                manifest.delete(edited)
+                    manifest.delete([record.hash for record in batch])
+                    for record in batch:
+                        with contextlib.suppress(OSError):
+                            remove(self._files, self._path(record))
+                        yield record.file_bytes
+                    progress(start + len(batch), len(chosen))
+                if with_clear_text:
+                    # Rows that nobody wrote so may hold token ids all the same.
+                    manifest.delete(rows.edited)
                 manifest.scrub()
-            finally:
-                manifest.close()
-        return len(chosen), sum(record.file_bytes for record in chosen)
+        if with_clear_text:
+            remaining = {self._path(record) for record in rows.records}.difference(map(self._path, chosen))
+            yield from self._drop_files(lambda path: path not in remaining and not self._is_encrypted(path))
+            yield from self._drop_quarantine()
 
-    def _purge_everything(self) -> tuple[int, int]:
-        """Remove what the directory holds of prompts, whatever the manifest says of it, or if there is one.
+    def _purge_everything(self) -> Iterator[int]:
+        """Remove all that the directory holds of prompts, with or without a usable manifest; yield the bytes
+        of each file removed.
 
-        The keys go first: without them the rest is unreadable wherever it was encrypted. Then the files,
-        and the rows only after them: a row without a file is nothing, a file without a row is a block.
+        The keys go first: without them everything encrypted is unreadable. Then the files, and the rows only
+        after them: a row without a file is nothing, a file without a row is a block.
         """
         for info in self._list(self.paths.root):
-            if self.paths.is_data_keys_name(info.name):
-                self._drop(f"{self.paths.root}/{info.name}")
+            if is_data_keys_name(info.name):
+                remove(self._files, f"{self.paths.root}/{info.name}")
         self._files.fsync_dir(self.paths.root)
-        removed = [self._drop_quarantine()]
-        for folder in self._list(self.paths.blocks):
-            if folder.is_directory and is_folder_name(folder.name):
-                removed.append(self._drop_folder(f"{self.paths.blocks}/{folder.name}", lambda _: True))
+        yield from self._drop_quarantine()
+        yield from self._drop_files(lambda _: True)
         self._drop_manifest()
-        return sum(count for count, _ in removed), sum(size_bytes for _, size_bytes in removed)
 
-    def _drop_clear_strays(self) -> tuple[int, int]:
-        """Remove files without a row that somebody can read without a key, and unfinished ones."""
-        rows = self.rows()
-        kept = {self.paths.block(record.fingerprint, record.hash) for record in rows.records}
-        removed = [
-            self._drop_folder(
-                f"{self.paths.blocks}/{folder.name}",
-                lambda path: path not in kept and not self._is_encrypted(path),
-            )
-            for folder in self._list(self.paths.blocks)
-            if folder.is_directory and is_folder_name(folder.name)
-        ]
-        return sum(count for count, _ in removed), sum(size_bytes for _, size_bytes in removed)
-
-    def _drop_folder(self, folder: str, may_go: Callable[[str], bool]) -> tuple[int, int]:
-        """Remove the files of ours that may go; return their count and bytes."""
-        gone: list[FileInfo] = []
-        for info in self._list(folder):
-            path = f"{folder}/{info.name}"
-            is_block = parse_block_name(info.name) is not None
-            if info.is_directory or not (is_block or is_partial_name(info.name)) or not may_go(path):
+    def _drop_files(self, may_go: Callable[[str], bool]) -> Iterator[int]:
+        """Remove the block files, unfinished ones too, that may go; yield the bytes of each."""
+        for folder in self._list(self.paths.blocks):
+            if not (folder.is_directory and is_folder_name(folder.name)):
                 continue
-            self._drop(path)
-            gone.append(info)
-        if gone:
-            self._files.fsync_dir(folder)
-        return len(gone), sum(info.size_bytes for info in gone)
+            folder_path = f"{self.paths.blocks}/{folder.name}"
+            for info in self._list(folder_path):
+                path = f"{folder_path}/{info.name}"
+                is_ours = parse_block_name(info.name) is not None or is_partial_name(info.name)
+                if is_ours and not info.is_directory and may_go(path):
+                    remove(self._files, path)
+                    yield info.size_bytes
+            self._files.fsync_dir(folder_path)
 
     def _is_encrypted(self, path: str) -> bool:
-        """Say whether a file is a sound block under some key; an unfinished one may hold anything."""
+        """Return whether a file is a sound block under some key; an unfinished one may hold anything."""
         if path.endswith(PARTIAL_SUFFIX):
             return False
         try:
@@ -273,43 +254,40 @@ class OfflineStore:
         except (OSError, BlockFileError):
             return False
 
-    def _drop_quarantine(self) -> tuple[int, int]:
-        found = self._list(self.paths.quarantine)
-        for info in found:
-            self._drop(f"{self.paths.quarantine}/{info.name}")
+    def _drop_quarantine(self) -> Iterator[int]:
+        """Remove what is set aside; yield the bytes of each damaged block."""
+        for info in self._list(self.paths.quarantine):
+            remove(self._files, f"{self.paths.quarantine}/{info.name}")
+            yield info.size_bytes
         # A manifest that could not be read holds token ids like any other.
-        self._drop(self.paths.manifest_aside)
-        return len(found), sum(info.size_bytes for info in found)
+        remove(self._files, self.paths.manifest_aside)
 
     def _drop_manifest(self) -> None:
-        """Remove the manifest and its logs; what was written today is remembered, for the budget's sake."""
+        """Remove the manifest and its logs, but remember the bytes written by day, for the daily budget."""
         written: dict[int, int] = {}
         if exists(self._files, self.paths.manifest):
             with contextlib.suppress(StorageError), self._manifest() as manifest:
                 written = manifest.written_days()
-        self._drop(self.paths.manifest_aside)
-        # Its logs first, or they would outlive it.
-        for suffix in ("-wal", "-shm", "-journal", ""):
-            self._drop(self.paths.manifest + suffix)
+        # Its logs before itself, or they would outlive it.
+        aside, manifest_path = self.paths.manifest_aside, self.paths.manifest
+        for path in (aside, *(manifest_path + suffix for suffix in ("-wal", "-shm", "-journal", ""))):
+            remove(self._files, path)
         if written:
             create_private(self._files, self.paths)
-            manifest = Manifest.open(self.paths.manifest)
-            try:
+            with contextlib.closing(Manifest.open(manifest_path)) as manifest:
                 for day, size_bytes in written.items():
                     manifest.insert([], day=day, written_bytes=size_bytes)
-            finally:
-                manifest.close()
         self._files.fsync_dir(self.paths.root)
 
     def _list(self, path: str) -> list[FileInfo]:
-        """Return what is in a folder; nothing when a backup was put back without it."""
+        """Return what is in a folder; nothing when a backup was restored without it."""
         try:
             return self._files.list(path)
         except FileNotFoundError:
             return []
 
-    def _drop(self, path: str) -> None:
-        remove(self._files, path)
+    def _path(self, record: BlockRecord) -> str:
+        return self.paths.block(record.fingerprint, record.hash)
 
     @contextlib.contextmanager
     def _manifest(self) -> Iterator[Manifest]:

@@ -9,17 +9,16 @@ from collections.abc import Mapping, Sequence
 
 from icehouse_server.clock import Clock
 from icehouse_server.domain.cache_stats import UNRECORDED_CODE, ReconcileReport
-from icehouse_server.domain.ids import BlockHash
+from icehouse_server.domain.ids import BlockHash, Fingerprint
 from icehouse_server.storage.disk_error import DiskErrorKind, classify
 from icehouse_server.storage.files import Files, remove
-from icehouse_server.storage.local.directory.lock import check_trust, snapshot, take_mark
+from icehouse_server.storage.local.directory.lock import check_trust, take_mark
 from icehouse_server.storage.local.directory.manifest import Manifest
-from icehouse_server.storage.local.directory.reconcile import Finding, Walk, reconcile
+from icehouse_server.storage.local.directory.reconcile import Finding, Scan
 from icehouse_server.storage.local.directory.record import BlockRecord
-from icehouse_server.storage.local.directory.space import SECONDS_PER_DAY
-from icehouse_server.storage.local.encryption.facts import KEY_DETAIL, Cipher
-from icehouse_server.storage.paths import StorePaths, parse_block_name
-from icehouse_server.storage.settings import CODE_DETAIL, StorageSettings
+from icehouse_server.storage.local.encryption.constants import KEY_DETAIL, Cipher
+from icehouse_server.storage.storage_settings import CODE_DETAIL, StorageSettings
+from icehouse_server.storage.store_paths import StorePaths, parse_block_name
 
 _log = logging.getLogger(__name__)
 
@@ -48,40 +47,43 @@ def open_store(
     """
     _prepare(files, paths, cipher)
     started = clock.monotonic()
-    is_clean = _matches_mark(files, paths)
-    manifest, rows, edited, rebuilt = _load_manifest(files, paths, check_pages=not is_clean)
+    is_clean = take_mark(files, paths)
+    manifest, rows, edited, is_rebuilt = _load_manifest(files, paths, check_pages=not is_clean)
     try:
         now_time = clock.wall()
-        walk = Walk(rows, edited, files=files, paths=paths, now_time=now_time, cipher=cipher)
-        unknown_bytes = 0
-        if any(record.last_used_time > now_time for record in rows[-1:]):
-            # They come in the order of their use, so the last one tells.
+        # They are in the order of their use, so the last one decides.
+        if rows and rows[-1].last_used_time > now_time:
             manifest.forget_future(now_time)
-        if is_clean and not edited and not rebuilt:
-            records = rows
-        else:
-            day = int(now_time // SECONDS_PER_DAY)
-            records = reconcile(walk, files=files, paths=paths, manifest=manifest, day=day)
+            rows = [row.used_by_now(now_time) for row in rows]
+        scan = Scan(rows, edited, files=files, paths=paths, now_time=now_time, cipher=cipher)
+        is_clean = is_clean and not edited and not is_rebuilt
+        records = rows
+        if not is_clean:
+            records = scan.reconcile(manifest)
             records.sort(key=lambda record: record.last_used_time)
-            unknown_bytes = walk.unknown_bytes
-        walked = clock.monotonic()
+        duration_s = clock.monotonic() - started
         files.make_dir(paths.folder(settings.fingerprint))
         files.fsync_dir(paths.blocks)
         manifest.add_fingerprint(
             settings.fingerprint, details=dict(settings.fingerprint_details), now_time=now_time
         )
-        quarantined = _quarantined(files, paths)
+        known = manifest.fingerprints()
+        quarantined = {
+            block_hash: info.size_bytes
+            for info in sorted(files.list(paths.quarantine), key=lambda info: info.mtime_ns)
+            if (block_hash := parse_block_name(info.name)) is not None
+        }
     except BaseException:
         manifest.close(checkpoint=False)
         raise
-    counts = walk.counts
+    counts = scan.counts
     report = ReconcileReport(
         reconcile_time=now_time,
-        duration_s=walked - started,
-        clean=records is rows,
-        manifest_rebuilt=rebuilt,
+        duration_s=duration_s,
+        clean=is_clean,
+        manifest_rebuilt=is_rebuilt,
         row_count=len(rows) + len(edited),
-        file_count=walk.file_count,
+        file_count=scan.file_count,
         partial_deleted_count=counts[Finding.PARTIAL],
         adopted_count=counts[Finding.ADOPTABLE] + counts[Finding.REPLACED] + counts[Finding.EDITED_ROW],
         quarantined_count=counts[Finding.INVALID] + counts[Finding.DIFFERS],
@@ -89,84 +91,53 @@ def open_store(
         other_layout_deleted_count=counts[Finding.OTHER_ABI],
         unknown_file_count=counts[Finding.UNKNOWN],
         restamped_count=counts[Finding.RESTAMPED],
-        unencrypted_block_count=_unencrypted_count(manifest, records) if cipher else 0,
-        changed_code=_changed_code(settings, manifest, records),
+        unencrypted_block_count=sum(
+            cipher is not None and KEY_DETAIL not in known[record.fingerprint] for record in records
+        ),
+        changed_code=_changed_code(settings, known, records),
     )
-    return OpenedStore(manifest, records, quarantined, unknown_bytes, report)
-
-
-def _quarantined(files: Files, paths: StorePaths) -> dict[BlockHash, int]:
-    """Return the bytes of what is set aside, by hash, oldest first."""
-    return {
-        block_hash: info.size_bytes
-        for info in sorted(files.list(paths.quarantine), key=lambda info: info.mtime_ns)
-        if (block_hash := parse_block_name(info.name)) is not None
-    }
+    return OpenedStore(manifest, records, quarantined, scan.unknown_bytes, report)
 
 
 def _prepare(files: Files, paths: StorePaths, cipher: Cipher | None) -> None:
-    """Make the folders, see that all that is there is ours, and that the key is."""
+    """Make the folders, and check that everything there is ours."""
     for path in (paths.root, paths.blocks, paths.quarantine):
         files.make_dir(path)
     # Since the lock was taken somebody may have put a link where SQLite will look.
     check_trust(files, paths)
     files.fsync_dir(paths.root)
     if cipher is not None and cipher.wrapped_key:
-        _put_key_back(files, paths, wrapped=cipher.wrapped_key)
+        # Imported here because, like the cipher, it needs an optional extra.
+        from icehouse_server.storage.local.directory.data_keys import restore_key
 
-
-def _put_key_back(files: Files, paths: StorePaths, *, wrapped: bytes) -> None:
-    """Have the key file say what blocks are written under, where the directory was made anew."""
-    # Of an optional extra, like the cipher itself.
-    from icehouse_server.storage.local.directory.data_keys import keep_key
-
-    keep_key(files, paths, wrapped=wrapped)
-
-
-def _unencrypted_count(manifest: Manifest, records: Sequence[BlockRecord]) -> int:
-    """Return how many blocks were written before there was a key."""
-    encrypted = {name for name, details in manifest.fingerprints().items() if KEY_DETAIL in details}
-    return sum(record.fingerprint not in encrypted for record in records)
+        restore_key(files, paths, wrapped=cipher.wrapped_key)
 
 
 def _changed_code(
-    settings: StorageSettings, manifest: Manifest, records: Sequence[BlockRecord]
+    settings: StorageSettings,
+    known: Mapping[Fingerprint, Mapping[str, str]],
+    records: Sequence[BlockRecord],
 ) -> tuple[str, ...]:
-    """Say which code is another than that of the newest blocks that are this model's but for code."""
-    known = manifest.fingerprints()
+    """Return the changed modules, if the newest blocks of this model were computed by other code."""
     own = dict(settings.fingerprint_details)
     stored = dict.fromkeys(record.fingerprint for record in reversed(records))
     if settings.fingerprint in stored:
         return ()
     for fingerprint in stored:
         other = known[fingerprint]
-        if _without_code(other).items() <= own.items():
-            names = {name for name in {*own, *other} if own.get(name) != other.get(name)}
-            if len(_without_code(other)) == len(other):
+        without_code = {name: value for name, value in other.items() if not name.startswith(CODE_DETAIL)}
+        if without_code.items() <= own.items():
+            if len(without_code) == len(other):
                 return (UNRECORDED_CODE,)
+            names = {name for name in {*own, *other} if own.get(name) != other.get(name)}
             return tuple(sorted(name.removeprefix(CODE_DETAIL) for name in names))
     return ()
-
-
-def _without_code(details: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in details.items() if not name.startswith(CODE_DETAIL)}
-
-
-def _matches_mark(files: Files, paths: StorePaths) -> bool:
-    """Say whether the directory is as the last clean shutdown left it. The mark is used up."""
-    mark = take_mark(files, paths)
-    if mark is None:
-        return False
-    try:
-        return snapshot(files, paths) == mark
-    except FileNotFoundError:
-        return False
 
 
 def _load_manifest(
     files: Files, paths: StorePaths, *, check_pages: bool
 ) -> tuple[Manifest, list[BlockRecord], list[BlockHash], bool]:
-    """Return the open manifest, its rows and edited rows, and whether it was made anew beside blocks."""
+    """Return the open manifest, its rows and edited rows, and whether it was rebuilt beside blocks."""
     existed = create_private(files, paths)
     try:
         manifest = Manifest.open(paths.manifest)
@@ -183,28 +154,27 @@ def _load_manifest(
             # The disk refuses (full, locked, I/O): moving the manifest aside would not help.
             raise
         _log.warning("manifest_moved_aside", extra={"detail": str(error)})
-    _move_aside(files, paths)
+    # Retained for a person to inspect.
+    _remove_logs(files, paths)
+    files.rename(paths.manifest, paths.manifest_aside)
     create_private(files, paths)
     return Manifest.open(paths.manifest), [], [], True
 
 
 def create_private(files: Files, paths: StorePaths) -> bool:
-    """Make the manifest's file so that SQLite keeps its mode; say whether there was one already."""
-    # Rows are written by way of a log. What a rollback journal says SQLite believes before we see any of it,
-    # the name of a file to remove included.
+    """Create the manifest's file so that SQLite keeps its mode; return whether it existed already."""
+    # Rows are written through a log. SQLite would believe a rollback journal before we see any of it,
+    # including the name of a file to remove.
     remove(files, paths.manifest + "-journal")
     try:
         files.close(files.create(paths.manifest))
     except FileExistsError:
         return True
-    # A log of another manifest must never be replayed into the new one.
-    for suffix in ("-wal", "-shm"):
-        remove(files, paths.manifest + suffix)
+    _remove_logs(files, paths)
     return False
 
 
-def _move_aside(files: Files, paths: StorePaths) -> None:
-    """Keep the unreadable manifest for a person to look at; its logs first, or they would outlive it."""
+def _remove_logs(files: Files, paths: StorePaths) -> None:
+    """Remove the logs of a manifest: they must never be replayed into another one."""
     for suffix in ("-wal", "-shm"):
         remove(files, paths.manifest + suffix)
-    files.rename(paths.manifest, paths.manifest_aside)

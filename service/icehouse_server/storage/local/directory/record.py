@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import struct
 from typing import NamedTuple
 
@@ -10,9 +11,10 @@ import xxhash
 from icehouse_server.domain.blocks import LAYOUT_ABI, RegionKind
 from icehouse_server.domain.ids import BlockHash, Fingerprint
 from icehouse_server.storage.files import FileInfo
-from icehouse_server.storage.local.block_format.facts import BlockFile
+from icehouse_server.storage.local.block_format.header import BlockFile
 
 _FACTS = struct.Struct("<32s32s32s10qQ")
+_FACT_COUNT = 14
 
 
 class BlockRecord(NamedTuple):
@@ -20,7 +22,7 @@ class BlockRecord(NamedTuple):
 
     A tuple and not a frozen dataclass as elsewhere: a start makes 100,000 of them, in a quarter of the time.
     The fields up to `header_checksum` are facts about the file and never change without it;
-    the rest is what happened to the block.
+    the rest is the block's history.
     """
 
     hash: BlockHash
@@ -34,9 +36,9 @@ class BlockRecord(NamedTuple):
     checkpoint_bytes: int
     file_bytes: int
     mtime_ns: int
-    """The file's modification time when the row was written; another one means: look inside."""
+    """The file's modification time when the row was written; if it differs, the file is read again."""
     inode: int
-    """The file's inode number then; another one means: look inside."""
+    """The file's inode number then; if it differs, the file is read again."""
     layout_abi: int
     header_checksum: int
     created_time: float
@@ -52,60 +54,39 @@ class BlockRecord(NamedTuple):
 
     def region_bytes(self, kind: RegionKind) -> int:
         """Return the bytes of the region of this kind; 0 when the block has none."""
-        sizes = {
-            RegionKind.KV: self.kv_bytes,
-            RegionKind.WINDOW: self.window_bytes,
-            RegionKind.CHECKPOINT: self.checkpoint_bytes,
-        }
-        return sizes[kind]
+        return int(getattr(self, f"{kind}_bytes"))
 
     def used_by_now(self, now_time: float) -> BlockRecord:
-        """Return this with no use in the future: a clock that was wrong once must not keep it for ever."""
-        if self.last_used_time <= now_time:
-            return self
-        return self._replace(last_used_time=now_time, created_time=min(self.created_time, now_time))
+        """Return this with no use in the future: a clock that was wrong once must not retain it for ever."""
+        return self._replace(
+            last_used_time=min(self.last_used_time, now_time), created_time=min(self.created_time, now_time)
+        )
+
+    def with_history_of(self, other: BlockRecord) -> BlockRecord:
+        """Return these facts with another record's history."""
+        return BlockRecord._make((*self[:_FACT_COUNT], *other[_FACT_COUNT:]))
 
     def is_of(self, file: BlockFile) -> bool:
-        """Say whether every fact is what this file says."""
-        fresh = record_of(file, mtime_ns=self.mtime_ns, inode=self.inode, used_time=0.0)
-        return fresh.facts_checksum() == self.facts_checksum()
+        """Return whether every fact is what this file says."""
+        return record_of(file, mtime_ns=self.mtime_ns, inode=self.inode, used_time=0.0)._facts == self._facts
 
     def is_stamped(self, info: FileInfo) -> bool:
-        """Say whether a directory entry is, by all that it tells, the file this row was written for."""
+        """Return whether a directory entry looks like the file this row was written for."""
         return (self.mtime_ns, self.inode, self.file_bytes) == (info.mtime_ns, info.inode, info.size_bytes)
 
     def facts_checksum(self) -> int:
-        """Return the xxh3 of the facts, stored in the row, so that a row edited by hand is seen."""
-        return xxhash.xxh3_64_intdigest(
-            _FACTS.pack(
-                self.hash,
-                self.parent,
-                self.fingerprint,
-                self.start_token_index,
-                self.token_count,
-                self.block_token_limit,
-                self.kv_bytes,
-                self.window_bytes,
-                self.checkpoint_bytes,
-                self.file_bytes,
-                self.mtime_ns,
-                self.inode,
-                self.layout_abi,
-                self.header_checksum,
-            )
-        )
+        """Return the xxh3 of the facts, stored in the row, so that a row edited by hand is detected."""
+        return xxhash.xxh3_64_intdigest(_FACTS.pack(*self._facts))
+
+    @property
+    def _facts(self) -> tuple[object, ...]:
+        return self[:_FACT_COUNT]
 
 
 def record_of(file: BlockFile, *, mtime_ns: int, inode: int, used_time: float) -> BlockRecord:
     """Return the record of a file as it is committed or adopted."""
-    outline = file.outline
     return BlockRecord(
-        hash=outline.hash,
-        parent=outline.parent,
-        fingerprint=outline.fingerprint,
-        start_token_index=outline.start_token_index,
-        token_count=outline.token_count,
-        block_token_limit=outline.block_token_limit,
+        **dataclasses.asdict(file.outline),
         kv_bytes=file.region_bytes(RegionKind.KV),
         window_bytes=file.region_bytes(RegionKind.WINDOW),
         checkpoint_bytes=file.region_bytes(RegionKind.CHECKPOINT),

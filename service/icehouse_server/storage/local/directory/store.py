@@ -1,37 +1,39 @@
-"""Store: the SSD directory as one thing, its lock, manifest, files and limits always in agreement.
+"""Store: the SSD directory as a whole. Its lock, manifest, files and limits always agree.
 
 Owned by the storage thread; every method does its work before it returns. What the disk
 refuses is raised as `OSError` or `sqlite3.Error` and leaves the store consistent: a block is
-either committed and in the index, or neither.
+either committed and in the index, or neither. The order of a commit is the design.
+
+Commit: write `<name>.partial` (exclusively created) -> fsync -> close -> rename -> fsync the
+directory -> insert the row. Removal: delete the row -> unlink. So a crash at any point leaves
+garbage that the next start repairs (a partial, a file without a row), never a row that lies.
+One block may be written while the disk makes the one before it durable; each keeps its own order.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import os
 import sqlite3
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Executor
+from concurrent.futures import Executor, Future
 
 from icehouse_server.clock import Clock
+from icehouse_server.domain.blocks import Damage
 from icehouse_server.domain.cache_stats import IntegrityStats, ReconcileReport, TierStats
 from icehouse_server.domain.ids import BlockHash
-from icehouse_server.storage.files import Files, exists
-from icehouse_server.storage.local.block_format.file import PreparedBlock
-from icehouse_server.storage.local.directory.commit import (
-    Writing,
-    begin_commit,
-    finish_commit,
-    undo_commit,
-    unlink_blocks,
-)
+from icehouse_server.storage.api import Failure
+from icehouse_server.storage.files import Files, exists, size_at
+from icehouse_server.storage.local.block_format.block_file import PreparedBlock, write_block
+from icehouse_server.storage.local.block_format.header import BlockFile
 from icehouse_server.storage.local.directory.disk_index import DiskIndex
 from icehouse_server.storage.local.directory.lock import leave_mark, take_lock
 from icehouse_server.storage.local.directory.manifest import LOG_ALLOWANCE_BYTES, Manifest
 from icehouse_server.storage.local.directory.open import open_store
-from icehouse_server.storage.local.directory.reconcile import Finding, examine_rows, repair
-from icehouse_server.storage.local.directory.record import BlockRecord
+from icehouse_server.storage.local.directory.reconcile import Finding, Scan
+from icehouse_server.storage.local.directory.record import BlockRecord, record_of
 from icehouse_server.storage.local.directory.space import (
     BALLAST_BYTES,
     Ballast,
@@ -39,13 +41,35 @@ from icehouse_server.storage.local.directory.space import (
     Quarantine,
     Reclaim,
     Space,
+    day_of,
 )
-from icehouse_server.storage.local.encryption.facts import Cipher
-from icehouse_server.storage.paths import PARTIAL_SUFFIX, StorePaths
-from icehouse_server.storage.settings import StorageSettings
+from icehouse_server.storage.local.encryption.constants import Cipher
+from icehouse_server.storage.storage_settings import StorageSettings
+from icehouse_server.storage.store_paths import PARTIAL_SUFFIX, StorePaths
 
 _EVICTION_BATCH_COUNT = 8
-"""Blocks evicted by one call, so that a read never waits long behind evictions."""
+"""Blocks evicted by one call, so that other work never waits long behind evictions."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Writing:
+    """A block whose file is written under its partial name, and perhaps not durable yet."""
+
+    prepared: PreparedBlock
+    file: BlockFile
+    descriptor: int
+    path: str
+    """The final name."""
+    synced: Future[None] | None
+    """Done when the file is on the medium; None when that is not requested yet."""
+    began: float
+    """`Clock.monotonic`."""
+    start_time: float
+    """Wall clock."""
+
+    @property
+    def partial(self) -> str:
+        return self.path + PARTIAL_SUFFIX
 
 
 class BlockStore:
@@ -66,26 +90,26 @@ class BlockStore:
         self.integrity = IntegrityStats()
         """What was found damaged since start."""
         self.last_verified: BlockHash | None = None
-        """Up to where a check of the blocks has come, in the order of their hashes."""
+        """The last block that was verified; they are verified in the order of their hashes."""
         self.syncs: Executor | None = None
-        """Makes files durable beside what the storage thread does; None: in their turn."""
+        """Makes files durable beside the storage thread; None: the storage thread does it in turn."""
         self.space = Space(
             limit_bytes=settings.limit_bytes,
             floor_bytes=settings.free_floor_bytes,
             daily_limit_bytes=settings.daily_write_limit_bytes,
         )
         self._leftovers = Leftovers(files)
-        self.quarantined = Quarantine(files, self.paths, found={}, leftovers=self._leftovers)
-        self._ballast = Ballast(files, self.paths)
+        self.quarantine = Quarantine(files, self.paths, self._leftovers)
+        self._ballast = Ballast(files, self.paths.ballast)
         self._unknown_bytes = 0
         self._aside_bytes = 0
-        """Of a manifest that could not be read, kept for a person to look at while there is room."""
+        """Of a manifest that could not be read, retained for a person to inspect while there is space."""
         self._manifest: Manifest | None = None
         self._lock: int | None = None
         self._uses: dict[BlockHash, tuple[float, int]] = {}
         self._gone: list[BlockHash] = []
         self._unrecorded: set[BlockHash] = set()
-        """Blocks whose file may be another than their row says, since a disk refused the row."""
+        """Blocks whose file may differ from their row, because the disk refused to write the row."""
 
     @property
     def is_open(self) -> bool:
@@ -110,9 +134,9 @@ class BlockStore:
                 self.files.close(descriptor)
 
     def open(self) -> None:
-        """Open the manifest and repair what disagrees; `report` and `index` tell what was found.
+        """Open the manifest and repair disagreements; `report` and `index` hold the result.
 
-        Raises `StartError` when the lock could not be had before and another process has it now.
+        Raises `StartError` when `lock` failed before and another process has the directory now.
         """
         if self._lock is None:
             self.lock()
@@ -121,20 +145,17 @@ class BlockStore:
         )
         self._manifest = opened.manifest
         self.report = opened.report
-        now_time = self.clock.wall()
-        self.index = DiskIndex.of(record.used_by_now(now_time) for record in opened.records)
-        self._leftovers = Leftovers(self.files)
-        self.quarantined = Quarantine(
-            self.files, self.paths, found=opened.quarantined, leftovers=self._leftovers
-        )
+        self.index = DiskIndex(opened.records)
+        self._leftovers.sizes.clear()
         self._unrecorded.clear()
+        self.quarantine.sizes = opened.quarantined
         self._unknown_bytes = opened.unknown_bytes
-        self._aside_bytes = self._size_bytes(self.paths.manifest_aside)
-        day = self.space.turn_day(self.clock.wall())
+        self._aside_bytes = size_at(self.files, self.paths.manifest_aside) or 0
         self.space.written_by_day = opened.manifest.written_days()
-        self.space.written_today_bytes = self.space.written_by_day.get(day, 0)
-        self.quarantined.trim()
-        self._ballast.lay()
+        self.quarantine.trim()
+        if not self._ballast.is_there:
+            with contextlib.suppress(OSError):
+                self._ballast.write()
         self._weigh()
 
     def close(self) -> bool:
@@ -142,10 +163,10 @@ class BlockStore:
         if self._manifest is None:
             return False
         try:
-            self.keep_up()
+            self.maintain()
             self._manifest.close()
             self._manifest = None
-            if not (self._leftovers or self._unknown_bytes):
+            if not (self._leftovers.sizes or self._unknown_bytes):
                 leave_mark(self.files, self.paths)
         except (OSError, sqlite3.Error):
             self.abandon()
@@ -160,83 +181,104 @@ class BlockStore:
                 manifest.close(checkpoint=False)
 
     def begin(self, prepared: PreparedBlock) -> Writing:
-        """Write the file of a block that is not stored whole yet; `finish` or `undo` follows.
+        """Write the file of a block that is not completely stored, and have `syncs` make it durable;
+        `finish` or `undo` follows.
 
-        Raises `OSError`.
+        Raises `OSError`; then no file is there unless even removing it failed.
         """
-        header = prepared.block.header
+        header, began, start_time = prepared.block.header, self.clock.monotonic(), self.clock.wall()
         assert not self.index.covers(prepared.block), f"Block {header.hash.hex()} is stored already"
+        path = self.paths.block(header.fingerprint, header.hash)
         try:
-            writing = begin_commit(
-                prepared, files=self.files, paths=self.paths, syncs=self.syncs, clock=self.clock
-            )
+            descriptor = self.files.create(path + PARTIAL_SUFFIX)
+            try:
+                file = write_block(self.files, descriptor, prepared)
+            except OSError:
+                # Report the first error; that a close fails too is no news.
+                with contextlib.suppress(OSError):
+                    self.files.close(descriptor)
+                raise
         except OSError:
-            self._leftovers.note(self.paths.block(header.fingerprint, header.hash) + PARTIAL_SUFFIX)
+            self._leftovers.remove(path + PARTIAL_SUFFIX)
             raise
         self.space.partial_bytes += prepared.file_bytes
-        return writing
+        synced = self.syncs.submit(self.files.fsync, descriptor) if self.syncs else None
+        return Writing(prepared, file, descriptor, path, synced, began, start_time)
 
     def finish(self, writing: Writing, *, pinned: bool) -> BlockRecord:
-        """Commit a block that was begun. Raises `OSError` or `sqlite3.Error`; it is no longer begun then."""
+        """Wait until a block's file is durable, give it its name and insert its row; return the row.
+
+        A stored block of this name with fewer regions is replaced, file and row, and keeps its history.
+        Raises `OSError` or `sqlite3.Error`; then no row is there, and no file unless even removing it failed.
+        A file that has replaced another stays, under the row of that one.
+        """
         now_time = self.clock.wall()
-        day = self.space.turn_day(now_time)
         self.space.partial_bytes -= writing.prepared.file_bytes
-        replaced = self.index.get(writing.file.outline.hash)
+        outline = writing.file.outline
+        replaced = self.index.get(outline.hash)
         try:
-            record = finish_commit(
-                writing,
-                files=self.files,
-                paths=self.paths,
-                manifest=self.manifest,
-                now_time=now_time,
-                day=day,
-                pinned=pinned,
-                replaced=replaced,
+            self._sync_and_close(writing)
+            self.files.rename(writing.partial, writing.path)
+            self.files.fsync_dir(self.paths.folder(outline.fingerprint))
+            info = self.files.stat(writing.path)
+            record = record_of(writing.file, mtime_ns=info.mtime_ns, inode=info.inode, used_time=now_time)
+            record = record.with_history_of(replaced) if replaced else record
+            record = record._replace(last_used_time=now_time, pinned=pinned or record.pinned)
+            self.manifest.insert(
+                [(record, writing.file)], day=day_of(now_time), written_bytes=record.file_bytes
             )
-        except OSError:
-            self._leftovers.note(writing.partial)
-            self._note_unrecorded(writing, replaced)
+        except (OSError, sqlite3.Error):
+            self._leftovers.remove(writing.partial)
+            if replaced is None:
+                self._leftovers.remove(writing.path)
+            else:
+                # The new file may be all there is of the block. It proves itself.
+                self._unrecorded.add(replaced.hash)
             raise
-        except sqlite3.Error:
-            self._note_unrecorded(writing, replaced)
-            raise
-        self._leftovers.forget(writing.path)
+        self._leftovers.sizes.pop(writing.path, None)
         self.index.put(record)
-        self.space.written_today_bytes += record.file_bytes
+        self.space.note_written(record.file_bytes, now_time=now_time)
         self._weigh()
         return record
-
-    def _note_unrecorded(self, writing: Writing, replaced: BlockRecord | None) -> None:
-        """Remember a file that has a name and no row of its own: its row is made up for, or it goes."""
-        if replaced is None:
-            self._leftovers.note(writing.path)
-        else:
-            self._unrecorded.add(replaced.hash)
 
     def undo(self, writing: Writing) -> None:
         """Remove the file of a block that was begun."""
         self.space.partial_bytes -= writing.prepared.file_bytes
-        undo_commit(writing, files=self.files)
-        self._leftovers.note(writing.partial)
+        with contextlib.suppress(OSError):
+            # Never close it during a sync: the descriptor's number would become another file's.
+            self._sync_and_close(writing)
+        self._leftovers.remove(writing.partial)
 
-    def has_room(self, size_bytes: int) -> bool:
-        """Say whether `size_bytes` more may be written and nothing need go for it."""
+    def _sync_and_close(self, writing: Writing) -> None:
+        """Return when the file is on the medium; it is closed even when this raises."""
+        try:
+            if writing.synced is None:
+                self.files.fsync(writing.descriptor)
+            else:
+                writing.synced.result()
+        except OSError:
+            with contextlib.suppress(OSError):
+                self.files.close(writing.descriptor)
+            raise
+        self.files.close(writing.descriptor)
+
+    def has_space(self, size_bytes: int) -> bool:
+        """Return whether `size_bytes` more may be written without evicting anything."""
         return self._shortage_bytes(size_bytes) == 0
 
-    def make_room(self, size_bytes: int) -> Reclaim:
+    def make_space(self, size_bytes: int) -> Reclaim:
         """Evict a few blocks if `size_bytes` more would pass the limit or the free-space floor."""
         shortage_bytes = self._shortage_bytes(size_bytes)
         return self.reclaim(shortage_bytes) if shortage_bytes else Reclaim.READY
 
     def reclaim(self, size_bytes: int) -> Reclaim:
         """Remove one quarantined file, or a batch of least recently used blocks of `size_bytes` together."""
-        if self._aside_bytes:
-            self._aside_bytes = 0
-            self._leftovers.remove(self.paths.manifest_aside)
-            self._weigh()
-            return Reclaim.PROGRESS
-        if self.quarantined:
-            self.quarantined.drop_oldest()
+        if self._aside_bytes or self.quarantine.sizes:
+            if self._aside_bytes:
+                self._aside_bytes = 0
+                self._leftovers.remove(self.paths.manifest_aside)
+            else:
+                self.quarantine.drop_oldest()
             self._weigh()
             return Reclaim.PROGRESS
         victims: list[BlockRecord] = []
@@ -245,7 +287,7 @@ class BlockStore:
             victim = self.index.next_victim()
             if victim is None:
                 break
-            # So that its parent may be next; back in its place if its row cannot be deleted.
+            # So that its parent may be next; put back if its row cannot be deleted.
             self.index.remove(victim.hash)
             victims.append(victim)
             freed_bytes += victim.file_bytes
@@ -255,100 +297,83 @@ class BlockStore:
             self.remove(victims)
         except sqlite3.Error:
             for victim in reversed(victims):
-                self.index.add(victim)
+                self.index.put(victim)
             raise
         self.tier.evicted_block_total += len(victims)
         self.tier.evicted_byte_total += freed_bytes
         return Reclaim.PROGRESS
 
-    def purge(self, records: Sequence[BlockRecord]) -> None:
-        """Remove blocks by order, pinned or not. Raises `sqlite3.Error`."""
-        self.remove(records)
-        self.tier.purged_block_total += len(records)
-
     def remove(self, records: Sequence[BlockRecord]) -> None:
-        """Remove blocks, rows first. Raises `sqlite3.Error`."""
-        self._delete_rows([record.hash for record in records])
+        """Remove blocks, pinned or not, rows first. Raises `sqlite3.Error`."""
+        self.forget([record.hash for record in records])
         for record in records:
-            self.index.remove(record.hash)
-        self._gone.extend(record.hash for record in records)
-        for path in unlink_blocks(records, files=self.files, paths=self.paths):
-            self._leftovers.note(path)
+            self._leftovers.remove(self.paths.block(record.fingerprint, record.hash))
         self._weigh()
 
-    def has_file(self, record: BlockRecord) -> bool:
-        """Say whether a block's file is there. Raises `OSError`."""
-        return exists(self.files, self.paths.block(record.fingerprint, record.hash))
-
-    def quarantine(self, block_hash: BlockHash) -> bool:
-        """Put a damaged block's file aside, its row first; False when it is not stored."""
-        record = self.index.get(block_hash)
-        if record is None:
-            return False
-        self._forget(block_hash)
-        path = self.paths.block(record.fingerprint, block_hash)
+    def put_in_quarantine(self, record: BlockRecord) -> None:
+        """Move a damaged block's file to quarantine, after deleting its row."""
+        self.forget([record.hash])
         self.integrity.quarantined_block_total += 1
-        try:
-            self.quarantined.take_in(block_hash, path=path)
-        except FileNotFoundError:
-            return True
-        self._weigh()
-        return True
+        with contextlib.suppress(FileNotFoundError):
+            self.quarantine.move_in(record.hash, path=self.paths.block(record.fingerprint, record.hash))
+            self._weigh()
 
-    def drop_missing(self, block_hash: BlockHash) -> bool:
-        """Delete the row of a block whose file is gone; False when it is not stored."""
-        if block_hash not in self.index:
-            return False
-        self._forget(block_hash)
-        return True
-
-    def _forget(self, block_hash: BlockHash) -> None:
-        self._delete_rows([block_hash])
-        self.index.remove(block_hash)
-        self._gone.append(block_hash)
-
-    def _delete_rows(self, hashes: Sequence[BlockHash]) -> None:
-        """Delete rows, before anything else of their blocks goes; on a full disk in the ballast's place."""
+    def forget(self, hashes: Sequence[BlockHash]) -> None:
+        """Delete rows, before anything else of their blocks is removed; on a full disk the ballast makes
+        space for that."""
         try:
             self.manifest.delete(hashes)
         except sqlite3.Error:
             if not self._ballast.free():
                 raise
             self.manifest.delete(hashes)
+        for block_hash in hashes:
+            self.index.remove(block_hash)
+        self._gone.extend(hashes)
 
-    def is_out_of_space(self) -> bool:
-        """Try whether a little can be written."""
-        return self._ballast.is_refused()
+    def retire(self, failure: Failure) -> None:
+        """Take a block that could not be used out of the store, unless it was replaced since it was read.
+        Raises `OSError` or `sqlite3.Error`."""
+        record = None if failure.hash is None else self.index.get(failure.hash)
+        if record is None or failure.cause is Damage.MEMORY:
+            return
+        if failure.cause is Damage.MISSING:
+            if not exists(self.files, self.paths.block(record.fingerprint, record.hash)):
+                self.forget([record.hash])
+        elif failure.header_checksum in (None, record.header_checksum):
+            self.put_in_quarantine(record)
+
+    def is_disk_full(self) -> bool:
+        """Return whether not even a little can be written."""
+        return self._ballast.is_disk_full()
 
     def check_rows(self, hashes: Iterable[BlockHash]) -> list[BlockHash]:
-        """Compare the rows of these blocks with their files and repair what differs; return whose did."""
+        """Compare the rows of these blocks with their files and repair differences; return whose differed."""
         records = [record for name in hashes if (record := self.index.get(name)) is not None]
-        found = examine_rows(
+        scan = Scan(
             records, files=self.files, paths=self.paths, now_time=self.clock.wall(), cipher=self.cipher
         )
-        wrong = []
-        for item in found:
-            assert item.hash is not None, item.path
-            wrong.append(item.hash)
+        differing = []
+        for record, item in scan.examine_rows():
+            differing.append(record.hash)
             if item.finding is Finding.MISSING:
-                self.drop_missing(item.hash)
+                self.forget([record.hash])
             elif item.record is not None:
-                day = self.space.turn_day(self.clock.wall())
-                repair([item], files=self.files, paths=self.paths, manifest=self.manifest, day=day)
-                self.index.restamp(item.record)
+                scan.repair([item], self.manifest)
+                self.index.replace(item.record)
             else:
-                self.quarantine(item.hash)
-        return wrong
+                self.put_in_quarantine(record)
+        return differing
 
     def touch(self, hashes: Iterable[BlockHash]) -> None:
-        """Note a use of each stored block; written to the manifest by `keep_up`."""
+        """Note a use of each stored block; written to the manifest by `maintain`."""
         now_time = self.clock.wall()
         for block_hash in hashes:
             if self.index.touch(block_hash, now_time=now_time):
                 self._uses[block_hash] = (now_time, self._uses.get(block_hash, (0.0, 0))[1] + 1)
 
-    def keep_up(self) -> None:
-        """Write the noted uses in one transaction, and try again to remove what would not go.
+    def maintain(self) -> None:
+        """Write the noted uses in one transaction, and try again to remove leftovers.
 
         Raises `OSError` when the lock's file was removed: another process may take the directory then.
         """
@@ -359,21 +384,20 @@ class BlockStore:
             self._uses = {}
         self.check_rows(self._unrecorded)
         self._unrecorded.clear()
-        if self._leftovers:
+        if self._leftovers.sizes:
             self._leftovers.retry()
             self._weigh()
-        if not self._ballast.is_laid:
+        if not self._ballast.is_there:
             with contextlib.suppress(OSError):
-                if self.has_room(BALLAST_BYTES):
-                    self._ballast.lay()
+                if self.has_space(BALLAST_BYTES):
+                    self._ballast.write()
 
-    def set_pinned(self, hashes: Sequence[BlockHash], *, pinned: bool) -> int:
-        """Pin or unpin the stored ones of these blocks; return how many those were."""
+    def set_pinned(self, hashes: Sequence[BlockHash], *, pinned: bool) -> None:
+        """Pin or unpin the stored ones of these blocks."""
         stored = [item for item in hashes if item in self.index]
         self.manifest.set_pinned(stored, pinned=pinned)
         for block_hash in stored:
             self.index.set_pinned(block_hash, pinned=pinned)
-        return len(stored)
 
     def take_gone(self) -> tuple[BlockHash, ...]:
         """Return the blocks that left since the last call, for whatever reason."""
@@ -392,15 +416,10 @@ class BlockStore:
         )
 
     def _weigh(self) -> None:
-        """Bring the ledger up to date with everything that is no block."""
-        # The log grows and shrinks with every row; a fixed allowance keeps the limit true between looks.
+        """Update the bytes of everything that is not a block."""
+        # The log grows and shrinks with every row; a fixed allowance keeps the limit true in between.
         manifest_bytes = self.files.stat(self.paths.manifest).size_bytes
         self.space.manifest_bytes = manifest_bytes + LOG_ALLOWANCE_BYTES
-        self.space.quarantine_bytes = self.quarantined.size_bytes
-        self.space.leftover_bytes = self._unknown_bytes + self._leftovers.size_bytes + self._aside_bytes
-
-    def _size_bytes(self, path: str) -> int:
-        try:
-            return self.files.stat(path).size_bytes
-        except FileNotFoundError:
-            return 0
+        self.space.quarantine_bytes = sum(self.quarantine.sizes.values())
+        leftover_bytes = sum(self._leftovers.sizes.values())
+        self.space.leftover_bytes = self._unknown_bytes + leftover_bytes + self._aside_bytes

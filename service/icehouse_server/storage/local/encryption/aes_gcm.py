@@ -23,7 +23,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from cryptography.hazmat.primitives.keywrap import InvalidUnwrap, aes_key_unwrap, aes_key_wrap
 
 from icehouse_server.domain.blocks import RegionKind
-from icehouse_server.storage.local.encryption.facts import KEY_ID_BYTES, SALT_BYTES, TAG_BYTES
+from icehouse_server.storage.local.encryption.constants import KEY_ID_BYTES, SALT_BYTES, TAG_BYTES
 
 KEY_BYTES = 32
 _ID_TAG = b"icehouse.data-key.id.v1\x00"
@@ -35,10 +35,10 @@ _PARTS.update({kind: number for number, kind in enumerate(RegionKind, start=1)})
 
 
 class Cipher:
-    """One data key of 32 bytes and what comes from it. Nothing in it changes, so any thread may use it.
+    """One data key of 32 bytes and what is derived from it. Immutable, so any thread may use it.
 
-    `key_id` names the key and is public. Blocks are named under `name_secret`, so that names tell nothing
-    to those who guess prompts.
+    `key_id` names the key and is public. Blocks are named under `name_secret`, so that nobody can confirm
+    a guessed prompt by its name.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Cipher:
         wrapped_key: bytes = b"",
         random_bytes: Callable[[int], bytes] = os.urandom,
     ) -> None:
-        """`wrapped_key` is the data key as it lies in the directory; none where it is kept nowhere."""
+        """`wrapped_key` is the data key as stored in the directory; empty where it is stored nowhere."""
         assert len(data_key) == KEY_BYTES, f"A data key has {KEY_BYTES} bytes, not {len(data_key)}"
         self._data_key = data_key
         self.wrapped_key = wrapped_key
@@ -61,14 +61,17 @@ class Cipher:
         return self._random_bytes(SALT_BYTES)
 
     def file(self, *, salt: bytes, facts: bytes) -> FileCipher:
-        """Return one file's encryption; `facts` are bound to it and change nothing unnoticed."""
-        return FileCipher(_derive(self._data_key, salt=salt, info=_FILE_INFO), facts)
+        """Return one file's encryption; a change of `facts` makes all of it unreadable."""
+        file_key = _derive(self._data_key, salt=salt, info=_FILE_INFO)
+        return FileCipher(file_key, facts, key_id=self.key_id, salt=salt)
 
 
 class FileCipher:
-    """The encryption of one block file, under a key of its own."""
+    """The encryption of one block file, under a key of its own. `key_id` and `salt` stand in the file."""
 
-    def __init__(self, file_key: bytes, facts: bytes) -> None:
+    def __init__(self, file_key: bytes, facts: bytes, *, key_id: bytes, salt: bytes) -> None:
+        self.key_id = key_id
+        self.salt = salt
         self._file_key = file_key
         self._facts = facts
 
@@ -85,15 +88,18 @@ class FileCipher:
 
     def encryptor(self, kind: RegionKind) -> Encryptor:
         """Begin to encrypt the region of this kind."""
-        context = ciphers.Cipher(AES256(self._file_key), GCM(_nonce(kind))).encryptor()
+        context = self._region_cipher(kind).encryptor()
         context.authenticate_additional_data(self._facts)
         return Encryptor(context)
 
     def decryptor(self, kind: RegionKind, *, tag: bytes) -> Decryptor:
         """Begin to decrypt the region of this kind."""
-        context = ciphers.Cipher(AES256(self._file_key), GCM(_nonce(kind))).decryptor()
+        context = self._region_cipher(kind).decryptor()
         context.authenticate_additional_data(self._facts)
         return Decryptor(context, tag)
+
+    def _region_cipher(self, kind: RegionKind) -> ciphers.Cipher[GCM]:
+        return ciphers.Cipher(AES256(self._file_key), GCM(_nonce(kind)))
 
 
 class Encryptor:
@@ -120,11 +126,11 @@ class Decryptor:
         self._tag = tag
 
     def update(self, data: memoryview) -> None:
-        """Decrypt in place. The bytes must not be used before `finish` said yes."""
+        """Decrypt in place. The bytes must not be used before `finish` returned True."""
         self._context.update_into(data, data)
 
     def finish(self) -> bool:
-        """Say whether every byte is what was encrypted for this place in this file."""
+        """Return whether every byte is what was encrypted for this position in this file."""
         if len(self._tag) != TAG_BYTES:
             return False
         try:

@@ -104,7 +104,7 @@ def test_a_block_is_handed_over_once_its_copy_is_there() -> None:
     assert first.is_spilling and made.spills.under_way_count == 2
     made.spills.hand_over(may_wait=False)
     assert not made.tier.step(), "nothing is handed over yet"
-    room = made.tier.room_bytes
+    room = made.tier.queue_space_bytes
     made.spills._copying_bytes += room - 2 * OVERHEAD_BYTES
     assert not made.spills.has_credit(made.block(2 * SIZE)), "room bounds what is on its way, too"
     made.spills._copying_bytes -= room - 2 * OVERHEAD_BYTES
@@ -173,7 +173,7 @@ def test_asking_for_credit_takes_none() -> None:
     made = bench()
     for _ in range(100):
         assert made.spills.has_credit(made.block())
-    assert made.tier.room_bytes == 1 << 20
+    assert made.tier.queue_space_bytes == 1 << 20
 
 
 def test_a_block_without_its_kv_is_not_worth_a_file() -> None:

@@ -26,8 +26,8 @@ from icehouse_server.engine.runner.identity.fingerprint import (
 )
 from icehouse_server.errors import ModelError, Reason
 from icehouse_server.storage.digests import DigestBook
-from icehouse_server.storage.files import SystemFiles
-from icehouse_server.storage.settings import CODE_DETAIL
+from icehouse_server.storage.files import Files
+from icehouse_server.storage.storage_settings import CODE_DETAIL
 
 from tests.fixtures.models import tiny_model_dir
 from tests.fixtures.rpc.fake_engine import MODEL_INFO
@@ -35,7 +35,7 @@ from tests.fixtures.rpc.fake_engine import MODEL_INFO
 
 def _of(folder: Path, **overrides: Any) -> ModelFingerprint:
     settings: dict[str, Any] = {"dtype": "float32", "kv_format": "float32", "block_token_count": 256}
-    book = DigestBook(str(folder.parent / "book"), files=SystemFiles(), clock=SystemClock())
+    book = DigestBook(str(folder.parent / "book"), files=Files(), clock=SystemClock())
     return model_fingerprint(folder, **{"book": book, **settings, **overrides})
 
 

@@ -10,23 +10,22 @@ import pytest
 import safetensors
 import xxhash
 from icehouse_server.domain.blocks import Damage, HostBlock, RegionKind, pack_tokens
-from icehouse_server.storage.files import SystemFiles
-from icehouse_server.storage.local.block_format.damage import BlockFileError
-from icehouse_server.storage.local.block_format.encrypted_header import (
-    FileKey,
-    encode_encrypted_header,
-    is_encrypted_header,
+from icehouse_server.storage.files import Files
+from icehouse_server.storage.local.block_format.block_file import prepare_block, verify_block, write_block
+from icehouse_server.storage.local.block_format.header import (
+    BlockFile,
+    BlockFileError,
+    BlockOutline,
+    encode_head,
+    file_cipher_of,
 )
-from icehouse_server.storage.local.block_format.facts import BlockFile, BlockOutline
-from icehouse_server.storage.local.block_format.file import prepare_block, write_block
-from icehouse_server.storage.local.block_format.reader import verify_block
 from icehouse_server.storage.local.encryption.aes_gcm import Cipher
 
 from tests.fixtures.storage.blocks import make_block
 from tests.fixtures.storage.ciphers import CIPHER, OTHER_CIPHER, forge
-from tests.unit.storage.local.block_format.test_file import head_of, write
+from tests.unit.storage.local.block_format.test_block_file import head_of, write
 
-FILES = SystemFiles()
+FILES = Files()
 BLOCK = make_block(checkpoint=True, cipher=CIPHER)
 
 
@@ -55,12 +54,12 @@ def test_in_the_clear_everything_is_there(tmp_path: Path) -> None:
     text = (tmp_path / "clear").read_bytes()
     packed, hexed, *rest = secrets_of(block)
     assert all(secret in text for secret in (hexed, *rest)) and packed not in text
-    assert not is_encrypted_header(text)
+    assert b"icehouse.block.sealed" not in text
 
 
 def test_nothing_of_a_prompt_can_be_read(path: Path) -> None:
     text = path.read_bytes()
-    assert is_encrypted_header(text)
+    assert b"icehouse.block.sealed" in text
     assert not [secret for secret in secrets_of(BLOCK) if secret in text]
 
 
@@ -183,25 +182,16 @@ def test_bytes_made_to_fit_the_checksum_fail_by_their_tag(path: Path) -> None:
     text[region.offset] ^= 1
     checksum = xxhash.xxh3_64_intdigest(text[region.offset : region.offset + region.size_bytes])
     regions = (dataclasses.replace(region, checksum=checksum), *file.regions[1:])
-    head_bytes = 8 + int.from_bytes(text[:8], "little")
-    salt = bytes.fromhex(json.loads(text[8:head_bytes])["__metadata__"]["salt"])
     assert file.cipher is not None
-    head, _ = encode_encrypted_header(
-        BLOCK.header,
-        regions,
-        file_key=FileKey(CIPHER.key_id, salt),
-        file_cipher=file.cipher,
-        begin=head_bytes,
-    )
-    path.write_bytes(head + text[head_bytes:])
+    head, _ = encode_head(BLOCK.header, regions, file.cipher)
+    path.write_bytes(head + text[region.offset :])
     assert damage_of(path) is Damage.AUTH_TAG
 
 
 def test_every_part_is_bound_to_the_public_facts() -> None:
     outline = BlockOutline.of(BLOCK.header)
-    file_key = FileKey(CIPHER.key_id, bytes(32))
     other = dataclasses.replace(outline, start_token_index=outline.start_token_index + 16)
-    mine, theirs = (CIPHER.file(salt=file_key.salt, facts=file_key.facts(item)) for item in (outline, other))
+    mine, theirs = (file_cipher_of(CIPHER, item, salt=bytes(32)) for item in (outline, other))
     encrypted = mine.encrypt_header(b"text")
     assert mine.decrypt_header(encrypted) == b"text" and theirs.decrypt_header(encrypted) is None
     room = memoryview(bytearray(8))

@@ -6,14 +6,14 @@ import os
 from pathlib import Path
 
 import pytest
-from icehouse_server.storage.files import SystemFiles
-from icehouse_server.storage.local.directory.data_keys import find_key, keep_key, open_key, rewrap
-from icehouse_server.storage.paths import StorePaths
+from icehouse_server.storage.files import Files
+from icehouse_server.storage.local.directory.data_keys import find_key, open_key, restore_key, rewrap
+from icehouse_server.storage.store_paths import StorePaths
 
 from tests.fixtures.storage.faults import Crash, CrashingFiles
 
 MINE, YOURS, THEIRS = (bytes([number]) * 32 for number in (1, 2, 3))
-FILES = SystemFiles()
+FILES = Files()
 
 
 @pytest.fixture
@@ -126,9 +126,9 @@ def test_each_damaged_file_is_kept_for_itself(paths: StorePaths) -> None:
 def test_a_key_file_that_is_gone_is_put_back_and_one_that_is_there_left_alone(paths: StorePaths) -> None:
     opened = open_key(FILES, paths, master_key=MINE)
     os.unlink(paths.data_keys)
-    keep_key(FILES, paths, wrapped=opened.wrapped)
+    restore_key(FILES, paths, wrapped=opened.wrapped)
     assert find_key(FILES, paths, master_key=MINE) == opened.data_key
     # The key was changed meanwhile: what the old one wrapped must not come back.
     rewrap(FILES, paths, old_master_key=MINE, new_master_key=YOURS)
-    keep_key(FILES, paths, wrapped=opened.wrapped)
+    restore_key(FILES, paths, wrapped=opened.wrapped)
     assert find_key(FILES, paths, master_key=MINE) is None

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
-from icehouse_server.domain.cache_stats import TierStats
+from icehouse_server.domain.cache_stats import AgePercentiles, TierStats
 from icehouse_server.domain.ids import BlockHash, Fingerprint
+from icehouse_server.storage.local.directory import disk_index
 from icehouse_server.storage.local.directory.disk_index import DiskIndex
 from icehouse_server.storage.local.directory.record import BlockRecord
 
@@ -50,7 +52,7 @@ class IndexMachine(RuleBasedStateMachine):
     def add(self, parent):
         self.count += 1
         added = record(self.count, parent)
-        self.index.add(added)
+        self.index.put(added)
         self.order.append(added)
         return self.count
 
@@ -64,7 +66,8 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(name=names, pinned=st.booleans())
     def pin(self, name, pinned):
         block_hash = BlockHash(name.to_bytes(32, "big"))
-        if self.index.set_pinned(block_hash, pinned=pinned):
+        if block_hash in self.index:
+            self.index.set_pinned(block_hash, pinned=pinned)
             (self.pinned.add if pinned else self.pinned.discard)(block_hash)
 
     @rule(name=consumes(names))
@@ -86,11 +89,9 @@ class IndexMachine(RuleBasedStateMachine):
 
     @invariant()
     def counts_are_those_of_the_blocks(self):
-        told = self.index.counts(Fingerprint(bytes(32))).fill(
-            TierStats(), used_time=self.index.used_time, now=1.0
-        )
-        assert told.block_count == told.token_count == len(self.order)
-        assert told.pinned_block_count == len(self.pinned)
+        stats = self.index.fill(TierStats(), Fingerprint(bytes(32)), now=1.0)
+        assert stats.block_count == stats.token_count == len(self.order)
+        assert stats.pinned_block_count == len(self.pinned)
 
 
 TestIndex = IndexMachine.TestCase
@@ -99,7 +100,7 @@ TestIndex.settings = settings(max_examples=60, stateful_step_count=40, deadline=
 
 def test_an_index_of_records_evicts_in_their_order():
     records = [record(1, 0), record(2, 1), record(3, 0), record(4, 0)._replace(pinned=True)]
-    index = DiskIndex.of(records)
+    index = DiskIndex(records)
     gone = []
     while (victim := index.next_victim()) is not None:
         index.remove(victim.hash)
@@ -111,15 +112,37 @@ def test_an_index_of_records_evicts_in_their_order():
 def test_an_index_of_records_counts_each_models_own():
     other = Fingerprint(b"o" * 32)
     records = [record(1, 0), record(2, 1)._replace(block_token_limit=2), record(3, 0)._replace(pinned=True)]
-    index = DiskIndex.of([*records, record(4, 0)._replace(fingerprint=other)])
-    told = index.counts(Fingerprint(bytes(32))).fill(TierStats(), used_time=index.used_time, now=0.0)
-    assert (told.block_count, told.tail_count, told.pinned_block_count) == (3, 1, 1)
-    assert len(index.counts(other)) == 1 and len(index.counts(Fingerprint(b"n" * 32))) == 0
+    index = DiskIndex([*records, record(4, 0)._replace(fingerprint=other)])
+    stats = index.fill(TierStats(), Fingerprint(bytes(32)), now=0.0)
+    assert (stats.block_count, stats.tail_count, stats.pinned_block_count) == (3, 1, 1)
+    assert index.fill(TierStats(), other, now=0.0).block_count == 1
+    assert index.fill(TierStats(), Fingerprint(b"n" * 32), now=0.0) == TierStats()
+
+
+def test_a_block_that_is_put_again_replaces_the_one_before():
+    index = DiskIndex([record(1, 0), record(2, 0)])
+    index.put(record(1, 0)._replace(file_bytes=10, pinned=True))
+    stats = index.fill(TierStats(), Fingerprint(bytes(32)), now=0.0)
+    assert (index.block_bytes, stats.block_count, stats.pinned_block_count) == (12, 2, 1)
+    index.set_pinned(record(1, 0).hash, pinned=False)
+    victim = index.next_victim()
+    assert victim is not None and victim.hash == record(2, 0).hash
+
+
+def test_ages_are_those_of_all_blocks_or_of_an_even_sample(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(disk_index, "_SAMPLE_LIMIT", 64)
+
+    def ages(count: int) -> AgePercentiles:
+        index = DiskIndex(record(name, 0)._replace(last_used_time=float(name)) for name in range(count))
+        return index.fill(TierStats(), Fingerprint(bytes(32)), now=10_000.0).age
+
+    assert ages(60) == AgePercentiles.of(10_000.0 - name for name in range(60))
+    assert abs(ages(9_000).p50_s - 5_500.0) < 300.0
 
 
 def test_pinning_again_and_again_leaves_nothing_behind():
     index, only = DiskIndex(), record(1, 0)
-    index.add(only)
+    index.put(only)
     for _ in range(10_000):
         index.set_pinned(only.hash, pinned=True)
         index.set_pinned(only.hash, pinned=False)

@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 from icehouse_server.errors import Reason, StartError
-from icehouse_server.storage.files import SystemFiles
+from icehouse_server.storage.files import Files
 from icehouse_server.storage.local.directory.lock import take_lock
-from icehouse_server.storage.paths import StorePaths
+from icehouse_server.storage.store_paths import StorePaths
 
 from tests.fixtures.storage.blocks import make_block
 from tests.fixtures.storage.storage_thread import StorageThread
 
 
 def lock(directory: Path) -> None:
-    os.close(take_lock(SystemFiles(), StorePaths(str(directory))))
+    os.close(take_lock(Files(), StorePaths(str(directory))))
 
 
 def plant_a_lock(directory: Path) -> None:
@@ -136,7 +136,7 @@ def test_a_lock_that_leads_elsewhere_is_refused_by_the_opening_itself(tmp_path: 
     (tmp_path / "victim").write_text("precious")
     (tmp_path / "lock").hardlink_to(tmp_path / "victim")
     with pytest.raises(PermissionError):
-        SystemFiles().lock(str(tmp_path / "lock"), owner="1")
+        Files().lock(str(tmp_path / "lock"), owner="1")
     assert (tmp_path / "victim").read_text() == "precious"
 
 

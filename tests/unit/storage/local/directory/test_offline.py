@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from icehouse_server.domain.blocks import pack_tokens
 from icehouse_server.errors import StorageError
-from icehouse_server.storage.files import SystemFiles
+from icehouse_server.storage.files import Files
 from icehouse_server.storage.local.directory import data_keys
 from icehouse_server.storage.local.directory.offline import OfflineStore, PurgeScope
 from icehouse_server.storage.local.directory.reconcile import Finding
-from icehouse_server.storage.paths import StorePaths
+from icehouse_server.storage.store_paths import StorePaths
 
 from tests.fixtures.storage.blocks import make_chain
 from tests.fixtures.storage.faults import Crash, CrashingFiles
@@ -25,7 +25,7 @@ CHAIN = make_chain(3)
 
 
 def offline(directory: Path, files: object = None) -> OfflineStore:
-    return OfflineStore(str(directory), files=files or SystemFiles(), clock=ManualClock())  # type: ignore
+    return OfflineStore(str(directory), files=files or Files(), clock=ManualClock())  # type: ignore
 
 
 def purge(
@@ -202,13 +202,13 @@ def test_a_directory_without_a_manifest_has_nothing_to_verify(directory: Path) -
 
 
 def test_the_keys_go_before_the_blocks(tmp_path: Path, directory: Path) -> None:
-    files, paths = SystemFiles(), StorePaths(str(directory))
+    files, paths = Files(), StorePaths(str(directory))
     data_keys.open_key(files, paths, master_key=bytes(32))
     for name in ("keys.damaged.json", "keys.damaged.2.json", "keys.json.partial"):
         (directory / name).write_text("wrapped")
     seen: list[str] = []
 
-    class Watched(SystemFiles):
+    class Watched(Files):
         def unlink(self, path: str) -> None:
             seen.append(os.path.basename(path))
             super().unlink(path)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from icehouse_server.errors import StorageError
-from icehouse_server.storage.files import SystemFiles
+from icehouse_server.storage.files import Files
 from icehouse_server.storage.local.directory.offline import OfflineStore, PurgeScope
 
 from tests.fixtures.storage.blocks import make_block, make_chain
@@ -123,7 +123,7 @@ def test_a_planted_manifest_is_told_of_offline(tmp_path: Path, statements: list[
         served.spill(make_block())
     change(tmp_path, *statements)
     with pytest.raises(StorageError, match="cannot be used"):
-        OfflineStore(str(tmp_path), files=SystemFiles(), clock=ManualClock()).rows()
+        OfflineStore(str(tmp_path), files=Files(), clock=ManualClock()).rows()
 
 
 STRANGE = {
@@ -210,7 +210,7 @@ def test_a_planted_journal_removes_nobodys_file(tmp_path: Path, act: str) -> Non
         with StorageThread(directory) as served:
             assert not served.stats().disk.writes_off_detail
     else:
-        store = OfflineStore(str(directory), files=SystemFiles(), clock=ManualClock())
+        store = OfflineStore(str(directory), files=Files(), clock=ManualClock())
         with contextlib.suppress(StorageError):
             if act == "purge":
                 store.purge(lambda _: True, scope=PurgeScope.CHOSEN, progress=lambda *_: None)
@@ -287,7 +287,7 @@ def test_a_manifest_whose_damage_is_quoted_is_told_of_offline(tmp_path: Path) ->
         served.spill(make_block())
     change(tmp_path, *QUOTED)
     with pytest.raises(StorageError, match=r"cannot be used: .*\\x80"):
-        OfflineStore(str(tmp_path), files=SystemFiles(), clock=ManualClock()).rows()
+        OfflineStore(str(tmp_path), files=Files(), clock=ManualClock()).rows()
 
 
 def test_a_row_that_lost_a_value_is_made_anew_from_its_file(tmp_path: Path) -> None:

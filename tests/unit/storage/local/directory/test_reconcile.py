@@ -9,11 +9,11 @@ import sqlite3
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from icehouse_server.storage.files import SystemFiles
-from icehouse_server.storage.local.block_format.file import prepare_block, write_block
+from icehouse_server.storage.files import Files
+from icehouse_server.storage.local.block_format.block_file import prepare_block, write_block
 from icehouse_server.storage.local.directory.offline import OfflineStore
 from icehouse_server.storage.local.directory.reconcile import Finding
-from icehouse_server.storage.paths import StorePaths
+from icehouse_server.storage.store_paths import StorePaths
 
 from tests.fixtures.storage.blocks import FINGERPRINT, OTHER_FINGERPRINT, make_block, make_chain
 from tests.fixtures.storage.ciphers import BOTH_WAYS
@@ -41,7 +41,7 @@ class Place:
         connection.close()
 
     def findings(self) -> list[Finding]:
-        store = OfflineStore(str(self.directory), files=SystemFiles(), clock=ManualClock())
+        store = OfflineStore(str(self.directory), files=Files(), clock=ManualClock())
         return [item.finding for item in store.check(progress=lambda _: None)[0]]
 
     def reopen(self):
@@ -264,7 +264,7 @@ def test_a_pipe_in_a_blocks_place_keeps_nobody_waiting(place):
 @pytest.mark.parametrize("number", [{"start": 1 << 63}, {"start": 1 << 70}, {"block_token_limit": 1 << 70}])
 def test_a_file_with_a_number_that_no_row_can_hold_is_quarantined(place, cipher, number):
     lie = make_block(seed=9, token_ids=(1, 2, 3), cipher=cipher, **number)
-    path, files = place.paths.block(FINGERPRINT, lie.header.hash), SystemFiles()
+    path, files = place.paths.block(FINGERPRINT, lie.header.hash), Files()
     descriptor = files.create(path)
     write_block(files, descriptor, prepare_block(lie, cipher=cipher))
     files.close(descriptor)

@@ -11,13 +11,12 @@ from icehouse_server.domain.blocks import Damage
 from icehouse_server.domain.ids import BlockHash
 from icehouse_server.errors import Reason, StartError
 from icehouse_server.storage.api import Failure
-from icehouse_server.storage.files import SystemFiles
-from icehouse_server.storage.local.block_format.file import PreparedBlock, prepare_block, read_head
+from icehouse_server.storage.files import Files
+from icehouse_server.storage.local.block_format.block_file import PreparedBlock, prepare_block, read_head
 from icehouse_server.storage.local.directory.offline import OfflineStore
 from icehouse_server.storage.local.directory.record import BlockRecord
 from icehouse_server.storage.local.directory.space import SECONDS_PER_DAY, Reclaim, Space
 from icehouse_server.storage.local.directory.store import BlockStore
-from icehouse_server.storage.local.tasks import retire
 
 from tests.fixtures.storage.blocks import FINGERPRINT, make_block, make_chain
 from tests.fixtures.storage.faults import FaultyFiles
@@ -42,7 +41,7 @@ def test_a_block_survives_a_reopen(tmp_path):
     assert again.report.clean
     for block in chain:
         descriptor = os.open(again.paths.block(FINGERPRINT, block.header.hash), os.O_RDONLY)
-        assert read_head(SystemFiles(), descriptor).header == block.header
+        assert read_head(Files(), descriptor).header == block.header
         os.close(descriptor)
 
 
@@ -57,7 +56,7 @@ def test_everything_is_private(tmp_path):
 
 def test_second_owner_is_told_the_first(tmp_path):
     first = open_store(tmp_path)
-    second = BlockStore(settings_for(tmp_path), files=SystemFiles(), clock=ManualClock())
+    second = BlockStore(settings_for(tmp_path), files=Files(), clock=ManualClock())
     with pytest.raises(StartError) as caught:
         second.lock()
     assert caught.value.reason is Reason.STORE_LOCKED
@@ -84,9 +83,9 @@ def test_the_limit_is_never_passed(tmp_path):
     store = open_store(tmp_path, limit_bytes=(4 << 20) + 80_000 + 4 * size_bytes)
     for seed in range(20):
         prepared = prepare_block(make_block(seed=seed, head_count=64))
-        while (room := store.make_room(prepared.file_bytes)) is Reclaim.PROGRESS:
+        while (outcome := store.make_space(prepared.file_bytes)) is Reclaim.PROGRESS:
             pass
-        assert room is Reclaim.READY
+        assert outcome is Reclaim.READY
         put(store, prepared)
         on_disk = sum(os.stat(f"{f}/{n}").st_size for f, _, names in os.walk(store.paths.root) for n in names)
         assert on_disk <= store.settings.limit_bytes
@@ -123,18 +122,15 @@ def test_a_clock_that_was_wrong_once_keeps_no_block_for_ever(tmp_path):
         times = [record.last_used_time for record in served.take_inventory()]
         assert max(times) <= clock.wall()
         assert served.stats().ssd.age.p50_s >= 0
-    rows = OfflineStore(str(tmp_path), files=SystemFiles(), clock=clock).rows().records
+    rows = OfflineStore(str(tmp_path), files=Files(), clock=clock).rows().records
     assert max(row.last_used_time for row in rows) <= clock.wall()
 
 
 def test_a_day_that_comes_again_has_the_budget_it_had():
     space = Space(limit_bytes=1000, floor_bytes=0, daily_limit_bytes=100)
-    space.turn_day(SECONDS_PER_DAY * 5.0)
-    space.written_today_bytes = 80
-    space.turn_day(SECONDS_PER_DAY * 6.0)
-    assert space.written_today_bytes == 0
-    space.turn_day(SECONDS_PER_DAY * 5.5)
-    assert space.written_today_bytes == 80
+    space.note_written(80, now_time=SECONDS_PER_DAY * 5.0)
+    assert space.written_bytes(SECONDS_PER_DAY * 6.0) == 0
+    assert space.written_bytes(SECONDS_PER_DAY * 5.5) == 80
 
 
 def test_a_manifest_put_aside_counts_and_goes_before_any_block(tmp_path):
@@ -159,10 +155,10 @@ def test_what_was_read_of_a_file_that_was_replaced_retires_nothing(tmp_path):
         Failure(Damage.CHECKSUM, "of the file before", record.hash, header_checksum=1),
         Failure(Damage.MISSING, "between two names", record.hash),
     ):
-        retire(store, failure)
+        store.retire(failure)
         assert record.hash in store.index
-    retire(store, Failure(Damage.CHECKSUM, "of this one", record.hash, record.header_checksum))
-    assert record.hash not in store.index and len(store.quarantined) == 1
+    store.retire(Failure(Damage.CHECKSUM, "of this one", record.hash, record.header_checksum))
+    assert record.hash not in store.index and len(store.quarantine.sizes) == 1
     store.close()
     store.unlock()
 
@@ -174,11 +170,11 @@ def test_what_was_put_aside_and_cannot_be_removed_keeps_no_block_from_being_writ
     (tmp_path / "manifest.damaged.sqlite3").write_bytes(b"old")
     store = open_store(tmp_path, files=files)
     records = [put(store, prepare_block(make_block(seed=seed))) for seed in range(3)]
-    store.quarantine(records[0].hash)
+    store.put_in_quarantine(records[0])
     files.is_armed = True
     assert [store.reclaim(1) for _ in range(3)] == [Reclaim.PROGRESS] * 3
     assert files.failed_count == 2 and len(store.index) == 1
     assert store.space.leftover_bytes == records[0].file_bytes + 3, "it counts for as long as it is there"
-    store.keep_up()
+    store.maintain()
     assert store.space.leftover_bytes == 0
     assert not os.listdir(tmp_path / "quarantine") and not (tmp_path / "manifest.damaged.sqlite3").exists()

@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from icehouse_server.storage import files as files_module
-from icehouse_server.storage.files import SystemFiles
+from icehouse_server.storage.files import Files
 from icehouse_server.storage.local.directory.lock import take_lock
 from icehouse_server.storage.local.directory.space import SECONDS_PER_DAY, Space
-from icehouse_server.storage.paths import StorePaths
+from icehouse_server.storage.store_paths import StorePaths
 
-FILES = SystemFiles()
+FILES = Files()
 
 
 @settings(max_examples=40, deadline=None)
@@ -29,7 +29,7 @@ def test_vectored_calls_are_cut_and_continued(tmp_path_factory, parts, iov, limi
         path = str(tmp_path_factory.mktemp("files") / "f")
         descriptor = FILES.create(path)
         whole = b"".join(parts)
-        assert FILES.write(descriptor, parts, offset=3) == len(whole)
+        FILES.write(descriptor, parts, offset=3)
         FILES.fsync(descriptor)
         FILES.close(descriptor)
         descriptor = FILES.open(path)
@@ -88,7 +88,7 @@ def test_space_counts_everything():
 def test_the_budget_turns_with_the_day():
     space = Space(limit_bytes=100, floor_bytes=0, daily_limit_bytes=50)
     assert space.budget_allows(50, now_time=5.0) and not space.budget_allows(51, now_time=5.0)
-    space.written_today_bytes = 40
+    space.note_written(40, now_time=5.0)
     assert not space.budget_allows(11, now_time=SECONDS_PER_DAY - 1)
     assert space.budget_allows(11, now_time=SECONDS_PER_DAY)
 
@@ -106,11 +106,11 @@ def test_a_listing_beside_a_writer_leaves_out_what_is_gone(tmp_path, monkeypatch
             yield found
 
     monkeypatch.setattr(os, "scandir", slow)
-    assert [info.name for info in SystemFiles().list(str(tmp_path))] == ["stays"]
+    assert [info.name for info in Files().list(str(tmp_path))] == ["stays"]
 
 
 def test_parents_are_made_as_private_as_the_folder(tmp_path):
-    SystemFiles().make_dir(str(tmp_path / "a" / "b" / "c"))
+    Files().make_dir(str(tmp_path / "a" / "b" / "c"))
     folders = [tmp_path / "a", tmp_path / "a" / "b", tmp_path / "a" / "b" / "c"]
     assert [folder.stat().st_mode & 0o777 for folder in folders] == [0o700] * 3
 
@@ -126,7 +126,7 @@ def test_a_volume_that_cannot_flush_the_drive_is_synced_all_the_same(tmp_path, m
 
     monkeypatch.setattr(fcntl, "F_FULLFSYNC", 51, raising=False)
     monkeypatch.setattr(fcntl, "fcntl", refuse)
-    files = SystemFiles()
+    files = Files()
     descriptor = files.create(str(tmp_path / "file"))
     files.fsync(descriptor)
     files.fsync(descriptor)
@@ -140,7 +140,7 @@ def test_a_drive_that_fails_to_flush_is_told(tmp_path, monkeypatch):
 
     monkeypatch.setattr(fcntl, "F_FULLFSYNC", 51, raising=False)
     monkeypatch.setattr(fcntl, "fcntl", refuse)
-    files = SystemFiles()
+    files = Files()
     descriptor = files.create(str(tmp_path / "file"))
     with pytest.raises(OSError):
         files.fsync(descriptor)
@@ -148,7 +148,7 @@ def test_a_drive_that_fails_to_flush_is_told(tmp_path, monkeypatch):
 
 
 def test_many_files_of_a_guarded_folder_are_looked_at_by_way_of_one_opening(tmp_path, monkeypatch):
-    files = SystemFiles()
+    files = Files()
     files.guard(str(tmp_path))
     folder = f"{tmp_path}/blocks"
     files.make_dir(folder)
@@ -164,7 +164,7 @@ def test_many_files_of_a_guarded_folder_are_looked_at_by_way_of_one_opening(tmp_
 
 
 def test_a_planted_folder_link_is_not_followed_by_a_look_at_many(tmp_path):
-    files = SystemFiles()
+    files = Files()
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "a").write_bytes(b"x")
     root = tmp_path / "cache"
@@ -177,7 +177,7 @@ def test_a_planted_folder_link_is_not_followed_by_a_look_at_many(tmp_path):
 
 @pytest.mark.parametrize("target", ["blocks/b", "other/b"])
 def test_a_file_is_renamed_within_a_guarded_folder_and_into_another(tmp_path, target):
-    files = SystemFiles()
+    files = Files()
     files.guard(str(tmp_path))
     for folder in ("blocks", "other"):
         files.make_dir(f"{tmp_path}/{folder}")

@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 from icehouse_server.storage.api import Loaded, Ticket
-from icehouse_server.storage.files import SystemFiles
-from icehouse_server.storage.local.block_format.file import GROUP_BYTES
-from icehouse_server.storage.local.block_format.read_pace import ReadPace, ReadTurns
-from icehouse_server.storage.local.reader_pool import ReaderPool
+from icehouse_server.storage.files import Files
+from icehouse_server.storage.local.block_format.block_file import GROUP_BYTES
+from icehouse_server.storage.local.reader_pool import ReaderPool, ReadLimiter, ReadSchedule
 
 from tests.fixtures.patience import BOUND_S
 from tests.fixtures.storage.blocks import make_chain
@@ -24,19 +23,19 @@ from tests.fixtures.storage.storage_thread import ManualClock, StorageThread
 class Reader:
     """One reader's work by a clock that stands still otherwise."""
 
-    def __init__(self, clock: ManualClock, turns: ReadTurns, *, share: float = 0.1) -> None:
+    def __init__(self, clock: ManualClock, schedule: ReadSchedule, *, share: float = 0.1) -> None:
         self.pauses: list[float] = []
         self._clock = clock
-        self._turns = turns
+        self._schedule = schedule
         self.share = share
-        self.pace = self.next_block()
+        self.limiter = self.next_block()
 
-    def next_block(self) -> ReadPace:
-        self.pace = ReadPace(self._clock, self._turns, share=lambda: self.share, pause=self._pause)
-        return self.pace
+    def next_block(self) -> ReadLimiter:
+        self.limiter = ReadLimiter(self._clock, self._schedule, share=lambda: self.share, pause=self._pause)
+        return self.limiter
 
     def read(self, work_s: float) -> None:
-        self.pace.keep()
+        self.limiter.wait()
         self._clock.advance(work_s)
 
     def _pause(self, seconds: float) -> None:
@@ -46,24 +45,24 @@ class Reader:
 
 def test_a_reader_works_its_share_of_the_time() -> None:
     clock = ManualClock()
-    reader = Reader(clock, ReadTurns())
+    reader = Reader(clock, ReadSchedule())
     began = clock.now_s
     for _ in range(100):
         reader.read(0.001)
     assert 0.1 / (clock.now_s - began) == pytest.approx(0.1, rel=0.05)
     assert max(reader.pauses) < 0.05, "pieces are short"
     assert len(reader.pauses) < 40, "but not so short that waking up is most of the work"
-    assert reader.pace.paused_s == pytest.approx(sum(reader.pauses))
+    assert reader.limiter.paused_s == pytest.approx(sum(reader.pauses))
 
 
 def test_readers_take_turns() -> None:
     """Two pieces in one pass made it longer by both."""
-    turns, piece_s = ReadTurns(), 0.003
+    schedule, piece_s = ReadSchedule(), 0.003
     at, begun = [0.0, 0.0], []
     for _ in range(40):
         reader = at.index(min(at))
-        begun.append(at[reader] + turns.take(at[reader], share=0.1))
-        turns.settle(piece_s, share=0.1)
+        begun.append(at[reader] + schedule.reserve(at[reader], share=0.1))
+        schedule.correct(piece_s, share=0.1)
         at[reader] = begun[-1] + piece_s
     gaps = [b - a for a, b in itertools.pairwise(begun)]
     assert gaps == pytest.approx([piece_s / 0.1] * 39), "together they work a tenth of the time"
@@ -71,38 +70,38 @@ def test_readers_take_turns() -> None:
 
 def test_a_share_holds_for_blocks_that_are_read_in_no_time_as_well() -> None:
     clock = ManualClock()
-    reader = Reader(clock, ReadTurns())
+    reader = Reader(clock, ReadSchedule())
     began = clock.now_s
     for _ in range(100):
         reader.next_block()
         reader.read(0.001)
-        reader.pace.end()
+        reader.limiter.end()
     assert 0.1 / (clock.now_s - began) == pytest.approx(0.1, rel=0.05)
 
 
 def test_nobody_waits_for_what_is_read_to_be_told() -> None:
     clock = ManualClock()
-    reader = Reader(clock, ReadTurns())
+    reader = Reader(clock, ReadSchedule())
     reader.read(0.02)
-    reader.pace.end()
+    reader.limiter.end()
     assert reader.pauses == []
 
 
 def test_with_all_the_time_there_is_no_pause() -> None:
-    clock, turns = ManualClock(), ReadTurns()
-    reader = Reader(clock, turns, share=1e-6)
+    clock, schedule = ManualClock(), ReadSchedule()
+    reader = Reader(clock, schedule, share=1e-6)
     reader.read(1.0)
-    reader.pace.end()
+    reader.limiter.end()
     reader.share = 1.0
     for _ in range(10):
         reader.read(1.0)
     assert reader.pauses == []
     reader.share = 0.1
-    reader.next_block().keep()
+    reader.next_block().wait()
     assert reader.pauses == [], "nor afterwards one for what was read before"
 
 
-class SlowFiles(SystemFiles):
+class SlowFiles(Files):
     """Every read takes 10 ms of a clock that stands still otherwise."""
 
     def __init__(self, clock: ManualClock) -> None:
@@ -180,7 +179,7 @@ def test_a_load_goes_on_at_full_speed_when_the_cores_are_free(tmp_path: Path) ->
     blocks = make_chain(3)
     reading, answered = threading.Event(), threading.Event()
 
-    class Files(SlowFiles):
+    class SignallingFiles(SlowFiles):
         def read_into(self, descriptor, buffers, *, offset):
             reading.set()
             return super().read_into(descriptor, buffers, offset=offset)
@@ -197,7 +196,7 @@ def test_a_load_goes_on_at_full_speed_when_the_cores_are_free(tmp_path: Path) ->
         answers = Answers()
         # By this share a piece of 10 ms is followed by a pause of three hours.
         settings = {"share_beside_decode": 1e-6}
-        pool = pool_of(served, clock, answers, files=Files(clock), settings=settings)
+        pool = pool_of(served, clock, answers, files=SignallingFiles(clock), settings=settings)
         pool.leave_cores(to_decode=True)
         pool.submit(*plan(blocks))
         thread = threading.Thread(target=pool.run, daemon=True)

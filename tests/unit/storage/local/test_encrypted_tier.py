@@ -12,13 +12,13 @@ import pytest
 from icehouse_server.domain.blocks import Damage
 from icehouse_server.domain.cache_stats import IntegrityStats
 from icehouse_server.storage.api import Failure, Loaded
-from icehouse_server.storage.files import SystemFiles
+from icehouse_server.storage.files import Files
 from icehouse_server.storage.local.directory.data_keys import open_key
 from icehouse_server.storage.local.directory.manifest import Manifest
 from icehouse_server.storage.local.directory.offline import OfflineStore, PurgeScope
 from icehouse_server.storage.local.encryption.aes_gcm import Cipher
-from icehouse_server.storage.local.encryption.facts import KEY_DETAIL, encrypted_fingerprint
-from icehouse_server.storage.paths import StorePaths
+from icehouse_server.storage.local.encryption.constants import KEY_DETAIL, encrypted_fingerprint
+from icehouse_server.storage.store_paths import StorePaths
 
 from tests.fixtures.storage.blocks import FINGERPRINT, make_block, make_chain
 from tests.fixtures.storage.ciphers import CIPHER, OTHER_CIPHER, forge
@@ -131,7 +131,7 @@ def test_whoever_lacks_the_key_keeps_the_blocks(directory: Path, cipher: Cipher 
     elif loss == "manifest":
         os.unlink(paths.manifest)
     elif loss == "rows":
-        store = OfflineStore(str(directory), files=SystemFiles(), clock=ManualClock())
+        store = OfflineStore(str(directory), files=Files(), clock=ManualClock())
         records = store.rows().records
         manifest = Manifest.open(paths.manifest)
         manifest.delete([record.hash for record in records])
@@ -181,7 +181,7 @@ def test_blocks_from_before_the_key_are_told_and_can_be_wiped(
         served.spill(*new)
     (warning,) = [record for record in caplog.records if record.message == "unencrypted_blocks_found"]
     assert vars(warning)["blocks"] == 3
-    offline = OfflineStore(str(tmp_path), files=SystemFiles(), clock=ManualClock())
+    offline = OfflineStore(str(tmp_path), files=Files(), clock=ManualClock())
     rows = offline.rows()
     secrets = [secret for block in old for secret in secrets_of(block)]
     assert all(secret in whole_directory(tmp_path) for secret in secrets)
@@ -201,7 +201,7 @@ def test_blocks_from_before_the_key_are_told_and_can_be_wiped(
 def test_a_purge_leaves_no_page_of_the_manifest_unwiped(tmp_path: Path) -> None:
     with server_of(tmp_path, None) as served:
         served.spill(*chain_of(None, 60))
-    offline = OfflineStore(str(tmp_path), files=SystemFiles(), clock=ManualClock())
+    offline = OfflineStore(str(tmp_path), files=Files(), clock=ManualClock())
     offline.purge(lambda _: True, scope=PurgeScope.CHOSEN, progress=lambda done, total: None)
     connection = sqlite3.connect(tmp_path / "manifest.sqlite3")
     assert connection.execute("PRAGMA freelist_count").fetchone() == (0,)
@@ -210,7 +210,7 @@ def test_a_purge_leaves_no_page_of_the_manifest_unwiped(tmp_path: Path) -> None:
 
 def test_a_directory_deleted_under_a_server_is_readable_after_its_next_start(tmp_path: Path) -> None:
     """What is written from then on is written under the data key that the server has in memory."""
-    directory, files = tmp_path / "cache", SystemFiles()
+    directory, files = tmp_path / "cache", Files()
     paths = StorePaths(str(directory))
 
     def cipher_of_a_start() -> Cipher:

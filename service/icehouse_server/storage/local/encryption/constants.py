@@ -1,4 +1,4 @@
-"""Encryption facts: what files and the manifest tell of it to those who have neither key nor package."""
+"""Constants of encrypted files and rows, usable without a key and without the `cryptography` package."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from icehouse_server.storage.local.encryption.aes_gcm import Encryptor as Encryptor
     from icehouse_server.storage.local.encryption.aes_gcm import FileCipher as FileCipher
 else:
-    # Of an optional extra: loaded only where a key is configured, and named everywhere.
+    # They belong to an optional extra: loaded only where a key is configured, but named everywhere.
     Cipher = Encryptor = FileCipher = object
 
 SALT_BYTES = 32
@@ -23,5 +23,5 @@ KEY_DETAIL = "encryption_key"
 
 
 def encrypted_fingerprint(fingerprint: Fingerprint, key_id: bytes) -> Fingerprint:
-    """Return what a model's blocks under one key are filed as: apart from those under any other."""
+    """Return the fingerprint of a model's blocks under one key, different for every key."""
     return Fingerprint(hashlib.sha256(b"icehouse.fingerprint.sealed.v1\x00" + key_id + fingerprint).digest())

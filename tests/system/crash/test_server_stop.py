@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 from icehouse_server.clock import SystemClock
-from icehouse_server.storage.files import SystemFiles
+from icehouse_server.storage.files import Files
 from icehouse_server.storage.local.directory.offline import OfflineStore
 
 from tests.fixtures.models import tiny_model_dir
 from tests.system.cache.server import CacheServer
 from tests.system.cache.test_reuse import prompt
-from tests.system.crash.load import EventTrigger, Reference, Seen, ask
-from tests.system.crash.server_process import ServerProcess
+from tests.system.crash.crashing_server import ServerProcess
+from tests.system.crash.generate_load import EventTrigger, Reference, Seen, ask
 
 _BLOCK = 16
 _OPTIONS = ("--block-token-count", str(_BLOCK), "--min-prefix-token-count", "0", "--no-restore-or-recompute")
@@ -45,7 +45,7 @@ def test_stopped_in_the_middle_of_a_stream(
         assert server.wait() == 0
     assert has_finished or grace_s == 0
     assert "abandoned" not in (tmp_path / "1.log").read_text()
-    found, file_count = OfflineStore(str(directory), files=SystemFiles(), clock=SystemClock()).check(
+    found, file_count = OfflineStore(str(directory), files=Files(), clock=SystemClock()).check(
         progress=lambda count: None
     )
     assert found == [] and file_count >= 5

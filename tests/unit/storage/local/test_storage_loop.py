@@ -17,7 +17,7 @@ from icehouse_server.storage.api import (
     Purged,
     Verified,
 )
-from icehouse_server.storage.local.tasks import purge
+from icehouse_server.storage.local.tier import _purge
 
 from tests.fixtures.storage.blocks import make_block, make_chain
 from tests.fixtures.storage.faults import FaultyFiles
@@ -95,7 +95,7 @@ def test_a_purge_of_many_looks_at_each_block_once(tmp_path, monkeypatch: pytest.
         index = served.storage._store.index
         get = index.get
         monkeypatch.setattr(index, "get", lambda name: looked.update([name]) or get(name))
-        pieces = list(purge(served.storage._store, tuple(block.header.hash for block in stored)))
+        pieces = list(_purge(served.storage._store, tuple(block.header.hash for block in stored)))
         assert len(pieces) == 3 and len(index) == 0
         assert set(looked.values()) == {1} and len(looked) == len(stored)
 
@@ -110,7 +110,7 @@ def test_whoever_asks_for_the_counters_at_once_gets_one_count(tmp_path):
 
 
 def test_a_large_inventory_comes_in_parts_between_other_work(tmp_path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("icehouse_server.storage.local.loop._INVENTORY_PART_COUNT", 4)
+    monkeypatch.setattr("icehouse_server.storage.local.storage_loop._INVENTORY_PART_COUNT", 4)
     chain = make_chain(18)
     with StorageThread(tmp_path) as served:
         served.spill(*chain)
@@ -138,7 +138,7 @@ def test_a_large_inventory_comes_in_parts_between_other_work(tmp_path, monkeypat
 def test_nobody_waits_for_the_rest_of_an_inventory_when_the_disk_fails_between_its_parts(
     tmp_path, monkeypatch: pytest.MonkeyPatch, is_opened_again: bool
 ):
-    monkeypatch.setattr("icehouse_server.storage.local.loop._INVENTORY_PART_COUNT", 4)
+    monkeypatch.setattr("icehouse_server.storage.local.storage_loop._INVENTORY_PART_COUNT", 4)
     chain = make_chain(18)
     with StorageThread(tmp_path) as served:
         served.spill(*chain)

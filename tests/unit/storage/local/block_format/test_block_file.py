@@ -22,18 +22,25 @@ from icehouse_server.domain.blocks import (
     block_hash,
 )
 from icehouse_server.domain.ids import BlockHash, Fingerprint
-from icehouse_server.storage.files import SystemFiles
-from icehouse_server.storage.local.block_format.damage import BlockFileError
-from icehouse_server.storage.local.block_format.facts import BlockFile
-from icehouse_server.storage.local.block_format.file import prepare_block, read_head, write_block
-from icehouse_server.storage.local.block_format.header import DTYPE_BYTES, parse_head
-from icehouse_server.storage.local.block_format.reader import verify_block
+from icehouse_server.storage.files import Files
+from icehouse_server.storage.local.block_format.block_file import (
+    prepare_block,
+    read_head,
+    verify_block,
+    write_block,
+)
+from icehouse_server.storage.local.block_format.header import (
+    DTYPE_BYTES,
+    BlockFile,
+    BlockFileError,
+    parse_head,
+)
 from icehouse_server.storage.local.encryption.aes_gcm import Cipher
 
 from tests.fixtures.storage.blocks import make_block
 from tests.fixtures.storage.ciphers import BOTH_WAYS
 
-FILES = SystemFiles()
+FILES = Files()
 
 
 def write(block: HostBlock, path, *, cipher: Cipher | None = None) -> BlockFile:
@@ -99,9 +106,11 @@ def test_round_trip(tmp_path_factory, data, cipher):
             decryptor = written.cipher.decryptor(region.kind, tag=region.tag)
             decryptor.update(memoryview(text)[region.offset : region.offset + region.size_bytes])
             assert decryptor.finish()
+        offset = region.offset
         for tensor, source in zip(region.tensors, original.tensors, strict=True):
             assert (tensor.name, tensor.dtype, tensor.shape) == (source.name, source.dtype, source.shape)
-            assert text[tensor.offset : tensor.offset + tensor.size_bytes] == source.data
+            assert text[offset : offset + tensor.size_bytes] == source.data
+            offset += tensor.size_bytes
 
 
 def test_the_safetensors_library_reads_it(tmp_path):

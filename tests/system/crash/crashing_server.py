@@ -28,7 +28,7 @@ from tests.fixtures.patience import BOUND_S
 _WATCH_LIMIT = 5
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
-    ["icehouse_server.cli.serve", "tests.system.crash.server_process", "tests.system.crash.preloaded"]
+    ["icehouse_server.cli.serve", "tests.system.crash.crashing_server", "tests.system.crash.preloaded"]
 )
 
 

@@ -2,10 +2,10 @@
 
 Owns the `BlockStore`. A step empties the inbox, then does one piece of what is due: a spill or a
 batch of evictions for it, a batch of an ordered removal, one file of a verify, upkeep (recency, a
-slice of the deferred walk). The four take turns, so that none waits for another one's queue to
+slice of the deferred scan). They take turns, so that none waits for another one's queue to
 empty; an order waits only for the spills accepted before it. Reads never wait here (see
-`reader_pool`). Nothing the disk does ends the loop: a failure shuts the write gate, and the
-directory is opened anew when that is due.
+`reader_pool`). Nothing the disk does ends the loop: after a failure nothing is written, and the
+directory is opened anew at the next retry.
 """
 
 from __future__ import annotations
@@ -31,27 +31,25 @@ from icehouse_server.storage.api import (
     Inventory,
     Names,
     Outcome,
-    Purged,
     StorageClosed,
     Ticket,
     Trouble,
 )
 from icehouse_server.storage.disk_error import DiskErrorKind, classify, outline
-from icehouse_server.storage.local.credit import Meters
 from icehouse_server.storage.local.directory.manifest import GROWTH_ALLOWANCE_BYTES
 from icehouse_server.storage.local.directory.store import BlockStore
+from icehouse_server.storage.local.queue_limit import QueueLimits
 from icehouse_server.storage.local.reader_pool import ReadReport
 from icehouse_server.storage.local.spiller import Spill, Spiller
-from icehouse_server.storage.local.stats import StorageCounters, note_damage, storage_stats
+from icehouse_server.storage.local.storage_stats import StorageCounters, note_damage, storage_stats
 from icehouse_server.storage.local.store_state import StoreState, StoreStatus
-from icehouse_server.storage.local.tasks import retire
 
 _log = logging.getLogger(__name__)
 
-_KEEP_UP_S = 5.0
-"""Recency is written at most this often; a crash forgets no more of it."""
+_UPKEEP_S = 5.0
+"""Recency is written at most this often; a crash loses no more of it."""
 _INVENTORY_PART_COUNT = 2048
-"""Blocks told to the engine at a time: some milliseconds of the inference thread."""
+"""Blocks sent to the engine at a time: some milliseconds of the inference thread."""
 _DEFERRED_SLICE_COUNT = 64
 """Files looked at per idle step after a clean start."""
 
@@ -79,14 +77,14 @@ class StorageLoop:
         store: BlockStore,
         *,
         inbox: queue.SimpleQueue[Call],
-        meters: Meters,
+        limits: QueueLimits,
         clock: Clock,
         post: Callable[[Outcome], object],
     ) -> None:
         self.is_closed = False
         self._store = store
         self._inbox = inbox
-        self._meters = meters
+        self._limits = limits
         self._clock = clock
         self._post = post
         self._state = StoreState()
@@ -95,7 +93,7 @@ class StorageLoop:
             store,
             state=self._state,
             counters=self._counters,
-            meter=meters.spills,
+            limit=limits.spills,
             clock=clock,
             finish=self._finish,
         )
@@ -110,50 +108,55 @@ class StorageLoop:
                 self._step_upkeep,
             )
         )
-        """What may do the next piece, the one that did the last at the end."""
-        self._asked: list[Ticket[CacheStats]] = []
-        """Who wants the counters: counted once for all of them."""
+        """What may do the next piece; the last one to have had its turn is at the end."""
+        self._stats_tickets: list[Ticket[CacheStats]] = []
+        """Requests for the counters: all get the same copy."""
         self._close_time: float | None = None
-        """Until when spills are finished (`Clock.monotonic`); None until the end is asked for."""
+        """Until when spills are finished (`Clock.monotonic`); None until `close`."""
         self._deferred: Iterator[BlockHash] = iter(())
         self._inventory: Iterator[Inventory] = iter(())
         """Parts that are yet to be posted."""
         self._has_inventory = False
-        """Whether the engine was ever told the whole of one, and so waits for none."""
+        """Whether the engine ever got a complete one, and so waits for none."""
         self._piece_time: float | None = None
         """When the piece of work under way began (`Clock.monotonic`); None between two. Others read it."""
-        self._kept_up_time = clock.monotonic()
+        self._upkeep_time = clock.monotonic()
 
     @property
     def silence_s(self) -> float:
-        """For how long this thread has been at one piece of work; 0 when it waits for some. Any thread."""
+        """For how long this thread has been at one piece of work; 0 while it waits for some. Any thread."""
         began_time = self._piece_time
         return 0.0 if began_time is None else self._clock.monotonic() - began_time
 
     @contextlib.contextmanager
     def piece(self) -> Iterator[None]:
-        """Do a piece of work in the block, so that others can see how long the disk keeps this thread."""
-        self._piece_time = self._clock.monotonic()
+        """Do a piece of work in the block, so that others can see how long the disk blocks this thread."""
+        outer_time, self._piece_time = self._piece_time, self._clock.monotonic()
         try:
             yield
         finally:
-            self._piece_time = None
+            self._piece_time = outer_time
 
     def open(self) -> None:
-        """Open the directory and post the inventory; a disk that refuses shuts the gate instead."""
+        """Open the directory and post the inventory; if the disk refuses, nothing is written."""
         with self.piece():
-            self._open()
-
-    def _open(self) -> None:
-        try:
-            self._store.open()
-        except (OSError, sqlite3.Error, StartError) as error:
-            self._fail(error)
-            if not self._has_inventory:
-                # Later failures leave the engine what it knows: files may still be read.
-                self._post_inventory(Inventory(()))
+            try:
+                self._store.open()
+            except (OSError, sqlite3.Error, StartError) as error:
+                self._fail(error)
+                if not self._has_inventory:
+                    # After later failures the engine's inventory stays: files may still be read.
+                    self._post_inventory(Inventory(()))
+            else:
+                self._log_opened()
+                is_clean = self._store.report.clean
+                self._deferred = iter([record.hash for record in self._store.index] if is_clean else ())
+                self._state.open()
+                self._inventory = self._inventory_parts()
+                self._step_inventory()
             self._announce_gone()
-            return
+
+    def _log_opened(self) -> None:
         report = self._store.report
         _log.info(
             "cache_opened",
@@ -182,25 +185,20 @@ class StorageLoop:
                     "used, and are there again with that code",
                 },
             )
-        self._deferred = iter([record.hash for record in self._store.index] if report.clean else ())
-        self._state.open()
-        self._inventory = self._inventory_parts()
-        self._step_inventory()
-        self._announce_gone()
 
     def _inventory_parts(self) -> Iterator[Inventory]:
-        """Yield what is stored; of a large tier in parts, each as it is when its turn comes."""
+        """Yield what is stored; of a large tier in parts, each looked up when its turn comes."""
         records = self._store.index.by_recency(self._store.settings.fingerprint)
         if len(records) > _INVENTORY_PART_COUNT:
-            # A block finds its owner in the one before it.
+            # The engine finds the owner of a block in the block before it.
             records.sort(key=lambda record: record.start_token_index)
         names = [record.hash for record in records]
         for start in range(0, max(len(names), 1), _INVENTORY_PART_COUNT):
             stop = start + _INVENTORY_PART_COUNT
-            # What went meanwhile was told already.
-            found = (self._store.index.get(name) for name in names[start:stop])
-            part = tuple(record for record in found if record is not None)
-            yield Inventory(part, is_first=start == 0, is_last=stop >= len(names))
+            # What left meanwhile was announced already.
+            part = map(self._store.index.get, names[start:stop])
+            stored = tuple(record for record in part if record is not None)
+            yield Inventory(stored, is_first=start == 0, is_last=stop >= len(names))
 
     def _step_inventory(self) -> bool:
         part = next(self._inventory, None)
@@ -214,25 +212,22 @@ class StorageLoop:
 
     def wait(self, timeout_s: float) -> None:
         """Handle the next message, or return when none comes in time."""
-        try:
+        with contextlib.suppress(queue.Empty):
             call = self._inbox.get(timeout=timeout_s)
-        except queue.Empty:
-            return
-        with self.piece():
-            call()
+            with self.piece():
+                call()
 
     def step(self) -> bool:
         """Empty the inbox and do one piece of work; False when there is nothing left to do now."""
         with self.piece():
-            return self._step()
-
-    def _step(self) -> bool:
-        while not self._inbox.empty():
-            self._inbox.get_nowait()()
-        self._answer_asked()
-        is_busy = self._guarded(self._work, instead=True)
-        self._announce_gone()
-        return is_busy and not self.is_closed
+            while not self._inbox.empty():
+                self._inbox.get_nowait()()
+            self._send_stats()
+            is_busy = True
+            with self._failures():
+                is_busy = self._work()
+            self._announce_gone()
+            return is_busy and not self.is_closed
 
     def _work(self) -> bool:
         now = self._clock.monotonic()
@@ -240,12 +235,12 @@ class StorageLoop:
             self._end()
             return False
         if self._state.is_retry_due(now=now):
-            self._try_to_recover(now)
+            self._retry(now)
         if not self._state.is_usable:
             self._give_up_orders()
             return self._step_spill()
         for _ in range(len(self._turns)):
-            # Turned before it is taken: one that raises has had its turn too.
+            # Rotated before it is called: one that raises has had its turn too.
             self._turns.rotate(-1)
             if self._turns[-1]():
                 return True
@@ -259,10 +254,14 @@ class StorageLoop:
 
     def _step_upkeep(self) -> bool:
         now = self._clock.monotonic()
-        if now - self._kept_up_time >= _KEEP_UP_S:
-            self._kept_up_time = now
-            self._store.keep_up()
-        return self._walk_deferred()
+        if now - self._upkeep_time >= _UPKEEP_S:
+            self._upkeep_time = now
+            self._store.maintain()
+        # After a clean start, look at a few files until all have been looked at.
+        hashes = list(islice(self._deferred, _DEFERRED_SLICE_COUNT))
+        for block_hash in self._store.check_rows(hashes):
+            _log.warning("row_mismatch_found", extra={"block": block_hash.hex()})
+        return bool(hashes)
 
     # What comes through the inbox.
 
@@ -272,118 +271,109 @@ class StorageLoop:
 
     def touch(self, blocks: Names) -> None:
         """Note that these blocks were used now, in this order."""
-        self._meters.orders.give_back(1)
+        self._limits.orders.release(1)
         self._store.touch(blocks)
 
-    def begin(self, ticket: Ticket[Purged], work: Generator[None, None, Purged]) -> None:
-        """Do an order, behind the spills accepted before it."""
-        self._orders.append(_Order(ticket, work, self._spiller.accepted_total))
-
-    def begin_check(self, ticket: Ticket[_Result], work: Generator[None, None, _Result]) -> None:
-        """As `begin`, for what removes nothing that is sound and may take very long."""
-        self._checks.append(_Order(ticket, work, self._spiller.accepted_total))
+    def begin(
+        self, ticket: Ticket[_Result], work: Generator[None, None, _Result], *, is_check: bool = False
+    ) -> None:
+        """Do an order, after the spills accepted before it. A check removes nothing that is sound and may
+        take very long; other orders do not wait for it."""
+        orders = self._checks if is_check else self._orders
+        orders.append(_Order(ticket, work, self._spiller.accepted_total))
 
     def count(self, ticket: Ticket[CacheStats]) -> None:
-        """Tell the counters."""
-        self._meters.orders.give_back(1)
-        self._asked.append(ticket)
+        """Return the counters."""
+        self._limits.orders.release(1)
+        self._stats_tickets.append(ticket)
 
     def close(self, deadline_time: float) -> None:
         """Finish the spills until the deadline (`Clock.monotonic`), close the directory and end."""
         self._close_time = deadline_time
 
     def pin(self, ticket: Ticket[Names], blocks: Names, *, pinned: bool) -> None:
-        """Pin or unpin, and say what is not there any more; give it up where the disk refuses."""
-        self._meters.orders.give_back(1)
-        is_done = self._state.is_usable and self._guarded(
-            lambda: self._store.set_pinned(blocks, pinned=pinned) >= 0, instead=False
-        )
-        if not is_done:
-            self._finish(ticket, self._given_up())
-            return
-        waiting = self._spiller.set_pinned(frozenset(blocks), pinned=pinned)
-        missing = (name for name in blocks if name not in self._store.index and name not in waiting)
-        self._finish(ticket, tuple(missing))
+        """Pin or unpin, and return what is not there any more; fails where the disk refuses."""
+        self._limits.orders.release(1)
+        outcome: Names | None = None
+        if self._state.is_usable:
+            with self._failures():
+                self._store.set_pinned(blocks, pinned=pinned)
+                queued = self._spiller.set_pinned(frozenset(blocks), pinned=pinned)
+                outcome = tuple(n for n in blocks if n not in self._store.index and n not in queued)
+        self._finish(ticket, self._unusable() if outcome is None else outcome)
 
     def count_read(self, report: ReadReport) -> None:
-        """Take in what the readers found."""
-        self._meters.reads.give_back(1)
-        self._guarded(lambda: self._count_read(report), instead=False)
+        """Count a read, and retire the blocks that could not be used."""
+        self._limits.reads.release(1)
+        self._store.integrity.verified_block_total += report.block_count
+        self._counters.promote.read_byte_total += report.read_bytes
+        with self._failures():
+            for failure in report.failures:
+                note_damage(self._store.integrity, failure)
+                name = failure.hash.hex() if failure.hash is not None else ""
+                _log.warning(
+                    "block_not_read" if failure.cause is Damage.MEMORY else "block_retired",
+                    extra={"block": name, "cause": failure.cause.value, "detail": failure.detail},
+                )
+                if self._state.is_usable:
+                    self._store.retire(failure)
 
-    def _step_order(self, waiting: collections.deque[_Order]) -> bool:
-        """Do a piece of the first order; False when there is none, or spills before it are yet to end."""
-        if not waiting or self._spiller.settled_total < waiting[0].spill_count:
+    def _step_order(self, orders: collections.deque[_Order]) -> bool:
+        """Do a piece of the first order; False when there is none, or spills before it are not finished."""
+        if not orders or self._spiller.finished_total < orders[0].spill_count:
             return False
         outcome: Any = None
         try:
-            next(waiting[0].work)
+            next(orders[0].work)
         except StopIteration as ended:
             outcome = ended.value
         except (OSError, sqlite3.Error) as error:
             self._fail(error)
-            outcome = self._given_up()
+            outcome = self._unusable()
         if outcome is not None:
-            self._meters.orders.give_back(1)
-            self._finish(waiting.popleft().ticket, outcome)
+            self._finish_order(orders, outcome)
         return True
 
     def _give_up_orders(self) -> None:
-        """Nobody waits for a directory that may never come back: whoever ordered may order again."""
-        for waiting in (self._orders, self._checks):
-            while waiting:
-                self._meters.orders.give_back(1)
-                self._finish(waiting.popleft().ticket, self._given_up())
+        """Fail all orders: nobody should wait for a directory that may never come back."""
+        for orders in (self._orders, self._checks):
+            while orders:
+                self._finish_order(orders, self._unusable())
 
-    def _given_up(self) -> Failure:
+    def _finish_order(self, orders: collections.deque[_Order], outcome: Any) -> None:
+        self._limits.orders.release(1)
+        self._finish(orders.popleft().ticket, outcome)
+
+    def _unusable(self) -> Failure:
         return Failure(Trouble.UNUSABLE, self._state.detail)
 
-    def _walk_deferred(self) -> bool:
-        """After a clean start, look at a few files; False when all have been looked at."""
-        hashes = list(islice(self._deferred, _DEFERRED_SLICE_COUNT))
-        for block_hash in self._store.check_rows(hashes):
-            _log.warning("row_mismatch_found", extra={"block": block_hash.hex()})
-        return bool(hashes)
-
-    def _answer_asked(self) -> None:
-        if not self._asked:
+    def _send_stats(self) -> None:
+        if not self._stats_tickets:
             return
-        asked, self._asked = self._asked, []
+        tickets, self._stats_tickets = self._stats_tickets, []
         stats = storage_stats(
             self._store,
             self._counters,
             self._state,
-            meters=self._meters,
+            limits=self._limits,
             spill_queue_count=len(self._spiller),
         )
-        for ticket in asked:
+        for ticket in tickets:
             self._finish(ticket, stats)
 
-    def _count_read(self, report: ReadReport) -> bool:
-        self._store.integrity.verified_block_total += report.block_count
-        self._counters.promote.read_byte_total += report.read_bytes
-        for failure in report.failures:
-            note_damage(self._store.integrity, failure)
-            name = failure.hash.hex() if failure.hash is not None else ""
-            _log.warning(
-                "block_not_read" if failure.cause is Damage.MEMORY else "block_retired",
-                extra={"block": name, "cause": failure.cause.value, "detail": failure.detail},
-            )
-            if self._state.is_usable:
-                retire(self._store, failure)
-        return True
-
-    def _try_to_recover(self, now: float) -> None:
-        """Look whether the disk takes writes again; open the directory anew when it was given up."""
-        if self._state.status is StoreStatus.FULL:
-            free_bytes = self._store.files.free_bytes(self._store.paths.root)
-            if free_bytes >= self._state.needed_bytes + self._store.space.floor_bytes:
-                self._state.open()
-            else:
-                self._state.fill(self._state.detail, now=now, needed_bytes=self._state.needed_bytes)
+    def _retry(self, now: float) -> None:
+        """Check whether the disk takes writes again; open the directory anew when it was given up."""
+        if self._state.status is not StoreStatus.FULL:
+            self._store.abandon()
+            self._store.unlock()
+            self.open()
             return
-        self._store.abandon()
-        self._store.unlock()
-        self._open()
+        needed_bytes = self._state.needed_bytes
+        free_bytes = self._store.files.free_bytes(self._store.paths.root)
+        if free_bytes >= needed_bytes + self._store.space.floor_bytes:
+            self._state.open()
+        else:
+            self._state.fill(self._state.detail, now=now, needed_bytes=needed_bytes)
 
     def _end(self) -> None:
         self._spiller.drop_all(SpillDropCause.SHUTDOWN)
@@ -394,50 +384,49 @@ class StorageLoop:
         self._announce_gone()
         self._post(StorageClosed(was_clean))
 
-    def _guarded(self, action: Callable[[], bool], *, instead: bool) -> bool:
-        """Return what an action returns, or `instead` when the disk refused it."""
+    @contextlib.contextmanager
+    def _failures(self) -> Iterator[None]:
+        """Stop writing when the disk refuses what is done in the block."""
         try:
-            return action()
+            yield
         except (OSError, sqlite3.Error) as error:
             self._fail(error)
-            return instead
 
     def _fail(self, error: OSError | sqlite3.Error | StartError) -> None:
-        """Stop writing. A manifest that has no space keeps all it had, and so does memory; after anything
-        else the directory is given up until it is opened anew: rows and memory may differ now."""
+        """Stop writing. If only the manifest has no space, nothing it had is lost. After any other failure
+        rows and memory may differ, so the directory is given up until it is opened anew."""
         now = self._clock.monotonic()
         is_full = classify(error) is DiskErrorKind.FULL
         reason = "Disk is full" if is_full else "Disk refused"
         # Callers see the detail, so it names no path; the log does.
         detail = f"{reason}: {outline(error)}; nothing is written until"
-        if is_full and isinstance(error, sqlite3.Error) and self._state.is_usable:
-            _log.error(
-                "cache_directory_full", extra={"directory": self._store.paths.root, "detail": str(error)}
-            )
+        is_manifest_full = is_full and isinstance(error, sqlite3.Error) and self._state.is_usable
+        _log.error(
+            "cache_directory_full" if is_manifest_full else "cache_directory_given_up",
+            extra={"directory": self._store.paths.root, "detail": str(error)},
+        )
+        if is_manifest_full:
             needed_bytes = GROWTH_ALLOWANCE_BYTES
             self._state.fill(
                 f"{detail} {needed_bytes} bytes are free above the floor", now=now, needed_bytes=needed_bytes
             )
             return
-        _log.error(
-            "cache_directory_given_up", extra={"directory": self._store.paths.root, "detail": str(error)}
-        )
         self._state.break_down(f"{detail} the cache directory works again", now=now)
         self._spiller.undo_writings()
         self._store.abandon()
         if next(self._inventory, None) is not None and not self._has_inventory:
-            # Requests wait for the last part, and whether the directory is opened again nobody knows.
+            # Requests wait for the last part, and the directory may never be opened again.
             self._post_inventory(Inventory((), is_first=False, is_last=True))
         self._inventory = iter(())
 
     def _announce_gone(self) -> None:
-        """Tell the engine what left the disk."""
+        """Report to the engine which blocks left the disk."""
         if gone := self._store.take_gone():
             self._post(Evicted(gone))
 
     def _finish(self, ticket: Ticket[_Result], outcome: _Result | Failure) -> None:
-        """Post a ticket with its outcome, behind what left the disk before: a block of the same name may be
-        there again, and the engine forgets blocks before it tells anybody that they are gone."""
+        """Post a ticket with its outcome, after what left the disk before: a block of the same name may be
+        stored again, and the engine must forget blocks before it reports that they are gone."""
         self._announce_gone()
-        ticket.settle(outcome)
+        ticket.finish(outcome)
         self._post(ticket)

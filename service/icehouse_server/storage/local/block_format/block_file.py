@@ -1,0 +1,357 @@
+"""Block file: one block as one safetensors file that describes itself; written, read and verified here.
+
+Layout: 8 bytes of header length (little endian), a JSON header padded with spaces to a
+multiple of 8, then the regions kv, window, checkpoint, each contiguous, each tensor as its
+C-contiguous bytes. The header is written here and not by the safetensors library because
+the library orders tensors by dtype, and a restore needs regions as ranges; every safetensors
+reader can read the result.
+
+Trust: the header's first value is the xxh3 of the whole header with that value set to zeros,
+so every changed bit of the header is seen; each region carries the xxh3 of its bytes; the
+block's hash is computed again from its parent and token ids. All of it is checked before a
+byte is used. `__metadata__` begins so in every layout ABI, so that other ABIs can be told
+from damage. With a cipher the regions and most of the head are encrypted.
+
+Any thread may call these functions. Bytes are hashed in file order right before each write and right
+behind each read, while they are in the CPU's cache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from math import prod
+
+import numpy as np
+import xxhash
+
+from icehouse_server.domain.blocks import (
+    BlockHeader,
+    Damage,
+    HostBlock,
+    HostRegion,
+    HostTensor,
+    RegionKind,
+    block_hash,
+)
+from icehouse_server.domain.ids import BlockHash
+from icehouse_server.storage.api import KvTarget, LoadedBlock, PlannedBlock, TensorShape
+from icehouse_server.storage.disk_error import is_shortage
+from icehouse_server.storage.files import Files
+from icehouse_server.storage.local.block_format.header import (
+    DTYPE_BYTES,
+    REGION_ORDER,
+    BlockFile,
+    BlockFileError,
+    BlockOutline,
+    FileRegion,
+    encode_head,
+    file_cipher_of,
+    head_length,
+    parse_head,
+)
+from icehouse_server.storage.local.encryption.constants import TAG_BYTES, Cipher, Encryptor, FileCipher
+
+GROUP_BYTES = 256 << 10
+"""Bytes that are hashed and transferred at a time; several fit the second-level cache."""
+_FIRST_READ_BYTES = 32 << 10
+"""Covers the head of all but the deepest models in one read."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PreparedBlock:
+    """A block whose facts have been checked and whose file's size is known."""
+
+    block: HostBlock
+    cipher: Cipher | None
+    """Encrypts it."""
+    head_bytes: int
+    file_bytes: int
+
+
+def prepare_block(block: HostBlock, *, cipher: Cipher | None = None) -> PreparedBlock:
+    """Check a block before anything is reserved or written for it.
+
+    A wrong hash, or a tensor whose size is not that of its shape, is a broken invariant of the caller.
+    """
+    header = block.header
+    secret = cipher.name_secret if cipher else b""
+    expected = block_hash(parent=header.parent, token_ids=header.token_ids, extra=header.extra, secret=secret)
+    assert header.hash == expected, f"Block {header.hash.hex()} does not have the hash of its tokens"
+    kinds = [region.kind for region in block.regions]
+    assert kinds == [kind for kind in REGION_ORDER if kind in kinds], f"Regions out of order: {kinds}"
+    regions: list[FileRegion] = []
+    for region in block.regions:
+        names = [tensor.name for tensor in region.tensors]
+        assert len(set(names)) == len(names), f"Two tensors of one name in region {region.kind}"
+        for tensor in region.tensors:
+            size_bytes = prod(tensor.shape) * DTYPE_BYTES[tensor.dtype]
+            assert tensor.data.nbytes == size_bytes, f"{tensor.name} does not have {size_bytes} bytes"
+        # Checksums, tags and salts have fixed widths, so the head's length is known before they are.
+        offset = regions[-1].offset + regions[-1].size_bytes if regions else 0
+        regions.append(_file_region(region, offset, checksum=0, tag=bytes(TAG_BYTES) if cipher else b""))
+    head, _ = encode_head(header, regions, _new_file_cipher(block, cipher))
+    return PreparedBlock(block, cipher, head_bytes=len(head), file_bytes=len(head) + block.size_bytes)
+
+
+def write_block(files: Files, descriptor: int, prepared: PreparedBlock) -> BlockFile:
+    """Write a block into a new, empty file and return what the file says.
+
+    Tensor bytes are encrypted and hashed group by group, and without encryption never copied; the head,
+    which holds the checksums, comes last.
+    """
+    block = prepared.block
+    offset = prepared.head_bytes
+    regions = []
+    # A new salt for every attempt: one file key never encrypts two files.
+    file_cipher = _new_file_cipher(block, prepared.cipher)
+    scratch = memoryview(bytearray(2 * GROUP_BYTES if file_cipher else 0))
+    for region in block.regions:
+        begin = offset
+        digest = xxhash.xxh3_64()
+        encryptor = file_cipher.encryptor(region.kind) if file_cipher else None
+        for group, size_bytes in _groups(part for tensor in region.tensors for part in _slices(tensor.data)):
+            written = _encrypt(encryptor, group, scratch) if encryptor else group
+            for part in written:
+                digest.update(part)
+            files.write(descriptor, written, offset=offset)
+            offset += size_bytes
+        tag = encryptor.finish() if encryptor else b""
+        regions.append(_file_region(region, begin, checksum=digest.intdigest(), tag=tag))
+    head, header_checksum = encode_head(block.header, regions, file_cipher)
+    assert (len(head), offset) == (prepared.head_bytes, prepared.file_bytes), "The file's size is another"
+    files.write(descriptor, [head], offset=0)
+    return BlockFile(
+        outline=BlockOutline.of(block.header),
+        header=block.header,
+        regions=tuple(regions),
+        file_bytes=offset,
+        header_checksum=header_checksum,
+        key_id=file_cipher.key_id if file_cipher else b"",
+        cipher=file_cipher,
+    )
+
+
+def read_head(files: Files, descriptor: int, *, cipher: Cipher | None = None) -> BlockFile:
+    """Return what an open file says about itself, fully checked except for its tensor bytes.
+
+    Of an encrypted file whose key `cipher` does not have, that is its outline and its regions.
+    Raises `BlockFileError` when it is damaged or of another ABI, `OSError` from the system.
+    """
+    file_bytes = files.size(descriptor)
+    head = _read_exactly(files, descriptor, min(file_bytes, _FIRST_READ_BYTES), offset=0)
+    head_bytes = head_length(head, file_bytes=file_bytes)
+    if head_bytes > len(head):
+        head += _read_exactly(files, descriptor, head_bytes - len(head), offset=len(head))
+    return parse_head(head[:head_bytes], file_bytes=file_bytes, cipher=cipher)
+
+
+@contextlib.contextmanager
+def open_block(
+    files: Files, path: str, planned: PlannedBlock, *, cipher: Cipher | None
+) -> Iterator[tuple[int, BlockFile]]:
+    """Open a block's file and check that it is the expected block; yield its descriptor and facts.
+
+    Raises `BlockFileError`, and `OSError` where closing fails.
+    """
+    with _opened_block(files, path, cipher, is_own=True) as (descriptor, file):
+        if file.header != planned.header:
+            raise BlockFileError(Damage.MISMATCH, f"{path} holds another block than expected")
+        missing = planned.regions - {region.kind for region in file.regions}
+        if missing:
+            raise BlockFileError(Damage.MISMATCH, f"{path} has no region {', '.join(sorted(missing))}")
+        yield descriptor, file
+
+
+def read_header(files: Files, path: str, name: BlockHash, *, cipher: Cipher | None) -> BlockHeader:
+    """Return the header of the block of this name, token ids included.
+
+    Raises `BlockFileError` when the file holds another one or is damaged, `OSError` where closing fails.
+    """
+    with _opened_block(files, path, cipher, is_own=True) as (_, file):
+        header = file.header
+    if header is None or header.hash != name:
+        raise BlockFileError(Damage.MISMATCH, f"{path} holds another block than expected")
+    return header
+
+
+def read_block(
+    files: Files,
+    descriptor: int,
+    file: BlockFile,
+    planned: PlannedBlock,
+    target: KvTarget | None,
+    *,
+    before_read: Callable[[], None],
+) -> LoadedBlock:
+    """Read and verify the wanted regions of an open block; kv goes to `target`, if there is one.
+    `before_read` is called before each group of bytes.
+
+    Raises `BlockFileError` or `LayoutMismatch`; the target then holds bytes that must not be used.
+    """
+    loaded = []
+    for region in file.regions:
+        if region.kind not in planned.regions:
+            continue
+        if region.kind is RegionKind.KV and target is not None:
+            segments = target.segments(
+                region.tensors,
+                start_token_index=planned.header.start_token_index,
+                token_count=planned.header.token_count,
+            )
+        else:
+            data = _empty_bytes(region.size_bytes)
+            segments = [data]
+            loaded.append(_host_region(region, data))
+        parts = (part for segment in segments for part in _slices(segment))
+        _read_verified(files, descriptor, region, parts, cipher=file.cipher, before_read=before_read)
+    return LoadedBlock(planned.header, tuple(loaded))
+
+
+def verify_block(files: Files, path: str, *, cipher: Cipher | None = None) -> BlockFile:
+    """Read and check every region of a file, by its tag too where `cipher` has the key; return its facts.
+
+    Raises `BlockFileError`.
+    """
+    with _opened_block(files, path, cipher) as (descriptor, file):
+        scratch = _empty_bytes(GROUP_BYTES)
+        for region in file.regions:
+            parts = (
+                scratch[: region.size_bytes - begin] for begin in range(0, region.size_bytes, GROUP_BYTES)
+            )
+            _read_verified(files, descriptor, region, parts, cipher=file.cipher)
+    return file
+
+
+def _new_file_cipher(block: HostBlock, cipher: Cipher | None) -> FileCipher | None:
+    if cipher is None:
+        return None
+    return file_cipher_of(cipher, BlockOutline.of(block.header), salt=cipher.new_salt())
+
+
+def _file_region(region: HostRegion, offset: int, *, checksum: int, tag: bytes) -> FileRegion:
+    tensors = tuple(TensorShape(t.name, t.dtype, t.shape, t.data.nbytes) for t in region.tensors)
+    return FileRegion(region.kind, offset, region.size_bytes, checksum, tensors, tag)
+
+
+def _encrypt(encryptor: Encryptor, group: Sequence[memoryview], scratch: memoryview) -> list[memoryview]:
+    """Return a group's bytes, encrypted into `scratch`."""
+    begin = 0
+    for part in group:
+        encryptor.update(part, scratch[begin : begin + part.nbytes])
+        begin += part.nbytes
+    return [scratch[:begin]]
+
+
+def _slices(data: memoryview) -> Iterator[memoryview]:
+    """Yield a buffer in pieces that fit a group."""
+    if data.nbytes <= GROUP_BYTES:
+        yield data
+    else:
+        for begin in range(0, data.nbytes, GROUP_BYTES):
+            yield data[begin : begin + GROUP_BYTES]
+
+
+def _groups(parts: Iterable[memoryview]) -> Iterator[tuple[list[memoryview], int]]:
+    """Yield runs of parts that go through one call and one hash while they are cached, with their bytes."""
+    group: list[memoryview] = []
+    size_bytes = 0
+    for part in parts:
+        group.append(part)
+        size_bytes += part.nbytes
+        if size_bytes >= GROUP_BYTES:
+            yield group, size_bytes
+            group, size_bytes = [], 0
+    if group:
+        yield group, size_bytes
+
+
+def _read_exactly(files: Files, descriptor: int, size_bytes: int, *, offset: int) -> bytes:
+    buffer = bytearray(size_bytes)
+    got = files.read_into(descriptor, [memoryview(buffer)], offset=offset)
+    if got != size_bytes:
+        raise BlockFileError(Damage.TRUNCATED, f"{got} bytes at {offset}, where {size_bytes} were due")
+    return bytes(buffer)
+
+
+@contextlib.contextmanager
+def _opened_block(
+    files: Files, path: str, cipher: Cipher | None, *, is_own: bool = False
+) -> Iterator[tuple[int, BlockFile]]:
+    """Open a block file and yield its descriptor and facts. `is_own`: this server wrote it, so it is
+    encrypted if there is a key. Raises `BlockFileError`."""
+    try:
+        descriptor = files.open(path)
+    except FileNotFoundError as error:
+        raise BlockFileError(Damage.MISSING, f"{path} is gone") from error
+    except OSError as error:
+        raise BlockFileError(_damage_of(error), f"{path} cannot be opened: {error}") from error
+    try:
+        try:
+            file = read_head(files, descriptor, cipher=cipher)
+        except OSError as error:
+            raise BlockFileError(_damage_of(error), f"{path} cannot be read: {error}") from error
+        if is_own and (file.cipher is None) != (cipher is None):
+            raise BlockFileError(Damage.AUTH_TAG, f"{path} is not encrypted under the key in use")
+        yield descriptor, file
+    finally:
+        files.close(descriptor)
+
+
+def _damage_of(error: OSError) -> Damage:
+    return Damage.MEMORY if is_shortage(error) else Damage.IO
+
+
+def _read_verified(
+    files: Files,
+    descriptor: int,
+    region: FileRegion,
+    parts: Iterable[memoryview],
+    *,
+    cipher: FileCipher | None,
+    before_read: Callable[[], None] = lambda: None,
+) -> None:
+    """Fill `parts`, which cover the region in file order, decrypt them in place, and verify them."""
+    decryptor = cipher.decryptor(region.kind, tag=region.tag) if cipher else None
+    digest = xxhash.xxh3_64()
+    offset = region.offset
+    for group, size_bytes in _groups(parts):
+        before_read()
+        try:
+            got = files.read_into(descriptor, group, offset=offset)
+        except OSError as error:
+            raise BlockFileError(
+                _damage_of(error), f"region {region.kind} cannot be read: {error}"
+            ) from error
+        if got != size_bytes:
+            raise BlockFileError(Damage.TRUNCATED, f"region {region.kind} ends after {offset + got} bytes")
+        for part in group:
+            digest.update(part)
+            if decryptor is not None:
+                decryptor.update(part)
+        offset += size_bytes
+    assert offset == region.offset + region.size_bytes, f"{region.kind} was not covered exactly"
+    if digest.intdigest() != region.checksum:
+        raise BlockFileError(
+            Damage.CHECKSUM, f"region {region.kind} does not have the checksum of its header"
+        )
+    if decryptor is not None and not decryptor.finish():
+        raise BlockFileError(
+            Damage.AUTH_TAG, f"region {region.kind} is not what was encrypted under this key"
+        )
+
+
+def _empty_bytes(size_bytes: int) -> memoryview:
+    """Return an uninitialised flat buffer of format "B"."""
+    return np.empty(size_bytes, dtype=np.uint8).data
+
+
+def _host_region(region: FileRegion, data: memoryview) -> HostRegion:
+    tensors = []
+    begin = 0
+    for tensor in region.tensors:
+        end = begin + tensor.size_bytes
+        tensors.append(HostTensor(tensor.name, tensor.dtype, tensor.shape, data[begin:end]))
+        begin = end
+    return HostRegion(region.kind, tuple(tensors))
