@@ -21,7 +21,7 @@ from icehouse_server.domain.events import Failed, ReuseLimit
 from icehouse_server.domain.ids import DEFAULT_SCOPE
 from icehouse_server.domain.request import CacheUse
 from icehouse_server.engine.core.sequence import Phase
-from icehouse_server.engine.prefix_cache.tiers.ports import CacheFacts
+from icehouse_server.engine.prefix_cache.tiers.runner_port import CacheFacts
 from icehouse_server.errors import IcehouseError, Overloaded, Reason
 from icehouse_server.storage.api import StorageFailed
 from icehouse_server.storage.local.block_format.damage import BlockFileError

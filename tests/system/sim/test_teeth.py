@@ -16,7 +16,7 @@ from icehouse_server.engine.core import block_log
 from icehouse_server.engine.core.sequence import Phase
 from icehouse_server.engine.output import Output
 from icehouse_server.engine.prefix_cache import cache, commands, controller, restore
-from icehouse_server.engine.prefix_cache.tiers import account, matching, ports, tree
+from icehouse_server.engine.prefix_cache.tiers import account, matching, runner_port, tree
 from icehouse_server.engine.scheduling import layered_prefill, pass_plan, scheduler
 from icehouse_server.rpc.kv_events import block_mirror, event_feed
 from icehouse_server.storage.api import Loaded
@@ -37,30 +37,30 @@ def believe_every_token_equal(patch: pytest.MonkeyPatch) -> None:
 
 
 def forget_windows(patch: pytest.MonkeyPatch) -> None:
-    real = ports.CacheFacts.needed_kinds
+    real = runner_port.CacheFacts.needed_kinds
 
     def needed_kinds(self, **place):
         return tuple(kind for kind in real(self, **place) if kind != "window")
 
-    patch.setattr(ports.CacheFacts, "needed_kinds", needed_kinds)
+    patch.setattr(runner_port.CacheFacts, "needed_kinds", needed_kinds)
 
 
 def measure_windows_one_block_short(patch: pytest.MonkeyPatch) -> None:
-    real = ports.CacheFacts.needed_kinds
+    real = runner_port.CacheFacts.needed_kinds
 
     def needed_kinds(self, *, end_token_index, token_count):
         return real(self, end_token_index=end_token_index, token_count=token_count + BLOCK)
 
-    patch.setattr(ports.CacheFacts, "needed_kinds", needed_kinds)
+    patch.setattr(runner_port.CacheFacts, "needed_kinds", needed_kinds)
 
 
 def resume_between_checkpoints(patch: pytest.MonkeyPatch) -> None:
-    real = ports.CacheFacts.needed_kinds
+    real = runner_port.CacheFacts.needed_kinds
 
     def needed_kinds(self, **place):
         return tuple(kind for kind in real(self, **place) if kind != "checkpoint")
 
-    patch.setattr(ports.CacheFacts, "needed_kinds", needed_kinds)
+    patch.setattr(runner_port.CacheFacts, "needed_kinds", needed_kinds)
 
 
 def take_the_kv_of_another_block(patch: pytest.MonkeyPatch) -> None:

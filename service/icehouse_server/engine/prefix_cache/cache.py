@@ -27,8 +27,8 @@ from icehouse_server.engine.prefix_cache.planner import Plan, Rates, plan, with_
 from icehouse_server.engine.prefix_cache.tiers.counters import PrefixCounters
 from icehouse_server.engine.prefix_cache.tiers.matching import Prompt, known_chain, unread_nodes
 from icehouse_server.engine.prefix_cache.tiers.node import Node
-from icehouse_server.engine.prefix_cache.tiers.ports import CacheFacts, CacheRunner
 from icehouse_server.engine.prefix_cache.tiers.ram import RamTier
+from icehouse_server.engine.prefix_cache.tiers.runner_port import CacheFacts, CacheRunner
 from icehouse_server.engine.prefix_cache.tiers.settings import PrefixSettings
 from icehouse_server.engine.prefix_cache.tiers.spill import Spills
 from icehouse_server.engine.prefix_cache.tiers.tenant_quota import TenantQuotas

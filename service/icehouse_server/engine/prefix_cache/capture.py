@@ -6,7 +6,7 @@ import dataclasses
 
 from icehouse_server.domain.blocks import RegionKind
 from icehouse_server.engine.core.sequence import Sequence
-from icehouse_server.engine.prefix_cache.tiers.ports import CacheFacts
+from icehouse_server.engine.prefix_cache.tiers.runner_port import CacheFacts
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

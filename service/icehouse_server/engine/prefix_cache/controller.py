@@ -20,7 +20,7 @@ from icehouse_server.engine.prefix_cache.commands import CacheCommands
 from icehouse_server.engine.prefix_cache.header_fetch import HeaderFetches
 from icehouse_server.engine.prefix_cache.in_flight import InFlightPrefixes
 from icehouse_server.engine.prefix_cache.restore import Restore
-from icehouse_server.engine.prefix_cache.tiers.ports import CacheRunner
+from icehouse_server.engine.prefix_cache.tiers.runner_port import CacheRunner
 from icehouse_server.errors import StorageError
 from icehouse_server.storage.api import Evicted, Failure, Inventory, Loaded, Outcome, Ticket, Trouble
 

@@ -14,7 +14,7 @@ from icehouse_server.domain.events import CacheReport, ReuseLimit
 from icehouse_server.engine.prefix_cache.divergence import find_divergence
 from icehouse_server.engine.prefix_cache.tiers.matching import Match, Prompt, match
 from icehouse_server.engine.prefix_cache.tiers.node import Node
-from icehouse_server.engine.prefix_cache.tiers.ports import PlacedBlock
+from icehouse_server.engine.prefix_cache.tiers.runner_port import PlacedBlock
 from icehouse_server.engine.prefix_cache.tiers.tree import PrefixTree
 from icehouse_server.storage.api import PlannedBlock
 

@@ -11,7 +11,7 @@ from icehouse_server.domain.blocks import Region, RegionKind
 from icehouse_server.domain.ids import BlockHash
 from icehouse_server.engine.core.sequence import Sequence
 from icehouse_server.engine.prefix_cache.planner import Plan
-from icehouse_server.engine.prefix_cache.tiers.ports import (
+from icehouse_server.engine.prefix_cache.tiers.runner_port import (
     CacheFacts,
     CacheRunner,
     PlacedBlock,

@@ -204,4 +204,4 @@ def test_cutting_tokens_that_are_gone_is_a_broken_invariant() -> None:
     feed(recording.model, recording.caches, [11])
     with pytest.raises(AssertionError, match="holds"):
         recording.layout.cut_window(recording.caches, start=0, stop=BLOCK)
-    assert class_of(recording.caches[0]).held(recording.caches[0]).count == 24
+    assert class_of(recording.caches[0]).tokens(recording.caches[0]).count == 24

@@ -10,7 +10,7 @@ import mlx.core as mx
 import pytest
 from icehouse_server.domain.blocks import HostRegion, RegionKind
 from icehouse_server.engine.kv_cache.regions import ArrayRegion, evaluate, to_host
-from icehouse_server.engine.prefix_cache.tiers.ports import PlacedBlock
+from icehouse_server.engine.prefix_cache.tiers.runner_port import PlacedBlock
 from icehouse_server.errors import Reason, StorageError
 
 from tests.unit.engine.kv_cache.runs import (
@@ -21,6 +21,7 @@ from tests.unit.engine.kv_cache.runs import (
     greedy,
     model_of,
     prompt,
+    rebuilt,
     same_bits,
     uninterrupted,
 )
@@ -30,7 +31,7 @@ KV, WINDOW, CHECKPOINT = RegionKind
 
 
 def _restore(recording: Recording, blocks: tuple[PlacedBlock, ...], token_count: int) -> list[Any]:
-    return recording.layout.restore(blocks, token_count=token_count, make_caches=recording.make_caches)
+    return rebuilt(recording.layout, blocks, recording.make_caches(), token_count=token_count)
 
 
 def _check(recording: Recording, restored: list[Any], position: int) -> None:
@@ -88,15 +89,16 @@ def test_a_live_cache_never_writes_under_a_host_view() -> None:
 
 def test_a_restore_can_be_taken_step_by_step() -> None:
     recording = Recording(model_of("llama"), prompt(CHUNK))
-    restoring = recording.layout.begin_restore(
-        recording.blocks(stop=CHUNK),
-        token_count=CHUNK,
-        make_caches=recording.make_caches,
+    rebuild = recording.layout.begin_rebuild(
+        recording.blocks(stop=CHUNK), recording.make_caches(), token_count=CHUNK
     )
-    with pytest.raises(AssertionError, match="not finished"):
-        _ = restoring.caches
-    assert [restoring.step() for _ in range(5)] == [True, True, True, False, False]
-    _check(recording, restoring.caches, CHUNK)
+    for _ in recording.layout.parts:
+        assert not rebuild.is_done
+        with pytest.raises(AssertionError, match="not finished"):
+            _ = rebuild.caches
+        mx.eval(rebuild.next_part())
+    assert rebuild.is_done
+    _check(recording, rebuild.caches, CHUNK)
 
 
 def _without(

@@ -9,7 +9,7 @@ import pytest
 from icehouse_server.domain.blocks import RegionKind
 from icehouse_server.engine.kv_cache.layout import CacheLayout
 from icehouse_server.engine.kv_cache.regions import ArrayRegion
-from icehouse_server.engine.prefix_cache.tiers.ports import PlacedBlock
+from icehouse_server.engine.prefix_cache.tiers.runner_port import PlacedBlock
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
 from tests.unit.engine.kv_cache.runs import (
@@ -21,6 +21,7 @@ from tests.unit.engine.kv_cache.runs import (
     greedy,
     model_of,
     prompt,
+    rebuilt,
     same_bits,
     same_regions,
     uninterrupted,
@@ -91,8 +92,8 @@ def test_only_blocks_inside_the_window_are_needed() -> None:
     tokens = prompt(6 * BLOCK)
     recording = Recording(model, tokens)
     position = 6 * BLOCK
-    needed_from = recording.layout.window_start(position)
-    assert needed_from == position - 24
+    needed_from = position - 24
+    assert set(recording.layout.window_token_counts) == {24}
     blocks = tuple(
         block
         if block.end_token_index > needed_from
@@ -115,4 +116,4 @@ def test_the_restored_class_and_its_counters_are_exact() -> None:
 
 
 def _restore(recording: Recording, source: tuple[PlacedBlock, ...], token_count: int) -> list[Any]:
-    return recording.layout.restore(source, token_count=token_count, make_caches=recording.make_caches)
+    return rebuilt(recording.layout, source, recording.make_caches(), token_count=token_count)

@@ -7,7 +7,7 @@ from icehouse_server.domain.blocks import RegionKind
 from icehouse_server.domain.ids import SequenceId
 from icehouse_server.engine.core.sequence import Phase, Sequence
 from icehouse_server.engine.prefix_cache.capture import CaptureRules
-from icehouse_server.engine.prefix_cache.tiers.ports import CacheFacts
+from icehouse_server.engine.prefix_cache.tiers.runner_port import CacheFacts
 from icehouse_server.text.detokenizer import TextStream
 
 from tests.fixtures.engine import decode_ascii, request

@@ -7,7 +7,7 @@ from icehouse_server.domain.events import CacheReport, Divergence, ReuseLimit
 from icehouse_server.domain.ids import BlockHash
 from icehouse_server.engine.prefix_cache.planner import Rates, plan, with_divergence
 from icehouse_server.engine.prefix_cache.tiers.matching import Prompt
-from icehouse_server.engine.prefix_cache.tiers.ports import CacheFacts
+from icehouse_server.engine.prefix_cache.tiers.runner_port import CacheFacts
 
 from tests.fixtures.known_blocks import HYBRID, KV_ONLY, ROOT, SIZE, WINDOWS, Shelf, root_of
 

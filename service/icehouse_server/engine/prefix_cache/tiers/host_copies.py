@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from icehouse_server.domain.blocks import Region
 from icehouse_server.domain.ids import BlockHash
-from icehouse_server.engine.prefix_cache.tiers.ports import CacheRunner, HostCopy
+from icehouse_server.engine.prefix_cache.tiers.runner_port import CacheRunner, HostCopy
 
 
 class _OnItsWay(NamedTuple):

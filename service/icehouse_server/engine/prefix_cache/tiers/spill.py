@@ -15,7 +15,7 @@ from icehouse_server.domain.ids import BlockHash, RequestId
 from icehouse_server.engine.prefix_cache.tiers.counters import PrefixCounters
 from icehouse_server.engine.prefix_cache.tiers.host_copies import HostCopies
 from icehouse_server.engine.prefix_cache.tiers.node import Node
-from icehouse_server.engine.prefix_cache.tiers.ports import CacheRunner, HostCopy, TierWaits
+from icehouse_server.engine.prefix_cache.tiers.runner_port import CacheRunner, HostCopy, TierWaits
 from icehouse_server.engine.prefix_cache.tiers.tenant_quota import TenantQuotas
 from icehouse_server.engine.prefix_cache.tiers.tree import PrefixTree
 from icehouse_server.storage.api import OVERHEAD_BYTES, ColdTier, Failure, Names, Persisted, Purged, Ticket

@@ -28,7 +28,7 @@ from icehouse_server.engine.core.block_names import BlockNames
 from icehouse_server.engine.prefix_cache.tiers.account import TierAccount
 from icehouse_server.engine.prefix_cache.tiers.children import Children
 from icehouse_server.engine.prefix_cache.tiers.node import NO_REGIONS, NO_SIZES, Node, Spilling
-from icehouse_server.engine.prefix_cache.tiers.ports import CacheFacts
+from icehouse_server.engine.prefix_cache.tiers.runner_port import CacheFacts
 from icehouse_server.engine.prefix_cache.tiers.settings import PrefixSettings
 from icehouse_server.storage.api import StoredBlock
 

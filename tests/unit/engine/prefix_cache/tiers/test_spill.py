@@ -10,8 +10,8 @@ from icehouse_server.domain.cache_stats import SpillDropCause
 from icehouse_server.engine.prefix_cache.planner import Rates
 from icehouse_server.engine.prefix_cache.tiers.counters import PrefixCounters
 from icehouse_server.engine.prefix_cache.tiers.node import Node
-from icehouse_server.engine.prefix_cache.tiers.ports import CacheFacts
 from icehouse_server.engine.prefix_cache.tiers.ram import RamTier
+from icehouse_server.engine.prefix_cache.tiers.runner_port import CacheFacts
 from icehouse_server.engine.prefix_cache.tiers.spill import Spills
 from icehouse_server.engine.prefix_cache.tiers.tenant_quota import TenantQuotas
 from icehouse_server.engine.prefix_cache.timeouts import Waits
