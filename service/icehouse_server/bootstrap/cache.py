@@ -16,7 +16,7 @@ from icehouse_server.device import Device
 from icehouse_server.engine.core.block_log import BlockLog
 from icehouse_server.engine.prefix_cache.cache import PrefixCache
 from icehouse_server.engine.prefix_cache.controller import CacheController
-from icehouse_server.engine.prefix_cache.tiers.settings import PrefixSettings, QuotaLimits
+from icehouse_server.engine.prefix_cache.tiers.prefix_settings import PrefixSettings, QuotaLimits
 from icehouse_server.engine.runner.identity.fingerprint import ModelFingerprint, model_fingerprint
 from icehouse_server.engine.runner.model_loader import AdapterSource
 from icehouse_server.engine.runner.runner import ModelRunner

@@ -15,7 +15,7 @@ from icehouse_server.engine import requests
 from icehouse_server.engine.core import block_log
 from icehouse_server.engine.core.sequence import Phase
 from icehouse_server.engine.output import Output
-from icehouse_server.engine.prefix_cache import cache, commands, controller, restore
+from icehouse_server.engine.prefix_cache import cache, commands, controller
 from icehouse_server.engine.prefix_cache.tiers import account, matching, runner_port, tree
 from icehouse_server.engine.scheduling import layered_prefill, pass_plan, scheduler
 from icehouse_server.rpc.kv_events import block_mirror, event_feed
@@ -64,7 +64,7 @@ def resume_between_checkpoints(patch: pytest.MonkeyPatch) -> None:
 
 
 def take_the_kv_of_another_block(patch: pytest.MonkeyPatch) -> None:
-    real = restore.Restore._on_device
+    real = controller.Restore._on_device
 
     def on_device(self, loaded, runner):
         read = real(self, loaded, runner)
@@ -73,7 +73,7 @@ def take_the_kv_of_another_block(patch: pytest.MonkeyPatch) -> None:
             regions[blocks.RegionKind.KV] = other
         return read
 
-    patch.setattr(restore.Restore, "_on_device", on_device)
+    patch.setattr(controller.Restore, "_on_device", on_device)
 
 
 def restore_one_block_off(patch: pytest.MonkeyPatch) -> None:
@@ -99,10 +99,12 @@ def forget_the_adapter(patch: pytest.MonkeyPatch) -> None:
 
 
 def start_from_anybody(patch: pytest.MonkeyPatch) -> None:
-    def shared_root(self, scope):
-        return self.root(CacheScope(Tenant("other")))
+    real = cache.PrefixCache.prompt
 
-    patch.setattr(cache.PrefixCache, "shared_root", shared_root)
+    def prompt(self, keys, *, scope, shared_scope=None):
+        return real(self, keys, scope=scope, shared_scope=CacheScope(Tenant("other")))
+
+    patch.setattr(cache.PrefixCache, "prompt", prompt)
 
 
 def forget_which_image(patch: pytest.MonkeyPatch) -> None:

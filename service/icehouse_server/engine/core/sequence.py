@@ -66,7 +66,7 @@ class Sequence:
     phase: Phase = Phase.WAITING
     processed_token_count: int = 0
     """Input tokens whose KV exists and may be kept, reused ones included."""
-    loading_room_token_count: int = 0
+    loading_token_count: int = 0
     """Tokens for which there are pages that its blocks on SSD are read into; 0 but for that time."""
     encoded_token_count: int = 0
     """Input tokens up to which the runner has the vectors of its images."""
@@ -90,7 +90,7 @@ class Sequence:
     """Hashes of the full blocks behind it, reused or computed."""
     shared_chain: list[BlockHash] = dataclasses.field(default_factory=list)
     """By the names of the tenant it shares with, the blocks it began with; they may stand for its own."""
-    unkept: collections.deque[tuple[BlockHash, Mapping[RegionKind, Region]]] = dataclasses.field(
+    unpromoted: collections.deque[tuple[BlockHash, Mapping[RegionKind, Region]]] = dataclasses.field(
         default_factory=collections.deque
     )
     """What it read of blocks on SSD that RAM does not keep yet."""

@@ -1,14 +1,14 @@
-"""Prefix cache as the engine's loop uses it: plan a prompt, keep what is computed, spill, follow the SSD.
+"""Prefix cache as the engine's loop uses it: it plans prompts, captures blocks and follows the SSD tier.
 
-Inference thread only. A block is captured when its last token has been computed, in prefill and
-in decode alike, so that a cancelled request leaves its blocks behind and no step pays for many.
+Inference thread only. A block is captured as soon as its last token has been computed, in prefill and in
+decode alike, so that a cancelled request leaves its blocks behind and no step has to capture many.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as ReadSequence
 
 from icehouse_server.clock import Clock
@@ -19,35 +19,24 @@ from icehouse_server.domain.events import CacheReport, ReuseLimit
 from icehouse_server.domain.ids import BlockHash, CacheScope, SequenceId
 from icehouse_server.domain.request import CacheUse, GenerationRequest
 from icehouse_server.engine.core.block_log import BlockLog
-from icehouse_server.engine.core.block_names import BlockNames
 from icehouse_server.engine.core.sequence import Sequence
-from icehouse_server.engine.prefix_cache.capture import CaptureRules
 from icehouse_server.engine.prefix_cache.flush import Flush
-from icehouse_server.engine.prefix_cache.planner import Plan, Rates, plan, with_divergence
-from icehouse_server.engine.prefix_cache.tiers.counters import PrefixCounters
+from icehouse_server.engine.prefix_cache.reuse_plan import Plan, plan, with_divergence
 from icehouse_server.engine.prefix_cache.tiers.matching import Prompt, known_chain, unread_nodes
 from icehouse_server.engine.prefix_cache.tiers.node import Node
+from icehouse_server.engine.prefix_cache.tiers.prefix_counters import PrefixCounters
+from icehouse_server.engine.prefix_cache.tiers.prefix_settings import PrefixSettings
 from icehouse_server.engine.prefix_cache.tiers.ram import RamTier
 from icehouse_server.engine.prefix_cache.tiers.runner_port import CacheFacts, CacheRunner
-from icehouse_server.engine.prefix_cache.tiers.settings import PrefixSettings
 from icehouse_server.engine.prefix_cache.tiers.spill import Spills
+from icehouse_server.engine.prefix_cache.tiers.storage_waits import Rates, StorageWaits
 from icehouse_server.engine.prefix_cache.tiers.tenant_quota import TenantQuotas
 from icehouse_server.engine.prefix_cache.tiers.tree import PrefixTree
-from icehouse_server.engine.prefix_cache.timeouts import Waits
-from icehouse_server.storage.api import (
-    ColdTier,
-    Failure,
-    KvPlace,
-    Loaded,
-    Persisted,
-    PlannedBlock,
-    StoredBlock,
-    Ticket,
-)
+from icehouse_server.storage.api import ColdTier, Failure, Persisted, StoredBlock
 
 
 class PrefixCache:
-    """The prefix tree, the RAM tier and the way to the SSD tier. `storage` is None without one."""
+    """The prefix tree, the RAM tier and the spills to the SSD tier. `storage` is None without one."""
 
     def __init__(
         self,
@@ -63,11 +52,9 @@ class PrefixCache:
         self.facts = facts
         self._runner = runner
         self._clock = clock
-        self.names = BlockNames(settings.name_secret)
-        self.tree = PrefixTree(settings, facts, BlockLog() if log is None else log, names=self.names)
+        self.tree = PrefixTree(settings, facts, BlockLog() if log is None else log)
         self.rates = Rates()
-        self.waits = Waits(storage, self.rates, clock)
-        """Who is told what became of what was asked of the SSD tier."""
+        self.waits = StorageWaits(storage, self.rates, clock)
         self.counters = PrefixCounters()
         self.quotas = TenantQuotas(self.tree)
         self.spills = Spills(
@@ -79,12 +66,10 @@ class PrefixCache:
             ended=self._spill_ended,
         )
         self.ram = RamTier(self.tree, spills=self.spills, quotas=self.quotas)
-        self._capture_rules = CaptureRules(
-            facts, settings.block_token_count, settings.checkpoint_interval_tokens
-        )
-        self.held_by: dict[SequenceId, set[BlockHash]] = {}
-        """Blocks whose regions sequences read where they are: dropping one frees nothing while these live."""
-        self._is_inventory_due = storage is not None
+        self.used_by: dict[SequenceId, set[BlockHash]] = {}
+        """Blocks whose regions live sequences share: to drop one frees nothing before these end."""
+        self.is_inventory_due = storage is not None
+        """Whether the content of the SSD tier is still unknown."""
         self._unseen: set[BlockHash] = set()
         """Blocks that were on SSD and that the inventory under way has not named yet."""
 
@@ -92,13 +77,8 @@ class PrefixCache:
 
     @property
     def storage(self) -> ColdTier | None:
-        """The SSD tier; None without one, and when it is lost."""
-        return self.spills.storage
-
-    @property
-    def is_inventory_due(self) -> bool:
-        """Whether nobody knows yet what the SSD holds."""
-        return self._is_inventory_due
+        """The SSD tier; None without one, and once it is lost."""
+        return self.waits.storage
 
     @property
     def is_supported(self) -> bool:
@@ -121,49 +101,53 @@ class PrefixCache:
         return self.is_supported and reads and not sequence.measures_prompt
 
     def may_write(self, sequence: Sequence) -> bool:
-        """Whether this request's blocks are kept for others."""
+        """Whether this request's blocks are cached for others."""
         return self.is_supported and sequence.request.cache_use in (CacheUse.READ_WRITE, CacheUse.WRITE_ONLY)
 
     def root(self, scope: CacheScope) -> BlockHash:
         """Return h0 for this model, tenant and adapter."""
         return self.quotas.root(scope)
 
-    def shared_root(self, scope: CacheScope | None) -> BlockHash | None:
-        """Return h0 of whose blocks may stand for missing ones; None for nobody's."""
-        return None if scope is None else self.root(scope)
-
     def prompt(
         self, keys: ReadSequence[int], *, scope: CacheScope, shared_scope: CacheScope | None = None
     ) -> Prompt:
-        """Return what is looked up for these tokens."""
-        return Prompt(tuple(keys), self.root(scope), self.shared_root(shared_scope))
+        """Return these tokens as a prompt to look up; blocks of `shared_scope` may be used for missing
+        ones."""
+        return Prompt(
+            tuple(keys), self.root(scope), None if shared_scope is None else self.root(shared_scope)
+        )
 
-    def _prompt_of(self, sequence: Sequence) -> Prompt:
+    def prompt_of(self, sequence: Sequence) -> Prompt:
+        """Return a sequence's input as a prompt to look up."""
         request = sequence.request
         return self.prompt(sequence.input_keys, scope=request.scope, shared_scope=request.shared_scope)
 
     # A prompt: what is known of it, and the plan.
 
-    def ask_headers(
-        self, token_ids: ReadSequence[int], *, scope: CacheScope, shared_scope: CacheScope | None
-    ) -> Ticket[tuple[BlockHeader, ...]] | None:
-        """Have the headers of blocks read that may begin like the rest of this prompt.
+    def fetch_headers(self, prompt: Prompt, then: Callable[[], object], *, token_count: int) -> bool:
+        """Have the headers read of blocks that may begin like the rest of this prompt, so that it may match
+        inside one: after a restart their names are known, but not their tokens. Each is read once.
 
-        None when nothing more is to be known of it, or the read queue is full.
+        `then` is called when they have come, or were given up as `StorageWaits.add` says. False, and no call,
+        when there are none or the read queue is full.
         """
         if self.storage is None or self.rates.reads_hang:
-            return None
-        prompt = self.prompt(token_ids, scope=scope, shared_scope=shared_scope)
+            return False
         names = tuple(node.hash for node in unread_nodes(self.tree, prompt))
-        return self.storage.heads(names) if names else None
+        ticket = self.storage.heads(names) if names else None
+        if ticket is None:
+            return False
 
-    def learn_headers(self, headers: Iterable[BlockHeader]) -> None:
-        """Take in the tokens of blocks that only the SSD knew."""
-        for header in headers:
-            self.tree.learn_header(header)
+        def learn(outcome: tuple[BlockHeader, ...] | Failure) -> None:
+            for header in () if isinstance(outcome, Failure) else outcome:
+                self.tree.learn_header(header)
+            then()
+
+        self.waits.add(ticket, learn, token_count=token_count)
+        return True
 
     def plan(self, sequence: Sequence, *, with_ssd: bool = True) -> Plan:
-        """Say what of a prompt is reused and from where, and note the use."""
+        """Plan what of a prompt is reused and from where, and record the use."""
         request = sequence.request
         if not self.settings.is_enabled or request.cache_use in (CacheUse.OFF, CacheUse.WRITE_ONLY):
             return Plan((), 0, CacheReport(limit=ReuseLimit.SWITCHED_OFF))
@@ -171,7 +155,7 @@ class PrefixCache:
             return Plan((), 0, CacheReport(limit=ReuseLimit.UNSUPPORTED))
         if sequence.measures_prompt:
             return Plan((), 0, CacheReport(limit=ReuseLimit.PROMPT_LOGPROBS))
-        prompt = self._prompt_of(sequence)
+        prompt = self.prompt_of(sequence)
         made = plan(self.tree, prompt, self.rates, with_ssd=with_ssd and self.storage is not None)
         made = with_divergence(self.tree, prompt, made)
         own: Iterable[Node] = made.nodes
@@ -183,11 +167,11 @@ class PrefixCache:
         return made
 
     def reusable(self, sequence: Sequence) -> Plan:
-        """Return what `plan` would; nothing is counted."""
-        return plan(self.tree, self._prompt_of(sequence), self.rates, with_ssd=self.storage is not None)
+        """Return the same plan without recording a use."""
+        return plan(self.tree, self.prompt_of(sequence), self.rates, with_ssd=self.storage is not None)
 
     def explain(self, command: Explain) -> Explanation:
-        """Say what would be reused of a prompt, and how long that would take; notes no use."""
+        """Return what would be reused of a prompt, and how long that would take; records no use."""
         keys = command.prompt_token_ids
         prompt = self.prompt(keys, scope=command.scope, shared_scope=command.shared_scope)
         made = plan(self.tree, prompt, self.rates, with_ssd=self.storage is not None)
@@ -203,120 +187,133 @@ class PrefixCache:
         )
 
     def settle(self, request: GenerationRequest, report: CacheReport) -> None:
-        """Count how a lookup ended, once its restore is done or given up."""
+        """Count the outcome of a lookup, once its restore is done or given up."""
         self.counters.note_lookup(len(request.prompt_token_ids), report)
         self.rates.untried_count += report.limit is ReuseLimit.RECOMPUTE_FASTER
 
     def start_chain(self, sequence: Sequence, token_count: int) -> None:
-        """Note that the sequence's caches begin with `token_count` reused tokens."""
-        prompt = self._prompt_of(sequence)
+        """Record that the sequence's caches begin with `token_count` reused tokens."""
+        prompt = self.prompt_of(sequence)
         keys, shared = prompt.keys[:token_count], prompt.shared_root
         sequence.chain[:] = self.tree.chain_names(prompt.root, keys)
         sequence.shared_chain[:] = [] if shared is None else self.tree.chain_names(shared, keys)
 
     def note_prefill_rate(self, tokens_per_s: float) -> None:
-        """Remember how fast this machine computes prompts."""
+        """Record how fast this machine computes prompts."""
         self.rates.prefill_tokens_per_s = tokens_per_s
 
-    # A restore: what is read, and whether it was of use.
-
-    def load(self, blocks: ReadSequence[PlannedBlock], into: KvPlace | None) -> Ticket[Loaded] | None:
-        """Have blocks read from SSD; None when the read queue is full, or the tier is lost by now."""
-        ticket = None if self.storage is None else self.storage.get_into(blocks, into)
-        self.counters.promote.load_total += ticket is not None
-        return ticket
-
-    def may_hold(self, made: Plan) -> bool:
-        """Whether RAM has room for what a plan loads, others' blocks aside."""
-        return made.ssd_bytes <= self.settings.ram_limit_bytes
-
-    def note_promoted(self, made: Plan) -> None:
-        """Count what a plan had loaded and a sequence's caches were rebuilt from."""
-        self.counters.promote.promoted_block_total += len(made.to_load)
-        self.counters.promote.promoted_token_total += made.report.ssd_token_count
-
-    def reject(self, nodes: ReadSequence[Node]) -> None:
-        """Remove blocks that do not make a cache from both tiers, so that they are not tried again."""
-        self.counters.promote.failed_restore_total += 1
-        self.remove(nodes)
-
-    def remove(self, nodes: ReadSequence[Node]) -> None:
-        """Remove blocks from both tiers, whatever keeps them there."""
-        stored = tuple(node.hash for node in nodes if node.ssd or node.is_spilling)
-        if stored:
-            self.spills.remove(stored)
-        self.purge(nodes, with_ssd=True)
-
-    # Blocks on their way into RAM.
+    # Blocks on their way into RAM and to SSD.
 
     def capture(self, sequence: Sequence, reached: int, *, is_end: bool) -> list[BlockHash]:
-        """Keep the blocks that are complete where its caches have `reached`, with `is_end` the tail too;
-        return the names."""
+        """Cache the blocks that are complete where its caches have `reached`, with `is_end` the tail too;
+        return their names."""
         if not self.may_write(sequence):
             return []
         size = self.settings.block_token_count
         position = min(reached, sequence.token_count)
         known_count = len(sequence.chain)
         for start in range(known_count * size, position - size + 1, size):
-            sequence.chain.append(self._keep(sequence, start, start + size, reached))
+            sequence.chain.append(self._capture_block(sequence, start, start + size, reached))
         start = len(sequence.chain) * size
         names = list(sequence.chain)
         if is_end and start < position:
-            names.append(self._keep(sequence, start, position, reached))
+            names.append(self._capture_block(sequence, start, position, reached))
         if len(names) > known_count:
-            self.tree.touch(list(self._known(names)), now=self._clock.monotonic())
+            self.tree.touch(self._known(names), now=self._clock.monotonic())
         return names[known_count:]
 
     def promote(self, sequence: Sequence, node: Node, regions: Mapping[RegionKind, Region]) -> None:
-        """Put regions that this sequence read from SSD into RAM, where they are not there again by now."""
+        """Put regions that this sequence read from SSD into RAM, unless they are there by now."""
         self.tree.learn_keys(node, sequence.keys(node.start_token_index, node.end_token_index))
-        self._store(
-            sequence, node, {kind: region for kind, region in regions.items() if kind not in node.ram}
-        )
-        self.tree.touch(list(self._known(sequence.chain)), now=self._clock.monotonic())
+        missing = {kind: region for kind, region in regions.items() if kind not in node.ram}
+        self._put(sequence, node, missing)
+        self.tree.touch(self._known(sequence.chain), now=self._clock.monotonic())
 
     def hand_over_spills(self, *, may_wait: bool) -> None:
-        """Hand blocks to the storage thread whose copies are done; with `may_wait`, which no pass waits for,
-        all."""
+        """Hand the blocks that are copied by now to the storage thread; with `may_wait`, which no pass waits
+        for, all."""
         self.spills.hand_over(may_wait=may_wait)
 
     def begin_flush(self) -> Flush:
-        """Return what brings to SSD all that RAM holds and SSD lacks."""
+        """Return the flush of all blocks that RAM has and SSD lacks."""
         return Flush(self.spills, [node for node in self.tree.in_ram() if self.spills.wants(node)])
+
+    def _capture_block(self, sequence: Sequence, start: int, stop: int, reached: int) -> BlockHash:
+        """Put one block of the sequence into RAM unless all of it is there; return its name."""
+        root = self.root(sequence.request.scope)
+        parent = sequence.chain[-1] if sequence.chain else root
+        keys = sequence.keys(start, stop)
+        kinds = captured_kinds(self.settings, self.facts, sequence, stop=stop, reached=reached)
+        if not kinds:
+            return self.tree.name_of(parent=parent, keys=keys)
+        node = self.tree.insert(parent=parent, start_token_index=start, keys=keys)
+        self.tree.claim([node], root)
+        missing = [kind for kind in kinds if kind not in node.ram]
+        if missing:
+            regions = self._runner.cut(sequence.sequence_id, start=start, stop=stop, kinds=missing)
+            self._put(sequence, node, regions)
+        self.ram.supersede(node)
+        if self.spills.is_on and self._is_cut_off(sequence):
+            self.spills.offer(node, request_id=sequence.request.request_id)
+        self.tree.prune(node)
+        return node.hash
+
+    def _put(self, sequence: Sequence, node: Node, regions: Mapping[RegionKind, Region]) -> None:
+        """Put regions of a block of the sequence into RAM if space can be made for them."""
+        # Without an SSD tier a block is useless once one before it is gone.
+        protected = sequence.chain if self.facts.has_kv and not self.spills.is_on else ()
+        self.ram.put(node, regions, protected=protected, request_id=sequence.request.request_id)
+        if self.facts.shares_blocks:
+            self.used_by.setdefault(sequence.sequence_id, set()).add(node.hash)
+
+    def _is_cut_off(self, sequence: Sequence) -> bool:
+        """Whether some block before has its kv on SSD only: those that follow are then read from there."""
+        pairs = itertools.zip_longest(sequence.chain, sequence.shared_chain)
+        return self.facts.has_kv and not all(
+            any(RegionKind.KV in node.ram for node in self._known(pair)) for pair in pairs
+        )
+
+    def _known(self, names: Iterable[BlockHash | None]) -> list[Node]:
+        nodes = (self.tree.get(name) for name in names if name is not None)
+        return [node for node in nodes if node is not None]
 
     # What the SSD tier reports.
 
     def take_inventory(
         self, records: ReadSequence[StoredBlock], *, is_first: bool = True, is_last: bool = True
     ) -> None:
-        """Take in a part of what the SSD tier holds; after the last one it holds nothing else."""
+        """Record a part of what the SSD tier contains; after the last part it contains nothing else."""
         if is_first:
             self._unseen = {node.hash for node in self.tree if node.ssd}
-        # A chain from its beginning, so that each block finds its owner in the one before it.
+        # A chain from its beginning, so that each block gets its owner from the one before it.
         for record in sorted(records, key=lambda record: record.start_token_index):
             self._add_stored(record)
         if is_last:
-            self._is_inventory_due = False
+            self.is_inventory_due = False
             unseen, self._unseen = self._unseen, set()
             for name in unseen:
                 self.tree.forget_stored(name)
 
     def _spill_ended(self, sent: Node, outcome: Persisted | Failure) -> None:
-        """Note that a block is committed on SSD, instead of shorter ones, or was dropped on its way."""
+        """Record that a block is committed on SSD, instead of shorter ones, or was dropped on its way."""
         if isinstance(outcome, Failure):
             if self.tree.get(sent.hash) is sent:
-                self.ram.spill_ended(sent, is_kept_on_ssd=bool(sent.ssd))
+                self.ram.end_spill(sent, is_pinned_on_ssd=bool(sent.ssd))
             return
         node, record = self._add_stored(outcome.record), outcome.record
         if shorter := tuple(other.hash for other in self.tree.superseded(node) if other.ssd):
             self.spills.remove(shorter)
-        # An order to pin it that came after the commit may have come after its eviction, too.
-        is_kept = record.pinned and not self.spills.is_to_be_removed(record.hash)
-        self.ram.spill_ended(node, is_kept_on_ssd=is_kept)
+        # A pin that was ordered after the commit may also have come after the block's eviction.
+        is_pinned = record.pinned and not self.spills.is_to_be_removed(record.hash)
+        self.ram.end_spill(node, is_pinned_on_ssd=is_pinned)
+
+    def _add_stored(self, record: StoredBlock) -> Node:
+        self._unseen.discard(record.hash)
+        return self.tree.store(record)
 
     def lose_storage(self) -> None:
-        """The SSD tier is gone for good: forget it and go on with RAM alone."""
-        self._is_inventory_due = False
+        """The SSD tier is gone for good: forget its blocks and continue with RAM alone."""
+        self.is_inventory_due = False
         for node in list(self.tree):
             self.tree.forget_stored(node.hash)
         self.ram.lose_storage()
@@ -328,22 +325,29 @@ class PrefixCache:
         return known_chain(self.tree, self.prompt(keys, scope=scope))
 
     def pin(self, nodes: ReadSequence[Node], *, pinned: bool) -> None:
-        """Pin or unpin blocks, as far as this thread decides it; the SSD tier does the rest."""
-        # The head of a chain last: when it may go again, it goes behind its tail.
+        """Pin or unpin blocks in the tree; the SSD tier does so by itself."""
+        # The head of a chain last, so that once unpinned it goes after its tail.
         for node in reversed(nodes):
             self.tree.set_pinned(node, pinned=pinned)
 
+    def remove(self, nodes: ReadSequence[Node]) -> None:
+        """Remove blocks from both tiers, pinned ones too."""
+        stored = tuple(node.hash for node in nodes if node.ssd or node.is_spilling)
+        if stored:
+            self.spills.remove(stored)
+        self.purge(nodes, with_ssd=True)
+
     def purge(self, nodes: ReadSequence[Node], *, with_ssd: bool) -> None:
-        """Remove blocks from RAM, pinned ones too; from the tree as well where the SSD removes them."""
+        """Drop blocks from RAM, pinned ones too; from the tree as well where the SSD tier removes them."""
         for node in nodes:
             self.tree.set_pinned(node, pinned=False)
             self.ram.purge(node)
             if with_ssd:
-                # Gone for whoever asks from now on: what pins or plans next must not count on it.
+                # Gone from now on: the next pin or plan must not count on it.
                 self.tree.forget_stored(node.hash)
 
     def stats(self, storage: CacheStats | None) -> CacheStats:
-        """Return the counters, with the SSD tier's when they are given."""
+        """Return the counters, with the SSD tier's where they are given."""
         promote = dataclasses.replace(
             self.counters.promote,
             read_bytes_per_s=self.rates.read_bytes_per_s,
@@ -364,52 +368,29 @@ class PrefixCache:
             tenants=self.quotas.snapshot(),
         )
 
-    def _add_stored(self, record: StoredBlock) -> Node:
-        self._unseen.discard(record.hash)
-        return self.tree.store(record)
 
-    def _keep(self, sequence: Sequence, start: int, stop: int, reached: int) -> BlockHash:
-        """Put one block of the sequence into RAM unless all of it is there; return its hash."""
-        root = self.root(sequence.request.scope)
-        parent = sequence.chain[-1] if sequence.chain else root
-        keys = sequence.keys(start, stop)
-        kinds = self._capture_rules.kinds_at(sequence, stop, reached)
-        if not kinds:
-            return self.tree.name_of(parent=parent, keys=keys)
-        node = self.tree.insert(parent=parent, start_token_index=start, keys=keys)
-        self.tree.claim([node], root)
-        missing = [kind for kind in kinds if kind not in node.ram]
-        if missing:
-            regions = self._runner.cut(sequence.sequence_id, start=start, stop=stop, kinds=missing)
-            self._store(sequence, node, regions)
-        self.ram.supersede(node)
-        if self.spills.is_on and self._is_cut_off(sequence):
-            self.spills.offer(node, request_id=sequence.request.request_id)
-        self.tree.prune(node)
-        return node.hash
-
-    def _store(self, sequence: Sequence, node: Node, regions: Mapping[RegionKind, Region]) -> None:
-        """Put regions of a block of the sequence into RAM if space can be made for them."""
-        # Without an SSD tier a block is worth nothing once one before it is gone.
-        spared = sequence.chain if self.facts.has_kv and not self.spills.is_on else ()
-        self.ram.put(node, regions, spared=spared, request_id=sequence.request.request_id)
-        if self.facts.shares_blocks:
-            self.held_by.setdefault(sequence.sequence_id, set()).add(node.hash)
-
-    def _is_cut_off(self, sequence: Sequence) -> bool:
-        """Whether some block before has its kv on SSD only: what follows is then read from there."""
-        pairs = itertools.zip_longest(sequence.chain, sequence.shared_chain)
-        return self.facts.has_kv and not all(
-            any(RegionKind.KV in node.ram for node in self._known(pair)) for pair in pairs
-        )
-
-    def _known(self, names: Iterable[BlockHash | None]) -> Iterable[Node]:
-        found = (self.tree.get(name) for name in names if name is not None)
-        return (node for node in found if node is not None)
+def captured_kinds(
+    settings: PrefixSettings, facts: CacheFacts, sequence: Sequence, *, stop: int, reached: int
+) -> list[RegionKind]:
+    """Return the kinds of regions, in file order, that can still be cut for a block of this sequence that
+    ends at `stop`. Its caches have `reached` a token at or behind that; guesses may be among them."""
+    size = settings.block_token_count
+    kinds = [RegionKind.KV] if facts.has_kv else []
+    # Windows hold all of the prompt's last chunk; behind it they lose a token for each new one.
+    passed = reached - stop if reached > sequence.prefill_target else 0
+    if facts.holds_window(size, passed_token_count=passed):
+        kinds.append(RegionKind.WINDOW)
+    if facts.needs_checkpoint and stop == reached:
+        # At the prompt's last full block, at its end, where the sequence ends, and at intervals.
+        is_last_full = stop == sequence.prefill_target // size * size
+        is_end = stop % size != 0 or stop == sequence.prefill_target
+        if is_last_full or is_end or stop % settings.checkpoint_interval_tokens == 0:
+            kinds.append(RegionKind.CHECKPOINT)
+    return kinds
 
 
 def _block_match(node: Node) -> BlockMatch:
-    """Return what a caller is told of a block of its prompt."""
+    """Return what a caller is shown of a block of its prompt."""
     return BlockMatch(
         hash=node.hash,
         start_token_index=node.start_token_index,

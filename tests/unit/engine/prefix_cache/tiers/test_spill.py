@@ -7,15 +7,14 @@ import dataclasses
 import pytest
 from icehouse_server.domain.blocks import RegionKind
 from icehouse_server.domain.cache_stats import SpillDropCause
-from icehouse_server.engine.prefix_cache.planner import Rates
-from icehouse_server.engine.prefix_cache.tiers.counters import PrefixCounters
 from icehouse_server.engine.prefix_cache.tiers.node import Node
+from icehouse_server.engine.prefix_cache.tiers.prefix_counters import PrefixCounters
 from icehouse_server.engine.prefix_cache.tiers.ram import RamTier
 from icehouse_server.engine.prefix_cache.tiers.runner_port import CacheFacts
 from icehouse_server.engine.prefix_cache.tiers.spill import Spills
+from icehouse_server.engine.prefix_cache.tiers.storage_waits import Rates, StorageWaits
 from icehouse_server.engine.prefix_cache.tiers.tenant_quota import TenantQuotas
-from icehouse_server.engine.prefix_cache.timeouts import Waits
-from icehouse_server.storage.api import OVERHEAD_BYTES, Failure, Persisted
+from icehouse_server.storage.api import OVERHEAD_BYTES, Failure, Outcome, Persisted, Ticket
 
 from tests.fixtures.engine import FakeClock
 from tests.fixtures.known_blocks import FINGERPRINT, SIZE, Shelf, record_of
@@ -47,7 +46,7 @@ class Bench:
 def hold(shelf: Shelf, node: Node, kind: RegionKind) -> None:
     """Have RAM hold a region of a block with the tokens it is made of."""
     region = TokenRegion(kind, node.token_ids or ())
-    shelf.tree.hold(node, {kind: region}, {kind: region.size_bytes})
+    shelf.tree.add_regions(node, {kind: region}, {kind: region.size_bytes})
 
 
 def bench(
@@ -56,8 +55,13 @@ def bench(
     shelf = Shelf(spill_policy=policy, min_prefix_token_count=min_prefix, ram_limit_bytes=ram_limit_bytes)
     counters, runner = PrefixCounters(), TokenRunner(CacheFacts())
     ended: list[Persisted | Failure] = []
-    tier = MemoryTier(post=lambda posted: waits.settle(posted), queue_limit_bytes=limit_bytes)
-    waits = Waits(tier, Rates(), FakeClock())
+
+    def post(posted: Outcome) -> None:
+        if isinstance(posted, Ticket):
+            waits.complete(posted)
+
+    tier = MemoryTier(post=post, queue_limit_bytes=limit_bytes)
+    waits = StorageWaits(tier, Rates(), FakeClock())
     quotas = TenantQuotas(shelf.tree)
     spills = Spills(
         shelf.tree,
@@ -150,13 +154,13 @@ def test_the_memory_of_a_block_that_leaves_is_free_once_it_is_copied(is_apart: b
     if is_early:
         made.spills.send(node, request_id=None)
     assert ram.used_bytes
-    assert made.ram._make_space(1, spared=(), owner=None, request_id=None)
+    assert made.ram._make_space(1, protected=(), owner=None, request_id=None)
     assert node.is_leaving and bool(ram.used_bytes) is (not is_apart or not is_early)
     made.runner.is_copying = False
     made.spills.hand_over(may_wait=False)
     assert bool(ram.used_bytes) is not is_apart
-    assert made.ram.keep([node], None) == ([node] if is_apart else [])
-    made.ram.spill_ended(node, is_kept_on_ssd=True)
+    assert made.ram.retain([node], None) == ([node] if is_apart else [])
+    made.ram.end_spill(node, is_pinned_on_ssd=True)
     assert not node.is_spilling and bool(node.ram) is not is_apart
 
 
@@ -221,4 +225,4 @@ def test_a_chain_that_is_kept_takes_no_room_from_itself() -> None:
     assert first.ram_bytes == TOKEN_BYTES * SIZE
     assert made.spills.send(first, request_id=None) and first.spill is not None
     first.spill.leaves_ram = True
-    assert made.ram.keep([first, second], None) == [first] and not second.is_leaving
+    assert made.ram.retain([first, second], None) == [first] and not second.is_leaving

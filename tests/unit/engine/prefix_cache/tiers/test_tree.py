@@ -9,7 +9,7 @@ from icehouse_server.domain.blocks import RegionKind, image_keys
 from icehouse_server.domain.ids import BlockHash, ImageDigest
 from icehouse_server.engine.core.block_log import Came, KvTier, Left
 from icehouse_server.engine.prefix_cache.tiers.node import Node
-from icehouse_server.engine.prefix_cache.tiers.settings import QuotaLimits
+from icehouse_server.engine.prefix_cache.tiers.prefix_settings import QuotaLimits
 
 from tests.fixtures.known_blocks import ROOT, SIZE, Shelf, record_of, root_of
 
@@ -119,7 +119,7 @@ def test_two_blocks_may_hold_the_same_region() -> None:
     page = Page()
     alive = weakref.ref(page)
     for node in (one, other):
-        shelf.tree.hold(node, {KV: page}, {KV: page.size_bytes})
+        shelf.tree.add_regions(node, {KV: page}, {KV: page.size_bytes})
     del page
     shelf.tree.drop(one)
     assert alive() is not None and other.ram[KV] is alive()

@@ -11,7 +11,7 @@ from icehouse_server.domain.blocks import RegionKind
 from icehouse_server.domain.ids import BlockHash
 from icehouse_server.engine.core.block_log import Came, KvTier, Left
 from icehouse_server.engine.prefix_cache.tiers.node import Node
-from icehouse_server.engine.prefix_cache.tiers.settings import QuotaLimits
+from icehouse_server.engine.prefix_cache.tiers.prefix_settings import QuotaLimits
 
 from tests.fixtures.known_blocks import ROOT, SIZE, Shelf, hash_of, record_of, root_of
 

@@ -18,12 +18,13 @@ from icehouse_server.domain.events import CacheReport, ReuseLimit
 
 @dataclasses.dataclass(slots=True)
 class PrefixCounters:
-    """Since start, in the shape they are shown in. Tokens are prompt tokens."""
+    """Since start, in the form in which they are shown. Tokens are prompt tokens."""
 
     lookups: LookupStats = dataclasses.field(default_factory=LookupStats)
     promote: PromoteStats = dataclasses.field(default_factory=PromoteStats)
     miss_token_totals: Counter[ReuseLimit] = dataclasses.field(default_factory=Counter)
     drop_totals: Counter[SpillDropCause] = dataclasses.field(default_factory=Counter)
+    """Blocks that were not sent to SSD."""
 
     def note_lookup(self, prompt_token_count: int, report: CacheReport) -> None:
         """Account for one prompt."""
@@ -35,15 +36,11 @@ class PrefixCounters:
         missed = prompt_token_count - report.cached_token_count
         self.miss_token_totals[report.limit] += missed
 
-    def note_drop(self, cause: SpillDropCause) -> None:
-        """Account for one block that is not sent to SSD."""
-        self.drop_totals[cause] += 1
-
     def joined(self, theirs: CacheStats, *, promote: PromoteStats) -> CacheStats:
         """Return the SSD tier's statistics with what is counted here.
 
-        A load is asked for and taken into use here, and read there: each number of `promote` is one
-        thread's, 0 with the other.
+        A load is requested and used here, and read there: each number of `promote` is counted by one
+        thread and 0 with the other.
         """
         drops = self.drop_totals.copy()
         drops.update({drop.cause: drop.block_total for drop in theirs.spill.drops})
