@@ -44,6 +44,7 @@ from icehouse_server.storage.local.tier import LocalTier
 from icehouse_server.storage.settings import StorageSettings
 
 from tests.fixtures.engine import FakeClock, FakeDecoder, Recorder, memory_model, model_info
+from tests.fixtures.tree_check import check_tree
 from tests.system.cache.token_runner import TOKEN_BYTES, TokenRunner
 
 BLOCK = 4
@@ -286,7 +287,7 @@ class SteppedServer:
 
     def check(self) -> None:
         """Assert what always holds of the prefix tree."""
-        self.cache.tree.check()
+        check_tree(self.cache.tree)
 
     def ram_starts(self) -> list[int]:
         """Return where the blocks in RAM start, the next to be evicted first."""

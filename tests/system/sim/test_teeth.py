@@ -24,6 +24,7 @@ from icehouse_server.storage.local import credit, spiller
 from icehouse_server.storage.local.block_format import file, header, reader
 from icehouse_server.storage.local.directory import commit, reconcile, space, store
 
+from tests.system.sim import checks
 from tests.system.sim.scenario import IMAGES_SEED, NAMES_SEED, SimulationFailed
 from tests.system.sim.setup import BLOCK
 from tests.system.sim.stories import play
@@ -240,7 +241,7 @@ def evict_what_is_pinned(patch: pytest.MonkeyPatch) -> None:
             order.move_to_end(node, last=False)
 
     patch.setattr(tree.PrefixTree, "set_pinned", set_pinned)
-    patch.setattr(tree.PrefixTree, "check", lambda self: None)
+    patch.setattr(checks, "check_tree", lambda tree: None)
 
 
 def evict_nothing_from_ram(patch: pytest.MonkeyPatch) -> None:

@@ -107,25 +107,32 @@ class PagedWindowCache(PagedCache):
         )
 
 
-class PagedKv(PlainKv):
-    """Entry of PagedCache. The row's table counts its tokens, for all layers."""
+class _PagedEntry(CacheClass):
+    """What both entries have in common. The row's table counts its tokens, for all layers: taking some back
+    is nothing that a cache does."""
 
     __slots__ = ()
 
     def tokens(self, cache: Cache) -> TokenArrays:
         return cast(TokenArrays, cache.tokens())
 
-    def rebuild(self, empty: Cache, arrays: Arrays, *, token_count: int) -> Cache:
-        raise AssertionError("Pages are put into a table, not rebuilt")
-
     def rewind(self, cache: Cache, count: int) -> None:
-        """Do nothing: the row's table counts fewer tokens."""
+        pass
 
     def mark(self, cache: Cache) -> Undo:
         return lambda: None
 
 
-class PagedWindowKv(RotatingKv):
+class PagedKv(_PagedEntry, PlainKv):
+    """Entry of PagedCache."""
+
+    __slots__ = ()
+
+    def rebuild(self, empty: Cache, arrays: Arrays, *, token_count: int) -> Cache:
+        raise AssertionError("Pages are put into a table, not rebuilt")
+
+
+class PagedWindowKv(_PagedEntry, RotatingKv):
     """Entry of PagedWindowCache, which has up to a page more of tokens than its window."""
 
     __slots__ = ()
@@ -133,18 +140,9 @@ class PagedWindowKv(RotatingKv):
     def of_other(self, cache: Cache) -> Cache | None:
         return None
 
-    def tokens(self, cache: Cache) -> TokenArrays:
-        return cast(TokenArrays, cache.tokens())
-
     def rebuild(self, empty: Cache, arrays: Arrays, *, token_count: int) -> Cache:
         empty.put(arrays["k"], arrays["v"], token_count=token_count)
         return empty
-
-    def rewind(self, cache: Cache, count: int) -> None:
-        """Do nothing: the row's table counts fewer tokens."""
-
-    def mark(self, cache: Cache) -> Undo:
-        return lambda: None
 
     @property
     def is_cut_before_guesses(self) -> bool:

@@ -23,7 +23,7 @@ from icehouse_server.engine.kv_cache.cache_classes import Cache
 from icehouse_server.engine.kv_cache.layout import CacheLayout
 from icehouse_server.engine.kv_cache.opaque_state import CacheUnsupported
 from icehouse_server.engine.kv_cache.rebuild import CacheRebuild
-from icehouse_server.engine.kv_cache.regions import ArrayRegion, dispatch, evaluate, from_host, to_host
+from icehouse_server.engine.kv_cache.regions import ArrayRegion, compute, from_host, to_host
 from icehouse_server.engine.prefix_cache.tiers.runner_port import CacheFacts, RestoreInput
 from icehouse_server.storage.api import KvPlace, PlannedBlock
 
@@ -116,7 +116,9 @@ class RunnerBlocks:
         layout = self._layout
         if layout is None:
             return sum(cache.nbytes for cache in caches) // token_count, 0
-        window = layout.cut_window(caches, start=0, stop=token_count).size_bytes // token_count
+        window = (
+            layout.cut_tokens(RegionKind.WINDOW, caches, start=0, stop=token_count).size_bytes // token_count
+        )
         fixed = window * self.facts.window_token_count + layout.cut_checkpoint(caches).size_bytes
         return layout.kv_bytes_per_token(caches), fixed
 
@@ -134,14 +136,11 @@ class RunnerBlocks:
                 pages = run.pages_of(start, stop)
                 regions[kind] = PageRegion.of(run.group, pages, token_count=stop - start)
                 continue
-            if kind is RegionKind.KV:
-                copy = layout.cut_kv(caches, start=start, stop=stop)
-            elif kind is RegionKind.WINDOW:
-                copy = layout.cut_window(caches, start=start, stop=stop)
+            if kind is RegionKind.CHECKPOINT:
+                copies.append(layout.cut_checkpoint(caches))
             else:
-                copy = layout.cut_checkpoint(caches)
-            regions[kind] = copy
-            copies.append(copy)
+                copies.append(layout.cut_tokens(kind, caches, start=start, stop=stop))
+            regions[kind] = copies[-1]
         self._compute(copies)
         return regions
 
@@ -215,10 +214,7 @@ class RunnerBlocks:
         return built
 
     def _compute(self, regions: Collection[ArrayRegion]) -> None:
-        if self._is_pipelined:
-            dispatch(regions)
-        else:
-            evaluate(regions)
+        compute(regions, waits=not self._is_pipelined)
 
 
 class RegionCopy:

@@ -5,7 +5,7 @@ any token (kv); K/V of a sliding window, cut at any token still inside it (windo
 only at the sequence's current token (checkpoint). `cache_classes` says which. Any other class is refused
 with `CacheUnsupported`.
 
-Inference thread only. Regions are lazy until they are evaluated; cutting never changes a cache.
+Inference thread only. Regions are lazy until `regions.compute`; cutting never changes a cache.
 """
 
 from __future__ import annotations
@@ -74,26 +74,15 @@ class CacheLayout:
             for _, array in tokens.tensors
         )
 
-    def cut_kv(self, caches: Sequence[Cache], *, start: int, stop: int) -> ArrayRegion:
-        """Cut tokens [start, stop) out of every layer of unlimited context."""
+    def cut_tokens(self, kind: RegionKind, caches: Sequence[Cache], *, start: int, stop: int) -> ArrayRegion:
+        """Cut tokens [start, stop) out of every layer of a kind; of a window at most its last ones before
+        `stop`, in temporal order. The caches must still have them, so cut windows soon after `stop`."""
         arrays = [
             (f"{part.name}.{suffix}", array)
-            for part, tokens in self._tokens(caches, RegionKind.KV)
-            for suffix, array in tokens.cut(start, stop)
+            for part, tokens in self._tokens(caches, kind)
+            for suffix, array in tokens.cut(max(start, stop - (part.window_token_count or stop)), stop)
         ]
-        return ArrayRegion.of(RegionKind.KV, arrays)
-
-    def cut_window(self, caches: Sequence[Cache], *, start: int, stop: int) -> ArrayRegion:
-        """Cut each window's last min(stop - start, window) tokens before `stop`, in temporal order.
-
-        The caches must still have them, so call this soon after `stop`.
-        """
-        arrays = [
-            (f"{part.name}.{suffix}", array)
-            for part, tokens in self._tokens(caches, RegionKind.WINDOW)
-            for suffix, array in tokens.cut(max(start, stop - part.window_token_count), stop)
-        ]
-        return ArrayRegion.of(RegionKind.WINDOW, arrays)
+        return ArrayRegion.of(kind, arrays)
 
     def cut_checkpoint(self, caches: Sequence[Cache]) -> ArrayRegion:
         """Copy the whole state of the parts that cannot be cut, as it is at this very token.

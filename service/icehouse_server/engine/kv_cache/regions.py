@@ -48,7 +48,7 @@ class TokenArrays:
     axis. Indices wrap at the axis' length: a full ring starts at its oldest token."""
 
     tensors: tuple[tuple[str, mx.array], ...] = ()
-    """(suffix, array), suffixes ascending: "k", "k.biases", "k.scales", "v", ... Each array is [1, heads, slots,
+    """(suffix, array), suffixes ascending: "k", "k.biases", "k.scales", "v", ... Arrays are [1, heads, slots,
     width]."""
     first: int = 0
     count: int = 0
@@ -84,7 +84,7 @@ class BufferSlice(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ArrayRegion:
-    """The arrays of one kind, by name, names ascending. Lazy until `evaluate`."""
+    """The arrays of one kind, by name, names ascending. Lazy until `compute`."""
 
     kind: RegionKind
     buffers: tuple[mx.array, ...]
@@ -158,18 +158,16 @@ def dtype_name(dtype: mx.Dtype) -> str:
     return _DTYPE_NAMES[dtype]
 
 
-def evaluate(regions: Iterable[ArrayRegion]) -> None:
-    """Compute every array of these regions at once, and wait for them."""
-    mx.eval([array for region in regions for array in (*region.buffers, *region.flat)])
-
-
-def dispatch(regions: Iterable[ArrayRegion]) -> None:
-    """Have every array of these regions computed behind the device's current work, and do not wait.
+def compute(regions: Iterable[ArrayRegion], *, waits: bool) -> None:
+    """Have every array of these regions computed behind the device's current work, and perhaps wait for it.
 
     The arrays they were cut from may be written to from now on: a device works in the order of dispatch.
     """
     arrays = [array for region in regions for array in (*region.buffers, *region.flat)]
-    mx.async_eval(arrays)  # type: ignore[no-untyped-call]
+    if waits:
+        mx.eval(arrays)
+    else:
+        mx.async_eval(arrays)  # type: ignore[no-untyped-call]
 
 
 def to_host(region: ArrayRegion) -> HostRegion:

@@ -470,9 +470,7 @@ class CacheController:
         Urgent, they are dropped; else those that the SSD tier takes are free once they are written.
         """
         protected = {*protected, *self._in_use}
-        if is_urgent:
-            return self.cache.ram.yield_bytes(size_bytes, protected=protected)
-        return self.cache.ram.yield_by_spilling(size_bytes, protected=protected)
+        return self.cache.ram.yield_bytes(size_bytes, protected=protected, by_spilling=not is_urgent)
 
     def yieldable_bytes(self, *, protected: Collection[BlockHash] = ()) -> int:
         """Return the bytes that `yield_ram` could free, including those on their way to SSD."""

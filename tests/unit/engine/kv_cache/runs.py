@@ -74,7 +74,9 @@ class Recording:
         feed(self.model, self.caches, self.tokens[start:stop])
         for low in range(start, stop, BLOCK):
             high = min(low + BLOCK, stop)
-            self.windows[low, high] = self.layout.cut_window(self.caches, start=low, stop=high)
+            self.windows[low, high] = self.layout.cut_tokens(
+                RegionKind.WINDOW, self.caches, start=low, stop=high
+            )
         if self.layout.needs_checkpoint:
             self.checkpoints[stop] = self.layout.cut_checkpoint(self.caches)
 
@@ -92,7 +94,7 @@ class Recording:
                 block_of(
                     low,
                     high - low,
-                    kv=cross(self.layout.cut_kv(self.caches, start=low, stop=high)),
+                    kv=cross(self.layout.cut_tokens(RegionKind.KV, self.caches, start=low, stop=high)),
                     window=cross(window),
                     checkpoint=None if checkpoint is None else cross(checkpoint),
                 )

@@ -150,8 +150,12 @@ def test_a_rebuilt_cache_goes_on_as_the_first(row: Row, fed: tuple[int, ...]) ->
                 block_of(
                     low,
                     BLOCK,
-                    kv=from_host(to_host(layout.cut_kv([cache], start=low, stop=low + BLOCK))),
-                    window=from_host(to_host(layout.cut_window([cache], start=low, stop=low + BLOCK))),
+                    kv=from_host(
+                        to_host(layout.cut_tokens(RegionKind.KV, [cache], start=low, stop=low + BLOCK))
+                    ),
+                    window=from_host(
+                        to_host(layout.cut_tokens(RegionKind.WINDOW, [cache], start=low, stop=low + BLOCK))
+                    ),
                     checkpoint=from_host(to_host(layout.cut_checkpoint([cache]))),
                 )
             )

@@ -39,7 +39,7 @@ def test_quantized_kv_is_kept_natively(architecture: str, dtype: str, bits: int)
     tokens = prompt(3 * CHUNK + 7)
     recording = Recording(model, tokens, make_caches=make_caches)
     assert recording.layout.cuttable_inside
-    region = recording.layout.cut_kv(recording.caches, start=0, stop=BLOCK)
+    region = recording.layout.cut_tokens(RegionKind.KV, recording.caches, start=0, stop=BLOCK)
     assert [name for name, _ in region.arrays][:6] == [
         "000.k", "000.k.biases", "000.k.scales", "000.v", "000.v.biases", "000.v.scales"
     ]  # fmt: skip
@@ -100,7 +100,11 @@ def test_lists_of_two_kv_caches_with_values_of_no_width(dtype: mx.Dtype) -> None
     step(caches, BLOCK, 0)
     step(caches, BLOCK, 10)
     blocks = tuple(
-        block_of(low, BLOCK, kv=from_host(to_host(layout.cut_kv(caches, start=low, stop=low + BLOCK))))
+        block_of(
+            low,
+            BLOCK,
+            kv=from_host(to_host(layout.cut_tokens(RegionKind.KV, caches, start=low, stop=low + BLOCK))),
+        )
         for low in (0, BLOCK)
     )
     restored = rebuilt(layout, blocks, make_caches(), token_count=2 * BLOCK)

@@ -6,6 +6,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from icehouse_server.domain.blocks import RegionKind
 from icehouse_server.engine.kv_cache.layout import CacheLayout
 from icehouse_server.engine.kv_cache.opaque_state import CacheUnsupported
 from icehouse_server.errors import Reason
@@ -93,7 +94,12 @@ def test_a_window_shorter_than_a_block_cannot_be_matched_inside() -> None:
 
 def test_names_say_layer_and_part() -> None:
     recording = Recording(model_of("falcon_h1"), prompt(BLOCK))
-    names = [name for name, _ in recording.layout.cut_kv(recording.caches, start=0, stop=BLOCK).arrays]
+    names = [
+        name
+        for name, _ in recording.layout.cut_tokens(
+            RegionKind.KV, recording.caches, start=0, stop=BLOCK
+        ).arrays
+    ]
     assert names[:3] == ["000.1.k", "000.1.v", "001.1.k"]
     assert [name for name, _ in recording.checkpoints[BLOCK].arrays][:3] == [
         "000.0.00",
@@ -151,4 +157,4 @@ def test_caches_of_another_class_than_the_layouts_are_a_broken_invariant() -> No
     recording = Recording(model_of("llama"), prompt(BLOCK))
     quantized = [cache.to_quantized(group_size=32, bits=8) for cache in recording.caches]
     with pytest.raises(AssertionError):
-        recording.layout.cut_kv(quantized, start=0, stop=BLOCK)
+        recording.layout.cut_tokens(RegionKind.KV, quantized, start=0, stop=BLOCK)

@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from icehouse_server.domain.blocks import HostRegion, RegionKind
-from icehouse_server.engine.kv_cache.regions import ArrayRegion, evaluate, to_host
+from icehouse_server.engine.kv_cache.regions import ArrayRegion, compute, to_host
 from icehouse_server.engine.prefix_cache.tiers.runner_port import PlacedBlock
 from icehouse_server.errors import Reason, StorageError
 
@@ -78,7 +78,7 @@ def test_a_live_cache_never_writes_under_a_host_view() -> None:
     """A cut that spans nearly a whole cache may share its buffer; decode must then copy, not write."""
     recording = Recording(model_of("llama"), prompt(CHUNK))
     caches = recording.restore(CHUNK)
-    host = to_host(recording.layout.cut_kv(caches, start=0, stop=CHUNK))
+    host = to_host(recording.layout.cut_tokens(RegionKind.KV, caches, start=0, stop=CHUNK))
     before = [bytes(tensor.data) for tensor in host.tensors]
     greedy(recording.model, caches, 11, 8)
     for cache in caches:
@@ -162,6 +162,6 @@ def test_a_source_that_does_not_fit_is_refused(architecture: str, damage: Any, m
 
 def _bytes(blocks: tuple[PlacedBlock, ...]) -> list[bytes]:
     regions = [r for b in blocks for r in b.regions.values() if isinstance(r, ArrayRegion)]
-    evaluate(regions)
+    compute(regions, waits=True)
     hosts: list[HostRegion] = [to_host(region) for region in regions]
     return [bytes(tensor.data) for host in hosts for tensor in host.tensors]

@@ -66,9 +66,9 @@ def test_regions_cut_from_a_ring_equal_those_cut_from_a_line(window: int) -> Non
     for step in range(3 * BLOCK):
         feed(model, caches, [11 + step])
         position = CHUNK + step + 1
-        written.append(layout.cut_window(caches, start=position - 1, stop=position))
+        written.append(layout.cut_tokens(RegionKind.WINDOW, caches, start=position - 1, stop=position))
         if position % BLOCK == 0:
-            cut = layout.cut_window(caches, start=position - BLOCK, stop=position)
+            cut = layout.cut_tokens(RegionKind.WINDOW, caches, start=position - BLOCK, stop=position)
             for index, (name, array) in enumerate(cut.arrays):
                 kept = min(BLOCK, window)
                 singles = [region.arrays[index][1] for region in written[-kept:]]
@@ -81,10 +81,12 @@ def test_a_ring_can_be_cut_a_little_later_than_the_block_ended() -> None:
     layout = CacheLayout.of(make_prompt_cache(model), block_token_count=BLOCK)
     caches = uninterrupted(model, prompt(CHUNK))
     greedy(model, caches, 11, BLOCK)
-    on_time = layout.cut_window(caches, start=CHUNK, stop=CHUNK + BLOCK)
+    on_time = layout.cut_tokens(RegionKind.WINDOW, caches, start=CHUNK, stop=CHUNK + BLOCK)
     mx.eval([array for _, array in on_time.arrays])
     greedy(model, caches, 12, 7)
-    assert same_regions(layout.cut_window(caches, start=CHUNK, stop=CHUNK + BLOCK), on_time)
+    assert same_regions(
+        layout.cut_tokens(RegionKind.WINDOW, caches, start=CHUNK, stop=CHUNK + BLOCK), on_time
+    )
 
 
 def test_only_blocks_inside_the_window_are_needed() -> None:

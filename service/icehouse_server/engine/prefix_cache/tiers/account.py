@@ -98,25 +98,6 @@ class TierAccount:
         """Yield the evictable nodes, most recently used first."""
         return reversed(self._order or {})
 
-    def check(self, nodes: Collection[Node]) -> None:
-        """Assert that this is the account of these nodes."""
-        used_by: collections.Counter[Owner] = collections.Counter()
-        pinned_by: collections.Counter[Owner] = collections.Counter()
-        for node in nodes:
-            used_by[node.owner] += self._size_of(node)
-            pinned_by[node.owner] += node.is_pinned * self._size_of(node)
-        assert (+used_by, +pinned_by) == (self.used_by, self.pinned_by), (used_by, self.used_by)
-        assert (self.used_bytes, self.block_count) == (used_by.total(), len(nodes))
-        assert self.token_count == sum(node.token_count for node in nodes)
-        assert self.tail_count == sum(node.token_count < self._block_token_count for node in nodes)
-        may_go = {node for node in nodes if not node.is_pinned}
-        assert self._order is None or self._order.keys() == may_go, "the order is of other nodes"
-        owned = list((self._orders or {}).items())
-        assert self._orders is None or {node for _, order in owned for node in order} == may_go
-        assert all(node.owner == owner for owner, order in owned for node in order)
-        orders = [order for _, order in owned] + ([self._order] if self._order else [])
-        assert all(list(order.values()) == sorted(order.values()) for order in orders)
-
     def _orders_of(self, node: Node) -> list[_Order]:
         own = None if self._orders is None else self._orders.get(node.owner)
         return [order for order in (self._order, own) if order is not None]

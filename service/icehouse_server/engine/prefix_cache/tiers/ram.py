@@ -75,26 +75,24 @@ class RamTier:
             for other in self._tree.superseded(node):
                 self._tree.drop(other)
 
-    def yield_bytes(self, size_bytes: int, *, protected: Collection[BlockHash] = ()) -> int:
-        """Drop least recently used blocks of at least this size from RAM; return the bytes freed.
+    def yield_bytes(
+        self, size_bytes: int, *, protected: Collection[BlockHash] = (), by_spilling: bool = False
+    ) -> int:
+        """Release least recently used blocks of at least this size from RAM; return the bytes free now.
 
-        They are not spilled, since host views would keep the memory until they are written.
+        They are dropped, since spilled ones take memory until they are written; or `by_spilling`, until so
+        much is free or on its way to SSD.
         """
-        chosen = self._to_yield(size_bytes, protected)
-        freed_bytes = sum(node.ram_bytes for node in chosen)
-        self._evict(chosen)
-        return freed_bytes
-
-    def yield_by_spilling(self, size_bytes: int, *, protected: Collection[BlockHash] = ()) -> int:
-        """Release least recently used blocks until at least this size is free or on its way to SSD; return
-        the bytes that are free now."""
         freed_bytes = 0
-        for node in self._to_yield(size_bytes - self.leaving_bytes, protected):
+        for node in self._to_yield(size_bytes - by_spilling * self.leaving_bytes, protected):
             is_queue_busy = self._spills.under_way_count > 0
-            if is_queue_busy and self._spills.wants(node) and not self._spills.has_credit(node):
-                break  # there will be credit once the queue is written
             before_bytes = node.ram_bytes
-            self._release(node, protected=protected, request_id=None)
+            if not by_spilling:
+                self._evict([node])
+            elif is_queue_busy and self._spills.wants(node) and not self._spills.has_credit(node):
+                break  # there will be credit once the queue is written
+            else:
+                self._release(node, protected=protected, request_id=None)
             freed_bytes += before_bytes - node.ram_bytes
         return freed_bytes
 

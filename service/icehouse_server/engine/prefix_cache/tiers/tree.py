@@ -359,23 +359,6 @@ class PrefixTree:
         if self.log.is_on:
             self.log.note(ListingEnded())
 
-    def check(self) -> None:
-        """Assert that all indices and counts agree with the nodes."""
-        nodes = list(self._nodes.values())
-        assert all(self._nodes[node.hash] is node for node in nodes)
-        assert all(node.ram or node.ssd or node.spill for node in nodes), "an empty node is known"
-        assert set(self._spilling.values()) == {node for node in nodes if node.spill}
-        assert set(self._pinned.values()) == {node for node in nodes if node.is_pinned}
-        in_ram, on_ssd = [n for n in nodes if n.ram], [n for n in nodes if n.ssd]
-        self.ram.check(in_ram)
-        self.ssd.check(on_ssd)
-        assert all(node.ram_sizes.keys() <= node.ram.keys() for node in nodes)
-        families = Counter(node.parent for node in nodes)
-        for parent in families:
-            children = self.children(parent)
-            assert len(children) == families[parent] and all(child.parent == parent for child in children)
-            assert set(self._children.lengths(parent)) == {child.token_count for child in children}
-
     def _add(self, node: Node) -> Node:
         above = self._nodes.get(node.parent)
         owner_above = None if above is None else above.owner
