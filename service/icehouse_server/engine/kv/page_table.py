@@ -54,8 +54,7 @@ class PageRun:
         self.numbers += [page.number for page in pages]
 
     def leave_behind(self, token_count: int) -> None:
-        """Release the pages that no token from `token_count` on will see, but for one page, since guesses may
-        be taken back."""
+        """Release pages that no token from `token_count` on sees, but one: guesses may be taken back."""
         if self.group.window is None:
             return
         size = self.group.pool.shape.page_token_count
@@ -101,8 +100,7 @@ class PageTable:
 
 
 def places_of(runs: Sequence[PageRun], begins: Sequence[int], counts: Sequence[int]) -> TokenPlaces:
-    """Return where a pass's tokens lie in the pages of their rows: `counts` of each row, from position
-    `begins` on."""
+    """Return where a pass's tokens lie in their pages: `counts` of each row, from `begins` on."""
     pool = runs[0].group.pool
     numbers = [
         run.numbers[: pool.pages_for(begin + count)]

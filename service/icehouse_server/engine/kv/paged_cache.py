@@ -108,8 +108,7 @@ class PagedWindowCache(PagedCache):
 
 
 class _PagedEntry(CacheClass):
-    """What both entries have in common. The row's table counts its tokens, for all layers: taking some back
-    is nothing that a cache does."""
+    """What the entries share. The row's table counts its tokens, so taking some back changes no cache."""
 
     __slots__ = ()
 

@@ -28,8 +28,7 @@ from icehouse_server.storage.api import PlannedBlock, TensorShape, UnfitLayout
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PageRegion:
-    """The KV of one block in pages of the pool: it begins where the first page does, and may end inside the
-    last one."""
+    """The KV of a block in pages: it begins with the first one, and may end inside the last one."""
 
     pages: tuple[Page, ...]
     token_count: int
@@ -151,8 +150,7 @@ class PageDestination:
 
 
 class PagedRebuild(CacheRebuild):
-    """A rebuild of a row whose KV of unlimited context, if it has any, is in pages; the rest goes part by
-    part."""
+    """A rebuild of a row whose KV of unlimited context, if any, is in pages."""
 
     def __init__(
         self,

@@ -81,8 +81,7 @@ class PagePool:
         return -(-token_count // self.shape.page_token_count)
 
     def memory(self) -> Bytes | None:
-        """Return the array's own bytes, page by page, which other threads may write and drop; None where host
-        and device do not share memory."""
+        """Return the array's bytes, which other threads may write and drop; None without unified memory."""
         if not find_backend().has_unified_memory:
             return None
         # On the host's own stream, where no pass is in flight to wait for.

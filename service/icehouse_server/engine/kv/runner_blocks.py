@@ -254,8 +254,7 @@ def _copied(region: HostRegion) -> HostRegion:
 
 
 def _dispatch_parts(rebuild: CacheRebuild) -> None:
-    """Have parts of about `_RESTORED_BYTES` computed behind the device's current work, at least one; do not
-    wait."""
+    """Have parts of about `_RESTORED_BYTES` computed, at least one, behind the device's current work."""
     arrays: list[mx.array] = []
     size_bytes = 0
     while not rebuild.is_done and (not arrays or size_bytes < _RESTORED_BYTES):

@@ -66,8 +66,7 @@ class CacheClass:
         return int(getattr(self.cache_type, "step", KVCache.step))
 
     def of_other(self, cache: Cache) -> Cache | None:
-        """Return an empty cache that does what an empty one of mlx-vlm's class of this name does; None where
-        that is not known."""
+        """Return an empty cache that does what mlx-vlm's class of this name does, where there is one."""
         return None
 
     def check(self, cache: Cache) -> None:
@@ -86,10 +85,7 @@ class CacheClass:
         raise AssertionError(f"{self.name} has no tokens that can be cut")
 
     def whole(self, cache: Cache) -> list[tuple[str, mx.array]]:
-        """Return (suffix, array) pairs, suffixes ascending, of the state now; of checkpoints.
-
-        Raises CacheUnsupported when the class proves to keep more than can be read.
-        """
+        """Return (suffix, array) pairs, suffixes ascending, of the state now. Raises CacheUnsupported."""
         raise AssertionError(f"{self.name} is cut by tokens")
 
     def rebuild(self, empty: Cache, arrays: Arrays, *, token_count: int) -> Cache:
@@ -346,8 +342,7 @@ CACHE_CLASSES: Final[Mapping[type, CacheClass]] = {
 
 
 def class_of(cache: Cache) -> CacheClass:
-    """Return the entry of a cache that is not a CacheList: this server's own classes bring theirs as
-    `cache_class`; a class without one is opaque."""
+    """Return the entry of a cache that is not a CacheList; this server's classes bring `cache_class`."""
     kind = type(cache)
     own: CacheClass | None = getattr(kind, "cache_class", None)
     return own or CACHE_CLASSES.get(kind) or OpaqueState(kind)

@@ -85,10 +85,7 @@ class CacheLayout:
         return ArrayRegion.of(kind, arrays)
 
     def cut_checkpoint(self, caches: Sequence[Cache]) -> ArrayRegion:
-        """Copy the whole state of the parts that cannot be cut, as it is at this very token.
-
-        Raises CacheUnsupported when an unknown class keeps more than its state says.
-        """
+        """Copy the whole state of the parts that cannot be cut, as it is now. Raises CacheUnsupported."""
         arrays = [
             (f"{part.name}.{suffix}", array)
             for part in self.parts

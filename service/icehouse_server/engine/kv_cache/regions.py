@@ -48,8 +48,7 @@ class TokenArrays:
     axis. Indices wrap at the axis' length: a full ring starts at its oldest token."""
 
     tensors: tuple[tuple[str, mx.array], ...] = ()
-    """(suffix, array), suffixes ascending: "k", "k.biases", "k.scales", "v", ... Arrays are [1, heads, slots,
-    width]."""
+    """(suffix, array), suffixes ascending: "k", "k.biases", ..., "v"; arrays are [1, heads, slots, width]."""
     first: int = 0
     count: int = 0
     end: int = 0

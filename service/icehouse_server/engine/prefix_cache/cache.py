@@ -8,13 +8,21 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as ReadSequence
 
 from icehouse_server.clock import Clock
 from icehouse_server.domain.blocks import BlockHeader, Region, RegionKind, TokenKeys
 from icehouse_server.domain.cache_commands import BlockMatch, Explain, Explanation, Tier
-from icehouse_server.domain.cache_stats import CacheStats, DiskStats
+from icehouse_server.domain.cache_stats import (
+    CacheStats,
+    DiskStats,
+    LookupStats,
+    MissTokens,
+    PromoteStats,
+    SpillDrops,
+)
 from icehouse_server.domain.events import CacheReport, ReuseLimit
 from icehouse_server.domain.ids import BlockHash, CacheScope, SequenceId
 from icehouse_server.domain.request import CacheUse, GenerationRequest
@@ -24,7 +32,6 @@ from icehouse_server.engine.prefix_cache.flush import Flush
 from icehouse_server.engine.prefix_cache.reuse_plan import Plan, plan, with_divergence
 from icehouse_server.engine.prefix_cache.tiers.matching import Prompt, known_chain, unread_nodes
 from icehouse_server.engine.prefix_cache.tiers.node import Node
-from icehouse_server.engine.prefix_cache.tiers.prefix_counters import PrefixCounters
 from icehouse_server.engine.prefix_cache.tiers.prefix_settings import PrefixSettings
 from icehouse_server.engine.prefix_cache.tiers.ram import RamTier
 from icehouse_server.engine.prefix_cache.tiers.runner_port import CacheFacts, CacheRunner
@@ -33,6 +40,24 @@ from icehouse_server.engine.prefix_cache.tiers.storage_waits import Rates, Stora
 from icehouse_server.engine.prefix_cache.tiers.tenant_quota import TenantQuotas
 from icehouse_server.engine.prefix_cache.tiers.tree import PrefixTree
 from icehouse_server.storage.api import ColdTier, Failure, Persisted, StoredBlock
+
+
+@dataclasses.dataclass(slots=True)
+class PrefixCounters:
+    """Lookups and restores since start, in the form in which they are shown. Tokens are prompt tokens."""
+
+    lookups: LookupStats = dataclasses.field(default_factory=LookupStats)
+    promote: PromoteStats = dataclasses.field(default_factory=PromoteStats)
+    miss_token_totals: Counter[ReuseLimit] = dataclasses.field(default_factory=Counter)
+
+    def note_lookup(self, prompt_token_count: int, report: CacheReport) -> None:
+        """Count one prompt."""
+        self.lookups.lookup_total += 1
+        self.lookups.hit_total += report.cached_token_count > 0
+        self.lookups.ram_token_total += report.ram_token_count
+        self.lookups.ssd_token_total += report.ssd_token_count
+        self.promote.recompute_chosen_total += report.limit is ReuseLimit.RECOMPUTE_FASTER
+        self.miss_token_totals[report.limit] += prompt_token_count - report.cached_token_count
 
 
 class PrefixCache:
@@ -60,7 +85,6 @@ class PrefixCache:
         self.spills = Spills(
             self.tree,
             quotas=self.quotas,
-            counters=self.counters,
             runner=runner,
             waits=self.waits,
             ended=self._spill_ended,
@@ -111,8 +135,7 @@ class PrefixCache:
     def prompt(
         self, keys: ReadSequence[int], *, scope: CacheScope, shared_scope: CacheScope | None = None
     ) -> Prompt:
-        """Return these tokens as a prompt to look up; blocks of `shared_scope` may be used for missing
-        ones."""
+        """Return tokens as a prompt to look up; blocks of `shared_scope` may replace missing ones."""
         return Prompt(
             tuple(keys), self.root(scope), None if shared_scope is None else self.root(shared_scope)
         )
@@ -205,8 +228,7 @@ class PrefixCache:
     # Blocks on their way into RAM and to SSD.
 
     def capture(self, sequence: Sequence, reached: int, *, is_end: bool) -> list[BlockHash]:
-        """Cache the blocks that are complete where its caches have `reached`, with `is_end` the tail too;
-        return their names."""
+        """Cache the blocks complete where its caches have `reached`, at its end the tail too, by name."""
         if not self.may_write(sequence):
             return []
         size = self.settings.block_token_count
@@ -230,8 +252,7 @@ class PrefixCache:
         self.tree.touch(self._known(sequence.chain), now=self._clock.monotonic())
 
     def hand_over_spills(self, *, may_wait: bool) -> None:
-        """Hand the blocks that are copied by now to the storage thread; with `may_wait`, which no pass waits
-        for, all."""
+        """Hand over the blocks that are copied by now; with `may_wait`, which no pass waits for, all."""
         self.spills.hand_over(may_wait=may_wait)
 
     def begin_flush(self) -> Flush:
@@ -348,22 +369,32 @@ class PrefixCache:
 
     def stats(self, storage: CacheStats | None) -> CacheStats:
         """Return the counters, with the SSD tier's where they are given."""
+        theirs, ours = storage or CacheStats(), self.counters
         promote = dataclasses.replace(
-            self.counters.promote,
+            ours.promote,
             read_bytes_per_s=self.rates.read_bytes_per_s,
             restore_tokens_per_s=self.rates.adopt_tokens_per_s,
             recompute_tokens_per_s=self.rates.prefill_tokens_per_s,
         )
-        joined = self.counters.joined(storage or CacheStats(), promote=promote)
-        disk, hang_detail = joined.disk, self.waits.hang_detail()
+        # Each number is counted by one thread, and 0 with the other.
+        names = [field.name for field in dataclasses.fields(PromoteStats)]
+        both = {name: getattr(promote, name) + getattr(theirs.promote, name) for name in names}
+        drops = Counter({drop.cause: drop.block_total for drop in theirs.spill.drops})
+        disk, hang_detail = theirs.disk, self.waits.hang_detail()
         if hang_detail:
             disk = dataclasses.replace(disk or DiskStats(), hang_detail=hang_detail)
         return dataclasses.replace(
-            joined,
+            theirs,
             block_token_limit=self.settings.block_token_count,
             unsupported_detail=self.facts.unsupported_detail,
+            lookups=dataclasses.replace(ours.lookups, miss_tokens=MissTokens.of(ours.miss_token_totals)),
             ram=self.ram.snapshot(now=self._clock.monotonic()),
-            spill=dataclasses.replace(joined.spill, policy=self.settings.spill_policy),
+            spill=dataclasses.replace(
+                theirs.spill,
+                drops=SpillDrops.of(drops + self.spills.drop_totals),
+                policy=self.settings.spill_policy,
+            ),
+            promote=PromoteStats(**both),
             disk=disk,
             tenants=self.quotas.snapshot(),
         )

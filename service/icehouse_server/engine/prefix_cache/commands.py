@@ -116,8 +116,7 @@ class CacheCommands:
             message.reply(answer)
 
     def query(self, reply: Callable[[CacheStats], None]) -> None:
-        """Call `reply` with all counters, the storage thread's included; its last ones where it does not
-        answer."""
+        """Call `reply` with all counters, the storage thread's last ones where it does not answer."""
         storage = self._cache.storage
         ticket = None if storage is None or self._waits.is_stalled else storage.stats()
 

@@ -142,8 +142,7 @@ class CacheController:
 
     @property
     def cuts_before_last_token(self) -> bool:
-        """Whether prefill must stop before a prompt's last token, since states, and windows no longer than a
-        block, can be captured only as they are there."""
+        """Whether prefill must stop before the last token, as some caches can only be cut as they are."""
         facts, block = self.cache.facts, self.cache.settings.block_token_count
         if not self.cache.is_supported:
             return False
@@ -195,8 +194,7 @@ class CacheController:
         self._ready.append(sequence)
 
     def _waits_for_leader(self, sequence: Sequence) -> bool:
-        """Let a sequence wait for what another one computes; where that one draws already, the tail that is
-        still in its caches is captured now instead."""
+        """Let a sequence wait for what another one computes; of one that draws, cut the tail now instead."""
         shared = self._in_flight.shared(sequence, self.cache.root(sequence.request.scope))
         if shared is None:
             return False
@@ -268,8 +266,7 @@ class CacheController:
         return Phase.LOADING
 
     def _reserve_memory(self, restore: Restore) -> bool:
-        """Reserve memory to read to, evicting blocks from RAM where necessary; False if that is not
-        enough."""
+        """Reserve memory to read to, evicting blocks from RAM where necessary; False without enough."""
         reserve = partial(restore.reserve_memory, self._runner, shares_blocks=self.cache.facts.shares_blocks)
         return reserve() or (self.yield_ram(restore.plan.ssd_bytes) > 0 and reserve())
 
@@ -354,8 +351,7 @@ class CacheController:
         return self._take_ready()
 
     def give_up_waits(self) -> list[Sequence]:
-        """Return the sequences that have waited too long for an SSD tier that does not answer: they are
-        planned again without it."""
+        """Return the sequences that have waited too long for the SSD tier, to be planned without it."""
         self._waits.expire()
         return self._take_ready()
 
@@ -454,8 +450,7 @@ class CacheController:
             self.cache.capture(sequence, sequence.prefill_target, is_end=True)  # its token is not known
 
     def discard(self, sequence: Sequence) -> None:
-        """Remove every block that a decoding sequence computed or began with: its logits are not finite, and
-        any of these blocks may be the cause."""
+        """Remove all blocks that a decoding sequence computed or began with: its logits are not finite."""
         keys = sequence.keys(0, sequence.token_count)
         self.cache.remove(self.cache.known_chain(keys, sequence.request.scope))
         sequence.unpromoted.clear()

@@ -46,8 +46,7 @@ def flush(
     clock: Clock,
     deadline_time: float,
 ) -> None:
-    """Spill until everything is written or dropped, the deadline passes or the storage thread `is_stalled`;
-    log the result.
+    """Spill until all is written or dropped, the deadline passes or the thread `is_stalled`; log the result.
 
     `wait` takes in the storage thread's reports, for at most so many seconds.
     """

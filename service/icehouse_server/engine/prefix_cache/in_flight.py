@@ -103,8 +103,7 @@ class InFlightPrefixes:
         return any(self._followers.get(name) for name in self._led_by(sequence))
 
     def shared(self, sequence: Sequence, root: BlockHash) -> SharedPrefix | None:
-        """Return the beginning of a prompt that another sequence computes; None for none, and for one that
-        has waited often enough."""
+        """Return the beginning that another sequence computes; None for who has waited often enough."""
         if not self._led or self._follow_counts.get(sequence.sequence_id, 0) >= _FOLLOW_LIMIT:
             return None
         return self._last_shared(self._blocks(sequence, root))

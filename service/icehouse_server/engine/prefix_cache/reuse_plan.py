@@ -168,8 +168,7 @@ def _last_block(tree: PrefixTree, prompt: Prompt, known: Iterable[Node]) -> tupl
 
 
 def _shares_most(tree: PrefixTree, node: Node, keys: TokenKeys, *, index: int, offset: int) -> bool:
-    """Return whether more than half of the prompt is in the cached one too: all before `index`, and what
-    samples of the rest find."""
+    """Return whether the cached prompt has more than half of this one, by samples from `index` on."""
     behind = keys[index : index + _REST_TOKEN_LIMIT]
     last = len(behind) - _SAMPLE_TOKEN_COUNT
     if last < _SAMPLE_COUNT:

@@ -76,8 +76,7 @@ class TierAccount:
     def victims(
         self, needed_bytes: float, *, may_go: Callable[[Node], bool], owners: Collection[Owner] | None = None
     ) -> list[Node] | None:
-        """Return the victims, of these owners or of all, that free so many bytes; None when even all that
-        `may_go` would not be enough."""
+        """Return victims, of these owners or all, that free so much; None where all would not suffice."""
         chosen = []
         for node in self.oldest(owners):
             if needed_bytes <= 0:

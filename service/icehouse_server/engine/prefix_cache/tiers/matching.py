@@ -72,10 +72,7 @@ def match(tree: PrefixTree, prompt: Prompt, *, with_ssd: bool = True) -> Match:
 
 
 def unread_nodes(tree: PrefixTree, prompt: Prompt) -> list[Node]:
-    """Return blocks on SSD with unknown tokens that may begin like the rest of this prompt.
-
-    Latest first, a few only; with their tokens known, a match may end inside one of them.
-    """
+    """Return the latest blocks on SSD, a few, whose unknown tokens may begin like the rest of this prompt."""
     search = _Search(tree, prompt.roots, prompt.keys[: prompt.limit])
     last = search.boundaries[-1]
     if not tree.facts.cuttable_inside or last.token_index == len(search.keys):
@@ -190,8 +187,7 @@ class _Search:
         return self._covers_window(candidate)
 
     def _covers_window(self, candidate: _Candidate) -> bool:
-        """Return whether the blocks reach back as far as the window does, and have its regions; without kv a
-        chain may have gaps."""
+        """Return whether the blocks cover the window, with its regions; without kv a chain may have gaps."""
         window = self._tree.facts.window_token_count
         window_start = max(0, candidate.token_count - window)
         covered_from = candidate.token_count

@@ -105,8 +105,7 @@ class RamTier:
         return self._tree.ram.used_bytes - stay_bytes + self.leaving_bytes
 
     def retain(self, nodes: Sequence[Node], request_id: RequestId | None) -> list[Node]:
-        """Retain blocks that were to leave RAM, if others than these can go instead; return those that leave
-        all the same."""
+        """Retain blocks that were to leave RAM if others can go instead; return those that leave."""
         protected = [node.hash for node in nodes]
         for node in nodes:
             if node.spill is not None and node.spill.leaves_ram and node.ram:

@@ -28,8 +28,7 @@ class CacheFacts:
     shortest_window_token_count: int = 0
     """The shortest one; 0 where there is none, or where all have the same length."""
     shares_blocks: bool = False
-    """Whether kv lies in pages that a sequence and its blocks share: neither a capture nor a restore copies
-    any."""
+    """Whether sequences and blocks share pages of kv, so that captures and restores copy none."""
 
     def needed_kinds(self, *, end_token_index: int, token_count: int) -> tuple[RegionKind, ...]:
         """Return the regions of a block with this end that a restore to `token_count` tokens needs."""

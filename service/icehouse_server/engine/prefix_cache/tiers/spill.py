@@ -17,7 +17,6 @@ from icehouse_server.domain.blocks import BlockHeader, HostBlock, RegionKind
 from icehouse_server.domain.cache_stats import SpillDropCause
 from icehouse_server.domain.ids import BlockHash, RequestId
 from icehouse_server.engine.prefix_cache.tiers.node import Node
-from icehouse_server.engine.prefix_cache.tiers.prefix_counters import PrefixCounters
 from icehouse_server.engine.prefix_cache.tiers.runner_port import CacheRunner, HostCopy
 from icehouse_server.engine.prefix_cache.tiers.storage_waits import StorageWaits
 from icehouse_server.engine.prefix_cache.tiers.tenant_quota import TenantQuotas
@@ -46,7 +45,6 @@ class Spills:
         tree: PrefixTree,
         *,
         quotas: TenantQuotas,
-        counters: PrefixCounters,
         runner: CacheRunner,
         waits: StorageWaits,
         ended: Callable[[Node, Persisted | Failure], object],
@@ -55,7 +53,6 @@ class Spills:
         self._tree = tree
         self._settings = tree.settings
         self._quotas = quotas
-        self._counters = counters
         self._runner = runner
         self._waits = waits
         self._ended = ended
@@ -66,6 +63,8 @@ class Spills:
         self.when_handed_over: Callable[[Node], None] = lambda node: None
         """Called when the storage thread has the bytes of a block."""
         self._removals: dict[Ticket[Purged], Names] = {}
+        self.drop_totals: collections.Counter[SpillDropCause] = collections.Counter()
+        """Blocks that were not sent to SSD."""
 
     @property
     def storage(self) -> ColdTier | None:
@@ -159,7 +158,7 @@ class Spills:
         elif not self._fits_quota(node, size_bytes, protected):
             cause = SpillDropCause.TENANT_SHARE
         if cause is not None:
-            self._counters.drop_totals[cause] += 1
+            self.drop_totals[cause] += 1
             return False
         assert node.token_ids is not None, node.hash.hex()
         header = self._tree.header_of(node, node.token_ids)

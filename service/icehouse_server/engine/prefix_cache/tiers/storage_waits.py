@@ -93,8 +93,7 @@ class _Wait:
 
 
 class StorageWaits:
-    """The tickets that the cold tier has not answered, and their waits, each called back once and in
-    order."""
+    """The unanswered tickets of the cold tier, and their waits, each called back once and in order."""
 
     def __init__(self, storage: ColdTier | None, rates: Rates, clock: Clock) -> None:
         self.storage = storage

@@ -62,10 +62,7 @@ class TenantQuotas:
     def ram_victims(
         self, owner: Owner, size_bytes: int, *, protected: Collection[BlockHash]
     ) -> list[Node] | None:
-        """Return the owner's blocks to evict so that `size_bytes` more stay within its quota of RAM.
-
-        Oldest first; None when even all that may go would not be enough.
-        """
+        """Return the owner's oldest blocks whose space `size_bytes` more would need; None if too few."""
         tree, limit, kin = self._tree, self._limits.ram_bytes, self.kin_of(owner)
         excess = sum(tree.ram.used_by[root] for root in kin) + size_bytes - limit
         if not limit or excess <= 0:
@@ -78,10 +75,9 @@ class TenantQuotas:
     def ssd_victims(
         self, node: Node, size_bytes: int, *, protected: Collection[BlockHash]
     ) -> list[Node] | None:
-        """Return blocks on SSD to remove so that this one stays within its owner's quota.
+        """Return blocks on SSD to remove so that this one stays within its owner's quota; None if too few.
 
-        Least recently used first, tails before heads, and never the blocks before this one. None when even
-        all that may go would not be enough.
+        Least recently used first, tails before heads, and never the blocks before this one.
         """
         tree, limit, kin = self._tree, self._limits.ssd_bytes, self.kin_of(node.owner)
         if not limit:

@@ -189,8 +189,7 @@ class PrefixTree:
             above = self._nodes.get(above.parent)
 
     def beginnings(self, parent: BlockHash, keys: TokenKeys, *, limit: int) -> Iterator[Node]:
-        """Yield the nodes below `parent` that consist of the first of these tokens, at most `limit`, with one
-        lookup for each length that occurs."""
+        """Yield nodes below `parent` made of the first of these tokens, at most `limit` of them."""
         lengths = [n for n in self._children.lengths(parent) if n <= limit]
         secret = self.settings.name_secret
         names = prefix_key_hashes(parent=parent, keys=keys, lengths=lengths, secret=secret)
@@ -212,8 +211,7 @@ class PrefixTree:
     # What becomes known, and what is forgotten.
 
     def insert(self, *, parent: BlockHash, start_token_index: int, keys: TokenKeys) -> Node:
-        """Return the node of these tokens below `parent`, new if it was not known; `prune` it if it stays
-        empty."""
+        """Return the node of these tokens below `parent`, new if not known; `prune` it if it stays empty."""
         name = self.name_of(parent=parent, keys=keys)
         node = self._nodes.get(name)
         if node is None:
@@ -223,8 +221,7 @@ class PrefixTree:
         return node
 
     def learn_keys(self, node: Node, keys: TokenKeys) -> None:
-        """Record the tokens of a block, where they were not known; the log did not have those of one on
-        SSD."""
+        """Record the tokens of a block where they were not known; the log learns those of one on SSD."""
         if node.token_ids is None:
             node.token_ids = keys
             if node.ssd:

@@ -8,7 +8,6 @@ import pytest
 from icehouse_server.domain.blocks import RegionKind
 from icehouse_server.domain.cache_stats import SpillDropCause
 from icehouse_server.engine.prefix_cache.tiers.node import Node
-from icehouse_server.engine.prefix_cache.tiers.prefix_counters import PrefixCounters
 from icehouse_server.engine.prefix_cache.tiers.ram import RamTier
 from icehouse_server.engine.prefix_cache.tiers.runner_port import CacheFacts
 from icehouse_server.engine.prefix_cache.tiers.spill import Spills
@@ -31,7 +30,6 @@ class Bench:
     tier: MemoryTier
     ended: list[Persisted | Failure]
     runner: TokenRunner
-    counters: PrefixCounters
     spills: Spills
     ram: RamTier
 
@@ -53,7 +51,7 @@ def bench(
     *, policy: str = "on_evict", min_prefix: int = 0, limit_bytes: int = 1 << 20, ram_limit_bytes: int = 0
 ) -> Bench:
     shelf = Shelf(spill_policy=policy, min_prefix_token_count=min_prefix, ram_limit_bytes=ram_limit_bytes)
-    counters, runner = PrefixCounters(), TokenRunner(CacheFacts())
+    runner = TokenRunner(CacheFacts())
     ended: list[Persisted | Failure] = []
 
     def post(posted: Outcome) -> None:
@@ -66,13 +64,12 @@ def bench(
     spills = Spills(
         shelf.tree,
         quotas=quotas,
-        counters=counters,
         runner=runner,
         waits=waits,
         ended=lambda node, outcome: ended.append(outcome),
     )
     ram = RamTier(shelf.tree, spills=spills, quotas=quotas)
-    return Bench(shelf, tier, ended, runner, counters, spills, ram)
+    return Bench(shelf, tier, ended, runner, spills, ram)
 
 
 def settled(made: Bench) -> list[Kept]:
@@ -96,7 +93,7 @@ def test_a_block_is_sent_once() -> None:
     (block,) = made.tier.kept.values()
     assert made.ended == [Persisted(block, None, 1.0, 0.5)]
     assert block.header.token_ids == node.token_ids and block.header.fingerprint == FINGERPRINT
-    assert made.counters.drop_totals.total() == 0
+    assert made.spills.drop_totals.total() == 0
 
 
 def test_a_block_is_handed_over_once_its_copy_is_there() -> None:
@@ -169,7 +166,7 @@ def test_without_credit_nothing_is_copied(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(made.runner, "begin_to_host", lambda regions: pytest.fail("copied without credit"))
     node = made.block()
     assert not made.spills.has_credit(node) and not made.spills.send(node, request_id=None)
-    assert made.counters.drop_totals == {SpillDropCause.NO_CREDIT: 1}
+    assert made.spills.drop_totals == {SpillDropCause.NO_CREDIT: 1}
     assert made.spills.under_way_count == 0 and not node.is_spilling
 
 
@@ -193,7 +190,7 @@ def test_short_prefixes_go_only_with_longer_ones() -> None:
     made = bench(min_prefix=3 * SIZE)
     first, second = made.block(0), made.block(SIZE)
     assert not made.spills.wants(first) and not made.spills.send(second, request_id=None)
-    assert made.counters.drop_totals == {SpillDropCause.PREFIX_SHORT: 1}
+    assert made.spills.drop_totals == {SpillDropCause.PREFIX_SHORT: 1}
     third = made.block(2 * SIZE)
     assert all(made.spills.wants(node) for node in (first, second, third))
 
@@ -204,7 +201,7 @@ def test_off_is_silent() -> None:
     assert (
         not made.spills.is_on and not made.spills.wants(node) and not made.spills.send(node, request_id=None)
     )
-    assert made.counters.drop_totals.total() == 0
+    assert made.spills.drop_totals.total() == 0
 
 
 def test_a_lost_tier_takes_its_queue_along() -> None:
