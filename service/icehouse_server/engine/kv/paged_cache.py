@@ -14,14 +14,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import create_attention_mask
 
 from icehouse_server.engine.kv.page_table import PageGroup, PageRun, PageTable, places_of
-from icehouse_server.engine.kv_cache.cache_classes import (
-    Arrays,
-    Cache,
-    CacheClass,
-    PlainKv,
-    RotatingKv,
-    Undo,
-)
+from icehouse_server.engine.kv_cache.cache_classes import Arrays, Cache, CacheClass, PlainKv, RotatingKv, Undo
 from icehouse_server.engine.kv_cache.regions import TokenArrays
 
 

@@ -153,14 +153,7 @@ class PagePool:
     def _new_array(self, page_count: int) -> mx.array:
         """Return new pages. The system provides host memory, Metal's too, only where it is written to."""
         kind = self.shape
-        shape = (
-            page_count,
-            kind.layer_count,
-            2,
-            kind.kv_head_count,
-            kind.page_token_count,
-            kind.head_size,
-        )
+        shape = (page_count, kind.layer_count, 2, kind.kv_head_count, kind.page_token_count, kind.head_size)
         if find_backend() is Backend.CUDA:
             return mx.zeros(shape, kind.dtype)
         return uninitialised(shape, dtype=kind.dtype)

@@ -9,11 +9,11 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as ReadSequence
 
 from icehouse_server.clock import Clock
-from icehouse_server.domain.blocks import BlockHeader, Region, RegionKind, TokenKeys
+from icehouse_server.domain.blocks import BlockHeader, RegionKind, TokenKeys
 from icehouse_server.domain.cache_commands import BlockMatch, Explain, Explanation, Tier
 from icehouse_server.domain.cache_stats import (
     CacheStats,
@@ -28,14 +28,13 @@ from icehouse_server.domain.ids import BlockHash, CacheScope, SequenceId
 from icehouse_server.domain.request import CacheUse, GenerationRequest
 from icehouse_server.engine.core.block_log import BlockLog
 from icehouse_server.engine.core.sequence import Sequence
-from icehouse_server.engine.prefix_cache.flush import Flush
 from icehouse_server.engine.prefix_cache.reuse_plan import Plan, plan, with_divergence
 from icehouse_server.engine.prefix_cache.tiers.matching import Prompt, known_chain, unread_nodes
-from icehouse_server.engine.prefix_cache.tiers.node import Node
+from icehouse_server.engine.prefix_cache.tiers.node import Node, Regions
 from icehouse_server.engine.prefix_cache.tiers.prefix_settings import PrefixSettings
 from icehouse_server.engine.prefix_cache.tiers.ram import RamTier
 from icehouse_server.engine.prefix_cache.tiers.runner_port import CacheFacts, CacheRunner
-from icehouse_server.engine.prefix_cache.tiers.spill import Spills
+from icehouse_server.engine.prefix_cache.tiers.spill import Flush, Spills
 from icehouse_server.engine.prefix_cache.tiers.storage_waits import Rates, StorageWaits
 from icehouse_server.engine.prefix_cache.tiers.tenant_quota import TenantQuotas
 from icehouse_server.engine.prefix_cache.tiers.tree import PrefixTree
@@ -83,11 +82,7 @@ class PrefixCache:
         self.counters = PrefixCounters()
         self.quotas = TenantQuotas(self.tree)
         self.spills = Spills(
-            self.tree,
-            quotas=self.quotas,
-            runner=runner,
-            waits=self.waits,
-            ended=self._spill_ended,
+            self.tree, quotas=self.quotas, runner=runner, waits=self.waits, ended=self._spill_ended
         )
         self.ram = RamTier(self.tree, spills=self.spills, quotas=self.quotas)
         self.used_by: dict[SequenceId, set[BlockHash]] = {}
@@ -244,7 +239,7 @@ class PrefixCache:
             self.tree.touch(self._known(names), now=self._clock.monotonic())
         return names[known_count:]
 
-    def promote(self, sequence: Sequence, node: Node, regions: Mapping[RegionKind, Region]) -> None:
+    def promote(self, sequence: Sequence, node: Node, regions: Regions) -> None:
         """Put regions that this sequence read from SSD into RAM, unless they are there by now."""
         self.tree.learn_keys(node, sequence.keys(node.start_token_index, node.end_token_index))
         missing = {kind: region for kind, region in regions.items() if kind not in node.ram}
@@ -279,7 +274,7 @@ class PrefixCache:
         self.tree.prune(node)
         return node.hash
 
-    def _put(self, sequence: Sequence, node: Node, regions: Mapping[RegionKind, Region]) -> None:
+    def _put(self, sequence: Sequence, node: Node, regions: Regions) -> None:
         """Put regions of a block of the sequence into RAM if space can be made for them."""
         # Without an SSD tier a block is useless once one before it is gone.
         protected = sequence.chain if self.facts.has_kv and not self.spills.is_on else ()

@@ -313,8 +313,7 @@ def _recent(node: Node, *, with_tokens: bool) -> RecentBlock:
 
 def _nothing_to_pin() -> NotFound:
     return NotFound(
-        Reason.BLOCK_NOT_FOUND,
-        "no block of this prompt is cached; send it through Warm or Generate first",
+        Reason.BLOCK_NOT_FOUND, "no block of this prompt is cached; send it through Warm or Generate first"
     )
 
 

@@ -7,7 +7,6 @@ last in prefilling: damage is a miss, never a caller's error.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
 from functools import partial
 
 from icehouse_server.clock import Clock
@@ -19,18 +18,10 @@ from icehouse_server.engine.prefix_cache.cache import PrefixCache
 from icehouse_server.engine.prefix_cache.commands import CacheCommands
 from icehouse_server.engine.prefix_cache.in_flight import InFlightPrefixes
 from icehouse_server.engine.prefix_cache.reuse_plan import Plan
+from icehouse_server.engine.prefix_cache.tiers.node import Hashes
 from icehouse_server.engine.prefix_cache.tiers.runner_port import CacheRunner, RestoreInput
 from icehouse_server.errors import StorageError
-from icehouse_server.storage.api import (
-    Evicted,
-    Failure,
-    Inventory,
-    KvPlace,
-    Loaded,
-    Outcome,
-    Ticket,
-    Trouble,
-)
+from icehouse_server.storage.api import Evicted, Failure, Inventory, KvPlace, Loaded, Outcome, Ticket, Trouble
 
 _ATTEMPT_LIMIT = 3
 """Plans tried for one prompt before it is prefilled whatever the tree says."""
@@ -457,9 +448,7 @@ class CacheController:
 
     # Memory for others.
 
-    def yield_ram(
-        self, size_bytes: int, *, protected: Collection[BlockHash] = (), is_urgent: bool = True
-    ) -> int:
+    def yield_ram(self, size_bytes: int, *, protected: Hashes = (), is_urgent: bool = True) -> int:
         """Release blocks in RAM that no sequence uses; return the bytes that are free now.
 
         Urgent, they are dropped; else those that the SSD tier takes are free once they are written.
@@ -467,7 +456,7 @@ class CacheController:
         protected = {*protected, *self._in_use}
         return self.cache.ram.yield_bytes(size_bytes, protected=protected, by_spilling=not is_urgent)
 
-    def yieldable_bytes(self, *, protected: Collection[BlockHash] = ()) -> int:
+    def yieldable_bytes(self, *, protected: Hashes = ()) -> int:
         """Return the bytes that `yield_ram` could free, including those on their way to SSD."""
         return self.cache.ram.yieldable_bytes(protected={*protected, *self._in_use})
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections import Counter
 from collections.abc import Sequence as ReadSequence
 
 from icehouse_server.domain.blocks import TokenKeys
@@ -30,7 +31,7 @@ _CANDIDATE_LIMIT = 16
 _CAPTURE_POINT_LIMIT = 8
 """Tails that one leader leaves for others; each ends a chunk."""
 _LEAST_TAIL_SHARE = 4
-"""A tail of less than one in so many tokens of a block is computed sooner than waited for."""
+"""A tail shorter than a block divided by this is computed sooner than waited for."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -61,12 +62,7 @@ class InFlightPrefixes:
     """The leaders, their blocks, and the followers that wait for these."""
 
     def __init__(
-        self,
-        settings: PrefixSettings,
-        names: BlockNames,
-        *,
-        can_share: bool,
-        can_cut_inside: bool,
+        self, settings: PrefixSettings, names: BlockNames, *, can_share: bool, can_cut_inside: bool
     ) -> None:
         self._settings = settings
         self._names = names
@@ -78,7 +74,7 @@ class InFlightPrefixes:
         self._led_below: dict[BlockHash, dict[BlockHash, _Block]] = {}
         """The same by parent, without the tails that are left for others."""
         self._followers: dict[BlockHash, list[Sequence]] = {}
-        self._follow_counts: dict[SequenceId, int] = {}
+        self._follow_counts: Counter[SequenceId] = Counter()
         self._ready: list[Sequence] = []
 
     def lead(self, sequence: Sequence, root: BlockHash) -> None:
@@ -104,21 +100,32 @@ class InFlightPrefixes:
 
     def shared(self, sequence: Sequence, root: BlockHash) -> SharedPrefix | None:
         """Return the beginning that another sequence computes; None for who has waited often enough."""
-        if not self._led or self._follow_counts.get(sequence.sequence_id, 0) >= _FOLLOW_LIMIT:
+        if not self._led or self._follow_counts[sequence.sequence_id] >= _FOLLOW_LIMIT:
             return None
-        return self._last_shared(self._blocks(sequence, root))
+        blocks = self._blocks(sequence, root)
+        for block in reversed(blocks if self._can_share else blocks[-1:]):
+            led = self._led.get(block.name)
+            if led is not None:
+                return SharedPrefix(led.sequence, block.name, block.stop)
+            inside = self._shared_inside(block) if self._can_share else None
+            if inside is not None:
+                return inside
+        return None
 
     def follow(self, sequence: Sequence, shared: SharedPrefix) -> None:
         """Have a sequence wait for the last token it shares."""
         self._followers.setdefault(shared.block, []).append(sequence)
-        self._follow_counts[sequence.sequence_id] = self._follow_counts.get(sequence.sequence_id, 0) + 1
+        self._follow_counts[sequence.sequence_id] += 1
 
     def complete(self, names: ReadSequence[BlockHash]) -> None:
         """Record that blocks were completed; the sequences that wait for them are ready."""
         for name in names:
             block = self._led.pop(name, None)
-            if block is not None:
-                self._forget_below(block)
+            siblings = self._led_below.get(block.parent) if block is not None else None
+            if block is not None and siblings is not None:
+                siblings.pop(name, None)
+                if not siblings:
+                    del self._led_below[block.parent]
             self._ready += self._followers.pop(name, [])
 
     def withdraw(self, sequence: Sequence) -> None:
@@ -142,23 +149,6 @@ class InFlightPrefixes:
 
     def _led_by(self, sequence: Sequence) -> list[BlockHash]:
         return [name for name, block in self._led.items() if block.sequence is sequence]
-
-    def _forget_below(self, block: _Block) -> None:
-        blocks = self._led_below.get(block.parent, {})
-        blocks.pop(block.name, None)
-        if not blocks:
-            self._led_below.pop(block.parent, None)
-
-    def _last_shared(self, blocks: ReadSequence[_Block]) -> SharedPrefix | None:
-        """Return the last block that is led, whole or up to where the prompts diverge."""
-        for block in reversed(blocks if self._can_share else blocks[-1:]):
-            led = self._led.get(block.name)
-            if led is not None:
-                return SharedPrefix(led.sequence, block.name, block.stop)
-            inside = self._shared_inside(block) if self._can_share else None
-            if inside is not None:
-                return inside
-        return None
 
     def _shared_inside(self, block: _Block) -> SharedPrefix | None:
         """Return the block to wait for where a block of a prompt begins like one that is led: a tail that the

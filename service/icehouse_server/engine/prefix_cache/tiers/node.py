@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Final
 
 from icehouse_server.domain.blocks import Region, RegionKind, TokenKeys
 from icehouse_server.domain.ids import BlockHash
 from icehouse_server.engine.core.block_log import Came, KvTier
 
-NO_REGIONS: Final[Mapping[RegionKind, Region]] = {}
+Hashes = Collection[BlockHash]
+"""Names of some blocks."""
+Regions = Mapping[RegionKind, Region]
+
+NO_REGIONS: Final[Regions] = {}
 NO_SIZES: Final[Mapping[RegionKind, int]] = {}
 
 
@@ -40,7 +44,7 @@ class Node:
     token_count: int
     token_ids: TokenKeys | None = None
     """Token keys; None for a block on SSD that this process never saw whole."""
-    ram: Mapping[RegionKind, Region] = dataclasses.field(default_factory=lambda: NO_REGIONS)
+    ram: Regions = dataclasses.field(default_factory=lambda: NO_REGIONS)
     ram_sizes: Mapping[RegionKind, int] = dataclasses.field(default_factory=lambda: NO_SIZES)
     """Bytes of each region in RAM that has any, taken once, when it came."""
     ssd: Mapping[RegionKind, int] = dataclasses.field(default_factory=lambda: NO_SIZES)

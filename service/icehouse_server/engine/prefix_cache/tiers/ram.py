@@ -7,14 +7,13 @@ its own. Its bytes count as free already, and the write queue bounds how many th
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain, islice
 
-from icehouse_server.domain.blocks import Region, RegionKind
 from icehouse_server.domain.cache_stats import AgePercentiles, TierStats
-from icehouse_server.domain.ids import BlockHash, RequestId
+from icehouse_server.domain.ids import RequestId
 from icehouse_server.engine.prefix_cache.tiers.account import Owner
-from icehouse_server.engine.prefix_cache.tiers.node import Node
+from icehouse_server.engine.prefix_cache.tiers.node import Hashes, Node, Regions
 from icehouse_server.engine.prefix_cache.tiers.spill import Spills
 from icehouse_server.engine.prefix_cache.tiers.tenant_quota import TenantQuotas
 from icehouse_server.engine.prefix_cache.tiers.tree import PrefixTree
@@ -35,25 +34,13 @@ class RamTier:
         self.stats = TierStats()
         """What left the tier since start."""
 
-    def put(
-        self,
-        node: Node,
-        regions: Mapping[RegionKind, Region],
-        *,
-        protected: Collection[BlockHash],
-        request_id: RequestId,
-    ) -> None:
+    def put(self, node: Node, regions: Regions, *, protected: Hashes, request_id: RequestId) -> None:
         """Add regions of a block if space can be made; blocks that spill for it are written for a request."""
-        sizes = {kind: region.size_bytes for kind, region in regions.items()}
-        if self._make_space(
-            sum(sizes.values()),
-            protected={node.hash, *protected},
-            owner=node.owner,
-            request_id=request_id,
-        ):
-            self._tree.add_regions(node, regions, sizes)
+        stay, size_bytes = {node.hash, *protected}, sum(region.size_bytes for region in regions.values())
+        if self._make_space(size_bytes, protected=stay, owner=node.owner, request_id=request_id):
+            self._tree.add_regions(node, regions)
 
-    def has_space(self, regions: Mapping[RegionKind, Region]) -> bool:
+    def has_space(self, regions: Regions) -> bool:
         """Whether these fit without evicting another block."""
         size_bytes = sum(region.size_bytes for region in regions.values())
         return self._tree.ram.used_bytes + size_bytes - self.leaving_bytes <= self.limit_bytes
@@ -66,7 +53,7 @@ class RamTier:
         self.retain(nodes, request_id)
         for node in nodes:
             node.hit_count += 1
-            if self._spills.is_write_behind:
+            if self._tree.settings.spill_policy == "write_behind":
                 self._spills.offer(node, protected=protected, request_id=request_id)
 
     def supersede(self, node: Node) -> None:
@@ -75,9 +62,7 @@ class RamTier:
             for other in self._tree.superseded(node):
                 self._tree.drop(other)
 
-    def yield_bytes(
-        self, size_bytes: int, *, protected: Collection[BlockHash] = (), by_spilling: bool = False
-    ) -> int:
+    def yield_bytes(self, size_bytes: int, *, protected: Hashes = (), by_spilling: bool = False) -> int:
         """Release least recently used blocks of at least this size from RAM; return the bytes free now.
 
         They are dropped, since spilled ones take memory until they are written; or `by_spilling`, until so
@@ -96,7 +81,7 @@ class RamTier:
             freed_bytes += before_bytes - node.ram_bytes
         return freed_bytes
 
-    def yieldable_bytes(self, *, protected: Collection[BlockHash] = ()) -> int:
+    def yieldable_bytes(self, *, protected: Hashes = ()) -> int:
         """Return the bytes that could be freed, including those on their way to SSD."""
         stay = [n for n in self._tree.pinned_in_ram if n.hash in protected or not n.is_safe]
         stay += [n for name in protected if (n := self._tree.get(name)) is not None]
@@ -157,12 +142,7 @@ class RamTier:
         )
 
     def _make_space(
-        self,
-        size_bytes: int,
-        *,
-        protected: Collection[BlockHash],
-        owner: Owner,
-        request_id: RequestId | None,
+        self, size_bytes: int, *, protected: Hashes, owner: Owner, request_id: RequestId | None
     ) -> bool:
         """Release blocks until `size_bytes` more of this owner fit into its quota and into the budget.
 
@@ -181,7 +161,7 @@ class RamTier:
             self._release(victim, protected=protected, request_id=request_id)
         return True
 
-    def _to_yield(self, size_bytes: int, protected: Collection[BlockHash]) -> list[Node]:
+    def _to_yield(self, size_bytes: int, protected: Hashes) -> list[Node]:
         """Return blocks to release, of at least this size; last, pinned blocks that are safe on SSD."""
         chosen: list[Node] = []
         pinned = (node for node in self._tree.pinned_in_ram if node.is_safe)
@@ -193,12 +173,10 @@ class RamTier:
                 size_bytes -= node.ram_bytes
         return chosen
 
-    def _fits_after_all(
-        self, node: Node, request_id: RequestId | None, *, protected: Collection[BlockHash]
-    ) -> bool:
+    def _fits_after_all(self, node: Node, request_id: RequestId | None, *, protected: Hashes) -> bool:
         return self._make_space(0, protected=protected, owner=node.owner, request_id=request_id)
 
-    def _release(self, node: Node, *, protected: Collection[BlockHash], request_id: RequestId | None) -> None:
+    def _release(self, node: Node, *, protected: Hashes, request_id: RequestId | None) -> None:
         """Spill a block and let it leave RAM then; evict it now where it is not spilled."""
         if not node.is_spilling:
             self._spills.send(node, protected=protected, request_id=request_id)

@@ -9,20 +9,26 @@ Each node says whether it is under way (`Node.spill`). Inference thread only.
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Collection, Sequence
+import logging
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
+from icehouse_server.clock import Clock
 from icehouse_server.domain.blocks import BlockHeader, HostBlock, RegionKind
 from icehouse_server.domain.cache_stats import SpillDropCause
 from icehouse_server.domain.ids import BlockHash, RequestId
-from icehouse_server.engine.prefix_cache.tiers.node import Node
+from icehouse_server.engine.prefix_cache.tiers.node import Hashes, Node
 from icehouse_server.engine.prefix_cache.tiers.runner_port import CacheRunner, HostCopy
 from icehouse_server.engine.prefix_cache.tiers.storage_waits import StorageWaits
 from icehouse_server.engine.prefix_cache.tiers.tenant_quota import TenantQuotas
 from icehouse_server.engine.prefix_cache.tiers.tree import PrefixTree
 from icehouse_server.storage.api import OVERHEAD_BYTES, ColdTier, Failure, Names, Persisted, Purged, Ticket
 
+_log = logging.getLogger("icehouse.engine")
+
+_CHECK_INTERVAL_S = 0.5
+"""How often a flush checks whether the storage thread hangs."""
 _SHORT_CHILD_LIMIT = 64
 """Children of a block below the minimum that are checked for a longer prefix."""
 
@@ -74,11 +80,6 @@ class Spills:
     @property
     def is_on(self) -> bool:
         return self.storage is not None and self._settings.spill_policy != "off"
-
-    @property
-    def is_write_behind(self) -> bool:
-        """Whether blocks that are used again go to SSD before RAM needs their space."""
-        return self._settings.spill_policy == "write_behind"
 
     @property
     def under_way_count(self) -> int:
@@ -133,16 +134,12 @@ class Spills:
         wanted_bytes = self._copying_bytes + _queue_bytes(node)
         return self.storage is not None and wanted_bytes <= self.storage.room_bytes
 
-    def offer(
-        self, node: Node, *, protected: Collection[BlockHash] = (), request_id: RequestId | None
-    ) -> None:
+    def offer(self, node: Node, *, protected: Hashes = (), request_id: RequestId | None) -> None:
         """Send a block before RAM needs its space; where the write queue is full, it can wait."""
         if self.wants(node) and self.has_credit(node):
             self.send(node, protected=protected, request_id=request_id)
 
-    def send(
-        self, node: Node, *, protected: Collection[BlockHash] = (), request_id: RequestId | None
-    ) -> bool:
+    def send(self, node: Node, *, protected: Hashes = (), request_id: RequestId | None) -> bool:
         """Send a block if it may go and is not there yet; False when it was not sent.
 
         `protected` blocks are not removed from SSD for it, where its owner's quota is full.
@@ -190,7 +187,7 @@ class Spills:
         node.spill.is_copied = copy.is_apart
         self.when_handed_over(node)
 
-    def _fits_quota(self, node: Node, size_bytes: int, protected: Collection[BlockHash]) -> bool:
+    def _fits_quota(self, node: Node, size_bytes: int, protected: Hashes) -> bool:
         """Remove older blocks of the same owner from SSD where its quota requires it."""
         victims = self._quotas.ssd_victims(node, size_bytes, protected=protected)
         if victims is None or (victims and self.remove(tuple(victim.hash for victim in victims)) is None):
@@ -218,3 +215,50 @@ class Spills:
 def _queue_bytes(node: Node) -> int:
     """Return what a block takes of the write queue, and of its owner's quota on SSD."""
     return node.ram_bytes + OVERHEAD_BYTES
+
+
+class Flush:
+    """Blocks in RAM on their way to SSD after a drain, the last of `nodes` first, for no request."""
+
+    def __init__(self, spills: Spills, nodes: Sequence[Node]) -> None:
+        self._spills = spills
+        self._waiting = list(nodes)
+
+    @property
+    def left_count(self) -> int:
+        """Blocks that are neither written nor dropped yet."""
+        return len(self._waiting) + self._spills.under_way_count
+
+    def proceed(self) -> bool:
+        """Send as much as the write queue takes; False when all of it is written or dropped."""
+        while self._waiting:
+            # With nothing under way the queue is empty: a block that does not fit now never will.
+            if self._spills.under_way_count and not self._spills.has_credit(self._waiting[-1]):
+                break
+            self._spills.send(self._waiting.pop(), request_id=None)
+        self._spills.hand_over(may_wait=True)
+        return self.left_count > 0
+
+
+def flush(
+    under_way: Flush,
+    *,
+    wait: Callable[[float], None],
+    is_stalled: Callable[[], bool],
+    clock: Clock,
+    deadline_time: float,
+) -> None:
+    """Spill until all is written or dropped, the deadline passes or the thread `is_stalled`; log the result.
+
+    `wait` takes in the storage thread's reports, for at most so many seconds.
+    """
+    began_time = clock.monotonic()
+    block_count = under_way.left_count
+    if not block_count:
+        return
+    _log.info("flush_started", extra={"block_count": block_count})
+    while under_way.proceed() and clock.monotonic() < deadline_time and not is_stalled():
+        wait(min(_CHECK_INTERVAL_S, deadline_time - clock.monotonic()))
+    left_count = under_way.left_count
+    facts = {"block_count": block_count - left_count, "left_count": left_count}
+    _log.info("flush_ended", extra={**facts, "duration_s": round(clock.monotonic() - began_time, 3)})

@@ -8,20 +8,13 @@ one for each adapter, and one quota for all of them. A tenant over its quota los
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 
 from icehouse_server.domain.blocks import root_hash
 from icehouse_server.domain.cache_stats import TenantShare
-from icehouse_server.domain.ids import (
-    NO_ADAPTER,
-    AdapterDigest,
-    AdapterName,
-    BlockHash,
-    CacheScope,
-    Tenant,
-)
+from icehouse_server.domain.ids import NO_ADAPTER, AdapterDigest, AdapterName, BlockHash, CacheScope, Tenant
 from icehouse_server.engine.prefix_cache.tiers.account import Owner
-from icehouse_server.engine.prefix_cache.tiers.node import Node
+from icehouse_server.engine.prefix_cache.tiers.node import Hashes, Node
 from icehouse_server.engine.prefix_cache.tiers.tree import PrefixTree
 from icehouse_server.errors import Overloaded, Reason
 
@@ -59,9 +52,7 @@ class TenantQuotas:
         """Return all roots of the tenant with this root; this one alone before the tenant's first request."""
         return frozenset(self._kin.get(owner, (owner,)) if owner is not None else (None,))
 
-    def ram_victims(
-        self, owner: Owner, size_bytes: int, *, protected: Collection[BlockHash]
-    ) -> list[Node] | None:
+    def ram_victims(self, owner: Owner, size_bytes: int, *, protected: Hashes) -> list[Node] | None:
         """Return the owner's oldest blocks whose space `size_bytes` more would need; None if too few."""
         tree, limit, kin = self._tree, self._limits.ram_bytes, self.kin_of(owner)
         excess = sum(tree.ram.used_by[root] for root in kin) + size_bytes - limit
@@ -72,9 +63,7 @@ class TenantQuotas:
             excess, may_go=lambda node: node.hash not in protected and not node.is_leaving, owners=kin
         )
 
-    def ssd_victims(
-        self, node: Node, size_bytes: int, *, protected: Collection[BlockHash]
-    ) -> list[Node] | None:
+    def ssd_victims(self, node: Node, size_bytes: int, *, protected: Hashes) -> list[Node] | None:
         """Return blocks on SSD to remove so that this one stays within its owner's quota; None if too few.
 
         Least recently used first, tails before heads, and never the blocks before this one.

@@ -15,7 +15,6 @@ from operator import attrgetter
 
 from icehouse_server.domain.blocks import (
     BlockHeader,
-    Region,
     RegionKind,
     TokenKeys,
     join_keys,
@@ -26,7 +25,7 @@ from icehouse_server.domain.ids import BlockHash
 from icehouse_server.engine.core.block_log import BlockLog, KvTier, Left, ListingEnded
 from icehouse_server.engine.core.block_names import BlockNames
 from icehouse_server.engine.prefix_cache.tiers.account import TierAccount
-from icehouse_server.engine.prefix_cache.tiers.node import NO_REGIONS, NO_SIZES, Node, Spilling
+from icehouse_server.engine.prefix_cache.tiers.node import NO_REGIONS, NO_SIZES, Node, Regions, Spilling
 from icehouse_server.engine.prefix_cache.tiers.prefix_settings import PrefixSettings
 from icehouse_server.engine.prefix_cache.tiers.runner_port import CacheFacts
 from icehouse_server.storage.api import StoredBlock
@@ -245,17 +244,16 @@ class PrefixTree:
 
     # RAM.
 
-    def add_regions(
-        self, node: Node, regions: Mapping[RegionKind, Region], sizes: Mapping[RegionKind, int]
-    ) -> None:
-        """Add regions of a block to RAM, with their sizes in bytes; the caller has made space."""
+    def add_regions(self, node: Node, regions: Regions) -> None:
+        """Add regions of a block to RAM; the caller has made space."""
         if not regions:
             return
         is_new = not node.ram
         if not is_new:
             self.ram.remove(node)
         node.ram = {**node.ram, **regions}
-        node.ram_sizes = {**node.ram_sizes, **{kind: size for kind, size in sizes.items() if size}}
+        sizes = {kind: size for kind, region in regions.items() if (size := region.size_bytes)}
+        node.ram_sizes = {**node.ram_sizes, **sizes}
         self.ram.add(node)
         if is_new:
             self._note_came(KvTier.RAM, node)

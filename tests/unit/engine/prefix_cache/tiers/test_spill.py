@@ -44,7 +44,7 @@ class Bench:
 def hold(shelf: Shelf, node: Node, kind: RegionKind) -> None:
     """Have RAM hold a region of a block with the tokens it is made of."""
     region = TokenRegion(kind, node.token_ids or ())
-    shelf.tree.add_regions(node, {kind: region}, {kind: region.size_bytes})
+    shelf.tree.add_regions(node, {kind: region})
 
 
 def bench(

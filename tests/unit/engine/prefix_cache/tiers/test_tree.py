@@ -120,7 +120,7 @@ def test_two_blocks_may_hold_the_same_region() -> None:
     page = Page()
     alive = weakref.ref(page)
     for node in (one, other):
-        shelf.tree.add_regions(node, {KV: page}, {KV: page.size_bytes})
+        shelf.tree.add_regions(node, {KV: page})
     del page
     shelf.tree.drop(one)
     assert alive() is not None and other.ram[KV] is alive()
