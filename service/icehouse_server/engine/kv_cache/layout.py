@@ -1,9 +1,12 @@
-"""Cache layout: how one model's caches are cut into regions of blocks, class by class.
+"""Cache layout: how one model's caches are cut into regions of blocks and rebuilt from them, class by class.
 
 Each layer's cache, or each member of a CacheList, is one of three things: K/V of unlimited context, cut at
 any token (kv); K/V of a sliding window, cut at any token still inside it (window); or a state that is known
 only at the sequence's current token (checkpoint). `cache_classes` says which. Any other class is refused
 with `CacheUnsupported`.
+
+A rebuilt cache continues as an uninterrupted one would, bit for bit: K/V layers get one array, windows their
+last tokens in temporal order (which is what a prefill leaves behind), states come back as they were.
 
 Inference thread only. Regions are lazy until `regions.compute`; cutting never changes a cache.
 """
@@ -13,11 +16,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 
+import mlx.core as mx
+
 from icehouse_server.domain.blocks import RegionKind
-from icehouse_server.engine.kv_cache.cache_classes import Cache, CachePart, class_of, leaf, parts_of
-from icehouse_server.engine.kv_cache.rebuild import CacheRebuild
-from icehouse_server.engine.kv_cache.regions import ArrayRegion, TokenArrays
+from icehouse_server.engine.kv_cache.cache_classes import Cache, CachePart, class_of, leaf, parts_of, put
+from icehouse_server.engine.kv_cache.regions import TOKEN_AXIS, ArrayRegion, TokenArrays
 from icehouse_server.engine.prefix_cache.tiers.runner_port import PlacedBlock
+from icehouse_server.errors import Reason, StorageError
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -109,6 +114,141 @@ class CacheLayout:
             if part.kind is kind:
                 cache = _cache_of(caches, part)
                 yield part, class_of(cache).tokens(cache)
+
+
+class CacheRebuild:
+    """A rebuild under way. `caches` is complete once `is_done`."""
+
+    def __init__(
+        self,
+        parts: Sequence[CachePart],
+        caches: list[Cache],
+        blocks: Sequence[PlacedBlock],
+        *,
+        token_count: int,
+    ) -> None:
+        """`caches` are a new sequence's. Raises StorageError when the kv does not cover `token_count`."""
+        assert token_count >= 1, token_count
+        self._parts = parts
+        self._caches = caches
+        self._blocks = blocks
+        self.token_count = token_count
+        """Tokens that the caches will hold."""
+        self._done_count = 0
+        self._kv_blocks = _blocks_with(blocks, RegionKind.KV)
+        self._window_blocks = _blocks_with(blocks, RegionKind.WINDOW)
+        if any(part.kind is RegionKind.KV for part in parts):
+            check_cover([block for block, _ in self._kv_blocks], token_count=token_count)
+
+    @property
+    def is_done(self) -> bool:
+        return self._done_count == len(self._parts)
+
+    @property
+    def caches(self) -> list[Cache]:
+        """The rebuilt caches, one a layer, computed or dispatched."""
+        assert self.is_done, "The rebuild is not finished"
+        return self._caches
+
+    def next_part(self) -> list[mx.array]:
+        """Put the next part together, lazily; return the arrays that the caller has to have computed.
+
+        Raises StorageError when a region lacks this part's tensors or they do not fit together.
+        """
+        part = self._parts[self._done_count]
+        empty = leaf(self._caches, part.path)
+        try:
+            arrays = self._arrays_of(part)
+            rebuilt = class_of(empty).rebuild(empty, arrays, token_count=self.token_count)
+        except (KeyError, IndexError, ValueError) as error:
+            raise _unusable(f"cannot rebuild {part.name} ({part.cache_class.name}): {error}") from error
+        put(self._caches, part.path, rebuilt)
+        self._done_count += 1
+        return list(arrays.values())
+
+    def _arrays_of(self, part: CachePart) -> dict[str, mx.array]:
+        suffixes = part.cache_class.suffixes
+        if part.kind is RegionKind.KV:
+            return {suffix: self._join_kv(f"{part.name}.{suffix}") for suffix in suffixes}
+        if part.kind is RegionKind.WINDOW:
+            count = min(self.token_count, part.window_token_count)
+            return {suffix: self._join_window(f"{part.name}.{suffix}", count) for suffix in suffixes}
+        last = [block for block in self._blocks if block.end_token_index == self.token_count]
+        checkpoints = _blocks_with(last, RegionKind.CHECKPOINT)
+        if not checkpoints:
+            raise _unusable(f"there is no checkpoint at token {self.token_count}")
+        prefix = f"{part.name}."
+        # New array objects: assigning into a cache must never reach a block's own array.
+        return {
+            name.removeprefix(prefix): mx.contiguous(array)
+            for name, array in checkpoints[0][1].items()
+            if name.startswith(prefix)
+        }
+
+    def _join_kv(self, name: str) -> mx.array:
+        """Return [1, heads, tokens, width]."""
+        pieces: list[mx.array] = []
+        for block, arrays in self._kv_blocks:
+            wanted = min(block.end_token_index, self.token_count) - block.start_token_index
+            if wanted <= 0:
+                break
+            array = arrays[name]
+            if array.shape[TOKEN_AXIS] != block.token_count:
+                raise ValueError(
+                    f"{name} holds {array.shape[TOKEN_AXIS]} tokens of a block of {block.token_count}"
+                )
+            pieces.append(array[:, :, :wanted])
+        return _concatenate(name, pieces)
+
+    def _join_window(self, name: str, count: int) -> mx.array:
+        """Return the last `count` tokens, [1, heads, count, width], in temporal order."""
+        pieces: list[mx.array] = []
+        start, stop = self.token_count - count, self.token_count
+        for block, arrays in reversed(self._window_blocks):
+            if stop == start:
+                break
+            array = arrays[name]
+            array_start = block.end_token_index - array.shape[TOKEN_AXIS]
+            if block.end_token_index < stop or array_start >= stop:
+                continue
+            low = max(array_start, start)
+            pieces.append(array[:, :, low - array_start : stop - array_start])
+            stop = low
+        if stop != start:
+            raise ValueError(f"{name} lacks tokens [{start}, {stop}) of its window")
+        return _concatenate(name, pieces[::-1])
+
+
+def check_cover(blocks: Sequence[PlacedBlock], *, token_count: int) -> None:
+    """Raise StorageError unless these blocks follow one another from token 0 to `token_count`."""
+    covered = 0
+    for block in blocks:
+        if block.start_token_index != covered:
+            raise _unusable(f"kv starts at token {block.start_token_index} where {covered} is next")
+        covered = block.end_token_index
+    if covered < token_count:
+        raise _unusable(f"kv ends at token {covered} of {token_count}")
+
+
+def _unusable(message: str) -> StorageError:
+    """Return the error of blocks that no caches can be rebuilt from."""
+    return StorageError(Reason.STORE_UNUSABLE, f"The cached prefix is not usable: {message}")
+
+
+def _blocks_with(
+    blocks: Sequence[PlacedBlock], kind: RegionKind
+) -> list[tuple[PlacedBlock, dict[str, mx.array]]]:
+    """Return the blocks that have arrays of this kind, and these by name; kv in pages has none."""
+    regions = ((block, block.regions.get(kind)) for block in blocks)
+    return [(block, dict(region.arrays)) for block, region in regions if isinstance(region, ArrayRegion)]
+
+
+def _concatenate(name: str, pieces: Sequence[mx.array]) -> mx.array:
+    """Join along the token axis without ever promoting a dtype; the result is a new, compact array."""
+    shapes = {(str(piece.dtype), *piece.shape[:TOKEN_AXIS], piece.shape[-1]) for piece in pieces}
+    if len(shapes) > 1 or pieces[0].ndim != 4:
+        raise ValueError(f"{name} does not fit together: {sorted(map(str, shapes))}")
+    return mx.concatenate(list(pieces), axis=TOKEN_AXIS) if len(pieces) > 1 else mx.contiguous(pieces[0])
 
 
 def _cache_of(caches: Sequence[Cache], part: CachePart) -> Cache:
