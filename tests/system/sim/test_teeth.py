@@ -15,7 +15,7 @@ from icehouse_server.engine import requests
 from icehouse_server.engine.core import block_log
 from icehouse_server.engine.core.sequence import Phase
 from icehouse_server.engine.output import Output
-from icehouse_server.engine.prefix_cache import cache, commands, controller
+from icehouse_server.engine.prefix_cache import controller, prefix_cache, prefix_commands
 from icehouse_server.engine.prefix_cache.tiers import account, matching, runner_port, tree
 from icehouse_server.engine.scheduling import layered_prefill, pass_plan, scheduler
 from icehouse_server.rpc.kv_events import block_mirror, event_feed
@@ -88,24 +88,24 @@ def restore_one_block_off(patch: pytest.MonkeyPatch) -> None:
 
 
 def forget_the_tenant(patch: pytest.MonkeyPatch) -> None:
-    real = cache.PrefixCache.root
+    real = prefix_cache.PrefixCache.root
     patch.setattr(
-        cache.PrefixCache, "root", lambda self, scope: real(self, CacheScope(adapter=scope.adapter))
+        prefix_cache.PrefixCache, "root", lambda self, scope: real(self, CacheScope(adapter=scope.adapter))
     )
 
 
 def forget_the_adapter(patch: pytest.MonkeyPatch) -> None:
-    real = cache.PrefixCache.root
-    patch.setattr(cache.PrefixCache, "root", lambda self, scope: real(self, CacheScope(scope.tenant)))
+    real = prefix_cache.PrefixCache.root
+    patch.setattr(prefix_cache.PrefixCache, "root", lambda self, scope: real(self, CacheScope(scope.tenant)))
 
 
 def start_from_anybody(patch: pytest.MonkeyPatch) -> None:
-    real = cache.PrefixCache.prompt
+    real = prefix_cache.PrefixCache.prompt
 
     def prompt(self, keys, *, scope, shared_scope=None):
         return real(self, keys, scope=scope, shared_scope=CacheScope(Tenant("other")))
 
-    patch.setattr(cache.PrefixCache, "prompt", prompt)
+    patch.setattr(prefix_cache.PrefixCache, "prompt", prompt)
 
 
 def forget_which_image(patch: pytest.MonkeyPatch) -> None:
@@ -220,14 +220,14 @@ def adopt_without_a_sync(patch: pytest.MonkeyPatch) -> None:
 
 
 def leak_a_pin(patch: pytest.MonkeyPatch) -> None:
-    real = commands.CacheCommands._pin
+    real = prefix_commands.CacheCommands._pin
 
     def pin(self, nodes, **rest):
         report = real(self, nodes, **rest)
         self._cache.pin(nodes[-1:], pinned=True)
         return report
 
-    patch.setattr(commands.CacheCommands, "_pin", pin)
+    patch.setattr(prefix_commands.CacheCommands, "_pin", pin)
 
 
 def evict_what_is_pinned(patch: pytest.MonkeyPatch) -> None:

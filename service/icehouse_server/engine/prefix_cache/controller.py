@@ -14,9 +14,9 @@ from icehouse_server.domain.blocks import Damage, Region, RegionKind
 from icehouse_server.domain.events import CacheReport, ReuseLimit
 from icehouse_server.domain.ids import BlockHash, SequenceId
 from icehouse_server.engine.core.sequence import Phase, Sequence
-from icehouse_server.engine.prefix_cache.cache import PrefixCache
-from icehouse_server.engine.prefix_cache.commands import CacheCommands
 from icehouse_server.engine.prefix_cache.in_flight import InFlightPrefixes
+from icehouse_server.engine.prefix_cache.prefix_cache import PrefixCache
+from icehouse_server.engine.prefix_cache.prefix_commands import CacheCommands
 from icehouse_server.engine.prefix_cache.reuse_plan import Plan
 from icehouse_server.engine.prefix_cache.tiers.node import Hashes
 from icehouse_server.engine.prefix_cache.tiers.runner_port import CacheRunner, RestoreInput

@@ -9,7 +9,7 @@ from typing import Any, Final
 import mlx.core as mx
 import numpy as np
 from icehouse_server.domain.blocks import Region, RegionKind
-from icehouse_server.engine.kv_cache.layout import CacheLayout
+from icehouse_server.engine.kv_cache.cache_layout import CacheLayout
 from icehouse_server.engine.kv_cache.regions import ArrayRegion, from_host, to_host
 from icehouse_server.engine.prefix_cache.tiers.runner_port import PlacedBlock
 from mlx_lm.models.cache import make_prompt_cache

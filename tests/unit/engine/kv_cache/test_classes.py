@@ -8,7 +8,7 @@ import mlx.core as mx
 import pytest
 from icehouse_server.domain.blocks import RegionKind
 from icehouse_server.engine.kv_cache.cache_classes import leaves
-from icehouse_server.engine.kv_cache.layout import CacheLayout
+from icehouse_server.engine.kv_cache.cache_layout import CacheLayout
 from icehouse_server.engine.kv_cache.regions import ArrayRegion, from_host, to_host
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, QuantizedKVCache
 

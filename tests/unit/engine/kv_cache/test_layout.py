@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from icehouse_server.domain.blocks import RegionKind
-from icehouse_server.engine.kv_cache.layout import CacheLayout
+from icehouse_server.engine.kv_cache.cache_layout import CacheLayout
 from icehouse_server.engine.kv_cache.opaque_state import CacheUnsupported
 from icehouse_server.errors import Reason
 from mlx_lm.models.cache import (

@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from icehouse_server.domain.blocks import RegionKind
-from icehouse_server.engine.kv_cache.layout import CacheLayout
+from icehouse_server.engine.kv_cache.cache_layout import CacheLayout
 from icehouse_server.engine.kv_cache.regions import ArrayRegion
 from icehouse_server.engine.prefix_cache.tiers.runner_port import PlacedBlock
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache

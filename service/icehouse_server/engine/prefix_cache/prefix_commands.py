@@ -42,7 +42,7 @@ from icehouse_server.domain.cache_commands import (
 from icehouse_server.domain.cache_stats import CacheStats
 from icehouse_server.domain.ids import CacheScope
 from icehouse_server.engine.core.mailbox import Command
-from icehouse_server.engine.prefix_cache.cache import PrefixCache
+from icehouse_server.engine.prefix_cache.prefix_cache import PrefixCache
 from icehouse_server.engine.prefix_cache.tiers.node import Node
 from icehouse_server.errors import IcehouseError, NotFound, Overloaded, Reason, StorageError
 from icehouse_server.storage.api import Failure, Names, Purged, Ticket, Trouble, Verified
