@@ -14,9 +14,9 @@ from icehouse_server.clock import Clock
 from icehouse_server.config import CacheConfig, Config, TenantConfig
 from icehouse_server.device import Device
 from icehouse_server.engine.core.block_log import BlockLog
-from icehouse_server.engine.prefix_cache.cache import PrefixCache
 from icehouse_server.engine.prefix_cache.controller import CacheController
-from icehouse_server.engine.prefix_cache.tiers.settings import PrefixSettings, QuotaLimits
+from icehouse_server.engine.prefix_cache.prefix_cache import PrefixCache
+from icehouse_server.engine.prefix_cache.tiers.prefix_settings import PrefixSettings, QuotaLimits
 from icehouse_server.engine.runner.identity.fingerprint import ModelFingerprint, model_fingerprint
 from icehouse_server.engine.runner.model_loader import AdapterSource
 from icehouse_server.engine.runner.runner import ModelRunner

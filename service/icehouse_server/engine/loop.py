@@ -32,7 +32,7 @@ from icehouse_server.engine.core.sequence import Phase, Sequence
 from icehouse_server.engine.images import ImageEncoding
 from icehouse_server.engine.output import Output
 from icehouse_server.engine.prefix_cache.controller import CacheController
-from icehouse_server.engine.prefix_cache.flush import flush
+from icehouse_server.engine.prefix_cache.tiers.spill import flush
 from icehouse_server.engine.requests import Requests
 from icehouse_server.engine.scheduling.parts import SchedulingParts
 from icehouse_server.engine.scheduling.pass_plan import PassPlan, PrefillChunk

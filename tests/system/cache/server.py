@@ -18,9 +18,9 @@ from icehouse_server.domain.sampling import SamplingParams
 from icehouse_server.domain.stats import EngineStats
 from icehouse_server.engine.core.mailbox import Mailbox, Message
 from icehouse_server.engine.engine import Engine, EngineSettings
-from icehouse_server.engine.prefix_cache.cache import PrefixCache
 from icehouse_server.engine.prefix_cache.controller import CacheController
-from icehouse_server.engine.prefix_cache.tiers.settings import PrefixSettings
+from icehouse_server.engine.prefix_cache.prefix_cache import PrefixCache
+from icehouse_server.engine.prefix_cache.tiers.prefix_settings import PrefixSettings
 from icehouse_server.engine.runner import model_loader
 from icehouse_server.engine.runner.forward import Attention
 from icehouse_server.engine.runner.identity.fingerprint import model_fingerprint

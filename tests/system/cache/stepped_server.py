@@ -28,10 +28,10 @@ from icehouse_server.domain.sampling import SamplingParams
 from icehouse_server.engine.core.mailbox import Cancel, Command, Drain, Mailbox, Message, QueryStats, Submit
 from icehouse_server.engine.core.refusals import cancelled_by_client
 from icehouse_server.engine.loop import EngineLoop
-from icehouse_server.engine.prefix_cache.cache import PrefixCache
 from icehouse_server.engine.prefix_cache.controller import CacheController
-from icehouse_server.engine.prefix_cache.tiers.ports import CacheFacts
-from icehouse_server.engine.prefix_cache.tiers.settings import PrefixSettings, QuotaLimits
+from icehouse_server.engine.prefix_cache.prefix_cache import PrefixCache
+from icehouse_server.engine.prefix_cache.tiers.prefix_settings import PrefixSettings, QuotaLimits
+from icehouse_server.engine.prefix_cache.tiers.runner_port import CacheFacts
 from icehouse_server.engine.scheduling.limits import SchedulerLimits
 from icehouse_server.engine.scheduling.memory_guard import MemoryGuard
 from icehouse_server.engine.scheduling.parts import SchedulingParts
@@ -44,6 +44,7 @@ from icehouse_server.storage.local.tier import LocalTier
 from icehouse_server.storage.storage_settings import StorageSettings
 
 from tests.fixtures.engine import FakeClock, FakeDecoder, Recorder, memory_model, model_info
+from tests.fixtures.tree_check import check_tree
 from tests.system.cache.token_runner import TOKEN_BYTES, TokenRunner
 
 BLOCK = 4
@@ -286,7 +287,7 @@ class SteppedServer:
 
     def check(self) -> None:
         """Assert what always holds of the prefix tree."""
-        self.cache.tree.check()
+        check_tree(self.cache.tree)
 
     def ram_starts(self) -> list[int]:
         """Return where the blocks in RAM start, the next to be evicted first."""

@@ -17,7 +17,7 @@ from icehouse_server.domain.cache_commands import (
 )
 from icehouse_server.domain.events import ReuseLimit
 from icehouse_server.engine.core.sequence import Phase
-from icehouse_server.engine.prefix_cache.planner import Rates
+from icehouse_server.engine.prefix_cache.tiers.storage_waits import Rates
 from icehouse_server.errors import Reason, StartError, StorageError
 from icehouse_server.storage.api import Inventory
 from icehouse_server.storage.files import Files

@@ -14,8 +14,8 @@ import pytest
 from icehouse_server.domain.cache_commands import Evict
 from icehouse_server.domain.cache_stats import SpillDropCause
 from icehouse_server.domain.events import ReuseLimit
-from icehouse_server.engine.kv.blocks import RunnerBlocks
 from icehouse_server.engine.kv.paged_cache import PagedWindowCache
+from icehouse_server.engine.kv.runner_blocks import RunnerBlocks
 from mlx_lm.models.cache import QuantizedKVCache, RotatingKVCache
 
 from tests.fixtures.models import tiny_model_dir

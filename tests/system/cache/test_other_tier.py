@@ -7,7 +7,7 @@ from icehouse_server.domain.cache_commands import Evict, Pin, Verify, VerifyRepo
 from icehouse_server.domain.cache_stats import SpillDropCause
 from icehouse_server.domain.events import ReuseLimit
 from icehouse_server.domain.ids import CacheScope, Tenant
-from icehouse_server.engine.prefix_cache.tiers.ports import CacheFacts
+from icehouse_server.engine.prefix_cache.tiers.runner_port import CacheFacts
 from icehouse_server.storage.api import StorageFailed
 
 from tests.fixtures.storage.memory_tier import MemoryTier

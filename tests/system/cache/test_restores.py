@@ -21,7 +21,7 @@ from icehouse_server.domain.events import Failed, ReuseLimit
 from icehouse_server.domain.ids import DEFAULT_SCOPE
 from icehouse_server.domain.request import CacheUse
 from icehouse_server.engine.core.sequence import Phase
-from icehouse_server.engine.prefix_cache.tiers.ports import CacheFacts
+from icehouse_server.engine.prefix_cache.tiers.runner_port import CacheFacts
 from icehouse_server.errors import IcehouseError, Overloaded, Reason
 from icehouse_server.storage.api import StorageFailed
 from icehouse_server.storage.local.block_format.header import BlockFileError
@@ -481,12 +481,12 @@ def test_the_pages_that_a_load_is_read_into_are_counted_until_they_are_its_rows(
         rooms = []
         for _ in range(4):
             served.loop.step()
-            rooms += [(s.phase, s.loading_room_token_count) for s in served.scheduler.running]
+            rooms += [(s.phase, s.loading_token_count) for s in served.scheduler.running]
         assert rooms[-1] == (Phase.LOADING, 4 * BLOCK)
         (sequence,) = served.scheduler.running
         served.holds_storage = False
         served.step_until_idle()
-        assert sequence.loading_room_token_count == 0
+        assert sequence.loading_token_count == 0
         assert served.answer("a").cache.ssd_token_count == 4 * BLOCK
 
 
@@ -500,7 +500,7 @@ def test_no_pages_are_kept_for_a_load_that_cannot_be(tmp_path: Path, is_queue_fu
         served.loop.step()
         (sequence,) = served.scheduler.running or served.scheduler.restoring
         served.step_until_idle()
-        assert sequence.loading_room_token_count == 0
+        assert sequence.loading_token_count == 0
         assert served.answer("a").cache.cached_token_count == 0
         assert served.runner.asked_load_count == 1
         served.check()

@@ -11,7 +11,7 @@ from icehouse_server.domain import blocks
 from icehouse_server.domain.events import Failed, Finished, ReuseLimit
 from icehouse_server.domain.ids import BlockHash, SequenceId
 from icehouse_server.domain.request import CacheUse
-from icehouse_server.engine.prefix_cache.tiers.ports import CacheFacts
+from icehouse_server.engine.prefix_cache.tiers.runner_port import CacheFacts
 
 from tests.system.cache.stepped_server import (
     BLOCK,

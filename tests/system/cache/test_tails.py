@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from icehouse_server.domain.ids import Tenant
 from icehouse_server.engine.core.sequence import Phase
-from icehouse_server.engine.prefix_cache.tiers.ports import CacheFacts
+from icehouse_server.engine.prefix_cache.tiers.runner_port import CacheFacts
 
 from tests.system.cache.stepped_server import (
     BLOCK,

@@ -9,7 +9,7 @@ from icehouse_server.domain.cache_commands import Pin, PinReport, Unpin
 from icehouse_server.domain.cache_stats import SpillDropCause, TenantShare
 from icehouse_server.domain.events import ReuseLimit
 from icehouse_server.domain.ids import NO_ADAPTER, AdapterDigest, AdapterName, CacheScope, Tenant
-from icehouse_server.engine.prefix_cache.tiers.settings import QuotaLimits
+from icehouse_server.engine.prefix_cache.tiers.prefix_settings import QuotaLimits
 from icehouse_server.errors import Overloaded
 
 from tests.system.cache.stepped_server import (

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 import numpy as np
 from icehouse_server.domain.blocks import HostRegion, HostTensor, RegionKind, pack_tokens, unpack_tokens
 from icehouse_server.domain.ids import SequenceId
-from icehouse_server.engine.prefix_cache.tiers.ports import CacheFacts, RestoreInput
+from icehouse_server.engine.prefix_cache.tiers.runner_port import CacheFacts, RestoreInput
 from icehouse_server.errors import Reason, StorageError
 from icehouse_server.storage.api import PlannedBlock
 

@@ -6,13 +6,14 @@ from icehouse_server.domain.blocks import RegionKind
 from icehouse_server.domain.cache_stats import CacheStats
 from icehouse_server.domain.stats import EngineStats
 
+from tests.fixtures.tree_check import check_tree
 from tests.system.sim.server import SimServer
 
 
 def check_ram(served: SimServer) -> None:
     """The tree is what its nodes say, and RAM within its budget plus what waits to be written."""
     tree, limit_bytes = served.cache.tree, served.cache.ram.limit_bytes
-    tree.check()
+    check_tree(tree)
     assert all(node.ram_bytes for node in tree.in_ram()), "a node without bytes is in the RAM tier"
     spilling_bytes = sum(node.ram_bytes for node in tree.spilling)
     assert tree.ram.used_bytes <= limit_bytes + spilling_bytes, (

@@ -14,7 +14,7 @@ from icehouse_server.domain.model import ModelInfo
 from icehouse_server.domain.request import ImageKey, ImagePart
 from icehouse_server.engine.core.memory_model import MemoryModel
 from icehouse_server.engine.core.ports import Chunk, Drawn, ImageUse, LayerSpan, MemoryUse, PassResult
-from icehouse_server.engine.prefix_cache.tiers.ports import CacheFacts, RestoreInput
+from icehouse_server.engine.prefix_cache.tiers.runner_port import CacheFacts, RestoreInput
 from icehouse_server.errors import Reason, StorageError
 from icehouse_server.storage.api import PlannedBlock
 

@@ -6,7 +6,7 @@ import dataclasses
 import random
 
 from icehouse_server.domain.ids import AdapterDigest, AdapterName, Fingerprint
-from icehouse_server.engine.prefix_cache.tiers.settings import PrefixSettings, QuotaLimits
+from icehouse_server.engine.prefix_cache.tiers.prefix_settings import PrefixSettings, QuotaLimits
 from icehouse_server.engine.scheduling.limits import SchedulerLimits
 from icehouse_server.engine.scheduling.waiting_queue import WaitingLimits
 from icehouse_server.storage.local.directory.manifest import LOG_ALLOWANCE_BYTES

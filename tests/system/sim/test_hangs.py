@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from icehouse_server.engine.prefix_cache.timeouts import Waits
+from icehouse_server.engine.prefix_cache.tiers.storage_waits import StorageWaits
 
 from tests.system.sim.scenario import HANGS_SEED, SimulationFailed
 from tests.system.sim.stories import play
@@ -17,7 +17,7 @@ def test_stories_whose_disk_hangs() -> None:
 
 
 def test_waiting_for_ever_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Waits, "_has_expired", lambda self, *wait: False)
+    monkeypatch.setattr(StorageWaits, "_has_expired", lambda self, *wait: False)
     with pytest.raises(SimulationFailed):
         play(range(HANGS_SEED, HANGS_SEED + _STORY_COUNT))
 

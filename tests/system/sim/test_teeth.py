@@ -15,8 +15,8 @@ from icehouse_server.engine import requests
 from icehouse_server.engine.core import block_log
 from icehouse_server.engine.core.sequence import Phase
 from icehouse_server.engine.output import Output
-from icehouse_server.engine.prefix_cache import cache, commands, controller, restore
-from icehouse_server.engine.prefix_cache.tiers import account, matching, ports, tree
+from icehouse_server.engine.prefix_cache import controller, prefix_cache, prefix_commands
+from icehouse_server.engine.prefix_cache.tiers import account, matching, runner_port, tree
 from icehouse_server.engine.scheduling import layered_prefill, pass_plan, scheduler
 from icehouse_server.rpc.kv_events import block_mirror, event_feed
 from icehouse_server.storage.api import Loaded
@@ -24,6 +24,7 @@ from icehouse_server.storage.local import queue_limit, spiller
 from icehouse_server.storage.local.block_format import block_file, header
 from icehouse_server.storage.local.directory import reconcile, space, store
 
+from tests.system.sim import checks
 from tests.system.sim.scenario import IMAGES_SEED, NAMES_SEED, SimulationFailed
 from tests.system.sim.setup import BLOCK
 from tests.system.sim.stories import play
@@ -37,34 +38,34 @@ def believe_every_token_equal(patch: pytest.MonkeyPatch) -> None:
 
 
 def forget_windows(patch: pytest.MonkeyPatch) -> None:
-    real = ports.CacheFacts.needed_kinds
+    real = runner_port.CacheFacts.needed_kinds
 
     def needed_kinds(self, **place):
         return tuple(kind for kind in real(self, **place) if kind != "window")
 
-    patch.setattr(ports.CacheFacts, "needed_kinds", needed_kinds)
+    patch.setattr(runner_port.CacheFacts, "needed_kinds", needed_kinds)
 
 
 def measure_windows_one_block_short(patch: pytest.MonkeyPatch) -> None:
-    real = ports.CacheFacts.needed_kinds
+    real = runner_port.CacheFacts.needed_kinds
 
     def needed_kinds(self, *, end_token_index, token_count):
         return real(self, end_token_index=end_token_index, token_count=token_count + BLOCK)
 
-    patch.setattr(ports.CacheFacts, "needed_kinds", needed_kinds)
+    patch.setattr(runner_port.CacheFacts, "needed_kinds", needed_kinds)
 
 
 def resume_between_checkpoints(patch: pytest.MonkeyPatch) -> None:
-    real = ports.CacheFacts.needed_kinds
+    real = runner_port.CacheFacts.needed_kinds
 
     def needed_kinds(self, **place):
         return tuple(kind for kind in real(self, **place) if kind != "checkpoint")
 
-    patch.setattr(ports.CacheFacts, "needed_kinds", needed_kinds)
+    patch.setattr(runner_port.CacheFacts, "needed_kinds", needed_kinds)
 
 
 def take_the_kv_of_another_block(patch: pytest.MonkeyPatch) -> None:
-    real = restore.Restore._on_device
+    real = controller.Restore._on_device
 
     def on_device(self, loaded, runner):
         read = real(self, loaded, runner)
@@ -73,7 +74,7 @@ def take_the_kv_of_another_block(patch: pytest.MonkeyPatch) -> None:
             regions[blocks.RegionKind.KV] = other
         return read
 
-    patch.setattr(restore.Restore, "_on_device", on_device)
+    patch.setattr(controller.Restore, "_on_device", on_device)
 
 
 def restore_one_block_off(patch: pytest.MonkeyPatch) -> None:
@@ -87,22 +88,24 @@ def restore_one_block_off(patch: pytest.MonkeyPatch) -> None:
 
 
 def forget_the_tenant(patch: pytest.MonkeyPatch) -> None:
-    real = cache.PrefixCache.root
+    real = prefix_cache.PrefixCache.root
     patch.setattr(
-        cache.PrefixCache, "root", lambda self, scope: real(self, CacheScope(adapter=scope.adapter))
+        prefix_cache.PrefixCache, "root", lambda self, scope: real(self, CacheScope(adapter=scope.adapter))
     )
 
 
 def forget_the_adapter(patch: pytest.MonkeyPatch) -> None:
-    real = cache.PrefixCache.root
-    patch.setattr(cache.PrefixCache, "root", lambda self, scope: real(self, CacheScope(scope.tenant)))
+    real = prefix_cache.PrefixCache.root
+    patch.setattr(prefix_cache.PrefixCache, "root", lambda self, scope: real(self, CacheScope(scope.tenant)))
 
 
 def start_from_anybody(patch: pytest.MonkeyPatch) -> None:
-    def shared_root(self, scope):
-        return self.root(CacheScope(Tenant("other")))
+    real = prefix_cache.PrefixCache.prompt
 
-    patch.setattr(cache.PrefixCache, "shared_root", shared_root)
+    def prompt(self, keys, *, scope, shared_scope=None):
+        return real(self, keys, scope=scope, shared_scope=CacheScope(Tenant("other")))
+
+    patch.setattr(prefix_cache.PrefixCache, "prompt", prompt)
 
 
 def forget_which_image(patch: pytest.MonkeyPatch) -> None:
@@ -218,14 +221,14 @@ def adopt_without_a_sync(patch: pytest.MonkeyPatch) -> None:
 
 
 def leak_a_pin(patch: pytest.MonkeyPatch) -> None:
-    real = commands.CacheCommands._pin
+    real = prefix_commands.CacheCommands._pin
 
     def pin(self, nodes, **rest):
         report = real(self, nodes, **rest)
         self._cache.pin(nodes[-1:], pinned=True)
         return report
 
-    patch.setattr(commands.CacheCommands, "_pin", pin)
+    patch.setattr(prefix_commands.CacheCommands, "_pin", pin)
 
 
 def evict_what_is_pinned(patch: pytest.MonkeyPatch) -> None:
@@ -239,7 +242,7 @@ def evict_what_is_pinned(patch: pytest.MonkeyPatch) -> None:
             order.move_to_end(node, last=False)
 
     patch.setattr(tree.PrefixTree, "set_pinned", set_pinned)
-    patch.setattr(tree.PrefixTree, "check", lambda self: None)
+    patch.setattr(checks, "check_tree", lambda tree: None)
 
 
 def evict_nothing_from_ram(patch: pytest.MonkeyPatch) -> None:

@@ -66,8 +66,8 @@ class Sequence:
     phase: Phase = Phase.WAITING
     processed_token_count: int = 0
     """Input tokens whose KV exists and may be kept, reused ones included."""
-    loading_room_token_count: int = 0
-    """Tokens for which there are pages that its blocks on SSD are read into; 0 but for that time."""
+    loading_token_count: int = 0
+    """Tokens whose pages are reserved for its blocks on SSD while these are read; else 0."""
     encoded_token_count: int = 0
     """Input tokens up to which the runner has the vectors of its images."""
     capture_points: list[int] = dataclasses.field(default_factory=list)
@@ -90,10 +90,10 @@ class Sequence:
     """Hashes of the full blocks behind it, reused or computed."""
     shared_chain: list[BlockHash] = dataclasses.field(default_factory=list)
     """By the names of the tenant it shares with, the blocks it began with; they may stand for its own."""
-    unkept: collections.deque[tuple[BlockHash, Mapping[RegionKind, Region]]] = dataclasses.field(
+    unpromoted: collections.deque[tuple[BlockHash, Mapping[RegionKind, Region]]] = dataclasses.field(
         default_factory=collections.deque
     )
-    """What it read of blocks on SSD that RAM does not keep yet."""
+    """Regions that it read from SSD and that are not promoted to RAM yet."""
     pooled: Vector | None = None
     """What the hidden states of its tokens so far came to, where they are asked for: a sum, or the last."""
     admitted_time: float = 0.0

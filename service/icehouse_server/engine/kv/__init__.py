@@ -1,1 +1,1 @@
-"""KV in pages: the pool that holds it, the tables of the rows, and what of it the prefix cache keeps."""
+"""KV in pages: their pool, the page tables of rows, and the blocks that the prefix cache shares with them."""

@@ -1,4 +1,4 @@
-"""Choice of what attends to pages on this device."""
+"""Choice of the backend that attends to pages on this device."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def shapes_are_costly(shape: PoolShape) -> bool:
 def kernels_for(shape: PoolShape, *, query_head_count: int, has_sinks: bool) -> PagedAttention | None:
     """Return the device's kernels, where it has some and they are proved for such layers."""
     if query_head_count % shape.kv_head_count:
-        query_head_count = shape.kv_head_count  # config.json does not tell it
+        query_head_count = shape.kv_head_count  # config.json does not say
     gather = GatherAttention()
     for kernels in _candidates():
         why = prove(shape, query_head_count, backend=kernels, reference=gather, has_sinks=has_sinks)

@@ -1,4 +1,4 @@
-"""Page groups of a model: which of its layers have KV that can lie in pages, and which of them together."""
+"""Page groups of a model: which of its layers have KV that fits in pages, and which share a pool."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from icehouse_server.engine.attention.port import PoolShape
 from icehouse_server.engine.kv_cache.cache_classes import Cache, PlainKv, RotatingKv, class_of, is_list
 
 PAGE_TOKEN_COUNT: Final = 64
-"""Tokens of a page at most. A row wastes less than so many."""
+"""Tokens of a page at most; the most that a row can waste."""
 _WINDOW_ROWS: Final = 256
 _PASS_TOKENS: Final = 8192
-"""What pools of windows have room for at once: these rows, and so many tokens more that a pass brings. A pool
-that must grow is copied."""
+"""Pools of windows begin with space for so many rows and for the tokens of one pass; a pool that has to grow
+is copied."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -27,47 +27,46 @@ class GroupFacts:
 
     shape: PoolShape
     layers: Mapping[int, int]
-    """By a cache's place among a row's caches: the layer's number in the pool."""
+    """The layer's number in the pool, by the index of its cache among a row's caches."""
     window: int | None
 
 
 def page_token_count_for(block_token_count: int) -> int:
-    """Return how many tokens a page has where blocks have so many: a divisor of these."""
+    """Return how many tokens a page has: a divisor of the block's token count."""
     return math.gcd(PAGE_TOKEN_COUNT, block_token_count)
 
 
 def groups_of(
     caches: Sequence[Cache], *, attending: Collection[int], page_token_count: int
 ) -> tuple[GroupFacts, ...]:
-    """Return the groups of a model; none where KV that blocks are made of is not all alike.
+    """Return the groups of a model; none where the KV of unlimited context is not all alike.
 
-    `caches` hold some tokens; `attending` are the places of those that are served by attention alone.
+    `caches` have some tokens; `attending` are the indices of those that only attention reads.
     """
-    found: dict[tuple[int | None, int, int, mx.Dtype], list[int]] = {}
-    for place in attending:
-        like = _like(caches[place])
+    groups: dict[tuple[int | None, int, int, mx.Dtype], list[int]] = {}
+    for index in attending:
+        like = _like(caches[index])
         if like is not None:
-            found.setdefault(like, []).append(place)
-    unlimited = [places for (window, *_), places in found.items() if window is None]
+            groups.setdefault(like, []).append(index)
+    unlimited = [indices for (window, *_), indices in groups.items() if window is None]
     kv_count = sum(is_list(cache) or class_of(cache).kind is RegionKind.KV for cache in caches)
     if len(unlimited) > 1 or sum(map(len, unlimited)) != kv_count:
         return ()
     return tuple(
         GroupFacts(
-            PoolShape(len(places), head_count, size, page_token_count, dtype),
-            {place: layer for layer, place in enumerate(places)},
+            PoolShape(len(indices), head_count, size, page_token_count, dtype),
+            {index: layer for layer, index in enumerate(indices)},
             window,
         )
-        for (window, head_count, size, dtype), places in found.items()
+        for (window, head_count, size, dtype), indices in groups.items()
     )
 
 
 def pool_sizes(
     facts: Sequence[GroupFacts], *, size_bytes: int, array_limit_bytes: int | None = None
 ) -> list[int]:
-    """Return the bytes of each group's pool, of all they may take: windows get what many rows have in theirs
-    and no more, where other layers keep every token. `array_limit_bytes`: no pool is larger, for it is one
-    array."""
+    """Return the bytes of each group's pool, of `size_bytes` in all. Windows get what many rows need and no
+    more, where other layers keep every token. No pool exceeds `array_limit_bytes`, as it is one array."""
     whole_bytes = sum(each.shape.page_bytes for each in facts)
     sizes = [size_bytes * each.shape.page_bytes // whole_bytes for each in facts]
     unlimited = [number for number, each in enumerate(facts) if each.window is None]

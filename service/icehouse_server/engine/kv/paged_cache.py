@@ -1,31 +1,25 @@
-"""Paged caches: one layer's cache of one row, whose keys and values lie in the page pool.
+"""Paged caches of a model: each is one layer's cache of one row, its keys and values in the page pool.
 
-They stand where a row would have a cache of mlx-lm: a plain one, or one with a sliding window. Attention
-finds the pages by itself; who asks for keys and values here has them copied out. Inference thread only.
+They take the part of mlx-lm's caches in a row: a plain one, or one with a sliding window. Attention reads the
+pages by itself; keys and values that are asked for here are copied out. Inference thread only.
 """
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from typing import Any, ClassVar, cast
 
 import mlx.core as mx
 from mlx_lm.models.cache import create_attention_mask
 
-from icehouse_server.engine.kv.places import places_of_one
-from icehouse_server.engine.kv.table import PageRun, PageTable
-from icehouse_server.engine.kv_cache.cache_classes import (
-    Arrays,
-    Cache,
-    CacheClass,
-    PlainKv,
-    RotatingKv,
-    Undo,
-)
-from icehouse_server.engine.kv_cache.held import Held
+from icehouse_server.engine.kv.page_table import PageGroup, PageRun, PageTable, places_of
+from icehouse_server.engine.kv_cache.cache_classes import Arrays, Cache, CacheClass, PlainKv, RotatingKv, Undo
+from icehouse_server.engine.kv_cache.regions import TokenArrays
 
 
 class PagedCache:
-    """Does what is asked of a plain cache outside of a pass."""
+    """Answers what a plain cache is asked outside of a pass."""
 
     cache_class: ClassVar[CacheClass]
     __slots__ = ("layer", "run", "table")
@@ -42,36 +36,36 @@ class PagedCache:
 
     @property
     def state(self) -> Any:
-        """What tells that all was written."""
+        """An array that is computed once everything was written."""
         return self.run.group.pool.order
 
     @property
     def nbytes(self) -> int:
         shape = self.run.group.pool.shape
-        held_count = len(self.run.pages) - self.run.numbers.count(-1)
-        return held_count * shape.page_bytes // shape.layer_count
+        page_count = len(self.run.pages) - self.run.numbers.count(-1)
+        return page_count * shape.page_bytes // shape.layer_count
 
     def empty(self) -> bool:
         return not self.offset
 
     def make_mask(self, N: int, **asked: Any) -> Any:
-        """Return what a plain cache with as many tokens does."""
+        """Return the mask of a plain cache with as many tokens."""
         return create_attention_mask(N, offset=self.offset, **asked)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         raise AssertionError("Keys and values of pages are written by attention, for all rows at once")
 
-    def held(self) -> Held:
+    def tokens(self) -> TokenArrays:
         """Return copies of the keys and values, [1, heads, tokens, size], lazily."""
         group, count = self.run.group, self.offset
         if not count:
-            return Held((), 0, 0, 0)
+            return TokenArrays()
         begin = self.run.first_token_index
-        places = places_of_one(self.run, start=count - 1, stop=count)
+        places = places_of([self.run], [count - 1], [1])
         keys, values = group.attention.gather_row(
             group.pool, places, row=0, layer=self.layer, first_token=begin, key_count=count - begin
         )
-        return Held((("k", keys), ("v", values)), 0, count - begin, count)
+        return TokenArrays((("k", keys), ("v", values)), 0, count - begin, count)
 
 
 class PagedWindowCache(PagedCache):
@@ -93,58 +87,54 @@ class PagedWindowCache(PagedCache):
         return create_attention_mask(N, offset=self.offset, **{"window_size": self.max_size, **asked})
 
     def put(self, keys: mx.array, values: mx.array, *, token_count: int) -> None:
-        """Have the last of so many tokens, [1, heads, tokens, size], in pages of its own."""
-        kept = keys.shape[2]
+        """Write the last of so many tokens, [1, heads, tokens, size], to new pages."""
+        count = keys.shape[2]
         run = self.run
-        if not run.pages:  # by the first of the layers that share them
-            run.skip(token_count - kept)
+        if not run.pages:  # the first of the layers that share them allocates
+            run.skip(token_count - count)
             run.make_room(token_count)
-        places = places_of_one(run, start=token_count - kept, stop=token_count)
+        places = places_of([run], [token_count - count], [count])
         group = run.group
         group.attention.write(
             group.pool, keys.swapaxes(0, 2), values.swapaxes(0, 2), places, layer=self.layer
         )
 
 
-class PagedKv(PlainKv):
-    """PagedCache, which is this server's: its keys and values lie in the page pool. The row's table counts
-    its tokens, for all layers."""
+class _PagedEntry(CacheClass):
+    """What the entries share. The row's table counts its tokens, so taking some back changes no cache."""
 
     __slots__ = ()
 
-    def held(self, cache: Cache) -> Held:
-        return cast(Held, cache.held())
-
-    def rebuild(self, empty: Cache, arrays: Arrays, *, token_count: int) -> Cache:
-        raise AssertionError("Pages are put into a table, not rebuilt")
+    def tokens(self, cache: Cache) -> TokenArrays:
+        return cast(TokenArrays, cache.tokens())
 
     def rewind(self, cache: Cache, count: int) -> None:
-        """The row's table counts fewer tokens."""
+        pass
 
     def mark(self, cache: Cache) -> Undo:
         return lambda: None
 
 
-class PagedWindowKv(RotatingKv):
-    """PagedWindowCache: the same with keys and values in the page pool, and a page more of them."""
+class PagedKv(_PagedEntry, PlainKv):
+    """Entry of PagedCache."""
+
+    __slots__ = ()
+
+    def rebuild(self, empty: Cache, arrays: Arrays, *, token_count: int) -> Cache:
+        raise AssertionError("Pages are put into a table, not rebuilt")
+
+
+class PagedWindowKv(_PagedEntry, RotatingKv):
+    """Entry of PagedWindowCache, which has up to a page more of tokens than its window."""
 
     __slots__ = ()
 
     def of_other(self, cache: Cache) -> Cache | None:
         return None
 
-    def held(self, cache: Cache) -> Held:
-        return cast(Held, cache.held())
-
     def rebuild(self, empty: Cache, arrays: Arrays, *, token_count: int) -> Cache:
         empty.put(arrays["k"], arrays["v"], token_count=token_count)
         return empty
-
-    def rewind(self, cache: Cache, count: int) -> None:
-        """The row's table counts fewer tokens."""
-
-    def mark(self, cache: Cache) -> Undo:
-        return lambda: None
 
     @property
     def is_cut_before_guesses(self) -> bool:
@@ -153,3 +143,47 @@ class PagedWindowKv(RotatingKv):
 
 PagedCache.cache_class = PagedKv(PagedCache)
 PagedWindowCache.cache_class = PagedWindowKv(PagedWindowCache)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Paging:
+    """The groups of a model's layers whose KV is in pages."""
+
+    groups: tuple[PageGroup, ...]
+    is_bounded: bool = False
+    """Whether the pools are all the memory that KV may take."""
+
+    def caches(self, fresh: Sequence[Cache]) -> list[Cache]:
+        """Return a new row's caches: these, but paged ones with one new table where KV is in pages."""
+        table = PageTable(self.groups)
+        caches = list(fresh)
+        for run in table.runs:
+            kind = PagedCache if run.group.window is None else PagedWindowCache
+            for index, layer in run.group.layers.items():
+                caches[index] = kind(table, run, layer)
+        return caches
+
+    @property
+    def unlimited(self) -> PageGroup | None:
+        """The layers of unlimited context."""
+        return next((group for group in self.groups if group.window is None), None)
+
+    @property
+    def bounded_bytes(self) -> int:
+        """Of pools that were allocated at once; 0 where they grow."""
+        return self.size_bytes if self.is_bounded else 0
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all pages."""
+        return sum(group.pool.page_count * group.pool.shape.page_bytes for group in self.groups)
+
+    @property
+    def free_bytes(self) -> int:
+        """Of free pages."""
+        return sum(group.pool.free_bytes for group in self.groups)
+
+
+def table_of(caches: Sequence[Cache]) -> PageTable:
+    """Return the page table of a row's caches; one that only counts where none of them is paged."""
+    return next((cache.table for cache in caches if isinstance(cache, PagedCache)), PageTable())

@@ -14,8 +14,7 @@ class PassClock:
 
     def __init__(self) -> None:
         self.dispatched = 0
-        """Number of the last pass that the device was given or that is being built, which may read what is
-        let go of meanwhile; 0 before the first one."""
+        """Number of the last pass that was dispatched or is being built; 0 before the first one."""
         self.ended = 0
         """All passes up to this number have ended."""
 

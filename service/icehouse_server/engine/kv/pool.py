@@ -1,10 +1,10 @@
 """Page pool: the KV of one group of layers, all rows' and all blocks', in one array of equal pages.
 
-A page belongs to whoever refers to its `Page`: the tables of rows, the regions of blocks. When the last
-reference goes it is free. The device may still be at a pass that reads it then, so it is handed out again
-only once the passes that had been dispatched have ended.
+A page belongs to those who refer to its `Page`: the tables of rows, the regions of blocks. Without a
+reference it is free. A pass in flight may still read it then, so it is handed out again only once the passes
+dispatched by that time have ended.
 
-Inference thread only, but for the end of a page's life, which any thread may see.
+Inference thread only, except that the last reference to a page may go on any thread.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ class Page:
 class PagePool:
     """Pages of one geometry.
 
-    It is made at once, of all that KV may take: one that grows is copied, old and new being there together,
-    so that it could never pass half of the memory. The memory guard lets nobody in who would not fit. Where
-    that is not known it begins small and doubles.
+    It is allocated at once, with all the memory that KV may take: growing means copying, which needs the old
+    and the new array at the same time, so the pool could never use more than half of the memory. The memory
+    guard admits nobody who would not fit. Where the limit is not known, it begins small and doubles.
     """
 
     def __init__(self, shape: PoolShape, *, passes: PassClock, size_bytes: int = 0) -> None:
-        """`size_bytes`: what it begins with."""
+        """`size_bytes`: its size at first, and for good; 0 where it may grow."""
         self.shape = shape
         self._passes = passes
         self._freed: collections.deque[int] = collections.deque()
@@ -62,7 +62,7 @@ class PagePool:
         """(pass, page): freed when so many passes had been dispatched."""
         self._free: list[int] = []
         self._is_bounded = size_bytes > 0
-        self.array = self._made(0)
+        self.array = self._new_array(0)
         self.order = mx.zeros((1,), mx.int32)
         self.view: mx.array | None = None
         self._grow(max(_LEAST_PAGES, size_bytes // shape.page_bytes))
@@ -77,40 +77,38 @@ class PagePool:
         return (len(self._free) + len(self._waiting) + len(self._freed)) * self.shape.page_bytes
 
     def pages_for(self, token_count: int) -> int:
-        """Return how many pages so many tokens take."""
+        """Return how many pages this many tokens take."""
         return -(-token_count // self.shape.page_token_count)
 
     def memory(self) -> Bytes | None:
-        """Return the array's own bytes, page by page, which other threads may write and drop; None where the
-        host has no part in the device's memory."""
+        """Return the array's bytes, which other threads may write and drop; None without unified memory."""
         if not find_backend().has_unified_memory:
             return None
-        # On the host's own stream, where no pass is in flight that this would be waited for behind.
+        # On the host's own stream, where no pass is in flight to wait for.
         with mx.stream(mx.cpu):
-            known = self.array.view(mx.uint16) if self.shape.dtype.size == 2 else self.array  # to NumPy
-        mx.eval(known)
+            readable = self.array.view(mx.uint16) if self.shape.dtype.size == 2 else self.array  # by NumPy
+        mx.eval(readable)
         # Flat only here: an array of MLX has no dimension of 2 GiB.
-        held: Bytes = np.asarray(memoryview(known)).reshape(-1).view(np.uint8)  # type: ignore[arg-type]
-        return held
+        content: Bytes = np.asarray(memoryview(readable)).reshape(-1).view(np.uint8)  # type: ignore[arg-type]
+        return content
 
     def take(self, count: int) -> list[Page]:
-        """Return pages that nobody has; what they hold is anything. The pool grows where it must."""
+        """Return free pages, with undefined content. The pool grows where it must."""
         if not self._has_free(count):
             self._grow(count - len(self._free))
-        # In ascending order: attention reads pages that lie side by side at once.
+        # In ascending order: attention reads adjacent pages at once.
         taken = sorted(self._free[len(self._free) - count :] if count else [])
         del self._free[len(self._free) - len(taken) :]
         return [Page(number, self._freed) for number in taken]
 
     def close(self) -> None:
-        """Let go of the memory, whoever may still refer to pages; nobody reads or writes any more."""
-        self.array, self.view = self._made(0), None
+        """Free the memory, even if pages are still referred to; nobody reads or writes any more."""
+        self.array, self.view = self._new_array(0), None
         self._free.clear()
         self._waiting.clear()
 
     def take_spare(self, count: int) -> list[Page] | None:
-        """Return such pages for what can be done without: None where they are not there, and the pool is all
-        that KV may take."""
+        """Return free pages for something optional; None where there are too few and it may not grow."""
         if self._is_bounded and not self._has_free(count):
             return None
         return self.take(count)
@@ -128,20 +126,22 @@ class PagePool:
             self._free.append(self._waiting.popleft()[1])
 
     def _wait_for_freed(self) -> None:
-        """Have pages that passes before the last one may still read: their end is waited for, which is rare
-        and short, where a pool that grows is copied. The last pass may be one that is being built."""
+        """Free the pages that passes before the last one may still read, by waiting for their end. That is
+        rare and short, and cheaper than a copy of the pool. The last pass may be one that is being built."""
         if self._waiting and self._waiting[0][0] < self._passes.dispatched:
             mx.synchronize()
             while self._waiting and self._waiting[0][0] < self._passes.dispatched:
                 self._free.append(self._waiting.popleft()[1])
 
     def _grow(self, least_count: int) -> None:
-        """Have at least so many pages more: twice as many as now."""
+        """Add at least this many pages, and double the pool at least."""
         before = self.page_count
         added = max(least_count, before)
         # The pass in flight writes into the array that is copied.
         mx.eval(self.order, self.array)
-        self.array = mx.concatenate([self.array, self._made(added)]) if before else self._made(added)
+        self.array = (
+            mx.concatenate([self.array, self._new_array(added)]) if before else self._new_array(added)
+        )
         mx.eval(self.array)
         self.view = None
         self._free[:0] = range(before + added - 1, before - 1, -1)
@@ -150,17 +150,10 @@ class PagePool:
             extra={"page_count": before + added, "size_bytes": (before + added) * self.shape.page_bytes},
         )
 
-    def _made(self, page_count: int) -> mx.array:
-        """Return new pages. Host memory is given where it is written to and no more, Metal's too."""
+    def _new_array(self, page_count: int) -> mx.array:
+        """Return new pages. The system provides host memory, Metal's too, only where it is written to."""
         kind = self.shape
-        shape = (
-            page_count,
-            kind.layer_count,
-            2,
-            kind.kv_head_count,
-            kind.page_token_count,
-            kind.head_size,
-        )
+        shape = (page_count, kind.layer_count, 2, kind.kv_head_count, kind.page_token_count, kind.head_size)
         if find_backend() is Backend.CUDA:
             return mx.zeros(shape, kind.dtype)
         return uninitialised(shape, dtype=kind.dtype)
@@ -172,13 +165,13 @@ def numbers_of(pages: Iterable[Page]) -> Ints:
 
 
 _DESCRIPTIONS: Final = {mx.float32: "<f4", mx.float16: "<f2"}
-"""Types as a .npy file names them: what is loaded so needs no view, which would take as long again."""
+"""Types that a .npy file can name: they need no view after the load, which would take as long again."""
 
 
 def can_reserve(size_bytes: int) -> bool:
-    """Return whether the system has room in its book for so much host memory, which nobody writes to yet.
+    """Return whether the system would commit so much host memory, though nobody writes to it yet.
 
-    Where overcommitment is off it may not, and MLX's CPU build (0.32) looks at no allocation that failed.
+    Without overcommitment it may refuse, and MLX's CPU build (0.32) does not check for a failed allocation.
     """
     try:
         mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
@@ -190,13 +183,13 @@ def can_reserve(size_bytes: int) -> bool:
 def uninitialised(shape: tuple[int, ...], *, dtype: mx.Dtype) -> mx.array:
     """Return an array over memory that nobody has written.
 
-    MLX has no other way (its `empty` is `zeros`): filling 134 MB took 11 ms, and 50 where every
-    page was new, on the thread that others wait for; so it took 3 ms.
+    MLX offers nothing else for this (its `empty` is `zeros`). Filling 134 MB took 11 ms, or 50 where every
+    page was new, on the thread that others wait for; this takes 3 ms.
     """
     if math.prod(shape) == 0:
         return mx.zeros(shape, dtype)
     description = _DESCRIPTIONS.get(dtype, f"<u{dtype.size}")
-    # On the host's own stream: this waits until it is made, and no pass is in flight there.
+    # On the host's own stream: the load is waited for, and no pass is in flight there.
     loaded = mx.load(cast(Any, _Unwritten(shape, description)), format="npy", stream=mx.cpu)
     assert isinstance(loaded, mx.array)
     return loaded if loaded.dtype == dtype else loaded.view(dtype, stream=mx.cpu)

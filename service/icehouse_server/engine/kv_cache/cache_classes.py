@@ -1,9 +1,9 @@
 """Cache classes of mlx-lm: one entry each, with all that is done to a cache otherwise than by the model.
 
 An entry knows the storage of its class in mlx-lm 0.32 (`mlx_lm/models/cache.py`): which kind of region it
-is kept in, where its tokens lie, how it is put back, quantized, and how guessed tokens are taken back.
-A class without one is kept whole by its state, if that proves to be enough (`opaque_state`), and so is a
-subclass: it may store differently. A new class is an entry and a row in its test. A CacheList is none.
+is stored as, where its tokens lie, how it is rebuilt and quantized, and how guessed tokens are taken back.
+A class without an entry is copied whole by its state, if that proves to be enough (`opaque_state`), and so
+is a subclass, which may store differently. A new class is an entry and a row in its test; CacheList has none.
 
 Rebuilt caches continue as uninterrupted ones would, bit for bit. Inference thread only.
 """
@@ -27,9 +27,8 @@ from mlx_lm.models.cache import (
 
 from icehouse_server.domain.blocks import RegionKind
 from icehouse_server.engine.kv_cache import opaque_state
-from icehouse_server.engine.kv_cache.held import Held, keys_and_values, none_held
 from icehouse_server.engine.kv_cache.opaque_state import CacheUnsupported
-from icehouse_server.engine.kv_cache.regions import TOKEN_AXIS
+from icehouse_server.engine.kv_cache.regions import TOKEN_AXIS, TokenArrays
 from icehouse_server.errors import ModelError, Reason
 
 Cache = Any
@@ -43,7 +42,7 @@ Undo = Callable[[], None]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CacheClass:
-    """What every entry answers. Tokens are cut by `held`, a checkpoint is taken by `whole`."""
+    """An entry. `tokens` serves to cut by tokens, `whole` to take a checkpoint."""
 
     cache_type: type
 
@@ -53,7 +52,7 @@ class CacheClass:
     is_state: ClassVar[bool] = False
     """A state in slots: several can be stacked, and only `mark` takes tokens back."""
     is_plain: ClassVar[bool] = False
-    """Keys and values of every token, each an array with the tokens in front and spare room behind."""
+    """Keys and values of every token, each an array with the tokens in front and spare capacity behind."""
     masks_chunks: ClassVar[bool] = False
     """A token sees its own chunk of the context, and models read the offset as a number to mask the rest."""
 
@@ -67,30 +66,26 @@ class CacheClass:
         return int(getattr(self.cache_type, "step", KVCache.step))
 
     def of_other(self, cache: Cache) -> Cache | None:
-        """Return an empty cache that does what an empty one of mlx-vlm's class of this name does; None where
-        that is not known."""
+        """Return an empty cache that does what mlx-vlm's class of this name does, where there is one."""
         return None
 
     def check(self, cache: Cache) -> None:
-        """Raise CacheUnsupported when this cache can neither be cut nor held."""
+        """Raise CacheUnsupported when this cache can be neither cut nor copied whole."""
 
     def window_token_count(self, cache: Cache) -> int:
         """Length of the sliding window; 0 for the other kinds."""
         return 0
 
     def facts(self, cache: Cache) -> tuple[int, ...]:
-        """What must be equal for a restore, beside class and window."""
+        """What must be equal for a restore, besides class and window."""
         return ()
 
-    def held(self, cache: Cache) -> Held:
+    def tokens(self, cache: Cache) -> TokenArrays:
         """Describe where the tokens of one sequence's cache lie; of kv and window."""
-        raise AssertionError(f"{self.name} holds no tokens that can be cut")
+        raise AssertionError(f"{self.name} has no tokens that can be cut")
 
     def whole(self, cache: Cache) -> list[tuple[str, mx.array]]:
-        """Return (suffix, array) pairs, suffixes ascending, of the state now; of checkpoints.
-
-        Raises CacheUnsupported when the class proves to keep more than can be read.
-        """
+        """Return (suffix, array) pairs, suffixes ascending, of the state now. Raises CacheUnsupported."""
         raise AssertionError(f"{self.name} is cut by tokens")
 
     def rebuild(self, empty: Cache, arrays: Arrays, *, token_count: int) -> Cache:
@@ -100,14 +95,14 @@ class CacheClass:
         slots, those of a window hold its last tokens in temporal order. Raises KeyError, IndexError or
         ValueError when arrays are missing or damaged.
         """
-        raise AssertionError(f"{self.name} says nothing of how it is rebuilt")
+        raise AssertionError(f"{self.name} does not say how it is rebuilt")
 
     def quantized(self, empty: Cache, *, bits: int, group_size: int) -> Cache:
         """Return the cache that keeps the same in fewer bits, or `empty` itself where there is none."""
         return empty
 
     def can_rewind(self, cache: Cache) -> bool:
-        """Tell whether tokens that were fed together can be taken back."""
+        """Return whether tokens that were fed together can be taken back."""
         return False
 
     @property
@@ -128,35 +123,43 @@ class CacheClass:
         raise AssertionError(f"{self.name} is no state")
 
 
-class PlainKv(CacheClass):
-    """KVCache: K/V of unlimited context, in place with spare room. Taking back moves only its offset."""
+class TokenCache(CacheClass):
+    """A cache of keys and values, token by token, from which the last ones can be taken back."""
 
     __slots__ = ()
-    kind = RegionKind.KV
     suffixes: ClassVar[tuple[str, ...]] = ("k", "v")
-    is_plain: ClassVar[bool] = True
 
-    def of_other(self, cache: Cache) -> Cache | None:
-        return self.cache_type()
+    def tokens(self, cache: Cache) -> TokenArrays:
+        return TokenArrays() if cache.keys is None else self._tokens(cache)
 
-    def held(self, cache: Cache) -> Held:
-        if cache.keys is None:
-            return none_held()
-        return Held(keys_and_values(cache), 0, cache.offset, cache.offset)
+    def _tokens(self, cache: Cache) -> TokenArrays:
+        return TokenArrays(_keys_and_values(cache), 0, cache.offset, cache.offset)
 
     def rebuild(self, empty: Cache, arrays: Arrays, *, token_count: int) -> Cache:
         empty.keys, empty.values = arrays["k"], arrays["v"]
         empty.offset = token_count
         return empty
 
-    def quantized(self, empty: Cache, *, bits: int, group_size: int) -> Cache:
-        return QuantizedKVCache(group_size=group_size, bits=bits)
-
     def can_rewind(self, cache: Cache) -> bool:
         return True
 
     def rewind(self, cache: Cache, count: int) -> None:
-        _trim(cache, count)
+        taken = cache.trim(count)
+        assert taken == count, f"{self.name} took back {taken} of {count} tokens"
+
+
+class PlainKv(TokenCache):
+    """KVCache: K/V of unlimited context, in place with spare capacity. Taking back moves only its offset."""
+
+    __slots__ = ()
+    kind = RegionKind.KV
+    is_plain: ClassVar[bool] = True
+
+    def of_other(self, cache: Cache) -> Cache | None:
+        return self.cache_type()
+
+    def quantized(self, empty: Cache, *, bits: int, group_size: int) -> Cache:
+        return QuantizedKVCache(group_size=group_size, bits=bits)
 
     def mark(self, cache: Cache) -> Undo:
         offset = cache.offset
@@ -164,7 +167,7 @@ class PlainKv(CacheClass):
 
 
 class QuantizedKv(PlainKv):
-    """QuantizedKVCache: the same with three arrays for keys and three for values, kept as they are."""
+    """QuantizedKVCache: the same with three arrays for keys and three for values, stored as they are."""
 
     __slots__ = ()
     suffixes = ("k", "k.biases", "k.scales", "v", "v.biases", "v.scales")
@@ -176,12 +179,10 @@ class QuantizedKv(PlainKv):
     def facts(self, cache: Cache) -> tuple[int, ...]:
         return cache.group_size, cache.bits
 
-    def held(self, cache: Cache) -> Held:
-        if cache.keys is None:
-            return none_held()
+    def _tokens(self, cache: Cache) -> TokenArrays:
         (keys, key_scales, key_biases), (values, value_scales, value_biases) = cache.keys, cache.values
         arrays = (keys, key_biases, key_scales, values, value_biases, value_scales)
-        return Held(tuple(zip(self.suffixes, arrays, strict=True)), 0, cache.offset, cache.offset)
+        return TokenArrays(tuple(zip(self.suffixes, arrays, strict=True)), 0, cache.offset, cache.offset)
 
     def rebuild(self, empty: Cache, arrays: Arrays, *, token_count: int) -> Cache:
         empty.keys = (arrays["k"], arrays["k.scales"], arrays["k.biases"])
@@ -193,53 +194,41 @@ class QuantizedKv(PlainKv):
         return empty
 
 
-class ChunkedKv(CacheClass):
+class ChunkedKv(TokenCache):
     """ChunkedKVCache: K/V of the latest chunk and more, its front cut off before each pass.
 
-    So a pass's own tokens can be taken back: the chunk before them is there still.
+    So a pass's own tokens can be taken back: the chunk before them is still there.
     """
 
     __slots__ = ()
     kind = RegionKind.WINDOW
-    suffixes = ("k", "v")
     masks_chunks = True
 
     def window_token_count(self, cache: Cache) -> int:
         return int(cache.chunk_size)
 
-    def held(self, cache: Cache) -> Held:
-        if cache.keys is None:
-            return none_held()
-        count = cache.offset - cache.start_position
-        return Held(keys_and_values(cache), 0, count, cache.offset)
+    def _tokens(self, cache: Cache) -> TokenArrays:
+        return TokenArrays(_keys_and_values(cache), 0, cache.offset - cache.start_position, cache.offset)
 
     def rebuild(self, empty: Cache, arrays: Arrays, *, token_count: int) -> Cache:
-        empty.keys, empty.values = arrays["k"], arrays["v"]
-        empty.offset = token_count
+        cache = super().rebuild(empty, arrays, token_count=token_count)
         # What maybe_trim_front leaves at the start of the next forward pass, done already.
-        empty.start_position = token_count - empty.keys.shape[TOKEN_AXIS]
-        return empty
-
-    def can_rewind(self, cache: Cache) -> bool:
-        return True
-
-    def rewind(self, cache: Cache, count: int) -> None:
-        _trim(cache, count)
+        cache.start_position = token_count - cache.keys.shape[TOKEN_AXIS]
+        return cache
 
     def mark(self, cache: Cache) -> Undo:
         return _undo_of(cache, "offset", "start_position")
 
 
-class RotatingKv(CacheClass):
+class RotatingKv(TokenCache):
     """RotatingKVCache: K/V of a sliding window, linear until it is full and a ring from then on.
 
     A pass of several tokens puts it in temporal order, after a full window of those before, so nothing
-    is overwritten yet when some of them are taken back.
+    has been overwritten when some of them are taken back.
     """
 
     __slots__ = ()
     kind = RegionKind.WINDOW
-    suffixes = ("k", "v")
 
     def of_other(self, cache: Cache) -> Cache | None:
         return self.cache_type(max_size=cache.max_size, keep=cache.keep)
@@ -251,19 +240,16 @@ class RotatingKv(CacheClass):
     def window_token_count(self, cache: Cache) -> int:
         return int(cache.max_size)
 
-    def held(self, cache: Cache) -> Held:
-        if cache.keys is None:
-            return none_held()
-        tensors, slots = keys_and_values(cache), cache.keys.shape[TOKEN_AXIS]
+    def _tokens(self, cache: Cache) -> TokenArrays:
+        tensors, slots = _keys_and_values(cache), cache.keys.shape[TOKEN_AXIS]
         if cache._idx == slots or cache._idx >= cache.offset:
-            return Held(tensors, 0, cache._idx, cache.offset)
-        return Held(tensors, cache._idx, slots, cache.offset)
+            return TokenArrays(tensors, 0, cache._idx, cache.offset)
+        return TokenArrays(tensors, cache._idx, slots, cache.offset)
 
     def rebuild(self, empty: Cache, arrays: Arrays, *, token_count: int) -> Cache:
-        empty.keys, empty.values = arrays["k"], arrays["v"]
-        empty.offset = token_count
-        empty._idx = empty.keys.shape[TOKEN_AXIS]
-        return empty
+        cache = super().rebuild(empty, arrays, token_count=token_count)
+        cache._idx = cache.keys.shape[TOKEN_AXIS]
+        return cache
 
     def can_rewind(self, cache: Cache) -> bool:
         return not cache.keep
@@ -327,13 +313,13 @@ class SlottedState(CacheClass):
 
 
 class OpaqueState(CacheClass):
-    """A class without an entry, kept by its `state` where that is proved to be all of it."""
+    """A class without an entry, copied by its `state` where that is proved to be all of it."""
 
     __slots__ = ()
     kind = RegionKind.CHECKPOINT
 
     def check(self, cache: Cache) -> None:
-        opaque_state.check_holdable(self.cache_type)
+        opaque_state.check_copyable(self.cache_type)
 
     def whole(self, cache: Cache) -> list[tuple[str, mx.array]]:
         return opaque_state.cut(cache)
@@ -356,8 +342,7 @@ CACHE_CLASSES: Final[Mapping[type, CacheClass]] = {
 
 
 def class_of(cache: Cache) -> CacheClass:
-    """Return the entry of a cache that is not a CacheList: this server's own classes bring theirs as
-    `cache_class`; a class without one is opaque."""
+    """Return the entry of a cache that is not a CacheList; this server's classes bring `cache_class`."""
     kind = type(cache)
     own: CacheClass | None = getattr(kind, "cache_class", None)
     return own or CACHE_CLASSES.get(kind) or OpaqueState(kind)
@@ -370,16 +355,16 @@ def of_mlx_lm(cache: Cache) -> Cache:
     if not kind.__module__.startswith("mlx_vlm."):
         return cache
     entry = next((each for each in CACHE_CLASSES.values() if each.name == kind.__name__), None)
-    found = None if entry is None else entry.of_other(cache)
-    if found is None:
+    empty = None if entry is None else entry.of_other(cache)
+    if empty is None:
         raise ModelError(
             Reason.MODEL_INVALID, f"the model's layers keep mlx-vlm's {kind.__name__}, which is not served"
         )
-    return found
+    return empty
 
 
 def is_list(cache: Cache) -> bool:
-    """Tell whether a cache only holds others, in its `caches`."""
+    """Return whether a cache only contains others, in its `caches`."""
     return type(cache) is CacheList
 
 
@@ -389,7 +374,7 @@ def leaves(caches: Sequence[Cache]) -> Iterator[Cache]:
 
 
 def leaves_at(caches: Sequence[Cache], path: tuple[int, ...] = ()) -> Iterator[tuple[Cache, tuple[int, ...]]]:
-    """Yield every cache that is not a CacheList and its place, depth first."""
+    """Yield every cache that is not a CacheList and its path, depth first."""
     assert len(caches) <= (10 if path else 1000), f"Names of {len(caches)} caches would not sort"
     for index, cache in enumerate(caches):
         if is_list(cache):
@@ -399,7 +384,7 @@ def leaves_at(caches: Sequence[Cache], path: tuple[int, ...] = ()) -> Iterator[t
 
 
 def leaf(caches: Sequence[Any], path: tuple[int, ...]) -> Any:
-    """Return the cache at this place, inside CacheLists where the path goes on."""
+    """Return the cache at this path, inside CacheLists where the path goes on."""
     cache = caches[path[0]]
     for index in path[1:]:
         cache = cache.caches[index]
@@ -407,7 +392,7 @@ def leaf(caches: Sequence[Any], path: tuple[int, ...]) -> Any:
 
 
 def put(caches: list[Any], path: tuple[int, ...], cache: Any) -> None:
-    """Set the cache at this place, inside CacheLists where the path goes on."""
+    """Set the cache at this path, inside CacheLists where the path goes on."""
     if len(path) == 1:
         caches[path[0]] = cache
         return
@@ -416,8 +401,8 @@ def put(caches: list[Any], path: tuple[int, ...], cache: Any) -> None:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Part:
-    """One cache of a model that is not a list: its place, its class, and what a restore must find equal."""
+class CachePart:
+    """One cache of a model that is not a list: its path, its class, and what a restore must find equal."""
 
     name: str
     """"007", or "007.1" inside a CacheList; prefix of its tensors' names."""
@@ -433,16 +418,20 @@ class Part:
         return self.cache_class.kind
 
 
-def parts_of(caches: Sequence[Cache]) -> Iterator[Part]:
+def parts_of(caches: Sequence[Cache]) -> Iterator[CachePart]:
     """Yield every cache that is not a CacheList, depth first.
 
-    Raises CacheUnsupported naming the class that can neither be cut nor held.
+    Raises CacheUnsupported naming the class that can be neither cut nor copied whole.
     """
     for cache, path in leaves_at(caches):
         entry = class_of(cache)
         entry.check(cache)
         name = ".".join([f"{path[0]:03d}", *map(str, path[1:])])
-        yield Part(name, path, entry, entry.window_token_count(cache), entry.facts(cache))
+        yield CachePart(name, path, entry, entry.window_token_count(cache), entry.facts(cache))
+
+
+def _keys_and_values(cache: Cache) -> tuple[tuple[str, mx.array], ...]:
+    return (("k", cache.keys), ("v", cache.values))
 
 
 def _undo_of(cache: Cache, *names: str) -> Undo:
@@ -450,8 +439,3 @@ def _undo_of(cache: Cache, *names: str) -> Undo:
     before = {"keys": cache.keys[...], "values": cache.values[...]}
     before |= {name: getattr(cache, name) for name in names}
     return lambda: cache.__dict__.update(before)
-
-
-def _trim(cache: Cache, count: int) -> None:
-    taken = cache.trim(count)
-    assert taken == count, f"{type(cache).__name__} took back {taken} of {count} tokens"

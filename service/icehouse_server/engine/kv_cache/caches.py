@@ -20,7 +20,7 @@ def make_caches(model: Any) -> list[Cache]:
 
 
 def quantize_caches(caches: Sequence[Cache], *, bits: int, group_size: int) -> list[Cache]:
-    """Return these fresh caches, those that have a quantized form replaced by it; lists are changed."""
+    """Return these fresh caches, replaced by quantized ones where there are some; lists are changed."""
     chosen = list(caches)
     for leaf, path in list(leaves_at(caches)):
         put(chosen, path, class_of(leaf).quantized(leaf, bits=bits, group_size=group_size))

@@ -1,6 +1,6 @@
-"""Opaque states: caches of classes without an entry, kept whole by what their `state` says.
+"""Opaque states: caches of classes without an entry, copied whole through their `state`.
 
-An unknown class is trusted only as far as it can be proved: its state must hold arrays and plain
+An unknown class is trusted only as far as it can be proved: its state must contain arrays and plain
 scalars, a copy made by `from_state` must equal the live cache in every attribute, and it must not
 take part in batches. Anything else is refused. Inference thread only.
 """
@@ -14,12 +14,12 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from icehouse_server.engine.kv_cache.regions import can_hold
+from icehouse_server.engine.kv_cache.regions import can_store
 from icehouse_server.errors import IcehouseError, Reason
 
 
 class CacheUnsupported(IcehouseError):
-    """A cache class can neither be cut nor held whole; the model serves without prefix reuse."""
+    """A cache class can be neither cut nor copied whole; the model serves without prefix reuse."""
 
     def __init__(self, cache_class: str, why: str) -> None:
         super().__init__(
@@ -29,7 +29,7 @@ class CacheUnsupported(IcehouseError):
         )
 
 
-def check_holdable(cache_type: type) -> None:
+def check_copyable(cache_type: type) -> None:
     """Raise CacheUnsupported unless the class has a readable state and a way back from it."""
     state = getattr(cache_type, "state", None)
     if not isinstance(state, property):
@@ -69,7 +69,7 @@ def rebuild(cache_type: Any, arrays: Mapping[str, mx.array]) -> Any:
 
 def _encode(value: Any, arrays: list[mx.array], *, owner: str) -> Any:
     if isinstance(value, mx.array):
-        if not can_hold(value.dtype):
+        if not can_store(value.dtype):
             raise CacheUnsupported(owner, f"has a state of dtype {value.dtype}")
         arrays.append(value)
         return {"array": len(arrays) - 1}
@@ -91,7 +91,7 @@ def _decode(tree: Any, arrays: Mapping[str, mx.array]) -> Any:
 
 
 def _equal(left: Any, right: Any) -> bool:
-    """Tell whether two attribute values are the same; arrays by identity first, then by content."""
+    """Return whether two attribute values are the same; arrays by identity first, then by content."""
     if left is right:
         return True
     if isinstance(left, mx.array) and isinstance(right, mx.array):

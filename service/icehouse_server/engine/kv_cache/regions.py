@@ -1,4 +1,4 @@
-"""Regions of a block on the device, and the two ways across: to host memory and back.
+"""Regions of a block on the device, cut from live caches, and their transfer to host memory and back.
 
 Inference thread only. `to_host` copies nothing: the views it returns keep the evaluated arrays
 alive and may be read and dropped on any thread, which an mx.array may not.
@@ -42,8 +42,38 @@ _CARRIERS: Final[dict[int, type[np.generic]]] = {1: np.uint8, 2: np.uint16, 4: n
 """Unsigned integers by item size: numpy has no bfloat16, and integers carry any bits unchanged."""
 
 
-class Place(NamedTuple):
-    """Where one array of a region is: some rows of a buffer."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class TokenArrays:
+    """Tokens [end - count, end) of one sequence in a live cache, at `first`, `first + 1`, ... along the token
+    axis. Indices wrap at the axis' length: a full ring starts at its oldest token."""
+
+    tensors: tuple[tuple[str, mx.array], ...] = ()
+    """(suffix, array), suffixes ascending: "k", "k.biases", ..., "v"; arrays are [1, heads, slots, width]."""
+    first: int = 0
+    count: int = 0
+    end: int = 0
+
+    def cut(self, start: int, stop: int) -> tuple[tuple[str, mx.array], ...]:
+        """Return tokens [start, stop), [1, heads, stop - start, width], lazy and not copied yet."""
+        assert 0 <= start < stop, (start, stop)
+        assert self.end - self.count <= start and stop <= self.end, (
+            f"Tokens [{start}, {stop}) were asked of a cache that holds [{self.end - self.count}, {self.end})"
+        )
+        return tuple((suffix, self._cut_one(array, start, stop)) for suffix, array in self.tensors)
+
+    def _cut_one(self, array: mx.array, start: int, stop: int) -> mx.array:
+        slots = array.shape[TOKEN_AXIS]
+        low = self.first + start - (self.end - self.count)
+        high = low + stop - start
+        if low >= slots:
+            low, high = low - slots, high - slots
+        if high <= slots:
+            return array[:, :, low:high, :]
+        return mx.concatenate([array[:, :, low:, :], array[:, :, : high - slots, :]], axis=TOKEN_AXIS)
+
+
+class BufferSlice(NamedTuple):
+    """One array of a region: some rows of a buffer."""
 
     name: str
     buffer: int
@@ -53,47 +83,47 @@ class Place(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ArrayRegion:
-    """The arrays of one kind, by name, names ascending. Lazy until `evaluate`."""
+    """The arrays of one kind, by name, names ascending. Lazy until `compute`."""
 
     kind: RegionKind
     buffers: tuple[mx.array, ...]
-    places: tuple[Place, ...]
+    slices: tuple[BufferSlice, ...]
     _views: list[tuple[str, mx.array]] = dataclasses.field(default_factory=list, compare=False, repr=False)
     _flat: list[mx.array] = dataclasses.field(default_factory=list, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        names = [place.name for place in self.places]
+        names = [part.name for part in self.slices]
         assert names == sorted(set(names)), f"Region names must ascend: {names}"
 
     @classmethod
     def of(cls, kind: RegionKind, arrays: Sequence[tuple[str, mx.array]]) -> ArrayRegion:
         """Copy arrays, lazily, into as few buffers as they have types and shapes. One that is alone is copied
         where it is part of something much larger, so that a block never keeps a whole cache alive."""
-        places = places_of([(name, array.dtype, tuple(array.shape)) for name, array in arrays])
-        together: list[list[mx.array]] = [[] for _ in range(1 + max((p.buffer for p in places), default=-1))]
-        for place, (_, array) in zip(places, arrays, strict=True):
-            together[place.buffer].append(array)
+        slices = _slices_of([(name, array.dtype, tuple(array.shape)) for name, array in arrays])
+        together: list[list[mx.array]] = [[] for _ in range(1 + max((p.buffer for p in slices), default=-1))]
+        for part, (_, array) in zip(slices, arrays, strict=True):
+            together[part.buffer].append(array)
         buffers = [mx.concatenate(each) if len(each) > 1 else mx.contiguous(each[0]) for each in together]
-        return cls(kind, tuple(buffers), places)
+        return cls(kind, tuple(buffers), slices)
 
     @property
     def arrays(self) -> tuple[tuple[str, mx.array], ...]:
-        """The arrays as they were, each a view of its buffer: the same objects for all who ask."""
+        """The arrays, each a view of its buffer: the same objects on every call."""
         if not self._views:
-            self._views.extend((place.name, self._view(place)) for place in self.places)
+            self._views.extend((part.name, self._view(part)) for part in self.slices)
         return tuple(self._views)
 
     @property
     def flat(self) -> Sequence[mx.array]:
-        """The buffers as bytes. Evaluated with them: later that would come behind a pass in flight."""
+        """The buffers as bytes, evaluated with them: done later, it would wait for a pass in flight."""
         if not self._flat:
             self._flat.extend(b.reshape(-1).view(mx.uint8) if b.size else b for b in self.buffers)
         return self._flat
 
-    def _view(self, place: Place) -> mx.array:
-        buffer = self.buffers[place.buffer]
-        is_whole = buffer.ndim == 0 or place.stop - place.first == buffer.shape[0]
-        return buffer if is_whole else buffer[place.first : place.stop]
+    def _view(self, part: BufferSlice) -> mx.array:
+        buffer = self.buffers[part.buffer]
+        is_whole = buffer.ndim == 0 or part.stop - part.first == buffer.shape[0]
+        return buffer if is_whole else buffer[part.first : part.stop]
 
     @property
     def size_bytes(self) -> int:
@@ -101,66 +131,64 @@ class ArrayRegion:
         return sum(buffer.nbytes for buffer in self.buffers)
 
 
-def places_of(facts: Iterable[tuple[str, mx.Dtype, tuple[int, ...]]]) -> tuple[Place, ...]:
+def _slices_of(facts: Iterable[tuple[str, mx.Dtype, tuple[int, ...]]]) -> tuple[BufferSlice, ...]:
     """Return where arrays of these names, types and shapes lie: equal ones in one buffer, in this order."""
     numbers: dict[Any, int] = {}
     counts: list[int] = []
-    places: list[Place] = []
+    slices: list[BufferSlice] = []
     for name, dtype, shape in facts:
         can_share = bool(shape) and math.prod(shape) > 0
         number = numbers.setdefault((dtype, shape) if can_share else name, len(counts))
         if number == len(counts):
             counts.append(0)
         row_count = shape[0] if shape else 1
-        places.append(Place(name, number, counts[number], counts[number] + row_count))
+        slices.append(BufferSlice(name, number, counts[number], counts[number] + row_count))
         counts[number] += row_count
-    return tuple(places)
+    return tuple(slices)
 
 
-def can_hold(dtype: mx.Dtype) -> bool:
-    """Tell whether a region may hold arrays of this dtype."""
+def can_store(dtype: mx.Dtype) -> bool:
+    """Return whether a region may have arrays of this dtype."""
     return dtype in _DTYPE_NAMES
 
 
 def dtype_name(dtype: mx.Dtype) -> str:
-    """Return what safetensors calls this dtype; `can_hold` says whether there is such a name."""
+    """Return what safetensors calls this dtype; `can_store` says whether there is such a name."""
     return _DTYPE_NAMES[dtype]
 
 
-def evaluate(regions: Iterable[ArrayRegion]) -> None:
-    """Compute every array of these regions in one go."""
-    mx.eval([array for region in regions for array in (*region.buffers, *region.flat)])
+def compute(regions: Iterable[ArrayRegion], *, waits: bool) -> None:
+    """Have every array of these regions computed behind the device's current work, and perhaps wait for it.
 
-
-def dispatch(regions: Iterable[ArrayRegion]) -> None:
-    """Have every array of these regions computed behind what the device is at, and wait for nothing.
-
-    From then on what they were cut out of may be written to: a device does its work in the order it came in.
+    The arrays they were cut from may be written to from now on: a device works in the order of dispatch.
     """
     arrays = [array for region in regions for array in (*region.buffers, *region.flat)]
-    mx.async_eval(arrays)  # type: ignore[no-untyped-call]
+    if waits:
+        mx.eval(arrays)
+    else:
+        mx.async_eval(arrays)  # type: ignore[no-untyped-call]
 
 
 def to_host(region: ArrayRegion) -> HostRegion:
-    """Return views of the region's bytes, bit for bit, without a copy. One that was dispatched is waited for,
-    and nothing behind it.
+    """Return views of the region's bytes, bit for bit, without a copy. Waits for a region that was
+    dispatched, but for nothing behind it.
 
     A view owns a reference to its array's buffer, so the bytes stay until the last view goes.
     """
     views = [bytes_of(each) for each in region.flat]
-    return HostRegion(region.kind, tuple(_host_tensor(region, place, views) for place in region.places))
+    return HostRegion(region.kind, tuple(_host_tensor(region, part, views) for part in region.slices))
 
 
-def _host_tensor(region: ArrayRegion, place: Place, views: Sequence[memoryview]) -> HostTensor:
-    buffer, view = region.buffers[place.buffer], views[place.buffer]
-    shape = (place.stop - place.first, *buffer.shape[1:]) if buffer.ndim else ()
+def _host_tensor(region: ArrayRegion, part: BufferSlice, views: Sequence[memoryview]) -> HostTensor:
+    buffer, view = region.buffers[part.buffer], views[part.buffer]
+    shape = (part.stop - part.first, *buffer.shape[1:]) if buffer.ndim else ()
     row_bytes = buffer.nbytes // buffer.shape[0] if buffer.size and buffer.ndim else buffer.nbytes
-    data = view[place.first * row_bytes : place.stop * row_bytes]
-    return HostTensor(place.name, _DTYPE_NAMES[buffer.dtype], shape, data)
+    data = view[part.first * row_bytes : part.stop * row_bytes]
+    return HostTensor(part.name, _DTYPE_NAMES[buffer.dtype], shape, data)
 
 
 def from_host(region: HostRegion) -> ArrayRegion:
-    """Copy host bytes into arrays, bit for bit; what is left to compute is lazy.
+    """Copy host bytes into arrays, bit for bit; any computation left is lazy.
 
     Raises ValueError when a tensor's bytes do not fill its shape or its dtype is unknown.
     """

@@ -1,4 +1,4 @@
-"""Rewinding caches: tokens that were guessed are taken back, each cache in the way of its class. Forking
+"""Rewinding caches: tokens that were guessed are taken back, each cache by the rules of its class. Forking
 them: some tokens go on in copies, which may be dropped.
 
 Inference thread only.
@@ -13,7 +13,7 @@ from icehouse_server.engine.kv_cache.cache_classes import Cache, Undo, class_of,
 
 
 def can_rewind(caches: Sequence[Cache]) -> bool:
-    """Tell whether tokens that were fed together can be taken back out of these caches."""
+    """Return whether tokens that were fed together can be taken back out of these caches."""
     found = list(leaves(caches))
     return bool(found) and all(class_of(leaf).can_rewind(leaf) for leaf in found)
 

@@ -1,1 +1,1 @@
-"""The prefix cache: who reuses, follows or restores which blocks, and what is kept of new ones."""
+"""The prefix cache: which blocks a prompt reuses, waits for or restores, and which new ones are captured."""

@@ -1,37 +1,117 @@
-"""Cache controller in the engine's loop: prompts in, blocks from SSD back, caches rebuilt.
+"""Cache controller in the engine's loop: it plans prompts, has blocks read from SSD, and rebuilds caches.
 
-Inference thread only. Every way a restore can fail ends in planning again without the block that
-failed, and in the end in prefilling: damage is a miss, never a caller's error.
+Inference thread only. Every failure of a restore ends in a new plan without the block that failed, and at
+last in prefilling: damage is a miss, never a caller's error.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
 from functools import partial
 
 from icehouse_server.clock import Clock
-from icehouse_server.domain.blocks import Damage
+from icehouse_server.domain.blocks import Damage, Region, RegionKind
 from icehouse_server.domain.events import CacheReport, ReuseLimit
 from icehouse_server.domain.ids import BlockHash, SequenceId
 from icehouse_server.engine.core.sequence import Phase, Sequence
-from icehouse_server.engine.prefix_cache.cache import PrefixCache
-from icehouse_server.engine.prefix_cache.commands import CacheCommands
-from icehouse_server.engine.prefix_cache.header_fetch import HeaderFetches
 from icehouse_server.engine.prefix_cache.in_flight import InFlightPrefixes
-from icehouse_server.engine.prefix_cache.restore import Restore
-from icehouse_server.engine.prefix_cache.tiers.ports import CacheRunner
+from icehouse_server.engine.prefix_cache.prefix_cache import PrefixCache
+from icehouse_server.engine.prefix_cache.prefix_commands import CacheCommands
+from icehouse_server.engine.prefix_cache.reuse_plan import Plan
+from icehouse_server.engine.prefix_cache.tiers.node import Hashes
+from icehouse_server.engine.prefix_cache.tiers.runner_port import CacheRunner, RestoreInput
 from icehouse_server.errors import StorageError
-from icehouse_server.storage.api import Evicted, Failure, Inventory, Loaded, Outcome, Ticket, Trouble
+from icehouse_server.storage.api import (
+    Evicted,
+    Failure,
+    Inventory,
+    KvTarget,
+    Loaded,
+    Outcome,
+    Ticket,
+    Trouble,
+)
 
 _ATTEMPT_LIMIT = 3
 """Plans tried for one prompt before it is prefilled whatever the tree says."""
 
 
-class CacheController:
-    """Takes a sequence from its prompt to its caches, and what it computes to the cache.
+@dataclasses.dataclass(slots=True)
+class Restore:
+    """A restore under way. Times are `Clock.monotonic` readings."""
 
-    Everybody on the inference thread may ask `cache` itself, and give commands to `commands`.
+    sequence: Sequence
+    began_time: float
+    plan: Plan
+    spent_s: float = 0.0
+    """Work of the inference thread on it, without the time between."""
+    attempt_count: int = 1
+    has_failed: bool = False
+    needs_plan: bool = False
+    """Whether its load has failed, so that the plan is void."""
+    with_ssd: bool = True
+    """False once the read queue was full or memory short: the next plan uses RAM alone."""
+    kv_memory: KvTarget | None = None
+    """Where kv on SSD is read to, if it is to be in pages."""
+    loaded: Loaded | None = None
+    read: dict[BlockHash, dict[RegionKind, Region]] = dataclasses.field(default_factory=dict)
+    """What was read from SSD, on the device."""
+    is_begun: bool = False
+
+    @property
+    def is_unread(self) -> bool:
+        """Whether blocks are still to be read from SSD."""
+        return bool(self.plan.to_load) and self.loaded is None
+
+    def plan_again(self, plan: Plan) -> None:
+        """Start over with another plan, without what was read for the last one."""
+        self.attempt_count += 1
+        self.plan, self.loaded, self.is_begun, self.needs_plan = plan, None, False, False
+        self.read = {}
+        self.release_memory()
+
+    def reserve_memory(self, runner: CacheRunner, *, shares_blocks: bool) -> bool:
+        """Reserve pages for the kv on SSD, where it is to be in pages; False without enough of them."""
+        wanted = [block for block in self.plan.to_load if RegionKind.KV in block.regions]
+        if wanted and shares_blocks:
+            self.kv_memory = runner.begin_load(wanted)
+            if self.kv_memory is None:
+                return False
+            self.sequence.loading_token_count = sum(block.header.token_count for block in wanted)
+        return True
+
+    def release_memory(self) -> None:
+        """Release the reserved pages; reads that have not returned keep theirs."""
+        self.kv_memory = None
+        self.sequence.loading_token_count = 0
+
+    def make_input(self, runner: CacheRunner) -> RestoreInput:
+        """Put together what RAM has and what was read from SSD."""
+        if self.loaded is not None:
+            self.read = self._on_device(self.loaded, runner)
+        blocks = (
+            dataclasses.replace(block, regions={**block.regions, **self.read.get(node.hash, {})})
+            for block, node in zip(self.plan.placed, self.plan.nodes, strict=True)
+        )
+        return RestoreInput(tuple(blocks), self.plan.token_count)
+
+    def _on_device(self, loaded: Loaded, runner: CacheRunner) -> dict[BlockHash, dict[RegionKind, Region]]:
+        read = {
+            block.header.hash: {region.kind: runner.from_host(region) for region in block.regions}
+            for block in loaded.blocks
+        }
+        if self.kv_memory is not None:
+            wanted = [b.header.hash for b in self.plan.to_load if RegionKind.KV in b.regions]
+            for name, region in zip(wanted, runner.end_load(self.kv_memory), strict=True):
+                read[name][RegionKind.KV] = region
+            self.kv_memory = None
+        return read
+
+
+class CacheController:
+    """Takes a sequence from its prompt to its caches, and its computed blocks to the cache.
+
+    Others on the inference thread may use `cache` itself, and give commands to `commands`.
     """
 
     def __init__(
@@ -43,22 +123,26 @@ class CacheController:
         self._runner = runner
         self._clock = clock
         self.adopt_budget_s = adopt_budget_s
-        """Least time of a step for taking loaded blocks into use."""
+        """Least time of a step for rebuilding caches from loaded blocks."""
         self._restores: dict[SequenceId, Restore] = {}
         self._ready: list[Sequence] = []
-        """Sequences that need wait for SSD no longer, since the last time that somebody looked."""
-        self._header_fetches = HeaderFetches(cache, ready=self._ready.append)
+        """Sequences whose wait for SSD has ended, since they were last taken."""
+        self._knows_headers: set[SequenceId] = set()
+        """Sequences that have waited for headers, until they are planned."""
+        self._waits_for_inventory = True
+        """False once a prompt has waited too long for the first inventory: no other waits for it then."""
         self._in_flight = InFlightPrefixes(
             cache.settings,
+            cache.tree.names,
             can_share=cache.can_share,
             can_cut_inside=cache.facts.cuttable_inside,
-            block_names=cache.names,
         )
+
+    # A prompt: its plan and its restore.
 
     @property
     def cuts_before_last_token(self) -> bool:
-        """Whether prefill must stop before a prompt's last token, since states, and windows that are as short
-        as a block, can be kept only as they are there."""
+        """Whether prefill must stop before the last token, as some caches can only be cut as they are."""
         facts, block = self.cache.facts, self.cache.settings.block_token_count
         if not self.cache.is_supported:
             return False
@@ -70,155 +154,47 @@ class CacheController:
         known first, RESTORING when something is reused, PREFILLING when nothing is."""
         restore = self._restores.get(sequence.sequence_id)
         if self.cache.may_read(sequence):
-            if self._wait_for_shared(sequence):
+            if self._waits_for_leader(sequence):
                 return Phase.FOLLOWING
-            if restore is None and self._header_fetches.ask(sequence):
+            if restore is None and self._waits_to_plan(sequence):
                 return Phase.LOADING
         plan = self.cache.plan(sequence, with_ssd=restore is None or restore.with_ssd)
         if not plan.is_hit or (restore is not None and restore.attempt_count >= _ATTEMPT_LIMIT):
             self._begin_empty(sequence, plan.report.limit)
             return Phase.PREFILLING
         if restore is None:
-            restore = Restore(sequence, self._clock.monotonic(), plan, self.cache.facts)
+            restore = Restore(sequence, self._clock.monotonic(), plan)
             self._restores[sequence.sequence_id] = restore
         else:
             restore.plan_again(plan)
-        if plan.to_load and self.cache.may_write(sequence) and self.cache.may_hold(plan):
+        fits_ram = plan.ssd_bytes <= self.cache.settings.ram_limit_bytes
+        if plan.to_load and fits_ram and self.cache.may_write(sequence):
             self._in_flight.lead_load(sequence, [block.header.hash for block in plan.to_load])
         return Phase.RESTORING
 
-    def receive(self, outcome: Outcome) -> list[Sequence]:
-        """Take in what the SSD tier posts; return the sequences that need wait for it no longer."""
-        if isinstance(outcome, Ticket):
-            self._waits.settle(outcome)
-        elif isinstance(outcome, Inventory):
-            self.cache.take_inventory(outcome.records, is_first=outcome.is_first, is_last=outcome.is_last)
-            if outcome.is_last:
-                self._waits.settle_inventory()
-        elif isinstance(outcome, Evicted):
-            for name in outcome.hashes:
-                self.cache.tree.forget_stored(name)
-        else:
-            # Nothing more comes from SSD: whoever waits for it plans again without it.
-            self.cache.lose_storage()
-            self._waits.lose_storage()
-        return self._take_ready()
+    def _waits_to_plan(self, sequence: Sequence) -> bool:
+        """Let a prompt wait for the first inventory, or for headers that its plan needs, once."""
+        if sequence.sequence_id in self._knows_headers:
+            self._knows_headers.discard(sequence.sequence_id)
+            return False
+        token_count = len(sequence.input_token_ids)
+        if self.cache.is_inventory_due and self._waits_for_inventory:
+            # The model was loaded before the directory was read: a moment now can save a whole prefill.
+            came = partial(self._inventory_came, sequence)
+            self._waits.add(self._waits.inventory, came, token_count=token_count)
+            return True
+        is_ready = partial(self._ready.append, sequence)
+        if not self.cache.fetch_headers(self.cache.prompt_of(sequence), is_ready, token_count=token_count):
+            return False
+        self._knows_headers.add(sequence.sequence_id)
+        return True
 
-    def give_up_waits(self) -> list[Sequence]:
-        """Return the sequences that have waited too long for an SSD tier that does not answer: they are
-        planned again without it."""
-        self._waits.look()
-        return self._take_ready()
+    def _inventory_came(self, sequence: Sequence, outcome: Failure | None) -> None:
+        self._waits_for_inventory &= outcome is None or outcome.cause is not Trouble.TIMED_OUT
+        self._ready.append(sequence)
 
-    def _take_ready(self) -> list[Sequence]:
-        ready = self._ready[:]
-        self._ready.clear()
-        return ready
-
-    def leave_cores(self, *, to_decode: bool) -> None:
-        """Have loads take little of the cores while rows decode at an even pace, or all that they can."""
-        if self.cache.storage is not None:
-            self.cache.storage.leave_cores(to_decode=to_decode)
-
-    def awaits_load(self, sequence: Sequence) -> bool:
-        """Whether blocks of a restoring sequence are still to be asked of the SSD tier."""
-        restore = self._restores.get(sequence.sequence_id)
-        return restore is not None and bool(restore.plan.to_load) and restore.loaded is None
-
-    def continue_restore(self, sequence: Sequence, *, budget_s: float) -> Phase:
-        """Rebuild caches for about `budget_s`: RESTORING when more is left, LOADING when blocks must come
-        from SSD first, PREFILLING when the caches are open, WAITING when the blocks turned out unusable and
-        the prompt is to be planned again."""
-        restore = self._restores.get(sequence.sequence_id)
-        if restore is None or restore.is_to_plan:
-            return Phase.WAITING
-        began_time = self._clock.monotonic()
-        phase = self._continue(restore, budget_s=budget_s)
-        restore.spent_s += self._clock.monotonic() - began_time
-        return phase
-
-    def _continue(self, restore: Restore, *, budget_s: float) -> Phase:
-        sequence, began_time = restore.sequence, self._clock.monotonic()
-        if restore.plan.to_load and restore.loaded is None:
-            return self._load(restore)
-        try:
-            if not restore.is_begun:
-                restore.is_begun = True
-                self._runner.begin_restore(sequence.sequence_id, restore.make_input(self._runner))
-            if not self._runner.continue_restore(sequence.sequence_id, budget_s=budget_s):
-                return Phase.RESTORING
-        except StorageError:
-            # The blocks do not make a cache: whichever is wrong, none of this chain is used again.
-            restore.has_failed = True
-            self.cache.reject(restore.plan.nodes)
-            self._in_flight.withdraw(sequence)
-            return Phase.WAITING
-        self._adopted(restore, spent_s=restore.spent_s + self._clock.monotonic() - began_time)
-        del self._restores[sequence.sequence_id]
-        self._in_flight.withdraw(sequence)
-        return Phase.PREFILLING
-
-    def lead(self, sequence: Sequence) -> None:
-        """Note that a sequence computes the rest of its input now, so that others may wait for it."""
-        if self.cache.may_write(sequence):
-            self._in_flight.lead(sequence, self.cache.root(sequence.request.scope))
-
-    def take_ready(self) -> list[Sequence]:
-        """Return sequences that waited for another one's blocks and need wait no longer."""
-        return self._in_flight.take_ready()
-
-    def has_to_keep(self, sequence: Sequence, *, is_end: bool) -> bool:
-        """Whether a capture of this sequence would copy something."""
-        size = self.cache.settings.block_token_count
-        is_due = is_end or sequence.kv_token_count - len(sequence.chain) * size >= size
-        return is_due and self.cache.may_write(sequence)
-
-    def capture_input(self, sequence: Sequence) -> None:
-        """Keep the blocks of its input that are complete now, and the tail at its end.
-
-        Where the tail can be cut later as well, only if somebody waits for it: it stays in the caches of the
-        sequence, which goes on to draw, and becomes a part of what that leaves.
-        """
-        self._capture(sequence, sequence.processed_token_count)
-        if sequence.is_prefilled and (
-            not self._can_cut_tail_later(sequence) or self._in_flight.has_followers(sequence)
-        ):
-            self._cut_tail(sequence, sequence.processed_token_count)
-
-    def capture(self, sequence: Sequence, *, is_end: bool) -> None:
-        """Keep the complete blocks of a sequence that draws; with `is_end` the tail too."""
-        reached = sequence.kv_token_count
-        has_completed = self._capture(sequence, reached)
-        if is_end:
-            self._cut_tail(sequence, reached)
-        elif has_completed:
-            self._in_flight.withdraw(sequence)  # the tail of its input is in that block
-
-    def _capture(self, sequence: Sequence, reached: int) -> bool:
-        """Keep the blocks that are complete, and a tail where one was asked for; return whether any was."""
-        if sequence.unkept and len(sequence.output_token_ids) > 1:  # its caller waits for the first one
-            self._promote_next(sequence)
-        is_point = reached in sequence.capture_points
-        if is_point:
-            sequence.capture_points.remove(reached)
-        names = self.cache.capture(sequence, reached, is_end=is_point)
-        self._in_flight.complete(names)
-        return bool(names)
-
-    def _cut_tail(self, sequence: Sequence, reached: int) -> None:
-        """Keep all up to where a sequence is, whose caches have `reached`; whoever waits for it is ready."""
-        self._in_flight.complete(self.cache.capture(sequence, reached, is_end=True))
-        self._in_flight.withdraw(sequence)
-
-    def _can_cut_tail_later(self, sequence: Sequence) -> bool:
-        """Whether the caches of a sequence hold the tail of its input for as long as it draws."""
-        facts = self.cache.facts
-        is_append_only = facts.has_kv and facts.cuttable_inside and not facts.window_token_count
-        return is_append_only and sequence.input_end > sequence.prefill_target
-
-    def _wait_for_shared(self, sequence: Sequence) -> bool:
-        """Whether a sequence is to wait for what another one computes; of one that draws already, the tail
-        that is still in its caches is kept now."""
+    def _waits_for_leader(self, sequence: Sequence) -> bool:
+        """Let a sequence wait for what another one computes; of one that draws, cut the tail now instead."""
         shared = self._in_flight.shared(sequence, self.cache.root(sequence.request.scope))
         if shared is None:
             return False
@@ -230,97 +206,69 @@ class CacheController:
         self._in_flight.follow(sequence, shared)
         return True
 
-    def end(self, sequence: Sequence) -> None:
-        """A sequence has ended or was parked: whoever waits for its blocks waits no longer."""
-        self.cache.held_by.pop(sequence.sequence_id, None)
-        sequence.unkept.clear()
-        self._in_flight.forget(sequence)
-
-    def yield_ram(
-        self, size_bytes: int, *, spared: Collection[BlockHash] = (), is_urgent: bool = True
-    ) -> int:
-        """Let go of blocks in RAM that nobody reads; return the bytes that are free now.
-
-        Urgent, they are dropped; else what the SSD tier takes is free when it is written.
-        """
-        spared = {*spared, *self._in_use}
-        if is_urgent:
-            return self.cache.ram.yield_bytes(size_bytes, spared=spared)
-        return self.cache.ram.yield_by_spilling(size_bytes, spared=spared)
-
-    def yieldable_bytes(self, *, spared: Collection[BlockHash] = ()) -> int:
-        """Return the bytes that `yield_ram` could let go of, and those that are on their way."""
-        return self.cache.ram.yieldable_bytes(spared={*spared, *self._in_use})
-
-    def planned_blocks(self, sequence: Sequence) -> frozenset[BlockHash]:
-        """Return the blocks that a sequence which is yet to begin would start from."""
-        nodes = self.cache.reusable(sequence).nodes if self.cache.may_read(sequence) else ()
-        return frozenset(node.hash for node in nodes)
-
-    @property
-    def is_stalled(self) -> bool:
-        """Whether the storage thread hangs, so that nothing is written, removed or counted."""
-        return self._waits.is_stalled
-
-    @property
-    def leaving_bytes(self) -> int:
-        """Bytes of blocks that go from RAM as soon as they are written; 0 while nothing is."""
-        return 0 if self.is_stalled else self.cache.ram.leaving_bytes
-
-    @property
-    def _in_use(self) -> set[BlockHash]:
-        """Blocks whose arrays live on in a restore or a sequence: letting go of them would free nothing."""
-        restoring = (node.hash for restore in self._restores.values() for node in restore.plan.nodes)
-        return {*restoring, *(name for names in self.cache.held_by.values() for name in names)}
-
-    def forget(self, sequence: Sequence) -> None:
-        """Drop the restore of a cancelled sequence, and keep the blocks it has computed."""
-        restore = self._restores.pop(sequence.sequence_id, None)
-        self._header_fetches.forget(sequence)
-        if restore is not None:
-            return
-        if sequence.phase is Phase.PREFILLING or (
-            sequence.phase is Phase.DECODING and sequence.output_token_ids
-        ):
-            self.cache.capture(sequence, sequence.kv_token_count, is_end=True)
-        elif sequence.phase is Phase.DECODING and self._can_cut_tail_later(sequence):
-            self.cache.capture(sequence, sequence.prefill_target, is_end=True)  # what was drawn is not known
-
-    def discard(self, sequence: Sequence) -> None:
-        """Remove every block that a decoding sequence computed or began with: what came of them is no number,
-        and it cannot be told which of them is why."""
-        keys = sequence.keys(0, sequence.token_count)
-        self.cache.remove(self.cache.known_chain(keys, sequence.request.scope))
-        sequence.unkept.clear()
-
     def _begin_empty(self, sequence: Sequence, limit: ReuseLimit) -> None:
-        """Nothing is reused: account for what was tried, and start the chain anew."""
+        """Reuse nothing: report the failed attempt, if there was one, and start the chain anew."""
         restore = self._restores.pop(sequence.sequence_id, None)
-        sequence.loading_room_token_count = 0
+        sequence.loading_token_count = 0
+        report = CacheReport(limit=limit)
         if restore is not None and restore.has_failed:
-            tried_s = self._clock.monotonic() - restore.began_time
-            sequence.note_cache(CacheReport(restore_s=tried_s, limit=ReuseLimit.LOAD_FAILED))
-        else:
-            sequence.note_cache(CacheReport(limit=limit))
+            spent_s = self._clock.monotonic() - restore.began_time
+            report = CacheReport(restore_s=spent_s, limit=ReuseLimit.LOAD_FAILED)
+        sequence.note_cache(report)
         self.cache.start_chain(sequence, 0)
+
+    def awaits_load(self, sequence: Sequence) -> bool:
+        """Whether blocks of a restoring sequence are still to be requested from the SSD tier."""
+        restore = self._restores.get(sequence.sequence_id)
+        return restore is not None and restore.is_unread
+
+    def continue_restore(self, sequence: Sequence, *, budget_s: float) -> Phase:
+        """Rebuild caches for about `budget_s`: RESTORING when more is left, LOADING when blocks must come
+        from SSD first, PREFILLING when the caches are complete, WAITING when the blocks turned out unusable
+        and the prompt is to be planned again."""
+        restore = self._restores.get(sequence.sequence_id)
+        if restore is None or restore.needs_plan:
+            return Phase.WAITING
+        if restore.is_unread:
+            return self._load(restore)
+        began_time = self._clock.monotonic()
+        try:
+            if not restore.is_begun:
+                restore.is_begun = True
+                self._runner.begin_restore(sequence.sequence_id, restore.make_input(self._runner))
+            is_complete = self._runner.continue_restore(sequence.sequence_id, budget_s=budget_s)
+        except StorageError:
+            # The blocks do not make a cache. Any of them may be wrong, so none of this chain is used again.
+            restore.has_failed = True
+            self.cache.counters.promote.failed_restore_total += 1
+            self.cache.remove(restore.plan.nodes)
+            self._in_flight.withdraw(sequence)
+            return Phase.WAITING
+        restore.spent_s += self._clock.monotonic() - began_time
+        if not is_complete:
+            return Phase.RESTORING
+        self._adopted(restore)
+        del self._restores[sequence.sequence_id]
+        self._in_flight.withdraw(sequence)
+        return Phase.PREFILLING
 
     def _load(self, restore: Restore) -> Phase:
         ticket = None
-        if self._has_place(restore):
-            ticket = self.cache.load(restore.plan.to_load, restore.place)
+        if self._reserve_memory(restore) and self.cache.storage is not None:
+            ticket = self.cache.storage.get_into(restore.plan.to_load, restore.kv_memory)
         if ticket is None:
-            restore.leave_place()
+            restore.release_memory()
             restore.with_ssd = False
             self._in_flight.withdraw(restore.sequence)
             return Phase.WAITING
+        self.cache.counters.promote.load_total += 1
         self._waits.add(ticket, partial(self._loaded, restore), token_count=restore.plan.token_count)
         return Phase.LOADING
 
-    def _has_place(self, restore: Restore) -> bool:
-        """Whether there is memory to read to, blocks in RAM having made way where they must."""
-        if restore.find_place(self._runner):
-            return True
-        return self.yield_ram(restore.plan.ssd_bytes) > 0 and restore.find_place(self._runner)
+    def _reserve_memory(self, restore: Restore) -> bool:
+        """Reserve memory to read to, evicting blocks from RAM where necessary; False without enough."""
+        reserve = partial(restore.reserve_memory, self._runner, shares_blocks=self.cache.facts.shares_blocks)
+        return reserve() or (self.yield_ram(restore.plan.ssd_bytes) > 0 and reserve())
 
     def _loaded(self, restore: Restore, outcome: Loaded | Failure) -> None:
         failure = outcome if isinstance(outcome, Failure) else outcome.failure
@@ -329,54 +277,210 @@ class CacheController:
             restore.loaded = None if failure is not None else outcome
         is_waiting = self._restores.get(restore.sequence.sequence_id) is restore
         if failure is not None:
-            self._load_failed(restore, failure, is_waiting=is_waiting)
+            self._load_failed(restore, failure)
+            if is_waiting:
+                self._in_flight.withdraw(restore.sequence)
+                restore.has_failed = restore.needs_plan = True
         if is_waiting:
             self._ready.append(restore.sequence)
 
-    def _load_failed(self, restore: Restore, failure: Failure, *, is_waiting: bool) -> None:
-        """Plan again: without a block that is damaged, or without SSD where it does not answer or memory is
-        short. What there is no memory for is still there, and not tried again at once."""
-        restore.leave_place()
+    def _load_failed(self, restore: Restore, failure: Failure) -> None:
+        """Prepare for a plan without the block that is damaged, or without SSD where it does not answer or
+        memory is short. In the latter case the block is still there, but not tried again at once."""
+        restore.release_memory()
         self.cache.counters.promote.failed_load_total += 1
         restore.with_ssd &= failure.cause not in (Damage.MEMORY, Trouble.TIMED_OUT)
         if failure.hash is not None and failure.cause is not Damage.MEMORY:
             self.cache.tree.forget_stored(failure.hash)
-        if is_waiting:
-            self._in_flight.withdraw(restore.sequence)
-            restore.has_failed = restore.is_to_plan = True
 
-    def _adopted(self, restore: Restore, *, spent_s: float) -> None:
+    def _adopted(self, restore: Restore) -> None:
+        """Let the sequence begin with its rebuilt caches."""
         sequence, plan = restore.sequence, restore.plan
         restore_s = self._clock.monotonic() - restore.began_time
-        self.cache.rates.note_adopt(plan.token_count / max(spent_s, 1e-9))
+        self.cache.rates.note_adopt(plan.token_count / max(restore.spent_s, 1e-9))
         limit = ReuseLimit.LOAD_FAILED if restore.has_failed else plan.report.limit
         sequence.note_cache(dataclasses.replace(plan.report, restore_s=restore_s, limit=limit))
         sequence.processed_token_count = plan.token_count
-        sequence.loading_room_token_count = 0
+        sequence.loading_token_count = 0
         self.cache.start_chain(sequence, plan.token_count)
         if self.cache.facts.shares_blocks:
             names = {node.hash for node in plan.nodes}
-            self.cache.held_by.setdefault(sequence.sequence_id, set()).update(names)
+            self.cache.used_by.setdefault(sequence.sequence_id, set()).update(names)
         if restore.loaded is not None:
-            self.cache.note_promoted(plan)
+            self.cache.counters.promote.promoted_block_total += len(plan.to_load)
+            self.cache.counters.promote.promoted_token_total += plan.report.ssd_token_count
             if self.cache.may_write(sequence):
-                self._keep_read(restore)
+                self._promote(restore)
 
-    def _keep_read(self, restore: Restore) -> None:
-        """Have RAM keep what came from SSD, the next request will look there first: at once what others wait
-        for, and what there is space for. The rest, for which others must go, comes a block a token."""
+    def _promote(self, restore: Restore) -> None:
+        """Put blocks from SSD into RAM, where the next request looks first: at once those that others wait
+        for or that there is space for; the others, which evict blocks, one with each token."""
         sequence = restore.sequence
         is_awaited = self._in_flight.has_followers(sequence)
         for node in restore.plan.nodes:
             regions = restore.read.get(node.hash)
             if regions is not None:
-                sequence.unkept.append((node.hash, regions))
-        while sequence.unkept and (is_awaited or self.cache.ram.has_space(sequence.unkept[0][1])):
+                sequence.unpromoted.append((node.hash, regions))
+        while sequence.unpromoted and (is_awaited or self.cache.ram.has_space(sequence.unpromoted[0][1])):
             self._promote_next(sequence)
 
     def _promote_next(self, sequence: Sequence) -> None:
-        name, regions = sequence.unkept.popleft()
+        name, regions = sequence.unpromoted.popleft()
         node = self.cache.tree.get(name)
         if node is not None:
             self.cache.promote(sequence, node, regions)
         self._in_flight.complete([name])
+
+    # What the SSD tier reports.
+
+    def receive(self, outcome: Outcome) -> list[Sequence]:
+        """Process a report of the SSD tier; return the sequences whose wait for it has ended."""
+        if isinstance(outcome, Ticket):
+            self._waits.complete(outcome)
+        elif isinstance(outcome, Inventory):
+            self.cache.take_inventory(outcome.records, is_first=outcome.is_first, is_last=outcome.is_last)
+            if outcome.is_last:
+                self._waits.complete_inventory()
+        elif isinstance(outcome, Evicted):
+            for name in outcome.hashes:
+                self.cache.tree.forget_stored(name)
+        else:
+            # Nothing more comes from SSD: sequences that wait for it are planned again without it.
+            self.cache.lose_storage()
+            self._waits.lose_storage()
+        return self._take_ready()
+
+    def give_up_waits(self) -> list[Sequence]:
+        """Return the sequences that have waited too long for the SSD tier, to be planned without it."""
+        self._waits.expire()
+        return self._take_ready()
+
+    def _take_ready(self) -> list[Sequence]:
+        ready = self._ready[:]
+        self._ready.clear()
+        return ready
+
+    def leave_cores(self, *, to_decode: bool) -> None:
+        """Have loads use little of the cores while rows decode at an even rate, or else all that they can."""
+        if self.cache.storage is not None:
+            self.cache.storage.leave_cores(to_decode=to_decode)
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether the storage thread hangs, so that nothing is written, removed or counted."""
+        return self._waits.is_stalled
+
+    # What a sequence computes.
+
+    def lead(self, sequence: Sequence) -> None:
+        """Record that a sequence computes the rest of its input now, so that others may wait for it."""
+        if self.cache.may_write(sequence):
+            self._in_flight.lead(sequence, self.cache.root(sequence.request.scope))
+
+    def take_ready(self) -> list[Sequence]:
+        """Return the sequences whose wait for another one's blocks has ended."""
+        return self._in_flight.take_ready()
+
+    def has_to_keep(self, sequence: Sequence, *, is_end: bool) -> bool:
+        """Whether a capture of this sequence would copy something."""
+        size = self.cache.settings.block_token_count
+        is_due = is_end or sequence.kv_token_count - len(sequence.chain) * size >= size
+        return is_due and self.cache.may_write(sequence)
+
+    def capture_input(self, sequence: Sequence) -> None:
+        """Capture the blocks of its input that are complete now, and the tail at its end.
+
+        Where the tail can also be cut later, only if somebody waits for it: it stays in the caches of the
+        sequence, which goes on to draw, and becomes a part of its next block.
+        """
+        self._capture(sequence, sequence.processed_token_count)
+        if sequence.is_prefilled and (
+            not self._can_cut_tail_later(sequence) or self._in_flight.has_followers(sequence)
+        ):
+            self._cut_tail(sequence, sequence.processed_token_count)
+
+    def capture(self, sequence: Sequence, *, is_end: bool) -> None:
+        """Capture the complete blocks of a sequence that draws; with `is_end` the tail too."""
+        reached = sequence.kv_token_count
+        has_completed = self._capture(sequence, reached)
+        if is_end:
+            self._cut_tail(sequence, reached)
+        elif has_completed:
+            self._in_flight.withdraw(sequence)  # the tail of its input is in that block
+
+    def _capture(self, sequence: Sequence, reached: int) -> bool:
+        """Capture the complete blocks, and a tail where one was asked for; return whether there was any."""
+        if sequence.unpromoted and len(sequence.output_token_ids) > 1:  # its caller waits for the first one
+            self._promote_next(sequence)
+        is_point = reached in sequence.capture_points
+        if is_point:
+            sequence.capture_points.remove(reached)
+        names = self.cache.capture(sequence, reached, is_end=is_point)
+        self._in_flight.complete(names)
+        return bool(names)
+
+    def _cut_tail(self, sequence: Sequence, reached: int) -> None:
+        """Capture all tokens of a sequence, whose caches have `reached`; its followers are ready."""
+        self._in_flight.complete(self.cache.capture(sequence, reached, is_end=True))
+        self._in_flight.withdraw(sequence)
+
+    def _can_cut_tail_later(self, sequence: Sequence) -> bool:
+        """Whether the caches of a sequence retain the tail of its input for as long as it draws."""
+        facts = self.cache.facts
+        is_append_only = facts.has_kv and facts.cuttable_inside and not facts.window_token_count
+        return is_append_only and sequence.input_end > sequence.prefill_target
+
+    # The end of a sequence.
+
+    def end(self, sequence: Sequence) -> None:
+        """A sequence has ended or was parked: nobody waits for its blocks any more."""
+        self.cache.used_by.pop(sequence.sequence_id, None)
+        sequence.unpromoted.clear()
+        self._in_flight.forget(sequence)
+
+    def forget(self, sequence: Sequence) -> None:
+        """Drop the restore of a cancelled sequence, or capture the blocks that it has computed."""
+        self._knows_headers.discard(sequence.sequence_id)
+        if self._restores.pop(sequence.sequence_id, None) is not None:
+            return
+        is_decoding = sequence.phase is Phase.DECODING
+        if sequence.phase is Phase.PREFILLING or (is_decoding and sequence.output_token_ids):
+            self.cache.capture(sequence, sequence.kv_token_count, is_end=True)
+        elif is_decoding and self._can_cut_tail_later(sequence):
+            self.cache.capture(sequence, sequence.prefill_target, is_end=True)  # its token is not known
+
+    def discard(self, sequence: Sequence) -> None:
+        """Remove all blocks that a decoding sequence computed or began with: its logits are not finite."""
+        keys = sequence.keys(0, sequence.token_count)
+        self.cache.remove(self.cache.known_chain(keys, sequence.request.scope))
+        sequence.unpromoted.clear()
+
+    # Memory for others.
+
+    def yield_ram(self, size_bytes: int, *, protected: Hashes = (), is_urgent: bool = True) -> int:
+        """Release blocks in RAM that no sequence uses; return the bytes that are free now.
+
+        Urgent, they are dropped; else those that the SSD tier takes are free once they are written.
+        """
+        protected = {*protected, *self._in_use}
+        return self.cache.ram.yield_bytes(size_bytes, protected=protected, by_spilling=not is_urgent)
+
+    def yieldable_bytes(self, *, protected: Hashes = ()) -> int:
+        """Return the bytes that `yield_ram` could free, including those on their way to SSD."""
+        return self.cache.ram.yieldable_bytes(protected={*protected, *self._in_use})
+
+    def planned_blocks(self, sequence: Sequence) -> frozenset[BlockHash]:
+        """Return the blocks that a sequence which has not begun would start from."""
+        nodes = self.cache.reusable(sequence).nodes if self.cache.may_read(sequence) else ()
+        return frozenset(node.hash for node in nodes)
+
+    @property
+    def leaving_bytes(self) -> int:
+        """Bytes of blocks that leave RAM as soon as they are written; 0 while nothing is."""
+        return 0 if self.is_stalled else self.cache.ram.leaving_bytes
+
+    @property
+    def _in_use(self) -> set[BlockHash]:
+        """Blocks whose arrays a restore or a sequence uses: dropping them would free nothing."""
+        restoring = (node.hash for restore in self._restores.values() for node in restore.plan.nodes)
+        return {*restoring, *(name for names in self.cache.used_by.values() for name in names)}

@@ -2,17 +2,19 @@
 
 Inference thread only. A prefill leads with every block of its input that is still to come, the tail at its
 end among them. A request whose prompt begins like it follows: it waits until the last block it shares is
-kept, or the leader ends, and is planned then. Where the two part inside a block, the leader is asked to stop
-and to leave a tail just there (`Sequence.capture_points`), so that who follows computes only what is its own.
+captured, or the leader ends, and is planned then. Where the two diverge inside a block, the leader is asked
+to stop and to leave a tail just there (`Sequence.capture_points`), so that the follower computes only the
+rest.
 
 A leader that draws may have left the tail of its input in its own caches (`CacheController.capture_input`).
-That is computed and not kept yet: nobody waits for it, and whoever shares it has it cut.
+That is computed but not captured yet: nobody waits for it, and a request that shares it has it cut.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections import Counter
 from collections.abc import Sequence as ReadSequence
 
 from icehouse_server.domain.blocks import TokenKeys
@@ -20,21 +22,21 @@ from icehouse_server.domain.ids import BlockHash, SequenceId
 from icehouse_server.engine.core.block_names import BlockNames
 from icehouse_server.engine.core.sequence import Sequence
 from icehouse_server.engine.prefix_cache.tiers.matching import common_prefix
-from icehouse_server.engine.prefix_cache.tiers.settings import PrefixSettings
+from icehouse_server.engine.prefix_cache.tiers.prefix_settings import PrefixSettings
 
 _FOLLOW_LIMIT = 3
 """Leaders one request follows at most, one after the other."""
 _CANDIDATE_LIMIT = 16
 """Leaders with the same blocks so far that a prompt is compared with inside the next one."""
 _CAPTURE_POINT_LIMIT = 8
-"""Tails that one leader leaves for others: each ends a chunk."""
+"""Tails that one leader leaves for others; each ends a chunk."""
 _LEAST_TAIL_SHARE = 4
-"""A tail of less than this part of a block is computed sooner than waited for."""
+"""A tail shorter than a block divided by this is computed sooner than waited for."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Block:
-    """A block of a sequence's input, the tail at its end among them; a leader will complete it."""
+    """A block, or the tail, of the input of a sequence; a leader will complete it."""
 
     sequence: Sequence
     parent: BlockHash
@@ -49,7 +51,7 @@ class _Block:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SharedPrefix:
-    """How far the prompt of a newcomer is what another sequence computes, and what to wait for."""
+    """The beginning of a prompt that another sequence computes, and the block to wait for."""
 
     leader: Sequence
     block: BlockHash
@@ -57,32 +59,27 @@ class SharedPrefix:
 
 
 class InFlightPrefixes:
-    """Who computes what, and who waits for it."""
+    """The leaders, their blocks, and the followers that wait for these."""
 
     def __init__(
-        self,
-        settings: PrefixSettings,
-        *,
-        can_share: bool,
-        can_cut_inside: bool = True,
-        block_names: BlockNames | None = None,
+        self, settings: PrefixSettings, names: BlockNames, *, can_share: bool, can_cut_inside: bool
     ) -> None:
         self._settings = settings
-        self._block_names = BlockNames(settings.name_secret) if block_names is None else block_names
+        self._names = names
         self._can_share = can_share
         """Whether another prompt can start at any block; else only an equal one, at the end."""
         self._can_cut_inside = can_cut_inside
-        """Whether another prompt can start inside a block, wherever that ends."""
+        """Whether another prompt can start inside a block."""
         self._led: dict[BlockHash, _Block] = {}
         self._led_below: dict[BlockHash, dict[BlockHash, _Block]] = {}
-        """The same by the block before them, without the tails that are left for others."""
+        """The same by parent, without the tails that are left for others."""
         self._followers: dict[BlockHash, list[Sequence]] = {}
-        self._follow_counts: dict[SequenceId, int] = {}
+        self._follow_counts: Counter[SequenceId] = Counter()
         self._ready: list[Sequence] = []
 
     def lead(self, sequence: Sequence, root: BlockHash) -> None:
-        """Note that a sequence computes the blocks of its input that are not there yet."""
-        # Short inputs are computed sooner than waited for.
+        """Record that a sequence computes the blocks of its input that are not there yet."""
+        # Computing short inputs takes less time than waiting for them.
         if sequence.is_prefilled or sequence.prefill_target < self._settings.min_reuse_token_count:
             return
         blocks = self._blocks(sequence, root)
@@ -92,7 +89,7 @@ class InFlightPrefixes:
                 self._led_below.setdefault(block.parent, {})[block.name] = block
 
     def lead_load(self, sequence: Sequence, names: ReadSequence[BlockHash]) -> None:
-        """Note that a sequence has these blocks read from SSD, and brings them to RAM if others follow."""
+        """Record that a sequence reads these blocks from SSD, and promotes them if others follow."""
         for name in names:
             if name not in self._led:
                 self._led[name] = _Block(sequence, name, name, 0, 0)
@@ -102,27 +99,37 @@ class InFlightPrefixes:
         return any(self._followers.get(name) for name in self._led_by(sequence))
 
     def shared(self, sequence: Sequence, root: BlockHash) -> SharedPrefix | None:
-        """Return up to which token a prompt is what another sequence computes; None for none, and for one
-        that has waited often enough."""
-        if not self._led or self._follow_counts.get(sequence.sequence_id, 0) >= _FOLLOW_LIMIT:
+        """Return the beginning that another sequence computes; None for who has waited often enough."""
+        if not self._led or self._follow_counts[sequence.sequence_id] >= _FOLLOW_LIMIT:
             return None
-        return self._last_shared(self._blocks(sequence, root))
+        blocks = self._blocks(sequence, root)
+        for block in reversed(blocks if self._can_share else blocks[-1:]):
+            led = self._led.get(block.name)
+            if led is not None:
+                return SharedPrefix(led.sequence, block.name, block.stop)
+            inside = self._shared_inside(block) if self._can_share else None
+            if inside is not None:
+                return inside
+        return None
 
     def follow(self, sequence: Sequence, shared: SharedPrefix) -> None:
         """Have a sequence wait for the last token it shares."""
         self._followers.setdefault(shared.block, []).append(sequence)
-        self._follow_counts[sequence.sequence_id] = self._follow_counts.get(sequence.sequence_id, 0) + 1
+        self._follow_counts[sequence.sequence_id] += 1
 
     def complete(self, names: ReadSequence[BlockHash]) -> None:
-        """Note that blocks were completed; whoever waits for them is ready."""
+        """Record that blocks were completed; the sequences that wait for them are ready."""
         for name in names:
             block = self._led.pop(name, None)
-            if block is not None:
-                self._forget_below(block)
+            siblings = self._led_below.get(block.parent) if block is not None else None
+            if block is not None and siblings is not None:
+                siblings.pop(name, None)
+                if not siblings:
+                    del self._led_below[block.parent]
             self._ready += self._followers.pop(name, [])
 
     def withdraw(self, sequence: Sequence) -> None:
-        """The leader computes no further: its followers are ready, with what there is."""
+        """The leader stops: its followers are ready, with what there is."""
         self.complete(self._led_by(sequence))
         sequence.capture_points.clear()
 
@@ -136,33 +143,16 @@ class InFlightPrefixes:
         self._ready = [other for other in self._ready if other is not sequence]
 
     def take_ready(self) -> list[Sequence]:
-        """Return the sequences that need wait no longer, once."""
+        """Return the sequences whose wait has ended, each once."""
         ready, self._ready = self._ready, []
         return ready
 
     def _led_by(self, sequence: Sequence) -> list[BlockHash]:
         return [name for name, block in self._led.items() if block.sequence is sequence]
 
-    def _forget_below(self, block: _Block) -> None:
-        blocks = self._led_below.get(block.parent, {})
-        blocks.pop(block.name, None)
-        if not blocks:
-            self._led_below.pop(block.parent, None)
-
-    def _last_shared(self, blocks: ReadSequence[_Block]) -> SharedPrefix | None:
-        """Return the last block that is led, whole or up to where the prompts part."""
-        for block in reversed(blocks if self._can_share else blocks[-1:]):
-            led = self._led.get(block.name)
-            if led is not None:
-                return SharedPrefix(led.sequence, block.name, block.stop)
-            inside = self._shared_inside(block) if self._can_share else None
-            if inside is not None:
-                return inside
-        return None
-
     def _shared_inside(self, block: _Block) -> SharedPrefix | None:
-        """Return what holds the tokens that a block of a prompt begins with like one that is led: a tail that
-        its leader will leave there, or the whole of it where the leader is past that point."""
+        """Return the block to wait for where a block of a prompt begins like one that is led: a tail that the
+        leader will leave there, or the whole block where the leader is past that point."""
         candidates = itertools.islice(self._led_below.get(block.parent, {}).values(), _CANDIDATE_LIMIT)
         counted = [(common_prefix(led.token_ids, block.token_ids), led) for led in candidates]
         if not counted:
@@ -175,14 +165,14 @@ class InFlightPrefixes:
         leader = led.sequence
         if point == led.stop:
             return SharedPrefix(leader, led.name, point)
-        tail = self._name(led.parent, led.token_ids[:count])
+        tail = self._names.of(led.parent, led.token_ids[:count])
         if point not in leader.capture_points:
             is_ahead = point > leader.processed_token_count
             if not is_ahead or len(leader.capture_points) >= _CAPTURE_POINT_LIMIT:
                 return SharedPrefix(leader, led.name, point) if self._can_cut_inside else None
             leader.capture_points.append(point)
         if tail not in self._led:
-            # New, or another one has left it before: whoever waits is told when this leader ends too.
+            # New, or left before by another leader: its followers must also be ready when this one ends.
             self._led[tail] = _Block(leader, led.parent, tail, led.start, point)
         return SharedPrefix(leader, tail, point)
 
@@ -193,9 +183,6 @@ class InFlightPrefixes:
         for start in range(0, stop, size):
             parent = blocks[-1].name if blocks else root
             end = min(start + size, stop)
-            name = self._name(parent, sequence.input_keys[start:end])
+            name = self._names.of(parent, sequence.input_keys[start:end])
             blocks.append(_Block(sequence, parent, name, start, end))
         return blocks
-
-    def _name(self, parent: BlockHash, token_ids: TokenKeys) -> BlockHash:
-        return self._block_names.of(parent, token_ids)

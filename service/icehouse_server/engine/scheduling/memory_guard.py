@@ -127,7 +127,7 @@ class MemoryGuard:
     def _held_bytes(self, sequence: Sequence) -> int:
         held = sequence.kv_token_count
         if not held:
-            return sequence.loading_room_token_count * self._model.kv_bytes_per_token
+            return sequence.loading_token_count * self._model.kv_bytes_per_token
         return self._model.kv_bytes(held) + self._draft_bytes(sequence.request, held)
 
     def _draft_bytes(self, request: GenerationRequest, token_count: int) -> int:

@@ -58,12 +58,12 @@ class Preemption:
         excess = self._excess_bytes(self.guard.start_bytes(sequence, beside=running))
         if not excess:
             return True
-        spared = self._prefix.planned_blocks(sequence)
-        if not running and self._prefix.yieldable_bytes(spared=spared) < excess:
-            spared = frozenset()
-        if self._prefix.yieldable_bytes(spared=spared) < excess:
+        protected = self._prefix.planned_blocks(sequence)
+        if not running and self._prefix.yieldable_bytes(protected=protected) < excess:
+            protected = frozenset()
+        if self._prefix.yieldable_bytes(protected=protected) < excess:
             return False
-        return self._prefix.yield_ram(excess, spared=spared, is_urgent=not running) >= excess
+        return self._prefix.yield_ram(excess, protected=protected, is_urgent=not running) >= excess
 
     def make_slot(self, sequence: Sequence) -> bool:
         """Make a slot, or its memory, for a sequence of a tenant that runs nothing: park the last comer of

@@ -9,9 +9,9 @@ from typing import Any, Final
 import mlx.core as mx
 import numpy as np
 from icehouse_server.domain.blocks import Region, RegionKind
-from icehouse_server.engine.kv_cache.layout import CacheLayout
+from icehouse_server.engine.kv_cache.cache_layout import CacheLayout
 from icehouse_server.engine.kv_cache.regions import ArrayRegion, from_host, to_host
-from icehouse_server.engine.prefix_cache.tiers.ports import PlacedBlock
+from icehouse_server.engine.prefix_cache.tiers.runner_port import PlacedBlock
 from mlx_lm.models.cache import make_prompt_cache
 
 from tests.fixtures.models import VOCABULARY_SIZE, build
@@ -74,7 +74,9 @@ class Recording:
         feed(self.model, self.caches, self.tokens[start:stop])
         for low in range(start, stop, BLOCK):
             high = min(low + BLOCK, stop)
-            self.windows[low, high] = self.layout.cut_window(self.caches, start=low, stop=high)
+            self.windows[low, high] = self.layout.cut_tokens(
+                RegionKind.WINDOW, self.caches, start=low, stop=high
+            )
         if self.layout.needs_checkpoint:
             self.checkpoints[stop] = self.layout.cut_checkpoint(self.caches)
 
@@ -92,7 +94,7 @@ class Recording:
                 block_of(
                     low,
                     high - low,
-                    kv=cross(self.layout.cut_kv(self.caches, start=low, stop=high)),
+                    kv=cross(self.layout.cut_tokens(RegionKind.KV, self.caches, start=low, stop=high)),
                     window=cross(window),
                     checkpoint=None if checkpoint is None else cross(checkpoint),
                 )
@@ -101,11 +103,18 @@ class Recording:
 
     def restore(self, token_count: int, *, through_host: bool = False) -> list[Any]:
         """Restore the first `token_count` tokens into fresh caches."""
-        return self.layout.restore(
-            self.blocks(stop=token_count, through_host=through_host),
-            token_count=token_count,
-            make_caches=self.make_caches,
-        )
+        blocks = self.blocks(stop=token_count, through_host=through_host)
+        return rebuilt(self.layout, blocks, self.make_caches(), token_count=token_count)
+
+
+def rebuilt(
+    layout: CacheLayout, blocks: Sequence[PlacedBlock], caches: list[Any], *, token_count: int
+) -> list[Any]:
+    """Fill these fresh caches with `token_count` tokens of blocks, and return them evaluated."""
+    rebuild = layout.begin_rebuild(blocks, caches, token_count=token_count)
+    while not rebuild.is_done:
+        mx.eval(rebuild.next_part())
+    return rebuild.caches
 
 
 def block_of(start: int, token_count: int, **regions: Region | None) -> PlacedBlock:

@@ -16,10 +16,10 @@ from icehouse_server.engine.kv_cache.cache_classes import (
     class_of,
     leaves,
 )
+from icehouse_server.engine.kv_cache.cache_layout import CacheLayout
 from icehouse_server.engine.kv_cache.caches import quantize_caches, step_token_count
-from icehouse_server.engine.kv_cache.layout import CacheLayout
 from icehouse_server.engine.kv_cache.regions import from_host, to_host
-from icehouse_server.engine.prefix_cache.tiers.ports import PlacedBlock
+from icehouse_server.engine.prefix_cache.tiers.runner_port import PlacedBlock
 from mlx_lm.models import cache as upstream
 from mlx_lm.models.cache import (
     ArraysCache,
@@ -30,7 +30,7 @@ from mlx_lm.models.cache import (
     RotatingKVCache,
 )
 
-from tests.unit.engine.kv_cache.runs import block_of, same_bits
+from tests.unit.engine.kv_cache.runs import block_of, rebuilt, same_bits
 
 WINDOW = 8
 BLOCK = 4
@@ -150,21 +150,20 @@ def test_a_rebuilt_cache_goes_on_as_the_first(row: Row, fed: tuple[int, ...]) ->
                 block_of(
                     low,
                     BLOCK,
-                    kv=from_host(to_host(layout.cut_kv([cache], start=low, stop=low + BLOCK))),
-                    window=from_host(to_host(layout.cut_window([cache], start=low, stop=low + BLOCK))),
+                    kv=from_host(
+                        to_host(layout.cut_tokens(RegionKind.KV, [cache], start=low, stop=low + BLOCK))
+                    ),
+                    window=from_host(
+                        to_host(layout.cut_tokens(RegionKind.WINDOW, [cache], start=low, stop=low + BLOCK))
+                    ),
                     checkpoint=from_host(to_host(layout.cut_checkpoint([cache]))),
                 )
             )
-    (rebuilt,) = layout.restore(
-        tuple(blocks),
-        token_count=total,
-        make_caches=lambda: [row.make()],
-    )
-    assert type(rebuilt) is type(cache)
-    assert layout.token_count([rebuilt]) == layout.token_count([cache])
+    (other,) = rebuilt(layout, blocks, [row.make()], token_count=total)
+    assert type(other) is type(cache)
     start = total
     for count in (1, 3, 1, 1):
-        warm, cold = row.feed(rebuilt, start, count), row.feed(cache, start, count)
+        warm, cold = row.feed(other, start, count), row.feed(cache, start, count)
         start += count
         assert alike(in_context(row, warm), in_context(row, cold))
 

@@ -24,9 +24,9 @@ def test_the_formula_is_what_the_server_measures(architecture: str) -> None:
     recording = Recording(model_of(architecture), prompt(2 * BLOCK))
     layout, caches = recording.layout, recording.caches
     assert layout.kv_bytes_per_token(caches) == capacity.kv_bytes_per_token(config, value_bytes=FLOAT32_BYTES)
-    assert layout.window_token_count == capacity.Layers.of(config).window_token_count
-    cut = layout.cut_kv(caches, start=BLOCK, stop=2 * BLOCK).size_bytes
-    cut += layout.cut_window(caches, start=BLOCK, stop=2 * BLOCK).size_bytes
+    assert max(layout.window_token_counts, default=0) == capacity.Layers.of(config).window_token_count
+    cut = layout.cut_tokens(RegionKind.KV, caches, start=BLOCK, stop=2 * BLOCK).size_bytes
+    cut += layout.cut_tokens(RegionKind.WINDOW, caches, start=BLOCK, stop=2 * BLOCK).size_bytes
     assert cut == capacity.block_bytes(config, value_bytes=FLOAT32_BYTES, block_token_count=BLOCK)
 
 
@@ -34,7 +34,9 @@ def test_windows_are_counted_when_they_are_full() -> None:
     config = tiny_config("gemma3_text")
     recording = Recording(model_of("gemma3_text"), prompt(4 * BLOCK))
     window = config["sliding_window"]
-    region = recording.layout.cut_window(recording.caches, start=4 * BLOCK - window, stop=4 * BLOCK)
+    region = recording.layout.cut_tokens(
+        RegionKind.WINDOW, recording.caches, start=4 * BLOCK - window, stop=4 * BLOCK
+    )
     assert region.kind is RegionKind.WINDOW
     assert region.size_bytes == capacity.window_bytes(config, value_bytes=FLOAT32_BYTES) > 0
 

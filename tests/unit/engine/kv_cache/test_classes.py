@@ -7,7 +7,8 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from icehouse_server.domain.blocks import RegionKind
-from icehouse_server.engine.kv_cache.layout import CacheLayout
+from icehouse_server.engine.kv_cache.cache_classes import leaves
+from icehouse_server.engine.kv_cache.cache_layout import CacheLayout
 from icehouse_server.engine.kv_cache.regions import ArrayRegion, from_host, to_host
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, QuantizedKVCache
 
@@ -20,6 +21,7 @@ from tests.unit.engine.kv_cache.runs import (
     greedy,
     model_of,
     prompt,
+    rebuilt,
     same_bits,
     same_regions,
     uninterrupted,
@@ -37,7 +39,7 @@ def test_quantized_kv_is_kept_natively(architecture: str, dtype: str, bits: int)
     tokens = prompt(3 * CHUNK + 7)
     recording = Recording(model, tokens, make_caches=make_caches)
     assert recording.layout.cuttable_inside
-    region = recording.layout.cut_kv(recording.caches, start=0, stop=BLOCK)
+    region = recording.layout.cut_tokens(RegionKind.KV, recording.caches, start=0, stop=BLOCK)
     assert [name for name, _ in region.arrays][:6] == [
         "000.k", "000.k.biases", "000.k.scales", "000.v", "000.v.biases", "000.v.scales"
     ]  # fmt: skip
@@ -74,7 +76,7 @@ def test_other_bits_are_another_layout() -> None:
     four, eight = (CacheLayout.of(make_caches(bits), block_token_count=BLOCK) for bits in (4, 8))
     assert four != eight
     with pytest.raises(AssertionError, match="another model than the layout's"):
-        four.restore((), token_count=BLOCK, make_caches=lambda: make_caches(8))
+        four.begin_rebuild((), make_caches(8), token_count=BLOCK)
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
@@ -98,12 +100,16 @@ def test_lists_of_two_kv_caches_with_values_of_no_width(dtype: mx.Dtype) -> None
     step(caches, BLOCK, 0)
     step(caches, BLOCK, 10)
     blocks = tuple(
-        block_of(low, BLOCK, kv=from_host(to_host(layout.cut_kv(caches, start=low, stop=low + BLOCK))))
+        block_of(
+            low,
+            BLOCK,
+            kv=from_host(to_host(layout.cut_tokens(RegionKind.KV, caches, start=low, stop=low + BLOCK))),
+        )
         for low in (0, BLOCK)
     )
-    restored = layout.restore(blocks, token_count=2 * BLOCK, make_caches=make_caches)
+    restored = rebuilt(layout, blocks, make_caches(), token_count=2 * BLOCK)
     assert [type(cache) for cache in restored] == [CacheList, CacheList]
-    assert layout.token_count(restored) == 2 * BLOCK
+    assert {cache.offset for cache in leaves(restored)} == {2 * BLOCK}
     for warm, cold in zip(step(restored, 3, 20), step(caches, 3, 20), strict=True):
         assert warm.shape == cold.shape
         assert warm.size == 0 or same_bits(warm, cold)
@@ -114,11 +120,7 @@ def test_an_unused_slot_stays_unused_and_a_lost_one_is_noticed() -> None:
     cache[1] = mx.ones((1, 2, 4), mx.bfloat16)
     layout = CacheLayout.of([ArraysCache(size=3)], block_token_count=BLOCK)
     taken = from_host(to_host(layout.cut_checkpoint([cache])))
-    (restored,) = layout.restore(
-        (block_of(0, 5, checkpoint=taken),),
-        token_count=5,
-        make_caches=lambda: [ArraysCache(size=3)],
-    )
+    (restored,) = rebuilt(layout, [block_of(0, 5, checkpoint=taken)], [ArraysCache(size=3)], token_count=5)
     assert restored[0] is None and restored[2] is None
     assert same_bits(restored[1], cache[1])
     assert restored.left_padding is None and restored.lengths is None
@@ -134,11 +136,8 @@ def test_writing_in_place_into_a_restored_cache_spares_the_block() -> None:
         return [KVCache(), ArraysCache(size=1)]
 
     layout = CacheLayout.of(make_caches(), block_token_count=256)
-    restored = layout.restore(
-        (block_of(0, 256, kv=kv, checkpoint=checkpoint),),
-        token_count=256,
-        make_caches=make_caches,
-    )
+    block = block_of(0, 256, kv=kv, checkpoint=checkpoint)
+    restored = rebuilt(layout, [block], make_caches(), token_count=256)
     restored[0].trim(256)
     restored[0].update_and_fetch(mx.zeros((1, 1, 8, 4)), mx.zeros((1, 1, 8, 4)))
     restored[1][0][:, 0] = mx.zeros((4,))

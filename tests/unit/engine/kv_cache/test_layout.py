@@ -6,7 +6,9 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from icehouse_server.engine.kv_cache.layout import CacheLayout, CacheUnsupported
+from icehouse_server.domain.blocks import RegionKind
+from icehouse_server.engine.kv_cache.cache_layout import CacheLayout
+from icehouse_server.engine.kv_cache.opaque_state import CacheUnsupported
 from icehouse_server.errors import Reason
 from mlx_lm.models.cache import (
     BatchKVCache,
@@ -19,7 +21,7 @@ from mlx_lm.models.cache import (
 from mlx_lm.models.deepseek_v41 import LayerCache
 
 from tests.fixtures.models import ARCHITECTURES
-from tests.unit.engine.kv_cache.runs import BLOCK, Recording, block_of, model_of, prompt, same_bits
+from tests.unit.engine.kv_cache.runs import BLOCK, Recording, block_of, model_of, prompt, rebuilt, same_bits
 
 FACTS: dict[str, tuple[tuple[str, ...], bool, int, bool]] = {
     # class names, needs_checkpoint, window, cuttable inside a block
@@ -78,9 +80,9 @@ class Subclassed(KVCache):
 def test_facts(architecture: str) -> None:
     layout = CacheLayout.of(make_prompt_cache(model_of(architecture)), block_token_count=BLOCK)
     assert (
-        layout.class_names,
+        tuple(dict.fromkeys(part.cache_class.name for part in layout.parts)),
         layout.needs_checkpoint,
-        layout.window_token_count,
+        max(layout.window_token_counts, default=0),
         layout.cuttable_inside,
     ) == FACTS[architecture]
 
@@ -88,12 +90,16 @@ def test_facts(architecture: str) -> None:
 def test_a_window_shorter_than_a_block_cannot_be_matched_inside() -> None:
     layout = CacheLayout.of([RotatingKVCache(8), KVCache()], block_token_count=BLOCK)
     assert not layout.cuttable_inside and not layout.needs_checkpoint
-    assert layout.window_start(100) == 92 and layout.window_start(5) == 0
 
 
 def test_names_say_layer_and_part() -> None:
     recording = Recording(model_of("falcon_h1"), prompt(BLOCK))
-    names = [name for name, _ in recording.layout.cut_kv(recording.caches, start=0, stop=BLOCK).arrays]
+    names = [
+        name
+        for name, _ in recording.layout.cut_tokens(
+            RegionKind.KV, recording.caches, start=0, stop=BLOCK
+        ).arrays
+    ]
     assert names[:3] == ["000.1.k", "000.1.v", "001.1.k"]
     assert [name for name, _ in recording.checkpoints[BLOCK].arrays][:3] == [
         "000.0.00",
@@ -102,12 +108,11 @@ def test_names_say_layer_and_part() -> None:
     ]
 
 
-def test_bytes_per_token_and_length_are_read_off_the_caches() -> None:
+def test_bytes_per_token_are_measured_on_the_caches() -> None:
     model = model_of("llama", "bfloat16")
     recording = Recording(model, prompt(BLOCK + 3))
     assert recording.layout.kv_bytes_per_token(recording.make_caches()) == 0
     assert recording.layout.kv_bytes_per_token(recording.caches) == 4 * 2 * 2 * 32 * 2
-    assert recording.layout.token_count(recording.caches) == BLOCK + 3
 
 
 @pytest.mark.parametrize(
@@ -135,11 +140,7 @@ def test_an_unknown_class_is_held_whole_by_its_state() -> None:
     cache.add(mx.array([[1.0, 2.0, 3.0, 4.0]]))
     taken = whole.cut_checkpoint([cache])
     cache.add(mx.ones((1, 4)))
-    (restored,) = whole.restore(
-        (block_of(0, 5, checkpoint=taken),),
-        token_count=5,
-        make_caches=lambda: [Counting()],
-    )
+    (restored,) = rebuilt(whole, [block_of(0, 5, checkpoint=taken)], [Counting()], token_count=5)
     assert type(restored) is Counting and restored.seen == 1
     assert same_bits(restored.total, mx.array([[1.0, 2.0, 3.0, 4.0]]))
 
@@ -156,4 +157,4 @@ def test_caches_of_another_class_than_the_layouts_are_a_broken_invariant() -> No
     recording = Recording(model_of("llama"), prompt(BLOCK))
     quantized = [cache.to_quantized(group_size=32, bits=8) for cache in recording.caches]
     with pytest.raises(AssertionError):
-        recording.layout.cut_kv(quantized, start=0, stop=BLOCK)
+        recording.layout.cut_tokens(RegionKind.KV, quantized, start=0, stop=BLOCK)

@@ -15,7 +15,7 @@ from icehouse_server.domain.blocks import HostRegion, HostTensor, RegionKind
 from icehouse_server.engine.kv_cache import regions
 from icehouse_server.engine.kv_cache.cache_classes import class_of
 from icehouse_server.engine.kv_cache.caches import quantize_caches
-from icehouse_server.engine.kv_cache.regions import ArrayRegion, evaluate, from_host, to_host
+from icehouse_server.engine.kv_cache.regions import ArrayRegion, compute, from_host, to_host
 from icehouse_server.storage.local.block_format.header import DTYPE_BYTES
 from mlx_lm.models.cache import make_prompt_cache
 
@@ -75,8 +75,8 @@ def test_a_region_is_few_buffers_however_many_layers_there_are(
         return quantize_caches(caches, bits=kv_bits, group_size=32) if kv_bits else caches
 
     recording = Recording(model, prompt(2 * BLOCK), make_caches=make_caches)
-    kv = recording.layout.cut_kv(recording.caches, start=BLOCK, stop=BLOCK + 1)
-    window = recording.layout.cut_window(recording.caches, start=BLOCK, stop=2 * BLOCK)
+    kv = recording.layout.cut_tokens(RegionKind.KV, recording.caches, start=BLOCK, stop=BLOCK + 1)
+    window = recording.layout.cut_tokens(RegionKind.WINDOW, recording.caches, start=BLOCK, stop=2 * BLOCK)
     assert (len(kv.buffers), len(window.buffers)) == (kv_count, window_count)
     assert len(kv.arrays) > kv_count
     back = from_host(to_host(kv))
@@ -128,7 +128,7 @@ def test_a_block_does_not_keep_the_whole_cache_alive() -> None:
     whole = mx.zeros((1, 1, 64 * 1024, 16))
     mx.eval(whole)
     part = ArrayRegion.of(RegionKind.KV, (("000.k", mx.contiguous(whole[:, :, 16:32, :])),))
-    evaluate([part])
+    compute([part], waits=True)
     del whole
     gc.collect()
     kept_bytes = mx.get_active_memory() - before_bytes
@@ -166,12 +166,12 @@ def test_views_are_read_and_freed_on_another_thread() -> None:
 def test_a_lazy_array_off_its_thread_shows_the_error() -> None:
     """Why only host views cross: MLX's streams belong to the thread that made them."""
     recording = Recording(model_of("llama"), prompt(2 * BLOCK))
-    lazy = recording.layout.cut_kv(recording.caches, start=0, stop=BLOCK)
+    lazy = recording.layout.cut_tokens(RegionKind.KV, recording.caches, start=0, stop=BLOCK)
     raised: list[BaseException] = []
 
     def storage() -> None:
         try:
-            evaluate([lazy])
+            compute([lazy], waits=True)
         except RuntimeError as error:
             raised.append(error)
 
@@ -203,5 +203,5 @@ def test_cutting_tokens_that_are_gone_is_a_broken_invariant() -> None:
     recording = Recording(model_of("gemma3_text"), prompt(6 * BLOCK))
     feed(recording.model, recording.caches, [11])
     with pytest.raises(AssertionError, match="holds"):
-        recording.layout.cut_window(recording.caches, start=0, stop=BLOCK)
-    assert class_of(recording.caches[0]).held(recording.caches[0]).count == 24
+        recording.layout.cut_tokens(RegionKind.WINDOW, recording.caches, start=0, stop=BLOCK)
+    assert class_of(recording.caches[0]).tokens(recording.caches[0]).count == 24

@@ -9,8 +9,8 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from icehouse_server.domain.blocks import HostRegion, RegionKind
-from icehouse_server.engine.kv_cache.regions import ArrayRegion, evaluate, to_host
-from icehouse_server.engine.prefix_cache.tiers.ports import PlacedBlock
+from icehouse_server.engine.kv_cache.regions import ArrayRegion, compute, to_host
+from icehouse_server.engine.prefix_cache.tiers.runner_port import PlacedBlock
 from icehouse_server.errors import Reason, StorageError
 
 from tests.unit.engine.kv_cache.runs import (
@@ -21,6 +21,7 @@ from tests.unit.engine.kv_cache.runs import (
     greedy,
     model_of,
     prompt,
+    rebuilt,
     same_bits,
     uninterrupted,
 )
@@ -30,7 +31,7 @@ KV, WINDOW, CHECKPOINT = RegionKind
 
 
 def _restore(recording: Recording, blocks: tuple[PlacedBlock, ...], token_count: int) -> list[Any]:
-    return recording.layout.restore(blocks, token_count=token_count, make_caches=recording.make_caches)
+    return rebuilt(recording.layout, blocks, recording.make_caches(), token_count=token_count)
 
 
 def _check(recording: Recording, restored: list[Any], position: int) -> None:
@@ -77,7 +78,7 @@ def test_a_live_cache_never_writes_under_a_host_view() -> None:
     """A cut that spans nearly a whole cache may share its buffer; decode must then copy, not write."""
     recording = Recording(model_of("llama"), prompt(CHUNK))
     caches = recording.restore(CHUNK)
-    host = to_host(recording.layout.cut_kv(caches, start=0, stop=CHUNK))
+    host = to_host(recording.layout.cut_tokens(RegionKind.KV, caches, start=0, stop=CHUNK))
     before = [bytes(tensor.data) for tensor in host.tensors]
     greedy(recording.model, caches, 11, 8)
     for cache in caches:
@@ -88,15 +89,16 @@ def test_a_live_cache_never_writes_under_a_host_view() -> None:
 
 def test_a_restore_can_be_taken_step_by_step() -> None:
     recording = Recording(model_of("llama"), prompt(CHUNK))
-    restoring = recording.layout.begin_restore(
-        recording.blocks(stop=CHUNK),
-        token_count=CHUNK,
-        make_caches=recording.make_caches,
+    rebuild = recording.layout.begin_rebuild(
+        recording.blocks(stop=CHUNK), recording.make_caches(), token_count=CHUNK
     )
-    with pytest.raises(AssertionError, match="not finished"):
-        _ = restoring.caches
-    assert [restoring.step() for _ in range(5)] == [True, True, True, False, False]
-    _check(recording, restoring.caches, CHUNK)
+    for _ in recording.layout.parts:
+        assert not rebuild.is_done
+        with pytest.raises(AssertionError, match="not finished"):
+            _ = rebuild.caches
+        mx.eval(rebuild.next_part())
+    assert rebuild.is_done
+    _check(recording, rebuild.caches, CHUNK)
 
 
 def _without(
@@ -160,6 +162,6 @@ def test_a_source_that_does_not_fit_is_refused(architecture: str, damage: Any, m
 
 def _bytes(blocks: tuple[PlacedBlock, ...]) -> list[bytes]:
     regions = [r for b in blocks for r in b.regions.values() if isinstance(r, ArrayRegion)]
-    evaluate(regions)
+    compute(regions, waits=True)
     hosts: list[HostRegion] = [to_host(region) for region in regions]
     return [bytes(tensor.data) for host in hosts for tensor in host.tensors]

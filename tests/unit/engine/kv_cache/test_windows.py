@@ -7,9 +7,9 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from icehouse_server.domain.blocks import RegionKind
-from icehouse_server.engine.kv_cache.layout import CacheLayout
+from icehouse_server.engine.kv_cache.cache_layout import CacheLayout
 from icehouse_server.engine.kv_cache.regions import ArrayRegion
-from icehouse_server.engine.prefix_cache.tiers.ports import PlacedBlock
+from icehouse_server.engine.prefix_cache.tiers.runner_port import PlacedBlock
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
 from tests.unit.engine.kv_cache.runs import (
@@ -21,6 +21,7 @@ from tests.unit.engine.kv_cache.runs import (
     greedy,
     model_of,
     prompt,
+    rebuilt,
     same_bits,
     same_regions,
     uninterrupted,
@@ -65,9 +66,9 @@ def test_regions_cut_from_a_ring_equal_those_cut_from_a_line(window: int) -> Non
     for step in range(3 * BLOCK):
         feed(model, caches, [11 + step])
         position = CHUNK + step + 1
-        written.append(layout.cut_window(caches, start=position - 1, stop=position))
+        written.append(layout.cut_tokens(RegionKind.WINDOW, caches, start=position - 1, stop=position))
         if position % BLOCK == 0:
-            cut = layout.cut_window(caches, start=position - BLOCK, stop=position)
+            cut = layout.cut_tokens(RegionKind.WINDOW, caches, start=position - BLOCK, stop=position)
             for index, (name, array) in enumerate(cut.arrays):
                 kept = min(BLOCK, window)
                 singles = [region.arrays[index][1] for region in written[-kept:]]
@@ -80,10 +81,12 @@ def test_a_ring_can_be_cut_a_little_later_than_the_block_ended() -> None:
     layout = CacheLayout.of(make_prompt_cache(model), block_token_count=BLOCK)
     caches = uninterrupted(model, prompt(CHUNK))
     greedy(model, caches, 11, BLOCK)
-    on_time = layout.cut_window(caches, start=CHUNK, stop=CHUNK + BLOCK)
+    on_time = layout.cut_tokens(RegionKind.WINDOW, caches, start=CHUNK, stop=CHUNK + BLOCK)
     mx.eval([array for _, array in on_time.arrays])
     greedy(model, caches, 12, 7)
-    assert same_regions(layout.cut_window(caches, start=CHUNK, stop=CHUNK + BLOCK), on_time)
+    assert same_regions(
+        layout.cut_tokens(RegionKind.WINDOW, caches, start=CHUNK, stop=CHUNK + BLOCK), on_time
+    )
 
 
 def test_only_blocks_inside_the_window_are_needed() -> None:
@@ -91,8 +94,8 @@ def test_only_blocks_inside_the_window_are_needed() -> None:
     tokens = prompt(6 * BLOCK)
     recording = Recording(model, tokens)
     position = 6 * BLOCK
-    needed_from = recording.layout.window_start(position)
-    assert needed_from == position - 24
+    needed_from = position - 24
+    assert set(recording.layout.window_token_counts) == {24}
     blocks = tuple(
         block
         if block.end_token_index > needed_from
@@ -115,4 +118,4 @@ def test_the_restored_class_and_its_counters_are_exact() -> None:
 
 
 def _restore(recording: Recording, source: tuple[PlacedBlock, ...], token_count: int) -> list[Any]:
-    return recording.layout.restore(source, token_count=token_count, make_caches=recording.make_caches)
+    return rebuilt(recording.layout, source, recording.make_caches(), token_count=token_count)

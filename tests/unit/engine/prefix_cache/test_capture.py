@@ -6,14 +6,14 @@ import pytest
 from icehouse_server.domain.blocks import RegionKind
 from icehouse_server.domain.ids import SequenceId
 from icehouse_server.engine.core.sequence import Phase, Sequence
-from icehouse_server.engine.prefix_cache.capture import CaptureRules
-from icehouse_server.engine.prefix_cache.tiers.ports import CacheFacts
+from icehouse_server.engine.prefix_cache.prefix_cache import captured_kinds
+from icehouse_server.engine.prefix_cache.tiers.runner_port import CacheFacts
 from icehouse_server.text.detokenizer import TextStream
 
 from tests.fixtures.engine import decode_ascii, request
+from tests.fixtures.known_blocks import settings
 
 KV, WINDOW, CHECKPOINT = RegionKind.KV, RegionKind.WINDOW, RegionKind.CHECKPOINT
-SIZE = 4
 
 
 def sequence_at(position: int, *, prompt_count: int = 100, output_count: int = 0) -> Sequence:
@@ -28,18 +28,19 @@ def sequence_at(position: int, *, prompt_count: int = 100, output_count: int = 0
     return made
 
 
-def rules(facts: CacheFacts, *, interval: int = 16) -> CaptureRules:
-    return CaptureRules(facts, SIZE, interval)
+def kinds_at(sequence: Sequence, stop: int, reached: int, *, facts: CacheFacts) -> list[RegionKind]:
+    rules = settings(checkpoint_interval_tokens=16)
+    return captured_kinds(rules, facts, sequence, stop=stop, reached=reached)
 
 
 def test_kv_alone() -> None:
-    assert rules(CacheFacts()).kinds_at(sequence_at(8), 4, 8) == [KV]
-    assert rules(CacheFacts()).kinds_at(sequence_at(8), 8, 8) == [KV]
+    assert kinds_at(sequence_at(8), 4, 8, facts=CacheFacts()) == [KV]
+    assert kinds_at(sequence_at(8), 8, 8, facts=CacheFacts()) == [KV]
 
 
 def test_windows_are_held_back_through_a_prefill() -> None:
     facts = CacheFacts(window_token_count=6)
-    assert rules(facts).kinds_at(sequence_at(12), 4, 12) == [KV, WINDOW]
+    assert kinds_at(sequence_at(12), 4, 12, facts=facts) == [KV, WINDOW]
 
 
 @pytest.mark.parametrize(("window", "has_window"), [(6, True), (5, True), (4, False), (3, False)])
@@ -47,7 +48,7 @@ def test_a_window_one_token_late(window: int, has_window: bool) -> None:
     # The prompt ends with a block, which is complete only when the first step has drawn a token too.
     sequence = sequence_at(7, prompt_count=8, output_count=1)
     assert sequence.kv_token_count == 9
-    kinds = rules(CacheFacts(window_token_count=window)).kinds_at(sequence, 8, 9)
+    kinds = kinds_at(sequence, 8, 9, facts=CacheFacts(window_token_count=window))
     assert (WINDOW in kinds) is has_window
 
 
@@ -66,16 +67,16 @@ def test_a_window_one_token_late(window: int, has_window: bool) -> None:
 )
 def test_where_a_checkpoint_is_taken(position: int, prompt_count: int, is_taken: bool) -> None:
     facts = CacheFacts(needs_checkpoint=True)
-    kinds = rules(facts).kinds_at(sequence_at(position, prompt_count=prompt_count), position, position)
+    kinds = kinds_at(sequence_at(position, prompt_count=prompt_count), position, position, facts=facts)
     assert (CHECKPOINT in kinds) is is_taken and kinds[0] is KV
 
 
 def test_a_checkpoint_is_of_now_or_not_at_all() -> None:
     facts = CacheFacts(has_kv=False, needs_checkpoint=True)
-    assert rules(facts).kinds_at(sequence_at(32), 16, 32) == []
-    assert rules(facts).kinds_at(sequence_at(32), 32, 32) == [CHECKPOINT]
+    assert kinds_at(sequence_at(32), 16, 32, facts=facts) == []
+    assert kinds_at(sequence_at(32), 32, 32, facts=facts) == [CHECKPOINT]
 
 
 def test_all_three_in_the_order_of_the_file() -> None:
     facts = CacheFacts(needs_checkpoint=True, window_token_count=6)
-    assert rules(facts).kinds_at(sequence_at(16), 16, 16) == [KV, WINDOW, CHECKPOINT]
+    assert kinds_at(sequence_at(16), 16, 16, facts=facts) == [KV, WINDOW, CHECKPOINT]

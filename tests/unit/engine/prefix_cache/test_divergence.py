@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 from icehouse_server.domain.events import CacheReport, Divergence, ReuseLimit
 from icehouse_server.domain.ids import BlockHash
-from icehouse_server.engine.prefix_cache.planner import Rates, plan, with_divergence
+from icehouse_server.engine.prefix_cache.reuse_plan import plan, with_divergence
 from icehouse_server.engine.prefix_cache.tiers.matching import Prompt
-from icehouse_server.engine.prefix_cache.tiers.ports import CacheFacts
+from icehouse_server.engine.prefix_cache.tiers.runner_port import CacheFacts
+from icehouse_server.engine.prefix_cache.tiers.storage_waits import Rates
 
 from tests.fixtures.known_blocks import HYBRID, KV_ONLY, ROOT, SIZE, WINDOWS, Shelf, root_of
 

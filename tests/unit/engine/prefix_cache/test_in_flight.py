@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from icehouse_server.domain.blocks import block_hash, root_hash
 from icehouse_server.domain.ids import DEFAULT_TENANT, BlockHash, Fingerprint, SequenceId, Tenant
+from icehouse_server.engine.core.block_names import BlockNames
 from icehouse_server.engine.core.sequence import Sequence
 from icehouse_server.engine.prefix_cache.in_flight import InFlightPrefixes
+from icehouse_server.engine.prefix_cache.tiers.prefix_settings import PrefixSettings
 from icehouse_server.text.detokenizer import TextStream
 
 from tests.fixtures.engine import decode_ascii, request
@@ -19,6 +21,10 @@ SETTINGS = settings(block_token_count=BLOCK)
 def sequence(number: int, tokens: list[int]) -> Sequence:
     text = TextStream(decode=decode_ascii, prompt_token_ids=[], stops=())
     return Sequence(SequenceId(number), request(f"r{number}", tokens), text, output_token_limit=5)
+
+
+def in_flight_prefixes(chosen: PrefixSettings = SETTINGS, *, can_cut_inside: bool = True) -> InFlightPrefixes:
+    return InFlightPrefixes(chosen, BlockNames(), can_share=True, can_cut_inside=can_cut_inside)
 
 
 def follows(in_flight: InFlightPrefixes, newcomer: Sequence, root: BlockHash = ROOT) -> bool:
@@ -37,7 +43,7 @@ def names(tokens: list[int]) -> list:
 
 
 def test_a_follower_waits_for_the_last_block_it_shares() -> None:
-    in_flight = InFlightPrefixes(SETTINGS, can_share=True)
+    in_flight = in_flight_prefixes()
     shared = list(range(10, 18))
     leader = sequence(0, [*shared, 1, 2, 3, 4, 5])
     follower = sequence(1, [*shared, 9, 9, 9, 9, 9])
@@ -52,7 +58,7 @@ def test_a_follower_waits_for_the_last_block_it_shares() -> None:
 
 
 def test_nobody_follows_what_is_not_in_flight_or_another_tenant() -> None:
-    in_flight = InFlightPrefixes(SETTINGS, can_share=True)
+    in_flight = in_flight_prefixes()
     leader = sequence(0, list(range(10, 30)))
     assert not follows(in_flight, sequence(1, list(range(10, 30)))), "nothing is in flight yet"
     in_flight.lead(leader, ROOT)
@@ -62,7 +68,7 @@ def test_nobody_follows_what_is_not_in_flight_or_another_tenant() -> None:
 
 
 def test_a_leader_that_goes_away_frees_its_followers() -> None:
-    in_flight = InFlightPrefixes(SETTINGS, can_share=True)
+    in_flight = in_flight_prefixes()
     leader, follower, gone = (sequence(i, list(range(10, 30))) for i in range(3))
     in_flight.lead(leader, ROOT)
     assert follows(in_flight, follower) and follows(in_flight, gone)
@@ -73,7 +79,7 @@ def test_a_leader_that_goes_away_frees_its_followers() -> None:
 
 
 def test_following_is_bounded() -> None:
-    in_flight = InFlightPrefixes(SETTINGS, can_share=True)
+    in_flight = in_flight_prefixes()
     follower = sequence(99, list(range(10, 30)))
     rounds = 0
     for number in range(10):
@@ -86,7 +92,7 @@ def test_following_is_bounded() -> None:
 
 
 def test_only_the_first_promise_of_a_block_counts() -> None:
-    in_flight = InFlightPrefixes(SETTINGS, can_share=True)
+    in_flight = in_flight_prefixes()
     first, second, follower = (sequence(i, list(range(10, 30))) for i in range(3))
     in_flight.lead(first, ROOT)
     in_flight.lead(second, ROOT)
@@ -96,7 +102,7 @@ def test_only_the_first_promise_of_a_block_counts() -> None:
 
 
 def test_a_leader_that_goes_away_leaves_what_others_lead_alone() -> None:
-    in_flight = InFlightPrefixes(SETTINGS, can_share=True)
+    in_flight = in_flight_prefixes()
     tokens = list(range(10, 30))
     first, second, follower = (sequence(i, tokens) for i in range(3))
     in_flight.lead(first, ROOT)
@@ -121,7 +127,7 @@ def led_and_followed(
     processed_token_count: int = 0,
     can_cut: bool = True,
 ) -> tuple[InFlightPrefixes, Sequence, list[Sequence]]:
-    in_flight = InFlightPrefixes(SETTINGS, can_share=True, can_cut_inside=can_cut)
+    in_flight = in_flight_prefixes(can_cut_inside=can_cut)
     leader = sequence(0, leader_tokens)
     in_flight.lead(leader, ROOT)
     leader.processed_token_count = processed_token_count
@@ -206,7 +212,7 @@ def test_a_leader_leaves_a_few_tails_only_and_none_when_it_is_gone() -> None:
 
 
 def test_a_few_tokens_of_a_block_are_computed_sooner_than_waited_for() -> None:
-    in_flight = InFlightPrefixes(settings(block_token_count=256), can_share=True)
+    in_flight = in_flight_prefixes(settings(block_token_count=256))
     leader, tokens = sequence(0, list(range(1000))), list(range(1000))
     in_flight.lead(leader, ROOT)
     assert not follows(in_flight, sequence(1, [*tokens[:63], 5000, 5000]))

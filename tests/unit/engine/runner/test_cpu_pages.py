@@ -17,9 +17,8 @@ from icehouse_server.domain.sampling import SamplingParams
 from icehouse_server.engine.core.decode_row import DecodeRow
 from icehouse_server.engine.core.ports import Chunk, Drawn
 from icehouse_server.engine.kv.page_groups import PAGE_TOKEN_COUNT
-from icehouse_server.engine.kv.paged_cache import PagedCache
-from icehouse_server.engine.kv.paging import table_of
-from icehouse_server.engine.prefix_cache.tiers.ports import PlacedBlock, RestoreInput
+from icehouse_server.engine.kv.paged_cache import PagedCache, table_of
+from icehouse_server.engine.prefix_cache.tiers.runner_port import PlacedBlock, RestoreInput
 from icehouse_server.engine.runner import model_loader
 from icehouse_server.engine.runner import runner as runner_module
 from icehouse_server.engine.runner.forward import Attention
@@ -85,7 +84,7 @@ def test_a_row_from_ram_is_bit_for_bit_the_one_that_computed_it(tmp_path: Path, 
     runner = runner_of(tiny_model_dir(tmp_path, "llama", dtype=dtype, **WIDE), attention=Attention.AUTO)
     blocks = prefill(runner)
     cold = decode(runner, COLD)
-    held = [cache.held().tensors for cache in runner.caches(COLD)]
+    held = [cache.tokens().tensors for cache in runner.caches(COLD)]
     mx.eval(held)
     runner.release([COLD])
     restore(runner, HIT, blocks)
@@ -93,7 +92,7 @@ def test_a_row_from_ram_is_bit_for_bit_the_one_that_computed_it(tmp_path: Path, 
     assert [(each.token_id, each.logprobs) for each in hit] == [
         (each.token_id, each.logprobs) for each in cold
     ]
-    again = [cache.held().tensors for cache in runner.caches(HIT)]
+    again = [cache.tokens().tensors for cache in runner.caches(HIT)]
     for before, after in zip(held, again, strict=True):
         for (_, wanted), (_, array) in zip(before, after, strict=True):
             assert mx.array_equal(array, wanted).item()

@@ -198,7 +198,7 @@ def test_the_ram_tier_gives_way_before_anybody_waits_or_is_parked(monkeypatch: p
 
     served.runner.active_bytes = lambda: 390  # what was let go is still the allocator's
     monkeypatch.setattr(served.prefix, "yield_ram", give)
-    monkeypatch.setattr(served.prefix, "yieldable_bytes", lambda spared: 10_000)
+    monkeypatch.setattr(served.prefix, "yieldable_bytes", lambda protected: 10_000)
     served.submit("a", [1] * 10, max_output_tokens=5)
     served.run()
     assert isinstance(served.recorder.end_of("a"), Finished)
@@ -367,7 +367,7 @@ def test_kv_whose_arrays_are_there_for_the_readers_is_not_charged_again() -> Non
     loading.phase = Phase.LOADING
     whole = guard.growth_bytes([loading])
     assert whole == 1152 * 131072
-    loading.loading_room_token_count = 1064
+    loading.loading_token_count = 1064
     assert guard.growth_bytes([loading]) == 88 * 131072
     newcomer = a_sequence(2, 1000)
     needed = guard.start_bytes(newcomer, beside=[loading])

@@ -19,16 +19,16 @@ _Order = collections.OrderedDict[Node, int]
 
 
 class TierAccount:
-    """Kept by the tree: it takes a node out before anything that counts here changes, and puts it back.
+    """Maintained by the tree, which removes a node before any change that counts here and adds it again.
 
-    A chain is touched from its end to its beginning, so that tails of chains go before heads without a walk
-    over the tree. Pinned blocks are in no order: whoever looks for victims does not pass them each time.
+    A chain is touched from its end to its beginning, so that tails of chains go before heads without visiting
+    the tree. Pinned blocks are in no order, so that the search for victims does not pass them each time.
     """
 
     def __init__(
         self, size_of: Callable[[Node], int], *, block_token_count: int, has_order: bool, by_owner: bool
     ) -> None:
-        """`has_order` where victims of all are asked for, `by_owner` where those of one owner are."""
+        """`has_order` allows to ask for victims of all owners, `by_owner` for those of one."""
         self._size_of = size_of
         self._block_token_count = block_token_count
         self._order: _Order | None = collections.OrderedDict() if has_order else None
@@ -46,7 +46,7 @@ class TierAccount:
         """Of these, the bytes of pinned blocks."""
 
     def add(self, node: Node, *, is_oldest: bool = False) -> None:
-        """Count a node that is here; it is the most recently used one, or with `is_oldest` the least."""
+        """Count a node; it is the most recently used one, or with `is_oldest` the least."""
         self._count(node, 1)
         if node.is_pinned:
             return
@@ -59,7 +59,7 @@ class TierAccount:
                 order.move_to_end(node, last=False)
 
     def remove(self, node: Node) -> None:
-        """Count a node no longer."""
+        """Stop counting a node."""
         self._count(node, -1)
         for order in self._orders_of(node):
             order.pop(node, None)
@@ -67,7 +67,7 @@ class TierAccount:
                 del self._orders[node.owner]
 
     def touch(self, node: Node) -> None:
-        """Note that a node was used; nothing where it is in no order."""
+        """Record the use of a node; does nothing where it is in no order."""
         for order in self._orders_of(node):
             if node in order:
                 order[node] = next(self._numbers)
@@ -76,8 +76,7 @@ class TierAccount:
     def victims(
         self, needed_bytes: float, *, may_go: Callable[[Node], bool], owners: Collection[Owner] | None = None
     ) -> list[Node] | None:
-        """Return who goes, of these owners or of all, so that so many bytes are free; None when even all that
-        `may_go` would not do."""
+        """Return victims, of these owners or all, that free so much; None where all would not suffice."""
         chosen = []
         for node in self.oldest(owners):
             if needed_bytes <= 0:
@@ -88,34 +87,15 @@ class TierAccount:
         return chosen if needed_bytes <= 0 else None
 
     def oldest(self, owners: Collection[Owner] | None = None) -> Iterator[Node]:
-        """Yield what may go, of these owners or of all, least recently used first."""
+        """Yield the evictable nodes of these owners or of all, least recently used first."""
         if owners is None:
             return iter(self._order or ())
         orders = [self._orders[owner].items() for owner in owners if self._orders and owner in self._orders]
         return (node for node, _ in heapq.merge(*orders, key=itemgetter(1)))
 
     def latest(self) -> Iterator[Node]:
-        """Yield what may go, most recently used first."""
+        """Yield the evictable nodes, most recently used first."""
         return reversed(self._order or {})
-
-    def check(self, nodes: Collection[Node]) -> None:
-        """Assert that this is the account of these nodes."""
-        used_by: collections.Counter[Owner] = collections.Counter()
-        pinned_by: collections.Counter[Owner] = collections.Counter()
-        for node in nodes:
-            used_by[node.owner] += self._size_of(node)
-            pinned_by[node.owner] += node.is_pinned * self._size_of(node)
-        assert (+used_by, +pinned_by) == (self.used_by, self.pinned_by), (used_by, self.used_by)
-        assert (self.used_bytes, self.block_count) == (used_by.total(), len(nodes))
-        assert self.token_count == sum(node.token_count for node in nodes)
-        assert self.tail_count == sum(node.token_count < self._block_token_count for node in nodes)
-        may_go = {node for node in nodes if not node.is_pinned}
-        assert self._order is None or self._order.keys() == may_go, "the order is of other nodes"
-        owned = list((self._orders or {}).items())
-        assert self._orders is None or {node for _, order in owned for node in order} == may_go
-        assert all(node.owner == owner for owner, order in owned for node in order)
-        orders = [order for _, order in owned] + ([self._order] if self._order else [])
-        assert all(list(order.values()) == sorted(order.values()) for order in orders)
 
     def _orders_of(self, node: Node) -> list[_Order]:
         own = None if self._orders is None else self._orders.get(node.owner)

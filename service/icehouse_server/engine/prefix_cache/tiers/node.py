@@ -3,35 +3,39 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Final
 
 from icehouse_server.domain.blocks import Region, RegionKind, TokenKeys
 from icehouse_server.domain.ids import BlockHash
 from icehouse_server.engine.core.block_log import Came, KvTier
 
-NO_REGIONS: Final[Mapping[RegionKind, Region]] = {}
+Hashes = Collection[BlockHash]
+"""Names of some blocks."""
+Regions = Mapping[RegionKind, Region]
+
+NO_REGIONS: Final[Regions] = {}
 NO_SIZES: Final[Mapping[RegionKind, int]] = {}
 
 
 @dataclasses.dataclass(slots=True)
 class Spilling:
-    """A block's way to SSD, from its hand-over to the storage thread until it is written or dropped."""
+    """The state of a block's spill to SSD, until it is written or dropped."""
 
     size_bytes: int
-    """What it will take of its owner's quota there."""
+    """What it will take of its owner's quota on SSD."""
     leaves_ram: bool = False
     """Whether its RAM copy goes when it is written: others need the space."""
     is_copied: bool = False
-    """Whether it is written from memory of its own, so that its RAM copy may go before."""
+    """Whether it is written from memory of its own, so that its RAM copy may go earlier."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Node:
-    """One block of the prefix tree. The first four fields are facts and never change; what a tier holds,
-    pins, owner and the way to SSD are written by `PrefixTree` alone.
+    """One block of the prefix tree. The first four fields never change; the tiers' content, pin, owner and
+    spill are written by `PrefixTree` alone.
 
-    A region is opaque, and its bytes may be another block's too: two tails that share a page both hold it.
+    A region is opaque, and another block may share its bytes: two tails on one page both refer to it.
     """
 
     hash: BlockHash
@@ -40,9 +44,9 @@ class Node:
     token_count: int
     token_ids: TokenKeys | None = None
     """Token keys; None for a block on SSD that this process never saw whole."""
-    ram: Mapping[RegionKind, Region] = dataclasses.field(default_factory=lambda: NO_REGIONS)
+    ram: Regions = dataclasses.field(default_factory=lambda: NO_REGIONS)
     ram_sizes: Mapping[RegionKind, int] = dataclasses.field(default_factory=lambda: NO_SIZES)
-    """Bytes of each region in RAM that has any, asked once: when it came."""
+    """Bytes of each region in RAM that has any, taken once, when it came."""
     ssd: Mapping[RegionKind, int] = dataclasses.field(default_factory=lambda: NO_SIZES)
     """Bytes of each region on SSD; empty when the block is not committed there."""
     ssd_bytes: int = 0
@@ -91,7 +95,7 @@ class Node:
         return self.token_ids is None or self.token_ids == keys
 
     def came_to(self, tier: KvTier) -> Came:
-        """Return what the block log says of it."""
+        """Return its entry for the block log."""
         return Came(
             tier, self.hash, self.parent, self.start_token_index == 0, self.token_count, self.token_ids
         )

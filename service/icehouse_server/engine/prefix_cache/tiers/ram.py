@@ -1,142 +1,124 @@
-"""RAM tier: blocks on the device within a byte budget; who goes for whom, by way of the SSD or at once.
+"""RAM tier: blocks on the device within a byte budget, and which of them go for others, to SSD or for good.
 
-Inference thread only. A block on its way to SSD still holds its regions, until it is written, or copied to
-memory of its own; its bytes count as free already, and the write queue bounds how many they are.
+Inference thread only. A block on its way to SSD keeps its regions until it is written, or copied to memory of
+its own. Its bytes count as free already, and the write queue bounds how many they are.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain, islice
 
-from icehouse_server.domain.blocks import Region, RegionKind
 from icehouse_server.domain.cache_stats import AgePercentiles, TierStats
-from icehouse_server.domain.ids import BlockHash, RequestId
+from icehouse_server.domain.ids import RequestId
 from icehouse_server.engine.prefix_cache.tiers.account import Owner
-from icehouse_server.engine.prefix_cache.tiers.node import Node
+from icehouse_server.engine.prefix_cache.tiers.node import Hashes, Node, Regions
 from icehouse_server.engine.prefix_cache.tiers.spill import Spills
 from icehouse_server.engine.prefix_cache.tiers.tenant_quota import TenantQuotas
 from icehouse_server.engine.prefix_cache.tiers.tree import PrefixTree
 
 _SAMPLE_LIMIT = 4096
-"""Blocks whose ages stand for those of all: every so manyth in the order of their use."""
+"""Blocks sampled for the ages of all, evenly over the order of use."""
 
 
 class RamTier:
-    """Keeps what RAM holds within its budget plus what is leaving."""
+    """Keeps the blocks in RAM within the budget plus what is leaving."""
 
     def __init__(self, tree: PrefixTree, *, spills: Spills, quotas: TenantQuotas) -> None:
         self._tree = tree
         self._spills = spills
         self._quotas = quotas
-        spills.when_handed_over = self._free_copied
+        spills.when_handed_over = self._evict_copied
         self.limit_bytes = tree.settings.ram_limit_bytes
         self.stats = TierStats()
         """What left the tier since start."""
 
-    def put(
-        self,
-        node: Node,
-        regions: Mapping[RegionKind, Region],
-        *,
-        spared: Collection[BlockHash],
-        request_id: RequestId,
-    ) -> None:
-        """Hold regions of a block if there can be space; what goes to SSD for it is written for a request."""
-        sizes = {kind: region.size_bytes for kind, region in regions.items()}
-        if self._make_space(
-            sum(sizes.values()), spared={node.hash, *spared}, owner=node.owner, request_id=request_id
-        ):
-            self._tree.hold(node, regions, sizes)
+    def put(self, node: Node, regions: Regions, *, protected: Hashes, request_id: RequestId) -> None:
+        """Add regions of a block if space can be made; blocks that spill for it are written for a request."""
+        stay, size_bytes = {node.hash, *protected}, sum(region.size_bytes for region in regions.values())
+        if self._make_space(size_bytes, protected=stay, owner=node.owner, request_id=request_id):
+            self._tree.add_regions(node, regions)
 
-    def has_space(self, regions: Mapping[RegionKind, Region]) -> bool:
-        """Whether these can be held without another block having to go."""
+    def has_space(self, regions: Regions) -> bool:
+        """Whether these fit without evicting another block."""
         size_bytes = sum(region.size_bytes for region in regions.values())
         return self._tree.ram.used_bytes + size_bytes - self.leaving_bytes <= self.limit_bytes
 
     def note_use(self, nodes: Sequence[Node], *, now: float, request_id: RequestId) -> None:
-        """Account for a chain that a prompt begins with: all of it stays longer, in both tiers."""
+        """Record that a prompt begins with this chain: it stays longer, in both tiers."""
         self._tree.touch(nodes, now=now)
         self._spills.touch(nodes)
-        spared = [node.hash for node in nodes]
-        self.keep(nodes, request_id)
+        protected = [node.hash for node in nodes]
+        self.retain(nodes, request_id)
         for node in nodes:
             node.hit_count += 1
-            if self._spills.is_write_behind:
-                self._spills.offer(node, spared=spared, request_id=request_id)
+            if self._tree.settings.spill_policy == "write_behind":
+                self._spills.offer(node, protected=protected, request_id=request_id)
 
     def supersede(self, node: Node) -> None:
-        """Let go of shorter blocks in RAM that this one can stand for."""
+        """Drop shorter blocks from RAM that this one can replace."""
         if node.ram:
             for other in self._tree.superseded(node):
                 self._tree.drop(other)
 
-    def yield_bytes(self, size_bytes: int, *, spared: Collection[BlockHash] = ()) -> int:
-        """Drop least recently used blocks of at least this size from RAM; return the bytes let go.
+    def yield_bytes(self, size_bytes: int, *, protected: Hashes = (), by_spilling: bool = False) -> int:
+        """Release least recently used blocks of at least this size from RAM; return the bytes free now.
 
-        They are not spilled: host views would hold the memory that is wanted until they are written.
+        They are dropped, since spilled ones take memory until they are written; or `by_spilling`, until so
+        much is free or on its way to SSD.
         """
-        chosen = self._to_yield(size_bytes, spared)
-        freed_bytes = sum(node.ram_bytes for node in chosen)
-        self._evict(chosen)
-        return freed_bytes
-
-    def yield_by_spilling(self, size_bytes: int, *, spared: Collection[BlockHash] = ()) -> int:
-        """Let least recently used blocks go until at least this size is free or on its way to SSD; return
-        the bytes that are free now."""
         freed_bytes = 0
-        for node in self._to_yield(size_bytes - self.leaving_bytes, spared):
-            if (
-                self._spills.wants(node)
-                and self._spills.under_way_count
-                and not self._spills.has_credit(node)
-            ):
-                break  # there is when what is being written is
+        for node in self._to_yield(size_bytes - by_spilling * self.leaving_bytes, protected):
+            is_queue_busy = self._spills.under_way_count > 0
             before_bytes = node.ram_bytes
-            self._let_go(node, spared=spared, request_id=None)
+            if not by_spilling:
+                self._evict([node])
+            elif is_queue_busy and self._spills.wants(node) and not self._spills.has_credit(node):
+                break  # there will be credit once the queue is written
+            else:
+                self._release(node, protected=protected, request_id=None)
             freed_bytes += before_bytes - node.ram_bytes
         return freed_bytes
 
-    def yieldable_bytes(self, *, spared: Collection[BlockHash] = ()) -> int:
-        """Return the bytes that could be let go of, and those that are on their way to SSD."""
-        stay = [n for n in self._tree.pinned_in_ram if n.hash in spared or not n.is_safe]
-        stay += [n for name in spared if (n := self._tree.get(name)) is not None]
+    def yieldable_bytes(self, *, protected: Hashes = ()) -> int:
+        """Return the bytes that could be freed, including those on their way to SSD."""
+        stay = [n for n in self._tree.pinned_in_ram if n.hash in protected or not n.is_safe]
+        stay += [n for name in protected if (n := self._tree.get(name)) is not None]
         stay += self._tree.spilling
         stay_bytes = sum(node.ram_bytes for node in set(stay))
         return self._tree.ram.used_bytes - stay_bytes + self.leaving_bytes
 
-    def keep(self, nodes: Sequence[Node], request_id: RequestId | None) -> list[Node]:
-        """Keep blocks that were to leave RAM, if others than these can go in their place; return those that
-        leave all the same."""
-        spared = [node.hash for node in nodes]
+    def retain(self, nodes: Sequence[Node], request_id: RequestId | None) -> list[Node]:
+        """Retain blocks that were to leave RAM if others can go instead; return those that leave."""
+        protected = [node.hash for node in nodes]
         for node in nodes:
             if node.spill is not None and node.spill.leaves_ram and node.ram:
-                # Its bytes are taken again while others are looked for.
+                # Its bytes count again while the search for others goes on.
                 node.spill.leaves_ram = False
-                node.spill.leaves_ram = not self._fits_after_all(node, request_id, spared=spared)
+                node.spill.leaves_ram = not self._fits_after_all(node, request_id, protected=protected)
         return [node for node in nodes if node.is_leaving]
 
-    def spill_ended(self, node: Node, *, is_kept_on_ssd: bool) -> None:
-        """Clear what is known of a block's way to SSD; one that was leaving goes now.
+    def end_spill(self, node: Node, *, is_pinned_on_ssd: bool) -> None:
+        """Clear the state of a block's spill; a block that was leaving goes now.
 
-        A pinned one stays if it can unless it `is_kept_on_ssd`: it was not written, or not as pinned.
+        A pinned one stays if it can unless it `is_pinned_on_ssd`: it was not written, or not as pinned.
         """
         spill = self._tree.end_spill(node)
         if spill is not None and spill.leaves_ram:
-            may_stay = node.is_pinned and not is_kept_on_ssd
-            if not may_stay or not self._fits_after_all(node, None, spared=(node.hash,)):
+            may_stay = node.is_pinned and not is_pinned_on_ssd
+            if not may_stay or not self._fits_after_all(node, None, protected=(node.hash,)):
                 self._evict([node])
 
     def lose_storage(self) -> None:
-        """Nothing is written any more: all that was under way has ended, and what was leaving goes."""
+        """Nothing is written any more: all spills under way have ended, and blocks that were leaving go."""
         self._spills.lose_storage()
-        # What stays in RAM ends first, so that it may go for a pinned block that was to leave.
+        # Blocks that stay in RAM end first, so that they may go for a pinned block that was to leave.
         for node in sorted(self._tree.spilling, key=lambda node: node.is_leaving):
-            self.spill_ended(node, is_kept_on_ssd=False)
+            self.end_spill(node, is_pinned_on_ssd=False)
 
     def purge(self, node: Node) -> None:
-        """Let go of a block by order, a pinned one too."""
+        """Drop a block by order, a pinned one too."""
         self.stats.purged_block_total += self._tree.drop(node)
 
     @property
@@ -160,58 +142,52 @@ class RamTier:
         )
 
     def _make_space(
-        self,
-        size_bytes: int,
-        *,
-        spared: Collection[BlockHash],
-        owner: Owner,
-        request_id: RequestId | None,
+        self, size_bytes: int, *, protected: Hashes, owner: Owner, request_id: RequestId | None
     ) -> bool:
-        """Let blocks go until `size_bytes` more of this owner fit into its quota and into the whole.
+        """Release blocks until `size_bytes` more of this owner fit into its quota and into the budget.
 
-        False, and nothing changed, when they cannot. What goes to SSD is written for `request_id`.
+        False, and nothing changed, when that cannot be. Blocks that spill are written for `request_id`.
         """
-        own = self._quotas.ram_victims(owner, size_bytes, spared=spared)
+        own = self._quotas.ram_victims(owner, size_bytes, protected=protected)
         if own is None:
             return False
         going = (*self._leaving, *own)
-        kept = {*spared, *(node.hash for node in going)}
+        stay = {*protected, *(node.hash for node in going)}
         excess = self._tree.ram.used_bytes + size_bytes - sum(n.ram_bytes for n in going) - self.limit_bytes
-        others = self._tree.ram.victims(excess, may_go=lambda node: node.hash not in kept)
+        others = self._tree.ram.victims(excess, may_go=lambda node: node.hash not in stay)
         if others is None:
             return False
         for victim in (*own, *others):
-            self._let_go(victim, spared=spared, request_id=request_id)
+            self._release(victim, protected=protected, request_id=request_id)
         return True
 
-    def _to_yield(self, size_bytes: int, spared: Collection[BlockHash]) -> list[Node]:
-        """Return what to let go for at least this size; last, pinned blocks that are safe on SSD."""
+    def _to_yield(self, size_bytes: int, protected: Hashes) -> list[Node]:
+        """Return blocks to release, of at least this size; last, pinned blocks that are safe on SSD."""
         chosen: list[Node] = []
         pinned = (node for node in self._tree.pinned_in_ram if node.is_safe)
         for node in chain(self._tree.ram.oldest(), pinned):
             if size_bytes <= 0:
                 break
-            if not node.is_spilling and node.hash not in spared:
+            if not node.is_spilling and node.hash not in protected:
                 chosen.append(node)
                 size_bytes -= node.ram_bytes
         return chosen
 
-    def _fits_after_all(
-        self, node: Node, request_id: RequestId | None, *, spared: Collection[BlockHash]
-    ) -> bool:
-        return self._make_space(0, spared=spared, owner=node.owner, request_id=request_id)
+    def _fits_after_all(self, node: Node, request_id: RequestId | None, *, protected: Hashes) -> bool:
+        return self._make_space(0, protected=protected, owner=node.owner, request_id=request_id)
 
-    def _let_go(self, node: Node, *, spared: Collection[BlockHash], request_id: RequestId | None) -> None:
+    def _release(self, node: Node, *, protected: Hashes, request_id: RequestId | None) -> None:
+        """Spill a block and let it leave RAM then; evict it now where it is not spilled."""
         if not node.is_spilling:
-            self._spills.send(node, spared=spared, request_id=request_id)
+            self._spills.send(node, protected=protected, request_id=request_id)
         if node.spill is not None:
             node.spill.leaves_ram = True
-            self._free_copied(node)
+            self._evict_copied(node)
         else:
             self._evict([node])
 
-    def _free_copied(self, node: Node) -> None:
-        """Free what a block takes that leaves and is written from a copy."""
+    def _evict_copied(self, node: Node) -> None:
+        """Evict a block that is leaving, if it is written from a copy."""
         if node.spill is not None and node.spill.leaves_ram and node.spill.is_copied:
             self._evict([node])
 

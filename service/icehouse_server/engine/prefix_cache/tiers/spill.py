@@ -1,59 +1,80 @@
-"""Spills: which block may leave RAM for SSD, credit before anything is copied, what is under way.
+"""Spills: which blocks may leave RAM for SSD, with credit before anything is copied, and what is under way.
 
-Inference thread only. Accepted here means copied to host memory and then handed over, at once or in a later
-step; the row is the commit. What is under way is said by the nodes themselves (`Node.spill`).
+A block that is accepted is copied to host memory and then handed over to the storage thread; the row in its
+manifest is the commit. Where a pass is in flight the copy is made behind it, and handed over in a later step:
+nothing waits for it unless it must be there at once. The write queue's credit bounds the bytes being copied.
+Each node says whether it is under way (`Node.spill`). Inference thread only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import collections
+import logging
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import NamedTuple
 
-from icehouse_server.domain.blocks import HostBlock, RegionKind
+from icehouse_server.clock import Clock
+from icehouse_server.domain.blocks import BlockHeader, HostBlock, RegionKind
 from icehouse_server.domain.cache_stats import SpillDropCause
 from icehouse_server.domain.ids import BlockHash, RequestId
-from icehouse_server.engine.prefix_cache.tiers.counters import PrefixCounters
-from icehouse_server.engine.prefix_cache.tiers.host_copies import HostCopies
-from icehouse_server.engine.prefix_cache.tiers.node import Node
-from icehouse_server.engine.prefix_cache.tiers.ports import CacheRunner, HostCopy, TierWaits
+from icehouse_server.engine.prefix_cache.tiers.node import Hashes, Node
+from icehouse_server.engine.prefix_cache.tiers.runner_port import CacheRunner, HostCopy
+from icehouse_server.engine.prefix_cache.tiers.storage_waits import StorageWaits
 from icehouse_server.engine.prefix_cache.tiers.tenant_quota import TenantQuotas
 from icehouse_server.engine.prefix_cache.tiers.tree import PrefixTree
 from icehouse_server.storage.api import OVERHEAD_BYTES, ColdTier, Failure, Names, Persisted, Purged, Ticket
 
+_log = logging.getLogger("icehouse.engine")
+
+_CHECK_INTERVAL_S = 0.5
+"""How often a flush checks whether the storage thread hangs."""
 _SHORT_CHILD_LIMIT = 64
-"""Children of a block below the minimum that are asked whether a longer prefix goes through them."""
+"""Children of a block below the minimum that are checked for a longer prefix."""
+
+
+class _Copying(NamedTuple):
+    """A block on its way to host memory; it will take `size_bytes` of the write queue."""
+
+    node: Node
+    header: BlockHeader
+    size_bytes: int
+    copy: HostCopy
+    request_id: RequestId | None
 
 
 class Spills:
-    """A `request_id` says on whose account a block is written; None for nobody's."""
+    """The spills of one cache. A `request_id` says for which request a block is written; None for none."""
 
     def __init__(
         self,
         tree: PrefixTree,
         *,
         quotas: TenantQuotas,
-        counters: PrefixCounters,
         runner: CacheRunner,
-        waits: TierWaits,
+        waits: StorageWaits,
         ended: Callable[[Node, Persisted | Failure], object],
     ) -> None:
-        """`ended` is told of a block that was sent, when it is written or was dropped on its way."""
-        self._waits = waits
-        self._ended = ended
+        """`ended` is called for each block that was sent, once it is written or dropped."""
         self._tree = tree
         self._settings = tree.settings
         self._quotas = quotas
-        self._counters = counters
-        self._copies = HostCopies(runner)
+        self._runner = runner
+        self._waits = waits
+        self._ended = ended
+        self._copying: collections.deque[_Copying] = collections.deque()
+        """In the order of `send`, in which the copies also end."""
         self._copying_bytes = 0
-        """What blocks that are being copied will take of the write queue."""
+        """What these will take of the write queue."""
         self.when_handed_over: Callable[[Node], None] = lambda node: None
         """Called when the storage thread has the bytes of a block."""
         self._removals: dict[Ticket[Purged], Names] = {}
+        self.drop_totals: collections.Counter[SpillDropCause] = collections.Counter()
+        """Blocks that were not sent to SSD."""
 
     @property
     def storage(self) -> ColdTier | None:
-        """The SSD tier; None without one, and when it is lost."""
+        """The SSD tier; None without one, and once it is lost."""
         return self._waits.storage
 
     @property
@@ -62,7 +83,7 @@ class Spills:
 
     @property
     def under_way_count(self) -> int:
-        """Blocks that are copied, or with the storage thread, and not yet written or dropped."""
+        """Blocks that are being copied or with the storage thread, and not yet written or dropped."""
         return len(self._tree.spilling)
 
     @property
@@ -71,50 +92,25 @@ class Spills:
         return len(self._removals)
 
     def is_to_be_removed(self, block: BlockHash) -> bool:
-        """Whether such an order is on its way to this block."""
+        """Whether such an order names this block."""
         return any(block in blocks for blocks in self._removals.values())
 
     def remove(self, blocks: Names) -> Ticket[Purged] | None:
-        """Order blocks to be removed from SSD; None when too much waits."""
+        """Order blocks to be removed from SSD; None when the storage thread's queue is full."""
         if self.storage is None:
             return None
-        self._copies.finish(blocks)
+        self._finish_copies(blocks)
         ticket = self.storage.delete(blocks)
         if ticket is not None:
             self._removals[ticket] = blocks
             self._waits.add(ticket, lambda _: self._removals.pop(ticket, None))
         return ticket
 
-    def lose_storage(self) -> None:
-        """Nothing is written or removed any more."""
-        self._waits.storage = None
-        self._copies.clear()
-        self._copying_bytes = 0
-        self._removals.clear()
-
-    def hand_over(self, *, may_wait: bool) -> None:
-        """Hand over the blocks that are copied by now; with `may_wait`, which no pass waits for, all."""
-        self._copies.proceed(may_wait=may_wait)
-
     def pin(self, blocks: Names, *, pinned: bool) -> Ticket[Names] | None:
-        """Have blocks on SSD, or on their way there, pinned or unpinned; None when too much waits."""
+        """Have blocks on SSD, or on their way there, pinned or unpinned; None when the queue is full."""
         assert self.storage is not None, "there is no SSD tier"
-        self._copies.finish(blocks)
+        self._finish_copies(blocks)
         return self.storage.pin(blocks, pinned=pinned)
-
-    def wants(self, node: Node) -> bool:
-        """Whether this block may go to SSD and is not there yet."""
-        return self._is_due(node) and not self._is_short(node)
-
-    def has_credit(self, node: Node) -> bool:
-        """Whether the write queue takes this block now."""
-        size_bytes = node.ram_bytes + OVERHEAD_BYTES
-        return self.storage is not None and self._copying_bytes + size_bytes <= self.storage.queue_space_bytes
-
-    @property
-    def is_write_behind(self) -> bool:
-        """Whether blocks that are used again go to SSD before RAM needs their space."""
-        return self._settings.spill_policy == "write_behind"
 
     def touch(self, nodes: Sequence[Node]) -> None:
         """Note on SSD that a chain was used."""
@@ -122,49 +118,78 @@ class Spills:
         if stored and self.storage is not None:
             self.storage.touch(stored)
 
-    def offer(self, node: Node, *, spared: Collection[BlockHash] = (), request_id: RequestId | None) -> None:
-        """Send a block before RAM needs its space; where the write queue is full there is time yet."""
-        if self.wants(node) and self.has_credit(node):
-            self.send(node, spared=spared, request_id=request_id)
+    def lose_storage(self) -> None:
+        """Nothing is written or removed any more."""
+        self._waits.storage = None
+        self._copying.clear()
+        self._copying_bytes = 0
+        self._removals.clear()
 
-    def send(self, node: Node, *, spared: Collection[BlockHash] = (), request_id: RequestId | None) -> bool:
+    def wants(self, node: Node) -> bool:
+        """Whether this block may go to SSD and is not there yet."""
+        return self._is_due(node) and not self._is_short(node)
+
+    def has_credit(self, node: Node) -> bool:
+        """Whether the write queue takes this block now."""
+        wanted_bytes = self._copying_bytes + _queue_bytes(node)
+        return self.storage is not None and wanted_bytes <= self.storage.queue_space_bytes
+
+    def offer(self, node: Node, *, protected: Hashes = (), request_id: RequestId | None) -> None:
+        """Send a block before RAM needs its space; where the write queue is full, it can wait."""
+        if self.wants(node) and self.has_credit(node):
+            self.send(node, protected=protected, request_id=request_id)
+
+    def send(self, node: Node, *, protected: Hashes = (), request_id: RequestId | None) -> bool:
         """Send a block if it may go and is not there yet; False when it was not sent.
 
-        `spared` are not removed from SSD for it, where its owner's quota is full.
+        `protected` blocks are not removed from SSD for it, where its owner's quota is full.
         """
         if not self._is_due(node):
             return False
+        size_bytes = _queue_bytes(node)
+        cause: SpillDropCause | None = None
         if self._is_short(node):
-            self._counters.note_drop(SpillDropCause.PREFIX_SHORT)
-            return False
-        if self.storage is None or not self.has_credit(node):
-            self._counters.note_drop(SpillDropCause.NO_CREDIT)
-            return False
-        size_bytes = node.ram_bytes + OVERHEAD_BYTES
-        if not self._fits_quota(node, size_bytes, spared):
-            self._counters.note_drop(SpillDropCause.TENANT_SHARE)
+            cause = SpillDropCause.PREFIX_SHORT
+        elif not self.has_credit(node):
+            cause = SpillDropCause.NO_CREDIT
+        elif not self._fits_quota(node, size_bytes, protected):
+            cause = SpillDropCause.TENANT_SHARE
+        if cause is not None:
+            self.drop_totals[cause] += 1
             return False
         assert node.token_ids is not None, node.hash.hex()
         header = self._tree.header_of(node, node.token_ids)
-        regions = [node.ram[kind] for kind in sorted(node.ram, key=list(RegionKind).index)]
+        regions = [node.ram[kind] for kind in RegionKind if kind in node.ram]
         self._tree.begin_spill(node, size_bytes=size_bytes)
         self._copying_bytes += size_bytes
-
-        def hand_over(copy: HostCopy) -> None:
-            assert self.storage is not None and node.spill is not None
-            self._copying_bytes -= size_bytes
-            block = HostBlock(header, copy.take())
-            ticket = self.storage.put(block, pinned=node.is_pinned, request_id=request_id)
-            self._waits.add(ticket, partial(self._ended, node))
-            node.spill.is_copied = copy.is_apart
-            self.when_handed_over(node)
-
-        self._copies.begin(node.hash, regions, hand_over)
+        copy = self._runner.begin_to_host(regions)
+        self._copying.append(_Copying(node, header, size_bytes, copy, request_id))
+        self.hand_over(may_wait=False)
         return True
 
-    def _fits_quota(self, node: Node, size_bytes: int, spared: Collection[BlockHash]) -> bool:
-        """Remove older blocks of the same owner from SSD where its quota asks for it."""
-        victims = self._quotas.ssd_victims(node, size_bytes, spared=spared)
+    def hand_over(self, *, may_wait: bool) -> None:
+        """Hand over the blocks that are copied by now; with `may_wait`, which no pass waits for, all."""
+        while self._copying and (may_wait or self._copying[0].copy.is_done):
+            self._hand_over_next()
+
+    def _finish_copies(self, blocks: Names) -> None:
+        """Hand over these blocks, and those before them, now: an order about them follows."""
+        while any(each.node.hash in blocks for each in self._copying):
+            self._hand_over_next()
+
+    def _hand_over_next(self) -> None:
+        node, header, size_bytes, copy, request_id = self._copying.popleft()
+        assert self.storage is not None and node.spill is not None
+        self._copying_bytes -= size_bytes
+        block = HostBlock(header, copy.take())
+        ticket = self.storage.put(block, pinned=node.is_pinned, request_id=request_id)
+        self._waits.add(ticket, partial(self._ended, node))
+        node.spill.is_copied = copy.is_apart
+        self.when_handed_over(node)
+
+    def _fits_quota(self, node: Node, size_bytes: int, protected: Hashes) -> bool:
+        """Remove older blocks of the same owner from SSD where its quota requires it."""
+        victims = self._quotas.ssd_victims(node, size_bytes, protected=protected)
         if victims is None or (victims and self.remove(tuple(victim.hash for victim in victims)) is None):
             return False
         for victim in victims:
@@ -177,11 +202,63 @@ class Spills:
         return self.is_on and is_whole and not node.is_spilling and node.ram_sizes.keys() > node.ssd.keys()
 
     def _is_short(self, node: Node) -> bool:
-        """A prefix below the minimum stays out, unless a longer one needs it."""
+        """Whether it ends a prefix below the minimum, and no longer one goes through it."""
         wanted = self._settings.min_prefix_token_count
         if node.end_token_index >= wanted or self._tree.reach(node) >= wanted:
             return False
-        # Only a full block has others behind it; of a crowd that is short itself, the latest speak for all.
+        # Only full blocks have others behind them. Of many short ones, the latest stand for all.
         full = self._settings.block_token_count
         children = self._tree.children(node.hash, limit=_SHORT_CHILD_LIMIT)
         return all(self._is_short(child) for child in children if child.token_count == full)
+
+
+def _queue_bytes(node: Node) -> int:
+    """Return what a block takes of the write queue, and of its owner's quota on SSD."""
+    return node.ram_bytes + OVERHEAD_BYTES
+
+
+class Flush:
+    """Blocks in RAM on their way to SSD after a drain, the last of `nodes` first, for no request."""
+
+    def __init__(self, spills: Spills, nodes: Sequence[Node]) -> None:
+        self._spills = spills
+        self._waiting = list(nodes)
+
+    @property
+    def left_count(self) -> int:
+        """Blocks that are neither written nor dropped yet."""
+        return len(self._waiting) + self._spills.under_way_count
+
+    def proceed(self) -> bool:
+        """Send as much as the write queue takes; False when all of it is written or dropped."""
+        while self._waiting:
+            # With nothing under way the queue is empty: a block that does not fit now never will.
+            if self._spills.under_way_count and not self._spills.has_credit(self._waiting[-1]):
+                break
+            self._spills.send(self._waiting.pop(), request_id=None)
+        self._spills.hand_over(may_wait=True)
+        return self.left_count > 0
+
+
+def flush(
+    under_way: Flush,
+    *,
+    wait: Callable[[float], None],
+    is_stalled: Callable[[], bool],
+    clock: Clock,
+    deadline_time: float,
+) -> None:
+    """Spill until all is written or dropped, the deadline passes or the thread `is_stalled`; log the result.
+
+    `wait` takes in the storage thread's reports, for at most so many seconds.
+    """
+    began_time = clock.monotonic()
+    block_count = under_way.left_count
+    if not block_count:
+        return
+    _log.info("flush_started", extra={"block_count": block_count})
+    while under_way.proceed() and clock.monotonic() < deadline_time and not is_stalled():
+        wait(min(_CHECK_INTERVAL_S, deadline_time - clock.monotonic()))
+    left_count = under_way.left_count
+    facts = {"block_count": block_count - left_count, "left_count": left_count}
+    _log.info("flush_ended", extra={**facts, "duration_s": round(clock.monotonic() - began_time, 3)})

@@ -1,53 +1,38 @@
 """Tenant quotas: what each tenant's blocks take of the tiers, and which go when a quota is full.
 
-Inference thread only. A tenant is known here by its roots, h0: every chain begins below one, so blocks
-on SSD have an owner again after a restart without any name being stored. A tenant has a root for the model
-by itself and one for each adapter, and one quota for all of them. One that is over its quota loses blocks
-of its own, never of another.
+Inference thread only. A tenant is known here by its roots, h0: every chain begins below one, so blocks on SSD
+have an owner again after a restart, though no name is stored. A tenant has one root for the bare model and
+one for each adapter, and one quota for all of them. A tenant over its quota loses its own blocks only.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections import OrderedDict
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 
 from icehouse_server.domain.blocks import root_hash
 from icehouse_server.domain.cache_stats import TenantShare
-from icehouse_server.domain.ids import (
-    NO_ADAPTER,
-    AdapterDigest,
-    AdapterName,
-    BlockHash,
-    CacheScope,
-    Tenant,
-)
+from icehouse_server.domain.ids import NO_ADAPTER, AdapterDigest, AdapterName, BlockHash, CacheScope, Tenant
 from icehouse_server.engine.prefix_cache.tiers.account import Owner
-from icehouse_server.engine.prefix_cache.tiers.node import Node
+from icehouse_server.engine.prefix_cache.tiers.node import Hashes, Node
 from icehouse_server.engine.prefix_cache.tiers.tree import PrefixTree
+from icehouse_server.errors import Overloaded, Reason
 
 ROOT_LIMIT = 1024
-"""Tenants whose roots are kept; the ones that asked longest ago are forgotten, and made again."""
+"""Tenants whose roots are remembered; those of the others are computed anew."""
 
 _SLACK = 0.05
 """Part of the SSD quota that is freed beyond what is needed, so that not every spill looks for victims."""
 
 _PINNED_SHARE = 0.75
-"""Of each tier, and of a tenant's quota of it: what pinned blocks may take, so that something can go."""
+"""Part of each tier, and of a tenant's quota of it, that pinned blocks may take, so that something can go."""
 
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class PinExcess:
-    """What pins would take of a tier, and what they may: one tenant's, or those of all together."""
-
-    tier: str
-    wanted_bytes: int
-    limit_bytes: int
-    is_everybodys: bool
+_PINNED_RETRY_S = 60.0
+"""Pins stay until somebody removes them."""
 
 
 class TenantQuotas:
-    """Roots of tenants, and who goes where one takes too much."""
+    """Roots of tenants, and the victims where one takes too much."""
 
     def __init__(self, tree: PrefixTree) -> None:
         self._tree = tree
@@ -57,37 +42,31 @@ class TenantQuotas:
         self._kin: dict[BlockHash, frozenset[BlockHash]] = {}
 
     def root(self, scope: CacheScope) -> BlockHash:
-        """Return h0 for this model, tenant and adapter, which is one of those served."""
+        """Return h0 for this model, tenant and adapter, which must be one of those served."""
         if scope.tenant not in self._roots:
             self._add(scope.tenant)
         self._roots.move_to_end(scope.tenant)
         return self._roots[scope.tenant][scope.adapter]
 
     def kin_of(self, owner: Owner) -> frozenset[Owner]:
-        """Return all roots of the tenant whose root this is; alone while the tenant has not asked yet."""
+        """Return all roots of the tenant with this root; this one alone before the tenant's first request."""
         return frozenset(self._kin.get(owner, (owner,)) if owner is not None else (None,))
 
-    def ram_victims(
-        self, owner: Owner, size_bytes: int, *, spared: Collection[BlockHash]
-    ) -> list[Node] | None:
-        """Return the owner's blocks to let go so that `size_bytes` more stay within its quota of RAM.
-
-        Oldest first; None when even all that may go would not do.
-        """
+    def ram_victims(self, owner: Owner, size_bytes: int, *, protected: Hashes) -> list[Node] | None:
+        """Return the owner's oldest blocks whose space `size_bytes` more would need; None if too few."""
         tree, limit, kin = self._tree, self._limits.ram_bytes, self.kin_of(owner)
         excess = sum(tree.ram.used_by[root] for root in kin) + size_bytes - limit
         if not limit or excess <= 0:
             return []
         excess -= sum(node.ram_bytes for node in tree.spilling if node.is_leaving and node.owner in kin)
         return tree.ram.victims(
-            excess, may_go=lambda node: node.hash not in spared and not node.is_leaving, owners=kin
+            excess, may_go=lambda node: node.hash not in protected and not node.is_leaving, owners=kin
         )
 
-    def ssd_victims(self, node: Node, size_bytes: int, *, spared: Collection[BlockHash]) -> list[Node] | None:
-        """Return blocks on SSD to remove so that this one stays within its owner's quota.
+    def ssd_victims(self, node: Node, size_bytes: int, *, protected: Hashes) -> list[Node] | None:
+        """Return blocks on SSD to remove so that this one stays within its owner's quota; None if too few.
 
-        Least recently used first, tails before heads, and never what the block follows. None when even
-        all that may go would not do.
+        Least recently used first, tails before heads, and never the blocks before this one.
         """
         tree, limit, kin = self._tree, self._limits.ssd_bytes, self.kin_of(node.owner)
         if not limit:
@@ -96,48 +75,30 @@ class TenantQuotas:
         excess = sum(tree.ssd.used_by[root] for root in kin) + coming_bytes + size_bytes - limit
         if excess <= 0:
             return []
-        kept = {node.hash, *spared, *(above.hash for above in tree.ancestors(node))}
+        stay = {node.hash, *protected, *(above.hash for above in tree.ancestors(node))}
         for needed_bytes in (excess + limit * _SLACK, excess):
-            chosen = tree.ssd.victims(needed_bytes, may_go=lambda other: other.hash not in kept, owners=kin)
+            chosen = tree.ssd.victims(needed_bytes, may_go=lambda other: other.hash not in stay, owners=kin)
             if chosen is not None:
                 return chosen
         return None
 
-    def pin_excess(self, nodes: Iterable[Node]) -> PinExcess | None:
-        """Say which tier would have too much of it pinned with these, by their tenant or by all; None for
-        neither."""
+    def check_pins(self, nodes: Iterable[Node]) -> None:
+        """Raise Overloaded when these pins would take too much of a tier, for their tenant or for all."""
         added = [node for node in nodes if not node.is_pinned]
         kin = frozenset[Owner]().union(*(self.kin_of(node.owner) for node in added))
-        settings, tree = self._tree.settings, self._tree
+        settings, limits, tree = self._tree.settings, self._limits, self._tree
+        ram_bytes, ssd_bytes = sum(n.ram_bytes for n in added), sum(n.ssd_bytes for n in added)
         for tier, account, added_bytes, quota_bytes, tier_bytes in (
-            (
-                "RAM",
-                tree.ram,
-                sum(n.ram_bytes for n in added),
-                self._limits.ram_bytes,
-                settings.ram_limit_bytes,
-            ),
-            (
-                "SSD",
-                tree.ssd,
-                sum(n.ssd_bytes for n in added),
-                self._limits.ssd_bytes,
-                settings.ssd_limit_bytes,
-            ),
+            ("RAM", tree.ram, ram_bytes, limits.ram_bytes, settings.ram_limit_bytes),
+            ("SSD", tree.ssd, ssd_bytes, limits.ssd_bytes, settings.ssd_limit_bytes),
         ):
             own_bytes = added_bytes + sum(account.pinned_by[root] for root in kin)
-            everybodys_bytes = added_bytes + account.pinned_by.total()
-            for wanted_bytes, limit, is_everybodys in (
-                (own_bytes, quota_bytes or tier_bytes, False),
-                (everybodys_bytes, tier_bytes, True),
-            ):
-                limit_bytes = int(limit * _PINNED_SHARE)
-                if limit and wanted_bytes > limit_bytes:
-                    return PinExcess(tier, wanted_bytes, limit_bytes, is_everybodys)
-        return None
+            all_bytes = added_bytes + account.pinned_by.total()
+            _check_pinned_share(tier, own_bytes, quota_bytes or tier_bytes, whose="this tenant")
+            _check_pinned_share(tier, all_bytes, tier_bytes, whose="all tenants")
 
     def snapshot(self) -> tuple[TenantShare, ...]:
-        """Return what each known tenant holds."""
+        """Return what each known tenant uses."""
         ram, ssd = self._tree.ram.used_by, self._tree.ssd.used_by
         return tuple(
             TenantShare(
@@ -162,3 +123,14 @@ class TenantQuotas:
             for root in set(forgotten.values()):
                 del self._kin[root]
                 self._tree.log.drop_root(root)
+
+
+def _check_pinned_share(tier: str, wanted_bytes: int, limit: int, *, whose: str) -> None:
+    limit_bytes = int(limit * _PINNED_SHARE)
+    if limit and wanted_bytes > limit_bytes:
+        raise Overloaded(
+            Reason.MEMORY_SHORT,
+            f"pinned blocks of {whose} would take {wanted_bytes} bytes of the {tier} there is for {whose}, "
+            f"of which {limit_bytes} may be pinned; unpin others first",
+            retry_after_s=_PINNED_RETRY_S,
+        )

@@ -1,8 +1,8 @@
-"""Prefix tree: the one index in memory of which blocks are known, where each is, and in which order they go.
+"""Prefix tree: the only index in memory of which blocks are known, where each is, and in which order they go.
 
-Inference thread only, pure data, no mlx. The chained hash makes a flat dict the tree: a node's name is made
-of its parent's and the tokens that come next. RAM and SSD are two facts of one node, so that a short RAM hit
-never hides a longer SSD hit. What changes here is written to the block log here, and nowhere else.
+Inference thread only, pure data, no mlx. The chained hash makes a flat dict the tree: a node's name is the
+hash of its parent's name and the tokens that come next. RAM and SSD are two facts of one node, so that a
+short RAM hit never hides a longer SSD hit. Changes are written to the block log here, and nowhere else.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from operator import attrgetter
 
 from icehouse_server.domain.blocks import (
     BlockHeader,
-    Region,
     RegionKind,
     TokenKeys,
     join_keys,
@@ -26,31 +25,81 @@ from icehouse_server.domain.ids import BlockHash
 from icehouse_server.engine.core.block_log import BlockLog, KvTier, Left, ListingEnded
 from icehouse_server.engine.core.block_names import BlockNames
 from icehouse_server.engine.prefix_cache.tiers.account import TierAccount
-from icehouse_server.engine.prefix_cache.tiers.children import Children
-from icehouse_server.engine.prefix_cache.tiers.node import NO_REGIONS, NO_SIZES, Node, Spilling
-from icehouse_server.engine.prefix_cache.tiers.ports import CacheFacts
-from icehouse_server.engine.prefix_cache.tiers.settings import PrefixSettings
+from icehouse_server.engine.prefix_cache.tiers.node import NO_REGIONS, NO_SIZES, Node, Regions, Spilling
+from icehouse_server.engine.prefix_cache.tiers.prefix_settings import PrefixSettings
+from icehouse_server.engine.prefix_cache.tiers.runner_port import CacheFacts
 from icehouse_server.storage.api import StoredBlock
 
 _SIZES_LIMIT = 4096
 """Different sizes of regions on SSD that are shared by the blocks that have them."""
 
 
-class PrefixTree:
-    """All blocks of the served fingerprint that a tier has, or that are on their way to one."""
+class _Siblings(dict[BlockHash, Node]):
+    """Two or more blocks below one parent, and how many there are of each token count."""
 
-    def __init__(
-        self,
-        settings: PrefixSettings,
-        facts: CacheFacts,
-        log: BlockLog,
-        *,
-        names: BlockNames | None = None,
-    ) -> None:
+    __slots__ = ("counts",)
+
+    def __init__(self, first: Node) -> None:
+        super().__init__({first.hash: first})
+        self.counts = Counter((first.token_count,))
+
+
+class Children:
+    """Blocks by parent, in order of arrival, and the token counts that they have.
+
+    An only child, as most are, takes no more than its slot in the dict. Nothing here visits all children of a
+    block: anybody can give a popular prompt twenty thousand of them.
+    """
+
+    def __init__(self) -> None:
+        self._of: dict[BlockHash, Node | _Siblings] = {}
+
+    def add(self, node: Node) -> None:
+        """Add a block below its parent, as the latest."""
+        known = self._of.get(node.parent)
+        if known is None:
+            self._of[node.parent] = node
+            return
+        if isinstance(known, Node):
+            known = self._of[node.parent] = _Siblings(known)
+        known[node.hash] = node
+        known.counts[node.token_count] += 1
+
+    def remove(self, node: Node) -> None:
+        """Remove a block that was added."""
+        known = self._of[node.parent]
+        if isinstance(known, _Siblings):
+            del known[node.hash]
+            known.counts.subtract((node.token_count,))
+            if not known.counts[node.token_count]:
+                del known.counts[node.token_count]
+            if known:
+                return
+        del self._of[node.parent]
+
+    def latest(self, parent: BlockHash) -> Iterator[Node]:
+        """Yield the blocks below `parent`, the latest first."""
+        known = self._of.get(parent)
+        if isinstance(known, _Siblings):
+            return reversed(known.values())
+        return iter(() if known is None else (known,))
+
+    def lengths(self, parent: BlockHash) -> Collection[int]:
+        """Return the token counts that blocks below `parent` have, each once."""
+        known = self._of.get(parent)
+        if isinstance(known, _Siblings):
+            return known.counts.keys()
+        return () if known is None else (known.token_count,)
+
+
+class PrefixTree:
+    """All blocks of the served fingerprint that are in a tier, or on their way to one."""
+
+    def __init__(self, settings: PrefixSettings, facts: CacheFacts, log: BlockLog) -> None:
         self.settings = settings
         self.facts = facts
         self.log = log
-        self._names = BlockNames(settings.name_secret) if names is None else names
+        self.names = BlockNames(settings.name_secret)
         self._nodes: dict[BlockHash, Node] = {}
         self._children = Children()
         self._pinned: dict[BlockHash, Node] = {}
@@ -60,7 +109,7 @@ class PrefixTree:
         self.ram = TierAccount(
             attrgetter("ram_bytes"), block_token_count=size, has_order=True, by_owner=bool(quotas.ram_bytes)
         )
-        # Which block goes first of all on SSD, the SSD tier knows itself.
+        # The SSD tier itself has the order of all blocks there.
         self.ssd = TierAccount(
             attrgetter("ssd_bytes"), block_token_count=size, has_order=False, by_owner=bool(quotas.ssd_bytes)
         )
@@ -79,27 +128,27 @@ class PrefixTree:
         return self._nodes.get(block)
 
     def recent(self, limit: int) -> list[Node]:
-        """Return at most so many: pinned ones in RAM, those used last there, then the latest to be known."""
+        """Return at most `limit` nodes: pinned ones in RAM, those used last there, then the latest known."""
         in_ram = islice(chain(self.pinned_in_ram, self.ram.latest()), limit)
         return list(dict.fromkeys((*in_ram, *islice(reversed(self._nodes.values()), limit))))[:limit]
 
     def in_ram(self) -> Iterator[Node]:
-        """Yield what RAM holds: least recently used first, pinned ones behind them."""
+        """Yield the nodes in RAM: least recently used first, pinned ones last."""
         return chain(self.ram.oldest(), self.pinned_in_ram)
 
     @property
     def pinned_in_ram(self) -> list[Node]:
-        """The pinned nodes that RAM holds."""
+        """The pinned nodes in RAM."""
         return [node for node in self._pinned.values() if node.ram]
 
     @property
     def spilling(self) -> Collection[Node]:
-        """The nodes on their way to SSD, as many as the write queue takes, in the order they were sent."""
+        """The nodes on their way to SSD, in the order they were sent; the write queue bounds them."""
         return self._spilling.values()
 
     def name_of(self, *, parent: BlockHash, keys: Sequence[int]) -> BlockHash:
         """Return the name that a block with these tokens below `parent` has here, known or not."""
-        return self._names.of(parent, tuple(keys))
+        return self.names.of(parent, tuple(keys))
 
     def chain_names(self, root: BlockHash, keys: Sequence[int]) -> list[BlockHash]:
         """Return the names that the full blocks of these tokens have here, in order."""
@@ -110,7 +159,7 @@ class PrefixTree:
         return names
 
     def header_of(self, node: Node, keys: TokenKeys) -> BlockHeader:
-        """Return a block's facts as its file has them; `keys` are its tokens."""
+        """Return a block's header as in its file; `keys` are its tokens."""
         assert node.token_ids == keys or self.name_of(parent=node.parent, keys=keys) == node.hash
         token_ids, extra = split_keys(keys)
         return BlockHeader(
@@ -128,19 +177,18 @@ class PrefixTree:
         return list(islice(self._children.latest(parent), limit))
 
     def reach(self, node: Node) -> int:
-        """Return where the longest known block that follows this one ends; its own end when none does."""
+        """Return the end of the longest known block that follows this one; its own end when none does."""
         return node.end_token_index + max(self._children.lengths(node.hash), default=0)
 
     def ancestors(self, node: Node) -> Iterator[Node]:
-        """Yield the nodes before this one, as far as they are known, the nearest first."""
+        """Yield the known nodes before this one, the nearest first."""
         above = self._nodes.get(node.parent)
         while above is not None:
             yield above
             above = self._nodes.get(above.parent)
 
     def beginnings(self, parent: BlockHash, keys: TokenKeys, *, limit: int) -> Iterator[Node]:
-        """Yield the nodes below `parent` that are the first of these tokens, at most `limit` of them: one
-        look for each length that there is."""
+        """Yield nodes below `parent` made of the first of these tokens, at most `limit` of them."""
         lengths = [n for n in self._children.lengths(parent) if n <= limit]
         secret = self.settings.name_secret
         names = prefix_key_hashes(parent=parent, keys=keys, lengths=lengths, secret=secret)
@@ -150,7 +198,7 @@ class PrefixTree:
                 yield node
 
     def superseded(self, node: Node) -> list[Node]:
-        """Return the shorter blocks with the same beginning that nobody pinned: this one stands for them."""
+        """Return the shorter blocks with the same beginning that are not pinned: this one replaces them."""
         if node.token_ids is None or not self.facts.cuttable_inside:
             return []
         return [
@@ -162,8 +210,7 @@ class PrefixTree:
     # What becomes known, and what is forgotten.
 
     def insert(self, *, parent: BlockHash, start_token_index: int, keys: TokenKeys) -> Node:
-        """Return the node of these tokens below `parent`, made if it was not known; `prune` it if it stays
-        empty."""
+        """Return the node of these tokens below `parent`, new if not known; `prune` it if it stays empty."""
         name = self.name_of(parent=parent, keys=keys)
         node = self._nodes.get(name)
         if node is None:
@@ -173,22 +220,22 @@ class PrefixTree:
         return node
 
     def learn_keys(self, node: Node, keys: TokenKeys) -> None:
-        """Note the tokens of a block where they are not known; those of one on SSD are news to the log."""
+        """Record the tokens of a block where they were not known; the log learns those of one on SSD."""
         if node.token_ids is None:
             node.token_ids = keys
             if node.ssd:
                 self._note_came(KvTier.SSD, node)
 
     def learn_header(self, header: BlockHeader) -> None:
-        """Note the tokens that a block's file tells, as long as they are of a form that is written here."""
+        """Record the tokens in a block's header, if they are in a format that this version writes."""
         node = self._nodes.get(header.hash)
-        # Of another version is one whose tokens cannot be made out: it is found by its name alone.
+        # A block of another version, whose tokens cannot be decoded, matches by its name alone.
         with contextlib.suppress(ValueError):
             if node is not None:
                 self.learn_keys(node, join_keys(header.token_ids, header.extra))
 
     def prune(self, node: Node) -> None:
-        """Forget a node that is in neither tier, nor on its way to one."""
+        """Forget a node that is in neither tier and not on its way to one."""
         is_empty = not (node.ram or node.ssd or node.spill)
         if is_empty and self._nodes.get(node.hash) is node:
             del self._nodes[node.hash]
@@ -197,21 +244,22 @@ class PrefixTree:
 
     # RAM.
 
-    def hold(self, node: Node, regions: Mapping[RegionKind, Region], sizes: Mapping[RegionKind, int]) -> None:
-        """Have RAM hold regions of a block, of so many bytes; the caller has made space."""
+    def add_regions(self, node: Node, regions: Regions) -> None:
+        """Add regions of a block to RAM; the caller has made space."""
         if not regions:
             return
         is_new = not node.ram
         if not is_new:
             self.ram.remove(node)
         node.ram = {**node.ram, **regions}
-        node.ram_sizes = {**node.ram_sizes, **{kind: size for kind, size in sizes.items() if size}}
+        sizes = {kind: size for kind, region in regions.items() if (size := region.size_bytes)}
+        node.ram_sizes = {**node.ram_sizes, **sizes}
         self.ram.add(node)
         if is_new:
             self._note_came(KvTier.RAM, node)
 
     def drop(self, node: Node) -> bool:
-        """Let go of a block's regions in RAM; False when it had none."""
+        """Drop a block's regions in RAM; False when it had none."""
         if not node.ram:
             return False
         self.ram.remove(node)
@@ -223,7 +271,7 @@ class PrefixTree:
     # SSD.
 
     def store(self, record: StoredBlock) -> Node:
-        """Note that a block is committed on SSD."""
+        """Record that a block is committed on SSD."""
         node = self._nodes.get(record.hash)
         if node is None:
             node = Node(record.hash, record.parent, record.start_token_index, record.token_count)
@@ -233,14 +281,14 @@ class PrefixTree:
         if not is_new:
             self.ssd.remove(node)
         node.ssd, node.ssd_bytes = self._sizes_of(record), record.file_bytes
-        # What nobody has used since the start is older than all that somebody has.
+        # A block that nobody has used since the start is older than all that were used.
         self.ssd.add(node, is_oldest=not node.last_used_time)
         if is_new:
             self._note_came(KvTier.SSD, node)
         return node
 
     def forget_stored(self, block: BlockHash) -> None:
-        """Note that a block is gone from SSD."""
+        """Record that a block is gone from SSD."""
         node = self._nodes.get(block)
         if node is not None and node.ssd:
             self.ssd.remove(node)
@@ -249,13 +297,13 @@ class PrefixTree:
             self.prune(node)
 
     def begin_spill(self, node: Node, *, size_bytes: int) -> None:
-        """Note that a block was handed over to be written; it stays known until `end_spill`."""
+        """Record that a block is on its way to SSD; it stays known until `end_spill`."""
         assert node.spill is None, f"{node.hash.hex()} is on its way to SSD already"
         node.spill = Spilling(size_bytes)
         self._spilling[node.hash] = node
 
     def end_spill(self, node: Node) -> Spilling | None:
-        """Note that a block was written or dropped; return what was known of its way."""
+        """Record that a block was written or dropped; return the state of its spill."""
         spill, node.spill = node.spill, None
         self._spilling.pop(node.hash, None)
         self.prune(node)
@@ -264,7 +312,7 @@ class PrefixTree:
     # Use, pins and owners.
 
     def touch(self, nodes: Sequence[Node], *, now: float) -> None:
-        """Note that a chain was used, its first block last."""
+        """Record the use of a chain, its first block last."""
         for node in reversed(nodes):
             node.last_used_time = now
             for tier, is_there in ((self.ram, node.ram), (self.ssd, node.ssd)):
@@ -272,7 +320,7 @@ class PrefixTree:
                     tier.touch(node)
 
     def set_pinned(self, node: Node, *, pinned: bool) -> None:
-        """Pin a block, or have it go again; then it is the most recently used one."""
+        """Pin a block, or unpin it as the most recently used one."""
         if node.is_pinned is not pinned and self._nodes.get(node.hash) is node:
             with self._recounted(node):
                 node.is_pinned = pinned
@@ -282,16 +330,16 @@ class PrefixTree:
                 self._pinned.pop(node.hash, None)
 
     def claim(self, nodes: Iterable[Node], owner: BlockHash) -> None:
-        """Give blocks of an unknown owner to the root below which they were just used."""
+        """Assign blocks of an unknown owner to the root below which they were just used."""
         for node in nodes:
             if node.owner is None:
                 with self._recounted(node):
                     node.owner = owner
 
     def listing(self, *, slice_count: int) -> Iterator[int]:
-        """Turn the log on and tell every known block there, with each step a slice; yield how many are left.
+        """Turn the log on and write every known block to it, one slice in each step; yield how many are left.
 
-        They are told as they are by then, since what changes after the beginning is told anyhow.
+        A block is written as it is by then, since changes after the beginning are in the log anyway.
         """
         left = list(self._nodes.values())
         self.log.begin()
@@ -306,23 +354,6 @@ class PrefixTree:
         if self.log.is_on:
             self.log.note(ListingEnded())
 
-    def check(self) -> None:
-        """Assert that all that is kept of the nodes is what they say themselves."""
-        nodes = list(self._nodes.values())
-        assert all(self._nodes[node.hash] is node for node in nodes)
-        assert all(node.ram or node.ssd or node.spill for node in nodes), "an empty node is known"
-        assert set(self._spilling.values()) == {node for node in nodes if node.spill}
-        assert set(self._pinned.values()) == {node for node in nodes if node.is_pinned}
-        in_ram, on_ssd = [n for n in nodes if n.ram], [n for n in nodes if n.ssd]
-        self.ram.check(in_ram)
-        self.ssd.check(on_ssd)
-        assert all(node.ram_sizes.keys() <= node.ram.keys() for node in nodes)
-        families = Counter(node.parent for node in nodes)
-        for parent in families:
-            children = self.children(parent)
-            assert len(children) == families[parent] and all(child.parent == parent for child in children)
-            assert set(self._children.lengths(parent)) == {child.token_count for child in children}
-
     def _add(self, node: Node) -> Node:
         above = self._nodes.get(node.parent)
         owner_above = None if above is None else above.owner
@@ -335,7 +366,7 @@ class PrefixTree:
 
     @contextlib.contextmanager
     def _recounted(self, node: Node) -> Iterator[None]:
-        """Count a node anew, in the tiers where it is, when this ends."""
+        """Count a node anew in its tiers when this ends."""
         tiers = [tier for tier, is_there in ((self.ram, node.ram), (self.ssd, node.ssd)) if is_there]
         for tier in tiers:
             tier.remove(node)
@@ -344,7 +375,7 @@ class PrefixTree:
             tier.add(node)
 
     def _sizes_of(self, record: StoredBlock) -> Mapping[RegionKind, int]:
-        """Return one mapping for all blocks of the same sizes: a third of what each would take."""
+        """Return one mapping for all blocks of the same sizes, which saves two thirds of the memory."""
         sizes = (record.kv_bytes, record.window_bytes, record.checkpoint_bytes)
         if sizes not in self._sizes:
             if len(self._sizes) >= _SIZES_LIMIT:

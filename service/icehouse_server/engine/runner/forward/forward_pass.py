@@ -15,8 +15,8 @@ from typing import Any
 import mlx.core as mx
 
 from icehouse_server.engine.attention.cpu.rope import PASS_ANGLES
-from icehouse_server.engine.kv.paging import Paging
-from icehouse_server.engine.kv.places import places_of
+from icehouse_server.engine.kv.page_table import places_of
+from icehouse_server.engine.kv.paged_cache import Paging
 from icehouse_server.engine.kv_cache.cache_classes import leaves
 from icehouse_server.engine.runner.forward.layer_view import (
     HANDED,

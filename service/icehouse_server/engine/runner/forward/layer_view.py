@@ -14,7 +14,7 @@ from typing import Any, Final
 import mlx.core as mx
 
 from icehouse_server.engine.attention.port import TokenPlaces
-from icehouse_server.engine.kv.table import PageGroup
+from icehouse_server.engine.kv.page_table import PageGroup
 from icehouse_server.engine.kv_cache.cache_classes import class_of, is_list
 from icehouse_server.engine.runner.forward.masks import (
     Mask,

@@ -14,7 +14,7 @@ from typing import Protocol
 import mlx.core as mx
 
 from icehouse_server.domain.request import RopePositions
-from icehouse_server.engine.kv.paging import table_of
+from icehouse_server.engine.kv.paged_cache import table_of
 from icehouse_server.engine.kv_cache import rewind
 from icehouse_server.engine.kv_cache.cache_classes import Cache, Undo, class_of, leaves
 

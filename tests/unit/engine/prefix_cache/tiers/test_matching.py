@@ -10,7 +10,7 @@ from icehouse_server.domain.blocks import RegionKind, image_keys
 from icehouse_server.domain.ids import BlockHash, ImageDigest
 from icehouse_server.engine.prefix_cache.tiers.matching import Prompt, known_chain, unread_nodes
 from icehouse_server.engine.prefix_cache.tiers.node import Node
-from icehouse_server.engine.prefix_cache.tiers.ports import CacheFacts
+from icehouse_server.engine.prefix_cache.tiers.runner_port import CacheFacts
 
 from tests.fixtures.known_blocks import (
     HYBRID,

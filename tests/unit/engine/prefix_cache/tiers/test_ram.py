@@ -42,7 +42,7 @@ def test_what_is_over_the_budget_already_goes_for_a_block_that_is_kept() -> None
     tier.shelf.tree.begin_spill(last, size_bytes=10)
     assert last.spill is not None
     last.spill.leaves_ram = True
-    assert ram.keep([last], None) == []
+    assert ram.retain([last], None) == []
     assert [node.ram_bytes > 0 for node in nodes] == [False] * 3 + [True] * 7
 
 

@@ -7,15 +7,13 @@ import dataclasses
 import pytest
 from icehouse_server.domain.blocks import RegionKind
 from icehouse_server.domain.cache_stats import SpillDropCause
-from icehouse_server.engine.prefix_cache.planner import Rates
-from icehouse_server.engine.prefix_cache.tiers.counters import PrefixCounters
 from icehouse_server.engine.prefix_cache.tiers.node import Node
-from icehouse_server.engine.prefix_cache.tiers.ports import CacheFacts
 from icehouse_server.engine.prefix_cache.tiers.ram import RamTier
+from icehouse_server.engine.prefix_cache.tiers.runner_port import CacheFacts
 from icehouse_server.engine.prefix_cache.tiers.spill import Spills
+from icehouse_server.engine.prefix_cache.tiers.storage_waits import Rates, StorageWaits
 from icehouse_server.engine.prefix_cache.tiers.tenant_quota import TenantQuotas
-from icehouse_server.engine.prefix_cache.timeouts import Waits
-from icehouse_server.storage.api import OVERHEAD_BYTES, Failure, Persisted
+from icehouse_server.storage.api import OVERHEAD_BYTES, Failure, Outcome, Persisted, Ticket
 
 from tests.fixtures.engine import FakeClock
 from tests.fixtures.known_blocks import FINGERPRINT, SIZE, Shelf, record_of
@@ -32,7 +30,6 @@ class Bench:
     tier: MemoryTier
     ended: list[Persisted | Failure]
     runner: TokenRunner
-    counters: PrefixCounters
     spills: Spills
     ram: RamTier
 
@@ -47,28 +44,32 @@ class Bench:
 def hold(shelf: Shelf, node: Node, kind: RegionKind) -> None:
     """Have RAM hold a region of a block with the tokens it is made of."""
     region = TokenRegion(kind, node.token_ids or ())
-    shelf.tree.hold(node, {kind: region}, {kind: region.size_bytes})
+    shelf.tree.add_regions(node, {kind: region})
 
 
 def bench(
     *, policy: str = "on_evict", min_prefix: int = 0, limit_bytes: int = 1 << 20, ram_limit_bytes: int = 0
 ) -> Bench:
     shelf = Shelf(spill_policy=policy, min_prefix_token_count=min_prefix, ram_limit_bytes=ram_limit_bytes)
-    counters, runner = PrefixCounters(), TokenRunner(CacheFacts())
+    runner = TokenRunner(CacheFacts())
     ended: list[Persisted | Failure] = []
-    tier = MemoryTier(post=lambda posted: waits.settle(posted), queue_limit_bytes=limit_bytes)
-    waits = Waits(tier, Rates(), FakeClock())
+
+    def post(posted: Outcome) -> None:
+        if isinstance(posted, Ticket):
+            waits.complete(posted)
+
+    tier = MemoryTier(post=post, queue_limit_bytes=limit_bytes)
+    waits = StorageWaits(tier, Rates(), FakeClock())
     quotas = TenantQuotas(shelf.tree)
     spills = Spills(
         shelf.tree,
         quotas=quotas,
-        counters=counters,
         runner=runner,
         waits=waits,
         ended=lambda node, outcome: ended.append(outcome),
     )
     ram = RamTier(shelf.tree, spills=spills, quotas=quotas)
-    return Bench(shelf, tier, ended, runner, counters, spills, ram)
+    return Bench(shelf, tier, ended, runner, spills, ram)
 
 
 def settled(made: Bench) -> list[Kept]:
@@ -92,7 +93,7 @@ def test_a_block_is_sent_once() -> None:
     (block,) = made.tier.kept.values()
     assert made.ended == [Persisted(block, None, 1.0, 0.5)]
     assert block.header.token_ids == node.token_ids and block.header.fingerprint == FINGERPRINT
-    assert made.counters.drop_totals.total() == 0
+    assert made.spills.drop_totals.total() == 0
 
 
 def test_a_block_is_handed_over_once_its_copy_is_there() -> None:
@@ -150,13 +151,13 @@ def test_the_memory_of_a_block_that_leaves_is_free_once_it_is_copied(is_apart: b
     if is_early:
         made.spills.send(node, request_id=None)
     assert ram.used_bytes
-    assert made.ram._make_space(1, spared=(), owner=None, request_id=None)
+    assert made.ram._make_space(1, protected=(), owner=None, request_id=None)
     assert node.is_leaving and bool(ram.used_bytes) is (not is_apart or not is_early)
     made.runner.is_copying = False
     made.spills.hand_over(may_wait=False)
     assert bool(ram.used_bytes) is not is_apart
-    assert made.ram.keep([node], None) == ([node] if is_apart else [])
-    made.ram.spill_ended(node, is_kept_on_ssd=True)
+    assert made.ram.retain([node], None) == ([node] if is_apart else [])
+    made.ram.end_spill(node, is_pinned_on_ssd=True)
     assert not node.is_spilling and bool(node.ram) is not is_apart
 
 
@@ -165,7 +166,7 @@ def test_without_credit_nothing_is_copied(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(made.runner, "begin_to_host", lambda regions: pytest.fail("copied without credit"))
     node = made.block()
     assert not made.spills.has_credit(node) and not made.spills.send(node, request_id=None)
-    assert made.counters.drop_totals == {SpillDropCause.NO_CREDIT: 1}
+    assert made.spills.drop_totals == {SpillDropCause.NO_CREDIT: 1}
     assert made.spills.under_way_count == 0 and not node.is_spilling
 
 
@@ -189,7 +190,7 @@ def test_short_prefixes_go_only_with_longer_ones() -> None:
     made = bench(min_prefix=3 * SIZE)
     first, second = made.block(0), made.block(SIZE)
     assert not made.spills.wants(first) and not made.spills.send(second, request_id=None)
-    assert made.counters.drop_totals == {SpillDropCause.PREFIX_SHORT: 1}
+    assert made.spills.drop_totals == {SpillDropCause.PREFIX_SHORT: 1}
     third = made.block(2 * SIZE)
     assert all(made.spills.wants(node) for node in (first, second, third))
 
@@ -200,7 +201,7 @@ def test_off_is_silent() -> None:
     assert (
         not made.spills.is_on and not made.spills.wants(node) and not made.spills.send(node, request_id=None)
     )
-    assert made.counters.drop_totals.total() == 0
+    assert made.spills.drop_totals.total() == 0
 
 
 def test_a_lost_tier_takes_its_queue_along() -> None:
@@ -221,4 +222,4 @@ def test_a_chain_that_is_kept_takes_no_room_from_itself() -> None:
     assert first.ram_bytes == TOKEN_BYTES * SIZE
     assert made.spills.send(first, request_id=None) and first.spill is not None
     first.spill.leaves_ram = True
-    assert made.ram.keep([first, second], None) == [first] and not second.is_leaving
+    assert made.ram.retain([first, second], None) == [first] and not second.is_leaving

@@ -9,9 +9,10 @@ from icehouse_server.domain.blocks import RegionKind, image_keys
 from icehouse_server.domain.ids import BlockHash, ImageDigest
 from icehouse_server.engine.core.block_log import Came, KvTier, Left
 from icehouse_server.engine.prefix_cache.tiers.node import Node
-from icehouse_server.engine.prefix_cache.tiers.settings import QuotaLimits
+from icehouse_server.engine.prefix_cache.tiers.prefix_settings import QuotaLimits
 
 from tests.fixtures.known_blocks import ROOT, SIZE, Shelf, record_of, root_of
+from tests.fixtures.tree_check import check_tree
 
 LONG = list(range(100, 100 + 5 * SIZE))
 KV, WINDOW = RegionKind.KV, RegionKind.WINDOW
@@ -82,7 +83,7 @@ def test_a_node_lives_as_long_as_a_tier_has_it() -> None:
     assert not shelf.tree.spilling and not node.is_spilling
     assert len(shelf.tree) == 0 and shelf.tree.children(ROOT) == []
     shelf.tree.forget_stored(node.hash)
-    shelf.tree.check()
+    check_tree(shelf.tree)
 
 
 def test_what_the_row_says_is_kept() -> None:
@@ -92,7 +93,7 @@ def test_what_the_row_says_is_kept() -> None:
     assert stored.is_pinned and stored.ssd == {KV: 100} and stored.ssd_bytes == 1000
     shelf.tree.set_pinned(stored, pinned=False)
     assert not shelf.tree.store(record_of(node, KV, pinned=True)).is_pinned
-    shelf.tree.check()
+    check_tree(shelf.tree)
 
 
 def test_bytes_are_asked_of_a_region_once_and_are_those_of_all_regions() -> None:
@@ -105,7 +106,7 @@ def test_bytes_are_asked_of_a_region_once_and_are_those_of_all_regions() -> None
     assert shelf.tree.ram.used_bytes == 37
     shelf.tree.drop(nodes[0])
     assert (shelf.tree.ram.block_count, shelf.tree.ram.used_bytes, nodes[0].ram) == (2, 20, {})
-    shelf.tree.check()
+    check_tree(shelf.tree)
 
 
 def test_two_blocks_may_hold_the_same_region() -> None:
@@ -119,7 +120,7 @@ def test_two_blocks_may_hold_the_same_region() -> None:
     page = Page()
     alive = weakref.ref(page)
     for node in (one, other):
-        shelf.tree.hold(node, {KV: page}, {KV: page.size_bytes})
+        shelf.tree.add_regions(node, {KV: page})
     del page
     shelf.tree.drop(one)
     assert alive() is not None and other.ram[KV] is alive()
@@ -171,7 +172,7 @@ def test_who_looks_for_victims_passes_no_pinned_one() -> None:
     assert list(tree.ram.oldest()) == [*nodes[8:], nodes[0]] and tree.ram.pinned_by[ROOT] == 70
     tree.drop(nodes[1])
     assert tree.ram.pinned_by[ROOT] == 60 and len(tree.pinned_in_ram) == 6
-    tree.check()
+    check_tree(tree)
 
 
 def test_an_owners_blocks_come_in_their_order_and_go_with_it() -> None:
@@ -187,7 +188,7 @@ def test_an_owners_blocks_come_in_their_order_and_go_with_it() -> None:
     assert next(tree.ram.oldest([other, ROOT])) is theirs is next(tree.ram.oldest())
     assert next(tree.ram.latest()) is nodes[0]
     assert list(tree.ram.oldest([root_of("nobody")])) == []
-    tree.check()
+    check_tree(tree)
 
 
 def test_a_block_of_unknown_owner_is_claimed_by_who_uses_it() -> None:
@@ -200,7 +201,7 @@ def test_a_block_of_unknown_owner_is_claimed_by_who_uses_it() -> None:
     shelf.tree.claim([stored], root_of("late"))
     for tier in (shelf.tree.ram, shelf.tree.ssd):
         assert list(tier.oldest([None])) == [] and list(tier.oldest([ROOT])) == [stored]
-    shelf.tree.check()
+    check_tree(shelf.tree)
 
 
 def test_what_was_found_on_ssd_and_never_used_goes_first_tails_before_heads() -> None:
@@ -216,7 +217,7 @@ def test_what_was_found_on_ssd_and_never_used_goes_first_tails_before_heads() ->
     shelf.tree.touch([new], now=1.0)
     shelf.tree.store(record_of(new, KV))
     assert [*shelf.tree.ssd.oldest([ROOT])][-1] is new
-    shelf.tree.check()
+    check_tree(shelf.tree)
 
 
 def test_a_victim_costs_no_look_at_all_the_others() -> None:

@@ -11,9 +11,10 @@ from icehouse_server.domain.blocks import RegionKind
 from icehouse_server.domain.ids import BlockHash
 from icehouse_server.engine.core.block_log import Came, KvTier, Left
 from icehouse_server.engine.prefix_cache.tiers.node import Node
-from icehouse_server.engine.prefix_cache.tiers.settings import QuotaLimits
+from icehouse_server.engine.prefix_cache.tiers.prefix_settings import QuotaLimits
 
 from tests.fixtures.known_blocks import ROOT, SIZE, Shelf, hash_of, record_of, root_of
+from tests.fixtures.tree_check import check_tree
 
 ROOTS = (ROOT, root_of("other"))
 PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=3 * SIZE)
@@ -182,7 +183,7 @@ class TreeAgainstModel(RuleBasedStateMachine):
     def the_tree_agrees(self) -> None:
         if not hasattr(self, "tree"):
             return
-        self.tree.check()
+        check_tree(self.tree)
         assert {node.hash for node in self.tree} == self.blocks.keys()
         for name, facts in self.blocks.items():
             node = self._node(name)

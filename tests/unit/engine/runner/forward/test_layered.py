@@ -31,7 +31,7 @@ def held_of(row: Row) -> list[np.ndarray]:
         if entry.kind is RegionKind.CHECKPOINT:
             arrays += [array for _, array in entry.whole(leaf)]
         else:
-            held = entry.held(leaf)
+            held = entry.tokens(leaf)
             arrays += [array for _, array in held.cut(held.end - held.count, held.end)]
     return [np.array(array.astype(mx.float32)) for array in arrays]
 

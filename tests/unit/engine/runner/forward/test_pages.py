@@ -13,10 +13,10 @@ from icehouse_server.engine.attention.cpu.softmax import computes_on_cpu
 from icehouse_server.engine.attention.gather import GatherAttention
 from icehouse_server.engine.attention.port import PagedAttention
 from icehouse_server.engine.kv.page_groups import groups_of
-from icehouse_server.engine.kv.paging import Paging
+from icehouse_server.engine.kv.page_table import PageGroup
+from icehouse_server.engine.kv.paged_cache import Paging
 from icehouse_server.engine.kv.pass_clock import PassClock
 from icehouse_server.engine.kv.pool import PagePool
-from icehouse_server.engine.kv.table import PageGroup
 from icehouse_server.engine.runner.forward import ForwardPass, Row, attending_places, examine
 from mlx_lm.models.cache import make_prompt_cache
 

@@ -1,4 +1,4 @@
-"""Held tokens: whatever a cache went through, each of them is found where its class says it is.
+"""Token arrays: whatever a cache went through, each of them is found where its class says it is.
 
 K/V here are no model's: every slot holds its own sequence tag and position, so that a cut can be
 read. Hypothesis drives caches through any order of prefill and decode.
@@ -29,8 +29,8 @@ def _tokens(tags: Sequence[int], starts: Sequence[int], count: int) -> mx.array:
 
 
 def _check(cache: Any, *, tag: int, length: int, at_least: int) -> None:
-    """Cut all held tokens and every proper piece at their ends; compare with what was written."""
-    found = class_of(cache).held(cache)
+    """Cut all tokens and every proper piece at their ends; compare with what was written."""
+    found = class_of(cache).tokens(cache)
     assert found.end == length and found.count >= min(at_least, length)
     oldest = found.end - found.count
     for start, stop in {

@@ -1,6 +1,6 @@
-"""Commands of the prefix cache: explain, pin, evict, verify, count; from outside a request.
+"""Commands to the prefix cache from outside a request: explain, pin, evict, verify, list, count.
 
-Inference thread only. What needs the storage thread is answered when its outcome comes.
+Inference thread only. A command that needs the storage thread is answered when its outcome comes.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from icehouse_server.domain.cache_commands import (
 from icehouse_server.domain.cache_stats import CacheStats
 from icehouse_server.domain.ids import CacheScope
 from icehouse_server.engine.core.mailbox import Command
-from icehouse_server.engine.prefix_cache.cache import PrefixCache
+from icehouse_server.engine.prefix_cache.prefix_cache import PrefixCache
 from icehouse_server.engine.prefix_cache.tiers.node import Node
 from icehouse_server.errors import IcehouseError, NotFound, Overloaded, Reason, StorageError
 from icehouse_server.storage.api import Failure, Names, Purged, Ticket, Trouble, Verified
@@ -50,14 +50,12 @@ from icehouse_server.storage.api import Failure, Names, Purged, Ticket, Trouble,
 _Result = TypeVar("_Result")
 _Reply = Callable[[CacheAnswer | IcehouseError], None]
 _BUSY_RETRY_S = 1.0
-_PINNED_RETRY_S = 60.0
-"""Pins stay until somebody takes them away."""
 _EARLY_LIMIT = 256
 """Commands that wait for the first inventory."""
 _SLICE_COUNT = 256
-"""Blocks told at once in a listing of all; what they make of changes has room in the log."""
+"""Blocks in a slice of a listing; the log has space for so many changes."""
 _STATS_S = 1.0
-"""How long the storage thread's counters are waited for; then those it told last stand for them."""
+"""How long to wait for the storage thread's counters; then its last ones are used."""
 _STORAGE_ORDERS = (Pin, Unpin, Evict, EvictBlocks, ListStored, Verify)
 
 
@@ -71,15 +69,15 @@ class CacheCommands:
         self._early_count = 0
         """Commands that wait for the first inventory."""
         self._end: IcehouseError | None = None
-        """Why the engine ends."""
+        """Why the engine ends, once it does."""
         self.listing_slice_count = _SLICE_COUNT
         self._listing: Iterator[int] = iter(())
-        """Goes on when who listens has taken the last slice, so that a step pays for one at most."""
+        """Continues when the listener has taken the last slice, so that a step writes one at most."""
         self._last_stats: CacheStats | None = None
-        """The storage thread's part, as it was last told."""
+        """The storage thread's part, as last reported."""
 
     def submit(self, message: Command) -> None:
-        """Carry out a command, once it is known what the SSD holds: to evict all, say, means that too."""
+        """Carry out a command, once the content of the SSD is known: to evict all, say, includes that."""
         if not self._cache.is_inventory_due:
             self._carry_out(message)
         elif self._early_count < _EARLY_LIMIT:
@@ -91,7 +89,7 @@ class CacheCommands:
     def fail_early(self, error: IcehouseError) -> None:
         """The engine ends before the inventory came: answer the commands that wait for it."""
         self._end = error
-        self._waits.settle_inventory()
+        self._waits.complete_inventory()
 
     def _inventory_came(self, message: Command, outcome: Failure | None) -> None:
         self._early_count -= 1
@@ -118,20 +116,19 @@ class CacheCommands:
             message.reply(answer)
 
     def query(self, reply: Callable[[CacheStats], None]) -> None:
-        """Call `reply` with all counters, the storage thread's included, as they were last told where it does
-        not answer."""
+        """Call `reply` with all counters, the storage thread's last ones where it does not answer."""
         storage = self._cache.storage
         ticket = None if storage is None or self._waits.is_stalled else storage.stats()
 
-        def told(outcome: CacheStats | Failure) -> None:
+        def report(outcome: CacheStats | Failure) -> None:
             if isinstance(outcome, CacheStats):
                 self._last_stats = outcome
             reply(self._cache.stats(self._last_stats if self._cache.storage is not None else None))
 
         if ticket is None:
-            told(Failure(Trouble.UNUSABLE))
+            report(Failure(Trouble.UNUSABLE))
         else:
-            self._waits.add(ticket, told, limit_s=_STATS_S)
+            self._waits.add(ticket, report, limit_s=_STATS_S)
 
     def _answer(self, command: CacheCommand, reply: _Reply) -> CacheAnswer | None:
         if self._waits.is_stalled and isinstance(command, _STORAGE_ORDERS):
@@ -140,13 +137,13 @@ class CacheCommands:
             case Explain():
                 return self._explain(command, reply)
             case Pin() | Unpin():
-                nodes = self._cache.known_chain(command.prompt_token_ids, command.scope)
-                return self._pin(nodes, pinned=isinstance(command, Pin), reply=reply)
+                chain = self._cache.known_chain(command.prompt_token_ids, command.scope)
+                return self._pin(chain, pinned=isinstance(command, Pin), reply=reply)
             case Evict():
                 return self._evict(self._known(command), reply)
             case EvictBlocks():
-                found = (self._cache.tree.get(name) for name in command.block_hashes)
-                return self._evict([node for node in found if node is not None], reply)
+                nodes = [self._cache.tree.get(name) for name in command.block_hashes]
+                return self._evict([node for node in nodes if node is not None], reply)
             case ListKnown():
                 return KnownBlocks(tuple(node.hash for node in reversed(self._known(command))))
             case ListRecent():
@@ -169,43 +166,35 @@ class CacheCommands:
         else:
             began = self._clock.monotonic()
             verified = self._cache.storage.verify(command.block_hashes)
-            self._await(verified, reply, lambda found: self._verified(found, began))
+            self._await(verified, reply, lambda outcome: self._verified(outcome, began))
         return None
 
     def _await(
         self, ticket: Ticket[_Result] | None, reply: _Reply, answer: Callable[[_Result], CacheAnswer]
     ) -> None:
-        """Have an order answered when the storage thread has carried it out. It is its own to end, and the
-        caller's deadline bounds the wait. Raises `Overloaded` where there is none: too much waits."""
+        """Have an order answered when the storage thread has carried it out; only the caller's deadline
+        bounds the wait. Raises `Overloaded` without a ticket: the queue is full."""
         if ticket is None:
             raise _storage_busy()
         self._waits.add(
-            ticket, lambda found: reply(_refusal(found) if isinstance(found, Failure) else answer(found))
+            ticket,
+            lambda outcome: reply(_refusal(outcome) if isinstance(outcome, Failure) else answer(outcome)),
         )
 
-    def _verified(self, found: Verified, began: float) -> VerifyReport:
+    def _verified(self, verified: Verified, began: float) -> VerifyReport:
         return VerifyReport(
-            verified_block_count=found.checked_count,
-            verified_bytes=found.checked_bytes,
-            damaged_hashes=tuple(failure.hash for failure in found.damaged if failure.hash is not None),
+            verified_block_count=verified.checked_count,
+            verified_bytes=verified.checked_bytes,
+            damaged_hashes=tuple(failure.hash for failure in verified.damaged if failure.hash is not None),
             duration_s=self._clock.monotonic() - began,
         )
 
     def _explain(self, command: Explain, reply: _Reply) -> Explanation | None:
-        """Answer now, or when the headers of blocks that this process never saw whole are read."""
-        ticket = self._cache.ask_headers(
-            command.prompt_token_ids, scope=command.scope, shared_scope=command.shared_scope
-        )
-        if ticket is None:
-            return self._cache.explain(command)
-
-        def met(outcome: tuple[BlockHeader, ...] | Failure) -> None:
-            if not isinstance(outcome, Failure):
-                self._cache.learn_headers(outcome)
-            reply(self._cache.explain(command))
-
-        self._waits.add(ticket, met, token_count=0)
-        return None
+        """Answer now, or when the headers of blocks with unknown tokens are read."""
+        keys, cache = command.prompt_token_ids, self._cache
+        prompt = cache.prompt(keys, scope=command.scope, shared_scope=command.shared_scope)
+        is_waiting = cache.fetch_headers(prompt, lambda: reply(cache.explain(command)), token_count=0)
+        return None if is_waiting else cache.explain(command)
 
     def _read_tokens(self, command: ReadTokens, reply: _Reply) -> BlockTokens | None:
         if self._cache.storage is None or not command.block_hashes:
@@ -220,18 +209,17 @@ class CacheCommands:
             if isinstance(outcome, Failure):
                 reply(BlockTokens(()) if outcome.cause is Trouble.LOST else _storage_busy())
             else:
-                # They are not kept.
                 reply(BlockTokens(tuple(KnownTokens(h.hash, h.token_ids, h.extra) for h in outcome)))
 
         self._waits.add(ticket, read, token_count=0)
         return None
 
     def _pin(self, nodes: list[Node], *, pinned: bool, reply: _Reply) -> PinReport | None:
-        """Answer now where all is in RAM alone, else when the storage thread says what is there."""
+        """Answer now where all is in RAM alone, else when the storage thread reports what is there."""
         cache = self._cache
         nodes = [node for node in nodes if node.ram or node.ssd]
         if pinned:
-            self._refuse_pin(nodes)
+            self._check_pin(nodes)
         nodes = [node for node in nodes if pinned or node.is_pinned]
         changed = [node for node in nodes if node.is_pinned is not pinned]
         stored = tuple(node.hash for node in nodes if node.ssd or node.is_spilling)
@@ -239,39 +227,31 @@ class CacheCommands:
             cache.pin(nodes, pinned=pinned)
             return _pin_report(nodes)
 
-        def told(outcome: Names | Failure) -> None:
+        def report(outcome: Names | Failure) -> None:
             if isinstance(outcome, Failure):
                 if outcome.cause is not Trouble.LOST:
-                    # Nothing may be pinned here that is not on SSD, nor the other way round.
+                    # The pins here and on SSD must agree.
                     cache.pin(changed, pinned=not pinned)
                 reply(_refusal(outcome))
                 return
-            # What was there when it was pinned may have been found damaged by now.
-            kept = [n for n in nodes if not pinned or n.ram or (n.ssd and n.hash not in outcome)]
-            cache.pin([node for node in nodes if node not in kept], pinned=False)
-            reply(_pin_report(kept) if kept or not pinned else _nothing_to_pin())
+            # A block that was there when it was pinned may have been found damaged since.
+            there = [n for n in nodes if not pinned or n.ram or (n.ssd and n.hash not in outcome)]
+            cache.pin([node for node in nodes if node not in there], pinned=False)
+            reply(_pin_report(there) if there or not pinned else _nothing_to_pin())
 
         ticket = cache.spills.pin(stored, pinned=pinned)
         if ticket is None:
             raise _storage_busy()
         cache.pin(nodes, pinned=pinned)
-        self._waits.add(ticket, told)
+        self._waits.add(ticket, report)
         return None
 
-    def _refuse_pin(self, nodes: list[Node]) -> None:
-        """Raise what stands against pinning these blocks."""
+    def _check_pin(self, nodes: list[Node]) -> None:
+        """Raise the reason why these blocks may not be pinned, if there is one."""
         if not nodes:
             raise _nothing_to_pin()
-        excess = self._cache.quotas.pin_excess(nodes)
-        if excess is not None:
-            whose = "all tenants" if excess.is_everybodys else "this tenant"
-            raise Overloaded(
-                Reason.MEMORY_SHORT,
-                f"pinned blocks of {whose} would take {excess.wanted_bytes} bytes of the {excess.tier} there "
-                f"is for {whose}, of which {excess.limit_bytes} may be pinned; unpin others first",
-                retry_after_s=_PINNED_RETRY_S,
-            )
-        leaving = self._cache.ram.keep(nodes, None)
+        self._cache.quotas.check_pins(nodes)
+        leaving = self._cache.ram.retain(nodes, None)
         if leaving:
             raise Overloaded(
                 Reason.MEMORY_SHORT,
@@ -281,7 +261,7 @@ class CacheCommands:
             )
 
     def _known(self, command: Evict | ListKnown) -> list[Node]:
-        """Return the blocks that a command means, in the order in which they were made or of the prompt."""
+        """Return the blocks that a command is about: all as they became known, or the prompt's in order."""
         if command.prompt_token_ids is None:
             return list(self._cache.tree)
         return self._cache.known_chain(command.prompt_token_ids, command.scope)
@@ -298,7 +278,7 @@ class CacheCommands:
                 report, ssd_block_count=purged.block_count, ssd_bytes=purged.size_bytes
             )
 
-        # Nor is one gone that a quota or an order before has made go, until the storage thread gets there.
+        # Blocks that an earlier order or a quota removes are not gone before the storage thread gets there.
         asks_ssd = cache.storage is not None and (bool(stored) or cache.spills.removal_count > 0)
         if asks_ssd:
             self._await(cache.spills.remove(stored), reply, removed)
@@ -315,9 +295,9 @@ def _pin_report(nodes: list[Node]) -> PinReport:
 
 
 def _recent(node: Node, *, with_tokens: bool) -> RecentBlock:
-    """Return what an operator is shown of a block: without tokens nothing that they could be read from.
+    """Return what an operator is shown of a block, with its tokens only on request.
 
-    With them it has the node's own tuple, which nobody changes, so that they cost no copy.
+    They are the node's own tuple, which nobody changes, so that they cost no copy.
     """
     return RecentBlock(
         hash=node.hash,
@@ -333,20 +313,19 @@ def _recent(node: Node, *, with_tokens: bool) -> RecentBlock:
 
 def _nothing_to_pin() -> NotFound:
     return NotFound(
-        Reason.BLOCK_NOT_FOUND,
-        "no block of this prompt is cached; send it through Warm or Generate first",
+        Reason.BLOCK_NOT_FOUND, "no block of this prompt is cached; send it through Warm or Generate first"
     )
 
 
 def _unanswered() -> StorageError:
-    """Return the refusal of a command that needs a storage thread which hangs."""
+    """Return the refusal of a command that needs the storage thread while it hangs."""
     return StorageError(
         Reason.STORE_UNUSABLE, "the SSD tier does not answer, since its disk hangs; try again later"
     )
 
 
 def _refusal(failure: Failure) -> StorageError:
-    """Return what whoever gave an order is told of its failure."""
+    """Return the error that answers an order which failed."""
     if failure.cause is Trouble.LOST:
         return StorageError(Reason.STORE_UNUSABLE, "the SSD tier has stopped; see the server's log")
     return StorageError(
@@ -355,7 +334,7 @@ def _refusal(failure: Failure) -> StorageError:
 
 
 def _storage_busy() -> Overloaded:
-    """Return the refusal of a command that the SSD tier has no place for now."""
+    """Return the refusal of a command that the SSD tier's queue has no space for."""
     return Overloaded(
         Reason.QUEUE_FULL,
         "too many orders wait for the storage thread; try again later",

@@ -16,12 +16,10 @@ from icehouse_server.engine.attention.cpu.attention import CpuAttention
 from icehouse_server.engine.attention.gather import GatherAttention
 from icehouse_server.engine.attention.port import PagedAttention, PoolShape
 from icehouse_server.engine.kv import pool as kv_pool
-from icehouse_server.engine.kv.page_region import copied_out
-from icehouse_server.engine.kv.paged_restore import PagePlace
+from icehouse_server.engine.kv.page_table import PageGroup, PageRun, places_of
 from icehouse_server.engine.kv.pass_clock import PassClock
-from icehouse_server.engine.kv.places import places_of_one
 from icehouse_server.engine.kv.pool import PagePool
-from icehouse_server.engine.kv.table import PageGroup, PageRun
+from icehouse_server.engine.kv.runner_blocks import PageDestination
 from icehouse_server.storage.api import LayoutMismatch, PlannedBlock
 
 BLOCK = 16
@@ -66,10 +64,10 @@ def planned(*token_counts: int) -> list[PlannedBlock]:
     return blocks
 
 
-def place_for(group: PageGroup, *token_counts: int) -> PagePlace:
+def place_for(group: PageGroup, *token_counts: int) -> PageDestination:
     pages = group.pool.take_spare(sum(map(group.pool.pages_for, token_counts)))
     assert pages is not None
-    return PagePlace(group, NAMES, planned(*token_counts), pages)
+    return PageDestination(group, NAMES, planned(*token_counts), pages)
 
 
 def tensors_of(group: PageGroup, token_count: int) -> list[Tensor]:
@@ -92,7 +90,7 @@ def content_of(group: PageGroup, token_count: int, *, seed: int) -> bytes:
     )
 
 
-def views_of(group: PageGroup, place: PagePlace, index: int, token_count: int) -> list[memoryview]:
+def views_of(group: PageGroup, place: PageDestination, index: int, token_count: int) -> list[memoryview]:
     return place.segments(
         tensors_of(group, token_count), start_token_index=index * BLOCK, token_count=token_count
     )
@@ -107,7 +105,7 @@ def fill(views: Sequence[memoryview], content: bytes) -> None:
     assert begin == len(content)
 
 
-def read(group: PageGroup, place: PagePlace, *token_counts: int) -> list[bytes]:
+def read(group: PageGroup, place: PageDestination, *token_counts: int) -> list[bytes]:
     """Fill all blocks; return what each of them holds then, as its file would have it."""
     contents = [content_of(group, count, seed=index) for index, count in enumerate(token_counts)]
     for index, (count, content) in enumerate(zip(token_counts, contents, strict=True)):
@@ -115,10 +113,10 @@ def read(group: PageGroup, place: PagePlace, *token_counts: int) -> list[bytes]:
     return contents
 
 
-def held(group: PageGroup, place: PagePlace) -> list[bytes]:
+def held(group: PageGroup, place: PageDestination) -> list[bytes]:
     found = []
     for region in place.regions(group):
-        copied = copied_out(group, region, NAMES)
+        copied = region.copied_out(group, NAMES)
         mx.eval(copied.buffers)
         found.append(b"".join(bytes(memoryview(array.view(mx.uint8))) for _, array in copied.arrays))
     return found
@@ -231,7 +229,7 @@ def test_what_a_row_wrote_last_does_not_come_over_what_is_read_after_it() -> Non
     run.make_room(16 * 4)
     keys = mx.ones((4, 3, 1, 8))
     for layer in range(2):
-        group.attention.write(group.pool, keys, keys, places_of_one(run, start=60, stop=64), layer=layer)
+        group.attention.write(group.pool, keys, keys, places_of([run], [60], [4]), layer=layer)
     del run
     gc.collect()
     place = place_for(group, BLOCK, BLOCK, BLOCK, BLOCK)

@@ -1,58 +1,60 @@
-"""Page table of one row: which pages hold its tokens, in their order, and how many tokens it has.
+"""Page table of one row: which pages hold its tokens, in order, and how many tokens it has.
 
-Layers with the same kind of attention share a run of pages: those of unlimited context keep all of them,
-those of a sliding window let go of what it has left behind.
+Layers with the same kind of attention share a run of pages. Runs of unlimited context keep all of their
+pages; runs of a sliding window release those that the window has passed.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 
-from icehouse_server.engine.attention.port import PagedAttention
+import numpy as np
+
+from icehouse_server.engine.attention.port import Ints, PagedAttention, TokenPlaces
 from icehouse_server.engine.kv.pool import Page, PagePool
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PageGroup:
-    """Layers whose KV lies in the pages of one pool, and what attends to it."""
+    """Layers whose KV lies in the pages of one pool, and the attention that reads them."""
 
     pool: PagePool
     attention: PagedAttention
     layers: Mapping[int, int]
-    """By a cache's place among a row's caches: the layer's number in the pool."""
+    """The layer's number in the pool, by the index of its cache among a row's caches."""
     window: int | None = None
-    """How many tokens each one sees, with itself; None where it sees all before it."""
+    """How many tokens each token sees, itself included; None where it sees all before it."""
     has_costly_shapes: bool = False
     """Whether the first attention of each shape waits for a plan, so that there should be few."""
 
 
 class PageRun:
-    """Pages of one row in one group: page n holds its tokens from n times a page's on."""
+    """Pages of one row in one group: page n holds its tokens from n times the page size on."""
 
     __slots__ = ("group", "numbers", "pages")
 
     def __init__(self, group: PageGroup) -> None:
         self.group = group
         self.pages: list[Page | None] = []
-        """None where the window has left a page behind."""
+        """None where the window has passed a page."""
         self.numbers: list[int] = []
         """Of the pages, -1 for none."""
 
     def make_room(self, token_count: int) -> None:
-        """Have pages for so many tokens."""
+        """Allocate the pages that are missing for so many tokens."""
         missing = self.group.pool.pages_for(token_count) - len(self.pages)
         if missing > 0:
             self.add(self.group.pool.take(missing))
 
     def add(self, pages: Sequence[Page]) -> None:
-        """Go on with these pages, behind those that it has."""
+        """Append these pages."""
         self.pages += pages
         self.numbers += [page.number for page in pages]
 
     def leave_behind(self, token_count: int) -> None:
-        """Let go of pages that no token from `token_count` on will see, one page less than that: guesses may
-        be taken back."""
+        """Release pages that no token from `token_count` on sees, but one: guesses may be taken back."""
         if self.group.window is None:
             return
         size = self.group.pool.shape.page_token_count
@@ -62,7 +64,7 @@ class PageRun:
             self.pages[first], self.numbers[first] = None, -1
 
     def skip(self, token_count: int) -> None:
-        """Begin where the page of this token does: what is before has been left behind."""
+        """Begin with the page of this token; those before it have been passed by the window."""
         assert not self.pages, "It has pages already"
         count = token_count // self.group.pool.shape.page_token_count
         self.pages, self.numbers = [None] * count, [-1] * count
@@ -73,12 +75,12 @@ class PageRun:
         return self.numbers.count(-1) * self.group.pool.shape.page_token_count
 
     def pages_of(self, start: int, stop: int) -> list[Page]:
-        """Return the pages of tokens [start, stop); `start` is at a page's beginning."""
+        """Return the pages of tokens [start, stop); `start` is at the beginning of a page."""
         size = self.group.pool.shape.page_token_count
         assert start % size == 0, f"A block begins inside a page: token {start}, pages of {size}"
-        found = self.pages[start // size : self.group.pool.pages_for(stop)]
-        assert all(page is not None for page in found), f"Tokens [{start}, {stop}) were left behind"
-        return [page for page in found if page is not None]
+        pages = self.pages[start // size : self.group.pool.pages_for(stop)]
+        assert all(page is not None for page in pages), f"Tokens [{start}, {stop}) were released"
+        return [page for page in pages if page is not None]
 
 
 class PageTable:
@@ -91,7 +93,25 @@ class PageTable:
         self.token_count = 0
 
     def make_room(self, token_count: int) -> None:
-        """Have pages for so many tokens, and none that are not seen any more."""
+        """Have pages for so many tokens, and release those that no token sees any more."""
         for run in self.runs:
             run.leave_behind(self.token_count)
             run.make_room(token_count)
+
+
+def places_of(runs: Sequence[PageRun], begins: Sequence[int], counts: Sequence[int]) -> TokenPlaces:
+    """Return where a pass's tokens lie in their pages: `counts` of each row, from `begins` on."""
+    pool = runs[0].group.pool
+    numbers = [
+        run.numbers[: pool.pages_for(begin + count)]
+        for run, begin, count in zip(runs, begins, counts, strict=True)
+    ]
+    starts = np.array(list(itertools.accumulate(map(len, numbers[:-1]), initial=0)), np.int32)
+    pages = np.array(list(itertools.chain.from_iterable(numbers)), np.int32)
+    rows = np.repeat(np.arange(len(runs), dtype=np.int32), counts)
+    if len(rows) == len(runs):
+        positions: Ints = np.array(begins, np.int32)
+    else:
+        spans = [np.arange(b, b + count, dtype=np.int32) for b, count in zip(begins, counts, strict=True)]
+        positions = np.concatenate(spans)
+    return TokenPlaces(pages, starts, rows, positions)

@@ -16,10 +16,9 @@ from icehouse_server.domain.ids import SequenceId
 from icehouse_server.domain.sampling import SamplingParams
 from icehouse_server.engine.core.decode_row import DecodeRow
 from icehouse_server.engine.core.ports import Chunk
-from icehouse_server.engine.kv import blocks as kv_blocks
-from icehouse_server.engine.kv import host_copy
+from icehouse_server.engine.kv import runner_blocks
 from icehouse_server.engine.kv_cache import regions
-from icehouse_server.engine.prefix_cache.tiers.ports import PlacedBlock, RestoreInput
+from icehouse_server.engine.prefix_cache.tiers.runner_port import PlacedBlock, RestoreInput
 from icehouse_server.engine.runner.forward import Attention
 from icehouse_server.errors import StorageError
 
@@ -155,7 +154,7 @@ def test_what_is_written_is_memory_of_the_host(
 ) -> None:
     """A view of memory that is the device's own would have it moved to the host for good."""
     if not is_unified:
-        monkeypatch.setattr(host_copy, "find_backend", lambda: Backend.CUDA)
+        monkeypatch.setattr(runner_blocks, "find_backend", lambda: Backend.CUDA)
     runner = runner_of(tiny_model_dir(tmp_path, "llama"), is_pipelined=False, attention=Attention.ROWS)
     runner.open(SequenceId(1))
     runner.run([Chunk(SequenceId(1), PROMPT[:16])])
@@ -231,7 +230,7 @@ def test_a_long_restore_takes_a_step_for_so_many_bytes(
     """All at once, it would keep those that decode from the device."""
     folder, waits = tiny_model_dir(tmp_path, "llama"), Waits(monkeypatch)
     whole = restore_beside_passes(folder, [RegionKind.KV], waits, is_pipelined=True)
-    monkeypatch.setattr(kv_blocks, "_RESTORED_BYTES", 1)
+    monkeypatch.setattr(runner_blocks, "_RESTORED_BYTES", 1)
     parts = restore_beside_passes(folder, [RegionKind.KV], waits, is_pipelined=True)
     assert (parts[0], parts[2]) == (whole[0], 0) and parts[1] > 1
 

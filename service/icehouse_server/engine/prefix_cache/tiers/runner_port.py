@@ -1,22 +1,23 @@
-"""Port of the prefix cache to the device, to cut and rebuild; to the SSD tier see `storage.api`.
+"""Runner port of the prefix cache: what cuts and restores blocks on the device.
 
-Regions are opaque here. The runner makes them from caches and gives them back as host memory.
+Regions are opaque here. The runner cuts them from caches and copies them to and from host memory. The port to
+the SSD tier is `storage.api`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Collection, Mapping, Sequence
+from typing import Protocol
 
 from icehouse_server.domain.blocks import HostRegion, Region, RegionKind
 from icehouse_server.domain.ids import SequenceId
-from icehouse_server.storage.api import ColdTier, KvTarget, PlannedBlock, Ticket
+from icehouse_server.storage.api import KvTarget, PlannedBlock
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CacheFacts:
-    """What the model's cache classes allow; `unsupported_detail` says why nothing can be kept."""
+    """What the model's cache classes allow; `unsupported_detail` says why nothing can be cached."""
 
     unsupported_detail: str = ""
     has_kv: bool = True
@@ -25,13 +26,12 @@ class CacheFacts:
     window_token_count: int = 0
     """The longest sliding window in tokens, 0 if there is none."""
     shortest_window_token_count: int = 0
-    """The shortest one; 0 where there is none, or where all are alike."""
+    """The shortest one; 0 where there is none, or where all have the same length."""
     shares_blocks: bool = False
-    """Whether kv lies in pages, which a sequence and the blocks of what it holds have in common: to keep one
-    and to begin with one copies nothing."""
+    """Whether sequences and blocks share pages of kv, so that captures and restores copy none."""
 
     def needed_kinds(self, *, end_token_index: int, token_count: int) -> tuple[RegionKind, ...]:
-        """Return the regions of a block with this end that a restore to `token_count` tokens reads."""
+        """Return the regions of a block with this end that a restore to `token_count` tokens needs."""
         kinds = [RegionKind.KV] if self.has_kv else []
         if self.window_token_count and end_token_index > token_count - self.window_token_count:
             kinds.append(RegionKind.WINDOW)
@@ -40,10 +40,10 @@ class CacheFacts:
         return tuple(kinds)
 
     def holds_window(self, block_token_count: int, *, passed_token_count: int) -> bool:
-        """Whether a full block's windows can be cut after so many more tokens were decoded.
+        """Whether a full block's windows can still be cut after so many more tokens were decoded.
 
-        A cache holds its window's tokens and no more: one that is as short as the block or shorter
-        has moved on with the first of them.
+        A cache holds its window's tokens and no more: a window no longer than the block has lost some of the
+        block's tokens with the first one decoded.
         """
         shortest = self.shortest_window_token_count or self.window_token_count
         return shortest > 0 and shortest - min(block_token_count, shortest) >= passed_token_count
@@ -63,26 +63,26 @@ class PlacedBlock:
 
 
 class HostCopy(Protocol):
-    """Regions on their way to host memory. Keeps them alive until they are taken."""
+    """Regions on their way to host memory; it keeps them alive until `take`."""
 
     @property
     def is_done(self) -> bool:
-        """Whether `take` waits for no pass of the device."""
+        """Whether `take` would not wait for a pass of the device."""
         ...
 
     def take(self) -> tuple[HostRegion, ...]:
-        """Return the bytes, which another thread may read and drop; wait for them if they are not there."""
+        """Return the bytes, which another thread may read and drop; waits for them if necessary."""
         ...
 
     @property
     def is_apart(self) -> bool:
-        """Whether the bytes are a copy, so that the regions' memory is free without them."""
+        """Whether the bytes are a copy, so that the regions' memory can be freed first."""
         ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RestoreInput:
-    """All a restore is made from: blocks in ascending order."""
+    """All that a restore needs: blocks in ascending order."""
 
     blocks: tuple[PlacedBlock, ...]
     token_count: int
@@ -98,19 +98,19 @@ class CacheRunner(Protocol):
         ...
 
     def begin_load(self, blocks: Sequence[PlannedBlock]) -> KvTarget | None:
-        """Return memory for the kv of these blocks, where it lies in pages; None without room for it."""
+        """Return memory for the kv of these blocks, where it lies in pages; None without enough of it."""
         ...
 
     def end_load(self, place: KvTarget) -> Sequence[Region]:
-        """Return the kv of the blocks that it was for, all of which were read and are right."""
+        """Return the kv of the blocks that the memory was for, all of which were read and verified."""
         ...
 
     def begin_restore(self, sequence_id: SequenceId, restore: RestoreInput) -> None:
-        """Open a sequence whose caches will be rebuilt. Raises StorageError when the input cannot do it."""
+        """Begin to rebuild a sequence's caches. Raises StorageError when the input is not enough."""
         ...
 
     def continue_restore(self, sequence_id: SequenceId, *, budget_s: float) -> bool:
-        """Rebuild for about `budget_s`; True when the sequence is open. Raises StorageError."""
+        """Rebuild for about `budget_s`; True once the sequence is open. Raises StorageError."""
         ...
 
     def from_host(self, region: HostRegion) -> Region:
@@ -118,15 +118,5 @@ class CacheRunner(Protocol):
         ...
 
     def begin_to_host(self, regions: Sequence[Region]) -> HostCopy:
-        """Have regions brought to host memory, behind what the device is at."""
-        ...
-
-
-class TierWaits(Protocol):
-    """The SSD tier, None without one and when it is lost, and those who wait for what it was asked."""
-
-    storage: ColdTier | None
-
-    def add(self, ticket: Ticket[Any], then: Callable[[Any], object]) -> None:
-        """Call `then` with a ticket's outcome when it comes."""
+        """Have regions copied to host memory, behind the device's current work."""
         ...

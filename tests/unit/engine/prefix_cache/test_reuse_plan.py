@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 from icehouse_server.domain.blocks import RegionKind
 from icehouse_server.domain.events import ReuseLimit
-from icehouse_server.engine.prefix_cache.planner import Plan, Rates
-from icehouse_server.engine.prefix_cache.planner import plan as plan_for
+from icehouse_server.engine.prefix_cache.reuse_plan import Plan
+from icehouse_server.engine.prefix_cache.reuse_plan import plan as plan_for
 from icehouse_server.engine.prefix_cache.tiers.matching import Prompt
+from icehouse_server.engine.prefix_cache.tiers.storage_waits import Rates
 
 from tests.fixtures.known_blocks import (
     FINGERPRINT,

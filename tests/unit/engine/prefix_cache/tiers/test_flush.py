@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, cast
 
 import pytest
-from icehouse_server.engine.prefix_cache.flush import Flush, flush
 from icehouse_server.engine.prefix_cache.tiers.node import Node
+from icehouse_server.engine.prefix_cache.tiers.spill import Flush, flush
 from icehouse_server.engine.prefix_cache.tiers.spill import Spills as RealSpills
 
 from tests.fixtures.engine import FakeClock

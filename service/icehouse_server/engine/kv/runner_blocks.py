@@ -1,0 +1,440 @@
+"""Runner blocks: regions of blocks cut from live caches on the device, and restored (inference thread).
+
+KV in pages that is on SSD is read into pages first, where the host can write to them; elsewhere into host
+memory, and copied from there at once. So a block that was read is a block in RAM, and nothing is copied to
+begin with it. In files and in host memory each layer has its keys and its values by themselves, [1, heads,
+tokens, size], like the region of any other model (`kv_cache.regions`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Collection, Sequence
+from typing import Any, Protocol, cast
+
+import mlx.core as mx
+import numpy as np
+
+from icehouse_server.clock import Clock
+from icehouse_server.device import find_backend
+from icehouse_server.domain.blocks import HostRegion, Region, RegionKind
+from icehouse_server.domain.ids import SequenceId
+from icehouse_server.engine.core.thread_guard import OneThread
+from icehouse_server.engine.kv.page_table import PageGroup, PageRun
+from icehouse_server.engine.kv.paged_cache import Paging, table_of
+from icehouse_server.engine.kv.pass_clock import PassClock
+from icehouse_server.engine.kv.pool import Page, numbers_of
+from icehouse_server.engine.kv_cache.cache_classes import Cache, CachePart
+from icehouse_server.engine.kv_cache.cache_layout import CacheLayout, CacheRebuild, check_cover
+from icehouse_server.engine.kv_cache.opaque_state import CacheUnsupported
+from icehouse_server.engine.kv_cache.regions import ArrayRegion, compute, dtype_name, from_host, to_host
+from icehouse_server.engine.prefix_cache.tiers.runner_port import CacheFacts, PlacedBlock, RestoreInput
+from icehouse_server.storage.api import KvTarget, LayoutMismatch, PlannedBlock, TensorShape
+
+_log = logging.getLogger("icehouse.engine")
+
+_RESTORED_BYTES = 1 << 30
+"""Restored in a step that waits for nothing: it delays the next pass by 5 ms on a Mac with 400 GB/s, which
+reads and writes each byte."""
+
+
+class Sequences(Protocol):
+    """The caches of open and decoding sequences."""
+
+    def fresh_caches(self) -> list[Cache]:
+        """Make empty caches, one a layer."""
+        ...
+
+    def caches(self, sequence_id: SequenceId) -> list[Cache]:
+        """Return a sequence's own caches, to be read; valid until the next pass."""
+        ...
+
+    def adopt(self, sequence_id: SequenceId, caches: list[Cache], *, token_count: int) -> None:
+        """Open a sequence with rebuilt caches of so many tokens."""
+        ...
+
+
+class RunnerBlocks:
+    """Implements the prefix cache's CacheRunner. Refuses every thread but the runner's.
+
+    Where the device `is_pipelined`, nothing waits for it: a pass is in flight, and a wait would include that
+    pass. Copies are dispatched, and whatever reads them is dispatched later. Elsewhere they are computed step
+    by step, within the caller's time budget.
+    """
+
+    def __init__(
+        self,
+        sequences: Sequences,
+        *,
+        block_token_count: int,
+        is_pipelined: bool,
+        clock: Clock,
+        thread: OneThread,
+        passes: PassClock,
+    ) -> None:
+        self._sequences = sequences
+        self._block_token_count = block_token_count
+        self._is_pipelined = is_pipelined
+        self._clock = clock
+        self._thread = thread
+        self._passes = passes
+        self._layout: CacheLayout | None = None
+        self._paging: Paging | None = None
+        """Set where kv lies in pages."""
+        self._restoring: dict[SequenceId, CacheRebuild] = {}
+        self.facts = CacheFacts(unsupported_detail="no model is loaded")
+        """What the model's cache classes allow; true after `read_layout`."""
+
+    def read_layout(self) -> None:
+        """Learn from the model's own empty caches how they are cut."""
+        try:
+            layout = CacheLayout.of(self._sequences.fresh_caches(), block_token_count=self._block_token_count)
+        except CacheUnsupported as error:
+            self.facts = CacheFacts(unsupported_detail=error.message)
+            _log.warning("prefix_reuse_disabled", extra={"detail": error.message})
+            return
+        self._layout = layout
+        windows = layout.window_token_counts
+        self.facts = CacheFacts(
+            has_kv=layout.has_kv,
+            cuttable_inside=layout.cuttable_inside,
+            needs_checkpoint=layout.needs_checkpoint,
+            window_token_count=max(windows, default=0),
+            shortest_window_token_count=min(windows, default=0),
+        )
+
+    def page(self, paging: Paging) -> None:
+        """Cut and restore kv by pages from now on. After `measure`."""
+        self._paging = paging
+        self.facts = dataclasses.replace(self.facts, shares_blocks=self._group is not None)
+
+    @property
+    def _group(self) -> PageGroup | None:
+        return None if self._paging is None else self._paging.unlimited
+
+    def measure(self, caches: list[Cache], *, token_count: int) -> tuple[int, int]:
+        """Return the bytes of kv that a token takes, and the bytes that a sequence takes whatever its length.
+
+        Measured on caches of `token_count` tokens.
+        """
+        layout = self._layout
+        if layout is None:
+            return sum(cache.nbytes for cache in caches) // token_count, 0
+        window = (
+            layout.cut_tokens(RegionKind.WINDOW, caches, start=0, stop=token_count).size_bytes // token_count
+        )
+        fixed = window * self.facts.window_token_count + layout.cut_checkpoint(caches).size_bytes
+        return layout.kv_bytes_per_token(caches), fixed
+
+    def cut(
+        self, sequence_id: SequenceId, *, start: int, stop: int, kinds: Collection[RegionKind]
+    ) -> dict[RegionKind, Region]:
+        self._thread.check()
+        layout, caches = self._layout, self._sequences.caches(sequence_id)
+        assert layout is not None
+        regions: dict[RegionKind, Region] = {}
+        copies: list[ArrayRegion] = []
+        for kind in kinds:
+            if kind is RegionKind.KV and self._group is not None:
+                run = next(run for run in table_of(caches).runs if run.group.window is None)
+                pages = run.pages_of(start, stop)
+                regions[kind] = PageRegion.of(run.group, pages, token_count=stop - start)
+                continue
+            if kind is RegionKind.CHECKPOINT:
+                copies.append(layout.cut_checkpoint(caches))
+            else:
+                copies.append(layout.cut_tokens(kind, caches, start=start, stop=stop))
+            regions[kind] = copies[-1]
+        self._compute(copies)
+        return regions
+
+    def begin_load(self, blocks: Sequence[PlannedBlock]) -> PageDestination | None:
+        self._thread.check()
+        group = self._group
+        assert group is not None and self._layout is not None
+        pool = group.pool
+        pages = pool.take_spare(sum(pool.pages_for(block.header.token_count) for block in blocks))
+        return None if pages is None else PageDestination(group, self._layout.kv_names, blocks, pages)
+
+    def end_load(self, place: KvTarget) -> list[PageRegion]:
+        self._thread.check()
+        assert self._group is not None and isinstance(place, PageDestination)
+        return place.regions(self._group)
+
+    def begin_restore(self, sequence_id: SequenceId, restore: RestoreInput) -> None:
+        self._thread.check()
+        layout, caches = self._layout, self._sequences.fresh_caches()
+        assert layout is not None
+        if self._paging is None:
+            rebuild = layout.begin_rebuild(restore.blocks, caches, token_count=restore.token_count)
+        else:
+            caches = self._paging.caches(caches)
+            rebuild = PagedRebuild(layout.parts, caches, restore.blocks, token_count=restore.token_count)
+        self._restoring[sequence_id] = rebuild
+
+    def continue_restore(self, sequence_id: SequenceId, *, budget_s: float) -> bool:
+        self._thread.check()
+        # A failed rebuild must not stay: its sequence may be computed instead, and live long.
+        rebuild = self._restoring.pop(sequence_id)
+        if self._is_pipelined:
+            _dispatch_parts(rebuild)
+        else:
+            end_time = self._clock.monotonic() + budget_s
+            while not rebuild.is_done:
+                mx.eval(rebuild.next_part())
+                if self._clock.monotonic() >= end_time:
+                    break
+        if not rebuild.is_done:
+            self._restoring[sequence_id] = rebuild
+            return False
+        self._sequences.adopt(sequence_id, rebuild.caches, token_count=rebuild.token_count)
+        return True
+
+    def forget(self, sequence_ids: Collection[SequenceId]) -> None:
+        """Drop restores that are under way; ids without one are ignored."""
+        for sequence_id in sequence_ids:
+            self._restoring.pop(sequence_id, None)
+
+    def clear(self) -> None:
+        """Drop every restore."""
+        self._restoring.clear()
+
+    def begin_to_host(self, regions: Sequence[Region]) -> RegionCopy:
+        self._thread.check()
+        return RegionCopy(regions, [self._as_arrays(region) for region in regions], self._passes)
+
+    def _as_arrays(self, region: Region) -> ArrayRegion:
+        if not isinstance(region, PageRegion):
+            return cast("ArrayRegion", region)
+        assert self._group is not None and self._layout is not None
+        copied = region.copied_out(self._group, self._layout.kv_names)
+        self._compute([copied])
+        return copied
+
+    def from_host(self, region: HostRegion) -> Region:
+        self._thread.check()
+        built = from_host(region)
+        self._compute([built])
+        return built
+
+    def _compute(self, regions: Collection[ArrayRegion]) -> None:
+        compute(regions, waits=not self._is_pipelined)
+
+
+class RegionCopy:
+    """Implements the prefix cache's HostCopy. Pages are copied. Other arrays are read in place where that is
+    host memory; on other devices, reading them there would move them to the host for good."""
+
+    def __init__(self, regions: Sequence[Region], arrays: Sequence[ArrayRegion], passes: PassClock) -> None:
+        """`arrays` of these regions are computed or dispatched."""
+        self._regions = regions
+        """Keeps their pages: a page without a reference is written to again."""
+        self._arrays = arrays
+        self._passes = passes
+        self._before = passes.dispatched
+        self._is_unified = find_backend().has_unified_memory
+
+    @property
+    def is_done(self) -> bool:
+        """Whether a pass that was dispatched behind it has ended, or none is in flight."""
+        ended = self._passes.ended
+        return ended > self._before or ended == self._passes.dispatched
+
+    def take(self) -> tuple[HostRegion, ...]:
+        views = tuple(map(to_host, self._arrays))
+        return views if self._is_unified else tuple(map(_copied, views))
+
+    @property
+    def is_apart(self) -> bool:
+        if not self._is_unified:
+            return True
+        return all(own is not array for own, array in zip(self._regions, self._arrays, strict=True))
+
+
+def _copied(region: HostRegion) -> HostRegion:
+    """Return the region in memory of its own."""
+    tensors = (dataclasses.replace(each, data=np.array(each.data).data) for each in region.tensors)
+    return HostRegion(region.kind, tuple(tensors))
+
+
+def _dispatch_parts(rebuild: CacheRebuild) -> None:
+    """Have parts of about `_RESTORED_BYTES` computed, at least one, behind the device's current work."""
+    arrays: list[mx.array] = []
+    size_bytes = 0
+    while not rebuild.is_done and (not arrays or size_bytes < _RESTORED_BYTES):
+        part = rebuild.next_part()
+        arrays += part
+        size_bytes += sum(array.nbytes for array in part)
+    mx.async_eval(arrays)  # type: ignore[no-untyped-call]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PageRegion:
+    """The KV of a block in pages: it begins with the first one, and may end inside the last one."""
+
+    pages: tuple[Page, ...]
+    token_count: int
+    size_bytes: int
+    """Of the pages."""
+    kind: RegionKind = RegionKind.KV
+
+    @classmethod
+    def of(cls, group: PageGroup, pages: Sequence[Page], *, token_count: int) -> PageRegion:
+        """Return a region of these pages."""
+        return cls(tuple(pages), token_count, len(pages) * group.pool.shape.page_bytes)
+
+    def copied_out(self, group: PageGroup, names: Sequence[str]) -> ArrayRegion:
+        """Return the region's arrays, lazily, by the names of the layers' keys and values in turn."""
+        pool, shape = group.pool, group.pool.shape
+        content = group.attention.read_pages(pool, numbers_of(self.pages))
+        # [pages, layers, 2, heads, page tokens, size] -> [layers * 2, heads, tokens, size]
+        by_layer = content.transpose(1, 2, 3, 0, 4, 5).reshape(
+            shape.layer_count * 2, shape.kv_head_count, -1, shape.head_size
+        )
+        by_layer = by_layer[:, :, : self.token_count]
+        arrays = [(name, by_layer[number : number + 1]) for number, name in enumerate(names)]
+        return ArrayRegion.of(RegionKind.KV, arrays)
+
+
+class _PageMemory(np.ndarray[Any, np.dtype[np.uint8]]):
+    """Bytes of pages. It refers to the pages for as long as anybody has a view: the system may return from an
+    abandoned read long after the page would have been another row's."""
+
+    pages: Sequence[Page] = ()
+
+
+class PageDestination:
+    """Implements KvTarget for blocks whose KV is to be in pages. Any thread, except for `regions`.
+
+    Files have a layer's keys and then its values, [1, heads, tokens, size] each; a page has those of all
+    layers. So one read covers the rows of one head in one page, and more where the next ones follow it there.
+    """
+
+    def __init__(
+        self, group: PageGroup, names: Sequence[str], blocks: Sequence[PlannedBlock], pages: Sequence[Page]
+    ) -> None:
+        """`pages` are as many as these blocks take, and nobody else's."""
+        pool = group.pool
+        own = pool.memory()
+        if own is not None and not group.attention.settle(pool):
+            own = None
+        self._shape = pool.shape
+        self._names = names
+        self._page_count = None if own is None else pool.page_count
+        """Of the pool whose memory this is: a pool that has grown since has other memory."""
+        self._numbers = np.arange(len(pages), dtype=np.int32) if own is None else numbers_of(pages)
+        """Where each page lies in the memory, counted in pages."""
+        if own is None:
+            own = np.empty(len(pages) * pool.shape.page_bytes, np.uint8)
+        self._memory = own.view(_PageMemory)
+        self._memory.pages = pages
+        self._spans: dict[int, tuple[slice, int]] = {}
+        """Which of the pages a block has, and its token count, by its first token."""
+        first = 0
+        for block in blocks:
+            last = first + pool.pages_for(block.header.token_count)
+            self._spans[block.header.start_token_index] = slice(first, last), block.header.token_count
+            first = last
+        assert first == len(pages), (first, len(pages))
+
+    def segments(
+        self, tensors: Sequence[TensorShape], *, start_token_index: int, token_count: int
+    ) -> list[memoryview]:
+        self._check(tensors, token_count)
+        shape = self._shape
+        row_bytes = shape.head_size * shape.dtype.size
+        head_bytes = shape.page_token_count * row_bytes
+        pages = self._numbers[self._spans[start_token_index][0]].astype(np.int64)
+        heads = np.arange(shape.layer_count * 2 * shape.kv_head_count)
+        begins = (heads[:, None] * head_bytes + pages * shape.page_bytes).ravel()
+        ends = begins + head_bytes
+        in_last = token_count - (len(pages) - 1) * shape.page_token_count
+        ends[len(pages) - 1 :: len(pages)] = begins[len(pages) - 1 :: len(pages)] + in_last * row_bytes
+        is_apart = begins[1:] != ends[:-1]
+        whole = self._memory.data
+        return [
+            whole[begin:end]
+            for begin, end in zip(
+                begins[np.append(True, is_apart)].tolist(),
+                ends[np.append(is_apart, True)].tolist(),
+                strict=True,
+            )
+        ]
+
+    def regions(self, group: PageGroup) -> list[PageRegion]:
+        """Return the blocks, once all of them are verified. What was read to other memory is copied: the pool
+        may have grown meanwhile."""
+        pages = self._memory.pages
+        if self._page_count != group.pool.page_count:
+            group.attention.fill_pages(group.pool, self._content(), numbers_of(pages))
+            mx.async_eval(group.pool.order)  # type: ignore[no-untyped-call]
+        return [PageRegion.of(group, pages[span], token_count=count) for span, count in self._spans.values()]
+
+    def _content(self) -> mx.array:
+        """Return copies of the pages, [pages, layers, 2, KV heads, page tokens, head size]."""
+        shape = self._shape
+        by_page = np.asarray(self._memory).reshape(-1, shape.page_bytes)
+        content = by_page if self._page_count is None else by_page[self._numbers]
+        return (
+            mx.array(content)
+            .view(shape.dtype)
+            .reshape(-1, shape.layer_count, 2, shape.kv_head_count, shape.page_token_count, shape.head_size)
+        )
+
+    def _check(self, tensors: Sequence[TensorShape], token_count: int) -> None:
+        shape = self._shape
+        like = (dtype_name(shape.dtype), (1, shape.kv_head_count, token_count, shape.head_size))
+        names = [tensor.name for tensor in tensors]
+        if names != list(self._names) or any((each.dtype, each.shape) != like for each in tensors):
+            stored = sorted({f"{each.dtype}{list(each.shape)}" for each in tensors})
+            fit = f"{len(self._names)} of {like[0]}{list(like[1])}"
+            raise LayoutMismatch(f"{len(tensors)} kv tensors of {stored}, where pages hold {fit}")
+
+
+class PagedRebuild(CacheRebuild):
+    """A rebuild of a row whose KV of unlimited context, if any, is in pages."""
+
+    def __init__(
+        self,
+        parts: Sequence[CachePart],
+        caches: list[Cache],
+        blocks: Sequence[PlacedBlock],
+        *,
+        token_count: int,
+    ) -> None:
+        others = [part for part in parts if part.kind is not RegionKind.KV]
+        super().__init__(others, caches, blocks, token_count=token_count)
+        self._run = next((run for run in table_of(caches).runs if run.group.window is None), None)
+        """The pages of the layers of unlimited context, until they are there."""
+        if self._run is not None:
+            in_pages = [b for b in blocks if isinstance(b.regions.get(RegionKind.KV), PageRegion)]
+            check_cover(in_pages, token_count=token_count)
+
+    @property
+    def is_done(self) -> bool:
+        return self._run is None and super().is_done
+
+    def next_part(self) -> list[mx.array]:
+        """Put all pages into the table first; nothing has to be computed for them. Then as for any row."""
+        if self._run is None:
+            return super().next_part()
+        self._put_pages(self._run)
+        self._run = None
+        return []
+
+    def _put_pages(self, run: PageRun) -> None:
+        for block in self._blocks:
+            region = block.regions.get(RegionKind.KV)
+            if block.start_token_index < self.token_count and isinstance(region, PageRegion):
+                run.add(region.pages)
+        # The row will write to its last page, so it gets one of its own: others see the page as it is.
+        pool = run.group.pool
+        count = pool.pages_for(self.token_count)
+        last = run.pages[count - 1]
+        assert last is not None
+        del run.pages[count - 1 :], run.numbers[count - 1 :]
+        if self.token_count % pool.shape.page_token_count:
+            page, [last] = last, pool.take(1)
+            run.group.attention.copy_pages(pool, numbers_of([page]), numbers_of([last]))
+        run.add([last])

@@ -1,0 +1,428 @@
+"""Prefix cache as the engine's loop uses it: it plans prompts, captures blocks and follows the SSD tier.
+
+Inference thread only. A block is captured as soon as its last token has been computed, in prefill and in
+decode alike, so that a cancelled request leaves its blocks behind and no step has to capture many.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as ReadSequence
+
+from icehouse_server.clock import Clock
+from icehouse_server.domain.blocks import BlockHeader, RegionKind, TokenKeys
+from icehouse_server.domain.cache_commands import BlockMatch, Explain, Explanation, Tier
+from icehouse_server.domain.cache_stats import (
+    CacheStats,
+    DiskStats,
+    LookupStats,
+    MissTokens,
+    PromoteStats,
+    SpillDrops,
+)
+from icehouse_server.domain.events import CacheReport, ReuseLimit
+from icehouse_server.domain.ids import BlockHash, CacheScope, SequenceId
+from icehouse_server.domain.request import CacheUse, GenerationRequest
+from icehouse_server.engine.core.block_log import BlockLog
+from icehouse_server.engine.core.sequence import Sequence
+from icehouse_server.engine.prefix_cache.reuse_plan import Plan, plan, with_divergence
+from icehouse_server.engine.prefix_cache.tiers.matching import Prompt, known_chain, unread_nodes
+from icehouse_server.engine.prefix_cache.tiers.node import Node, Regions
+from icehouse_server.engine.prefix_cache.tiers.prefix_settings import PrefixSettings
+from icehouse_server.engine.prefix_cache.tiers.ram import RamTier
+from icehouse_server.engine.prefix_cache.tiers.runner_port import CacheFacts, CacheRunner
+from icehouse_server.engine.prefix_cache.tiers.spill import Flush, Spills
+from icehouse_server.engine.prefix_cache.tiers.storage_waits import Rates, StorageWaits
+from icehouse_server.engine.prefix_cache.tiers.tenant_quota import TenantQuotas
+from icehouse_server.engine.prefix_cache.tiers.tree import PrefixTree
+from icehouse_server.storage.api import ColdTier, Failure, Persisted, StoredBlock
+
+
+@dataclasses.dataclass(slots=True)
+class PrefixCounters:
+    """Lookups and restores since start, in the form in which they are shown. Tokens are prompt tokens."""
+
+    lookups: LookupStats = dataclasses.field(default_factory=LookupStats)
+    promote: PromoteStats = dataclasses.field(default_factory=PromoteStats)
+    miss_token_totals: Counter[ReuseLimit] = dataclasses.field(default_factory=Counter)
+
+    def note_lookup(self, prompt_token_count: int, report: CacheReport) -> None:
+        """Count one prompt."""
+        self.lookups.lookup_total += 1
+        self.lookups.hit_total += report.cached_token_count > 0
+        self.lookups.ram_token_total += report.ram_token_count
+        self.lookups.ssd_token_total += report.ssd_token_count
+        self.promote.recompute_chosen_total += report.limit is ReuseLimit.RECOMPUTE_FASTER
+        self.miss_token_totals[report.limit] += prompt_token_count - report.cached_token_count
+
+
+class PrefixCache:
+    """The prefix tree, the RAM tier and the spills to the SSD tier. `storage` is None without one."""
+
+    def __init__(
+        self,
+        *,
+        settings: PrefixSettings,
+        facts: CacheFacts,
+        runner: CacheRunner,
+        storage: ColdTier | None,
+        clock: Clock,
+        log: BlockLog | None = None,
+    ) -> None:
+        self.settings = settings
+        self.facts = facts
+        self._runner = runner
+        self._clock = clock
+        self.tree = PrefixTree(settings, facts, BlockLog() if log is None else log)
+        self.rates = Rates()
+        self.waits = StorageWaits(storage, self.rates, clock)
+        self.counters = PrefixCounters()
+        self.quotas = TenantQuotas(self.tree)
+        self.spills = Spills(
+            self.tree, quotas=self.quotas, runner=runner, waits=self.waits, ended=self._spill_ended
+        )
+        self.ram = RamTier(self.tree, spills=self.spills, quotas=self.quotas)
+        self.used_by: dict[SequenceId, set[BlockHash]] = {}
+        """Blocks whose regions live sequences share: to drop one frees nothing before these end."""
+        self.is_inventory_due = storage is not None
+        """Whether the content of the SSD tier is still unknown."""
+        self._unseen: set[BlockHash] = set()
+        """Blocks that were on SSD and that the inventory under way has not named yet."""
+
+    # What may be reused, and by whom.
+
+    @property
+    def storage(self) -> ColdTier | None:
+        """The SSD tier; None without one, and once it is lost."""
+        return self.waits.storage
+
+    @property
+    def is_supported(self) -> bool:
+        return self.settings.is_enabled and not self.facts.unsupported_detail
+
+    @property
+    def can_share(self) -> bool:
+        """Whether another sequence can start at any block just computed, not only at an end."""
+        return self.is_supported and self.facts.has_kv and not self.facts.needs_checkpoint
+
+    @property
+    def checkpoint_block_token_count(self) -> int:
+        """Block size when prefill must stop at a prompt's last full block to take a checkpoint, else 0."""
+        needs_one = self.is_supported and self.facts.needs_checkpoint
+        return self.settings.block_token_count if needs_one else 0
+
+    def may_read(self, sequence: Sequence) -> bool:
+        """Whether this sequence may reuse what is cached now."""
+        reads = sequence.request.cache_use in (CacheUse.READ_WRITE, CacheUse.READ_ONLY)
+        return self.is_supported and reads and not sequence.measures_prompt
+
+    def may_write(self, sequence: Sequence) -> bool:
+        """Whether this request's blocks are cached for others."""
+        return self.is_supported and sequence.request.cache_use in (CacheUse.READ_WRITE, CacheUse.WRITE_ONLY)
+
+    def root(self, scope: CacheScope) -> BlockHash:
+        """Return h0 for this model, tenant and adapter."""
+        return self.quotas.root(scope)
+
+    def prompt(
+        self, keys: ReadSequence[int], *, scope: CacheScope, shared_scope: CacheScope | None = None
+    ) -> Prompt:
+        """Return tokens as a prompt to look up; blocks of `shared_scope` may replace missing ones."""
+        return Prompt(
+            tuple(keys), self.root(scope), None if shared_scope is None else self.root(shared_scope)
+        )
+
+    def prompt_of(self, sequence: Sequence) -> Prompt:
+        """Return a sequence's input as a prompt to look up."""
+        request = sequence.request
+        return self.prompt(sequence.input_keys, scope=request.scope, shared_scope=request.shared_scope)
+
+    # A prompt: what is known of it, and the plan.
+
+    def fetch_headers(self, prompt: Prompt, then: Callable[[], object], *, token_count: int) -> bool:
+        """Have the headers read of blocks that may begin like the rest of this prompt, so that it may match
+        inside one: after a restart their names are known, but not their tokens. Each is read once.
+
+        `then` is called when they have come, or were given up as `StorageWaits.add` says. False, and no call,
+        when there are none or the read queue is full.
+        """
+        if self.storage is None or self.rates.reads_hang:
+            return False
+        names = tuple(node.hash for node in unread_nodes(self.tree, prompt))
+        ticket = self.storage.heads(names) if names else None
+        if ticket is None:
+            return False
+
+        def learn(outcome: tuple[BlockHeader, ...] | Failure) -> None:
+            for header in () if isinstance(outcome, Failure) else outcome:
+                self.tree.learn_header(header)
+            then()
+
+        self.waits.add(ticket, learn, token_count=token_count)
+        return True
+
+    def plan(self, sequence: Sequence, *, with_ssd: bool = True) -> Plan:
+        """Plan what of a prompt is reused and from where, and record the use."""
+        request = sequence.request
+        if not self.settings.is_enabled or request.cache_use in (CacheUse.OFF, CacheUse.WRITE_ONLY):
+            return Plan((), 0, CacheReport(limit=ReuseLimit.SWITCHED_OFF))
+        if not self.is_supported:
+            return Plan((), 0, CacheReport(limit=ReuseLimit.UNSUPPORTED))
+        if sequence.measures_prompt:
+            return Plan((), 0, CacheReport(limit=ReuseLimit.PROMPT_LOGPROBS))
+        prompt = self.prompt_of(sequence)
+        made = plan(self.tree, prompt, self.rates, with_ssd=with_ssd and self.storage is not None)
+        made = with_divergence(self.tree, prompt, made)
+        own: Iterable[Node] = made.nodes
+        if not prompt.is_own:
+            parents = {prompt.root, *self.tree.chain_names(prompt.root, prompt.keys)}
+            own = (node for node in own if node.parent in parents)
+        self.tree.claim(own, prompt.root)
+        self.ram.note_use(made.nodes, now=self._clock.monotonic(), request_id=request.request_id)
+        return made
+
+    def reusable(self, sequence: Sequence) -> Plan:
+        """Return the same plan without recording a use."""
+        return plan(self.tree, self.prompt_of(sequence), self.rates, with_ssd=self.storage is not None)
+
+    def explain(self, command: Explain) -> Explanation:
+        """Return what would be reused of a prompt, and how long that would take; records no use."""
+        keys = command.prompt_token_ids
+        prompt = self.prompt(keys, scope=command.scope, shared_scope=command.shared_scope)
+        made = plan(self.tree, prompt, self.rates, with_ssd=self.storage is not None)
+        made = with_divergence(self.tree, prompt, made)
+        restore_s = self.rates.restore_s(ssd_bytes=made.ssd_bytes, token_count=made.token_count)
+        rest_s = self.rates.prefill_s(len(keys) - made.token_count)
+        cold_s = self.rates.prefill_s(len(keys))
+        return Explanation(
+            cache=dataclasses.replace(made.report, restore_s=restore_s),
+            blocks=tuple(map(_block_match, made.nodes)),
+            predicted_ttft_s=restore_s + rest_s if cold_s else None,
+            predicted_cold_ttft_s=cold_s or None,
+        )
+
+    def settle(self, request: GenerationRequest, report: CacheReport) -> None:
+        """Count the outcome of a lookup, once its restore is done or given up."""
+        self.counters.note_lookup(len(request.prompt_token_ids), report)
+        self.rates.untried_count += report.limit is ReuseLimit.RECOMPUTE_FASTER
+
+    def start_chain(self, sequence: Sequence, token_count: int) -> None:
+        """Record that the sequence's caches begin with `token_count` reused tokens."""
+        prompt = self.prompt_of(sequence)
+        keys, shared = prompt.keys[:token_count], prompt.shared_root
+        sequence.chain[:] = self.tree.chain_names(prompt.root, keys)
+        sequence.shared_chain[:] = [] if shared is None else self.tree.chain_names(shared, keys)
+
+    def note_prefill_rate(self, tokens_per_s: float) -> None:
+        """Record how fast this machine computes prompts."""
+        self.rates.prefill_tokens_per_s = tokens_per_s
+
+    # Blocks on their way into RAM and to SSD.
+
+    def capture(self, sequence: Sequence, reached: int, *, is_end: bool) -> list[BlockHash]:
+        """Cache the blocks complete where its caches have `reached`, at its end the tail too, by name."""
+        if not self.may_write(sequence):
+            return []
+        size = self.settings.block_token_count
+        position = min(reached, sequence.token_count)
+        known_count = len(sequence.chain)
+        for start in range(known_count * size, position - size + 1, size):
+            sequence.chain.append(self._capture_block(sequence, start, start + size, reached))
+        start = len(sequence.chain) * size
+        names = list(sequence.chain)
+        if is_end and start < position:
+            names.append(self._capture_block(sequence, start, position, reached))
+        if len(names) > known_count:
+            self.tree.touch(self._known(names), now=self._clock.monotonic())
+        return names[known_count:]
+
+    def promote(self, sequence: Sequence, node: Node, regions: Regions) -> None:
+        """Put regions that this sequence read from SSD into RAM, unless they are there by now."""
+        self.tree.learn_keys(node, sequence.keys(node.start_token_index, node.end_token_index))
+        missing = {kind: region for kind, region in regions.items() if kind not in node.ram}
+        self._put(sequence, node, missing)
+        self.tree.touch(self._known(sequence.chain), now=self._clock.monotonic())
+
+    def hand_over_spills(self, *, may_wait: bool) -> None:
+        """Hand over the blocks that are copied by now; with `may_wait`, which no pass waits for, all."""
+        self.spills.hand_over(may_wait=may_wait)
+
+    def begin_flush(self) -> Flush:
+        """Return the flush of all blocks that RAM has and SSD lacks."""
+        return Flush(self.spills, [node for node in self.tree.in_ram() if self.spills.wants(node)])
+
+    def _capture_block(self, sequence: Sequence, start: int, stop: int, reached: int) -> BlockHash:
+        """Put one block of the sequence into RAM unless all of it is there; return its name."""
+        root = self.root(sequence.request.scope)
+        parent = sequence.chain[-1] if sequence.chain else root
+        keys = sequence.keys(start, stop)
+        kinds = captured_kinds(self.settings, self.facts, sequence, stop=stop, reached=reached)
+        if not kinds:
+            return self.tree.name_of(parent=parent, keys=keys)
+        node = self.tree.insert(parent=parent, start_token_index=start, keys=keys)
+        self.tree.claim([node], root)
+        missing = [kind for kind in kinds if kind not in node.ram]
+        if missing:
+            regions = self._runner.cut(sequence.sequence_id, start=start, stop=stop, kinds=missing)
+            self._put(sequence, node, regions)
+        self.ram.supersede(node)
+        if self.spills.is_on and self._is_cut_off(sequence):
+            self.spills.offer(node, request_id=sequence.request.request_id)
+        self.tree.prune(node)
+        return node.hash
+
+    def _put(self, sequence: Sequence, node: Node, regions: Regions) -> None:
+        """Put regions of a block of the sequence into RAM if space can be made for them."""
+        # Without an SSD tier a block is useless once one before it is gone.
+        protected = sequence.chain if self.facts.has_kv and not self.spills.is_on else ()
+        self.ram.put(node, regions, protected=protected, request_id=sequence.request.request_id)
+        if self.facts.shares_blocks:
+            self.used_by.setdefault(sequence.sequence_id, set()).add(node.hash)
+
+    def _is_cut_off(self, sequence: Sequence) -> bool:
+        """Whether some block before has its kv on SSD only: those that follow are then read from there."""
+        pairs = itertools.zip_longest(sequence.chain, sequence.shared_chain)
+        return self.facts.has_kv and not all(
+            any(RegionKind.KV in node.ram for node in self._known(pair)) for pair in pairs
+        )
+
+    def _known(self, names: Iterable[BlockHash | None]) -> list[Node]:
+        nodes = (self.tree.get(name) for name in names if name is not None)
+        return [node for node in nodes if node is not None]
+
+    # What the SSD tier reports.
+
+    def take_inventory(
+        self, records: ReadSequence[StoredBlock], *, is_first: bool = True, is_last: bool = True
+    ) -> None:
+        """Record a part of what the SSD tier contains; after the last part it contains nothing else."""
+        if is_first:
+            self._unseen = {node.hash for node in self.tree if node.ssd}
+        # A chain from its beginning, so that each block gets its owner from the one before it.
+        for record in sorted(records, key=lambda record: record.start_token_index):
+            self._add_stored(record)
+        if is_last:
+            self.is_inventory_due = False
+            unseen, self._unseen = self._unseen, set()
+            for name in unseen:
+                self.tree.forget_stored(name)
+
+    def _spill_ended(self, sent: Node, outcome: Persisted | Failure) -> None:
+        """Record that a block is committed on SSD, instead of shorter ones, or was dropped on its way."""
+        if isinstance(outcome, Failure):
+            if self.tree.get(sent.hash) is sent:
+                self.ram.end_spill(sent, is_pinned_on_ssd=bool(sent.ssd))
+            return
+        node, record = self._add_stored(outcome.record), outcome.record
+        if shorter := tuple(other.hash for other in self.tree.superseded(node) if other.ssd):
+            self.spills.remove(shorter)
+        # A pin that was ordered after the commit may also have come after the block's eviction.
+        is_pinned = record.pinned and not self.spills.is_to_be_removed(record.hash)
+        self.ram.end_spill(node, is_pinned_on_ssd=is_pinned)
+
+    def _add_stored(self, record: StoredBlock) -> Node:
+        self._unseen.discard(record.hash)
+        return self.tree.store(record)
+
+    def lose_storage(self) -> None:
+        """The SSD tier is gone for good: forget its blocks and continue with RAM alone."""
+        self.is_inventory_due = False
+        for node in list(self.tree):
+            self.tree.forget_stored(node.hash)
+        self.ram.lose_storage()
+
+    # What commands ask for.
+
+    def known_chain(self, keys: TokenKeys, scope: CacheScope) -> list[Node]:
+        """Return every known block that is wholly part of this prompt, in order."""
+        return known_chain(self.tree, self.prompt(keys, scope=scope))
+
+    def pin(self, nodes: ReadSequence[Node], *, pinned: bool) -> None:
+        """Pin or unpin blocks in the tree; the SSD tier does so by itself."""
+        # The head of a chain last, so that once unpinned it goes after its tail.
+        for node in reversed(nodes):
+            self.tree.set_pinned(node, pinned=pinned)
+
+    def remove(self, nodes: ReadSequence[Node]) -> None:
+        """Remove blocks from both tiers, pinned ones too."""
+        stored = tuple(node.hash for node in nodes if node.ssd or node.is_spilling)
+        if stored:
+            self.spills.remove(stored)
+        self.purge(nodes, with_ssd=True)
+
+    def purge(self, nodes: ReadSequence[Node], *, with_ssd: bool) -> None:
+        """Drop blocks from RAM, pinned ones too; from the tree as well where the SSD tier removes them."""
+        for node in nodes:
+            self.tree.set_pinned(node, pinned=False)
+            self.ram.purge(node)
+            if with_ssd:
+                # Gone from now on: the next pin or plan must not count on it.
+                self.tree.forget_stored(node.hash)
+
+    def stats(self, storage: CacheStats | None) -> CacheStats:
+        """Return the counters, with the SSD tier's where they are given."""
+        theirs, ours = storage or CacheStats(), self.counters
+        promote = dataclasses.replace(
+            ours.promote,
+            read_bytes_per_s=self.rates.read_bytes_per_s,
+            restore_tokens_per_s=self.rates.adopt_tokens_per_s,
+            recompute_tokens_per_s=self.rates.prefill_tokens_per_s,
+        )
+        # Each number is counted by one thread, and 0 with the other.
+        names = [field.name for field in dataclasses.fields(PromoteStats)]
+        both = {name: getattr(promote, name) + getattr(theirs.promote, name) for name in names}
+        drops = Counter({drop.cause: drop.block_total for drop in theirs.spill.drops})
+        disk, hang_detail = theirs.disk, self.waits.hang_detail()
+        if hang_detail:
+            disk = dataclasses.replace(disk or DiskStats(), hang_detail=hang_detail)
+        return dataclasses.replace(
+            theirs,
+            block_token_limit=self.settings.block_token_count,
+            unsupported_detail=self.facts.unsupported_detail,
+            lookups=dataclasses.replace(ours.lookups, miss_tokens=MissTokens.of(ours.miss_token_totals)),
+            ram=self.ram.snapshot(now=self._clock.monotonic()),
+            spill=dataclasses.replace(
+                theirs.spill,
+                drops=SpillDrops.of(drops + self.spills.drop_totals),
+                policy=self.settings.spill_policy,
+            ),
+            promote=PromoteStats(**both),
+            disk=disk,
+            tenants=self.quotas.snapshot(),
+        )
+
+
+def captured_kinds(
+    settings: PrefixSettings, facts: CacheFacts, sequence: Sequence, *, stop: int, reached: int
+) -> list[RegionKind]:
+    """Return the kinds of regions, in file order, that can still be cut for a block of this sequence that
+    ends at `stop`. Its caches have `reached` a token at or behind that; guesses may be among them."""
+    size = settings.block_token_count
+    kinds = [RegionKind.KV] if facts.has_kv else []
+    # Windows hold all of the prompt's last chunk; behind it they lose a token for each new one.
+    passed = reached - stop if reached > sequence.prefill_target else 0
+    if facts.holds_window(size, passed_token_count=passed):
+        kinds.append(RegionKind.WINDOW)
+    if facts.needs_checkpoint and stop == reached:
+        # At the prompt's last full block, at its end, where the sequence ends, and at intervals.
+        is_last_full = stop == sequence.prefill_target // size * size
+        is_end = stop % size != 0 or stop == sequence.prefill_target
+        if is_last_full or is_end or stop % settings.checkpoint_interval_tokens == 0:
+            kinds.append(RegionKind.CHECKPOINT)
+    return kinds
+
+
+def _block_match(node: Node) -> BlockMatch:
+    """Return what a caller is shown of a block of its prompt."""
+    return BlockMatch(
+        hash=node.hash,
+        start_token_index=node.start_token_index,
+        token_count=node.token_count,
+        size_bytes=node.size_bytes,
+        tier=Tier.RAM if node.ram else Tier.SSD,
+        has_checkpoint=node.has(RegionKind.CHECKPOINT, with_ssd=True),
+        pinned=node.is_pinned,
+    )

@@ -1,0 +1,202 @@
+"""Storage waits: who waits for which ticket of the cold tier and for how long (inference thread).
+
+A disk can hang: a read that does not return, a directory that does not open. A wait is given up after a
+multiple of the time that computing the prompt would take, and nothing more is read until the disk has
+answered what was abandoned. Slow is not hung: a load may take long as long as it makes progress.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+import math
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from icehouse_server.averages import MovingAverage
+from icehouse_server.clock import Clock
+from icehouse_server.storage.api import STALL_LIMIT_S, ColdTier, Failure, Ticket, Trouble
+
+_log = logging.getLogger("icehouse.engine")
+
+_Result = TypeVar("_Result")
+
+_PREFILL_FACTOR = 2.0
+_LEAST_S = 1.0
+_MOST_S = 5.0
+"""A wait without progress is given up after twice the prompt's predicted prefill, within these bounds."""
+_SLOW_S = 10.0
+"""A wait that makes progress is given up this many seconds after the predicted prefill."""
+_CHECK_INTERVAL_S = 0.1
+_ADOPT_WEIGHT = 0.3
+_LEAST_LOADS = 3
+"""Fewer are not enough to go by: the first load after a start may meet cold files and fresh pages."""
+_UNTRIED = 0.99
+"""Factor on the predicted restore time for each prompt that was computed instead, so that a restore that was
+slow for a while is tried again: after 10 prompts where it took a tenth longer, 230 where ten times as
+long."""
+
+
+@dataclasses.dataclass(slots=True)
+class Rates:
+    """Measured on this machine as moving averages; 0 before anything was measured."""
+
+    read_bytes_per_s: float = 0.0
+    adopt_tokens_per_s: float = 0.0
+    prefill_tokens_per_s: float = 0.0
+    load_count: int = 0
+    reads_hang: bool = False
+    """Whether an abandoned read has not returned from the disk: no more reads are planned until it has."""
+    untried_count: int = 0
+    """Prompts since the last load that were computed because that seemed faster."""
+    _adopt: MovingAverage = dataclasses.field(
+        default_factory=lambda: MovingAverage(weight=_ADOPT_WEIGHT), init=False, repr=False, compare=False
+    )
+
+    def note_read(self, bytes_per_s: float) -> None:
+        """Record the average speed of loads after one more of them."""
+        self.read_bytes_per_s = bytes_per_s
+        self.load_count += 1
+        self.untried_count = 0
+
+    def note_adopt(self, tokens_per_s: float) -> None:
+        """Record how fast caches were rebuilt once more."""
+        self.adopt_tokens_per_s = self._adopt.add(tokens_per_s)
+
+    def restore_s(self, *, ssd_bytes: int, token_count: int) -> float:
+        """Predict how long a restore takes, in seconds."""
+        read_s = ssd_bytes / self.read_bytes_per_s if self.read_bytes_per_s else 0.0
+        adopt_s = token_count / self.adopt_tokens_per_s if self.adopt_tokens_per_s else 0.0
+        # A product: powers differ from processor to processor in the last bit.
+        return (read_s + adopt_s) * math.prod(itertools.repeat(_UNTRIED, self.untried_count))
+
+    def prefill_s(self, token_count: int) -> float:
+        """Predict how long computing takes, in seconds; 0 before anything was measured."""
+        return token_count / self.prefill_tokens_per_s if self.prefill_tokens_per_s else 0.0
+
+    def recompute_is_faster(self, *, ssd_bytes: int, token_count: int) -> bool:
+        """Predict whether computing is faster than reading; False while too little was measured."""
+        is_measured = self.load_count >= _LEAST_LOADS and self.read_bytes_per_s and self.prefill_tokens_per_s
+        restore_s = self.restore_s(ssd_bytes=ssd_bytes, token_count=token_count)
+        return bool(is_measured) and restore_s > self.prefill_s(token_count)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class _Wait:
+    """One wait. Its time is a reading of `Clock.monotonic`."""
+
+    then: Callable[[Any], object]
+    began_time: float
+    token_count: int | None
+    limit_s: float | None
+
+
+class StorageWaits:
+    """The unanswered tickets of the cold tier, and their waits, each called back once and in order."""
+
+    def __init__(self, storage: ColdTier | None, rates: Rates, clock: Clock) -> None:
+        self.storage = storage
+        """The tier; None without one, and once it is lost."""
+        self.inventory: Ticket[Any] = Ticket()
+        """Stands for the tier's first inventory, which comes unasked."""
+        self._rates = rates
+        self._clock = clock
+        self._waiting: dict[Ticket[Any], list[_Wait]] = {}
+        self._check_time = 0.0
+        self._logs_hang = False
+
+    def add(
+        self,
+        ticket: Ticket[_Result],
+        then: Callable[[_Result | Failure], object],
+        *,
+        token_count: int | None = None,
+        limit_s: float | None = None,
+    ) -> None:
+        """Call `then` with a ticket's outcome. It is a `Failure` for `Trouble.TIMED_OUT` after `limit_s`, or
+        when a read makes no progress and computing `token_count` tokens would be faster (0: what nobody would
+        compute). With neither the wait has no limit of its own."""
+        wait = _Wait(then, self._clock.monotonic(), token_count, limit_s)
+        self._waiting.setdefault(ticket, []).append(wait)
+
+    def complete(self, ticket: Ticket[Any]) -> None:
+        """Pass a ticket's outcome on to those who still wait for it."""
+        self._end(ticket, ticket.outcome)
+
+    def complete_inventory(self) -> None:
+        """Note that the content of the tier is known."""
+        self._end(self.inventory, None)
+
+    def lose_storage(self) -> None:
+        """The tier is gone for good: it contains nothing, and no ticket will be answered."""
+        self.storage = None
+        for ticket in [each for each in self._waiting if each is not self.inventory]:
+            self._end(ticket, Failure(Trouble.LOST))
+        self.complete_inventory()
+
+    def expire(self) -> None:
+        """Give up the waits that last too long, and log when the disk hangs and when it answers again."""
+        now = self._clock.monotonic()
+        if self.storage is None or now < self._check_time:
+            return
+        self._check_time = now + _CHECK_INTERVAL_S
+        for ticket in list(self._waiting):
+            waits = self._waiting.get(ticket, ())
+            if expired := [wait for wait in waits if self._has_expired(ticket, wait, now)]:
+                self._give_up(ticket, expired)
+        self._note_reads()
+        if detail := self.hang_detail():
+            if not self._logs_hang:
+                _log.error("ssd_hangs", extra={"detail": detail})
+        elif self._logs_hang:
+            _log.warning("ssd_answers_again")
+        self._logs_hang = bool(detail)
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether the storage thread hangs, so that nothing is written, removed or counted."""
+        return self.storage is not None and self.storage.stall_s >= STALL_LIMIT_S
+
+    def hang_detail(self) -> str:
+        """Say which part of the tier does not answer, and what follows; empty where all is well."""
+        if self.storage is None:
+            return ""
+        parts = []
+        if self.storage.hung_read_count:
+            parts.append(f"{self.storage.hung_read_count} reads hang; prompts are computed until they return")
+        if self.is_stalled:
+            parts.append(
+                f"the storage thread hangs for {self.storage.stall_s:.0f} s; nothing is written meanwhile"
+            )
+        return f"The disk does not answer: {'; '.join(parts)}" if parts else ""
+
+    def _end(self, ticket: Ticket[Any], outcome: object) -> None:
+        for wait in self._waiting.pop(ticket, ()):
+            wait.then(outcome)
+
+    def _has_expired(self, ticket: Ticket[Any], wait: _Wait, now: float) -> bool:
+        waited_s = now - wait.began_time
+        if wait.token_count is None:
+            return wait.limit_s is not None and waited_s >= wait.limit_s
+        prefill_s = self._rates.prefill_s(wait.token_count)
+        limit_s = min(max(_PREFILL_FACTOR * prefill_s, _LEAST_S), _MOST_S) if prefill_s else _MOST_S
+        silent_s = waited_s
+        if self.storage is not None and ticket is not self.inventory:
+            silent_s = self.storage.silence_s(ticket)
+        return min(waited_s, silent_s) >= limit_s or waited_s >= _SLOW_S + prefill_s
+
+    def _give_up(self, ticket: Ticket[Any], expired: list[_Wait]) -> None:
+        left = [wait for wait in self._waiting[ticket] if wait not in expired]
+        if left:
+            self._waiting[ticket] = left
+        else:
+            del self._waiting[ticket]
+            if self.storage is not None:
+                self.storage.abandon(ticket)
+            self._note_reads()
+        for wait in expired:
+            wait.then(Failure(Trouble.TIMED_OUT))
+
+    def _note_reads(self) -> None:
+        self._rates.reads_hang = self.storage is not None and self.storage.hung_read_count > 0
