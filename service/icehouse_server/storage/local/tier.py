@@ -58,7 +58,7 @@ _TICK_S = 1.0
 """Longest wait for a message, so that recency is written and a broken disk is retried."""
 _LOCK_TIMEOUT_S = 5.0
 _READERS_END_S = 1.0
-_LOOK_S = 0.1
+_POLL_S = 0.1
 
 
 class LocalTier:
@@ -138,7 +138,7 @@ class LocalTier:
             while thread.is_alive() and self._clock.monotonic() < end_time:
                 if self.stall_s >= STALL_LIMIT_S:
                     return False
-                thread.join(_LOOK_S)
+                thread.join(_POLL_S)
             # The first is the storage thread; the others are readers.
             end_time = min(end_time, self._clock.monotonic() + _READERS_END_S)
         return not (self._threads and self._threads[0].is_alive())

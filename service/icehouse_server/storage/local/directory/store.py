@@ -156,7 +156,7 @@ class BlockStore:
         if not self._ballast.is_there:
             with contextlib.suppress(OSError):
                 self._ballast.write()
-        self._weigh()
+        self._update_space()
 
     def close(self) -> bool:
         """Flush recency, close the manifest and mark the directory clean; True when all of it worked."""
@@ -238,7 +238,7 @@ class BlockStore:
         self._leftovers.sizes.pop(writing.path, None)
         self.index.put(record)
         self.space.note_written(record.file_bytes, now_time=now_time)
-        self._weigh()
+        self._update_space()
         return record
 
     def undo(self, writing: Writing) -> None:
@@ -279,7 +279,7 @@ class BlockStore:
                 self._leftovers.remove(self.paths.manifest_aside)
             else:
                 self.quarantine.drop_oldest()
-            self._weigh()
+            self._update_space()
             return Reclaim.PROGRESS
         victims: list[BlockRecord] = []
         freed_bytes = 0
@@ -308,7 +308,7 @@ class BlockStore:
         self.forget([record.hash for record in records])
         for record in records:
             self._leftovers.remove(self.paths.block(record.fingerprint, record.hash))
-        self._weigh()
+        self._update_space()
 
     def put_in_quarantine(self, record: BlockRecord) -> None:
         """Move a damaged block's file to quarantine, after deleting its row."""
@@ -316,7 +316,7 @@ class BlockStore:
         self.integrity.quarantined_block_total += 1
         with contextlib.suppress(FileNotFoundError):
             self.quarantine.move_in(record.hash, path=self.paths.block(record.fingerprint, record.hash))
-            self._weigh()
+            self._update_space()
 
     def forget(self, hashes: Sequence[BlockHash]) -> None:
         """Delete rows, before anything else of their blocks is removed; on a full disk the ballast makes
@@ -386,7 +386,7 @@ class BlockStore:
         self._unrecorded.clear()
         if self._leftovers.sizes:
             self._leftovers.retry()
-            self._weigh()
+            self._update_space()
         if not self._ballast.is_there:
             with contextlib.suppress(OSError):
                 if self.has_space(BALLAST_BYTES):
@@ -415,7 +415,7 @@ class BlockStore:
             free_bytes=self.files.free_bytes(self.paths.root),
         )
 
-    def _weigh(self) -> None:
+    def _update_space(self) -> None:
         """Update the bytes of everything that is not a block."""
         # The log grows and shrinks with every row; a fixed allowance keeps the limit true in between.
         manifest_bytes = self.files.stat(self.paths.manifest).size_bytes
