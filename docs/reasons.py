@@ -30,7 +30,9 @@ _WAIT = "Wait as long as RetryInfo says and retry, or send it to another replica
 REASONS: Mapping[Reason, ReasonRow] = {
     Reason.PROMPT_EMPTY: ReasonRow(_INVALID, "The prompt has no token.", _FIX),
     Reason.PROMPT_MISSING: ReasonRow(_INVALID, "The request has no prompt.", _FIX),
-    Reason.PROMPT_AMBIGUOUS: ReasonRow(_INVALID, "Two forms of the prompt are set; exactly one is allowed.", _FIX),
+    Reason.PROMPT_AMBIGUOUS: ReasonRow(
+        _INVALID, "Two forms of the prompt are set; exactly one is allowed.", _FIX
+    ),
     Reason.PROMPT_TOO_LONG: ReasonRow(
         _INVALID,
         "The prompt leaves no room in the model's context.",
