@@ -22,6 +22,8 @@ from tests.fixtures.patience import BOUND_S
 class HttpFront:
     """A front that serves, and clients of it."""
 
+    address: str
+    """The server behind it."""
     url: str
     http: httpx2.AsyncClient
     openai: openai.AsyncOpenAI
@@ -44,7 +46,7 @@ async def front_of(address: str, **settings: Any) -> AsyncIterator[HttpFront]:
             openai.AsyncOpenAI(base_url=f"{url}/v1", **sdk) as for_openai,
             anthropic.AsyncAnthropic(base_url=url, **sdk) as for_anthropic,
         ):
-            yield HttpFront(url, http, for_openai, for_anthropic)
+            yield HttpFront(address, url, http, for_openai, for_anthropic)
     finally:
         server.should_exit = True
         await serving

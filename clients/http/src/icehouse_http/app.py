@@ -20,8 +20,11 @@ from starlette.routing import Route
 from icehouse_http.chat import request as chat_request
 from icehouse_http.chat.answer import ChatAnswer
 from icehouse_http.errors import ApiError, Dialect, api_error
-from icehouse_http.exchange import Answer, Asked, respond
+from icehouse_http.exchange import Answer, Asked, respond, until_gone
 from icehouse_http.fields import Fields, fields_of
+from icehouse_http.messages import request as message_request
+from icehouse_http.messages.answer import MessageAnswer
+from icehouse_http.messages.token_count import token_count
 from icehouse_http.model_list import model_list, one_model
 from icehouse_http.settings import Settings
 from icehouse_http.upstream import Caller, Target, Upstream
@@ -39,6 +42,12 @@ def create_app(settings: Settings) -> Starlette:
         Route("/v1/models", front.guarded(front.models), methods=["GET"]),
         Route("/v1/models/{model:path}", front.guarded(front.model), methods=["GET"]),
         Route("/v1/chat/completions", front.guarded(front.chat), methods=["POST"]),
+        Route("/v1/messages", front.guarded(front.messages, Dialect.ANTHROPIC), methods=["POST"]),
+        Route(
+            "/v1/messages/count_tokens",
+            front.guarded(front.count_tokens, Dialect.ANTHROPIC),
+            methods=["POST"],
+        ),
     ]
     pages = Middleware(
         CORSMiddleware,
@@ -158,6 +167,21 @@ class Front:
         tells_usage = (fields.object("stream_options") or Fields({})).flag("include_usage")
         answer = ChatAnswer(_named("chatcmpl", asked), asked.options, tells_usage=tells_usage)
         return await self._respond(request, caller, asked, answer)
+
+    async def messages(self, request: Request, caller: Caller) -> Response:
+        """POST /v1/messages."""
+        fields = await self._fields(request)
+        target = await self._target(fields, caller)
+        asked = message_request.asked_of(fields, target, request.headers, self._settings)
+        return await self._respond(request, caller, asked, MessageAnswer(_named("msg", asked)))
+
+    async def count_tokens(self, request: Request, caller: Caller) -> Response:
+        """POST /v1/messages/count_tokens: the tokens that the prompt of such a request would have."""
+        fields = await self._fields(request)
+        target = await self._target(fields, caller)
+        asked = message_request.asked_of(fields, target, request.headers, self._settings)
+        count = await until_gone(request.receive, token_count(caller.client, asked))
+        return JSONResponse({"input_tokens": count})
 
 
 def _named(kind: str, asked: Asked) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from icehouse_client import Options, formats
-from icehouse_client.formats import ResponseFormat
 
 from icehouse_http.chat.turns import messages_of, tool_options, tools_of
 from icehouse_http.exchange import Asked
@@ -39,22 +38,13 @@ def asked_of(fields: Fields, target: Target, headers: Mapping[str, str], setting
 
 
 def set_format(options: Options, form: Fields, schema_field: str) -> None:
-    """Set the form of the output; the schema is in an object of its own, or beside its type."""
-    found = format_of(form, schema_field)
-    if found is not None:
-        options["response_format"] = found
-
-
-def format_of(form: Fields, schema_field: str) -> ResponseFormat | None:
-    """Return the form of the output, None for any; `schema_field` has the object with the schema, or is empty."""
+    """Set the form of the output. The schema is in the object `schema_field`; empty: beside the type."""
     match form.one_of("type", "text", "json_object", "json_schema", default="text"):
         case "json_object":
-            return formats.json_object()
+            options["response_format"] = formats.json_object()
         case "json_schema":
             holder = form.required_object(schema_field) if schema_field else form
             schema = holder.mapping("schema")
             if schema is None:
                 raise holder.refusal("schema", "is required")
-            return formats.json_schema(schema)
-        case _:
-            return None
+            options["response_format"] = formats.json_schema(schema)
