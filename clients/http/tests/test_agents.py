@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 
 from clients.http.tests.fronts import HttpFront, front_of
-from tests.fixtures.chat.agent_loop import FAMILIES, QUESTION, SYSTEM, TOOLS
+from tests.fixtures.chat.agent_loop import FAMILIES, QUESTION, SYSTEM, TOOLS, AgentFamily
 from tests.fixtures.chat.scripted_replies import scripted
 from tests.system.crash.server_process import ServerProcess
 
@@ -20,24 +22,25 @@ OPTIONS = ("--block-token-count", "16", "--min-prefix-token-count", "0", "--no-r
 FUNCTIONS: Any = [{"type": "function", "function": tool} for tool in TOOLS]
 
 
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[ServerProcess]:
-    model = FAMILY.write(tmp_path / "model")
+@contextlib.contextmanager
+def server_of(family: AgentFamily, folder: Path) -> Iterator[ServerProcess]:
+    model = family.write(folder / "model")
     with ServerProcess(
         model=model,
-        directory=tmp_path / "blocks",
-        log=tmp_path / "log",
+        directory=folder / "blocks",
+        log=folder / "log",
         options=OPTIONS,
-        break_it=scripted(model, FAMILY.script),
+        break_it=scripted(model, family.script),
     ) as started:
         started.wait_until_serving()
         yield started
 
 
 @pytest.fixture
-async def front(server: ServerProcess) -> AsyncIterator[HttpFront]:
-    async with front_of(server.address) as started:
-        yield started
+async def front(tmp_path: Path) -> AsyncIterator[HttpFront]:
+    with server_of(FAMILY, tmp_path) as server:
+        async with front_of(server.address) as started:
+            yield started
 
 
 @pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "streamed"])
@@ -122,3 +125,59 @@ async def test_messages(front: HttpFront, is_streamed: bool) -> None:
         if results:
             messages.append({"role": "user", "content": results})
     assert reused[0] == 0 and min(reused[1:]) > LEAST_REUSED, reused
+
+
+RESPONSE_TOOLS: Any = [{"type": "function", **tool} for tool in TOOLS]
+
+
+async def _response(front: HttpFront, asked: dict[str, Any], *, is_streamed: bool) -> Any:
+    if not is_streamed:
+        return await front.openai.responses.create(**asked)
+    async with front.openai.responses.stream(**asked) as stream:
+        return await stream.get_final_response()
+
+
+@pytest.mark.parametrize("is_kept", [False, True], ids=["sent", "kept"])
+@pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "streamed"])
+async def test_responses(front: HttpFront, is_streamed: bool, is_kept: bool) -> None:
+    """With the conversation sent each time as Codex does, and with the id of the last response."""
+    items: Any = [{"role": "user", "content": QUESTION}]
+    reused, previous = [], None
+    for turn in FAMILY.turns:
+        asked = {"model": "m", "instructions": SYSTEM, "input": items, "tools": RESPONSE_TOOLS}
+        asked |= {"store": is_kept, "include": ["reasoning.encrypted_content"]}
+        asked |= {"previous_response_id": previous} if previous else {}
+        answer = await _response(front, asked, is_streamed=is_streamed)
+        assert answer.status == "completed" and answer.output_text.strip() == turn.said
+        calls = [item for item in answer.output if item.type == "function_call"]
+        assert [(call.name, json.loads(call.arguments)) for call in calls] == list(turn.calls)
+        [thought] = [item for item in answer.output if item.type == "reasoning"]
+        assert thought.content[0].text.strip() == turn.thought
+        reused.append(answer.usage.input_tokens_details.cached_tokens / answer.usage.input_tokens)
+        # Codex sends reasoning back without its text.
+        said = [item.model_dump(exclude={"status", "id"}, exclude_none=True) for item in answer.output]
+        said[0].pop("content", None)
+        results = [
+            {"type": "function_call_output", "call_id": call.call_id, "output": result}
+            for call, result in zip(calls, turn.results, strict=True)
+        ]
+        items, previous = (results, answer.id) if is_kept else ([*items, *said, *results], None)
+    assert reused[0] == 0 and min(reused[1:]) > LEAST_REUSED, reused
+
+
+async def test_one_call_at_a_time_is_dropped_where_nothing_can_hold_a_model_to_it(tmp_path: Path) -> None:
+    """Codex asks every model for it; where calls are no JSON the server refuses it of other callers."""
+    family = FAMILIES["qwen-tags"]
+    asked: Any = {"model": "m", "instructions": SYSTEM, "input": QUESTION, "tools": RESPONSE_TOOLS}
+    with server_of(family, tmp_path) as server:
+        async with front_of(server.address) as front:
+            answer = await front.openai.responses.create(**asked, parallel_tool_calls=False)
+            with pytest.raises(openai.BadRequestError) as caught:
+                await front.openai.chat.completions.create(
+                    model="m",
+                    messages=[{"role": "user", "content": QUESTION}],
+                    tools=FUNCTIONS,
+                    parallel_tool_calls=False,
+                )
+    assert [item.name for item in answer.output if item.type == "function_call"] == ["list_files"]
+    assert (caught.value.code, caught.value.param) == ("TOOLS_UNSUPPORTED", "tool_choice")

@@ -8,7 +8,7 @@ import logging
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 
-from icehouse_client import IcehouseClientError
+from icehouse_client import IcehouseClientError, Reply
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -26,6 +26,9 @@ from icehouse_http.messages import request as message_request
 from icehouse_http.messages.answer import MessageAnswer
 from icehouse_http.messages.token_count import token_count
 from icehouse_http.model_list import model_list, one_model
+from icehouse_http.responses import request as response_request
+from icehouse_http.responses.answer import ResponseAnswer
+from icehouse_http.responses.store import ResponseStore
 from icehouse_http.settings import Settings
 from icehouse_http.upstream import Caller, Target, Upstream
 
@@ -42,6 +45,7 @@ def create_app(settings: Settings) -> Starlette:
         Route("/v1/models", front.guarded(front.models), methods=["GET"]),
         Route("/v1/models/{model:path}", front.guarded(front.model), methods=["GET"]),
         Route("/v1/chat/completions", front.guarded(front.chat), methods=["POST"]),
+        Route("/v1/responses", front.guarded(front.responses), methods=["POST"]),
         Route("/v1/messages", front.guarded(front.messages, Dialect.ANTHROPIC), methods=["POST"]),
         Route(
             "/v1/messages/count_tokens",
@@ -69,6 +73,9 @@ class Front:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._upstream: Upstream | None = None
+        self._store = ResponseStore(
+            max_entries=settings.max_stored_responses, max_bytes=settings.max_stored_bytes
+        )
 
     @contextlib.asynccontextmanager
     async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
@@ -166,6 +173,29 @@ class Front:
         asked = chat_request.asked_of(fields, target, request.headers, self._settings)
         tells_usage = (fields.object("stream_options") or Fields({})).flag("include_usage")
         answer = ChatAnswer(_named("chatcmpl", asked), asked.options, tells_usage=tells_usage)
+        return await self._respond(request, caller, asked, answer)
+
+    async def responses(self, request: Request, caller: Caller) -> Response:
+        """POST /v1/responses."""
+        fields = await self._fields(request)
+        target = await self._target(fields, caller)
+        wanted = response_request.asked_of(
+            fields, target, request.headers, self._settings, store=self._store, scope=caller.scope
+        )
+        asked, name = wanted.asked, _named("resp", wanted.asked)
+
+        def keep(reply: Reply) -> None:
+            if wanted.is_stored:
+                self._store.put(caller.scope, name, [*wanted.messages, reply.message()])
+
+        answer = ResponseAnswer(name, wanted.told, seals=wanted.seals_reasoning, keep=keep)
+        try:
+            return await self._respond(request, caller, asked, answer)
+        except IcehouseClientError as error:
+            # Codex asks for one call at a time of every model. Where calls are not JSON nothing can hold a
+            # model to that, and most make one anyway.
+            if error.reason != "TOOLS_UNSUPPORTED" or asked.options.pop("parallel_tool_calls", True):
+                raise
         return await self._respond(request, caller, asked, answer)
 
     async def messages(self, request: Request, caller: Caller) -> Response:
