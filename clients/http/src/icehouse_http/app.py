@@ -30,6 +30,9 @@ from icehouse_http.responses import request as response_request
 from icehouse_http.responses.answer import ResponseAnswer
 from icehouse_http.responses.store import ResponseStore
 from icehouse_http.settings import Settings
+from icehouse_http.texts import completions
+from icehouse_http.texts.embeddings import embeddings
+from icehouse_http.texts.reranking import ranking
 from icehouse_http.upstream import Caller, Target, Upstream
 
 _log = logging.getLogger("icehouse_http")
@@ -45,6 +48,10 @@ def create_app(settings: Settings) -> Starlette:
         Route("/v1/models", front.guarded(front.models), methods=["GET"]),
         Route("/v1/models/{model:path}", front.guarded(front.model), methods=["GET"]),
         Route("/v1/chat/completions", front.guarded(front.chat), methods=["POST"]),
+        Route("/v1/completions", front.guarded(front.completions), methods=["POST"]),
+        Route("/v1/embeddings", front.guarded(front.embeddings), methods=["POST"]),
+        Route("/v1/rerank", front.guarded(front.rerank), methods=["POST"]),
+        Route("/v2/rerank", front.guarded(front.rerank), methods=["POST"]),
         Route("/v1/responses", front.guarded(front.responses), methods=["POST"]),
         Route("/v1/messages", front.guarded(front.messages, Dialect.ANTHROPIC), methods=["POST"]),
         Route(
@@ -171,8 +178,8 @@ class Front:
         fields = await self._fields(request)
         target = await self._target(fields, caller)
         asked = chat_request.asked_of(fields, target, request.headers, self._settings)
-        tells_usage = (fields.object("stream_options") or Fields({})).flag("include_usage")
-        answer = ChatAnswer(_named("chatcmpl", asked), asked.options, tells_usage=tells_usage)
+        name = _named("chatcmpl", asked)
+        answer = ChatAnswer(name, asked.options, tells_usage=_tells_usage(fields))
         return await self._respond(request, caller, asked, answer)
 
     async def responses(self, request: Request, caller: Caller) -> Response:
@@ -213,11 +220,42 @@ class Front:
         count = await until_gone(request.receive, token_count(caller.client, asked))
         return JSONResponse({"input_tokens": count})
 
+    async def completions(self, request: Request, caller: Caller) -> Response:
+        """POST /v1/completions."""
+        fields = await self._fields(request)
+        target = await self._target(fields, caller)
+        asked = completions.asked_of(fields, target, request.headers, self._settings)
+        echo = await completions.echo_of(caller.client, fields, asked)
+        name, tells_usage = _named("cmpl", asked), _tells_usage(fields)
+        answer = completions.TextAnswer(name, asked.options, echo, tells_usage)
+        return await self._respond(request, caller, asked, answer)
+
+    async def embeddings(self, request: Request, caller: Caller) -> Response:
+        """POST /v1/embeddings."""
+        fields = await self._fields(request)
+        target = await self._target(fields, caller)
+        return JSONResponse(await until_gone(request.receive, embeddings(caller.client, fields, target)))
+
+    async def rerank(self, request: Request, caller: Caller) -> Response:
+        """POST /v1/rerank."""
+        fields = await self._fields(request)
+        target = await self._target(fields, caller)
+        work = ranking(caller.client, fields, target, name=_name("rerank"))
+        return JSONResponse(await until_gone(request.receive, work))
+
+
+def _tells_usage(fields: Fields) -> bool:
+    return (fields.object("stream_options") or Fields({})).flag("include_usage")
+
+
+def _name(kind: str) -> str:
+    return f"{kind}-{uuid.uuid4().hex}"
+
 
 def _named(kind: str, asked: Asked) -> str:
     """Name the request: the answer's id is its id at the server, too."""
-    asked.options["request_id"] = f"{kind}-{uuid.uuid4().hex}"
-    return asked.options["request_id"]
+    asked.options["request_id"] = name = _name(kind)
+    return name
 
 
 async def _no_such_path(request: Request, error: Exception) -> Response:

@@ -28,14 +28,14 @@ def chat_logprobs(entries: Iterable[TokenLogprobs]) -> dict[str, Any]:
     return {"content": content, "refusal": None}
 
 
-def text_logprobs(entries: Iterable[TokenLogprobs], *, offset: int) -> dict[str, Any]:
-    """Return them as completions have them; `offset` is where the output begins in the text."""
+def text_logprobs(entries: Iterable[TokenLogprobs]) -> dict[str, Any]:
+    """Return them as completions have them. Offsets count bytes of UTF-8."""
     told = list(entries)
     return {
         "tokens": [token_text(entry.piece) for entry in told],
         "token_logprobs": [entry.logprob for entry in told],
         "top_logprobs": [{token_text(top.piece): top.logprob for top in entry.top} for entry in told],
-        "text_offset": [offset + (entry.text_offset or 0) for entry in told],
+        "text_offset": [entry.text_offset or 0 for entry in told],
     }
 
 
