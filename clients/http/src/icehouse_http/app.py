@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Any
 
 from icehouse_client import IcehouseClientError, Reply
 from starlette.applications import Starlette
@@ -38,6 +40,11 @@ from icehouse_http.upstream import Caller, Target, Upstream
 _log = logging.getLogger("icehouse_http")
 
 Endpoint = Callable[[Request, Caller], Awaitable[Response]]
+
+_WISHES = {("UNSUPPORTED", "max_reasoning_tokens"): "max_reasoning_tokens"}
+"""Options that do without where the model cannot keep to them, by the refusal's reason and field."""
+_CODEX_WISHES = {("TOOLS_UNSUPPORTED", "tool_choice"): "parallel_tool_calls"}
+"""Codex asks every model for one call at a time. Where calls are no JSON nothing can hold a model to that."""
 
 
 def create_app(settings: Settings) -> Starlette:
@@ -151,9 +158,26 @@ class Front:
     async def _target(self, fields: Fields, caller: Caller) -> Target:
         return await self.upstream.target(caller, fields.text("model"))
 
-    async def _respond(self, request: Request, caller: Caller, asked: Asked, answer: Answer) -> Response:
-        interval_s = self._settings.ping_interval_s
-        return await respond(request, caller.client, asked, answer, ping_interval_s=interval_s)
+    async def _respond(
+        self,
+        request: Request,
+        caller: Caller,
+        asked: Asked,
+        answer: Answer,
+        *,
+        wishes: Mapping[tuple[str, str], str] = _WISHES,
+    ) -> Response:
+        """Answer a request; a wish that this model cannot be held to is dropped, and the rest asked again."""
+        options: dict[str, Any] = {**asked.options}
+        while True:
+            try:
+                again = dataclasses.replace(asked, options=options)
+                interval_s = self._settings.ping_interval_s
+                return await respond(request, caller.client, again, answer, ping_interval_s=interval_s)
+            except IcehouseClientError as error:
+                wish = wishes.get((error.reason, error.field or ""))
+                if wish is None or options.pop(wish, None) is None:
+                    raise
 
     async def health(self, request: Request, caller: Caller) -> Response:
         """GET /health: 200 while the server takes requests, 503 otherwise."""
@@ -196,14 +220,7 @@ class Front:
                 self._store.put(caller.scope, name, [*wanted.messages, reply.message()])
 
         answer = ResponseAnswer(name, wanted.told, seals=wanted.seals_reasoning, keep=keep)
-        try:
-            return await self._respond(request, caller, asked, answer)
-        except IcehouseClientError as error:
-            # Codex asks for one call at a time of every model. Where calls are not JSON nothing can hold a
-            # model to that, and most make one anyway.
-            if error.reason != "TOOLS_UNSUPPORTED" or asked.options.pop("parallel_tool_calls", True):
-                raise
-        return await self._respond(request, caller, asked, answer)
+        return await self._respond(request, caller, asked, answer, wishes=_WISHES | _CODEX_WISHES)
 
     async def messages(self, request: Request, caller: Caller) -> Response:
         """POST /v1/messages."""

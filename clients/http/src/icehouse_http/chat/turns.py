@@ -108,7 +108,7 @@ def tool_options(fields: Fields, tools: list[Tool]) -> Options:
         word: Any = fields.one_of("tool_choice", "auto", "none", "required", default="auto")
         if word != "auto":
             options["tool_choice"] = word
-    if tools and not fields.flag("parallel_tool_calls", default=True):
+    if not fields.flag("parallel_tool_calls", default=True) and tools:
         options["parallel_tool_calls"] = False
     return options
 

@@ -120,6 +120,6 @@ def tool_options(fields: Fields) -> Options:
             options["tool_choice"] = Tool(choice.required_text("name"))
         case "none":
             options["tool_choice"] = "none"
-    if tools and choice.flag("disable_parallel_tool_use"):
+    if choice.flag("disable_parallel_tool_use") and tools:
         options["parallel_tool_calls"] = False
     return options

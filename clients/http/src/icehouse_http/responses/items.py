@@ -71,7 +71,7 @@ def _reasoning_of(item: Fields) -> str:
     if not sealed.startswith(_SEALED):
         return ""
     try:
-        return base64.b64decode(sealed.removeprefix(_SEALED)).decode()
+        return base64.b64decode(sealed.removeprefix(_SEALED), validate=True).decode()
     except (binascii.Error, ValueError):
         raise item.refusal("encrypted_content", "is not as it was told") from None
 
