@@ -1,4 +1,4 @@
-"""The three distributions, built and installed as users do: `make packages`.
+"""The four distributions, built and installed as users do: `make packages`.
 
 Builds a wheel of each, proves that no file is in two of them and that what must ship does, installs them
 in every order into an environment of its own, and removes them one after the other: what stays must be
@@ -58,6 +58,14 @@ CLIENT = Distribution(
     imports="icehouse_client, icehouse_client.cli.main",
     needs=("icehouse-protos",),
 )
+HTTP = Distribution(
+    name="icehouse-http",
+    folder="clients/http",
+    package="icehouse_http",
+    files=("icehouse_http/py.typed",),
+    imports="icehouse_http.command",
+    needs=("icehouse-client", "icehouse-protos"),
+)
 SERVER = Distribution(
     name="icehouse",
     folder=".",
@@ -70,7 +78,7 @@ SERVER = Distribution(
     imports="icehouse_server.cli.main, icehouse_server.storage.local.tier",
     needs=("icehouse-client", "icehouse-protos"),
 )
-DISTRIBUTIONS = (PROTOS, CLIENT, SERVER)
+DISTRIBUTIONS = (PROTOS, CLIENT, HTTP, SERVER)
 _COMMANDS = (("--help",), ("demo", "--help"), ("version",))
 
 
@@ -153,7 +161,8 @@ class Environment:
         for arguments in _COMMANDS:
             _run([str(self._bin / "icehouse"), *arguments], cwd=folder)
             _run([str(self._bin / "python"), "-m", "icehouse_server.cli.main", *arguments], cwd=folder)
-        _run([str(self._bin / "icehouse-client"), "--help"], cwd=folder)
+        for command in ("icehouse-client", "icehouse-http"):
+            _run([str(self._bin / command), "--help"], cwd=folder)
         print("the commands run beside a folder `service` with an __init__.py")
 
     def _check_record(self, distribution: Distribution) -> None:

@@ -168,7 +168,7 @@ class Front:
         wishes: Mapping[tuple[str, str], str] = _WISHES,
     ) -> Response:
         """Answer a request; a wish that this model cannot be held to is dropped, and the rest asked again."""
-        options: dict[str, Any] = {**asked.options}
+        options: Any = {**asked.options}
         while True:
             try:
                 again = dataclasses.replace(asked, options=options)
