@@ -165,7 +165,7 @@ build/docs/.stamp: .ci/docs-requirements.txt
 	@build/docs/venv/bin/python -m pip install --quiet --disable-pip-version-check -r $<
 	@touch $@
 
-packages: $(STAMP) # Build the four distributions; install and remove them in every order.
+packages: $(STAMP) # Build the four distributions; install and remove them in many orders.
 	@$(BIN)/python .ci/packages.py
 
 release: $(STAMP) build/audit/.stamp ## Build a release with bills of materials and checksums in dist/ (docs/releases.md).
