@@ -137,10 +137,11 @@ async def _response(front: HttpFront, asked: dict[str, Any], *, is_streamed: boo
         return await stream.get_final_response()
 
 
-@pytest.mark.parametrize("is_kept", [False, True], ids=["sent", "kept"])
-@pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize(
+    ("is_streamed", "is_kept"), [(True, False), (False, True)], ids=["streamed, as Codex", "whole, kept"]
+)
 async def test_responses(front: HttpFront, is_streamed: bool, is_kept: bool) -> None:
-    """With the conversation sent each time as Codex does, and with the id of the last response."""
+    """With the conversation sent each time, as Codex does, and with the id of the last response."""
     items: Any = [{"role": "user", "content": QUESTION}]
     reused, previous = [], None
     for turn in FAMILY.turns:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,9 @@ from icehouse_server.rpc.access.caller import Role
 from icehouse_server.rpc.access.tokens import line_of, new_token
 
 from clients.http.tests.fronts import HttpFront, front_of
-from tests.fixtures.rpc.fake_engine import overloaded
+from tests.fixtures.rpc.fake_engine import MODEL_INFO, overloaded
 from tests.unit.rpc.conftest import RunningServer, running
+from tests.unit.rpc.services.test_adapters import ADAPTERS
 
 SAID: Any = [{"role": "user", "content": "Hi"}]
 STATUS = {
@@ -147,6 +149,16 @@ async def test_any_name_is_answered_by_the_served_model_unless_names_are_strict(
         with pytest.raises(openai.NotFoundError) as caught:
             await chat(front, model="claude")
         assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
+
+
+async def test_an_adapters_name_chooses_it() -> None:
+    info = dataclasses.replace(MODEL_INFO, adapters=ADAPTERS)
+    async with running(info=info) as served, front_of(served.server.address) as front:
+        names = [model.id for model in (await front.openai.models.list()).data]
+        assert names == ["tiny", *(adapter.name for adapter in ADAPTERS)]
+        for name in names:
+            await chat(front, model=name)
+    assert [request.adapter for request in served.engine.submitted] == ["", *names[1:]]
 
 
 async def test_what_names_the_conversation_is_its_session(front: HttpFront, served: RunningServer) -> None:

@@ -159,24 +159,22 @@ class EventStream(Response):
     async def _pieces(self) -> AsyncGenerator[bytes, None]:
         """Iterate over what is written, with a ping wherever nothing was for the interval."""
         loop = asyncio.get_running_loop()
-        ping_time = loop.time()
+        assert self._next is not None, "the stream was not begun"
+        ping_time = loop.time() + (self._ping_interval_s if self._next.done() else 0.0)
+        is_last = False
         try:
-            while True:
-                assert self._next is not None, "the stream was not begun"
+            while not is_last:
                 done, _ = await asyncio.wait({self._next}, timeout=max(0.0, ping_time - loop.time()))
+                frames: Iterable[Frame] = ()
                 if done:
                     frames, is_last = self._frames(self._next)
-                    piece = b"".join(frame.encode() for frame in frames)
-                elif ping_time > loop.time():
-                    continue
-                else:
-                    piece, is_last = self._answer.ping(), False
+                piece = b"".join(frame.encode() for frame in frames)
+                if not piece and loop.time() >= ping_time:
+                    piece = self._answer.ping()
                 if piece:
                     yield piece
                     ping_time = loop.time() + self._ping_interval_s
-                if is_last:
-                    return
-                if done:
+                if done and not is_last:
                     self._next = asyncio.ensure_future(anext(self._events))
         finally:
             await self._close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from icehouse_client import Options
@@ -107,8 +107,3 @@ def effort_options(
     if effort and effort != "none":
         arguments.setdefault("reasoning_effort", effort)
     return reasoning_options(target, limit=0 if effort == "none" else None, template_arguments=arguments)
-
-
-def tool_names(names: Sequence[str]) -> list[dict[str, str]]:
-    """Return tools of which only the names matter."""
-    return [{"name": name} for name in names]

@@ -28,11 +28,6 @@ class Target:
     adapter: str = ""
 
     @property
-    def name(self) -> str:
-        """The name that the answer has."""
-        return self.adapter or self.model.id
-
-    @property
     def ends_reasoning(self) -> bool:
         """Whether reasoning can be limited: the model marks where it ends."""
         return bool(self.model.reply_format.reasoning_end)

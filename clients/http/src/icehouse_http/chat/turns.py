@@ -7,7 +7,6 @@ from typing import Any
 from icehouse_client import Image, Message, Options, Tool, ToolCall
 
 from icehouse_http.fields import Fields
-from icehouse_http.sampling import tool_names
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -116,5 +115,6 @@ def tool_options(fields: Fields, tools: list[Tool]) -> Options:
 def _allow(options: Options, allowed: Fields) -> None:
     mode: Any = allowed.one_of("mode", "auto", "required", default="auto")
     options["tool_choice"] = mode
-    names = [(tool.object("function") or tool).required_text("name") for tool in allowed.objects("tools")]
-    options["allowed_tools"] = tool_names(names)
+    options["allowed_tools"] = [
+        Tool((tool.object("function") or tool).required_text("name")) for tool in allowed.objects("tools")
+    ]
