@@ -113,6 +113,9 @@ async def test_a_silent_stream_is_kept_alive(served: RunningServer, path: str, s
         await answer.aclose()
         await served.cancelled()
     assert ("hello" in str(seen)) == (script is hanging)
+    if path == "/v1/responses":
+        kinds = [line for line in seen if line.startswith("event: ")]
+        assert (kinds[0], kinds.count(kinds[0])) == ("event: response.created", 1)
 
 
 @each_protocol

@@ -22,8 +22,6 @@ from icehouse_http.errors import ApiError, api_error, bad_request
 
 Result = TypeVar("Result")
 
-_GONE = ApiError(499, "the caller has gone", code="CANCELLED")
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Asked:
@@ -94,7 +92,7 @@ async def until_gone(receive: Receive, work: Coroutine[Any, Any, Result]) -> Res
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise _GONE
+            raise ApiError(499, "the caller has gone", code="CANCELLED")
         return task.result()
     finally:
         await _cancelled(task, gone)
@@ -146,9 +144,12 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         start = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
-        await send(start)
-        with contextlib.suppress(ApiError):
-            await until_gone(receive, self._write(send))
+        try:
+            await send(start)
+            with contextlib.suppress(ApiError):
+                await until_gone(receive, self._write(send))
+        finally:
+            await self._close()
 
     async def _write(self, send: Send) -> None:
         async with contextlib.aclosing(self._pieces()) as pieces:
@@ -162,22 +163,19 @@ class EventStream(Response):
         assert self._next is not None, "the stream was not begun"
         ping_time = loop.time() + (self._ping_interval_s if self._next.done() else 0.0)
         is_last = False
-        try:
-            while not is_last:
-                done, _ = await asyncio.wait({self._next}, timeout=max(0.0, ping_time - loop.time()))
-                frames: Iterable[Frame] = ()
-                if done:
-                    frames, is_last = self._frames(self._next)
-                piece = b"".join(frame.encode() for frame in frames)
-                if not piece and loop.time() >= ping_time:
-                    piece = self._answer.ping()
-                if piece:
-                    yield piece
-                    ping_time = loop.time() + self._ping_interval_s
-                if done and not is_last:
-                    self._next = asyncio.ensure_future(anext(self._events))
-        finally:
-            await self._close()
+        while not is_last:
+            done, _ = await asyncio.wait({self._next}, timeout=max(0.0, ping_time - loop.time()))
+            frames: Iterable[Frame] = ()
+            if done:
+                frames, is_last = self._frames(self._next)
+            piece = b"".join(frame.encode() for frame in frames)
+            if not piece and loop.time() >= ping_time:
+                piece = self._answer.ping()
+            if piece:
+                yield piece
+                ping_time = loop.time() + self._ping_interval_s
+            if done and not is_last:
+                self._next = asyncio.ensure_future(anext(self._events))
 
     def _frames(self, done: asyncio.Future[StreamEvent]) -> tuple[Iterable[Frame], bool]:
         """Return what to write, and whether it is the last."""

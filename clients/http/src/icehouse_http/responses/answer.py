@@ -41,15 +41,14 @@ class ResponseAnswer:
 
     def ping(self) -> bytes:
         """Return what keeps a silent stream alive: an event, since Codex counts no comments."""
-        return self._event("response.in_progress", response=self._response("in_progress")).encode()
+        return b"".join(frame.encode() for frame in self._in_progress())
 
     def feed(self, event: StreamEvent) -> Iterable[Frame]:
         """Return the events for something that happened."""
         match event.WhichOneof("event"):
             case "started":
                 self._facts["model"] = event.started.model
-                for kind in ("response.created", "response.in_progress"):
-                    yield self._event(kind, response=self._response("in_progress"))
+                yield from self._in_progress()
             case "delta":
                 delta = event.delta
                 if delta.HasField("tool_call"):
@@ -78,8 +77,14 @@ class ResponseAnswer:
         self._event_count += 1
         return Frame({"type": kind, "sequence_number": self._event_count - 1, **fields}, kind)
 
+    def _in_progress(self) -> Iterable[Frame]:
+        """Return the event that it goes on, behind the one that must be the first of all."""
+        kinds = ("response.created", "response.in_progress")
+        for kind in kinds[bool(self._event_count) :]:
+            yield self._event(kind, response=self._response("in_progress"))
+
     def _response(self, status: str, **changes: Any) -> dict[str, Any]:
-        unset = dict.fromkeys(("error", "incomplete_details", "model", "usage"))
+        unset = dict.fromkeys(("error", "incomplete_details", "usage"))
         return {**unset, **self._facts, "status": status, "output": list(self._items), **changes}
 
     def _done(self, reply: Reply) -> dict[str, Any]:

@@ -64,7 +64,7 @@ def asked_of(
         messages,
         is_stored=fields.flag("store", default=True),
         seals_reasoning=_SEALED_REASONING in fields.texts("include"),
-        told=_told(fields),
+        told={"model": target.model.id, **_told(fields)},
     )
 
 
