@@ -18,7 +18,7 @@ BIN := $(VENV)/bin
 # A failure is told at once: a run that is cut off has said what failed.
 PYTEST = $(BIN)/python -m pytest -q --instafail
 STAMP := $(VENV)/.stamp-$(EXTRAS)
-PACKAGES := pyproject.toml gen/python/pyproject.toml clients/python/pyproject.toml
+PACKAGES := pyproject.toml gen/python/pyproject.toml clients/python/pyproject.toml clients/http/pyproject.toml
 UV := $(shell command -v uv 2>/dev/null)
 
 ifneq ($(UV),)
@@ -42,7 +42,7 @@ $(STAMP): $(PACKAGES) constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "icehouse needs Python 3.11 or newer; say make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
 	@echo "making the environment in $(VENV) (a few minutes the first time)"
 	@$(MAKE_VENV)
-	@$(INSTALL) -c constraints.txt -e gen/python -e clients/python -e '.[$(EXTRAS)]'
+	@$(INSTALL) -c constraints.txt -e gen/python -e clients/python -e clients/http -e '.[$(EXTRAS)]'
 	@$(if $(filter dev,$(EXTRAS)),$(INSTALL) -c constraints.txt --no-deps mlx-vlm)
 	@touch $@
 
@@ -165,7 +165,7 @@ build/docs/.stamp: .ci/docs-requirements.txt
 	@build/docs/venv/bin/python -m pip install --quiet --disable-pip-version-check -r $<
 	@touch $@
 
-packages: $(STAMP) # Build the three distributions; install and remove them in every order.
+packages: $(STAMP) # Build the four distributions; install and remove them in many orders.
 	@$(BIN)/python .ci/packages.py
 
 release: $(STAMP) build/audit/.stamp ## Build a release with bills of materials and checksums in dist/ (docs/releases.md).

@@ -1,7 +1,7 @@
-"""The three distributions, built and installed as users do: `make packages`.
+"""The four distributions, built and installed as users do: `make packages`.
 
 Builds a wheel of each, proves that no file is in two of them and that what must ship does, installs them
-in every order into an environment of its own, and removes them one after the other: what stays must be
+in many orders, each into an environment of its own, and removes them one after the other: what stays must be
 whole, by the hashes of its own record, and must still be importable. The commands run from a folder that
 has a package `service` of its own. What the distributions depend on is taken from the environment that runs
 this, so nothing is downloaded.
@@ -58,6 +58,14 @@ CLIENT = Distribution(
     imports="icehouse_client, icehouse_client.cli.main",
     needs=("icehouse-protos",),
 )
+HTTP = Distribution(
+    name="icehouse-http",
+    folder="clients/http",
+    package="icehouse_http",
+    files=("icehouse_http/py.typed",),
+    imports="icehouse_http.command",
+    needs=("icehouse-client", "icehouse-protos"),
+)
 SERVER = Distribution(
     name="icehouse",
     folder=".",
@@ -70,7 +78,13 @@ SERVER = Distribution(
     imports="icehouse_server.cli.main, icehouse_server.storage.local.tier",
     needs=("icehouse-client", "icehouse-protos"),
 )
-DISTRIBUTIONS = (PROTOS, CLIENT, SERVER)
+DISTRIBUTIONS = (PROTOS, CLIENT, HTTP, SERVER)
+ORDERS = tuple(
+    (*way[start:], *way[:start])
+    for way in (DISTRIBUTIONS, DISTRIBUTIONS[::-1])
+    for start in range(len(DISTRIBUTIONS))
+)
+"""Each is the first and the last one in some of them, and each two come in both orders."""
 _COMMANDS = (("--help",), ("demo", "--help"), ("version",))
 
 
@@ -98,7 +112,7 @@ def _check(scratch: Path) -> None:
         if shared := contents[one] & contents[other]:
             raise PackagingError(f"{one} and {other} both have {', '.join(sorted(shared))}")
     print(f"built: {', '.join(f'{name} ({len(files)} files)' for name, files in contents.items())}")
-    for index, order in enumerate(itertools.permutations(DISTRIBUTIONS)):
+    for index, order in enumerate(ORDERS):
         environment = Environment(scratch / f"environment-{index}", pip, dependencies)
         for distribution in order:
             environment.install(wheels[distribution.name])
@@ -153,7 +167,8 @@ class Environment:
         for arguments in _COMMANDS:
             _run([str(self._bin / "icehouse"), *arguments], cwd=folder)
             _run([str(self._bin / "python"), "-m", "icehouse_server.cli.main", *arguments], cwd=folder)
-        _run([str(self._bin / "icehouse-client"), "--help"], cwd=folder)
+        for command in ("icehouse-client", "icehouse-http"):
+            _run([str(self._bin / command), "--help"], cwd=folder)
         print("the commands run beside a folder `service` with an __init__.py")
 
     def _check_record(self, distribution: Distribution) -> None:

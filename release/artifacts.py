@@ -22,10 +22,10 @@ from release.readmes import stand_alone
 
 ROOT = Path(__file__).resolve().parents[1]
 
-PYTHON_FOLDERS = ("gen/python", "clients/python", ".")
-"""What each distribution is built from: messages, client, server."""
+PYTHON_FOLDERS = ("gen/python", "clients/python", "clients/http", ".")
+"""What each distribution is built from: messages, client, HTTP front, server."""
 
-CLIENTS = ("python", "go", "node", "java")
+CLIENTS = ("python", "http", "go", "node", "java")
 
 READMES = ("README.md", "gen/python/README.md", *(f"clients/{each}/README.md" for each in CLIENTS))
 """Those that packages have in them."""
@@ -53,7 +53,7 @@ def copy_tree(tree: Path, *, project_url: str | None, pages_url: str | None = No
         if source.is_symlink() or source.is_file():
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(source, target, follow_symlinks=False)
-    for folder in (*PYTHON_FOLDERS[:2], "clients/node", *GO_MODULES.values()):
+    for folder in (*PYTHON_FOLDERS[:-1], "clients/node", *GO_MODULES.values()):
         shutil.copy2(ROOT / "LICENSE", tree / folder)
     for readme in READMES:
         text = (tree / readme).read_text(encoding="utf-8")

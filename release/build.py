@@ -55,18 +55,19 @@ def _write_bills(
     folder: Path, wheels: list[Path], tree: Path, scratch: Path, arguments: argparse.Namespace
 ) -> None:
     folder.mkdir()
-    protos, client, server = wheels
-    bills = {name: folder / f"{name}.cdx.json" for name in ("server", "python", *LANGUAGES)}
+    protos, client, front, server = wheels
+    bills = {name: folder / f"{name}.cdx.json" for name in ("server", "python", "http", *LANGUAGES)}
     for name, own, project in (
         ("server", [server, client, protos], tree),
         ("python", [client, protos], tree / "clients/python"),
+        ("http", [front, client, protos], tree / "clients/http"),
     ):
         place = scratch / f"sbom-{name}"
         place.mkdir()
         pyproject = project / "pyproject.toml"
         sbom.python_bill(bills[name], own, project=pyproject, tools=arguments.tools, scratch=place)
     makers = {"node": sbom.npm_bill, "go": sbom.go_bill, "java": sbom.maven_bill}
-    made = [bills["server"], bills["python"]]
+    made = [bills["server"], bills["python"], bills["http"]]
     for language, make in makers.items():
         if language not in arguments.without:
             make(bills[language], tree / "clients" / language)

@@ -39,6 +39,8 @@ PLACES = (
     Place("gen/python/pyproject.toml", r'^version = "'),
     Place("clients/python/pyproject.toml", r'^version = "'),
     Place("clients/python/pyproject.toml", r'"icehouse-protos=='),
+    Place("clients/http/pyproject.toml", r'^version = "'),
+    Place("clients/http/pyproject.toml", r'"icehouse-(?:client|protos)==', count=2),
     Place("clients/node/package.json", r'^  "version": "'),
     Place("clients/node/package-lock.json", r'"name": "icehouse-client",\n\s+"version": "', count=2),
     Place("clients/go/go.mod", r"^\ticehouse\.dev/api v"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 
-from tests.tidy.tree import CLIENT, SERVER, Module, imports_of, modules, nodes_of
+from tests.tidy.tree import CLIENT, HTTP, SERVER, Module, imports_of, modules, nodes_of
 
 PACKAGE = "icehouse_server"
 
@@ -235,6 +235,16 @@ def test_the_client_knows_nothing_of_the_server_nor_of_its_own_command_line() ->
         for line, name in imports_of(module)
         if name.startswith(PACKAGE)
         or (not module.folder.startswith("cli") and f"{name}.".startswith(TERMINAL))
+    ]
+    assert wrong == []
+
+
+def test_the_http_front_is_a_client_like_any_other() -> None:
+    wrong = [
+        f"{module.path}:{line}: {name}"
+        for module in modules(HTTP)
+        for line, name in imports_of(module)
+        if name.startswith(PACKAGE) or f"{name}.".startswith(TERMINAL)
     ]
     assert wrong == []
 

@@ -8,9 +8,9 @@ import sys
 import tomllib
 from typing import Any
 
-from tests.tidy.tree import CLIENT, ROOT, SERVER, imports_of, modules
+from tests.tidy.tree import CLIENT, HTTP, ROOT, SERVER, imports_of, modules
 
-OURS = {"icehouse_server", "icehouse", "icehouse_client", "tests", "bench"}
+OURS = {"icehouse_server", "icehouse", "icehouse_client", "icehouse_http", "tests", "bench"}
 
 
 def project(path: str) -> dict[str, Any]:
@@ -52,6 +52,10 @@ def test_the_client_declares_what_it_imports() -> None:
     table = project("clients/python/pyproject.toml")
     declared = names(table["dependencies"])
     assert undeclared(CLIENT, declared | names(table["optional-dependencies"]["cli"])) == []
+
+
+def test_the_http_front_declares_what_it_imports() -> None:
+    assert undeclared(HTTP, names(project("clients/http/pyproject.toml")["dependencies"])) == []
 
 
 def test_constraints_pin_every_dependency() -> None:

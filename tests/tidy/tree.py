@@ -40,6 +40,7 @@ class Module:
 
 SERVER = "service/icehouse_server"
 CLIENT = "clients/python/src/icehouse_client"
+HTTP = "clients/http/src/icehouse_http"
 COMMANDS = f"{CLIENT}/cli"
 """What asks a server from a terminal."""
 
@@ -53,7 +54,11 @@ def modules(folder: str) -> tuple[Module, ...]:
         if any(_is_skipped(part) for part in relative.parts):
             continue
         name = ".".join(relative.with_suffix("").parts).removesuffix(".__init__")
-        name = name.removeprefix("service.").removeprefix("clients.python.src.")
+        name = (
+            name.removeprefix("service.")
+            .removeprefix("clients.python.src.")
+            .removeprefix("clients.http.src.")
+        )
         text = path.read_text(encoding="utf-8")
         found.append(Module(name, relative, text, ast.parse(text)))
     assert found, f"{folder} has no Python files"

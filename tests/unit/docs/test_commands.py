@@ -52,7 +52,10 @@ def test_every_block_that_is_not_run_says_why() -> None:
     marked = [
         b for page in PAGES for b in blocks_of(page) if b.language == "python" and b.mark and not b.is_run
     ]
-    assert all(b.mark in ("run: gateway", "run: vision") or b.mark.startswith("not run: ") for b in marked)
+    assert all(
+        b.mark in ("run: gateway", "run: http", "run: vision") or b.mark.startswith("not run: ")
+        for b in marked
+    )
 
 
 def test_the_page_on_prefill_has_every_reason() -> None:

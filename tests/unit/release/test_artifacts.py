@@ -18,7 +18,15 @@ URL = "https://example.com/icehouse"
 
 def test_each_package_gets_the_licence_and_where_the_project_is_at_home(tmp_path: Path) -> None:
     artifacts.copy_tree(tmp_path, project_url=URL)
-    for folder in ("gen/python", "clients/python", "clients/node", "gen/go", "clients/go", "."):
+    for folder in (
+        "gen/python",
+        "clients/python",
+        "clients/http",
+        "clients/node",
+        "gen/go",
+        "clients/go",
+        ".",
+    ):
         assert (tmp_path / folder / "LICENSE").read_bytes() == (artifacts.ROOT / "LICENSE").read_bytes()
     for folder in artifacts.PYTHON_FOLDERS:
         project = tomllib.loads((tmp_path / folder / "pyproject.toml").read_text())["project"]

@@ -1,0 +1,283 @@
+"""App: the paths, what is done with every request, and how errors leave."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Any
+
+from icehouse_client import IcehouseClientError, Reply
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from icehouse_http.chat import request as chat_request
+from icehouse_http.chat.answer import ChatAnswer
+from icehouse_http.errors import ApiError, Dialect, api_error
+from icehouse_http.exchange import Answer, Asked, respond, until_gone
+from icehouse_http.fields import Fields, fields_of
+from icehouse_http.messages import request as message_request
+from icehouse_http.messages.answer import MessageAnswer
+from icehouse_http.messages.token_count import token_count
+from icehouse_http.model_list import model_list, one_model
+from icehouse_http.responses import request as response_request
+from icehouse_http.responses.answer import ResponseAnswer
+from icehouse_http.responses.store import ResponseStore
+from icehouse_http.settings import Settings
+from icehouse_http.texts import completions
+from icehouse_http.texts.embeddings import embeddings
+from icehouse_http.texts.reranking import ranking
+from icehouse_http.upstream import Caller, Target, Upstream
+
+_log = logging.getLogger("icehouse_http")
+
+Endpoint = Callable[[Request, Caller], Awaitable[Response]]
+
+_WISHES = {("UNSUPPORTED", "max_reasoning_tokens"): "max_reasoning_tokens"}
+"""Options that do without where the model cannot keep to them, by the refusal's reason and field."""
+_CODEX_WISHES = {("TOOLS_UNSUPPORTED", "tool_choice"): "parallel_tool_calls"}
+"""Codex asks every model for one call at a time. Where calls are no JSON nothing can hold a model to that."""
+
+
+def create_app(settings: Settings) -> Starlette:
+    """Return the app; it connects to the server when it is started."""
+    front = Front(settings)
+    routes = [
+        Route("/health", front.guarded(front.health), methods=["GET"]),
+        Route("/v1/models", front.guarded(front.models), methods=["GET"]),
+        Route("/v1/models/{model:path}", front.guarded(front.model), methods=["GET"]),
+        Route("/v1/chat/completions", front.guarded(front.chat), methods=["POST"]),
+        Route("/v1/completions", front.guarded(front.completions), methods=["POST"]),
+        Route("/v1/embeddings", front.guarded(front.embeddings), methods=["POST"]),
+        Route("/v1/rerank", front.guarded(front.rerank), methods=["POST"]),
+        Route("/v2/rerank", front.guarded(front.rerank), methods=["POST"]),
+        Route("/v1/responses", front.guarded(front.responses), methods=["POST"]),
+        Route("/v1/messages", front.guarded(front.messages, Dialect.ANTHROPIC), methods=["POST"]),
+        Route(
+            "/v1/messages/count_tokens",
+            front.guarded(front.count_tokens, Dialect.ANTHROPIC),
+            methods=["POST"],
+        ),
+    ]
+    pages = Middleware(
+        CORSMiddleware,
+        allow_origins=settings.allow_origins,
+        allow_methods=["GET", "POST"],
+        allow_headers=["*"],
+    )
+    return Starlette(
+        routes=routes,
+        middleware=[pages] if settings.allow_origins else [],
+        exception_handlers={HTTPException: _no_such_path},
+        lifespan=front.lifespan,
+    )
+
+
+class Front:
+    """The endpoints. They belong to the event loop that `lifespan` runs in."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._upstream: Upstream | None = None
+        self._store = ResponseStore(
+            max_entries=settings.max_stored_responses, max_bytes=settings.max_stored_bytes
+        )
+
+    @contextlib.asynccontextmanager
+    async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        """Hold the connection to the server while the app runs."""
+        self._upstream = Upstream(self._settings)
+        try:
+            yield
+        finally:
+            await self._upstream.close()
+
+    @property
+    def upstream(self) -> Upstream:
+        """The connection to the server."""
+        assert self._upstream is not None, "the app was not started"
+        return self._upstream
+
+    def guarded(
+        self, endpoint: Endpoint, dialect: Dialect = Dialect.OPENAI
+    ) -> Callable[[Request], Awaitable[Response]]:
+        """Return the endpoint with what holds for each: who may call, and errors in the protocol's shape."""
+
+        async def guard(request: Request) -> Response:
+            try:
+                self._check_origin(request)
+                return await endpoint(request, self.upstream.caller(request.headers))
+            except IcehouseClientError as error:
+                refusal = api_error(error)
+            except ApiError as error:
+                refusal = error
+            except ClientDisconnect:
+                return Response(status_code=499)
+            except Exception:
+                _log.exception("a request to %s failed", request.url.path)
+                refusal = ApiError(500, "the HTTP front has a fault; its log says more", code="INTERNAL")
+            return JSONResponse(refusal.body(dialect), refusal.status, refusal.headers)
+
+        return guard
+
+    def _check_origin(self, request: Request) -> None:
+        """Refuse what a web page of another site sends: whoever visits it did not mean to call."""
+        origin = request.headers.get("origin")
+        allowed = self._settings.allow_origins
+        if origin and "*" not in allowed and origin not in allowed:
+            message = f"pages of {origin} may not call; --allow-origin {origin} lets them"
+            raise ApiError(403, message, code="origin_not_allowed")
+
+    async def _fields(self, request: Request) -> Fields:
+        """Return the body's fields; raises ApiError for a body that is too large, too slow or no JSON."""
+        limit = self._settings.max_body_bytes
+        too_large = ApiError(413, f"the body has more than {limit} bytes", code="body_too_large")
+        told = request.headers.get("content-length", "")
+        if told.isdecimal() and int(told) > limit:
+            raise too_large
+        body = bytearray()
+        try:
+            async with asyncio.timeout(self._settings.body_timeout_s):
+                async for piece in request.stream():
+                    body += piece
+                    if len(body) > limit:
+                        raise too_large
+        except TimeoutError:
+            message = f"the body did not arrive in {self._settings.body_timeout_s:.0f} s"
+            raise ApiError(408, message, code="body_late") from None
+        return fields_of(bytes(body))
+
+    async def _target(self, fields: Fields, caller: Caller) -> Target:
+        return await self.upstream.target(caller, fields.text("model"))
+
+    async def _respond(
+        self,
+        request: Request,
+        caller: Caller,
+        asked: Asked,
+        answer: Answer,
+        *,
+        wishes: Mapping[tuple[str, str], str] = _WISHES,
+    ) -> Response:
+        """Answer a request; a wish that this model cannot be held to is dropped, and the rest asked again."""
+        options: Any = {**asked.options}
+        while True:
+            try:
+                again = dataclasses.replace(asked, options=options)
+                interval_s = self._settings.ping_interval_s
+                return await respond(request, caller.client, again, answer, ping_interval_s=interval_s)
+            except IcehouseClientError as error:
+                wish = wishes.get((error.reason, error.field or ""))
+                if wish is None or options.pop(wish, None) is None:
+                    raise
+
+    async def health(self, request: Request, caller: Caller) -> Response:
+        """GET /health: 200 while the server takes requests, 503 otherwise."""
+        try:
+            status = await self.upstream.health()
+        except IcehouseClientError as error:
+            status = error.reason
+        return JSONResponse({"status": status}, 200 if status == "SERVING" else 503)
+
+    async def models(self, request: Request, caller: Caller) -> Response:
+        """GET /v1/models."""
+        return JSONResponse(model_list(await self.upstream.models(caller), self._settings.aliases))
+
+    async def model(self, request: Request, caller: Caller) -> Response:
+        """GET /v1/models/{id}."""
+        models = await self.upstream.models(caller)
+        found = one_model(models, self._settings.aliases, request.path_params["model"])
+        return JSONResponse(found)
+
+    async def chat(self, request: Request, caller: Caller) -> Response:
+        """POST /v1/chat/completions."""
+        fields = await self._fields(request)
+        target = await self._target(fields, caller)
+        asked = chat_request.asked_of(fields, target, request.headers, self._settings)
+        name = _named("chatcmpl", asked)
+        answer = ChatAnswer(name, asked.options, tells_usage=_tells_usage(fields))
+        return await self._respond(request, caller, asked, answer)
+
+    async def responses(self, request: Request, caller: Caller) -> Response:
+        """POST /v1/responses."""
+        fields = await self._fields(request)
+        target = await self._target(fields, caller)
+        wanted = response_request.asked_of(
+            fields, target, request.headers, self._settings, store=self._store, scope=caller.scope
+        )
+        asked, name = wanted.asked, _named("resp", wanted.asked)
+
+        def keep(reply: Reply) -> None:
+            if wanted.is_stored:
+                self._store.put(caller.scope, name, [*wanted.messages, reply.message()])
+
+        answer = ResponseAnswer(name, wanted.told, seals=wanted.seals_reasoning, keep=keep)
+        return await self._respond(request, caller, asked, answer, wishes=_WISHES | _CODEX_WISHES)
+
+    async def messages(self, request: Request, caller: Caller) -> Response:
+        """POST /v1/messages."""
+        fields = await self._fields(request)
+        target = await self._target(fields, caller)
+        asked = message_request.asked_of(fields, target, request.headers, self._settings)
+        return await self._respond(request, caller, asked, MessageAnswer(_named("msg", asked)))
+
+    async def count_tokens(self, request: Request, caller: Caller) -> Response:
+        """POST /v1/messages/count_tokens: the tokens that the prompt of such a request would have."""
+        fields = await self._fields(request)
+        target = await self._target(fields, caller)
+        asked = message_request.asked_of(fields, target, request.headers, self._settings)
+        count = await until_gone(request.receive, token_count(caller.client, asked))
+        return JSONResponse({"input_tokens": count})
+
+    async def completions(self, request: Request, caller: Caller) -> Response:
+        """POST /v1/completions."""
+        fields = await self._fields(request)
+        target = await self._target(fields, caller)
+        asked = completions.asked_of(fields, target, request.headers, self._settings)
+        echo = await completions.echo_of(caller.client, fields, asked)
+        name, tells_usage = _named("cmpl", asked), _tells_usage(fields)
+        answer = completions.TextAnswer(name, asked.options, echo, tells_usage)
+        return await self._respond(request, caller, asked, answer)
+
+    async def embeddings(self, request: Request, caller: Caller) -> Response:
+        """POST /v1/embeddings."""
+        fields = await self._fields(request)
+        target = await self._target(fields, caller)
+        return JSONResponse(await until_gone(request.receive, embeddings(caller.client, fields, target)))
+
+    async def rerank(self, request: Request, caller: Caller) -> Response:
+        """POST /v1/rerank."""
+        fields = await self._fields(request)
+        target = await self._target(fields, caller)
+        work = ranking(caller.client, fields, target, name=_name("rerank"))
+        return JSONResponse(await until_gone(request.receive, work))
+
+
+def _tells_usage(fields: Fields) -> bool:
+    return (fields.object("stream_options") or Fields({})).flag("include_usage")
+
+
+def _name(kind: str) -> str:
+    return f"{kind}-{uuid.uuid4().hex}"
+
+
+def _named(kind: str, asked: Asked) -> str:
+    """Name the request: the answer's id is its id at the server, too."""
+    asked.options["request_id"] = name = _name(kind)
+    return name
+
+
+async def _no_such_path(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    dialect = Dialect.ANTHROPIC if request.url.path.startswith("/v1/messages") else Dialect.OPENAI
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    refusal = ApiError(error.status_code, message, code="no_such_path")
+    return JSONResponse(refusal.body(dialect), error.status_code, error.headers)

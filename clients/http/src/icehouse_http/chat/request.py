@@ -1,0 +1,50 @@
+"""Requests of chat completions, read into what the server is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from icehouse_client import Options, formats
+
+from icehouse_http.chat.turns import messages_of, tool_options, tools_of
+from icehouse_http.exchange import Asked
+from icehouse_http.fields import INT32_MAX, Fields
+from icehouse_http.sampling import effort_options, openai_sampling_of, session_of, target_options
+from icehouse_http.settings import Settings
+from icehouse_http.upstream import Target
+
+_MOST_COMPLETIONS = 128
+_MOST_TOP_LOGPROBS = 20
+
+
+def asked_of(fields: Fields, target: Target, headers: Mapping[str, str], settings: Settings) -> Asked:
+    """Return what a request asks for; raises ApiError that names the field that cannot be read."""
+    options: Options = openai_sampling_of(fields, settings)
+    options.update(target_options(target))
+    options.update(session_of(fields.text("prompt_cache_key"), headers))
+    options.update(tool_options(fields, tools_of(fields)))
+    options.update(
+        effort_options(target, fields.text("reasoning_effort"), fields.mapping("chat_template_kwargs"))
+    )
+    limit = fields.token_limit("max_completion_tokens") or fields.token_limit("max_tokens")
+    options["max_output_tokens"] = limit or INT32_MAX
+    if (count := fields.integer("n", least=1, most=_MOST_COMPLETIONS)) is not None and count > 1:
+        options["completions"] = count
+    if fields.flag("logprobs"):
+        options["logprobs"] = fields.integer("top_logprobs", least=0, most=_MOST_TOP_LOGPROBS) or 0
+    if (form := fields.object("response_format")) is not None:
+        set_format(options, form, "json_schema")
+    return Asked(messages_of(fields), options, fields.flag("stream"))
+
+
+def set_format(options: Options, form: Fields, schema_field: str) -> None:
+    """Set the form of the output. The schema is in the object `schema_field`; empty: beside the type."""
+    match form.one_of("type", "text", "json_object", "json_schema", default="text"):
+        case "json_object":
+            options["response_format"] = formats.json_object()
+        case "json_schema":
+            holder = form.required_object(schema_field) if schema_field else form
+            schema = holder.mapping("schema")
+            if schema is None:
+                raise holder.refusal("schema", "is required")
+            options["response_format"] = formats.json_schema(schema)

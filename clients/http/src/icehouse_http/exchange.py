@@ -1,0 +1,194 @@
+"""Exchange of one request with the server: the output as a whole, or as server-sent events.
+
+A caller who has gone ends the call on the server. A stream is never silent for longer than the ping interval:
+its protocol's ping is written while the request waits, while its prompt is computed and while a call is held.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+from collections.abc import AsyncGenerator, Coroutine, Iterable, Mapping
+from typing import Any, Protocol, TypeVar
+
+from icehouse_client import AsyncClient, AsyncStream, IcehouseClientError, Options, Prompt, Reply, StreamEvent
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from icehouse_http.errors import ApiError, api_error, bad_request
+
+Result = TypeVar("Result")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Asked:
+    """What the server is asked for, and how the caller wants the answer."""
+
+    prompt: Prompt
+    options: Options
+    is_streamed: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Frame:
+    """One server-sent event. Data is JSON, or a text as it is."""
+
+    data: Mapping[str, Any] | str
+    event: str = ""
+
+    def encode(self) -> bytes:
+        """Return its bytes on the wire."""
+        data = self.data if isinstance(self.data, str) else json.dumps(self.data, ensure_ascii=False)
+        head = f"event: {self.event}\n" if self.event else ""
+        return f"{head}data: {data}\n\n".encode()
+
+
+COMMENT = b": ping\n\n"
+"""A ping that no client sees as an event."""
+
+
+class Answer(Protocol):
+    """Writes one answer in a protocol's form, whole or event by event."""
+
+    def whole(self, reply: Reply) -> Mapping[str, Any]:
+        """Return the body of an answer that is not streamed."""
+
+    def ping(self) -> bytes:
+        """Return what keeps a silent stream alive."""
+
+    def feed(self, event: StreamEvent) -> Iterable[Frame]:
+        """Return what to write for something that happened."""
+
+    def end(self, reply: Reply) -> Iterable[Frame]:
+        """Return what to write after the last event."""
+
+    def fail(self, error: ApiError) -> Iterable[Frame]:
+        """Return what to write when the request fails after the stream began."""
+
+
+async def respond(
+    request: Request, client: AsyncClient, asked: Asked, answer: Answer, *, ping_interval_s: float
+) -> Response:
+    """Ask the server and answer the caller; raises ApiError for a refusal before the first event."""
+    try:
+        stream = client.stream(asked.prompt, **asked.options)
+    except (TypeError, ValueError) as error:
+        # What no message can hold, such as half of a surrogate pair.
+        raise bad_request(str(error)) from error
+    if not asked.is_streamed:
+        reply = await until_gone(request.receive, _whole(stream))
+        return JSONResponse(answer.whole(reply))
+    events = EventStream(stream, answer, ping_interval_s=ping_interval_s)
+    await until_gone(request.receive, events.begin())
+    return events
+
+
+async def until_gone(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
+    """Return what `work` returns; cancels it and raises ApiError when the caller goes first."""
+    task, gone = asyncio.create_task(work), asyncio.create_task(_disconnected(receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ApiError(499, "the caller has gone", code="CANCELLED")
+        return task.result()
+    finally:
+        await _cancelled(task, gone)
+
+
+async def _whole(stream: AsyncStream) -> Reply:
+    async with stream, contextlib.aclosing(stream.events()) as events:
+        async for _ in events:
+            pass
+    return stream.reply
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _cancelled(*tasks: asyncio.Future[Any]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class EventStream(Response):
+    """The response of a stream. `begin` waits for the first event, so that a refusal has its own status."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, stream: AsyncStream, answer: Answer, *, ping_interval_s: float) -> None:
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        # It is not known, and the empty body that it tells of is not this one's.
+        del self.headers["content-length"]
+        self._stream = stream
+        self._answer = answer
+        self._ping_interval_s = ping_interval_s
+        self._events = stream.events()
+        self._next: asyncio.Future[StreamEvent] | None = None
+
+    async def begin(self) -> None:
+        """Wait for the first event, or until a ping is due; raises what the call raises."""
+        self._next = asyncio.ensure_future(anext(self._events))
+        try:
+            await asyncio.wait({self._next}, timeout=self._ping_interval_s)
+            if self._next.done() and (error := self._next.exception()) is not None:
+                raise error
+        except BaseException:
+            await self._close()
+            raise
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        start = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+        try:
+            await send(start)
+            with contextlib.suppress(ApiError):
+                await until_gone(receive, self._write(send))
+        finally:
+            await self._close()
+
+    async def _write(self, send: Send) -> None:
+        async with contextlib.aclosing(self._pieces()) as pieces:
+            async for piece in pieces:
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _pieces(self) -> AsyncGenerator[bytes, None]:
+        """Iterate over what is written, with a ping wherever nothing was for the interval."""
+        loop = asyncio.get_running_loop()
+        assert self._next is not None, "the stream was not begun"
+        ping_time = loop.time() + (self._ping_interval_s if self._next.done() else 0.0)
+        is_last = False
+        while not is_last:
+            done, _ = await asyncio.wait({self._next}, timeout=max(0.0, ping_time - loop.time()))
+            frames: Iterable[Frame] = ()
+            if done:
+                frames, is_last = self._frames(self._next)
+            piece = b"".join(frame.encode() for frame in frames)
+            if not piece and loop.time() >= ping_time:
+                piece = self._answer.ping()
+            if piece:
+                yield piece
+                ping_time = loop.time() + self._ping_interval_s
+            if done and not is_last:
+                self._next = asyncio.ensure_future(anext(self._events))
+
+    def _frames(self, done: asyncio.Future[StreamEvent]) -> tuple[Iterable[Frame], bool]:
+        """Return what to write, and whether it is the last."""
+        try:
+            return self._answer.feed(done.result()), False
+        except StopAsyncIteration:
+            return self._answer.end(self._stream.reply), True
+        except IcehouseClientError as error:
+            return self._answer.fail(api_error(error)), True
+
+    async def _close(self) -> None:
+        """End the call on the server too."""
+        if self._next is not None:
+            await _cancelled(self._next)
+        await self._events.aclose()
+        self._stream.cancel()

@@ -1,0 +1,52 @@
+"""Requests of messages, read into what the server is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from icehouse_client import Options
+
+from icehouse_http.chat.request import set_format
+from icehouse_http.exchange import Asked
+from icehouse_http.fields import INT32_MAX, Fields
+from icehouse_http.messages.turns import messages_of, tool_options
+from icehouse_http.sampling import reasoning_options, sampling_of, session_of, target_options
+from icehouse_http.settings import Settings
+from icehouse_http.upstream import Target
+
+
+def asked_of(fields: Fields, target: Target, headers: Mapping[str, str], settings: Settings) -> Asked:
+    """Return what a request asks for; raises ApiError that names the field that cannot be read.
+
+    A conversation that ends with the assistant's turn is continued there.
+    """
+    options: Options = sampling_of(fields, settings)
+    options.update(target_options(target))
+    user = fields.object("metadata") or Fields({})
+    options.update(session_of(user.text("user_id"), headers))
+    options.update(tool_options(fields))
+    options.update(reasoning_options(target, limit=_thinking_limit(fields)))
+    options["max_output_tokens"] = fields.token_limit("max_tokens") or INT32_MAX
+    if stop := fields.texts("stop_sequences"):
+        options["stop"] = stop
+    output = fields.object("output_config") or Fields({})
+    if (form := output.object("format") or fields.object("output_format")) is not None:
+        set_format(options, form, "")
+    messages = messages_of(fields)
+    if messages[-1].role == "assistant":
+        options["continue_final_message"] = True
+    return Asked(messages, options, fields.flag("stream"))
+
+
+def _thinking_limit(fields: Fields) -> int | None:
+    """Return how many tokens the model may think with; None is as many as it likes."""
+    thinking = fields.object("thinking")
+    if thinking is None:
+        return 0
+    match thinking.one_of("type", "enabled", "disabled", "adaptive", default=""):
+        case "enabled":
+            return thinking.token_limit("budget_tokens")
+        case "adaptive":
+            return None
+        case _:
+            return 0

@@ -1,0 +1,125 @@
+"""Turns of a conversation and its tools, from Anthropic's messages."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+from collections.abc import Iterator
+
+from icehouse_client import Image, Message, Options, Tool, ToolCall
+
+from icehouse_http.chat.turns import function_of
+from icehouse_http.fields import Fields
+
+_NOT_SHOWN = ("redacted_thinking",)
+"""Blocks that another server wrote for itself."""
+
+
+def messages_of(fields: Fields) -> list[Message]:
+    """Return the conversation, the system's text first; raises ApiError for what is none."""
+    system, images = _content_of(fields, "system")
+    if images:
+        raise fields.refusal("system", "has an image; only text can be there")
+    messages = [Message("system", system)] if system else []
+    turns = list(fields.objects("messages"))
+    if not turns:
+        raise fields.refusal("messages", "must have at least one message")
+    for turn in turns:
+        match turn.one_of("role", "user", "assistant", "system", default=""):
+            case "assistant":
+                messages.append(_assistant_turn(turn))
+            case "user":
+                messages.extend(_user_turns(turn))
+            case _:
+                messages.append(Message("system", _content_of(turn, "content")[0]))
+    return messages
+
+
+def _user_turns(turn: Fields) -> Iterator[Message]:
+    """Return the results of tools, each a turn of its own, and what the user says beside them."""
+    said: list[Fields] = []
+    for block in turn.parts("content"):
+        if block.text("type") != "tool_result":
+            said.append(block)
+            continue
+        content, images = _content_of(block, "content")
+        if block.flag("is_error"):
+            content = f"Error: {content}"
+        yield Message("tool", content, tool_call_id=block.required_text("tool_use_id"), images=images)
+    if said:
+        content, images = _joined(said)
+        yield Message("user", content, images=images)
+
+
+def _assistant_turn(turn: Fields) -> Message:
+    content = reasoning = ""
+    calls: list[ToolCall] = []
+    for block in turn.parts("content"):
+        match block.text("type"):
+            case "text":
+                content += block.text("text")
+            case "thinking":
+                reasoning += block.text("thinking")
+            case "tool_use":
+                arguments = json.dumps(block.mapping("input") or {}, ensure_ascii=False)
+                calls.append(ToolCall(block.text("id"), block.required_text("name"), arguments))
+            case kind if kind not in _NOT_SHOWN:
+                raise _unread(block)
+    return Message("assistant", content, reasoning=reasoning, tool_calls=tuple(calls))
+
+
+def _content_of(fields: Fields, name: str) -> tuple[str, tuple[Image, ...]]:
+    return _joined(fields.parts(name))
+
+
+def _joined(blocks: Iterator[Fields] | list[Fields]) -> tuple[str, tuple[Image, ...]]:
+    """Return the texts with an empty line between two of them, and the images among them."""
+    content = ""
+    images: list[Image] = []
+    for block in blocks:
+        match block.text("type"):
+            case "text":
+                text = block.text("text")
+                content += f"\n\n{text}" if content and text else text
+            case "image":
+                images.append(_image_of(block.required_object("source"), len(content)))
+            case _:
+                raise _unread(block)
+    return content, tuple(images)
+
+
+def _unread(block: Fields) -> Exception:
+    return block.refusal("type", f"is {block.text('type')[:40]!r}; this block cannot be read here")
+
+
+def _image_of(source: Fields, position: int) -> Image:
+    if source.one_of("type", "base64", "url", default="") == "url":
+        return Image(uri=source.required_text("url"), position=position)
+    try:
+        data = base64.b64decode(source.required_text("data"), validate=True)
+    except (binascii.Error, ValueError):
+        raise source.refusal("data", "is not base64") from None
+    return Image(data, source.text("media_type"), position)
+
+
+def tool_options(fields: Fields) -> Options:
+    """Return the tools and whether they are called."""
+    tools: list[Tool] = []
+    for tool in fields.objects("tools"):
+        if (kind := tool.text("type", "custom")) != "custom":
+            raise tool.refusal("type", f"is {kind[:40]!r}; tools of Anthropic's own servers are not run here")
+        tools.append(function_of(tool, "input_schema"))
+    options: Options = {"tools": tools} if tools else {}
+    if (choice := fields.object("tool_choice")) is None:
+        return options
+    match choice.one_of("type", "auto", "any", "tool", "none", default=""):
+        case "any":
+            options["tool_choice"] = "required"
+        case "tool":
+            options["tool_choice"] = Tool(choice.required_text("name"))
+        case "none":
+            options["tool_choice"] = "none"
+    if choice.flag("disable_parallel_tool_use") and tools:
+        options["parallel_tool_calls"] = False
+    return options

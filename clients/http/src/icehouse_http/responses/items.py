@@ -1,0 +1,122 @@
+"""Items of responses: from a request's input to messages, and from outputs to items."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import dataclasses
+import uuid
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
+
+from icehouse_client import Message, Reply, ToolCall
+
+from icehouse_http.chat.turns import ROLES, content_of
+from icehouse_http.fields import Fields
+
+_SEALED: Final = "icehouse:"
+"""Begins reasoning that the caller keeps for us. It is encoded, not encrypted: the caller may read it."""
+
+Item = dict[str, Any]
+
+
+def messages_of(fields: Fields) -> list[Message]:
+    """Return the messages that the input is; raises ApiError for an item that cannot be read.
+
+    What the assistant thought, said and called between two other items is one message.
+    """
+    if isinstance(fields.raw("input"), str):
+        return [Message("user", fields.text("input"))]
+    messages: list[Message] = []
+    for item in fields.objects("input"):
+        message = _message_of(item)
+        if messages and message.role == messages[-1].role == "assistant":
+            messages[-1] = _joined(messages[-1], message)
+        else:
+            messages.append(message)
+    return messages
+
+
+def _message_of(item: Fields) -> Message:
+    match item.text("type", "message"):
+        case "message":
+            content, images = content_of(item, "content")
+            return Message(item.one_of("role", *ROLES, default=""), content, images=images)
+        case "reasoning":
+            return Message("assistant", "", reasoning=_reasoning_of(item))
+        case "function_call":
+            arguments = item.text("arguments") or "{}"
+            call = ToolCall(item.required_text("call_id"), item.required_text("name"), arguments)
+            return Message("assistant", "", tool_calls=(call,))
+        case "function_call_output":
+            content, images = content_of(item, "output")
+            return Message("tool", content, tool_call_id=item.required_text("call_id"), images=images)
+        case kind:
+            raise item.refusal("type", f"is {kind[:40]!r}; such items cannot be read here")
+
+
+def _joined(first: Message, second: Message) -> Message:
+    return dataclasses.replace(
+        first,
+        content=first.content + second.content,
+        reasoning=first.reasoning + second.reasoning,
+        tool_calls=first.tool_calls + second.tool_calls,
+    )
+
+
+def _reasoning_of(item: Fields) -> str:
+    if text := "".join(part.text("text") for part in item.objects("content")):
+        return text
+    sealed = item.text("encrypted_content")
+    if not sealed.startswith(_SEALED):
+        return ""
+    try:
+        return base64.b64decode(sealed.removeprefix(_SEALED), validate=True).decode()
+    except (binascii.Error, ValueError):
+        raise item.refusal("encrypted_content", "is not as it was told") from None
+
+
+def items_of(reply: Reply, *, seals: bool) -> list[Item]:
+    """Return the items of an output that was not streamed."""
+    items = []
+    if reply.reasoning:
+        items.append(finished(begun("reasoning"), reply.reasoning, seals=seals))
+    if reply.text:
+        items.append(finished(begun("message"), reply.text))
+    return items + [finished(begun("function_call", call), call.arguments_json) for call in reply.tool_calls]
+
+
+def begun(kind: str, call: ToolCall | None = None) -> Item:
+    """Return an item with nothing in it yet."""
+    prefix = {"reasoning": "rs", "message": "msg", "function_call": "fc"}[kind]
+    item: Item = {"id": f"{prefix}_{uuid.uuid4().hex}", "type": kind, "status": "in_progress"}
+    if kind == "reasoning":
+        return item | {"summary": [], "content": []}
+    if call is None:
+        return item | {"role": "assistant", "content": []}
+    return item | {"call_id": call.id, "name": call.name, "arguments": ""}
+
+
+def finished(item: Item, text: str, *, seals: bool = False) -> Item:
+    """Return an item with all that it says; `seals` adds the reasoning in a form that callers send back."""
+    done = item | {"status": "completed"}
+    match item["type"]:
+        case "reasoning":
+            sealed = _SEALED + base64.b64encode(text.encode()).decode() if seals else None
+            return done | {"content": [part_of("reasoning", text)], "encrypted_content": sealed}
+        case "message":
+            return done | {"content": [part_of("message", text)]}
+        case _:
+            return done | {"arguments": text}
+
+
+def part_of(kind: str, text: str) -> dict[str, Any]:
+    """Return the only part of reasoning or of a message."""
+    if kind == "reasoning":
+        return {"type": "reasoning_text", "text": text}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def with_instructions(instructions: str, messages: Iterable[Message]) -> Sequence[Message]:
+    """Return a conversation behind its instructions, which the next response does not inherit."""
+    return [Message("system", instructions), *messages] if instructions else list(messages)

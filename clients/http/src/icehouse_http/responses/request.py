@@ -1,0 +1,102 @@
+"""Requests of responses, read into what the server is asked for."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from icehouse_client import Message, Options, Tool
+
+from icehouse_http.chat.request import set_format
+from icehouse_http.chat.turns import function_of, tool_options
+from icehouse_http.errors import ApiError
+from icehouse_http.exchange import Asked
+from icehouse_http.fields import INT32_MAX, Fields
+from icehouse_http.responses.items import messages_of, with_instructions
+from icehouse_http.responses.store import ResponseStore
+from icehouse_http.sampling import effort_options, sampling_of, session_of, target_options
+from icehouse_http.settings import Settings
+from icehouse_http.upstream import Target
+
+_SEALED_REASONING = "reasoning.encrypted_content"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AskedResponse:
+    """What a request asks for, and what its response repeats and keeps."""
+
+    asked: Asked
+    messages: tuple[Message, ...]
+    """The conversation without its instructions."""
+    is_stored: bool
+    seals_reasoning: bool
+    told: Mapping[str, Any]
+    """Fields of the request that are fields of the response too."""
+
+
+def asked_of(
+    fields: Fields,
+    target: Target,
+    headers: Mapping[str, str],
+    settings: Settings,
+    *,
+    store: ResponseStore,
+    scope: str,
+) -> AskedResponse:
+    """Return what a request asks for; raises ApiError that names the field that cannot be read."""
+    options: Options = sampling_of(fields, settings)
+    options.update(target_options(target))
+    options.update(session_of(fields.text("prompt_cache_key"), headers))
+    options.update(tool_options(fields, _functions_of(fields)))
+    reasoning = fields.object("reasoning") or Fields({})
+    options.update(effort_options(target, reasoning.text("effort")))
+    options["max_output_tokens"] = fields.token_limit("max_output_tokens") or INT32_MAX
+    text = fields.object("text") or Fields({})
+    if (form := text.object("format")) is not None:
+        set_format(options, form, "")
+    messages = (*_earlier(fields, store, scope), *messages_of(fields))
+    if not messages:
+        raise fields.refusal("input", "is required")
+    prompt = with_instructions(fields.text("instructions"), messages)
+    return AskedResponse(
+        Asked(prompt, options, fields.flag("stream")),
+        messages,
+        is_stored=fields.flag("store", default=True),
+        seals_reasoning=_SEALED_REASONING in fields.texts("include"),
+        told={"model": target.model.id, **_told(fields)},
+    )
+
+
+def _earlier(fields: Fields, store: ResponseStore, scope: str) -> tuple[Message, ...]:
+    previous = fields.text("previous_response_id")
+    if not previous:
+        return ()
+    messages = store.get(scope, previous)
+    if messages is None:
+        message = f"the response {previous[:80]!r} is not kept here; send the whole conversation"
+        raise ApiError(400, message, code="previous_response_not_found", param="previous_response_id")
+    return messages
+
+
+def _functions_of(fields: Fields) -> list[Tool]:
+    """Return the functions. Tools that only OpenAI's servers run are left out, so none is called."""
+    return [function_of(tool) for tool in fields.objects("tools") if tool.text("type") == "function"]
+
+
+def _told(fields: Fields) -> dict[str, Any]:
+    return {
+        "instructions": fields.raw("instructions"),
+        "max_output_tokens": fields.raw("max_output_tokens"),
+        "metadata": fields.raw("metadata") or {},
+        "parallel_tool_calls": fields.flag("parallel_tool_calls", default=True),
+        "previous_response_id": fields.raw("previous_response_id"),
+        "reasoning": fields.raw("reasoning"),
+        "store": fields.flag("store", default=True),
+        "temperature": fields.raw("temperature"),
+        "text": fields.raw("text") or {"format": {"type": "text"}},
+        "tool_choice": fields.raw("tool_choice") or "auto",
+        "tools": fields.items("tools"),
+        "top_p": fields.raw("top_p"),
+        "truncation": "disabled",
+    }

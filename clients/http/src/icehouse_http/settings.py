@@ -1,0 +1,34 @@
+"""Settings of the HTTP front, with their defaults."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+MIB = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What the front is told when it starts."""
+
+    address: str = "localhost:50051"
+    """The Icehouse server: host:port, or unix:/path."""
+    ca_pem: bytes | None = dataclasses.field(default=None, repr=False)
+    """The authority of the server's certificate; None speaks without TLS."""
+    aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Names of callers, and the model or adapter that each stands for."""
+    strict_models: bool = False
+    """Refuse a model's name that is neither served nor an alias."""
+    temperature: float | None = None
+    """For requests that name none; None leaves it to the server, which draws greedily."""
+    allow_origins: tuple[str, ...] = ()
+    """Web pages that may call; "*" lets all."""
+    max_body_bytes: int = 32 * MIB
+    body_timeout_s: float = 60.0
+    """For a request's whole body."""
+    ping_interval_s: float = 10.0
+    """A stream is never silent for longer."""
+    max_stored_responses: int = 256
+    """How many responses `previous_response_id` may name; the oldest are forgotten."""
+    max_stored_bytes: int = 64 * MIB

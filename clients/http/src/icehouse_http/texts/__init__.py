@@ -1,0 +1,1 @@
+"""Completions, embeddings and rankings of texts."""

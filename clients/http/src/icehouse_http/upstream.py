@@ -1,0 +1,101 @@
+"""Upstream: the one connection to the Icehouse server, and what is known of its model.
+
+Belongs to the event loop it was opened on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import time
+from collections.abc import Mapping
+
+from icehouse.v1.model_service_pb2 import Model
+from icehouse_client import AsyncClient, Security
+
+from icehouse_http.errors import ApiError
+from icehouse_http.settings import Settings
+
+_KNOWN_FOR_S = 10.0
+"""How long the answer of ListModels is taken as true."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Target:
+    """Who answers a request: the served model, perhaps with an adapter."""
+
+    model: Model
+    adapter: str = ""
+
+    @property
+    def ends_reasoning(self) -> bool:
+        """Whether reasoning can be limited: the model marks where it ends."""
+        return bool(self.model.reply_format.reasoning_end)
+
+
+class Caller:
+    """One HTTP caller's view of the connection: its calls carry the caller's token."""
+
+    def __init__(self, client: AsyncClient, token: str) -> None:
+        self.client = client
+        self.scope = hashlib.sha256(token.encode()).hexdigest()
+        """Tells callers apart who have different tokens, without the token itself."""
+
+
+class Upstream:
+    """The connection. `close` ends it."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        security = Security(ca_pem=settings.ca_pem)
+        self._client = AsyncClient(settings.address, timeout_s=None, security=security)
+        self._models: list[Model] = []
+        self._asked_time = -_KNOWN_FOR_S
+
+    async def close(self) -> None:
+        """End the connection and what runs on it."""
+        await self._client.close()
+
+    def caller(self, headers: Mapping[str, str]) -> Caller:
+        """Return the view of whoever sent these headers; raises ApiError for a token that cannot be sent."""
+        token = _token_of(headers)
+        if not token:
+            return Caller(self._client, "")
+        if not (token.isascii() and token.isprintable()):
+            raise ApiError(
+                401, "the token has characters that no header can carry", code="CREDENTIALS_INVALID"
+            )
+        return Caller(self._client.with_metadata({"authorization": f"Bearer {token}"}), token)
+
+    async def health(self) -> str:
+        """Return what the server says of itself: SERVING, NOT_SERVING."""
+        return await self._client.health(timeout_s=_KNOWN_FOR_S)
+
+    async def models(self, caller: Caller) -> list[Model]:
+        """Ask for the served models."""
+        self._models = await caller.client.models()
+        self._asked_time = time.monotonic()
+        return self._models
+
+    async def target(self, caller: Caller, name: str) -> Target:
+        """Return who answers to a model's name; raises ApiError for an unknown one where names are strict."""
+        if time.monotonic() - self._asked_time > _KNOWN_FOR_S:
+            await self.models(caller)
+        wanted = self._settings.aliases.get(name, name)
+        for model in self._models:
+            if wanted == model.id:
+                return Target(model)
+            if any(wanted == adapter.name for adapter in model.adapters):
+                return Target(model, wanted)
+        if not self._models:
+            raise ApiError(503, "the server serves no model yet", code="LOADING", retry_s=1.0)
+        if self._settings.strict_models:
+            served = ", ".join(model.id for model in self._models)
+            message = f"the model {name!r} is not served; {served} is"
+            raise ApiError(404, message, code="model_not_found", param="model")
+        return Target(self._models[0])
+
+
+def _token_of(headers: Mapping[str, str]) -> str:
+    kind, _, token = headers.get("authorization", "").partition(" ")
+    return token.strip() if kind.lower() == "bearer" else headers.get("x-api-key", "").strip()

@@ -1,0 +1,284 @@
+"""Hostile requests: what is no request is refused in its protocol's shape, with the field at fault."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from icehouse_http.header_timeout import HeaderTimeoutProtocol
+
+from clients.http.tests.fronts import HttpFront, front_of
+from tests.fixtures.patience import BOUND_S
+from tests.unit.rpc.conftest import RunningServer
+
+CHAT: dict[str, Any] = {"model": "tiny", "max_tokens": 2, "messages": [{"role": "user", "content": "Hi"}]}
+RESPONSE = {"model": "tiny", "input": "Hi", "max_output_tokens": 2}
+TEXT = {"model": "tiny", "prompt": "Hi"}
+EMBED = {"model": "tiny", "input": "Hi"}
+RERANK = {"model": "tiny", "query": "q", "documents": ["d"]}
+PATHS: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": CHAT,
+    "/v1/messages": CHAT,
+    "/v1/messages/count_tokens": CHAT,
+    "/v1/responses": RESPONSE,
+    "/v1/completions": TEXT,
+    "/v1/embeddings": EMBED,
+    "/v1/rerank": RERANK,
+}
+DEEP = b'{"a":' * 100_000
+BODIES = {
+    "empty": b"",
+    "cut": b'{"model": "ti',
+    "a list": b"[]",
+    "a text": b'"Hi"',
+    "no UTF-8": b'{"model": "\xff"}',
+    "no number": b'{"temperature": NaN}',
+    "a long number": b'{"temperature": ' + b"9" * 5_000 + b"}",
+    "deep": DEEP,
+    "nothing": b"null",
+    "form": b"model=tiny&messages=Hi",
+}
+
+
+def error_of(answer: Any, path: str, *, status: int = 400) -> dict[str, Any]:
+    """Return the error after a check of the shape that its protocol gives errors."""
+    assert answer.status_code == status, answer.text
+    body = answer.json()
+    if path.startswith("/v1/messages"):
+        assert body["type"] == "error" and set(body) == {"type", "error"}
+    else:
+        assert set(body) == {"error"}
+    error = body["error"]
+    assert error["message"] and error["type"] == ("invalid_request_error" if status == 400 else error["type"])
+    return dict(error)
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_what_is_no_json_object_is_refused(front: HttpFront, path: str) -> None:
+    for body in BODIES.values():
+        error_of(await front.http.post(path, content=body), path)
+
+
+SAMPLING: dict[str, list[Any]] = {
+    "temperature": ["hot", [], True, "1", 10**400],
+    "top_p": ["x", {}],
+    "top_k": [1.5, "3", -2],
+    "min_p": ["x"],
+    "stream": ["yes", 1],
+    "model": [1, [], {}],
+}
+OPENAI: dict[str, list[Any]] = {
+    **SAMPLING,
+    "seed": ["x", 1.5, 1 << 70],
+    "presence_penalty": ["x"],
+    "frequency_penalty": [[]],
+    "repetition_penalty": [{}],
+    "logit_bias": [[1], "x", {"x": 1}, {"-1": 1}, {"1": "x"}, {str(1 << 40): 1}],
+    "stop": [1, [1], {}, ["a", None]],
+    "n": [0, -1, "2", 1.5, 1 << 40],
+    "max_tokens": [0, -5, "10", 1.5, []],
+    "stream_options": [1, [], {"include_usage": "yes"}],
+}
+TOOLS: list[Any] = [1, {}, [1], ["x"], [{"type": "function", "function": 1}], [{"type": "search"}]]
+CHOICES: list[Any] = ["maybe", 1, [], {}, {"type": "function"}, {"type": "x", "name": "a"}]
+FORMS: list[Any] = ["json", 1, {"type": "xml"}, {"type": "json_schema"}]
+TURNS: list[Any] = [
+    None,
+    [],
+    1,
+    "Hi",
+    [1],
+    [{}],
+    [{"role": "robot", "content": "Hi"}],
+    [{"role": 1, "content": "Hi"}],
+    [{"role": "user", "content": 1}],
+    [{"role": "user", "content": [1]}],
+    [{"role": "user", "content": [{"type": "text", "text": 1}]}],
+    [{"role": "user", "content": [{"type": "video"}]}],
+]
+WRONG: dict[str, dict[str, list[Any]]] = {
+    "/v1/chat/completions": {
+        **OPENAI,
+        "messages": [
+            *TURNS,
+            [{"role": "user", "content": [{"type": "image_url"}]}],
+            [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": 1}}]}],
+            [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x", "detail": "?"}}]}],
+            [{"role": "assistant", "content": "", "tool_calls": [1]}],
+            [{"role": "assistant", "content": "", "tool_calls": [{"function": {"arguments": "{}"}}]}],
+            [{"role": "tool", "content": "", "tool_call_id": 1}],
+            [{"role": "user", "content": "Hi", "name": 1}],
+        ],
+        "tools": [*TOOLS, [{"type": "function", "function": {"name": "a", "parameters": []}}]],
+        "tool_choice": CHOICES,
+        "parallel_tool_calls": ["no"],
+        "response_format": [*FORMS, {"type": "json_schema", "json_schema": {}}],
+        "max_completion_tokens": [0, "1"],
+        "reasoning_effort": [1],
+        "prompt_cache_key": [1],
+        "chat_template_kwargs": [1, []],
+    },
+    "/v1/messages": {
+        **SAMPLING,
+        "messages": [
+            *TURNS,
+            [{"role": "user", "content": [{"type": "tool_result"}]}],
+            [{"role": "user", "content": [{"type": "image", "source": {"type": "base64", "data": "%"}}]}],
+            [{"role": "user", "content": [{"type": "image", "source": {"type": "file"}}]}],
+            [{"role": "assistant", "content": [{"type": "tool_use", "name": "a", "input": "x"}]}],
+            [{"role": "assistant", "content": [{"type": "image"}]}],
+        ],
+        "system": [1, [{"type": "image", "source": {"type": "url", "url": "x"}}], [1]],
+        "max_tokens": [0, "10", []],
+        "stop_sequences": [1, [1]],
+        "tools": [1, [1], [{}], [{"name": "a", "input_schema": 1}], [{"type": "bash_20250124", "name": "a"}]],
+        "tool_choice": ["auto", 1, {}, {"type": "tool"}, {"type": "some"}],
+        "thinking": ["on", {}, {"type": "enabled", "budget_tokens": 0}],
+        "metadata": [1, {"user_id": 1}],
+        "output_config": [1, {"format": {"type": "xml"}}],
+    },
+    "/v1/responses": {
+        **SAMPLING,
+        "input": [
+            None,
+            1,
+            [],
+            [1],
+            [{"role": "robot", "content": "x"}],
+            [{"type": "item_reference", "id": "x"}],
+            [{"type": "function_call", "name": "a"}],
+            [{"type": "function_call_output", "output": "x"}],
+            [{"type": "reasoning", "encrypted_content": "icehouse:%"}],
+            [{"role": "user", "content": [{"type": "input_image"}]}],
+        ],
+        "instructions": [1],
+        "tools": [1, [1], [{"type": "function"}]],
+        "tool_choice": CHOICES,
+        "max_output_tokens": [0, "1"],
+        "reasoning": ["high", {"effort": 1}],
+        "text": [1, {"format": {"type": "json_schema"}}],
+        "previous_response_id": [1, "resp_none"],
+        "include": [1, [1]],
+        "store": ["no"],
+    },
+    "/v1/completions": {**OPENAI, "prompt": [None, 1, [], ["a", "b"], [1.5], [-1], [True]], "suffix": [1]},
+    "/v1/embeddings": {
+        "input": [None, 1, [], [[]], [1.5], ["a", 1], [[1], "a"], [-1]],
+        "encoding_format": ["hex", 1],
+        "dimensions": [0, "4"],
+    },
+    "/v1/rerank": {
+        "query": [None, 1, ""],
+        "documents": [None, [], 1, [1], [{"text": 1}]],
+        "top_n": [0, "1"],
+        "return_documents": ["yes"],
+    },
+}
+
+
+@pytest.mark.parametrize("path", WRONG)
+async def test_a_wrong_type_is_refused_by_the_name_of_its_field(
+    front: HttpFront, served: RunningServer, path: str
+) -> None:
+    for field, values in WRONG[path].items():
+        for value in values:
+            answer = await front.http.post(path, json=PATHS[path] | {field: value})
+            assert answer.status_code == 400, (field, value)
+            error = error_of(answer, path)
+            assert (error["param"] or "").startswith(field), (field, value, error)
+    assert served.engine.submitted == []
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses", "/v1/completions"])
+async def test_unknown_fields_and_nulls_are_ignored(front: HttpFront, path: str) -> None:
+    nulls = dict.fromkeys(WRONG[path].keys() - {"messages", "input", "prompt"})
+    body = {**nulls, **PATHS[path], "no_such_field": {"a": [1]}, "user": "u", "service_tier": "auto"}
+    answer = await front.http.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+
+
+async def test_half_of_a_character_is_refused(front: HttpFront) -> None:
+    for path in PATHS:
+        body = json.dumps(PATHS[path]).replace("Hi", "\\ud800").replace('"q"', '"\\ud800"')
+        error_of(await front.http.post(path, content=body.encode()), path)
+
+
+async def test_a_large_body_is_refused_however_it_comes(served: RunningServer) -> None:
+    async def pieces():
+        for _ in range(20):
+            yield b" " * 100
+
+    async with front_of(served.server.address, max_body_bytes=1_000) as front:
+        for path in ("/v1/chat/completions", "/v1/messages"):
+            for content in (b" " * 1_001, pieces()):
+                answer = await front.http.post(path, content=content)
+                error = error_of(answer, path, status=413)
+                assert error["code"] == "body_too_large"
+        assert (await front.http.post("/v1/chat/completions", json=CHAT)).status_code == 200
+
+
+def port_of(url: str) -> int:
+    return int(url.rpartition(":")[2])
+
+
+async def answer_to(url: str, sent: bytes) -> bytes:
+    """Return all that comes back for some bytes, until the connection is closed."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port_of(url))
+    writer.write(sent)
+    try:
+        async with asyncio.timeout(BOUND_S):
+            return await reader.read()
+    finally:
+        writer.close()
+
+
+async def test_a_body_that_does_not_come_is_not_waited_for(served: RunningServer) -> None:
+    head = b"POST /v1/messages HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Length: 9\r\n\r\n{"
+    async with front_of(served.server.address, body_timeout_s=0.05) as front:
+        answer = await answer_to(front.url, head)
+    assert answer.startswith(b"HTTP/1.1 408 ") and b'"body_late"' in answer
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\nHost: a\r\n"], ids=["nothing", "half"])
+async def test_headers_that_do_not_come_are_not_waited_for(
+    front: HttpFront, monkeypatch: pytest.MonkeyPatch, sent: bytes
+) -> None:
+    monkeypatch.setattr(HeaderTimeoutProtocol, "header_timeout_s", 0.05)
+    assert await answer_to(front.url, sent) == b""
+
+
+async def test_a_later_request_of_a_connection_has_the_same_time(
+    front: HttpFront, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(HeaderTimeoutProtocol, "header_timeout_s", 0.05)
+    reader, writer = await asyncio.open_connection("127.0.0.1", port_of(front.url))
+    async with asyncio.timeout(BOUND_S):
+        writer.write(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
+        assert (await reader.readuntil(b"}")).startswith(b"HTTP/1.1 200 ")
+        writer.write(b"GET /health HT")
+        assert await reader.read() == b""
+    writer.close()
+
+
+async def test_other_paths_and_methods(front: HttpFront) -> None:
+    error_of(await front.http.get("/v1/none"), "/v1/none", status=404)
+    error_of(await front.http.get("/v1/messages"), "/v1/messages", status=405)
+    error_of(await front.http.get("/v1/models/none"), "/v1/models", status=404)
+
+
+async def test_pages_of_other_sites_may_not_call(served: RunningServer) -> None:
+    evil, friend = {"origin": "http://evil.example"}, {"origin": "http://friend.example"}
+    async with front_of(served.server.address) as front:
+        for headers in (evil, friend):
+            answer = await front.http.post("/v1/chat/completions", json=CHAT, headers=headers)
+            assert error_of(answer, "", status=403)["code"] == "origin_not_allowed"
+            assert "access-control-allow-origin" not in answer.headers
+    async with front_of(served.server.address, allow_origins=(friend["origin"],)) as front:
+        answer = await front.http.post("/v1/chat/completions", json=CHAT, headers=friend)
+        assert answer.status_code == 200
+        assert answer.headers["access-control-allow-origin"] == friend["origin"]
+        answer = await front.http.post("/v1/chat/completions", json=CHAT, headers=evil)
+        assert answer.status_code == 403
+    assert len(served.engine.submitted) == 1

@@ -1,0 +1,96 @@
+"""Responses with OpenAI's own client: order of events, forms, and what is kept."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import openai
+import pytest
+from icehouse_client import Message
+from icehouse_http.responses.store import ResponseStore
+
+from clients.http.tests.fronts import HttpFront, front_of
+from tests.unit.rpc.conftest import RunningServer
+
+TEXT = "The quick brown fox jumps over the lazy dog"
+ASKED: Any = {"model": "tiny", "input": TEXT, "temperature": 0, "max_output_tokens": 8}
+
+
+async def test_a_response_is_the_same_streamed_and_whole(whole: HttpFront) -> None:
+    answer = await whole.openai.responses.create(**ASKED)
+    assert (answer.status, answer.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert (answer.model, answer.usage.output_tokens) == ("tiny", 8)
+    events = [event async for event in await whole.openai.responses.create(**ASKED, stream=True)]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    kinds = [event.type for event in events]
+    deltas = kinds.count("response.output_text.delta")
+    assert deltas and kinds == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+        *["response.output_text.delta"] * deltas,
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "response.incomplete",
+    ]
+    assert events[-1].response.output_text == answer.output_text != ""
+    assert events[-4].text == events[-2].item.content[0].text == answer.output_text
+
+
+async def test_a_form_is_kept_to(whole: HttpFront) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"n": {"enum": [1, 2]}},
+        "required": ["n"],
+        "additionalProperties": False,
+    }
+    form: Any = {"type": "json_schema", "name": "n", "schema": schema}
+    asked = {**ASKED, "max_output_tokens": 1000, "temperature": 1, "text": {"format": form}}
+    answer = await whole.openai.responses.create(**asked)
+    if answer.status == "completed":
+        assert json.loads(answer.output_text)["n"] in (1, 2)
+    assert answer.output_text.lstrip().startswith("{")
+
+
+async def test_a_response_of_another_token_or_not_kept_is_not_found(
+    front: HttpFront, served: RunningServer
+) -> None:
+    asked = {**ASKED, "input": "Hi"}
+    first = await front.openai.responses.create(**asked)
+    again = await front.openai.responses.create(**asked, previous_response_id=first.id)
+    assert again.usage.input_tokens > first.usage.input_tokens
+    unkept = await front.openai.responses.create(**asked, store=False)
+    stranger = front.openai.with_options(api_key="another")
+    for client, name in ((stranger, first.id), (front.openai, unkept.id), (front.openai, "resp_none")):
+        with pytest.raises(openai.BadRequestError) as caught:
+            await client.responses.create(**asked, previous_response_id=name)
+        assert (caught.value.code, caught.value.param) == (
+            "previous_response_not_found",
+            "previous_response_id",
+        )
+
+
+def test_the_store_is_bounded() -> None:
+    store = ResponseStore(max_entries=2, max_bytes=10_000)
+    said = [Message("user", "x" * 500)]
+    store.put("a", "1", said)
+    store.put("a", "2", said)
+    assert store.get("a", "1") == tuple(said) and store.get("b", "1") is None
+    store.put("a", "3", said)
+    assert store.get("a", "2") is None and store.get("a", "1") is not None, "the least recently used goes"
+    store.put("a", "4", [Message("user", "x" * 2_000)])
+    assert store.get("a", "3") is None and store.get("a", "4") is not None
+    store.put("a", "5", [Message("user", "x" * 3_000)])
+    assert store.get("a", "5") is None, "it is larger than all that may be kept"
+
+
+async def test_one_call_at_a_time_is_asked_for_where_it_can_be_held_to(served: RunningServer) -> None:
+    tool = {"type": "function", "name": "look", "parameters": {"type": "object"}}
+    async with front_of(served.server.address) as front:
+        await front.openai.responses.create(
+            **{**ASKED, "input": "Hi"}, tools=[tool], parallel_tool_calls=False
+        )
+    assert served.tokenizer.conversations[-1].constrains_calls

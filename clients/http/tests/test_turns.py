@@ -1,0 +1,169 @@
+"""Turns, tools and images of each protocol: what they become."""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+import pytest
+from icehouse.v1.model_service_pb2 import Model
+from icehouse_client import Image, Message, Tool, ToolCall
+from icehouse_http.chat import request as chat
+from icehouse_http.fields import Fields
+from icehouse_http.messages import request as messages
+from icehouse_http.responses import request as responses
+from icehouse_http.responses.store import ResponseStore
+from icehouse_http.settings import Settings
+from icehouse_http.upstream import Target
+
+THINKER = Model(id="m")
+THINKER.reply_format.reasoning_end = "</think>"
+SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}}
+PIXELS = b"\x89PNG"
+DATA_URI = "data:image/png;base64," + base64.b64encode(PIXELS).decode()
+
+
+def chat_of(model: Model = THINKER, **fields: Any) -> Any:
+    said = {"messages": [{"role": "user", "content": "Hi"}]}
+    return chat.asked_of(Fields(said | fields), Target(model), {}, Settings())
+
+
+def messages_of(model: Model = THINKER, **fields: Any) -> Any:
+    said = {"messages": [{"role": "user", "content": "Hi"}]}
+    return messages.asked_of(Fields(said | fields), Target(model), {}, Settings())
+
+
+def responses_of(model: Model = THINKER, **fields: Any) -> Any:
+    store = ResponseStore(max_entries=1, max_bytes=1)
+    given = Fields({"input": "Hi"} | fields)
+    return responses.asked_of(given, Target(model), {}, Settings(), store=store, scope="").asked
+
+
+def test_images_stay_where_they_are() -> None:
+    expected = Message("user", "Look: here.", images=(Image(uri=DATA_URI, position=6, detail="low"),))
+    parts = [
+        {"type": "text", "text": "Look: "},
+        {"type": "image_url", "image_url": {"url": DATA_URI, "detail": "low"}},
+        {"type": "text", "text": "here."},
+    ]
+    assert chat_of(messages=[{"role": "user", "content": parts}]).prompt == [expected]
+    items = [
+        {"type": "input_text", "text": "Look: "},
+        {"type": "input_image", "image_url": DATA_URI, "detail": "low"},
+        {"type": "input_text", "text": "here."},
+    ]
+    assert responses_of(input=[{"role": "user", "content": items}]).prompt == [expected]
+    source = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(PIXELS).decode()}
+    blocks = [
+        {"type": "text", "text": "Look:"},
+        {"type": "image", "source": source},
+        {"type": "image", "source": {"type": "url", "url": "https://a/b.png"}},
+    ]
+    shown = (Image(PIXELS, "image/png", 5), Image(uri="https://a/b.png", position=5))
+    assert messages_of(messages=[{"role": "user", "content": blocks}]).prompt == [
+        Message("user", "Look:", images=shown)
+    ]
+
+
+def test_results_are_turns_of_their_own_before_what_the_user_says() -> None:
+    blocks = [
+        {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "text", "text": "dry"}]},
+        {"type": "tool_result", "tool_use_id": "2", "content": "no", "is_error": True},
+        {"type": "text", "text": "And now?"},
+        {"type": "text", "text": "Quick."},
+    ]
+    said = [
+        {"type": "thinking", "thinking": "Hm.", "signature": "s"},
+        {"type": "redacted_thinking", "data": "x"},
+        {"type": "text", "text": "I look."},
+        {"type": "tool_use", "id": "1", "name": "look", "input": {"a": "é"}},
+    ]
+    turns = [{"role": "assistant", "content": said}, {"role": "user", "content": blocks}]
+    call = ToolCall("1", "look", '{"a": "é"}')
+    assert messages_of(system="Be kind.", messages=turns).prompt == [
+        Message("system", "Be kind."),
+        Message("assistant", "I look.", reasoning="Hm.", tool_calls=(call,)),
+        Message("tool", "dry", tool_call_id="1"),
+        Message("tool", "Error: no", tool_call_id="2"),
+        Message("user", "And now?\n\nQuick."),
+    ]
+
+
+def test_items_between_two_others_are_one_turn() -> None:
+    items = [
+        {"role": "developer", "content": "Be kind."},
+        {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "Hm."}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I look."}]},
+        {"type": "function_call", "call_id": "1", "name": "look", "arguments": "{}"},
+        {"type": "function_call", "call_id": "2", "name": "look", "arguments": ""},
+        {"type": "function_call_output", "call_id": "1", "output": "dry"},
+    ]
+    calls = (ToolCall("1", "look", "{}"), ToolCall("2", "look", "{}"))
+    assert responses_of(instructions="Obey.", input=items).prompt == [
+        Message("system", "Obey."),
+        Message("developer", "Be kind."),
+        Message("assistant", "I look.", reasoning="Hm.", tool_calls=calls),
+        Message("tool", "dry", tool_call_id="1"),
+    ]
+
+
+LOOK, GO = Tool("look", "Looks.", SCHEMA, True), Tool("go")
+FUNCTION = {"name": "look", "description": "Looks.", "parameters": SCHEMA, "strict": True}
+ALLOWED = [{"type": "function", "name": "go"}]
+
+
+@pytest.mark.parametrize(
+    ("choice", "expected"),
+    [
+        ("auto", {}),
+        ("none", {"tool_choice": "none"}),
+        ("required", {"tool_choice": "required"}),
+        ({"type": "function", "name": "go"}, {"tool_choice": GO}),
+        (
+            {"type": "allowed_tools", "mode": "required", "tools": ALLOWED},
+            {"tool_choice": "required", "allowed_tools": [GO]},
+        ),
+    ],
+)
+def test_tools_and_choices_of_openai(choice: Any, expected: dict[str, Any]) -> None:
+    flat = [{"type": "function", **FUNCTION}, {"type": "function", "name": "go"}, {"type": "web_search"}]
+    nested = [{"type": "function", "function": FUNCTION}, {"type": "function", "function": {"name": "go"}}]
+    for asked in (
+        responses_of(tools=flat, tool_choice=choice, parallel_tool_calls=False),
+        chat_of(tools=nested, tool_choice=choice, parallel_tool_calls=False),
+    ):
+        names = ("tools", "tool_choice", "allowed_tools", "parallel_tool_calls")
+        told = {name: asked.options[name] for name in names if name in asked.options}
+        assert told == {"tools": [LOOK, GO], "parallel_tool_calls": False, **expected}
+
+
+def test_tools_and_choices_of_anthropic() -> None:
+    tool = {"name": "look", "description": "Looks.", "input_schema": SCHEMA, "strict": True}
+    tools = [tool, {"type": "custom", "name": "go"}]
+    for choice, expected in (
+        ({"type": "auto"}, {}),
+        ({"type": "none"}, {"tool_choice": "none"}),
+        ({"type": "any"}, {"tool_choice": "required"}),
+        ({"type": "tool", "name": "go"}, {"tool_choice": GO}),
+    ):
+        options = messages_of(tools=tools, tool_choice=choice | {"disable_parallel_tool_use": True}).options
+        assert options["tools"] == [LOOK, GO] and options["parallel_tool_calls"] is False
+        assert {name: options[name] for name in ("tool_choice",) if name in options} == expected
+
+
+def test_how_much_the_model_may_think() -> None:
+    off, plain = {"enable_thinking": False}, Model(id="m")
+
+    def told(asked: Any) -> tuple[Any, Any]:
+        return asked.options.get("max_reasoning_tokens"), asked.options.get("template_arguments")
+
+    assert told(messages_of()) == told(messages_of(thinking={"type": "disabled"})) == (0, off)
+    assert told(messages_of(plain)) == (None, off)
+    assert told(messages_of(thinking={"type": "enabled", "budget_tokens": 2048})) == (2048, None)
+    assert told(messages_of(thinking={"type": "adaptive"})) == (None, None)
+    assert told(chat_of()) == (None, None)
+    assert told(chat_of(reasoning_effort="none")) == (0, off)
+    assert told(chat_of(reasoning_effort="high")) == (None, {"reasoning_effort": "high"})
+    assert told(responses_of(reasoning={"effort": "low"})) == (None, {"reasoning_effort": "low"})
+    given = {"enable_thinking": True, "x": 1}
+    assert told(chat_of(chat_template_kwargs=given, reasoning_effort="none")) == (0, given)
