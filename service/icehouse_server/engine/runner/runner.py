@@ -40,14 +40,11 @@ from icehouse_server.engine.runner.forward import (
     JoinedLayers,
     PassFacts,
     Row,
-    Way,
-    attending_places,
+    SplitMode,
     examine,
-    kv_places,
 )
 from icehouse_server.engine.runner.freed_buffers import FreedBuffers
 from icehouse_server.engine.runner.identity.fingerprint import system_digest_hex
-from icehouse_server.engine.runner.lora import attach
 from icehouse_server.engine.runner.pipeline import Pipeline
 from icehouse_server.engine.runner.vision.features import ImageFeatures
 from icehouse_server.engine.runner.warm_up import warm_up_rows
@@ -145,7 +142,7 @@ class ModelRunner:
         if loaded.tower is not None:
             limit_bytes = self._settings.image_feature_limit_bytes
             self._images = ImageFeatures(loaded.tower, limit_bytes=limit_bytes, clock=self._clock)
-        adapted = [attach(adapter, loaded, self._source) for adapter in self._source.adapters]
+        adapted = [model_loader.attach(adapter, loaded, self._source) for adapter in self._source.adapters]
         if self._settings.is_memory_wired:
             mlx_lm.wire_memory()
         self.blocks.read_layout()
@@ -182,7 +179,7 @@ class ModelRunner:
             info,
             kv_bytes_per_token=kv_bytes_per_token,
             adapters=tuple(model.info for model in adapted),
-            pass_splits=tuple(PassSplit(way) for way in self._facts.ways),
+            pass_splits=tuple(map(PassSplit, self._facts.modes)),
             embedding_size=self._hidden_size(),
             system_digest_hex=system_digest_hex(
                 self._source.path, fingerprint_hex=self._fingerprint_hex, device=info.device
@@ -322,7 +319,7 @@ class ModelRunner:
         if self._paging is None and self._facts.caches:
             self._page_groups = groups_of(
                 self.caches(sequence_id),
-                attending=attending_places(self._facts.caches),
+                attending=self._facts.attending_indices,
                 page_token_count=page_token_count_for(self._settings.block_token_count),
             )
         self.run([Chunk(sequence_id, [0], adapter, row=row)])
@@ -397,7 +394,7 @@ class ModelRunner:
         """Return what attention makes of a token's KV in one layer."""
         if self._paging is not None:
             return kv_bytes_per_token // len(self._facts.caches)
-        layer_count = len(kv_places(self._facts.caches, self.fresh_caches()))
+        layer_count = self._facts.kv_count(self.fresh_caches())
         if not layer_count:
             return 0  # it is the model's own, or reads windows
         return float_bytes(
@@ -439,13 +436,13 @@ class ModelRunner:
                 f"this model's KV cannot be quantized to {self._settings.kv_bits} bits in groups of "
                 f"{self._settings.kv_group_size}: {error}; choose another kv_bits or kv_group_size",
             ) from error
-        if model_loader.needs_flat_layers(model) and facts.ways != (Way.ATTENTION.value,):
+        if model_loader.needs_flat_layers(model) and facts.modes != (SplitMode.ATTENTION.value,):
             raise ModelError(
                 Reason.MODEL_INVALID,
-                f"this model's passes are split by {', '.join(facts.ways)} ({facts.reason}); only those that "
-                "attention splits know where images are; is mlx-vlm a newer one than 0.7?",
+                f"this model's passes are split by {', '.join(facts.modes)} ({facts.reason}); only those "
+                "that attention splits know where images are; is mlx-vlm a newer one than 0.7?",
             )
-        told = {"ways": ", ".join(facts.ways), "detail": facts.reason or "rows share every layer"}
+        told = {"ways": ", ".join(facts.modes), "detail": facts.reason or "rows share every layer"}
         if facts.caches:
             _log.info("forward_pass_examined", extra=told)
         else:

@@ -9,8 +9,7 @@ from icehouse_server.domain.request import DraftCounts
 from icehouse_server.domain.response_format import Constraint
 from icehouse_server.domain.sampling import SamplingParams
 from icehouse_server.engine.core.decode_row import DecodeRow
-from icehouse_server.engine.sampling.bad_words import Bans
-from icehouse_server.engine.sampling.penalties import LogitEdits
+from icehouse_server.engine.sampling.penalties import Bans, LogitEdits
 from icehouse_server.errors import IcehouseError
 
 

@@ -29,11 +29,11 @@ class PassPlanner:
         self._slowness = 1.0
         """Of the machine at this moment: what the last pass of rows and prompts took, of what such take."""
         self._rows_passes: collections.deque[tuple[PassSize, float]] = collections.deque(
-            maxlen=policy.rows_kept_count
+            maxlen=policy.kept_count
         )
         """The last ones of decoding rows, and what they took."""
         self._alone_passes: collections.deque[tuple[PassSize, float]] = collections.deque(
-            maxlen=policy.rows_kept_count
+            maxlen=policy.kept_count
         )
         """Those of them in which nothing else ran."""
 

@@ -69,10 +69,8 @@ class PassPolicy:
     # What is learned, and how far it is believed.
     first_token_count: int = 64
     """Prompt tokens of the first pass, before any was measured."""
-    rows_kept_count: int = 9
-    """Passes of rows that tell what they take now."""
     kept_count: int = 6
-    """Passes kept of each doubling of tokens and of positions."""
+    """Passes remembered of rows alone, and of each doubling of tokens and of positions."""
     life: int = 512
     """In passes: the older one is the less it counts, and so old it is dropped."""
     surprise_factor: float = 2.0

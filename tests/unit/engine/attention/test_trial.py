@@ -40,8 +40,13 @@ class _Faulty(GatherAttention):
         right = getattr(self, verb)
 
         def wrong(*places: Any, **named: Any) -> Any:
-            names = {"write": ("pool", "keys", "values", "places"), "attend": ("pool", "queries", "places")}
-            given = dict(zip(names.get(verb, ("pool", "places")), places, strict=True)) | named
+            names = {
+                "write": ("pool", "keys", "values", "places"),
+                "attend": ("pool", "queries", "places", "call", "new"),
+            }
+            given = dict(zip(names.get(verb, ("pool", "places")), places, strict=False)) | named
+            if (new := given.pop("new", None)) is not None:
+                self.write(given["pool"], *new, given["places"], layer=given["call"].layer)
             return right(**change(given))
 
         setattr(self, verb, wrong)
@@ -51,16 +56,20 @@ def _a_token_before(places: TokenPlaces) -> TokenPlaces:
     return dataclasses.replace(places, positions=np.maximum(places.positions - 1, 0))
 
 
+def _calling(**changed: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    return lambda given: given | {"call": dataclasses.replace(given["call"], **changed)}
+
+
 @pytest.mark.parametrize(
     ("verb", "change", "said"),
     [
         ("write", lambda given: given | {"layer": 0}, "pages"),
         ("write", lambda given: given | {"values": given["keys"]}, "pages"),
-        ("attend", lambda given: given | {"layer": 0}, "off by"),
+        ("attend", _calling(layer=0), "off by"),
         ("attend", lambda given: given | {"places": _a_token_before(given["places"])}, "off by"),
-        ("attend", lambda given: given | {"window": None}, "window 24"),
-        ("attend", lambda given: given | {"sinks": None}, "sinks"),
-        ("attend", lambda given: given | {"scale": 2 * given["scale"]}, "off by"),
+        ("attend", _calling(window=None), "window 24"),
+        ("attend", _calling(sinks=None), "sinks"),
+        ("attend", _calling(scale=1.0), "off by"),
         ("attend", lambda given: given | {"queries": given["queries"] * np.nan}, "nan"),
         ("gather_row", lambda given: given | {"first_token": given["first_token"] + 1}, "pages"),
     ],

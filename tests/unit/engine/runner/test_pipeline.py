@@ -22,7 +22,7 @@ from icehouse_server.engine.runner import speculation
 from icehouse_server.engine.runner.decoding import DispatchedPass
 from icehouse_server.engine.runner.forward import Attention, ForwardPass
 from icehouse_server.engine.runner.runner import ModelRunner
-from icehouse_server.engine.runner.speculation import Trial
+from icehouse_server.engine.runner.speculation import Probe
 from icehouse_server.engine.sampling import top_p
 
 from tests.fixtures.models import tiny_model_dir
@@ -273,7 +273,7 @@ def drawn_beside_a_guesser(
 
 
 def always_guess(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(speculation, "_LOOKUP_TRIAL", Trial(step_count=1, least_accepted_count=-9))
+    monkeypatch.setattr(speculation, "_LOOKUP_PROBE", Probe(step_count=1, least_accepted_count=-9))
 
 
 ASKED = Speculation(8, ngram_token_limit=2)

@@ -18,6 +18,7 @@ from typing import Any, Final, NamedTuple
 import mlx.core as mx
 import numpy as np
 
+from icehouse_server.engine.attention.build_hooks import FIRST_WAIT
 from icehouse_server.engine.attention.cpu.softmax import (
     Array,
     Part,
@@ -28,9 +29,8 @@ from icehouse_server.engine.attention.cpu.softmax import (
     weighted,
 )
 from icehouse_server.engine.attention.cpu.thin import ThinPlan, attend_thin
-from icehouse_server.engine.attention.first_wait import FIRST_WAIT
 from icehouse_server.engine.attention.gather import GatherAttention, causal_rule, row_pages, runs_of_rows
-from icehouse_server.engine.attention.port import Ints, Pool, TokenPlaces
+from icehouse_server.engine.attention.port import AttentionCall, Ints, Pool, TokenPlaces
 
 _LEAST_THIN_SCORES: Final = 2 << 10
 """Of queries one by one, for all heads, from which on NumPy reads their keys. Fewer are left to MLX, which is
@@ -110,50 +110,32 @@ class CpuAttention:
         if layer == pool.shape.layer_count - 1:  # all others' come before it, in a pass
             pool.order = mx.depends(self._none, [keys, values])
 
-    def write_and_attend(
-        self,
-        pool: Pool,
-        queries: mx.array,
-        keys: mx.array,
-        values: mx.array,
-        places: TokenPlaces,
-        *,
-        layer: int,
-        scale: float,
-        window: int | None = None,
-        sinks: mx.array | None = None,
-    ) -> mx.array:
-        self.write(pool, keys, values, places, layer=layer)
-        return self.attend(pool, queries, places, layer=layer, scale=scale, window=window, sinks=sinks)
-
     def attend(
         self,
         pool: Pool,
         queries: mx.array,
         places: TokenPlaces,
-        *,
-        layer: int,
-        scale: float,
-        window: int | None = None,
-        sinks: mx.array | None = None,
+        call: AttentionCall,
+        new: tuple[mx.array, mx.array] | None = None,
     ) -> mx.array:
-        plan = self._plan(places, queries.shape[0], window)
-        by_numpy = sinks is None and queries.dtype == mx.float32 and pool.shape.dtype == mx.float32
+        if new is not None:
+            self.write(pool, *new, places, layer=call.layer)
+        plan = self._plan(places, queries.shape[0], call.window)
+        by_numpy = call.sinks is None and queries.dtype == mx.float32 and pool.shape.dtype == mx.float32
         takes_thin = by_numpy and plan.thin_score_count * queries.shape[1] >= _LEAST_THIN_SCORES
-        found: list[tuple[int, mx.array]] = []
+        outputs: list[tuple[int, mx.array]] = []
         parts: list[Part] = []
         for row in plan.rows:
             if takes_thin and row.is_thin:
                 continue
-            keys, values, low = self._pieces(pool, plan, row, layer)
+            keys, values, low = self._pieces(pool, plan, row, call.layer)
             if by_numpy and not row.is_thin:
                 own = queries[row.first : row.last].swapaxes(0, 2)
-                parts += chunk_parts(row.first, own, keys, values, scale=scale, window=window)
+                parts += chunk_parts(row.first, own, keys, values, scale=call.scale, window=call.window)
             else:
-                alone = _by_mlx(row, queries, keys, values, low, scale=scale, window=window, sinks=sinks)
-                found.append((row.first, alone))
+                outputs.append((row.first, _by_mlx(row, queries, keys, values, low, call)))
         if not (parts or takes_thin):
-            return _started([array for _, array in found], plan.token_count)
+            return _started([array for _, array in outputs], plan.token_count)
         awaited: list[mx.array] = [array for each in self._unwritten for array in (each.keys, each.values)]
         if takes_thin:
             awaited.append(queries)
@@ -162,11 +144,11 @@ class CpuAttention:
             mx.eval(awaited, [part.scores for part in together])
             self._settle()
             if takes_thin:
-                found += self._thin(pool, queries, plan, layer=layer, scale=scale)
+                outputs += self._thin(pool, queries, plan, call)
                 takes_thin = False
             awaited = []
-            found += [(part.first, part.attended().swapaxes(0, 2)) for part in together]
-        arrays = [array for _, array in sorted(found, key=lambda each: each[0])]
+            outputs += [(part.first, part.attended().swapaxes(0, 2)) for part in together]
+        arrays = [array for _, array in sorted(outputs, key=lambda each: each[0])]
         return mx.concatenate(arrays) if len(arrays) > 1 else arrays[0]
 
     def gather_row(
@@ -224,25 +206,22 @@ class CpuAttention:
         ]
         most = window or np.iinfo(np.int64).max
         seen = [min(row.begin + 1 + n, most) for row in rows if row.is_thin for n in range(row.count)]
-        found = _Plan(places, token_count, window, rows, sum(seen))
-        self._plans.appendleft(found)
-        return found
+        plan = _Plan(places, token_count, window, rows, sum(seen))
+        self._plans.appendleft(plan)
+        return plan
 
     def _thin(
-        self, pool: Pool, queries: mx.array, plan: _Plan, *, layer: int, scale: float
+        self, pool: Pool, queries: mx.array, plan: _Plan, call: AttentionCall
     ) -> list[tuple[int, mx.array]]:
         """Return what the thin rows' tokens give, each run of them behind its first one."""
         group = queries.shape[1] // pool.shape.kv_head_count
         if plan.thin is None:
             spans = [(row.first, row.last) for row in plan.rows if row.is_thin]
+            size = pool.shape.page_token_count
             plan.thin = ThinPlan.of(
-                plan.places,
-                spans,
-                window=plan.window,
-                page_token_count=pool.shape.page_token_count,
-                group=group,
+                plan.places, spans, window=plan.window, page_token_count=size, group=group
             )
-        output = attend_thin(plan.thin, shared(pool.array)[:, layer], shared(queries), scale=scale)
+        output = attend_thin(plan.thin, shared(pool.array)[:, call.layer], shared(queries), scale=call.scale)
         return [(first, mx.array(output[first:last])) for first, last in plan.thin.runs]
 
     def _pieces(
@@ -307,22 +286,19 @@ def _by_mlx(
     keys: Sequence[mx.array],
     values: Sequence[mx.array],
     low: int,
-    *,
-    scale: float,
-    window: int | None,
-    sinks: mx.array | None,
+    call: AttentionCall,
 ) -> mx.array:
     """Return [tokens, heads, 1, size] of a row's tokens."""
     own = queries[row.first : row.last] if len(queries) > row.count else queries
     # In 16 bits the sums of pieces would be rounded one by one, and a token differ from the same in a chunk.
-    if row.count == 1 and sinks is None and queries.dtype == mx.float32:
-        return _one_by_mlx(own, keys, values, scale=scale)
+    if row.count == 1 and call.sinks is None and queries.dtype == mx.float32:
+        return _one_by_mlx(own, keys, values, scale=call.scale)
     k, v = joined(keys), joined(values)
-    mask: Any = causal_rule(row.begin - low, row.count, window)
+    mask: Any = causal_rule(row.begin - low, row.count, call.window)
     if row.count > 1:
         own = own.swapaxes(0, 2)
-    found = mx.fast.scaled_dot_product_attention(own, k, v, scale=scale, mask=mask, sinks=sinks)
-    return found.swapaxes(0, 2) if row.count > 1 else found
+    output = mx.fast.scaled_dot_product_attention(own, k, v, scale=call.scale, mask=mask, sinks=call.sinks)
+    return output.swapaxes(0, 2) if row.count > 1 else output
 
 
 def _one_by_mlx(

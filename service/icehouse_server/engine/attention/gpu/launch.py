@@ -20,7 +20,7 @@ import numpy as np
 
 from icehouse_server.engine.attention.gpu import body, nvrtc
 from icehouse_server.engine.attention.gpu.headers import CUDA, METAL, Language
-from icehouse_server.engine.attention.port import Ints, Pool, PoolShape, TokenPlaces
+from icehouse_server.engine.attention.port import AttentionCall, Ints, Pool, PoolShape, TokenPlaces
 
 _LANES_A_KEY = (16, 8)
 """The first that leaves each lane whole vectors, or the last. With 8 a pass of 64 rows of 100 to 1,500 tokens
@@ -68,21 +68,15 @@ def split_size(visible_counts: Ints, *, blocks_per_split: int, core_count: int) 
     return size
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Splits:
-    size: int
-    """Keys."""
-    count: int
-
-
 @dataclasses.dataclass(slots=True)
 class _OnDevice:
-    """Places of a pass as the kernels take them, and what was found for its layers."""
+    """Places of a pass as the kernels take them, and what was computed for its layers."""
 
     places: TokenPlaces
     array: mx.array
-    splits: dict[tuple[int, int, int], _Splits] = dataclasses.field(default_factory=dict)
-    """By tokens, window (0: none) and blocks a split."""
+    splits: dict[tuple[int, int, int], tuple[int, int]] = dataclasses.field(default_factory=dict)
+    """How many keys a split takes and how many splits there are, by tokens, window (0: none) and blocks a
+    split."""
     spans: dict[tuple[int, int, int], mx.array] = dataclasses.field(default_factory=dict)
     """Of rows that are gathered, as the kernel takes them; by row, first token and keys."""
 
@@ -94,20 +88,8 @@ class _OnDevice:
         places = self.places
         start = int(places.page_starts[row]) + 3 * places.token_count
         last = int(places.positions[places.rows == row].max())
-        found = self.spans[key] = mx.array([start, last, first_token, key_count], mx.int32)
-        return found
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Way:
-    """How a launch attends."""
-
-    layer: int
-    scale: float
-    window: int
-    """0: none."""
-    sinks: mx.array | None
-    writes: bool
+        span = self.spans[key] = mx.array([start, last, first_token, key_count], mx.int32)
+        return span
 
 
 class GpuAttention:
@@ -175,95 +157,54 @@ class GpuAttention:
         pool: Pool,
         queries: mx.array,
         places: TokenPlaces,
-        *,
-        layer: int,
-        scale: float,
-        window: int | None = None,
-        sinks: mx.array | None = None,
+        call: AttentionCall,
+        new: tuple[mx.array, mx.array] | None = None,
     ) -> mx.array:
-        nothing = self._start_of(pool)
-        way = _Way(layer, scale, window or 0, sinks, writes=False)
-        return self._attend(pool, queries, nothing, nothing, places, way)[0]
-
-    def write_and_attend(
-        self,
-        pool: Pool,
-        queries: mx.array,
-        keys: mx.array,
-        values: mx.array,
-        places: TokenPlaces,
-        *,
-        layer: int,
-        scale: float,
-        window: int | None = None,
-        sinks: mx.array | None = None,
-    ) -> mx.array:
-        dtype = pool.shape.dtype
-        way = _Way(layer, scale, window or 0, sinks, writes=True)
-        out, pool.order = self._attend(pool, queries, keys.astype(dtype), values.astype(dtype), places, way)
-        return out
-
-    def _attend(
-        self,
-        pool: Pool,
-        queries: mx.array,
-        keys: mx.array,
-        values: mx.array,
-        places: TokenPlaces,
-        way: _Way,
-    ) -> tuple[mx.array, mx.array]:
-        """Return the answers, and the order of what comes behind."""
+        start = self._start_of(pool)
+        keys, values = (start, start) if new is None else (array.astype(pool.shape.dtype) for array in new)
         token_count, head_count, _, head_size = queries.shape
-        shape, has_sinks = pool.shape, way.sinks is not None
+        shape, has_sinks, window = pool.shape, call.sinks is not None, call.window or 0
         group = head_count // shape.kv_head_count
         division = _Division.of(shape, group)
         blocks = shape.kv_head_count * -(-group // division.heads)
         on_device = self._on_device(places)
-        splits = self._splits(on_device, token_count, way.window, blocks)
-        sinks = [] if way.sinks is None else [way.sinks]
-        inputs = [
-            queries,
-            keys,
-            values,
-            self._start_of(pool),
-            on_device.array,
-            self._settings_array(pool, way.layer, way.window, splits.size, way.scale, way.writes),
-            pool.order,
-        ]
+        keys_per_split, split_count = self._splits(on_device, token_count, window, blocks)
+        sinks = [] if call.sinks is None else [call.sinks]
+        settings = self._settings_array(pool, call.layer, window, keys_per_split, call.scale, new is not None)
+        inputs = [queries, keys, values, start, on_device.array, settings, pool.order]
+        template = [*_pool_constants(shape), ("Q", queries.dtype), ("GROUP", group), *division.constants()]
         launch: dict[str, Any] = {
-            "template": [
-                *_pool_constants(shape),
-                ("Q", queries.dtype),
-                ("GROUP", group),
-                *division.constants(),
-            ],
-            "grid": (token_count * body.THREADS, blocks, splits.count),
+            "template": template,
+            "grid": (token_count * body.THREADS, blocks, split_count),
             "threadgroup": (body.THREADS, 1, 1),
         }
-        if splits.count == 1:
+        if split_count == 1:
             out, order = self._attend_whole[has_sinks](
                 inputs=inputs + sinks,
                 output_shapes=[queries.shape, (1,)],
                 output_dtypes=[queries.dtype, mx.int32],
                 **launch,
             )
-            return out, order
-        parts_shape = (token_count, head_count, splits.count)
-        *parts, order = self._attend_split(
-            inputs=inputs,
-            output_shapes=[(*parts_shape, head_size), (*parts_shape, 2), (1,)],
-            output_dtypes=[mx.float32, mx.float32, mx.int32],
-            **launch,
-        )
-        (out,) = self._merge[has_sinks](
-            inputs=[*parts, self._settings_array(pool, split=splits.count), *sinks],
-            template=[("Q", queries.dtype), ("D", head_size), ("HEADS", head_count)],
-            grid=(token_count * head_count * head_size, 1, 1),
-            threadgroup=(head_size, 1, 1),
-            output_shapes=[queries.shape],
-            output_dtypes=[queries.dtype],
-        )
-        return out, order
+        else:
+            parts_shape = (token_count, head_count, split_count)
+            *parts, order = self._attend_split(
+                inputs=inputs,
+                output_shapes=[(*parts_shape, head_size), (*parts_shape, 2), (1,)],
+                output_dtypes=[mx.float32, mx.float32, mx.int32],
+                **launch,
+            )
+            (out,) = self._merge[has_sinks](
+                inputs=[*parts, self._settings_array(pool, split=split_count), *sinks],
+                template=[("Q", queries.dtype), ("D", head_size), ("HEADS", head_count)],
+                grid=(token_count * head_count * head_size, 1, 1),
+                threadgroup=(head_size, 1, 1),
+                output_shapes=[queries.shape],
+                output_dtypes=[queries.dtype],
+            )
+        if new is not None:
+            pool.order = order
+        output: mx.array = out
+        return output
 
     def gather_row(
         self,
@@ -345,11 +286,11 @@ class GpuAttention:
         numbers[1:first_page:3] = positions
         numbers[2:first_page:3] = positions[np.maximum.accumulate(begins)]
         numbers[first_page : first_page + len(places.pages)] = places.pages
-        found = _OnDevice(places, mx.array(numbers))
-        self._places.appendleft(found)
-        return found
+        on_device = _OnDevice(places, mx.array(numbers))
+        self._places.appendleft(on_device)
+        return on_device
 
-    def _splits(self, on_device: _OnDevice, token_count: int, window: int, blocks: int) -> _Splits:
+    def _splits(self, on_device: _OnDevice, token_count: int, window: int, blocks: int) -> tuple[int, int]:
         key = (token_count, window, blocks)
         if (known := on_device.splits.get(key)) is not None:
             return known
@@ -357,8 +298,8 @@ class GpuAttention:
         if window:
             visible_counts = np.minimum(visible_counts, window)
         size = split_size(visible_counts, blocks_per_split=blocks, core_count=self._language.usual_core_count)
-        found = on_device.splits[key] = _Splits(size, -(-int(visible_counts.max()) // size))
-        return found
+        splits = on_device.splits[key] = size, -(-int(visible_counts.max()) // size)
+        return splits
 
     def _settings_array(
         self,
@@ -375,8 +316,8 @@ class GpuAttention:
         if len(self._settings) >= _REMEMBERED_SETTINGS:
             self._settings.clear()
         (scale_bits,) = struct.unpack("<i", struct.pack("<f", scale))
-        found = self._settings[key] = mx.array([*key[:4], scale_bits, int(writes)], mx.int32)
-        return found
+        settings = self._settings[key] = mx.array([*key[:4], scale_bits, int(writes)], mx.int32)
+        return settings
 
 
 def _pool_constants(shape: PoolShape) -> list[tuple[str, int | mx.Dtype]]:

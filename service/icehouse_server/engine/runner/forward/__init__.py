@@ -19,21 +19,18 @@ How it is used, one ForwardPass for each module tree (the model, each LoRA adapt
 - `Share.features` are put in the place of tokens' embeddings: what a vision tower made of an image.
 - `row.caches` are mlx-lm's own caches with all of the row in them, to be cut or kept; `row.token_count` says
   how many tokens. Evaluate what is made of them before the next pass.
-- `row.leave_company()` when it ends.
+- `row.leave_group()` when it ends.
 """
 
 from icehouse_server.engine.runner.forward.forward_pass import ForwardPass, PassOutput
 from icehouse_server.engine.runner.forward.joined_layers import JoinedLayers
-from icehouse_server.engine.runner.forward.layered import LayeredChunk
-from icehouse_server.engine.runner.forward.row import Features, Row, Share
-from icehouse_server.engine.runner.forward.trial import examine
-from icehouse_server.engine.runner.forward.ways import (
+from icehouse_server.engine.runner.forward.probe import examine
+from icehouse_server.engine.runner.forward.row import Features, LayeredChunk, Row, Share
+from icehouse_server.engine.runner.forward.splits import (
     Attention,
     NotSplittable,
     PassFacts,
-    Way,
-    attending_places,
-    kv_places,
+    SplitMode,
 )
 
 __all__ = [
@@ -47,8 +44,6 @@ __all__ = [
     "PassOutput",
     "Row",
     "Share",
-    "Way",
-    "attending_places",
+    "SplitMode",
     "examine",
-    "kv_places",
 ]

@@ -35,18 +35,18 @@ class Whole(NamedTuple):
     """Behind the last one, which is the image's last."""
 
 
-def asked_masks(
+def made_masks(
     caches: Sequence[Any],
     counts: Sequence[int],
     *,
     wholes: Sequence[Sequence[Whole]] = (),
-    **asked: Any,
+    **options: Any,
 ) -> RowMasks | None:
-    """Return what the rows' caches answer to `make_mask(count, **asked)`; None when no row needs a mask."""
-    masks = [_mask(cache, count, asked) for cache, count in zip(caches, counts, strict=True)]
+    """Return what the rows' caches answer to `make_mask(count, **options)`; None when no row needs a mask."""
+    masks = [_mask(cache, count, options) for cache, count in zip(caches, counts, strict=True)]
     for number, row in enumerate(wholes):
         if row and counts[number] > 1:
-            mask = _mask(caches[number], counts[number], {**asked, "return_array": True})
+            mask = _mask(caches[number], counts[number], {**options, "return_array": True})
             masks[number] = _widened(mask, counts[number], row)
     return RowMasks(masks) if any(mask is not None for mask in masks) else None
 
@@ -62,9 +62,9 @@ def _widened(mask: mx.array, count: int, wholes: Sequence[Whole]) -> mx.array:
     return mask
 
 
-def _mask(cache: Any, count: int, asked: dict[str, Any]) -> Mask:
+def _mask(cache: Any, count: int, options: dict[str, Any]) -> Mask:
     make = getattr(cache, "make_mask", None)
-    return make(count, **asked) if make is not None else _plain_mask(cache, count, **asked)
+    return make(count, **options) if make is not None else _plain_mask(cache, count, **options)
 
 
 def default_masks(caches: Sequence[Any], counts: Sequence[int], *, as_array: bool) -> list[Mask]:
@@ -77,8 +77,8 @@ def default_masks(caches: Sequence[Any], counts: Sequence[int], *, as_array: boo
     ]
 
 
-def _plain_mask(cache: Any, count: int, **asked: Any) -> Mask:
-    return create_attention_mask(mx.zeros((1, count, 1)), cache, **asked)
+def _plain_mask(cache: Any, count: int, **options: Any) -> Mask:
+    return create_attention_mask(mx.zeros((1, count, 1)), cache, **options)
 
 
 def chunked_masks(caches: Sequence[Any], counts: Sequence[int]) -> list[Mask]:

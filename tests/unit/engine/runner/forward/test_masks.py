@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from icehouse_server.engine.runner.forward.masks import Whole, asked_masks
+from icehouse_server.engine.runner.forward.masks import Whole, made_masks
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 HELD, COUNT = 6, 8
@@ -24,7 +24,7 @@ def fed(cache: Any, count: int) -> Any:
 def mask_of(cache: Any, wholes: Sequence[Whole], window: int = 0) -> Any:
     """Return the second row's mask; the first is one of text, whose mask is the cache's own."""
     asked = {"return_array": False, "window_size": window or None}
-    found = asked_masks([KVCache(), cache], [3, COUNT], wholes=((), wholes), **asked)
+    found = made_masks([KVCache(), cache], [3, COUNT], wholes=((), wholes), **asked)
     assert found is not None and (window or found.masks[0] == "causal")
     return np.array(found.masks[1])
 
@@ -62,4 +62,4 @@ def test_what_a_cache_holds_no_more_is_not_overlooked() -> None:
 
 def test_one_token_needs_no_mask() -> None:
     asked = {"return_array": False, "window_size": None}
-    assert asked_masks([fed(KVCache(), HELD)], [1], wholes=((Whole(-5, 0, 1),),), **asked) is None
+    assert made_masks([fed(KVCache(), HELD)], [1], wholes=((Whole(-5, 0, 1),),), **asked) is None
