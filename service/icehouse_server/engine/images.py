@@ -1,8 +1,8 @@
-"""Image encoding: pictures go through the vision tower one at a time, in the time that a step has beside its
+"""Image encoding: images go through the vision tower one at a time, in the time that a step has beside its
 rows, so that others decode meanwhile (inference thread).
 
-A prompt's prefill stops before an image until its vectors are there. The first comer's image goes first, to
-its end; that of a sequence that ends meanwhile is given up when another one begins.
+A prompt's prefill stops before an image until its vectors are there. The oldest sequence's image goes first,
+to its end; that of a sequence that ends meanwhile is dropped when another one begins.
 """
 
 from __future__ import annotations
@@ -33,20 +33,16 @@ class ImageEncoding:
         self._fail = fail
 
     def make_room(self) -> Sequence | None:
-        """Return whose image is to be gone on with in this step; its memory is free then. A sequence that
-        cannot have it although nobody else holds any is ended."""
+        """Return whose image is to be encoded in this step, once its memory is free."""
         sequence = self._scheduler.awaiting_image
         if sequence is None or sequence.next_image is None:
             return None
         size_bytes = self._runner.encode_bytes(sequence.request.whole_image(sequence.next_image))
-        fits, overrun = self._preemption.make_image_fit(sequence, size_bytes)
-        if overrun is not None:
-            self._fail(overrun.sequence, overrun.error)
-        return sequence if fits else None
+        return sequence if self._preemption.make_image_fit(sequence, size_bytes) else None
 
     def go_on(self, sequence: Sequence, *, budget_s: float) -> None:
-        """Go on for about so long with the image of a sequence for which there is room, whoever else has come
-        since; the sequence of one on which the tower fails is ended."""
+        """Encode the image that `make_room` chose for about so long; if the tower fails on it, its sequence
+        is ended."""
         span = sequence.next_image
         assert span is not None, f"sequence {sequence.sequence_id} waits for no image"
         part = sequence.request.whole_image(span)

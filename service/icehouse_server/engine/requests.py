@@ -1,7 +1,7 @@
 """Requests from their arrival to their end, whichever that is (inference thread).
 
-A newcomer becomes a sequence that waits, or its caller is answered why not. Whatever ends a request
-passes through here, so that its place, its caches and its hold on others' blocks are given back
+A new request becomes a sequence that waits, or its caller gets the reason why not. Whatever ends a request
+passes through here, so that its slot, its caches and its hold on others' blocks are given back
 together, it is counted once, and its caller hears of it once.
 """
 
@@ -20,7 +20,8 @@ from icehouse_server.engine.core.sequence import Sequence
 from icehouse_server.engine.output import Output
 from icehouse_server.engine.prefix_cache.controller import CacheController
 from icehouse_server.engine.scheduling.admission import Admission
-from icehouse_server.engine.scheduling.parts import SchedulingParts
+from icehouse_server.engine.scheduling.memory_guard import MemoryGuard
+from icehouse_server.engine.scheduling.scheduler import Scheduler
 from icehouse_server.errors import Cancelled, DeadlineExceeded, IcehouseError, ModelOutputInvalid
 
 
@@ -32,7 +33,8 @@ class Requests:
         *,
         runner: Runner,
         prefix: CacheController,
-        scheduling: SchedulingParts,
+        scheduler: Scheduler,
+        guard: MemoryGuard,
         output: Output,
         counters: Counters,
         tokenizer: Decoder,
@@ -41,10 +43,8 @@ class Requests:
     ) -> None:
         self._runner = runner
         self._prefix = prefix
-        self._scheduler, self._queue = scheduling.scheduler, scheduling.queue
-        self._admission = Admission(
-            queue=scheduling.queue, scheduler=scheduling.scheduler, counters=counters, guard=scheduling.guard
-        )
+        self._scheduler, self._queue = scheduler, scheduler.queue
+        self._admission = Admission(scheduler=scheduler, counters=counters, guard=guard)
         self._output = output
         self._counters = counters
         self._tokenizer = tokenizer
@@ -58,7 +58,7 @@ class Requests:
     def __len__(self) -> int:
         return len(self._by_request)
 
-    def has_place_for(self, requests: ReadSequence[GenerationRequest]) -> bool:
+    def has_capacity_for(self, requests: ReadSequence[GenerationRequest]) -> bool:
         """Whether requests for the same prompt may wait, as far as the length of the queue goes."""
         first = requests[0]
         return self._queue.has_capacity_for(
@@ -109,9 +109,9 @@ class Requests:
                 self.fail(sequence, past_deadline(sequence, now))
 
     def finish(self, sequence: Sequence, end: Finished) -> None:
-        """Tell the caller of a request that it ran to its end; `close` follows."""
+        """Report to the caller that its request ran to its end; `close` follows."""
         self._counters.note_finished(self._clock.monotonic() - sequence.admitted_time)
-        sequence.is_told_its_end = True
+        sequence.has_finished = True
         self.emit(sequence, end)
 
     def close(self, sequence: Sequence) -> None:

@@ -16,7 +16,6 @@ from icehouse_server.engine.loop import EngineLoop
 from icehouse_server.engine.prefix_cache.cache import PrefixCache
 from icehouse_server.engine.prefix_cache.controller import CacheController
 from icehouse_server.engine.scheduling.memory_guard import MemoryGuard
-from icehouse_server.engine.scheduling.parts import SchedulingParts
 from icehouse_server.engine.scheduling.scheduler import Scheduler
 from icehouse_server.engine.scheduling.waiting_queue import WaitingQueue
 from icehouse_server.errors import Reason, Unavailable
@@ -153,7 +152,8 @@ class SimServer:
         self.loop = EngineLoop(
             runner=self.runner,
             prefix=self.controller,
-            scheduling=SchedulingParts(queue=self.room, scheduler=self.scheduler, guard=self.guard),
+            scheduler=self.scheduler,
+            guard=self.guard,
             model=model_info(context_token_limit=CONTEXT_TOKEN_LIMIT),
             tokenizer=FakeDecoder(),
             mailbox=self.mailbox,

@@ -98,7 +98,7 @@ class Sequence:
     """What the hidden states of its tokens so far came to, where they are asked for: a sum, or the last."""
     admitted_time: float = 0.0
     first_token_time: float | None = None
-    is_told_its_end: bool = False
+    has_finished: bool = False
     """Its caller was told that it is finished; what it held is about to be given back."""
 
     @classmethod
@@ -153,7 +153,7 @@ class Sequence:
         return self.processed_token_count >= self.prefill_target
 
     @property
-    def is_all_told(self) -> bool:
+    def is_all_reported(self) -> bool:
         """Whether nothing is drawn of it, its prompt has run and what was asked of that is known."""
         is_read = self.is_prefilled and not self.unread_chunk_count
         return is_read and self.output_token_limit == 0 and self.phase is not Phase.ENDED

@@ -10,7 +10,6 @@ from icehouse_server.engine.core.counters import Counters
 from icehouse_server.engine.core.refusals import too_many_completions
 from icehouse_server.engine.scheduling.memory_guard import MemoryGuard
 from icehouse_server.engine.scheduling.scheduler import Scheduler
-from icehouse_server.engine.scheduling.waiting_queue import WaitingQueue
 from icehouse_server.errors import IcehouseError, Overloaded, Reason
 
 _MIN_RETRY_S = 0.1
@@ -19,7 +18,7 @@ _MAX_RETRY_S = 60.0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Prediction:
-    """What a newcomer has before it, and when its first token would come; None while nothing is measured."""
+    """What is ahead of a new request, and when its first token would come; None while nothing is measured."""
 
     requests_ahead: int
     tokens_ahead: int
@@ -27,13 +26,10 @@ class Prediction:
 
 
 class Admission:
-    """Judges newcomers by the waiting room, the measured rates and the memory."""
+    """Judges new requests by the queue, the measured rates and the memory."""
 
-    def __init__(
-        self, *, queue: WaitingQueue, scheduler: Scheduler, counters: Counters, guard: MemoryGuard
-    ) -> None:
-        self._queue = queue
-        self._scheduler = scheduler
+    def __init__(self, *, scheduler: Scheduler, counters: Counters, guard: MemoryGuard) -> None:
+        self._scheduler, self._queue = scheduler, scheduler.queue
         self._counters = counters
         self._guard = guard
 
@@ -112,7 +108,7 @@ class Admission:
         )
 
     def _retry_after_s(self, prediction: Prediction) -> float:
-        """Return when a place may be free: the time of what is ahead, shared by those who wait."""
+        """Return when a slot may be free: the time of what is ahead, shared by those who wait."""
         if prediction.ttft_s is None:
             return 1.0
         per_request = prediction.ttft_s / max(1, prediction.requests_ahead)

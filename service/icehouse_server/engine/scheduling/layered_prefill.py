@@ -1,10 +1,10 @@
-"""Layered prefill: the one prompt whose chunk is on its way through the layers, some of them in each pass.
+"""Layered prefill: the one prompt whose chunk goes through some of the layers in each pass.
 
-For devices that cannot cut a chunk small enough beside rows, a CPU: each chunk of a long prompt reads all
-that it holds, so one of many tokens goes through the layers that a pass has time for, behind the rows, and
-the next pass goes on. Inference thread only. The runner keeps what the chunk came to so far; here is what it
-is and how far it is. A chunk that may not end where it was to end any more begins anew: somebody waits for a
-tail before that.
+For devices that cannot cut a chunk small enough beside rows, such as a CPU: each chunk of a long prompt reads
+all that the prompt holds, so a chunk of many tokens goes through the layers that a pass has time for, after
+the rows, and the next pass goes on. Inference thread only. The runner has what was computed of the chunk;
+this says which chunk it is and how far it is. A chunk begins anew when it may no longer go as far as planned,
+since a sequence waits for a tail before that.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from icehouse_server.domain.request import Drafting
 from icehouse_server.engine.core.ports import LayerSpan
 from icehouse_server.engine.core.sequence import Phase, Sequence
-from icehouse_server.engine.scheduling.planner import PassRoom
+from icehouse_server.engine.scheduling.planner import PassBudget
 
 
 class LayeredPrefill:
@@ -37,7 +37,7 @@ class LayeredPrefill:
                 self._sequence = None
 
     def forget(self, sequence: Sequence) -> None:
-        """A sequence gives up its caches, and what is on its way to them."""
+        """A sequence gives up its caches, and its chunk with them."""
         if self._sequence is sequence:
             self._sequence = None
 
@@ -49,18 +49,18 @@ class LayeredPrefill:
         """Where the chunk ends."""
         return self._stop
 
-    def begin(self, sequence: Sequence, room: PassRoom) -> None:
-        """Begin with a sequence's next tokens, if none are on their way and that is better."""
+    def begin(self, sequence: Sequence, budget: PassBudget) -> None:
+        """Begin with a sequence's next tokens, if no chunk is in progress and that is better."""
         if not self._layer_count or self._sequence is not None or not _may_go_layered(sequence):
             return
         start = sequence.processed_token_count
-        stop = room.take_layered(start, self._end(sequence), layer_count=self._layer_count)
+        stop = budget.take_layered(start, self._end(sequence), layer_count=self._layer_count)
         if stop >= start + 2:
             self._sequence, self._start, self._stop, self._layer = sequence, start, stop, 0
 
-    def layers(self, room: PassRoom) -> LayerSpan:
-        """Return the layers that are left; the pass's time ends them, behind the first one."""
-        return LayerSpan(self._layer, self._layer_count, self._layer_count, room.within_s)
+    def layers(self, budget: PassBudget) -> LayerSpan:
+        """Return the layers that are left; the pass's time ends them, after the first one."""
+        return LayerSpan(self._layer, self._layer_count, self._layer_count, budget.within_s)
 
     def note(self, layers: LayerSpan) -> None:
         """Note that a pass took the chunk through these."""

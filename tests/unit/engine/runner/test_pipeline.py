@@ -173,15 +173,15 @@ class Order:
             monkeypatch.setattr(mx.array, name, self._looking(getattr(mx.array, name), name))
         monkeypatch.setattr(mx, "eval", self._looking(mx.eval, "eval"))
 
-    def _noting(self, really: Callable[[Any], Any], name: str) -> Callable[[Any], Any]:
-        def noted(current: DispatchedPass) -> Any:
+    def _noting(self, really: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def noted(current: DispatchedPass, **options: Any) -> Any:
             if id(current) not in self._numbers:
                 self._numbers[id(current)] = len(self._numbers)
                 self._kept.append(current)
             self.events.append(f"{name} {self._numbers[id(current)]}")
             self._is_waiting = name != "dispatch"
             try:
-                return really(current)
+                return really(current, **options)
             finally:
                 self._is_waiting = False
 
