@@ -18,8 +18,7 @@ from icehouse_server.domain.request import (
     TokenLogprobs,
     Vector,
 )
-from icehouse_server.engine.core.decode_row import DecodeRow
-from icehouse_server.engine.core.ports import Chunk, Drawn, LayerSpan
+from icehouse_server.engine.core.ports import Chunk, DecodeRow, Drawn, LayerSpan
 from icehouse_server.engine.core.refusals import logits_not_finite
 from icehouse_server.engine.kv_cache.cache_classes import class_of, leaves
 from icehouse_server.engine.runner.draft_model import DraftedRow, DraftModel

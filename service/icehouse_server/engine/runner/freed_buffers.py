@@ -38,7 +38,7 @@ class FreedBuffers:
     """Bounds them, for the inference thread."""
 
     def __init__(self, unused_bytes: Callable[[], int] = lambda: 0) -> None:
-        """`unused_bytes` tells what arrays have and nobody has written to."""
+        """`unused_bytes` returns what arrays have and nobody has written to."""
         self._unused_bytes = unused_bytes
         self._limit_bytes = 0
         """0 before it is known how much KV a token has."""
@@ -64,9 +64,9 @@ class FreedBuffers:
         heap.give_back()
         self._other_bytes = self._free_bytes()
 
-    def keep_room(self) -> None:
-        """Let go of the oldest ones where few more would be kept, or what is in use leaves them no room; of
-        all, where the heap keeps them.
+    def trim(self) -> None:
+        """Release the oldest ones where few more would be held, or what is in use leaves them no memory; all,
+        where the heap holds them.
 
         Only while nothing is computed.
         """

@@ -53,7 +53,7 @@ class AdapterSource:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelSource:
-    """Where the model is and how to load it. `dtype` "" keeps the folder's own."""
+    """Where the model is and how to load it. `dtype` "" means the folder's own."""
 
     path: Path
     model_id: str
@@ -274,10 +274,10 @@ def read_generation_config(path: Path) -> dict[str, Any]:
 
 
 def _quantization(config: Mapping[str, Any]) -> str:
-    found = config.get("quantization") or config.get("quantization_config")
-    if not isinstance(found, dict) or "bits" not in found:
+    form = config.get("quantization") or config.get("quantization_config")
+    if not isinstance(form, dict) or "bits" not in form:
         return "none"
-    return f"{found['bits']}-bit, group {found.get('group_size', '?')}"
+    return f"{form['bits']}-bit, group {form.get('group_size', '?')}"
 
 
 def shape_of(loaded: LoadedModel) -> ModelShape:
@@ -291,7 +291,7 @@ def shape_of(loaded: LoadedModel) -> ModelShape:
 
 
 def has_sinks(model: Any) -> bool:
-    """Tell whether the model's attention has sinks, logits that only take weight."""
+    """Return whether the model's attention has sinks, logits that only take weight."""
     return any("sink" in name for name, _ in parameters_of(model))
 
 

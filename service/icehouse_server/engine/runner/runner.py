@@ -17,9 +17,8 @@ from icehouse_server.domain.model import ModelInfo, PassSplit
 from icehouse_server.domain.request import Drafting, ImageKey, ImagePart, Pooling
 from icehouse_server.domain.sampling import SamplingParams
 from icehouse_server.engine.attention.cpu.quantized import float_bytes
-from icehouse_server.engine.core.decode_row import DecodeRow
 from icehouse_server.engine.core.memory_model import DraftFootprint, MemoryModel
-from icehouse_server.engine.core.ports import Chunk, ImageUse, MemoryUse, PassResult
+from icehouse_server.engine.core.ports import Chunk, DecodeRow, ImageUse, MemoryUse, PassResult
 from icehouse_server.engine.core.thread_guard import OneThread
 from icehouse_server.engine.kv.backend_choice import kernels_for, shapes_are_costly
 from icehouse_server.engine.kv.blocks import RunnerBlocks
@@ -60,22 +59,22 @@ _POOL_SHARE = 3 / 4
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunnerSettings:
-    """How sequences are run. `kv_bits` 0 keeps the model's own KV type."""
+    """How sequences are run. `kv_bits` 0 means the model's own KV type."""
 
     block_token_count: int = 256
     kv_bits: int = 0
     kv_group_size: int = 64
     is_pipelined: bool = True
-    """Keep the device a pass ahead of Python; of no use where dispatching waits (the CPU build)."""
+    """Run the device a pass ahead of Python; of no use where dispatching waits (the CPU build)."""
     attention: Attention = Attention.AUTO
-    """Whether sequences keep their KV to themselves, or in pages where they can."""
+    """Whether each sequence has its KV in caches of its own, or in pages where possible."""
     joins_layers: bool = False
     """Compute layers that read the same input as one product, unless adapters share the model's weights."""
     is_memory_wired: bool = False
     """Metal keeps the pages resident."""
     memory_limit_bytes: int = 0
-    """What model, KV and cache may take together, 0 where it is not known. Freed buffers that are kept for
-    the next arrays are a share of it."""
+    """What model, KV and cache may take together, 0 where it is not known. Freed buffers held for the next
+    arrays are a share of it."""
     warms_every_draw: bool = False
     """Draw once with every option while nobody asks for anything, where kernels are compiled when they first
     run. On an H100 that took over a minute at the first start (mlx 0.32.4 keeps what it compiled)."""
@@ -209,7 +208,7 @@ class ModelRunner:
         parts = [(self._prepared(chunk), chunk) for chunk in chunks]
         result = self._pipeline.run(parts, before_wait, reads_at_once=reads_at_once)
         if not self._settings.is_pipelined:
-            self._freed.keep_room()
+            self._freed.trim()
         return result
 
     def layer_count(self) -> int:
@@ -442,16 +441,16 @@ class ModelRunner:
                 f"this model's passes are split by {', '.join(facts.modes)} ({facts.reason}); only those "
                 "that attention splits know where images are; is mlx-vlm a newer one than 0.7?",
             )
-        told = {"ways": ", ".join(facts.modes), "detail": facts.reason or "rows share every layer"}
+        detail = {"ways": ", ".join(facts.modes), "detail": facts.reason or "rows share every layer"}
         if facts.caches:
-            _log.info("forward_pass_examined", extra=told)
+            _log.info("forward_pass_examined", extra=detail)
         else:
-            _log.warning("forward_pass_not_shared", extra=told)
+            _log.warning("forward_pass_not_shared", extra=detail)
         return facts
 
 
 def _features_of(chunk: Chunk, vectors: Mapping[ImageKey, mx.array]) -> tuple[Features, ...]:
-    """Return what stands in the place of the chunk's tokens of images."""
+    """Return what replaces the chunk's tokens of images."""
     return tuple(
         Features(
             part.start,

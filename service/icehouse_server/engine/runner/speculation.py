@@ -72,10 +72,11 @@ class PromptLookup:
         self._count = stop
 
     def propose(self, count: int) -> list[int]:
-        """Return at most `count` tokens that may come next: what followed an earlier place with the longest
-        equal end, of equals the latest with `count` tokens behind it. Empty when the last token is new."""
+        """Return at most `count` tokens that may come next: what followed an earlier position with the
+        longest equal end, of equals the latest with `count` tokens behind it. Empty when the last token is
+        new."""
         known = self._tokens[: self._count]
-        # Ends of earlier places; the very last token has nothing behind it.
+        # Ends of earlier positions; the very last token has nothing behind it.
         ends = np.flatnonzero(known[:-1] == known[-1])
         for length in range(2, min(self._ngram_token_limit, self._count - 1) + 1):
             longer = ends[ends >= length - 1]
@@ -86,7 +87,7 @@ class PromptLookup:
         if not len(ends) or count < 1:
             return []
         full = ends[ends + count < self._count]
-        # A short loop at the end leaves few tokens behind its latest place; the earliest has the most.
+        # A short loop at the end leaves few tokens behind its latest position; the earliest has the most.
         start = int(full[-1] if len(full) else ends[0]) + 1
         return [int(token_id) for token_id in known[start : start + count]]
 

@@ -1,7 +1,7 @@
 """Sampler: the next token of every row at once (inference thread).
 
 Each row has its own parameters and its own random key, derived from (seed, number of tokens
-drawn so far) and from nothing else: a seed gives the same draws at any batch size and place.
+drawn so far) and from nothing else: a seed gives the same draws at any batch size and position.
 A row's token is the likeliest after Gumbel noise (Gumbel 1954), first among blocks of tokens by their
 masses, then in its block: some thousand numbers a row instead of one a vocabulary entry. The same
 logits computed in another batch differ in their last bits, and here only a near tie of the two best
@@ -113,11 +113,11 @@ def filter_logits(logits: mx.array, rows: Sequence[SamplingRow], *, may_wait: bo
     The order is mlx-lm's: top_p, min_p, XTC, top_k. Without XTC the three others commute, each keeping
     the beginning of the same ranking, and share it.
     """
-    keep_likely = functools.partial(_keep_likely, may_wait=may_wait)
-    keep_top_k = functools.partial(_keep_top_k, may_wait=may_wait)
-    logits = _on_rows(logits, rows, lambda row: row.is_filtered, keep_likely)
+    likely = functools.partial(_likely, may_wait=may_wait, is_late=False)
+    late_top_k = functools.partial(_likely, may_wait=may_wait, is_late=True)
+    logits = _on_rows(logits, rows, lambda row: row.is_filtered, likely)
     logits = _on_rows(logits, rows, lambda row: row.params.xtc_probability > 0.0, _exclude_top)
-    return _on_rows(logits, rows, lambda row: row.has_late_top_k, keep_top_k)
+    return _on_rows(logits, rows, lambda row: row.has_late_top_k, late_top_k)
 
 
 def _draw(logits: mx.array, rows: Sequence[SamplingRow], *, may_wait: bool) -> mx.array:
@@ -173,25 +173,21 @@ def _on_rows(
     return logits
 
 
-def _keep_likely(logits: mx.array, rows: Sequence[SamplingRow], *, may_wait: bool) -> mx.array:
-    """Apply top_p, min_p, and top_k where XTC does not come before it."""
+def _likely(logits: mx.array, rows: Sequence[SamplingRow], *, may_wait: bool, is_late: bool) -> mx.array:
+    """Apply top_p, min_p, and top_k where XTC does not come before it; `is_late`: top_k alone, after XTC."""
     params = [row.params for row in rows]
-    top_ps = [p.top_p for p in params]
-    top_ks = [0 if row.has_late_top_k else min(row.params.top_k, logits.shape[-1]) for row in rows]
-    distances = _distances(logits)
+    top_ps = [1.0 if is_late else p.top_p for p in params]
+    top_ks = [min(row.params.top_k, logits.shape[-1]) if row.has_late_top_k is is_late else 0 for row in rows]
+    # How much each logit lies below the highest of its row.
+    exact = logits.astype(mx.float32)
+    distances = mx.max(exact, axis=-1, keepdims=True) - exact
     farthest = mx.full((len(params), 1), math.inf)
     if any(top_p < 1.0 for top_p in top_ps) or any(top_ks):
         farthest = reach(distances, logits, top_ps=top_ps, top_ks=top_ks, may_wait=may_wait)
-    if any(p.min_p > 0.0 for p in params):
+    if not is_late and any(p.min_p > 0.0 for p in params):
         least = mx.array([[-math.log(p.min_p) if p.min_p > 0 else math.inf] for p in params])
         farthest = mx.minimum(farthest, least)
     return mx.where(distances > farthest, -math.inf, logits)
-
-
-def _distances(logits: mx.array) -> mx.array:
-    """Return how much each logit lies below the highest of its row, in float32."""
-    logits = logits.astype(mx.float32)
-    return mx.max(logits, axis=-1, keepdims=True) - logits
 
 
 def _exclude_top(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
@@ -202,17 +198,9 @@ def _exclude_top(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
     above = probabilities > thresholds
     least = mx.min(mx.where(above, probabilities, math.inf), axis=-1, keepdims=True)
     dropped = above & (probabilities > least)
-    spared = [(i, token) for i, row in enumerate(rows) for token in row.end_token_ids]
-    if spared:
-        dropped[mx.array([i for i, _ in spared]), mx.array([token for _, token in spared])] = False
+    exempt = [(i, token) for i, row in enumerate(rows) for token in row.end_token_ids]
+    if exempt:
+        dropped[mx.array([i for i, _ in exempt]), mx.array([token for _, token in exempt])] = False
     chances = mx.array([row.params.xtc_probability for row in rows], dtype=mx.float32)
     is_now = _uniform(rows, salt=_XTC_SEED) < chances
     return mx.where(dropped & is_now[:, None], -math.inf, logits)
-
-
-def _keep_top_k(logits: mx.array, rows: Sequence[SamplingRow], *, may_wait: bool) -> mx.array:
-    """Apply top_k to what XTC left."""
-    top_ks = [min(row.params.top_k, logits.shape[-1]) for row in rows]
-    distances = _distances(logits)
-    farthest = reach(distances, logits, top_ps=[1.0] * len(rows), top_ks=top_ks, may_wait=may_wait)
-    return mx.where(distances > farthest, -math.inf, logits)

@@ -51,12 +51,12 @@ def reach(
     if may_wait and mx.default_device() == mx.Device(mx.cpu):
         mx.eval(distances)
         table = np.array(distances, copy=False)
-        with np.errstate(all="ignore"):  # a row that holds no numbers gives none, and is told by its draw
-            found = [
+        with np.errstate(all="ignore"):  # a row that holds no numbers gives none, and its draw shows that
+            farthest = [
                 _ranked_reach(row, top_p=top_p, top_k=top_k)
                 for row, top_p, top_k in zip(table, top_ps, top_ks, strict=True)
             ]
-        return mx.array(found, dtype=mx.float32)[:, None]
+        return mx.array(farthest, dtype=mx.float32)[:, None]
     return _searched_reach(distances, logits, top_ps=top_ps, top_ks=top_ks)
 
 
@@ -78,27 +78,27 @@ def _searched_reach(
     if not masses and not counts:
         return mx.full((len(top_ps), 1), math.inf)
     halve = _compiled_halve if _compiles() else _halve
-    found = mx.zeros((len(top_ps), 1), dtype=keys.dtype)
+    key = mx.zeros((len(top_ps), 1), dtype=keys.dtype)
     for bit in reversed(range(bit_count)):
-        found = halve(found, mx.array(1 << bit, dtype=keys.dtype), keys, masses, counts)
-    return mx.max(mx.where(keys <= found, distances, 0.0), axis=-1, keepdims=True)
+        key = halve(key, mx.array(1 << bit, dtype=keys.dtype), keys, masses, counts)
+    return mx.max(mx.where(keys <= key, distances, 0.0), axis=-1, keepdims=True)
 
 
 def _halve(
-    found: mx.array,
+    key: mx.array,
     step: mx.array,
     keys: mx.array,
     masses: Sequence[tuple[mx.array, mx.array]],
     counts: Sequence[mx.array],
 ) -> mx.array:
-    """Return the key found so far, a step further where what lies before that is less than the limits."""
+    """Return the key so far, a step further where what lies before that is less than the limits."""
     # Sum and union are the same here, and two kernels that would share a sum would have it made by a third.
-    is_before = keys < (found | step)
+    is_before = keys < (key | step)
     is_kept = [
         mx.sum(mx.where(is_before, weights, 0.0), axis=-1, keepdims=True) < mass for weights, mass in masses
     ]
     is_kept += [mx.sum(is_before, axis=-1, keepdims=True) < count for count in counts]
-    return mx.where(functools.reduce(mx.logical_and, is_kept), found + step, found)
+    return mx.where(functools.reduce(mx.logical_and, is_kept), key + step, key)
 
 
 _compiled_halve = mx.compile(_halve)

@@ -7,7 +7,7 @@ nothing of prompts or policy: whoever plans a pass asks what it would take. No c
 
 The faster half of the last few passes of each size and context is fitted by least squares
 of the *relative* error: so a pass of 4 tokens says as much as one of 1,000, a hundred tiny passes do not
-crowd out what one long pass taught, and others' work on the machine, which only ever delays, says next to
+hide what one long pass taught, and others' work on the machine, which only ever delays, says next to
 nothing. Old passes fade. Passes that take twice what was expected, or half, wait for a verdict: when there
 are many in a row, the machine has another speed, and all that is known is taken to have changed with it.
 """
@@ -212,7 +212,7 @@ class PassCostLearner:
         """Return the tokens of the largest chunk from `start` that the passes so far speak for, in a pass
         that holds something already; 0 before any.
 
-        Further than that it may go where it would keep the budget even if nothing were fixed.
+        Further than that it may go where it would stay within the budget even if nothing were fixed.
         """
         policy, living = self._policy, self._living()
         if not living:
@@ -277,7 +277,7 @@ class PassCostLearner:
     def _change_speed(self) -> None:
         """Take what is known for that of a device as much slower or faster as the surprises say.
 
-        What they measured by themselves tells nothing of other sizes, and the parts of the cost keep their
+        What they measured by themselves says nothing of other sizes, and the parts of the cost keep their
         proportions when it is the machine that has become busy.
         """
         factor = statistics.median(ratio for ratio, _ in self._surprises)

@@ -223,7 +223,7 @@ class PassBudget:
         return max(0.0, min(most, self._probing(left, trusted), trusted))
 
     def _probing(self, left: float, trusted: float) -> float:
-        """Return the tokens that fit, or more where they would tell nothing new."""
+        """Return the tokens that fit, or more where they would teach nothing new."""
         return left
 
 
@@ -322,6 +322,6 @@ class BesideBudget(PassBudget):
         return cost is not None and cost.seconds(size) <= self._promised_s
 
     def _probing(self, left: float, trusted: float) -> float:
-        # A size that tells nothing new would confirm whatever is believed: once, one twice as long.
+        # A size that teaches nothing new would confirm whatever is believed: once, one twice as long.
         is_clear = self._costs.separates_fixed_cost(self._size.token_count + min(left, trusted))
         return left if is_clear else trusted

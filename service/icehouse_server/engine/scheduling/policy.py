@@ -89,7 +89,7 @@ class PassPolicy:
     light_context: int = 1024
     """Positions up to which a token's scores cost little beside the rest of it."""
     separating_spread: float = 1.5
-    """Sizes that differ by this factor tell what is fixed from what grows."""
+    """Sizes that differ by this factor separate what is fixed from what grows."""
 
 
 POLICY = PassPolicy()

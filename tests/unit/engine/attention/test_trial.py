@@ -46,7 +46,8 @@ class _Faulty(GatherAttention):
             }
             given = dict(zip(names.get(verb, ("pool", "places")), places, strict=False)) | named
             if (new := given.pop("new", None)) is not None:
-                self.write(given["pool"], *new, given["places"], layer=given["call"].layer)
+                keys, values = new
+                self.write(given["pool"], keys, values, given["places"], layer=given["call"].layer)
             return right(**change(given))
 
         setattr(self, verb, wrong)

@@ -16,8 +16,7 @@ from icehouse_server.domain.blocks import RegionKind
 from icehouse_server.domain.ids import SequenceId
 from icehouse_server.domain.request import LogprobsWanted, Pooling, Speculation
 from icehouse_server.domain.sampling import SamplingParams
-from icehouse_server.engine.core.decode_row import DecodeRow
-from icehouse_server.engine.core.ports import Chunk, PassResult
+from icehouse_server.engine.core.ports import Chunk, DecodeRow, PassResult
 from icehouse_server.engine.runner import speculation
 from icehouse_server.engine.runner.decoding import DispatchedPass
 from icehouse_server.engine.runner.forward import Attention, ForwardPass

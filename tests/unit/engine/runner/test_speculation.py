@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from icehouse_server.domain.request import DraftCounts, Drafting, Speculation, SpeculationLimit
 from icehouse_server.domain.sampling import SamplingParams
-from icehouse_server.engine.core.decode_row import DecodeRow
+from icehouse_server.engine.core.ports import DecodeRow
 from icehouse_server.engine.runner.draft_model import DraftedRow
 from icehouse_server.engine.runner.forward import Row
 from icehouse_server.engine.runner.speculation import GUESS_LIMIT, SpeculatingRow, guesses_of, limit_of

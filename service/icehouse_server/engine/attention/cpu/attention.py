@@ -1,7 +1,7 @@
 """Attention over pages on a CPU: reads each page where it is, and writes into the pool in place.
 
 On MLX's CPU build an evaluated array is host memory, so the pool is a NumPy array as well. What is written is
-kept beside it until somebody reads the pool. Where a layer has few scores they are left to MLX, which reads
+held beside it until the pool is read. Where a layer has few scores they are left to MLX, which reads
 the new keys beside the pages and waits for nothing; where there are many, the layer's queries, keys and
 values are waited for together, once.
 
@@ -25,6 +25,7 @@ from icehouse_server.engine.attention.cpu.softmax import (
     chunk_parts,
     joined,
     runs_of,
+    scores_of,
     shared,
     weighted,
 )
@@ -102,7 +103,7 @@ class CpuAttention:
 
     def write(self, pool: Pool, keys: mx.array, values: mx.array, places: TokenPlaces, *, layer: int) -> None:
         if self._unwritten and self._unwritten[-1].places is not places:
-            self._settle()
+            self._flush()
         dtype = pool.shape.dtype
         if keys.dtype != dtype:
             keys, values = keys.astype(dtype), values.astype(dtype)
@@ -142,7 +143,7 @@ class CpuAttention:
         for together in list(runs_of(parts)) or [[]]:
             FIRST_WAIT.come()
             mx.eval(awaited, [part.scores for part in together])
-            self._settle()
+            self._flush()
             if takes_thin:
                 outputs += self._thin(pool, queries, plan, call)
                 takes_thin = False
@@ -161,30 +162,30 @@ class CpuAttention:
         first_token: int,
         key_count: int,
     ) -> tuple[mx.array, mx.array]:
-        self._settle()
+        self._flush()
         return self._gather.gather_row(
             pool, places, row=row, layer=layer, first_token=first_token, key_count=key_count
         )
 
     def settle(self, pool: Pool) -> bool:
-        self._settle()
+        self._flush()
         return True
 
     def copy_pages(self, pool: Pool, sources: Ints, targets: Ints) -> None:
-        self._settle()
+        self._flush()
         held = _held(pool.array)
         for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
             held[target] = held[source]  # all at once would be copied twice
 
     def fill_pages(self, pool: Pool, content: mx.array, pages: Ints) -> None:
-        self._settle()
+        self._flush()
         _held(pool.array)[pages] = _held(content)
 
     def read_pages(self, pool: Pool, pages: Ints) -> mx.array:
-        self._settle()
+        self._flush()
         return pool.array[mx.array(pages)]  # whoever holds these pages keeps others from writing to them
 
-    def _settle(self) -> None:
+    def _flush(self) -> None:
         """Put what was written into the pool, once it is computed."""
         unwritten, self._unwritten = self._unwritten, []
         where: tuple[Any, Any] = ((), ())
@@ -231,7 +232,7 @@ class CpuAttention:
         size = pool.shape.page_token_count
         new = next((each for each in self._unwritten if each.layer == layer and each.pool is pool), None)
         if new is None or new.places is not plan.places:
-            self._settle()
+            self._flush()
             new = None
         end = row.begin + row.count if new is None else row.begin
         low = 0 if plan.window is None else max(0, row.begin + 1 - plan.window)
@@ -239,9 +240,9 @@ class CpuAttention:
         values: list[mx.array] = []
         heads, count = self._by_head(pool), pool.shape.kv_head_count
         pages = row_pages(plan.places, row.number)
-        for place in range(low // size, -(-end // size)):
-            first = (int(pages[place]) * pool.shape.layer_count + layer) * 2 * count
-            own = slice(max(0, low - place * size), min(size, end - place * size))
+        for index in range(low // size, -(-end // size)):
+            first = (int(pages[index]) * pool.shape.layer_count + layer) * 2 * count
+            own = slice(max(0, low - index * size), min(size, end - index * size))
             keys.append(heads[:, first : first + count, own])
             values.append(heads[:, first + count : first + 2 * count, own])
         if new is not None:
@@ -260,7 +261,7 @@ class CpuAttention:
 
 
 def _where(places: TokenPlaces, page_token_count: int) -> tuple[Any, Any]:
-    """Return the pages of the tokens and their places in these; of one token as numbers, which is faster."""
+    """Return the pages of the tokens and their slots in these; of one token as numbers, which is faster."""
     pages = places.pages[places.page_starts[places.rows] + places.positions // page_token_count]
     at = places.positions % page_token_count
     return (int(pages[0]), int(at[0])) if len(pages) == 1 else (pages, at)
@@ -309,7 +310,5 @@ def _one_by_mlx(
     As MLX's own attention, but for the pieces: to join 80 keys takes longer than all of the rest (60 us of 8
     heads of 128 numbers; 2-core x86, mlx 0.32.4).
     """
-    asked = (query * scale).reshape(1, keys[0].shape[1], -1, query.shape[3])
-    products = [asked @ piece.swapaxes(-1, -2) for piece in keys]
-    scores = mx.concatenate(products, axis=-1) if len(products) > 1 else products[0]
-    return weighted(mx.softmax(scores, axis=-1, precise=True), values).reshape(query.shape)
+    weights = mx.softmax(scores_of(query, keys, scale=scale), axis=-1, precise=True)
+    return weighted(weights, values).reshape(query.shape)

@@ -2,8 +2,8 @@
 
 MLX's CPU build makes some twenty small arrays of each call, and eleven of them are the same in every layer,
 for queries and for keys: frequencies, angles, their sines and cosines. The positions of a pass are one array,
-so what was made of it is kept while the pass is built. The numbers are those of `mx.fast.rope` to the last
-bit (mlx 0.32.4, `mlx/fast.cpp`). Inference thread only.
+so what was computed from it is reused while the pass is built. The numbers are those of `mx.fast.rope` to the
+last bit (mlx 0.32.4, `mlx/fast.cpp`). Inference thread only.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class PassAngles:
 
     def __init__(self) -> None:
         self._positions: mx.array | None = None
-        self._found: dict[tuple[Kind, int], tuple[Angles, mx.array | None]] = {}
-        """By kind of layer; frequencies are kept, so that no other array gets their identity."""
+        self._angles: dict[tuple[Kind, int], tuple[Angles, mx.array | None]] = {}
+        """By kind of layer; frequencies are stored as well, so that no other array gets their identity."""
 
     def begin(self, positions: mx.array) -> None:
         """Know a pass's positions, [tokens]."""
@@ -45,7 +45,7 @@ class PassAngles:
     def end(self) -> None:
         """Let go of them."""
         self._positions = None
-        self._found.clear()
+        self._angles.clear()
 
     def takes(self, array: mx.array, offset: Any) -> bool:
         """Whether this is [tokens, heads, 1, size] of the pass, at its positions."""
@@ -57,9 +57,9 @@ class PassAngles:
     def of(self, kind: Kind, freqs: mx.array | None) -> Angles:
         """Return the angles of one kind of layer."""
         key = (kind, id(freqs))
-        if key not in self._found:
-            self._found[key] = self._computed(kind, freqs), freqs
-        return self._found[key][0]
+        if key not in self._angles:
+            self._angles[key] = self._computed(kind, freqs), freqs
+        return self._angles[key][0]
 
     def _computed(self, kind: Kind, freqs: mx.array | None) -> Angles:
         assert self._positions is not None

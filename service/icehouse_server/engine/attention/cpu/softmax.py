@@ -99,25 +99,6 @@ class Part:
     hidden: Bools
     """[tokens, positions]: which of the last positions, or of all, are not seen."""
 
-    @classmethod
-    def of(
-        cls,
-        first: int,
-        queries: mx.array,
-        keys: Sequence[mx.array],
-        values: Sequence[mx.array],
-        *,
-        scale: float,
-        hidden: Bools,
-    ) -> Part:
-        """Keys and values are [1, KV heads, positions, size], queries [1, heads, tokens, size]."""
-        _, head_count, token_count, size = queries.shape
-        # Heads that share keys are more rows of one matrix.
-        by_head = (queries * scale).reshape(1, keys[0].shape[1], -1, size)
-        products = [by_head @ piece.swapaxes(-1, -2) for piece in keys]
-        scores = mx.concatenate(products, axis=-1) if len(products) > 1 else products[0]
-        return cls(first, scores, values, (1, head_count, token_count, values[0].shape[3]), hidden)
-
     def attended(self) -> mx.array:
         """Return the output, once the scores are computed."""
         position_count = self.scores.shape[3]
@@ -148,7 +129,7 @@ def chunk_parts(
     if count > _MOST_SPLIT_QUERIES:
         keys, values = [joined(keys)], [joined(values)]
     before = sum(piece.shape[2] for piece in keys) - count
-    found = []
+    parts: list[Part] = []
     for start in range(0, count, _QUERIES_AT_ONCE):
         stop = min(count, start + _QUERIES_AT_ONCE)
         some_keys, some_values, begin = keys, values, 0
@@ -158,9 +139,18 @@ def chunk_parts(
         hidden = _later(stop - start)
         if window is not None:
             hidden = _outside(before + start - begin, stop - start, window)
-        asking = queries[:, :, start:stop]
-        found.append(Part.of(first + start, asking, some_keys, some_values, scale=scale, hidden=hidden))
-    return found
+        scores = scores_of(queries[:, :, start:stop], some_keys, scale=scale)
+        shape = (1, queries.shape[1], stop - start, values[0].shape[3])
+        parts.append(Part(first + start, scores, some_values, shape, hidden))
+    return parts
+
+
+def scores_of(queries: mx.array, keys: Sequence[mx.array], *, scale: float) -> mx.array:
+    """Return [1, KV heads, heads of each x tokens, positions] of queries, [1, heads, tokens, size]."""
+    # Heads that share keys are more rows of one matrix.
+    by_head = (queries * scale).reshape(1, keys[0].shape[1], -1, queries.shape[3])
+    products = [by_head @ piece.swapaxes(-1, -2) for piece in keys]
+    return mx.concatenate(products, axis=-1) if len(products) > 1 else products[0]
 
 
 def runs_of(parts: Sequence[Part]) -> Iterator[list[Part]]:
@@ -200,5 +190,5 @@ def weighted(weights: mx.array, values: Sequence[mx.array]) -> mx.array:
         return weights @ values[0]
     cuts = list(itertools.accumulate(piece.shape[2] for piece in values))[:-1]
     parts: Any = mx.split(weights, cuts, axis=-1)
-    found: list[mx.array] = [w @ v for w, v in zip(parts, values, strict=True)]
-    return functools.reduce(operator.add, found)
+    sums: list[mx.array] = [w @ v for w, v in zip(parts, values, strict=True)]
+    return functools.reduce(operator.add, sums)

@@ -38,7 +38,7 @@ class Block:
     """Queries whose scores are one array, [KV heads, queries x heads of each, positions]."""
 
     tokens: Ints
-    """[queries]: their places in the pass."""
+    """[queries]: their indices in the pass."""
     position_count: int
     segments: list[Segment]
     hidden: list[tuple[slice, slice]]
@@ -51,7 +51,7 @@ class Block:
 
 
 @dataclasses.dataclass(slots=True)
-class _Asked:
+class _Readers:
     """A page of a block under way."""
 
     count: int
@@ -117,7 +117,7 @@ def _shares_pages(blocks: Sequence[Block], *, group: int) -> bool:
 
 
 def _block(places: TokenPlaces, tokens: list[int], *, window: int | None, size: int, group: int) -> Block:
-    pages: dict[tuple[int, int], _Asked] = {}
+    pages: dict[tuple[int, int], _Readers] = {}
     seen: list[tuple[int, int, int]] = []
     """Of each query: the first page's number in its row, and from which to which position behind its
     beginning it sees."""
@@ -127,41 +127,41 @@ def _block(places: TokenPlaces, tokens: list[int], *, window: int | None, size: 
         start = int(places.page_starts[places.rows[token]])
         first, stop = low // size, last // size + 1
         seen.append((first, low - first * size, last + 1 - first * size))
-        for place, page in enumerate(places.pages[start + first : start + stop].tolist()):
-            count = min(size, last + 1 - (first + place) * size)
-            asked = pages.setdefault((page, place), _Asked(0, []))
-            asked.count = max(asked.count, count)
-            asked.queries.append(query)
+        for index, page in enumerate(places.pages[start + first : start + stop].tolist()):
+            count = min(size, last + 1 - (first + index) * size)
+            readers = pages.setdefault((page, index), _Readers(0, []))
+            readers.count = max(readers.count, count)
+            readers.queries.append(query)
     segments = _segments(pages, size=size, group=group)
     position_count = max(stop for _, _, stop in seen)
     hidden = [(_columns([query], group), slice(0, low)) for query, (_, low, _) in enumerate(seen) if low]
-    for (_, place), asked in pages.items():
-        end = place * size + asked.count
-        for query in asked.queries if len(asked.queries) > 1 else ():
+    for (_, index), readers in pages.items():
+        end = index * size + readers.count
+        for query in readers.queries if len(readers.queries) > 1 else ():
             if seen[query][2] < end:
                 hidden.append((_columns([query], group), slice(seen[query][2], end)))
     return Block(np.array(tokens, np.int32), position_count, segments, hidden)
 
 
-def _segments(pages: Mapping[tuple[int, int], _Asked], *, size: int, group: int) -> list[Segment]:
+def _segments(pages: Mapping[tuple[int, int], _Readers], *, size: int, group: int) -> list[Segment]:
     """Return the pages in segments: those that lie side by side, for the same queries, in one."""
-    found: list[Segment] = []
+    segments: list[Segment] = []
     last_queries: list[int] = []
-    for (page, place), asked in pages.items():
-        before = found[-1] if found else None
+    for (page, index), readers in pages.items():
+        before = segments[-1] if segments else None
         if (
             before is not None
-            and asked.count == before.count // before.page_count == size
-            and (page, place * size) == (before.page + before.page_count, before.first + before.count)
-            and asked.queries == last_queries
+            and readers.count == before.count // before.page_count == size
+            and (page, index * size) == (before.page + before.page_count, before.first + before.count)
+            and readers.queries == last_queries
         ):
-            found[-1] = dataclasses.replace(
+            segments[-1] = dataclasses.replace(
                 before, page_count=before.page_count + 1, count=before.count + size
             )
             continue
-        columns, last_queries = _columns(asked.queries, group), asked.queries
-        found.append(Segment(page, 1, place * size, asked.count, columns, len(asked.queries) * group))
-    return found
+        columns, last_queries = _columns(readers.queries, group), readers.queries
+        segments.append(Segment(page, 1, index * size, readers.count, columns, len(readers.queries) * group))
+    return segments
 
 
 def _low(position: int, window: int | None) -> int:
@@ -203,27 +203,27 @@ def _attend(block: Block, layer: Floats, by_head: Floats, heads: slice, scale: f
     # [KV heads, queries x heads of each, size]
     rows = by_head[block.tokens, heads].swapaxes(0, 1)
     query_count, group, size = rows.shape[1:]
-    asked = rows.reshape(len(rows), query_count * group, size) * np.float32(scale)
+    scaled = rows.reshape(len(rows), query_count * group, size) * np.float32(scale)
     # Each head's queries in columns that lie together: products take half the time of the other way.
-    columns = np.ascontiguousarray(asked.swapaxes(-1, -2))
-    scores = np.full((len(asked), query_count * group, block.position_count), HIDDEN, dtype=np.float32)
+    columns = np.ascontiguousarray(scaled.swapaxes(-1, -2))
+    scores = np.full((len(scaled), query_count * group, block.position_count), HIDDEN, dtype=np.float32)
     for segment in block.segments:
         # [pages, KV heads, tokens of each, queries x heads of each]
-        told = np.matmul(_pages(layer, segment, 0, heads), columns[:, :, segment.columns])
-        by_query = told.transpose(1, 3, 0, 2).reshape(len(asked), -1, segment.count)
+        scores_by_page = np.matmul(_pages(layer, segment, 0, heads), columns[:, :, segment.columns])
+        by_query = scores_by_page.transpose(1, 3, 0, 2).reshape(len(scaled), -1, segment.count)
         scores[:, segment.columns, segment.first : segment.first + segment.count] = by_query
     for some, positions in block.hidden:
         scores[:, some, positions] = HIDDEN
     sums = exponentials(scores.reshape(-1, block.position_count))
-    output = np.zeros((len(asked), query_count * group, size), dtype=np.float32)
+    output = np.zeros((len(scaled), query_count * group, size), dtype=np.float32)
     for segment in block.segments:
         weights = scores[:, segment.columns, segment.first : segment.first + segment.count]
         by_page = weights.reshape(*weights.shape[:2], segment.page_count, -1).transpose(2, 0, 1, 3)
         # One by one: sums do not hang on which pages lie side by side.
-        for found in np.matmul(by_page, _pages(layer, segment, 1, heads)):
-            output[:, segment.columns] += found
-    output /= sums.reshape(len(asked), -1, 1)
-    return output.reshape(len(asked), query_count, group, size).swapaxes(0, 1)
+        for part in np.matmul(by_page, _pages(layer, segment, 1, heads)):
+            output[:, segment.columns] += part
+    output /= sums.reshape(len(scaled), -1, 1)
+    return output.reshape(len(scaled), query_count, group, size).swapaxes(0, 1)
 
 
 def _pages(layer: Floats, segment: Segment, kind: int, heads: slice) -> Floats:

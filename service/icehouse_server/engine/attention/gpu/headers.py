@@ -23,7 +23,7 @@ class Language:
     header: str
     body_start: str = ""
     usual_core_count: int = 132
-    """MLX does not tell a device's own. It only decides how far keys are split."""
+    """MLX does not report a device's own. It only decides how far keys are split."""
 
 
 CUDA = Language(

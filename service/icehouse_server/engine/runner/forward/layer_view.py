@@ -57,15 +57,7 @@ class PagedLayer:
 class FlatLayer:
     """One layer's caches, split by attention."""
 
-    __slots__ = (
-        "cache_class",
-        "caches",
-        "fetched",
-        "handed",
-        "offset",
-        "paged",
-        "spans",
-    )
+    __slots__ = ("cache_class", "caches", "fetched", "handed", "offset", "paged", "spans")
 
     def __init__(self, caches: Sequence[Any], spans: Spans) -> None:
         self.caches = caches
@@ -115,8 +107,8 @@ class FlatLayer:
             key = ("chunked", self.caches[0].chunk_size)
             if key not in self.spans.shared:
                 self.spans.shared[key] = chunked_masks(self.caches, self.spans.counts)
-            found: Sequence[Mask] = self.spans.shared[key]
-            return found
+            masks: Sequence[Mask] = self.spans.shared[key]
+            return masks
         if mask is not None:
             raise NotSplittable(f"a mask was made that is not the rows' own: {type(mask).__name__}")
         if self.spans.token_count == len(self.caches):
@@ -208,10 +200,10 @@ def view_of(caches: Sequence[Any], spans: Spans, split: CacheSplit) -> View:
 
 def leaf_views(views: Sequence[View]) -> list[FlatLayer | SplitLayer]:
     """Return the views that are no lists, in the order of the caches' leaves."""
-    found: list[FlatLayer | SplitLayer] = []
+    by_leaf: list[FlatLayer | SplitLayer] = []
     for view in views:
-        found += leaf_views(view.caches) if isinstance(view, ListLayer) else [view]
-    return found
+        by_leaf += leaf_views(view.caches) if isinstance(view, ListLayer) else [view]
+    return by_leaf
 
 
 def was_used(view: View) -> bool:

@@ -17,7 +17,7 @@ Mask = Any
 
 
 class RowMasks:
-    """One mask for each row, in the place of a mask for all."""
+    """One mask for each row, instead of one for all."""
 
     __slots__ = ("masks",)
 

@@ -190,15 +190,15 @@ def _layer_count(model: Any, facts: PassFacts, make: Callable[[], list[Any]], re
 
 
 def _facts_of(caches: Sequence[Any]) -> tuple[Any, ...]:
-    """Return what can be told of caches without reading arrays: offsets, and which arrays there are."""
+    """Return what is known of caches without reading arrays: offsets, and which arrays there are."""
     return tuple(
         (type(leaf).__name__, getattr(leaf, "offset", None), leaf.empty()) for leaf in leaves(caches)
     )
 
 
 def _tokens(row: int, start: int, count: int) -> list[int]:
-    """Return tokens of a row from a place on; small ids, which every vocabulary has."""
-    return [3 + (7 * place + 11 * row + place * place) % 40 for place in range(start, start + count)]
+    """Return tokens of a row from a position on; small ids, which every vocabulary has."""
+    return [3 + (7 * at + 11 * row + at * at) % 40 for at in range(start, start + count)]
 
 
 def _distance(ours: mx.array, alone: mx.array) -> float:

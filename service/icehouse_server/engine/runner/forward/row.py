@@ -22,13 +22,7 @@ from icehouse_server.engine.kv_cache.cache_classes import Cache, Undo, class_of,
 class Row:
     """One sequence in forward passes."""
 
-    __slots__ = (
-        "_caches",
-        "_mark",
-        "group",
-        "rope_positions",
-        "table",
-    )
+    __slots__ = ("_caches", "_mark", "group", "rope_positions", "table")
 
     def __init__(self, caches: Sequence[Cache], *, token_count: int = 0) -> None:
         """`caches` are fresh, or hold `token_count` tokens; they belong to the row now."""
@@ -238,7 +232,7 @@ class Share:
     hidden_count: int = 0
     """Hidden states of the last so many: what the model's head reads, for embeddings."""
     features: tuple[Features, ...] = ()
-    """What stands in the place of some of the tokens' own embeddings."""
+    """What replaces some of the tokens' own embeddings."""
     may_be_taken_back: bool = False
     """Some of the tokens are guesses: `Row.take_back` follows."""
 

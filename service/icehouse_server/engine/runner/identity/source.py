@@ -28,7 +28,7 @@ EVERY_NAME: Final = "*"
 
 
 class UnreadableSource(Exception):
-    """A module is there and nothing can be told of what it does; the message says which and why."""
+    """A module exists but what it does cannot be read; the message says which and why."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -136,7 +136,7 @@ def source_of(spec: ModuleSpec) -> Source:
 
 def _as_compiled(text: str, path: str) -> CodeType:
     with warnings.catch_warnings():
-        # Who wrote it is told by an import, if anybody.
+        # An import warns whoever wrote it, if anything does.
         warnings.simplefilter("ignore")
         return compile(text, path, "exec", dont_inherit=True)
 
