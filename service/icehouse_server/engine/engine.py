@@ -48,7 +48,8 @@ class EngineSettings:
 
 
 class Engine:
-    """Owns the inference thread. Its public methods may be called from any thread and never block.
+    """Owns the inference thread. Its public methods may be called from any thread and never block; only the
+    inference thread writes its public attributes.
 
     `runner` and `make_prefix` are called on the inference thread alone. A `memory_limit_bytes` of 0 is no
     limit. `mailbox` is its only ear: the SSD tier posts its outcomes there.
@@ -75,34 +76,15 @@ class Engine:
         self._clock = clock
         self._memory_limit_bytes = memory_limit_bytes
         self._thread = threading.Thread(target=self._run, name="inference", daemon=True)
-        self._state = EngineState.LOADING
-        self._heartbeat_time = clock.monotonic()
-        self._step_allowance_s = 0.0
-        self._error: IcehouseError | None = None
-
-    @property
-    def state(self) -> EngineState:
-        return self._state
-
-    @property
-    def heartbeat_time(self) -> float:
+        self.state = EngineState.LOADING
+        self.heartbeat_time = clock.monotonic()
         """`Clock.monotonic` of the last step's start; stale means stuck or dead."""
-        return self._heartbeat_time
-
-    @property
-    def step_allowance_s(self) -> float:
+        self.step_allowance_s = 0.0
         """How long a step may take before it looks stuck: a few times the longest of late."""
-        return self._step_allowance_s
-
-    @property
-    def flush_timeout_s(self) -> float:
+        self.flush_timeout_s = settings.flush_timeout_s
         """How long the thread may take at its end to write RAM's blocks to SSD."""
-        return self._settings.flush_timeout_s
-
-    @property
-    def error(self) -> IcehouseError | None:
+        self.error: IcehouseError | None = None
         """Why the engine is FAILED, for whoever started it; callers get `engine_failed` instead."""
-        return self._error
 
     def start(self) -> None:
         """Begin loading the model on the inference thread; the listener hears of READY or FAILED."""
@@ -115,7 +97,7 @@ class Engine:
 
         Raises Unavailable while loading, draining or failed, and Overloaded when the mailbox is full.
         """
-        if self._state is not EngineState.READY:
+        if self.state is not EngineState.READY:
             raise self._not_ready()
         if not self._mailbox.offer(Submit(request, siblings), work_count=1 + len(siblings)):
             raise Overloaded(
@@ -171,12 +153,12 @@ class Engine:
             self._listener.model_loaded(model)
             self._change_state(EngineState.READY)
             while not loop.is_done:
-                self._heartbeat_time = self._clock.monotonic()
+                self.heartbeat_time = self._clock.monotonic()
                 loop.step()
-                self._note_step(self._clock.monotonic() - self._heartbeat_time)
-                if loop.is_draining and self._state is EngineState.READY:
+                self._note_step(self._clock.monotonic() - self.heartbeat_time)
+                if loop.is_draining and self.state is EngineState.READY:
                     self._change_state(EngineState.DRAINING)
-            loop.flush(deadline_time=self._clock.monotonic() + self._settings.flush_timeout_s)
+            loop.flush(deadline_time=self._clock.monotonic() + self.flush_timeout_s)
             loop.fail_all(shutting_down())
             self._runner.close()
             self._runner.end_thread()
@@ -210,20 +192,20 @@ class Engine:
 
     def _note_step(self, elapsed_s: float) -> None:
         # The longest step fades, so that one slow chunk long ago does not hide a stuck step for ever.
-        self._step_allowance_s = max(_STUCK_FACTOR * elapsed_s, self._step_allowance_s * _FADING)
+        self.step_allowance_s = max(_STUCK_FACTOR * elapsed_s, self.step_allowance_s * _FADING)
 
     def _fail(self, error: Exception, loop: EngineLoop | None) -> None:
         if isinstance(error, IcehouseError):
             # An operating error says what failed and what to do; where it was raised helps nobody.
             _log.error("inference_loop_failed", extra={"reason": error.reason, "detail": error.message})
-            self._error = error
+            self.error = error
         else:
             _log.error("inference_loop_failed", exc_info=error)
-            self._error = EngineFailed(
+            self.error = EngineFailed(
                 Reason.ENGINE_FAILED,
                 f"the inference loop failed: {type(error).__name__}; the server is ending",
             )
-        self._state = EngineState.FAILED
+        self.state = EngineState.FAILED
         if loop is not None:
             loop.fail_all(engine_failed())
         else:
@@ -239,12 +221,12 @@ class Engine:
                 message.reply(error)
 
     def _change_state(self, state: EngineState) -> None:
-        self._state = state
+        self.state = state
         self._listener.state_changed(state, None)
 
     def _not_ready(self) -> IcehouseError:
-        if self._state is EngineState.LOADING:
+        if self.state is EngineState.LOADING:
             return Unavailable(Reason.LOADING, "the model is loading; try again shortly", retry_after_s=1.0)
-        if self._state is EngineState.FAILED:
+        if self.state is EngineState.FAILED:
             return engine_failed()
         return shutting_down()

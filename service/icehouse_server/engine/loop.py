@@ -29,7 +29,6 @@ from icehouse_server.engine.core.mailbox import (
 from icehouse_server.engine.core.ports import Decoder, Drawn, Listener, PassResult, Runner
 from icehouse_server.engine.core.refusals import commands_waiting, shutting_down, stopped_before_done
 from icehouse_server.engine.core.sequence import Phase, Sequence
-from icehouse_server.engine.images import ImageEncoding
 from icehouse_server.engine.output import Output
 from icehouse_server.engine.prefix_cache.controller import CacheController
 from icehouse_server.engine.prefix_cache.flush import flush
@@ -98,9 +97,6 @@ class EngineLoop:
             park=self._park,
             fail=self._requests.fail,
         )
-        self._images = ImageEncoding(
-            runner=runner, scheduler=scheduler, preemption=self._preemption, fail=self._requests.fail
-        )
         self._drain_deadline: float | None = None
         self._dispatched: PassPlan | None = None
         self._is_idle = True
@@ -157,9 +153,8 @@ class EngineLoop:
         Beside a restore a step publishes at its end. Reads make its passes longer, and a token of such a pass
         that waited for the next one to be built as well came 4 ms later yet (p99; 2-core x86).
         """
-        return not self._scheduler.loading_count and (
-            self._scheduler.is_decoding or bool(self._scheduler.prefilling_count)
-        )
+        has_pass = bool(self._scheduler.decoding_count or self._scheduler.prefilling_count)
+        return has_pass and not self._scheduler.loading_count
 
     def fail_all(self, error: IcehouseError) -> None:
         """End every request with `error`; what the mailbox still holds too."""
@@ -269,7 +264,10 @@ class EngineLoop:
             if self._preemption.may_start(sequence):
                 for passed in blocked:
                     passed.passed_count += 1
-                self._start(sequence)
+                self._scheduler.admit(sequence)
+                if not sequence.park_count:
+                    sequence.admitted_time = self._clock.monotonic()
+                self._begin(sequence)
             elif (error := self._preemption.hopeless(sequence)) is not None:
                 self._requests.fail(sequence, error)
             else:
@@ -279,12 +277,6 @@ class EngineLoop:
                 continue
             has_begun = True
         return has_begun
-
-    def _start(self, sequence: Sequence) -> None:
-        self._scheduler.admit(sequence)
-        if not sequence.park_count:
-            sequence.admitted_time = self._clock.monotonic()
-        self._begin(sequence)
 
     def _begin(self, sequence: Sequence) -> None:
         """Look the prompt up; load its blocks, rebuild its caches, or open empty ones."""
@@ -298,7 +290,7 @@ class EngineLoop:
     def _prepare(self) -> float | None:
         """Go on rebuilding caches, first of those whose blocks are still to be read, then of the oldest, and
         then with an image; return how long it took, None when there was nothing to do."""
-        restoring, seeing = self._scheduler.restoring, self._images.make_room()
+        restoring, seeing = self._scheduler.restoring, self._preemption.image_to_encode()
         if not restoring and seeing is None:
             return None
         allowed_s = self._scheduler.restore_s(least_s=self._prefix.adopt_budget_s)
@@ -310,7 +302,7 @@ class EngineLoop:
             self._continue_restore(sequence, budget_s=allowed_s - spent_s)
             spent_s = self._clock.monotonic() - began
         if seeing is not None and spent_s < allowed_s:
-            self._images.go_on(seeing, budget_s=allowed_s - spent_s)
+            self._encode_image(seeing, budget_s=allowed_s - spent_s)
             spent_s = self._clock.monotonic() - began
         self._scheduler.note_restore(spent_s, allowed_s=allowed_s)
         return spent_s
@@ -323,6 +315,18 @@ class EngineLoop:
             self._begin(sequence)
         elif phase is Phase.LOADING:
             self._scheduler.move(sequence, phase)
+
+    def _encode_image(self, sequence: Sequence, *, budget_s: float) -> None:
+        """Encode the next image of a sequence for about so long, so that others decode meanwhile; its prefill
+        stops before the image until that is done. If the tower fails on it, the sequence is ended."""
+        span = sequence.next_image
+        assert span is not None, f"sequence {sequence.sequence_id} waits for no image"
+        part = sequence.request.whole_image(span)
+        try:
+            if self._runner.encode(sequence.sequence_id, part, budget_s=budget_s):
+                sequence.encoded_token_count = span.end_token_index
+        except IcehouseError as error:
+            self._requests.fail(sequence, error)
 
     def _start_prefilling(self, sequence: Sequence) -> None:
         self._scheduler.move(sequence, Phase.PREFILLING)
@@ -342,14 +346,14 @@ class EngineLoop:
         self._requests.release_ended()
         # The last pass of a prompt that is measured or pooled may be in flight.
         is_unread = any(sequence.unread_chunk_count for sequence in self._scheduler.running)
-        if not (plan.chunks or self._scheduler.is_decoding or is_unread):
+        if not (plan.chunks or self._scheduler.decoding_count or is_unread):
             return self.counters.stats.failed_total > failed_before
         chunks = [chunk.for_runner() for chunk in plan.chunks]
         for planned, chunk in zip(plan.chunks, chunks, strict=True):
             planned.sequence.unread_chunk_count += chunk.is_read
         # What is measured or pooled is reported pass by pass, in order.
         is_unread |= any(chunk.is_read for chunk in chunks)
-        is_first = not (self._scheduler.is_decoding or is_unread) and any(chunk.row for chunk in chunks)
+        is_first = not (self._scheduler.decoding_count or is_unread) and any(chunk.row for chunk in chunks)
         result = self._runner.run(chunks, before_wait=self._output.publish, reads_at_once=is_first)
         if result.went_through:
             plan = self._scheduler.planned(plan.chunks_through(result.went_through))

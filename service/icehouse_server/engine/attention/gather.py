@@ -47,28 +47,27 @@ class GatherAttention:
         return mx.concatenate(outputs) if len(outputs) > 1 else outputs[0]
 
     def gather_row(
-        self,
-        pool: Pool,
-        places: TokenPlaces,
-        *,
-        row: int,
-        layer: int,
-        first_token: int,
-        key_count: int,
+        self, pool: Pool, places: TokenPlaces, *, row: int, layer: int, first_token: int, key_count: int
     ) -> tuple[mx.array, mx.array]:
         size = pool.shape.page_token_count
         skipped = first_token // size * size
         end = min(first_token + key_count, int(places.positions[places.rows == row].max()) + 1)
         pages = row_pages(places, row)[skipped // size : -(-end // size)]
         lacking = first_token + key_count - end
-        keys, values = (
-            array[:, :, first_token - skipped :]
-            for array in gathered(pool, pages, layer=layer, token_count=end - skipped)
-        )
+        shape = pool.shape
+        heads = shape.kv_head_count
+        flat = pool.array.reshape(-1, size, shape.head_size)
+        first = (pages.astype(np.int32) * shape.layer_count + layer) * 2
+        arrays = []
+        for kind in (0, 1):
+            runs = (first + kind) * heads + np.arange(heads, dtype=np.int32)[:, None]
+            whole = mx.take(flat, mx.array(runs) + pool.order, axis=0).reshape(1, heads, -1, shape.head_size)
+            arrays.append(whole[:, :, first_token - skipped : end - skipped])
+        keys, values = arrays
         if lacking:
             keys, values = (
                 mx.concatenate([array, mx.repeat(array[:, :, -1:], lacking, axis=2)], axis=2)
-                for array in (keys, values)
+                for array in arrays
             )
         return keys, values
 
@@ -129,23 +128,6 @@ def row_pages(places: TokenPlaces, row: int) -> Ints:
     starts = places.page_starts
     stop = starts[row + 1] if row + 1 < len(starts) else len(places.pages)
     return places.pages[starts[row] : stop]
-
-
-def gathered(pool: Pool, pages: Ints, *, layer: int, token_count: int) -> tuple[mx.array, mx.array]:
-    """Return keys and values of the first tokens in these pages, [1, KV heads, tokens, head size] each.
-
-    One copy of each, behind the latest write.
-    """
-    shape = pool.shape
-    heads = shape.kv_head_count
-    flat = pool.array.reshape(-1, shape.page_token_count, shape.head_size)
-    first = (pages.astype(np.int32) * shape.layer_count + layer) * 2
-    arrays = []
-    for kind in (0, 1):
-        runs = (first + kind) * heads + np.arange(heads, dtype=np.int32)[:, None]
-        whole = mx.take(flat, mx.array(runs) + pool.order, axis=0).reshape(1, heads, -1, shape.head_size)
-        arrays.append(whole if whole.shape[2] == token_count else whole[:, :, :token_count])
-    return arrays[0], arrays[1]
 
 
 def runs_of_rows(rows: Ints) -> Iterator[tuple[int, int]]:

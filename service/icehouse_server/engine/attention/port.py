@@ -109,14 +109,7 @@ class PagedAttention(Protocol):
         ...
 
     def gather_row(
-        self,
-        pool: Pool,
-        places: TokenPlaces,
-        *,
-        row: int,
-        layer: int,
-        first_token: int,
-        key_count: int,
+        self, pool: Pool, places: TokenPlaces, *, row: int, layer: int, first_token: int, key_count: int
     ) -> tuple[mx.array, mx.array]:
         """Return keys and values, [1, KV heads, key_count, head size] each, copied behind the latest write.
 

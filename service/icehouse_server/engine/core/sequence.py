@@ -103,12 +103,7 @@ class Sequence:
 
     @classmethod
     def of(
-        cls,
-        request: GenerationRequest,
-        *,
-        sequence_id: SequenceId,
-        decode: Decode,
-        context_token_limit: int,
+        cls, request: GenerationRequest, *, sequence_id: SequenceId, decode: Decode, context_token_limit: int
     ) -> Sequence:
         """Return a sequence that waits, its output bounded by what is left of the context."""
         prompt = request.prompt_token_ids

@@ -11,13 +11,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from icehouse_server.domain.ids import NO_ADAPTER, AdapterName, SequenceId
-from icehouse_server.domain.request import (
-    Drafting,
-    ImageKey,
-    SpeculationLimit,
-    TokenLogprobs,
-    Vector,
-)
+from icehouse_server.domain.request import Drafting, ImageKey, SpeculationLimit, TokenLogprobs, Vector
 from icehouse_server.engine.core.ports import Chunk, DecodeRow, Drawn, LayerSpan
 from icehouse_server.engine.core.refusals import logits_not_finite
 from icehouse_server.engine.kv_cache.cache_classes import class_of, leaves
@@ -60,12 +54,7 @@ class OpenSequence:
             self.drafted.behind += token_ids
 
     def start_decoding(
-        self,
-        sampling: SamplingRow,
-        asked: DecodeRow,
-        *,
-        can_take_back: bool,
-        draft_model: DraftModel | None,
+        self, sampling: SamplingRow, asked: DecodeRow, *, can_take_back: bool, draft_model: DraftModel | None
     ) -> None:
         """Draw from the pass that ends the prompt on."""
         self.sampling = sampling
@@ -119,12 +108,7 @@ class Draw:
         return self.sequence.sampling
 
     def result(
-        self,
-        token_ids: list[int],
-        finite: list[bool],
-        logprobs: list[TokenLogprobs | None],
-        *,
-        is_fed: bool,
+        self, token_ids: list[int], finite: list[bool], logprobs: list[TokenLogprobs | None], *, is_fed: bool
     ) -> list[Drawn]:
         """Take what was drawn in a pass that is done: right guesses count, wrong ones leave the caches.
 

@@ -1,10 +1,10 @@
-"""Freed buffers that are kept for the next arrays, so that they need no fresh pages: by the heap where it is
-set so (`heap`), else by MLX.
+"""Freed buffers: how many stay allocated for the next arrays, by the heap where it is set so (`heap`), else
+by MLX.
 
-They are what passes compute on the way, of a size for each length of a chunk, and KV that is not in pages. A
-prompt of 1,100 tokens in chunks of many lengths met 19,000 fresh pages by MLX's store and 1,200 by the heap
-(KV in pages; 6 layers of width 512, 2-core x86, mlx 0.32.4). Without a bound a long prompt's buffers would
-stay for ever.
+They hold what passes compute on the way, of a size for each length of a chunk, and KV that is not in pages.
+Reusing them spares fresh pages: a prompt of 1,100 tokens in chunks of many lengths took 19,000 of them with
+MLX's store and 1,200 with the heap (KV in pages; 6 layers of width 512, 2-core x86, mlx 0.32.4). Without a
+bound a long prompt's buffers would stay for ever.
 """
 
 from __future__ import annotations

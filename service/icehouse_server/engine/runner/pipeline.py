@@ -1,20 +1,17 @@
-"""Pipeline of passes: each feeds every decoding sequence and some prompts, and is read or run ahead of.
+"""Pipeline of passes: each feeds every decoding sequence and some prompts (inference thread).
 
-A device that computes on its own (Metal, CUDA) runs a pass ahead: the next one is dispatched, with the
+A device that computes on its own (Metal, CUDA) runs a pass ahead: the next pass is dispatched, with the
 tokens drawn last as an array among its input, before those tokens are read. So it computes while Python
-publishes. MLX's CPU build makes the dispatch itself wait, so there a pass ahead would only delay every first
-token by a pass.
+publishes. On MLX's CPU build the dispatch itself waits, so running ahead would only delay every first token
+by a pass.
 
 Where a draw depends on the tokens before it (penalties, banned sequences, a constraint), a pass ahead is cut
 in two: the forward is dispatched, the last tokens are read and masks made while it runs, then the draw is
-dispatched behind it. What is measured or pooled of a prompt is read when its pass is collected.
+dispatched. What is measured or pooled of a prompt is read when its pass is collected.
 
 A row that guesses is fed only once its tokens are known, so in every second pass, while all others are fed in
 each. Until its guesses are judged its caches hold more than is known; those with windows or states cannot be
-cut then, so a row that has any guesses only while all rows do. These passes are waited for: nobody would run
-ahead.
-
-Inference thread only.
+cut then, so a row that has any guesses only while all rows do, and such passes are waited for.
 """
 
 from __future__ import annotations
@@ -141,11 +138,7 @@ class Pipeline:
         self.draft_model = None
 
     def _built(
-        self,
-        parts: Sequence[tuple[OpenSequence, Chunk]],
-        before: DispatchedPass | None,
-        *,
-        is_ahead: bool,
+        self, parts: Sequence[tuple[OpenSequence, Chunk]], before: DispatchedPass | None, *, is_ahead: bool
     ) -> DispatchedPass:
         """Build a pass, lazily. Where it will be waited for, what goes through some layers is left until the
         rest of it is done."""

@@ -121,9 +121,7 @@ class ModelRunner:
         """Batches that draw in ways whose kernels are not compiled yet."""
         self._pass_clock = PassClock()
         self._pipeline = Pipeline(
-            is_pipelined=settings.is_pipelined,
-            clock=clock,
-            pass_clock=self._pass_clock,
+            is_pipelined=settings.is_pipelined, clock=clock, pass_clock=self._pass_clock
         )
         self.blocks = RunnerBlocks(
             self,
@@ -365,9 +363,7 @@ class ModelRunner:
             return
         left_bytes = max(0, self._settings.memory_limit_bytes - mx.get_active_memory())
         sizes = pool_sizes(
-            facts,
-            size_bytes=int(_POOL_SHARE * left_bytes),
-            array_limit_bytes=find_device().array_limit_bytes,
+            facts, size_bytes=int(_POOL_SHARE * left_bytes), array_limit_bytes=find_device().array_limit_bytes
         )
         if sum(sizes) and not self._settings.is_pipelined and not can_reserve(sum(sizes)):
             _log.warning("page_pool_not_reserved", extra={"size_bytes": sum(sizes)})

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 import numpy as np
@@ -12,8 +11,7 @@ import numpy as np
 from icehouse_server.domain.request import Logprob, LogprobsWanted, TokenLogprobs
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class LogprobArrays:
+class LogprobArrays(NamedTuple):
     """One entry a row, on the device and perhaps not computed yet. `tops` are unsorted."""
 
     token_ids: mx.array
@@ -28,14 +26,7 @@ class LogprobArrays:
     @property
     def arrays(self) -> tuple[mx.array, ...]:
         """What must be evaluated."""
-        return (
-            self.token_ids,
-            self.logprobs,
-            self.ranks,
-            self.top_token_ids,
-            self.top_logprobs,
-            self.asked_logprobs,
-        )
+        return self[:-1]
 
     def read(self) -> list[TokenLogprobs]:
         """Wait for the arrays and return one entry a row."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import collections
 import copy
-import dataclasses
 from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -104,8 +104,7 @@ class SamplingRow:
             self.constraint.accept(token_id)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class EditTable:
+class EditTable(NamedTuple):
     """Changes of one row's logits, a column each: `x + bias`, then over `divisor` (times, below zero),
     then less `shift`. Tokens appear once."""
 

@@ -1,17 +1,16 @@
-"""Top-p and top-k: how far below the likeliest token a row still draws, found without ranking the vocabulary
-where ranking is dear (inference thread).
+"""Top-p and top-k: how far below the likeliest token a row still draws (inference thread).
 
-A token's distance is how much its logit lies below the highest; tokens at one distance are as likely as each
-other, and are kept or excluded together. What is kept is everything up to some distance: top_p asks for the
+A token's distance is how much its logit lies below the highest; tokens at one distance are equally likely,
+and are included or excluded together. What is included is everything up to some distance: top_p asks for the
 last one with less than its share of the mass before it, top_k for the last one with fewer tokens before it.
 
-On a device that answers later this is a search by halves, over the bits of the distance: 31 masked sums, no
-sort and no wait. Logits of 16 bits are searched by their ranks, in 16 sums, and keep the same tokens, since
-sums in a fixed order never fall as more is added. MLX sorts a row of 262,144 logits in one block of threads
-on CUDA, and on Metal the first few of them are picked by sorting all (MLX 0.32, read and not timed).
+On a device that runs ahead this is a binary search over the bits of the distance: 31 masked sums, no sort and
+no wait. Logits of 16 bits are searched by their ranks, in 16 sums, and include the same tokens, since sums in
+a fixed order never fall as more is added. A sort would be slow: MLX sorts a row of 262,144 logits in one
+block of threads on CUDA, and on Metal picks the first few by sorting all (MLX 0.32, read and not timed).
 
-Where the logits are in reach of the host, numpy picks the first few thousand and sorts those, and all in the
-rare row that needs more.
+Where the host can read the logits, NumPy picks the first few thousand and sorts those, and all in the rare
+row that needs more.
 """
 
 from __future__ import annotations
@@ -35,12 +34,7 @@ Distances = npt.NDArray[np.float32]
 
 
 def reach(
-    distances: mx.array,
-    logits: mx.array,
-    *,
-    top_ps: Sequence[float],
-    top_ks: Sequence[int],
-    may_wait: bool,
+    distances: mx.array, logits: mx.array, *, top_ps: Sequence[float], top_ks: Sequence[int], may_wait: bool
 ) -> mx.array:
     """Return the farthest distance kept in each row, [rows, 1]; at least the farthest that there is where
     nothing is excluded.

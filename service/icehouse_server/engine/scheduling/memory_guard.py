@@ -56,11 +56,7 @@ class MemoryGuard:
             f"{token_count} tokens with the model need about {needed} bytes, and this server may use "
             f"{self.limit_bytes}; send a shorter prompt or smaller images, ask for fewer tokens, or raise "
             "memory_limit_bytes",
-            metadata={
-                "estimated_bytes": needed,
-                "limit_bytes": self.limit_bytes,
-                "token_count": token_count,
-            },
+            metadata={"estimated_bytes": needed, "limit_bytes": self.limit_bytes, "token_count": token_count},
         )
 
     def start_bytes(self, sequence: Sequence, *, beside: Collection[Sequence] = ()) -> int:

@@ -1,15 +1,16 @@
-"""Pass cost, learned from the passes that ran: fixed + tokens + scores + draws + reads, each at its price.
+"""Pass cost, learned from the passes that ran: a fixed part, and a price for each token, score, draw and
+read.
 
-Something is paid whatever the pass holds (the weights are read), something for each token, something for
-each position that a token is scored against, something for each token whose logits are read (the head, the
-draw, a row of its own), and something for each position whose keys and values a row or a chunk reads. Knows
-nothing of prompts or policy: whoever plans a pass asks what it would take. No clock of its own; one thread.
+The fixed part is paid whatever the pass holds (the weights are read). Tokens, positions that a token is
+scored against, tokens whose logits are read (the head, the draw), and positions whose keys and values are
+read each have their price. It knows nothing of prompts or policy, has no clock of its own and belongs to one
+thread.
 
-The faster half of the last few passes of each size and context is fitted by least squares
-of the *relative* error: so a pass of 4 tokens says as much as one of 1,000, a hundred tiny passes do not
-hide what one long pass taught, and others' work on the machine, which only ever delays, says next to
-nothing. Old passes fade. Passes that take twice what was expected, or half, wait for a verdict: when there
-are many in a row, the machine has another speed, and all that is known is taken to have changed with it.
+The faster half of the last few passes of each size and context is fitted by least squares of the *relative*
+error: so a pass of 4 tokens says as much as one of 1,000, a hundred tiny passes do not hide what one long
+pass taught, and other work on the machine, which only ever delays, hardly counts. Old passes fade. Passes
+that take twice what was expected, or half, wait: when there are many in a row, the machine has another speed,
+and everything learned is scaled with it.
 """
 
 from __future__ import annotations

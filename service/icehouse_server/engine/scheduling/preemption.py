@@ -106,19 +106,23 @@ class Preemption:
             decoding = self._scheduler.decoding
         return fitting
 
-    def make_image_fit(self, sequence: Sequence, size_bytes: int) -> bool:
-        """Free memory for encoding an image of this sequence; return whether it fits. The sequence is ended
-        if it does not fit even alone."""
+    def image_to_encode(self) -> Sequence | None:
+        """Return whose image is to be encoded in this step, once its memory is free: the oldest sequence's
+        that waits for one. A sequence whose image does not fit even alone is ended."""
+        sequence = self._scheduler.awaiting_image
+        if sequence is None or sequence.next_image is None:
+            return None
+        size_bytes = self._runner.encode_bytes(sequence.request.whole_image(sequence.next_image))
         while size_bytes and self._excess_after_yield(size_bytes):
             if self._holding == [sequence]:
                 self._fail_if_alone(sequence, size_bytes)
-                return False
+                return None
             victim = self._victim()
-            assert victim is not None, "who waits for an image holds caches"
+            assert victim is not None, "a sequence that waits for an image holds caches"
             self._park(victim)
             if victim is sequence:
-                return False
-        return True
+                return None
+        return sequence
 
     def _fail_if_alone(self, sequence: Sequence, needed_bytes: int) -> None:
         """End a sequence, unless others load blocks: they hold memory, and can give it back in a later

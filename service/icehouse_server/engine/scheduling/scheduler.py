@@ -54,14 +54,10 @@ class Scheduler:
         return len(self._decoding)
 
     @property
-    def is_decoding(self) -> bool:
-        return bool(self._decoding)
-
-    @property
     def keeps_pace(self) -> bool:
         """Whether rows decode at an even pace, so that reads from SSD must leave the cores to them; where
         many wait, their first tokens come before that."""
-        return self.is_decoding and not self._planner.is_long_queue(self._waiting_per_row)
+        return bool(self._decoding) and not self._planner.is_long_queue(self._waiting_per_row)
 
     @property
     def decoding(self) -> list[Sequence]:

@@ -8,7 +8,7 @@ import io
 import mlx.core as mx
 import numpy as np
 import pytest
-from icehouse_server.engine.attention.gpu.headers import Language
+from icehouse_server.engine.attention.gpu.kernels import Language
 from icehouse_server.engine.attention.gpu.launch import GpuAttention, split_size
 from icehouse_server.engine.attention.port import AttentionCall, PoolShape
 

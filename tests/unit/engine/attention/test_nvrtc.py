@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from icehouse_server.engine.attention.gpu import nvrtc
-from icehouse_server.engine.attention.gpu.headers import CUDA
+from icehouse_server.engine.attention.gpu.kernels import CUDA
 from icehouse_server.engine.attention.gpu.launch import GpuAttention
 from icehouse_server.engine.attention.port import AttentionCall, PoolShape
 

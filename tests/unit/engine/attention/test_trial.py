@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from icehouse_server.engine.attention.cpu.attention import CpuAttention
 from icehouse_server.engine.attention.gather import GatherAttention
-from icehouse_server.engine.attention.gpu.headers import Language
+from icehouse_server.engine.attention.gpu.kernels import Language
 from icehouse_server.engine.attention.gpu.launch import GpuAttention
 from icehouse_server.engine.attention.gpu.trial import prove
 from icehouse_server.engine.attention.port import PoolShape, TokenPlaces

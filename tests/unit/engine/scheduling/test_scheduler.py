@@ -602,6 +602,6 @@ def test_nobody_runs_when_nothing_is_there() -> None:
     scheduler.queue.add(s)
     scheduler.admit_all()
     scheduler.move(s, Phase.DECODING)
-    assert not scheduler.plan().chunks and scheduler.is_decoding
+    assert not scheduler.plan().chunks and scheduler.decoding_count
     scheduler.remove(s)
     assert scheduler.is_empty

@@ -153,14 +153,7 @@ class CpuAttention:
         return mx.concatenate(arrays) if len(arrays) > 1 else arrays[0]
 
     def gather_row(
-        self,
-        pool: Pool,
-        places: TokenPlaces,
-        *,
-        row: int,
-        layer: int,
-        first_token: int,
-        key_count: int,
+        self, pool: Pool, places: TokenPlaces, *, row: int, layer: int, first_token: int, key_count: int
     ) -> tuple[mx.array, mx.array]:
         self._flush()
         return self._gather.gather_row(

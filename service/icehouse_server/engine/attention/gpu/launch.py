@@ -18,8 +18,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from icehouse_server.engine.attention.gpu import body, nvrtc
-from icehouse_server.engine.attention.gpu.headers import CUDA, METAL, Language
+from icehouse_server.engine.attention.gpu import kernels, nvrtc
+from icehouse_server.engine.attention.gpu.kernels import CUDA, METAL, Language
 from icehouse_server.engine.attention.port import AttentionCall, Ints, Pool, PoolShape, TokenPlaces
 
 _LANES_A_KEY = (16, 8)
@@ -114,12 +114,16 @@ class GpuAttention:
             )
             return made
 
-        self._write = kernel("write", "keys values pool places settings order", "new_order", body.WRITE)
-        self._move = kernel("move_pages", "content pool moves settings order", "new_order", body.MOVE_PAGES)
-        self._gather = kernel("gather_row", "pool places span settings order", "keys values", body.GATHER_ROW)
+        self._write = kernel("write", "keys values pool places settings order", "new_order", kernels.WRITE)
+        self._move = kernel(
+            "move_pages", "content pool moves settings order", "new_order", kernels.MOVE_PAGES
+        )
+        self._gather = kernel(
+            "gather_row", "pool places span settings order", "keys values", kernels.GATHER_ROW
+        )
         attend_inputs = "queries keys values pool places settings order"
         self._attend_split = kernel(
-            "attend_split", attend_inputs, "parts part_sums new_order", body.ATTEND_SPLIT
+            "attend_split", attend_inputs, "parts part_sums new_order", kernels.ATTEND_SPLIT
         )
         self._attend_whole: dict[bool, _Kernel] = {}
         self._merge: dict[bool, _Kernel] = {}
@@ -128,10 +132,13 @@ class GpuAttention:
                 f"attend{ending}",
                 attend_inputs + sinks,
                 "out new_order",
-                body.attend_whole(has_sinks=has_sinks),
+                kernels.attend_whole(has_sinks=has_sinks),
             )
             self._merge[has_sinks] = kernel(
-                f"merge{ending}", "parts part_sums settings" + sinks, "out", body.merge(has_sinks=has_sinks)
+                f"merge{ending}",
+                "parts part_sums settings" + sinks,
+                "out",
+                kernels.merge(has_sinks=has_sinks),
             )
 
     def write(self, pool: Pool, keys: mx.array, values: mx.array, places: TokenPlaces, *, layer: int) -> None:
@@ -146,8 +153,8 @@ class GpuAttention:
                 pool.order,
             ],
             template=_pool_constants(shape),
-            grid=(places.token_count * body.THREADS, 1, 1),
-            threadgroup=(body.THREADS, 1, 1),
+            grid=(places.token_count * kernels.THREADS, 1, 1),
+            threadgroup=(kernels.THREADS, 1, 1),
             output_shapes=[(1,)],
             output_dtypes=[mx.int32],
         )
@@ -165,18 +172,18 @@ class GpuAttention:
         token_count, head_count, _, head_size = queries.shape
         shape, has_sinks, window = pool.shape, call.sinks is not None, call.window or 0
         group = head_count // shape.kv_head_count
-        division = _Division.of(shape, group)
-        blocks = shape.kv_head_count * -(-group // division.heads)
+        division = _division(shape, group)
+        blocks = shape.kv_head_count * -(-group // division["HEADS"])
         on_device = self._on_device(places)
         keys_per_split, split_count = self._splits(on_device, token_count, window, blocks)
         sinks = [] if call.sinks is None else [call.sinks]
         settings = self._settings_array(pool, call.layer, window, keys_per_split, call.scale, new is not None)
         inputs = [queries, keys, values, start, on_device.array, settings, pool.order]
-        template = [*_pool_constants(shape), ("Q", queries.dtype), ("GROUP", group), *division.constants()]
+        template = [*_pool_constants(shape), ("Q", queries.dtype), ("GROUP", group), *division.items()]
         launch: dict[str, Any] = {
             "template": template,
-            "grid": (token_count * body.THREADS, blocks, split_count),
-            "threadgroup": (body.THREADS, 1, 1),
+            "grid": (token_count * kernels.THREADS, blocks, split_count),
+            "threadgroup": (kernels.THREADS, 1, 1),
         }
         if split_count == 1:
             out, order = self._attend_whole[has_sinks](
@@ -207,14 +214,7 @@ class GpuAttention:
         return output
 
     def gather_row(
-        self,
-        pool: Pool,
-        places: TokenPlaces,
-        *,
-        row: int,
-        layer: int,
-        first_token: int,
-        key_count: int,
+        self, pool: Pool, places: TokenPlaces, *, row: int, layer: int, first_token: int, key_count: int
     ) -> tuple[mx.array, mx.array]:
         shape = pool.shape
         on_device = self._on_device(places)
@@ -228,8 +228,8 @@ class GpuAttention:
                 pool.order,
             ],
             template=_pool_constants(shape),
-            grid=(-(-key_count // shape.page_token_count) * body.PAGE_THREADS, shape.kv_head_count, 2),
-            threadgroup=(body.PAGE_THREADS, 1, 1),
+            grid=(-(-key_count // shape.page_token_count) * kernels.PAGE_THREADS, shape.kv_head_count, 2),
+            threadgroup=(kernels.PAGE_THREADS, 1, 1),
             output_shapes=[gathered_shape, gathered_shape],
             output_dtypes=[shape.dtype, shape.dtype],
         )
@@ -255,12 +255,12 @@ class GpuAttention:
             return
         moves = np.zeros(max(2 * len(targets), _LEAST_INPUT), np.int32)
         moves[0 : 2 * len(targets) : 2], moves[1 : 2 * len(targets) : 2] = sources, targets
-        block_bytes = body.PAGE_THREADS * body.PAGE_VECTORS * _VECTOR_BYTES
+        block_bytes = kernels.PAGE_THREADS * kernels.PAGE_VECTORS * _VECTOR_BYTES
         (pool.order,) = self._move(
             inputs=[content, self._start_of(pool), mx.array(moves), self._settings_array(pool), pool.order],
             template=_pool_constants(pool.shape),
-            grid=(-(-pool.shape.page_bytes // block_bytes) * body.PAGE_THREADS, len(targets), 1),
-            threadgroup=(body.PAGE_THREADS, 1, 1),
+            grid=(-(-pool.shape.page_bytes // block_bytes) * kernels.PAGE_THREADS, len(targets), 1),
+            threadgroup=(kernels.PAGE_THREADS, 1, 1),
             output_shapes=[(1,)],
             output_dtypes=[mx.int32],
         )
@@ -329,29 +329,17 @@ def _pool_constants(shape: PoolShape) -> list[tuple[str, int | mx.Dtype]]:
     ]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Division:
-    """How a block divides its work: see the constants of the kernel bodies."""
-
-    heads: int
-    lanes: int
-    vector: int
-    rounds: int
-
-    @classmethod
-    def of(cls, shape: PoolShape, group: int) -> _Division:
-        number_bytes = shape.dtype.size
-        whole = _VECTOR_BYTES // number_bytes
-        fitting = (lanes for lanes in _LANES_A_KEY if shape.head_size % (lanes * whole) == 0)
-        lanes = next(fitting, _LANES_A_KEY[-1])
-        numbers = shape.head_size // lanes
-        most = max(1, _MOST_LANE_NUMBERS // numbers)
-        return cls(
-            heads=-(-group // -(-group // most)),  # evenly
-            lanes=lanes,
-            vector=min(numbers & -numbers, whole),  # the largest power of two that divides them
-            rounds=min(max(64 // (numbers * number_bytes), 1), 4),
-        )
-
-    def constants(self) -> list[tuple[str, int | mx.Dtype]]:
-        return [(name.upper(), getattr(self, name)) for name in ("heads", "lanes", "vector", "rounds")]
+def _division(shape: PoolShape, group: int) -> dict[str, int]:
+    """Return how a block divides its work: constants of the kernels."""
+    number_bytes = shape.dtype.size
+    whole = _VECTOR_BYTES // number_bytes
+    fitting = (lanes for lanes in _LANES_A_KEY if shape.head_size % (lanes * whole) == 0)
+    lanes = next(fitting, _LANES_A_KEY[-1])
+    numbers = shape.head_size // lanes
+    most = max(1, _MOST_LANE_NUMBERS // numbers)
+    return {
+        "HEADS": -(-group // -(-group // most)),  # evenly
+        "LANES": lanes,
+        "VECTOR": min(numbers & -numbers, whole),  # the largest power of two that divides them
+        "ROUNDS": min(max(64 // (numbers * number_bytes), 1), 4),
+    }

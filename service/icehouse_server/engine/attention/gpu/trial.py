@@ -118,12 +118,7 @@ def _run(trial: _Trial, backend: PagedAttention, *, waits: bool) -> tuple[list[m
     size, last = shape.page_token_count, shape.layer_count - 1
     # Without its first page, and some tokens more than it has.
     row = backend.gather_row(
-        pool,
-        trial.passes[-1].places,
-        row=_LONG_ROW,
-        layer=last,
-        first_token=size,
-        key_count=_LONGEST + size,
+        pool, trial.passes[-1].places, row=_LONG_ROW, layer=last, first_token=size, key_count=_LONGEST + size
     )
     return outputs, [whole, *row]
 

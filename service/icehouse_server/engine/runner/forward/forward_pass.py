@@ -98,19 +98,26 @@ class ForwardPass:
         spans = Spans.of(shares)
         self._regroup(spans)
         views = self._views(spans)
-        wanted = _Wanted.of(spans)
-        features = _features_of(spans.shares, spans.starts)
+        logit_indices = spans.last_indices([share.logit_count for share in spans.shares])
+        # A head that nobody asks for is never computed, but it must be given something.
+        is_all = len(logit_indices) == spans.token_count
+        head_indices = None if is_all else mx.array(logit_indices or [0])
+        features = [
+            Features(start + each.start, each.vectors)
+            for share, start in zip(spans.shares, spans.starts, strict=True)
+            for each in share.features
+        ]
         PASS_ANGLES.begin(spans.positions)
         try:
             token_ids = spans.arranged(token_ids, shares)[:, None]
-            logits, hidden = self._call(token_ids, views, wanted.head_indices, features)
+            logits, hidden = self._call(token_ids, views, head_indices, features)
             check_used(views)
         finally:
             HANDED.clear()
             PASS_ANGLES.end()
         for share in shares:
             share.row.token_count += share.token_count
-        return self._output(spans, logits, hidden, wanted)
+        return self._output(spans, logits[:, 0] if logit_indices else None, hidden)
 
     def begin_layers(self, row: Row, token_ids: Sequence[int]) -> LayeredChunk:
         """Return a chunk that goes through the layers a few in each pass, by `run_layers`.
@@ -232,17 +239,25 @@ class ForwardPass:
                 row.leave_group()
             row.mark(share.token_count)
 
-    def _output(self, spans: Spans, logits: mx.array, hidden: mx.array | None, wanted: _Wanted) -> PassOutput:
-        own_logits = logits[:, 0] if wanted.logit_count else None
+    def _output(self, spans: Spans, logits: mx.array | None, hidden: mx.array | None) -> PassOutput:
+        logit_counts = [share.logit_count for share in spans.shares]
+        hidden_counts = [share.hidden_count for share in spans.shares]
+        hidden_indices = spans.last_indices(hidden_counts)
         own_hidden = None
-        if wanted.hidden_indices:
+        if hidden_indices:
             assert hidden is not None, "This model shows no hidden states"
-            own_hidden = hidden[mx.array(wanted.hidden_indices)][:, 0]
-        outputs = [array for array in (own_logits, own_hidden) if array is not None]
+            own_hidden = hidden[mx.array(hidden_indices)][:, 0]
+        outputs = [array for array in (logits, own_hidden) if array is not None]
         arrays: list[Any] = [*outputs, *self._unseen_arrays(spans, sees_all=bool(outputs))]
         if self._group is not None:
             arrays += self._group.arrays
-        return PassOutput(own_logits, wanted.logit_spans, own_hidden, wanted.hidden_spans, arrays)
+        return PassOutput(
+            logits,
+            _as_given(_spans(logit_counts), spans),
+            own_hidden,
+            _as_given(_spans(hidden_counts), spans),
+            arrays,
+        )
 
     def _unseen_arrays(self, spans: Spans, *, sees_all: bool) -> list[Any]:
         """Return the caches' arrays that the outputs do not depend on.
@@ -287,33 +302,6 @@ class ForwardPass:
         return PassOutput(joined[0], logit_spans, joined[1], hidden_spans, arrays)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Wanted:
-    """Which tokens' logits and hidden states a pass gives."""
-
-    logit_count: int
-    head_indices: mx.array | None
-    """What the head reads; None where it reads all."""
-    hidden_indices: list[int]
-    logit_spans: tuple[tuple[int, int], ...]
-    hidden_spans: tuple[tuple[int, int], ...]
-
-    @classmethod
-    def of(cls, spans: Spans) -> _Wanted:
-        logit_counts = [share.logit_count for share in spans.shares]
-        hidden_counts = [share.hidden_count for share in spans.shares]
-        logit_indices = spans.last_indices(logit_counts)
-        is_all = len(logit_indices) == spans.token_count
-        return cls(
-            logit_count=len(logit_indices),
-            # A head that nobody asks for is never computed, but it must be given something.
-            head_indices=None if is_all else mx.array(logit_indices or [0]),
-            hidden_indices=spans.last_indices(hidden_counts),
-            logit_spans=_as_given(_spans(logit_counts), spans),
-            hidden_spans=_as_given(_spans(hidden_counts), spans),
-        )
-
-
 def _put_pages(paging: Paging, spans: Spans, views: Sequence[View]) -> None:
     """Give layers whose KV is in pages the places of the pass's tokens."""
     begins = [row.token_count for row in spans.rows]
@@ -323,15 +311,6 @@ def _put_pages(paging: Paging, spans: Spans, views: Sequence[View]) -> None:
             flat = views[index]
             assert isinstance(flat, FlatLayer)
             flat.paged = PagedLayer(group, places, layer)
-
-
-def _features_of(shares: Sequence[Share], starts: Sequence[int]) -> list[Features]:
-    """Return what replaces tokens' embeddings, by their indices in the pass."""
-    return [
-        Features(start + each.start, each.vectors)
-        for share, start in zip(shares, starts, strict=True)
-        for each in share.features
-    ]
 
 
 def _spans(counts: Sequence[int]) -> tuple[tuple[int, int], ...]:

@@ -1,11 +1,11 @@
 """Joined layers: linear layers that read the same input, computed as one product (inference thread).
 
-Where each product of several rows costs the host time of its own, a layer's queries, keys and values, and the
-two halves of its MLP, are five of seven. MLX's CUDA backend asks cuBLAS for an algorithm and captures a graph
-for every product of more than one row, 14 us each (Qwen3-4B's shape, H100, mlx 0.32.4).
+A layer's queries, keys and values, and the two halves of its MLP, are five of its seven products. Where each
+product of several rows costs the host time of its own, joining them saves it: MLX's CUDA backend asks cuBLAS
+for an algorithm and captures a graph each time, 14 us (Qwen3-4B's shape, H100, mlx 0.32.4).
 
 The weights of joined layers lie behind each other in one array, of which each layer's own are a view. So a
-layer that is given another input than the others, or a single token, still computes by itself.
+layer that gets another input than the others, or a single token, still computes by itself.
 """
 
 from __future__ import annotations

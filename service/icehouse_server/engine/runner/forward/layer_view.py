@@ -54,28 +54,37 @@ class PagedLayer:
     """Of the layer, in the pool."""
 
 
-class FlatLayer:
-    """One layer's caches, split by attention."""
+class _RowCaches:
+    """One layer's caches of all rows; what is equal in all of them reads as the one cache's."""
 
-    __slots__ = ("cache_class", "caches", "fetched", "handed", "offset", "paged", "spans")
+    __slots__ = ("caches", "spans")
 
     def __init__(self, caches: Sequence[Any], spans: Spans) -> None:
         self.caches = caches
-        self.paged: PagedLayer | None = None
-        """Where keys and values lie, if that is in pages."""
-        self.cache_class = class_of(caches[0])
-        """Of all rows' caches."""
         self.spans = spans
-        self.offset = spans.positions
-        self.handed: tuple[Any, Any] | None = None
-        """What the model got as the fetched keys and values."""
-        self.fetched: list[Any] | None = None
-        """Each row's keys and values, once attention has updated the caches; nothing of those in pages."""
 
     def __getattr__(self, name: str) -> Any:
         if name in _CONSTANTS:
             return getattr(self.caches[0], name)
         raise AttributeError(name)
+
+
+class FlatLayer(_RowCaches):
+    """One layer's caches, split by attention."""
+
+    __slots__ = ("cache_class", "fetched", "handed", "offset", "paged")
+
+    def __init__(self, caches: Sequence[Any], spans: Spans) -> None:
+        super().__init__(caches, spans)
+        self.paged: PagedLayer | None = None
+        """Where keys and values lie, if that is in pages."""
+        self.cache_class = class_of(caches[0])
+        """Of all rows' caches."""
+        self.offset = spans.positions
+        self.handed: tuple[Any, Any] | None = None
+        """What the model got as the fetched keys and values."""
+        self.fetched: list[Any] | None = None
+        """Each row's keys and values, once attention has updated the caches; nothing of those in pages."""
 
     def make_mask(self, N: int, **options: Any) -> RowMasks | None:
         return made_masks(self.caches, self.spans.counts, wholes=self.spans.wholes, **options)
@@ -116,15 +125,14 @@ class FlatLayer:
         return default_masks(self.caches, self.spans.counts, as_array=False)
 
 
-class SplitLayer:
+class SplitLayer(_RowCaches):
     """One layer's caches, split by the module that takes this."""
 
-    __slots__ = ("caches", "flat", "is_used", "offset", "owner", "spans", "stacked", "start_position")
+    __slots__ = ("flat", "is_used", "offset", "owner", "stacked", "start_position")
     lengths = None
 
     def __init__(self, caches: Sequence[Any], spans: Spans, *, split: CacheSplit) -> None:
-        self.caches = caches
-        self.spans = spans
+        super().__init__(caches, spans)
         self.flat = FlatLayer(caches, spans) if split.is_entered else None
         self.is_used = False
         """Whether a module was called with it, or with a part of it."""
@@ -135,11 +143,6 @@ class SplitLayer:
         # Some bodies compute with a chunked cache's numbers, to make a mask that is not used.
         self.offset: mx.array | int = 0 if split.is_entered else spans.positions
         self.start_position = 0
-
-    def __getattr__(self, name: str) -> Any:
-        if name in _CONSTANTS:
-            return getattr(self.caches[0], name)
-        raise AttributeError(name)
 
     def __getitem__(self, index: int) -> SplitLayer:
         """Return the view of one part, where this stands for a CacheList as a whole."""
@@ -312,12 +315,7 @@ def _append_one(cache: Any, key: mx.array, value: mx.array, slot: SingleSlot) ->
 
 
 def _by_row(
-    layer: FlatLayer,
-    queries: mx.array,
-    masks: Sequence[Mask] | None,
-    *,
-    scale: float,
-    sinks: mx.array | None,
+    layer: FlatLayer, queries: mx.array, masks: Sequence[Mask] | None, *, scale: float, sinks: mx.array | None
 ) -> list[mx.array]:
     """Return what each row's tokens give, [tokens, heads, 1, size]."""
     assert layer.fetched is not None

@@ -29,13 +29,7 @@ _log = logging.getLogger("icehouse.engine")
 Schedule = Sequence[Sequence[int]]
 """For each pass, how many tokens each of the rows brings; 0 where a row is not in it."""
 
-_SCHEDULE: Final[Schedule] = (
-    (5, 3, 0),
-    (1, 6, 2),
-    (1, 1, 1),
-    (1, 3, 1),
-    (1, 1, 1),
-)
+_SCHEDULE: Final[Schedule] = ((5, 3, 0), (1, 6, 2), (1, 1, 1), (1, 3, 1), (1, 1, 1))
 _LEAST_TOLERANCE: Final = 1e-3
 _MOST_TOLERANCE: Final = 0.1
 
@@ -70,8 +64,7 @@ def examine(
         error = _try(model, facts, make, reference)
         if not error:
             return dataclasses.replace(
-                facts,
-                layer_count=_layer_count(model, facts, make, reference) if goes_layered else 0,
+                facts, layer_count=_layer_count(model, facts, make, reference) if goes_layered else 0
             )
         errors.append(error)
     return dataclasses.replace(plain, reason="; ".join(dict.fromkeys(errors)), can_take_back=takes_back)

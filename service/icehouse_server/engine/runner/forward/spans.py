@@ -10,8 +10,7 @@ import mlx.core as mx
 import numpy as np
 
 from icehouse_server.domain.request import text_positions
-from icehouse_server.engine.runner.forward.masks import Whole
-from icehouse_server.engine.runner.forward.row import Row, Share
+from icehouse_server.engine.runner.forward.row import Features, Row, Share
 
 SHORT_TOKEN_COUNT: Final = 64
 """Of a row in one pass: so few attend in one launch with all others', where KV is in pages."""
@@ -39,7 +38,7 @@ class Spans:
     """[tokens], each token's position in its own sequence."""
     rope_positions: mx.array | None = None
     """[3, tokens], where some row has an image that is a grid to the model."""
-    wholes: tuple[tuple[Whole, ...], ...] = ()
+    wholes: tuple[tuple[Features, ...], ...] = ()
     """What each row brings of images that are seen whole; empty where none does."""
     shared: dict[Any, Any] = dataclasses.field(default_factory=dict)
     """What layers of one kind compute once a pass."""
@@ -61,6 +60,7 @@ class Spans:
             positions += range(begin, begin + share.token_count) if share.token_count > 1 else (begin,)
             total += share.token_count
         single_count = sum(1 for share in laid if _rank(share) == 0)
+        wholes = tuple(tuple(f for f in share.features if f.seen_from is not None) for share in laid)
         return cls(
             shares=laid,
             rows=tuple(share.row for share in laid),
@@ -71,7 +71,7 @@ class Spans:
             token_count=total,
             positions=mx.array(positions, dtype=mx.int32),
             rope_positions=_rope_positions(laid),
-            wholes=_wholes(laid),
+            wholes=wholes if any(wholes) else (),
             single_slots=[single_slot(position) for position in positions[:single_count]],
         )
 
@@ -108,18 +108,6 @@ def _rope_positions(shares: Sequence[Share]) -> mx.array | None:
         laid = share.row.rope_positions
         parts.append(text_positions(begin, count) if laid is None else laid.at(begin, count))
     return mx.array(np.concatenate(parts, axis=1, dtype=np.int32))
-
-
-def _wholes(shares: Sequence[Share]) -> tuple[tuple[Whole, ...], ...]:
-    wholes = tuple(
-        tuple(
-            Whole(each.seen_from, each.start, each.end)
-            for each in share.features
-            if each.seen_from is not None
-        )
-        for share in shares
-    )
-    return wholes if any(wholes) else ()
 
 
 def _rank(share: Share) -> int:

@@ -1,14 +1,14 @@
 """Fingerprint of a served model: SHA-256 over everything its KV depends on, cheap at every start.
 
-Every byte of the weights counts: a number changed in place makes another model. Their digests are
-in a book beside the blocks (`DigestBook`), so that only new files are read. Requantizing, fine-tuning
-or fusing an adapter in place changes it; moving, renaming or copying the folder does not. The code that
-computes KV counts as much (`KvCode`).
+Every byte of the weights counts: a number changed in a file makes another model. Their digests are in a book
+beside the blocks (`DigestBook`), so that only new files are read. Requantizing, fine-tuning or fusing an
+adapter changes the fingerprint; moving, renaming or copying the folder does not. The code that computes KV
+counts as much (`KvCode`).
 
 Without a book, where nothing outlives the process, weights are sampled: per shard its size, its safetensors
 header, every small tensor whole and a piece out of the middle of every other. One process has one model,
 whose adapters are distinguished by all their bytes (`adapter_digest`). A draft model is in neither: its
-caches are never kept.
+caches are never stored.
 """
 
 from __future__ import annotations

@@ -1,17 +1,19 @@
-"""Code that a model's KV is computed by, as digests by module: blocks outlive a change of none of it.
+"""Code that a model's KV is computed by, as digests by module: blocks outlive a change of anything else.
 
-- *The model's own.* Its architecture's module whole, and of mlx-lm or mlx-vlm what that reaches: base
-  classes, RoPE, switch layers, the cache classes it asks for. By statements, not by modules: nearly every
-  release of mlx-lm changes `cache.py` or `base.py` somewhere, and whole modules would make every architecture
-  cold each time. As it is, none changed from 0.31.0 to 0.31.1, 53 of 123 from 0.32.0 to 0.32.1, 6 of 124 from
-  there to 0.32.2.
-- *What loads it*, where that computes weights (a format of quantization other than MLX's own; LoRA layers).
-  For MLX's own weights it only lays arrays where their names say, and refuses shapes that do not fit.
-- *MLX*: its release and its layers in Python. What a release changed in the compiled library nobody can see
-  from here, and it may be RoPE, so another release begins cold with every model.
+- *The model's own*: its architecture's module, and of mlx-lm or mlx-vlm what that reaches (base classes,
+RoPE,
+  switch layers, cache classes). By statements, not by modules: nearly every release of mlx-lm changes
+  `cache.py` or `base.py` somewhere, and whole modules would make every architecture cold each time. As it is,
+  none changed from 0.31.0 to 0.31.1, 53 of 123 from 0.32.0 to 0.32.1, 6 of 124 from there to 0.32.2.
+- *What loads it*, where that computes weights (quantization other than MLX's own; LoRA layers). For MLX's own
+  weights it only assigns arrays by name, and refuses shapes that do not fit.
+- *MLX*: its release and its layers in Python. Changes in the compiled library cannot be seen from here, and
+may
+  concern RoPE, so another release begins cold with every model.
 - *Ours*: `OWN_VERSION`, raised by hand when KV or blocks come out otherwise. Our files change with each
-  release, nearly always to be faster; a digest of them would begin cold each time. That the number is not
-  forgotten is a test's work: it fails when one of these files changes, until somebody has decided.
+release,
+  nearly always to be faster; a digest of them would begin cold each time. A test fails when one of these
+  files changes, until somebody has decided.
 
 Not in it: the libraries below MLX (BLAS, CUDA, Metal), other packages that a model folder's own code imports,
 and code that prepares images, whose result is in the blocks' names.
@@ -120,7 +122,8 @@ def kv_code(model_dir: Path, config: Mapping[str, Any], *, has_adapter: bool) ->
             reach.follow([_ADAPTERS])
         digests = reach.digests()
         if custom:
-            digests[f"{_CUSTOM} files"] = _folder_digest(model_dir)
+            # Its module may run any Python file of the folder.
+            digests[f"{_CUSTOM} files"] = _files_digest(model_dir, sorted(model_dir.rglob("*.py")))
         digests["mlx.nn"] = _mlx_digest()
     except (UnreadableSource, OSError) as error:
         raise ModelError(Reason.MODEL_INVALID, f"the code of the model in {model_dir}: {error}") from error
@@ -301,11 +304,6 @@ def _custom_source(model_dir: Path, config: Mapping[str, Any]) -> list[Source]:
     if spec is None:
         raise UnreadableSource(f"{model_dir / name} is not a Python module")
     return [source_of(spec)]
-
-
-def _folder_digest(model_dir: Path) -> str:
-    """Return the digest of every Python file of a model folder: its module may run any of them."""
-    return _files_digest(model_dir, sorted(model_dir.rglob("*.py")))
 
 
 def _mlx_digest() -> str:
