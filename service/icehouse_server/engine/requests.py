@@ -15,7 +15,7 @@ from icehouse_server.clock import Clock
 from icehouse_server.domain.events import Event, Failed, Finished
 from icehouse_server.domain.ids import RequestId, SequenceId
 from icehouse_server.domain.request import GenerationRequest
-from icehouse_server.engine.core.counters import Counters
+from icehouse_server.engine.core.engine_counters import Counters
 from icehouse_server.engine.core.ports import Decoder, Runner
 from icehouse_server.engine.core.refusals import past_deadline, too_many_completions
 from icehouse_server.engine.core.sequence import Sequence

@@ -12,7 +12,7 @@ from typing import Any
 from icehouse_server.domain.blocks import HostBlock
 from icehouse_server.domain.ids import BlockHash
 from icehouse_server.engine.core.mailbox import Drain, Mailbox, Message
-from icehouse_server.engine.loop import EngineLoop
+from icehouse_server.engine.engine_loop import EngineLoop
 from icehouse_server.engine.prefix_cache.cache import PrefixCache
 from icehouse_server.engine.prefix_cache.controller import CacheController
 from icehouse_server.engine.scheduling.memory_guard import MemoryGuard

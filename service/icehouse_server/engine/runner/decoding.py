@@ -19,8 +19,8 @@ from icehouse_server.engine.runner.draft_model import DraftedRow, DraftModel
 from icehouse_server.engine.runner.forward import Features, LayeredChunk, Row
 from icehouse_server.engine.runner.speculation import Guesses, SpeculatingRow, limit_of
 from icehouse_server.engine.sampling.logprobs import LogprobArrays, measure
-from icehouse_server.engine.sampling.row import SamplingRow
 from icehouse_server.engine.sampling.sampler import are_finite, sample
+from icehouse_server.engine.sampling.sampling_row import SamplingRow
 
 
 @dataclasses.dataclass(slots=True)

@@ -47,7 +47,7 @@ from icehouse_server.engine.runner.identity.fingerprint import system_digest_hex
 from icehouse_server.engine.runner.pipeline import Pipeline
 from icehouse_server.engine.runner.vision.features import ImageFeatures
 from icehouse_server.engine.runner.warm_up import warm_up_rows
-from icehouse_server.engine.sampling.row import SamplingRow
+from icehouse_server.engine.sampling.sampling_row import SamplingRow
 from icehouse_server.errors import ConfigError, ModelError, Reason
 from icehouse_server.text.tokenizer import Tokenizer
 

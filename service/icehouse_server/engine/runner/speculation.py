@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from icehouse_server.domain.request import DraftCounts, Drafting, Speculation, SpeculationLimit
 from icehouse_server.engine.runner.draft_model import DraftedRow, DraftModel
-from icehouse_server.engine.sampling.row import SamplingRow
+from icehouse_server.engine.sampling.sampling_row import SamplingRow
 
 Guesses = Sequence[int] | mx.array
 """Tokens that may come next; an array need not be computed yet."""

@@ -19,7 +19,7 @@ from typing import cast
 import mlx.core as mx
 import numpy as np
 
-from icehouse_server.engine.sampling.row import SamplingRow
+from icehouse_server.engine.sampling.sampling_row import SamplingRow
 from icehouse_server.engine.sampling.top_p import reach
 from icehouse_server.structured_output.matcher import fill_masks
 

@@ -20,7 +20,7 @@ from icehouse_server.engine.core.sequence import Phase, Sequence
 from icehouse_server.engine.scheduling.limits import SchedulerLimits
 from icehouse_server.engine.scheduling.pass_cost import PassSize
 from icehouse_server.engine.scheduling.pass_plan import PassPlan, PrefillChunk
-from icehouse_server.engine.scheduling.planner import PassBudget, PassPlanner
+from icehouse_server.engine.scheduling.pass_planner import PassBudget, PassPlanner
 from icehouse_server.engine.scheduling.waiting_queue import WaitingQueue
 
 _RUNNING_PHASES = (Phase.FOLLOWING, Phase.LOADING, Phase.RESTORING, Phase.PREFILLING, Phase.DECODING)

@@ -21,7 +21,7 @@ import numpy as np
 from icehouse_server.engine.attention.build_hooks import FIRST_WAIT
 from icehouse_server.engine.attention.cpu.softmax import (
     Array,
-    Part,
+    ScorePart,
     chunk_parts,
     joined,
     runs_of,
@@ -125,7 +125,7 @@ class CpuAttention:
         by_numpy = call.sinks is None and queries.dtype == mx.float32 and pool.shape.dtype == mx.float32
         takes_thin = by_numpy and plan.thin_score_count * queries.shape[1] >= _LEAST_THIN_SCORES
         outputs: list[tuple[int, mx.array]] = []
-        parts: list[Part] = []
+        parts: list[ScorePart] = []
         for row in plan.rows:
             if takes_thin and row.is_thin:
                 continue

@@ -23,7 +23,7 @@ Quantized = tuple[mx.array, mx.array, mx.array]
 
 
 def reads_floats(queries: mx.array, keys: Any) -> bool:
-    """Tell whether [rows, heads, tokens, size] are to attend to such keys in floats."""
+    """Return whether [rows, heads, tokens, size] are to attend to such keys in floats."""
     return computes_on_cpu() and isinstance(keys, tuple) and queries.shape[2] >= _LEAST_QUERIES
 
 

@@ -20,7 +20,7 @@ sine, which the first one has negative. [tokens, 1, 1, 1 or 2, dims / 2], the la
 where such numbers are neighbours."""
 
 
-class Kind(NamedTuple):
+class RopeKind(NamedTuple):
     """What a layer's angles depend on besides positions and frequencies."""
 
     dims: int
@@ -35,7 +35,7 @@ class PassAngles:
 
     def __init__(self) -> None:
         self._positions: mx.array | None = None
-        self._angles: dict[tuple[Kind, int], tuple[Angles, mx.array | None]] = {}
+        self._angles: dict[tuple[RopeKind, int], tuple[Angles, mx.array | None]] = {}
         """By kind of layer; frequencies are stored as well, so that no other array gets their identity."""
 
     def begin(self, positions: mx.array) -> None:
@@ -54,14 +54,14 @@ class PassAngles:
             return False
         return array.ndim == 4 and array.shape[2] == 1 and array.shape[0] == known.size
 
-    def of(self, kind: Kind, freqs: mx.array | None) -> Angles:
+    def of(self, kind: RopeKind, freqs: mx.array | None) -> Angles:
         """Return the angles of one kind of layer."""
         key = (kind, id(freqs))
         if key not in self._angles:
             self._angles[key] = self._computed(kind, freqs), freqs
         return self._angles[key][0]
 
-    def _computed(self, kind: Kind, freqs: mx.array | None) -> Angles:
+    def _computed(self, kind: RopeKind, freqs: mx.array | None) -> Angles:
         assert self._positions is not None
         scale = mx.array(kind.scale, mx.float32)
         positions = self._positions.astype(mx.float32)[:, None, None, None] * scale
@@ -78,7 +78,7 @@ class PassAngles:
         return mx.expand_dims(cos, axis), mx.stack([-sin, sin], axis=axis)
 
 
-def _pair_axis(kind: Kind) -> int:
+def _pair_axis(kind: RopeKind) -> int:
     """Return over which axis two numbers turn together: neighbours, or half the dims apart."""
     return -1 if kind.is_interleaved else -2
 
@@ -104,13 +104,13 @@ def rope_over(upstream: Callable[..., mx.array]) -> Callable[..., mx.array]:
         if stream is not None or not PASS_ANGLES.takes(a, offset):
             options = {"traditional": traditional, "base": base, "scale": scale, "offset": offset}
             return upstream(a, dims, **options, freqs=freqs, stream=stream)
-        kind = Kind(dims, base, scale, a.dtype, traditional)
+        kind = RopeKind(dims, base, scale, a.dtype, traditional)
         return _rotated(a, kind, PASS_ANGLES.of(kind, freqs))
 
     return rope
 
 
-def _rotated(array: mx.array, kind: Kind, angles: Angles) -> mx.array:
+def _rotated(array: mx.array, kind: RopeKind, angles: Angles) -> mx.array:
     """Turn in three operations where upstream takes seven: -(a * b) is a * -b to the last bit."""
     cos, sin = angles
     dims, heads = kind.dims, array.shape[:-1]

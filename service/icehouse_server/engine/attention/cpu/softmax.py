@@ -86,7 +86,7 @@ def _helper() -> concurrent.futures.ThreadPoolExecutor:
 
 
 @dataclasses.dataclass(slots=True)
-class Part:
+class ScorePart:
     """Some queries of a chunk, whose keys and values may lie in pieces."""
 
     first: int
@@ -119,7 +119,7 @@ def chunk_parts(
     *,
     scale: float,
     window: int | None = None,
-) -> list[Part]:
+) -> list[ScorePart]:
     """Return a chunk's attention in parts. Its tokens are the last of the positions, and the first of them is
     the pass's `first`; each sees what is before it, of a window the last positions.
 
@@ -129,7 +129,7 @@ def chunk_parts(
     if count > _MOST_SPLIT_QUERIES:
         keys, values = [joined(keys)], [joined(values)]
     before = sum(piece.shape[2] for piece in keys) - count
-    parts: list[Part] = []
+    parts: list[ScorePart] = []
     for start in range(0, count, _QUERIES_AT_ONCE):
         stop = min(count, start + _QUERIES_AT_ONCE)
         some_keys, some_values, begin = keys, values, 0
@@ -141,7 +141,7 @@ def chunk_parts(
             hidden = _outside(before + start - begin, stop - start, window)
         scores = scores_of(queries[:, :, start:stop], some_keys, scale=scale)
         shape = (1, queries.shape[1], stop - start, values[0].shape[3])
-        parts.append(Part(first + start, scores, some_values, shape, hidden))
+        parts.append(ScorePart(first + start, scores, some_values, shape, hidden))
     return parts
 
 
@@ -153,9 +153,9 @@ def scores_of(queries: mx.array, keys: Sequence[mx.array], *, scale: float) -> m
     return mx.concatenate(products, axis=-1) if len(products) > 1 else products[0]
 
 
-def runs_of(parts: Sequence[Part]) -> Iterator[list[Part]]:
+def runs_of(parts: Sequence[ScorePart]) -> Iterator[list[ScorePart]]:
     """Give the parts in runs, each few enough for all scores of a run to be held at once."""
-    run: list[Part] = []
+    run: list[ScorePart] = []
     for part in parts:
         if run and sum(each.scores.size for each in (*run, part)) > _SCORES_HELD:
             yield run

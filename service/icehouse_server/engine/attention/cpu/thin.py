@@ -112,7 +112,7 @@ def _blocks_of(
 
 
 def _shares_pages(blocks: Sequence[Block], *, group: int) -> bool:
-    """Tell whether some page is read for several queries."""
+    """Return whether some page is read for several queries."""
     return any(segment.column_count > group for block in blocks for segment in block.segments)
 
 

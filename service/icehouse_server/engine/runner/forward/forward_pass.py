@@ -39,7 +39,7 @@ from icehouse_server.engine.runner.forward.model_seam import (
     share_angles,
 )
 from icehouse_server.engine.runner.forward.row import Features, LayeredChunk, Row, Share, StateGroup
-from icehouse_server.engine.runner.forward.spans import Spans
+from icehouse_server.engine.runner.forward.row_spans import Spans
 from icehouse_server.engine.runner.forward.splits import CacheSplit, PassFacts, SplitMode
 
 

@@ -32,7 +32,7 @@ from icehouse_server.engine.runner.forward.masks import (
     default_masks,
     made_masks,
 )
-from icehouse_server.engine.runner.forward.spans import SHORT_TOKEN_COUNT, SingleSlot, Spans
+from icehouse_server.engine.runner.forward.row_spans import SHORT_TOKEN_COUNT, SingleSlot, Spans
 from icehouse_server.engine.runner.forward.splits import CacheSplit, NotSplittable, SplitMode
 
 _CONSTANTS = frozenset({"max_size", "keep", "chunk_size", "group_size"})

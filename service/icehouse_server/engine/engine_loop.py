@@ -15,7 +15,7 @@ from icehouse_server.domain.events import Failed, PrefillProgress
 from icehouse_server.domain.model import ModelInfo
 from icehouse_server.domain.request import TokenLogprobs
 from icehouse_server.domain.stats import EngineStats
-from icehouse_server.engine.core.counters import Counters
+from icehouse_server.engine.core.engine_counters import Counters
 from icehouse_server.engine.core.mailbox import (
     BurstWait,
     Cancel,
