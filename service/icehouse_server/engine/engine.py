@@ -26,6 +26,7 @@ from icehouse_server.engine.engine_loop import EngineLoop
 from icehouse_server.engine.prefix_cache.controller import CacheController
 from icehouse_server.engine.scheduling.limits import SchedulerLimits
 from icehouse_server.engine.scheduling.memory_guard import MemoryGuard
+from icehouse_server.engine.scheduling.preemption import SchedulingParts
 from icehouse_server.engine.scheduling.scheduler import Scheduler
 from icehouse_server.engine.scheduling.waiting_queue import WaitingLimits, WaitingQueue
 from icehouse_server.errors import EngineFailed, IcehouseError, Overloaded, Reason, Unavailable
@@ -138,12 +139,10 @@ class Engine:
         try:
             model = self._runner.load()
             prefix = self._make_prefix()
-            scheduler, guard = self._scheduling(model, prefix)
             loop = EngineLoop(
                 runner=self._runner,
                 prefix=prefix,
-                scheduler=scheduler,
-                guard=guard,
+                scheduling=self._scheduling(model, prefix),
                 model=model,
                 tokenizer=self._tokenizer,
                 mailbox=self._mailbox,
@@ -166,7 +165,7 @@ class Engine:
         except Exception as error:  # the thread's top: nothing above would see it
             self._fail(error, loop)
 
-    def _scheduling(self, model: ModelInfo, prefix: CacheController) -> tuple[Scheduler, MemoryGuard]:
+    def _scheduling(self, model: ModelInfo, prefix: CacheController) -> SchedulingParts:
         """Return what decides who runs, with the bounds that depend on the loaded model."""
         memory_model = self._runner.memory_model()
         measured = memory_model.measured_token_count(
@@ -188,7 +187,7 @@ class Engine:
             chunk_token_count=limits.prefill_chunk_token_count,
             measured_chunk_token_count=min(measured, limits.prefill_chunk_token_count),
         )
-        return Scheduler(limits, WaitingQueue(self._settings.waiting)), guard
+        return SchedulingParts(Scheduler(limits, WaitingQueue(self._settings.waiting)), guard)
 
     def _note_step(self, elapsed_s: float) -> None:
         # The longest step fades, so that one slow chunk long ago does not hide a stuck step for ever.

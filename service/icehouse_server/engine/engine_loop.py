@@ -33,10 +33,8 @@ from icehouse_server.engine.output import Output
 from icehouse_server.engine.prefix_cache.controller import CacheController
 from icehouse_server.engine.prefix_cache.flush import flush
 from icehouse_server.engine.requests import Requests
-from icehouse_server.engine.scheduling.memory_guard import MemoryGuard
 from icehouse_server.engine.scheduling.pass_plan import PassPlan, PrefillChunk
-from icehouse_server.engine.scheduling.preemption import Preemption
-from icehouse_server.engine.scheduling.scheduler import Scheduler
+from icehouse_server.engine.scheduling.preemption import Preemption, SchedulingParts
 from icehouse_server.errors import IcehouseError
 
 _IDLE_WAIT_S = 0.5
@@ -57,8 +55,7 @@ class EngineLoop:
         *,
         runner: Runner,
         prefix: CacheController,
-        scheduler: Scheduler,
-        guard: MemoryGuard,
+        scheduling: SchedulingParts,
         model: ModelInfo,
         tokenizer: Decoder,
         mailbox: Mailbox[Message],
@@ -71,7 +68,7 @@ class EngineLoop:
         self._waiting_commands: collections.deque[Command] = collections.deque()
         """Bounded by the edge, which lets so many be in flight."""
         self._command_s = 0.0
-        self._scheduler = scheduler
+        self._scheduler = scheduling.scheduler
         self._mailbox = mailbox
         self._burst_wait = BurstWait()
         self._clock = clock
@@ -81,8 +78,7 @@ class EngineLoop:
         self._requests = Requests(
             runner=runner,
             prefix=prefix,
-            scheduler=scheduler,
-            guard=guard,
+            scheduling=scheduling,
             output=self._output,
             counters=self.counters,
             tokenizer=tokenizer,
@@ -90,9 +86,8 @@ class EngineLoop:
             clock=clock,
         )
         self._preemption = Preemption(
-            guard=guard,
+            scheduling=scheduling,
             runner=runner,
-            scheduler=scheduler,
             prefix=prefix,
             park=self._park,
             fail=self._requests.fail,

@@ -22,6 +22,7 @@ from icehouse_server.engine.core.sequence import Sequence
 from icehouse_server.engine.output import Output
 from icehouse_server.engine.prefix_cache.controller import CacheController
 from icehouse_server.engine.scheduling.memory_guard import MemoryGuard
+from icehouse_server.engine.scheduling.preemption import SchedulingParts
 from icehouse_server.engine.scheduling.scheduler import Scheduler
 from icehouse_server.errors import (
     Cancelled,
@@ -44,8 +45,7 @@ class Requests:
         *,
         runner: Runner,
         prefix: CacheController,
-        scheduler: Scheduler,
-        guard: MemoryGuard,
+        scheduling: SchedulingParts,
         output: Output,
         counters: Counters,
         tokenizer: Decoder,
@@ -54,8 +54,9 @@ class Requests:
     ) -> None:
         self._runner = runner
         self._prefix = prefix
-        self._scheduler, self._queue = scheduler, scheduler.queue
-        self._admission = Admission(scheduler=scheduler, counters=counters, guard=guard)
+        self._scheduler, guard = scheduling
+        self._queue = self._scheduler.queue
+        self._admission = Admission(scheduler=self._scheduler, counters=counters, guard=guard)
         self._output = output
         self._counters = counters
         self._tokenizer = tokenizer
@@ -90,7 +91,10 @@ class Requests:
             return
         for sequence in sequences:
             self._queue.add(sequence)
-            self._accept(sequence)
+            self._counters.stats.accepted_total += 1
+            self._counters.stats.prompt_token_total += len(sequence.request.prompt_token_ids)
+            self._by_request[sequence.request.request_id] = sequence
+            self._by_id[sequence.sequence_id] = sequence
 
     def refuse(self, requests: ReadSequence[GenerationRequest], error: IcehouseError) -> None:
         """Answer the callers that nothing was taken in."""
@@ -176,12 +180,6 @@ class Requests:
             decode=tokenizer.decode_with_markers if request.shows_markers else tokenizer.decode,
             context_token_limit=self._context_token_limit,
         )
-
-    def _accept(self, sequence: Sequence) -> None:
-        self._counters.stats.accepted_total += 1
-        self._counters.stats.prompt_token_total += len(sequence.request.prompt_token_ids)
-        self._by_request[sequence.request.request_id] = sequence
-        self._by_id[sequence.sequence_id] = sequence
 
     def _count(self, error: IcehouseError) -> None:
         """What callers wanted, themselves or by a deadline, is a cancel; what the server did is a failure."""

@@ -34,6 +34,7 @@ from icehouse_server.engine.prefix_cache.tiers.ports import CacheFacts
 from icehouse_server.engine.prefix_cache.tiers.settings import PrefixSettings, QuotaLimits
 from icehouse_server.engine.scheduling.limits import SchedulerLimits
 from icehouse_server.engine.scheduling.memory_guard import MemoryGuard
+from icehouse_server.engine.scheduling.preemption import SchedulingParts
 from icehouse_server.engine.scheduling.scheduler import Scheduler
 from icehouse_server.engine.scheduling.waiting_queue import WaitingLimits, WaitingQueue
 from icehouse_server.errors import IcehouseError
@@ -153,8 +154,10 @@ class SteppedServer:
         self.loop = EngineLoop(
             runner=self.runner,
             prefix=self.controller,
-            scheduler=self.scheduler,
-            guard=MemoryGuard(memory_model(), limit_bytes=0, weight_bytes=0, chunk_token_count=chunk),
+            scheduling=SchedulingParts(
+                self.scheduler,
+                MemoryGuard(memory_model(), limit_bytes=0, weight_bytes=0, chunk_token_count=chunk),
+            ),
             model=model_info(),
             tokenizer=FakeDecoder(lambda ids: "".join(chr(i % 26 + 97) for i in ids)),
             mailbox=self.mailbox,

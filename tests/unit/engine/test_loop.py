@@ -18,6 +18,7 @@ from icehouse_server.engine.core.sequence import Phase
 from icehouse_server.engine.engine_loop import EngineLoop
 from icehouse_server.engine.scheduling.limits import SchedulerLimits
 from icehouse_server.engine.scheduling.memory_guard import MemoryGuard
+from icehouse_server.engine.scheduling.preemption import SchedulingParts
 from icehouse_server.engine.scheduling.scheduler import Scheduler
 from icehouse_server.engine.scheduling.waiting_queue import WaitingLimits, WaitingQueue
 from icehouse_server.errors import EngineFailed, Overloaded, Reason
@@ -89,8 +90,7 @@ class SteppedLoop:
         )
         self.loop = EngineLoop(
             runner=self.runner,
-            scheduler=self.scheduler,
-            guard=self.guard,
+            scheduling=SchedulingParts(self.scheduler, self.guard),
             mailbox=self.mailbox,
             listener=self.recorder,
             clock=self.clock,

@@ -209,7 +209,7 @@ def describe(
     if loaded.tower is not None:
         weights += [array for _, array in parameters_of(loaded.tower)]
     floating = [a.dtype for a in weights if mx.issubdtype(a.dtype, mx.floating)]
-    caches = kv_caches.make_caches(loaded.model)
+    caches, device = kv_caches.make_caches(loaded.model), find_device()
     context = source.context_token_limit or find_int(loaded.config, _CONTEXT_KEYS) or _DEFAULT_CONTEXT_TOKENS
     return ModelInfo(
         model_id=source.model_id,
@@ -226,7 +226,7 @@ def describe(
         has_chat_template=tokenizer.has_chat_template,
         reply_format=tokenizer.reply_format,
         eos_token_ids=tokenizer.eos_token_ids,
-        device=_device_name(),
+        device=f"{'gpu' if device.is_gpu else 'cpu'}: {device.name}",
         sees_images=loaded.tower is not None,
         runs_images_whole=loaded.tower is not None and mlx_vlm.runs_images_whole(loaded.config),
         image_refusal=mlx_vlm.refusal(source.path, loaded.config) or _MISSING_EXTRA,
@@ -300,11 +300,6 @@ def tower_shape_of(loaded: LoadedModel) -> TowerShape | None:
     return None if loaded.tower is None else loaded.tower.shape(device=find_backend().value)
 
 
-def _device_name() -> str:
-    device = find_device()
-    return f"{'gpu' if device.is_gpu else 'cpu'}: {device.name}"
-
-
 def attach(adapter: AdapterSource, base: LoadedModel, source: ModelSource) -> AdaptedModel:
     """Load a LoRA adapter beside the model; raises ModelError where it does not fit it.
 
@@ -313,8 +308,11 @@ def attach(adapter: AdapterSource, base: LoadedModel, source: ModelSource) -> Ad
     not held twice.
     """
     try:
-        tree = _tree_of(adapter, base, source)
-        kind = _kind_of(adapter)
+        tree, _ = mlx_lm.read_model(source.path, lazy=True, trust_remote_code=source.trust_remote_code)
+        tree.update(base.model.parameters())
+        tree = mlx_lm.read_adapter(tree, str(adapter.path))
+        config = json.loads((adapter.path / "adapter_config.json").read_text(encoding="utf-8"))
+        kind = str(config.get("fine_tune_type", "lora"))
         missing = _own(tree, base).keys() - mlx_lm.adapter_tensor_names(adapter.path)
         if missing:
             raise ValueError(f"adapters.safetensors lacks {len(missing)} tensors, one is {min(missing)}")
@@ -339,18 +337,7 @@ def attach(adapter: AdapterSource, base: LoadedModel, source: ModelSource) -> Ad
     return AdaptedModel(tree, info)
 
 
-def _tree_of(adapter: AdapterSource, base: LoadedModel, source: ModelSource) -> Any:
-    tree, _ = mlx_lm.read_model(source.path, lazy=True, trust_remote_code=source.trust_remote_code)
-    tree.update(base.model.parameters())
-    return mlx_lm.read_adapter(tree, str(adapter.path))
-
-
 def _own(tree: Any, base: LoadedModel) -> dict[str, mx.array]:
     """Return the arrays of a tree that are not the model's."""
     shared = {id(array) for _, array in parameters_of(base.model)}
     return {name: array for name, array in parameters_of(tree) if id(array) not in shared}
-
-
-def _kind_of(adapter: AdapterSource) -> str:
-    config = json.loads((adapter.path / "adapter_config.json").read_text(encoding="utf-8"))
-    return str(config.get("fine_tune_type", "lora"))

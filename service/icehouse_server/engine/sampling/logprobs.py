@@ -33,8 +33,13 @@ class LogprobArrays(NamedTuple):
         token_ids, logprobs, ranks, top_ids, top_logprobs, asked_logprobs = (
             cast("list[Any]", a.tolist()) for a in self.arrays
         )
+
+        def likeliest(ids: list[int], values: list[float]) -> list[tuple[int, float]]:
+            # Equals by id, so that a batch's make-up does not show.
+            return sorted(zip(ids, values, strict=True), key=lambda pair: (-pair[1], pair[0]))
+
         tops = [
-            tuple(Logprob(*pair) for pair in _likeliest(ids, values, wanted.top_count))
+            tuple(Logprob(*pair) for pair in likeliest(ids, values)[: wanted.top_count])
             for ids, values, wanted in zip(top_ids, top_logprobs, self.wanted, strict=True)
         ]
         asked = [
@@ -68,8 +73,3 @@ def measure(logits: mx.array, token_ids: mx.array, *, wanted: Sequence[LogprobsW
         asked_logprobs=mx.take_along_axis(values, asked_ids, axis=-1) - total,
         wanted=tuple(wanted),
     )
-
-
-def _likeliest(token_ids: list[int], logprobs: list[float], count: int) -> list[tuple[int, float]]:
-    """Return the first `count`, falling; equals by id, so that a batch's make-up does not show."""
-    return sorted(zip(token_ids, logprobs, strict=True), key=lambda pair: (-pair[1], pair[0]))[:count]

@@ -132,23 +132,14 @@ def _draw(logits: mx.array, rows: Sequence[SamplingRow], *, may_wait: bool) -> m
     if missing_count:
         scaled = mx.pad(scaled, [(0, 0), (0, missing_count)], constant_values=mx.array(-math.inf))
     blocks = scaled.reshape(len(rows), block_count, _BLOCK_TOKEN_COUNT)
-    noise = _gumbel(rows, block_count + _BLOCK_TOKEN_COUNT)
+    # Standard Gumbel noise. It can be -inf, and what is possible would then look like what is excluded.
+    noise_shape = (block_count + _BLOCK_TOKEN_COUNT,)
+    noise = mx.vmap(lambda key: mx.random.gumbel(noise_shape, key=key))(_keys(rows))
+    noise = mx.maximum(noise, _LEAST_NOISE)
     masses = mx.log(mx.sum(mx.exp(blocks), axis=-1))
     chosen = mx.argmax(masses + noise[:, :block_count], axis=-1)
     inside = mx.take_along_axis(blocks, chosen[:, None, None], axis=1)[:, 0]
     return chosen * _BLOCK_TOKEN_COUNT + mx.argmax(inside + noise[:, block_count:], axis=-1)
-
-
-def _gumbel(rows: Sequence[SamplingRow], count: int) -> mx.array:
-    """Return [rows, count] numbers of the standard Gumbel distribution, of each row's own sequence."""
-    noise: mx.array = mx.vmap(lambda key: mx.random.gumbel((count,), key=key))(_keys(rows))
-    # A number can be -inf, and what is possible would then look like what is excluded.
-    return mx.maximum(noise, _LEAST_NOISE)
-
-
-def _uniform(rows: Sequence[SamplingRow], *, salt: int = 0) -> mx.array:
-    """Return one number in [0, 1) a row, of the row's own sequence."""
-    return mx.vmap(lambda key: mx.random.uniform(key=key))(_keys(rows, salt=salt))
 
 
 def _keys(rows: Sequence[SamplingRow], *, salt: int = 0) -> mx.array:
@@ -204,7 +195,7 @@ def _exclude_top(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
     if exempt:
         dropped[mx.array([i for i, _ in exempt]), mx.array([token for _, token in exempt])] = False
     chances = mx.array([row.params.xtc_probability for row in rows], dtype=mx.float32)
-    is_now = _uniform(rows, salt=_XTC_SEED) < chances
+    is_now = mx.vmap(lambda key: mx.random.uniform(key=key))(_keys(rows, salt=_XTC_SEED)) < chances
     return mx.where(dropped & is_now[:, None], -math.inf, logits)
 
 

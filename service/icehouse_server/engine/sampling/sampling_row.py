@@ -183,16 +183,13 @@ class LogitEdits:
         if slot is None:
             slot = self._slots[token_id] = self._size
             if self._size == len(self._ids):
-                self._grow()
+                added = max(64, len(self._ids))
+                self._ids = np.pad(self._ids, (0, added))
+                self._bias = np.pad(self._bias, (0, added))
+                self._counts = np.pad(self._counts, ((0, 0), (0, added)))
             self._ids[slot] = token_id
             self._size += 1
         return slot
-
-    def _grow(self) -> None:
-        added = max(64, len(self._ids))
-        self._ids = np.pad(self._ids, (0, added))
-        self._bias = np.pad(self._bias, (0, added))
-        self._counts = np.pad(self._counts, ((0, 0), (0, added)))
 
 
 class _Window:

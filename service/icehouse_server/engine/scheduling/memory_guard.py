@@ -146,7 +146,9 @@ class MemoryGuard:
         if sequence.measures_prompt and self._measured_chunk_token_count:
             chunk = min(chunk, self._measured_chunk_token_count)
         transient = self._transient_bytes(chunk, token_count, is_measured=sequence.measures_prompt)
-        return max(transient, self._image_bytes(sequence.request, behind=sequence.processed_token_count))
+        begin = sequence.processed_token_count
+        images = (span.image for span in sequence.request.images if span.end_token_index > begin)
+        return max([transient, *map(self._model.image_bytes, images)])
 
     def _image_start_bytes(self, request: GenerationRequest) -> int:
         """Return the most that is needed at once while one of a request's images is encoded: none before it
@@ -156,11 +158,6 @@ class MemoryGuard:
             for span in request.images
         )
         return max(needed, default=0) + self._weight_bytes
-
-    def _image_bytes(self, request: GenerationRequest, *, behind: int) -> int:
-        """Return what encoding the largest of a request's images takes that lie behind so many tokens."""
-        images = (span.image for span in request.images if span.end_token_index > behind)
-        return max(map(self._model.image_bytes, images), default=0)
 
     def _transient_bytes(self, chunk_token_count: int, context_token_count: int, *, is_measured: bool) -> int:
         transient = self._model.chunk_bytes(

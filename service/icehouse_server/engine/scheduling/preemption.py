@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 from icehouse_server.domain.ids import Tenant
 from icehouse_server.engine.core.ports import Runner
@@ -19,23 +20,29 @@ from icehouse_server.engine.scheduling.scheduler import Scheduler
 from icehouse_server.errors import IcehouseError, Overloaded
 
 
+class SchedulingParts(NamedTuple):
+    """What decides who runs."""
+
+    scheduler: Scheduler
+    guard: MemoryGuard
+
+
 class Preemption:
     """Watches the device's memory for the loop."""
 
     def __init__(
         self,
         *,
-        guard: MemoryGuard,
+        scheduling: SchedulingParts,
         runner: Runner,
-        scheduler: Scheduler,
         prefix: CacheController,
         park: Callable[[Sequence], None],
         fail: Callable[[Sequence, IcehouseError], None],
     ) -> None:
         """`fail` ends a sequence for which there is no memory although nobody else holds any to take."""
-        self.guard = guard
+        self._scheduler, self.guard = scheduling
+        self._queue = self._scheduler.queue
         self._runner = runner
-        self._scheduler, self._queue = scheduler, scheduler.queue
         self._prefix = prefix
         self._park = park
         self._fail = fail

@@ -17,10 +17,10 @@ from icehouse_server.domain.ids import SequenceId, Tenant
 from icehouse_server.domain.request import Drafting, GenerationRequest
 from icehouse_server.engine.core.ports import LayerSpan
 from icehouse_server.engine.core.sequence import Phase, Sequence
+from icehouse_server.engine.scheduling.budget import PassBudget, PassPlanner
 from icehouse_server.engine.scheduling.limits import SchedulerLimits
 from icehouse_server.engine.scheduling.pass_cost import PassSize
 from icehouse_server.engine.scheduling.pass_plan import PassPlan, PrefillChunk
-from icehouse_server.engine.scheduling.pass_planner import PassBudget, PassPlanner
 from icehouse_server.engine.scheduling.waiting_queue import WaitingQueue
 
 _RUNNING_PHASES = (Phase.FOLLOWING, Phase.LOADING, Phase.RESTORING, Phase.PREFILLING, Phase.DECODING)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from icehouse_server.engine.scheduling.budget import PassPlanner
 from icehouse_server.engine.scheduling.limits import SchedulerLimits
 from icehouse_server.engine.scheduling.pass_cost import PassSize
-from icehouse_server.engine.scheduling.pass_planner import PassPlanner
 
 ROWS = PassSize.of_rows([40] * 8)
 

@@ -74,13 +74,9 @@ class PassAngles:
             inverse = mx.reciprocal(freqs).astype(mx.float32)
         theta = positions * inverse
         cos, sin = mx.cos(theta).astype(kind.dtype), mx.sin(theta).astype(kind.dtype)
-        axis = _pair_axis(kind)
+        # Neighbours turn together, or numbers half the dims apart.
+        axis = -1 if kind.is_interleaved else -2
         return mx.expand_dims(cos, axis), mx.stack([-sin, sin], axis=axis)
-
-
-def _pair_axis(kind: RopeKind) -> int:
-    """Return over which axis two numbers turn together: neighbours, or half the dims apart."""
-    return -1 if kind.is_interleaved else -2
 
 
 PASS_ANGLES: Final = PassAngles()

@@ -251,19 +251,14 @@ def _optional_json(path: Path) -> Any:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(_read(path))
+        value = json.loads(path.read_bytes())
+    except OSError as error:
+        raise _invalid(f"{path} cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise _invalid(f"{path} is not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise _invalid(f"{path} does not hold a JSON object")
     return value
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise _invalid(f"{path} cannot be read: {error.strerror}") from error
 
 
 def _invalid(message: str) -> ModelError:

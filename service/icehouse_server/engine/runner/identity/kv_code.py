@@ -97,16 +97,17 @@ class KvCode:
         changed = [name for name, stamp in self.stamps.items() if not stamp.is_current()]
         if changed:
             raise _changed(changed)
-        unread = sorted({f"{run.module}.{run.name}" for run in _homes(classes) if not self._has(run)})
+        unread = sorted(
+            f"{home.module}.{home.name}"
+            for home in set(_homes(classes)) - self.names
+            if Import(home.module, EVERY_NAME) not in self.names
+        )
         if unread:
             raise ModelError(
                 Reason.MODEL_INVALID,
                 f"the model is made of {', '.join(unread)}, whose code its fingerprint does not hold, so "
                 "blocks might outlive a change of it; serve it without an SSD tier, and report this",
             )
-
-    def _has(self, run: Import) -> bool:
-        return run in self.names or Import(run.module, EVERY_NAME) in self.names
 
 
 def kv_code(model_dir: Path, config: Mapping[str, Any], *, has_adapter: bool) -> KvCode:

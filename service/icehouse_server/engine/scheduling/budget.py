@@ -1,4 +1,4 @@
-"""Pass planner: how long a pass may last, in seconds, and how many prompt tokens fit into it.
+"""Budget of a pass: how long it may last, in seconds, and how many prompt tokens fit into it.
 
 Inference thread only. Beside rows that decode, a pass and the restores of its step last at most twice as long
 as the rows would alone, so that running sequences keep their latency between tokens; four times where many
