@@ -72,7 +72,7 @@ def run_flat(model: Any, forward: ForwardPass, prompts: list[list[int]], count: 
     while waiting:
         _step(forward, waiting, budget, began)
         for ended in [one for one in waiting if len(one.drawn) == count]:
-            ended.row.leave_company()
+            ended.row.leave_group()
             waiting.remove(ended)
     took = time.perf_counter() - began
     return Run(
@@ -134,7 +134,7 @@ def compare(model: Any, *, rounds: int, budget: int, names: Sequence[str]) -> No
     """Print each case's medians, and the median of the rounds' ratios."""
     forward = ForwardPass(model, examine(model))
     vocabulary_size = model.args.vocab_size
-    print(f"ways: {forward.facts.ways}, tokens of prompts in a pass: {budget}")
+    print(f"ways: {forward.facts.modes}, tokens of prompts in a pass: {budget}")
     for name in names:
         lengths, count = CASES[name]
         prompts = prompts_of(lengths, vocabulary_size)

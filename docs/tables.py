@@ -11,7 +11,7 @@ from icehouse_server.cli.flags import value_text
 from icehouse_server.config import SETTINGS
 from icehouse_server.text.replies.families import FAMILIES
 
-_WAYS = Path(__file__).resolve().parents[1] / "tests/unit/engine/runner/forward/ways.json"
+_WAYS = Path(__file__).resolve().parents[1] / "tests/unit/engine/runner/forward/splits.json"
 """What the contract test of mlx-lm's architectures says of each."""
 
 _WAY_NAMES: Mapping[str, str] = {

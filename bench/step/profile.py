@@ -49,7 +49,7 @@ _PHASES = (
     ("bench/step/profile.py", DEVICE),
 )
 """Part of a file's path -> phase, the first that fits. The device is the wrapper around MLX's evaluation."""
-_LOOP_FILES = re.compile(r"icehouse_server/engine/((loop|requests|engine|stats)\.py|core/)")
+_LOOP_FILES = re.compile(r"icehouse_server/engine/((engine_loop|requests|engine|stats)\.py|core/)")
 _EVALUATIONS = ("eval", "async_eval", "synchronize")
 _TOP_COUNT = 15
 
@@ -139,7 +139,7 @@ async def _measure(path: Path, arguments: argparse.Namespace) -> Measured:
     """Let the rows decode on the engine's own thread and watch its steps."""
     import mlx.core as mx
     from icehouse_server.device import find_device
-    from icehouse_server.engine.loop import EngineLoop
+    from icehouse_server.engine.engine_loop import EngineLoop
 
     from bench.step.engine import running_engine, until
     from bench.step.stand_ins import GPU, have_one_primitive_each, have_page_kernels

@@ -44,7 +44,7 @@ def have_one_primitive_each() -> None:
 
 def have_page_kernels() -> None:
     """Have attention over pages launch stand-ins. Before models are loaded."""
-    from icehouse_server.engine.attention.gpu.headers import CUDA
+    from icehouse_server.engine.attention.gpu.kernels import CUDA
     from icehouse_server.engine.attention.gpu.launch import GpuAttention
 
     backend = "icehouse_server.engine.runner.runner.kernels_for"

@@ -103,7 +103,7 @@ def _say(answers: TextIO, what: dict[str, Any]) -> None:
 
 async def _be_server(attention: str, path: Path, answers: TextIO, *, is_gpu: bool) -> None:
     # Only now: these ask for the device.
-    from icehouse_server.engine.loop import EngineLoop
+    from icehouse_server.engine.engine_loop import EngineLoop
 
     from bench.step.engine import running_engine, until
 

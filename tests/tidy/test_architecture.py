@@ -36,7 +36,7 @@ def test_its_sentences_are_short() -> None:
 
 
 def test_the_files_that_it_and_the_decisions_name_are_there() -> None:
-    assert missing("`engine/none.py` and `engine/loop.py`") == ["engine/none.py"]
+    assert missing("`engine/none.py` and `engine/engine_loop.py`") == ["engine/none.py"]
     pages = [TEXT, *(page.read_text(encoding="utf-8") for page in DECISIONS)]
     assert [path for text in pages for path in missing(text)] == []
 

@@ -22,11 +22,11 @@ from icehouse_server.domain.stats import EngineStats
 from icehouse_server.engine.core.mailbox import Cancel, Command, Drain, Mailbox, Message, QueryStats, Submit
 from icehouse_server.engine.core.ports import Decoder, Listener, Runner
 from icehouse_server.engine.core.refusals import cancelled_by_client, engine_failed, shutting_down
-from icehouse_server.engine.loop import EngineLoop
+from icehouse_server.engine.engine_loop import EngineLoop
 from icehouse_server.engine.prefix_cache.controller import CacheController
 from icehouse_server.engine.scheduling.limits import SchedulerLimits
 from icehouse_server.engine.scheduling.memory_guard import MemoryGuard
-from icehouse_server.engine.scheduling.parts import SchedulingParts
+from icehouse_server.engine.scheduling.preemption import SchedulingParts
 from icehouse_server.engine.scheduling.scheduler import Scheduler
 from icehouse_server.engine.scheduling.waiting_queue import WaitingLimits, WaitingQueue
 from icehouse_server.errors import EngineFailed, IcehouseError, Overloaded, Reason, Unavailable
@@ -49,7 +49,8 @@ class EngineSettings:
 
 
 class Engine:
-    """Owns the inference thread. Its public methods may be called from any thread and never block.
+    """Owns the inference thread. Its public methods may be called from any thread and never block; only the
+    inference thread writes its public attributes.
 
     `runner` and `make_prefix` are called on the inference thread alone. A `memory_limit_bytes` of 0 is no
     limit. `mailbox` is its only ear: the SSD tier posts its outcomes there.
@@ -76,34 +77,15 @@ class Engine:
         self._clock = clock
         self._memory_limit_bytes = memory_limit_bytes
         self._thread = threading.Thread(target=self._run, name="inference", daemon=True)
-        self._state = EngineState.LOADING
-        self._heartbeat_time = clock.monotonic()
-        self._step_allowance_s = 0.0
-        self._error: IcehouseError | None = None
-
-    @property
-    def state(self) -> EngineState:
-        return self._state
-
-    @property
-    def heartbeat_time(self) -> float:
+        self.state = EngineState.LOADING
+        self.heartbeat_time = clock.monotonic()
         """`Clock.monotonic` of the last step's start; stale means stuck or dead."""
-        return self._heartbeat_time
-
-    @property
-    def step_allowance_s(self) -> float:
+        self.step_allowance_s = 0.0
         """How long a step may take before it looks stuck: a few times the longest of late."""
-        return self._step_allowance_s
-
-    @property
-    def flush_timeout_s(self) -> float:
+        self.flush_timeout_s = settings.flush_timeout_s
         """How long the thread may take at its end to write RAM's blocks to SSD."""
-        return self._settings.flush_timeout_s
-
-    @property
-    def error(self) -> IcehouseError | None:
+        self.error: IcehouseError | None = None
         """Why the engine is FAILED, for whoever started it; callers get `engine_failed` instead."""
-        return self._error
 
     def start(self) -> None:
         """Begin loading the model on the inference thread; the listener hears of READY or FAILED."""
@@ -116,7 +98,7 @@ class Engine:
 
         Raises Unavailable while loading, draining or failed, and Overloaded when the mailbox is full.
         """
-        if self._state is not EngineState.READY:
+        if self.state is not EngineState.READY:
             raise self._not_ready()
         if not self._mailbox.offer(Submit(request, siblings), work_count=1 + len(siblings)):
             raise Overloaded(
@@ -170,12 +152,12 @@ class Engine:
             self._listener.model_loaded(model)
             self._change_state(EngineState.READY)
             while not loop.is_done:
-                self._heartbeat_time = self._clock.monotonic()
+                self.heartbeat_time = self._clock.monotonic()
                 loop.step()
-                self._note_step(self._clock.monotonic() - self._heartbeat_time)
-                if loop.is_draining and self._state is EngineState.READY:
+                self._note_step(self._clock.monotonic() - self.heartbeat_time)
+                if loop.is_draining and self.state is EngineState.READY:
                     self._change_state(EngineState.DRAINING)
-            loop.flush(deadline_time=self._clock.monotonic() + self._settings.flush_timeout_s)
+            loop.flush(deadline_time=self._clock.monotonic() + self.flush_timeout_s)
             loop.fail_all(shutting_down())
             self._runner.close()
             self._runner.end_thread()
@@ -184,7 +166,7 @@ class Engine:
             self._fail(error, loop)
 
     def _scheduling(self, model: ModelInfo, prefix: CacheController) -> SchedulingParts:
-        """Return what decides who runs, with the bounds that only the loaded model tells."""
+        """Return what decides who runs, with the bounds that depend on the loaded model."""
         memory_model = self._runner.memory_model()
         measured = memory_model.measured_token_count(
             budget_bytes=_MEASURED_BYTES, block_token_count=prefix.cache.settings.block_token_count
@@ -205,25 +187,24 @@ class Engine:
             chunk_token_count=limits.prefill_chunk_token_count,
             measured_chunk_token_count=min(measured, limits.prefill_chunk_token_count),
         )
-        queue = WaitingQueue(self._settings.waiting)
-        return SchedulingParts(queue=queue, scheduler=Scheduler(limits, queue), guard=guard)
+        return SchedulingParts(Scheduler(limits, WaitingQueue(self._settings.waiting)), guard)
 
     def _note_step(self, elapsed_s: float) -> None:
         # The longest step fades, so that one slow chunk long ago does not hide a stuck step for ever.
-        self._step_allowance_s = max(_STUCK_FACTOR * elapsed_s, self._step_allowance_s * _FADING)
+        self.step_allowance_s = max(_STUCK_FACTOR * elapsed_s, self.step_allowance_s * _FADING)
 
     def _fail(self, error: Exception, loop: EngineLoop | None) -> None:
         if isinstance(error, IcehouseError):
             # An operating error says what failed and what to do; where it was raised helps nobody.
             _log.error("inference_loop_failed", extra={"reason": error.reason, "detail": error.message})
-            self._error = error
+            self.error = error
         else:
             _log.error("inference_loop_failed", exc_info=error)
-            self._error = EngineFailed(
+            self.error = EngineFailed(
                 Reason.ENGINE_FAILED,
                 f"the inference loop failed: {type(error).__name__}; the server is ending",
             )
-        self._state = EngineState.FAILED
+        self.state = EngineState.FAILED
         if loop is not None:
             loop.fail_all(engine_failed())
         else:
@@ -239,12 +220,12 @@ class Engine:
                 message.reply(error)
 
     def _change_state(self, state: EngineState) -> None:
-        self._state = state
+        self.state = state
         self._listener.state_changed(state, None)
 
     def _not_ready(self) -> IcehouseError:
-        if self._state is EngineState.LOADING:
+        if self.state is EngineState.LOADING:
             return Unavailable(Reason.LOADING, "the model is loading; try again shortly", retry_after_s=1.0)
-        if self._state is EngineState.FAILED:
+        if self.state is EngineState.FAILED:
             return engine_failed()
         return shutting_down()

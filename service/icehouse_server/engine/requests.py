@@ -1,27 +1,40 @@
-"""Requests from their arrival to their end, whichever that is (inference thread).
+"""Requests from their admission to their end, whichever that is (inference thread).
 
-A newcomer becomes a sequence that waits, or its caller is answered why not. Whatever ends a request
-passes through here, so that its place, its caches and its hold on others' blocks are given back
+A new request becomes a sequence that waits, or its caller gets the reason why not. Whatever ends a request
+passes through here, so that its slot, its caches and its hold on others' blocks are given back
 together, it is counted once, and its caller hears of it once.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Sequence as ReadSequence
 
 from icehouse_server.clock import Clock
 from icehouse_server.domain.events import Event, Failed, Finished
 from icehouse_server.domain.ids import RequestId, SequenceId
 from icehouse_server.domain.request import GenerationRequest
-from icehouse_server.engine.core.counters import Counters
+from icehouse_server.engine.core.engine_counters import Counters
 from icehouse_server.engine.core.ports import Decoder, Runner
-from icehouse_server.engine.core.refusals import past_deadline
+from icehouse_server.engine.core.refusals import past_deadline, too_many_completions
 from icehouse_server.engine.core.sequence import Sequence
 from icehouse_server.engine.output import Output
 from icehouse_server.engine.prefix_cache.controller import CacheController
-from icehouse_server.engine.scheduling.admission import Admission
-from icehouse_server.engine.scheduling.parts import SchedulingParts
-from icehouse_server.errors import Cancelled, DeadlineExceeded, IcehouseError, ModelOutputInvalid
+from icehouse_server.engine.scheduling.memory_guard import MemoryGuard
+from icehouse_server.engine.scheduling.preemption import SchedulingParts
+from icehouse_server.engine.scheduling.scheduler import Scheduler
+from icehouse_server.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    IcehouseError,
+    ModelOutputInvalid,
+    Overloaded,
+    Reason,
+)
+
+_MIN_RETRY_S = 0.1
+_MAX_RETRY_S = 60.0
 
 
 class Requests:
@@ -41,10 +54,9 @@ class Requests:
     ) -> None:
         self._runner = runner
         self._prefix = prefix
-        self._scheduler, self._queue = scheduling.scheduler, scheduling.queue
-        self._admission = Admission(
-            queue=scheduling.queue, scheduler=scheduling.scheduler, counters=counters, guard=scheduling.guard
-        )
+        self._scheduler, guard = scheduling
+        self._queue = self._scheduler.queue
+        self._admission = Admission(scheduler=self._scheduler, counters=counters, guard=guard)
         self._output = output
         self._counters = counters
         self._tokenizer = tokenizer
@@ -58,7 +70,7 @@ class Requests:
     def __len__(self) -> int:
         return len(self._by_request)
 
-    def has_place_for(self, requests: ReadSequence[GenerationRequest]) -> bool:
+    def has_capacity_for(self, requests: ReadSequence[GenerationRequest]) -> bool:
         """Whether requests for the same prompt may wait, as far as the length of the queue goes."""
         first = requests[0]
         return self._queue.has_capacity_for(
@@ -79,7 +91,10 @@ class Requests:
             return
         for sequence in sequences:
             self._queue.add(sequence)
-            self._accept(sequence)
+            self._counters.stats.accepted_total += 1
+            self._counters.stats.prompt_token_total += len(sequence.request.prompt_token_ids)
+            self._by_request[sequence.request.request_id] = sequence
+            self._by_id[sequence.sequence_id] = sequence
 
     def refuse(self, requests: ReadSequence[GenerationRequest], error: IcehouseError) -> None:
         """Answer the callers that nothing was taken in."""
@@ -109,9 +124,9 @@ class Requests:
                 self.fail(sequence, past_deadline(sequence, now))
 
     def finish(self, sequence: Sequence, end: Finished) -> None:
-        """Tell the caller of a request that it ran to its end; `close` follows."""
+        """Report to the caller that its request ran to its end; `close` follows."""
         self._counters.note_finished(self._clock.monotonic() - sequence.admitted_time)
-        sequence.is_told_its_end = True
+        sequence.has_finished = True
         self.emit(sequence, end)
 
     def close(self, sequence: Sequence) -> None:
@@ -123,7 +138,7 @@ class Requests:
         del self._by_id[sequence.sequence_id]
 
     def fail(self, sequence: Sequence, error: IcehouseError) -> None:
-        """End a request before its own end; the blocks it computed are kept, unless they hold no numbers."""
+        """End a request before its own end; the blocks it computed stay, unless they hold no numbers."""
         self._count(error)
         if isinstance(error, ModelOutputInvalid):
             self._prefix.discard(sequence)
@@ -166,15 +181,108 @@ class Requests:
             context_token_limit=self._context_token_limit,
         )
 
-    def _accept(self, sequence: Sequence) -> None:
-        self._counters.stats.accepted_total += 1
-        self._counters.stats.prompt_token_total += len(sequence.request.prompt_token_ids)
-        self._by_request[sequence.request.request_id] = sequence
-        self._by_id[sequence.sequence_id] = sequence
-
     def _count(self, error: IcehouseError) -> None:
         """What callers wanted, themselves or by a deadline, is a cancel; what the server did is a failure."""
         if isinstance(error, Cancelled | DeadlineExceeded):
             self._counters.stats.cancelled_total += 1
         else:
             self._counters.stats.failed_total += 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Prediction:
+    """What is ahead of a new request, and when its first token would come; None while nothing is measured."""
+
+    requests_ahead: int
+    tokens_ahead: int
+    ttft_s: float | None
+
+
+class Admission:
+    """Judges new requests by the queue, the measured rates and the memory."""
+
+    def __init__(self, *, scheduler: Scheduler, counters: Counters, guard: MemoryGuard) -> None:
+        self._scheduler, self._queue = scheduler, scheduler.queue
+        self._counters = counters
+        self._guard = guard
+
+    def refusal(
+        self, request: GenerationRequest, *, output_token_limit: int, now: float, request_count: int = 1
+    ) -> IcehouseError | None:
+        """Return why a request, or so many alike, may not even wait, or None when it may."""
+        token_count = len(request.prompt_token_ids)
+        never = self._guard.never_fits(
+            token_count + min(output_token_limit, request.max_output_tokens), request
+        )
+        if never is not None:
+            return never
+        if request_count > self._queue.limits.request_limit:
+            return too_many_completions(request_count, self._queue.limits.request_limit)
+        prediction = self.predict(request)
+        if not self._queue.has_capacity_for(token_count, tenant=request.tenant, request_count=request_count):
+            return self._full(prediction)
+        if request.deadline_time is not None and prediction.ttft_s is not None:
+            left_s = request.deadline_time - now
+            if prediction.ttft_s > left_s:
+                return self._too_late(prediction, left_s)
+        return None
+
+    def predict(self, request: GenerationRequest) -> Prediction:
+        """Predict a newcomer's first token from what is before it and the rates measured here.
+
+        What the cache may save is not counted in, so a deadline is missed rather than a hit refused:
+        only prompts that would be late even without any queue are turned away by their own length.
+        """
+        requests_ahead, tokens_ahead = self._queue.tokens_ahead_of(request.priority, tenant=request.tenant)
+        tokens_ahead += self._scheduler.prefill_backlog_tokens(request)
+        rate = self._counters.stats.prefill_tokens_per_s
+        if rate <= 0.0:
+            return Prediction(requests_ahead, tokens_ahead, None)
+        share = 0.5 if self._scheduler.decoding_count else 1.0
+        ttft_s = tokens_ahead / (rate * share)
+        # A tenant that runs nothing is given a slot.
+        free_slots = max(self._scheduler.free_slot_count, int(not self._queue.running_count(request.tenant)))
+        if requests_ahead >= free_slots and self._counters.service.value > 0.0:
+            turns = (requests_ahead - free_slots + 1) / max(1, self._scheduler.limits.running_limit)
+            ttft_s = max(ttft_s, turns * self._counters.service.value)
+        return Prediction(requests_ahead, tokens_ahead, ttft_s)
+
+    def _full(self, prediction: Prediction) -> Overloaded:
+        limits = self._queue.limits
+        delay_s = self._retry_after_s(prediction)
+        return Overloaded(
+            Reason.QUEUE_FULL,
+            f"{len(self._queue)} requests with {self._queue.token_count} tokens wait, and the limits are "
+            f"{limits.request_limit} requests and {limits.token_limit or 'any number of'} tokens; "
+            f"try again in about {delay_s:.1f} s",
+            retry_after_s=delay_s,
+            metadata={
+                "waiting_count": len(self._queue),
+                "waiting_limit": limits.request_limit,
+                "waiting_token_count": self._queue.token_count,
+                "waiting_token_limit": limits.token_limit,
+                "queue_position": prediction.requests_ahead,
+            },
+        )
+
+    def _too_late(self, prediction: Prediction, left_s: float) -> Overloaded:
+        assert prediction.ttft_s is not None
+        return Overloaded(
+            Reason.DEADLINE_UNREACHABLE,
+            f"the first token is expected in {prediction.ttft_s:.2f} s and the deadline is in "
+            f"{left_s:.2f} s; allow more time or try another replica",
+            retry_after_s=self._retry_after_s(prediction),
+            metadata={
+                "predicted_ttft_s": f"{prediction.ttft_s:.3f}",
+                "deadline_s": f"{left_s:.3f}",
+                "queue_position": prediction.requests_ahead,
+                "tokens_ahead": prediction.tokens_ahead,
+            },
+        )
+
+    def _retry_after_s(self, prediction: Prediction) -> float:
+        """Return when a slot may be free: the time of what is ahead, shared by those who wait."""
+        if prediction.ttft_s is None:
+            return 1.0
+        per_request = prediction.ttft_s / max(1, prediction.requests_ahead)
+        return min(_MAX_RETRY_S, max(_MIN_RETRY_S, math.ceil(per_request * 10) / 10))

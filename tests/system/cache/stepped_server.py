@@ -27,14 +27,14 @@ from icehouse_server.domain.request import CacheUse, GenerationRequest
 from icehouse_server.domain.sampling import SamplingParams
 from icehouse_server.engine.core.mailbox import Cancel, Command, Drain, Mailbox, Message, QueryStats, Submit
 from icehouse_server.engine.core.refusals import cancelled_by_client
-from icehouse_server.engine.loop import EngineLoop
+from icehouse_server.engine.engine_loop import EngineLoop
 from icehouse_server.engine.prefix_cache.controller import CacheController
 from icehouse_server.engine.prefix_cache.prefix_cache import PrefixCache
 from icehouse_server.engine.prefix_cache.tiers.prefix_settings import PrefixSettings, QuotaLimits
 from icehouse_server.engine.prefix_cache.tiers.runner_port import CacheFacts
 from icehouse_server.engine.scheduling.limits import SchedulerLimits
 from icehouse_server.engine.scheduling.memory_guard import MemoryGuard
-from icehouse_server.engine.scheduling.parts import SchedulingParts
+from icehouse_server.engine.scheduling.preemption import SchedulingParts
 from icehouse_server.engine.scheduling.scheduler import Scheduler
 from icehouse_server.engine.scheduling.waiting_queue import WaitingLimits, WaitingQueue
 from icehouse_server.errors import IcehouseError
@@ -156,9 +156,8 @@ class SteppedServer:
             runner=self.runner,
             prefix=self.controller,
             scheduling=SchedulingParts(
-                queue=self.room,
-                scheduler=self.scheduler,
-                guard=MemoryGuard(memory_model(), limit_bytes=0, weight_bytes=0, chunk_token_count=chunk),
+                self.scheduler,
+                MemoryGuard(memory_model(), limit_bytes=0, weight_bytes=0, chunk_token_count=chunk),
             ),
             model=model_info(),
             tokenizer=FakeDecoder(lambda ids: "".join(chr(i % 26 + 97) for i in ids)),

@@ -19,8 +19,7 @@ from icehouse_server.domain.request import CacheUse, Speculation
 from icehouse_server.domain.sampling import SamplingParams
 from icehouse_server.engine.runner import model_loader
 from icehouse_server.engine.runner.identity.fingerprint import adapter_digest
-from icehouse_server.engine.runner.lora import attach
-from icehouse_server.engine.runner.model_loader import AdapterSource
+from icehouse_server.engine.runner.model_loader import AdapterSource, attach
 from icehouse_server.engine.runner.runner import ModelRunner, RunnerSettings
 from icehouse_server.errors import ModelError, Reason
 from mlx_lm.models.cache import make_prompt_cache

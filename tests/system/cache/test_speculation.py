@@ -18,8 +18,8 @@ from icehouse_server.domain.request import (
     SpeculationLimit,
 )
 from icehouse_server.domain.sampling import SamplingParams
-from icehouse_server.engine.runner import prompt_lookup, speculation
-from icehouse_server.engine.runner.speculation import Trial
+from icehouse_server.engine.runner import speculation
+from icehouse_server.engine.runner.speculation import Probe
 
 from tests.fixtures.chat.chain_model import chain_model_dir
 from tests.fixtures.models import tiny_model_dir
@@ -94,10 +94,10 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tupl
 
 def move(movement: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if movement == "stays":
-        monkeypatch.setattr(speculation, "_LOOKUP_TRIAL", Trial(step_count=1, least_accepted_count=0))
+        monkeypatch.setattr(speculation, "_LOOKUP_PROBE", Probe(step_count=1, least_accepted_count=0))
     if movement == "moves":
-        monkeypatch.setattr(speculation, "_LOOKUP_TRIAL", Trial(step_count=2, least_accepted_count=99))
-        monkeypatch.setattr(prompt_lookup, "_FIRST_RUN", 0)
+        monkeypatch.setattr(speculation, "_LOOKUP_PROBE", Probe(step_count=2, least_accepted_count=99))
+        monkeypatch.setattr(speculation, "_FIRST_RUN", 0)
 
 
 SAMPLINGS = [

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from icehouse_server.engine.loop import EngineLoop
+from icehouse_server.engine.engine_loop import EngineLoop
 
 from tests.fixtures.models import tiny_model_dir
 from tests.fixtures.patience import BOUND_S

@@ -26,7 +26,6 @@ RECORD = Path(__file__).with_name("own_code.json")
 COMPUTING = (
     "engine/kv_cache/*.py",
     "engine/runner/forward/**/*.py",
-    "engine/runner/lora.py",
     "engine/runner/mlx_lm.py",
     "engine/runner/model_loader.py",
     "engine/runner/vision/*.py",

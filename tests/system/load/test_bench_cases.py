@@ -172,7 +172,7 @@ def test_a_profile_goes_to_the_phases_of_the_code_and_builtins_to_their_callers(
 @pytest.mark.parametrize(
     ("file", "phase"),
     [
-        ("/x/icehouse_server/engine/loop.py", step_profile.LOOP),
+        ("/x/icehouse_server/engine/engine_loop.py", step_profile.LOOP),
         ("/x/icehouse_server/engine/core/sequence.py", step_profile.LOOP),
         ("/x/icehouse_server/engine/output.py", step_profile.PUBLISHING),
         ("/x/icehouse_server/engine/kv_cache/batching.py", step_profile.GRAPH),

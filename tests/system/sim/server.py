@@ -12,11 +12,11 @@ from typing import Any
 from icehouse_server.domain.blocks import HostBlock
 from icehouse_server.domain.ids import BlockHash
 from icehouse_server.engine.core.mailbox import Drain, Mailbox, Message
-from icehouse_server.engine.loop import EngineLoop
+from icehouse_server.engine.engine_loop import EngineLoop
 from icehouse_server.engine.prefix_cache.controller import CacheController
 from icehouse_server.engine.prefix_cache.prefix_cache import PrefixCache
 from icehouse_server.engine.scheduling.memory_guard import MemoryGuard
-from icehouse_server.engine.scheduling.parts import SchedulingParts
+from icehouse_server.engine.scheduling.preemption import SchedulingParts
 from icehouse_server.engine.scheduling.scheduler import Scheduler
 from icehouse_server.engine.scheduling.waiting_queue import WaitingQueue
 from icehouse_server.errors import Reason, Unavailable
@@ -153,7 +153,7 @@ class SimServer:
         self.loop = EngineLoop(
             runner=self.runner,
             prefix=self.controller,
-            scheduling=SchedulingParts(queue=self.room, scheduler=self.scheduler, guard=self.guard),
+            scheduling=SchedulingParts(self.scheduler, self.guard),
             model=model_info(context_token_limit=CONTEXT_TOKEN_LIMIT),
             tokenizer=FakeDecoder(),
             mailbox=self.mailbox,

@@ -17,7 +17,7 @@ from icehouse_server.engine.core.sequence import Phase
 from icehouse_server.engine.output import Output
 from icehouse_server.engine.prefix_cache import controller, prefix_cache, prefix_commands
 from icehouse_server.engine.prefix_cache.tiers import account, matching, runner_port, tree
-from icehouse_server.engine.scheduling import layered_prefill, pass_plan, scheduler
+from icehouse_server.engine.scheduling import pass_plan, scheduler
 from icehouse_server.rpc.kv_events import block_mirror, event_feed
 from icehouse_server.storage.api import Loaded
 from icehouse_server.storage.local import queue_limit, spiller
@@ -349,7 +349,7 @@ def end_a_snapshot_one_number_early(patch: pytest.MonkeyPatch) -> None:
 
 
 def go_on_with_the_chunk_of_one_that_was_parked(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(layered_prefill.LayeredPrefill, "forget", lambda self, sequence: None)
+    patch.setattr(scheduler.LayeredPrefill, "forget", lambda self, sequence: None)
 
 
 def keep_a_chunk_that_is_half_through(patch: pytest.MonkeyPatch) -> None:

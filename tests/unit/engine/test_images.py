@@ -10,6 +10,7 @@ from icehouse_server.domain.ids import RequestId
 from icehouse_server.domain.request import GenerationRequest, ImageInput, ImageSpan, image_digest
 from icehouse_server.engine.core.mailbox import Cancel, Submit
 from icehouse_server.engine.core.refusals import cancelled_by_client
+from icehouse_server.engine.core.sequence import Phase
 from icehouse_server.errors import InvalidRequest, Overloaded, Reason
 
 from tests.fixtures.engine import LAYER_COUNT, request
@@ -101,7 +102,7 @@ def test_a_step_goes_on_with_the_image_that_has_room_though_an_older_prompt_come
         submit(served, name)
         served.loop.step()
     old, young = served.scheduler.running
-    served.scheduler.start_restoring(old)
+    served.scheduler.move(old, Phase.RESTORING)
     before = dict(served.runner.layers)
     served.loop.step()
     assert served.scheduler.awaiting_image is old, "it is back, and the first comer"

@@ -14,10 +14,11 @@ from icehouse_server.domain.request import LogprobsWanted
 from icehouse_server.engine.core.mailbox import Cancel, Command, Drain, Mailbox, Message, QueryStats, Submit
 from icehouse_server.engine.core.ports import Chunk, PassResult
 from icehouse_server.engine.core.refusals import cancelled_by_client
-from icehouse_server.engine.loop import EngineLoop
+from icehouse_server.engine.core.sequence import Phase
+from icehouse_server.engine.engine_loop import EngineLoop
 from icehouse_server.engine.scheduling.limits import SchedulerLimits
 from icehouse_server.engine.scheduling.memory_guard import MemoryGuard
-from icehouse_server.engine.scheduling.parts import SchedulingParts
+from icehouse_server.engine.scheduling.preemption import SchedulingParts
 from icehouse_server.engine.scheduling.scheduler import Scheduler
 from icehouse_server.engine.scheduling.waiting_queue import WaitingLimits, WaitingQueue
 from icehouse_server.errors import EngineFailed, Overloaded, Reason
@@ -89,7 +90,7 @@ class SteppedLoop:
         )
         self.loop = EngineLoop(
             runner=self.runner,
-            scheduling=SchedulingParts(queue=self.queue, scheduler=self.scheduler, guard=self.guard),
+            scheduling=SchedulingParts(self.scheduler, self.guard),
             mailbox=self.mailbox,
             listener=self.recorder,
             clock=self.clock,
@@ -462,7 +463,7 @@ def test_beside_a_load_a_token_does_not_wait_for_the_next_pass_to_be_built() -> 
     served.loop._take_in(0.0)
     served.loop._admit()
     (loading,) = (s for s in served.scheduler.running if s.request.request_id == "loads")
-    served.scheduler.start_loading(loading)
+    served.scheduler.move(loading, Phase.LOADING)
     counts = []
     for _ in range(3):
         served.loop.step()
@@ -488,9 +489,9 @@ def test_a_token_is_told_before_the_pass_beside_which_readers_begin() -> None:
 
     served.runner.run = counts  # type: ignore[method-assign]
     # Its blocks are found in the step that asks the readers for them.
-    served.loop._begin = served.scheduler.start_restoring  # type: ignore[method-assign]
+    served.loop._begin = lambda sequence: served.scheduler.move(sequence, Phase.RESTORING)  # type: ignore[method-assign]
     served.loop._continue_restore = (  # type: ignore[method-assign]
-        lambda sequence, *, budget_s: served.scheduler.start_loading(sequence)
+        lambda sequence, *, budget_s: served.scheduler.move(sequence, Phase.LOADING)
     )
     served.submit("loads", (3, 4), max_output_tokens=3)
     served.loop.step()
@@ -512,7 +513,7 @@ def test_a_loop_that_found_nothing_to_do_waits_though_somebody_is_in_the_queue()
     served.loop._take_in(0.0)
     served.loop._admit()
     served.mailbox.waits_s.clear()
-    served.scheduler.start_loading(served.scheduler.running[0])
+    served.scheduler.move(served.scheduler.running[0], Phase.LOADING)
     for _ in range(5):
         served.loop.step()
     assert served.mailbox.waits_s == [0.5] * 5 and served.loop.is_idle
@@ -541,7 +542,7 @@ def test_a_wait_ends_with_the_nearest_deadline() -> None:
     served.submit("loads", (1, 2), deadline_time=served.clock.now + 0.2)
     served.loop._take_in(0.0)
     served.loop._admit()
-    served.scheduler.start_loading(served.scheduler.running[0])
+    served.scheduler.move(served.scheduler.running[0], Phase.LOADING)
     served.mailbox.waits_s.clear()
     served.loop.step()
     (wait_s,) = served.mailbox.waits_s

@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 
 from icehouse_server.engine.attention.padding import no_padding, padding_of
-from icehouse_server.engine.attention.port import Ints, PagedAttention, Pool, TokenPlaces
+from icehouse_server.engine.attention.port import AttentionCall, Ints, PagedAttention, Pool, TokenPlaces
 
 
 class GatherAttention:
@@ -35,66 +35,41 @@ class GatherAttention:
         pool: Pool,
         queries: mx.array,
         places: TokenPlaces,
-        *,
-        layer: int,
-        scale: float,
-        window: int | None = None,
-        sinks: mx.array | None = None,
+        call: AttentionCall,
+        new: tuple[mx.array, mx.array] | None = None,
     ) -> mx.array:
-        outputs = []
-        for start, stop in runs_of_rows(places.rows[: queries.shape[0]]):
-            outputs.append(
-                attend_row(
-                    self,
-                    pool,
-                    queries[start:stop],
-                    places,
-                    first=start,
-                    layer=layer,
-                    scale=scale,
-                    window=window,
-                    sinks=sinks,
-                )
-            )
+        if new is not None:
+            self.write(pool, *new, places, layer=call.layer)
+        outputs = [
+            attend_row(self, pool, queries[start:stop], places, call, first=start)
+            for start, stop in runs_of_rows(places.rows[: queries.shape[0]])
+        ]
         return mx.concatenate(outputs) if len(outputs) > 1 else outputs[0]
 
-    def write_and_attend(
-        self,
-        pool: Pool,
-        queries: mx.array,
-        keys: mx.array,
-        values: mx.array,
-        places: TokenPlaces,
-        *,
-        layer: int,
-        scale: float,
-        window: int | None = None,
-        sinks: mx.array | None = None,
-    ) -> mx.array:
-        self.write(pool, keys, values, places, layer=layer)
-        return self.attend(pool, queries, places, layer=layer, scale=scale, window=window, sinks=sinks)
-
     def gather_row(
-        self,
-        pool: Pool,
-        places: TokenPlaces,
-        *,
-        row: int,
-        layer: int,
-        first_token: int,
-        key_count: int,
+        self, pool: Pool, places: TokenPlaces, *, row: int, layer: int, first_token: int, key_count: int
     ) -> tuple[mx.array, mx.array]:
         size = pool.shape.page_token_count
         skipped = first_token // size * size
         end = min(first_token + key_count, int(places.positions[places.rows == row].max()) + 1)
         pages = row_pages(places, row)[skipped // size : -(-end // size)]
         lacking = first_token + key_count - end
-        found = []
-        for array in gathered(pool, pages, layer=layer, token_count=end - skipped):
-            own = array[:, :, first_token - skipped :]
-            last = mx.repeat(own[:, :, -1:], lacking, axis=2)
-            found.append(mx.concatenate([own, last], axis=2) if lacking else own)
-        return found[0], found[1]
+        shape = pool.shape
+        heads = shape.kv_head_count
+        flat = pool.array.reshape(-1, size, shape.head_size)
+        first = (pages.astype(np.int32) * shape.layer_count + layer) * 2
+        arrays = []
+        for kind in (0, 1):
+            runs = (first + kind) * heads + np.arange(heads, dtype=np.int32)[:, None]
+            whole = mx.take(flat, mx.array(runs) + pool.order, axis=0).reshape(1, heads, -1, shape.head_size)
+            arrays.append(whole[:, :, first_token - skipped : end - skipped])
+        keys, values = arrays
+        if lacking:
+            keys, values = (
+                mx.concatenate([array, mx.repeat(array[:, :, -1:], lacking, axis=2)], axis=2)
+                for array in arrays
+            )
+        return keys, values
 
     def settle(self, pool: Pool) -> bool:
         return False
@@ -115,27 +90,24 @@ def attend_row(
     pool: Pool,
     queries: mx.array,
     places: TokenPlaces,
+    call: AttentionCall,
     *,
     first: int,
-    layer: int,
-    scale: float,
-    window: int | None = None,
-    sinks: mx.array | None = None,
     mask: Any = None,
     is_padded: bool = False,
 ) -> mx.array:
     """Return [tokens, heads, 1, head size] of consecutive tokens of one row, the first of them at `first`.
 
-    `mask`: an array, [tokens, keys] or what broadcasts to it, in the place of the causal rule. `is_padded`:
-    use one of a few shapes, where the rule is causal.
+    `mask`: an array, [tokens, keys] or what broadcasts to it, instead of the causal rule. `is_padded`: use
+    one of a few shapes, where the rule is causal.
     """
     count, begin, row = queries.shape[0], int(places.positions[first]), int(places.rows[first])
-    size = pool.shape.page_token_count
+    size, window = pool.shape.page_token_count, call.window
     low = 0 if window is None or mask is not None else max(0, begin + 1 - window) // size * size
     is_causal = mask is None and window is None
     padded = (padding_of if is_padded and is_causal else no_padding)(begin - low, count)
     keys, values = attention.gather_row(
-        pool, places, row=row, layer=layer, first_token=low, key_count=padded.key_count
+        pool, places, row=row, layer=call.layer, first_token=low, key_count=padded.key_count
     )
     asking = queries.swapaxes(0, 2)
     if padded.query_count > count:
@@ -143,10 +115,12 @@ def attend_row(
         asking = mx.pad(asking, [(0, 0), (0, 0), (padded.front_count, behind), (0, 0)])
     if mask is None:
         mask = causal_rule(begin - low, padded.query_count, window)
-    found = mx.fast.scaled_dot_product_attention(asking, keys, values, scale=scale, mask=mask, sinks=sinks)
+    output = mx.fast.scaled_dot_product_attention(
+        asking, keys, values, scale=call.scale, mask=mask, sinks=call.sinks
+    )
     if padded.query_count > count:
-        found = found[:, :, padded.front_count : padded.front_count + count]
-    return found.swapaxes(0, 2)
+        output = output[:, :, padded.front_count : padded.front_count + count]
+    return output.swapaxes(0, 2)
 
 
 def row_pages(places: TokenPlaces, row: int) -> Ints:
@@ -154,24 +128,6 @@ def row_pages(places: TokenPlaces, row: int) -> Ints:
     starts = places.page_starts
     stop = starts[row + 1] if row + 1 < len(starts) else len(places.pages)
     return places.pages[starts[row] : stop]
-
-
-def gathered(pool: Pool, pages: Ints, *, layer: int, token_count: int) -> tuple[mx.array, mx.array]:
-    """Return keys and values of the first tokens in these pages, [1, KV heads, tokens, head size] each.
-
-    One copy of each, behind the latest write.
-    """
-    shape = pool.shape
-    heads = shape.kv_head_count
-    flat = pool.array.reshape(-1, shape.page_token_count, shape.head_size)
-    first = (pages.astype(np.int32) * shape.layer_count + layer) * 2
-    found = []
-    for kind in (0, 1):
-        runs = (first + kind) * heads + np.arange(heads, dtype=np.int32)[:, None]
-        taken = mx.take(flat, mx.array(runs) + pool.order, axis=0)
-        whole = taken.reshape(1, heads, -1, shape.head_size)
-        found.append(whole if whole.shape[2] == token_count else whole[:, :, :token_count])
-    return found[0], found[1]
 
 
 def runs_of_rows(rows: Ints) -> Iterator[tuple[int, int]]:

@@ -1,7 +1,7 @@
 """Padding of attention's shapes: the few lengths that queries and keys of long chunks are padded to.
 
 On CUDA the first attention of a shape waits while cuDNN builds a plan for it (50 ms on an H100, mlx 0.32.4),
-each later one takes 0.1 to 0.7 ms; a mask in the place of the causal rule needs a plan as well and takes
+each later one takes 0.1 to 0.7 ms; a mask instead of the causal rule needs a plan as well and takes
 three to five times as long. So a chunk is attended to as if it began at the border before its first token
 and ended at one of a few lengths behind that: the causal rule keeps what is put in front and behind from
 being seen, and what comes out for it is dropped. Pure arithmetic.

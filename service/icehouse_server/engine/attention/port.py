@@ -68,12 +68,25 @@ class TokenPlaces:
         return len(self.rows)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """What one layer asks of attention, whatever the tokens."""
+
+    layer: int
+    """Counted within the group."""
+    scale: float
+    window: int | None = None
+    """Positions that each token sees, its own included; None for all up to its own."""
+    sinks: mx.array | None = None
+    """Logits, [heads], that only take weight."""
+
+
 class PagedAttention(Protocol):
-    """One backend. Layers are counted within the group."""
+    """One backend."""
 
     attends_to_chunks: bool
-    """Whether `attend` is made for as many tokens of each row as there are, or for few of them (decoding,
-    guesses, short chunks)."""
+    """Whether `attend` suits any number of tokens per row, or only a few (decoding, guesses, short
+    chunks)."""
 
     def write(self, pool: Pool, keys: mx.array, values: mx.array, places: TokenPlaces, *, layer: int) -> None:
         """Put the tokens' keys and values, [tokens, KV heads, 1, head size], where they belong."""
@@ -84,45 +97,19 @@ class PagedAttention(Protocol):
         pool: Pool,
         queries: mx.array,
         places: TokenPlaces,
-        *,
-        layer: int,
-        scale: float,
-        window: int | None = None,
-        sinks: mx.array | None = None,
+        call: AttentionCall,
+        new: tuple[mx.array, mx.array] | None = None,
     ) -> mx.array:
         """Return [tokens, heads, 1, head size] of queries of that shape, in their dtype.
 
-        Each token sees its row's tokens up to its own position, the last `window` of them where there is one.
-        `sinks` are logits, [heads], that only take weight. May be called for the first tokens of the pass
-        alone: `queries` then has fewer of them than `places`.
+        `new`: keys and values of all tokens of the pass, as for `write`, to be written first; where the
+        device can, in the same launch. Without them it may be called for the first tokens of the pass alone:
+        `queries` then has fewer of them than `places`.
         """
         ...
 
-    def write_and_attend(
-        self,
-        pool: Pool,
-        queries: mx.array,
-        keys: mx.array,
-        values: mx.array,
-        places: TokenPlaces,
-        *,
-        layer: int,
-        scale: float,
-        window: int | None = None,
-        sinks: mx.array | None = None,
-    ) -> mx.array:
-        """Write, then attend, for all tokens of a pass: one launch where the device can."""
-        ...
-
     def gather_row(
-        self,
-        pool: Pool,
-        places: TokenPlaces,
-        *,
-        row: int,
-        layer: int,
-        first_token: int,
-        key_count: int,
+        self, pool: Pool, places: TokenPlaces, *, row: int, layer: int, first_token: int, key_count: int
     ) -> tuple[mx.array, mx.array]:
         """Return keys and values, [1, KV heads, key_count, head size] each, copied behind the latest write.
 
@@ -132,8 +119,8 @@ class PagedAttention(Protocol):
         ...
 
     def settle(self, pool: Pool) -> bool:
-        """Have all that was asked for done, and return whether the pool's array stays where it is in memory
-        when it is written to: then other threads may write into pages that nobody else has."""
+        """Wait until all writes are done; return whether the pool's array stays where it is in memory when it
+        is written to. Other threads may then write into pages that nobody else has."""
         ...
 
     def copy_pages(self, pool: Pool, sources: Ints, targets: Ints) -> None:

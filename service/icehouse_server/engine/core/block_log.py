@@ -1,4 +1,5 @@
-"""Block log: what came to a tier and what left it, from the inference thread to whoever tells gateways of it.
+"""Block log: what came to a tier and what left it, from the inference thread to whoever reports it to
+gateways.
 
 Appended to by the inference thread alone and taken from by one other thread; bounded, without a lock, since a
 deque's ends are safe for one of each. Off until somebody listens. When it is full it goes off: what was lost
@@ -20,7 +21,7 @@ LOG_LIMIT = 16_384
 
 
 class KvTier(enum.Enum):
-    """A place that holds a block, whatever the other one does."""
+    """A tier that holds a block, whatever the other one does."""
 
     RAM = enum.auto()
     SSD = enum.auto()
@@ -61,11 +62,11 @@ class RootForgotten(NamedTuple):
 
 
 class ListingBegan(NamedTuple):
-    """All blocks are told from here on, whether or not they were told before."""
+    """All blocks are reported from here on, whether or not they were before."""
 
 
 class ListingEnded(NamedTuple):
-    """What was told before the listing, and not since, is gone."""
+    """What was reported before the listing, and not since, is gone."""
 
 
 Change = Came | Left | RootsKnown | RootForgotten | ListingBegan | ListingEnded

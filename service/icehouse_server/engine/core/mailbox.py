@@ -1,10 +1,8 @@
-"""Mailbox: the one way into the inference thread, and what may come through it.
+"""Mailbox: the one way into the inference thread, and the messages that may come through it.
 
-Any thread puts messages in; the inference thread alone takes them out, and waits here and
-nowhere else. New work is bounded by count; control messages (cancel, a query, a storage
-outcome) always fit, because each of their senders is bounded by work that was let in.
-
-What may come through the engine's mailbox.
+Any thread puts messages in; the inference thread alone takes them out, and waits here and nowhere else. New
+work is bounded by count; control messages (cancel, a query, a storage outcome) always fit, because each of
+their senders is bounded by work that was let in.
 """
 
 from __future__ import annotations
@@ -48,7 +46,7 @@ class Mailbox(Generic[Item]):
         self._changed = threading.Condition()
 
     def offer(self, message: Item, *, work_count: int = 1) -> bool:
-        """Put new work in, which counts as `work_count`; False, and nothing kept, when more than `limit`
+        """Put new work in, which counts as `work_count`; False, and nothing stored, when more than `limit`
         would wait or it is closed."""
         with self._changed:
             if self._closed or self._work_count + work_count > self.limit:
@@ -106,18 +104,18 @@ class BurstWait:
         self._alone_count = self._alone_count + 1 if is_idle and work_count == 1 else 0
         if not is_idle or self._alone_count > _ALONE_LIMIT:
             return []
-        found: list[Item] = []
+        arrived: list[Item] = []
         end_time = clock.monotonic() + _BURST_S
         gap_s = _FIRST_GAP_S
         while (left_s := end_time - clock.monotonic()) > 0:
             more = mailbox.take_all(timeout_s=min(gap_s, left_s))
             if not more:
                 break
-            found += more
+            arrived += more
             gap_s = _BURST_GAP_S
-        if found:
+        if arrived:
             self._alone_count = 0
-        return found
+        return arrived
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -134,7 +132,7 @@ class Submit:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Cancel:
-    """Nobody waits for this request any more; `error` is what its caller is told."""
+    """Nobody waits for this request any more; `error` is what its caller gets."""
 
     request_id: RequestId
     error: IcehouseError

@@ -14,8 +14,6 @@ from icehouse_server.domain.request import ImageInput
 
 _METAL_HEAD_SIZES = (64, 72, 80, 96, 128)
 _CUDA_HEAD_SIZE_LIMIT = 128
-_OUTPUT_ALLOWANCE = 256
-"""Output tokens a sequence is let in for; what comes beyond is met by making room, or by parking."""
 _NESTED = ("text_config", "language_config", "llm_config")
 _HIDDEN = ("hidden_size", "n_embd", "d_model", "dim", "model_dim")
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
@@ -32,7 +30,7 @@ is often twice as wide as the hidden size and a convolution computes three parts
 _LIVE_LOGIT_COPIES = 5
 """Logits, their float32 form, the negative of it and the order that finds the likeliest ones."""
 _SCORE_COPIES = 2
-"""Attention scores and their softmax, where the kernel keeps them."""
+"""Attention scores and their softmax, where the kernel writes them out."""
 _GROWING_LAYERS = 2
 """Layers whose KV exists twice while a cache grows: one is copied at a time, and hybrids have fewer
 layers with KV than layers. Without it estimates were down to 0.4 of the peak where a cache grew. With it
@@ -70,9 +68,8 @@ class ModelShape:
 
 
 def head_size_of(config: Mapping[str, Any]) -> int:
-    """Return the width of an attention head as config.json tells it; 0 when it does not."""
-    found = find_int(config, _HEAD_SIZE)
-    return found or (find_int(config, _HIDDEN) or 0) // (find_int(config, _HEADS) or 1)
+    """Return the width of an attention head by config.json; 0 when it does not say."""
+    return find_int(config, _HEAD_SIZE) or (find_int(config, _HIDDEN) or 0) // (find_int(config, _HEADS) or 1)
 
 
 def keeps_scores(*, device: str, head_size: int, compute_bytes: int) -> bool:

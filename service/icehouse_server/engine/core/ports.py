@@ -20,9 +20,29 @@ from icehouse_server.domain.request import (
     TokenLogprobs,
     Vector,
 )
-from icehouse_server.engine.core.decode_row import DecodeRow
+from icehouse_server.domain.response_format import Constraint
+from icehouse_server.domain.sampling import SamplingParams
 from icehouse_server.engine.core.memory_model import MemoryModel
 from icehouse_server.errors import IcehouseError
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DecodeRow:
+    """What a sequence brings along when it begins to decode, with its last input tokens: everything the next
+    token depends on but the KV."""
+
+    sampling: SamplingParams
+    prompt_token_ids: tuple[int, ...]
+    output_token_ids: tuple[int, ...] = ()
+    """Drawn before the sequence was parked: the draws, the penalties and the constraint go on from there."""
+    adapter: AdapterName = NO_ADAPTER
+    """Rows decode in one forward pass with rows of the same adapter only."""
+    constraint: Constraint | None = None
+    """A fresh one; it accepts `output_token_ids` when the row joins."""
+    logprobs: LogprobsWanted | None = None
+    """What to report of each drawn token; None for no log probabilities."""
+    speculation: Speculation | None = None
+    """As requested; the runner reports with the first token whether it is possible."""
 
 
 class Drawn(NamedTuple):
@@ -31,11 +51,11 @@ class Drawn(NamedTuple):
     sequence_id: SequenceId
     token_id: int
     logprobs: TokenLogprobs | None = None
-    """Told when the row asked."""
+    """Where the row asked for them."""
     is_complete: bool = False
     """The row's constraint lets nothing follow this token."""
     error: IcehouseError | None = None
-    """Why the row cannot go on; its token is not to be told."""
+    """Why the row cannot go on; its token is not to be published."""
     drafts: DraftCounts | None = None
     """What speculation did in this step, with the step's first token, for rows that asked for it."""
     fed_ahead_count: int = 0
@@ -80,7 +100,7 @@ class Chunk:
     """With `wanted`: the token behind each one that has one, which its logits are read for."""
     wanted: LogprobsWanted | None = None
     images: tuple[ImagePart, ...] = ()
-    """Tokens among them that the model sees images in the place of."""
+    """Tokens among them that images replace."""
     rope_positions: RopePositions | None = None
     """Of the whole sequence, where images are a grid to the model."""
     pooling: Pooling | None = None
@@ -93,7 +113,7 @@ class Chunk:
 
     @property
     def is_read(self) -> bool:
-        """Whether it is measured or pooled: `PassResult` tells what came of it."""
+        """Whether it is measured or pooled: `PassResult` has what came of it."""
         return self.pooling is not None or (self.wanted is not None and bool(self.next_token_ids))
 
 
@@ -119,10 +139,10 @@ class PassResult:
     that was later, to its own end, each as the host saw it. Where the device is faster than the host, the
     time between two passes. 0 where no pass was waited for."""
     is_behind: bool = False
-    leaves_device_idle: bool = False
-    """Nothing is in flight, on a device that is usually kept a pass ahead."""
     """What was drawn, measured and pooled, the guesses and the time are of the pass before this one: the
     device runs ahead. With nothing to feed they are of the last one."""
+    leaves_device_idle: bool = False
+    """Nothing is in flight, on a device that usually runs a pass ahead."""
 
 
 class MemoryUse(NamedTuple):
@@ -133,7 +153,7 @@ class MemoryUse(NamedTuple):
 
 
 class ImageUse(NamedTuple):
-    """What a vision tower did since the start, and the vectors that are kept; all 0 without one."""
+    """What a vision tower did since the start, and the vectors in memory; all 0 without one."""
 
     encoded_total: int = 0
     reused_total: int = 0
@@ -211,7 +231,7 @@ class Runner(Protocol):
         ...
 
     def end_thread(self) -> None:
-        """Let go of what the device keeps for this thread, which computes nothing from now on."""
+        """Release what the device holds for this thread, which computes nothing from now on."""
         ...
 
 
@@ -239,5 +259,5 @@ class Listener(Protocol):
         ...
 
     def state_changed(self, state: EngineState, error: IcehouseError | None) -> None:
-        """Hear of a new state; `error` is what callers are told when it is FAILED."""
+        """Hear of a new state; `error` is what callers get when it is FAILED."""
         ...

@@ -23,7 +23,7 @@ from icehouse_server.domain.request import (
     TokenLogprobs,
     Vector,
 )
-from icehouse_server.engine.core.decode_row import DecodeRow
+from icehouse_server.engine.core.ports import DecodeRow
 from icehouse_server.text.detokenizer import Decode, TextStream
 
 
@@ -58,7 +58,7 @@ class Sequence:
     rope_positions: RopePositions | None = None
     """Where images are a grid to the model."""
     has_started: bool = False
-    """`Started` was told; a parked sequence does not start twice."""
+    """`Started` was published; a parked sequence does not start twice."""
     park_count: int = 0
     fed_ahead_count: int = 0
     """Tokens from the last known one on that were fed already, so their KV exists."""
@@ -80,7 +80,7 @@ class Sequence:
     undelivered_token_ids: list[int] = dataclasses.field(default_factory=list)
     undelivered_logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)
     prompt_logprob_count: int = 0
-    """Prompt tokens behind the first whose log probabilities were told."""
+    """Prompt tokens behind the first whose log probabilities were published."""
     unread_chunk_count: int = 0
     """Chunks that ran, or run, to be measured or pooled, of which that is not known yet."""
     measured_token_count: int = 0
@@ -98,17 +98,12 @@ class Sequence:
     """What the hidden states of its tokens so far came to, where they are asked for: a sum, or the last."""
     admitted_time: float = 0.0
     first_token_time: float | None = None
-    is_told_its_end: bool = False
-    """Its caller was told that it is finished; what it held is about to be given back."""
+    has_finished: bool = False
+    """Its end was published; what it held is about to be given back."""
 
     @classmethod
     def of(
-        cls,
-        request: GenerationRequest,
-        *,
-        sequence_id: SequenceId,
-        decode: Decode,
-        context_token_limit: int,
+        cls, request: GenerationRequest, *, sequence_id: SequenceId, decode: Decode, context_token_limit: int
     ) -> Sequence:
         """Return a sequence that waits, its output bounded by what is left of the context."""
         prompt = request.prompt_token_ids
@@ -133,7 +128,7 @@ class Sequence:
 
     @property
     def prefill_target(self) -> int:
-        """Input tokens whose KV is kept for others: a prompt that is asked again runs its last one anew,
+        """Input tokens whose KV is stored for others: a repeated prompt runs its last one anew,
         since the next token is drawn from it."""
         return len(self.input_token_ids) - (1 if self.request.pooling is None else 0)
 
@@ -153,7 +148,7 @@ class Sequence:
         return self.processed_token_count >= self.prefill_target
 
     @property
-    def is_all_told(self) -> bool:
+    def is_all_reported(self) -> bool:
         """Whether nothing is drawn of it, its prompt has run and what was asked of that is known."""
         is_read = self.is_prefilled and not self.unread_chunk_count
         return is_read and self.output_token_limit == 0 and self.phase is not Phase.ENDED
@@ -173,7 +168,7 @@ class Sequence:
 
     @property
     def kv_token_count(self) -> int:
-        """Tokens in the sequence's caches: of the prompt, of the output, and of guesses not told yet."""
+        """Tokens in the sequence's caches: of the prompt, of the output, and of guesses not published yet."""
         if self.phase is not Phase.DECODING:
             return self.processed_token_count
         return self.token_count - 1 + self.fed_ahead_count
@@ -192,8 +187,8 @@ class Sequence:
         return self.prompt_logprob_count < len(self.request.prompt_token_ids) - 1
 
     def take_prompt_logprobs(self, measured: ReadSequence[TokenLogprobs]) -> tuple[TokenLogprobs, ...]:
-        """Take what the next tokens say of those behind them; return what was not told before, which is less
-        where the sequence was parked meanwhile and computes again."""
+        """Take what the next tokens say of those behind them; return what was not published before, which is
+        less where the sequence was parked meanwhile and computes again."""
         self.unread_chunk_count -= 1
         new = tuple(measured[max(0, self.prompt_logprob_count - self.measured_token_count) :])
         self.measured_token_count += len(measured)
@@ -225,7 +220,7 @@ class Sequence:
             self.cache = report
 
     def park(self) -> None:
-        """Make everything so far the input of a later start. Its blocks were kept, its caches go."""
+        """Make everything so far the input of a later start. Its blocks were captured, its caches go."""
         self.input_token_ids = (*self.request.prompt_token_ids, *self.output_token_ids)
         self.input_keys = self.request.keys(self.input_token_ids)
         self.processed_token_count = self.encoded_token_count = 0
@@ -258,7 +253,7 @@ class Sequence:
         return (*head, *self.output_token_ids[max(0, start - len(prompt)) : stop - len(prompt)])
 
     def started(self) -> Started:
-        """Say what the caller is told when the sequence leaves the queue and its prefix is known."""
+        """Return the event for when the sequence leaves the queue and its prefix is known."""
         return Started(
             prompt_token_count=len(self.request.prompt_token_ids),
             cache=self.cache,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import mlx.core as mx
@@ -11,24 +11,16 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from icehouse_server.domain.ids import NO_ADAPTER, AdapterName, SequenceId
-from icehouse_server.domain.request import (
-    DraftCounts,
-    Drafting,
-    ImageKey,
-    SpeculationLimit,
-    TokenLogprobs,
-    Vector,
-)
-from icehouse_server.engine.core.decode_row import DecodeRow
-from icehouse_server.engine.core.ports import Chunk, Drawn, LayerSpan
+from icehouse_server.domain.request import Drafting, ImageKey, SpeculationLimit, TokenLogprobs, Vector
+from icehouse_server.engine.core.ports import Chunk, DecodeRow, Drawn, LayerSpan
 from icehouse_server.engine.core.refusals import logits_not_finite
 from icehouse_server.engine.kv_cache.cache_classes import class_of, leaves
 from icehouse_server.engine.runner.draft_model import DraftedRow, DraftModel
 from icehouse_server.engine.runner.forward import Features, LayeredChunk, Row
 from icehouse_server.engine.runner.speculation import Guesses, SpeculatingRow, limit_of
 from icehouse_server.engine.sampling.logprobs import LogprobArrays, measure
-from icehouse_server.engine.sampling.row import SamplingRow
 from icehouse_server.engine.sampling.sampler import are_finite, sample
+from icehouse_server.engine.sampling.sampling_row import SamplingRow
 
 
 @dataclasses.dataclass(slots=True)
@@ -39,11 +31,11 @@ class OpenSequence:
     row: Row
     adapter: AdapterName = NO_ADAPTER
     features: tuple[Features, ...] = ()
-    """What stands in the place of tokens of its chunk in the pass that is being built."""
+    """What replaces tokens of its chunk in the pass that is being built."""
     vectors: dict[ImageKey, mx.array] = dataclasses.field(default_factory=dict)
     """Of images that its prompt reaches."""
     layered: LayeredChunk | None = None
-    """Tokens of its prompt that are on their way through the layers."""
+    """Tokens of its prompt that have gone through some of the layers."""
     drafted: DraftedRow | None = None
     """Draft caches that read its prompt along."""
     sampling: SamplingRow | None = None
@@ -55,19 +47,14 @@ class OpenSequence:
     one is in flight; more than one where states went back to before a wrong guess."""
 
     def read_along(self, draft_model: DraftModel, token_ids: Sequence[int]) -> None:
-        """Let the draft model know prompt tokens that follow all that it knows."""
+        """Queue prompt tokens for the draft model, which follow all that it knows."""
         if self.drafted is None and not self.row.token_count:
             self.drafted = draft_model.open()
         if self.drafted is not None:
             self.drafted.behind += token_ids
 
     def start_decoding(
-        self,
-        sampling: SamplingRow,
-        asked: DecodeRow,
-        *,
-        can_take_back: bool,
-        draft_model: DraftModel | None,
+        self, sampling: SamplingRow, asked: DecodeRow, *, can_take_back: bool, draft_model: DraftModel | None
     ) -> None:
         """Draw from the pass that ends the prompt on."""
         self.sampling = sampling
@@ -120,16 +107,43 @@ class Draw:
         assert self.sequence.sampling is not None, "Only a sequence that decodes draws"
         return self.sequence.sampling
 
+    def result(
+        self, token_ids: list[int], finite: list[bool], logprobs: list[TokenLogprobs | None], *, is_fed: bool
+    ) -> list[Drawn]:
+        """Take what was drawn in a pass that is done: right guesses count, wrong ones leave the caches.
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Found:
-    """What a sequence drew in a pass that is done: its token, and one more for each guess."""
-
-    draw: Draw
-    token_ids: list[int]
-    finite: list[bool]
-    """Whether the model gave numbers to draw it from."""
-    logprobs: list[TokenLogprobs | None]
+        There is one token, and one more for each guess; `finite` says whether the model gave numbers to draw
+        it from. `is_fed`: the token was fed to the next pass before it was known. What is fed ahead is not
+        said yet. A sequence whose logits are no numbers is to end, and to leave nothing behind.
+        """
+        sequence, sampling, guesses = self.sequence, self.sampling, self.guesses
+        known = cast("list[int]", guesses.tolist()) if isinstance(guesses, mx.array) else list(guesses)
+        accepted_count = 0
+        while accepted_count < len(known) and token_ids[accepted_count] == known[accepted_count]:
+            accepted_count += 1
+        taken = token_ids[: accepted_count + 1]
+        if not all(finite[: len(taken)]):
+            error = logits_not_finite(sampling.drawn_count)
+            return [Drawn(sequence.sequence_id, taken[0], error=error)]
+        again_count = 0
+        if known:
+            again_count = sequence.row.take_back(len(known) - accepted_count)
+            sampling.drawn_count += accepted_count
+        if not is_fed:
+            before = [*sequence.behind, *known[:accepted_count]]
+            sequence.behind = [*before[len(before) - again_count :], taken[-1]]
+        drafts = sampling.drafts
+        if sequence.speculating is not None:
+            drafts = sequence.speculating.take(
+                taken, guess_count=len(known), accepted_count=accepted_count, was_asked=self.was_asked
+            )
+        if sampling.needs_tokens:
+            sampling.accept(taken[0])
+        own = (sampling.is_complete, sampling.error)
+        return [
+            Drawn(sequence.sequence_id, token_id, logprobs[index], *own, None if index else drafts)
+            for index, token_id in enumerate(taken)
+        ]
 
 
 @dataclasses.dataclass(slots=True)
@@ -154,15 +168,16 @@ class DispatchedPass:
     """After how long they began."""
     token_ids: mx.array | None = None
     """One for each drawn position, once `draw` was called."""
-    places: dict[int, int] = dataclasses.field(default_factory=dict)
-    """Where in `token_ids` a sequence's first one is, by the identity of the sequence."""
+    indices: dict[int, int] = dataclasses.field(default_factory=dict)
+    """Of each sequence's first one in `token_ids`, by the identity of the sequence."""
     elapsed_s: float = 0.0
     """Once it was waited for: from where the pass before it was seen to end, or from `began_time` where that
     was later, until its own end was seen. A device that is faster than the host has ended it before, and then
     this is how long the host took between two passes: what a pass costs, all the same."""
     _finite: mx.array | None = None
     """Whether the logits of each drawn token were numbers."""
-    _told: tuple[list[int], LogprobArrays] | None = None
+    _logprobs: tuple[list[int], LogprobArrays] | None = None
+    """Those of some drawn tokens, with their indices in `token_ids`."""
 
     @property
     def drafted_count(self) -> int:
@@ -174,7 +189,7 @@ class DispatchedPass:
         return any(draw.sampling.needs_tokens for draw in self.draws)
 
     def forget(self, sequence_id: SequenceId) -> None:
-        """Keep nothing to tell of a sequence that was released; its name may be another one's by then."""
+        """Drop the results of a sequence that was released; its id may be another one's by then."""
         self.measured.pop(sequence_id, None)
         self.pooled.pop(sequence_id, None)
 
@@ -182,24 +197,22 @@ class DispatchedPass:
         """Let the device compute what was built so far."""
         mx.async_eval(self.arrays)  # type: ignore[no-untyped-call]
 
-    def _let_go(self) -> None:
-        """Keep of the dispatched arrays only what tells that the pass is done.
+    def _drop_arrays(self) -> None:
+        """Hold only those of the dispatched arrays that show when the pass is done.
 
         A view of a cache that is held while the next pass writes makes that write copy the whole cache.
         """
         self.logits = None
-        told = [array for array in (self.token_ids, self._finite) if array is not None]
-        told += [array for found in self._found() for array in found.arrays]
-        told += self.pooled.values()
-        if not told:
+        results = [array for array in (self.token_ids, self._finite) if array is not None]
+        logprobs = [*self.measured.values(), *([] if self._logprobs is None else [self._logprobs[1]])]
+        results += [array for each in logprobs for array in each.arrays]
+        results += self.pooled.values()
+        if not results:
             leaves = cast("list[tuple[str, Any]]", tree_flatten(self.arrays))
             last = next(leaf for _, leaf in reversed(leaves) if isinstance(leaf, mx.array))
-            told = [mx.contiguous(last[(slice(-1, None),) * last.ndim])]
-            mx.async_eval(told)  # type: ignore[no-untyped-call]
-        self.arrays = told
-
-    def _found(self) -> list[LogprobArrays]:
-        return [*self.measured.values(), *([self._told[1]] if self._told is not None else [])]
+            results = [mx.contiguous(last[(slice(-1, None),) * last.ndim])]
+            mx.async_eval(results)  # type: ignore[no-untyped-call]
+        self.arrays = results
 
     def draw(self, *, may_wait: bool) -> None:
         """Draw every position of the pass at once, and dispatch it."""
@@ -207,7 +220,7 @@ class DispatchedPass:
             rows: list[SamplingRow] = []
             where: list[int] = []
             for draw in self.draws:
-                self.places[id(draw.sequence)] = len(where)
+                self.indices[id(draw.sequence)] = len(where)
                 where += range(draw.first, draw.first + draw.count)
                 rows += [draw.sampling, *(draw.sampling.ahead(i) for i in range(1, draw.count))]
             assert self.logits is not None
@@ -216,92 +229,41 @@ class DispatchedPass:
             self.token_ids = sample(logits, rows, may_wait=may_wait).astype(mx.uint32)
             self._finite = are_finite(logits, self.token_ids, rows)
             self.arrays += [self.token_ids, self._finite]
-            self._measure(logits, rows)
+            wanted = {index: row.logprobs for index, row in enumerate(rows) if row.logprobs is not None}
+            if wanted:
+                at = mx.array(list(wanted))
+                measured = measure(logits[at], self.token_ids[at], wanted=list(wanted.values()))
+                self._logprobs = list(wanted), measured
+                self.arrays += measured.arrays
         self.dispatch()
-        self._let_go()
-
-    def _measure(self, logits: mx.array, rows: Sequence[SamplingRow]) -> None:
-        """Have log probabilities for the rows that want them."""
-        wanted = [(place, row.logprobs) for place, row in enumerate(rows) if row.logprobs is not None]
-        if not wanted:
-            return
-        assert self.token_ids is not None
-        places = [place for place, _ in wanted]
-        where = mx.array(places)
-        found = measure(logits[where], self.token_ids[where], wanted=[each for _, each in wanted])
-        self._told = places, found
-        self.arrays += found.arrays
+        self._drop_arrays()
 
     def wait(self) -> None:
         """Return when the device is done with the pass."""
         mx.eval(self.arrays)
 
-    def read(self) -> list[Found]:
-        """Return what was drawn, guesses not judged yet."""
+    def read(
+        self, *, is_current: Callable[[OpenSequence], bool], is_fed: Callable[[OpenSequence], bool]
+    ) -> list[Drawn]:
+        """Return what was drawn for sequences that are current still. `is_fed`: whether what one drew was fed
+        to the next pass before it was known."""
         if self.token_ids is None:
             return []
         assert self._finite is not None
         ids = cast("list[int]", self.token_ids.tolist())
         finite = cast("list[bool]", self._finite.tolist())
         logprobs: list[TokenLogprobs | None] = [None] * len(ids)
-        if self._told is not None:
-            for place, entry in zip(self._told[0], self._told[1].read(), strict=True):
-                logprobs[place] = entry
-        found, start = [], 0
+        if self._logprobs is not None:
+            for index, entry in zip(self._logprobs[0], self._logprobs[1].read(), strict=True):
+                logprobs[index] = entry
+        drawn: list[Drawn] = []
+        start = 0
         for draw in self.draws:
-            stop = start + draw.count
-            found.append(Found(draw, ids[start:stop], finite[start:stop], logprobs[start:stop]))
-            start = stop
-        return found
+            own, start = slice(start, start + draw.count), start + draw.count
+            if is_current(draw.sequence):
+                drawn += draw.result(ids[own], finite[own], logprobs[own], is_fed=is_fed(draw.sequence))
+        return drawn
 
     def pooled_vectors(self) -> dict[SequenceId, Vector]:
         """Return the pooled hidden states on the host."""
         return {sequence_id: np.array(array) for sequence_id, array in self.pooled.items()}
-
-
-def settle(found: Found, *, is_fed: bool) -> list[Drawn]:
-    """Take a sequence's draws of a pass that is done: right guesses count, wrong ones leave its caches.
-
-    `is_fed`: the token was fed to the next pass before it was known. Returns what to tell; what is fed ahead
-    is not said yet. A sequence whose logits are no numbers is told to end, and to leave nothing behind.
-    """
-    draw, token_ids, logprobs = found.draw, found.token_ids, found.logprobs
-    sequence, sampling = draw.sequence, draw.sampling
-    guesses = draw.guesses
-    known = cast("list[int]", guesses.tolist()) if isinstance(guesses, mx.array) else list(guesses)
-    accepted_count = 0
-    while accepted_count < len(known) and token_ids[accepted_count] == known[accepted_count]:
-        accepted_count += 1
-    kept = token_ids[: accepted_count + 1]
-    if not all(found.finite[: len(kept)]):
-        error = logits_not_finite(sampling.drawn_count)
-        return [Drawn(sequence.sequence_id, kept[0], error=error)]
-    again_count = 0
-    if known:
-        again_count = sequence.row.take_back(len(known) - accepted_count)
-        sampling.drawn_count += accepted_count
-    if not is_fed:
-        before = [*sequence.behind, *known[:accepted_count]]
-        sequence.behind = [*before[len(before) - again_count :], kept[-1]]
-    drafts = sampling.drafts
-    if sequence.speculating is not None:
-        drafts = sequence.speculating.take(
-            kept, guess_count=len(known), accepted_count=accepted_count, was_asked=draw.was_asked
-        )
-    if sampling.needs_tokens:
-        sampling.accept(kept[0])
-    return [
-        Drawn(
-            sequence.sequence_id,
-            token_id,
-            logprobs[place],
-            sampling.is_complete,
-            sampling.error,
-            _first(drafts, place),
-        )
-        for place, token_id in enumerate(kept)
-    ]
-
-
-def _first(drafts: DraftCounts | None, place: int) -> DraftCounts | None:
-    return drafts if place == 0 else None

@@ -83,8 +83,7 @@ class DraftModel:
             mx.eval(kv_caches.cache_states(caches))
             sizes.append(sum(int(cache.nbytes) for cache in caches))
         footprint = DraftFootprint(
-            weight_bytes=facts.weight_bytes,
-            kv_bytes_per_token=max(1, (sizes[1] - sizes[0]) // step),
+            weight_bytes=facts.weight_bytes, kv_bytes_per_token=max(1, (sizes[1] - sizes[0]) // step)
         )
         known = min(facts.vocabulary_size, info.vocabulary_size)
         return cls(loaded.model, vocabulary_size=known, footprint=footprint)

@@ -1,10 +1,10 @@
-"""Freed buffers that are kept for the next arrays, so that they need no fresh pages: by the heap where it is
-set so (`heap`), else by MLX.
+"""Freed buffers: how many stay allocated for the next arrays, by the heap where it is set so (`heap`), else
+by MLX.
 
-They are what passes compute on the way, of a size for each length of a chunk, and KV that is not in pages. A
-prompt of 1,100 tokens in chunks of many lengths met 19,000 fresh pages by MLX's store and 1,200 by the heap
-(KV in pages; 6 layers of width 512, 2-core x86, mlx 0.32.4). Without a bound a long prompt's buffers would
-stay for ever.
+They hold what passes compute on the way, of a size for each length of a chunk, and KV that is not in pages.
+Reusing them spares fresh pages: a prompt of 1,100 tokens in chunks of many lengths took 19,000 of them with
+MLX's store and 1,200 with the heap (KV in pages; 6 layers of width 512, 2-core x86, mlx 0.32.4). Without a
+bound a long prompt's buffers would stay for ever.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class FreedBuffers:
     """Bounds them, for the inference thread."""
 
     def __init__(self, unused_bytes: Callable[[], int] = lambda: 0) -> None:
-        """`unused_bytes` tells what arrays have and nobody has written to."""
+        """`unused_bytes` returns what arrays have and nobody has written to."""
         self._unused_bytes = unused_bytes
         self._limit_bytes = 0
         """0 before it is known how much KV a token has."""
@@ -64,9 +64,9 @@ class FreedBuffers:
         heap.give_back()
         self._other_bytes = self._free_bytes()
 
-    def keep_room(self) -> None:
-        """Let go of the oldest ones where few more would be kept, or what is in use leaves them no room; of
-        all, where the heap keeps them.
+    def trim(self) -> None:
+        """Release the oldest ones where few more would be held, or what is in use leaves them no memory; all,
+        where the heap holds them.
 
         Only while nothing is computed.
         """

@@ -1,4 +1,4 @@
-"""Model loader: from a folder to a loaded model and the facts about it (inference thread).
+"""Model loader: from a folder to a loaded model, its LoRA adapters and the facts about it (inference thread).
 
 Every way a folder can be wrong ends in one ModelError that says what to do.
 """
@@ -16,7 +16,7 @@ from mlx.utils import tree_flatten, tree_map
 
 from icehouse_server.device import find_backend, find_device
 from icehouse_server.domain.ids import AdapterDigest, AdapterName
-from icehouse_server.domain.model import ModelInfo, Sight
+from icehouse_server.domain.model import AdapterInfo, ModelInfo, Sight
 from icehouse_server.engine.core.memory_model import (
     ModelShape,
     TowerShape,
@@ -53,7 +53,7 @@ class AdapterSource:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelSource:
-    """Where the model is and how to load it. `dtype` "" keeps the folder's own."""
+    """Where the model is and how to load it. `dtype` "" means the folder's own."""
 
     path: Path
     model_id: str
@@ -77,6 +77,14 @@ class LoadedModel:
     config: dict[str, Any]
     tower: VisionTower | None = None
     """What makes vectors of images."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AdaptedModel:
+    """The model with one adapter."""
+
+    tree: Any
+    info: AdapterInfo
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -201,7 +209,7 @@ def describe(
     if loaded.tower is not None:
         weights += [array for _, array in parameters_of(loaded.tower)]
     floating = [a.dtype for a in weights if mx.issubdtype(a.dtype, mx.floating)]
-    caches = kv_caches.make_caches(loaded.model)
+    caches, device = kv_caches.make_caches(loaded.model), find_device()
     context = source.context_token_limit or find_int(loaded.config, _CONTEXT_KEYS) or _DEFAULT_CONTEXT_TOKENS
     return ModelInfo(
         model_id=source.model_id,
@@ -218,7 +226,7 @@ def describe(
         has_chat_template=tokenizer.has_chat_template,
         reply_format=tokenizer.reply_format,
         eos_token_ids=tokenizer.eos_token_ids,
-        device=_device_name(),
+        device=f"{'gpu' if device.is_gpu else 'cpu'}: {device.name}",
         sees_images=loaded.tower is not None,
         runs_images_whole=loaded.tower is not None and mlx_vlm.runs_images_whole(loaded.config),
         image_refusal=mlx_vlm.refusal(source.path, loaded.config) or _MISSING_EXTRA,
@@ -266,10 +274,10 @@ def read_generation_config(path: Path) -> dict[str, Any]:
 
 
 def _quantization(config: Mapping[str, Any]) -> str:
-    found = config.get("quantization") or config.get("quantization_config")
-    if not isinstance(found, dict) or "bits" not in found:
+    form = config.get("quantization") or config.get("quantization_config")
+    if not isinstance(form, dict) or "bits" not in form:
         return "none"
-    return f"{found['bits']}-bit, group {found.get('group_size', '?')}"
+    return f"{form['bits']}-bit, group {form.get('group_size', '?')}"
 
 
 def shape_of(loaded: LoadedModel) -> ModelShape:
@@ -283,7 +291,7 @@ def shape_of(loaded: LoadedModel) -> ModelShape:
 
 
 def has_sinks(model: Any) -> bool:
-    """Tell whether the model's attention has sinks, logits that only take weight."""
+    """Return whether the model's attention has sinks, logits that only take weight."""
     return any("sink" in name for name, _ in parameters_of(model))
 
 
@@ -292,6 +300,44 @@ def tower_shape_of(loaded: LoadedModel) -> TowerShape | None:
     return None if loaded.tower is None else loaded.tower.shape(device=find_backend().value)
 
 
-def _device_name() -> str:
-    device = find_device()
-    return f"{'gpu' if device.is_gpu else 'cpu'}: {device.name}"
+def attach(adapter: AdapterSource, base: LoadedModel, source: ModelSource) -> AdaptedModel:
+    """Load a LoRA adapter beside the model; raises ModelError where it does not fit it.
+
+    It gets a module tree of its own: a second tree of the same class is made from the folder, lazily, and
+    given the loaded model's own arrays before the adapter's layers are put in. What was not loaded twice is
+    not held twice.
+    """
+    try:
+        tree, _ = mlx_lm.read_model(source.path, lazy=True, trust_remote_code=source.trust_remote_code)
+        tree.update(base.model.parameters())
+        tree = mlx_lm.read_adapter(tree, str(adapter.path))
+        config = json.loads((adapter.path / "adapter_config.json").read_text(encoding="utf-8"))
+        kind = str(config.get("fine_tune_type", "lora"))
+        missing = _own(tree, base).keys() - mlx_lm.adapter_tensor_names(adapter.path)
+        if missing:
+            raise ValueError(f"adapters.safetensors lacks {len(missing)} tensors, one is {min(missing)}")
+        if source.dtype:
+            convert(tree, source.dtype)
+        tree.eval()
+        own = _own(tree, base)
+        mx.eval(list(own.values()))
+    except Exception as error:  # mlx-lm raises whatever a folder makes it raise
+        raise ModelError(
+            Reason.MODEL_INVALID,
+            f"adapter {adapter.name!r} in {adapter.path} cannot be applied to the model: {one_line(error)}; "
+            "was it trained on this one?",
+        ) from error
+    info = AdapterInfo(
+        name=adapter.name,
+        kind=kind,
+        digest=adapter.digest,
+        parameter_count=sum(array.size for array in own.values()),
+        weight_bytes=sum(array.nbytes for array in own.values()),
+    )
+    return AdaptedModel(tree, info)
+
+
+def _own(tree: Any, base: LoadedModel) -> dict[str, mx.array]:
+    """Return the arrays of a tree that are not the model's."""
+    shared = {id(array) for _, array in parameters_of(base.model)}
+    return {name: array for name, array in parameters_of(tree) if id(array) not in shared}

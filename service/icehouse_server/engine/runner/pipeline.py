@@ -1,25 +1,24 @@
-"""Pipeline of passes: each feeds every decoding sequence and some prompts, and is read or run ahead of.
+"""Pipeline of passes: each feeds every decoding sequence and some prompts (inference thread).
 
-A device that computes on its own (Metal, CUDA) is kept a pass ahead: the next one is dispatched, with the
+A device that computes on its own (Metal, CUDA) runs a pass ahead: the next pass is dispatched, with the
 tokens drawn last as an array among its input, before those tokens are read. So it computes while Python
-publishes. MLX's CPU build makes the dispatch itself wait, so there a pass ahead would only delay every first
-token by a pass.
+publishes. On MLX's CPU build the dispatch itself waits, so running ahead would only delay every first token
+by a pass.
 
 Where a draw depends on the tokens before it (penalties, banned sequences, a constraint), a pass ahead is cut
 in two: the forward is dispatched, the last tokens are read and masks made while it runs, then the draw is
-dispatched behind it. What is measured or pooled of a prompt is read when its pass is collected.
+dispatched. What is measured or pooled of a prompt is read when its pass is collected.
 
-A row that guesses is fed only once its tokens are known, so in every second pass, and keeps nobody else from
-being fed in each. Until its guesses are judged its caches hold more than is known; those with windows or
-states cannot be cut then, so a row that has any guesses only while all rows do. These passes are waited for:
-nobody would run ahead.
-
-Inference thread only.
+A row that guesses is fed only once its tokens are known, so in every second pass, while all others are fed in
+each. Until its guesses are judged its caches hold more than is known; those with windows or states cannot be
+cut then, so a row that has any guesses only while all rows do, and such passes are waited for.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -28,11 +27,10 @@ import mlx.core as mx
 from icehouse_server.clock import Clock
 from icehouse_server.domain.ids import AdapterName, SequenceId
 from icehouse_server.domain.request import Pooling
-from icehouse_server.engine.attention.early_start import EARLY_START
-from icehouse_server.engine.attention.first_wait import FIRST_WAIT
+from icehouse_server.engine.attention.build_hooks import EARLY_START, FIRST_WAIT
 from icehouse_server.engine.core.ports import Chunk, Drawn, LayerSpan, PassResult
 from icehouse_server.engine.kv.pass_clock import PassClock
-from icehouse_server.engine.runner.decoding import DispatchedPass, Draw, OpenSequence, settle
+from icehouse_server.engine.runner.decoding import DispatchedPass, Draw, OpenSequence
 from icehouse_server.engine.runner.draft_model import DraftModel
 from icehouse_server.engine.runner.forward import ForwardPass, Row, Share
 from icehouse_server.engine.runner.speculation import Guesses, guesses_of
@@ -83,12 +81,12 @@ class Pipeline:
         is_ahead = self._is_pipelined and not reads_at_once and not (self._is_only_guessing and not parts)
         before, self._in_flight = self._in_flight, None
         ended: list[DispatchedPass] = []
-        told: list[Drawn] = []
+        drawn: list[Drawn] = []
         if before is not None and not (is_ahead and (self._decoding or parts)):
-            told += self._collect(before)
+            drawn += self._collect(before)
             ended, before = [before], None
         if not (self._decoding or parts):
-            return self._result(told, ended, is_behind=bool(ended))
+            return self._result(drawn, ended, is_behind=bool(ended))
         FIRST_WAIT.expect(None if is_ahead else before_wait)
         if self._is_pipelined and before is None:
             EARLY_START.begin(self._clock)
@@ -103,7 +101,7 @@ class Pipeline:
             current.dispatch()
             if before_wait is not None:
                 before_wait()
-            told += self._collect(before, behind=current)
+            drawn += self._collect(before, behind=current)
             current.draw(may_wait=False)
         else:
             current.draw(may_wait=not is_ahead)
@@ -111,12 +109,12 @@ class Pipeline:
             if before_wait is not None and is_ahead:
                 before_wait()
             if before is not None:
-                told += self._collect(before, behind=current)
+                drawn += self._collect(before, behind=current)
         if is_ahead:
             self._in_flight = current
-            return self._result(told, [] if before is None else [before], is_behind=True)
-        told += self._collect(current)
-        return self._result(told, [*ended, current], is_behind=False)
+            return self._result(drawn, [] if before is None else [before], is_behind=True)
+        drawn += self._collect(current)
+        return self._result(drawn, [*ended, current], is_behind=False)
 
     @property
     def _is_only_guessing(self) -> bool:
@@ -124,11 +122,11 @@ class Pipeline:
         return bool(self._decoding) and all(s.is_guessing for s in self._decoding.values())
 
     def release(self, sequence: OpenSequence) -> None:
-        """Forget a sequence; what is in flight of it is not told."""
+        """Forget a sequence; what is in flight of it is dropped."""
         self._decoding.pop(sequence.sequence_id, None)
         if self._in_flight is not None:
             self._in_flight.forget(sequence.sequence_id)
-        sequence.row.leave_company()
+        sequence.row.leave_group()
         # A pass in flight knows the sequence until another one is run, which may be much later.
         sequence.row = Row([])
 
@@ -140,11 +138,7 @@ class Pipeline:
         self.draft_model = None
 
     def _built(
-        self,
-        parts: Sequence[tuple[OpenSequence, Chunk]],
-        before: DispatchedPass | None,
-        *,
-        is_ahead: bool,
+        self, parts: Sequence[tuple[OpenSequence, Chunk]], before: DispatchedPass | None, *, is_ahead: bool
     ) -> DispatchedPass:
         """Build a pass, lazily. Where it will be waited for, what goes through some layers is left until the
         rest of it is done."""
@@ -157,8 +151,8 @@ class Pipeline:
         if self.draft_model is not None:
             reading = [(s.drafted, len(chunk.token_ids)) for s, chunk in parts if s.drafted is not None]
             arrays += self.draft_model.read(reading)
-        asked = {id(s): found for s, found in zip(guessing, guesses, strict=True)}
-        fed = [_of_row(s, asked.get(id(s)), before) for s in rows]
+        guesses_by_id = {id(s): own for s, own in zip(guessing, guesses, strict=True)}
+        fed = [_of_row(s, guesses_by_id.get(id(s)), before) for s in rows]
         fed += [_of_chunk(sequence, chunk) for sequence, chunk in parts if chunk.layers is None]
         # Rows of one token lie first in a pass, so that nothing is put in another order there.
         fed.sort(key=lambda each: each.share.token_count > 1 or not each.share.row.token_count)
@@ -166,9 +160,9 @@ class Pipeline:
         logits: list[mx.array] = []
         for adapter, own in _by_adapter(fed).items():
             first = sum(part.shape[0] for part in logits)
-            found = self._forward(adapter, own, current, before, first=first)
-            if found is not None:
-                logits.append(found)
+            own_logits = self._forward(adapter, own, current, before, first=first)
+            if own_logits is not None:
+                logits.append(own_logits)
         if logits:
             current.logits = logits[0] if len(logits) == 1 else mx.concatenate(logits)
         for sequence, chunk in parts:
@@ -187,7 +181,7 @@ class Pipeline:
         guess and wait for their tokens of it."""
         rows: list[OpenSequence] = []
         for sequence in self._decoding.values():
-            if before is not None and id(sequence) in before.places and sequence.waits_to_guess:
+            if before is not None and id(sequence) in before.indices and sequence.waits_to_guess:
                 assert sequence.speculating is not None
                 sequence.speculating.note_wait()
             else:
@@ -197,22 +191,22 @@ class Pipeline:
     def _through_layers_in_time(self, current: DispatchedPass) -> None:
         """Take chunks through layers behind all else in the pass, until their time is over."""
         for sequence, chunk in current.layered:
-            asked = chunk.layers
-            assert asked is not None, "It goes through all layers with the others"
+            span = chunk.layers
+            assert span is not None, "It goes through all layers with the others"
             current.wait()
             began, now = current.began_time, self._clock.monotonic()
             current.layers_began_s = now - began
-            last = asked.first
-            while last < asked.last:
+            last = span.first
+            while last < span.last:
                 mx.eval(
-                    self._through_layers(sequence, chunk.token_ids, LayerSpan(last, last + 1, asked.count))
+                    self._through_layers(sequence, chunk.token_ids, LayerSpan(last, last + 1, span.count))
                 )
                 last += 1
                 before, now = now, self._clock.monotonic()
-                if now - began + _LIKELY * (now - before) > asked.within_s:
+                if now - began + _LIKELY * (now - before) > span.within_s:
                     break
-            if last < asked.last:
-                current.went_through[chunk.sequence_id] = LayerSpan(asked.first, last, asked.count)
+            if last < span.last:
+                current.went_through[chunk.sequence_id] = LayerSpan(span.first, last, span.count)
 
     def _through_layers(
         self, sequence: OpenSequence, token_ids: Sequence[int], layers: LayerSpan
@@ -244,15 +238,17 @@ class Pipeline:
         for each, (start, stop), span in zip(fed, output.logit_spans, output.hidden_spans, strict=True):
             chunk = each.chunk
             if chunk is None or chunk.row is not None:
-                place = stop - 1 - len(each.guesses)
-                current.draws.append(Draw(each.sequence, first + place, each.guesses, each.was_asked))
+                at = first + stop - 1 - len(each.guesses)
+                current.draws.append(Draw(each.sequence, at, each.guesses, each.was_asked))
             if chunk is not None and chunk.wanted is not None and chunk.next_token_ids:
                 assert output.logits is not None
                 count = len(chunk.next_token_ids)
-                asked = mx.array(list(chunk.next_token_ids))
-                told = measure(output.logits[start : start + count], asked, wanted=[chunk.wanted] * count)
-                current.measured[chunk.sequence_id] = told
-                current.arrays += told.arrays
+                following = mx.array(list(chunk.next_token_ids))
+                logprobs = measure(
+                    output.logits[start : start + count], following, wanted=[chunk.wanted] * count
+                )
+                current.measured[chunk.sequence_id] = logprobs
+                current.arrays += logprobs.arrays
             if chunk is not None and chunk.pooling is not None:
                 assert output.hidden is not None
                 hidden = output.hidden[span[0] : span[1]].astype(mx.float32)
@@ -261,7 +257,7 @@ class Pipeline:
         return output.logits
 
     def _collect(self, ended: DispatchedPass, *, behind: DispatchedPass | None = None) -> list[Drawn]:
-        """Wait for a pass and take what was drawn in it; what was released meanwhile is not told. `behind`:
+        """Wait for a pass and take what was drawn in it; what was released meanwhile is dropped. `behind`:
         the pass that was dispatched meanwhile, with tokens drawn in the ended one."""
         ended.wait()
         self._pass_clock.end(ended.number)
@@ -269,16 +265,14 @@ class Pipeline:
         ended.elapsed_s = now - max(ended.began_time, self._last_end_time)
         self._last_end_time = now
         fed = set() if behind is None else {id(draw.sequence) for draw in behind.draws}
-        told: list[Drawn] = []
-        for found in ended.read():
-            sequence = found.draw.sequence
-            if self._decoding.get(sequence.sequence_id) is sequence:
-                told += settle(found, is_fed=id(sequence) in fed)
-        return told
+        return ended.read(
+            is_current=lambda sequence: self._decoding.get(sequence.sequence_id) is sequence,
+            is_fed=lambda sequence: id(sequence) in fed,
+        )
 
-    def _result(self, told: list[Drawn], ended: Sequence[DispatchedPass], *, is_behind: bool) -> PassResult:
-        """Say what came of passes that were waited for; the time is the last one's."""
-        drawn = _with_fed_ahead(told, lambda sequence_id: len(self._decoding[sequence_id].behind))
+    def _result(self, drawn: list[Drawn], ended: Sequence[DispatchedPass], *, is_behind: bool) -> PassResult:
+        """Return the result of passes that were waited for; the time is the last one's."""
+        drawn = self._with_fed_ahead(drawn)
         if not ended:
             return PassResult(drawn, is_behind=is_behind)
         last = ended[-1]
@@ -294,20 +288,25 @@ class Pipeline:
             leaves_device_idle=self._is_pipelined and not is_behind,
         )
 
+    def _with_fed_ahead(self, drawn: Sequence[Drawn]) -> list[Drawn]:
+        """Note with each token how many from it on are in the caches: all of them but those left behind."""
+        later: collections.Counter[SequenceId] = collections.Counter()
+        noted: list[Drawn] = []
+        for each in reversed(drawn):
+            later[each.sequence_id] += 1
+            behind_count = len(self._decoding[each.sequence_id].behind)
+            noted.append(each._replace(fed_ahead_count=later[each.sequence_id] - behind_count))
+        return noted[::-1]
+
 
 def _of_row(sequence: OpenSequence, guesses: Guesses | None, before: DispatchedPass | None) -> _Fed:
     """Feed a decoding sequence; `guesses` are None where it was not asked for any."""
-    in_flight = before is not None and id(sequence) in before.places
+    in_flight = before is not None and id(sequence) in before.indices
     token_ids = () if in_flight else tuple(sequence.behind)
-    found = () if guesses is None else guesses
-    count = 1 + len(found)
-    share = Share(
-        sequence.row,
-        max(1, len(token_ids)) + len(found),
-        logit_count=count,
-        may_be_taken_back=count > 1,
-    )
-    return _Fed(share, sequence, token_ids, found, was_asked=guesses is not None)
+    fed = () if guesses is None else guesses
+    fed_count, count = max(1, len(token_ids)) + len(fed), 1 + len(fed)
+    share = Share(sequence.row, fed_count, logit_count=count, may_be_taken_back=count > 1)
+    return _Fed(share, sequence, token_ids, fed, was_asked=guesses is not None)
 
 
 def _of_chunk(sequence: OpenSequence, chunk: Chunk) -> _Fed:
@@ -326,54 +325,30 @@ def _of_chunk(sequence: OpenSequence, chunk: Chunk) -> _Fed:
 
 
 def _by_adapter(fed: Iterable[_Fed]) -> Mapping[AdapterName, list[_Fed]]:
-    found: dict[AdapterName, list[_Fed]] = {}
+    groups: dict[AdapterName, list[_Fed]] = {}
     for each in fed:
-        found.setdefault(each.sequence.adapter, []).append(each)
-    return found
+        groups.setdefault(each.sequence.adapter, []).append(each)
+    return groups
 
 
 def _token_ids(fed: Sequence[_Fed], before: DispatchedPass | None) -> mx.array:
     """Return the tokens of a pass: those in flight from the device, the others from here."""
     pieces: list[Any] = []
-    places: list[int] = []
-    known: list[int] = []
-
-    def end_places() -> None:
-        if places:
+    for in_flight, some in itertools.groupby(fed, lambda each: not each.token_ids):
+        if in_flight:
             assert before is not None and before.token_ids is not None
-            is_all = places == list(range(before.token_ids.shape[0]))
-            pieces.append(before.token_ids if is_all else before.token_ids[mx.array(places)])
-            places.clear()
-
-    def end_known() -> None:
+            indices = [before.indices[id(each.sequence)] for each in some]
+            is_all = indices == list(range(before.token_ids.shape[0]))
+            pieces.append(before.token_ids if is_all else before.token_ids[mx.array(indices)])
+            continue
+        known: list[int] = []
+        for each in some:
+            known += each.token_ids
+            if isinstance(each.guesses, mx.array):
+                pieces += [mx.array(known, dtype=mx.uint32), each.guesses.astype(mx.uint32)]
+                known = []
+            else:
+                known += each.guesses
         if known:
             pieces.append(mx.array(known, dtype=mx.uint32))
-            known.clear()
-
-    for each in fed:
-        if not each.token_ids:
-            assert before is not None
-            end_known()
-            places.append(before.places[id(each.sequence)])
-            continue
-        end_places()
-        known += each.token_ids
-        if isinstance(each.guesses, mx.array):
-            end_known()
-            pieces.append(each.guesses.astype(mx.uint32))
-        else:
-            known += each.guesses
-    end_places()
-    end_known()
     return pieces[0] if len(pieces) == 1 else mx.concatenate(pieces)
-
-
-def _with_fed_ahead(told: Sequence[Drawn], behind_count: Callable[[SequenceId], int]) -> list[Drawn]:
-    """Say of each token how many from it on are in the caches: all that are told but those left behind."""
-    later: dict[SequenceId, int] = {}
-    found: list[Drawn] = []
-    for drawn in reversed(told):
-        count = later[drawn.sequence_id] = later.get(drawn.sequence_id, 0) + 1
-        found.append(drawn._replace(fed_ahead_count=count - behind_count(drawn.sequence_id)))
-    found.reverse()
-    return found

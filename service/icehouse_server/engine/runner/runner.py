@@ -17,9 +17,8 @@ from icehouse_server.domain.model import ModelInfo, PassSplit
 from icehouse_server.domain.request import Drafting, ImageKey, ImagePart, Pooling
 from icehouse_server.domain.sampling import SamplingParams
 from icehouse_server.engine.attention.cpu.quantized import float_bytes
-from icehouse_server.engine.core.decode_row import DecodeRow
 from icehouse_server.engine.core.memory_model import DraftFootprint, MemoryModel
-from icehouse_server.engine.core.ports import Chunk, ImageUse, MemoryUse, PassResult
+from icehouse_server.engine.core.ports import Chunk, DecodeRow, ImageUse, MemoryUse, PassResult
 from icehouse_server.engine.core.thread_guard import OneThread
 from icehouse_server.engine.kv.backend_choice import kernels_for, shapes_are_costly
 from icehouse_server.engine.kv.page_groups import GroupFacts, groups_of, page_token_count_for, pool_sizes
@@ -40,18 +39,15 @@ from icehouse_server.engine.runner.forward import (
     JoinedLayers,
     PassFacts,
     Row,
-    Way,
-    attending_places,
+    SplitMode,
     examine,
-    kv_places,
 )
 from icehouse_server.engine.runner.freed_buffers import FreedBuffers
 from icehouse_server.engine.runner.identity.fingerprint import system_digest_hex
-from icehouse_server.engine.runner.lora import attach
 from icehouse_server.engine.runner.pipeline import Pipeline
 from icehouse_server.engine.runner.vision.features import ImageFeatures
 from icehouse_server.engine.runner.warm_up import warm_up_rows
-from icehouse_server.engine.sampling.row import SamplingRow
+from icehouse_server.engine.sampling.sampling_row import SamplingRow
 from icehouse_server.errors import ConfigError, ModelError, Reason
 from icehouse_server.text.tokenizer import Tokenizer
 
@@ -63,22 +59,22 @@ _POOL_SHARE = 3 / 4
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunnerSettings:
-    """How sequences are run. `kv_bits` 0 keeps the model's own KV type."""
+    """How sequences are run. `kv_bits` 0 means the model's own KV type."""
 
     block_token_count: int = 256
     kv_bits: int = 0
     kv_group_size: int = 64
     is_pipelined: bool = True
-    """Keep the device a pass ahead of Python; of no use where dispatching waits (the CPU build)."""
+    """Run the device a pass ahead of Python; of no use where dispatching waits (the CPU build)."""
     attention: Attention = Attention.AUTO
-    """Whether sequences keep their KV to themselves, or in pages where they can."""
+    """Whether each sequence has its KV in caches of its own, or in pages where possible."""
     joins_layers: bool = False
     """Compute layers that read the same input as one product, unless adapters share the model's weights."""
     is_memory_wired: bool = False
     """Metal keeps the pages resident."""
     memory_limit_bytes: int = 0
-    """What model, KV and cache may take together, 0 where it is not known. Freed buffers that are kept for
-    the next arrays are a share of it."""
+    """What model, KV and cache may take together, 0 where it is not known. Freed buffers held for the next
+    arrays are a share of it."""
     warms_every_draw: bool = False
     """Draw once with every option while nobody asks for anything, where kernels are compiled when they first
     run. On an H100 that took over a minute at the first start (mlx 0.32.4 keeps what it compiled)."""
@@ -125,9 +121,7 @@ class ModelRunner:
         """Batches that draw in ways whose kernels are not compiled yet."""
         self._pass_clock = PassClock()
         self._pipeline = Pipeline(
-            is_pipelined=settings.is_pipelined,
-            clock=clock,
-            pass_clock=self._pass_clock,
+            is_pipelined=settings.is_pipelined, clock=clock, pass_clock=self._pass_clock
         )
         self.blocks = RunnerBlocks(
             self,
@@ -145,7 +139,7 @@ class ModelRunner:
         if loaded.tower is not None:
             limit_bytes = self._settings.image_feature_limit_bytes
             self._images = ImageFeatures(loaded.tower, limit_bytes=limit_bytes, clock=self._clock)
-        adapted = [attach(adapter, loaded, self._source) for adapter in self._source.adapters]
+        adapted = [model_loader.attach(adapter, loaded, self._source) for adapter in self._source.adapters]
         if self._settings.is_memory_wired:
             mlx_lm.wire_memory()
         self.blocks.read_layout()
@@ -182,7 +176,7 @@ class ModelRunner:
             info,
             kv_bytes_per_token=kv_bytes_per_token,
             adapters=tuple(model.info for model in adapted),
-            pass_splits=tuple(PassSplit(way) for way in self._facts.ways),
+            pass_splits=tuple(map(PassSplit, self._facts.modes)),
             embedding_size=self._hidden_size(),
             system_digest_hex=system_digest_hex(
                 self._source.path, fingerprint_hex=self._fingerprint_hex, device=info.device
@@ -212,7 +206,7 @@ class ModelRunner:
         parts = [(self._prepared(chunk), chunk) for chunk in chunks]
         result = self._pipeline.run(parts, before_wait, reads_at_once=reads_at_once)
         if not self._settings.is_pipelined:
-            self._freed.keep_room()
+            self._freed.trim()
         return result
 
     def layer_count(self) -> int:
@@ -322,7 +316,7 @@ class ModelRunner:
         if self._paging is None and self._facts.caches:
             self._page_groups = groups_of(
                 self.caches(sequence_id),
-                attending=attending_places(self._facts.caches),
+                attending=self._facts.attending_indices,
                 page_token_count=page_token_count_for(self._settings.block_token_count),
             )
         self.run([Chunk(sequence_id, [0], adapter, row=row)])
@@ -369,9 +363,7 @@ class ModelRunner:
             return
         left_bytes = max(0, self._settings.memory_limit_bytes - mx.get_active_memory())
         sizes = pool_sizes(
-            facts,
-            size_bytes=int(_POOL_SHARE * left_bytes),
-            array_limit_bytes=find_device().array_limit_bytes,
+            facts, size_bytes=int(_POOL_SHARE * left_bytes), array_limit_bytes=find_device().array_limit_bytes
         )
         if sum(sizes) and not self._settings.is_pipelined and not can_reserve(sum(sizes)):
             _log.warning("page_pool_not_reserved", extra={"size_bytes": sum(sizes)})
@@ -397,7 +389,7 @@ class ModelRunner:
         """Return what attention makes of a token's KV in one layer."""
         if self._paging is not None:
             return kv_bytes_per_token // len(self._facts.caches)
-        layer_count = len(kv_places(self._facts.caches, self.fresh_caches()))
+        layer_count = self._facts.kv_count(self.fresh_caches())
         if not layer_count:
             return 0  # it is the model's own, or reads windows
         return float_bytes(
@@ -439,22 +431,22 @@ class ModelRunner:
                 f"this model's KV cannot be quantized to {self._settings.kv_bits} bits in groups of "
                 f"{self._settings.kv_group_size}: {error}; choose another kv_bits or kv_group_size",
             ) from error
-        if model_loader.needs_flat_layers(model) and facts.ways != (Way.ATTENTION.value,):
+        if model_loader.needs_flat_layers(model) and facts.modes != (SplitMode.ATTENTION.value,):
             raise ModelError(
                 Reason.MODEL_INVALID,
-                f"this model's passes are split by {', '.join(facts.ways)} ({facts.reason}); only those that "
-                "attention splits know where images are; is mlx-vlm a newer one than 0.7?",
+                f"this model's passes are split by {', '.join(facts.modes)} ({facts.reason}); only those "
+                "that attention splits know where images are; is mlx-vlm a newer one than 0.7?",
             )
-        told = {"ways": ", ".join(facts.ways), "detail": facts.reason or "rows share every layer"}
+        detail = {"ways": ", ".join(facts.modes), "detail": facts.reason or "rows share every layer"}
         if facts.caches:
-            _log.info("forward_pass_examined", extra=told)
+            _log.info("forward_pass_examined", extra=detail)
         else:
-            _log.warning("forward_pass_not_shared", extra=told)
+            _log.warning("forward_pass_not_shared", extra=detail)
         return facts
 
 
 def _features_of(chunk: Chunk, vectors: Mapping[ImageKey, mx.array]) -> tuple[Features, ...]:
-    """Return what stands in the place of the chunk's tokens of images."""
+    """Return what replaces the chunk's tokens of images."""
     return tuple(
         Features(
             part.start,

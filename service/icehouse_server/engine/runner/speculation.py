@@ -11,27 +11,28 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
 
 from icehouse_server.domain.request import DraftCounts, Drafting, Speculation, SpeculationLimit
 from icehouse_server.engine.runner.draft_model import DraftedRow, DraftModel
-from icehouse_server.engine.runner.prompt_lookup import LookupWatch, PromptLookup
-from icehouse_server.engine.sampling.row import SamplingRow
+from icehouse_server.engine.sampling.sampling_row import SamplingRow
 
 Guesses = Sequence[int] | mx.array
 """Tokens that may come next; an array need not be computed yet."""
 
 
-class Trial(NamedTuple):
+class Probe(NamedTuple):
     """How many guesses must be right in so many passes. With fewer, guessing costs more than it brings."""
 
     step_count: int
     least_accepted_count: int
 
 
-_LOOKUP_TRIAL = Trial(step_count=4, least_accepted_count=2)
+_LOOKUP_PROBE = Probe(step_count=4, least_accepted_count=2)
 """Short: a row that stops too early comes back. A pass over nine tokens takes twice as long as over one
 (Gemma 3 270M, float32, 2 x86 cores), so with few right guesses there is nothing to gain even alone."""
-_DRAFT_TRIAL = Trial(step_count=24, least_accepted_count=6)
+_DRAFT_PROBE = Probe(step_count=24, least_accepted_count=6)
 """Long: nobody looks on afterwards, for that would cost as much as guessing."""
 _FIRST_WINDOW = 4
 """Guesses that a row begins with. Each time all were right it guesses twice as many, else one more than were
@@ -40,6 +41,91 @@ over five tokens costs little more than one over three, and 64 quoted tokens tak
 GUESS_LIMIT = 64
 """Guesses in one pass, shared by all rows that guess: a pass gets longer with each, for those too who asked
 for none. So many cost what 64 more decoding rows would, which a batch is made for."""
+
+_FIRST_RUN = 4
+"""Tokens in a row that must be guessed right in silence before the row guesses again; after each time that
+did not pay, twice as many."""
+_PAID_RUNS = 2
+"""Guessing paid when so many times the run that led to it were accepted."""
+
+
+class PromptLookup:
+    """Guesses by what followed the last tokens before: prompt lookup decoding (A. Saxena, 2023).
+
+    Texts that quote their prompt, such as edits, extracts and code, repeat long runs of it. A look is a few
+    passes over an array of all tokens so far: 30,000 of them take about 20 microseconds a pass.
+    """
+
+    def __init__(self, token_ids: Sequence[int], *, ngram_token_limit: int) -> None:
+        assert token_ids and ngram_token_limit >= 1
+        self._ngram_token_limit = ngram_token_limit
+        self._count = len(token_ids)
+        self._tokens: npt.NDArray[np.int64] = np.empty(self._count + 256, dtype=np.int64)
+        self._tokens[: self._count] = token_ids
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Add what was generated."""
+        stop = self._count + len(token_ids)
+        if stop > len(self._tokens):
+            self._tokens = np.concatenate([self._tokens, np.empty(max(stop, 256), dtype=np.int64)])
+        self._tokens[self._count : stop] = token_ids
+        self._count = stop
+
+    def propose(self, count: int) -> list[int]:
+        """Return at most `count` tokens that may come next: what followed an earlier position with the
+        longest equal end, of equals the latest with `count` tokens behind it. Empty when the last token is
+        new."""
+        known = self._tokens[: self._count]
+        # Ends of earlier positions; the very last token has nothing behind it.
+        ends = np.flatnonzero(known[:-1] == known[-1])
+        for length in range(2, min(self._ngram_token_limit, self._count - 1) + 1):
+            longer = ends[ends >= length - 1]
+            longer = longer[known[longer - (length - 1)] == known[-length]]
+            if not len(longer):
+                break
+            ends = longer
+        if not len(ends) or count < 1:
+            return []
+        full = ends[ends + count < self._count]
+        # A short loop at the end leaves few tokens behind its latest position; the earliest has the most.
+        start = int(full[-1] if len(full) else ends[0]) + 1
+        return [int(token_id) for token_id in known[start : start + count]]
+
+
+class LookupWatch:
+    """Guesses in silence for a row that decodes plainly, to see when guesses would come true again."""
+
+    def __init__(self, drafter: PromptLookup) -> None:
+        self.drafter = drafter
+        self._wanted_run = _FIRST_RUN
+        self._begin_count = 0
+        self._run = 0
+        self._guess: int | None = None
+
+    @property
+    def is_convinced(self) -> bool:
+        """Whether the latest tokens were guessed right, so many in a row that the next ones may be too."""
+        return self._run >= self._wanted_run
+
+    def begin(self, *, accepted_count: int) -> None:
+        """Look on from here, after a time of guessing in which so many guesses were right.
+
+        The drafter knows every token so far.
+        """
+        has_paid = accepted_count >= _PAID_RUNS * self._wanted_run
+        self._wanted_run = _FIRST_RUN if has_paid or not self._begin_count else 2 * self._wanted_run
+        self._begin_count += 1
+        self._run = 0
+        self._look()
+
+    def note(self, token_id: int) -> None:
+        """Take the next token."""
+        self._run = self._run + 1 if token_id == self._guess else 0
+        self.drafter.extend([token_id])
+        self._look()
+
+    def _look(self) -> None:
+        self._guess = next(iter(self.drafter.propose(1)), None)
 
 
 class SpeculatingRow:
@@ -63,7 +149,7 @@ class SpeculatingRow:
         self._wait_count = 0
         if limit is SpeculationLimit.NONE and drafted is None:
             lookup = PromptLookup(token_ids, ngram_token_limit=speculation.ngram_token_limit)
-            self._watch = LookupWatch(lookup, speculation)
+            self._watch = LookupWatch(lookup)
 
     @property
     def is_guessing(self) -> bool:
@@ -81,7 +167,7 @@ class SpeculatingRow:
     def take(
         self, token_ids: Sequence[int], *, guess_count: int, accepted_count: int, was_asked: bool = True
     ) -> DraftCounts:
-        """Take what was drawn in a pass and how its guesses fared; return what to tell of it. `was_asked`:
+        """Take what was drawn in a pass and how its guesses fared; return the counts to report. `was_asked`:
         whether the row was to guess in this pass."""
         if self.drafted is not None:
             self.drafted.behind += token_ids
@@ -100,13 +186,13 @@ class SpeculatingRow:
 
     def _try(self, accepted_count: int) -> None:
         """Judge by the guesses that were right, less what the row would have drawn where it waited."""
-        trial = _LOOKUP_TRIAL if self.drafted is None else _DRAFT_TRIAL
+        probe = _LOOKUP_PROBE if self.drafted is None else _DRAFT_PROBE
         self._step_count += 1
         self._accepted_count += accepted_count
         self._accepted_total += accepted_count
-        if self._step_count < trial.step_count:
+        if self._step_count < probe.step_count:
             return
-        if self._accepted_count < trial.least_accepted_count:
+        if self._accepted_count < probe.least_accepted_count:
             self.limit = SpeculationLimit.ACCEPTANCE
             self.drafted = None  # nobody looks on, and its caches would only fall behind
             if self._watch is not None:
@@ -128,7 +214,7 @@ class SpeculatingRow:
 def limit_of(
     speculation: Speculation, sampling: SamplingRow, *, can_take_back: bool, draft_model: DraftModel | None
 ) -> SpeculationLimit:
-    """Tell why a row cannot speculate from the start; NONE when it can."""
+    """Return why a row cannot speculate from the start; NONE when it can."""
     if sampling.needs_tokens:
         return SpeculationLimit.SAMPLING
     if not can_take_back:
@@ -146,14 +232,14 @@ def guesses_of(
         return [], []
     share = max(1, GUESS_LIMIT // len(rows))
     drafting = [(i, row.drafted) for i, row in enumerate(rows) if row.drafted is not None]
-    found: list[Guesses] = [row.look_up(share) for row in rows]
+    guesses: list[Guesses] = [row.look_up(share) for row in rows]
     if not drafting:
-        return found, []
+        return guesses, []
     assert draft_model is not None
     ready = [i for i, drafted in drafting if not drafted.is_behind]
     count = min(share, max((rows[i].draft_token_limit for i in ready), default=0))
-    guesses, arrays = draft_model.propose([drafted for _, drafted in drafting], count=count)
-    for number, i in enumerate(ready if guesses is not None else ()):
-        assert guesses is not None
-        found[i] = guesses[number, : rows[i].draft_token_limit]
-    return found, arrays
+    proposed, arrays = draft_model.propose([drafted for _, drafted in drafting], count=count)
+    if proposed is not None:
+        for number, i in enumerate(ready):
+            guesses[i] = proposed[number, : rows[i].draft_token_limit]
+    return guesses, arrays

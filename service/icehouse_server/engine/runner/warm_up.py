@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from icehouse_server.domain.request import LogprobsWanted, Speculation
 from icehouse_server.domain.sampling import SamplingParams
-from icehouse_server.engine.core.decode_row import DecodeRow
+from icehouse_server.engine.core.ports import DecodeRow
 
 _TOKEN: Final = 0
 """What prompts are made of: every vocabulary has it."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 import numpy as np
@@ -12,8 +11,7 @@ import numpy as np
 from icehouse_server.domain.request import Logprob, LogprobsWanted, TokenLogprobs
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class LogprobArrays:
+class LogprobArrays(NamedTuple):
     """One entry a row, on the device and perhaps not computed yet. `tops` are unsorted."""
 
     token_ids: mx.array
@@ -28,22 +26,20 @@ class LogprobArrays:
     @property
     def arrays(self) -> tuple[mx.array, ...]:
         """What must be evaluated."""
-        return (
-            self.token_ids,
-            self.logprobs,
-            self.ranks,
-            self.top_token_ids,
-            self.top_logprobs,
-            self.asked_logprobs,
-        )
+        return self[:-1]
 
     def read(self) -> list[TokenLogprobs]:
         """Wait for the arrays and return one entry a row."""
         token_ids, logprobs, ranks, top_ids, top_logprobs, asked_logprobs = (
             cast("list[Any]", a.tolist()) for a in self.arrays
         )
+
+        def likeliest(ids: list[int], values: list[float]) -> list[tuple[int, float]]:
+            # Equals by id, so that a batch's make-up does not show.
+            return sorted(zip(ids, values, strict=True), key=lambda pair: (-pair[1], pair[0]))
+
         tops = [
-            tuple(Logprob(*pair) for pair in _likeliest(ids, values, wanted.top_count))
+            tuple(Logprob(*pair) for pair in likeliest(ids, values)[: wanted.top_count])
             for ids, values, wanted in zip(top_ids, top_logprobs, self.wanted, strict=True)
         ]
         asked = [
@@ -77,8 +73,3 @@ def measure(logits: mx.array, token_ids: mx.array, *, wanted: Sequence[LogprobsW
         asked_logprobs=mx.take_along_axis(values, asked_ids, axis=-1) - total,
         wanted=tuple(wanted),
     )
-
-
-def _likeliest(token_ids: list[int], logprobs: list[float], count: int) -> list[tuple[int, float]]:
-    """Return the first `count`, falling; equals by id, so that a batch's make-up does not show."""
-    return sorted(zip(token_ids, logprobs, strict=True), key=lambda pair: (-pair[1], pair[0]))[:count]

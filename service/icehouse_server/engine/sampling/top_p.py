@@ -1,17 +1,16 @@
-"""Top-p and top-k: how far below the likeliest token a row still draws, found without ranking the vocabulary
-where ranking is dear (inference thread).
+"""Top-p and top-k: how far below the likeliest token a row still draws (inference thread).
 
-A token's distance is how much its logit lies below the highest; tokens at one distance are as likely as each
-other, and are kept or excluded together. What is kept is everything up to some distance: top_p asks for the
+A token's distance is how much its logit lies below the highest; tokens at one distance are equally likely,
+and are included or excluded together. What is included is everything up to some distance: top_p asks for the
 last one with less than its share of the mass before it, top_k for the last one with fewer tokens before it.
 
-On a device that answers later this is a search by halves, over the bits of the distance: 31 masked sums, no
-sort and no wait. Logits of 16 bits are searched by their ranks, in 16 sums, and keep the same tokens, since
-sums in a fixed order never fall as more is added. MLX sorts a row of 262,144 logits in one block of threads
-on CUDA, and on Metal the first few of them are picked by sorting all (MLX 0.32, read and not timed).
+On a device that runs ahead this is a binary search over the bits of the distance: 31 masked sums, no sort and
+no wait. Logits of 16 bits are searched by their ranks, in 16 sums, and include the same tokens, since sums in
+a fixed order never fall as more is added. A sort would be slow: MLX sorts a row of 262,144 logits in one
+block of threads on CUDA, and on Metal picks the first few by sorting all (MLX 0.32, read and not timed).
 
-Where the logits are in reach of the host, numpy picks the first few thousand and sorts those, and all in the
-rare row that needs more.
+Where the host can read the logits, NumPy picks the first few thousand and sorts those, and all in the rare
+row that needs more.
 """
 
 from __future__ import annotations
@@ -35,12 +34,7 @@ Distances = npt.NDArray[np.float32]
 
 
 def reach(
-    distances: mx.array,
-    logits: mx.array,
-    *,
-    top_ps: Sequence[float],
-    top_ks: Sequence[int],
-    may_wait: bool,
+    distances: mx.array, logits: mx.array, *, top_ps: Sequence[float], top_ks: Sequence[int], may_wait: bool
 ) -> mx.array:
     """Return the farthest distance kept in each row, [rows, 1]; at least the farthest that there is where
     nothing is excluded.
@@ -51,12 +45,12 @@ def reach(
     if may_wait and mx.default_device() == mx.Device(mx.cpu):
         mx.eval(distances)
         table = np.array(distances, copy=False)
-        with np.errstate(all="ignore"):  # a row that holds no numbers gives none, and is told by its draw
-            found = [
+        with np.errstate(all="ignore"):  # a row that holds no numbers gives none, and its draw shows that
+            farthest = [
                 _ranked_reach(row, top_p=top_p, top_k=top_k)
                 for row, top_p, top_k in zip(table, top_ps, top_ks, strict=True)
             ]
-        return mx.array(found, dtype=mx.float32)[:, None]
+        return mx.array(farthest, dtype=mx.float32)[:, None]
     return _searched_reach(distances, logits, top_ps=top_ps, top_ks=top_ks)
 
 
@@ -78,27 +72,27 @@ def _searched_reach(
     if not masses and not counts:
         return mx.full((len(top_ps), 1), math.inf)
     halve = _compiled_halve if _compiles() else _halve
-    found = mx.zeros((len(top_ps), 1), dtype=keys.dtype)
+    key = mx.zeros((len(top_ps), 1), dtype=keys.dtype)
     for bit in reversed(range(bit_count)):
-        found = halve(found, mx.array(1 << bit, dtype=keys.dtype), keys, masses, counts)
-    return mx.max(mx.where(keys <= found, distances, 0.0), axis=-1, keepdims=True)
+        key = halve(key, mx.array(1 << bit, dtype=keys.dtype), keys, masses, counts)
+    return mx.max(mx.where(keys <= key, distances, 0.0), axis=-1, keepdims=True)
 
 
 def _halve(
-    found: mx.array,
+    key: mx.array,
     step: mx.array,
     keys: mx.array,
     masses: Sequence[tuple[mx.array, mx.array]],
     counts: Sequence[mx.array],
 ) -> mx.array:
-    """Return the key found so far, a step further where what lies before that is less than the limits."""
+    """Return the key so far, a step further where what lies before that is less than the limits."""
     # Sum and union are the same here, and two kernels that would share a sum would have it made by a third.
-    is_before = keys < (found | step)
+    is_before = keys < (key | step)
     is_kept = [
         mx.sum(mx.where(is_before, weights, 0.0), axis=-1, keepdims=True) < mass for weights, mass in masses
     ]
     is_kept += [mx.sum(is_before, axis=-1, keepdims=True) < count for count in counts]
-    return mx.where(functools.reduce(mx.logical_and, is_kept), found + step, found)
+    return mx.where(functools.reduce(mx.logical_and, is_kept), key + step, key)
 
 
 _compiled_halve = mx.compile(_halve)

@@ -34,8 +34,8 @@ class SchedulerLimits:
     chunk_ends_at_last_block: int = 0
     """Block size when a chunk must end at the prompt's last full block (checkpoints), else 0."""
     cuts_before_last_token: bool = False
-    """Whether a chunk must end before the prompt's last token, since what is kept is cut there and only as it
-    passes."""
+    """Whether a chunk must end before the prompt's last token, since what is stored is cut there and only as
+    it passes."""
     measured_chunk_token_count: int = 0
     """Longest chunk whose logits are wanted, a divisor or multiple of the block size; 0 is any."""
     layer_count: int = 0

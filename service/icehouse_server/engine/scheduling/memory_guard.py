@@ -1,7 +1,7 @@
 """Memory guard: what requests and passes will need on the device, against what it may use. Sizes in bytes.
 
-Each sequence is charged for the KV it was let in for and nothing else; the temporary arrays of a pass exist
-once, whoever's tokens it runs.
+Each sequence is charged for the KV it was admitted for and nothing else; the temporary arrays of a pass exist
+once, for all sequences in it.
 """
 
 from __future__ import annotations
@@ -9,10 +9,14 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 from icehouse_server.domain.request import Drafting, GenerationRequest
-from icehouse_server.engine.core.memory_model import _OUTPUT_ALLOWANCE, MemoryModel
+from icehouse_server.engine.core.memory_model import MemoryModel
 from icehouse_server.engine.core.sequence import Phase, Sequence
 from icehouse_server.engine.scheduling.pass_plan import PrefillChunk
 from icehouse_server.errors import CannotFit, Overloaded, Reason
+
+_OUTPUT_ALLOWANCE = 256
+"""Output tokens a sequence is admitted for; memory for more is freed as they come, or the sequence is
+parked."""
 
 
 class MemoryGuard:
@@ -52,16 +56,12 @@ class MemoryGuard:
             f"{token_count} tokens with the model need about {needed} bytes, and this server may use "
             f"{self.limit_bytes}; send a shorter prompt or smaller images, ask for fewer tokens, or raise "
             "memory_limit_bytes",
-            metadata={
-                "estimated_bytes": needed,
-                "limit_bytes": self.limit_bytes,
-                "token_count": token_count,
-            },
+            metadata={"estimated_bytes": needed, "limit_bytes": self.limit_bytes, "token_count": token_count},
         )
 
     def start_bytes(self, sequence: Sequence, *, beside: Collection[Sequence] = ()) -> int:
-        """Return what must be free before a sequence may start: the KV that it and those who run are let in
-        for and do not hold yet, and the largest pass that any of their inputs needs."""
+        """Return what must be free before a sequence may start: the KV that it and the running ones are
+        admitted for and do not hold yet, and the largest pass that any of their inputs needs."""
         together = (sequence, *beside)
         return self.growth_bytes(together) + max(self._input_pass_bytes(s) for s in together)
 
@@ -77,8 +77,8 @@ class MemoryGuard:
         return sum(map(self._held_bytes, sequences))
 
     def growth_bytes(self, sequences: Iterable[Sequence]) -> int:
-        """Return the KV that sequences were let in for and do not hold yet."""
-        return sum(max(0, self._let_in_bytes(s) - self._held_bytes(s)) for s in sequences)
+        """Return the KV that sequences were admitted for and do not hold yet."""
+        return sum(max(0, self._admitted_bytes(s) - self._held_bytes(s)) for s in sequences)
 
     def pass_bytes(self, chunks: Collection[PrefillChunk], *, decoding: Iterable[Sequence]) -> int:
         """Return what a pass needs more: the transients of its chunks, their KV, and that of its rows."""
@@ -94,7 +94,7 @@ class MemoryGuard:
     def chunk_bytes(
         self, chunk_token_count: int, context_token_count: int, *, is_measured: bool = False
     ) -> int:
-        """Return the transient of one prefill chunk, its KV included, and its logits if they are wanted."""
+        """Return the peak of one prefill chunk, its KV included, and its logits if they are wanted."""
         transient = self._transient_bytes(chunk_token_count, context_token_count, is_measured=is_measured)
         return transient + self._model.growth_bytes(
             chunk_token_count=chunk_token_count, context_token_count=context_token_count
@@ -120,8 +120,9 @@ class MemoryGuard:
             },
         )
 
-    def _let_in_bytes(self, sequence: Sequence) -> int:
-        token_count = _let_in_token_count(sequence)
+    def _admitted_bytes(self, sequence: Sequence) -> int:
+        left = sequence.output_token_limit - len(sequence.output_token_ids)
+        token_count = len(sequence.input_token_ids) + min(left, _OUTPUT_ALLOWANCE)
         return self._model.kv_bytes(token_count) + self._draft_bytes(sequence.request, token_count)
 
     def _held_bytes(self, sequence: Sequence) -> int:
@@ -145,7 +146,9 @@ class MemoryGuard:
         if sequence.measures_prompt and self._measured_chunk_token_count:
             chunk = min(chunk, self._measured_chunk_token_count)
         transient = self._transient_bytes(chunk, token_count, is_measured=sequence.measures_prompt)
-        return max(transient, self._image_bytes(sequence.request, behind=sequence.processed_token_count))
+        begin = sequence.processed_token_count
+        images = (span.image for span in sequence.request.images if span.end_token_index > begin)
+        return max([transient, *map(self._model.image_bytes, images)])
 
     def _image_start_bytes(self, request: GenerationRequest) -> int:
         """Return the most that is needed at once while one of a request's images is encoded: none before it
@@ -156,18 +159,8 @@ class MemoryGuard:
         )
         return max(needed, default=0) + self._weight_bytes
 
-    def _image_bytes(self, request: GenerationRequest, *, behind: int) -> int:
-        """Return what encoding the largest of a request's images takes that lie behind so many tokens."""
-        images = (span.image for span in request.images if span.end_token_index > behind)
-        return max(map(self._model.image_bytes, images), default=0)
-
     def _transient_bytes(self, chunk_token_count: int, context_token_count: int, *, is_measured: bool) -> int:
         transient = self._model.chunk_bytes(
             chunk_token_count=chunk_token_count, context_token_count=context_token_count
         )
         return transient + (self._model.logits_bytes(chunk_token_count) if is_measured else 0)
-
-
-def _let_in_token_count(sequence: Sequence) -> int:
-    left = sequence.output_token_limit - len(sequence.output_token_ids)
-    return len(sequence.input_token_ids) + min(left, _OUTPUT_ALLOWANCE)

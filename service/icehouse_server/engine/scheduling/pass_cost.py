@@ -1,15 +1,16 @@
-"""Pass cost, learned from the passes that ran: fixed + tokens + scores + draws + reads, each at its price.
+"""Pass cost, learned from the passes that ran: a fixed part, and a price for each token, score, draw and
+read.
 
-Something is paid whatever the pass holds (the weights are read), something for each token, something for
-each position that a token is scored against, something for each token whose logits are read (the head, the
-draw, a row of its own), and something for each position whose keys and values a row or a chunk reads. Knows
-nothing of prompts or policy: whoever plans a pass asks what it would take. No clock of its own; one thread.
+The fixed part is paid whatever the pass holds (the weights are read). Tokens, positions that a token is
+scored against, tokens whose logits are read (the head, the draw), and positions whose keys and values are
+read each have their price. It knows nothing of prompts or policy, has no clock of its own and belongs to one
+thread.
 
-The last few passes of each size and context are kept, and the faster half of them is fitted by least squares
-of the *relative* error: so a pass of 4 tokens says as much as one of 1,000, a hundred tiny passes do not
-crowd out what one long pass taught, and others' work on the machine, which only ever delays, says next to
-nothing. Old passes fade. Passes that take twice what was expected, or half, wait for a verdict: when there
-are many in a row, the machine has another speed, and all that is known is taken to have changed with it.
+The faster half of the last few passes of each size and context is fitted by least squares of the *relative*
+error: so a pass of 4 tokens says as much as one of 1,000, a hundred tiny passes do not hide what one long
+pass taught, and other work on the machine, which only ever delays, hardly counts. Old passes fade. Passes
+that take twice what was expected, or half, wait: when there are many in a row, the machine has another speed,
+and everything learned is scaled with it.
 """
 
 from __future__ import annotations
@@ -155,7 +156,7 @@ class PassCostLearner:
 
     def __init__(self, policy: PassPolicy) -> None:
         self._policy = policy
-        self._kept: dict[_Kind, collections.deque[_Measured]] = {}
+        self._passes: dict[_Kind, collections.deque[_Measured]] = {}
         self._doubted: dict[_Kind, _Measured] = {}
         """Passes that were the first of their kind and took far too long: a compilation, or others' work."""
         self._noted_count = 0
@@ -175,29 +176,29 @@ class PassCostLearner:
         ratio, is_far_off = self._ratio(measured), self._is_far_off(measured)
         if is_far_off and ratio > 1.0 and self._doubts(measured):
             return
-        is_surprise = is_far_off and _kind_of(size) in self._kept
+        is_surprise = is_far_off and _kind_of(size) in self._passes
         if not is_surprise or (self._surprises and (ratio > 1.0) is not (self._surprises[0][0] > 1.0)):
-            self._keep_surprises()
+            self._store_surprises()
         if not is_surprise:
-            self._keep(measured)
+            self._store(measured)
             return
         self._surprises.append((ratio, measured))
         surprising_s = sum(each.elapsed_s for _, each in self._surprises)
         is_long = surprising_s >= policy.long_surprise_s
         if len(self._surprises) >= (policy.long_surprise_count if is_long else policy.surprise_count):
             self._change_speed()
-            self._keep_surprises()
+            self._store_surprises()
 
     def _doubts(self, measured: _Measured) -> bool:
         """Whether a pass that took far too long is no lesson yet: a second one of its kind makes it one."""
         kind = _kind_of(measured.size)
-        if kind in self._kept:
+        if kind in self._passes:
             return False
         before = self._doubted.pop(kind, None)
         if before is None:
             self._doubted[kind] = measured
             return True
-        self._keep(before)
+        self._store(before)
         return False
 
     def cost(self) -> PassCost | None:
@@ -212,7 +213,7 @@ class PassCostLearner:
         """Return the tokens of the largest chunk from `start` that the passes so far speak for, in a pass
         that holds something already; 0 before any.
 
-        Further than that it may go where it would keep the budget even if nothing were fixed.
+        Further than that it may go where it would stay within the budget even if nothing were fixed.
         """
         policy, living = self._policy, self._living()
         if not living:
@@ -228,29 +229,30 @@ class PassCostLearner:
         by_scores = max(by_scores, float(policy.light_context - start))
         return max(0.0, min(tokens - beside.token_count, by_scores))
 
-    def is_told_by(self, token_count: float) -> bool:
-        """Whether the passes so far tell what is fixed from what grows, or would after one of this size."""
+    def separates_fixed_cost(self, token_count: float) -> bool:
+        """Whether the passes so far separate what is fixed from what grows, or would after one of this
+        size."""
         counts = [measured.size.token_count for measured in self._living()]
-        spread = self._policy.telling_spread
+        spread = self._policy.separating_spread
         return not counts or max(*counts, token_count) >= spread * min(*counts, token_count)
 
-    def _keep(self, measured: _Measured) -> None:
+    def _store(self, measured: _Measured) -> None:
         made = collections.deque[_Measured](maxlen=self._policy.kept_count)
-        self._kept.setdefault(_kind_of(measured.size), made).append(measured)
+        self._passes.setdefault(_kind_of(measured.size), made).append(measured)
         self._is_stale = True
         oldest = self._noted_count - self._policy.life
-        for stale in [kind for kind, found in self._kept.items() if found[-1].number <= oldest]:
-            del self._kept[stale]
+        for stale in [kind for kind, passes in self._passes.items() if passes[-1].number <= oldest]:
+            del self._passes[stale]
 
     def _living(self) -> list[_Measured]:
-        return [measured for found in self._kept.values() for measured in found]
+        return [measured for passes in self._passes.values() for measured in passes]
 
     def _undisturbed(self) -> list[_Measured]:
         """Return the faster half of each kind's passes: others' work on the machine only ever delays."""
         return [
             measured
-            for found in self._kept.values()
-            for measured in sorted(found, key=self._ratio)[: (len(found) + 1) // 2]
+            for passes in self._passes.values()
+            for measured in sorted(passes, key=self._ratio)[: (len(passes) + 1) // 2]
         ]
 
     def _weight(self, measured: _Measured) -> float:
@@ -267,22 +269,22 @@ class PassCostLearner:
         cost = self._cost or self.cost()
         return measured.elapsed_s / cost.seconds(measured.size) if cost else 1.0
 
-    def _keep_surprises(self) -> None:
+    def _store_surprises(self) -> None:
         """Take what was far off for true of its sizes: once it is known whether all else changed with it."""
         for _, measured in self._surprises:
-            self._keep(measured)
+            self._store(measured)
         self._surprises.clear()
 
     def _change_speed(self) -> None:
         """Take what is known for that of a device as much slower or faster as the surprises say.
 
-        What they measured by themselves tells nothing of other sizes, and the parts of the cost keep their
+        What they measured by themselves says nothing of other sizes, and the parts of the cost keep their
         proportions when it is the machine that has become busy.
         """
         factor = statistics.median(ratio for ratio, _ in self._surprises)
-        for kept in self._kept.values():
-            for place, old in enumerate(kept):
-                kept[place] = dataclasses.replace(old, elapsed_s=factor * old.elapsed_s)
+        for passes in self._passes.values():
+            for index, old in enumerate(passes):
+                passes[index] = dataclasses.replace(old, elapsed_s=factor * old.elapsed_s)
         self._doubted.clear()
         self._is_stale = True
 
@@ -298,7 +300,7 @@ def _fit(passes: list[_Measured], weights: list[float], prior_weight: float) -> 
     rounds in one way. BLAS, powers and exponentials differ in the last bit, on which it may hang who gets a
     token more, and what happened on one machine could not be played again on another.
     """
-    sizes = [(1, *_counts_of(measured.size)) for measured in passes]
+    sizes = [(1, *dataclasses.astuple(measured.size)) for measured in passes]
     usual_s = statistics.median(measured.elapsed_s for measured in passes)
     # A column's unit is what it would cost if the usual pass cost nothing else: unknowns are shares near 1.
     units = [usual_s / max(1.0, statistics.median(column)) for column in zip(*sizes, strict=True)]
@@ -311,30 +313,26 @@ def _fit(passes: list[_Measured], weights: list[float], prior_weight: float) -> 
     products = [[math.fsum(map(operator.mul, one, other)) for other in columns] for one in columns]
     free, shares = list(range(len(units))), [0.0] * len(units)
     while free:
-        found = _solution([[products[row][column] for column in (*free, -1)] for row in free])
-        if min(found) >= 0.0:
-            for place, share in zip(free, found, strict=True):
-                shares[place] = share
+        solution = _solution([[products[row][column] for column in (*free, -1)] for row in free])
+        if min(solution) >= 0.0:
+            for index, share in zip(free, solution, strict=True):
+                shares[index] = share
             break
-        free.pop(found.index(min(found)))
+        free.pop(solution.index(min(solution)))
     return PassCost(*(share * unit for share, unit in zip(shares, units, strict=True)))
-
-
-def _counts_of(size: PassSize) -> tuple[int, int, int, int]:
-    return size.token_count, size.score_count, size.draw_count, size.read_count
 
 
 def _solution(rows: list[list[float]]) -> list[float]:
     """Return what solves a positive definite system, whose last column is what is wanted."""
     count = len(rows)
-    for place, upper in enumerate(rows):
-        for lower in range(place + 1, count):
-            factor = rows[lower][place] / upper[place]
+    for pivot, upper in enumerate(rows):
+        for lower in range(pivot + 1, count):
+            factor = rows[lower][pivot] / upper[pivot]
             rows[lower] = [low - factor * high for low, high in zip(rows[lower], upper, strict=True)]
-    found = [0.0] * count
-    for place in reversed(range(count)):
-        left = rows[place][count]
-        for later in range(place + 1, count):
-            left -= rows[place][later] * found[later]
-        found[place] = left / rows[place][place]
-    return found
+    solution = [0.0] * count
+    for index in reversed(range(count)):
+        left = rows[index][count]
+        for later in range(index + 1, count):
+            left -= rows[index][later] * solution[later]
+        solution[index] = left / rows[index][index]
+    return solution

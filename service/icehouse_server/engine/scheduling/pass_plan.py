@@ -38,7 +38,7 @@ class PrefillChunk:
         return self.layers is None or self.layers.is_last
 
     @property
-    def kept_count(self) -> int:
+    def stored_count(self) -> int:
         """Its tokens but the input's last one, which every start from a cached prefix runs again; none before
         it is through."""
         return max(0, min(self.stop, self.sequence.prefill_target) - self.start) if self.is_through else 0
@@ -87,14 +87,14 @@ class PassPlan:
         return sum(parts, NOTHING)
 
     @property
-    def kept_count(self) -> int:
+    def stored_count(self) -> int:
         """Prompt tokens whose KV is there behind it."""
-        return sum(chunk.kept_count for chunk in self.chunks)
+        return sum(chunk.stored_count for chunk in self.chunks)
 
     @property
     def advanced_token_count(self) -> int:
         """Prompt tokens that its time is spent on: those on their way through the layers by their share."""
-        return self.layered.token_count or self.kept_count
+        return self.layered.token_count or self.stored_count
 
     def prefill_s(self, elapsed_s: float) -> float:
         """Return the part of what the pass took that its chunks took, by what was expected of its rows."""

@@ -15,12 +15,12 @@ class PassPolicy:
     # How long a pass lasts beside decoding rows.
     beside_factor: float = 2.0
     """Longest pass, in passes of the decoding rows alone: latency between tokens at most doubles."""
-    crowd_factor: float = 4.0
-    """The same where a crowd waits for its first token."""
-    crowd_least_s: float = 0.0
+    queue_factor: float = 4.0
+    """The same where the queue is long."""
+    queue_least_s: float = 0.0
     """Or so long beyond that of the rows, if that is more: nobody notices a gap of 50 ms."""
-    crowd_per_row: float = 0.2
-    """More sequences than this that wait, for each one that decodes, are a crowd."""
+    queue_per_row: float = 0.2
+    """More sequences than this that wait, for each one that decodes, are a long queue."""
     used_share: float = 0.78
     """Of the time beyond that of the rows which a pass may take: what is expected is not always what it
     takes, the rows grow meanwhile, and publishing and capturing take some too."""
@@ -40,7 +40,7 @@ class PassPolicy:
     """Of the best rate known: those who wait for prefill come before those who may arrive."""
     soon_s: float = 0.1
     """A newcomer who waits for no more than this would gain little from passes that are shorter still."""
-    soon_for_crowd_s: float = 0.4
+    soon_for_queue_s: float = 0.4
     """The same where several prompts wait: a pass that ends sooner would let the first of them decode, and
     what decodes makes the passes of the others short."""
     least_limit: float = 4.0
@@ -69,10 +69,8 @@ class PassPolicy:
     # What is learned, and how far it is believed.
     first_token_count: int = 64
     """Prompt tokens of the first pass, before any was measured."""
-    rows_kept_count: int = 9
-    """Passes of rows that tell what they take now."""
     kept_count: int = 6
-    """Passes kept of each doubling of tokens and of positions."""
+    """Passes remembered of rows alone, and of each doubling of tokens and of positions."""
     life: int = 512
     """In passes: the older one is the less it counts, and so old it is dropped."""
     surprise_factor: float = 2.0
@@ -90,10 +88,10 @@ class PassPolicy:
     """What is learned is believed of passes of up to so many times the largest one measured."""
     light_context: int = 1024
     """Positions up to which a token's scores cost little beside the rest of it."""
-    telling_spread: float = 1.5
-    """Sizes that differ by this factor tell what is fixed from what grows."""
+    separating_spread: float = 1.5
+    """Sizes that differ by this factor separate what is fixed from what grows."""
 
 
 POLICY = PassPolicy()
-GPU_POLICY = dataclasses.replace(POLICY, used_share=0.9, crowd_least_s=0.05)
+GPU_POLICY = dataclasses.replace(POLICY, used_share=0.9, queue_least_s=0.05)
 """A GPU's passes take what is expected of them, and it computes them while the host publishes."""

@@ -6,9 +6,9 @@ Inference thread only. Consulted before a sequence is let in and before every fo
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 from icehouse_server.domain.ids import Tenant
 from icehouse_server.engine.core.ports import Runner
@@ -17,16 +17,14 @@ from icehouse_server.engine.prefix_cache.controller import CacheController
 from icehouse_server.engine.scheduling.memory_guard import MemoryGuard
 from icehouse_server.engine.scheduling.pass_plan import PassPlan, PrefillChunk
 from icehouse_server.engine.scheduling.scheduler import Scheduler
-from icehouse_server.engine.scheduling.waiting_queue import WaitingQueue
-from icehouse_server.errors import Overloaded
+from icehouse_server.errors import IcehouseError, Overloaded
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Overrun:
-    """A sequence for which there is no memory although nobody else holds any that could be taken."""
+class SchedulingParts(NamedTuple):
+    """What decides who runs."""
 
-    sequence: Sequence
-    error: Overloaded
+    scheduler: Scheduler
+    guard: MemoryGuard
 
 
 class Preemption:
@@ -35,19 +33,19 @@ class Preemption:
     def __init__(
         self,
         *,
-        guard: MemoryGuard,
+        scheduling: SchedulingParts,
         runner: Runner,
-        scheduler: Scheduler,
-        queue: WaitingQueue,
         prefix: CacheController,
         park: Callable[[Sequence], None],
+        fail: Callable[[Sequence, IcehouseError], None],
     ) -> None:
-        self.guard = guard
+        """`fail` ends a sequence for which there is no memory although nobody else holds any to take."""
+        self._scheduler, self.guard = scheduling
+        self._queue = self._scheduler.queue
         self._runner = runner
-        self._scheduler = scheduler
-        self._queue = queue
         self._prefix = prefix
         self._park = park
+        self._fail = fail
 
     def may_start(self, sequence: Sequence) -> bool:
         """Whether there is memory for a waiting sequence now. Where the RAM tier can make it, it is asked to,
@@ -88,16 +86,16 @@ class Preemption:
             needed_bytes=self.guard.start_bytes(sequence), active_bytes=self._runner.memory().active_bytes
         )
 
-    def make_fit(self, plan: PassPlan) -> tuple[PassPlan, Overrun | None]:
-        """Make room for a planned pass; return what it may hold of it, and who must go because even alone it
-        does not fit."""
+    def make_fit(self, plan: PassPlan) -> PassPlan:
+        """Free memory for a planned pass; return as much of it as fits. A sequence that does not fit even
+        alone is ended."""
         if not self.guard.limit_bytes:
-            return plan, None
-        fitting, overrun = self._fitting(list(plan.chunks))
-        return self._scheduler.planned(fitting), overrun
+            return plan
+        return self._scheduler.planned(self._fitting(list(plan.chunks)))
 
-    def _fitting(self, fitting: list[PrefillChunk]) -> tuple[list[PrefillChunk], Overrun | None]:
-        while self._excess_after_yield(needed := self._needed_bytes(fitting)):
+    def _fitting(self, fitting: list[PrefillChunk]) -> list[PrefillChunk]:
+        decoding = self._scheduler.decoding
+        while self._excess_after_yield(needed := self.guard.pass_bytes(fitting, decoding=decoding)):
             if len(fitting) > 1:
                 del fitting[-1]
                 continue
@@ -107,34 +105,38 @@ class Preemption:
                 break
             if victim is None or self._holding == [own]:
                 assert own is not None, "those who decode can be parked"
-                if self._scheduler.loading_count:
-                    return [], None  # they hold memory, and can give it back in a step to come
-                active_bytes = self._runner.memory().active_bytes
-                return [], Overrun(own, self.guard.short(needed_bytes=needed, active_bytes=active_bytes))
+                self._fail_if_alone(own, needed)
+                return []
             self._park(victim)
             if victim is own:
                 fitting = []
-        return fitting, None
+            decoding = self._scheduler.decoding
+        return fitting
 
-    def make_image_fit(self, sequence: Sequence, size_bytes: int) -> tuple[bool, Overrun | None]:
-        """Make room for what encoding an image of this sequence needs; return whether there is, and the
-        sequence if it must go because even alone it does not fit."""
+    def image_to_encode(self) -> Sequence | None:
+        """Return whose image is to be encoded in this step, once its memory is free: the oldest sequence's
+        that waits for one. A sequence whose image does not fit even alone is ended."""
+        sequence = self._scheduler.awaiting_image
+        if sequence is None or sequence.next_image is None:
+            return None
+        size_bytes = self._runner.encode_bytes(sequence.request.whole_image(sequence.next_image))
         while size_bytes and self._excess_after_yield(size_bytes):
             if self._holding == [sequence]:
-                if self._scheduler.loading_count:
-                    return False, None  # they hold memory, and can give it back in a step to come
-                active_bytes = self._runner.memory().active_bytes
-                error = self.guard.short(needed_bytes=size_bytes, active_bytes=active_bytes)
-                return False, Overrun(sequence, error)
+                self._fail_if_alone(sequence, size_bytes)
+                return None
             victim = self._victim()
-            assert victim is not None, "who waits for an image holds caches"
+            assert victim is not None, "a sequence that waits for an image holds caches"
             self._park(victim)
             if victim is sequence:
-                return False, None
-        return True, None
+                return None
+        return sequence
 
-    def _needed_bytes(self, chunks: list[PrefillChunk]) -> int:
-        return self.guard.pass_bytes(chunks, decoding=self._scheduler.decoding)
+    def _fail_if_alone(self, sequence: Sequence, needed_bytes: int) -> None:
+        """End a sequence, unless others load blocks: they hold memory, and can give it back in a later
+        step."""
+        if not self._scheduler.loading_count:
+            active_bytes = self._runner.memory().active_bytes
+            self._fail(sequence, self.guard.short(needed_bytes=needed_bytes, active_bytes=active_bytes))
 
     def _excess_bytes(self, needed_bytes: int) -> int:
         active_bytes = self._runner.memory().active_bytes

@@ -10,19 +10,20 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as ReadSequence
 
 from icehouse_server.domain.ids import SequenceId, Tenant
-from icehouse_server.domain.request import GenerationRequest
+from icehouse_server.domain.request import Drafting, GenerationRequest
 from icehouse_server.engine.core.ports import LayerSpan
 from icehouse_server.engine.core.sequence import Phase, Sequence
-from icehouse_server.engine.scheduling.layered_prefill import LayeredPrefill
+from icehouse_server.engine.scheduling.budget import PassBudget, PassPlanner
 from icehouse_server.engine.scheduling.limits import SchedulerLimits
 from icehouse_server.engine.scheduling.pass_cost import PassSize
 from icehouse_server.engine.scheduling.pass_plan import PassPlan, PrefillChunk
-from icehouse_server.engine.scheduling.planner import PassPlanner, PassRoom
 from icehouse_server.engine.scheduling.waiting_queue import WaitingQueue
+
+_RUNNING_PHASES = (Phase.FOLLOWING, Phase.LOADING, Phase.RESTORING, Phase.PREFILLING, Phase.DECODING)
 
 
 class Scheduler:
@@ -30,18 +31,19 @@ class Scheduler:
 
     def __init__(self, limits: SchedulerLimits, queue: WaitingQueue) -> None:
         self.limits = limits
-        self._queue = queue
-        self._following: dict[SequenceId, Sequence] = {}
-        self._loading: dict[SequenceId, Sequence] = {}
-        self._restoring: dict[SequenceId, Sequence] = {}
-        self._prefilling: dict[SequenceId, Sequence] = {}
-        self._decoding: dict[SequenceId, Sequence] = {}
+        self.queue = queue
+        self._by_phase: dict[Phase, dict[SequenceId, Sequence]] = {phase: {} for phase in _RUNNING_PHASES}
+        self._following = self._by_phase[Phase.FOLLOWING]
+        self._loading = self._by_phase[Phase.LOADING]
+        self._restoring = self._by_phase[Phase.RESTORING]
+        self._prefilling = self._by_phase[Phase.PREFILLING]
+        self._decoding = self._by_phase[Phase.DECODING]
         self._planner = PassPlanner(limits)
         self._layered = LayeredPrefill(limits.layer_count, chunk_end=self._chunk_end)
 
     @property
     def waiting_count(self) -> int:
-        return len(self._queue)
+        return len(self.queue)
 
     @property
     def prefilling_count(self) -> int:
@@ -52,14 +54,10 @@ class Scheduler:
         return len(self._decoding)
 
     @property
-    def is_decoding(self) -> bool:
-        return bool(self._decoding)
-
-    @property
     def keeps_pace(self) -> bool:
-        """Whether rows decode at an even pace, which reads from SSD are to leave the cores to; where a crowd
-        waits, its first tokens come before that."""
-        return self.is_decoding and not self._planner.is_crowd(self._crowd)
+        """Whether rows decode at an even pace, so that reads from SSD must leave the cores to them; where
+        many wait, their first tokens come before that."""
+        return bool(self._decoding) and not self._planner.is_long_queue(self._waiting_per_row)
 
     @property
     def decoding(self) -> list[Sequence]:
@@ -68,14 +66,13 @@ class Scheduler:
 
     @property
     def is_empty(self) -> bool:
-        return not (len(self._queue) or self._taken_slot_count)
+        return not (len(self.queue) or self._taken_slot_count)
 
     @property
     def running(self) -> list[Sequence]:
         """Everything that has a slot, oldest first."""
-        places = (self._following, self._loading, self._restoring, self._prefilling, self._decoding)
-        found = [sequence for place in places for sequence in place.values()]
-        return sorted(found, key=lambda sequence: sequence.sequence_id)
+        running = [sequence for phase in self._by_phase.values() for sequence in phase.values()]
+        return sorted(running, key=lambda sequence: sequence.sequence_id)
 
     @property
     def free_slot_count(self) -> int:
@@ -116,8 +113,7 @@ class Scheduler:
 
     @property
     def _taken_slot_count(self) -> int:
-        places = (self._following, self._loading, self._restoring, self._prefilling, self._decoding)
-        return sum(len(place) for place in places)
+        return sum(map(len, self._by_phase.values()))
 
     @property
     def _preparing_count(self) -> int:
@@ -137,11 +133,11 @@ class Scheduler:
         `prefilling_limit` prompts are in preparation at once, or as many more as one pass could hold. A
         tenant that runs nothing comes up whatever the others have taken: a slot is to be made for it.
         """
-        if not len(self._queue):
+        if not len(self.queue):
             return
-        for sequence in self._queue.ranked(now):
+        for sequence in self.queue.ranked(now):
             is_full = self._is_preparing_enough or not self.free_slot_count
-            if is_full and self._queue.running_count(sequence.request.tenant):
+            if is_full and self.queue.running_count(sequence.request.tenant):
                 return
             yield sequence
 
@@ -154,61 +150,36 @@ class Scheduler:
 
     def admit(self, sequence: Sequence) -> None:
         """Give a waiting sequence a slot."""
-        self._queue.discard(sequence)
-        self._queue.note_running(sequence)
-        self._place(sequence, Phase.PREFILLING)
-
-    def start_following(self, sequence: Sequence) -> None:
-        """Note that a sequence waits for blocks that another one is computing."""
-        self._place(sequence, Phase.FOLLOWING)
+        self.queue.discard(sequence)
+        self.queue.note_running(sequence)
+        self.move(sequence, Phase.PREFILLING)
 
     def park(self, sequence: Sequence) -> None:
         """Take a running sequence's slot away and let it wait again."""
         self._layered.forget(sequence)
-        self._place(sequence, Phase.WAITING)
-        self._queue.note_ended(sequence)
+        self.move(sequence, Phase.WAITING)
+        self.queue.note_ended(sequence)
         sequence.park()
-        self._queue.add(sequence)
-
-    def start_loading(self, sequence: Sequence) -> None:
-        """Note that a sequence waits for its blocks from SSD."""
-        self._place(sequence, Phase.LOADING)
-
-    def start_restoring(self, sequence: Sequence) -> None:
-        """Note that a sequence's caches are to be rebuilt."""
-        self._place(sequence, Phase.RESTORING)
-
-    def start_prefilling(self, sequence: Sequence) -> None:
-        """Note that a sequence's caches are open and the rest of its prompt is to be computed."""
-        self._place(sequence, Phase.PREFILLING)
-
-    def start_decoding(self, sequence: Sequence) -> None:
-        """Note that a sequence's last chunk ran with its row: it is in every pass from now on."""
-        self._place(sequence, Phase.DECODING)
-        sequence.fed_ahead_count = 1
+        self.queue.add(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out, wherever it is."""
         self._layered.forget(sequence)
         if sequence.phase is Phase.WAITING:
-            self._queue.discard(sequence)
+            self.queue.discard(sequence)
         else:
-            self._queue.note_ended(sequence)
-        self._place(sequence, Phase.ENDED)
+            self.queue.note_ended(sequence)
+        self.move(sequence, Phase.ENDED)
 
-    def _place(self, sequence: Sequence, phase: Phase) -> None:
-        places = {
-            Phase.FOLLOWING: self._following,
-            Phase.LOADING: self._loading,
-            Phase.RESTORING: self._restoring,
-            Phase.PREFILLING: self._prefilling,
-            Phase.DECODING: self._decoding,
-        }
-        for place in places.values():
-            place.pop(sequence.sequence_id, None)
+    def move(self, sequence: Sequence, phase: Phase) -> None:
+        """Put a sequence into a phase. One that decodes is in every pass from now on: its last chunk ran."""
+        for others in self._by_phase.values():
+            others.pop(sequence.sequence_id, None)
         sequence.phase = phase
-        if phase in places:
-            places[phase][sequence.sequence_id] = sequence
+        if phase in self._by_phase:
+            self._by_phase[phase][sequence.sequence_id] = sequence
+        if phase is Phase.DECODING:
+            sequence.fed_ahead_count = 1
 
     def plan(self, *, spent_s: float = 0.0) -> PassPlan:
         """Plan the next pass, in a step that spent some time on restores.
@@ -220,19 +191,19 @@ class Scheduler:
         prompts = _in_turns(sorted(self._prefilling.values(), key=_turn))
         if not prompts:
             return PassPlan(self._rows)
-        room = self._planner.room(self._rows, crowd=self._crowd, spent_s=spent_s)
+        budget = self._planner.budget(self._rows, waiting_per_row=self._waiting_per_row, spent_s=spent_s)
         self._layered.check()
         stops: dict[SequenceId, int] = {}
         layers: dict[SequenceId, LayerSpan] = {}
         first = prompts[0]
         oldest = min(prompts, key=lambda s: s.sequence_id)
         if oldest is not first and oldest.request.tenant == first.request.tenant:
-            self._extend(oldest, stops, layers, room, share=self.limits.policy.oldest_share)
+            self._extend(oldest, stops, layers, budget, share=self.limits.policy.oldest_share)
         for before, sequence in itertools.pairwise((first, *prompts)):
             has_ended = stops.get(before.sequence_id) == before.input_end
             if has_ended and before.request.tenant != sequence.request.tenant:
-                room.double()
-            self._extend(sequence, stops, layers, room)
+                budget.double()
+            self._extend(sequence, stops, layers, budget)
         return self.planned(
             [
                 self._chunk(s, stops[s.sequence_id], layers.get(s.sequence_id))
@@ -269,18 +240,20 @@ class Scheduler:
         """Learn from a pass that ran: how many guesses its rows fed besides, and after what time a chunk in
         it began to go through some layers."""
         size = plan.size.with_guesses(guess_count)
-        if not size.token_count:
-            return
-        if not plan.layered.token_count:
-            self._planner.note_pass(size, elapsed_s)
-        elif layers_began_s > 0.0:
-            self._planner.note_beside_layers(size, layers_began_s)
+        has_layers = plan.layered.token_count > 0
+        if has_layers:
+            elapsed_s = layers_began_s
+        if size.token_count and elapsed_s > 0.0:
+            self._planner.note_pass(size, elapsed_s, beside_layers=has_layers)
 
     def restore_s(self, *, least_s: float) -> float:
         """Return how long this step may take loaded blocks into use and encode images; 0 while earlier ones
         took too long."""
         return self._planner.restore_s(
-            self._rows, crowd=self._crowd, prompts_wait=bool(self._prefilling), least_s=least_s
+            self._rows,
+            waiting_per_row=self._waiting_per_row,
+            prompts_wait=bool(self._prefilling),
+            least_s=least_s,
         )
 
     def note_restore(self, elapsed_s: float, *, allowed_s: float) -> None:
@@ -292,9 +265,9 @@ class Scheduler:
         return PassSize.of_rows(s.kv_token_count for s in self._decoding.values())
 
     @property
-    def _crowd(self) -> float:
-        """Sequences that wait for their first token, for each one that decodes; one by itself is none."""
-        waiting = len(self._queue) + len(self._following) + len(self._loading) + self._preparing_count
+    def _waiting_per_row(self) -> float:
+        """Sequences that wait for their first token, for each one that decodes; one by itself counts as 0."""
+        waiting = len(self.queue) + len(self._following) + len(self._loading) + self._preparing_count
         return waiting / max(1, len(self._decoding)) if waiting > 1 else 0.0
 
     def _extend(
@@ -302,19 +275,19 @@ class Scheduler:
         sequence: Sequence,
         stops: dict[SequenceId, int],
         layers: dict[SequenceId, LayerSpan],
-        room: PassRoom,
+        budget: PassBudget,
         *,
         share: float = 1.0,
     ) -> None:
-        """Let a sequence's chunk go as far as the room lasts and its limits allow."""
+        """Let a sequence's chunk go as far as the budget lasts and its limits allow."""
         begin, is_planned = sequence.processed_token_count, sequence.sequence_id in stops
         if share == 1.0 and not is_planned:
-            self._layered.begin(sequence, room)
+            self._layered.begin(sequence, budget)
         if self._layered.is_of(sequence):
             comes_on = share < 1.0 or not stops
             if comes_on:
-                room.reserve(share)
-                layers[sequence.sequence_id] = self._layered.layers(room)
+                budget.reserve(share)
+                layers[sequence.sequence_id] = self._layered.layers(budget)
             if not is_planned:
                 stops[sequence.sequence_id] = self._layered.stop if comes_on else begin
             return
@@ -323,7 +296,7 @@ class Scheduler:
         if start >= end:
             stops[sequence.sequence_id] = start
             return
-        stop = room.take(start, end, share=share)
+        stop = budget.take(start, end, share=share)
         if stop == sequence.prefill_target < end and start < stop:
             # One token more, instead of a chunk of its own for it.
             stop = end
@@ -363,7 +336,7 @@ class Scheduler:
 
 def _outside_images(sequence: Sequence, start: int, stop: int) -> int:
     """Return where a chunk ends instead of inside an image that is seen whole: before it, or behind it where
-    the chunk begins with tokens of it, however little room there is."""
+    the chunk begins with tokens of it, however small the budget."""
     for span in sequence.request.images:
         if span.image.is_seen_whole and span.start_token_index < stop < span.end_token_index:
             return span.start_token_index if start < span.start_token_index else span.end_token_index
@@ -382,11 +355,81 @@ def _in_turns(prompts: list[Sequence]) -> list[Sequence]:
     """Return each tenant's first prompt, then each one's second, and so on: those of a turn the shortest
     first, since priorities are between a tenant's own."""
     turns: Counter[Tenant] = Counter()
-    placed = []
+    ranked = []
     for sequence in prompts:
         tenant = sequence.request.tenant
-        placed.append((turns[tenant], sequence.remaining_token_count, sequence.sequence_id, sequence))
+        ranked.append((turns[tenant], sequence.remaining_token_count, sequence.sequence_id, sequence))
         turns[tenant] += 1
     if len(turns) < 2:
         return prompts
-    return [sequence for *_, sequence in sorted(placed, key=lambda place: place[:3])]
+    return [sequence for *_, sequence in sorted(ranked, key=lambda entry: entry[:3])]
+
+
+class LayeredPrefill:
+    """The one prompt whose chunk goes through some of the layers in each pass.
+
+    For devices that cannot cut a chunk small enough beside rows, such as a CPU: each chunk of a long prompt
+    reads all that the prompt holds, so a chunk of many tokens goes through the layers that a pass has time
+    for, after the rows, and the next pass goes on. The runner has what was computed of the chunk; this says
+    which chunk it is and how far it is. A chunk begins anew when it may no longer go as far as planned, since
+    a sequence waits for a tail before that. `layer_count` 0: chunks go through all layers at once.
+    """
+
+    def __init__(self, layer_count: int, *, chunk_end: Callable[[Sequence, int], int]) -> None:
+        """`chunk_end` says how far a sequence's chunk from a position may go."""
+        self._layer_count = layer_count
+        self._chunk_end = chunk_end
+        self._sequence: Sequence | None = None
+        self._start = self._stop = self._layer = 0
+
+    def check(self) -> None:
+        """Before a pass is planned: forget the chunk if it may not go as far as it was to go."""
+        sequence = self._sequence
+        if sequence is not None:
+            at = sequence.processed_token_count
+            assert sequence.phase is Phase.PREFILLING and at == self._start, (sequence.phase, at)
+            if self._end(sequence) < self._stop:
+                self._sequence = None
+
+    def forget(self, sequence: Sequence) -> None:
+        """A sequence gives up its caches, and its chunk with them."""
+        if self._sequence is sequence:
+            self._sequence = None
+
+    def is_of(self, sequence: Sequence) -> bool:
+        return self._sequence is sequence
+
+    @property
+    def stop(self) -> int:
+        """Where the chunk ends."""
+        return self._stop
+
+    def begin(self, sequence: Sequence, budget: PassBudget) -> None:
+        """Begin with a sequence's next tokens, if no chunk is in progress and that is better."""
+        if not self._layer_count or self._sequence is not None or not _may_go_layered(sequence):
+            return
+        start = sequence.processed_token_count
+        stop = budget.take_layered(start, self._end(sequence), layer_count=self._layer_count)
+        if stop >= start + 2:
+            self._sequence, self._start, self._stop, self._layer = sequence, start, stop, 0
+
+    def layers(self, budget: PassBudget) -> LayerSpan:
+        """Return the layers that are left; the pass's time ends them, after the first one."""
+        return LayerSpan(self._layer, self._layer_count, self._layer_count, budget.within_s)
+
+    def note(self, layers: LayerSpan) -> None:
+        """Note that a pass took the chunk through these."""
+        self._layer = layers.last
+        if layers.is_last:
+            self._sequence = None
+
+    def _end(self, sequence: Sequence) -> int:
+        # The input's last token is drawn from, which takes all layers.
+        return min(self._chunk_end(sequence, sequence.processed_token_count), sequence.prefill_target)
+
+
+def _may_go_layered(sequence: Sequence) -> bool:
+    """Whether nothing is asked of a sequence's chunks but their KV, and they are nothing but tokens."""
+    request = sequence.request
+    drafts = request.speculation is not None and request.speculation.drafting is Drafting.DRAFT_MODEL
+    return not (drafts or request.images or sequence.measures_prompt or request.pooling is not None)

@@ -1,7 +1,7 @@
 """Waiting queue: bounded in requests and tokens, tenants in turn, of each by priority and age (inference
 thread).
 
-Whose tenant runs least comes first, so that none can keep the others waiting, by numbers or by priority.
+Requests of the tenant that runs least come first, so that none can hold up the others by number or priority.
 Among a tenant's own a request's rank is its priority plus one for every `aging_s` it has waited, so that
 urgent work goes first and nothing starves. Requests of a tenant that has its share running are passed over.
 """
@@ -17,7 +17,7 @@ from icehouse_server.domain.ids import Tenant
 from icehouse_server.engine.core.sequence import Sequence
 
 _NOBODY = Tenant("")
-"""The tenant of callers who are not told apart."""
+"""The tenant of callers without a tenant."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class WaitingQueue:
 
     def has_capacity_for(self, token_count: int, *, tenant: Tenant = _NOBODY, request_count: int = 1) -> bool:
         """Whether so many more requests of this many tokens each may wait. Tokens do not matter to an empty
-        room; and of a room that others have filled, a tenant has an equal part all the same."""
+        queue; in a queue that others have filled, a tenant still has an equal part."""
         if self._fits(len(self._sequences), self._token_count, token_count, request_count, part=1):
             return True
         own_count, own_tokens = self._waiting[tenant], self._waiting_tokens[tenant]
@@ -64,7 +64,7 @@ class WaitingQueue:
         )
 
     def _fits(self, count: int, tokens: int, token_count: int, request_count: int, *, part: int) -> bool:
-        """Whether requests fit beside so many into the room divided by `part`."""
+        """Whether requests fit beside so many into the queue divided by `part`."""
         if count + request_count > self.limits.request_limit // part:
             return False
         limit = self.limits.token_limit
@@ -146,7 +146,7 @@ class WaitingQueue:
         self._running[tenant] -= 1
         assert self._running[tenant] >= 0, tenant
         if not self._running[tenant]:
-            # Callers may make names up; only those that run something are kept.
+            # Callers may make names up; only those that run something are counted.
             del self._running[tenant]
 
     def _rank(self, sequence: Sequence, now: float) -> float:

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import mlx.core as mx
 import numpy as np
 import pytest
+from icehouse_server.engine.attention.build_hooks import FIRST_WAIT
 from icehouse_server.engine.attention.cpu.attention import CpuAttention
-from icehouse_server.engine.attention.first_wait import FIRST_WAIT
-from icehouse_server.engine.attention.port import PoolShape, TokenPlaces
+from icehouse_server.engine.attention.port import AttentionCall, PoolShape, TokenPlaces
 
 from tests.unit.engine.attention.pools import (
     RandomPool,
@@ -115,8 +115,8 @@ def test_tokens_see_their_rows_and_their_own(geometry: Geometry, rows: Rows, win
     pool, places, _, tokens = pass_of(geometry, rows)
     queries, keys, values = brought(geometry, len(tokens))
     array, wanted_pool = pool.array, numbers(pool.array)
-    found = attention.write_and_attend(
-        pool, queries, keys, values, places, layer=LAYER, scale=0.2, window=window
+    found = attention.attend(
+        pool, queries, places, AttentionCall(layer=LAYER, scale=0.2, window=window), (keys, values)
     )
     assert found.shape == queries.shape and found.dtype == geometry.dtype
     mx.eval(found)
@@ -139,7 +139,7 @@ def test_sinks_take_weight(rows: Rows) -> None:
     queries, keys, values = brought(PLAIN, len(tokens))
     sinks = normal(3, queries.shape[1])
     attention.write(pool, keys, values, places, layer=LAYER)
-    found = attention.attend(pool, queries, places, layer=LAYER, scale=0.2, sinks=sinks)
+    found = attention.attend(pool, queries, places, AttentionCall(layer=LAYER, scale=0.2, sinks=sinks))
     attention.read_pages(pool, ints([0]))
     wanted = attended(pool, queries, places, layer=LAYER, scale=0.2, sinks=sinks)
     assert np.abs(numbers(found) - wanted).max() < PLAIN.tolerance
@@ -153,7 +153,7 @@ def test_rows_share_pages() -> None:
     tokens = [(0, 1300), (1, 1281), (2, 1340), (3, 150), (4, 1299)]
     places = places_in(tables, tokens)
     queries, keys, values = brought(PLAIN, len(tokens))
-    found = attention.write_and_attend(pool, queries, keys, values, places, layer=LAYER, scale=0.2)
+    found = attention.attend(pool, queries, places, AttentionCall(layer=LAYER, scale=0.2), (keys, values))
     wanted = attended(pool, queries, places, layer=LAYER, scale=0.2)
     assert np.abs(numbers(found) - wanted).max() < PLAIN.tolerance
 
@@ -173,8 +173,8 @@ def test_pages_side_by_side_give_the_very_numbers_of_pages_apart(window: int | N
     found = []
     for each, tables in ((pool, side_by_side), (other, apart)):
         attention, places = CpuAttention(), places_in(tables, tokens)
-        output = attention.write_and_attend(
-            each, queries, keys, values, places, layer=LAYER, scale=0.2, window=window
+        output = attention.attend(
+            each, queries, places, AttentionCall(layer=LAYER, scale=0.2, window=window), (keys, values)
         )
         found.append(numbers(output))
         attention.settle(each)
@@ -196,7 +196,7 @@ def test_passes_that_are_not_waited_for_see_each_other() -> None:
         queries, keys, values = brought(PLAIN, len(tokens), seed=40 + step)
         for layer in range(3):
             found.append(
-                attention.write_and_attend(pool, queries, keys, values, places, layer=layer, scale=0.2)
+                attention.attend(pool, queries, places, AttentionCall(layer=layer, scale=0.2), (keys, values))
             )
             held = np.array(wanted_pool.array)
             for kind, written in enumerate((keys, values)):
@@ -217,8 +217,8 @@ def test_a_later_call_of_a_layer_sees_what_the_first_one_wrote() -> None:
         attention = CpuAttention()
         pool, places, _, tokens = pass_of(PLAIN, rows)
         queries, keys, values = brought(PLAIN, len(tokens))
-        first = attention.write_and_attend(pool, queries, keys, values, places, layer=LAYER, scale=0.2)
-        other = attention.attend(pool, queries * 2, places, layer=LAYER, scale=0.1)
+        first = attention.attend(pool, queries, places, AttentionCall(layer=LAYER, scale=0.2), (keys, values))
+        other = attention.attend(pool, queries * 2, places, AttentionCall(layer=LAYER, scale=0.1))
         assert np.abs(numbers(first) - numbers(other)).max() < PLAIN.tolerance
 
 
@@ -230,7 +230,7 @@ def test_what_comes_before_the_first_wait_comes_once(rows: str, count: int) -> N
     seen: list[None] = []
     FIRST_WAIT.expect(lambda: seen.append(None))
     for layer in range(3):
-        attention.write_and_attend(pool, queries, keys, values, places, layer=layer, scale=0.2)
+        attention.attend(pool, queries, places, AttentionCall(layer=layer, scale=0.2), (keys, values))
     FIRST_WAIT.expect(None)
     assert len(seen) == count
 
@@ -240,7 +240,8 @@ def test_a_pass_of_one_token_is_begun_while_it_is_built() -> None:
     pool, places, _, _ = pass_of(PLAIN, [(30, 1)])
     seen: list[None] = []
     FIRST_WAIT.expect(lambda: seen.append(None))
-    attention.write_and_attend(pool, *brought(PLAIN, 1), places, layer=LAYER, scale=0.2)
+    queries, keys, values = brought(PLAIN, 1)
+    attention.attend(pool, queries, places, AttentionCall(layer=LAYER, scale=0.2), (keys, values))
     FIRST_WAIT.expect(None)
     assert seen == [None]
 
@@ -250,7 +251,9 @@ def test_what_is_no_number_stays_with_its_row() -> None:
     pool, places, _, tokens = pass_of(PLAIN, PASSES["many rows"])
     queries, keys, values = brought(PLAIN, len(tokens))
     keys = mx.where((mx.arange(len(tokens)) == 5)[:, None, None, None], mx.nan, keys)
-    found = numbers(attention.write_and_attend(pool, queries, keys, values, places, layer=LAYER, scale=0.2))
+    found = numbers(
+        attention.attend(pool, queries, places, AttentionCall(layer=LAYER, scale=0.2), (keys, values))
+    )
     assert [number for number, row in enumerate(found) if not np.isfinite(row).all()] == [5]
 
 
@@ -291,7 +294,7 @@ def test_a_pool_that_grew_is_another_array() -> None:
     attention = CpuAttention()
     pool, places, _, tokens = pass_of(PLAIN, [(30, 1)])
     queries, keys, values = brought(PLAIN, len(tokens))
-    mx.eval(attention.write_and_attend(pool, queries, keys, values, places, layer=LAYER, scale=0.2))
+    mx.eval(attention.attend(pool, queries, places, AttentionCall(layer=LAYER, scale=0.2), (keys, values)))
     before = pool.array
     pool.array = mx.concatenate([pool.array, mx.zeros_like(pool.array)])
     attention.read_pages(pool, ints([0]))

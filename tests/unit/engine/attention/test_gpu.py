@@ -8,9 +8,9 @@ import io
 import mlx.core as mx
 import numpy as np
 import pytest
-from icehouse_server.engine.attention.gpu.headers import Language
+from icehouse_server.engine.attention.gpu.kernels import Language
 from icehouse_server.engine.attention.gpu.launch import GpuAttention, split_size
-from icehouse_server.engine.attention.port import PoolShape
+from icehouse_server.engine.attention.port import AttentionCall, PoolShape
 
 from tests.unit.engine.attention.emulation import HEADER, Emulation
 from tests.unit.engine.attention.pools import (
@@ -92,7 +92,10 @@ def test_tokens_see_their_rows(geometry: Geometry, emulation: Emulation) -> None
     # The window is shorter than a split: another kernel than the one without.
     for window, taken in ((None, None), (100, None), (None, sinks), (100, sinks)):
         found = attention.attend(
-            pool, queries, places, layer=LAYER, scale=geometry.scale, window=window, sinks=taken
+            pool,
+            queries,
+            places,
+            AttentionCall(layer=LAYER, scale=geometry.scale, window=window, sinks=taken),
         )
         wanted = attended(
             pool, queries, places, layer=LAYER, scale=geometry.scale, window=window, sinks=taken
@@ -134,8 +137,12 @@ def test_writes_and_attends_in_one_launch(geometry: Geometry, emulation: Emulati
     queries = geometry.queries(places.token_count)
     order = pool.order
     for window in (None, 40):
-        found = attention.write_and_attend(
-            pool, queries, keys, values, places, layer=LAYER, scale=geometry.scale, window=window
+        found = attention.attend(
+            pool,
+            queries,
+            places,
+            AttentionCall(layer=LAYER, scale=geometry.scale, window=window),
+            (keys, values),
         )
         attention.write(other, keys, values, places, layer=LAYER)
         assert np.array_equal(numbers(pool.array), numbers(other.array))
@@ -154,7 +161,7 @@ def test_a_chunk_sees_itself_up_to_each_token(token_count: int, emulation: Emula
     keys, values = (normal(seed, len(tokens), PLAIN.kv_head_count, 1, PLAIN.head_size) for seed in (1, 2))
     attention.write(pool, keys, values, places, layer=LAYER)
     queries = PLAIN.queries(len(tokens))
-    found = attention.attend(pool, queries, places, layer=LAYER, scale=PLAIN.scale)
+    found = attention.attend(pool, queries, places, AttentionCall(layer=LAYER, scale=PLAIN.scale))
     wanted = attended(pool, queries, places, layer=LAYER, scale=PLAIN.scale)
     assert np.abs(numbers(found) - wanted).max() < 1e-5
 
@@ -165,7 +172,7 @@ def test_splits_do_not_matter(core_count: int, emulation: Emulation) -> None:
     attention, pool = GpuAttention(emulation.make_kernel, language), PLAIN.pool(80)
     places = places_in(PLAIN.tables(1000, 130, 3, page_count=80), [(0, 999), (1, 129), (2, 2)])
     queries = PLAIN.queries(3)
-    found = attention.attend(pool, queries, places, layer=LAYER, scale=PLAIN.scale)
+    found = attention.attend(pool, queries, places, AttentionCall(layer=LAYER, scale=PLAIN.scale))
     assert (
         np.abs(numbers(found) - attended(pool, queries, places, layer=LAYER, scale=PLAIN.scale)).max() < 1e-5
     )
@@ -175,7 +182,7 @@ def test_rows_share_pages(emulation: Emulation) -> None:
     attention, pool = PLAIN.attention(emulation), PLAIN.pool(8)
     places = places_in([[3, 5, 1], [3, 5, 7], [3, 0]], [(0, 40), (1, 47), (2, 17)])
     queries = PLAIN.queries(3)
-    found = attention.attend(pool, queries, places, layer=LAYER, scale=PLAIN.scale)
+    found = attention.attend(pool, queries, places, AttentionCall(layer=LAYER, scale=PLAIN.scale))
     assert (
         np.abs(numbers(found) - attended(pool, queries, places, layer=LAYER, scale=PLAIN.scale)).max() < 1e-5
     )
@@ -187,7 +194,7 @@ def test_pages_that_left_the_window_are_not_touched(emulation: Emulation) -> Non
     whole = places_in([[4, 5, 6, 7]], [(0, 60)])
     left = places_in([[-1, -1, 6, 7]], [(0, 60)])
     found, wanted = (
-        attention.attend(pool, queries, each, layer=LAYER, scale=PLAIN.scale, window=20)
+        attention.attend(pool, queries, each, AttentionCall(layer=LAYER, scale=PLAIN.scale, window=20))
         for each in (left, whole)
     )
     assert np.array_equal(numbers(found), numbers(wanted))
@@ -197,7 +204,7 @@ def test_the_first_tokens_of_a_pass_attend_alone(emulation: Emulation) -> None:
     attention, pool = PLAIN.attention(emulation), PLAIN.pool(80)
     places = places_in(PLAIN.tables(30, 700, page_count=80), [(0, 29), (1, 698), (1, 699)])
     queries = PLAIN.queries(1)
-    found = attention.attend(pool, queries, places, layer=LAYER, scale=PLAIN.scale)
+    found = attention.attend(pool, queries, places, AttentionCall(layer=LAYER, scale=PLAIN.scale))
     assert (
         np.abs(numbers(found) - attended(pool, queries, places, layer=LAYER, scale=PLAIN.scale)).max() < 1e-5
     )
@@ -260,7 +267,7 @@ def test_a_layer_takes_as_many_launches_for_64_rows_as_for_one(emulation: Emulat
         keys = normal(1, row_count, PLAIN.kv_head_count, 1, PLAIN.head_size)
         emulation.launches.clear()
         queries = PLAIN.queries(row_count)
-        attention.write_and_attend(pool, queries, keys, keys, places, layer=LAYER, scale=PLAIN.scale)
+        attention.attend(pool, queries, places, AttentionCall(layer=LAYER, scale=PLAIN.scale), (keys, keys))
         launches.append(list(emulation.launches))
     assert launches == [["icehouse_attend"]] * 2
 
@@ -279,9 +286,7 @@ def test_nothing_is_compiled_again(emulation: Emulation) -> None:
                 pool,
                 PLAIN.queries(len(lengths)),
                 places,
-                layer=LAYER,
-                scale=PLAIN.scale / len(lengths),
-                window=window,
+                AttentionCall(layer=LAYER, scale=PLAIN.scale / len(lengths), window=window),
             )
         attention.gather_row(pool, places, row=0, layer=LAYER, first_token=0, key_count=lengths[0])
         attention.copy_pages(pool, ints(range(len(lengths))), ints(range(100, 100 + len(lengths))))

@@ -7,9 +7,9 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from icehouse_server.engine.attention.gpu import nvrtc
-from icehouse_server.engine.attention.gpu.headers import CUDA
+from icehouse_server.engine.attention.gpu.kernels import CUDA
 from icehouse_server.engine.attention.gpu.launch import GpuAttention
-from icehouse_server.engine.attention.port import PoolShape
+from icehouse_server.engine.attention.port import AttentionCall, PoolShape
 
 from tests.unit.engine.attention.pools import RandomPool, ints, places_in
 
@@ -36,7 +36,9 @@ def test_compiles_for_cuda(dtype: mx.Dtype, monkeypatch: pytest.MonkeyPatch) -> 
     attention.write(pool, keys, keys, places, layer=1)
     for sinks in (None, mx.zeros((10,), dtype)):
         for window in (None, 20):
-            attention.attend(pool, queries, places, layer=1, scale=0.1, window=window, sinks=sinks)
+            attention.attend(
+                pool, queries, places, AttentionCall(layer=1, scale=0.1, window=window, sinks=sinks)
+            )
     attention.gather_row(pool, places, row=0, layer=1, first_token=0, key_count=64)
     attention.copy_pages(pool, ints([0]), ints([1]))
     assert len(set(ran)) == 8

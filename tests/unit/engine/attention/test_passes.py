@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from icehouse_server.engine.attention.gpu.headers import Language
+from icehouse_server.engine.attention.gpu.kernels import Language
 from icehouse_server.engine.attention.gpu.launch import GpuAttention
 from icehouse_server.engine.kv.pass_clock import PassClock
 from icehouse_server.engine.runner.forward import ForwardPass, Row, examine

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 import pytest
+from icehouse_server.engine.attention.build_hooks import FIRST_WAIT
 from icehouse_server.engine.attention.cpu.quantized import Quantized, attend_in_floats, reads_floats
-from icehouse_server.engine.attention.first_wait import FIRST_WAIT
 
 SCALE = 0.125
 SIZE = 64

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from icehouse_server.engine.attention.cpu.attention import CpuAttention
 from icehouse_server.engine.attention.gather import GatherAttention
-from icehouse_server.engine.attention.gpu.headers import Language
+from icehouse_server.engine.attention.gpu.kernels import Language
 from icehouse_server.engine.attention.gpu.launch import GpuAttention
 from icehouse_server.engine.attention.gpu.trial import prove
 from icehouse_server.engine.attention.port import PoolShape, TokenPlaces
@@ -40,8 +40,14 @@ class _Faulty(GatherAttention):
         right = getattr(self, verb)
 
         def wrong(*places: Any, **named: Any) -> Any:
-            names = {"write": ("pool", "keys", "values", "places"), "attend": ("pool", "queries", "places")}
-            given = dict(zip(names.get(verb, ("pool", "places")), places, strict=True)) | named
+            names = {
+                "write": ("pool", "keys", "values", "places"),
+                "attend": ("pool", "queries", "places", "call", "new"),
+            }
+            given = dict(zip(names.get(verb, ("pool", "places")), places, strict=False)) | named
+            if (new := given.pop("new", None)) is not None:
+                keys, values = new
+                self.write(given["pool"], keys, values, given["places"], layer=given["call"].layer)
             return right(**change(given))
 
         setattr(self, verb, wrong)
@@ -51,16 +57,20 @@ def _a_token_before(places: TokenPlaces) -> TokenPlaces:
     return dataclasses.replace(places, positions=np.maximum(places.positions - 1, 0))
 
 
+def _calling(**changed: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    return lambda given: given | {"call": dataclasses.replace(given["call"], **changed)}
+
+
 @pytest.mark.parametrize(
     ("verb", "change", "said"),
     [
         ("write", lambda given: given | {"layer": 0}, "pages"),
         ("write", lambda given: given | {"values": given["keys"]}, "pages"),
-        ("attend", lambda given: given | {"layer": 0}, "off by"),
+        ("attend", _calling(layer=0), "off by"),
         ("attend", lambda given: given | {"places": _a_token_before(given["places"])}, "off by"),
-        ("attend", lambda given: given | {"window": None}, "window 24"),
-        ("attend", lambda given: given | {"sinks": None}, "sinks"),
-        ("attend", lambda given: given | {"scale": 2 * given["scale"]}, "off by"),
+        ("attend", _calling(window=None), "window 24"),
+        ("attend", _calling(sinks=None), "sinks"),
+        ("attend", _calling(scale=1.0), "off by"),
         ("attend", lambda given: given | {"queries": given["queries"] * np.nan}, "nan"),
         ("gather_row", lambda given: given | {"first_token": given["first_token"] + 1}, "pages"),
     ],

@@ -14,8 +14,7 @@ from icehouse_server.device import Backend
 from icehouse_server.domain.blocks import HostRegion, RegionKind
 from icehouse_server.domain.ids import SequenceId
 from icehouse_server.domain.sampling import SamplingParams
-from icehouse_server.engine.core.decode_row import DecodeRow
-from icehouse_server.engine.core.ports import Chunk
+from icehouse_server.engine.core.ports import Chunk, DecodeRow
 from icehouse_server.engine.kv import runner_blocks
 from icehouse_server.engine.kv_cache import regions
 from icehouse_server.engine.prefix_cache.tiers.runner_port import PlacedBlock, RestoreInput

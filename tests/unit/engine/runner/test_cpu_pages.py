@@ -14,8 +14,7 @@ from icehouse_server.domain.blocks import BlockHeader, RegionKind
 from icehouse_server.domain.ids import BlockHash, Fingerprint, SequenceId
 from icehouse_server.domain.request import LogprobsWanted
 from icehouse_server.domain.sampling import SamplingParams
-from icehouse_server.engine.core.decode_row import DecodeRow
-from icehouse_server.engine.core.ports import Chunk, Drawn
+from icehouse_server.engine.core.ports import Chunk, DecodeRow, Drawn
 from icehouse_server.engine.kv.page_groups import PAGE_TOKEN_COUNT
 from icehouse_server.engine.kv.paged_cache import PagedCache, table_of
 from icehouse_server.engine.prefix_cache.tiers.runner_port import PlacedBlock, RestoreInput

@@ -37,7 +37,7 @@ def free_one(size_mib: int) -> None:
 def test_what_is_freed_later_finds_room(freed: FreedBuffers) -> None:
     for size_mib in (20, 21, 22, 23, 24, 17):  # nearly full, of sizes that nobody asks for again
         free_one(size_mib)
-        freed.keep_room()
+        freed.trim()
     assert mx.get_cache_memory() <= LIMIT_BYTES
     free_one(11)
     with_it = mx.get_cache_memory()
@@ -49,7 +49,7 @@ def test_what_is_freed_later_finds_room(freed: FreedBuffers) -> None:
 def test_what_is_freed_is_kept_while_there_is_room(freed: FreedBuffers) -> None:
     for size_mib in (10, 11, 12):
         free_one(size_mib)
-        freed.keep_room()
+        freed.trim()
     assert mx.get_cache_memory() >= 33 * MIB
 
 
@@ -73,12 +73,12 @@ def test_what_is_kept_gives_way_to_what_is_in_use(freed: FreedBuffers) -> None:
     mx.eval(held)
     freed.bound(1, memory_limit_bytes=1 << 30)
     free_one(60)
-    freed.keep_room()
+    freed.trim()
     assert mx.get_cache_memory() >= 60 * MIB
     freed.bound(1, memory_limit_bytes=mx.get_active_memory() + 400 * MIB)  # an eighth of it is kept now
     more = mx.zeros(380 * MIB // 4)
     mx.eval(more)
-    freed.keep_room()
+    freed.trim()
     assert mx.get_cache_memory() <= 20 * MIB, "With it, more than may be used"
     assert held.size and more.size
 
@@ -86,7 +86,7 @@ def test_what_is_kept_gives_way_to_what_is_in_use(freed: FreedBuffers) -> None:
 def test_nothing_is_bound_before_a_model_is_known() -> None:
     before = mx.set_cache_limit(LIMIT_BYTES)
     try:
-        FreedBuffers().keep_room()
+        FreedBuffers().trim()
         assert mx.set_cache_limit(LIMIT_BYTES) == LIMIT_BYTES
     finally:
         mx.set_cache_limit(before)

@@ -28,14 +28,14 @@ def faults(sizes):
 freed = FreedBuffers()
 freed.bound(128 << 10, memory_limit_bytes=3200 * MIB)  # an eighth may be kept
 found = {"first": faults([40] * 6)}
-freed.keep_room()
+freed.trim()
 # MLX keeps one of them, in the middle perhaps; these fit on either side of it.
 found["of other sizes"] = faults([35, 25, 30, 10])
-freed.keep_room()
+freed.trim()
 kept = heap.resident_bytes()
 faults([50] * 10)
 found["more"] = heap.resident_bytes() - kept
-freed.keep_room()
+freed.trim()
 found["left"] = heap.resident_bytes() - kept
 print(json.dumps(found))
 """

@@ -9,8 +9,7 @@ import pytest
 from icehouse_server.domain.blocks import RegionKind
 from icehouse_server.domain.ids import SequenceId
 from icehouse_server.domain.sampling import SamplingParams
-from icehouse_server.engine.core.decode_row import DecodeRow
-from icehouse_server.engine.core.ports import Chunk, LayerSpan
+from icehouse_server.engine.core.ports import Chunk, DecodeRow, LayerSpan
 from icehouse_server.engine.kv_cache.regions import ArrayRegion
 from icehouse_server.engine.runner.forward import Attention
 from icehouse_server.engine.runner.runner import ModelRunner

@@ -17,8 +17,7 @@ import pytest
 from icehouse_server.clock import SystemClock
 from icehouse_server.domain.ids import SequenceId
 from icehouse_server.domain.sampling import SamplingParams
-from icehouse_server.engine.core.decode_row import DecodeRow
-from icehouse_server.engine.core.ports import Chunk
+from icehouse_server.engine.core.ports import Chunk, DecodeRow
 from icehouse_server.engine.runner import model_loader
 from icehouse_server.engine.runner.forward import Attention
 from icehouse_server.engine.runner.runner import ModelRunner, RunnerSettings

@@ -14,8 +14,7 @@ from icehouse_server.domain.sampling import SamplingParams
 from icehouse_server.engine.attention.cpu.softmax import computes_on_cpu
 from icehouse_server.engine.attention.gather import GatherAttention
 from icehouse_server.engine.attention.port import PagedAttention
-from icehouse_server.engine.core.decode_row import DecodeRow
-from icehouse_server.engine.core.ports import Chunk
+from icehouse_server.engine.core.ports import Chunk, DecodeRow
 from icehouse_server.engine.runner import model_loader
 from icehouse_server.engine.runner import runner as runner_module
 from icehouse_server.engine.runner.forward import Attention

@@ -8,7 +8,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 from icehouse_server.domain.sampling import SamplingParams
-from icehouse_server.engine.core.decode_row import DecodeRow
+from icehouse_server.engine.core.ports import DecodeRow
 from icehouse_server.engine.runner.forward import Attention
 from icehouse_server.errors import Reason
 

@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 from icehouse_server.domain.ids import SequenceId
 from icehouse_server.domain.sampling import SamplingParams
-from icehouse_server.engine.attention.gpu.headers import CUDA
+from icehouse_server.engine.attention.gpu.kernels import CUDA
 from icehouse_server.engine.attention.gpu.launch import GpuAttention
-from icehouse_server.engine.core.decode_row import DecodeRow
-from icehouse_server.engine.core.ports import Chunk
+from icehouse_server.engine.core.ports import Chunk, DecodeRow
 from icehouse_server.engine.runner.forward import Attention
 
 from bench.step.primitives import counted_primitives

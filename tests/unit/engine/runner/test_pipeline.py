@@ -16,13 +16,12 @@ from icehouse_server.domain.blocks import RegionKind
 from icehouse_server.domain.ids import SequenceId
 from icehouse_server.domain.request import LogprobsWanted, Pooling, Speculation
 from icehouse_server.domain.sampling import SamplingParams
-from icehouse_server.engine.core.decode_row import DecodeRow
-from icehouse_server.engine.core.ports import Chunk, PassResult
+from icehouse_server.engine.core.ports import Chunk, DecodeRow, PassResult
 from icehouse_server.engine.runner import speculation
 from icehouse_server.engine.runner.decoding import DispatchedPass
 from icehouse_server.engine.runner.forward import Attention, ForwardPass
 from icehouse_server.engine.runner.runner import ModelRunner
-from icehouse_server.engine.runner.speculation import Trial
+from icehouse_server.engine.runner.speculation import Probe
 from icehouse_server.engine.sampling import top_p
 
 from tests.fixtures.models import tiny_model_dir
@@ -173,15 +172,15 @@ class Order:
             monkeypatch.setattr(mx.array, name, self._looking(getattr(mx.array, name), name))
         monkeypatch.setattr(mx, "eval", self._looking(mx.eval, "eval"))
 
-    def _noting(self, really: Callable[[Any], Any], name: str) -> Callable[[Any], Any]:
-        def noted(current: DispatchedPass) -> Any:
+    def _noting(self, really: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def noted(current: DispatchedPass, **options: Any) -> Any:
             if id(current) not in self._numbers:
                 self._numbers[id(current)] = len(self._numbers)
                 self._kept.append(current)
             self.events.append(f"{name} {self._numbers[id(current)]}")
             self._is_waiting = name != "dispatch"
             try:
-                return really(current)
+                return really(current, **options)
             finally:
                 self._is_waiting = False
 
@@ -273,7 +272,7 @@ def drawn_beside_a_guesser(
 
 
 def always_guess(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(speculation, "_LOOKUP_TRIAL", Trial(step_count=1, least_accepted_count=-9))
+    monkeypatch.setattr(speculation, "_LOOKUP_PROBE", Probe(step_count=1, least_accepted_count=-9))
 
 
 ASKED = Speculation(8, ngram_token_limit=2)

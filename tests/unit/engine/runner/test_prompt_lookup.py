@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
-from icehouse_server.engine.runner.prompt_lookup import PromptLookup
+from icehouse_server.engine.runner.speculation import PromptLookup
 
 
 def plain_search(tokens: list[int], *, ngram: int, count: int) -> list[int]:

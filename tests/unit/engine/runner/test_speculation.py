@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from icehouse_server.domain.request import DraftCounts, Drafting, Speculation, SpeculationLimit
 from icehouse_server.domain.sampling import SamplingParams
-from icehouse_server.engine.core.decode_row import DecodeRow
+from icehouse_server.engine.core.ports import DecodeRow
 from icehouse_server.engine.runner.draft_model import DraftedRow
 from icehouse_server.engine.runner.forward import Row
 from icehouse_server.engine.runner.speculation import GUESS_LIMIT, SpeculatingRow, guesses_of, limit_of
-from icehouse_server.engine.sampling.row import SamplingRow
+from icehouse_server.engine.sampling.sampling_row import SamplingRow
 
 _LOOKUP = Speculation(draft_token_limit=8, ngram_token_limit=3)
 _ROUND = list(range(10, 40))

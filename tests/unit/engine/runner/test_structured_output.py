@@ -29,7 +29,7 @@ from icehouse_server.domain.response_format import (
     ResponseFormat,
 )
 from icehouse_server.domain.sampling import SamplingParams
-from icehouse_server.engine.core.decode_row import DecodeRow
+from icehouse_server.engine.core.ports import DecodeRow
 from icehouse_server.engine.runner import model_loader
 from icehouse_server.errors import InvalidRequest, Reason
 from icehouse_server.structured_output.compiler import GrammarCompiler

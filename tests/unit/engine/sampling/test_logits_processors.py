@@ -10,9 +10,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from icehouse_server.domain.sampling import SamplingParams
-from icehouse_server.engine.core.decode_row import DecodeRow
-from icehouse_server.engine.sampling.logits_processors import shape_logits
-from icehouse_server.engine.sampling.row import SamplingRow
+from icehouse_server.engine.core.ports import DecodeRow
+from icehouse_server.engine.sampling.sampler import shape_logits
+from icehouse_server.engine.sampling.sampling_row import SamplingRow
 from mlx_lm.sample_utils import make_logits_processors
 
 from tests.unit.engine.sampling.allow_only import AllowOnly

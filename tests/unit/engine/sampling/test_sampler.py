@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from icehouse_server.domain.sampling import SamplingParams
-from icehouse_server.engine.core.decode_row import DecodeRow
-from icehouse_server.engine.sampling.row import SamplingRow
+from icehouse_server.engine.core.ports import DecodeRow
 from icehouse_server.engine.sampling.sampler import are_finite, filter_logits, row_key, sample
+from icehouse_server.engine.sampling.sampling_row import SamplingRow
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, apply_xtc
 
 from tests.unit.engine.sampling.allow_only import AllowOnly

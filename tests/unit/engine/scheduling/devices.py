@@ -8,7 +8,7 @@ import random
 
 from icehouse_server.domain.ids import SequenceId, Tenant
 from icehouse_server.engine.attention.padding import padding_of
-from icehouse_server.engine.core.sequence import Sequence
+from icehouse_server.engine.core.sequence import Phase, Sequence
 from icehouse_server.engine.scheduling.limits import SchedulerLimits
 from icehouse_server.engine.scheduling.pass_cost import PassSize
 from icehouse_server.engine.scheduling.pass_plan import PassPlan, PrefillChunk
@@ -166,7 +166,7 @@ class Served:
         for chunk in plan.chunks:
             chunk.sequence.processed_token_count = chunk.stop
             if chunk.is_last:
-                scheduler.start_decoding(chunk.sequence)
+                scheduler.move(chunk.sequence, Phase.DECODING)
         self.steps.append(Step(plan.chunks, row_count, end, shape_count))
         return self.steps[-1]
 

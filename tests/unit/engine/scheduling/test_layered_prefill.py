@@ -9,7 +9,7 @@ from collections.abc import Sequence as ReadSequence
 import pytest
 from icehouse_server.domain.request import Drafting, LogprobsWanted, Pooling, Speculation
 from icehouse_server.engine.core.ports import LayerSpan
-from icehouse_server.engine.core.sequence import Sequence
+from icehouse_server.engine.core.sequence import Phase, Sequence
 from icehouse_server.engine.scheduling.limits import SchedulerLimits
 from icehouse_server.engine.scheduling.pass_cost import PassSize
 from icehouse_server.engine.scheduling.pass_plan import PassPlan, PrefillChunk
@@ -54,10 +54,10 @@ class ReadingDevice:
         for row in scheduler.decoding:
             row.output_token_ids.append(1)
         for chunk in plan.chunks:
-            chunk.sequence.processed_token_count += chunk.kept_count
+            chunk.sequence.processed_token_count += chunk.stored_count
             if chunk.is_last:
                 chunk.sequence.processed_token_count = chunk.stop
-                scheduler.start_decoding(chunk.sequence)
+                scheduler.move(chunk.sequence, Phase.DECODING)
         return elapsed_s, plan.chunks
 
 
@@ -161,7 +161,7 @@ def on_the_way() -> tuple[WatchedScheduler, Sequence, PrefillChunk]:
     """Return a scheduler that has taken a prompt's chunk through some layers."""
     scheduler, (prompt,) = taught(3000)
     _, (chunk,) = ReadingDevice().run_one(scheduler)
-    assert chunk.layers is not None and not chunk.layers.is_last and chunk.kept_count == 0
+    assert chunk.layers is not None and not chunk.layers.is_last and chunk.stored_count == 0
     assert prompt.processed_token_count == 0
     return scheduler, prompt, chunk
 
@@ -209,7 +209,7 @@ def test_once_nothing_decodes_the_rest_of_the_layers_runs_at_once() -> None:
     for row in scheduler.decoding:
         scheduler.remove(row)
     (rest,) = scheduler.plan().chunks
-    assert rest.layers == LayerSpan(chunk.layers.last, LAYERS, LAYERS) and rest.kept_count == rest.stop
+    assert rest.layers == LayerSpan(chunk.layers.last, LAYERS, LAYERS) and rest.stored_count == rest.stop
 
 
 def test_the_pace_stays_that_of_before_however_slow_rows_become() -> None:

@@ -273,7 +273,7 @@ def test_a_follower_goes_on_although_nobody_else_may_start() -> None:
     served.submit("leader", [1] * 15, max_output_tokens=5)
     served.loop.step()
     follower = next(iter(served.scheduler.running))
-    served.scheduler.start_following(follower)
+    served.scheduler.move(follower, Phase.FOLLOWING)
     follower.processed_token_count = 0
     served.runner.release([follower.sequence_id])
     served.submit("big", [2] * 50, max_output_tokens=5)
@@ -504,7 +504,7 @@ def test_memory_that_loading_ones_hold_is_waited_for() -> None:
     served.submit("loads", [2] * 10, max_output_tokens=2)
     served.loop.step()
     loads = served.scheduler.running[1]
-    served.scheduler.start_loading(loads)
+    served.scheduler.move(loads, Phase.LOADING)
     served.pressure_limit(200)
     for _ in range(3):
         served.loop.step()

@@ -191,9 +191,13 @@ def test_a_fit_is_trusted_a_little_beyond_what_was_measured() -> None:
 
 def test_two_sizes_well_apart_tell_what_is_fixed() -> None:
     learner = taught((0, 8, 0.1), (0, 10, 0.1))
-    assert not learner.is_told_by(9) and learner.is_told_by(12) and learner.is_told_by(4)
+    assert (
+        not learner.separates_fixed_cost(9)
+        and learner.separates_fixed_cost(12)
+        and learner.separates_fixed_cost(4)
+    )
     learner.note(PassSize.of_chunk(0, 16), 0.1)
-    assert learner.is_told_by(9)
+    assert learner.separates_fixed_cost(9)
 
 
 def test_tokens_within_a_budget_take_just_that() -> None:

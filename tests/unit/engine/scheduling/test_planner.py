@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from icehouse_server.engine.scheduling.budget import PassPlanner
 from icehouse_server.engine.scheduling.limits import SchedulerLimits
 from icehouse_server.engine.scheduling.pass_cost import PassSize
-from icehouse_server.engine.scheduling.planner import PassPlanner
 
 ROWS = PassSize.of_rows([40] * 8)
 
@@ -32,7 +32,7 @@ def note(planner: PassPlanner, chunk_token_count: int, *, slowness: float = 1.0)
 
 
 def room(planner: PassPlanner) -> int:
-    return planner.room(ROWS, crowd=0.0, spent_s=0.0).take(0, 1000)
+    return planner.budget(ROWS, waiting_per_row=0.0, spent_s=0.0).take(0, 1000)
 
 
 def test_a_slow_pass_makes_the_next_ones_shorter_and_a_second_one_more_so() -> None:
@@ -63,7 +63,7 @@ def test_a_prompt_never_gets_more_than_it_has_left() -> None:
     for _ in range(4):
         note(planner, 16, slowness=1.9)
     for count in range(1, 40):
-        stop = planner.room(ROWS, crowd=0.0, spent_s=0.0).take(100, 100 + count)
+        stop = planner.budget(ROWS, waiting_per_row=0.0, spent_s=0.0).take(100, 100 + count)
         assert 100 < stop <= 100 + count
 
 
@@ -74,4 +74,4 @@ def test_rows_that_grew_since_they_were_alone_leave_a_prompt_some_of_a_pass() ->
     for count in (16, 32, 64) * 4:
         planner.note_pass(grown + PassSize.of_chunk(0, count), 0.05 + 0.001 * count)
     assert planner.seconds(grown) > 2.0 * planner.seconds(ROWS)
-    assert planner.room(grown, crowd=0.0, spent_s=0.0).take(0, 1000) >= 8
+    assert planner.budget(grown, waiting_per_row=0.0, spent_s=0.0).take(0, 1000) >= 8

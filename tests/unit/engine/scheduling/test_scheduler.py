@@ -11,7 +11,7 @@ from collections.abc import Sequence as ReadSequence
 import pytest
 from icehouse_server.domain.ids import ImageDigest, SequenceId, Tenant
 from icehouse_server.domain.request import ImageInput, ImageSpan
-from icehouse_server.engine.core.sequence import Sequence
+from icehouse_server.engine.core.sequence import Phase, Sequence
 from icehouse_server.engine.scheduling.limits import SchedulerLimits
 from icehouse_server.engine.scheduling.pass_cost import PassSize
 from icehouse_server.engine.scheduling.pass_plan import PassPlan, PrefillChunk
@@ -103,7 +103,7 @@ def test_a_parked_sequence_waits_with_its_output_as_input() -> None:
     scheduler.queue.add(s)
     scheduler.admit_all()
     s.processed_token_count = 4
-    scheduler.start_decoding(s)
+    scheduler.move(s, Phase.DECODING)
     s.output_token_ids += [7, 8]
     assert s.kv_token_count == 7, "the last one drawn is fed as it is told"
     scheduler.park(s)
@@ -119,7 +119,7 @@ def test_running_limit_counts_decoding_too() -> None:
         scheduler.queue.add(sequence(i, 5))
     first = scheduler.admit_all()
     for s in first:
-        scheduler.start_decoding(s)
+        scheduler.move(s, Phase.DECODING)
     assert len(scheduler.admit_all()) == 1
     scheduler.remove(first[0])
     assert len(scheduler.admit_all()) == 1
@@ -190,7 +190,7 @@ def test_loads_leave_others_the_preparation_and_small_prompts_fill_a_pass() -> N
     first = scheduler.admit_all()
     assert len(first) == 3, "two, or as many as one pass of eight tokens holds"
     for s in first:
-        scheduler.start_loading(s)
+        scheduler.move(s, Phase.LOADING)
     assert len(scheduler.admit_all()) == 3
 
 
@@ -230,7 +230,7 @@ class Device:
         for chunk in plan.chunks:
             chunk.sequence.processed_token_count = chunk.stop
             if chunk.is_last:
-                scheduler.start_decoding(chunk.sequence)
+                scheduler.move(chunk.sequence, Phase.DECODING)
                 chunk.sequence.output_token_ids.append(1)
         return elapsed_s, plan.chunks
 
@@ -251,7 +251,7 @@ def beside_decoding_ones(
     scheduler.admit_all()
     for s in rows:
         s.processed_token_count = 2
-        scheduler.start_decoding(s)
+        scheduler.move(s, Phase.DECODING)
     return scheduler, prompts
 
 
@@ -336,7 +336,7 @@ def test_what_a_busy_machine_delayed_makes_no_passes_longer(seed: int) -> None:
         for chunk in plan.chunks:
             chunk.sequence.processed_token_count = chunk.stop
             if chunk.is_last:
-                scheduler.start_decoding(second)
+                scheduler.move(second, Phase.DECODING)
     undisturbed.sort()
     assert undisturbed[int(0.9 * len(undisturbed))] <= 2.2 * device.decode_s(8)
     assert undisturbed[-1] <= 3.5 * device.decode_s(8)
@@ -601,7 +601,7 @@ def test_nobody_runs_when_nothing_is_there() -> None:
     s = sequence(0, 2)
     scheduler.queue.add(s)
     scheduler.admit_all()
-    scheduler.start_decoding(s)
-    assert not scheduler.plan().chunks and scheduler.is_decoding
+    scheduler.move(s, Phase.DECODING)
+    assert not scheduler.plan().chunks and scheduler.decoding_count
     scheduler.remove(s)
     assert scheduler.is_empty

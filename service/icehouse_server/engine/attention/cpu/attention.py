@@ -1,7 +1,7 @@
 """Attention over pages on a CPU: reads each page where it is, and writes into the pool in place.
 
 On MLX's CPU build an evaluated array is host memory, so the pool is a NumPy array as well. What is written is
-kept beside it until somebody reads the pool. Where a layer has few scores they are left to MLX, which reads
+held beside it until the pool is read. Where a layer has few scores they are left to MLX, which reads
 the new keys beside the pages and waits for nothing; where there are many, the layer's queries, keys and
 values are waited for together, once.
 
@@ -18,19 +18,20 @@ from typing import Any, Final, NamedTuple
 import mlx.core as mx
 import numpy as np
 
+from icehouse_server.engine.attention.build_hooks import FIRST_WAIT
 from icehouse_server.engine.attention.cpu.softmax import (
     Array,
-    Part,
+    ScorePart,
     chunk_parts,
     joined,
     runs_of,
+    scores_of,
     shared,
     weighted,
 )
 from icehouse_server.engine.attention.cpu.thin import ThinPlan, attend_thin
-from icehouse_server.engine.attention.first_wait import FIRST_WAIT
 from icehouse_server.engine.attention.gather import GatherAttention, causal_rule, row_pages, runs_of_rows
-from icehouse_server.engine.attention.port import Ints, Pool, TokenPlaces
+from icehouse_server.engine.attention.port import AttentionCall, Ints, Pool, TokenPlaces
 
 _LEAST_THIN_SCORES: Final = 2 << 10
 """Of queries one by one, for all heads, from which on NumPy reads their keys. Fewer are left to MLX, which is
@@ -102,7 +103,7 @@ class CpuAttention:
 
     def write(self, pool: Pool, keys: mx.array, values: mx.array, places: TokenPlaces, *, layer: int) -> None:
         if self._unwritten and self._unwritten[-1].places is not places:
-            self._settle()
+            self._flush()
         dtype = pool.shape.dtype
         if keys.dtype != dtype:
             keys, values = keys.astype(dtype), values.astype(dtype)
@@ -110,99 +111,74 @@ class CpuAttention:
         if layer == pool.shape.layer_count - 1:  # all others' come before it, in a pass
             pool.order = mx.depends(self._none, [keys, values])
 
-    def write_and_attend(
-        self,
-        pool: Pool,
-        queries: mx.array,
-        keys: mx.array,
-        values: mx.array,
-        places: TokenPlaces,
-        *,
-        layer: int,
-        scale: float,
-        window: int | None = None,
-        sinks: mx.array | None = None,
-    ) -> mx.array:
-        self.write(pool, keys, values, places, layer=layer)
-        return self.attend(pool, queries, places, layer=layer, scale=scale, window=window, sinks=sinks)
-
     def attend(
         self,
         pool: Pool,
         queries: mx.array,
         places: TokenPlaces,
-        *,
-        layer: int,
-        scale: float,
-        window: int | None = None,
-        sinks: mx.array | None = None,
+        call: AttentionCall,
+        new: tuple[mx.array, mx.array] | None = None,
     ) -> mx.array:
-        plan = self._plan(places, queries.shape[0], window)
-        by_numpy = sinks is None and queries.dtype == mx.float32 and pool.shape.dtype == mx.float32
+        if new is not None:
+            self.write(pool, *new, places, layer=call.layer)
+        plan = self._plan(places, queries.shape[0], call.window)
+        by_numpy = call.sinks is None and queries.dtype == mx.float32 and pool.shape.dtype == mx.float32
         takes_thin = by_numpy and plan.thin_score_count * queries.shape[1] >= _LEAST_THIN_SCORES
-        found: list[tuple[int, mx.array]] = []
-        parts: list[Part] = []
+        outputs: list[tuple[int, mx.array]] = []
+        parts: list[ScorePart] = []
         for row in plan.rows:
             if takes_thin and row.is_thin:
                 continue
-            keys, values, low = self._pieces(pool, plan, row, layer)
+            keys, values, low = self._pieces(pool, plan, row, call.layer)
             if by_numpy and not row.is_thin:
                 own = queries[row.first : row.last].swapaxes(0, 2)
-                parts += chunk_parts(row.first, own, keys, values, scale=scale, window=window)
+                parts += chunk_parts(row.first, own, keys, values, scale=call.scale, window=call.window)
             else:
-                alone = _by_mlx(row, queries, keys, values, low, scale=scale, window=window, sinks=sinks)
-                found.append((row.first, alone))
+                outputs.append((row.first, _by_mlx(row, queries, keys, values, low, call)))
         if not (parts or takes_thin):
-            return _started([array for _, array in found], plan.token_count)
+            return _started([array for _, array in outputs], plan.token_count)
         awaited: list[mx.array] = [array for each in self._unwritten for array in (each.keys, each.values)]
         if takes_thin:
             awaited.append(queries)
         for together in list(runs_of(parts)) or [[]]:
             FIRST_WAIT.come()
             mx.eval(awaited, [part.scores for part in together])
-            self._settle()
+            self._flush()
             if takes_thin:
-                found += self._thin(pool, queries, plan, layer=layer, scale=scale)
+                outputs += self._thin(pool, queries, plan, call)
                 takes_thin = False
             awaited = []
-            found += [(part.first, part.attended().swapaxes(0, 2)) for part in together]
-        arrays = [array for _, array in sorted(found, key=lambda each: each[0])]
+            outputs += [(part.first, part.attended().swapaxes(0, 2)) for part in together]
+        arrays = [array for _, array in sorted(outputs, key=lambda each: each[0])]
         return mx.concatenate(arrays) if len(arrays) > 1 else arrays[0]
 
     def gather_row(
-        self,
-        pool: Pool,
-        places: TokenPlaces,
-        *,
-        row: int,
-        layer: int,
-        first_token: int,
-        key_count: int,
+        self, pool: Pool, places: TokenPlaces, *, row: int, layer: int, first_token: int, key_count: int
     ) -> tuple[mx.array, mx.array]:
-        self._settle()
+        self._flush()
         return self._gather.gather_row(
             pool, places, row=row, layer=layer, first_token=first_token, key_count=key_count
         )
 
     def settle(self, pool: Pool) -> bool:
-        self._settle()
+        self._flush()
         return True
 
     def copy_pages(self, pool: Pool, sources: Ints, targets: Ints) -> None:
-        self._settle()
+        self._flush()
         held = _held(pool.array)
         for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
             held[target] = held[source]  # all at once would be copied twice
 
     def fill_pages(self, pool: Pool, content: mx.array, pages: Ints) -> None:
-        self._settle()
+        self._flush()
         _held(pool.array)[pages] = _held(content)
 
     def read_pages(self, pool: Pool, pages: Ints) -> mx.array:
-        self._settle()
+        self._flush()
         return pool.array[mx.array(pages)]  # whoever holds these pages keeps others from writing to them
 
-    def _settle(self) -> None:
+    def _flush(self) -> None:
         """Put what was written into the pool, once it is computed."""
         unwritten, self._unwritten = self._unwritten, []
         where: tuple[Any, Any] = ((), ())
@@ -224,25 +200,22 @@ class CpuAttention:
         ]
         most = window or np.iinfo(np.int64).max
         seen = [min(row.begin + 1 + n, most) for row in rows if row.is_thin for n in range(row.count)]
-        found = _Plan(places, token_count, window, rows, sum(seen))
-        self._plans.appendleft(found)
-        return found
+        plan = _Plan(places, token_count, window, rows, sum(seen))
+        self._plans.appendleft(plan)
+        return plan
 
     def _thin(
-        self, pool: Pool, queries: mx.array, plan: _Plan, *, layer: int, scale: float
+        self, pool: Pool, queries: mx.array, plan: _Plan, call: AttentionCall
     ) -> list[tuple[int, mx.array]]:
         """Return what the thin rows' tokens give, each run of them behind its first one."""
         group = queries.shape[1] // pool.shape.kv_head_count
         if plan.thin is None:
             spans = [(row.first, row.last) for row in plan.rows if row.is_thin]
+            size = pool.shape.page_token_count
             plan.thin = ThinPlan.of(
-                plan.places,
-                spans,
-                window=plan.window,
-                page_token_count=pool.shape.page_token_count,
-                group=group,
+                plan.places, spans, window=plan.window, page_token_count=size, group=group
             )
-        output = attend_thin(plan.thin, shared(pool.array)[:, layer], shared(queries), scale=scale)
+        output = attend_thin(plan.thin, shared(pool.array)[:, call.layer], shared(queries), scale=call.scale)
         return [(first, mx.array(output[first:last])) for first, last in plan.thin.runs]
 
     def _pieces(
@@ -252,7 +225,7 @@ class CpuAttention:
         size = pool.shape.page_token_count
         new = next((each for each in self._unwritten if each.layer == layer and each.pool is pool), None)
         if new is None or new.places is not plan.places:
-            self._settle()
+            self._flush()
             new = None
         end = row.begin + row.count if new is None else row.begin
         low = 0 if plan.window is None else max(0, row.begin + 1 - plan.window)
@@ -260,9 +233,9 @@ class CpuAttention:
         values: list[mx.array] = []
         heads, count = self._by_head(pool), pool.shape.kv_head_count
         pages = row_pages(plan.places, row.number)
-        for place in range(low // size, -(-end // size)):
-            first = (int(pages[place]) * pool.shape.layer_count + layer) * 2 * count
-            own = slice(max(0, low - place * size), min(size, end - place * size))
+        for index in range(low // size, -(-end // size)):
+            first = (int(pages[index]) * pool.shape.layer_count + layer) * 2 * count
+            own = slice(max(0, low - index * size), min(size, end - index * size))
             keys.append(heads[:, first : first + count, own])
             values.append(heads[:, first + count : first + 2 * count, own])
         if new is not None:
@@ -281,7 +254,7 @@ class CpuAttention:
 
 
 def _where(places: TokenPlaces, page_token_count: int) -> tuple[Any, Any]:
-    """Return the pages of the tokens and their places in these; of one token as numbers, which is faster."""
+    """Return the pages of the tokens and their slots in these; of one token as numbers, which is faster."""
     pages = places.pages[places.page_starts[places.rows] + places.positions // page_token_count]
     at = places.positions % page_token_count
     return (int(pages[0]), int(at[0])) if len(pages) == 1 else (pages, at)
@@ -307,22 +280,19 @@ def _by_mlx(
     keys: Sequence[mx.array],
     values: Sequence[mx.array],
     low: int,
-    *,
-    scale: float,
-    window: int | None,
-    sinks: mx.array | None,
+    call: AttentionCall,
 ) -> mx.array:
     """Return [tokens, heads, 1, size] of a row's tokens."""
     own = queries[row.first : row.last] if len(queries) > row.count else queries
     # In 16 bits the sums of pieces would be rounded one by one, and a token differ from the same in a chunk.
-    if row.count == 1 and sinks is None and queries.dtype == mx.float32:
-        return _one_by_mlx(own, keys, values, scale=scale)
+    if row.count == 1 and call.sinks is None and queries.dtype == mx.float32:
+        return _one_by_mlx(own, keys, values, scale=call.scale)
     k, v = joined(keys), joined(values)
-    mask: Any = causal_rule(row.begin - low, row.count, window)
+    mask: Any = causal_rule(row.begin - low, row.count, call.window)
     if row.count > 1:
         own = own.swapaxes(0, 2)
-    found = mx.fast.scaled_dot_product_attention(own, k, v, scale=scale, mask=mask, sinks=sinks)
-    return found.swapaxes(0, 2) if row.count > 1 else found
+    output = mx.fast.scaled_dot_product_attention(own, k, v, scale=call.scale, mask=mask, sinks=call.sinks)
+    return output.swapaxes(0, 2) if row.count > 1 else output
 
 
 def _one_by_mlx(
@@ -333,7 +303,5 @@ def _one_by_mlx(
     As MLX's own attention, but for the pieces: to join 80 keys takes longer than all of the rest (60 us of 8
     heads of 128 numbers; 2-core x86, mlx 0.32.4).
     """
-    asked = (query * scale).reshape(1, keys[0].shape[1], -1, query.shape[3])
-    products = [asked @ piece.swapaxes(-1, -2) for piece in keys]
-    scores = mx.concatenate(products, axis=-1) if len(products) > 1 else products[0]
-    return weighted(mx.softmax(scores, axis=-1, precise=True), values).reshape(query.shape)
+    weights = mx.softmax(scores_of(query, keys, scale=scale), axis=-1, precise=True)
+    return weighted(weights, values).reshape(query.shape)

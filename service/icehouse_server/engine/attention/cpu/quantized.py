@@ -11,8 +11,8 @@ from typing import Any, Final
 
 import mlx.core as mx
 
+from icehouse_server.engine.attention.build_hooks import FIRST_WAIT
 from icehouse_server.engine.attention.cpu.softmax import chunk_parts, computes_on_cpu, runs_of
-from icehouse_server.engine.attention.first_wait import FIRST_WAIT
 
 _LEAST_QUERIES: Final = 4
 _LEAST_SCORES: Final = 1 << 14
@@ -23,7 +23,7 @@ Quantized = tuple[mx.array, mx.array, mx.array]
 
 
 def reads_floats(queries: mx.array, keys: Any) -> bool:
-    """Tell whether [rows, heads, tokens, size] are to attend to such keys in floats."""
+    """Return whether [rows, heads, tokens, size] are to attend to such keys in floats."""
     return computes_on_cpu() and isinstance(keys, tuple) and queries.shape[2] >= _LEAST_QUERIES
 
 

@@ -2,8 +2,8 @@
 
 MLX's CPU build makes some twenty small arrays of each call, and eleven of them are the same in every layer,
 for queries and for keys: frequencies, angles, their sines and cosines. The positions of a pass are one array,
-so what was made of it is kept while the pass is built. The numbers are those of `mx.fast.rope` to the last
-bit (mlx 0.32.4, `mlx/fast.cpp`). Inference thread only.
+so what was computed from it is reused while the pass is built. The numbers are those of `mx.fast.rope` to the
+last bit (mlx 0.32.4, `mlx/fast.cpp`). Inference thread only.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ sine, which the first one has negative. [tokens, 1, 1, 1 or 2, dims / 2], the la
 where such numbers are neighbours."""
 
 
-class Kind(NamedTuple):
+class RopeKind(NamedTuple):
     """What a layer's angles depend on besides positions and frequencies."""
 
     dims: int
@@ -35,8 +35,8 @@ class PassAngles:
 
     def __init__(self) -> None:
         self._positions: mx.array | None = None
-        self._found: dict[tuple[Kind, int], tuple[Angles, mx.array | None]] = {}
-        """By kind of layer; frequencies are kept, so that no other array gets their identity."""
+        self._angles: dict[tuple[RopeKind, int], tuple[Angles, mx.array | None]] = {}
+        """By kind of layer; frequencies are stored as well, so that no other array gets their identity."""
 
     def begin(self, positions: mx.array) -> None:
         """Know a pass's positions, [tokens]."""
@@ -45,7 +45,7 @@ class PassAngles:
     def end(self) -> None:
         """Let go of them."""
         self._positions = None
-        self._found.clear()
+        self._angles.clear()
 
     def takes(self, array: mx.array, offset: Any) -> bool:
         """Whether this is [tokens, heads, 1, size] of the pass, at its positions."""
@@ -54,14 +54,14 @@ class PassAngles:
             return False
         return array.ndim == 4 and array.shape[2] == 1 and array.shape[0] == known.size
 
-    def of(self, kind: Kind, freqs: mx.array | None) -> Angles:
+    def of(self, kind: RopeKind, freqs: mx.array | None) -> Angles:
         """Return the angles of one kind of layer."""
         key = (kind, id(freqs))
-        if key not in self._found:
-            self._found[key] = self._computed(kind, freqs), freqs
-        return self._found[key][0]
+        if key not in self._angles:
+            self._angles[key] = self._computed(kind, freqs), freqs
+        return self._angles[key][0]
 
-    def _computed(self, kind: Kind, freqs: mx.array | None) -> Angles:
+    def _computed(self, kind: RopeKind, freqs: mx.array | None) -> Angles:
         assert self._positions is not None
         scale = mx.array(kind.scale, mx.float32)
         positions = self._positions.astype(mx.float32)[:, None, None, None] * scale
@@ -74,13 +74,9 @@ class PassAngles:
             inverse = mx.reciprocal(freqs).astype(mx.float32)
         theta = positions * inverse
         cos, sin = mx.cos(theta).astype(kind.dtype), mx.sin(theta).astype(kind.dtype)
-        axis = _pair_axis(kind)
+        # Neighbours turn together, or numbers half the dims apart.
+        axis = -1 if kind.is_interleaved else -2
         return mx.expand_dims(cos, axis), mx.stack([-sin, sin], axis=axis)
-
-
-def _pair_axis(kind: Kind) -> int:
-    """Return over which axis two numbers turn together: neighbours, or half the dims apart."""
-    return -1 if kind.is_interleaved else -2
 
 
 PASS_ANGLES: Final = PassAngles()
@@ -104,13 +100,13 @@ def rope_over(upstream: Callable[..., mx.array]) -> Callable[..., mx.array]:
         if stream is not None or not PASS_ANGLES.takes(a, offset):
             options = {"traditional": traditional, "base": base, "scale": scale, "offset": offset}
             return upstream(a, dims, **options, freqs=freqs, stream=stream)
-        kind = Kind(dims, base, scale, a.dtype, traditional)
+        kind = RopeKind(dims, base, scale, a.dtype, traditional)
         return _rotated(a, kind, PASS_ANGLES.of(kind, freqs))
 
     return rope
 
 
-def _rotated(array: mx.array, kind: Kind, angles: Angles) -> mx.array:
+def _rotated(array: mx.array, kind: RopeKind, angles: Angles) -> mx.array:
     """Turn in three operations where upstream takes seven: -(a * b) is a * -b to the last bit."""
     cos, sin = angles
     dims, heads = kind.dims, array.shape[:-1]

@@ -86,7 +86,7 @@ def _helper() -> concurrent.futures.ThreadPoolExecutor:
 
 
 @dataclasses.dataclass(slots=True)
-class Part:
+class ScorePart:
     """Some queries of a chunk, whose keys and values may lie in pieces."""
 
     first: int
@@ -98,25 +98,6 @@ class Part:
     """Of the output, [1, heads, tokens, size]."""
     hidden: Bools
     """[tokens, positions]: which of the last positions, or of all, are not seen."""
-
-    @classmethod
-    def of(
-        cls,
-        first: int,
-        queries: mx.array,
-        keys: Sequence[mx.array],
-        values: Sequence[mx.array],
-        *,
-        scale: float,
-        hidden: Bools,
-    ) -> Part:
-        """Keys and values are [1, KV heads, positions, size], queries [1, heads, tokens, size]."""
-        _, head_count, token_count, size = queries.shape
-        # Heads that share keys are more rows of one matrix.
-        by_head = (queries * scale).reshape(1, keys[0].shape[1], -1, size)
-        products = [by_head @ piece.swapaxes(-1, -2) for piece in keys]
-        scores = mx.concatenate(products, axis=-1) if len(products) > 1 else products[0]
-        return cls(first, scores, values, (1, head_count, token_count, values[0].shape[3]), hidden)
 
     def attended(self) -> mx.array:
         """Return the output, once the scores are computed."""
@@ -138,7 +119,7 @@ def chunk_parts(
     *,
     scale: float,
     window: int | None = None,
-) -> list[Part]:
+) -> list[ScorePart]:
     """Return a chunk's attention in parts. Its tokens are the last of the positions, and the first of them is
     the pass's `first`; each sees what is before it, of a window the last positions.
 
@@ -148,7 +129,7 @@ def chunk_parts(
     if count > _MOST_SPLIT_QUERIES:
         keys, values = [joined(keys)], [joined(values)]
     before = sum(piece.shape[2] for piece in keys) - count
-    found = []
+    parts: list[ScorePart] = []
     for start in range(0, count, _QUERIES_AT_ONCE):
         stop = min(count, start + _QUERIES_AT_ONCE)
         some_keys, some_values, begin = keys, values, 0
@@ -158,14 +139,23 @@ def chunk_parts(
         hidden = _later(stop - start)
         if window is not None:
             hidden = _outside(before + start - begin, stop - start, window)
-        asking = queries[:, :, start:stop]
-        found.append(Part.of(first + start, asking, some_keys, some_values, scale=scale, hidden=hidden))
-    return found
+        scores = scores_of(queries[:, :, start:stop], some_keys, scale=scale)
+        shape = (1, queries.shape[1], stop - start, values[0].shape[3])
+        parts.append(ScorePart(first + start, scores, some_values, shape, hidden))
+    return parts
 
 
-def runs_of(parts: Sequence[Part]) -> Iterator[list[Part]]:
+def scores_of(queries: mx.array, keys: Sequence[mx.array], *, scale: float) -> mx.array:
+    """Return [1, KV heads, heads of each x tokens, positions] of queries, [1, heads, tokens, size]."""
+    # Heads that share keys are more rows of one matrix.
+    by_head = (queries * scale).reshape(1, keys[0].shape[1], -1, queries.shape[3])
+    products = [by_head @ piece.swapaxes(-1, -2) for piece in keys]
+    return mx.concatenate(products, axis=-1) if len(products) > 1 else products[0]
+
+
+def runs_of(parts: Sequence[ScorePart]) -> Iterator[list[ScorePart]]:
     """Give the parts in runs, each few enough for all scores of a run to be held at once."""
-    run: list[Part] = []
+    run: list[ScorePart] = []
     for part in parts:
         if run and sum(each.scores.size for each in (*run, part)) > _SCORES_HELD:
             yield run
@@ -200,5 +190,5 @@ def weighted(weights: mx.array, values: Sequence[mx.array]) -> mx.array:
         return weights @ values[0]
     cuts = list(itertools.accumulate(piece.shape[2] for piece in values))[:-1]
     parts: Any = mx.split(weights, cuts, axis=-1)
-    found: list[mx.array] = [w @ v for w, v in zip(parts, values, strict=True)]
-    return functools.reduce(operator.add, found)
+    sums: list[mx.array] = [w @ v for w, v in zip(parts, values, strict=True)]
+    return functools.reduce(operator.add, sums)

@@ -1,18 +1,61 @@
-"""Queries one by one: read by NumPy, which multiplies by a vector without a copy of the keys.
+"""Thin rows: queries one by one over pages, by NumPy, which multiplies by a vector without a copy of the
+keys.
 
-Pages that several rows have are read once. Inference thread, and one more that sees views of computed arrays.
+The layout, computed once a pass, says which queries read which page and where their scores go. Rows that
+share pages read them once. Queries that see about as much stand in one block, so that the softmax takes their
+scores in few steps and few of them are padding. Inference thread, and one more that sees views of computed
+arrays.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
-from icehouse_server.engine.attention.cpu.layout import Block, Segment, blocks_of, shares_pages
 from icehouse_server.engine.attention.cpu.softmax import HIDDEN, Floats, exponentials, in_two
-from icehouse_server.engine.attention.port import TokenPlaces
+from icehouse_server.engine.attention.port import Ints, TokenPlaces
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Segment:
+    """The first `count` tokens of a page, which some queries read; or several whole pages side by side."""
+
+    page: int
+    page_count: int
+    first: int
+    """Where their scores begin in the block."""
+    count: int
+    columns: Any
+    """Which queries of the block, each with its heads: a slice or an array."""
+    column_count: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Block:
+    """Queries whose scores are one array, [KV heads, queries x heads of each, positions]."""
+
+    tokens: Ints
+    """[queries]: their indices in the pass."""
+    position_count: int
+    segments: list[Segment]
+    hidden: list[tuple[slice, slice]]
+    """Columns and positions that a segment has and these queries do not see."""
+
+    @property
+    def score_count(self) -> int:
+        """For one head."""
+        return len(self.tokens) * self.position_count
+
+
+@dataclasses.dataclass(slots=True)
+class _Readers:
+    """A page of a block under way."""
+
+    count: int
+    queries: list[int]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -40,11 +83,11 @@ class ThinPlan:
 
         def laid(some: Sequence[tuple[int, int]]) -> list[Block]:
             tokens = [token for first, last in some for token in range(first, last)]
-            return blocks_of(places, tokens, window=window, page_token_count=page_token_count, group=group)
+            return _blocks_of(places, tokens, window=window, page_token_count=page_token_count, group=group)
 
         blocks = laid(spans)
         halves: tuple[list[Block], ...] = (blocks,)
-        if len(spans) > 1 and not shares_pages(blocks, group=group):
+        if len(spans) > 1 and not _shares_pages(blocks, group=group):
             order = sorted(spans, key=lambda span: int(places.positions[span[0]]))
             halves = (laid(order[::2]), laid(order[1::2]))
         runs: list[tuple[int, int]] = []
@@ -52,6 +95,85 @@ class ThinPlan:
             begin = runs.pop()[0] if runs and runs[-1][1] == first else first
             runs.append((begin, last))
         return cls(halves, runs, sum(block.score_count for block in blocks))
+
+
+def _blocks_of(
+    places: TokenPlaces, tokens: Sequence[int], *, window: int | None, page_token_count: int, group: int
+) -> list[Block]:
+    """Return the blocks of these tokens of a pass; `group` heads share one of the keys."""
+    alike: dict[int, list[int]] = {}
+    for token in tokens:
+        last = int(places.positions[token])
+        page_count = last // page_token_count - _low(last, window) // page_token_count + 1
+        alike.setdefault((page_count - 1).bit_length(), []).append(token)
+    return [
+        _block(places, some, window=window, size=page_token_count, group=group) for some in alike.values()
+    ]
+
+
+def _shares_pages(blocks: Sequence[Block], *, group: int) -> bool:
+    """Return whether some page is read for several queries."""
+    return any(segment.column_count > group for block in blocks for segment in block.segments)
+
+
+def _block(places: TokenPlaces, tokens: list[int], *, window: int | None, size: int, group: int) -> Block:
+    pages: dict[tuple[int, int], _Readers] = {}
+    seen: list[tuple[int, int, int]] = []
+    """Of each query: the first page's number in its row, and from which to which position behind its
+    beginning it sees."""
+    for query, token in enumerate(tokens):
+        last = int(places.positions[token])
+        low = _low(last, window)
+        start = int(places.page_starts[places.rows[token]])
+        first, stop = low // size, last // size + 1
+        seen.append((first, low - first * size, last + 1 - first * size))
+        for index, page in enumerate(places.pages[start + first : start + stop].tolist()):
+            count = min(size, last + 1 - (first + index) * size)
+            readers = pages.setdefault((page, index), _Readers(0, []))
+            readers.count = max(readers.count, count)
+            readers.queries.append(query)
+    segments = _segments(pages, size=size, group=group)
+    position_count = max(stop for _, _, stop in seen)
+    hidden = [(_columns([query], group), slice(0, low)) for query, (_, low, _) in enumerate(seen) if low]
+    for (_, index), readers in pages.items():
+        end = index * size + readers.count
+        for query in readers.queries if len(readers.queries) > 1 else ():
+            if seen[query][2] < end:
+                hidden.append((_columns([query], group), slice(seen[query][2], end)))
+    return Block(np.array(tokens, np.int32), position_count, segments, hidden)
+
+
+def _segments(pages: Mapping[tuple[int, int], _Readers], *, size: int, group: int) -> list[Segment]:
+    """Return the pages in segments: those that lie side by side, for the same queries, in one."""
+    segments: list[Segment] = []
+    last_queries: list[int] = []
+    for (page, index), readers in pages.items():
+        before = segments[-1] if segments else None
+        if (
+            before is not None
+            and readers.count == before.count // before.page_count == size
+            and (page, index * size) == (before.page + before.page_count, before.first + before.count)
+            and readers.queries == last_queries
+        ):
+            segments[-1] = dataclasses.replace(
+                before, page_count=before.page_count + 1, count=before.count + size
+            )
+            continue
+        columns, last_queries = _columns(readers.queries, group), readers.queries
+        segments.append(Segment(page, 1, index * size, readers.count, columns, len(readers.queries) * group))
+    return segments
+
+
+def _low(position: int, window: int | None) -> int:
+    """Return the first position that a token sees."""
+    return 0 if window is None else max(0, position + 1 - window)
+
+
+def _columns(queries: Sequence[int], group: int) -> Any:
+    """Return where queries' heads are: a slice where they lie side by side, which copies nothing."""
+    if queries[-1] - queries[0] == len(queries) - 1:
+        return slice(queries[0] * group, (queries[-1] + 1) * group)
+    return np.concatenate([np.arange(query * group, (query + 1) * group) for query in queries])
 
 
 def attend_thin(plan: ThinPlan, layer: Floats, queries: Floats, *, scale: float) -> Floats:
@@ -81,27 +203,27 @@ def _attend(block: Block, layer: Floats, by_head: Floats, heads: slice, scale: f
     # [KV heads, queries x heads of each, size]
     rows = by_head[block.tokens, heads].swapaxes(0, 1)
     query_count, group, size = rows.shape[1:]
-    asked = rows.reshape(len(rows), query_count * group, size) * np.float32(scale)
+    scaled = rows.reshape(len(rows), query_count * group, size) * np.float32(scale)
     # Each head's queries in columns that lie together: products take half the time of the other way.
-    columns = np.ascontiguousarray(asked.swapaxes(-1, -2))
-    scores = np.full((len(asked), query_count * group, block.position_count), HIDDEN, dtype=np.float32)
+    columns = np.ascontiguousarray(scaled.swapaxes(-1, -2))
+    scores = np.full((len(scaled), query_count * group, block.position_count), HIDDEN, dtype=np.float32)
     for segment in block.segments:
         # [pages, KV heads, tokens of each, queries x heads of each]
-        told = np.matmul(_pages(layer, segment, 0, heads), columns[:, :, segment.columns])
-        by_query = told.transpose(1, 3, 0, 2).reshape(len(asked), -1, segment.count)
+        scores_by_page = np.matmul(_pages(layer, segment, 0, heads), columns[:, :, segment.columns])
+        by_query = scores_by_page.transpose(1, 3, 0, 2).reshape(len(scaled), -1, segment.count)
         scores[:, segment.columns, segment.first : segment.first + segment.count] = by_query
     for some, positions in block.hidden:
         scores[:, some, positions] = HIDDEN
     sums = exponentials(scores.reshape(-1, block.position_count))
-    output = np.zeros((len(asked), query_count * group, size), dtype=np.float32)
+    output = np.zeros((len(scaled), query_count * group, size), dtype=np.float32)
     for segment in block.segments:
         weights = scores[:, segment.columns, segment.first : segment.first + segment.count]
         by_page = weights.reshape(*weights.shape[:2], segment.page_count, -1).transpose(2, 0, 1, 3)
         # One by one: sums do not hang on which pages lie side by side.
-        for found in np.matmul(by_page, _pages(layer, segment, 1, heads)):
-            output[:, segment.columns] += found
-    output /= sums.reshape(len(asked), -1, 1)
-    return output.reshape(len(asked), query_count, group, size).swapaxes(0, 1)
+        for part in np.matmul(by_page, _pages(layer, segment, 1, heads)):
+            output[:, segment.columns] += part
+    output /= sums.reshape(len(scaled), -1, 1)
+    return output.reshape(len(scaled), query_count, group, size).swapaxes(0, 1)
 
 
 def _pages(layer: Floats, segment: Segment, kind: int, heads: slice) -> Floats:

@@ -18,9 +18,9 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from icehouse_server.engine.attention.gpu import body, nvrtc
-from icehouse_server.engine.attention.gpu.headers import CUDA, METAL, Language
-from icehouse_server.engine.attention.port import Ints, Pool, PoolShape, TokenPlaces
+from icehouse_server.engine.attention.gpu import kernels, nvrtc
+from icehouse_server.engine.attention.gpu.kernels import CUDA, METAL, Language
+from icehouse_server.engine.attention.port import AttentionCall, Ints, Pool, PoolShape, TokenPlaces
 
 _LANES_A_KEY = (16, 8)
 """The first that leaves each lane whole vectors, or the last. With 8 a pass of 64 rows of 100 to 1,500 tokens
@@ -68,21 +68,15 @@ def split_size(visible_counts: Ints, *, blocks_per_split: int, core_count: int) 
     return size
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Splits:
-    size: int
-    """Keys."""
-    count: int
-
-
 @dataclasses.dataclass(slots=True)
 class _OnDevice:
-    """Places of a pass as the kernels take them, and what was found for its layers."""
+    """Places of a pass as the kernels take them, and what was computed for its layers."""
 
     places: TokenPlaces
     array: mx.array
-    splits: dict[tuple[int, int, int], _Splits] = dataclasses.field(default_factory=dict)
-    """By tokens, window (0: none) and blocks a split."""
+    splits: dict[tuple[int, int, int], tuple[int, int]] = dataclasses.field(default_factory=dict)
+    """How many keys a split takes and how many splits there are, by tokens, window (0: none) and blocks a
+    split."""
     spans: dict[tuple[int, int, int], mx.array] = dataclasses.field(default_factory=dict)
     """Of rows that are gathered, as the kernel takes them; by row, first token and keys."""
 
@@ -94,20 +88,8 @@ class _OnDevice:
         places = self.places
         start = int(places.page_starts[row]) + 3 * places.token_count
         last = int(places.positions[places.rows == row].max())
-        found = self.spans[key] = mx.array([start, last, first_token, key_count], mx.int32)
-        return found
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Way:
-    """How a launch attends."""
-
-    layer: int
-    scale: float
-    window: int
-    """0: none."""
-    sinks: mx.array | None
-    writes: bool
+        span = self.spans[key] = mx.array([start, last, first_token, key_count], mx.int32)
+        return span
 
 
 class GpuAttention:
@@ -132,12 +114,16 @@ class GpuAttention:
             )
             return made
 
-        self._write = kernel("write", "keys values pool places settings order", "new_order", body.WRITE)
-        self._move = kernel("move_pages", "content pool moves settings order", "new_order", body.MOVE_PAGES)
-        self._gather = kernel("gather_row", "pool places span settings order", "keys values", body.GATHER_ROW)
+        self._write = kernel("write", "keys values pool places settings order", "new_order", kernels.WRITE)
+        self._move = kernel(
+            "move_pages", "content pool moves settings order", "new_order", kernels.MOVE_PAGES
+        )
+        self._gather = kernel(
+            "gather_row", "pool places span settings order", "keys values", kernels.GATHER_ROW
+        )
         attend_inputs = "queries keys values pool places settings order"
         self._attend_split = kernel(
-            "attend_split", attend_inputs, "parts part_sums new_order", body.ATTEND_SPLIT
+            "attend_split", attend_inputs, "parts part_sums new_order", kernels.ATTEND_SPLIT
         )
         self._attend_whole: dict[bool, _Kernel] = {}
         self._merge: dict[bool, _Kernel] = {}
@@ -146,10 +132,13 @@ class GpuAttention:
                 f"attend{ending}",
                 attend_inputs + sinks,
                 "out new_order",
-                body.attend_whole(has_sinks=has_sinks),
+                kernels.attend_whole(has_sinks=has_sinks),
             )
             self._merge[has_sinks] = kernel(
-                f"merge{ending}", "parts part_sums settings" + sinks, "out", body.merge(has_sinks=has_sinks)
+                f"merge{ending}",
+                "parts part_sums settings" + sinks,
+                "out",
+                kernels.merge(has_sinks=has_sinks),
             )
 
     def write(self, pool: Pool, keys: mx.array, values: mx.array, places: TokenPlaces, *, layer: int) -> None:
@@ -164,8 +153,8 @@ class GpuAttention:
                 pool.order,
             ],
             template=_pool_constants(shape),
-            grid=(places.token_count * body.THREADS, 1, 1),
-            threadgroup=(body.THREADS, 1, 1),
+            grid=(places.token_count * kernels.THREADS, 1, 1),
+            threadgroup=(kernels.THREADS, 1, 1),
             output_shapes=[(1,)],
             output_dtypes=[mx.int32],
         )
@@ -175,105 +164,57 @@ class GpuAttention:
         pool: Pool,
         queries: mx.array,
         places: TokenPlaces,
-        *,
-        layer: int,
-        scale: float,
-        window: int | None = None,
-        sinks: mx.array | None = None,
+        call: AttentionCall,
+        new: tuple[mx.array, mx.array] | None = None,
     ) -> mx.array:
-        nothing = self._start_of(pool)
-        way = _Way(layer, scale, window or 0, sinks, writes=False)
-        return self._attend(pool, queries, nothing, nothing, places, way)[0]
-
-    def write_and_attend(
-        self,
-        pool: Pool,
-        queries: mx.array,
-        keys: mx.array,
-        values: mx.array,
-        places: TokenPlaces,
-        *,
-        layer: int,
-        scale: float,
-        window: int | None = None,
-        sinks: mx.array | None = None,
-    ) -> mx.array:
-        dtype = pool.shape.dtype
-        way = _Way(layer, scale, window or 0, sinks, writes=True)
-        out, pool.order = self._attend(pool, queries, keys.astype(dtype), values.astype(dtype), places, way)
-        return out
-
-    def _attend(
-        self,
-        pool: Pool,
-        queries: mx.array,
-        keys: mx.array,
-        values: mx.array,
-        places: TokenPlaces,
-        way: _Way,
-    ) -> tuple[mx.array, mx.array]:
-        """Return the answers, and the order of what comes behind."""
+        start = self._start_of(pool)
+        keys, values = (start, start) if new is None else (array.astype(pool.shape.dtype) for array in new)
         token_count, head_count, _, head_size = queries.shape
-        shape, has_sinks = pool.shape, way.sinks is not None
+        shape, has_sinks, window = pool.shape, call.sinks is not None, call.window or 0
         group = head_count // shape.kv_head_count
-        division = _Division.of(shape, group)
-        blocks = shape.kv_head_count * -(-group // division.heads)
+        division = _division(shape, group)
+        blocks = shape.kv_head_count * -(-group // division["HEADS"])
         on_device = self._on_device(places)
-        splits = self._splits(on_device, token_count, way.window, blocks)
-        sinks = [] if way.sinks is None else [way.sinks]
-        inputs = [
-            queries,
-            keys,
-            values,
-            self._start_of(pool),
-            on_device.array,
-            self._settings_array(pool, way.layer, way.window, splits.size, way.scale, way.writes),
-            pool.order,
-        ]
+        keys_per_split, split_count = self._splits(on_device, token_count, window, blocks)
+        sinks = [] if call.sinks is None else [call.sinks]
+        settings = self._settings_array(pool, call.layer, window, keys_per_split, call.scale, new is not None)
+        inputs = [queries, keys, values, start, on_device.array, settings, pool.order]
+        template = [*_pool_constants(shape), ("Q", queries.dtype), ("GROUP", group), *division.items()]
         launch: dict[str, Any] = {
-            "template": [
-                *_pool_constants(shape),
-                ("Q", queries.dtype),
-                ("GROUP", group),
-                *division.constants(),
-            ],
-            "grid": (token_count * body.THREADS, blocks, splits.count),
-            "threadgroup": (body.THREADS, 1, 1),
+            "template": template,
+            "grid": (token_count * kernels.THREADS, blocks, split_count),
+            "threadgroup": (kernels.THREADS, 1, 1),
         }
-        if splits.count == 1:
+        if split_count == 1:
             out, order = self._attend_whole[has_sinks](
                 inputs=inputs + sinks,
                 output_shapes=[queries.shape, (1,)],
                 output_dtypes=[queries.dtype, mx.int32],
                 **launch,
             )
-            return out, order
-        parts_shape = (token_count, head_count, splits.count)
-        *parts, order = self._attend_split(
-            inputs=inputs,
-            output_shapes=[(*parts_shape, head_size), (*parts_shape, 2), (1,)],
-            output_dtypes=[mx.float32, mx.float32, mx.int32],
-            **launch,
-        )
-        (out,) = self._merge[has_sinks](
-            inputs=[*parts, self._settings_array(pool, split=splits.count), *sinks],
-            template=[("Q", queries.dtype), ("D", head_size), ("HEADS", head_count)],
-            grid=(token_count * head_count * head_size, 1, 1),
-            threadgroup=(head_size, 1, 1),
-            output_shapes=[queries.shape],
-            output_dtypes=[queries.dtype],
-        )
-        return out, order
+        else:
+            parts_shape = (token_count, head_count, split_count)
+            *parts, order = self._attend_split(
+                inputs=inputs,
+                output_shapes=[(*parts_shape, head_size), (*parts_shape, 2), (1,)],
+                output_dtypes=[mx.float32, mx.float32, mx.int32],
+                **launch,
+            )
+            (out,) = self._merge[has_sinks](
+                inputs=[*parts, self._settings_array(pool, split=split_count), *sinks],
+                template=[("Q", queries.dtype), ("D", head_size), ("HEADS", head_count)],
+                grid=(token_count * head_count * head_size, 1, 1),
+                threadgroup=(head_size, 1, 1),
+                output_shapes=[queries.shape],
+                output_dtypes=[queries.dtype],
+            )
+        if new is not None:
+            pool.order = order
+        output: mx.array = out
+        return output
 
     def gather_row(
-        self,
-        pool: Pool,
-        places: TokenPlaces,
-        *,
-        row: int,
-        layer: int,
-        first_token: int,
-        key_count: int,
+        self, pool: Pool, places: TokenPlaces, *, row: int, layer: int, first_token: int, key_count: int
     ) -> tuple[mx.array, mx.array]:
         shape = pool.shape
         on_device = self._on_device(places)
@@ -287,8 +228,8 @@ class GpuAttention:
                 pool.order,
             ],
             template=_pool_constants(shape),
-            grid=(-(-key_count // shape.page_token_count) * body.PAGE_THREADS, shape.kv_head_count, 2),
-            threadgroup=(body.PAGE_THREADS, 1, 1),
+            grid=(-(-key_count // shape.page_token_count) * kernels.PAGE_THREADS, shape.kv_head_count, 2),
+            threadgroup=(kernels.PAGE_THREADS, 1, 1),
             output_shapes=[gathered_shape, gathered_shape],
             output_dtypes=[shape.dtype, shape.dtype],
         )
@@ -314,12 +255,12 @@ class GpuAttention:
             return
         moves = np.zeros(max(2 * len(targets), _LEAST_INPUT), np.int32)
         moves[0 : 2 * len(targets) : 2], moves[1 : 2 * len(targets) : 2] = sources, targets
-        block_bytes = body.PAGE_THREADS * body.PAGE_VECTORS * _VECTOR_BYTES
+        block_bytes = kernels.PAGE_THREADS * kernels.PAGE_VECTORS * _VECTOR_BYTES
         (pool.order,) = self._move(
             inputs=[content, self._start_of(pool), mx.array(moves), self._settings_array(pool), pool.order],
             template=_pool_constants(pool.shape),
-            grid=(-(-pool.shape.page_bytes // block_bytes) * body.PAGE_THREADS, len(targets), 1),
-            threadgroup=(body.PAGE_THREADS, 1, 1),
+            grid=(-(-pool.shape.page_bytes // block_bytes) * kernels.PAGE_THREADS, len(targets), 1),
+            threadgroup=(kernels.PAGE_THREADS, 1, 1),
             output_shapes=[(1,)],
             output_dtypes=[mx.int32],
         )
@@ -345,11 +286,11 @@ class GpuAttention:
         numbers[1:first_page:3] = positions
         numbers[2:first_page:3] = positions[np.maximum.accumulate(begins)]
         numbers[first_page : first_page + len(places.pages)] = places.pages
-        found = _OnDevice(places, mx.array(numbers))
-        self._places.appendleft(found)
-        return found
+        on_device = _OnDevice(places, mx.array(numbers))
+        self._places.appendleft(on_device)
+        return on_device
 
-    def _splits(self, on_device: _OnDevice, token_count: int, window: int, blocks: int) -> _Splits:
+    def _splits(self, on_device: _OnDevice, token_count: int, window: int, blocks: int) -> tuple[int, int]:
         key = (token_count, window, blocks)
         if (known := on_device.splits.get(key)) is not None:
             return known
@@ -357,8 +298,8 @@ class GpuAttention:
         if window:
             visible_counts = np.minimum(visible_counts, window)
         size = split_size(visible_counts, blocks_per_split=blocks, core_count=self._language.usual_core_count)
-        found = on_device.splits[key] = _Splits(size, -(-int(visible_counts.max()) // size))
-        return found
+        splits = on_device.splits[key] = size, -(-int(visible_counts.max()) // size)
+        return splits
 
     def _settings_array(
         self,
@@ -375,8 +316,8 @@ class GpuAttention:
         if len(self._settings) >= _REMEMBERED_SETTINGS:
             self._settings.clear()
         (scale_bits,) = struct.unpack("<i", struct.pack("<f", scale))
-        found = self._settings[key] = mx.array([*key[:4], scale_bits, int(writes)], mx.int32)
-        return found
+        settings = self._settings[key] = mx.array([*key[:4], scale_bits, int(writes)], mx.int32)
+        return settings
 
 
 def _pool_constants(shape: PoolShape) -> list[tuple[str, int | mx.Dtype]]:
@@ -388,29 +329,17 @@ def _pool_constants(shape: PoolShape) -> list[tuple[str, int | mx.Dtype]]:
     ]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Division:
-    """How a block divides its work: see the constants of the kernel bodies."""
-
-    heads: int
-    lanes: int
-    vector: int
-    rounds: int
-
-    @classmethod
-    def of(cls, shape: PoolShape, group: int) -> _Division:
-        number_bytes = shape.dtype.size
-        whole = _VECTOR_BYTES // number_bytes
-        fitting = (lanes for lanes in _LANES_A_KEY if shape.head_size % (lanes * whole) == 0)
-        lanes = next(fitting, _LANES_A_KEY[-1])
-        numbers = shape.head_size // lanes
-        most = max(1, _MOST_LANE_NUMBERS // numbers)
-        return cls(
-            heads=-(-group // -(-group // most)),  # evenly
-            lanes=lanes,
-            vector=min(numbers & -numbers, whole),  # the largest power of two that divides them
-            rounds=min(max(64 // (numbers * number_bytes), 1), 4),
-        )
-
-    def constants(self) -> list[tuple[str, int | mx.Dtype]]:
-        return [(name.upper(), getattr(self, name)) for name in ("heads", "lanes", "vector", "rounds")]
+def _division(shape: PoolShape, group: int) -> dict[str, int]:
+    """Return how a block divides its work: constants of the kernels."""
+    number_bytes = shape.dtype.size
+    whole = _VECTOR_BYTES // number_bytes
+    fitting = (lanes for lanes in _LANES_A_KEY if shape.head_size % (lanes * whole) == 0)
+    lanes = next(fitting, _LANES_A_KEY[-1])
+    numbers = shape.head_size // lanes
+    most = max(1, _MOST_LANE_NUMBERS // numbers)
+    return {
+        "HEADS": -(-group // -(-group // most)),  # evenly
+        "LANES": lanes,
+        "VECTOR": min(numbers & -numbers, whole),  # the largest power of two that divides them
+        "ROUNDS": min(max(64 // (numbers * number_bytes), 1), 4),
+    }

@@ -1,7 +1,7 @@
 """Compiling kernels with NVRTC: what `mx.fast.cuda_kernel` does, ten times faster.
 
 MLX puts its own headers in front of each kernel, which take 2.5 s to compile (on a machine with an H100), and
-keeps nothing for the next process. The bodies here need none of them. The library is the one that MLX has
+stores nothing for the next process. The bodies here need none of them. The library is the one that MLX has
 loaded; a cubin is run by `mx.fast.precompiled_cuda_kernel`. Inference thread only.
 """
 
@@ -43,7 +43,7 @@ Template = Sequence[tuple[str, int | mx.Dtype]]
 
 
 class NvrtcError(RuntimeError):
-    """NVRTC is missing, or did not compile a kernel; its log is told."""
+    """NVRTC is missing, or did not compile a kernel; the message has its log."""
 
 
 def make_kernel(
@@ -115,15 +115,15 @@ def compile_cubin(source: str, *, architecture: str | None = None) -> bytes:
     try:
         options = (ctypes.c_char_p * 1)(f"--gpu-architecture={architecture}".encode())
         if nvrtc.nvrtcCompileProgram(program, len(options), options):
-            log = _taken(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program)
+            log = _read(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program)
             raise NvrtcError(f"NVRTC did not compile a kernel: {log.decode(errors='replace').rstrip(chr(0))}")
-        return _taken(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program)
+        return _read(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program)
     finally:
         nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
 
 
 def is_available() -> bool:
-    """Tell whether NVRTC and what runs its cubins are here."""
+    """Return whether NVRTC and what runs its cubins are here."""
     try:
         _library()
     except NvrtcError:
@@ -141,7 +141,7 @@ def _library() -> ctypes.CDLL:
     raise NvrtcError(f"none of {', '.join(_LIBRARIES)} can be loaded")
 
 
-def _taken(size_of: Any, read: Any, program: ctypes.c_void_p) -> bytes:
+def _read(size_of: Any, read: Any, program: ctypes.c_void_p) -> bytes:
     size = ctypes.c_size_t()
     _check(size_of(program, ctypes.byref(size)))
     content = ctypes.create_string_buffer(size.value)

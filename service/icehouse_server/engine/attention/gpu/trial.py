@@ -1,8 +1,8 @@
 """Trial of attention over pages: proves a backend on this device, for one model's geometry, at load.
 
-A few passes are written and read by the backend, dispatched one behind the other without waiting, and by a
-reference, which waits for each. Their answers must be alike, and their pools the same in every number: what
-was written is where it belongs and nothing else has changed. The pool is a few megabytes. Inference thread.
+The backend runs a few passes, dispatched one after the other without waiting, and so does a reference, which
+waits for each. Their outputs must be close and their pools equal in every number: what was written is where
+it belongs and nothing else changed. The pool is a few megabytes. Inference thread.
 """
 
 from __future__ import annotations
@@ -10,12 +10,18 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterator
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from icehouse_server.engine.attention.port import Ints, PagedAttention, Pool, PoolShape, TokenPlaces
+from icehouse_server.engine.attention.port import (
+    AttentionCall,
+    Ints,
+    PagedAttention,
+    Pool,
+    PoolShape,
+    TokenPlaces,
+)
 
 _PASS_COUNT = 3
 _MOST_LAYERS = 3
@@ -39,17 +45,6 @@ class _TrialPool:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Way:
-    """How a layer attends."""
-
-    window: int | None
-    sinks: mx.array | None
-
-    def __str__(self) -> str:
-        return f"window {self.window}, {'no ' if self.sinks is None else ''}sinks"
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class _Pass:
     places: TokenPlaces
     keys: mx.array
@@ -63,8 +58,8 @@ class _Trial:
     content: mx.array
     """What the pool holds before."""
     passes: tuple[_Pass, ...]
-    ways: tuple[_Way, ...]
-    """Each layer attends in each of them."""
+    calls: tuple[AttentionCall, ...]
+    """Each layer makes each of them."""
 
 
 def prove(
@@ -83,17 +78,18 @@ def prove(
     )
     wanted, wanted_pool = _run(trial, reference, waits=True)
     try:
-        found, pool = _run(trial, backend, waits=False)
-        mx.eval(found, pool)
+        outputs, pool = _run(trial, backend, waits=False)
+        mx.eval(outputs, pool)
     except (RuntimeError, ValueError) as error:
         return f"attention over pages failed: {error}"
     if not all(mx.array_equal(*each).item() for each in zip(pool, wanted_pool, strict=True)):
         return "the pages hold other numbers than what was written"
-    for index, (mine, right) in enumerate(zip(found, wanted, strict=True)):
-        highest, apart = _largest(right), _largest(mine.astype(mx.float32) - right.astype(mx.float32))
+    for index, (output, right) in enumerate(zip(outputs, wanted, strict=True)):
+        highest, apart = _largest(right), _largest(output.astype(mx.float32) - right.astype(mx.float32))
         if not apart <= _TOLERANCE * highest:  # also where it is not a number
-            way = trial.ways[index % len(trial.ways)]
-            return f"attention over pages ({way}) is off by {apart:.3g} of {highest:.3g}"
+            call = trial.calls[index % len(trial.calls)]
+            kind = f"window {call.window}, {'no ' if call.sinks is None else ''}sinks"
+            return f"attention over pages ({kind}) is off by {apart:.3g} of {highest:.3g}"
     return ""
 
 
@@ -102,53 +98,40 @@ def _largest(numbers: mx.array) -> float:
 
 
 def _run(trial: _Trial, backend: PagedAttention, *, waits: bool) -> tuple[list[mx.array], list[mx.array]]:
-    """Return the answers of all passes, and the pool's numbers after them: all, and the long row's."""
+    """Return the outputs of all passes, and the pool's numbers after them: all, and the long row's."""
     shape = trial.shape
     pool = _TrialPool(shape, mx.zeros(trial.content.shape, shape.dtype), mx.zeros((1,), mx.int32))
     mx.eval(pool.array, pool.order)
     everything = np.arange(trial.content.shape[0], dtype=np.int32)
     backend.fill_pages(pool, trial.content, everything)
     backend.copy_pages(pool, everything[:1], everything[-1:])
-    answers: list[mx.array] = []
+    outputs: list[mx.array] = []
     for is_one_launch, each in zip(itertools.cycle((True, False)), trial.passes, strict=False):
-        found: list[mx.array] = []
+        own: list[mx.array] = []
         for layer in range(shape.layer_count):
-            found.extend(_answers(trial, backend, pool, each, layer, is_one_launch=is_one_launch))
-        mx.async_eval(found, pool.order)  # type: ignore[no-untyped-call]
+            own.extend(_outputs(trial, backend, pool, each, layer, is_one_launch=is_one_launch))
+        mx.async_eval(own, pool.order)  # type: ignore[no-untyped-call]
         if waits:
-            mx.eval(found, pool.order)
-        answers.extend(found)
+            mx.eval(own, pool.order)
+        outputs.extend(own)
     whole = backend.read_pages(pool, everything)
     size, last = shape.page_token_count, shape.layer_count - 1
     # Without its first page, and some tokens more than it has.
     row = backend.gather_row(
-        pool,
-        trial.passes[-1].places,
-        row=_LONG_ROW,
-        layer=last,
-        first_token=size,
-        key_count=_LONGEST + size,
+        pool, trial.passes[-1].places, row=_LONG_ROW, layer=last, first_token=size, key_count=_LONGEST + size
     )
-    return answers, [whole, *row]
+    return outputs, [whole, *row]
 
 
-def _answers(
+def _outputs(
     trial: _Trial, backend: PagedAttention, pool: Pool, one: _Pass, layer: int, *, is_one_launch: bool
 ) -> Iterator[mx.array]:
-    """Write and attend in each way; the first of them in the launch that writes, where that is wanted."""
+    """Write, then make each call; with `is_one_launch` the first of them writes as well."""
     if not is_one_launch:
         backend.write(pool, one.keys, one.values, one.places, layer=layer)
-    for way in trial.ways:
-        named: dict[str, Any] = {
-            "layer": layer,
-            "scale": trial.shape.head_size**-0.5,
-            "window": way.window,
-            "sinks": way.sinks,
-        }
-        if is_one_launch and way is trial.ways[0]:
-            yield backend.write_and_attend(pool, one.queries, one.keys, one.values, one.places, **named)
-        else:
-            yield backend.attend(pool, one.queries, one.places, **named)
+    for call in trial.calls:
+        new = (one.keys, one.values) if is_one_launch and call is trial.calls[0] else None
+        yield backend.attend(pool, one.queries, one.places, dataclasses.replace(call, layer=layer), new)
 
 
 def _prepare(shape: PoolShape, query_head_count: int, *, has_sinks: bool) -> _Trial:
@@ -169,9 +152,8 @@ def _prepare(shape: PoolShape, query_head_count: int, *, has_sinks: bool) -> _Tr
     content = normal(page_count, shape.layer_count, 2, kv_heads, shape.page_token_count, size)
     window = shape.page_token_count + shape.page_token_count // 2
     sinks = [None, normal(query_head_count)] if has_sinks else [None]
-    return _Trial(
-        shape, content, tuple(passes), tuple(_Way(each, sink) for each in (None, window) for sink in sinks)
-    )
+    calls = (AttentionCall(0, size**-0.5, each, sink) for each in (None, window) for sink in sinks)
+    return _Trial(shape, content, tuple(passes), tuple(calls))
 
 
 def _rows(page: int) -> tuple[list[list[int]], list[int], list[int]]:

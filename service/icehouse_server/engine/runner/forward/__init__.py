@@ -2,7 +2,7 @@
 
 How it is used, one ForwardPass for each module tree (the model, each LoRA adapter), all on one thread:
 
-    facts = examine(model, make_caches=...)      # once at load: how rows are kept apart; log facts.reason
+    facts = examine(model, make_caches=...)      # once at load: how rows are split; log facts.reason
     forward = ForwardPass(model, facts)
     row = Row(make_caches())                     # or Row(restored_caches, token_count=n)
     output = forward.run(token_ids, [Share(row, count, logit_count=1), ...])
@@ -16,25 +16,18 @@ How it is used, one ForwardPass for each module tree (the model, each LoRA adapt
 - A chunk may go through the layers a few in each pass, where `facts.layer_count`:
   `chunk = forward.begin_layers(row, token_ids)`, then `forward.run_layers(chunk, last)` until `last` is that
   count. The row is what it was until then, and is not to be fed; who drops the chunk has lost nothing else.
-- `Share.features` are put in the place of tokens' embeddings: what a vision tower made of an image.
-- `row.caches` are mlx-lm's own caches with all of the row in them, to be cut or kept; `row.token_count` says
+- `Share.features` replace tokens' embeddings: what a vision tower made of an image.
+- `row.caches` are mlx-lm's own caches with all of the row in them, to be cut or stored; `row.token_count`
+says
   how many tokens. Evaluate what is made of them before the next pass.
-- `row.leave_company()` when it ends.
+- `row.leave_group()` when it ends.
 """
 
 from icehouse_server.engine.runner.forward.forward_pass import ForwardPass, PassOutput
 from icehouse_server.engine.runner.forward.joined_layers import JoinedLayers
-from icehouse_server.engine.runner.forward.layered import LayeredChunk
-from icehouse_server.engine.runner.forward.row import Features, Row, Share
-from icehouse_server.engine.runner.forward.trial import examine
-from icehouse_server.engine.runner.forward.ways import (
-    Attention,
-    NotSplittable,
-    PassFacts,
-    Way,
-    attending_places,
-    kv_places,
-)
+from icehouse_server.engine.runner.forward.probe import examine
+from icehouse_server.engine.runner.forward.row import Features, LayeredChunk, Row, Share
+from icehouse_server.engine.runner.forward.splits import Attention, NotSplittable, PassFacts, SplitMode
 
 __all__ = [
     "Attention",
@@ -47,8 +40,6 @@ __all__ = [
     "PassOutput",
     "Row",
     "Share",
-    "Way",
-    "attending_places",
+    "SplitMode",
     "examine",
-    "kv_places",
 ]

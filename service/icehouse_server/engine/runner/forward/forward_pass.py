@@ -1,8 +1,8 @@
 """Forward pass over a flat list of tokens of several rows: weights are read once for all of them.
 
 Every token is a batch row of length one, so the model is called with [tokens, 1] and one position for each;
-`model_seam` keeps the rows apart where caches are used, in the way that `trial` found for the model. A pass
-is built lazily: nothing is computed until its arrays are evaluated. Inference thread only.
+`model_seam` keeps the rows apart where caches are used, as `probe` found that the model allows. A pass is
+built lazily: nothing is computed until its arrays are evaluated. Inference thread only.
 """
 
 from __future__ import annotations
@@ -29,19 +29,18 @@ from icehouse_server.engine.runner.forward.layer_view import (
     view_of,
     was_used,
 )
-from icehouse_server.engine.runner.forward.layered import LayeredChunk, LayerWindow
 from icehouse_server.engine.runner.forward.model_seam import (
     Embedding,
+    LayerWindow,
     Trunk,
     open_doors,
     patch_attention,
     picked,
     share_angles,
 )
-from icehouse_server.engine.runner.forward.row import Features, Row, Share
-from icehouse_server.engine.runner.forward.spans import Spans
-from icehouse_server.engine.runner.forward.state_group import StateGroup
-from icehouse_server.engine.runner.forward.ways import CacheWay, PassFacts, Way
+from icehouse_server.engine.runner.forward.row import Features, LayeredChunk, Row, Share, StateGroup
+from icehouse_server.engine.runner.forward.row_spans import Spans
+from icehouse_server.engine.runner.forward.splits import CacheSplit, PassFacts, SplitMode
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -63,11 +62,11 @@ class ForwardPass:
     """Runs passes of one module tree: a model by itself, or with one LoRA adapter."""
 
     def __init__(self, model: Any, facts: PassFacts) -> None:
-        """`facts` come from `trial.examine` of this model, or of one of the same architecture."""
+        """`facts` come from `probe.examine` of this model, or of one of the same architecture."""
         self._model = model
         self.facts = facts
         self._group: StateGroup | None = None
-        self._leaf_ways: list[CacheWay] | None = None
+        self._leaf_splits: list[CacheSplit] | None = None
         self._trunk: Trunk | None = None
         self.paging: Paging | None = None
         """Set once rows' KV lies in pages."""
@@ -75,7 +74,7 @@ class ForwardPass:
         """Known from the first pass on that has an image."""
         patch_attention(model)
         share_angles()
-        if any(way.needs_door for way in facts.caches):
+        if any(split.needs_door for split in facts.caches):
             open_doors(model, facts.door)
         if facts.gives_hidden:
             self._trunk = Trunk(model)
@@ -85,7 +84,7 @@ class ForwardPass:
         """Feed every share's tokens, which lie in `token_ids` one share behind the other.
 
         Rows' caches are updated; tokens may be arrays that are not computed yet. Raises NotSplittable where
-        the model does something else than it did at its trial; the rows' caches are lost then.
+        the model does something else than it did when examined; the rows' caches are lost then.
         """
         assert shares, "A pass needs a row"
         assert all(share.token_count >= 1 for share in shares), "A share needs a token"
@@ -94,31 +93,38 @@ class ForwardPass:
         self._mark_guesses(shares)
         if not self.facts.caches:
             return self._run_alone(token_ids, shares)
-        if self._leaf_ways is None:
-            self._leaf_ways = _leaf_ways(self.facts.caches, shares[0].row.raw_caches)
+        if self._leaf_splits is None:
+            self._leaf_splits = _leaf_splits(self.facts.caches, shares[0].row.raw_caches)
         spans = Spans.of(shares)
         self._regroup(spans)
         views = self._views(spans)
-        wanted = _Wanted.of(spans)
-        features = _features_of(spans.shares, spans.starts)
+        logit_indices = spans.last_indices([share.logit_count for share in spans.shares])
+        # A head that nobody asks for is never computed, but it must be given something.
+        is_all = len(logit_indices) == spans.token_count
+        head_indices = None if is_all else mx.array(logit_indices or [0])
+        features = [
+            Features(start + each.start, each.vectors)
+            for share, start in zip(spans.shares, spans.starts, strict=True)
+            for each in share.features
+        ]
         PASS_ANGLES.begin(spans.positions)
         try:
             token_ids = spans.arranged(token_ids, shares)[:, None]
-            logits, hidden = self._call(token_ids, views, wanted.head_places, features)
+            logits, hidden = self._call(token_ids, views, head_indices, features)
             check_used(views)
         finally:
             HANDED.clear()
             PASS_ANGLES.end()
         for share in shares:
             share.row.token_count += share.token_count
-        return self._output(spans, logits, hidden, wanted)
+        return self._output(spans, logits[:, 0] if logit_indices else None, hidden)
 
     def begin_layers(self, row: Row, token_ids: Sequence[int]) -> LayeredChunk:
         """Return a chunk that goes through the layers a few in each pass, by `run_layers`.
 
         Only where `facts.layer_count`. The row is not to be fed until the chunk has ended or is dropped.
         """
-        row.leave_company()
+        row.leave_group()
         row.make_room(len(token_ids))
         return LayeredChunk(row, token_ids)
 
@@ -130,7 +136,9 @@ class ForwardPass:
         assert self._window is not None, "This model's layers run together"
         spans = Spans.of([Share(chunk.row, len(chunk.token_ids))])
         columns = [(cache,) for cache in chunk.caches]
-        views = [view_of(column, spans, way) for column, way in zip(columns, self.facts.caches, strict=True)]
+        views = [
+            view_of(column, spans, split) for column, split in zip(columns, self.facts.caches, strict=True)
+        ]
         if self.paging is not None:
             _put_pages(self.paging, spans, views)
         token_ids = mx.array(list(chunk.token_ids))[:, None]
@@ -147,12 +155,12 @@ class ForwardPass:
             HANDED.clear()
             PASS_ANGLES.end()
         arrays: list[Any] = [chunk.hidden]
-        for place, (view, way) in enumerate(zip(views, self.facts.caches, strict=True)):
+        for index, (view, split) in enumerate(zip(views, self.facts.caches, strict=True)):
             if not was_used(view):
                 continue
-            chunk.note_written(place)
-            if way.leaf_ways() != (Way.ATTENTION,):
-                arrays += [leaf.state for leaf in leaves([chunk.fork(place)]) if not leaf.empty()]
+            chunk.written.add(index)
+            if split.leaf_modes() != (SplitMode.ATTENTION,):
+                arrays += [leaf.state for leaf in leaves([chunk.forks[index]]) if not leaf.empty()]
         chunk.layer = last
         if last == self._window.count:
             chunk.end()
@@ -162,7 +170,7 @@ class ForwardPass:
         self,
         token_ids: mx.array,
         caches: Sequence[Any],
-        places: mx.array | None,
+        indices: mx.array | None,
         features: Sequence[Features] = (),
     ) -> tuple[mx.array, mx.array | None]:
         """Return the logits of some tokens, and hidden states of all, where the model shows them.
@@ -170,54 +178,56 @@ class ForwardPass:
         `token_ids` are [tokens, 1] or [1, tokens], and so is what comes.
         """
         if not features:
-            return self._call_model(token_ids, caches, places)
+            return self._call_model(token_ids, caches, indices)
         if self._embedding is None:
             self._embedding = Embedding(self._model)
         self._embedding.features = features
         try:
-            return self._call_model(token_ids, caches, places)
+            return self._call_model(token_ids, caches, indices)
         finally:
             self._embedding.features = ()
 
     def _call_model(
-        self, token_ids: mx.array, caches: Sequence[Any], places: mx.array | None
+        self, token_ids: mx.array, caches: Sequence[Any], indices: mx.array | None
     ) -> tuple[mx.array, mx.array | None]:
         trunk = self._trunk
         if trunk is None:
             logits, hidden = self._model(token_ids, cache=list(caches)), None
         else:
-            trunk.is_on, trunk.places = True, places if self.facts.gathers_hidden else None
+            trunk.is_on, trunk.indices = True, indices if self.facts.gathers_hidden else None
             try:
                 logits = self._model(token_ids, cache=list(caches))
                 hidden = trunk.hidden
             finally:
-                trunk.is_on, trunk.places, trunk.hidden = False, None, None
-        if not self.facts.gathers_hidden and places is not None:
-            logits = picked(logits, places)
+                trunk.is_on, trunk.indices, trunk.hidden = False, None, None
+        if not self.facts.gathers_hidden and indices is not None:
+            logits = picked(logits, indices)
         return logits, hidden
 
     def _views(self, spans: Spans) -> list[View]:
         columns = zip(*(row.raw_caches for row in spans.rows), strict=True)
-        views = [view_of(column, spans, way) for column, way in zip(columns, self.facts.caches, strict=True)]
+        views = [
+            view_of(column, spans, split) for column, split in zip(columns, self.facts.caches, strict=True)
+        ]
         if self._group is not None:
-            found = leaf_views(views)
-            for place, stacked in self._group.stacked.items():
-                split = found[place]
-                assert isinstance(split, SplitLayer)
-                split.stacked = stacked
+            by_leaf = leaf_views(views)
+            for index, stacked in self._group.stacked.items():
+                layer = by_leaf[index]
+                assert isinstance(layer, SplitLayer)
+                layer.stacked = stacked
         if self.paging is not None:
             _put_pages(self.paging, spans, views)
         return views
 
     def _regroup(self, spans: Spans) -> None:
         """Stack the states of the rows that decode, unless they are stacked already."""
-        places = [i for i, way in enumerate(self._leaf_ways or ()) if way.is_stacked]
+        indices = [i for i, split in enumerate(self._leaf_splits or ()) if split.is_stacked]
         singles = spans.rows[: spans.single_count]
-        if not places or (self._group is not None and self._group.is_of(singles)):
+        if not indices or (self._group is not None and self._group.is_of(singles)):
             return
         if self._group is not None:
             self._group.dissolve()
-        self._group = StateGroup(singles, places) if len(singles) > 1 else None
+        self._group = StateGroup(singles, indices) if len(singles) > 1 else None
 
     def _mark_guesses(self, shares: Sequence[Share]) -> None:
         for share in shares:
@@ -225,34 +235,42 @@ class ForwardPass:
             row.forget_mark()
             if not share.may_be_taken_back:
                 continue
-            if share.token_count > 1 and self._group is not None and self._group.has(row):
-                self._group.leave(row)
+            if share.token_count > 1:
+                row.leave_group()
             row.mark(share.token_count)
 
-    def _output(self, spans: Spans, logits: mx.array, hidden: mx.array | None, wanted: _Wanted) -> PassOutput:
-        told_logits = logits[:, 0] if wanted.logit_count else None
-        told_hidden = None
-        if wanted.hidden_places:
+    def _output(self, spans: Spans, logits: mx.array | None, hidden: mx.array | None) -> PassOutput:
+        logit_counts = [share.logit_count for share in spans.shares]
+        hidden_counts = [share.hidden_count for share in spans.shares]
+        hidden_indices = spans.last_indices(hidden_counts)
+        own_hidden = None
+        if hidden_indices:
             assert hidden is not None, "This model shows no hidden states"
-            told_hidden = hidden[mx.array(wanted.hidden_places)][:, 0]
-        told = [array for array in (told_logits, told_hidden) if array is not None]
-        arrays: list[Any] = [*told, *self._unseen_arrays(spans, sees_all=bool(told))]
+            own_hidden = hidden[mx.array(hidden_indices)][:, 0]
+        outputs = [array for array in (logits, own_hidden) if array is not None]
+        arrays: list[Any] = [*outputs, *self._unseen_arrays(spans, sees_all=bool(outputs))]
         if self._group is not None:
             arrays += self._group.arrays
-        return PassOutput(told_logits, wanted.logit_spans, told_hidden, wanted.hidden_spans, arrays)
+        return PassOutput(
+            logits,
+            _as_given(_spans(logit_counts), spans),
+            own_hidden,
+            _as_given(_spans(hidden_counts), spans),
+            arrays,
+        )
 
     def _unseen_arrays(self, spans: Spans, *, sees_all: bool) -> list[Any]:
         """Return the caches' arrays that the outputs do not depend on.
 
         Outputs depend on every layer's attention of every row, since the rows are put together behind it.
         """
-        if sees_all and self.facts.ways == (Way.ATTENTION.value,):
+        if sees_all and self.facts.modes == (SplitMode.ATTENTION.value,):
             return []
         unseen: list[Any] = []
         for number, row in enumerate(spans.rows):
             is_stacked = self._group is not None and number < spans.single_count
-            for cache, way in zip(leaves(row.raw_caches), self._leaf_ways or (), strict=True):
-                if (sees_all and way.way is Way.ATTENTION) or (is_stacked and way.is_stacked):
+            for cache, split in zip(leaves(row.raw_caches), self._leaf_splits or (), strict=True):
+                if (sees_all and split.mode is SplitMode.ATTENTION) or (is_stacked and split.is_stacked):
                     continue
                 if not cache.empty():
                     unseen.append(cache.state)
@@ -262,73 +280,37 @@ class ForwardPass:
         """Call the model for each row by itself."""
         logits: list[mx.array] = []
         hidden: list[mx.array] = []
-        states: list[Any] = []
+        arrays: list[Any] = []
         start = 0
         for share in shares:
             stop = start + share.token_count
             caches = share.row.raw_caches
-            places = mx.arange(share.token_count - max(1, share.logit_count), share.token_count)
-            told, shown = self._call(token_ids[start:stop][None], caches, places, share.features)
+            indices = mx.arange(share.token_count - max(1, share.logit_count), share.token_count)
+            own, shown = self._call(token_ids[start:stop][None], caches, indices, share.features)
             start = stop
             if share.logit_count:
-                logits.append(told[0])
+                logits.append(own[0])
             if share.hidden_count:
                 assert shown is not None, "This model shows no hidden states"
                 hidden.append(shown[0, -share.hidden_count :])
-            states += [cache.state for cache in leaves(caches) if not cache.empty()]
+            arrays += [cache.state for cache in leaves(caches) if not cache.empty()]
             share.row.token_count += share.token_count
-        told_logits = mx.concatenate(logits) if logits else None
-        told_hidden = mx.concatenate(hidden) if hidden else None
-        arrays = [array for array in (told_logits, told_hidden) if array is not None]
+        joined = [mx.concatenate(parts) if parts else None for parts in (logits, hidden)]
         logit_spans = _spans([share.logit_count for share in shares])
         hidden_spans = _spans([share.hidden_count for share in shares])
-        return PassOutput(told_logits, logit_spans, told_hidden, hidden_spans, [*arrays, *states])
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Wanted:
-    """Which tokens' logits and hidden states a pass gives."""
-
-    logit_count: int
-    head_places: mx.array | None
-    """What the head reads; None where it reads all."""
-    hidden_places: list[int]
-    logit_spans: tuple[tuple[int, int], ...]
-    hidden_spans: tuple[tuple[int, int], ...]
-
-    @classmethod
-    def of(cls, spans: Spans) -> _Wanted:
-        logit_places = spans.last_places([share.logit_count for share in spans.shares])
-        hidden_places = spans.last_places([share.hidden_count for share in spans.shares])
-        is_all = len(logit_places) == spans.token_count
-        return cls(
-            logit_count=len(logit_places),
-            # A head that nobody asks for is never computed, but it must be given something.
-            head_places=None if is_all else mx.array(logit_places or [0]),
-            hidden_places=hidden_places,
-            logit_spans=_as_given(_spans([share.logit_count for share in spans.shares]), spans),
-            hidden_spans=_as_given(_spans([share.hidden_count for share in spans.shares]), spans),
-        )
+        arrays = [*(array for array in joined if array is not None), *arrays]
+        return PassOutput(joined[0], logit_spans, joined[1], hidden_spans, arrays)
 
 
 def _put_pages(paging: Paging, spans: Spans, views: Sequence[View]) -> None:
-    """Tell layers whose KV is in pages where the pass's tokens lie."""
+    """Give layers whose KV is in pages the places of the pass's tokens."""
     begins = [row.token_count for row in spans.rows]
     for number, group in enumerate(paging.groups):
         places = places_of([row.table.runs[number] for row in spans.rows], begins, spans.counts)
-        for place, layer in group.layers.items():
-            flat = views[place]
+        for index, layer in group.layers.items():
+            flat = views[index]
             assert isinstance(flat, FlatLayer)
             flat.paged = PagedLayer(group, places, layer)
-
-
-def _features_of(shares: Sequence[Share], starts: Sequence[int]) -> list[Features]:
-    """Return what is put in the place of tokens' embeddings, by their places in the pass."""
-    return [
-        Features(start + each.start, each.vectors)
-        for share, start in zip(shares, starts, strict=True)
-        for each in share.features
-    ]
 
 
 def _spans(counts: Sequence[int]) -> tuple[tuple[int, int], ...]:
@@ -336,20 +318,21 @@ def _spans(counts: Sequence[int]) -> tuple[tuple[int, int], ...]:
     return tuple((stop - count, stop) for stop, count in zip(stops, counts, strict=True))
 
 
-def _as_given(found: tuple[tuple[int, int], ...], spans: Spans) -> tuple[tuple[int, int], ...]:
+def _as_given(laid: tuple[tuple[int, int], ...], spans: Spans) -> tuple[tuple[int, int], ...]:
     """Return what is in the order of the pass in the order of the shares as they were given."""
-    if spans.order is None:
-        return found
-    given = dict(zip(spans.order, found, strict=True))
-    return tuple(given[i] for i in range(len(found)))
+    return (
+        laid
+        if spans.order is None
+        else tuple(each for _, each in sorted(zip(spans.order, laid, strict=True)))
+    )
 
 
-def _leaf_ways(ways: Sequence[CacheWay], caches: Sequence[Any]) -> list[CacheWay]:
-    """Return one way for each leaf of the caches."""
-    found: list[CacheWay] = []
-    for way, cache in zip(ways, caches, strict=True):
-        if way.parts:
-            found += _leaf_ways(way.parts, cache.caches)
+def _leaf_splits(splits: Sequence[CacheSplit], caches: Sequence[Any]) -> list[CacheSplit]:
+    """Return one split for each leaf of the caches."""
+    by_leaf: list[CacheSplit] = []
+    for split, cache in zip(splits, caches, strict=True):
+        if split.parts:
+            by_leaf += _leaf_splits(split.parts, cache.caches)
         else:
-            found += [way] * sum(1 for _ in leaves([cache]))
-    return found
+            by_leaf += [split] * sum(1 for _ in leaves([cache]))
+    return by_leaf

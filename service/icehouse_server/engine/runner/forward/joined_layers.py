@@ -1,15 +1,16 @@
 """Joined layers: linear layers that read the same input, computed as one product (inference thread).
 
-Where each product of several rows costs the host time of its own, a layer's queries, keys and values, and the
-two halves of its MLP, are five of seven. MLX's CUDA backend asks cuBLAS for an algorithm and captures a graph
-for every product of more than one row, 14 us each (Qwen3-4B's shape, H100, mlx 0.32.4).
+A layer's queries, keys and values, and the two halves of its MLP, are five of its seven products. Where each
+product of several rows costs the host time of its own, joining them saves it: MLX's CUDA backend asks cuBLAS
+for an algorithm and captures a graph each time, 14 us (Qwen3-4B's shape, H100, mlx 0.32.4).
 
 The weights of joined layers lie behind each other in one array, of which each layer's own are a view. So a
-layer that is given another input than the others, or a single token, still computes by itself.
+layer that gets another input than the others, or a single token, still computes by itself.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -23,7 +24,6 @@ from icehouse_server.engine.runner.forward.model_seam import become, modules_of
 _NAMES = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Of layers that read the same input, where a module has all of them."""
 _KINDS = {Linear, QuantizedLinear}
-_PURPOSE = "joined"
 
 
 class JoinedLayers:
@@ -63,20 +63,19 @@ class _Product:
         self._outputs: dict[int, mx.array] = {}
         """Those that were not asked for yet."""
         for number, layer in enumerate(layers):
-            become(layer, _PURPOSE, _joined_call)
-            object.__setattr__(layer, "_forward_joined", (self, number))
+            become(layer, "joined", functools.partial(self._output, number))
 
-    def output(self, x: mx.array, number: int, alone: Callable[[mx.array], mx.array]) -> mx.array:
-        """Return what a layer makes of `x`; whoever comes first with it has it computed for all."""
+    def _output(self, number: int, call: Callable[[mx.array], mx.array], x: mx.array) -> mx.array:
+        """Return a layer's output for `x`; the first layer called with it has it computed for all."""
         if x is not self._input or number not in self._outputs:
             if not self.is_on or x.size == x.shape[-1]:
-                return alone(x)
+                return call(x)
             self._input = x
             self._outputs = dict(enumerate(mx.split(self._whole(x), self._cuts, axis=-1)))
-        found = self._outputs.pop(number)
+        output = self._outputs.pop(number)
         if not self._outputs:
             self._input = None
-        return found
+        return output
 
 
 def _joinable(model: Any) -> Iterator[list[Any]]:
@@ -97,12 +96,3 @@ def _form(layer: Any) -> tuple[Any, ...]:
 
 def _arrays_of(layer: Any) -> dict[str, mx.array]:
     return {key: value for key, value in layer.items() if isinstance(value, mx.array)}
-
-
-def _joined_call(call: Callable[..., Any], name: str) -> Callable[..., Any]:
-    def run(self: Any, x: mx.array) -> mx.array:
-        product, number = self._forward_joined
-        found: mx.array = product.output(x, number, lambda alone: call(self, alone))
-        return found
-
-    return run

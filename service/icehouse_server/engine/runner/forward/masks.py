@@ -7,17 +7,19 @@ rows are made when the body asks, before any cache is updated, and travel throug
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.base import create_attention_mask
+
+from icehouse_server.engine.runner.forward.row import Features
 
 Mask = Any
 """None, "causal", or an array: what `scaled_dot_product_attention` takes."""
 
 
 class RowMasks:
-    """One mask for each row, in the place of a mask for all."""
+    """One mask for each row, instead of one for all."""
 
     __slots__ = ("masks",)
 
@@ -25,46 +27,32 @@ class RowMasks:
         self.masks = masks
 
 
-class Whole(NamedTuple):
-    """Tokens of a row's share that each see all of the image that they are of. Places in the share."""
-
-    seen_from: int
-    """Where the image begins, before the share perhaps."""
-    start: int
-    end: int
-    """Behind the last one, which is the image's last."""
-
-
-def asked_masks(
-    caches: Sequence[Any],
-    counts: Sequence[int],
-    *,
-    wholes: Sequence[Sequence[Whole]] = (),
-    **asked: Any,
+def made_masks(
+    caches: Sequence[Any], counts: Sequence[int], *, wholes: Sequence[Sequence[Features]] = (), **options: Any
 ) -> RowMasks | None:
-    """Return what the rows' caches answer to `make_mask(count, **asked)`; None when no row needs a mask."""
-    masks = [_mask(cache, count, asked) for cache, count in zip(caches, counts, strict=True)]
+    """Return what the rows' caches answer to `make_mask(count, **options)`; None when no row needs a mask."""
+    masks = [_mask(cache, count, options) for cache, count in zip(caches, counts, strict=True)]
     for number, row in enumerate(wholes):
         if row and counts[number] > 1:
-            mask = _mask(caches[number], counts[number], {**asked, "return_array": True})
+            mask = _mask(caches[number], counts[number], {**options, "return_array": True})
             masks[number] = _widened(mask, counts[number], row)
     return RowMasks(masks) if any(mask is not None for mask in masks) else None
 
 
-def _widened(mask: mx.array, count: int, wholes: Sequence[Whole]) -> mx.array:
+def _widened(mask: mx.array, count: int, wholes: Sequence[Features]) -> mx.array:
     """Return a mask, [tokens, keys], whose last keys are those tokens', with what is seen besides."""
     first = mask.shape[-1] - count
     for whole in wholes:
-        assert first + whole.seen_from >= 0, (
-            f"the image begins {-whole.seen_from} tokens back, {first} are kept"
-        )
-        mask[..., whole.start : whole.end, first + whole.seen_from : first + whole.end] = True
+        assert whole.seen_from is not None, "Only images that are seen whole widen a mask"
+        begin = first + whole.seen_from
+        assert begin >= 0, f"the image begins {-whole.seen_from} tokens back, the cache holds {first}"
+        mask[..., whole.start : whole.end, begin : first + whole.end] = True
     return mask
 
 
-def _mask(cache: Any, count: int, asked: dict[str, Any]) -> Mask:
+def _mask(cache: Any, count: int, options: dict[str, Any]) -> Mask:
     make = getattr(cache, "make_mask", None)
-    return make(count, **asked) if make is not None else _plain_mask(cache, count, **asked)
+    return make(count, **options) if make is not None else _plain_mask(cache, count, **options)
 
 
 def default_masks(caches: Sequence[Any], counts: Sequence[int], *, as_array: bool) -> list[Mask]:
@@ -77,8 +65,8 @@ def default_masks(caches: Sequence[Any], counts: Sequence[int], *, as_array: boo
     ]
 
 
-def _plain_mask(cache: Any, count: int, **asked: Any) -> Mask:
-    return create_attention_mask(mx.zeros((1, count, 1)), cache, **asked)
+def _plain_mask(cache: Any, count: int, **options: Any) -> Mask:
+    return create_attention_mask(mx.zeros((1, count, 1)), cache, **options)
 
 
 def chunked_masks(caches: Sequence[Any], counts: Sequence[int]) -> list[Mask]:

@@ -4,11 +4,11 @@ Seven changes, each made once and each falling through to upstream for any cache
 `layer_view`, so that ordinary use of the same model in the same process goes on as before:
 - `scaled_dot_product_attention`, which models import by name from `mlx_lm.models.base`, in their modules;
 - `mx.fast.rope`, where the device has no kernel for it: the angles of a pass are shared (`rope`);
-- `__call__` of modules that take a cache, by a subclass in the place of the instance's class;
+- `__call__` of modules that take a cache, by a subclass that replaces the instance's class;
 - `__call__` of the trunk, the module whose hidden states the head reads, likewise;
-- `__call__` of the embedding, where images are put in the place of tokens, likewise;
+- `__call__` of the embedding, where images replace tokens, likewise;
 - `__call__` of the first layers, where a tower gives something for each of them (DeepStack), likewise;
-- `__call__` of every layer, where a chunk goes through some of them at a time (`layered`), likewise.
+- `__call__` of every layer, where a chunk goes through some of them at a time (`LayerWindow`), likewise.
 
 mlx-vlm's models are built alike, around a function of the same name and arguments.
 """
@@ -25,15 +25,15 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 
 from icehouse_server.engine.attention.cpu.rope import rope_over
-from icehouse_server.engine.runner.forward.attention import attend
-from icehouse_server.engine.runner.forward.layer_view import HANDED, FlatLayer, SplitLayer
+from icehouse_server.engine.runner.forward.layer_view import HANDED, FlatLayer, SplitLayer, attend
 from icehouse_server.engine.runner.forward.masks import RowMasks
 from icehouse_server.engine.runner.forward.row import Features
-from icehouse_server.engine.runner.forward.ways import Door, NotSplittable
+from icehouse_server.engine.runner.forward.splits import Door, NotSplittable
 
+Call = Callable[..., Any]
+"""What a module does when it is called, without what is changed here."""
 _NAME = "scaled_dot_product_attention"
 _BASES = ("mlx_lm.models.base", "mlx_vlm.models.base")
-_CACHE_NAMES = ("cache",)
 _BODIES = ("model", "transformer", "backbone")
 _EMBEDDINGS = ("embed_tokens", "wte", "embeddings", "tok_embeddings", "word_embeddings")
 
@@ -55,10 +55,10 @@ def attention_over(upstream: Callable[..., Any]) -> Callable[..., mx.array]:
         if layer is None:
             if isinstance(cache, FlatLayer) or isinstance(mask, RowMasks):
                 raise NotSplittable("attention got other keys than those that went into the cache")
-            found: mx.array = upstream(
+            output: mx.array = upstream(
                 queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks
             )
-            return found
+            return output
         return attend(layer, queries, keys, values, scale=scale, mask=mask, sinks=sinks)
 
     return attention
@@ -66,11 +66,11 @@ def attention_over(upstream: Callable[..., Any]) -> Callable[..., mx.array]:
 
 def modules_of(module: Any) -> list[Any]:
     """Return a module and all inside it."""
-    return [found for _, found in module.named_modules()]
+    return [inner for _, inner in module.named_modules()]
 
 
 def patch_attention(model: Any) -> None:
-    """Put `attention` in the place of upstream's in every Python module that the model's classes are from."""
+    """Replace upstream's `attention` in every Python module that the model's classes are from."""
     names = {base.__module__ for module in modules_of(model) for base in type(module).__mro__}
     for name in names:
         namespace = sys.modules.get(name)
@@ -81,13 +81,13 @@ def patch_attention(model: Any) -> None:
 
 @functools.cache
 def share_angles() -> None:
-    """Put `rope_over` upstream's function in its place on a CPU; other devices have a kernel."""
+    """Replace upstream's RoPE by `rope_over` it on a CPU; other devices have a kernel."""
     if mx.default_device() == mx.Device(mx.cpu):
         mx.fast.rope = rope_over(mx.fast.rope)
 
 
 class Trunk:
-    """The module whose hidden states the model's head reads: only those at `places`, while that is set.
+    """The module whose hidden states the model's head reads: only those at `indices`, while that is set.
 
     mlx-lm's models are a body that is called with tokens and caches, and a head behind it, with whatever
     scaling and capping the architecture has. The body is cut off here, so the head is the model's own.
@@ -96,58 +96,64 @@ class Trunk:
     def __init__(self, model: Any) -> None:
         """Raises LookupError where a model is not built so."""
         whole = getattr(model, "language_model", model)
-        found = _body_of(whole)
-        if found is None and whole is not model:
+        body = _body_of(whole)
+        if body is None and whole is not model:
             # Of mlx-vlm some are body and head in one: the head reads what the last norm gives.
-            found = getattr(whole, "norm", None)
-        elif found is not None and _cache_place(found) is None:
-            found = None
-        if not isinstance(found, Module):
+            body = getattr(whole, "norm", None)
+        elif body is not None and _cache_index(body) is None:
+            body = None
+        if not isinstance(body, Module):
             raise LookupError(f"{type(whole).__name__} has no {', '.join(_BODIES)} that takes a cache")
-        self.module: Any = found
+        self.module: Any = body
         self.is_on = False
         """Set while a forward pass calls the model."""
-        self.places: mx.array | None = None
+        self.indices: mx.array | None = None
         self.hidden: mx.array | None = None
         """Of all tokens of the latest call."""
-        become(found, "trunk", _trunk_call)
-        object.__setattr__(found, "_forward_trunk", self)
+        become(body, "trunk", self._through)
 
-    def cut(self, output: Any) -> Any:
-        """Keep the hidden states, and return what the head is to read."""
+    def _through(self, call: Call, *args: Any, **kwargs: Any) -> Any:
+        """Store the hidden states, and return what the head is to read."""
+        output = call(*args, **kwargs)
+        if not self.is_on:
+            return output
         if not isinstance(output, mx.array) or output.ndim != 3:
             raise NotSplittable(f"{type(self.module).__name__} gives no hidden states")
         self.hidden = output
-        return output if self.places is None else picked(output, self.places)
+        return output if self.indices is None else picked(output, self.indices)
 
 
 class Embedding:
-    """The module that makes vectors of token ids: those of some tokens are others, while that is set."""
+    """The module that makes vectors of token ids; while `features` are set, they replace some of these."""
 
     def __init__(self, model: Any) -> None:
         """Raises LookupError where a model is not built so."""
         whole = getattr(model, "language_model", model)
-        places = [module for module in (_body_of(whole), whole) if module is not None]
-        found = [m for place in places for name in _EMBEDDINGS if (m := getattr(place, name, None))]
-        if not found:
+        owners = [module for module in (_body_of(whole), whole) if module is not None]
+        modules = [m for owner in owners for name in _EMBEDDINGS if (m := getattr(owner, name, None))]
+        if not modules:
             raise LookupError(f"{type(whole).__name__} has none of {', '.join(_EMBEDDINGS)}")
         self.features: Sequence[Features] = ()
-        """By their tokens' places in the pass."""
+        """By their tokens' indices in the pass."""
         self._layers = model.layers
-        become(found[0], "embedding", _embedding_call)
-        object.__setattr__(found[0], "_forward_embedding", self)
+        become(modules[0], "embedding", self._put)
 
-    def put(self, output: mx.array) -> mx.array:
-        """Return [tokens, 1, width] or [1, tokens, width] with the features in their places."""
+    def _put(self, call: Call, *args: Any, **kwargs: Any) -> Any:
+        """Return [tokens, 1, width] or [1, tokens, width] with the features put in."""
+        output = call(*args, **kwargs)
+        if not self.features:
+            return output
         width = output.shape[-1]
         for number in range(self.features[0].vectors.shape[1] // width - 1):
-            become(self._layers[number], "deepstack", _deepstack_call)
-            object.__setattr__(self._layers[number], "_forward_deepstack", (self, number + 1))
+            become(self._layers[number], "deepstack", functools.partial(self._add, number + 1))
         return self._changed(output, lambda flat, each: each.vectors[:, :width].astype(flat.dtype))
 
-    def add(self, output: mx.array, number: int) -> mx.array:
-        """Return what a layer gives, and in the features' places their part for it added: vectors may be
-        longer than the width, and what is behind it is for the first layer, then for the second one."""
+    def _add(self, number: int, call: Call, *args: Any, **kwargs: Any) -> Any:
+        """Return a layer's output with the features' parts for it added: vectors may be longer than the
+        width; what is behind it is for the first layer, then for the second one."""
+        output = call(*args, **kwargs)
+        if not self.features:
+            return output
         part = slice(number * output.shape[-1], (number + 1) * output.shape[-1])
         return self._changed(output, lambda flat, each: flat + each.vectors[:, part].astype(flat.dtype))
 
@@ -167,122 +173,144 @@ def _body_of(whole: Any) -> Any:
     return next((body for name in _BODIES if (body := getattr(whole, name, None)) is not None), None)
 
 
-def _embedding_call(call: Callable[..., Any], name: str) -> Callable[..., Any]:
-    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        output = call(self, *args, **kwargs)
-        embedding = getattr(self, "_forward_embedding", None)
-        return output if embedding is None or not embedding.features else embedding.put(output)
+class LayerWindow:
+    """Lets a model's call run some of its layers: the others return what they are given.
 
-    return run
+    What comes before the first of them and after the last one is built and never computed.
+    """
+
+    def __init__(self, model: Any) -> None:
+        """Raises NotSplittable where one layer is used twice."""
+        layers = list(model.layers)
+        if len({id(layer) for layer in layers}) < len(layers):
+            raise NotSplittable("a layer comes twice")
+        self.count = len(layers)
+        self._is_open = False
+        self._first = self._last = 0
+        self._given: mx.array | None = None
+        self._output: mx.array | None = None
+        for number, layer in enumerate(layers):
+            become(layer, "window", functools.partial(self._through, number))
+
+    def run(self, call: Callable[[], Any], *, first: int, last: int, hidden: mx.array | None) -> mx.array:
+        """Call the model with layers [first, last), the first of which is given `hidden`; return what the
+        last one gives."""
+        assert 0 <= first < last <= self.count, (first, last, self.count)
+        self._first, self._last, self._given = first, last, hidden
+        self._is_open = True
+        try:
+            call()
+        finally:
+            output, self._output = self._output, None
+            self._is_open, self._given = False, None
+        if output is None:
+            raise NotSplittable(f"layer {last - 1} was not called")
+        return output
+
+    def _through(self, number: int, call: Call, *args: Any, **kwargs: Any) -> Any:
+        """Return what a layer gives, which is called with hidden states first."""
+        if not self._is_open:
+            return call(*args, **kwargs)
+        if not args or not isinstance(args[0], mx.array):
+            raise NotSplittable("a layer is not called with hidden states first")
+        if not self._first <= number < self._last:
+            return args[0]
+        given = self._given if number == self._first and self._given is not None else args[0]
+        output = call(given, *args[1:], **kwargs)
+        if not isinstance(output, mx.array) or output.shape != given.shape:
+            raise NotSplittable("a layer gives more than hidden states")
+        if number == self._last - 1:
+            self._output = output
+        return output
 
 
-def _deepstack_call(call: Callable[..., Any], name: str) -> Callable[..., Any]:
-    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        output = call(self, *args, **kwargs)
-        embedding, number = self._forward_deepstack
-        return embedding.add(output, number) if embedding.features else output
-
-    return run
-
-
-def picked(output: mx.array, places: mx.array) -> mx.array:
+def picked(output: mx.array, indices: mx.array) -> mx.array:
     """Return what belongs to some tokens of [tokens, 1, width] or [1, tokens, width]."""
-    return mx.take(output, places, axis=1 if output.shape[1] > 1 else 0)
-
-
-def _trunk_call(call: Callable[..., Any], name: str) -> Callable[..., Any]:
-    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        output = call(self, *args, **kwargs)
-        trunk = getattr(self, "_forward_trunk", None)
-        return output if trunk is None or not trunk.is_on else trunk.cut(output)
-
-    return run
+    return mx.take(output, indices, axis=1 if output.shape[1] > 1 else 0)
 
 
 def open_doors(model: Any, door: Door) -> None:
     """Let the modules that take a layer's cache split the rows; done once for a model, each door adding."""
     for module in _cache_takers(model, door):
-        become(module, "split", _split_call)
+        kind: Any = type(module)
+        names = tuple(inspect.signature(kind.__call__).parameters)[1:]
+        become(module, "split", functools.partial(_split, names))
 
 
 def _cache_takers(model: Any, door: Door) -> Iterator[Any]:
     for layer in model.layers:
         if not isinstance(layer, Module):
             continue
-        inner = [m for m in modules_of(layer) if m is not layer and _cache_place(m) is not None]
+        inner = [m for m in modules_of(layer) if m is not layer and _cache_index(m) is not None]
         if inner and door is Door.INNER:
             yield from inner
-        elif _cache_place(layer) is not None:
+        elif _cache_index(layer) is not None:
             yield layer
 
 
-def _cache_place(module: Any) -> int | None:
+def _cache_index(module: Any) -> int | None:
     """Return which argument of a module's `__call__`, behind self, is the cache."""
     kind: Any = type(module)
-    found: int | None = _cache_place_of(kind)
-    return found
+    index: int | None = _cache_index_of(kind)
+    return index
 
 
 @functools.cache
-def _cache_place_of(kind: Any) -> int | None:
+def _cache_index_of(kind: Any) -> int | None:
     try:
         names = list(inspect.signature(kind.__call__).parameters)[1:]
     except (TypeError, ValueError):
         return None
-    return next((names.index(name) for name in _CACHE_NAMES if name in names), None)
+    return names.index("cache") if "cache" in names else None
 
 
-def become(module: Any, purpose: str, make_call: Callable[[Callable[..., Any], str], Any]) -> None:
-    """Change an instance's class to a subclass of it whose `__call__` is another one."""
+def become(module: Any, purpose: str, handle: Callable[..., Any]) -> None:
+    """Have an instance's calls handled: its class becomes a subclass whose `__call__` returns
+    `handle(call, *args, **kwargs)`, where `call` does what the instance did before."""
+    object.__setattr__(module, f"_forward_{purpose}", handle)
     kind: Any = type(module)
-    if purpose in getattr(kind, "_forward_purposes", ()):
-        return
-    module.__class__ = _subclass(kind, purpose, make_call)
+    if purpose not in getattr(kind, "_forward_purposes", ()):
+        module.__class__ = _subclass(kind, purpose)
 
 
 @functools.cache
-def _subclass(kind: Any, purpose: str, make_call: Callable[[Callable[..., Any], str], Any]) -> type:
-    call = kind.__call__
-    run = functools.wraps(call)(make_call(call, purpose))
+def _subclass(kind: Any, purpose: str) -> type:
+    call, name = kind.__call__, f"_forward_{purpose}"
+
+    @functools.wraps(call)
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self, name)(functools.partial(call, self), *args, **kwargs)
+
     purposes = (*getattr(kind, "_forward_purposes", ()), purpose)
     body = {"__call__": run, "_forward_purposes": purposes, "__module__": kind.__module__}
     return type(kind.__name__, (kind,), body)
 
 
-def _split_call(call: Callable[..., Any], purpose: str) -> Callable[..., Any]:
-    names = tuple(inspect.signature(call).parameters)[1:]
-    place = next(names.index(name) for name in _CACHE_NAMES if name in names)
-    cache_name = names[place]
-
-    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        cache = args[place] if place < len(args) else kwargs.get(cache_name)
-        if not isinstance(cache, SplitLayer):
-            return call(self, *args, **kwargs)
-        cache.note_used()
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-        split = _Split(functools.partial(call, self), given, cache, cache_name)
-        return split.entered() if cache.flat is not None else split.rows()
-
-    return run
+def _split(names: Sequence[str], call: Call, *args: Any, **kwargs: Any) -> Any:
+    """Call a module for several rows; `names` are its parameters."""
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    cache = given.get("cache")
+    if not isinstance(cache, SplitLayer):
+        return call(*args, **kwargs)
+    cache.note_used()
+    split = _Split(call, given, cache)
+    return split.entered() if cache.flat is not None else split.rows()
 
 
 class _Split:
     """One call of a module for several rows."""
 
-    def __init__(
-        self, call: Callable[..., Any], given: dict[str, Any], layer: SplitLayer, cache_name: str
-    ) -> None:
+    def __init__(self, call: Callable[..., Any], given: dict[str, Any], layer: SplitLayer) -> None:
         self._call = call
         self._given = given
         self._layer = layer
-        self._cache_name = cache_name
         self._mask_names = [name for name in given if "mask" in name]
-        asked = next((given[name] for name in self._mask_names if given[name] is not None), None)
-        self._masks = layer.masks_for(asked)
+        mask = next((given[name] for name in self._mask_names if given[name] is not None), None)
+        self._masks = layer.masks_for(mask)
 
     def entered(self) -> Any:
         """Call once, with the positions that the body was not shown."""
-        given = {**self._given, self._cache_name: self._layer.flat}
+        given = {**self._given, "cache": self._layer.flat}
         return self._call(**{**given, **dict.fromkeys(self._mask_names)})
 
     def rows(self) -> Any:
@@ -300,7 +328,7 @@ class _Split:
     def _one(self, start: int, stop: int, *, cache: Any, mask: Any, is_row: bool) -> Any:
         total = self._layer.spans.token_count
         given = {name: _part(value, start, stop, total, is_row) for name, value in self._given.items()}
-        given[self._cache_name] = cache
+        given["cache"] = cache
         given.update(dict.fromkeys(self._mask_names, mask))
         return _parts_back(self._call(**given), is_row)
 

@@ -1,15 +1,15 @@
 """Row of a forward pass: one sequence's caches, how many tokens they hold, and how tokens are taken back.
 
 Inference thread only. A row's caches are mlx-lm's own, one sequence each and unpadded, or lie in pages, so
-that what cuts, keeps and rebuilds caches reads them as they are. Where the states of several decoding rows
-are kept stacked (`state_group`), looking at `Row.caches` puts this row's share of them in first.
+whatever cuts, stores and rebuilds caches reads them as they are. Rows that decode together may have their
+states stacked in a `StateGroup`; reading `Row.caches` puts this row's slice back first.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any
 
 import mlx.core as mx
 
@@ -19,28 +19,10 @@ from icehouse_server.engine.kv_cache import rewind
 from icehouse_server.engine.kv_cache.cache_classes import Cache, Undo, class_of, leaves
 
 
-class Keeper(Protocol):
-    """What holds states of a row elsewhere while it decodes in company."""
-
-    def settle(self, row: Row) -> None:
-        """Put what is this row's into its caches; it stays in company."""
-        ...
-
-    def leave(self, row: Row) -> None:
-        """Put what is this row's into its caches for good."""
-        ...
-
-
 class Row:
     """One sequence in forward passes."""
 
-    __slots__ = (
-        "_caches",
-        "_mark",
-        "keeper",
-        "rope_positions",
-        "table",
-    )
+    __slots__ = ("_caches", "_mark", "group", "rope_positions", "table")
 
     def __init__(self, caches: Sequence[Cache], *, token_count: int = 0) -> None:
         """`caches` are fresh, or hold `token_count` tokens; they belong to the row now."""
@@ -50,7 +32,7 @@ class Row:
         self.table = table_of(caches)
         """Where what is paged of it lies."""
         self.token_count = token_count
-        self.keeper: Keeper | None = None
+        self.group: StateGroup | None = None
         self._mark: _Mark | None = None
 
     @property
@@ -65,28 +47,28 @@ class Row:
     @property
     def caches(self) -> list[Cache]:
         """The caches with everything of this row in them, to be read or copied, not to be written."""
-        if self.keeper is not None:
-            self.keeper.settle(self)
+        if self.group is not None:
+            self.group.put_back(self)
         return self._caches
 
     @property
     def raw_caches(self) -> list[Cache]:
-        """The cache objects; what a keeper holds may be missing in them."""
+        """The cache objects; states that are stacked in a group may be missing in them."""
         return self._caches
 
     def make_room(self, count: int) -> None:
-        """Have pages for `count` more tokens, where there are pages."""
+        """Allocate pages for `count` more tokens, where KV is in pages."""
         self.table.make_room(self.token_count + count)
 
-    def leave_company(self) -> None:
+    def leave_group(self) -> None:
         """Have everything of this row in its caches, and nowhere else."""
-        if self.keeper is not None:
-            self.keeper.leave(self)
-        assert self.keeper is None, self.keeper
+        if self.group is not None:
+            self.group.leave(self)
+        assert self.group is None, self.group
 
     def take_over(self, caches: Sequence[Cache], *, count: int) -> None:
         """Go on with caches that were forked from its own and hold `count` tokens more."""
-        assert self.keeper is None, "Only a row by itself has its own caches"
+        assert self.group is None, "Only a row by itself has its own caches"
         self._caches = list(caches)
         self.token_count += count
         self.forget_mark()
@@ -116,8 +98,101 @@ class Row:
         return taken - count
 
     def forget_mark(self) -> None:
-        """Let go of what `mark` keeps."""
+        """Drop what `mark` remembered."""
         self._mark = None
+
+
+class StateGroup:
+    """Rows whose states that are not attention are stacked, so that a layer runs all of them together.
+
+    It lasts from pass to pass while the same rows decode, so that nothing is copied meanwhile. The rows' own
+    caches hold what was put back last, or what they came with.
+    """
+
+    def __init__(self, rows: Sequence[Row], indices: Sequence[int]) -> None:
+        """`indices` are those of the states among the leaves of a row's caches; every row has all of them."""
+        self.rows = tuple(rows)
+        self._indices = tuple(indices)
+        self._number = {id(row): number for number, row in enumerate(self.rows)}
+        states = [self._states_of(row) for row in self.rows]
+        self.stacked: dict[int, Any] = {
+            index: class_of(column[0]).stacked(column)
+            for index, column in zip(indices, zip(*states, strict=True), strict=True)
+        }
+        for row in self.rows:
+            row.group = self
+
+    def is_of(self, rows: Sequence[Row]) -> bool:
+        """Return whether these rows, in this order, are the group."""
+        return len(rows) == len(self._number) == len(self.rows) and all(
+            a is b for a, b in zip(self.rows, rows, strict=True)
+        )
+
+    def put_back(self, row: Row) -> None:
+        """Put a row's slice of the stacked states into its caches, lazily; it stays in the group."""
+        number = self._number[id(row)]
+        for index, state in zip(self._indices, self._states_of(row), strict=True):
+            state.cache = [array[number : number + 1] for array in self.stacked[index].cache]
+
+    def leave(self, row: Row) -> None:
+        """Put a row's slice into its caches for good."""
+        self.put_back(row)
+        del self._number[id(row)]
+        row.group = None
+
+    def dissolve(self) -> None:
+        """Make all rows leave."""
+        for row in self.rows:
+            if row.group is self:
+                self.leave(row)
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """What a pass must evaluate, lest its graph grow with the next one."""
+        return [array for state in self.stacked.values() for array in state.cache if array is not None]
+
+    def _states_of(self, row: Row) -> list[Any]:
+        states = list(leaves(row.raw_caches))
+        return [states[index] for index in self._indices]
+
+
+class LayeredChunk:
+    """Prompt tokens of one row that go through some layers in one pass and through the next ones in the pass
+    after it ("layered prefill", arXiv:2510.08055).
+
+    A short chunk through all layers reads all that its prompt holds for a few tokens; the same time, spent on
+    one or two layers, takes many tokens through them. Until the last layer the row stays what it was: layers
+    write into caches forked from the row's, which replace them at the end. A chunk that is dropped before
+    that leaves no trace.
+    """
+
+    def __init__(self, row: Row, token_ids: Sequence[int]) -> None:
+        """At least two tokens: of one, some caches are written in place, the row's own among them."""
+        assert len(token_ids) >= 2, "A chunk of one token goes through all layers"
+        self.row = row
+        self.token_ids = token_ids
+        self.layer = 0
+        """The next one."""
+        self.hidden: mx.array | None = None
+        """[tokens, 1, width], what the next layer is given; none before the first one."""
+        self.forks = rewind.forked(row.raw_caches)
+        self.written: set[int] = set()
+        """Indices of the caches whose layers ran."""
+        self._begin = row.token_count
+
+    @property
+    def caches(self) -> list[Cache]:
+        """What the model is given: for layers that ran, forks that hold as much as those of the others. Masks
+        are made of them, nothing is written."""
+        caches = list(self.forks)
+        for index in self.written:
+            (caches[index],) = rewind.forked([self.row.raw_caches[index]])
+        return caches
+
+    def end(self) -> None:
+        """Make the caches the row's, after the last layer."""
+        assert self.row.token_count == self._begin, "The row went on while a chunk was in progress"
+        self.row.take_over(self.forks, count=len(self.token_ids))
 
 
 @dataclasses.dataclass(slots=True)
@@ -157,11 +232,11 @@ class Share:
     hidden_count: int = 0
     """Hidden states of the last so many: what the model's head reads, for embeddings."""
     features: tuple[Features, ...] = ()
-    """What stands in the place of some of the tokens' own embeddings."""
+    """What replaces some of the tokens' own embeddings."""
     may_be_taken_back: bool = False
     """Some of the tokens are guesses: `Row.take_back` follows."""
 
 
 def can_take_back(caches: Sequence[Cache]) -> bool:
-    """Tell whether tokens fed together can be taken back out of such caches, whatever they hold."""
+    """Return whether tokens fed together can be taken back out of such caches, whatever they hold."""
     return all(class_of(leaf).is_state or class_of(leaf).can_rewind(leaf) for leaf in leaves(caches))

@@ -1,14 +1,14 @@
 """Fingerprint of a served model: SHA-256 over everything its KV depends on, cheap at every start.
 
-Every byte of the weights counts: a number changed in place makes another model. Their digests are kept
-in a book beside the blocks (`DigestBook`), so that only new files are read. Requantizing, fine-tuning
-or fusing an adapter in place changes it; moving, renaming or copying the folder does not. The code that
-computes KV counts as much (`KvCode`).
+Every byte of the weights counts: a number changed in a file makes another model. Their digests are in a book
+beside the blocks (`DigestBook`), so that only new files are read. Requantizing, fine-tuning or fusing an
+adapter changes the fingerprint; moving, renaming or copying the folder does not. The code that computes KV
+counts as much (`KvCode`).
 
 Without a book, where nothing outlives the process, weights are sampled: per shard its size, its safetensors
 header, every small tensor whole and a piece out of the middle of every other. One process has one model,
-whose adapters are told apart by all their bytes (`adapter_digest`). A draft model is in neither: its caches
-are never kept.
+whose adapters are distinguished by all their bytes (`adapter_digest`). A draft model is in neither: its
+caches are never stored.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _SYSTEM_TAG: Final = b"icehouse.system.v1\x00"
 _COMPUTING: Final = ("icehouse", "mlx", "mlx-lm", "tokenizers", "transformers", "llguidance")
 """Distributions whose release may change an output."""
 _PLACING_KEYS: Final = ("fine_tune_type", "num_layers", "lora_parameters")
-"""Keys of adapter_config.json that say what it computes; the others tell how it was trained."""
+"""Keys of adapter_config.json that say what it computes; the others say how it was trained."""
 _NAMES_IN_CONFIG: Final = frozenset({"_name_or_path", "name_or_path", "transformers_version"})
 """Keys of config.json that say where a model came from, not what it computes."""
 
@@ -251,19 +251,14 @@ def _optional_json(path: Path) -> Any:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(_read(path))
+        value = json.loads(path.read_bytes())
+    except OSError as error:
+        raise _invalid(f"{path} cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise _invalid(f"{path} is not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise _invalid(f"{path} does not hold a JSON object")
     return value
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise _invalid(f"{path} cannot be read: {error.strerror}") from error
 
 
 def _invalid(message: str) -> ModelError:

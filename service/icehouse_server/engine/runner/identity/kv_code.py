@@ -1,17 +1,19 @@
-"""Code that a model's KV is computed by, as digests by module: blocks outlive a change of none of it.
+"""Code that a model's KV is computed by, as digests by module: blocks outlive a change of anything else.
 
-- *The model's own.* Its architecture's module whole, and of mlx-lm or mlx-vlm what that reaches: base
-  classes, RoPE, switch layers, the cache classes it asks for. By statements, not by modules: nearly every
-  release of mlx-lm changes `cache.py` or `base.py` somewhere, and whole modules would make every architecture
-  cold each time. As it is, none changed from 0.31.0 to 0.31.1, 53 of 123 from 0.32.0 to 0.32.1, 6 of 124 from
-  there to 0.32.2.
-- *What loads it*, where that computes weights (a format of quantization other than MLX's own; LoRA layers).
-  For MLX's own weights it only lays arrays where their names say, and refuses shapes that do not fit.
-- *MLX*: its release and its layers in Python. What a release changed in the compiled library nobody can see
-  from here, and it may be RoPE, so another release begins cold with every model.
+- *The model's own*: its architecture's module, and of mlx-lm or mlx-vlm what that reaches (base classes,
+RoPE,
+  switch layers, cache classes). By statements, not by modules: nearly every release of mlx-lm changes
+  `cache.py` or `base.py` somewhere, and whole modules would make every architecture cold each time. As it is,
+  none changed from 0.31.0 to 0.31.1, 53 of 123 from 0.32.0 to 0.32.1, 6 of 124 from there to 0.32.2.
+- *What loads it*, where that computes weights (quantization other than MLX's own; LoRA layers). For MLX's own
+  weights it only assigns arrays by name, and refuses shapes that do not fit.
+- *MLX*: its release and its layers in Python. Changes in the compiled library cannot be seen from here, and
+may
+  concern RoPE, so another release begins cold with every model.
 - *Ours*: `OWN_VERSION`, raised by hand when KV or blocks come out otherwise. Our files change with each
-  release, nearly always to be faster; a digest of them would begin cold each time. That the number is not
-  forgotten is a test's work: it fails when one of these files changes, until somebody has decided.
+release,
+  nearly always to be faster; a digest of them would begin cold each time. A test fails when one of these
+  files changes, until somebody has decided.
 
 Not in it: the libraries below MLX (BLAS, CUDA, Metal), other packages that a model folder's own code imports,
 and code that prepares images, whose result is in the blocks' names.
@@ -23,7 +25,7 @@ import dataclasses
 import hashlib
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -31,16 +33,17 @@ import mlx.core as mx
 from mlx_lm.utils import MODEL_ARCHITECTURE_REMAPPING, MODEL_REMAPPING
 
 from icehouse_server.engine.kv_cache.cache_classes import CACHE_CLASSES
-from icehouse_server.engine.runner.identity.reach import Reach
 from icehouse_server.engine.runner.identity.source import (
     EVERY_NAME,
     Import,
     Source,
     Stamp,
+    Statement,
     UnreadableSource,
     custom_spec,
     digest_of,
     find_spec,
+    read_source,
     source_of,
     stamp_of,
 )
@@ -94,16 +97,17 @@ class KvCode:
         changed = [name for name, stamp in self.stamps.items() if not stamp.is_current()]
         if changed:
             raise _changed(changed)
-        unread = sorted({f"{run.module}.{run.name}" for run in _homes(classes) if not self._has(run)})
+        unread = sorted(
+            f"{home.module}.{home.name}"
+            for home in set(_homes(classes)) - self.names
+            if Import(home.module, EVERY_NAME) not in self.names
+        )
         if unread:
             raise ModelError(
                 Reason.MODEL_INVALID,
                 f"the model is made of {', '.join(unread)}, whose code its fingerprint does not hold, so "
                 "blocks might outlive a change of it; serve it without an SSD tier, and report this",
             )
-
-    def _has(self, run: Import) -> bool:
-        return run in self.names or Import(run.module, EVERY_NAME) in self.names
 
 
 def kv_code(model_dir: Path, config: Mapping[str, Any], *, has_adapter: bool) -> KvCode:
@@ -119,7 +123,8 @@ def kv_code(model_dir: Path, config: Mapping[str, Any], *, has_adapter: bool) ->
             reach.follow([_ADAPTERS])
         digests = reach.digests()
         if custom:
-            digests[f"{_CUSTOM} files"] = _folder_digest(model_dir)
+            # Its module may run any Python file of the folder.
+            digests[f"{_CUSTOM} files"] = _files_digest(model_dir, sorted(model_dir.rglob("*.py")))
         digests["mlx.nn"] = _mlx_digest()
     except (UnreadableSource, OSError) as error:
         raise ModelError(Reason.MODEL_INVALID, f"the code of the model in {model_dir}: {error}") from error
@@ -140,6 +145,103 @@ def adapter_code_digest() -> str:
     except UnreadableSource as error:
         raise ModelError(Reason.MODEL_INVALID, f"the code of LoRA adapters: {error}") from error
     return digest_of(f"{name}={digest}" for name, digest in reach.digests().items())
+
+
+class Reach:
+    """Every statement of the followed packages that a few names may come to run; `follow` adds names. Raises
+    UnreadableSource.
+
+    It goes from a name to the statement that binds it, from there to the names that the statement uses, and
+    through imports into other modules. A module that is used as a whole (`from . import llama`) counts whole;
+    one that is imported and not used, or for its effects alone, does not. Names that are made at run time
+    (`getattr`, `importlib`) are not seen: the caller names them.
+    """
+
+    def __init__(
+        self, packages: Collection[str], *, given: Iterable[Source] = (), without: Collection[Import] = ()
+    ) -> None:
+        """`given` are modules that no import finds, `without` names that are not followed."""
+        self._packages = packages
+        self._sources: dict[str, Source | None] = {source.name: source for source in given}
+        self._statements: dict[str, set[Statement]] = {}
+        self._imports: dict[str, set[str]] = {}
+        self._seen: set[Import] = set(without)
+
+    def follow(self, roots: Iterable[Import]) -> None:
+        """Add all that these names reach."""
+        waiting = list(roots)
+        while waiting:
+            wanted = waiting.pop()
+            if wanted in self._seen:
+                continue
+            self._seen.add(wanted)
+            source = self._source(wanted.module)
+            if source is not None:
+                waiting += self._reach(source, wanted.name)
+
+    def digests(self) -> dict[str, str]:
+        """Return the digest of what was reached, by module."""
+        digests = {}
+        for name, statements in sorted(self._statements.items()):
+            source = self._sources[name]
+            assert source is not None, name
+            texts = [statement.text for statement in source.statements if statement in statements]
+            texts += sorted(self._imports[name])
+            if texts:
+                digests[name] = digest_of(texts)
+        return digests
+
+    def names(self) -> frozenset[Import]:
+        """Return what the reached statements bind."""
+        return frozenset(
+            Import(module, name)
+            for module, statements in self._statements.items()
+            for statement in statements
+            for name in statement.binds
+        )
+
+    def stamps(self) -> dict[str, Stamp]:
+        """Return what the files of the reached modules were when they were read."""
+        sources = {name: self._sources[name] for name in self._statements}
+        return {name: source.stamp for name, source in sources.items() if source and source.stamp}
+
+    def _source(self, module: str) -> Source | None:
+        if module not in self._sources:
+            is_followed = module.partition(".")[0] in self._packages
+            self._sources[module] = read_source(module) if is_followed else None
+        return self._sources[module]
+
+    def _reach(self, source: Source, name: str) -> list[Import]:
+        """Add what one name of a module stands for; return what that needs."""
+        needed: list[Import] = []
+        if source.name not in self._statements:
+            self._statements[source.name], self._imports[source.name] = set(), set()
+            needed += self._add(source, [s for s in source.statements if s.is_effect])
+        if name in ("", EVERY_NAME):
+            needed += self._add(source, source.statements)
+            if source.is_package or name == EVERY_NAME:
+                # What a package hands on; `import a.b` is there for its effects.
+                needed += [Import(source.name, bound) for bound, target in source.imports if target.name]
+            return needed
+        bound = [statement for statement in source.statements if name in statement.binds]
+        imported = [target for alias, target in source.imports if alias == name]
+        if bound or imported:
+            self._imports[source.name] |= {f"{name}={target.module}:{target.name}" for target in imported}
+            return needed + self._add(source, bound) + imported
+        if source.is_package and self._source(f"{source.name}.{name}") is not None:
+            return [*needed, Import(f"{source.name}.{name}")]
+        stars = [Import(target.module, name) for _, target in source.imports if target.name == EVERY_NAME]
+        lazy = [s for s in source.statements if "__getattr__" in s.binds]
+        return needed + stars + self._add(source, lazy)
+
+    def _add(self, source: Source, statements: Sequence[Statement]) -> list[Import]:
+        needed: list[Import] = []
+        for statement in statements:
+            if statement not in self._statements[source.name]:
+                self._statements[source.name].add(statement)
+                needed += [Import(source.name, name) for name in statement.uses]
+                needed += statement.imports
+        return needed
 
 
 def _homes(classes: Iterable[type]) -> Iterator[Import]:
@@ -203,11 +305,6 @@ def _custom_source(model_dir: Path, config: Mapping[str, Any]) -> list[Source]:
     if spec is None:
         raise UnreadableSource(f"{model_dir / name} is not a Python module")
     return [source_of(spec)]
-
-
-def _folder_digest(model_dir: Path) -> str:
-    """Return the digest of every Python file of a model folder: its module may run any of them."""
-    return _files_digest(model_dir, sorted(model_dir.rglob("*.py")))
 
 
 def _mlx_digest() -> str:

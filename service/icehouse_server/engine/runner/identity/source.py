@@ -1,12 +1,12 @@
 """Source of installed modules, statement by statement, read as an import would find it; nothing is imported.
 
-A statement of a module's top level is what is counted, as it is written. So a comment or a blank line between
-two functions is of no effect, and one inside a function is. Neither depends on the version of Python, as a
-syntax tree or bytecode would.
+Statements of a module's top level count as they are written: a comment or a blank line between two functions
+has no effect, one inside a function has. Neither depends on the version of Python, as a syntax tree or
+bytecode would.
 
-What Python runs may be another thing than the source beside it: a module may be compiled only, lie in an
-archive, or have compiled code that is not asked whether its source changed. A module whose source is not
-there, or does not compile to what an import would run, counts whole, by its code.
+What Python runs may differ from the source beside it: a module may be compiled only, lie in an archive, or
+have compiled code that is not checked against its source. A module whose source is missing, or does not
+compile to what an import would run, counts whole, by its code.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ EVERY_NAME: Final = "*"
 
 
 class UnreadableSource(Exception):
-    """A module is there and nothing can be told of what it does; the message says which and why."""
+    """A module exists but what it does cannot be read; the message says which and why."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -136,7 +136,7 @@ def source_of(spec: ModuleSpec) -> Source:
 
 def _as_compiled(text: str, path: str) -> CodeType:
     with warnings.catch_warnings():
-        # Who wrote it is told by an import, if anybody.
+        # An import warns whoever wrote it, if anything does.
         warnings.simplefilter("ignore")
         return compile(text, path, "exec", dont_inherit=True)
 

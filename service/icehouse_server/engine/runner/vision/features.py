@@ -7,7 +7,6 @@ their bytes pass the limit; the latest stays however large it is, since its prom
 from __future__ import annotations
 
 import collections
-import dataclasses
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,14 +24,6 @@ from icehouse_server.errors import InvalidRequest, Reason
 _log = logging.getLogger("icehouse.engine")
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Encoding:
-    """The image that is on its way through the tower."""
-
-    key: ImageKey
-    run: TowerRun
-
-
 class ImageFeatures:
     """Asks the tower once for each image, as long as it remembers; one image at a time."""
 
@@ -40,21 +31,22 @@ class ImageFeatures:
         self._tower = tower
         self._limit_bytes = limit_bytes
         self._clock = clock
-        self._kept: collections.OrderedDict[ImageKey, mx.array] = collections.OrderedDict()
-        self._encoding: _Encoding | None = None
+        self._vectors: collections.OrderedDict[ImageKey, mx.array] = collections.OrderedDict()
+        self._encoding: tuple[ImageKey, TowerRun] | None = None
+        """The image in the tower."""
         self._pace = TowerPace()
         self._size_bytes = self._encoded_total = self._reused_total = 0
         self._encode_s = 0.0
 
     def use(self) -> ImageUse:
-        """Return what went through the tower, what did not have to, and what is kept."""
+        """Return what went through the tower, what did not have to, and what is in memory."""
         return ImageUse(
             self._encoded_total, self._reused_total, self._encode_s, self._size_bytes, self._limit_bytes
         )
 
     def has_begun(self, image: ImagePart) -> bool:
         """Whether a whole image's vectors are there, or on their way."""
-        return image.key in self._kept or (self._encoding is not None and self._encoding.key == image.key)
+        return image.key in self._vectors or (self._encoding is not None and self._encoding[0] == image.key)
 
     def encode(self, image: ImagePart, *, budget_s: float) -> mx.array | None:
         """Go on with a whole image for about so long, by a slice of the tower at least; return the vectors of
@@ -62,19 +54,23 @@ class ImageFeatures:
 
         Raises InvalidRequest where the tower fails on the image, which is forgotten then.
         """
-        vectors = self._kept.pop(image.key, None)
+        vectors = self._vectors.pop(image.key, None)
         if vectors is not None:
             self._reused_total += 1
         else:
-            with self._refusing(image):
-                vectors = self._timed(image, budget_s)
+            began = self._clock.monotonic()
+            try:
+                with self._refusing(image):
+                    vectors = self._encoded(image, began + budget_s)
+            finally:
+                self._encode_s += self._clock.monotonic() - began
             if vectors is None:
                 return None
             self._encoded_total += 1
             self._size_bytes += vectors.nbytes
-        self._kept[image.key] = vectors
-        while self._size_bytes > self._limit_bytes and len(self._kept) > 1:
-            self._size_bytes -= self._kept.popitem(last=False)[1].nbytes
+        self._vectors[image.key] = vectors
+        while self._size_bytes > self._limit_bytes and len(self._vectors) > 1:
+            self._size_bytes -= self._vectors.popitem(last=False)[1].nbytes
         return vectors
 
     @contextmanager
@@ -95,22 +91,14 @@ class ImageFeatures:
                 metadata={"image_tokens": image.count},
             ) from error
 
-    def _timed(self, image: ImagePart, budget_s: float) -> mx.array | None:
-        began = self._clock.monotonic()
-        try:
-            return self._encoded(image, began + budget_s)
-        finally:
-            self._encode_s += self._clock.monotonic() - began
-
     def _encoded(self, image: ImagePart, end_time: float) -> mx.array | None:
         encoding = self._encoding
-        is_new = encoding is None or encoding.key != image.key
+        is_new = encoding is None or encoding[0] != image.key
         if encoding is None or is_new:
-            self._encoding = None  # its arrays go before those of another one come
+            self._encoding = None  # its arrays are released before those of another one are made
             tensors = {tensor.name: array_of(tensor) for tensor in image.image.tensors}
-            run = self._tower.begin(image.span_token_ids, tensors)
-            encoding = self._encoding = _Encoding(image.key, run)
-        vectors = self._computed(encoding.run, end_time, has_gone_on=is_new)
+            encoding = self._encoding = image.key, self._tower.begin(image.span_token_ids, tensors)
+        vectors = self._computed(encoding[1], end_time, has_gone_on=is_new)
         if vectors is None:
             return None
         self._encoding = None

@@ -1,14 +1,15 @@
 """Adapter to mlx-vlm: models that see, loaded whole and used in two halves.
 
 mlx-vlm >= 0.7.10, < 0.8, of the optional extra `vision`. The half that reads tokens is called as mlx-lm's
-models are, so that passes treat it like any; the tower makes of an image the vectors that stand in the place
-of its tokens. `tests/unit/engine/runner/vision` fails when what is relied on here moves.
+models are, so that passes treat it like any; the tower makes of an image the vectors that replace its
+tokens. `tests/unit/engine/runner/vision` fails when what is relied on here moves.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import importlib.util
 import json
 import os
@@ -40,7 +41,7 @@ FAMILIES: Final = frozenset(
 )
 """`model_type` of the models whose images are served."""
 _GRID_FAMILIES: Final = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl"})
-"""Those whose positions tell the rows and columns of an image."""
+"""Those whose positions say the rows and columns of an image."""
 _READ_BY_MLX_LM: Final = frozenset(
     {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3", "lfm2-vl", "mistral3", "pixtral"}
 )
@@ -96,8 +97,8 @@ def is_needed(config: Mapping[str, Any]) -> bool:
 
 def image_token_id(config: Mapping[str, Any]) -> int:
     """Return the token whose embeddings the tower makes."""
-    found = config.get("image_token_id")
-    return int(config["image_token_index"] if found is None else found)
+    token_id = config.get("image_token_id")
+    return int(config["image_token_index"] if token_id is None else token_id)
 
 
 def _has_tower(path: Path) -> bool:
@@ -172,8 +173,8 @@ class TextModel(Module):
     @property
     def layers(self) -> Sequence[Any]:
         """One for each cache."""
-        found: Sequence[Any] = self.language_model.layers
-        return found
+        layers: Sequence[Any] = self.language_model.layers
+        return layers
 
     def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
         logits: mx.array = self.language_model(inputs, cache=cache).logits
@@ -227,28 +228,27 @@ class ScaledTextModel(TextModel):
 
     def __init__(self, language_model: Any) -> None:
         super().__init__(language_model)
-        become(language_model.model, "scaled", _scaled_call)
+        body = language_model.model
+        become(body, "scaled", functools.partial(_scaled, body))
 
 
-def _scaled_call(call: Callable[..., Any], name: str) -> Callable[..., Any]:
+def _scaled(
+    body: Any, call: Callable[..., Any], inputs: mx.array, cache: Any = None, inputs_embeds: Any = None
+) -> mx.array:
     """Run a body as upstream's `Ministral3.__call__` does, but for the factor."""
+    from mlx_vlm.models.base import create_attention_mask  # of an optional extra
 
-    def run(self: Any, inputs: mx.array, cache: Any = None, inputs_embeds: Any = None) -> mx.array:
-        from mlx_vlm.models.base import create_attention_mask  # of an optional extra
-
-        hidden = self.embed_tokens(inputs) if inputs_embeds is None else inputs_embeds
-        caches = [None] * len(self.layers) if cache is None else cache
-        offset = 0 if caches[0] is None else caches[0].offset
-        factor = _query_factor(offset, hidden.shape[1], self.config.rope_parameters).astype(hidden.dtype)
-        wide = near = create_attention_mask(hidden, caches[self.fa_idx])
-        if self.swa_idx is not None:
-            near = create_attention_mask(hidden, caches[self.swa_idx], window_size=self.sliding_window)
-        for layer, each in zip(self.layers, caches, strict=True):
-            hidden = layer(hidden, factor, near if layer.use_sliding else wide, cache=each)
-        normed: mx.array = self.norm(hidden)
-        return normed
-
-    return run
+    hidden = body.embed_tokens(inputs) if inputs_embeds is None else inputs_embeds
+    caches = [None] * len(body.layers) if cache is None else cache
+    offset = 0 if caches[0] is None else caches[0].offset
+    factor = _query_factor(offset, hidden.shape[1], body.config.rope_parameters).astype(hidden.dtype)
+    wide = near = create_attention_mask(hidden, caches[body.fa_idx])
+    if body.swa_idx is not None:
+        near = create_attention_mask(hidden, caches[body.swa_idx], window_size=body.sliding_window)
+    for layer, each in zip(body.layers, caches, strict=True):
+        hidden = layer(hidden, factor, near if layer.use_sliding else wide, cache=each)
+    normed: mx.array = body.norm(hidden)
+    return normed
 
 
 def _query_factor(offset: mx.array | int, count: int, rope: Mapping[str, Any]) -> mx.array:
@@ -292,15 +292,15 @@ class VisionTower:
 
     def shape(self, *, device: str) -> TowerShape:
         """Return what its temporary arrays are made of. `device` is "cpu", "metal" or "cuda"."""
-        found = vars(self._whole.config.vision_config)
+        config = vars(self._whole.config.vision_config)
         # Qwen2-VL's `hidden_size` is what comes out, as wide as the other half.
-        hidden_size = _first(found, "embed_dim", "hidden_size")
-        head_count = _first(found, "num_attention_heads", "num_heads")
+        hidden_size = _first(config, "embed_dim", "hidden_size")
+        head_count = _first(config, "num_attention_heads", "num_heads")
         return TowerShape(
             hidden_size=hidden_size,
-            feed_forward_size=found.get("intermediate_size") or round(hidden_size * found["mlp_ratio"]),
+            feed_forward_size=config.get("intermediate_size") or round(hidden_size * config["mlp_ratio"]),
             head_count=head_count,
-            patch_size=found["patch_size"],
+            patch_size=config["patch_size"],
             vector_size=self._whole.config.text_config.hidden_size * self._vectors_per_token,
             # Pixels come as float32, and nothing behind them is narrower in every family.
             compute_bytes=4,
@@ -309,14 +309,14 @@ class VisionTower:
 
     def modules(self) -> Sequence[Any]:
         """Return the whole model and all that it is made of."""
-        found: Sequence[Any] = self._whole.modules()
-        return found
+        modules: Sequence[Any] = self._whole.modules()
+        return modules
 
     def parameters(self) -> dict[str, Any]:
         """Return the weights of the whole model but for the half that reads tokens."""
-        found = dict(self._whole.parameters())
-        found.pop("language_model", None)
-        return found
+        parameters = dict(self._whole.parameters())
+        parameters.pop("language_model", None)
+        return parameters
 
     def update(self, parameters: dict[str, Any]) -> None:
         """Replace weights, which are named as `parameters` names them."""
@@ -332,8 +332,8 @@ class VisionTower:
         return TowerRun(slices, vectors)
 
     def _vectors(self, token_ids: Sequence[int], tensors: Mapping[str, mx.array]) -> mx.array:
-        found = self._whole.get_input_embeddings(mx.array([list(token_ids)]), **tensors)
-        vectors: mx.array = found.inputs_embeds[0]
+        output = self._whole.get_input_embeddings(mx.array([list(token_ids)]), **tensors)
+        vectors: mx.array = output.inputs_embeds[0]
         return vectors
 
 
@@ -347,7 +347,7 @@ class ScaledTower(VisionTower):
         pixels = tensors["pixel_values"].transpose(0, 2, 3, 1).astype(dtype)
         hidden, _, _ = whole.vision_tower(pixels, output_hidden_states=True)
         vectors: mx.array = whole.multi_modal_projector(hidden)[0]
-        # Rounded as the factor is that it undoes. Upstream takes the width from another place of the config,
+        # Rounded as the factor is that it undoes. Upstream takes the width from elsewhere in the config,
         # 2,048 where that says nothing: right for none of the models.
         factor = mx.array(whole.config.text_config.hidden_size**0.5, mx.bfloat16)
         return vectors / factor.astype(vectors.dtype)
@@ -430,5 +430,5 @@ class DeepstackTower(VisionTower):
         return mx.concatenate([own, *of_layers], axis=-1)
 
 
-def _first(found: Mapping[str, Any], *names: str) -> int:
-    return next(int(found[name]) for name in names if found.get(name))
+def _first(config: Mapping[str, Any], *names: str) -> int:
+    return next(int(config[name]) for name in names if config.get(name))

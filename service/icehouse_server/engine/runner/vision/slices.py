@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import math
 import sys
 from collections.abc import Callable, Iterator
@@ -59,29 +60,29 @@ class TowerSlicer:
         self._piece_work = piece_work or (_CPU_WORK if is_cpu else _GPU_WORK)
         self._slices: collections.deque[TowerSlice] | None = None
         """None where nothing is to be cut: outside of `slicing`, and inside a piece."""
-        self._attention_places = [(mx.fast, "scaled_dot_product_attention"), *_padded_attention(whole)]
-        for module in _token_wise(whole, ""):
-            become(module, "tower", _sliced_call)
-            object.__setattr__(module, "_tower_slicer", self)
+        self._attention_owners = [(mx.fast, "scaled_dot_product_attention"), *_padded_attention(whole)]
+        for module in _token_wise_modules(whole, ""):
+            kind = "linear" if _is_linear(module) else "feed_forward"
+            become(module, "tower", functools.partial(self._token_wise, kind, _weight_count(module)))
 
     @contextmanager
     def slicing(self) -> Iterator[collections.deque[TowerSlice]]:
         """Give the pieces of what is built in the block, the first one's first."""
         slices: collections.deque[TowerSlice] = collections.deque()
-        upstream = [(place, name, getattr(place, name)) for place, name in self._attention_places]
+        upstream = [(owner, name, getattr(owner, name)) for owner, name in self._attention_owners]
         self._slices = slices
         # Nobody else uses MLX meanwhile: there is one inference thread.
-        for place, name, call in upstream:
-            setattr(place, name, self._attention_over(call))
+        for owner, name, call in upstream:
+            setattr(owner, name, self._attention_over(call))
         try:
             yield slices
         finally:
             self._slices = None
-            for place, name, call in upstream:
-                setattr(place, name, call)
+            for owner, name, call in upstream:
+                setattr(owner, name, call)
 
-    def token_wise(
-        self, kind: str, call: Callable[[mx.array], mx.array], inputs: mx.array, weight_count: int
+    def _token_wise(
+        self, kind: str, weight_count: int, call: Callable[[mx.array], mx.array], inputs: mx.array
     ) -> mx.array:
         """Return what a layer with so many weights gives for [..., patches, width], patch by patch."""
         if self._slices is None or inputs.ndim < 2:
@@ -165,11 +166,11 @@ class TowerPace:
 def _padded_attention(whole: Any) -> Iterator[tuple[Any, str]]:
     """Yield where a tower's modules have mlx-vlm's own attention function from, which is compiled."""
     for name in sorted({base.__module__ for _, each in whole.named_modules() for base in type(each).__mro__}):
-        if hasattr(found := sys.modules[name], _PADDED_ATTENTION):
-            yield found, _PADDED_ATTENTION
+        if hasattr(owner := sys.modules[name], _PADDED_ATTENTION):
+            yield owner, _PADDED_ATTENTION
 
 
-def _token_wise(module: Any, name: str) -> Iterator[Any]:
+def _token_wise_modules(module: Any, name: str) -> Iterator[Any]:
     """Yield the outermost layers of a tower that take each patch by itself."""
     if name == "language_model":
         return
@@ -178,7 +179,7 @@ def _token_wise(module: Any, name: str) -> Iterator[Any]:
         return
     for child_name, child in module.children().items():
         for each in _modules_in(child):
-            yield from _token_wise(each, child_name)
+            yield from _token_wise_modules(each, child_name)
 
 
 def _modules_in(child: Any) -> Iterator[Any]:
@@ -195,14 +196,5 @@ def _is_linear(module: Any) -> bool:
 
 def _weight_count(module: Any) -> int:
     """Return how many weights a patch is multiplied with."""
-    linear = [found for _, found in module.named_modules() if _is_linear(found)]
-    return sum(found.weight.size * (32 // found.bits if hasattr(found, "bits") else 1) for found in linear)
-
-
-def _sliced_call(call: Callable[..., Any], name: str) -> Callable[..., Any]:
-    def run(self: Any, inputs: mx.array) -> mx.array:
-        kind = "linear" if _is_linear(self) else "feed_forward"
-        slicer: TowerSlicer = self._tower_slicer
-        return slicer.token_wise(kind, lambda part: call(self, part), inputs, _weight_count(self))
-
-    return run
+    linear = [inner for _, inner in module.named_modules() if _is_linear(inner)]
+    return sum(inner.weight.size * (32 // inner.bits if hasattr(inner, "bits") else 1) for inner in linear)

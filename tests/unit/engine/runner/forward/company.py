@@ -132,7 +132,7 @@ class Company:
             if self._make_caches is not None:
                 self._disturb(self._random.choice(here), self._make_caches)
             for guest in [guest for guest in here if guest.is_done]:
-                guest.row.leave_company()
+                guest.row.leave_group()
                 here.remove(guest)
 
     def _disturb(self, guest: Guest, make_caches: MakeCaches) -> None:
@@ -141,7 +141,7 @@ class Company:
         if guest.is_done:
             return
         if chance < 0.2:
-            guest.row.leave_company()
+            guest.row.leave_group()
             guest.come_back(Row(make_caches()))
         elif chance < 0.24:
             guest.leave()

@@ -71,7 +71,7 @@ def test_quantized_caches_join_the_same_pass(architecture: str, bits: int) -> No
         guests.append(Guest(prompt, tokens, logits, Row(make()), list(prompt)))
     # A chunk attends to what it has quantized itself, so its borders show a little in what follows.
     Company(ForwardPass(model, facts), seed=1, guesses=True).run(guests)
-    assert "alone" not in facts.ways
+    assert "alone" not in facts.modes
     assert max(guest.farthest for guest in guests) < TOLERANCE
     assert [guest.drawn for guest in guests] == [guest.want for guest in guests]
     assert any(type(cache) is QuantizedKVCache for cache in _leaves(guests[0].row.caches))

@@ -119,7 +119,7 @@ def test_layers_that_share_more_than_hidden_states_run_together(architecture: st
 
 
 def test_a_layer_that_comes_twice_is_refused() -> None:
-    from icehouse_server.engine.runner.forward.layered import LayerWindow
+    from icehouse_server.engine.runner.forward.model_seam import LayerWindow
 
     model = build("llama")
     model.model.layers[1] = model.model.layers[0]

@@ -17,7 +17,7 @@ from icehouse_server.engine.kv.page_table import PageGroup
 from icehouse_server.engine.kv.paged_cache import Paging
 from icehouse_server.engine.kv.pass_clock import PassClock
 from icehouse_server.engine.kv.pool import PagePool
-from icehouse_server.engine.runner.forward import ForwardPass, Row, attending_places, examine
+from icehouse_server.engine.runner.forward import ForwardPass, Row, examine
 from mlx_lm.models.cache import make_prompt_cache
 
 from tests.fixtures.models import ARCHITECTURES, build
@@ -43,9 +43,7 @@ def paging_of(
 ) -> Paging | None:
     caches = make_prompt_cache(model)
     model(mx.array([[5, 6, 7]]), cache=caches)
-    facts = groups_of(
-        caches, attending=attending_places(forward.facts.caches), page_token_count=PAGE_TOKEN_COUNT
-    )
+    facts = groups_of(caches, attending=forward.facts.attending_indices, page_token_count=PAGE_TOKEN_COUNT)
     groups = [
         PageGroup(
             PagePool(each.shape, passes=clock),

@@ -1,7 +1,7 @@
-"""Trial of a model: which way its rows can be kept apart, found by running it both ways and comparing.
+"""Probe of a model: the best split of its rows, found by running them together and alone and comparing.
 
 A few short rows take passes of chunks, single tokens and windows of guesses beside each other; each is also
-run by itself through the model's own call. The best way whose outputs agree is taken. How far outputs may
+run by itself through the model's own call. The best split whose outputs agree is taken. How far outputs may
 differ is measured on the model, by running the same tokens in chunks and one by one.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
@@ -19,23 +20,16 @@ from icehouse_server.engine.kv_cache.cache_classes import leaves
 from icehouse_server.engine.kv_cache.caches import make_caches as make_model_caches
 from icehouse_server.engine.runner.forward.forward_pass import ForwardPass
 from icehouse_server.engine.runner.forward.joined_layers import JoinedLayers
-from icehouse_server.engine.runner.forward.layered import LayeredChunk
 from icehouse_server.engine.runner.forward.model_seam import Trunk
-from icehouse_server.engine.runner.forward.row import Row, Share, can_take_back
-from icehouse_server.engine.runner.forward.ways import NotSplittable, PassFacts, candidates
+from icehouse_server.engine.runner.forward.row import LayeredChunk, Row, Share, can_take_back
+from icehouse_server.engine.runner.forward.splits import NotSplittable, PassFacts, candidates
 
 _log = logging.getLogger("icehouse.engine")
 
 Schedule = Sequence[Sequence[int]]
 """For each pass, how many tokens each of the rows brings; 0 where a row is not in it."""
 
-_SCHEDULE: Final[Schedule] = (
-    (5, 3, 0),
-    (1, 6, 2),
-    (1, 1, 1),
-    (1, 3, 1),
-    (1, 1, 1),
-)
+_SCHEDULE: Final[Schedule] = ((5, 3, 0), (1, 6, 2), (1, 1, 1), (1, 3, 1), (1, 1, 1))
 _LEAST_TOLERANCE: Final = 1e-3
 _MOST_TOLERANCE: Final = 0.1
 
@@ -56,29 +50,28 @@ def examine(
     model, where it then gives what it gave before.
     """
     make = make_caches or functools.partial(make_model_caches, model)
-    yardstick = _Yardstick.of(model, make, schedule)
+    reference = _Reference.of(model, make, schedule)
     if join is not None:
-        _join(model, join, make, yardstick)
-    plain = PassFacts(caches=(), **_head_facts(model, make, yardstick))
+        _join(model, join, make, reference)
+    plain = PassFacts(caches=(), **_head_facts(model, make, reference))
     caches = make()
     takes_back = can_take_back(caches)
     errors: list[str] = []
-    for ways, door in candidates(caches):
+    for splits, door in candidates(caches):
         facts = dataclasses.replace(
-            plain, caches=ways, door=door, reason="; ".join(dict.fromkeys(errors)), can_take_back=takes_back
+            plain, caches=splits, door=door, reason="; ".join(dict.fromkeys(errors)), can_take_back=takes_back
         )
-        error = _try(model, facts, make, yardstick)
+        error = _try(model, facts, make, reference)
         if not error:
             return dataclasses.replace(
-                facts,
-                layer_count=_layer_count(model, facts, make, yardstick) if goes_layered else 0,
+                facts, layer_count=_layer_count(model, facts, make, reference) if goes_layered else 0
             )
         errors.append(error)
     return dataclasses.replace(plain, reason="; ".join(dict.fromkeys(errors)), can_take_back=takes_back)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Yardstick:
+class _Reference:
     """What the rows give by themselves, and how far that moves when the same tokens are run otherwise."""
 
     schedule: Schedule
@@ -89,19 +82,19 @@ class _Yardstick:
     tolerance: float
 
     @classmethod
-    def of(cls, model: Any, make: Callable[[], list[Any]], schedule: Schedule) -> _Yardstick:
+    def of(cls, model: Any, make: Callable[[], list[Any]], schedule: Schedule) -> _Reference:
         rows = [make() for _ in schedule[0]]
         begun = [0] * len(rows)
         logits, facts = [], []
         for counts in schedule:
-            found = []
+            outputs = []
             for number, count in enumerate(counts):
                 if count:
                     ids = mx.array(_tokens(number, begun[number], count))
-                    found.append(model(ids[None], cache=rows[number])[0])
+                    outputs.append(model(ids[None], cache=rows[number])[0])
                     begun[number] += count
-            mx.eval(found)
-            logits.append(found)
+            mx.eval(outputs)
+            logits.append(outputs)
             facts.append([_facts_of(row) for row in rows])
         caches = make()
         singly = [model(mx.array([[t]]), cache=caches)[0] for t in _tokens(0, 0, schedule[0][0])]
@@ -109,7 +102,7 @@ class _Yardstick:
         tolerance = min(_MOST_TOLERANCE, max(_LEAST_TOLERANCE, 4 * moved))
         return cls(schedule, logits, facts, tolerance)
 
-    def places(self) -> Iterator[tuple[int, tuple[int, ...]]]:
+    def passes(self) -> Iterator[tuple[int, tuple[int, ...]]]:
         """Yield each pass and how many tokens the rows hold before it."""
         begun = [0] * len(self.schedule[0])
         for number, counts in enumerate(self.schedule):
@@ -118,32 +111,27 @@ class _Yardstick:
 
 
 def _join(
-    model: Any, join: Callable[[Any], JoinedLayers], make: Callable[[], list[Any]], yardstick: _Yardstick
+    model: Any, join: Callable[[Any], JoinedLayers], make: Callable[[], list[Any]], reference: _Reference
 ) -> None:
     """Join layers, and separate them again where the model gives something else then."""
     joined = join(model)
-    after = _Yardstick.of(model, make, yardstick.schedule)
-    pairs = [
-        pair
-        for ours, alone in zip(after.logits, yardstick.logits, strict=True)
-        for pair in zip(ours, alone, strict=True)
-    ]
-    moved = max(_distance(ours, alone) for ours, alone in pairs)
-    is_right = moved <= yardstick.tolerance
-    if not is_right:
+    after = _Reference.of(model, make, reference.schedule)
+    both = zip(itertools.chain(*after.logits), itertools.chain(*reference.logits), strict=True)
+    moved = max(itertools.starmap(_distance, both))
+    if not moved <= reference.tolerance:
         joined.separate()
         _log.warning("layers_not_joined", extra={"detail": f"outputs differ by {moved:.2g} of their size"})
     elif len(joined):
         _log.info("layers_joined", extra={"product_count": len(joined)})
 
 
-def _try(model: Any, facts: PassFacts, make: Callable[[], list[Any]], yardstick: _Yardstick) -> str:
-    """Run the schedule in this way; return what is wrong with it, nothing if all is well."""
+def _try(model: Any, facts: PassFacts, make: Callable[[], list[Any]], reference: _Reference) -> str:
+    """Run the schedule with this split; return what is wrong with it, nothing if all is well."""
     try:
         forward = ForwardPass(model, facts)
-        rows = [Row(make()) for _ in yardstick.schedule[0]]
-        for number, begun in yardstick.places():
-            counts = yardstick.schedule[number]
+        rows = [Row(make()) for _ in reference.schedule[0]]
+        for number, begun in reference.passes():
+            counts = reference.schedule[number]
             chunks = [
                 _begun_chunk(forward, row, _tokens(i, begun[i], count))
                 for i, (row, count) in enumerate(zip(rows, counts, strict=True))
@@ -157,16 +145,15 @@ def _try(model: Any, facts: PassFacts, make: Callable[[], list[Any]], yardstick:
                 output = forward.run(mx.array(ids), shares)
                 mx.eval(output.arrays)
                 assert output.logits is not None
-                # Of rows that are in this pass, as the yardstick has them.
+                # Of rows that are in this pass, as the reference has them.
                 here = [i for i, count in enumerate(counts) if count]
                 for (first, last), i in zip(output.logit_spans, flat, strict=True):
-                    moved = _distance(output.logits[first:last], yardstick.logits[number][here.index(i)])
-                    if not moved <= yardstick.tolerance:
+                    moved = _distance(output.logits[first:last], reference.logits[number][here.index(i)])
+                    if not moved <= reference.tolerance:
                         return f"outputs differ by {moved:.2g} of their size"
             for chunk in chunks:
                 mx.eval(forward.run_layers(chunk, facts.layer_count))
-            told = [_facts_of(row.caches) for row in rows]
-            if told != yardstick.facts[number]:
+            if [_facts_of(row.caches) for row in rows] != reference.facts[number]:
                 return "caches hold something else than a row's alone"
     except Exception as error:  # whatever a model makes of caches that are not what it knows
         text = " ".join(str(error).split())
@@ -184,27 +171,27 @@ def _begun_chunk(forward: ForwardPass, row: Row, token_ids: Sequence[int]) -> La
     return chunk
 
 
-def _layer_count(model: Any, facts: PassFacts, make: Callable[[], list[Any]], yardstick: _Yardstick) -> int:
+def _layer_count(model: Any, facts: PassFacts, make: Callable[[], list[Any]], reference: _Reference) -> int:
     """Return through how many layers a chunk may go a few at a time; 0 where they run together."""
     count = len(model.layers)
     if count < 2:
         return 0
-    error = _try(model, dataclasses.replace(facts, layer_count=count), make, yardstick)
+    error = _try(model, dataclasses.replace(facts, layer_count=count), make, reference)
     if error:
         _log.info("layers_run_together", extra={"detail": error})
     return 0 if error else count
 
 
 def _facts_of(caches: Sequence[Any]) -> tuple[Any, ...]:
-    """Return what can be told of caches without reading arrays: offsets, and which arrays there are."""
+    """Return what is known of caches without reading arrays: offsets, and which arrays there are."""
     return tuple(
         (type(leaf).__name__, getattr(leaf, "offset", None), leaf.empty()) for leaf in leaves(caches)
     )
 
 
 def _tokens(row: int, start: int, count: int) -> list[int]:
-    """Return tokens of a row from a place on; small ids, which every vocabulary has."""
-    return [3 + (7 * place + 11 * row + place * place) % 40 for place in range(start, start + count)]
+    """Return tokens of a row from a position on; small ids, which every vocabulary has."""
+    return [3 + (7 * at + 11 * row + at * at) % 40 for at in range(start, start + count)]
 
 
 def _distance(ours: mx.array, alone: mx.array) -> float:
@@ -215,17 +202,17 @@ def _distance(ours: mx.array, alone: mx.array) -> float:
     size = mx.maximum(mx.sqrt((_finite(alone) ** 2).mean(axis=-1)), 1e-6)
     moved = mx.sqrt(((_finite(ours) - _finite(alone)) ** 2).mean(axis=-1)) / size
     agrees = mx.array_equal(mx.isfinite(ours), mx.isfinite(alone))
-    told: Any = mx.where(agrees, moved.max(), float("inf")).item()
-    return float(told)
+    largest: Any = mx.where(agrees, moved.max(), float("inf")).item()
+    return float(largest)
 
 
 def _finite(array: mx.array) -> mx.array:
     return mx.where(mx.isfinite(array), array, 0.0)
 
 
-def _head_facts(model: Any, make: Callable[[], list[Any]], yardstick: _Yardstick) -> dict[str, Any]:
+def _head_facts(model: Any, make: Callable[[], list[Any]], reference: _Reference) -> dict[str, Any]:
     """Find out whether hidden states can be had, and whether the head may read only some."""
-    count = yardstick.schedule[0][0]
+    count = reference.schedule[0][0]
     ids = mx.array(_tokens(0, 0, count))[None]
     try:
         trunk = Trunk(model)
@@ -237,14 +224,14 @@ def _head_facts(model: Any, make: Callable[[], list[Any]], yardstick: _Yardstick
         model(ids, cache=make())
         facts["gives_hidden"] = trunk.hidden is not None and trunk.hidden.shape[:2] == (1, count)
         if facts["gives_hidden"]:
-            trunk.places = mx.array([1, count - 1])
+            trunk.indices = mx.array([1, count - 1])
             picked = model(ids, cache=make())[0]
             facts["gathers_hidden"] = (
-                _distance(picked, yardstick.logits[0][0][trunk.places]) <= yardstick.tolerance
+                _distance(picked, reference.logits[0][0][trunk.indices]) <= reference.tolerance
             )
     except Exception as error:  # whatever a head does that is not called as most are
         _log.info("head_reads_all", extra={"detail": f"{type(error).__name__}: {str(error)[:160]}"})
         facts.setdefault("gives_hidden", False)
     finally:
-        trunk.is_on, trunk.places, trunk.hidden = False, None, None
+        trunk.is_on, trunk.indices, trunk.hidden = False, None, None
     return facts

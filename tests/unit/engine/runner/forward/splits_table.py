@@ -1,7 +1,7 @@
-"""Table of the ways in which passes serve mlx-lm's architectures, in `ways.json` beside this.
+"""Table of the ways in which passes serve mlx-lm's architectures, in `splits.json` beside this.
 
-`python -m tests.unit.engine.runner.forward.ways_table` writes it anew: read the difference before committing
-it, since each line is how fast a model is served.
+`python -m tests.unit.engine.runner.forward.splits_table` writes it anew: read the difference before
+committing it, since each line is how fast a model is served.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from icehouse_server.engine.runner.forward import examine
 
 from tests.unit.engine.runner.forward.small_models import SCHEDULE, architectures, small_model
 
-FILE: Final = Path(__file__).with_name("ways.json")
+FILE: Final = Path(__file__).with_name("splits.json")
 
 
 def read() -> dict[str, dict[str, Any]]:
@@ -32,8 +32,8 @@ def entry_of(architecture: str) -> dict[str, Any]:
         facts = examine(model, schedule=SCHEDULE)
     except Exception as error:  # whatever a model makes of a small configuration
         return {"not_built": f"{type(error).__name__}: {' '.join(str(error).split())[:80]}"}
-    found: dict[str, Any] = {"ways": "+".join(facts.ways)}
-    if "module" in facts.ways:
+    found: dict[str, Any] = {"ways": "+".join(facts.modes)}
+    if "module" in facts.modes:
         found["door"] = facts.door.value
     for name in ("gathers_hidden", "gives_hidden", "can_take_back"):
         if not getattr(facts, name):

@@ -1,4 +1,15 @@
-"""Kernel bodies of attention over pages: one text for CUDA, Metal and the tests' C++ (see `headers`).
+"""Kernels of attention over pages: one text of each body for all languages, and a header for each.
+
+There are headers for CUDA and Metal here, and one for C++ beside the tests, which runs the bodies without a
+GPU. Each defines
+
+- GROUP_X, GROUP_Y, GROUP_Z, GROUPS_Z, THREAD, THREADS: where the block is, how many there are in z, and the
+  thread within its block;
+- LANE_XOR(x, mask): a float of the lane whose number differs by `mask`, within 32 lanes that all take part;
+- SHARED, BARRIER(): memory of a block, and a point that its threads pass together;
+- DEVICE: the address space of the arrays;
+- EXP2(x), AS_FLOAT(bits): two to the power of x; a float of an int's bits;
+- UNROLL: in front of a loop whose arrays must stay in registers.
 
 Constants of a model: T, the pool's type; Q, that of queries and of the result; D, head size; KV_HEADS;
 GROUP, query heads a KV head; PAGE, tokens a page; HEADS, query heads that a block takes at once; LANES,
@@ -19,12 +30,71 @@ maxima and sums. Logits are in powers of two, which saves a product each.
 
 from __future__ import annotations
 
+import dataclasses
+
 THREADS = 128
 """Of a block that writes or attends: the bodies below count on four warps of 32."""
 
 PAGE_THREADS = 256
 PAGE_VECTORS = 8
 """Of a block that moves or gathers pages: its threads, and vectors of 16 bytes a thread that moves."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Language:
+    """What the bodies need of a language and its devices."""
+
+    header: str
+    body_start: str = ""
+    usual_core_count: int = 132
+    """MLX does not report a device's own. It only decides how far keys are split."""
+
+
+CUDA = Language(
+    header="""
+#define GROUP_X ((int)blockIdx.x)
+#define GROUP_Y ((int)blockIdx.y)
+#define GROUP_Z ((int)blockIdx.z)
+#define GROUPS_Z ((int)gridDim.z)
+#define THREAD ((int)threadIdx.x)
+#define THREADS ((int)blockDim.x)
+#define LANE_XOR(x, mask) __shfl_xor_sync(0xffffffffu, (x), (mask))
+#define SHARED __shared__
+#define BARRIER() __syncthreads()
+#define DEVICE
+#define EXP2(x) exp2_of_device(x)
+#define AS_FLOAT(bits) __int_as_float(bits)
+#define UNROLL _Pragma("unroll")
+// To 2 in 2^23; exp2f() takes five instructions more to keep numbers that are next to nothing.
+__device__ inline float exp2_of_device(float x) {
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+"""
+)
+
+METAL = Language(
+    header="""
+#define GROUP_X ((int)threadgroup_position_in_grid.x)
+#define GROUP_Y ((int)threadgroup_position_in_grid.y)
+#define GROUP_Z ((int)threadgroup_position_in_grid.z)
+#define GROUPS_Z ((int)threadgroups_per_grid.z)
+#define THREAD ((int)thread_position_in_threadgroup.x)
+#define THREADS ((int)threads_per_threadgroup.x)
+#define LANE_XOR(x, mask) metal::simd_shuffle_xor((x), (ushort)(mask))
+#define SHARED threadgroup
+#define BARRIER() metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup)
+#define DEVICE device
+#define EXP2(x) metal::fast::exp2(x)
+#define AS_FLOAT(bits) as_type<float>(bits)
+#define UNROLL _Pragma("clang loop unroll(full)")
+""",
+    # MLX passes a kernel those attributes that its body names.
+    body_start="// threadgroup_position_in_grid threadgroups_per_grid thread_position_in_threadgroup"
+    " threads_per_threadgroup\n",
+    usual_core_count=32,
+)
 
 WRITE = r"""
   // A block a token: its keys and values of all heads.

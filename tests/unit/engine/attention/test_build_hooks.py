@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 import pytest
-from icehouse_server.engine.attention.early_start import EarlyStart
+from icehouse_server.engine.attention.build_hooks import EarlyStart
 
 from tests.fixtures.engine import FakeClock
 

@@ -1,11 +1,11 @@
-"""Early start of a pass: a device that has nothing else to do begins while the rest of the pass is built.
+"""Hooks of the pass being built: what attention does for the host or the device while layers are added to it.
 
-A prompt whose KV is in RAM waits for one pass alone. Of Qwen3-4B's shape the host builds and encodes it in
-6 ms and an H100 computes it in 4, one behind the other if the device gets it as a whole.
+One thread builds one pass at a time, so each hook is one object of the process.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final
 
 import mlx.core as mx
@@ -17,7 +17,11 @@ _LAYERS_A_START: Final = 6
 
 
 class EarlyStart:
-    """Gives the device the layers that were built, from `begin` to `end`."""
+    """Gives an idle device the layers built so far, from `begin` to `end`.
+
+    A prompt whose KV is in RAM waits for one pass alone. Of Qwen3-4B's shape the host builds and encodes it
+    in 6 ms and an H100 computes it in 4, one after the other if the device gets it as a whole.
+    """
 
     def __init__(self) -> None:
         self._clock: Clock | None = None
@@ -34,7 +38,7 @@ class EarlyStart:
         return self._began_time
 
     def note_layer(self, output: mx.array) -> None:
-        """Take notice that a layer has attended; the device may compute it."""
+        """Note that a layer has attended; the device may compute it."""
         if self._clock is None:
             return
         self._layer_count += 1
@@ -44,5 +48,22 @@ class EarlyStart:
                 self._began_time = self._clock.monotonic()
 
 
+class FirstWait:
+    """Something to do once, just before a pass is waited for the first time."""
+
+    def __init__(self) -> None:
+        self._act: Callable[[], None] | None = None
+
+    def expect(self, act: Callable[[], None] | None) -> None:
+        """Set what to do before the next pass is waited for."""
+        self._act = act
+
+    def come(self) -> None:
+        """Do it, unless it is done."""
+        act, self._act = self._act, None
+        if act is not None:
+            act()
+
+
 EARLY_START: Final = EarlyStart()
-"""Of the pass being built, which one thread builds."""
+FIRST_WAIT: Final = FirstWait()

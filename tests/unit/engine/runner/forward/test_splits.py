@@ -7,15 +7,15 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from icehouse_server.engine.runner.forward import ForwardPass, Row, examine
-from icehouse_server.engine.runner.forward.ways import CacheWay, PassFacts, Way
+from icehouse_server.engine.runner.forward.splits import CacheSplit, PassFacts, SplitMode
 from mlx_lm.models.cache import make_prompt_cache
 
 from tests.fixtures.models import build
-from tests.unit.engine.runner.forward import ways_table
+from tests.unit.engine.runner.forward import splits_table
 from tests.unit.engine.runner.forward.company import Company, Guest, alone, prompt_of
 from tests.unit.engine.runner.forward.small_models import architectures
 
-TABLE = ways_table.read()
+TABLE = splits_table.read()
 
 
 def test_the_table_has_every_architecture() -> None:
@@ -27,17 +27,17 @@ def test_an_architecture_keeps_its_way(architecture: str) -> None:
     expected = TABLE[architecture]
     if "not_built" in expected and mx.metal.is_available():
         pytest.skip(f"the table was made where it cannot run: {expected['not_built']}")
-    found = ways_table.entry_of(architecture)
+    found = splits_table.entry_of(architecture)
     assert {**found, "reason": ""} == {**expected, "reason": ""}, (
         "this mlx-lm is served otherwise; if that is right, "
-        "run python -m tests.unit.engine.runner.forward.ways_table"
+        "run python -m tests.unit.engine.runner.forward.splits_table"
     )
 
 
 def test_what_fits_no_way_runs_alone_and_says_why() -> None:
     model = build("llama")
     facts = PassFacts(caches=(), gathers_hidden=True, gives_hidden=True, can_take_back=True)
-    assert facts.ways == ("alone",)
+    assert facts.modes == ("alone",)
     guests = []
     for seed, length in enumerate((5, 30, 17)):
         prompt = prompt_of(length, seed)
@@ -51,12 +51,12 @@ def test_what_fits_no_way_runs_alone_and_says_why() -> None:
 def test_a_wrong_way_is_found_out() -> None:
     """Attention by row cannot serve latent attention; the trial says so and takes the module."""
     facts = examine(build("deepseek_v3"))
-    assert facts.ways == ("module",)
+    assert facts.modes == ("module",)
     assert facts.reason
-    assert all(cache == CacheWay(Way.MODULE) for cache in facts.caches)
+    assert all(cache == CacheSplit(SplitMode.MODULE) for cache in facts.caches)
 
 
 def test_state_layers_stack_and_the_rest_is_split_at_attention() -> None:
-    ways: list[Any] = [cache.way for cache in examine(build("qwen3_next")).caches]
-    assert ways == [Way.MODULE, Way.ATTENTION, Way.MODULE, Way.ATTENTION]
+    modes: list[Any] = [cache.mode for cache in examine(build("qwen3_next")).caches]
+    assert modes == [SplitMode.MODULE, SplitMode.ATTENTION, SplitMode.MODULE, SplitMode.ATTENTION]
     assert all(cache.is_stacked for cache in examine(build("mamba2")).caches)

@@ -15,7 +15,7 @@ from icehouse_server.domain.events import Failed, PrefillProgress
 from icehouse_server.domain.model import ModelInfo
 from icehouse_server.domain.request import TokenLogprobs
 from icehouse_server.domain.stats import EngineStats
-from icehouse_server.engine.core.counters import Counters
+from icehouse_server.engine.core.engine_counters import Counters
 from icehouse_server.engine.core.mailbox import (
     BurstWait,
     Cancel,
@@ -29,14 +29,12 @@ from icehouse_server.engine.core.mailbox import (
 from icehouse_server.engine.core.ports import Decoder, Drawn, Listener, PassResult, Runner
 from icehouse_server.engine.core.refusals import commands_waiting, shutting_down, stopped_before_done
 from icehouse_server.engine.core.sequence import Phase, Sequence
-from icehouse_server.engine.images import ImageEncoding
 from icehouse_server.engine.output import Output
 from icehouse_server.engine.prefix_cache.controller import CacheController
 from icehouse_server.engine.prefix_cache.tiers.spill import flush
 from icehouse_server.engine.requests import Requests
-from icehouse_server.engine.scheduling.parts import SchedulingParts
 from icehouse_server.engine.scheduling.pass_plan import PassPlan, PrefillChunk
-from icehouse_server.engine.scheduling.preemption import Preemption
+from icehouse_server.engine.scheduling.preemption import Preemption, SchedulingParts
 from icehouse_server.errors import IcehouseError
 
 _IDLE_WAIT_S = 0.5
@@ -70,7 +68,7 @@ class EngineLoop:
         self._waiting_commands: collections.deque[Command] = collections.deque()
         """Bounded by the edge, which lets so many be in flight."""
         self._command_s = 0.0
-        self._scheduler, self._queue = scheduling.scheduler, scheduling.queue
+        self._scheduler = scheduling.scheduler
         self._mailbox = mailbox
         self._burst_wait = BurstWait()
         self._clock = clock
@@ -88,17 +86,10 @@ class EngineLoop:
             clock=clock,
         )
         self._preemption = Preemption(
-            guard=scheduling.guard,
+            scheduling=scheduling,
             runner=runner,
-            scheduler=scheduling.scheduler,
-            queue=scheduling.queue,
             prefix=prefix,
             park=self._park,
-        )
-        self._images = ImageEncoding(
-            runner=runner,
-            scheduler=scheduling.scheduler,
-            preemption=self._preemption,
             fail=self._requests.fail,
         )
         self._drain_deadline: float | None = None
@@ -157,9 +148,8 @@ class EngineLoop:
         Beside a restore a step publishes at its end. Reads make its passes longer, and a token of such a pass
         that waited for the next one to be built as well came 4 ms later yet (p99; 2-core x86).
         """
-        return not self._scheduler.loading_count and (
-            self._scheduler.is_decoding or bool(self._scheduler.prefilling_count)
-        )
+        has_pass = bool(self._scheduler.decoding_count or self._scheduler.prefilling_count)
+        return has_pass and not self._scheduler.loading_count
 
     def fail_all(self, error: IcehouseError) -> None:
         """End every request with `error`; what the mailbox still holds too."""
@@ -211,7 +201,7 @@ class EngineLoop:
         if isinstance(message, Submit) and self.is_draining:
             self._requests.refuse(message.requests, shutting_down())
         elif isinstance(message, Submit):
-            if self._scheduler.free_slot_count and not self._requests.has_place_for(message.requests):
+            if self._scheduler.free_slot_count and not self._requests.has_capacity_for(message.requests):
                 self._admit()  # who has a slot does not fill a short queue for those behind
             self._requests.receive(message.requests)
         elif isinstance(message, Cancel):
@@ -223,13 +213,13 @@ class EngineLoop:
         elif isinstance(message, Drain):
             self._drain_deadline = message.deadline_time
         else:
-            self._have_planned(self._prefix.receive(message))
+            self._resume(self._prefix.receive(message))
 
-    def _have_planned(self, waited: Iterable[Sequence]) -> None:
-        """Plan those again whose wait for the SSD tier has ended."""
+    def _resume(self, waited: Iterable[Sequence]) -> None:
+        """Go on with sequences whose wait for the SSD tier has ended."""
         for sequence in waited:
             if sequence.phase is Phase.LOADING:
-                self._scheduler.start_restoring(sequence)
+                self._scheduler.move(sequence, Phase.RESTORING)
 
     def _command(self, message: Command) -> None:
         """Carry out a command, or have it wait for the next step: a long prompt's takes as long as a pass."""
@@ -248,7 +238,7 @@ class EngineLoop:
     def _expire(self) -> None:
         """End what is past its deadline, and everything once the drain's own deadline has passed."""
         now = self._clock.monotonic()
-        self._have_planned(self._prefix.give_up_waits())
+        self._resume(self._prefix.give_up_waits())
         self._requests.expire(now)
         if self._drain_deadline is not None and now >= self._drain_deadline:
             self._requests.fail_all(stopped_before_done())
@@ -269,7 +259,10 @@ class EngineLoop:
             if self._preemption.may_start(sequence):
                 for passed in blocked:
                     passed.passed_count += 1
-                self._start(sequence)
+                self._scheduler.admit(sequence)
+                if not sequence.park_count:
+                    sequence.admitted_time = self._clock.monotonic()
+                self._begin(sequence)
             elif (error := self._preemption.hopeless(sequence)) is not None:
                 self._requests.fail(sequence, error)
             else:
@@ -280,29 +273,19 @@ class EngineLoop:
             has_begun = True
         return has_begun
 
-    def _start(self, sequence: Sequence) -> None:
-        self._scheduler.admit(sequence)
-        if not sequence.park_count:
-            sequence.admitted_time = self._clock.monotonic()
-        self._begin(sequence)
-
     def _begin(self, sequence: Sequence) -> None:
         """Look the prompt up; load its blocks, rebuild its caches, or open empty ones."""
         phase = self._prefix.begin(sequence)
-        if phase is Phase.FOLLOWING:
-            self._scheduler.start_following(sequence)
-        elif phase is Phase.LOADING:
-            self._scheduler.start_loading(sequence)
-        elif phase is Phase.RESTORING:
-            self._scheduler.start_restoring(sequence)
-        else:
+        if phase is Phase.PREFILLING:
             self._runner.open(sequence.sequence_id)
             self._start_prefilling(sequence)
+        else:
+            self._scheduler.move(sequence, phase)
 
     def _prepare(self) -> float | None:
         """Go on rebuilding caches, first of those whose blocks are still to be read, then of the oldest, and
         then with an image; return how long it took, None when there was nothing to do."""
-        restoring, seeing = self._scheduler.restoring, self._images.make_room()
+        restoring, seeing = self._scheduler.restoring, self._preemption.image_to_encode()
         if not restoring and seeing is None:
             return None
         allowed_s = self._scheduler.restore_s(least_s=self._prefix.adopt_budget_s)
@@ -314,67 +297,78 @@ class EngineLoop:
             self._continue_restore(sequence, budget_s=allowed_s - spent_s)
             spent_s = self._clock.monotonic() - began
         if seeing is not None and spent_s < allowed_s:
-            self._images.go_on(seeing, budget_s=allowed_s - spent_s)
+            self._encode_image(seeing, budget_s=allowed_s - spent_s)
             spent_s = self._clock.monotonic() - began
         self._scheduler.note_restore(spent_s, allowed_s=allowed_s)
         return spent_s
 
     def _continue_restore(self, sequence: Sequence, *, budget_s: float) -> None:
         phase = self._prefix.continue_restore(sequence, budget_s=budget_s)
-        if phase is Phase.LOADING:
-            self._scheduler.start_loading(sequence)
-        elif phase is Phase.PREFILLING:
+        if phase is Phase.PREFILLING:
             self._start_prefilling(sequence)
         elif phase is Phase.WAITING:
             self._begin(sequence)
+        elif phase is Phase.LOADING:
+            self._scheduler.move(sequence, phase)
+
+    def _encode_image(self, sequence: Sequence, *, budget_s: float) -> None:
+        """Encode the next image of a sequence for about so long, so that others decode meanwhile; its prefill
+        stops before the image until that is done. If the tower fails on it, the sequence is ended."""
+        span = sequence.next_image
+        assert span is not None, f"sequence {sequence.sequence_id} waits for no image"
+        part = sequence.request.whole_image(span)
+        try:
+            if self._runner.encode(sequence.sequence_id, part, budget_s=budget_s):
+                sequence.encoded_token_count = span.end_token_index
+        except IcehouseError as error:
+            self._requests.fail(sequence, error)
 
     def _start_prefilling(self, sequence: Sequence) -> None:
-        self._scheduler.start_prefilling(sequence)
+        self._scheduler.move(sequence, Phase.PREFILLING)
         self._prefix.lead(sequence)
         if not sequence.has_started:
             sequence.has_started = True
             self._cache.settle(sequence.request, sequence.cache)
             self.counters.stats.cached_token_total += sequence.cache.cached_token_count
             self._requests.emit(sequence, sequence.started())
-        self._end_if_nothing_is_asked(sequence)
+        self._end_if_all_reported(sequence)
 
     def _run_pass(self, *, spent_s: float) -> bool:
         """Plan and run a pass, in a step that spent some time on restores; False when there is nothing to
         run."""
-        plan, overrun = self._preemption.make_fit(self._scheduler.plan(spent_s=spent_s))
-        if overrun is not None:
-            self._requests.fail(overrun.sequence, overrun.error)
+        failed_before = self.counters.stats.failed_total
+        plan = self._preemption.make_fit(self._scheduler.plan(spent_s=spent_s))
         self._requests.release_ended()
         # The last pass of a prompt that is measured or pooled may be in flight.
         is_unread = any(sequence.unread_chunk_count for sequence in self._scheduler.running)
-        if not (plan.chunks or self._scheduler.is_decoding or is_unread):
-            return overrun is not None
-        asked = [chunk.for_runner() for chunk in plan.chunks]
-        for planned_chunk, asked_chunk in zip(plan.chunks, asked, strict=True):
-            planned_chunk.sequence.unread_chunk_count += asked_chunk.is_read
-        # What is measured or pooled is told pass by pass, in order.
-        is_unread |= any(chunk.is_read for chunk in asked)
-        is_first = not (self._scheduler.is_decoding or is_unread) and any(chunk.row for chunk in asked)
-        result = self._runner.run(asked, before_wait=self._output.publish, reads_at_once=is_first)
+        if not (plan.chunks or self._scheduler.decoding_count or is_unread):
+            return self.counters.stats.failed_total > failed_before
+        chunks = [chunk.for_runner() for chunk in plan.chunks]
+        for planned, chunk in zip(plan.chunks, chunks, strict=True):
+            planned.sequence.unread_chunk_count += chunk.is_read
+        # What is measured or pooled is reported pass by pass, in order.
+        is_unread |= any(chunk.is_read for chunk in chunks)
+        is_first = not (self._scheduler.decoding_count or is_unread) and any(chunk.row for chunk in chunks)
+        result = self._runner.run(chunks, before_wait=self._output.publish, reads_at_once=is_first)
         if result.went_through:
             plan = self._scheduler.planned(plan.chunks_through(result.went_through))
         self._scheduler.note_run(plan)
         self._note_time(plan, result)
-        for chunk in plan.chunks:
-            self._advance(chunk)
+        for ran in plan.chunks:
+            self._advance(ran)
         read = self._take_read(result)
         drawing = self._deliver(result.drawn)
         if result.leaves_device_idle:
             self._output.publish()  # not behind the next pass, which a GPU's host builds for 10 ms
-        self._keep(plan.chunks, drawing)
+        self._capture(plan.chunks, drawing)
         for sequence in read:
-            self._end_if_nothing_is_asked(sequence)
+            self._end_if_all_reported(sequence)
         self._requests.release_ended()
         return True
 
     def _note_time(self, plan: PassPlan, result: PassResult) -> None:
-        """Count what ran, and learn from the pass whose time is told."""
-        self.counters.note_pass(prefilled_token_count=plan.kept_count, output_token_count=len(result.drawn))
+        """Count what ran, and learn from the pass that was timed."""
+        self.counters.note_pass(prefilled_token_count=plan.stored_count, output_token_count=len(result.drawn))
         timed, self._dispatched = self._dispatched if result.is_behind else plan, plan
         elapsed_s = result.elapsed_s
         if timed is None:
@@ -389,34 +383,34 @@ class EngineLoop:
         self.counters.note_pass_time(elapsed_s, has_rows=timed.rows.token_count > 0)
 
     def _advance(self, chunk: PrefillChunk) -> None:
-        """Take that a chunk ran: tell its caller, let its sequence decode."""
+        """Account for a chunk that ran: report to its caller, let its sequence decode."""
         sequence = chunk.sequence
-        sequence.processed_token_count += chunk.kept_count
+        sequence.processed_token_count += chunk.stored_count
         # However small the chunks, a caller hears of its progress once a full one.
         full = self._scheduler.limits.prefill_chunk_token_count
         is_full = sequence.is_prefilled or sequence.processed_token_count // full > chunk.start // full
-        if chunk.kept_count and is_full and not sequence.park_count and not sequence.measures_prompt:
-            self._tell_progress(sequence)
+        if chunk.stored_count and is_full and not sequence.park_count and not sequence.measures_prompt:
+            self._report_progress(sequence)
         if chunk.is_last:
-            self._scheduler.start_decoding(sequence)
+            self._scheduler.move(sequence, Phase.DECODING)
 
     def _take_read(self, result: PassResult) -> list[Sequence]:
-        """Take what was measured and pooled of prompts, and tell it; return whose it was."""
+        """Take what was measured and pooled of prompts, and report it; return whose it was."""
         names = (*result.measured, *result.pooled)
-        found = [sequence for name in names if (sequence := self._requests.find(name)) is not None]
-        for sequence in found:
+        sequences = [sequence for name in names if (sequence := self._requests.find(name)) is not None]
+        for sequence in sequences:
             if (pooled := result.pooled.get(sequence.sequence_id)) is not None:
                 sequence.take_pooled(pooled)
             elif logprobs := sequence.take_prompt_logprobs(result.measured[sequence.sequence_id]):
-                self._tell_progress(sequence, logprobs)
-        return found
+                self._report_progress(sequence, logprobs)
+        return sequences
 
-    def _tell_progress(self, sequence: Sequence, logprobs: tuple[TokenLogprobs, ...] = ()) -> None:
+    def _report_progress(self, sequence: Sequence, logprobs: tuple[TokenLogprobs, ...] = ()) -> None:
         total = len(sequence.input_token_ids)
         self._requests.emit(sequence, PrefillProgress(sequence.processed_token_count, total, logprobs))
 
-    def _end_if_nothing_is_asked(self, sequence: Sequence) -> None:
-        if sequence.is_all_told:
+    def _end_if_all_reported(self, sequence: Sequence) -> None:
+        if sequence.is_all_reported:
             now = self._clock.monotonic()
             self._requests.finish(sequence, self._output.finish(sequence, sequence.limit_reason, now))
             self._requests.close(sequence)
@@ -424,10 +418,10 @@ class EngineLoop:
     def _deliver(self, drawn: Iterable[Drawn]) -> list[Sequence]:
         """Take the tokens that were drawn; return who drew, of which those at their end are to be closed."""
         now = self._clock.monotonic()
-        found: list[Sequence] = []
+        drawing: list[Sequence] = []
         for token in drawn:
             sequence = self._requests.find(token.sequence_id)
-            if sequence is None or sequence.is_told_its_end:
+            if sequence is None or sequence.has_finished:
                 continue  # it ended with an earlier token of the same pass
             if token.error is not None:
                 self._requests.fail(sequence, token.error)
@@ -437,32 +431,32 @@ class EngineLoop:
             end = self._output.take_token(sequence, token, now)
             if end is not None:
                 self._requests.finish(sequence, end)
-            if sequence not in found:
-                found.append(sequence)
-        return found
+            if sequence not in drawing:
+                drawing.append(sequence)
+        return drawing
 
-    def _keep(self, chunks: Iterable[PrefillChunk], drawing: Iterable[Sequence]) -> None:
-        """Keep the blocks that a pass has completed, and close what it has ended.
+    def _capture(self, chunks: Iterable[PrefillChunk], drawing: Iterable[Sequence]) -> None:
+        """Capture the blocks that a pass has completed, and close what it has ended.
 
-        Blocks are copied, so callers are told first what came of the pass: a prompt's first token, an
-        output's last one.
+        Blocks are copied, so the results of the pass are published first: a prompt's first token, an output's
+        last one.
         """
-        begun = [c.sequence for c in chunks if c.kept_count and c.sequence.phase is not Phase.ENDED]
+        begun = [c.sequence for c in chunks if c.stored_count and c.sequence.phase is not Phase.ENDED]
         ready = [sequence for sequence in drawing if sequence.phase is not Phase.ENDED]
         if any(self._prefix.has_to_keep(s, is_end=s.is_prefilled) for s in begun) or any(
-            self._prefix.has_to_keep(s, is_end=s.is_told_its_end) for s in ready
+            self._prefix.has_to_keep(s, is_end=s.has_finished) for s in ready
         ):
             self._output.publish()
         for sequence in begun:
             self._prefix.capture_input(sequence)
-            self._end_if_nothing_is_asked(sequence)
+            self._end_if_all_reported(sequence)
         for sequence in ready:
-            self._prefix.capture(sequence, is_end=sequence.is_told_its_end)
-            if sequence.is_told_its_end:
+            self._prefix.capture(sequence, is_end=sequence.has_finished)
+            if sequence.has_finished:
                 self._requests.close(sequence)
 
     def _park(self, sequence: Sequence) -> None:
-        """Take a sequence's place: its blocks stay in the tiers, and it goes on from them later."""
+        """Take a sequence's slot away: its blocks stay in the tiers, and it goes on from them later."""
         self._prefix.forget(sequence)
         self._prefix.end(sequence)
         self._runner.release([sequence.sequence_id])
@@ -478,7 +472,7 @@ class EngineLoop:
             mailbox_count=len(self._mailbox),
             mailbox_limit=self._mailbox.limit,
             waiting_count=self._scheduler.waiting_count,
-            waiting_limit=self._queue.limits.request_limit,
+            waiting_limit=self._scheduler.queue.limits.request_limit,
             loading_count=self._scheduler.loading_count,
             prefilling_count=self._scheduler.prefilling_count,
             decoding_count=self._scheduler.decoding_count,

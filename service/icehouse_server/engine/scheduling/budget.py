@@ -1,9 +1,9 @@
-"""Pass planner: how long a pass may last, in seconds, and how many prompt tokens fit into it.
+"""Budget of a pass: how long it may last, in seconds, and how many prompt tokens fit into it.
 
-Inference thread only. Beside rows that decode, a pass and the restores of its step last at most twice as
-long as the rows would alone, so that running sequences keep their latency between tokens; four times where a
-crowd waits for its first token. Behind a pass that others' work made longer the next one holds less: that
-work seldom ends with it. While nothing decodes nobody's tokens wait, and a pass is as long as the device
+Inference thread only. Beside rows that decode, a pass and the restores of its step last at most twice as long
+as the rows would alone, so that running sequences keep their latency between tokens; four times where many
+sequences wait for their first token. Behind a pass that others' work made longer the next one holds less:
+that work seldom ends with it. While nothing decodes nobody's tokens wait, and a pass is as long as the device
 needs to run at nearly its best rate.
 """
 
@@ -19,7 +19,8 @@ from icehouse_server.engine.scheduling.pass_cost import NOTHING, PassCostLearner
 
 
 class PassPlanner:
-    """Learns what passes cost. `crowd` is how many wait for their first token, for each row that decodes."""
+    """Learns what passes cost. `waiting_per_row`: sequences that wait for their first token, per decoding
+    row."""
 
     def __init__(self, limits: SchedulerLimits) -> None:
         self._limits = limits
@@ -29,20 +30,22 @@ class PassPlanner:
         self._slowness = 1.0
         """Of the machine at this moment: what the last pass of rows and prompts took, of what such take."""
         self._rows_passes: collections.deque[tuple[PassSize, float]] = collections.deque(
-            maxlen=policy.rows_kept_count
+            maxlen=policy.kept_count
         )
         """The last ones of decoding rows, and what they took."""
         self._alone_passes: collections.deque[tuple[PassSize, float]] = collections.deque(
-            maxlen=policy.rows_kept_count
+            maxlen=policy.kept_count
         )
         """Those of them in which nothing else ran."""
 
-    def note_pass(self, size: PassSize, elapsed_s: float) -> None:
-        """Learn from a pass that ran."""
+    def note_pass(self, size: PassSize, elapsed_s: float, *, beside_layers: bool = False) -> None:
+        """Learn from a pass that ran; `beside_layers`: from what it took until a chunk went through some
+        layers in it."""
         if size.draw_count == size.token_count:
             self._rows_passes.append((size, elapsed_s))
-            self._alone_passes.append((size, elapsed_s))
-        elif size.draw_count and (expected_s := self.seconds(size)):
+            if not beside_layers:
+                self._alone_passes.append((size, elapsed_s))
+        elif not beside_layers and size.draw_count and (expected_s := self.seconds(size)):
             self._note_slowness(elapsed_s / expected_s)
         self._costs.note(size, elapsed_s)
 
@@ -53,28 +56,24 @@ class PassPlanner:
         overrun = min(max(1.0, ratio / policy.usual_overrun), policy.surprise_factor)
         self._slowness += policy.slowness_weight * (overrun - self._slowness)
 
-    def note_beside_layers(self, size: PassSize, elapsed_s: float) -> None:
-        """Learn from what the rest of a pass took before a chunk went through some layers in it."""
-        if size.draw_count == size.token_count:
-            self._rows_passes.append((size, elapsed_s))
-        self._costs.note(size, elapsed_s)
-
-    def is_crowd(self, waiting_for_each_row: float) -> bool:
-        """Tell whether so many that wait for their first token, for each row that decodes, are a crowd."""
-        return waiting_for_each_row > self._policy.crowd_per_row
+    def is_long_queue(self, waiting_per_row: float) -> bool:
+        """Return whether so many wait that their first tokens come before the pace of decoding rows."""
+        return waiting_per_row > self._policy.queue_per_row
 
     def seconds(self, size: PassSize) -> float:
         """Return what a pass of this size is expected to take; 0 before any was measured."""
         cost = self._costs.cost()
         return cost.seconds(size) if cost and size.token_count else 0.0
 
-    def restore_s(self, rows: PassSize, *, crowd: float, prompts_wait: bool, least_s: float) -> float:
+    def restore_s(
+        self, rows: PassSize, *, waiting_per_row: float, prompts_wait: bool, least_s: float
+    ) -> float:
         """Return how long blocks may be taken into use in this step; 0 while earlier ones took too long."""
         if not rows.token_count:
             self._restore_debt_s = 0.0
             return max(least_s, self._policy.soon_s)
         share = self._policy.restore_share if prompts_wait else 1.0
-        allowed_s = max(least_s, share * self._policy.used_share * self._allowed_s(rows, crowd))
+        allowed_s = max(least_s, share * self._policy.used_share * self._allowed_s(rows, waiting_per_row))
         left_s = allowed_s - self._restore_debt_s
         self._restore_debt_s = max(0.0, -left_s)
         return max(0.0, left_s)
@@ -83,22 +82,22 @@ class PassPlanner:
         """Account for restores of a step; what they took too long is taken from the steps after it."""
         self._restore_debt_s += max(0.0, elapsed_s - allowed_s)
 
-    def room(self, rows: PassSize, *, crowd: float, spent_s: float) -> PassRoom:
-        """Return the room of a pass over these rows, in a step that spent some time on restores."""
+    def budget(self, rows: PassSize, *, waiting_per_row: float, spent_s: float) -> PassBudget:
+        """Return the budget of a pass over these rows, in a step that spent some time on restores."""
         policy, limits = self._policy, self._limits
         if not rows.token_count:
-            return RoomAlone(self._costs, limits, is_crowded=crowd > 0.0)
-        rows_s, allowed_s = self.seconds(rows), self._allowed_s(rows, crowd)
+            return AloneBudget(self._costs, limits, has_queue=waiting_per_row > 0.0)
+        rows_s, allowed_s = self.seconds(rows), self._allowed_s(rows, waiting_per_row)
         extra_s = policy.used_share * allowed_s
-        most_s, layers_s = rows_s + allowed_s - spent_s, extra_s if spent_s <= 0.0 else 0.0
+        most_s, layers_s = rows_s + allowed_s - spent_s, extra_s
         within_s = self._known_rows_s(rows) + extra_s - spent_s
-        if self.is_crowd(crowd):
+        if self.is_long_queue(waiting_per_row):
             most_s = layers_s = 0.0
         else:
             # Others' work lasts longer than a pass, and the next one is likely to be as slow as the last.
             slowed_s = (rows_s + extra_s) / self._slowness - rows_s
             extra_s = max(slowed_s, policy.least_extra * extra_s)
-        return RoomBeside(
+        return BesideBudget(
             self._costs,
             limits,
             rows=rows,
@@ -114,21 +113,21 @@ class PassPlanner:
         taken = [elapsed_s / s for size, elapsed_s in self._rows_passes if (s := self.seconds(size))]
         return self.seconds(rows) * (statistics.median(taken) if taken else 1.0)
 
-    def _allowed_s(self, rows: PassSize, crowd: float) -> float:
+    def _allowed_s(self, rows: PassSize, waiting_per_row: float) -> float:
         """Return the time beyond that of the rows alone which a pass may take."""
         policy, rows_s = self._policy, self._known_rows_s(rows)
-        factor = policy.crowd_factor if self.is_crowd(crowd) else policy.beside_factor
+        factor = policy.queue_factor if self.is_long_queue(waiting_per_row) else policy.beside_factor
         if self._limits.prefill_slice_s:
             return (factor - 1.0) * self._limits.prefill_slice_s
-        if self.is_crowd(crowd):
-            return max(policy.crowd_least_s, (factor - 1.0) * rows_s)
+        if self.is_long_queue(waiting_per_row):
+            return max(policy.queue_least_s, (factor - 1.0) * rows_s)
         # Who reads a reply compares with the pace before the prompt came, and rows grow beside a long one.
         taken = [elapsed_s for size, elapsed_s in self._alone_passes if size.draw_count == rows.draw_count]
         pace_s = min(rows_s, statistics.median(taken)) if taken else rows_s
         return max(factor * pace_s - rows_s, policy.least_grown * (factor - 1.0) * rows_s)
 
 
-class PassRoom:
+class PassBudget:
     """What is left of one pass while it is planned."""
 
     within_s = math.inf
@@ -224,16 +223,16 @@ class PassRoom:
         return max(0.0, min(most, self._probing(left, trusted), trusted))
 
     def _probing(self, left: float, trusted: float) -> float:
-        """Return the tokens that fit, or more where they would tell nothing new."""
+        """Return the tokens that fit, or more where they would teach nothing new."""
         return left
 
 
-class RoomAlone(PassRoom):
-    """Room of a pass while nothing decodes."""
+class AloneBudget(PassBudget):
+    """Budget of a pass while nothing decodes."""
 
-    def __init__(self, costs: PassCostLearner, limits: SchedulerLimits, *, is_crowded: bool) -> None:
+    def __init__(self, costs: PassCostLearner, limits: SchedulerLimits, *, has_queue: bool) -> None:
         super().__init__(costs, limits, rows=NOTHING)
-        self._soon_s = self._policy.soon_for_crowd_s if is_crowded else self._policy.soon_s
+        self._soon_s = self._policy.soon_for_queue_s if has_queue else self._policy.soon_s
         self._most_s: float | None = None
         """The limit, from the first chunk on."""
         self._doubled_s = math.inf
@@ -261,7 +260,7 @@ class RoomAlone(PassRoom):
         limit_s = min(limit_s, max(best_s, min(self._soon_s, chunk_s)))
         trusted = self._costs.trusted_tokens(start, budget_s=limit_s)
         length = min(most, trusted, cost.tokens_within(limit_s, start))
-        if not self._costs.is_told_by(length):
+        if not self._costs.separates_fixed_cost(length):
             return cost.seconds(PassSize.of_chunk(start, math.ceil(length / 2.0)))
         return limit_s
 
@@ -274,8 +273,8 @@ class RoomAlone(PassRoom):
         return math.ceil(count / piece_count / grid) * grid
 
 
-class RoomBeside(PassRoom):
-    """Room of a pass over rows that decode."""
+class BesideBudget(PassBudget):
+    """Budget of a pass over rows that decode."""
 
     def __init__(
         self,
@@ -323,6 +322,6 @@ class RoomBeside(PassRoom):
         return cost is not None and cost.seconds(size) <= self._promised_s
 
     def _probing(self, left: float, trusted: float) -> float:
-        # A size that tells nothing new would confirm whatever is believed: once, one twice as long.
-        told = self._costs.is_told_by(self._size.token_count + min(left, trusted))
-        return left if told else trusted
+        # A size that teaches nothing new would confirm whatever is believed: once, one twice as long.
+        is_clear = self._costs.separates_fixed_cost(self._size.token_count + min(left, trusted))
+        return left if is_clear else trusted

@@ -10,13 +10,12 @@ import mlx.core as mx
 import numpy as np
 
 from icehouse_server.domain.request import text_positions
-from icehouse_server.engine.runner.forward.masks import Whole
-from icehouse_server.engine.runner.forward.row import Row, Share
+from icehouse_server.engine.runner.forward.row import Features, Row, Share
 
 SHORT_TOKEN_COUNT: Final = 64
 """Of a row in one pass: so few attend in one launch with all others', where KV is in pages."""
 
-SinglePlace = tuple[int, Any, Any]
+SingleSlot = tuple[int, Any, Any]
 """Of a row that brings one token: how many it has then, and the indices of the new one and of all."""
 
 
@@ -31,7 +30,7 @@ class Spans:
     starts: tuple[int, ...]
     """Where each row's tokens begin in the pass."""
     order: tuple[int, ...] | None
-    """Places of the shares in the caller's order, where it is another one."""
+    """Indices of the shares in the caller's order, where it is another one."""
     single_count: int
     """How many rows bring one token and have some in their caches already: these may be stacked."""
     token_count: int
@@ -39,12 +38,12 @@ class Spans:
     """[tokens], each token's position in its own sequence."""
     rope_positions: mx.array | None = None
     """[3, tokens], where some row has an image that is a grid to the model."""
-    wholes: tuple[tuple[Whole, ...], ...] = ()
+    wholes: tuple[tuple[Features, ...], ...] = ()
     """What each row brings of images that are seen whole; empty where none does."""
     shared: dict[Any, Any] = dataclasses.field(default_factory=dict)
     """What layers of one kind compute once a pass."""
 
-    single_places: list[SinglePlace] = dataclasses.field(default_factory=list)
+    single_slots: list[SingleSlot] = dataclasses.field(default_factory=list)
 
     @classmethod
     def of(cls, shares: Sequence[Share]) -> Spans:
@@ -61,6 +60,7 @@ class Spans:
             positions += range(begin, begin + share.token_count) if share.token_count > 1 else (begin,)
             total += share.token_count
         single_count = sum(1 for share in laid if _rank(share) == 0)
+        wholes = tuple(tuple(f for f in share.features if f.seen_from is not None) for share in laid)
         return cls(
             shares=laid,
             rows=tuple(share.row for share in laid),
@@ -71,8 +71,8 @@ class Spans:
             token_count=total,
             positions=mx.array(positions, dtype=mx.int32),
             rope_positions=_rope_positions(laid),
-            wholes=_wholes(laid),
-            single_places=[single_place(position) for position in positions[:single_count]],
+            wholes=wholes if any(wholes) else (),
+            single_slots=[single_slot(position) for position in positions[:single_count]],
         )
 
     @property
@@ -88,14 +88,14 @@ class Spans:
         for share in shares:
             given.append(range(start, start + share.token_count))
             start += share.token_count
-        return token_ids[mx.array([place for i in self.order for place in given[i]])]
+        return token_ids[mx.array([index for i in self.order for index in given[i]])]
 
-    def last_places(self, wanted: Sequence[int]) -> list[int]:
-        """Return the places of each row's last `wanted` tokens."""
+    def last_indices(self, wanted: Sequence[int]) -> list[int]:
+        """Return the indices of each row's last `wanted` tokens."""
         return [
-            place
+            index
             for start, count, last in zip(self.starts, self.counts, wanted, strict=True)
-            for place in range(start + count - last, start + count)
+            for index in range(start + count - last, start + count)
         ]
 
 
@@ -110,25 +110,13 @@ def _rope_positions(shares: Sequence[Share]) -> mx.array | None:
     return mx.array(np.concatenate(parts, axis=1, dtype=np.int32))
 
 
-def _wholes(shares: Sequence[Share]) -> tuple[tuple[Whole, ...], ...]:
-    found = tuple(
-        tuple(
-            Whole(each.seen_from, each.start, each.end)
-            for each in share.features
-            if each.seen_from is not None
-        )
-        for share in shares
-    )
-    return found if any(found) else ()
-
-
 def _rank(share: Share) -> int:
     if share.token_count == 1 and share.row.token_count:
         return 0
     return 1 if share.token_count <= SHORT_TOKEN_COUNT else 2
 
 
-def single_place(position: int) -> SinglePlace:
+def single_slot(position: int) -> SingleSlot:
     """Return where the one token of a row goes that holds so many."""
     whole = slice(None)
     end = position + 1

@@ -1,0 +1,150 @@
+"""Splits: how the layers of a model keep the rows of a pass apart; `probe` finds which one a model allows."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Sequence
+from typing import Any
+
+from icehouse_server.engine.kv_cache.cache_classes import PlainKv, class_of, is_list
+
+
+class NotSplittable(Exception):
+    """A model does with its caches what this split cannot do for several rows."""
+
+
+class SplitMode(enum.Enum):
+    """Where rows are kept apart when a cache is used."""
+
+    ATTENTION = "attention"
+    """In `scaled_dot_product_attention`: everything around it is computed for all tokens at once."""
+    MODULE = "module"
+    """In the module that takes the cache: each row calls it, or decoding rows together on stacked states."""
+    ALONE = "alone"
+    """Not within the model: each row is a call of its own."""
+
+
+class Attention(enum.Enum):
+    """How rows attend."""
+
+    AUTO = "auto"
+    """All together to pages of one pool, where the model's KV can lie there and the device's attention over
+    them is proved; else as `ROWS`."""
+    ROWS = "rows"
+    """Each to caches of its own."""
+
+
+class Door(enum.Enum):
+    """Where modules that take a cache are found."""
+
+    INNER = "inner"
+    """Inside the layers: attention, mixer, convolution."""
+    LAYER = "layer"
+    """The layers themselves."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CacheSplit:
+    """How one cache of a model is served."""
+
+    mode: SplitMode
+    is_stacked: bool = False
+    """Decoding rows share a call of the module, over stacked states."""
+    is_entered: bool = False
+    """The model's body reads this cache's offset as a number: it gets 0, its attention the positions."""
+    parts: tuple[CacheSplit, ...] = ()
+    """Of a CacheList whose parts are served one by one; empty for everything else."""
+
+    @property
+    def needs_door(self) -> bool:
+        """Whether a module that takes this cache splits the rows, or is given their positions."""
+        if self.parts:
+            return any(part.needs_door for part in self.parts)
+        return self.is_entered or self.mode is SplitMode.MODULE
+
+    def leaf_modes(self) -> tuple[SplitMode, ...]:
+        """Return the modes of all parts."""
+        return tuple(mode for part in self.parts for mode in part.leaf_modes()) or (self.mode,)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PassFacts:
+    """What `probe` found about one model."""
+
+    caches: tuple[CacheSplit, ...]
+    """One for each cache of `make_prompt_cache`; empty where rows run alone."""
+    door: Door = Door.INNER
+    gathers_hidden: bool = False
+    """The head reads only the wanted positions; else it reads all, and logits are picked from them."""
+    gives_hidden: bool = False
+    """Hidden states are available."""
+    can_take_back: bool = False
+    """Speculation is possible: every cache class can give tokens back."""
+    layer_count: int = 0
+    """Layers that a chunk may go through a few in each pass; 0 where it goes through all in one."""
+    reason: str = ""
+    """Why it is not a better split: the error of each one that was tried before."""
+
+    @property
+    def modes(self) -> tuple[str, ...]:
+        """The modes in use, sorted: ("attention",), ("attention", "module"), ("alone",)."""
+        modes = {mode.value for cache in self.caches for mode in cache.leaf_modes()}
+        return tuple(sorted(modes)) or (SplitMode.ALONE.value,)
+
+    @property
+    def attending_indices(self) -> list[int]:
+        """Which of a row's caches are served by attention alone."""
+        return [
+            index
+            for index, split in enumerate(self.caches)
+            if split.mode is SplitMode.ATTENTION and not split.parts and not split.is_entered
+        ]
+
+    def kv_count(self, caches: Sequence[Any]) -> int:
+        """Return how many of a row's caches are KV of unlimited context that attention serves; 0 where rows
+        run alone."""
+        return sum(
+            split.mode is SplitMode.ATTENTION and not split.parts and isinstance(class_of(cache), PlainKv)
+            for split, cache in zip(self.caches, caches, strict=False)
+        )
+
+
+def candidates(caches: Sequence[Any]) -> list[tuple[tuple[CacheSplit, ...], Door]]:
+    """Return what may be tried for a model with such caches, best first.
+
+    Each kind of cache (its class and its index in a list) is served alike in all layers, by attention if
+    possible; what needs modules tries the inner ones before the layers.
+    """
+    kinds = sorted({kind for cache in caches for kind in _kinds_of(cache, ())}, key=str)
+    ones = [frozenset({kind}) for kind in kinds]
+    plans: list[tuple[tuple[CacheSplit, ...], Door]] = []
+    for door in Door:
+        for by_module in (frozenset(), *ones, frozenset(kinds)):
+            plan = tuple(_split_of(cache, (), by_module) for cache in caches)
+            needs_door = any(SplitMode.MODULE in entry.leaf_modes() for entry in plan)
+            if (plan, door) not in plans and (door is Door.INNER or needs_door):
+                plans.append((plan, door))
+    return plans
+
+
+_Kind = tuple[object, ...]
+
+
+def _kinds_of(cache: Any, index: _Kind) -> list[_Kind]:
+    kind = (*index, type(cache).__name__)
+    parts = cache.caches if is_list(cache) else ()
+    return [kind, *(inner for i, part in enumerate(parts) for inner in _kinds_of(part, (*kind, i)))]
+
+
+def _split_of(cache: Any, index: _Kind, by_module: frozenset[_Kind]) -> CacheSplit:
+    """Return how a cache is served, where these kinds are served by their modules."""
+    kind = (*index, type(cache).__name__)
+    if not is_list(cache) and class_of(cache).is_state:
+        return CacheSplit(SplitMode.MODULE, is_stacked=kind not in by_module)
+    if kind in by_module or not (is_list(cache) or hasattr(cache, "update_and_fetch")):
+        return CacheSplit(SplitMode.MODULE)
+    if is_list(cache):
+        parts = tuple(_split_of(part, (*kind, i), by_module) for i, part in enumerate(cache.caches))
+        return CacheSplit(SplitMode.MODULE, parts=parts)
+    return CacheSplit(SplitMode.ATTENTION, is_entered=class_of(cache).masks_chunks)
