@@ -10,11 +10,11 @@ from typing import Any
 
 import openai
 import pytest
-from tests.system.crash.crashing_server import ServerProcess
 
 from clients.http.tests.fronts import HttpFront, front_of
 from tests.fixtures.chat.agent_loop import FAMILIES, QUESTION, SYSTEM, TOOLS, AgentFamily
 from tests.fixtures.chat.scripted_replies import scripted
+from tests.system.crash.crashing_server import ServerProcess
 
 FAMILY = FAMILIES["hermes"]
 LEAST_REUSED = 0.9

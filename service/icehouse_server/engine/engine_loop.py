@@ -70,7 +70,7 @@ class EngineLoop:
         self._command_s = 0.0
         self._scheduler = scheduling.scheduler
         self._mailbox = mailbox
-        self._burst_wait = BurstWait()
+        self._burst_wait = BurstWait(scheduling.scheduler.limits.policy.alone_limit)
         self._clock = clock
         self._output = Output(listener=listener, eos_token_ids=frozenset(model.eos_token_ids))
         self._start_time = clock.monotonic()

@@ -18,6 +18,7 @@ from icehouse_server.engine.core.sequence import Phase
 from icehouse_server.engine.engine_loop import EngineLoop
 from icehouse_server.engine.scheduling.limits import SchedulerLimits
 from icehouse_server.engine.scheduling.memory_guard import MemoryGuard
+from icehouse_server.engine.scheduling.policy import GPU_POLICY, POLICY, PassPolicy
 from icehouse_server.engine.scheduling.preemption import SchedulingParts
 from icehouse_server.engine.scheduling.scheduler import Scheduler
 from icehouse_server.engine.scheduling.waiting_queue import WaitingLimits, WaitingQueue
@@ -68,6 +69,7 @@ class SteppedLoop:
         memory_limit_bytes: int = 0,
         waiting: WaitingLimits | None = None,
         prefill_chunk_s: float = 0.0,
+        policy: PassPolicy = POLICY,
     ) -> None:
         self.clock = FakeClock()
         self.runner = FakeRunner()
@@ -81,6 +83,7 @@ class SteppedLoop:
                 prefilling_limit=2,
                 prefill_chunk_token_count=4,
                 prefill_chunk_s=prefill_chunk_s,
+                policy=policy,
             ),
             self.queue,
         )
@@ -170,10 +173,13 @@ def test_an_idle_engine_waits_for_a_burst_but_a_moment() -> None:
     assert len(endless.mailbox.later) > 40, "the first pass runs while others are still coming"
 
 
-def test_who_comes_alone_again_and_again_is_begun_at_once_until_others_come_too() -> None:
-    served = SteppedLoop()
+@pytest.mark.parametrize(("policy", "waits"), [(GPU_POLICY, [1, 1, 0, 0]), (POLICY, [1, 1, 1, 1])])
+def test_who_comes_alone_again_and_again_is_begun_at_once_on_a_gpu(
+    policy: PassPolicy, waits: list[int]
+) -> None:
+    served = SteppedLoop(policy=policy)
 
-    def waits_for_company(name: str) -> bool:
+    def waits_for_others(name: str) -> bool:
         served.run()
         served.loop.step()
         assert served.loop.is_idle
@@ -182,9 +188,9 @@ def test_who_comes_alone_again_and_again_is_begun_at_once_until_others_come_too(
         served.loop.step()
         return any(wait_s > 0 for wait_s in served.mailbox.waits_s[before:])
 
-    assert [waits_for_company(f"r{n}") for n in range(4)] == [True, True, False, False]
+    assert [waits_for_others(f"r{n}") for n in range(4)] == waits
     served.submit("beside", (1, 2), max_output_tokens=3)
-    assert waits_for_company("later"), "two ran at once"
+    assert waits_for_others("later"), "two ran at once"
 
 
 def test_eos_ends_without_text_and_counts() -> None:

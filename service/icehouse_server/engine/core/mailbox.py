@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import math
 import threading
 from collections.abc import Callable
 from typing import Generic, TypeVar
@@ -31,8 +32,6 @@ _BURST_S = 0.02
 and behind all of a burst together. The event loop takes about 0.5 ms for each call: begun at once, the first
 pass would be one prompt's alone, and the others would wait for it. With 1 ms and 10 ms in all five of 64
 bursts of 16 calls were cut apart, and their last first token came half again as late (2-core x86)."""
-_ALONE_LIMIT = 2
-"""Requests in a row that ran alone; whoever comes then is begun at once, 3 ms earlier."""
 
 
 class Mailbox(Generic[Item]):
@@ -91,10 +90,11 @@ class Mailbox(Generic[Item]):
 class BurstWait:
     """How an idle engine waits for more behind the first work, so that one pass has it all.
 
-    It does not where the latest requests ran alone, each of them: nobody is to be expected.
+    It does not where more than `alone_limit` requests in a row ran alone: nobody is to be expected.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, alone_limit: int | None) -> None:
+        self._alone_limit = math.inf if alone_limit is None else alone_limit
         self._alone_count = 0
         """Requests in a row that nothing came behind, before they ended."""
 
@@ -102,7 +102,7 @@ class BurstWait:
         """Return what comes right behind `work_count` messages of work that have just come; nothing where
         the engine was not idle."""
         self._alone_count = self._alone_count + 1 if is_idle and work_count == 1 else 0
-        if not is_idle or self._alone_count > _ALONE_LIMIT:
+        if not is_idle or self._alone_count > self._alone_limit:
             return []
         arrived: list[Item] = []
         end_time = clock.monotonic() + _BURST_S

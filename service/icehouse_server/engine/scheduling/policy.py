@@ -12,6 +12,10 @@ class PassPolicy:
     Shares and factors are of what their names say. A number stands here only while a test misses it.
     """
 
+    alone_limit: int | None = None
+    """Requests in a row that ran alone, after which an idle engine expects no burst behind the next one and
+    begins it 3 ms earlier. None: it always waits, which is nothing beside a CPU's first pass."""
+
     # How long a pass lasts beside decoding rows.
     beside_factor: float = 2.0
     """Longest pass, in passes of the decoding rows alone: latency between tokens at most doubles."""
@@ -93,5 +97,5 @@ class PassPolicy:
 
 
 POLICY = PassPolicy()
-GPU_POLICY = dataclasses.replace(POLICY, used_share=0.9, queue_least_s=0.05)
+GPU_POLICY = dataclasses.replace(POLICY, used_share=0.9, queue_least_s=0.05, alone_limit=2)
 """A GPU's passes take what is expected of them, and it computes them while the host publishes."""
