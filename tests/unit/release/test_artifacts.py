@@ -48,7 +48,7 @@ def test_a_readme_in_a_package_leads_nowhere_that_is_not_there(
             if target.startswith(f"{URL}/blob/v1/"):
                 assert (artifacts.ROOT / target.removeprefix(f"{URL}/blob/v1/").partition("#")[0]).exists()
     node = (tmp_path / "clients/node/README.md").read_text()
-    assert (f"client of [Icehouse]({URL})." in node) == (project_url is not None)
+    assert (f"client of [Icehouse]({URL}) " in node) == (project_url is not None)
     assert (f"[Images]({URL}/blob/v1/docs/howto/images.md)" in node) == (pages_url is not None)
 
 
