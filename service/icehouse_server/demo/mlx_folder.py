@@ -99,7 +99,8 @@ def mlx_name(gguf_name: str, *, layer_names: Mapping[str, str]) -> str:
     index, _, part = rest.partition(".")
     if block != "blk":
         raise KeyError(gguf_name)
-    return f"model.layers.{int(index)}.{(_LAYER_NAMES | layer_names)[part]}.weight"
+    names = {**_LAYER_NAMES, **layer_names}
+    return f"model.layers.{int(index)}.{names[part]}.weight"
 
 
 def write_tokenizer(tokenizer: Tokenizer, metadata: Metadata, folder: Path) -> None:

@@ -18,11 +18,9 @@ import json
 from collections.abc import Callable, Sequence
 
 from icehouse_server.domain.chat import (
-    CallPiece,
     ChatMessage,
     Conversation,
     ImageTexts,
-    Piece,
     RenderedChat,
     Tool,
     ToolCall,
@@ -32,9 +30,8 @@ from icehouse_server.errors import InvalidRequest, Reason
 from icehouse_server.text.chat.history import fit
 from icehouse_server.text.chat.template import ChatTemplate
 from icehouse_server.text.chat.traits import TemplateTraits
-from icehouse_server.text.chat.turn_form import offer
+from icehouse_server.text.replies.recognition import ReadBack, read_back
 from icehouse_server.text.replies.reply_format import ReplyFormat
-from icehouse_server.text.replies.reply_splitter import ReplySplitter
 
 Encode = Callable[[str], list[int]]
 Decode = Callable[[Sequence[int]], str]
@@ -274,16 +271,8 @@ def _around_arguments(shown: str, format: ReplyFormat) -> tuple[str, str]:
 
 def _reads(example: str, format: ReplyFormat) -> bool:
     """Whether the model's reader finds the example's call and nothing else, and repairs nothing."""
-    if _NAME not in example:
-        return False
-    splitter = ReplySplitter(format=format, tools=[offer(Tool(_NAME, "", {}))], make_call_id=str)
-    pieces: list[Piece] = [*splitter.push(example), *splitter.finish()]
-    calls = [piece for piece in pieces if isinstance(piece, CallPiece)]
-    if splitter.good_count != 1 or len(calls) < len(pieces):
-        return False
-    arguments = "".join(call.arguments_json for call in calls)
-    is_plain = not any(call.is_repaired or call.is_withdrawn for call in calls)
-    return is_plain and bool(json.loads(arguments) == json.loads(_EXAMPLE_ARGUMENTS))
+    call = ToolCall("", _NAME, _EXAMPLE_ARGUMENTS)
+    return read_back(format, example, tools=[Tool(_NAME, "", {})], calls=[call]) is ReadBack.ALL
 
 
 def _unsupported(conversation: Conversation) -> InvalidRequest:

@@ -17,8 +17,7 @@ from typing import Any
 from icehouse_server.domain.chat import Conversation, PromptChange, RenderedChat
 from icehouse_server.domain.model import ReplyFormatInfo
 from icehouse_server.errors import InvalidRequest, Reason
-from icehouse_server.text.chat.template import ChatTemplate
-from icehouse_server.text.chat.turn_form import offer
+from icehouse_server.text.chat.template import ChatTemplate, offer
 from icehouse_server.text.chat_renderer import ChatRenderer, TurnTokens, common_text_length
 from icehouse_server.text.infill import InfillFormat, InfillTokens, infill_format_of
 from icehouse_server.text.prompt_normalizer import normalized_tokens

@@ -7,10 +7,9 @@ import dataclasses
 import regex
 
 from icehouse_server.text.replies.json_calls import JsonCalls, NamedJson
-from icehouse_server.text.replies.layouts import ChannelReply
 from icehouse_server.text.replies.notation import several
 from icehouse_server.text.replies.python_calls import GemmaCalls, PythonCalls
-from icehouse_server.text.replies.reply_format import Family
+from icehouse_server.text.replies.reply_format import ChannelReply, Family
 from icehouse_server.text.replies.tag_calls import TagCalls
 
 _NAME = r"(?P<name>[^\s<>\"'=]{1,200})"

@@ -17,8 +17,7 @@ from collections.abc import Collection, Sequence
 
 from icehouse_server.domain.chat import CallPiece, ChatMessage, MalformedPiece, TextPiece, Tool, ToolCall
 from icehouse_server.errors import InvalidRequest
-from icehouse_server.text.chat.template import ChatTemplate
-from icehouse_server.text.chat.turn_form import offer
+from icehouse_server.text.chat.template import ChatTemplate, offer
 from icehouse_server.text.replies.families import FAMILIES
 from icehouse_server.text.replies.reply_format import Family, ReplyFormat
 from icehouse_server.text.replies.reply_splitter import ReplySplitter
@@ -207,12 +206,15 @@ def _family(probe: _Probe, vocabulary: Vocabulary, thoughts: tuple[str, str]) ->
     """Return the family of the calls, and how it was found; a family without a name where none fits."""
     turn_end = probe.turn_end
     for count, id_form, thought in itertools.product((2, 1), _ID_FORMS, ("", _THOUGHT)):
-        answer = ChatMessage("assistant", "", reasoning=thought, tool_calls=_calls(count, id_form))
+        calls = _calls(count, id_form)
+        answer = ChatMessage("assistant", "", reasoning=thought, tool_calls=calls)
         reply = probe.reply(answer, tools=_TOOLS).removesuffix(turn_end)
-        read = [_reads(family, reply, thoughts, count) for family in FAMILIES]
-        # A notation that leaves nothing over is meant, and not one that ends earlier.
-        if best := max(read):
-            return FAMILIES[read.index(best)], "the chat template writes calls so"
+        results = [
+            read_back(ReplyFormat(family, *thoughts), reply, tools=_TOOLS, calls=calls) for family in FAMILIES
+        ]
+        # A notation that reads all of the reply is preferred to one that ends earlier.
+        if best := max(results):
+            return FAMILIES[results.index(best)], "the chat template writes calls so"
     offer = probe.offer
     asked_for = [
         family for family in FAMILIES if family.shown and all(part in offer for part in family.shown)
@@ -230,36 +232,37 @@ def _family(probe: _Probe, vocabulary: Vocabulary, thoughts: tuple[str, str]) ->
     return Family(), ""
 
 
-class _Read(enum.IntEnum):
-    """How much of a past turn a family's reader reads."""
+class ReadBack(enum.IntEnum):
+    """How well a reader reads a reply whose calls are known."""
 
     NOTHING = 0
     REPAIRED = 1
     """The calls, but they are written irregularly."""
-    SOME = 2
+    CALLS = 2
     """The calls, with other text around them."""
     ALL = 3
 
 
-def _reads(family: Family, reply: str, thoughts: tuple[str, str], count: int) -> _Read:
-    """Return how well the family's reader finds the calls that the template was given, and no others."""
+def read_back(
+    format: ReplyFormat, reply: str, *, tools: Sequence[Tool], calls: Sequence[ToolCall]
+) -> ReadBack:
+    """Return how well the reader of a format reads exactly these calls in a reply."""
     if not reply:
-        return _Read.NOTHING
-    format = ReplyFormat(family, *thoughts)
-    splitter = ReplySplitter(format=format, tools=[offer(tool) for tool in _TOOLS], make_call_id=str)
+        return ReadBack.NOTHING
+    splitter = ReplySplitter(format=format, tools=[offer(tool) for tool in tools], make_call_id=str)
     emitted = [*splitter.push(reply), *splitter.finish()]
     pieces = [piece for piece in emitted if isinstance(piece, CallPiece)]
-    if splitter.good_count != count or any(piece.is_withdrawn for piece in pieces):
-        return _Read.NOTHING
-    for index in range(count):
+    if splitter.good_count != len(calls) or any(piece.is_withdrawn for piece in pieces):
+        return ReadBack.NOTHING
+    for index, call in enumerate(calls):
         own = [piece for piece in pieces if piece.index == index]
         text = "".join(piece.arguments_json for piece in own)
-        if own[0].name != _TOOLS[index].name or json.loads(text) != json.loads(_ARGUMENTS):
-            return _Read.NOTHING
+        if own[0].name != call.name or json.loads(text) != json.loads(call.arguments_json):
+            return ReadBack.NOTHING
     if any(piece.is_repaired for piece in pieces):
-        return _Read.REPAIRED
-    is_all = all(piece.text.isspace() for piece in emitted if isinstance(piece, TextPiece | MalformedPiece))
-    return _Read.ALL if is_all else _Read.SOME
+        return ReadBack.REPAIRED
+    others = (piece.text for piece in emitted if isinstance(piece, TextPiece | MalformedPiece))
+    return ReadBack.ALL if all(map(str.isspace, others)) else ReadBack.CALLS
 
 
 def _contains(texts: Sequence[str], parts: Collection[str]) -> bool:

@@ -15,8 +15,7 @@ from typing import Any, Literal
 
 import regex
 
-from icehouse_server.text.replies.checked_calls import ReplyCalls
-from icehouse_server.text.replies.notation import Notation
+from icehouse_server.text.replies.notation import Notation, ReplyCalls
 from icehouse_server.text.values.arguments import Argument
 from icehouse_server.text.values.text_source import Malformed, Reading, TextSource
 
@@ -59,7 +58,7 @@ class TagCalls(Notation):
         source.take(len(begun))
         return match is not None
 
-    def read(self, source: TextSource, calls: ReplyCalls, marker: str) -> Reading[None]:
+    def _read_calls(self, source: TextSource, calls: ReplyCalls, marker: str) -> Reading[int]:
         if self.begins_with_call:
             source.put_back(marker)
         count = 0
@@ -70,14 +69,10 @@ class TagCalls(Notation):
                     source.take(len(marker))
                 is_closed = (yield from source.ahead(_patterns(self).end)) is not None
                 if count and not is_closed and (self.begins_with_call or not self.ends):
-                    return
+                    return count
                 yield from source.space()
-                if (yield from source.accepts(*self.ends)):
-                    if not count:
-                        calls.end_call(problem="there is no call in it")
-                    return
-                if count and not (yield from source.peek()):
-                    return
+                if (yield from source.accepts(*self.ends)) or (count and not (yield from source.peek())):
+                    return count
                 raise (yield from source.failure("it names no tool"))
             calls.begin_call()
             source.take(opening.end())

@@ -5,9 +5,9 @@ and the first value that the schema allows counts: null, true, a number, an obje
 itself, unchanged. So a string stays a string where only strings fit, and unions, lists of types, references,
 constants and enumerations need no rules of their own.
 
-The check is JSON Schema, draft 2020-12, on the event loop, so its cost is bounded: steps are counted, patterns
-are matched with a time limit, and references are resolved within the schema alone. An invalid keyword
-constrains nothing, as if it were not there.
+The check is JSON Schema, draft 2020-12, on the event loop, so its cost is bounded: steps are counted,
+patterns are matched with a time limit, and references are resolved within the schema alone. An invalid
+keyword constrains nothing, as if it were not there.
 """
 
 from __future__ import annotations
@@ -228,10 +228,10 @@ def _matches(pattern: str, text: str) -> bool:
 
 
 _LATE_KEYWORDS = frozenset({"additionalProperties", "unevaluatedItems", "unevaluatedProperties"})
-"""jsonschema matches the patterns of `patternProperties` for these without a time limit, so they come after it."""
+"""jsonschema matches `patternProperties` for these without a time limit, so they are evaluated after it."""
 
 
-def _in_order(schema: Mapping[str, Any]) -> list[tuple[str, Any]]:
+def _in_order(schema: Any) -> Any:
     return sorted(schema.items(), key=lambda item: item[0] in _LATE_KEYWORDS)
 
 
@@ -247,7 +247,6 @@ _Validator: Any = create(
     Draft202012Validator.META_SCHEMA,
     {name: functools.partial(_counted, keyword) for name, keyword in _KEYWORDS.items()},
     type_checker=Draft202012Validator.TYPE_CHECKER,
-    id_of=Draft202012Validator.ID_OF,
     applicable_validators=_in_order,
 )
 

@@ -269,7 +269,7 @@ def test_what_the_prompt_began_goes_on() -> None:
 
 
 def test_a_section_longer_than_the_parsers_may_read_is_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("icehouse_server.text.replies.checked_calls.SECTION_LENGTH_LIMIT", 40)
+    monkeypatch.setattr("icehouse_server.text.replies.notation.SECTION_LENGTH_LIMIT", 40)
     (malformed,) = [piece for piece in split([CALL], splitter()) if isinstance(piece, MalformedPiece)]
     assert "longer than 40" in malformed.problem and CALL.startswith(malformed.text)
 
