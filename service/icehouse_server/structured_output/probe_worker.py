@@ -1,7 +1,7 @@
-"""Form trial worker: the process of `form_trial`, which compiles forms within limits and says how it went.
+"""Probe worker: the process that `probe_process` starts, which compiles forms within limits.
 
-What it reads comes from the server that started it; callers' forms are in it as plain data. It ends when its
-input does, when a form takes more than its limits, or when nobody has asked for a while.
+Its input comes from the server that started it; callers' forms are plain data in it. It exits when its input
+ends, when a form exceeds the limits, or when it has been idle for a while.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 
 from icehouse_server.errors import InvalidRequest
 from icehouse_server.structured_output.compiler import GrammarCompiler
-from icehouse_server.structured_output.form_trial import TrialLimits, TrialSetup, receive, send
+from icehouse_server.structured_output.probe_process import ProbeLimits, ProbeSetup, receive, send
 
 _IDLE_S = 300
 _NICENESS = 5
@@ -33,8 +33,8 @@ def main() -> None:
     data = receive(sys.stdin.buffer)
     if data is None:
         return
-    setup: TrialSetup
-    limits: TrialLimits
+    setup: ProbeSetup
+    limits: ProbeLimits
     setup, limits = pickle.loads(data)
     compiler = GrammarCompiler(setup, vocabulary_size=setup.vocabulary_size, kept_count=1)
     compiler.prepare()
@@ -45,7 +45,7 @@ def main() -> None:
     thread.join()
 
 
-def _serve(compiler: GrammarCompiler, limits: TrialLimits) -> None:
+def _serve(compiler: GrammarCompiler, limits: ProbeLimits) -> None:
     _bound_memory(limits.memory_bytes)
     send(sys.stdout.buffer, b"{}")
     while True:

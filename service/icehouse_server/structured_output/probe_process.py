@@ -1,9 +1,9 @@
-"""Form trial: a form is compiled in a process that can be stopped, before it is compiled in this one.
+"""Probe process: compiles a form within limits before this process compiles it.
 
-llguidance can be neither interrupted nor bounded in memory, and what a form costs cannot be told from its
-text: 130 bytes of JSON schema took 25 s and 600 MB. So each form that is not known yet is first compiled by a
-process with limits on its time and memory; what passes there costs no more here. The process is started
-when it is first needed, ends by itself when nobody has asked for a while, and is replaced when it had to die.
+llguidance can be neither interrupted nor limited in memory, and the cost of a form does not show in its text:
+130 bytes of JSON schema took 25 s and 600 MB. So each form that is not cached is first compiled by a process
+with limits on its time and memory; what passes there costs no more here. The process is started when it is
+first needed, exits when it has been idle for a while, and is replaced when it was killed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _log = logging.getLogger("icehouse.grammar")
 
 _MAIN = (
     "import sys; sys.path[:] = sys.argv[1:]; "
-    "from icehouse_server.structured_output.form_trial_worker import main; main()"
+    "from icehouse_server.structured_output.probe_worker import main; main()"
 )
 MEMORY_BYTES = 384 << 20
 """Most that compiling one form may take; llguidance's own limits come to some 100 MB."""
@@ -38,7 +38,7 @@ _HEAD = struct.Struct(">I")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class TrialSetup:
+class ProbeSetup:
     """The vocabulary, which the process is sent first."""
 
     text: str
@@ -50,7 +50,7 @@ class TrialSetup:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class TrialLimits:
+class ProbeLimits:
     """What one form may take."""
 
     cpu_s: int
@@ -59,10 +59,10 @@ class TrialLimits:
     memory_bytes: int = MEMORY_BYTES
 
 
-class TrialProcess:
-    """Tries forms in a process with limits. One thread at a time uses it; any may call `close`."""
+class ProbeProcess:
+    """Compiles forms in a process with limits. One thread at a time uses it; any may call `close`."""
 
-    def __init__(self, setup: TrialSetup, limits: TrialLimits) -> None:
+    def __init__(self, setup: ProbeSetup, limits: ProbeLimits) -> None:
         self._setup = setup
         self._limits = limits
         self._process: subprocess.Popen[bytes] | None = None
@@ -71,7 +71,7 @@ class TrialProcess:
     def check(self, form: ResponseFormat, *, field: str) -> None:
         """Have the form compiled; raises InvalidRequest when that fails or takes too much.
 
-        Where no process can be had the form is taken untried, and the log says so.
+        If no process can be started, the form is accepted without a probe, and the log says so.
         """
         process = self._running()
         if process is None:
@@ -81,7 +81,7 @@ class TrialProcess:
         if answer is None:
             self._end()
             if not self._is_closed:
-                # Before the next caller's turn, who need not pay for this one's form.
+                # Start the next process now, so that the next caller need not wait for it.
                 self._running()
             raise InvalidRequest(
                 Reason.GRAMMAR_TOO_COMPLEX,
@@ -143,14 +143,14 @@ class TrialProcess:
         process.wait()
         for pipe in (process.stdin, process.stdout):
             if pipe is not None:
-                # What it was told and never read is told to nobody.
+                # Closing flushes what the process has not read.
                 with contextlib.suppress(OSError):
                     pipe.close()
 
 
 def command() -> list[str]:
-    """Return the command of a process that imports from the same places as this one, and never from the
-    working directory (-P)."""
+    """Return the command of a process with the same import path as this one, without the working directory
+    (-P)."""
     return [sys.executable, "-P", "-c", _MAIN, *filter(None, sys.path)]
 
 
