@@ -183,7 +183,7 @@ def grammar_compiler(config: Config, source: ModelSource, tokenizer: Tokenizer) 
     return GrammarCompiler(
         tokenizer,
         vocabulary_size=vocabulary_size(read_config(source.path), tokenizer),
-        kept_count=config.server.grammar_cache_count,
+        cache_limit=config.server.grammar_cache_count,
         make_probe=lambda setup: ProbeProcess(setup, limits),
     )
 

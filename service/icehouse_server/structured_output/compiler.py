@@ -115,7 +115,7 @@ class GrammarCompiler:
         tokenizer: VocabularySource,
         *,
         vocabulary_size: int,
-        kept_count: int,
+        cache_limit: int,
         make_probe: Callable[[ProbeSetup], ProbeProcess] | None = None,
     ) -> None:
         self._make_probe = make_probe
@@ -123,7 +123,7 @@ class GrammarCompiler:
         self._idle_probes: queue.LifoQueue[ProbeProcess] = queue.LifoQueue()
         self._tokenizer = tokenizer
         self._vocabulary_size = vocabulary_size
-        self._cache_limit = kept_count
+        self._cache_limit = cache_limit
         self._cache: collections.OrderedDict[ResponseFormat, CompiledGrammar] = collections.OrderedDict()
         self._lock = threading.Lock()
         """Guards the cache. Held for an instant only, because the event loop asks too."""
@@ -143,7 +143,7 @@ class GrammarCompiler:
         self._read_vocabulary()
 
     def compile(self, form: ResponseFormat) -> CompiledGrammar:
-        """Return the grammar of a form; raises InvalidRequest with the place of the mistake."""
+        """Return the grammar of a form; raises InvalidRequest with the position of the mistake."""
         if (cached := self.kept(form)) is not None:
             return cached
         self.prepare()
@@ -268,8 +268,8 @@ def _read_schema(schema: str) -> Any:
     try:
         parsed: Any = json.loads(schema)
     except json.JSONDecodeError as error:
-        place = f"line {error.lineno}, column {error.colno}"
-        raise Mistake(f"it is not JSON: {error.msg}", place) from error
+        position = f"line {error.lineno}, column {error.colno}"
+        raise Mistake(f"it is not JSON: {error.msg}", position) from error
     except ValueError as error:
         # A number of more digits than Python reads.
         raise Mistake("a number in it has too many digits") from error
@@ -310,13 +310,13 @@ def _refusing(field: str) -> Iterator[None]:
     except ValueError as error:
         # What Python takes for JSON and llguidance does not, such as half of a surrogate pair.
         mistake = Mistake(str(error))
-    where = f" (at {mistake.place})" if mistake.place else ""
+    where = f" (at {mistake.position})" if mistake.position else ""
     is_tool = field.startswith(_FIELDS[TaggedJson])
     raise InvalidRequest(
         Reason.TOOL_INVALID if is_tool else Reason.RESPONSE_FORMAT_INVALID,
         f"{field} cannot be used: {mistake.detail}{where}",
         field=field,
-        metadata={"detail": mistake.detail, "place": mistake.place},
+        metadata={"detail": mistake.detail, "place": mistake.position},
     )
 
 
@@ -378,8 +378,8 @@ def _regex_mistake(message: str) -> Mistake:
     if error is None:
         return Mistake(_one_line(_LARK_POSITION.sub("", message).partition("\n")[0]), "")
     caret = _REGEX_CARET.search(message)
-    place = f"column {len(caret[1]) - _REGEX_INDENT + 1}" if caret is not None else ""
-    return Mistake(error[1], place)
+    position = f"column {len(caret[1]) - _REGEX_INDENT + 1}" if caret is not None else ""
+    return Mistake(error[1], position)
 
 
 def _schema_mistake(schema: Any, message: str, *, complain: Callable[[Any], str]) -> Mistake:
@@ -401,11 +401,11 @@ def _schema_mistake(schema: Any, message: str, *, complain: Callable[[Any], str]
             return False  # data nested deeper than Python's stack
         return _without_definition(complain(stripped)) == message
 
-    place, candidates = "", iter(_wholes(schema).items())
+    pointer, candidates = "", iter(_wholes(schema).items())
     while (faulty := next((each for each in candidates if has_it(each[1])), None)) is not None:
-        place, part = faulty
-        candidates = iter([(place + step, child) for step, child in _children(part)])
-    return Mistake(_one_line(message), place or "/")
+        pointer, part = faulty
+        candidates = iter([(pointer + step, child) for step, child in _children(part)])
+    return Mistake(_one_line(message), pointer or "/")
 
 
 def _without_definition(message: str) -> str:
@@ -414,13 +414,13 @@ def _without_definition(message: str) -> str:
 
 
 def _wholes(schema: Any) -> dict[str, Any]:
-    """Return a schema and all that its references point to, by their places."""
+    """Return a schema and all that its references point to, by their JSON pointers."""
     references = References(schema)
     wholes = {"": schema}
-    for place, part in parts_of(schema) if isinstance(schema, Mapping) else ():
+    for pointer, part in parts_of(schema) if isinstance(schema, Mapping) else ():
         with contextlib.suppress(UnusableSchema):
             if "$ref" in part:
-                wholes.update([references.target(part["$ref"], place)])
+                wholes.update([references.target(part["$ref"], pointer)])
     return wholes
 
 

@@ -36,7 +36,7 @@ def main() -> None:
     setup: ProbeSetup
     limits: ProbeLimits
     setup, limits = pickle.loads(data)
-    compiler = GrammarCompiler(setup, vocabulary_size=setup.vocabulary_size, kept_count=1)
+    compiler = GrammarCompiler(setup, vocabulary_size=setup.vocabulary_size, cache_limit=1)
     compiler.prepare()
     # llguidance descends recursively.
     threading.stack_size(limits.stack_bytes)

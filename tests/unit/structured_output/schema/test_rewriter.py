@@ -242,7 +242,7 @@ REFUSED: list[tuple[Any, str, str]] = [
 def test_what_cannot_be_kept_to_is_refused_with_its_place(schema: Any, place: str, detail: str) -> None:
     with pytest.raises(UnusableSchema, match=detail.replace("$", r"\$")) as refused:
         rewritten(schema)
-    assert refused.value.place == place
+    assert refused.value.position == place
 
 
 def test_what_outputs_are_not_held_to_is_told() -> None:
@@ -363,4 +363,4 @@ def test_a_schema_that_is_itself_comes_to_an_end(schema: Any) -> None:
 def test_alternatives_that_may_overlap_are_refused(schema: Any) -> None:
     with pytest.raises(UnusableSchema, match="use anyOf") as refused:
         rewritten(schema)
-    assert refused.value.place.endswith("/oneOf")
+    assert refused.value.position.endswith("/oneOf")
