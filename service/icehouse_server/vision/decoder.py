@@ -1,8 +1,8 @@
 """Image decoder: encoded bytes to pixels, with Pillow. What is too large is refused by its header.
 
-The bytes say which format it is; what their sender calls them does not count. A photo larger than a model
-could use is scaled down: a JPEG while it is decoded, so that most of its pixels never exist; another image
-afterwards. Pillow is of the optional extra `vision`. Any thread.
+The bytes show the format; the sender's media type does not count. A photo larger than a model can use is
+scaled down: a JPEG while it is decoded, so that most of its pixels never exist; another image afterwards.
+Pillow comes with the optional extra `vision`. Any thread.
 """
 
 from __future__ import annotations
@@ -43,8 +43,6 @@ _SEGMENTS: Final = _SEQUENTIAL | {0xC4, 0xDB, 0xDD, 0xFE, *range(0xE0, 0xF0)}
 _SCAN: Final = 0xDA
 _COUNT_OFFSET: Final = 9
 """From a frame's marker to the number of its components; a scan has it at 4."""
-_LEAST_LENGTH: Final = 2
-"""Of a segment, which counts its own two bytes."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -71,7 +69,7 @@ def decode_image(source: ImageSource, limits: ImageLimits) -> Image.Image:
         # A GIF's second frame is looked for only now.
         if not getattr(image, "is_animated", False):
             return _decoded(image, limits)
-    except Exception as error:  # each of Pillow's decoders raises what it likes
+    except Exception as error:  # Pillow's decoders may raise anything
         raise _invalid(source, f"cannot be decoded{_detail(source, error)}") from error
     raise _invalid(source, "is animated; send one frame of it")
 
@@ -147,11 +145,11 @@ def _with_header(source: ImageSource) -> Image.Image:
         return Image.open(file, formats=_OTHER_FORMATS)
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise _too_many_pixels(source, f"more than {PIXEL_LIMIT}", limit=PIXEL_LIMIT) from error
-    except UnidentifiedImageError as error:  # its words name the object in this process's memory
-        raise _invalid(source, f"is no PNG, JPEG, WebP or GIF{_told(source)}") from error
+    except UnidentifiedImageError as error:  # its message names an object in memory
+        raise _invalid(source, f"is no PNG, JPEG, WebP or GIF{_media_type_hint(source)}") from error
     except Exception as error:  # as above
         raise _invalid(
-            source, f"is no PNG, JPEG, WebP or GIF{_told(source)}{_detail(source, error)}"
+            source, f"is no PNG, JPEG, WebP or GIF{_media_type_hint(source)}{_detail(source, error)}"
         ) from error
 
 
@@ -181,14 +179,13 @@ def _invalid(source: ImageSource, complaint: str, **facts: object) -> InvalidReq
     return InvalidRequest(Reason.IMAGE_INVALID, message, field=source.field, metadata=facts)
 
 
-def _told(source: ImageSource) -> str:
+def _media_type_hint(source: ImageSource) -> str:
     """Return the sender's media type, which hints at what the image really is."""
     return f" (it is called {source.media_type[:_SHOWN_LENGTH]!r})" if source.media_type else ""
 
 
 def _detail(source: ImageSource, error: Exception) -> str:
-    """Return the decoder's words. They may quote the file, so they are left out for an image that the caller
-    only named by its URI."""
+    """Return the decoder's message. It may quote the file, so it is left out for an image from a URI."""
     if source.uri:
         return ""
     return f": {' '.join(str(error).split())[:160] or type(error).__name__}"
@@ -210,7 +207,7 @@ def is_read_in_one_scan(data: bytes) -> bool:
         if marker == _SCAN:
             return component_count == data[at + 4]
         length = int.from_bytes(data[at + 2 : at + 4], "big")
-        if marker not in _SEGMENTS or length < _LEAST_LENGTH:
+        if marker not in _SEGMENTS or length < 2:
             return False
         if marker in _SEQUENTIAL:
             component_count = data[at + _COUNT_OFFSET]

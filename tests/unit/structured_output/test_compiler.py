@@ -261,7 +261,11 @@ MISTAKES = [
     (LarkGrammar("a: start"), "", "no start rule"),
     (LarkGrammar('start: %json {"type":"strin"}'), "line 1, column 8", "strin"),
     (TaggedJson((CALL, JsonTag("<x>", '{"items":{"type":"strin"}}'))), "/items", "strin"),
-    (TaggedJson((CALL, JsonTag("<x>", '{"items":{"not":{"type":"null"}}}'))), "/items/not", "cannot be enforced"),
+    (
+        TaggedJson((CALL, JsonTag("<x>", '{"items":{"not":{"type":"null"}}}'))),
+        "/items/not",
+        "cannot be enforced",
+    ),
 ]
 
 

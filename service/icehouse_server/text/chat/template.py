@@ -1,6 +1,6 @@
 """Chat template of a model: writes turns and tools as text. What it supports is found by probing it.
 
-Runs in the rpc room's small executor, one caller at a time.
+Runs in the small executor of `rpc`, one caller at a time.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from icehouse_server.domain.chat import ChatMessage, Tool, ToolCall
 from icehouse_server.errors import InvalidRequest, Reason
 from icehouse_server.text.chat.history import fit
 from icehouse_server.text.chat.probes import STEP_LIMIT, TemplateTooLong, find_traits, skeleton_of
-from icehouse_server.text.chat.traits import Arguments, EmptyContent, TemplateTraits, ToolForm, ToolPlace
+from icehouse_server.text.chat.traits import Arguments, EmptyContent, TemplateTraits, ToolForm, ToolPosition
 
 
 class ChatTemplate:
@@ -34,13 +34,13 @@ class ChatTemplate:
         """
         if has_tools not in self._traits:
             self._traits[has_tools] = self._find_traits(has_tools=has_tools)
-        found = self._traits[has_tools]
-        if found is None:
+        traits = self._traits[has_tools]
+        if traits is None:
             raise _invalid(
                 f"the model's chat template runs through more than {STEP_LIMIT} lines for a few words; use "
                 "another template"
             )
-        return found
+        return traits
 
     def _find_traits(self, *, has_tools: bool) -> TemplateTraits | None:
         def render(messages: Sequence[ChatMessage], tools: Sequence[Tool], traits: TemplateTraits) -> str:
@@ -62,8 +62,8 @@ class ChatTemplate:
         adds_generation_prompt: bool = False,
         continues_final_message: bool = False,
     ) -> str:
-        """Return the text of turns that `fit` has prepared; raises InvalidRequest with the words in which the
-        template refuses them."""
+        """Return the text of turns that `fit` has prepared; raises InvalidRequest with the template's own
+        message if it refuses them."""
         arguments = arguments or {}
         for name in sorted(arguments):
             if name in self._reserved:
@@ -83,7 +83,7 @@ class ChatTemplate:
             )
         except jinja2.TemplateError as error:
             raise _invalid(f"the model's chat template refused the conversation: {error.message}") from error
-        except Exception as error:  # a template is a program of the model's author and raises what it likes
+        except Exception as error:  # a template is a program of the model's author and may raise anything
             kind = type(error).__name__
             raise _invalid(
                 f"the model's chat template failed with {kind}; it cannot render this conversation",
@@ -100,7 +100,7 @@ class ChatTemplate:
     ) -> None:
         """Raise InvalidRequest for a history of which the template would silently drop a text.
 
-        Thoughts do not count: which of them stay is for the template to say.
+        Reasoning does not count: templates drop that of past turns on purpose.
         """
         skeleton, traits = skeleton_of(messages), self.traits(has_tools=bool(tools))
         try:
@@ -111,7 +111,7 @@ class ChatTemplate:
                 arguments=arguments,
                 adds_generation_prompt=adds_generation_prompt,
             )
-        except Exception:  # as above; of the words themselves it has said what it says
+        except Exception:  # as above; the history itself was rendered before
             return
         lost = skeleton.lost_fields(text)
         if lost:
@@ -133,11 +133,11 @@ class ChatTemplate:
         adds_generation_prompt: bool = False,
         continues_final_message: bool = False,
     ) -> str:
-        # A renderer written in Python may know fewer arguments: what is not asked for is not passed.
+        # A renderer written in Python may accept fewer arguments, so only those that are needed are passed.
         extra: dict[str, Any] = dict(arguments or {})
         turns = [form_of(message, traits) for message in messages]
         offered = [offer(tool, traits.tool_form) for tool in tools]
-        if offered and traits.tool_place is ToolPlace.IN_SYSTEM:
+        if offered and traits.tool_position is ToolPosition.IN_SYSTEM:
             turns[0]["tools"] = json.dumps(offered, ensure_ascii=False)
         elif offered or traits.wants_tool_list:
             extra["tools"] = offered
@@ -264,7 +264,7 @@ def _described_field(field: Mapping[str, Any], *, depth: int) -> dict[str, Any]:
 def _type_of(schema: Mapping[str, Any]) -> str:
     """Return the first type among a schema's alternatives, for a schema without a type."""
     for choice in (*schema.get("anyOf", ()), *schema.get("oneOf", ())):
-        found = choice.get("type") if isinstance(choice, Mapping) else None
-        if isinstance(found, str) and found != "null":
-            return found
+        name = choice.get("type") if isinstance(choice, Mapping) else None
+        if isinstance(name, str) and name != "null":
+            return name
     return "string"

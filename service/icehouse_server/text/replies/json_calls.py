@@ -21,7 +21,7 @@ _NAMES = frozenset({"name", "tool_name", "function_name", "tool"})
 _ARGUMENTS = frozenset({"arguments", "parameters", "args"})
 _IDS = frozenset({"id", "tool_call_id", "call_id"})
 _EMPTY = frozenset({"type", "index"})
-"""Keys that say nothing of the call."""
+"""Keys without meaning for the call."""
 _FENCE = regex.compile(r"```[A-Za-z]{0,20}\s{0,20}")
 _SPACED_FENCE = regex.compile(r"\s{0,20}```[A-Za-z]{0,20}\s{0,20}")
 _MORE = regex.compile(r"\s{0,200}(?:[,;]\s{0,99})?\{|\s{0,99}```")
@@ -237,12 +237,12 @@ class _CallObject:
         if not isinstance(value, str):
             raise Malformed("its arguments are no JSON object")
         try:
-            found = tolerant(value).json_text
+            text = tolerant(value).json_text
         except Malformed:
             raise Malformed("its arguments are text that is no JSON, or nested too deep") from None
-        if not found.startswith("{"):
+        if not text.startswith("{"):
             raise Malformed("its arguments are no JSON object")
-        return found
+        return text
 
     def _emit_name(self) -> None:
         if not self._is_named and self._name is not None:

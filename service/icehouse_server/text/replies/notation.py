@@ -52,7 +52,7 @@ class ReplyCalls:
         """Take more text of the arguments, which are one JSON object."""
 
     def end_call(self, *, is_repaired: bool = False, problem: str = "") -> None:
-        """End the call. `problem` says why it does not count although it could be read."""
+        """End the call. `problem` says why it is not valid although it could be read."""
 
     def add_untyped(
         self, name: str, arguments: Sequence[Argument], *, is_python: bool = False, is_repaired: bool = False
@@ -101,7 +101,7 @@ class Notation:
 @dataclasses.dataclass(frozen=True, slots=True)
 class Several(Notation):
     """Several notations, the likeliest first. The first one that a section looks like reads it; the last one
-    reads what looks like none, and says what is wrong with it."""
+    reads everything else, and reports what is wrong with it."""
 
     notations: tuple[Notation, ...] = ()
 

@@ -1,4 +1,4 @@
-"""Calls as functions are called: Python's way, and Gemma's.
+"""Calls in the syntax of Python functions, and Gemma's variant.
 
 Python: `[f(city="Oslo", days=2), g()]`, or one a line, between markers or bare. Gemma:
 `call:f{city:<escape>Oslo<escape>,days:2}`, keys bare, strings between marks.

@@ -1,9 +1,9 @@
-"""Recognition of a model's family of replies, from what its chat template renders.
+"""Recognition of a model's family of replies by what its chat template renders.
 
-The template is given a past turn with known calls. The model's family is the one whose reader reads these
-calls back from the output; the template's source is not searched. Where the template writes no calls, the
-next clues are what a prompt that offers tools says of them, the vocabulary's tokens, and the tokenizer's
-configuration. The markers of reasoning are what the template writes around a known thought.
+The template renders a past turn with known calls, and the model's family is the one whose reader reads these
+calls back; the template's source is not searched. If the template writes no calls, the evidence is the prompt
+that offers tools, then the vocabulary's tokens, then the tokenizer's configuration. The markers of reasoning
+are what the template writes around a known thought.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from icehouse_server.text.replies.families import FAMILIES
 from icehouse_server.text.replies.reply_format import Family, ReplyFormat
 from icehouse_server.text.replies.reply_splitter import ReplySplitter
 
-# Words that no template contains, to be found again in what it writes.
+# Words that no template contains, so that they can be located in its output.
 _ASKED, _ANSWERED, _THOUGHT = "qzaskedqz", "qzansweredqz", "qzthoughtqz"
 _ARGUMENTS = '{"qzwordqz": "qzvalueqz", "qznumberqz": 71}'
 _PARAMETERS = {
@@ -135,8 +135,8 @@ class _Probe:
         if prompt and whole.startswith(prompt):
             return whole[len(prompt) :]
         begun = whole[len(asked) :] if asked and whole.startswith(asked) else whole[whole.rfind(_ASKED) :]
-        place = begun.find(header) if header else -1
-        return begun[place + len(header) :] if place >= 0 else begun.removeprefix(_ASKED)
+        index = begun.find(header) if header else -1
+        return begun[index + len(header) :] if index >= 0 else begun.removeprefix(_ASKED)
 
     @property
     def turn_end(self) -> str:
@@ -146,7 +146,7 @@ class _Probe:
 
     @property
     def offer(self) -> str:
-        """What a prompt says of tools, where they are offered."""
+        """The prompt if tools are offered and change it; else empty."""
         without, with_tools = self.render(), self.render(tools=_TOOLS)
         return "" if without == with_tools else with_tools
 
@@ -157,9 +157,9 @@ def _thoughts(probe: _Probe, vocabulary: Vocabulary) -> tuple[tuple[str, str], s
         ChatMessage("assistant", _ANSWERED, reasoning=_THOUGHT),
         ChatMessage("assistant", "", reasoning=_THOUGHT, tool_calls=_calls(1)),
     ):
-        found = _around(probe.render(answer, tools=_TOOLS if answer.tool_calls else ()))
-        if found[0]:
-            return found, "the chat template writes thoughts so"
+        markers = _around(probe.render(answer, tools=_TOOLS if answer.tool_calls else ()))
+        if markers[0]:
+            return markers, "the chat template writes thoughts so"
     header = probe.render(adds_generation_prompt=True)
     header = header[header.rfind(_ASKED) :]
     for start, end in KNOWN_THOUGHTS:
@@ -168,19 +168,19 @@ def _thoughts(probe: _Probe, vocabulary: Vocabulary) -> tuple[tuple[str, str], s
     for start, end in KNOWN_THOUGHTS:
         if start in vocabulary.tokens and end in vocabulary.tokens:
             return (start, end), "the vocabulary has them"
-    said = probe.offer or probe.render()
+    prompt = probe.offer or probe.render()
     for start, end in KNOWN_THOUGHTS:
-        if start in said and end in said:
+        if start in prompt and end in prompt:
             return (start, end), "the prompt asks for them"
     return ("", ""), ""
 
 
 def _around(text: str) -> tuple[str, str]:
     """Return the markers around a thought; empty where there are none."""
-    place = text.rfind(_THOUGHT)
-    if place < 0:
+    index = text.rfind(_THOUGHT)
+    if index < 0:
         return "", ""
-    before, behind = text[:place].rstrip(), text[place + len(_THOUGHT) :].lstrip()
+    before, behind = text[:index].rstrip(), text[index + len(_THOUGHT) :].lstrip()
     for start, end in KNOWN_THOUGHTS:
         if before.endswith(start) and behind.startswith(end):
             return start, end
@@ -203,7 +203,7 @@ def _calls(count: int, id_form: str = _ID_FORMS[0]) -> tuple[ToolCall, ...]:
 
 
 def _family(probe: _Probe, vocabulary: Vocabulary, thoughts: tuple[str, str]) -> tuple[Family, str]:
-    """Return the family of the calls, and how it was found; a family without a name where none fits."""
+    """Return the family of the calls, and the evidence for it; a family without a name if none fits."""
     turn_end = probe.turn_end
     for count, id_form, thought in itertools.product((2, 1), _ID_FORMS, ("", _THOUGHT)):
         calls = _calls(count, id_form)

@@ -28,7 +28,7 @@ class Family:
     name: str = ""
     models: str = ""
     notation: Notation | None = None
-    """Of calls between text; None where `layout` says all."""
+    """Of calls between text; None where `layout` has one."""
     own_call_start: str = ""
     """What each call begins with in a template's text, markers of a section included, where that is not the
     notation's first start."""
@@ -36,14 +36,13 @@ class Family:
     """What its text ends with, where that is not the notation's first end; empty where the end of the output
     does."""
     dropped: tuple[str, ...] = ()
-    """Markers around what is said."""
+    """Markers around the answer, which are removed."""
     layout: ChannelReply | None = None
     """Of replies that are not text with markers in it."""
     thoughts: tuple[str, str] = ("", "")
-    """What begins reasoning and what ends it for an answer, with a layout of its own."""
+    """What begins and ends reasoning, for a layout of its own."""
     shown: tuple[str, ...] = ()
-    """What a prompt that offers tools says of the notation, all of it, where the template renders no
-    calls."""
+    """Texts that a prompt with tools on offer contains, all of them, where the template renders no calls."""
     tokens: tuple[str, ...] = ()
     """Tokens of a vocabulary that has no other use for them."""
     is_strict: bool = False
@@ -53,7 +52,7 @@ class Family:
     aliases: tuple[str, ...] = ()
     """Names that tokenizer_config.json may give the notation as its `tool_parser_type`."""
     tested_with: str = ""
-    """Models whose own chat template it was found with; others were found with one written for the tests."""
+    """Models whose own chat template the tests use; for others they have a template of their own."""
 
     @property
     def call_start(self) -> str:
@@ -76,14 +75,14 @@ class Family:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReplyFormat:
-    """Made once for a model. Strings are empty where the model has no such thing."""
+    """How one model writes replies. Strings are empty where it has no such marker."""
 
     family: Family = dataclasses.field(default_factory=Family)
     """How its calls are written; without a name where they cannot be read."""
     think_start: str = ""
     think_end: str = ""
     evidence: tuple[str, ...] = ()
-    """What it was found by, in words."""
+    """How it was recognized, in words."""
     unread_markers: tuple[str, ...] = ()
     """Tokens that look like markers and that nothing reads."""
     hides_markers: bool = False
@@ -113,7 +112,7 @@ class ReplyFormat:
 
     @property
     def is_always_read(self) -> bool:
-        """Whether a reply has parts that are neither thought nor said, tools or not."""
+        """Whether a reply has parts that are neither reasoning nor answer, even without tools."""
         return self.family.layout is not None or bool(self.family.dropped)
 
     def hides(self, *, reads_calls: bool) -> bool:
@@ -144,7 +143,7 @@ class MarkedReply:
     think_end: str = ""
     notation: Notation | None = None
     dropped: tuple[str, ...] = ()
-    """Markers around what is said, which nobody wants to see."""
+    """Markers around the answer, which are removed."""
 
     @property
     def markers(self) -> Sequence[str]:
@@ -210,20 +209,20 @@ class ChannelReply:
     """Messages with headers. Patterns are of the package `regex` and bound what repeats in them."""
 
     header: Any
-    """Matches a whole header. Text without a header is said to the user."""
+    """Matches a whole header. Text without a header is the answer."""
     message_ends: tuple[str, ...]
     """What ends a message; a header follows."""
     header_starts: tuple[str, ...]
     """What begins a header; it ends a message as well."""
-    thought: Any = None
-    """Found in the header of reasoning."""
+    reasoning: Any = None
+    """Matches in the header of reasoning."""
     call: Any = None
-    """Found in the header of a call; its group `name` is the tool."""
+    """Matches in the header of a call; its group `name` is the tool."""
     notation: Notation | None = None
     """Reads sections of calls inside of messages."""
     needs_offer: bool = False
-    """A header counts only if it names `said` or a tool on offer; anything else is text."""
-    said: str = ""
+    """A header counts only if it names the user or a tool on offer; anything else is text."""
+    user_recipient: str = ""
     """The recipient that stands for the user."""
 
     @property
@@ -232,8 +231,8 @@ class ChannelReply:
 
     def opening(self, prompt: str) -> str:
         """Return the header of the message that the prompt ends in, "" where it ends before one."""
-        place = max((prompt.rfind(start) for start in self.header_starts[:1]), default=-1)
-        match = self.header.match(prompt, place) if place >= 0 else None
+        start_index = max((prompt.rfind(start) for start in self.header_starts[:1]), default=-1)
+        match = self.header.match(prompt, start_index) if start_index >= 0 else None
         if match is None or any(end in prompt[match.end() :] for end in self.message_ends):
             return ""
         return str(match[0])
@@ -246,7 +245,7 @@ class ChannelReply:
                 return
             source.take(len(header))
             call = None if self.call is None else self.call.search(header)
-            name = None if call is None or call["name"] == self.said else str(call["name"])
+            name = None if call is None or call["name"] == self.user_recipient else str(call["name"])
             if name is not None and sink.calls is not None:
                 sink.is_reasoning = False
                 reading = self._call(source, sink.calls, name)
@@ -254,7 +253,7 @@ class ChannelReply:
                     source, sink.calls, header, reading=reading, ends=self.markers
                 )
             else:
-                sink.is_reasoning = self.thought is not None and self.thought.search(header) is not None
+                sink.is_reasoning = self.reasoning is not None and self.reasoning.search(header) is not None
                 if name is not None:
                     sink.add_text(header)
                 ending = yield from self._message(source, sink)
@@ -269,7 +268,10 @@ class ChannelReply:
         if match is not None:
             name = match.groupdict().get("name")
             is_known = (
-                not self.needs_offer or name == self.said or sink.calls is None or sink.calls.offers(name)
+                not self.needs_offer
+                or name == self.user_recipient
+                or sink.calls is None
+                or sink.calls.offers(name)
             )
             return str(match[0]) if is_known else ""
         if source.has_ended and self.header.match(source.rest, partial=True) is not None:
@@ -324,7 +326,7 @@ def _read_section(
 ) -> Reading[tuple[bool, str]]:
     """Read a section of calls to its end; a malformed one goes on to one of `ends`.
 
-    Return whether it could be read, and what ended it: what `reading` returned, or the end that was found.
+    Return whether it could be read, and the text that ended it.
     """
     calls.begin_section(marker)
     try:

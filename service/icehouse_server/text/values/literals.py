@@ -1,6 +1,6 @@
-"""Literals of JSON and Python as models write them: read piece by piece and emitted as valid JSON.
+"""Literals of JSON and Python as models write them, read as they arrive and emitted as valid JSON.
 
-What is unambiguous is repaired; what could mean two things is Malformed.
+Unambiguous mistakes are repaired; ambiguous ones are Malformed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PLAIN = re.compile(r'[^"\\\x00-\x1f]*')
 _NUMBER_LETTERS = re.compile(r"[-+0-9.eE]*")
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
 _LETTERS = re.compile(r"[A-Za-z]*")
-_HEX = re.compile(r"[0-9A-Fa-f]")
+_FOUR_DIGITS = regex.compile(r"[0-9A-Fa-f]{4}(?=.|$)", regex.DOTALL)
 _LITERALS = {"true": "true", "false": "false", "null": "null"}
 PYTHON_LITERALS = {"True": "true", "False": "false", "None": "null"}
 _CLOSING = {"{": "}", "[": "]", "(": ")"}
@@ -51,11 +51,8 @@ Emit = Callable[[str], None]
 
 @dataclasses.dataclass(slots=True)
 class JsonText:
-    """A reader of JSON, one value after the other. `is_repaired` once anything was.
-
-    Repaired are raw line breaks and tabs in strings, a comma before a closing bracket, and brackets that were
-    not closed where one of `ends` follows.
-    """
+    """A reader of JSON values. `is_repaired` after any repair: of raw line breaks and tabs in strings, of a
+    comma before a closing bracket, or of brackets that are not closed before one of `ends`."""
 
     source: TextSource
     ends: tuple[str, ...] = ()
@@ -64,7 +61,7 @@ class JsonText:
     is_repaired: bool = False
 
     def value(self, emit: Emit) -> Reading[None]:
-        """Read one value, telling it as it comes."""
+        """Read one value, emitting it as it arrives."""
         stack: list[str] = []
         is_fresh = yield from self._begin(stack, emit)
         while stack:
@@ -114,13 +111,9 @@ class JsonText:
             self.is_repaired = True
             return char
         if char == "u":
-            digits = ""
-            while len(digits) < 4:
-                digit = yield from self.source.peek()
-                if not digit or not _HEX.fullmatch(digit):
-                    raise Malformed("a string has an escape that JSON has not")
-                digits += self.source.take(1)
-            return f"\\u{digits}"
+            if (yield from self.source.ahead(_FOUR_DIGITS)) is None:
+                raise Malformed("a string has an escape that JSON has not")
+            return f"\\u{self.source.take(4)}"
         if char not in '"\\/bfnrt':
             raise Malformed("a string has an escape that JSON has not")
         return f"\\{char}"
@@ -195,10 +188,9 @@ class JsonText:
 
 @dataclasses.dataclass(slots=True)
 class PythonText:
-    """A reader of Python, one value after the other. `is_repaired` once something was no Python.
+    """A reader of Python values. `is_repaired` after anything that is not Python.
 
-    A quote ends a string only where structure follows it: some templates write strings as they are, so that
-    quotes inside of one look like its end.
+    A quote ends a string only where structure follows it, since some templates write strings unescaped.
     """
 
     source: TextSource
@@ -285,7 +277,7 @@ class PythonText:
                 parts.append(char)
 
     def _after_two_quotes(self, quote: str, within: str) -> Reading[str]:
-        """Read on behind the first of what are two quotes more, or one more and nothing between them."""
+        """Read on before two more quotes: of a triple-quoted string, or an empty string and a quote."""
         source = self.source
         source.take(2)
         parts: list[str] = []
@@ -332,14 +324,14 @@ def _no_constant(name: str) -> Any:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReadValue:
-    """What a whole text means: `json_text` is the value as JSON, numbers as they were written."""
+    """The meaning of a whole text: `json_text` is the value as JSON, with numbers as they were written."""
 
     json_text: str
     is_repaired: bool = False
 
 
 def tolerant(text: str, *, is_python: bool = False) -> ReadValue:
-    """Return the JSON that a whole text means; raises Malformed."""
+    """Return a whole text as JSON; raises Malformed."""
     reader, parts = JsonText(TextSource(text.strip(SPACE), has_ended=True), is_python=is_python), list[str]()
     return _whole(reader, reader.value(parts.append), parts)
 
@@ -363,10 +355,10 @@ def quoted(text: str) -> str:
 
 
 def sendable(text: str) -> str:
-    """Return text that UTF-8 can hold: JSON can escape half of a surrogate pair, and models do."""
+    """Return text that UTF-8 can encode: JSON can escape half of a surrogate pair, and models do."""
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def decoded(string: str) -> str:
-    """Return what a JSON string says."""
+    """Return the value of a JSON string."""
     return sendable(str(json.loads(string)))
