@@ -192,9 +192,9 @@ class GrammarCompiler:
         vocabulary, executor = self._read_vocabulary()
         with _refusing(field):
             if isinstance(form, JsonSchema):
-                _check_multiples(_read_schema(form.schema), field=field)
+                _read_schema(form.schema, field=field)
             elif isinstance(form, LarkGrammar):
-                _check_multiples_in_text(form.grammar, field=field)
+                _check_multiples(form.grammar, field=field)
             elif isinstance(form, TaggedJson):
                 for index, tag in enumerate(form.tags):
                     # A whole of many parts could not tell which of them is wrong.
@@ -207,8 +207,7 @@ class GrammarCompiler:
 
     def _check_tag(self, schema: str, *, field: str) -> None:
         with _refusing(field):
-            parsed = _read_schema(schema)
-            _check_multiples(parsed, field=field)
+            parsed = _read_schema(schema, field=field)
             if message := self._matcher(JsonSchema(schema)).get_error():
                 raise _schema_mistake(parsed, message, complain=self._complaint)
 
@@ -264,7 +263,8 @@ class GrammarCompiler:
         return LLTokenizer(text, n_vocab=size, eos_token=ends or None)
 
 
-def _read_schema(schema: str) -> Any:
+def _read_schema(schema: str, *, field: str) -> Any:
+    """Return a schema that is JSON and whose divisors are not too large."""
     try:
         parsed: Any = json.loads(schema)
     except json.JSONDecodeError as error:
@@ -275,6 +275,7 @@ def _read_schema(schema: str) -> Any:
         raise Mistake("a number in it has too many digits") from error
     if not isinstance(parsed, dict | bool):
         raise Mistake("a JSON schema is an object, true or false", "/")
+    _check_multiples(schema, field=field)
     return parsed
 
 
@@ -320,21 +321,10 @@ def _refusing(field: str) -> Iterator[None]:
     )
 
 
-def _check_multiples(schema: Any, *, field: str) -> None:
-    """Refuse a schema whose divisors are too large together."""
-    parts = parts_of(schema) if isinstance(schema, dict) else ()
-    said = (part.get("multipleOf") for _, part in parts)
-    _check_divisors((str(number) for number in said if isinstance(number, int | float)), field=field)
-
-
-def _check_multiples_in_text(text: str, *, field: str) -> None:
-    """Refuse a Lark grammar whose `%json` parts have divisors that are too large together."""
+def _check_multiples(text: str, *, field: str) -> None:
+    """Refuse a schema, or a Lark grammar with `%json` parts, whose divisors are too large together."""
     plain = _ESCAPE.sub(lambda match: chr(int(match[1], 16)), text)
-    _check_divisors((match[1] for match in _MULTIPLE_IN_TEXT.finditer(plain)), field=field)
-
-
-def _check_divisors(numbers: Iterator[str], *, field: str) -> None:
-    total = sum(_states(number) for number in numbers)
+    total = sum(_states(match[1]) for match in _MULTIPLE_IN_TEXT.finditer(plain))
     if total > MULTIPLE_SUM_LIMIT:
         raise InvalidRequest(
             Reason.GRAMMAR_TOO_COMPLEX,

@@ -59,8 +59,8 @@ class Detokenizer:
         self._pending_byte_count = len(text.rstrip(_REPLACEMENT).removeprefix(self._echo).encode())
         is_garbage = self._undecided_count > _PENDING_TOKEN_LIMIT
         if not text and (self._known_text or is_garbage):
-            # A special token: no text, and no context for what follows. If they stayed in the window, each one
-            # of a long run would cost as much as all before it. The first may be a space that is stripped.
+            # A special token: no text, and no context for what follows. In the window each one of a long run
+            # would cost as much as all before it. At the very start it may be a space that the decoder strips.
             self._window.pop()
             self._undecided_count -= 1
         elif is_garbage:

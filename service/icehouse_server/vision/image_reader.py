@@ -118,8 +118,8 @@ def spans_of(
     if len(positions) != wanted:
         raise InvalidRequest(
             Reason.CHAT_INVALID,
-            f"the prompt has {len(positions)} image tokens and its images have {wanted}; texts must not contain "
-            "the model's own marks of images",
+            f"the prompt has {len(positions)} image tokens and its images have {wanted}; texts must not "
+            "contain the model's own marks of images",
             field="prompt.chat",
             metadata={"image_tokens": len(positions), "expected_image_tokens": wanted},
         )

@@ -155,24 +155,20 @@ class GemmaCalls(Notation):
     def _members(self, source: TextSource, emit: Emit, opening: str, *, depth: int) -> Reading[None]:
         closing = "}" if opening == "{" else "]"
         emit(opening)
-        is_first = True
-        while True:
-            yield from source.space()
-            if is_first and (yield from source.accepts(closing)):
-                break
+        yield from source.space()
+        is_closed = yield from source.accepts(closing)
+        while not is_closed:
             if opening == "{":
                 key = yield from source.ahead(_GEMMA_KEY)
                 if key is None:
                     raise (yield from source.failure("a value has no key"))
                 source.take(key.end())
-                emit(f"{'' if is_first else ', '}{quoted(key['name'])}: ")
-            elif not is_first:
-                emit(", ")
-            is_first = False
+                emit(f"{quoted(key['name'])}: ")
             yield from self._value(source, emit, depth=depth + 1)
             yield from source.space()
-            if (yield from source.accepts(closing)):
-                break
-            if not (yield from source.accepts(",")):
-                raise (yield from source.failure("a comma is missing"))
+            is_closed = yield from source.accepts(closing)
+            if not is_closed:
+                if not (yield from source.accepts(",")):
+                    raise (yield from source.failure("a comma is missing"))
+                emit(", ")
         emit(closing)

@@ -21,6 +21,7 @@ DEPTH_LIMIT = 200
 
 _WORD_LENGTH_LIMIT = 4300
 """Characters of a number; Python reads no longer integers."""
+_UNENDED = "the output ended inside a string"
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]*')
 _NUMBER_LETTERS = re.compile(r"[-+0-9.eE]*")
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
@@ -88,10 +89,7 @@ class JsonText:
         emit('"')
         while True:
             yield from source.run(_PLAIN, emit)
-            char = yield from source.peek()
-            if not char:
-                raise Malformed("the output ended inside a string")
-            source.take(1)
+            char = yield from source.next(_UNENDED)
             if char == '"':
                 emit(char)
                 return
@@ -103,10 +101,7 @@ class JsonText:
 
     def _escape(self) -> Reading[str]:
         """Read what follows a backslash; return both."""
-        char = yield from self.source.peek()
-        if not char:
-            raise Malformed("the output ended inside a string")
-        self.source.take(1)
+        char = yield from self.source.next(_UNENDED)
         if char == "'":
             self.is_repaired = True
             return char
@@ -178,12 +173,12 @@ class JsonText:
         if not char:
             raise Malformed("the output ended inside it")
         word = yield from self.source.word(_LETTERS, limit=_WORD_LENGTH_LIMIT)
-        known = _LITERALS | PYTHON_LITERALS if self.is_python else _LITERALS
-        if word not in known:
+        literals = _LITERALS | PYTHON_LITERALS if self.is_python else _LITERALS
+        if word not in literals:
             raise Malformed(
                 "it has a value that JSON has not" if word else "it is no JSON: a value is missing"
             )
-        emit(known[word])
+        emit(literals[word])
 
 
 @dataclasses.dataclass(slots=True)
@@ -211,10 +206,10 @@ class PythonText:
             emit((yield from self._number()))
         else:
             word = yield from self.source.word(_PYTHON_LETTERS, limit=_WORD_LENGTH_LIMIT)
-            known = _LITERALS | PYTHON_LITERALS
-            if word not in known:
+            literals = _LITERALS | PYTHON_LITERALS
+            if word not in literals:
                 raise Malformed("it has a value that is no literal")
-            emit(known[word])
+            emit(literals[word])
 
     def _members(self, emit: Emit, depth: int) -> Reading[None]:
         source = self.source
@@ -264,10 +259,7 @@ class PythonText:
         parts: list[str] = []
         while True:
             yield from source.run(_UNTIL_QUOTE[quote], parts.append)
-            char = yield from source.peek()
-            if not char:
-                raise Malformed("the output ended inside a string")
-            source.take(1)
+            char = yield from source.next(_UNENDED)
             if char == "\\":
                 parts.append((yield from self._escape()))
             elif (yield from source.ahead(_BEHIND_STRING[within])) is not None:
@@ -284,7 +276,7 @@ class PythonText:
         while True:
             marker = yield from source.until((quote * 3, "\\"), parts.append)
             if not marker:
-                raise Malformed("the output ended inside a string")
+                raise Malformed(_UNENDED)
             if marker == "\\":
                 parts.append((yield from self._escape()))
             elif (yield from source.ahead(_BEHIND_STRING[within])) is not None:
@@ -295,10 +287,7 @@ class PythonText:
 
     def _escape(self) -> Reading[str]:
         """Read what follows a backslash; return what both mean."""
-        char = yield from self.source.peek()
-        if not char:
-            raise Malformed("the output ended inside a string")
-        self.source.take(1)
+        char = yield from self.source.next(_UNENDED)
         if char in _DIGIT_COUNTS:
             count = _DIGIT_COUNTS[char]
             match = yield from self.source.ahead(

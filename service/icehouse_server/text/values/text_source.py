@@ -106,6 +106,12 @@ class TextSource:
             yield
         return self.rest[:1]
 
+    def next(self, missing: str) -> Reading[str]:
+        """Read one character; raises Malformed with `missing` at the end."""
+        if not (yield from self.peek()):
+            raise Malformed(missing)
+        return self.take(1)
+
     def failure(self, why: str) -> Reading[Malformed]:
         """Return the error for text that cannot be read: `why`, or that the output ended."""
         return Malformed(why if (yield from self.peek()) else "the output ended inside it")
