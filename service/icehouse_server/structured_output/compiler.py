@@ -13,6 +13,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import decimal
+import itertools
 import json
 import queue
 import re
@@ -174,18 +175,12 @@ class GrammarCompiler:
         try:
             probe = self._idle_probes.get_nowait()
         except queue.Empty:
-            probe = self._make_probe(self._probe_setup())
+            probe = self._make_probe(self._setup())
             self._probes.append(probe)
         try:
             probe.check(form, field=_FIELDS[type(form)])
         finally:
             self._idle_probes.put(probe)
-
-    def _probe_setup(self) -> ProbeSetup:
-        text = self._tokenizer.vocabulary_json()
-        assert text is not None, "the vocabulary was read"
-        size = max(self._vocabulary_size, self._tokenizer.vocabulary_size)
-        return ProbeSetup(text, size, self._tokenizer.eos_token_ids)
 
     def _compile(self, form: ResponseFormat) -> CompiledGrammar:
         field = _FIELDS[type(form)]
@@ -228,28 +223,25 @@ class GrammarCompiler:
             return str(error)
 
     def _pieces(self, text: str) -> list[int | str]:
-        """Cut a text into the special tokens it spells and the text between them."""
+        """Split a text into the special tokens it spells and the text between them."""
         vocabulary, _ = self._read_vocabulary()
         pieces: list[int | str] = []
-        plain: list[int] = []
-        for token_id in [*vocabulary.tokenize_str(text, parse_special=True), None]:
-            if token_id is not None and not vocabulary.is_special_token(token_id):
-                plain.append(token_id)
-                continue
-            if plain:
-                pieces.append(vocabulary.decode_str(plain))
-                plain = []
-            if token_id is not None:
-                pieces.append(token_id)
+        tokens = vocabulary.tokenize_str(text, parse_special=True)
+        for is_special, group in itertools.groupby(tokens, vocabulary.is_special_token):
+            run = list(group)
+            pieces += run if is_special else [vocabulary.decode_str(run)]
         return pieces
 
     def _read_vocabulary(self) -> tuple[LLTokenizer, LLExecutor]:
         with self._vocabulary_lock:
             if self._vocabulary is None:
-                self._vocabulary = (self._new_vocabulary(), LLExecutor())
+                setup = self._setup()
+                ends = [i for i in setup.eos_token_ids if i < setup.vocabulary_size]
+                vocabulary = LLTokenizer(setup.text, n_vocab=setup.vocabulary_size, eos_token=ends or None)
+                self._vocabulary = (vocabulary, LLExecutor())
             return self._vocabulary
 
-    def _new_vocabulary(self) -> LLTokenizer:
+    def _setup(self) -> ProbeSetup:
         text = self._tokenizer.vocabulary_json()
         if text is None:
             raise InvalidRequest(
@@ -259,8 +251,7 @@ class GrammarCompiler:
                 field="response_format",
             )
         size = max(self._vocabulary_size, self._tokenizer.vocabulary_size)
-        ends = [i for i in self._tokenizer.eos_token_ids if i < size]
-        return LLTokenizer(text, n_vocab=size, eos_token=ends or None)
+        return ProbeSetup(text, size, self._tokenizer.eos_token_ids)
 
 
 def _read_schema(schema: str, *, field: str) -> Any:

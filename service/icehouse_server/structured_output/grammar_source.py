@@ -21,7 +21,7 @@ from icehouse_server.domain.response_format import (
 from icehouse_server.structured_output.schema.rewriter import rewritten
 
 Pieces = Callable[[str], Iterable[int | str]]
-"""Cuts a text into the special tokens it spells and the text between them."""
+"""Splits a text into the special tokens it spells and the text between them."""
 
 UNENFORCED_LIMIT = 32
 """Most keywords that are listed."""

@@ -60,7 +60,7 @@ class Detokenizer:
         is_garbage = self._undecided_count > _PENDING_TOKEN_LIMIT
         if not text and (self._known_text or is_garbage):
             # A special token: no text, and no context for what follows. In the window each one of a long run
-            # would cost as much as all before it. At the very start it may be a space that the decoder strips.
+            # would cost as much as all before it. At the start it may be a space that the decoder strips.
             self._window.pop()
             self._undecided_count -= 1
         elif is_garbage:

@@ -27,7 +27,7 @@ _SYSTEM_ROLES = ("system", "developer")
 
 def fit(messages: Sequence[ChatMessage], traits: TemplateTraits) -> list[ChatMessage]:
     """Return the turns in a form that the template supports."""
-    turns = [_with_filler(_with_known_role(message, traits), traits) for message in messages]
+    turns = [_known(message, traits) for message in messages]
     turns = _ResultLinks(traits).turns(_merge(turns, roles={"system"}))
     if not traits.shows_tool_results:
         turns = _results_as_text(turns)
@@ -46,17 +46,13 @@ def fit(messages: Sequence[ChatMessage], traits: TemplateTraits) -> list[ChatMes
     return turns
 
 
-def _with_known_role(message: ChatMessage, traits: TemplateTraits) -> ChatMessage:
-    if message.role == "developer" and not traits.knows_developer:
-        return dataclasses.replace(message, role="system")
-    return message
-
-
-def _with_filler(message: ChatMessage, traits: TemplateTraits) -> ChatMessage:
-    """Return the turn with a filler if it is empty and the template refuses that."""
-    has_any = message.content or message.images or message.tool_calls or message.reasoning
-    is_silent = not has_any and message.role != "tool"
-    return dataclasses.replace(message, content=traits.filler) if is_silent else message
+def _known(message: ChatMessage, traits: TemplateTraits) -> ChatMessage:
+    """Return the turn with a role that the template knows, and with the filler if it is empty."""
+    is_system = message.role == "developer" and not traits.knows_developer
+    content = message.content
+    if not (content or message.images or message.tool_calls or message.reasoning or message.role == "tool"):
+        content = traits.filler
+    return dataclasses.replace(message, role="system" if is_system else message.role, content=content)
 
 
 def _merge(turns: Sequence[ChatMessage], *, roles: set[str]) -> list[ChatMessage]:

@@ -190,7 +190,8 @@ def offer(tool: Tool, form: ToolForm = ToolForm.WRAPPED) -> dict[str, Any]:
     function: dict[str, Any] = {"name": tool.name}
     if tool.description or is_whole:
         function["description"] = tool.description
-    function["parameters"] = _completed(tool.parameters) if is_whole else tool.parameters
+    whole = {"type": "object", "properties": {}, "required": [], **tool.parameters}
+    function["parameters"] = _described(whole) if is_whole else tool.parameters
     return function if form is ToolForm.PLAIN else {"type": "function", "function": function}
 
 
@@ -239,26 +240,16 @@ def _parts_of(message: ChatMessage) -> list[dict[str, str]]:
     return parts or [{"type": "text", "text": ""}]
 
 
-def _completed(schema: Mapping[str, Any]) -> dict[str, Any]:
-    whole: dict[str, Any] = {"type": "object", "properties": {}, "required": [], **schema}
-    return _described(whole, depth=0)
-
-
-def _described(schema: Mapping[str, Any], *, depth: int) -> dict[str, Any]:
+def _described(schema: Mapping[str, Any], *, depth: int = 0) -> dict[str, Any]:
     """Return the schema with a type and a description for every property, nested ones too."""
-    described = dict(schema)
     properties = schema.get("properties")
     if not isinstance(properties, Mapping) or depth > _DEPTH_LIMIT:
-        return described
-    described["properties"] = {
-        name: _described_field(field if isinstance(field, Mapping) else {}, depth=depth + 1)
-        for name, field in properties.items()
-    }
-    return described
-
-
-def _described_field(field: Mapping[str, Any], *, depth: int) -> dict[str, Any]:
-    return {"type": _type_of(field), "description": "", **_described(field, depth=depth)}
+        return dict(schema)
+    described = {}
+    for name, value in properties.items():
+        field = value if isinstance(value, Mapping) else {}
+        described[name] = {"type": _type_of(field), "description": "", **_described(field, depth=depth + 1)}
+    return {**schema, "properties": described}
 
 
 def _type_of(schema: Mapping[str, Any]) -> str:
