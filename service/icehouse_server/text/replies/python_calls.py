@@ -157,18 +157,19 @@ class GemmaCalls(Notation):
         emit(opening)
         yield from source.space()
         is_closed = yield from source.accepts(closing)
+        separator = ""
         while not is_closed:
             if opening == "{":
                 key = yield from source.ahead(_GEMMA_KEY)
                 if key is None:
                     raise (yield from source.failure("a value has no key"))
                 source.take(key.end())
-                emit(f"{quoted(key['name'])}: ")
+                separator += f"{quoted(key['name'])}: "
+            emit(separator)
             yield from self._value(source, emit, depth=depth + 1)
             yield from source.space()
             is_closed = yield from source.accepts(closing)
-            if not is_closed:
-                if not (yield from source.accepts(",")):
-                    raise (yield from source.failure("a comma is missing"))
-                emit(", ")
+            if not is_closed and not (yield from source.accepts(",")):
+                raise (yield from source.failure("a comma is missing"))
+            separator = ", "
         emit(closing)

@@ -26,7 +26,7 @@ _PLAIN = re.compile(r'[^"\\\x00-\x1f]*')
 _NUMBER_LETTERS = re.compile(r"[-+0-9.eE]*")
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
 _LETTERS = re.compile(r"[A-Za-z]*")
-_FOUR_DIGITS = regex.compile(r"[0-9A-Fa-f]{4}(?=.|$)", regex.DOTALL)
+_HEX = re.compile(r"[0-9A-Fa-f]")
 _LITERALS = {"true": "true", "false": "false", "null": "null"}
 PYTHON_LITERALS = {"True": "true", "False": "false", "None": "null"}
 _CLOSING = {"{": "}", "[": "]", "(": ")"}
@@ -106,9 +106,13 @@ class JsonText:
             self.is_repaired = True
             return char
         if char == "u":
-            if (yield from self.source.ahead(_FOUR_DIGITS)) is None:
-                raise Malformed("a string has an escape that JSON has not")
-            return f"\\u{self.source.take(4)}"
+            digits = ""
+            while len(digits) < 4:
+                digit = yield from self.source.peek()
+                if not digit or not _HEX.fullmatch(digit):
+                    raise Malformed("a string has an escape that JSON has not")
+                digits += self.source.take(1)
+            return f"\\u{digits}"
         if char not in '"\\/bfnrt':
             raise Malformed("a string has an escape that JSON has not")
         return f"\\{char}"
