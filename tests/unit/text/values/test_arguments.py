@@ -91,6 +91,12 @@ def test_a_number_beyond_floats_constrains_no_float() -> None:
     assert problem({"properties": {"a": {"multipleOf": 10**400}}}, {"a": 1.5}) == ""
 
 
+def test_a_reference_constrains_nothing_where_the_id_of_the_schema_is_no_url() -> None:
+    schema = {"$id": "http://[", "properties": {"a": {"$ref": "b"}, "c": {"type": "null"}}}
+    assert problem(schema, {"a": 1}) == "" and "argument c" in problem(schema, {"c": 1})
+    assert ArgumentsSchema({"$id": "http://[", "$ref": "b"}).of_property("a") == {}
+
+
 def test_an_invalid_id_of_the_schema_counts_as_absent() -> None:
     for invalid in (5, None, ["x"]):
         assert "argument b" in problem({"$id": invalid, "properties": {"b": {"type": "null"}}}, {"b": 1})
