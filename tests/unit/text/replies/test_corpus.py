@@ -50,10 +50,10 @@ def test_what_counts_reasoning_finds_the_same_thoughts(family: str) -> None:
 
 @pytest.mark.slow
 @EVERY
-def test_no_part_of_a_reply_is_told_as_the_whole(family: str) -> None:
+def test_no_part_of_a_reply_is_emitted_as_the_whole(family: str) -> None:
     for reply in CORPUS[family]:
         whole = [event[1:] for event in reply["events"] if event[0] in ("call", "repaired")]
         for stop in range(len(reply["text"])):
             found = events(read(WRITERS[family].format, [reply["text"][:stop]], TOOLS, is_cut=True))
-            told = [event[1:] for event in found if event[0] in ("call", "repaired")]
-            assert told == whole[: len(told)], reply["text"][:stop]
+            emitted = [event[1:] for event in found if event[0] in ("call", "repaired")]
+            assert emitted == whole[: len(emitted)], reply["text"][:stop]

@@ -36,7 +36,7 @@ def read(tokenizer: Tokenizer, conversation: Conversation, text: str) -> list[li
     return events([*splitter.push(decode(ids)), *splitter.finish()])
 
 
-def test_thoughts_are_told_apart_without_tools(tokenizer: Tokenizer) -> None:
+def test_thoughts_are_distinguished_without_tools(tokenizer: Tokenizer) -> None:
     found = read(tokenizer, Conversation(ASKED), THOUGHT + ANSWER)
     assert found == [["think", "hm"], ["say", "Dry."]]
 
