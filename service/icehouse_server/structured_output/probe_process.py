@@ -8,16 +8,14 @@ first needed, exits when it has been idle for a while, and is replaced when it w
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import logging
-import pickle
-import struct
+import multiprocessing
 import subprocess
 import sys
 import threading
-from typing import IO
+from multiprocessing.connection import Connection
 
 from icehouse_server.domain.response_format import ResponseFormat
 from icehouse_server.errors import InvalidRequest, Reason
@@ -25,8 +23,8 @@ from icehouse_server.errors import InvalidRequest, Reason
 _log = logging.getLogger("icehouse.grammar")
 
 _MAIN = (
-    "import sys; sys.path[:] = sys.argv[1:]; "
-    "from icehouse_server.structured_output.probe_worker import main; main()"
+    "import sys; descriptor = int(sys.argv[1]); sys.path[:] = sys.argv[2:]; "
+    "from icehouse_server.structured_output.probe_worker import main; main(descriptor)"
 )
 MEMORY_BYTES = 384 << 20
 """Most that compiling one form may take; llguidance's own limits come to some 100 MB."""
@@ -34,7 +32,6 @@ _START_TIMEOUT_S = 60.0
 """Reading a vocabulary of 262,144 tokens takes two seconds on one x86 core."""
 _WALL_FACTOR = 4
 """Seconds that one second of processor time may take on a busy machine."""
-_HEAD = struct.Struct(">I")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -66,6 +63,7 @@ class ProbeProcess:
         self._setup = setup
         self._limits = limits
         self._process: subprocess.Popen[bytes] | None = None
+        self._pipe: Connection | None = None
         self._is_closed = False
 
     def check(self, form: ResponseFormat, *, field: str) -> None:
@@ -73,16 +71,14 @@ class ProbeProcess:
 
         If no process can be started, the form is accepted without a probe, and the log says so.
         """
-        process = self._running()
-        if process is None:
+        if not self._is_running():
             return
-        timeout_s = _WALL_FACTOR * self._limits.cpu_s
-        answer = self._ask(process, pickle.dumps(form), timeout_s=timeout_s)
+        answer = self._ask(form, timeout_s=_WALL_FACTOR * self._limits.cpu_s)
         if answer is None:
             self._end()
             if not self._is_closed:
                 # Start the next process now, so that the next caller need not wait for it.
-                self._running()
+                self._is_running()
             raise InvalidRequest(
                 Reason.GRAMMAR_TOO_COMPLEX,
                 f"{field} takes more than {self._limits.cpu_s} s or {self._limits.memory_bytes >> 20} MiB to "
@@ -104,67 +100,58 @@ class ProbeProcess:
         self._is_closed = True
         self._end()
 
-    def _running(self) -> subprocess.Popen[bytes] | None:
+    def _is_running(self) -> bool:
+        """Start the process unless it runs; return whether it does."""
         if self._process is not None and self._process.poll() is None:
-            return self._process
+            return True
         self._end()
-        try:
-            process = subprocess.Popen(command(), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        except OSError as error:
-            _log.warning("forms_compiled_untried", extra={"detail": error.strerror or str(error)})
-            return None
-        self._process = process
-        if self._ask(process, pickle.dumps((self._setup, self._limits)), timeout_s=_START_TIMEOUT_S) is None:
+        self._pipe, child_end = multiprocessing.Pipe()
+        with child_end:
+            descriptor = child_end.fileno()
+            try:
+                self._process = subprocess.Popen(
+                    command(descriptor),
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    pass_fds=[descriptor],
+                )
+            except OSError as error:
+                _log.warning("forms_compiled_untried", extra={"detail": error.strerror or str(error)})
+                return False
+        if self._ask((self._setup, self._limits), timeout_s=_START_TIMEOUT_S) is None:
             self._end()
             if not self._is_closed:
                 _log.warning("forms_compiled_untried", extra={"detail": "the process ended at its start"})
-            return None
-        return process
+            return False
+        return True
 
-    def _ask(self, process: subprocess.Popen[bytes], data: bytes, *, timeout_s: float) -> bytes | None:
-        """Return the answer; None when the process ended, which it does by force after `timeout_s`."""
-        assert process.stdin is not None and process.stdout is not None, "both are pipes"
+    def _ask(self, message: object, *, timeout_s: float) -> bytes | None:
+        """Return the answer to a message; None if the process ended, which it must after `timeout_s`."""
+        process, pipe = self._process, self._pipe
+        if process is None or pipe is None:
+            return None  # closed meanwhile
         timer = threading.Timer(timeout_s, process.kill)
         timer.daemon = True
         timer.start()
         try:
-            send(process.stdin, data)
-            return receive(process.stdout)
-        except OSError:
+            pipe.send(message)
+            return pipe.recv_bytes()
+        except (OSError, EOFError):
             return None
         finally:
             timer.cancel()
 
     def _end(self) -> None:
         process, self._process = self._process, None
-        if process is None:
-            return
-        process.kill()
-        process.wait()
-        for pipe in (process.stdin, process.stdout):
-            if pipe is not None:
-                # Closing flushes what the process has not read.
-                with contextlib.suppress(OSError):
-                    pipe.close()
+        pipe, self._pipe = self._pipe, None
+        if process is not None:
+            process.kill()
+            process.wait()
+        if pipe is not None:
+            pipe.close()
 
 
-def command() -> list[str]:
+def command(descriptor: int) -> list[str]:
     """Return the command of a process with the same import path as this one, without the working directory
-    (-P)."""
-    return [sys.executable, "-P", "-c", _MAIN, *filter(None, sys.path)]
-
-
-def send(pipe: IO[bytes], data: bytes) -> None:
-    """Write one message: its length, then itself."""
-    pipe.write(_HEAD.pack(len(data)) + data)
-    pipe.flush()
-
-
-def receive(pipe: IO[bytes]) -> bytes | None:
-    """Return one message; None at the end."""
-    head = pipe.read(_HEAD.size)
-    if len(head) < _HEAD.size:
-        return None
-    (size,) = _HEAD.unpack(head)
-    data = pipe.read(size)
-    return data if len(data) == size else None
+    (-P). It serves the connection with this descriptor."""
+    return [sys.executable, "-P", "-c", _MAIN, str(descriptor), *filter(None, sys.path)]
