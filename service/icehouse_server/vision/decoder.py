@@ -66,7 +66,7 @@ def decode_image(source: ImageSource, limits: ImageLimits) -> Image.Image:
     """
     image = _opened(source, limits)
     try:
-        # A GIF's second frame is looked for only now.
+        # A GIF's second frame is read only now.
         if not getattr(image, "is_animated", False):
             return _decoded(image, limits)
     except Exception as error:  # Pillow's decoders may raise anything
@@ -79,7 +79,7 @@ def decoding_bytes(source: ImageSource, limits: ImageLimits) -> int:
     and for more than a request is ever given."""
     image = _opened(source, limits)
     width, height = image.size
-    target = kept_size(image.size, limits)
+    target = scaled_size(image.size, limits)
     if is_read_in_one_scan(source.data):
         # Most pixels of a large one never exist. A progressive JPEG holds all of them at any scale.
         image.draft(None, target)
@@ -96,8 +96,8 @@ def decoding_bytes(source: ImageSource, limits: ImageLimits) -> int:
     return size_bytes
 
 
-def kept_size(size: tuple[int, int], limits: ImageLimits) -> tuple[int, int]:
-    """Return the width and height that an image is scaled down to; its own if it is small enough."""
+def scaled_size(size: tuple[int, int], limits: ImageLimits) -> tuple[int, int]:
+    """Return the width and height after scaling down; the same for an image that is small enough."""
     width, height = size
     if width * height <= limits.pixel_count:
         return size
@@ -108,7 +108,7 @@ def kept_size(size: tuple[int, int], limits: ImageLimits) -> tuple[int, int]:
 
 
 def _decoded(image: Image.Image, limits: ImageLimits) -> Image.Image:
-    target = kept_size(image.size, limits)
+    target = scaled_size(image.size, limits)
     if target != image.size:
         # The mode stays; only a JPEG knows sizes of its own.
         image.draft(None, target)
@@ -121,7 +121,7 @@ def _decoded(image: Image.Image, limits: ImageLimits) -> Image.Image:
 
 
 def _opened(source: ImageSource, limits: ImageLimits) -> Image.Image:
-    """Read the header of an image that is not too large."""
+    """Read the header of an image; refuse one that would take too much memory while it is decoded."""
     size = len(source.data)
     if size > limits.size_bytes:
         raise _invalid(
@@ -131,7 +131,12 @@ def _opened(source: ImageSource, limits: ImageLimits) -> Image.Image:
             limit_bytes=limits.size_bytes,
         )
     image = _with_header(source)
-    _check_pixels(source, image, limits)
+    limit = min(_DECODED_FACTOR * limits.pixel_count, PIXEL_LIMIT)
+    if isinstance(image, JpegImagePlugin.JpegImageFile) and is_read_in_one_scan(source.data):
+        limit = _JPEG_FACTOR * limits.pixel_count
+    width, height = image.size
+    if width * height > limit:
+        raise _too_many_pixels(source, f"{width} x {height}", width * height, limit=limit)
     return image
 
 
@@ -145,22 +150,10 @@ def _with_header(source: ImageSource) -> Image.Image:
         return Image.open(file, formats=_OTHER_FORMATS)
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise _too_many_pixels(source, f"more than {PIXEL_LIMIT}", limit=PIXEL_LIMIT) from error
-    except UnidentifiedImageError as error:  # its message names an object in memory
-        raise _invalid(source, f"is no PNG, JPEG, WebP or GIF{_media_type_hint(source)}") from error
     except Exception as error:  # as above
         raise _invalid(
             source, f"is no PNG, JPEG, WebP or GIF{_media_type_hint(source)}{_detail(source, error)}"
         ) from error
-
-
-def _check_pixels(source: ImageSource, image: Image.Image, limits: ImageLimits) -> None:
-    """Refuse an image that would take too much memory while it is decoded."""
-    limit = min(_DECODED_FACTOR * limits.pixel_count, PIXEL_LIMIT)
-    if isinstance(image, JpegImagePlugin.JpegImageFile) and is_read_in_one_scan(source.data):
-        limit = _JPEG_FACTOR * limits.pixel_count
-    width, height = image.size
-    if width * height > limit:
-        raise _too_many_pixels(source, f"{width} x {height}", width * height, limit=limit)
 
 
 def _too_many_pixels(
@@ -186,7 +179,7 @@ def _media_type_hint(source: ImageSource) -> str:
 
 def _detail(source: ImageSource, error: Exception) -> str:
     """Return the decoder's message. It may quote the file, so it is left out for an image from a URI."""
-    if source.uri:
+    if source.uri or isinstance(error, UnidentifiedImageError):  # whose message names an object in memory
         return ""
     return f": {' '.join(str(error).split())[:160] or type(error).__name__}"
 
