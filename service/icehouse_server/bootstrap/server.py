@@ -45,7 +45,7 @@ from icehouse_server.rpc.engine_client.router import Router
 from icehouse_server.rpc.server import RpcServer
 from icehouse_server.storage.local.tier import LocalTier
 from icehouse_server.structured_output.compiler import GrammarCompiler, stack_bytes
-from icehouse_server.structured_output.form_trial import TrialLimits, TrialProcess
+from icehouse_server.structured_output.probe_process import ProbeLimits, ProbeProcess
 from icehouse_server.text.tokenizer import Tokenizer
 
 
@@ -176,15 +176,15 @@ def runner_settings(config: Config, device: Device) -> RunnerSettings:
 def grammar_compiler(config: Config, source: ModelSource, tokenizer: Tokenizer) -> GrammarCompiler:
     """Return the compiler of response formats for the model's vocabulary."""
     # A form is compiled twice, and may wait for another one.
-    limits = TrialLimits(
+    limits = ProbeLimits(
         cpu_s=max(1, round(config.server.grammar_timeout_s / 4)),
         stack_bytes=stack_bytes(config.server.max_grammar_bytes),
     )
     return GrammarCompiler(
         tokenizer,
         vocabulary_size=vocabulary_size(read_config(source.path), tokenizer),
-        kept_count=config.server.grammar_cache_count,
-        make_trial=lambda setup: TrialProcess(setup, limits),
+        cache_limit=config.server.grammar_cache_count,
+        make_probe=lambda setup: ProbeProcess(setup, limits),
     )
 
 

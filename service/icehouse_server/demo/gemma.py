@@ -1,7 +1,7 @@
 """Gemma 3 from GGUF: the names and conventions of mlx-lm's `gemma3_text`, and its tokenizer.
 
 GGUF lists pieces and their kinds but no merges. Gemma's pieces stand in the order in which they were
-merged, so every way to cut a piece into two known pieces is a merge with that piece's rank
+merged, so every split of a piece into two known pieces is a merge with that piece's rank
 (SentencePiece's BPE, https://github.com/google/sentencepiece).
 """
 
@@ -13,27 +13,18 @@ from typing import Any
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 
-from icehouse_server.demo.gguf_file import Array, GgufVocabulary, Metadata, PieceKind
-from icehouse_server.demo.mlx_folder import TOOL_CALLS_TEMPLATE, expect_architecture, mlx_name
+from icehouse_server.demo.gguf_file import Array, Metadata, PieceKind
+from icehouse_server.demo.mlx_folder import TOOL_CALLS_TEMPLATE, common_config, mlx_name
 
 SPACE = "\u2581"
 """How a piece spells a space."""
 
-_OUTER = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}
-_INNER = {
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
+_LAYER_NAMES = {
     "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm",
-    "attn_norm": "input_layernorm",
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
 }
 
 # Not in the file: llama.cpp hard-codes both for Gemma 3, as the published config.json has them.
@@ -85,34 +76,16 @@ The base model was trained on neither, but chat requests work.
 
 
 def model_config(metadata: Metadata) -> dict[str, Any]:
-    """Return config.json for mlx-lm from the file's metadata (`gemma3.*` and `tokenizer.ggml.*` keys)."""
-    expect_architecture(metadata, "gemma3")
-    pieces = metadata["tokenizer.ggml.tokens"]
-    eos_id = int(metadata["tokenizer.ggml.eos_token_id"])
-    head_width = int(metadata["gemma3.attention.key_length"])
-    return {
+    """Return config.json for mlx-lm from the file's metadata."""
+    # A turn ends with its own token, so chat replies stop there too.
+    config = common_config(metadata, "gemma3", head_size="attention.key_length", end_piece="<end_of_turn>")
+    return config | {
         "architectures": ["Gemma3ForCausalLM"],
         "model_type": "gemma3_text",
-        "hidden_size": int(metadata["gemma3.embedding_length"]),
-        "num_hidden_layers": int(metadata["gemma3.block_count"]),
-        "intermediate_size": int(metadata["gemma3.feed_forward_length"]),
-        "num_attention_heads": int(metadata["gemma3.attention.head_count"]),
-        "num_key_value_heads": int(metadata["gemma3.attention.head_count_kv"]),
-        "head_dim": head_width,
-        "query_pre_attn_scalar": head_width,
-        "rms_norm_eps": float(np.float32(metadata["gemma3.attention.layer_norm_rms_epsilon"])),
-        "rope_theta": float(metadata["gemma3.rope.freq_base"]),
+        "query_pre_attn_scalar": config["head_dim"],
         "rope_local_base_freq": _LOCAL_ROPE_BASE,
         "sliding_window": int(metadata["gemma3.attention.sliding_window"]),
         "sliding_window_pattern": _SLIDING_WINDOW_PATTERN,
-        "max_position_embeddings": int(metadata["gemma3.context_length"]),
-        "vocab_size": len(pieces),
-        "tie_word_embeddings": True,
-        "torch_dtype": "bfloat16",
-        "bos_token_id": int(metadata["tokenizer.ggml.bos_token_id"]),
-        "pad_token_id": int(metadata["tokenizer.ggml.padding_token_id"]),
-        # A turn ends with its own token, so chat replies stop there too.
-        "eos_token_id": [eos_id, list(pieces).index("<end_of_turn>")],
     }
 
 
@@ -121,19 +94,22 @@ def convert_tensor(name: str, values: Array, metadata: Metadata) -> tuple[str, A
     if name.endswith("_norm.weight"):
         # llama.cpp stores 1 + w and multiplies; mlx-lm stores w and adds the 1 itself.
         values = values - np.float32(1)
-    return mlx_name(name, outer=_OUTER, inner=_INNER), values
+    return mlx_name(name, layer_names=_LAYER_NAMES), values
 
 
-def make_tokenizer(vocabulary: GgufVocabulary) -> Tokenizer:
+def make_tokenizer(metadata: Metadata) -> Tokenizer:
     """Return a byte-fallback BPE tokenizer that puts `<bos>` before every text."""
-    pieces = [_respell(piece, kind) for piece, kind in zip(vocabulary.pieces, vocabulary.kinds, strict=True)]
-    ids = {piece: index for index, piece in enumerate(pieces)}
-    unknown = pieces[vocabulary.unknown_id]
+    kinds = metadata["tokenizer.ggml.token_type"]
+    # The normalizer spells runs of spaces with SPACE; GGUF stores them as they are.
+    pieces = [
+        piece.replace(" ", SPACE) if kind == PieceKind.USER_DEFINED else piece
+        for piece, kind in zip(metadata["tokenizer.ggml.tokens"], kinds, strict=True)
+    ]
     tokenizer = Tokenizer(
         models.BPE(
-            vocab=ids,
-            merges=find_merges(pieces, vocabulary.kinds),
-            unk_token=unknown,
+            vocab={piece: index for index, piece in enumerate(pieces)},
+            merges=find_merges(pieces, kinds),
+            unk_token=pieces[metadata["tokenizer.ggml.unknown_token_id"]],
             fuse_unk=True,
             byte_fallback=True,
         )
@@ -142,21 +118,22 @@ def make_tokenizer(vocabulary: GgufVocabulary) -> Tokenizer:
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     )
-    bos = pieces[vocabulary.bos_id]
+    bos_id = int(metadata["tokenizer.ggml.bos_token_id"])
+    bos = pieces[bos_id]
     tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, vocabulary.bos_id)]
+        single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, bos_id)]
     )
-    kinds = list(zip(pieces, vocabulary.kinds, strict=True))
+    by_kind = list(zip(pieces, kinds, strict=True))
     tokenizer.add_special_tokens(
-        [AddedToken(p, special=True, normalized=False) for p, k in kinds if k == PieceKind.CONTROL]
+        [AddedToken(p, special=True, normalized=False) for p, k in by_kind if k == PieceKind.CONTROL]
     )
     # User-defined pieces win over merges. Normalized, because runs of spaces are matched as runs of SPACE.
-    tokenizer.add_tokens([AddedToken(p, normalized=True) for p, k in kinds if k == PieceKind.USER_DEFINED])
+    tokenizer.add_tokens([AddedToken(p, normalized=True) for p, k in by_kind if k == PieceKind.USER_DEFINED])
     return tokenizer
 
 
 def find_merges(pieces: Sequence[str], kinds: Sequence[int]) -> list[tuple[str, str]]:
-    """Return the merges in rank order: for each normal piece, each cut into two normal pieces."""
+    """Return the merges in rank order: for each normal piece, each split into two normal pieces."""
     normal = {
         piece: i
         for i, (piece, kind) in enumerate(zip(pieces, kinds, strict=True))
@@ -168,8 +145,3 @@ def find_merges(pieces: Sequence[str], kinds: Sequence[int]) -> list[tuple[str, 
         known = [cut for cut in cuts if cut[0] in normal and cut[1] in normal]
         merges.extend(sorted(known, key=lambda cut: (normal[cut[0]], normal[cut[1]])))
     return merges
-
-
-def _respell(piece: str, kind: int) -> str:
-    """Spell runs of spaces as the normalizer does; GGUF stores them plain."""
-    return piece.replace(" ", SPACE) if kind == PieceKind.USER_DEFINED else piece

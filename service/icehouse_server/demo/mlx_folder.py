@@ -16,7 +16,7 @@ import numpy as np
 import safetensors
 from tokenizers import Tokenizer
 
-from icehouse_server.demo.gguf_file import Array, GgufVocabulary, Metadata, Tensor
+from icehouse_server.demo.gguf_file import Array, Metadata, Tensor
 
 TOOL_CALLS_TEMPLATE = """\
 {%- for call in message['tool_calls'] or [] -%}
@@ -30,7 +30,7 @@ TOOL_CALLS_TEMPLATE = """\
 
 
 class Conversion(Protocol):
-    """What one family of models has in common with no other: a module."""
+    """What is specific to one family of models: a module."""
 
     CHAT_TEMPLATE: str
     """Jinja, as transformers renders it."""
@@ -43,39 +43,77 @@ class Conversion(Protocol):
         """Return mlx-lm's name and values of a tensor; raises KeyError for one that the family lacks."""
         ...
 
-    def make_tokenizer(self, vocabulary: GgufVocabulary) -> Tokenizer: ...
+    def make_tokenizer(self, metadata: Metadata) -> Tokenizer: ...
 
 
-def expect_architecture(metadata: Metadata, architecture: str) -> None:
-    """Raise ValueError unless the file is of this architecture."""
-    found = metadata["general.architecture"]
-    if found != architecture:
-        raise ValueError(f"architecture is {found!r}, not {architecture!r}")
+_OUTER_NAMES = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}
+_LAYER_NAMES = {
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_norm": "input_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
 
 
-def mlx_name(gguf_name: str, *, outer: Mapping[str, str], inner: Mapping[str, str]) -> str:
-    """Return mlx-lm's name of a tensor: `outer` names whole ones, `inner` the parts of a layer.
+def common_config(metadata: Metadata, architecture: str, *, head_size: str, end_piece: str) -> dict[str, Any]:
+    """Return what config.json says of every family, from the metadata (`ARCHITECTURE.*`, `tokenizer.ggml.*`).
+
+    `head_size` is the key of a head's size, `end_piece` a second token that ends an output. Raises ValueError
+    for a file of another architecture.
+    """
+    if metadata["general.architecture"] != architecture:
+        raise ValueError(f"architecture is {metadata['general.architecture']!r}, not {architecture!r}")
+    own = {key.removeprefix(f"{architecture}."): value for key, value in metadata.items()}
+    pieces = list(metadata["tokenizer.ggml.tokens"])
+    return {
+        "hidden_size": int(own["embedding_length"]),
+        "num_hidden_layers": int(own["block_count"]),
+        "intermediate_size": int(own["feed_forward_length"]),
+        "num_attention_heads": int(own["attention.head_count"]),
+        "num_key_value_heads": int(own["attention.head_count_kv"]),
+        "head_dim": int(own[head_size]),
+        "rms_norm_eps": float(np.float32(own["attention.layer_norm_rms_epsilon"])),
+        "rope_theta": float(own["rope.freq_base"]),
+        "max_position_embeddings": int(own["context_length"]),
+        "vocab_size": len(pieces),
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+        "bos_token_id": int(metadata["tokenizer.ggml.bos_token_id"]),
+        "pad_token_id": int(metadata["tokenizer.ggml.padding_token_id"]),
+        "eos_token_id": [int(metadata["tokenizer.ggml.eos_token_id"]), pieces.index(end_piece)],
+    }
+
+
+def mlx_name(gguf_name: str, *, layer_names: Mapping[str, str]) -> str:
+    """Return mlx-lm's name of a tensor; `layer_names` are a family's own parts of a layer.
 
     Raises KeyError for a tensor that the family does not have.
     """
-    if gguf_name in outer:
-        return outer[gguf_name]
+    if gguf_name in _OUTER_NAMES:
+        return _OUTER_NAMES[gguf_name]
     block, _, rest = gguf_name.removesuffix(".weight").partition(".")
     index, _, part = rest.partition(".")
     if block != "blk":
         raise KeyError(gguf_name)
-    return f"model.layers.{int(index)}.{inner[part]}.weight"
+    names = {**_LAYER_NAMES, **layer_names}
+    return f"model.layers.{int(index)}.{names[part]}.weight"
 
 
-def write_tokenizer(tokenizer: Tokenizer, vocabulary: GgufVocabulary, folder: Path) -> None:
+def write_tokenizer(tokenizer: Tokenizer, metadata: Metadata, folder: Path) -> None:
     """Write tokenizer.json and tokenizer_config.json into `folder`."""
     tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
+    pieces = metadata["tokenizer.ggml.tokens"]
+    special = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": vocabulary.pieces[vocabulary.bos_id],
-        "eos_token": vocabulary.pieces[vocabulary.eos_id],
-        "unk_token": vocabulary.pieces[vocabulary.unknown_id],
-        "pad_token": vocabulary.pieces[vocabulary.padding_id],
+        **{
+            f"{name}_token": pieces[metadata[f"tokenizer.ggml.{key}_token_id"]]
+            for name, key in special.items()
+        },
         "clean_up_tokenization_spaces": False,
         "padding_side": "left",
     }
@@ -83,7 +121,7 @@ def write_tokenizer(tokenizer: Tokenizer, vocabulary: GgufVocabulary, folder: Pa
 
 
 def renew_template(folder: Path, template: str) -> None:
-    """Write the chat template where it is missing or another one. It is no reason to build a model anew."""
+    """Write the chat template if it is missing or out of date; the model need not be built again for it."""
     file = folder / "chat_template.jinja"
     if not file.exists() or file.read_text(encoding="utf-8") != template:
         # In a folder of its own: another server that starts now may be doing the same.

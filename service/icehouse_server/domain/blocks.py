@@ -74,13 +74,13 @@ _ID_BITS: Final = 32
 _PLACE_BITS: Final = 32
 _DIGEST_BYTES: Final = 32
 _IMAGE_FLAG: Final = 1 << (_ID_BITS + _PLACE_BITS + 8 * _DIGEST_BYTES)
-"""Keeps a digest that begins with zeros from making a token id."""
+"""Distinguishes a digest that begins with zeros from a token id."""
 _ID_MASK: Final = (1 << _ID_BITS) - 1
 _PART: Final = struct.Struct(f"<{_DIGEST_BYTES}sIII")
 
 
 class ImageRun(NamedTuple):
-    """What a run holds of one image, as it is kept in `extra`."""
+    """What a run contains of one image, as `extra` stores it."""
 
     digest: ImageDigest
     start: int
@@ -203,7 +203,7 @@ class HostTensor:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HostRegion:
-    """The tensors of one kind, in the order they lie in the file."""
+    """The tensors of one kind, in the order of the file."""
 
     kind: RegionKind
     tensors: tuple[HostTensor, ...]

@@ -59,7 +59,7 @@ class Explanation:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Pin:
-    """Keep the known blocks of this prompt from eviction by policy. Answered by `PinReport`."""
+    """Protect the known blocks of this prompt from eviction by policy. Answered by `PinReport`."""
 
     prompt_token_ids: tuple[int, ...]
     scope: CacheScope = DEFAULT_SCOPE
@@ -199,7 +199,7 @@ class StoredBlocks:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """What the check found; damaged blocks are in quarantine."""
+    """Result of the check; damaged blocks are in quarantine."""
 
     verified_block_count: int
     verified_bytes: int

@@ -1,4 +1,4 @@
-"""Counters of the prefix cache, from where they are counted to where they are shown.
+"""Counters of the prefix cache.
 
 `*_count` and `*_bytes` are current, `*_total` since start, times in seconds, rates per second. The thread
 that owns an event counts it in its own dataclass and gives out copies (`dataclasses.replace`). The fields are
@@ -82,10 +82,10 @@ class SpillDropCause(enum.Enum):
     """Why a block did not reach the SSD."""
 
     NO_CREDIT = enum.auto()
-    """The write queue had no room."""
+    """The write queue was full."""
     DAILY_BUDGET = enum.auto()
     DISK_FULL = enum.auto()
-    """No room within the limits, even after evicting."""
+    """No space within the limits, even after evicting."""
     WRITE_FAILED = enum.auto()
     WRITES_OFF = enum.auto()
     """After earlier failures."""
@@ -161,7 +161,7 @@ class IntegrityStats:
     seal_failure_total: int = 0
     """Encrypted blocks whose tag did not prove them."""
     quarantined_block_total: int = 0
-    """Blocks put into quarantine; files leave it when room is needed, this only grows."""
+    """Blocks put into quarantine; files leave it when space is needed, this only grows."""
 
     @property
     def damaged_block_total(self) -> int:
@@ -211,7 +211,7 @@ class ReconcileReport:
     partial_deleted_count: int = 0
     adopted_count: int = 0
     quarantined_count: int = 0
-    """Files without a row that are not valid, and files that are not what their row says."""
+    """Invalid files without a row, and files that do not match their row."""
     row_deleted_count: int = 0
     """Rows without a file."""
     other_layout_deleted_count: int = 0
@@ -221,8 +221,8 @@ class ReconcileReport:
     unencrypted_block_count: int = 0
     """Blocks in the clear, of whatever model, in a directory that is served with a key."""
     changed_code: tuple[str, ...] = ()
-    """Where the model has no block yet: the modules by whose code alone its blocks of before are another
-    model's, `UNRECORDED_CODE` where those are of a version that did not keep digests of code."""
+    """If the model has no block yet: the modules whose changed code alone makes its earlier blocks unusable;
+    `UNRECORDED_CODE` if those are of a version that recorded no digests of code."""
 
     @property
     def repair_count(self) -> int:
@@ -252,7 +252,7 @@ class CacheStats:
 
     block_token_limit: int = 256
     unsupported_detail: str = ""
-    """Why this model's prompts cannot be kept; empty when they can."""
+    """Why this model's prompts cannot be cached; empty when they can."""
     ram: TierStats = dataclasses.field(default_factory=TierStats)
     ssd: TierStats | None = None
     lookups: LookupStats = dataclasses.field(default_factory=LookupStats)

@@ -1,4 +1,4 @@
-"""Conversation as it is asked for: its turns, tools and images; and the pieces that its reply is made of."""
+"""Conversation of a request: its turns, tools and images; and the pieces of its reply."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class ImageTexts:
     """The text that stands in a prompt for each of its images."""
 
     mark: str
-    """What the chat template writes in the place of an image."""
+    """What the chat template writes for an image."""
     texts: tuple[str, ...]
 
 
@@ -80,7 +80,7 @@ def with_result_images_in_user_turns(messages: Sequence[ChatMessage]) -> tuple[C
     """Return the turns with the images of tools' results moved to a user's turn behind the results.
 
     Most templates show no images of results, since models are trained on images of users. Where several
-    results follow each other, a line before the images says which result they belong to. Images keep their
+    results follow each other, a line before the images names the result they belong to. Images keep their
     order.
     """
     turns: list[ChatMessage] = []

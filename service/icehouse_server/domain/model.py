@@ -1,4 +1,4 @@
-"""Model facts: what is told of a loaded model and its adapters, and the state of the engine."""
+"""Model facts: descriptions of a loaded model and its adapters, and the state of the engine."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class ReplyFormatInfo:
     reasoning_start: str
     reasoning_end: str
     evidence: tuple[str, ...]
-    """How both were found, in words."""
+    """How both were recognized, in words."""
     unread_markers: tuple[str, ...] = ()
     """Tokens that look like markers of reasoning or calls, but are not read as such."""
 
@@ -82,7 +82,7 @@ class ModelInfo:
     sees_images: bool = False
     """Whether prompts may contain images."""
     image_refusal: str = "reads text alone"
-    """What the error says about the model where they may not."""
+    """The error's description of the model if they may not."""
     runs_images_whole: bool = False
     """Each token of an image attends to all of it, so no pass ends inside an image."""
     pass_splits: tuple[PassSplit, ...] = ()

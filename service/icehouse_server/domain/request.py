@@ -78,7 +78,7 @@ class GenerationRequest:
     session_id: str = ""
     """The conversation that it is a turn of, as its caller or a gateway names it; empty if unknown."""
     images: tuple[ImageSpan, ...] = ()
-    """Images in the place of some of the prompt's tokens; ascending, without overlap."""
+    """Images that replace some of the prompt's tokens; ascending, without overlap."""
     pooling: Pooling | None = None
     """Asks for the prompt's pooled hidden states. All its tokens are computed and nothing is generated."""
 
@@ -171,9 +171,9 @@ class Pooling(enum.Enum):
 
 def finished(vector: Vector, *, dimension_count: int, is_normalized: bool) -> Vector:
     """Return the leading dimensions, scaled to length 1 if `is_normalized`. Zeros stay zeros."""
-    kept = vector[:dimension_count]
-    length = float(np.linalg.norm(kept))
-    return kept / np.float32(length) if is_normalized and length > 0 else kept
+    leading = vector[:dimension_count]
+    length = float(np.linalg.norm(leading))
+    return leading / np.float32(length) if is_normalized and length > 0 else leading
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -184,7 +184,7 @@ class LogprobsWanted:
     """How many of the likeliest tokens to add for each token."""
     of_prompt: bool = False
     token_ids: tuple[int, ...] = ()
-    """Tokens to add in every place, likely or not. Inside the vocabulary."""
+    """Tokens to add for each token, likely or not. Inside the vocabulary."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -215,10 +215,10 @@ class TokenLogprobs:
 
 
 class Drafting(enum.Enum):
-    """How draft tokens are found."""
+    """How draft tokens are proposed."""
 
     PROMPT_LOOKUP = enum.auto()
-    """What followed the last tokens where they stood before (Saxena 2023)."""
+    """What followed an earlier occurrence of the last tokens (Saxena 2023)."""
     DRAFT_MODEL = enum.auto()
     """The likeliest tokens of the server's draft model."""
 
@@ -230,7 +230,7 @@ class Speculation:
     draft_token_limit: int
     """Draft tokens a step, >= 1."""
     ngram_token_limit: int = 1
-    """Prompt lookup: how many of the last tokens to look for, >= 1; fewer where that finds nothing."""
+    """Prompt lookup: how many of the last tokens to match, >= 1; fewer if these have no match."""
     drafting: Drafting = Drafting.PROMPT_LOOKUP
 
 
@@ -308,10 +308,10 @@ class SentImages:
     tensors: tuple[SentTensor, ...]
     """Of all images, the pixels first."""
     places: tuple[range, ...]
-    """Where each image's tokens are, in order, inside the prompt; text may be among them."""
+    """Positions of each image's tokens, in order, inside the prompt; text may be among them."""
     places_field: str
     token_id: int | None
-    """The image token that the sender used, if it says."""
+    """The image token that the sender used; None if not given."""
     token_field: str
 
 
@@ -358,7 +358,7 @@ class RopePositions:
     of_prompt: npt.NDArray[np.int32]
     """[3, tokens]."""
     shift: int
-    """After the prompt, a token's positions are its place in the sequence plus this."""
+    """After the prompt, a token's positions are its index in the sequence plus this."""
 
     @classmethod
     def of(cls, token_count: int, images: Sequence[ImageSpan]) -> RopePositions | None:

@@ -1,4 +1,4 @@
-"""Response format: the form an output must have, and the grammar that keeps the output inside it.
+"""Response format: the form that an output must have, and the grammar that enforces it.
 
 Formats are hashable: a compiled one is looked up by its format.
 """
@@ -63,23 +63,23 @@ class JsonTag:
     """A JSON schema (JSON text) for what is in between."""
     end: str = ""
     field: str = ""
-    """Where the request has the schema, for refusals."""
+    """The request's field of the schema, for errors."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TaggedJson:
-    """At least one of `tags`, and nothing else but what is allowed here."""
+    """At least one of `tags`, and nothing else except as allowed below."""
 
     tags: tuple[JsonTag, ...]
     may_repeat: bool = False
     """Several may follow each other, white space between them."""
     trigger: str = ""
-    """What every `begin` begins with. Where it is given text alone will do, text may come before each tag and
-    behind the last, and wherever the trigger comes it begins a tag; without `may_repeat` only once."""
+    """The common beginning of all `begin`s. With a trigger an output may be text without tags, or have text
+    before and behind tags; every occurrence of the trigger begins a tag, without `may_repeat` only one."""
     markers: tuple[str, ...] = ()
     """Special tokens that text may contain; for a form with a trigger."""
     opening: str = ""
-    """What of the first `begin` stands before the output; each of them begins with it."""
+    """The part of the first `begin` that the prompt ends with; each of them begins with it."""
 
 
 ResponseFormat = JsonSchema | JsonObject | Regex | LarkGrammar | Choice | TaggedJson
@@ -105,9 +105,9 @@ def size_bytes(form: ResponseFormat) -> int:
 
 
 class Constraint(Protocol):
-    """Says which tokens may come next. One per sequence and join, used on the inference thread only.
+    """Decides which tokens may come next. One per sequence, used on the inference thread only.
 
-    A sequence that was parked brings a fresh one, which is then told the output so far again.
+    After a sequence was parked, a new one is given the output so far.
     """
 
     @property
@@ -117,7 +117,7 @@ class Constraint(Protocol):
 
     @property
     def error(self) -> IcehouseError | None:
-        """Why it cannot say any more what may follow; its sequence then ends with this."""
+        """Why it cannot continue; its sequence then ends with this error."""
         ...
 
     @property
@@ -126,7 +126,7 @@ class Constraint(Protocol):
         ...
 
     def allows(self, token_id: int) -> bool:
-        """Say whether one token may come next, for far less than `allowed_tokens` costs.
+        """Return whether one token may come next, at far less cost than `allowed_tokens`.
 
         Where only one text can follow, `allowed_tokens` may name one spelling of it and this allow others;
         what `allowed_tokens` names is always allowed.

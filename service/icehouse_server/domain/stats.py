@@ -45,7 +45,7 @@ class EngineStats:
     parked_total: int = 0
     """Times a sequence was parked for want of memory and resumed later."""
     kv_used_bytes: int = 0
-    """KV of running sequences, including reserved room; without the prefix cache."""
+    """KV of running sequences, including reserved space; without the prefix cache."""
     kv_limit_bytes: int = 0
     """Maximum KV in addition to the model; 0 is unlimited."""
     drafted_token_total: int = 0
@@ -90,7 +90,7 @@ class KvEventStats:
     """Approximate size of the batches kept for subscribers that reconnect."""
     event_total: int = 0
     lost_total: int = 0
-    """Times a subscriber needed a batch that was no longer kept."""
+    """Times a subscriber needed a batch that was no longer stored."""
     untold_total: int = 0
     """Blocks not reported because of `kv_events.block_limit`."""
 

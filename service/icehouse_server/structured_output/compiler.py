@@ -2,11 +2,10 @@
 
 Everything here but reading the vocabulary releases Python's global lock. llguidance descends
 recursively and cannot be interrupted: the caller bounds the size of a form (`STACK_BYTES_PER_BYTE`
-says what stack that takes), and what is small but costly is refused here or by a trial in a process
-of its own.
+gives the stack that this needs), and what is small but costly is refused here or by a probe process.
 
-Of a mistake in a Lark grammar llguidance names line and column, but of one in a JSON schema only what is
-wrong. Its place is found by asking about ever smaller parts of the schema.
+llguidance reports the line and column of a mistake in a Lark grammar, but no position in a JSON schema. That
+is found by compiling ever smaller parts of the schema.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import decimal
+import itertools
 import json
 import queue
 import re
@@ -34,9 +34,9 @@ from icehouse_server.domain.response_format import (
     TaggedJson,
 )
 from icehouse_server.errors import InvalidRequest, Reason
-from icehouse_server.structured_output.form_trial import TrialProcess, TrialSetup
 from icehouse_server.structured_output.grammar_source import grammar_source, unenforced
 from icehouse_server.structured_output.matcher import CompiledGrammar
+from icehouse_server.structured_output.probe_process import ProbeProcess, ProbeSetup
 from icehouse_server.structured_output.schema.references import (
     Mistake,
     References,
@@ -61,7 +61,7 @@ takes 0.4 s."""
 _ESCAPE = re.compile(r"\\u([0-9a-fA-F]{4})")
 _MULTIPLE_IN_TEXT = re.compile(r'"multipleOf"\s*:\s*([-+0-9.eE]+)')
 
-_LARK_PLACE = re.compile(r"^(?:at )?(\d+)\((\d+)\): ")
+_LARK_POSITION = re.compile(r"^(?:at )?(\d+)\((\d+)\): ")
 _REGEX_CARET = re.compile(r"^( *)\^", re.MULTILINE)
 _REGEX_ERROR = re.compile(r"^error: (.+)$", re.MULTILINE)
 _DEFINITION = "\n  while processing "
@@ -69,10 +69,10 @@ _REGEX_INDENT = 4
 """Spaces that regex-syntax puts before the pattern it shows."""
 _DETAIL_LENGTH_LIMIT = 240
 _PROBE_BYTES = 1 << 20
-"""Text that is compiled to find the faulty part; 1 MiB takes 2 s."""
+"""Text that is compiled to locate the faulty part; 1 MiB takes 2 s."""
 
 _SHARED = frozenset({"$ref", "$defs", "definitions"})
-"""Keywords that a part shares with others."""
+"""Keywords that refer to, or hold, schemas which several parts share."""
 _MAPS = ("properties", "patternProperties")
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 _SINGLES = ("items", "additionalItems", "additionalProperties", "unevaluatedProperties")
@@ -107,8 +107,8 @@ def stack_bytes(form_bytes: int) -> int:
 class GrammarCompiler:
     """Compiles forms to grammars over one model's vocabulary; the grammars used last are cached.
 
-    Any number of threads may use it. With `trials`, one for each thread that may compile at once, a form
-    that is not remembered is tried in another process first.
+    Any number of threads may use it. With `make_probe`, a form that is not cached is compiled in another
+    process first; there is one for each thread that compiles at the same time.
     """
 
     def __init__(
@@ -116,23 +116,23 @@ class GrammarCompiler:
         tokenizer: VocabularySource,
         *,
         vocabulary_size: int,
-        kept_count: int,
-        make_trial: Callable[[TrialSetup], TrialProcess] | None = None,
+        cache_limit: int,
+        make_probe: Callable[[ProbeSetup], ProbeProcess] | None = None,
     ) -> None:
-        self._make_trial = make_trial
-        self._trials: list[TrialProcess] = []
-        self._idle_trials: queue.LifoQueue[TrialProcess] = queue.LifoQueue()
+        self._make_probe = make_probe
+        self._probes: list[ProbeProcess] = []
+        self._idle_probes: queue.LifoQueue[ProbeProcess] = queue.LifoQueue()
         self._tokenizer = tokenizer
         self._vocabulary_size = vocabulary_size
-        self._kept_count = kept_count
-        self._kept: collections.OrderedDict[ResponseFormat, CompiledGrammar] = collections.OrderedDict()
+        self._cache_limit = cache_limit
+        self._cache: collections.OrderedDict[ResponseFormat, CompiledGrammar] = collections.OrderedDict()
         self._lock = threading.Lock()
         """Guards the cache. Held for an instant only, because the event loop asks too."""
         self._vocabulary_lock = threading.Lock()
         self._vocabulary: tuple[LLTokenizer, LLExecutor] | None = None
 
     def stack_bytes(self, form_bytes: int) -> int:
-        """Return what stack the calling thread needs for a form so long."""
+        """Return the stack that the calling thread needs for a form of this length."""
         return stack_bytes(form_bytes)
 
     def prepare(self) -> None:
@@ -144,58 +144,52 @@ class GrammarCompiler:
         self._read_vocabulary()
 
     def compile(self, form: ResponseFormat) -> CompiledGrammar:
-        """Return the grammar of a form; raises InvalidRequest with the place of the mistake."""
-        if (kept := self.kept(form)) is not None:
-            return kept
+        """Return the grammar of a form; raises InvalidRequest with the position of the mistake."""
+        if (cached := self.kept(form)) is not None:
+            return cached
         self.prepare()
-        self._try(form)
+        self._probe(form)
         compiled = self._compile(form)
         with self._lock:
-            self._kept[form] = compiled
-            if len(self._kept) > self._kept_count:
-                self._kept.popitem(last=False)
+            self._cache[form] = compiled
+            if len(self._cache) > self._cache_limit:
+                self._cache.popitem(last=False)
         return compiled
 
     def kept(self, form: ResponseFormat) -> CompiledGrammar | None:
         """Return the cached grammar of a form."""
         with self._lock:
-            kept = self._kept.get(form)
-            if kept is not None:
-                self._kept.move_to_end(form)
-            return kept
+            cached = self._cache.get(form)
+            if cached is not None:
+                self._cache.move_to_end(form)
+            return cached
 
     def close(self) -> None:
-        """End the processes of trials; a form that is being tried is refused."""
-        for trial in self._trials:
-            trial.close()
+        """End the probe processes; a form that is being probed is refused."""
+        for probe in self._probes:
+            probe.close()
 
-    def _try(self, form: ResponseFormat) -> None:
-        if self._make_trial is None:
+    def _probe(self, form: ResponseFormat) -> None:
+        if self._make_probe is None:
             return
         try:
-            trial = self._idle_trials.get_nowait()
+            probe = self._idle_probes.get_nowait()
         except queue.Empty:
-            trial = self._make_trial(self._trial_setup())
-            self._trials.append(trial)
+            probe = self._make_probe(self._setup())
+            self._probes.append(probe)
         try:
-            trial.check(form, field=_FIELDS[type(form)])
+            probe.check(form, field=_FIELDS[type(form)])
         finally:
-            self._idle_trials.put(trial)
-
-    def _trial_setup(self) -> TrialSetup:
-        text = self._tokenizer.vocabulary_json()
-        assert text is not None, "the vocabulary was read"
-        size = max(self._vocabulary_size, self._tokenizer.vocabulary_size)
-        return TrialSetup(text, size, self._tokenizer.eos_token_ids)
+            self._idle_probes.put(probe)
 
     def _compile(self, form: ResponseFormat) -> CompiledGrammar:
         field = _FIELDS[type(form)]
         vocabulary, executor = self._read_vocabulary()
         with _refusing(field):
             if isinstance(form, JsonSchema):
-                _check_multiples(_read_schema(form.schema), field=field)
+                _read_schema(form.schema, field=field)
             elif isinstance(form, LarkGrammar):
-                _check_multiples_in_text(form.grammar, field=field)
+                _check_multiples(form.grammar, field=field)
             elif isinstance(form, TaggedJson):
                 for index, tag in enumerate(form.tags):
                     # A whole of many parts could not tell which of them is wrong.
@@ -208,8 +202,7 @@ class GrammarCompiler:
 
     def _check_tag(self, schema: str, *, field: str) -> None:
         with _refusing(field):
-            parsed = _read_schema(schema)
-            _check_multiples(parsed, field=field)
+            parsed = _read_schema(schema, field=field)
             if message := self._matcher(JsonSchema(schema)).get_error():
                 raise _schema_mistake(parsed, message, complain=self._complaint)
 
@@ -230,28 +223,25 @@ class GrammarCompiler:
             return str(error)
 
     def _pieces(self, text: str) -> list[int | str]:
-        """Cut a text into the special tokens it spells and the text between them."""
+        """Split a text into the special tokens it spells and the text between them."""
         vocabulary, _ = self._read_vocabulary()
         pieces: list[int | str] = []
-        plain: list[int] = []
-        for token_id in [*vocabulary.tokenize_str(text, parse_special=True), None]:
-            if token_id is not None and not vocabulary.is_special_token(token_id):
-                plain.append(token_id)
-                continue
-            if plain:
-                pieces.append(vocabulary.decode_str(plain))
-                plain = []
-            if token_id is not None:
-                pieces.append(token_id)
+        tokens = vocabulary.tokenize_str(text, parse_special=True)
+        for is_special, group in itertools.groupby(tokens, vocabulary.is_special_token):
+            run = list(group)
+            pieces += run if is_special else [vocabulary.decode_str(run)]
         return pieces
 
     def _read_vocabulary(self) -> tuple[LLTokenizer, LLExecutor]:
         with self._vocabulary_lock:
             if self._vocabulary is None:
-                self._vocabulary = self._vocabulary_read(), LLExecutor()
+                setup = self._setup()
+                ends = [i for i in setup.eos_token_ids if i < setup.vocabulary_size]
+                vocabulary = LLTokenizer(setup.text, n_vocab=setup.vocabulary_size, eos_token=ends or None)
+                self._vocabulary = (vocabulary, LLExecutor())
             return self._vocabulary
 
-    def _vocabulary_read(self) -> LLTokenizer:
+    def _setup(self) -> ProbeSetup:
         text = self._tokenizer.vocabulary_json()
         if text is None:
             raise InvalidRequest(
@@ -261,21 +251,22 @@ class GrammarCompiler:
                 field="response_format",
             )
         size = max(self._vocabulary_size, self._tokenizer.vocabulary_size)
-        ends = [i for i in self._tokenizer.eos_token_ids if i < size]
-        return LLTokenizer(text, n_vocab=size, eos_token=ends or None)
+        return ProbeSetup(text, size, self._tokenizer.eos_token_ids)
 
 
-def _read_schema(schema: str) -> Any:
+def _read_schema(schema: str, *, field: str) -> Any:
+    """Return a schema that is JSON and whose divisors are not too large."""
     try:
         parsed: Any = json.loads(schema)
     except json.JSONDecodeError as error:
-        place = f"line {error.lineno}, column {error.colno}"
-        raise Mistake(f"it is not JSON: {error.msg}", place) from error
+        position = f"line {error.lineno}, column {error.colno}"
+        raise Mistake(f"it is not JSON: {error.msg}", position) from error
     except ValueError as error:
         # A number of more digits than Python reads.
         raise Mistake("a number in it has too many digits") from error
     if not isinstance(parsed, dict | bool):
         raise Mistake("a JSON schema is an object, true or false", "/")
+    _check_multiples(schema, field=field)
     return parsed
 
 
@@ -311,31 +302,20 @@ def _refusing(field: str) -> Iterator[None]:
     except ValueError as error:
         # What Python takes for JSON and llguidance does not, such as half of a surrogate pair.
         mistake = Mistake(str(error))
-    where = f" (at {mistake.place})" if mistake.place else ""
+    where = f" (at {mistake.position})" if mistake.position else ""
     is_tool = field.startswith(_FIELDS[TaggedJson])
     raise InvalidRequest(
         Reason.TOOL_INVALID if is_tool else Reason.RESPONSE_FORMAT_INVALID,
         f"{field} cannot be used: {mistake.detail}{where}",
         field=field,
-        metadata={"detail": mistake.detail, "place": mistake.place},
+        metadata={"detail": mistake.detail, "place": mistake.position},
     )
 
 
-def _check_multiples(schema: Any, *, field: str) -> None:
-    """Refuse a schema whose divisors are too large together."""
-    parts = parts_of(schema) if isinstance(schema, dict) else ()
-    said = (part.get("multipleOf") for _, part in parts)
-    _check_divisors((str(number) for number in said if isinstance(number, int | float)), field=field)
-
-
-def _check_multiples_in_text(text: str, *, field: str) -> None:
-    """Refuse a Lark grammar whose `%json` parts have divisors that are too large together."""
-    plain = _ESCAPE.sub(lambda found: chr(int(found[1], 16)), text)
-    _check_divisors((found[1] for found in _MULTIPLE_IN_TEXT.finditer(plain)), field=field)
-
-
-def _check_divisors(numbers: Iterator[str], *, field: str) -> None:
-    total = sum(_states(number) for number in numbers)
+def _check_multiples(text: str, *, field: str) -> None:
+    """Refuse a schema, or a Lark grammar with `%json` parts, whose divisors are too large together."""
+    plain = _ESCAPE.sub(lambda match: chr(int(match[1], 16)), text)
+    total = sum(_states(match[1]) for match in _MULTIPLE_IN_TEXT.finditer(plain))
     if total > MULTIPLE_SUM_LIMIT:
         raise InvalidRequest(
             Reason.GRAMMAR_TOO_COMPLEX,
@@ -362,31 +342,31 @@ def _states(number: str) -> float:
 
 def _lark_mistake(message: str) -> Mistake:
     """Read llguidance's message about a Lark grammar."""
-    found = _LARK_PLACE.match(message)
-    if found is None:
+    position = _LARK_POSITION.match(message)
+    if position is None:
         return Mistake(_one_line(message))
     # Behind the message it shows the source, which the caller has.
-    detail = message[found.end() :].partition("\n")[0]
+    detail = message[position.end() :].partition("\n")[0]
     regex_error = _REGEX_ERROR.search(message)
     if regex_error is not None:
         detail = f"{detail.partition(':')[0]}: {regex_error[1]}"
-    return Mistake(_one_line(detail), f"line {found[1]}, column {found[2]}")
+    return Mistake(_one_line(detail), f"line {position[1]}, column {position[2]}")
 
 
 def _regex_mistake(message: str) -> Mistake:
     """Read llguidance's message about a lone regular expression."""
     error = _REGEX_ERROR.search(message)
     if error is None:
-        return Mistake(_one_line(_LARK_PLACE.sub("", message).partition("\n")[0]), "")
+        return Mistake(_one_line(_LARK_POSITION.sub("", message).partition("\n")[0]), "")
     caret = _REGEX_CARET.search(message)
-    place = f"column {len(caret[1]) - _REGEX_INDENT + 1}" if caret is not None else ""
-    return Mistake(error[1], place)
+    position = f"column {len(caret[1]) - _REGEX_INDENT + 1}" if caret is not None else ""
+    return Mistake(error[1], position)
 
 
 def _schema_mistake(schema: Any, message: str, *, complain: Callable[[Any], str]) -> Mistake:
-    """Return the mistake at the smallest part for which `complain` says the same as for the whole.
+    """Return the mistake at the smallest part for which `complain` reports the same as for the whole.
 
-    Parts are asked about without what they refer to; a mistake that no part has by itself is the whole's.
+    Parts are compiled without what they refer to; a mistake that no part has by itself is the whole's.
     """
     message = _without_definition(message)
     byte_count = 0
@@ -396,48 +376,33 @@ def _schema_mistake(schema: Any, message: str, *, complain: Callable[[Any], str]
         if byte_count > _PROBE_BYTES:
             return False
         try:
-            probe = _without_references(part)
-            byte_count += len(json.dumps(probe))
+            stripped = _without_references(part)
+            byte_count += len(json.dumps(stripped))
         except RecursionError:
             return False  # data nested deeper than Python's stack
-        return _without_definition(complain(probe)) == message
+        return _without_definition(complain(stripped)) == message
 
-    found = next((whole for whole in _wholes(schema) if has_it(whole[1])), None)
-    place = ""
-    while found is not None:
-        place, part = found
-        children = ((place + step, child) for step, child in _children(part))
-        found = next((child for child in children if has_it(child[1])), None)
-    return Mistake(_one_line(message), place or "/")
+    pointer, candidates = "", iter(_wholes(schema).items())
+    while (faulty := next((each for each in candidates if has_it(each[1])), None)) is not None:
+        pointer, part = faulty
+        candidates = iter([(pointer + step, child) for step, child in _children(part)])
+    return Mistake(_one_line(message), pointer or "/")
 
 
 def _without_definition(message: str) -> str:
-    """Return a message without the name of the definition that llguidance was at: the server made it up."""
+    """Return a message without the name of the definition that llguidance was at: the server invented it."""
     return message.partition(_DEFINITION)[0]
 
 
-def _wholes(schema: Any) -> Iterator[tuple[str, Any]]:
-    """Yield a schema and what it refers to, with their places."""
+def _wholes(schema: Any) -> dict[str, Any]:
+    """Return a schema and all that its references point to, by their JSON pointers."""
     references = References(schema)
-    remaining, seen = collections.deque([("", schema)]), {""}
-    while remaining:
-        place, whole = remaining.popleft()
-        yield place, whole
-        for reference in _references(whole):
-            with contextlib.suppress(UnusableSchema):
-                target = references.target(reference, place)
-                if target[0] not in seen:
-                    seen.add(target[0])
-                    remaining.append(target)
-
-
-def _references(schema: Any) -> Iterator[str]:
-    remaining = [schema]
-    while remaining:
-        part = remaining.pop()
-        if isinstance(part, Mapping) and isinstance(part.get("$ref"), str):
-            yield part["$ref"]
-        remaining += [child for _, child in _children(part)]
+    wholes = {"": schema}
+    for pointer, part in parts_of(schema) if isinstance(schema, Mapping) else ():
+        with contextlib.suppress(UnusableSchema):
+            if "$ref" in part:
+                wholes.update([references.target(part["$ref"], pointer)])
+    return wholes
 
 
 def _without_references(schema: Any) -> Any:

@@ -21,11 +21,11 @@ from icehouse_server.domain.response_format import (
 from icehouse_server.structured_output.schema.rewriter import rewritten
 
 Pieces = Callable[[str], Iterable[int | str]]
-"""Cuts a text into the special tokens it spells and the text between them."""
+"""Splits a text into the special tokens it spells and the text between them."""
 
 UNENFORCED_LIMIT = 32
 """Most keywords that are listed."""
-_PLACE_LENGTH = 256
+_POINTER_LENGTH = 256
 _OPTIONS_KEY = "x-guidance"
 _WHITE_SPACE = r" |\n[ \t]{0,32}"
 """Between two tokens of JSON: one space, or a line break and an indentation of eight levels by four."""
@@ -58,19 +58,19 @@ def grammar_source(form: ResponseFormat, *, pieces: Pieces) -> str:
 def unenforced(form: ResponseFormat) -> tuple[str, ...]:
     """Return the keywords of a form's schemas that are not enforced, by their JSON pointers.
 
-    Those of a tool's schema follow the field it is in. Only the first ones are told.
+    Those of a tool's schema follow the field it is in. Only the first ones are reported.
     """
     match form:
         case JsonSchema():
-            places: Iterable[str] = rewritten(json.loads(form.schema)).unenforced
+            pointers: Iterable[str] = rewritten(json.loads(form.schema)).unenforced
         case TaggedJson():
-            places = (
+            pointers = (
                 f"{tag.field}{p}" for tag in form.tags for p in rewritten(json.loads(tag.schema)).unenforced
             )
         case _:
-            places = ()
-    first = itertools.islice(places, UNENFORCED_LIMIT)
-    return tuple(p if len(p) <= _PLACE_LENGTH else f"…{p[1 - _PLACE_LENGTH :]}" for p in first)
+            pointers = ()
+    first = itertools.islice(pointers, UNENFORCED_LIMIT)
+    return tuple(p if len(p) <= _POINTER_LENGTH else f"…{p[1 - _POINTER_LENGTH :]}" for p in first)
 
 
 def _held(schema: str, *, is_compact: bool = False) -> str:

@@ -1,4 +1,4 @@
-"""Matcher: holds outputs to a grammar with llguidance: which tokens may follow, and when one is complete.
+"""Matcher: constrains outputs to a grammar with llguidance: which tokens may follow, and when it is complete.
 
 A compiled grammar is made on another thread and never changes. What is started from it belongs to
 one sequence and is used on the inference thread alone; no mlx here.
@@ -17,7 +17,8 @@ from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_pa
 from icehouse_server.domain.response_format import Constraint
 from icehouse_server.errors import InvalidRequest, Reason
 
-_BITS = 32
+MASK_BITS = 32
+"""Tokens in a word of a mask."""
 
 Mask = npt.NDArray[np.uint32]
 
@@ -38,14 +39,14 @@ class CompiledGrammar:
 
 
 class MatcherConstraint:
-    """One sequence's place in its grammar."""
+    """The state of one sequence in its grammar."""
 
     allows_any = False
 
     def __init__(self, matcher: LLMatcher, executor: LLExecutor, vocabulary_size: int) -> None:
         self.matcher = matcher
         self.executor = executor
-        self.word_count = -(-vocabulary_size // _BITS)
+        self.word_count = -(-vocabulary_size // MASK_BITS)
         self._error: InvalidRequest | None = None
 
     @property

@@ -1,7 +1,7 @@
-"""Reasoning budget: a constraint that ends an output's reasoning; the form applies behind it.
+"""Reasoning budget: a constraint that ends an output's reasoning; the form applies after it.
 
-Within reasoning every token may come; when so many were drawn as the budget says, the tokens of the model's
-own end marker are all that may. It counts as the output's usage does, by the text.
+Within reasoning every token is allowed until the budget is used; then only the tokens of the model's own end
+marker are. Tokens are counted as in the output's usage, by the text.
 """
 
 from __future__ import annotations
@@ -10,23 +10,19 @@ import dataclasses
 import enum
 
 import numpy as np
-import numpy.typing as npt
 
 from icehouse_server.domain.response_format import Constraint, Grammar
 from icehouse_server.errors import IcehouseError
+from icehouse_server.structured_output.matcher import MASK_BITS, Mask
 from icehouse_server.text.detokenizer import Decode, Detokenizer
 from icehouse_server.text.reasoning import ReplyReasoning
-
-_BITS = 32
-
-Mask = npt.NDArray[np.uint32]
 
 
 class FormScope(enum.Enum):
     """Which part of an output a form is for."""
 
     WHOLE = enum.auto()
-    """All of it: the form itself says where reasoning may stand."""
+    """All of it: the form itself includes reasoning."""
     ANSWER = enum.auto()
     """What follows the reasoning, if there is any."""
 
@@ -63,7 +59,7 @@ class ReasoningBudget:
 
 
 class ReasoningConstraint:
-    """One sequence's reasoning, and its place in its form."""
+    """The state of one sequence's reasoning and of its form."""
 
     def __init__(self, budget: ReasoningBudget) -> None:
         self._budget = budget
@@ -111,8 +107,8 @@ class ReasoningConstraint:
             mask = ~self._no_tokens()
             for token_id in self._budget.end_token_ids:
                 if token_id >= self._budget.vocabulary_size:
-                    continue  # folders name such; the model never draws it
-                mask[token_id // _BITS] &= ~np.uint32(1 << token_id % _BITS)
+                    continue  # a folder may list one that the model never draws
+                mask[token_id // MASK_BITS] &= ~np.uint32(1 << token_id % MASK_BITS)
             return mask
         return _with(self._form.allowed_tokens().copy(), self._budget.reasoning.start_token_ids[0])
 
@@ -125,7 +121,7 @@ class ReasoningConstraint:
         elif not was_open and not self._meter.is_open:
             self._begin(token_id)
         if self._forced:
-            # Another token where the form did not let it come.
+            # Another token was drawn if the form did not allow this one.
             self._forced = self._forced[1:] if token_id == self._forced[0] else []
         if was_open and not self._meter.is_open:
             self._has_form_begun = True
@@ -164,9 +160,9 @@ class ReasoningConstraint:
         return self._forced[0] if form is None or form.allows(self._forced[0]) else None
 
     def _no_tokens(self) -> Mask:
-        return np.zeros(-(-self._budget.vocabulary_size // _BITS), dtype=np.uint32)
+        return np.zeros(-(-self._budget.vocabulary_size // MASK_BITS), dtype=np.uint32)
 
 
 def _with(mask: Mask, token_id: int) -> Mask:
-    mask[token_id // _BITS] |= np.uint32(1 << token_id % _BITS)
+    mask[token_id // MASK_BITS] |= np.uint32(1 << token_id % MASK_BITS)
     return mask

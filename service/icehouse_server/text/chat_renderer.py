@@ -1,14 +1,14 @@
-"""Chat renderer: from a conversation to the tokens of its prompt, and how the reply begins in them.
+"""Chat renderer: from a conversation to the tokens of its prompt, and the beginning of the reply in them.
 
-Runs in the rpc room's small executor, one caller at a time.
+Runs in the small executor of `rpc`, one caller at a time.
 
-A model may draw tokens that the tokenizer would not have chosen for the same text. A cached prefix is
-a prefix of tokens, so a turn that is tokenized anew ends the match there; put back as it was drawn it
-does not. Where a turn's tokens do not spell what the template wrote, the text counts.
+A model may draw tokens that the tokenizer would not choose for the same text. A cached prefix is a prefix of
+tokens, so a turn that is tokenized again ends the match there, and its drawn tokens do not. If these do not
+decode to what the template wrote, the template's text is used.
 
 A constrained call is the template's own text around the arguments, so that the model writes what it was
-trained to write. Only notations with arguments as JSON can be constrained; whether a model's is one is found
-by having its reader read an example.
+trained to write. Only notations with arguments as JSON can be constrained; the model's reader is given an
+example to see whether its notation is one.
 """
 
 from __future__ import annotations
@@ -18,11 +18,9 @@ import json
 from collections.abc import Callable, Sequence
 
 from icehouse_server.domain.chat import (
-    CallPiece,
     ChatMessage,
     Conversation,
     ImageTexts,
-    Piece,
     RenderedChat,
     Tool,
     ToolCall,
@@ -32,9 +30,8 @@ from icehouse_server.errors import InvalidRequest, Reason
 from icehouse_server.text.chat.history import fit
 from icehouse_server.text.chat.template import ChatTemplate
 from icehouse_server.text.chat.traits import TemplateTraits
-from icehouse_server.text.chat.turn_form import offer
+from icehouse_server.text.replies.recognition import ReadBack, read_back
 from icehouse_server.text.replies.reply_format import ReplyFormat
-from icehouse_server.text.replies.reply_splitter import ReplySplitter
 
 Encode = Callable[[str], list[int]]
 Decode = Callable[[Sequence[int]], str]
@@ -46,11 +43,11 @@ _NAME, _ARGUMENT, _ID = "qzcalledqz", "qzargumentqz", "000000000"
 _EXAMPLE_ARGUMENTS = '{"qzkeyqz": [1, {"a": "}"}]}'
 _ANY_ARGUMENTS = '{"type": "object"}'
 _CLOSINGS = ("}]", "}", "]", "")
-"""What may follow the arguments in notations whose calls have no end of their own."""
+"""What may follow the arguments in notations without an end marker."""
 _HEADER_TOKEN_COUNT = 8
 """Tokens decoded before a turn's own."""
 _LONGEST_ADDED_TOKEN = 64
-"""Characters of the longest special token that is looked for."""
+"""Characters of the longest special token that is searched for."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -124,7 +121,7 @@ class ChatRenderer:
         return _behind(text, base)
 
     def _unthinking(self, header: str) -> str:
-        """Return the header without the reasoning that it opens: turns of the past have none."""
+        """Return the header without the reasoning that it opens, as past turns have it."""
         start = self.format.think_start
         return header[: header.index(start)] if start and start in header else ""
 
@@ -139,7 +136,7 @@ class ChatRenderer:
         return continues_reasoning or self._is_open(message.content)
 
     def _called(self, conversation: Conversation, arguments_json: str) -> str:
-        """Return the conversation's text with a call behind it, whose name stands for those of the tools."""
+        """Return the conversation's text with a call of `_NAME` behind it."""
         traits = self.template.traits(has_tools=bool(conversation.tools))
         own_id = self.format.family.id_form.format(name=_NAME, index=0) or _ID
         call = ChatMessage("assistant", "", tool_calls=(ToolCall(own_id, _NAME, arguments_json),))
@@ -148,10 +145,9 @@ class ChatRenderer:
     def _forced(self, conversation: Conversation, *, base: str, begun: str) -> tuple[str, str]:
         """Return a prompt that ends with the beginning of a call, and that beginning.
 
-        The template writes it: the form of the calls is the one that the model was trained on. What
-        does not depend on the tool or its arguments is the beginning; it ends where a token ends.
-        Most templates go on from `base`; one that writes the past anew when it grows cannot, and then
-        the call goes behind the usual prompt, `begun`.
+        The template writes it, in the form that the model was trained on. The beginning is what depends on
+        neither the tool nor its arguments, up to the end of a token. Most templates continue `base`; for one
+        that renders the past differently when it grows, the call follows the usual prompt, `begun`.
         """
         start = self.format.family.call_start
         replies = []
@@ -199,9 +195,9 @@ def _behind(text: str, base: str) -> str:
 
 
 def common_text_length(texts: Sequence[str], ends: Sequence[Sequence[int]] | None) -> int:
-    """Return how long the common beginning is, cut back to one of `ends`: ends of the first text's tokens.
+    """Return the length of the common beginning, up to a token's end in every text, as `ends` lists them.
 
-    Without `ends` nothing is known of tokens, and the whole common beginning counts.
+    Without `ends`, for unknown tokens, the whole common beginning counts.
     """
     different = (i for i, characters in enumerate(zip(*texts, strict=False)) if len(set(characters)) > 1)
     common = next(different, min(map(len, texts)))
@@ -212,7 +208,7 @@ def common_text_length(texts: Sequence[str], ends: Sequence[Sequence[int]] | Non
 
 
 def _with_images(text: str, images: ImageTexts | None) -> str:
-    """Return the text with what stands for each image in the place of its mark."""
+    """Return the text with each image's mark replaced by its own text."""
     if images is None:
         return text
     first, *rest = text.split(images.mark)
@@ -274,16 +270,8 @@ def _around_arguments(shown: str, format: ReplyFormat) -> tuple[str, str]:
 
 def _reads(example: str, format: ReplyFormat) -> bool:
     """Whether the model's reader finds the example's call and nothing else, and repairs nothing."""
-    if _NAME not in example:
-        return False
-    splitter = ReplySplitter(format=format, tools=[offer(Tool(_NAME, "", {}))], make_call_id=str)
-    pieces: list[Piece] = [*splitter.push(example), *splitter.finish()]
-    calls = [piece for piece in pieces if isinstance(piece, CallPiece)]
-    if splitter.good_count != 1 or len(calls) < len(pieces):
-        return False
-    arguments = "".join(call.arguments_json for call in calls)
-    is_plain = not any(call.is_repaired or call.is_withdrawn for call in calls)
-    return is_plain and bool(json.loads(arguments) == json.loads(_EXAMPLE_ARGUMENTS))
+    call = ToolCall("", _NAME, _EXAMPLE_ARGUMENTS)
+    return read_back(format, example, tools=[Tool(_NAME, "", {})], calls=[call]) is ReadBack.ALL
 
 
 def _unsupported(conversation: Conversation) -> InvalidRequest:
@@ -311,8 +299,8 @@ class TurnTokens:
     def tokens(self, text: str, *, turns: Sequence[Sequence[int]], headers: Sequence[str]) -> list[int]:
         """Return the tokens of `text`, in which the drawn `turns` follow one of `headers`, in order.
 
-        `headers` are ways in which the template begins a turn, the likeliest first. Whatever is
-        returned decodes to the same text as the plain encoding does.
+        `headers` are the beginnings that a turn may have, the likeliest first. The result decodes to the same
+        text as the plain encoding.
         """
         plain = self.encode(text)
         if not turns:
@@ -324,31 +312,33 @@ class TurnTokens:
         tokens: list[int] = []
         position = 0
         for turn in turns:
-            place = self._place(text, position, self._without_end(turn), headers)
-            if place is not None:
-                tokens += self.encode(text[position : place.start])
-                tokens += place.token_ids
-                position = place.stop
+            match = self._match(text, position, self._without_end(turn), headers)
+            if match is not None:
+                tokens += self.encode(text[position : match.start])
+                tokens += match.token_ids
+                position = match.stop
         return tokens + self.encode(text[position:])
 
-    def _place(
+    def _match(
         self, text: str, position: int, drawn: Sequence[int], headers: Sequence[str]
-    ) -> _TurnPlace | None:
-        """Return where the turn stands whole; failing that, how it begins after the next header."""
+    ) -> _TurnMatch | None:
+        """Return the whole turn's position; failing that, how it begins after the next header."""
         for header in headers:
             spelled = self._spelling(header)(drawn)
-            found = text.find(header + spelled, position) if spelled else -1
-            stop = found + len(header) + len(spelled)
-            if found >= 0 and self._may_end(text, stop):
-                return _TurnPlace(found + len(header), stop, drawn)
-        for header in headers:
-            found = text.find(header, position)
-            if found >= 0 and (part := self._beginning(text, found + len(header), drawn, header)) is not None:
-                return part
-        return None
+            start = text.find(header + spelled, position) + len(header)
+            stop = start + len(spelled)
+            if spelled and start >= len(header) and self._may_end(text, stop):
+                return _TurnMatch(start, stop, drawn)
+        starts = ((header, text.find(header, position)) for header in headers)
+        parts = (
+            self._beginning(text, index + len(header), drawn, header)
+            for header, index in starts
+            if index >= 0
+        )
+        return next((part for part in parts if part is not None), None)
 
-    def _beginning(self, text: str, start: int, drawn: Sequence[int], header: str) -> _TurnPlace | None:
-        """Return the longest beginning of a turn that the template has kept: it may trim or close it."""
+    def _beginning(self, text: str, start: int, drawn: Sequence[int], header: str) -> _TurnMatch | None:
+        """Return the longest beginning of a turn that is in the text: the template may trim or close it."""
         spelled = self._spelling(header)
         low, high = 0, len(drawn)
         while low < high:
@@ -358,16 +348,16 @@ class TurnTokens:
             else:
                 high = middle - 1
         stop = start + len(spelled(drawn[:low]))
-        return _TurnPlace(start, stop, drawn[:low]) if stop > start and self._may_end(text, stop) else None
+        return _TurnMatch(start, stop, drawn[:low]) if stop > start and self._may_end(text, stop) else None
 
     def _spelling(self, header: str) -> Decode:
-        """Return what spells tokens that stand behind a header, so that a leading space survives."""
+        """Return a decoder of tokens that follow a header, so that a leading space survives."""
         before = self.encode(header)[-_HEADER_TOKEN_COUNT:]
         known = self.decode(before)
         return lambda token_ids: _behind(self.decode([*before, *token_ids]), known)
 
     def _may_end(self, text: str, stop: int) -> bool:
-        """Whether a token ends there in any case: elsewhere a word of an edited turn could be cut in two."""
+        """Whether a token always ends there: elsewhere a word of an edited turn could be split."""
         following = self.encode(text[stop : stop + _LONGEST_ADDED_TOKEN])
         return not following or following[0] in self.added_token_ids
 
@@ -380,7 +370,7 @@ class TurnTokens:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _TurnPlace:
+class _TurnMatch:
     """Tokens for `text[start:stop]`."""
 
     start: int

@@ -1,7 +1,7 @@
-"""Detokenizer: from tokens to text that may be sent, whole characters only, stop strings held back.
+"""Detokenizer: from tokens to text that may be sent: whole characters, without stop strings.
 
-Runs on the inference thread between steps, while the device computes the next one, so that
-a stop string takes effect in the step that completed it.
+Runs on the inference thread between steps, while the device computes the next one, so that a stop string
+takes effect in the step that completed it.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ class Detokenizer:
         self._pending_byte_count = len(text.rstrip(_REPLACEMENT).removeprefix(self._echo).encode())
         is_garbage = self._undecided_count > _PENDING_TOKEN_LIMIT
         if not text and (self._known_text or is_garbage):
-            # A special token: no text and no context for what follows. Kept, each one of a long run would
-            # cost as much as all before it. At the very start it may be a space that the decoder strips.
+            # A special token: no text, and no context for what follows. In the window each one of a long run
+            # would cost as much as all before it. At the start it may be a space that the decoder strips.
             self._window.pop()
             self._undecided_count -= 1
         elif is_garbage:
-            return self._let_go(text)
+            return self._flush_garbage(text)
         return ""
 
     def flush(self) -> str:
@@ -77,25 +77,25 @@ class Detokenizer:
             return text[len(self._known_text) :]
         return self._decode(window[self._read_index :])
 
-    def _let_go(self, text: str) -> str:
-        """Emit the pending garbage but for its last tokens, which may be the start of a character."""
-        for kept_count in range(_UNFINISHED_LIMIT, 2 * _UNFINISHED_LIMIT + 1):
-            head, tail = self._window[:-kept_count], self._window[-kept_count:]
+    def _flush_garbage(self, text: str) -> str:
+        """Emit the pending garbage except its last tokens, which may be the start of a character."""
+        for tail_count in range(_UNFINISHED_LIMIT, 2 * _UNFINISHED_LIMIT + 1):
+            head, tail = self._window[:-tail_count], self._window[-tail_count:]
             head_text = self._new_text(head)
             # A cut inside a character would show as one more U+FFFD.
             if head_text and head_text + self._decode(tail) == text:
                 self._window = head
                 sent = self._commit(head_text)
                 self._window += tail
-                self._undecided_count = kept_count
+                self._undecided_count = tail_count
                 return sent
         certain = text.rstrip(_REPLACEMENT)
         if certain and len(self._window) - self._read_index <= _CUT_TOKEN_LIMIT:
-            return self._let_go_inside(certain) or self._commit(text)
+            return self._flush_inside(certain) or self._commit(text)
         return self._commit(text)
 
-    def _let_go_inside(self, certain: str) -> str:
-        """Emit the whole characters, where every token ends inside one: no token can be let go of."""
+    def _flush_inside(self, certain: str) -> str:
+        """Emit the whole characters, where every token ends inside one, so that no token can be dropped."""
         if not self._decode(self._window).startswith(self._known_text + certain):
             return ""
         self._known_text += certain
@@ -144,7 +144,7 @@ class StopFilter:
     """Passes text on, holding back the longest tail that could still become a stop string.
 
     What is sent depends on the text alone, not on how it was cut into pieces: the stop string that
-    is complete first ends it, and of several that are complete at one place the longest.
+    is complete first ends it, and of several that are complete at once the longest.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -154,17 +154,16 @@ class StopFilter:
     def push(self, text: str) -> TextStep:
         """Add text; return what is safe to send, and the stop string that ended it when one is complete."""
         self._held += text
-        found = [
+        matches = [
             (start + len(stop), -len(stop), stop)
             for stop in self._stops
             if (start := self._held.find(stop)) >= 0
         ]
-        if found:
-            end, _, stop = min(found)
+        if matches:
+            end, _, stop = min(matches)
             sent, self._held = self._held[: end - len(stop)], ""
             return TextStep(sent, stop)
-        keep = self._longest_stop_prefix()
-        cut = len(self._held) - keep
+        cut = len(self._held) - self._longest_stop_prefix()
         sent, self._held = self._held[:cut], self._held[cut:]
         return TextStep(sent, None)
 
@@ -183,7 +182,7 @@ class StopFilter:
 
 
 class TextStream:
-    """One sequence's way from token to sendable text."""
+    """Turns one sequence's tokens into text to send."""
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
 """Infill prompt: the tokens by which a model fills the gap between two texts.
 
 Fill in the middle (Bavarian et al. 2022, "Efficient Training of Language Models to Fill in the Middle"):
-prefix, suffix, then the middle, with a token of the vocabulary before each. Models differ in how these are
-called, so which of them a vocabulary has says how its model is asked.
+prefix, suffix, then the middle, with a token of the vocabulary before each. The names of these tokens differ,
+so those in the vocabulary show the model's format.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _MARKERS = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class InfillFormat:
-    """How one model is asked to fill a gap. Any thread."""
+    """One model's prompt format for filling a gap. Any thread."""
 
     marker_ids: tuple[int, int, int]
     stop_token_ids: tuple[int, ...]
@@ -58,7 +58,7 @@ class InfillFormat:
     encode: Encode
     """Gives the tokens of a text by itself."""
     start: tuple[int, ...]
-    """Tokens that the model wants at every prompt's beginning."""
+    """Tokens that begin every prompt of the model."""
 
     def tokens(self, *, prefix: str, suffix: str) -> InfillTokens:
         """Return the prompt of a gap between two texts."""

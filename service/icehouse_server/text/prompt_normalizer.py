@@ -1,11 +1,11 @@
-"""Prompt normaliser: takes out of a conversation what changes from turn to turn and means nothing to a model.
+"""Prompt normalizer: removes from a conversation what varies between requests and means nothing to a model.
 
-Agents put a line for their billing into the first system message, with a checksum (`cch=…`) that differs in
-every request, and send tools, and the keys of their schemas, in the order of some hash table. Each of them
-makes another prompt of the same words, and nothing of the cached one can be reused.
+Agents put a billing line with a checksum (`cch=…`) that differs in every request into the first system
+message, and send tools and the keys of their schemas in random order. Either changes the prompt, so that
+nothing of the cached one can be reused.
 
-A gateway that renders the template itself sends tokens: the line is found there too, and what it leaves is
-tokenized anew. Pure functions.
+A gateway that renders the template itself sends tokens: the line is removed there too, and the text around it
+is tokenized again. Pure functions.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ _CHECKSUM = re.compile(r"(?:^|;[ \t]*)cch=")
 
 
 def normalized(conversation: Conversation) -> tuple[Conversation, tuple[PromptChange, ...]]:
-    """Return the conversation without what is volatile, and what was changed; the same one if nothing was.
+    """Return the normalized conversation and what was changed; the same one if nothing was.
 
-    Replies and tool calls of earlier turns are left as they are: they are what the model drew.
+    Replies and tool calls of earlier turns are not changed: they are what the model drew.
     """
     messages, line_count = _without_billing_lines(conversation.messages)
     tools = tuple(_with_sorted_keys(tool) for tool in conversation.tools)
@@ -66,19 +66,19 @@ def normalized_tokens(
     That is the first turn, or one behind it, before a user's: many templates have the tools in front.
 
     `encode` adds no special tokens and `decode` hides none; `added_token_ids` are cut out of a text before
-    anything else, so that what lies between two of them can be tokenized by itself. The prompt stays as it is
-    where its text without the line would not come out exactly so.
+    anything else, so that the text between two of them can be tokenized by itself. The prompt is not changed
+    if the new tokens would not decode to exactly its text without the line.
     """
     cuts = (
         (start, stop, *_cut_billing_lines(turn, _PAIRS_IN_TURN))
         for start, stop, turn in _first_turns(token_ids, decode, added_token_ids)
     )
-    found = next((cut for cut in cuts if cut[-1]), None)
-    if found is None:
+    match = next((cut for cut in cuts if cut[-1]), None)
+    if match is None:
         return token_ids, ()
-    start, stop, kept, count = found
-    anew = (*token_ids[:start], *encode(kept), *token_ids[stop:])
-    if not kept.strip() or decode(anew) != decode(token_ids[:start]) + kept + decode(token_ids[stop:]):
+    start, stop, text, count = match
+    anew = (*token_ids[:start], *encode(text), *token_ids[stop:])
+    if not text.strip() or decode(anew) != decode(token_ids[:start]) + text + decode(token_ids[stop:]):
         return token_ids, ()
     return anew, (PromptChange(PromptChangeKind.BILLING_LINE_DROPPED, count),)
 
@@ -86,7 +86,7 @@ def normalized_tokens(
 def _first_turns(
     token_ids: Sequence[int], decode: Decode, added_token_ids: Collection[int]
 ) -> Iterator[tuple[int, int, str]]:
-    """Yield the texts between added tokens that are longer than a header, each with its place: the first one
+    """Yield the texts between added tokens that are longer than a header, with start and stop: the first one
     and, unless it is a user's, those behind it that come before one."""
     marks = (index for index, token_id in enumerate(token_ids) if token_id in added_token_ids)
     ends = list(itertools.islice(marks, _MARK_LIMIT))
@@ -110,15 +110,15 @@ def _first_turns(
 def _cut_billing_lines(text: str, pairs: re.Pattern[str]) -> tuple[str, int]:
     """Return a text without such lines, and how many there were. With the rest of a line left, its end stays
     too."""
-    kept: list[str] = []
+    parts: list[str] = []
     position = count = 0
-    for found in pairs.finditer(text):
-        if _CHECKSUM.search(found["pairs"]) is None:
+    for match in pairs.finditer(text):
+        if _CHECKSUM.search(match["pairs"]) is None:
             continue
-        kept.append(text[position : found.start("line")])
-        position = found.end()
+        parts.append(text[position : match.start("line")])
+        position = match.end()
         count += 1
-    return "".join((*kept, text[position:])), count
+    return "".join((*parts, text[position:])), count
 
 
 def _without_billing_lines(messages: tuple[ChatMessage, ...]) -> tuple[tuple[ChatMessage, ...], int]:

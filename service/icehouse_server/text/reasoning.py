@@ -1,4 +1,4 @@
-"""Reasoning tokens of a reply: which tokens the model reasons with, by the text that they become.
+"""Reasoning tokens of a reply, recognized by the text that they become.
 
 Markers are looked for in the text and not among the tokens, as in ReplySplitter: a model may draw a marker as
 other tokens than the tokenizer would choose.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from icehouse_server.text.replies.checked_calls import ReplyCalls
+from icehouse_server.text.replies.notation import ReplyCalls
 from icehouse_server.text.replies.reply_format import ReplyFormat
 from icehouse_server.text.values.text_source import TextSource
 
@@ -43,68 +43,56 @@ class ReplyReasoning:
 class ReasoningCounter:
     """Counts the tokens of one output that lie within reasoning.
 
-    A token lies where its first character does. If text of earlier tokens comes with it, its last one counts.
+    It reads the output as ReplySplitter does, but checks no calls. A token lies where its first character
+    does. If text of earlier tokens comes with it, its last character counts.
     """
-
-    def __init__(self, reasoning: ReplyReasoning) -> None:
-        self._spans = ReasoningSpans(reasoning)
-        self._counted = 0
-        self._length = len(reasoning.opening)
-        """Characters so far."""
-        self._waiting: list[int] = []
-        """Where tokens begin that are not counted yet: their text has not come, or may begin a marker."""
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the next token is drawn within reasoning."""
-        return self._spans.is_reasoning
-
-    @property
-    def token_count(self) -> int:
-        """Tokens of reasoning so far; those that may become a marker count until they are one."""
-        return self._counted + (len(self._waiting) if self.is_open else 0)
-
-    def push(self, text: str) -> None:
-        """Take one more token with the text that became certain with it, which may be empty."""
-        shares_text = self._length in self._waiting[-1:]  # with the token before
-        self._waiting.append(self._length + max(0, len(text) - 1) if shares_text else self._length)
-        self._length += len(text)
-        reasoned = self._spans.push(text)
-        end = self._spans.certain_length
-        judged = [place for place in self._waiting if place < end]
-        self._waiting = [place for place in self._waiting if place >= end]
-        self._counted += sum(any(place in span for span in reasoned) for place in judged)
-
-
-class ReasoningSpans:
-    """Where an output reasons: read as ReplySplitter reads it, but no calls are checked."""
 
     def __init__(self, reasoning: ReplyReasoning) -> None:
         self._source = TextSource()
         self.calls = ReplyCalls(self._source) if reasoning.reads_calls else None
         self.is_reasoning = reasoning.is_open
-        """Whether what comes next is reasoning, as far as the text says."""
         self._spans: list[range] = []
         self._reading = reasoning.format.layout.read(self._source, self)
-        self.push(reasoning.opening)
+        self._count = 0
+        self._length = 0
+        """Characters so far."""
+        self._pending: list[int] = []
+        """Start positions of tokens that are not counted yet: their text may still begin a marker."""
+        self.read(reasoning.opening)
 
     @property
-    def certain_length(self) -> int:
-        """Characters that are known to be reasoning or not."""
-        return self._source.read_length
+    def is_open(self) -> bool:
+        """Whether the next token is drawn within reasoning."""
+        return self.is_reasoning
 
-    def push(self, text: str) -> list[range]:
-        """Add text; return the spans of reasoning that became certain."""
+    @property
+    def token_count(self) -> int:
+        """Tokens of reasoning so far; those that may become a marker count until they are one."""
+        return self._count + (len(self._pending) if self.is_open else 0)
+
+    def push(self, text: str) -> None:
+        """Take one more token with the text that became certain with it, which may be empty."""
+        shares_text = self._length in self._pending[-1:]  # with the token before
+        self._pending.append(self._length + max(0, len(text) - 1) if shares_text else self._length)
+        spans = self.read(text)
+        end = self._source.read_length
+        certain = [position for position in self._pending if position < end]
+        self._pending = [position for position in self._pending if position >= end]
+        self._count += sum(any(position in span for span in spans) for position in certain)
+
+    def read(self, text: str) -> list[range]:
+        """Add text; return the spans of reasoning that became certain, in characters."""
+        self._length += len(text)
         if text:
             self._source.push(text)
             next(self._reading, None)
         spans, self._spans = self._spans, []
         return spans
 
-    def say(self, text: str) -> None:
-        """Pass over text."""
+    def add_text(self, text: str) -> None:
+        """Ignore text of the answer."""
 
-    def think(self, text: str) -> None:
+    def add_reasoning(self, text: str) -> None:
         """Take a span of reasoning, which is the text that was read last."""
         end = self._source.read_length
         self._spans.append(range(end - len(text), end))

@@ -1,9 +1,8 @@
 """Tokenizer, without mlx: text and chats to token ids, token ids to text.
 
-Used by the rpc room's small executor (encode, render), by the inference thread (decode), and by
-threads of the metrics port where the status page shows text. All go straight to the immutable Rust
-tokenizer where there is one, which any number of threads may call at once; the Python wrapper
-around it may not be shared so.
+Used by the small executor of `rpc` (encode, render), the inference thread (decode), and threads of the
+metrics port (the status page). All call the immutable Rust tokenizer directly if there is one, which any
+number of threads may use at once; the Python wrapper around it may not be shared.
 """
 
 from __future__ import annotations
@@ -17,8 +16,7 @@ from typing import Any
 from icehouse_server.domain.chat import Conversation, PromptChange, RenderedChat
 from icehouse_server.domain.model import ReplyFormatInfo
 from icehouse_server.errors import InvalidRequest, Reason
-from icehouse_server.text.chat.template import ChatTemplate
-from icehouse_server.text.chat.turn_form import offer
+from icehouse_server.text.chat.template import ChatTemplate, offer
 from icehouse_server.text.chat_renderer import ChatRenderer, TurnTokens, common_text_length
 from icehouse_server.text.infill import InfillFormat, InfillTokens, infill_format_of
 from icehouse_server.text.prompt_normalizer import normalized_tokens
@@ -30,7 +28,7 @@ _HIDDEN_NAMES = ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id")
 _UNINTERRUPTED_LENGTH = 4096
 """Characters that are tokenized in about a millisecond."""
 _LETTER = "a"
-"""A text that every vocabulary can spell; tokens before its own are those that begin each prompt."""
+"""A text that every vocabulary can encode; tokens before its own begin each prompt."""
 _MERGES = '"merges":['
 """How tokenizer.json begins its list of merges; inside a string of it the quotes would be escaped."""
 

@@ -1,7 +1,5 @@
-"""Tokenizer archive: the files a gateway needs to tokenize, render and prepare images as this server does, in
-one zip.
-
-The digest of the tokenizer's own files, for whoever has to know whether they are the same.
+"""Tokenizer archive: a zip of the files a gateway needs to tokenize, render and prepare images as this server
+does, and a digest of the tokenizer's own files.
 
 The same folder gives the same bytes, so that a gateway sees by the digest that two workers agree.
 """
@@ -32,8 +30,7 @@ _NAMES = frozenset(
     }
 )
 _IMAGE_NAMES = frozenset({"preprocessor_config.json", "processor_config.json"})
-"""Files that say how images are prepared: who prepares them elsewhere needs them, and no token depends on
-them."""
+"""Files of the image processor: gateways that prepare images need them, and no token depends on them."""
 _ENDINGS = frozenset({".jinja", ".model", ".tiktoken"})
 _DATE = (1980, 1, 1, 0, 0, 0)
 """The earliest that a zip knows; the files' own would make every copy of a folder another archive."""

@@ -1,8 +1,8 @@
 """Image decoder: encoded bytes to pixels, with Pillow. What is too large is refused by its header.
 
-The bytes say which format it is; what their sender calls them does not count. A photo larger than a model
-could use is scaled down: a JPEG while it is decoded, so that most of its pixels never exist; another image
-afterwards. Pillow is of the optional extra `vision`. Any thread.
+The bytes show the format; the sender's media type does not count. A photo larger than a model can use is
+scaled down: a JPEG while it is decoded, so that most of its pixels never exist; another image afterwards.
+Pillow comes with the optional extra `vision`. Any thread.
 """
 
 from __future__ import annotations
@@ -43,8 +43,6 @@ _SEGMENTS: Final = _SEQUENTIAL | {0xC4, 0xDB, 0xDD, 0xFE, *range(0xE0, 0xF0)}
 _SCAN: Final = 0xDA
 _COUNT_OFFSET: Final = 9
 """From a frame's marker to the number of its components; a scan has it at 4."""
-_LEAST_LENGTH: Final = 2
-"""Of a segment, which counts its own two bytes."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -68,10 +66,10 @@ def decode_image(source: ImageSource, limits: ImageLimits) -> Image.Image:
     """
     image = _opened(source, limits)
     try:
-        # A GIF's second frame is looked for only now.
+        # A GIF's second frame is read only now.
         if not getattr(image, "is_animated", False):
             return _decoded(image, limits)
-    except Exception as error:  # each of Pillow's decoders raises what it likes
+    except Exception as error:  # Pillow's decoders may raise anything
         raise _invalid(source, f"cannot be decoded{_detail(source, error)}") from error
     raise _invalid(source, "is animated; send one frame of it")
 
@@ -81,7 +79,7 @@ def decoding_bytes(source: ImageSource, limits: ImageLimits) -> int:
     and for more than a request is ever given."""
     image = _opened(source, limits)
     width, height = image.size
-    target = kept_size(image.size, limits)
+    target = scaled_size(image.size, limits)
     if is_read_in_one_scan(source.data):
         # Most pixels of a large one never exist. A progressive JPEG holds all of them at any scale.
         image.draft(None, target)
@@ -98,8 +96,8 @@ def decoding_bytes(source: ImageSource, limits: ImageLimits) -> int:
     return size_bytes
 
 
-def kept_size(size: tuple[int, int], limits: ImageLimits) -> tuple[int, int]:
-    """Return the width and height that an image is scaled down to; its own if it is small enough."""
+def scaled_size(size: tuple[int, int], limits: ImageLimits) -> tuple[int, int]:
+    """Return the width and height after scaling down; the same for an image that is small enough."""
     width, height = size
     if width * height <= limits.pixel_count:
         return size
@@ -110,7 +108,7 @@ def kept_size(size: tuple[int, int], limits: ImageLimits) -> tuple[int, int]:
 
 
 def _decoded(image: Image.Image, limits: ImageLimits) -> Image.Image:
-    target = kept_size(image.size, limits)
+    target = scaled_size(image.size, limits)
     if target != image.size:
         # The mode stays; only a JPEG knows sizes of its own.
         image.draft(None, target)
@@ -123,7 +121,7 @@ def _decoded(image: Image.Image, limits: ImageLimits) -> Image.Image:
 
 
 def _opened(source: ImageSource, limits: ImageLimits) -> Image.Image:
-    """Read the header of an image that is not too large."""
+    """Read the header of an image; refuse one that would take too much memory while it is decoded."""
     size = len(source.data)
     if size > limits.size_bytes:
         raise _invalid(
@@ -133,7 +131,12 @@ def _opened(source: ImageSource, limits: ImageLimits) -> Image.Image:
             limit_bytes=limits.size_bytes,
         )
     image = _with_header(source)
-    _check_pixels(source, image, limits)
+    limit = min(_DECODED_FACTOR * limits.pixel_count, PIXEL_LIMIT)
+    if isinstance(image, JpegImagePlugin.JpegImageFile) and is_read_in_one_scan(source.data):
+        limit = _JPEG_FACTOR * limits.pixel_count
+    width, height = image.size
+    if width * height > limit:
+        raise _too_many_pixels(source, f"{width} x {height}", width * height, limit=limit)
     return image
 
 
@@ -147,22 +150,10 @@ def _with_header(source: ImageSource) -> Image.Image:
         return Image.open(file, formats=_OTHER_FORMATS)
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise _too_many_pixels(source, f"more than {PIXEL_LIMIT}", limit=PIXEL_LIMIT) from error
-    except UnidentifiedImageError as error:  # its words name the object in this process's memory
-        raise _invalid(source, f"is no PNG, JPEG, WebP or GIF{_told(source)}") from error
     except Exception as error:  # as above
         raise _invalid(
-            source, f"is no PNG, JPEG, WebP or GIF{_told(source)}{_detail(source, error)}"
+            source, f"is no PNG, JPEG, WebP or GIF{_media_type_hint(source)}{_detail(source, error)}"
         ) from error
-
-
-def _check_pixels(source: ImageSource, image: Image.Image, limits: ImageLimits) -> None:
-    """Refuse an image that would take too much memory while it is decoded."""
-    limit = min(_DECODED_FACTOR * limits.pixel_count, PIXEL_LIMIT)
-    if isinstance(image, JpegImagePlugin.JpegImageFile) and is_read_in_one_scan(source.data):
-        limit = _JPEG_FACTOR * limits.pixel_count
-    width, height = image.size
-    if width * height > limit:
-        raise _too_many_pixels(source, f"{width} x {height}", width * height, limit=limit)
 
 
 def _too_many_pixels(
@@ -181,15 +172,14 @@ def _invalid(source: ImageSource, complaint: str, **facts: object) -> InvalidReq
     return InvalidRequest(Reason.IMAGE_INVALID, message, field=source.field, metadata=facts)
 
 
-def _told(source: ImageSource) -> str:
+def _media_type_hint(source: ImageSource) -> str:
     """Return the sender's media type, which hints at what the image really is."""
     return f" (it is called {source.media_type[:_SHOWN_LENGTH]!r})" if source.media_type else ""
 
 
 def _detail(source: ImageSource, error: Exception) -> str:
-    """Return the decoder's words. They may quote the file, so they are left out for an image that the caller
-    only named by its URI."""
-    if source.uri:
+    """Return the decoder's message. It may quote the file, so it is left out for an image from a URI."""
+    if source.uri or isinstance(error, UnidentifiedImageError):  # whose message names an object in memory
         return ""
     return f": {' '.join(str(error).split())[:160] or type(error).__name__}"
 
@@ -210,7 +200,7 @@ def is_read_in_one_scan(data: bytes) -> bool:
         if marker == _SCAN:
             return component_count == data[at + 4]
         length = int.from_bytes(data[at + 2 : at + 4], "big")
-        if marker not in _SEGMENTS or length < _LEAST_LENGTH:
+        if marker not in _SEGMENTS or length < 2:
             return False
         if marker in _SEQUENTIAL:
             component_count = data[at + _COUNT_OFFSET]

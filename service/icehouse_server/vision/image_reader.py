@@ -1,4 +1,4 @@
-"""Image reader of one model: from images as callers sent them to the model's inputs. Any thread."""
+"""Image reader of one model: from callers' images to the model's inputs. Any thread."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from icehouse_server.domain.request import ImageInput, ImageSpan, SentImages
 from icehouse_server.errors import InvalidRequest, Reason
 from icehouse_server.vision.decoder import ImageLimits, decode_image, decoding_bytes
 from icehouse_server.vision.processor import ImageProcessor, PreparedImage
-from icehouse_server.vision.sent_tensors import SentTensors, check_bytes, places_of
+from icehouse_server.vision.sent_tensors import SentTensors, check_bytes, locate_images
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -36,13 +36,12 @@ class ImageReader:
         return PromptImages(self, sources)
 
     def place(self, token_ids: Sequence[int], sent: SentImages) -> tuple[ImageSpan, ...]:
-        """Return the spans of images that somebody else has prepared; raises InvalidRequest, which names the
-        fault."""
+        """Return the spans of images that a gateway has prepared; raises InvalidRequest."""
         check_bytes(sent, self.limits)
-        places = places_of(token_ids, sent, image_token_id=self.image_token_id)
-        images = self.processor.take(SentTensors(sent, places, self.limits))
+        located = locate_images(token_ids, sent, image_token_id=self.image_token_id)
+        images = self.processor.take(SentTensors(sent, located, self.limits))
         spans = tuple(
-            ImageSpan(place.start, place.stop, image) for place, image in zip(places, images, strict=True)
+            ImageSpan(tokens.start, tokens.stop, image) for tokens, image in zip(located, images, strict=True)
         )
         _check_end(spans, token_count=len(token_ids), reason=Reason.IMAGE_INVALID, field=sent.places_field)
         return spans
@@ -114,20 +113,20 @@ def spans_of(
     Raises InvalidRequest when the prompt has more or fewer such tokens: somebody wrote them as text; and what
     `_check_end` does.
     """
-    places = np.flatnonzero(np.asarray(token_ids) == image_token_id)
+    positions = np.flatnonzero(np.asarray(token_ids) == image_token_id)
     wanted = sum(image.feature_count for image in images)
-    if len(places) != wanted:
+    if len(positions) != wanted:
         raise InvalidRequest(
             Reason.CHAT_INVALID,
-            f"the prompt has {len(places)} image tokens and its images have {wanted}; texts must not contain "
-            "the model's own marks of images",
+            f"the prompt has {len(positions)} image tokens and its images have {wanted}; texts must not "
+            "contain the model's own marks of images",
             field="prompt.chat",
-            metadata={"image_tokens": len(places), "expected_image_tokens": wanted},
+            metadata={"image_tokens": len(positions), "expected_image_tokens": wanted},
         )
     spans, first = [], 0
     for image in images:
         last = first + image.feature_count
-        spans.append(ImageSpan(int(places[first]), int(places[last - 1]) + 1, image))
+        spans.append(ImageSpan(int(positions[first]), int(positions[last - 1]) + 1, image))
         first = last
     _check_end(spans, token_count=len(token_ids), reason=Reason.CHAT_INVALID, field="prompt.chat")
     return tuple(spans)

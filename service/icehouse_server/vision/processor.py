@@ -1,7 +1,7 @@
 """Image processor of one model: decoded images to tensors and to the text that stands for them.
 
-The tensors are made by the model's own processor, as transformers has it for Pillow and numpy: torch is not
-needed. What identifies an image is made of them: two files with equal pixels are one image. Any thread.
+The tensors are made by transformers' processor for Pillow and numpy, so torch is not needed. They identify
+the image: two files with equal pixels are one. Any thread.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _DEFAULT_MERGE_SIZE: Final = 2
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PreparedImage:
-    """An image for the model, and the text that takes the place of its mark in the prompt."""
+    """An image for the model, and the text that replaces its mark in the prompt."""
 
     image: ImageInput
     text: str
@@ -70,7 +70,7 @@ class ImageProcessor:
         raise NotImplementedError
 
     def take(self, sent: SentTensors) -> list[ImageInput]:
-        """Return images that somebody else has prepared: for equal tensors the same that `prepare` returns.
+        """Return images that a gateway has prepared: for equal tensors the same that `prepare` returns.
         Raises InvalidRequest for tensors that do not fit the model, or not the tokens in the prompt."""
         raise NotImplementedError
 
@@ -96,7 +96,7 @@ def open_processor(path: Path, model_type: str) -> ImageProcessor:
             facts = [model_type, configs, importlib.metadata.version("pillow")]
             return ViewProcessor(ViewSettings.of(*configs), json.dumps(facts, sort_keys=True).encode())
         inner: Any = AutoImageProcessor.from_pretrained(path, backend="pil")  # type: ignore[no-untyped-call]
-    except Exception as error:  # transformers raises whatever its parsers raise
+    except Exception as error:  # its parsers may raise anything
         raise ModelError(
             Reason.MODEL_INVALID, f"the image processor in {path} cannot be loaded: {_words(error)}"
         ) from error
@@ -148,8 +148,8 @@ class TileProcessor(ImageProcessor):
         if max(counts) != shape[1]:
             sent.refuse(PIXELS, f"has {shape[1]} tiles; by its tokens an image has {max(counts)} at most")
         if sent.has("pixel_attention_mask"):
-            told = sent.flags("pixel_attention_mask", *shape[:2], side, side)
-            if not all(told[index, :count].all() for index, count in enumerate(counts)):
+            shown = sent.flags("pixel_attention_mask", *shape[:2], side, side)
+            if not all(shown[index, :count].all() for index, count in enumerate(counts)):
                 sent.refuse("pixel_attention_mask", "hides a part of a tile; this model's tiles are whole")
         pixels = sent.pixels(*shape)
         if any(_has_empty_tile(pixels[index, :count]) for index, count in enumerate(counts)):
@@ -181,8 +181,8 @@ class GridProcessor(ImageProcessor):
 
     def prepare(self, image: Image.Image, detail: ImageDetail = ImageDetail.AUTO) -> PreparedImage:
         made = self._inner([image], **self._size(detail))
-        found = self._image(made["image_grid_thw"], made[PIXELS])
-        return PreparedImage(found, self.mark * found.feature_count)
+        image_input = self._image(made["image_grid_thw"], made[PIXELS])
+        return PreparedImage(image_input, self.mark * image_input.feature_count)
 
     def take(self, sent: SentTensors) -> list[ImageInput]:
         """Take [patches of all images, values], and of each image frames, rows and columns of patches."""
@@ -234,9 +234,9 @@ class WholeProcessor(ImageProcessor):
 
     def prepare(self, image: Image.Image, detail: ImageDetail = ImageDetail.AUTO) -> PreparedImage:
         """Return the same at every level: there is one size."""
-        found = self._image(self._inner([image])[PIXELS])
+        image_input = self._image(self._inner([image])[PIXELS])
         tokens = "<image_soft_token>" * self._token_count
-        return PreparedImage(found, f"\n\n{self.mark}{tokens}<end_of_image>\n\n")
+        return PreparedImage(image_input, f"\n\n{self.mark}{tokens}<end_of_image>\n\n")
 
     def take(self, sent: SentTensors) -> list[ImageInput]:
         """Take [images, 3, height, width]."""
@@ -261,8 +261,8 @@ class ViewProcessor(ImageProcessor):
 
     def prepare(self, image: Image.Image, detail: ImageDetail = ImageDetail.AUTO) -> PreparedImage:
         views = views_of(image, self._settings, is_cut=detail is not ImageDetail.LOW)
-        found = self._image(views.mask, views.patches, views.shapes)
-        return PreparedImage(found, self._text(views, self._counts(views.shapes)))
+        image_input = self._image(views.mask, views.patches, views.shapes)
+        return PreparedImage(image_input, self._text(views, self._counts(views.shapes)))
 
     def take(self, sent: SentTensors) -> list[ImageInput]:
         """Take [views of all images, patches, values], and of each view rows and columns of patches."""
@@ -300,10 +300,10 @@ class ViewProcessor(ImageProcessor):
 
     def _text(self, views: Views, counts: Sequence[int]) -> str:
         """As mlx-vlm and transformers write it."""
-        places = [(row, column) for row in range(views.row_count) for column in range(views.column_count)]
+        tiles = [(row, column) for row in range(views.row_count) for column in range(views.column_count)]
         text = ""
-        if len(places) > 1:
-            for (row, column), count in zip(places, counts[:-1], strict=True):
+        if len(tiles) > 1:
+            for (row, column), count in zip(tiles, counts[:-1], strict=True):
                 text += f"<|img_row_{row + 1}_col_{column + 1}|>{self.mark * count}"
             text += "<|img_thumbnail|>"
         return f"<|image_start|>{text}{self.mark * counts[-1]}<|image_end|>"
@@ -442,8 +442,8 @@ def _not_served(path: Path, what: str, *, instead: str) -> ModelError:
 def _read(path: Path) -> Mapping[str, Any]:
     if not path.exists():
         return {}
-    found = json.loads(path.read_text(encoding="utf-8"))
-    return found if isinstance(found, dict) else {}
+    content = json.loads(path.read_text(encoding="utf-8"))
+    return content if isinstance(content, dict) else {}
 
 
 def _words(error: Exception) -> str:

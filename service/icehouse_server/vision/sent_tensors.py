@@ -1,7 +1,7 @@
-"""Sent tensors: images that somebody else has prepared, checked against the prompt and the model's own kind
-before anything is made of them. Any thread.
+"""Sent tensors: images that a gateway has prepared, checked against the prompt and the model before use. Any
+thread.
 
-Nothing that the sender says of an image is believed: it is known here by the tensors themselves.
+Nothing else that the sender reports of an image is trusted.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from icehouse_server.vision.decoder import ImageLimits
 
 PIXELS: Final = "pixel_values"
 LARGEST_VALUE: Final = 255.0
-"""No processor makes a larger one, even where it leaves pixels as they are; far larger ones would overflow
-what a tower computes."""
+"""No processor makes a larger one, even without rescaling; far larger ones would overflow in the tower."""
 _NUMPY: Final = {"F32": np.float32, "I64": np.int64, "U32": np.uint32, "U8": np.uint8}
 _INTEGERS: Final = frozenset({"I64", "U32", "U8"})
 _LONGEST_GAP: Final = 16
@@ -34,7 +33,7 @@ Integers = npt.NDArray[np.int64]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class ImagePlace:
+class ImageTokens:
     """One image's tokens in a prompt, from its first image token to the one behind the last."""
 
     start: int
@@ -43,22 +42,22 @@ class ImagePlace:
     """Lengths of the runs of image tokens between text."""
 
 
-def places_of(token_ids: Sequence[int], sent: SentImages, *, image_token_id: int) -> list[ImagePlace]:
-    """Return the images' places; raises InvalidRequest where the prompt's tokens do not agree."""
+def locate_images(token_ids: Sequence[int], sent: SentImages, *, image_token_id: int) -> list[ImageTokens]:
+    """Return the images' tokens; raises InvalidRequest where the prompt's tokens do not agree."""
     if sent.token_id not in (None, image_token_id):
         raise _invalid(
             sent.token_field, f"is {sent.token_id}; the image token of this model is {image_token_id}"
         )
-    found = np.flatnonzero(np.asarray(token_ids) == image_token_id)
-    places = []
-    for index, place in enumerate(sent.places):
-        first, last = np.searchsorted(found, (place.start, place.stop))
+    positions = np.flatnonzero(np.asarray(token_ids) == image_token_id)
+    images: list[ImageTokens] = []
+    for index, span in enumerate(sent.places):
+        first, last = np.searchsorted(positions, (span.start, span.stop))
         if first == last:
             field = f"{sent.places_field}[{index}]"
             raise _invalid(
-                field, f"has no image token, {image_token_id}, from {place.start} to {place.stop - 1}"
+                field, f"has no image token, {image_token_id}, from {span.start} to {span.stop - 1}"
             )
-        inside = found[first:last]
+        inside = positions[first:last]
         gaps = np.diff(inside)
         if len(gaps) and gaps.max() > _LONGEST_GAP + 1:
             raise _invalid(
@@ -66,34 +65,33 @@ def places_of(token_ids: Sequence[int], sent: SentImages, *, image_token_id: int
                 f"has {gaps.max() - 1} tokens of text between two of the image; {_LONGEST_GAP} may be",
             )
         runs = np.diff(np.flatnonzero(gaps > 1), prepend=-1, append=len(inside) - 1)
-        places.append(ImagePlace(int(inside[0]), int(inside[-1]) + 1, tuple(runs.tolist())))
-    count = sum(sum(place.runs) for place in places)
-    if count != len(found):
+        images.append(ImageTokens(int(inside[0]), int(inside[-1]) + 1, tuple(runs.tolist())))
+    count = sum(sum(image.runs) for image in images)
+    if count != len(positions):
         raise _invalid(
             sent.places_field,
-            f"has {count} image tokens of the {len(found)} in the prompt; each must belong to an image",
+            f"has {count} image tokens of the {len(positions)} in the prompt; each must belong to an image",
         )
-    return places
+    return images
 
 
 class SentTensors:
-    """The tensors of a prompt's images, handed out as they are asked for. Every method raises InvalidRequest,
-    which names the tensor at fault."""
+    """The tensors of a prompt's images. Every method raises InvalidRequest that names the tensor."""
 
-    def __init__(self, sent: SentImages, places: Sequence[ImagePlace], limits: ImageLimits) -> None:
+    def __init__(self, sent: SentImages, images: Sequence[ImageTokens], limits: ImageLimits) -> None:
         self._tensors = {each.tensor.name: each for each in sent.tensors}
         self._places_field = sent.places_field
-        self._places = places
+        self._images = images
         self._limits = limits
 
     @property
     def count(self) -> int:
         """How many images there are."""
-        return len(self._places)
+        return len(self._images)
 
     def runs(self, index: int) -> tuple[int, ...]:
         """Return the lengths of the runs of tokens that stand for an image."""
-        return self._places[index].runs
+        return self._images[index].runs
 
     def expect(self, *names: str, optional: Sequence[str] = ()) -> None:
         """Refuse other tensors than these, and a missing one that is not optional."""
@@ -113,14 +111,14 @@ class SentTensors:
 
     def shape(self, name: str, *shape: int | None) -> tuple[int, ...]:
         """Return the shape of a tensor, which must fit this one; None stands for any size from 1."""
-        told = self._tensors[name].tensor.shape
-        fits = len(told) == len(shape) and all(
-            size >= 1 and wanted in (None, size) for size, wanted in zip(told, shape, strict=True)
+        own = self._tensors[name].tensor.shape
+        fits = len(own) == len(shape) and all(
+            size >= 1 and wanted in (None, size) for size, wanted in zip(own, shape, strict=True)
         )
         if not fits:
             wanted = " x ".join("any" if size is None else str(size) for size in shape)
-            self.refuse(name, f"has the shape {list(told)}; this model's is {wanted}")
-        return told
+            self.refuse(name, f"has the shape {list(own)}; this model's is {wanted}")
+        return own
 
     def pixels(self, *shape: int | None) -> Pixels:
         """Return the pixels, which must have this shape and values that images can have."""
@@ -158,11 +156,11 @@ class SentTensors:
 
     def check_runs(self, index: int, runs: Sequence[int]) -> None:
         """Refuse an image with other tokens than its tensors make."""
-        told = self.runs(index)
-        if told != tuple(runs):
+        own = self.runs(index)
+        if own != tuple(runs):
             raise _invalid(
                 f"{self._places_field}[{index}]",
-                f"has {_in_runs(told)}; an image of such tensors has {_in_runs(runs)}",
+                f"has {_in_runs(own)}; an image of such tensors has {_in_runs(runs)}",
             )
 
     def check_size(self, index: int, *, width: int, height: int) -> None:

@@ -1,4 +1,4 @@
-"""Views of an image for LFM2-VL: a small image is one, a large one is tiles, with all of it once more.
+"""Views of an image for LFM2-VL: one of a small image; tiles of a large one, and then all of it.
 
 As `transformers` does it (`image_processing_lfm2_vl.py`), which has it for torch alone, and mlx-vlm
 (`Lfm2VlNumpyImageProcessor`), whose pixels these are bit for bit. Pure functions of Pillow and numpy.
@@ -17,12 +17,12 @@ from PIL import Image
 
 _LEAST_TILES: Final = 2
 _MOST_TILES: Final = 10
-"""Folders for MLX say otherwise, but mlx-vlm ignores that: the models were trained with these."""
+"""Folders for MLX have other numbers, but mlx-vlm ignores them: the models were trained with these."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ViewSettings:
-    """What a folder says of its images; sizes in pixels."""
+    """A folder's settings of its images; sizes in pixels."""
 
     patch_size: int
     patches_per_token: int
@@ -41,19 +41,19 @@ class ViewSettings:
     @classmethod
     def of(cls, preprocessor: Mapping[str, Any], processor: Mapping[str, Any]) -> Self:
         """Read both files of a folder; the second one counts where they differ."""
-        told = {**preprocessor.get("image_processor", preprocessor)}
-        told |= processor.get("image_processor", processor)
+        config = {**preprocessor.get("image_processor", preprocessor)}
+        config |= processor.get("image_processor", processor)
         return cls(
-            patch_size=int(told.get("encoder_patch_size", told.get("patch_size", 16))),
-            patches_per_token=int(told.get("downsample_factor", 2)),
-            least_tokens=int(told.get("min_image_tokens", 64)),
-            most_tokens=int(told.get("max_image_tokens", 256)),
-            tile_size=int(told.get("tile_size", 512)),
-            tolerance=float(told.get("max_pixels_tolerance", 2.0)),
-            resample=Image.Resampling(int(told.get("resample") or Image.Resampling.BICUBIC)),
-            mean=tuple(told.get("image_mean", (0.5, 0.5, 0.5))),
-            std=tuple(told.get("image_std", (0.5, 0.5, 0.5))),
-            factor=float(told.get("rescale_factor", 1 / 255)),
+            patch_size=int(config.get("encoder_patch_size", config.get("patch_size", 16))),
+            patches_per_token=int(config.get("downsample_factor", 2)),
+            least_tokens=int(config.get("min_image_tokens", 64)),
+            most_tokens=int(config.get("max_image_tokens", 256)),
+            tile_size=int(config.get("tile_size", 512)),
+            tolerance=float(config.get("max_pixels_tolerance", 2.0)),
+            resample=Image.Resampling(int(config.get("resample") or Image.Resampling.BICUBIC)),
+            mean=tuple(config.get("image_mean", (0.5, 0.5, 0.5))),
+            std=tuple(config.get("image_std", (0.5, 0.5, 0.5))),
+            factor=float(config.get("rescale_factor", 1 / 255)),
         )
 
     @property

@@ -57,14 +57,14 @@ def names(directory: Path) -> set[str]:
 
 
 def test_a_build_leaves_one_complete_folder(folder: Path) -> None:
-    told: list[BuildProgress] = []
-    assert ensure_demo_model(MODEL, folder=folder, on_progress=told.append) == folder
+    reported: list[BuildProgress] = []
+    assert ensure_demo_model(MODEL, folder=folder, on_progress=reported.append) == folder
     assert names(folder) == {"config.json", "icehouse.json", "LICENSE", "chat_template.jinja"}
     assert names(folder.parent) == {folder.name, ".build.lock"}
     assert (folder / "config.json").read_text() == "part of 1part of 2"
     assert json.loads((folder / "icehouse.json").read_text())["source_sha256"] == MODEL.gguf_sha256
-    assert list(dict.fromkeys(each.phase for each in told)) == ["fetch", "assemble", "weights"]
-    assert {each.model for each in told} == {MODEL}
+    assert list(dict.fromkeys(each.phase for each in reported)) == ["fetch", "assemble", "weights"]
+    assert {each.model for each in reported} == {MODEL}
 
 
 def test_a_second_run_reuses_it_and_renews_its_template(

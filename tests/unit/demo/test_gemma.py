@@ -13,7 +13,7 @@ from icehouse_server.demo.gemma import (
     make_tokenizer,
     model_config,
 )
-from icehouse_server.demo.gguf_file import GgufVocabulary, PieceKind
+from icehouse_server.demo.gguf_file import PieceKind
 
 CONTROL, USER, NORMAL, BYTE = PieceKind.CONTROL, PieceKind.USER_DEFINED, PieceKind.NORMAL, PieceKind.BYTE
 PIECES = [
@@ -22,14 +22,12 @@ PIECES = [
     *[(f"<0x{value:02X}>", BYTE) for value in range(256)],
     *[(piece, NORMAL) for piece in ("ab", "abc", f"{SPACE}a", f"{SPACE}ab", "a", "b", "c", SPACE)],
 ]
-VOCABULARY = GgufVocabulary(
-    pieces=[piece for piece, _ in PIECES],
-    kinds=[kind for _, kind in PIECES],
-    bos_id=2,
-    eos_id=1,
-    unknown_id=3,
-    padding_id=0,
-)
+VOCABULARY = {
+    "tokenizer.ggml.tokens": [piece for piece, _ in PIECES],
+    "tokenizer.ggml.token_type": [kind for _, kind in PIECES],
+    "tokenizer.ggml.bos_token_id": 2,
+    "tokenizer.ggml.unknown_token_id": 3,
+}
 
 
 def pieces_of(text: str) -> list[str]:
@@ -38,7 +36,7 @@ def pieces_of(text: str) -> list[str]:
 
 
 def test_merges_follow_the_order_of_the_pieces() -> None:
-    merges = find_merges(VOCABULARY.pieces, VOCABULARY.kinds)
+    merges = find_merges([piece for piece, _ in PIECES], [kind for _, kind in PIECES])
     assert merges == [("a", "b"), ("ab", "c"), (SPACE, "a"), (f"{SPACE}a", "b"), (SPACE, "ab")] or merges == [
         ("a", "b"),
         ("ab", "c"),
@@ -59,7 +57,7 @@ def test_merges_follow_the_order_of_the_pieces() -> None:
         ("é", ["<bos>", "<0xC3>", "<0xA9>"]),
     ],
 )
-def test_text_is_cut_as_gemma_cuts_it(text: str, pieces: list[str]) -> None:
+def test_text_is_split_as_gemma_splits_it(text: str, pieces: list[str]) -> None:
     assert pieces_of(text) == pieces
 
 

@@ -6,29 +6,21 @@ from collections.abc import Mapping, Sequence
 import jinja2
 import numpy as np
 import pytest
-from icehouse_server.demo.gguf_file import GgufVocabulary, PieceKind
+from icehouse_server.demo.gguf_file import PieceKind
 from icehouse_server.demo.smollm2 import CHAT_TEMPLATE, convert_tensor, make_tokenizer, model_config
 from tokenizers.pre_tokenizers import ByteLevel
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 MERGED = {"Ġa": "Ġ a", "ab": "a b", "Ġab": "Ġa b", "12": "1 2", "'s": "' s"}
 PIECES = [*SPECIAL, *sorted(ByteLevel.alphabet()), *MERGED]
-VOCABULARY = GgufVocabulary(
-    pieces=PIECES,
-    kinds=[PieceKind.CONTROL if piece in SPECIAL else PieceKind.NORMAL for piece in PIECES],
-    bos_id=1,
-    eos_id=2,
-    unknown_id=0,
-    padding_id=2,
-    merges=list(MERGED.values()),
-)
 METADATA = {
     "general.architecture": "llama",
     "tokenizer.ggml.tokens": PIECES,
+    "tokenizer.ggml.token_type": [PieceKind.CONTROL if p in SPECIAL else PieceKind.NORMAL for p in PIECES],
+    "tokenizer.ggml.merges": list(MERGED.values()),
     "tokenizer.ggml.bos_token_id": 1,
     "tokenizer.ggml.eos_token_id": 2,
     "tokenizer.ggml.padding_token_id": 2,
-    "llama.vocab_size": len(PIECES),
     "llama.embedding_length": 6,
     "llama.block_count": 30,
     "llama.feed_forward_length": 1536,
@@ -114,9 +106,9 @@ def test_another_architecture_is_refused() -> None:
     ],
 )
 def test_text_is_cut_as_smollm_cuts_it(text: str, pieces: list[str]) -> None:
-    encoding = make_tokenizer(VOCABULARY).encode(text)
+    encoding = make_tokenizer(METADATA).encode(text)
     assert encoding.tokens == pieces
-    assert make_tokenizer(VOCABULARY).decode(encoding.ids, skip_special_tokens=False) == text
+    assert make_tokenizer(METADATA).decode(encoding.ids, skip_special_tokens=False) == text
 
 
 def rendered(messages: Sequence[Mapping[str, object]], **arguments: object) -> str:
@@ -131,14 +123,14 @@ QUESTION = {"role": "user", "content": " Hi "}
 
 def test_chat_template_writes_the_turns_of_smollm2() -> None:
     turns = "<|im_start|>user\n Hi <|im_end|>\n<|im_start|>assistant\n"
-    told = "<|im_start|>system\nBe brief.<|im_end|>\n"
+    shown = "<|im_start|>system\nBe brief.<|im_end|>\n"
     own = (
         "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
     )
     system = {"role": "system", "content": "Be brief."}
-    assert rendered([system, QUESTION], add_generation_prompt=True) == told + turns
+    assert rendered([system, QUESTION], add_generation_prompt=True) == shown + turns
     assert rendered([QUESTION], add_generation_prompt=True) == own + turns
-    assert rendered([QUESTION, system]) == own + turns.removesuffix("<|im_start|>assistant\n") + told
+    assert rendered([QUESTION, system]) == own + turns.removesuffix("<|im_start|>assistant\n") + shown
 
 
 def test_chat_template_shows_tools_calls_and_their_results() -> None:

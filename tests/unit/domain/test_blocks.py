@@ -39,7 +39,7 @@ def test_the_same_ids_with_another_image_or_from_another_place_are_others() -> N
     assert len({key_hash(parent=ROOT, keys=run) for run in runs}) == len(set(runs)) == len(runs)
 
 
-def test_one_span_in_two_blocks_and_two_spans_of_one_image_are_told_apart() -> None:
+def test_one_span_in_two_blocks_and_two_spans_of_one_image_are_distinguished() -> None:
     whole = image_keys(CAT, (7,) * 4)
     twice = (*image_keys(CAT, (7,) * 2), *image_keys(CAT, (7,) * 2))
     assert whole[2:] == image_keys(CAT, (7,) * 2, place=2)

@@ -52,7 +52,7 @@ class Vocabulary:
 
 
 def compiler(**settings: Any) -> GrammarCompiler:
-    return GrammarCompiler(Vocabulary(), **{"vocabulary_size": VOCABULARY_SIZE, "kept_count": 4} | settings)
+    return GrammarCompiler(Vocabulary(), **{"vocabulary_size": VOCABULARY_SIZE, "cache_limit": 4} | settings)
 
 
 COMPILER = compiler()
@@ -157,7 +157,7 @@ def test_the_end_is_allowed_where_the_form_is_complete_and_forced_where_nothing_
 @pytest.mark.parametrize("name", ["eos ends", "turn end ends"])
 def test_every_end_token_of_the_model_ends(name: str) -> None:
     eos = {"eos ends": EOS_ID, "turn end ends": TURN_END_ID}[name]
-    built = GrammarCompiler(Vocabulary(eos=eos), vocabulary_size=VOCABULARY_SIZE, kept_count=1)
+    built = GrammarCompiler(Vocabulary(eos=eos), vocabulary_size=VOCABULARY_SIZE, cache_limit=1)
     constraint = built.compile(Regex("a*")).start()
     assert eos in allowed(constraint) and PAD_ID not in allowed(constraint)
     constraint.accept(eos)
@@ -195,7 +195,7 @@ def test_entries_of_the_models_table_without_a_token_are_never_allowed() -> None
 
 def test_a_sentencepiece_vocabulary_spells_bytes() -> None:
     built = byte_fallback_tokenizer()
-    by = GrammarCompiler(Vocabulary(built, eos=2), vocabulary_size=built.get_vocab_size(), kept_count=1)
+    by = GrammarCompiler(Vocabulary(built, eos=2), vocabulary_size=built.get_vocab_size(), cache_limit=1)
     constraint = by.compile(Choice(("the 🧊",))).start()
     drawn: list[int] = []
     while not constraint.is_finished:
@@ -234,7 +234,7 @@ MISTAKES = [
         "x",
     ),
     (JsonSchema('{"$ref":"https://x.example/y"}'), "/$ref", "x.example"),
-    (JsonSchema('{"x-guidance":{"lenient":true},"not":{"type":"null"}}'), "/not", "cannot be kept to"),
+    (JsonSchema('{"x-guidance":{"lenient":true},"not":{"type":"null"}}'), "/not", "cannot be enforced"),
     (JsonSchema('{"not":{}}'), "/", "Unsatisfiable"),
     (JsonSchema('{"const":1e999}'), "", "Out of range"),
     (JsonSchema('{"const":"\\ud800"}'), "/", "hex escape"),
@@ -261,7 +261,11 @@ MISTAKES = [
     (LarkGrammar("a: start"), "", "no start rule"),
     (LarkGrammar('start: %json {"type":"strin"}'), "line 1, column 8", "strin"),
     (TaggedJson((CALL, JsonTag("<x>", '{"items":{"type":"strin"}}'))), "/items", "strin"),
-    (TaggedJson((CALL, JsonTag("<x>", '{"items":{"not":{"type":"null"}}}'))), "/items/not", "cannot be kept"),
+    (
+        TaggedJson((CALL, JsonTag("<x>", '{"items":{"not":{"type":"null"}}}'))),
+        "/items/not",
+        "cannot be enforced",
+    ),
 ]
 
 
@@ -338,7 +342,7 @@ def test_masks_filled_together_are_those_filled_alone() -> None:
 
 
 def test_the_last_grammars_are_kept_and_the_oldest_let_go() -> None:
-    by = compiler(kept_count=2)
+    by = compiler(cache_limit=2)
     first = by.compile(Regex("a"))
     by.compile(Regex("b"))
     assert by.compile(Regex("a")) is first
@@ -349,7 +353,7 @@ def test_the_last_grammars_are_kept_and_the_oldest_let_go() -> None:
 
 
 def test_a_slow_tokenizer_says_that_it_cannot() -> None:
-    slow = GrammarCompiler(Vocabulary(None), vocabulary_size=10, kept_count=1)
+    slow = GrammarCompiler(Vocabulary(None), vocabulary_size=10, cache_limit=1)
     with pytest.raises(InvalidRequest) as refused:
         slow.compile(JsonObject())
     assert (refused.value.reason, refused.value.field) == (Reason.UNSUPPORTED, "response_format")

@@ -87,7 +87,7 @@ def test_a_compact_output_has_none() -> None:
         assert grammar.takes('{"n":1}') and not grammar.takes('{"n": 1}')
 
 
-def test_what_is_not_enforced_is_told_with_its_field_and_only_so_much_of_it() -> None:
+def test_what_is_not_enforced_is_reported_with_its_field_and_only_so_much_of_it() -> None:
     plain, tool = {"uniqueItems": True}, {"properties": {"é/" * 300: {"uniqueItems": True}}}
     assert unenforced(JsonObject()) == unenforced(JsonSchema("true")) == ()
     assert unenforced(JsonSchema(json.dumps(plain))) == ("/uniqueItems",)

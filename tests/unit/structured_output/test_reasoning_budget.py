@@ -18,7 +18,7 @@ from tests.fixtures.chat.families import THINKING, WEATHER, tokenizer_of, turns
 
 TOKENIZER = tokenizer_of(THINKING)
 SIZE = TOKENIZER.vocabulary_size
-COMPILER = GrammarCompiler(TOKENIZER, vocabulary_size=SIZE, kept_count=4)
+COMPILER = GrammarCompiler(TOKENIZER, vocabulary_size=SIZE, cache_limit=4)
 (THINK,), (UNTHINK,), (EOS,) = (
     TOKENIZER.spell("<think>"),
     TOKENIZER.spell("</think>"),

@@ -29,7 +29,7 @@ def takes(family: Family, conversation: Conversation, reply: str) -> bool:
     tokenizer = tokenizer_of(family)
     form = tokenizer.render_chat(conversation).call_form
     assert form is not None
-    compiler = GrammarCompiler(tokenizer, vocabulary_size=tokenizer.vocabulary_size, kept_count=1)
+    compiler = GrammarCompiler(tokenizer, vocabulary_size=tokenizer.vocabulary_size, cache_limit=1)
     constraint = compiler.compile(form).start()
     for token_id in tokenizer._encode(reply, add_special_tokens=False):
         if constraint.is_finished or not constraint.allows(token_id):

@@ -196,7 +196,7 @@ def test_tokens_without_such_a_line_stay_as_they_are(name: str) -> None:
     later = (ChatMessage("assistant", "Yes."), ChatMessage("user", f"What is this?\n{HEADER}\n"))
     for system in (RULES, "x-header: a=b; x=cch;" + RULES):
         tokens = rendered(tokenizer, system, *later)
-        # Where a template has no markers, one turn cannot be told from the next.
+        # Where a template has no markers, one turn cannot be distinguished from the next.
         if len({*tokens} & tokenizer._wrapper.added_tokens_decoder.keys()) > 2:
             assert tokenizer.normalized(tokens) == (tokens, ())
 

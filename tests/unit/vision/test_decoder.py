@@ -53,7 +53,7 @@ def test_every_kind_of_pixel_becomes_rgb(mode: str) -> None:
 
 
 @pytest.mark.parametrize(("kind", "pixel_bytes"), [("PNG", 12), ("JPEG", 12), ("GIF", 12), ("WEBP", 24)])
-def test_what_decoding_takes_is_told_by_the_header(kind: str, pixel_bytes: int) -> None:
+def test_what_decoding_takes_is_known_by_the_header(kind: str, pixel_bytes: int) -> None:
     data = encoded(Image.new("RGB", (50, 30), (200, 10, 30)), kind)
     assert decoding_bytes(ImageSource(data, "", FIELD), LIMITS) == 50 * 30 * pixel_bytes
 
@@ -230,7 +230,7 @@ def test_the_bytes_say_what_an_image_is_and_not_its_label(label: str) -> None:
         assert decoded(encoded(Image.new("RGB", (5, 3)), kind), label).size == (5, 3)
 
 
-def test_the_label_of_what_is_no_image_is_told() -> None:
+def test_the_label_of_what_is_no_image_is_reported() -> None:
     assert "'image/heic'" in refusal(b"\0\0\0\x18ftypheic", "image/heic").message
 
 

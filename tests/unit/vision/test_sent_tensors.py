@@ -120,8 +120,8 @@ def test_one_number_changed_is_another_image_of_the_same_tokens(prompt: Prompt) 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 256.0, -1e30])
 def test_numbers_that_no_processor_makes_are_refused(prompt: Prompt, value: float) -> None:
     prompt.arrays[PIXELS].reshape(-1)[-1] = value
-    told = prompt.refusal()
-    assert told.field == f"mm.{PIXELS}" and "not finite, or beyond 255" in told.message
+    error = prompt.refusal()
+    assert error.field == f"mm.{PIXELS}" and "not finite, or beyond 255" in error.message
 
 
 @pytest.mark.parametrize("prompt", FAMILIES, indirect=True)
@@ -142,8 +142,8 @@ def test_pixels_of_another_shape_are_refused(prompt: Prompt) -> None:
 @pytest.mark.parametrize("prompt", FAMILIES, indirect=True)
 def test_what_comes_besides_is_refused_by_name(prompt: Prompt) -> None:
     prompt.arrays["second_per_grid_ts"] = np.zeros(2, np.float32)
-    told = prompt.refusal()
-    assert told.field == "mm.second_per_grid_ts" and PIXELS in told.message
+    error = prompt.refusal()
+    assert error.field == "mm.second_per_grid_ts" and PIXELS in error.message
 
 
 @pytest.mark.parametrize("prompt", FAMILIES, indirect=True)
@@ -162,8 +162,8 @@ def test_more_or_fewer_tokens_than_the_tensors_make_are_refused(prompt: Prompt) 
             range(start, stop),
             range(second.start_token_index + shift, second.end_token_index + shift),
         ]
-        told = prompt.refusal()
-        assert told.field == "mm.places[0]" and "image tokens" in told.message
+        error = prompt.refusal()
+        assert error.field == "mm.places[0]" and "image tokens" in error.message
         prompt.places = places_of_spans(prompt.spans)
 
 
@@ -192,9 +192,10 @@ def test_much_text_within_an_image_is_refused(prompt: Prompt) -> None:
 def test_image_tokens_that_belong_to_none_are_refused(prompt: Prompt) -> None:
     prompt.token_ids[0] = IMAGE_ID
     count = sum(len(place) for place in prompt.places)
-    told = prompt.refusal()
+    error = prompt.refusal()
     assert (
-        told.field == "mm.places" and f"{count} image tokens of the {count + 1} in the prompt" in told.message
+        error.field == "mm.places"
+        and f"{count} image tokens of the {count + 1} in the prompt" in error.message
     )
 
 
@@ -205,8 +206,8 @@ def test_a_place_without_an_image_token_is_refused(prompt: Prompt) -> None:
 
 def test_another_image_token_than_the_model_s_is_refused(prompt: Prompt) -> None:
     prompt.token_id = IMAGE_ID + 1
-    told = prompt.refusal()
-    assert told.field == "mm.token_id" and f"the image token of this model is {IMAGE_ID}" in told.message
+    error = prompt.refusal()
+    assert error.field == "mm.token_id" and f"the image token of this model is {IMAGE_ID}" in error.message
 
 
 def test_too_many_images_too_many_bytes_and_too_many_pixels_are_refused(
@@ -223,8 +224,8 @@ def test_too_many_images_too_many_bytes_and_too_many_pixels_are_refused(
             if kind == "gemma3" and limit == "pixel_count":
                 assert prompt.placed() == prompt.spans, "its own size, whatever was scaled"
                 continue
-            told = prompt.refusal()
-            assert (told.field, words in told.message) == (field, True), told.message
+            error = prompt.refusal()
+            assert (error.field, words in error.message) == (field, True), error.message
 
 
 GRIDS: dict[str, Any] = {
@@ -242,8 +243,8 @@ GRIDS: dict[str, Any] = {
 def test_a_grid_that_no_image_has_is_refused(prompt: Prompt, case: str) -> None:
     grid, words = GRIDS[case]
     prompt.arrays["image_grid_thw"][0] = grid
-    told = prompt.refusal()
-    assert told.field in ("mm.image_grid_thw", f"mm.{PIXELS}") and words in told.message
+    error = prompt.refusal()
+    assert error.field in ("mm.image_grid_thw", f"mm.{PIXELS}") and words in error.message
 
 
 def test_a_grid_is_needed_and_is_that_of_the_patches(prompt: Prompt) -> None:
@@ -286,8 +287,8 @@ def test_a_mask_is_what_it_has_to_be_or_left_out(prompt: Prompt) -> None:
 def test_a_tile_of_zeros_is_refused_for_the_model_s_code_drops_it(prompt: Prompt) -> None:
     for nothing in (0.0, -0.0, 1e-40):
         prompt.arrays[PIXELS][1, 2] = nothing
-        told = prompt.refusal()
-        assert told.field == f"mm.{PIXELS}" and "a tile of zeros" in told.message
+        error = prompt.refusal()
+        assert error.field == f"mm.{PIXELS}" and "a tile of zeros" in error.message
 
 
 @pytest.mark.parametrize("prompt", ["pixtral", "mistral3"], indirect=True)
@@ -295,8 +296,8 @@ def test_sizes_lie_within_the_tensor_and_the_tower(prompt: Prompt) -> None:
     sizes = prompt.arrays["image_sizes"]
     for wrong in ([sizes[0, 0] + 1000, sizes[0, 1]], [0, sizes[0, 1]], [sizes[0, 0] - 1, sizes[0, 1]]):
         prompt.arrays["image_sizes"] = np.array([wrong, sizes[1]])
-        told = prompt.refusal()
-        assert told.field == f"mm.{PIXELS}" and "sides are multiples of" in told.message
+        error = prompt.refusal()
+        assert error.field == f"mm.{PIXELS}" and "sides are multiples of" in error.message
     del prompt.arrays["image_sizes"]
     assert "an image of such tensors" in prompt.refusal().message, "each is as large as the tensor then"
 
@@ -307,12 +308,12 @@ def test_views_have_as_many_patches_as_there_are(prompt: Prompt) -> None:
     for wrong, words in (([0, 4], "not of 1 to"), ([400, 400], "not of 1 to"), ([3, 3], "no multiples of 2")):
         prompt.arrays["spatial_shapes"] = shapes.copy()
         prompt.arrays["spatial_shapes"][0] = wrong
-        told = prompt.refusal()
-        assert told.field == "mm.spatial_shapes" and words in told.message
+        error = prompt.refusal()
+        assert error.field == "mm.spatial_shapes" and words in error.message
 
 
 @pytest.mark.parametrize("prompt", ["gemma3"], indirect=True)
 def test_a_prompt_that_ends_in_an_image_that_is_seen_whole_is_refused(prompt: Prompt) -> None:
     prompt.token_ids = prompt.token_ids[: prompt.spans[1].end_token_index]
-    told = prompt.refusal()
-    assert told.field == "mm.places" and "text must follow it" in told.message
+    error = prompt.refusal()
+    assert error.field == "mm.places" and "text must follow it" in error.message

@@ -1,1 +1,1 @@
-"""JSON schemas as people's libraries write them, rewritten to the keywords that a grammar can keep."""
+"""JSON schemas as libraries write them, rewritten to the keywords that a grammar can enforce."""

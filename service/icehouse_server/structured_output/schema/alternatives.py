@@ -24,7 +24,7 @@ class SchemaPart:
     """A schema of the document, and its JSON pointer."""
 
     schema: Any
-    place: str
+    pointer: str
     outer_names: frozenset[str] | None = frozenset()
     """Properties that the grammar lets its objects have beside their own; None for any."""
 
@@ -32,7 +32,7 @@ class SchemaPart:
         """Return the alternatives under a keyword; none where it is absent."""
         options = self.schema.get(key) if isinstance(self.schema, Mapping) else None
         listed = enumerate(options if isinstance(options, list) else ())
-        return [SchemaPart(option, f"{self.place}/{key}/{i}", self.outer_names) for i, option in listed]
+        return [SchemaPart(option, f"{self.pointer}/{key}/{i}", self.outer_names) for i, option in listed]
 
 
 class Alternatives:
@@ -49,7 +49,7 @@ class Alternatives:
         return all(self._excludes(one, other, 0) for one, other in itertools.permutations(parts, 2))
 
     def _have_tags(self, parts: list[SchemaPart]) -> bool:
-        """Return whether one required property distinguishes them all: the usual case, and soon found."""
+        """Return whether one required property distinguishes them all: the usual case, and a cheap one."""
         tags = [
             {
                 name: values
@@ -92,12 +92,12 @@ class Alternatives:
         remaining, seen = [part], set()
         while remaining:
             part = remaining.pop()
-            if part.place in seen or not isinstance(part.schema, Mapping):
+            if part.pointer in seen or not isinstance(part.schema, Mapping):
                 continue
-            seen.add(part.place)
+            seen.add(part.pointer)
             if "$ref" in part.schema:
-                place, schema = self._references.target(part.schema["$ref"], part.place)
-                remaining.append(SchemaPart(schema, place, part.outer_names))
+                pointer, schema = self._references.target(part.schema["$ref"], part.pointer)
+                remaining.append(SchemaPart(schema, pointer, part.outer_names))
             remaining += part.options("allOf")
             if set(part.schema) - _ANNOTATIONS:
                 yield part
@@ -116,8 +116,8 @@ class Alternatives:
             name in properties
             and name in other_properties
             and self._excludes(
-                SchemaPart(properties[name], f"{made.place}/properties/{name}"),
-                SchemaPart(other_properties[name], f"{other.place}/properties/{name}"),
+                SchemaPart(properties[name], f"{made.pointer}/properties/{name}"),
+                SchemaPart(other_properties[name], f"{other.pointer}/properties/{name}"),
                 depth + 1,
             )
             for name in (*_required(made), *_required(other))
@@ -126,11 +126,11 @@ class Alternatives:
 
 def _types(part: SchemaPart) -> set[str]:
     """Return the types of a value that matches; none where it may have any."""
-    said = part.schema.get("type")
-    if isinstance(said, str):
-        said = [said]
-    if isinstance(said, list):
-        return {"number" if name == "integer" else str(name) for name in said}
+    types = part.schema.get("type")
+    if isinstance(types, str):
+        types = [types]
+    if isinstance(types, list):
+        return {"number" if name == "integer" else str(name) for name in types}
     return {
         _TYPE_NAMES.get(type(value), "array" if isinstance(value, list) else "object")
         for value in _listed(part) or ()
@@ -163,13 +163,13 @@ def _required(part: SchemaPart) -> list[str]:
 
 def _lacks(part: SchemaPart, name: str) -> bool:
     """Return whether the grammar never gives this object the property."""
-    said = part.schema
-    if _types(part) != {"object"} or "properties" not in said or set(said) & _NAMING:
+    schema = part.schema
+    if _types(part) != {"object"} or "properties" not in schema or set(schema) & _NAMING:
         return False
-    if "additionalProperties" not in said and (part.outer_names is None or name in part.outer_names):
+    if "additionalProperties" not in schema and (part.outer_names is None or name in part.outer_names):
         return False
     return (
-        said.get("additionalProperties", False) is False
+        schema.get("additionalProperties", False) is False
         and name not in _properties(part)
         and name not in _required(part)
     )

@@ -1,7 +1,7 @@
 """Patterns, formats and property names, as patterns without look-around. Pure functions, any thread.
 
-A grammar can keep a string to several patterns at once, so what a pattern demands by looking ahead from its
-beginning becomes a pattern of its own. What looks elsewhere is known by its text, or cannot be kept.
+A grammar can hold a string to several patterns at once, so each look-ahead at a pattern's beginning becomes a
+pattern of its own. Other look-around is enforced only in patterns that are known by their text.
 """
 
 from __future__ import annotations
@@ -91,10 +91,10 @@ def without_look_around(pattern: str) -> tuple[str, ...] | None:
 
 
 def _email(pattern: str) -> str | None:
-    found = _ZOD_EMAIL.fullmatch(pattern)
-    if found is None:
+    match = _ZOD_EMAIL.fullmatch(pattern)
+    if match is None:
         return None
-    letter, last, domain = f"{found[1]}]", found[2], found[3]
+    letter, last, domain = f"{match[1]}]", match[2], match[3]
     # Where the domain could begin with a dot or have two, this would let more through.
     if not domain.startswith("([") or "." in domain.replace(r"\.)+", "", 1):
         return None
@@ -139,7 +139,7 @@ def _split(pattern: str) -> tuple[str, ...] | None:
 
 def _depths(pattern: str) -> list[tuple[int, str, int]]:
     """Return each parenthesis and bar that is no literal: its index, itself and its depth."""
-    found: list[tuple[int, str, int]] = []
+    depths: list[tuple[int, str, int]] = []
     depth, in_class, is_escaped = 0, False, False
     for index, character in enumerate(pattern):
         if is_escaped or character == "\\":
@@ -150,8 +150,8 @@ def _depths(pattern: str) -> list[tuple[int, str, int]]:
             in_class = True
         elif character in "(|)":
             depth += {"(": 1, "|": 0, ")": -1}[character]
-            found.append((index, character, depth))
-    return found
+            depths.append((index, character, depth))
+    return depths
 
 
 def _group_end(pattern: str) -> int | None:
@@ -184,53 +184,56 @@ class Names:
     """Keywords that are not enforced, by their JSON pointers."""
 
 
-def allowed_names(schema: Any, place: str, references: References, *, depth: int = 0) -> Names:
-    """Return what a `propertyNames` at `place` allows; raises UnusableSchema."""
+def allowed_names(schema: Any, pointer: str, references: References, *, depth: int = 0) -> Names:
+    """Return what a `propertyNames` at `pointer` allows; raises UnusableSchema."""
     if depth > _DEPTH_LIMIT:
         raise UnusableSchema(
-            f"names are described by more than {_DEPTH_LIMIT} schemas within each other", place
+            f"names are described by more than {_DEPTH_LIMIT} schemas within each other", pointer
         )
     if isinstance(schema, Mapping) and set(schema) - _ANNOTATIONS == {"$ref"}:
-        target_place, target = references.target(schema["$ref"], place)
-        return allowed_names(target, target_place, references, depth=depth + 1)
+        target_pointer, target = references.target(schema["$ref"], pointer)
+        return allowed_names(target, target_pointer, references, depth=depth + 1)
     if isinstance(schema, bool):
         return Names(are_any=schema)
     if not isinstance(schema, Mapping):
-        raise UnusableSchema("a JSON schema is an object, true or false", place)
-    said = {key: value for key, value in schema.items() if key not in _ANNOTATIONS}
-    kind = said.pop("type", "string")
-    if set(said) == {"enum"} or set(said) == {"const"}:
+        raise UnusableSchema("a JSON schema is an object, true or false", pointer)
+    keywords = {key: value for key, value in schema.items() if key not in _ANNOTATIONS}
+    kind = keywords.pop("type", "string")
+    if set(keywords) == {"enum"} or set(keywords) == {"const"}:
         # Enums of numbers too, as names spell them: what pydantic makes of a dict by an IntEnum.
-        texts = said["enum"] if "enum" in said else [said["const"]]
+        texts = keywords["enum"] if "enum" in keywords else [keywords["const"]]
         return Names(texts=tuple(_spelled(texts)))
     for key in ("anyOf", "oneOf"):
-        if set(said) == {key} and isinstance(said[key], list):
-            options = enumerate(said[key])
+        if set(keywords) == {key} and isinstance(keywords[key], list):
+            options = enumerate(keywords[key])
             return _either(
-                [allowed_names(s, f"{place}/{key}/{i}", references, depth=depth + 1) for i, s in options]
+                [allowed_names(s, f"{pointer}/{key}/{i}", references, depth=depth + 1) for i, s in options]
             )
     if kind != "string":
-        raise UnusableSchema("names are strings: give their type as string, or an enum", f"{place}/type")
-    return _patterned(said, place)
+        raise UnusableSchema("names are strings: give their type as string, or an enum", f"{pointer}/type")
+    return _patterned(keywords, pointer)
 
 
-def _patterned(said: dict[str, Any], place: str) -> Names:
+def _patterned(keywords: dict[str, Any], pointer: str) -> Names:
     """Return the names that one pattern, one known format or a length allows."""
-    known = NAME_PATTERNS.get(str(said.get("format")))
-    if known is not None and set(said) == {"format"}:
+    known = NAME_PATTERNS.get(str(keywords.get("format")))
+    if known is not None and set(keywords) == {"format"}:
         return Names(patterns=(known,))
-    unenforced = (f"{place}/format",) if said.pop("format", None) is not None else ()
-    if not said:
+    unenforced = (f"{pointer}/format",) if keywords.pop("format", None) is not None else ()
+    if not keywords:
         return Names(are_any=True, unenforced=unenforced)
-    if set(said) == {"pattern"} and isinstance(said["pattern"], str):
-        patterns = without_look_around(said["pattern"])
+    if set(keywords) == {"pattern"} and isinstance(keywords["pattern"], str):
+        patterns = without_look_around(keywords["pattern"])
         if patterns is not None and len(patterns) == 1:
             return Names(patterns=patterns, unenforced=unenforced)
-    elif set(said) <= {"minLength", "maxLength"} and all(type(v) is int and v >= 0 for v in said.values()):
-        bounds = f"{said.get('minLength', 0)},{said.get('maxLength', '')}"
+    elif set(keywords) <= {"minLength", "maxLength"} and all(
+        type(v) is int and v >= 0 for v in keywords.values()
+    ):
+        bounds = f"{keywords.get('minLength', 0)},{keywords.get('maxLength', '')}"
         return Names(patterns=(rf"^[\s\S]{{{bounds}}}$",), unenforced=unenforced)
     raise UnusableSchema(
-        "names can be held to an enum, to one pattern without look-around or to a length, not to more", place
+        "names can be held to an enum, to one pattern without look-around or to a length, not to more",
+        pointer,
     )
 
 
@@ -239,7 +242,7 @@ def _either(options: list[Names]) -> Names:
         texts=tuple(text for names in options for text in names.texts),
         patterns=tuple(pattern for names in options for pattern in names.patterns),
         are_any=any(names.are_any for names in options),
-        unenforced=tuple(place for names in options for place in names.unenforced),
+        unenforced=tuple(pointer for names in options for pointer in names.unenforced),
     )
 
 

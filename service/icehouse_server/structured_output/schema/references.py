@@ -10,19 +10,19 @@ _SHOWN_LENGTH = 80
 
 
 class Mistake(ValueError):
-    """What is wrong with a form, and where: a JSON pointer, "line 2, column 5" or "" for no place."""
+    """What is wrong with a form, and where: a JSON pointer, "line 2, column 5" or "" if that is not known."""
 
-    def __init__(self, detail: str, place: str = "") -> None:
+    def __init__(self, detail: str, position: str = "") -> None:
         super().__init__(detail)
         self.detail = detail
-        self.place = place
+        self.position = position
 
 
 class UnusableSchema(Mistake):
     """A schema that cannot be enforced: what is wrong with it, and at which JSON pointer."""
 
-    def __init__(self, detail: str, place: str) -> None:
-        super().__init__(detail, place or "/")
+    def __init__(self, detail: str, pointer: str) -> None:
+        super().__init__(detail, pointer or "/")
 
 
 class References:
@@ -33,21 +33,21 @@ class References:
         self._own_name = _text(document, "$id").partition("#")[0]
         self._anchors: dict[str, str] | None = None
 
-    def target(self, reference: Any, place: str) -> tuple[str, Any]:
-        """Return the JSON pointer that a `$ref` at `place` means, and the schema there."""
+    def target(self, reference: Any, pointer: str) -> tuple[str, Any]:
+        """Return the JSON pointer that a `$ref` at `pointer` means, and the schema there."""
         if not isinstance(reference, str):
-            raise UnusableSchema("$ref must be a string", f"{place}/$ref")
+            raise UnusableSchema("$ref must be a string", f"{pointer}/$ref")
         document, _, fragment = reference.partition("#")
         if document and document != self._own_name:
             raise UnusableSchema(
                 f"$ref {_shown(reference)} is in another document, which is not fetched; put it into $defs",
-                f"{place}/$ref",
+                f"{pointer}/$ref",
             )
-        pointer = self._pointer(fragment)
-        found = None if pointer is None else self._at(pointer)
-        if found is None:
-            raise UnusableSchema(f"$ref {_shown(reference)} points to no schema", f"{place}/$ref")
-        return found
+        target_pointer = self._pointer(fragment)
+        target = None if target_pointer is None else self._at(target_pointer)
+        if target is None:
+            raise UnusableSchema(f"$ref {_shown(reference)} points to no schema", f"{pointer}/$ref")
+        return target
 
     def _pointer(self, fragment: str) -> str | None:
         if not fragment or fragment.startswith("/"):
@@ -56,29 +56,31 @@ class References:
             self._anchors = _anchors(self._document)
         return self._anchors.get(urllib.parse.unquote(fragment))
 
-    def _at(self, pointer: str) -> tuple[str, Any] | None:
-        part, place = self._document, ""
-        for step in pointer.split("/")[1:]:
+    def _at(self, target_pointer: str) -> tuple[str, Any] | None:
+        part, pointer = self._document, ""
+        for step in target_pointer.split("/")[1:]:
             key = _key(part, step)
             if key is None:
                 return None
-            part, place = part[key], f"{place}/{escaped(str(key))}"
-        return (place, part) if isinstance(part, Mapping | bool) else None
+            part, pointer = part[key], f"{pointer}/{escaped(str(key))}"
+        return (pointer, part) if isinstance(part, Mapping | bool) else None
 
 
 def parts_of(document: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield the objects of a JSON document, each with its pointer, the document's own first."""
     remaining = [("", document)]
     while remaining:
-        place, part = remaining.pop()
+        pointer, part = remaining.pop()
         if isinstance(part, Mapping):
-            yield place, part
+            yield pointer, part
         children = part.items() if isinstance(part, Mapping) else enumerate(part)
-        remaining += [(f"{place}/{escaped(str(k))}", v) for k, v in children if isinstance(v, Mapping | list)]
+        remaining += [
+            (f"{pointer}/{escaped(str(k))}", v) for k, v in children if isinstance(v, Mapping | list)
+        ]
 
 
 def escaped(name: str) -> str:
-    """Write a name as RFC 6901 wants it in a JSON pointer."""
+    """Return a name as RFC 6901 escapes it in a JSON pointer."""
     return name.replace("~", "~0").replace("/", "~1")
 
 
@@ -94,11 +96,11 @@ def _key(part: Any, step: str) -> str | int | None:
 
 
 def _anchors(document: Any) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for place, part in parts_of(document):
+    anchors: dict[str, str] = {}
+    for pointer, part in parts_of(document):
         if anchor := _text(part, "$anchor"):
-            found.setdefault(anchor, place)
-    return found
+            anchors.setdefault(anchor, pointer)
+    return anchors
 
 
 def _text(part: Any, key: str) -> str:

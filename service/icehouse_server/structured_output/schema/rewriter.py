@@ -1,8 +1,9 @@
 """Schema rewriter: turns a caller's JSON schema into keywords that a grammar can enforce. A pure function.
 
-What a library writes by default is kept where a grammar can keep it, said in other keywords where llguidance
-wants that, left out where JSON Schema calls it an annotation, and refused with its place otherwise. An output
-held to the new schema validates against the old one, but for keywords that are told as not enforced.
+What libraries write by default is kept if a grammar can enforce it, translated to other keywords if
+llguidance needs that, left out if JSON Schema calls it an annotation, and refused with its JSON pointer
+otherwise. An output of the new schema validates against the old one, except for keywords reported as not
+enforced.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ _DEPTH_LIMIT = 128
 _PART_LIMIT = 50_000
 """Most parts of the new schema; llguidance takes no more."""
 
-_KEPT = frozenset(
+_COPIED = frozenset(
     {"type", "required", "const", "enum", "minItems", "maxItems", "minProperties", "maxProperties"}
     | {"minLength", "maxLength", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
 )
-"""Keywords that stay as they are."""
+"""Keywords that are copied unchanged."""
 _BOUNDS = {"minimum": -1, "exclusiveMinimum": -1, "maximum": 1, "exclusiveMaximum": 1}
 """Bounds of numbers, and the sign of a bound so large that it changes nothing."""
 _BOUND_LIMIT = 10**18
@@ -65,7 +66,7 @@ class Rewritten:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Closing:
-    """How objects are closed to properties that a schema does not name, where it says nothing of these."""
+    """How objects are closed to properties that a schema neither names nor mentions."""
 
     names: frozenset[str] = frozenset()
     """Properties that an outer schema names."""
@@ -89,14 +90,14 @@ class _Closing:
 
 @dataclasses.dataclass(slots=True)
 class _KnownNames:
-    """What a schema, with its references, says of an object's properties."""
+    """The properties of an object that a schema names, with its references."""
 
     names: dict[str, None] = dataclasses.field(default_factory=dict)
     required: dict[str, None] = dataclasses.field(default_factory=dict)
     patterns: dict[str, None] = dataclasses.field(default_factory=dict)
     is_object: bool = False
     is_open: bool = False
-    """Whether it says something of other properties."""
+    """Whether it allows other properties."""
     is_conditional: bool = False
     """Whether only an alternative names some of them."""
 
@@ -126,177 +127,187 @@ class _Rewriter:
         whole = self._schema(self._document, "", _Closing(), 0)
         definitions = {}
         while self._waiting:
-            name, schema, place, closing = self._waiting.popleft()
-            definitions[name] = self._schema(schema, place, closing, 0)
+            name, schema, pointer, closing = self._waiting.popleft()
+            definitions[name] = self._schema(schema, pointer, closing, 0)
         if isinstance(whole, bool):
             whole = {} if whole else {"allOf": [False]}
         if definitions:
             whole = {**whole, "$defs": definitions}
         return Rewritten(whole, tuple(self._unenforced))
 
-    def _schema(self, schema: Any, place: str, closing: _Closing | None, depth: int) -> Any:
-        self._count(place)
+    def _schema(self, schema: Any, pointer: str, closing: _Closing | None, depth: int) -> Any:
+        self._count(pointer)
         if depth > _DEPTH_LIMIT:
-            raise UnusableSchema(f"schemas are nested more than {_DEPTH_LIMIT} deep", place)
+            raise UnusableSchema(f"schemas are nested more than {_DEPTH_LIMIT} deep", pointer)
         if schema is True and closing is not None and not closing.is_idle:
             schema = {}
         if not isinstance(schema, Mapping):
-            return schema  # llguidance tells of what is no schema at all
-        said = self._plain(schema, place)
-        if said is None:
+            return schema  # llguidance refuses what is no schema at all
+        normal = self._plain(schema, pointer)
+        if normal is None:
             return False
-        if closing is not None and closing.is_asked_for and "additionalProperties" in set(said) - set(schema):
-            # What a name is allowed to be evaluates no property, but closes the object here.
-            raise UnusableSchema("`propertyNames` cannot be kept to within `unevaluatedProperties`", place)
-        if said.get("unevaluatedProperties", True) is False:
+        if (
+            closing is not None
+            and closing.is_asked_for
+            and "additionalProperties" in set(normal) - set(schema)
+        ):
+            # `propertyNames` evaluates no property, but closes the object here.
+            raise UnusableSchema("`propertyNames` cannot be enforced within `unevaluatedProperties`", pointer)
+        if normal.get("unevaluatedProperties", True) is False:
             closing = _Closing(is_asked_for=True)
-        inner = self._inner_closing(said, place, closing)
-        made: Object = {}
-        for keyword, value in said.items():
-            where = f"{place}/{escaped(keyword)}"
+        inner = self._inner_closing(normal, pointer, closing)
+        result: Object = {}
+        for keyword, value in normal.items():
+            where = f"{pointer}/{escaped(keyword)}"
             if keyword in _IN_PLACE:
-                closes = keyword == _closing_keyword(said)
+                closes = keyword == _closing_keyword(normal)
                 self._add_in_place(
-                    made, said, keyword, SchemaPart(value, place), inner if closes else None, depth
+                    result, normal, keyword, SchemaPart(value, pointer), inner if closes else None, depth
                 )
             elif keyword == "pattern" and isinstance(value, str):
-                self._add_patterns(made, value, where)
+                self._add_patterns(result, value, where)
             elif keyword == "format" and isinstance(value, str):
-                self._add_format(made, value, where)
-            elif keyword in _BOUNDS and _is_beyond(keyword, value, said):
+                self._add_format(result, value, where)
+            elif keyword in _BOUNDS and _is_beyond(keyword, value, normal):
                 self._unenforced[where] = None
-            elif keyword in (*_KEPT, "pattern", "format"):
-                made[keyword] = value
+            elif keyword in (*_COPIED, "pattern", "format"):
+                result[keyword] = value
             else:
-                self._add_inner(made, said, keyword, SchemaPart(value, where), depth)
-        return self._closed(made, said, place, closing)
+                self._add_inner(result, normal, keyword, SchemaPart(value, where), depth)
+        return self._closed(result, normal, pointer, closing)
 
-    def _add_inner(self, made: Object, said: Object, keyword: str, part: SchemaPart, depth: int) -> None:
+    def _add_inner(self, result: Object, normal: Object, keyword: str, part: SchemaPart, depth: int) -> None:
         """Add the schemas of an object's properties or an array's items; leave out any other keyword."""
-        has_first_items = isinstance(said.get("items"), list)  # as before draft 2020-12
+        has_first_items = isinstance(normal.get("items"), list)  # as before draft 2020-12
         new_keyword = {
             "additionalItems": "items" if has_first_items else "",
             "items": "prefixItems" if has_first_items else "items",
         }.get(keyword, keyword)
-        value, place = part.schema, part.place
+        value, pointer = part.schema, part.pointer
         if new_keyword in _NAMED:
-            made[new_keyword] = {
+            result[new_keyword] = {
                 _plain_name(name, new_keyword): self._schema(
-                    each, f"{place}/{escaped(name)}", _Closing(), depth + 1
+                    each, f"{pointer}/{escaped(name)}", _Closing(), depth + 1
                 )
                 for name, each in value.items()
             }
         elif new_keyword == "prefixItems":
-            made[new_keyword] = [
-                self._schema(each, f"{place}/{i}", _Closing(), depth + 1) for i, each in enumerate(value)
+            result[new_keyword] = [
+                self._schema(each, f"{pointer}/{i}", _Closing(), depth + 1) for i, each in enumerate(value)
             ]
         elif new_keyword in ("items", "additionalProperties"):
-            made[new_keyword] = self._schema(value, place, _Closing(), depth + 1)
+            result[new_keyword] = self._schema(value, pointer, _Closing(), depth + 1)
 
-    def _count(self, place: str, count: int = 1) -> None:
+    def _count(self, pointer: str, count: int = 1) -> None:
         self._part_count += count
         if self._part_count > _PART_LIMIT:
-            raise UnusableSchema(f"it comes to more than {_PART_LIMIT} schemas, references apart", place)
+            raise UnusableSchema(f"it comes to more than {_PART_LIMIT} schemas, references apart", pointer)
 
-    def _plain(self, schema: Mapping[str, Any], place: str) -> Object | None:
+    def _plain(self, schema: Mapping[str, Any], pointer: str) -> Object | None:
         """Return a schema in plainer keywords; None where nothing matches it."""
-        said = dict(schema)
-        _check_shapes(said, place)
-        for keyword in _REFUSED & set(said):
-            self._check_refused(said, keyword, place)
-        if "not" in said:
-            negated = said.pop("not")
+        normal = dict(schema)
+        _check_shapes(normal, pointer)
+        for keyword in _REFUSED & set(normal):
+            self._check_refused(normal, keyword, pointer)
+        if "not" in normal:
+            negated = normal.pop("not")
             if negated is True or negated == {}:
                 return None
             if negated is not False:
-                raise UnusableSchema("`not` cannot be kept to, except of everything", f"{place}/not")
-        if said.pop("uniqueItems", False) is True:
-            self._unenforced[f"{place}/uniqueItems"] = None
-        self._plain_unevaluated(said, place)
-        if "propertyNames" in said:
+                raise UnusableSchema("`not` cannot be enforced, except of everything", f"{pointer}/not")
+        if normal.pop("uniqueItems", False) is True:
+            self._unenforced[f"{pointer}/uniqueItems"] = None
+        self._plain_unevaluated(normal, pointer)
+        if "propertyNames" in normal:
             self._plain_names(
-                said,
-                place,
+                normal,
+                pointer,
                 "additionalProperties" if "additionalProperties" in schema else "unevaluatedProperties",
             )
-        return said
+        return normal
 
-    def _check_refused(self, said: Object, keyword: str, place: str) -> None:
+    def _check_refused(self, normal: Object, keyword: str, pointer: str) -> None:
         is_idle = {
-            "if": not {"then", "else"} & set(said),
-            "contains": said.get("minContains") == 0 and "maxContains" not in said,
+            "if": not {"then", "else"} & set(normal),
+            "contains": normal.get("minContains") == 0 and "maxContains" not in normal,
         }
-        if is_idle.get(keyword, said[keyword] == {}):
+        if is_idle.get(keyword, normal[keyword] == {}):
             return
-        raise UnusableSchema(f"`{keyword}` cannot be kept to", f"{place}/{escaped(keyword)}")
+        raise UnusableSchema(f"`{keyword}` cannot be enforced", f"{pointer}/{escaped(keyword)}")
 
-    def _plain_unevaluated(self, said: Object, place: str) -> None:
+    def _plain_unevaluated(self, normal: Object, pointer: str) -> None:
         """Write `unevaluated…` as `additional…` where nothing else evaluates."""
-        is_plain = not set(_IN_PLACE) & set(said)
-        items = said.pop("unevaluatedItems", True)
-        if items not in (True, {}) and "items" not in said:
+        is_plain = not set(_IN_PLACE) & set(normal)
+        items = normal.pop("unevaluatedItems", True)
+        if items not in (True, {}) and "items" not in normal:
             if not is_plain:
-                where = f"{place}/unevaluatedItems"
+                where = f"{pointer}/unevaluatedItems"
                 raise UnusableSchema(
-                    "`unevaluatedItems` cannot be kept to beside allOf, anyOf, oneOf or $ref", where
+                    "`unevaluatedItems` cannot be enforced beside allOf, anyOf, oneOf or $ref", where
                 )
-            said["items"] = items
-        properties = said.get("unevaluatedProperties", False)
-        if "additionalProperties" in said or (properties is False and not is_plain):
+            normal["items"] = items
+        properties = normal.get("unevaluatedProperties", False)
+        if "additionalProperties" in normal or (properties is False and not is_plain):
             return
-        if "unevaluatedProperties" in said:
+        if "unevaluatedProperties" in normal:
             if not is_plain and properties not in (True, {}):
-                where = f"{place}/unevaluatedProperties"
+                where = f"{pointer}/unevaluatedProperties"
                 raise UnusableSchema(
                     "`unevaluatedProperties` can only be true or false beside allOf, anyOf, oneOf or $ref",
                     where,
                 )
-            said["additionalProperties"] = said.pop("unevaluatedProperties")
+            normal["additionalProperties"] = normal.pop("unevaluatedProperties")
 
-    def _plain_names(self, said: Object, place: str, value_keyword: str) -> None:
+    def _plain_names(self, normal: Object, pointer: str, value_keyword: str) -> None:
         """Write `propertyNames` as properties and patterns."""
-        where = f"{place}/propertyNames"
-        names = allowed_names(said.pop("propertyNames"), where, self._references)
+        where = f"{pointer}/propertyNames"
+        names = allowed_names(normal.pop("propertyNames"), where, self._references)
         self._unenforced.update(dict.fromkeys(names.unenforced))
         if names.are_any:
             return
-        listed = said.get("properties", {})
-        # What a name is allowed to be evaluates no property.
-        if {"patternProperties", "unevaluatedProperties"} & set(said) or (names.patterns and listed):
-            raise UnusableSchema("`propertyNames` cannot be kept to beside other names or patterns", where)
-        value = said.pop("additionalProperties", True)
+        listed = normal.get("properties", {})
+        # `propertyNames` evaluates no property.
+        if {"patternProperties", "unevaluatedProperties"} & set(normal) or (names.patterns and listed):
+            raise UnusableSchema("`propertyNames` cannot be enforced beside other names or patterns", where)
+        value = normal.pop("additionalProperties", True)
         if isinstance(value, Mapping):
-            value = {"$ref": f"#{place}/{value_keyword}"}
-        said["properties"] = {
+            value = {"$ref": f"#{pointer}/{value_keyword}"}
+        normal["properties"] = {
             **{name: schema if name in names.texts else False for name, schema in listed.items()},
             **{name: value for name in names.texts if name not in listed},
         }
         if names.patterns:
             several = "|".join(f"(?:{pattern})" for pattern in names.patterns)
-            said["patternProperties"] = {names.patterns[0] if len(names.patterns) == 1 else several: value}
-        said["additionalProperties"] = False
+            normal["patternProperties"] = {names.patterns[0] if len(names.patterns) == 1 else several: value}
+        normal["additionalProperties"] = False
 
-    def _reference(self, reference: Any, place: str, closing: _Closing | None) -> str:
-        target_place, target = self._references.target(reference, place)
-        key = (target_place, closing)
+    def _reference(self, reference: Any, pointer: str, closing: _Closing | None) -> str:
+        target_pointer, target = self._references.target(reference, pointer)
+        key = (target_pointer, closing)
         name = self._names.get(key)
         if name is None:
-            stem = _UNFIT_FOR_NAMES.sub("_", target_place.rpartition("/")[2]) or "root"
+            stem = _UNFIT_FOR_NAMES.sub("_", target_pointer.rpartition("/")[2]) or "root"
             name = stem
             while name in self._taken:
                 name = f"{stem}-{len(self._taken)}"
                 stem += "_"
             self._taken.add(name)
             self._names[key] = name
-            self._waiting.append((name, target, target_place, closing))
+            self._waiting.append((name, target, target_pointer, closing))
         return f"#/$defs/{name}"
 
     def _add_in_place(
-        self, made: Object, said: Object, keyword: str, part: SchemaPart, closing: _Closing | None, depth: int
+        self,
+        result: Object,
+        normal: Object,
+        keyword: str,
+        part: SchemaPart,
+        closing: _Closing | None,
+        depth: int,
     ) -> None:
-        value, where = part.schema, f"{part.place}/{keyword}"
+        value, where = part.schema, f"{part.pointer}/{keyword}"
         if keyword == "$ref":
-            made[keyword] = self._reference(value, part.place, closing)
+            result[keyword] = self._reference(value, part.pointer, closing)
             return
         parts = [self._schema(each, f"{where}/{i}", closing, depth + 1) for i, each in enumerate(value)]
         if keyword == "oneOf":
@@ -308,45 +319,45 @@ class _Rewriter:
                     where,
                 )
             keyword = "anyOf"
-        if keyword == "allOf" or (keyword == "anyOf" and "anyOf" in said and value is not said["anyOf"]):
+        if keyword == "allOf" or (keyword == "anyOf" and "anyOf" in normal and value is not normal["anyOf"]):
             parts = parts if keyword == "allOf" else [{keyword: parts}]
-            made["allOf"] = [*made.get("allOf", []), *parts]
+            result["allOf"] = [*result.get("allOf", []), *parts]
         else:
-            made[keyword] = parts
+            result[keyword] = parts
 
-    def _add_patterns(self, made: Object, pattern: str, where: str) -> None:
+    def _add_patterns(self, result: Object, pattern: str, where: str) -> None:
         patterns = without_look_around(pattern)
         if patterns is None:
-            raise UnusableSchema("the pattern looks ahead or behind where that cannot be kept to", where)
-        made["pattern"] = patterns[-1]
+            raise UnusableSchema("the pattern looks ahead or behind where that cannot be enforced", where)
+        result["pattern"] = patterns[-1]
         if patterns[:-1]:
-            made["allOf"] = [*made.get("allOf", []), *({"pattern": each} for each in patterns[:-1])]
+            result["allOf"] = [*result.get("allOf", []), *({"pattern": each} for each in patterns[:-1])]
 
-    def _add_format(self, made: Object, name: str, where: str) -> None:
+    def _add_format(self, result: Object, name: str, where: str) -> None:
         if name in GRAMMAR_FORMATS:
-            made["format"] = name
+            result["format"] = name
         elif name in FORMAT_PATTERNS:
-            made["allOf"] = [*made.get("allOf", []), {"pattern": FORMAT_PATTERNS[name]}]
+            result["allOf"] = [*result.get("allOf", []), {"pattern": FORMAT_PATTERNS[name]}]
         else:
             self._unenforced[where] = None
 
-    def _inner_closing(self, said: Object, place: str, closing: _Closing | None) -> _Closing | None:
+    def _inner_closing(self, normal: Object, pointer: str, closing: _Closing | None) -> _Closing | None:
         """Return how subschemas in place are closed; None where that is done around them, or not at all."""
-        if closing is None or not set(_IN_PLACE) & set(said) or "additionalProperties" in said:
+        if closing is None or not set(_IN_PLACE) & set(normal) or "additionalProperties" in normal:
             return None
-        key = _closing_keyword(said)
-        base = self._known({k: v for k, v in said.items() if k != key}, place)
-        _check_unconditional(base, closing, place)
+        key = _closing_keyword(normal)
+        base = self._known({k: v for k, v in normal.items() if k != key}, pointer)
+        _check_unconditional(base, closing, pointer)
         return None if base.is_open or key is None else closing.with_known(base)
 
-    def _closed(self, made: Object, said: Object, place: str, closing: _Closing | None) -> Object:
-        """Return a schema that allows no other properties, unless its alternatives see to that."""
-        if closing is None or "additionalProperties" in said or _closing_keyword(said) is not None:
-            return made
-        known = self._known(said, place)
-        _check_unconditional(known, closing, place)
+    def _closed(self, result: Object, normal: Object, pointer: str, closing: _Closing | None) -> Object:
+        """Return a schema that allows no other properties, unless its alternatives do that."""
+        if closing is None or "additionalProperties" in normal or _closing_keyword(normal) is not None:
+            return result
+        known = self._known(normal, pointer)
+        _check_unconditional(known, closing, pointer)
         if known.is_open or (closing.is_idle and not known.is_object):
-            return made
+            return result
         patterns = (
             _plain_name(pattern, _NAMED[1]) for pattern in (*known.patterns, *sorted(closing.patterns))
         )
@@ -354,19 +365,19 @@ class _Rewriter:
             _NAMED[0]: dict.fromkeys((*known.names_for(closing), *sorted(closing.names)), True),
             _NAMED[1]: dict.fromkeys(patterns, True),
         }
-        self._count(place, len(closing.names) + len(closing.patterns))
-        if set(_IN_PLACE) & set(made):
-            return {**made, "allOf": [*made.get("allOf", []), {**rest, "additionalProperties": False}]}
+        self._count(pointer, len(closing.names) + len(closing.patterns))
+        if set(_IN_PLACE) & set(result):
+            return {**result, "allOf": [*result.get("allOf", []), {**rest, "additionalProperties": False}]}
         for keyword, allowed in rest.items():
-            named = made.get(keyword, {})
+            named = result.get(keyword, {})
             if allowed:
-                made[keyword] = {**named, **{name: True for name in allowed if name not in named}}
-        return {**made, "additionalProperties": False}
+                result[keyword] = {**named, **{name: True for name in allowed if name not in named}}
+        return {**result, "additionalProperties": False}
 
-    def _known(self, schema: Any, place: str) -> _KnownNames:
+    def _known(self, schema: Any, pointer: str) -> _KnownNames:
         """Return the properties that a schema and its subschemas in place name."""
         known = _KnownNames()
-        remaining, seen = [(schema, place, False)], set()
+        remaining, seen = [(schema, pointer, False)], set()
         while remaining:
             part, where, is_option = remaining.pop()
             if where in seen or not isinstance(part, Mapping):
@@ -384,47 +395,48 @@ class _Rewriter:
             known.is_open |= is_open
             known.is_conditional |= is_option and bool(names or patterns or is_open)
             if isinstance(part.get("$ref"), str):
-                target_place, target = self._references.target(part["$ref"], where)
-                remaining.append((target, target_place, is_option))
+                target_pointer, target = self._references.target(part["$ref"], where)
+                remaining.append((target, target_pointer, is_option))
             for key in ("oneOf", "anyOf", "allOf"):
                 each = enumerate(_list(part, key))
                 remaining += [(s, f"{where}/{key}/{i}", is_option or key != "allOf") for i, s in each][::-1]
         return known
 
 
-def _is_beyond(keyword: str, bound: Any, said: Object) -> bool:
+def _is_beyond(keyword: str, bound: Any, normal: Object) -> bool:
     """Return whether a bound is so large that no answer reaches it."""
     if isinstance(bound, bool) or not isinstance(bound, int | float):
         return False
-    limit = (1 << 63) - 1 if said.get("type") == "integer" else _BOUND_LIMIT
+    limit = (1 << 63) - 1 if normal.get("type") == "integer" else _BOUND_LIMIT
     return bound * _BOUNDS[keyword] > limit
 
 
-def _check_shapes(said: Object, place: str) -> None:
+def _check_shapes(normal: Object, pointer: str) -> None:
     for keywords, shape, words in (
         (_NAMED, Mapping, "an object of schemas"),
         (("allOf", "anyOf", "oneOf", "prefixItems"), list, "a list of schemas"),
     ):
         for keyword in keywords:
-            if keyword in said and not isinstance(said[keyword], shape):
-                raise UnusableSchema(f"`{keyword}` must be {words}", f"{place}/{keyword}")
+            if keyword in normal and not isinstance(normal[keyword], shape):
+                raise UnusableSchema(f"`{keyword}` must be {words}", f"{pointer}/{keyword}")
 
 
-def _check_unconditional(known: _KnownNames, closing: _Closing, place: str) -> None:
+def _check_unconditional(known: _KnownNames, closing: _Closing, pointer: str) -> None:
     if closing.is_asked_for and known.is_conditional:
         raise UnusableSchema(
-            "`unevaluatedProperties` cannot be kept to where alternatives in allOf or $ref name some", place
+            "`unevaluatedProperties` cannot be enforced where alternatives in allOf or $ref name some",
+            pointer,
         )
 
 
-def _closing_keyword(said: Object) -> str | None:
+def _closing_keyword(normal: Object) -> str | None:
     """Return the keyword whose schemas are closed one by one; None where the whole is closed, or nothing."""
-    key = next((key for key in ("anyOf", "oneOf") if isinstance(said.get(key), list)), None)
-    if key is not None or {*_NAMED, "required"} & set(said):
+    key = next((key for key in ("anyOf", "oneOf") if isinstance(normal.get(key), list)), None)
+    if key is not None or {*_NAMED, "required"} & set(normal):
         return key
     # A reference that stands alone stays alone: llguidance refuses one within itself beside other keywords.
-    alone = [key for key in ("$ref", "allOf") if key in said]
-    return alone[0] if len(alone) == 1 and (alone[0] == "$ref" or len(_list(said, "allOf")) == 1) else None
+    alone = [key for key in ("$ref", "allOf") if key in normal]
+    return alone[0] if len(alone) == 1 and (alone[0] == "$ref" or len(_list(normal, "allOf")) == 1) else None
 
 
 def _plain_name(name: str, keyword: str) -> str:

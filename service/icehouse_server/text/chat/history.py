@@ -1,8 +1,8 @@
-"""History fit: turns are renamed, folded and merged as far as a chat template needs. Pure.
+"""History fit: renames, folds and merges turns as far as a chat template needs. Pure.
 
-What a turn says is never dropped: a role that the template does not take speaks as another one, and a turn
-that it does not take where it stands gets an empty one before it. What is done to a turn depends on the
-turns before it and hardly on those behind, so that a prompt stays the beginning of the next.
+No content is dropped: an unsupported role becomes another one, and a turn that is not supported after the one
+before it gets an empty turn in between. Changes to a turn depend on the turns before it and hardly on later
+ones, so that a prompt stays a prefix of the next.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import re
 from collections.abc import Sequence
 
 from icehouse_server.domain.chat import ChatMessage, PlacedImage, ToolCall
-from icehouse_server.text.chat.traits import CallIds, TemplateTraits, ToolPlace
+from icehouse_server.text.chat.traits import CallIds, TemplateTraits, ToolPosition
 
 _GAP = "\n\n"
 """Stands between the texts of merged turns."""
@@ -27,7 +27,7 @@ _SYSTEM_ROLES = ("system", "developer")
 
 def fit(messages: Sequence[ChatMessage], traits: TemplateTraits) -> list[ChatMessage]:
     """Return the turns in a form that the template supports."""
-    turns = [_with_filler(_with_known_role(message, traits), traits) for message in messages]
+    turns = [_known(message, traits) for message in messages]
     turns = _ResultLinks(traits).turns(_merge(turns, roles={"system"}))
     if not traits.shows_tool_results:
         turns = _results_as_text(turns)
@@ -41,22 +41,18 @@ def fit(messages: Sequence[ChatMessage], traits: TemplateTraits) -> list[ChatMes
     if not traits.takes_text_beside_calls:
         turns = [part for turn in turns for part in _text_before_calls(turn)]
     turns = _with_fillers(turns, traits) if traits.takes_repeated_roles else _alternating(turns, traits)
-    if traits.tool_place is not ToolPlace.VARIABLE and (not turns or turns[0].role != "system"):
+    if traits.tool_position is not ToolPosition.VARIABLE and (not turns or turns[0].role != "system"):
         turns.insert(0, ChatMessage("system", ""))
     return turns
 
 
-def _with_known_role(message: ChatMessage, traits: TemplateTraits) -> ChatMessage:
-    if message.role == "developer" and not traits.knows_developer:
-        return dataclasses.replace(message, role="system")
-    return message
-
-
-def _with_filler(message: ChatMessage, traits: TemplateTraits) -> ChatMessage:
-    """Return the turn with a filler where it says nothing and the template refuses that."""
-    says = message.content or message.images or message.tool_calls or message.reasoning
-    is_silent = not says and message.role != "tool"
-    return dataclasses.replace(message, content=traits.filler) if is_silent else message
+def _known(message: ChatMessage, traits: TemplateTraits) -> ChatMessage:
+    """Return the turn with a role that the template knows, and with the filler if it is empty."""
+    is_system = message.role == "developer" and not traits.knows_developer
+    content = message.content
+    if not (content or message.images or message.tool_calls or message.reasoning or message.role == "tool"):
+        content = traits.filler
+    return dataclasses.replace(message, role="system" if is_system else message.role, content=content)
 
 
 def _merge(turns: Sequence[ChatMessage], *, roles: set[str]) -> list[ChatMessage]:
@@ -159,12 +155,12 @@ class _ResultLinks:
 
     def _called(self, result: ChatMessage) -> ToolCall | None:
         """Return the open call of a result: by id, or the next one where no call has this id."""
-        found = [each for each in self._open if each[0] == result.tool_call_id]
-        if not found and result.tool_call_id not in self._ids:
-            found = [each for each in self._open if each[1].name == result.name] or self._open
-        if not found:
+        matches = [each for each in self._open if each[0] == result.tool_call_id]
+        if not matches and result.tool_call_id not in self._ids:
+            matches = [each for each in self._open if each[1].name == result.name] or self._open
+        if not matches:
             return None
-        first = found[0]
+        first = matches[0]
         self._open.remove(first)
         return first[1]
 
@@ -172,8 +168,8 @@ class _ResultLinks:
         if not self._row:
             return
         calls = next(turn.tool_calls for turn in reversed(self._turns) if turn.tool_calls)
-        places = {call.id: place for place, call in enumerate(calls)}
-        self._turns += sorted(self._row, key=lambda result: places[result.tool_call_id])
+        order = {call.id: index for index, call in enumerate(calls)}
+        self._turns += sorted(self._row, key=lambda result: order[result.tool_call_id])
         self._row = []
 
 
@@ -184,15 +180,15 @@ def _answer(result: ChatMessage, call: ToolCall) -> ChatMessage:
 def _id_as_taken(id: str, name: str, index: int, traits: TemplateTraits) -> str:
     if traits.call_ids is CallIds.NINE_LETTERS and _NINE_LETTERS.fullmatch(id) is None:
         number = int.from_bytes(hashlib.sha256(id.encode("utf-8", "surrogatepass")).digest()[:8], "big")
-        return "".join(_LETTERS[number // len(_LETTERS) ** place % len(_LETTERS)] for place in range(9))
+        return "".join(_LETTERS[number // len(_LETTERS) ** digit % len(_LETTERS)] for digit in range(9))
     if traits.call_ids is CallIds.NAMED:
-        found = _NAMED.fullmatch(id)
-        return id if found is not None and found[1] == name else f"functions.{name}:{index}"
+        match = _NAMED.fullmatch(id)
+        return id if match is not None and match[1] == name else f"functions.{name}:{index}"
     return id
 
 
 def _results_as_text(turns: Sequence[ChatMessage]) -> list[ChatMessage]:
-    """Return the turns with a user's turn in the place of each row of results."""
+    """Return the turns with a user's turn instead of each row of results."""
     texts: list[ChatMessage] = []
     for is_result, row in itertools.groupby(turns, key=lambda turn: turn.role == "tool"):
         if is_result:
@@ -221,9 +217,9 @@ def _one_call_a_turn(turns: Sequence[ChatMessage]) -> list[ChatMessage]:
     waiting: list[ChatMessage] = []
     for turn in turns:
         if turn.role == "tool" and waiting:
-            place = next((i for i, w in enumerate(waiting) if w.tool_calls[0].id == turn.tool_call_id), None)
-            if place is not None:
-                single += [waiting.pop(place), turn]
+            index = next((i for i, w in enumerate(waiting) if w.tool_calls[0].id == turn.tool_call_id), None)
+            if index is not None:
+                single += [waiting.pop(index), turn]
                 continue
         if turn.role != "tool":
             single += waiting
@@ -239,7 +235,7 @@ def _one_call_a_turn(turns: Sequence[ChatMessage]) -> list[ChatMessage]:
 
 def _text_before_calls(turn: ChatMessage) -> list[ChatMessage]:
     """Return the turn's text and its calls as two turns. Reasoning stays with the calls: templates that drop
-    it keep that of a tool loop which goes on."""
+    it keep that of an open tool loop."""
     if not (turn.tool_calls and turn.content):
         return [turn]
     text = dataclasses.replace(turn, reasoning="", tool_calls=())

@@ -1,8 +1,8 @@
-"""Probes of a chat template: small histories that are rendered to find what it supports and what it shows.
+"""Probes of a chat template: small histories, rendered to learn what it supports and what it shows.
 
-A trait is believed where the words of every history came out with it. Where no way of writing a history
-works the trait says that it is taken, and the template refuses it in its own words when it is asked.
-A template is a program of the model's author and may never come to an end, so its steps are counted.
+A trait is accepted if the words of every history appear with it. If no form of a history works, the trait
+says that it is supported, and the template refuses it with its own message in a request.
+A template is a program of the model's author and may never end, so its steps are counted.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from icehouse_server.text.chat.traits import (
     EmptyContent,
     TemplateTraits,
     ToolForm,
-    ToolPlace,
+    ToolPosition,
 )
 
 Render = Callable[[Sequence[ChatMessage], Sequence[Tool], TemplateTraits], str]
@@ -88,11 +88,11 @@ def _skeleton_message(message: ChatMessage, field: str, word: Callable[[str], st
         tool_calls=tuple(
             ToolCall(
                 call.id,
-                word(f"{field}.tool_calls[{place}].name"),
-                # The odd space tells a text that is written as it is from one that is made anew.
-                f'{{"qzkey":  "{word(f"{field}.tool_calls[{place}].arguments_json")}"}}',
+                word(f"{field}.tool_calls[{number}].name"),
+                # The odd space shows whether the text is copied or serialized again.
+                f'{{"qzkey":  "{word(f"{field}.tool_calls[{number}].arguments_json")}"}}',
             )
-            for place, call in enumerate(message.tool_calls)
+            for number, call in enumerate(message.tool_calls)
         ),
         name="qzname" if message.name else message.name,
         token_ids=(),
@@ -105,7 +105,7 @@ def find_traits(render: Render, *, has_tools: bool) -> TemplateTraits:
     A model may have a template for each. Raises TemplateTooLong for one that goes on and on.
     """
     probes = _Probes(render, [_TOOL] if has_tools else [])
-    # Each is looked for under the traits that were found before it.
+    # Each method builds on the traits that those before it have set.
     probes.find_form()
     probes.find_tools()
     if has_tools and not probes.traits.shows_tools:
@@ -113,7 +113,7 @@ def find_traits(render: Render, *, has_tools: bool) -> TemplateTraits:
         return dataclasses.replace(find_traits(render, has_tools=False), shows_tools=False)
     probes.find_roles()
     probes.find_calls()
-    probes.find_places()
+    probes.find_positions()
     probes.find_systems()
     probes.find_reasoning()
     return probes.traits
@@ -134,13 +134,13 @@ class _Probes:
 
     def find_tools(self) -> None:
         asked = [ChatMessage("user", "qzaskedqz")]
-        for place, form in itertools.product(ToolPlace, ToolForm):
-            traits = dataclasses.replace(self.traits, tool_place=place, tool_form=form)
+        for location, form in itertools.product(ToolPosition, ToolForm):
+            traits = dataclasses.replace(self.traits, tool_position=location, tool_form=form)
             text = self._text(asked, traits, tools=[_BARE_TOOL])
             if text is not None and _BARE_TOOL.name in text and "qzaskedqz" in text:
                 # Without tools there is no need of a system's turn.
-                place = place if self._tools else self.traits.tool_place
-                self.traits = dataclasses.replace(traits, tool_place=place)
+                location = location if self._tools else self.traits.tool_position
+                self.traits = dataclasses.replace(traits, tool_position=location)
                 return
         self.traits = dataclasses.replace(self.traits, shows_tools=False)
 
@@ -172,7 +172,7 @@ class _Probes:
         self._choose("upr", "uprra", "uprrprra", "uprrcra", takes_parallel_calls=(True, False))
         self._choose("ub", "ubr", "ubrbra", "ubrau", takes_text_beside_calls=(True, False))
 
-    def find_places(self) -> None:
+    def find_positions(self) -> None:
         """Find where turns of assistants, calls and results may stand."""
         self._choose("au", "a", "aua", "cru", takes_first_assistant=(True, False))
         self._choose("ucru", "ucrua", takes_user_after_result=(True, False))
@@ -210,9 +210,9 @@ class _Probes:
         calls = [call for message in skeleton.messages for call in message.tool_calls]
         if traits.arguments is Arguments.VERBATIM and not all(call.arguments_json in text for call in calls):
             return False
-        # A loop may go on without the tools being told anew.
-        tells_tools = self._tools and self.traits.shows_tools and not calls
-        return not skeleton.lost_fields(text) and (not tells_tools or _TOOL.name in text)
+        # Within a tool loop a template need not show the tools again.
+        shows_tools = self._tools and self.traits.shows_tools and not calls
+        return not skeleton.lost_fields(text) and (not shows_tools or _TOOL.name in text)
 
     def _has_own_developer(self) -> bool:
         """Whether a developer's turn is written differently from a system's and an unknown role's."""
@@ -238,7 +238,7 @@ class _Probes:
                 return self._render(fit(messages, traits), self._tools if tools is None else tools, traits)
         except TemplateTooLong:
             raise
-        except Exception:  # a template is a program of the model's author and raises what it likes
+        except Exception:  # a template is a program of the model's author and may raise anything
             return None
 
 
@@ -262,10 +262,10 @@ def _skeleton(history: str) -> Skeleton:
     """
     messages: list[ChatMessage] = []
     open_ids: list[str] = []
-    for place, letter in enumerate(history):
+    for index, letter in enumerate(history):
         if letter in _CALL_COUNTS:
             # Longer than some templates take, and without the name that others look for in it.
-            open_ids = [f"call_qz{place}_{i}_0123456789" for i in range(_CALL_COUNTS[letter])]
+            open_ids = [f"call_qz{index}_{i}_0123456789" for i in range(_CALL_COUNTS[letter])]
             calls = tuple(ToolCall(id, "a", json.dumps({})) for id in open_ids)
             messages.append(ChatMessage("assistant", "a" if letter == "b" else "", tool_calls=calls))
         elif letter == "r":

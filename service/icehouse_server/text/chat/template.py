@@ -1,6 +1,6 @@
-"""Chat template of a model: writes turns and tools as text. What it supports is found by trying it.
+"""Chat template of a model: writes turns and tools as text. What it supports is found by probing it.
 
-Runs in the rpc room's small executor, one caller at a time.
+Runs in the small executor of `rpc`, one caller at a time.
 """
 
 from __future__ import annotations
@@ -12,12 +12,11 @@ from typing import Any
 
 import jinja2
 
-from icehouse_server.domain.chat import ChatMessage, Tool
+from icehouse_server.domain.chat import ChatMessage, Tool, ToolCall
 from icehouse_server.errors import InvalidRequest, Reason
 from icehouse_server.text.chat.history import fit
 from icehouse_server.text.chat.probes import STEP_LIMIT, TemplateTooLong, find_traits, skeleton_of
-from icehouse_server.text.chat.traits import TemplateTraits, ToolPlace
-from icehouse_server.text.chat.turn_form import form_of, offer
+from icehouse_server.text.chat.traits import Arguments, EmptyContent, TemplateTraits, ToolForm, ToolPosition
 
 
 class ChatTemplate:
@@ -35,13 +34,13 @@ class ChatTemplate:
         """
         if has_tools not in self._traits:
             self._traits[has_tools] = self._find_traits(has_tools=has_tools)
-        found = self._traits[has_tools]
-        if found is None:
+        traits = self._traits[has_tools]
+        if traits is None:
             raise _invalid(
                 f"the model's chat template runs through more than {STEP_LIMIT} lines for a few words; use "
                 "another template"
             )
-        return found
+        return traits
 
     def _find_traits(self, *, has_tools: bool) -> TemplateTraits | None:
         def render(messages: Sequence[ChatMessage], tools: Sequence[Tool], traits: TemplateTraits) -> str:
@@ -63,8 +62,8 @@ class ChatTemplate:
         adds_generation_prompt: bool = False,
         continues_final_message: bool = False,
     ) -> str:
-        """Return the text of turns that `fit` has prepared; raises InvalidRequest with the words in which the
-        template refuses them."""
+        """Return the text of turns that `fit` has prepared; raises InvalidRequest with the template's own
+        message if it refuses them."""
         arguments = arguments or {}
         for name in sorted(arguments):
             if name in self._reserved:
@@ -84,7 +83,7 @@ class ChatTemplate:
             )
         except jinja2.TemplateError as error:
             raise _invalid(f"the model's chat template refused the conversation: {error.message}") from error
-        except Exception as error:  # a template is a program of the model's author and raises what it likes
+        except Exception as error:  # a template is a program of the model's author and may raise anything
             kind = type(error).__name__
             raise _invalid(
                 f"the model's chat template failed with {kind}; it cannot render this conversation",
@@ -101,7 +100,7 @@ class ChatTemplate:
     ) -> None:
         """Raise InvalidRequest for a history of which the template would silently drop a text.
 
-        Thoughts do not count: which of them stay is for the template to say.
+        Reasoning does not count: templates drop that of past turns on purpose.
         """
         skeleton, traits = skeleton_of(messages), self.traits(has_tools=bool(tools))
         try:
@@ -112,7 +111,7 @@ class ChatTemplate:
                 arguments=arguments,
                 adds_generation_prompt=adds_generation_prompt,
             )
-        except Exception:  # as above; of the words themselves it has said what it says
+        except Exception:  # as above; the history itself was rendered before
             return
         lost = skeleton.lost_fields(text)
         if lost:
@@ -134,11 +133,11 @@ class ChatTemplate:
         adds_generation_prompt: bool = False,
         continues_final_message: bool = False,
     ) -> str:
-        # A renderer written in Python may know fewer arguments: what is not asked for is not passed.
+        # A renderer written in Python may accept fewer arguments, so only those that are needed are passed.
         extra: dict[str, Any] = dict(arguments or {})
         turns = [form_of(message, traits) for message in messages]
         offered = [offer(tool, traits.tool_form) for tool in tools]
-        if offered and traits.tool_place is ToolPlace.IN_SYSTEM:
+        if offered and traits.tool_position is ToolPosition.IN_SYSTEM:
             turns[0]["tools"] = json.dumps(offered, ensure_ascii=False)
         elif offered or traits.wants_tool_list:
             extra["tools"] = offered
@@ -165,3 +164,98 @@ def _own_arguments(wrapper: Any) -> frozenset[str]:
 
 def _invalid(message: str, *, field: str = "prompt.chat", **facts: object) -> InvalidRequest:
     return InvalidRequest(Reason.CHAT_INVALID, message, field=field, metadata=facts)
+
+
+_DEPTH_LIMIT = 16
+"""Schemas inside a schema that are completed."""
+
+
+def form_of(message: ChatMessage, traits: TemplateTraits) -> dict[str, Any]:
+    """Return a turn as the template reads it."""
+    form: dict[str, Any] = {"role": message.role, "content": _content_of(message, traits)}
+    if message.name:
+        form["name"] = message.name
+    if message.reasoning and traits.reasoning_key:
+        form[traits.reasoning_key] = message.reasoning
+    if message.tool_calls:
+        form["tool_calls"] = [_form_of_call(call, traits) for call in message.tool_calls]
+    if message.tool_call_id:
+        form["tool_call_id"] = message.tool_call_id
+    return form
+
+
+def offer(tool: Tool, form: ToolForm = ToolForm.WRAPPED) -> dict[str, Any]:
+    """Return a tool as templates and parsers of calls want it."""
+    is_whole = form is not ToolForm.WRAPPED
+    function: dict[str, Any] = {"name": tool.name}
+    if tool.description or is_whole:
+        function["description"] = tool.description
+    whole = {"type": "object", "properties": {}, "required": [], **tool.parameters}
+    function["parameters"] = _described(whole) if is_whole else tool.parameters
+    return function if form is ToolForm.PLAIN else {"type": "function", "function": function}
+
+
+def _form_of_call(call: ToolCall, traits: TemplateTraits) -> dict[str, Any]:
+    return {
+        "id": call.id,
+        "type": "function",
+        "function": {"name": call.name, "arguments": _arguments_of(call.arguments_json, traits.arguments)},
+    }
+
+
+def _arguments_of(text: str, form: Arguments) -> str | dict[str, Any]:
+    """Return a call's arguments; where they must be an object, any other text is put into one."""
+    if form is Arguments.VERBATIM:
+        return text
+    try:
+        parsed = json.loads(text)
+    except ValueError:
+        parsed = None
+    arguments = parsed if isinstance(parsed, dict) else {"arguments": text}
+    return arguments if form is Arguments.OBJECT else json.dumps(arguments, ensure_ascii=False)
+
+
+def _content_of(message: ChatMessage, traits: TemplateTraits) -> str | list[dict[str, str]] | None:
+    if message.reasoning and not traits.reasoning_key:
+        thought = {"type": "thinking", "thinking": message.reasoning}
+        return [thought, *(_parts_of(message) if message.content else [])]
+    empty_content = (
+        traits.empty_content if message.role == "assistant" and not message.content else EmptyContent.TEXT
+    )
+    if message.images or message.role in traits.part_roles or empty_content is EmptyContent.PARTS:
+        return _parts_of(message)
+    return None if message.tool_calls and empty_content is EmptyContent.NONE else message.content
+
+
+def _parts_of(message: ChatMessage) -> list[dict[str, str]]:
+    """Return text and images as templates of vision models want them."""
+    parts: list[dict[str, str]] = []
+    start = 0
+    for position in (*(placed.position for placed in message.images), len(message.content)):
+        if position > start:
+            parts.append({"type": "text", "text": message.content[start:position]})
+        parts.append({"type": "image"})
+        start = position
+    parts.pop()
+    return parts or [{"type": "text", "text": ""}]
+
+
+def _described(schema: Mapping[str, Any], *, depth: int = 0) -> dict[str, Any]:
+    """Return the schema with a type and a description for every property, nested ones too."""
+    properties = schema.get("properties")
+    if not isinstance(properties, Mapping) or depth > _DEPTH_LIMIT:
+        return dict(schema)
+    described = {}
+    for name, value in properties.items():
+        field = value if isinstance(value, Mapping) else {}
+        described[name] = {"type": _type_of(field), "description": "", **_described(field, depth=depth + 1)}
+    return {**schema, "properties": described}
+
+
+def _type_of(schema: Mapping[str, Any]) -> str:
+    """Return the first type among a schema's alternatives, for a schema without a type."""
+    for choice in (*schema.get("anyOf", ()), *schema.get("oneOf", ())):
+        name = choice.get("type") if isinstance(choice, Mapping) else None
+        if isinstance(name, str) and name != "null":
+            return name
+    return "string"

@@ -37,7 +37,7 @@ class ToolForm(enum.Enum):
     """The function alone, with every field."""
 
 
-class ToolPlace(enum.Enum):
+class ToolPosition(enum.Enum):
     """Where a template looks for the tools."""
 
     VARIABLE = enum.auto()
@@ -60,9 +60,9 @@ class EmptyContent(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TemplateTraits:
-    """What was found by rendering small histories; by default everything is supported.
+    """The result of rendering small histories; by default everything is supported.
 
-    What a template does not take or does not show is written in another way, so nothing of it is lost.
+    What a template does not take or show is written in another form, so that nothing is lost.
     """
 
     part_roles: frozenset[str] = frozenset()
@@ -70,10 +70,10 @@ class TemplateTraits:
     wants_tool_list: bool = False
     """Without tools it needs an empty list of them, or it fails."""
     filler: str = ""
-    """The text of turns that say nothing; not empty where the template refuses empty ones."""
+    """The text of empty turns; not empty where the template refuses those."""
 
     knows_developer: bool = False
-    """It writes "developer" in a way of its own; elsewhere the role is the system's."""
+    """It has a form of its own for "developer"; elsewhere the role becomes system."""
     takes_first_system: bool = True
     takes_later_system: bool = True
     takes_lone_system: bool = True
@@ -84,7 +84,7 @@ class TemplateTraits:
 
     shows_tools: bool = True
     tool_form: ToolForm = ToolForm.WRAPPED
-    tool_place: ToolPlace = ToolPlace.VARIABLE
+    tool_position: ToolPosition = ToolPosition.VARIABLE
     shows_tool_calls: bool = True
     """If not, calls are written as text of the assistant."""
     shows_tool_results: bool = True

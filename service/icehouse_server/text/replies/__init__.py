@@ -1,1 +1,1 @@
-"""Replies of models, read: what is said, thought and called."""
+"""Replies of models, split into text, reasoning and calls."""

@@ -1,4 +1,4 @@
-"""Families of models by the notation of their replies, in the order in which they are tried."""
+"""Families of models by the notation of their replies, in order of precedence."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ import dataclasses
 import regex
 
 from icehouse_server.text.replies.json_calls import JsonCalls, NamedJson
-from icehouse_server.text.replies.layouts import ChannelReply
 from icehouse_server.text.replies.notation import several
 from icehouse_server.text.replies.python_calls import GemmaCalls, PythonCalls
-from icehouse_server.text.replies.reply_format import Family
+from icehouse_server.text.replies.reply_format import ChannelReply, Family
 from icehouse_server.text.replies.tag_calls import TagCalls
 
 _NAME = r"(?P<name>[^\s<>\"'=]{1,200})"
@@ -85,7 +84,7 @@ _CHANNELS = (
             ),
             message_ends=("<|end|>", "<|return|>", "<|call|>"),
             header_starts=("<|start|>", "<|channel|>"),
-            thought=regex.compile(r"<\|channel\|>\s{0,9}analysis"),
+            reasoning=regex.compile(r"<\|channel\|>\s{0,9}analysis"),
             call=regex.compile(r"\bto=(?:functions\.)?(?P<name>(?!(?:assistant|user|all)\b)[\w.\-]{1,200})"),
         ),
         thoughts=("<|channel|>analysis<|message|>", "<|end|><|start|>assistant<|channel|>final<|message|>"),
@@ -100,7 +99,7 @@ _CHANNELS = (
             header=regex.compile(r"(?:<\|start\|>)?(?:assistant)?\s{0,9}to=[^\s<]{1,200}<\|message\|>"),
             message_ends=("<|eom|>", "<|eot|>"),
             header_starts=("<|start|>",),
-            thought=regex.compile(r"\bto=self<"),
+            reasoning=regex.compile(r"\bto=self<"),
             notation=_invoked("atem:function_calls", "atem:"),
         ),
         thoughts=("to=self<|message|>", "<|eom|><|start|>assistant to=user<|message|>"),
@@ -118,7 +117,7 @@ _CHANNELS = (
             header_starts=(">>>",),
             call=regex.compile(r"(?P<name>[\w.\-]{1,200})\n"),
             needs_offer=True,
-            said="all",
+            user_recipient="all",
         ),
         own_call_start=">>>",
         shown=(">>>${recipient}",),
@@ -134,7 +133,7 @@ _CHANNELS = (
             message_ends=("<|stop|>",),
             header_starts=("\n<|from|>assistant", "<|from|>assistant"),
             call=regex.compile(r"(?P<name>[\w.\-]{1,200})\n<\|content\|>"),
-            said="all",
+            user_recipient="all",
         ),
         own_call_start="<|recipient|>",
         tokens=("<|recipient|>", "<|content|>", "<|from|>"),
@@ -332,7 +331,7 @@ _PYTHON = (
         shown=("```tool_code",),
     ),
 )
-"""They write calls as functions are called: Python's way, and Gemma's."""
+"""They write calls in the syntax of functions."""
 
 _JSON = (
     Family(

@@ -13,8 +13,7 @@ from typing import Any, ClassVar
 
 import regex
 
-from icehouse_server.text.replies.checked_calls import ReplyCalls
-from icehouse_server.text.replies.notation import Notation
+from icehouse_server.text.replies.notation import Notation, ReplyCalls
 from icehouse_server.text.values.literals import JsonText, decoded, strict, tolerant
 from icehouse_server.text.values.text_source import Malformed, Reading, TextSource
 
@@ -22,7 +21,7 @@ _NAMES = frozenset({"name", "tool_name", "function_name", "tool"})
 _ARGUMENTS = frozenset({"arguments", "parameters", "args"})
 _IDS = frozenset({"id", "tool_call_id", "call_id"})
 _EMPTY = frozenset({"type", "index"})
-"""Keys that say nothing of the call."""
+"""Keys without meaning for the call."""
 _FENCE = regex.compile(r"```[A-Za-z]{0,20}\s{0,20}")
 _SPACED_FENCE = regex.compile(r"\s{0,20}```[A-Za-z]{0,20}\s{0,20}")
 _MORE = regex.compile(r"\s{0,200}(?:[,;]\s{0,99})?\{|\s{0,99}```")
@@ -53,7 +52,7 @@ class JsonCalls(Notation):
     def looks_like_call(self, source: TextSource, calls: ReplyCalls, marker: str) -> Reading[bool]:
         return bool(self.put_back_text) or (yield from source.ahead(_BEGUN)) is not None
 
-    def read(self, source: TextSource, calls: ReplyCalls, marker: str) -> Reading[None]:
+    def _read_calls(self, source: TextSource, calls: ReplyCalls, marker: str) -> Reading[int]:
         is_irregular = self.is_foreign
         count = 0
         ends = self.ends if marker else ()
@@ -85,8 +84,7 @@ class JsonCalls(Notation):
                 raise Malformed("it is no call in JSON")
             if not ends and (yield from source.ahead(_MORE)) is None:
                 break
-        if not count:
-            calls.end_call(problem="there is no call in it")
+        return count
 
     def _list(self, source: TextSource, calls: ReplyCalls, *, is_irregular: bool) -> Reading[int]:
         count = 0
@@ -239,12 +237,12 @@ class _CallObject:
         if not isinstance(value, str):
             raise Malformed("its arguments are no JSON object")
         try:
-            found = tolerant(value).json_text
+            text = tolerant(value).json_text
         except Malformed:
             raise Malformed("its arguments are text that is no JSON, or nested too deep") from None
-        if not found.startswith("{"):
+        if not text.startswith("{"):
             raise Malformed("its arguments are no JSON object")
-        return found
+        return text
 
     def _emit_name(self) -> None:
         if not self._is_named and self._name is not None:
@@ -276,7 +274,7 @@ class NamedJson(Notation):
     def looks_like_call(self, source: TextSource, calls: ReplyCalls, marker: str) -> Reading[bool]:
         return (yield from source.ahead(_head(self))) is not None
 
-    def read(self, source: TextSource, calls: ReplyCalls, marker: str) -> Reading[None]:
+    def _read_calls(self, source: TextSource, calls: ReplyCalls, marker: str) -> Reading[int]:
         count = 0
         while True:
             if self.ends:
@@ -286,7 +284,7 @@ class NamedJson(Notation):
             head = yield from source.ahead(_head(self))
             if head is None:
                 if count and (not self.ends or not (yield from source.peek())):
-                    return
+                    return count
                 raise (yield from source.failure("it names no tool"))
             calls.begin_call()
             source.take(head.end())
@@ -297,9 +295,8 @@ class NamedJson(Notation):
             calls.end_call(is_repaired=is_irregular or text.is_repaired)
             count += 1
             if self.is_lone:
-                return
-        if not count:
-            calls.end_call(problem="there is no call in it")
+                break
+        return count
 
     def _arguments(self, source: TextSource, calls: ReplyCalls, text: JsonText) -> Reading[bool]:
         """Read the arguments and the end of the call; return whether they are not written as usual."""

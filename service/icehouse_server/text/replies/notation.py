@@ -1,12 +1,63 @@
-"""Notation: how a model writes its calls, and how a section of them is read."""
+"""Notation: the syntax in which a model writes its calls, and how a section of them is read."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from icehouse_server.text.replies.checked_calls import ReplyCalls
+from icehouse_server.text.values.arguments import Argument
 from icehouse_server.text.values.text_source import Reading, TextSource
+
+SECTION_LENGTH_LIMIT = 1 << 18
+"""Characters of one section of calls, whose text is recorded until it ends."""
+
+
+class ReplyCalls:
+    """Receives what a notation reads, in the order of the text.
+
+    This class ignores all of it, for readers that only need to know where calls end.
+    """
+
+    good_count = 0
+    """Calls that count."""
+
+    def __init__(self, source: TextSource) -> None:
+        self._source = source
+
+    def begin_section(self, marker: str) -> None:
+        """Record the text from here on; `marker` was read already and comes first."""
+        self._source.record(marker, limit=SECTION_LENGTH_LIMIT)
+
+    def end_section(self, *, problem: str = "") -> bool:
+        """Stop recording; return whether all of the section could be read."""
+        self._source.stop_recording()
+        return not problem
+
+    def offers(self, name: str) -> bool:
+        """Whether a tool of this name may be called."""
+        return True
+
+    def has_argument(self, tool: str, argument: str) -> bool:
+        """Whether the tool may have an argument of this name."""
+        return False
+
+    def begin_call(self) -> None:
+        """Begin a call."""
+
+    def name_tool(self, name: str, own_id: str = "") -> None:
+        """Take the name of the call's tool; its arguments follow as JSON."""
+
+    def add_arguments(self, text: str) -> None:
+        """Take more text of the arguments, which are one JSON object."""
+
+    def end_call(self, *, is_repaired: bool = False, problem: str = "") -> None:
+        """End the call. `problem` says why it is not valid although it could be read."""
+
+    def add_untyped(
+        self, name: str, arguments: Sequence[Argument], *, is_python: bool = False, is_repaired: bool = False
+    ) -> None:
+        """Take a whole call whose text gives its arguments no types."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -39,13 +90,18 @@ class Notation:
 
     def read(self, source: TextSource, calls: ReplyCalls, marker: str) -> Reading[None]:
         """Read the section behind `marker`, its end included; raises Malformed."""
+        if not (yield from self._read_calls(source, calls, marker)):
+            calls.end_call(problem="there is no call in it")
+
+    def _read_calls(self, source: TextSource, calls: ReplyCalls, marker: str) -> Reading[int]:
+        """As `read`; return how many calls there were."""
         raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Several(Notation):
     """Several notations, the likeliest first. The first one that a section looks like reads it; the last one
-    reads what looks like none, and says what is wrong with it."""
+    reads everything else, and reports what is wrong with it."""
 
     notations: tuple[Notation, ...] = ()
 

@@ -1,4 +1,4 @@
-"""Calls as functions are called: Python's way, and Gemma's.
+"""Calls in the syntax of Python functions, and Gemma's variant.
 
 Python: `[f(city="Oslo", days=2), g()]`, or one a line, between markers or bare. Gemma:
 `call:f{city:<escape>Oslo<escape>,days:2}`, keys bare, strings between marks.
@@ -11,8 +11,7 @@ from typing import Any, ClassVar
 
 import regex
 
-from icehouse_server.text.replies.checked_calls import ReplyCalls
-from icehouse_server.text.replies.notation import Notation
+from icehouse_server.text.replies.notation import Notation, ReplyCalls
 from icehouse_server.text.values.literals import DEPTH_LIMIT, Emit, JsonText, PythonText, quoted
 from icehouse_server.text.values.text_source import Malformed, Reading, TextSource
 
@@ -48,7 +47,7 @@ class PythonCalls(Notation):
         match = yield from source.ahead(_BEGUN)
         return match is not None and (not self.is_code or calls.offers(match["name"]))
 
-    def read(self, source: TextSource, calls: ReplyCalls, marker: str) -> Reading[None]:
+    def _read_calls(self, source: TextSource, calls: ReplyCalls, marker: str) -> Reading[int]:
         ends = self.ends if marker else ()
         is_in_list = False
         count = 0
@@ -57,10 +56,8 @@ class PythonCalls(Notation):
             fence = yield from source.ahead(_FENCE)
             if fence is not None and not is_in_list:
                 source.take(fence.end())
-            elif not is_in_list and (yield from source.accepts(*ends)):
+            elif not is_in_list and ((yield from source.accepts(*ends)) or (count and not ends)):
                 break
-            elif not is_in_list and not ends and count:
-                return
             elif (yield from source.accepts("]")) and is_in_list:
                 is_in_list = False
                 if not ends:
@@ -73,11 +70,10 @@ class PythonCalls(Notation):
             elif not is_in_list and (yield from source.accepts("[")):
                 is_in_list = True
             elif count and not (yield from source.peek()):
-                return
+                break
             else:
                 raise (yield from source.failure("it is no call of a function"))
-        if not count:
-            calls.end_call(problem="there is no call in it")
+        return count
 
     def _call(self, source: TextSource, calls: ReplyCalls, *, is_irregular: bool) -> Reading[None]:
         """Read one call."""
@@ -122,7 +118,7 @@ class GemmaCalls(Notation):
     def looks_like_call(self, source: TextSource, calls: ReplyCalls, marker: str) -> Reading[bool]:
         return (yield from source.ahead(_GEMMA_HEAD)) is not None
 
-    def read(self, source: TextSource, calls: ReplyCalls, marker: str) -> Reading[None]:
+    def _read_calls(self, source: TextSource, calls: ReplyCalls, marker: str) -> Reading[int]:
         count = 0
         while True:
             head = yield from source.ahead(_GEMMA_HEAD)
@@ -139,8 +135,7 @@ class GemmaCalls(Notation):
         has_ended = not (yield from source.peek())
         if not has_end and not (count and has_ended):
             raise Malformed("the output ended inside it" if has_ended else "it is no call of a function")
-        if not count:
-            calls.end_call(problem="there is no call in it")
+        return count
 
     def _value(self, source: TextSource, emit: Emit, *, depth: int) -> Reading[None]:
         if depth > DEPTH_LIMIT:
@@ -160,24 +155,21 @@ class GemmaCalls(Notation):
     def _members(self, source: TextSource, emit: Emit, opening: str, *, depth: int) -> Reading[None]:
         closing = "}" if opening == "{" else "]"
         emit(opening)
-        is_first = True
-        while True:
-            yield from source.space()
-            if is_first and (yield from source.accepts(closing)):
-                break
+        yield from source.space()
+        is_closed = yield from source.accepts(closing)
+        separator = ""
+        while not is_closed:
             if opening == "{":
                 key = yield from source.ahead(_GEMMA_KEY)
                 if key is None:
                     raise (yield from source.failure("a value has no key"))
                 source.take(key.end())
-                emit(f"{'' if is_first else ', '}{quoted(key['name'])}: ")
-            elif not is_first:
-                emit(", ")
-            is_first = False
+                separator += f"{quoted(key['name'])}: "
+            emit(separator)
             yield from self._value(source, emit, depth=depth + 1)
             yield from source.space()
-            if (yield from source.accepts(closing)):
-                break
-            if not (yield from source.accepts(",")):
+            is_closed = yield from source.accepts(closing)
+            if not is_closed and not (yield from source.accepts(",")):
                 raise (yield from source.failure("a comma is missing"))
+            separator = ", "
         emit(closing)

@@ -1,9 +1,9 @@
-"""Recognition of a model's family of replies, from what its chat template renders.
+"""Recognition of a model's family of replies by what its chat template renders.
 
-The template is given a past turn with known calls. The model's family is the one whose reader reads these
-calls back from the output; the template's source is not searched. Where the template writes no calls, the
-next clues are what a prompt that offers tools says of them, the vocabulary's tokens, and the tokenizer's
-configuration. The markers of reasoning are what the template writes around a known thought.
+The template renders a past turn with known calls, and the model's family is the one whose reader reads these
+calls back; the template's source is not searched. If the template writes no calls, the evidence is the prompt
+that offers tools, then the vocabulary's tokens, then the tokenizer's configuration. The markers of reasoning
+are what the template writes around a known thought.
 """
 
 from __future__ import annotations
@@ -17,13 +17,12 @@ from collections.abc import Collection, Sequence
 
 from icehouse_server.domain.chat import CallPiece, ChatMessage, MalformedPiece, TextPiece, Tool, ToolCall
 from icehouse_server.errors import InvalidRequest
-from icehouse_server.text.chat.template import ChatTemplate
-from icehouse_server.text.chat.turn_form import offer
+from icehouse_server.text.chat.template import ChatTemplate, offer
 from icehouse_server.text.replies.families import FAMILIES
 from icehouse_server.text.replies.reply_format import Family, ReplyFormat
 from icehouse_server.text.replies.reply_splitter import ReplySplitter
 
-# Words that no template contains, to be found again in what it writes.
+# Words that no template contains, so that they can be located in its output.
 _ASKED, _ANSWERED, _THOUGHT = "qzaskedqz", "qzansweredqz", "qzthoughtqz"
 _ARGUMENTS = '{"qzwordqz": "qzvalueqz", "qznumberqz": 71}'
 _PARAMETERS = {
@@ -136,8 +135,8 @@ class _Probe:
         if prompt and whole.startswith(prompt):
             return whole[len(prompt) :]
         begun = whole[len(asked) :] if asked and whole.startswith(asked) else whole[whole.rfind(_ASKED) :]
-        place = begun.find(header) if header else -1
-        return begun[place + len(header) :] if place >= 0 else begun.removeprefix(_ASKED)
+        index = begun.find(header) if header else -1
+        return begun[index + len(header) :] if index >= 0 else begun.removeprefix(_ASKED)
 
     @property
     def turn_end(self) -> str:
@@ -147,7 +146,7 @@ class _Probe:
 
     @property
     def offer(self) -> str:
-        """What a prompt says of tools, where they are offered."""
+        """The prompt if tools are offered and change it; else empty."""
         without, with_tools = self.render(), self.render(tools=_TOOLS)
         return "" if without == with_tools else with_tools
 
@@ -158,9 +157,9 @@ def _thoughts(probe: _Probe, vocabulary: Vocabulary) -> tuple[tuple[str, str], s
         ChatMessage("assistant", _ANSWERED, reasoning=_THOUGHT),
         ChatMessage("assistant", "", reasoning=_THOUGHT, tool_calls=_calls(1)),
     ):
-        found = _around(probe.render(answer, tools=_TOOLS if answer.tool_calls else ()))
-        if found[0]:
-            return found, "the chat template writes thoughts so"
+        markers = _around(probe.render(answer, tools=_TOOLS if answer.tool_calls else ()))
+        if markers[0]:
+            return markers, "the chat template writes thoughts so"
     header = probe.render(adds_generation_prompt=True)
     header = header[header.rfind(_ASKED) :]
     for start, end in KNOWN_THOUGHTS:
@@ -169,19 +168,19 @@ def _thoughts(probe: _Probe, vocabulary: Vocabulary) -> tuple[tuple[str, str], s
     for start, end in KNOWN_THOUGHTS:
         if start in vocabulary.tokens and end in vocabulary.tokens:
             return (start, end), "the vocabulary has them"
-    said = probe.offer or probe.render()
+    prompt = probe.offer or probe.render()
     for start, end in KNOWN_THOUGHTS:
-        if start in said and end in said:
+        if start in prompt and end in prompt:
             return (start, end), "the prompt asks for them"
     return ("", ""), ""
 
 
 def _around(text: str) -> tuple[str, str]:
     """Return the markers around a thought; empty where there are none."""
-    place = text.rfind(_THOUGHT)
-    if place < 0:
+    index = text.rfind(_THOUGHT)
+    if index < 0:
         return "", ""
-    before, behind = text[:place].rstrip(), text[place + len(_THOUGHT) :].lstrip()
+    before, behind = text[:index].rstrip(), text[index + len(_THOUGHT) :].lstrip()
     for start, end in KNOWN_THOUGHTS:
         if before.endswith(start) and behind.startswith(end):
             return start, end
@@ -204,15 +203,18 @@ def _calls(count: int, id_form: str = _ID_FORMS[0]) -> tuple[ToolCall, ...]:
 
 
 def _family(probe: _Probe, vocabulary: Vocabulary, thoughts: tuple[str, str]) -> tuple[Family, str]:
-    """Return the family of the calls, and how it was found; a family without a name where none fits."""
+    """Return the family of the calls, and the evidence for it; a family without a name if none fits."""
     turn_end = probe.turn_end
     for count, id_form, thought in itertools.product((2, 1), _ID_FORMS, ("", _THOUGHT)):
-        answer = ChatMessage("assistant", "", reasoning=thought, tool_calls=_calls(count, id_form))
+        calls = _calls(count, id_form)
+        answer = ChatMessage("assistant", "", reasoning=thought, tool_calls=calls)
         reply = probe.reply(answer, tools=_TOOLS).removesuffix(turn_end)
-        read = [_reads(family, reply, thoughts, count) for family in FAMILIES]
-        # A notation that leaves nothing over is meant, and not one that ends earlier.
-        if best := max(read):
-            return FAMILIES[read.index(best)], "the chat template writes calls so"
+        results = [
+            read_back(ReplyFormat(family, *thoughts), reply, tools=_TOOLS, calls=calls) for family in FAMILIES
+        ]
+        # A notation that reads all of the reply is preferred to one that ends earlier.
+        if best := max(results):
+            return FAMILIES[results.index(best)], "the chat template writes calls so"
     offer = probe.offer
     asked_for = [
         family for family in FAMILIES if family.shown and all(part in offer for part in family.shown)
@@ -230,36 +232,37 @@ def _family(probe: _Probe, vocabulary: Vocabulary, thoughts: tuple[str, str]) ->
     return Family(), ""
 
 
-class _Read(enum.IntEnum):
-    """How much of a past turn a family's reader reads."""
+class ReadBack(enum.IntEnum):
+    """How well a reader reads a reply whose calls are known."""
 
     NOTHING = 0
     REPAIRED = 1
     """The calls, but they are written irregularly."""
-    SOME = 2
+    CALLS = 2
     """The calls, with other text around them."""
     ALL = 3
 
 
-def _reads(family: Family, reply: str, thoughts: tuple[str, str], count: int) -> _Read:
-    """Return how well the family's reader finds the calls that the template was given, and no others."""
+def read_back(
+    format: ReplyFormat, reply: str, *, tools: Sequence[Tool], calls: Sequence[ToolCall]
+) -> ReadBack:
+    """Return how well the reader of a format reads exactly these calls in a reply."""
     if not reply:
-        return _Read.NOTHING
-    format = ReplyFormat(family, *thoughts)
-    splitter = ReplySplitter(format=format, tools=[offer(tool) for tool in _TOOLS], make_call_id=str)
+        return ReadBack.NOTHING
+    splitter = ReplySplitter(format=format, tools=[offer(tool) for tool in tools], make_call_id=str)
     emitted = [*splitter.push(reply), *splitter.finish()]
     pieces = [piece for piece in emitted if isinstance(piece, CallPiece)]
-    if splitter.good_count != count or any(piece.is_withdrawn for piece in pieces):
-        return _Read.NOTHING
-    for index in range(count):
+    if splitter.good_count != len(calls) or any(piece.is_withdrawn for piece in pieces):
+        return ReadBack.NOTHING
+    for index, call in enumerate(calls):
         own = [piece for piece in pieces if piece.index == index]
         text = "".join(piece.arguments_json for piece in own)
-        if own[0].name != _TOOLS[index].name or json.loads(text) != json.loads(_ARGUMENTS):
-            return _Read.NOTHING
+        if own[0].name != call.name or json.loads(text) != json.loads(call.arguments_json):
+            return ReadBack.NOTHING
     if any(piece.is_repaired for piece in pieces):
-        return _Read.REPAIRED
-    is_all = all(piece.text.isspace() for piece in emitted if isinstance(piece, TextPiece | MalformedPiece))
-    return _Read.ALL if is_all else _Read.SOME
+        return ReadBack.REPAIRED
+    others = (piece.text for piece in emitted if isinstance(piece, TextPiece | MalformedPiece))
+    return ReadBack.ALL if all(map(str.isspace, others)) else ReadBack.CALLS
 
 
 def _contains(texts: Sequence[str], parts: Collection[str]) -> bool:

@@ -1,10 +1,9 @@
 """Calls in tags: each argument between an opening and a closing tag, its value written without a type.
 
-A value may hold closing tags itself. It ends at the closing tag behind which there is structure again: the
-next argument, or the end of the call and behind it white space, another call or the end of the output. Tags
-of arguments that open inside a value close inside it. Where text follows the end of a call, the value may
-still go on, so the call is held back until the output ends. If two readings are possible then, the call is
-malformed.
+A value may contain closing tags. It ends at the closing tag that structure follows: the next argument, or
+the end of the call and then white space, another call or the end of the output. Tags of arguments that open
+inside a value close inside it. If text follows the end of a call, the value may continue, so the call is held
+back until the output ends. If two readings are possible then, the call is malformed.
 """
 
 from __future__ import annotations
@@ -15,8 +14,7 @@ from typing import Any, Literal
 
 import regex
 
-from icehouse_server.text.replies.checked_calls import ReplyCalls
-from icehouse_server.text.replies.notation import Notation
+from icehouse_server.text.replies.notation import Notation, ReplyCalls
 from icehouse_server.text.values.arguments import Argument
 from icehouse_server.text.values.text_source import Malformed, Reading, TextSource
 
@@ -59,7 +57,7 @@ class TagCalls(Notation):
         source.take(len(begun))
         return match is not None
 
-    def read(self, source: TextSource, calls: ReplyCalls, marker: str) -> Reading[None]:
+    def _read_calls(self, source: TextSource, calls: ReplyCalls, marker: str) -> Reading[int]:
         if self.begins_with_call:
             source.put_back(marker)
         count = 0
@@ -70,14 +68,10 @@ class TagCalls(Notation):
                     source.take(len(marker))
                 is_closed = (yield from source.ahead(_patterns(self).end)) is not None
                 if count and not is_closed and (self.begins_with_call or not self.ends):
-                    return
+                    return count
                 yield from source.space()
-                if (yield from source.accepts(*self.ends)):
-                    if not count:
-                        calls.end_call(problem="there is no call in it")
-                    return
-                if count and not (yield from source.peek()):
-                    return
+                if (yield from source.accepts(*self.ends)) or (count and not (yield from source.peek())):
+                    return count
                 raise (yield from source.failure("it names no tool"))
             calls.begin_call()
             source.take(opening.end())
@@ -147,10 +141,10 @@ class TagCalls(Notation):
     def _name_of(self, source: TextSource, value: _Value, tag: str) -> Reading[str]:
         """Return the name of the argument that a tag inside a value opens, "" for none."""
         if self.argument_open.endswith(tag):
-            found = _patterns(self).named_before.search(value.tail + tag)
+            match = _patterns(self).named_before.search(value.tail + tag)
         else:
-            found = yield from source.ahead(_patterns(self).tag_name)
-        return "" if found is None else str(found["name"]).strip()
+            match = yield from source.ahead(_patterns(self).tag_name)
+        return "" if match is None else str(match["name"]).strip()
 
     def _follows(self, source: TextSource) -> Reading[Literal["", "structure", "end of a call"]]:
         """Return what follows a closing tag: structure alone, or the end of a call before a text."""
@@ -259,7 +253,7 @@ class _Patterns:
     strict: Any
     """Structure behind a closing tag, with nothing else behind it."""
     cut: Any
-    """The same where the output was cut off: its end says nothing."""
+    """The same where the output was cut off, so that its end proves nothing."""
     loose: Any
     """The end of a call."""
     end: Any

@@ -1,14 +1,13 @@
 """Arguments of a call: what their text means under the schema of its tool, and whether they fit it.
 
-Formats like XML write values without types. A text is read in every way that it can be, the strictest
-first, and the first value that the schema takes is meant: null, true, a number, an object, a list, and last
-the text itself, kept byte for byte. So a string stays a string where only strings fit, whatever it looks
-like, and unions, lists of types, references, constants and enumerations need no rules of their own.
+Formats like XML write values without types. Every possible reading of a text is tried, the strictest first,
+and the first value that the schema allows counts: null, true, a number, an object, a list, and last the text
+itself, unchanged. So a string stays a string where only strings fit, and unions, lists of types, references,
+constants and enumerations need no rules of their own.
 
-The check is JSON Schema, draft 2020-12, on the event loop, so its cost is bounded. The library's validator
-counts what it does and gives up where a schema, or a text that a model wrote, would keep it for too long;
-patterns are searched by an engine that has a time limit; references are looked up in the schema alone. A
-keyword that is written wrongly constrains nothing, as if it were not there.
+The check is JSON Schema, draft 2020-12, on the event loop, so its cost is bounded: steps are counted,
+patterns are matched with a time limit, and references are resolved within the schema alone. An invalid
+keyword constrains nothing, as if it were not there.
 """
 
 from __future__ import annotations
@@ -17,14 +16,17 @@ import contextlib
 import dataclasses
 import functools
 import json
+import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import regex
 from jsonschema import Draft202012Validator, ValidationError
-from jsonschema.validators import extend
+from jsonschema.exceptions import UnknownType
+from jsonschema.validators import create
 from referencing import Registry
+from referencing.exceptions import Unresolvable
 
 from icehouse_server.text.values.literals import (
     PYTHON_LITERALS,
@@ -37,17 +39,22 @@ from icehouse_server.text.values.literals import (
 from icehouse_server.text.values.text_source import Malformed
 
 STEP_LIMIT = 30_000
-"""Keywords that are looked at for one value; each takes some microseconds."""
+"""Keywords that are evaluated for one value; each takes some microseconds."""
 
-_SEARCH_LIMIT_S = 0.02
-"""For one search of one pattern."""
+_MATCH_LIMIT_S = 0.02
+"""For matching one pattern once."""
 _MESSAGE_LENGTH_LIMIT = 200
+_INVALID_SCHEMA = (
+    *(TypeError, AttributeError, ValueError, ZeroDivisionError, OverflowError),
+    *(re.error, regex.error, UnknownType, Unresolvable),
+)
+"""What evaluating an invalid keyword or resolving an invalid reference raises."""
 
 Keyword = Callable[[Any, Any, Any, Any], Any]
 
 
 class TooCostly(Exception):
-    """A value that cannot be checked for what would be paid for it; the message says why."""
+    """A value that cannot be checked within the limits; the message says why."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -64,20 +71,23 @@ class ArgumentsSchema:
     """The schema of one tool's arguments. Made once for a request."""
 
     def __init__(self, parameters: Any) -> None:
-        self._root = parameters if isinstance(parameters, Mapping) else {}
-        self._validator = _Validator(dict(self._root), registry=Registry())
+        schema = dict(parameters) if isinstance(parameters, Mapping) else {}
+        if not isinstance(schema.get("$id"), str):
+            schema.pop("$id", None)
+        self._root = schema
+        self._validator = _Validator(schema, registry=Registry())
         self._properties: dict[str, Any] = {}
 
     def problem(self, value: Any, *, schema: Any = None) -> str:
-        """Return what of a value does not fit, in words, "" for nothing; `schema` is a part of this one, and
-        all of it when left out. Raises TooCostly."""
+        """Return why a value does not fit, "" if it does; `schema` is a part of this one, and all of it when
+        left out. Raises TooCostly."""
         _steps.count = 0
         validator = self._validator if schema is None else self._validator.evolve(schema=schema)
         try:
             error = next(validator.iter_errors(value), None)
         except RecursionError:
             raise TooCostly("its arguments or their schema are nested too deep to be checked") from None
-        return "" if error is None else _words(error)
+        return "" if error is None else _description(error)
 
     def read(self, argument: Argument, *, is_python: bool = False) -> ReadValue:
         """Return what the text of one argument means; the likeliest where nothing fits the schema.
@@ -85,20 +95,18 @@ class ArgumentsSchema:
         `is_python` where the family spells True, False and None. Raises TooCostly.
         """
         schema = self.of_property(argument.name)
-        first: ReadValue | None = None
-        for value in _readings(argument, is_python=is_python):
-            first = first or value
-            if schema in ({}, True) or not self.problem(strict(value.json_text), schema=schema):
-                return value
-        assert first is not None, "every text is a string"
-        return first
+        readings = list(_readings(argument, is_python=is_python))
+        if schema in ({}, True):
+            return readings[0]
+        fitting = (each for each in readings if not self.problem(strict(each.json_text), schema=schema))
+        return next(fitting, readings[0])
 
     def has_argument(self, name: str) -> bool:
-        """Whether an argument may have this name: the schema says something of it, or nothing of any."""
+        """Whether an argument may have this name: the schema describes it, or describes none."""
         return bool(name) and (not self._root.get("properties") or self.of_property(name) != {})
 
     def of_property(self, name: str) -> Any:
-        """Return a schema for one argument; {} where nothing is said of it."""
+        """Return a schema for one argument; {} where the schema does not describe it."""
         if name not in self._properties:
             self._properties[name] = _property_schema(self._root, name, self._resolve)
         return self._properties[name]
@@ -107,7 +115,7 @@ class ArgumentsSchema:
         """Return the part that a reference names; None where there is none."""
         try:
             return self._validator._resolver.lookup(reference).contents
-        except Exception:  # a reference is whatever the caller wrote, and each kind fails in its own way
+        except _INVALID_SCHEMA:
             return None
 
 
@@ -146,17 +154,17 @@ def _is_json(text: str) -> bool:
     return True
 
 
-def _words(error: ValidationError) -> str:
-    place = ".".join(str(part) for part in error.absolute_path)
+def _description(error: ValidationError) -> str:
+    path = ".".join(str(part) for part in error.absolute_path)
     message = error.message
     if len(message) > _MESSAGE_LENGTH_LIMIT:
-        # A long message quotes the value or the schema; which keyword it was says as much.
+        # A long message quotes the value or the schema; the keyword's name says as much.
         message = f"it does not fit the keyword {error.validator!r}"
-    return f"argument {place}: {message}" if place else message
+    return f"argument {path}: {message}" if path else message
 
 
 class _Steps(threading.local):
-    """What the check that this thread makes has done."""
+    """Steps of the check that this thread makes."""
 
     count = 0
 
@@ -175,14 +183,12 @@ def _counted(
     _steps.take(1 + (len(wanted) if isinstance(wanted, list) else 0))
     try:
         yield from keyword(validator, wanted, value, schema) or ()
-    except (TooCostly, RecursionError):
-        raise
-    except Exception:  # a schema is whatever the caller wrote: see above
+    except _INVALID_SCHEMA:
         return
 
 
 def _nullable(name: str) -> Keyword:
-    """Return a keyword that takes null where OpenAPI's `nullable` says so."""
+    """Return a keyword that allows null where OpenAPI's `nullable` says so."""
     keyword: Keyword = Draft202012Validator.VALIDATORS[name]
 
     def check(validator: Any, wanted: Any, value: Any, schema: Any) -> Any:
@@ -194,7 +200,7 @@ def _nullable(name: str) -> Keyword:
 
 
 def _pattern(validator: Any, wanted: Any, value: Any, schema: Any) -> Iterator[ValidationError]:
-    if isinstance(value, str) and not _finds(wanted, value):
+    if isinstance(value, str) and not _matches(wanted, value):
         yield ValidationError(f"it does not match the pattern {wanted!r}")
 
 
@@ -203,63 +209,69 @@ def _pattern_properties(validator: Any, wanted: Any, value: Any, schema: Any) ->
         return
     for pattern, child in wanted.items():
         for key, member in value.items():
-            if _finds(pattern, key):
+            if _matches(pattern, key):
                 yield from validator.descend(member, child, path=key, schema_path=pattern)
 
 
 def _unique_items(validator: Any, wanted: Any, value: Any, schema: Any) -> Iterator[ValidationError]:
-    if wanted is True and isinstance(value, list) and len({_spelled(item) for item in value}) < len(value):
-        yield ValidationError("it has an item twice")
+    if wanted is True and isinstance(value, list):
+        texts = {json.dumps(item, sort_keys=True) for item in value}
+        if len(texts) < len(value):
+            yield ValidationError("it has an item twice")
 
 
-def _spelled(value: Any) -> str:
-    return json.dumps(value, sort_keys=True)
-
-
-def _finds(pattern: str, text: str) -> bool:
+def _matches(pattern: str, text: str) -> bool:
     try:
-        return regex.search(pattern, text, timeout=_SEARCH_LIMIT_S) is not None
+        return regex.search(pattern, text, timeout=_MATCH_LIMIT_S) is not None
     except TimeoutError:
         raise TooCostly(f"searching for the pattern {pattern!r} takes too long") from None
 
 
-_OWN: dict[str, Keyword] = {
+_LATE_KEYWORDS = frozenset({"additionalProperties", "unevaluatedItems", "unevaluatedProperties"})
+"""jsonschema matches `patternProperties` for these without a time limit, so they are evaluated after it."""
+
+
+def _in_order(schema: Any) -> Any:
+    return sorted(schema.items(), key=lambda item: item[0] in _LATE_KEYWORDS)
+
+
+_KEYWORDS: dict[str, Keyword] = {
+    **Draft202012Validator.VALIDATORS,
     "pattern": _pattern,
     "patternProperties": _pattern_properties,
     "uniqueItems": _unique_items,
     "type": _nullable("type"),
     "enum": _nullable("enum"),
 }
-_Validator: Any = extend(  # type: ignore[no-untyped-call]
-    Draft202012Validator,
-    {
-        name: functools.partial(_counted, keyword)
-        for name, keyword in {**Draft202012Validator.VALIDATORS, **_OWN}.items()
-    },
+_Validator: Any = create(
+    Draft202012Validator.META_SCHEMA,
+    {name: functools.partial(_counted, keyword) for name, keyword in _KEYWORDS.items()},
+    type_checker=Draft202012Validator.TYPE_CHECKER,
+    applicable_validators=_in_order,
 )
 
 
 def _property_schema(root: Any, name: str, resolve: Callable[[str], Any]) -> Any:
-    """Return what the schema of an object says of one property, through references and unions."""
-    visits = 0
+    """Return what an object's schema says about one property, including references and unions."""
+    visit_count = 0
 
-    def said_in(schema: Any, depth: int) -> Any:
-        nonlocal visits
-        visits += 1
-        if not isinstance(schema, Mapping) or depth > 16 or visits > 1000:
+    def described_in(schema: Any, depth: int) -> Any:
+        nonlocal visit_count
+        visit_count += 1
+        if not isinstance(schema, Mapping) or depth > 16 or visit_count > 1000:
             return {}
-        found = [_own_property(schema, name)]
+        parts = [_own_property(schema, name)]
         if isinstance(schema.get("$ref"), str):
-            found.append(said_in(resolve(schema["$ref"]), depth + 1))
-        found += [said_in(part, depth + 1) for part in _list(schema.get("allOf"))]
+            parts.append(described_in(resolve(schema["$ref"]), depth + 1))
+        parts += [described_in(part, depth + 1) for part in _list(schema.get("allOf"))]
         for keyword in ("anyOf", "oneOf"):
-            options = [said_in(part, depth + 1) for part in _list(schema.get(keyword))]
+            options = [described_in(part, depth + 1) for part in _list(schema.get(keyword))]
             if options and {} not in options:
-                found.append({"anyOf": options})
-        said = [part for part in found if part != {}]
-        return said[0] if len(said) == 1 else {"allOf": said} if said else {}
+                parts.append({"anyOf": options})
+        parts = [part for part in parts if part != {}]
+        return parts[0] if len(parts) == 1 else {"allOf": parts} if parts else {}
 
-    return said_in(root, 0)
+    return described_in(root, 0)
 
 
 def _own_property(schema: Mapping[str, Any], name: str) -> Any:
@@ -267,9 +279,9 @@ def _own_property(schema: Mapping[str, Any], name: str) -> Any:
     if isinstance(properties, Mapping) and name in properties:
         return properties[name]
     for pattern, child in patterns.items() if isinstance(patterns, Mapping) else ():
-        # As for the keyword: a pattern that is written wrongly says nothing.
-        with contextlib.suppress(Exception):
-            if _finds(pattern, name):
+        # An invalid pattern constrains nothing, and the check itself refuses a costly one.
+        with contextlib.suppress(regex.error, TooCostly):
+            if _matches(pattern, name):
                 return child
     others = schema.get("additionalProperties")
     return others if isinstance(others, Mapping) else {}

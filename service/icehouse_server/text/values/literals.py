@@ -1,6 +1,6 @@
-"""Literals of JSON and Python as models write them: read piece by piece and emitted as valid JSON.
+"""Literals of JSON and Python as models write them, read as they arrive and emitted as valid JSON.
 
-What is unambiguous is repaired; what could mean two things is Malformed.
+Unambiguous mistakes are repaired; ambiguous ones are Malformed.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ DEPTH_LIMIT = 200
 
 _WORD_LENGTH_LIMIT = 4300
 """Characters of a number; Python reads no longer integers."""
+_UNENDED = "the output ended inside a string"
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]*')
 _NUMBER_LETTERS = re.compile(r"[-+0-9.eE]*")
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
@@ -51,11 +52,8 @@ Emit = Callable[[str], None]
 
 @dataclasses.dataclass(slots=True)
 class JsonText:
-    """A reader of JSON, one value after the other. `is_repaired` once anything was.
-
-    Repaired are raw line breaks and tabs in strings, a comma before a closing bracket, and brackets that were
-    not closed where one of `ends` follows.
-    """
+    """A reader of JSON values. `is_repaired` after any repair: of raw line breaks and tabs in strings, of a
+    comma before a closing bracket, or of brackets that are not closed before one of `ends`."""
 
     source: TextSource
     ends: tuple[str, ...] = ()
@@ -64,7 +62,7 @@ class JsonText:
     is_repaired: bool = False
 
     def value(self, emit: Emit) -> Reading[None]:
-        """Read one value, telling it as it comes."""
+        """Read one value, emitting it as it arrives."""
         stack: list[str] = []
         is_fresh = yield from self._begin(stack, emit)
         while stack:
@@ -91,10 +89,7 @@ class JsonText:
         emit('"')
         while True:
             yield from source.run(_PLAIN, emit)
-            char = yield from source.peek()
-            if not char:
-                raise Malformed("the output ended inside a string")
-            source.take(1)
+            char = yield from source.next(_UNENDED)
             if char == '"':
                 emit(char)
                 return
@@ -106,10 +101,7 @@ class JsonText:
 
     def _escape(self) -> Reading[str]:
         """Read what follows a backslash; return both."""
-        char = yield from self.source.peek()
-        if not char:
-            raise Malformed("the output ended inside a string")
-        self.source.take(1)
+        char = yield from self.source.next(_UNENDED)
         if char == "'":
             self.is_repaired = True
             return char
@@ -185,20 +177,19 @@ class JsonText:
         if not char:
             raise Malformed("the output ended inside it")
         word = yield from self.source.word(_LETTERS, limit=_WORD_LENGTH_LIMIT)
-        known = _LITERALS | PYTHON_LITERALS if self.is_python else _LITERALS
-        if word not in known:
+        literals = _LITERALS | PYTHON_LITERALS if self.is_python else _LITERALS
+        if word not in literals:
             raise Malformed(
                 "it has a value that JSON has not" if word else "it is no JSON: a value is missing"
             )
-        emit(known[word])
+        emit(literals[word])
 
 
 @dataclasses.dataclass(slots=True)
 class PythonText:
-    """A reader of Python, one value after the other. `is_repaired` once something was no Python.
+    """A reader of Python values. `is_repaired` after anything that is not Python.
 
-    A quote ends a string only where structure follows it: some templates write strings as they are, so that
-    quotes inside of one look like its end.
+    A quote ends a string only where structure follows it, since some templates write strings unescaped.
     """
 
     source: TextSource
@@ -219,10 +210,10 @@ class PythonText:
             emit((yield from self._number()))
         else:
             word = yield from self.source.word(_PYTHON_LETTERS, limit=_WORD_LENGTH_LIMIT)
-            known = _LITERALS | PYTHON_LITERALS
-            if word not in known:
+            literals = _LITERALS | PYTHON_LITERALS
+            if word not in literals:
                 raise Malformed("it has a value that is no literal")
-            emit(known[word])
+            emit(literals[word])
 
     def _members(self, emit: Emit, depth: int) -> Reading[None]:
         source = self.source
@@ -272,10 +263,7 @@ class PythonText:
         parts: list[str] = []
         while True:
             yield from source.run(_UNTIL_QUOTE[quote], parts.append)
-            char = yield from source.peek()
-            if not char:
-                raise Malformed("the output ended inside a string")
-            source.take(1)
+            char = yield from source.next(_UNENDED)
             if char == "\\":
                 parts.append((yield from self._escape()))
             elif (yield from source.ahead(_BEHIND_STRING[within])) is not None:
@@ -285,14 +273,14 @@ class PythonText:
                 parts.append(char)
 
     def _after_two_quotes(self, quote: str, within: str) -> Reading[str]:
-        """Read on behind the first of what are two quotes more, or one more and nothing between them."""
+        """Read on before two more quotes: of a triple-quoted string, or an empty string and a quote."""
         source = self.source
         source.take(2)
         parts: list[str] = []
         while True:
             marker = yield from source.until((quote * 3, "\\"), parts.append)
             if not marker:
-                raise Malformed("the output ended inside a string")
+                raise Malformed(_UNENDED)
             if marker == "\\":
                 parts.append((yield from self._escape()))
             elif (yield from source.ahead(_BEHIND_STRING[within])) is not None:
@@ -303,10 +291,7 @@ class PythonText:
 
     def _escape(self) -> Reading[str]:
         """Read what follows a backslash; return what both mean."""
-        char = yield from self.source.peek()
-        if not char:
-            raise Malformed("the output ended inside a string")
-        self.source.take(1)
+        char = yield from self.source.next(_UNENDED)
         if char in _DIGIT_COUNTS:
             count = _DIGIT_COUNTS[char]
             match = yield from self.source.ahead(
@@ -332,14 +317,14 @@ def _no_constant(name: str) -> Any:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReadValue:
-    """What a whole text means: `json_text` is the value as JSON, numbers as they were written."""
+    """The meaning of a whole text: `json_text` is the value as JSON, with numbers as they were written."""
 
     json_text: str
     is_repaired: bool = False
 
 
 def tolerant(text: str, *, is_python: bool = False) -> ReadValue:
-    """Return the JSON that a whole text means; raises Malformed."""
+    """Return a whole text as JSON; raises Malformed."""
     reader, parts = JsonText(TextSource(text.strip(SPACE), has_ended=True), is_python=is_python), list[str]()
     return _whole(reader, reader.value(parts.append), parts)
 
@@ -363,10 +348,10 @@ def quoted(text: str) -> str:
 
 
 def sendable(text: str) -> str:
-    """Return text that UTF-8 can hold: JSON can escape half of a surrogate pair, and models do."""
+    """Return text that UTF-8 can encode: JSON can escape half of a surrogate pair, and models do."""
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def decoded(string: str) -> str:
-    """Return what a JSON string says."""
+    """Return the value of a JSON string."""
     return sendable(str(json.loads(string)))

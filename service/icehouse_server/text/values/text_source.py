@@ -1,7 +1,7 @@
-"""Text source: a text that comes in pieces, for readers that wait for the next piece where they need more.
+"""Text source: a text that arrives in parts, and the operations with which a reader reads it.
 
-A reader is a generator that yields when it needs more text. What it decides depends on the text alone and
-never on how it was cut: no primitive here looks at what has come so far without asking for the rest first.
+A reader is a generator that yields when it needs more text. Its result depends on the text alone, never on
+how it was split: no operation here decides by the end of what has arrived without waiting for more.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ SPACES = re.compile(r"[ \t\r\n]*")
 
 
 class TextSource:
-    """A text of which a part was read. `push` adds to it; readers consume it through the generators."""
+    """A text that is being read. `push` adds to it; readers consume it through the generators."""
 
     def __init__(self, text: str = "", *, has_ended: bool = False) -> None:
         self.rest = text
-        """The text that has come and was not read."""
+        """Text that has arrived and is not read yet."""
         self.has_ended = has_ended
         self.is_cut = False
-        """The output ended at a limit; the model would have gone on."""
+        """A limit ended the output, not the model."""
         self.read_length = 0
         """Characters that were read."""
         self._record: list[str] | None = None
@@ -42,7 +42,7 @@ class TextSource:
         self.rest += text
 
     def end(self, *, is_cut: bool = False) -> None:
-        """Say that no more text comes; `is_cut` where the model would have gone on."""
+        """Mark the end of the text; `is_cut` where a limit ended the output, not the model."""
         self.has_ended = True
         self.is_cut = is_cut
 
@@ -53,19 +53,19 @@ class TextSource:
         self._record_limit = limit
 
     def recorded(self) -> str:
-        """Return what was read since `record` or the last look, and begin anew."""
+        """Return what was read since `record` or the last call, and start an empty record."""
         assert self._record is not None, "nothing is recorded"
         text = "".join(self._record)
         self._record, self._recorded_length = [], 0
         return text
 
     def stop_recording(self) -> None:
-        """Forget the record and stop."""
+        """Discard the record and stop."""
         self._record = None
 
     def take(self, length: int) -> str:
-        """Read so many characters, which must have come; raises TooLong where they are too many to record."""
-        if self._record is not None and length > self._room():
+        """Read this many characters, which must have arrived; raises TooLong beyond the record's limit."""
+        if self._record is not None and length > self._free_length():
             raise TooLong(f"it is longer than {self._record_limit} characters")
         taken, self.rest = self.rest[:length], self.rest[length:]
         self.read_length += len(taken)
@@ -75,26 +75,26 @@ class TextSource:
         return taken
 
     def _take_some(self, length: int) -> str:
-        """As `take`, but only as much as can be recorded, so that the limit does not depend on the cuts."""
-        if self._record is not None and 0 < self._room() < length:
-            return self.take(self._room())
+        """As `take`, but no more than can be recorded: the limit must not depend on how the text arrives."""
+        if self._record is not None and 0 < self._free_length() < length:
+            return self.take(self._free_length())
         return self.take(length)
 
-    def _room(self) -> int:
+    def _free_length(self) -> int:
         return self._record_limit - self._recorded_length
 
     def put_back(self, text: str) -> None:
-        """Put text that was read last back before the rest."""
+        """Return text that was read last to the source."""
         self.rest = text + self.rest
         self.read_length -= len(text)
         if self._record is not None:
-            kept = "".join(self._record)
-            assert kept.endswith(text), "only what was read last can be given back"
-            self._record = [kept[: len(kept) - len(text)]]
+            recorded = "".join(self._record)
+            assert recorded.endswith(text), "only what was read last can be put back"
+            self._record = [recorded[: len(recorded) - len(text)]]
             self._recorded_length -= len(text)
 
     def reread(self, text: str) -> None:
-        """As `put_back`, for text of any length; raises TooLong where that was done too often."""
+        """As `put_back`, for text of any length; raises TooLong if that happens too often."""
         self._put_back_length += len(text)
         if self._put_back_length > _PUT_BACK_LIMIT:
             raise TooLong("it can be read in too many ways")
@@ -106,15 +106,21 @@ class TextSource:
             yield
         return self.rest[:1]
 
+    def next(self, missing: str) -> Reading[str]:
+        """Read one character; raises Malformed with `missing` at the end."""
+        if not (yield from self.peek()):
+            raise Malformed(missing)
+        return self.take(1)
+
     def failure(self, why: str) -> Reading[Malformed]:
-        """Return what to raise where reading cannot go on: the output ended, or `why`."""
+        """Return the error for text that cannot be read: `why`, or that the output ended."""
         return Malformed(why if (yield from self.peek()) else "the output ended inside it")
 
     def space(self) -> Reading[str]:
         """Read white space; return it."""
-        found: list[str] = []
-        yield from self.run(SPACES, found.append)
-        return "".join(found)
+        parts: list[str] = []
+        yield from self.run(SPACES, parts.append)
+        return "".join(parts)
 
     def run(self, pattern: re.Pattern[str], emit: Callable[[str], None]) -> Reading[None]:
         """Read all that `pattern` matches: any number of characters of some kind."""
@@ -129,23 +135,23 @@ class TextSource:
 
     def word(self, pattern: re.Pattern[str], *, limit: int) -> Reading[str]:
         """As `run`, and return what was read; raises TooLong beyond `limit` characters."""
-        found: list[str] = []
+        parts: list[str] = []
         length = 0
 
         def emit(part: str) -> None:
             nonlocal length
-            found.append(part)
+            parts.append(part)
             length += len(part)
             if length > limit:
                 raise TooLong(f"a name or number in it is longer than {limit} characters")
 
         yield from self.run(pattern, emit)
-        return "".join(found)
+        return "".join(parts)
 
     def ahead(self, pattern: Any) -> Reading[Any]:
         """Return the match of what comes next with a pattern of `regex`, None for none. Reads nothing.
 
-        The pattern bounds how often anything repeats in it: it is tried again with each piece of text.
+        The pattern must bound its repetitions, since it is matched again with each part of the text.
         """
         while True:
             match = pattern.match(self.rest, partial=not self.has_ended)
@@ -164,36 +170,33 @@ class TextSource:
 
     def accepts(self, *texts: str) -> Reading[str]:
         """As `sees`, and read it."""
-        found = yield from self.sees(*texts)
-        self.take(len(found))
-        return found
+        text = yield from self.sees(*texts)
+        self.take(len(text))
+        return text
 
     def until(self, markers: Sequence[str], emit: Callable[[str], None]) -> Reading[str]:
         """Emit all text before the first marker; read and return the marker, "" at the end."""
         while True:
-            place, marker = self._first(markers)
-            held = len(self.rest) if self.has_ended else self._held(markers)
-            is_found = bool(marker) and (self.has_ended or place < held)
-            if is_found and not place:
+            index, marker = self._first(markers)
+            certain = len(self.rest) if self.has_ended else self._certain_length(markers)
+            is_match = bool(marker) and (self.has_ended or index < certain)
+            if is_match and not index:
                 return self.take(len(marker))
-            if is_found or (held and not marker):
-                emit(self._take_some(place if is_found else held))
+            if is_match or (certain and not marker):
+                emit(self._take_some(index if is_match else certain))
                 continue
             if self.has_ended:
                 return ""
             yield
 
     def _first(self, markers: Sequence[str]) -> tuple[int, str]:
-        """Return where the first marker begins, and which it is, the longest where several begin there."""
-        best, found = len(self.rest) + 1, ""
-        for marker in markers:
-            place = self.rest.find(marker)
-            if place >= 0 and (place < best or (place == best and len(marker) > len(found))):
-                best, found = place, marker
-        return best, found
+        """Return the first marker and its index; of several there the longest, "" for none."""
+        matches = [(self.rest.find(marker), -len(marker), marker) for marker in markers]
+        index, _, marker = min((match for match in matches if match[0] >= 0), default=(0, 0, ""))
+        return index, marker
 
-    def _held(self, markers: Sequence[str]) -> int:
-        """Return where a marker may begin whose end has not come."""
+    def _certain_length(self, markers: Sequence[str]) -> int:
+        """Return the length of the text before what may be the beginning of a marker."""
         longest = max(map(len, markers), default=0)
         firsts = {marker[0] for marker in markers}
         for start in range(max(0, len(self.rest) - longest + 1), len(self.rest)):
@@ -217,7 +220,6 @@ def read_whole(reading: Reading[Result]) -> Result:
     try:
         while True:
             next(reading)
-            # A reader that waits for more at the end would wait for ever.
     except StopIteration as stop:
         result: Result = stop.value
         return result

@@ -94,7 +94,7 @@ def bench(request, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
 def compiler_of(folder: Path) -> GrammarCompiler:
     source = model_loader.ModelSource(path=folder, model_id="tiny")
     return GrammarCompiler(
-        model_loader.load_tokenizer(source), vocabulary_size=VOCABULARY_SIZE, kept_count=64
+        model_loader.load_tokenizer(source), vocabulary_size=VOCABULARY_SIZE, cache_limit=64
     )
 
 
@@ -117,7 +117,7 @@ def check_outputs(bench: Bench, schema: dict[str, Any], seed: int, is_compact: b
     try:
         bench.compiler.compile(form)
     except InvalidRequest as error:
-        # The one combination here that cannot be kept to.
+        # The one combination here that cannot be enforced.
         assert "min/maxProperties" in error.message
         return
     samplings = [SamplingParams(), *(SamplingParams(temperature=t, seed=seed) for t in (0.7, 1.0, 2.0))]

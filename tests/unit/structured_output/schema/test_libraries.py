@@ -236,7 +236,7 @@ def test_a_name_with_a_pattern_and_a_length_is_refused_with_its_place() -> None:
     schema = pydantic.TypeAdapter(list[dict[keys, int]]).json_schema()
     with pytest.raises(UnusableSchema) as refused:
         rewritten(schema)
-    assert refused.value.place == "/items/propertyNames"
+    assert refused.value.position == "/items/propertyNames"
 
 
 @pytest.mark.parametrize("entry", ZOD, ids=lambda entry: entry["name"][:60])

@@ -242,10 +242,10 @@ REFUSED: list[tuple[Any, str, str]] = [
 def test_what_cannot_be_kept_to_is_refused_with_its_place(schema: Any, place: str, detail: str) -> None:
     with pytest.raises(UnusableSchema, match=detail.replace("$", r"\$")) as refused:
         rewritten(schema)
-    assert refused.value.place == place
+    assert refused.value.position == place
 
 
-def test_what_outputs_are_not_held_to_is_told() -> None:
+def test_what_outputs_are_not_held_to_is_reported() -> None:
     schema = {
         "properties": {
             "s": {"type": "array", "uniqueItems": True, "items": {"type": "string", "format": "color"}},
@@ -335,7 +335,7 @@ def test_many_names_of_one_large_value_cost_its_size_once() -> None:
     assert held(schema).takes('{"n1": {"n2": {"n3": {"n4": {"n5": {"n6": 7}}}}}}')
 
 
-def test_many_tagged_alternatives_are_told_apart_by_their_tag() -> None:
+def test_many_tagged_alternatives_are_distinguished_by_their_tag() -> None:
     options = [{**TAG_A, "properties": {"k": {"const": f"c{i}"}}} for i in range(300)]
     assert "anyOf" in rewritten({"oneOf": options}).schema
     with pytest.raises(UnusableSchema, match="use anyOf"):
@@ -363,4 +363,4 @@ def test_a_schema_that_is_itself_comes_to_an_end(schema: Any) -> None:
 def test_alternatives_that_may_overlap_are_refused(schema: Any) -> None:
     with pytest.raises(UnusableSchema, match="use anyOf") as refused:
         rewritten(schema)
-    assert refused.value.place.endswith("/oneOf")
+    assert refused.value.position.endswith("/oneOf")

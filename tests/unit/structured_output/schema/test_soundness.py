@@ -74,7 +74,7 @@ def test_what_a_grammar_takes_validates_against_the_schema(schema: Any) -> None:
         new = rewritten(schema)
     except UnusableSchema as error:
         event(f"refused: {error.detail[:30]}")
-        assert error.place.startswith("/")
+        assert error.position.startswith("/")
         return
     assert new.unenforced == ()
     try:
@@ -131,7 +131,7 @@ def test_what_is_no_schema_is_refused_or_left_to_llguidance(schema: Any) -> None
     try:
         new = rewritten(schema)
     except UnusableSchema as error:
-        assert error.place.startswith("/") and error.detail
+        assert error.position.startswith("/") and error.detail
         return
     source = LLMatcher.grammar_from_json_schema(json.dumps(new.schema))
     message = LLMatcher(LLTokenizer("byte"), source, log_level=0).get_error()

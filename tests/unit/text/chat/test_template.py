@@ -239,7 +239,7 @@ def test_a_call_is_forced_behind_the_prompt_where_a_longer_past_is_written_anew(
 
 
 def test_a_call_is_forced_as_text_where_the_template_writes_none() -> None:
-    """As SmolLM3 and Hammer: tools are told, calls of the past are not, those of a reply can be read."""
+    """As SmolLM3 and Hammer: tools are shown, calls of the past are not, those of a reply can be read."""
     calls = THINKING.template[THINKING.template.index("{%- for tool_call in") :].partition("{% endfor %}")[0]
     silent = THINKING.template.replace(calls + "{% endfor %}", "{# tool_call.name #}")
     family = dataclasses.replace(THINKING, template=silent)

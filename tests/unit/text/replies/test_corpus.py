@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from icehouse_server.text.reasoning import ReasoningSpans, ReplyReasoning
+from icehouse_server.text.reasoning import ReasoningCounter, ReplyReasoning
 
 from tests.fixtures.chat.notations import WRITERS
 from tests.fixtures.chat.reply_pieces import cut_at, events, in_pieces, read
@@ -41,8 +41,8 @@ def test_a_reply_says_what_it_says_in_any_pieces(family: str) -> None:
 def test_what_counts_reasoning_finds_the_same_thoughts(family: str) -> None:
     for reply, size in itertools.product(CORPUS[family], (0, 1, 5)):
         text = reply["text"]
-        spans = ReasoningSpans(ReplyReasoning(WRITERS[family].format, reads_calls=True))
-        found = [span for piece in in_pieces(text, size) for span in spans.push(piece)]
+        counter = ReasoningCounter(ReplyReasoning(WRITERS[family].format, reads_calls=True))
+        found = [span for piece in in_pieces(text, size) for span in counter.read(piece)]
         thought = "".join(text[span.start : span.stop] for span in found)
         thoughts = "".join(event[1] for event in reply["events"] if event[0] == "think")
         assert thought == thoughts, f"{reply['about']}: in pieces of {size}"
@@ -50,10 +50,10 @@ def test_what_counts_reasoning_finds_the_same_thoughts(family: str) -> None:
 
 @pytest.mark.slow
 @EVERY
-def test_no_part_of_a_reply_is_told_as_the_whole(family: str) -> None:
+def test_no_part_of_a_reply_is_emitted_as_the_whole(family: str) -> None:
     for reply in CORPUS[family]:
         whole = [event[1:] for event in reply["events"] if event[0] in ("call", "repaired")]
         for stop in range(len(reply["text"])):
             found = events(read(WRITERS[family].format, [reply["text"][:stop]], TOOLS, is_cut=True))
-            told = [event[1:] for event in found if event[0] in ("call", "repaired")]
-            assert told == whole[: len(told)], reply["text"][:stop]
+            emitted = [event[1:] for event in found if event[0] in ("call", "repaired")]
+            assert emitted == whole[: len(emitted)], reply["text"][:stop]

@@ -112,7 +112,7 @@ THINKERS = {name: writer for name, writer in WRITERS.items() if writer.thoughts[
 
 
 @pytest.mark.parametrize("writer", THINKERS.values(), ids=THINKERS.keys())
-def test_thoughts_are_told_apart(writer: Writer) -> None:
+def test_thoughts_are_distinguished(writer: Writer) -> None:
     found = read_in_all_ways(writer, writer.reply(thought="\nhm, <b>\n", said="It is dry."))
     assert found == [["think", "\nhm, <b>\n"], ["say", "It is dry."]]
     call = ("get_weather", {"city": "Oslo"})
@@ -177,10 +177,10 @@ def test_what_does_not_fit_is_malformed(writer: Writer) -> None:
 
 @EVERY
 @pytest.mark.parametrize("is_cut", [True, False])
-def test_a_part_is_never_told_as_the_whole(writer: Writer, is_cut: bool) -> None:
+def test_a_part_is_never_emitted_as_the_whole(writer: Writer, is_cut: bool) -> None:
     calls = [("write_file", {"path": "a/b", "content": "x = [1, 2]\n"}), ("get_weather", {"city": "Oslo"})]
     text = writer.reply(thought="hm" if writer.thoughts[0] else "", calls=calls)
     for stop in range(len(text)):
         found = events(read(writer.format, [text[:stop]], TOOLS, is_cut=is_cut))
-        told = [event for event in found if event[0] in ("call", "repaired")]
-        assert [event[1:] for event in told] == [list(call) for call in calls[: len(told)]], text[:stop]
+        emitted = [event for event in found if event[0] in ("call", "repaired")]
+        assert [event[1:] for event in emitted] == [list(call) for call in calls[: len(emitted)]], text[:stop]

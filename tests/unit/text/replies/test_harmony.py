@@ -36,7 +36,7 @@ def read(tokenizer: Tokenizer, conversation: Conversation, text: str) -> list[li
     return events([*splitter.push(decode(ids)), *splitter.finish()])
 
 
-def test_thoughts_are_told_apart_without_tools(tokenizer: Tokenizer) -> None:
+def test_thoughts_are_distinguished_without_tools(tokenizer: Tokenizer) -> None:
     found = read(tokenizer, Conversation(ASKED), THOUGHT + ANSWER)
     assert found == [["think", "hm"], ["say", "Dry."]]
 
@@ -85,7 +85,7 @@ def test_strict_calls_are_held_to_their_schema(tokenizer: Tokenizer) -> None:
     strict = Tool("get_weather", "", {**WEATHER.parameters, "additionalProperties": False}, is_strict=True)
     form = tokenizer.render_chat(Conversation(ASKED, tools=(strict,))).call_form
     assert form is not None
-    compiler = GrammarCompiler(tokenizer, vocabulary_size=tokenizer.vocabulary_size, kept_count=1)
+    compiler = GrammarCompiler(tokenizer, vocabulary_size=tokenizer.vocabulary_size, cache_limit=1)
     begun = f"{THOUGHT}<|start|>assistant to=functions.get_weather<|channel|>commentary json<|message|>"
     for arguments, fits in (('{"city": "Oslo"}', True), ('{"town": "Oslo"}', False)):
         constraint = compiler.compile(form).start()

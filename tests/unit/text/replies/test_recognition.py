@@ -1,4 +1,4 @@
-"""A model's family is found by what its template renders, and told with what it was found by."""
+"""A model's family is recognized by what its template renders, and reported with the evidence."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_markers_that_decoding_hides_are_known() -> None:
     assert found.hides(reads_calls=False) and found.is_always_read and found.marks_reasoning
 
 
-def test_markers_that_nobody_reads_are_told() -> None:
+def test_markers_that_nobody_reads_are_reported() -> None:
     found = find_reply_format(
         chat_template(PLAIN), vocabulary("<|qz_tool_call|>", "<|im_start|>", "<qzthink>")
     )

@@ -1,4 +1,4 @@
-"""An output is told apart the same way however it is cut, and nothing of it is lost."""
+"""An output is split into the same parts however it arrives, and nothing of it is lost."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def calls_of(pieces: list[Piece]) -> list[tuple[str, object]]:
     return [(names[index], json.loads(texts[index])) for index in names if index not in gone]
 
 
-def test_a_thoughtful_call_is_told_apart() -> None:
+def test_a_thoughtful_call_is_recognized() -> None:
     pieces = split([f"<think>\nhm\n</think>\n\nLet me see.{CALL}"], splitter())
     assert pieces == [
         ReasoningPiece("\nhm\n"),
@@ -152,15 +152,15 @@ def behind_a_call(text: str, start: int) -> int | None:
     return len(text) - len(begun[stop:].lstrip().removeprefix("</tool_call>"))
 
 
-def accounts(text: str, told: list[str], place: int = 0) -> bool:
-    """Whether all of `text` is markers, calls, and what was told, in order."""
+def accounts(text: str, emitted: list[str], place: int = 0) -> bool:
+    """Whether all of `text` is markers, calls, and what was emitted, in order."""
     if place == len(text):
-        return not told
-    ways = [(place + len(told[0]), told[1:])] if told and text.startswith(told[0], place) else []
-    ways += [(place + len(m), told) for m in ("<think>", "</think>") if text.startswith(m, place)]
+        return not emitted
+    ends = [(place + len(emitted[0]), emitted[1:])] if emitted and text.startswith(emitted[0], place) else []
+    ends += [(place + len(m), emitted) for m in ("<think>", "</think>") if text.startswith(m, place)]
     behind = behind_a_call(text, place)
-    ways += [] if behind is None else [(behind, told)]
-    return any(accounts(text, rest, stop) for stop, rest in ways)
+    ends += [] if behind is None else [(behind, emitted)]
+    return any(accounts(text, rest, stop) for stop, rest in ends)
 
 
 @given(text=OUTPUTS)
@@ -168,8 +168,8 @@ def test_nothing_is_lost(text: str) -> None:
     """What is no marker comes out as text or reasoning, each call as a call, or whole as text."""
     made = splitter()
     pieces = [piece for part in text for piece in made.push(part)] + made.finish()
-    told = [p.text for p in pieces if isinstance(p, (TextPiece, ReasoningPiece, MalformedPiece))]
-    assert accounts(text, told)
+    emitted = [p.text for p in pieces if isinstance(p, (TextPiece, ReasoningPiece, MalformedPiece))]
+    assert accounts(text, emitted)
 
 
 @pytest.mark.parametrize(
@@ -208,7 +208,7 @@ def test_half_a_surrogate_pair_can_be_sent(name: str, arguments: str) -> None:
     assert any(isinstance(piece, MalformedPiece) for piece in pieces) is (name != "get_time")
 
 
-def test_a_call_that_was_being_told_is_withdrawn_when_it_breaks() -> None:
+def test_a_call_that_was_being_emitted_is_withdrawn_when_it_breaks() -> None:
     pieces = split(
         ['<tool_call>{"name": "get_time", "arguments": {"a": 1}} trailing</tool_call>'], splitter()
     )
@@ -240,7 +240,7 @@ def test_calls_side_by_side_are_numbered() -> None:
     assert [p.id for p in pieces if isinstance(p, CallPiece) and p.name] == ["id0", "id1"]
 
 
-def test_several_calls_of_one_section_are_told_one_by_one() -> None:
+def test_several_calls_of_one_section_are_emitted_one_by_one() -> None:
     made = splitter(ALTERNATING)
     pieces = split(['[TOOL_CALLS]get_time[ARGS]{}get_weather[ARGS]{"city": "Oslo"}'], made)
     assert calls_of(pieces) == [("get_time", {}), ("get_weather", {"city": "Oslo"})] and made.has_calls
@@ -269,7 +269,7 @@ def test_what_the_prompt_began_goes_on() -> None:
 
 
 def test_a_section_longer_than_the_parsers_may_read_is_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("icehouse_server.text.replies.checked_calls.SECTION_LENGTH_LIMIT", 40)
+    monkeypatch.setattr("icehouse_server.text.replies.notation.SECTION_LENGTH_LIMIT", 40)
     (malformed,) = [piece for piece in split([CALL], splitter()) if isinstance(piece, MalformedPiece)]
     assert "longer than 40" in malformed.problem and CALL.startswith(malformed.text)
 

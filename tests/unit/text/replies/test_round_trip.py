@@ -1,4 +1,4 @@
-"""Any valid arguments of any schema, written as a family writes them, are read back, or told as malformed
+"""Any valid arguments of any schema, written as a family writes them, are read back, or reported as malformed
 where the text of one looks like structure; never as something else."""
 
 from __future__ import annotations

@@ -50,26 +50,56 @@ def test_it_says_what_does_not_fit(schema: dict[str, Any], good: Any, bad: Any) 
     assert problem(schema, bad)
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"type": "str"},
-        {"type": 7},
-        {"enum": 3},
-        {"pattern": "(["},
-        {"minimum": "low"},
-        {"$ref": "#/$defs/nowhere"},
-        {"$ref": "http://192.0.2.1/schema.json"},
-        {"items": [{"type": "string"}]},
-        {"required": True},
-    ],
-)
-def test_a_keyword_that_is_written_wrongly_constrains_nothing(wrong: dict[str, Any]) -> None:
-    schema = {"properties": {"a": wrong, "b": {"type": "null"}}}
-    values: tuple[Any, ...] = ("x", 1, [1], {})
+INVALID = {
+    "type: unknown name": {"type": "str"},
+    "type: no name": {"type": 7},
+    "enum: no list": {"enum": 3},
+    "minimum: no number": {"minimum": "low"},
+    "required: no list": {"required": True},
+    "items: a list": {"items": [{"type": "string"}]},
+    "properties: a list": {"properties": ["x"]},
+    "multipleOf: zero": {"multipleOf": 0},
+    "pattern: no regular expression": {"pattern": "(["},
+    "patternProperties: no regular expression": {"patternProperties": {"([": {"type": "null"}}},
+    "additionalProperties: no regular expression for re": {
+        "patternProperties": {r"^\p{L}+$": {}},
+        "additionalProperties": False,
+    },
+    "$ref: nowhere": {"$ref": "#/$defs/nowhere"},
+    "$ref: no anchor": {"$ref": "#nowhere"},
+    "$ref: another document": {"$ref": "http://192.0.2.1/schema.json"},
+    "$ref: no URL": {"$ref": "http://["},
+    "$ref: no text": {"$ref": 5},
+    "$ref: to no schema": {"$ref": "#/$defs/number"},
+    "$ref: through a number": {"$ref": "#/$defs/number/a"},
+    "$ref: a name in a list": {"$ref": "#/$defs/list/a"},
+}
+
+
+@pytest.mark.parametrize("invalid", INVALID.values(), ids=INVALID)
+def test_an_invalid_keyword_constrains_nothing(invalid: dict[str, Any]) -> None:
+    definitions = {"number": 5, "list": [1]}
+    schema = {"properties": {"a": invalid, "b": {"type": "null"}}, "$defs": definitions}
+    values: tuple[Any, ...] = ("x", 1, 1.5, [1], {"x": 1})
     for value in values:
         assert problem(schema, {"a": value}) == ""
     assert "argument b" in problem(schema, {"a": 1, "b": 1})
+    assert ArgumentsSchema({**invalid, "$defs": definitions}).of_property("none") == {}
+
+
+def test_a_number_beyond_floats_constrains_no_float() -> None:
+    assert problem({"properties": {"a": {"multipleOf": 10**400}}}, {"a": 1.5}) == ""
+
+
+def test_a_reference_constrains_nothing_where_the_id_of_the_schema_is_no_url() -> None:
+    schema = {"$id": "http://[", "properties": {"a": {"$ref": "b"}, "c": {"type": "null"}}}
+    assert problem(schema, {"a": 1}) == "" and "argument c" in problem(schema, {"c": 1})
+    assert ArgumentsSchema({"$id": "http://[", "$ref": "b"}).of_property("a") == {}
+
+
+def test_an_invalid_id_of_the_schema_counts_as_absent() -> None:
+    for invalid in (5, None, ["x"]):
+        assert "argument b" in problem({"$id": invalid, "properties": {"b": {"type": "null"}}}, {"b": 1})
 
 
 def doubling(depth: int) -> dict[str, Any]:
@@ -91,6 +121,15 @@ def test_what_would_take_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -
         problem({"$ref": "#"}, {})
     with pytest.raises(TooCostly, match="searching for the pattern"):
         problem({"properties": {"a": {"pattern": "^(a|a)*$"}}}, {"a": "a" * 500 + "!"})
+
+
+@pytest.mark.parametrize("keyword", ["additionalProperties", "unevaluatedProperties"])
+def test_a_costly_pattern_of_names_is_given_up_whatever_keyword_uses_it(keyword: str) -> None:
+    schema = {keyword: False, "patternProperties": {"^(a|a)*$": {}}}
+    name = "a" * 22 + "!"
+    with pytest.raises(TooCostly, match="searching for the pattern"):
+        problem(schema, {name: 1})
+    assert ArgumentsSchema(schema).of_property(name) == {}
 
 
 def test_what_is_said_of_one_property_is_found_through_references_and_unions() -> None:
@@ -121,8 +160,8 @@ STRING_NULL = {"type": ["string", "null"]}
 
 
 def read(schema: Any, text: str, *, is_python: bool = False) -> tuple[str, bool]:
-    walk = ArgumentsSchema({"type": "object", "properties": {"x": schema}})
-    value = walk.read(Argument("x", text), is_python=is_python)
+    arguments_schema = ArgumentsSchema({"type": "object", "properties": {"x": schema}})
+    value = arguments_schema.read(Argument("x", text), is_python=is_python)
     return value.json_text, value.is_repaired
 
 
@@ -187,6 +226,6 @@ def test_pythons_words_count_where_the_family_writes_them() -> None:
 
 
 def test_a_format_that_says_what_is_a_string_is_believed() -> None:
-    walk = ArgumentsSchema({})
-    assert walk.read(Argument("x", "5", is_text=True)).json_text == '"5"'
-    assert walk.read(Argument("x", "5", is_text=False)).json_text == "5"
+    schema = ArgumentsSchema({})
+    assert schema.read(Argument("x", "5", is_text=True)).json_text == '"5"'
+    assert schema.read(Argument("x", "5", is_text=False)).json_text == "5"

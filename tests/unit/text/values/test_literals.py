@@ -20,31 +20,31 @@ VALUES = st.recursive(
 )
 
 
-def told_in_pieces(text: str, size: int) -> list[str]:
-    """Return what is told with each piece."""
+def emitted_in_pieces(text: str, size: int) -> list[str]:
+    """Return what is emitted with each piece."""
     source = TextSource()
-    told: list[str] = []
-    reading = JsonText(source).value(told.append)
+    emitted: list[str] = []
+    reading = JsonText(source).value(emitted.append)
     counts = []
     for start in range(0, len(text), size):
         source.push(text[start : start + size])
         next(reading, None)
-        counts.append("".join(told))
+        counts.append("".join(emitted))
     source.end()
     next(reading, None)
-    return [*counts, "".join(told)]
+    return [*counts, "".join(emitted)]
 
 
 @given(value=VALUES, indent=st.sampled_from([None, 0, 2]), size=st.integers(1, 9))
 def test_what_is_valid_comes_out_as_it_is(value: Any, indent: int | None, size: int) -> None:
     text = json.dumps(value, indent=indent)
     assert tolerant(text) == ReadValue(text)
-    told = told_in_pieces(text, size)
-    assert told[-1] == text and all(text.startswith(part) for part in told)
+    emitted = emitted_in_pieces(text, size)
+    assert emitted[-1] == text and all(text.startswith(part) for part in emitted)
 
 
-def test_it_is_told_as_it_comes() -> None:
-    assert told_in_pieces('{"a": "bc", "d": [1, 2]}', 4)[:3] == ['{"a"', '{"a": "b', '{"a": "bc"']
+def test_it_is_emitted_as_it_arrives() -> None:
+    assert emitted_in_pieces('{"a": "bc", "d": [1, 2]}', 4)[:3] == ['{"a"', '{"a": "b', '{"a": "bc"']
 
 
 @pytest.mark.parametrize(
@@ -59,15 +59,15 @@ def test_it_is_told_as_it_comes() -> None:
 def test_what_is_unambiguous_is_repaired(text: str, expected: str) -> None:
     assert tolerant(text) == ReadValue(expected, is_repaired=True)
     for size in (1, 2, 3):
-        assert told_in_pieces(text, size)[-1] == expected
+        assert emitted_in_pieces(text, size)[-1] == expected
 
 
 def test_brackets_are_closed_where_the_end_follows() -> None:
     source = TextSource('{"a": [1, {"b": "c"</end>', has_ended=True)
-    told: list[str] = []
+    emitted: list[str] = []
     reader = JsonText(source, ("</end>",))
-    list(reader.value(told.append))
-    assert ("".join(told), reader.is_repaired, source.rest) == ('{"a": [1, {"b": "c"}]}', True, "</end>")
+    list(reader.value(emitted.append))
+    assert ("".join(emitted), reader.is_repaired, source.rest) == ('{"a": [1, {"b": "c"}]}', True, "</end>")
 
 
 @pytest.mark.parametrize(

@@ -52,12 +52,12 @@ def test_the_first_marker_counts_and_the_longest_of_one_place(text: str, places:
 
 def test_what_may_become_a_marker_is_held_back_and_nothing_else() -> None:
     source = TextSource()
-    told: list[str] = []
-    running = source.until(("<think>",), told.append)
+    emitted: list[str] = []
+    running = source.until(("<think>",), emitted.append)
     for piece, known in (("a<", "a"), ("th", "a"), ("x<", "a<thx"), ("<think", "a<thx<")):
         source.push(piece)
         next(running)
-        assert "".join(told) == known
+        assert "".join(emitted) == known
 
 
 @pytest.mark.parametrize("size", [1, 3, 100])

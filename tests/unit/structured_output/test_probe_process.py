@@ -1,8 +1,9 @@
-"""A form is tried in a process that can be stopped; what passes there is compiled here as it was before."""
+"""A form is first compiled in a process that can be stopped; what passes there is compiled here as before."""
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ import pytest
 from icehouse_server.domain.response_format import Choice, JsonSchema, LarkGrammar, Regex
 from icehouse_server.errors import InvalidRequest
 from icehouse_server.structured_output.compiler import GrammarCompiler, stack_bytes
-from icehouse_server.structured_output.form_trial import TrialLimits, TrialProcess, TrialSetup, command
+from icehouse_server.structured_output.probe_process import ProbeLimits, ProbeProcess, ProbeSetup, command
 
 from tests.fixtures.models.vocabulary import VOCABULARY_SIZE
 from tests.fixtures.patience import BOUND_S
@@ -21,51 +22,51 @@ from tests.unit.structured_output.test_compiler import Vocabulary, compiler
 BOMB = JsonSchema(json.dumps({"type": "integer", "allOf": [{"multipleOf": 1009}, {"multipleOf": 1013}]}))
 """Two divisors whose product is what they cost: 25 s and 615 MB."""
 GOOD = JsonSchema('{"type":"object","properties":{"a":{"type":"integer"}},"required":["a"]}')
-LIMITS = TrialLimits(cpu_s=1, stack_bytes=stack_bytes(64 << 10))
+LIMITS = ProbeLimits(cpu_s=1, stack_bytes=stack_bytes(64 << 10))
 
 
 @pytest.fixture
-def trial() -> Iterator[TrialProcess]:
-    made = TrialProcess(setup(), LIMITS)
+def probe() -> Iterator[ProbeProcess]:
+    made = ProbeProcess(setup(), LIMITS)
     yield made
     made.close()
 
 
-def setup() -> TrialSetup:
+def setup() -> ProbeSetup:
     vocabulary = Vocabulary()
     text = vocabulary.vocabulary_json()
     assert text is not None
-    return TrialSetup(text, VOCABULARY_SIZE, vocabulary.eos_token_ids)
+    return ProbeSetup(text, VOCABULARY_SIZE, vocabulary.eos_token_ids)
 
 
-def test_good_forms_pass_one_after_the_other_in_one_process(trial: TrialProcess) -> None:
+def test_good_forms_pass_one_after_the_other_in_one_process(probe: ProbeProcess) -> None:
     processes = set()
     for form in (GOOD, Regex("a+"), Choice(("a", "b")), LarkGrammar('start: "a"')):
-        trial.check(form, field="response_format")
-        assert trial._process is not None
-        processes.add(trial._process.pid)
+        probe.check(form, field="response_format")
+        assert probe._process is not None
+        processes.add(probe._process.pid)
     assert len(processes) == 1
 
 
-def test_a_costly_form_is_stopped_and_the_next_one_is_tried_again(trial: TrialProcess) -> None:
-    trial.check(GOOD, field="response_format")
+def test_a_costly_form_is_stopped_and_the_next_one_is_probed_again(probe: ProbeProcess) -> None:
+    probe.check(GOOD, field="response_format")
     for _ in range(2):
         with pytest.raises(InvalidRequest) as caught:
-            trial.check(BOMB, field="response_format.json_schema")
+            probe.check(BOMB, field="response_format.json_schema")
         assert caught.value.reason == "GRAMMAR_TOO_COMPLEX"
         assert caught.value.field == "response_format.json_schema"
-        trial.check(GOOD, field="response_format")
+        probe.check(GOOD, field="response_format")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux bounds a process's memory")
 def test_a_form_that_takes_memory_is_stopped_by_that() -> None:
-    limits = TrialLimits(cpu_s=20, stack_bytes=LIMITS.stack_bytes, memory_bytes=48 << 20)
-    trial = TrialProcess(setup(), limits)
-    trial.check(GOOD, field="response_format")
+    limits = ProbeLimits(cpu_s=20, stack_bytes=LIMITS.stack_bytes, memory_bytes=48 << 20)
+    probe = ProbeProcess(setup(), limits)
+    probe.check(GOOD, field="response_format")
     with pytest.raises(InvalidRequest) as caught:
-        trial.check(BOMB, field="response_format.json_schema")
+        probe.check(BOMB, field="response_format.json_schema")
     assert caught.value.reason == "GRAMMAR_TOO_COMPLEX"
-    trial.close()
+    probe.close()
 
 
 @pytest.mark.parametrize(
@@ -83,9 +84,9 @@ def test_a_form_that_takes_memory_is_stopped_by_that() -> None:
     ],
     ids=lambda form: repr(form)[:40],
 )
-def test_a_mistake_is_told_in_the_same_words_as_without_a_trial(trial: TrialProcess, form: Any) -> None:
+def test_a_mistake_is_reported_in_the_same_words_as_without_a_probe(probe: ProbeProcess, form: Any) -> None:
     found = []
-    for by in (compiler(), compiler(make_trial=lambda _: trial)):
+    for by in (compiler(), compiler(make_probe=lambda _: probe)):
         with pytest.raises(InvalidRequest) as caught:
             by.compile(form)
         error = caught.value
@@ -93,31 +94,34 @@ def test_a_mistake_is_told_in_the_same_words_as_without_a_trial(trial: TrialProc
     assert found[0] == found[1]
 
 
-def test_a_form_that_is_remembered_is_not_tried_again(trial: TrialProcess) -> None:
-    by: GrammarCompiler = compiler(make_trial=lambda _: trial)
+def test_a_cached_form_is_not_probed_again(probe: ProbeProcess) -> None:
+    by: GrammarCompiler = compiler(make_probe=lambda _: probe)
     assert by.kept(GOOD) is None
     first = by.compile(GOOD)
-    trial.close()
+    probe.close()
     assert by.compile(GOOD) is first and by.kept(GOOD) is first
 
 
-def test_closing_ends_the_process(trial: TrialProcess) -> None:
-    by: GrammarCompiler = compiler(make_trial=lambda _: trial)
+def test_closing_ends_the_process(probe: ProbeProcess) -> None:
+    by: GrammarCompiler = compiler(make_probe=lambda _: probe)
     by.compile(GOOD)
-    process = trial._process
+    process = probe._process
     assert process is not None and process.poll() is None
     by.close()
     assert process.poll() is not None
 
 
-def test_without_a_process_forms_are_taken_untried(
+def test_without_a_process_forms_are_accepted_without_a_probe(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
-    TrialProcess(setup(), LIMITS).check(GOOD, field="response_format")
+    ProbeProcess(setup(), LIMITS).check(GOOD, field="response_format")
     assert [record.message for record in caplog.records] == ["forms_compiled_untried"]
 
 
-def test_the_process_ends_with_its_input() -> None:
-    ended = subprocess.run(command(), input=b"", timeout=BOUND_S, check=True)
-    assert ended.returncode == 0
+def test_the_process_ends_with_its_connection() -> None:
+    ours, theirs = multiprocessing.Pipe()
+    process = subprocess.Popen(command(theirs.fileno()), pass_fds=[theirs.fileno()])
+    theirs.close()
+    ours.close()
+    assert process.wait(BOUND_S) == 0

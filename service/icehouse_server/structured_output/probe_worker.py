@@ -1,7 +1,7 @@
-"""Form trial worker: the process of `form_trial`, which compiles forms within limits and says how it went.
+"""Probe worker: the process that `probe_process` starts, which compiles forms within limits.
 
-What it reads comes from the server that started it; callers' forms are in it as plain data. It ends when its
-input does, when a form takes more than its limits, or when nobody has asked for a while.
+Its input comes from the server that started it; callers' forms are plain data in it. It exits when its input
+ends, when a form exceeds the limits, or when it has been idle for a while.
 """
 
 from __future__ import annotations
@@ -9,58 +9,58 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import pickle
 import resource
 import signal
-import sys
 import threading
+from multiprocessing.connection import Connection
 from pathlib import Path
 
+from icehouse_server.domain.response_format import ResponseFormat
 from icehouse_server.errors import InvalidRequest
 from icehouse_server.structured_output.compiler import GrammarCompiler
-from icehouse_server.structured_output.form_trial import TrialLimits, TrialSetup, receive, send
+from icehouse_server.structured_output.probe_process import ProbeLimits, ProbeSetup
 
 _IDLE_S = 300
 _NICENESS = 5
 
 
-def main() -> None:
-    """Serve until the input ends."""
-    # A terminal's interrupt goes to the server, which ends this by closing its input.
+def main(descriptor: int) -> None:
+    """Serve a connection until its other end is closed."""
+    # A terminal's interrupt goes to the server, which ends this by closing the connection.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with contextlib.suppress(OSError):
         os.nice(_NICENESS)
-    data = receive(sys.stdin.buffer)
-    if data is None:
+    pipe = Connection(descriptor)
+    setup: ProbeSetup
+    limits: ProbeLimits
+    try:
+        setup, limits = pipe.recv()
+    except EOFError:
         return
-    setup: TrialSetup
-    limits: TrialLimits
-    setup, limits = pickle.loads(data)
-    compiler = GrammarCompiler(setup, vocabulary_size=setup.vocabulary_size, kept_count=1)
+    compiler = GrammarCompiler(setup, vocabulary_size=setup.vocabulary_size, cache_limit=1)
     compiler.prepare()
     # llguidance descends recursively.
     threading.stack_size(limits.stack_bytes)
-    thread = threading.Thread(target=_serve, args=(compiler, limits))
+    thread = threading.Thread(target=_serve, args=(pipe, compiler, limits))
     thread.start()
     thread.join()
 
 
-def _serve(compiler: GrammarCompiler, limits: TrialLimits) -> None:
+def _serve(pipe: Connection, compiler: GrammarCompiler, limits: ProbeLimits) -> None:
     _bound_memory(limits.memory_bytes)
-    send(sys.stdout.buffer, b"{}")
-    while True:
-        signal.alarm(_IDLE_S)
-        data = receive(sys.stdin.buffer)
-        signal.alarm(0)
-        if data is None:
-            return
-        _bound_time(limits.cpu_s)
-        send(sys.stdout.buffer, json.dumps(_answer(compiler, data)).encode("ascii"))
+    pipe.send_bytes(b"{}")
+    with contextlib.suppress(EOFError):
+        while True:
+            signal.alarm(_IDLE_S)
+            form: ResponseFormat = pipe.recv()
+            signal.alarm(0)
+            _bound_time(limits.cpu_s)
+            pipe.send_bytes(json.dumps(_answer(compiler, form)).encode("ascii"))
 
 
-def _answer(compiler: GrammarCompiler, data: bytes) -> dict[str, object]:
+def _answer(compiler: GrammarCompiler, form: ResponseFormat) -> dict[str, object]:
     try:
-        compiler.compile(pickle.loads(data))
+        compiler.compile(form)
     except InvalidRequest as error:
         return {
             "reason": error.reason.value,

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 from icehouse_server.domain.chat import ChatMessage, Tool
+from icehouse_server.text.chat.template import form_of, offer
 from icehouse_server.text.chat.traits import Arguments, EmptyContent, TemplateTraits, ToolForm
-from icehouse_server.text.chat.turn_form import form_of, offer
 
 from tests.fixtures.chat.families import tokenizer_of
 from tests.fixtures.chat.histories import TEMPLATES, assistant, call, called, user
