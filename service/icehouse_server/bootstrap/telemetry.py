@@ -17,7 +17,7 @@ from icehouse_server.domain.stats import ServerStatus
 from icehouse_server.errors import ConfigError, Reason, StartError, imports_of_extra
 from icehouse_server.rpc.calls.watchers import Telemetry
 from icehouse_server.rpc.listen_address import is_loopback
-from icehouse_server.rpc.server import RpcServer
+from icehouse_server.rpc.rpc_server import RpcServer
 from icehouse_server.rpc.services.observation import StatusReader
 from icehouse_server.rpc.services.server_service import server_version
 from icehouse_server.storage.api import Outcome, Persisted, Ticket

@@ -12,12 +12,11 @@ from icehouse_client.cli import main as client
 from icehouse_client.cli.console import EXIT_FAILURE, EXIT_USAGE, AsJson, complain
 
 from icehouse_server.bootstrap.preload import load_openblas
-from icehouse_server.cli import flags, key, token
-from icehouse_server.cli.cache import commands
+from icehouse_server.cli import cache_directory, flags, key, token
 from icehouse_server.cli.flags import SettingsCommand, with_settings
 from icehouse_server.cli.local.bench import bench
 from icehouse_server.cli.local.run import run
-from icehouse_server.cli.service import commands as service_commands
+from icehouse_server.cli.service import service_commands
 from icehouse_server.cli.terminal.logs import setup_logging
 from icehouse_server.config import LoadedConfig, load_config
 from icehouse_server.config.load import keep_attention_plans
@@ -53,7 +52,7 @@ def _config(loaded: LoadedConfig, as_json: AsJson = False) -> None:
 
 def _doctor(loaded: LoadedConfig, as_json: AsJson = False) -> None:
     """Check whether this machine is ready to serve, and say what to do if not."""
-    from icehouse_server.cli.doctor.doctor import doctor
+    from icehouse_server.cli.doctor import doctor
 
     if not doctor(loaded.config, as_json=as_json):
         raise typer.Exit(EXIT_FAILURE)
@@ -79,7 +78,7 @@ app.command("bench")(bench)
 app.registered_commands += client.app.registered_commands
 app.command("doctor", cls=SettingsCommand)(with_settings(_doctor))
 app.command("config", cls=SettingsCommand)(with_settings(_config))
-app.add_typer(commands.app, name="cache")
+app.add_typer(cache_directory.app, name="cache")
 app.add_typer(key.app, name="key")
 app.add_typer(token.app, name="token")
 app.add_typer(service_commands.app, name="service")

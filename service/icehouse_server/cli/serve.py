@@ -22,6 +22,7 @@ import uvloop
 
 from icehouse_server import heap
 from icehouse_server.bootstrap.cache import check_directory
+from icehouse_server.bootstrap.composition import Server, build_server
 from icehouse_server.bootstrap.machine import (
     allow_open_files,
     give_back_large_arrays,
@@ -29,7 +30,6 @@ from icehouse_server.bootstrap.machine import (
     wanted_file_count,
 )
 from icehouse_server.bootstrap.model_source import locate_draft_model, locate_model
-from icehouse_server.bootstrap.server import Server, build_server
 from icehouse_server.bootstrap.service_manager import ServiceManager, manager_of
 from icehouse_server.cli.service.stop_bounds import BOUNDS
 from icehouse_server.cli.terminal.build_progress import build_progress

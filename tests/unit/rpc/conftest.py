@@ -16,7 +16,7 @@ from icehouse_server.domain.model import EngineState, ModelInfo
 from icehouse_server.rpc.calls.watchers import Telemetry
 from icehouse_server.rpc.engine_client.ports import ImagePort, ServedModel
 from icehouse_server.rpc.engine_client.router import Router
-from icehouse_server.rpc.server import RpcServer
+from icehouse_server.rpc.rpc_server import RpcServer
 
 from tests.fixtures.patience import BOUND_S
 from tests.fixtures.rpc.fake_engine import MODEL_INFO, FakeEngine, FakeTokenizer

@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from icehouse_server.rpc import server
+from icehouse_server.rpc import rpc_server as server
 from icehouse_server.rpc.auth_interceptor import loop_timeout
 
 from tests.fixtures.patience import BOUND_S

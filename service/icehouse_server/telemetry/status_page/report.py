@@ -1,24 +1,28 @@
 """Report of the status page: its JSON, from counters that operators have elsewhere too.
 
-Never a prompt, but for the beginnings of shared ones where the rules have a way to read them.
+No part of a prompt, except how shared ones begin where the rules have a decoder. Such text is what callers
+sent or a model generated, so it may be anything: it is made printable, has no line breaks, and nothing that
+changes the direction of the text around it. It is not markup: whoever shows it escapes it.
 
 `*_count` and `*_bytes` are now, `*_total` since start, times in seconds; what is not known is null.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import hashlib
 import heapq
-from collections.abc import Iterable
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+from icehouse_server.domain.blocks import TokenKeys, image_runs
+from icehouse_server.domain.cache_commands import RecentBlock
 from icehouse_server.domain.cache_stats import CacheStats, TenantShare, TierStats
 from icehouse_server.domain.ids import BlockHash
 from icehouse_server.domain.stats import EngineStats, ServerStatus, SlowRequest, Snapshot
 from icehouse_server.telemetry.metric import HistogramSeries
-from icehouse_server.telemetry.status_page.excerpt import Decode, excerpt
-from icehouse_server.telemetry.status_page.prefix_tree import PrefixNode, shared_prefixes
 
 TENANT_LIMIT = 20
 """Tenants shown: those that sent and drew most tokens."""
@@ -143,3 +147,170 @@ def _tenants(snapshot: Snapshot) -> list[dict[str, Any]]:
         for use in greatest
         for share in (shares.get(use.tenant, TenantShare(use.tenant)),)
     ]
+
+
+Decode = Callable[[Sequence[int]], str]
+
+CHARACTER_LIMIT = 80
+HEAD_TOKEN_LIMIT = 128
+"""Tokens that are looked at: enough for that many characters, but where each one takes several tokens."""
+
+_CUT = "…"
+_IMAGE = "[image]"
+_REPLACEMENT = "\ufffd"
+_CUT_LIMIT = 3
+"""Tokens at either end that may hold a part of a character: it has four bytes at most."""
+_JOINERS = "\u200c\u200d"
+"""Format characters that scripts and emoji need, and that show nothing by themselves."""
+
+
+def excerpt(keys: TokenKeys, decode: Decode, *, is_whole: bool) -> str:
+    """Return how the text of these tokens begins; `is_whole` says that no others follow."""
+    line = _line(" ".join(_pieces(keys[:HEAD_TOKEN_LIMIT], decode)))
+    is_whole = is_whole and len(keys) <= HEAD_TOKEN_LIMIT and len(line) <= CHARACTER_LIMIT
+    return line[:CHARACTER_LIMIT] + ("" if is_whole else _CUT)
+
+
+def _pieces(keys: TokenKeys, decode: Decode) -> Iterator[str]:
+    """Yield the texts between images, and a word for each image: its tokens have no text of their own."""
+    reached = 0
+    for run in image_runs(keys):
+        yield _whole_characters(keys[reached : run.start], decode)
+        yield _IMAGE
+        reached = run.start + run.token_count
+    yield _whole_characters(keys[reached:], decode)
+
+
+def _whole_characters(token_ids: Sequence[int], decode: Decode) -> str:
+    """Return the text without what is left of characters that were cut at either end.
+
+    A decoder may give up on all bytes of a run where one of them is missing, so the tokens of the cut
+    character are left away before they are decoded.
+    """
+    cuts = sorted(itertools.product(range(_CUT_LIMIT + 1), repeat=2), key=sum)
+    for before, behind in cuts:
+        text = decode(token_ids[before : max(before, len(token_ids) - behind)])
+        if not (text.startswith(_REPLACEMENT) or text.endswith(_REPLACEMENT)):
+            return text
+    return decode(token_ids).strip(_REPLACEMENT)
+
+
+def _line(text: str) -> str:
+    """Return the text on one line; what controls the terminal, the line or its direction shows as U+FFFD."""
+    return "".join(
+        character if character.isprintable() or character in _JOINERS else _REPLACEMENT
+        for character in " ".join(text.split())
+    )
+
+
+NODE_LIMIT = 16
+BRANCH_LIMIT = 4
+"""Nodes shown below one."""
+DEPTH_LIMIT = 6
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PrefixNode:
+    """Blocks one behind the other that are reused together."""
+
+    hash: BlockHash
+    """Of the last block, which stands for all before it."""
+    start_token_index: int
+    end_token_index: int
+    block_count: int
+    ram_block_count: int
+    ssd_block_count: int
+    hit_count: int
+    """Prompts that reused its first block."""
+    reused_token_total: int
+    """Tokens that were not computed again thanks to these blocks."""
+    branch_count: int
+    """Known ways in which prompts go on behind it, those that were never reused included."""
+    children: tuple[PrefixNode, ...]
+    head: TokenKeys | None = dataclasses.field(default=None, repr=False)
+    """Its first tokens, `HEAD_TOKEN_LIMIT` at most; None where those of its first block are not known."""
+
+    @property
+    def is_all_head(self) -> bool:
+        """Whether it has no tokens behind its head."""
+        return self.head is not None and len(self.head) == self.end_token_index - self.start_token_index
+
+
+def shared_prefixes(blocks: Iterable[RecentBlock], *, node_limit: int = NODE_LIMIT) -> tuple[PrefixNode, ...]:
+    """Return the trees of reused blocks that saved the most tokens, the greatest first."""
+    return _Forest(blocks).nodes(node_limit)
+
+
+class _Forest:
+    """The blocks by parent, and what each saved together with all that follow it."""
+
+    def __init__(self, blocks: Iterable[RecentBlock]) -> None:
+        known = {block.hash: block for block in blocks}
+        self._roots = [block for block in known.values() if block.parent not in known]
+        self._children: dict[BlockHash, list[RecentBlock]] = collections.defaultdict(list)
+        self._saved: collections.Counter[BlockHash] = collections.Counter()
+        # A block begins where its parent ends, so its own sum is whole when it is added to the parent's.
+        for block in sorted(known.values(), key=lambda block: -block.start_token_index):
+            self._children[block.parent].append(block)
+            self._saved[block.hash] += _saved_tokens(block)
+            self._saved[block.parent] += self._saved[block.hash]
+
+    def nodes(self, limit: int) -> tuple[PrefixNode, ...]:
+        """Choose the nodes best first, so that no tree takes the place of a greater one's branches."""
+        chosen: dict[BlockHash, list[RecentBlock]] = {}
+        waiting = [(-self._saved[top.hash], 0, top.hash, top) for top in self._shared(self._roots)]
+        heapq.heapify(waiting)
+        while waiting and len(chosen) < limit:
+            _, depth, _, first = heapq.heappop(waiting)
+            chosen[first.hash] = run = self._run(first)
+            if depth + 1 < DEPTH_LIMIT:
+                for child in self._shared(self._children[run[-1].hash])[:BRANCH_LIMIT]:
+                    heapq.heappush(waiting, (-self._saved[child.hash], depth + 1, child.hash, child))
+        return tuple(self._built(self._roots, chosen))
+
+    def _shared(self, blocks: Iterable[RecentBlock]) -> list[RecentBlock]:
+        """Return those that were reused, the one below which most tokens were saved first."""
+        reused = [block for block in blocks if block.hit_count]
+        return sorted(reused, key=lambda block: (-self._saved[block.hash], block.hash))
+
+    def _run(self, first: RecentBlock) -> list[RecentBlock]:
+        """Return a block and those behind it, as long as there is one way on that half of its prompts go."""
+        run = [first]
+        while len(behind := self._children[run[-1].hash]) == 1 and 2 * behind[0].hit_count >= first.hit_count:
+            run.append(behind[0])
+        return run
+
+    def _built(
+        self, blocks: Iterable[RecentBlock], chosen: dict[BlockHash, list[RecentBlock]]
+    ) -> Iterator[PrefixNode]:
+        for first in self._shared(blocks):
+            if (run := chosen.get(first.hash)) is None:
+                continue
+            behind = self._children[run[-1].hash]
+            yield PrefixNode(
+                hash=run[-1].hash,
+                start_token_index=first.start_token_index,
+                end_token_index=run[-1].end_token_index,
+                block_count=len(run),
+                ram_block_count=sum(block.is_in_ram for block in run),
+                ssd_block_count=sum(block.is_on_ssd for block in run),
+                hit_count=first.hit_count,
+                reused_token_total=sum(_saved_tokens(block) for block in run),
+                branch_count=len(behind),
+                children=tuple(self._built(behind, chosen)),
+                head=_head(run),
+            )
+
+
+def _saved_tokens(block: RecentBlock) -> int:
+    return block.token_count * block.hit_count
+
+
+def _head(run: list[RecentBlock]) -> TokenKeys | None:
+    """Return the first tokens of these blocks, as far as they are known."""
+    if run[0].token_keys is None:
+        return None
+    known = itertools.takewhile(lambda keys: keys is not None, (block.token_keys for block in run))
+    return tuple(
+        itertools.islice(itertools.chain.from_iterable(keys or () for keys in known), HEAD_TOKEN_LIMIT)
+    )

@@ -8,7 +8,7 @@ import json
 
 import pytest
 from icehouse_client import Client
-from icehouse_server.cli.local.speeds import SpeedBench
+from icehouse_server.cli.local.bench import SpeedBench
 from icehouse_server.cli.main import app
 from icehouse_server.clock import SystemClock
 from icehouse_server.domain.cache_commands import EvictBlocks, EvictReport, ListKnown

@@ -6,12 +6,15 @@ import asyncio
 import contextlib
 import logging
 import secrets
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import grpc
+from google.protobuf import descriptor_pb2, descriptor_pool
+from google.protobuf.descriptor import FileDescriptor
 from grpc_channelz.v1 import channelz, channelz_pb2
 from grpc_health.v1 import health, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_grpc
 from icehouse.v1 import (
     cache_service_pb2_grpc,
     embedding_service_pb2_grpc,
@@ -33,7 +36,6 @@ from icehouse_server.rpc.engine_client.ports import EnginePort, GrammarPort
 from icehouse_server.rpc.engine_client.router import Router
 from icehouse_server.rpc.health import Health
 from icehouse_server.rpc.listen_address import Bound, bind, server_options
-from icehouse_server.rpc.reflection import add_reflection
 from icehouse_server.rpc.services.cache_service import CacheService
 from icehouse_server.rpc.services.embedding_service import EmbeddingService
 from icehouse_server.rpc.services.generation import Generation, ServiceParts
@@ -46,6 +48,7 @@ from icehouse_server.rpc.services.server_service import ModelService, ServerServ
 
 if TYPE_CHECKING:
     from icehouse_server.rpc.worker.worker_info import WorkerParts
+
 
 SERVICE_NAMES = (
     "icehouse.v1.InferenceService",
@@ -289,3 +292,63 @@ def _is_kept(record: logging.LogRecord) -> bool:
         "a caller left as its answer was sent", extra={"grpc": grpc.__version__, "event": record.getMessage()}
     )
     return False
+
+
+V1_NAME = "grpc.reflection.v1.ServerReflection"
+V1ALPHA_NAME = "grpc.reflection.v1alpha.ServerReflection"
+
+
+def add_reflection(server: grpc.aio.Server, service_names: Sequence[str]) -> None:
+    """Serve both versions for `service_names` and for reflection itself."""
+    names = (*service_names, V1_NAME, V1ALPHA_NAME)
+    servicer = reflection.aio.ReflectionServicer(names, pool=_Pool(pool_with_v1()))
+    reflection_pb2_grpc.add_ServerReflectionServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
+    handler = grpc.stream_stream_rpc_method_handler(
+        servicer.ServerReflectionInfo,
+        request_deserializer=reflection_pb2.ServerReflectionRequest.FromString,
+        response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString,
+    )
+    methods = {"ServerReflectionInfo": handler}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(V1_NAME, methods),))
+
+
+class _Pool:
+    """A descriptor pool that also finds methods; protobuf's own does not."""
+
+    def __init__(self, pool: descriptor_pool.DescriptorPool) -> None:
+        self._pool = pool
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._pool, name)
+
+    def FindFileContainingSymbol(self, symbol: str) -> FileDescriptor:
+        """Return the file of a message, enum, service, field or method; raises KeyError."""
+        try:
+            return self._pool.FindFileContainingSymbol(symbol)
+        except KeyError:
+            service_name, _, method_name = symbol.rpartition(".")
+            service = self._pool.FindServiceByName(service_name)
+            return service.methods_by_name[method_name].containing_service.file
+
+
+def pool_with_v1() -> descriptor_pool.DescriptorPool:
+    """Return the pool of all descriptors, version 1 of reflection among them."""
+    pool = descriptor_pool.Default()
+    file = descriptor_pb2.FileDescriptorProto()
+    reflection_pb2.DESCRIPTOR.CopyToProto(file)
+    file.name = "grpc/reflection/v1/reflection.proto"
+    file.package = "grpc.reflection.v1"
+    for message in file.message_type:
+        for field in message.field:
+            if field.type_name:
+                field.type_name = _renamed(field.type_name)
+    for service in file.service:
+        for method in service.method:
+            method.input_type = _renamed(method.input_type)
+            method.output_type = _renamed(method.output_type)
+    pool.Add(file)
+    return pool
+
+
+def _renamed(name: str) -> str:
+    return name.replace(".grpc.reflection.v1alpha.", ".grpc.reflection.v1.")

@@ -9,8 +9,8 @@ import socket
 from pathlib import Path
 
 import pytest
-from icehouse_server.cli.doctor import cache_checks, doctor
-from icehouse_server.cli.doctor.check import Check, Verdict
+from icehouse_server.cli import doctor
+from icehouse_server.cli.doctor import Check, Verdict
 from icehouse_server.config import (
     CacheConfig,
     Config,
@@ -53,7 +53,7 @@ async def test_a_server_of_ours_has_the_port_and_the_cache_directory(tmp_path: P
                 cache=CacheConfig(directory=str(tmp_path / "cache"), ssd_bytes=1 << 30),
             )
             address = await asyncio.to_thread(doctor.check_address, config)
-            cache = await asyncio.to_thread(cache_checks.check_cache, config)
+            cache = await asyncio.to_thread(doctor.check_cache, config)
     assert address.verdict is (Verdict.OK if ready else Verdict.WARN)
     assert "a server of yours" in address.detail
     assert cache.verdict is Verdict.OK and f"process {os.getpid()}" in cache.detail
@@ -71,7 +71,7 @@ def test_a_pipe_in_the_place_of_the_lock_keeps_nobody_waiting(tmp_path: Path) ->
     config = Config(cache=CacheConfig(directory=str(tmp_path), ssd_bytes=1 << 30))
     tmp_path.chmod(0o700)
     os.mkfifo(tmp_path / "lock")
-    assert "process" not in cache_checks.check_cache(config).detail
+    assert "process" not in doctor.check_cache(config).detail
 
 
 def test_more_connections_than_files_may_be_open_are_told() -> None:
@@ -192,35 +192,35 @@ def test_mlx_that_cannot_be_loaded_fails(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_small_disk_is_a_warning_and_a_file_in_the_way_fails(tmp_path: Path) -> None:
     huge = CacheConfig(directory=str(tmp_path / "kv"), ssd_bytes=1 << 60)
-    assert cache_checks.check_disk(Config(cache=huge)).verdict is Verdict.WARN
+    assert doctor.check_disk(Config(cache=huge)).verdict is Verdict.WARN
     (tmp_path / "file").touch()
     inside_a_file = CacheConfig(directory=str(tmp_path / "file" / "kv"))
-    assert cache_checks.check_disk(Config(cache=inside_a_file)).verdict is Verdict.FAIL
+    assert doctor.check_disk(Config(cache=inside_a_file)).verdict is Verdict.FAIL
     off = dataclasses.replace(huge, ssd_enabled=False)
-    assert cache_checks.check_disk(Config(cache=off)).verdict is Verdict.OK
+    assert doctor.check_disk(Config(cache=off)).verdict is Verdict.OK
 
 
 def test_a_cache_directory_tells_its_owner_and_how_it_was_left(tmp_path: Path) -> None:
     config = Config(cache=CacheConfig(directory=str(tmp_path / "cache"), ssd_bytes=1 << 30))
-    assert "first server" in cache_checks.check_cache(config).detail
+    assert "first server" in doctor.check_cache(config).detail
     with StorageThread(tmp_path / "cache") as served:
         served.spill(*make_chain(2))
-        check = cache_checks.check_cache(config)
+        check = doctor.check_cache(config)
         assert check.verdict is Verdict.FAIL and f"process {os.getpid()}" in check.detail
-    check = cache_checks.check_cache(config)
+    check = doctor.check_cache(config)
     assert check.verdict is Verdict.OK and "of 1 GiB used" in check.detail
     (tmp_path / "cache" / "clean.json").unlink()
-    check = cache_checks.check_cache(config)
+    check = doctor.check_cache(config)
     assert check.verdict is Verdict.WARN and "not closed cleanly" in check.detail
     (tmp_path / "cache" / "quarantine" / "a").touch()
-    assert "1 damaged files set aside" in cache_checks.check_cache(config).detail
+    assert "1 damaged files set aside" in doctor.check_cache(config).detail
     (tmp_path / "cache").chmod(0o755)
-    assert "chmod 700" in cache_checks.check_cache(config).advice
+    assert "chmod 700" in doctor.check_cache(config).advice
 
 
 def test_without_an_ssd_tier_there_is_no_directory_to_tell_of(tmp_path: Path) -> None:
     for off in (CacheConfig(enabled=False), CacheConfig(ssd_enabled=False)):
-        assert cache_checks.check_cache(Config(cache=off)).detail == "the SSD tier is off"
+        assert doctor.check_cache(Config(cache=off)).detail == "the SSD tier is off"
 
 
 def test_one_failure_makes_the_whole_fail(

@@ -42,7 +42,7 @@ from icehouse_server.engine.scheduling.waiting_queue import WaitingLimits
 from icehouse_server.errors import IcehouseError
 from icehouse_server.rpc.engine_client.ports import ImagePort, ServedModel
 from icehouse_server.rpc.engine_client.router import Router
-from icehouse_server.rpc.server import RpcServer
+from icehouse_server.rpc.rpc_server import RpcServer
 from icehouse_server.storage.local.tier import LocalTier
 from icehouse_server.structured_output.compiler import GrammarCompiler, stack_bytes
 from icehouse_server.structured_output.form_trial import TrialLimits, TrialProcess
