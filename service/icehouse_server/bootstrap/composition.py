@@ -7,6 +7,7 @@ import logging
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from icehouse_server.bootstrap.cache import build_cache_parts, fingerprint_of, open_digests
 from icehouse_server.bootstrap.fleet import KvEventParts, worker_parts
@@ -40,13 +41,17 @@ from icehouse_server.engine.scheduling.limits import SchedulerLimits
 from icehouse_server.engine.scheduling.policy import GPU_POLICY, POLICY, PassPolicy
 from icehouse_server.engine.scheduling.waiting_queue import WaitingLimits
 from icehouse_server.errors import IcehouseError
-from icehouse_server.rpc.engine_client.ports import ImagePort, ServedModel
+from icehouse_server.rpc.engine_client.ports import ServedModel
 from icehouse_server.rpc.engine_client.router import Router
 from icehouse_server.rpc.rpc_server import RpcServer
 from icehouse_server.storage.local.tier import LocalTier
 from icehouse_server.structured_output.compiler import GrammarCompiler, stack_bytes
 from icehouse_server.structured_output.form_trial import TrialLimits, TrialProcess
 from icehouse_server.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    # Of an optional extra.
+    from icehouse_server.vision.image_reader import ImageReader
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -207,7 +212,7 @@ def adapter_source(named: NamedPath) -> AdapterSource:
     return AdapterSource(AdapterName(named.name), path, adapter_digest(path))
 
 
-def image_reader(config: Config, source: ModelSource) -> ImagePort | None:
+def image_reader(config: Config, source: ModelSource) -> ImageReader | None:
     """Return the model's image reader, None for a model of text alone.
 
     Raises ModelError when the extra is missing or the folder has no processor.
@@ -273,7 +278,7 @@ def waiting_limits(config: EngineConfig) -> WaitingLimits:
 class EngineListener:
     """Passes the engine's events to the router, and the model together with its tokenizer."""
 
-    def __init__(self, router: Router, tokenizer: Tokenizer, images: ImagePort | None = None) -> None:
+    def __init__(self, router: Router, tokenizer: Tokenizer, images: ImageReader | None = None) -> None:
         self._router = router
         self._tokenizer = tokenizer
         self._images = images

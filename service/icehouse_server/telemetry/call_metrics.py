@@ -7,11 +7,15 @@ conventions for generative AI. Nothing is counted per token.
 from __future__ import annotations
 
 import enum
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from icehouse_server.domain.call import PROVIDER, CallRecord, Operation, WireRecord
 from icehouse_server.domain.events import CacheReport, Usage
 from icehouse_server.telemetry.metric import Metric, MetricKind
+
+if TYPE_CHECKING:
+    # Slow to import.
+    from icehouse_server.telemetry.prometheus import PrometheusMeter
 
 _CALL_BUCKETS_S = (
     *(0.0, 1e-05, 5e-05, 0.0001, 0.0003, 0.0006, 0.0008, 0.001, 0.002, 0.003, 0.004, 0.005, 0.006, 0.008),
@@ -89,22 +93,10 @@ class Reuse(enum.StrEnum):
     """From SSD, at least in part."""
 
 
-class CallMeter(Protocol):
-    """Where the values go."""
-
-    def add(self, metric: Metric, value: float, labels: tuple[str, ...] = ()) -> None:
-        """Add to a counter."""
-        ...
-
-    def observe(self, metric: Metric, value: float, labels: tuple[str, ...] = ()) -> None:
-        """Record one value of a histogram."""
-        ...
-
-
 class CallMetrics:
     """Counts calls. Owned by the event loop."""
 
-    def __init__(self, meter: CallMeter) -> None:
+    def __init__(self, meter: PrometheusMeter) -> None:
         self._meter = meter
 
     def call_started(self, method: str) -> None:

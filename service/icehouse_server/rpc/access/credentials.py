@@ -12,7 +12,6 @@ often replaced one by one, and nobody could connect to a certificate without its
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import logging
 import ssl
@@ -28,6 +27,7 @@ from icehouse_server.config import SecurityConfig
 from icehouse_server.domain.ids import Tenant
 from icehouse_server.errors import Reason, StartError, Unauthenticated
 from icehouse_server.rpc.access.caller import UNPROVED, Caller, Role
+from icehouse_server.rpc.access.shares import start_daemon
 from icehouse_server.rpc.access.tokens import TokenFile
 from icehouse_server.small_file import read_small_file
 
@@ -132,23 +132,7 @@ class ServerSecurity:
         The thread is a daemon and used for this refresh only, so it keeps neither the others nor the process
         waiting.
         """
-        loop = asyncio.get_running_loop()
-        answer: asyncio.Future[bool] = loop.create_future()
-
-        def tell(end: Callable[[], object]) -> None:
-            # The server may have ended by now, and the loop with it.
-            with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(lambda: answer.done() or end())
-
-        def look() -> None:
-            try:
-                changed = refresh()
-            except Exception as error:
-                tell(functools.partial(answer.set_exception, error))
-            else:
-                tell(functools.partial(answer.set_result, changed))
-
-        threading.Thread(target=look, name=f"security-{name}", daemon=True).start()
+        answer = asyncio.wrap_future(start_daemon(refresh, name=f"security-{name}"))
         done, _ = await asyncio.wait({answer}, timeout=_SLOW_S)
         if not done:
             _logger.warning(

@@ -10,10 +10,15 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import concurrent.futures
 import contextlib
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator
+from typing import TypeVar
 
 from icehouse_server.errors import Overloaded, Reason
+
+Result = TypeVar("Result")
 
 RETRY_S = 1.0
 """When to try again after a refusal; calls last seconds."""
@@ -192,14 +197,43 @@ class FairQueue:
         self._hand_out()
 
 
-def on_loop(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None:
-    """Run a function on the event loop, from another thread; do nothing if the loop has ended."""
+async def ended(work: concurrent.futures.Future[Result], then: Callable[[], object]) -> Result:
+    """Return what work in a thread returns, and run `then` on the event loop when the work ends.
+
+    A caller that leaves does not stop work that has begun, so what the work holds is released only then.
+    """
+    loop = asyncio.get_running_loop()
+
+    def run_then() -> None:
+        try:
+            loop.call_soon_threadsafe(then)
+        except RuntimeError:
+            # The loop ended before the work did: nobody waits for a turn any more.
+            if not loop.is_closed():
+                raise
+
+    work.add_done_callback(lambda _: run_then())
+    return await asyncio.wrap_future(work)
+
+
+def start_daemon(work: Callable[[], Result], *, name: str) -> concurrent.futures.Future[Result]:
+    """Run work in a daemon thread of its own, which keeps neither other work nor the process waiting."""
+    future: concurrent.futures.Future[Result] = concurrent.futures.Future()
+    future.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            result = work()
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
     try:
-        loop.call_soon_threadsafe(function)
-    except RuntimeError:
-        # The loop ended before the work did: nobody waits for a turn any more.
-        if not loop.is_closed():
-            raise
+        threading.Thread(target=run, name=name, daemon=True).start()
+    except RuntimeError as error:  # the system gives no thread
+        future.set_exception(error)
+    return future
 
 
 _KEPT_COUNT = 1024

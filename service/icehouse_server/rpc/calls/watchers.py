@@ -10,37 +10,27 @@ import dataclasses
 import heapq
 import logging
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from icehouse_server.clock import Clock
-from icehouse_server.domain.call import CallRecord, SpanNames
+from icehouse_server.domain.call import CallRecord
 from icehouse_server.domain.stats import KvEventStats, SlowRequest
 from icehouse_server.rpc.access import caller as callers
 from icehouse_server.rpc.access.shares import Pace
-from icehouse_server.rpc.calls.wire import WireWatcher
+from icehouse_server.telemetry.call_metrics import CallMetrics
 
-
-class CallWatcher(Protocol):
-    """Hears of every ended call of our own services."""
-
-    def call_ended(self, record: CallRecord) -> None: ...
-
-
-class Tracer(Protocol):
-    """Makes spans of ended calls."""
-
-    def trace(self, record: CallRecord) -> SpanNames | None:
-        """Record a call's spans; None when its trace is not kept."""
-        ...
+if TYPE_CHECKING:
+    # Needs an optional extra.
+    from icehouse_server.telemetry.spans import CallSpans
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Telemetry:
     """Which watchers the server has. The default fits tests: the access log and nothing else."""
 
-    wire: tuple[WireWatcher, ...] = ()
-    calls: tuple[CallWatcher, ...] = ()
-    tracer: Tracer | None = None
+    wire: tuple[CallMetrics, ...] = ()
+    calls: tuple[CallMetrics, ...] = ()
+    tracer: CallSpans | None = None
     has_load_report: bool = False
     has_access_log: bool = True
     sample_interval_s: float | None = None

@@ -11,12 +11,13 @@ import contextlib
 import contextvars
 import dataclasses
 from collections.abc import Awaitable, Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import grpc
 
 from icehouse_server.clock import Clock
 from icehouse_server.domain.call import WireRecord
+from icehouse_server.telemetry.call_metrics import CallMetrics
 
 OTHER_METHOD = "other"
 """What gRPC's own metrics call a method that is not registered (proposal A66)."""
@@ -87,22 +88,10 @@ class Encoded:
         return len(self.data)
 
 
-class WireWatcher(Protocol):
-    """Counts calls. Called on the event loop; must not block."""
-
-    def call_started(self, method: str) -> None:
-        """A call of this method began."""
-        ...
-
-    def wire_ended(self, record: WireRecord) -> None:
-        """It ended."""
-        ...
-
-
 class WireInterceptor(grpc.aio.ServerInterceptor):
     """Tells the watchers when a call begins and ends."""
 
-    def __init__(self, watchers: tuple[WireWatcher, ...], clock: Clock) -> None:
+    def __init__(self, watchers: tuple[CallMetrics, ...], clock: Clock) -> None:
         self._watchers = watchers
         self._clock = clock
 
@@ -124,7 +113,7 @@ class WireInterceptor(grpc.aio.ServerInterceptor):
 class _WatchedCall:
     """One call between its first byte and its last."""
 
-    def __init__(self, method: str, watchers: tuple[WireWatcher, ...], clock: Clock) -> None:
+    def __init__(self, method: str, watchers: tuple[CallMetrics, ...], clock: Clock) -> None:
         self._method = method
         self._watchers = watchers
         self._clock = clock

@@ -12,7 +12,6 @@ password is sent.
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import contextlib
 import dataclasses
 import functools
@@ -32,7 +31,7 @@ from icehouse_server.config import ServerConfig
 from icehouse_server.domain.chat import ChatMessage, Conversation, ImageSource, PlacedImage
 from icehouse_server.errors import InvalidRequest, SourceUnreachable
 from icehouse_server.rpc.access import caller as callers
-from icehouse_server.rpc.access.shares import FairQueue, on_loop
+from icehouse_server.rpc.access.shares import FairQueue, ended, start_daemon
 from icehouse_server.rpc.image_sources.image_address import (
     FileAddress,
     IpAddress,
@@ -113,30 +112,12 @@ class ImageFetcher:
     async def _in_thread(self, work: Callable[[], Result]) -> Result:
         """Return what `work` returns; callers take turns."""
         hold = await self._turns.take(callers.origin.get())
-        task: concurrent.futures.Future[Result] = concurrent.futures.Future()
-        # A caller that leaves does not stop work that has begun, so its turn lasts until that ends.
-        loop = asyncio.get_running_loop()
-        task.add_done_callback(lambda _: on_loop(loop, hold.release))
-        task.set_running_or_notify_cancel()
-        try:
-            threading.Thread(target=_settle, args=(task, work), name="image-source", daemon=True).start()
-        except RuntimeError as error:  # the system gives no thread; the turn is given back all the same
-            task.set_exception(error)
-        return await asyncio.wrap_future(task)
+        return await ended(start_daemon(work, name="image-source"), hold.release)
 
     def _late(self, source: ImageSource) -> SourceUnreachable:
         timeout_s = self._config.image_fetch_timeout_s
         complaint = f"and those after it were not read within {timeout_s:g} s"
         return unreachable(_field(source), complaint, timeout_s=f"{timeout_s:g}")
-
-
-def _settle(task: concurrent.futures.Future[Result], work: Callable[[], Result]) -> None:
-    try:
-        result = work()
-    except BaseException as error:
-        task.set_exception(error)
-    else:
-        task.set_result(result)
 
 
 def _field(source: ImageSource) -> str:
@@ -176,18 +157,19 @@ def read_file(address: FileAddress, *, limit_bytes: int, field: str) -> bytes:
 
 
 def _read(opened: contextlib.ExitStack, address: FileAddress, *, limit_bytes: int, field: str) -> bytes:
-    def keep(descriptor: int) -> int:
+    def opening(path: str, flags: int, *, folder: int | None = None) -> int:
+        descriptor = os.open(path, flags, dir_fd=folder)
         opened.callback(os.close, descriptor)
         return descriptor
 
-    place = keep(os.open(address.folder, _FOLDER_FLAGS))
+    folder = opening(address.folder, _FOLDER_FLAGS)
     *above, name = address.names
     for each in above:
-        place = keep(os.open(each, _FOLDER_FLAGS | os.O_NOFOLLOW, dir_fd=place))
+        folder = opening(each, _FOLDER_FLAGS | os.O_NOFOLLOW, folder=folder)
     # Checked before it is opened: opening a device may do something.
-    if not stat.S_ISREG(os.stat(name, dir_fd=place, follow_symlinks=False).st_mode):
+    if not stat.S_ISREG(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
         raise _unreadable(field)
-    file = keep(os.open(name, _FILE_FLAGS, dir_fd=place))
+    file = opening(name, _FILE_FLAGS, folder=folder)
     facts = os.fstat(file)
     # A file with another name may be from elsewhere: somebody may have linked one of ours here.
     if not stat.S_ISREG(facts.st_mode) or facts.st_nlink > 1:
@@ -276,16 +258,16 @@ class WebReader:
             self._tls = ssl.create_default_context()
         tls = self._tls if address.is_secure else None
         failure: Exception | None = None
-        for place in self._places(address, field):
+        for ip in self._addresses(address, field):
             try:
-                return open_connection(place, address, tls=tls, timeout_s=self._timeout_s, abort=abort)
+                return open_connection(ip, address, tls=tls, timeout_s=self._timeout_s, abort=abort)
             except ssl.SSLError as error:
                 raise unreachable(field, "cannot be fetched: its host proves no name by TLS") from error
             except OSError as error:
                 failure = error
         raise unreachable(field, "cannot be fetched: its host cannot be reached") from failure
 
-    def _places(self, address: WebAddress, field: str) -> list[IpAddress]:
+    def _addresses(self, address: WebAddress, field: str) -> list[IpAddress]:
         """Return the addresses that may be connected to."""
         literal = ip_address_of(address.host)
         try:
@@ -293,9 +275,9 @@ class WebReader:
         except OSError as error:
             raise unreachable(field, "cannot be fetched: the name of its host has no address") from error
         allowed = [
-            place
-            for place in found
-            if self._rules.reaches(place, address.port, host=address.host, is_secure=address.is_secure)
+            ip
+            for ip in found
+            if self._rules.reaches(ip, address.port, host=address.host, is_secure=address.is_secure)
         ]
         if not allowed:
             raise refused(field, "is of a host whose name has no public address, and none that is allowed")
@@ -320,8 +302,8 @@ def addresses_of(host: str) -> list[IpAddress]:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except UnicodeError as error:  # of a name that cannot be one
         raise OSError(f"{host!r} is no name") from error
-    places = (ip_address_of(str(place[0])) for *_, place in found)
-    return list(dict.fromkeys(place for place in places if place is not None))
+    addresses = (ip_address_of(str(address[0])) for *_, address in found)
+    return list(dict.fromkeys(address for address in addresses if address is not None))
 
 
 def _headers(address: WebAddress) -> dict[str, str]:
@@ -451,7 +433,7 @@ class _MeteredStream(io.RawIOBase):
 
 
 def open_connection(
-    place: IpAddress,
+    ip: IpAddress,
     address: WebAddress,
     *,
     tls: ssl.SSLContext | None,
@@ -462,12 +444,12 @@ def open_connection(
 
     `timeout_s` is for each operation on the socket. The caller closes it, after `abort.let_go()`.
     """
-    family = socket.AF_INET if place.version == 4 else socket.AF_INET6
+    family = socket.AF_INET if ip.version == 4 else socket.AF_INET6
     opened = socket.socket(family, socket.SOCK_STREAM)
     try:
         opened.settimeout(min(_CONNECT_S, timeout_s))
         abort.hold(opened)
-        opened.connect((str(place), address.port))
+        opened.connect((str(ip), address.port))
         if tls is not None:
             secure = tls.wrap_socket(opened, server_hostname=address.host, do_handshake_on_connect=False)
             opened = secure

@@ -22,8 +22,6 @@ from icehouse_server.domain.cache_commands import (
 from icehouse_server.domain.ids import AdapterName, CacheScope
 from icehouse_server.domain.request import CacheUse
 from icehouse_server.rpc.calls.call_lifecycle import Context, RpcCall
-from icehouse_server.rpc.engine_client.answers import StallTimer
-from icehouse_server.rpc.engine_client.engine_cache import EngineCache
 from icehouse_server.rpc.messages.field_checks import check_model, refuse_value, tenant_of
 from icehouse_server.rpc.messages.proto_map import to_proto
 from icehouse_server.rpc.messages.responses import (
@@ -33,7 +31,7 @@ from icehouse_server.rpc.messages.responses import (
     verify_result,
     warm_response,
 )
-from icehouse_server.rpc.services.generation import ServiceParts
+from icehouse_server.rpc.services.generation import Service
 from icehouse_server.rpc.services.prepared import Prepared
 from icehouse_server.rpc.services.prompts import UncheckedPrompt, prompt_of
 
@@ -50,15 +48,8 @@ def scope_of(request: _Scoped, call: RpcCall) -> CacheScope:
     return CacheScope(tenant_of(request.cache, call.caller), AdapterName(request.prompt.adapter))
 
 
-class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
+class CacheService(Service, cache_service_pb2_grpc.CacheServiceServicer):
     """Turns calls into the cache's commands and their answers into responses."""
-
-    def __init__(self, parts: ServiceParts) -> None:
-        self._calls = parts.calls
-        self._stall_timeout_s = parts.config.stall_timeout_s
-        self._generation = parts.generation
-        self._router = parts.router
-        self._commands = EngineCache(engine=parts.engine, router=parts.router)
 
     async def Explain(self, request: messages.ExplainRequest, context: Context) -> messages.ExplainResponse:
         """Answer with what Generate would reuse."""
@@ -75,7 +66,7 @@ class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
         self, request: messages.WarmRequest, context: Context
     ) -> None:
         """Run the prompt without output."""
-        timer = StallTimer(timeout_s=self._stall_timeout_s)
+        timer = self._stall_timer()
         async with self._calls.call(context) as call:
             prepared = await self._prepare(request, call)
             running = self._generation.run(prepared.requests, call=call, on_stall=timer.expire)
@@ -141,7 +132,7 @@ class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
         response: type[messages.EvictResponse] | type[messages.EvictAllResponse],
         context: Context,
     ) -> None:
-        timer = StallTimer(timeout_s=self._stall_timeout_s)
+        timer = self._stall_timer()
         async with timer.guard():
             async for now in self._commands.evict(target):
                 removed = now.report
@@ -152,7 +143,7 @@ class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
         self, request: messages.VerifyRequest, context: Context
     ) -> None:
         """Have blocks on SSD read and compared."""
-        timer = StallTimer(timeout_s=self._stall_timeout_s)
+        timer = self._stall_timer()
         async with self._calls.call(context), timer.guard():
             if request.block_limit < 0:
                 refuse_value("block_limit", request.block_limit, ">= 0; 0 reads all")

@@ -22,6 +22,8 @@ from icehouse_server.errors import Cancelled, InvalidRequest, Reason
 from icehouse_server.rpc.access import caller as callers
 from icehouse_server.rpc.access.tenants import Stay, Tenants
 from icehouse_server.rpc.calls.call_lifecycle import RpcCall, RpcCalls
+from icehouse_server.rpc.engine_client.answers import StallTimer
+from icehouse_server.rpc.engine_client.engine_cache import EngineCache
 from icehouse_server.rpc.engine_client.open_requests import OpenRequest, OpenRequests
 from icehouse_server.rpc.engine_client.outbox import Outboxes
 from icehouse_server.rpc.engine_client.ports import EnginePort, ServedModel
@@ -30,9 +32,9 @@ from icehouse_server.rpc.messages.field_checks import (
     cache_use_of,
     check_adapter,
     check_model,
+    check_name,
     priority_of,
     refuse_value,
-    request_name_of,
     shared_tenant_of,
     tenant_of,
 )
@@ -93,7 +95,9 @@ class Generation:
         check_model(message.model, model.info)
         check_adapter(adapter, model.info, field=adapter_field)
         call.model_id = model.info.model_id
-        call.request_id = request_name_of(message.request_id, generated=call.request_id)
+        call.request_id = (
+            check_name("request_id", message.request_id) if message.request_id else call.request_id
+        )
         cache_use = cache_use_of(policy)
         tenant = call.tenant = tenant_of(policy, call.caller)
         return GenerationRequest(
@@ -267,6 +271,24 @@ class ServiceParts:
     prompts: PromptReader
     generation: Generation
     draw_seed: Callable[[], int]
+
+
+class Service:
+    """What every servicer is made of."""
+
+    def __init__(self, parts: ServiceParts) -> None:
+        self._config = parts.config
+        self._clock = parts.clock
+        self._calls = parts.calls
+        self._router = parts.router
+        self._stats = parts.stats
+        self._prompts = parts.prompts
+        self._generation = parts.generation
+        self._draw_seed = parts.draw_seed
+        self._commands = EngineCache(engine=parts.engine, router=parts.router)
+
+    def _stall_timer(self) -> StallTimer:
+        return StallTimer(timeout_s=self._config.stall_timeout_s)
 
 
 def _reasoning_of(prompt: ReadPrompt, model: ServedModel, *, limit: int | None) -> ReplyReasoning | None:

@@ -14,7 +14,7 @@ import threading
 from icehouse_server.domain.response_format import Grammar, ResponseFormat, size_bytes
 from icehouse_server.errors import IcehouseError, InvalidRequest, Overloaded, Reason
 from icehouse_server.rpc.access import caller as callers
-from icehouse_server.rpc.access.shares import FairQueue, FairShare, on_loop
+from icehouse_server.rpc.access.shares import FairQueue, FairShare, ended
 from icehouse_server.rpc.engine_client.ports import GrammarPort
 
 THREAD_COUNT = 2
@@ -77,16 +77,12 @@ class GrammarCompilers:
                     hold = await self._turns.take(origin)
                     has_begun = True
                     executor = self._idle.pop()
-                    task = executor.submit(self._compiler.compile, form)
-                    loop = asyncio.get_running_loop()
 
                     def done() -> None:
                         self._idle.append(executor)
                         hold.release()
 
-                    # Work that has begun goes on, and keeps its turn, even if its caller no longer waits.
-                    task.add_done_callback(lambda _: on_loop(loop, done))
-                    return await asyncio.wrap_future(task)
+                    return await ended(executor.submit(self._compiler.compile, form), done)
             except TimeoutError as error:
                 raise (self._too_slow(field) if has_begun else self._busy()) from error
 

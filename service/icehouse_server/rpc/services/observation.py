@@ -29,7 +29,7 @@ from icehouse_server.rpc.access.shares import Pace
 from icehouse_server.rpc.access.tenants import Tenants
 from icehouse_server.rpc.calls import background
 from icehouse_server.rpc.calls.call_lifecycle import Trailers
-from icehouse_server.rpc.calls.watchers import AccessLog, CallWatcher, SlowRequests, Telemetry
+from icehouse_server.rpc.calls.watchers import AccessLog, SlowRequests, Telemetry
 from icehouse_server.rpc.calls.wire import Encoded, WireInterceptor
 from icehouse_server.rpc.engine_client.engine_cache import EngineCache
 from icehouse_server.rpc.engine_client.ports import EnginePort
@@ -63,7 +63,7 @@ class Observation:
             kv_events=telemetry.kv_events,
         )
         self.status = StatusReader(engine=engine, router=router, poller=self.poller, slow=slow, clock=clock)
-        self._watchers: tuple[CallWatcher, ...] = (slow, *telemetry.calls)
+        self._watchers = (slow, *telemetry.calls)
         self._tracer = telemetry.tracer
         self._has_load_report = telemetry.has_load_report
         self._access_log = AccessLog(clock) if telemetry.has_access_log else None

@@ -76,7 +76,7 @@ class Prepared:
         """What the engine is asked: one request for each completion, or a single one if all are alike."""
         return self.completions[:1] if self._is_greedy else self.completions
 
-    def told_by(self, index: int) -> Sequence[int]:
+    def completions_of(self, index: int) -> Sequence[int]:
         """Return the completions that get the events of `requests[index]`."""
         return range(self.completion_count) if self._is_greedy else (index,)
 

@@ -6,12 +6,11 @@ in a few threads, because a long prompt takes longer than a decode step.
 
 from __future__ import annotations
 
-import asyncio
 import concurrent.futures
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from icehouse.v1 import prompt_pb2, tool_pb2
 
@@ -22,13 +21,17 @@ from icehouse_server.domain.model import ModelInfo
 from icehouse_server.domain.request import ImageSpan, SentImages, keys_of
 from icehouse_server.errors import InvalidRequest, Reason
 from icehouse_server.rpc.access import caller as callers
-from icehouse_server.rpc.access.shares import FairQueue, FairShare, on_loop
-from icehouse_server.rpc.engine_client.ports import OpenImagesPort, ServedModel
+from icehouse_server.rpc.access.shares import FairQueue, FairShare, ended
+from icehouse_server.rpc.engine_client.ports import ServedModel
 from icehouse_server.rpc.image_sources.image_fetcher import ImageFetcher
 from icehouse_server.rpc.messages.conversations import check_no_tools, conversation_of
 from icehouse_server.rpc.messages.field_checks import check_token_ids, shown
 from icehouse_server.rpc.services.prepared import RenderedConversation
 from icehouse_server.text.prompt_normalizer import normalized
+
+if TYPE_CHECKING:
+    # Needs an optional extra.
+    from icehouse_server.vision.image_reader import PromptImages
 
 Result = TypeVar("Result")
 
@@ -94,7 +97,7 @@ class InfillText:
 TextPrompt = Text | Chat | InfillText
 """What is tokenized here."""
 Prompt = TextPrompt | Tokens
-ImageWork = Callable[[TextPrompt, OpenImagesPort | None], Result]
+ImageWork = Callable[[TextPrompt, "PromptImages | None"], Result]
 """Work on a prompt and its images, in any thread; None if it has none."""
 
 
@@ -263,7 +266,7 @@ class PromptReader:
             return found
         assert isinstance(found, Chat), "only images are put off"
 
-        def work(prompt: TextPrompt, images: OpenImagesPort | None) -> ReadPrompt:
+        def work(prompt: TextPrompt, images: PromptImages | None) -> ReadPrompt:
             return _read(prompt, model, images)
 
         return await self.run_with_images(found, model, work, size_bytes=size_bytes)
@@ -306,10 +309,7 @@ class PromptReader:
         except BaseException:
             held.close()
             raise
-        # A caller that leaves does not stop work that has begun, so its turn lasts until that ends.
-        loop = asyncio.get_running_loop()
-        task.add_done_callback(lambda _: on_loop(loop, held.close))
-        return await asyncio.wrap_future(task)
+        return await ended(task, held.close)
 
     def close(self) -> None:
         """Take no more work; what runs goes on to its end."""
@@ -329,7 +329,7 @@ def check_length(token_count: int, info: ModelInfo, *, field: str) -> None:
     )
 
 
-def pieces(prompt: TextPrompt, model: ServedModel, images: OpenImagesPort | None) -> list[tuple[int, str]]:
+def pieces(prompt: TextPrompt, model: ServedModel, images: PromptImages | None) -> list[tuple[int, str]]:
     """Return each token's id and spelling, also for more tokens than the context holds. Any thread."""
     _check_bytes(prompt, limit_bytes=_tokenized_limit(model.info))
     tokenizer = model.tokenizer
@@ -370,7 +370,7 @@ def _tokenized_limit(info: ModelInfo) -> int:
     return max(_TEXT_BYTES, TOKENIZED_BYTES_PER_TOKEN * info.context_token_limit)
 
 
-def _read(prompt: Prompt, model: ServedModel, images: OpenImagesPort | None = None) -> ReadPrompt:
+def _read(prompt: Prompt, model: ServedModel, images: PromptImages | None = None) -> ReadPrompt:
     """Return the prompt's tokens; what cannot fit is not tokenized. `images` are those of a conversation."""
     if isinstance(prompt, Tokens):
         if prompt.images is not None:
@@ -405,7 +405,7 @@ def _check_known(token_ids: Sequence[int], model: ServedModel, *, field: str) ->
     )
 
 
-def _tokens(prompt: TextPrompt, model: ServedModel, images: OpenImagesPort | None) -> ReadPrompt:
+def _tokens(prompt: TextPrompt, model: ServedModel, images: PromptImages | None) -> ReadPrompt:
     if isinstance(prompt, Text):
         return ReadPrompt(tuple(model.tokenizer.encode(prompt.text)))
     if isinstance(prompt, InfillText):

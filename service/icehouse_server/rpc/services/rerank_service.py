@@ -21,20 +21,13 @@ from icehouse_server.rpc.calls.call_lifecycle import Context, RpcCall
 from icehouse_server.rpc.engine_client.ports import ServedModel
 from icehouse_server.rpc.messages.field_checks import refuse_value
 from icehouse_server.rpc.messages.proto_map import duration_proto
-from icehouse_server.rpc.services.generation import ServiceParts
+from icehouse_server.rpc.services.generation import Service
 from icehouse_server.rpc.services.prepared import requests_together
 from icehouse_server.rpc.services.prompts import Chat, ReadPrompt, Text, UncheckedPrompt, names_item
 
 
-class RerankService(rerank_service_pb2_grpc.RerankServiceServicer):
+class RerankService(Service, rerank_service_pb2_grpc.RerankServiceServicer):
     """Each document runs through the engine like a prompt with one output token."""
-
-    def __init__(self, parts: ServiceParts) -> None:
-        self._config = parts.config
-        self._calls = parts.calls
-        self._generation = parts.generation
-        self._router = parts.router
-        self._prompts = parts.prompts
 
     async def Rerank(self, request: messages.RerankRequest, context: Context) -> messages.RerankResponse:
         """Answer with the documents, best first."""
