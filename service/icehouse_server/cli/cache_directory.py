@@ -273,27 +273,17 @@ def _block_table(rows: Rows, shown: Sequence[BlockRecord]) -> Table:
 
 
 _BYTES = ("file_bytes", "kv_bytes", "window_bytes", "checkpoint_bytes")
+_FACTS = (
+    *("hash", "parent", "fingerprint", "start_token_index", "token_count", "block_token_limit", *_BYTES),
+    *("created_time", "last_used_time", "hit_count", "pinned"),
+)
 _TIMES = ("created_time", "last_used_time")
 
 
 def record_facts(record: BlockRecord) -> dict[str, object]:
     """Return a row for JSON: sizes in bytes, times in seconds since 1970."""
-    return {
-        "hash": record.hash.hex(),
-        "parent": record.parent.hex(),
-        "fingerprint": record.fingerprint.hex(),
-        "start_token_index": record.start_token_index,
-        "token_count": record.token_count,
-        "block_token_limit": record.block_token_limit,
-        "file_bytes": record.file_bytes,
-        "kv_bytes": record.kv_bytes,
-        "window_bytes": record.window_bytes,
-        "checkpoint_bytes": record.checkpoint_bytes,
-        "created_time": record.created_time,
-        "last_used_time": record.last_used_time,
-        "hit_count": record.hit_count,
-        "pinned": record.pinned,
-    }
+    facts = {name: getattr(record, name) for name in _FACTS}
+    return {name: value.hex() if isinstance(value, bytes) else value for name, value in facts.items()}
 
 
 def discrepancy_facts(item: Discrepancy) -> dict[str, object]:

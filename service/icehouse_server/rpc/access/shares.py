@@ -240,7 +240,7 @@ _KEPT_COUNT = 1024
 """Callers that are remembered; those whose turn has passed are forgotten first."""
 
 
-class Pace:
+class RateLimit:
     """A rate limit for each caller: a burst, then so many turns a second. Times of any one clock.
 
     A refused call takes the event loop nearly as long as a short one that is served, and one with a long

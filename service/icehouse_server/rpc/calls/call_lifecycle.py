@@ -19,7 +19,7 @@ from icehouse_server.domain.ids import CALLER_NAME_PATTERN
 from icehouse_server.errors import Forbidden, IcehouseError, Overloaded, Reason, Unauthenticated, Unavailable
 from icehouse_server.rpc.access import caller as callers
 from icehouse_server.rpc.access.caller import Caller, peer_kind
-from icehouse_server.rpc.access.shares import Pace
+from icehouse_server.rpc.access.shares import RateLimit
 from icehouse_server.rpc.calls.methods import METHODS
 from icehouse_server.rpc.calls.status import code_of, internal_error, status_of, with_trailers
 from icehouse_server.rpc.calls.wire import Limit, cancel_code, current_method, received_bytes
@@ -85,7 +85,7 @@ class RpcCalls:
         self._clock = clock
         self._session_keys = session_keys
         self._tell = tell
-        self._pace = Pace(rate_per_s=REFUSALS_PER_S, burst_count=REFUSAL_BURST_COUNT)
+        self._rate_limit = RateLimit(rate_per_s=REFUSALS_PER_S, burst_count=REFUSAL_BURST_COUNT)
         self._running_count = 0
         self._closed = False
         self.idle = asyncio.Event()
@@ -157,7 +157,7 @@ class RpcCalls:
                 context.set_trailing_metadata((*(context.trailing_metadata() or ()), *trailers))
         except IcehouseError as error:
             trailers = self._see_out(call, context, code_of(error), reason=error.reason.value)
-            await self._keep_pace(error)
+            await self._delay_refusal(error)
             await end(context, with_trailers(status_of(error), trailers))
         except asyncio.CancelledError:
             self._see_out(call, context, cancel_code(context))
@@ -169,14 +169,14 @@ class RpcCalls:
             trailers = self._see_out(call, context, code_of(broken), reason=broken.reason.value)
             await end(context, with_trailers(status_of(broken), trailers))
 
-    async def _keep_pace(self, error: IcehouseError) -> None:
+    async def _delay_refusal(self, error: IcehouseError) -> None:
         """Delay a refusal if its caller has had many: it may come again at once."""
         turn_count = received_bytes.get() // _REFUSED_BYTES_PER_TURN
         if isinstance(error, Overloaded | Unauthenticated | Forbidden):
             turn_count += 1
         if self._closed or not turn_count:
             return
-        delay_s = self._pace.delay_s(
+        delay_s = self._rate_limit.delay_s(
             callers.origin.get(),
             now=asyncio.get_running_loop().time(),
             longest_s=_LONGEST_UNPROVED_S if isinstance(error, Unauthenticated) else _LONGEST_S,

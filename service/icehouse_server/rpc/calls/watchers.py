@@ -16,7 +16,7 @@ from icehouse_server.clock import Clock
 from icehouse_server.domain.call import CallRecord
 from icehouse_server.domain.stats import KvEventStats, SlowRequest
 from icehouse_server.rpc.access import caller as callers
-from icehouse_server.rpc.access.shares import Pace
+from icehouse_server.rpc.access.shares import RateLimit
 from icehouse_server.telemetry.call_metrics import CallMetrics
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class AccessLog:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._refusals = Pace(rate_per_s=REFUSAL_LINES_PER_S, burst_count=REFUSAL_LINE_BURST_COUNT)
+        self._refusals = RateLimit(rate_per_s=REFUSAL_LINES_PER_S, burst_count=REFUSAL_LINE_BURST_COUNT)
         self._left_out: collections.Counter[str] = collections.Counter()
         """By tenant with credentials, so there are not many."""
 

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import contextvars
 import dataclasses
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import grpc
@@ -127,7 +127,7 @@ class _WatchedCall:
         """Return a handler of the same kind that counts."""
         assert handler.stream_stream is not None, "the interceptor inside makes streams of all methods"
         return grpc.stream_stream_rpc_method_handler(
-            self._awaiting(handler.stream_stream),
+            self._serving(handler.stream_stream),
             request_deserializer=self._reader(handler.request_deserializer),
             response_serializer=self._writer(handler.response_serializer),
         )
@@ -144,28 +144,23 @@ class _WatchedCall:
         for watcher in self._watchers:
             watcher.wire_ended(record)
 
-    def _awaiting(self, behavior: Any) -> Any:
+    def _serving(self, behavior: Any) -> Any:
         async def serve(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-            with self._watched(context):
+            current_method.set(self._method)
+            code = "UNKNOWN"
+            try:
                 await behavior(request, context)
+                code = _code_name(context, otherwise="OK")
+            except asyncio.CancelledError:
+                code = cancel_code(context).name
+                raise
+            except BaseException:
+                code = _code_name(context, otherwise="UNKNOWN")
+                raise
+            finally:
+                self.end(code)
 
         return serve
-
-    @contextlib.contextmanager
-    def _watched(self, context: grpc.aio.ServicerContext[Any, Any]) -> Iterator[None]:
-        current_method.set(self._method)
-        code = "UNKNOWN"
-        try:
-            yield
-            code = _code_name(context, otherwise="OK")
-        except asyncio.CancelledError:
-            code = cancel_code(context).name
-            raise
-        except BaseException:
-            code = _code_name(context, otherwise="UNKNOWN")
-            raise
-        finally:
-            self.end(code)
 
     def _reader(self, parse: Any) -> Any:
         def read(data: bytes) -> Any:

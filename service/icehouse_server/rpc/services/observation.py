@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import math
 from collections.abc import Callable, Sequence
 
@@ -25,7 +24,7 @@ from icehouse_server.domain.stats import (
 )
 from icehouse_server.errors import IcehouseError
 from icehouse_server.rpc.access.caller import Caller, Role
-from icehouse_server.rpc.access.shares import Pace
+from icehouse_server.rpc.access.shares import RateLimit
 from icehouse_server.rpc.access.tenants import Tenants
 from icehouse_server.rpc.calls import background
 from icehouse_server.rpc.calls.call_lifecycle import Trailers
@@ -36,9 +35,6 @@ from icehouse_server.rpc.engine_client.ports import EnginePort
 from icehouse_server.rpc.engine_client.router import Router
 from icehouse_server.rpc.messages.proto_map import to_proto
 from icehouse_server.rpc.messages.responses import tenant_stats_protos
-
-_UNUSED_INTERVAL_S = 1.0
-"""For a poller that is never started."""
 
 
 class Observation:
@@ -59,7 +55,8 @@ class Observation:
             router=router,
             stats=self.stats,
             clock=clock,
-            interval_s=telemetry.sample_interval_s or _UNUSED_INTERVAL_S,
+            # Without an interval it is never started.
+            interval_s=telemetry.sample_interval_s or 1.0,
             kv_events=telemetry.kv_events,
         )
         self.status = StatusReader(engine=engine, router=router, poller=self.poller, slow=slow, clock=clock)
@@ -81,7 +78,7 @@ class Observation:
             self._task = None
 
     def call_ended(self, record: CallRecord) -> Trailers:
-        """Tell all watchers of an ended call; return the trailing metadata for its caller."""
+        """Report an ended call to all watchers; return the trailing metadata for its caller."""
         trailers: list[tuple[str, str | bytes]] = []
         names = self._tracer.trace(record) if self._tracer is not None else None
         if names is not None:
@@ -266,9 +263,9 @@ class StatsReader:
         self._clock = clock
         self._asking: asyncio.Future[Counters] | None = None
         self._next: asyncio.Future[Counters] | None = None
-        self._pace = Pace(rate_per_s=_RATE_PER_S, burst_count=_BURST_COUNT)
+        self._rate_limit = RateLimit(rate_per_s=_RATE_PER_S, burst_count=_BURST_COUNT)
         self._latest: Counters | None = None
-        self._told: dict[Tenant | None, _Told] = {}
+        self._encoded: dict[Tenant | None, Encoded] = {}
         """The answers made of the latest counters, by tenant; None for those who see all."""
 
     async def read(self, caller: Caller) -> server_service_pb2.ServerStats:
@@ -276,23 +273,21 @@ class StatsReader:
 
         Only operators see the whole server's: they would tell one tenant of the others.
         """
-        return (await self._read(caller)).stats
+        return self._stats_of(await self.ask(), caller)
 
     async def answer(self, caller: Caller) -> Encoded:
         """Return them encoded, one message for all who see the same; raises as `read`.
 
         The bytes are a GetStatsResponse and a WatchStatsResponse alike: both have one field of one number.
         """
-        return (await self._read(caller)).answer
-
-    async def _read(self, caller: Caller) -> _Told:
         counters = await self.ask()
         if counters is not self._latest:
-            self._latest, self._told = counters, {}
-        told = self._told.get(caller.scope)
-        if told is None:
-            told = self._told[caller.scope] = _Told(self._stats_of(counters, caller))
-        return told
+            self._latest, self._encoded = counters, {}
+        encoded = self._encoded.get(caller.scope)
+        if encoded is None:
+            message = server_service_pb2.WatchStatsResponse(stats=self._stats_of(counters, caller))
+            encoded = self._encoded[caller.scope] = Encoded(message.SerializeToString())
+        return encoded
 
     def _stats_of(self, counters: Counters, caller: Caller) -> server_service_pb2.ServerStats:
         engine, cache = counters
@@ -317,7 +312,7 @@ class StatsReader:
         self._router.require_model()
         if self._next is None:
             self._next = asyncio.ensure_future(self._ask_after(self._asking))
-            self._next.add_done_callback(_noted)
+            self._next.add_done_callback(_retrieve_error)
         return await asyncio.shield(self._next)
 
     async def _ask_after(self, before: asyncio.Future[Counters] | None) -> Counters:
@@ -325,7 +320,7 @@ class StatsReader:
             await asyncio.wait((before,), timeout=_PATIENCE_S)
         # A burst at once, then only so many a second.
         now = asyncio.get_running_loop().time()
-        if delay_s := self._pace.delay_s("", now=now, longest_s=math.inf):
+        if delay_s := self._rate_limit.delay_s("", now=now, longest_s=math.inf):
             await asyncio.sleep(delay_s)
         self._asking, self._next = self._next, None
         return await self._router.ask(self._send)
@@ -334,19 +329,7 @@ class StatsReader:
         self._engine.request_stats(lambda engine, cache: reply((engine, cache)))
 
 
-class _Told:
-    """An answer made of the counters, for all who may see the same."""
-
-    def __init__(self, stats: server_service_pb2.ServerStats) -> None:
-        self.stats = stats
-
-    @functools.cached_property
-    def answer(self) -> Encoded:
-        """A WatchStatsResponse or GetStatsResponse."""
-        return Encoded(server_service_pb2.WatchStatsResponse(stats=self.stats).SerializeToString())
-
-
-def _noted(asked: asyncio.Future[Counters]) -> None:
+def _retrieve_error(asked: asyncio.Future[Counters]) -> None:
     """Retrieve its error, even if everybody who asked has left."""
     if not asked.cancelled():
         asked.exception()

@@ -23,7 +23,7 @@ from icehouse_server.domain.ids import DEFAULT_TENANT, Tenant
 from icehouse_server.engine.core.block_log import KvTier
 from icehouse_server.rpc.access import caller as callers
 from icehouse_server.rpc.access.caller import Caller
-from icehouse_server.rpc.access.shares import Pace
+from icehouse_server.rpc.access.shares import RateLimit
 from icehouse_server.rpc.calls import background
 from icehouse_server.rpc.calls.wire import Encoded
 from icehouse_server.rpc.kv_events.event_feed import Subscription
@@ -75,7 +75,7 @@ class KvEventStreams:
         """Batches that were encoded, for all readers."""
         self._sleep = sleep
         self._watches = LoadWatches(source)
-        self._pace = Pace(rate_per_s=BEGINNINGS_PER_S, burst_count=BEGINNING_BURST_COUNT)
+        self._rate_limit = RateLimit(rate_per_s=BEGINNINGS_PER_S, burst_count=BEGINNING_BURST_COUNT)
 
     def subscribe(
         self, request: common.SubscribeKvEventsRequest, caller: Caller, load: Load
@@ -93,7 +93,7 @@ class KvEventStreams:
         )
         self._source.follow(reader.own)
         now = self._source.clock.monotonic()
-        delay_s = self._pace.delay_s(callers.origin.get(), now=now, longest_s=_LONGEST_S)
+        delay_s = self._rate_limit.delay_s(callers.origin.get(), now=now, longest_s=_LONGEST_S)
         number = request.start_sequence_number
         subscription = self._source.subscribe(after_number=number, tenant=caller.scope)
         watching = self._watches.watching(caller.scope, load)
