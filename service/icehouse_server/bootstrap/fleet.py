@@ -55,7 +55,6 @@ class KvEventParts:
             _log.info("kv_events_opened", extra={"endpoint": self._publisher.start()})
 
     async def stop(self) -> None:
-        """Stop publishing."""
         await self.source.stop()
         if self._publisher is not None:
             await self._publisher.stop()

@@ -36,7 +36,6 @@ class ServiceManager:
         self._send("READY=1", f"STATUS={' '.join(status.split())}")
 
     def stopping(self) -> None:
-        """Say that the server is stopping."""
         self._send("STOPPING=1", "STATUS=finishing running calls and writing RAM's blocks to SSD")
 
     def ping(self, is_alive: Callable[[], bool]) -> None:

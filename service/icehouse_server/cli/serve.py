@@ -138,7 +138,6 @@ class Narrator:
 
     @property
     def total_s(self) -> float:
-        """Seconds since the start."""
         return self._clock.monotonic() - self._start_time
 
     @contextlib.contextmanager

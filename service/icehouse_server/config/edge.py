@@ -198,12 +198,10 @@ class SecurityConfig:
 
     @property
     def authenticates(self) -> bool:
-        """Whether callers must say who they are."""
         return self.token_file is not None or self.tls_client_ca is not None
 
     @property
     def operator_names(self) -> frozenset[str]:
-        """`operators` as a set."""
         return frozenset(names_in(self.operators))
 
 
@@ -237,7 +235,6 @@ class TenantConfig:
     )
 
     def normalizes(self, tenant: str) -> bool:
-        """Whether this tenant's conversations are normalised before they are rendered."""
         named = names_in(self.normalized_prompts)
         return "*" in named or tenant in named
 

@@ -165,7 +165,6 @@ class CacheConfig:
 
     @property
     def has_ssd(self) -> bool:
-        """Whether there is an SSD tier."""
         return self.enabled and self.ssd_enabled
 
     @property
@@ -285,7 +284,6 @@ class TelemetryConfig:
 
     @property
     def own_names(self) -> tuple[str, ...]:
-        """`metrics_names` one by one."""
         return names_in(self.metrics_names)
 
 

@@ -104,7 +104,6 @@ class Setting:
 
     @property
     def optional(self) -> bool:
-        """Whether the setting may be absent altogether."""
         return self.default is None
 
     @property

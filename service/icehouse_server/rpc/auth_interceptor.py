@@ -166,7 +166,6 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         return self._calls.admission(timer)
 
     async def _message_of(self, handler: Any, data: Any, method: str) -> Any:
-        """Return the message; raises InvalidRequest."""
         if data is grpc.aio.EOF:
             raise InvalidRequest(Reason.MESSAGE_MISSING, "the call ended without a request message; send one")
         received_bytes.set(len(data))

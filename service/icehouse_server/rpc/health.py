@@ -88,7 +88,6 @@ class Health(health_pb2_grpc.HealthServicer):
         self.refresh()
 
     async def Check(self, request: HealthCheckRequest, context: Context) -> HealthCheckResponse:
-        """Answer with the status now."""
         if request.service not in self._names:
             await context.abort(grpc.StatusCode.NOT_FOUND)
         return HealthCheckResponse(status=self._status(request.service))

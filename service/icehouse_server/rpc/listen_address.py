@@ -37,7 +37,6 @@ class SocketFile:
 
     @classmethod
     def at(cls, path: Path) -> SocketFile:
-        """Return the one that is there now."""
         found = path.lstat()
         return cls(path, found.st_dev, found.st_ino)
 

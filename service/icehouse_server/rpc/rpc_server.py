@@ -159,12 +159,10 @@ class RpcServer:
 
     @property
     def poller(self) -> StatsPoller:
-        """What is known of the engine without asking it."""
         return self._observation.poller
 
     @property
     def status(self) -> StatusReader:
-        """What the status page shows."""
         return self._observation.status
 
     async def stop(self, *, grace_s: float) -> None:
@@ -211,7 +209,6 @@ class RpcServer:
             await asyncio.sleep(_TURN_S)
 
     async def wait(self) -> None:
-        """Return when the server has stopped."""
         await self._server.wait_for_termination()
 
     def _add_services(self, parts: ServiceParts, worker: WorkerParts | None) -> None:

@@ -100,18 +100,15 @@ class CallMetrics:
         self._meter = meter
 
     def call_started(self, method: str) -> None:
-        """A call began."""
         self._meter.add(CALLS_STARTED, 1, (method,))
 
     def wire_ended(self, record: WireRecord) -> None:
-        """A call ended, whatever its service."""
         labels = (record.method, record.code)
         self._meter.observe(CALL_DURATION, record.duration_s, labels)
         self._meter.observe(CALL_SENT, record.sent_bytes, labels)
         self._meter.observe(CALL_RECEIVED, record.received_bytes, labels)
 
     def call_ended(self, record: CallRecord) -> None:
-        """A call of our own services ended."""
         if record.code != "OK":
             self._meter.add(CALLS_REFUSED, 1, (record.method, record.code, record.reason))
         if record.started is not None:

@@ -87,7 +87,6 @@ class SnapshotCollector(Collector):
         return (_family(row) for row in OBSERVED_METRICS)
 
     def collect(self) -> Iterator[Family]:
-        """Yield one family per row of the table."""
         snapshot = self._latest()
         for row in OBSERVED_METRICS:
             family = _family(row)
@@ -129,7 +128,6 @@ class PrometheusEndpoint:
         return f"http://{self._host}:{self._server.server_port}/metrics"
 
     def stop(self) -> None:
-        """Answer no more scrapes."""
         if self._server is not None:
             self._server.stop()
 
@@ -183,7 +181,6 @@ class MetricsServer(ThreadingMixIn, WSGIServer):
         self._thread = threading.Thread(target=self.serve_forever, name="metrics", daemon=True)
 
     def start(self) -> None:
-        """Accept connections."""
         self._thread.start()
 
     def stop(self) -> None:

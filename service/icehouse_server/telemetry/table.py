@@ -41,14 +41,12 @@ class _Rows(Generic[_Part]):
     def counter(
         self, name: str, unit: str, read: Callable[[_Part], Reading], description: str, *labels: str
     ) -> Observed:
-        """Return a row that only grows."""
         metric = Metric(name, MetricKind.COUNTER, unit, description, (*self.labels, *labels))
         return Observed(metric, lambda s: self._values(s, read))
 
     def gauge(
         self, name: str, unit: str, read: Callable[[_Part], Reading], description: str, *labels: str
     ) -> Observed:
-        """Return a row that goes up and down."""
         metric = Metric(name, MetricKind.GAUGE, unit, description, (*self.labels, *labels))
         return Observed(metric, lambda s: self._values(s, read))
 

@@ -156,7 +156,6 @@ class SpeedBench:
         return tuple(self._alphabet[digest[0] % len(self._alphabet)] for digest in digests)
 
     def prefill(self, token_count: int) -> Speed:
-        """Compute a prompt that nothing is cached of."""
         prompt = self.fresh_prompt(token_count)
         return self._timed(f"prefill {token_count:,}", token_count, lambda: self._first_token(prompt))
 
@@ -181,7 +180,6 @@ class SpeedBench:
         return Speed(name, rate, sum(cost.output_tokens for cost in costs), duration_s)
 
     def restore(self, prompt: Sequence[int], *, tier: str) -> Speed:
-        """Ask again for a prompt that a tier has."""
         name = f"restore from {tier}"
         cost: list[Usage] = []
         speed = self._timed(name, len(prompt), lambda: cost.append(self._first_token(prompt, "read_write")))

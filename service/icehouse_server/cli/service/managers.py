@@ -205,7 +205,6 @@ class Systemd:
 
     @property
     def path(self) -> Path:
-        """The unit's file."""
         return self.config_folder / "systemd" / "user" / UNIT
 
     def text_of(self, definition: ServiceDefinition) -> str:
@@ -233,15 +232,12 @@ class Systemd:
         _systemctl("restart", "--no-block", UNIT)
 
     def stop(self, *, timeout_s: float) -> None:
-        """Disable the unit and stop it, in order."""
         _systemctl("disable", "--now", UNIT, timeout_s=timeout_s)
 
     def forget(self) -> None:
-        """Read the units anew."""
         _systemctl("daemon-reload")
 
     def status(self) -> ServiceStatus:
-        """Return its state, process and restarts."""
         lines = _systemctl("show", UNIT, f"--property={','.join(_UNIT_FACTS)}").splitlines()
         told = dict(line.split("=", 1) for line in lines if "=" in line)
         facts = {name: told[name] for name in _UNIT_FACTS if told.get(name)}
@@ -278,7 +274,6 @@ class Launchd:
 
     @property
     def path(self) -> Path:
-        """The agent's file."""
         return self.home / "Library" / "LaunchAgents" / f"{LABEL}.plist"
 
     @property
@@ -288,7 +283,6 @@ class Launchd:
 
     @property
     def hints(self) -> tuple[str, ...]:
-        """Where the log is."""
         return (f"its log: {self.log_path}",)
 
     def text_of(self, definition: ServiceDefinition) -> str:
@@ -331,7 +325,6 @@ class Launchd:
         """Do nothing: launchd looks at the file when it loads it."""
 
     def status(self) -> ServiceStatus:
-        """Return its state, process, starts and last exit code."""
         if not self._is_loaded():
             return ServiceStatus(is_running=False, facts={"state": "not loaded"})
         facts = dict(_AGENT_FACT.findall(answer_of(("launchctl", "print", _target()))))

@@ -146,7 +146,6 @@ class ServerSecurity:
         return await answer
 
     def _is_new(self, name: str, detail: str) -> bool:
-        """Whether the last error of this kind was another one."""
         was, self._logged[name] = self._logged.get(name), detail
         return was != detail
 
@@ -176,11 +175,9 @@ class Authenticator:
 
     @property
     def is_on(self) -> bool:
-        """Whether callers must prove who they are."""
         return self._tokens is not None or self._by_certificate
 
     def identify(self, metadata: Metadata, auth_context: AuthContext) -> Caller:
-        """Return who calls; raises Unauthenticated."""
         if self._tokens is not None:
             return self._by_token(self._tokens, metadata)
         return self._by_name(auth_context) if self._by_certificate else UNPROVED
@@ -241,7 +238,6 @@ class Certificates:
 
     @property
     def has_authorities(self) -> bool:
-        """Whether clients show certificates too."""
         return self._client_ca is not None
 
     @property

@@ -58,7 +58,6 @@ class FairShare:
         self._total += amount
 
     def give_back(self, origin: str, amount: int = 1) -> None:
-        """Give places back."""
         self._total -= amount
         self._held[origin] -= amount
         if not self._held[origin]:
@@ -91,13 +90,11 @@ class Hold:
         self.amount = amount
 
     def shrink(self, amount: int) -> None:
-        """Hold less from now on."""
         if amount < self.amount:
             self._queue.give_back(self._origin, self.amount - amount)
             self.amount = amount
 
     def release(self) -> None:
-        """Give all of it back."""
         self.shrink(0)
 
 
@@ -120,7 +117,6 @@ class FairQueue:
 
     @property
     def waiting_count(self) -> int:
-        """How many wait for their turn."""
         return sum(len(queue) for queue in self._waiting.values())
 
     async def take(self, origin: str, amount: int = 1) -> Hold:
@@ -145,7 +141,6 @@ class FairQueue:
 
     @contextlib.asynccontextmanager
     async def turn(self, origin: str) -> AsyncIterator[None]:
-        """Hold one of it until the block ends."""
         hold = await self.take(origin)
         try:
             yield

@@ -66,7 +66,6 @@ class RpcCall:
     """What is released when it ends, however it ends."""
 
     def note(self, event: Event) -> None:
-        """Note what an event says of the request's cost."""
         if isinstance(event, Started):
             self.started = self.started or event
         elif isinstance(event, Finished):
@@ -99,7 +98,6 @@ class RpcCalls:
 
     @property
     def open_count(self) -> int:
-        """How many calls are open, from their headers to their status."""
         return len(self._open)
 
     def close(self) -> None:
@@ -116,7 +114,6 @@ class RpcCalls:
 
     @contextlib.contextmanager
     def open(self, limit: Limit, *, is_endless: bool) -> Iterator[None]:
-        """The block serves a call that `limit` may end."""
         self._open[limit] = is_endless
         try:
             yield

@@ -54,7 +54,6 @@ class Limit:
         return grpc.StatusCode.UNAVAILABLE if self.is_cut else grpc.StatusCode.DEADLINE_EXCEEDED
 
     def cut(self) -> None:
-        """End the call, as the server stops."""
         # A timer that has expired cannot be rescheduled.
         with contextlib.suppress(RuntimeError):
             self.timer.reschedule(asyncio.get_running_loop().time())
@@ -84,7 +83,6 @@ class Encoded:
     data: bytes
 
     def ByteSize(self) -> int:
-        """Return its length, as messages do."""
         return len(self.data)
 
 
@@ -100,7 +98,6 @@ class WireInterceptor(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        """Return the method's own handler, watched."""
         handler = await continuation(handler_call_details)
         method = OTHER_METHOD if handler is None else handler_call_details.method.removeprefix("/")
         call = _WatchedCall(method, self._watchers, self._clock)
@@ -124,7 +121,6 @@ class _WatchedCall:
             watcher.call_started(method)
 
     def wrap(self, handler: Any) -> Any:
-        """Return a handler of the same kind that counts."""
         assert handler.stream_stream is not None, "the interceptor inside makes streams of all methods"
         return grpc.stream_stream_rpc_method_handler(
             self._serving(handler.stream_stream),
@@ -133,7 +129,6 @@ class _WatchedCall:
         )
 
     def end(self, code: str) -> None:
-        """Tell the watchers."""
         record = WireRecord(
             method=self._method,
             code=code,

@@ -71,7 +71,6 @@ class Answers:
         self._held_bytes = wanted
 
     def close(self) -> None:
-        """Count nothing any more."""
         self._kept_bytes = 0
         self.hold(0)
 
@@ -160,7 +159,6 @@ class StallTimer:
             self._scope.reschedule(when)
 
     def expire(self) -> None:
-        """End the block now."""
         self._reschedule(asyncio.get_running_loop().time())
 
 

@@ -61,7 +61,6 @@ class OpenRequest:
         """Whether somebody else than its caller ended it."""
 
     def note(self, event: Event) -> None:
-        """Follow the request."""
         if isinstance(event, Started):
             self.phase = max(self.phase, RequestPhase.PREFILLING)
             cached = event.cache.cached_token_count

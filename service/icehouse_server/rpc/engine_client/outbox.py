@@ -159,7 +159,6 @@ class Outboxes:
 
     @property
     def ended(self) -> bool:
-        """Whether the reader has taken the last event of each."""
         return all(outbox.ended for outbox in self.all)
 
     async def take(self) -> tuple[int, Event]:

@@ -50,7 +50,6 @@ class Router:
         self._hand_over(self._set_model, model)
 
     def add_listener(self, listener: Callable[[], None]) -> None:
-        """Call `listener` on the loop after every change of state."""
         self._listeners.append(listener)
 
     def require_model(self) -> ServedModel:

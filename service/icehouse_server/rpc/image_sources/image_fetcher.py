@@ -230,7 +230,6 @@ class WebReader:
     def _get(
         self, address: WebAddress, *, limit_bytes: int, field: str, abort: FetchAbort
     ) -> bytes | WebAddress:
-        """Return the body, or the address of a redirect."""
         opened = self._connect(address, field, abort)
         connection = http.client.HTTPConnection(address.host, address.port)
         connection.auto_open = 0  # it has no other socket than the one whose address was checked
@@ -268,7 +267,6 @@ class WebReader:
         raise unreachable(field, "cannot be fetched: its host cannot be reached") from failure
 
     def _addresses(self, address: WebAddress, field: str) -> list[IpAddress]:
-        """Return the addresses that may be connected to."""
         literal = ip_address_of(address.host)
         try:
             found = [literal] if literal is not None else self._resolve(address.host)
@@ -403,7 +401,6 @@ class MeteredSocket:
         self._limit_bytes = limit_bytes
 
     def sendall(self, data: bytes) -> None:
-        """Send all of it."""
         self._inner.sendall(data)
 
     def makefile(self, mode: str) -> io.BufferedReader:

@@ -49,7 +49,6 @@ class EventFeed:
 
     @property
     def lost_total(self) -> int:
-        """Subscribers that fell too far behind."""
         return self._all.lost_total + sum(channel.lost_total for channel in self._of.values())
 
     def add_sink(self, sink: Callable[[KvBatch], None]) -> None:
@@ -188,12 +187,10 @@ class Channel:
         return len(self._ring)
 
     def wake(self) -> None:
-        """Have those who wait look again."""
         self._changed.set()
         self._changed = asyncio.Event()
 
     async def wait(self) -> None:
-        """Return when somebody is to look again."""
         await self._changed.wait()
 
     def subscribe(self, *, after_number: int) -> Subscription:
@@ -253,7 +250,6 @@ class Subscription:
         self._index = 0
 
     def take(self) -> KvBatch | None:
-        """Return the next batch; raises EventsLost."""
         if self._snapshot is not None:
             return self._take_chunk(self._snapshot)
         batch = self._channel.after(self._number)
@@ -262,7 +258,6 @@ class Subscription:
         return batch
 
     async def wait(self) -> None:
-        """Return when it is time to look again."""
         await self._channel.wait()
 
     def _take_chunk(self, snapshot: BlockSnapshot) -> KvBatch:

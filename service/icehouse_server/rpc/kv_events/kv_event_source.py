@@ -58,7 +58,6 @@ class KvEventSource:
         self._task: asyncio.Task[None] | None = None
 
     def stats(self) -> KvEventStats:
-        """Return its counters."""
         return KvEventStats(
             block_count=len(self.mirror),
             replay_bytes=self.feed.ring_bytes,
@@ -78,7 +77,6 @@ class KvEventSource:
         return self.feed.subscribe(after_number=after_number, tenant=tenant)
 
     def follow(self, tenant: Tenant | None) -> None:
-        """Begin to follow the log, if nobody has asked for that before."""
         self._follower.begin(DEFAULT_TENANT if tenant is None else tenant)
         if self._task is None:
             self._task = background.start(self._run(), name="kv-events")
@@ -138,7 +136,6 @@ class LogFollower:
         return self._has_begun and not self._is_given_up
 
     def begin(self, tenant: Tenant = DEFAULT_TENANT) -> None:
-        """Note a subscriber to this tenant's blocks."""
         self._is_listing_due |= not self._has_begun or tenant not in self._tenants
         self._has_begun = True
         self._tenants.add(tenant)

@@ -137,7 +137,6 @@ class ZmqPublisher:
             self.begin_retelling()
 
     def begin_retelling(self) -> None:
-        """Publish every block again, beginning with the next turn."""
         self._is_retelling_due = False
         self._to_retell = collections.deque(self._source.mirror.told_names(self._tenant))
 

@@ -52,7 +52,6 @@ class CacheService(Service, cache_service_pb2_grpc.CacheServiceServicer):
     """Turns calls into the cache's commands and their answers into responses."""
 
     async def Explain(self, request: messages.ExplainRequest, context: Context) -> messages.ExplainResponse:
-        """Answer with what Generate would reuse."""
         async with self._calls.call(context) as call:
             scope = scope_of(request, call)
             shared = self._generation.shared_tenant_of(request.cache, call)
@@ -65,7 +64,6 @@ class CacheService(Service, cache_service_pb2_grpc.CacheServiceServicer):
     async def Warm(  # type: ignore[override]
         self, request: messages.WarmRequest, context: Context
     ) -> None:
-        """Run the prompt without output."""
         timer = self._stall_timer()
         async with self._calls.call(context) as call:
             prepared = await self._prepare(request, call)
@@ -77,7 +75,6 @@ class CacheService(Service, cache_service_pb2_grpc.CacheServiceServicer):
                         await timer.write(context, response)
 
     async def _prepare(self, request: messages.WarmRequest, call: RpcCall) -> Prepared:
-        """Return what the engine is asked; raises what refuses it."""
         model = self._router.require_model()
         whole = self._generation.request_of(
             request, adapter=request.prompt.adapter, policy=request.cache, model=model, call=call
@@ -90,12 +87,10 @@ class CacheService(Service, cache_service_pb2_grpc.CacheServiceServicer):
         return await self._generation.prepare(whole, prompt, model, call)
 
     async def Pin(self, request: messages.PinRequest, context: Context) -> messages.PinResponse:
-        """Pin a prompt's blocks."""
         async with self._calls.call(context) as call:
             return to_proto(await self._change_pins(Pin, request, call), messages.PinResponse)
 
     async def Unpin(self, request: messages.UnpinRequest, context: Context) -> messages.UnpinResponse:
-        """Take a prompt's pins off."""
         async with self._calls.call(context) as call:
             return to_proto(await self._change_pins(Unpin, request, call), messages.UnpinResponse)
 
@@ -112,7 +107,6 @@ class CacheService(Service, cache_service_pb2_grpc.CacheServiceServicer):
     async def Evict(  # type: ignore[override]
         self, request: messages.EvictRequest, context: Context
     ) -> None:
-        """Remove a prompt's blocks."""
         async with self._calls.call(context) as call:
             scope = scope_of(request, call)
             token_ids, _ = await self._generation.read_prompt(request, tenant=scope.tenant, call=call)
@@ -121,7 +115,6 @@ class CacheService(Service, cache_service_pb2_grpc.CacheServiceServicer):
     async def EvictAll(  # type: ignore[override]
         self, request: messages.EvictAllRequest, context: Context
     ) -> None:
-        """Remove the model's blocks of all tenants."""
         async with self._calls.call(context):
             check_model(request.model, self._router.require_model().info)
             await self._evict(ListKnown(None), messages.EvictAllResponse, context)
@@ -142,7 +135,6 @@ class CacheService(Service, cache_service_pb2_grpc.CacheServiceServicer):
     async def Verify(  # type: ignore[override]
         self, request: messages.VerifyRequest, context: Context
     ) -> None:
-        """Have blocks on SSD read and compared."""
         timer = self._stall_timer()
         async with self._calls.call(context), timer.guard():
             if request.block_limit < 0:

@@ -36,12 +36,10 @@ class EmbeddingService(Service, embedding_service_pb2_grpc.EmbeddingServiceServi
     """Each input runs through the engine like a prompt without output."""
 
     async def Embed(self, request: messages.EmbedRequest, context: Context) -> messages.EmbedResponse:
-        """Answer with a vector for each input."""
         async with self._calls.call(context, Operation.EMBEDDINGS) as call:
             return await self.embed(request, call)
 
     async def embed(self, request: messages.EmbedRequest, call: RpcCall) -> messages.EmbedResponse:
-        """Return a vector for each input; raises what refuses the request."""
         model = self._router.require_model()
         whole = self._generation.request_of(
             request,

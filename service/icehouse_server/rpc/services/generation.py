@@ -121,7 +121,6 @@ class Generation:
         return shared_tenant_of(policy, call.caller, self._tenants.limits.shared_prefix_grants)
 
     def normalizes(self, tenant: Tenant) -> bool:
-        """Whether this tenant's conversations are normalised before they are rendered."""
         return self._tenants.limits.normalizes(tenant)
 
     async def prepare(

@@ -55,7 +55,6 @@ class InferenceService(Service, inference_service_pb2_grpc.InferenceServiceServi
     async def Generate(  # type: ignore[override]
         self, request: messages.GenerateRequest, context: Context
     ) -> Encoded:
-        """Answer once, with the complete output."""
         async with self._calls.call(context, _operation_of(request)) as call:
             prepared = await self.prepare(request, call)
             replies, total = prepared.new_replies(), ReplySum(completion_count=prepared.completion_count)
@@ -78,7 +77,6 @@ class InferenceService(Service, inference_service_pb2_grpc.InferenceServiceServi
     async def Stream(  # type: ignore[override]
         self, request: messages.GenerateRequest, context: Context
     ) -> None:
-        """Answer event by event."""
         timer = self._stall_timer()
         async with self._calls.call(context, _operation_of(request)) as call:
             prepared = await self.prepare(request, call)
@@ -93,7 +91,6 @@ class InferenceService(Service, inference_service_pb2_grpc.InferenceServiceServi
     async def Tokenize(
         self, request: messages.TokenizeRequest, context: Context
     ) -> messages.TokenizeResponse:
-        """Answer with the tokens of a prompt."""
         async with self._calls.call(context) as call:
             model = self._router.require_model()
             check_model(request.model, model.info)
@@ -117,7 +114,6 @@ class InferenceService(Service, inference_service_pb2_grpc.InferenceServiceServi
     async def Detokenize(
         self, request: messages.DetokenizeRequest, context: Context
     ) -> messages.DetokenizeResponse:
-        """Answer with the text of tokens."""
         async with self._calls.call(context) as call:
             model = self._router.require_model()
             check_model(request.model, model.info)
@@ -134,7 +130,6 @@ class InferenceService(Service, inference_service_pb2_grpc.InferenceServiceServi
     async def CacheStats(
         self, request: messages.CacheStatsRequest, context: Context
     ) -> messages.CacheStatsResponse:
-        """Answer with the cache's counters between two steps."""
         async with self._calls.call(context) as call:
             stats = await self._stats.read(call.caller)
             return messages.CacheStatsResponse(
@@ -218,7 +213,6 @@ class ReplySum:
         """The encoded size of everything added."""
 
     def add(self, responses: Iterable[inference.StreamResponse]) -> None:
-        """Add messages, in order."""
         for response in responses:
             self.size_bytes += response.ByteSize()
             match response.WhichOneof("event"):

@@ -67,12 +67,10 @@ class Observation:
         self.interceptor = WireInterceptor(telemetry.wire, clock)
 
     def start(self) -> None:
-        """Begin to sample, if anybody wants samples."""
         if self._has_samples:
             self._task = background.start(self.poller.run(), name="sampler")
 
     async def stop(self) -> None:
-        """Sample no more."""
         if self._task is not None:
             await background.end(self._task)
             self._task = None
@@ -127,7 +125,6 @@ class StatsPoller:
         """The last sample. A frozen value: reading it from another thread needs no lock."""
 
     async def run(self) -> None:
-        """Sample now and at every interval, until cancelled."""
         while True:
             await self.sample()
             await asyncio.sleep(self.interval_s)

@@ -68,7 +68,6 @@ class Prepared:
 
     @property
     def completions(self) -> tuple[GenerationRequest, ...]:
-        """A request for each completion."""
         return tuple(self.request.completion(index) for index in range(self.completion_count))
 
     @property
@@ -85,7 +84,6 @@ class Prepared:
         return self.request.sampling.temperature == 0.0
 
     def new_replies(self) -> Replies:
-        """Return what turns the events of one run into messages."""
         return Replies([self._new_reply(request) for request in self.completions])
 
     def _new_reply(self, request: GenerationRequest) -> ReplyMessages:
@@ -182,7 +180,6 @@ class ReplyMessages:
         self._splitter = splitter
 
     def responses(self, event: Event) -> list[inference.StreamResponse]:
-        """Return what is sent for an event of the engine."""
         match event:
             case Started():
                 started = inference.Started(

@@ -51,7 +51,6 @@ class Text:
 
     @property
     def size_bytes(self) -> int:
-        """At least the number of bytes: one for each character."""
         return len(self.text)
 
 
@@ -66,7 +65,6 @@ class Chat:
 
     @property
     def size_bytes(self) -> int:
-        """At least the number of bytes: one for each character of the messages."""
         return sum(len(message.content) for message in self.conversation.messages)
 
 
@@ -90,7 +88,6 @@ class InfillText:
 
     @property
     def size_bytes(self) -> int:
-        """At least the number of bytes: one for each character."""
         return len(self.prefix) + len(self.suffix)
 
 
@@ -125,7 +122,6 @@ class ReadPrompt:
 
     @property
     def keys(self) -> TokenKeys:
-        """The tokens as the prefix cache knows them."""
         return keys_of(self.token_ids, self.images)
 
 
@@ -253,7 +249,6 @@ class PromptReader:
         self._long_turns = FairQueue(capacity=max(1, thread_count - 1))
 
     async def read(self, prompt: UncheckedPrompt, model: ServedModel) -> ReadPrompt:
-        """Return the prompt's tokens; raises InvalidRequest for none, and if they fill the context."""
         size_bytes = prompt.size_bytes
         if size_bytes > _SHORT_BYTES:
             found = await self.run(lambda: _read_text(prompt.check(), model), size_bytes=size_bytes)

@@ -30,7 +30,6 @@ class RerankService(Service, rerank_service_pb2_grpc.RerankServiceServicer):
     """Each document runs through the engine like a prompt with one output token."""
 
     async def Rerank(self, request: messages.RerankRequest, context: Context) -> messages.RerankResponse:
-        """Answer with the documents, best first."""
         async with self._calls.call(context, Operation.RERANK) as call:
             model = self._router.require_model()
             whole = self._generation.request_of(
@@ -78,7 +77,6 @@ class RerankService(Service, rerank_service_pb2_grpc.RerankServiceServicer):
             )
 
     def _check(self, request: messages.RerankRequest, model: ServedModel) -> RerankForm:
-        """Refuse what needs no tokenizer to be refused."""
         limit = self._config.max_rerank_documents
         if not 1 <= len(request.documents) <= limit:
             refuse_value("documents", len(request.documents), f"1 to {limit} documents", unit="documents")

@@ -49,7 +49,6 @@ class ServerService(Service, server_service_pb2_grpc.ServerServiceServicer):
     async def GetServer(
         self, request: messages.GetServerRequest, context: Context
     ) -> messages.GetServerResponse:
-        """Answer with what the server is."""
         async with self._calls.call(context):
             uptime = duration_proto(self._clock.monotonic() - self._start_time)
             server = messages.Server(state=_STATES[self._router.state], uptime=uptime)
@@ -59,7 +58,6 @@ class ServerService(Service, server_service_pb2_grpc.ServerServiceServicer):
     async def GetStats(  # type: ignore[override]
         self, request: messages.GetStatsRequest, context: Context
     ) -> Encoded:
-        """Answer with the counters between two steps."""
         async with self._calls.call(context) as call:
             return await self._stats.answer(call.caller)
         # `RpcCalls` turns every error into a status and raises that.
@@ -82,7 +80,6 @@ class ServerService(Service, server_service_pb2_grpc.ServerServiceServicer):
     async def ListRequests(
         self, request: messages.ListRequestsRequest, context: Context
     ) -> messages.ListRequestsResponse:
-        """Answer with a page of what waits and runs."""
         async with self._calls.call(context) as call:
             page_size = page_size_of(request.page_size)
             after = _number_of(request.page_token)
@@ -96,7 +93,6 @@ class ServerService(Service, server_service_pb2_grpc.ServerServiceServicer):
     async def CancelRequest(
         self, request: messages.CancelRequestRequest, context: Context
     ) -> messages.CancelRequestResponse:
-        """End a request."""
         async with self._calls.call(context) as call:
             if not request.request_id:
                 refuse_value("request_id", "", "the id of a request that waits or runs")
@@ -183,7 +179,6 @@ class ModelService(Service, model_service_pb2_grpc.ModelServiceServicer):
     async def ListModels(
         self, request: models.ListModelsRequest, context: Context
     ) -> models.ListModelsResponse:
-        """Answer with the only page."""
         async with self._calls.call(context):
             page_size_of(request.page_size)
             if request.page_token:
@@ -192,7 +187,6 @@ class ModelService(Service, model_service_pb2_grpc.ModelServiceServicer):
             return models.ListModelsResponse(models=[model_proto(model.info)])
 
     async def GetModel(self, request: models.GetModelRequest, context: Context) -> models.GetModelResponse:
-        """Answer with the model's facts."""
         async with self._calls.call(context):
             model = self._router.require_model()
             check_model(request.model, model.info)

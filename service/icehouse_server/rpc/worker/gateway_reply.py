@@ -51,7 +51,6 @@ class WorkerReply:
         """Whether the last message was made."""
 
     def responses(self, event: Event) -> list[worker.GenerateResponse]:
-        """Return what is sent for an event of the engine."""
         match event:
             case Started():
                 self._cached_token_count = event.cache.cached_token_count
@@ -69,7 +68,6 @@ class WorkerReply:
         return []
 
     def aborted(self) -> worker.GenerateResponse:
-        """Return the last message of an output that was aborted."""
         return worker.GenerateResponse(complete=self._complete(ABORTED))
 
     def _keep(self, kept: list[TokenLogprobs], entries: Sequence[TokenLogprobs]) -> None:

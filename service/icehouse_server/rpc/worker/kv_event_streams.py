@@ -204,7 +204,6 @@ class LoadWatch:
         self.subscriber_count = 0
 
     def look(self) -> bool:
-        """Read it again; return whether it has changed."""
         load, self.load = self.load, self._read()
         return bool(load != self.load)
 
@@ -267,7 +266,6 @@ class LoadRecords:
         self._last: worker.SchedulerLoad | None = None
 
     def beside_events(self) -> common.EngineLoad:
-        """Return the record for a batch of events."""
         return self._numbered(self._load(), is_whole=not self._sample)
 
     def alone(self, *, is_due: bool) -> common.EngineLoad | None:

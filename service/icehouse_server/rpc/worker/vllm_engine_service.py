@@ -89,7 +89,6 @@ class VllmEngineService(Service):
         """The archive's messages, once for all callers."""
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Serve the protocol."""
         vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(self, server)
 
     # Written with context.write, not as a generator: otherwise a write that blocks could not be timed.
@@ -163,7 +162,6 @@ class VllmEngineService(Service):
         ]
 
     async def Embed(self, request: messages.EmbedRequest, context: Context) -> messages.EmbedResponse:
-        """Answer with the input's vector, of length 1."""
         async with self._calls.call(context, Operation.EMBEDDINGS) as call:
             self._request_times[call.caller.tenant] = self._clock.wall()
             with named_as_sent():
@@ -198,7 +196,6 @@ class VllmEngineService(Service):
         )
 
     async def Abort(self, request: messages.AbortRequest, context: Context) -> messages.AbortResponse:
-        """End the caller's requests of these names."""
         async with self._calls.call(context) as call:
             self._running.abort(request.request_ids, call.caller)
             return messages.AbortResponse()
@@ -206,14 +203,12 @@ class VllmEngineService(Service):
     async def GetModelInfo(
         self, request: messages.GetModelInfoRequest, context: Context
     ) -> messages.GetModelInfoResponse:
-        """Answer with the model's facts."""
         async with self._calls.call(context):
             return model_info_proto(self._router.require_model().info, self._worker.folder)
 
     async def GetServerInfo(
         self, request: messages.GetServerInfoRequest, context: Context
     ) -> messages.GetServerInfoResponse:
-        """Answer with the server's facts."""
         async with self._calls.call(context) as call:
             return server_info_proto(
                 self._router.require_model().info,
@@ -232,7 +227,6 @@ class VllmEngineService(Service):
     async def GetLoads(
         self, request: messages.GetLoadsRequest, context: Context
     ) -> messages.GetLoadsResponse:
-        """Answer with how busy the server is."""
         async with self._calls.call(context) as call:
             now = datetime.datetime.fromtimestamp(self._clock.wall(), datetime.UTC)
             loads = [self._load(call.caller.scope)]
@@ -346,12 +340,10 @@ class RunningRequest:
         self._is_waiting = False
 
     def submit(self, opened: OpenRequest) -> None:
-        """Note what the engine is asked."""
         self._opened = opened
         self._wait(is_waiting=True)
 
     def note(self, event: Event) -> None:
-        """Follow the request."""
         if isinstance(event, Started):
             self.stop_waiting()
 
@@ -407,7 +399,6 @@ class RunningRequests:
                 request.abort()
 
     def count(self, caller: Caller) -> int:
-        """Return how many the caller may see."""
         return sum(_may_command(caller, request) for request in self._all)
 
 

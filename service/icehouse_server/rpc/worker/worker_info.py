@@ -44,7 +44,6 @@ class WorkerParts:
 
     @property
     def services(self) -> tuple[ServiceDescriptor, ...]:
-        """What is served beside the API."""
         return (vllm_engine_pb2.DESCRIPTOR.services_by_name["VllmEngine"],)
 
 

@@ -55,7 +55,6 @@ class StatusPage:
 
     @property
     def pages(self) -> Mapping[str, WSGIApplication]:
-        """The applications by path."""
         return {PAGE_PATH: self._answer_page, REPORT_PATH: self._answer_report}
 
     def _answer_page(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:

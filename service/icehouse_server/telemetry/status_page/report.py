@@ -232,7 +232,6 @@ class PrefixNode:
 
     @property
     def is_all_head(self) -> bool:
-        """Whether it has no tokens behind its head."""
         return self.head is not None and len(self.head) == self.end_token_index - self.start_token_index
 
 
