@@ -131,28 +131,21 @@ def _show_all(context: typer.Context, is_asked: bool) -> None:
 
 def _help_all_parameter() -> inspect.Parameter:
     option = typer.Option("--help-all", is_eager=True, callback=_show_all, help="Show every setting.")
-    return inspect.Parameter(
-        "help_all", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Annotated[bool, option]
-    )
+    return _keyword("help_all", Annotated[bool, option], default=False)
 
 
 def _model_parameter() -> inspect.Parameter:
-    argument = typer.Argument(metavar="MODEL", help="What --model says.", show_default=False)
-    return inspect.Parameter(
-        "model", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[str | None, argument]
-    )
+    argument = typer.Argument(metavar="MODEL", help="The same as --model.", show_default=False)
+    return _keyword("model", Annotated[str | None, argument])
 
 
 def _config_parameter() -> inspect.Parameter:
-    option = typer.Option(
-        "--config", metavar="FILE", help="TOML file with a table per section of these settings."
-    )
-    return inspect.Parameter(
-        "config",
-        inspect.Parameter.KEYWORD_ONLY,
-        default=None,
-        annotation=Annotated[Path | None, option],
-    )
+    text = "TOML file with a table per section of these settings."
+    return _keyword("config", Annotated[Path | None, typer.Option("--config", metavar="FILE", help=text)])
+
+
+def _keyword(name: str, annotation: Any, *, default: object = None) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
 def _parameter(setting: Setting) -> inspect.Parameter:
@@ -166,12 +159,7 @@ def _parameter(setting: Setting) -> inspect.Parameter:
         show_default=False,
         rich_help_panel=_OFTEN_SET if setting.key in OFTEN_SET else _PANELS[setting.section],
     )
-    return inspect.Parameter(
-        _parameter_name(setting),
-        inspect.Parameter.KEYWORD_ONLY,
-        default=None,
-        annotation=Annotated[bool | None if switch else str | None, option],
-    )
+    return _keyword(_parameter_name(setting), Annotated[bool | None if switch else str | None, option])
 
 
 def default_text(setting: Setting) -> str:

@@ -41,7 +41,7 @@ from icehouse_server.rpc.services.embedding_service import EmbeddingService
 from icehouse_server.rpc.services.generation import Generation, ServiceParts
 from icehouse_server.rpc.services.grammars import GrammarCompilers
 from icehouse_server.rpc.services.inference_service import InferenceService
-from icehouse_server.rpc.services.observation import Observation, StatsPoller, StatusReader
+from icehouse_server.rpc.services.observation import Observation
 from icehouse_server.rpc.services.prompts import PromptReader
 from icehouse_server.rpc.services.rerank_service import RerankService
 from icehouse_server.rpc.services.server_service import ModelService, ServerService, server_proto
@@ -101,6 +101,7 @@ class RpcServer:
         self._observation = Observation(
             telemetry or Telemetry(), engine=engine, router=router, tenants=self._tenants, clock=clock
         )
+        self.poller, self.status = self._observation.poller, self._observation.status
         self.security = ServerSecurity(config.security, clock=clock)
         """Certificates and tokens, refreshed at an interval."""
         self._prompts = PromptReader(config.server)
@@ -108,7 +109,7 @@ class RpcServer:
             grammars, byte_limit=config.server.max_grammar_bytes, timeout_s=config.server.grammar_timeout_s
         )
         self._calls = RpcCalls(
-            clock=clock, tell=self._observation.call_ended, session_keys=config.server.session_keys
+            clock=clock, on_end=self._observation.call_ended, session_keys=config.server.session_keys
         )
         self.health = Health(
             engine=engine,
@@ -156,14 +157,6 @@ class RpcServer:
     def address(self) -> str:
         """What clients connect to, once started: "host:port" or "unix:path"."""
         return self._bound.address
-
-    @property
-    def poller(self) -> StatsPoller:
-        return self._observation.poller
-
-    @property
-    def status(self) -> StatusReader:
-        return self._observation.status
 
     async def stop(self, *, grace_s: float) -> None:
         """NOT_SERVING, no new calls, running ones get `grace_s` to end; what is left ends as UNAVAILABLE."""

@@ -21,6 +21,7 @@ Reading = float | Mapping[str | Labels, float]
 """One number, or one for each value of the row's labels."""
 
 _Part = TypeVar("_Part")
+_Read = Callable[[_Part], Reading]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -38,19 +39,16 @@ class _Rows(Generic[_Part]):
     parts: Callable[[Snapshot], Mapping[Labels, _Part]]
     labels: Labels = ()
 
-    def counter(
-        self, name: str, unit: str, read: Callable[[_Part], Reading], description: str, *labels: str
-    ) -> Observed:
-        metric = Metric(name, MetricKind.COUNTER, unit, description, (*self.labels, *labels))
+    def counter(self, name: str, unit: str, read: _Read[_Part], description: str, *labels: str) -> Observed:
+        return self._row(Metric(name, MetricKind.COUNTER, unit, description, (*self.labels, *labels)), read)
+
+    def gauge(self, name: str, unit: str, read: _Read[_Part], description: str, *labels: str) -> Observed:
+        return self._row(Metric(name, MetricKind.GAUGE, unit, description, (*self.labels, *labels)), read)
+
+    def _row(self, metric: Metric, read: _Read[_Part]) -> Observed:
         return Observed(metric, lambda s: self._values(s, read))
 
-    def gauge(
-        self, name: str, unit: str, read: Callable[[_Part], Reading], description: str, *labels: str
-    ) -> Observed:
-        metric = Metric(name, MetricKind.GAUGE, unit, description, (*self.labels, *labels))
-        return Observed(metric, lambda s: self._values(s, read))
-
-    def _values(self, s: Snapshot, read: Callable[[_Part], Reading]) -> Iterator[tuple[Labels, float]]:
+    def _values(self, s: Snapshot, read: _Read[_Part]) -> Iterator[tuple[Labels, float]]:
         for of_part, part in self.parts(s).items():
             reading = read(part)
             if isinstance(reading, Mapping):

@@ -79,11 +79,11 @@ class RpcCalls:
     """Tracks calls from begin to end, and refuses new ones during a stop. Owned by the event loop."""
 
     def __init__(
-        self, *, clock: Clock, tell: Callable[[CallRecord], Trailers], session_keys: Sequence[str] = ()
+        self, *, clock: Clock, on_end: Callable[[CallRecord], Trailers], session_keys: Sequence[str] = ()
     ) -> None:
         self._clock = clock
         self._session_keys = session_keys
-        self._tell = tell
+        self._on_end = on_end
         self._rate_limit = RateLimit(rate_per_s=REFUSALS_PER_S, burst_count=REFUSAL_BURST_COUNT)
         self._running_count = 0
         self._closed = False
@@ -150,20 +150,20 @@ class RpcCalls:
                 self.refused_count += 1
                 raise stopping()
             yield call
-            if trailers := self._see_out(call, context, grpc.StatusCode.OK):
+            if trailers := self._end_call(call, context, grpc.StatusCode.OK):
                 context.set_trailing_metadata((*(context.trailing_metadata() or ()), *trailers))
         except IcehouseError as error:
-            trailers = self._see_out(call, context, code_of(error), reason=error.reason.value)
+            trailers = self._end_call(call, context, code_of(error), reason=error.reason.value)
             await self._delay_refusal(error)
             await end(context, with_trailers(status_of(error), trailers))
         except asyncio.CancelledError:
-            self._see_out(call, context, cancel_code(context))
+            self._end_call(call, context, cancel_code(context))
             raise
         except Exception:
             # The caller learns that something broke, the log learns what.
             _logger.exception("call_broke", extra={"method": call.method, "request_id": call.request_id})
             broken = internal_error()
-            trailers = self._see_out(call, context, code_of(broken), reason=broken.reason.value)
+            trailers = self._end_call(call, context, code_of(broken), reason=broken.reason.value)
             await end(context, with_trailers(status_of(broken), trailers))
 
     async def _delay_refusal(self, error: IcehouseError) -> None:
@@ -190,7 +190,7 @@ class RpcCalls:
         limit_s = default_s if remaining_s is None else remaining_s
         return None if limit_s is None else self._clock.monotonic() + limit_s
 
-    def _see_out(
+    def _end_call(
         self, call: RpcCall, context: Context, code: grpc.StatusCode, *, reason: str = ""
     ) -> Trailers:
         record = CallRecord(
@@ -216,7 +216,7 @@ class RpcCalls:
         self._running_count -= 1
         if not self._running_count:
             self.idle.set()
-        return self._tell(record)
+        return self._on_end(record)
 
 
 def stopping() -> Unavailable:

@@ -35,6 +35,7 @@ from icehouse_server.rpc.engine_client.ports import EnginePort
 from icehouse_server.rpc.engine_client.router import Router
 from icehouse_server.rpc.messages.proto_map import to_proto
 from icehouse_server.rpc.messages.responses import tenant_stats_protos
+from icehouse_server.telemetry.call_metrics import CallMetrics
 
 
 class Observation:
@@ -60,7 +61,7 @@ class Observation:
             kv_events=telemetry.kv_events,
         )
         self.status = StatusReader(engine=engine, router=router, poller=self.poller, slow=slow, clock=clock)
-        self._watchers = (slow, *telemetry.calls)
+        self._watchers: tuple[SlowRequests | CallMetrics, ...] = (slow, *telemetry.calls)
         self._tracer = telemetry.tracer
         self._has_load_report = telemetry.has_load_report
         self._access_log = AccessLog(clock) if telemetry.has_access_log else None

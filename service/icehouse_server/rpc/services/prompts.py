@@ -92,7 +92,7 @@ class InfillText:
 
 
 TextPrompt = Text | Chat | InfillText
-"""What is tokenized here."""
+"""What is tokenized here. `size_bytes` is at least the number of bytes: one for each character."""
 Prompt = TextPrompt | Tokens
 ImageWork = Callable[[TextPrompt, "PromptImages | None"], Result]
 """Work on a prompt and its images, in any thread; None if it has none."""
@@ -125,6 +125,28 @@ class ReadPrompt:
         return keys_of(self.token_ids, self.images)
 
 
+def prompt_of(
+    prompt: prompt_pb2.Prompt,
+    info: ModelInfo,
+    choice: tool_pb2.ToolChoice | None = None,
+    *,
+    normalizes: bool = False,
+) -> Prompt:
+    """Return a prompt; raises InvalidRequest, also for an empty one.
+
+    It is normalized first if `normalizes` is set.
+    """
+    form = prompt.WhichOneof("form")
+    if form is None:
+        raise _missing("`text`, `chat`, `tokens` or `infill`")
+    if form == "tokens":
+        check_no_tools(prompt.tools, choice)
+        return _tokens_of(prompt.tokens, info, field="prompt.tokens", normalizes=normalizes)
+    if form == "text" and not prompt.text:
+        raise _empty("prompt.text")
+    return text_prompt_of(prompt, info, choice, normalizes=normalizes)
+
+
 def text_prompt_of(
     prompt: prompt_pb2.Prompt,
     info: ModelInfo,
@@ -132,10 +154,7 @@ def text_prompt_of(
     *,
     normalizes: bool = False,
 ) -> TextPrompt:
-    """Return a prompt that a tokenizer reads; raises InvalidRequest for tokens, and for an empty infill.
-
-    A conversation is normalised first if `normalizes` is set.
-    """
+    """Return a prompt that a tokenizer reads; raises InvalidRequest for tokens, and for an empty infill."""
     form = prompt.WhichOneof("form")
     if form == "chat":
         conversation = conversation_of(prompt.chat, tools=prompt.tools, choice=choice, info=info)
@@ -152,33 +171,8 @@ def text_prompt_of(
         return InfillText(prompt.infill.prefix, prompt.infill.suffix)
     if form is None:
         raise _missing("`text`, `chat` or `infill`")
-    raise InvalidRequest(
-        Reason.UNSUPPORTED,
-        "`prompt.tokens` is set, and tokens need no tokenizing; set `text`, `chat` or `infill`",
-        field="prompt.tokens",
-    )
-
-
-def prompt_of(
-    prompt: prompt_pb2.Prompt,
-    info: ModelInfo,
-    choice: tool_pb2.ToolChoice | None = None,
-    *,
-    normalizes: bool = False,
-) -> Prompt:
-    """Return a prompt; raises InvalidRequest, also for an empty one.
-
-    It is normalised first if `normalizes` is set.
-    """
-    form = prompt.WhichOneof("form")
-    if form is None:
-        raise _missing("`text`, `chat`, `tokens` or `infill`")
-    if form == "tokens":
-        check_no_tools(prompt.tools, choice)
-        return _tokens_of(prompt.tokens, info, field="prompt.tokens", normalizes=normalizes)
-    if form == "text" and not prompt.text:
-        raise _empty("prompt.text")
-    return text_prompt_of(prompt, info, choice, normalizes=normalizes)
+    message = "`prompt.tokens` is set, and tokens need no tokenizing; set `text`, `chat` or `infill`"
+    raise InvalidRequest(Reason.UNSUPPORTED, message, field="prompt.tokens")
 
 
 def with_sent_images(prompt: UncheckedPrompt, read: Callable[[], SentImages]) -> UncheckedPrompt:
