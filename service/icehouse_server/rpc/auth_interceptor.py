@@ -103,7 +103,9 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
                         # None: a stream that has written its messages itself, or channelz, which only sets a
                         # status.
                         if response is not None:
-                            response = _encoded(handler, response)
+                            # Encoded, so that the message is not kept while it is sent.
+                            if not isinstance(response, Encoded):
+                                response = Encoded(handler.response_serializer(response))
                             await self._answer(context, response)
                         return
                     async for response in behaviour(request, context):
@@ -283,11 +285,6 @@ def _endless(deadline_s: float | None) -> DeadlineExceeded:
         "ask for less",
         metadata={"deadline_s": f"{deadline_s:g}"},
     )
-
-
-def _encoded(handler: Any, response: Any) -> Encoded:
-    """Return an answer's bytes, so that the message is not kept while they are sent."""
-    return response if isinstance(response, Encoded) else Encoded(handler.response_serializer(response))
 
 
 def _late(timeout_s: float) -> DeadlineExceeded:

@@ -135,7 +135,8 @@ class Router:
             listener()
 
     def _fail_everything(self) -> None:
-        error = self._failure() if self.state is EngineState.FAILED else _stopped()
+        stopped = Unavailable(Reason.DRAINING, "the server stopped before the request ended; send it again")
+        error = self._failure() if self.state is EngineState.FAILED else stopped
         self._deliver(tuple((request_id, Failed(error)) for request_id in self._outboxes))
         for future in self._questions:
             if not future.done():
@@ -143,10 +144,6 @@ class Router:
 
     def _failure(self) -> IcehouseError:
         return self._error or engine_failed()
-
-
-def _stopped() -> IcehouseError:
-    return Unavailable(Reason.DRAINING, "the server stopped before the request ended; send it again")
 
 
 def _resolve(future: asyncio.Future[Any], answer: object) -> None:

@@ -334,13 +334,11 @@ async def _events(
         call.note(event)
         opened.note(event)
         if isinstance(event, Failed):
-            raise _cancelled() if opened.is_cancelled and isinstance(event.error, Cancelled) else event.error
+            if opened.is_cancelled and isinstance(event.error, Cancelled):
+                raise Cancelled(Reason.CANCELLED, "the request was ended by CancelRequest")
+            raise event.error
         stays[index].note(event)
         yield index, event
-
-
-def _cancelled() -> Cancelled:
-    return Cancelled(Reason.CANCELLED, "the request was ended by CancelRequest")
 
 
 class RunMessage(Protocol):

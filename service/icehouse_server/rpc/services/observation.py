@@ -321,10 +321,8 @@ class StatsReader:
         if delay_s := self._rate_limit.delay_s("", now=now, longest_s=math.inf):
             await asyncio.sleep(delay_s)
         self._asking, self._next = self._next, None
-        return await self._router.ask(self._send)
-
-    def _send(self, reply: Callable[[Counters], None]) -> None:
-        self._engine.request_stats(lambda engine, cache: reply((engine, cache)))
+        send = self._engine.request_stats
+        return await self._router.ask(lambda reply: send(lambda engine, cache: reply((engine, cache))))
 
 
 def _retrieve_error(asked: asyncio.Future[Counters]) -> None:

@@ -245,7 +245,11 @@ class PromptReader:
     async def read(self, prompt: UncheckedPrompt, model: ServedModel) -> ReadPrompt:
         size_bytes = prompt.size_bytes
         if size_bytes > _SHORT_BYTES:
-            found = await self.run(lambda: _read_text(prompt.check(), model), size_bytes=size_bytes)
+            # A prompt with images is only checked here: they take turns of their own.
+            found = await self.run(
+                lambda: checked if _has_images(checked := prompt.check()) else _read(checked, model),
+                size_bytes=size_bytes,
+            )
         else:
             checked = prompt.check()
             if isinstance(checked, Tokens) and not checked.normalizes:
@@ -333,11 +337,6 @@ def work_bytes(prompt: Prompt, size_bytes: int) -> int:
 
 def _has_images(prompt: Prompt) -> bool:
     return isinstance(prompt, Chat) and bool(prompt.conversation.images)
-
-
-def _read_text(prompt: Prompt, model: ServedModel) -> ReadPrompt | Prompt:
-    """Return the prompt's tokens; or the prompt itself if it has images, which take a turn of their own."""
-    return prompt if _has_images(prompt) else _read(prompt, model)
 
 
 def text_of(token_ids: Sequence[int], model: ServedModel) -> str:

@@ -113,7 +113,7 @@ def _first_token(series: HistogramSeries) -> dict[str, Any]:
 
 def _prefix(node: PrefixNode, rules: ReportRules) -> dict[str, Any]:
     return {
-        "name": _shown_name(node.hash, rules.name_key),
+        "name": hashlib.blake2b(node.hash, key=rules.name_key, digest_size=_NAME_BYTES).hexdigest(),
         **_text(node, rules.decode),
         **_fields(node, "start_token_index", "end_token_index", "block_count", "ram_block_count"),
         **_fields(node, "ssd_block_count", "hit_count", "reused_token_total", "branch_count"),
@@ -126,10 +126,6 @@ def _text(node: PrefixNode, decode: Decode | None) -> dict[str, str | None]:
     if decode is None:
         return {}
     return {"text": None if node.head is None else excerpt(node.head, decode, is_whole=node.is_all_head)}
-
-
-def _shown_name(name: BlockHash, key: bytes) -> str:
-    return hashlib.blake2b(name, key=key, digest_size=_NAME_BYTES).hexdigest()
 
 
 def _slow(request: SlowRequest, *, shows_id: bool) -> dict[str, Any]:
