@@ -90,10 +90,10 @@ class KvEventParts:
 
 def _is_private(endpoint: str) -> bool:
     """Whether only this machine can reach what is sent to a ZeroMQ endpoint."""
-    scheme, _, place = endpoint.removeprefix(CONNECT_PREFIX).partition("://")
+    scheme, _, address = endpoint.removeprefix(CONNECT_PREFIX).partition("://")
     if scheme in ("ipc", "inproc"):
         return True
-    return is_loopback(place.rpartition(":")[0].strip("[]"))
+    return is_loopback(address.rpartition(":")[0].strip("[]"))
 
 
 def worker_parts(

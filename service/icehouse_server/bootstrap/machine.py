@@ -74,7 +74,7 @@ def give_back_large_arrays() -> None:
     ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
 
 
-def keep_from_collections() -> int:
+def freeze_objects() -> int:
     """Exclude all present objects from garbage collection; return how many they are.
 
     A full collection visits some 120,000 objects of modules and model, and every thread waits for it: 0.08 to

@@ -211,8 +211,8 @@ def purge(
             scope=PurgeScope.CLEAR_TEXT if unencrypted else scope,
             progress=lambda done, _: advance_to(done),
         )
-    told = f"{removed_count} files removed, {size_text(removed_bytes)} freed"
-    show({"removed": removed_count, "size_bytes": removed_bytes}, told, as_json=as_json)
+    summary = f"{removed_count} files removed, {size_text(removed_bytes)} freed"
+    show({"removed": removed_count, "size_bytes": removed_bytes}, summary, as_json=as_json)
 
 
 def _open(directory: Path | None) -> OfflineStore:

@@ -245,7 +245,9 @@ def check_disk(config: Config) -> Check:
     if not config.cache.has_ssd:
         return Check("disk", Verdict.OK, "the SSD tier is off")
     folder = config.cache.block_directory
-    existing = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    existing = next(
+        folder_path for folder_path in (folder, *folder.absolute().parents) if folder_path.exists()
+    )
     if not existing.is_dir() or not os.access(existing, os.R_OK | os.W_OK | os.X_OK):
         return Check("disk", Verdict.FAIL, f"{existing} is not writable", "choose another --cache-directory")
     free_bytes = shutil.disk_usage(existing).free
@@ -326,10 +328,10 @@ def _owner(store: StorePaths) -> str | None:
 def _size_bytes(folder: Path) -> int:
     """Return the bytes of every file below `folder`; files that go meanwhile count nothing."""
     total_bytes = 0
-    for place, _, names in os.walk(folder):
+    for folder_path, _, names in os.walk(folder):
         for name in names:
             try:
-                total_bytes += os.lstat(os.path.join(place, name)).st_size
+                total_bytes += os.lstat(os.path.join(folder_path, name)).st_size
             except FileNotFoundError:
                 continue
     return total_bytes

@@ -19,7 +19,7 @@ from icehouse_server.cli.local.run import run
 from icehouse_server.cli.service import service_commands
 from icehouse_server.cli.terminal.logs import setup_logging
 from icehouse_server.config import LoadedConfig, load_config
-from icehouse_server.config.load import keep_attention_plans
+from icehouse_server.config.load import enlarge_attention_plan_cache
 from icehouse_server.errors import ConfigError, IcehouseError
 
 DEMO_QUESTION = "What is the capital of France?"
@@ -38,7 +38,7 @@ def _serve(loaded: LoadedConfig) -> None:
     setup_logging(loaded.config.log)
     if loaded.config.engine.preload_enabled:
         load_openblas()
-    keep_attention_plans()
+    enlarge_attention_plan_cache()
     # Imported only now: MLX must find OpenBLAS there.
     from icehouse_server.cli.serve import serve
 

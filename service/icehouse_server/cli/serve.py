@@ -25,8 +25,8 @@ from icehouse_server.bootstrap.cache import check_directory
 from icehouse_server.bootstrap.composition import Server, build_server
 from icehouse_server.bootstrap.machine import (
     allow_open_files,
+    freeze_objects,
     give_back_large_arrays,
-    keep_from_collections,
     wanted_file_count,
 )
 from icehouse_server.bootstrap.model_source import locate_draft_model, locate_model
@@ -174,7 +174,7 @@ async def _has_begun(
     if router.state is not EngineState.READY or router.model is None:
         return False
     info = router.model.info
-    frozen_count = keep_from_collections()
+    frozen_count = freeze_objects()
     _log.debug("objects_frozen", extra={"count": frozen_count})
     _log.info(
         "model_loaded",

@@ -51,7 +51,7 @@ def environment() -> Mapping[str, str]:
     return os.environ
 
 
-def keep_attention_plans() -> None:
+def enlarge_attention_plan_cache() -> None:
     """Have MLX keep more of the plans that attention on CUDA needs, one for each shape: building one takes
     50 ms, and of its own accord MLX keeps 64. Before its import."""
     os.environ.setdefault("MLX_CUDA_SDPA_CACHE_SIZE", "512")

@@ -33,7 +33,7 @@ from icehouse_server.rpc.calls.methods import (
     CallPool,
     Method,
     MethodAccess,
-    WorkPlace,
+    WorkThread,
     caller_shares,
     shares_of,
 )
@@ -200,7 +200,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
     def _turn(self, row: Method) -> contextlib.AbstractAsyncContextManager[None]:
         """Wait until the caller may run one more command: answers that come all at once would keep the event
         loop busy."""
-        if row.pool is CallPool.COMMANDS and row.place is WorkPlace.INFERENCE:
+        if row.pool is CallPool.COMMANDS and row.thread is WorkThread.INFERENCE:
             return self._turns.turn(callers.origin.get())
         return contextlib.nullcontext()
 
@@ -260,12 +260,12 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         origin = origin_of(caller, context.peer())
         # Before the place is taken, so that a refusal counts against this caller.
         callers.origin.set(origin)
-        with contextlib.ExitStack() as places:
+        with contextlib.ExitStack() as held:
             if (own := self._caller_shares.get(method)) is not None:
-                places.enter_context(own.place(origin))
-            places.enter_context(self._shares[row.pool].place(origin))
+                held.enter_context(own.hold(origin))
+            held.enter_context(self._shares[row.pool].hold(origin))
             unread = answers.Answers(self._answer_memory, origin=origin)
-            places.callback(unread.close)
+            held.callback(unread.close)
             answers.current.set(unread)
             callers.current.set(caller)
             yield

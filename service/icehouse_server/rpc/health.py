@@ -48,12 +48,12 @@ class Health(health_pb2_grpc.HealthServicer):
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._is_stopping = False
         self._shown = self.is_serving
-        self._looks = asyncio.Event()
+        self._wake = asyncio.Event()
         self._changed = asyncio.Event()
         """Set at the next change of the status; later changes have an event of their own."""
         self._names = frozenset(("", *service_names))
         self._stall_timeout_s = stall_timeout_s
-        router.add_listener(self._looks.set)
+        router.add_listener(self._wake.set)
 
     @property
     def is_serving(self) -> bool:
@@ -75,12 +75,12 @@ class Health(health_pb2_grpc.HealthServicer):
     async def run(self) -> None:
         """Refresh on every change of state and at least once per interval, until cancelled."""
         while True:
-            self._looks.clear()
+            self._wake.clear()
             self.refresh()
             # Also without a change of state: the heartbeat may have gone stale.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(REFRESH_INTERVAL_S):
-                    await self._looks.wait()
+                    await self._wake.wait()
 
     def stop_serving(self) -> None:
         """NOT_SERVING from now on, whatever the engine says."""
@@ -102,16 +102,16 @@ class Health(health_pb2_grpc.HealthServicer):
     async def Watch(self, request: HealthCheckRequest, context: Context) -> None:
         """Send the status now and at each change, until the caller ends the call."""
         timer = StallTimer(timeout_s=self._stall_timeout_s)
-        told: object = None
+        sent: object = None
         try:
             async with timer.guard():
                 while True:
                     # Taken before the status is read, so that no change in between is missed.
                     changed = self._changed
                     status = self._status(request.service)
-                    if status != told:
+                    if status != sent:
                         await timer.write(context, HealthCheckResponse(status=status))
-                        told = status
+                        sent = status
                     await changed.wait()
         except IcehouseError as error:
             await end(context, status_of(error))

@@ -67,7 +67,7 @@ _FLUSH_TURNS = 25
 """For the last answers and statuses to be sent after their calls have ended."""
 _QUIET_TURNS = 2
 """Turns without a new call until the port is closed: gRPC cancels calls that nobody has taken up."""
-_HEARD_TURNS = 50
+_BUSY_TURNS = 50
 """The same if somebody has called since the stop: a balancer checks health once a second."""
 _LONGEST_TURNS = 150
 _CLOSE_S = 0.5
@@ -188,7 +188,7 @@ class RpcServer:
             await asyncio.sleep(_TURN_S)
             quiet_count += 1
             if calls.refused_count > refused_count:
-                quiet_count, wanted_count = 0, _HEARD_TURNS
+                quiet_count, wanted_count = 0, _BUSY_TURNS
             elif calls.open_count and turn < _FLUSH_TURNS:
                 quiet_count = 0
             if quiet_count >= wanted_count:
@@ -271,10 +271,10 @@ def quiet_lost_answers() -> None:
     which any caller could fill the log.
     """
     # A function is added only once, however often this is called.
-    logging.getLogger(CORE_LOGGER_NAME).addFilter(_is_kept)
+    logging.getLogger(CORE_LOGGER_NAME).addFilter(_is_logged)
 
 
-def _is_kept(record: logging.LogRecord) -> bool:
+def _is_logged(record: logging.LogRecord) -> bool:
     kind = record.exc_info[0] if record.exc_info else None
     if kind is None or kind.__name__ != _LOST_ANSWER:
         return True

@@ -166,8 +166,8 @@ def test_a_ratio_of_zero_keeps_nothing_that_begins_here() -> None:
 
 
 def test_what_waits_for_calls_and_spills_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_KEPT_CALL_COUNT", 2)
-    monkeypatch.setattr(module, "_KEPT_SPILL_COUNT", 2)
+    monkeypatch.setattr(module, "_CALL_COUNT_LIMIT", 2)
+    monkeypatch.setattr(module, "_SPILL_COUNT_LIMIT", 2)
     calls = [call_record(request_id=f"r{i}") for i in range(3)]
     collector, _ = sent_for(*calls, spill("r0"), spill("r2"), *(spill("never") for _ in range(3)))
     assert [span.name for span in collector.spans].count("spill") == 1

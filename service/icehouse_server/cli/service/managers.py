@@ -239,8 +239,8 @@ class Systemd:
 
     def status(self) -> ServiceStatus:
         lines = _systemctl("show", UNIT, f"--property={','.join(_UNIT_FACTS)}").splitlines()
-        told = dict(line.split("=", 1) for line in lines if "=" in line)
-        facts = {name: told[name] for name in _UNIT_FACTS if told.get(name)}
+        properties = dict(line.split("=", 1) for line in lines if "=" in line)
+        facts = {name: properties[name] for name in _UNIT_FACTS if properties.get(name)}
         return ServiceStatus(is_running=facts.get("ActiveState") == "active", facts=facts)
 
 

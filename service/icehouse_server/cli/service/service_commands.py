@@ -92,9 +92,9 @@ def status(as_json: AsJson = False) -> None:
         manager = find_manager()
         state = DefinitionFile(manager.path).state()
         is_installed = state is not FileState.ABSENT
-        told = manager.status() if is_installed else None
-    is_running = told is not None and told.is_running
-    facts = {} if told is None else told.facts
+        service = manager.status() if is_installed else None
+    is_running = service is not None and service.is_running
+    facts = {} if service is None else service.facts
     is_changed = state is FileState.CHANGED
     if as_json:
         print_json(

@@ -75,9 +75,9 @@ class ServerSecurity:
         """Refresh all files at the interval, each kind in its own task, until cancelled."""
         async with asyncio.TaskGroup() as looks:
             for name, refresh in self._refreshes().items():
-                looks.create_task(self._keep_looking(name, refresh), name=f"security of {name}")
+                looks.create_task(self._refresh_loop(name, refresh), name=f"security of {name}")
 
-    async def _keep_looking(self, name: str, refresh: Callable[[], bool]) -> None:
+    async def _refresh_loop(self, name: str, refresh: Callable[[], bool]) -> None:
         while True:
             await asyncio.sleep(self._interval_s)
             await self._refresh_one(name, refresh)

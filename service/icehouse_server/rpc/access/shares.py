@@ -40,7 +40,7 @@ class FairShare:
         self._total = 0
 
     @contextlib.contextmanager
-    def place(self, origin: str, amount: int = 1) -> Iterator[None]:
+    def hold(self, origin: str, amount: int = 1) -> Iterator[None]:
         """Hold places until the block ends; raises Overloaded when the caller may have no more now."""
         self.take(origin, amount)
         try:
@@ -231,7 +231,7 @@ def start_daemon(work: Callable[[], Result], *, name: str) -> concurrent.futures
     return future
 
 
-_KEPT_COUNT = 1024
+_CALLER_LIMIT = 1024
 """Callers that are remembered; those whose turn has passed are forgotten first."""
 
 
@@ -252,7 +252,7 @@ class RateLimit:
         due_time = self._due_time(origin, now=now, turn_count=turn_count)
         # Nobody gets further behind than the longest delay.
         self._due_times[origin] = due_time = min(due_time, now + longest_s)
-        if len(self._due_times) > _KEPT_COUNT:
+        if len(self._due_times) > _CALLER_LIMIT:
             self._forget(now)
         return max(0.0, due_time - now)
 
@@ -271,4 +271,4 @@ class RateLimit:
 
     def _forget(self, now: float) -> None:
         waiting = [(origin, due) for origin, due in self._due_times.items() if due > now]
-        self._due_times = dict(waiting[-_KEPT_COUNT // 2 :])
+        self._due_times = dict(waiting[-_CALLER_LIMIT // 2 :])

@@ -105,7 +105,7 @@ def log_fields_of(record: CallRecord, *, trace_id: str) -> dict[str, object]:
     return facts
 
 
-SLOW_KEPT_COUNT = 512
+SLOW_COUNT_LIMIT = 512
 """Ended requests that are remembered."""
 
 SLOW_RECENT_S = 600.0
@@ -119,7 +119,7 @@ class SlowRequests:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._ended: collections.deque[tuple[float, CallRecord]] = collections.deque(maxlen=SLOW_KEPT_COUNT)
+        self._ended: collections.deque[tuple[float, CallRecord]] = collections.deque(maxlen=SLOW_COUNT_LIMIT)
 
     def call_ended(self, record: CallRecord) -> None:
         """Remember a call, if it was a request that left the queue."""

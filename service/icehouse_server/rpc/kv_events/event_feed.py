@@ -61,7 +61,7 @@ class EventFeed:
         for part in parts_of(events):
             batch = self._all.append(part)
             sharers = self._share(part)
-            self._keep(batch, sharers)
+            self._add_to_replay(batch, sharers)
             for sink in self._sinks:
                 sink(batch)
             self.event_total += len(part)
@@ -86,7 +86,7 @@ class EventFeed:
         return channel
 
     def _channel(self, tenant: Tenant | None) -> Channel:
-        state = functools.partial(self._mirror.told, tenant)
+        state = functools.partial(self._mirror.published_blocks, tenant)
         return Channel(state, number=int(self._clock.wall() * 1000), clock=self._clock)
 
     def _share(self, events: Iterable[KvEvent]) -> tuple[Channel, ...]:
@@ -102,7 +102,7 @@ class EventFeed:
             channel.append(tuple(part))
         return tuple(parts)
 
-    def _keep(self, batch: KvBatch, sharers: tuple[Channel, ...]) -> None:
+    def _add_to_replay(self, batch: KvBatch, sharers: tuple[Channel, ...]) -> None:
         self._sharers.append(sharers)
         self.ring_bytes += size_bytes(batch)
         while self.ring_bytes > self._replay_limit_bytes and len(self._all) > 1:

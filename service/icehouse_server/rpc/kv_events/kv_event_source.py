@@ -63,7 +63,7 @@ class KvEventSource:
             replay_bytes=self.feed.ring_bytes,
             event_total=self.feed.event_total,
             lost_total=self.feed.lost_total,
-            untold_total=self.mirror.untold_total,
+            untold_total=self.mirror.unpublished_total,
         )
 
     async def stop(self) -> None:

@@ -219,7 +219,7 @@ class Generation:
         if read.images:
             # Until the call ends: a parked request reads its images again.
             size_bytes = sum(span.image.size_bytes for span in read.images)
-            call.holds.enter_context(self._prompts.image_memory.place(callers.origin.get(), size_bytes))
+            call.holds.enter_context(self._prompts.image_memory.hold(callers.origin.get(), size_bytes))
         return read
 
     @contextlib.asynccontextmanager

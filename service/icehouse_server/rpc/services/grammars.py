@@ -71,7 +71,7 @@ class GrammarCompilers:
             return kept
         origin = callers.origin.get()
         has_begun = False
-        with self._waiting.place(origin):
+        with self._waiting.hold(origin):
             try:
                 async with asyncio.timeout(self._timeout_s):
                     hold = await self._turns.take(origin)

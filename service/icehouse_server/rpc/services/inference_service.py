@@ -63,7 +63,7 @@ class InferenceService(Service, inference_service_pb2_grpc.InferenceServiceServi
                 async for index, event in events:
                     for completion in prepared.completions_of(index):
                         total.add(replies.responses(completion, event))
-                        answers.keep(total.size_bytes)
+                        answers.count_buffered(total.size_bytes)
                         if isinstance(event, Finished):
                             caches[completion] = event.usage.cache
             return total.response(
@@ -219,9 +219,11 @@ class ReplySum:
                 case "started":
                     self._started = response.started
                 case "prefill_progress":
-                    told = response.prefill_progress.prompt_logprobs
-                    if told:
-                        self._logprobs += inference.GenerateResponse(prompt_logprobs=told).SerializeToString()
+                    logprobs = response.prefill_progress.prompt_logprobs
+                    if logprobs:
+                        self._logprobs += inference.GenerateResponse(
+                            prompt_logprobs=logprobs
+                        ).SerializeToString()
                 case "delta":
                     self._add(response.delta)
                 case "finished":

@@ -261,8 +261,8 @@ def call_id_maker(request_id: str, token_ids: Sequence[int]) -> Callable[[int], 
         number = int.from_bytes(hashlib.sha256(digest + index.to_bytes(8, "big")).digest(), "big")
         letters = []
         for _ in range(CALL_ID_LENGTH):
-            number, place = divmod(number, len(_ALPHABET))
-            letters.append(_ALPHABET[place])
+            number, digit = divmod(number, len(_ALPHABET))
+            letters.append(_ALPHABET[digit])
         return "".join(letters)
 
     return make

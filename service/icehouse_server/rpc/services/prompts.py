@@ -282,7 +282,7 @@ class PromptReader:
                     # Each image takes a turn of its own, so that others get theirs in between.
                     for pixel_bytes in opened.pixel_bytes:
                         read = self.run(opened.read_next, size_bytes=size_bytes, pixel_bytes=pixel_bytes)
-                        held.enter_context(self.image_memory.place(callers.origin.get(), await read))
+                        held.enter_context(self.image_memory.hold(callers.origin.get(), await read))
                 return await self.run(lambda: work(prompt, opened), size_bytes=size_bytes)
 
     async def run(self, work: Callable[[], Result], *, size_bytes: int = 0, pixel_bytes: int = 0) -> Result:
@@ -297,7 +297,7 @@ class PromptReader:
                 held.callback((await self._long_turns.take(origin)).release)
             held.callback((await self._turns.take(origin)).release)
             if pixel_bytes:
-                held.enter_context(self.image_memory.place(origin, pixel_bytes))
+                held.enter_context(self.image_memory.hold(origin, pixel_bytes))
             task = self._executor.submit(work)
         except BaseException:
             held.close()

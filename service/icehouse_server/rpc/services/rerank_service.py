@@ -129,7 +129,7 @@ _LENGTH_LIMIT = 4 << 20
 """Characters of one document's prompt; more would not fit into a context of a million tokens."""
 
 _NO_THINKING: Mapping[str, bool] = {"enable_thinking": False}
-_PLACES = re.compile(r"\{(instruction|query|document)\}")
+_PLACEHOLDERS = re.compile(r"\{(instruction|query|document)\}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -181,7 +181,7 @@ def form_of(request: messages.RerankRequest, info: ModelInfo) -> RerankForm:
     kind = request.WhichOneof("form")
     known = {"instruction": request.instruction or DEFAULT_INSTRUCTION, "query": request.query}
     if kind == "text":
-        _check_places("text", request.text)
+        _check_placeholders("text", request.text)
         return RerankForm(None, request.text, known)
     if not info.has_chat_template:
         raise InvalidRequest(
@@ -192,7 +192,7 @@ def form_of(request: messages.RerankRequest, info: ModelInfo) -> RerankForm:
     turns = request.turns if kind == "turns" else _DEFAULT_TURNS
     if not turns.user:
         refuse_value("turns.user", "", "the user's turn: no conversation is without one")
-    _check_places("turns", f"{turns.system}\n{turns.user}")
+    _check_placeholders("turns", f"{turns.system}\n{turns.user}")
     return RerankForm(turns, "", known)
 
 
@@ -219,10 +219,10 @@ def answers_of(positive: Sequence[int], negative: Sequence[int], *, vocabulary_s
     return positive[0], negative[0]
 
 
-def _check_places(field: str, template: str) -> None:
+def _check_placeholders(field: str, template: str) -> None:
     if len(template) > _FORM_LENGTH_LIMIT:
         refuse_value(field, len(template), f"at most {_FORM_LENGTH_LIMIT} characters", unit="characters")
-    missing = {"query", "document"} - set(_PLACES.findall(template))
+    missing = {"query", "document"} - set(_PLACEHOLDERS.findall(template))
     if missing:
         wanted = " and ".join(f"{{{name}}}" for name in sorted(missing))
         raise InvalidRequest(
@@ -237,9 +237,11 @@ def _check_places(field: str, template: str) -> None:
 def _filled_length(template: str, values: Mapping[str, str]) -> int:
     """Return the length of the filled template, without filling it."""
     lengths = ((f"{{{name}}}", len(value)) for name, value in values.items())
-    return len(template) + sum(template.count(place) * (length - len(place)) for place, length in lengths)
+    return len(template) + sum(
+        template.count(placeholder) * (length - len(placeholder)) for placeholder, length in lengths
+    )
 
 
 def _filled(template: str, values: Mapping[str, str]) -> str:
     """Put values into their places, all at once, so that a value is never taken for a place."""
-    return _PLACES.sub(lambda found: values[found[1]], template)
+    return _PLACEHOLDERS.sub(lambda found: values[found[1]], template)

@@ -42,7 +42,7 @@ _TIERS = {
 
 _DEFAULT_SALT = "(default)"
 """Salt of the default tenant's blocks, for another tenant's operator."""
-_KEPT_COUNT = 16
+_ENCODED_COUNT_LIMIT = 16
 """Encoded batches, of about 100 kB at most, that are kept for the next subscribers."""
 
 
@@ -69,7 +69,7 @@ class KvEventStreams:
     ) -> None:
         self._source = source
         self.operators_see_tokens = operators_see_tokens
-        self._kept: collections.OrderedDict[object, bytes] = collections.OrderedDict()
+        self._encoded_batches: collections.OrderedDict[object, bytes] = collections.OrderedDict()
         """Encoded batches without a load, the latest read last."""
         self.encoded_total = 0
         """Batches that were encoded, for all readers."""
@@ -112,14 +112,14 @@ class KvEventStreams:
         await self._sleep(delay_s)
         with watching as watch:
             records = LoadRecords(lambda: watch.load)
-            spoken_time = source.clock.monotonic()
+            sent_time = source.clock.monotonic()
             while not source.left_ready.is_set():
                 batch = subscription.take()
                 if batch is not None:
                     number = batch.sequence_number
                     yield self._encoded(batch, reader, records.beside_events())
                 else:
-                    is_due = source.clock.monotonic() - spoken_time >= HEARTBEAT_S
+                    is_due = source.clock.monotonic() - sent_time >= HEARTBEAT_S
                     heartbeat = records.alone(is_due=is_due)
                     if heartbeat is None:
                         await subscription.wait()
@@ -128,18 +128,18 @@ class KvEventStreams:
                         sequence_number=number, timestamp=source.clock.wall(), load=heartbeat
                     )
                     yield Encoded(message.SerializeToString())
-                spoken_time = source.clock.monotonic()
+                sent_time = source.clock.monotonic()
 
     def _encoded(self, batch: KvBatch, reader: Reader, load: common.EngineLoad) -> Encoded:
         """Return a batch with the load; it is encoded once for all who read the same."""
         key = (reader, batch.sequence_number, batch.snapshot)
-        data = self._kept.pop(key, None)
+        data = self._encoded_batches.pop(key, None)
         if data is None:
             data = batch_proto(batch, reader).SerializeToString()
             self.encoded_total += 1
-            if len(self._kept) >= _KEPT_COUNT:
-                self._kept.popitem(last=False)
-        self._kept[key] = data
+            if len(self._encoded_batches) >= _ENCODED_COUNT_LIMIT:
+                self._encoded_batches.popitem(last=False)
+        self._encoded_batches[key] = data
         # Encoded fields of one message may simply be joined.
         return Encoded(data + common.KvEventBatch(load=load).SerializeToString())
 
@@ -170,13 +170,13 @@ def _event_proto(event: KvEvent, reader: Reader) -> common.KvCacheEvent:
 
 def _stored_proto(event: BlockStored, reader: Reader) -> common.KvBlocksStored:
     block, (tier, medium) = event.block, _TIERS[event.tier]
-    told = common.KvBlock(block_hash=block.hash, block_size=block.token_count)
+    proto_block = common.KvBlock(block_hash=block.hash, block_size=block.token_count)
     if reader.sees_all_tokens or block.scope.tenant == reader.own:
-        told.token_ids.extend(unpack_tokens(block.packed_token_ids))
+        proto_block.token_ids.extend(unpack_tokens(block.packed_token_ids))
         for image in block.images:
-            told.extra_keys.add(multimodal=common.KvMultimodalKey(**image._asdict()))
+            proto_block.extra_keys.add(multimodal=common.KvMultimodalKey(**image._asdict()))
     stored = common.KvBlocksStored(
-        blocks=[told], tier=tier, medium=medium, locality=common.KV_CACHE_LOCALITY_LOCAL
+        blocks=[proto_block], tier=tier, medium=medium, locality=common.KV_CACHE_LOCALITY_LOCAL
     )
     if block.parent is not None:
         stored.parent_block_hash = block.parent

@@ -133,7 +133,7 @@ class VllmEngineService(Service):
                 running.note(event)
                 for completion in prepared.completions_of(index):
                     responses = replies[completion].responses(event)
-                    answers.keep(sum(reply.kept_bytes for reply in replies))
+                    answers.count_buffered(sum(reply.buffered_bytes for reply in replies))
                     for response in responses:
                         await timer.write(context, response)
 

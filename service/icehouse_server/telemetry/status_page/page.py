@@ -47,7 +47,7 @@ class StatusPage:
         self._clock = clock
         self._page = importlib.resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
         self._policy = content_security_policy(self._page)
-        self._places = threading.BoundedSemaphore(_WAITING_LIMIT)
+        self._waiting_slots = threading.BoundedSemaphore(_WAITING_LIMIT)
         self._lock = threading.Lock()
         self._report: bytes | None = None
         """None when the server did not answer."""
@@ -73,7 +73,7 @@ class StatusPage:
 
     def _latest_report(self) -> bytes | None:
         """Return a report of the last second; None when the server does not answer, or too many wait."""
-        if not self._places.acquire(blocking=False):
+        if not self._waiting_slots.acquire(blocking=False):
             return None
         try:
             with self._lock:
@@ -82,7 +82,7 @@ class StatusPage:
                     self._due_time = self._clock.monotonic() + _REPORT_INTERVAL_S
                 return self._report
         finally:
-            self._places.release()
+            self._waiting_slots.release()
 
     def _new_report(self) -> bytes | None:
         status = self._read()

@@ -156,7 +156,7 @@ async def test_a_subscriber_reads_one_tenants_events_in_order(published: Publish
 async def test_whoever_comes_late_is_told_everything_as_it_is_then(published: Published) -> None:
     published.tell(block(1), block(2), block(3), block(4, "other"))
     socket = await published.subscriber()
-    published.publisher.begin_retelling()
+    published.publisher.begin_republishing()
     published.tell(Left(KvTier.RAM, block(2).name))
     _, removed = await published.read(socket)
     assert removed == [["BlockRemoved", [2], "GPU"]]
@@ -169,7 +169,7 @@ async def test_what_comes_while_everything_is_told_again_is_told_behind_its_pare
 ) -> None:
     published.tell(block(1))
     socket = await published.subscriber()
-    published.publisher.begin_retelling()
+    published.publisher.begin_republishing()
     published.tell(Came(KvTier.RAM, block(2).name, block(1).name, False, 4, (2,) * 4))
     told: list[list[int]] = []
     while len(told) < 3:
