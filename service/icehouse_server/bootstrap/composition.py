@@ -108,7 +108,7 @@ def build_server(
     clock: Clock,
     draft: ModelSource | None = None,
 ) -> Server:
-    """Wire the rooms. Reads the tokenizer; raises ModelError when the folder has none to read."""
+    """Wire the parts of a server. Reads the tokenizer; raises ModelError when the folder has none to read."""
     source = model_source(config, model, dtype=weights_dtype(config.model, device))
     tokenizer = load_tokenizer(source)
     digests = open_digests(config.cache, clock)
@@ -137,9 +137,7 @@ def build_server(
     )
     engine = Engine(
         settings=EngineSettings(
-            limits=limits,
-            waiting=waiting_limits(config.engine),
-            flush_timeout_s=config.cache.flush_timeout_s,
+            limits=limits, waiting=waiting_limits(config.engine), flush_timeout_s=config.cache.flush_timeout_s
         ),
         runner=runner,
         make_prefix=lambda: cache.open_controller(runner, clock),

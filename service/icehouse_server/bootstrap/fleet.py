@@ -97,11 +97,7 @@ def _is_private(endpoint: str) -> bool:
 
 
 def worker_parts(
-    config: Config,
-    source: ModelSource,
-    *,
-    running_limit: int,
-    kv_events: KvEventSource | None = None,
+    config: Config, source: ModelSource, *, running_limit: int, kv_events: KvEventSource | None = None
 ) -> WorkerParts | None:
     """Return the parts of the worker protocol, None if it is off. Raises ConfigError without its extra."""
     if not config.fleet.worker_enabled:

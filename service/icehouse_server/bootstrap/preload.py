@@ -35,7 +35,7 @@ def runs_on_cpu() -> bool:
 
 
 def find_openblas() -> Path | None:
-    """Return the OpenBLAS library of this system: the usual places first, then the loader's own list."""
+    """Return the OpenBLAS library of this system: the usual paths first, then the loader's own list."""
     for pattern in _KNOWN_PATHS:
         path = Path(pattern.format(machine=platform.machine()))
         if path.exists():

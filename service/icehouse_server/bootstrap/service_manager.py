@@ -1,4 +1,4 @@
-"""Service manager: tells systemd when the server is ready, when it stops, and that it is alive.
+"""Service manager: notifies systemd when the server is ready, when it stops, and that it is alive.
 
 The protocol is one datagram per message to the socket that NOTIFY_SOCKET names (sd_notify(3)); without that
 variable nobody wants to know, and nothing is sent. Owned by the event loop.

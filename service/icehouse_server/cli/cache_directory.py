@@ -260,7 +260,7 @@ def _block_table(rows: Rows, shown: Sequence[BlockRecord]) -> Table:
     ]
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for name, column in zip(names, zip(names, *cells, strict=True), strict=True):
-        # On a narrow terminal the model's name gives way, and none of the figures.
+        # On a narrow terminal the model's name is cut, and none of the figures.
         table.add_column(
             name,
             no_wrap=True,
@@ -298,7 +298,7 @@ def discrepancy_facts(item: Discrepancy) -> dict[str, object]:
 
 
 def fact_text(name: str, value: object) -> str:
-    """Return one of a row's facts for people: sizes with units, times of this place."""
+    """Return one of a row's facts for people: sizes with units, local times."""
     if name in _BYTES and isinstance(value, int):
         return f"{value:,} bytes" + (f" ({size_text(value)})" if value >= 1024 else "")
     if name in _TIMES and isinstance(value, float):

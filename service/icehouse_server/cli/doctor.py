@@ -105,7 +105,7 @@ def check_device(config: Config) -> Check:
 
 
 def check_memory(config: Config) -> Check:
-    """Is there room for a model and its KV?"""
+    """Is there enough memory for a model and its KV?"""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     detail = f"{size_text(total)} of main memory"
     if total < _MEMORY_WANTED_BYTES:
@@ -145,7 +145,7 @@ def check_blas(config: Config) -> Check:
 def _has_gpu() -> bool:
     try:
         return find_device().is_gpu
-    except ImportError:  # of which another check tells
+    except ImportError:  # another check reports that
         return False
 
 
@@ -241,7 +241,7 @@ def _shown_address(config: Config) -> str:
 
 
 def check_disk(config: Config) -> Check:
-    """Is there room for the SSD tier, and may it be written?"""
+    """Is there space for the SSD tier, and may it be written?"""
     if not config.cache.has_ssd:
         return Check("disk", Verdict.OK, "the SSD tier is off")
     folder = config.cache.block_directory

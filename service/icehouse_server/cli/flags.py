@@ -84,7 +84,7 @@ class SettingsCommand(TyperCommand):
 
 
 def with_settings(command: Callable[..., None], *, takes_model: bool = False) -> Callable[..., None]:
-    """Give `command` an option for every setting, and `--config`, in the place of its parameter `loaded`.
+    """Give `command` an option for every setting, and `--config`, instead of its parameter `loaded`.
 
     It is called with the merged, validated configuration. With `takes_model` the model can be said without
     its flag, too.

@@ -47,7 +47,7 @@ _log = logging.getLogger("icehouse.boot")
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 _BOUNDS = BOUNDS
-"""What whoever stops the server was told."""
+"""Documented for whoever stops the server."""
 
 _LOOK_S = 0.02
 _LOOP_THREADS = "event_loop"
@@ -211,7 +211,7 @@ async def _drain(server: Server, *, grace_s: float, narrator: Narrator) -> None:
         ending_time = server.clock.monotonic() + ending_s
         server.engine.drain(grace_s=grace_s)
         async with _abandoned("calls", timeout_s=grace_s + _BOUNDS.edge_s):
-            # The engine ends what does not finish in time, so the edge need not cut in before it has told.
+            # The engine ends what does not finish in time, so the edge waits until it has reported that.
             await server.rpc.stop(grace_s=grace_s + 1)
             await server.kv_events.stop()
         left_s = max(0.0, ending_time - server.clock.monotonic())

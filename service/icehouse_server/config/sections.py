@@ -169,7 +169,7 @@ class CacheConfig:
 
     @property
     def is_encrypted(self) -> bool:
-        """Whether blocks are encrypted on their way to the SSD."""
+        """Whether blocks are encrypted before they are written to SSD."""
         return self.key_file is not None or self.key_command is not None
 
     @property
@@ -240,7 +240,7 @@ class KvEventsConfig:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TelemetryConfig:
-    """What the server tells of itself beside its log. All of it is off unless asked for."""
+    """What the server reports about itself beside its log. All of it is off unless asked for."""
 
     metrics_port: int | None = setting(
         None,
@@ -308,7 +308,7 @@ class LogConfig:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Config:
-    """All of it. Sections are named after the rooms that read them."""
+    """All sections, named after the packages that read them."""
 
     server: ServerConfig = dataclasses.field(default_factory=ServerConfig)
     connection: ConnectionConfig = dataclasses.field(default_factory=ConnectionConfig)

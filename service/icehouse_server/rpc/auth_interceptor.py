@@ -5,7 +5,7 @@ What a method allows is its row of the method table.
 A method with one request and one answer is served as if both were streams. Nobody can see that on the wire,
 and the server gains four things. The caller is known before any of its message is read. A message that
 trickles in holds nothing for longer than its timeout. Bytes that are no message get a status of ours. An
-answer that is not read still holds its caller's place, so nobody can leave answers unread for free.
+answer that is not read still holds its caller's slot, so nobody can leave answers unread for free.
 """
 
 from __future__ import annotations
@@ -252,13 +252,13 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
 
     @contextlib.contextmanager
     def _let_in(self, method: str, context: Context) -> Iterator[None]:
-        """Hold the call's place until it ends; raises what refuses it."""
+        """Hold the call's slot until it ends; raises what refuses it."""
         row = METHODS[method]
         caller = self._caller_of(row, context)
         if row.access is MethodAccess.OPERATOR:
             caller.require_operator(method.rpartition("/")[2])
         origin = origin_of(caller, context.peer())
-        # Before the place is taken, so that a refusal counts against this caller.
+        # Before the slot is taken, so that a refusal counts against this caller.
         callers.origin.set(origin)
         with contextlib.ExitStack() as held:
             if (own := self._caller_shares.get(method)) is not None:

@@ -63,7 +63,7 @@ PER_TOKEN = Metric("gen_ai.server.time_per_output_token", MetricKind.HISTOGRAM, 
 QUEUE_TIME = Metric("icehouse.request.queue.duration", MetricKind.HISTOGRAM, "s",
     "From a request's arrival until it left the queue.", (), _REQUEST_BUCKETS_S)
 RESTORE_TIME = Metric("icehouse.request.restore.duration", MetricKind.HISTOGRAM, "s",
-    "Putting a request's cached prefix in place; requests that reused one.", (), _REQUEST_BUCKETS_S)
+    "Restoring a request's cached prefix; requests that reused one.", (), _REQUEST_BUCKETS_S)
 PREFILL_TIME = Metric("icehouse.request.prefill.duration", MetricKind.HISTOGRAM, "s",
     "Computing the rest of a request's prompt, up to its first token.", (), _REQUEST_BUCKETS_S)
 FIRST_TOKEN_BY_REUSE = Metric("icehouse.request.first_token.duration", MetricKind.HISTOGRAM, "s",

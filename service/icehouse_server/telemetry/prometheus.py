@@ -149,7 +149,7 @@ _log = logging.getLogger("icehouse.metrics")
 
 CONNECTION_LIMIT = 32
 _READ_TIMEOUT_S = 30.0
-"""Time for a caller that says nothing, where nobody else wants its place."""
+"""Time limit for a caller that sends nothing, while nobody else needs its slot."""
 ANY_NAME = "*"
 _MISNAMED = (
     b"The server does not know itself by that name. Ask by its address, or list the name in "

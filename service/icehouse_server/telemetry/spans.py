@@ -1,7 +1,7 @@
 """OpenTelemetry spans of ended calls and of the spills that they caused, sent over OTLP.
 
 CallSpans are made when their facts are known: a call's when it ends, on the event loop, a spill's when its
-block is committed, on the storage thread. The inference thread only ever tells plain numbers, and
+block is committed, on the storage thread. The inference thread only reports plain numbers, and
 sending happens on the SDK's own thread, from a bounded queue that drops what it cannot hold.
 """
 
@@ -181,7 +181,7 @@ class Stage:
 def stages_of(record: CallRecord) -> Iterator[Stage]:
     """Yield the stages that the call came to, in their order.
 
-    Only what was told: a request that was cancelled in prefill has no prefill stage, since its length
+    Only what was reported: a request that was cancelled in prefill has no prefill stage, since its length
     is known of requests that ran to their end alone.
     """
     if record.tokenize_s > 0:

@@ -56,9 +56,9 @@ class Report:
 
 def _of_running(client: Client, *, limit_s: float) -> Report:
     bench = SpeedBench(client, clock=_CLOCK, deadline_time=_CLOCK.monotonic() + limit_s)
-    speeds, kept = _without_restart(bench)
-    if kept is not None:
-        client.cache.evict(kept, timeout_s=_EVICT_TIMEOUT_S)
+    speeds, prompt = _without_restart(bench)
+    if prompt is not None:
+        client.cache.evict(prompt, timeout_s=_EVICT_TIMEOUT_S)
     ssd = Speed("restore from SSD", note="needs a restart, so a server of its own: icehouse bench MODEL")
     return Report(bench.model_id, bench.device, (*speeds, ssd))
 
@@ -69,22 +69,22 @@ def _of_own(model: str, *, limit_s: float) -> Report:
         with first as (client, address), failing_call_ends(address):
             deadline_time = _CLOCK.monotonic() + limit_s
             bench = SpeedBench(client, clock=_CLOCK, deadline_time=deadline_time)
-            speeds, kept = _without_restart(bench)
+            speeds, prompt = _without_restart(bench)
             # The restart is no part of what is measured, nor of its time.
             left_s = deadline_time - _CLOCK.monotonic()
-        if kept is None:
+        if prompt is None:
             ssd = Speed("restore from SSD", note=speeds[-1].note)
         else:
             restarting = "starting another server on the same cache directory"
             second = serving(restarting, scratch=Path(name), model=model)
             with second as (client, address), failing_call_ends(address), err.status("restore from SSD"):
                 again = SpeedBench(client, clock=_CLOCK, deadline_time=_CLOCK.monotonic() + left_s)
-                ssd = again.restore(kept, tier="SSD")
+                ssd = again.restore(prompt, tier="SSD")
     return Report(bench.model_id, bench.device, (*speeds, ssd))
 
 
 def _without_restart(bench: SpeedBench) -> tuple[list[Speed], tuple[int, ...] | None]:
-    """Return what one process can tell, and the prompt that it restored."""
+    """Return what one process can measure, and the prompt that it restored."""
     speeds = []
     for token_count in PROMPT_TOKEN_COUNTS:
         with err.status(f"prefill of {token_count:,} tokens"):
@@ -94,12 +94,12 @@ def _without_restart(bench: SpeedBench) -> tuple[list[Speed], tuple[int, ...] | 
             speeds.append(bench.decode(row_count))
     fitting = [count for count in PROMPT_TOKEN_COUNTS if bench.fits(count)]
     with err.status("restore from RAM"):
-        kept = bench.keep(fitting[-1]) if fitting else None
-        if kept is None:
-            speeds.append(Speed("restore from RAM", note="no prompt could be kept in the time left"))
+        prompt = bench.cache_prompt(fitting[-1]) if fitting else None
+        if prompt is None:
+            speeds.append(Speed("restore from RAM", note="no prompt could be cached in the time left"))
         else:
-            speeds.append(bench.restore(kept, tier="RAM"))
-    return speeds, kept if speeds[-1].tokens_per_s is not None else None
+            speeds.append(bench.restore(prompt, tier="RAM"))
+    return speeds, prompt if speeds[-1].tokens_per_s is not None else None
 
 
 def _show(report: Report) -> None:
@@ -190,8 +190,8 @@ class SpeedBench:
             return Speed(name, note=f"nothing of the prompt was in the {tier} tier")
         return dataclasses.replace(speed, token_count=restored, tokens_per_s=restored / speed.duration_s)
 
-    def keep(self, token_count: int) -> tuple[int, ...] | None:
-        """Have a new prompt computed and kept; None where it does not fit or there is no time left."""
+    def cache_prompt(self, token_count: int) -> tuple[int, ...] | None:
+        """Have a new prompt computed and cached; None where it does not fit or there is no time left."""
         if not self.fits(token_count) or self._left_s <= 0:
             return None
         prompt = self.fresh_prompt(token_count)

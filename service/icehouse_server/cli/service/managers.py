@@ -311,7 +311,7 @@ class Launchd:
         return sealed(f"{(head + end).decode()}<!-- {SEAL_LINE} -->\n{body.decode()}")
 
     def start(self) -> None:
-        """Load the agent, in the place of one that is loaded."""
+        """Load the agent, replacing one that is loaded."""
         if self._is_loaded():
             answer_of(("launchctl", "bootout", _target()))
         answer_of(("launchctl", "bootstrap", _domain(), str(self.path)))

@@ -161,12 +161,7 @@ class Authenticator:
     """Finds out who calls. Owned by the event loop."""
 
     def __init__(
-        self,
-        *,
-        tokens: TokenFile | None,
-        by_certificate: bool,
-        operator_names: frozenset[str],
-        clock: Clock,
+        self, *, tokens: TokenFile | None, by_certificate: bool, operator_names: frozenset[str], clock: Clock
     ) -> None:
         self._tokens = tokens
         self._by_certificate = by_certificate
@@ -289,9 +284,7 @@ class Certificates:
     def credentials(self) -> grpc.ServerCredentials:
         """Return what to listen with. Keep this object for as long as the server listens."""
         return grpc.dynamic_ssl_server_credentials(
-            self._current(),
-            self._current,
-            require_client_authentication=self._client_ca is not None,
+            self._current(), self._current, require_client_authentication=self._client_ca is not None
         )
 
     def _current(self) -> grpc.ServerCertificateConfiguration:

@@ -1,4 +1,4 @@
-"""Shares: places and turns that callers have between them, so that none can take them all. Event loop.
+"""Shares: slots and turns that callers divide among them, so that none can take them all. Event loop.
 
 What is refused or has to wait depends on what is free: a caller may hold at most `factor` times what nobody
 holds (dynamic thresholds: Choudhury and Hahne, IEEE/ACM ToN 6(2), 1998). One busy caller gets
@@ -41,7 +41,7 @@ class FairShare:
 
     @contextlib.contextmanager
     def hold(self, origin: str, amount: int = 1) -> Iterator[None]:
-        """Hold places until the block ends; raises Overloaded when the caller may have no more now."""
+        """Hold slots until the block ends; raises Overloaded when the caller may have no more now."""
         self.take(origin, amount)
         try:
             yield
@@ -49,7 +49,7 @@ class FairShare:
             self.give_back(origin, amount)
 
     def take(self, origin: str, amount: int = 1) -> None:
-        """Hold places until they are given back; raises as `place` does."""
+        """Take slots until they are given back; raises as `hold` does."""
         held, more = self._held.get(origin, 0), amount - 1
         free = self.limit - self._total - more
         if free <= 0 or held + more >= min(self._factor * free, self._most):

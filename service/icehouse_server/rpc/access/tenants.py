@@ -179,11 +179,7 @@ class Tenants:
                 f"{waiting_count} requests of {_named(tenant)} wait, which is its limit; "
                 "try again when one has started",
                 retry_after_s=WAITING_RETRY_S,
-                metadata={
-                    "tenant": tenant,
-                    "waiting_count": waiting_count,
-                    "waiting_limit": limit,
-                },
+                metadata={"tenant": tenant, "waiting_count": waiting_count, "waiting_limit": limit},
             )
         wanted = sum(len(request.prompt_token_ids) + request.max_output_tokens for request in requests)
         self._check_budget(account, wanted)

@@ -133,7 +133,8 @@ class RpcCalls:
 
     @contextlib.asynccontextmanager
     async def call(self, context: Context, operation: Operation | None = None) -> AsyncIterator[RpcCall]:
-        """Wrap one servicer method: an error out of the block becomes a status, and all watchers are told."""
+        """Wrap one servicer method: an error out of the block becomes a status, and all watchers are
+        notified."""
         call = RpcCall(
             current_method.get(),
             self._clock.monotonic(),
@@ -232,7 +233,7 @@ def _end_now(timer: asyncio.Timeout) -> None:
 async def end(context: Context, status: grpc.Status) -> None:
     """End a call with a status, which is sent after the messages that the caller has not read yet.
 
-    A caller who never reads them keeps the call open, and its place taken, until the connection ends: gRPC's
+    A caller who never reads them keeps the call open, and its slot taken, until the connection ends: gRPC's
     Python cannot reset a single call.
     """
     with disconnect_as_cancel():

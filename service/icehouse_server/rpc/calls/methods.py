@@ -229,10 +229,7 @@ def shares_of(*, concurrent_call_limit: int, connection_limit: int) -> Mapping[C
         CallPool.COMMANDS: FairShare(limit=_COMMAND_LIMIT, factor=1.0, what="cache commands and counters"),
         CallPool.WATCHES: FairShare(limit=_WATCH_LIMIT, factor=0.25, what="watches"),
         CallPool.HEALTH: FairShare(
-            limit=health_limit,
-            factor=health_limit,
-            most=_HEALTH_CALLS_PER_CONNECTION,
-            what="health checks",
+            limit=health_limit, factor=health_limit, most=_HEALTH_CALLS_PER_CONNECTION, what="health checks"
         ),
     }
 

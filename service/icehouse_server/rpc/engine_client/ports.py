@@ -1,4 +1,4 @@
-"""Ports of the event loop: what it needs from the rooms below it."""
+"""Ports of the event loop: what it needs from the packages below it."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class GrammarPort(Protocol):
         """Return the cached grammar of a format, at once."""
 
     def compile(self, form: ResponseFormat) -> Grammar:
-        """Return a format's grammar; raises InvalidRequest with the place of a mistake."""
+        """Return a format's grammar; raises InvalidRequest with the position of a mistake."""
 
     def close(self) -> None:
         """End its processes."""

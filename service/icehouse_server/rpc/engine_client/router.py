@@ -109,7 +109,7 @@ class Router:
         try:
             self._loop.call_soon_threadsafe(function, *arguments)
         except RuntimeError:
-            # The loop ended before the engine did: nobody is left to tell.
+            # The loop ended before the engine did: nobody is left to notify.
             if not self._loop.is_closed():
                 raise
 

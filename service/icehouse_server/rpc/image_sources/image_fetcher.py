@@ -430,12 +430,7 @@ class _MeteredStream(io.RawIOBase):
 
 
 def open_connection(
-    ip: IpAddress,
-    address: WebAddress,
-    *,
-    tls: ssl.SSLContext | None,
-    timeout_s: float,
-    abort: FetchAbort,
+    ip: IpAddress, address: WebAddress, *, tls: ssl.SSLContext | None, timeout_s: float, abort: FetchAbort
 ) -> socket.socket:
     """Connect to one address of a host, which proves its name if there is TLS; raises OSError.
 

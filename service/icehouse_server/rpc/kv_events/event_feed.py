@@ -30,7 +30,7 @@ class EventFeed:
     """Keeps the latest batches, of about `replay_limit_bytes`.
 
     Numbers begin at the wall clock's milliseconds. A subscriber that comes back to a restarted server has a
-    number that this one never gave, and is told so, unless more than one batch a millisecond was made.
+    number that this one never gave, and gets an error, unless more than one batch a millisecond was made.
     Subscribed tenants have credentials, so there are not many channels.
     """
 
@@ -145,9 +145,9 @@ class BlockSnapshot:
 class Channel:
     """The numbered batches of one tenant or of all. Its owner says when the oldest one goes.
 
-    A subscription is only a place in a channel: one that stalls costs nobody anything, and learns that it is
-    too late when it asks for its next batch. Each channel counts its own batches, so a tenant's numbers say
-    nothing of the others.
+    A subscription is only a position in a channel: one that stalls costs nobody anything, and learns that it
+    is too late when it asks for its next batch. Each channel counts its own batches, so a tenant's numbers
+    say nothing of the others.
     """
 
     def __init__(self, state: Callable[[], State], *, number: int, clock: Clock) -> None:
@@ -165,7 +165,7 @@ class Channel:
         """Subscribers that fell too far behind."""
 
     def append(self, events: tuple[KvEvent, ...]) -> KvBatch:
-        """Number events and keep them; `wake` tells those who wait."""
+        """Number events and keep them; `wake` notifies those who wait."""
         self.last_number += 1
         batch = KvBatch(self.last_number, self._clock.wall(), events)
         self._ring.append(batch)

@@ -43,12 +43,7 @@ from icehouse_server.rpc.messages.responses import ReportNotes
 from icehouse_server.rpc.services.grammars import GrammarCompilers
 from icehouse_server.rpc.services.observation import StatsReader
 from icehouse_server.rpc.services.prepared import Prepared, RenderedConversation
-from icehouse_server.rpc.services.prompts import (
-    PromptReader,
-    ReadPrompt,
-    UncheckedPrompt,
-    prompt_of,
-)
+from icehouse_server.rpc.services.prompts import PromptReader, ReadPrompt, UncheckedPrompt, prompt_of
 from icehouse_server.structured_output.reasoning_budget import FormScope, ReasoningBudget
 from icehouse_server.text.reasoning import ReplyReasoning
 
@@ -320,10 +315,7 @@ def notes_of(prompt: ReadPrompt, model: ServedModel, *, tenant: Tenant, call: Rp
     def text(token_id: int) -> str:
         return tokenizer.decode_with_markers((token_id,)) or tokenizer.piece(token_id)
 
-    return ReportNotes(
-        text=text if call.caller.tenant in (None, tenant) else None,
-        changes=prompt.changes,
-    )
+    return ReportNotes(text=text if call.caller.tenant in (None, tenant) else None, changes=prompt.changes)
 
 
 async def _events(

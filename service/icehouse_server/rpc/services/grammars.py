@@ -67,8 +67,8 @@ class GrammarCompilers:
                 field=field,
                 metadata={"size_bytes": size, "limit_bytes": self._byte_limit},
             )
-        if (kept := self._compiler.kept(form)) is not None:
-            return kept
+        if (cached := self._compiler.kept(form)) is not None:
+            return cached
         origin = callers.origin.get()
         has_begun = False
         with self._waiting.hold(origin):

@@ -91,7 +91,7 @@ class Observation:
         return tuple(trailers)
 
     def _load_trailer(self) -> tuple[str, bytes] | None:
-        """Return the load report as a trailer; None before the engine has told its first counters."""
+        """Return the load report as a trailer; None before the first counters of the engine."""
         snapshot = self.poller.latest
         if snapshot.engine is None:
             return None
@@ -269,7 +269,7 @@ class StatsReader:
     async def read(self, caller: Caller) -> server_service_pb2.ServerStats:
         """Return the counters; raises Unavailable or EngineFailed if the engine does not run.
 
-        Only operators see the whole server's: they would tell one tenant of the others.
+        Only operators see the whole server's: they would show one tenant what the others do.
         """
         return self._stats_of(await self.ask(), caller)
 

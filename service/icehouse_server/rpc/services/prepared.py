@@ -122,7 +122,7 @@ def requests_together(
 ) -> tuple[list[int], list[GenerationRequest]]:
     """Return a request for each prompt, otherwise like `whole`, and which prompt each one is for.
 
-    The engine judges requests that come together by the first one, so that is the longest.
+    The engine decides on requests that come together by the first one, so that is the longest.
     """
     order = sorted(range(len(prompts)), key=lambda index: -len(prompts[index]))
     requests = [

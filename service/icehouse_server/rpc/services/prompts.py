@@ -310,7 +310,7 @@ class PromptReader:
 
 
 def check_length(token_count: int, info: ModelInfo, *, field: str) -> None:
-    """Refuse a prompt that leaves no room for one output token."""
+    """Refuse a prompt that leaves no space for one output token."""
     if token_count < info.context_token_limit:
         return
     raise InvalidRequest(

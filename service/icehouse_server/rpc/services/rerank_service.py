@@ -143,7 +143,7 @@ class RerankForm:
     def unchecked(self, document: str) -> UncheckedPrompt:
         """Return the prompt that asks about one document; raises InvalidRequest if it is too long.
 
-        A form may name a place many times, so the length is computed before it is filled.
+        A form may repeat a placeholder many times, so the length is computed before it is filled.
         """
         size = sum(_filled_length(text, self._values(document)) for text in self._texts)
         if size > _LENGTH_LIMIT:
@@ -243,5 +243,5 @@ def _filled_length(template: str, values: Mapping[str, str]) -> int:
 
 
 def _filled(template: str, values: Mapping[str, str]) -> str:
-    """Put values into their places, all at once, so that a value is never taken for a place."""
+    """Fill the placeholders, all at once, so that no value is taken for one."""
     return _PLACEHOLDERS.sub(lambda found: values[found[1]], template)

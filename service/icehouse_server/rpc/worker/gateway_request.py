@@ -220,11 +220,7 @@ def _ids(token_ids: Sequence[int], field: str, info: ModelInfo) -> Sequence[int]
             Reason.TOKEN_OUT_OF_RANGE,
             f"{item} is {token_ids[index]}; token ids of this model are 0 to {info.vocabulary_size - 1}",
             field=item,
-            metadata={
-                "index": index,
-                "token_id": token_ids[index],
-                "vocabulary_size": info.vocabulary_size,
-            },
+            metadata={"index": index, "token_id": token_ids[index], "vocabulary_size": info.vocabulary_size},
         )
     return token_ids
 
@@ -280,7 +276,7 @@ def sent_images_of(request: worker.GenerateRequest) -> SentImages:
     inputs = request.mm_inputs
     if (key := inputs.encoder_input_key) not in ("", _PIXELS):
         raise _invalid(f"{_FIELD}.encoder_input_key", f"is {shown(key)}; models served here take {_PIXELS}")
-    places = _spans_of(inputs, len(request.tokenized.input_ids))
+    spans = _spans_of(inputs, len(request.tokenized.input_ids))
     tensors = [_tensor_of(_PIXELS, inputs.pixel_values, f"{_FIELD}.{_PIXELS}")]
     for name, tensor in inputs.model_specific_tensors.items():
         field = f"{_FIELD}.model_specific_tensors[{shown(name)}]"
@@ -289,7 +285,7 @@ def sent_images_of(request: worker.GenerateRequest) -> SentImages:
         tensors.append(_tensor_of(name, tensor, field))
     return SentImages(
         tuple(tensors),
-        places,
+        spans,
         places_field=_PLACEHOLDERS,
         token_id=inputs.im_token_id if inputs.HasField("im_token_id") else None,
         token_field=f"{_FIELD}.im_token_id",

@@ -1,10 +1,10 @@
 """KV event batches as gateways read them: events, and how busy the server is.
 
-A subscriber is told of its own tenant's blocks, an operator of all. Token ids are prompts in another form, so
-an operator gets them for its own tenant's blocks only, and hashes for the others', unless a setting says
-otherwise. Gateways name no tenant in their requests. So the subscriber's own blocks have no salt and match,
-and another tenant's have its name as salt and match nothing. Blocks on SSD count as blocks in host memory:
-gateways ignore anything further away, and these need not be computed either.
+A subscriber gets events of its own tenant's blocks, an operator of all. Token ids are prompts in another
+form, so an operator gets them for its own tenant's blocks only, and hashes for the others', unless a setting
+says otherwise. Gateways name no tenant in their requests. So the subscriber's own blocks have no salt and
+match, and another tenant's have its name as salt and match nothing. Blocks on SSD count as blocks in host
+memory: gateways ignore anything further away, and these need not be computed either.
 """
 
 from __future__ import annotations
@@ -35,10 +35,7 @@ BEGINNINGS_PER_S = 4.0
 BEGINNING_BURST_COUNT = 8
 _LONGEST_S = 30.0
 
-_TIERS = {
-    KvTier.RAM: (common.KV_CACHE_TIER_DEVICE, "GPU"),
-    KvTier.SSD: (common.KV_CACHE_TIER_HOST, "CPU"),
-}
+_TIERS = {KvTier.RAM: (common.KV_CACHE_TIER_DEVICE, "GPU"), KvTier.SSD: (common.KV_CACHE_TIER_HOST, "CPU")}
 
 _DEFAULT_SALT = "(default)"
 """Salt of the default tenant's blocks, for another tenant's operator."""

@@ -122,7 +122,7 @@ class VllmEngineService(Service):
         timer: StallTimer,
         context: Context,
     ) -> None:
-        """Run the requests and write what they tell; raises Cancelled when one was cancelled."""
+        """Run the requests and write their events; raises Cancelled when one was cancelled."""
         if running.is_aborted:
             raise Cancelled(Reason.CANCELLED, "the request was aborted before it ran")
         submitted = self._generation.run(

@@ -18,7 +18,7 @@ from icehouse_server.text.tokenizer_archive import TokenizerArchive
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ServedFolder:
-    """What gateways are told of the model's folder."""
+    """What gateways may know of the model's folder."""
 
     path: str
     architectures: tuple[str, ...]

@@ -32,7 +32,7 @@ _NAME_BYTES = 5
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReportRules:
-    """What may be told to whoever reaches the port, and how blocks are named to them."""
+    """What may be shown to whoever reaches the port, and how blocks are named to them."""
 
     version: str
     shows_request_ids: bool
@@ -40,7 +40,7 @@ class ReportRules:
     name_key: bytes = dataclasses.field(repr=False)
     """Blocks are named by a keyed hash: a block's own name would prove a guess of its tokens."""
     decode: Decode | None = None
-    """Makes text of tokens; None where no text is told."""
+    """Makes text of tokens; None where no text is shown."""
 
 
 def report_of(
@@ -221,7 +221,7 @@ class PrefixNode:
     reused_token_total: int
     """Tokens that were not computed again thanks to these blocks."""
     branch_count: int
-    """Known ways in which prompts go on behind it, those that were never reused included."""
+    """Known continuations of prompts behind it, including those that were never reused."""
     children: tuple[PrefixNode, ...]
     head: TokenKeys | None = dataclasses.field(default=None, repr=False)
     """Its first tokens, `HEAD_TOKEN_LIMIT` at most; None where those of its first block are not known."""
@@ -251,7 +251,7 @@ class _Forest:
             self._saved[block.parent] += self._saved[block.hash]
 
     def nodes(self, limit: int) -> tuple[PrefixNode, ...]:
-        """Choose the nodes best first, so that no tree takes the place of a greater one's branches."""
+        """Choose the nodes best first, so that no tree displaces a larger one's branches."""
         chosen: dict[BlockHash, list[RecentBlock]] = {}
         waiting = [(-self._saved[top.hash], 0, top.hash, top) for top in self._shared(self._roots)]
         heapq.heapify(waiting)
@@ -269,7 +269,7 @@ class _Forest:
         return sorted(reused, key=lambda block: (-self._saved[block.hash], block.hash))
 
     def _run(self, first: RecentBlock) -> list[RecentBlock]:
-        """Return a block and those behind it, as long as there is one way on that half of its prompts go."""
+        """Return a block and those behind it, as long as half of its prompts continue in the same block."""
         run = [first]
         while len(behind := self._children[run[-1].hash]) == 1 and 2 * behind[0].hit_count >= first.hit_count:
             run.append(behind[0])

@@ -64,7 +64,7 @@ async def test_no_time_is_no_measurement_and_no_error() -> None:
         def late() -> list[str]:
             with Client(served.server.address, watches_health=False) as client:
                 bench = SpeedBench(client, clock=SystemClock(), deadline_time=0.0)
-                assert bench.keep(512) is None
+                assert bench.cache_prompt(512) is None
                 return [speed.note for speed in (bench.prefill(512), bench.decode(8))]
 
         notes = await asyncio.to_thread(late)
