@@ -87,8 +87,8 @@ app.add_typer(service_commands.app, name="service")
 @app.command()
 def version(as_json: AsJson = False) -> None:
     """Print the version."""
-    found = importlib.metadata.version("icehouse")
-    console.show({"version": found}, found, as_json=as_json)
+    installed = importlib.metadata.version("icehouse")
+    console.show({"version": installed}, installed, as_json=as_json)
 
 
 def _print_version(is_asked: bool) -> None:
@@ -105,16 +105,7 @@ def icehouse(
     ] = False,
 ) -> None:
     """Serve MLX language models over gRPC, with a prefix cache in RAM and on SSD."""
-    context.obj = _configured_address
-
-
-def _configured_address() -> str:
-    """Return where a client on this machine finds the configured server."""
-    config = load_config().config.server
-    if config.uds is not None:
-        return f"unix:{config.uds}"
-    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(config.host, config.host)
-    return f"{host}:{config.port}"
+    context.obj = lambda: load_config().config.server.local_address
 
 
 def main() -> None:

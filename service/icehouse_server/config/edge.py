@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping
 
 from icehouse_server.config.setting import KIB, MIB, Kind, names_in, setting
@@ -120,6 +121,14 @@ class ServerConfig:
     grammar_cache_count: int = setting(
         32, "How many compiled response formats are kept for later requests.", minimum=1
     )
+
+    @property
+    def local_address(self) -> str:
+        """Where a client on this machine finds the server: "host:port" or "unix:path"."""
+        if self.uds is not None:
+            return f"unix:{os.path.expanduser(self.uds)}"
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
+        return f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
 
     @property
     def session_keys(self) -> tuple[str, ...]:

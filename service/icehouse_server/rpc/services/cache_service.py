@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Protocol
 
-from icehouse.v1 import cache_policy_pb2, cache_service_pb2_grpc, prompt_pb2
 from icehouse.v1 import cache_service_pb2 as messages
+from icehouse.v1 import cache_service_pb2_grpc
 
 from icehouse_server.domain.cache_commands import (
     CacheCommand,
@@ -31,19 +30,12 @@ from icehouse_server.rpc.messages.responses import (
     verify_result,
     warm_response,
 )
-from icehouse_server.rpc.services.generation import Service
+from icehouse_server.rpc.services.generation import PromptMessage, Service
 from icehouse_server.rpc.services.prepared import Prepared
 from icehouse_server.rpc.services.prompts import UncheckedPrompt, prompt_of
 
 
-class _Scoped(Protocol):
-    @property
-    def prompt(self) -> prompt_pb2.Prompt: ...
-    @property
-    def cache(self) -> cache_policy_pb2.CachePolicy: ...
-
-
-def scope_of(request: _Scoped, call: RpcCall) -> CacheScope:
+def scope_of(request: PromptMessage, call: RpcCall) -> CacheScope:
     """Return whose blocks a command is about; raises Forbidden. The adapter is checked with the prompt."""
     return CacheScope(tenant_of(request.cache, call.caller), AdapterName(request.prompt.adapter))
 

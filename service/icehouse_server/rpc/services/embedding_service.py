@@ -103,7 +103,7 @@ class EmbeddingService(Service, embedding_service_pb2_grpc.EmbeddingServiceServi
         inputs: list[tuple[int, ...]] = []
         for index, message in enumerate(request.inputs):
             with names_item(f"inputs[{index}]"):
-                check = functools.partial(input_of, message, message.WhichOneof("input"), model.info)
+                check = functools.partial(input_of, message, model.info)
                 prompt = UncheckedPrompt(check, message.ByteSize())
                 inputs.append((await self._prompts.read(prompt, model)).token_ids)
         call.prompt_token_count = sum(map(len, inputs))

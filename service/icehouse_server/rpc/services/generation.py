@@ -6,9 +6,14 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Protocol
 
-from icehouse.v1 import cache_policy_pb2, prompt_pb2
+from icehouse.v1 import (
+    cache_policy_pb2,
+    cache_service_pb2,
+    embedding_service_pb2,
+    inference_service_pb2,
+    rerank_service_pb2,
+)
 
 from icehouse_server.clock import Clock
 from icehouse_server.config import ServerConfig
@@ -46,6 +51,21 @@ from icehouse_server.rpc.services.prepared import Prepared, RenderedConversation
 from icehouse_server.rpc.services.prompts import PromptReader, ReadPrompt, UncheckedPrompt, prompt_of
 from icehouse_server.structured_output.reasoning_budget import FormScope, ReasoningBudget
 from icehouse_server.text.reasoning import ReplyReasoning
+
+RunMessage = (
+    inference_service_pb2.GenerateRequest
+    | cache_service_pb2.WarmRequest
+    | embedding_service_pb2.EmbedRequest
+    | rerank_service_pb2.RerankRequest
+)
+"""A request that makes the engine run."""
+PromptMessage = (
+    cache_service_pb2.ExplainRequest
+    | cache_service_pb2.PinRequest
+    | cache_service_pb2.UnpinRequest
+    | cache_service_pb2.EvictRequest
+)
+"""A request that asks the cache about a prompt."""
 
 
 class Generation:
@@ -331,23 +351,3 @@ async def _events(
             raise event.error
         stays[index].note(event)
         yield index, event
-
-
-class RunMessage(Protocol):
-    """A request message that makes the engine run."""
-
-    @property
-    def request_id(self) -> str: ...
-    @property
-    def model(self) -> str: ...
-    @property
-    def priority(self) -> int: ...
-
-
-class PromptMessage(Protocol):
-    """A request message that asks the cache about a prompt."""
-
-    @property
-    def model(self) -> str: ...
-    @property
-    def prompt(self) -> prompt_pb2.Prompt: ...

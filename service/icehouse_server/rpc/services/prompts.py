@@ -10,9 +10,9 @@ import concurrent.futures
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from icehouse.v1 import prompt_pb2, tool_pb2
+from icehouse.v1 import embedding_service_pb2, prompt_pb2, tool_pb2
 
 from icehouse_server.config import ServerConfig
 from icehouse_server.domain.blocks import TokenKeys
@@ -189,17 +189,9 @@ def with_sent_images(prompt: UncheckedPrompt, read: Callable[[], SentImages]) ->
     return UncheckedPrompt(check, max(prompt.size_bytes, _LONG_BYTES + 1))
 
 
-class InputMessage(Protocol):
-    """A message with only a text or tokens."""
-
-    @property
-    def text(self) -> str: ...
-    @property
-    def tokens(self) -> prompt_pb2.TokenPrompt: ...
-
-
-def input_of(message: InputMessage, kind: str | None, info: ModelInfo) -> Text | Tokens:
-    """Return the input that `kind` names, not empty; raises InvalidRequest."""
+def input_of(message: embedding_service_pb2.EmbedInput, info: ModelInfo) -> Text | Tokens:
+    """Return the input, not empty; raises InvalidRequest."""
+    kind = message.WhichOneof("input")
     if kind is None:
         raise _missing("`text` or `tokens`")
     if kind == "tokens":
