@@ -22,8 +22,7 @@ from icehouse_server.rpc.services.observation import StatusReader
 from icehouse_server.rpc.services.server_service import server_version
 from icehouse_server.storage.api import Outcome, Persisted, Ticket
 from icehouse_server.telemetry.call_metrics import FIRST_TOKEN_BY_REUSE, CallMetrics
-from icehouse_server.telemetry.status_page.page import StatusPage
-from icehouse_server.telemetry.status_page.report import ReportRules
+from icehouse_server.telemetry.status_page.page import ReportRules, StatusPage
 
 if TYPE_CHECKING:
     # Slow to import: only who asks for metrics or traces pays for it.

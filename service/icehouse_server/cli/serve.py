@@ -1,9 +1,9 @@
-"""`icehouse serve`: start the server, say how it goes, drain it on a signal.
+"""`icehouse serve`: start the server, report how it goes, drain it on a signal.
 
 Start: model folder, tokenizer, address, engine. Whether the address and the cache directory are free is
-looked at first, so that a taken one is known at once. The address is bound before the model is loaded;
-health stays NOT_SERVING until the model is warm.
-Stop: no new calls, running ones finish within the grace, then the engine's thread ends.
+checked first, so that a used one is reported at once. The address is bound before the model is loaded; health
+stays NOT_SERVING until the model is warm. Stop: no new calls, running ones finish within the grace, then the
+engine's thread ends.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from typing import NoReturn
 
 import uvloop
@@ -30,7 +31,6 @@ from icehouse_server.bootstrap.machine import (
     wanted_file_count,
 )
 from icehouse_server.bootstrap.model_source import locate_draft_model, locate_model
-from icehouse_server.bootstrap.service_manager import ServiceManager, manager_of
 from icehouse_server.cli.service.stop_bounds import BOUNDS
 from icehouse_server.cli.terminal.build_progress import build_progress
 from icehouse_server.clock import Clock, SystemClock
@@ -280,3 +280,86 @@ def _leave(code: int) -> NoReturn:
     for handler in logging.getLogger().handlers:
         handler.flush()
     os._exit(code)
+
+
+_manager_log = logging.getLogger("icehouse.service_manager")
+
+_SEND_TIMEOUT_S = 1.0
+"""How long the event loop waits for a manager that does not read. Then the message is dropped."""
+
+_PINGS_PER_INTERVAL = 4
+"""Pings within the time after which systemd considers the server stuck."""
+
+
+class ServiceManager:
+    """Notifies systemd when the server is ready, when it stops, and that it is alive. Owned by the event
+    loop.
+
+    A message is one datagram to the socket that NOTIFY_SOCKET names (sd_notify(3)); without that variable
+    nothing is sent. A manager that cannot be reached costs a line in the log, never the server.
+    """
+
+    def __init__(self, address: str | None, *, watchdog_s: float | None = None) -> None:
+        self._address = address
+        self._ping_interval_s = None if watchdog_s is None else watchdog_s / _PINGS_PER_INTERVAL
+
+    def ready(self, status: str) -> None:
+        """Say that the server is ready; `status` is shown to people."""
+        self._send("READY=1", f"STATUS={' '.join(status.split())}")
+
+    def stopping(self) -> None:
+        self._send("STOPPING=1", "STATUS=finishing running calls and writing RAM's blocks to SSD")
+
+    def ping(self, is_alive: Callable[[], bool]) -> None:
+        """Say that the server is alive. If it is not, send nothing, so that it is restarted."""
+        if is_alive():
+            self._send("WATCHDOG=1")
+        else:
+            _manager_log.warning(
+                "watchdog_ping_withheld", extra={"detail": "the inference thread is stuck or in a long step"}
+            )
+
+    @contextlib.asynccontextmanager
+    async def watched(self, is_alive: Callable[[], bool]) -> AsyncIterator[None]:
+        """Ping while the block runs, if the manager has a watchdog."""
+        if self._address is None or self._ping_interval_s is None:
+            yield
+            return
+        pinging = asyncio.create_task(self._ping_for_ever(is_alive, self._ping_interval_s))
+        try:
+            yield
+        finally:
+            pinging.cancel()
+
+    async def _ping_for_ever(self, is_alive: Callable[[], bool], interval_s: float) -> None:
+        while True:
+            self.ping(is_alive)
+            await asyncio.sleep(interval_s)
+
+    def _send(self, *lines: str) -> None:
+        if self._address is None:
+            return
+        # A name that begins with @ has no file: its first byte is zero (unix(7)).
+        address = f"\0{self._address[1:]}" if self._address.startswith("@") else self._address
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+                sender.settimeout(_SEND_TIMEOUT_S)
+                sender.sendto("\n".join(lines).encode(errors="replace"), address)
+        except OSError as error:
+            _manager_log.warning(
+                "service_manager_unreachable", extra={"unsent": lines[0], "detail": str(error)}
+            )
+
+
+def manager_of(environ: Mapping[str, str], *, pid: int) -> ServiceManager:
+    """Return who started the process `pid` with this environment, as sd_watchdog_enabled(3) reads it."""
+    address = environ.get("NOTIFY_SOCKET") or None
+    if address is not None and not address.startswith(("/", "@")):
+        _manager_log.warning("service_manager_unreachable", extra={"detail": f"NOTIFY_SOCKET is {address!r}"})
+        address = None
+    interval_us = environ.get("WATCHDOG_USEC", "")
+    is_for_us = environ.get("WATCHDOG_PID") in (None, "", str(pid))
+    # No more digits than any interval has: Python refuses thousands of them.
+    is_number = interval_us.isascii() and interval_us.isdigit() and len(interval_us) < 20
+    watchdog_s = int(interval_us) / 1e6 if is_for_us and is_number else 0.0
+    return ServiceManager(address, watchdog_s=watchdog_s or None)

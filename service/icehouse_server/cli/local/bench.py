@@ -137,7 +137,11 @@ class Speed:
 
 
 class SpeedBench:
-    """Measures one server until a deadline (`Clock.monotonic`); a call that fails raises but for lateness."""
+    """Measures one server until a deadline (`Clock.monotonic`); a call that fails raises but for lateness.
+
+    Prompts are new tokens for each measurement, so that nothing of them is cached. What does not fit into the
+    time left is reported as not measured.
+    """
 
     def __init__(self, client: Client, *, clock: Clock, deadline_time: float) -> None:
         self._client = client

@@ -7,7 +7,7 @@ import dataclasses
 from icehouse_server.domain.blocks import TokenKeys
 from icehouse_server.domain.cache_commands import RecentBlock
 from icehouse_server.domain.ids import BlockHash
-from icehouse_server.telemetry.status_page.report import (
+from icehouse_server.telemetry.status_page.page import (
     BRANCH_LIMIT,
     DEPTH_LIMIT,
     HEAD_TOKEN_LIMIT,
