@@ -40,8 +40,7 @@ def open_cipher(cache: CacheConfig, files: Files) -> Cipher | None:
     """
     if not cache.is_encrypted:
         return None
-    data_keys = encryption()
-    master_key = read_master_key(cache)
+    data_keys, master_key = encryption(), read_master_key(cache)
     assert master_key is not None, "an encrypted cache has a key"
     paths = StorePaths(str(cache.block_directory.absolute()))
 
@@ -81,8 +80,7 @@ def find_cipher(cache: CacheConfig, files: Files) -> Cipher | None:
     """Return what opens the directory's blocks, for looking only; None without a key that does."""
     if not cache.is_encrypted:
         return None
-    data_keys = encryption()
-    master_key = read_master_key(cache)
+    data_keys, master_key = encryption(), read_master_key(cache)
     assert master_key is not None, "an encrypted cache has a key"
     paths = StorePaths(str(cache.block_directory.absolute()))
     try:

@@ -140,7 +140,7 @@ class ServerSecurity:
                 extra={
                     "kind": name,
                     "waited_s": _SLOW_S,
-                    "detail": "changes are not seen until the disk answers",
+                    "detail": "no changes are seen until the disk answers",
                 },
             )
         return await answer
@@ -185,33 +185,27 @@ class Authenticator:
                 "this server wants a token; send the metadata `authorization: Bearer <token>`",
             )
         if len(given) > 1 or not isinstance(given[0], str) or given[0][: len(_SCHEME)].lower() != _SCHEME:
-            raise Unauthenticated(
-                Reason.CREDENTIALS_INVALID,
-                "the metadata `authorization` must be there once and read `Bearer <token>`",
-            )
+            raise _invalid("the metadata `authorization` must be there once and read `Bearer <token>`")
         caller = tokens.find(given[0][len(_SCHEME) :].strip(), now=self._clock.wall())
         if caller is None:
-            raise Unauthenticated(
-                Reason.CREDENTIALS_INVALID,
-                "the token is not known here or has expired; ask the server's operator for one",
-            )
+            raise _invalid("the token is not known here or has expired; ask the server's operator for one")
         return caller
 
     def _by_name(self, auth_context: AuthContext) -> Caller:
         names = [*auth_context.get("peer_uri", ()), *auth_context.get("peer_dns", ())]
         if not names:
-            raise Unauthenticated(
-                Reason.CREDENTIALS_INVALID,
-                "the client certificate has no URI or DNS name among its subject alternative names",
+            raise _invalid(
+                "the client certificate has no URI or DNS name among its subject alternative names"
             )
-        name = names[0].decode("utf-8", "replace")
-        if len(names[0]) > _NAME_BYTE_LIMIT:
-            raise Unauthenticated(
-                Reason.CREDENTIALS_INVALID,
-                f"the client certificate's name has {len(names[0])} bytes, the limit is {_NAME_BYTE_LIMIT}",
-            )
+        name, size = names[0].decode("utf-8", "replace"), len(names[0])
+        if size > _NAME_BYTE_LIMIT:
+            raise _invalid(f"the client certificate's name has {size} bytes, the limit is {_NAME_BYTE_LIMIT}")
         role = Role.OPERATOR if name in self._operator_names else Role.TENANT
         return Caller(Tenant(name), role)
+
+
+def _invalid(message: str) -> Unauthenticated:
+    return Unauthenticated(Reason.CREDENTIALS_INVALID, message)
 
 
 class Certificates:

@@ -151,12 +151,14 @@ def read_file(address: FileAddress, *, limit_bytes: int, field: str) -> bytes:
     """
     with contextlib.ExitStack() as opened:
         try:
-            return _read(opened, address, limit_bytes=limit_bytes, field=field)
+            return _read_opened(opened, address, limit_bytes=limit_bytes, field=field)
         except OSError as error:
             raise _unreadable(field) from error
 
 
-def _read(opened: contextlib.ExitStack, address: FileAddress, *, limit_bytes: int, field: str) -> bytes:
+def _read_opened(
+    opened: contextlib.ExitStack, address: FileAddress, *, limit_bytes: int, field: str
+) -> bytes:
     def opening(path: str, flags: int, *, folder: int | None = None) -> int:
         descriptor = os.open(path, flags, dir_fd=folder)
         opened.callback(os.close, descriptor)

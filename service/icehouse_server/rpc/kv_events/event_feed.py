@@ -14,11 +14,12 @@ from collections.abc import Callable, Iterable, Iterator
 from icehouse_server.clock import Clock
 from icehouse_server.domain.ids import Tenant
 from icehouse_server.errors import EventsExpired, EventsLost, Reason
-from icehouse_server.rpc.kv_events.block_mirror import BlockMirror, Held
-from icehouse_server.rpc.kv_events.kv_event_types import (
+from icehouse_server.rpc.kv_events.block_mirror import (
+    BlockMirror,
     BlockRemoved,
     BlocksCleared,
     BlockStored,
+    Held,
     KvBatch,
     KvBlock,
     KvEvent,

@@ -25,9 +25,9 @@ from icehouse_server.domain.ids import BlockHash, Tenant
 from icehouse_server.engine.core.block_log import KvTier
 from icehouse_server.errors import Reason, StartError
 from icehouse_server.rpc.calls import background
+from icehouse_server.rpc.kv_events.block_mirror import BlockRemoved, BlockStored, KvBatch, KvEvent
 from icehouse_server.rpc.kv_events.event_feed import BATCH_TOKEN_COUNT
 from icehouse_server.rpc.kv_events.kv_event_source import CONNECT_PREFIX, KvEventSource
-from icehouse_server.rpc.kv_events.kv_event_types import BlockRemoved, BlockStored, KvBatch, KvEvent
 
 _QUEUE_LIMIT = 1_000
 """Messages of at most 100 kB or so that wait for one subscriber; further ones are lost to it."""

@@ -26,9 +26,9 @@ from icehouse_server.rpc.access.caller import Caller
 from icehouse_server.rpc.access.shares import RateLimit
 from icehouse_server.rpc.calls import background
 from icehouse_server.rpc.calls.wire import Encoded
+from icehouse_server.rpc.kv_events.block_mirror import BlockRemoved, BlockStored, KvBatch, KvEvent
 from icehouse_server.rpc.kv_events.event_feed import Subscription
 from icehouse_server.rpc.kv_events.kv_event_source import KvEventSource
-from icehouse_server.rpc.kv_events.kv_event_types import BlockRemoved, BlockStored, KvBatch, KvEvent
 
 BEGINNINGS_PER_S = 4.0
 """How often one caller may subscribe, from 0 or from a number: blocks are encoded again for either."""

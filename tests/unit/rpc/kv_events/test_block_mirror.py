@@ -16,8 +16,14 @@ from icehouse_server.engine.core.block_log import (
     RootForgotten,
     RootsKnown,
 )
-from icehouse_server.rpc.kv_events.block_mirror import BlockMirror
-from icehouse_server.rpc.kv_events.kv_event_types import BlockImage, BlockRemoved, BlockStored, KvEvent, cut
+from icehouse_server.rpc.kv_events.block_mirror import (
+    BlockImage,
+    BlockMirror,
+    BlockRemoved,
+    BlockStored,
+    KvEvent,
+    cut,
+)
 
 RAM, SSD = KvTier.RAM, KvTier.SSD
 ROOT = BlockHash(b"r" * 32)

@@ -9,9 +9,14 @@ import pytest
 from icehouse_server.domain.ids import BlockHash, CacheScope, Tenant
 from icehouse_server.engine.core.block_log import Came, Change, KvTier, Left, RootsKnown
 from icehouse_server.errors import EventsExpired, EventsLost
-from icehouse_server.rpc.kv_events.block_mirror import BlockMirror
+from icehouse_server.rpc.kv_events.block_mirror import (
+    BlockMirror,
+    BlocksCleared,
+    BlockStored,
+    KvBatch,
+    KvBlock,
+)
 from icehouse_server.rpc.kv_events.event_feed import BATCH_TOKEN_COUNT, EventFeed, State, Subscription
-from icehouse_server.rpc.kv_events.kv_event_types import BlocksCleared, BlockStored, KvBatch, KvBlock
 
 from tests.fixtures.engine import FakeClock
 from tests.fixtures.kv_events import Gateway

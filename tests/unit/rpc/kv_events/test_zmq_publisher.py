@@ -13,7 +13,7 @@ from icehouse_server.domain.blocks import pack_tokens
 from icehouse_server.domain.ids import AdapterName, BlockHash, CacheScope, Tenant
 from icehouse_server.engine.core.block_log import BlockLog, Came, Change, KvTier, Left, RootsKnown
 from icehouse_server.errors import StartError
-from icehouse_server.rpc.kv_events.kv_event_types import (
+from icehouse_server.rpc.kv_events.block_mirror import (
     BlockImage,
     BlockRemoved,
     BlocksCleared,
