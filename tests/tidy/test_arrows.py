@@ -108,7 +108,7 @@ OWNERS = {
     "sqlite3": ("storage.disk_error", "storage.local."),
     "cryptography": ("storage.local.encryption.aes_gcm",),
     "prometheus_client": ("telemetry.prometheus",),
-    "opentelemetry": ("telemetry.spans",),
+    "opentelemetry": ("telemetry.call_spans",),
     "smg_grpc_proto": ("rpc.worker.",),
     "zmq": ("rpc.kv_events.zmq_publisher",),
     "msgpack": ("rpc.kv_events.zmq_publisher",),

@@ -14,7 +14,7 @@ from icehouse_server.domain.ids import DEFAULT_TENANT, Tenant
 from icehouse_server.engine.core.block_log import BlockLog
 from icehouse_server.engine.runner.model_loader import ModelSource, read_config, read_generation_config
 from icehouse_server.errors import Reason, StartError, imports_of_extra
-from icehouse_server.rpc.engine_client.ports import EnginePort
+from icehouse_server.rpc.engine_client.engine_ports import EnginePort
 from icehouse_server.rpc.engine_client.router import Router
 from icehouse_server.rpc.kv_events.kv_event_source import CONNECT_PREFIX, KvEventSource
 from icehouse_server.rpc.listen_address import is_loopback
@@ -32,7 +32,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from icehouse_server.bootstrap.cache import build_cache_parts, fingerprint_of, open_digests
+from icehouse_server.bootstrap.cache_parts import build_cache_parts, fingerprint_of, open_digests
 from icehouse_server.bootstrap.machine import memory_limit
 from icehouse_server.bootstrap.model_source import check_files
 from icehouse_server.bootstrap.preload import openblas_loaded
@@ -60,7 +60,7 @@ from icehouse_server.engine.scheduling.limits import SchedulerLimits
 from icehouse_server.engine.scheduling.policy import GPU_POLICY, POLICY, PassPolicy
 from icehouse_server.engine.scheduling.waiting_queue import WaitingLimits
 from icehouse_server.errors import IcehouseError
-from icehouse_server.rpc.engine_client.ports import ServedModel
+from icehouse_server.rpc.engine_client.engine_ports import ServedModel
 from icehouse_server.rpc.rpc_server import RpcServer
 from icehouse_server.storage.local.tier import LocalTier
 from icehouse_server.structured_output.compiler import GrammarCompiler, stack_bytes

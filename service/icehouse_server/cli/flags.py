@@ -18,7 +18,7 @@ from icehouse_client.cli.option_groups import with_groups
 from typer.core import TyperCommand, TyperOption
 
 from icehouse_server.config import SETTINGS, LoadedConfig, load_config
-from icehouse_server.config.setting import Kind, Setting
+from icehouse_server.config.setting import Setting, SettingKind
 
 _PANELS = {
     "server": "Server",
@@ -35,14 +35,14 @@ _PANELS = {
 }
 
 _METAVARS = {
-    Kind.TEXT: "TEXT",
-    Kind.PATH: "PATH",
-    Kind.NAMED_PATHS: "NAME=PATH,…",
-    Kind.COUNT: "N",
-    Kind.SECONDS: "SECONDS",
-    Kind.MILLISECONDS: "MS",
-    Kind.RATIO: "0..1",
-    Kind.BYTES: "SIZE",
+    SettingKind.TEXT: "TEXT",
+    SettingKind.PATH: "PATH",
+    SettingKind.NAMED_PATHS: "NAME=PATH,…",
+    SettingKind.COUNT: "N",
+    SettingKind.SECONDS: "SECONDS",
+    SettingKind.MILLISECONDS: "MS",
+    SettingKind.RATIO: "0..1",
+    SettingKind.BYTES: "SIZE",
 }
 
 
@@ -150,7 +150,7 @@ def _keyword(name: str, annotation: Any, *, default: object = None) -> inspect.P
 
 def _parameter(setting: Setting) -> inspect.Parameter:
     # Text options, whatever the kind: `Setting.parse` reads flags, variables and files alike.
-    switch = setting.kind is Kind.SWITCH
+    switch = setting.kind is SettingKind.SWITCH
     name = f"{setting.flag}/--no-{setting.flag.removeprefix('--')}" if switch else setting.flag
     option = typer.Option(
         name,
@@ -173,11 +173,11 @@ def value_text(setting: Setting, value: object) -> str:
         return "none"
     if isinstance(value, tuple):
         return ",".join(map(str, value))
-    if setting.kind is Kind.BYTES and isinstance(value, int) and value:
+    if setting.kind is SettingKind.BYTES and isinstance(value, int) and value:
         return size_text(value)
-    if setting.kind is Kind.SWITCH:
+    if setting.kind is SettingKind.SWITCH:
         return "on" if value else "off"
-    unit = {Kind.SECONDS: " s", Kind.MILLISECONDS: " ms"}.get(setting.kind, "")
+    unit = {SettingKind.SECONDS: " s", SettingKind.MILLISECONDS: " ms"}.get(setting.kind, "")
     return f"{value:g}{unit}" if isinstance(value, float) else f"{value}{unit}"
 
 

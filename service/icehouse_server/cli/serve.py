@@ -22,7 +22,7 @@ from typing import NoReturn
 import uvloop
 
 from icehouse_server import heap
-from icehouse_server.bootstrap.cache import check_directory
+from icehouse_server.bootstrap.cache_parts import check_directory
 from icehouse_server.bootstrap.composition import Server, build_server
 from icehouse_server.bootstrap.machine import (
     allow_open_files,

@@ -6,7 +6,7 @@ import dataclasses
 import os
 from collections.abc import Mapping
 
-from icehouse_server.config.setting import KIB, MIB, Kind, names_in, setting
+from icehouse_server.config.setting import KIB, MIB, SettingKind, names_in, setting
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -18,7 +18,7 @@ class ServerConfig:
     uds: str | None = setting(
         None,
         "Unix socket to listen on instead of TCP; the file is created and removed by the server.",
-        kind=Kind.PATH,
+        kind=SettingKind.PATH,
     )
     max_message_bytes: int = setting(
         16 * MIB, "Maximum size of a request message.", minimum=1024, maximum=1024 * MIB
@@ -180,13 +180,13 @@ class SecurityConfig:
     """Certificates, tokens, tenants. Without any of it whoever reaches the address may do everything."""
 
     tls_certificate: str | None = setting(
-        None, "PEM file with the server's certificate chain; switches TLS on.", kind=Kind.PATH
+        None, "PEM file with the server's certificate chain; switches TLS on.", kind=SettingKind.PATH
     )
-    tls_key: str | None = setting(None, "PEM file with the certificate's private key.", kind=Kind.PATH)
+    tls_key: str | None = setting(None, "PEM file with the certificate's private key.", kind=SettingKind.PATH)
     tls_client_ca: str | None = setting(
         None,
         "PEM file with the authorities of client certificates; every client then needs one.",
-        kind=Kind.PATH,
+        kind=SettingKind.PATH,
     )
     token_file: str | None = setting(
         None, "File of hashed bearer tokens, from `icehouse token new`; every call then needs one."

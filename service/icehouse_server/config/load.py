@@ -1,6 +1,6 @@
 """Configuration loader: flags, environment and file to one validated `Config`, each value with its origin.
 
-Precedence: flag, then environment variable, then file, then default. This module and `paths` are the
+Precedence: flag, then environment variable, then file, then default. This module and `user_paths` are the
 server's only readers of the environment.
 """
 

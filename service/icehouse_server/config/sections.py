@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from icehouse_server.config import paths
+from icehouse_server.config import user_paths
 from icehouse_server.config.edge import ConnectionConfig, SecurityConfig, ServerConfig, TenantConfig
 from icehouse_server.config.setting import GIB, MIB, NamedPath, Setting, names_in, setting, settings_of
 
@@ -176,7 +176,7 @@ class CacheConfig:
     def block_directory(self) -> Path:
         """The SSD tier's folder, with the default filled in. Not created here."""
         if self.directory is None:
-            return paths.cache_directory() / "blocks"
+            return user_paths.cache_directory() / "blocks"
         return Path(self.directory).expanduser()
 
 

@@ -38,7 +38,7 @@ from icehouse_server.rpc.calls.call_lifecycle import Context, RpcCalls, end
 from icehouse_server.rpc.calls.status import status_of
 from icehouse_server.rpc.calls.watchers import Telemetry
 from icehouse_server.rpc.engine_client.answers import StallTimer
-from icehouse_server.rpc.engine_client.ports import EnginePort, GrammarPort
+from icehouse_server.rpc.engine_client.engine_ports import EnginePort, GrammarPort
 from icehouse_server.rpc.engine_client.router import Router
 from icehouse_server.rpc.listen_address import Bound, bind, server_options
 from icehouse_server.rpc.services.cache_service import CacheService

@@ -34,7 +34,7 @@ from icehouse_server.domain.stats import Snapshot
 from icehouse_server.errors import Reason, StartError
 from icehouse_server.telemetry.call_metrics import CALL_METRICS
 from icehouse_server.telemetry.metric import HistogramSeries, Metric, MetricKind
-from icehouse_server.telemetry.table import OBSERVED_METRICS, Observed
+from icehouse_server.telemetry.metrics_table import OBSERVED_METRICS, Observed
 
 
 class PrometheusMeter:

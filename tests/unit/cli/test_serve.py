@@ -27,7 +27,7 @@ from icehouse_server.device import find_device
 from icehouse_server.domain.model import EngineState
 from icehouse_server.engine.runner.runner import ModelRunner
 from icehouse_server.errors import Reason, StartError
-from icehouse_server.rpc.engine_client.ports import ServedModel
+from icehouse_server.rpc.engine_client.engine_ports import ServedModel
 from icehouse_server.rpc.engine_client.router import Router
 from icehouse_server.rpc.rpc_server import Health
 from icehouse_server.storage.files import SystemFiles

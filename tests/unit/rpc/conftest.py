@@ -14,7 +14,7 @@ import pytest
 from icehouse_server.config import Config, ConnectionConfig, SecurityConfig, ServerConfig, TenantConfig
 from icehouse_server.domain.model import EngineState, ModelInfo
 from icehouse_server.rpc.calls.watchers import Telemetry
-from icehouse_server.rpc.engine_client.ports import ServedModel
+from icehouse_server.rpc.engine_client.engine_ports import ServedModel
 from icehouse_server.rpc.engine_client.router import Router
 from icehouse_server.rpc.rpc_server import RpcServer
 

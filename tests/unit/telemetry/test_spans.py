@@ -16,8 +16,8 @@ from icehouse_server.domain.ids import Tenant
 from icehouse_server.domain.request import part_of, request_id_of
 from icehouse_server.errors import ConfigError
 from icehouse_server.storage.api import Failure, Outcome, Persisted, Ticket
-from icehouse_server.telemetry import spans as module
-from icehouse_server.telemetry.spans import CallSpans, otlp_exporter, stages_of
+from icehouse_server.telemetry import call_spans as module
+from icehouse_server.telemetry.call_spans import CallSpans, otlp_exporter, stages_of
 
 from tests.fixtures.known_blocks import Shelf, record_of
 from tests.fixtures.proxy import RefusingProxy
@@ -187,7 +187,7 @@ def test_traces_without_the_extra_are_refused_with_the_cure(monkeypatch: pytest.
     original = builtins.__import__
 
     def without(name: str, *rest: Any, **named: Any) -> Any:
-        if name.startswith("icehouse_server.telemetry.spans"):
+        if name.startswith("icehouse_server.telemetry.call_spans"):
             raise ModuleNotFoundError("gone", name="opentelemetry")
         return original(name, *rest, **named)
 

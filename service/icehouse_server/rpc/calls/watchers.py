@@ -21,7 +21,7 @@ from icehouse_server.telemetry.call_metrics import CallMetrics
 
 if TYPE_CHECKING:
     # Needs an optional extra.
-    from icehouse_server.telemetry.spans import CallSpans
+    from icehouse_server.telemetry.call_spans import CallSpans
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

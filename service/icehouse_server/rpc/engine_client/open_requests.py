@@ -11,8 +11,8 @@ from icehouse_server.domain.ids import RequestId
 from icehouse_server.domain.request import GenerationRequest
 from icehouse_server.errors import InvalidRequest, NotFound, Reason
 from icehouse_server.rpc.access.caller import Caller, Role
+from icehouse_server.rpc.engine_client.engine_ports import EnginePort
 from icehouse_server.rpc.engine_client.outbox import Outbox
-from icehouse_server.rpc.engine_client.ports import EnginePort
 from icehouse_server.rpc.engine_client.router import Router
 
 

@@ -16,8 +16,8 @@ from icehouse_server.domain.model import EngineState
 from icehouse_server.domain.request import name_of
 from icehouse_server.engine.core.refusals import engine_failed
 from icehouse_server.errors import AlreadyExists, IcehouseError, Reason, Unavailable
+from icehouse_server.rpc.engine_client.engine_ports import ServedModel
 from icehouse_server.rpc.engine_client.outbox import Outbox
-from icehouse_server.rpc.engine_client.ports import ServedModel
 
 Answer = TypeVar("Answer")
 

@@ -24,7 +24,7 @@ from icehouse_server.domain.stats import KvEventStats
 from icehouse_server.engine.core.block_log import BlockLog
 from icehouse_server.errors import IcehouseError, Overloaded
 from icehouse_server.rpc.calls import background
-from icehouse_server.rpc.engine_client.ports import EnginePort
+from icehouse_server.rpc.engine_client.engine_ports import EnginePort
 from icehouse_server.rpc.engine_client.router import Router
 from icehouse_server.rpc.kv_events.block_mirror import BlockMirror
 from icehouse_server.rpc.kv_events.event_feed import EventFeed, Subscription

@@ -14,7 +14,7 @@ from icehouse_server.domain.model import ModelInfo
 from icehouse_server.domain.request import Pooling, Vector, finished
 from icehouse_server.errors import CannotFit, Reason
 from icehouse_server.rpc.calls.call_lifecycle import Context, RpcCall
-from icehouse_server.rpc.engine_client.ports import ServedModel
+from icehouse_server.rpc.engine_client.engine_ports import ServedModel
 from icehouse_server.rpc.messages.field_checks import refuse_value
 from icehouse_server.rpc.messages.proto_map import duration_proto
 from icehouse_server.rpc.services.generation import Service

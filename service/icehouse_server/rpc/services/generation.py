@@ -29,9 +29,9 @@ from icehouse_server.rpc.access.tenants import Stay, Tenants
 from icehouse_server.rpc.calls.call_lifecycle import RpcCall, RpcCalls
 from icehouse_server.rpc.engine_client.answers import StallTimer
 from icehouse_server.rpc.engine_client.engine_cache import EngineCache
+from icehouse_server.rpc.engine_client.engine_ports import EnginePort, ServedModel
 from icehouse_server.rpc.engine_client.open_requests import OpenRequest, OpenRequests
 from icehouse_server.rpc.engine_client.outbox import Outboxes
-from icehouse_server.rpc.engine_client.ports import EnginePort, ServedModel
 from icehouse_server.rpc.engine_client.router import Router
 from icehouse_server.rpc.messages.field_checks import (
     cache_use_of,

@@ -15,7 +15,7 @@ from icehouse_server.domain.response_format import Grammar, ResponseFormat, size
 from icehouse_server.errors import IcehouseError, InvalidRequest, Overloaded, Reason
 from icehouse_server.rpc.access import caller as callers
 from icehouse_server.rpc.access.shares import FairQueue, FairShare, ended
-from icehouse_server.rpc.engine_client.ports import GrammarPort
+from icehouse_server.rpc.engine_client.engine_ports import GrammarPort
 
 THREAD_COUNT = 2
 WAITING_LIMIT = 256

@@ -31,7 +31,7 @@ from icehouse_server.rpc.calls.call_lifecycle import Trailers
 from icehouse_server.rpc.calls.watchers import AccessLog, SlowRequests, Telemetry
 from icehouse_server.rpc.calls.wire import Encoded, WireInterceptor
 from icehouse_server.rpc.engine_client.engine_cache import EngineCache
-from icehouse_server.rpc.engine_client.ports import EnginePort
+from icehouse_server.rpc.engine_client.engine_ports import EnginePort
 from icehouse_server.rpc.engine_client.router import Router
 from icehouse_server.rpc.messages.proto_map import to_proto
 from icehouse_server.rpc.messages.responses import tenant_stats_protos

@@ -30,7 +30,7 @@ from icehouse_server.domain.events import (
     Started,
 )
 from icehouse_server.domain.request import GenerationRequest, part_of
-from icehouse_server.rpc.engine_client.ports import ServedModel
+from icehouse_server.rpc.engine_client.engine_ports import ServedModel
 from icehouse_server.rpc.messages.proto_map import duration_proto, timestamp_proto
 from icehouse_server.rpc.messages.responses import (
     NO_NOTES,

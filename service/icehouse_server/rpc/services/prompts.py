@@ -22,7 +22,7 @@ from icehouse_server.domain.request import ImageSpan, SentImages, keys_of
 from icehouse_server.errors import InvalidRequest, Reason
 from icehouse_server.rpc.access import caller as callers
 from icehouse_server.rpc.access.shares import FairQueue, FairShare, ended
-from icehouse_server.rpc.engine_client.ports import ServedModel
+from icehouse_server.rpc.engine_client.engine_ports import ServedModel
 from icehouse_server.rpc.image_sources.image_fetcher import ImageFetcher
 from icehouse_server.rpc.messages.conversations import check_no_tools, conversation_of
 from icehouse_server.rpc.messages.field_checks import check_token_ids, shown
