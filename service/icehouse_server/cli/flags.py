@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from icehouse_client.cli.console import out, print_json
+from icehouse_client.cli.console import AsJson, out, print_json
 from icehouse_client.cli.figures import size_text
 from icehouse_client.cli.option_groups import with_groups
 from typer.core import TyperCommand, TyperOption
@@ -181,8 +181,8 @@ def value_text(setting: Setting, value: object) -> str:
     return f"{value:g}{unit}" if isinstance(value, float) else f"{value}{unit}"
 
 
-def show_config(loaded: LoadedConfig, *, as_json: bool = False) -> None:
-    """Print every setting with its effective value and its source (flag, variable, file or default)."""
+def show_config(loaded: LoadedConfig, as_json: AsJson = False) -> None:
+    """Print the effective settings and where each came from."""
     if as_json:
         values = {setting.key: attrgetter(setting.key)(loaded.config) for setting in SETTINGS}
         facts = {key: {"value": value, "source": loaded.sources[key]} for key, value in values.items()}

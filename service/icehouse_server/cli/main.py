@@ -12,8 +12,8 @@ from icehouse_client.cli import main as client
 from icehouse_client.cli.console import EXIT_FAILURE, EXIT_USAGE, AsJson, complain
 
 from icehouse_server.bootstrap.preload import load_openblas
-from icehouse_server.cli import cache_directory, flags, key, token
-from icehouse_server.cli.flags import SettingsCommand, with_settings
+from icehouse_server.cli import cache_directory, key, token
+from icehouse_server.cli.flags import SettingsCommand, show_config, with_settings
 from icehouse_server.cli.local.bench import bench
 from icehouse_server.cli.local.run import run
 from icehouse_server.cli.service import service_commands
@@ -45,11 +45,6 @@ def _serve(loaded: LoadedConfig) -> None:
     serve(loaded)
 
 
-def _config(loaded: LoadedConfig, as_json: AsJson = False) -> None:
-    """Print the effective settings and where each came from."""
-    flags.show_config(loaded, as_json=as_json)
-
-
 def _doctor(loaded: LoadedConfig, as_json: AsJson = False) -> None:
     """Check whether this machine is ready to serve, and say what to do if not."""
     from icehouse_server.cli.doctor import doctor
@@ -77,7 +72,7 @@ app.command("run")(run)
 app.command("bench")(bench)
 app.registered_commands += client.app.registered_commands
 app.command("doctor", cls=SettingsCommand)(with_settings(_doctor))
-app.command("config", cls=SettingsCommand)(with_settings(_config))
+app.command("config", cls=SettingsCommand)(with_settings(show_config))
 app.add_typer(cache_directory.app, name="cache")
 app.add_typer(key.app, name="key")
 app.add_typer(token.app, name="token")
