@@ -68,11 +68,11 @@ class Target:
 
     def grade(self, median: float) -> Grade:
         """Return what a median comes to."""
-        if self._is_logged(median, self.goal):
+        if self._is_kept(median, self.goal):
             return Grade.GOAL_MET
-        return Grade.MUST_MET if self._is_logged(median, self.must) else Grade.MISSED
+        return Grade.MUST_MET if self._is_kept(median, self.must) else Grade.MISSED
 
-    def _is_logged(self, median: float, limit: float) -> bool:
+    def _is_kept(self, median: float, limit: float) -> bool:
         return median >= limit if self.bound is Bound.AT_LEAST else median <= limit
 
 
