@@ -1,48 +1,28 @@
-"""Composition root: from a configuration to a server, wired but not started, with what it offers to
-gateways."""
+"""Composition root: from a configuration to a server that is wired but not started, gateways' part included."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
-
-from icehouse_server.clock import Clock
-from icehouse_server.config import Config
-from icehouse_server.domain.ids import DEFAULT_TENANT, Tenant
-from icehouse_server.engine.core.block_log import BlockLog
-from icehouse_server.engine.runner.model_loader import ModelSource, read_config, read_generation_config
-from icehouse_server.errors import Reason, StartError, imports_of_extra
-from icehouse_server.rpc.engine_client.engine_ports import EnginePort
-from icehouse_server.rpc.engine_client.router import Router
-from icehouse_server.rpc.kv_events.kv_event_source import CONNECT_PREFIX, KvEventSource
-from icehouse_server.rpc.listen_address import is_loopback
-from icehouse_server.text.tokenizer_archive import read_tokenizer_archive
-
-if TYPE_CHECKING:
-    # Of an optional extra.
-    from icehouse_server.rpc.kv_events.zmq_publisher import ZmqPublisher
-    from icehouse_server.rpc.worker.worker_info import WorkerParts
-
-
-import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from icehouse_server.bootstrap.cache_parts import build_cache_parts, fingerprint_of, open_digests
 from icehouse_server.bootstrap.machine import memory_limit
 from icehouse_server.bootstrap.model_source import check_files
 from icehouse_server.bootstrap.preload import openblas_loaded
 from icehouse_server.bootstrap.telemetry import TelemetryParts
-from icehouse_server.config import EngineConfig, ModelConfig
+from icehouse_server.clock import Clock
+from icehouse_server.config import Config, EngineConfig, ModelConfig
 from icehouse_server.config.setting import NamedPath
 from icehouse_server.device import Device
 from icehouse_server.domain.events import Event
-from icehouse_server.domain.ids import AdapterName, RequestId
+from icehouse_server.domain.ids import DEFAULT_TENANT, AdapterName, RequestId, Tenant
 from icehouse_server.domain.model import EngineState, ModelInfo, ReplyFormatInfo
+from icehouse_server.engine.core.block_log import BlockLog
 from icehouse_server.engine.core.mailbox import Mailbox, Message
 from icehouse_server.engine.engine import Engine, EngineSettings
 from icehouse_server.engine.kv.page_groups import PAGE_TOKEN_COUNT
@@ -50,7 +30,10 @@ from icehouse_server.engine.runner.forward import Attention
 from icehouse_server.engine.runner.identity.fingerprint import adapter_digest
 from icehouse_server.engine.runner.model_loader import (
     AdapterSource,
+    ModelSource,
     load_tokenizer,
+    read_config,
+    read_generation_config,
     sees_images,
     vocabulary_size,
 )
@@ -59,17 +42,25 @@ from icehouse_server.engine.runner.vision import mlx_vlm
 from icehouse_server.engine.scheduling.limits import SchedulerLimits
 from icehouse_server.engine.scheduling.policy import GPU_POLICY, POLICY, PassPolicy
 from icehouse_server.engine.scheduling.waiting_queue import WaitingLimits
-from icehouse_server.errors import IcehouseError
-from icehouse_server.rpc.engine_client.engine_ports import ServedModel
+from icehouse_server.errors import IcehouseError, Reason, StartError, imports_of_extra
+from icehouse_server.rpc.engine_client.engine_ports import EnginePort, ServedModel
+from icehouse_server.rpc.engine_client.router import Router
+from icehouse_server.rpc.kv_events.kv_event_source import CONNECT_PREFIX, KvEventSource
+from icehouse_server.rpc.listen_address import is_loopback
 from icehouse_server.rpc.rpc_server import RpcServer
 from icehouse_server.storage.local.tier import LocalTier
 from icehouse_server.structured_output.compiler import GrammarCompiler, stack_bytes
 from icehouse_server.structured_output.form_trial import TrialLimits, TrialProcess
 from icehouse_server.text.tokenizer import Tokenizer
+from icehouse_server.text.tokenizer_archive import read_tokenizer_archive
 
 if TYPE_CHECKING:
-    # Of an optional extra.
+    # Of optional extras.
+    from icehouse_server.rpc.kv_events.zmq_publisher import ZmqPublisher
+    from icehouse_server.rpc.worker.worker_info import WorkerParts
     from icehouse_server.vision.image_reader import ImageReader
+
+_log = logging.getLogger("icehouse.boot")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -313,14 +304,11 @@ class EngineListener:
 
 def _log_replies(format: ReplyFormatInfo) -> None:
     """Log how chat replies will be parsed, and markers that nothing parses."""
-    log = logging.getLogger("icehouse.boot")
     facts = {"calls": format.calls or "none", "reasoning": format.reasoning_start or "none"}
-    log.info("reply_format_found", extra={**facts, "evidence": "; ".join(format.evidence) or "none"})
+    _log.info("reply_format_found", extra={**facts, "evidence": "; ".join(format.evidence) or "none"})
     if format.unread_markers:
-        log.warning("reply_markers_unread", extra={"markers": " ".join(format.unread_markers)})
+        _log.warning("reply_markers_unread", extra={"markers": " ".join(format.unread_markers)})
 
-
-_boot_log = logging.getLogger("icehouse.boot")
 
 _SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
@@ -348,7 +336,7 @@ class KvEventParts:
         """Publish for the server at this address; raises StartError when the endpoint cannot be had."""
         self._address = address
         if self._publisher is not None:
-            _boot_log.info("kv_events_opened", extra={"endpoint": self._publisher.start()})
+            _log.info("kv_events_opened", extra={"endpoint": self._publisher.start()})
 
     async def stop(self) -> None:
         await self.source.stop()

@@ -131,8 +131,8 @@ def test_a_block_does_not_keep_the_whole_cache_alive() -> None:
     evaluate([part])
     del whole
     gc.collect()
-    buffered_bytes = mx.get_active_memory() - before_bytes
-    assert buffered_bytes < 256 * 1024, f"a slice of {part.size_bytes} bytes keeps {buffered_bytes} alive"
+    kept_bytes = mx.get_active_memory() - before_bytes
+    assert kept_bytes < 256 * 1024, f"a slice of {part.size_bytes} bytes keeps {kept_bytes} alive"
 
 
 def test_views_are_read_and_freed_on_another_thread() -> None:
