@@ -1,4 +1,4 @@
-"""Composition root: from a configuration to a server that is wired but not started, gateways' part included."""
+"""Composition root: from a configuration to a server that is wired but not started, gateways included."""
 
 from __future__ import annotations
 

@@ -206,8 +206,8 @@ class SimDisk:
         if not os.path.isfile(path):
             return None
         data = Path(path).read_bytes()
-        buffered_bytes = len(data) // 2 if path in self._unsynced else len(data)
-        return _Replaced(data[:buffered_bytes], os.stat(path).st_mtime_ns)
+        kept_bytes = len(data) // 2 if path in self._unsynced else len(data)
+        return _Replaced(data[:kept_bytes], os.stat(path).st_mtime_ns)
 
     def _note_rename(self, rename: _Rename) -> None:
         self._renames.append(rename)
