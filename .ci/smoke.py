@@ -17,7 +17,7 @@ from pathlib import Path
 
 import jsonschema
 import numpy as np
-from icehouse_server.cli.local.server import serving
+from icehouse_server.cli.local.child_server import serving
 from icehouse_server.demo.build import ensure_demo_model
 from icehouse_server.demo.models import SMOLLM2
 from safetensors.numpy import save_file

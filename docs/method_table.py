@@ -40,7 +40,7 @@ def _line(name: str, row: Method) -> str:
         late = f"{row.message_timeout_s:g} s"
     end = "never" if row.deadline_s is None else _duration(row.deadline_s)
     few = "any" if row.caller_limit is None else str(row.caller_limit)
-    cells = (f"`{name}`", row.access, row.pool, few, row.place, row.cost, size, late, end)
+    cells = (f"`{name}`", row.access, row.pool, few, row.thread, row.cost, size, late, end)
     return f"| {' | '.join(cells)} |"
 
 

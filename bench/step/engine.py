@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from icehouse_server.bootstrap.server import build_server
+from icehouse_server.bootstrap.composition import build_server
 from icehouse_server.clock import SystemClock
 from icehouse_server.config import load_config
 from icehouse_server.device import Device

@@ -10,7 +10,7 @@ from tests.tidy.tree import SERVER, Module, modules, nodes_of
 
 # Called name -> modules that may call it (exact names).
 DOORS = {
-    "os.environ": ("icehouse_server.config.load", "icehouse_server.config.paths"),
+    "os.environ": ("icehouse_server.config.load", "icehouse_server.config.user_paths"),
     "os.getenv": (),
     "time.time": ("icehouse_server.clock",),
     "time.monotonic": ("icehouse_server.clock",),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
+from icehouse_server.cli import cache_directory as cache
 from icehouse_server.cli import main as cli
-from icehouse_server.cli.cache import commands as cache
 from icehouse_server.cli.flags import value_text
 from icehouse_server.config import SETTINGS
 

@@ -39,8 +39,7 @@ def open_cipher(cache: CacheConfig, files: Files) -> Cipher | None:
     """
     if not cache.is_encrypted:
         return None
-    data_keys = encryption()
-    master_key = read_master_key(cache)
+    data_keys, master_key = encryption(), read_master_key(cache)
     assert master_key is not None, "an encrypted cache has a key"
     paths = StorePaths(str(cache.block_directory.absolute()))
 
@@ -57,7 +56,7 @@ def open_cipher(cache: CacheConfig, files: Files) -> Cipher | None:
         # A disk that only refuses to be written stops no start: the tier begins with writes off.
         cipher = None
         with contextlib.suppress(OSError):
-            cipher = in_time(lambda: _found_cipher(data_keys, files, paths, master_key))
+            cipher = in_time(lambda: _existing_cipher(data_keys, files, paths, master_key))
         if cipher is None:
             raise _unusable(paths, error) from error
         _log.warning("cache_key_read_only", extra={"key": cipher.key_id.hex(), "detail": str(error)})
@@ -80,12 +79,11 @@ def find_cipher(cache: CacheConfig, files: Files) -> Cipher | None:
     """Return what opens the directory's blocks, for looking only; None without a key that does."""
     if not cache.is_encrypted:
         return None
-    data_keys = encryption()
-    master_key = read_master_key(cache)
+    data_keys, master_key = encryption(), read_master_key(cache)
     assert master_key is not None, "an encrypted cache has a key"
     paths = StorePaths(str(cache.block_directory.absolute()))
     try:
-        return _found_cipher(data_keys, files, paths, master_key)
+        return _existing_cipher(data_keys, files, paths, master_key)
     except OSError as error:
         raise _unusable(paths, error) from error
 
@@ -110,7 +108,9 @@ def _cipher(data_key: bytes, *, wrapped_key: bytes = b"") -> Cipher:
     return Cipher(data_key, wrapped_key=wrapped_key)
 
 
-def _found_cipher(data_keys: ModuleType, files: Files, paths: StorePaths, master_key: bytes) -> Cipher | None:
+def _existing_cipher(
+    data_keys: ModuleType, files: Files, paths: StorePaths, master_key: bytes
+) -> Cipher | None:
     """Return the cipher of a data key that exists already, without writing anything."""
     data_key = data_keys.find_key(files, paths, master_key=master_key)
     return None if data_key is None else _cipher(data_key)

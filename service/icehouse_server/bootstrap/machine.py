@@ -15,16 +15,13 @@ from icehouse_server.device import USABLE_SHARE, Device
 _CACHE_SHARE_CPU = 0.25
 _CACHE_SHARE_GPU = 0.2
 """Share of a device without other users. Model and live KV need the rest."""
-_CGROUP_LIMITS = (
-    Path("/sys/fs/cgroup/memory.max"),
-    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
-)
+_CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 
 def memory_limit(configured_bytes: int, device: Device) -> int:
     """Return the limit of model, KV and cache together in bytes. `configured_bytes` 0 derives it.
 
-    That is most of what is free on the device; where it tells no size (a CPU) of RAM, or of the container's
+    That is most of what is free on the device; where it reports no size (a CPU) of RAM, or of the container's
     limit where that is lower. Never 0.
     """
     if configured_bytes or device.free_bytes:
@@ -74,7 +71,7 @@ def give_back_large_arrays() -> None:
     ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
 
 
-def keep_from_collections() -> int:
+def freeze_objects() -> int:
     """Exclude all present objects from garbage collection; return how many they are.
 
     A full collection visits some 120,000 objects of modules and model, and every thread waits for it: 0.08 to

@@ -17,7 +17,7 @@ from pathlib import Path
 
 _log = logging.getLogger("icehouse.boot")
 
-_KNOWN_PLACES = (
+_KNOWN_PATHS = (
     "/usr/lib/{machine}-linux-gnu/openblas-pthread/libopenblas.so.0",
     "/usr/lib/{machine}-linux-gnu/libopenblas.so.0",
     "/usr/lib64/libopenblasp.so.0",
@@ -35,11 +35,11 @@ def runs_on_cpu() -> bool:
 
 
 def find_openblas() -> Path | None:
-    """Return the OpenBLAS library of this system: the usual places first, then the loader's own list."""
-    for pattern in _KNOWN_PLACES:
-        place = Path(pattern.format(machine=platform.machine()))
-        if place.exists():
-            return place
+    """Return the OpenBLAS library of this system: the usual paths first, then the loader's own list."""
+    for pattern in _KNOWN_PATHS:
+        path = Path(pattern.format(machine=platform.machine()))
+        if path.exists():
+            return path
     return _ask_ldconfig()
 
 

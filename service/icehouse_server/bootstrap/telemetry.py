@@ -17,18 +17,17 @@ from icehouse_server.domain.stats import ServerStatus
 from icehouse_server.errors import ConfigError, Reason, StartError, imports_of_extra
 from icehouse_server.rpc.calls.watchers import Telemetry
 from icehouse_server.rpc.listen_address import is_loopback
-from icehouse_server.rpc.server import RpcServer
+from icehouse_server.rpc.rpc_server import RpcServer
 from icehouse_server.rpc.services.observation import StatusReader
 from icehouse_server.rpc.services.server_service import server_version
 from icehouse_server.storage.api import Outcome, Persisted, Ticket
 from icehouse_server.telemetry.call_metrics import FIRST_TOKEN_BY_REUSE, CallMetrics
-from icehouse_server.telemetry.status_page.page import StatusPage
-from icehouse_server.telemetry.status_page.report import ReportRules
+from icehouse_server.telemetry.status_page.page import ReportRules, StatusPage
 
 if TYPE_CHECKING:
     # Slow to import: only who asks for metrics or traces pays for it.
+    from icehouse_server.telemetry.call_spans import CallSpans
     from icehouse_server.telemetry.prometheus import PrometheusEndpoint, PrometheusMeter
-    from icehouse_server.telemetry.spans import CallSpans
 
 _log = logging.getLogger("icehouse.boot")
 
@@ -115,7 +114,7 @@ def _open_spans(settings: TelemetryConfig) -> CallSpans | None:
         return None
     with imports_of_extra("otel", setting="telemetry.traces_endpoint"):
         # Slow to import, too: only who asks for traces pays for it.
-        from icehouse_server.telemetry.spans import CallSpans, otlp_exporter
+        from icehouse_server.telemetry.call_spans import CallSpans, otlp_exporter
     return CallSpans(
         otlp_exporter(settings.traces_endpoint),
         sample_ratio=settings.traces_sample_ratio,

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from icehouse_client.cli.console import out, print_json
+from icehouse_client.cli.console import AsJson, out, print_json
 from icehouse_client.cli.figures import size_text
 from icehouse_client.cli.option_groups import with_groups
 from typer.core import TyperCommand, TyperOption
 
 from icehouse_server.config import SETTINGS, LoadedConfig, load_config
-from icehouse_server.config.setting import Kind, Setting
+from icehouse_server.config.setting import Setting, SettingKind
 
 _PANELS = {
     "server": "Server",
@@ -35,14 +35,14 @@ _PANELS = {
 }
 
 _METAVARS = {
-    Kind.TEXT: "TEXT",
-    Kind.PATH: "PATH",
-    Kind.NAMED_PATHS: "NAME=PATH,…",
-    Kind.COUNT: "N",
-    Kind.SECONDS: "SECONDS",
-    Kind.MILLISECONDS: "MS",
-    Kind.RATIO: "0..1",
-    Kind.BYTES: "SIZE",
+    SettingKind.TEXT: "TEXT",
+    SettingKind.PATH: "PATH",
+    SettingKind.NAMED_PATHS: "NAME=PATH,…",
+    SettingKind.COUNT: "N",
+    SettingKind.SECONDS: "SECONDS",
+    SettingKind.MILLISECONDS: "MS",
+    SettingKind.RATIO: "0..1",
+    SettingKind.BYTES: "SIZE",
 }
 
 
@@ -84,7 +84,7 @@ class SettingsCommand(TyperCommand):
 
 
 def with_settings(command: Callable[..., None], *, takes_model: bool = False) -> Callable[..., None]:
-    """Give `command` an option for every setting, and `--config`, in the place of its parameter `loaded`.
+    """Give `command` an option for every setting, and `--config`, instead of its parameter `loaded`.
 
     It is called with the merged, validated configuration. With `takes_model` the model can be said without
     its flag, too.
@@ -131,33 +131,26 @@ def _show_all(context: typer.Context, is_asked: bool) -> None:
 
 def _help_all_parameter() -> inspect.Parameter:
     option = typer.Option("--help-all", is_eager=True, callback=_show_all, help="Show every setting.")
-    return inspect.Parameter(
-        "help_all", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Annotated[bool, option]
-    )
+    return _keyword("help_all", Annotated[bool, option], default=False)
 
 
 def _model_parameter() -> inspect.Parameter:
-    argument = typer.Argument(metavar="MODEL", help="What --model says.", show_default=False)
-    return inspect.Parameter(
-        "model", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[str | None, argument]
-    )
+    argument = typer.Argument(metavar="MODEL", help="The same as --model.", show_default=False)
+    return _keyword("model", Annotated[str | None, argument])
 
 
 def _config_parameter() -> inspect.Parameter:
-    option = typer.Option(
-        "--config", metavar="FILE", help="TOML file with a table per section of these settings."
-    )
-    return inspect.Parameter(
-        "config",
-        inspect.Parameter.KEYWORD_ONLY,
-        default=None,
-        annotation=Annotated[Path | None, option],
-    )
+    text = "TOML file with a table per section of these settings."
+    return _keyword("config", Annotated[Path | None, typer.Option("--config", metavar="FILE", help=text)])
+
+
+def _keyword(name: str, annotation: Any, *, default: object = None) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
 def _parameter(setting: Setting) -> inspect.Parameter:
     # Text options, whatever the kind: `Setting.parse` reads flags, variables and files alike.
-    switch = setting.kind is Kind.SWITCH
+    switch = setting.kind is SettingKind.SWITCH
     name = f"{setting.flag}/--no-{setting.flag.removeprefix('--')}" if switch else setting.flag
     option = typer.Option(
         name,
@@ -166,12 +159,7 @@ def _parameter(setting: Setting) -> inspect.Parameter:
         show_default=False,
         rich_help_panel=_OFTEN_SET if setting.key in OFTEN_SET else _PANELS[setting.section],
     )
-    return inspect.Parameter(
-        _parameter_name(setting),
-        inspect.Parameter.KEYWORD_ONLY,
-        default=None,
-        annotation=Annotated[bool | None if switch else str | None, option],
-    )
+    return _keyword(_parameter_name(setting), Annotated[bool | None if switch else str | None, option])
 
 
 def default_text(setting: Setting) -> str:
@@ -185,16 +173,16 @@ def value_text(setting: Setting, value: object) -> str:
         return "none"
     if isinstance(value, tuple):
         return ",".join(map(str, value))
-    if setting.kind is Kind.BYTES and isinstance(value, int) and value:
+    if setting.kind is SettingKind.BYTES and isinstance(value, int) and value:
         return size_text(value)
-    if setting.kind is Kind.SWITCH:
+    if setting.kind is SettingKind.SWITCH:
         return "on" if value else "off"
-    unit = {Kind.SECONDS: " s", Kind.MILLISECONDS: " ms"}.get(setting.kind, "")
+    unit = {SettingKind.SECONDS: " s", SettingKind.MILLISECONDS: " ms"}.get(setting.kind, "")
     return f"{value:g}{unit}" if isinstance(value, float) else f"{value}{unit}"
 
 
-def show_config(loaded: LoadedConfig, *, as_json: bool = False) -> None:
-    """Print every setting with its effective value and its source (flag, variable, file or default)."""
+def show_config(loaded: LoadedConfig, as_json: AsJson = False) -> None:
+    """Print the effective settings and where each came from."""
     if as_json:
         values = {setting.key: attrgetter(setting.key)(loaded.config) for setting in SETTINGS}
         facts = {key: {"value": value, "source": loaded.sources[key]} for key, value in values.items()}

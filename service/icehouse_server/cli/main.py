@@ -12,15 +12,14 @@ from icehouse_client.cli import main as client
 from icehouse_client.cli.console import EXIT_FAILURE, EXIT_USAGE, AsJson, complain
 
 from icehouse_server.bootstrap.preload import load_openblas
-from icehouse_server.cli import flags, key, token
-from icehouse_server.cli.cache import commands
-from icehouse_server.cli.flags import SettingsCommand, with_settings
+from icehouse_server.cli import cache_directory, key, token
+from icehouse_server.cli.flags import SettingsCommand, show_config, with_settings
 from icehouse_server.cli.local.bench import bench
 from icehouse_server.cli.local.run import run
-from icehouse_server.cli.service import commands as service_commands
+from icehouse_server.cli.service import service_commands
 from icehouse_server.cli.terminal.logs import setup_logging
 from icehouse_server.config import LoadedConfig, load_config
-from icehouse_server.config.load import keep_attention_plans
+from icehouse_server.config.load import enlarge_attention_plan_cache
 from icehouse_server.errors import ConfigError, IcehouseError
 
 DEMO_QUESTION = "What is the capital of France?"
@@ -39,21 +38,16 @@ def _serve(loaded: LoadedConfig) -> None:
     setup_logging(loaded.config.log)
     if loaded.config.engine.preload_enabled:
         load_openblas()
-    keep_attention_plans()
+    enlarge_attention_plan_cache()
     # Imported only now: MLX must find OpenBLAS there.
     from icehouse_server.cli.serve import serve
 
     serve(loaded)
 
 
-def _config(loaded: LoadedConfig, as_json: AsJson = False) -> None:
-    """Print the effective settings and where each came from."""
-    flags.show_config(loaded, as_json=as_json)
-
-
 def _doctor(loaded: LoadedConfig, as_json: AsJson = False) -> None:
     """Check whether this machine is ready to serve, and say what to do if not."""
-    from icehouse_server.cli.doctor.doctor import doctor
+    from icehouse_server.cli.doctor import doctor
 
     if not doctor(loaded.config, as_json=as_json):
         raise typer.Exit(EXIT_FAILURE)
@@ -78,8 +72,8 @@ app.command("run")(run)
 app.command("bench")(bench)
 app.registered_commands += client.app.registered_commands
 app.command("doctor", cls=SettingsCommand)(with_settings(_doctor))
-app.command("config", cls=SettingsCommand)(with_settings(_config))
-app.add_typer(commands.app, name="cache")
+app.command("config", cls=SettingsCommand)(with_settings(show_config))
+app.add_typer(cache_directory.app, name="cache")
 app.add_typer(key.app, name="key")
 app.add_typer(token.app, name="token")
 app.add_typer(service_commands.app, name="service")
@@ -88,8 +82,8 @@ app.add_typer(service_commands.app, name="service")
 @app.command()
 def version(as_json: AsJson = False) -> None:
     """Print the version."""
-    found = importlib.metadata.version("icehouse")
-    console.show({"version": found}, found, as_json=as_json)
+    installed = importlib.metadata.version("icehouse")
+    console.show({"version": installed}, installed, as_json=as_json)
 
 
 def _print_version(is_asked: bool) -> None:
@@ -106,16 +100,7 @@ def icehouse(
     ] = False,
 ) -> None:
     """Serve MLX language models over gRPC, with a prefix cache in RAM and on SSD."""
-    context.obj = _configured_address
-
-
-def _configured_address() -> str:
-    """Return where a client on this machine finds the configured server."""
-    config = load_config().config.server
-    if config.uds is not None:
-        return f"unix:{config.uds}"
-    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(config.host, config.host)
-    return f"{host}:{config.port}"
+    context.obj = lambda: load_config().config.server.local_address
 
 
 def main() -> None:

@@ -1,9 +1,9 @@
-"""`icehouse serve`: start the server, say how it goes, drain it on a signal.
+"""`icehouse serve`: start the server, report how it goes, drain it on a signal.
 
 Start: model folder, tokenizer, address, engine. Whether the address and the cache directory are free is
-looked at first, so that a taken one is known at once. The address is bound before the model is loaded;
-health stays NOT_SERVING until the model is warm.
-Stop: no new calls, running ones finish within the grace, then the engine's thread ends.
+checked first, so that a used one is reported at once. The address is bound before the model is loaded; health
+stays NOT_SERVING until the model is warm. Stop: no new calls, running ones finish within the grace, then the
+engine's thread ends.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from typing import NoReturn
 
 import uvloop
 
 from icehouse_server import heap
-from icehouse_server.bootstrap.cache import check_directory
+from icehouse_server.bootstrap.cache_parts import check_directory
+from icehouse_server.bootstrap.composition import Server, build_server
 from icehouse_server.bootstrap.machine import (
     allow_open_files,
+    freeze_objects,
     give_back_large_arrays,
-    keep_from_collections,
     wanted_file_count,
 )
 from icehouse_server.bootstrap.model_source import locate_draft_model, locate_model
-from icehouse_server.bootstrap.server import Server, build_server
-from icehouse_server.bootstrap.service_manager import ServiceManager, manager_of
 from icehouse_server.cli.service.stop_bounds import BOUNDS
 from icehouse_server.cli.terminal.build_progress import build_progress
 from icehouse_server.clock import Clock, SystemClock
@@ -47,7 +47,7 @@ _log = logging.getLogger("icehouse.boot")
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 _BOUNDS = BOUNDS
-"""What whoever stops the server was told."""
+"""Documented for whoever stops the server."""
 
 _LOOK_S = 0.02
 _LOOP_THREADS = "event_loop"
@@ -138,7 +138,6 @@ class Narrator:
 
     @property
     def total_s(self) -> float:
-        """Seconds since the start."""
         return self._clock.monotonic() - self._start_time
 
     @contextlib.contextmanager
@@ -175,7 +174,7 @@ async def _has_begun(
     if router.state is not EngineState.READY or router.model is None:
         return False
     info = router.model.info
-    frozen_count = keep_from_collections()
+    frozen_count = freeze_objects()
     _log.debug("objects_frozen", extra={"count": frozen_count})
     _log.info(
         "model_loaded",
@@ -212,7 +211,7 @@ async def _drain(server: Server, *, grace_s: float, narrator: Narrator) -> None:
         ending_time = server.clock.monotonic() + ending_s
         server.engine.drain(grace_s=grace_s)
         async with _abandoned("calls", timeout_s=grace_s + _BOUNDS.edge_s):
-            # The engine ends what does not finish in time, so the edge need not cut in before it has told.
+            # The engine ends what does not finish in time, so the edge waits until it has reported that.
             await server.rpc.stop(grace_s=grace_s + 1)
             await server.kv_events.stop()
         left_s = max(0.0, ending_time - server.clock.monotonic())
@@ -281,3 +280,86 @@ def _leave(code: int) -> NoReturn:
     for handler in logging.getLogger().handlers:
         handler.flush()
     os._exit(code)
+
+
+_manager_log = logging.getLogger("icehouse.service_manager")
+
+_SEND_TIMEOUT_S = 1.0
+"""How long the event loop waits for a manager that does not read. Then the message is dropped."""
+
+_PINGS_PER_INTERVAL = 4
+"""Pings within the time after which systemd considers the server stuck."""
+
+
+class ServiceManager:
+    """Notifies systemd when the server is ready, when it stops, and that it is alive. Owned by the event
+    loop.
+
+    A message is one datagram to the socket that NOTIFY_SOCKET names (sd_notify(3)); without that variable
+    nothing is sent. A manager that cannot be reached costs a line in the log, never the server.
+    """
+
+    def __init__(self, address: str | None, *, watchdog_s: float | None = None) -> None:
+        self._address = address
+        self._ping_interval_s = None if watchdog_s is None else watchdog_s / _PINGS_PER_INTERVAL
+
+    def ready(self, status: str) -> None:
+        """Say that the server is ready; `status` is shown to people."""
+        self._send("READY=1", f"STATUS={' '.join(status.split())}")
+
+    def stopping(self) -> None:
+        self._send("STOPPING=1", "STATUS=finishing running calls and writing RAM's blocks to SSD")
+
+    def ping(self, is_alive: Callable[[], bool]) -> None:
+        """Say that the server is alive. If it is not, send nothing, so that it is restarted."""
+        if is_alive():
+            self._send("WATCHDOG=1")
+        else:
+            _manager_log.warning(
+                "watchdog_ping_withheld", extra={"detail": "the inference thread is stuck or in a long step"}
+            )
+
+    @contextlib.asynccontextmanager
+    async def watched(self, is_alive: Callable[[], bool]) -> AsyncIterator[None]:
+        """Ping while the block runs, if the manager has a watchdog."""
+        if self._address is None or self._ping_interval_s is None:
+            yield
+            return
+        pinging = asyncio.create_task(self._ping_for_ever(is_alive, self._ping_interval_s))
+        try:
+            yield
+        finally:
+            pinging.cancel()
+
+    async def _ping_for_ever(self, is_alive: Callable[[], bool], interval_s: float) -> None:
+        while True:
+            self.ping(is_alive)
+            await asyncio.sleep(interval_s)
+
+    def _send(self, *lines: str) -> None:
+        if self._address is None:
+            return
+        # A name that begins with @ has no file: its first byte is zero (unix(7)).
+        address = f"\0{self._address[1:]}" if self._address.startswith("@") else self._address
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+                sender.settimeout(_SEND_TIMEOUT_S)
+                sender.sendto("\n".join(lines).encode(errors="replace"), address)
+        except OSError as error:
+            _manager_log.warning(
+                "service_manager_unreachable", extra={"unsent": lines[0], "detail": str(error)}
+            )
+
+
+def manager_of(environ: Mapping[str, str], *, pid: int) -> ServiceManager:
+    """Return who started the process `pid` with this environment, as sd_watchdog_enabled(3) reads it."""
+    address = environ.get("NOTIFY_SOCKET") or None
+    if address is not None and not address.startswith(("/", "@")):
+        _manager_log.warning("service_manager_unreachable", extra={"detail": f"NOTIFY_SOCKET is {address!r}"})
+        address = None
+    interval_us = environ.get("WATCHDOG_USEC", "")
+    is_for_us = environ.get("WATCHDOG_PID") in (None, "", str(pid))
+    # No more digits than any interval has: Python refuses thousands of them.
+    is_number = interval_us.isascii() and interval_us.isdigit() and len(interval_us) < 20
+    watchdog_s = int(interval_us) / 1e6 if is_for_us and is_number else 0.0
+    return ServiceManager(address, watchdog_s=watchdog_s or None)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping
 
-from icehouse_server.config.setting import KIB, MIB, Kind, names_in, setting
+from icehouse_server.config.setting import KIB, MIB, SettingKind, names_in, setting
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -17,7 +18,7 @@ class ServerConfig:
     uds: str | None = setting(
         None,
         "Unix socket to listen on instead of TCP; the file is created and removed by the server.",
-        kind=Kind.PATH,
+        kind=SettingKind.PATH,
     )
     max_message_bytes: int = setting(
         16 * MIB, "Maximum size of a request message.", minimum=1024, maximum=1024 * MIB
@@ -122,6 +123,14 @@ class ServerConfig:
     )
 
     @property
+    def local_address(self) -> str:
+        """Where a client on this machine finds the server: "host:port" or "unix:path"."""
+        if self.uds is not None:
+            return f"unix:{os.path.expanduser(self.uds)}"
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
+        return f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
+
+    @property
     def session_keys(self) -> tuple[str, ...]:
         """`session_metadata` as gRPC has metadata's keys: in lower case."""
         return tuple(name for name in names_in(self.session_metadata.lower()) if name != "none")
@@ -171,13 +180,13 @@ class SecurityConfig:
     """Certificates, tokens, tenants. Without any of it whoever reaches the address may do everything."""
 
     tls_certificate: str | None = setting(
-        None, "PEM file with the server's certificate chain; switches TLS on.", kind=Kind.PATH
+        None, "PEM file with the server's certificate chain; switches TLS on.", kind=SettingKind.PATH
     )
-    tls_key: str | None = setting(None, "PEM file with the certificate's private key.", kind=Kind.PATH)
+    tls_key: str | None = setting(None, "PEM file with the certificate's private key.", kind=SettingKind.PATH)
     tls_client_ca: str | None = setting(
         None,
         "PEM file with the authorities of client certificates; every client then needs one.",
-        kind=Kind.PATH,
+        kind=SettingKind.PATH,
     )
     token_file: str | None = setting(
         None, "File of hashed bearer tokens, from `icehouse token new`; every call then needs one."
@@ -198,12 +207,10 @@ class SecurityConfig:
 
     @property
     def authenticates(self) -> bool:
-        """Whether callers must say who they are."""
         return self.token_file is not None or self.tls_client_ca is not None
 
     @property
     def operator_names(self) -> frozenset[str]:
-        """`operators` as a set."""
         return frozenset(names_in(self.operators))
 
 
@@ -237,7 +244,6 @@ class TenantConfig:
     )
 
     def normalizes(self, tenant: str) -> bool:
-        """Whether this tenant's conversations are normalised before they are rendered."""
         named = names_in(self.normalized_prompts)
         return "*" in named or tenant in named
 

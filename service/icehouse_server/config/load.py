@@ -1,6 +1,6 @@
 """Configuration loader: flags, environment and file to one validated `Config`, each value with its origin.
 
-Precedence: flag, then environment variable, then file, then default. This module and `paths` are the
+Precedence: flag, then environment variable, then file, then default. This module and `user_paths` are the
 server's only readers of the environment.
 """
 
@@ -51,7 +51,7 @@ def environment() -> Mapping[str, str]:
     return os.environ
 
 
-def keep_attention_plans() -> None:
+def enlarge_attention_plan_cache() -> None:
     """Have MLX keep more of the plans that attention on CUDA needs, one for each shape: building one takes
     50 ms, and of its own accord MLX keeps 64. Before its import."""
     os.environ.setdefault("MLX_CUDA_SDPA_CACHE_SIZE", "512")

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from icehouse_server.config import paths
+from icehouse_server.config import user_paths
 from icehouse_server.config.edge import ConnectionConfig, SecurityConfig, ServerConfig, TenantConfig
 from icehouse_server.config.setting import GIB, MIB, NamedPath, Setting, names_in, setting, settings_of
 
@@ -165,19 +165,18 @@ class CacheConfig:
 
     @property
     def has_ssd(self) -> bool:
-        """Whether there is an SSD tier."""
         return self.enabled and self.ssd_enabled
 
     @property
     def is_encrypted(self) -> bool:
-        """Whether blocks are encrypted on their way to the SSD."""
+        """Whether blocks are encrypted before they are written to SSD."""
         return self.key_file is not None or self.key_command is not None
 
     @property
     def block_directory(self) -> Path:
         """The SSD tier's folder, with the default filled in. Not created here."""
         if self.directory is None:
-            return paths.cache_directory() / "blocks"
+            return user_paths.cache_directory() / "blocks"
         return Path(self.directory).expanduser()
 
 
@@ -241,7 +240,7 @@ class KvEventsConfig:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TelemetryConfig:
-    """What the server tells of itself beside its log. All of it is off unless asked for."""
+    """What the server reports about itself beside its log. All of it is off unless asked for."""
 
     metrics_port: int | None = setting(
         None,
@@ -285,7 +284,6 @@ class TelemetryConfig:
 
     @property
     def own_names(self) -> tuple[str, ...]:
-        """`metrics_names` one by one."""
         return names_in(self.metrics_names)
 
 
@@ -310,7 +308,7 @@ class LogConfig:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Config:
-    """All of it. Sections are named after the rooms that read them."""
+    """All sections, named after the packages that read them."""
 
     server: ServerConfig = dataclasses.field(default_factory=ServerConfig)
     connection: ConnectionConfig = dataclasses.field(default_factory=ConnectionConfig)

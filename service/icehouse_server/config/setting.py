@@ -56,7 +56,7 @@ class NamedPath:
 Value = str | int | float | bool | tuple[NamedPath, ...] | None
 
 
-class Kind(enum.Enum):
+class SettingKind(enum.Enum):
     """What a setting holds and how its text is read."""
 
     TEXT = "text"
@@ -76,16 +76,22 @@ class Kind(enum.Enum):
 
 
 _KIND_OF_ENDING = {
-    "_bytes": Kind.BYTES,
-    "_byte_limit": Kind.BYTES,
-    "_s": Kind.SECONDS,
-    "_ms": Kind.MILLISECONDS,
-    "_ratio": Kind.RATIO,
-    "_file": Kind.PATH,
-    "_path": Kind.PATH,
-    "directory": Kind.PATH,
+    "_bytes": SettingKind.BYTES,
+    "_byte_limit": SettingKind.BYTES,
+    "_s": SettingKind.SECONDS,
+    "_ms": SettingKind.MILLISECONDS,
+    "_ratio": SettingKind.RATIO,
+    "_file": SettingKind.PATH,
+    "_path": SettingKind.PATH,
+    "directory": SettingKind.PATH,
 }
-_NUMBERS = (Kind.COUNT, Kind.BYTES, Kind.SECONDS, Kind.MILLISECONDS, Kind.RATIO)
+_NUMBERS = (
+    SettingKind.COUNT,
+    SettingKind.BYTES,
+    SettingKind.SECONDS,
+    SettingKind.MILLISECONDS,
+    SettingKind.RATIO,
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -94,7 +100,7 @@ class Setting:
 
     section: str
     name: str
-    kind: Kind
+    kind: SettingKind
     default: Value
     help: str
     minimum: float | None
@@ -104,7 +110,6 @@ class Setting:
 
     @property
     def optional(self) -> bool:
-        """Whether the setting may be absent altogether."""
         return self.default is None
 
     @property
@@ -168,24 +173,24 @@ class Setting:
         return f"{low} or more" if low else f"{high} or less" if high else ""
 
 
-def _read(raw: object, kind: Kind) -> Value:
+def _read(raw: object, kind: SettingKind) -> Value:
     """Return a text or a TOML value as this kind's; raises ValueError with a complaint that follows it."""
     match kind:
-        case Kind.TEXT | Kind.PATH | Kind.CHOICE:
+        case SettingKind.TEXT | SettingKind.PATH | SettingKind.CHOICE:
             if not isinstance(raw, str) or not raw.strip():
                 raise ValueError("is not a text")
             return raw
-        case Kind.SWITCH:
+        case SettingKind.SWITCH:
             switch = raw if isinstance(raw, bool) else _SWITCH_WORDS.get(str(raw).strip().lower())
             if switch is None:
                 raise ValueError("is not true or false")
             return switch
-        case Kind.BYTES:
+        case SettingKind.BYTES:
             return _read_bytes(raw)
-        case Kind.NAMED_PATHS:
+        case SettingKind.NAMED_PATHS:
             return _read_named_paths(raw)
-        case Kind.COUNT | Kind.SECONDS | Kind.MILLISECONDS | Kind.RATIO:
-            return _read_number(raw, is_whole=kind is Kind.COUNT)
+        case SettingKind.COUNT | SettingKind.SECONDS | SettingKind.MILLISECONDS | SettingKind.RATIO:
+            return _read_number(raw, is_whole=kind is SettingKind.COUNT)
 
 
 def _read_number(raw: object, *, is_whole: bool) -> int | float:
@@ -255,7 +260,7 @@ def setting(
     default: Value,
     help: str,
     *,
-    kind: Kind | None = None,
+    kind: SettingKind | None = None,
     minimum: float | None = None,
     maximum: float | None = None,
     choices: tuple[str, ...] = (),
@@ -283,15 +288,15 @@ def _declared(section: str, field: dataclasses.Field[Any], type_: object) -> Set
     return Setting(section=section, name=field.name, kind=kind, **facts)
 
 
-def _kind_of(name: str, type_: object, *, has_choices: bool) -> Kind:
+def _kind_of(name: str, type_: object, *, has_choices: bool) -> SettingKind:
     by_name = (kind for ending, kind in _KIND_OF_ENDING.items() if name.endswith(ending))
     if type_ is bool:
-        return Kind.SWITCH
+        return SettingKind.SWITCH
     if type_ in (str, str | None):
-        return Kind.CHOICE if has_choices else next(by_name, Kind.TEXT)
+        return SettingKind.CHOICE if has_choices else next(by_name, SettingKind.TEXT)
     if type_ in (int, int | None, float):
-        return next(by_name, Kind.COUNT)
-    return Kind.NAMED_PATHS
+        return next(by_name, SettingKind.COUNT)
+    return SettingKind.NAMED_PATHS
 
 
 def names_in(text: str | None, separator: str = ",") -> tuple[str, ...]:

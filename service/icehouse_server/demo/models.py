@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 
-from icehouse_server.config import paths
+from icehouse_server.config import user_paths as paths
 from icehouse_server.demo import gemma, smollm2
 from icehouse_server.demo.mlx_folder import Conversion
 from icehouse_server.demo.wheels import Wheel, WheelFile

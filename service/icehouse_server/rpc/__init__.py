@@ -1,1 +1,1 @@
-"""The gRPC edge. The only room that imports grpc and the generated code."""
+"""The gRPC edge. The only package that imports grpc and the generated code."""

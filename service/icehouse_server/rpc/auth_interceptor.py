@@ -5,20 +5,30 @@ What a method allows is its row of the method table.
 A method with one request and one answer is served as if both were streams. Nobody can see that on the wire,
 and the server gains four things. The caller is known before any of its message is read. A message that
 trickles in holds nothing for longer than its timeout. Bytes that are no message get a status of ours. An
-answer that is not read still holds its caller's place, so nobody can leave answers unread for free.
+answer that is not read still holds its caller's slot, so nobody can leave answers unread for free.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import inspect
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from typing import Any
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence, Set
+from itertools import chain, islice
+from typing import Any, NamedTuple
 
 import grpc
-from google.protobuf.descriptor import ServiceDescriptor
+from google.protobuf.descriptor import Descriptor, ServiceDescriptor
 from google.protobuf.message import DecodeError
+from icehouse.v1 import (
+    cache_service_pb2,
+    embedding_service_pb2,
+    inference_service_pb2,
+    prompt_pb2,
+    rerank_service_pb2,
+)
 
 from icehouse_server.config import Config
 from icehouse_server.errors import CannotFit, DeadlineExceeded, InvalidRequest, Overloaded, Reason
@@ -33,14 +43,13 @@ from icehouse_server.rpc.calls.methods import (
     CallPool,
     Method,
     MethodAccess,
-    WorkPlace,
+    WorkThread,
     caller_shares,
     shares_of,
 )
 from icehouse_server.rpc.calls.status import status_of
 from icehouse_server.rpc.calls.wire import Encoded, Limit, current_limit, received_bytes
 from icehouse_server.rpc.engine_client import answers
-from icehouse_server.rpc.message_fields import check_fields, inputs_of
 
 _TURN_COUNT = 16
 """Commands and counters that are worked on at once; one caller has half of them."""
@@ -103,7 +112,9 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
                         # None: a stream that has written its messages itself, or channelz, which only sets a
                         # status.
                         if response is not None:
-                            response = _encoded(handler, response)
+                            # Encoded, so that the message is not kept while it is sent.
+                            if not isinstance(response, Encoded):
+                                response = Encoded(handler.response_serializer(response))
                             await self._answer(context, response)
                         return
                     async for response in behaviour(request, context):
@@ -166,7 +177,6 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         return self._calls.admission(timer)
 
     async def _message_of(self, handler: Any, data: Any, method: str) -> Any:
-        """Return the message; raises InvalidRequest."""
         if data is grpc.aio.EOF:
             raise InvalidRequest(Reason.MESSAGE_MISSING, "the call ended without a request message; send one")
         received_bytes.set(len(data))
@@ -199,7 +209,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
     def _turn(self, row: Method) -> contextlib.AbstractAsyncContextManager[None]:
         """Wait until the caller may run one more command: answers that come all at once would keep the event
         loop busy."""
-        if row.pool is CallPool.COMMANDS and row.place is WorkPlace.INFERENCE:
+        if row.pool is CallPool.COMMANDS and row.thread is WorkThread.INFERENCE:
             return self._turns.turn(callers.origin.get())
         return contextlib.nullcontext()
 
@@ -251,20 +261,20 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
 
     @contextlib.contextmanager
     def _let_in(self, method: str, context: Context) -> Iterator[None]:
-        """Hold the call's place until it ends; raises what refuses it."""
+        """Hold the call's slot until it ends; raises what refuses it."""
         row = METHODS[method]
         caller = self._caller_of(row, context)
         if row.access is MethodAccess.OPERATOR:
             caller.require_operator(method.rpartition("/")[2])
         origin = origin_of(caller, context.peer())
-        # Before the place is taken, so that a refusal counts against this caller.
+        # Before the slot is taken, so that a refusal counts against this caller.
         callers.origin.set(origin)
-        with contextlib.ExitStack() as places:
+        with contextlib.ExitStack() as held:
             if (own := self._caller_shares.get(method)) is not None:
-                places.enter_context(own.place(origin))
-            places.enter_context(self._shares[row.pool].place(origin))
+                held.enter_context(own.hold(origin))
+            held.enter_context(self._shares[row.pool].hold(origin))
             unread = answers.Answers(self._answer_memory, origin=origin)
-            places.callback(unread.close)
+            held.callback(unread.close)
             answers.current.set(unread)
             callers.current.set(caller)
             yield
@@ -284,11 +294,6 @@ def _endless(deadline_s: float | None) -> DeadlineExceeded:
         "ask for less",
         metadata={"deadline_s": f"{deadline_s:g}"},
     )
-
-
-def _encoded(handler: Any, response: Any) -> Encoded:
-    """Return an answer's bytes, so that the message is not kept while they are sent."""
-    return response if isinstance(response, Encoded) else Encoded(handler.response_serializer(response))
 
 
 def _late(timeout_s: float) -> DeadlineExceeded:
@@ -327,3 +332,166 @@ async def loop_timeout(timeout_s: float) -> AsyncIterator[asyncio.Timeout]:
         finally:
             if part is not None:
                 part.cancel()
+
+
+FIELD_LIMIT = 1 << 16
+"""Fields of one request, such as 4,096 messages of a chat with sixteen each. They are parsed in 2 ms."""
+SCANNED_FIELD_LIMIT = 1000
+"""A message with more top-level fields has too many stop strings, and a prompt with more has too many tools;
+both are refused for that."""
+
+_PROMPT = prompt_pb2.Prompt.DESCRIPTOR
+
+
+def inputs_of(services: Sequence[ServiceDescriptor]) -> Mapping[str, Descriptor]:
+    """Return the request's type of each method with a prompt; `services` are served beside the API."""
+    return {
+        f"{service.full_name}/{method.name}": method.input_type
+        for service in (*_services(), *services)
+        for method in service.methods
+    }
+
+
+def check_fields(data: bytes, descriptor: Descriptor) -> None:
+    """Refuse a message that sets two fields of one oneof, or a long one with too many fields.
+
+    A parser silently uses the last field of a oneof, so a prompt could get lost. It makes an object of each
+    field and holds Python's global lock meanwhile: ten megabytes of short messages take a quarter of a
+    second. Raises InvalidRequest. Bytes that are no message are left to the parser.
+    """
+    if len(data) > LONG_MESSAGE_BYTES and has_more_fields(data, descriptor, limit=FIELD_LIMIT):
+        raise InvalidRequest(
+            Reason.MESSAGE_MALFORMED,
+            f"the {len(data)} bytes of the request have more than {FIELD_LIMIT} fields, those of the "
+            "messages in it included; send fewer, or shorter lists",
+            metadata={"size_bytes": len(data), "field_limit": FIELD_LIMIT},
+        )
+    if clash := clashing_fields(data, descriptor):
+        listed = " and ".join(f"`{name}`" for name in clash)
+        raise InvalidRequest(
+            Reason.PROMPT_AMBIGUOUS,
+            f"{listed} are set; set one of them",
+            field=clash[-1],
+            metadata={"fields": ",".join(clash)},
+        )
+
+
+def clashing_fields(data: bytes, descriptor: Descriptor) -> tuple[str, ...]:
+    """Return the names of fields that share a oneof, in `data` or its `prompt`; empty for no clash.
+
+    A parser merges a prompt that is sent in several pieces, so their fields count together.
+    """
+    top = list(islice(fields(data, 0, len(data)), SCANNED_FIELD_LIMIT))
+    if clash := _clash({field.number for field in top}, descriptor):
+        return clash
+    prompt = descriptor.fields_by_name.get("prompt")
+    if prompt is None or prompt.message_type is not _PROMPT:
+        return ()
+    inner = (fields(data, each.start, each.stop) for each in top if each.number == prompt.number)
+    present = {field.number for field in islice(chain.from_iterable(inner), SCANNED_FIELD_LIMIT)}
+    return tuple(f"prompt.{name}" for name in _clash(present, _PROMPT))
+
+
+def _clash(present: Set[int], descriptor: Descriptor) -> tuple[str, ...]:
+    for names_by_number in _oneofs(descriptor):
+        names = tuple(name for number, name in names_by_number.items() if number in present)
+        if len(names) > 1:
+            return names
+    return ()
+
+
+def _services() -> list[ServiceDescriptor]:
+    modules = (inference_service_pb2, cache_service_pb2, embedding_service_pb2, rerank_service_pb2)
+    return [service for module in modules for service in module.DESCRIPTOR.services_by_name.values()]
+
+
+def _oneofs(descriptor: Descriptor) -> list[dict[int, str]]:
+    """Return name by number for each oneof; the one-field oneofs of `optional` are not among them."""
+    return [
+        {field.number: field.name for field in oneof.fields}
+        for oneof in descriptor.oneofs
+        if len(oneof.fields) > 1
+    ]
+
+
+_VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
+_VARINT_BYTES = 10
+_WIDTHS = {_FIXED64: 8, _FIXED32: 4, 3: 0, 4: 0}
+"""Sizes of values of fixed length; the ends of a group have none."""
+
+
+class Field(NamedTuple):
+    """One field: its number, and where its value begins and ends."""
+
+    number: int
+    start: int
+    stop: int
+    is_delimited: bool
+    """Whether it is a text, bytes, a message or packed numbers."""
+
+
+def fields(data: bytes, start: int, stop: int) -> Iterator[Field]:
+    """Yield the fields of the message in data[start:stop], as far as it is well formed.
+
+    The fields of a group, which proto3 does not write, count as fields beside it.
+    """
+    position = start
+    try:
+        while position < stop:
+            tag, position = _varint(data, position)
+            kind = tag & 7
+            if kind == _LENGTH:
+                size_bytes, position = _varint(data, position)
+            elif kind == _VARINT:
+                begin = position
+                _, position = _varint(data, position)
+                size_bytes, position = position - begin, begin
+            elif kind in _WIDTHS:
+                size_bytes = _WIDTHS[kind]
+            else:
+                return
+            if position + size_bytes > stop:
+                return
+            yield Field(tag >> 3, position, position + size_bytes, kind == _LENGTH)
+            position += size_bytes
+    except IndexError:
+        # In the middle of a number: the parser will complain.
+        return
+
+
+def has_more_fields(data: bytes, descriptor: Descriptor, *, limit: int) -> bool:
+    """Return whether a message has more fields than `limit`, including those of nested messages.
+
+    Level by level, so that a long list is noticed before its messages are read. Counting stops at the limit.
+    """
+    count = 0
+    waiting = deque([(descriptor, 0, len(data))])
+    while waiting:
+        message, start, stop = waiting.popleft()
+        parts = _messages_in(message)
+        for field in fields(data, start, stop):
+            count += 1
+            if count > limit:
+                return True
+            if field.is_delimited and field.number in parts:
+                waiting.append((parts[field.number], field.start, field.stop))
+    return False
+
+
+@functools.cache
+def _messages_in(descriptor: Descriptor) -> Mapping[int, Descriptor]:
+    """Return the type of each field that is a message, by the field's number."""
+    return {field.number: field.message_type for field in descriptor.fields if field.message_type is not None}
+
+
+def _varint(data: bytes, position: int) -> tuple[int, int]:
+    """Return a number and the position after it; raises IndexError if it does not end in time."""
+    value = 0
+    # A 64-bit number is never longer, and adding up one as long as a message would take hours.
+    for shift in range(0, 7 * _VARINT_BYTES, 7):
+        byte = data[position]
+        position += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, position
+    raise IndexError(position)

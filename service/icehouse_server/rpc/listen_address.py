@@ -37,7 +37,6 @@ class SocketFile:
 
     @classmethod
     def at(cls, path: Path) -> SocketFile:
-        """Return the one that is there now."""
         found = path.lstat()
         return cls(path, found.st_dev, found.st_ino)
 
@@ -206,7 +205,7 @@ def _prepare_folder(path: Path) -> None:
         folder.mkdir(mode=stat.S_IRWXU)
     if not folder.is_dir():
         raise _uds_error(path, f"the folder {folder} does not exist")
-    for passed in _folders_on_way(folder.absolute()):
+    for passed in _path_folders(folder.absolute()):
         found = passed.stat()
         if found.st_uid not in (os.getuid(), 0):
             raise _uds_error(
@@ -216,7 +215,7 @@ def _prepare_folder(path: Path) -> None:
             raise _uds_error(path, f"others may write the folder {passed} and so could swap the socket")
 
 
-def _folders_on_way(folder: Path) -> Iterator[Path]:
+def _path_folders(folder: Path) -> Iterator[Path]:
     """Yield each folder on the way to an existing one, including those of links, and the folder itself:
     whoever may write one of them decides where the path leads."""
     left, reached, link_count = list(reversed(folder.parts[1:])), Path(folder.anchor), 0

@@ -24,7 +24,6 @@ from icehouse_server.small_file import read_small_file
 
 _TIMEOUT_S: Final = 3.0
 _SERVICE: Final = "icehouse.v1.InferenceService"
-_EVERYWHERE: Final = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 _CERTIFICATE: Final = re.compile(r"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL)
 
 
@@ -43,10 +42,7 @@ def find_own_server(server: ServerConfig, security: SecurityConfig) -> OwnServer
     if server.uds is None and security.tls_certificate is not None:
         is_own = _shows_certificate(server, Path(security.tls_certificate).expanduser())
         return OwnServer.RUNNING if is_own else OwnServer.ABSENT
-    host = _EVERYWHERE.get(server.host, server.host)
-    shown_host = f"[{host}]" if ":" in host else host
-    target = f"{shown_host}:{server.port}" if server.uds is None else f"unix:{Path(server.uds).expanduser()}"
-    return _ask_for_health(target)
+    return _ask_for_health(server.local_address)
 
 
 def _ask_for_health(target: str) -> OwnServer:
@@ -71,11 +67,11 @@ def _shows_certificate(server: ServerConfig, path: Path) -> bool:
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
     context.set_alpn_protocols(["h2"])
-    host = _EVERYWHERE.get(server.host, server.host)
+    host, _, port = server.local_address.rpartition(":")
     with contextlib.suppress(OSError, ValueError):
         found = _CERTIFICATE.search(read_small_file(path).content.decode("ascii", "ignore"))
         with (
-            socket.create_connection((host, server.port), timeout=_TIMEOUT_S) as plain,
+            socket.create_connection((host.strip("[]"), int(port)), timeout=_TIMEOUT_S) as plain,
             context.wrap_socket(plain) as secured,
         ):
             shown = secured.getpeercert(binary_form=True)

@@ -7,11 +7,15 @@ conventions for generative AI. Nothing is counted per token.
 from __future__ import annotations
 
 import enum
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from icehouse_server.domain.call import PROVIDER, CallRecord, Operation, WireRecord
 from icehouse_server.domain.events import CacheReport, Usage
 from icehouse_server.telemetry.metric import Metric, MetricKind
+
+if TYPE_CHECKING:
+    # Slow to import.
+    from icehouse_server.telemetry.prometheus import PrometheusMeter
 
 _CALL_BUCKETS_S = (
     *(0.0, 1e-05, 5e-05, 0.0001, 0.0003, 0.0006, 0.0008, 0.001, 0.002, 0.003, 0.004, 0.005, 0.006, 0.008),
@@ -59,7 +63,7 @@ PER_TOKEN = Metric("gen_ai.server.time_per_output_token", MetricKind.HISTOGRAM, 
 QUEUE_TIME = Metric("icehouse.request.queue.duration", MetricKind.HISTOGRAM, "s",
     "From a request's arrival until it left the queue.", (), _REQUEST_BUCKETS_S)
 RESTORE_TIME = Metric("icehouse.request.restore.duration", MetricKind.HISTOGRAM, "s",
-    "Putting a request's cached prefix in place; requests that reused one.", (), _REQUEST_BUCKETS_S)
+    "Restoring a request's cached prefix; requests that reused one.", (), _REQUEST_BUCKETS_S)
 PREFILL_TIME = Metric("icehouse.request.prefill.duration", MetricKind.HISTOGRAM, "s",
     "Computing the rest of a request's prompt, up to its first token.", (), _REQUEST_BUCKETS_S)
 FIRST_TOKEN_BY_REUSE = Metric("icehouse.request.first_token.duration", MetricKind.HISTOGRAM, "s",
@@ -89,37 +93,22 @@ class Reuse(enum.StrEnum):
     """From SSD, at least in part."""
 
 
-class CallMeter(Protocol):
-    """Where the values go."""
-
-    def add(self, metric: Metric, value: float, labels: tuple[str, ...] = ()) -> None:
-        """Add to a counter."""
-        ...
-
-    def observe(self, metric: Metric, value: float, labels: tuple[str, ...] = ()) -> None:
-        """Record one value of a histogram."""
-        ...
-
-
 class CallMetrics:
     """Counts calls. Owned by the event loop."""
 
-    def __init__(self, meter: CallMeter) -> None:
+    def __init__(self, meter: PrometheusMeter) -> None:
         self._meter = meter
 
     def call_started(self, method: str) -> None:
-        """A call began."""
         self._meter.add(CALLS_STARTED, 1, (method,))
 
     def wire_ended(self, record: WireRecord) -> None:
-        """A call ended, whatever its service."""
         labels = (record.method, record.code)
         self._meter.observe(CALL_DURATION, record.duration_s, labels)
         self._meter.observe(CALL_SENT, record.sent_bytes, labels)
         self._meter.observe(CALL_RECEIVED, record.received_bytes, labels)
 
     def call_ended(self, record: CallRecord) -> None:
-        """A call of our own services ended."""
         if record.code != "OK":
             self._meter.add(CALLS_REFUSED, 1, (record.method, record.code, record.reason))
         if record.started is not None:

@@ -43,7 +43,6 @@ class Metric:
 
     @property
     def prometheus_labels(self) -> tuple[str, ...]:
-        """The labels as Prometheus spells them."""
         return tuple(label.replace(".", "_") for label in self.labels)
 
 

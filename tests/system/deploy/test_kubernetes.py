@@ -20,7 +20,7 @@ from icehouse_client.channel import SERVICE as INFERENCE_SERVICE
 from icehouse_server.cli.main import app
 from icehouse_server.config import SETTINGS, Config, load_config
 from icehouse_server.config.load import CLIENT_VARIABLES
-from icehouse_server.telemetry.table import METRICS
+from icehouse_server.telemetry.metrics_table import METRICS
 from typer.testing import CliRunner
 
 from tests.fixtures.kubernetes.schemas import complaints, compose_complaints

@@ -15,7 +15,7 @@ from icehouse_server.config import SETTINGS
 from icehouse_server.errors import Reason
 from icehouse_server.telemetry.call_metrics import Reuse
 from icehouse_server.telemetry.metric import Metric, MetricKind
-from icehouse_server.telemetry.table import METRICS, OBSERVED_METRICS
+from icehouse_server.telemetry.metrics_table import METRICS, OBSERVED_METRICS
 
 from tests.fixtures.telemetry.facts import SNAPSHOT
 from tests.fixtures.telemetry.metric_page import PAGE, page

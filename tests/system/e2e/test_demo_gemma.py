@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 from icehouse_client import Reply
+from icehouse_server.cli.local.child_server import serving
 from icehouse_server.cli.local.demo import STORY_OPTIONS, long_prompt
-from icehouse_server.cli.local.server import serving
 from icehouse_server.demo.models import GEMMA
 
 from tests.fixtures.demo_models import demo_model_dir

@@ -11,7 +11,7 @@ from typing import Unpack
 
 import pytest
 from icehouse_client import Client, IcehouseClientError, Message, Options, Prompt, Reply
-from icehouse_server.cli.local.server import serving
+from icehouse_server.cli.local.child_server import serving
 from icehouse_server.demo.models import SMOLLM2
 
 from tests.fixtures.demo_models import demo_model_dir

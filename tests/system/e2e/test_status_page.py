@@ -14,7 +14,7 @@ import pytest
 from icehouse.v1 import cache_policy_pb2
 from icehouse.v1 import inference_service_pb2 as messages
 from icehouse_server.cli.terminal.logs import JsonFormatter, fields_of
-from icehouse_server.telemetry.status_page.excerpt import CHARACTER_LIMIT
+from icehouse_server.telemetry.status_page.page import CHARACTER_LIMIT
 
 from tests.fixtures.browser import NAMES, Browser, browser_path, browsing
 from tests.fixtures.models import tiny_model_dir

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from google.protobuf.descriptor import MethodDescriptor
-from icehouse_server.rpc.reflection import pool_with_v1
-from icehouse_server.rpc.server import SERVICE_NAMES
+from icehouse_server.rpc.rpc_server import SERVICE_NAMES, pool_with_v1
 
 from tests.fixtures.models.vocabulary import VOCABULARY_SIZE
 from tests.fixtures.rpc.worker import METHODS_HERE

@@ -23,9 +23,9 @@ from icehouse_server.engine.engine import Engine, EngineSettings
 from icehouse_server.engine.scheduling.limits import SchedulerLimits
 from icehouse_server.engine.scheduling.waiting_queue import WaitingLimits
 from icehouse_server.errors import IcehouseError
-from icehouse_server.rpc.engine_client.ports import CommandReply, ServedModel, StatsReply
+from icehouse_server.rpc.engine_client.engine_ports import CommandReply, ServedModel, StatsReply
 from icehouse_server.rpc.engine_client.router import Router
-from icehouse_server.rpc.server import RpcServer
+from icehouse_server.rpc.rpc_server import RpcServer
 
 from tests.fixtures.engine import FakeDecoder, FakeRunner, no_prefix
 from tests.fixtures.patience import BOUND_S

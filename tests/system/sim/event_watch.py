@@ -12,10 +12,9 @@ from icehouse_server.engine.core.block_log import KvTier
 from icehouse_server.engine.core.mailbox import Command
 from icehouse_server.engine.prefix_cache.tiers.node import Node
 from icehouse_server.errors import IcehouseError
-from icehouse_server.rpc.kv_events.block_mirror import BlockMirror
+from icehouse_server.rpc.kv_events.block_mirror import BlockImage, BlockMirror, cut, images_of
 from icehouse_server.rpc.kv_events.event_feed import EventFeed
 from icehouse_server.rpc.kv_events.kv_event_source import LogFollower, Question
-from icehouse_server.rpc.kv_events.kv_event_types import BlockImage, cut, images_of
 
 from tests.fixtures.kv_events import Gateway, Known
 from tests.system.sim.ledger import Ledger

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from icehouse_server.bootstrap.fleet import worker_parts
+from icehouse_server.bootstrap.composition import worker_parts
 from icehouse_server.config import Config, FleetConfig
 from icehouse_server.engine.core.block_log import BlockLog
 from icehouse_server.engine.runner.model_loader import ModelSource

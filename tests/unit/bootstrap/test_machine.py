@@ -41,9 +41,9 @@ def test_a_large_block_is_mapped_for_itself(mode: str, is_mapped: str) -> None:
 
 _FREEZE_SCRIPT = """
 import gc
-from icehouse_server.bootstrap.machine import keep_from_collections
+from icehouse_server.bootstrap.machine import freeze_objects
 loaded = [[] for _ in range(1000)]
-count = keep_from_collections()
+count = freeze_objects()
 later = [[]]
 looked_through = {id(each) for each in gc.get_objects()}
 print(count >= 1000, id(loaded[0]) in looked_through, id(later) in looked_through, gc.isenabled())

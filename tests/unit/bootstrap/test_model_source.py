@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 
 import pytest
+from icehouse_server.bootstrap.composition import adapter_source
 from icehouse_server.bootstrap.model_source import locate_draft_model, locate_model
-from icehouse_server.bootstrap.server import adapter_source
 from icehouse_server.config import ModelConfig
 from icehouse_server.config.setting import NamedPath
 from icehouse_server.errors import ModelError, Reason

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from icehouse_server.bootstrap import server
+from icehouse_server.bootstrap import composition as server
 from icehouse_server.config import Config, EngineConfig
 from icehouse_server.device import Backend, Device
 from icehouse_server.engine.runner.forward import Attention

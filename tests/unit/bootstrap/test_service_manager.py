@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from icehouse_server.bootstrap.service_manager import ServiceManager, manager_of
+from icehouse_server.cli.serve import ServiceManager, manager_of
 
 from tests.fixtures.patience import BOUND_S
 

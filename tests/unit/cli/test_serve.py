@@ -18,18 +18,18 @@ from typing import Any
 import pytest
 from icehouse.v1 import inference_service_pb2 as messages
 from icehouse.v1 import prompt_pb2
-from icehouse_server.bootstrap.service_manager import ServiceManager
 from icehouse_server.bootstrap.telemetry import TelemetryParts
 from icehouse_server.cli import serve
+from icehouse_server.cli.serve import ServiceManager
 from icehouse_server.clock import SystemClock
 from icehouse_server.config import ConnectionConfig, load_config
 from icehouse_server.device import find_device
 from icehouse_server.domain.model import EngineState
 from icehouse_server.engine.runner.runner import ModelRunner
 from icehouse_server.errors import Reason, StartError
-from icehouse_server.rpc.engine_client.ports import ServedModel
+from icehouse_server.rpc.engine_client.engine_ports import ServedModel
 from icehouse_server.rpc.engine_client.router import Router
-from icehouse_server.rpc.health import Health
+from icehouse_server.rpc.rpc_server import Health
 from icehouse_server.storage.files import Files
 from icehouse_server.storage.local.directory.lock import take_lock
 from icehouse_server.storage.local.directory.store import BlockStore

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from icehouse_server.config import SETTINGS, Config
-from icehouse_server.config.setting import Kind, Setting
+from icehouse_server.config.setting import Setting, SettingKind
 from icehouse_server.errors import ConfigError
 
 
@@ -14,7 +14,7 @@ def test_every_setting_has_help_and_a_default_that_it_would_accept(setting: Sett
     assert getattr(getattr(Config(), setting.section), setting.name) == setting.default
     if setting.default is not None:
         assert setting.parse(setting.default, source="default") == setting.default
-    assert bool(setting.choices) == (setting.kind is Kind.CHOICE)
+    assert bool(setting.choices) == (setting.kind is SettingKind.CHOICE)
 
 
 def test_names_are_unique() -> None:
@@ -23,7 +23,7 @@ def test_names_are_unique() -> None:
 
 
 def test_units_are_in_the_names() -> None:
-    endings = {Kind.SECONDS: "_s", Kind.MILLISECONDS: "_ms"}
+    endings = {SettingKind.SECONDS: "_s", SettingKind.MILLISECONDS: "_ms"}
     wrong = [s.key for s in SETTINGS if s.kind in endings and not s.name.endswith(endings[s.kind])]
     assert wrong == []
 

@@ -14,9 +14,9 @@ import pytest
 from icehouse_server.config import Config, ConnectionConfig, SecurityConfig, ServerConfig, TenantConfig
 from icehouse_server.domain.model import EngineState, ModelInfo
 from icehouse_server.rpc.calls.watchers import Telemetry
-from icehouse_server.rpc.engine_client.ports import ImagePort, ServedModel
+from icehouse_server.rpc.engine_client.engine_ports import ServedModel
 from icehouse_server.rpc.engine_client.router import Router
-from icehouse_server.rpc.server import RpcServer
+from icehouse_server.rpc.rpc_server import RpcServer
 
 from tests.fixtures.patience import BOUND_S
 from tests.fixtures.rpc.fake_engine import MODEL_INFO, FakeEngine, FakeTokenizer
@@ -82,7 +82,7 @@ async def running(
     *,
     ready: bool = True,
     info: ModelInfo = MODEL_INFO,
-    images: ImagePort | None = None,
+    images: Any | None = None,
     connection: ConnectionConfig | None = None,
     security: SecurityConfig | None = None,
     tenants: TenantConfig | None = None,

@@ -28,7 +28,7 @@ from icehouse_server.domain.chat import ImageSource, ImageTexts
 from icehouse_server.domain.events import Delta, Event
 from icehouse_server.domain.request import GenerationRequest, ImageSpan, Logprob, TokenLogprobs
 from icehouse_server.errors import Reason
-from icehouse_server.rpc.reflection import pool_with_v1
+from icehouse_server.rpc.rpc_server import pool_with_v1
 
 from docs.reasons import REASONS
 from tests.fixtures.image_files import drawn_file, drawn_uri

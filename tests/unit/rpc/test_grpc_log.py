@@ -6,7 +6,7 @@ import logging
 import grpc
 import pytest
 from grpc._cython import cygrpc  # type: ignore[attr-defined]
-from icehouse_server.rpc.server import CORE_LOGGER_NAME, quiet_lost_answers
+from icehouse_server.rpc.rpc_server import CORE_LOGGER_NAME, quiet_lost_answers
 
 
 def lines_of_core(caplog: pytest.LogCaptureFixture) -> list[str]:

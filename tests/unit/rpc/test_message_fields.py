@@ -8,14 +8,14 @@ from hypothesis import strategies as st
 from icehouse.v1 import inference_service_pb2 as messages
 from icehouse.v1 import prompt_pb2, sampling_pb2, tool_pb2
 from icehouse_server.errors import InvalidRequest
-from icehouse_server.rpc.calls.methods import LONG_MESSAGE_BYTES, METHODS
-from icehouse_server.rpc.message_fields import (
+from icehouse_server.rpc.auth_interceptor import (
     FIELD_LIMIT,
     SCANNED_FIELD_LIMIT,
     check_fields,
     clashing_fields,
     inputs_of,
 )
+from icehouse_server.rpc.calls.methods import LONG_MESSAGE_BYTES, METHODS
 
 from tests.fixtures.rpc.worker import worker_parts
 

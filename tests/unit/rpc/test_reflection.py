@@ -10,7 +10,7 @@ from google.protobuf import descriptor_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 from icehouse_server.domain.model import EngineState
-from icehouse_server.rpc.server import SERVICE_NAMES
+from icehouse_server.rpc.rpc_server import SERVICE_NAMES
 
 from tests.unit.rpc.conftest import RunningServer, running
 

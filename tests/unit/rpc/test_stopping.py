@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from icehouse_server.rpc import server
+from icehouse_server.rpc import rpc_server as server
 from icehouse_server.rpc.auth_interceptor import loop_timeout
 
 from tests.fixtures.patience import BOUND_S
@@ -90,7 +90,7 @@ async def test_the_port_stays_open_for_who_has_not_heard_of_the_stop(
     # For ever, unless somebody calls.
     for name in ("_QUIET_TURNS", "_LONGEST_TURNS"):
         monkeypatch.setattr(server, name, 1_000_000)
-    monkeypatch.setattr(server, "_HEARD_TURNS", 1)
+    monkeypatch.setattr(server, "_BUSY_TURNS", 1)
     stopping = asyncio.create_task(served.server.stop(grace_s=BOUND_S))
     await served.settle()
     assert (await refused(served.inference.Generate(REQUEST))).reason == "DRAINING"

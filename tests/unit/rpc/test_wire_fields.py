@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from icehouse.v1 import inference_service_pb2 as messages
 from icehouse.v1 import prompt_pb2
-from icehouse_server.rpc.message_fields import Field, fields, has_more_fields
+from icehouse_server.rpc.auth_interceptor import Field, fields, has_more_fields
 
 DESCRIPTOR = messages.GenerateRequest.DESCRIPTOR
 TURN = prompt_pb2.ChatMessage(role=prompt_pb2.ROLE_USER, content="Hi")

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from wsgiref.types import StartResponse, WSGIEnvironment
 
 import pytest
-from icehouse_server.telemetry.http_server import CONNECTION_LIMIT, MetricsServer
+from icehouse_server.telemetry.prometheus import CONNECTION_LIMIT, MetricsServer
 
 from tests.fixtures.patience import BOUND_S
 

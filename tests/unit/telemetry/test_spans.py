@@ -16,8 +16,8 @@ from icehouse_server.domain.ids import Tenant
 from icehouse_server.domain.request import part_of, request_id_of
 from icehouse_server.errors import ConfigError
 from icehouse_server.storage.api import Failure, Outcome, Persisted, Ticket
-from icehouse_server.telemetry import spans as module
-from icehouse_server.telemetry.spans import CallSpans, otlp_exporter, stages_of
+from icehouse_server.telemetry import call_spans as module
+from icehouse_server.telemetry.call_spans import CallSpans, otlp_exporter, stages_of
 
 from tests.fixtures.known_blocks import Shelf, record_of
 from tests.fixtures.proxy import RefusingProxy
@@ -166,8 +166,8 @@ def test_a_ratio_of_zero_keeps_nothing_that_begins_here() -> None:
 
 
 def test_what_waits_for_calls_and_spills_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_KEPT_CALL_COUNT", 2)
-    monkeypatch.setattr(module, "_KEPT_SPILL_COUNT", 2)
+    monkeypatch.setattr(module, "_CALL_COUNT_LIMIT", 2)
+    monkeypatch.setattr(module, "_SPILL_COUNT_LIMIT", 2)
     calls = [call_record(request_id=f"r{i}") for i in range(3)]
     collector, _ = sent_for(*calls, spill("r0"), spill("r2"), *(spill("never") for _ in range(3)))
     assert [span.name for span in collector.spans].count("spill") == 1
@@ -187,7 +187,7 @@ def test_traces_without_the_extra_are_refused_with_the_cure(monkeypatch: pytest.
     original = builtins.__import__
 
     def without(name: str, *rest: Any, **named: Any) -> Any:
-        if name.startswith("icehouse_server.telemetry.spans"):
+        if name.startswith("icehouse_server.telemetry.call_spans"):
             raise ModuleNotFoundError("gone", name="opentelemetry")
         return original(name, *rest, **named)
 

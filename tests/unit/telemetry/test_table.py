@@ -15,8 +15,8 @@ from icehouse_server.domain.stats import Snapshot
 from icehouse_server.errors import StartError
 from icehouse_server.telemetry.call_metrics import CALL_METRICS, FIRST_TOKEN_BY_REUSE, CallMetrics
 from icehouse_server.telemetry.metric import Metric, MetricKind
+from icehouse_server.telemetry.metrics_table import METRICS, OBSERVED_METRICS
 from icehouse_server.telemetry.prometheus import PrometheusEndpoint, PrometheusMeter
-from icehouse_server.telemetry.table import METRICS, OBSERVED_METRICS
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.fixtures.patience import BOUND_S

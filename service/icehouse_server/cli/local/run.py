@@ -14,7 +14,7 @@ from icehouse_client.cli.console import EXIT_INTERRUPTED, AsJson
 from icehouse_client.cli.generate import answer_options_of
 from icehouse_client.cli.option_groups import with_groups
 
-from icehouse_server.cli.local.server import serving
+from icehouse_server.cli.local.child_server import serving
 
 _IN_RAM_ONLY = ("--no-ssd",)
 """Nothing of the conversation is left on disk."""

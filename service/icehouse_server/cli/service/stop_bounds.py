@@ -1,6 +1,6 @@
 """Bounds of a stop: how long each part of it may take, and all of them together.
 
-docs/running.md tells them to whoever runs a server; what stops it has to wait so long.
+docs/running.md gives them to whoever runs a server; what stops it has to wait so long.
 """
 
 from __future__ import annotations

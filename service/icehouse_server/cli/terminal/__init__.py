@@ -1,1 +1,1 @@
-"""What commands of the server tell while they work: logs, and how a demo model comes to be."""
+"""What commands of the server print while they work: logs, and the progress of building a demo model."""

@@ -12,7 +12,6 @@ often replaced one by one, and nobody could connect to a certificate without its
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import logging
 import ssl
@@ -28,6 +27,7 @@ from icehouse_server.config import SecurityConfig
 from icehouse_server.domain.ids import Tenant
 from icehouse_server.errors import Reason, StartError, Unauthenticated
 from icehouse_server.rpc.access.caller import UNPROVED, Caller, Role
+from icehouse_server.rpc.access.shares import start_daemon
 from icehouse_server.rpc.access.tokens import TokenFile
 from icehouse_server.small_file import read_small_file
 
@@ -75,9 +75,9 @@ class ServerSecurity:
         """Refresh all files at the interval, each kind in its own task, until cancelled."""
         async with asyncio.TaskGroup() as looks:
             for name, refresh in self._refreshes().items():
-                looks.create_task(self._keep_looking(name, refresh), name=f"security of {name}")
+                looks.create_task(self._refresh_loop(name, refresh), name=f"security of {name}")
 
-    async def _keep_looking(self, name: str, refresh: Callable[[], bool]) -> None:
+    async def _refresh_loop(self, name: str, refresh: Callable[[], bool]) -> None:
         while True:
             await asyncio.sleep(self._interval_s)
             await self._refresh_one(name, refresh)
@@ -132,23 +132,7 @@ class ServerSecurity:
         The thread is a daemon and used for this refresh only, so it keeps neither the others nor the process
         waiting.
         """
-        loop = asyncio.get_running_loop()
-        answer: asyncio.Future[bool] = loop.create_future()
-
-        def tell(end: Callable[[], object]) -> None:
-            # The server may have ended by now, and the loop with it.
-            with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(lambda: answer.done() or end())
-
-        def look() -> None:
-            try:
-                changed = refresh()
-            except Exception as error:
-                tell(functools.partial(answer.set_exception, error))
-            else:
-                tell(functools.partial(answer.set_result, changed))
-
-        threading.Thread(target=look, name=f"security-{name}", daemon=True).start()
+        answer = asyncio.wrap_future(start_daemon(refresh, name=f"security-{name}"))
         done, _ = await asyncio.wait({answer}, timeout=_SLOW_S)
         if not done:
             _logger.warning(
@@ -156,13 +140,12 @@ class ServerSecurity:
                 extra={
                     "kind": name,
                     "waited_s": _SLOW_S,
-                    "detail": "changes are not seen until the disk answers",
+                    "detail": "no changes are seen until the disk answers",
                 },
             )
         return await answer
 
     def _is_new(self, name: str, detail: str) -> bool:
-        """Whether the last error of this kind was another one."""
         was, self._logged[name] = self._logged.get(name), detail
         return was != detail
 
@@ -178,12 +161,7 @@ class Authenticator:
     """Finds out who calls. Owned by the event loop."""
 
     def __init__(
-        self,
-        *,
-        tokens: TokenFile | None,
-        by_certificate: bool,
-        operator_names: frozenset[str],
-        clock: Clock,
+        self, *, tokens: TokenFile | None, by_certificate: bool, operator_names: frozenset[str], clock: Clock
     ) -> None:
         self._tokens = tokens
         self._by_certificate = by_certificate
@@ -192,11 +170,9 @@ class Authenticator:
 
     @property
     def is_on(self) -> bool:
-        """Whether callers must prove who they are."""
         return self._tokens is not None or self._by_certificate
 
     def identify(self, metadata: Metadata, auth_context: AuthContext) -> Caller:
-        """Return who calls; raises Unauthenticated."""
         if self._tokens is not None:
             return self._by_token(self._tokens, metadata)
         return self._by_name(auth_context) if self._by_certificate else UNPROVED
@@ -209,33 +185,27 @@ class Authenticator:
                 "this server wants a token; send the metadata `authorization: Bearer <token>`",
             )
         if len(given) > 1 or not isinstance(given[0], str) or given[0][: len(_SCHEME)].lower() != _SCHEME:
-            raise Unauthenticated(
-                Reason.CREDENTIALS_INVALID,
-                "the metadata `authorization` must be there once and read `Bearer <token>`",
-            )
+            raise _invalid("the metadata `authorization` must be there once and read `Bearer <token>`")
         caller = tokens.find(given[0][len(_SCHEME) :].strip(), now=self._clock.wall())
         if caller is None:
-            raise Unauthenticated(
-                Reason.CREDENTIALS_INVALID,
-                "the token is not known here or has expired; ask the server's operator for one",
-            )
+            raise _invalid("the token is not known here or has expired; ask the server's operator for one")
         return caller
 
     def _by_name(self, auth_context: AuthContext) -> Caller:
         names = [*auth_context.get("peer_uri", ()), *auth_context.get("peer_dns", ())]
         if not names:
-            raise Unauthenticated(
-                Reason.CREDENTIALS_INVALID,
-                "the client certificate has no URI or DNS name among its subject alternative names",
+            raise _invalid(
+                "the client certificate has no URI or DNS name among its subject alternative names"
             )
-        name = names[0].decode("utf-8", "replace")
-        if len(names[0]) > _NAME_BYTE_LIMIT:
-            raise Unauthenticated(
-                Reason.CREDENTIALS_INVALID,
-                f"the client certificate's name has {len(names[0])} bytes, the limit is {_NAME_BYTE_LIMIT}",
-            )
+        name, size = names[0].decode("utf-8", "replace"), len(names[0])
+        if size > _NAME_BYTE_LIMIT:
+            raise _invalid(f"the client certificate's name has {size} bytes, the limit is {_NAME_BYTE_LIMIT}")
         role = Role.OPERATOR if name in self._operator_names else Role.TENANT
         return Caller(Tenant(name), role)
+
+
+def _invalid(message: str) -> Unauthenticated:
+    return Unauthenticated(Reason.CREDENTIALS_INVALID, message)
 
 
 class Certificates:
@@ -257,7 +227,6 @@ class Certificates:
 
     @property
     def has_authorities(self) -> bool:
-        """Whether clients show certificates too."""
         return self._client_ca is not None
 
     @property
@@ -309,9 +278,7 @@ class Certificates:
     def credentials(self) -> grpc.ServerCredentials:
         """Return what to listen with. Keep this object for as long as the server listens."""
         return grpc.dynamic_ssl_server_credentials(
-            self._current(),
-            self._current,
-            require_client_authentication=self._client_ca is not None,
+            self._current(), self._current, require_client_authentication=self._client_ca is not None
         )
 
     def _current(self) -> grpc.ServerCertificateConfiguration:

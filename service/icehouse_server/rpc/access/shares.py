@@ -1,4 +1,4 @@
-"""Shares: places and turns that callers have between them, so that none can take them all. Event loop.
+"""Shares: slots and turns that callers divide among them, so that none can take them all. Event loop.
 
 What is refused or has to wait depends on what is free: a caller may hold at most `factor` times what nobody
 holds (dynamic thresholds: Choudhury and Hahne, IEEE/ACM ToN 6(2), 1998). One busy caller gets
@@ -10,10 +10,15 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import concurrent.futures
 import contextlib
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator
+from typing import TypeVar
 
 from icehouse_server.errors import Overloaded, Reason
+
+Result = TypeVar("Result")
 
 RETRY_S = 1.0
 """When to try again after a refusal; calls last seconds."""
@@ -35,8 +40,8 @@ class FairShare:
         self._total = 0
 
     @contextlib.contextmanager
-    def place(self, origin: str, amount: int = 1) -> Iterator[None]:
-        """Hold places until the block ends; raises Overloaded when the caller may have no more now."""
+    def hold(self, origin: str, amount: int = 1) -> Iterator[None]:
+        """Hold slots until the block ends; raises Overloaded when the caller may have no more now."""
         self.take(origin, amount)
         try:
             yield
@@ -44,7 +49,7 @@ class FairShare:
             self.give_back(origin, amount)
 
     def take(self, origin: str, amount: int = 1) -> None:
-        """Hold places until they are given back; raises as `place` does."""
+        """Take slots until they are given back; raises as `hold` does."""
         held, more = self._held.get(origin, 0), amount - 1
         free = self.limit - self._total - more
         if free <= 0 or held + more >= min(self._factor * free, self._most):
@@ -53,7 +58,6 @@ class FairShare:
         self._total += amount
 
     def give_back(self, origin: str, amount: int = 1) -> None:
-        """Give places back."""
         self._total -= amount
         self._held[origin] -= amount
         if not self._held[origin]:
@@ -86,13 +90,11 @@ class Hold:
         self.amount = amount
 
     def shrink(self, amount: int) -> None:
-        """Hold less from now on."""
         if amount < self.amount:
             self._queue.give_back(self._origin, self.amount - amount)
             self.amount = amount
 
     def release(self) -> None:
-        """Give all of it back."""
         self.shrink(0)
 
 
@@ -115,7 +117,6 @@ class FairQueue:
 
     @property
     def waiting_count(self) -> int:
-        """How many wait for their turn."""
         return sum(len(queue) for queue in self._waiting.values())
 
     async def take(self, origin: str, amount: int = 1) -> Hold:
@@ -140,7 +141,6 @@ class FairQueue:
 
     @contextlib.asynccontextmanager
     async def turn(self, origin: str) -> AsyncIterator[None]:
-        """Hold one of it until the block ends."""
         hold = await self.take(origin)
         try:
             yield
@@ -192,21 +192,50 @@ class FairQueue:
         self._hand_out()
 
 
-def on_loop(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None:
-    """Run a function on the event loop, from another thread; do nothing if the loop has ended."""
+async def ended(work: concurrent.futures.Future[Result], then: Callable[[], object]) -> Result:
+    """Return what work in a thread returns, and run `then` on the event loop when the work ends.
+
+    A caller that leaves does not stop work that has begun, so what the work holds is released only then.
+    """
+    loop = asyncio.get_running_loop()
+
+    def run_then() -> None:
+        try:
+            loop.call_soon_threadsafe(then)
+        except RuntimeError:
+            # The loop ended before the work did: nobody waits for a turn any more.
+            if not loop.is_closed():
+                raise
+
+    work.add_done_callback(lambda _: run_then())
+    return await asyncio.wrap_future(work)
+
+
+def start_daemon(work: Callable[[], Result], *, name: str) -> concurrent.futures.Future[Result]:
+    """Run work in a daemon thread of its own, which keeps neither other work nor the process waiting."""
+    future: concurrent.futures.Future[Result] = concurrent.futures.Future()
+    future.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            result = work()
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
     try:
-        loop.call_soon_threadsafe(function)
-    except RuntimeError:
-        # The loop ended before the work did: nobody waits for a turn any more.
-        if not loop.is_closed():
-            raise
+        threading.Thread(target=run, name=name, daemon=True).start()
+    except RuntimeError as error:  # the system gives no thread
+        future.set_exception(error)
+    return future
 
 
-_KEPT_COUNT = 1024
+_CALLER_LIMIT = 1024
 """Callers that are remembered; those whose turn has passed are forgotten first."""
 
 
-class Pace:
+class RateLimit:
     """A rate limit for each caller: a burst, then so many turns a second. Times of any one clock.
 
     A refused call takes the event loop nearly as long as a short one that is served, and one with a long
@@ -223,7 +252,7 @@ class Pace:
         due_time = self._due_time(origin, now=now, turn_count=turn_count)
         # Nobody gets further behind than the longest delay.
         self._due_times[origin] = due_time = min(due_time, now + longest_s)
-        if len(self._due_times) > _KEPT_COUNT:
+        if len(self._due_times) > _CALLER_LIMIT:
             self._forget(now)
         return max(0.0, due_time - now)
 
@@ -242,4 +271,4 @@ class Pace:
 
     def _forget(self, now: float) -> None:
         waiting = [(origin, due) for origin, due in self._due_times.items() if due > now]
-        self._due_times = dict(waiting[-_KEPT_COUNT // 2 :])
+        self._due_times = dict(waiting[-_CALLER_LIMIT // 2 :])

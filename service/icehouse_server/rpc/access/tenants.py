@@ -68,7 +68,6 @@ class Stay:
         account.use.prompt_token_total += self._prompt_token_count
 
     def note(self, event: Event) -> None:
-        """Follow the request's events."""
         if isinstance(event, Started) and not self._has_started:
             self._has_started = True
             self._count(waiting=-1, running=1)
@@ -108,7 +107,6 @@ class Tenants:
         return iter(tuple(self._accounts.values()))
 
     def uses(self) -> tuple[TenantUse, ...]:
-        """Return what each tenant runs and has used."""
         return tuple(dataclasses.replace(account.use) for account in self)
 
     def use_of(self, tenant: Tenant) -> TenantUse:
@@ -181,11 +179,7 @@ class Tenants:
                 f"{waiting_count} requests of {_named(tenant)} wait, which is its limit; "
                 "try again when one has started",
                 retry_after_s=WAITING_RETRY_S,
-                metadata={
-                    "tenant": tenant,
-                    "waiting_count": waiting_count,
-                    "waiting_limit": limit,
-                },
+                metadata={"tenant": tenant, "waiting_count": waiting_count, "waiting_limit": limit},
             )
         wanted = sum(len(request.prompt_token_ids) + request.max_output_tokens for request in requests)
         self._check_budget(account, wanted)
@@ -246,7 +240,6 @@ class TokenBudget:
         self._level -= token_count
 
     def give_back(self, token_count: int) -> None:
-        """Put back what was reserved and not used."""
         self._fill()
         self._level = min(self.limit, self._level + token_count)
 

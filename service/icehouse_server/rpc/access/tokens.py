@@ -67,7 +67,6 @@ class TokenFile:
 
     @property
     def token_count(self) -> int:
-        """How many tokens are known."""
         return len(self._tokens)
 
     def refresh(self) -> bool:

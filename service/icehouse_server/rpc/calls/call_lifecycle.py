@@ -19,7 +19,7 @@ from icehouse_server.domain.ids import CALLER_NAME_PATTERN
 from icehouse_server.errors import Forbidden, IcehouseError, Overloaded, Reason, Unauthenticated, Unavailable
 from icehouse_server.rpc.access import caller as callers
 from icehouse_server.rpc.access.caller import Caller, peer_kind
-from icehouse_server.rpc.access.shares import Pace
+from icehouse_server.rpc.access.shares import RateLimit
 from icehouse_server.rpc.calls.methods import METHODS
 from icehouse_server.rpc.calls.status import code_of, internal_error, status_of, with_trailers
 from icehouse_server.rpc.calls.wire import Limit, cancel_code, current_method, received_bytes
@@ -66,7 +66,6 @@ class RpcCall:
     """What is released when it ends, however it ends."""
 
     def note(self, event: Event) -> None:
-        """Note what an event says of the request's cost."""
         if isinstance(event, Started):
             self.started = self.started or event
         elif isinstance(event, Finished):
@@ -80,12 +79,12 @@ class RpcCalls:
     """Tracks calls from begin to end, and refuses new ones during a stop. Owned by the event loop."""
 
     def __init__(
-        self, *, clock: Clock, tell: Callable[[CallRecord], Trailers], session_keys: Sequence[str] = ()
+        self, *, clock: Clock, on_end: Callable[[CallRecord], Trailers], session_keys: Sequence[str] = ()
     ) -> None:
         self._clock = clock
         self._session_keys = session_keys
-        self._tell = tell
-        self._pace = Pace(rate_per_s=REFUSALS_PER_S, burst_count=REFUSAL_BURST_COUNT)
+        self._on_end = on_end
+        self._rate_limit = RateLimit(rate_per_s=REFUSALS_PER_S, burst_count=REFUSAL_BURST_COUNT)
         self._running_count = 0
         self._closed = False
         self.idle = asyncio.Event()
@@ -99,7 +98,6 @@ class RpcCalls:
 
     @property
     def open_count(self) -> int:
-        """How many calls are open, from their headers to their status."""
         return len(self._open)
 
     def close(self) -> None:
@@ -116,7 +114,6 @@ class RpcCalls:
 
     @contextlib.contextmanager
     def open(self, limit: Limit, *, is_endless: bool) -> Iterator[None]:
-        """The block serves a call that `limit` may end."""
         self._open[limit] = is_endless
         try:
             yield
@@ -136,7 +133,8 @@ class RpcCalls:
 
     @contextlib.asynccontextmanager
     async def call(self, context: Context, operation: Operation | None = None) -> AsyncIterator[RpcCall]:
-        """Wrap one servicer method: an error out of the block becomes a status, and all watchers are told."""
+        """Wrap one servicer method: an error out of the block becomes a status, and all watchers are
+        notified."""
         call = RpcCall(
             current_method.get(),
             self._clock.monotonic(),
@@ -153,30 +151,30 @@ class RpcCalls:
                 self.refused_count += 1
                 raise stopping()
             yield call
-            if trailers := self._see_out(call, context, grpc.StatusCode.OK):
+            if trailers := self._end_call(call, context, grpc.StatusCode.OK):
                 context.set_trailing_metadata((*(context.trailing_metadata() or ()), *trailers))
         except IcehouseError as error:
-            trailers = self._see_out(call, context, code_of(error), reason=error.reason.value)
-            await self._keep_pace(error)
+            trailers = self._end_call(call, context, code_of(error), reason=error.reason.value)
+            await self._delay_refusal(error)
             await end(context, with_trailers(status_of(error), trailers))
         except asyncio.CancelledError:
-            self._see_out(call, context, cancel_code(context))
+            self._end_call(call, context, cancel_code(context))
             raise
         except Exception:
             # The caller learns that something broke, the log learns what.
             _logger.exception("call_broke", extra={"method": call.method, "request_id": call.request_id})
             broken = internal_error()
-            trailers = self._see_out(call, context, code_of(broken), reason=broken.reason.value)
+            trailers = self._end_call(call, context, code_of(broken), reason=broken.reason.value)
             await end(context, with_trailers(status_of(broken), trailers))
 
-    async def _keep_pace(self, error: IcehouseError) -> None:
+    async def _delay_refusal(self, error: IcehouseError) -> None:
         """Delay a refusal if its caller has had many: it may come again at once."""
         turn_count = received_bytes.get() // _REFUSED_BYTES_PER_TURN
         if isinstance(error, Overloaded | Unauthenticated | Forbidden):
             turn_count += 1
         if self._closed or not turn_count:
             return
-        delay_s = self._pace.delay_s(
+        delay_s = self._rate_limit.delay_s(
             callers.origin.get(),
             now=asyncio.get_running_loop().time(),
             longest_s=_LONGEST_UNPROVED_S if isinstance(error, Unauthenticated) else _LONGEST_S,
@@ -193,7 +191,7 @@ class RpcCalls:
         limit_s = default_s if remaining_s is None else remaining_s
         return None if limit_s is None else self._clock.monotonic() + limit_s
 
-    def _see_out(
+    def _end_call(
         self, call: RpcCall, context: Context, code: grpc.StatusCode, *, reason: str = ""
     ) -> Trailers:
         record = CallRecord(
@@ -219,7 +217,7 @@ class RpcCalls:
         self._running_count -= 1
         if not self._running_count:
             self.idle.set()
-        return self._tell(record)
+        return self._on_end(record)
 
 
 def stopping() -> Unavailable:
@@ -235,7 +233,7 @@ def _end_now(timer: asyncio.Timeout) -> None:
 async def end(context: Context, status: grpc.Status) -> None:
     """End a call with a status, which is sent after the messages that the caller has not read yet.
 
-    A caller who never reads them keeps the call open, and its place taken, until the connection ends: gRPC's
+    A caller who never reads them keeps the call open, and its slot taken, until the connection ends: gRPC's
     Python cannot reset a single call.
     """
     with disconnect_as_cancel():

@@ -28,8 +28,8 @@ class MethodAccess(enum.StrEnum):
     OPERATOR = "operator"
 
 
-class WorkPlace(enum.StrEnum):
-    """Where the most costly part of a call is done."""
+class WorkThread(enum.StrEnum):
+    """The thread that does the most costly part of a call."""
 
     EVENT_LOOP = "event loop"
     TOKENIZER = "tokenizer threads"
@@ -48,7 +48,7 @@ class Cost(enum.StrEnum):
 
 
 class CallPool(enum.StrEnum):
-    """Calls that share one number of places."""
+    """Calls that share one limit."""
 
     WORK = "work"
     COMMANDS = "commands"
@@ -63,7 +63,7 @@ class Method:
     """One row of the table."""
 
     pool: CallPool
-    place: WorkPlace
+    thread: WorkThread
     cost: Cost = Cost.NOTHING
     access: MethodAccess = MethodAccess.CALLER
     message_byte_limit: int | None = None
@@ -96,21 +96,21 @@ _DEADLINES_S = {
 _WHOLE_DISK_S = 24 * 3600.0
 """Reading terabytes, or removing them."""
 
-_GENERATION = Method(CallPool.WORK, WorkPlace.INFERENCE, Cost.GENERATION)
-_COMMAND = Method(CallPool.COMMANDS, WorkPlace.INFERENCE, Cost.PROMPT)
-_COUNTERS = Method(CallPool.COMMANDS, WorkPlace.INFERENCE, message_byte_limit=4 * KIB)
+_GENERATION = Method(CallPool.WORK, WorkThread.INFERENCE, Cost.GENERATION)
+_COMMAND = Method(CallPool.COMMANDS, WorkThread.INFERENCE, Cost.PROMPT)
+_COUNTERS = Method(CallPool.COMMANDS, WorkThread.INFERENCE, message_byte_limit=4 * KIB)
 _WHOLE_DISK = Method(
     CallPool.COMMANDS,
-    WorkPlace.STORAGE,
+    WorkThread.STORAGE,
     access=MethodAccess.OPERATOR,
     message_byte_limit=4 * KIB,
     own_deadline_s=_WHOLE_DISK_S,
 )
-_LOOKUP = Method(CallPool.WORK, WorkPlace.EVENT_LOOP, message_byte_limit=64 * KIB)
-_LISTING = Method(CallPool.COMMANDS, WorkPlace.EVENT_LOOP, message_byte_limit=4 * KIB)
+_LOOKUP = Method(CallPool.WORK, WorkThread.EVENT_LOOP, message_byte_limit=64 * KIB)
+_LISTING = Method(CallPool.COMMANDS, WorkThread.EVENT_LOOP, message_byte_limit=4 * KIB)
 _CHANNELZ = Method(
     CallPool.WATCHES,
-    WorkPlace.EVENT_LOOP,
+    WorkThread.EVENT_LOOP,
     access=MethodAccess.OPERATOR,
     message_byte_limit=KIB,
     message_timeout_s=2.0,
@@ -118,18 +118,18 @@ _CHANNELZ = Method(
 )
 _WORKER_COMMAND = Method(
     CallPool.COMMANDS,
-    WorkPlace.INFERENCE,
+    WorkThread.INFERENCE,
     access=MethodAccess.OPERATOR,
     message_byte_limit=4 * KIB,
     message_timeout_s=10.0,
     own_deadline_s=600.0,
 )
 _REFLECTION = Method(
-    CallPool.WATCHES, WorkPlace.EVENT_LOOP, message_byte_limit=64 * KIB, own_deadline_s=600.0, caller_limit=8
+    CallPool.WATCHES, WorkThread.EVENT_LOOP, message_byte_limit=64 * KIB, own_deadline_s=600.0, caller_limit=8
 )
 _HEALTH = Method(
     CallPool.HEALTH,
-    WorkPlace.EVENT_LOOP,
+    WorkThread.EVENT_LOOP,
     access=MethodAccess.OPEN,
     message_byte_limit=KIB,
     message_timeout_s=2.0,
@@ -138,8 +138,8 @@ _HEALTH = Method(
 METHODS: Mapping[str, Method] = {
     "icehouse.v1.InferenceService/Generate": _GENERATION,
     "icehouse.v1.InferenceService/Stream": _GENERATION,
-    "icehouse.v1.InferenceService/Tokenize": Method(CallPool.WORK, WorkPlace.TOKENIZER, Cost.PROMPT),
-    "icehouse.v1.InferenceService/Detokenize": Method(CallPool.WORK, WorkPlace.TOKENIZER, Cost.PROMPT),
+    "icehouse.v1.InferenceService/Tokenize": Method(CallPool.WORK, WorkThread.TOKENIZER, Cost.PROMPT),
+    "icehouse.v1.InferenceService/Detokenize": Method(CallPool.WORK, WorkThread.TOKENIZER, Cost.PROMPT),
     # Of all tenants together.
     "icehouse.v1.InferenceService/CacheStats": dataclasses.replace(_COUNTERS, access=MethodAccess.OPERATOR),
     "icehouse.v1.CacheService/Explain": _COMMAND,
@@ -147,7 +147,7 @@ METHODS: Mapping[str, Method] = {
     "icehouse.v1.CacheService/Pin": _COMMAND,
     "icehouse.v1.CacheService/Unpin": _COMMAND,
     "icehouse.v1.CacheService/Evict": _COMMAND,
-    "icehouse.v1.CacheService/EvictAll": dataclasses.replace(_WHOLE_DISK, place=WorkPlace.INFERENCE),
+    "icehouse.v1.CacheService/EvictAll": dataclasses.replace(_WHOLE_DISK, thread=WorkThread.INFERENCE),
     "icehouse.v1.CacheService/Verify": _WHOLE_DISK,
     "icehouse.v1.ModelService/ListModels": _LOOKUP,
     "icehouse.v1.ModelService/GetModel": _LOOKUP,
@@ -167,21 +167,21 @@ METHODS: Mapping[str, Method] = {
     "vllm.grpc.engine.VllmEngine/StartProfile": _WORKER_COMMAND,
     "vllm.grpc.engine.VllmEngine/StopProfile": _WORKER_COMMAND,
     "vllm.grpc.engine.VllmEngine/Abort": Method(
-        CallPool.COMMANDS, WorkPlace.EVENT_LOOP, message_byte_limit=64 * KIB, message_timeout_s=10.0
+        CallPool.COMMANDS, WorkThread.EVENT_LOOP, message_byte_limit=64 * KIB, message_timeout_s=10.0
     ),
     "vllm.grpc.engine.VllmEngine/GetModelInfo": _LOOKUP,
     "vllm.grpc.engine.VllmEngine/GetServerInfo": _LOOKUP,
     # How busy all tenants keep the server.
     "vllm.grpc.engine.VllmEngine/GetLoads": Method(
         CallPool.COMMANDS,
-        WorkPlace.EVENT_LOOP,
+        WorkThread.EVENT_LOOP,
         access=MethodAccess.OPERATOR,
         message_byte_limit=4 * KIB,
         message_timeout_s=10.0,
     ),
     "vllm.grpc.engine.VllmEngine/GetTokenizer": Method(
         CallPool.WORK,
-        WorkPlace.TOKENIZER,
+        WorkThread.TOKENIZER,
         message_byte_limit=4 * KIB,
         message_timeout_s=10.0,
         own_deadline_s=600.0,
@@ -190,7 +190,7 @@ METHODS: Mapping[str, Method] = {
     # A gateway has one, and may be several processes.
     "vllm.grpc.engine.VllmEngine/SubscribeKvEvents": Method(
         CallPool.WATCHES,
-        WorkPlace.EVENT_LOOP,
+        WorkThread.EVENT_LOOP,
         message_byte_limit=4 * KIB,
         message_timeout_s=10.0,
         caller_limit=16,
@@ -217,11 +217,11 @@ _HEALTH_CALLS_PER_CONNECTION = 8
 
 
 def shares_of(*, concurrent_call_limit: int, connection_limit: int) -> Mapping[CallPool, FairShare]:
-    """Return the places of each pool.
+    """Return the slots of each pool.
 
     One caller may have three quarters of the calls, half of the commands, a fifth of the watches. Health
     checkers have no credentials, and one of them may use every connection there can be, so each connection
-    has health places of its own.
+    has health slots of its own.
     """
     health_limit = connection_limit * _HEALTH_CALLS_PER_CONNECTION
     return {
@@ -229,16 +229,13 @@ def shares_of(*, concurrent_call_limit: int, connection_limit: int) -> Mapping[C
         CallPool.COMMANDS: FairShare(limit=_COMMAND_LIMIT, factor=1.0, what="cache commands and counters"),
         CallPool.WATCHES: FairShare(limit=_WATCH_LIMIT, factor=0.25, what="watches"),
         CallPool.HEALTH: FairShare(
-            limit=health_limit,
-            factor=health_limit,
-            most=_HEALTH_CALLS_PER_CONNECTION,
-            what="health checks",
+            limit=health_limit, factor=health_limit, most=_HEALTH_CALLS_PER_CONNECTION, what="health checks"
         ),
     }
 
 
 def caller_shares() -> Mapping[str, FairShare]:
-    """Return, by method, the places that each caller has of its own, for methods that limit them."""
+    """Return, by method, the slots that each caller has of its own, for methods that limit them."""
     return {
         name: FairShare(
             limit=_ANY_NUMBER,

@@ -10,37 +10,27 @@ import dataclasses
 import heapq
 import logging
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from icehouse_server.clock import Clock
-from icehouse_server.domain.call import CallRecord, SpanNames
+from icehouse_server.domain.call import CallRecord
 from icehouse_server.domain.stats import KvEventStats, SlowRequest
 from icehouse_server.rpc.access import caller as callers
-from icehouse_server.rpc.access.shares import Pace
-from icehouse_server.rpc.calls.wire import WireWatcher
+from icehouse_server.rpc.access.shares import RateLimit
+from icehouse_server.telemetry.call_metrics import CallMetrics
 
-
-class CallWatcher(Protocol):
-    """Hears of every ended call of our own services."""
-
-    def call_ended(self, record: CallRecord) -> None: ...
-
-
-class Tracer(Protocol):
-    """Makes spans of ended calls."""
-
-    def trace(self, record: CallRecord) -> SpanNames | None:
-        """Record a call's spans; None when its trace is not kept."""
-        ...
+if TYPE_CHECKING:
+    # Needs an optional extra.
+    from icehouse_server.telemetry.call_spans import CallSpans
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Telemetry:
     """Which watchers the server has. The default fits tests: the access log and nothing else."""
 
-    wire: tuple[WireWatcher, ...] = ()
-    calls: tuple[CallWatcher, ...] = ()
-    tracer: Tracer | None = None
+    wire: tuple[CallMetrics, ...] = ()
+    calls: tuple[CallMetrics, ...] = ()
+    tracer: CallSpans | None = None
     has_load_report: bool = False
     has_access_log: bool = True
     sample_interval_s: float | None = None
@@ -65,7 +55,7 @@ class AccessLog:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._refusals = Pace(rate_per_s=REFUSAL_LINES_PER_S, burst_count=REFUSAL_LINE_BURST_COUNT)
+        self._refusals = RateLimit(rate_per_s=REFUSAL_LINES_PER_S, burst_count=REFUSAL_LINE_BURST_COUNT)
         self._left_out: collections.Counter[str] = collections.Counter()
         """By tenant with credentials, so there are not many."""
 
@@ -115,7 +105,7 @@ def log_fields_of(record: CallRecord, *, trace_id: str) -> dict[str, object]:
     return facts
 
 
-SLOW_KEPT_COUNT = 512
+SLOW_COUNT_LIMIT = 512
 """Ended requests that are remembered."""
 
 SLOW_RECENT_S = 600.0
@@ -129,7 +119,7 @@ class SlowRequests:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._ended: collections.deque[tuple[float, CallRecord]] = collections.deque(maxlen=SLOW_KEPT_COUNT)
+        self._ended: collections.deque[tuple[float, CallRecord]] = collections.deque(maxlen=SLOW_COUNT_LIMIT)
 
     def call_ended(self, record: CallRecord) -> None:
         """Remember a call, if it was a request that left the queue."""

@@ -10,13 +10,14 @@ import asyncio
 import contextlib
 import contextvars
 import dataclasses
-from collections.abc import Awaitable, Callable, Iterator
-from typing import Any, Protocol
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 import grpc
 
 from icehouse_server.clock import Clock
 from icehouse_server.domain.call import WireRecord
+from icehouse_server.telemetry.call_metrics import CallMetrics
 
 OTHER_METHOD = "other"
 """What gRPC's own metrics call a method that is not registered (proposal A66)."""
@@ -53,7 +54,6 @@ class Limit:
         return grpc.StatusCode.UNAVAILABLE if self.is_cut else grpc.StatusCode.DEADLINE_EXCEEDED
 
     def cut(self) -> None:
-        """End the call, as the server stops."""
         # A timer that has expired cannot be rescheduled.
         with contextlib.suppress(RuntimeError):
             self.timer.reschedule(asyncio.get_running_loop().time())
@@ -83,26 +83,13 @@ class Encoded:
     data: bytes
 
     def ByteSize(self) -> int:
-        """Return its length, as messages do."""
         return len(self.data)
-
-
-class WireWatcher(Protocol):
-    """Counts calls. Called on the event loop; must not block."""
-
-    def call_started(self, method: str) -> None:
-        """A call of this method began."""
-        ...
-
-    def wire_ended(self, record: WireRecord) -> None:
-        """It ended."""
-        ...
 
 
 class WireInterceptor(grpc.aio.ServerInterceptor):
     """Tells the watchers when a call begins and ends."""
 
-    def __init__(self, watchers: tuple[WireWatcher, ...], clock: Clock) -> None:
+    def __init__(self, watchers: tuple[CallMetrics, ...], clock: Clock) -> None:
         self._watchers = watchers
         self._clock = clock
 
@@ -111,7 +98,6 @@ class WireInterceptor(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        """Return the method's own handler, watched."""
         handler = await continuation(handler_call_details)
         method = OTHER_METHOD if handler is None else handler_call_details.method.removeprefix("/")
         call = _WatchedCall(method, self._watchers, self._clock)
@@ -124,7 +110,7 @@ class WireInterceptor(grpc.aio.ServerInterceptor):
 class _WatchedCall:
     """One call between its first byte and its last."""
 
-    def __init__(self, method: str, watchers: tuple[WireWatcher, ...], clock: Clock) -> None:
+    def __init__(self, method: str, watchers: tuple[CallMetrics, ...], clock: Clock) -> None:
         self._method = method
         self._watchers = watchers
         self._clock = clock
@@ -135,16 +121,14 @@ class _WatchedCall:
             watcher.call_started(method)
 
     def wrap(self, handler: Any) -> Any:
-        """Return a handler of the same kind that counts."""
         assert handler.stream_stream is not None, "the interceptor inside makes streams of all methods"
         return grpc.stream_stream_rpc_method_handler(
-            self._awaiting(handler.stream_stream),
+            self._serving(handler.stream_stream),
             request_deserializer=self._reader(handler.request_deserializer),
             response_serializer=self._writer(handler.response_serializer),
         )
 
     def end(self, code: str) -> None:
-        """Tell the watchers."""
         record = WireRecord(
             method=self._method,
             code=code,
@@ -155,28 +139,23 @@ class _WatchedCall:
         for watcher in self._watchers:
             watcher.wire_ended(record)
 
-    def _awaiting(self, behavior: Any) -> Any:
+    def _serving(self, behavior: Any) -> Any:
         async def serve(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-            with self._watched(context):
+            current_method.set(self._method)
+            code = "UNKNOWN"
+            try:
                 await behavior(request, context)
+                code = _code_name(context, otherwise="OK")
+            except asyncio.CancelledError:
+                code = cancel_code(context).name
+                raise
+            except BaseException:
+                code = _code_name(context, otherwise="UNKNOWN")
+                raise
+            finally:
+                self.end(code)
 
         return serve
-
-    @contextlib.contextmanager
-    def _watched(self, context: grpc.aio.ServicerContext[Any, Any]) -> Iterator[None]:
-        current_method.set(self._method)
-        code = "UNKNOWN"
-        try:
-            yield
-            code = _code_name(context, otherwise="OK")
-        except asyncio.CancelledError:
-            code = cancel_code(context).name
-            raise
-        except BaseException:
-            code = _code_name(context, otherwise="UNKNOWN")
-            raise
-        finally:
-            self.end(code)
 
     def _reader(self, parse: Any) -> Any:
         def read(data: bytes) -> Any:

@@ -1,1 +1,1 @@
-"""The engine as the event loop sees it: routing, and events on their way to a call."""
+"""The engine as the event loop sees it: routing, and the events of each call."""

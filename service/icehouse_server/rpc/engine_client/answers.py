@@ -42,18 +42,18 @@ class Answers:
     def __init__(self, memory: FairShare, *, origin: str) -> None:
         self._memory = memory
         self._origin = origin
-        self._kept_bytes = 0
+        self._buffered_bytes = 0
         self._held_bytes = 0
 
-    def keep(self, size_bytes: int) -> None:
+    def buffer(self, size_bytes: int) -> None:
         """Count so much for answers that are not written yet; raises as `hold` does."""
-        self._kept_bytes = size_bytes
+        self._buffered_bytes = size_bytes
         self.hold(0)
 
     def hold(self, unread_bytes: int) -> None:
         """Count what is kept and what is being written; raises Overloaded if the caller's answers take all
         that it may have, and CannotFit for more than that could ever be."""
-        wanted = self._kept_bytes + unread_bytes
+        wanted = self._buffered_bytes + unread_bytes
         wanted = wanted if wanted > FREE_BYTES else 0
         # While nobody else holds anything, one caller gets half.
         if 2 * wanted > self._memory.limit:
@@ -71,8 +71,7 @@ class Answers:
         self._held_bytes = wanted
 
     def close(self) -> None:
-        """Count nothing any more."""
-        self._kept_bytes = 0
+        self._buffered_bytes = 0
         self.hold(0)
 
 
@@ -80,11 +79,11 @@ current: contextvars.ContextVar[Answers | None] = contextvars.ContextVar("answer
 """Of this task's call."""
 
 
-def keep(size_bytes: int) -> None:
-    """Count so much for this task's call, for answers that are not written yet; raises as `Answers.keep`."""
+def count_buffered(size_bytes: int) -> None:
+    """Count so much for the answers of this task that are not written yet; raises as `Answers.buffer`."""
     answers = current.get()
     if answers is not None:
-        answers.keep(size_bytes)
+        answers.buffer(size_bytes)
 
 
 async def write(context: Writable, message: AnswerMessage) -> None:
@@ -160,7 +159,6 @@ class StallTimer:
             self._scope.reschedule(when)
 
     def expire(self) -> None:
-        """End the block now."""
         self._reschedule(asyncio.get_running_loop().time())
 
 

@@ -26,7 +26,7 @@ from icehouse_server.domain.cache_commands import (
     VerifyReport,
 )
 from icehouse_server.errors import IcehouseError
-from icehouse_server.rpc.engine_client.ports import EnginePort
+from icehouse_server.rpc.engine_client.engine_ports import EnginePort
 from icehouse_server.rpc.engine_client.router import Router
 
 Answer = TypeVar(

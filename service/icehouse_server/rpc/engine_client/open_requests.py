@@ -11,8 +11,8 @@ from icehouse_server.domain.ids import RequestId
 from icehouse_server.domain.request import GenerationRequest
 from icehouse_server.errors import InvalidRequest, NotFound, Reason
 from icehouse_server.rpc.access.caller import Caller, Role
+from icehouse_server.rpc.engine_client.engine_ports import EnginePort
 from icehouse_server.rpc.engine_client.outbox import Outbox
-from icehouse_server.rpc.engine_client.ports import EnginePort
 from icehouse_server.rpc.engine_client.router import Router
 
 
@@ -61,7 +61,6 @@ class OpenRequest:
         """Whether somebody else than its caller ended it."""
 
     def note(self, event: Event) -> None:
-        """Follow the request."""
         if isinstance(event, Started):
             self.phase = max(self.phase, RequestPhase.PREFILLING)
             cached = event.cache.cached_token_count
@@ -125,7 +124,9 @@ class OpenRequests:
 
     def visible_to(self, caller: Caller) -> tuple[OpenRequest, ...]:
         """Return those that a caller may see and end, without calls whose reader only takes the rest."""
-        return tuple(r for r in self._open.values() if _is_visible(r, caller) and r.is_running)
+        is_operator = caller.role is Role.OPERATOR
+        visible = (r for r in self._open.values() if is_operator or r.first.tenant == caller.tenant)
+        return tuple(request for request in visible if request.is_running)
 
     def cancel(self, request_id: str, caller: Caller, *, tenant: str | None = None) -> OpenRequest:
         """End a request; raises NotFound, in the same words for another tenant's, and InvalidRequest if the
@@ -152,7 +153,3 @@ class OpenRequests:
         request.is_cancelled = True
         request.cancel()
         return request
-
-
-def _is_visible(request: OpenRequest, caller: Caller) -> bool:
-    return caller.role is Role.OPERATOR or request.first.tenant == caller.tenant

@@ -138,7 +138,7 @@ def _size_bytes(event: Event) -> int:
 class Outboxes:
     """The events of several requests, in turn; each request's events stay in order.
 
-    The byte limit is shared evenly. `on_stall` is told whose share was exceeded.
+    The byte limit is shared evenly. `on_stall` gets the index of the request whose share was exceeded.
     """
 
     def __init__(
@@ -159,7 +159,6 @@ class Outboxes:
 
     @property
     def ended(self) -> bool:
-        """Whether the reader has taken the last event of each."""
         return all(outbox.ended for outbox in self.all)
 
     async def take(self) -> tuple[int, Event]:

@@ -16,8 +16,8 @@ from icehouse_server.domain.model import EngineState
 from icehouse_server.domain.request import name_of
 from icehouse_server.engine.core.refusals import engine_failed
 from icehouse_server.errors import AlreadyExists, IcehouseError, Reason, Unavailable
+from icehouse_server.rpc.engine_client.engine_ports import ServedModel
 from icehouse_server.rpc.engine_client.outbox import Outbox
-from icehouse_server.rpc.engine_client.ports import ServedModel
 
 Answer = TypeVar("Answer")
 
@@ -50,7 +50,6 @@ class Router:
         self._hand_over(self._set_model, model)
 
     def add_listener(self, listener: Callable[[], None]) -> None:
-        """Call `listener` on the loop after every change of state."""
         self._listeners.append(listener)
 
     def require_model(self) -> ServedModel:
@@ -110,7 +109,7 @@ class Router:
         try:
             self._loop.call_soon_threadsafe(function, *arguments)
         except RuntimeError:
-            # The loop ended before the engine did: nobody is left to tell.
+            # The loop ended before the engine did: nobody is left to notify.
             if not self._loop.is_closed():
                 raise
 
@@ -136,7 +135,8 @@ class Router:
             listener()
 
     def _fail_everything(self) -> None:
-        error = self._failure() if self.state is EngineState.FAILED else _stopped()
+        stopped = Unavailable(Reason.DRAINING, "the server stopped before the request ended; send it again")
+        error = self._failure() if self.state is EngineState.FAILED else stopped
         self._deliver(tuple((request_id, Failed(error)) for request_id in self._outboxes))
         for future in self._questions:
             if not future.done():
@@ -144,10 +144,6 @@ class Router:
 
     def _failure(self) -> IcehouseError:
         return self._error or engine_failed()
-
-
-def _stopped() -> IcehouseError:
-    return Unavailable(Reason.DRAINING, "the server stopped before the request ended; send it again")
 
 
 def _resolve(future: asyncio.Future[Any], answer: object) -> None:

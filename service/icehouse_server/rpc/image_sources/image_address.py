@@ -73,7 +73,6 @@ class SourceRules:
 
     @classmethod
     def of(cls, config: ServerConfig) -> SourceRules:
-        """Return the rules of the settings; raises ConfigError."""
         return cls(
             _listed("image_folders", config.image_folders, read_image_folders),
             frozenset(_listed("image_hosts", config.image_hosts, read_image_hosts)),

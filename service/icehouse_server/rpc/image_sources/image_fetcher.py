@@ -1,19 +1,29 @@
-"""Image sources of a conversation: the files and URLs that it names, read before the conversation is.
+"""Image fetcher: the files and URLs that a conversation names, read before the conversation is.
 
 The images of a request are read side by side, with one time limit for all. Reading blocks, so it has a few
 threads. Callers take turns for them, and for memory; one caller gets at most half of either.
+
+Hosts are trusted only a little. A name is resolved here, and the connection goes to an address that was
+checked, so that a second answer of the resolver changes nothing. Redirects obey the same rules. No byte is
+read beyond the limit, and nothing is decompressed. Proxies of the environment are not used, and no cookie or
+password is sent.
 """
 
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import contextlib
 import dataclasses
 import functools
+import http.client
+import io
 import os
+import re
+import socket
+import ssl
 import stat
 import threading
+import urllib.parse
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Final, TypeVar
 
@@ -21,16 +31,17 @@ from icehouse_server.config import ServerConfig
 from icehouse_server.domain.chat import ChatMessage, Conversation, ImageSource, PlacedImage
 from icehouse_server.errors import InvalidRequest, SourceUnreachable
 from icehouse_server.rpc.access import caller as callers
-from icehouse_server.rpc.access.shares import FairQueue, on_loop
+from icehouse_server.rpc.access.shares import FairQueue, ended, start_daemon
 from icehouse_server.rpc.image_sources.image_address import (
     FileAddress,
+    IpAddress,
     SourceRules,
     WebAddress,
+    ip_address_of,
     refused,
     too_long,
     unreachable,
 )
-from icehouse_server.rpc.image_sources.web_reader import FetchAbort, WebReader
 
 Result = TypeVar("Result")
 
@@ -101,30 +112,12 @@ class ImageFetcher:
     async def _in_thread(self, work: Callable[[], Result]) -> Result:
         """Return what `work` returns; callers take turns."""
         hold = await self._turns.take(callers.origin.get())
-        task: concurrent.futures.Future[Result] = concurrent.futures.Future()
-        # A caller that leaves does not stop work that has begun, so its turn lasts until that ends.
-        loop = asyncio.get_running_loop()
-        task.add_done_callback(lambda _: on_loop(loop, hold.release))
-        task.set_running_or_notify_cancel()
-        try:
-            threading.Thread(target=_settle, args=(task, work), name="image-source", daemon=True).start()
-        except RuntimeError as error:  # the system gives no thread; the turn is given back all the same
-            task.set_exception(error)
-        return await asyncio.wrap_future(task)
+        return await ended(start_daemon(work, name="image-source"), hold.release)
 
     def _late(self, source: ImageSource) -> SourceUnreachable:
         timeout_s = self._config.image_fetch_timeout_s
         complaint = f"and those after it were not read within {timeout_s:g} s"
         return unreachable(_field(source), complaint, timeout_s=f"{timeout_s:g}")
-
-
-def _settle(task: concurrent.futures.Future[Result], work: Callable[[], Result]) -> None:
-    try:
-        result = work()
-    except BaseException as error:
-        task.set_exception(error)
-    else:
-        task.set_result(result)
 
 
 def _field(source: ImageSource) -> str:
@@ -146,7 +139,7 @@ def _with_bytes(conversation: Conversation, found: Mapping[str, bytes]) -> Conve
 
 _FOLDER_FLAGS: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _FILE_FLAGS: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
-_CHUNK_BYTES: Final = 1 << 20
+_CHUNK_BYTES: Final = 256 << 10
 
 
 def read_file(address: FileAddress, *, limit_bytes: int, field: str) -> bytes:
@@ -158,24 +151,27 @@ def read_file(address: FileAddress, *, limit_bytes: int, field: str) -> bytes:
     """
     with contextlib.ExitStack() as opened:
         try:
-            return _read(opened, address, limit_bytes=limit_bytes, field=field)
+            return _read_opened(opened, address, limit_bytes=limit_bytes, field=field)
         except OSError as error:
             raise _unreadable(field) from error
 
 
-def _read(opened: contextlib.ExitStack, address: FileAddress, *, limit_bytes: int, field: str) -> bytes:
-    def keep(descriptor: int) -> int:
+def _read_opened(
+    opened: contextlib.ExitStack, address: FileAddress, *, limit_bytes: int, field: str
+) -> bytes:
+    def opening(path: str, flags: int, *, folder: int | None = None) -> int:
+        descriptor = os.open(path, flags, dir_fd=folder)
         opened.callback(os.close, descriptor)
         return descriptor
 
-    place = keep(os.open(address.folder, _FOLDER_FLAGS))
+    folder = opening(address.folder, _FOLDER_FLAGS)
     *above, name = address.names
     for each in above:
-        place = keep(os.open(each, _FOLDER_FLAGS | os.O_NOFOLLOW, dir_fd=place))
+        folder = opening(each, _FOLDER_FLAGS | os.O_NOFOLLOW, folder=folder)
     # Checked before it is opened: opening a device may do something.
-    if not stat.S_ISREG(os.stat(name, dir_fd=place, follow_symlinks=False).st_mode):
+    if not stat.S_ISREG(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
         raise _unreadable(field)
-    file = keep(os.open(name, _FILE_FLAGS, dir_fd=place))
+    file = opening(name, _FILE_FLAGS, folder=folder)
     facts = os.fstat(file)
     # A file with another name may be from elsewhere: somebody may have linked one of ours here.
     if not stat.S_ISREG(facts.st_mode) or facts.st_nlink > 1:
@@ -193,3 +189,269 @@ def _read(opened: contextlib.ExitStack, address: FileAddress, *, limit_bytes: in
 
 def _unreadable(field: str) -> InvalidRequest:
     return refused(field, "is no file that the server can read; links, hard ones too, are not followed")
+
+
+Resolve = Callable[[str], Sequence[IpAddress]]
+"""The addresses of a name; raises OSError for one that has none."""
+
+_ADDRESS_COUNT: Final = 4
+_REDIRECT_COUNT: Final = 3
+_HEAD_BYTES: Final = 64 << 10
+_MEDIA_TYPE: Final = re.compile(r"image/.*|(application|binary)/octet-stream|", re.IGNORECASE)
+"""The types of answers that may be images; the bytes say which kind it is."""
+_REDIRECTS: Final = frozenset({301, 302, 303, 307, 308})
+_LATER: Final = frozenset({408, 425, 429})
+
+
+class WebReader:
+    """Reads what URLs of allowed hosts name, one GET after another, by `http.client`. Many threads use
+    one."""
+
+    def __init__(
+        self,
+        rules: SourceRules,
+        *,
+        timeout_s: float,
+        resolve: Resolve | None = None,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        self._rules = rules
+        self._timeout_s = timeout_s
+        self._resolve = resolve or addresses_of
+        self._tls = tls
+
+    def read(self, address: WebAddress, *, limit_bytes: int, field: str, abort: FetchAbort) -> bytes:
+        """Return the body of a 200; raises InvalidRequest, or SourceUnreachable if a later try may work."""
+        for _ in range(_REDIRECT_COUNT + 1):
+            found = self._get(address, limit_bytes=limit_bytes, field=field, abort=abort)
+            if isinstance(found, bytes):
+                return found
+            address = found
+        raise refused(field, f"is redirected more than {_REDIRECT_COUNT} times")
+
+    def _get(
+        self, address: WebAddress, *, limit_bytes: int, field: str, abort: FetchAbort
+    ) -> bytes | WebAddress:
+        opened = self._connect(address, field, abort)
+        connection = http.client.HTTPConnection(address.host, address.port)
+        connection.auto_open = 0  # it has no other socket than the one whose address was checked
+        # An eighth more, for what stands between chunks.
+        connection.sock = MeteredSocket(opened, limit_bytes=_HEAD_BYTES + limit_bytes + limit_bytes // 8)
+        try:
+            connection.request("GET", address.target, headers=_headers(address))
+            response = connection.getresponse()
+            if response.status in _REDIRECTS:
+                return self._next(address, response.getheader("Location", ""), field)
+            _check(response, limit_bytes=limit_bytes, field=field)
+            return _body(response, limit_bytes=limit_bytes, field=field)
+        except AnswerTooLong:
+            raise too_long(field, limit_bytes) from None
+        except (OSError, http.client.IncompleteRead) as error:
+            raise _broken_off(field) from error
+        except (http.client.HTTPException, ValueError) as error:
+            raise refused(field, "cannot be fetched: its host does not answer as HTTP has it") from error
+        finally:
+            abort.let_go()
+            opened.close()
+
+    def _connect(self, address: WebAddress, field: str, abort: FetchAbort) -> socket.socket:
+        if address.is_secure and self._tls is None:
+            self._tls = ssl.create_default_context()
+        tls = self._tls if address.is_secure else None
+        failure: Exception | None = None
+        for ip in self._addresses(address, field):
+            try:
+                return open_connection(ip, address, tls=tls, timeout_s=self._timeout_s, abort=abort)
+            except ssl.SSLError as error:
+                raise unreachable(field, "cannot be fetched: its host proves no name by TLS") from error
+            except OSError as error:
+                failure = error
+        raise unreachable(field, "cannot be fetched: its host cannot be reached") from failure
+
+    def _addresses(self, address: WebAddress, field: str) -> list[IpAddress]:
+        literal = ip_address_of(address.host)
+        try:
+            found = [literal] if literal is not None else self._resolve(address.host)
+        except OSError as error:
+            raise unreachable(field, "cannot be fetched: the name of its host has no address") from error
+        allowed = [
+            ip
+            for ip in found
+            if self._rules.reaches(ip, address.port, host=address.host, is_secure=address.is_secure)
+        ]
+        if not allowed:
+            raise refused(field, "is of a host whose name has no public address, and none that is allowed")
+        return allowed[:_ADDRESS_COUNT]
+
+    def _next(self, address: WebAddress, location: str, field: str) -> WebAddress:
+        try:
+            uri = urllib.parse.urljoin(address.uri, location)
+        except ValueError:
+            uri = ""
+        if not uri.lower().startswith(("https:", "http:")):
+            raise refused(field, "is redirected to what is no http(s) URL")
+        found = self._rules.web_address_of(uri, field=field)
+        if address.is_secure and not found.is_secure:
+            raise refused(field, "is redirected from https to http")
+        return found
+
+
+def addresses_of(host: str) -> list[IpAddress]:
+    """Return the addresses of a name by the system's resolver; raises OSError. May take long."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except UnicodeError as error:  # of a name that cannot be one
+        raise OSError(f"{host!r} is no name") from error
+    addresses = (ip_address_of(str(address[0])) for *_, address in found)
+    return list(dict.fromkeys(address for address in addresses if address is not None))
+
+
+def _headers(address: WebAddress) -> dict[str, str]:
+    return {
+        "Host": address.authority,
+        "User-Agent": "icehouse",
+        "Accept": "image/png, image/jpeg, image/webp, image/gif",
+        "Accept-Encoding": "identity",
+        "Connection": "close",
+    }
+
+
+def _check(response: http.client.HTTPResponse, *, limit_bytes: int, field: str) -> None:
+    """Refuse by the headers what cannot be an image."""
+    status = response.status
+    if status in _LATER or status >= 500:
+        raise unreachable(field, f"cannot be fetched: its host answers {status}", status=status)
+    if status != 200:
+        raise refused(field, f"cannot be fetched: its host answers {status}", status=status)
+    if response.getheader("Content-Encoding", "identity").lower() != "identity":
+        raise refused(field, "comes compressed a second time, though it was asked for as it is")
+    if response.getheader("Transfer-Encoding", "chunked").lower() != "chunked":
+        raise refused(field, "comes in a transfer coding that was not asked for")
+    media_type = response.getheader("Content-Type", "").partition(";")[0].strip()
+    if _MEDIA_TYPE.fullmatch(media_type) is None:
+        raise refused(field, "is no image by what its host says of it (Content-Type)")
+    if response.length is not None and response.length > limit_bytes:
+        raise too_long(field, limit_bytes)
+
+
+def _body(response: http.client.HTTPResponse, *, limit_bytes: int, field: str) -> bytes:
+    data = bytearray()
+    while chunk := response.read(min(_CHUNK_BYTES, limit_bytes + 1 - len(data))):
+        data += chunk
+        if len(data) > limit_bytes:
+            raise too_long(field, limit_bytes)
+    # The rest of the announced length; without one, the body ends with the connection.
+    if response.length or (response.length is None and not data):
+        raise _broken_off(field)
+    return bytes(data)
+
+
+def _broken_off(field: str) -> SourceUnreachable:
+    return unreachable(field, "cannot be fetched: its host broke the connection off")
+
+
+_CONNECT_S: Final = 4.0
+"""For one address of a host, including TLS; another address may answer."""
+
+
+class AnswerTooLong(Exception):
+    """The answer is longer than allowed."""
+
+
+class FetchAbort:
+    """Breaks off a fetch in another thread: whatever that thread does with its socket fails at once.
+
+    Otherwise a host that sends a byte now and then could keep a thread for ever.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._socket: socket.socket | None = None
+        self._is_due = False
+
+    def set(self) -> None:
+        """Break it off, now or as soon as it has a connection."""
+        with self._lock:
+            self._is_due = True
+            if self._socket is not None:
+                with contextlib.suppress(OSError):  # it is not connected yet, or no more
+                    # Not SSLSocket.shutdown, which would remove the TLS that the other thread reads through.
+                    socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
+
+    def hold(self, opened: socket.socket) -> None:
+        """Note the thread's socket; raises ConnectionAbortedError if the fetch was broken off."""
+        with self._lock:
+            self._socket = opened
+            if self._is_due:
+                raise ConnectionAbortedError("the fetch was broken off")
+
+    def let_go(self) -> None:
+        """Forget the socket: after it is closed, its descriptor may be another's."""
+        with self._lock:
+            self._socket = None
+
+
+class MeteredSocket:
+    """The part of a socket that `http.client` uses, with a limit on what is read.
+
+    That module bounds lines and headers, but not what stands between chunks, nor what follows a chunk of
+    negative length.
+    """
+
+    def __init__(self, inner: socket.socket, *, limit_bytes: int) -> None:
+        self._inner = inner
+        self._limit_bytes = limit_bytes
+
+    def sendall(self, data: bytes) -> None:
+        self._inner.sendall(data)
+
+    def makefile(self, mode: str) -> io.BufferedReader:
+        """Return a reader of the answer, whose reads raise AnswerTooLong."""
+        assert mode == "rb", mode
+        return io.BufferedReader(_MeteredStream(self._inner, self._limit_bytes))
+
+    def close(self) -> None:
+        """Do nothing: whoever opened the socket closes it."""
+
+
+class _MeteredStream(io.RawIOBase):
+    def __init__(self, inner: socket.socket, left_bytes: int) -> None:
+        super().__init__()
+        self._inner = inner
+        self._left_bytes = left_bytes
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]  # what BufferedReader gives
+        count = self._inner.recv_into(buffer)
+        self._left_bytes -= count
+        if self._left_bytes < 0:
+            raise AnswerTooLong
+        return count
+
+
+def open_connection(
+    ip: IpAddress, address: WebAddress, *, tls: ssl.SSLContext | None, timeout_s: float, abort: FetchAbort
+) -> socket.socket:
+    """Connect to one address of a host, which proves its name if there is TLS; raises OSError.
+
+    `timeout_s` is for each operation on the socket. The caller closes it, after `abort.let_go()`.
+    """
+    family = socket.AF_INET if ip.version == 4 else socket.AF_INET6
+    opened = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        opened.settimeout(min(_CONNECT_S, timeout_s))
+        abort.hold(opened)
+        opened.connect((str(ip), address.port))
+        if tls is not None:
+            secure = tls.wrap_socket(opened, server_hostname=address.host, do_handshake_on_connect=False)
+            opened = secure
+            abort.hold(opened)
+            secure.do_handshake()
+        opened.settimeout(timeout_s)
+    except BaseException:
+        abort.let_go()
+        opened.close()
+        raise
+    return opened

@@ -11,8 +11,9 @@ import dataclasses
 import itertools
 from collections import deque
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
-from icehouse_server.domain.blocks import pack_tokens, split_keys
+from icehouse_server.domain.blocks import pack_tokens, runs_of, split_keys
 from icehouse_server.domain.cache_commands import KnownTokens
 from icehouse_server.domain.ids import BlockHash, CacheScope, Tenant
 from icehouse_server.engine.core.block_log import (
@@ -25,22 +26,105 @@ from icehouse_server.engine.core.block_log import (
     RootForgotten,
     RootsKnown,
 )
-from icehouse_server.rpc.kv_events.kv_event_types import (
-    BlockImage,
-    BlockRemoved,
-    BlockStored,
-    KvBlock,
-    KvEvent,
-    cut,
-    images_of,
-)
+
+CUT_BYTES = 8
+"""Of a block's name, in events."""
+
+
+class BlockImage(NamedTuple):
+    """An image that a block overlaps, as vLLM's `extra_keys` have it."""
+
+    identifier: str
+    """The digest of the prepared pixels, in hex, as Explain has it."""
+    offset: int
+    """Of the image's first token, from the block's; negative where that stands in an earlier block."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class KvBlock:
+    """One whole block of a chain that begins at a prompt's first token."""
+
+    hash: int
+    """Signed, 64 bits."""
+    parent: int | None
+    """None for a prompt's first block."""
+    packed_token_ids: bytes
+    """As `blocks.pack_tokens` has them."""
+    scope: CacheScope
+    images: tuple[BlockImage, ...] = ()
+    """The images that the block overlaps, in order: its tokens do not say which."""
+
+    @property
+    def token_count(self) -> int:
+        return len(self.packed_token_ids) // 4
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BlockStored:
+    """A tier holds the block now."""
+
+    block: KvBlock
+    tier: KvTier
+
+    @property
+    def tenant(self) -> Tenant:
+        return self.block.scope.tenant
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BlockRemoved:
+    """A tier holds the block no longer."""
+
+    hash: int
+    tier: KvTier
+    tenant: Tenant
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BlocksCleared:
+    """Forget everything before: what follows is the whole state."""
+
+
+KvEvent = BlockStored | BlockRemoved | BlocksCleared
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SnapshotChunk:
+    """Which part of a snapshot a batch is. Its last batch has the number at which it was taken."""
+
+    index: int
+    chunk_count: int
+    stored_count: int
+    """`BlockStored` events of the whole state."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class KvBatch:
+    """Events that happened together. Numbers rise by one."""
+
+    sequence_number: int
+    time: float
+    """`Clock.wall`."""
+    events: tuple[KvEvent, ...]
+    snapshot: SnapshotChunk | None = None
+
+
+def images_of(extra: bytes) -> tuple[BlockImage, ...]:
+    """Return the images of a block by its header; raises ValueError for a header of another version."""
+    return tuple(BlockImage(run.digest.hex(), run.start - run.place) for run in runs_of(extra))
+
+
+def cut(name: BlockHash) -> int:
+    """Return the first 64 bits of a block's name as a signed number."""
+    return int.from_bytes(name[:CUT_BYTES], "big", signed=True)
+
 
 Held = tuple[KvTier, ...]
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _KnownBlock:
-    """One whole block that some tier holds; `told` while subscribers know of it."""
+    """One whole block that some tier holds; `published` while subscribers know of it."""
 
     name: BlockHash
     parent: BlockHash
@@ -48,7 +132,7 @@ class _KnownBlock:
     packed: bytes | None
     images: tuple[BlockImage, ...] = ()
     held: Held = ()
-    told: KvBlock | None = None
+    published: KvBlock | None = None
 
 
 class BlockMirror:
@@ -61,13 +145,13 @@ class BlockMirror:
         self._children: dict[BlockHash, dict[BlockHash, _KnownBlock]] = {}
         self._scopes: dict[BlockHash, CacheScope] = {}
         self._forgotten_roots: set[BlockHash] = set()
-        self._told: dict[Tenant, dict[BlockHash, _KnownBlock]] = {}
+        self._published: dict[Tenant, dict[BlockHash, _KnownBlock]] = {}
         """Each tenant's blocks in the order in which they were published: parents first."""
         self._unread: dict[BlockHash, None] = {}
         """Blocks whose tokens must be read, in order."""
         self._unlisted: dict[tuple[BlockHash, KvTier], None] = {}
         """Blocks that were known before the current listing and that it has not named yet."""
-        self.untold_total = 0
+        self.unpublished_total = 0
         """Blocks that were not published because the mirror was full."""
 
     def __len__(self) -> int:
@@ -113,24 +197,29 @@ class BlockMirror:
             if known is not None and known.packed is None:
                 yield from self._learn(known, block.token_ids, block.extra)
 
-    def told(self, tenant: Tenant | None) -> list[tuple[KvBlock, Held]]:
+    def published_blocks(self, tenant: Tenant | None) -> list[tuple[KvBlock, Held]]:
         """Return what subscribers know now of one tenant's blocks or of all, parents first."""
-        owned = self._told.values() if tenant is None else (self._told.get(tenant, {}),)
-        return [(each.told, each.held) for own in owned for each in own.values() if each.told is not None]
+        owned = self._published.values() if tenant is None else (self._published.get(tenant, {}),)
+        return [
+            (each.published, each.held)
+            for own in owned
+            for each in own.values()
+            if each.published is not None
+        ]
 
-    def told_names(self, tenant: Tenant) -> list[BlockHash]:
+    def published_names(self, tenant: Tenant) -> list[BlockHash]:
         """Return the names of what subscribers know now of a tenant's blocks, parents first."""
-        return list(self._told.get(tenant, ()))
+        return list(self._published.get(tenant, ()))
 
-    def last_told_names(self, tenant: Tenant, count: int) -> list[BlockHash]:
+    def last_published_names(self, tenant: Tenant, count: int) -> list[BlockHash]:
         """Return the names of the blocks that were published last, parents first."""
-        return list(itertools.islice(reversed(self._told.get(tenant, {})), count))[::-1]
+        return list(itertools.islice(reversed(self._published.get(tenant, {})), count))[::-1]
 
-    def told_of(self, name: BlockHash) -> Iterator[tuple[KvBlock, Held]]:
+    def published_block(self, name: BlockHash) -> Iterator[tuple[KvBlock, Held]]:
         """Yield what subscribers know of this block, nothing if they do not."""
         known = self._known.get(name)
-        if known is not None and known.told is not None:
-            yield known.told, known.held
+        if known is not None and known.published is not None:
+            yield known.published, known.held
 
     def _came(self, change: Came) -> Iterator[KvEvent]:
         if change.token_count != self._block_token_count:
@@ -138,7 +227,7 @@ class BlockMirror:
         known = self._known.get(change.name)
         if known is None:
             if len(self._known) >= self._block_limit:
-                self.untold_total += 1
+                self.unpublished_total += 1
                 return
             known = _KnownBlock(change.name, change.parent, change.is_first, None)
             self._known[change.name] = known
@@ -147,9 +236,9 @@ class BlockMirror:
         is_new = change.tier not in known.held
         if is_new:
             known.held += (change.tier,)
-        if known.told is not None:
+        if known.published is not None:
             if is_new:
-                yield BlockStored(known.told, change.tier)
+                yield BlockStored(known.published, change.tier)
         elif change.keys is not None:
             yield from self._learn(known, *split_keys(change.keys))
         elif known.packed is None:
@@ -165,8 +254,8 @@ class BlockMirror:
             self._forget(known)
         else:
             known.held = tuple(other for other in known.held if other is not tier)
-            if known.told is not None:
-                yield BlockRemoved(known.told.hash, tier, known.told.scope.tenant)
+            if known.published is not None:
+                yield BlockRemoved(known.published.hash, tier, known.published.scope.tenant)
 
     def _forget(self, known: _KnownBlock) -> None:
         known.held = ()
@@ -186,7 +275,7 @@ class BlockMirror:
             if root not in self._scopes:
                 self._scopes[root] = scope
                 for first in list(self._children.get(root, {}).values()):
-                    yield from self._tell(first)
+                    yield from self._publish(first)
 
     def _forget_root(self, root: BlockHash) -> None:
         """Its blocks stay published while there are any; then the root is forgotten."""
@@ -203,24 +292,24 @@ class BlockMirror:
                 return  # not of this version: the block is found by its name alone
             known.packed = pack_tokens(token_ids)
             self._unread.pop(known.name, None)
-        yield from self._tell(known)
+        yield from self._publish(known)
 
-    def _tell(self, first: _KnownBlock) -> Iterator[KvEvent]:
+    def _publish(self, first: _KnownBlock) -> Iterator[KvEvent]:
         """Publish a block and its descendants, as far as possible."""
         waiting = deque((first,))
         while waiting:
             known = waiting.popleft()
-            block = self._tellable(known)
+            block = self._publishable(known)
             if block is None:
                 continue
-            known.told = block
-            self._told.setdefault(block.scope.tenant, {})[known.name] = known
+            known.published = block
+            self._published.setdefault(block.scope.tenant, {})[known.name] = known
             for tier in known.held:
                 yield BlockStored(block, tier)
             waiting.extend(self._children.get(known.name, {}).values())
 
-    def _tellable(self, known: _KnownBlock) -> KvBlock | None:
-        if known.told is not None or known.packed is None:
+    def _publishable(self, known: _KnownBlock) -> KvBlock | None:
+        if known.published is not None or known.packed is None:
             return None
         if known.is_first:
             scope = self._scopes.get(known.parent)
@@ -228,22 +317,26 @@ class BlockMirror:
                 return None
             return KvBlock(cut(known.name), None, known.packed, scope, known.images)
         above = self._known.get(known.parent)
-        if above is None or above.told is None:
+        if above is None or above.published is None:
             return None
-        return KvBlock(cut(known.name), above.told.hash, known.packed, above.told.scope, known.images)
+        return KvBlock(
+            cut(known.name), above.published.hash, known.packed, above.published.scope, known.images
+        )
 
     def _retract(self, known: _KnownBlock) -> Iterator[KvEvent]:
         """Remove a block and its descendants, the last ones first."""
-        chain = [known] if known.told is not None else []
+        chain = [known] if known.published is not None else []
         for each in chain:
-            chain += [child for child in self._children.get(each.name, {}).values() if child.told is not None]
+            chain += [
+                child for child in self._children.get(each.name, {}).values() if child.published is not None
+            ]
         for each in reversed(chain):
-            assert each.told is not None
-            tenant = each.told.scope.tenant
+            assert each.published is not None
+            tenant = each.published.scope.tenant
             for tier in each.held:
-                yield BlockRemoved(each.told.hash, tier, tenant)
-            each.told = None
-            own = self._told[tenant]
+                yield BlockRemoved(each.published.hash, tier, tenant)
+            each.published = None
+            own = self._published[tenant]
             del own[each.name]
             if not own:
-                del self._told[tenant]
+                del self._published[tenant]

@@ -14,11 +14,12 @@ from collections.abc import Callable, Iterable, Iterator
 from icehouse_server.clock import Clock
 from icehouse_server.domain.ids import Tenant
 from icehouse_server.errors import EventsExpired, EventsLost, Reason
-from icehouse_server.rpc.kv_events.block_mirror import BlockMirror, Held
-from icehouse_server.rpc.kv_events.kv_event_types import (
+from icehouse_server.rpc.kv_events.block_mirror import (
+    BlockMirror,
     BlockRemoved,
     BlocksCleared,
     BlockStored,
+    Held,
     KvBatch,
     KvBlock,
     KvEvent,
@@ -30,7 +31,7 @@ class EventFeed:
     """Keeps the latest batches, of about `replay_limit_bytes`.
 
     Numbers begin at the wall clock's milliseconds. A subscriber that comes back to a restarted server has a
-    number that this one never gave, and is told so, unless more than one batch a millisecond was made.
+    number that this one never gave, and gets an error, unless more than one batch a millisecond was made.
     Subscribed tenants have credentials, so there are not many channels.
     """
 
@@ -49,7 +50,6 @@ class EventFeed:
 
     @property
     def lost_total(self) -> int:
-        """Subscribers that fell too far behind."""
         return self._all.lost_total + sum(channel.lost_total for channel in self._of.values())
 
     def add_sink(self, sink: Callable[[KvBatch], None]) -> None:
@@ -62,7 +62,7 @@ class EventFeed:
         for part in parts_of(events):
             batch = self._all.append(part)
             sharers = self._share(part)
-            self._keep(batch, sharers)
+            self._add_to_replay(batch, sharers)
             for sink in self._sinks:
                 sink(batch)
             self.event_total += len(part)
@@ -87,7 +87,7 @@ class EventFeed:
         return channel
 
     def _channel(self, tenant: Tenant | None) -> Channel:
-        state = functools.partial(self._mirror.told, tenant)
+        state = functools.partial(self._mirror.published_blocks, tenant)
         return Channel(state, number=int(self._clock.wall() * 1000), clock=self._clock)
 
     def _share(self, events: Iterable[KvEvent]) -> tuple[Channel, ...]:
@@ -103,7 +103,7 @@ class EventFeed:
             channel.append(tuple(part))
         return tuple(parts)
 
-    def _keep(self, batch: KvBatch, sharers: tuple[Channel, ...]) -> None:
+    def _add_to_replay(self, batch: KvBatch, sharers: tuple[Channel, ...]) -> None:
         self._sharers.append(sharers)
         self.ring_bytes += size_bytes(batch)
         while self.ring_bytes > self._replay_limit_bytes and len(self._all) > 1:
@@ -146,9 +146,9 @@ class BlockSnapshot:
 class Channel:
     """The numbered batches of one tenant or of all. Its owner says when the oldest one goes.
 
-    A subscription is only a place in a channel: one that stalls costs nobody anything, and learns that it is
-    too late when it asks for its next batch. Each channel counts its own batches, so a tenant's numbers say
-    nothing of the others.
+    A subscription is only a position in a channel: one that stalls costs nobody anything, and learns that it
+    is too late when it asks for its next batch. Each channel counts its own batches, so a tenant's numbers
+    say nothing of the others.
     """
 
     def __init__(self, state: Callable[[], State], *, number: int, clock: Clock) -> None:
@@ -166,7 +166,7 @@ class Channel:
         """Subscribers that fell too far behind."""
 
     def append(self, events: tuple[KvEvent, ...]) -> KvBatch:
-        """Number events and keep them; `wake` tells those who wait."""
+        """Number events and keep them; `wake` notifies those who wait."""
         self.last_number += 1
         batch = KvBatch(self.last_number, self._clock.wall(), events)
         self._ring.append(batch)
@@ -188,12 +188,10 @@ class Channel:
         return len(self._ring)
 
     def wake(self) -> None:
-        """Have those who wait look again."""
         self._changed.set()
         self._changed = asyncio.Event()
 
     async def wait(self) -> None:
-        """Return when somebody is to look again."""
         await self._changed.wait()
 
     def subscribe(self, *, after_number: int) -> Subscription:
@@ -253,7 +251,6 @@ class Subscription:
         self._index = 0
 
     def take(self) -> KvBatch | None:
-        """Return the next batch; raises EventsLost."""
         if self._snapshot is not None:
             return self._take_chunk(self._snapshot)
         batch = self._channel.after(self._number)
@@ -262,7 +259,6 @@ class Subscription:
         return batch
 
     async def wait(self) -> None:
-        """Return when it is time to look again."""
         await self._channel.wait()
 
     def _take_chunk(self, snapshot: BlockSnapshot) -> KvBatch:

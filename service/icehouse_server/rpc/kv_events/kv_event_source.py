@@ -24,7 +24,7 @@ from icehouse_server.domain.stats import KvEventStats
 from icehouse_server.engine.core.block_log import BlockLog
 from icehouse_server.errors import IcehouseError, Overloaded
 from icehouse_server.rpc.calls import background
-from icehouse_server.rpc.engine_client.ports import EnginePort
+from icehouse_server.rpc.engine_client.engine_ports import EnginePort
 from icehouse_server.rpc.engine_client.router import Router
 from icehouse_server.rpc.kv_events.block_mirror import BlockMirror
 from icehouse_server.rpc.kv_events.event_feed import EventFeed, Subscription
@@ -58,13 +58,12 @@ class KvEventSource:
         self._task: asyncio.Task[None] | None = None
 
     def stats(self) -> KvEventStats:
-        """Return its counters."""
         return KvEventStats(
             block_count=len(self.mirror),
             replay_bytes=self.feed.ring_bytes,
             event_total=self.feed.event_total,
             lost_total=self.feed.lost_total,
-            untold_total=self.mirror.untold_total,
+            untold_total=self.mirror.unpublished_total,
         )
 
     async def stop(self) -> None:
@@ -78,7 +77,6 @@ class KvEventSource:
         return self.feed.subscribe(after_number=after_number, tenant=tenant)
 
     def follow(self, tenant: Tenant | None) -> None:
-        """Begin to follow the log, if nobody has asked for that before."""
         self._follower.begin(DEFAULT_TENANT if tenant is None else tenant)
         if self._task is None:
             self._task = background.start(self._run(), name="kv-events")
@@ -138,7 +136,6 @@ class LogFollower:
         return self._has_begun and not self._is_given_up
 
     def begin(self, tenant: Tenant = DEFAULT_TENANT) -> None:
-        """Note a subscriber to this tenant's blocks."""
         self._is_listing_due |= not self._has_begun or tenant not in self._tenants
         self._has_begun = True
         self._tenants.add(tenant)

@@ -25,15 +25,15 @@ from icehouse_server.domain.ids import BlockHash, Tenant
 from icehouse_server.engine.core.block_log import KvTier
 from icehouse_server.errors import Reason, StartError
 from icehouse_server.rpc.calls import background
+from icehouse_server.rpc.kv_events.block_mirror import BlockRemoved, BlockStored, KvBatch, KvEvent
 from icehouse_server.rpc.kv_events.event_feed import BATCH_TOKEN_COUNT
 from icehouse_server.rpc.kv_events.kv_event_source import CONNECT_PREFIX, KvEventSource
-from icehouse_server.rpc.kv_events.kv_event_types import BlockRemoved, BlockStored, KvBatch, KvEvent
 
 _QUEUE_LIMIT = 1_000
 """Messages of at most 100 kB or so that wait for one subscriber; further ones are lost to it."""
-_RETELL_S = 5.0
+_REPUBLISH_S = 5.0
 """The least time between two times that everything is published again."""
-_HEARD_LIMIT = 64
+_RECEIVE_LIMIT = 64
 """Messages of subscribers that are read in one turn: they may send without end."""
 _SUBSCRIPTION_BYTE_LIMIT = 4 << 10
 """Longest message of a subscriber, which names the beginning of a topic. Who sends more is disconnected."""
@@ -56,12 +56,12 @@ class ZmqPublisher:
         self._number = 0
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._socket = self._context.socket(zmq.XPUB)
-        self._to_retell: collections.deque[BlockHash] = collections.deque()
+        self._to_republish: collections.deque[BlockHash] = collections.deque()
         self._late_count = 0
         """Events that came while everything was published again; their blocks are published once more at the
         end."""
-        self._is_retelling_due = False
-        self._retelling_time = -_RETELL_S
+        self._is_republish_due = False
+        self._republish_time = -_REPUBLISH_S
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> str:
@@ -108,17 +108,17 @@ class ZmqPublisher:
         """
         mine = [event for event in batch.events if self._is_mine(event)]
         self._send(mine, time=batch.time)
-        if self._is_retelling:
+        if self._is_republishing:
             self._late_count += sum(isinstance(event, BlockStored) for event in mine)
 
     def turn(self) -> bool:
         """Look for new subscribers and publish the next batch of everything; return whether any came."""
         has_come = False
         with contextlib.suppress(zmq.Again):
-            for _ in range(_HEARD_LIMIT):
+            for _ in range(_RECEIVE_LIMIT):
                 has_come |= self._socket.recv(zmq.NOBLOCK).startswith(b"\x01")
-        self._is_retelling_due |= has_come
-        self._retell()
+        self._is_republish_due |= has_come
+        self._republish()
         return has_come
 
     async def _run(self) -> None:
@@ -131,33 +131,34 @@ class ZmqPublisher:
         self.turn()
         # One that has begun is finished first: whoever keeps coming must not keep the last blocks from
         # others.
-        is_free = not self._is_retelling and self._clock.monotonic() - self._retelling_time >= _RETELL_S
-        if self._is_retelling_due and is_free:
-            self._retelling_time = self._clock.monotonic()
-            self.begin_retelling()
+        is_free = not self._is_republishing and self._clock.monotonic() - self._republish_time >= _REPUBLISH_S
+        if self._is_republish_due and is_free:
+            self._republish_time = self._clock.monotonic()
+            self.begin_republishing()
 
-    def begin_retelling(self) -> None:
-        """Publish every block again, beginning with the next turn."""
-        self._is_retelling_due = False
-        self._to_retell = collections.deque(self._source.mirror.told_names(self._tenant))
+    def begin_republishing(self) -> None:
+        self._is_republish_due = False
+        self._to_republish = collections.deque(self._source.mirror.published_names(self._tenant))
 
-    def _retell(self) -> None:
+    def _republish(self) -> None:
         """Publish the next blocks as they are now, not as they were at the beginning."""
         events: list[KvEvent] = []
         token_count = 0
-        while self._is_retelling and token_count < BATCH_TOKEN_COUNT:
-            if not self._to_retell:
-                self._to_retell.extend(self._source.mirror.last_told_names(self._tenant, self._late_count))
+        while self._is_republishing and token_count < BATCH_TOKEN_COUNT:
+            if not self._to_republish:
+                self._to_republish.extend(
+                    self._source.mirror.last_published_names(self._tenant, self._late_count)
+                )
                 self._late_count = 0
                 continue
-            for block, held in self._source.mirror.told_of(self._to_retell.popleft()):
+            for block, held in self._source.mirror.published_block(self._to_republish.popleft()):
                 events += [BlockStored(block, tier) for tier in held]
                 token_count += block.token_count * len(held)
         self._send([event for event in events if self._is_mine(event)], time=self._clock.wall())
 
     @property
-    def _is_retelling(self) -> bool:
-        return bool(self._to_retell) or self._late_count > 0
+    def _is_republishing(self) -> bool:
+        return bool(self._to_republish) or self._late_count > 0
 
     def _is_mine(self, event: KvEvent) -> bool:
         return isinstance(event, BlockStored | BlockRemoved) and event.tenant == self._tenant

@@ -7,7 +7,7 @@ import json
 import re
 import urllib.parse
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.struct_pb2 import Struct
@@ -37,6 +37,7 @@ _ROLES = {
 }
 """The words in which templates know the API's roles."""
 _NAME_PATTERN = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
+_NAME_WANTED = "1 to 64 of A-Z a-z 0-9 _ . -"
 """Names of tools, and of roles that only a template knows."""
 MESSAGE_COUNT_LIMIT = 4096
 PART_COUNT_LIMIT = 256
@@ -46,6 +47,7 @@ TOOL_BYTES_LIMIT = 1 << 20
 """Schemas of all tools; parsing a megabyte of JSON takes some 20 ms of Python's global lock."""
 
 _SHOWING_ROLES = ("user", "tool")
+_CHAT, _TOOL, _CHOICE = Reason.CHAT_INVALID, Reason.TOOL_INVALID, Reason.TOOL_CHOICE_INVALID
 
 
 def conversation_of(
@@ -63,7 +65,7 @@ def conversation_of(
             field="prompt.chat",
         )
     if not chat.messages:
-        raise _bad_chat("the conversation has no messages; send at least one", field="prompt.chat.messages")
+        raise _invalid(_CHAT, "the conversation has no messages; send at least one", "prompt.chat.messages")
     _check_count(len(chat.messages), MESSAGE_COUNT_LIMIT, what="messages", field="prompt.chat.messages")
     messages = tuple(_message_of(message, index, info) for index, message in enumerate(chat.messages))
     offered = tools_of(tools)
@@ -86,43 +88,30 @@ def conversation_of(
 def check_no_tools(tools: Sequence[tool_pb2.Tool], choice: tool_pb2.ToolChoice | None) -> None:
     """Refuse tools, or a tool choice, with a prompt that is no conversation."""
     if tools:
-        raise _bad_tool(
-            f"{len(tools)} tools are offered, but the prompt is no conversation; send `chat`",
-            field="prompt.tools",
-        )
+        message = f"{len(tools)} tools are offered, but the prompt is no conversation; send `chat`"
+        raise _invalid(_TOOL, message, "prompt.tools")
     _choice_of(choice, ())
 
 
 def tools_of(protos: Sequence[tool_pb2.Tool]) -> tuple[Tool, ...]:
     """Return the tools on offer; raises InvalidRequest."""
     if len(protos) > TOOL_COUNT_LIMIT:
-        raise InvalidRequest(
-            Reason.TOOL_INVALID,
-            f"{len(protos)} tools are offered; at most {TOOL_COUNT_LIMIT} may be",
-            field="prompt.tools",
-            metadata={"tool_count": len(protos), "tool_count_limit": TOOL_COUNT_LIMIT},
-        )
+        message = f"{len(protos)} tools are offered; at most {TOOL_COUNT_LIMIT} may be"
+        facts = {"tool_count": len(protos), "tool_count_limit": TOOL_COUNT_LIMIT}
+        raise InvalidRequest(Reason.TOOL_INVALID, message, field="prompt.tools", metadata=facts)
     size = sum(len(proto.parameters_json) + len(proto.description) for proto in protos)
     if size > TOOL_BYTES_LIMIT:
-        raise InvalidRequest(
-            Reason.TOOL_INVALID,
-            f"the tools on offer have {size} characters; at most {TOOL_BYTES_LIMIT} may be",
-            field="prompt.tools",
-            metadata={"size_bytes": size, "limit_bytes": TOOL_BYTES_LIMIT},
-        )
+        message = f"the tools on offer have {size} characters; at most {TOOL_BYTES_LIMIT} may be"
+        facts = {"size_bytes": size, "limit_bytes": TOOL_BYTES_LIMIT}
+        raise InvalidRequest(Reason.TOOL_INVALID, message, field="prompt.tools", metadata=facts)
     tools: dict[str, Tool] = {}
     for index, proto in enumerate(protos):
         field = f"prompt.tools[{index}]"
         if _NAME_PATTERN.fullmatch(proto.name) is None:
-            wanted = "1 to 64 of A-Z a-z 0-9 _ . -"
-            raise _bad_tool(
-                f"{field}.name is {shown(proto.name)}; it must be {wanted}", field=f"{field}.name"
-            )
+            _refuse(_TOOL, f"{field}.name", f"is {shown(proto.name)}; it must be {_NAME_WANTED}")
         if proto.name in tools:
-            raise _bad_tool(
-                f"{field}.name is {proto.name!r}, and so is an earlier tool's; names are unique",
-                field=f"{field}.name",
-            )
+            complaint = f"is {proto.name!r}, and so is an earlier tool's; names are unique"
+            _refuse(_TOOL, f"{field}.name", complaint)
         schema = _schema_of(proto, field)
         tools[proto.name] = Tool(proto.name, proto.description, schema, is_strict=proto.strict)
     return tuple(tools.values())
@@ -134,9 +123,7 @@ def _schema_of(proto: tool_pb2.Tool, field: str) -> Mapping[str, Any]:
     try:
         return _object_of(proto.parameters_json)
     except ValueError as error:
-        raise _bad_tool(
-            f"{field}.parameters_json {error}; send a JSON schema", field=f"{field}.parameters_json"
-        ) from None
+        _refuse(_TOOL, f"{field}.parameters_json", f"{error}; send a JSON schema")
 
 
 def _choice_of(proto: tool_pb2.ToolChoice | None, tools: Sequence[Tool]) -> ToolChoice:
@@ -144,32 +131,28 @@ def _choice_of(proto: tool_pb2.ToolChoice | None, tools: Sequence[Tool]) -> Tool
         return ToolChoice()
     mode = enum_of(proto.mode, tool_pb2.ToolChoiceMode, ToolMode, unset=ToolMode.AUTO)
     if mode is None:
-        raise _bad_choice(
-            f"tool_choice.mode is {int(proto.mode)}; it is no ToolChoiceMode of this API", "mode"
-        )
+        _refuse(_CHOICE, "tool_choice.mode", f"is {int(proto.mode)}; it is no ToolChoiceMode of this API")
     offered_names = {tool.name for tool in tools}
     for index, name in enumerate(proto.allowed):
         if mode not in (ToolMode.AUTO, ToolMode.REQUIRED):
             wanted = "TOOL_CHOICE_MODE_AUTO or TOOL_CHOICE_MODE_REQUIRED"
-            raise _bad_choice(f"tool_choice.allowed is set; it needs the mode {wanted}", "allowed")
+            _refuse(_CHOICE, "tool_choice.allowed", f"is set; it needs the mode {wanted}")
         if name not in offered_names:
-            raise _bad_choice(
-                f"tool_choice.allowed[{index}] is {shown(name)}; it is none of the tools offered",
-                f"allowed[{index}]",
-            )
+            complaint = f"is {shown(name)}; it is none of the tools offered"
+            _refuse(_CHOICE, f"tool_choice.allowed[{index}]", complaint)
     is_parallel = proto.parallel_tool_calls or not proto.HasField("parallel_tool_calls")
     if mode is not ToolMode.NAMED:
         if proto.name:
-            wanted = "TOOL_CHOICE_MODE_NAMED"
-            raise _bad_choice(f"tool_choice.name is {shown(proto.name)}; it needs the mode {wanted}", "name")
+            complaint = f"is {shown(proto.name)}; it needs the mode TOOL_CHOICE_MODE_NAMED"
+            _refuse(_CHOICE, "tool_choice.name", complaint)
         if mode is ToolMode.REQUIRED and not tools:
-            raise _bad_choice("a tool call is required, but no tool is offered; send `tools`", "mode")
+            message = "a tool call is required, but no tool is offered; send `tools`"
+            raise _invalid(_CHOICE, message, "tool_choice.mode")
         return ToolChoice(mode, allowed=frozenset(proto.allowed), is_parallel=is_parallel)
     if proto.name not in offered_names:
         offered = shown(", ".join(tool.name for tool in tools)) if tools else "none"
-        raise _bad_choice(
-            f"tool_choice.name is {shown(proto.name)}; it is none of the tools offered: {offered}", "name"
-        )
+        complaint = f"is {shown(proto.name)}; it is none of the tools offered: {offered}"
+        _refuse(_CHOICE, "tool_choice.name", complaint)
     return ToolChoice(mode, proto.name, is_parallel=is_parallel)
 
 
@@ -179,13 +162,9 @@ def _message_of(message: prompt_pb2.ChatMessage, index: int, info: ModelInfo) ->
     content, images = _content_of(message, role, field, info)
     for name in ("reasoning", "tool_calls", "token_ids"):
         if role != "assistant" and getattr(message, name):
-            raise _bad_chat(
-                f"{field}.{name} is only for ROLE_ASSISTANT, not {role!r}", field=f"{field}.{name}"
-            )
+            _refuse(_CHAT, f"{field}.{name}", f"is only for ROLE_ASSISTANT, not {role!r}")
     if role != "tool" and message.tool_call_id:
-        raise _bad_chat(
-            f"{field}.tool_call_id is only for ROLE_TOOL, not {role!r}", field=f"{field}.tool_call_id"
-        )
+        _refuse(_CHAT, f"{field}.tool_call_id", f"is only for ROLE_TOOL, not {role!r}")
     _check_count(len(message.tool_calls), PART_COUNT_LIMIT, what="calls", field=f"{field}.tool_calls")
     limit = info.context_token_limit
     _check_count(len(message.token_ids), limit, what="tokens", field=f"{field}.token_ids")
@@ -209,49 +188,39 @@ def _role_of(message: prompt_pb2.ChatMessage, field: str) -> str:
     name = message.role_name
     if message.role:
         if name:
-            raise _bad_chat(
-                f"{field} has `role` and `role_name`; send one of them", field=f"{field}.role_name"
-            )
+            complaint = f"{field} has `role` and `role_name`; send one of them"
+            raise _invalid(_CHAT, complaint, f"{field}.role_name")
         if message.role not in _ROLES:
-            raise _bad_chat(
-                f"{field}.role is {int(message.role)}; it is not a Role of this API version",
-                field=f"{field}.role",
-            )
+            _refuse(_CHAT, f"{field}.role", f"is {int(message.role)}; it is not a Role of this API version")
         return _ROLES[message.role]
     if not name:
-        raise _bad_chat(f"{field} has no role; set `role`", field=f"{field}.role")
+        raise _invalid(_CHAT, f"{field} has no role; set `role`", f"{field}.role")
     if name in _ROLES.values():
-        raise _bad_chat(
-            f"{field}.role_name is {name!r}; send ROLE_{name.upper()} as `role` instead",
-            field=f"{field}.role_name",
-        )
+        _refuse(_CHAT, f"{field}.role_name", f"is {name!r}; send ROLE_{name.upper()} as `role` instead")
     if _NAME_PATTERN.fullmatch(name) is None:
-        raise _bad_chat(
-            f"{field}.role_name is {shown(name)}; it must be 1 to 64 of A-Z a-z 0-9 _ . -",
-            field=f"{field}.role_name",
-        )
+        _refuse(_CHAT, f"{field}.role_name", f"is {shown(name)}; it must be {_NAME_WANTED}")
     return name
 
 
 def _content_of(
     message: prompt_pb2.ChatMessage, role: str, field: str, info: ModelInfo
 ) -> tuple[str, tuple[PlacedImage, ...]]:
-    """Return a message's text, and its images at their places in it."""
+    """Return a message's text, and its images at their positions in it."""
     if not message.parts:
         return message.content, ()
     if message.content:
-        raise _bad_chat(f"{field} has `content` and `parts`; send one of them", field=f"{field}.parts")
+        raise _invalid(_CHAT, f"{field} has `content` and `parts`; send one of them", f"{field}.parts")
     _check_count(len(message.parts), PART_COUNT_LIMIT, what="parts", field=f"{field}.parts")
     text = ""
     images: list[PlacedImage] = []
     for index, part in enumerate(message.parts):
-        kind, place = part.WhichOneof("part"), f"{field}.parts[{index}]"
+        kind, part_field = part.WhichOneof("part"), f"{field}.parts[{index}]"
         if kind == "text":
             text += part.text
         elif kind == "image":
-            images.append(PlacedImage(len(text), _image_of(part.image, role, info, f"{place}.image")))
+            images.append(PlacedImage(len(text), _image_of(part.image, role, info, f"{part_field}.image")))
         else:
-            raise _bad_chat(f"{place} has neither text nor an image", field=place)
+            _refuse(_CHAT, part_field, "has neither text nor an image")
     return text, tuple(images)
 
 
@@ -264,15 +233,11 @@ def _image_of(image: prompt_pb2.ImagePart, role: str, info: ModelInfo, field: st
             metadata={"architecture": info.architecture},
         )
     if role not in _SHOWING_ROLES:
-        raise _bad_chat(
-            f"{field} is in a turn of {role!r}; images are only for ROLE_USER and ROLE_TOOL", field=field
-        )
+        _refuse(_CHAT, field, f"is in a turn of {role!r}; images are only for ROLE_USER and ROLE_TOOL")
     detail = enum_of(image.detail, prompt_pb2.ImageDetail, ImageDetail, unset=ImageDetail.AUTO)
     if detail is None:
-        raise _bad_image(
-            f"{field}.detail is {int(image.detail)}; it is no ImageDetail of this API",
-            field=f"{field}.detail",
-        )
+        number = int(image.detail)
+        raise _bad_image(f"{field}.detail is {number}; it is no ImageDetail of this API", f"{field}.detail")
     source = image.WhichOneof("source")
     if source == "data" and image.data:
         return ImageSource(image.data, image.media_type, field, detail=detail)
@@ -280,24 +245,24 @@ def _image_of(image: prompt_pb2.ImagePart, role: str, info: ModelInfo, field: st
         return _from_data_uri(image, field, detail)
     if source == "uri" and image.uri:
         return ImageSource(b"", image.media_type, field, image.uri, detail)
-    at = f"{field}.uri" if source == "uri" else field
-    raise _bad_image(f"{field} has neither data nor a URI", field=at)
+    raise _bad_image(f"{field} has neither data nor a URI", f"{field}.uri" if source == "uri" else field)
 
 
 def _from_data_uri(image: prompt_pb2.ImagePart, field: str, detail: ImageDetail) -> ImageSource:
     """Return the file in a data URI (RFC 2397); base64 is read as leniently as in browsers."""
+    uri_field = f"{field}.uri"
     head, comma, body = image.uri.partition(",")
-    told, *options = head[len("data:") :].split(";")
+    media_type, *options = head[len("data:") :].split(";")
     if not comma or not options or options[-1].strip().lower() != "base64":
         shape = "data:image/png;base64,..."
-        raise _bad_image(f"{field}.uri is {shown(image.uri[:40])}; it must be {shape}", field=f"{field}.uri")
+        raise _bad_image(f"{uri_field} is {shown(image.uri[:40])}; it must be {shape}", uri_field)
     try:
         data = _from_base64(body)
     except ValueError as error:  # of its alphabet, or of letters that are not even ASCII
-        raise _bad_image(f"{field}.uri is not base64: {error}", field=f"{field}.uri") from None
+        raise _bad_image(f"{uri_field} is not base64: {error}", uri_field) from None
     if not data:
-        raise _bad_image(f"{field}.uri has no data behind its comma", field=f"{field}.uri")
-    return ImageSource(data, image.media_type or told.strip(), field, detail=detail)
+        raise _bad_image(f"{uri_field} has no data behind its comma", uri_field)
+    return ImageSource(data, image.media_type or media_type.strip(), field, detail=detail)
 
 
 def _from_base64(text: str) -> bytes:
@@ -312,33 +277,33 @@ def _from_base64(text: str) -> bytes:
 
 def _call_of(call: tool_pb2.ToolCall, field: str) -> ToolCall:
     if not call.name:
-        raise _bad_chat(f"{field}.name is empty; a call names its tool", field=f"{field}.name")
+        _refuse(_CHAT, f"{field}.name", "is empty; a call names its tool")
     made = ToolCall(id=call.id, name=call.name, arguments_json=call.arguments_json or "{}")
     try:
         _object_of(made.arguments_json)
     except _NoObject:
         return made  # a model wrote it, and may have written it badly
     except ValueError as error:
-        raise _bad_chat(f"{field}.arguments_json {error}", field=f"{field}.arguments_json") from None
+        _refuse(_CHAT, f"{field}.arguments_json", str(error))
     return made
 
 
 def _arguments_of(struct: Struct) -> dict[str, Any]:
     """Return the template's arguments; sorted, since a Struct's keys have no order."""
     try:
-        arguments = _settled(MessageToDict(struct))
+        arguments = _normalized(MessageToDict(struct))
     except ValueError:
-        field = "prompt.chat.template_arguments"
-        raise _bad_chat(f"{field} has a number that is not finite, which JSON has not", field=field) from None
+        complaint = "has a number that is not finite, which JSON has not"
+        _refuse(_CHAT, "prompt.chat.template_arguments", complaint)
     assert isinstance(arguments, dict), "a Struct is an object"
     return arguments
 
 
-def _settled(value: Any) -> Any:
+def _normalized(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _settled(value[key]) for key in sorted(value)}
+        return {key: _normalized(value[key]) for key in sorted(value)}
     if isinstance(value, list):
-        return [_settled(item) for item in value]
+        return [_normalized(item) for item in value]
     if isinstance(value, float) and value.is_integer():
         return int(value)
     return value
@@ -360,15 +325,16 @@ def _check_end(conversation: Conversation) -> None:
     if conversation.continues_final_message:
         field = "prompt.chat.continue_final_message"
         if conversation.adds_generation_prompt:
-            raise _bad_chat("add_generation_prompt and continue_final_message are both set", field=field)
+            message = "add_generation_prompt and continue_final_message are both set"
+            raise _invalid(_CHAT, message, field)
         if last.role != "assistant" or not (last.content or last.reasoning) or last.tool_calls:
-            raise _bad_chat(
-                f"the last message, of {last.role!r}, cannot be continued; it must be an assistant's with "
-                "content or reasoning and without tool calls",
-                field=field,
-            )
+            message = f"the last message, of {last.role!r}, cannot be continued; it must be an assistant's "
+            message += "with content or reasoning and without tool calls"
+            raise _invalid(_CHAT, message, field)
     if conversation.tool_choice.is_forced and not conversation.adds_generation_prompt:
-        raise _bad_choice("a call is forced, but the prompt does not end with a new turn", "mode")
+        message = "a call is forced, but the prompt does not end with a new turn"
+        facts = {"field": "tool_choice.mode"}
+        raise InvalidRequest(Reason.TOOL_CHOICE_INVALID, message, field=facts["field"], metadata=facts)
 
 
 class _NoObject(ValueError):
@@ -392,18 +358,13 @@ def _object_of(text: str) -> dict[str, Any]:
     return parsed
 
 
-def _bad_chat(message: str, *, field: str) -> InvalidRequest:
-    return InvalidRequest(Reason.CHAT_INVALID, message, field=field, metadata={"field": field})
+def _invalid(reason: Reason, message: str, field: str) -> InvalidRequest:
+    return InvalidRequest(reason, message, field=field, metadata={"field": field})
 
 
-def _bad_image(message: str, *, field: str) -> InvalidRequest:
+def _refuse(reason: Reason, field: str, complaint: str) -> NoReturn:
+    raise _invalid(reason, f"{field} {complaint}", field) from None
+
+
+def _bad_image(message: str, field: str) -> InvalidRequest:
     return InvalidRequest(Reason.IMAGE_INVALID, message, field=field)
-
-
-def _bad_tool(message: str, *, field: str) -> InvalidRequest:
-    return InvalidRequest(Reason.TOOL_INVALID, message, field=field, metadata={"field": field})
-
-
-def _bad_choice(message: str, field: str) -> InvalidRequest:
-    field = f"tool_choice.{field}"
-    return InvalidRequest(Reason.TOOL_CHOICE_INVALID, message, field=field, metadata={"field": field})

@@ -45,6 +45,19 @@ def refuse_value(field: str, value: object, wanted: str, *, unit: str = "") -> N
     )
 
 
+def check_count(field: str, count: int, limit: int, unit: str) -> None:
+    """Refuse more than `limit` of what `unit` names."""
+    if count > limit:
+        refuse_value(field, count, f"at most {limit} {unit}", unit=unit)
+
+
+def check_text_bytes(field: str, texts: Sequence[str], limit: int) -> None:
+    """Refuse an empty text, and one of more than `limit` bytes in UTF-8."""
+    for index, text in enumerate(texts):
+        if not 1 <= (size_bytes := len(text.encode("utf-8"))) <= limit:
+            refuse_value(f"{field}[{index}]", size_bytes, f"1 to {limit} bytes long in UTF-8", unit="bytes")
+
+
 def check_model(model_id: str, info: ModelInfo) -> None:
     """Accept the served model's id and the empty one; raises NotFound for any other."""
     if model_id and model_id != info.model_id:
@@ -70,20 +83,12 @@ def check_adapter(name: str, info: ModelInfo, *, field: str) -> None:
         )
 
 
-def request_name_of(request_id: str, *, generated: str) -> str:
-    """Return the caller's request id, or `generated` when there is none."""
-    if not request_id:
-        return generated
-    if CALLER_NAME_PATTERN.fullmatch(request_id) is None:
-        refuse_value("request_id", request_id, "1 to 128 of A-Z a-z 0-9 . _ : -")
-    return request_id
-
-
-def session_id_of(session_id: str) -> str:
-    """Return the caller's name for a conversation; raises InvalidRequest for one that could not be logged."""
-    if CALLER_NAME_PATTERN.fullmatch(session_id) is None:
-        refuse_value("session_id", session_id, "1 to 128 of A-Z a-z 0-9 . _ : -")
-    return session_id
+def check_name(field: str, name: str) -> str:
+    """Return a caller's name for a request or a conversation; raises InvalidRequest for one that could not be
+    logged."""
+    if CALLER_NAME_PATTERN.fullmatch(name) is None:
+        refuse_value(field, name, "1 to 128 of A-Z a-z 0-9 . _ : -")
+    return name
 
 
 def max_output_tokens_of(value: int, config: ServerConfig) -> int:
@@ -113,45 +118,23 @@ def completions_of(value: int, config: ServerConfig) -> int:
 
 def stop_of(stop: Sequence[str], config: ServerConfig) -> tuple[str, ...]:
     """Return the stop strings without repetitions."""
-    check_stop_count(len(stop), config, field="stop")
-    for index, text in enumerate(stop):
-        size_bytes = len(text.encode("utf-8"))
-        if not 1 <= size_bytes <= config.max_stop_bytes:
-            refuse_value(
-                f"stop[{index}]",
-                size_bytes,
-                f"1 to {config.max_stop_bytes} bytes long in UTF-8",
-                unit="bytes",
-            )
+    check_count("stop", len(stop), config.max_stop_count, "strings")
+    check_text_bytes("stop", stop, config.max_stop_bytes)
     return tuple(dict.fromkeys(stop))
-
-
-def check_stop_count(count: int, config: ServerConfig, *, field: str) -> None:
-    """Refuse more stop strings than a request may have."""
-    if count > config.max_stop_count:
-        refuse_value(field, count, f"at most {config.max_stop_count} strings", unit="strings")
 
 
 def stop_token_ids_of(token_ids: Sequence[int], info: ModelInfo) -> tuple[int, ...]:
     """Return the tokens that end an output, without repetitions."""
-    check_stop_token_count(len(token_ids), field="stop_token_ids")
+    check_count("stop_token_ids", len(token_ids), STOP_TOKEN_COUNT_LIMIT, "tokens")
     check_token_ids(token_ids, info, field="stop_token_ids")
     return tuple(dict.fromkeys(token_ids))
-
-
-def check_stop_token_count(count: int, *, field: str) -> None:
-    """Refuse more stop tokens than a request may have."""
-    if count > STOP_TOKEN_COUNT_LIMIT:
-        refuse_value(field, count, f"at most {STOP_TOKEN_COUNT_LIMIT} tokens", unit="tokens")
 
 
 def logprobs_of(proto: logprobs_pb2.LogprobsOptions, info: ModelInfo) -> LogprobsWanted:
     """Return which log probabilities to send."""
     if not 0 <= proto.top_count <= TOP_LOGPROB_COUNT_LIMIT:
         refuse_value("logprobs.top_count", proto.top_count, f"0 to {TOP_LOGPROB_COUNT_LIMIT}")
-    if len(proto.token_ids) > TOP_LOGPROB_COUNT_LIMIT:
-        wanted = f"at most {TOP_LOGPROB_COUNT_LIMIT} tokens"
-        refuse_value("logprobs.token_ids", len(proto.token_ids), wanted, unit="tokens")
+    check_count("logprobs.token_ids", len(proto.token_ids), TOP_LOGPROB_COUNT_LIMIT, "tokens")
     check_token_ids(proto.token_ids, info, field="logprobs.token_ids")
     return LogprobsWanted(proto.top_count, of_prompt=proto.prompt, token_ids=tuple(proto.token_ids))
 
@@ -240,10 +223,10 @@ def check_token_ids(token_ids: Sequence[int], info: ModelInfo, *, field: str) ->
     """Refuse an id that the model's vocabulary does not have."""
     for index, token_id in enumerate(token_ids):
         if not 0 <= token_id < info.vocabulary_size:
-            place = f"{field}[{index}]"
+            item = f"{field}[{index}]"
             raise InvalidRequest(
                 Reason.TOKEN_OUT_OF_RANGE,
-                f"{place} is {token_id}; token ids of this model are 0 to {info.vocabulary_size - 1}",
-                field=place,
+                f"{item} is {token_id}; token ids of this model are 0 to {info.vocabulary_size - 1}",
+                field=item,
                 metadata={"index": index, "token_id": token_id, "vocabulary_size": info.vocabulary_size},
             )

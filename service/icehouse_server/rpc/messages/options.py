@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from icehouse.v1 import response_format_pb2, sampling_pb2, speculation_pb2
 
@@ -22,8 +23,15 @@ from icehouse_server.domain.response_format import (
 )
 from icehouse_server.domain.sampling import DEFAULT_XTC_THRESHOLD, SamplingParams
 from icehouse_server.errors import InvalidRequest, Reason
-from icehouse_server.rpc.engine_client.ports import TokenizerPort
-from icehouse_server.rpc.messages.field_checks import check_token_ids, refuse_value
+from icehouse_server.rpc.messages.field_checks import (
+    check_count,
+    check_text_bytes,
+    check_token_ids,
+    refuse_value,
+)
+
+if TYPE_CHECKING:
+    from icehouse_server.text.tokenizer import Tokenizer
 
 LOGIT_BIAS_COUNT_LIMIT = 1024
 LOGIT_BIAS_LIMIT = 100.0
@@ -44,8 +52,7 @@ def sampling_of(
 ) -> SamplingParams:
     """Return the sampling parameters, with the API's defaults; `bad_words` need the tokenizer: see
     `spellings`."""
-    _check_filters(proto)
-    _check_penalties(proto)
+    _check_numbers(proto)
     if not 0 <= proto.min_output_tokens <= max_output_tokens:
         refuse_value(
             "sampling.min_output_tokens",
@@ -76,22 +83,13 @@ def sampling_of(
 
 def bad_words_of(words: Sequence[str]) -> tuple[str, ...]:
     """Return the words that the output must not contain; refuses too many, and empty or long ones."""
-    if len(words) > BAD_WORD_COUNT_LIMIT:
-        refuse_value("sampling.bad_words", len(words), f"at most {BAD_WORD_COUNT_LIMIT} texts", unit="texts")
-    for index, word in enumerate(words):
-        size_bytes = len(word.encode("utf-8"))
-        if not 1 <= size_bytes <= BAD_WORD_BYTE_LIMIT:
-            refuse_value(
-                f"sampling.bad_words[{index}]",
-                size_bytes,
-                f"1 to {BAD_WORD_BYTE_LIMIT} bytes long in UTF-8",
-                unit="bytes",
-            )
+    check_count("sampling.bad_words", len(words), BAD_WORD_COUNT_LIMIT, "texts")
+    check_text_bytes("sampling.bad_words", words, BAD_WORD_BYTE_LIMIT)
     return tuple(words)
 
 
 def spellings(
-    words: Sequence[str], tokenizer: TokenizerPort, *, vocabulary_size: int
+    words: Sequence[str], tokenizer: Tokenizer, *, vocabulary_size: int
 ) -> tuple[tuple[int, ...], ...]:
     """Return each word's tokens, with and without a space before it, if the model can generate them; raises
     InvalidRequest for a word of too many tokens."""
@@ -101,74 +99,47 @@ def spellings(
         for form in forms:
             token_ids = tuple(tokenizer.spell(form))
             if len(token_ids) > BAD_WORD_TOKEN_LIMIT:
-                refuse_value(
-                    f"sampling.bad_words[{index}]",
-                    len(token_ids),
-                    f"at most {BAD_WORD_TOKEN_LIMIT} tokens long",
-                    unit="tokens",
-                )
+                wanted = f"at most {BAD_WORD_TOKEN_LIMIT} tokens long"
+                refuse_value(f"sampling.bad_words[{index}]", len(token_ids), wanted, unit="tokens")
             if token_ids and max(token_ids) < vocabulary_size:
                 found[token_ids] = None
     return tuple(found)
 
 
-def _check_filters(proto: sampling_pb2.SamplingParams) -> None:
-    if not (math.isfinite(proto.temperature) and proto.temperature >= 0):
-        refuse_value("sampling.temperature", proto.temperature, "a finite number >= 0; 0 is greedy")
+def _check_numbers(proto: sampling_pb2.SamplingParams) -> None:
+    penalty = f"{-PENALTY_LIMIT:g} to {PENALTY_LIMIT:g}"
+    repetition = f"> 0 and <= {REPETITION_PENALTY_LIMIT:g}, or absent; 1 changes nothing"
+    temperature, window = "a finite number >= 0; 0 is greedy", ">= 0; 0 counts all tokens"
     # NaN fails every comparison, so each condition says what is allowed.
-    if not 0 <= proto.top_p <= 1:
-        refuse_value("sampling.top_p", proto.top_p, "> 0 and <= 1, or absent; 1 keeps all tokens")
-    if proto.top_k < 0:
-        refuse_value("sampling.top_k", proto.top_k, ">= 0; 0 keeps all tokens")
-    if not 0 <= proto.min_p < 1:
-        refuse_value("sampling.min_p", proto.min_p, ">= 0 and < 1; 0 keeps all tokens")
-    if not 0 <= proto.xtc_probability <= 1:
-        refuse_value("sampling.xtc_probability", proto.xtc_probability, "0 to 1; 0 leaves nothing out")
-    if not 0 <= proto.xtc_threshold <= 0.5:
-        refuse_value("sampling.xtc_threshold", proto.xtc_threshold, "0 to 0.5")
-
-
-def _check_penalties(proto: sampling_pb2.SamplingParams) -> None:
-    repetition = proto.repetition_penalty
-    if not 0 <= repetition <= REPETITION_PENALTY_LIMIT:
-        refuse_value(
-            "sampling.repetition_penalty",
-            repetition,
-            f"> 0 and <= {REPETITION_PENALTY_LIMIT:g}, or absent; 1 changes nothing",
-        )
-    for name, penalty in (
-        ("presence_penalty", proto.presence_penalty),
-        ("frequency_penalty", proto.frequency_penalty),
+    for name, is_allowed, wanted in (
+        ("temperature", 0 <= proto.temperature < math.inf, temperature),
+        ("top_p", 0 <= proto.top_p <= 1, "> 0 and <= 1, or absent; 1 keeps all tokens"),
+        ("top_k", proto.top_k >= 0, ">= 0; 0 keeps all tokens"),
+        ("min_p", 0 <= proto.min_p < 1, ">= 0 and < 1; 0 keeps all tokens"),
+        ("xtc_probability", 0 <= proto.xtc_probability <= 1, "0 to 1; 0 leaves nothing out"),
+        ("xtc_threshold", 0 <= proto.xtc_threshold <= 0.5, "0 to 0.5"),
+        ("repetition_penalty", 0 <= proto.repetition_penalty <= REPETITION_PENALTY_LIMIT, repetition),
+        ("presence_penalty", -PENALTY_LIMIT <= proto.presence_penalty <= PENALTY_LIMIT, penalty),
+        ("frequency_penalty", -PENALTY_LIMIT <= proto.frequency_penalty <= PENALTY_LIMIT, penalty),
+        ("repetition_window", proto.repetition_window >= 0, window),
+        ("presence_window", proto.presence_window >= 0, window),
+        ("frequency_window", proto.frequency_window >= 0, window),
     ):
-        if not -PENALTY_LIMIT <= penalty <= PENALTY_LIMIT:
-            refuse_value(f"sampling.{name}", penalty, f"{-PENALTY_LIMIT:g} to {PENALTY_LIMIT:g}")
-    for name, window in (
-        ("repetition_window", proto.repetition_window),
-        ("presence_window", proto.presence_window),
-        ("frequency_window", proto.frequency_window),
-    ):
-        if window < 0:
-            refuse_value(f"sampling.{name}", window, ">= 0; 0 counts all tokens")
-
-
-def check_logit_bias_count(count: int, *, field: str) -> None:
-    """Refuse more entries than a request may have."""
-    if count > LOGIT_BIAS_COUNT_LIMIT:
-        refuse_value(field, count, f"at most {LOGIT_BIAS_COUNT_LIMIT} entries", unit="entries")
+        if not is_allowed:
+            refuse_value(f"sampling.{name}", getattr(proto, name), wanted)
 
 
 def _logit_bias_of(proto: sampling_pb2.SamplingParams, info: ModelInfo) -> tuple[tuple[int, float], ...]:
-    check_logit_bias_count(len(proto.logit_bias), field="sampling.logit_bias")
-    biases = tuple(sorted(proto.logit_bias.items()))
+    check_count("sampling.logit_bias", len(proto.logit_bias), LOGIT_BIAS_COUNT_LIMIT, "entries")
+    biases, size = tuple(sorted(proto.logit_bias.items())), info.vocabulary_size
     for token_id, bias in biases:
         field = f"sampling.logit_bias[{token_id}]"
-        if not 0 <= token_id < info.vocabulary_size:
+        if not 0 <= token_id < size:
             raise InvalidRequest(
                 Reason.TOKEN_OUT_OF_RANGE,
-                f"{field} names a token outside the vocabulary; ids of this model are 0 to "
-                f"{info.vocabulary_size - 1}",
+                f"{field} names a token outside the vocabulary; ids of this model are 0 to {size - 1}",
                 field=field,
-                metadata={"token_id": token_id, "vocabulary_size": info.vocabulary_size},
+                metadata={"token_id": token_id, "vocabulary_size": size},
             )
         if not -LOGIT_BIAS_LIMIT <= bias <= LOGIT_BIAS_LIMIT:
             refuse_value(field, bias, f"{-LOGIT_BIAS_LIMIT:g} to {LOGIT_BIAS_LIMIT:g}")
@@ -177,13 +148,7 @@ def _logit_bias_of(proto: sampling_pb2.SamplingParams, info: ModelInfo) -> tuple
 
 def _banned_of(proto: sampling_pb2.SamplingParams, info: ModelInfo) -> tuple[tuple[int, ...], ...]:
     sequences = proto.bad_token_sequences
-    if len(sequences) > BAD_WORD_COUNT_LIMIT:
-        refuse_value(
-            "sampling.bad_token_sequences",
-            len(sequences),
-            f"at most {BAD_WORD_COUNT_LIMIT} sequences",
-            unit="sequences",
-        )
+    check_count("sampling.bad_token_sequences", len(sequences), BAD_WORD_COUNT_LIMIT, "sequences")
     for index, sequence in enumerate(sequences):
         field = f"sampling.bad_token_sequences[{index}]"
         if not 1 <= len(sequence.ids) <= BAD_WORD_TOKEN_LIMIT:
@@ -238,7 +203,8 @@ def response_format_of(proto: response_format_pb2.ResponseFormat) -> ResponseFor
     if kind == "lark":
         return LarkGrammar(proto.lark)
     if kind == "choice" and proto.choice.texts:
-        check_choice_count(len(proto.choice.texts), field=f"{_FIELD}.choice.texts")
+        # Each costs time and memory, even an empty one.
+        check_count(f"{_FIELD}.choice.texts", len(proto.choice.texts), CHOICE_TEXT_LIMIT, "texts")
         # Formats are cached, and repeated texts change nothing.
         return Choice(tuple(dict.fromkeys(proto.choice.texts)))
     if kind == "choice":
@@ -249,12 +215,6 @@ def response_format_of(proto: response_format_pb2.ResponseFormat) -> ResponseFor
         f"{_FIELD} is empty; set one of json_schema, json_object, regex, lark and choice, or leave it out",
         field=_FIELD,
     )
-
-
-def check_choice_count(count: int, *, field: str) -> None:
-    """Refuse more texts than one choice may have: each costs time and memory, even an empty one."""
-    if count > CHOICE_TEXT_LIMIT:
-        refuse_value(field, count, f"at most {CHOICE_TEXT_LIMIT} texts", unit="texts")
 
 
 def _missing(message: str, *, field: str) -> InvalidRequest:

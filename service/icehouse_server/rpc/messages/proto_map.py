@@ -1,8 +1,8 @@
 """Map from dataclasses of counters to their protobuf messages, by name. Pure functions.
 
 `_s` is a Duration, `_per_s` is `_per_second`, `_token_count` is `_tokens`, a time is a Timestamp. Enums go by
-the names of their members, None is absent, dataclasses are messages, tuples are repeated fields. The few
-exceptions are listed here; a test compares the fields of both sides.
+the names of their members, None is absent, bytes are hexadecimal text, dataclasses are messages, tuples are
+repeated fields. The few exceptions are listed here; a test compares the fields of both sides.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ E = TypeVar("E", bound=enum.Enum)
 RENAMED = {
     "block_token_limit": "block_tokens",
     "is_encrypted": "encrypted",
+    "start_token_index": "start_token",
     "decode_step_p50_s": "decode_step_duration_p50",
     "decode_step_p99_s": "decode_step_duration_p99",
     "pass_p50_s": "pass_duration_p50",
@@ -88,7 +89,7 @@ def fill(message: M, value: Any) -> M:
             make = duration_proto if field.message_type is Duration.DESCRIPTOR else timestamp_proto
             getattr(message, proto_name).CopyFrom(make(item))
         else:
-            setattr(message, proto_name, item)
+            setattr(message, proto_name, item.hex() if isinstance(item, bytes) else item)
     return message
 
 

@@ -18,7 +18,7 @@ from icehouse.v1 import (
 from icehouse.v1 import inference_service_pb2 as inference
 
 from icehouse_server.domain.blocks import TokenKeys, image_runs
-from icehouse_server.domain.cache_commands import BlockMatch, Explanation, VerifyReport
+from icehouse_server.domain.cache_commands import Explanation, VerifyReport
 from icehouse_server.domain.cache_stats import CacheStats, TenantShare
 from icehouse_server.domain.chat import PromptChange
 from icehouse_server.domain.events import (
@@ -31,7 +31,7 @@ from icehouse_server.domain.events import (
     Started,
     Usage,
 )
-from icehouse_server.domain.model import AdapterInfo, ModelInfo
+from icehouse_server.domain.model import ModelInfo
 from icehouse_server.domain.request import SpeculationLimit, TokenLogprobs
 from icehouse_server.rpc.access.tenants import Account, Tenants
 from icehouse_server.rpc.engine_client.engine_cache import Eviction, Verification
@@ -174,21 +174,10 @@ def model_proto(info: ModelInfo) -> model_service_pb2.Model:
         reads_images=info.sees_images,
         runs_images_whole=info.runs_images_whole,
         pass_splits=[enum_proto(split, model_service_pb2.PassSplit) for split in info.pass_splits],
-        adapters=[adapter_proto(adapter) for adapter in info.adapters],
+        adapters=[to_proto(adapter, adapter_pb2.Adapter) for adapter in info.adapters],
         reply_format=(
             None if info.reply_format is None else to_proto(info.reply_format, model_service_pb2.ReplyFormat)
         ),
-    )
-
-
-def adapter_proto(adapter: AdapterInfo) -> adapter_pb2.Adapter:
-    """Return an adapter's facts."""
-    return adapter_pb2.Adapter(
-        name=adapter.name,
-        kind=adapter.kind,
-        digest=adapter.digest.hex(),
-        parameter_count=adapter.parameter_count,
-        weight_bytes=adapter.weight_bytes,
     )
 
 
@@ -210,7 +199,7 @@ def explain_response(
             for run in image_runs(prompt)
         ],
         cache=cache_report_proto(explanation.cache, notes),
-        blocks=[_block_match(block) for block in explanation.blocks],
+        blocks=[to_proto(block, cache_service_pb2.BlockMatch) for block in explanation.blocks],
         predicted_time_to_first_token=None if warm_s is None else duration_proto(warm_s),
         predicted_time_to_first_token_cold=None if cold_s is None else duration_proto(cold_s),
     )
@@ -287,15 +276,3 @@ def tenant_stats_protos(
             tokens_left=0 if account.budget is None else account.budget.level,
         )
         yield fill(fill(message, account.use), shares.get(tenant, TenantShare(tenant)))
-
-
-def _block_match(block: BlockMatch) -> cache_service_pb2.BlockMatch:
-    return cache_service_pb2.BlockMatch(
-        hash=block.hash.hex(),
-        start_token=block.start_token_index,
-        token_count=block.token_count,
-        size_bytes=block.size_bytes,
-        tier=enum_proto(block.tier, cache_service_pb2.CacheTier),
-        has_checkpoint=block.has_checkpoint,
-        pinned=block.pinned,
-    )

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Protocol
 
-from icehouse.v1 import cache_policy_pb2, cache_service_pb2_grpc, prompt_pb2
 from icehouse.v1 import cache_service_pb2 as messages
+from icehouse.v1 import cache_service_pb2_grpc
 
 from icehouse_server.domain.cache_commands import (
     CacheCommand,
@@ -22,8 +21,6 @@ from icehouse_server.domain.cache_commands import (
 from icehouse_server.domain.ids import AdapterName, CacheScope
 from icehouse_server.domain.request import CacheUse
 from icehouse_server.rpc.calls.call_lifecycle import Context, RpcCall
-from icehouse_server.rpc.engine_client.answers import StallTimer
-from icehouse_server.rpc.engine_client.engine_cache import EngineCache
 from icehouse_server.rpc.messages.field_checks import check_model, refuse_value, tenant_of
 from icehouse_server.rpc.messages.proto_map import to_proto
 from icehouse_server.rpc.messages.responses import (
@@ -33,35 +30,20 @@ from icehouse_server.rpc.messages.responses import (
     verify_result,
     warm_response,
 )
-from icehouse_server.rpc.services.generation import ServiceParts
+from icehouse_server.rpc.services.generation import PromptMessage, Service
 from icehouse_server.rpc.services.prepared import Prepared
 from icehouse_server.rpc.services.prompts import UncheckedPrompt, prompt_of
 
 
-class _Scoped(Protocol):
-    @property
-    def prompt(self) -> prompt_pb2.Prompt: ...
-    @property
-    def cache(self) -> cache_policy_pb2.CachePolicy: ...
-
-
-def scope_of(request: _Scoped, call: RpcCall) -> CacheScope:
+def scope_of(request: PromptMessage, call: RpcCall) -> CacheScope:
     """Return whose blocks a command is about; raises Forbidden. The adapter is checked with the prompt."""
     return CacheScope(tenant_of(request.cache, call.caller), AdapterName(request.prompt.adapter))
 
 
-class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
+class CacheService(Service, cache_service_pb2_grpc.CacheServiceServicer):
     """Turns calls into the cache's commands and their answers into responses."""
 
-    def __init__(self, parts: ServiceParts) -> None:
-        self._calls = parts.calls
-        self._stall_timeout_s = parts.config.stall_timeout_s
-        self._generation = parts.generation
-        self._router = parts.router
-        self._commands = EngineCache(engine=parts.engine, router=parts.router)
-
     async def Explain(self, request: messages.ExplainRequest, context: Context) -> messages.ExplainResponse:
-        """Answer with what Generate would reuse."""
         async with self._calls.call(context) as call:
             scope = scope_of(request, call)
             shared = self._generation.shared_tenant_of(request.cache, call)
@@ -74,8 +56,7 @@ class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
     async def Warm(  # type: ignore[override]
         self, request: messages.WarmRequest, context: Context
     ) -> None:
-        """Run the prompt without output."""
-        timer = StallTimer(timeout_s=self._stall_timeout_s)
+        timer = self._stall_timer()
         async with self._calls.call(context) as call:
             prepared = await self._prepare(request, call)
             running = self._generation.run(prepared.requests, call=call, on_stall=timer.expire)
@@ -86,7 +67,6 @@ class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
                         await timer.write(context, response)
 
     async def _prepare(self, request: messages.WarmRequest, call: RpcCall) -> Prepared:
-        """Return what the engine is asked; raises what refuses it."""
         model = self._router.require_model()
         whole = self._generation.request_of(
             request, adapter=request.prompt.adapter, policy=request.cache, model=model, call=call
@@ -99,12 +79,10 @@ class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
         return await self._generation.prepare(whole, prompt, model, call)
 
     async def Pin(self, request: messages.PinRequest, context: Context) -> messages.PinResponse:
-        """Pin a prompt's blocks."""
         async with self._calls.call(context) as call:
             return to_proto(await self._change_pins(Pin, request, call), messages.PinResponse)
 
     async def Unpin(self, request: messages.UnpinRequest, context: Context) -> messages.UnpinResponse:
-        """Take a prompt's pins off."""
         async with self._calls.call(context) as call:
             return to_proto(await self._change_pins(Unpin, request, call), messages.UnpinResponse)
 
@@ -121,7 +99,6 @@ class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
     async def Evict(  # type: ignore[override]
         self, request: messages.EvictRequest, context: Context
     ) -> None:
-        """Remove a prompt's blocks."""
         async with self._calls.call(context) as call:
             scope = scope_of(request, call)
             token_ids, _ = await self._generation.read_prompt(request, tenant=scope.tenant, call=call)
@@ -130,7 +107,6 @@ class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
     async def EvictAll(  # type: ignore[override]
         self, request: messages.EvictAllRequest, context: Context
     ) -> None:
-        """Remove the model's blocks of all tenants."""
         async with self._calls.call(context):
             check_model(request.model, self._router.require_model().info)
             await self._evict(ListKnown(None), messages.EvictAllResponse, context)
@@ -141,7 +117,7 @@ class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
         response: type[messages.EvictResponse] | type[messages.EvictAllResponse],
         context: Context,
     ) -> None:
-        timer = StallTimer(timeout_s=self._stall_timeout_s)
+        timer = self._stall_timer()
         async with timer.guard():
             async for now in self._commands.evict(target):
                 removed = now.report
@@ -151,8 +127,7 @@ class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
     async def Verify(  # type: ignore[override]
         self, request: messages.VerifyRequest, context: Context
     ) -> None:
-        """Have blocks on SSD read and compared."""
-        timer = StallTimer(timeout_s=self._stall_timeout_s)
+        timer = self._stall_timer()
         async with self._calls.call(context), timer.guard():
             if request.block_limit < 0:
                 refuse_value("block_limit", request.block_limit, ">= 0; 0 reads all")

@@ -14,10 +14,10 @@ from icehouse_server.domain.model import ModelInfo
 from icehouse_server.domain.request import Pooling, Vector, finished
 from icehouse_server.errors import CannotFit, Reason
 from icehouse_server.rpc.calls.call_lifecycle import Context, RpcCall
-from icehouse_server.rpc.engine_client.ports import ServedModel
+from icehouse_server.rpc.engine_client.engine_ports import ServedModel
 from icehouse_server.rpc.messages.field_checks import refuse_value
 from icehouse_server.rpc.messages.proto_map import duration_proto
-from icehouse_server.rpc.services.generation import ServiceParts
+from icehouse_server.rpc.services.generation import Service
 from icehouse_server.rpc.services.prepared import requests_together
 from icehouse_server.rpc.services.prompts import UncheckedPrompt, input_of, names_item
 
@@ -32,23 +32,14 @@ _NO_CACHE = cache_policy_pb2.CachePolicy(use=cache_policy_pb2.CACHE_USE_OFF)
 """A vector needs every token's hidden state, and nobody continues such a text."""
 
 
-class EmbeddingService(embedding_service_pb2_grpc.EmbeddingServiceServicer):
+class EmbeddingService(Service, embedding_service_pb2_grpc.EmbeddingServiceServicer):
     """Each input runs through the engine like a prompt without output."""
 
-    def __init__(self, parts: ServiceParts) -> None:
-        self._config = parts.config
-        self._calls = parts.calls
-        self._generation = parts.generation
-        self._router = parts.router
-        self._prompts = parts.prompts
-
     async def Embed(self, request: messages.EmbedRequest, context: Context) -> messages.EmbedResponse:
-        """Answer with a vector for each input."""
         async with self._calls.call(context, Operation.EMBEDDINGS) as call:
             return await self.embed(request, call)
 
     async def embed(self, request: messages.EmbedRequest, call: RpcCall) -> messages.EmbedResponse:
-        """Return a vector for each input; raises what refuses the request."""
         model = self._router.require_model()
         whole = self._generation.request_of(
             request,
@@ -112,7 +103,7 @@ class EmbeddingService(embedding_service_pb2_grpc.EmbeddingServiceServicer):
         inputs: list[tuple[int, ...]] = []
         for index, message in enumerate(request.inputs):
             with names_item(f"inputs[{index}]"):
-                check = functools.partial(input_of, message, message.WhichOneof("input"), model.info)
+                check = functools.partial(input_of, message, model.info)
                 prompt = UncheckedPrompt(check, message.ByteSize())
                 inputs.append((await self._prompts.read(prompt, model)).token_ids)
         call.prompt_token_count = sum(map(len, inputs))

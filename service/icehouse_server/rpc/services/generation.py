@@ -6,9 +6,14 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Protocol
 
-from icehouse.v1 import cache_policy_pb2, prompt_pb2
+from icehouse.v1 import (
+    cache_policy_pb2,
+    cache_service_pb2,
+    embedding_service_pb2,
+    inference_service_pb2,
+    rerank_service_pb2,
+)
 
 from icehouse_server.clock import Clock
 from icehouse_server.config import ServerConfig
@@ -22,17 +27,19 @@ from icehouse_server.errors import Cancelled, InvalidRequest, Reason
 from icehouse_server.rpc.access import caller as callers
 from icehouse_server.rpc.access.tenants import Stay, Tenants
 from icehouse_server.rpc.calls.call_lifecycle import RpcCall, RpcCalls
+from icehouse_server.rpc.engine_client.answers import StallTimer
+from icehouse_server.rpc.engine_client.engine_cache import EngineCache
+from icehouse_server.rpc.engine_client.engine_ports import EnginePort, ServedModel
 from icehouse_server.rpc.engine_client.open_requests import OpenRequest, OpenRequests
 from icehouse_server.rpc.engine_client.outbox import Outboxes
-from icehouse_server.rpc.engine_client.ports import EnginePort, ServedModel
 from icehouse_server.rpc.engine_client.router import Router
 from icehouse_server.rpc.messages.field_checks import (
     cache_use_of,
     check_adapter,
     check_model,
+    check_name,
     priority_of,
     refuse_value,
-    request_name_of,
     shared_tenant_of,
     tenant_of,
 )
@@ -41,14 +48,24 @@ from icehouse_server.rpc.messages.responses import ReportNotes
 from icehouse_server.rpc.services.grammars import GrammarCompilers
 from icehouse_server.rpc.services.observation import StatsReader
 from icehouse_server.rpc.services.prepared import Prepared, RenderedConversation
-from icehouse_server.rpc.services.prompts import (
-    PromptReader,
-    ReadPrompt,
-    UncheckedPrompt,
-    prompt_of,
-)
+from icehouse_server.rpc.services.prompts import PromptReader, ReadPrompt, UncheckedPrompt, prompt_of
 from icehouse_server.structured_output.reasoning_budget import FormScope, ReasoningBudget
 from icehouse_server.text.reasoning import ReplyReasoning
+
+RunMessage = (
+    inference_service_pb2.GenerateRequest
+    | cache_service_pb2.WarmRequest
+    | embedding_service_pb2.EmbedRequest
+    | rerank_service_pb2.RerankRequest
+)
+"""A request that makes the engine run."""
+PromptMessage = (
+    cache_service_pb2.ExplainRequest
+    | cache_service_pb2.PinRequest
+    | cache_service_pb2.UnpinRequest
+    | cache_service_pb2.EvictRequest
+)
+"""A request that asks the cache about a prompt."""
 
 
 class Generation:
@@ -93,7 +110,9 @@ class Generation:
         check_model(message.model, model.info)
         check_adapter(adapter, model.info, field=adapter_field)
         call.model_id = model.info.model_id
-        call.request_id = request_name_of(message.request_id, generated=call.request_id)
+        call.request_id = (
+            check_name("request_id", message.request_id) if message.request_id else call.request_id
+        )
         cache_use = cache_use_of(policy)
         tenant = call.tenant = tenant_of(policy, call.caller)
         return GenerationRequest(
@@ -117,7 +136,6 @@ class Generation:
         return shared_tenant_of(policy, call.caller, self._tenants.limits.shared_prefix_grants)
 
     def normalizes(self, tenant: Tenant) -> bool:
-        """Whether this tenant's conversations are normalised before they are rendered."""
         return self._tenants.limits.normalizes(tenant)
 
     async def prepare(
@@ -216,7 +234,7 @@ class Generation:
         if read.images:
             # Until the call ends: a parked request reads its images again.
             size_bytes = sum(span.image.size_bytes for span in read.images)
-            call.holds.enter_context(self._prompts.image_memory.place(callers.origin.get(), size_bytes))
+            call.holds.enter_context(self._prompts.image_memory.hold(callers.origin.get(), size_bytes))
         return read
 
     @contextlib.asynccontextmanager
@@ -269,6 +287,24 @@ class ServiceParts:
     draw_seed: Callable[[], int]
 
 
+class Service:
+    """What every servicer is made of."""
+
+    def __init__(self, parts: ServiceParts) -> None:
+        self._config = parts.config
+        self._clock = parts.clock
+        self._calls = parts.calls
+        self._router = parts.router
+        self._stats = parts.stats
+        self._prompts = parts.prompts
+        self._generation = parts.generation
+        self._draw_seed = parts.draw_seed
+        self._commands = EngineCache(engine=parts.engine, router=parts.router)
+
+    def _stall_timer(self) -> StallTimer:
+        return StallTimer(timeout_s=self._config.stall_timeout_s)
+
+
 def _reasoning_of(prompt: ReadPrompt, model: ServedModel, *, limit: int | None) -> ReplyReasoning | None:
     """Return how the reply reasons, if it does; raises InvalidRequest if it must stop and cannot."""
     if prompt.chat is None:
@@ -299,10 +335,7 @@ def notes_of(prompt: ReadPrompt, model: ServedModel, *, tenant: Tenant, call: Rp
     def text(token_id: int) -> str:
         return tokenizer.decode_with_markers((token_id,)) or tokenizer.piece(token_id)
 
-    return ReportNotes(
-        text=text if call.caller.tenant in (None, tenant) else None,
-        changes=prompt.changes,
-    )
+    return ReportNotes(text=text if call.caller.tenant in (None, tenant) else None, changes=prompt.changes)
 
 
 async def _events(
@@ -313,30 +346,8 @@ async def _events(
         call.note(event)
         opened.note(event)
         if isinstance(event, Failed):
-            raise _cancelled() if opened.is_cancelled and isinstance(event.error, Cancelled) else event.error
+            if opened.is_cancelled and isinstance(event.error, Cancelled):
+                raise Cancelled(Reason.CANCELLED, "the request was ended by CancelRequest")
+            raise event.error
         stays[index].note(event)
         yield index, event
-
-
-def _cancelled() -> Cancelled:
-    return Cancelled(Reason.CANCELLED, "the request was ended by CancelRequest")
-
-
-class RunMessage(Protocol):
-    """A request message that makes the engine run."""
-
-    @property
-    def request_id(self) -> str: ...
-    @property
-    def model(self) -> str: ...
-    @property
-    def priority(self) -> int: ...
-
-
-class PromptMessage(Protocol):
-    """A request message that asks the cache about a prompt."""
-
-    @property
-    def model(self) -> str: ...
-    @property
-    def prompt(self) -> prompt_pb2.Prompt: ...

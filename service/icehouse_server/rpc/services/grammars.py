@@ -14,8 +14,8 @@ import threading
 from icehouse_server.domain.response_format import Grammar, ResponseFormat, size_bytes
 from icehouse_server.errors import IcehouseError, InvalidRequest, Overloaded, Reason
 from icehouse_server.rpc.access import caller as callers
-from icehouse_server.rpc.access.shares import FairQueue, FairShare, on_loop
-from icehouse_server.rpc.engine_client.ports import GrammarPort
+from icehouse_server.rpc.access.shares import FairQueue, FairShare, ended
+from icehouse_server.rpc.engine_client.engine_ports import GrammarPort
 
 THREAD_COUNT = 2
 WAITING_LIMIT = 256
@@ -67,26 +67,22 @@ class GrammarCompilers:
                 field=field,
                 metadata={"size_bytes": size, "limit_bytes": self._byte_limit},
             )
-        if (kept := self._compiler.kept(form)) is not None:
-            return kept
+        if (cached := self._compiler.kept(form)) is not None:
+            return cached
         origin = callers.origin.get()
         has_begun = False
-        with self._waiting.place(origin):
+        with self._waiting.hold(origin):
             try:
                 async with asyncio.timeout(self._timeout_s):
                     hold = await self._turns.take(origin)
                     has_begun = True
                     executor = self._idle.pop()
-                    task = executor.submit(self._compiler.compile, form)
-                    loop = asyncio.get_running_loop()
 
                     def done() -> None:
                         self._idle.append(executor)
                         hold.release()
 
-                    # Work that has begun goes on, and keeps its turn, even if its caller no longer waits.
-                    task.add_done_callback(lambda _: on_loop(loop, done))
-                    return await asyncio.wrap_future(task)
+                    return await ended(executor.submit(self._compiler.compile, form), done)
             except TimeoutError as error:
                 raise (self._too_slow(field) if has_begun else self._busy()) from error
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
 from icehouse.v1 import completion_pb2, inference_service_pb2_grpc, tool_pb2, usage_pb2
 from icehouse.v1 import inference_service_pb2 as inference
@@ -18,22 +19,20 @@ from icehouse_server.domain.sampling import SEED_RANGE
 from icehouse_server.rpc.calls.call_lifecycle import Context, RpcCall
 from icehouse_server.rpc.calls.wire import Encoded
 from icehouse_server.rpc.engine_client import answers
-from icehouse_server.rpc.engine_client.answers import StallTimer
-from icehouse_server.rpc.engine_client.ports import OpenImagesPort
 from icehouse_server.rpc.messages.field_checks import (
     check_adapter,
     check_model,
+    check_name,
     completions_of,
     logprobs_of,
     max_output_tokens_of,
     max_reasoning_tokens_of,
-    session_id_of,
     stop_of,
     stop_token_ids_of,
 )
 from icehouse_server.rpc.messages.options import bad_words_of, response_format_of, sampling_of, speculation_of
 from icehouse_server.rpc.messages.responses import cache_report_proto
-from icehouse_server.rpc.services.generation import ServiceParts
+from icehouse_server.rpc.services.generation import Service
 from icehouse_server.rpc.services.prepared import Prepared
 from icehouse_server.rpc.services.prompts import (
     TextPrompt,
@@ -45,32 +44,26 @@ from icehouse_server.rpc.services.prompts import (
     with_sent_images,
 )
 
+if TYPE_CHECKING:
+    # Needs an optional extra.
+    from icehouse_server.vision.image_reader import PromptImages
 
-class InferenceService(inference_service_pb2_grpc.InferenceServiceServicer):
+
+class InferenceService(Service, inference_service_pb2_grpc.InferenceServiceServicer):
     """Thin: each method reads the request, asks below, and writes the answer."""
-
-    def __init__(self, parts: ServiceParts) -> None:
-        self._config = parts.config
-        self._calls = parts.calls
-        self._generation = parts.generation
-        self._router = parts.router
-        self._prompts = parts.prompts
-        self._draw_seed = parts.draw_seed
-        self._stats = parts.stats
 
     async def Generate(  # type: ignore[override]
         self, request: messages.GenerateRequest, context: Context
     ) -> Encoded:
-        """Answer once, with the complete output."""
         async with self._calls.call(context, _operation_of(request)) as call:
             prepared = await self.prepare(request, call)
             replies, total = prepared.new_replies(), ReplySum(completion_count=prepared.completion_count)
             caches = [CacheReport()] * prepared.completion_count
             async with self._generation.run(prepared.requests, call=call) as events:
                 async for index, event in events:
-                    for completion in prepared.told_by(index):
+                    for completion in prepared.completions_of(index):
                         total.add(replies.responses(completion, event))
-                        answers.keep(total.size_bytes)
+                        answers.count_buffered(total.size_bytes)
                         if isinstance(event, Finished):
                             caches[completion] = event.usage.cache
             return total.response(
@@ -84,22 +77,20 @@ class InferenceService(inference_service_pb2_grpc.InferenceServiceServicer):
     async def Stream(  # type: ignore[override]
         self, request: messages.GenerateRequest, context: Context
     ) -> None:
-        """Answer event by event."""
-        timer = StallTimer(timeout_s=self._config.stall_timeout_s)
+        timer = self._stall_timer()
         async with self._calls.call(context, _operation_of(request)) as call:
             prepared = await self.prepare(request, call)
             replies = prepared.new_replies()
             running = self._generation.run(prepared.requests, call=call, on_stall=timer.expire)
             async with running as events, timer.guard():
                 async for index, event in events:
-                    for completion in prepared.told_by(index):
+                    for completion in prepared.completions_of(index):
                         for response in replies.responses(completion, event):
                             await timer.write(context, response)
 
     async def Tokenize(
         self, request: messages.TokenizeRequest, context: Context
     ) -> messages.TokenizeResponse:
-        """Answer with the tokens of a prompt."""
         async with self._calls.call(context) as call:
             model = self._router.require_model()
             check_model(request.model, model.info)
@@ -107,7 +98,7 @@ class InferenceService(inference_service_pb2_grpc.InferenceServiceServicer):
             normalizes = self._generation.normalizes(call.caller.tenant or DEFAULT_TENANT)
             check = functools.partial(text_prompt_of, request.prompt, model.info, normalizes=normalizes)
 
-            def answer(prompt: TextPrompt, images: OpenImagesPort | None) -> messages.TokenizeResponse:
+            def answer(prompt: TextPrompt, images: PromptImages | None) -> messages.TokenizeResponse:
                 found = pieces(prompt, model, images)
                 tokens = [messages.Token(id=token_id, piece=piece) for token_id, piece in found]
                 return messages.TokenizeResponse(tokens=tokens, token_count=len(tokens))
@@ -123,7 +114,6 @@ class InferenceService(inference_service_pb2_grpc.InferenceServiceServicer):
     async def Detokenize(
         self, request: messages.DetokenizeRequest, context: Context
     ) -> messages.DetokenizeResponse:
-        """Answer with the text of tokens."""
         async with self._calls.call(context) as call:
             model = self._router.require_model()
             check_model(request.model, model.info)
@@ -140,7 +130,6 @@ class InferenceService(inference_service_pb2_grpc.InferenceServiceServicer):
     async def CacheStats(
         self, request: messages.CacheStatsRequest, context: Context
     ) -> messages.CacheStatsResponse:
-        """Answer with the cache's counters between two steps."""
         async with self._calls.call(context) as call:
             stats = await self._stats.read(call.caller)
             return messages.CacheStatsResponse(
@@ -160,7 +149,7 @@ class InferenceService(inference_service_pb2_grpc.InferenceServiceServicer):
         """
         model = self._router.require_model()
         if request.session_id:
-            call.session_id = session_id_of(request.session_id)
+            call.session_id = check_name("session_id", request.session_id)
         whole = self._generation.request_of(
             request, adapter=request.prompt.adapter, policy=request.cache, model=model, call=call
         )
@@ -224,16 +213,17 @@ class ReplySum:
         """The encoded size of everything added."""
 
     def add(self, responses: Iterable[inference.StreamResponse]) -> None:
-        """Add messages, in order."""
         for response in responses:
             self.size_bytes += response.ByteSize()
             match response.WhichOneof("event"):
                 case "started":
                     self._started = response.started
                 case "prefill_progress":
-                    told = response.prefill_progress.prompt_logprobs
-                    if told:
-                        self._logprobs += inference.GenerateResponse(prompt_logprobs=told).SerializeToString()
+                    logprobs = response.prefill_progress.prompt_logprobs
+                    if logprobs:
+                        self._logprobs += inference.GenerateResponse(
+                            prompt_logprobs=logprobs
+                        ).SerializeToString()
                 case "delta":
                     self._add(response.delta)
                 case "finished":

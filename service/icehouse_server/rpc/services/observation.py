@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import math
 from collections.abc import Callable, Sequence
 
@@ -25,20 +24,18 @@ from icehouse_server.domain.stats import (
 )
 from icehouse_server.errors import IcehouseError
 from icehouse_server.rpc.access.caller import Caller, Role
-from icehouse_server.rpc.access.shares import Pace
+from icehouse_server.rpc.access.shares import RateLimit
 from icehouse_server.rpc.access.tenants import Tenants
 from icehouse_server.rpc.calls import background
 from icehouse_server.rpc.calls.call_lifecycle import Trailers
-from icehouse_server.rpc.calls.watchers import AccessLog, CallWatcher, SlowRequests, Telemetry
+from icehouse_server.rpc.calls.watchers import AccessLog, SlowRequests, Telemetry
 from icehouse_server.rpc.calls.wire import Encoded, WireInterceptor
 from icehouse_server.rpc.engine_client.engine_cache import EngineCache
-from icehouse_server.rpc.engine_client.ports import EnginePort
+from icehouse_server.rpc.engine_client.engine_ports import EnginePort
 from icehouse_server.rpc.engine_client.router import Router
 from icehouse_server.rpc.messages.proto_map import to_proto
 from icehouse_server.rpc.messages.responses import tenant_stats_protos
-
-_UNUSED_INTERVAL_S = 1.0
-"""For a poller that is never started."""
+from icehouse_server.telemetry.call_metrics import CallMetrics
 
 
 class Observation:
@@ -59,29 +56,28 @@ class Observation:
             router=router,
             stats=self.stats,
             clock=clock,
-            interval_s=telemetry.sample_interval_s or _UNUSED_INTERVAL_S,
+            # Without an interval it is never started.
+            interval_s=telemetry.sample_interval_s or 1.0,
             kv_events=telemetry.kv_events,
         )
         self.status = StatusReader(engine=engine, router=router, poller=self.poller, slow=slow, clock=clock)
-        self._watchers: tuple[CallWatcher, ...] = (slow, *telemetry.calls)
+        self._watchers: tuple[SlowRequests | CallMetrics, ...] = (slow, *telemetry.calls)
         self._tracer = telemetry.tracer
         self._has_load_report = telemetry.has_load_report
         self._access_log = AccessLog(clock) if telemetry.has_access_log else None
         self.interceptor = WireInterceptor(telemetry.wire, clock)
 
     def start(self) -> None:
-        """Begin to sample, if anybody wants samples."""
         if self._has_samples:
             self._task = background.start(self.poller.run(), name="sampler")
 
     async def stop(self) -> None:
-        """Sample no more."""
         if self._task is not None:
             await background.end(self._task)
             self._task = None
 
     def call_ended(self, record: CallRecord) -> Trailers:
-        """Tell all watchers of an ended call; return the trailing metadata for its caller."""
+        """Report an ended call to all watchers; return the trailing metadata for its caller."""
         trailers: list[tuple[str, str | bytes]] = []
         names = self._tracer.trace(record) if self._tracer is not None else None
         if names is not None:
@@ -95,7 +91,7 @@ class Observation:
         return tuple(trailers)
 
     def _load_trailer(self) -> tuple[str, bytes] | None:
-        """Return the load report as a trailer; None before the engine has told its first counters."""
+        """Return the load report as a trailer; None before the first counters of the engine."""
         snapshot = self.poller.latest
         if snapshot.engine is None:
             return None
@@ -130,7 +126,6 @@ class StatsPoller:
         """The last sample. A frozen value: reading it from another thread needs no lock."""
 
     async def run(self) -> None:
-        """Sample now and at every interval, until cancelled."""
         while True:
             await self.sample()
             await asyncio.sleep(self.interval_s)
@@ -266,33 +261,31 @@ class StatsReader:
         self._clock = clock
         self._asking: asyncio.Future[Counters] | None = None
         self._next: asyncio.Future[Counters] | None = None
-        self._pace = Pace(rate_per_s=_RATE_PER_S, burst_count=_BURST_COUNT)
+        self._rate_limit = RateLimit(rate_per_s=_RATE_PER_S, burst_count=_BURST_COUNT)
         self._latest: Counters | None = None
-        self._told: dict[Tenant | None, _Told] = {}
+        self._encoded: dict[Tenant | None, Encoded] = {}
         """The answers made of the latest counters, by tenant; None for those who see all."""
 
     async def read(self, caller: Caller) -> server_service_pb2.ServerStats:
         """Return the counters; raises Unavailable or EngineFailed if the engine does not run.
 
-        Only operators see the whole server's: they would tell one tenant of the others.
+        Only operators see the whole server's: they would show one tenant what the others do.
         """
-        return (await self._read(caller)).stats
+        return self._stats_of(await self.ask(), caller)
 
     async def answer(self, caller: Caller) -> Encoded:
         """Return them encoded, one message for all who see the same; raises as `read`.
 
         The bytes are a GetStatsResponse and a WatchStatsResponse alike: both have one field of one number.
         """
-        return (await self._read(caller)).answer
-
-    async def _read(self, caller: Caller) -> _Told:
         counters = await self.ask()
         if counters is not self._latest:
-            self._latest, self._told = counters, {}
-        told = self._told.get(caller.scope)
-        if told is None:
-            told = self._told[caller.scope] = _Told(self._stats_of(counters, caller))
-        return told
+            self._latest, self._encoded = counters, {}
+        encoded = self._encoded.get(caller.scope)
+        if encoded is None:
+            message = server_service_pb2.WatchStatsResponse(stats=self._stats_of(counters, caller))
+            encoded = self._encoded[caller.scope] = Encoded(message.SerializeToString())
+        return encoded
 
     def _stats_of(self, counters: Counters, caller: Caller) -> server_service_pb2.ServerStats:
         engine, cache = counters
@@ -317,7 +310,7 @@ class StatsReader:
         self._router.require_model()
         if self._next is None:
             self._next = asyncio.ensure_future(self._ask_after(self._asking))
-            self._next.add_done_callback(_noted)
+            self._next.add_done_callback(_retrieve_error)
         return await asyncio.shield(self._next)
 
     async def _ask_after(self, before: asyncio.Future[Counters] | None) -> Counters:
@@ -325,28 +318,14 @@ class StatsReader:
             await asyncio.wait((before,), timeout=_PATIENCE_S)
         # A burst at once, then only so many a second.
         now = asyncio.get_running_loop().time()
-        if delay_s := self._pace.delay_s("", now=now, longest_s=math.inf):
+        if delay_s := self._rate_limit.delay_s("", now=now, longest_s=math.inf):
             await asyncio.sleep(delay_s)
         self._asking, self._next = self._next, None
-        return await self._router.ask(self._send)
-
-    def _send(self, reply: Callable[[Counters], None]) -> None:
-        self._engine.request_stats(lambda engine, cache: reply((engine, cache)))
+        send = self._engine.request_stats
+        return await self._router.ask(lambda reply: send(lambda engine, cache: reply((engine, cache))))
 
 
-class _Told:
-    """An answer made of the counters, for all who may see the same."""
-
-    def __init__(self, stats: server_service_pb2.ServerStats) -> None:
-        self.stats = stats
-
-    @functools.cached_property
-    def answer(self) -> Encoded:
-        """A WatchStatsResponse or GetStatsResponse."""
-        return Encoded(server_service_pb2.WatchStatsResponse(stats=self.stats).SerializeToString())
-
-
-def _noted(asked: asyncio.Future[Counters]) -> None:
+def _retrieve_error(asked: asyncio.Future[Counters]) -> None:
     """Retrieve its error, even if everybody who asked has left."""
     if not asked.cancelled():
         asked.exception()

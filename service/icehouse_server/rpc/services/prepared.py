@@ -30,7 +30,7 @@ from icehouse_server.domain.events import (
     Started,
 )
 from icehouse_server.domain.request import GenerationRequest, part_of
-from icehouse_server.rpc.engine_client.ports import ServedModel
+from icehouse_server.rpc.engine_client.engine_ports import ServedModel
 from icehouse_server.rpc.messages.proto_map import duration_proto, timestamp_proto
 from icehouse_server.rpc.messages.responses import (
     NO_NOTES,
@@ -68,7 +68,6 @@ class Prepared:
 
     @property
     def completions(self) -> tuple[GenerationRequest, ...]:
-        """A request for each completion."""
         return tuple(self.request.completion(index) for index in range(self.completion_count))
 
     @property
@@ -76,7 +75,7 @@ class Prepared:
         """What the engine is asked: one request for each completion, or a single one if all are alike."""
         return self.completions[:1] if self._is_greedy else self.completions
 
-    def told_by(self, index: int) -> Sequence[int]:
+    def completions_of(self, index: int) -> Sequence[int]:
         """Return the completions that get the events of `requests[index]`."""
         return range(self.completion_count) if self._is_greedy else (index,)
 
@@ -85,7 +84,6 @@ class Prepared:
         return self.request.sampling.temperature == 0.0
 
     def new_replies(self) -> Replies:
-        """Return what turns the events of one run into messages."""
         return Replies([self._new_reply(request) for request in self.completions])
 
     def _new_reply(self, request: GenerationRequest) -> ReplyMessages:
@@ -124,7 +122,7 @@ def requests_together(
 ) -> tuple[list[int], list[GenerationRequest]]:
     """Return a request for each prompt, otherwise like `whole`, and which prompt each one is for.
 
-    The engine judges requests that come together by the first one, so that is the longest.
+    The engine decides on requests that come together by the first one, so that is the longest.
     """
     order = sorted(range(len(prompts)), key=lambda index: -len(prompts[index]))
     requests = [
@@ -182,7 +180,6 @@ class ReplyMessages:
         self._splitter = splitter
 
     def responses(self, event: Event) -> list[inference.StreamResponse]:
-        """Return what is sent for an event of the engine."""
         match event:
             case Started():
                 started = inference.Started(
@@ -264,8 +261,8 @@ def call_id_maker(request_id: str, token_ids: Sequence[int]) -> Callable[[int], 
         number = int.from_bytes(hashlib.sha256(digest + index.to_bytes(8, "big")).digest(), "big")
         letters = []
         for _ in range(CALL_ID_LENGTH):
-            number, place = divmod(number, len(_ALPHABET))
-            letters.append(_ALPHABET[place])
+            number, digit = divmod(number, len(_ALPHABET))
+            letters.append(_ALPHABET[digit])
         return "".join(letters)
 
     return make

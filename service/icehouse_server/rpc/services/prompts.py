@@ -6,14 +6,13 @@ in a few threads, because a long prompt takes longer than a decode step.
 
 from __future__ import annotations
 
-import asyncio
 import concurrent.futures
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from icehouse.v1 import prompt_pb2, tool_pb2
+from icehouse.v1 import embedding_service_pb2, prompt_pb2, tool_pb2
 
 from icehouse_server.config import ServerConfig
 from icehouse_server.domain.blocks import TokenKeys
@@ -22,13 +21,17 @@ from icehouse_server.domain.model import ModelInfo
 from icehouse_server.domain.request import ImageSpan, SentImages, keys_of
 from icehouse_server.errors import InvalidRequest, Reason
 from icehouse_server.rpc.access import caller as callers
-from icehouse_server.rpc.access.shares import FairQueue, FairShare, on_loop
-from icehouse_server.rpc.engine_client.ports import OpenImagesPort, ServedModel
+from icehouse_server.rpc.access.shares import FairQueue, FairShare, ended
+from icehouse_server.rpc.engine_client.engine_ports import ServedModel
 from icehouse_server.rpc.image_sources.image_fetcher import ImageFetcher
 from icehouse_server.rpc.messages.conversations import check_no_tools, conversation_of
 from icehouse_server.rpc.messages.field_checks import check_token_ids, shown
 from icehouse_server.rpc.services.prepared import RenderedConversation
 from icehouse_server.text.prompt_normalizer import normalized
+
+if TYPE_CHECKING:
+    # Needs an optional extra.
+    from icehouse_server.vision.image_reader import PromptImages
 
 Result = TypeVar("Result")
 
@@ -48,7 +51,6 @@ class Text:
 
     @property
     def size_bytes(self) -> int:
-        """At least the number of bytes: one for each character."""
         return len(self.text)
 
 
@@ -63,7 +65,6 @@ class Chat:
 
     @property
     def size_bytes(self) -> int:
-        """At least the number of bytes: one for each character of the messages."""
         return sum(len(message.content) for message in self.conversation.messages)
 
 
@@ -87,14 +88,13 @@ class InfillText:
 
     @property
     def size_bytes(self) -> int:
-        """At least the number of bytes: one for each character."""
         return len(self.prefix) + len(self.suffix)
 
 
 TextPrompt = Text | Chat | InfillText
-"""What is tokenized here."""
+"""What is tokenized here. `size_bytes` is at least the number of bytes: one for each character."""
 Prompt = TextPrompt | Tokens
-ImageWork = Callable[[TextPrompt, OpenImagesPort | None], Result]
+ImageWork = Callable[[TextPrompt, "PromptImages | None"], Result]
 """Work on a prompt and its images, in any thread; None if it has none."""
 
 
@@ -122,8 +122,29 @@ class ReadPrompt:
 
     @property
     def keys(self) -> TokenKeys:
-        """The tokens as the prefix cache knows them."""
         return keys_of(self.token_ids, self.images)
+
+
+def prompt_of(
+    prompt: prompt_pb2.Prompt,
+    info: ModelInfo,
+    choice: tool_pb2.ToolChoice | None = None,
+    *,
+    normalizes: bool = False,
+) -> Prompt:
+    """Return a prompt; raises InvalidRequest, also for an empty one.
+
+    It is normalized first if `normalizes` is set.
+    """
+    form = prompt.WhichOneof("form")
+    if form is None:
+        raise _missing("`text`, `chat`, `tokens` or `infill`")
+    if form == "tokens":
+        check_no_tools(prompt.tools, choice)
+        return _tokens_of(prompt.tokens, info, field="prompt.tokens", normalizes=normalizes)
+    if form == "text" and not prompt.text:
+        raise _empty("prompt.text")
+    return text_prompt_of(prompt, info, choice, normalizes=normalizes)
 
 
 def text_prompt_of(
@@ -133,10 +154,7 @@ def text_prompt_of(
     *,
     normalizes: bool = False,
 ) -> TextPrompt:
-    """Return a prompt that a tokenizer reads; raises InvalidRequest for tokens, and for an empty infill.
-
-    A conversation is normalised first if `normalizes` is set.
-    """
+    """Return a prompt that a tokenizer reads; raises InvalidRequest for tokens, and for an empty infill."""
     form = prompt.WhichOneof("form")
     if form == "chat":
         conversation = conversation_of(prompt.chat, tools=prompt.tools, choice=choice, info=info)
@@ -153,33 +171,8 @@ def text_prompt_of(
         return InfillText(prompt.infill.prefix, prompt.infill.suffix)
     if form is None:
         raise _missing("`text`, `chat` or `infill`")
-    raise InvalidRequest(
-        Reason.UNSUPPORTED,
-        "`prompt.tokens` is set, and tokens need no tokenizing; set `text`, `chat` or `infill`",
-        field="prompt.tokens",
-    )
-
-
-def prompt_of(
-    prompt: prompt_pb2.Prompt,
-    info: ModelInfo,
-    choice: tool_pb2.ToolChoice | None = None,
-    *,
-    normalizes: bool = False,
-) -> Prompt:
-    """Return a prompt; raises InvalidRequest, also for an empty one.
-
-    It is normalised first if `normalizes` is set.
-    """
-    form = prompt.WhichOneof("form")
-    if form is None:
-        raise _missing("`text`, `chat`, `tokens` or `infill`")
-    if form == "tokens":
-        check_no_tools(prompt.tools, choice)
-        return _tokens_of(prompt.tokens, info, field="prompt.tokens", normalizes=normalizes)
-    if form == "text" and not prompt.text:
-        raise _empty("prompt.text")
-    return text_prompt_of(prompt, info, choice, normalizes=normalizes)
+    message = "`prompt.tokens` is set, and tokens need no tokenizing; set `text`, `chat` or `infill`"
+    raise InvalidRequest(Reason.UNSUPPORTED, message, field="prompt.tokens")
 
 
 def with_sent_images(prompt: UncheckedPrompt, read: Callable[[], SentImages]) -> UncheckedPrompt:
@@ -196,17 +189,9 @@ def with_sent_images(prompt: UncheckedPrompt, read: Callable[[], SentImages]) ->
     return UncheckedPrompt(check, max(prompt.size_bytes, _LONG_BYTES + 1))
 
 
-class InputMessage(Protocol):
-    """A message with only a text or tokens."""
-
-    @property
-    def text(self) -> str: ...
-    @property
-    def tokens(self) -> prompt_pb2.TokenPrompt: ...
-
-
-def input_of(message: InputMessage, kind: str | None, info: ModelInfo) -> Text | Tokens:
-    """Return the input that `kind` names, not empty; raises InvalidRequest."""
+def input_of(message: embedding_service_pb2.EmbedInput, info: ModelInfo) -> Text | Tokens:
+    """Return the input, not empty; raises InvalidRequest."""
+    kind = message.WhichOneof("input")
     if kind is None:
         raise _missing("`text` or `tokens`")
     if kind == "tokens":
@@ -250,10 +235,13 @@ class PromptReader:
         self._long_turns = FairQueue(capacity=max(1, thread_count - 1))
 
     async def read(self, prompt: UncheckedPrompt, model: ServedModel) -> ReadPrompt:
-        """Return the prompt's tokens; raises InvalidRequest for none, and if they fill the context."""
         size_bytes = prompt.size_bytes
         if size_bytes > _SHORT_BYTES:
-            found = await self.run(lambda: _read_text(prompt.check(), model), size_bytes=size_bytes)
+            # A prompt with images is only checked here: they take turns of their own.
+            found = await self.run(
+                lambda: checked if _has_images(checked := prompt.check()) else _read(checked, model),
+                size_bytes=size_bytes,
+            )
         else:
             checked = prompt.check()
             if isinstance(checked, Tokens) and not checked.normalizes:
@@ -263,7 +251,7 @@ class PromptReader:
             return found
         assert isinstance(found, Chat), "only images are put off"
 
-        def work(prompt: TextPrompt, images: OpenImagesPort | None) -> ReadPrompt:
+        def work(prompt: TextPrompt, images: PromptImages | None) -> ReadPrompt:
             return _read(prompt, model, images)
 
         return await self.run_with_images(found, model, work, size_bytes=size_bytes)
@@ -286,7 +274,7 @@ class PromptReader:
                     # Each image takes a turn of its own, so that others get theirs in between.
                     for pixel_bytes in opened.pixel_bytes:
                         read = self.run(opened.read_next, size_bytes=size_bytes, pixel_bytes=pixel_bytes)
-                        held.enter_context(self.image_memory.place(callers.origin.get(), await read))
+                        held.enter_context(self.image_memory.hold(callers.origin.get(), await read))
                 return await self.run(lambda: work(prompt, opened), size_bytes=size_bytes)
 
     async def run(self, work: Callable[[], Result], *, size_bytes: int = 0, pixel_bytes: int = 0) -> Result:
@@ -301,15 +289,12 @@ class PromptReader:
                 held.callback((await self._long_turns.take(origin)).release)
             held.callback((await self._turns.take(origin)).release)
             if pixel_bytes:
-                held.enter_context(self.image_memory.place(origin, pixel_bytes))
+                held.enter_context(self.image_memory.hold(origin, pixel_bytes))
             task = self._executor.submit(work)
         except BaseException:
             held.close()
             raise
-        # A caller that leaves does not stop work that has begun, so its turn lasts until that ends.
-        loop = asyncio.get_running_loop()
-        task.add_done_callback(lambda _: on_loop(loop, held.close))
-        return await asyncio.wrap_future(task)
+        return await ended(task, held.close)
 
     def close(self) -> None:
         """Take no more work; what runs goes on to its end."""
@@ -317,7 +302,7 @@ class PromptReader:
 
 
 def check_length(token_count: int, info: ModelInfo, *, field: str) -> None:
-    """Refuse a prompt that leaves no room for one output token."""
+    """Refuse a prompt that leaves no space for one output token."""
     if token_count < info.context_token_limit:
         return
     raise InvalidRequest(
@@ -329,7 +314,7 @@ def check_length(token_count: int, info: ModelInfo, *, field: str) -> None:
     )
 
 
-def pieces(prompt: TextPrompt, model: ServedModel, images: OpenImagesPort | None) -> list[tuple[int, str]]:
+def pieces(prompt: TextPrompt, model: ServedModel, images: PromptImages | None) -> list[tuple[int, str]]:
     """Return each token's id and spelling, also for more tokens than the context holds. Any thread."""
     _check_bytes(prompt, limit_bytes=_tokenized_limit(model.info))
     tokenizer = model.tokenizer
@@ -344,11 +329,6 @@ def work_bytes(prompt: Prompt, size_bytes: int) -> int:
 
 def _has_images(prompt: Prompt) -> bool:
     return isinstance(prompt, Chat) and bool(prompt.conversation.images)
-
-
-def _read_text(prompt: Prompt, model: ServedModel) -> ReadPrompt | Prompt:
-    """Return the prompt's tokens; or the prompt itself if it has images, which take a turn of their own."""
-    return prompt if _has_images(prompt) else _read(prompt, model)
 
 
 def text_of(token_ids: Sequence[int], model: ServedModel) -> str:
@@ -370,7 +350,7 @@ def _tokenized_limit(info: ModelInfo) -> int:
     return max(_TEXT_BYTES, TOKENIZED_BYTES_PER_TOKEN * info.context_token_limit)
 
 
-def _read(prompt: Prompt, model: ServedModel, images: OpenImagesPort | None = None) -> ReadPrompt:
+def _read(prompt: Prompt, model: ServedModel, images: PromptImages | None = None) -> ReadPrompt:
     """Return the prompt's tokens; what cannot fit is not tokenized. `images` are those of a conversation."""
     if isinstance(prompt, Tokens):
         if prompt.images is not None:
@@ -405,7 +385,7 @@ def _check_known(token_ids: Sequence[int], model: ServedModel, *, field: str) ->
     )
 
 
-def _tokens(prompt: TextPrompt, model: ServedModel, images: OpenImagesPort | None) -> ReadPrompt:
+def _tokens(prompt: TextPrompt, model: ServedModel, images: PromptImages | None) -> ReadPrompt:
     if isinstance(prompt, Text):
         return ReadPrompt(tuple(model.tokenizer.encode(prompt.text)))
     if isinstance(prompt, InfillText):

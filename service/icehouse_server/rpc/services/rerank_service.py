@@ -18,26 +18,18 @@ from icehouse_server.domain.request import LogprobsWanted
 from icehouse_server.domain.sampling import SamplingParams
 from icehouse_server.errors import InvalidRequest, Reason
 from icehouse_server.rpc.calls.call_lifecycle import Context, RpcCall
-from icehouse_server.rpc.engine_client.ports import ServedModel
+from icehouse_server.rpc.engine_client.engine_ports import ServedModel
 from icehouse_server.rpc.messages.field_checks import refuse_value
 from icehouse_server.rpc.messages.proto_map import duration_proto
-from icehouse_server.rpc.services.generation import ServiceParts
+from icehouse_server.rpc.services.generation import Service
 from icehouse_server.rpc.services.prepared import requests_together
 from icehouse_server.rpc.services.prompts import Chat, ReadPrompt, Text, UncheckedPrompt, names_item
 
 
-class RerankService(rerank_service_pb2_grpc.RerankServiceServicer):
+class RerankService(Service, rerank_service_pb2_grpc.RerankServiceServicer):
     """Each document runs through the engine like a prompt with one output token."""
 
-    def __init__(self, parts: ServiceParts) -> None:
-        self._config = parts.config
-        self._calls = parts.calls
-        self._generation = parts.generation
-        self._router = parts.router
-        self._prompts = parts.prompts
-
     async def Rerank(self, request: messages.RerankRequest, context: Context) -> messages.RerankResponse:
-        """Answer with the documents, best first."""
         async with self._calls.call(context, Operation.RERANK) as call:
             model = self._router.require_model()
             whole = self._generation.request_of(
@@ -85,7 +77,6 @@ class RerankService(rerank_service_pb2_grpc.RerankServiceServicer):
             )
 
     def _check(self, request: messages.RerankRequest, model: ServedModel) -> RerankForm:
-        """Refuse what needs no tokenizer to be refused."""
         limit = self._config.max_rerank_documents
         if not 1 <= len(request.documents) <= limit:
             refuse_value("documents", len(request.documents), f"1 to {limit} documents", unit="documents")
@@ -138,7 +129,7 @@ _LENGTH_LIMIT = 4 << 20
 """Characters of one document's prompt; more would not fit into a context of a million tokens."""
 
 _NO_THINKING: Mapping[str, bool] = {"enable_thinking": False}
-_PLACES = re.compile(r"\{(instruction|query|document)\}")
+_PLACEHOLDERS = re.compile(r"\{(instruction|query|document)\}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -152,7 +143,7 @@ class RerankForm:
     def unchecked(self, document: str) -> UncheckedPrompt:
         """Return the prompt that asks about one document; raises InvalidRequest if it is too long.
 
-        A form may name a place many times, so the length is computed before it is filled.
+        A form may repeat a placeholder many times, so the length is computed before it is filled.
         """
         size = sum(_filled_length(text, self._values(document)) for text in self._texts)
         if size > _LENGTH_LIMIT:
@@ -190,7 +181,7 @@ def form_of(request: messages.RerankRequest, info: ModelInfo) -> RerankForm:
     kind = request.WhichOneof("form")
     known = {"instruction": request.instruction or DEFAULT_INSTRUCTION, "query": request.query}
     if kind == "text":
-        _check_places("text", request.text)
+        _check_placeholders("text", request.text)
         return RerankForm(None, request.text, known)
     if not info.has_chat_template:
         raise InvalidRequest(
@@ -201,7 +192,7 @@ def form_of(request: messages.RerankRequest, info: ModelInfo) -> RerankForm:
     turns = request.turns if kind == "turns" else _DEFAULT_TURNS
     if not turns.user:
         refuse_value("turns.user", "", "the user's turn: no conversation is without one")
-    _check_places("turns", f"{turns.system}\n{turns.user}")
+    _check_placeholders("turns", f"{turns.system}\n{turns.user}")
     return RerankForm(turns, "", known)
 
 
@@ -228,10 +219,10 @@ def answers_of(positive: Sequence[int], negative: Sequence[int], *, vocabulary_s
     return positive[0], negative[0]
 
 
-def _check_places(field: str, template: str) -> None:
+def _check_placeholders(field: str, template: str) -> None:
     if len(template) > _FORM_LENGTH_LIMIT:
         refuse_value(field, len(template), f"at most {_FORM_LENGTH_LIMIT} characters", unit="characters")
-    missing = {"query", "document"} - set(_PLACES.findall(template))
+    missing = {"query", "document"} - set(_PLACEHOLDERS.findall(template))
     if missing:
         wanted = " and ".join(f"{{{name}}}" for name in sorted(missing))
         raise InvalidRequest(
@@ -246,9 +237,11 @@ def _check_places(field: str, template: str) -> None:
 def _filled_length(template: str, values: Mapping[str, str]) -> int:
     """Return the length of the filled template, without filling it."""
     lengths = ((f"{{{name}}}", len(value)) for name, value in values.items())
-    return len(template) + sum(template.count(place) * (length - len(place)) for place, length in lengths)
+    return len(template) + sum(
+        template.count(placeholder) * (length - len(placeholder)) for placeholder, length in lengths
+    )
 
 
 def _filled(template: str, values: Mapping[str, str]) -> str:
-    """Put values into their places, all at once, so that a value is never taken for a place."""
-    return _PLACES.sub(lambda found: values[found[1]], template)
+    """Fill the placeholders, all at once, so that no value is taken for one."""
+    return _PLACEHOLDERS.sub(lambda found: values[found[1]], template)

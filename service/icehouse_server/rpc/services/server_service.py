@@ -15,19 +15,18 @@ from icehouse_server.config import Config
 from icehouse_server.domain.model import EngineState
 from icehouse_server.rpc.calls.call_lifecycle import Context
 from icehouse_server.rpc.calls.wire import Encoded
-from icehouse_server.rpc.engine_client.answers import StallTimer
 from icehouse_server.rpc.engine_client.open_requests import OpenRequest
 from icehouse_server.rpc.messages.field_checks import (
     TOP_LOGPROB_COUNT_LIMIT,
     check_model,
+    check_name,
     page_size_of,
     refuse_value,
-    request_name_of,
     watch_interval_of,
 )
 from icehouse_server.rpc.messages.proto_map import duration_proto, enum_proto
 from icehouse_server.rpc.messages.responses import model_proto
-from icehouse_server.rpc.services.generation import ServiceParts
+from icehouse_server.rpc.services.generation import Service, ServiceParts
 
 _STATES = {
     EngineState.LOADING: messages.SERVER_STATE_LOADING,
@@ -38,23 +37,18 @@ _STATES = {
 }
 
 
-class ServerService(server_service_pb2_grpc.ServerServiceServicer):
+class ServerService(Service, server_service_pb2_grpc.ServerServiceServicer):
     """The server and its requests. Owned by the event loop."""
 
     def __init__(self, parts: ServiceParts, server: messages.Server) -> None:
-        self._calls = parts.calls
-        self._router = parts.router
-        self._stats = parts.stats
-        self._stall_timeout_s = parts.config.stall_timeout_s
+        super().__init__(parts)
         self._requests = parts.generation.open_requests
-        self._clock = parts.clock
         self._start_time = parts.clock.monotonic()
         self._server = server
 
     async def GetServer(
         self, request: messages.GetServerRequest, context: Context
     ) -> messages.GetServerResponse:
-        """Answer with what the server is."""
         async with self._calls.call(context):
             uptime = duration_proto(self._clock.monotonic() - self._start_time)
             server = messages.Server(state=_STATES[self._router.state], uptime=uptime)
@@ -64,7 +58,6 @@ class ServerService(server_service_pb2_grpc.ServerServiceServicer):
     async def GetStats(  # type: ignore[override]
         self, request: messages.GetStatsRequest, context: Context
     ) -> Encoded:
-        """Answer with the counters between two steps."""
         async with self._calls.call(context) as call:
             return await self._stats.answer(call.caller)
         # `RpcCalls` turns every error into a status and raises that.
@@ -75,7 +68,7 @@ class ServerService(server_service_pb2_grpc.ServerServiceServicer):
         self, request: messages.WatchStatsRequest, context: Context
     ) -> None:
         """Send counters until the caller ends it or the engine stops."""
-        timer = StallTimer(timeout_s=self._stall_timeout_s)
+        timer = self._stall_timer()
         async with self._calls.call(context) as call, timer.guard():
             interval_s = watch_interval_of(request.interval, present=request.HasField("interval"))
             while True:
@@ -87,7 +80,6 @@ class ServerService(server_service_pb2_grpc.ServerServiceServicer):
     async def ListRequests(
         self, request: messages.ListRequestsRequest, context: Context
     ) -> messages.ListRequestsResponse:
-        """Answer with a page of what waits and runs."""
         async with self._calls.call(context) as call:
             page_size = page_size_of(request.page_size)
             after = _number_of(request.page_token)
@@ -101,11 +93,10 @@ class ServerService(server_service_pb2_grpc.ServerServiceServicer):
     async def CancelRequest(
         self, request: messages.CancelRequestRequest, context: Context
     ) -> messages.CancelRequestResponse:
-        """End a request."""
         async with self._calls.call(context) as call:
             if not request.request_id:
                 refuse_value("request_id", "", "the id of a request that waits or runs")
-            name = request_name_of(request.request_id, generated="")
+            name = check_name("request_id", request.request_id)
             tenant = request.tenant if request.HasField("tenant") else None
             ended = self._requests.cancel(name, call.caller, tenant=tenant)
             return messages.CancelRequestResponse(request=self._info_of(ended))
@@ -182,17 +173,12 @@ def _number_of(page_token: str) -> int:
     return int(page_token)
 
 
-class ModelService(model_service_pb2_grpc.ModelServiceServicer):
+class ModelService(Service, model_service_pb2_grpc.ModelServiceServicer):
     """The model that is served."""
-
-    def __init__(self, parts: ServiceParts) -> None:
-        self._calls = parts.calls
-        self._router = parts.router
 
     async def ListModels(
         self, request: models.ListModelsRequest, context: Context
     ) -> models.ListModelsResponse:
-        """Answer with the only page."""
         async with self._calls.call(context):
             page_size_of(request.page_size)
             if request.page_token:
@@ -201,7 +187,6 @@ class ModelService(model_service_pb2_grpc.ModelServiceServicer):
             return models.ListModelsResponse(models=[model_proto(model.info)])
 
     async def GetModel(self, request: models.GetModelRequest, context: Context) -> models.GetModelResponse:
-        """Answer with the model's facts."""
         async with self._calls.call(context):
             model = self._router.require_model()
             check_model(request.model, model.info)

@@ -45,22 +45,21 @@ class WorkerReply:
         self._prompt_logprobs: list[TokenLogprobs] = []
         self._cached_token_count = 0
         self._has_chunk = False
-        self.kept_bytes = 0
+        self.buffered_bytes = 0
         """About the memory that it takes until its last message."""
         self.is_complete = False
         """Whether the last message was made."""
 
     def responses(self, event: Event) -> list[worker.GenerateResponse]:
-        """Return what is sent for an event of the engine."""
         match event:
             case Started():
                 self._cached_token_count = event.cache.cached_token_count
             case PrefillProgress():
-                self._keep(self._prompt_logprobs, event.logprobs)
+                self._buffer(self._prompt_logprobs, event.logprobs)
             case Delta():
                 self._token_ids += event.token_ids
                 if not self._is_streamed:
-                    self._keep(self._logprobs, event.logprobs)
+                    self._buffer(self._logprobs, event.logprobs)
                 else:
                     return [worker.GenerateResponse(chunk=self._chunk(event))]
             case Finished():
@@ -69,12 +68,13 @@ class WorkerReply:
         return []
 
     def aborted(self) -> worker.GenerateResponse:
-        """Return the last message of an output that was aborted."""
         return worker.GenerateResponse(complete=self._complete(ABORTED))
 
-    def _keep(self, kept: list[TokenLogprobs], entries: Sequence[TokenLogprobs]) -> None:
-        kept += entries
-        self.kept_bytes += _LOGPROB_BYTES * sum(1 + len(entry.top) + len(entry.asked) for entry in entries)
+    def _buffer(self, buffer: list[TokenLogprobs], entries: Sequence[TokenLogprobs]) -> None:
+        buffer += entries
+        self.buffered_bytes += _LOGPROB_BYTES * sum(
+            1 + len(entry.top) + len(entry.asked) for entry in entries
+        )
 
     def _chunk(self, delta: Delta) -> worker.GenerateStreamChunk:
         is_first, self._has_chunk = not self._has_chunk, True

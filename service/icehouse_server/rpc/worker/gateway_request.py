@@ -24,13 +24,8 @@ from icehouse_server.domain.model import ModelInfo
 from icehouse_server.domain.request import SentImages, SentTensor
 from icehouse_server.domain.sampling import SEED_RANGE
 from icehouse_server.errors import IcehouseError, InvalidRequest, Reason
-from icehouse_server.rpc.messages.field_checks import (
-    check_stop_count,
-    check_stop_token_count,
-    refuse_value,
-    shown,
-)
-from icehouse_server.rpc.messages.options import check_choice_count, check_logit_bias_count
+from icehouse_server.rpc.messages.field_checks import STOP_TOKEN_COUNT_LIMIT, check_count, refuse_value, shown
+from icehouse_server.rpc.messages.options import CHOICE_TEXT_LIMIT, LOGIT_BIAS_COUNT_LIMIT
 from icehouse_server.rpc.services.prompts import check_length
 
 NO_EFFECT = frozenset(
@@ -144,10 +139,13 @@ def _refuse(message: Message, prefix: str) -> None:
 
 def _check_counts(params: worker.SamplingParams, config: ServerConfig) -> None:
     """Refuse early what the API would refuse: copying it into the API's message may take seconds."""
-    check_stop_count(len(params.stop), config, field="sampling_params.stop")
-    check_stop_token_count(len(params.stop_token_ids), field="sampling_params.stop_token_ids")
-    check_logit_bias_count(len(params.logit_bias), field="sampling_params.logit_bias")
-    check_choice_count(len(params.choice.choices), field="sampling_params.choice.choices")
+    for name, items, limit, unit in (
+        ("stop", params.stop, config.max_stop_count, "strings"),
+        ("stop_token_ids", params.stop_token_ids, STOP_TOKEN_COUNT_LIMIT, "tokens"),
+        ("logit_bias", params.logit_bias, LOGIT_BIAS_COUNT_LIMIT, "entries"),
+        ("choice.choices", params.choice.choices, CHOICE_TEXT_LIMIT, "texts"),
+    ):
+        check_count(f"sampling_params.{name}", len(items), limit, unit)
 
 
 def _max_output_tokens(params: worker.SamplingParams, info: ModelInfo, config: ServerConfig) -> int:
@@ -217,22 +215,18 @@ def _ids(token_ids: Sequence[int], field: str, info: ModelInfo) -> Sequence[int]
     """Return ids that fit the API's messages; raises InvalidRequest for one beyond the vocabulary."""
     if token_ids and max(token_ids) >= info.vocabulary_size:
         index = next(i for i, token_id in enumerate(token_ids) if token_id >= info.vocabulary_size)
-        place = f"{field}[{index}]"
+        item = f"{field}[{index}]"
         raise InvalidRequest(
             Reason.TOKEN_OUT_OF_RANGE,
-            f"{place} is {token_ids[index]}; token ids of this model are 0 to {info.vocabulary_size - 1}",
-            field=place,
-            metadata={
-                "index": index,
-                "token_id": token_ids[index],
-                "vocabulary_size": info.vocabulary_size,
-            },
+            f"{item} is {token_ids[index]}; token ids of this model are 0 to {info.vocabulary_size - 1}",
+            field=item,
+            metadata={"index": index, "token_id": token_ids[index], "vocabulary_size": info.vocabulary_size},
         )
     return token_ids
 
 
 _FIELD: Final = "mm_inputs"
-_PLACES: Final = f"{_FIELD}.mm_placeholders"
+_PLACEHOLDERS: Final = f"{_FIELD}.mm_placeholders"
 _PIXELS: Final = "pixel_values"
 _TENSOR_COUNT_LIMIT: Final = 8
 _DIMENSION_COUNT_LIMIT: Final = 8
@@ -265,7 +259,7 @@ def check_images(request: worker.GenerateRequest, *, info: ModelInfo, config: Se
         raise _invalid(f"{_FIELD}.{_PIXELS}", "is missing; no KV comes from other workers, so images need it")
     count, limit = len(inputs.mm_placeholders), config.max_images
     if not 1 <= count <= limit:
-        raise _invalid(_PLACES, f"has {count} images; there must be 1 to {limit}")
+        raise _invalid(_PLACEHOLDERS, f"has {count} images; there must be 1 to {limit}")
     if len(inputs.model_specific_tensors) > _TENSOR_COUNT_LIMIT:
         raise _invalid(
             f"{_FIELD}.model_specific_tensors",
@@ -282,7 +276,7 @@ def sent_images_of(request: worker.GenerateRequest) -> SentImages:
     inputs = request.mm_inputs
     if (key := inputs.encoder_input_key) not in ("", _PIXELS):
         raise _invalid(f"{_FIELD}.encoder_input_key", f"is {shown(key)}; models served here take {_PIXELS}")
-    places = _places_of(inputs, len(request.tokenized.input_ids))
+    spans = _spans_of(inputs, len(request.tokenized.input_ids))
     tensors = [_tensor_of(_PIXELS, inputs.pixel_values, f"{_FIELD}.{_PIXELS}")]
     for name, tensor in inputs.model_specific_tensors.items():
         field = f"{_FIELD}.model_specific_tensors[{shown(name)}]"
@@ -291,27 +285,27 @@ def sent_images_of(request: worker.GenerateRequest) -> SentImages:
         tensors.append(_tensor_of(name, tensor, field))
     return SentImages(
         tuple(tensors),
-        places,
-        places_field=_PLACES,
+        spans,
+        places_field=_PLACEHOLDERS,
         token_id=inputs.im_token_id if inputs.HasField("im_token_id") else None,
         token_field=f"{_FIELD}.im_token_id",
     )
 
 
-def _places_of(inputs: worker.MultimodalInputs, token_count: int) -> tuple[range, ...]:
-    places: list[range] = []
+def _spans_of(inputs: worker.MultimodalInputs, token_count: int) -> tuple[range, ...]:
+    spans: list[range] = []
     end = 0
-    for index, told in enumerate(inputs.mm_placeholders):
-        stop = told.offset + told.length
-        if not end <= told.offset < stop <= token_count:
+    for index, span in enumerate(inputs.mm_placeholders):
+        stop = span.offset + span.length
+        if not end <= span.offset < stop <= token_count:
             raise _invalid(
-                f"{_PLACES}[{index}]",
-                f"has the offset {told.offset} and the length {told.length}; images lie one behind the other "
+                f"{_PLACEHOLDERS}[{index}]",
+                f"has the offset {span.offset} and the length {span.length}; images lie one behind the other "
                 f"in the {token_count} tokens of the prompt, this one from {end} on",
             )
-        places.append(range(told.offset, stop))
+        spans.append(range(span.offset, stop))
         end = stop
-    return tuple(places)
+    return tuple(spans)
 
 
 def _tensor_of(name: str, tensor: worker.TensorData, field: str) -> SentTensor:

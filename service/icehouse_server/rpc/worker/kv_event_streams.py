@@ -1,10 +1,10 @@
 """KV event batches as gateways read them: events, and how busy the server is.
 
-A subscriber is told of its own tenant's blocks, an operator of all. Token ids are prompts in another form, so
-an operator gets them for its own tenant's blocks only, and hashes for the others', unless a setting says
-otherwise. Gateways name no tenant in their requests. So the subscriber's own blocks have no salt and match,
-and another tenant's have its name as salt and match nothing. Blocks on SSD count as blocks in host memory:
-gateways ignore anything further away, and these need not be computed either.
+A subscriber gets events of its own tenant's blocks, an operator of all. Token ids are prompts in another
+form, so an operator gets them for its own tenant's blocks only, and hashes for the others', unless a setting
+says otherwise. Gateways name no tenant in their requests. So the subscriber's own blocks have no salt and
+match, and another tenant's have its name as salt and match nothing. Blocks on SSD count as blocks in host
+memory: gateways ignore anything further away, and these need not be computed either.
 """
 
 from __future__ import annotations
@@ -23,26 +23,23 @@ from icehouse_server.domain.ids import DEFAULT_TENANT, Tenant
 from icehouse_server.engine.core.block_log import KvTier
 from icehouse_server.rpc.access import caller as callers
 from icehouse_server.rpc.access.caller import Caller
-from icehouse_server.rpc.access.shares import Pace
+from icehouse_server.rpc.access.shares import RateLimit
 from icehouse_server.rpc.calls import background
 from icehouse_server.rpc.calls.wire import Encoded
+from icehouse_server.rpc.kv_events.block_mirror import BlockRemoved, BlockStored, KvBatch, KvEvent
 from icehouse_server.rpc.kv_events.event_feed import Subscription
 from icehouse_server.rpc.kv_events.kv_event_source import KvEventSource
-from icehouse_server.rpc.kv_events.kv_event_types import BlockRemoved, BlockStored, KvBatch, KvEvent
 
 BEGINNINGS_PER_S = 4.0
 """How often one caller may subscribe, from 0 or from a number: blocks are encoded again for either."""
 BEGINNING_BURST_COUNT = 8
 _LONGEST_S = 30.0
 
-_TIERS = {
-    KvTier.RAM: (common.KV_CACHE_TIER_DEVICE, "GPU"),
-    KvTier.SSD: (common.KV_CACHE_TIER_HOST, "CPU"),
-}
+_TIERS = {KvTier.RAM: (common.KV_CACHE_TIER_DEVICE, "GPU"), KvTier.SSD: (common.KV_CACHE_TIER_HOST, "CPU")}
 
 _DEFAULT_SALT = "(default)"
 """Salt of the default tenant's blocks, for another tenant's operator."""
-_KEPT_COUNT = 16
+_ENCODED_COUNT_LIMIT = 16
 """Encoded batches, of about 100 kB at most, that are kept for the next subscribers."""
 
 
@@ -69,13 +66,13 @@ class KvEventStreams:
     ) -> None:
         self._source = source
         self.operators_see_tokens = operators_see_tokens
-        self._kept: collections.OrderedDict[object, bytes] = collections.OrderedDict()
+        self._encoded_batches: collections.OrderedDict[object, bytes] = collections.OrderedDict()
         """Encoded batches without a load, the latest read last."""
         self.encoded_total = 0
         """Batches that were encoded, for all readers."""
         self._sleep = sleep
         self._watches = LoadWatches(source)
-        self._pace = Pace(rate_per_s=BEGINNINGS_PER_S, burst_count=BEGINNING_BURST_COUNT)
+        self._rate_limit = RateLimit(rate_per_s=BEGINNINGS_PER_S, burst_count=BEGINNING_BURST_COUNT)
 
     def subscribe(
         self, request: common.SubscribeKvEventsRequest, caller: Caller, load: Load
@@ -93,7 +90,7 @@ class KvEventStreams:
         )
         self._source.follow(reader.own)
         now = self._source.clock.monotonic()
-        delay_s = self._pace.delay_s(callers.origin.get(), now=now, longest_s=_LONGEST_S)
+        delay_s = self._rate_limit.delay_s(callers.origin.get(), now=now, longest_s=_LONGEST_S)
         number = request.start_sequence_number
         subscription = self._source.subscribe(after_number=number, tenant=caller.scope)
         watching = self._watches.watching(caller.scope, load)
@@ -112,14 +109,14 @@ class KvEventStreams:
         await self._sleep(delay_s)
         with watching as watch:
             records = LoadRecords(lambda: watch.load)
-            spoken_time = source.clock.monotonic()
+            sent_time = source.clock.monotonic()
             while not source.left_ready.is_set():
                 batch = subscription.take()
                 if batch is not None:
                     number = batch.sequence_number
                     yield self._encoded(batch, reader, records.beside_events())
                 else:
-                    is_due = source.clock.monotonic() - spoken_time >= HEARTBEAT_S
+                    is_due = source.clock.monotonic() - sent_time >= HEARTBEAT_S
                     heartbeat = records.alone(is_due=is_due)
                     if heartbeat is None:
                         await subscription.wait()
@@ -128,18 +125,18 @@ class KvEventStreams:
                         sequence_number=number, timestamp=source.clock.wall(), load=heartbeat
                     )
                     yield Encoded(message.SerializeToString())
-                spoken_time = source.clock.monotonic()
+                sent_time = source.clock.monotonic()
 
     def _encoded(self, batch: KvBatch, reader: Reader, load: common.EngineLoad) -> Encoded:
         """Return a batch with the load; it is encoded once for all who read the same."""
         key = (reader, batch.sequence_number, batch.snapshot)
-        data = self._kept.pop(key, None)
+        data = self._encoded_batches.pop(key, None)
         if data is None:
             data = batch_proto(batch, reader).SerializeToString()
             self.encoded_total += 1
-            if len(self._kept) >= _KEPT_COUNT:
-                self._kept.popitem(last=False)
-        self._kept[key] = data
+            if len(self._encoded_batches) >= _ENCODED_COUNT_LIMIT:
+                self._encoded_batches.popitem(last=False)
+        self._encoded_batches[key] = data
         # Encoded fields of one message may simply be joined.
         return Encoded(data + common.KvEventBatch(load=load).SerializeToString())
 
@@ -170,13 +167,13 @@ def _event_proto(event: KvEvent, reader: Reader) -> common.KvCacheEvent:
 
 def _stored_proto(event: BlockStored, reader: Reader) -> common.KvBlocksStored:
     block, (tier, medium) = event.block, _TIERS[event.tier]
-    told = common.KvBlock(block_hash=block.hash, block_size=block.token_count)
+    proto_block = common.KvBlock(block_hash=block.hash, block_size=block.token_count)
     if reader.sees_all_tokens or block.scope.tenant == reader.own:
-        told.token_ids.extend(unpack_tokens(block.packed_token_ids))
+        proto_block.token_ids.extend(unpack_tokens(block.packed_token_ids))
         for image in block.images:
-            told.extra_keys.add(multimodal=common.KvMultimodalKey(**image._asdict()))
+            proto_block.extra_keys.add(multimodal=common.KvMultimodalKey(**image._asdict()))
     stored = common.KvBlocksStored(
-        blocks=[told], tier=tier, medium=medium, locality=common.KV_CACHE_LOCALITY_LOCAL
+        blocks=[proto_block], tier=tier, medium=medium, locality=common.KV_CACHE_LOCALITY_LOCAL
     )
     if block.parent is not None:
         stored.parent_block_hash = block.parent
@@ -204,7 +201,6 @@ class LoadWatch:
         self.subscriber_count = 0
 
     def look(self) -> bool:
-        """Read it again; return whether it has changed."""
         load, self.load = self.load, self._read()
         return bool(load != self.load)
 
@@ -267,7 +263,6 @@ class LoadRecords:
         self._last: worker.SchedulerLoad | None = None
 
     def beside_events(self) -> common.EngineLoad:
-        """Return the record for a batch of events."""
         return self._numbered(self._load(), is_whole=not self._sample)
 
     def alone(self, *, is_due: bool) -> common.EngineLoad | None:

@@ -32,11 +32,10 @@ from icehouse_server.rpc.calls.call_lifecycle import Context, RpcCall
 from icehouse_server.rpc.calls.wire import Encoded
 from icehouse_server.rpc.engine_client import answers
 from icehouse_server.rpc.engine_client.answers import StallTimer
-from icehouse_server.rpc.engine_client.engine_cache import EngineCache
 from icehouse_server.rpc.engine_client.open_requests import OpenRequest
-from icehouse_server.rpc.messages.field_checks import refuse_value
+from icehouse_server.rpc.messages.field_checks import check_count
 from icehouse_server.rpc.services.embedding_service import EmbeddingService
-from icehouse_server.rpc.services.generation import ServiceParts
+from icehouse_server.rpc.services.generation import Service, ServiceParts
 from icehouse_server.rpc.services.inference_service import InferenceService
 from icehouse_server.rpc.services.observation import Observation
 from icehouse_server.rpc.services.prepared import Prepared
@@ -63,7 +62,7 @@ TENANT_KEY = "icehouse-tenant"
 """Metadata that names a tenant, for operators and where no credentials are required."""
 
 
-class VllmEngineService:
+class VllmEngineService(Service):
     """Thin: each method reads the request, asks below, and writes the answer. Owned by the event loop."""
 
     def __init__(
@@ -76,16 +75,12 @@ class VllmEngineService:
         embedding: EmbeddingService,
         worker: WorkerParts,
     ) -> None:
-        self._parts = parts
-        self._calls = parts.calls
-        self._router = parts.router
-        self._commands = EngineCache(engine=parts.engine, router=parts.router)
+        super().__init__(parts)
         self._is_serving = is_serving
         self._observation = observation
         self._inference = inference
         self._embedding = embedding
         self._worker = worker
-        self._clock = parts.clock
         self._start_time = parts.clock.monotonic()
         self._request_times: dict[Tenant | None, float] = {}
         """When each tenant last sent a request; tenants without credentials count as one."""
@@ -94,13 +89,12 @@ class VllmEngineService:
         """The archive's messages, once for all callers."""
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Serve the protocol."""
         vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(self, server)
 
     # Written with context.write, not as a generator: otherwise a write that blocks could not be timed.
     async def Generate(self, request: messages.GenerateRequest, context: Context) -> None:
         """Answer with chunks if the request is streamed, and with each whole output at its end."""
-        timer = StallTimer(timeout_s=self._parts.config.stall_timeout_s)
+        timer = self._stall_timer()
         async with self._calls.call(context, Operation.TEXT_COMPLETION) as call:
             self._request_times[call.caller.tenant] = self._clock.wall()
             with named_as_sent(), self._running.running(request.request_id, call.caller) as running:
@@ -128,18 +122,18 @@ class VllmEngineService:
         timer: StallTimer,
         context: Context,
     ) -> None:
-        """Run the requests and write what they tell; raises Cancelled when one was cancelled."""
+        """Run the requests and write their events; raises Cancelled when one was cancelled."""
         if running.is_aborted:
             raise Cancelled(Reason.CANCELLED, "the request was aborted before it ran")
-        submitted = self._parts.generation.run(
+        submitted = self._generation.run(
             prepared.requests, call=call, on_open=running.submit, on_stall=timer.expire
         )
         async with submitted as events:
             async for index, event in events:
                 running.note(event)
-                for completion in prepared.told_by(index):
+                for completion in prepared.completions_of(index):
                     responses = replies[completion].responses(event)
-                    answers.keep(sum(reply.kept_bytes for reply in replies))
+                    answers.count_buffered(sum(reply.buffered_bytes for reply in replies))
                     for response in responses:
                         await timer.write(context, response)
 
@@ -147,7 +141,7 @@ class VllmEngineService:
         self, request: messages.GenerateRequest, call: RpcCall, context: Context
     ) -> tuple[Prepared, WorkerRequest]:
         model = self._router.require_model()
-        read = worker_request_of(request, info=model.info, config=self._parts.config)
+        read = worker_request_of(request, info=model.info, config=self._config)
         read.native.cache.tenant = _named_tenant(context)
         prepared = await self._inference.prepare(read.native, call, read_images=read.read_images)
         whole = dataclasses.replace(prepared.request, shows_markers=read.shows_markers)
@@ -168,7 +162,6 @@ class VllmEngineService:
         ]
 
     async def Embed(self, request: messages.EmbedRequest, context: Context) -> messages.EmbedResponse:
-        """Answer with the input's vector, of length 1."""
         async with self._calls.call(context, Operation.EMBEDDINGS) as call:
             self._request_times[call.caller.tenant] = self._clock.wall()
             with named_as_sent():
@@ -203,7 +196,6 @@ class VllmEngineService:
         )
 
     async def Abort(self, request: messages.AbortRequest, context: Context) -> messages.AbortResponse:
-        """End the caller's requests of these names."""
         async with self._calls.call(context) as call:
             self._running.abort(request.request_ids, call.caller)
             return messages.AbortResponse()
@@ -211,14 +203,12 @@ class VllmEngineService:
     async def GetModelInfo(
         self, request: messages.GetModelInfoRequest, context: Context
     ) -> messages.GetModelInfoResponse:
-        """Answer with the model's facts."""
         async with self._calls.call(context):
             return model_info_proto(self._router.require_model().info, self._worker.folder)
 
     async def GetServerInfo(
         self, request: messages.GetServerInfoRequest, context: Context
     ) -> messages.GetServerInfoResponse:
-        """Answer with the server's facts."""
         async with self._calls.call(context) as call:
             return server_info_proto(
                 self._router.require_model().info,
@@ -226,7 +216,7 @@ class VllmEngineService:
                 active_count=self._running.count(call.caller),
                 uptime_s=self._clock.monotonic() - self._start_time,
                 request_time=self._request_time(call.caller),
-                image_limit=self._parts.config.max_images,
+                image_limit=self._config.max_images,
             )
 
     def _request_time(self, caller: Caller) -> float:
@@ -237,7 +227,6 @@ class VllmEngineService:
     async def GetLoads(
         self, request: messages.GetLoadsRequest, context: Context
     ) -> messages.GetLoadsResponse:
-        """Answer with how busy the server is."""
         async with self._calls.call(context) as call:
             now = datetime.datetime.fromtimestamp(self._clock.wall(), datetime.UTC)
             loads = [self._load(call.caller.scope)]
@@ -259,7 +248,7 @@ class VllmEngineService:
 
     async def GetTokenizer(self, request: common.GetTokenizerRequest, context: Context) -> None:
         """Answer with the tokenizer's files as a zip in chunks, the last one with its SHA-256."""
-        timer = StallTimer(timeout_s=self._parts.config.stall_timeout_s)
+        timer = self._stall_timer()
         async with self._calls.call(context), timer.guard():
             for chunk in await self._read_archive():
                 await timer.write(context, chunk)
@@ -268,7 +257,7 @@ class VllmEngineService:
         """Return the archive's messages, made at the first call; calls meanwhile wait for the same ones."""
         if self._archive is None or (self._archive.done() and self._archive.exception() is not None):
             self._archive = asyncio.ensure_future(
-                self._parts.prompts.run(lambda: archive_chunks(self._worker.folder.read_archive()))
+                self._prompts.run(lambda: archive_chunks(self._worker.folder.read_archive()))
             )
         return await asyncio.shield(self._archive)
 
@@ -287,7 +276,7 @@ class VllmEngineService:
 
     async def SubscribeKvEvents(self, request: common.SubscribeKvEventsRequest, context: Context) -> None:
         """Send what the block store holds, and how that changes."""
-        timer = StallTimer(timeout_s=self._parts.config.stall_timeout_s)
+        timer = self._stall_timer()
         async with self._calls.call(context) as call, timer.guard():
             source = self._worker.kv_events
             if source is None:
@@ -351,12 +340,10 @@ class RunningRequest:
         self._is_waiting = False
 
     def submit(self, opened: OpenRequest) -> None:
-        """Note what the engine is asked."""
         self._opened = opened
         self._wait(is_waiting=True)
 
     def note(self, event: Event) -> None:
-        """Follow the request."""
         if isinstance(event, Started):
             self.stop_waiting()
 
@@ -405,15 +392,13 @@ class RunningRequests:
 
         Raises InvalidRequest for more than `ABORT_LIMIT` names.
         """
-        if len(names) > ABORT_LIMIT:
-            refuse_value("request_ids", len(names), f"at most {ABORT_LIMIT} names", unit="names")
+        check_count("request_ids", len(names), ABORT_LIMIT, "names")
         wanted = set(names) - {""}
         for request, name in self._all.items():
             if name in wanted and not request.is_aborted and _may_command(caller, request):
                 request.abort()
 
     def count(self, caller: Caller) -> int:
-        """Return how many the caller may see."""
         return sum(_may_command(caller, request) for request in self._all)
 
 

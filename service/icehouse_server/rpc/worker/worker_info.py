@@ -7,11 +7,10 @@ import json
 from collections.abc import Callable, Mapping
 
 from google.protobuf.descriptor import ServiceDescriptor
-from smg_grpc_proto.generated import vllm_engine_pb2
 from smg_grpc_proto.generated import vllm_engine_pb2 as worker
 
 from icehouse_server.domain.model import ModelInfo
-from icehouse_server.domain.stats import Snapshot, TenantUse
+from icehouse_server.domain.stats import EngineStats, Snapshot, TenantUse
 from icehouse_server.rpc.access.tenants import QueueCounts
 from icehouse_server.rpc.worker.kv_event_streams import KvEventStreams
 from icehouse_server.text.tokenizer_archive import TokenizerArchive
@@ -19,7 +18,7 @@ from icehouse_server.text.tokenizer_archive import TokenizerArchive
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ServedFolder:
-    """What gateways are told of the model's folder."""
+    """What gateways may know of the model's folder."""
 
     path: str
     architectures: tuple[str, ...]
@@ -44,8 +43,7 @@ class WorkerParts:
 
     @property
     def services(self) -> tuple[ServiceDescriptor, ...]:
-        """What is served beside the API."""
-        return (vllm_engine_pb2.DESCRIPTOR.services_by_name["VllmEngine"],)
+        return (worker.DESCRIPTOR.services_by_name["VllmEngine"],)
 
 
 SERVER_TYPE = "vllm-grpc"
@@ -104,15 +102,7 @@ def server_info_proto(
 
 def own_load_proto(use: TenantUse, folder: ServedFolder, *, waiting_token_count: int) -> worker.SchedulerLoad:
     """Return how busy one tenant keeps the server; other tenants do not change it."""
-    hit_ratio = use.cached_token_total / use.prompt_token_total if use.prompt_token_total else 0.0
-    return worker.SchedulerLoad(
-        num_running_reqs=use.running_count,
-        num_waiting_reqs=use.waiting_count,
-        num_total_reqs=use.running_count + use.waiting_count,
-        num_waiting_uncached_tokens=round(waiting_token_count * (1 - hit_ratio)),
-        max_running_requests=folder.running_limit,
-        cache_hit_rate=hit_ratio,
-    )
+    return _load_proto(use, use, folder, waiting_token_count)
 
 
 def load_proto(
@@ -120,19 +110,8 @@ def load_proto(
 ) -> worker.SchedulerLoad:
     """Return how busy the server is: queues as of now, the rest of the last sample."""
     engine = snapshot.engine
-    hit_ratio = 0.0
-    if engine is not None and engine.prompt_token_total:
-        hit_ratio = engine.cached_token_total / engine.prompt_token_total
-    load = worker.SchedulerLoad(
-        num_running_reqs=queues.running_count,
-        num_waiting_reqs=queues.waiting_count,
-        num_total_reqs=queues.running_count + queues.waiting_count,
-        # How much of them is cached is known when they start; probably as much as of the others.
-        num_waiting_uncached_tokens=round(waiting_token_count * (1 - hit_ratio)),
-        max_running_requests=folder.running_limit,
-        gen_throughput=snapshot.rates.output_tokens_per_s,
-        cache_hit_rate=hit_ratio,
-    )
+    load = _load_proto(queues, engine, folder, waiting_token_count)
+    load.gen_throughput = snapshot.rates.output_tokens_per_s
     if engine is not None and engine.kv_limit_bytes:
         # Cached blocks give way to requests, so they do not count as used.
         load.token_usage = load.utilization = engine.kv_usage_ratio
@@ -140,3 +119,22 @@ def load_proto(
             load.max_total_num_tokens = engine.kv_limit_bytes // token_bytes
             load.num_used_tokens = engine.kv_used_bytes // token_bytes
     return load
+
+
+def _load_proto(
+    queues: TenantUse | QueueCounts,
+    totals: TenantUse | EngineStats | None,
+    folder: ServedFolder,
+    waiting_token_count: int,
+) -> worker.SchedulerLoad:
+    has_prompts = totals is not None and totals.prompt_token_total
+    hit_ratio = totals.cached_token_total / totals.prompt_token_total if totals and has_prompts else 0.0
+    return worker.SchedulerLoad(
+        num_running_reqs=queues.running_count,
+        num_waiting_reqs=queues.waiting_count,
+        num_total_reqs=queues.running_count + queues.waiting_count,
+        # How much of them is cached is known when they start; probably as much as of the others.
+        num_waiting_uncached_tokens=round(waiting_token_count * (1 - hit_ratio)),
+        max_running_requests=folder.running_limit,
+        cache_hit_rate=hit_ratio,
+    )

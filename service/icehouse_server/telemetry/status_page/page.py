@@ -1,22 +1,36 @@
-"""Page and report over HTTP: what a browser gets, at most one report a second however many look.
+"""Status page: what a browser gets over HTTP, and its report as JSON, at most one a second however many look.
 
-Called on the threads of the metrics endpoint. Nothing is made, asked or kept while nobody looks.
+Called on the threads of the metrics endpoint. Nothing is computed or stored while nobody looks. The report
+has counters that operators have elsewhere too, and no part of a prompt, except how shared ones begin where
+the rules have a decoder. Such text is what callers sent or a model generated, so it may be anything: it is
+made printable, has no line breaks, and nothing that changes the direction of the text around it. It is not
+markup: whoever shows it escapes it.
+
+`*_count` and `*_bytes` are now, `*_total` since start, times in seconds; what is not known is null.
 """
 
 from __future__ import annotations
 
 import base64
+import collections
+import dataclasses
 import hashlib
+import heapq
 import importlib.resources
+import itertools
 import json
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
 from icehouse_server.clock import Clock
-from icehouse_server.domain.stats import ServerStatus
+from icehouse_server.domain.blocks import TokenKeys, image_runs
+from icehouse_server.domain.cache_commands import RecentBlock
+from icehouse_server.domain.cache_stats import CacheStats, TenantShare, TierStats
+from icehouse_server.domain.ids import BlockHash
+from icehouse_server.domain.stats import EngineStats, ServerStatus, SlowRequest, Snapshot
 from icehouse_server.telemetry.metric import HistogramSeries
-from icehouse_server.telemetry.status_page.report import ReportRules, report_of
 
 PAGE_PATH = "/"
 REPORT_PATH = "/status.json"
@@ -47,7 +61,7 @@ class StatusPage:
         self._clock = clock
         self._page = importlib.resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
         self._policy = content_security_policy(self._page)
-        self._places = threading.BoundedSemaphore(_WAITING_LIMIT)
+        self._waiting_slots = threading.BoundedSemaphore(_WAITING_LIMIT)
         self._lock = threading.Lock()
         self._report: bytes | None = None
         """None when the server did not answer."""
@@ -55,7 +69,6 @@ class StatusPage:
 
     @property
     def pages(self) -> Mapping[str, WSGIApplication]:
-        """The applications by path."""
         return {PAGE_PATH: self._answer_page, REPORT_PATH: self._answer_report}
 
     def _answer_page(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
@@ -74,7 +87,7 @@ class StatusPage:
 
     def _latest_report(self) -> bytes | None:
         """Return a report of the last second; None when the server does not answer, or too many wait."""
-        if not self._places.acquire(blocking=False):
+        if not self._waiting_slots.acquire(blocking=False):
             return None
         try:
             with self._lock:
@@ -83,7 +96,7 @@ class StatusPage:
                     self._due_time = self._clock.monotonic() + _REPORT_INTERVAL_S
                 return self._report
         finally:
-            self._places.release()
+            self._waiting_slots.release()
 
     def _new_report(self) -> bytes | None:
         status = self._read()
@@ -119,3 +132,293 @@ def _send(
     }
     start_response(status, [*always.items(), *(headers or {}).items()])
     return [body]
+
+
+TENANT_LIMIT = 20
+"""Tenants shown: those that sent and drew most tokens."""
+
+_NAME_BYTES = 5
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ReportRules:
+    """What may be shown to whoever reaches the port, and how blocks are named to them."""
+
+    version: str
+    shows_request_ids: bool
+    """Not where callers prove who they are: ids are then a tenant's own."""
+    name_key: bytes = dataclasses.field(repr=False)
+    """Blocks are named by a keyed hash: a block's own name would prove a guess of its tokens."""
+    decode: Decode | None = None
+    """Makes text of tokens; None where no text is shown."""
+
+
+def report_of(
+    status: ServerStatus, first_token: Iterable[HistogramSeries], *, rules: ReportRules
+) -> dict[str, Any]:
+    """Return the report, ready for `json.dumps`."""
+    snapshot = status.snapshot
+    engine, cache, model = snapshot.engine, snapshot.cache, snapshot.model
+    blocks = status.recent_blocks
+    prefixes = None if blocks is None else [_prefix(n, rules) for n in shared_prefixes(blocks)]
+    about = None if model is None else {"id": model.model_id, "device": model.device, "dtype": model.dtype}
+    return {
+        "version": rules.version,
+        "collect_time": status.collect_time,
+        "state": snapshot.state.name.lower(),
+        "heartbeat_age_s": snapshot.heartbeat_age_s,
+        "model": about,
+        "engine": None if engine is None else _engine(engine, snapshot),
+        "cache": None if cache is None else _cache(cache),
+        "first_token": [_first_token(series) for series in first_token],
+        "prefixes": prefixes,
+        "shows_text": rules.decode is not None,
+        "slowest_requests": [_slow(r, shows_id=rules.shows_request_ids) for r in status.slowest_requests],
+        "tenants": _tenants(snapshot),
+        "tenant_count": len(snapshot.tenants),
+    }
+
+
+def _engine(engine: EngineStats, snapshot: Snapshot) -> dict[str, Any]:
+    return {
+        **_fields(engine, "uptime_s", "waiting_count", "loading_count", "prefilling_count", "decoding_count"),
+        **_fields(engine, "decoding_limit", "finished_total", "failed_total", "memory_limit_bytes"),
+        "output_tokens_per_s": snapshot.rates.output_tokens_per_s,
+        "memory_bytes": engine.active_memory_bytes,
+    }
+
+
+def _cache(cache: CacheStats) -> dict[str, Any]:
+    reused = ("ram_token_total", "ssd_token_total", "miss_token_total")
+    return {
+        "unsupported_detail": cache.unsupported_detail,
+        "ram": _tier(cache.ram),
+        "ssd": None if cache.ssd is None else _tier(cache.ssd),
+        **_fields(cache.lookups, "lookup_total", "hit_total", *reused),
+        "spilled_byte_total": cache.spill.persisted_byte_total,
+        "read_byte_total": cache.promote.read_byte_total,
+        "damaged_block_total": cache.integrity.damaged_block_total,
+    }
+
+
+def _tier(tier: TierStats) -> dict[str, Any]:
+    blocks = ("block_count", "pinned_block_count", "token_count", "evicted_block_total")
+    return _fields(tier, "size_bytes", "limit_bytes", *blocks)
+
+
+def _fields(stats: object, *names: str) -> dict[str, Any]:
+    return {name: getattr(stats, name) for name in names}
+
+
+def _first_token(series: HistogramSeries) -> dict[str, Any]:
+    return {
+        "reuse": series.labels[0],
+        "count": series.cumulative_counts[-1],
+        "p50_s": series.quantile(0.5),
+        "p90_s": series.quantile(0.9),
+        "bounds_s": series.bounds,
+        "counts": series.counts,
+    }
+
+
+def _prefix(node: PrefixNode, rules: ReportRules) -> dict[str, Any]:
+    return {
+        "name": hashlib.blake2b(node.hash, key=rules.name_key, digest_size=_NAME_BYTES).hexdigest(),
+        **_text(node, rules.decode),
+        **_fields(node, "start_token_index", "end_token_index", "block_count", "ram_block_count"),
+        **_fields(node, "ssd_block_count", "hit_count", "reused_token_total", "branch_count"),
+        "children": [_prefix(child, rules) for child in node.children],
+    }
+
+
+def _text(node: PrefixNode, decode: Decode | None) -> dict[str, str | None]:
+    """Return how the node's own text begins, null where its tokens are not known."""
+    if decode is None:
+        return {}
+    return {"text": None if node.head is None else excerpt(node.head, decode, is_whole=node.is_all_head)}
+
+
+def _slow(request: SlowRequest, *, shows_id: bool) -> dict[str, Any]:
+    shown = dataclasses.asdict(request)
+    return shown if shows_id else {**shown, "request_id": ""}
+
+
+def _tenants(snapshot: Snapshot) -> list[dict[str, Any]]:
+    shares = {share.tenant: share for share in (snapshot.cache.tenants if snapshot.cache is not None else ())}
+    greatest = heapq.nlargest(
+        TENANT_LIMIT, snapshot.tenants, key=lambda use: use.prompt_token_total + use.output_token_total
+    )
+    return [
+        {**dataclasses.asdict(use), "ram_bytes": share.ram_bytes, "ssd_bytes": share.ssd_bytes}
+        for use in greatest
+        for share in (shares.get(use.tenant, TenantShare(use.tenant)),)
+    ]
+
+
+Decode = Callable[[Sequence[int]], str]
+
+CHARACTER_LIMIT = 80
+HEAD_TOKEN_LIMIT = 128
+"""Tokens that are looked at: enough for that many characters, but where each one takes several tokens."""
+
+_CUT = "…"
+_IMAGE = "[image]"
+_REPLACEMENT = "\ufffd"
+_CUT_LIMIT = 3
+"""Tokens at either end that may hold a part of a character: it has four bytes at most."""
+_JOINERS = "\u200c\u200d"
+"""Format characters that scripts and emoji need, and that show nothing by themselves."""
+
+
+def excerpt(keys: TokenKeys, decode: Decode, *, is_whole: bool) -> str:
+    """Return how the text of these tokens begins; `is_whole` says that no others follow."""
+    line = _line(" ".join(_pieces(keys[:HEAD_TOKEN_LIMIT], decode)))
+    is_whole = is_whole and len(keys) <= HEAD_TOKEN_LIMIT and len(line) <= CHARACTER_LIMIT
+    return line[:CHARACTER_LIMIT] + ("" if is_whole else _CUT)
+
+
+def _pieces(keys: TokenKeys, decode: Decode) -> Iterator[str]:
+    """Yield the texts between images, and a word for each image: its tokens have no text of their own."""
+    reached = 0
+    for run in image_runs(keys):
+        yield _whole_characters(keys[reached : run.start], decode)
+        yield _IMAGE
+        reached = run.start + run.token_count
+    yield _whole_characters(keys[reached:], decode)
+
+
+def _whole_characters(token_ids: Sequence[int], decode: Decode) -> str:
+    """Return the text without what is left of characters that were cut at either end.
+
+    A decoder may give up on all bytes of a run where one of them is missing, so the tokens of the cut
+    character are left away before they are decoded.
+    """
+    cuts = sorted(itertools.product(range(_CUT_LIMIT + 1), repeat=2), key=sum)
+    for before, behind in cuts:
+        text = decode(token_ids[before : max(before, len(token_ids) - behind)])
+        if not (text.startswith(_REPLACEMENT) or text.endswith(_REPLACEMENT)):
+            return text
+    return decode(token_ids).strip(_REPLACEMENT)
+
+
+def _line(text: str) -> str:
+    """Return the text on one line; what controls the terminal, the line or its direction shows as U+FFFD."""
+    return "".join(
+        character if character.isprintable() or character in _JOINERS else _REPLACEMENT
+        for character in " ".join(text.split())
+    )
+
+
+NODE_LIMIT = 16
+BRANCH_LIMIT = 4
+"""Nodes shown below one."""
+DEPTH_LIMIT = 6
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PrefixNode:
+    """Blocks one behind the other that are reused together."""
+
+    hash: BlockHash
+    """Of the last block, which stands for all before it."""
+    start_token_index: int
+    end_token_index: int
+    block_count: int
+    ram_block_count: int
+    ssd_block_count: int
+    hit_count: int
+    """Prompts that reused its first block."""
+    reused_token_total: int
+    """Tokens that were not computed again thanks to these blocks."""
+    branch_count: int
+    """Known continuations of prompts behind it, including those that were never reused."""
+    children: tuple[PrefixNode, ...]
+    head: TokenKeys | None = dataclasses.field(default=None, repr=False)
+    """Its first tokens, `HEAD_TOKEN_LIMIT` at most; None where those of its first block are not known."""
+
+    @property
+    def is_all_head(self) -> bool:
+        return self.head is not None and len(self.head) == self.end_token_index - self.start_token_index
+
+
+def shared_prefixes(blocks: Iterable[RecentBlock], *, node_limit: int = NODE_LIMIT) -> tuple[PrefixNode, ...]:
+    """Return the trees of reused blocks that saved the most tokens, the greatest first."""
+    return _Forest(blocks).nodes(node_limit)
+
+
+class _Forest:
+    """The blocks by parent, and what each saved together with all that follow it.
+
+    Blocks that follow one another and are reused together are one node, as in a radix tree.
+    """
+
+    def __init__(self, blocks: Iterable[RecentBlock]) -> None:
+        known = {block.hash: block for block in blocks}
+        self._roots = [block for block in known.values() if block.parent not in known]
+        self._children: dict[BlockHash, list[RecentBlock]] = collections.defaultdict(list)
+        self._saved: collections.Counter[BlockHash] = collections.Counter()
+        # A block begins where its parent ends, so its own sum is whole when it is added to the parent's.
+        for block in sorted(known.values(), key=lambda block: -block.start_token_index):
+            self._children[block.parent].append(block)
+            self._saved[block.hash] += _saved_tokens(block)
+            self._saved[block.parent] += self._saved[block.hash]
+
+    def nodes(self, limit: int) -> tuple[PrefixNode, ...]:
+        """Choose the nodes best first, so that no tree displaces a larger one's branches."""
+        chosen: dict[BlockHash, list[RecentBlock]] = {}
+        waiting = [(-self._saved[top.hash], 0, top.hash, top) for top in self._shared(self._roots)]
+        heapq.heapify(waiting)
+        while waiting and len(chosen) < limit:
+            _, depth, _, first = heapq.heappop(waiting)
+            chosen[first.hash] = run = self._run(first)
+            if depth + 1 < DEPTH_LIMIT:
+                for child in self._shared(self._children[run[-1].hash])[:BRANCH_LIMIT]:
+                    heapq.heappush(waiting, (-self._saved[child.hash], depth + 1, child.hash, child))
+        return tuple(self._built(self._roots, chosen))
+
+    def _shared(self, blocks: Iterable[RecentBlock]) -> list[RecentBlock]:
+        """Return those that were reused, the one below which most tokens were saved first."""
+        reused = [block for block in blocks if block.hit_count]
+        return sorted(reused, key=lambda block: (-self._saved[block.hash], block.hash))
+
+    def _run(self, first: RecentBlock) -> list[RecentBlock]:
+        """Return a block and those behind it, as long as half of its prompts continue in the same block."""
+        run = [first]
+        while len(behind := self._children[run[-1].hash]) == 1 and 2 * behind[0].hit_count >= first.hit_count:
+            run.append(behind[0])
+        return run
+
+    def _built(
+        self, blocks: Iterable[RecentBlock], chosen: dict[BlockHash, list[RecentBlock]]
+    ) -> Iterator[PrefixNode]:
+        for first in self._shared(blocks):
+            if (run := chosen.get(first.hash)) is None:
+                continue
+            behind = self._children[run[-1].hash]
+            yield PrefixNode(
+                hash=run[-1].hash,
+                start_token_index=first.start_token_index,
+                end_token_index=run[-1].end_token_index,
+                block_count=len(run),
+                ram_block_count=sum(block.is_in_ram for block in run),
+                ssd_block_count=sum(block.is_on_ssd for block in run),
+                hit_count=first.hit_count,
+                reused_token_total=sum(_saved_tokens(block) for block in run),
+                branch_count=len(behind),
+                children=tuple(self._built(behind, chosen)),
+                head=_head(run),
+            )
+
+
+def _saved_tokens(block: RecentBlock) -> int:
+    return block.token_count * block.hit_count
+
+
+def _head(run: list[RecentBlock]) -> TokenKeys | None:
+    """Return the first tokens of these blocks, as far as they are known."""
+    if run[0].token_keys is None:
+        return None
+    known = itertools.takewhile(lambda keys: keys is not None, (block.token_keys for block in run))
+    return tuple(
+        itertools.islice(itertools.chain.from_iterable(keys or () for keys in known), HEAD_TOKEN_LIMIT)
+    )

@@ -8,7 +8,7 @@ import json
 
 import pytest
 from icehouse_client import Client
-from icehouse_server.cli.local.speeds import SpeedBench
+from icehouse_server.cli.local.bench import SpeedBench
 from icehouse_server.cli.main import app
 from icehouse_server.clock import SystemClock
 from icehouse_server.domain.cache_commands import EvictBlocks, EvictReport, ListKnown
@@ -64,7 +64,7 @@ async def test_no_time_is_no_measurement_and_no_error() -> None:
         def late() -> list[str]:
             with Client(served.server.address, watches_health=False) as client:
                 bench = SpeedBench(client, clock=SystemClock(), deadline_time=0.0)
-                assert bench.keep(512) is None
+                assert bench.cache_prompt(512) is None
                 return [speed.note for speed in (bench.prefill(512), bench.decode(8))]
 
         notes = await asyncio.to_thread(late)

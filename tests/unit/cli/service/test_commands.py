@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 from icehouse_server.cli.main import app
-from icehouse_server.cli.service import commands
-from icehouse_server.cli.service.launchd import LABEL
+from icehouse_server.cli.service import service_commands as commands
+from icehouse_server.cli.service.managers import LABEL
 from icehouse_server.errors import ConfigError
 from typer.testing import CliRunner, Result
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from icehouse_server.cli.service.definition import (
+from icehouse_server.cli.service.managers import (
     SEAL_LINE,
     DefinitionFile,
     FileState,

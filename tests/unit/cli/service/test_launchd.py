@@ -6,8 +6,7 @@ import plistlib
 from pathlib import Path
 
 import pytest
-from icehouse_server.cli.service.definition import ServiceDefinition, ServiceError, is_untouched
-from icehouse_server.cli.service.launchd import LABEL, Launchd
+from icehouse_server.cli.service.managers import LABEL, Launchd, ServiceDefinition, ServiceError, is_untouched
 
 from tests.tidy.tree import ROOT
 

@@ -9,8 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from icehouse_server.cli.service.definition import ServiceDefinition, ServiceError, is_untouched
-from icehouse_server.cli.service.systemd import Systemd
+from icehouse_server.cli.service.managers import ServiceDefinition, ServiceError, Systemd, is_untouched
 from icehouse_server.config import Config
 
 from tests.tidy.tree import ROOT

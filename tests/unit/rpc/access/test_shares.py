@@ -20,7 +20,7 @@ def fill(share: FairShare, origin: str, held: contextlib.ExitStack) -> int:
     count = 0
     while True:
         try:
-            held.enter_context(share.place(origin))
+            held.enter_context(share.hold(origin))
         except Overloaded:
             return count
         count += 1
@@ -40,13 +40,13 @@ def test_of_an_amount_one_caller_gets_half_at_most_and_gives_all_back() -> None:
     share = FairShare(limit=1000, factor=1.0, what="bytes")
     for _ in range(2):
         with contextlib.ExitStack() as held:
-            held.enter_context(share.place("a", 300))
+            held.enter_context(share.hold("a", 300))
             for amount in (201, 701, 2000):
-                with pytest.raises(Overloaded), share.place("a", amount):
+                with pytest.raises(Overloaded), share.hold("a", amount):
                     pass
-            held.enter_context(share.place("a", 200))
-            held.enter_context(share.place("b", 250))
-            with pytest.raises(Overloaded), share.place("c", 251):
+            held.enter_context(share.hold("a", 200))
+            held.enter_context(share.hold("b", 250))
+            with pytest.raises(Overloaded), share.hold("c", 251):
                 pass
 
 
@@ -64,7 +64,7 @@ def test_as_many_callers_as_there_are_connections_find_a_place() -> None:
 
 def test_a_refusal_says_how_many_and_when_to_come_back() -> None:
     share = FairShare(limit=1, factor=3.0, what="calls")
-    with share.place("a"), pytest.raises(Overloaded) as caught, share.place("b"):
+    with share.hold("a"), pytest.raises(Overloaded) as caught, share.hold("b"):
         pass
     assert caught.value.reason is Reason.QUEUE_FULL
     assert caught.value.metadata == {"in_flight": "1", "yours": "0", "limit": "1"}

@@ -22,7 +22,7 @@ from icehouse_server.domain.stats import TenantUse
 from icehouse_server.rpc.access import tenants as tenants_module
 from icehouse_server.rpc.access.tenants import QueueCounts, Tenants
 from icehouse_server.rpc.calls.methods import METHODS, Cost
-from icehouse_server.rpc.reflection import pool_with_v1
+from icehouse_server.rpc.rpc_server import pool_with_v1
 
 from tests.fixtures.engine import FakeClock
 from tests.fixtures.engine import request as generation_request

@@ -12,7 +12,7 @@ import pytest
 from grpc_reflection.v1alpha import reflection_pb2
 from icehouse.v1 import inference_service_pb2, server_service_pb2
 from icehouse_server.rpc.calls.methods import METHODS, CallPool, Cost, Method, MethodAccess
-from icehouse_server.rpc.reflection import pool_with_v1
+from icehouse_server.rpc.rpc_server import pool_with_v1
 
 from docs import method_table
 from tests.fixtures.patience import BOUND_S

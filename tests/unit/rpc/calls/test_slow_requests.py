@@ -5,7 +5,7 @@ from __future__ import annotations
 from icehouse.v1 import inference_service_pb2 as messages
 from icehouse.v1 import server_service_pb2
 from icehouse.v1.slow_request_pb2 import SlowRequest
-from icehouse_server.rpc.calls.watchers import SLOW_KEPT_COUNT, SLOW_RECENT_S, SLOW_SHOWN_COUNT, SlowRequests
+from icehouse_server.rpc.calls.watchers import SLOW_COUNT_LIMIT, SLOW_RECENT_S, SLOW_SHOWN_COUNT, SlowRequests
 from icehouse_server.rpc.messages.proto_map import to_proto
 
 from tests.fixtures.telemetry.facts import call_record
@@ -27,7 +27,7 @@ def test_old_ones_are_forgotten_by_age_and_by_number() -> None:
     clock.now += SLOW_RECENT_S + 1
     slow.call_ended(call_record(request_id="new", duration_s=1.0))
     assert [s.request_id for s in slow.slowest(tenant=None)] == ["new"]
-    for _ in range(SLOW_KEPT_COUNT):
+    for _ in range(SLOW_COUNT_LIMIT):
         slow.call_ended(call_record(request_id="fast", duration_s=0.5))
     assert {s.request_id for s in slow.slowest(tenant=None)} == {"fast"}
 

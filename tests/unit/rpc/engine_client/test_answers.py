@@ -83,18 +83,18 @@ async def test_what_was_broken_off_counts_until_the_call_is_over() -> None:
 def test_what_a_caller_could_never_have_is_refused_for_good() -> None:
     held = Answers(memory(), origin="a")
     with pytest.raises(CannotFit, match=r"server\.answer_memory_bytes"):
-        held.keep(50_001)
+        held.buffer(50_001)
     held.close()
-    held.keep(50_000)
+    held.buffer(50_000)
 
 
 def test_short_answers_are_never_refused() -> None:
     share = memory()
     share.take("a", 50_000)
     held = Answers(share, origin="a")
-    held.keep(FREE_BYTES)
+    held.buffer(FREE_BYTES)
     with pytest.raises(Overloaded):
-        held.keep(FREE_BYTES + 1)
+        held.buffer(FREE_BYTES + 1)
 
 
 class Ends:

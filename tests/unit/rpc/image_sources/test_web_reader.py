@@ -12,7 +12,7 @@ import pytest
 from icehouse_server.config import ServerConfig
 from icehouse_server.errors import InvalidRequest, Reason, SourceUnreachable
 from icehouse_server.rpc.image_sources.image_address import IpAddress, SourceRules, WebAddress
-from icehouse_server.rpc.image_sources.web_reader import FetchAbort, Resolve, WebReader, addresses_of
+from icehouse_server.rpc.image_sources.image_fetcher import FetchAbort, Resolve, WebReader, addresses_of
 
 from tests.fixtures.rpc.authority import Authority
 from tests.fixtures.web_host import WebHost, answer, web_host

@@ -16,8 +16,14 @@ from icehouse_server.engine.core.block_log import (
     RootForgotten,
     RootsKnown,
 )
-from icehouse_server.rpc.kv_events.block_mirror import BlockMirror
-from icehouse_server.rpc.kv_events.kv_event_types import BlockImage, BlockRemoved, BlockStored, KvEvent, cut
+from icehouse_server.rpc.kv_events.block_mirror import (
+    BlockImage,
+    BlockMirror,
+    BlockRemoved,
+    BlockStored,
+    KvEvent,
+    cut,
+)
 
 RAM, SSD = KvTier.RAM, KvTier.SSD
 ROOT = BlockHash(b"r" * 32)
@@ -164,16 +170,18 @@ def test_a_change_during_a_listing_counts_as_named_by_it() -> None:
 def test_blocks_beyond_the_limit_are_counted_and_not_told() -> None:
     made = mirror(block_limit=2)
     assert told(made.apply([came("a"), came("b", "a"), came("c", "b"), came("c", "b")])) == ["+a", "+b"]
-    assert made.untold_total == 2 and len(made) == 2
+    assert made.unpublished_total == 2 and len(made) == 2
 
 
 def test_the_state_is_told_parents_first() -> None:
     made = mirror()
     list(made.apply([came("b", "a"), came("a"), came("c", "b"), Left(RAM, name("a")), came("a", tier=SSD)]))
-    assert [(block.parent is None, held) for block, held in made.told(None)] == [
+    assert [(block.parent is None, held) for block, held in made.published_blocks(None)] == [
         (True, (SSD,)),
         (False, (RAM,)),
         (False, (RAM,)),
     ]
-    assert made.told_names(SCOPE.tenant) == [name("a"), name("b"), name("c")]
-    assert [held for _, held in made.told_of(name("a"))] == [(SSD,)] and list(made.told_of(name("f"))) == []
+    assert made.published_names(SCOPE.tenant) == [name("a"), name("b"), name("c")]
+    assert [held for _, held in made.published_block(name("a"))] == [(SSD,)] and list(
+        made.published_block(name("f"))
+    ) == []

@@ -9,9 +9,14 @@ import pytest
 from icehouse_server.domain.ids import BlockHash, CacheScope, Tenant
 from icehouse_server.engine.core.block_log import Came, Change, KvTier, Left, RootsKnown
 from icehouse_server.errors import EventsExpired, EventsLost
-from icehouse_server.rpc.kv_events.block_mirror import BlockMirror
+from icehouse_server.rpc.kv_events.block_mirror import (
+    BlockMirror,
+    BlocksCleared,
+    BlockStored,
+    KvBatch,
+    KvBlock,
+)
 from icehouse_server.rpc.kv_events.event_feed import BATCH_TOKEN_COUNT, EventFeed, State, Subscription
-from icehouse_server.rpc.kv_events.kv_event_types import BlocksCleared, BlockStored, KvBatch, KvBlock
 
 from tests.fixtures.engine import FakeClock
 from tests.fixtures.kv_events import Gateway
@@ -208,7 +213,7 @@ class Unwalked(dict[Any, Any]):
 def test_who_has_no_blocks_does_not_have_the_others_walked() -> None:
     source = Source()
     source.store(1, OTHER)
-    source.mirror._told[OTHER] = Unwalked(source.mirror._told[OTHER])
+    source.mirror._published[OTHER] = Unwalked(source.mirror._published[OTHER])
     (batch,) = drain(source.subscribe(tenant=OWN))
     assert batch.events == (BlocksCleared(),)
     with pytest.raises(AssertionError, match="walked"):
@@ -223,7 +228,7 @@ def test_a_state_is_taken_once_for_all_who_begin_with_it() -> None:
 
     def state() -> State:
         taken.append(source.last_number)
-        return source.mirror.told(None)
+        return source.mirror.published_blocks(None)
 
     source.feed.channel_of(None)._state_of_now = state
     gateways = []

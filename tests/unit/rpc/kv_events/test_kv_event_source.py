@@ -11,8 +11,8 @@ from icehouse_server.domain.ids import BlockHash, CacheScope
 from icehouse_server.engine.core.block_log import BlockLog, Came, KvTier, ListingEnded
 from icehouse_server.errors import IcehouseError, Reason
 from icehouse_server.rpc.engine_client.router import Router
+from icehouse_server.rpc.kv_events.block_mirror import BlockStored
 from icehouse_server.rpc.kv_events.kv_event_source import KvEventSource
-from icehouse_server.rpc.kv_events.kv_event_types import BlockStored
 
 from tests.fixtures.kv_event_source import source_of
 from tests.fixtures.patience import BOUND_S

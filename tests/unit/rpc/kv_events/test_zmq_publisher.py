@@ -13,7 +13,7 @@ from icehouse_server.domain.blocks import pack_tokens
 from icehouse_server.domain.ids import AdapterName, BlockHash, CacheScope, Tenant
 from icehouse_server.engine.core.block_log import BlockLog, Came, Change, KvTier, Left, RootsKnown
 from icehouse_server.errors import StartError
-from icehouse_server.rpc.kv_events.kv_event_types import (
+from icehouse_server.rpc.kv_events.block_mirror import (
     BlockImage,
     BlockRemoved,
     BlocksCleared,
@@ -156,7 +156,7 @@ async def test_a_subscriber_reads_one_tenants_events_in_order(published: Publish
 async def test_whoever_comes_late_is_told_everything_as_it_is_then(published: Published) -> None:
     published.tell(block(1), block(2), block(3), block(4, "other"))
     socket = await published.subscriber()
-    published.publisher.begin_retelling()
+    published.publisher.begin_republishing()
     published.tell(Left(KvTier.RAM, block(2).name))
     _, removed = await published.read(socket)
     assert removed == [["BlockRemoved", [2], "GPU"]]
@@ -169,7 +169,7 @@ async def test_what_comes_while_everything_is_told_again_is_told_behind_its_pare
 ) -> None:
     published.tell(block(1))
     socket = await published.subscriber()
-    published.publisher.begin_retelling()
+    published.publisher.begin_republishing()
     published.tell(Came(KvTier.RAM, block(2).name, block(1).name, False, 4, (2,) * 4))
     told: list[list[int]] = []
     while len(told) < 3:

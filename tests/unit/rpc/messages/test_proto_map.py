@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from google.protobuf.message import Message
 from icehouse.v1 import (
+    adapter_pb2,
     cache_policy_pb2,
     cache_service_pb2,
     cache_stats_pb2,
@@ -25,7 +26,8 @@ from icehouse.v1 import (
 )
 from icehouse_server.domain import cache_commands, cache_stats, chat, events, request, stats
 from icehouse_server.domain.cache_commands import EvictReport
-from icehouse_server.domain.ids import Tenant
+from icehouse_server.domain.ids import AdapterDigest, AdapterName, Tenant
+from icehouse_server.domain.model import AdapterInfo
 from icehouse_server.rpc.engine_client.open_requests import RequestPhase
 from icehouse_server.rpc.messages.proto_map import (
     enum_of,
@@ -85,6 +87,25 @@ def _value(hint: Any, numbers: itertools.count[int]) -> Any:
 @pytest.mark.parametrize(("kind", "message"), PAIRS, ids=lambda side: side.__name__)
 def test_both_sides_name_the_same_fields(kind: type[Any], message: type[Message]) -> None:
     assert {name for _, name in names_of(kind)} == set(message.DESCRIPTOR.fields_by_name)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [(AdapterInfo, adapter_pb2.Adapter), (cache_commands.BlockMatch, cache_service_pb2.BlockMatch)],
+    ids=lambda side: side.__name__,
+)
+def test_facts_of_adapters_and_blocks_are_sent_by_their_names(
+    kind: type[Any], message: type[Message]
+) -> None:
+    assert {name for _, name in names_of(kind)} == set(message.DESCRIPTOR.fields_by_name)
+
+
+def test_bytes_are_sent_as_hexadecimal_text() -> None:
+    adapter = AdapterInfo(
+        AdapterName("fr"), "lora", AdapterDigest(b"\xab\x01"), parameter_count=2, weight_bytes=3
+    )
+    message = to_proto(adapter, adapter_pb2.Adapter)
+    assert (message.name, message.digest, message.weight_bytes) == ("fr", "ab01", 3)
 
 
 def test_a_tenants_numbers_are_its_use_its_share_and_its_limits() -> None:

@@ -33,7 +33,7 @@ from icehouse_server.domain.events import CacheReport, Event, PrefillProgress
 from icehouse_server.domain.ids import BlockHash, CacheScope, Tenant
 from icehouse_server.domain.request import GenerationRequest
 from icehouse_server.errors import NotFound, Reason, StorageError
-from icehouse_server.rpc.engine_client.ports import CommandReply
+from icehouse_server.rpc.engine_client.engine_ports import CommandReply
 
 from tests.fixtures.patience import BOUND_S
 from tests.fixtures.rpc.details import refused

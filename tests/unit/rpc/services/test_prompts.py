@@ -21,7 +21,7 @@ from icehouse_server.domain.chat import (
     RenderedChat,
 )
 from icehouse_server.rpc.access import caller as callers
-from icehouse_server.rpc.engine_client.ports import ServedModel
+from icehouse_server.rpc.engine_client.engine_ports import ServedModel
 from icehouse_server.rpc.services.prompts import Chat, PromptReader, Text, UncheckedPrompt
 from icehouse_server.rpc.services.rerank_service import form_of
 

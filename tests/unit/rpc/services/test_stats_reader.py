@@ -16,7 +16,7 @@ from icehouse_server.errors import IcehouseError
 from icehouse_server.rpc.access.caller import UNPROVED, Caller, Role
 from icehouse_server.rpc.access.tenants import Tenants
 from icehouse_server.rpc.calls.watchers import SlowRequests
-from icehouse_server.rpc.engine_client.ports import ServedModel, StatsReply
+from icehouse_server.rpc.engine_client.engine_ports import ServedModel, StatsReply
 from icehouse_server.rpc.engine_client.router import Router
 from icehouse_server.rpc.services.observation import StatsReader
 

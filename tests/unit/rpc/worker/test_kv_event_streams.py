@@ -16,8 +16,7 @@ from icehouse_server.engine.core.block_log import BlockLog, Came, KvTier, Left, 
 from icehouse_server.errors import EventsExpired, EventsLost
 from icehouse_server.rpc.access.caller import UNPROVED, Caller, Role
 from icehouse_server.rpc.calls.wire import Encoded
-from icehouse_server.rpc.kv_events.kv_event_source import KvEventSource
-from icehouse_server.rpc.kv_events.kv_event_types import (
+from icehouse_server.rpc.kv_events.block_mirror import (
     BlockImage,
     BlockRemoved,
     BlocksCleared,
@@ -26,6 +25,7 @@ from icehouse_server.rpc.kv_events.kv_event_types import (
     KvBlock,
     SnapshotChunk,
 )
+from icehouse_server.rpc.kv_events.kv_event_source import KvEventSource
 
 from tests.fixtures.kv_event_source import source_of
 from tests.fixtures.rpc.http2 import framed, peer_of

@@ -41,7 +41,7 @@ from tests.fixtures.rpc.worker import ARCHIVE, HAS_PROTOCOL, worker_parts
 if not HAS_PROTOCOL:
     pytest.skip("smg-grpc-proto, of the extra `fleet`, is missing", allow_module_level=True)
 
-from icehouse_server.rpc.kv_events.kv_event_types import BlockRemoved
+from icehouse_server.rpc.kv_events.block_mirror import BlockRemoved
 from icehouse_server.rpc.worker.kv_event_streams import KvEventStreams
 from smg_grpc_proto.generated import common_pb2 as common
 from smg_grpc_proto.generated import vllm_engine_pb2 as messages

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 from icehouse_server.domain.blocks import image_keys
 from icehouse_server.domain.ids import ImageDigest
-from icehouse_server.telemetry.status_page.excerpt import CHARACTER_LIMIT, HEAD_TOKEN_LIMIT, excerpt
+from icehouse_server.telemetry.status_page.page import CHARACTER_LIMIT, HEAD_TOKEN_LIMIT, excerpt
 from tokenizers import Tokenizer
 
 from tests.fixtures.models.vocabulary import byte_fallback_tokenizer, tokenizer

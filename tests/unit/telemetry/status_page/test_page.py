@@ -14,8 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from icehouse_server.domain.stats import ServerStatus
 from icehouse_server.telemetry.prometheus import PrometheusEndpoint, PrometheusMeter
-from icehouse_server.telemetry.status_page.page import StatusPage
-from icehouse_server.telemetry.status_page.report import ReportRules
+from icehouse_server.telemetry.status_page.page import ReportRules, StatusPage
 
 from tests.fixtures.patience import BOUND_S
 from tests.fixtures.telemetry.facts import SNAPSHOT

@@ -7,10 +7,10 @@ import dataclasses
 from icehouse_server.domain.blocks import TokenKeys
 from icehouse_server.domain.cache_commands import RecentBlock
 from icehouse_server.domain.ids import BlockHash
-from icehouse_server.telemetry.status_page.excerpt import HEAD_TOKEN_LIMIT
-from icehouse_server.telemetry.status_page.prefix_tree import (
+from icehouse_server.telemetry.status_page.page import (
     BRANCH_LIMIT,
     DEPTH_LIMIT,
+    HEAD_TOKEN_LIMIT,
     NODE_LIMIT,
     PrefixNode,
     shared_prefixes,

@@ -10,7 +10,7 @@ from icehouse_server.domain.cache_commands import RecentBlock
 from icehouse_server.domain.ids import BlockHash, Tenant
 from icehouse_server.domain.stats import ServerStatus, SlowRequest, Snapshot, TenantUse
 from icehouse_server.telemetry.metric import HistogramSeries
-from icehouse_server.telemetry.status_page.report import TENANT_LIMIT, ReportRules, report_of
+from icehouse_server.telemetry.status_page.page import TENANT_LIMIT, ReportRules, report_of
 
 from tests.fixtures.telemetry.facts import EMPTY, SNAPSHOT
 

@@ -21,6 +21,7 @@ Reading = float | Mapping[str | Labels, float]
 """One number, or one for each value of the row's labels."""
 
 _Part = TypeVar("_Part")
+_Read = Callable[[_Part], Reading]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -33,26 +34,21 @@ class Observed:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Rows(Generic[_Part]):
-    """Makes rows about a part of the snapshot. There may be several such parts, told apart by `labels`."""
+    """Makes rows about a part of the snapshot. There may be several such parts, distinguished by `labels`."""
 
     parts: Callable[[Snapshot], Mapping[Labels, _Part]]
     labels: Labels = ()
 
-    def counter(
-        self, name: str, unit: str, read: Callable[[_Part], Reading], description: str, *labels: str
-    ) -> Observed:
-        """Return a row that only grows."""
-        metric = Metric(name, MetricKind.COUNTER, unit, description, (*self.labels, *labels))
+    def counter(self, name: str, unit: str, read: _Read[_Part], description: str, *labels: str) -> Observed:
+        return self._row(Metric(name, MetricKind.COUNTER, unit, description, (*self.labels, *labels)), read)
+
+    def gauge(self, name: str, unit: str, read: _Read[_Part], description: str, *labels: str) -> Observed:
+        return self._row(Metric(name, MetricKind.GAUGE, unit, description, (*self.labels, *labels)), read)
+
+    def _row(self, metric: Metric, read: _Read[_Part]) -> Observed:
         return Observed(metric, lambda s: self._values(s, read))
 
-    def gauge(
-        self, name: str, unit: str, read: Callable[[_Part], Reading], description: str, *labels: str
-    ) -> Observed:
-        """Return a row that goes up and down."""
-        metric = Metric(name, MetricKind.GAUGE, unit, description, (*self.labels, *labels))
-        return Observed(metric, lambda s: self._values(s, read))
-
-    def _values(self, s: Snapshot, read: Callable[[_Part], Reading]) -> Iterator[tuple[Labels, float]]:
+    def _values(self, s: Snapshot, read: _Read[_Part]) -> Iterator[tuple[Labels, float]]:
         for of_part, part in self.parts(s).items():
             reading = read(part)
             if isinstance(reading, Mapping):
@@ -120,7 +116,7 @@ OBSERVED_METRICS: tuple[Observed, ...] = (
     _engine.gauge("icehouse.engine.kv.usage", "1", lambda e: e.kv_usage_ratio,
         "Of what KV may take beside the model, what running requests take; 0 without a limit."),
     _engine.gauge("icehouse.engine.kv.used", "By", lambda e: e.kv_used_bytes,
-        "KV of running requests, with the room it has to grow into; the prefix cache is not in it."),
+        "KV of running requests, with the space reserved for its growth; without the prefix cache."),
     _engine.gauge("icehouse.engine.kv.limit", "By", lambda e: e.kv_limit_bytes,
         "What KV may take beside the model; 0 is unlimited."),
     _engine.gauge("icehouse.engine.waiting.limit", "{request}", lambda e: e.waiting_limit,
@@ -138,7 +134,7 @@ OBSERVED_METRICS: tuple[Observed, ...] = (
                    "failed": e.failed_total, "rejected": e.rejected_total},
         "Requests ended.", "icehouse.outcome"),
     _engine.counter("icehouse.engine.requests.parked", "{request}", lambda e: e.parked_total,
-        "Times a running request gave way for want of memory and went on later."),
+        "Times a running request was preempted for lack of memory and continued later."),
     _engine.counter("icehouse.engine.draft.tokens", "{token}",
         lambda e: {"accepted": e.accepted_draft_token_total,
                    "rejected": e.drafted_token_total - e.accepted_draft_token_total},
@@ -214,9 +210,9 @@ OBSERVED_METRICS: tuple[Observed, ...] = (
         lambda p: {drop.cause.name.lower(): drop.block_total for drop in p.drops},
         "Blocks that did not reach the SSD.", "icehouse.cause"),
     _spill.gauge("icehouse.cache.spill.queue", "By", lambda p: p.queue_bytes,
-        "Bytes on their way to SSD."),
+        "Bytes queued for writing to SSD."),
     _spill.gauge("icehouse.cache.spill.queue.limit", "By", lambda p: p.queue_limit_bytes,
-        "Most bytes on their way to SSD."),
+        "Most bytes queued for writing to SSD."),
     _spill.gauge("icehouse.cache.spill.rate", "By/s", lambda p: p.write_bytes_per_s,
         "Bytes written per second of writing, a moving average."),
     _spill.gauge("icehouse.cache.spill.today", "By", lambda p: p.written_today_bytes,
@@ -279,11 +275,11 @@ OBSERVED_METRICS: tuple[Observed, ...] = (
     _events.gauge("icehouse.kv_events.replay", "By", lambda v: v.replay_bytes,
         "Events kept for subscribers that fall behind or come back; `kv_events.replay_bytes` bounds them."),
     _events.counter("icehouse.kv_events.events", "{event}", lambda v: v.event_total,
-        "KV events that were told."),
+        "KV events that were published."),
     _events.counter("icehouse.kv_events.subscribers.lost", "{subscriber}", lambda v: v.lost_total,
         "Times a subscriber fell behind the events that are kept, and had to begin anew."),
     _events.counter("icehouse.kv_events.blocks.untold", "{block}", lambda v: v.untold_total,
-        "Blocks that no subscriber is told of, for want of room within `kv_events.block_limit`."),
+        "Blocks that are not published, for lack of space within `kv_events.block_limit`."),
 )
 # fmt: on
 

@@ -1,15 +1,16 @@
-"""Composition root: from a configuration to a server, wired but not started."""
+"""Composition root: from a configuration to a server that is wired but not started, gateways included."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from icehouse_server.bootstrap.cache import build_cache_parts, fingerprint_of, open_digests
-from icehouse_server.bootstrap.fleet import KvEventParts, worker_parts
+from icehouse_server.bootstrap.cache_parts import build_cache_parts, fingerprint_of, open_digests
 from icehouse_server.bootstrap.machine import memory_limit
 from icehouse_server.bootstrap.model_source import check_files
 from icehouse_server.bootstrap.preload import openblas_loaded
@@ -19,8 +20,9 @@ from icehouse_server.config import Config, EngineConfig, ModelConfig
 from icehouse_server.config.setting import NamedPath
 from icehouse_server.device import Device
 from icehouse_server.domain.events import Event
-from icehouse_server.domain.ids import AdapterName, RequestId
+from icehouse_server.domain.ids import DEFAULT_TENANT, AdapterName, RequestId, Tenant
 from icehouse_server.domain.model import EngineState, ModelInfo, ReplyFormatInfo
+from icehouse_server.engine.core.block_log import BlockLog
 from icehouse_server.engine.core.mailbox import Mailbox, Message
 from icehouse_server.engine.engine import Engine, EngineSettings
 from icehouse_server.engine.kv.page_groups import PAGE_TOKEN_COUNT
@@ -31,6 +33,7 @@ from icehouse_server.engine.runner.model_loader import (
     ModelSource,
     load_tokenizer,
     read_config,
+    read_generation_config,
     sees_images,
     vocabulary_size,
 )
@@ -39,14 +42,25 @@ from icehouse_server.engine.runner.vision import mlx_vlm
 from icehouse_server.engine.scheduling.limits import SchedulerLimits
 from icehouse_server.engine.scheduling.policy import GPU_POLICY, POLICY, PassPolicy
 from icehouse_server.engine.scheduling.waiting_queue import WaitingLimits
-from icehouse_server.errors import IcehouseError
-from icehouse_server.rpc.engine_client.ports import ImagePort, ServedModel
+from icehouse_server.errors import IcehouseError, Reason, StartError, imports_of_extra
+from icehouse_server.rpc.engine_client.engine_ports import EnginePort, ServedModel
 from icehouse_server.rpc.engine_client.router import Router
-from icehouse_server.rpc.server import RpcServer
+from icehouse_server.rpc.kv_events.kv_event_source import CONNECT_PREFIX, KvEventSource
+from icehouse_server.rpc.listen_address import is_loopback
+from icehouse_server.rpc.rpc_server import RpcServer
 from icehouse_server.storage.local.tier import LocalTier
 from icehouse_server.structured_output.compiler import GrammarCompiler, stack_bytes
 from icehouse_server.structured_output.probe_process import ProbeLimits, ProbeProcess
 from icehouse_server.text.tokenizer import Tokenizer
+from icehouse_server.text.tokenizer_archive import read_tokenizer_archive
+
+if TYPE_CHECKING:
+    # Of optional extras.
+    from icehouse_server.rpc.kv_events.zmq_publisher import ZmqPublisher
+    from icehouse_server.rpc.worker.worker_info import WorkerParts
+    from icehouse_server.vision.image_reader import ImageReader
+
+_log = logging.getLogger("icehouse.boot")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -103,7 +117,7 @@ def build_server(
     clock: Clock,
     draft: ModelSource | None = None,
 ) -> Server:
-    """Wire the rooms. Reads the tokenizer; raises ModelError when the folder has none to read."""
+    """Wire the parts of a server. Reads the tokenizer; raises ModelError when the folder has none to read."""
     source = model_source(config, model, dtype=weights_dtype(config.model, device))
     tokenizer = load_tokenizer(source)
     digests = open_digests(config.cache, clock)
@@ -132,9 +146,7 @@ def build_server(
     )
     engine = Engine(
         settings=EngineSettings(
-            limits=limits,
-            waiting=waiting_limits(config.engine),
-            flush_timeout_s=config.cache.flush_timeout_s,
+            limits=limits, waiting=waiting_limits(config.engine), flush_timeout_s=config.cache.flush_timeout_s
         ),
         runner=runner,
         make_prefix=lambda: cache.open_controller(runner, clock),
@@ -207,7 +219,7 @@ def adapter_source(named: NamedPath) -> AdapterSource:
     return AdapterSource(AdapterName(named.name), path, adapter_digest(path))
 
 
-def image_reader(config: Config, source: ModelSource) -> ImagePort | None:
+def image_reader(config: Config, source: ModelSource) -> ImageReader | None:
     """Return the model's image reader, None for a model of text alone.
 
     Raises ModelError when the extra is missing or the folder has no processor.
@@ -273,7 +285,7 @@ def waiting_limits(config: EngineConfig) -> WaitingLimits:
 class EngineListener:
     """Passes the engine's events to the router, and the model together with its tokenizer."""
 
-    def __init__(self, router: Router, tokenizer: Tokenizer, images: ImagePort | None = None) -> None:
+    def __init__(self, router: Router, tokenizer: Tokenizer, images: ImageReader | None = None) -> None:
         self._router = router
         self._tokenizer = tokenizer
         self._images = images
@@ -292,8 +304,116 @@ class EngineListener:
 
 def _log_replies(format: ReplyFormatInfo) -> None:
     """Log how chat replies will be parsed, and markers that nothing parses."""
-    log = logging.getLogger("icehouse.boot")
     facts = {"calls": format.calls or "none", "reasoning": format.reasoning_start or "none"}
-    log.info("reply_format_found", extra={**facts, "evidence": "; ".join(format.evidence) or "none"})
+    _log.info("reply_format_found", extra={**facts, "evidence": "; ".join(format.evidence) or "none"})
     if format.unread_markers:
-        log.warning("reply_markers_unread", extra={"markers": " ".join(format.unread_markers)})
+        _log.warning("reply_markers_unread", extra={"markers": " ".join(format.unread_markers)})
+
+
+_SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+class KvEventParts:
+    """Started when the RPC server listens. Raises ConfigError without the extra for ZeroMQ."""
+
+    def __init__(
+        self, config: Config, log: BlockLog, *, engine: EnginePort, router: Router, clock: Clock
+    ) -> None:
+        self._config = config
+        self._router = router
+        self._address = ""
+        self.source = KvEventSource(
+            log,
+            settings=config.kv_events,
+            block_token_count=config.cache.block_token_count,
+            engine=engine,
+            router=router,
+            clock=clock,
+        )
+        self._publisher = self._make_publisher(clock)
+
+    def start(self, address: str) -> None:
+        """Publish for the server at this address; raises StartError when the endpoint cannot be had."""
+        self._address = address
+        if self._publisher is not None:
+            _log.info("kv_events_opened", extra={"endpoint": self._publisher.start()})
+
+    async def stop(self) -> None:
+        await self.source.stop()
+        if self._publisher is not None:
+            await self._publisher.stop()
+
+    def _make_publisher(self, clock: Clock) -> ZmqPublisher | None:
+        settings = self._config.kv_events
+        if settings.zmq_endpoint is None:
+            return None
+        if not (self._config.security.allow_insecure_public or _is_private(settings.zmq_endpoint)):
+            raise StartError(
+                Reason.ADDRESS_INSECURE,
+                f"kv_events.zmq_endpoint = {settings.zmq_endpoint!r} reaches other machines, in the clear "
+                "and whoever they are; use one on 127.0.0.1, or say --allow-insecure-public if something "
+                "else protects it",
+                metadata={"endpoint": settings.zmq_endpoint},
+            )
+        with imports_of_extra("fleet", setting="kv_events.zmq_endpoint"):
+            from icehouse_server.rpc.kv_events.zmq_publisher import ZmqPublisher
+        return ZmqPublisher(
+            self.source,
+            endpoint=settings.zmq_endpoint,
+            topic=self._topic,
+            tenant=DEFAULT_TENANT if settings.zmq_tenant is None else Tenant(settings.zmq_tenant),
+            clock=clock,
+        )
+
+    def _topic(self) -> str:
+        """Return the topic. Called when there are events, so there is a model."""
+        model, topic = self._router.model, self._config.kv_events.zmq_topic
+        assert model is not None, "events before a model"
+        return topic or f"kv@{self._address}@{model.info.model_id}"
+
+
+def _is_private(endpoint: str) -> bool:
+    """Whether only this machine can reach what is sent to a ZeroMQ endpoint."""
+    scheme, _, address = endpoint.removeprefix(CONNECT_PREFIX).partition("://")
+    if scheme in ("ipc", "inproc"):
+        return True
+    return is_loopback(address.rpartition(":")[0].strip("[]"))
+
+
+def worker_parts(
+    config: Config, source: ModelSource, *, running_limit: int, kv_events: KvEventSource | None = None
+) -> WorkerParts | None:
+    """Return the parts of the worker protocol, None if it is off. Raises ConfigError without its extra."""
+    if not config.fleet.worker_enabled:
+        return None
+    with imports_of_extra("fleet", setting="fleet.worker_enabled"):
+        from icehouse_server.rpc.worker.kv_event_streams import KvEventStreams
+        from icehouse_server.rpc.worker.worker_info import ServedFolder, WorkerParts
+    model = read_config(source.path)
+    generation = read_generation_config(source.path)
+    return WorkerParts(
+        ServedFolder(
+            path=str(source.path),
+            architectures=tuple(str(name) for name in model.get("architectures") or ()),
+            bos_token_id=_token_id(model, "bos_token_id"),
+            pad_token_id=_token_id(model, "pad_token_id"),
+            block_token_count=config.cache.block_token_count,
+            running_limit=running_limit,
+            default_sampling={
+                key: float(generation[key])
+                for key in _SAMPLING_KEYS
+                if isinstance(generation.get(key), int | float)
+            },
+            read_archive=functools.partial(read_tokenizer_archive, source.path),
+        ),
+        kv_events=None
+        if kv_events is None
+        else KvEventStreams(kv_events, operators_see_tokens=config.fleet.operator_kv_tokens_enabled),
+    )
+
+
+def _token_id(model: Mapping[str, Any], key: str) -> int:
+    """Return a token of the model's configuration; 0 if it has none, as the protocol wants it."""
+    found = model.get(key)
+    first = found[0] if isinstance(found, list) and found else found
+    return first if isinstance(first, int) and first >= 0 else 0

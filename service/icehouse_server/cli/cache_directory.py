@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated
 
@@ -16,19 +17,13 @@ from rich.table import Table
 from rich.text import Text
 
 from icehouse_server.bootstrap.encryption import find_cipher
-from icehouse_server.cli.cache.block_facts import (
-    discrepancy_facts,
-    fact_text,
-    marks_text,
-    model_text,
-    record_facts,
-)
 from icehouse_server.clock import SystemClock
 from icehouse_server.config import load_config
+from icehouse_server.domain.ids import Fingerprint
 from icehouse_server.errors import Reason, StorageError
 from icehouse_server.storage.files import Files
 from icehouse_server.storage.local.directory.offline import OfflineStore, PurgeScope, Rows, Verdict
-from icehouse_server.storage.local.directory.reconcile import Finding
+from icehouse_server.storage.local.directory.reconcile import Discrepancy, Finding
 from icehouse_server.storage.local.directory.record import BlockRecord
 from icehouse_server.storage.local.encryption.constants import KEY_DETAIL
 
@@ -216,8 +211,8 @@ def purge(
             scope=PurgeScope.CLEAR_TEXT if unencrypted else scope,
             progress=lambda done, _: advance_to(done),
         )
-    told = f"{removed_count} files removed, {size_text(removed_bytes)} freed"
-    show({"removed": removed_count, "size_bytes": removed_bytes}, told, as_json=as_json)
+    summary = f"{removed_count} files removed, {size_text(removed_bytes)} freed"
+    show({"removed": removed_count, "size_bytes": removed_bytes}, summary, as_json=as_json)
 
 
 def _open(directory: Path | None) -> OfflineStore:
@@ -265,7 +260,7 @@ def _block_table(rows: Rows, shown: Sequence[BlockRecord]) -> Table:
     ]
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for name, column in zip(names, zip(names, *cells, strict=True), strict=True):
-        # On a narrow terminal the model's name gives way, and none of the figures.
+        # On a narrow terminal the model's name is cut, and none of the figures.
         table.add_column(
             name,
             no_wrap=True,
@@ -275,3 +270,61 @@ def _block_table(rows: Rows, shown: Sequence[BlockRecord]) -> Table:
     for row in cells:
         table.add_row(*map(Text, row))
     return table
+
+
+_BYTES = ("file_bytes", "kv_bytes", "window_bytes", "checkpoint_bytes")
+_FACTS = (
+    *("hash", "parent", "fingerprint", "start_token_index", "token_count", "block_token_limit", *_BYTES),
+    *("created_time", "last_used_time", "hit_count", "pinned"),
+)
+_TIMES = ("created_time", "last_used_time")
+
+
+def record_facts(record: BlockRecord) -> dict[str, object]:
+    """Return a row for JSON: sizes in bytes, times in seconds since 1970."""
+    facts = {name: getattr(record, name) for name in _FACTS}
+    return {name: value.hex() if isinstance(value, bytes) else value for name, value in facts.items()}
+
+
+def discrepancy_facts(item: Discrepancy) -> dict[str, object]:
+    """Return a finding of `check` for JSON."""
+    return {
+        "finding": str(item.finding),
+        "path": item.path,
+        "hash": item.hash.hex() if item.hash else None,
+        "size_bytes": item.size_bytes,
+        "detail": item.detail,
+    }
+
+
+def fact_text(name: str, value: object) -> str:
+    """Return one of a row's facts for people: sizes with units, local times."""
+    if name in _BYTES and isinstance(value, int):
+        return f"{value:,} bytes" + (f" ({size_text(value)})" if value >= 1024 else "")
+    if name in _TIMES and isinstance(value, float):
+        return f"{datetime.fromtimestamp(value).astimezone():%Y-%m-%d %H:%M:%S %Z}"
+    return str(value)
+
+
+def model_text(details: Mapping[str, str], fingerprint: Fingerprint) -> str:
+    """Return a model in a few words: architecture, quantization, encryption, start of the fingerprint."""
+    quantization = details.get("quantization", "none")
+    words = (
+        details.get("architecture", ""),
+        "" if quantization == "none" else quantization,
+        "encrypted" if KEY_DETAIL in details else "",
+        fingerprint.hex()[:8],
+    )
+    return " ".join(filter(None, words))
+
+
+def marks_text(record: BlockRecord) -> str:
+    """Return what is special about a block, "" for nothing."""
+    marks = []
+    if record.pinned:
+        marks.append("pinned")
+    if record.token_count < record.block_token_limit:
+        marks.append("tail")
+    if record.checkpoint_bytes:
+        marks.append("checkpoint")
+    return " ".join(marks)

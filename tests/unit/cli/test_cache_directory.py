@@ -6,7 +6,7 @@ import json
 import os
 
 import pytest
-from icehouse_server.cli.cache.commands import app
+from icehouse_server.cli.cache_directory import app
 from icehouse_server.errors import NotFound, Reason, StartError
 from typer.testing import CliRunner
 

@@ -117,11 +117,7 @@ def build_cache_parts(
             post=post,
             cipher=cipher,
         )
-    return CacheParts(
-        settings=settings,
-        adopt_budget_s=config.adopt_budget_ms / 1000,
-        storage=storage,
-    )
+    return CacheParts(settings=settings, adopt_budget_s=config.adopt_budget_ms / 1000, storage=storage)
 
 
 def check_directory(cache: CacheConfig) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from icehouse_server.cli.cache.block_facts import fact_text, model_text
-from icehouse_server.cli.cache.commands import app
+from icehouse_server.cli.cache_directory import app, fact_text, model_text
 from icehouse_server.errors import Reason, StorageError
 from typer.testing import CliRunner
 

@@ -1,7 +1,7 @@
 """OpenTelemetry spans of ended calls and of the spills that they caused, sent over OTLP.
 
 CallSpans are made when their facts are known: a call's when it ends, on the event loop, a spill's when its
-block is committed, on the storage thread. The inference thread only ever tells plain numbers, and
+block is committed, on the storage thread. The inference thread only reports plain numbers, and
 sending happens on the SDK's own thread, from a bounded queue that drops what it cannot hold.
 """
 
@@ -37,10 +37,10 @@ SERVICE_NAME = "icehouse"
 _EXPORT_TIMEOUT_S = 5.0
 """For one batch; also the longest that a collector which does not answer holds up the stop."""
 
-_KEPT_CALL_COUNT = 4096
+_CALL_COUNT_LIMIT = 4096
 """Ended calls whose later spills still find them."""
 
-_KEPT_SPILL_COUNT = 4096
+_SPILL_COUNT_LIMIT = 4096
 """Spills kept for calls that have not ended."""
 
 # What OpenTelemetry's conventions for gRPC servers call an error; the others are the caller's affair.
@@ -143,20 +143,20 @@ class _Joins:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._ended: collections.OrderedDict[RequestId, Span] = collections.OrderedDict()
-        self._early: collections.deque[SpillRecord] = collections.deque(maxlen=_KEPT_SPILL_COUNT)
+        self._early: collections.deque[SpillRecord] = collections.deque(maxlen=_SPILL_COUNT_LIMIT)
 
     def call_ended(self, request_id: RequestId, span: Span) -> list[SpillRecord]:
         """Remember the call's span; return the spills that came before its end."""
         with self._lock:
             self._ended[request_id] = span
-            if len(self._ended) > _KEPT_CALL_COUNT:
+            if len(self._ended) > _CALL_COUNT_LIMIT:
                 self._ended.popitem(last=False)
             if not self._early:
                 return []
             found = [spill for spill in self._early if spill.request_id == request_id]
             if found:
                 others = [spill for spill in self._early if spill.request_id != request_id]
-                self._early = collections.deque(others, maxlen=_KEPT_SPILL_COUNT)
+                self._early = collections.deque(others, maxlen=_SPILL_COUNT_LIMIT)
             return found
 
     def spilled(self, record: SpillRecord) -> Span | None:
@@ -181,7 +181,7 @@ class Stage:
 def stages_of(record: CallRecord) -> Iterator[Stage]:
     """Yield the stages that the call came to, in their order.
 
-    Only what was told: a request that was cancelled in prefill has no prefill stage, since its length
+    Only what was reported: a request that was cancelled in prefill has no prefill stage, since its length
     is known of requests that ran to their end alone.
     """
     if record.tokenize_s > 0:

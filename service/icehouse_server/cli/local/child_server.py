@@ -56,7 +56,7 @@ def wait_until_serving(client: Client, *, is_alive: Callable[[], bool]) -> bool:
         try:
             client.wait_until_serving(timeout_s=_WATCH_SLICE_S)
         except IcehouseClientError as error:
-            # A server that ends takes its connections along; its process tells why.
+            # A server that ends takes its connections along; its exit code says why.
             if error.code.name not in ("DEADLINE_EXCEEDED", "UNAVAILABLE", "CANCELLED"):
                 raise
         else:

@@ -9,8 +9,8 @@ import socket
 from pathlib import Path
 
 import pytest
-from icehouse_server.cli.doctor import cache_checks, doctor
-from icehouse_server.cli.doctor.check import Check, Verdict
+from icehouse_server.cli import doctor
+from icehouse_server.cli.doctor import Check, CheckVerdict
 from icehouse_server.config import (
     CacheConfig,
     Config,
@@ -38,8 +38,8 @@ def test_a_free_port_is_ok_and_a_taken_one_is_not() -> None:
         config = Config(server=ServerConfig(port=port))
         taken.listen()
         check = doctor.check_address(config)
-        assert check.verdict is Verdict.FAIL and str(port) in check.detail and "--port" in check.advice
-    assert doctor.check_address(config).verdict is Verdict.OK
+        assert check.verdict is CheckVerdict.FAIL and str(port) in check.detail and "--port" in check.advice
+    assert doctor.check_address(config).verdict is CheckVerdict.OK
 
 
 @pytest.mark.parametrize("ready", [True, False])
@@ -53,38 +53,38 @@ async def test_a_server_of_ours_has_the_port_and_the_cache_directory(tmp_path: P
                 cache=CacheConfig(directory=str(tmp_path / "cache"), ssd_bytes=1 << 30),
             )
             address = await asyncio.to_thread(doctor.check_address, config)
-            cache = await asyncio.to_thread(cache_checks.check_cache, config)
-    assert address.verdict is (Verdict.OK if ready else Verdict.WARN)
+            cache = await asyncio.to_thread(doctor.check_cache, config)
+    assert address.verdict is (CheckVerdict.OK if ready else CheckVerdict.WARN)
     assert "a server of yours" in address.detail
-    assert cache.verdict is Verdict.OK and f"process {os.getpid()}" in cache.detail
+    assert cache.verdict is CheckVerdict.OK and f"process {os.getpid()}" in cache.detail
 
 
 async def test_a_socket_of_ours_and_one_of_somebody_else(tmp_path: Path) -> None:
     config = Config(server=ServerConfig(uds=str(tmp_path / "s")))
     async with running(uds=str(tmp_path / "s")):
-        assert (await asyncio.to_thread(doctor.check_address, config)).verdict is Verdict.OK
+        assert (await asyncio.to_thread(doctor.check_address, config)).verdict is CheckVerdict.OK
     (tmp_path / "s").touch()
-    assert doctor.check_address(config).verdict is Verdict.FAIL
+    assert doctor.check_address(config).verdict is CheckVerdict.FAIL
 
 
 def test_a_pipe_in_the_place_of_the_lock_keeps_nobody_waiting(tmp_path: Path) -> None:
     config = Config(cache=CacheConfig(directory=str(tmp_path), ssd_bytes=1 << 30))
     tmp_path.chmod(0o700)
     os.mkfifo(tmp_path / "lock")
-    assert "process" not in cache_checks.check_cache(config).detail
+    assert "process" not in doctor.check_cache(config).detail
 
 
 def test_more_connections_than_files_may_be_open_are_told() -> None:
-    assert doctor.check_files(Config()).verdict is Verdict.OK
+    assert doctor.check_files(Config()).verdict is CheckVerdict.OK
     check = doctor.check_files(Config(connection=ConnectionConfig(connection_limit=1 << 40)))
-    assert check.verdict is Verdict.WARN and "--connection-limit" in check.advice
+    assert check.verdict is CheckVerdict.WARN and "--connection-limit" in check.advice
 
 
 def test_a_socket_needs_a_folder(tmp_path: Path) -> None:
     good = Config(server=ServerConfig(uds=str(tmp_path / "a.sock")))
     bad = Config(server=ServerConfig(uds=str(tmp_path / "absent" / "a.sock")))
-    assert doctor.check_address(good).verdict is Verdict.OK
-    assert doctor.check_address(bad).verdict is Verdict.FAIL
+    assert doctor.check_address(good).verdict is CheckVerdict.OK
+    assert doctor.check_address(bad).verdict is CheckVerdict.FAIL
 
 
 def test_a_model_folder_needs_its_files(tmp_path: Path) -> None:
@@ -93,20 +93,21 @@ def test_a_model_folder_needs_its_files(tmp_path: Path) -> None:
     assert "download" in doctor.check_model(with_model(tmp_path)).advice
     (tmp_path / "model.safetensors").touch()
     nameless = doctor.check_model(with_model(tmp_path))
-    assert nameless.verdict is Verdict.FAIL and "no model_type" in nameless.detail
+    assert nameless.verdict is CheckVerdict.FAIL and "no model_type" in nameless.detail
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    assert doctor.check_model(with_model(tmp_path)).verdict is Verdict.OK
-    assert doctor.check_model(with_model("./absent")).verdict is Verdict.FAIL
-    assert doctor.check_model(with_model("org/name")).verdict is Verdict.OK
+    assert doctor.check_model(with_model(tmp_path)).verdict is CheckVerdict.OK
+    assert doctor.check_model(with_model("./absent")).verdict is CheckVerdict.FAIL
+    assert doctor.check_model(with_model("org/name")).verdict is CheckVerdict.OK
 
 
 def test_how_replies_are_read_is_told_with_what_it_was_found_by(tmp_path: Path) -> None:
-    assert doctor.check_replies(with_model("org/name")).verdict is Verdict.OK
+    assert doctor.check_replies(with_model("org/name")).verdict is CheckVerdict.OK
     folder = write_family(tmp_path / "thinking", THINKING)
     (folder / "config.json").write_text('{"model_type": "llama"}')
     check = doctor.check_replies(with_model(folder))
     assert (
-        check.verdict is Verdict.OK and "calls as hermes: the chat template writes calls so" in check.detail
+        check.verdict is CheckVerdict.OK
+        and "calls as hermes: the chat template writes calls so" in check.detail
     )
     strange = dataclasses.replace(
         HEADERS, template="{{ messages[0].content }}", tokens=(("<qzthink>", True),)
@@ -114,9 +115,9 @@ def test_how_replies_are_read_is_told_with_what_it_was_found_by(tmp_path: Path) 
     folder = write_family(tmp_path / "strange", strange)
     (folder / "config.json").write_text('{"model_type": "llama"}')
     check = doctor.check_replies(with_model(folder))
-    assert check.verdict is Verdict.WARN and "<qzthink>" in check.advice
+    assert check.verdict is CheckVerdict.WARN and "<qzthink>" in check.advice
     (folder / "tokenizer.json").write_text("{")
-    assert doctor.check_replies(with_model(folder)).verdict is Verdict.FAIL
+    assert doctor.check_replies(with_model(folder)).verdict is CheckVerdict.FAIL
 
 
 @pytest.mark.parametrize("missing", ["mlx_vlm", "PIL"])
@@ -128,18 +129,18 @@ def test_a_model_that_sees_needs_the_extra(
     (tmp_path / "model.safetensors").touch()
     config = tmp_path / "config.json"
     config.write_text('{"model_type": "smolvlm", "vision_config": {}}')
-    assert doctor.check_model(with_model(tmp_path)).verdict is Verdict.OK
+    assert doctor.check_model(with_model(tmp_path)).verdict is CheckVerdict.OK
     del found[missing]
     whole = doctor.check_model(with_model(tmp_path))
-    assert whole.verdict is Verdict.FAIL and "pip install -e '.[vision]'" in whole.advice
+    assert whole.verdict is CheckVerdict.FAIL and "pip install -e '.[vision]'" in whole.advice
     config.write_text('{"model_type": "qwen2_5_vl", "vision_config": {}}')
     images = doctor.check_model(with_model(tmp_path))
-    assert images.verdict is Verdict.WARN and "pip install -e '.[vision]'" in images.advice
+    assert images.verdict is CheckVerdict.WARN and "pip install -e '.[vision]'" in images.advice
 
 
 def test_a_demo_model_that_nothing_can_make_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "is_built", lambda model: False)
-    for is_possible, verdict in ((True, Verdict.OK), (False, Verdict.FAIL)):
+    for is_possible, verdict in ((True, CheckVerdict.OK), (False, CheckVerdict.FAIL)):
         monkeypatch.setattr(doctor, "can_be_built", lambda model, answer=is_possible: answer)
         check = doctor.check_model(with_model("demo-gemma"))
         assert check.verdict is verdict
@@ -150,11 +151,11 @@ def test_missing_openblas_is_a_warning_with_the_package_to_install(monkeypatch: 
     monkeypatch.setattr(doctor, "runs_on_cpu", lambda: True)
     monkeypatch.setattr(doctor, "find_openblas", lambda: None)
     check = doctor.check_blas(Config())
-    assert check.verdict is Verdict.WARN and "libopenblas0-pthread" in check.advice
+    assert check.verdict is CheckVerdict.WARN and "libopenblas0-pthread" in check.advice
     monkeypatch.setattr(doctor, "find_openblas", lambda: Path("/lib/libopenblas.so.0"))
     monkeypatch.setattr(doctor, "openblas_loaded", lambda: False)
-    assert doctor.check_blas(Config()).verdict is Verdict.OK
-    assert doctor.check_blas(Config(engine=EngineConfig(preload_enabled=False))).verdict is Verdict.WARN
+    assert doctor.check_blas(Config()).verdict is CheckVerdict.OK
+    assert doctor.check_blas(Config(engine=EngineConfig(preload_enabled=False))).verdict is CheckVerdict.WARN
 
 
 @pytest.mark.parametrize(
@@ -171,14 +172,14 @@ def test_a_gpu_needs_no_openblas(
     monkeypatch.setattr(doctor, "runs_on_cpu", lambda: looks_like_cpu)
     monkeypatch.setattr(doctor, "find_device", lambda: Device("X", backend))
     monkeypatch.setattr(doctor, "find_openblas", lambda: None)
-    assert doctor.check_blas(Config()).verdict is Verdict.OK
+    assert doctor.check_blas(Config()).verdict is CheckVerdict.OK
 
 
 def test_a_mac_without_metal_is_told_about_containers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.platform", "darwin")
     monkeypatch.setattr(doctor, "find_device", lambda: Device("M4", Backend.CPU))
     check = doctor.check_device(Config())
-    assert check.verdict is Verdict.WARN and "Dockerfile.macos-notes" in check.advice
+    assert check.verdict is CheckVerdict.WARN and "Dockerfile.macos-notes" in check.advice
 
 
 def test_mlx_that_cannot_be_loaded_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,49 +188,49 @@ def test_mlx_that_cannot_be_loaded_fails(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(doctor, "find_device", broken)
     check = doctor.check_device(Config())
-    assert check.verdict is Verdict.FAIL and "libmlx.so" in check.detail
+    assert check.verdict is CheckVerdict.FAIL and "libmlx.so" in check.detail
 
 
 def test_a_small_disk_is_a_warning_and_a_file_in_the_way_fails(tmp_path: Path) -> None:
     huge = CacheConfig(directory=str(tmp_path / "kv"), ssd_bytes=1 << 60)
-    assert cache_checks.check_disk(Config(cache=huge)).verdict is Verdict.WARN
+    assert doctor.check_disk(Config(cache=huge)).verdict is CheckVerdict.WARN
     (tmp_path / "file").touch()
     inside_a_file = CacheConfig(directory=str(tmp_path / "file" / "kv"))
-    assert cache_checks.check_disk(Config(cache=inside_a_file)).verdict is Verdict.FAIL
+    assert doctor.check_disk(Config(cache=inside_a_file)).verdict is CheckVerdict.FAIL
     off = dataclasses.replace(huge, ssd_enabled=False)
-    assert cache_checks.check_disk(Config(cache=off)).verdict is Verdict.OK
+    assert doctor.check_disk(Config(cache=off)).verdict is CheckVerdict.OK
 
 
 def test_a_cache_directory_tells_its_owner_and_how_it_was_left(tmp_path: Path) -> None:
     config = Config(cache=CacheConfig(directory=str(tmp_path / "cache"), ssd_bytes=1 << 30))
-    assert "first server" in cache_checks.check_cache(config).detail
+    assert "first server" in doctor.check_cache(config).detail
     with StorageThread(tmp_path / "cache") as served:
         served.spill(*make_chain(2))
-        check = cache_checks.check_cache(config)
-        assert check.verdict is Verdict.FAIL and f"process {os.getpid()}" in check.detail
-    check = cache_checks.check_cache(config)
-    assert check.verdict is Verdict.OK and "of 1 GiB used" in check.detail
+        check = doctor.check_cache(config)
+        assert check.verdict is CheckVerdict.FAIL and f"process {os.getpid()}" in check.detail
+    check = doctor.check_cache(config)
+    assert check.verdict is CheckVerdict.OK and "of 1 GiB used" in check.detail
     (tmp_path / "cache" / "clean.json").unlink()
-    check = cache_checks.check_cache(config)
-    assert check.verdict is Verdict.WARN and "not closed cleanly" in check.detail
+    check = doctor.check_cache(config)
+    assert check.verdict is CheckVerdict.WARN and "not closed cleanly" in check.detail
     (tmp_path / "cache" / "quarantine" / "a").touch()
-    assert "1 damaged files set aside" in cache_checks.check_cache(config).detail
+    assert "1 damaged files set aside" in doctor.check_cache(config).detail
     (tmp_path / "cache").chmod(0o755)
-    assert "chmod 700" in cache_checks.check_cache(config).advice
+    assert "chmod 700" in doctor.check_cache(config).advice
 
 
 def test_without_an_ssd_tier_there_is_no_directory_to_tell_of(tmp_path: Path) -> None:
     for off in (CacheConfig(enabled=False), CacheConfig(ssd_enabled=False)):
-        assert cache_checks.check_cache(Config(cache=off)).detail == "the SSD tier is off"
+        assert doctor.check_cache(Config(cache=off)).detail == "the SSD tier is off"
 
 
 def test_one_failure_makes_the_whole_fail(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    checks = [Check("a", Verdict.OK, "fine"), Check("b", Verdict.WARN, "hm [x]", "do this")]
+    checks = [Check("a", CheckVerdict.OK, "fine"), Check("b", CheckVerdict.WARN, "hm [x]", "do this")]
     monkeypatch.setattr(doctor, "CHECKS", [lambda config, c=c: c for c in checks])
     assert doctor.doctor(Config())
     shown = capsys.readouterr().out
     assert "hm [x]" in shown and "do this" in shown
-    monkeypatch.setattr(doctor, "CHECKS", [lambda config: Check("c", Verdict.FAIL, "bad", "mend it")])
+    monkeypatch.setattr(doctor, "CHECKS", [lambda config: Check("c", CheckVerdict.FAIL, "bad", "mend it")])
     assert not doctor.doctor(Config())

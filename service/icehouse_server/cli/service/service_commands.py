@@ -12,11 +12,15 @@ from typing import Annotated
 import typer
 from icehouse_client.cli.console import EXIT_FAILURE, AsJson, complain, err, out, print_json
 
-from icehouse_server.cli.service.definition import DefinitionFile, FileState, ServiceDefinition, ServiceError
-from icehouse_server.cli.service.launchd import Launchd
-from icehouse_server.cli.service.manager import Manager
+from icehouse_server.cli.service.managers import (
+    DefinitionFile,
+    FileState,
+    Launchd,
+    ServiceDefinition,
+    ServiceError,
+    Systemd,
+)
 from icehouse_server.cli.service.stop_bounds import stop_bound_s
-from icehouse_server.cli.service.systemd import Systemd
 from icehouse_server.config import load_config
 from icehouse_server.config.load import CLIENT_VARIABLES, FILE_VARIABLE, environment
 
@@ -88,9 +92,9 @@ def status(as_json: AsJson = False) -> None:
         manager = find_manager()
         state = DefinitionFile(manager.path).state()
         is_installed = state is not FileState.ABSENT
-        told = manager.status() if is_installed else None
-    is_running = told is not None and told.is_running
-    facts = {} if told is None else told.facts
+        service = manager.status() if is_installed else None
+    is_running = service is not None and service.is_running
+    facts = {} if service is None else service.facts
     is_changed = state is FileState.CHANGED
     if as_json:
         print_json(
@@ -112,7 +116,7 @@ def status(as_json: AsJson = False) -> None:
         raise typer.Exit(EXIT_FAILURE)
 
 
-def find_manager() -> Manager:
+def find_manager() -> Systemd | Launchd:
     """Return the service manager of this system; raises ServiceError where it has none that we know."""
     if sys.platform == "darwin":
         return Launchd(Path.home())

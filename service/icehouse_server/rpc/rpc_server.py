@@ -1,4 +1,5 @@
-"""gRPC server: wires the services together, begins to listen, and stops in order."""
+"""gRPC server: wires the services together, begins to listen, and stops in order. Health and reflection
+too."""
 
 from __future__ import annotations
 
@@ -6,12 +7,16 @@ import asyncio
 import contextlib
 import logging
 import secrets
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import grpc
+from google.protobuf import descriptor_pb2, descriptor_pool
+from google.protobuf.descriptor import FileDescriptor
 from grpc_channelz.v1 import channelz, channelz_pb2
-from grpc_health.v1 import health, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
+from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_grpc
 from icehouse.v1 import (
     cache_service_pb2_grpc,
     embedding_service_pb2_grpc,
@@ -23,29 +28,32 @@ from icehouse.v1 import (
 
 from icehouse_server.clock import Clock
 from icehouse_server.config import Config
+from icehouse_server.domain.model import EngineState
+from icehouse_server.errors import IcehouseError
 from icehouse_server.rpc.access.credentials import ServerSecurity
 from icehouse_server.rpc.access.tenants import Tenants
 from icehouse_server.rpc.auth_interceptor import AuthInterceptor
 from icehouse_server.rpc.calls import background
-from icehouse_server.rpc.calls.call_lifecycle import RpcCalls
+from icehouse_server.rpc.calls.call_lifecycle import Context, RpcCalls, end
+from icehouse_server.rpc.calls.status import status_of
 from icehouse_server.rpc.calls.watchers import Telemetry
-from icehouse_server.rpc.engine_client.ports import EnginePort, GrammarPort
+from icehouse_server.rpc.engine_client.answers import StallTimer
+from icehouse_server.rpc.engine_client.engine_ports import EnginePort, GrammarPort
 from icehouse_server.rpc.engine_client.router import Router
-from icehouse_server.rpc.health import Health
 from icehouse_server.rpc.listen_address import Bound, bind, server_options
-from icehouse_server.rpc.reflection import add_reflection
 from icehouse_server.rpc.services.cache_service import CacheService
 from icehouse_server.rpc.services.embedding_service import EmbeddingService
 from icehouse_server.rpc.services.generation import Generation, ServiceParts
 from icehouse_server.rpc.services.grammars import GrammarCompilers
 from icehouse_server.rpc.services.inference_service import InferenceService
-from icehouse_server.rpc.services.observation import Observation, StatsPoller, StatusReader
+from icehouse_server.rpc.services.observation import Observation
 from icehouse_server.rpc.services.prompts import PromptReader
 from icehouse_server.rpc.services.rerank_service import RerankService
 from icehouse_server.rpc.services.server_service import ModelService, ServerService, server_proto
 
 if TYPE_CHECKING:
     from icehouse_server.rpc.worker.worker_info import WorkerParts
+
 
 SERVICE_NAMES = (
     "icehouse.v1.InferenceService",
@@ -64,7 +72,7 @@ _FLUSH_TURNS = 25
 """For the last answers and statuses to be sent after their calls have ended."""
 _QUIET_TURNS = 2
 """Turns without a new call until the port is closed: gRPC cancels calls that nobody has taken up."""
-_HEARD_TURNS = 50
+_BUSY_TURNS = 50
 """The same if somebody has called since the stop: a balancer checks health once a second."""
 _LONGEST_TURNS = 150
 _CLOSE_S = 0.5
@@ -98,6 +106,7 @@ class RpcServer:
         self._observation = Observation(
             telemetry or Telemetry(), engine=engine, router=router, tenants=self._tenants, clock=clock
         )
+        self.poller, self.status = self._observation.poller, self._observation.status
         self.security = ServerSecurity(config.security, clock=clock)
         """Certificates and tokens, refreshed at an interval."""
         self._prompts = PromptReader(config.server)
@@ -105,7 +114,7 @@ class RpcServer:
             grammars, byte_limit=config.server.max_grammar_bytes, timeout_s=config.server.grammar_timeout_s
         )
         self._calls = RpcCalls(
-            clock=clock, tell=self._observation.call_ended, session_keys=config.server.session_keys
+            clock=clock, on_end=self._observation.call_ended, session_keys=config.server.session_keys
         )
         self.health = Health(
             engine=engine,
@@ -154,16 +163,6 @@ class RpcServer:
         """What clients connect to, once started: "host:port" or "unix:path"."""
         return self._bound.address
 
-    @property
-    def poller(self) -> StatsPoller:
-        """What is known of the engine without asking it."""
-        return self._observation.poller
-
-    @property
-    def status(self) -> StatusReader:
-        """What the status page shows."""
-        return self._observation.status
-
     async def stop(self, *, grace_s: float) -> None:
         """NOT_SERVING, no new calls, running ones get `grace_s` to end; what is left ends as UNAVAILABLE."""
         self.health.stop_serving()
@@ -194,7 +193,7 @@ class RpcServer:
             await asyncio.sleep(_TURN_S)
             quiet_count += 1
             if calls.refused_count > refused_count:
-                quiet_count, wanted_count = 0, _HEARD_TURNS
+                quiet_count, wanted_count = 0, _BUSY_TURNS
             elif calls.open_count and turn < _FLUSH_TURNS:
                 quiet_count = 0
             if quiet_count >= wanted_count:
@@ -208,7 +207,6 @@ class RpcServer:
             await asyncio.sleep(_TURN_S)
 
     async def wait(self) -> None:
-        """Return when the server has stopped."""
         await self._server.wait_for_termination()
 
     def _add_services(self, parts: ServiceParts, worker: WorkerParts | None) -> None:
@@ -278,10 +276,10 @@ def quiet_lost_answers() -> None:
     which any caller could fill the log.
     """
     # A function is added only once, however often this is called.
-    logging.getLogger(CORE_LOGGER_NAME).addFilter(_is_kept)
+    logging.getLogger(CORE_LOGGER_NAME).addFilter(_is_logged)
 
 
-def _is_kept(record: logging.LogRecord) -> bool:
+def _is_logged(record: logging.LogRecord) -> bool:
     kind = record.exc_info[0] if record.exc_info else None
     if kind is None or kind.__name__ != _LOST_ANSWER:
         return True
@@ -289,3 +287,169 @@ def _is_kept(record: logging.LogRecord) -> bool:
         "a caller left as its answer was sent", extra={"grpc": grpc.__version__, "event": record.getMessage()}
     )
     return False
+
+
+V1_NAME = "grpc.reflection.v1.ServerReflection"
+V1ALPHA_NAME = "grpc.reflection.v1alpha.ServerReflection"
+
+
+def add_reflection(server: grpc.aio.Server, service_names: Sequence[str]) -> None:
+    """Serve reflection v1 and v1alpha, for `service_names` and for reflection itself.
+
+    `grpcio-reflection` has v1alpha only. v1 has the same messages under another package name, field for
+    field, so the same servicer answers both; its descriptor is derived, so that v1 can describe itself too.
+    """
+    names = (*service_names, V1_NAME, V1ALPHA_NAME)
+    servicer = reflection.aio.ReflectionServicer(names, pool=_Pool(pool_with_v1()))
+    reflection_pb2_grpc.add_ServerReflectionServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
+    handler = grpc.stream_stream_rpc_method_handler(
+        servicer.ServerReflectionInfo,
+        request_deserializer=reflection_pb2.ServerReflectionRequest.FromString,
+        response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString,
+    )
+    methods = {"ServerReflectionInfo": handler}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(V1_NAME, methods),))
+
+
+class _Pool:
+    """A descriptor pool that also finds methods; protobuf's own does not."""
+
+    def __init__(self, pool: descriptor_pool.DescriptorPool) -> None:
+        self._pool = pool
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._pool, name)
+
+    def FindFileContainingSymbol(self, symbol: str) -> FileDescriptor:
+        """Return the file of a message, enum, service, field or method; raises KeyError."""
+        try:
+            return self._pool.FindFileContainingSymbol(symbol)
+        except KeyError:
+            service_name, _, method_name = symbol.rpartition(".")
+            service = self._pool.FindServiceByName(service_name)
+            return service.methods_by_name[method_name].containing_service.file
+
+
+def pool_with_v1() -> descriptor_pool.DescriptorPool:
+    """Return the pool of all descriptors, version 1 of reflection among them."""
+    pool = descriptor_pool.Default()
+    file = descriptor_pb2.FileDescriptorProto()
+    reflection_pb2.DESCRIPTOR.CopyToProto(file)
+    file.name = "grpc/reflection/v1/reflection.proto"
+    file.package = "grpc.reflection.v1"
+    for message in file.message_type:
+        for field in message.field:
+            if field.type_name:
+                field.type_name = _renamed(field.type_name)
+    for service in file.service:
+        for method in service.method:
+            method.input_type = _renamed(method.input_type)
+            method.output_type = _renamed(method.output_type)
+    pool.Add(file)
+    return pool
+
+
+def _renamed(name: str) -> str:
+    return name.replace(".grpc.reflection.v1alpha.", ".grpc.reflection.v1.")
+
+
+REFRESH_INTERVAL_S = 0.5
+"""How often the heartbeat is checked. Changes of state do not wait for it."""
+
+
+class Health(health_pb2_grpc.HealthServicer):
+    """The standard health service, by the engine's state and heartbeat. Owned by the event loop.
+
+    A check is answered by the state at that moment. Each watcher is written to by its own task, without a
+    lock: grpc_health's own servicer writes under one, so that a reader who takes nothing stops everybody's
+    updates.
+    """
+
+    def __init__(
+        self,
+        *,
+        engine: EnginePort,
+        router: Router,
+        clock: Clock,
+        service_names: Sequence[str],
+        heartbeat_timeout_s: float,
+        stall_timeout_s: float,
+    ) -> None:
+        self._engine = engine
+        self._router = router
+        self._clock = clock
+        self._heartbeat_timeout_s = heartbeat_timeout_s
+        self._is_stopping = False
+        self._shown = self.is_serving
+        self._wake = asyncio.Event()
+        self._changed = asyncio.Event()
+        """Set at the next change of the status; later changes have an event of their own."""
+        self._names = frozenset(("", *service_names))
+        self._stall_timeout_s = stall_timeout_s
+        router.add_listener(self._wake.set)
+
+    @property
+    def is_serving(self) -> bool:
+        """The model is warm, nobody ordered a stop, and the inference loop turns."""
+        if self._is_stopping or self._router.state is not EngineState.READY:
+            return False
+        allowed_s = max(self._heartbeat_timeout_s, self._engine.step_allowance_s)
+        return self._clock.monotonic() - self._engine.heartbeat_time <= allowed_s
+
+    def refresh(self) -> None:
+        """Wake the watchers if the status has changed since they were last woken."""
+        serving = self.is_serving
+        if serving is not self._shown:
+            self._shown = serving
+            # Those who wait have the old event; others get the new one, which is not set.
+            changed, self._changed = self._changed, asyncio.Event()
+            changed.set()
+
+    async def run(self) -> None:
+        """Refresh on every change of state and at least once per interval, until cancelled."""
+        while True:
+            self._wake.clear()
+            self.refresh()
+            # Also without a change of state: the heartbeat may have gone stale.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(REFRESH_INTERVAL_S):
+                    await self._wake.wait()
+
+    def stop_serving(self) -> None:
+        """NOT_SERVING from now on, whatever the engine says."""
+        self._is_stopping = True
+        self.refresh()
+
+    async def Check(self, request: HealthCheckRequest, context: Context) -> HealthCheckResponse:
+        if request.service not in self._names:
+            await context.abort(grpc.StatusCode.NOT_FOUND)
+        return HealthCheckResponse(status=self._status(request.service))
+
+    async def List(self, request: Any, context: Context) -> Any:
+        """Answer for all services. grpc_health's stubs lack this method."""
+        messages: Any = health_pb2
+        return messages.HealthListResponse(
+            statuses={name: HealthCheckResponse(status=self._status(name)) for name in self._names}
+        )
+
+    async def Watch(self, request: HealthCheckRequest, context: Context) -> None:
+        """Send the status now and at each change, until the caller ends the call."""
+        timer = StallTimer(timeout_s=self._stall_timeout_s)
+        sent: object = None
+        try:
+            async with timer.guard():
+                while True:
+                    # Taken before the status is read, so that no change in between is missed.
+                    changed = self._changed
+                    status = self._status(request.service)
+                    if status != sent:
+                        await timer.write(context, HealthCheckResponse(status=status))
+                        sent = status
+                    await changed.wait()
+        except IcehouseError as error:
+            await end(context, status_of(error))
+
+    def _status(self, name: str) -> Any:
+        if name not in self._names:
+            return HealthCheckResponse.SERVICE_UNKNOWN
+        return HealthCheckResponse.SERVING if self.is_serving else HealthCheckResponse.NOT_SERVING

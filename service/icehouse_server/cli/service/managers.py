@@ -1,0 +1,343 @@
+"""Service managers: systemd and launchd, the file that each reads, and how their programs are run.
+
+The file has a checksum over the rest of it. So a file that somebody changed by hand is recognised, and is
+left alone unless that is asked for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import enum
+import hashlib
+import os
+import plistlib
+import re
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+OPEN_SEAL = "0" * 64
+"""Where the checksum goes."""
+
+SEAL_LINE = f"Written by `icehouse service install`, sha256:{OPEN_SEAL}. One that was changed is left alone."
+
+_SEAL = re.compile(r"(?<=sha256:)[0-9a-f]{64}")
+
+
+class ServiceError(Exception):
+    """What keeps a command from being done, for people, with what to do."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ServiceDefinition:
+    """What is run, whatever runs it."""
+
+    command: tuple[str, ...]
+    environment: Mapping[str, str]
+    """Variables of the service. No secret: every user of the machine may be able to read the file."""
+    stop_timeout_s: int
+    """How long an orderly stop may take."""
+
+
+class FileState(enum.StrEnum):
+    """How a definition's file stands to what would be written."""
+
+    ABSENT = "absent"
+    SAME = "same"
+    OLDER = "older"
+    """Written by `install`, with other settings or by another version, and not changed since."""
+    CHANGED = "changed"
+    """Somebody changed or wrote it by hand."""
+
+
+def sealed(text: str) -> str:
+    """Return a definition's text with its checksum filled in."""
+    assert text.count(OPEN_SEAL) == 1, "a definition has one seal"
+    return text.replace(OPEN_SEAL, hashlib.sha256(text.encode()).hexdigest())
+
+
+def is_untouched(text: str) -> bool:
+    """Whether a file is as `sealed` made it."""
+    found = _SEAL.findall(text)
+    return len(found) == 1 and sealed(_SEAL.sub(OPEN_SEAL, text)) == text
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DefinitionFile:
+    """The one file that makes a service known to its manager."""
+
+    path: Path
+
+    def state(self, wanted: str | None = None) -> FileState:
+        """Return how the file stands to the text `wanted`; without one, whether it may go."""
+        if not os.path.lexists(self.path):
+            return FileState.ABSENT
+        try:
+            text = self.path.read_text(encoding="utf-8")
+        except OSError as error:
+            raise ServiceError(f"cannot read {self.path}: {error.strerror}") from error
+        except UnicodeDecodeError:
+            return FileState.CHANGED
+        if text == wanted:
+            return FileState.SAME
+        # A link leads to somebody's own file, or to nothing, which is how systemd masks a unit.
+        is_ours = is_untouched(text) and not self.path.is_symlink()
+        return FileState.OLDER if is_ours else FileState.CHANGED
+
+    def write(self, text: str, *, is_forced: bool) -> None:
+        """Put `text` there, whole or not at all; raises ServiceError where a changed file would be lost."""
+        self._guard(self.state(text), is_forced=is_forced, verb="replaces")
+        draft = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            draft.write_text(text, encoding="utf-8")
+            draft.chmod(0o644)
+            draft.replace(self.path)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                draft.unlink()
+            raise ServiceError(f"cannot write {self.path}: {error.strerror}") from error
+
+    def guard_removal(self, *, is_forced: bool) -> None:
+        """Raise ServiceError where there is no file, or a changed one that nobody said may go."""
+        state = self.state()
+        if state is FileState.ABSENT:
+            raise ServiceError(f"no service is installed: there is no {self.path}")
+        self._guard(state, is_forced=is_forced, verb="removes")
+
+    def remove(self) -> None:
+        """Remove the file; raises ServiceError where it cannot be."""
+        try:
+            self.path.unlink(missing_ok=True)
+        except OSError as error:
+            raise ServiceError(f"cannot remove {self.path}: {error.strerror}") from error
+
+    def _guard(self, state: FileState, *, is_forced: bool, verb: str) -> None:
+        if state is FileState.CHANGED and not is_forced:
+            raise ServiceError(
+                f"{self.path} is not as `service install` wrote it; look at it, then --force {verb} it"
+            )
+
+
+_ANSWER_TIMEOUT_S = 30.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ServiceStatus:
+    """What a manager says of the service."""
+
+    is_running: bool
+    facts: dict[str, str]
+    """Its words, by its names: state, process, how often it was started again."""
+
+
+def answer_of(command: Sequence[str], *, timeout_s: float = _ANSWER_TIMEOUT_S) -> str:
+    """Return what a manager's program prints; raises ServiceError with its own words when it fails."""
+    shown = " ".join(command)
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=timeout_s,
+        )
+    except FileNotFoundError as error:
+        raise ServiceError(f"there is no {command[0]} here; --print shows the file") from error
+    except subprocess.TimeoutExpired as error:
+        raise ServiceError(f"`{shown}` did not end within {timeout_s:g} s") from error
+    if done.returncode != 0:
+        said = (done.stderr or done.stdout).strip() or "it said nothing"
+        raise ServiceError(f"`{shown}` ended with {done.returncode}: {said}")
+    return done.stdout
+
+
+UNIT = "icehouse.service"
+
+_UNIT_FACTS = ("ActiveState", "SubState", "Result", "MainPID", "NRestarts", "StatusText")
+
+_UNIT_TEXT = """\
+# {seal}
+[Unit]
+Description=Icehouse, MLX language models over gRPC
+
+[Service]
+# The server says when it serves, which takes as long as fetching the model does the first time, and from then
+# on that its inference thread answers. One that is silent for so long is ended and started again.
+Type=notify
+NotifyAccess=main
+TimeoutStartSec=infinity
+WatchdogSec=120
+ExecStart={command}
+{environment}KillSignal=SIGTERM
+# Running calls end, then the RAM tier goes to SSD.
+TimeoutStopSec={stop_timeout_s}
+Restart=on-failure
+RestartSec=5
+UMask=0077
+LimitNOFILE=65536
+# A core dump would hold prompts.
+LimitCORE=0
+OOMPolicy=stop
+NoNewPrivileges=yes
+LockPersonality=yes
+RestrictRealtime=yes
+RestrictSUIDSGID=yes
+
+[Install]
+WantedBy=default.target
+"""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Systemd:
+    """The user's own manager."""
+
+    config_folder: Path
+    """XDG's, ~/.config by default."""
+    name: str = "systemd"
+    hints: tuple[str, ...] = (
+        "its log: journalctl --user -u icehouse -f",
+        "it ends when you log out, unless you say: loginctl enable-linger",
+    )
+
+    @property
+    def path(self) -> Path:
+        return self.config_folder / "systemd" / "user" / UNIT
+
+    def text_of(self, definition: ServiceDefinition) -> str:
+        """Return the unit; raises ServiceError for a path that no unit can name."""
+        variables = [f"{name}={value}" for name, value in definition.environment.items()]
+        environment = "".join(f"Environment={_quoted(each)}\n" for each in variables)
+        program, *arguments = definition.command
+        if any(character in program for character in "\"'\\"):
+            raise ServiceError(f"systemd runs no program whose path has quotes or backslashes: {program}")
+        words = [_quoted(program), *(_quoted(word).replace("$", "$$") for word in arguments)]
+        return sealed(
+            _UNIT_TEXT.format(
+                seal=SEAL_LINE,
+                command=" ".join(words),
+                environment=environment,
+                stop_timeout_s=definition.stop_timeout_s,
+            )
+        )
+
+    def start(self) -> None:
+        """Enable the unit and start it, or start it again; the model is loaded later."""
+        self.forget()
+        _systemctl("enable", UNIT)
+        # Not waited for: the first start may fetch a model.
+        _systemctl("restart", "--no-block", UNIT)
+
+    def stop(self, *, timeout_s: float) -> None:
+        _systemctl("disable", "--now", UNIT, timeout_s=timeout_s)
+
+    def forget(self) -> None:
+        _systemctl("daemon-reload")
+
+    def status(self) -> ServiceStatus:
+        lines = _systemctl("show", UNIT, f"--property={','.join(_UNIT_FACTS)}").splitlines()
+        properties = dict(line.split("=", 1) for line in lines if "=" in line)
+        facts = {name: properties[name] for name in _UNIT_FACTS if properties.get(name)}
+        return ServiceStatus(is_running=facts.get("ActiveState") == "active", facts=facts)
+
+
+def _systemctl(*arguments: str, timeout_s: float | None = None) -> str:
+    command = ("systemctl", "--user", "--no-pager", *arguments)
+    return answer_of(command) if timeout_s is None else answer_of(command, timeout_s=timeout_s)
+
+
+def _quoted(word: str) -> str:
+    """Return a word as a unit has it (systemd.syntax(7), systemd.unit(5)): specifiers begin with %."""
+    if any(ord(character) < 32 or ord(character) == 127 for character in word):
+        raise ServiceError(f"{word!r} has a control character, which no unit file can hold")
+    escaped = word.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%")
+    is_plain = escaped == word and word and not any(character in word for character in " ';#")
+    return word if is_plain else f'"{escaped}"'
+
+
+LABEL = "dev.icehouse.serve"
+
+_DOCTYPE_END = b'PropertyList-1.0.dtd">\n'
+_AGENT_FACTS = ("state", "pid", "runs", "last exit code")
+_AGENT_FACT = re.compile(rf"^\t({'|'.join(_AGENT_FACTS)}) = (.+)$", re.MULTILINE)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Launchd:
+    """Agents of the user's session. A daemon has no GPU before somebody logs in, and no keychain."""
+
+    home: Path
+    name: str = "launchd"
+
+    @property
+    def path(self) -> Path:
+        return self.home / "Library" / "LaunchAgents" / f"{LABEL}.plist"
+
+    @property
+    def log_path(self) -> Path:
+        """Where the server's lines go. It grows for ever: newsyslog turns it over."""
+        return self.home / "Library" / "Logs" / "icehouse.log"
+
+    @property
+    def hints(self) -> tuple[str, ...]:
+        return (f"its log: {self.log_path}",)
+
+    def text_of(self, definition: ServiceDefinition) -> str:
+        """Return the property list; raises ServiceError for text that XML cannot hold."""
+        agent: dict[str, object] = {
+            "Label": LABEL,
+            "ProgramArguments": list(definition.command),
+            "RunAtLoad": True,
+            # A drained server stays down, a failed one comes back.
+            "KeepAlive": {"SuccessfulExit": False},
+            "ThrottleInterval": 10,
+            "ExitTimeOut": definition.stop_timeout_s,
+            # Otherwise macOS may keep it on the efficiency cores and throttle its disk.
+            "ProcessType": "Interactive",
+            "Umask": 0o077,
+            # A core dump would hold prompts.
+            "SoftResourceLimits": {"NumberOfFiles": 65536, "Core": 0},
+            "StandardErrorPath": str(self.log_path),
+        }
+        if definition.environment:
+            agent["EnvironmentVariables"] = dict(definition.environment)
+        try:
+            head, end, body = plistlib.dumps(agent, sort_keys=False).partition(_DOCTYPE_END)
+        except ValueError as error:
+            raise ServiceError(f"{definition.command} cannot be said in a property list: {error}") from error
+        return sealed(f"{(head + end).decode()}<!-- {SEAL_LINE} -->\n{body.decode()}")
+
+    def start(self) -> None:
+        """Load the agent, replacing one that is loaded."""
+        if self._is_loaded():
+            answer_of(("launchctl", "bootout", _target()))
+        answer_of(("launchctl", "bootstrap", _domain(), str(self.path)))
+
+    def stop(self, *, timeout_s: float) -> None:
+        """Take the agent out, which ends the server in order."""
+        if self._is_loaded():
+            answer_of(("launchctl", "bootout", _target()), timeout_s=timeout_s)
+
+    def forget(self) -> None:
+        """Do nothing: launchd looks at the file when it loads it."""
+
+    def status(self) -> ServiceStatus:
+        if not self._is_loaded():
+            return ServiceStatus(is_running=False, facts={"state": "not loaded"})
+        facts = dict(_AGENT_FACT.findall(answer_of(("launchctl", "print", _target()))))
+        return ServiceStatus(is_running=facts.get("state") == "running", facts=facts)
+
+    def _is_loaded(self) -> bool:
+        lines = answer_of(("launchctl", "list")).splitlines()
+        return any(line.split("\t")[-1] == LABEL for line in lines)
+
+
+def _domain() -> str:
+    return f"gui/{os.getuid()}"
+
+
+def _target() -> str:
+    return f"{_domain()}/{LABEL}"
