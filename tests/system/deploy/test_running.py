@@ -34,6 +34,15 @@ TYPERS_OPTIONS = {"--install-completion", "--show-completion", "--help"}
 """Typer's own; the first two only where it can tell the shell."""
 BENCH_OPTIONS = {"--quick", "--cases", "--parts", "--clients", "--as-gpu", "--shape", "--minutes"}
 """Of `make bench` and others, as the page of figures names them."""
+HTTP_OPTIONS = {
+    "--alias",
+    "--strict-models",
+    "--allow-origin",
+    "--max-body-mib",
+    "--ca-file",
+    "--temperature",
+}
+"""Of icehouse-http, as its page names them."""
 RELEASE_OPTIONS = {"--without", "--artifact-url", "--pages-url"}
 """Of `make release`, as the page of releases names them."""
 TEXTS = [
@@ -150,7 +159,7 @@ def test_every_setting_that_is_named_exists(path: Path) -> None:
     own = {setting.flag for setting in SETTINGS} | set(_options_of(typer.main.get_command(app)))
     named = set(re.findall(r"`(--[a-z-]+)[ `]", text))
     switches = {f"--no-{flag[2:]}" for flag in own}
-    others = GATEWAY_OPTIONS | TYPERS_OPTIONS | BENCH_OPTIONS | RELEASE_OPTIONS
+    others = GATEWAY_OPTIONS | TYPERS_OPTIONS | BENCH_OPTIONS | RELEASE_OPTIONS | HTTP_OPTIONS
     assert named - own - switches - others == set()
 
 

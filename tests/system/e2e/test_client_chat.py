@@ -60,7 +60,7 @@ async def test_options_of_a_chat_arrive(folder: Path, tmp_path: Path) -> None:
         assert going_on.usage.prompt_tokens > 0
         with pytest.raises(IcehouseClientError, match="tools") as caught:
             await client.chat([ASKED], template_arguments={"tools": []})
-        assert (caught.value.reason, caught.value.field) == ("CHAT_INVALID", "chat.template_arguments")
+        assert (caught.value.reason, caught.value.field) == ("CHAT_INVALID", "prompt.chat.template_arguments")
         with pytest.raises(IcehouseClientError) as caught:
             await client.chat([ASKED], tools=[WEATHER], tool_choice=Tool("other"))
         assert caught.value.reason == "TOOL_CHOICE_INVALID"
