@@ -98,6 +98,7 @@ fresh: $(STAMP) # Are gen/ and docs/ what protos/ and the code say, and is the v
 gen: $(STAMP) ## Generate gen/ from protos/, and the pages of docs/ that come from the code.
 	@$(BIN)/python protos/generate.py
 	@PYTHONPATH=.:service:gen/python $(BIN)/python docs/generate.py
+	@PYTHONPATH=.:service:gen/python $(BIN)/python -m tests.fixtures.telemetry.metric_page
 
 fmt: $(STAMP) ## Format the code and fix what ruff can fix.
 	@$(BIN)/ruff check --fix-only --quiet .

@@ -184,6 +184,8 @@ class CacheServer:
             assert self._has_inventory.wait(BOUND_S)
         self.engine.start()
         self.recorder.wait_for_state(EngineState.READY)
+        if self.storage is not None:
+            self.stats()  # answered behind the inventory, which the engine has taken in by then
         return self
 
     def __exit__(self, *exc: object) -> None:

@@ -102,8 +102,9 @@ def attend_row(
     one of a few shapes, where the rule is causal.
     """
     count, begin, row = queries.shape[0], int(places.positions[first]), int(places.rows[first])
-    size, window = pool.shape.page_token_count, call.window
-    low = 0 if window is None or mask is not None else max(0, begin + 1 - window) // size * size
+    # Nothing before the window: in a row that was restored, nobody has written there.
+    window = call.window
+    low = 0 if window is None else max(0, begin + 1 - window)
     is_causal = mask is None and window is None
     padded = (padding_of if is_padded and is_causal else no_padding)(begin - low, count)
     keys, values = attention.gather_row(
@@ -115,6 +116,8 @@ def attend_row(
         asking = mx.pad(asking, [(0, 0), (0, 0), (padded.front_count, behind), (0, 0)])
     if mask is None:
         mask = causal_rule(begin - low, padded.query_count, window)
+    elif mask.shape[-1] > 1:
+        mask = mask[..., low:]
     output = mx.fast.scaled_dot_product_attention(
         asking, keys, values, scale=call.scale, mask=mask, sinks=call.sinks
     )
