@@ -68,10 +68,11 @@ def test_they_are_one_product_for_several_rows_and_their_own_for_one() -> None:
 def test_weights_are_in_memory_once() -> None:
     mlp = Mlp()
     mx.eval(mlp.parameters())
+    weight_bytes = mlp.gate_proj.weight.nbytes + mlp.up_proj.weight.nbytes
     gc.collect()  # what other tests left is not freed meanwhile
     before = mx.get_active_memory()
     joined = JoinedLayers(mlp)
-    assert len(joined) == 1 and mx.get_active_memory() <= before
+    assert len(joined) == 1 and mx.get_active_memory() - before < weight_bytes // 2
 
 
 def test_a_layer_that_gets_another_input_computes_by_itself() -> None:
