@@ -13,14 +13,13 @@ import mlx.core as mx
 from icehouse_server.clock import Clock
 
 _LAYERS_A_START: Final = 6
-"""Attended, before the device is given what was built: each time costs the host some 50 us."""
+"""Attended, before the device is given what was built. Not tuned on a device."""
 
 
 class EarlyStart:
     """Gives an idle device the layers built so far, from `begin` to `end`.
 
-    A prompt whose KV is in RAM waits for one pass alone. Of Qwen3-4B's shape the host builds and encodes it
-    in 6 ms and an H100 computes it in 4, one after the other if the device gets it as a whole.
+    A prompt whose KV is in RAM waits for one pass alone, which would be built and then computed.
     """
 
     def __init__(self) -> None:
