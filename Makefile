@@ -159,7 +159,7 @@ build/audit/.stamp: .ci/audit-requirements.txt
 
 # The variable silences what mkdocs 1 says of mkdocs 2, of which nothing is used here.
 docs: build/docs/.stamp ## Build the pages as a site in build/site; a dead link fails it (ARGS=serve shows it as you write).
-	@NO_MKDOCS_2_WARNING=1 build/docs/venv/bin/mkdocs $(if $(ARGS),$(ARGS),build --quiet --strict)
+	@NO_MKDOCS_2_WARNING=1 build/docs/venv/bin/mkdocs $(if $(ARGS),$(ARGS),build --strict)
 
 build/docs/.stamp: .ci/docs-requirements.txt
 	@$(PYTHON) -m venv build/docs/venv

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 COPIES = "repository"
 _OUTSIDE = ("*.md", "clients/README.md", "clients/*/README.md", "deploy/**/*.md")
 _FENCES = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
-_LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\[\]]*\])+)\]\(([^()\s#]+)(#[^()\s]*)?\)")
+_LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\[\]]*\])+)\]\(([^()\s#]+)(#[^()\s]*)?\)")
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -40,7 +40,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
 def _led(text: str, place: str, names: set[str]) -> str:
     def lead(match: re.Match[str]) -> str:
-        words, target, anchor = match[1], match[2], match[3] or ""
+        bang, words, target, anchor = match[1], match[2], match[3], match[4] or ""
         if re.match(r"[a-z]+:", target):
             return match[0]
         path = posixpath.normpath(posixpath.join(posixpath.dirname(_in_repository(place)), target))
@@ -49,7 +49,7 @@ def _led(text: str, place: str, names: set[str]) -> str:
         name = _in_site(path)
         if name not in names:
             return words
-        return f"[{words}]({posixpath.relpath(name, posixpath.dirname(place) or '.')}{anchor})"
+        return f"{bang}[{words}]({posixpath.relpath(name, posixpath.dirname(place) or '.')}{anchor})"
 
     return _LINK.sub(lead, text)
 
