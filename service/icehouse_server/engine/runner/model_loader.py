@@ -24,8 +24,7 @@ from icehouse_server.engine.core.memory_model import (
     head_size_of,
     keeps_scores,
 )
-from icehouse_server.engine.kv_cache import caches as kv_caches
-from icehouse_server.engine.kv_cache.cache_classes import leaves
+from icehouse_server.engine.kv_cache.cache_classes import leaves, make_caches
 from icehouse_server.engine.runner import mlx_lm
 from icehouse_server.engine.runner.identity.kv_code import KvCode
 from icehouse_server.engine.runner.vision import mlx_vlm
@@ -181,7 +180,7 @@ def load(source: ModelSource) -> LoadedModel:
             hint="; is the download complete?",
         ) from error
     if source.code is not None:
-        caches = leaves(kv_caches.make_caches(model))
+        caches = leaves(make_caches(model))
         source.code.check({type(each) for each in (*(m for part in parts for m in part.modules()), *caches)})
     return LoadedModel(model, config, tower)
 
@@ -209,7 +208,7 @@ def describe(
     if loaded.tower is not None:
         weights += [array for _, array in parameters_of(loaded.tower)]
     floating = [a.dtype for a in weights if mx.issubdtype(a.dtype, mx.floating)]
-    caches, device = kv_caches.make_caches(loaded.model), find_device()
+    caches, device = make_caches(loaded.model), find_device()
     context = source.context_token_limit or find_int(loaded.config, _CONTEXT_KEYS) or _DEFAULT_CONTEXT_TOKENS
     return ModelInfo(
         model_id=source.model_id,

@@ -27,8 +27,12 @@ from icehouse_server.engine.kv.paged_cache import Paging
 from icehouse_server.engine.kv.pass_clock import PassClock
 from icehouse_server.engine.kv.pool import PagePool, can_reserve
 from icehouse_server.engine.kv.runner_blocks import RunnerBlocks
-from icehouse_server.engine.kv_cache import caches as kv_caches
-from icehouse_server.engine.kv_cache.cache_classes import Cache
+from icehouse_server.engine.kv_cache.cache_classes import (
+    Cache,
+    make_caches,
+    quantize_caches,
+    step_token_count,
+)
 from icehouse_server.engine.runner import mlx_lm, model_loader
 from icehouse_server.engine.runner.decoding import OpenSequence
 from icehouse_server.engine.runner.draft_model import DraftModel
@@ -273,12 +277,10 @@ class ModelRunner:
 
     def fresh_caches(self) -> list[Cache]:
         """Make empty caches, one a layer, quantized if the settings say so."""
-        caches = kv_caches.make_caches(self._model)
+        caches = make_caches(self._model)
         if not self._settings.kv_bits:
             return caches
-        return kv_caches.quantize_caches(
-            caches, bits=self._settings.kv_bits, group_size=self._settings.kv_group_size
-        )
+        return quantize_caches(caches, bits=self._settings.kv_bits, group_size=self._settings.kv_group_size)
 
     def _prepared(self, chunk: Chunk) -> OpenSequence:
         """Return a chunk's sequence, with what it draws by where the chunk ends its prompt."""
@@ -346,7 +348,7 @@ class ModelRunner:
         """Return by how many tokens the room for a row's KV grows."""
         if self._paging is not None:
             return self._paging.groups[0].pool.shape.page_token_count
-        return kv_caches.step_token_count(self.fresh_caches())
+        return step_token_count(self.fresh_caches())
 
     def _page(self, facts: Sequence[GroupFacts], loaded: model_loader.LoadedModel) -> None:
         """Put the KV of rows to come into pages, where that is wanted and can be."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from icehouse_server.engine.kv_cache.caches import quantize_caches
+from icehouse_server.engine.kv_cache.cache_classes import quantize_caches
 from icehouse_server.engine.runner.forward import ForwardPass, Row, Share, examine
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
 
