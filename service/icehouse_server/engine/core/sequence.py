@@ -195,10 +195,6 @@ class Sequence:
         self.prompt_logprob_count += len(new)
         return new
 
-    def note_drafts(self, step: DraftCounts) -> None:
-        """Add what speculation did in a step."""
-        self.drafts = self.drafts.plus(step)
-
     def take_pooled(self, part: Vector) -> None:
         """Take what the next tokens' hidden states came to."""
         self.unread_chunk_count -= 1
