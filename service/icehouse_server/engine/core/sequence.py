@@ -232,7 +232,6 @@ class Sequence:
         """Return what the sequence joins decoding with."""
         return DecodeRow(
             sampling=self.request.sampling,
-            adapter=self.request.adapter,
             prompt_token_ids=self.request.prompt_token_ids,
             output_token_ids=tuple(self.output_token_ids),
             constraint=self.request.grammar.start() if self.request.grammar is not None else None,

@@ -43,7 +43,6 @@ from icehouse_server.engine.runner.forward import (
     JoinedLayers,
     PassFacts,
     Row,
-    SplitMode,
     examine,
 )
 from icehouse_server.engine.runner.freed_buffers import FreedBuffers
@@ -180,7 +179,7 @@ class ModelRunner:
             info,
             kv_bytes_per_token=kv_bytes_per_token,
             adapters=tuple(model.info for model in adapted),
-            pass_splits=tuple(map(PassSplit, self._facts.modes)),
+            pass_splits=self._facts.modes,
             embedding_size=self._hidden_size(),
             system_digest_hex=system_digest_hex(
                 self._source.path, fingerprint_hex=self._fingerprint_hex, device=info.device
@@ -312,7 +311,7 @@ class ModelRunner:
         the bytes of kv a token takes and the bytes a sequence takes whatever its length."""
         sequence_id = SequenceId(-1)
         self.open(sequence_id)
-        row = DecodeRow(SamplingParams(), prompt_token_ids=(0, 0), adapter=adapter)
+        row = DecodeRow(SamplingParams(), prompt_token_ids=(0, 0))
         self.run([Chunk(sequence_id, [0, 0], adapter)])
         footprint = self.blocks.measure(self.caches(sequence_id), token_count=2)
         if self._paging is None and self._facts.caches:
@@ -433,13 +432,14 @@ class ModelRunner:
                 f"this model's KV cannot be quantized to {self._settings.kv_bits} bits in groups of "
                 f"{self._settings.kv_group_size}: {error}; choose another kv_bits or kv_group_size",
             ) from error
-        if model_loader.needs_flat_layers(model) and facts.modes != (SplitMode.ATTENTION.value,):
+        modes = ", ".join(mode.value for mode in facts.modes)
+        if model_loader.needs_flat_layers(model) and facts.modes != (PassSplit.ATTENTION,):
             raise ModelError(
                 Reason.MODEL_INVALID,
-                f"this model's passes are split by {', '.join(facts.modes)} ({facts.reason}); only those "
+                f"this model's passes are split by {modes} ({facts.reason}); only those "
                 "that attention splits know where images are; is mlx-vlm a newer one than 0.7?",
             )
-        detail = {"ways": ", ".join(facts.modes), "detail": facts.reason or "rows share every layer"}
+        detail = {"ways": modes, "detail": facts.reason or "rows share every layer"}
         if facts.caches:
             _log.info("forward_pass_examined", extra=detail)
         else:
