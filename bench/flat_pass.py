@@ -134,7 +134,7 @@ def compare(model: Any, *, rounds: int, budget: int, names: Sequence[str]) -> No
     """Print each case's medians, and the median of the rounds' ratios."""
     forward = ForwardPass(model, examine(model))
     vocabulary_size = model.args.vocab_size
-    print(f"ways: {forward.facts.modes}, tokens of prompts in a pass: {budget}")
+    print(f"ways: {[mode.value for mode in forward.facts.modes]}, tokens of prompts in a pass: {budget}")
     for name in names:
         lengths, count = CASES[name]
         prompts = prompts_of(lengths, vocabulary_size)

@@ -84,7 +84,6 @@ OWNERS = {
     "mlx_lm": (
         "engine.kv.paged_cache",
         "engine.kv_cache.cache_classes",
-        "engine.kv_cache.caches",
         "engine.runner.forward.",
         "engine.runner.identity.kv_code",
         "engine.runner.mlx_lm",

@@ -10,6 +10,7 @@ import dataclasses
 import math
 from collections.abc import Iterable
 
+from icehouse_server.averages import quantile
 from icehouse_server.clock import Clock
 from icehouse_server.domain.events import Failed, PrefillProgress
 from icehouse_server.domain.model import ModelInfo
@@ -125,7 +126,7 @@ class EngineLoop:
         if not self._has_pass_to_run:
             self._output.publish()  # before readers that have just been sent off share the interpreter
         has_run = self._run_pass(spent_s=prepare_s or 0.0)
-        self._cache.hand_over_spills(may_wait=not has_run)
+        self._cache.spills.hand_over(may_wait=not has_run)
         # Who was parked gave memory to others, who may go on although this step found nothing they could do.
         has_parked = self.counters.stats.parked_total > parked_before
         self._is_idle = not (has_begun or has_run or has_parked) and prepare_s is None
@@ -171,9 +172,9 @@ class EngineLoop:
     def flush(self, *, deadline_time: float) -> None:
         """Spill what RAM holds, until it is written or the deadline passes. Only when drained."""
         assert self.is_done
-        under_way = self._cache.begin_flush()
         flush(
-            under_way,
+            self._cache.spills,
+            self._cache.tree.in_ram(),
             wait=self._take_in,
             is_stalled=lambda: self._prefix.is_stalled,
             clock=self._clock,
@@ -375,7 +376,7 @@ class EngineLoop:
             return
         if timed.advanced_token_count:
             self.counters.note_prefill_rate(timed.advanced_token_count, timed.prefill_s(elapsed_s))
-            self._cache.note_prefill_rate(self.counters.stats.prefill_tokens_per_s)
+            self._cache.rates.prefill_tokens_per_s = self.counters.stats.prefill_tokens_per_s
         if elapsed_s > 0.0:
             self._scheduler.note_time(
                 timed, elapsed_s, guess_count=result.drafted_count, layers_began_s=result.layers_began_s
@@ -477,10 +478,10 @@ class EngineLoop:
             prefilling_count=self._scheduler.prefilling_count,
             decoding_count=self._scheduler.decoding_count,
             decoding_limit=self._scheduler.limits.running_limit,
-            decode_step_p50_s=self.counters.decode_step_quantile_s(0.5),
-            decode_step_p99_s=self.counters.decode_step_quantile_s(0.99),
-            pass_p50_s=self.counters.pass_quantile_s(0.5),
-            pass_p99_s=self.counters.pass_quantile_s(0.99),
+            decode_step_p50_s=quantile(self.counters.decode_steps_s, 0.5),
+            decode_step_p99_s=quantile(self.counters.decode_steps_s, 0.99),
+            pass_p50_s=quantile(self.counters.passes_s, 0.5),
+            pass_p99_s=quantile(self.counters.passes_s, 0.99),
             active_memory_bytes=memory.active_bytes,
             peak_memory_bytes=memory.peak_bytes,
             memory_limit_bytes=self._preemption.guard.limit_bytes,

@@ -29,7 +29,7 @@ class Output:
             sequence.first_token_time = now
         sequence.fed_ahead_count = drawn.fed_ahead_count
         if drawn.drafts is not None:
-            sequence.note_drafts(drawn.drafts)
+            sequence.drafts = sequence.drafts.plus(drawn.drafts)
         sequence.output_token_ids.append(token_id)
         sequence.undelivered_token_ids.append(token_id)
         if drawn.logprobs is not None:

@@ -32,6 +32,7 @@ from icehouse_server.engine.prefix_cache.controller import CacheController
 from icehouse_server.engine.prefix_cache.prefix_cache import PrefixCache
 from icehouse_server.engine.prefix_cache.tiers.prefix_settings import PrefixSettings, QuotaLimits
 from icehouse_server.engine.prefix_cache.tiers.runner_port import CacheFacts
+from icehouse_server.engine.prefix_cache.tiers.spill import flush
 from icehouse_server.engine.scheduling.limits import SchedulerLimits
 from icehouse_server.engine.scheduling.memory_guard import MemoryGuard
 from icehouse_server.engine.scheduling.preemption import SchedulingParts
@@ -182,11 +183,20 @@ class SteppedServer:
         self.mailbox.post(Drain(self.clock.now))
         self.holds_storage = False
         self.step_until_idle()
-        flush = self.cache.begin_flush()
-        while flush.proceed():
+
+        def wait(_: float) -> None:
             self.settle_storage()
             for message in self.mailbox.take_all(timeout_s=0):
                 self.loop._receive(message)
+
+        flush(
+            self.cache.spills,
+            self.cache.tree.in_ram(),
+            wait=wait,
+            is_stalled=lambda: False,
+            clock=self.clock,
+            deadline_time=self.clock.now + 60,
+        )
         if self.storage is not None:
             self.storage.close(deadline_time=self.clock.now + 60)
             self.settle_storage()

@@ -221,7 +221,8 @@ class SimServer:
         for _ in range(_REST_STEP_LIMIT):
             self.step_engine()
             is_busy = self.step_storage()
-            if not is_busy and self.scheduler.is_empty and not len(self.mailbox):
+            has_sequences = self.scheduler.waiting_count or self.scheduler.running
+            if not (is_busy or has_sequences or len(self.mailbox)):
                 return
             if self.is_hanging:
                 self.clock.now += 0.05

@@ -112,7 +112,7 @@ class SteppedLoop:
     def run(self, bound: int = 200) -> None:
         self.loop.step()
         for _ in range(bound):
-            if self.scheduler.is_empty:
+            if not (self.scheduler.waiting_count or self.scheduler.running):
                 return
             self.loop.step()
         raise AssertionError("the loop did not come to rest")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 
-from icehouse_server.averages import MovingAverage, quantile
+from icehouse_server.averages import MovingAverage
 from icehouse_server.domain.request import DraftCounts
 from icehouse_server.domain.stats import EngineStats
 
@@ -19,8 +19,10 @@ class Counters:
         self.service = MovingAverage()
         """How long a request holds a slot, in seconds."""
         self._prefill_rate = MovingAverage()
-        self._decode_steps_s: collections.deque[float] = collections.deque(maxlen=_KEPT_STEP_COUNT)
-        self._passes_s: collections.deque[float] = collections.deque(maxlen=_KEPT_STEP_COUNT)
+        self.passes_s: collections.deque[float] = collections.deque(maxlen=_KEPT_STEP_COUNT)
+        """What the last passes took."""
+        self.decode_steps_s: collections.deque[float] = collections.deque(maxlen=_KEPT_STEP_COUNT)
+        """The same of those with rows, which drew their next token."""
 
     def note_pass(self, *, prefilled_token_count: int, output_token_count: int) -> None:
         """Account for what a forward pass ran and what came of it."""
@@ -33,10 +35,10 @@ class Counters:
         self.stats.prefill_tokens_per_s = self._prefill_rate.add(token_count / max(elapsed_s, 1e-9))
 
     def note_pass_time(self, elapsed_s: float, *, has_rows: bool) -> None:
-        """Account for what a pass took; with rows, which drew their next token, it was a decode step."""
-        self._passes_s.append(elapsed_s)
+        """Account for what a pass took."""
+        self.passes_s.append(elapsed_s)
         if has_rows:
-            self._decode_steps_s.append(elapsed_s)
+            self.decode_steps_s.append(elapsed_s)
 
     def note_drafts(self, step: DraftCounts) -> None:
         """Account for what one row's speculation came to in a pass."""
@@ -47,11 +49,3 @@ class Counters:
         """Account for a request that ran to its end."""
         self.stats.finished_total += 1
         self.service.add(service_s)
-
-    def decode_step_quantile_s(self, share: float) -> float:
-        """Return what `share` (0 to 1) of the last decode steps took less than; 0 before the first one."""
-        return quantile(self._decode_steps_s, share)
-
-    def pass_quantile_s(self, share: float) -> float:
-        """Return what `share` (0 to 1) of the last passes took less than; 0 before the first one."""
-        return quantile(self._passes_s, share)

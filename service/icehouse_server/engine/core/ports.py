@@ -35,8 +35,6 @@ class DecodeRow:
     prompt_token_ids: tuple[int, ...]
     output_token_ids: tuple[int, ...] = ()
     """Drawn before the sequence was parked: the draws, the penalties and the constraint go on from there."""
-    adapter: AdapterName = NO_ADAPTER
-    """Rows decode in one forward pass with rows of the same adapter only."""
     constraint: Constraint | None = None
     """A fresh one; it accepts `output_token_ids` when the row joins."""
     logprobs: LogprobsWanted | None = None
@@ -93,6 +91,7 @@ class Chunk:
     sequence_id: SequenceId
     token_ids: Sequence[int]
     adapter: AdapterName = NO_ADAPTER
+    """Rows run in one forward pass with rows of the same adapter only."""
     row: DecodeRow | None = None
     """Set with the prompt's last tokens: the first output token is drawn from them, and the sequence decodes
     in every pass after this one."""

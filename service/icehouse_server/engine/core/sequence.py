@@ -195,10 +195,6 @@ class Sequence:
         self.prompt_logprob_count += len(new)
         return new
 
-    def note_drafts(self, step: DraftCounts) -> None:
-        """Add what speculation did in a step."""
-        self.drafts = self.drafts.plus(step)
-
     def take_pooled(self, part: Vector) -> None:
         """Take what the next tokens' hidden states came to."""
         self.unread_chunk_count -= 1
@@ -236,7 +232,6 @@ class Sequence:
         """Return what the sequence joins decoding with."""
         return DecodeRow(
             sampling=self.request.sampling,
-            adapter=self.request.adapter,
             prompt_token_ids=self.request.prompt_token_ids,
             output_token_ids=tuple(self.output_token_ids),
             constraint=self.request.grammar.start() if self.request.grammar is not None else None,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
 
 from icehouse_server.device import Backend, find_backend
 from icehouse_server.engine.attention.cpu.attention import CpuAttention
@@ -29,13 +28,9 @@ def kernels_for(shape: PoolShape, *, query_head_count: int, has_sinks: bool) -> 
     if query_head_count % shape.kv_head_count:
         query_head_count = shape.kv_head_count  # config.json does not say
     gather = GatherAttention()
-    for kernels in _candidates():
+    for kernels in [CpuAttention()] if find_backend() is Backend.CPU else gpu_attentions():
         why = prove(shape, query_head_count, backend=kernels, reference=gather, has_sinks=has_sinks)
         if not why:
             return kernels
         _log.warning("pages_unproved", extra={"detail": why})
     return None
-
-
-def _candidates() -> Iterable[PagedAttention]:
-    return [CpuAttention()] if find_backend() is Backend.CPU else gpu_attentions()

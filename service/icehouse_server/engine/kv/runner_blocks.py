@@ -25,7 +25,7 @@ from icehouse_server.engine.kv.page_table import PageGroup, PageRun
 from icehouse_server.engine.kv.paged_cache import Paging, table_of
 from icehouse_server.engine.kv.pass_clock import PassClock
 from icehouse_server.engine.kv.pool import Page, numbers_of
-from icehouse_server.engine.kv_cache.cache_classes import Cache, CachePart
+from icehouse_server.engine.kv_cache.cache_classes import Cache
 from icehouse_server.engine.kv_cache.cache_layout import CacheLayout, CacheRebuild, check_cover
 from icehouse_server.engine.kv_cache.opaque_state import CacheUnsupported
 from icehouse_server.engine.kv_cache.regions import ArrayRegion, compute, dtype_name, from_host, to_host
@@ -94,15 +94,7 @@ class RunnerBlocks:
             self.facts = CacheFacts(unsupported_detail=error.message)
             _log.warning("prefix_reuse_disabled", extra={"detail": error.message})
             return
-        self._layout = layout
-        windows = layout.window_token_counts
-        self.facts = CacheFacts(
-            has_kv=layout.has_kv,
-            cuttable_inside=layout.cuttable_inside,
-            needs_checkpoint=layout.needs_checkpoint,
-            window_token_count=max(windows, default=0),
-            shortest_window_token_count=min(windows, default=0),
-        )
+        self._layout, self.facts = layout, layout.facts
 
     def page(self, paging: Paging) -> None:
         """Cut and restore kv by pages from now on. After `measure`."""
@@ -164,14 +156,15 @@ class RunnerBlocks:
 
     def begin_restore(self, sequence_id: SequenceId, restore: RestoreInput) -> None:
         self._thread.check()
-        layout, caches = self._layout, self._sequences.fresh_caches()
-        assert layout is not None
-        if self._paging is None:
-            rebuild = layout.begin_rebuild(restore.blocks, caches, token_count=restore.token_count)
-        else:
+        assert self._layout is not None
+        parts, caches, count = self._layout.parts, self._sequences.fresh_caches(), restore.token_count
+        if self._paging is not None:
+            parts = tuple(part for part in parts if part.kind is not RegionKind.KV)
             caches = self._paging.caches(caches)
-            rebuild = PagedRebuild(layout.parts, caches, restore.blocks, token_count=restore.token_count)
-        self._restoring[sequence_id] = rebuild
+            for run in table_of(caches).runs:
+                if run.group.window is None:
+                    _put_pages(run, restore.blocks, token_count=count)
+        self._restoring[sequence_id] = CacheRebuild(parts, caches, restore.blocks, token_count=count)
 
     def continue_restore(self, sequence_id: SequenceId, *, budget_s: float) -> bool:
         self._thread.check()
@@ -392,49 +385,24 @@ class PageDestination:
             raise LayoutMismatch(f"{len(tensors)} kv tensors of {stored}, where pages hold {fit}")
 
 
-class PagedRebuild(CacheRebuild):
-    """A rebuild of a row whose KV of unlimited context, if any, is in pages."""
+def _put_pages(run: PageRun, blocks: Sequence[PlacedBlock], *, token_count: int) -> None:
+    """Put the pages of blocks into a new row's table; nothing has to be computed for them.
 
-    def __init__(
-        self,
-        parts: Sequence[CachePart],
-        caches: list[Cache],
-        blocks: Sequence[PlacedBlock],
-        *,
-        token_count: int,
-    ) -> None:
-        others = [part for part in parts if part.kind is not RegionKind.KV]
-        super().__init__(others, caches, blocks, token_count=token_count)
-        self._run = next((run for run in table_of(caches).runs if run.group.window is None), None)
-        """The pages of the layers of unlimited context, until they are there."""
-        if self._run is not None:
-            in_pages = [b for b in blocks if isinstance(b.regions.get(RegionKind.KV), PageRegion)]
-            check_cover(in_pages, token_count=token_count)
-
-    @property
-    def is_done(self) -> bool:
-        return self._run is None and super().is_done
-
-    def next_part(self) -> list[mx.array]:
-        """Put all pages into the table first; nothing has to be computed for them. Then as for any row."""
-        if self._run is None:
-            return super().next_part()
-        self._put_pages(self._run)
-        self._run = None
-        return []
-
-    def _put_pages(self, run: PageRun) -> None:
-        for block in self._blocks:
-            region = block.regions.get(RegionKind.KV)
-            if block.start_token_index < self.token_count and isinstance(region, PageRegion):
-                run.add(region.pages)
-        # The row will write to its last page, so it gets one of its own: others see the page as it is.
-        pool = run.group.pool
-        count = pool.pages_for(self.token_count)
-        last = run.pages[count - 1]
-        assert last is not None
-        del run.pages[count - 1 :], run.numbers[count - 1 :]
-        if self.token_count % pool.shape.page_token_count:
-            page, [last] = last, pool.take(1)
-            run.group.attention.copy_pages(pool, numbers_of([page]), numbers_of([last]))
-        run.add([last])
+    Raises StorageError when they do not cover the row's tokens.
+    """
+    regions = [(block, block.regions.get(RegionKind.KV)) for block in blocks]
+    in_pages = [(block, region) for block, region in regions if isinstance(region, PageRegion)]
+    check_cover([block for block, _ in in_pages], token_count=token_count)
+    for block, region in in_pages:
+        if block.start_token_index < token_count:
+            run.add(region.pages)
+    # The row will write to its last page, so it gets one of its own: others see the page as it is.
+    pool = run.group.pool
+    count = pool.pages_for(token_count)
+    last = run.pages[count - 1]
+    assert last is not None
+    del run.pages[count - 1 :], run.numbers[count - 1 :]
+    if token_count % pool.shape.page_token_count:
+        page, [last] = last, pool.take(1)
+        run.group.attention.copy_pages(pool, numbers_of([page]), numbers_of([last]))
+    run.add([last])

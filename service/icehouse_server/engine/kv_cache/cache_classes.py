@@ -23,6 +23,7 @@ from mlx_lm.models.cache import (
     KVCache,
     QuantizedKVCache,
     RotatingKVCache,
+    make_prompt_cache,
 )
 
 from icehouse_server.domain.blocks import RegionKind
@@ -348,9 +349,29 @@ def class_of(cache: Cache) -> CacheClass:
     return own or CACHE_CLASSES.get(kind) or OpaqueState(kind)
 
 
-def of_mlx_lm(cache: Cache) -> Cache:
-    """Return an empty cache of mlx-lm's for an empty one: itself, unless it is of mlx-vlm, which has classes
-    of its own, of the same names. Raises ModelError for one that is not known here."""
+def make_caches(model: Any) -> list[Cache]:
+    """Return empty caches, one a layer, of the classes the model asks for.
+
+    mlx-vlm has classes of its own, of the same names: where a model asks for these, it is given mlx-lm's,
+    which blocks are cut from. Raises ModelError for one that is not known here.
+    """
+    return [_of_mlx_lm(cache) for cache in make_prompt_cache(model)]
+
+
+def quantize_caches(caches: Sequence[Cache], *, bits: int, group_size: int) -> list[Cache]:
+    """Return these fresh caches, replaced by quantized ones where there are some; lists are changed."""
+    chosen = list(caches)
+    for cache, path in list(leaves_at(caches)):
+        put(chosen, path, class_of(cache).quantized(cache, bits=bits, group_size=group_size))
+    return chosen
+
+
+def step_token_count(caches: Sequence[Cache]) -> int:
+    """Return by how many tokens these caches grow at a time, at most; whole layers are copied each time."""
+    return max((class_of(leaf).step_token_count for leaf in leaves(caches)), default=1)
+
+
+def _of_mlx_lm(cache: Cache) -> Cache:
     kind = type(cache)
     if not kind.__module__.startswith("mlx_vlm."):
         return cache

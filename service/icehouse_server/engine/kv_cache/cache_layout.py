@@ -21,7 +21,7 @@ import mlx.core as mx
 from icehouse_server.domain.blocks import RegionKind
 from icehouse_server.engine.kv_cache.cache_classes import Cache, CachePart, class_of, leaf, parts_of, put
 from icehouse_server.engine.kv_cache.regions import TOKEN_AXIS, ArrayRegion, TokenArrays
-from icehouse_server.engine.prefix_cache.tiers.runner_port import PlacedBlock
+from icehouse_server.engine.prefix_cache.tiers.runner_port import CacheFacts, PlacedBlock
 from icehouse_server.errors import Reason, StorageError
 
 
@@ -42,24 +42,19 @@ class CacheLayout:
         return cls(tuple(parts_of(caches)), block_token_count)
 
     @property
-    def has_kv(self) -> bool:
-        return any(part.kind is RegionKind.KV for part in self.parts)
-
-    @property
-    def needs_checkpoint(self) -> bool:
-        """Whether some part cannot be cut: a sequence resumes only where a checkpoint was taken."""
-        return any(part.kind is RegionKind.CHECKPOINT for part in self.parts)
-
-    @property
-    def window_token_counts(self) -> list[int]:
-        """Lengths of the sliding windows, one for each layer that has one."""
-        return [part.window_token_count for part in self.parts if part.kind is RegionKind.WINDOW]
-
-    @property
-    def cuttable_inside(self) -> bool:
-        """Whether a match may end anywhere inside a block: no checkpoints, no window shorter than a block."""
-        is_long = all(window >= self.block_token_count for window in self.window_token_counts)
-        return is_long and not self.needs_checkpoint
+    def facts(self) -> CacheFacts:
+        """What these caches allow. A match may end anywhere inside a block where no state needs a checkpoint
+        and no window is shorter than a block."""
+        kinds = {part.kind for part in self.parts}
+        windows = [part.window_token_count for part in self.parts if part.kind is RegionKind.WINDOW]
+        needs_checkpoint = RegionKind.CHECKPOINT in kinds
+        return CacheFacts(
+            has_kv=RegionKind.KV in kinds,
+            cuttable_inside=not needs_checkpoint and all(w >= self.block_token_count for w in windows),
+            needs_checkpoint=needs_checkpoint,
+            window_token_count=max(windows, default=0),
+            shortest_window_token_count=min(windows, default=0),
+        )
 
     @property
     def kv_names(self) -> tuple[str, ...]:
@@ -99,16 +94,6 @@ class CacheLayout:
         ]
         return ArrayRegion.of(RegionKind.CHECKPOINT, arrays)
 
-    def begin_rebuild(
-        self, blocks: Sequence[PlacedBlock], caches: list[Cache], *, token_count: int
-    ) -> CacheRebuild:
-        """Prepare to fill fresh caches of this model with their first `token_count` tokens.
-
-        Raises StorageError when the blocks do not cover the tokens.
-        """
-        assert tuple(parts_of(caches)) == self.parts, "Caches of another model than the layout's"
-        return CacheRebuild(self.parts, caches, blocks, token_count=token_count)
-
     def _tokens(self, caches: Sequence[Cache], kind: RegionKind) -> Iterator[tuple[CachePart, TokenArrays]]:
         for part in self.parts:
             if part.kind is kind:
@@ -127,7 +112,8 @@ class CacheRebuild:
         *,
         token_count: int,
     ) -> None:
-        """`caches` are a new sequence's. Raises StorageError when the kv does not cover `token_count`."""
+        """`parts` of these caches of a new sequence are rebuilt. Raises StorageError when the blocks do not
+        cover its kv."""
         assert token_count >= 1, token_count
         self._parts = parts
         self._caches = caches

@@ -133,7 +133,7 @@ class CacheController:
         """False once a prompt has waited too long for the first inventory: no other waits for it then."""
         self._in_flight = InFlightPrefixes(
             cache.settings,
-            cache.tree.names,
+            cache.tree.name_of,
             can_share=cache.can_share,
             can_cut_inside=cache.facts.cuttable_inside,
         )

@@ -15,11 +15,11 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import Counter
+from collections.abc import Callable
 from collections.abc import Sequence as ReadSequence
 
 from icehouse_server.domain.blocks import TokenKeys
 from icehouse_server.domain.ids import BlockHash, SequenceId
-from icehouse_server.engine.core.block_names import BlockNames
 from icehouse_server.engine.core.sequence import Sequence
 from icehouse_server.engine.prefix_cache.tiers.matching import common_prefix
 from icehouse_server.engine.prefix_cache.tiers.prefix_settings import PrefixSettings
@@ -62,10 +62,16 @@ class InFlightPrefixes:
     """The leaders, their blocks, and the followers that wait for these."""
 
     def __init__(
-        self, settings: PrefixSettings, names: BlockNames, *, can_share: bool, can_cut_inside: bool
+        self,
+        settings: PrefixSettings,
+        name_of: Callable[[BlockHash, TokenKeys], BlockHash],
+        *,
+        can_share: bool,
+        can_cut_inside: bool,
     ) -> None:
+        """`name_of` is the prefix tree's."""
         self._settings = settings
-        self._names = names
+        self._name_of = name_of
         self._can_share = can_share
         """Whether another prompt can start at any block; else only an equal one, at the end."""
         self._can_cut_inside = can_cut_inside
@@ -165,7 +171,7 @@ class InFlightPrefixes:
         leader = led.sequence
         if point == led.stop:
             return SharedPrefix(leader, led.name, point)
-        tail = self._names.of(led.parent, led.token_ids[:count])
+        tail = self._name_of(led.parent, led.token_ids[:count])
         if point not in leader.capture_points:
             is_ahead = point > leader.processed_token_count
             if not is_ahead or len(leader.capture_points) >= _CAPTURE_POINT_LIMIT:
@@ -183,6 +189,6 @@ class InFlightPrefixes:
         for start in range(0, stop, size):
             parent = blocks[-1].name if blocks else root
             end = min(start + size, stop)
-            name = self._names.of(parent, sequence.input_keys[start:end])
+            name = self._name_of(parent, sequence.input_keys[start:end])
             blocks.append(_Block(sequence, parent, name, start, end))
         return blocks

@@ -34,7 +34,7 @@ from icehouse_server.engine.prefix_cache.tiers.node import Node, Regions
 from icehouse_server.engine.prefix_cache.tiers.prefix_settings import PrefixSettings
 from icehouse_server.engine.prefix_cache.tiers.ram import RamTier
 from icehouse_server.engine.prefix_cache.tiers.runner_port import CacheFacts, CacheRunner
-from icehouse_server.engine.prefix_cache.tiers.spill import Flush, Spills
+from icehouse_server.engine.prefix_cache.tiers.spill import Spills
 from icehouse_server.engine.prefix_cache.tiers.storage_waits import Rates, StorageWaits
 from icehouse_server.engine.prefix_cache.tiers.tenant_quota import TenantQuotas
 from icehouse_server.engine.prefix_cache.tiers.tree import PrefixTree
@@ -48,15 +48,6 @@ class PrefixCounters:
     lookups: LookupStats = dataclasses.field(default_factory=LookupStats)
     promote: PromoteStats = dataclasses.field(default_factory=PromoteStats)
     miss_token_totals: Counter[ReuseLimit] = dataclasses.field(default_factory=Counter)
-
-    def note_lookup(self, prompt_token_count: int, report: CacheReport) -> None:
-        """Count one prompt."""
-        self.lookups.lookup_total += 1
-        self.lookups.hit_total += report.cached_token_count > 0
-        self.lookups.ram_token_total += report.ram_token_count
-        self.lookups.ssd_token_total += report.ssd_token_count
-        self.promote.recompute_chosen_total += report.limit is ReuseLimit.RECOMPUTE_FASTER
-        self.miss_token_totals[report.limit] += prompt_token_count - report.cached_token_count
 
 
 class PrefixCache:
@@ -206,8 +197,15 @@ class PrefixCache:
 
     def settle(self, request: GenerationRequest, report: CacheReport) -> None:
         """Count the outcome of a lookup, once its restore is done or given up."""
-        self.counters.note_lookup(len(request.prompt_token_ids), report)
-        self.rates.untried_count += report.limit is ReuseLimit.RECOMPUTE_FASTER
+        counters, lookups = self.counters, self.counters.lookups
+        is_recomputed = report.limit is ReuseLimit.RECOMPUTE_FASTER
+        lookups.lookup_total += 1
+        lookups.hit_total += report.cached_token_count > 0
+        lookups.ram_token_total += report.ram_token_count
+        lookups.ssd_token_total += report.ssd_token_count
+        counters.promote.recompute_chosen_total += is_recomputed
+        counters.miss_token_totals[report.limit] += len(request.prompt_token_ids) - report.cached_token_count
+        self.rates.untried_count += is_recomputed
 
     def start_chain(self, sequence: Sequence, token_count: int) -> None:
         """Record that the sequence's caches begin with `token_count` reused tokens."""
@@ -215,10 +213,6 @@ class PrefixCache:
         keys, shared = prompt.keys[:token_count], prompt.shared_root
         sequence.chain[:] = self.tree.chain_names(prompt.root, keys)
         sequence.shared_chain[:] = [] if shared is None else self.tree.chain_names(shared, keys)
-
-    def note_prefill_rate(self, tokens_per_s: float) -> None:
-        """Record how fast this machine computes prompts."""
-        self.rates.prefill_tokens_per_s = tokens_per_s
 
     # Blocks on their way into RAM and to SSD.
 
@@ -246,14 +240,6 @@ class PrefixCache:
         self._put(sequence, node, missing)
         self.tree.touch(self._known(sequence.chain), now=self._clock.monotonic())
 
-    def hand_over_spills(self, *, may_wait: bool) -> None:
-        """Hand over the blocks that are copied by now; with `may_wait`, which no pass waits for, all."""
-        self.spills.hand_over(may_wait=may_wait)
-
-    def begin_flush(self) -> Flush:
-        """Return the flush of all blocks that RAM has and SSD lacks."""
-        return Flush(self.spills, [node for node in self.tree.in_ram() if self.spills.wants(node)])
-
     def _capture_block(self, sequence: Sequence, start: int, stop: int, reached: int) -> BlockHash:
         """Put one block of the sequence into RAM unless all of it is there; return its name."""
         root = self.root(sequence.request.scope)
@@ -261,7 +247,7 @@ class PrefixCache:
         keys = sequence.keys(start, stop)
         kinds = captured_kinds(self.settings, self.facts, sequence, stop=stop, reached=reached)
         if not kinds:
-            return self.tree.name_of(parent=parent, keys=keys)
+            return self.tree.name_of(parent, keys)
         node = self.tree.insert(parent=parent, start_token_index=start, keys=keys)
         self.tree.claim([node], root)
         missing = [kind for kind in kinds if kind not in node.ram]

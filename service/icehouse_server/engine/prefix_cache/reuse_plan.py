@@ -160,7 +160,7 @@ def _last_block(tree: PrefixTree, prompt: Prompt, known: Iterable[Node]) -> tupl
     if covered and not prompt.is_own:
         parent = tree.chain_names(prompt.root, keys[:covered])[-1]
     while covered + size <= len(keys):
-        name = tree.name_of(parent=parent, keys=keys[covered : covered + size])
+        name = tree.name_of(parent, keys[covered : covered + size])
         if tree.get(name) is None:
             break
         covered, parent = covered + size, name

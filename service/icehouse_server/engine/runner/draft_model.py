@@ -14,9 +14,8 @@ import mlx.core as mx
 
 from icehouse_server.domain.model import ModelInfo
 from icehouse_server.engine.core.memory_model import DraftFootprint
-from icehouse_server.engine.kv_cache import caches as kv_caches
 from icehouse_server.engine.kv_cache import rewind
-from icehouse_server.engine.kv_cache.cache_classes import Undo
+from icehouse_server.engine.kv_cache.cache_classes import Undo, make_caches, step_token_count
 from icehouse_server.engine.runner import model_loader
 from icehouse_server.engine.runner.forward import ForwardPass, Row, Share, examine
 from icehouse_server.errors import ModelError, Reason
@@ -65,7 +64,7 @@ class DraftModel:
                 "guesses mean nothing there; choose a smaller model of the same family",
             )
         loaded = model_loader.load(source)
-        caches = kv_caches.make_caches(loaded.model)
+        caches = make_caches(loaded.model)
         if not rewind.can_rewind(caches):
             kinds = ", ".join(dict.fromkeys(type(cache).__name__ for cache in caches))
             raise ModelError(
@@ -75,12 +74,12 @@ class DraftModel:
             )
         facts = model_loader.describe(loaded, source, own, "")
         # One token more shows what a token takes; windows are counted as they grow.
-        step = kv_caches.step_token_count(caches)
+        step = step_token_count(caches)
         sizes = []
         for token_count in (1, step + 1):
-            caches = kv_caches.make_caches(loaded.model)
+            caches = make_caches(loaded.model)
             loaded.model(mx.zeros((1, token_count), dtype=mx.int32), cache=caches)
-            mx.eval(kv_caches.cache_states(caches))
+            mx.eval([cache.state for cache in caches])
             sizes.append(sum(int(cache.nbytes) for cache in caches))
         footprint = DraftFootprint(
             weight_bytes=facts.weight_bytes, kv_bytes_per_token=max(1, (sizes[1] - sizes[0]) // step)
@@ -90,7 +89,7 @@ class DraftModel:
 
     def open(self) -> DraftedRow:
         """Make empty draft caches for a sequence, which get as long as its own."""
-        return DraftedRow(Row(kv_caches.make_caches(self._model)))
+        return DraftedRow(Row(make_caches(self._model)))
 
     def read(self, parts: Sequence[tuple[DraftedRow, int]]) -> list[Any]:
         """Let rows read so many of the tokens that they are behind, or all; return what must be evaluated for

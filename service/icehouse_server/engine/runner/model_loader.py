@@ -24,9 +24,9 @@ from icehouse_server.engine.core.memory_model import (
     head_size_of,
     keeps_scores,
 )
-from icehouse_server.engine.kv_cache import caches as kv_caches
-from icehouse_server.engine.kv_cache.cache_classes import leaves
+from icehouse_server.engine.kv_cache.cache_classes import leaves, make_caches
 from icehouse_server.engine.runner import mlx_lm
+from icehouse_server.engine.runner.identity.fingerprint import quantization_of
 from icehouse_server.engine.runner.identity.kv_code import KvCode
 from icehouse_server.engine.runner.vision import mlx_vlm
 from icehouse_server.engine.runner.vision.mlx_vlm import VisionTower
@@ -181,7 +181,7 @@ def load(source: ModelSource) -> LoadedModel:
             hint="; is the download complete?",
         ) from error
     if source.code is not None:
-        caches = leaves(kv_caches.make_caches(model))
+        caches = leaves(make_caches(model))
         source.code.check({type(each) for each in (*(m for part in parts for m in part.modules()), *caches)})
     return LoadedModel(model, config, tower)
 
@@ -209,7 +209,7 @@ def describe(
     if loaded.tower is not None:
         weights += [array for _, array in parameters_of(loaded.tower)]
     floating = [a.dtype for a in weights if mx.issubdtype(a.dtype, mx.floating)]
-    caches, device = kv_caches.make_caches(loaded.model), find_device()
+    caches, device = make_caches(loaded.model), find_device()
     context = source.context_token_limit or find_int(loaded.config, _CONTEXT_KEYS) or _DEFAULT_CONTEXT_TOKENS
     return ModelInfo(
         model_id=source.model_id,
@@ -217,7 +217,7 @@ def describe(
         vocabulary_size=vocabulary_size(loaded.config, tokenizer),
         context_token_limit=int(context),
         dtype=str(floating[0]).removeprefix("mlx.core.") if floating else "unknown",
-        quantization=_quantization(loaded.config),
+        quantization=quantization_of(loaded.config),
         parameter_count=sum(a.size for a in weights),
         weight_bytes=sum(a.nbytes for a in weights),
         kv_bytes_per_token=0,
@@ -271,13 +271,6 @@ def read_generation_config(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ModelError(Reason.MODEL_INVALID, f"{file} cannot be read: {one_line(error)}") from error
     return parsed if isinstance(parsed, dict) else {}
-
-
-def _quantization(config: Mapping[str, Any]) -> str:
-    form = config.get("quantization") or config.get("quantization_config")
-    if not isinstance(form, dict) or "bits" not in form:
-        return "none"
-    return f"{form['bits']}-bit, group {form.get('group_size', '?')}"
 
 
 def shape_of(loaded: LoadedModel) -> ModelShape:

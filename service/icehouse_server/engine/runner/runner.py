@@ -27,8 +27,12 @@ from icehouse_server.engine.kv.paged_cache import Paging
 from icehouse_server.engine.kv.pass_clock import PassClock
 from icehouse_server.engine.kv.pool import PagePool, can_reserve
 from icehouse_server.engine.kv.runner_blocks import RunnerBlocks
-from icehouse_server.engine.kv_cache import caches as kv_caches
-from icehouse_server.engine.kv_cache.cache_classes import Cache
+from icehouse_server.engine.kv_cache.cache_classes import (
+    Cache,
+    make_caches,
+    quantize_caches,
+    step_token_count,
+)
 from icehouse_server.engine.runner import mlx_lm, model_loader
 from icehouse_server.engine.runner.decoding import OpenSequence
 from icehouse_server.engine.runner.draft_model import DraftModel
@@ -39,7 +43,6 @@ from icehouse_server.engine.runner.forward import (
     JoinedLayers,
     PassFacts,
     Row,
-    SplitMode,
     examine,
 )
 from icehouse_server.engine.runner.freed_buffers import FreedBuffers
@@ -176,7 +179,7 @@ class ModelRunner:
             info,
             kv_bytes_per_token=kv_bytes_per_token,
             adapters=tuple(model.info for model in adapted),
-            pass_splits=tuple(map(PassSplit, self._facts.modes)),
+            pass_splits=self._facts.modes,
             embedding_size=self._hidden_size(),
             system_digest_hex=system_digest_hex(
                 self._source.path, fingerprint_hex=self._fingerprint_hex, device=info.device
@@ -273,12 +276,10 @@ class ModelRunner:
 
     def fresh_caches(self) -> list[Cache]:
         """Make empty caches, one a layer, quantized if the settings say so."""
-        caches = kv_caches.make_caches(self._model)
+        caches = make_caches(self._model)
         if not self._settings.kv_bits:
             return caches
-        return kv_caches.quantize_caches(
-            caches, bits=self._settings.kv_bits, group_size=self._settings.kv_group_size
-        )
+        return quantize_caches(caches, bits=self._settings.kv_bits, group_size=self._settings.kv_group_size)
 
     def _prepared(self, chunk: Chunk) -> OpenSequence:
         """Return a chunk's sequence, with what it draws by where the chunk ends its prompt."""
@@ -310,7 +311,7 @@ class ModelRunner:
         the bytes of kv a token takes and the bytes a sequence takes whatever its length."""
         sequence_id = SequenceId(-1)
         self.open(sequence_id)
-        row = DecodeRow(SamplingParams(), prompt_token_ids=(0, 0), adapter=adapter)
+        row = DecodeRow(SamplingParams(), prompt_token_ids=(0, 0))
         self.run([Chunk(sequence_id, [0, 0], adapter)])
         footprint = self.blocks.measure(self.caches(sequence_id), token_count=2)
         if self._paging is None and self._facts.caches:
@@ -346,7 +347,7 @@ class ModelRunner:
         """Return by how many tokens the room for a row's KV grows."""
         if self._paging is not None:
             return self._paging.groups[0].pool.shape.page_token_count
-        return kv_caches.step_token_count(self.fresh_caches())
+        return step_token_count(self.fresh_caches())
 
     def _page(self, facts: Sequence[GroupFacts], loaded: model_loader.LoadedModel) -> None:
         """Put the KV of rows to come into pages, where that is wanted and can be."""
@@ -431,13 +432,14 @@ class ModelRunner:
                 f"this model's KV cannot be quantized to {self._settings.kv_bits} bits in groups of "
                 f"{self._settings.kv_group_size}: {error}; choose another kv_bits or kv_group_size",
             ) from error
-        if model_loader.needs_flat_layers(model) and facts.modes != (SplitMode.ATTENTION.value,):
+        modes = ", ".join(mode.value for mode in facts.modes)
+        if model_loader.needs_flat_layers(model) and facts.modes != (PassSplit.ATTENTION,):
             raise ModelError(
                 Reason.MODEL_INVALID,
-                f"this model's passes are split by {', '.join(facts.modes)} ({facts.reason}); only those "
+                f"this model's passes are split by {modes} ({facts.reason}); only those "
                 "that attention splits know where images are; is mlx-vlm a newer one than 0.7?",
             )
-        detail = {"ways": ", ".join(facts.modes), "detail": facts.reason or "rows share every layer"}
+        detail = {"ways": modes, "detail": facts.reason or "rows share every layer"}
         if facts.caches:
             _log.info("forward_pass_examined", extra=detail)
         else:

@@ -65,10 +65,6 @@ class Scheduler:
         return list(self._decoding.values())
 
     @property
-    def is_empty(self) -> bool:
-        return not (len(self.queue) or self._taken_slot_count)
-
-    @property
     def running(self) -> list[Sequence]:
         """Everything that has a slot, oldest first."""
         running = [sequence for phase in self._by_phase.values() for sequence in phase.values()]

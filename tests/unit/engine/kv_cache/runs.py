@@ -9,7 +9,7 @@ from typing import Any, Final
 import mlx.core as mx
 import numpy as np
 from icehouse_server.domain.blocks import Region, RegionKind
-from icehouse_server.engine.kv_cache.cache_layout import CacheLayout
+from icehouse_server.engine.kv_cache.cache_layout import CacheLayout, CacheRebuild
 from icehouse_server.engine.kv_cache.regions import ArrayRegion, from_host, to_host
 from icehouse_server.engine.prefix_cache.tiers.runner_port import PlacedBlock
 from mlx_lm.models.cache import make_prompt_cache
@@ -77,7 +77,7 @@ class Recording:
             self.windows[low, high] = self.layout.cut_tokens(
                 RegionKind.WINDOW, self.caches, start=low, stop=high
             )
-        if self.layout.needs_checkpoint:
+        if self.layout.facts.needs_checkpoint:
             self.checkpoints[stop] = self.layout.cut_checkpoint(self.caches)
 
     def blocks(self, *, stop: int, through_host: bool = False) -> tuple[PlacedBlock, ...]:
@@ -111,7 +111,7 @@ def rebuilt(
     layout: CacheLayout, blocks: Sequence[PlacedBlock], caches: list[Any], *, token_count: int
 ) -> list[Any]:
     """Fill these fresh caches with `token_count` tokens of blocks, and return them evaluated."""
-    rebuild = layout.begin_rebuild(blocks, caches, token_count=token_count)
+    rebuild = CacheRebuild(layout.parts, caches, blocks, token_count=token_count)
     while not rebuild.is_done:
         mx.eval(rebuild.next_part())
     return rebuild.caches

@@ -15,9 +15,10 @@ from icehouse_server.engine.kv_cache.cache_classes import (
     CACHE_CLASSES,
     class_of,
     leaves,
+    quantize_caches,
+    step_token_count,
 )
 from icehouse_server.engine.kv_cache.cache_layout import CacheLayout
-from icehouse_server.engine.kv_cache.caches import quantize_caches, step_token_count
 from icehouse_server.engine.kv_cache.regions import from_host, to_host
 from icehouse_server.engine.prefix_cache.tiers.runner_port import PlacedBlock
 from mlx_lm.models import cache as upstream

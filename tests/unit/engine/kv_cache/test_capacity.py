@@ -24,7 +24,7 @@ def test_the_formula_is_what_the_server_measures(architecture: str) -> None:
     recording = Recording(model_of(architecture), prompt(2 * BLOCK))
     layout, caches = recording.layout, recording.caches
     assert layout.kv_bytes_per_token(caches) == capacity.kv_bytes_per_token(config, value_bytes=FLOAT32_BYTES)
-    assert max(layout.window_token_counts, default=0) == capacity.Layers.of(config).window_token_count
+    assert layout.facts.window_token_count == capacity.Layers.of(config).window_token_count
     cut = layout.cut_tokens(RegionKind.KV, caches, start=BLOCK, stop=2 * BLOCK).size_bytes
     cut += layout.cut_tokens(RegionKind.WINDOW, caches, start=BLOCK, stop=2 * BLOCK).size_bytes
     assert cut == capacity.block_bytes(config, value_bytes=FLOAT32_BYTES, block_token_count=BLOCK)

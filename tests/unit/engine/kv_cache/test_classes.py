@@ -38,7 +38,7 @@ def test_quantized_kv_is_kept_natively(architecture: str, dtype: str, bits: int)
 
     tokens = prompt(3 * CHUNK + 7)
     recording = Recording(model, tokens, make_caches=make_caches)
-    assert recording.layout.cuttable_inside
+    assert recording.layout.facts.cuttable_inside
     region = recording.layout.cut_tokens(RegionKind.KV, recording.caches, start=0, stop=BLOCK)
     assert [name for name, _ in region.arrays][:6] == [
         "000.k", "000.k.biases", "000.k.scales", "000.v", "000.v.biases", "000.v.scales"
@@ -75,8 +75,6 @@ def test_other_bits_are_another_layout() -> None:
 
     four, eight = (CacheLayout.of(make_caches(bits), block_token_count=BLOCK) for bits in (4, 8))
     assert four != eight
-    with pytest.raises(AssertionError, match="another model than the layout's"):
-        four.begin_rebuild((), make_caches(8), token_count=BLOCK)
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])

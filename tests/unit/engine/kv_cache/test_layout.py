@@ -79,17 +79,18 @@ class Subclassed(KVCache):
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_facts(architecture: str) -> None:
     layout = CacheLayout.of(make_prompt_cache(model_of(architecture)), block_token_count=BLOCK)
+    facts = layout.facts
     assert (
         tuple(dict.fromkeys(part.cache_class.name for part in layout.parts)),
-        layout.needs_checkpoint,
-        max(layout.window_token_counts, default=0),
-        layout.cuttable_inside,
+        facts.needs_checkpoint,
+        facts.window_token_count,
+        facts.cuttable_inside,
     ) == FACTS[architecture]
 
 
 def test_a_window_shorter_than_a_block_cannot_be_matched_inside() -> None:
-    layout = CacheLayout.of([RotatingKVCache(8), KVCache()], block_token_count=BLOCK)
-    assert not layout.cuttable_inside and not layout.needs_checkpoint
+    facts = CacheLayout.of([RotatingKVCache(8), KVCache()], block_token_count=BLOCK).facts
+    assert not facts.cuttable_inside and not facts.needs_checkpoint
 
 
 def test_names_say_layer_and_part() -> None:
@@ -135,7 +136,7 @@ def test_what_cannot_be_cut_or_held_is_refused_by_name(cache: Any, why: str) -> 
 def test_an_unknown_class_is_held_whole_by_its_state() -> None:
     cache = Counting()
     layout = CacheLayout.of([CacheList(KVCache(), Counting()), Counting()], block_token_count=BLOCK)
-    assert layout.needs_checkpoint
+    assert layout.facts.needs_checkpoint
     whole = CacheLayout.of([cache], block_token_count=BLOCK)
     cache.add(mx.array([[1.0, 2.0, 3.0, 4.0]]))
     taken = whole.cut_checkpoint([cache])

@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 from icehouse_server.domain.blocks import HostRegion, HostTensor, RegionKind
 from icehouse_server.engine.kv_cache import regions
-from icehouse_server.engine.kv_cache.cache_classes import class_of
-from icehouse_server.engine.kv_cache.caches import quantize_caches
+from icehouse_server.engine.kv_cache.cache_classes import class_of, quantize_caches
 from icehouse_server.engine.kv_cache.regions import ArrayRegion, compute, from_host, to_host
 from icehouse_server.storage.local.block_format.header import DTYPE_BYTES
 from mlx_lm.models.cache import make_prompt_cache

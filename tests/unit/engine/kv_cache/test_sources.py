@@ -9,6 +9,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from icehouse_server.domain.blocks import HostRegion, RegionKind
+from icehouse_server.engine.kv_cache.cache_layout import CacheRebuild
 from icehouse_server.engine.kv_cache.regions import ArrayRegion, compute, to_host
 from icehouse_server.engine.prefix_cache.tiers.runner_port import PlacedBlock
 from icehouse_server.errors import Reason, StorageError
@@ -47,7 +48,7 @@ def _check(recording: Recording, restored: list[Any], position: int) -> None:
 )
 def test_a_match_may_end_inside_a_block(architecture: str, overrides: dict[str, int]) -> None:
     recording = Recording(model_of(architecture, **overrides), prompt(LENGTH))
-    assert recording.layout.cuttable_inside
+    assert recording.layout.facts.cuttable_inside
     for position in (1, BLOCK - 1, BLOCK + 1, 3 * CHUNK - 5, LENGTH - 1):
         _check(recording, recording.restore(position), position)
 
@@ -89,9 +90,8 @@ def test_a_live_cache_never_writes_under_a_host_view() -> None:
 
 def test_a_restore_can_be_taken_step_by_step() -> None:
     recording = Recording(model_of("llama"), prompt(CHUNK))
-    rebuild = recording.layout.begin_rebuild(
-        recording.blocks(stop=CHUNK), recording.make_caches(), token_count=CHUNK
-    )
+    blocks, caches = recording.blocks(stop=CHUNK), recording.make_caches()
+    rebuild = CacheRebuild(recording.layout.parts, caches, blocks, token_count=CHUNK)
     for _ in recording.layout.parts:
         assert not rebuild.is_done
         with pytest.raises(AssertionError, match="not finished"):

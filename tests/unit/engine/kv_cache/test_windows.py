@@ -95,7 +95,8 @@ def test_only_blocks_inside_the_window_are_needed() -> None:
     recording = Recording(model, tokens)
     position = 6 * BLOCK
     needed_from = position - 24
-    assert set(recording.layout.window_token_counts) == {24}
+    facts = recording.layout.facts
+    assert facts.window_token_count == facts.shortest_window_token_count == 24
     blocks = tuple(
         block
         if block.end_token_index > needed_from

@@ -101,7 +101,7 @@ def test_another_tenants_prompts_are_not_looked_at() -> None:
 def test_what_is_its_own_behind_a_shared_beginning_is_told() -> None:
     shelf = Shelf()
     beginning = shelf.chain(LONG[:200], ram=True, root=OTHERS)
-    names = shelf.tree.chain_names(ROOT, LONG[:200])
+    names = shelf.tree.chain_names(ROOT, tuple(LONG[:200]))
     assert beginning[-1].hash not in names
     shelf.block(names[-1], 200, LONG[200:204], ram=True, ssd=False)
     found = report(shelf, changed(202), shared_root=OTHERS)

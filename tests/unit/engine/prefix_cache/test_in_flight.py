@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from icehouse_server.domain.blocks import block_hash, root_hash
+from icehouse_server.domain.blocks import TokenKeys, block_hash, key_hash, root_hash
 from icehouse_server.domain.ids import DEFAULT_TENANT, BlockHash, Fingerprint, SequenceId, Tenant
-from icehouse_server.engine.core.block_names import BlockNames
 from icehouse_server.engine.core.sequence import Sequence
 from icehouse_server.engine.prefix_cache.in_flight import InFlightPrefixes
 from icehouse_server.engine.prefix_cache.tiers.prefix_settings import PrefixSettings
@@ -23,8 +22,12 @@ def sequence(number: int, tokens: list[int]) -> Sequence:
     return Sequence(SequenceId(number), request(f"r{number}", tokens), text, output_token_limit=5)
 
 
+def name_of(parent: BlockHash, keys: TokenKeys) -> BlockHash:
+    return key_hash(parent=parent, keys=keys)
+
+
 def in_flight_prefixes(chosen: PrefixSettings = SETTINGS, *, can_cut_inside: bool = True) -> InFlightPrefixes:
-    return InFlightPrefixes(chosen, BlockNames(), can_share=True, can_cut_inside=can_cut_inside)
+    return InFlightPrefixes(chosen, name_of, can_share=True, can_cut_inside=can_cut_inside)
 
 
 def follows(in_flight: InFlightPrefixes, newcomer: Sequence, root: BlockHash = ROOT) -> bool:

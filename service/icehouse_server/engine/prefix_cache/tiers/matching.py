@@ -129,7 +129,7 @@ class _Search:
         for start in range(0, len(keys) + 1, size):
             wanted = keys[start : start + size]
             is_full = len(wanted) == size
-            names = tuple(tree.name_of(parent=p, keys=wanted) for p in parents) if is_full else ()
+            names = tuple(tree.name_of(p, wanted) for p in parents) if is_full else ()
             self.boundaries.append(_Boundary(start, len(self._chain), parents, names))
             node = _best(self._named(names, wanted), in_ram=in_ram)
             if node is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import collections
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -217,48 +217,34 @@ def _queue_bytes(node: Node) -> int:
     return node.ram_bytes + OVERHEAD_BYTES
 
 
-class Flush:
-    """Blocks in RAM on their way to SSD after a drain, the last of `nodes` first, for no request."""
-
-    def __init__(self, spills: Spills, nodes: Sequence[Node]) -> None:
-        self._spills = spills
-        self._waiting = list(nodes)
-
-    @property
-    def left_count(self) -> int:
-        """Blocks that are neither written nor dropped yet."""
-        return len(self._waiting) + self._spills.under_way_count
-
-    def proceed(self) -> bool:
-        """Send as much as the write queue takes; False when all of it is written or dropped."""
-        while self._waiting:
-            # With nothing under way the queue is empty: a block that does not fit now never will.
-            if self._spills.under_way_count and not self._spills.has_credit(self._waiting[-1]):
-                break
-            self._spills.send(self._waiting.pop(), request_id=None)
-        self._spills.hand_over(may_wait=True)
-        return self.left_count > 0
-
-
 def flush(
-    under_way: Flush,
+    spills: Spills,
+    nodes: Iterable[Node],
     *,
     wait: Callable[[float], None],
     is_stalled: Callable[[], bool],
     clock: Clock,
     deadline_time: float,
 ) -> None:
-    """Spill until all is written or dropped, the deadline passes or the thread `is_stalled`; log the result.
+    """Spill what SSD lacks of `nodes` after a drain, the last one first, and log the result.
 
-    `wait` takes in the storage thread's reports, for at most so many seconds.
+    It ends when all is written or dropped, at the deadline, or when the storage thread `is_stalled`. `wait`
+    takes in that thread's reports, for at most so many seconds.
     """
     began_time = clock.monotonic()
-    block_count = under_way.left_count
+    waiting = [node for node in nodes if spills.wants(node)]
+    block_count = left_count = len(waiting) + spills.under_way_count
     if not block_count:
         return
     _log.info("flush_started", extra={"block_count": block_count})
-    while under_way.proceed() and clock.monotonic() < deadline_time and not is_stalled():
-        wait(min(_CHECK_INTERVAL_S, deadline_time - clock.monotonic()))
-    left_count = under_way.left_count
+    while True:
+        # With nothing under way the queue is empty: a block that does not fit then never will.
+        while waiting and (not spills.under_way_count or spills.has_credit(waiting[-1])):
+            spills.send(waiting.pop(), request_id=None)
+        spills.hand_over(may_wait=True)
+        left_count, left_s = len(waiting) + spills.under_way_count, deadline_time - clock.monotonic()
+        if not left_count or left_s <= 0.0 or is_stalled():
+            break
+        wait(min(_CHECK_INTERVAL_S, left_s))
     facts = {"block_count": block_count - left_count, "left_count": left_count}
     _log.info("flush_ended", extra={**facts, "duration_s": round(clock.monotonic() - began_time, 3)})

@@ -27,7 +27,7 @@ from icehouse_server.engine.runner.forward.forward_pass import ForwardPass, Pass
 from icehouse_server.engine.runner.forward.joined_layers import JoinedLayers
 from icehouse_server.engine.runner.forward.probe import examine
 from icehouse_server.engine.runner.forward.row import Features, LayeredChunk, Row, Share
-from icehouse_server.engine.runner.forward.splits import Attention, NotSplittable, PassFacts, SplitMode
+from icehouse_server.engine.runner.forward.splits import Attention, NotSplittable, PassFacts
 
 __all__ = [
     "Attention",
@@ -40,6 +40,5 @@ __all__ = [
     "PassOutput",
     "Row",
     "Share",
-    "SplitMode",
     "examine",
 ]

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 import mlx.core as mx
 
+from icehouse_server.domain.model import PassSplit
 from icehouse_server.engine.attention.cpu.rope import PASS_ANGLES
 from icehouse_server.engine.kv.page_table import places_of
 from icehouse_server.engine.kv.paged_cache import Paging
-from icehouse_server.engine.kv_cache.cache_classes import leaves
+from icehouse_server.engine.kv_cache.cache_classes import Cache, leaves
 from icehouse_server.engine.runner.forward.layer_view import (
     HANDED,
     FlatLayer,
@@ -40,7 +41,9 @@ from icehouse_server.engine.runner.forward.model_seam import (
 )
 from icehouse_server.engine.runner.forward.row import Features, LayeredChunk, Row, Share, StateGroup
 from icehouse_server.engine.runner.forward.row_spans import Spans
-from icehouse_server.engine.runner.forward.splits import CacheSplit, PassFacts, SplitMode
+from icehouse_server.engine.runner.forward.splits import CacheSplit, PassFacts
+
+Built = TypeVar("Built")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -97,7 +100,13 @@ class ForwardPass:
             self._leaf_splits = _leaf_splits(self.facts.caches, shares[0].row.raw_caches)
         spans = Spans.of(shares)
         self._regroup(spans)
-        views = self._views(spans)
+        views = self._views(spans, (row.raw_caches for row in spans.rows))
+        if self._group is not None:
+            by_leaf = leaf_views(views)
+            for index, stacked in self._group.stacked.items():
+                layer = by_leaf[index]
+                assert isinstance(layer, SplitLayer)
+                layer.stacked = stacked
         logit_indices = spans.last_indices([share.logit_count for share in spans.shares])
         # A head that nobody asks for is never computed, but it must be given something.
         is_all = len(logit_indices) == spans.token_count
@@ -107,14 +116,10 @@ class ForwardPass:
             for share, start in zip(spans.shares, spans.starts, strict=True)
             for each in share.features
         ]
-        PASS_ANGLES.begin(spans.positions)
-        try:
-            token_ids = spans.arranged(token_ids, shares)[:, None]
-            logits, hidden = self._call(token_ids, views, head_indices, features)
-            check_used(views)
-        finally:
-            HANDED.clear()
-            PASS_ANGLES.end()
+        laid_ids = spans.arranged(token_ids, shares)[:, None]
+        logits, hidden = self._built(
+            spans, views, lambda: self._call(laid_ids, views, head_indices, features)
+        )
         for share in shares:
             share.row.token_count += share.token_count
         return self._output(spans, logits[:, 0] if logit_indices else None, hidden)
@@ -133,36 +138,27 @@ class ForwardPass:
 
         Behind the last layer its tokens are in the row's caches. No logits are made of it.
         """
-        assert self._window is not None, "This model's layers run together"
+        window = self._window
+        assert window is not None, "This model's layers run together"
         spans = Spans.of([Share(chunk.row, len(chunk.token_ids))])
-        columns = [(cache,) for cache in chunk.caches]
-        views = [
-            view_of(column, spans, split) for column, split in zip(columns, self.facts.caches, strict=True)
-        ]
-        if self.paging is not None:
-            _put_pages(self.paging, spans, views)
+        views = self._views(spans, [chunk.caches])
         token_ids = mx.array(list(chunk.token_ids))[:, None]
-        PASS_ANGLES.begin(spans.positions)
-        try:
-            chunk.hidden = self._window.run(
-                lambda: self._call(token_ids, views, mx.array([0])),
-                first=chunk.layer,
-                last=last,
-                hidden=chunk.hidden,
-            )
-            check_used(views)
-        finally:
-            HANDED.clear()
-            PASS_ANGLES.end()
+
+        def call() -> object:
+            return self._call(token_ids, views, mx.array([0]))
+
+        chunk.hidden = self._built(
+            spans, views, lambda: window.run(call, first=chunk.layer, last=last, hidden=chunk.hidden)
+        )
         arrays: list[Any] = [chunk.hidden]
         for index, (view, split) in enumerate(zip(views, self.facts.caches, strict=True)):
             if not was_used(view):
                 continue
             chunk.written.add(index)
-            if split.leaf_modes() != (SplitMode.ATTENTION,):
+            if split.leaf_modes() != (PassSplit.ATTENTION,):
                 arrays += [leaf.state for leaf in leaves([chunk.forks[index]]) if not leaf.empty()]
         chunk.layer = last
-        if last == self._window.count:
+        if last == window.count:
             chunk.end()
         return arrays
 
@@ -177,47 +173,43 @@ class ForwardPass:
 
         `token_ids` are [tokens, 1] or [1, tokens], and so is what comes.
         """
-        if not features:
-            return self._call_model(token_ids, caches, indices)
-        if self._embedding is None:
+        if features and self._embedding is None:
             self._embedding = Embedding(self._model)
-        self._embedding.features = features
+        trunk, embedding, gathers = self._trunk, self._embedding, self.facts.gathers_hidden
         try:
-            return self._call_model(token_ids, caches, indices)
+            if embedding is not None:
+                embedding.features = features
+            if trunk is not None:
+                trunk.is_on, trunk.indices = True, indices if gathers else None
+            logits = self._model(token_ids, cache=list(caches))
+            hidden = None if trunk is None else trunk.hidden
         finally:
-            self._embedding.features = ()
-
-    def _call_model(
-        self, token_ids: mx.array, caches: Sequence[Any], indices: mx.array | None
-    ) -> tuple[mx.array, mx.array | None]:
-        trunk = self._trunk
-        if trunk is None:
-            logits, hidden = self._model(token_ids, cache=list(caches)), None
-        else:
-            trunk.is_on, trunk.indices = True, indices if self.facts.gathers_hidden else None
-            try:
-                logits = self._model(token_ids, cache=list(caches))
-                hidden = trunk.hidden
-            finally:
+            if embedding is not None:
+                embedding.features = ()
+            if trunk is not None:
                 trunk.is_on, trunk.indices, trunk.hidden = False, None, None
-        if not self.facts.gathers_hidden and indices is not None:
-            logits = picked(logits, indices)
-        return logits, hidden
+        return logits if gathers or indices is None else picked(logits, indices), hidden
 
-    def _views(self, spans: Spans) -> list[View]:
-        columns = zip(*(row.raw_caches for row in spans.rows), strict=True)
+    def _views(self, spans: Spans, caches: Iterable[Sequence[Cache]]) -> list[View]:
+        """Return a view of each layer; `caches` are the rows' in the order of the spans."""
+        columns = zip(*caches, strict=True)
         views = [
             view_of(column, spans, split) for column, split in zip(columns, self.facts.caches, strict=True)
         ]
-        if self._group is not None:
-            by_leaf = leaf_views(views)
-            for index, stacked in self._group.stacked.items():
-                layer = by_leaf[index]
-                assert isinstance(layer, SplitLayer)
-                layer.stacked = stacked
         if self.paging is not None:
             _put_pages(self.paging, spans, views)
         return views
+
+    def _built(self, spans: Spans, views: Sequence[View], call: Callable[[], Built]) -> Built:
+        """Return what a call gives whose layers are these views and share what they compute of the pass."""
+        PASS_ANGLES.begin(spans.positions)
+        try:
+            built = call()
+            check_used(views)
+            return built
+        finally:
+            HANDED.clear()
+            PASS_ANGLES.end()
 
     def _regroup(self, spans: Spans) -> None:
         """Stack the states of the rows that decode, unless they are stacked already."""
@@ -264,13 +256,13 @@ class ForwardPass:
 
         Outputs depend on every layer's attention of every row, since the rows are put together behind it.
         """
-        if sees_all and self.facts.modes == (SplitMode.ATTENTION.value,):
+        if sees_all and self.facts.modes == (PassSplit.ATTENTION,):
             return []
         unseen: list[Any] = []
         for number, row in enumerate(spans.rows):
             is_stacked = self._group is not None and number < spans.single_count
             for cache, split in zip(leaves(row.raw_caches), self._leaf_splits or (), strict=True):
-                if (sees_all and split.mode is SplitMode.ATTENTION) or (is_stacked and split.is_stacked):
+                if (sees_all and split.mode is PassSplit.ATTENTION) or (is_stacked and split.is_stacked):
                     continue
                 if not cache.empty():
                     unseen.append(cache.state)

@@ -100,7 +100,7 @@ class Trunk:
         if body is None and whole is not model:
             # Of mlx-vlm some are body and head in one: the head reads what the last norm gives.
             body = getattr(whole, "norm", None)
-        elif body is not None and _cache_index(body) is None:
+        elif body is not None and not _takes_cache(body):
             body = None
         if not isinstance(body, Module):
             raise LookupError(f"{type(whole).__name__} has no {', '.join(_BODIES)} that takes a cache")
@@ -233,35 +233,32 @@ def open_doors(model: Any, door: Door) -> None:
     """Let the modules that take a layer's cache split the rows; done once for a model, each door adding."""
     for module in _cache_takers(model, door):
         kind: Any = type(module)
-        names = tuple(inspect.signature(kind.__call__).parameters)[1:]
-        become(module, "split", functools.partial(_split, names))
+        become(module, "split", functools.partial(_split, _parameters_of(kind)))
 
 
 def _cache_takers(model: Any, door: Door) -> Iterator[Any]:
     for layer in model.layers:
         if not isinstance(layer, Module):
             continue
-        inner = [m for m in modules_of(layer) if m is not layer and _cache_index(m) is not None]
+        inner = [m for m in modules_of(layer) if m is not layer and _takes_cache(m)]
         if inner and door is Door.INNER:
             yield from inner
-        elif _cache_index(layer) is not None:
+        elif _takes_cache(layer):
             yield layer
 
 
-def _cache_index(module: Any) -> int | None:
-    """Return which argument of a module's `__call__`, behind self, is the cache."""
+def _takes_cache(module: Any) -> bool:
     kind: Any = type(module)
-    index: int | None = _cache_index_of(kind)
-    return index
+    return "cache" in _parameters_of(kind)
 
 
 @functools.cache
-def _cache_index_of(kind: Any) -> int | None:
+def _parameters_of(kind: Any) -> tuple[str, ...]:
+    """Return what the modules of a class are called with, by name."""
     try:
-        names = list(inspect.signature(kind.__call__).parameters)[1:]
+        return tuple(inspect.signature(kind.__call__).parameters)[1:]
     except (TypeError, ValueError):
-        return None
-    return names.index("cache") if "cache" in names else None
+        return ()
 
 
 def become(module: Any, purpose: str, handle: Callable[..., Any]) -> None:

@@ -16,8 +16,8 @@ from typing import Any, Final
 
 import mlx.core as mx
 
+from icehouse_server.engine.kv_cache import cache_classes
 from icehouse_server.engine.kv_cache.cache_classes import leaves
-from icehouse_server.engine.kv_cache.caches import make_caches as make_model_caches
 from icehouse_server.engine.runner.forward.forward_pass import ForwardPass
 from icehouse_server.engine.runner.forward.joined_layers import JoinedLayers
 from icehouse_server.engine.runner.forward.model_seam import Trunk
@@ -49,7 +49,7 @@ def examine(
     layers a few in each pass, which no device that runs ahead has any use for. `join`: join layers of the
     model, where it then gives what it gave before.
     """
-    make = make_caches or functools.partial(make_model_caches, model)
+    make = make_caches or functools.partial(cache_classes.make_caches, model)
     reference = _Reference.of(model, make, schedule)
     if join is not None:
         _join(model, join, make, reference)

@@ -15,9 +15,6 @@ from icehouse_server.engine.runner.forward.row import Features, Row, Share
 SHORT_TOKEN_COUNT: Final = 64
 """Of a row in one pass: so few attend in one launch with all others', where KV is in pages."""
 
-SingleSlot = tuple[int, Any, Any]
-"""Of a row that brings one token: how many it has then, and the indices of the new one and of all."""
-
 
 @dataclasses.dataclass(slots=True)
 class Spans:
@@ -42,8 +39,6 @@ class Spans:
     """What each row brings of images that are seen whole; empty where none does."""
     shared: dict[Any, Any] = dataclasses.field(default_factory=dict)
     """What layers of one kind compute once a pass."""
-
-    single_slots: list[SingleSlot] = dataclasses.field(default_factory=list)
 
     @classmethod
     def of(cls, shares: Sequence[Share]) -> Spans:
@@ -72,7 +67,6 @@ class Spans:
             positions=mx.array(positions, dtype=mx.int32),
             rope_positions=_rope_positions(laid),
             wholes=wholes if any(wholes) else (),
-            single_slots=[single_slot(position) for position in positions[:single_count]],
         )
 
     @property
@@ -114,10 +108,3 @@ def _rank(share: Share) -> int:
     if share.token_count == 1 and share.row.token_count:
         return 0
     return 1 if share.token_count <= SHORT_TOKEN_COUNT else 2
-
-
-def single_slot(position: int) -> SingleSlot:
-    """Return where the one token of a row goes that holds so many."""
-    whole = slice(None)
-    end = position + 1
-    return end, (whole, whole, slice(position, end)), (whole, whole, slice(0, end))

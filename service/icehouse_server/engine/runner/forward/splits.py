@@ -7,22 +7,12 @@ import enum
 from collections.abc import Sequence
 from typing import Any
 
+from icehouse_server.domain.model import PassSplit
 from icehouse_server.engine.kv_cache.cache_classes import PlainKv, class_of, is_list
 
 
 class NotSplittable(Exception):
     """A model does with its caches what this split cannot do for several rows."""
-
-
-class SplitMode(enum.Enum):
-    """Where rows are kept apart when a cache is used."""
-
-    ATTENTION = "attention"
-    """In `scaled_dot_product_attention`: everything around it is computed for all tokens at once."""
-    MODULE = "module"
-    """In the module that takes the cache: each row calls it, or decoding rows together on stacked states."""
-    ALONE = "alone"
-    """Not within the model: each row is a call of its own."""
 
 
 class Attention(enum.Enum):
@@ -48,7 +38,9 @@ class Door(enum.Enum):
 class CacheSplit:
     """How one cache of a model is served."""
 
-    mode: SplitMode
+    mode: PassSplit
+    """ATTENTION: everything around `scaled_dot_product_attention` is computed for all tokens at once. MODULE:
+    each row calls the module that takes the cache, or decoding rows together on stacked states."""
     is_stacked: bool = False
     """Decoding rows share a call of the module, over stacked states."""
     is_entered: bool = False
@@ -61,9 +53,9 @@ class CacheSplit:
         """Whether a module that takes this cache splits the rows, or is given their positions."""
         if self.parts:
             return any(part.needs_door for part in self.parts)
-        return self.is_entered or self.mode is SplitMode.MODULE
+        return self.is_entered or self.mode is PassSplit.MODULE
 
-    def leaf_modes(self) -> tuple[SplitMode, ...]:
+    def leaf_modes(self) -> tuple[PassSplit, ...]:
         """Return the modes of all parts."""
         return tuple(mode for part in self.parts for mode in part.leaf_modes()) or (self.mode,)
 
@@ -87,10 +79,10 @@ class PassFacts:
     """Why it is not a better split: the error of each one that was tried before."""
 
     @property
-    def modes(self) -> tuple[str, ...]:
-        """The modes in use, sorted: ("attention",), ("attention", "module"), ("alone",)."""
-        modes = {mode.value for cache in self.caches for mode in cache.leaf_modes()}
-        return tuple(sorted(modes)) or (SplitMode.ALONE.value,)
+    def modes(self) -> tuple[PassSplit, ...]:
+        """The modes in use, in their order; ALONE where each row is a call of the model."""
+        modes = {mode for cache in self.caches for mode in cache.leaf_modes()}
+        return tuple(mode for mode in PassSplit if mode in modes) or (PassSplit.ALONE,)
 
     @property
     def attending_indices(self) -> list[int]:
@@ -98,14 +90,14 @@ class PassFacts:
         return [
             index
             for index, split in enumerate(self.caches)
-            if split.mode is SplitMode.ATTENTION and not split.parts and not split.is_entered
+            if split.mode is PassSplit.ATTENTION and not split.parts and not split.is_entered
         ]
 
     def kv_count(self, caches: Sequence[Any]) -> int:
         """Return how many of a row's caches are KV of unlimited context that attention serves; 0 where rows
         run alone."""
         return sum(
-            split.mode is SplitMode.ATTENTION and not split.parts and isinstance(class_of(cache), PlainKv)
+            split.mode is PassSplit.ATTENTION and not split.parts and isinstance(class_of(cache), PlainKv)
             for split, cache in zip(self.caches, caches, strict=False)
         )
 
@@ -122,7 +114,7 @@ def candidates(caches: Sequence[Any]) -> list[tuple[tuple[CacheSplit, ...], Door
     for door in Door:
         for by_module in (frozenset(), *ones, frozenset(kinds)):
             plan = tuple(_split_of(cache, (), by_module) for cache in caches)
-            needs_door = any(SplitMode.MODULE in entry.leaf_modes() for entry in plan)
+            needs_door = any(PassSplit.MODULE in entry.leaf_modes() for entry in plan)
             if (plan, door) not in plans and (door is Door.INNER or needs_door):
                 plans.append((plan, door))
     return plans
@@ -141,10 +133,10 @@ def _split_of(cache: Any, index: _Kind, by_module: frozenset[_Kind]) -> CacheSpl
     """Return how a cache is served, where these kinds are served by their modules."""
     kind = (*index, type(cache).__name__)
     if not is_list(cache) and class_of(cache).is_state:
-        return CacheSplit(SplitMode.MODULE, is_stacked=kind not in by_module)
+        return CacheSplit(PassSplit.MODULE, is_stacked=kind not in by_module)
     if kind in by_module or not (is_list(cache) or hasattr(cache, "update_and_fetch")):
-        return CacheSplit(SplitMode.MODULE)
+        return CacheSplit(PassSplit.MODULE)
     if is_list(cache):
         parts = tuple(_split_of(part, (*kind, i), by_module) for i, part in enumerate(cache.caches))
-        return CacheSplit(SplitMode.MODULE, parts=parts)
-    return CacheSplit(SplitMode.ATTENTION, is_entered=class_of(cache).masks_chunks)
+        return CacheSplit(PassSplit.MODULE, parts=parts)
+    return CacheSplit(PassSplit.ATTENTION, is_entered=class_of(cache).masks_chunks)

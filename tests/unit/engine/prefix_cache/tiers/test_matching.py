@@ -282,7 +282,7 @@ def crowd(count: int, *, is_known: bool) -> Shelf:
 @pytest.mark.parametrize("count", [10, 20_000])
 def test_a_crowd_of_siblings_costs_a_capture_one_hash_for_each_length(count: int, hashed: list[int]) -> None:
     shelf = crowd(count, is_known=True)
-    stem = shelf.tree.get(shelf.tree.chain_names(ROOT, LONG)[0])
+    stem = shelf.tree.get(shelf.tree.chain_names(ROOT, tuple(LONG))[0])
     assert stem is not None
     new = shelf.block(stem.hash, SIZE, (5, 0, 1, 2), ram=True, ssd=False)
     hashed.clear()

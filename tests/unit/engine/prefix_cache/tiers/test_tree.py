@@ -5,11 +5,14 @@ from __future__ import annotations
 import weakref
 
 import pytest
-from icehouse_server.domain.blocks import RegionKind, image_keys
+from hypothesis import given
+from hypothesis import strategies as st
+from icehouse_server.domain.blocks import RegionKind, image_keys, key_hash
 from icehouse_server.domain.ids import BlockHash, ImageDigest
 from icehouse_server.engine.core.block_log import Came, KvTier, Left
 from icehouse_server.engine.prefix_cache.tiers.node import Node
 from icehouse_server.engine.prefix_cache.tiers.prefix_settings import QuotaLimits
+from icehouse_server.engine.prefix_cache.tiers.tree import NAMES_LIMIT
 
 from tests.fixtures.known_blocks import ROOT, SIZE, Shelf, record_of, root_of
 from tests.fixtures.tree_check import check_tree
@@ -19,8 +22,30 @@ KV, WINDOW = RegionKind.KV, RegionKind.WINDOW
 QUOTAS = QuotaLimits(ram_bytes=1 << 30, ssd_bytes=1 << 30)
 
 
+PARENTS = (BlockHash(b"a" * 32), BlockHash(b"b" * 32))
+KEYS = ((), (1,), (1, 2), (2, 1), image_keys(ImageDigest(b"i" * 32), (1, 2)))
+
+
 def anybody(_: Node) -> bool:
     return True
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(PARENTS), st.sampled_from(KEYS))), st.sampled_from([b"", b"secret"])
+)
+def test_a_name_is_the_same_however_often_it_is_asked_for(
+    asked: list[tuple[BlockHash, tuple[int, ...]]], secret: bytes
+) -> None:
+    tree = Shelf(name_secret=secret).tree
+    for parent, keys in asked:
+        assert tree.name_of(parent, keys) == key_hash(parent=parent, keys=keys, secret=secret)
+
+
+def test_so_many_names_are_remembered_and_no_more() -> None:
+    tree = Shelf().tree
+    for number in range(NAMES_LIMIT + 10):
+        tree.name_of(ROOT, (number,))
+    assert tree.name_of.cache_info().currsize == NAMES_LIMIT
 
 
 @pytest.mark.parametrize("is_computed", [False, True])

@@ -7,7 +7,8 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from icehouse_server.engine.kv_cache.caches import quantize_caches
+from icehouse_server.domain.model import PassSplit
+from icehouse_server.engine.kv_cache.cache_classes import quantize_caches
 from icehouse_server.engine.runner.forward import ForwardPass, Row, Share, examine
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
 
@@ -71,7 +72,7 @@ def test_quantized_caches_join_the_same_pass(architecture: str, bits: int) -> No
         guests.append(Guest(prompt, tokens, logits, Row(make()), list(prompt)))
     # A chunk attends to what it has quantized itself, so its borders show a little in what follows.
     Company(ForwardPass(model, facts), seed=1, guesses=True).run(guests)
-    assert "alone" not in facts.modes
+    assert PassSplit.ALONE not in facts.modes
     assert max(guest.farthest for guest in guests) < TOLERANCE
     assert [guest.drawn for guest in guests] == [guest.want for guest in guests]
     assert any(type(cache) is QuantizedKVCache for cache in _leaves(guests[0].row.caches))

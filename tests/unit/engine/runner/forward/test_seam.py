@@ -7,9 +7,10 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from icehouse_server.domain.model import PassSplit
 from icehouse_server.engine.runner.forward import ForwardPass, NotSplittable, Row, Share, examine
 from icehouse_server.engine.runner.forward.model_seam import attention_over
-from icehouse_server.engine.runner.forward.splits import CacheSplit, PassFacts, SplitMode
+from icehouse_server.engine.runner.forward.splits import CacheSplit, PassFacts
 from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_lm.models import base, qwen3_next
 from mlx_lm.models.cache import make_prompt_cache
@@ -102,7 +103,7 @@ def test_the_model_stays_what_it_was_for_everybody_else() -> None:
 
 def test_a_way_that_does_not_fit_is_an_error_and_not_wrong_text() -> None:
     model = build("llama")
-    wrong = PassFacts(caches=(CacheSplit(SplitMode.ATTENTION),) * 4, gathers_hidden=True, gives_hidden=True)
+    wrong = PassFacts(caches=(CacheSplit(PassSplit.ATTENTION),) * 4, gathers_hidden=True, gives_hidden=True)
     forward = ForwardPass(model, wrong)
     original = type(model.layers[0].self_attn).__call__
 

@@ -6,8 +6,9 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from icehouse_server.domain.model import PassSplit
 from icehouse_server.engine.runner.forward import ForwardPass, Row, examine
-from icehouse_server.engine.runner.forward.splits import CacheSplit, PassFacts, SplitMode
+from icehouse_server.engine.runner.forward.splits import CacheSplit, PassFacts
 from mlx_lm.models.cache import make_prompt_cache
 
 from tests.fixtures.models import build
@@ -37,7 +38,7 @@ def test_an_architecture_keeps_its_way(architecture: str) -> None:
 def test_what_fits_no_way_runs_alone_and_says_why() -> None:
     model = build("llama")
     facts = PassFacts(caches=(), gathers_hidden=True, gives_hidden=True, can_take_back=True)
-    assert facts.modes == ("alone",)
+    assert facts.modes == (PassSplit.ALONE,)
     guests = []
     for seed, length in enumerate((5, 30, 17)):
         prompt = prompt_of(length, seed)
@@ -51,12 +52,12 @@ def test_what_fits_no_way_runs_alone_and_says_why() -> None:
 def test_a_wrong_way_is_found_out() -> None:
     """Attention by row cannot serve latent attention; the trial says so and takes the module."""
     facts = examine(build("deepseek_v3"))
-    assert facts.modes == ("module",)
+    assert facts.modes == (PassSplit.MODULE,)
     assert facts.reason
-    assert all(cache == CacheSplit(SplitMode.MODULE) for cache in facts.caches)
+    assert all(cache == CacheSplit(PassSplit.MODULE) for cache in facts.caches)
 
 
 def test_state_layers_stack_and_the_rest_is_split_at_attention() -> None:
     modes: list[Any] = [cache.mode for cache in examine(build("qwen3_next")).caches]
-    assert modes == [SplitMode.MODULE, SplitMode.ATTENTION, SplitMode.MODULE, SplitMode.ATTENTION]
+    assert modes == [PassSplit.MODULE, PassSplit.ATTENTION, PassSplit.MODULE, PassSplit.ATTENTION]
     assert all(cache.is_stacked for cache in examine(build("mamba2")).caches)
