@@ -18,6 +18,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 from icehouse_server.domain.blocks import BlockHeader, Damage, HostBlock, HostRegion, RegionKind
 from icehouse_server.domain.cache_stats import CacheStats, SpillDropCause
 from icehouse_server.domain.ids import BlockHash, RequestId
+from icehouse_server.pins import NOT_PINNED
 
 Result = TypeVar("Result")
 
@@ -91,7 +92,7 @@ class StoredBlock(Protocol):
     @property
     def hit_count(self) -> int: ...
     @property
-    def pinned(self) -> bool: ...
+    def pin_end_time(self) -> float: ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -232,7 +233,7 @@ class ColdTier(Protocol):
         ...
 
     def put(
-        self, block: HostBlock, *, pinned: bool = False, request_id: RequestId | None = None
+        self, block: HostBlock, *, pin_end_time: float = NOT_PINNED, request_id: RequestId | None = None
     ) -> Ticket[Persisted]:
         """Store a block, for this request; there must be queue space for it. Done without a write where all
         its regions are stored. Fails for a `SpillDropCause`."""
@@ -251,9 +252,10 @@ class ColdTier(Protocol):
         """Note that blocks were used, a chain from its end to its beginning. False: too much is queued."""
         ...
 
-    def pin(self, blocks: Names, *, pinned: bool = True) -> Ticket[Names] | None:
-        """Protect blocks, queued ones too, from removal for the tier's limits, or stop to. The result names
-        those that are neither stored nor queued."""
+    def pin(self, blocks: Names, end_time: float) -> Ticket[Names] | None:
+        """Protect blocks, queued ones too, from removal for the tier's limits until then (`Clock.wall`), or
+        with NOT_PINNED no longer; a pin that ends later stays. The result names those that are neither
+        stored nor queued."""
         ...
 
     def delete(self, blocks: Names) -> Ticket[Purged] | None:

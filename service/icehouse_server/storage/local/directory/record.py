@@ -10,6 +10,7 @@ import xxhash
 
 from icehouse_server.domain.blocks import LAYOUT_ABI, RegionKind
 from icehouse_server.domain.ids import BlockHash, Fingerprint
+from icehouse_server.pins import NOT_PINNED
 from icehouse_server.storage.files import FileInfo
 from icehouse_server.storage.local.block_format.header import BlockFile
 
@@ -45,12 +46,17 @@ class BlockRecord(NamedTuple):
     last_used_time: float
     """Wall clock, seconds since the epoch."""
     hit_count: int
-    pinned: bool
+    pin_end_time: float
+    """Wall clock; `DiskIndex.end_pins` takes it off."""
 
     @property
     def depth(self) -> int:
         """Blocks of this chain before this one."""
         return self.start_token_index // self.block_token_limit
+
+    @property
+    def is_pinned(self) -> bool:
+        return self.pin_end_time > NOT_PINNED
 
     def region_bytes(self, kind: RegionKind) -> int:
         """Return the bytes of the region of this kind; 0 when the block has none."""
@@ -98,5 +104,5 @@ def record_of(file: BlockFile, *, mtime_ns: int, inode: int, used_time: float) -
         created_time=used_time,
         last_used_time=used_time,
         hit_count=0,
-        pinned=False,
+        pin_end_time=NOT_PINNED,
     )

@@ -24,6 +24,7 @@ from icehouse_server.clock import Clock
 from icehouse_server.domain.blocks import Damage
 from icehouse_server.domain.cache_stats import IntegrityStats, ReconcileReport, TierStats
 from icehouse_server.domain.ids import BlockHash
+from icehouse_server.pins import NOT_PINNED, pin_end_time
 from icehouse_server.storage.api import Failure
 from icehouse_server.storage.files import Files, exists, size_at
 from icehouse_server.storage.local.block_format.block_file import PreparedBlock, write_block
@@ -205,7 +206,7 @@ class BlockStore:
         synced = self.syncs.submit(self.files.fsync, descriptor) if self.syncs else None
         return Writing(prepared, file, descriptor, path, synced, began, start_time)
 
-    def finish(self, writing: Writing, *, pinned: bool) -> BlockRecord:
+    def finish(self, writing: Writing, *, pin_end_time: float = NOT_PINNED) -> BlockRecord:
         """Wait until a block's file is durable, give it its name and insert its row; return the row.
 
         A stored block of this name with fewer regions is replaced, file and row, and keeps its history.
@@ -223,7 +224,8 @@ class BlockStore:
             info = self.files.stat(writing.path)
             record = record_of(writing.file, mtime_ns=info.mtime_ns, inode=info.inode, used_time=now_time)
             record = record.with_history_of(replaced) if replaced else record
-            record = record._replace(last_used_time=now_time, pinned=pinned or record.pinned)
+            end_time = max(pin_end_time, record.pin_end_time)
+            record = record._replace(last_used_time=now_time, pin_end_time=end_time)
             self.manifest.insert(
                 [(record, writing.file)], day=day_of(now_time), written_bytes=record.file_bytes
             )
@@ -281,6 +283,7 @@ class BlockStore:
                 self.quarantine.drop_oldest()
             self._update_space()
             return Reclaim.PROGRESS
+        self.index.end_pins(self.clock.wall())
         victims: list[BlockRecord] = []
         freed_bytes = 0
         while len(victims) < _EVICTION_BATCH_COUNT and freed_bytes < size_bytes:
@@ -392,12 +395,13 @@ class BlockStore:
                 if self.has_space(BALLAST_BYTES):
                     self._ballast.write()
 
-    def set_pinned(self, hashes: Sequence[BlockHash], *, pinned: bool) -> None:
-        """Pin or unpin the stored ones of these blocks."""
-        stored = [item for item in hashes if item in self.index]
-        self.manifest.set_pinned(stored, pinned=pinned)
-        for block_hash in stored:
-            self.index.set_pinned(block_hash, pinned=pinned)
+    def pin(self, hashes: Iterable[BlockHash], end_time: float) -> None:
+        """Pin the stored ones of these blocks until then (`Clock.wall`), or unpin them."""
+        stored = filter(None, map(self.index.get, hashes))
+        end_times = {record.hash: pin_end_time(record.pin_end_time, end_time) for record in stored}
+        self.manifest.set_pins(end_times)
+        for block_hash, time in end_times.items():
+            self.index.set_pin(block_hash, time)
 
     def take_gone(self) -> tuple[BlockHash, ...]:
         """Return the blocks that left since the last call, for whatever reason."""

@@ -10,6 +10,7 @@ import pytest
 from icehouse_server.domain.blocks import Damage
 from icehouse_server.domain.ids import BlockHash
 from icehouse_server.errors import Reason, StartError
+from icehouse_server.pins import UNTIL_UNPINNED
 from icehouse_server.storage.api import Failure
 from icehouse_server.storage.files import Files
 from icehouse_server.storage.local.block_format.block_file import PreparedBlock, prepare_block, read_head
@@ -25,7 +26,7 @@ from tests.fixtures.storage.storage_thread import ManualClock, StorageThread, op
 
 def put(store: BlockStore, prepared: PreparedBlock) -> BlockRecord:
     """Commit a block that is not stored yet."""
-    return store.finish(store.begin(prepared), pinned=False)
+    return store.finish(store.begin(prepared))
 
 
 def test_a_block_survives_a_reopen(tmp_path):
@@ -70,12 +71,24 @@ def test_tails_go_before_heads_and_pins_stay(tmp_path):
     old, new = make_chain(3, seed=1), make_chain(2, seed=2)
     for block in old + new:
         put(store, prepare_block(block))
-    store.set_pinned([old[1].header.hash], pinned=True)
+    store.pin([old[1].header.hash], UNTIL_UNPINNED)
     gone: list[BlockHash] = []
     while store.reclaim(1) is Reclaim.PROGRESS:
         gone.extend(store.take_gone())
     assert gone == [old[2].header.hash, new[1].header.hash, new[0].header.hash]
     assert [record.hash for record in store.index] == [old[0].header.hash, old[1].header.hash]
+
+
+def test_a_pin_that_has_ended_holds_nothing_back(tmp_path):
+    clock = ManualClock()
+    store = open_store(tmp_path, clock=clock)
+    head, tail = make_chain(2)
+    for block in (head, tail):
+        put(store, prepare_block(block))
+    store.pin([tail.header.hash], clock.wall() + 10.0)
+    assert store.reclaim(1) is Reclaim.FULL
+    clock.advance(10.0)
+    assert store.reclaim(1) is Reclaim.PROGRESS and store.take_gone() == (tail.header.hash,)
 
 
 def test_the_limit_is_never_passed(tmp_path):
@@ -101,13 +114,15 @@ def test_recency_and_pins_survive(tmp_path):
         put(store, prepare_block(block))
     clock.advance(10)
     store.touch([blocks[0].header.hash])
-    store.set_pinned([blocks[1].header.hash], pinned=True)
+    store.pin([blocks[1].header.hash], UNTIL_UNPINNED)
+    store.pin([blocks[2].header.hash], clock.wall() + 60.5)
     store.close()
     store.unlock()
     again = open_store(tmp_path)
     assert [r.hash for r in again.index.by_recency(FINGERPRINT)][-1] == blocks[0].header.hash
     assert again.index.get(blocks[0].header.hash).hit_count == 1
-    assert again.index.get(blocks[1].header.hash).pinned
+    assert again.index.get(blocks[1].header.hash).pin_end_time == UNTIL_UNPINNED
+    assert again.index.get(blocks[2].header.hash).pin_end_time == clock.wall() + 61.0
 
 
 def test_a_clock_that_was_wrong_once_keeps_no_block_for_ever(tmp_path):
