@@ -48,14 +48,21 @@ class Bench:
         self,
         make: Callable[[Callable[[Outcome], object], ManualClock], LocalTier | MemoryTier],
         damage: Callable,
+        *,
+        is_started: bool,
     ) -> None:
+        """`is_started`: it works on threads of its own, if it has some."""
         self.posted: list[Outcome] = []
         self.clock = ManualClock()
         self._running = make(self.posted.append, self.clock)
         self.tier: ColdTier = self._running
         self._damage = damage
-        self._running.lock()
-        self._running.open()
+        self._is_started = is_started
+        if is_started:
+            self.tier.start()
+        else:
+            self._running.lock()
+            self._running.open()
 
     def settle(self) -> list[Outcome]:
         """Do all that was asked; return what was posted since the last call."""
@@ -78,8 +85,9 @@ class Bench:
         self._damage(self._running, block.header)
 
     def close(self) -> None:
-        self._running.close(deadline_time=1e9)
-        assert isinstance(self.settle()[-1], StorageClosed)
+        if not self._is_started:
+            self.tier.close(deadline_time=1e9)
+            assert isinstance(self.settle()[-1], StorageClosed)
 
 
 def _flip(tier: LocalTier, header) -> None:
@@ -93,7 +101,9 @@ def _flip(tier: LocalTier, header) -> None:
 def open_bench(request, tmp_path) -> Iterator[Callable[..., Bench]]:
     opened: list[Bench] = []
 
-    def make(*, limit_bytes: int = 1 << 26, queue_bytes: int = 1 << 22, count: int = 16) -> Bench:
+    def make(
+        *, limit_bytes: int = 1 << 26, queue_bytes: int = 1 << 22, count: int = 16, is_started: bool = False
+    ) -> Bench:
         def on_disk(post, clock) -> LocalTier:
             settings = settings_for(
                 tmp_path,
@@ -115,9 +125,11 @@ def open_bench(request, tmp_path) -> Iterator[Callable[..., Bench]]:
             )
 
         if request.param == "disk":
-            opened.append(Bench(on_disk, _flip))
+            opened.append(Bench(on_disk, _flip, is_started=is_started))
         else:
-            opened.append(Bench(in_memory, lambda tier, header: tier.damage(header.hash)))
+            opened.append(
+                Bench(in_memory, lambda tier, header: tier.damage(header.hash), is_started=is_started)
+            )
         return opened[-1]
 
     yield make
@@ -132,6 +144,17 @@ def bench(open_bench) -> Bench:
 
 def names_of(blocks: Sequence[HostBlock]) -> tuple[BlockHash, ...]:
     return tuple(block.header.hash for block in blocks)
+
+
+def test_a_tier_that_was_started_writes_what_was_put_before_it_ends(open_bench) -> None:
+    bench = open_bench(is_started=True)
+    block = make_block()
+    put = bench.tier.put(block)
+    bench.tier.close(deadline_time=bench.clock.monotonic() + 1.0)
+    assert bench.tier.join(timeout_s=1.0)
+    first, *rest, last = bench.posted
+    assert isinstance(first, Inventory) and isinstance(last, StorageClosed) and last.was_clean
+    assert rest == [put] and isinstance(put.outcome, Persisted)
 
 
 def test_the_first_that_is_posted_is_the_inventory(bench: Bench) -> None:
