@@ -22,9 +22,9 @@ from icehouse_server.config import load_config
 from icehouse_server.domain.ids import Fingerprint
 from icehouse_server.errors import Reason, StorageError
 from icehouse_server.storage.files import Files
+from icehouse_server.storage.local.directory.manifest import BlockRecord
 from icehouse_server.storage.local.directory.offline import OfflineStore, PurgeScope, Rows, Verdict
 from icehouse_server.storage.local.directory.reconcile import Discrepancy, Finding
-from icehouse_server.storage.local.directory.record import BlockRecord
 from icehouse_server.storage.local.encryption.constants import KEY_DETAIL
 
 app = typer.Typer(

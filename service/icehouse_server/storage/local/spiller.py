@@ -210,7 +210,7 @@ class Spiller:
                     raise
         self._state.fill(
             f"Disk is full: {outline(error)} after evicting; writes resume when {size_bytes} bytes are free "
-            f"above the floor of {self._store.space.floor_bytes}",
+            f"above the floor of {self._store.settings.free_floor_bytes}",
             now=self._clock.monotonic(),
             needed_bytes=size_bytes,
         )

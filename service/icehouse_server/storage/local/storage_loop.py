@@ -370,7 +370,7 @@ class StorageLoop:
             return
         needed_bytes = self._state.needed_bytes
         free_bytes = self._store.files.free_bytes(self._store.paths.root)
-        if free_bytes >= needed_bytes + self._store.space.floor_bytes:
+        if free_bytes >= needed_bytes + self._store.settings.free_floor_bytes:
             self._state.open()
         else:
             self._state.fill(self._state.detail, now=now, needed_bytes=needed_bytes)

@@ -41,7 +41,7 @@ from icehouse_server.storage.api import (
 from icehouse_server.storage.files import Files
 from icehouse_server.storage.local.block_format.block_file import verify_block
 from icehouse_server.storage.local.block_format.header import BlockFileError
-from icehouse_server.storage.local.directory.record import BlockRecord
+from icehouse_server.storage.local.directory.manifest import BlockRecord
 from icehouse_server.storage.local.directory.store import BlockStore
 from icehouse_server.storage.local.encryption.constants import Cipher
 from icehouse_server.storage.local.queue_limit import QueueLimit, QueueLimits

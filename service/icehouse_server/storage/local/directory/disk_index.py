@@ -17,7 +17,7 @@ from icehouse_server.domain.blocks import HostBlock
 from icehouse_server.domain.cache_stats import AgePercentiles, TierStats
 from icehouse_server.domain.ids import BlockHash, Fingerprint
 from icehouse_server.pins import NOT_PINNED, PinEnds
-from icehouse_server.storage.local.directory.record import BlockRecord
+from icehouse_server.storage.local.directory.manifest import BlockRecord
 
 _STALE_LIMIT = 64
 """Stale entries for which the heap is not rebuilt."""

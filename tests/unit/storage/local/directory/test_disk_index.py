@@ -11,7 +11,7 @@ from icehouse_server.domain.ids import BlockHash, Fingerprint
 from icehouse_server.pins import NOT_PINNED, UNTIL_UNPINNED
 from icehouse_server.storage.local.directory import disk_index
 from icehouse_server.storage.local.directory.disk_index import DiskIndex
-from icehouse_server.storage.local.directory.record import BlockRecord
+from icehouse_server.storage.local.directory.manifest import BlockRecord
 
 
 def record(name: int, parent: int) -> BlockRecord:

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from icehouse_server.domain.blocks import RegionKind
 from icehouse_server.pins import NOT_PINNED, UNTIL_UNPINNED
 from icehouse_server.storage.local.block_format.header import BlockFile, BlockOutline, FileRegion
-from icehouse_server.storage.local.directory.manifest import Manifest
-from icehouse_server.storage.local.directory.record import BlockRecord, record_of
+from icehouse_server.storage.local.directory.manifest import BlockRecord, Manifest, record_of
 
 from tests.fixtures.storage.blocks import FINGERPRINT, OTHER_FINGERPRINT, make_block
 

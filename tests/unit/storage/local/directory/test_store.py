@@ -14,10 +14,11 @@ from icehouse_server.pins import UNTIL_UNPINNED
 from icehouse_server.storage.api import Failure
 from icehouse_server.storage.files import Files
 from icehouse_server.storage.local.block_format.block_file import PreparedBlock, prepare_block, read_head
+from icehouse_server.storage.local.directory.manifest import BlockRecord
 from icehouse_server.storage.local.directory.offline import OfflineStore
-from icehouse_server.storage.local.directory.record import BlockRecord
-from icehouse_server.storage.local.directory.space import SECONDS_PER_DAY, Reclaim, Space
+from icehouse_server.storage.local.directory.space import SECONDS_PER_DAY, Extras, Reclaim, Space
 from icehouse_server.storage.local.directory.store import BlockStore
+from icehouse_server.storage.store_paths import StorePaths
 
 from tests.fixtures.storage.blocks import FINGERPRINT, make_block, make_chain
 from tests.fixtures.storage.faults import FaultyFiles
@@ -142,7 +143,7 @@ def test_a_clock_that_was_wrong_once_keeps_no_block_for_ever(tmp_path):
 
 
 def test_a_day_that_comes_again_has_the_budget_it_had():
-    space = Space(limit_bytes=1000, floor_bytes=0, daily_limit_bytes=100)
+    space = Space(settings_for("/none", daily_write_limit_bytes=100), Extras(Files(), StorePaths("/none")))
     space.note_written(80, now_time=SECONDS_PER_DAY * 5.0)
     assert space.written_bytes(SECONDS_PER_DAY * 6.0) == 0
     assert space.written_bytes(SECONDS_PER_DAY * 5.5) == 80
@@ -154,9 +155,9 @@ def test_a_manifest_put_aside_counts_and_goes_before_any_block(tmp_path):
         served.spill(block)
     (tmp_path / "manifest.damaged.sqlite3").write_bytes(bytes(50_000))
     store = open_store(tmp_path)
-    assert store.space.leftover_bytes == 50_000
+    assert store.extras.size_bytes == 50_000
     assert store.reclaim(1) is Reclaim.PROGRESS
-    assert store.space.leftover_bytes == 0 and len(store.index) == 1
+    assert store.extras.size_bytes == 0 and len(store.index) == 1
     assert not (tmp_path / "manifest.damaged.sqlite3").exists()
     store.close()
     store.unlock()
@@ -173,7 +174,7 @@ def test_what_was_read_of_a_file_that_was_replaced_retires_nothing(tmp_path):
         store.retire(failure)
         assert record.hash in store.index
     store.retire(Failure(Damage.CHECKSUM, "of this one", record.hash, record.header_checksum))
-    assert record.hash not in store.index and len(store.quarantine.sizes) == 1
+    assert record.hash not in store.index and len(store.extras.quarantined) == 1
     store.close()
     store.unlock()
 
@@ -189,7 +190,7 @@ def test_what_was_put_aside_and_cannot_be_removed_keeps_no_block_from_being_writ
     files.is_armed = True
     assert [store.reclaim(1) for _ in range(3)] == [Reclaim.PROGRESS] * 3
     assert files.failed_count == 2 and len(store.index) == 1
-    assert store.space.leftover_bytes == records[0].file_bytes + 3, "it counts for as long as it is there"
+    assert store.extras.size_bytes == records[0].file_bytes + 3, "it counts for as long as it is there"
     store.maintain()
-    assert store.space.leftover_bytes == 0
+    assert store.extras.size_bytes == 0
     assert not os.listdir(tmp_path / "quarantine") and not (tmp_path / "manifest.damaged.sqlite3").exists()
