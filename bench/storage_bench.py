@@ -187,7 +187,7 @@ def fill(directory: Path, file_count: int) -> None:
     store.open()
     for start in range(0, file_count, 1000):
         for block in make_chain(min(1000, file_count - start), shape=Shape(1, 1, 1), seed=start):
-            store.finish(store.begin(prepare_block(block)), pinned=False)
+            store.finish(store.begin(prepare_block(block)))
     store.close()
     store.unlock()
 

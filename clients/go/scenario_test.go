@@ -20,6 +20,7 @@ type scenario struct {
 	Input  struct {
 		Text            string
 		TextUnit        string `json:"text_unit"`
+		TTLSeconds      int64  `json:"ttl_s"`
 		Repeat          int
 		MaxOutputTokens int32  `json:"max_output_tokens"`
 		OtherMaxTokens  int32  `json:"other_max_output_tokens"`

@@ -5,6 +5,7 @@ import (
 	"testing"
 	"time"
 
+	"google.golang.org/protobuf/types/known/durationpb"
 	icehousev1 "icehouse.dev/api/icehouse/v1"
 )
 
@@ -108,7 +109,9 @@ func tokensOf(blocks []*icehousev1.BlockMatch) (sum int32) {
 func testPin(t *testing.T, s scenario) {
 	client := s.client(t)
 	s.warm(t, client)
-	pinned, err := client.Pin(t.Context(), &icehousev1.PinRequest{Prompt: s.prompt(), Cache: s.tenantCache()})
+	pinned, err := client.Pin(t.Context(), &icehousev1.PinRequest{
+		Prompt: s.prompt(), Cache: s.tenantCache(), Ttl: &durationpb.Duration{Seconds: s.Input.TTLSeconds},
+	})
 	if err != nil {
 		t.Fatal(err)
 	}

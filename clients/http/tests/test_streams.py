@@ -175,7 +175,7 @@ WITHDRAWN = (
     "answer",
     [
         ChatAnswer("c", {}, tells_usage=False),
-        MessageAnswer("m"),
+        MessageAnswer("m", lambda: None),
         ResponseAnswer("r", {}, seals=False, keep=lambda reply: None),
     ],
     ids=["chat", "messages", "responses"],

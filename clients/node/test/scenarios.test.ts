@@ -314,7 +314,8 @@ scenario("explain", async (s) => {
 scenario("pin", async (s) => {
   const { cache } = s.client();
   await cache.warm(s.unknown);
-  const { blockCount, tokenCount } = await cache.pin(s.unknown);
+  const ttl = { seconds: BigInt(s.input["ttl_s"]) };
+  const { blockCount, tokenCount } = await cache.pin({ ...s.unknown, ttl });
   const { blocks } = await cache.explain(s.unknown);
   assert(blockCount > 0);
   assert.deepEqual(blocks.map(({ pinned }) => pinned), Array(blockCount).fill(true));

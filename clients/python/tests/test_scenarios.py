@@ -330,7 +330,7 @@ def test_explain(scenario: Scenario, client: Client) -> None:
 def test_pin(scenario: Scenario, client: Client) -> None:
     tenant = scenario.own_name
     client.cache.warm(scenario.text, tenant=tenant)
-    pinned = client.cache.pin(scenario.text, tenant=tenant)
+    pinned = client.cache.pin(scenario.text, tenant=tenant, ttl_s=scenario.input["ttl_s"])
     blocks = client.cache.explain(scenario.text, tenant=tenant).blocks
     assert pinned.block_count == len(blocks) > 0 and all(block.pinned for block in blocks)
     assert pinned.token_count == sum(block.token_count for block in blocks)

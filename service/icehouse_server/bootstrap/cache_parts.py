@@ -20,7 +20,7 @@ from icehouse_server.engine.prefix_cache.tiers.prefix_settings import PrefixSett
 from icehouse_server.engine.runner.identity.fingerprint import ModelFingerprint, model_fingerprint
 from icehouse_server.engine.runner.model_loader import AdapterSource
 from icehouse_server.engine.runner.runner import ModelRunner
-from icehouse_server.storage.api import Outcome
+from icehouse_server.storage.api import ColdTier, Outcome
 from icehouse_server.storage.digests import DigestBook
 from icehouse_server.storage.files import Files, in_time
 from icehouse_server.storage.local.directory.lock import take_lock
@@ -43,7 +43,7 @@ class CacheParts:
 
     settings: PrefixSettings
     adopt_budget_s: float
-    storage: LocalTier | None
+    storage: ColdTier | None
     log: BlockLog = dataclasses.field(default_factory=BlockLog)
     """Blocks that enter and leave the tiers, for KV events."""
 
@@ -72,7 +72,7 @@ def build_cache_parts(
     clock: Clock,
     post: Callable[[Outcome], object],
 ) -> CacheParts:
-    """Wire the cache. The directory is locked and opened by `LocalTier.lock` and `start`, not here.
+    """Wire the cache. The directory is locked and opened by `ColdTier.start`, not here.
 
     With a key its data key is fetched here, since names and fingerprint depend on it; raises StartError.
     """

@@ -48,7 +48,7 @@ from icehouse_server.rpc.engine_client.router import Router
 from icehouse_server.rpc.kv_events.kv_event_source import CONNECT_PREFIX, KvEventSource
 from icehouse_server.rpc.listen_address import is_loopback
 from icehouse_server.rpc.rpc_server import RpcServer
-from icehouse_server.storage.local.tier import LocalTier
+from icehouse_server.storage.api import ColdTier
 from icehouse_server.structured_output.compiler import GrammarCompiler, stack_bytes
 from icehouse_server.structured_output.probe_process import ProbeLimits, ProbeProcess
 from icehouse_server.text.tokenizer import Tokenizer
@@ -102,7 +102,7 @@ class Server:
     rpc: RpcServer
     router: Router
     clock: Clock
-    storage: LocalTier | None
+    storage: ColdTier | None
     """None without an SSD tier."""
     telemetry: TelemetryParts
     kv_events: KvEventParts

@@ -22,9 +22,9 @@ from icehouse_server.config import load_config
 from icehouse_server.domain.ids import Fingerprint
 from icehouse_server.errors import Reason, StorageError
 from icehouse_server.storage.files import Files
+from icehouse_server.storage.local.directory.manifest import BlockRecord
 from icehouse_server.storage.local.directory.offline import OfflineStore, PurgeScope, Rows, Verdict
 from icehouse_server.storage.local.directory.reconcile import Discrepancy, Finding
-from icehouse_server.storage.local.directory.record import BlockRecord
 from icehouse_server.storage.local.encryption.constants import KEY_DETAIL
 
 app = typer.Typer(
@@ -254,7 +254,7 @@ def _block_table(rows: Rows, shown: Sequence[BlockRecord]) -> Table:
             size_text(record.file_bytes),
             f"{age_text(now_time_s - record.last_used_time)} ago",
             str(record.hit_count),
-            marks_text(record),
+            marks_text(record, now_time_s),
         )
         for record in shown
     ]
@@ -275,7 +275,7 @@ def _block_table(rows: Rows, shown: Sequence[BlockRecord]) -> Table:
 _BYTES = ("file_bytes", "kv_bytes", "window_bytes", "checkpoint_bytes")
 _FACTS = (
     *("hash", "parent", "fingerprint", "start_token_index", "token_count", "block_token_limit", *_BYTES),
-    *("created_time", "last_used_time", "hit_count", "pinned"),
+    *("created_time", "last_used_time", "hit_count"),
 )
 _TIMES = ("created_time", "last_used_time")
 
@@ -283,6 +283,7 @@ _TIMES = ("created_time", "last_used_time")
 def record_facts(record: BlockRecord) -> dict[str, object]:
     """Return a row for JSON: sizes in bytes, times in seconds since 1970."""
     facts = {name: getattr(record, name) for name in _FACTS}
+    facts["pinned"] = record.pin_end_time > SystemClock().wall()
     return {name: value.hex() if isinstance(value, bytes) else value for name, value in facts.items()}
 
 
@@ -318,10 +319,10 @@ def model_text(details: Mapping[str, str], fingerprint: Fingerprint) -> str:
     return " ".join(filter(None, words))
 
 
-def marks_text(record: BlockRecord) -> str:
+def marks_text(record: BlockRecord, now_time_s: float) -> str:
     """Return what is special about a block, "" for nothing."""
     marks = []
-    if record.pinned:
+    if record.pin_end_time > now_time_s:
         marks.append("pinned")
     if record.token_count < record.block_token_limit:
         marks.append("tail")

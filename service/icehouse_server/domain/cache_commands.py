@@ -63,6 +63,8 @@ class Pin:
 
     prompt_token_ids: tuple[int, ...]
     scope: CacheScope = DEFAULT_SCOPE
+    ttl_s: float | None = None
+    """How long from now; None is until they are unpinned. A pin never shortens an earlier one."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -193,6 +193,7 @@ class EngineLoop:
         messages = self._mailbox.take_all(timeout_s=timeout_s)
         if work_count := sum(isinstance(message, Submit) for message in messages):
             messages += self._burst_wait.rest(self._mailbox, self._clock, self._is_idle, work_count)
+        self._cache.end_pins()
         for message in messages:
             self._receive(message)
         if not self._has_pass_to_run:

@@ -1,11 +1,14 @@
 """Cold tier: the port of whatever stores blocks below RAM, and the tickets of its calls.
 
-The engine's thread calls the methods. None of them blocks, and none raises for an error of the medium: each
-returns a ticket, or None where too much is queued already. The ticket comes back through the engine's
-mailbox, done or failed. The tier also posts what nobody asked for: the inventory at the start, blocks that
-left, the end. The engine decides what is stored, for whom, and what is removed for it. The tier stores what
-it was given, completely or not at all, within its own limits. Only frozen data crosses, never an mx.array.
-Sizes are bytes, times are seconds.
+Another implementation is a class with the methods of `ColdTier`, made with the clock and with a function that
+posts an `Outcome`. The composition starts and closes it; in between the engine's thread calls it. None of the
+calls blocks, and none raises for an error of the medium: each returns a ticket, or None where too much is
+queued already. The ticket comes back through the engine's mailbox, done or failed. The tier also posts what
+nobody asked for: the inventory first, blocks that left, the end last. It may post on any thread.
+
+The engine decides what is stored, for whom, and what is removed for it. The tier stores what it was given,
+completely or not at all, within its own limits. Only frozen data crosses, never an mx.array. Sizes are bytes,
+times are seconds.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 from icehouse_server.domain.blocks import BlockHeader, Damage, HostBlock, HostRegion, RegionKind
 from icehouse_server.domain.cache_stats import CacheStats, SpillDropCause
 from icehouse_server.domain.ids import BlockHash, RequestId
+from icehouse_server.pins import NOT_PINNED
 
 Result = TypeVar("Result")
 
@@ -91,7 +95,7 @@ class StoredBlock(Protocol):
     @property
     def hit_count(self) -> int: ...
     @property
-    def pinned(self) -> bool: ...
+    def pin_end_time(self) -> float: ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -224,7 +228,24 @@ Outcome = AnyTicket | Inventory | Evicted | StorageFailed | StorageClosed
 
 
 class ColdTier(Protocol):
-    """The methods. A block that was put before another call names it is written before that call is done."""
+    """Started and closed once. A block that was put before another call names it is written before that call
+    is done."""
+
+    def start(self) -> None:
+        """Take the medium for this process and begin; the inventory is posted when it is known.
+
+        Raises `StartError` where another process has the medium. One that fails, or does not answer in some
+        seconds, does not stop the start: the tier begins when it can.
+        """
+        ...
+
+    def close(self, *, deadline_time: float) -> None:
+        """Write what was put until the deadline (`Clock.monotonic`), then end; returns at once."""
+        ...
+
+    def join(self, *, timeout_s: float) -> bool:
+        """Wait for the end after `close`; False when the tier hangs or takes longer."""
+        ...
 
     @property
     def queue_space_bytes(self) -> int:
@@ -232,7 +253,7 @@ class ColdTier(Protocol):
         ...
 
     def put(
-        self, block: HostBlock, *, pinned: bool = False, request_id: RequestId | None = None
+        self, block: HostBlock, *, pin_end_time: float = NOT_PINNED, request_id: RequestId | None = None
     ) -> Ticket[Persisted]:
         """Store a block, for this request; there must be queue space for it. Done without a write where all
         its regions are stored. Fails for a `SpillDropCause`."""
@@ -251,9 +272,10 @@ class ColdTier(Protocol):
         """Note that blocks were used, a chain from its end to its beginning. False: too much is queued."""
         ...
 
-    def pin(self, blocks: Names, *, pinned: bool = True) -> Ticket[Names] | None:
-        """Protect blocks, queued ones too, from removal for the tier's limits, or stop to. The result names
-        those that are neither stored nor queued."""
+    def pin(self, blocks: Names, end_time: float) -> Ticket[Names] | None:
+        """Protect blocks, queued ones too, from removal for the tier's limits until then (`Clock.wall`), or
+        with NOT_PINNED no longer; a pin that ends later stays. The result names those that are neither
+        stored nor queued."""
         ...
 
     def delete(self, blocks: Names) -> Ticket[Purged] | None:

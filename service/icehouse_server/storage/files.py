@@ -20,7 +20,6 @@ import stat as stat_module
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from itertools import islice
 from typing import Any, TypeVar
 
 from icehouse_server.storage.store_paths import PARTIAL_SUFFIX
@@ -36,9 +35,8 @@ TIME_LIMIT_S = 5.0
 _NOT_SUPPORTED = frozenset({errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOTTY})
 
 _IOV_LIMIT = 1024
-"""Most buffers of one vectored call: Linux's and macOS's IOV_MAX."""
-_CALL_LIMIT_BYTES = 1 << 30
-"""Most bytes of one vectored call: macOS refuses 2 GiB and more with EINVAL."""
+"""Most buffers of one vectored call: Linux's and macOS's IOV_MAX. Callers pass some MiB in one, far below the
+2 GiB that macOS refuses."""
 
 _INODE_MASK = (1 << 63) - 1
 
@@ -380,22 +378,10 @@ def _transfer(call: Callable[..., int], descriptor: int, parts: Sequence[Any], o
     """Read or write parts in order from `offset` until the system moves nothing more; return the bytes."""
     pending = [view for part in parts if (view := memoryview(part)).nbytes]
     done_bytes = 0
-    while pending and (moved_bytes := call(descriptor, _batch(pending), offset + done_bytes)):
+    while pending and (moved_bytes := call(descriptor, pending[:_IOV_LIMIT], offset + done_bytes)):
         done_bytes += moved_bytes
         pending = _advance(pending, moved_bytes)
     return done_bytes
-
-
-def _batch(pending: Sequence[memoryview]) -> list[memoryview]:
-    """Return the leading buffers that fit one vectored call, the last one perhaps cut."""
-    batch = []
-    left_bytes = _CALL_LIMIT_BYTES
-    for view in islice(pending, _IOV_LIMIT):
-        batch.append(view[:left_bytes])
-        left_bytes -= batch[-1].nbytes
-        if left_bytes == 0:
-            break
-    return batch
 
 
 def _advance(pending: list[memoryview], done_bytes: int) -> list[memoryview]:

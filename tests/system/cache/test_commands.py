@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 from pathlib import Path
 
+import pytest
 from icehouse_server.domain.blocks import TokenKeys
 from icehouse_server.domain.cache_commands import (
     Evict,
@@ -27,7 +28,7 @@ from icehouse_server.domain.cache_commands import (
 )
 from icehouse_server.domain.events import ReuseLimit
 from icehouse_server.domain.ids import BlockHash, Tenant
-from icehouse_server.errors import IcehouseError, Reason
+from icehouse_server.errors import IcehouseError, Overloaded, Reason
 from icehouse_server.storage.api import StorageFailed
 
 from tests.fixtures.storage.faults import FaultyFiles
@@ -116,6 +117,65 @@ def test_a_pin_set_in_ram_goes_with_the_block_to_ssd(tmp_path: Path) -> None:
         assert served.stats().ssd.pinned_block_count == 2
         told = served.order(Explain(tuple(tokens)))
         assert isinstance(told, Explanation) and all(block.pinned for block in told.blocks)
+
+
+@pytest.mark.parametrize("has_ssd", [False, True], ids=["ram alone", "with ssd"])
+def test_a_pin_with_a_ttl_ends_and_is_prolonged(tmp_path: Path, has_ssd: bool) -> None:
+    kept, others = prompt(2 * BLOCK + 1), [prompt(3 * BLOCK, salt=salt) for salt in range(1, 6)]
+    with SteppedServer(tmp_path if has_ssd else None, ram_blocks=4) as served:
+        served.ask("kept", kept, max_output_tokens=0)
+        for ttl_s in (60.0, 300.0, 60.0):
+            report = served.order(Pin(tuple(kept), ttl_s=ttl_s))
+            assert isinstance(report, PinReport) and report.block_count == 2
+        for ask_number, seconds in enumerate((60.0, 239.0)):
+            served.clock.now += seconds
+            for turn, tokens in enumerate(others):
+                served.ask(f"other {ask_number} {turn}", tokens)
+            assert served.stats().ram.pinned_block_count == 2
+        served.clock.now += 1.0
+        assert served.stats().ram.pinned_block_count == 0
+        told = served.order(Explain(tuple(kept)))
+        assert isinstance(told, Explanation) and not any(block.pinned for block in told.blocks)
+        for turn, tokens in enumerate(others):
+            served.ask(f"more {turn}", tokens)
+        served.check()
+        assert served.ask("kept no more", kept).cache.ram_token_count == 0
+
+
+def test_a_pin_without_an_end_is_not_shortened_by_one_with_a_ttl() -> None:
+    tokens = tuple(prompt(2 * BLOCK + 1))
+    with SteppedServer() as served:
+        served.ask("a", tokens, max_output_tokens=0)
+        served.order(Pin(tokens))
+        served.order(Pin(tokens, ttl_s=1.0))
+        served.clock.now += 2.0
+        assert served.stats().ram.pinned_block_count == 2
+
+
+def test_a_pin_with_a_ttl_lasts_as_long_across_a_restart(tmp_path: Path) -> None:
+    tokens = tuple(prompt(2 * BLOCK + 1))
+    with SteppedServer(tmp_path) as served:
+        served.ask("a", tokens, max_output_tokens=0)
+        served.order(Pin(tokens, ttl_s=60.5))
+        clock = served.clock
+    for seconds, count in ((59.0, 2), (2.0, 0), (1.0, 0)):
+        clock.now += seconds
+        with SteppedServer(tmp_path, clock=clock) as served:
+            told = served.order(Explain(tokens))
+            assert isinstance(told, Explanation) and sum(block.pinned for block in told.blocks) == count
+            assert served.stats().ssd.pinned_block_count == count
+
+
+def test_what_an_ended_pin_took_of_the_quota_may_be_pinned_again() -> None:
+    with SteppedServer(ram_blocks=4) as served:
+        for turn in range(3):
+            tokens = tuple(prompt(3 * BLOCK + 1, salt=turn))
+            served.ask(f"{turn}", tokens, max_output_tokens=0)
+            assert isinstance(served.order(Pin(tokens, ttl_s=60.0)), PinReport)
+            other = tuple(prompt(BLOCK + 1, salt=10 + turn))
+            served.ask(f"other {turn}", other, max_output_tokens=0)
+            assert isinstance(served.order(Pin(other, ttl_s=60.0)), Overloaded)
+            served.clock.now += 60.0
 
 
 def test_explain_knows_the_blocks_of_an_earlier_process(tmp_path: Path) -> None:

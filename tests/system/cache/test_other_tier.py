@@ -8,8 +8,10 @@ from icehouse_server.domain.cache_stats import SpillDropCause
 from icehouse_server.domain.events import ReuseLimit
 from icehouse_server.domain.ids import CacheScope, Tenant
 from icehouse_server.engine.prefix_cache.tiers.runner_port import CacheFacts
+from icehouse_server.pins import NOT_PINNED
 from icehouse_server.storage.api import StorageFailed
 
+from tests.fixtures.engine import FakeClock
 from tests.fixtures.storage.memory_tier import MemoryTier
 from tests.system.cache.stepped_server import BLOCK, HYBRID, KV, WINDOWS, SteppedServer, prompt
 
@@ -18,7 +20,10 @@ TOKENS = prompt(4 * BLOCK + 1)
 
 
 def served_by(*, facts: CacheFacts = KV, ram_blocks: float = 5) -> SteppedServer:
-    return SteppedServer(facts=facts, ram_blocks=ram_blocks, tier=lambda post: MemoryTier(post=post))
+    clock = FakeClock()
+    return SteppedServer(
+        facts=facts, ram_blocks=ram_blocks, clock=clock, tier=lambda post: MemoryTier(clock=clock, post=post)
+    )
 
 
 def fill(served: SteppedServer) -> None:
@@ -58,7 +63,7 @@ def test_orders_reach_it_and_its_counters_come_back() -> None:
     with served_by() as served:
         fill(served)
         assert served.order(Pin(tuple(TOKENS), SCOPE)).block_count == 4
-        assert sum(each.pinned for each in served.storage.kept.values()) > 0
+        assert sum(each.pin_end_time > NOT_PINNED for each in served.storage.kept.values()) > 0
         checked = served.order(Verify(None))
         assert isinstance(checked, VerifyReport)
         assert checked.verified_block_count == len(served.storage.kept) > 0

@@ -79,10 +79,12 @@ def check_pins_agree(served: SimServer) -> None:
     """A block on SSD is pinned there exactly when the engine has it pinned."""
     if served.storage is None or served.is_storage_dead or not served.store.is_open:
         return
-    pinned = {record.hash for record in served.store.index if record.pinned}
+    now_time = served.clock.wall()
     for entry in served.cache.tree:
-        if entry.ssd:
-            assert (entry.hash in pinned) is entry.is_pinned, f"{entry} is pinned in one tier only"
+        record = served.store.index.get(entry.hash)
+        if entry.ssd and record is not None:
+            here, there = max(entry.pin_end_time, now_time), max(record.pin_end_time, now_time)
+            assert here == there, f"{entry} is pinned in one tier only"
 
 
 def check_counters(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 
 from icehouse_server.domain.cache_commands import (
@@ -60,7 +61,7 @@ class CommandIssuer:
         is_open = True
         doom = _Doom()
         self._change_count += isinstance(order, Pin | Unpin | Evict | EvictBlocks)
-        change_number = self._change_count
+        change_number, order_time = self._change_count, served.clock.wall()
 
         def reply(answer: CacheAnswer | IcehouseError) -> None:
             nonlocal is_open
@@ -70,7 +71,9 @@ class CommandIssuer:
             self._say(f"  answered {answer!r:.200}")
             self._ledger.seen[type(answer).__name__] += 1
             is_sound = self._ledger.rot_count == rot_count
-            if isinstance(answer, PinReport) and change_number == self._change_count and is_sound:
+            is_over = isinstance(order, Pin) and served.clock.wall() >= order_time + (order.ttl_s or math.inf)
+            is_last = change_number == self._change_count
+            if isinstance(answer, PinReport) and is_last and is_sound and not is_over:
                 # Behind a block that was found damaged meanwhile nobody looks for pinned ones.
                 self._check_pins(served, order, answer)
             self._check(served, order, answer, doom)

@@ -22,7 +22,7 @@ from icehouse_server.storage.api import (
     Ticket,
     Verified,
 )
-from icehouse_server.storage.local.directory.record import BlockRecord
+from icehouse_server.storage.local.directory.manifest import BlockRecord
 
 from tests.system.sim.disk import Rot
 from tests.system.sim.images import image_token_count

@@ -14,8 +14,8 @@ class PinWatch:
     def __init__(self, ledger: Ledger) -> None:
         self.is_excused = False
         self._ledger = ledger
-        self._before: dict[BlockHash, bool] = {}
-        """Pinned blocks, and whether they were in RAM after the last step."""
+        self._before: dict[BlockHash, tuple[float, bool]] = {}
+        """Pinned blocks, until when, and whether they were in RAM after the last step."""
 
     def begin_life(self) -> None:
         """Forget what a process that is gone had pinned."""
@@ -24,12 +24,12 @@ class PinWatch:
     def look(self, served: SimServer) -> None:
         """Compare with the look before."""
         if not (self.is_excused or self._ledger.io_errors(served) or served.is_storage_dead):
-            for name, was_in_ram in self._before.items():
-                if name not in self._ledger.ever_damaged:
+            for name, (end_time, was_in_ram) in self._before.items():
+                if name not in self._ledger.ever_damaged and end_time > served.clock.wall():
                     self._check(served, name, was_in_ram=was_in_ram)
         self.is_excused = False
         self._before = {
-            entry.hash: bool(entry.ram)
+            entry.hash: (entry.pin_end_time, bool(entry.ram))
             for entry in served.cache.tree
             if entry.is_pinned and (entry.ram or entry.hash in self._ledger.committed)
         }
@@ -48,5 +48,7 @@ class PinWatch:
         for entry in served.cache.tree:
             record = served.store.index.get(entry.hash)
             # One that was written after the flush had given up waiting is not known to the engine.
-            if entry.is_pinned and entry.ssd and record is not None:
-                assert record.pinned, f"pinned block {entry.hash.hex()[:8]} will not be after the restart"
+            if entry.ssd and record is not None and entry.pin_end_time > served.clock.wall():
+                assert record.pin_end_time == entry.pin_end_time, (
+                    f"pinned block {entry.hash.hex()[:8]} will not be after the restart"
+                )

@@ -86,6 +86,7 @@ class Scenario:
         self._image_dice = random.Random(-4 * 10**6 - seed)
         self._name_dice = random.Random(-5 * 10**6 - seed)
         self._hang_dice = random.Random(-6 * 10**6 - seed)
+        self._pin_dice = random.Random(-7 * 10**6 - seed)
         self.setup = dataclasses.replace(
             setup,
             quotas=draw_quotas(setup, random.Random(-1 - seed)),
@@ -243,6 +244,8 @@ class Scenario:
             ListStored(block_limit=2),
         )
         order = self.dice.choice(orders)
+        if isinstance(order, Pin) and self.seed >= PIECES_SEED and self._pin_dice.random() < 0.5:
+            order = dataclasses.replace(order, ttl_s=self._pin_dice.choice((0.01, 0.1)))
         if isinstance(order, Evict) and self.seed >= PIECES_SEED:
             order = self._piece_of(order)
         self._pins.is_excused |= isinstance(order, Unpin | Evict | EvictBlocks)

@@ -25,6 +25,7 @@ from icehouse_server.engine.core.mailbox import Command, Submit
 from icehouse_server.engine.prefix_cache.tiers import tenant_quota
 from icehouse_server.engine.scheduling.limits import SchedulerLimits
 from icehouse_server.errors import IcehouseError, NotFound, Overloaded
+from icehouse_server.pins import UNTIL_UNPINNED
 from icehouse_server.storage.local.directory.manifest import LOG_ALLOWANCE_BYTES
 
 from tests.system.sim.checks import check_agreement, check_pins_agree, check_ram, check_rest
@@ -194,7 +195,7 @@ def test_a_pin_of_what_leaves_ram_is_refused_where_it_may_be_lost(
             served.step_engine()
     (leaving,) = served.spilling()
     # Whatever else there is cannot go for it.
-    served.cache.pin([entry for entry in served.cache.tree.in_ram() if entry.hash != leaving], pinned=True)
+    served.cache.pin([entry for entry in served.cache.tree.in_ram() if entry.hash != leaving], UNTIL_UNPINNED)
     answers: list[CacheAnswer | IcehouseError] = []
     served.mailbox.post(Command(Pin(tuple(b"aaaabbbbc")), answers.append))
     served.step_engine()

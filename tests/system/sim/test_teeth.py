@@ -18,6 +18,7 @@ from icehouse_server.engine.output import Output
 from icehouse_server.engine.prefix_cache import controller, prefix_cache, prefix_commands
 from icehouse_server.engine.prefix_cache.tiers import account, matching, runner_port, tree
 from icehouse_server.engine.scheduling import pass_plan, scheduler
+from icehouse_server.pins import UNTIL_UNPINNED
 from icehouse_server.rpc.kv_events import block_mirror, event_feed
 from icehouse_server.storage.api import Loaded
 from icehouse_server.storage.local import queue_limit, spiller
@@ -223,25 +224,25 @@ def adopt_without_a_sync(patch: pytest.MonkeyPatch) -> None:
 def leak_a_pin(patch: pytest.MonkeyPatch) -> None:
     real = prefix_commands.CacheCommands._pin
 
-    def pin(self, nodes, **rest):
-        report = real(self, nodes, **rest)
-        self._cache.pin(nodes[-1:], pinned=True)
+    def pin(self, nodes, *rest):
+        report = real(self, nodes, *rest)
+        self._cache.pin(nodes[-1:], UNTIL_UNPINNED)
         return report
 
     patch.setattr(prefix_commands.CacheCommands, "_pin", pin)
 
 
 def evict_what_is_pinned(patch: pytest.MonkeyPatch) -> None:
-    real = tree.PrefixTree.set_pinned
+    real = tree.PrefixTree.set_pin
 
-    def set_pinned(self, node, *, pinned):
-        real(self, node, pinned=pinned)
-        if node.ram and pinned:
+    def set_pin(self, node, end_time):
+        real(self, node, end_time)
+        if node.ram and node.is_pinned:
             order = self.ram._order
             order[node] = 0
             order.move_to_end(node, last=False)
 
-    patch.setattr(tree.PrefixTree, "set_pinned", set_pinned)
+    patch.setattr(tree.PrefixTree, "set_pin", set_pin)
     patch.setattr(checks, "check_tree", lambda tree: None)
 
 

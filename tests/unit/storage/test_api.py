@@ -11,6 +11,7 @@ import pytest
 from icehouse_server.domain.blocks import Damage, HostBlock, RegionKind
 from icehouse_server.domain.cache_stats import CacheStats, SpillDropCause
 from icehouse_server.domain.ids import BlockHash, RequestId
+from icehouse_server.pins import NOT_PINNED, UNTIL_UNPINNED
 from icehouse_server.storage.api import (
     OVERHEAD_BYTES,
     AnyTicket,
@@ -44,14 +45,24 @@ class Bench:
     """A tier on the test's own thread, and all it posts."""
 
     def __init__(
-        self, make: Callable[[Callable[[Outcome], object]], LocalTier | MemoryTier], damage: Callable
+        self,
+        make: Callable[[Callable[[Outcome], object], ManualClock], LocalTier | MemoryTier],
+        damage: Callable,
+        *,
+        is_started: bool,
     ) -> None:
+        """`is_started`: it works on threads of its own, if it has some."""
         self.posted: list[Outcome] = []
-        self._running = make(self.posted.append)
+        self.clock = ManualClock()
+        self._running = make(self.posted.append, self.clock)
         self.tier: ColdTier = self._running
         self._damage = damage
-        self._running.lock()
-        self._running.open()
+        self._is_started = is_started
+        if is_started:
+            self.tier.start()
+        else:
+            self._running.lock()
+            self._running.open()
 
     def settle(self) -> list[Outcome]:
         """Do all that was asked; return what was posted since the last call."""
@@ -74,8 +85,9 @@ class Bench:
         self._damage(self._running, block.header)
 
     def close(self) -> None:
-        self._running.close(deadline_time=1e9)
-        assert isinstance(self.settle()[-1], StorageClosed)
+        if not self._is_started:
+            self.tier.close(deadline_time=1e9)
+            assert isinstance(self.settle()[-1], StorageClosed)
 
 
 def _flip(tier: LocalTier, header) -> None:
@@ -89,8 +101,10 @@ def _flip(tier: LocalTier, header) -> None:
 def open_bench(request, tmp_path) -> Iterator[Callable[..., Bench]]:
     opened: list[Bench] = []
 
-    def make(*, limit_bytes: int = 1 << 26, queue_bytes: int = 1 << 22, count: int = 16) -> Bench:
-        def on_disk(post) -> LocalTier:
+    def make(
+        *, limit_bytes: int = 1 << 26, queue_bytes: int = 1 << 22, count: int = 16, is_started: bool = False
+    ) -> Bench:
+        def on_disk(post, clock) -> LocalTier:
             settings = settings_for(
                 tmp_path,
                 # Beside the blocks the disk's tier keeps its manifest's log within the limit.
@@ -99,17 +113,23 @@ def open_bench(request, tmp_path) -> Iterator[Callable[..., Bench]]:
                 load_queue_limit_count=count,
                 task_queue_limit_count=count,
             )
-            return LocalTier(settings, files=Files(), clock=ManualClock(), post=post)
+            return LocalTier(settings, files=Files(), clock=clock, post=post)
 
-        def in_memory(post) -> MemoryTier:
+        def in_memory(post, clock) -> MemoryTier:
             return MemoryTier(
-                post=post, limit_bytes=limit_bytes, queue_limit_bytes=queue_bytes, queue_limit_count=count
+                clock=clock,
+                post=post,
+                limit_bytes=limit_bytes,
+                queue_limit_bytes=queue_bytes,
+                queue_limit_count=count,
             )
 
         if request.param == "disk":
-            opened.append(Bench(on_disk, _flip))
+            opened.append(Bench(on_disk, _flip, is_started=is_started))
         else:
-            opened.append(Bench(in_memory, lambda tier, header: tier.damage(header.hash)))
+            opened.append(
+                Bench(in_memory, lambda tier, header: tier.damage(header.hash), is_started=is_started)
+            )
         return opened[-1]
 
     yield make
@@ -126,6 +146,17 @@ def names_of(blocks: Sequence[HostBlock]) -> tuple[BlockHash, ...]:
     return tuple(block.header.hash for block in blocks)
 
 
+def test_a_tier_that_was_started_writes_what_was_put_before_it_ends(open_bench) -> None:
+    bench = open_bench(is_started=True)
+    block = make_block()
+    put = bench.tier.put(block)
+    bench.tier.close(deadline_time=bench.clock.monotonic() + 1.0)
+    assert bench.tier.join(timeout_s=1.0)
+    first, *rest, last = bench.posted
+    assert isinstance(first, Inventory) and isinstance(last, StorageClosed) and last.was_clean
+    assert rest == [put] and isinstance(put.outcome, Persisted)
+
+
 def test_the_first_that_is_posted_is_the_inventory(bench: Bench) -> None:
     assert bench.settle() == [Inventory(())]
 
@@ -140,7 +171,7 @@ def test_what_was_put_comes_back_and_its_record_says_what_it_is(bench: Bench) ->
     sizes = [region.size_bytes for region in chain[0].regions]
     assert [record.kv_bytes, record.window_bytes, record.checkpoint_bytes] == sizes
     assert sum(sizes) <= record.file_bytes <= sum(sizes) + OVERHEAD_BYTES
-    assert (record.pinned, record.hit_count) == (False, 0)
+    assert (record.pin_end_time, record.hit_count) == (NOT_PINNED, 0)
     loaded = bench.ask(bench.tier.get_into(*plan(chain)))
     assert isinstance(loaded, Loaded) and loaded.failure is None
     assert loaded.read_bytes == sum(block.size_bytes for block in chain)
@@ -157,15 +188,19 @@ def test_putting_again_is_done_and_nobodys(bench: Bench) -> None:
 def test_putting_again_with_more_regions_replaces_it_and_keeps_its_pin(bench: Bench) -> None:
     block = make_block(checkpoint=True)
     poorer = dataclasses.replace(block, regions=block.regions[:1])
-    bench.put(poorer, pinned=True)
+    bench.put(poorer, pin_end_time=UNTIL_UNPINNED)
     (put,) = bench.put(block)
-    assert isinstance(put, Persisted) and put.record.checkpoint_bytes and put.record.pinned
+    assert (
+        isinstance(put, Persisted)
+        and put.record.checkpoint_bytes
+        and put.record.pin_end_time == UNTIL_UNPINNED
+    )
 
 
 def test_a_pin_of_what_is_there_already_comes_with_the_put(bench: Bench) -> None:
     block = make_block()
-    _, again = [*bench.put(block), *bench.put(block, pinned=True)]
-    assert isinstance(again, Persisted) and again.record.pinned
+    _, again = [*bench.put(block), *bench.put(block, pin_end_time=UNTIL_UNPINNED)]
+    assert isinstance(again, Persisted) and again.record.pin_end_time == UNTIL_UNPINNED
 
 
 def test_room_is_taken_by_what_waits_and_comes_back(open_bench) -> None:
@@ -279,22 +314,40 @@ def test_the_least_recently_used_tail_goes_for_what_is_put_and_never_what_is_pin
     old, young, pinned, new = (make_block(seed=seed, head_count=2048) for seed in range(4))
     bench = open_bench(limit_bytes=7 * old.size_bytes // 2, queue_bytes=1 << 26)
     bench.put(old, young)
-    bench.put(pinned, pinned=True)
+    bench.put(pinned, pin_end_time=UNTIL_UNPINNED)
     bench.tier.touch(names_of([old]))
     ticket = bench.tier.put(new)
     assert Evicted(names_of([young])) in bench.settle() and isinstance(ticket.outcome, Persisted)
-    assert bench.ask(bench.tier.pin(names_of([old, new]))) == ()
+    assert bench.ask(bench.tier.pin(names_of([old, new]), UNTIL_UNPINNED)) == ()
     (full,) = bench.put(young)
     assert full == Failure(SpillDropCause.DISK_FULL, hash=young.header.hash)
+
+
+def test_a_pin_with_an_end_is_prolonged_and_over_then(open_bench) -> None:
+    pinned, put_pinned, new = (make_block(seed=seed, head_count=2048) for seed in range(3))
+    bench = open_bench(limit_bytes=5 * pinned.size_bytes // 2, queue_bytes=1 << 26)
+    end_time = bench.clock.wall() + 60.0
+    bench.put(pinned)
+    bench.put(put_pinned, pin_end_time=end_time + 60.0)
+    for earlier in (end_time, end_time - 30.0):
+        assert bench.ask(bench.tier.pin(names_of([pinned]), earlier)) == ()
+    bench.clock.advance(59.0)
+    (full,) = bench.put(new)
+    assert full == Failure(SpillDropCause.DISK_FULL, hash=new.header.hash)
+    bench.clock.advance(1.0)
+    (put,) = bench.put(new)
+    assert isinstance(put, Persisted) and put.record.pin_end_time == NOT_PINNED
+    missing = names_of([pinned])
+    assert bench.ask(bench.tier.pin((*missing, *names_of([put_pinned])), UNTIL_UNPINNED)) == missing
 
 
 def test_a_pin_reaches_what_waits_to_be_written_and_names_what_is_neither(bench: Bench) -> None:
     block, other = make_block(seed=1), make_block(seed=2)
     put = bench.tier.put(block)
-    missing = bench.ask(bench.tier.pin(names_of([block, other])))
+    missing = bench.ask(bench.tier.pin(names_of([block, other]), UNTIL_UNPINNED))
     assert missing == names_of([other])
     bench.settle()
-    assert isinstance(put.outcome, Persisted) and put.outcome.record.pinned
+    assert isinstance(put.outcome, Persisted) and put.outcome.record.pin_end_time == UNTIL_UNPINNED
 
 
 def test_an_order_comes_after_the_blocks_put_before_it(bench: Bench) -> None:
@@ -308,7 +361,7 @@ def test_an_order_comes_after_the_blocks_put_before_it(bench: Bench) -> None:
 
 def test_a_removal_is_told_before_its_ticket_and_outranks_a_pin(bench: Bench) -> None:
     block = make_block()
-    bench.put(block, pinned=True)
+    bench.put(block, pin_end_time=UNTIL_UNPINNED)
     ticket = bench.tier.delete(names_of([block]))
     assert bench.settle() == [Evicted(names_of([block])), ticket]
 

@@ -11,21 +11,23 @@ import stat
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from icehouse_server.domain.ids import BlockHash
 from icehouse_server.storage import files as files_module
 from icehouse_server.storage.files import Files
 from icehouse_server.storage.local.directory.lock import take_lock
-from icehouse_server.storage.local.directory.space import SECONDS_PER_DAY, Space
+from icehouse_server.storage.local.directory.space import SECONDS_PER_DAY, Extras, Space
 from icehouse_server.storage.store_paths import StorePaths
+
+from tests.fixtures.storage.storage_thread import settings_for
 
 FILES = Files()
 
 
 @settings(max_examples=40, deadline=None)
-@given(parts=st.lists(st.binary(max_size=40), max_size=30), iov=st.integers(1, 5), limit=st.integers(1, 64))
-def test_vectored_calls_are_cut_and_continued(tmp_path_factory, parts, iov, limit):
+@given(parts=st.lists(st.binary(max_size=40), max_size=30), iov=st.integers(1, 5))
+def test_vectored_calls_are_cut_and_continued(tmp_path_factory, parts, iov):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(files_module, "_IOV_LIMIT", iov)
-        patch.setattr(files_module, "_CALL_LIMIT_BYTES", limit)
         path = str(tmp_path_factory.mktemp("files") / "f")
         descriptor = FILES.create(path)
         whole = b"".join(parts)
@@ -77,8 +79,12 @@ def test_a_lock_is_dropped_with_its_descriptor(tmp_path):
 
 
 def test_space_counts_everything():
-    space = Space(limit_bytes=100, floor_bytes=10, daily_limit_bytes=50)
-    space.manifest_bytes, space.quarantine_bytes, space.leftover_bytes = 5, 6, 7
+    settings = settings_for("/none", limit_bytes=100, free_floor_bytes=10, daily_write_limit_bytes=50)
+    extras = Extras(FILES, StorePaths("/none"))
+    extras.quarantined, extras.leftovers = {BlockHash(bytes(32)): 6}, {"/none/a": 4}
+    extras.aside_bytes, extras.unknown_bytes = 1, 2
+    space = Space(settings, extras)
+    space.manifest_bytes = 5
     assert space.shortage_bytes(20, block_bytes=62, free_bytes=1000) == 0
     assert space.shortage_bytes(20, block_bytes=63, free_bytes=1000) == 1
     assert space.shortage_bytes(20, block_bytes=0, free_bytes=25) == 5
@@ -86,7 +92,7 @@ def test_space_counts_everything():
 
 
 def test_the_budget_turns_with_the_day():
-    space = Space(limit_bytes=100, floor_bytes=0, daily_limit_bytes=50)
+    space = Space(settings_for("/none", daily_write_limit_bytes=50), Extras(FILES, StorePaths("/none")))
     assert space.budget_allows(50, now_time=5.0) and not space.budget_allows(51, now_time=5.0)
     space.note_written(40, now_time=5.0)
     assert not space.budget_allows(11, now_time=SECONDS_PER_DAY - 1)

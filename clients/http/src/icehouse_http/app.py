@@ -26,6 +26,7 @@ from icehouse_http.exchange import Answer, Asked, respond, until_gone
 from icehouse_http.fields import Fields, fields_of
 from icehouse_http.messages import request as message_request
 from icehouse_http.messages.answer import MessageAnswer
+from icehouse_http.messages.pins import Pins
 from icehouse_http.messages.token_count import token_count
 from icehouse_http.model_list import model_list, one_model
 from icehouse_http.responses import request as response_request
@@ -90,6 +91,7 @@ class Front:
         self._store = ResponseStore(
             max_entries=settings.max_stored_responses, max_bytes=settings.max_stored_bytes
         )
+        self._pins = Pins()
 
     @contextlib.asynccontextmanager
     async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
@@ -98,6 +100,7 @@ class Front:
         try:
             yield
         finally:
+            await self._pins.close()
             await self._upstream.close()
 
     @property
@@ -227,7 +230,8 @@ class Front:
         fields = await self._fields(request)
         target = await self._target(fields, caller)
         asked = message_request.asked_of(fields, target, request.headers, self._settings)
-        return await self._respond(request, caller, asked, MessageAnswer(_named("msg", asked)))
+        answer = MessageAnswer(_named("msg", asked), lambda: self._pins.ask(caller.client, fields, asked))
+        return await self._respond(request, caller, asked, answer)
 
     async def count_tokens(self, request: Request, caller: Caller) -> Response:
         """POST /v1/messages/count_tokens: the tokens that the prompt of such a request would have."""

@@ -4,7 +4,7 @@ from icehouse_client import formats, speculation
 from icehouse_client.affinity import PREFIX_KEY_HEADER, prefix_key
 from icehouse_client.aio import AsyncClient, AsyncStream
 from icehouse_client.cache import CacheUse
-from icehouse_client.cache_client import AsyncCacheClient, CacheClient, VerifyOptions, WarmOptions
+from icehouse_client.cache_client import AsyncCacheClient, CacheClient, PinOptions, VerifyOptions, WarmOptions
 from icehouse_client.chat import (
     Image,
     Infill,
@@ -57,6 +57,7 @@ __all__ = [
     "Options",
     "OutputError",
     "PREFIX_KEY_HEADER",
+    "PinOptions",
     "Prompt",
     "PromptOptions",
     "Ranked",

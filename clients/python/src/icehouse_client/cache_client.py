@@ -33,6 +33,13 @@ class WarmOptions(PromptOptions, total=False):
     priority: int
 
 
+class PinOptions(PromptOptions, total=False):
+    """What may be said about a pin. Left out: the server's default."""
+
+    ttl_s: float
+    """How long it lasts; by default until `unpin`."""
+
+
 class VerifyOptions(TypedDict, total=False):
     """What may be said about a check of the SSD tier."""
 
@@ -89,9 +96,9 @@ class CacheClient:
         with translated():
             return self._calls.unary(self._stub.Explain, request, self._times.soon(options))
 
-    def pin(self, prompt: Prompt, **options: Unpack[PromptOptions]) -> messages.PinResponse:
-        """Keep a prompt's known blocks from being evicted by policy."""
-        request = command_request(messages.PinRequest(), prompt, options)
+    def pin(self, prompt: Prompt, **options: Unpack[PinOptions]) -> messages.PinResponse:
+        """Keep a prompt's known blocks from being evicted by policy; pinning again prolongs it."""
+        request = pin_request(prompt, options)
         with translated():
             return self._calls.unary(self._stub.Pin, request, self._times.soon(options))
 
@@ -172,9 +179,9 @@ class AsyncCacheClient:
         with translated():
             return await self._calls.unary(self._stub.Explain, request, self._times.soon(options))
 
-    async def pin(self, prompt: Prompt, **options: Unpack[PromptOptions]) -> messages.PinResponse:
-        """Keep a prompt's known blocks from being evicted by policy."""
-        request = command_request(messages.PinRequest(), prompt, options)
+    async def pin(self, prompt: Prompt, **options: Unpack[PinOptions]) -> messages.PinResponse:
+        """Keep a prompt's known blocks from being evicted by policy; pinning again prolongs it."""
+        request = pin_request(prompt, options)
         with translated():
             return await self._calls.unary(self._stub.Pin, request, self._times.soon(options))
 
@@ -248,6 +255,17 @@ def warm_request(prompt: Prompt, options: WarmOptions) -> messages.WarmRequest:
         priority=options.get("priority", 0),
         cache=cache_policy(options),
     )
+    set_prompt(request, prompt, options)
+    return request
+
+
+@names_bad_texts
+def pin_request(prompt: Prompt, options: PinOptions) -> messages.PinRequest:
+    """Return the message of Pin."""
+    refuse_unknown(options, PinOptions)
+    request = messages.PinRequest(cache=cache_policy(options))
+    if "ttl_s" in options:
+        request.ttl.FromNanoseconds(round(options["ttl_s"] * 1e9))
     set_prompt(request, prompt, options)
     return request
 

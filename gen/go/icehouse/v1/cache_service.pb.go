@@ -703,7 +703,10 @@ type PinRequest struct {
 	// The prompt; required (PROMPT_MISSING).
 	Prompt *Prompt `protobuf:"bytes,2,opt,name=prompt,proto3" json:"prompt,omitempty"`
 	// Whose prompt it is. Default: the default tenant's.
-	Cache         *CachePolicy `protobuf:"bytes,3,opt,name=cache,proto3" json:"cache,omitempty"`
+	Cache *CachePolicy `protobuf:"bytes,3,opt,name=cache,proto3" json:"cache,omitempty"`
+	// How long from now, more than 0 (PARAMETER_OUT_OF_RANGE); then the blocks are as if never pinned, also after a
+	// restart. Pinning again prolongs a pin and never shortens it. Default: until Unpin.
+	Ttl           *durationpb.Duration `protobuf:"bytes,4,opt,name=ttl,proto3" json:"ttl,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -755,6 +758,13 @@ func (x *PinRequest) GetPrompt() *Prompt {
 func (x *PinRequest) GetCache() *CachePolicy {
 	if x != nil {
 		return x.Cache
+	}
+	return nil
+}
+
+func (x *PinRequest) GetTtl() *durationpb.Duration {
+	if x != nil {
+		return x.Ttl
 	}
 	return nil
 }
@@ -1725,12 +1735,13 @@ const file_icehouse_v1_cache_service_proto_rawDesc = "" +
 	"\n" +
 	"request_id\x18\x01 \x01(\tR\trequestId\x12.\n" +
 	"\x05cache\x18\x02 \x01(\v2\x18.icehouse.v1.CacheReportR\x05cache\x12(\n" +
-	"\x05usage\x18\x03 \x01(\v2\x12.icehouse.v1.UsageR\x05usage\"\x7f\n" +
+	"\x05usage\x18\x03 \x01(\v2\x12.icehouse.v1.UsageR\x05usage\"\xac\x01\n" +
 	"\n" +
 	"PinRequest\x12\x14\n" +
 	"\x05model\x18\x01 \x01(\tR\x05model\x12+\n" +
 	"\x06prompt\x18\x02 \x01(\v2\x13.icehouse.v1.PromptR\x06prompt\x12.\n" +
-	"\x05cache\x18\x03 \x01(\v2\x18.icehouse.v1.CachePolicyR\x05cache\"n\n" +
+	"\x05cache\x18\x03 \x01(\v2\x18.icehouse.v1.CachePolicyR\x05cache\x12+\n" +
+	"\x03ttl\x18\x04 \x01(\v2\x19.google.protobuf.DurationR\x03ttl\"n\n" +
 	"\vPinResponse\x12\x1f\n" +
 	"\vblock_count\x18\x01 \x01(\x05R\n" +
 	"blockCount\x12\x1f\n" +
@@ -1868,36 +1879,37 @@ var file_icehouse_v1_cache_service_proto_depIdxs = []int32{
 	27, // 13: icehouse.v1.WarmResult.usage:type_name -> icehouse.v1.Usage
 	23, // 14: icehouse.v1.PinRequest.prompt:type_name -> icehouse.v1.Prompt
 	24, // 15: icehouse.v1.PinRequest.cache:type_name -> icehouse.v1.CachePolicy
-	23, // 16: icehouse.v1.UnpinRequest.prompt:type_name -> icehouse.v1.Prompt
-	24, // 17: icehouse.v1.UnpinRequest.cache:type_name -> icehouse.v1.CachePolicy
-	23, // 18: icehouse.v1.EvictRequest.prompt:type_name -> icehouse.v1.Prompt
-	24, // 19: icehouse.v1.EvictRequest.cache:type_name -> icehouse.v1.CachePolicy
-	17, // 20: icehouse.v1.EvictResponse.progress:type_name -> icehouse.v1.EvictProgress
-	18, // 21: icehouse.v1.EvictResponse.done:type_name -> icehouse.v1.EvictResult
-	17, // 22: icehouse.v1.EvictAllResponse.progress:type_name -> icehouse.v1.EvictProgress
-	18, // 23: icehouse.v1.EvictAllResponse.done:type_name -> icehouse.v1.EvictResult
-	21, // 24: icehouse.v1.VerifyResponse.progress:type_name -> icehouse.v1.VerifyProgress
-	22, // 25: icehouse.v1.VerifyResponse.done:type_name -> icehouse.v1.VerifyResult
-	26, // 26: icehouse.v1.VerifyResult.duration:type_name -> google.protobuf.Duration
-	1,  // 27: icehouse.v1.CacheService.Explain:input_type -> icehouse.v1.ExplainRequest
-	5,  // 28: icehouse.v1.CacheService.Warm:input_type -> icehouse.v1.WarmRequest
-	9,  // 29: icehouse.v1.CacheService.Pin:input_type -> icehouse.v1.PinRequest
-	11, // 30: icehouse.v1.CacheService.Unpin:input_type -> icehouse.v1.UnpinRequest
-	13, // 31: icehouse.v1.CacheService.Evict:input_type -> icehouse.v1.EvictRequest
-	15, // 32: icehouse.v1.CacheService.EvictAll:input_type -> icehouse.v1.EvictAllRequest
-	19, // 33: icehouse.v1.CacheService.Verify:input_type -> icehouse.v1.VerifyRequest
-	2,  // 34: icehouse.v1.CacheService.Explain:output_type -> icehouse.v1.ExplainResponse
-	6,  // 35: icehouse.v1.CacheService.Warm:output_type -> icehouse.v1.WarmResponse
-	10, // 36: icehouse.v1.CacheService.Pin:output_type -> icehouse.v1.PinResponse
-	12, // 37: icehouse.v1.CacheService.Unpin:output_type -> icehouse.v1.UnpinResponse
-	14, // 38: icehouse.v1.CacheService.Evict:output_type -> icehouse.v1.EvictResponse
-	16, // 39: icehouse.v1.CacheService.EvictAll:output_type -> icehouse.v1.EvictAllResponse
-	20, // 40: icehouse.v1.CacheService.Verify:output_type -> icehouse.v1.VerifyResponse
-	34, // [34:41] is the sub-list for method output_type
-	27, // [27:34] is the sub-list for method input_type
-	27, // [27:27] is the sub-list for extension type_name
-	27, // [27:27] is the sub-list for extension extendee
-	0,  // [0:27] is the sub-list for field type_name
+	26, // 16: icehouse.v1.PinRequest.ttl:type_name -> google.protobuf.Duration
+	23, // 17: icehouse.v1.UnpinRequest.prompt:type_name -> icehouse.v1.Prompt
+	24, // 18: icehouse.v1.UnpinRequest.cache:type_name -> icehouse.v1.CachePolicy
+	23, // 19: icehouse.v1.EvictRequest.prompt:type_name -> icehouse.v1.Prompt
+	24, // 20: icehouse.v1.EvictRequest.cache:type_name -> icehouse.v1.CachePolicy
+	17, // 21: icehouse.v1.EvictResponse.progress:type_name -> icehouse.v1.EvictProgress
+	18, // 22: icehouse.v1.EvictResponse.done:type_name -> icehouse.v1.EvictResult
+	17, // 23: icehouse.v1.EvictAllResponse.progress:type_name -> icehouse.v1.EvictProgress
+	18, // 24: icehouse.v1.EvictAllResponse.done:type_name -> icehouse.v1.EvictResult
+	21, // 25: icehouse.v1.VerifyResponse.progress:type_name -> icehouse.v1.VerifyProgress
+	22, // 26: icehouse.v1.VerifyResponse.done:type_name -> icehouse.v1.VerifyResult
+	26, // 27: icehouse.v1.VerifyResult.duration:type_name -> google.protobuf.Duration
+	1,  // 28: icehouse.v1.CacheService.Explain:input_type -> icehouse.v1.ExplainRequest
+	5,  // 29: icehouse.v1.CacheService.Warm:input_type -> icehouse.v1.WarmRequest
+	9,  // 30: icehouse.v1.CacheService.Pin:input_type -> icehouse.v1.PinRequest
+	11, // 31: icehouse.v1.CacheService.Unpin:input_type -> icehouse.v1.UnpinRequest
+	13, // 32: icehouse.v1.CacheService.Evict:input_type -> icehouse.v1.EvictRequest
+	15, // 33: icehouse.v1.CacheService.EvictAll:input_type -> icehouse.v1.EvictAllRequest
+	19, // 34: icehouse.v1.CacheService.Verify:input_type -> icehouse.v1.VerifyRequest
+	2,  // 35: icehouse.v1.CacheService.Explain:output_type -> icehouse.v1.ExplainResponse
+	6,  // 36: icehouse.v1.CacheService.Warm:output_type -> icehouse.v1.WarmResponse
+	10, // 37: icehouse.v1.CacheService.Pin:output_type -> icehouse.v1.PinResponse
+	12, // 38: icehouse.v1.CacheService.Unpin:output_type -> icehouse.v1.UnpinResponse
+	14, // 39: icehouse.v1.CacheService.Evict:output_type -> icehouse.v1.EvictResponse
+	16, // 40: icehouse.v1.CacheService.EvictAll:output_type -> icehouse.v1.EvictAllResponse
+	20, // 41: icehouse.v1.CacheService.Verify:output_type -> icehouse.v1.VerifyResponse
+	35, // [35:42] is the sub-list for method output_type
+	28, // [28:35] is the sub-list for method input_type
+	28, // [28:28] is the sub-list for extension type_name
+	28, // [28:28] is the sub-list for extension extendee
+	0,  // [0:28] is the sub-list for field type_name
 }
 
 func init() { file_icehouse_v1_cache_service_proto_init() }

@@ -47,7 +47,7 @@ type CacheServiceClient interface {
 	// Computes a prompt and keeps it in the cache, without generating. When the caller cancels or
 	// its deadline passes, it stops, and what was computed by then is kept.
 	Warm(ctx context.Context, in *WarmRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[WarmResponse], error)
-	// Protects the cached blocks of a prompt from eviction by policy. NOT_FOUND
+	// Protects the cached blocks of a prompt from eviction by policy, until Unpin or for a time. NOT_FOUND
 	// (BLOCK_NOT_FOUND) when none of them is cached.
 	Pin(ctx context.Context, in *PinRequest, opts ...grpc.CallOption) (*PinResponse, error)
 	// Removes the protection of Pin. Blocks that are not pinned are left as they are.
@@ -197,7 +197,7 @@ type CacheServiceServer interface {
 	// Computes a prompt and keeps it in the cache, without generating. When the caller cancels or
 	// its deadline passes, it stops, and what was computed by then is kept.
 	Warm(*WarmRequest, grpc.ServerStreamingServer[WarmResponse]) error
-	// Protects the cached blocks of a prompt from eviction by policy. NOT_FOUND
+	// Protects the cached blocks of a prompt from eviction by policy, until Unpin or for a time. NOT_FOUND
 	// (BLOCK_NOT_FOUND) when none of them is cached.
 	Pin(context.Context, *PinRequest) (*PinResponse, error)
 	// Removes the protection of Pin. Blocks that are not pinned are left as they are.

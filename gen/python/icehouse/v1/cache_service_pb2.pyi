@@ -360,6 +360,7 @@ class PinRequest(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     PROMPT_FIELD_NUMBER: _builtins.int
     CACHE_FIELD_NUMBER: _builtins.int
+    TTL_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Model; otherwise NOT_FOUND. Default: the served model."""
     @_builtins.property
@@ -370,16 +371,23 @@ class PinRequest(_message.Message):
     def cache(self) -> _cache_policy_pb2.CachePolicy:
         """Whose prompt it is. Default: the default tenant's."""
 
+    @_builtins.property
+    def ttl(self) -> _duration_pb2.Duration:
+        """How long from now, more than 0 (PARAMETER_OUT_OF_RANGE); then the blocks are as if never pinned, also after a
+        restart. Pinning again prolongs a pin and never shortens it. Default: until Unpin.
+        """
+
     def __init__(
         self,
         *,
         model: _builtins.str = ...,
         prompt: _prompt_pb2.Prompt | None = ...,
         cache: _cache_policy_pb2.CachePolicy | None = ...,
+        ttl: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "prompt", b"prompt"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "prompt", b"prompt", "ttl", b"ttl"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "model", b"model", "prompt", b"prompt"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "model", b"model", "prompt", b"prompt", "ttl", b"ttl"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

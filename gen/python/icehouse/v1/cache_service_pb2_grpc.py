@@ -104,7 +104,7 @@ class CacheServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Pin(self, request, context):
-        """Protects the cached blocks of a prompt from eviction by policy. NOT_FOUND
+        """Protects the cached blocks of a prompt from eviction by policy, until Unpin or for a time. NOT_FOUND
         (BLOCK_NOT_FOUND) when none of them is cached.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

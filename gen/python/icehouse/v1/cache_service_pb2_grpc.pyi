@@ -47,7 +47,7 @@ class CacheServiceStub:
     its deadline passes, it stops, and what was computed by then is kept.
     """
     Pin: _grpc.UnaryUnaryMultiCallable[_cache_service_pb2.PinRequest, _cache_service_pb2.PinResponse]
-    """Protects the cached blocks of a prompt from eviction by policy. NOT_FOUND
+    """Protects the cached blocks of a prompt from eviction by policy, until Unpin or for a time. NOT_FOUND
     (BLOCK_NOT_FOUND) when none of them is cached.
     """
     Unpin: _grpc.UnaryUnaryMultiCallable[_cache_service_pb2.UnpinRequest, _cache_service_pb2.UnpinResponse]
@@ -86,7 +86,7 @@ class CacheServiceAsyncStub(CacheServiceStub):
     its deadline passes, it stops, and what was computed by then is kept.
     """
     Pin: _aio.UnaryUnaryMultiCallable[_cache_service_pb2.PinRequest, _cache_service_pb2.PinResponse]  # type: ignore[assignment]
-    """Protects the cached blocks of a prompt from eviction by policy. NOT_FOUND
+    """Protects the cached blocks of a prompt from eviction by policy, until Unpin or for a time. NOT_FOUND
     (BLOCK_NOT_FOUND) when none of them is cached.
     """
     Unpin: _aio.UnaryUnaryMultiCallable[_cache_service_pb2.UnpinRequest, _cache_service_pb2.UnpinResponse]  # type: ignore[assignment]
@@ -140,7 +140,7 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _cache_service_pb2.PinRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_cache_service_pb2.PinResponse, _abc.Awaitable[_cache_service_pb2.PinResponse]]:
-        """Protects the cached blocks of a prompt from eviction by policy. NOT_FOUND
+        """Protects the cached blocks of a prompt from eviction by policy, until Unpin or for a time. NOT_FOUND
         (BLOCK_NOT_FOUND) when none of them is cached.
         """
 

@@ -38,6 +38,7 @@ from icehouse_server.engine.prefix_cache.tiers.spill import Spills
 from icehouse_server.engine.prefix_cache.tiers.storage_waits import Rates, StorageWaits
 from icehouse_server.engine.prefix_cache.tiers.tenant_quota import TenantQuotas
 from icehouse_server.engine.prefix_cache.tiers.tree import PrefixTree
+from icehouse_server.pins import NOT_PINNED, pin_end_time
 from icehouse_server.storage.api import ColdTier, Failure, Persisted, StoredBlock
 
 
@@ -306,7 +307,7 @@ class PrefixCache:
         if shorter := tuple(other.hash for other in self.tree.superseded(node) if other.ssd):
             self.spills.remove(shorter)
         # A pin that was ordered after the commit may also have come after the block's eviction.
-        is_pinned = record.pinned and not self.spills.is_to_be_removed(record.hash)
+        is_pinned = record.pin_end_time > NOT_PINNED and not self.spills.is_to_be_removed(record.hash)
         self.ram.end_spill(node, is_pinned_on_ssd=is_pinned)
 
     def _add_stored(self, record: StoredBlock) -> Node:
@@ -326,11 +327,15 @@ class PrefixCache:
         """Return every known block that is wholly part of this prompt, in order."""
         return known_chain(self.tree, self.prompt(keys, scope=scope))
 
-    def pin(self, nodes: ReadSequence[Node], *, pinned: bool) -> None:
+    def pin(self, nodes: ReadSequence[Node], end_time: float) -> None:
         """Pin or unpin blocks in the tree; the SSD tier does so by itself."""
         # The head of a chain last, so that once unpinned it goes after its tail.
         for node in reversed(nodes):
-            self.tree.set_pinned(node, pinned=pinned)
+            self.tree.set_pin(node, pin_end_time(node.pin_end_time, end_time))
+
+    def end_pins(self) -> None:
+        """Take off the pins in the tree whose time is over; the SSD tier does so by itself."""
+        self.tree.end_pins(self._clock.wall())
 
     def remove(self, nodes: ReadSequence[Node]) -> None:
         """Remove blocks from both tiers, pinned ones too."""
@@ -342,7 +347,7 @@ class PrefixCache:
     def purge(self, nodes: ReadSequence[Node], *, with_ssd: bool) -> None:
         """Drop blocks from RAM, pinned ones too; from the tree as well where the SSD tier removes them."""
         for node in nodes:
-            self.tree.set_pinned(node, pinned=False)
+            self.tree.set_pin(node, NOT_PINNED)
             self.ram.purge(node)
             if with_ssd:
                 # Gone from now on: the next pin or plan must not count on it.

@@ -45,6 +45,7 @@ from icehouse_server.engine.core.mailbox import Command
 from icehouse_server.engine.prefix_cache.prefix_cache import PrefixCache
 from icehouse_server.engine.prefix_cache.tiers.node import Node
 from icehouse_server.errors import IcehouseError, NotFound, Overloaded, Reason, StorageError
+from icehouse_server.pins import NOT_PINNED, UNTIL_UNPINNED
 from icehouse_server.storage.api import Failure, Names, Purged, Ticket, Trouble, Verified
 
 _Result = TypeVar("_Result")
@@ -136,9 +137,11 @@ class CacheCommands:
         match command:
             case Explain():
                 return self._explain(command, reply)
-            case Pin() | Unpin():
-                chain = self._cache.known_chain(command.prompt_token_ids, command.scope)
-                return self._pin(chain, pinned=isinstance(command, Pin), reply=reply)
+            case Pin(ttl_s=ttl_s):
+                end_time = UNTIL_UNPINNED if ttl_s is None else self._clock.wall() + ttl_s
+                return self._pin(self._known(command), end_time, reply)
+            case Unpin():
+                return self._pin(self._known(command), NOT_PINNED, reply)
             case Evict():
                 return self._evict(self._known(command), reply)
             case EvictBlocks():
@@ -214,35 +217,37 @@ class CacheCommands:
         self._waits.add(ticket, read, token_count=0)
         return None
 
-    def _pin(self, nodes: list[Node], *, pinned: bool, reply: _Reply) -> PinReport | None:
+    def _pin(self, nodes: list[Node], end_time: float, reply: _Reply) -> PinReport | None:
         """Answer now where all is in RAM alone, else when the storage thread reports what is there."""
-        cache = self._cache
+        cache, is_pin = self._cache, end_time != NOT_PINNED
         nodes = [node for node in nodes if node.ram or node.ssd]
-        if pinned:
+        if is_pin:
             self._check_pin(nodes)
-        nodes = [node for node in nodes if pinned or node.is_pinned]
-        changed = [node for node in nodes if node.is_pinned is not pinned]
+        nodes = [node for node in nodes if is_pin or node.is_pinned]
+        before = [(node, node.pin_end_time) for node in reversed(nodes)]
         stored = tuple(node.hash for node in nodes if node.ssd or node.is_spilling)
         if not stored or cache.storage is None:
-            cache.pin(nodes, pinned=pinned)
+            cache.pin(nodes, end_time)
             return _pin_report(nodes)
 
         def report(outcome: Names | Failure) -> None:
             if isinstance(outcome, Failure):
                 if outcome.cause is not Trouble.LOST:
-                    # The pins here and on SSD must agree.
-                    cache.pin(changed, pinned=not pinned)
+                    # The pins here and on SSD must agree. Another order may have changed them meanwhile.
+                    restored = min if is_pin else max
+                    for node, before_time in before:
+                        cache.tree.set_pin(node, restored(before_time, node.pin_end_time))
                 reply(_refusal(outcome))
                 return
             # A block that was there when it was pinned may have been found damaged since.
-            there = [n for n in nodes if not pinned or n.ram or (n.ssd and n.hash not in outcome)]
-            cache.pin([node for node in nodes if node not in there], pinned=False)
-            reply(_pin_report(there) if there or not pinned else _nothing_to_pin())
+            there = [n for n in nodes if not is_pin or n.ram or (n.ssd and n.hash not in outcome)]
+            cache.pin([node for node in nodes if node not in there], NOT_PINNED)
+            reply(_pin_report(there) if there or not is_pin else _nothing_to_pin())
 
-        ticket = cache.spills.pin(stored, pinned=pinned)
+        ticket = cache.spills.pin(stored, end_time)
         if ticket is None:
             raise _storage_busy()
-        cache.pin(nodes, pinned=pinned)
+        cache.pin(nodes, end_time)
         self._waits.add(ticket, report)
         return None
 
@@ -260,7 +265,7 @@ class CacheCommands:
                 retry_after_s=_BUSY_RETRY_S,
             )
 
-    def _known(self, command: Evict | ListKnown) -> list[Node]:
+    def _known(self, command: Pin | Unpin | Evict | ListKnown) -> list[Node]:
         """Return the blocks that a command is about: all as they became known, or the prompt's in order."""
         if command.prompt_token_ids is None:
             return list(self._cache.tree)

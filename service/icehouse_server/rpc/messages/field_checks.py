@@ -212,6 +212,16 @@ def watch_interval_of(proto: Duration, *, present: bool) -> float:
     return interval_s
 
 
+def pin_ttl_of(proto: Duration, *, present: bool) -> float | None:
+    """Return how long a pin stays, in seconds; None is until it is unpinned."""
+    if not present:
+        return None
+    ttl_s = proto.seconds + proto.nanos / 1e9
+    if ttl_s <= 0:
+        refuse_value("ttl", ttl_s, "more than 0 s", unit="s")
+    return ttl_s
+
+
 def page_size_of(value: int) -> int:
     """Return how many entries a page may have: the default for 0, and never more than the limit."""
     if value < 0:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 
 from icehouse.v1 import cache_service_pb2 as messages
 from icehouse.v1 import cache_service_pb2_grpc
 
 from icehouse_server.domain.cache_commands import (
-    CacheCommand,
     Explain,
     Explanation,
     ListKnown,
@@ -21,7 +19,7 @@ from icehouse_server.domain.cache_commands import (
 from icehouse_server.domain.ids import AdapterName, CacheScope
 from icehouse_server.domain.request import CacheUse
 from icehouse_server.rpc.calls.call_lifecycle import Context, RpcCall
-from icehouse_server.rpc.messages.field_checks import check_model, refuse_value, tenant_of
+from icehouse_server.rpc.messages.field_checks import check_model, pin_ttl_of, refuse_value, tenant_of
 from icehouse_server.rpc.messages.proto_map import to_proto
 from icehouse_server.rpc.messages.responses import (
     evict_progress,
@@ -80,29 +78,30 @@ class CacheService(Service, cache_service_pb2_grpc.CacheServiceServicer):
 
     async def Pin(self, request: messages.PinRequest, context: Context) -> messages.PinResponse:
         async with self._calls.call(context) as call:
-            return to_proto(await self._change_pins(Pin, request, call), messages.PinResponse)
+            scope, token_ids = await self._read_prompt(request, call)
+            order = Pin(token_ids, scope, pin_ttl_of(request.ttl, present=request.HasField("ttl")))
+            return to_proto(await self._commands.ask(order, PinReport), messages.PinResponse)
 
     async def Unpin(self, request: messages.UnpinRequest, context: Context) -> messages.UnpinResponse:
         async with self._calls.call(context) as call:
-            return to_proto(await self._change_pins(Unpin, request, call), messages.UnpinResponse)
-
-    async def _change_pins(
-        self,
-        command: Callable[[tuple[int, ...], CacheScope], CacheCommand],
-        request: messages.PinRequest | messages.UnpinRequest,
-        call: RpcCall,
-    ) -> PinReport:
-        scope = scope_of(request, call)
-        token_ids, _ = await self._generation.read_prompt(request, tenant=scope.tenant, call=call)
-        return await self._commands.ask(command(token_ids, scope), PinReport)
+            scope, token_ids = await self._read_prompt(request, call)
+            report = await self._commands.ask(Unpin(token_ids, scope), PinReport)
+            return to_proto(report, messages.UnpinResponse)
 
     async def Evict(  # type: ignore[override]
         self, request: messages.EvictRequest, context: Context
     ) -> None:
         async with self._calls.call(context) as call:
-            scope = scope_of(request, call)
-            token_ids, _ = await self._generation.read_prompt(request, tenant=scope.tenant, call=call)
+            scope, token_ids = await self._read_prompt(request, call)
             await self._evict(ListKnown(token_ids, scope), messages.EvictResponse, context)
+
+    async def _read_prompt(
+        self, request: messages.PinRequest | messages.UnpinRequest | messages.EvictRequest, call: RpcCall
+    ) -> tuple[CacheScope, tuple[int, ...]]:
+        """Return whose blocks a command is about, and the tokens of its prompt."""
+        scope = scope_of(request, call)
+        token_ids, _ = await self._generation.read_prompt(request, tenant=scope.tenant, call=call)
+        return scope, token_ids
 
     async def EvictAll(  # type: ignore[override]
         self, request: messages.EvictAllRequest, context: Context

@@ -16,6 +16,7 @@ from icehouse_server.clock import Clock
 from icehouse_server.domain.blocks import HostBlock
 from icehouse_server.domain.cache_stats import SpillDropCause
 from icehouse_server.domain.ids import BlockHash, RequestId
+from icehouse_server.pins import NOT_PINNED, pin_end_time
 from icehouse_server.storage.api import OVERHEAD_BYTES, Failure, Persisted, Ticket
 from icehouse_server.storage.disk_error import DiskErrorKind, classify, outline
 from icehouse_server.storage.local.block_format.block_file import PreparedBlock, prepare_block
@@ -35,8 +36,8 @@ class Spill:
     block: HostBlock
     request_id: RequestId | None
     """Whose work made the block leave RAM."""
-    pinned: bool
-    """Whether it is inserted as pinned, so that it is never evicted before its pin."""
+    pin_end_time: float
+    """It is inserted as pinned until then, so that it is never evicted before its pin."""
 
 
 class Spiller:
@@ -84,11 +85,11 @@ class Spiller:
         self._counters.spill.accepted_block_total += 1
         self._spills.append(request)
 
-    def set_pinned(self, hashes: Collection[BlockHash], *, pinned: bool) -> set[BlockHash]:
+    def pin(self, hashes: Collection[BlockHash], end_time: float) -> set[BlockHash]:
         """Pin or unpin those of these blocks that are queued, and return their names."""
         queued = [spill for spill in self._spills if spill.block.header.hash in hashes]
         for spill in queued:
-            spill.pinned = pinned
+            spill.pin_end_time = pin_end_time(spill.pin_end_time, end_time)
         return {spill.block.header.hash for spill in queued}
 
     def step(self) -> None:
@@ -124,9 +125,9 @@ class Spiller:
     def _finish_stored(self, spill: Spill) -> None:
         """The first spill is stored already: pin it if it is to be."""
         name = spill.block.header.hash
-        if spill.pinned:
+        if spill.pin_end_time != NOT_PINNED:
             try:
-                self._store.set_pinned([name], pinned=True)
+                self._store.pin([name], spill.pin_end_time)
             except sqlite3.Error as error:
                 self._refused(error, GROWTH_ALLOWANCE_BYTES)
                 return
@@ -176,7 +177,7 @@ class Spiller:
         writing = self._writings.popleft()
         size_bytes = writing.prepared.file_bytes
         try:
-            record = self._store.finish(writing, pinned=self._spills[0].pinned)
+            record = self._store.finish(writing, pin_end_time=self._spills[0].pin_end_time)
         except (OSError, sqlite3.Error) as error:
             self.undo_writings()
             self._refused(error, size_bytes)
@@ -209,7 +210,7 @@ class Spiller:
                     raise
         self._state.fill(
             f"Disk is full: {outline(error)} after evicting; writes resume when {size_bytes} bytes are free "
-            f"above the floor of {self._store.space.floor_bytes}",
+            f"above the floor of {self._store.settings.free_floor_bytes}",
             now=self._clock.monotonic(),
             needed_bytes=size_bytes,
         )

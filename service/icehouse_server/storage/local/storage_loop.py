@@ -291,14 +291,14 @@ class StorageLoop:
         """Finish the spills until the deadline (`Clock.monotonic`), close the directory and end."""
         self._close_time = deadline_time
 
-    def pin(self, ticket: Ticket[Names], blocks: Names, *, pinned: bool) -> None:
+    def pin(self, ticket: Ticket[Names], blocks: Names, end_time: float) -> None:
         """Pin or unpin, and return what is not there any more; fails where the disk refuses."""
         self._limits.orders.release(1)
         outcome: Names | None = None
         if self._state.is_usable:
             with self._failures():
-                self._store.set_pinned(blocks, pinned=pinned)
-                queued = self._spiller.set_pinned(frozenset(blocks), pinned=pinned)
+                self._store.pin(blocks, end_time)
+                queued = self._spiller.pin(frozenset(blocks), end_time)
                 outcome = tuple(n for n in blocks if n not in self._store.index and n not in queued)
         self._finish(ticket, self._unusable() if outcome is None else outcome)
 
@@ -370,7 +370,7 @@ class StorageLoop:
             return
         needed_bytes = self._state.needed_bytes
         free_bytes = self._store.files.free_bytes(self._store.paths.root)
-        if free_bytes >= needed_bytes + self._store.space.floor_bytes:
+        if free_bytes >= needed_bytes + self._store.settings.free_floor_bytes:
             self._state.open()
         else:
             self._state.fill(self._state.detail, now=now, needed_bytes=needed_bytes)

@@ -74,15 +74,15 @@ def storage_stats(
             queue_bytes=limits.spills.used,
             queue_limit_bytes=limits.spills.limit,
             written_today_bytes=space.written_bytes(now),
-            daily_limit_bytes=space.daily_limit_bytes,
+            daily_limit_bytes=settings.daily_write_limit_bytes,
         ),
         promote=dataclasses.replace(
             counters.promote, queue_count=limits.reads.used, queue_limit=limits.reads.limit
         ),
         integrity=dataclasses.replace(
             store.integrity,
-            quarantined_file_count=len(store.quarantine.sizes),
-            quarantined_bytes=space.quarantine_bytes,
+            quarantined_file_count=len(store.extras.quarantined),
+            quarantined_bytes=sum(store.extras.quarantined.values()),
         ),
         disk=DiskStats(
             used_bytes=store.used_bytes(),

@@ -21,6 +21,7 @@ from icehouse_server.domain.blocks import BlockHeader, Damage, HostBlock
 from icehouse_server.domain.cache_stats import CacheStats
 from icehouse_server.domain.ids import RequestId
 from icehouse_server.errors import StartError
+from icehouse_server.pins import NOT_PINNED
 from icehouse_server.storage.api import (
     OVERHEAD_BYTES,
     STALL_LIMIT_S,
@@ -40,7 +41,7 @@ from icehouse_server.storage.api import (
 from icehouse_server.storage.files import Files
 from icehouse_server.storage.local.block_format.block_file import verify_block
 from icehouse_server.storage.local.block_format.header import BlockFileError
-from icehouse_server.storage.local.directory.record import BlockRecord
+from icehouse_server.storage.local.directory.manifest import BlockRecord
 from icehouse_server.storage.local.directory.store import BlockStore
 from icehouse_server.storage.local.encryption.constants import Cipher
 from icehouse_server.storage.local.queue_limit import QueueLimit, QueueLimits
@@ -162,12 +163,12 @@ class LocalTier:
         return self._limits.spills.free
 
     def put(
-        self, block: HostBlock, *, pinned: bool = False, request_id: RequestId | None = None
+        self, block: HostBlock, *, pin_end_time: float = NOT_PINNED, request_id: RequestId | None = None
     ) -> Ticket[Persisted]:
         is_reserved = self._limits.spills.try_reserve(block.size_bytes + OVERHEAD_BYTES)
         assert is_reserved, f"No space for {block.size_bytes} bytes in the write queue"
         ticket: Ticket[Persisted] = Ticket()
-        self._inbox.put(partial(self._loop.put, Spill(ticket, block, request_id, pinned)))
+        self._inbox.put(partial(self._loop.put, Spill(ticket, block, request_id, pin_end_time)))
         return ticket
 
     def get_into(self, blocks: Sequence[PlannedBlock], into: KvTarget | None) -> Ticket[Loaded] | None:
@@ -186,8 +187,8 @@ class LocalTier:
             self._inbox.put(partial(self._loop.touch, blocks))
         return is_reserved
 
-    def pin(self, blocks: Names, *, pinned: bool = True) -> Ticket[Names] | None:
-        return self._order(lambda ticket: self._loop.pin(ticket, blocks, pinned=pinned))
+    def pin(self, blocks: Names, end_time: float) -> Ticket[Names] | None:
+        return self._order(lambda ticket: self._loop.pin(ticket, blocks, end_time))
 
     def delete(self, blocks: Names) -> Ticket[Purged] | None:
         return self._order(lambda ticket: self._loop.begin(ticket, _purge(self._store, blocks)))

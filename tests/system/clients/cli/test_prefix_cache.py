@@ -94,6 +94,8 @@ async def test_orders_reach_the_cache(served: RunningServer) -> None:
     address = ("--address", served.server.address)
     served.engine.order_answer = PinReport(1, 256, 4096)
     pinned, unpinned = await invoke("pin", "Hi", *address), await invoke("unpin", "Hi", *address)
+    await invoke("pin", "Hi", "--ttl", "2h", *address)
+    mistaken = await invoke("pin", "Hi", "--ttl", "soon", *address)
     served.engine.order_answer = EvictReport(4, 4096, 2, 2048)
     evicted = await invoke("evict", "Hi", *address)
     refused = await invoke("evict", "--all", *address, input="n\n")
@@ -108,7 +110,9 @@ async def test_orders_reach_the_cache(served: RunningServer) -> None:
     assert both.exit_code == 2
     assert unasked.exit_code == 2 and "say --yes" in unasked.stderr and "Aborted" not in unasked.stderr
     hi, scope = tuple(b"Hi"), CacheScope()
-    assert served.engine.orders[:3] == [Pin(hi, scope), Unpin(hi, scope), ListKnown(hi, scope)]
+    pins = [Pin(hi, scope), Unpin(hi, scope), Pin(hi, scope, ttl_s=7200.0)]
+    assert served.engine.orders[:4] == [*pins, ListKnown(hi, scope)]
+    assert mistaken.exit_code == 2 and "30s, 5m, 1h or 7d" in mistaken.output
     assert ListKnown(None) in served.engine.orders
 
 

@@ -110,6 +110,16 @@ async def test_pin_and_unpin(served: RunningServer) -> None:
         assert (answer.block_count, answer.token_count, answer.size_bytes) == (1, 2, 3)
 
 
+async def test_a_pin_may_have_an_end(served: RunningServer) -> None:
+    served.engine.order_answer = PinReport(block_count=1, token_count=2, size_bytes=3)
+    prompt = prompt_pb2.Prompt(text="Hi")
+    await served.cache.Pin(messages.PinRequest(prompt=prompt, ttl={"seconds": 300, "nanos": 500_000_000}))
+    assert served.engine.orders == [Pin(tuple(b"Hi"), ttl_s=300.5)]
+    for seconds in (0, -1):
+        answer = await refused(served.cache.Pin(messages.PinRequest(prompt=prompt, ttl={"seconds": seconds})))
+        assert (answer.reason, answer.field) == ("PARAMETER_OUT_OF_RANGE", "ttl")
+
+
 async def test_an_error_for_an_answer_becomes_a_status(served: RunningServer) -> None:
     served.engine.order_answer = NotFound(Reason.BLOCK_NOT_FOUND, "no block of this prompt is known")
     answer = await refused(served.cache.Pin(messages.PinRequest(prompt={"text": "Hi"})))

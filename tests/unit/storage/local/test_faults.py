@@ -10,6 +10,7 @@ import sqlite3
 import pytest
 from icehouse_server.domain.blocks import Damage
 from icehouse_server.domain.cache_stats import SpillDropCause
+from icehouse_server.pins import UNTIL_UNPINNED
 from icehouse_server.storage.api import (
     Evicted,
     Failure,
@@ -317,11 +318,11 @@ def test_a_manifest_that_stays_full_stops_writing_and_keeps_all_it_has(tmp_path,
         served.storage.touch((stored[0].header.hash,))
         served.take()
         with monkeypatch.context() as patch:
-            for verb in ("insert", "delete", "touch", "set_pinned"):
+            for verb in ("insert", "delete", "touch", "set_pins"):
                 patch.setattr(f"icehouse_server.storage.local.directory.manifest.Manifest.{verb}", full_error)
             served.spill(make_block(seed=50), make_block(seed=51))
             served.clock.advance(6)
-            served.storage.pin((stored[0].header.hash,))
+            served.storage.pin((stored[0].header.hash,), UNTIL_UNPINNED)
             outcomes = served.take()
             assert drops(outcomes)[0].cause is SpillDropCause.DISK_FULL and not any(
                 isinstance(o, Evicted) for o in outcomes
@@ -347,11 +348,11 @@ def test_a_pin_that_is_given_up_is_not_in_the_row_of_a_block_on_its_way(tmp_path
         served.storage.put(block)
         served.storage.step()
         with monkeypatch.context() as patch:
-            patch.setattr("icehouse_server.storage.local.directory.manifest.Manifest.set_pinned", full_error)
-            served.storage.pin((stored.header.hash, block.header.hash))
+            patch.setattr("icehouse_server.storage.local.directory.manifest.Manifest.set_pins", full_error)
+            served.storage.pin((stored.header.hash, block.header.hash), UNTIL_UNPINNED)
             outcomes = served.take()
         assert any(isinstance(o, Failure) and o.cause is Trouble.UNUSABLE for o in outcomes)
-        assert outcomes[-1].record.hash == block.header.hash and not outcomes[-1].record.pinned
+        assert outcomes[-1].record.hash == block.header.hash and not outcomes[-1].record.is_pinned
 
 
 def test_a_quota_that_is_used_up_is_a_full_disk_though_sqlite_calls_it_an_error(tmp_path, monkeypatch):

@@ -9,6 +9,7 @@ import sqlite3
 
 import pytest
 from icehouse_server.domain.blocks import HostBlock, RegionKind
+from icehouse_server.pins import UNTIL_UNPINNED
 from icehouse_server.storage.api import Evicted, Loaded, Persisted, Verified
 from icehouse_server.storage.local.directory.manifest import Manifest
 
@@ -29,13 +30,13 @@ def test_the_richer_block_takes_the_place_and_keeps_the_history(tmp_path):
     block = make_block(checkpoint=True)
     with StorageThread(tmp_path) as served:
         served.spill(poorer(block))
-        served.storage.pin((block.header.hash,))
+        served.storage.pin((block.header.hash,), UNTIL_UNPINNED)
         served.storage.touch([block.header.hash])
         served.take()
         served.spill(block)
         (persisted,) = served.take()
         assert isinstance(persisted, Persisted) and persisted.record.checkpoint_bytes > 0
-        assert persisted.record.pinned and persisted.record.hit_count == 1
+        assert persisted.record.pin_end_time == UNTIL_UNPINNED and persisted.record.hit_count == 1
         assert (
             served.storage._store.used_bytes()
             == served.storage._store.space.other_bytes() + os.path.getsize(served.path(block))
@@ -56,7 +57,7 @@ def test_a_disk_that_refuses_the_name_of_the_richer_one_keeps_it(tmp_path):
     files = FaultyFiles("fsync_dir", 1, errno.EIO)
     with StorageThread(tmp_path, files=files) as served:
         served.spill(poorer(block))
-        served.storage.pin((block.header.hash,))
+        served.storage.pin((block.header.hash,), UNTIL_UNPINNED)
         served.take()
         files.is_armed = True
         served.spill(block)
@@ -64,7 +65,7 @@ def test_a_disk_that_refuses_the_name_of_the_richer_one_keeps_it(tmp_path):
         served.clock.advance(60)
         served.take()
         (record,) = served.storage._store.index
-        assert record.checkpoint_bytes > 0 and record.pinned
+        assert record.checkpoint_bytes > 0 and record.pin_end_time == UNTIL_UNPINNED
         assert served.stats().integrity.quarantined_block_total == 0
         served.storage.get_into(*plan([block]))
         loaded = next(o for o in served.take() if isinstance(o, Loaded))

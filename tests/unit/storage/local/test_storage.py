@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from icehouse_server.domain.blocks import Damage, HostBlock, RegionKind
 from icehouse_server.domain.cache_stats import UNRECORDED_CODE, CacheStats, IntegrityStats, SpillDropCause
+from icehouse_server.pins import NOT_PINNED, UNTIL_UNPINNED
 from icehouse_server.storage.api import (
     OVERHEAD_BYTES,
     Evicted,
@@ -237,14 +238,18 @@ def test_a_block_that_is_pinned_on_its_way_is_never_there_without_its_pin(tmp_pa
     limit_bytes = LOG_ALLOWANCE_BYTES + 7 * first.size_bytes // 4
     with StorageThread(tmp_path, limit_bytes=limit_bytes) as served:
         for block in (first, second):
-            served.storage.put(block, pinned=block is first and order == "with it")
+            served.storage.put(
+                block, pin_end_time=UNTIL_UNPINNED if block is first and order == "with it" else NOT_PINNED
+            )
         if order == "behind it":
-            served.storage.pin((first.header.hash,))
+            served.storage.pin((first.header.hash,), UNTIL_UNPINNED)
         outcomes = served.take()
-        assert [o.record.pinned for o in outcomes if isinstance(o, Persisted)] == [True]
+        assert [o.record.pin_end_time == UNTIL_UNPINNED for o in outcomes if isinstance(o, Persisted)] == [
+            True
+        ]
         assert [o.hash for o in drops(outcomes)] == [second.header.hash]
         assert not any(isinstance(o, Evicted) for o in outcomes)
-        served.storage.pin((first.header.hash,), pinned=False)
+        served.storage.pin((first.header.hash,), NOT_PINNED)
         served.spill(third)
         assert [type(o) for o in served.take()] == [tuple, Evicted, Persisted]
 
@@ -252,9 +257,11 @@ def test_a_block_that_is_pinned_on_its_way_is_never_there_without_its_pin(tmp_pa
 def test_a_block_that_is_unpinned_on_its_way_may_go(tmp_path):
     block = make_block()
     with StorageThread(tmp_path) as served:
-        served.storage.put(block, pinned=True)
-        served.storage.pin((block.header.hash,), pinned=False)
-        assert [o.record.pinned for o in served.take() if isinstance(o, Persisted)] == [False]
+        served.storage.put(block, pin_end_time=UNTIL_UNPINNED)
+        served.storage.pin((block.header.hash,), NOT_PINNED)
+        assert [
+            o.record.pin_end_time == UNTIL_UNPINNED for o in served.take() if isinstance(o, Persisted)
+        ] == [False]
 
 
 def test_a_full_queue_of_tasks_refuses(tmp_path):

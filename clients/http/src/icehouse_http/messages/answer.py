@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from icehouse_client import FinishReason, Reply, StreamEvent, ToolCall
@@ -45,14 +45,17 @@ def usage_of(
 class MessageAnswer:
     """Writes one answer of /v1/messages."""
 
-    def __init__(self, request_id: str) -> None:
+    def __init__(self, request_id: str, ended: Callable[[], object]) -> None:
+        """`ended` is called when all of the answer is known."""
         self._id = request_id
+        self._ended = ended
         self._held = HeldCalls()
         self._block_index = -1
         self._open = ""
 
     def whole(self, reply: Reply) -> Mapping[str, Any]:
         """Return the body of an answer that is not streamed."""
+        self._ended()
         content: list[dict[str, Any]] = []
         if reply.reasoning:
             content.append({"type": "thinking", "thinking": reply.reasoning, "signature": _SIGNATURE})
@@ -98,6 +101,7 @@ class MessageAnswer:
 
     def end(self, reply: Reply) -> Iterable[Frame]:
         """Return why it ended and what it cost."""
+        self._ended()
         stop = _stop_of(reply.finish_reason, reply.stop_string or "")
         yield _typed("message_delta", delta=stop, usage=_reply_usage(reply))
         yield _typed("message_stop")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from icehouse_client import Options
+from icehouse_client import Message, Options, PromptOptions
 
 from icehouse_http.chat.request import set_format
 from icehouse_http.exchange import Asked
@@ -33,9 +34,19 @@ def asked_of(fields: Fields, target: Target, headers: Mapping[str, str], setting
     if (form := output.object("format") or fields.object("output_format")) is not None:
         set_format(options, form, "")
     messages = messages_of(fields)
-    if messages[-1].role == "assistant":
-        options["continue_final_message"] = True
+    options.update(_continuation_of(messages))
     return Asked(messages, options, fields.flag("stream"))
+
+
+def prompt_options(asked: Asked, messages: Sequence[Message]) -> dict[str, Any]:
+    """Return what decides the prompt of this beginning of a request's messages, or of all of them."""
+    known = PromptOptions.__annotations__.keys() - {"continue_final_message"}
+    options = {name: value for name, value in asked.options.items() if name in known}
+    return {**options, **_continuation_of(messages)}
+
+
+def _continuation_of(messages: Sequence[Message]) -> Options:
+    return {"continue_final_message": True} if messages[-1].role == "assistant" else {}
 
 
 def _thinking_limit(fields: Fields) -> int | None:

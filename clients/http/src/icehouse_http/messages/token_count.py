@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from icehouse_client import AsyncClient, IcehouseClientError, PromptOptions
+from icehouse_client import AsyncClient, IcehouseClientError
 
 from icehouse_http.errors import bad_request
 from icehouse_http.exchange import Asked
+from icehouse_http.messages.request import prompt_options
 
 _COUNTED_OTHERWISE = ("CACHE_UNSUPPORTED", "PROMPT_TOO_LONG")
 """Reasons for which Explain, which knows every option of a prompt, refuses one that Tokenize can count."""
@@ -15,14 +16,13 @@ _COUNTED_OTHERWISE = ("CACHE_UNSUPPORTED", "PROMPT_TOO_LONG")
 
 async def token_count(client: AsyncClient, asked: Asked) -> int:
     """Return how many tokens the prompt has; raises ApiError for one that no message can hold."""
-    known = PromptOptions.__annotations__
-    options: Any = {name: value for name, value in asked.options.items() if name in known}
+    prompt: Any = asked.prompt
+    options = prompt_options(asked, prompt)
     try:
-        return (await client.cache.explain(asked.prompt, **options)).prompt_tokens
+        return (await client.cache.explain(prompt, **options)).prompt_tokens
     except ValueError as error:
         raise bad_request(str(error)) from error
     except IcehouseClientError as error:
         if error.reason not in _COUNTED_OTHERWISE:
             raise
-    prompt: Any = asked.prompt
     return len(await client.tokenize(prompt, model=options["model"], tools=options.get("tools", ())))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
-from typing import Annotated
+from typing import Annotated, cast
 
 import typer
 from icehouse.v1.cache_service_pb2 import ExplainResponse, PinResponse, UnpinResponse
 from rich.progress import MofNCompleteColumn
 from rich.text import Text
 
+from icehouse_client.cache_client import PinOptions
 from icehouse_client.cli.connection import Server, server_of
 from icehouse_client.cli.console import AsJson, bar, confirm, out, printable, show
 from icehouse_client.cli.figures import duration_text, size_text
@@ -18,6 +19,7 @@ from icehouse_client.cli.option_groups import with_groups
 from icehouse_client.cli.prompt import GivenPrompt, Suffix, prompt_of
 from icehouse_client.results import reuse_limit_name, seconds, usage_from
 
+_UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 24 * 3600}
 _WIDTH_LIMIT = 72
 _RAM, _SSD, _COMPUTE = "█", "▓", "░"
 _STYLES = {_RAM: "green", _SSD: "cyan", _COMPUTE: "yellow"}
@@ -59,9 +61,20 @@ def warm(prompt: GivenPrompt, server: Server, suffix: Suffix = None, as_json: As
 
 
 @_about_a_prompt
-def pin(prompt: GivenPrompt, server: Server, suffix: Suffix = None, as_json: AsJson = False) -> None:
-    """Keep a prompt's cached blocks from being evicted by policy."""
-    done = server.client.cache.pin(prompt.read(suffix), **prompt.options)
+def pin(
+    prompt: GivenPrompt,
+    server: Server,
+    suffix: Suffix = None,
+    ttl: Annotated[
+        str | None, typer.Option(help="How long, such as 30s, 5m, 1h or 7d; by default until unpin.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Keep a prompt's cached blocks from being evicted by policy; pinning again prolongs it."""
+    options = cast(PinOptions, {**prompt.options})
+    if ttl is not None:
+        options["ttl_s"] = ttl_of(ttl)
+    done = server.client.cache.pin(prompt.read(suffix), **options)
     show(done, f"pinned: {_blocks(done)}", as_json=as_json)
 
 
@@ -98,6 +111,14 @@ def evict(
         f"{done.ssd_block_count:,} from SSD ({size_text(done.ssd_bytes)})"
     )
     show(done, told, as_json=as_json)
+
+
+def ttl_of(text: str) -> float:
+    """Return the seconds of a time such as 5m; raises BadParameter for what is none."""
+    number, unit = text[:-1], text[-1:]
+    if unit not in _UNITS_S or not (number.isascii() and number.isdecimal()):
+        raise typer.BadParameter(f"{text!r} is no time; say it as 30s, 5m, 1h or 7d")
+    return float(int(number) * _UNITS_S[unit])
 
 
 def _blocks(done: PinResponse | UnpinResponse) -> str:

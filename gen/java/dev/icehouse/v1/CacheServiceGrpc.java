@@ -331,7 +331,7 @@ public final class CacheServiceGrpc {
 
     /**
      * <pre>
-     * Protects the cached blocks of a prompt from eviction by policy. NOT_FOUND
+     * Protects the cached blocks of a prompt from eviction by policy, until Unpin or for a time. NOT_FOUND
      * (BLOCK_NOT_FOUND) when none of them is cached.
      * </pre>
      */
@@ -455,7 +455,7 @@ public final class CacheServiceGrpc {
 
     /**
      * <pre>
-     * Protects the cached blocks of a prompt from eviction by policy. NOT_FOUND
+     * Protects the cached blocks of a prompt from eviction by policy, until Unpin or for a time. NOT_FOUND
      * (BLOCK_NOT_FOUND) when none of them is cached.
      * </pre>
      */
@@ -565,7 +565,7 @@ public final class CacheServiceGrpc {
 
     /**
      * <pre>
-     * Protects the cached blocks of a prompt from eviction by policy. NOT_FOUND
+     * Protects the cached blocks of a prompt from eviction by policy, until Unpin or for a time. NOT_FOUND
      * (BLOCK_NOT_FOUND) when none of them is cached.
      * </pre>
      */
@@ -675,7 +675,7 @@ public final class CacheServiceGrpc {
 
     /**
      * <pre>
-     * Protects the cached blocks of a prompt from eviction by policy. NOT_FOUND
+     * Protects the cached blocks of a prompt from eviction by policy, until Unpin or for a time. NOT_FOUND
      * (BLOCK_NOT_FOUND) when none of them is cached.
      * </pre>
      */
@@ -771,7 +771,7 @@ public final class CacheServiceGrpc {
 
     /**
      * <pre>
-     * Protects the cached blocks of a prompt from eviction by policy. NOT_FOUND
+     * Protects the cached blocks of a prompt from eviction by policy, until Unpin or for a time. NOT_FOUND
      * (BLOCK_NOT_FOUND) when none of them is cached.
      * </pre>
      */

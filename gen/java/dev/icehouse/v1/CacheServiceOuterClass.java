@@ -165,58 +165,59 @@ public final class CacheServiceOuterClass {
       "sed_tokens\030\002 \001(\005\022\025\n\rprompt_tokens\030\003 \001(\005\"" +
       "l\n\nWarmResult\022\022\n\nrequest_id\030\001 \001(\t\022\'\n\005cac" +
       "he\030\002 \001(\0132\030.icehouse.v1.CacheReport\022!\n\005us" +
-      "age\030\003 \001(\0132\022.icehouse.v1.Usage\"i\n\nPinRequ" +
-      "est\022\r\n\005model\030\001 \001(\t\022#\n\006prompt\030\002 \001(\0132\023.ice" +
-      "house.v1.Prompt\022\'\n\005cache\030\003 \001(\0132\030.icehous" +
-      "e.v1.CachePolicy\"K\n\013PinResponse\022\023\n\013block" +
-      "_count\030\001 \001(\005\022\023\n\013token_count\030\002 \001(\005\022\022\n\nsiz" +
-      "e_bytes\030\003 \001(\003\"k\n\014UnpinRequest\022\r\n\005model\030\001" +
-      " \001(\t\022#\n\006prompt\030\002 \001(\0132\023.icehouse.v1.Promp" +
-      "t\022\'\n\005cache\030\003 \001(\0132\030.icehouse.v1.CachePoli" +
-      "cy\"M\n\rUnpinResponse\022\023\n\013block_count\030\001 \001(\005" +
-      "\022\023\n\013token_count\030\002 \001(\005\022\022\n\nsize_bytes\030\003 \001(" +
-      "\003\"k\n\014EvictRequest\022\r\n\005model\030\001 \001(\t\022#\n\006prom" +
-      "pt\030\002 \001(\0132\023.icehouse.v1.Prompt\022\'\n\005cache\030\003" +
-      " \001(\0132\030.icehouse.v1.CachePolicy\"r\n\rEvictR" +
-      "esponse\022.\n\010progress\030\001 \001(\0132\032.icehouse.v1." +
-      "EvictProgressH\000\022(\n\004done\030\002 \001(\0132\030.icehouse" +
-      ".v1.EvictResultH\000B\007\n\005event\" \n\017EvictAllRe" +
-      "quest\022\r\n\005model\030\001 \001(\t\"u\n\020EvictAllResponse" +
-      "\022.\n\010progress\030\001 \001(\0132\032.icehouse.v1.EvictPr" +
-      "ogressH\000\022(\n\004done\030\002 \001(\0132\030.icehouse.v1.Evi" +
-      "ctResultH\000B\007\n\005event\"i\n\rEvictProgress\022\035\n\025" +
-      "processed_block_count\030\001 \001(\003\022\023\n\013block_cou" +
-      "nt\030\002 \001(\003\022\021\n\tram_bytes\030\003 \001(\003\022\021\n\tssd_bytes" +
-      "\030\004 \001(\003\"e\n\013EvictResult\022\027\n\017ram_block_count" +
-      "\030\001 \001(\003\022\021\n\tram_bytes\030\002 \001(\003\022\027\n\017ssd_block_c" +
-      "ount\030\003 \001(\003\022\021\n\tssd_bytes\030\004 \001(\003\"$\n\rVerifyR" +
-      "equest\022\023\n\013block_limit\030\001 \001(\003\"u\n\016VerifyRes" +
-      "ponse\022/\n\010progress\030\001 \001(\0132\033.icehouse.v1.Ve" +
-      "rifyProgressH\000\022)\n\004done\030\002 \001(\0132\031.icehouse." +
-      "v1.VerifyResultH\000B\007\n\005event\"x\n\016VerifyProg" +
-      "ress\022\034\n\024verified_block_count\030\001 \001(\003\022\026\n\016ve" +
-      "rified_bytes\030\002 \001(\003\022\033\n\023damaged_block_coun" +
-      "t\030\003 \001(\003\022\023\n\013block_count\030\004 \001(\003\"\246\001\n\014VerifyR" +
-      "esult\022\034\n\024verified_block_count\030\001 \001(\003\022\026\n\016v" +
-      "erified_bytes\030\002 \001(\003\022\026\n\016damaged_hashes\030\003 " +
-      "\003(\t\022\033\n\023damaged_block_count\030\004 \001(\003\022+\n\010dura" +
-      "tion\030\005 \001(\0132\031.google.protobuf.Duration*O\n" +
-      "\tCacheTier\022\032\n\026CACHE_TIER_UNSPECIFIED\020\000\022\022" +
-      "\n\016CACHE_TIER_RAM\020\001\022\022\n\016CACHE_TIER_SSD\020\0022\337" +
-      "\003\n\014CacheService\022D\n\007Explain\022\033.icehouse.v1" +
-      ".ExplainRequest\032\034.icehouse.v1.ExplainRes" +
-      "ponse\022=\n\004Warm\022\030.icehouse.v1.WarmRequest\032" +
-      "\031.icehouse.v1.WarmResponse0\001\0228\n\003Pin\022\027.ic" +
-      "ehouse.v1.PinRequest\032\030.icehouse.v1.PinRe" +
-      "sponse\022>\n\005Unpin\022\031.icehouse.v1.UnpinReque" +
-      "st\032\032.icehouse.v1.UnpinResponse\022@\n\005Evict\022" +
-      "\031.icehouse.v1.EvictRequest\032\032.icehouse.v1" +
-      ".EvictResponse0\001\022I\n\010EvictAll\022\034.icehouse." +
-      "v1.EvictAllRequest\032\035.icehouse.v1.EvictAl" +
-      "lResponse0\001\022C\n\006Verify\022\032.icehouse.v1.Veri" +
-      "fyRequest\032\033.icehouse.v1.VerifyResponse0\001" +
-      "B<\n\017dev.icehouse.v1P\001Z\'icehouse.dev/api/" +
-      "icehouse/v1;icehousev1b\006proto3"
+      "age\030\003 \001(\0132\022.icehouse.v1.Usage\"\221\001\n\nPinReq" +
+      "uest\022\r\n\005model\030\001 \001(\t\022#\n\006prompt\030\002 \001(\0132\023.ic" +
+      "ehouse.v1.Prompt\022\'\n\005cache\030\003 \001(\0132\030.icehou" +
+      "se.v1.CachePolicy\022&\n\003ttl\030\004 \001(\0132\031.google." +
+      "protobuf.Duration\"K\n\013PinResponse\022\023\n\013bloc" +
+      "k_count\030\001 \001(\005\022\023\n\013token_count\030\002 \001(\005\022\022\n\nsi" +
+      "ze_bytes\030\003 \001(\003\"k\n\014UnpinRequest\022\r\n\005model\030" +
+      "\001 \001(\t\022#\n\006prompt\030\002 \001(\0132\023.icehouse.v1.Prom" +
+      "pt\022\'\n\005cache\030\003 \001(\0132\030.icehouse.v1.CachePol" +
+      "icy\"M\n\rUnpinResponse\022\023\n\013block_count\030\001 \001(" +
+      "\005\022\023\n\013token_count\030\002 \001(\005\022\022\n\nsize_bytes\030\003 \001" +
+      "(\003\"k\n\014EvictRequest\022\r\n\005model\030\001 \001(\t\022#\n\006pro" +
+      "mpt\030\002 \001(\0132\023.icehouse.v1.Prompt\022\'\n\005cache\030" +
+      "\003 \001(\0132\030.icehouse.v1.CachePolicy\"r\n\rEvict" +
+      "Response\022.\n\010progress\030\001 \001(\0132\032.icehouse.v1" +
+      ".EvictProgressH\000\022(\n\004done\030\002 \001(\0132\030.icehous" +
+      "e.v1.EvictResultH\000B\007\n\005event\" \n\017EvictAllR" +
+      "equest\022\r\n\005model\030\001 \001(\t\"u\n\020EvictAllRespons" +
+      "e\022.\n\010progress\030\001 \001(\0132\032.icehouse.v1.EvictP" +
+      "rogressH\000\022(\n\004done\030\002 \001(\0132\030.icehouse.v1.Ev" +
+      "ictResultH\000B\007\n\005event\"i\n\rEvictProgress\022\035\n" +
+      "\025processed_block_count\030\001 \001(\003\022\023\n\013block_co" +
+      "unt\030\002 \001(\003\022\021\n\tram_bytes\030\003 \001(\003\022\021\n\tssd_byte" +
+      "s\030\004 \001(\003\"e\n\013EvictResult\022\027\n\017ram_block_coun" +
+      "t\030\001 \001(\003\022\021\n\tram_bytes\030\002 \001(\003\022\027\n\017ssd_block_" +
+      "count\030\003 \001(\003\022\021\n\tssd_bytes\030\004 \001(\003\"$\n\rVerify" +
+      "Request\022\023\n\013block_limit\030\001 \001(\003\"u\n\016VerifyRe" +
+      "sponse\022/\n\010progress\030\001 \001(\0132\033.icehouse.v1.V" +
+      "erifyProgressH\000\022)\n\004done\030\002 \001(\0132\031.icehouse" +
+      ".v1.VerifyResultH\000B\007\n\005event\"x\n\016VerifyPro" +
+      "gress\022\034\n\024verified_block_count\030\001 \001(\003\022\026\n\016v" +
+      "erified_bytes\030\002 \001(\003\022\033\n\023damaged_block_cou" +
+      "nt\030\003 \001(\003\022\023\n\013block_count\030\004 \001(\003\"\246\001\n\014Verify" +
+      "Result\022\034\n\024verified_block_count\030\001 \001(\003\022\026\n\016" +
+      "verified_bytes\030\002 \001(\003\022\026\n\016damaged_hashes\030\003" +
+      " \003(\t\022\033\n\023damaged_block_count\030\004 \001(\003\022+\n\010dur" +
+      "ation\030\005 \001(\0132\031.google.protobuf.Duration*O" +
+      "\n\tCacheTier\022\032\n\026CACHE_TIER_UNSPECIFIED\020\000\022" +
+      "\022\n\016CACHE_TIER_RAM\020\001\022\022\n\016CACHE_TIER_SSD\020\0022" +
+      "\337\003\n\014CacheService\022D\n\007Explain\022\033.icehouse.v" +
+      "1.ExplainRequest\032\034.icehouse.v1.ExplainRe" +
+      "sponse\022=\n\004Warm\022\030.icehouse.v1.WarmRequest" +
+      "\032\031.icehouse.v1.WarmResponse0\001\0228\n\003Pin\022\027.i" +
+      "cehouse.v1.PinRequest\032\030.icehouse.v1.PinR" +
+      "esponse\022>\n\005Unpin\022\031.icehouse.v1.UnpinRequ" +
+      "est\032\032.icehouse.v1.UnpinResponse\022@\n\005Evict" +
+      "\022\031.icehouse.v1.EvictRequest\032\032.icehouse.v" +
+      "1.EvictResponse0\001\022I\n\010EvictAll\022\034.icehouse" +
+      ".v1.EvictAllRequest\032\035.icehouse.v1.EvictA" +
+      "llResponse0\001\022C\n\006Verify\022\032.icehouse.v1.Ver" +
+      "ifyRequest\032\033.icehouse.v1.VerifyResponse0" +
+      "\001B<\n\017dev.icehouse.v1P\001Z\'icehouse.dev/api" +
+      "/icehouse/v1;icehousev1b\006proto3"
     };
     descriptor = com.google.protobuf.Descriptors.FileDescriptor
       .internalBuildGeneratedFileFrom(descriptorData,
@@ -279,7 +280,7 @@ public final class CacheServiceOuterClass {
     internal_static_icehouse_v1_PinRequest_fieldAccessorTable = new
       com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
         internal_static_icehouse_v1_PinRequest_descriptor,
-        new java.lang.String[] { "Model", "Prompt", "Cache", });
+        new java.lang.String[] { "Model", "Prompt", "Cache", "Ttl", });
     internal_static_icehouse_v1_PinResponse_descriptor =
       getDescriptor().getMessageTypes().get(9);
     internal_static_icehouse_v1_PinResponse_fieldAccessorTable = new

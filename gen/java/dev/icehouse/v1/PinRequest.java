@@ -168,6 +168,47 @@ private static final long serialVersionUID = 0L;
     return cache_ == null ? dev.icehouse.v1.CachePolicy.getDefaultInstance() : cache_;
   }
 
+  public static final int TTL_FIELD_NUMBER = 4;
+  private com.google.protobuf.Duration ttl_;
+  /**
+   * <pre>
+   * How long from now, more than 0 (PARAMETER_OUT_OF_RANGE); then the blocks are as if never pinned, also after a
+   * restart. Pinning again prolongs a pin and never shortens it. Default: until Unpin.
+   * </pre>
+   *
+   * <code>.google.protobuf.Duration ttl = 4;</code>
+   * @return Whether the ttl field is set.
+   */
+  @java.lang.Override
+  public boolean hasTtl() {
+    return ((bitField0_ & 0x00000004) != 0);
+  }
+  /**
+   * <pre>
+   * How long from now, more than 0 (PARAMETER_OUT_OF_RANGE); then the blocks are as if never pinned, also after a
+   * restart. Pinning again prolongs a pin and never shortens it. Default: until Unpin.
+   * </pre>
+   *
+   * <code>.google.protobuf.Duration ttl = 4;</code>
+   * @return The ttl.
+   */
+  @java.lang.Override
+  public com.google.protobuf.Duration getTtl() {
+    return ttl_ == null ? com.google.protobuf.Duration.getDefaultInstance() : ttl_;
+  }
+  /**
+   * <pre>
+   * How long from now, more than 0 (PARAMETER_OUT_OF_RANGE); then the blocks are as if never pinned, also after a
+   * restart. Pinning again prolongs a pin and never shortens it. Default: until Unpin.
+   * </pre>
+   *
+   * <code>.google.protobuf.Duration ttl = 4;</code>
+   */
+  @java.lang.Override
+  public com.google.protobuf.DurationOrBuilder getTtlOrBuilder() {
+    return ttl_ == null ? com.google.protobuf.Duration.getDefaultInstance() : ttl_;
+  }
+
   private byte memoizedIsInitialized = -1;
   @java.lang.Override
   public final boolean isInitialized() {
@@ -191,6 +232,9 @@ private static final long serialVersionUID = 0L;
     if (((bitField0_ & 0x00000002) != 0)) {
       output.writeMessage(3, getCache());
     }
+    if (((bitField0_ & 0x00000004) != 0)) {
+      output.writeMessage(4, getTtl());
+    }
     getUnknownFields().writeTo(output);
   }
 
@@ -210,6 +254,10 @@ private static final long serialVersionUID = 0L;
     if (((bitField0_ & 0x00000002) != 0)) {
       size += com.google.protobuf.CodedOutputStream
         .computeMessageSize(3, getCache());
+    }
+    if (((bitField0_ & 0x00000004) != 0)) {
+      size += com.google.protobuf.CodedOutputStream
+        .computeMessageSize(4, getTtl());
     }
     size += getUnknownFields().getSerializedSize();
     memoizedSize = size;
@@ -238,6 +286,11 @@ private static final long serialVersionUID = 0L;
       if (!getCache()
           .equals(other.getCache())) return false;
     }
+    if (hasTtl() != other.hasTtl()) return false;
+    if (hasTtl()) {
+      if (!getTtl()
+          .equals(other.getTtl())) return false;
+    }
     if (!getUnknownFields().equals(other.getUnknownFields())) return false;
     return true;
   }
@@ -258,6 +311,10 @@ private static final long serialVersionUID = 0L;
     if (hasCache()) {
       hash = (37 * hash) + CACHE_FIELD_NUMBER;
       hash = (53 * hash) + getCache().hashCode();
+    }
+    if (hasTtl()) {
+      hash = (37 * hash) + TTL_FIELD_NUMBER;
+      hash = (53 * hash) + getTtl().hashCode();
     }
     hash = (29 * hash) + getUnknownFields().hashCode();
     memoizedHashCode = hash;
@@ -395,6 +452,7 @@ private static final long serialVersionUID = 0L;
               .alwaysUseFieldBuilders) {
         getPromptFieldBuilder();
         getCacheFieldBuilder();
+        getTtlFieldBuilder();
       }
     }
     @java.lang.Override
@@ -411,6 +469,11 @@ private static final long serialVersionUID = 0L;
       if (cacheBuilder_ != null) {
         cacheBuilder_.dispose();
         cacheBuilder_ = null;
+      }
+      ttl_ = null;
+      if (ttlBuilder_ != null) {
+        ttlBuilder_.dispose();
+        ttlBuilder_ = null;
       }
       return this;
     }
@@ -460,6 +523,12 @@ private static final long serialVersionUID = 0L;
             ? cache_
             : cacheBuilder_.build();
         to_bitField0_ |= 0x00000002;
+      }
+      if (((from_bitField0_ & 0x00000008) != 0)) {
+        result.ttl_ = ttlBuilder_ == null
+            ? ttl_
+            : ttlBuilder_.build();
+        to_bitField0_ |= 0x00000004;
       }
       result.bitField0_ |= to_bitField0_;
     }
@@ -519,6 +588,9 @@ private static final long serialVersionUID = 0L;
       if (other.hasCache()) {
         mergeCache(other.getCache());
       }
+      if (other.hasTtl()) {
+        mergeTtl(other.getTtl());
+      }
       this.mergeUnknownFields(other.getUnknownFields());
       onChanged();
       return this;
@@ -564,6 +636,13 @@ private static final long serialVersionUID = 0L;
               bitField0_ |= 0x00000004;
               break;
             } // case 26
+            case 34: {
+              input.readMessage(
+                  getTtlFieldBuilder().getBuilder(),
+                  extensionRegistry);
+              bitField0_ |= 0x00000008;
+              break;
+            } // case 34
             default: {
               if (!super.parseUnknownField(input, extensionRegistry, tag)) {
                 done = true; // was an endgroup tag
@@ -985,6 +1064,172 @@ private static final long serialVersionUID = 0L;
         cache_ = null;
       }
       return cacheBuilder_;
+    }
+
+    private com.google.protobuf.Duration ttl_;
+    private com.google.protobuf.SingleFieldBuilderV3<
+        com.google.protobuf.Duration, com.google.protobuf.Duration.Builder, com.google.protobuf.DurationOrBuilder> ttlBuilder_;
+    /**
+     * <pre>
+     * How long from now, more than 0 (PARAMETER_OUT_OF_RANGE); then the blocks are as if never pinned, also after a
+     * restart. Pinning again prolongs a pin and never shortens it. Default: until Unpin.
+     * </pre>
+     *
+     * <code>.google.protobuf.Duration ttl = 4;</code>
+     * @return Whether the ttl field is set.
+     */
+    public boolean hasTtl() {
+      return ((bitField0_ & 0x00000008) != 0);
+    }
+    /**
+     * <pre>
+     * How long from now, more than 0 (PARAMETER_OUT_OF_RANGE); then the blocks are as if never pinned, also after a
+     * restart. Pinning again prolongs a pin and never shortens it. Default: until Unpin.
+     * </pre>
+     *
+     * <code>.google.protobuf.Duration ttl = 4;</code>
+     * @return The ttl.
+     */
+    public com.google.protobuf.Duration getTtl() {
+      if (ttlBuilder_ == null) {
+        return ttl_ == null ? com.google.protobuf.Duration.getDefaultInstance() : ttl_;
+      } else {
+        return ttlBuilder_.getMessage();
+      }
+    }
+    /**
+     * <pre>
+     * How long from now, more than 0 (PARAMETER_OUT_OF_RANGE); then the blocks are as if never pinned, also after a
+     * restart. Pinning again prolongs a pin and never shortens it. Default: until Unpin.
+     * </pre>
+     *
+     * <code>.google.protobuf.Duration ttl = 4;</code>
+     */
+    public Builder setTtl(com.google.protobuf.Duration value) {
+      if (ttlBuilder_ == null) {
+        if (value == null) {
+          throw new NullPointerException();
+        }
+        ttl_ = value;
+      } else {
+        ttlBuilder_.setMessage(value);
+      }
+      bitField0_ |= 0x00000008;
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * How long from now, more than 0 (PARAMETER_OUT_OF_RANGE); then the blocks are as if never pinned, also after a
+     * restart. Pinning again prolongs a pin and never shortens it. Default: until Unpin.
+     * </pre>
+     *
+     * <code>.google.protobuf.Duration ttl = 4;</code>
+     */
+    public Builder setTtl(
+        com.google.protobuf.Duration.Builder builderForValue) {
+      if (ttlBuilder_ == null) {
+        ttl_ = builderForValue.build();
+      } else {
+        ttlBuilder_.setMessage(builderForValue.build());
+      }
+      bitField0_ |= 0x00000008;
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * How long from now, more than 0 (PARAMETER_OUT_OF_RANGE); then the blocks are as if never pinned, also after a
+     * restart. Pinning again prolongs a pin and never shortens it. Default: until Unpin.
+     * </pre>
+     *
+     * <code>.google.protobuf.Duration ttl = 4;</code>
+     */
+    public Builder mergeTtl(com.google.protobuf.Duration value) {
+      if (ttlBuilder_ == null) {
+        if (((bitField0_ & 0x00000008) != 0) &&
+          ttl_ != null &&
+          ttl_ != com.google.protobuf.Duration.getDefaultInstance()) {
+          getTtlBuilder().mergeFrom(value);
+        } else {
+          ttl_ = value;
+        }
+      } else {
+        ttlBuilder_.mergeFrom(value);
+      }
+      if (ttl_ != null) {
+        bitField0_ |= 0x00000008;
+        onChanged();
+      }
+      return this;
+    }
+    /**
+     * <pre>
+     * How long from now, more than 0 (PARAMETER_OUT_OF_RANGE); then the blocks are as if never pinned, also after a
+     * restart. Pinning again prolongs a pin and never shortens it. Default: until Unpin.
+     * </pre>
+     *
+     * <code>.google.protobuf.Duration ttl = 4;</code>
+     */
+    public Builder clearTtl() {
+      bitField0_ = (bitField0_ & ~0x00000008);
+      ttl_ = null;
+      if (ttlBuilder_ != null) {
+        ttlBuilder_.dispose();
+        ttlBuilder_ = null;
+      }
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * How long from now, more than 0 (PARAMETER_OUT_OF_RANGE); then the blocks are as if never pinned, also after a
+     * restart. Pinning again prolongs a pin and never shortens it. Default: until Unpin.
+     * </pre>
+     *
+     * <code>.google.protobuf.Duration ttl = 4;</code>
+     */
+    public com.google.protobuf.Duration.Builder getTtlBuilder() {
+      bitField0_ |= 0x00000008;
+      onChanged();
+      return getTtlFieldBuilder().getBuilder();
+    }
+    /**
+     * <pre>
+     * How long from now, more than 0 (PARAMETER_OUT_OF_RANGE); then the blocks are as if never pinned, also after a
+     * restart. Pinning again prolongs a pin and never shortens it. Default: until Unpin.
+     * </pre>
+     *
+     * <code>.google.protobuf.Duration ttl = 4;</code>
+     */
+    public com.google.protobuf.DurationOrBuilder getTtlOrBuilder() {
+      if (ttlBuilder_ != null) {
+        return ttlBuilder_.getMessageOrBuilder();
+      } else {
+        return ttl_ == null ?
+            com.google.protobuf.Duration.getDefaultInstance() : ttl_;
+      }
+    }
+    /**
+     * <pre>
+     * How long from now, more than 0 (PARAMETER_OUT_OF_RANGE); then the blocks are as if never pinned, also after a
+     * restart. Pinning again prolongs a pin and never shortens it. Default: until Unpin.
+     * </pre>
+     *
+     * <code>.google.protobuf.Duration ttl = 4;</code>
+     */
+    private com.google.protobuf.SingleFieldBuilderV3<
+        com.google.protobuf.Duration, com.google.protobuf.Duration.Builder, com.google.protobuf.DurationOrBuilder> 
+        getTtlFieldBuilder() {
+      if (ttlBuilder_ == null) {
+        ttlBuilder_ = new com.google.protobuf.SingleFieldBuilderV3<
+            com.google.protobuf.Duration, com.google.protobuf.Duration.Builder, com.google.protobuf.DurationOrBuilder>(
+                getTtl(),
+                getParentForChildren(),
+                isClean());
+        ttl_ = null;
+      }
+      return ttlBuilder_;
     }
     @java.lang.Override
     public final Builder setUnknownFields(

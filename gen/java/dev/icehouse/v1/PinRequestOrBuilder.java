@@ -81,4 +81,34 @@ public interface PinRequestOrBuilder extends
    * <code>.icehouse.v1.CachePolicy cache = 3;</code>
    */
   dev.icehouse.v1.CachePolicyOrBuilder getCacheOrBuilder();
+
+  /**
+   * <pre>
+   * How long from now, more than 0 (PARAMETER_OUT_OF_RANGE); then the blocks are as if never pinned, also after a
+   * restart. Pinning again prolongs a pin and never shortens it. Default: until Unpin.
+   * </pre>
+   *
+   * <code>.google.protobuf.Duration ttl = 4;</code>
+   * @return Whether the ttl field is set.
+   */
+  boolean hasTtl();
+  /**
+   * <pre>
+   * How long from now, more than 0 (PARAMETER_OUT_OF_RANGE); then the blocks are as if never pinned, also after a
+   * restart. Pinning again prolongs a pin and never shortens it. Default: until Unpin.
+   * </pre>
+   *
+   * <code>.google.protobuf.Duration ttl = 4;</code>
+   * @return The ttl.
+   */
+  com.google.protobuf.Duration getTtl();
+  /**
+   * <pre>
+   * How long from now, more than 0 (PARAMETER_OUT_OF_RANGE); then the blocks are as if never pinned, also after a
+   * restart. Pinning again prolongs a pin and never shortens it. Default: until Unpin.
+   * </pre>
+   *
+   * <code>.google.protobuf.Duration ttl = 4;</code>
+   */
+  com.google.protobuf.DurationOrBuilder getTtlOrBuilder();
 }

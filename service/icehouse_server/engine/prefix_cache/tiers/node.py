@@ -9,6 +9,7 @@ from typing import Final
 from icehouse_server.domain.blocks import Region, RegionKind, TokenKeys
 from icehouse_server.domain.ids import BlockHash
 from icehouse_server.engine.core.block_log import Came, KvTier
+from icehouse_server.pins import NOT_PINNED
 
 Hashes = Collection[BlockHash]
 """Names of some blocks."""
@@ -52,7 +53,8 @@ class Node:
     ssd_bytes: int = 0
     """Of its file."""
     spill: Spilling | None = None
-    is_pinned: bool = False
+    pin_end_time: float = NOT_PINNED
+    """When its pin ends (`Clock.wall`); `PrefixTree.end_pins` takes it off."""
     hit_count: int = 0
     last_used_time: float = 0.0
     owner: BlockHash | None = None
@@ -70,6 +72,10 @@ class Node:
     def size_bytes(self) -> int:
         """Bytes of its regions in RAM, or where it is on SSD alone there."""
         return self.ram_bytes or sum(self.ssd.values())
+
+    @property
+    def is_pinned(self) -> bool:
+        return self.pin_end_time > NOT_PINNED
 
     @property
     def is_spilling(self) -> bool:

@@ -106,11 +106,11 @@ class Spills:
             self._waits.add(ticket, lambda _: self._removals.pop(ticket, None))
         return ticket
 
-    def pin(self, blocks: Names, *, pinned: bool) -> Ticket[Names] | None:
+    def pin(self, blocks: Names, end_time: float) -> Ticket[Names] | None:
         """Have blocks on SSD, or on their way there, pinned or unpinned; None when the queue is full."""
         assert self.storage is not None, "there is no SSD tier"
         self._finish_copies(blocks)
-        return self.storage.pin(blocks, pinned=pinned)
+        return self.storage.pin(blocks, end_time)
 
     def touch(self, nodes: Sequence[Node]) -> None:
         """Note on SSD that a chain was used."""
@@ -182,7 +182,7 @@ class Spills:
         assert self.storage is not None and node.spill is not None
         self._copying_bytes -= size_bytes
         block = HostBlock(header, copy.take())
-        ticket = self.storage.put(block, pinned=node.is_pinned, request_id=request_id)
+        ticket = self.storage.put(block, pin_end_time=node.pin_end_time, request_id=request_id)
         self._waits.add(ticket, partial(self._ended, node))
         node.spill.is_copied = copy.is_apart
         self.when_handed_over(node)

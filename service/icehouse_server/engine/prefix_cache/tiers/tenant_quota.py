@@ -28,7 +28,7 @@ _PINNED_SHARE = 0.75
 """Part of each tier, and of a tenant's quota of it, that pinned blocks may take, so that something can go."""
 
 _PINNED_RETRY_S = 60.0
-"""Pins stay until somebody removes them."""
+"""Pins stay until they end or somebody removes them."""
 
 
 class TenantQuotas:
@@ -131,6 +131,6 @@ def _check_pinned_share(tier: str, wanted_bytes: int, limit: int, *, whose: str)
         raise Overloaded(
             Reason.MEMORY_SHORT,
             f"pinned blocks of {whose} would take {wanted_bytes} bytes of the {tier} there is for {whose}, "
-            f"of which {limit_bytes} may be pinned; unpin others first",
+            f"of which {limit_bytes} may be pinned; unpin others, or wait until their pins end",
             retry_after_s=_PINNED_RETRY_S,
         )

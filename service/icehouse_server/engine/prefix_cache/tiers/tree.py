@@ -29,6 +29,7 @@ from icehouse_server.engine.prefix_cache.tiers.account import TierAccount
 from icehouse_server.engine.prefix_cache.tiers.node import NO_REGIONS, NO_SIZES, Node, Regions, Spilling
 from icehouse_server.engine.prefix_cache.tiers.prefix_settings import PrefixSettings
 from icehouse_server.engine.prefix_cache.tiers.runner_port import CacheFacts
+from icehouse_server.pins import NOT_PINNED, PinEnds
 from icehouse_server.storage.api import StoredBlock
 
 NAMES_LIMIT = 2048
@@ -114,6 +115,7 @@ class PrefixTree:
         self._nodes: dict[BlockHash, Node] = {}
         self._children = Children()
         self._pinned: dict[BlockHash, Node] = {}
+        self._pin_ends = PinEnds()
         self._spilling: dict[BlockHash, Node] = {}
         self._sizes: dict[tuple[int, int, int], Mapping[RegionKind, int]] = {}
         size, quotas = settings.block_token_count, settings.quotas
@@ -246,7 +248,7 @@ class PrefixTree:
         is_empty = not (node.ram or node.ssd or node.spill)
         if is_empty and self._nodes.get(node.hash) is node:
             del self._nodes[node.hash]
-            self._pinned.pop(node.hash, None)
+            self._note_pin(node, NOT_PINNED)
             self._children.remove(node)
 
     # RAM.
@@ -282,7 +284,7 @@ class PrefixTree:
         node = self._nodes.get(record.hash)
         if node is None:
             node = Node(record.hash, record.parent, record.start_token_index, record.token_count)
-            node.hit_count, node.is_pinned = record.hit_count, record.pinned
+            node.hit_count, node.pin_end_time = record.hit_count, record.pin_end_time
             self._add(node)
         is_new = not node.ssd
         if not is_new:
@@ -326,15 +328,18 @@ class PrefixTree:
                 if is_there:
                     tier.touch(node)
 
-    def set_pinned(self, node: Node, *, pinned: bool) -> None:
-        """Pin a block, or unpin it as the most recently used one."""
-        if node.is_pinned is not pinned and self._nodes.get(node.hash) is node:
+    def set_pin(self, node: Node, end_time: float) -> None:
+        """Pin a block until then (`Clock.wall`), or unpin it as the most recently used one."""
+        if node.pin_end_time != end_time and self._nodes.get(node.hash) is node:
             with self._recounted(node):
-                node.is_pinned = pinned
-            if pinned:
-                self._pinned[node.hash] = node
-            else:
-                self._pinned.pop(node.hash, None)
+                node.pin_end_time = end_time
+            self._note_pin(node, end_time)
+
+    def end_pins(self, now_time: float) -> None:
+        """Unpin the blocks whose pins have ended (`Clock.wall`), the tail of a chain before its head."""
+        ended = [self._nodes[name] for name in self._pin_ends.take(now_time)]
+        for node in sorted(ended, key=lambda node: -node.start_token_index):
+            self.set_pin(node, NOT_PINNED)
 
     def claim(self, nodes: Iterable[Node], owner: BlockHash) -> None:
         """Assign blocks of an unknown owner to the root below which they were just used."""
@@ -367,9 +372,15 @@ class PrefixTree:
         node.owner = owner_above if node.start_token_index else node.parent
         self._nodes[node.hash] = node
         self._children.add(node)
-        if node.is_pinned:
-            self._pinned[node.hash] = node
+        self._note_pin(node, node.pin_end_time)
         return node
+
+    def _note_pin(self, node: Node, end_time: float) -> None:
+        self._pin_ends.note(node.hash, end_time)
+        if end_time == NOT_PINNED:
+            self._pinned.pop(node.hash, None)
+        else:
+            self._pinned[node.hash] = node
 
     @contextlib.contextmanager
     def _recounted(self, node: Node) -> Iterator[None]:

@@ -16,7 +16,8 @@ from itertools import islice
 from icehouse_server.domain.blocks import HostBlock
 from icehouse_server.domain.cache_stats import AgePercentiles, TierStats
 from icehouse_server.domain.ids import BlockHash, Fingerprint
-from icehouse_server.storage.local.directory.record import BlockRecord
+from icehouse_server.pins import NOT_PINNED, PinEnds
+from icehouse_server.storage.local.directory.manifest import BlockRecord
 
 _STALE_LIMIT = 64
 """Stale entries for which the heap is not rebuilt."""
@@ -49,6 +50,7 @@ class DiskIndex:
         self._use_number = len(self._records)
         self._child_counts = Counter([record.parent for record in self])
         self._counts: dict[Fingerprint, _Counts] = {}
+        self._pin_ends = PinEnds()
         self.block_bytes = 0
         for record in self:
             self._count(record, 1)
@@ -75,6 +77,7 @@ class DiskIndex:
     def fill(self, stats: TierStats, fingerprint: Fingerprint, *, now: float) -> TierStats:
         """Return statistics with the counts of one fingerprint's blocks, and percentiles of their ages, those
         of a sample where there are very many blocks."""
+        self.end_pins(now)
         sample = islice(self, 0, None, 1 + len(self) // _SAMPLE_LIMIT)
         ages = (max(now - r.last_used_time, 0.0) for r in sample if r.fingerprint == fingerprint)
         counts = self._counts.get(fingerprint, _Counts())
@@ -128,10 +131,15 @@ class DiskIndex:
         self._uses[block_hash] = self._next_use()
         return True
 
-    def set_pinned(self, block_hash: BlockHash, *, pinned: bool) -> None:
-        """Protect a stored block and its ancestors from eviction, or stop to."""
-        self.replace(self._records[block_hash]._replace(pinned=pinned))
+    def set_pin(self, block_hash: BlockHash, end_time: float) -> None:
+        """Protect a stored block and its ancestors from eviction until then (`Clock.wall`), or no longer."""
+        self.replace(self._records[block_hash]._replace(pin_end_time=end_time))
         self._offer(block_hash)
+
+    def end_pins(self, now_time: float) -> None:
+        """Unpin the blocks whose pins have ended (`Clock.wall`). Their rows say so by themselves."""
+        for block_hash in self._pin_ends.take(now_time):
+            self.set_pin(block_hash, NOT_PINNED)
 
     def next_victim(self) -> BlockRecord | None:
         """Return the block to evict next without removing it, or None when none can be evicted."""
@@ -151,9 +159,10 @@ class DiskIndex:
             counts = self._counts[record.fingerprint] = _Counts()
         counts.block_count += sign
         counts.tail_count += sign * (record.token_count < record.block_token_limit)
-        counts.pinned_block_count += sign * record.pinned
+        counts.pinned_block_count += sign * record.is_pinned
         counts.token_count += sign * record.token_count
         self.block_bytes += sign * record.file_bytes
+        self._pin_ends.note(record.hash, record.pin_end_time if sign > 0 else NOT_PINNED)
 
     def _offer(self, block_hash: BlockHash) -> None:
         """Put a block into the heap if it may be evicted now."""
@@ -168,7 +177,7 @@ class DiskIndex:
 
     def _is_evictable(self, block_hash: BlockHash) -> bool:
         record = self._records.get(block_hash)
-        return record is not None and not record.pinned and block_hash not in self._child_counts
+        return record is not None and not record.is_pinned and block_hash not in self._child_counts
 
     def _next_use(self) -> int:
         self._use_number += 1

@@ -22,10 +22,9 @@ from icehouse_server.storage.files import FileInfo, Files, exists, opened, remov
 from icehouse_server.storage.local.block_format.block_file import read_head, verify_block
 from icehouse_server.storage.local.block_format.header import BlockFile, BlockFileError
 from icehouse_server.storage.local.directory.lock import take_lock
-from icehouse_server.storage.local.directory.manifest import Manifest
+from icehouse_server.storage.local.directory.manifest import BlockRecord, Manifest
 from icehouse_server.storage.local.directory.open import create_private
 from icehouse_server.storage.local.directory.reconcile import Discrepancy, Progress, Scan
-from icehouse_server.storage.local.directory.record import BlockRecord
 from icehouse_server.storage.local.encryption.constants import Cipher
 from icehouse_server.storage.store_paths import (
     PARTIAL_SUFFIX,

@@ -13,9 +13,8 @@ from icehouse_server.domain.ids import BlockHash, Fingerprint
 from icehouse_server.storage.disk_error import DiskErrorKind, classify
 from icehouse_server.storage.files import Files, remove
 from icehouse_server.storage.local.directory.lock import check_trust, take_mark
-from icehouse_server.storage.local.directory.manifest import Manifest
+from icehouse_server.storage.local.directory.manifest import BlockRecord, Manifest
 from icehouse_server.storage.local.directory.reconcile import Finding, Scan
-from icehouse_server.storage.local.directory.record import BlockRecord
 from icehouse_server.storage.local.encryption.constants import KEY_DETAIL, Cipher
 from icehouse_server.storage.storage_settings import CODE_DETAIL, StorageSettings
 from icehouse_server.storage.store_paths import StorePaths, parse_block_name

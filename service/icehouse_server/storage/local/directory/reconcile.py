@@ -21,8 +21,7 @@ from icehouse_server.storage.disk_error import is_shortage
 from icehouse_server.storage.files import FileInfo, Files, opened
 from icehouse_server.storage.local.block_format.block_file import read_head
 from icehouse_server.storage.local.block_format.header import BlockFile, BlockFileError
-from icehouse_server.storage.local.directory.manifest import Manifest
-from icehouse_server.storage.local.directory.record import BlockRecord, record_of
+from icehouse_server.storage.local.directory.manifest import BlockRecord, Manifest, record_of
 from icehouse_server.storage.local.encryption.constants import KEY_DETAIL, Cipher
 from icehouse_server.storage.store_paths import StorePaths, is_folder_name, is_partial_name, parse_block_name
 

@@ -24,21 +24,25 @@ from icehouse_server.clock import Clock
 from icehouse_server.domain.blocks import Damage
 from icehouse_server.domain.cache_stats import IntegrityStats, ReconcileReport, TierStats
 from icehouse_server.domain.ids import BlockHash
+from icehouse_server.pins import NOT_PINNED, pin_end_time
 from icehouse_server.storage.api import Failure
 from icehouse_server.storage.files import Files, exists, size_at
 from icehouse_server.storage.local.block_format.block_file import PreparedBlock, write_block
 from icehouse_server.storage.local.block_format.header import BlockFile
 from icehouse_server.storage.local.directory.disk_index import DiskIndex
 from icehouse_server.storage.local.directory.lock import leave_mark, take_lock
-from icehouse_server.storage.local.directory.manifest import LOG_ALLOWANCE_BYTES, Manifest
+from icehouse_server.storage.local.directory.manifest import (
+    LOG_ALLOWANCE_BYTES,
+    BlockRecord,
+    Manifest,
+    record_of,
+)
 from icehouse_server.storage.local.directory.open import open_store
 from icehouse_server.storage.local.directory.reconcile import Finding, Scan
-from icehouse_server.storage.local.directory.record import BlockRecord, record_of
 from icehouse_server.storage.local.directory.space import (
     BALLAST_BYTES,
     Ballast,
-    Leftovers,
-    Quarantine,
+    Extras,
     Reclaim,
     Space,
     day_of,
@@ -93,17 +97,9 @@ class BlockStore:
         """The last block that was verified; they are verified in the order of their hashes."""
         self.syncs: Executor | None = None
         """Makes files durable beside the storage thread; None: the storage thread does it in turn."""
-        self.space = Space(
-            limit_bytes=settings.limit_bytes,
-            floor_bytes=settings.free_floor_bytes,
-            daily_limit_bytes=settings.daily_write_limit_bytes,
-        )
-        self._leftovers = Leftovers(files)
-        self.quarantine = Quarantine(files, self.paths, self._leftovers)
+        self.extras = Extras(files, self.paths)
+        self.space = Space(settings, self.extras)
         self._ballast = Ballast(files, self.paths.ballast)
-        self._unknown_bytes = 0
-        self._aside_bytes = 0
-        """Of a manifest that could not be read, retained for a person to inspect while there is space."""
         self._manifest: Manifest | None = None
         self._lock: int | None = None
         self._uses: dict[BlockHash, tuple[float, int]] = {}
@@ -146,17 +142,17 @@ class BlockStore:
         self._manifest = opened.manifest
         self.report = opened.report
         self.index = DiskIndex(opened.records)
-        self._leftovers.sizes.clear()
         self._unrecorded.clear()
-        self.quarantine.sizes = opened.quarantined
-        self._unknown_bytes = opened.unknown_bytes
-        self._aside_bytes = size_at(self.files, self.paths.manifest_aside) or 0
+        self.extras.leftovers.clear()
+        self.extras.quarantined = opened.quarantined
+        self.extras.unknown_bytes = opened.unknown_bytes
+        self.extras.aside_bytes = size_at(self.files, self.paths.manifest_aside) or 0
+        self.extras.trim_quarantine()
         self.space.written_by_day = opened.manifest.written_days()
-        self.quarantine.trim()
         if not self._ballast.is_there:
             with contextlib.suppress(OSError):
                 self._ballast.write()
-        self._update_space()
+        self._weigh_manifest()
 
     def close(self) -> bool:
         """Flush recency, close the manifest and mark the directory clean; True when all of it worked."""
@@ -166,7 +162,7 @@ class BlockStore:
             self.maintain()
             self._manifest.close()
             self._manifest = None
-            if not (self._leftovers.sizes or self._unknown_bytes):
+            if not (self.extras.leftovers or self.extras.unknown_bytes):
                 leave_mark(self.files, self.paths)
         except (OSError, sqlite3.Error):
             self.abandon()
@@ -199,13 +195,13 @@ class BlockStore:
                     self.files.close(descriptor)
                 raise
         except OSError:
-            self._leftovers.remove(path + PARTIAL_SUFFIX)
+            self.extras.remove(path + PARTIAL_SUFFIX)
             raise
         self.space.partial_bytes += prepared.file_bytes
         synced = self.syncs.submit(self.files.fsync, descriptor) if self.syncs else None
         return Writing(prepared, file, descriptor, path, synced, began, start_time)
 
-    def finish(self, writing: Writing, *, pinned: bool) -> BlockRecord:
+    def finish(self, writing: Writing, *, pin_end_time: float = NOT_PINNED) -> BlockRecord:
         """Wait until a block's file is durable, give it its name and insert its row; return the row.
 
         A stored block of this name with fewer regions is replaced, file and row, and keeps its history.
@@ -223,22 +219,23 @@ class BlockStore:
             info = self.files.stat(writing.path)
             record = record_of(writing.file, mtime_ns=info.mtime_ns, inode=info.inode, used_time=now_time)
             record = record.with_history_of(replaced) if replaced else record
-            record = record._replace(last_used_time=now_time, pinned=pinned or record.pinned)
+            end_time = max(pin_end_time, record.pin_end_time)
+            record = record._replace(last_used_time=now_time, pin_end_time=end_time)
             self.manifest.insert(
                 [(record, writing.file)], day=day_of(now_time), written_bytes=record.file_bytes
             )
         except (OSError, sqlite3.Error):
-            self._leftovers.remove(writing.partial)
+            self.extras.remove(writing.partial)
             if replaced is None:
-                self._leftovers.remove(writing.path)
+                self.extras.remove(writing.path)
             else:
                 # The new file may be all there is of the block. It proves itself.
                 self._unrecorded.add(replaced.hash)
             raise
-        self._leftovers.sizes.pop(writing.path, None)
+        self.extras.leftovers.pop(writing.path, None)
         self.index.put(record)
         self.space.note_written(record.file_bytes, now_time=now_time)
-        self._update_space()
+        self._weigh_manifest()
         return record
 
     def undo(self, writing: Writing) -> None:
@@ -247,7 +244,7 @@ class BlockStore:
         with contextlib.suppress(OSError):
             # Never close it during a sync: the descriptor's number would become another file's.
             self._sync_and_close(writing)
-        self._leftovers.remove(writing.partial)
+        self.extras.remove(writing.partial)
 
     def _sync_and_close(self, writing: Writing) -> None:
         """Return when the file is on the medium; it is closed even when this raises."""
@@ -273,14 +270,9 @@ class BlockStore:
 
     def reclaim(self, size_bytes: int) -> Reclaim:
         """Remove one quarantined file, or a batch of least recently used blocks of `size_bytes` together."""
-        if self._aside_bytes or self.quarantine.sizes:
-            if self._aside_bytes:
-                self._aside_bytes = 0
-                self._leftovers.remove(self.paths.manifest_aside)
-            else:
-                self.quarantine.drop_oldest()
-            self._update_space()
+        if self.extras.reclaim():
             return Reclaim.PROGRESS
+        self.index.end_pins(self.clock.wall())
         victims: list[BlockRecord] = []
         freed_bytes = 0
         while len(victims) < _EVICTION_BATCH_COUNT and freed_bytes < size_bytes:
@@ -307,16 +299,16 @@ class BlockStore:
         """Remove blocks, pinned or not, rows first. Raises `sqlite3.Error`."""
         self.forget([record.hash for record in records])
         for record in records:
-            self._leftovers.remove(self.paths.block(record.fingerprint, record.hash))
-        self._update_space()
+            self.extras.remove(self.paths.block(record.fingerprint, record.hash))
+        self._weigh_manifest()
 
     def put_in_quarantine(self, record: BlockRecord) -> None:
         """Move a damaged block's file to quarantine, after deleting its row."""
         self.forget([record.hash])
         self.integrity.quarantined_block_total += 1
         with contextlib.suppress(FileNotFoundError):
-            self.quarantine.move_in(record.hash, path=self.paths.block(record.fingerprint, record.hash))
-            self._update_space()
+            path = self.paths.block(record.fingerprint, record.hash)
+            self.extras.put_in_quarantine(record.hash, path=path)
 
     def forget(self, hashes: Sequence[BlockHash]) -> None:
         """Delete rows, before anything else of their blocks is removed; on a full disk the ballast makes
@@ -384,20 +376,20 @@ class BlockStore:
             self._uses = {}
         self.check_rows(self._unrecorded)
         self._unrecorded.clear()
-        if self._leftovers.sizes:
-            self._leftovers.retry()
-            self._update_space()
+        for path in list(self.extras.leftovers):
+            self.extras.remove(path)
         if not self._ballast.is_there:
             with contextlib.suppress(OSError):
                 if self.has_space(BALLAST_BYTES):
                     self._ballast.write()
 
-    def set_pinned(self, hashes: Sequence[BlockHash], *, pinned: bool) -> None:
-        """Pin or unpin the stored ones of these blocks."""
-        stored = [item for item in hashes if item in self.index]
-        self.manifest.set_pinned(stored, pinned=pinned)
-        for block_hash in stored:
-            self.index.set_pinned(block_hash, pinned=pinned)
+    def pin(self, hashes: Iterable[BlockHash], end_time: float) -> None:
+        """Pin the stored ones of these blocks until then (`Clock.wall`), or unpin them."""
+        stored = filter(None, map(self.index.get, hashes))
+        end_times = {record.hash: pin_end_time(record.pin_end_time, end_time) for record in stored}
+        self.manifest.set_pins(end_times)
+        for block_hash, time in end_times.items():
+            self.index.set_pin(block_hash, time)
 
     def take_gone(self) -> tuple[BlockHash, ...]:
         """Return the blocks that left since the last call, for whatever reason."""
@@ -415,11 +407,7 @@ class BlockStore:
             free_bytes=self.files.free_bytes(self.paths.root),
         )
 
-    def _update_space(self) -> None:
-        """Update the bytes of everything that is not a block."""
+    def _weigh_manifest(self) -> None:
         # The log grows and shrinks with every row; a fixed allowance keeps the limit true in between.
         manifest_bytes = self.files.stat(self.paths.manifest).size_bytes
         self.space.manifest_bytes = manifest_bytes + LOG_ALLOWANCE_BYTES
-        self.space.quarantine_bytes = sum(self.quarantine.sizes.values())
-        leftover_bytes = sum(self._leftovers.sizes.values())
-        self.space.leftover_bytes = self._unknown_bytes + leftover_bytes + self._aside_bytes

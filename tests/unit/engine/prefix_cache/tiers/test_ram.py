@@ -5,6 +5,7 @@ from __future__ import annotations
 from icehouse_server.domain.cache_stats import TierStats
 from icehouse_server.engine.prefix_cache.tiers.node import Node
 from icehouse_server.engine.prefix_cache.tiers.ram import RamTier
+from icehouse_server.pins import UNTIL_UNPINNED
 
 from tests.fixtures.known_blocks import SIZE
 from tests.unit.engine.prefix_cache.tiers.test_spill import Bench, bench
@@ -20,7 +21,7 @@ def test_the_statistics_are_those_of_the_blocks() -> None:
     tier, ram, nodes = made(3, limit_bytes=100)
     tier.shelf.chain([*range(3 * SIZE), 7], ram=True)
     tier.shelf.tree.touch(nodes, now=5.0)
-    tier.shelf.tree.set_pinned(nodes[1], pinned=True)
+    tier.shelf.tree.set_pin(nodes[1], UNTIL_UNPINNED)
     told = ram.snapshot(now=7.0)
     assert (told.block_count, told.tail_count, told.pinned_block_count) == (4, 1, 1)
     assert told.token_count == 3 * SIZE + 1

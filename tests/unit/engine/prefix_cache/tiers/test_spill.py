@@ -13,6 +13,7 @@ from icehouse_server.engine.prefix_cache.tiers.runner_port import CacheFacts
 from icehouse_server.engine.prefix_cache.tiers.spill import Spills
 from icehouse_server.engine.prefix_cache.tiers.storage_waits import Rates, StorageWaits
 from icehouse_server.engine.prefix_cache.tiers.tenant_quota import TenantQuotas
+from icehouse_server.pins import NOT_PINNED, UNTIL_UNPINNED
 from icehouse_server.storage.api import OVERHEAD_BYTES, Failure, Outcome, Persisted, Ticket
 
 from tests.fixtures.engine import FakeClock
@@ -58,7 +59,7 @@ def bench(
         if isinstance(posted, Ticket):
             waits.complete(posted)
 
-    tier = MemoryTier(post=post, queue_limit_bytes=limit_bytes)
+    tier = MemoryTier(clock=FakeClock(), post=post, queue_limit_bytes=limit_bytes)
     waits = StorageWaits(tier, Rates(), FakeClock())
     quotas = TenantQuotas(shelf.tree)
     spills = Spills(
@@ -109,12 +110,14 @@ def test_a_block_is_handed_over_once_its_copy_is_there() -> None:
     made.spills._copying_bytes += room - 2 * OVERHEAD_BYTES
     assert not made.spills.has_credit(made.block(2 * SIZE)), "room bounds what is on its way, too"
     made.spills._copying_bytes -= room - 2 * OVERHEAD_BYTES
-    made.shelf.tree.set_pinned(first, pinned=True)
+    made.shelf.tree.set_pin(first, UNTIL_UNPINNED)
     made.runner.is_copying = False
     made.spills.hand_over(may_wait=False)
     written = settled(made)
     assert [block.header.token_ids for block in written] == [first.token_ids, second.token_ids]
-    assert [block.pinned for block in written] == [True, False], "what was ordered meanwhile holds"
+    assert [block.pin_end_time > NOT_PINNED for block in written] == [True, False], (
+        "what was ordered meanwhile holds"
+    )
 
 
 def test_where_nothing_else_runs_a_copy_is_waited_for() -> None:
@@ -134,8 +137,8 @@ def test_what_is_ordered_of_a_block_comes_behind_it() -> None:
         made.spills.send(node, request_id=None)
     made.spills.remove((second.hash,))
     assert [block.hash for block in settled(made)] == [first.hash], "written, and then removed"
-    made.spills.pin((third.hash,), pinned=True)
-    assert [(block.hash, block.pinned) for block in settled(made)] == [
+    made.spills.pin((third.hash,), UNTIL_UNPINNED)
+    assert [(block.hash, block.pin_end_time > NOT_PINNED) for block in settled(made)] == [
         (first.hash, False),
         (third.hash, True),
     ]
@@ -218,7 +221,7 @@ def test_a_chain_that_is_kept_takes_no_room_from_itself() -> None:
     first, second = made.block(), made.block(SIZE)
     other = made.shelf.chain(range(100, 100 + SIZE))[-1]
     hold(made.shelf, other, RegionKind.KV)
-    made.shelf.tree.set_pinned(other, pinned=True)
+    made.shelf.tree.set_pin(other, UNTIL_UNPINNED)
     assert first.ram_bytes == TOKEN_BYTES * SIZE
     assert made.spills.send(first, request_id=None) and first.spill is not None
     first.spill.leaves_ram = True

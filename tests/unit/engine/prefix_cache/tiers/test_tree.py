@@ -13,6 +13,7 @@ from icehouse_server.engine.core.block_log import Came, KvTier, Left
 from icehouse_server.engine.prefix_cache.tiers.node import Node
 from icehouse_server.engine.prefix_cache.tiers.prefix_settings import QuotaLimits
 from icehouse_server.engine.prefix_cache.tiers.tree import NAMES_LIMIT
+from icehouse_server.pins import NOT_PINNED, UNTIL_UNPINNED
 
 from tests.fixtures.known_blocks import ROOT, SIZE, Shelf, record_of, root_of
 from tests.fixtures.tree_check import check_tree
@@ -114,10 +115,10 @@ def test_a_node_lives_as_long_as_a_tier_has_it() -> None:
 def test_what_the_row_says_is_kept() -> None:
     shelf = Shelf()
     (node,) = Shelf().chain(LONG[:SIZE])
-    stored = shelf.tree.store(record_of(node, KV, pinned=True))
+    stored = shelf.tree.store(record_of(node, KV, pin_end_time=UNTIL_UNPINNED))
     assert stored.is_pinned and stored.ssd == {KV: 100} and stored.ssd_bytes == 1000
-    shelf.tree.set_pinned(stored, pinned=False)
-    assert not shelf.tree.store(record_of(node, KV, pinned=True)).is_pinned
+    shelf.tree.set_pin(stored, NOT_PINNED)
+    assert not shelf.tree.store(record_of(node, KV, pin_end_time=UNTIL_UNPINNED)).is_pinned
     check_tree(shelf.tree)
 
 
@@ -166,7 +167,7 @@ def test_the_recent_ones_are_pinned_ones_then_those_touched_last_then_those_know
     nodes = shelf.chain(LONG[: 4 * SIZE], ram=True)
     (stored,) = shelf.chain([7], ssd=True)
     shelf.tree.touch(nodes[:2], now=5.0)
-    shelf.tree.set_pinned(nodes[2], pinned=True)
+    shelf.tree.set_pin(nodes[2], UNTIL_UNPINNED)
     assert shelf.tree.recent(3) == [nodes[2], nodes[0], nodes[1]]
     assert shelf.tree.recent(5) == [nodes[2], nodes[0], nodes[1], nodes[3], stored]
     assert shelf.tree.recent(100) == shelf.tree.recent(5)
@@ -187,13 +188,13 @@ def test_who_looks_for_victims_passes_no_pinned_one() -> None:
     shelf = Shelf()
     nodes, tree = shelf.chain(range(10 * SIZE), ram=True), shelf.tree
     for node in nodes[:8]:
-        tree.set_pinned(node, pinned=True)
+        tree.set_pin(node, UNTIL_UNPINNED)
     assert list(tree.ram.oldest()) == nodes[8:] and list(tree.in_ram()) == nodes[8:] + nodes[:8]
     assert (tree.ram.block_count, tree.ram.used_bytes, tree.ram.pinned_by[ROOT]) == (10, 100, 80)
     shelf.hold(nodes[0], WINDOW, size_bytes=5)
     assert tree.ram.pinned_by[ROOT] == 85 and nodes[0] in tree.pinned_in_ram
     # One that may go again is the most recently used, and one that is gone counts no more.
-    tree.set_pinned(nodes[0], pinned=False)
+    tree.set_pin(nodes[0], NOT_PINNED)
     assert list(tree.ram.oldest()) == [*nodes[8:], nodes[0]] and tree.ram.pinned_by[ROOT] == 70
     tree.drop(nodes[1])
     assert tree.ram.pinned_by[ROOT] == 60 and len(tree.pinned_in_ram) == 6
@@ -273,8 +274,8 @@ def test_blocks_that_left_are_kept_by_nobody() -> None:
         node = Watched(name, ROOT, 0, SIZE)
         shelf.tree._add(node)
         assert shelf.tree.store(pattern._replace(hash=name)) is node
-        for pinned in (True, False):
-            shelf.tree.set_pinned(node, pinned=pinned)
+        for end_time in (UNTIL_UNPINNED, NOT_PINNED):
+            shelf.tree.set_pin(node, end_time)
         shelf.tree.forget_stored(name)
         gone.append(weakref.ref(node))
     del node

@@ -12,6 +12,7 @@ from icehouse_server.domain.ids import BlockHash
 from icehouse_server.engine.core.block_log import Came, KvTier, Left
 from icehouse_server.engine.prefix_cache.tiers.node import Node
 from icehouse_server.engine.prefix_cache.tiers.prefix_settings import QuotaLimits
+from icehouse_server.pins import NOT_PINNED, UNTIL_UNPINNED
 
 from tests.fixtures.known_blocks import ROOT, SIZE, Shelf, hash_of, record_of, root_of
 from tests.fixtures.tree_check import check_tree
@@ -116,7 +117,7 @@ class TreeAgainstModel(RuleBasedStateMachine):
         name = data.draw(st.sampled_from(sorted(self.blocks)))
         facts = self.blocks[name]
         facts.is_pinned = not facts.is_pinned
-        self.tree.set_pinned(self._node(name), pinned=facts.is_pinned)
+        self.tree.set_pin(self._node(name), UNTIL_UNPINNED if facts.is_pinned else NOT_PINNED)
         self._moved(KvTier.RAM, name, is_there=bool(facts.ram_bytes))
         self._moved(KvTier.SSD, name, is_there=bool(facts.ssd_bytes))
 

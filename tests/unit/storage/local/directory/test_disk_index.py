@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 from icehouse_server.domain.cache_stats import AgePercentiles, TierStats
 from icehouse_server.domain.ids import BlockHash, Fingerprint
+from icehouse_server.pins import NOT_PINNED, UNTIL_UNPINNED
 from icehouse_server.storage.local.directory import disk_index
 from icehouse_server.storage.local.directory.disk_index import DiskIndex
-from icehouse_server.storage.local.directory.record import BlockRecord
+from icehouse_server.storage.local.directory.manifest import BlockRecord
 
 
 def record(name: int, parent: int) -> BlockRecord:
@@ -32,7 +33,7 @@ def record(name: int, parent: int) -> BlockRecord:
         created_time=0.0,
         last_used_time=0.0,
         hit_count=0,
-        pinned=False,
+        pin_end_time=NOT_PINNED,
     )
 
 
@@ -67,7 +68,7 @@ class IndexMachine(RuleBasedStateMachine):
     def pin(self, name, pinned):
         block_hash = BlockHash(name.to_bytes(32, "big"))
         if block_hash in self.index:
-            self.index.set_pinned(block_hash, pinned=pinned)
+            self.index.set_pin(block_hash, UNTIL_UNPINNED if pinned else NOT_PINNED)
             (self.pinned.add if pinned else self.pinned.discard)(block_hash)
 
     @rule(name=consumes(names))
@@ -99,7 +100,7 @@ TestIndex.settings = settings(max_examples=60, stateful_step_count=40, deadline=
 
 
 def test_an_index_of_records_evicts_in_their_order():
-    records = [record(1, 0), record(2, 1), record(3, 0), record(4, 0)._replace(pinned=True)]
+    records = [record(1, 0), record(2, 1), record(3, 0), record(4, 0)._replace(pin_end_time=UNTIL_UNPINNED)]
     index = DiskIndex(records)
     gone = []
     while (victim := index.next_victim()) is not None:
@@ -111,7 +112,11 @@ def test_an_index_of_records_evicts_in_their_order():
 
 def test_an_index_of_records_counts_each_models_own():
     other = Fingerprint(b"o" * 32)
-    records = [record(1, 0), record(2, 1)._replace(block_token_limit=2), record(3, 0)._replace(pinned=True)]
+    records = [
+        record(1, 0),
+        record(2, 1)._replace(block_token_limit=2),
+        record(3, 0)._replace(pin_end_time=UNTIL_UNPINNED),
+    ]
     index = DiskIndex([*records, record(4, 0)._replace(fingerprint=other)])
     stats = index.fill(TierStats(), Fingerprint(bytes(32)), now=0.0)
     assert (stats.block_count, stats.tail_count, stats.pinned_block_count) == (3, 1, 1)
@@ -121,10 +126,10 @@ def test_an_index_of_records_counts_each_models_own():
 
 def test_a_block_that_is_put_again_replaces_the_one_before():
     index = DiskIndex([record(1, 0), record(2, 0)])
-    index.put(record(1, 0)._replace(file_bytes=10, pinned=True))
+    index.put(record(1, 0)._replace(file_bytes=10, pin_end_time=UNTIL_UNPINNED))
     stats = index.fill(TierStats(), Fingerprint(bytes(32)), now=0.0)
     assert (index.block_bytes, stats.block_count, stats.pinned_block_count) == (12, 2, 1)
-    index.set_pinned(record(1, 0).hash, pinned=False)
+    index.set_pin(record(1, 0).hash, NOT_PINNED)
     victim = index.next_victim()
     assert victim is not None and victim.hash == record(2, 0).hash
 
@@ -144,8 +149,8 @@ def test_pinning_again_and_again_leaves_nothing_behind():
     index, only = DiskIndex(), record(1, 0)
     index.put(only)
     for _ in range(10_000):
-        index.set_pinned(only.hash, pinned=True)
-        index.set_pinned(only.hash, pinned=False)
+        index.set_pin(only.hash, UNTIL_UNPINNED)
+        index.set_pin(only.hash, NOT_PINNED)
     assert len(index._leaves) < 100
     victim = index.next_victim()
     assert victim is not None and victim.hash == only.hash

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from icehouse_server.domain.blocks import RegionKind
+from icehouse_server.pins import NOT_PINNED, UNTIL_UNPINNED
 from icehouse_server.storage.local.block_format.header import BlockFile, BlockOutline, FileRegion
-from icehouse_server.storage.local.directory.manifest import Manifest
-from icehouse_server.storage.local.directory.record import BlockRecord, record_of
+from icehouse_server.storage.local.directory.manifest import BlockRecord, Manifest, record_of
 
 from tests.fixtures.storage.blocks import FINGERPRINT, OTHER_FINGERPRINT, make_block
 
@@ -47,7 +47,7 @@ def test_any_record_comes_back(data, tmp_path_factory):
         header_checksum=data.draw(st.integers(0, 2**64 - 1)),
         last_used_time=data.draw(time),
         hit_count=data.draw(st.integers(0, 2**62 - 1)),
-        pinned=data.draw(st.booleans()),
+        pin_end_time=data.draw(st.sampled_from((NOT_PINNED, 2.0, 1e9, UNTIL_UNPINNED))),
     )
     path = str(tmp_path_factory.mktemp("manifest") / "m")
     manifest = Manifest.open(path)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from icehouse_server.errors import StorageError
+from icehouse_server.pins import UNTIL_UNPINNED
 from icehouse_server.storage.files import Files
 from icehouse_server.storage.local.directory.offline import OfflineStore, PurgeScope
 
@@ -223,7 +224,7 @@ def test_a_column_that_a_later_version_added_is_left_alone(tmp_path: Path) -> No
     chain = make_chain(3)
     with StorageThread(tmp_path) as served:
         served.spill(*chain)
-        served.storage.pin((chain[0].header.hash,))
+        served.storage.pin((chain[0].header.hash,), UNTIL_UNPINNED)
         served.settle()
     change(
         tmp_path,
@@ -233,7 +234,7 @@ def test_a_column_that_a_later_version_added_is_left_alone(tmp_path: Path) -> No
     )
     with StorageThread(tmp_path) as served:
         assert not served.stats().last_reconcile.manifest_rebuilt
-        assert [record.pinned for record in served.take_inventory()].count(True) == 1
+        assert [record.is_pinned for record in served.take_inventory()].count(True) == 1
         served.spill(make_block(seed=99))
         assert len(served.take_inventory()) == 4
     connection = sqlite3.connect(tmp_path / "manifest.sqlite3")

@@ -144,7 +144,7 @@ def test_an_edited_row_of_contents_is_seen_by_verify(place):
 
 
 def test_other_abi_is_deleted_with_its_row(place, monkeypatch):
-    for module in ("block_format.header", "directory.record", "directory.reconcile", "directory.lock"):
+    for module in ("block_format.header", "directory.manifest", "directory.reconcile", "directory.lock"):
         monkeypatch.setattr(f"icehouse_server.storage.local.{module}.LAYOUT_ABI", 2)
     assert place.findings() == [Finding.OTHER_ABI] * 3
     report, known = place.reopen()
@@ -154,7 +154,7 @@ def test_other_abi_is_deleted_with_its_row(place, monkeypatch):
 
 def test_other_abi_without_row_is_deleted(place, monkeypatch):
     os.unlink(place.paths.manifest)
-    for module in ("block_format.header", "directory.record", "directory.reconcile", "directory.lock"):
+    for module in ("block_format.header", "directory.manifest", "directory.reconcile", "directory.lock"):
         monkeypatch.setattr(f"icehouse_server.storage.local.{module}.LAYOUT_ABI", 2)
     report, _ = place.reopen()
     assert report.other_layout_deleted_count == 3 and report.quarantined_count == 0

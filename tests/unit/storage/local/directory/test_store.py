@@ -10,13 +10,15 @@ import pytest
 from icehouse_server.domain.blocks import Damage
 from icehouse_server.domain.ids import BlockHash
 from icehouse_server.errors import Reason, StartError
+from icehouse_server.pins import UNTIL_UNPINNED
 from icehouse_server.storage.api import Failure
 from icehouse_server.storage.files import Files
 from icehouse_server.storage.local.block_format.block_file import PreparedBlock, prepare_block, read_head
+from icehouse_server.storage.local.directory.manifest import BlockRecord
 from icehouse_server.storage.local.directory.offline import OfflineStore
-from icehouse_server.storage.local.directory.record import BlockRecord
-from icehouse_server.storage.local.directory.space import SECONDS_PER_DAY, Reclaim, Space
+from icehouse_server.storage.local.directory.space import SECONDS_PER_DAY, Extras, Reclaim, Space
 from icehouse_server.storage.local.directory.store import BlockStore
+from icehouse_server.storage.store_paths import StorePaths
 
 from tests.fixtures.storage.blocks import FINGERPRINT, make_block, make_chain
 from tests.fixtures.storage.faults import FaultyFiles
@@ -25,7 +27,7 @@ from tests.fixtures.storage.storage_thread import ManualClock, StorageThread, op
 
 def put(store: BlockStore, prepared: PreparedBlock) -> BlockRecord:
     """Commit a block that is not stored yet."""
-    return store.finish(store.begin(prepared), pinned=False)
+    return store.finish(store.begin(prepared))
 
 
 def test_a_block_survives_a_reopen(tmp_path):
@@ -70,12 +72,24 @@ def test_tails_go_before_heads_and_pins_stay(tmp_path):
     old, new = make_chain(3, seed=1), make_chain(2, seed=2)
     for block in old + new:
         put(store, prepare_block(block))
-    store.set_pinned([old[1].header.hash], pinned=True)
+    store.pin([old[1].header.hash], UNTIL_UNPINNED)
     gone: list[BlockHash] = []
     while store.reclaim(1) is Reclaim.PROGRESS:
         gone.extend(store.take_gone())
     assert gone == [old[2].header.hash, new[1].header.hash, new[0].header.hash]
     assert [record.hash for record in store.index] == [old[0].header.hash, old[1].header.hash]
+
+
+def test_a_pin_that_has_ended_holds_nothing_back(tmp_path):
+    clock = ManualClock()
+    store = open_store(tmp_path, clock=clock)
+    head, tail = make_chain(2)
+    for block in (head, tail):
+        put(store, prepare_block(block))
+    store.pin([tail.header.hash], clock.wall() + 10.0)
+    assert store.reclaim(1) is Reclaim.FULL
+    clock.advance(10.0)
+    assert store.reclaim(1) is Reclaim.PROGRESS and store.take_gone() == (tail.header.hash,)
 
 
 def test_the_limit_is_never_passed(tmp_path):
@@ -101,13 +115,15 @@ def test_recency_and_pins_survive(tmp_path):
         put(store, prepare_block(block))
     clock.advance(10)
     store.touch([blocks[0].header.hash])
-    store.set_pinned([blocks[1].header.hash], pinned=True)
+    store.pin([blocks[1].header.hash], UNTIL_UNPINNED)
+    store.pin([blocks[2].header.hash], clock.wall() + 60.5)
     store.close()
     store.unlock()
     again = open_store(tmp_path)
     assert [r.hash for r in again.index.by_recency(FINGERPRINT)][-1] == blocks[0].header.hash
     assert again.index.get(blocks[0].header.hash).hit_count == 1
-    assert again.index.get(blocks[1].header.hash).pinned
+    assert again.index.get(blocks[1].header.hash).pin_end_time == UNTIL_UNPINNED
+    assert again.index.get(blocks[2].header.hash).pin_end_time == clock.wall() + 61.0
 
 
 def test_a_clock_that_was_wrong_once_keeps_no_block_for_ever(tmp_path):
@@ -127,7 +143,7 @@ def test_a_clock_that_was_wrong_once_keeps_no_block_for_ever(tmp_path):
 
 
 def test_a_day_that_comes_again_has_the_budget_it_had():
-    space = Space(limit_bytes=1000, floor_bytes=0, daily_limit_bytes=100)
+    space = Space(settings_for("/none", daily_write_limit_bytes=100), Extras(Files(), StorePaths("/none")))
     space.note_written(80, now_time=SECONDS_PER_DAY * 5.0)
     assert space.written_bytes(SECONDS_PER_DAY * 6.0) == 0
     assert space.written_bytes(SECONDS_PER_DAY * 5.5) == 80
@@ -139,9 +155,9 @@ def test_a_manifest_put_aside_counts_and_goes_before_any_block(tmp_path):
         served.spill(block)
     (tmp_path / "manifest.damaged.sqlite3").write_bytes(bytes(50_000))
     store = open_store(tmp_path)
-    assert store.space.leftover_bytes == 50_000
+    assert store.extras.size_bytes == 50_000
     assert store.reclaim(1) is Reclaim.PROGRESS
-    assert store.space.leftover_bytes == 0 and len(store.index) == 1
+    assert store.extras.size_bytes == 0 and len(store.index) == 1
     assert not (tmp_path / "manifest.damaged.sqlite3").exists()
     store.close()
     store.unlock()
@@ -158,7 +174,7 @@ def test_what_was_read_of_a_file_that_was_replaced_retires_nothing(tmp_path):
         store.retire(failure)
         assert record.hash in store.index
     store.retire(Failure(Damage.CHECKSUM, "of this one", record.hash, record.header_checksum))
-    assert record.hash not in store.index and len(store.quarantine.sizes) == 1
+    assert record.hash not in store.index and len(store.extras.quarantined) == 1
     store.close()
     store.unlock()
 
@@ -174,7 +190,7 @@ def test_what_was_put_aside_and_cannot_be_removed_keeps_no_block_from_being_writ
     files.is_armed = True
     assert [store.reclaim(1) for _ in range(3)] == [Reclaim.PROGRESS] * 3
     assert files.failed_count == 2 and len(store.index) == 1
-    assert store.space.leftover_bytes == records[0].file_bytes + 3, "it counts for as long as it is there"
+    assert store.extras.size_bytes == records[0].file_bytes + 3, "it counts for as long as it is there"
     store.maintain()
-    assert store.space.leftover_bytes == 0
+    assert store.extras.size_bytes == 0
     assert not os.listdir(tmp_path / "quarantine") and not (tmp_path / "manifest.damaged.sqlite3").exists()

@@ -4,6 +4,7 @@ import static org.junit.jupiter.api.Assertions.assertEquals;
 import static org.junit.jupiter.api.Assertions.assertIterableEquals;
 import static org.junit.jupiter.api.Assertions.assertTrue;
 
+import com.google.protobuf.util.Durations;
 import com.google.protobuf.util.Timestamps;
 import dev.icehouse.v1.BlockMatch;
 import dev.icehouse.v1.CacheTier;
@@ -82,7 +83,8 @@ class CacheScenariosTest {
   void pin(Scenario s) {
     var cache = s.client().cache();
     warm(cache, s);
-    PinResponse pinned = pin(cache, s);
+    var ttl = Durations.fromSeconds(s.input("ttl_s").getAsLong());
+    PinResponse pinned = cache.pin(pinRequest(s).setTtl(ttl).build());
     List<BlockMatch> blocks = explain(cache, s).getBlocksList();
     assertTrue(pinned.getBlockCount() > 0);
     assertEquals(Collections.nCopies(pinned.getBlockCount(), true), pins(blocks));
@@ -93,7 +95,7 @@ class CacheScenariosTest {
   void unpin(Scenario s) {
     var cache = s.client().cache();
     warm(cache, s);
-    int blockCount = pin(cache, s).getBlockCount();
+    int blockCount = cache.pin(pinRequest(s).build()).getBlockCount();
     var request = UnpinRequest.newBuilder().setPrompt(s.prompt()).setCache(s.tenant()).build();
     assertTrue(blockCount > 0);
     assertEquals(blockCount, cache.unpin(request).getBlockCount());
@@ -150,8 +152,8 @@ class CacheScenariosTest {
     return cache.explain(ExplainRequest.newBuilder().setPrompt(s.prompt()).setCache(s.tenant()).build());
   }
 
-  private static PinResponse pin(CacheClient cache, Scenario s) {
-    return cache.pin(PinRequest.newBuilder().setPrompt(s.prompt()).setCache(s.tenant()).build());
+  private static PinRequest.Builder pinRequest(Scenario s) {
+    return PinRequest.newBuilder().setPrompt(s.prompt()).setCache(s.tenant());
   }
 
   private static int tokenCount(List<BlockMatch> blocks) {
