@@ -50,7 +50,7 @@ def _listens(pid: int, port: int) -> bool:
 
 def bare_python_memory() -> Memory:
     """Return what an interpreter that does nothing holds."""
-    command = [sys.executable, "-c", "print(flush=True); input()"]
+    command = [sys.executable, "-c", "import sys; print(flush=True); sys.stdin.read()"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stdin is not None
         process.stdout.readline()
