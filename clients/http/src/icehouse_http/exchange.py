@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import dataclasses
 import json
-from collections.abc import AsyncGenerator, Coroutine, Iterable, Mapping
+from collections.abc import Coroutine, Iterable, Mapping
 from typing import Any, Protocol, TypeVar
 
 from icehouse_client import AsyncClient, AsyncStream, IcehouseClientError, Options, Prompt, Reply, StreamEvent
@@ -21,6 +21,8 @@ from starlette.types import Receive, Scope, Send
 from icehouse_http.errors import ApiError, api_error, bad_request
 
 Result = TypeVar("Result")
+
+_to_json = json.JSONEncoder(ensure_ascii=False).encode
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -41,7 +43,7 @@ class Frame:
 
     def encode(self) -> bytes:
         """Return its bytes on the wire."""
-        data = self.data if isinstance(self.data, str) else json.dumps(self.data, ensure_ascii=False)
+        data = self.data if isinstance(self.data, str) else _to_json(self.data)
         head = f"event: {self.event}\n" if self.event else ""
         return f"{head}data: {data}\n\n".encode()
 
@@ -129,14 +131,17 @@ class EventStream(Response):
         self._answer = answer
         self._ping_interval_s = ping_interval_s
         self._events = stream.events()
-        self._next: asyncio.Future[StreamEvent] | None = None
+        self._first: asyncio.Future[StreamEvent] | None = None
+        self._loop = asyncio.get_running_loop()
+        self._written_time = self._loop.time()
+        self._is_writing = False
 
     async def begin(self) -> None:
         """Wait for the first event, or until a ping is due; raises what the call raises."""
-        self._next = asyncio.ensure_future(anext(self._events))
+        self._first = asyncio.ensure_future(anext(self._events))
         try:
-            await asyncio.wait({self._next}, timeout=self._ping_interval_s)
-            if self._next.done() and (error := self._next.exception()) is not None:
+            await asyncio.wait({self._first}, timeout=self._ping_interval_s)
+            if self._first.done() and (error := self._first.exception()) is not None:
                 raise error
         except BaseException:
             await self._close()
@@ -152,43 +157,44 @@ class EventStream(Response):
             await self._close()
 
     async def _write(self, send: Send) -> None:
-        async with contextlib.aclosing(self._pieces()) as pieces:
-            async for piece in pieces:
-                await send({"type": "http.response.body", "body": piece, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    async def _pieces(self) -> AsyncGenerator[bytes, None]:
-        """Iterate over what is written, with a ping wherever nothing was for the interval."""
-        loop = asyncio.get_running_loop()
-        assert self._next is not None, "the stream was not begun"
-        ping_time = loop.time() + (self._ping_interval_s if self._next.done() else 0.0)
-        is_last = False
-        while not is_last:
-            done, _ = await asyncio.wait({self._next}, timeout=max(0.0, ping_time - loop.time()))
-            frames: Iterable[Frame] = ()
-            if done:
-                frames, is_last = self._frames(self._next)
-            piece = b"".join(frame.encode() for frame in frames)
-            if not piece and loop.time() >= ping_time:
-                piece = self._answer.ping()
-            if piece:
-                yield piece
-                ping_time = loop.time() + self._ping_interval_s
-            if done and not is_last:
-                self._next = asyncio.ensure_future(anext(self._events))
-
-    def _frames(self, done: asyncio.Future[StreamEvent]) -> tuple[Iterable[Frame], bool]:
-        """Return what to write, and whether it is the last."""
+        """Write all events, each as it comes: a caller that does not read holds back the call itself."""
+        assert self._first is not None, "the stream was not begun"
+        pinging = asyncio.create_task(self._ping(send))
         try:
-            return self._answer.feed(done.result()), False
-        except StopAsyncIteration:
-            return self._answer.end(self._stream.reply), True
+            await self._put(send, _encoded(self._answer.feed(await self._first)))
+            async for event in self._events:
+                await self._put(send, _encoded(self._answer.feed(event)))
+            last = _encoded(self._answer.end(self._stream.reply))
         except IcehouseClientError as error:
-            return self._answer.fail(api_error(error)), True
+            last = _encoded(self._answer.fail(api_error(error)))
+        finally:
+            await _cancelled(pinging)
+        await send({"type": "http.response.body", "body": last, "more_body": False})
+
+    async def _ping(self, send: Send) -> None:
+        """Write a ping wherever nothing was written for the interval."""
+        while True:
+            silent_s = self._loop.time() - self._written_time
+            if silent_s < self._ping_interval_s or self._is_writing:
+                await asyncio.sleep(max(self._ping_interval_s - silent_s, self._ping_interval_s / 10))
+            else:
+                await self._put(send, self._answer.ping())
+
+    async def _put(self, send: Send, piece: bytes) -> None:
+        if not piece:
+            return
+        self._is_writing = True
+        await send({"type": "http.response.body", "body": piece, "more_body": True})
+        self._is_writing = False
+        self._written_time = self._loop.time()
 
     async def _close(self) -> None:
         """End the call on the server too."""
-        if self._next is not None:
-            await _cancelled(self._next)
+        if self._first is not None:
+            await _cancelled(self._first)
         await self._events.aclose()
         self._stream.cancel()
+
+
+def _encoded(frames: Iterable[Frame]) -> bytes:
+    return b"".join(frame.encode() for frame in frames)

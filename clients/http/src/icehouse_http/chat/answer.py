@@ -110,7 +110,8 @@ class ChatAnswer:
                     yield self._chunk(index, {"role": "assistant", "content": ""})
             case "delta":
                 choice = self._outputs[event.delta.completion_index]
-                choice.logprobs += chat_logprobs(logprobs_from(event.delta.logprobs))["content"]
+                if self._has_logprobs:
+                    choice.logprobs += chat_logprobs(logprobs_from(event.delta.logprobs))["content"]
                 for delta in choice.deltas(event):
                     yield self._chunk(choice.index, delta)
             case "finished":
