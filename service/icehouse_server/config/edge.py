@@ -77,6 +77,11 @@ class ServerConfig:
     max_stop_count: int = setting(16, "Maximum stop strings in one request.")
     max_stop_bytes: int = setting(256, "Maximum length of a stop string, in UTF-8 bytes.", minimum=1)
     tokenizer_thread_count: int = setting(2, "Threads that tokenize prompts.", minimum=1, maximum=64)
+    reply_memory_bytes: int = setting(
+        64 * MIB,
+        "Memory for the tokens of earlier replies, which stay in stable prompts as they were generated; 4 bytes "
+        "a token. When it is full, the tenant with the most loses those it used least recently. 0 keeps none.",
+    )
     max_grammar_bytes: int = setting(
         64 * 1024,
         "Maximum size of a response format: JSON schema, regular expression, grammar or choices.",
@@ -239,8 +244,9 @@ class TenantConfig:
 
     normalized_prompts: str | None = setting(
         None,
-        "Tenants, comma-separated, whose conversations are normalized: volatile billing lines are removed "
-        "and tools put in a stable order. `*` is every tenant.",
+        "Tenants, comma-separated, whose prompts are stable unless a request says otherwise: volatile billing "
+        "lines are removed, tools put in a stable order, and earlier replies kept as they were generated. `*` "
+        "is every tenant.",
     )
 
     def normalizes(self, tenant: str) -> bool:
