@@ -15,6 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from icehouse_server.domain.chat import ChatMessage, Conversation, Tool, ToolCall
 from icehouse_server.domain.ids import DEFAULT_TENANT, NO_ADAPTER
+from icehouse_server.errors import InvalidRequest
+from icehouse_server.text.chat.kept_reply import KeptReply
 from icehouse_server.text.reply_memory import EndedReply, ReplyMemory, ReplyScope
 from icehouse_server.text.tokenizer import Tokenizer
 
@@ -31,7 +33,15 @@ from tests.fixtures.chat.families import (
     spelled,
     tokenizer_of,
 )
-from tests.fixtures.chat.histories import real_templates, result, system, user
+from tests.fixtures.chat.histories import (
+    HISTORIES,
+    REAL_TEMPLATES_FILE,
+    real_templates,
+    result,
+    system,
+    user,
+    words_of,
+)
 from tests.fixtures.models.chat_templates import Family
 
 SCOPE = ReplyScope("model", DEFAULT_TENANT, NO_ADAPTER)
@@ -221,3 +231,137 @@ def test_a_loop_of_tools_keeps_every_reply(kind: Kind) -> None:
     assert first == 0 and all(others[:3]), others
     # This one shows the tools before the last question: with a new one they are elsewhere.
     assert bool(others[3]) is (kind.family is not ALTERNATING)
+
+
+@dataclasses.dataclass(frozen=True)
+class Real:
+    """What a real template needs beside its text."""
+
+    turn: str
+    end: str
+    special: str
+    plain: str = ""
+    call_end: str = ""
+    takes_calls: bool = True
+    moves_tools: bool = False
+    """Whether it shows the tools before the last question."""
+
+
+HERMES_TURN = r"<\|im_start\|>assistant.*?<\|im_end\|>\n?"
+LLAMA_TURN = r"<\|start_header_id\|>assistant<\|end_header_id\|>.*?<\|eot_id\|>"
+KIMI_TURN = r"<\|im_assistant\|>.*?<\|im_end\|>"
+MISTRAL_TURN = r"(?<=\[/INST\]).*?<eos>|(?<=\[/TOOL_RESULTS\]).*?<eos>"
+MISTRAL_MARKS = (
+    "[INST] [/INST] [AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] [TOOL_RESULTS] [/TOOL_RESULTS] [TOOL_CALLS]"
+)
+COMMAND_TURN = r"<\|CHATBOT_TOKEN\|>.*?<\|END_OF_TURN_TOKEN\|>"
+THOUGHTS = "<think> </think> <tool_call> </tool_call>"
+REAL = {
+    "Qwen/Qwen3-0.6B": Real(CHATML, "<|im_end|>", "", THOUGHTS),
+    "Qwen/Qwen3.5-4B": Real(CHATML, "<|im_end|>", "", THOUGHTS),
+    "Qwen/Qwen2.5-7B-Instruct": Real(CHATML, "<|im_end|>", "", "<tool_call> </tool_call>"),
+    "HuggingFaceTB/SmolLM3-3B": Real(CHATML, "<|im_end|>", "", THOUGHTS),
+    "zai-org/GLM-5.1": Real(
+        GLM_TURN,
+        "<|user|>",
+        "[gMASK] <sop> <|system|> <|user|> <|assistant|> <|observation|>",
+        f"{THOUGHTS} <arg_key> </arg_key> <arg_value> </arg_value>",
+        call_end="<|observation|>",
+    ),
+    "moonshotai/Kimi-K2-Thinking": Real(
+        KIMI_TURN,
+        "<|im_end|>",
+        "<|im_system|> <|im_user|> <|im_assistant|> <|im_middle|>",
+        "<think> </think> <|tool_calls_section_begin|> <|tool_calls_section_end|> <|tool_call_begin|> "
+        "<|tool_call_argument_begin|> <|tool_call_end|>",
+    ),
+    "meta-llama/Llama-3.1-8B-Instruct": Real(
+        LLAMA_TURN, "<|eot_id|>", "<|start_header_id|> <|end_header_id|> <|eot_id|> <|eom_id|> <|python_tag|>"
+    ),
+    "mistralai/Mistral-Nemo-Instruct-2407": Real(MISTRAL_TURN, "<eos>", MISTRAL_MARKS, moves_tools=True),
+    "mistralai/Mistral-7B-Instruct-v0.3 (JSON Schema)": Real(
+        MISTRAL_TURN, "<eos>", MISTRAL_MARKS, moves_tools=True
+    ),
+    "deepseek-ai/DeepSeek-R1": Real(
+        r"<｜Assistant｜>.*?<｜end▁of▁sentence｜>|<｜tool▁outputs▁end｜>.*?<｜end▁of▁sentence｜>",
+        "<｜end▁of▁sentence｜>",
+        "<｜end▁of▁sentence｜>",
+        "<think> </think> <｜User｜> <｜Assistant｜> <｜tool▁calls▁begin｜> <｜tool▁calls▁end｜> "
+        "<｜tool▁call▁begin｜> <｜tool▁call▁end｜> <｜tool▁sep｜> <｜tool▁outputs▁begin｜> "
+        "<｜tool▁outputs▁end｜> <｜tool▁output▁begin｜> <｜tool▁output▁end｜>",
+        takes_calls=False,
+    ),
+    "NousResearch/Hermes-2-Pro-Llama-3-8B (JSON Schema)": Real(
+        HERMES_TURN, "<|im_end|>", "", "<tool_call> </tool_call>"
+    ),
+    "HuggingFaceH4/zephyr-7b-gemma-v0.1": Real(CHATML, "<|im_end|>", "", takes_calls=False),
+    "CohereLabs/c4ai-command-a-03-2025": Real(
+        COMMAND_TURN,
+        "<|END_OF_TURN_TOKEN|>",
+        "<|START_OF_TURN_TOKEN|> <|END_OF_TURN_TOKEN|> <|CHATBOT_TOKEN|> <|USER_TOKEN|> <|SYSTEM_TOKEN|> "
+        "<|START_RESPONSE|> <|END_RESPONSE|> <|START_ACTION|> <|END_ACTION|> <|START_THINKING|> "
+        "<|END_THINKING|> <|START_TOOL_RESULT|> <|END_TOOL_RESULT|>",
+        takes_calls=False,
+    ),
+}
+
+
+def real_kind(name: str) -> Kind:
+    real = REAL[name]
+    tokens = marks(real.special) + marks(real.plain, special=False)
+    own = {"<|im_start|>", "<|im_end|>", "<bos>", "<eos>"}
+    family = Family(real_templates()[name], tuple(token for token in tokens if token[0] not in own))
+    return Kind(family, real.turn, real.end, real.call_end, real.takes_calls)
+
+
+@pytest.mark.skipif(not REAL_TEMPLATES_FILE, reason="CHAT_TEMPLATES names no file of templates")
+@pytest.mark.parametrize("name", REAL)
+def test_real_templates_keep_every_reply(name: str) -> None:
+    kind = real_kind(name)
+    first, *others = talk(kind)
+    assert first == 0 and all(others), others
+    if kind.takes_calls:
+        first, *others = work(kind)
+        assert first == 0 and all(others[:3]), others
+        assert bool(others[3]) is not REAL[name].moves_tools
+
+
+def check_history(kind: Kind, name: str) -> int:
+    """Keep each reply of a history in turn; return how many could be kept."""
+    messages = HISTORIES[name]
+    tokenizer = kind.tokenizer
+    kept_count = 0
+    for index in (i for i, message in enumerate(messages) if message.role == "assistant"):
+        before, after = messages[: index + 1], messages[index + 1 :]
+        try:
+            plain = spelled(tokenizer, tokenizer.render_chat(Conversation(messages)).token_ids)
+        except InvalidRequest:
+            continue
+        for end in filter(None, (kind.end, kind.call_end, "a")):
+            known = KeptReply(index, tuple(tokenizer.spell("Known.")), tokenizer.spell(end)[0])
+            rendered = tokenizer.render_chat(Conversation(messages), known)
+            text = spelled(tokenizer, rendered.token_ids)
+            if not rendered.kept_token_count:
+                assert text == plain
+                continue
+            kept_count += 1
+            tail = text.removeprefix("Known.")
+            assert tail != text and plain.endswith(tail)
+            new = set(words_of(after))
+            assert [word for word in new if word not in tail] == []
+            # A result may be shown with the tool's name.
+            old = {message.content for message in before if len(message.content) > 1} - new
+            assert [word for word in old if word in tail] == []
+    return kept_count
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS.keys())
+def test_what_follows_a_reply_is_all_that_follows_it(kind: Kind) -> None:
+    assert sum(check_history(kind, name) for name in HISTORIES) > len(HISTORIES)
+
+
+@pytest.mark.skipif(not REAL_TEMPLATES_FILE, reason="CHAT_TEMPLATES names no file of templates")
+@pytest.mark.parametrize("name", REAL)
+def test_what_follows_a_reply_in_real_templates(name: str) -> None:
+    kind = real_kind(name)
+    assert sum(check_history(kind, history) for history in HISTORIES) > len(HISTORIES) // 2

@@ -245,7 +245,6 @@ class ReplyMessages:
         held = [inference.StreamResponse(delta=_piece_proto(piece)) for piece in rest]
         return [*held, inference.StreamResponse(finished=finished_proto(event))]
 
-
     def _take(self, pieces: Sequence[Piece]) -> None:
         if self._note is not None:
             for piece in pieces:

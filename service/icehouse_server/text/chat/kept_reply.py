@@ -73,30 +73,23 @@ class TurnEnd:
 
         It begins with the token that ends the turn, or with the next turn where the template writes none.
         """
+        start, end = self._mark_index(behind), self._mark_index(self.closing)
         if not behind.startswith(self.closing):
-            # The last turn of all is ended differently, as gpt-oss does.
-            start, end = self._mark_index(behind), self._mark_index(self.closing)
+            # The last turn of all is ended differently, as by gpt-oss, or a reply's header always follows.
             is_same = start is not None and end is not None and behind[:start] == self.closing[:end]
-            return self._from(behind, start) if is_same else None
+            return behind[start:] if is_same else None
         if self.end and self.end in self.closing:
             return behind[self.closing.index(self.end) :]
-        start = self._mark_index(self.closing)
-        if start is not None:
-            return self._from(behind, start)
+        if end is not None:
+            return behind[end:]
+        # The header of the next turn ends this one; what stands before it is the end of a call.
         rest = behind[len(self.closing) :]
-        # The header of the next turn ends this one.
         is_next = not rest or self.marks.match(rest) is not None
-        return self._from(behind, len(self.closing)) if is_next else None
+        return rest if is_next and (self.has_calls or not self.closing.strip()) else None
 
     def _mark_index(self, text: str) -> int | None:
         match = self.marks.search(text)
         return None if match is None else match.start()
-
-    def _from(self, behind: str, start: int | None) -> str | None:
-        """Return the text from `start` on, if nothing but the end of a call stands before it."""
-        if start is None or (behind[:start].strip() and not self.has_calls):
-            return None
-        return behind[start:]
 
 
 def marks_of(special_tokens: Collection[str], *, without: Collection[str]) -> re.Pattern[str]:
