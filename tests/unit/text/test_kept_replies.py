@@ -11,8 +11,6 @@ import random
 import re
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from icehouse_server.domain.chat import ChatMessage, Conversation, Tool, ToolCall
 from icehouse_server.domain.ids import DEFAULT_TENANT, NO_ADAPTER
 from icehouse_server.errors import InvalidRequest

@@ -85,16 +85,12 @@ def conversation_of(
     return conversation
 
 
-def is_stable(chat: prompt_pb2.ChatPrompt, default: bool) -> bool:
+def is_stable(chat: prompt_pb2.ChatPrompt, *, default: bool) -> bool:
     """Whether the prompt is to begin as an earlier one; raises InvalidRequest for an unknown form."""
-    match chat.form:
-        case prompt_pb2.PROMPT_FORM_UNSPECIFIED:
-            return default
-        case prompt_pb2.PROMPT_FORM_EXACT | prompt_pb2.PROMPT_FORM_STABLE:
-            return chat.form == prompt_pb2.PROMPT_FORM_STABLE
-        case _:
-            complaint = f"is {int(chat.form)}; it is no PromptForm of this API version"
-            _refuse(_CHAT, "prompt.chat.form", complaint)
+    if chat.form not in prompt_pb2.PromptForm.values():
+        complaint = f"is {int(chat.form)}; it is not a PromptForm of this API version"
+        _refuse(_CHAT, "prompt.chat.form", complaint)
+    return chat.form == prompt_pb2.PROMPT_FORM_STABLE or (default and not chat.form)
 
 
 def check_no_tools(tools: Sequence[tool_pb2.Tool], choice: tool_pb2.ToolChoice | None) -> None:

@@ -239,9 +239,9 @@ class ReplyMessages:
         self._take(rest)
         if self._note is not None:
             self._note.end(event)
-        if self._splitter is not None:
-            if event.reason is FinishReason.STOP_TOKEN and self._splitter.has_calls:
-                event = dataclasses.replace(event, reason=FinishReason.TOOL_CALLS)
+        has_calls = self._splitter is not None and self._splitter.has_calls
+        if has_calls and event.reason is FinishReason.STOP_TOKEN:
+            event = dataclasses.replace(event, reason=FinishReason.TOOL_CALLS)
         held = [inference.StreamResponse(delta=_piece_proto(piece)) for piece in rest]
         return [*held, inference.StreamResponse(finished=finished_proto(event))]
 

@@ -168,7 +168,7 @@ def text_prompt_of(
     form = prompt.WhichOneof("form")
     if form == "chat":
         conversation = conversation_of(prompt.chat, tools=prompt.tools, choice=choice, info=info)
-        if not is_stable(prompt.chat, rules.is_stable):
+        if not is_stable(prompt.chat, default=rules.is_stable):
             return Chat(conversation)
         conversation, changes = normalized(conversation)
         return Chat(conversation, changes=changes, replies=rules.replies)

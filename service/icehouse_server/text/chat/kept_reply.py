@@ -1,8 +1,8 @@
 """Kept reply: an earlier turn that stays in a prompt as it was generated, and what comes behind it.
 
 Templates rewrite the past: they drop reasoning, trim text and write calls anew. Here the prompt that the turn
-answered and its own tokens are kept, and only what the template writes behind the turn is added. To find that,
-a mark takes the place of the turn's text, or of its last call's arguments. Pure functions.
+answered and its own tokens are kept, and only what the template writes behind the turn is added. To find
+that, a mark takes the place of the turn's text, or of its last call's arguments. Pure functions.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def marked(conversation: Conversation, index: int) -> Conversation:
 
 def behind_mark(text: str) -> str | None:
     """Return what stands behind the mark; None if it is not there exactly once, or tools are behind it."""
-    before, mark, behind = text.partition(_MARK)
+    _, mark, behind = text.partition(_MARK)
     return None if not mark or _MARK in behind or _TOOL_MARK in behind else behind
 
 
