@@ -59,9 +59,14 @@ class ServerConfig:
         30.0, "How long running calls may continue after the server was told to stop."
     )
     session_metadata: str = setting(
-        "session-id,x-session-id,x-claude-code-session-id",
+        "session-id,x-session-id,x-claude-code-session-id,x-session-affinity,x-opencode-session",
         "Metadata keys, comma-separated; if a request names no session, the first of them that the call "
         "has is used. `none` switches this off.",
+    )
+    agent_metadata: str = setting(
+        "agent-id,x-claude-code-agent-id,thread-id",
+        "Metadata keys, comma-separated; the first of them that the call has names the agent of a session "
+        "in the access log. `none` switches this off.",
     )
     reflection_enabled: bool = setting(True, "Offer gRPC server reflection, for grpcurl and similar tools.")
     channelz_enabled: bool = setting(
@@ -77,6 +82,12 @@ class ServerConfig:
     max_stop_count: int = setting(16, "Maximum stop strings in one request.")
     max_stop_bytes: int = setting(256, "Maximum length of a stop string, in UTF-8 bytes.", minimum=1)
     tokenizer_thread_count: int = setting(2, "Threads that tokenize prompts.", minimum=1, maximum=64)
+    reply_memory_bytes: int = setting(
+        64 * MIB,
+        "Memory for the tokens of earlier replies, which stay in stable prompts as they were generated; 4 "
+        "bytes a token. When it is full, the tenant with the most loses those it used least recently; 0 "
+        "keeps none.",
+    )
     max_grammar_bytes: int = setting(
         64 * 1024,
         "Maximum size of a response format: JSON schema, regular expression, grammar or choices.",
@@ -133,7 +144,16 @@ class ServerConfig:
     @property
     def session_keys(self) -> tuple[str, ...]:
         """`session_metadata` as gRPC has metadata's keys: in lower case."""
-        return tuple(name for name in names_in(self.session_metadata.lower()) if name != "none")
+        return _keys_in(self.session_metadata)
+
+    @property
+    def agent_keys(self) -> tuple[str, ...]:
+        """`agent_metadata` as gRPC has metadata's keys: in lower case."""
+        return _keys_in(self.agent_metadata)
+
+
+def _keys_in(text: str) -> tuple[str, ...]:
+    return tuple(name for name in names_in(text.lower()) if name != "none")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -239,8 +259,9 @@ class TenantConfig:
 
     normalized_prompts: str | None = setting(
         None,
-        "Tenants, comma-separated, whose conversations are normalized: volatile billing lines are removed "
-        "and tools put in a stable order. `*` is every tenant.",
+        "Tenants, comma-separated, whose prompts are stable unless a request says otherwise: volatile "
+        "billing lines are removed, tools put in a stable order, and earlier replies kept as they were "
+        "generated. `*` is every tenant.",
     )
 
     def normalizes(self, tenant: str) -> bool:

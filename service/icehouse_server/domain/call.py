@@ -67,6 +67,8 @@ class CallRecord:
     trace: TraceContext = TraceContext()
     session_id: str = ""
     """The conversation that the call was a turn of; empty if unknown."""
+    agent_id: str = ""
+    """The agent of the session that called; empty if unknown."""
     operation: Operation | None = None
     """None for calls that use no model, such as those for statistics or the cache."""
 

@@ -181,16 +181,18 @@ class Conversation:
 
 
 class PromptChangeKind(enum.Enum):
-    """How a conversation may be normalized before it is rendered."""
+    """How a conversation's prompt may be made stable."""
 
     BILLING_LINE_DROPPED = enum.auto()
     TOOL_KEYS_SORTED = enum.auto()
     TOOLS_SORTED = enum.auto()
+    HISTORY_KEPT = enum.auto()
+    """Earlier turns are the tokens that were generated, and not what the template makes of them."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PromptChange:
-    """One kind of change, and how many lines or tools it changed."""
+    """One kind of change, and how many lines or tools it changed, or tokens it kept."""
 
     kind: PromptChangeKind
     count: int
@@ -207,6 +209,8 @@ class RenderedChat:
     """Whether the prompt ends within the model's reasoning."""
     call_form: TaggedJson | None = None
     """The format that constrains the reply's calls, if they are constrained."""
+    kept_token_count: int = 0
+    """Tokens at the beginning that are those of an earlier prompt and its reply."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

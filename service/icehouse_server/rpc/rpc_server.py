@@ -114,7 +114,10 @@ class RpcServer:
             grammars, byte_limit=config.server.max_grammar_bytes, timeout_s=config.server.grammar_timeout_s
         )
         self._calls = RpcCalls(
-            clock=clock, on_end=self._observation.call_ended, session_keys=config.server.session_keys
+            clock=clock,
+            on_end=self._observation.call_ended,
+            session_keys=config.server.session_keys,
+            agent_keys=config.server.agent_keys,
         )
         self.health = Health(
             engine=engine,

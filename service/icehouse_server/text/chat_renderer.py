@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable, Sequence
 
 from icehouse_server.domain.chat import (
@@ -28,6 +29,8 @@ from icehouse_server.domain.chat import (
 from icehouse_server.domain.response_format import JsonTag, TaggedJson
 from icehouse_server.errors import InvalidRequest, Reason
 from icehouse_server.text.chat.history import fit
+from icehouse_server.text.chat.kept_reply import KeptReply, TurnEnd, behind_mark, marked
+from icehouse_server.text.chat.probes import skeleton_of
 from icehouse_server.text.chat.template import ChatTemplate
 from icehouse_server.text.chat.traits import TemplateTraits
 from icehouse_server.text.replies.recognition import ReadBack, read_back
@@ -58,20 +61,80 @@ class ChatRenderer:
     turns: TurnTokens
     format: ReplyFormat
     common_tokens: CommonTokens
+    turn_marks: re.Pattern[str]
+    """Matches the special tokens that stand between turns."""
 
-    def render(self, conversation: Conversation) -> RenderedChat:
-        """Return the prompt; raises InvalidRequest for what the model or its template cannot do."""
-        traits = self.template.traits(has_tools=bool(conversation.tools))
-        self._check(conversation, traits)
-        messages = fit(conversation.messages, traits)
-        drawn = [message.token_ids for message in messages if message.token_ids]
-        base = self._text(conversation, messages)
-        self.template.check_shown(
+    def render(self, conversation: Conversation, kept: KeptReply | None = None) -> RenderedChat:
+        """Return the prompt; raises InvalidRequest for what the model or its template cannot do.
+
+        With `kept` it begins with that reply's tokens, if it is certain what follows them.
+        """
+        self._check(conversation, self._traits(conversation))
+        text = None if kept is None else self._behind_kept(conversation, kept)
+        if kept is None or text is None:
+            kept, text = None, self._whole(conversation)
+        tokens = self.turns.tokens(
+            _with_images(text.text, conversation.image_texts),
+            turns=text.drawn,
+            headers=[text.header, self._unthinking(text.header)],
+        )
+        call_form = None
+        if conversation.constrains_calls:
+            shown = self._called(conversation, "{}")
+            call_form = _call_form(conversation, self.format, shown=shown, opening=text.opening)
+        before = () if kept is None else kept.token_ids
+        return RenderedChat(
+            (*before, *tokens), text.opening, text.is_reasoning, call_form, kept_token_count=len(before)
+        )
+
+    def _whole(self, conversation: Conversation) -> _PromptText:
+        """Return the text of all turns; raises InvalidRequest."""
+        text = self._prompt_text(conversation)
+        self._shown(conversation)
+        return text
+
+    def _behind_kept(self, conversation: Conversation, kept: KeptReply) -> _PromptText | None:
+        """Return the text behind a kept reply; None where it is not certain what that is."""
+        is_last = kept.index == len(conversation.messages) - 1
+        if conversation.images or (is_last and conversation.continues_final_message):
+            return None
+        turns = marked(conversation, kept.index)
+        last = dataclasses.replace(
+            turns,
+            messages=(*skeleton_of(turns.messages[: kept.index]).messages, turns.messages[kept.index]),
+        )
+        try:
+            order = self._shown(conversation)
+            text = self._prompt_text(turns)
+            closing = behind_mark(self._text(last, fit(last.messages, self._traits(last))))
+        except InvalidRequest:
+            # If it is the conversation that is refused, so is all of it, and with the better message.
+            return None
+        behind = behind_mark(text.text)
+        if behind is None or closing is None or not _is_split(order, kept.index):
+            return None
+        end = "" if kept.end_token_id is None else self.turns.decode([kept.end_token_id])
+        turn_end = TurnEnd(closing, end, self.turn_marks, bool(turns.messages[kept.index].tool_calls))
+        tail = turn_end.tail(behind)
+        if tail is None or not self.turns.begins_apart(tail):
+            return None
+        return dataclasses.replace(text, text=tail)
+
+    def _shown(self, conversation: Conversation) -> list[int]:
+        """Return the messages of a conversation's texts as they come in its prompt; raises InvalidRequest for
+        a text that does not."""
+        return self.template.check_shown(
             conversation.messages,
             tools=conversation.tools,
             arguments=conversation.template_arguments,
             adds_generation_prompt=conversation.adds_generation_prompt,
         )
+
+    def _prompt_text(self, conversation: Conversation) -> _PromptText:
+        """Return the text that a conversation's prompt is made of; raises InvalidRequest."""
+        messages = fit(conversation.messages, self._traits(conversation))
+        drawn = tuple(message.token_ids for message in messages if message.token_ids)
+        base = self._text(conversation, messages)
         if conversation.continues_final_message:
             text = self._text(conversation, messages, continues=True)
             header = self._header(conversation, messages[:-1]) if drawn else ""
@@ -88,13 +151,10 @@ class ChatRenderer:
             thought = f"\n{self.format.think_end}\n\n" if is_reasoning else ""
             text, opening = self._forced(conversation, base=base, begun=text + thought)
             is_reasoning = False
-        text = _with_images(text, conversation.image_texts)
-        tokens = self.turns.tokens(text, turns=drawn, headers=[header, self._unthinking(header)])
-        call_form = None
-        if conversation.constrains_calls:
-            shown = self._called(conversation, "{}")
-            call_form = _call_form(conversation, self.format, shown=shown, opening=opening)
-        return RenderedChat(tuple(tokens), opening, is_reasoning, call_form)
+        return _PromptText(text, opening, header, drawn, is_reasoning)
+
+    def _traits(self, conversation: Conversation) -> TemplateTraits:
+        return self.template.traits(has_tools=bool(conversation.tools))
 
     def _text(
         self,
@@ -137,7 +197,7 @@ class ChatRenderer:
 
     def _called(self, conversation: Conversation, arguments_json: str) -> str:
         """Return the conversation's text with a call of `_NAME` behind it."""
-        traits = self.template.traits(has_tools=bool(conversation.tools))
+        traits = self._traits(conversation)
         own_id = self.format.family.id_form.format(name=_NAME, index=0) or _ID
         call = ChatMessage("assistant", "", tool_calls=(ToolCall(own_id, _NAME, arguments_json),))
         return self._text(conversation, fit([*conversation.messages, call], traits))
@@ -188,6 +248,26 @@ class ChatRenderer:
                 field="prompt.tools",
                 metadata={"tool_count": len(conversation.tools)},
             )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _PromptText:
+    """A prompt before it is tokenized."""
+
+    text: str
+    opening: str
+    """What of the reply it ends with."""
+    header: str
+    """What the template writes before an assistant's turn."""
+    drawn: tuple[tuple[int, ...], ...]
+    """Tokens that were generated for turns of it."""
+    is_reasoning: bool
+
+
+def _is_split(order: Sequence[int], index: int) -> bool:
+    """Whether a template shows what comes up to the message at `index`, and then what follows it."""
+    following = next((i for i, shown in enumerate(order) if shown > index), len(order))
+    return bool(order) and all(shown > index for shown in order[following:])
 
 
 def _behind(text: str, base: str) -> str:
@@ -307,6 +387,10 @@ class TurnTokens:
             return plain
         spliced = self._spliced(text, turns=turns, headers=[header for header in headers if header])
         return spliced if self.decode(spliced) == self.decode(plain) else plain
+
+    def begins_apart(self, text: str) -> bool:
+        """Whether a text is tokenized alike by itself and behind another: a token of its own begins it."""
+        return not text or self.encode(text[:_LONGEST_ADDED_TOKEN])[0] in self.added_token_ids
 
     def _spliced(self, text: str, *, turns: Sequence[Sequence[int]], headers: Sequence[str]) -> list[int]:
         tokens: list[int] = []

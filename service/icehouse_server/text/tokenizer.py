@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 from icehouse_server.domain.chat import Conversation, PromptChange, RenderedChat
 from icehouse_server.domain.model import ReplyFormatInfo
 from icehouse_server.errors import InvalidRequest, Reason
+from icehouse_server.text.chat.kept_reply import KeptReply, marks_of
 from icehouse_server.text.chat.template import ChatTemplate, offer
 from icehouse_server.text.chat_renderer import ChatRenderer, TurnTokens, common_text_length
 from icehouse_server.text.infill import InfillFormat, InfillTokens, infill_format_of
@@ -60,6 +62,7 @@ class Tokenizer:
             ),
             format=self._format,
             common_tokens=self._common_tokens,
+            turn_marks=self._turn_marks(),
         )
 
     @property
@@ -122,8 +125,8 @@ class Tokenizer:
             )
         return self._infill.tokens(prefix=prefix, suffix=suffix)
 
-    def render_chat(self, conversation: Conversation) -> RenderedChat:
-        """Return the prompt of a conversation.
+    def render_chat(self, conversation: Conversation, kept: KeptReply | None = None) -> RenderedChat:
+        """Return the prompt of a conversation, which begins with the tokens of `kept` where that is possible.
 
         Raises InvalidRequest when the model has no chat template or the template refuses.
         """
@@ -134,7 +137,7 @@ class Tokenizer:
                 field="prompt.chat",
             )
         with self._template_lock:
-            return self._renderer.render(conversation)
+            return self._renderer.render(conversation, kept)
 
     def reply_splitter(
         self, conversation: Conversation, rendered: RenderedChat, *, make_call_id: Callable[[int], str]
@@ -200,6 +203,14 @@ class Tokenizer:
                 return str(self._wrapper.convert_ids_to_tokens(token_id) or "")
             except Exception:  # of an id that is unknown to it, each kind raises something else
                 return ""
+
+    def _turn_marks(self) -> re.Pattern[str]:
+        """Return a pattern of the special tokens that are no part of a reply."""
+        format = self._format
+        family = format.family
+        own = {*family.call_markers, *family.dropped, format.think_start, format.think_end}
+        ends = {self.piece(token_id) for token_id in self.eos_token_ids}
+        return marks_of(_vocabulary_of(self._wrapper).special, without=own - ends)
 
     def _marker(self, text: str) -> tuple[int, ...]:
         """Return the tokens that spell exactly a marker; none where that is not possible."""

@@ -126,6 +126,23 @@ async def test_options_and_prompts_of_every_kind_arrive(served: RunningServer) -
     assert tokens.prompt_token_ids == (1, 2, 3)
 
 
+async def test_a_conversations_form_arrives(served: RunningServer) -> None:
+    """Only a stable prompt is normalised, where the server's setting says nothing."""
+    said = [Message("system", "a=1; cch=2;\nBe kind."), Message("user", "Hi")]
+
+    def use(client: Client) -> None:
+        client.chat(said, max_output_tokens=1, prompt_form="stable")
+        client.chat(said, max_output_tokens=1, prompt_form="exact")
+        client.chat(said, max_output_tokens=1)
+        with pytest.raises(ValueError, match="prompt_form"):
+            client.chat(said, prompt_form="other")  # type: ignore[arg-type]
+
+    await threaded(served, use)
+    stable, exact, plain = served.tokenizer.conversations
+    assert stable.messages[0].content == "Be kind."
+    assert exact.messages[0].content == plain.messages[0].content == said[0].content
+
+
 async def test_every_call_has_a_deadline_unless_told_otherwise(served: RunningServer) -> None:
     def use(client: Client) -> None:
         client.generate("Hi", max_output_tokens=1)

@@ -49,6 +49,7 @@ def settings_from(given: argparse.Namespace) -> Settings:
         aliases=dict(given.alias),
         strict_models=given.strict_models,
         temperature=given.temperature,
+        exact_prompts=given.exact_prompts,
         allow_origins=tuple(given.allow_origin),
         max_body_bytes=given.max_body_mib * MIB,
     )
@@ -74,6 +75,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--strict-models", action="store_true", help="refuse names of models that are not served")
     add("--temperature", type=float, help="for requests that name none (default: the server's, greedy)")
+    add(
+        "--exact-prompts",
+        action="store_true",
+        help="drop no billing lines, sort no tools and keep no earlier replies as they were generated",
+    )
     add(
         "--allow-origin",
         action="append",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,13 +9,20 @@ from icehouse_client import Options
 
 from icehouse_http.fields import INT32_MAX, Fields
 from icehouse_http.settings import Settings
-from icehouse_http.upstream import Target
+from icehouse_http.upstream import NAME, Target
 
 _LEAST_TOP_P = 1e-9
 """What stands for a `top_p` of 0, which is the server's word for none: the likeliest token alone."""
 
-_SESSION_HEADERS = ("session-id", "session_id", "x-session-id", "x-claude-code-session-id")
-_SESSION = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_SESSION_HEADERS = (
+    "session-id",
+    "session_id",
+    "x-session-id",
+    "x-claude-code-session-id",
+    "x-session-affinity",
+    "x-opencode-session",
+)
+"""Of Codex, of Claude Code, of OpenCode, and those that several use."""
 
 THINKING_SWITCH = "enable_thinking"
 """The variable of many chat templates that switches reasoning off."""
@@ -76,10 +82,15 @@ def target_options(target: Target) -> Options:
     return options
 
 
+def form_options(settings: Settings) -> Options:
+    """Return how a conversation becomes a prompt."""
+    return {"prompt_form": "exact" if settings.exact_prompts else "stable"}
+
+
 def session_of(key: str, headers: Mapping[str, str]) -> Options:
     """Return the conversation that the caller names; one that cannot be a session's name is passed over."""
     for name in (key, *(headers.get(header, "") for header in _SESSION_HEADERS)):
-        if _SESSION.fullmatch(name):
+        if NAME.fullmatch(name):
             return {"session_id": name}
     return {}
 

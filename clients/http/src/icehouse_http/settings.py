@@ -22,6 +22,8 @@ class Settings:
     """Refuse a model's name that is neither served nor an alias."""
     temperature: float | None = None
     """For requests that name none; None leaves it to the server, which draws greedily."""
+    exact_prompts: bool = False
+    """Whether prompts are just what the model's template makes of them, and not stable."""
     allow_origins: tuple[str, ...] = ()
     """Web pages that may call; "*" lets all."""
     max_body_bytes: int = 32 * MIB

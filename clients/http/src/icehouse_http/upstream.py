@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import re
 import time
 from collections.abc import Mapping
 
@@ -16,6 +17,10 @@ from icehouse_client import AsyncClient, Security
 from icehouse_http.errors import ApiError
 from icehouse_http.settings import Settings
 
+_AGENT_HEADERS = ("x-claude-code-agent-id", "thread-id")
+"""Of Claude Code's subagents, and of Codex's threads."""
+NAME = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+"""What the server takes as the name of a session or an agent."""
 _KNOWN_FOR_S = 10.0
 """How long the answer of ListModels is taken as true."""
 
@@ -58,14 +63,14 @@ class Upstream:
 
     def caller(self, headers: Mapping[str, str]) -> Caller:
         """Return the view of whoever sent these headers; raises ApiError for a token that cannot be sent."""
-        token = _token_of(headers)
+        token, metadata = _token_of(headers), _agent_of(headers)
         if not token:
-            return Caller(self._client, "")
+            return Caller(self._client.with_metadata(metadata) if metadata else self._client, "")
         if not (token.isascii() and token.isprintable()):
             raise ApiError(
                 401, "the token has characters that no header can carry", code="CREDENTIALS_INVALID"
             )
-        return Caller(self._client.with_metadata({"authorization": f"Bearer {token}"}), token)
+        return Caller(self._client.with_metadata({"authorization": f"Bearer {token}", **metadata}), token)
 
     async def health(self) -> str:
         """Return what the server says of itself: SERVING, NOT_SERVING."""
@@ -94,6 +99,12 @@ class Upstream:
             message = f"the model {name!r} is not served; {served} is"
             raise ApiError(404, message, code="model_not_found", param="model")
         return Target(self._models[0])
+
+
+def _agent_of(headers: Mapping[str, str]) -> dict[str, str]:
+    """Return the metadata that names which of a session's agents calls."""
+    names = (headers.get(header, "") for header in _AGENT_HEADERS)
+    return next(({"agent-id": name} for name in names if NAME.fullmatch(name)), {})
 
 
 def _token_of(headers: Mapping[str, str]) -> str:

@@ -37,6 +37,12 @@ _DETAILS = {
     "low": prompt_pb2.IMAGE_DETAIL_LOW,
     "high": prompt_pb2.IMAGE_DETAIL_HIGH,
 }
+PromptForm = Literal["default", "exact", "stable"]
+_FORMS = {
+    "default": prompt_pb2.PROMPT_FORM_UNSPECIFIED,
+    "exact": prompt_pb2.PROMPT_FORM_EXACT,
+    "stable": prompt_pb2.PROMPT_FORM_STABLE,
+}
 _DETAIL_NAMES: dict[int, ImageDetail] = {
     prompt_pb2.IMAGE_DETAIL_LOW: "low",
     prompt_pb2.IMAGE_DETAIL_HIGH: "high",
@@ -135,9 +141,11 @@ def chat_proto(
     *,
     template_arguments: Mapping[str, Any] | None = None,
     continue_final_message: bool = False,
+    prompt_form: PromptForm = "default",
 ) -> prompt_pb2.ChatPrompt:
     """Return the conversation as a message; raises TypeError for what is no Message."""
-    chat = prompt_pb2.ChatPrompt(continue_final_message=continue_final_message)
+    form = chosen("prompt_form", prompt_form, _FORMS)
+    chat = prompt_pb2.ChatPrompt(continue_final_message=continue_final_message, form=form)
     if template_arguments:
         chat.template_arguments.update(template_arguments)
     for message in messages:

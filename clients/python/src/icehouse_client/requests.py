@@ -10,7 +10,7 @@ from icehouse.v1 import prompt_pb2, server_service_pb2
 
 from icehouse_client.affinity import PromptRequest
 from icehouse_client.cache import CacheOptions, cache_policy
-from icehouse_client.chat import Infill, Message, chat_proto, tool_protos
+from icehouse_client.chat import Infill, Message, PromptForm, chat_proto, tool_protos
 from icehouse_client.conversation import Conversation
 from icehouse_client.formats import ResponseFormat
 from icehouse_client.message_dicts import Turn, messages_of
@@ -38,6 +38,8 @@ class PromptOptions(CacheOptions, total=False):
     tools: Sequence[GivenTool]
     template_arguments: Mapping[str, Any]
     continue_final_message: bool
+    prompt_form: PromptForm
+    """Of a conversation; "stable" keeps earlier replies as they were generated."""
     timeout_s: float | None
 
 
@@ -136,6 +138,7 @@ def _prompt_proto(prompt: Prompt, options: PromptOptions) -> prompt_pb2.Prompt:
                 messages_of(prompt),
                 template_arguments=options.get("template_arguments"),
                 continue_final_message=options.get("continue_final_message", False),
+                prompt_form=options.get("prompt_form", "default"),
             )
         )
     else:

@@ -24,6 +24,65 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
+// How a conversation becomes a prompt.
+type PromptForm int32
+
+const (
+	// The tenant's setting decides.
+	PromptForm_PROMPT_FORM_UNSPECIFIED PromptForm = 0
+	// What the template makes of the messages and tools, exactly as they were sent.
+	PromptForm_PROMPT_FORM_EXACT PromptForm = 1
+	// Lines that change between requests and say nothing are removed from the first system message, and the
+	// tools are put in alphabetical order. Turns that were generated here stay the tokens that were generated,
+	// with reasoning and calls as the model wrote them, whatever the template would make of them: so the prompt begins
+	// with an earlier prompt and its reply. A turn is recognized by all messages up to it, and by its
+	// text, its calls' names and arguments, and its reasoning, which may be left out. Where a turn is not
+	// recognized, or what follows it is not certain, the template's text is used. The cache report's
+	// `prompt_changes` say what was done.
+	PromptForm_PROMPT_FORM_STABLE PromptForm = 2
+)
+
+// Enum value maps for PromptForm.
+var (
+	PromptForm_name = map[int32]string{
+		0: "PROMPT_FORM_UNSPECIFIED",
+		1: "PROMPT_FORM_EXACT",
+		2: "PROMPT_FORM_STABLE",
+	}
+	PromptForm_value = map[string]int32{
+		"PROMPT_FORM_UNSPECIFIED": 0,
+		"PROMPT_FORM_EXACT":       1,
+		"PROMPT_FORM_STABLE":      2,
+	}
+)
+
+func (x PromptForm) Enum() *PromptForm {
+	p := new(PromptForm)
+	*p = x
+	return p
+}
+
+func (x PromptForm) String() string {
+	return protoimpl.X.EnumStringOf(x.Descriptor(), protoreflect.EnumNumber(x))
+}
+
+func (PromptForm) Descriptor() protoreflect.EnumDescriptor {
+	return file_icehouse_v1_prompt_proto_enumTypes[0].Descriptor()
+}
+
+func (PromptForm) Type() protoreflect.EnumType {
+	return &file_icehouse_v1_prompt_proto_enumTypes[0]
+}
+
+func (x PromptForm) Number() protoreflect.EnumNumber {
+	return protoreflect.EnumNumber(x)
+}
+
+// Deprecated: Use PromptForm.Descriptor instead.
+func (PromptForm) EnumDescriptor() ([]byte, []int) {
+	return file_icehouse_v1_prompt_proto_rawDescGZIP(), []int{0}
+}
+
 // Who speaks in a turn.
 type Role int32
 
@@ -73,11 +132,11 @@ func (x Role) String() string {
 }
 
 func (Role) Descriptor() protoreflect.EnumDescriptor {
-	return file_icehouse_v1_prompt_proto_enumTypes[0].Descriptor()
+	return file_icehouse_v1_prompt_proto_enumTypes[1].Descriptor()
 }
 
 func (Role) Type() protoreflect.EnumType {
-	return &file_icehouse_v1_prompt_proto_enumTypes[0]
+	return &file_icehouse_v1_prompt_proto_enumTypes[1]
 }
 
 func (x Role) Number() protoreflect.EnumNumber {
@@ -86,7 +145,7 @@ func (x Role) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use Role.Descriptor instead.
 func (Role) EnumDescriptor() ([]byte, []int) {
-	return file_icehouse_v1_prompt_proto_rawDescGZIP(), []int{0}
+	return file_icehouse_v1_prompt_proto_rawDescGZIP(), []int{1}
 }
 
 // How much of an image the model is shown, and so how many tokens it takes. The effect depends on the model's
@@ -133,11 +192,11 @@ func (x ImageDetail) String() string {
 }
 
 func (ImageDetail) Descriptor() protoreflect.EnumDescriptor {
-	return file_icehouse_v1_prompt_proto_enumTypes[1].Descriptor()
+	return file_icehouse_v1_prompt_proto_enumTypes[2].Descriptor()
 }
 
 func (ImageDetail) Type() protoreflect.EnumType {
-	return &file_icehouse_v1_prompt_proto_enumTypes[1]
+	return &file_icehouse_v1_prompt_proto_enumTypes[2]
 }
 
 func (x ImageDetail) Number() protoreflect.EnumNumber {
@@ -146,7 +205,7 @@ func (x ImageDetail) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use ImageDetail.Descriptor instead.
 func (ImageDetail) EnumDescriptor() ([]byte, []int) {
-	return file_icehouse_v1_prompt_proto_rawDescGZIP(), []int{1}
+	return file_icehouse_v1_prompt_proto_rawDescGZIP(), []int{2}
 }
 
 // A prompt: all that decides which tokens the model sees and with which weights. Every method that takes a
@@ -323,8 +382,11 @@ type ChatPrompt struct {
 	// Continue the last message, which must be the assistant's, instead of answering it. Its reasoning is
 	// continued when it has no content. With `add_generation_prompt` it is refused with CHAT_INVALID.
 	ContinueFinalMessage bool `protobuf:"varint,4,opt,name=continue_final_message,json=continueFinalMessage,proto3" json:"continue_final_message,omitempty"`
-	unknownFields        protoimpl.UnknownFields
-	sizeCache            protoimpl.SizeCache
+	// Whether the prompt is exactly what the template makes of the messages, or begins as an earlier one.
+	// Default: the setting `tenant.normalized_prompts` for the tenant. Refused with CHAT_INVALID when unknown.
+	Form          PromptForm `protobuf:"varint,5,opt,name=form,proto3,enum=icehouse.v1.PromptForm" json:"form,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *ChatPrompt) Reset() {
@@ -383,6 +445,13 @@ func (x *ChatPrompt) GetContinueFinalMessage() bool {
 		return x.ContinueFinalMessage
 	}
 	return false
+}
+
+func (x *ChatPrompt) GetForm() PromptForm {
+	if x != nil {
+		return x.Form
+	}
+	return PromptForm_PROMPT_FORM_UNSPECIFIED
 }
 
 // One turn of a conversation.
@@ -841,13 +910,14 @@ const file_icehouse_v1_prompt_proto_rawDesc = "" +
 	"\x06infill\x18\x04 \x01(\v2\x19.icehouse.v1.InfillPromptH\x00R\x06infill\x12'\n" +
 	"\x05tools\x18\x05 \x03(\v2\x11.icehouse.v1.ToolR\x05tools\x12\x18\n" +
 	"\aadapter\x18\x06 \x01(\tR\aadapterB\x06\n" +
-	"\x04form\"\x93\x02\n" +
+	"\x04form\"\xc0\x02\n" +
 	"\n" +
 	"ChatPrompt\x124\n" +
 	"\bmessages\x18\x01 \x03(\v2\x18.icehouse.v1.ChatMessageR\bmessages\x12F\n" +
 	"\x12template_arguments\x18\x02 \x01(\v2\x17.google.protobuf.StructR\x11templateArguments\x127\n" +
 	"\x15add_generation_prompt\x18\x03 \x01(\bH\x00R\x13addGenerationPrompt\x88\x01\x01\x124\n" +
-	"\x16continue_final_message\x18\x04 \x01(\bR\x14continueFinalMessageB\x18\n" +
+	"\x16continue_final_message\x18\x04 \x01(\bR\x14continueFinalMessage\x12+\n" +
+	"\x04form\x18\x05 \x01(\x0e2\x17.icehouse.v1.PromptFormR\x04formB\x18\n" +
 	"\x16_add_generation_prompt\"\xc2\x02\n" +
 	"\vChatMessage\x12%\n" +
 	"\x04role\x18\x01 \x01(\x0e2\x11.icehouse.v1.RoleR\x04role\x12\x18\n" +
@@ -876,7 +946,12 @@ const file_icehouse_v1_prompt_proto_rawDesc = "" +
 	"\x06prefix\x18\x01 \x01(\tR\x06prefix\x12\x16\n" +
 	"\x06suffix\x18\x02 \x01(\tR\x06suffix\"\x1f\n" +
 	"\vTokenPrompt\x12\x10\n" +
-	"\x03ids\x18\x01 \x03(\x05R\x03ids*s\n" +
+	"\x03ids\x18\x01 \x03(\x05R\x03ids*X\n" +
+	"\n" +
+	"PromptForm\x12\x1b\n" +
+	"\x17PROMPT_FORM_UNSPECIFIED\x10\x00\x12\x15\n" +
+	"\x11PROMPT_FORM_EXACT\x10\x01\x12\x16\n" +
+	"\x12PROMPT_FORM_STABLE\x10\x02*s\n" +
 	"\x04Role\x12\x14\n" +
 	"\x10ROLE_UNSPECIFIED\x10\x00\x12\x0f\n" +
 	"\vROLE_SYSTEM\x10\x01\x12\x12\n" +
@@ -903,39 +978,41 @@ func file_icehouse_v1_prompt_proto_rawDescGZIP() []byte {
 	return file_icehouse_v1_prompt_proto_rawDescData
 }
 
-var file_icehouse_v1_prompt_proto_enumTypes = make([]protoimpl.EnumInfo, 2)
+var file_icehouse_v1_prompt_proto_enumTypes = make([]protoimpl.EnumInfo, 3)
 var file_icehouse_v1_prompt_proto_msgTypes = make([]protoimpl.MessageInfo, 7)
 var file_icehouse_v1_prompt_proto_goTypes = []any{
-	(Role)(0),               // 0: icehouse.v1.Role
-	(ImageDetail)(0),        // 1: icehouse.v1.ImageDetail
-	(*Prompt)(nil),          // 2: icehouse.v1.Prompt
-	(*ChatPrompt)(nil),      // 3: icehouse.v1.ChatPrompt
-	(*ChatMessage)(nil),     // 4: icehouse.v1.ChatMessage
-	(*ContentPart)(nil),     // 5: icehouse.v1.ContentPart
-	(*ImagePart)(nil),       // 6: icehouse.v1.ImagePart
-	(*InfillPrompt)(nil),    // 7: icehouse.v1.InfillPrompt
-	(*TokenPrompt)(nil),     // 8: icehouse.v1.TokenPrompt
-	(*Tool)(nil),            // 9: icehouse.v1.Tool
-	(*structpb.Struct)(nil), // 10: google.protobuf.Struct
-	(*ToolCall)(nil),        // 11: icehouse.v1.ToolCall
+	(PromptForm)(0),         // 0: icehouse.v1.PromptForm
+	(Role)(0),               // 1: icehouse.v1.Role
+	(ImageDetail)(0),        // 2: icehouse.v1.ImageDetail
+	(*Prompt)(nil),          // 3: icehouse.v1.Prompt
+	(*ChatPrompt)(nil),      // 4: icehouse.v1.ChatPrompt
+	(*ChatMessage)(nil),     // 5: icehouse.v1.ChatMessage
+	(*ContentPart)(nil),     // 6: icehouse.v1.ContentPart
+	(*ImagePart)(nil),       // 7: icehouse.v1.ImagePart
+	(*InfillPrompt)(nil),    // 8: icehouse.v1.InfillPrompt
+	(*TokenPrompt)(nil),     // 9: icehouse.v1.TokenPrompt
+	(*Tool)(nil),            // 10: icehouse.v1.Tool
+	(*structpb.Struct)(nil), // 11: google.protobuf.Struct
+	(*ToolCall)(nil),        // 12: icehouse.v1.ToolCall
 }
 var file_icehouse_v1_prompt_proto_depIdxs = []int32{
-	3,  // 0: icehouse.v1.Prompt.chat:type_name -> icehouse.v1.ChatPrompt
-	8,  // 1: icehouse.v1.Prompt.tokens:type_name -> icehouse.v1.TokenPrompt
-	7,  // 2: icehouse.v1.Prompt.infill:type_name -> icehouse.v1.InfillPrompt
-	9,  // 3: icehouse.v1.Prompt.tools:type_name -> icehouse.v1.Tool
-	4,  // 4: icehouse.v1.ChatPrompt.messages:type_name -> icehouse.v1.ChatMessage
-	10, // 5: icehouse.v1.ChatPrompt.template_arguments:type_name -> google.protobuf.Struct
-	0,  // 6: icehouse.v1.ChatMessage.role:type_name -> icehouse.v1.Role
-	11, // 7: icehouse.v1.ChatMessage.tool_calls:type_name -> icehouse.v1.ToolCall
-	5,  // 8: icehouse.v1.ChatMessage.parts:type_name -> icehouse.v1.ContentPart
-	6,  // 9: icehouse.v1.ContentPart.image:type_name -> icehouse.v1.ImagePart
-	1,  // 10: icehouse.v1.ImagePart.detail:type_name -> icehouse.v1.ImageDetail
-	11, // [11:11] is the sub-list for method output_type
-	11, // [11:11] is the sub-list for method input_type
-	11, // [11:11] is the sub-list for extension type_name
-	11, // [11:11] is the sub-list for extension extendee
-	0,  // [0:11] is the sub-list for field type_name
+	4,  // 0: icehouse.v1.Prompt.chat:type_name -> icehouse.v1.ChatPrompt
+	9,  // 1: icehouse.v1.Prompt.tokens:type_name -> icehouse.v1.TokenPrompt
+	8,  // 2: icehouse.v1.Prompt.infill:type_name -> icehouse.v1.InfillPrompt
+	10, // 3: icehouse.v1.Prompt.tools:type_name -> icehouse.v1.Tool
+	5,  // 4: icehouse.v1.ChatPrompt.messages:type_name -> icehouse.v1.ChatMessage
+	11, // 5: icehouse.v1.ChatPrompt.template_arguments:type_name -> google.protobuf.Struct
+	0,  // 6: icehouse.v1.ChatPrompt.form:type_name -> icehouse.v1.PromptForm
+	1,  // 7: icehouse.v1.ChatMessage.role:type_name -> icehouse.v1.Role
+	12, // 8: icehouse.v1.ChatMessage.tool_calls:type_name -> icehouse.v1.ToolCall
+	6,  // 9: icehouse.v1.ChatMessage.parts:type_name -> icehouse.v1.ContentPart
+	7,  // 10: icehouse.v1.ContentPart.image:type_name -> icehouse.v1.ImagePart
+	2,  // 11: icehouse.v1.ImagePart.detail:type_name -> icehouse.v1.ImageDetail
+	12, // [12:12] is the sub-list for method output_type
+	12, // [12:12] is the sub-list for method input_type
+	12, // [12:12] is the sub-list for extension type_name
+	12, // [12:12] is the sub-list for extension extendee
+	0,  // [0:12] is the sub-list for field type_name
 }
 
 func init() { file_icehouse_v1_prompt_proto_init() }
@@ -964,7 +1041,7 @@ func file_icehouse_v1_prompt_proto_init() {
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_icehouse_v1_prompt_proto_rawDesc), len(file_icehouse_v1_prompt_proto_rawDesc)),
-			NumEnums:      2,
+			NumEnums:      3,
 			NumMessages:   7,
 			NumExtensions: 0,
 			NumServices:   0,

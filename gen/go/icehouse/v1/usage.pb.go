@@ -173,7 +173,7 @@ func (ReuseLimit) EnumDescriptor() ([]byte, []int) {
 	return file_icehouse_v1_usage_proto_rawDescGZIP(), []int{1}
 }
 
-// A kind of change that makes prompts equal that differ only in noise.
+// A kind of change that makes prompts begin alike.
 type PromptChangeKind int32
 
 const (
@@ -185,6 +185,9 @@ const (
 	PromptChangeKind_PROMPT_CHANGE_KIND_TOOL_KEYS_SORTED PromptChangeKind = 2
 	// The tools were put in alphabetical order.
 	PromptChangeKind_PROMPT_CHANGE_KIND_TOOLS_SORTED PromptChangeKind = 3
+	// The prompt begins with the tokens of an earlier prompt and its reply, instead of what the template makes of
+	// these turns.
+	PromptChangeKind_PROMPT_CHANGE_KIND_HISTORY_KEPT PromptChangeKind = 4
 )
 
 // Enum value maps for PromptChangeKind.
@@ -194,12 +197,14 @@ var (
 		1: "PROMPT_CHANGE_KIND_BILLING_LINE_DROPPED",
 		2: "PROMPT_CHANGE_KIND_TOOL_KEYS_SORTED",
 		3: "PROMPT_CHANGE_KIND_TOOLS_SORTED",
+		4: "PROMPT_CHANGE_KIND_HISTORY_KEPT",
 	}
 	PromptChangeKind_value = map[string]int32{
 		"PROMPT_CHANGE_KIND_UNSPECIFIED":          0,
 		"PROMPT_CHANGE_KIND_BILLING_LINE_DROPPED": 1,
 		"PROMPT_CHANGE_KIND_TOOL_KEYS_SORTED":     2,
 		"PROMPT_CHANGE_KIND_TOOLS_SORTED":         3,
+		"PROMPT_CHANGE_KIND_HISTORY_KEPT":         4,
 	}
 )
 
@@ -249,8 +254,9 @@ type CacheReport struct {
 	// `shared_prefix_name`. Not set: the prompt continues where a cached one ends, has less in common
 	// with every cached prompt, or the method does not report it (Embed, Rerank).
 	Divergence *PrefixDivergence `protobuf:"bytes,6,opt,name=divergence,proto3" json:"divergence,omitempty"`
-	// What the server changed in a conversation before it was rendered, where the setting
-	// `tenant.normalized_prompts` is on. The prompt's tokens, and so the position above, are those after the change.
+	// What the server changed to make the prompt stable, where `ChatPrompt.form` or the setting
+	// `tenant.normalized_prompts` asks for it. The prompt's tokens, and so the position above, are those after
+	// the change.
 	PromptChanges []*PromptChange `protobuf:"bytes,7,rep,name=prompt_changes,json=promptChanges,proto3" json:"prompt_changes,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -459,7 +465,7 @@ type PromptChange struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// What was changed.
 	Kind PromptChangeKind `protobuf:"varint,1,opt,name=kind,proto3,enum=icehouse.v1.PromptChangeKind" json:"kind,omitempty"`
-	// How many lines, or tools, were changed.
+	// How many lines, or tools, were changed, or how many tokens were kept.
 	Count         int32 `protobuf:"varint,2,opt,name=count,proto3" json:"count,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -758,12 +764,13 @@ const file_icehouse_v1_usage_proto_rawDesc = "" +
 	"\x17REUSE_LIMIT_LOAD_FAILED\x10\x06\x12\x1c\n" +
 	"\x18REUSE_LIMIT_SWITCHED_OFF\x10\a\x12\x1b\n" +
 	"\x17REUSE_LIMIT_UNSUPPORTED\x10\b\x12\x1f\n" +
-	"\x1bREUSE_LIMIT_PROMPT_LOGPROBS\x10\t*\xb1\x01\n" +
+	"\x1bREUSE_LIMIT_PROMPT_LOGPROBS\x10\t*\xd6\x01\n" +
 	"\x10PromptChangeKind\x12\"\n" +
 	"\x1ePROMPT_CHANGE_KIND_UNSPECIFIED\x10\x00\x12+\n" +
 	"'PROMPT_CHANGE_KIND_BILLING_LINE_DROPPED\x10\x01\x12'\n" +
 	"#PROMPT_CHANGE_KIND_TOOL_KEYS_SORTED\x10\x02\x12#\n" +
-	"\x1fPROMPT_CHANGE_KIND_TOOLS_SORTED\x10\x03B<\n" +
+	"\x1fPROMPT_CHANGE_KIND_TOOLS_SORTED\x10\x03\x12#\n" +
+	"\x1fPROMPT_CHANGE_KIND_HISTORY_KEPT\x10\x04B<\n" +
 	"\x0fdev.icehouse.v1P\x01Z'icehouse.dev/api/icehouse/v1;icehousev1b\x06proto3"
 
 var (

@@ -26,7 +26,7 @@ from google.protobuf import struct_pb2 as google_dot_protobuf_dot_struct__pb2
 from icehouse.v1 import tool_pb2 as icehouse_dot_v1_dot_tool__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18icehouse/v1/prompt.proto\x12\x0bicehouse.v1\x1a\x1cgoogle/protobuf/struct.proto\x1a\x16icehouse/v1/tool.proto\"\xd5\x01\n\x06Prompt\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\'\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x17.icehouse.v1.ChatPromptH\x00\x12*\n\x06tokens\x18\x03 \x01(\x0b\x32\x18.icehouse.v1.TokenPromptH\x00\x12+\n\x06infill\x18\x04 \x01(\x0b\x32\x19.icehouse.v1.InfillPromptH\x00\x12 \n\x05tools\x18\x05 \x03(\x0b\x32\x11.icehouse.v1.Tool\x12\x0f\n\x07\x61\x64\x61pter\x18\x06 \x01(\tB\x06\n\x04\x66orm\"\xcb\x01\n\nChatPrompt\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.icehouse.v1.ChatMessage\x12\x33\n\x12template_arguments\x18\x02 \x01(\x0b\x32\x17.google.protobuf.Struct\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x03 \x01(\x08H\x00\x88\x01\x01\x12\x1e\n\x16\x63ontinue_final_message\x18\x04 \x01(\x08\x42\x18\n\x16_add_generation_prompt\"\xf0\x01\n\x0b\x43hatMessage\x12\x1f\n\x04role\x18\x01 \x01(\x0e\x32\x11.icehouse.v1.Role\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x11\n\treasoning\x18\x04 \x01(\t\x12)\n\ntool_calls\x18\x05 \x03(\x0b\x32\x15.icehouse.v1.ToolCall\x12\x14\n\x0ctool_call_id\x18\x06 \x01(\t\x12\x11\n\ttoken_ids\x18\x07 \x03(\x05\x12\'\n\x05parts\x18\x08 \x03(\x0b\x32\x18.icehouse.v1.ContentPart\x12\x11\n\trole_name\x18\t \x01(\t\"N\n\x0b\x43ontentPart\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\'\n\x05image\x18\x02 \x01(\x0b\x32\x16.icehouse.v1.ImagePartH\x00\x42\x06\n\x04part\"r\n\tImagePart\x12\x0e\n\x04\x64\x61ta\x18\x01 \x01(\x0cH\x00\x12\r\n\x03uri\x18\x02 \x01(\tH\x00\x12\x12\n\nmedia_type\x18\x03 \x01(\t\x12(\n\x06\x64\x65tail\x18\x04 \x01(\x0e\x32\x18.icehouse.v1.ImageDetailB\x08\n\x06source\".\n\x0cInfillPrompt\x12\x0e\n\x06prefix\x18\x01 \x01(\t\x12\x0e\n\x06suffix\x18\x02 \x01(\t\"\x1a\n\x0bTokenPrompt\x12\x0b\n\x03ids\x18\x01 \x03(\x05*s\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bROLE_SYSTEM\x10\x01\x12\x12\n\x0eROLE_DEVELOPER\x10\x02\x12\r\n\tROLE_USER\x10\x03\x12\x12\n\x0eROLE_ASSISTANT\x10\x04\x12\r\n\tROLE_TOOL\x10\x05*o\n\x0bImageDetail\x12\x1c\n\x18IMAGE_DETAIL_UNSPECIFIED\x10\x00\x12\x15\n\x11IMAGE_DETAIL_AUTO\x10\x01\x12\x14\n\x10IMAGE_DETAIL_LOW\x10\x02\x12\x15\n\x11IMAGE_DETAIL_HIGH\x10\x03\x42<\n\x0f\x64\x65v.icehouse.v1P\x01Z\'icehouse.dev/api/icehouse/v1;icehousev1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18icehouse/v1/prompt.proto\x12\x0bicehouse.v1\x1a\x1cgoogle/protobuf/struct.proto\x1a\x16icehouse/v1/tool.proto\"\xd5\x01\n\x06Prompt\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\'\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x17.icehouse.v1.ChatPromptH\x00\x12*\n\x06tokens\x18\x03 \x01(\x0b\x32\x18.icehouse.v1.TokenPromptH\x00\x12+\n\x06infill\x18\x04 \x01(\x0b\x32\x19.icehouse.v1.InfillPromptH\x00\x12 \n\x05tools\x18\x05 \x03(\x0b\x32\x11.icehouse.v1.Tool\x12\x0f\n\x07\x61\x64\x61pter\x18\x06 \x01(\tB\x06\n\x04\x66orm\"\xf2\x01\n\nChatPrompt\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.icehouse.v1.ChatMessage\x12\x33\n\x12template_arguments\x18\x02 \x01(\x0b\x32\x17.google.protobuf.Struct\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x03 \x01(\x08H\x00\x88\x01\x01\x12\x1e\n\x16\x63ontinue_final_message\x18\x04 \x01(\x08\x12%\n\x04\x66orm\x18\x05 \x01(\x0e\x32\x17.icehouse.v1.PromptFormB\x18\n\x16_add_generation_prompt\"\xf0\x01\n\x0b\x43hatMessage\x12\x1f\n\x04role\x18\x01 \x01(\x0e\x32\x11.icehouse.v1.Role\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x11\n\treasoning\x18\x04 \x01(\t\x12)\n\ntool_calls\x18\x05 \x03(\x0b\x32\x15.icehouse.v1.ToolCall\x12\x14\n\x0ctool_call_id\x18\x06 \x01(\t\x12\x11\n\ttoken_ids\x18\x07 \x03(\x05\x12\'\n\x05parts\x18\x08 \x03(\x0b\x32\x18.icehouse.v1.ContentPart\x12\x11\n\trole_name\x18\t \x01(\t\"N\n\x0b\x43ontentPart\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\'\n\x05image\x18\x02 \x01(\x0b\x32\x16.icehouse.v1.ImagePartH\x00\x42\x06\n\x04part\"r\n\tImagePart\x12\x0e\n\x04\x64\x61ta\x18\x01 \x01(\x0cH\x00\x12\r\n\x03uri\x18\x02 \x01(\tH\x00\x12\x12\n\nmedia_type\x18\x03 \x01(\t\x12(\n\x06\x64\x65tail\x18\x04 \x01(\x0e\x32\x18.icehouse.v1.ImageDetailB\x08\n\x06source\".\n\x0cInfillPrompt\x12\x0e\n\x06prefix\x18\x01 \x01(\t\x12\x0e\n\x06suffix\x18\x02 \x01(\t\"\x1a\n\x0bTokenPrompt\x12\x0b\n\x03ids\x18\x01 \x03(\x05*X\n\nPromptForm\x12\x1b\n\x17PROMPT_FORM_UNSPECIFIED\x10\x00\x12\x15\n\x11PROMPT_FORM_EXACT\x10\x01\x12\x16\n\x12PROMPT_FORM_STABLE\x10\x02*s\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bROLE_SYSTEM\x10\x01\x12\x12\n\x0eROLE_DEVELOPER\x10\x02\x12\r\n\tROLE_USER\x10\x03\x12\x12\n\x0eROLE_ASSISTANT\x10\x04\x12\r\n\tROLE_TOOL\x10\x05*o\n\x0bImageDetail\x12\x1c\n\x18IMAGE_DETAIL_UNSPECIFIED\x10\x00\x12\x15\n\x11IMAGE_DETAIL_AUTO\x10\x01\x12\x14\n\x10IMAGE_DETAIL_LOW\x10\x02\x12\x15\n\x11IMAGE_DETAIL_HIGH\x10\x03\x42<\n\x0f\x64\x65v.icehouse.v1P\x01Z\'icehouse.dev/api/icehouse/v1;icehousev1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,22 +34,24 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'icehouse.v1.prompt_pb2', _g
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\017dev.icehouse.v1P\001Z\'icehouse.dev/api/icehouse/v1;icehousev1'
-  _globals['_ROLE']._serialized_start=1032
-  _globals['_ROLE']._serialized_end=1147
-  _globals['_IMAGEDETAIL']._serialized_start=1149
-  _globals['_IMAGEDETAIL']._serialized_end=1260
+  _globals['_PROMPTFORM']._serialized_start=1071
+  _globals['_PROMPTFORM']._serialized_end=1159
+  _globals['_ROLE']._serialized_start=1161
+  _globals['_ROLE']._serialized_end=1276
+  _globals['_IMAGEDETAIL']._serialized_start=1278
+  _globals['_IMAGEDETAIL']._serialized_end=1389
   _globals['_PROMPT']._serialized_start=96
   _globals['_PROMPT']._serialized_end=309
   _globals['_CHATPROMPT']._serialized_start=312
-  _globals['_CHATPROMPT']._serialized_end=515
-  _globals['_CHATMESSAGE']._serialized_start=518
-  _globals['_CHATMESSAGE']._serialized_end=758
-  _globals['_CONTENTPART']._serialized_start=760
-  _globals['_CONTENTPART']._serialized_end=838
-  _globals['_IMAGEPART']._serialized_start=840
-  _globals['_IMAGEPART']._serialized_end=954
-  _globals['_INFILLPROMPT']._serialized_start=956
-  _globals['_INFILLPROMPT']._serialized_end=1002
-  _globals['_TOKENPROMPT']._serialized_start=1004
-  _globals['_TOKENPROMPT']._serialized_end=1030
+  _globals['_CHATPROMPT']._serialized_end=554
+  _globals['_CHATMESSAGE']._serialized_start=557
+  _globals['_CHATMESSAGE']._serialized_end=797
+  _globals['_CONTENTPART']._serialized_start=799
+  _globals['_CONTENTPART']._serialized_end=877
+  _globals['_IMAGEPART']._serialized_start=879
+  _globals['_IMAGEPART']._serialized_end=993
+  _globals['_INFILLPROMPT']._serialized_start=995
+  _globals['_INFILLPROMPT']._serialized_end=1041
+  _globals['_TOKENPROMPT']._serialized_start=1043
+  _globals['_TOKENPROMPT']._serialized_end=1069
 # @@protoc_insertion_point(module_scope)

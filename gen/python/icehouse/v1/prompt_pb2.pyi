@@ -21,6 +21,44 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _PromptForm:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _PromptFormEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PromptForm.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    PROMPT_FORM_UNSPECIFIED: _PromptForm.ValueType  # 0
+    """The tenant's setting decides."""
+    PROMPT_FORM_EXACT: _PromptForm.ValueType  # 1
+    """What the template makes of the messages and tools, exactly as they were sent."""
+    PROMPT_FORM_STABLE: _PromptForm.ValueType  # 2
+    """Lines that change between requests and say nothing are removed from the first system message, and the
+    tools are put in alphabetical order. Turns that were generated here stay the tokens that were generated,
+    with reasoning and calls as the model wrote them, whatever the template would make of them: so the prompt begins
+    with an earlier prompt and its reply. A turn is recognized by all messages up to it, and by its
+    text, its calls' names and arguments, and its reasoning, which may be left out. Where a turn is not
+    recognized, or what follows it is not certain, the template's text is used. The cache report's
+    `prompt_changes` say what was done.
+    """
+
+class PromptForm(_PromptForm, metaclass=_PromptFormEnumTypeWrapper):
+    """How a conversation becomes a prompt."""
+
+PROMPT_FORM_UNSPECIFIED: PromptForm.ValueType  # 0
+"""The tenant's setting decides."""
+PROMPT_FORM_EXACT: PromptForm.ValueType  # 1
+"""What the template makes of the messages and tools, exactly as they were sent."""
+PROMPT_FORM_STABLE: PromptForm.ValueType  # 2
+"""Lines that change between requests and say nothing are removed from the first system message, and the
+tools are put in alphabetical order. Turns that were generated here stay the tokens that were generated,
+with reasoning and calls as the model wrote them, whatever the template would make of them: so the prompt begins
+with an earlier prompt and its reply. A turn is recognized by all messages up to it, and by its
+text, its calls' names and arguments, and its reasoning, which may be left out. Where a turn is not
+recognized, or what follows it is not certain, the template's text is used. The cache report's
+`prompt_changes` say what was done.
+"""
+Global___PromptForm: _TypeAlias = PromptForm  # noqa: Y015
+
 class _Role:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -174,6 +212,7 @@ class ChatPrompt(_message.Message):
     TEMPLATE_ARGUMENTS_FIELD_NUMBER: _builtins.int
     ADD_GENERATION_PROMPT_FIELD_NUMBER: _builtins.int
     CONTINUE_FINAL_MESSAGE_FIELD_NUMBER: _builtins.int
+    FORM_FIELD_NUMBER: _builtins.int
     add_generation_prompt: _builtins.bool
     """Whether the prompt ends with the header of the assistant's next turn. Default: true, unless
     `continue_final_message` is set.
@@ -181,6 +220,10 @@ class ChatPrompt(_message.Message):
     continue_final_message: _builtins.bool
     """Continue the last message, which must be the assistant's, instead of answering it. Its reasoning is
     continued when it has no content. With `add_generation_prompt` it is refused with CHAT_INVALID.
+    """
+    form: Global___PromptForm.ValueType
+    """Whether the prompt is exactly what the template makes of the messages, or begins as an earlier one.
+    Default: the setting `tenant.normalized_prompts` for the tenant. Refused with CHAT_INVALID when unknown.
     """
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
@@ -203,10 +246,11 @@ class ChatPrompt(_message.Message):
         template_arguments: _struct_pb2.Struct | None = ...,
         add_generation_prompt: _builtins.bool | None = ...,
         continue_final_message: _builtins.bool = ...,
+        form: Global___PromptForm.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "add_generation_prompt", b"add_generation_prompt", "template_arguments", b"template_arguments"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "add_generation_prompt", b"add_generation_prompt", "continue_final_message", b"continue_final_message", "messages", b"messages", "template_arguments", b"template_arguments"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "add_generation_prompt", b"add_generation_prompt", "continue_final_message", b"continue_final_message", "form", b"form", "messages", b"messages", "template_arguments", b"template_arguments"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__add_generation_prompt: _TypeAlias = _typing.Literal["add_generation_prompt"]  # noqa: Y015
     _WhichOneofArgType__add_generation_prompt: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt"]  # noqa: Y015

@@ -133,9 +133,13 @@ class _PromptChangeKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Prom
     """The keys of tools' parameters were put in alphabetical order."""
     PROMPT_CHANGE_KIND_TOOLS_SORTED: _PromptChangeKind.ValueType  # 3
     """The tools were put in alphabetical order."""
+    PROMPT_CHANGE_KIND_HISTORY_KEPT: _PromptChangeKind.ValueType  # 4
+    """The prompt begins with the tokens of an earlier prompt and its reply, instead of what the template makes of
+    these turns.
+    """
 
 class PromptChangeKind(_PromptChangeKind, metaclass=_PromptChangeKindEnumTypeWrapper):
-    """A kind of change that makes prompts equal that differ only in noise."""
+    """A kind of change that makes prompts begin alike."""
 
 PROMPT_CHANGE_KIND_UNSPECIFIED: PromptChangeKind.ValueType  # 0
 """Never sent."""
@@ -145,6 +149,10 @@ PROMPT_CHANGE_KIND_TOOL_KEYS_SORTED: PromptChangeKind.ValueType  # 2
 """The keys of tools' parameters were put in alphabetical order."""
 PROMPT_CHANGE_KIND_TOOLS_SORTED: PromptChangeKind.ValueType  # 3
 """The tools were put in alphabetical order."""
+PROMPT_CHANGE_KIND_HISTORY_KEPT: PromptChangeKind.ValueType  # 4
+"""The prompt begins with the tokens of an earlier prompt and its reply, instead of what the template makes of
+these turns.
+"""
 Global___PromptChangeKind: _TypeAlias = PromptChangeKind  # noqa: Y015
 
 @_typing.final
@@ -183,8 +191,9 @@ class CacheReport(_message.Message):
 
     @_builtins.property
     def prompt_changes(self) -> _containers.RepeatedCompositeFieldContainer[Global___PromptChange]:
-        """What the server changed in a conversation before it was rendered, where the setting
-        `tenant.normalized_prompts` is on. The prompt's tokens, and so the position above, are those after the change.
+        """What the server changed to make the prompt stable, where `ChatPrompt.form` or the setting
+        `tenant.normalized_prompts` asks for it. The prompt's tokens, and so the position above, are those after
+        the change.
         """
 
     def __init__(
@@ -277,7 +286,7 @@ class PromptChange(_message.Message):
     kind: Global___PromptChangeKind.ValueType
     """What was changed."""
     count: _builtins.int
-    """How many lines, or tools, were changed."""
+    """How many lines, or tools, were changed, or how many tokens were kept."""
     def __init__(
         self,
         *,

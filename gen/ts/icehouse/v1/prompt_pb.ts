@@ -15,7 +15,7 @@ import type { JsonObject, Message } from "@bufbuild/protobuf";
  * Describes the file icehouse/v1/prompt.proto.
  */
 export const file_icehouse_v1_prompt: GenFile = /*@__PURE__*/
-  fileDesc("ChhpY2Vob3VzZS92MS9wcm9tcHQucHJvdG8SC2ljZWhvdXNlLnYxItUBCgZQcm9tcHQSDgoEdGV4dBgBIAEoCUgAEicKBGNoYXQYAiABKAsyFy5pY2Vob3VzZS52MS5DaGF0UHJvbXB0SAASKgoGdG9rZW5zGAMgASgLMhguaWNlaG91c2UudjEuVG9rZW5Qcm9tcHRIABIrCgZpbmZpbGwYBCABKAsyGS5pY2Vob3VzZS52MS5JbmZpbGxQcm9tcHRIABIgCgV0b29scxgFIAMoCzIRLmljZWhvdXNlLnYxLlRvb2wSDwoHYWRhcHRlchgGIAEoCUIGCgRmb3JtIssBCgpDaGF0UHJvbXB0EioKCG1lc3NhZ2VzGAEgAygLMhguaWNlaG91c2UudjEuQ2hhdE1lc3NhZ2USMwoSdGVtcGxhdGVfYXJndW1lbnRzGAIgASgLMhcuZ29vZ2xlLnByb3RvYnVmLlN0cnVjdBIiChVhZGRfZ2VuZXJhdGlvbl9wcm9tcHQYAyABKAhIAIgBARIeChZjb250aW51ZV9maW5hbF9tZXNzYWdlGAQgASgIQhgKFl9hZGRfZ2VuZXJhdGlvbl9wcm9tcHQi8AEKC0NoYXRNZXNzYWdlEh8KBHJvbGUYASABKA4yES5pY2Vob3VzZS52MS5Sb2xlEg8KB2NvbnRlbnQYAiABKAkSDAoEbmFtZRgDIAEoCRIRCglyZWFzb25pbmcYBCABKAkSKQoKdG9vbF9jYWxscxgFIAMoCzIVLmljZWhvdXNlLnYxLlRvb2xDYWxsEhQKDHRvb2xfY2FsbF9pZBgGIAEoCRIRCgl0b2tlbl9pZHMYByADKAUSJwoFcGFydHMYCCADKAsyGC5pY2Vob3VzZS52MS5Db250ZW50UGFydBIRCglyb2xlX25hbWUYCSABKAkiTgoLQ29udGVudFBhcnQSDgoEdGV4dBgBIAEoCUgAEicKBWltYWdlGAIgASgLMhYuaWNlaG91c2UudjEuSW1hZ2VQYXJ0SABCBgoEcGFydCJyCglJbWFnZVBhcnQSDgoEZGF0YRgBIAEoDEgAEg0KA3VyaRgCIAEoCUgAEhIKCm1lZGlhX3R5cGUYAyABKAkSKAoGZGV0YWlsGAQgASgOMhguaWNlaG91c2UudjEuSW1hZ2VEZXRhaWxCCAoGc291cmNlIi4KDEluZmlsbFByb21wdBIOCgZwcmVmaXgYASABKAkSDgoGc3VmZml4GAIgASgJIhoKC1Rva2VuUHJvbXB0EgsKA2lkcxgBIAMoBSpzCgRSb2xlEhQKEFJPTEVfVU5TUEVDSUZJRUQQABIPCgtST0xFX1NZU1RFTRABEhIKDlJPTEVfREVWRUxPUEVSEAISDQoJUk9MRV9VU0VSEAMSEgoOUk9MRV9BU1NJU1RBTlQQBBINCglST0xFX1RPT0wQBSpvCgtJbWFnZURldGFpbBIcChhJTUFHRV9ERVRBSUxfVU5TUEVDSUZJRUQQABIVChFJTUFHRV9ERVRBSUxfQVVUTxABEhQKEElNQUdFX0RFVEFJTF9MT1cQAhIVChFJTUFHRV9ERVRBSUxfSElHSBADQjwKD2Rldi5pY2Vob3VzZS52MVABWidpY2Vob3VzZS5kZXYvYXBpL2ljZWhvdXNlL3YxO2ljZWhvdXNldjFiBnByb3RvMw", [file_google_protobuf_struct, file_icehouse_v1_tool]);
+  fileDesc("ChhpY2Vob3VzZS92MS9wcm9tcHQucHJvdG8SC2ljZWhvdXNlLnYxItUBCgZQcm9tcHQSDgoEdGV4dBgBIAEoCUgAEicKBGNoYXQYAiABKAsyFy5pY2Vob3VzZS52MS5DaGF0UHJvbXB0SAASKgoGdG9rZW5zGAMgASgLMhguaWNlaG91c2UudjEuVG9rZW5Qcm9tcHRIABIrCgZpbmZpbGwYBCABKAsyGS5pY2Vob3VzZS52MS5JbmZpbGxQcm9tcHRIABIgCgV0b29scxgFIAMoCzIRLmljZWhvdXNlLnYxLlRvb2wSDwoHYWRhcHRlchgGIAEoCUIGCgRmb3JtIvIBCgpDaGF0UHJvbXB0EioKCG1lc3NhZ2VzGAEgAygLMhguaWNlaG91c2UudjEuQ2hhdE1lc3NhZ2USMwoSdGVtcGxhdGVfYXJndW1lbnRzGAIgASgLMhcuZ29vZ2xlLnByb3RvYnVmLlN0cnVjdBIiChVhZGRfZ2VuZXJhdGlvbl9wcm9tcHQYAyABKAhIAIgBARIeChZjb250aW51ZV9maW5hbF9tZXNzYWdlGAQgASgIEiUKBGZvcm0YBSABKA4yFy5pY2Vob3VzZS52MS5Qcm9tcHRGb3JtQhgKFl9hZGRfZ2VuZXJhdGlvbl9wcm9tcHQi8AEKC0NoYXRNZXNzYWdlEh8KBHJvbGUYASABKA4yES5pY2Vob3VzZS52MS5Sb2xlEg8KB2NvbnRlbnQYAiABKAkSDAoEbmFtZRgDIAEoCRIRCglyZWFzb25pbmcYBCABKAkSKQoKdG9vbF9jYWxscxgFIAMoCzIVLmljZWhvdXNlLnYxLlRvb2xDYWxsEhQKDHRvb2xfY2FsbF9pZBgGIAEoCRIRCgl0b2tlbl9pZHMYByADKAUSJwoFcGFydHMYCCADKAsyGC5pY2Vob3VzZS52MS5Db250ZW50UGFydBIRCglyb2xlX25hbWUYCSABKAkiTgoLQ29udGVudFBhcnQSDgoEdGV4dBgBIAEoCUgAEicKBWltYWdlGAIgASgLMhYuaWNlaG91c2UudjEuSW1hZ2VQYXJ0SABCBgoEcGFydCJyCglJbWFnZVBhcnQSDgoEZGF0YRgBIAEoDEgAEg0KA3VyaRgCIAEoCUgAEhIKCm1lZGlhX3R5cGUYAyABKAkSKAoGZGV0YWlsGAQgASgOMhguaWNlaG91c2UudjEuSW1hZ2VEZXRhaWxCCAoGc291cmNlIi4KDEluZmlsbFByb21wdBIOCgZwcmVmaXgYASABKAkSDgoGc3VmZml4GAIgASgJIhoKC1Rva2VuUHJvbXB0EgsKA2lkcxgBIAMoBSpYCgpQcm9tcHRGb3JtEhsKF1BST01QVF9GT1JNX1VOU1BFQ0lGSUVEEAASFQoRUFJPTVBUX0ZPUk1fRVhBQ1QQARIWChJQUk9NUFRfRk9STV9TVEFCTEUQAipzCgRSb2xlEhQKEFJPTEVfVU5TUEVDSUZJRUQQABIPCgtST0xFX1NZU1RFTRABEhIKDlJPTEVfREVWRUxPUEVSEAISDQoJUk9MRV9VU0VSEAMSEgoOUk9MRV9BU1NJU1RBTlQQBBINCglST0xFX1RPT0wQBSpvCgtJbWFnZURldGFpbBIcChhJTUFHRV9ERVRBSUxfVU5TUEVDSUZJRUQQABIVChFJTUFHRV9ERVRBSUxfQVVUTxABEhQKEElNQUdFX0RFVEFJTF9MT1cQAhIVChFJTUFHRV9ERVRBSUxfSElHSBADQjwKD2Rldi5pY2Vob3VzZS52MVABWidpY2Vob3VzZS5kZXYvYXBpL2ljZWhvdXNlL3YxO2ljZWhvdXNldjFiBnByb3RvMw", [file_google_protobuf_struct, file_icehouse_v1_tool]);
 
 /**
  * A prompt: all that decides which tokens the model sees and with which weights. Every method that takes a
@@ -141,6 +141,14 @@ export type ChatPrompt = Message<"icehouse.v1.ChatPrompt"> & {
    * @generated from field: bool continue_final_message = 4;
    */
   continueFinalMessage: boolean;
+
+  /**
+   * Whether the prompt is exactly what the template makes of the messages, or begins as an earlier one.
+   * Default: the setting `tenant.normalized_prompts` for the tenant. Refused with CHAT_INVALID when unknown.
+   *
+   * @generated from field: icehouse.v1.PromptForm form = 5;
+   */
+  form: PromptForm;
 };
 
 /**
@@ -398,6 +406,46 @@ export const TokenPromptSchema: GenMessage<TokenPrompt> = /*@__PURE__*/
   messageDesc(file_icehouse_v1_prompt, 6);
 
 /**
+ * How a conversation becomes a prompt.
+ *
+ * @generated from enum icehouse.v1.PromptForm
+ */
+export enum PromptForm {
+  /**
+   * The tenant's setting decides.
+   *
+   * @generated from enum value: PROMPT_FORM_UNSPECIFIED = 0;
+   */
+  UNSPECIFIED = 0,
+
+  /**
+   * What the template makes of the messages and tools, exactly as they were sent.
+   *
+   * @generated from enum value: PROMPT_FORM_EXACT = 1;
+   */
+  EXACT = 1,
+
+  /**
+   * Lines that change between requests and say nothing are removed from the first system message, and the
+   * tools are put in alphabetical order. Turns that were generated here stay the tokens that were generated,
+   * with reasoning and calls as the model wrote them, whatever the template would make of them: so the prompt begins
+   * with an earlier prompt and its reply. A turn is recognized by all messages up to it, and by its
+   * text, its calls' names and arguments, and its reasoning, which may be left out. Where a turn is not
+   * recognized, or what follows it is not certain, the template's text is used. The cache report's
+   * `prompt_changes` say what was done.
+   *
+   * @generated from enum value: PROMPT_FORM_STABLE = 2;
+   */
+  STABLE = 2,
+}
+
+/**
+ * Describes the enum icehouse.v1.PromptForm.
+ */
+export const PromptFormSchema: GenEnum<PromptForm> = /*@__PURE__*/
+  enumDesc(file_icehouse_v1_prompt, 0);
+
+/**
  * Who speaks in a turn.
  *
  * @generated from enum icehouse.v1.Role
@@ -450,7 +498,7 @@ export enum Role {
  * Describes the enum icehouse.v1.Role.
  */
 export const RoleSchema: GenEnum<Role> = /*@__PURE__*/
-  enumDesc(file_icehouse_v1_prompt, 0);
+  enumDesc(file_icehouse_v1_prompt, 1);
 
 /**
  * How much of an image the model is shown, and so how many tokens it takes. The effect depends on the model's
@@ -494,5 +542,5 @@ export enum ImageDetail {
  * Describes the enum icehouse.v1.ImageDetail.
  */
 export const ImageDetailSchema: GenEnum<ImageDetail> = /*@__PURE__*/
-  enumDesc(file_icehouse_v1_prompt, 1);
+  enumDesc(file_icehouse_v1_prompt, 2);
 

@@ -62,6 +62,8 @@ class RpcCall:
     operation: Operation | None = None
     session_id: str = ""
     """The conversation it belongs to: from the metadata, until the request names one."""
+    agent_id: str = ""
+    """The agent that calls, from the metadata."""
     holds: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
     """What is released when it ends, however it ends."""
 
@@ -79,10 +81,16 @@ class RpcCalls:
     """Tracks calls from begin to end, and refuses new ones during a stop. Owned by the event loop."""
 
     def __init__(
-        self, *, clock: Clock, on_end: Callable[[CallRecord], Trailers], session_keys: Sequence[str] = ()
+        self,
+        *,
+        clock: Clock,
+        on_end: Callable[[CallRecord], Trailers],
+        session_keys: Sequence[str] = (),
+        agent_keys: Sequence[str] = (),
     ) -> None:
         self._clock = clock
         self._session_keys = session_keys
+        self._agent_keys = agent_keys
         self._on_end = on_end
         self._rate_limit = RateLimit(rate_per_s=REFUSALS_PER_S, burst_count=REFUSAL_BURST_COUNT)
         self._running_count = 0
@@ -142,7 +150,8 @@ class RpcCalls:
             self._deadline_time(context),
             callers.current.get(),
             operation=operation,
-            session_id=_session_id(context, self._session_keys),
+            session_id=_caller_name(context, self._session_keys),
+            agent_id=_caller_name(context, self._agent_keys),
         )
         self._running_count += 1
         self.idle.clear()
@@ -211,6 +220,7 @@ class RpcCalls:
             trace=_trace_context(context),
             operation=call.operation,
             session_id=call.session_id,
+            agent_id=call.agent_id,
         )
         # Before the status is sent: a stop does not wait for callers who do not read theirs.
         call.holds.close()
@@ -240,7 +250,7 @@ async def end(context: Context, status: grpc.Status) -> None:
         await context.abort_with_status(status)
 
 
-def _session_id(context: Context, keys: Sequence[str]) -> str:
+def _caller_name(context: Context, keys: Sequence[str]) -> str:
     """Return the value of the first of these keys. A value that is not fit for a log counts as absent."""
     if not keys:
         return ""

@@ -89,6 +89,8 @@ def log_fields_of(record: CallRecord, *, trace_id: str) -> dict[str, object]:
         facts["tenant"] = record.tenant
     if record.session_id:
         facts["session_id"] = record.session_id
+    if record.agent_id:
+        facts["agent_id"] = record.agent_id
     if record.prompt_token_count:
         facts["prompt_tokens"] = record.prompt_token_count
     if record.started is not None:

@@ -85,6 +85,14 @@ def conversation_of(
     return conversation
 
 
+def is_stable(chat: prompt_pb2.ChatPrompt, *, default: bool) -> bool:
+    """Whether the prompt is to begin as an earlier one; raises InvalidRequest for an unknown form."""
+    if chat.form not in prompt_pb2.PromptForm.values():
+        complaint = f"is {int(chat.form)}; it is not a PromptForm of this API version"
+        _refuse(_CHAT, "prompt.chat.form", complaint)
+    return chat.form == prompt_pb2.PROMPT_FORM_STABLE or (default and not chat.form)
+
+
 def check_no_tools(tools: Sequence[tool_pb2.Tool], choice: tool_pb2.ToolChoice | None) -> None:
     """Refuse tools, or a tool choice, with a prompt that is no conversation."""
     if tools:

@@ -71,8 +71,8 @@ class CacheService(Service, cache_service_pb2_grpc.CacheServiceServicer):
         )
         if whole.cache_use in (CacheUse.READ_ONLY, CacheUse.OFF):
             refuse_value("cache.use", whole.cache_use.name, "one that writes, for a warm-up")
-        normalizes = self._generation.normalizes(whole.tenant)
-        check = functools.partial(prompt_of, request.prompt, model.info, normalizes=normalizes)
+        rules = self._generation.rules_of(whole.tenant, whole.adapter)
+        check = functools.partial(prompt_of, request.prompt, model.info, rules=rules)
         prompt = UncheckedPrompt(check, request.prompt.ByteSize())
         return await self._generation.prepare(whole, prompt, model, call)
 

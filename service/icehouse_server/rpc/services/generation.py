@@ -46,9 +46,16 @@ from icehouse_server.rpc.messages.field_checks import (
 from icehouse_server.rpc.messages.options import spellings
 from icehouse_server.rpc.messages.responses import ReportNotes
 from icehouse_server.rpc.services.grammars import GrammarCompilers
+from icehouse_server.rpc.services.known_replies import KnownReplies
 from icehouse_server.rpc.services.observation import StatsReader
 from icehouse_server.rpc.services.prepared import Prepared, RenderedConversation
-from icehouse_server.rpc.services.prompts import PromptReader, ReadPrompt, UncheckedPrompt, prompt_of
+from icehouse_server.rpc.services.prompts import (
+    PromptReader,
+    PromptRules,
+    ReadPrompt,
+    UncheckedPrompt,
+    prompt_of,
+)
 from icehouse_server.structured_output.reasoning_budget import FormScope, ReasoningBudget
 from icehouse_server.text.reasoning import ReplyReasoning
 
@@ -135,8 +142,10 @@ class Generation:
         """Return the tenant whose prompts the call may start from too; raises what refuses it."""
         return shared_tenant_of(policy, call.caller, self._tenants.limits.shared_prefix_grants)
 
-    def normalizes(self, tenant: Tenant) -> bool:
-        return self._tenants.limits.normalizes(tenant)
+    def rules_of(self, tenant: Tenant, adapter: str) -> PromptRules:
+        """Return how a tenant's prompts become stable."""
+        replies = KnownReplies(self._prompts.replies, tenant, AdapterName(adapter))
+        return PromptRules(replies, is_stable=self._tenants.limits.normalizes(tenant))
 
     async def prepare(
         self,
@@ -216,7 +225,8 @@ class Generation:
         prompt = message.prompt
         check_adapter(prompt.adapter, model.info, field="prompt.adapter")
         call.model_id = model.info.model_id
-        check = functools.partial(prompt_of, prompt, model.info, normalizes=self.normalizes(tenant))
+        rules = self.rules_of(tenant, prompt.adapter)
+        check = functools.partial(prompt_of, prompt, model.info, rules=rules)
         self.charge(0, call=call)
         read = await self._read(UncheckedPrompt(check, prompt.ByteSize()), model, call)
         self.charge(len(read.token_ids), call=call)

@@ -95,8 +95,9 @@ class InferenceService(Service, inference_service_pb2_grpc.InferenceServiceServi
             model = self._router.require_model()
             check_model(request.model, model.info)
             check_adapter(request.prompt.adapter, model.info, field="prompt.adapter")
-            normalizes = self._generation.normalizes(call.caller.tenant or DEFAULT_TENANT)
-            check = functools.partial(text_prompt_of, request.prompt, model.info, normalizes=normalizes)
+            tenant = call.caller.tenant or DEFAULT_TENANT
+            rules = self._generation.rules_of(tenant, request.prompt.adapter)
+            check = functools.partial(text_prompt_of, request.prompt, model.info, rules=rules)
 
             def answer(prompt: TextPrompt, images: PromptImages | None) -> messages.TokenizeResponse:
                 found = pieces(prompt, model, images)
@@ -153,7 +154,7 @@ class InferenceService(Service, inference_service_pb2_grpc.InferenceServiceServi
         whole = self._generation.request_of(
             request, adapter=request.prompt.adapter, policy=request.cache, model=model, call=call
         )
-        normalizes = self._generation.normalizes(whole.tenant)
+        rules = self._generation.rules_of(whole.tenant, whole.adapter)
         max_output_tokens = max_output_tokens_of(request.max_output_tokens, self._config)
         sampling = sampling_of(
             request.sampling,
@@ -164,7 +165,7 @@ class InferenceService(Service, inference_service_pb2_grpc.InferenceServiceServi
         )
         wants_logprobs = request.HasField("logprobs")
         choice = request.tool_choice if request.HasField("tool_choice") else None
-        check = functools.partial(prompt_of, request.prompt, model.info, choice, normalizes=normalizes)
+        check = functools.partial(prompt_of, request.prompt, model.info, choice, rules=rules)
         prompt = UncheckedPrompt(check, request.prompt.ByteSize())
         return await self._generation.prepare(
             dataclasses.replace(

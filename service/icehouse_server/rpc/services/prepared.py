@@ -29,6 +29,7 @@ from icehouse_server.domain.events import (
     PrefillProgress,
     Started,
 )
+from icehouse_server.domain.model import ModelInfo
 from icehouse_server.domain.request import GenerationRequest, part_of
 from icehouse_server.rpc.engine_client.engine_ports import ServedModel
 from icehouse_server.rpc.messages.proto_map import duration_proto, timestamp_proto
@@ -41,7 +42,9 @@ from icehouse_server.rpc.messages.responses import (
     finished_proto,
     progress_proto,
 )
+from icehouse_server.rpc.services.known_replies import KnownReplies, ReplyNote
 from icehouse_server.text.replies.reply_splitter import ReplySplitter
+from icehouse_server.text.reply_memory import ReplyPlace
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -50,6 +53,18 @@ class RenderedConversation:
 
     conversation: Conversation
     rendered: RenderedChat
+    replies: KnownReplies | None = None
+    """Where its reply is remembered, if it is."""
+    place: ReplyPlace | None = None
+    """What the reply is remembered by."""
+
+    def new_note(self, info: ModelInfo) -> ReplyNote | None:
+        """Return what a reply is remembered with, if it is. One that continues a turn is not."""
+        if self.replies is None or self.place is None or not self.conversation.adds_generation_prompt:
+            return None
+        return ReplyNote(
+            self.replies.memory, self.place, self.rendered, end_token_ids=frozenset(info.eos_token_ids)
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -105,6 +120,7 @@ class Prepared:
             splitter=self._new_splitter(request),
             piece=self.model.tokenizer.piece,
             notes=self.notes,
+            note=None if self.chat is None else self.chat.new_note(info),
         )
 
     def _new_splitter(self, request: GenerationRequest) -> ReplySplitter | None:
@@ -172,8 +188,10 @@ class ReplyMessages:
         splitter: ReplySplitter | None,
         piece: Spell,
         notes: ReportNotes = NO_NOTES,
+        note: ReplyNote | None = None,
     ) -> None:
         self._notes = notes
+        self._note = note
         self._piece = piece
         self._started = started
         """What is known of the reply before it begins."""
@@ -201,9 +219,13 @@ class ReplyMessages:
     def _deltas(self, event: Delta) -> list[inference.Delta]:
         """Return at least one message: tokens are sent even if their text has to wait."""
         whole = delta_proto(event, piece=self._piece)
+        if self._note is not None:
+            self._note.add_tokens(event.token_ids)
         if self._splitter is None:
+            self._take([TextPiece(event.text)])
             return [whole]
         pieces = self._splitter.push(event.text)
+        self._take(pieces)
         whole.text = ""
         if not pieces:
             return [whole]
@@ -214,10 +236,19 @@ class ReplyMessages:
         rest: Sequence[Piece] = ()
         if self._splitter is not None:
             rest = self._splitter.finish(is_cut=event.reason in _CUT)
-            if event.reason is FinishReason.STOP_TOKEN and self._splitter.has_calls:
-                event = dataclasses.replace(event, reason=FinishReason.TOOL_CALLS)
+        self._take(rest)
+        if self._note is not None:
+            self._note.end(event)
+        has_calls = self._splitter is not None and self._splitter.has_calls
+        if has_calls and event.reason is FinishReason.STOP_TOKEN:
+            event = dataclasses.replace(event, reason=FinishReason.TOOL_CALLS)
         held = [inference.StreamResponse(delta=_piece_proto(piece)) for piece in rest]
         return [*held, inference.StreamResponse(finished=finished_proto(event))]
+
+    def _take(self, pieces: Sequence[Piece]) -> None:
+        if self._note is not None:
+            for piece in pieces:
+                self._note.add(piece)
 
 
 def _piece_proto(piece: Piece) -> inference.Delta:

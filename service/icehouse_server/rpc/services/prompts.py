@@ -16,7 +16,7 @@ from icehouse.v1 import embedding_service_pb2, prompt_pb2, tool_pb2
 
 from icehouse_server.config import ServerConfig
 from icehouse_server.domain.blocks import TokenKeys
-from icehouse_server.domain.chat import Conversation, PromptChange
+from icehouse_server.domain.chat import Conversation, PromptChange, PromptChangeKind
 from icehouse_server.domain.model import ModelInfo
 from icehouse_server.domain.request import ImageSpan, SentImages, keys_of
 from icehouse_server.errors import InvalidRequest, Reason
@@ -24,10 +24,12 @@ from icehouse_server.rpc.access import caller as callers
 from icehouse_server.rpc.access.shares import FairQueue, FairShare, ended
 from icehouse_server.rpc.engine_client.engine_ports import ServedModel
 from icehouse_server.rpc.image_sources.image_fetcher import ImageFetcher
-from icehouse_server.rpc.messages.conversations import check_no_tools, conversation_of
+from icehouse_server.rpc.messages.conversations import check_no_tools, conversation_of, is_stable
 from icehouse_server.rpc.messages.field_checks import check_token_ids, shown
+from icehouse_server.rpc.services.known_replies import KnownReplies
 from icehouse_server.rpc.services.prepared import RenderedConversation
 from icehouse_server.text.prompt_normalizer import normalized
+from icehouse_server.text.reply_memory import ReplyMemory
 
 if TYPE_CHECKING:
     # Needs an optional extra.
@@ -62,6 +64,8 @@ class Chat:
     field: str = "prompt.chat"
     changes: tuple[PromptChange, ...] = ()
     """What the normaliser changed of it."""
+    replies: KnownReplies | None = None
+    """Earlier replies, where they stay in the prompt as they were generated."""
 
     @property
     def size_bytes(self) -> int:
@@ -118,11 +122,20 @@ class ReadPrompt:
     stop_token_ids: tuple[int, ...] = ()
     """What ends the output of such a prompt, beside the model's end tokens."""
     changes: tuple[PromptChange, ...] = ()
-    """What the normaliser changed of it."""
+    """What was changed of it."""
 
     @property
     def keys(self) -> TokenKeys:
         return keys_of(self.token_ids, self.images)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PromptRules:
+    """How prompts of one caller become stable."""
+
+    replies: KnownReplies
+    is_stable: bool = False
+    """Whether they do where a prompt does not say."""
 
 
 def prompt_of(
@@ -130,21 +143,18 @@ def prompt_of(
     info: ModelInfo,
     choice: tool_pb2.ToolChoice | None = None,
     *,
-    normalizes: bool = False,
+    rules: PromptRules,
 ) -> Prompt:
-    """Return a prompt; raises InvalidRequest, also for an empty one.
-
-    It is normalized first if `normalizes` is set.
-    """
+    """Return a prompt; raises InvalidRequest, also for an empty one."""
     form = prompt.WhichOneof("form")
     if form is None:
         raise _missing("`text`, `chat`, `tokens` or `infill`")
     if form == "tokens":
         check_no_tools(prompt.tools, choice)
-        return _tokens_of(prompt.tokens, info, field="prompt.tokens", normalizes=normalizes)
+        return _tokens_of(prompt.tokens, info, field="prompt.tokens", normalizes=rules.is_stable)
     if form == "text" and not prompt.text:
         raise _empty("prompt.text")
-    return text_prompt_of(prompt, info, choice, normalizes=normalizes)
+    return text_prompt_of(prompt, info, choice, rules=rules)
 
 
 def text_prompt_of(
@@ -152,16 +162,16 @@ def text_prompt_of(
     info: ModelInfo,
     choice: tool_pb2.ToolChoice | None = None,
     *,
-    normalizes: bool = False,
+    rules: PromptRules,
 ) -> TextPrompt:
     """Return a prompt that a tokenizer reads; raises InvalidRequest for tokens, and for an empty infill."""
     form = prompt.WhichOneof("form")
     if form == "chat":
         conversation = conversation_of(prompt.chat, tools=prompt.tools, choice=choice, info=info)
-        if not normalizes:
+        if not is_stable(prompt.chat, default=rules.is_stable):
             return Chat(conversation)
         conversation, changes = normalized(conversation)
-        return Chat(conversation, changes=changes)
+        return Chat(conversation, changes=changes, replies=rules.replies)
     check_no_tools(prompt.tools, choice)
     if form == "text":
         return Text(prompt.text)
@@ -231,6 +241,7 @@ class PromptReader:
         self._executor = concurrent.futures.ThreadPoolExecutor(
             max_workers=thread_count, thread_name_prefix="tokenizer"
         )
+        self.replies = ReplyMemory(limit_bytes=config.reply_memory_bytes)
         self._turns = FairQueue(capacity=thread_count)
         self._long_turns = FairQueue(capacity=max(1, thread_count - 1))
 
@@ -395,10 +406,15 @@ def _tokens(prompt: TextPrompt, model: ServedModel, images: PromptImages | None)
     conversation = prompt.conversation
     if images is not None:
         conversation = dataclasses.replace(conversation, image_texts=images.texts)
-    rendered = model.tokenizer.render_chat(conversation)
-    chat = RenderedConversation(prompt.conversation, rendered)
+    replies = None if conversation.images else prompt.replies
+    place = None if replies is None else replies.place(conversation, model.info)
+    rendered = model.tokenizer.render_chat(conversation, None if place is None else place.kept)
+    changes = prompt.changes
+    if rendered.kept_token_count:
+        changes += (PromptChange(PromptChangeKind.HISTORY_KEPT, rendered.kept_token_count),)
+    chat = RenderedConversation(prompt.conversation, rendered, replies, place)
     spans = () if images is None else images.spans(rendered.token_ids)
-    return ReadPrompt(rendered.token_ids, chat, spans, changes=prompt.changes)
+    return ReadPrompt(rendered.token_ids, chat, spans, changes=changes)
 
 
 def _check_bytes(prompt: Text | Chat | InfillText, *, limit_bytes: int) -> None:

@@ -55,20 +55,29 @@ class Skeleton:
     messages: tuple[ChatMessage, ...]
     fields: Mapping[str, str]
     """By marker word: the field of the history that it stands for."""
+    message_indices: Mapping[str, int]
+    """By marker word: the message that it belongs to."""
 
     def lost_fields(self, text: str) -> list[str]:
         """Return the fields whose words are missing in a text."""
         shown = set(_WORD.findall(text))
         return [field for word, field in self.fields.items() if word not in shown]
 
+    def shown_messages(self, text: str) -> list[int]:
+        """Return the messages that the words of a text belong to, in the order of the words."""
+        words = (self.message_indices.get(word) for word in _WORD.findall(text))
+        return [index for index in words if index is not None]
+
 
 def skeleton_of(messages: Sequence[ChatMessage]) -> Skeleton:
     """Return the skeleton of a history; what was empty stays empty."""
     fields: dict[str, str] = {}
+    message_indices: dict[str, int] = {}
 
     def word(field: str) -> str:
         made = f"qz{len(fields)}qz"
         fields[made] = field
+        message_indices[made] = int(field[len("messages[") : field.index("]")])
         return made
 
     return Skeleton(
@@ -76,6 +85,7 @@ def skeleton_of(messages: Sequence[ChatMessage]) -> Skeleton:
             _skeleton_message(message, f"messages[{index}]", word) for index, message in enumerate(messages)
         ),
         fields,
+        message_indices,
     )
 
 

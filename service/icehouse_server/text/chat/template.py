@@ -97,10 +97,11 @@ class ChatTemplate:
         tools: Sequence[Tool],
         arguments: Mapping[str, Any],
         adds_generation_prompt: bool,
-    ) -> None:
+    ) -> list[int]:
         """Raise InvalidRequest for a history of which the template would silently drop a text.
 
-        Reasoning does not count: templates drop that of past turns on purpose.
+        Reasoning does not count: templates drop that of past turns on purpose. Return the index of each
+        text's message, in the order in which the template shows them; nothing where that is not known.
         """
         skeleton, traits = skeleton_of(messages), self.traits(has_tools=bool(tools))
         try:
@@ -111,8 +112,8 @@ class ChatTemplate:
                 arguments=arguments,
                 adds_generation_prompt=adds_generation_prompt,
             )
-        except Exception:  # as above; the history itself was rendered before
-            return
+        except Exception:  # as above; the history itself is rendered besides
+            return []
         lost = skeleton.lost_fields(text)
         if lost:
             field = f"prompt.chat.{lost[0]}"
@@ -122,6 +123,7 @@ class ChatTemplate:
                 field=field,
                 lost_count=len(lost),
             )
+        return skeleton.shown_messages(text)
 
     def _render(
         self,

@@ -82,6 +82,8 @@ def test_the_pages_example_is_an_answer() -> None:
         ((("x-claude-code-session-id", "later"), ("x-session-id", "first")), "first"),
         ((("session-id", "not a name"), ("x-session-id", "s2")), "s2"),
         ((("session-id", "x" * 129),), ""),
+        ((("x-opencode-session", "ses_1"),), "ses_1"),
+        ((("x-session-affinity", "ses_2"),), "ses_2"),
     ],
 )
 async def test_a_session_comes_from_the_metadata(metadata: tuple[tuple[str, str], ...], session: str) -> None:
@@ -109,7 +111,26 @@ async def test_keys_of_metadata_are_a_setting() -> None:
         async with running(session_metadata=told) as served:
             await served.inference.Generate(short(), metadata=metadata)
             assert served.engine.submitted[0].session_id == expected
-    assert ServerConfig().session_keys == ("session-id", "x-session-id", "x-claude-code-session-id")
+    assert ServerConfig().session_keys[:3] == ("session-id", "x-session-id", "x-claude-code-session-id")
+    assert ServerConfig(agent_metadata="none").agent_keys == ()
+
+
+@pytest.mark.parametrize(
+    ("metadata", "agent"),
+    [
+        ((), ""),
+        ((("x-claude-code-agent-id", "a1"),), "a1"),
+        ((("thread-id", "later"), ("agent-id", "first")), "first"),
+        ((("agent-id", "not a name"),), ""),
+    ],
+)
+async def test_an_agent_comes_from_the_metadata(metadata: tuple[tuple[str, str], ...], agent: str) -> None:
+    async with watched_server() as (served, notes):
+        await served.inference.Generate(short(), metadata=metadata)
+        await notes.ended(1)
+    [record] = notes.calls
+    assert record.agent_id == agent
+    assert log_fields_of(record, trace_id="").get("agent_id", "") == agent
 
 
 def test_who_is_normalised() -> None:

@@ -221,7 +221,7 @@ async def test_a_template_that_thinks_first_is_refused(
     monkeypatch.setattr(
         ranker.tokenizer,
         "render_chat",
-        lambda conversation: dataclasses.replace(render(conversation), is_reasoning=True),
+        lambda conversation, kept: dataclasses.replace(render(conversation, kept), is_reasoning=True),
     )
     turns = messages.RerankTurns(user="{query}? {document}")
     answer = await refused(ranker.reranking.Rerank(in_turns(text=None, turns=turns)))

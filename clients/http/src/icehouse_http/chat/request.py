@@ -9,7 +9,13 @@ from icehouse_client import Options, formats
 from icehouse_http.chat.turns import messages_of, tool_options, tools_of
 from icehouse_http.exchange import Asked
 from icehouse_http.fields import INT32_MAX, Fields
-from icehouse_http.sampling import effort_options, openai_sampling_of, session_of, target_options
+from icehouse_http.sampling import (
+    effort_options,
+    form_options,
+    openai_sampling_of,
+    session_of,
+    target_options,
+)
 from icehouse_http.settings import Settings
 from icehouse_http.upstream import Target
 
@@ -21,6 +27,7 @@ def asked_of(fields: Fields, target: Target, headers: Mapping[str, str], setting
     """Return what a request asks for; raises ApiError that names the field that cannot be read."""
     options: Options = openai_sampling_of(fields, settings)
     options.update(target_options(target))
+    options.update(form_options(settings))
     options.update(session_of(fields.text("prompt_cache_key"), headers))
     options.update(tool_options(fields, tools_of(fields)))
     options.update(

@@ -11,7 +11,7 @@ from icehouse_http.chat.request import set_format
 from icehouse_http.exchange import Asked
 from icehouse_http.fields import INT32_MAX, Fields
 from icehouse_http.messages.turns import messages_of, tool_options
-from icehouse_http.sampling import reasoning_options, sampling_of, session_of, target_options
+from icehouse_http.sampling import form_options, reasoning_options, sampling_of, session_of, target_options
 from icehouse_http.settings import Settings
 from icehouse_http.upstream import Target
 
@@ -23,6 +23,7 @@ def asked_of(fields: Fields, target: Target, headers: Mapping[str, str], setting
     """
     options: Options = sampling_of(fields, settings)
     options.update(target_options(target))
+    options.update(form_options(settings))
     user = fields.object("metadata") or Fields({})
     options.update(session_of(user.text("user_id"), headers))
     options.update(tool_options(fields))

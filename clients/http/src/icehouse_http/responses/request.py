@@ -15,7 +15,7 @@ from icehouse_http.exchange import Asked
 from icehouse_http.fields import INT32_MAX, Fields
 from icehouse_http.responses.items import messages_of, with_instructions
 from icehouse_http.responses.store import ResponseStore
-from icehouse_http.sampling import effort_options, sampling_of, session_of, target_options
+from icehouse_http.sampling import effort_options, form_options, sampling_of, session_of, target_options
 from icehouse_http.settings import Settings
 from icehouse_http.upstream import Target
 
@@ -47,6 +47,7 @@ def asked_of(
     """Return what a request asks for; raises ApiError that names the field that cannot be read."""
     options: Options = sampling_of(fields, settings)
     options.update(target_options(target))
+    options.update(form_options(settings))
     options.update(session_of(fields.text("prompt_cache_key"), headers))
     options.update(tool_options(fields, _functions_of(fields)))
     reasoning = fields.object("reasoning") or Fields({})

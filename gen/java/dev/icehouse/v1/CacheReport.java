@@ -210,8 +210,9 @@ private static final long serialVersionUID = 0L;
   private java.util.List<dev.icehouse.v1.PromptChange> promptChanges_;
   /**
    * <pre>
-   * What the server changed in a conversation before it was rendered, where the setting
-   * `tenant.normalized_prompts` is on. The prompt's tokens, and so the position above, are those after the change.
+   * What the server changed to make the prompt stable, where `ChatPrompt.form` or the setting
+   * `tenant.normalized_prompts` asks for it. The prompt's tokens, and so the position above, are those after
+   * the change.
    * </pre>
    *
    * <code>repeated .icehouse.v1.PromptChange prompt_changes = 7;</code>
@@ -222,8 +223,9 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * What the server changed in a conversation before it was rendered, where the setting
-   * `tenant.normalized_prompts` is on. The prompt's tokens, and so the position above, are those after the change.
+   * What the server changed to make the prompt stable, where `ChatPrompt.form` or the setting
+   * `tenant.normalized_prompts` asks for it. The prompt's tokens, and so the position above, are those after
+   * the change.
    * </pre>
    *
    * <code>repeated .icehouse.v1.PromptChange prompt_changes = 7;</code>
@@ -235,8 +237,9 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * What the server changed in a conversation before it was rendered, where the setting
-   * `tenant.normalized_prompts` is on. The prompt's tokens, and so the position above, are those after the change.
+   * What the server changed to make the prompt stable, where `ChatPrompt.form` or the setting
+   * `tenant.normalized_prompts` asks for it. The prompt's tokens, and so the position above, are those after
+   * the change.
    * </pre>
    *
    * <code>repeated .icehouse.v1.PromptChange prompt_changes = 7;</code>
@@ -247,8 +250,9 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * What the server changed in a conversation before it was rendered, where the setting
-   * `tenant.normalized_prompts` is on. The prompt's tokens, and so the position above, are those after the change.
+   * What the server changed to make the prompt stable, where `ChatPrompt.form` or the setting
+   * `tenant.normalized_prompts` asks for it. The prompt's tokens, and so the position above, are those after
+   * the change.
    * </pre>
    *
    * <code>repeated .icehouse.v1.PromptChange prompt_changes = 7;</code>
@@ -259,8 +263,9 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * What the server changed in a conversation before it was rendered, where the setting
-   * `tenant.normalized_prompts` is on. The prompt's tokens, and so the position above, are those after the change.
+   * What the server changed to make the prompt stable, where `ChatPrompt.form` or the setting
+   * `tenant.normalized_prompts` asks for it. The prompt's tokens, and so the position above, are those after
+   * the change.
    * </pre>
    *
    * <code>repeated .icehouse.v1.PromptChange prompt_changes = 7;</code>
@@ -1393,8 +1398,9 @@ private static final long serialVersionUID = 0L;
 
     /**
      * <pre>
-     * What the server changed in a conversation before it was rendered, where the setting
-     * `tenant.normalized_prompts` is on. The prompt's tokens, and so the position above, are those after the change.
+     * What the server changed to make the prompt stable, where `ChatPrompt.form` or the setting
+     * `tenant.normalized_prompts` asks for it. The prompt's tokens, and so the position above, are those after
+     * the change.
      * </pre>
      *
      * <code>repeated .icehouse.v1.PromptChange prompt_changes = 7;</code>
@@ -1408,8 +1414,9 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What the server changed in a conversation before it was rendered, where the setting
-     * `tenant.normalized_prompts` is on. The prompt's tokens, and so the position above, are those after the change.
+     * What the server changed to make the prompt stable, where `ChatPrompt.form` or the setting
+     * `tenant.normalized_prompts` asks for it. The prompt's tokens, and so the position above, are those after
+     * the change.
      * </pre>
      *
      * <code>repeated .icehouse.v1.PromptChange prompt_changes = 7;</code>
@@ -1423,8 +1430,9 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What the server changed in a conversation before it was rendered, where the setting
-     * `tenant.normalized_prompts` is on. The prompt's tokens, and so the position above, are those after the change.
+     * What the server changed to make the prompt stable, where `ChatPrompt.form` or the setting
+     * `tenant.normalized_prompts` asks for it. The prompt's tokens, and so the position above, are those after
+     * the change.
      * </pre>
      *
      * <code>repeated .icehouse.v1.PromptChange prompt_changes = 7;</code>
@@ -1438,8 +1446,9 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What the server changed in a conversation before it was rendered, where the setting
-     * `tenant.normalized_prompts` is on. The prompt's tokens, and so the position above, are those after the change.
+     * What the server changed to make the prompt stable, where `ChatPrompt.form` or the setting
+     * `tenant.normalized_prompts` asks for it. The prompt's tokens, and so the position above, are those after
+     * the change.
      * </pre>
      *
      * <code>repeated .icehouse.v1.PromptChange prompt_changes = 7;</code>
@@ -1460,8 +1469,9 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What the server changed in a conversation before it was rendered, where the setting
-     * `tenant.normalized_prompts` is on. The prompt's tokens, and so the position above, are those after the change.
+     * What the server changed to make the prompt stable, where `ChatPrompt.form` or the setting
+     * `tenant.normalized_prompts` asks for it. The prompt's tokens, and so the position above, are those after
+     * the change.
      * </pre>
      *
      * <code>repeated .icehouse.v1.PromptChange prompt_changes = 7;</code>
@@ -1479,8 +1489,9 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What the server changed in a conversation before it was rendered, where the setting
-     * `tenant.normalized_prompts` is on. The prompt's tokens, and so the position above, are those after the change.
+     * What the server changed to make the prompt stable, where `ChatPrompt.form` or the setting
+     * `tenant.normalized_prompts` asks for it. The prompt's tokens, and so the position above, are those after
+     * the change.
      * </pre>
      *
      * <code>repeated .icehouse.v1.PromptChange prompt_changes = 7;</code>
@@ -1500,8 +1511,9 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What the server changed in a conversation before it was rendered, where the setting
-     * `tenant.normalized_prompts` is on. The prompt's tokens, and so the position above, are those after the change.
+     * What the server changed to make the prompt stable, where `ChatPrompt.form` or the setting
+     * `tenant.normalized_prompts` asks for it. The prompt's tokens, and so the position above, are those after
+     * the change.
      * </pre>
      *
      * <code>repeated .icehouse.v1.PromptChange prompt_changes = 7;</code>
@@ -1522,8 +1534,9 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What the server changed in a conversation before it was rendered, where the setting
-     * `tenant.normalized_prompts` is on. The prompt's tokens, and so the position above, are those after the change.
+     * What the server changed to make the prompt stable, where `ChatPrompt.form` or the setting
+     * `tenant.normalized_prompts` asks for it. The prompt's tokens, and so the position above, are those after
+     * the change.
      * </pre>
      *
      * <code>repeated .icehouse.v1.PromptChange prompt_changes = 7;</code>
@@ -1541,8 +1554,9 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What the server changed in a conversation before it was rendered, where the setting
-     * `tenant.normalized_prompts` is on. The prompt's tokens, and so the position above, are those after the change.
+     * What the server changed to make the prompt stable, where `ChatPrompt.form` or the setting
+     * `tenant.normalized_prompts` asks for it. The prompt's tokens, and so the position above, are those after
+     * the change.
      * </pre>
      *
      * <code>repeated .icehouse.v1.PromptChange prompt_changes = 7;</code>
@@ -1560,8 +1574,9 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What the server changed in a conversation before it was rendered, where the setting
-     * `tenant.normalized_prompts` is on. The prompt's tokens, and so the position above, are those after the change.
+     * What the server changed to make the prompt stable, where `ChatPrompt.form` or the setting
+     * `tenant.normalized_prompts` asks for it. The prompt's tokens, and so the position above, are those after
+     * the change.
      * </pre>
      *
      * <code>repeated .icehouse.v1.PromptChange prompt_changes = 7;</code>
@@ -1580,8 +1595,9 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What the server changed in a conversation before it was rendered, where the setting
-     * `tenant.normalized_prompts` is on. The prompt's tokens, and so the position above, are those after the change.
+     * What the server changed to make the prompt stable, where `ChatPrompt.form` or the setting
+     * `tenant.normalized_prompts` asks for it. The prompt's tokens, and so the position above, are those after
+     * the change.
      * </pre>
      *
      * <code>repeated .icehouse.v1.PromptChange prompt_changes = 7;</code>
@@ -1598,8 +1614,9 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What the server changed in a conversation before it was rendered, where the setting
-     * `tenant.normalized_prompts` is on. The prompt's tokens, and so the position above, are those after the change.
+     * What the server changed to make the prompt stable, where `ChatPrompt.form` or the setting
+     * `tenant.normalized_prompts` asks for it. The prompt's tokens, and so the position above, are those after
+     * the change.
      * </pre>
      *
      * <code>repeated .icehouse.v1.PromptChange prompt_changes = 7;</code>
@@ -1616,8 +1633,9 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What the server changed in a conversation before it was rendered, where the setting
-     * `tenant.normalized_prompts` is on. The prompt's tokens, and so the position above, are those after the change.
+     * What the server changed to make the prompt stable, where `ChatPrompt.form` or the setting
+     * `tenant.normalized_prompts` asks for it. The prompt's tokens, and so the position above, are those after
+     * the change.
      * </pre>
      *
      * <code>repeated .icehouse.v1.PromptChange prompt_changes = 7;</code>
@@ -1628,8 +1646,9 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What the server changed in a conversation before it was rendered, where the setting
-     * `tenant.normalized_prompts` is on. The prompt's tokens, and so the position above, are those after the change.
+     * What the server changed to make the prompt stable, where `ChatPrompt.form` or the setting
+     * `tenant.normalized_prompts` asks for it. The prompt's tokens, and so the position above, are those after
+     * the change.
      * </pre>
      *
      * <code>repeated .icehouse.v1.PromptChange prompt_changes = 7;</code>
@@ -1643,8 +1662,9 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What the server changed in a conversation before it was rendered, where the setting
-     * `tenant.normalized_prompts` is on. The prompt's tokens, and so the position above, are those after the change.
+     * What the server changed to make the prompt stable, where `ChatPrompt.form` or the setting
+     * `tenant.normalized_prompts` asks for it. The prompt's tokens, and so the position above, are those after
+     * the change.
      * </pre>
      *
      * <code>repeated .icehouse.v1.PromptChange prompt_changes = 7;</code>
@@ -1659,8 +1679,9 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What the server changed in a conversation before it was rendered, where the setting
-     * `tenant.normalized_prompts` is on. The prompt's tokens, and so the position above, are those after the change.
+     * What the server changed to make the prompt stable, where `ChatPrompt.form` or the setting
+     * `tenant.normalized_prompts` asks for it. The prompt's tokens, and so the position above, are those after
+     * the change.
      * </pre>
      *
      * <code>repeated .icehouse.v1.PromptChange prompt_changes = 7;</code>
@@ -1671,8 +1692,9 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What the server changed in a conversation before it was rendered, where the setting
-     * `tenant.normalized_prompts` is on. The prompt's tokens, and so the position above, are those after the change.
+     * What the server changed to make the prompt stable, where `ChatPrompt.form` or the setting
+     * `tenant.normalized_prompts` asks for it. The prompt's tokens, and so the position above, are those after
+     * the change.
      * </pre>
      *
      * <code>repeated .icehouse.v1.PromptChange prompt_changes = 7;</code>
@@ -1684,8 +1706,9 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What the server changed in a conversation before it was rendered, where the setting
-     * `tenant.normalized_prompts` is on. The prompt's tokens, and so the position above, are those after the change.
+     * What the server changed to make the prompt stable, where `ChatPrompt.form` or the setting
+     * `tenant.normalized_prompts` asks for it. The prompt's tokens, and so the position above, are those after
+     * the change.
      * </pre>
      *
      * <code>repeated .icehouse.v1.PromptChange prompt_changes = 7;</code>

@@ -125,8 +125,9 @@ public interface CacheReportOrBuilder extends
 
   /**
    * <pre>
-   * What the server changed in a conversation before it was rendered, where the setting
-   * `tenant.normalized_prompts` is on. The prompt's tokens, and so the position above, are those after the change.
+   * What the server changed to make the prompt stable, where `ChatPrompt.form` or the setting
+   * `tenant.normalized_prompts` asks for it. The prompt's tokens, and so the position above, are those after
+   * the change.
    * </pre>
    *
    * <code>repeated .icehouse.v1.PromptChange prompt_changes = 7;</code>
@@ -135,8 +136,9 @@ public interface CacheReportOrBuilder extends
       getPromptChangesList();
   /**
    * <pre>
-   * What the server changed in a conversation before it was rendered, where the setting
-   * `tenant.normalized_prompts` is on. The prompt's tokens, and so the position above, are those after the change.
+   * What the server changed to make the prompt stable, where `ChatPrompt.form` or the setting
+   * `tenant.normalized_prompts` asks for it. The prompt's tokens, and so the position above, are those after
+   * the change.
    * </pre>
    *
    * <code>repeated .icehouse.v1.PromptChange prompt_changes = 7;</code>
@@ -144,8 +146,9 @@ public interface CacheReportOrBuilder extends
   dev.icehouse.v1.PromptChange getPromptChanges(int index);
   /**
    * <pre>
-   * What the server changed in a conversation before it was rendered, where the setting
-   * `tenant.normalized_prompts` is on. The prompt's tokens, and so the position above, are those after the change.
+   * What the server changed to make the prompt stable, where `ChatPrompt.form` or the setting
+   * `tenant.normalized_prompts` asks for it. The prompt's tokens, and so the position above, are those after
+   * the change.
    * </pre>
    *
    * <code>repeated .icehouse.v1.PromptChange prompt_changes = 7;</code>
@@ -153,8 +156,9 @@ public interface CacheReportOrBuilder extends
   int getPromptChangesCount();
   /**
    * <pre>
-   * What the server changed in a conversation before it was rendered, where the setting
-   * `tenant.normalized_prompts` is on. The prompt's tokens, and so the position above, are those after the change.
+   * What the server changed to make the prompt stable, where `ChatPrompt.form` or the setting
+   * `tenant.normalized_prompts` asks for it. The prompt's tokens, and so the position above, are those after
+   * the change.
    * </pre>
    *
    * <code>repeated .icehouse.v1.PromptChange prompt_changes = 7;</code>
@@ -163,8 +167,9 @@ public interface CacheReportOrBuilder extends
       getPromptChangesOrBuilderList();
   /**
    * <pre>
-   * What the server changed in a conversation before it was rendered, where the setting
-   * `tenant.normalized_prompts` is on. The prompt's tokens, and so the position above, are those after the change.
+   * What the server changed to make the prompt stable, where `ChatPrompt.form` or the setting
+   * `tenant.normalized_prompts` asks for it. The prompt's tokens, and so the position above, are those after
+   * the change.
    * </pre>
    *
    * <code>repeated .icehouse.v1.PromptChange prompt_changes = 7;</code>

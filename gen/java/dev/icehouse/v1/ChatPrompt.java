@@ -32,6 +32,7 @@ private static final long serialVersionUID = 0L;
   }
   private ChatPrompt() {
     messages_ = java.util.Collections.emptyList();
+    form_ = 0;
   }
 
   @java.lang.Override
@@ -213,6 +214,34 @@ private static final long serialVersionUID = 0L;
     return continueFinalMessage_;
   }
 
+  public static final int FORM_FIELD_NUMBER = 5;
+  private int form_ = 0;
+  /**
+   * <pre>
+   * Whether the prompt is exactly what the template makes of the messages, or begins as an earlier one.
+   * Default: the setting `tenant.normalized_prompts` for the tenant. Refused with CHAT_INVALID when unknown.
+   * </pre>
+   *
+   * <code>.icehouse.v1.PromptForm form = 5;</code>
+   * @return The enum numeric value on the wire for form.
+   */
+  @java.lang.Override public int getFormValue() {
+    return form_;
+  }
+  /**
+   * <pre>
+   * Whether the prompt is exactly what the template makes of the messages, or begins as an earlier one.
+   * Default: the setting `tenant.normalized_prompts` for the tenant. Refused with CHAT_INVALID when unknown.
+   * </pre>
+   *
+   * <code>.icehouse.v1.PromptForm form = 5;</code>
+   * @return The form.
+   */
+  @java.lang.Override public dev.icehouse.v1.PromptForm getForm() {
+    dev.icehouse.v1.PromptForm result = dev.icehouse.v1.PromptForm.forNumber(form_);
+    return result == null ? dev.icehouse.v1.PromptForm.UNRECOGNIZED : result;
+  }
+
   private byte memoizedIsInitialized = -1;
   @java.lang.Override
   public final boolean isInitialized() {
@@ -239,6 +268,9 @@ private static final long serialVersionUID = 0L;
     if (continueFinalMessage_ != false) {
       output.writeBool(4, continueFinalMessage_);
     }
+    if (form_ != dev.icehouse.v1.PromptForm.PROMPT_FORM_UNSPECIFIED.getNumber()) {
+      output.writeEnum(5, form_);
+    }
     getUnknownFields().writeTo(output);
   }
 
@@ -263,6 +295,10 @@ private static final long serialVersionUID = 0L;
     if (continueFinalMessage_ != false) {
       size += com.google.protobuf.CodedOutputStream
         .computeBoolSize(4, continueFinalMessage_);
+    }
+    if (form_ != dev.icehouse.v1.PromptForm.PROMPT_FORM_UNSPECIFIED.getNumber()) {
+      size += com.google.protobuf.CodedOutputStream
+        .computeEnumSize(5, form_);
     }
     size += getUnknownFields().getSerializedSize();
     memoizedSize = size;
@@ -293,6 +329,7 @@ private static final long serialVersionUID = 0L;
     }
     if (getContinueFinalMessage()
         != other.getContinueFinalMessage()) return false;
+    if (form_ != other.form_) return false;
     if (!getUnknownFields().equals(other.getUnknownFields())) return false;
     return true;
   }
@@ -320,6 +357,8 @@ private static final long serialVersionUID = 0L;
     hash = (37 * hash) + CONTINUE_FINAL_MESSAGE_FIELD_NUMBER;
     hash = (53 * hash) + com.google.protobuf.Internal.hashBoolean(
         getContinueFinalMessage());
+    hash = (37 * hash) + FORM_FIELD_NUMBER;
+    hash = (53 * hash) + form_;
     hash = (29 * hash) + getUnknownFields().hashCode();
     memoizedHashCode = hash;
     return hash;
@@ -486,6 +525,7 @@ private static final long serialVersionUID = 0L;
       }
       addGenerationPrompt_ = false;
       continueFinalMessage_ = false;
+      form_ = 0;
       return this;
     }
 
@@ -545,6 +585,9 @@ private static final long serialVersionUID = 0L;
       }
       if (((from_bitField0_ & 0x00000008) != 0)) {
         result.continueFinalMessage_ = continueFinalMessage_;
+      }
+      if (((from_bitField0_ & 0x00000010) != 0)) {
+        result.form_ = form_;
       }
       result.bitField0_ |= to_bitField0_;
     }
@@ -628,6 +671,9 @@ private static final long serialVersionUID = 0L;
       if (other.getContinueFinalMessage() != false) {
         setContinueFinalMessage(other.getContinueFinalMessage());
       }
+      if (other.form_ != 0) {
+        setFormValue(other.getFormValue());
+      }
       this.mergeUnknownFields(other.getUnknownFields());
       onChanged();
       return this;
@@ -684,6 +730,11 @@ private static final long serialVersionUID = 0L;
               bitField0_ |= 0x00000008;
               break;
             } // case 32
+            case 40: {
+              form_ = input.readEnum();
+              bitField0_ |= 0x00000010;
+              break;
+            } // case 40
             default: {
               if (!super.parseUnknownField(input, extensionRegistry, tag)) {
                 done = true; // was an endgroup tag
@@ -1318,6 +1369,84 @@ private static final long serialVersionUID = 0L;
     public Builder clearContinueFinalMessage() {
       bitField0_ = (bitField0_ & ~0x00000008);
       continueFinalMessage_ = false;
+      onChanged();
+      return this;
+    }
+
+    private int form_ = 0;
+    /**
+     * <pre>
+     * Whether the prompt is exactly what the template makes of the messages, or begins as an earlier one.
+     * Default: the setting `tenant.normalized_prompts` for the tenant. Refused with CHAT_INVALID when unknown.
+     * </pre>
+     *
+     * <code>.icehouse.v1.PromptForm form = 5;</code>
+     * @return The enum numeric value on the wire for form.
+     */
+    @java.lang.Override public int getFormValue() {
+      return form_;
+    }
+    /**
+     * <pre>
+     * Whether the prompt is exactly what the template makes of the messages, or begins as an earlier one.
+     * Default: the setting `tenant.normalized_prompts` for the tenant. Refused with CHAT_INVALID when unknown.
+     * </pre>
+     *
+     * <code>.icehouse.v1.PromptForm form = 5;</code>
+     * @param value The enum numeric value on the wire for form to set.
+     * @return This builder for chaining.
+     */
+    public Builder setFormValue(int value) {
+      form_ = value;
+      bitField0_ |= 0x00000010;
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * Whether the prompt is exactly what the template makes of the messages, or begins as an earlier one.
+     * Default: the setting `tenant.normalized_prompts` for the tenant. Refused with CHAT_INVALID when unknown.
+     * </pre>
+     *
+     * <code>.icehouse.v1.PromptForm form = 5;</code>
+     * @return The form.
+     */
+    @java.lang.Override
+    public dev.icehouse.v1.PromptForm getForm() {
+      dev.icehouse.v1.PromptForm result = dev.icehouse.v1.PromptForm.forNumber(form_);
+      return result == null ? dev.icehouse.v1.PromptForm.UNRECOGNIZED : result;
+    }
+    /**
+     * <pre>
+     * Whether the prompt is exactly what the template makes of the messages, or begins as an earlier one.
+     * Default: the setting `tenant.normalized_prompts` for the tenant. Refused with CHAT_INVALID when unknown.
+     * </pre>
+     *
+     * <code>.icehouse.v1.PromptForm form = 5;</code>
+     * @param value The form to set.
+     * @return This builder for chaining.
+     */
+    public Builder setForm(dev.icehouse.v1.PromptForm value) {
+      if (value == null) {
+        throw new NullPointerException();
+      }
+      bitField0_ |= 0x00000010;
+      form_ = value.getNumber();
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * Whether the prompt is exactly what the template makes of the messages, or begins as an earlier one.
+     * Default: the setting `tenant.normalized_prompts` for the tenant. Refused with CHAT_INVALID when unknown.
+     * </pre>
+     *
+     * <code>.icehouse.v1.PromptForm form = 5;</code>
+     * @return This builder for chaining.
+     */
+    public Builder clearForm() {
+      bitField0_ = (bitField0_ & ~0x00000010);
+      form_ = 0;
       onChanged();
       return this;
     }

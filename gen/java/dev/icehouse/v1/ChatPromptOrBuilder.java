@@ -124,4 +124,25 @@ public interface ChatPromptOrBuilder extends
    * @return The continueFinalMessage.
    */
   boolean getContinueFinalMessage();
+
+  /**
+   * <pre>
+   * Whether the prompt is exactly what the template makes of the messages, or begins as an earlier one.
+   * Default: the setting `tenant.normalized_prompts` for the tenant. Refused with CHAT_INVALID when unknown.
+   * </pre>
+   *
+   * <code>.icehouse.v1.PromptForm form = 5;</code>
+   * @return The enum numeric value on the wire for form.
+   */
+  int getFormValue();
+  /**
+   * <pre>
+   * Whether the prompt is exactly what the template makes of the messages, or begins as an earlier one.
+   * Default: the setting `tenant.normalized_prompts` for the tenant. Refused with CHAT_INVALID when unknown.
+   * </pre>
+   *
+   * <code>.icehouse.v1.PromptForm form = 5;</code>
+   * @return The form.
+   */
+  dev.icehouse.v1.PromptForm getForm();
 }

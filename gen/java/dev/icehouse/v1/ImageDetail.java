@@ -145,7 +145,7 @@ public enum ImageDetail
   }
   public static final com.google.protobuf.Descriptors.EnumDescriptor
       getDescriptor() {
-    return dev.icehouse.v1.PromptOuterClass.getDescriptor().getEnumTypes().get(1);
+    return dev.icehouse.v1.PromptOuterClass.getDescriptor().getEnumTypes().get(2);
   }
 
   private static final ImageDetail[] VALUES = values();

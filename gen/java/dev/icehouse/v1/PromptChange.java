@@ -74,7 +74,7 @@ private static final long serialVersionUID = 0L;
   private int count_ = 0;
   /**
    * <pre>
-   * How many lines, or tools, were changed.
+   * How many lines, or tools, were changed, or how many tokens were kept.
    * </pre>
    *
    * <code>int32 count = 2;</code>
@@ -512,7 +512,7 @@ private static final long serialVersionUID = 0L;
     private int count_ ;
     /**
      * <pre>
-     * How many lines, or tools, were changed.
+     * How many lines, or tools, were changed, or how many tokens were kept.
      * </pre>
      *
      * <code>int32 count = 2;</code>
@@ -524,7 +524,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * How many lines, or tools, were changed.
+     * How many lines, or tools, were changed, or how many tokens were kept.
      * </pre>
      *
      * <code>int32 count = 2;</code>
@@ -540,7 +540,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * How many lines, or tools, were changed.
+     * How many lines, or tools, were changed, or how many tokens were kept.
      * </pre>
      *
      * <code>int32 count = 2;</code>

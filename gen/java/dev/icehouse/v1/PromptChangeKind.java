@@ -6,7 +6,7 @@ package dev.icehouse.v1;
 
 /**
  * <pre>
- * A kind of change that makes prompts equal that differ only in noise.
+ * A kind of change that makes prompts begin alike.
  * </pre>
  *
  * Protobuf enum {@code icehouse.v1.PromptChangeKind}
@@ -45,6 +45,15 @@ public enum PromptChangeKind
    * <code>PROMPT_CHANGE_KIND_TOOLS_SORTED = 3;</code>
    */
   PROMPT_CHANGE_KIND_TOOLS_SORTED(3),
+  /**
+   * <pre>
+   * The prompt begins with the tokens of an earlier prompt and its reply, instead of what the template makes of
+   * these turns.
+   * </pre>
+   *
+   * <code>PROMPT_CHANGE_KIND_HISTORY_KEPT = 4;</code>
+   */
+  PROMPT_CHANGE_KIND_HISTORY_KEPT(4),
   UNRECOGNIZED(-1),
   ;
 
@@ -80,6 +89,15 @@ public enum PromptChangeKind
    * <code>PROMPT_CHANGE_KIND_TOOLS_SORTED = 3;</code>
    */
   public static final int PROMPT_CHANGE_KIND_TOOLS_SORTED_VALUE = 3;
+  /**
+   * <pre>
+   * The prompt begins with the tokens of an earlier prompt and its reply, instead of what the template makes of
+   * these turns.
+   * </pre>
+   *
+   * <code>PROMPT_CHANGE_KIND_HISTORY_KEPT = 4;</code>
+   */
+  public static final int PROMPT_CHANGE_KIND_HISTORY_KEPT_VALUE = 4;
 
 
   public final int getNumber() {
@@ -110,6 +128,7 @@ public enum PromptChangeKind
       case 1: return PROMPT_CHANGE_KIND_BILLING_LINE_DROPPED;
       case 2: return PROMPT_CHANGE_KIND_TOOL_KEYS_SORTED;
       case 3: return PROMPT_CHANGE_KIND_TOOLS_SORTED;
+      case 4: return PROMPT_CHANGE_KIND_HISTORY_KEPT;
       default: return null;
     }
   }

@@ -29,7 +29,7 @@ public interface PromptChangeOrBuilder extends
 
   /**
    * <pre>
-   * How many lines, or tools, were changed.
+   * How many lines, or tools, were changed, or how many tokens were kept.
    * </pre>
    *
    * <code>int32 count = 2;</code>

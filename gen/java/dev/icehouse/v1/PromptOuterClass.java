@@ -66,33 +66,36 @@ public final class PromptOuterClass {
       "\000\022*\n\006tokens\030\003 \001(\0132\030.icehouse.v1.TokenPro" +
       "mptH\000\022+\n\006infill\030\004 \001(\0132\031.icehouse.v1.Infi" +
       "llPromptH\000\022 \n\005tools\030\005 \003(\0132\021.icehouse.v1." +
-      "Tool\022\017\n\007adapter\030\006 \001(\tB\006\n\004form\"\313\001\n\nChatPr" +
+      "Tool\022\017\n\007adapter\030\006 \001(\tB\006\n\004form\"\362\001\n\nChatPr" +
       "ompt\022*\n\010messages\030\001 \003(\0132\030.icehouse.v1.Cha" +
       "tMessage\0223\n\022template_arguments\030\002 \001(\0132\027.g" +
       "oogle.protobuf.Struct\022\"\n\025add_generation_" +
       "prompt\030\003 \001(\010H\000\210\001\001\022\036\n\026continue_final_mess" +
-      "age\030\004 \001(\010B\030\n\026_add_generation_prompt\"\360\001\n\013" +
-      "ChatMessage\022\037\n\004role\030\001 \001(\0162\021.icehouse.v1." +
-      "Role\022\017\n\007content\030\002 \001(\t\022\014\n\004name\030\003 \001(\t\022\021\n\tr" +
-      "easoning\030\004 \001(\t\022)\n\ntool_calls\030\005 \003(\0132\025.ice" +
-      "house.v1.ToolCall\022\024\n\014tool_call_id\030\006 \001(\t\022" +
-      "\021\n\ttoken_ids\030\007 \003(\005\022\'\n\005parts\030\010 \003(\0132\030.iceh" +
-      "ouse.v1.ContentPart\022\021\n\trole_name\030\t \001(\t\"N" +
-      "\n\013ContentPart\022\016\n\004text\030\001 \001(\tH\000\022\'\n\005image\030\002" +
-      " \001(\0132\026.icehouse.v1.ImagePartH\000B\006\n\004part\"r" +
-      "\n\tImagePart\022\016\n\004data\030\001 \001(\014H\000\022\r\n\003uri\030\002 \001(\t" +
-      "H\000\022\022\n\nmedia_type\030\003 \001(\t\022(\n\006detail\030\004 \001(\0162\030" +
-      ".icehouse.v1.ImageDetailB\010\n\006source\".\n\014In" +
-      "fillPrompt\022\016\n\006prefix\030\001 \001(\t\022\016\n\006suffix\030\002 \001" +
-      "(\t\"\032\n\013TokenPrompt\022\013\n\003ids\030\001 \003(\005*s\n\004Role\022\024" +
-      "\n\020ROLE_UNSPECIFIED\020\000\022\017\n\013ROLE_SYSTEM\020\001\022\022\n" +
-      "\016ROLE_DEVELOPER\020\002\022\r\n\tROLE_USER\020\003\022\022\n\016ROLE" +
-      "_ASSISTANT\020\004\022\r\n\tROLE_TOOL\020\005*o\n\013ImageDeta" +
-      "il\022\034\n\030IMAGE_DETAIL_UNSPECIFIED\020\000\022\025\n\021IMAG" +
-      "E_DETAIL_AUTO\020\001\022\024\n\020IMAGE_DETAIL_LOW\020\002\022\025\n" +
-      "\021IMAGE_DETAIL_HIGH\020\003B<\n\017dev.icehouse.v1P" +
-      "\001Z\'icehouse.dev/api/icehouse/v1;icehouse" +
-      "v1b\006proto3"
+      "age\030\004 \001(\010\022%\n\004form\030\005 \001(\0162\027.icehouse.v1.Pr" +
+      "omptFormB\030\n\026_add_generation_prompt\"\360\001\n\013C" +
+      "hatMessage\022\037\n\004role\030\001 \001(\0162\021.icehouse.v1.R" +
+      "ole\022\017\n\007content\030\002 \001(\t\022\014\n\004name\030\003 \001(\t\022\021\n\tre" +
+      "asoning\030\004 \001(\t\022)\n\ntool_calls\030\005 \003(\0132\025.iceh" +
+      "ouse.v1.ToolCall\022\024\n\014tool_call_id\030\006 \001(\t\022\021" +
+      "\n\ttoken_ids\030\007 \003(\005\022\'\n\005parts\030\010 \003(\0132\030.iceho" +
+      "use.v1.ContentPart\022\021\n\trole_name\030\t \001(\t\"N\n" +
+      "\013ContentPart\022\016\n\004text\030\001 \001(\tH\000\022\'\n\005image\030\002 " +
+      "\001(\0132\026.icehouse.v1.ImagePartH\000B\006\n\004part\"r\n" +
+      "\tImagePart\022\016\n\004data\030\001 \001(\014H\000\022\r\n\003uri\030\002 \001(\tH" +
+      "\000\022\022\n\nmedia_type\030\003 \001(\t\022(\n\006detail\030\004 \001(\0162\030." +
+      "icehouse.v1.ImageDetailB\010\n\006source\".\n\014Inf" +
+      "illPrompt\022\016\n\006prefix\030\001 \001(\t\022\016\n\006suffix\030\002 \001(" +
+      "\t\"\032\n\013TokenPrompt\022\013\n\003ids\030\001 \003(\005*X\n\nPromptF" +
+      "orm\022\033\n\027PROMPT_FORM_UNSPECIFIED\020\000\022\025\n\021PROM" +
+      "PT_FORM_EXACT\020\001\022\026\n\022PROMPT_FORM_STABLE\020\002*" +
+      "s\n\004Role\022\024\n\020ROLE_UNSPECIFIED\020\000\022\017\n\013ROLE_SY" +
+      "STEM\020\001\022\022\n\016ROLE_DEVELOPER\020\002\022\r\n\tROLE_USER\020" +
+      "\003\022\022\n\016ROLE_ASSISTANT\020\004\022\r\n\tROLE_TOOL\020\005*o\n\013" +
+      "ImageDetail\022\034\n\030IMAGE_DETAIL_UNSPECIFIED\020" +
+      "\000\022\025\n\021IMAGE_DETAIL_AUTO\020\001\022\024\n\020IMAGE_DETAIL" +
+      "_LOW\020\002\022\025\n\021IMAGE_DETAIL_HIGH\020\003B<\n\017dev.ice" +
+      "house.v1P\001Z\'icehouse.dev/api/icehouse/v1" +
+      ";icehousev1b\006proto3"
     };
     descriptor = com.google.protobuf.Descriptors.FileDescriptor
       .internalBuildGeneratedFileFrom(descriptorData,
@@ -111,7 +114,7 @@ public final class PromptOuterClass {
     internal_static_icehouse_v1_ChatPrompt_fieldAccessorTable = new
       com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
         internal_static_icehouse_v1_ChatPrompt_descriptor,
-        new java.lang.String[] { "Messages", "TemplateArguments", "AddGenerationPrompt", "ContinueFinalMessage", });
+        new java.lang.String[] { "Messages", "TemplateArguments", "AddGenerationPrompt", "ContinueFinalMessage", "Form", });
     internal_static_icehouse_v1_ChatMessage_descriptor =
       getDescriptor().getMessageTypes().get(2);
     internal_static_icehouse_v1_ChatMessage_fieldAccessorTable = new

@@ -174,7 +174,7 @@ public enum Role
   }
   public static final com.google.protobuf.Descriptors.EnumDescriptor
       getDescriptor() {
-    return dev.icehouse.v1.PromptOuterClass.getDescriptor().getEnumTypes().get(0);
+    return dev.icehouse.v1.PromptOuterClass.getDescriptor().getEnumTypes().get(1);
   }
 
   private static final Role[] VALUES = values();

@@ -92,13 +92,14 @@ public final class UsageOuterClass {
       "OMPUTE_FASTER\020\005\022\033\n\027REUSE_LIMIT_LOAD_FAIL" +
       "ED\020\006\022\034\n\030REUSE_LIMIT_SWITCHED_OFF\020\007\022\033\n\027RE" +
       "USE_LIMIT_UNSUPPORTED\020\010\022\037\n\033REUSE_LIMIT_P" +
-      "ROMPT_LOGPROBS\020\t*\261\001\n\020PromptChangeKind\022\"\n" +
+      "ROMPT_LOGPROBS\020\t*\326\001\n\020PromptChangeKind\022\"\n" +
       "\036PROMPT_CHANGE_KIND_UNSPECIFIED\020\000\022+\n\'PRO" +
       "MPT_CHANGE_KIND_BILLING_LINE_DROPPED\020\001\022\'" +
       "\n#PROMPT_CHANGE_KIND_TOOL_KEYS_SORTED\020\002\022" +
-      "#\n\037PROMPT_CHANGE_KIND_TOOLS_SORTED\020\003B<\n\017" +
-      "dev.icehouse.v1P\001Z\'icehouse.dev/api/iceh" +
-      "ouse/v1;icehousev1b\006proto3"
+      "#\n\037PROMPT_CHANGE_KIND_TOOLS_SORTED\020\003\022#\n\037" +
+      "PROMPT_CHANGE_KIND_HISTORY_KEPT\020\004B<\n\017dev" +
+      ".icehouse.v1P\001Z\'icehouse.dev/api/icehous" +
+      "e/v1;icehousev1b\006proto3"
     };
     descriptor = com.google.protobuf.Descriptors.FileDescriptor
       .internalBuildGeneratedFileFrom(descriptorData,

@@ -1,0 +1,101 @@
+"""Known replies of one caller: found for a prompt, and noted when a reply ends.
+
+`place` runs in a tokenizer thread. Everything else is for the event loop and only takes notes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from icehouse_server.domain.chat import (
+    CallPiece,
+    ChatMessage,
+    Conversation,
+    MalformedPiece,
+    Piece,
+    ReasoningPiece,
+    RenderedChat,
+    TextPiece,
+    ToolCall,
+)
+from icehouse_server.domain.events import Finished, FinishReason
+from icehouse_server.domain.ids import AdapterName, Tenant
+from icehouse_server.domain.model import ModelInfo
+from icehouse_server.text.reply_memory import EndedReply, ReplyMemory, ReplyPlace, ReplyScope
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class KnownReplies:
+    """The replies to one tenant, with one adapter."""
+
+    memory: ReplyMemory
+    tenant: Tenant
+    adapter: AdapterName
+
+    def place(self, conversation: Conversation, info: ModelInfo) -> ReplyPlace:
+        """Return the place of the conversation's reply; takes time in proportion to its size."""
+        return self.memory.place(conversation, ReplyScope(info.fingerprint_hex, self.tenant, self.adapter))
+
+
+class ReplyNote:
+    """What is remembered of one reply, in the words of its caller. Noted only if the model ended it."""
+
+    def __init__(
+        self,
+        memory: ReplyMemory,
+        place: ReplyPlace,
+        rendered: RenderedChat,
+        *,
+        end_token_ids: frozenset[int],
+    ) -> None:
+        self._memory = memory
+        self._place = place
+        self._rendered = rendered
+        self._end_token_ids = end_token_ids
+        self._token_ids: list[int] = []
+        self._texts: list[str] = []
+        self._reasonings: list[str] = []
+        self._calls: dict[int, tuple[CallPiece, list[str]]] = {}
+
+    def add_tokens(self, token_ids: tuple[int, ...]) -> None:
+        """Take new tokens."""
+        self._token_ids += token_ids
+
+    def add(self, piece: Piece) -> None:
+        """Take a part of what the caller is sent."""
+        match piece:
+            case TextPiece() | MalformedPiece():
+                self._texts.append(piece.text)
+            case ReasoningPiece():
+                self._reasonings.append(piece.text)
+            case CallPiece(is_withdrawn=True):
+                self._calls.pop(piece.index, None)
+            case CallPiece():
+                self._calls.setdefault(piece.index, (piece, []))[1].append(piece.arguments_json)
+
+    def end(self, event: Finished) -> None:
+        """Remember the reply, unless a limit, a stop string or a token of the caller's ended it."""
+        end_token_id = event.stop_token_id
+        if event.reason is not FinishReason.STOP_TOKEN:
+            return
+        if end_token_id is not None:
+            if end_token_id not in self._end_token_ids:
+                return
+            assert self._token_ids[-1:] == [end_token_id], "the token that ended it comes last"
+            self._token_ids.pop()
+        calls = tuple(
+            ToolCall(first.id, first.name, "".join(arguments)) for first, arguments in self._calls.values()
+        )
+        message = ChatMessage(
+            "assistant", "".join(self._texts), reasoning="".join(self._reasonings), tool_calls=calls
+        )
+        self._memory.remember(
+            EndedReply(
+                place=self._place,
+                prompt_token_ids=self._rendered.token_ids,
+                extends_known=self._rendered.kept_token_count > 0,
+                output_token_ids=tuple(self._token_ids),
+                end_token_id=end_token_id,
+                message=message,
+            )
+        )

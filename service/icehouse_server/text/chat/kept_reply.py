@@ -1,0 +1,98 @@
+"""Kept reply: an earlier turn that stays in a prompt as it was generated, and what comes behind it.
+
+Templates rewrite the past: they drop reasoning, trim text and write calls anew. Here the prompt that the turn
+answered and its own tokens are kept, and only what the template writes behind the turn is added. To find
+that, a mark takes the place of the turn's text, or of its last call's arguments. Pure functions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Collection
+
+from icehouse_server.domain.chat import Conversation
+
+_MARK = "qzkeptreplyqz"
+_TOOL_MARK = "qzkepttoolqz"
+"""Behind the first tool's description: a template that writes the tools behind the turn shows it there."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class KeptReply:
+    """An assistant's turn that was generated here."""
+
+    index: int
+    """Of its message."""
+    token_ids: tuple[int, ...]
+    """The prompt that it answered and then its own tokens, without the one that ended it."""
+    end_token_id: int | None = None
+    """The token that ended it; None where none was drawn."""
+
+
+def marked(conversation: Conversation, index: int) -> Conversation:
+    """Return the conversation with the mark in the turn at `index` and without drawn tokens up to it."""
+    messages = [
+        dataclasses.replace(message, token_ids=()) if number <= index else message
+        for number, message in enumerate(conversation.messages)
+    ]
+    turn = dataclasses.replace(messages[index], reasoning="")
+    if turn.tool_calls:
+        *others, last = turn.tool_calls
+        last = dataclasses.replace(last, arguments_json=f'{{"qzkeyqz": "{_MARK}"}}')
+        messages[index] = dataclasses.replace(turn, tool_calls=(*others, last))
+    else:
+        messages[index] = dataclasses.replace(turn, content=_MARK)
+    tools = conversation.tools
+    if tools:
+        shown = dataclasses.replace(tools[0], description=tools[0].description + _TOOL_MARK)
+        tools = (shown, *tools[1:])
+    return dataclasses.replace(conversation, messages=tuple(messages), tools=tools)
+
+
+def behind_mark(text: str) -> str | None:
+    """Return what stands behind the mark; None if it is not there exactly once, or tools are behind it."""
+    _, mark, behind = text.partition(_MARK)
+    return None if not mark or _MARK in behind or _TOOL_MARK in behind else behind
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TurnEnd:
+    """How a template ends the marked turn."""
+
+    closing: str
+    """What it writes behind the mark where nothing follows the turn."""
+    end: str
+    """The token that ended the reply, as text; empty where none was drawn."""
+    marks: re.Pattern[str]
+    """Matches the special tokens that stand between turns."""
+    has_calls: bool
+
+    def tail(self, behind: str) -> str | None:
+        """Return what follows the reply's tokens, of the text behind the mark; None if that is not certain.
+
+        It begins with the token that ends the turn, or with the next turn where the template writes none.
+        """
+        start, end = self._mark_index(behind), self._mark_index(self.closing)
+        if not behind.startswith(self.closing):
+            # The last turn of all is ended differently, as by gpt-oss, or a reply's header always follows.
+            is_same = start is not None and end is not None and behind[:start] == self.closing[:end]
+            return behind[start:] if is_same else None
+        if self.end and self.end in self.closing:
+            return behind[self.closing.index(self.end) :]
+        if end is not None:
+            return behind[end:]
+        # The header of the next turn ends this one; what stands before it is the end of a call.
+        rest = behind[len(self.closing) :]
+        is_next = not rest or self.marks.match(rest) is not None
+        return rest if is_next and (self.has_calls or not self.closing.strip()) else None
+
+    def _mark_index(self, text: str) -> int | None:
+        match = self.marks.search(text)
+        return None if match is None else match.start()
+
+
+def marks_of(special_tokens: Collection[str], *, without: Collection[str]) -> re.Pattern[str]:
+    """Return a pattern of these tokens, except those that a reply consists of."""
+    found = sorted(set(special_tokens) - set(without), key=lambda token: (-len(token), token))
+    return re.compile("|".join(map(re.escape, found)) or r"(?!)")

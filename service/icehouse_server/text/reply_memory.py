@@ -1,0 +1,262 @@
+"""Reply memory: the tokens of earlier prompts and their replies, found by the conversation up to a reply.
+
+A reply is known by everything before it and by what it says, not by a session: forks, sub-agents and answers
+that were asked for again each find their own. The tenant is part of its name, so nobody finds another's.
+
+Used by tokenizer threads, which do all digesting; `remember` is for the event loop and only takes a note.
+A reply's tokens begin with those of the reply before it, so only what is new is kept. The least recently used
+ones are dropped, a reply always after those that build on it.
+"""
+
+from __future__ import annotations
+
+import array
+import collections
+import dataclasses
+import hashlib
+import itertools
+import json
+import threading
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from icehouse_server.domain.chat import ChatMessage, Conversation, ToolCall
+from icehouse_server.domain.ids import AdapterName, Tenant
+from icehouse_server.text.chat.kept_reply import KeptReply
+
+ENTRY_LIMIT = 16_384
+"""Replies that are kept at most, however short they are."""
+ENTRY_BYTES = 512
+"""What a reply counts beside its tokens: names, links and Python's objects."""
+_TOKEN_BYTES = 4
+_NOTE_LIMIT = 256
+"""Ended replies that wait for the next prompt; of more the oldest are forgotten."""
+_GENERATED, _SENT = b"generated", b"sent"
+
+_Key = bytes
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ReplyScope:
+    """Whose replies they are, and of which model."""
+
+    model: str
+    """Names the model with its weights and its template."""
+    tenant: Tenant
+    adapter: AdapterName
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ReplyPlace:
+    """Where a conversation's reply belongs, and what is known of the conversation."""
+
+    tenant: Tenant
+    key: _Key
+    """Stands for everything before the reply."""
+    known: _Key | None = None
+    """The last earlier reply that is known."""
+    kept: KeptReply | None = None
+    """The same reply, for the prompt."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EndedReply:
+    """A reply that the model ended itself, as its caller read it."""
+
+    place: ReplyPlace
+    prompt_token_ids: tuple[int, ...]
+    extends_known: bool
+    """Whether the prompt began with the tokens of the place's known reply."""
+    output_token_ids: tuple[int, ...]
+    """Without the token that ended it."""
+    end_token_id: int | None
+    message: ChatMessage
+
+
+@dataclasses.dataclass(slots=True)
+class _Entry:
+    """A known reply."""
+
+    parent: _Key | None
+    """The last known reply before it."""
+    shares_parent: bool
+    """Whether its tokens begin with the parent's, which are not kept here again."""
+    tokens: array.array[int]
+    token_count: int
+    """All of them, with the parent's."""
+    end_token_id: int | None
+    reasoning: bytes
+    """The digest of its reasoning."""
+
+    @property
+    def size_bytes(self) -> int:
+        return ENTRY_BYTES + _TOKEN_BYTES * len(self.tokens)
+
+
+@dataclasses.dataclass(slots=True)
+class _TenantReplies:
+    """A tenant's replies, the least recently used first."""
+
+    entries: collections.OrderedDict[_Key, _Entry] = dataclasses.field(
+        default_factory=collections.OrderedDict
+    )
+    size_bytes: int = 0
+
+    def touch(self, key: _Key | None) -> None:
+        """Note that a reply is used, and after it those that it builds on: so they are dropped later."""
+        while key is not None:
+            self.entries.move_to_end(key)
+            key = self.entries[key].parent
+
+    def token_ids(self, key: _Key | None) -> tuple[int, ...]:
+        """Return all tokens of a reply, with those of its prompt."""
+        parts: list[array.array[int]] = []
+        while key is not None:
+            entry = self.entries[key]
+            parts.append(entry.tokens)
+            key = entry.parent if entry.shares_parent else None
+        return tuple(itertools.chain.from_iterable(reversed(parts)))
+
+
+class ReplyMemory:
+    """Bounded in bytes and in replies. Over a bound, the tenant with the most bytes loses its oldest."""
+
+    def __init__(self, *, limit_bytes: int, entry_limit: int = ENTRY_LIMIT) -> None:
+        self._limit_bytes = limit_bytes
+        self._entry_limit = entry_limit
+        self._lock = threading.Lock()
+        self._notes: collections.deque[EndedReply] = collections.deque(maxlen=_NOTE_LIMIT)
+        self._tenants: dict[Tenant, _TenantReplies] = {}
+        self.size_bytes = 0
+        self.entry_count = 0
+
+    def remember(self, reply: EndedReply) -> None:
+        """Note a reply. Any thread; takes no time."""
+        self._notes.append(reply)
+
+    def place(self, conversation: Conversation, scope: ReplyScope) -> ReplyPlace:
+        """Return the place of a conversation's reply, with the last earlier reply of it that is known."""
+        key = _root_key(conversation, scope)
+        digests = list(_message_digests(conversation.messages))
+        known: tuple[int, _Key] | None = None
+        with self._lock:
+            self._take_notes()
+            replies = self._tenants.get(scope.tenant, _TenantReplies())
+            for index, (message, digest) in enumerate(zip(conversation.messages, digests, strict=True)):
+                key = _joined(key, digest)
+                if message.role != "assistant":
+                    continue
+                reasoning = _text_digest(message.reasoning)
+                entry = replies.entries.get(key)
+                if entry is not None and (not message.reasoning.strip() or reasoning == entry.reasoning):
+                    known, key = (index, key), _joined(key, _GENERATED)
+                else:
+                    key = _joined(key, _SENT, reasoning)
+            if known is None:
+                return ReplyPlace(scope.tenant, key)
+            index, found = known
+            replies.touch(found)
+            end_token_id = replies.entries[found].end_token_id
+            kept = KeptReply(index, replies.token_ids(found), end_token_id)
+            return ReplyPlace(scope.tenant, key, found, kept)
+
+    def _take_notes(self) -> None:
+        while self._notes:
+            self._add(self._notes.popleft())
+
+    def _add(self, reply: EndedReply) -> None:
+        place = reply.place
+        replies = self._tenants.setdefault(place.tenant, _TenantReplies())
+        key = _joined(place.key, next(_message_digests((reply.message,))))
+        parent = None if place.known is None else replies.entries.get(place.known)
+        if place.known is None or parent is not None:
+            # If the reply that its name builds on was dropped meanwhile, nobody would find it.
+            token_ids = (*reply.prompt_token_ids, *reply.output_token_ids)
+            shares_parent = parent is not None and reply.extends_known
+            new = token_ids[parent.token_count :] if parent is not None and shares_parent else token_ids
+            entry = _Entry(
+                parent=place.known,
+                shares_parent=shares_parent,
+                tokens=array.array("i", new),
+                token_count=len(token_ids),
+                end_token_id=reply.end_token_id,
+                reasoning=_text_digest(reply.message.reasoning),
+            )
+            self._put(replies, key, entry)
+        if not replies.entries:
+            self._tenants.pop(place.tenant, None)
+
+    def _put(self, replies: _TenantReplies, key: _Key, entry: _Entry) -> None:
+        if key not in replies.entries:
+            replies.entries[key] = entry
+            replies.size_bytes += entry.size_bytes
+            self.size_bytes += entry.size_bytes
+            self.entry_count += 1
+        replies.touch(key)
+        while self.size_bytes > self._limit_bytes or self.entry_count > self._entry_limit:
+            self._drop_one()
+
+    def _drop_one(self) -> None:
+        tenant = max(self._tenants, key=lambda tenant: self._tenants[tenant].size_bytes)
+        replies = self._tenants[tenant]
+        _, entry = replies.entries.popitem(last=False)
+        replies.size_bytes -= entry.size_bytes
+        self.size_bytes -= entry.size_bytes
+        self.entry_count -= 1
+        if not replies.entries:
+            del self._tenants[tenant]
+
+
+def _root_key(conversation: Conversation, scope: ReplyScope) -> _Key:
+    """Return what stands for all that comes before a conversation's messages."""
+    tools = [[tool.name, tool.description, tool.parameters] for tool in conversation.tools]
+    facts = [scope.model, scope.tenant, scope.adapter, conversation.template_arguments, tools]
+    return _text_digest(json.dumps(facts))
+
+
+def _message_digests(messages: Iterable[ChatMessage]) -> Iterator[bytes]:
+    """Yield what each message says, without reasoning. Calls count by their place and not by their ids, which
+    clients replace; around an assistant's text spaces do not count."""
+    places: dict[str, int] = {}
+    for message in messages:
+        for call in message.tool_calls:
+            places[call.id] = len(places)
+        is_reply = message.role == "assistant"
+        facts = [
+            message.role,
+            message.name,
+            message.content.strip() if is_reply else message.content,
+            [[call.name, _arguments(call)] for call in message.tool_calls],
+            places.get(message.tool_call_id, message.tool_call_id),
+        ]
+        yield _text_digest(json.dumps(facts))
+
+
+def _arguments(call: ToolCall) -> str:
+    """Return a call's arguments in one of the ways to write them; text that is no JSON as it is."""
+    try:
+        return json.dumps(_uniform(json.loads(call.arguments_json)), sort_keys=True)
+    except (ValueError, RecursionError):
+        return call.arguments_json
+
+
+def _uniform(value: Any) -> Any:
+    """Return JSON with whole numbers written in one way: to many clients 1.0 is 1."""
+    if isinstance(value, dict):
+        return {key: _uniform(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_uniform(item) for item in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _text_digest(text: str) -> bytes:
+    """Return the digest of a text; half of a surrogate pair is no error."""
+    return _joined(text.strip().encode("utf-8", "surrogatepass"))
+
+
+def _joined(*parts: bytes) -> bytes:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "big"))
+        digest.update(part)
+    return digest.digest()
