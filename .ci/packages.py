@@ -1,10 +1,10 @@
 """The four distributions, built and installed as users do: `make packages`.
 
-Builds a wheel of each into dist/wheels, proves that no file is in two of them and that what must ship does, installs them
-in many orders, each into an environment of its own, and removes them one after the other: what stays must be
-whole, by the hashes of its own record, and must still be importable. The commands run from a folder that
-has a package `service` of its own. What the distributions depend on is taken from the environment that runs
-this, so nothing is downloaded.
+Builds a wheel of each into dist/wheels, proves that no file is in two of them and that what must ship does,
+installs them in many orders, each into an environment of its own, and removes them one after the other: what
+stays must be whole, by the hashes of its own record, and must still be importable. The commands run from a
+folder that has a package `service` of its own. What the distributions depend on is taken from the environment
+that runs this, so nothing is downloaded.
 """
 
 from __future__ import annotations
