@@ -22,6 +22,8 @@ from icehouse_server.demo.mlx_folder import renew_template, write_tokenizer, wri
 from icehouse_server.demo.models import DemoModel
 from icehouse_server.errors import ModelError, Reason
 
+BUILT_BYTES = 1 << 30
+"""What a demo model may take on disk while it is made."""
 _BUILDER_VERSION = 1
 _ORIGIN_FILE = "icehouse.json"
 """Written last; says from which bytes and by which version of the builder the folder was made."""
@@ -172,6 +174,13 @@ def _partial_prefix(folder: Path) -> str:
 def _remove_leftovers(folder: Path) -> None:
     for leftover in folder.parent.glob(_partial_prefix(folder) + "*"):
         shutil.rmtree(leftover)
+
+
+def remove_demo_model(model: DemoModel) -> None:
+    """Remove a built model; what a crash leaves of it is removed by the next build. Raises OSError."""
+    with _only_builder(model.folder.parent):
+        model.folder.rename(tempfile.mkdtemp(prefix=_partial_prefix(model.folder), dir=model.folder.parent))
+        _remove_leftovers(model.folder)
 
 
 @contextlib.contextmanager
