@@ -1,4 +1,4 @@
-"""Models on this machine: fetched from a hub of the test's own, listed, and removed where nobody uses them."""
+"""Models on this machine: fetched from a hub of the test's own, listed, removed where nobody uses them."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from icehouse_server.bootstrap import hub as hub_cache
 from icehouse_server.bootstrap import kept_models
 from icehouse_server.bootstrap.room import ModelSize, Room, check_disk
 from icehouse_server.demo.models import SMOLLM2
@@ -150,7 +151,7 @@ def test_what_cannot_be_pulled_is_told_in_one_line(
 
 def test_a_demo_model_is_listed_and_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(kept_models.hub, "cached_models", list)
+    monkeypatch.setattr(hub_cache, "cached_models", list)
     SMOLLM2.folder.mkdir(parents=True)
     (SMOLLM2.folder / "model.safetensors").write_bytes(b"12")
     assert kept_models.kept_models() == []

@@ -45,8 +45,8 @@ async def test_each_text_has_its_vector() -> None:
 async def test_texts_are_ranked_by_how_well_they_answer() -> None:
     async with running() as served:
         served.engine.script = vowels
-        ask = ("--text", TEXT, "--positive-answer", "y", "--negative-answer", "n")
-        ask += ("--address", served.server.address)
+        ask = ["--text", TEXT, "--positive-answer", "y", "--negative-answer", "n"]
+        ask += ["--address", served.server.address]
         told = await invoke("rerank", "q", "xyz", "aeio", "--top-count", "1", *ask)
         facts = await invoke("rerank", "q", "-", "--json", *ask, input="xyz\naeio\n")
     assert told.stdout.split()[2:] == ["0.095", "aeio"]
