@@ -23,6 +23,7 @@ from icehouse_server.config.setting import Setting, SettingKind
 _PANELS = {
     "server": "Server",
     "connection": "Connections",
+    "http": "HTTP",
     "security": "Security",
     "tenant": "Tenants",
     "model": "Model",
@@ -42,6 +43,7 @@ _METAVARS = {
     SettingKind.SECONDS: "SECONDS",
     SettingKind.MILLISECONDS: "MS",
     SettingKind.RATIO: "0..1",
+    SettingKind.NUMBER: "X",
     SettingKind.BYTES: "SIZE",
 }
 
@@ -52,6 +54,7 @@ OFTEN_SET = (
     "model.model",
     "server.host",
     "server.port",
+    "http.port",
     "security.token_file",
     "engine.memory_limit_bytes",
     "cache.ram_bytes",
