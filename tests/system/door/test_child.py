@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
 import signal
 import socket
 from pathlib import Path
@@ -71,8 +71,9 @@ def test_a_second_signal_ends_both_at_once(model: Path, tmp_path: Path) -> None:
                 # New callers are turned away although the stream goes on.
                 assert next(lines) is not None
             server.terminate()
-            with pytest.raises(httpx2.RemoteProtocolError):
-                list(lines)
+            # Whether the child still tells of it depends on what it notices first.
+            with contextlib.suppress(httpx2.RemoteProtocolError):
+                assert "data: [DONE]" not in list(lines)
         assert server.wait() == 128 + signal.SIGTERM
 
 
