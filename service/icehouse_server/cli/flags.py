@@ -24,6 +24,7 @@ from icehouse_server.config.setting import Setting, SettingKind
 _PANELS = {
     "server": "Server",
     "connection": "Connections",
+    "http": "HTTP",
     "security": "Security",
     "tenant": "Tenants",
     "model": "Model",
@@ -43,13 +44,14 @@ _METAVARS = {
     SettingKind.SECONDS: "SECONDS",
     SettingKind.MILLISECONDS: "MS",
     SettingKind.RATIO: "0..1",
+    SettingKind.NUMBER: "X",
     SettingKind.BYTES: "SIZE",
 }
 
 
 OFTEN_SET: Mapping[str, tuple[str, ...]] = {
     "Model": ("model.model", "engine.memory_limit_bytes"),
-    "Addresses and callers": ("server.host", "server.port", "security.token_file"),
+    "Addresses and callers": ("server.host", "server.port", "http.port", "security.token_file"),
     "Prefix cache": ("cache.ram_bytes", "cache.ssd_bytes", "cache.directory"),
     "Fleet and watching": (
         *("fleet.worker_enabled", "telemetry.metrics_port", "telemetry.status_page_enabled"),

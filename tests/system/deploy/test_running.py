@@ -38,7 +38,7 @@ HTTP_OPTIONS = {
     "--alias",
     "--strict-models",
     "--allow-origin",
-    "--max-body-mib",
+    "--max-body-bytes",
     "--ca-file",
     "--temperature",
 }

@@ -182,7 +182,7 @@ class Front:
     async def health(self, request: Request, caller: Caller) -> Response:
         """GET /health: 200 while the server takes requests, 503 otherwise."""
         try:
-            status = await self.upstream.health()
+            status = await self.upstream.health(caller)
         except IcehouseClientError as error:
             status = error.reason
         return JSONResponse({"status": status}, 200 if status == "SERVING" else 503)

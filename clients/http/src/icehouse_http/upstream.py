@@ -48,7 +48,9 @@ class Upstream:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         security = Security(ca_pem=settings.ca_pem)
-        self._client = AsyncClient(settings.address, timeout_s=None, security=security)
+        self._client = AsyncClient(
+            settings.address, timeout_s=None, security=security, watches_health=settings.watches_health
+        )
         self._models: list[Model] = []
         self._asked_time = -_KNOWN_FOR_S
 
@@ -67,9 +69,9 @@ class Upstream:
             )
         return Caller(self._client.with_metadata({"authorization": f"Bearer {token}"}), token)
 
-    async def health(self) -> str:
+    async def health(self, caller: Caller) -> str:
         """Return what the server says of itself: SERVING, NOT_SERVING."""
-        return await self._client.health(timeout_s=_KNOWN_FOR_S)
+        return await caller.client.health(timeout_s=_KNOWN_FOR_S)
 
     async def models(self, caller: Caller) -> list[Model]:
         """Ask for the served models."""
