@@ -19,6 +19,24 @@ OnSize = Callable[[str, ModelSize], None]
 """Told a model's name and size as soon as that is known, before anything is fetched. It may raise."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class ServedModels:
+    """The model of a server, and the one that guesses tokens for it."""
+
+    model: ModelSource
+    draft: ModelSource | None
+
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        return (self.model.path,) if self.draft is None else (self.model.path, self.draft.path)
+
+
+def locate_models(config: ModelConfig, *, on_progress: OnProgress, on_size: OnSize) -> ServedModels:
+    """Return where the configured models are, as `locate_model` does."""
+    model = locate_model(config, on_progress=on_progress, on_size=on_size)
+    return ServedModels(model, locate_draft_model(config, on_progress=on_progress, on_size=on_size))
+
+
 def locate_model(
     config: ModelConfig, *, on_progress: OnProgress, on_size: OnSize = lambda model, size: None
 ) -> ModelSource:

@@ -28,12 +28,13 @@ class Room:
 
     def __init__(self, *, memory_limit_bytes: int) -> None:
         self._memory_limit_bytes = memory_limit_bytes
-        self._weight_bytes = 0
+        self.weight_bytes = 0
+        """Of all models so far."""
 
     def check(self, model: str, size: ModelSize) -> None:
         """Raise StartError when memory cannot hold the weights, and what `check_disk` raises."""
-        self._weight_bytes += size.weight_bytes
-        if self._weight_bytes > self._memory_limit_bytes:
+        self.weight_bytes += size.weight_bytes
+        if self.weight_bytes > self._memory_limit_bytes:
             raise StartError(
                 Reason.MEMORY_NEVER_FITS,
                 f"the weights of {model} take {_text(size.weight_bytes)}, and this server may use "

@@ -18,6 +18,7 @@ from icehouse_server.cli.flags import SettingsCommand, show_config, with_setting
 from icehouse_server.cli.local.bench import bench
 from icehouse_server.cli.local.run import run
 from icehouse_server.cli.service import service_commands
+from icehouse_server.cli.terminal.first_words import first_words
 from icehouse_server.cli.terminal.logs import setup_logging
 from icehouse_server.config import LoadedConfig, load_config
 from icehouse_server.config.load import enlarge_attention_plan_cache
@@ -42,7 +43,8 @@ def _serve(loaded: LoadedConfig) -> None:
     # Imported only now: MLX must find OpenBLAS there.
     from icehouse_server.cli.serve import serve
 
-    serve(loaded)
+    with first_words(loaded):
+        serve(loaded)
 
 
 def _doctor(loaded: LoadedConfig, as_json: AsJson = False) -> None:

@@ -24,13 +24,16 @@ import uvloop
 from icehouse_server import heap
 from icehouse_server.bootstrap.cache_parts import check_directory
 from icehouse_server.bootstrap.composition import Server, build_server
+from icehouse_server.bootstrap.kept_models import held
 from icehouse_server.bootstrap.machine import (
     allow_open_files,
     freeze_objects,
     give_back_large_arrays,
+    memory_limit,
     wanted_file_count,
 )
-from icehouse_server.bootstrap.model_source import locate_draft_model, locate_model
+from icehouse_server.bootstrap.model_source import ServedModels, locate_models
+from icehouse_server.bootstrap.room import Room
 from icehouse_server.cli.http_door import LAST_WORDS_S, HttpDoor, http_door
 from icehouse_server.cli.service.stop_bounds import BOUNDS
 from icehouse_server.cli.terminal.build_progress import build_progress
@@ -41,7 +44,7 @@ from icehouse_server.device import Device, find_device
 from icehouse_server.domain.model import EngineState
 from icehouse_server.errors import EngineFailed, IcehouseError, Reason
 from icehouse_server.rpc.engine_client.router import Router
-from icehouse_server.rpc.listen_address import check_address, check_free
+from icehouse_server.rpc.listen_address import check_address, check_free, check_metrics_free
 
 _log = logging.getLogger("icehouse.boot")
 
@@ -84,10 +87,22 @@ async def _serve(config: Config, clock: Clock, manager: ServiceManager, device: 
     # Finding and loading a model may take minutes, after which nobody wants to hear of these.
     check_address(config.server, config.security)
     check_free(config.server)
+    check_metrics_free(config.telemetry)
     check_directory(config.cache)
     async with http_door(config) as door:
-        server = _composed(config, clock, device, narrator)
-        await _run(server, config, door, manager=manager, narrator=narrator)
+        models = _located(config, device, narrator)
+        with held(*models.folders):
+            router = Router(asyncio.get_running_loop())
+            with narrator.phase("tokenizer_read"):
+                server = build_server(
+                    config,
+                    model=models.model,
+                    draft=models.draft,
+                    device=device,
+                    router=router,
+                    clock=clock,
+                )
+            await _run(server, config, door, manager=manager, narrator=narrator)
     has_failed = server.router.state is EngineState.FAILED
     await _leave_stuck_work(1 if has_failed else 0)
     _bound_end(1 if has_failed else 0)
@@ -95,17 +110,16 @@ async def _serve(config: Config, clock: Clock, manager: ServiceManager, device: 
         raise server.engine.error or EngineFailed(Reason.ENGINE_FAILED, "the engine failed; see the log")
 
 
-def _composed(config: Config, clock: Clock, device: Device, narrator: Narrator) -> Server:
-    """Find the model and wire the server; raises IcehouseError."""
+def _located(config: Config, device: Device, narrator: Narrator) -> ServedModels:
+    """Return the models; raises IcehouseError, for lack of room before any download."""
+    room = Room(memory_limit_bytes=memory_limit(config.engine.memory_limit_bytes, device))
     with narrator.phase("model_found") as fields, build_progress() as on_progress:
-        model = locate_model(config.model, on_progress=on_progress)
-        fields.update(model=model.model_id, path=model.path)
-        draft = locate_draft_model(config.model, on_progress=on_progress)
-        if draft is not None:
-            fields.update(draft_model=draft.model_id, draft_path=draft.path)
-    router = Router(asyncio.get_running_loop())
-    with narrator.phase("tokenizer_read"):
-        return build_server(config, model=model, draft=draft, device=device, router=router, clock=clock)
+        models = locate_models(config.model, on_progress=on_progress, on_size=room.check)
+        fields.update(model=models.model.model_id, path=models.model.path)
+        if models.draft is not None:
+            fields.update(draft_model=models.draft.model_id, draft_path=models.draft.path)
+        fields.update(size_bytes=room.weight_bytes)
+    return models
 
 
 async def _run(

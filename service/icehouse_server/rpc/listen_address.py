@@ -16,7 +16,7 @@ from pathlib import Path
 
 import grpc
 
-from icehouse_server.config import ConnectionConfig, HttpConfig, SecurityConfig, ServerConfig
+from icehouse_server.config import ConnectionConfig, HttpConfig, SecurityConfig, ServerConfig, TelemetryConfig
 from icehouse_server.errors import Reason, StartError
 
 _logger = logging.getLogger("icehouse_server.rpc.address")
@@ -141,6 +141,15 @@ def check_free(config: ServerConfig) -> None:
         _check_socket(Path(config.uds).expanduser())
     elif (cause := _try_to_listen(host=config.host, port=config.port)) is not None:
         raise _tcp_error(cause, host=config.host, port=config.port)
+
+
+def check_metrics_free(config: TelemetryConfig) -> None:
+    """Raise StartError where the Prometheus endpoint cannot listen, as `check_free` does."""
+    if config.metrics_port is None:
+        return
+    host, port = config.metrics_host, config.metrics_port
+    if (cause := _try_to_listen(host=host, port=port)) is not None:
+        raise _tcp_error(cause, host=host, port=port, flags="--metrics-")
 
 
 def _missing_at(host: str, security: SecurityConfig) -> str:
