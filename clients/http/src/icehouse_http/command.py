@@ -8,8 +8,9 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
+from icehouse_http.serving.certificate import TlsFiles
 from icehouse_http.serving.logs import setup_logging
-from icehouse_http.serving.server import Listening, TlsFiles, run
+from icehouse_http.serving.server import Listening, run
 from icehouse_http.settings import Settings
 
 
