@@ -99,6 +99,7 @@ OWNERS = {
     "google": ("rpc.",),
     "icehouse": ("rpc.",),
     "icehouse_client": ("cli.",),
+    "icehouse_http": ("cli.main",),
     "jinja2": ("text.chat.template",),
     "jsonschema": ("text.values.arguments",),
     "referencing": ("text.values.arguments",),

@@ -55,6 +55,8 @@ def _doctor(loaded: LoadedConfig, as_json: AsJson = False) -> None:
         raise typer.Exit(EXIT_FAILURE)
 
 
+_PASSES_ALL_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
+
 app.command("serve", cls=SettingsCommand, rich_help_panel=SERVE)(with_settings(_serve, takes_model=True))
 app.command("run", rich_help_panel=SERVE)(run)
 
@@ -69,6 +71,14 @@ def demo(
 
     if not run_demo(question=prompt, max_output_tokens=max_output_tokens):
         raise typer.Exit(EXIT_FAILURE)
+
+
+@app.command("http", add_help_option=False, context_settings=_PASSES_ALL_ON, rich_help_panel=SERVE)
+def http(context: typer.Context) -> None:
+    """Offer OpenAI's and Anthropic's HTTP APIs for a server anywhere; the same as `icehouse-http`."""
+    from icehouse_http.command import main as front
+
+    front(context.args)
 
 
 app.registered_commands += client.app.registered_commands

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
 
+from icehouse_http.serving.certificate import TlsFiles
 from icehouse_http.serving.logs import setup_logging
-from icehouse_http.serving.server import Listening, TlsFiles, run
+from icehouse_http.serving.server import Listening, run
 from icehouse_http.settings import Settings
 
 
@@ -19,7 +21,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     if (given.tls_certificate is None) != (given.tls_key is None):
         parser.error("--tls-certificate and --tls-key go together")
-    setup_logging(is_json=given.log_format == "json", level=given.log_level)
+    is_shown = given.ends_with_stdin and given.log_format == "text" and sys.stderr.isatty()
+    setup_logging(is_json=given.log_format == "json", level=given.log_level, tells_course=not is_shown)
     if given.ends_with_stdin:
         _end_with_stdin()
     run(settings_from(given), listening_from(given))

@@ -7,13 +7,13 @@ import logging
 import os
 import socket
 from collections.abc import Sequence
-from pathlib import Path
 from types import FrameType
 
 import uvicorn
 
 from icehouse_http.app import create_app
 from icehouse_http.header_timeout import HeaderTimeoutProtocol
+from icehouse_http.serving.certificate import CertificateWatch, TlsFiles
 from icehouse_http.serving.logs import LOGGER_NAME
 from icehouse_http.settings import Settings
 
@@ -23,14 +23,6 @@ _KEEP_ALIVE_S = 75
 _CONNECTION_LIMIT = 512
 _LOOK_INTERVAL_S = 5
 """How often the certificate's files are looked at."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class TlsFiles:
-    """What HTTPS is spoken with."""
-
-    certificate: Path
-    key: Path
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +41,10 @@ class FrontServer(uvicorn.Server):
     """uvicorn's server. The first SIGTERM or SIGINT drains it and it ends with code 0; another ends it at
     once."""
 
+    def __init__(self, config: uvicorn.Config, tls: TlsFiles | None) -> None:
+        super().__init__(config)
+        self._tls = tls
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Take a signal."""
         if self.should_exit:
@@ -58,6 +54,9 @@ class FrontServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to listen, and say where."""
         await super().startup(sockets)
+        if self._tls is not None and self.config.ssl is not None:
+            self.config.callback_notify = CertificateWatch(self._tls, self.config.ssl).look
+            self.config.timeout_notify = _LOOK_INTERVAL_S
         if self.started:
             _log.info("http_started", extra={"url": _url_of(self), "pid": os.getpid()})
 
@@ -70,9 +69,7 @@ class FrontServer(uvicorn.Server):
 
 def server_of(settings: Settings, listening: Listening) -> FrontServer:
     """Return a server for the event loop that it is run on."""
-    certificate, key = (
-        (None, None) if listening.tls is None else (listening.tls.certificate, listening.tls.key)
-    )
+    tls = listening.tls
     config = uvicorn.Config(
         create_app(settings),
         host=listening.host,
@@ -87,10 +84,10 @@ def server_of(settings: Settings, listening: Listening) -> FrontServer:
         timeout_keep_alive=_KEEP_ALIVE_S,
         # It is only waited for, and a part of a second is as good as a whole one.
         timeout_graceful_shutdown=listening.grace_s,  # type: ignore[arg-type]
-        ssl_certfile=certificate,
-        ssl_keyfile=key,
+        ssl_certfile=tls.certificate if tls else None,
+        ssl_keyfile=tls.key if tls else None,
     )
-    return FrontServer(config)
+    return FrontServer(config, tls)
 
 
 def run(settings: Settings, listening: Listening) -> None:
