@@ -1,5 +1,6 @@
 # `make help` lists the usual targets; a comment with one # behind a target keeps it off that list.
-# VENV names the environment, PYTHON the interpreter that makes it, EXTRAS what is installed.
+# VENV names the environment, PYTHON the interpreter that makes it, EXTRAS what is installed. `make demo` and
+# `make serve` are content with what users install, without EXTRAS: less than half of what the tests need.
 # WORKERS is how many processes run the tests: one more than there are cores, since some tests wait. All tests of
 # a file run in one process and share its fixtures. The long files of tests/system come first, so that none of
 # them starts last and keeps the others waiting. The slow tests go to whichever process is free instead: kept in
@@ -18,6 +19,7 @@ BIN := $(VENV)/bin
 # A failure is told at once: a run that is cut off has said what failed.
 PYTEST = $(BIN)/python -m pytest -q --instafail
 STAMP := $(VENV)/.stamp-$(EXTRAS)
+SERVING := $(or $(wildcard $(STAMP)),$(VENV)/.stamp-serving)
 PACKAGES := pyproject.toml gen/python/pyproject.toml clients/python/pyproject.toml clients/http/pyproject.toml
 UV := $(shell command -v uv 2>/dev/null)
 
@@ -38,21 +40,21 @@ help: ## List the targets.
 
 env: $(STAMP) ## Make the environment in .venv (again only when a pyproject.toml or constraints.txt changed).
 
-$(STAMP): $(PACKAGES) constraints.txt
+$(STAMP) $(VENV)/.stamp-serving: $(PACKAGES) constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "icehouse needs Python 3.11 or newer; say make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
 	@echo "making the environment in $(VENV) (a few minutes the first time)"
 	@$(MAKE_VENV)
-	@$(INSTALL) -c constraints.txt -e gen/python -e clients/python -e clients/http -e '.[$(EXTRAS)]'
-	@$(if $(filter dev,$(EXTRAS)),$(INSTALL) -c constraints.txt --no-deps mlx-vlm)
+	@$(INSTALL) -c constraints.txt -e gen/python -e clients/python -e clients/http -e '.$(if $(filter $(STAMP),$@),[$(EXTRAS)])'
+	@$(if $(filter $(VENV)/.stamp-dev,$@),$(INSTALL) -c constraints.txt --no-deps mlx-vlm)
 	@touch $@
 
-demo: $(STAMP) ## Watch a real model answer over gRPC: make the model once, start a server, ask, stream, stop.
+demo: $(SERVING) ## Watch a real model answer over gRPC: make the model once, start a server, ask, stream, stop.
 	@$(BIN)/icehouse demo
 
 fleet: $(STAMP) ## Watch two workers behind a gateway (SMG): one is killed, conversations go on (ARGS="--stay").
 	@$(BIN)/python -m bench.fleet.tour $(ARGS)
 
-serve: $(STAMP) ## Serve the demo model on localhost:50051 (ARGS="--port 50052" and so on).
+serve: $(SERVING) ## Serve the demo model on localhost:50051 (ARGS="--port 50052" and so on).
 	@$(BIN)/icehouse serve $(ARGS)
 
 # What is compiled is kept, whatever the environment says: the tests start hundreds of processes.
@@ -166,7 +168,7 @@ build/docs/.stamp: .ci/docs-requirements.txt
 	@build/docs/venv/bin/python -m pip install --quiet --disable-pip-version-check -r $<
 	@touch $@
 
-packages: $(STAMP) # Build the four distributions; install and remove them in many orders.
+packages: $(STAMP) # Build the four distributions into dist/wheels; install and remove them in many orders.
 	@$(BIN)/python .ci/packages.py
 
 release: $(STAMP) build/audit/.stamp ## Build a release with bills of materials and checksums in dist/ (docs/releases.md).

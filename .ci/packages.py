@@ -1,10 +1,10 @@
 """The four distributions, built and installed as users do: `make packages`.
 
-Builds a wheel of each, proves that no file is in two of them and that what must ship does, installs them
-in many orders, each into an environment of its own, and removes them one after the other: what stays must be
-whole, by the hashes of its own record, and must still be importable. The commands run from a folder that
-has a package `service` of its own. What the distributions depend on is taken from the environment that runs
-this, so nothing is downloaded.
+Builds a wheel of each into dist/wheels, proves that no file is in two of them and that what must ship does,
+installs them in many orders, each into an environment of its own, and removes them one after the other: what
+stays must be whole, by the hashes of its own record, and must still be importable. The commands run from a
+folder that has a package `service` of its own. What the distributions depend on is taken from the environment
+that runs this, so nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+WHEELS = ROOT / "dist" / "wheels"
 _LEFT_OUT = shutil.ignore_patterns("__pycache__", "build", "*.egg-info")
 
 
@@ -76,7 +77,7 @@ SERVER = Distribution(
         "icehouse_server/telemetry/status_page/page.html",
     ),
     imports="icehouse_server.cli.main, icehouse_server.storage.local.tier",
-    needs=("icehouse-client", "icehouse-protos"),
+    needs=("icehouse-client", "icehouse-http", "icehouse-protos"),
 )
 DISTRIBUTIONS = (PROTOS, CLIENT, HTTP, SERVER)
 ORDERS = tuple(
@@ -107,6 +108,7 @@ def _check(scratch: Path) -> None:
     dependencies = _link_dependencies(scratch / "dependencies")
     pip = _pip(scratch / "builder", dependencies)
     wheels = {d.name: _build(d, pip, scratch) for d in DISTRIBUTIONS}
+    _keep(wheels.values())
     contents = {d.name: _contents(d, wheels[d.name]) for d in DISTRIBUTIONS}
     for one, other in itertools.combinations(contents, 2):
         if shared := contents[one] & contents[other]:
@@ -220,6 +222,14 @@ def _build(distribution: Distribution, pip: Sequence[str], scratch: Path) -> Pat
     _run([*pip, "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", str(wheels), str(source)])
     (wheel,) = wheels.glob("*.whl")
     return wheel
+
+
+def _keep(wheels: Iterable[Path]) -> None:
+    """Leave the wheels where pages say they are, instead of those of an earlier run."""
+    shutil.rmtree(WHEELS, ignore_errors=True)
+    WHEELS.mkdir(parents=True)
+    for wheel in wheels:
+        shutil.copy2(wheel, WHEELS)
 
 
 def _pip(folder: Path, dependencies: Path) -> list[str]:

@@ -58,7 +58,7 @@ def _write_bills(
     protos, client, front, server = wheels
     bills = {name: folder / f"{name}.cdx.json" for name in ("server", "python", "http", *LANGUAGES)}
     for name, own, project in (
-        ("server", [server, client, protos], tree),
+        ("server", [server, front, client, protos], tree),
         ("python", [client, protos], tree / "clients/python"),
         ("http", [front, client, protos], tree / "clients/http"),
     ):

@@ -35,7 +35,7 @@ class Place:
 SOURCE = Place("pyproject.toml", r'^version = "')
 PLACES = (
     SOURCE,
-    Place("pyproject.toml", r'"icehouse-(?:client\[cli\]|protos)==', count=2),
+    Place("pyproject.toml", r'"icehouse-(?:client\[cli\]|http|protos)==', count=3),
     Place("gen/python/pyproject.toml", r'^version = "'),
     Place("clients/python/pyproject.toml", r'^version = "'),
     Place("clients/python/pyproject.toml", r'"icehouse-protos=='),

@@ -11,8 +11,8 @@ from pathlib import Path
 from release.artifacts import run
 from release.formula import PYTHON, WHEEL_PLATFORM
 
-EXTRAS = "demo,encryption"
-"""What `icehouse serve demo` and encrypted blocks need; a formula has no extras to choose from."""
+EXTRAS = "encryption"
+"""What encrypted blocks need; a formula has no extras to choose from."""
 
 
 def fetch(folder: Path, ours: Sequence[Path], *, constraints: Path, tools: Path) -> None:

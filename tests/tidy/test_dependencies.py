@@ -41,7 +41,7 @@ def test_the_server_declares_what_it_imports() -> None:
     table = project("pyproject.toml")
     extras = table["optional-dependencies"]
     declared = names(table["dependencies"])
-    for extra in ("demo", "encryption", "fleet", "otel", "vision"):
+    for extra in ("encryption", "fleet", "otel", "vision"):
         declared |= names(extras[extra])
     # The SDK brings the API of the same version.
     declared |= {"opentelemetry-api"}
@@ -62,8 +62,9 @@ def test_constraints_pin_every_dependency() -> None:
     table = project("pyproject.toml")
     extras = table["optional-dependencies"]
     wanted = names(table["dependencies"]) | names(extras["dev"]) | names(extras["vision"])
+    wanted |= names(project("clients/http/pyproject.toml")["dependencies"])
     pinned = names((ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines())
-    assert wanted - pinned - {"icehouse", "icehouse-client", "icehouse-protos"} == set()
+    assert wanted - pinned - {"icehouse", "icehouse-client", "icehouse-http", "icehouse-protos"} == set()
 
 
 def test_the_cuda_build_that_is_named_is_of_the_pinned_mlx() -> None:

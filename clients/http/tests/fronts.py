@@ -12,7 +12,7 @@ from typing import Any
 import anthropic
 import httpx2
 import openai
-from icehouse_http.command import server_of
+from icehouse_http.serving.server import Listening, server_of
 from icehouse_http.settings import Settings
 
 from tests.fixtures.patience import BOUND_S
@@ -36,7 +36,7 @@ async def front_of(address: str, **settings: Any) -> AsyncIterator[HttpFront]:
     listening = socket.create_server(("127.0.0.1", 0))
     port = listening.getsockname()[1]
     told = Settings(address=address, **settings)
-    server = server_of(told, host="127.0.0.1", port=port, log_level="warning")
+    server = server_of(told, Listening())
     serving = asyncio.create_task(server.serve(sockets=[listening]))
     url = f"http://127.0.0.1:{port}"
     sdk: dict[str, Any] = {"api_key": "none", "timeout": BOUND_S, "max_retries": 0}

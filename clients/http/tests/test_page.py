@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx2
 import pytest
 from icehouse_http import command
-from icehouse_http.settings import MIB, Settings
+from icehouse_http.settings import Settings
 
 from clients.http.tests.fronts import HttpFront
 from tests.fixtures.pages import SHOWN_ADDRESS, blocks_of
@@ -44,7 +44,7 @@ async def started(arguments: list[str], url: str) -> AsyncIterator[None]:
     assert process.stderr is not None
     try:
         async with asyncio.timeout(BOUND_S):
-            while f"running on {url}" not in (line := (await process.stderr.readline()).decode()):
+            while f"http_started url={url} " not in (line := (await process.stderr.readline()).decode()):
                 assert line, "it has ended"
         yield
     finally:
@@ -78,7 +78,8 @@ async def test_what_the_page_shows_runs(whole: HttpFront) -> None:
 
 def test_options_become_settings(tmp_path: Path) -> None:
     (tmp_path / "ca.pem").write_bytes(b"authority")
-    options = "--address a:1 --alias x=y -a v=w --strict-models --temperature 0.5 --max-body-mib 2"
+    options = "--address a:1 --alias x=y -a v=w --strict-models --temperature 0.5 --max-body-bytes 2000"
+    options += " --body-memory-bytes 9000 --no-health-watch --no-access-log"
     options += f" --allow-origin http://a --allow-origin http://b --ca-file {tmp_path / 'ca.pem'}"
     parser = command._parser()
     assert command.settings_from(parser.parse_args(shlex.split(options))) == Settings(
@@ -88,7 +89,10 @@ def test_options_become_settings(tmp_path: Path) -> None:
         strict_models=True,
         temperature=0.5,
         allow_origins=("http://a", "http://b"),
-        max_body_bytes=2 * MIB,
+        max_body_bytes=2000,
+        body_memory_bytes=9000,
+        watches_health=False,
+        has_access_log=False,
     )
     assert command.settings_from(parser.parse_args([])) == Settings()
     for wrong in ("x", "=y", "x="):

@@ -3,35 +3,65 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
-import re
+from collections.abc import Callable
 from pathlib import Path
 
+from icehouse_server.bootstrap import hub
+from icehouse_server.bootstrap.room import ModelSize, folder_size
 from icehouse_server.config import ModelConfig
-from icehouse_server.demo.build import OnProgress, ensure_demo_model
+from icehouse_server.demo.build import BUILT_BYTES, OnProgress, ensure_demo_model, is_built
 from icehouse_server.demo.models import DEMO_MODELS
 from icehouse_server.domain.model import ReplyFormatInfo, Sight
 from icehouse_server.engine.runner.model_loader import ModelSource, load_tokenizer, sight_of
 from icehouse_server.errors import ModelError, Reason
 
-_HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$", re.ASCII)
-_HUB_FILES = ["*.json", "model*.safetensors", "*.py", "tokenizer.model", "*.tiktoken", "*.txt", "*.jinja"]
+OnSize = Callable[[str, ModelSize], None]
+"""Told a model's name and size as soon as that is known, before anything is fetched. It may raise."""
 
 
-def locate_model(config: ModelConfig, *, on_progress: OnProgress) -> ModelSource:
+@dataclasses.dataclass(frozen=True, slots=True)
+class ServedModels:
+    """The model of a server, and the one that guesses tokens for it."""
+
+    model: ModelSource
+    draft: ModelSource | None
+
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        return (self.model.path,) if self.draft is None else (self.model.path, self.draft.path)
+
+
+def locate_models(config: ModelConfig, *, on_progress: OnProgress, on_size: OnSize) -> ServedModels:
+    """Return where the configured models are, as `locate_model` does."""
+    model = locate_model(config, on_progress=on_progress, on_size=on_size)
+    return ServedModels(model, locate_draft_model(config, on_progress=on_progress, on_size=on_size))
+
+
+def locate_model(
+    config: ModelConfig, *, on_progress: OnProgress, on_size: OnSize = lambda model, size: None
+) -> ModelSource:
     """Return where `config.model` is, and its name; makes (demo) or downloads (hub id) it when needed.
 
-    Raises ModelError saying what to do.
+    Raises ModelError saying what to do, and what `on_size` raises.
     """
     folder = Path(config.model).expanduser()
+    sizes: list[ModelSize] = []
+
+    def note(size: ModelSize) -> None:
+        sizes.append(size)
+        on_size(config.model, size)
+
     if config.model in DEMO_MODELS:
-        path = ensure_demo_model(DEMO_MODELS[config.model], on_progress=on_progress)
+        demo = DEMO_MODELS[config.model]
+        if not is_built(demo):
+            note(ModelSize(weight_bytes=0, missing_bytes=BUILT_BYTES, place=demo.folder))
+        path = ensure_demo_model(demo, on_progress=on_progress)
         name = path.name
     elif folder.is_dir():
         check_files(folder)
         path, name = folder, folder.resolve().name
-    elif _HUB_ID.match(config.model):
-        path, name = _download(config.model), config.model
+    elif hub.is_hub_id(config.model):
+        path, name = hub.fetch(config.model, on_size=note), config.model
     else:
         raise ModelError(
             Reason.MODEL_NOT_FOUND,
@@ -39,15 +69,19 @@ def locate_model(config: ModelConfig, *, on_progress: OnProgress) -> ModelSource
             f"as mlx-community/Qwen3-0.6B-4bit, or one of: {', '.join(DEMO_MODELS)}",
             metadata={"model": config.model},
         )
+    if not sizes:
+        note(folder_size(path))
     return ModelSource(path, config.model_name or name, trust_remote_code=config.trust_remote_code)
 
 
-def locate_draft_model(config: ModelConfig, *, on_progress: OnProgress) -> ModelSource | None:
+def locate_draft_model(
+    config: ModelConfig, *, on_progress: OnProgress, on_size: OnSize = lambda model, size: None
+) -> ModelSource | None:
     """Return where `config.draft_model` is, as `locate_model` does; None without one."""
     if config.draft_model is None:
         return None
     asked = dataclasses.replace(config, model=config.draft_model, model_name=None)
-    return locate_model(asked, on_progress=on_progress)
+    return locate_model(asked, on_progress=on_progress, on_size=on_size)
 
 
 def check_files(folder: Path) -> None:
@@ -72,20 +106,3 @@ def find_sight(path: Path) -> Sight:
 def find_reply_format(path: Path) -> ReplyFormatInfo | None:
     """Return how replies of the model would be parsed; None without a chat template. Raises ModelError."""
     return load_tokenizer(ModelSource(path, model_id=path.name)).reply_format
-
-
-def _download(hub_id: str) -> Path:
-    # Imported here: it takes a while, and most servers serve a folder.
-    from huggingface_hub import snapshot_download
-
-    logging.getLogger("icehouse.boot").info("hub_searched", extra={"model": hub_id})
-    try:
-        return Path(snapshot_download(hub_id, allow_patterns=_HUB_FILES))
-    except Exception as error:  # the hub client raises its own, its HTTP library's and plain OSErrors
-        first_line = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise ModelError(
-            Reason.MODEL_NOT_FOUND,
-            f"{hub_id!r} is neither a folder here nor a model that the hub gives us ({first_line}); "
-            "check the name and the network, or name a folder",
-            metadata={"model": hub_id},
-        ) from error

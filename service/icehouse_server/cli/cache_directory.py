@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 from icehouse_client.cli.console import AsJson, bar, confirm, err, harmless, out, print_json, show
 from icehouse_client.cli.figures import age_text, size_text
+from icehouse_client.cli.main import CommandLine
 from rich.progress import TaskProgressColumn
 from rich.table import Table
 from rich.text import Text
@@ -27,11 +28,7 @@ from icehouse_server.storage.local.directory.offline import OfflineStore, PurgeS
 from icehouse_server.storage.local.directory.reconcile import Discrepancy, Finding
 from icehouse_server.storage.local.encryption.constants import KEY_DETAIL
 
-app = typer.Typer(
-    name="cache",
-    help="Look into the SSD tier's directory, check it, and remove blocks from it.",
-    no_args_is_help=True,
-)
+app = CommandLine(help="Look into the SSD tier's directory, check it, and remove blocks from it.")
 
 Directory = Annotated[
     Path | None,

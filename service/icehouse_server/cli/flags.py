@@ -14,8 +14,9 @@ from typing import Annotated, Any
 import typer
 from icehouse_client.cli.console import AsJson, out, print_json
 from icehouse_client.cli.figures import size_text
+from icehouse_client.cli.main import PlainCommand
 from icehouse_client.cli.option_groups import with_groups
-from typer.core import TyperCommand, TyperOption
+from typer.core import TyperOption
 
 from icehouse_server.config import SETTINGS, LoadedConfig, load_config
 from icehouse_server.config.setting import Setting, SettingKind
@@ -23,6 +24,7 @@ from icehouse_server.config.setting import Setting, SettingKind
 _PANELS = {
     "server": "Server",
     "connection": "Connections",
+    "http": "HTTP",
     "security": "Security",
     "tenant": "Tenants",
     "model": "Model",
@@ -42,29 +44,27 @@ _METAVARS = {
     SettingKind.SECONDS: "SECONDS",
     SettingKind.MILLISECONDS: "MS",
     SettingKind.RATIO: "0..1",
+    SettingKind.NUMBER: "X",
     SettingKind.BYTES: "SIZE",
 }
 
 
-_OFTEN_SET = "Often set"
+OFTEN_SET: Mapping[str, tuple[str, ...]] = {
+    "Model": ("model.model", "engine.memory_limit_bytes"),
+    "Addresses and callers": ("server.host", "server.port", "http.port", "security.token_file"),
+    "Prefix cache": ("cache.ram_bytes", "cache.ssd_bytes", "cache.directory"),
+    "Fleet and watching": (
+        *("fleet.worker_enabled", "telemetry.metrics_port", "telemetry.status_page_enabled"),
+    ),
+}
+"""Settings that `--help` shows, by the group that they have there; `--help-all` shows every one."""
 
-OFTEN_SET = (
-    "model.model",
-    "server.host",
-    "server.port",
-    "security.token_file",
-    "engine.memory_limit_bytes",
-    "cache.ram_bytes",
-    "cache.ssd_bytes",
-    "cache.directory",
-    "telemetry.metrics_port",
-)
-"""Settings that `--help` shows; `--help-all` shows every one."""
+_OFTEN_SET_PANELS = {key: panel for panel, keys in OFTEN_SET.items() for key in keys}
 
 _SHOWS_ALL = "icehouse_server.cli.flags.shows_all"
 
 
-class SettingsCommand(TyperCommand):
+class SettingsCommand(PlainCommand):
     """A command with an option for every setting: its help is one screen, unless all of it is asked for."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
@@ -74,8 +74,10 @@ class SettingsCommand(TyperCommand):
         options = [p for p in self.params if isinstance(p, TyperOption) and p.name in settings]
         shown = [(option, settings[option.name or ""], option.help) for option in options]
         for option, setting, text in shown:
-            option.hidden = not shows_all and setting.key not in OFTEN_SET
+            is_said_before = setting.key == _MODEL_KEY and any(p.name == "model" for p in self.params)
+            option.hidden = not shows_all and (is_said_before or setting.key not in _OFTEN_SET_PANELS)
             option.help = f"{text} (env: {setting.variable})" if shows_all else text
+            option.rich_help_panel = _panel(setting, shows_all=shows_all)
         try:
             super().format_help(ctx, formatter)
         finally:
@@ -118,8 +120,13 @@ def _parameter_name(setting: Setting) -> str:
 
 
 def _ordered() -> list[Setting]:
-    """Return the settings with those that are often set before all others."""
-    return sorted(SETTINGS, key=lambda s: OFTEN_SET.index(s.key) if s.key in OFTEN_SET else len(OFTEN_SET))
+    """Return the settings with those that are often set before all others, in the order of their groups."""
+    often = list(_OFTEN_SET_PANELS)
+    return sorted(SETTINGS, key=lambda s: often.index(s.key) if s.key in often else len(often))
+
+
+def _panel(setting: Setting, *, shows_all: bool) -> str:
+    return _PANELS[setting.section] if shows_all else _OFTEN_SET_PANELS.get(setting.key, "")
 
 
 def _show_all(context: typer.Context, is_asked: bool) -> None:
@@ -135,7 +142,8 @@ def _help_all_parameter() -> inspect.Parameter:
 
 
 def _model_parameter() -> inspect.Parameter:
-    argument = typer.Argument(metavar="MODEL", help="The same as --model.", show_default=False)
+    (setting,) = [s for s in SETTINGS if s.key == _MODEL_KEY]
+    argument = typer.Argument(metavar="MODEL", help=_help_text(setting), show_default=False)
     return _keyword("model", Annotated[str | None, argument])
 
 
@@ -155,11 +163,15 @@ def _parameter(setting: Setting) -> inspect.Parameter:
     option = typer.Option(
         name,
         metavar=None if switch else _METAVARS.get(setting.kind, "|".join(setting.choices)),
-        help=f"{setting.help} (default: {default_text(setting)})",
+        help=_help_text(setting),
         show_default=False,
-        rich_help_panel=_OFTEN_SET if setting.key in OFTEN_SET else _PANELS[setting.section],
     )
     return _keyword(_parameter_name(setting), Annotated[bool | None if switch else str | None, option])
+
+
+def _help_text(setting: Setting) -> str:
+    has_default = setting.default not in (None, ())
+    return f"{setting.help} (default: {default_text(setting)})" if has_default else setting.help
 
 
 def default_text(setting: Setting) -> str:

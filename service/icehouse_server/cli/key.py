@@ -7,12 +7,13 @@ from typing import Annotated
 
 import typer
 from icehouse_client.cli.console import AsJson, out, show
+from icehouse_client.cli.main import CommandLine
 
 from icehouse_server.bootstrap.encryption import key_of_command, key_of_file, new_key_text, read_master_key
 from icehouse_server.config import load_config
 from icehouse_server.errors import ConfigError, Reason, StartError, StorageError
 
-app = typer.Typer(help="Make and change the key that blocks on SSD are encrypted with.", no_args_is_help=True)
+app = CommandLine(help="Make and change the key that blocks on SSD are encrypted with.")
 
 
 @app.command()

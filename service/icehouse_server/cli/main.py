@@ -10,13 +10,15 @@ import typer
 from icehouse_client.cli import console
 from icehouse_client.cli import main as client
 from icehouse_client.cli.console import EXIT_FAILURE, EXIT_USAGE, AsJson, complain
+from icehouse_client.cli.main import CACHE, LOOK_AFTER, MODELS, CommandLine
 
 from icehouse_server.bootstrap.preload import load_openblas
-from icehouse_server.cli import cache_directory, key, token
+from icehouse_server.cli import cache_directory, key, model_commands, token
 from icehouse_server.cli.flags import SettingsCommand, show_config, with_settings
 from icehouse_server.cli.local.bench import bench
 from icehouse_server.cli.local.run import run
 from icehouse_server.cli.service import service_commands
+from icehouse_server.cli.terminal.first_words import first_words
 from icehouse_server.cli.terminal.logs import setup_logging
 from icehouse_server.config import LoadedConfig, load_config
 from icehouse_server.config.load import enlarge_attention_plan_cache
@@ -24,12 +26,11 @@ from icehouse_server.errors import ConfigError, IcehouseError
 
 DEMO_QUESTION = "What is the capital of France?"
 
-app = typer.Typer(
-    name="icehouse",
-    help="Serve MLX language models over gRPC, with a prefix cache in RAM and on SSD.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
+SERVE = "Serve"
+"""The group of commands that the client's command line lacks."""
+
+app = CommandLine(
+    name="icehouse", help="Serve MLX language models over gRPC, with a prefix cache in RAM and on SSD."
 )
 
 
@@ -42,7 +43,8 @@ def _serve(loaded: LoadedConfig) -> None:
     # Imported only now: MLX must find OpenBLAS there.
     from icehouse_server.cli.serve import serve
 
-    serve(loaded)
+    with first_words(loaded):
+        serve(loaded)
 
 
 def _doctor(loaded: LoadedConfig, as_json: AsJson = False) -> None:
@@ -53,10 +55,13 @@ def _doctor(loaded: LoadedConfig, as_json: AsJson = False) -> None:
         raise typer.Exit(EXIT_FAILURE)
 
 
-app.command("serve", cls=SettingsCommand)(with_settings(_serve, takes_model=True))
+_PASSES_ALL_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+app.command("serve", cls=SettingsCommand, rich_help_panel=SERVE)(with_settings(_serve, takes_model=True))
+app.command("run", rich_help_panel=SERVE)(run)
 
 
-@app.command()
+@app.command(rich_help_panel=SERVE)
 def demo(
     prompt: Annotated[str, typer.Option(help="What the model is asked.")] = DEMO_QUESTION,
     max_output_tokens: Annotated[int, typer.Option(min=1, help="How many tokens it writes.")] = 48,
@@ -68,18 +73,27 @@ def demo(
         raise typer.Exit(EXIT_FAILURE)
 
 
-app.command("run")(run)
-app.command("bench")(bench)
+@app.command("http", add_help_option=False, context_settings=_PASSES_ALL_ON, rich_help_panel=SERVE)
+def http(context: typer.Context) -> None:
+    """Offer OpenAI's and Anthropic's HTTP APIs for a server anywhere; the same as `icehouse-http`."""
+    from icehouse_http.command import main as front
+
+    front(context.args)
+
+
 app.registered_commands += client.app.registered_commands
-app.command("doctor", cls=SettingsCommand)(with_settings(_doctor))
-app.command("config", cls=SettingsCommand)(with_settings(show_config))
-app.add_typer(cache_directory.app, name="cache")
-app.add_typer(key.app, name="key")
-app.add_typer(token.app, name="token")
-app.add_typer(service_commands.app, name="service")
+for command in (model_commands.pull, model_commands.ls, model_commands.rm):
+    app.command(rich_help_panel=MODELS)(command)
+app.command("bench", rich_help_panel=LOOK_AFTER)(bench)
+app.command("doctor", cls=SettingsCommand, rich_help_panel=LOOK_AFTER)(with_settings(_doctor))
+app.command("config", cls=SettingsCommand, rich_help_panel=LOOK_AFTER)(with_settings(show_config))
+app.add_typer(service_commands.app, name="service", rich_help_panel=SERVE)
+app.add_typer(cache_directory.app, name="cache", rich_help_panel=CACHE)
+app.add_typer(key.app, name="key", rich_help_panel=CACHE)
+app.add_typer(token.app, name="token", rich_help_panel=LOOK_AFTER)
 
 
-@app.command()
+@app.command(rich_help_panel=LOOK_AFTER)
 def version(as_json: AsJson = False) -> None:
     """Print the version."""
     installed = importlib.metadata.version("icehouse")

@@ -24,13 +24,17 @@ import uvloop
 from icehouse_server import heap
 from icehouse_server.bootstrap.cache_parts import check_directory
 from icehouse_server.bootstrap.composition import Server, build_server
+from icehouse_server.bootstrap.kept_models import held
 from icehouse_server.bootstrap.machine import (
     allow_open_files,
     freeze_objects,
     give_back_large_arrays,
+    memory_limit,
     wanted_file_count,
 )
-from icehouse_server.bootstrap.model_source import locate_draft_model, locate_model
+from icehouse_server.bootstrap.model_source import ServedModels, locate_models
+from icehouse_server.bootstrap.room import Room
+from icehouse_server.cli.http_door import LAST_WORDS_S, HttpDoor, http_door
 from icehouse_server.cli.service.stop_bounds import BOUNDS
 from icehouse_server.cli.terminal.build_progress import build_progress
 from icehouse_server.clock import Clock, SystemClock
@@ -40,7 +44,7 @@ from icehouse_server.device import Device, find_device
 from icehouse_server.domain.model import EngineState
 from icehouse_server.errors import EngineFailed, IcehouseError, Reason
 from icehouse_server.rpc.engine_client.router import Router
-from icehouse_server.rpc.listen_address import check_address, check_free
+from icehouse_server.rpc.listen_address import check_address, check_free, check_metrics_free
 
 _log = logging.getLogger("icehouse.boot")
 
@@ -83,20 +87,50 @@ async def _serve(config: Config, clock: Clock, manager: ServiceManager, device: 
     # Finding and loading a model may take minutes, after which nobody wants to hear of these.
     check_address(config.server, config.security)
     check_free(config.server)
+    check_metrics_free(config.telemetry)
     check_directory(config.cache)
+    async with http_door(config) as door:
+        models = _located(config, device, narrator)
+        with held(*models.folders):
+            router = Router(asyncio.get_running_loop())
+            with narrator.phase("tokenizer_read"):
+                server = build_server(
+                    config,
+                    model=models.model,
+                    draft=models.draft,
+                    device=device,
+                    router=router,
+                    clock=clock,
+                )
+            await _run(server, config, door, manager=manager, narrator=narrator)
+    has_failed = server.router.state is EngineState.FAILED
+    await _leave_stuck_work(1 if has_failed else 0)
+    _bound_end(1 if has_failed else 0)
+    if has_failed:
+        raise server.engine.error or EngineFailed(Reason.ENGINE_FAILED, "the engine failed; see the log")
+
+
+def _located(config: Config, device: Device, narrator: Narrator) -> ServedModels:
+    """Return the models; raises IcehouseError, for lack of room before any download."""
+    room = Room(memory_limit_bytes=memory_limit(config.engine.memory_limit_bytes, device))
     with narrator.phase("model_found") as fields, build_progress() as on_progress:
-        model = locate_model(config.model, on_progress=on_progress)
-        fields.update(model=model.model_id, path=model.path)
-        draft = locate_draft_model(config.model, on_progress=on_progress)
-        if draft is not None:
-            fields.update(draft_model=draft.model_id, draft_path=draft.path)
-    router = Router(asyncio.get_running_loop())
-    with narrator.phase("tokenizer_read"):
-        server = build_server(config, model=model, draft=draft, device=device, router=router, clock=clock)
+        models = locate_models(config.model, on_progress=on_progress, on_size=room.check)
+        fields.update(model=models.model.model_id, path=models.model.path)
+        if models.draft is not None:
+            fields.update(draft_model=models.draft.model_id, draft_path=models.draft.path)
+        fields.update(size_bytes=room.weight_bytes)
+    return models
+
+
+async def _run(
+    server: Server, config: Config, door: HttpDoor | None, *, manager: ServiceManager, narrator: Narrator
+) -> None:
+    """Start the parts, serve until a signal or the engine's end, and drain. Raises IcehouseError at the
+    start."""
     stop_signal = _listen_for_signals()
-    address = await server.rpc.start()
+    address = await server.rpc.start(private_socket=None if door is None else door.private_socket)
     try:
-        server.telemetry.start(server.rpc, clock)
+        server.telemetry.start(server.rpc, server.clock)
         server.kv_events.start(address)
         _open_storage(server, config, narrator)
     except IcehouseError:
@@ -105,19 +139,17 @@ async def _serve(config: Config, clock: Clock, manager: ServiceManager, device: 
         await server.kv_events.stop()
         raise
     server.engine.start()
+    addresses = {"address": address} if door is None else {"address": address, "http": door.url}
     try:
-        if await _has_begun(router, stop_signal, narrator, address=address, model_id=model.model_id):
-            manager.ready(f"serving {model.model_id} on {address}")
+        if await _has_begun(server.router, stop_signal, narrator, addresses):
+            assert server.router.model is not None, "an engine that is ready has a model"
+            model_id = server.router.model.info.model_id
+            manager.ready(f"serving {model_id} on {' and '.join(addresses.values())}")
             async with manager.watched(lambda: server.rpc.health.is_serving):
-                await _until(router, EngineState.STOPPED, stop_signal)
+                await _until(server.router, EngineState.STOPPED, stop_signal)
     finally:
         manager.stopping()
-        await _drain(server, grace_s=config.server.drain_grace_s, narrator=narrator)
-    has_failed = router.state is EngineState.FAILED
-    await _leave_stuck_work(1 if has_failed else 0)
-    _bound_end(1 if has_failed else 0)
-    if has_failed:
-        raise server.engine.error or EngineFailed(Reason.ENGINE_FAILED, "the engine failed; see the log")
+        await _drain(server, grace_s=config.server.drain_grace_s, narrator=narrator, door=door)
 
 
 def _open_storage(server: Server, config: Config, narrator: Narrator) -> None:
@@ -166,7 +198,7 @@ def _listen_for_signals() -> asyncio.Event:
 
 
 async def _has_begun(
-    router: Router, stop: asyncio.Event, narrator: Narrator, *, address: str, model_id: str
+    router: Router, stop: asyncio.Event, narrator: Narrator, addresses: Mapping[str, str]
 ) -> bool:
     """Wait for the model; False when loading it failed, or `stop` was set before it was there."""
     start_s = narrator.total_s
@@ -185,7 +217,8 @@ async def _has_begun(
             "duration_s": round(narrator.total_s - start_s, 3),
         },
     )
-    _log.info("serving_started", extra={"address": address, "model": model_id, "boot_s": narrator.total_s})
+    facts = {**addresses, "model": info.model_id, "boot_s": narrator.total_s}
+    _log.info("serving_started", extra=facts)
     return True
 
 
@@ -204,16 +237,20 @@ async def _until(router: Router, state: EngineState, stop: asyncio.Event) -> Non
         stopping.cancel()
 
 
-async def _drain(server: Server, *, grace_s: float, narrator: Narrator) -> None:
+async def _drain(server: Server, *, grace_s: float, narrator: Narrator, door: HttpDoor | None = None) -> None:
     ending_s = _BOUNDS.engine_s(grace_s=grace_s, flush_timeout_s=server.engine.flush_timeout_s)
     closing_s = _BOUNDS.close_s + _BOUNDS.closed_s
     with narrator.phase("server_drained"):
         ending_time = server.clock.monotonic() + ending_s
         server.engine.drain(grace_s=grace_s)
         async with _abandoned("calls", timeout_s=grace_s + _BOUNDS.edge_s):
+            if door is not None:
+                door.begin_stop()
             # The engine ends what does not finish in time, so the edge waits until it has reported that.
             await server.rpc.stop(grace_s=grace_s + 1)
             await server.kv_events.stop()
+            if door is not None:
+                await door.stop(timeout_s=LAST_WORDS_S)
         left_s = max(0.0, ending_time - server.clock.monotonic())
         ended = await asyncio.to_thread(server.engine.join, timeout_s=left_s)
         closed = True

@@ -7,10 +7,11 @@ from typing import Annotated
 
 import typer
 from icehouse_client.cli.console import AsJson, err, out, print_json
+from icehouse_client.cli.main import CommandLine
 
 from icehouse_server.errors import ConfigError, Reason
 
-app = typer.Typer(help="Make bearer tokens for callers.", no_args_is_help=True)
+app = CommandLine(help="Make bearer tokens for callers.")
 
 
 @app.callback()

@@ -1,6 +1,7 @@
 """Settings: declared once, read from flags, environment and file, validated once, frozen."""
 
 from icehouse_server.config.edge import ConnectionConfig, SecurityConfig, ServerConfig, TenantConfig
+from icehouse_server.config.http import HttpConfig
 from icehouse_server.config.load import LoadedConfig, load_config
 from icehouse_server.config.sections import (
     SETTINGS,
@@ -21,6 +22,7 @@ __all__ = [
     "ConnectionConfig",
     "EngineConfig",
     "FleetConfig",
+    "HttpConfig",
     "KvEventsConfig",
     "LoadedConfig",
     "LogConfig",

@@ -202,6 +202,7 @@ def _refuse_contradictions(config: Config) -> None:
             field="server.default_max_output_tokens",
         )
     _refuse_half_security(config.security)
+    _refuse_half_http(config)
     if config.cache.key_file is not None and config.cache.key_command is not None:
         raise _invalid(
             "cache.key_file and cache.key_command are both set; the key comes from one of them",
@@ -232,6 +233,18 @@ def _refuse_half_security(security: SecurityConfig) -> None:
             "security.operators names certificates, but security.tls_client_ca is not set; with tokens the "
             "role stands in the token's line",
             field="security.operators",
+        )
+
+
+def _refuse_half_http(config: Config) -> None:
+    try:
+        _ = config.http.alias_pairs
+    except ValueError as error:
+        raise _invalid(f"http.aliases: {error}", field="http.aliases") from error
+    if config.server.uds is None and config.http.port and config.http.port == config.server.port:
+        raise _invalid(
+            f"http.port and server.port are both {config.http.port}; HTTP and gRPC need a port each",
+            field="http.port",
         )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from icehouse_server.config import user_paths
 from icehouse_server.config.edge import ConnectionConfig, SecurityConfig, ServerConfig, TenantConfig
+from icehouse_server.config.http import HttpConfig
 from icehouse_server.config.setting import GIB, MIB, NamedPath, Setting, names_in, setting, settings_of
 
 
@@ -312,6 +313,7 @@ class Config:
 
     server: ServerConfig = dataclasses.field(default_factory=ServerConfig)
     connection: ConnectionConfig = dataclasses.field(default_factory=ConnectionConfig)
+    http: HttpConfig = dataclasses.field(default_factory=HttpConfig)
     security: SecurityConfig = dataclasses.field(default_factory=SecurityConfig)
     tenant: TenantConfig = dataclasses.field(default_factory=TenantConfig)
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)

@@ -67,6 +67,7 @@ class SettingKind(enum.Enum):
     MILLISECONDS = "milliseconds"
     RATIO = "ratio"
     """From 0 to 1."""
+    NUMBER = "number"
     BYTES = "bytes"
     """A whole number of bytes; "4GiB" and "500 MB" are read too."""
     SWITCH = "switch"
@@ -91,6 +92,7 @@ _NUMBERS = (
     SettingKind.SECONDS,
     SettingKind.MILLISECONDS,
     SettingKind.RATIO,
+    SettingKind.NUMBER,
 )
 
 
@@ -189,7 +191,13 @@ def _read(raw: object, kind: SettingKind) -> Value:
             return _read_bytes(raw)
         case SettingKind.NAMED_PATHS:
             return _read_named_paths(raw)
-        case SettingKind.COUNT | SettingKind.SECONDS | SettingKind.MILLISECONDS | SettingKind.RATIO:
+        case (
+            SettingKind.COUNT
+            | SettingKind.SECONDS
+            | SettingKind.MILLISECONDS
+            | SettingKind.RATIO
+            | SettingKind.NUMBER
+        ):
             return _read_number(raw, is_whole=kind is SettingKind.COUNT)
 
 

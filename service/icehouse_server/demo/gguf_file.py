@@ -1,7 +1,7 @@
 """GGUF file: its metadata and its encoded tensors.
 
-The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The package that reads it comes with
-the `demo` extra, so it is imported here and only when a file is read.
+The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The package that reads it is imported
+only when a file is read: few servers need it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import enum
 import importlib
-import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -48,11 +47,6 @@ class PieceKind(enum.IntEnum):
     USER_DEFINED = 4
     UNUSED = 5
     BYTE = 6
-
-
-def can_read() -> bool:
-    """Whether the package that reads GGUF is installed."""
-    return importlib.util.find_spec("gguf") is not None
 
 
 def read(file: Path) -> GgufFile:

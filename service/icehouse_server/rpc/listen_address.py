@@ -16,13 +16,15 @@ from pathlib import Path
 
 import grpc
 
-from icehouse_server.config import ConnectionConfig, SecurityConfig, ServerConfig
+from icehouse_server.config import ConnectionConfig, HttpConfig, SecurityConfig, ServerConfig, TelemetryConfig
 from icehouse_server.errors import Reason, StartError
 
 _logger = logging.getLogger("icehouse_server.rpc.address")
 
 UDS_PATH_BYTE_LIMIT = 103
 """sockaddr_un.sun_path of macOS without its final zero; Linux allows four bytes more."""
+_BACKLOG = 1024
+"""Connections that wait to be accepted."""
 _LINK_LIMIT = 40
 """Links in a path that Linux follows."""
 
@@ -71,7 +73,7 @@ def bind(
     if config.uds is not None:
         return _bind_uds(server, Path(config.uds).expanduser())
     check_address(config, security)
-    if missing := _missing_at(config, security):
+    if config.uds is None and (missing := _missing_at(config.host, security)):
         _logger.warning("door_left_open", extra={"host": config.host, "missing": missing})
     return Bound(_bind_tcp(server, host=config.host, port=config.port, credentials=credentials))
 
@@ -88,14 +90,45 @@ def is_loopback(host: str) -> bool:
 def check_address(config: ServerConfig, security: SecurityConfig) -> None:
     """Raise StartError for an address that others can reach without TLS or credentials, unless that is
     allowed."""
-    missing = _missing_at(config, security)
+    if config.uds is None:
+        _check_host(config.host, security)
+
+
+def check_http_address(config: HttpConfig, security: SecurityConfig) -> None:
+    """Raise StartError for what `check_address` refuses, and where callers of HTTP could prove nothing."""
+    _check_host(config.host, security)
+    if security.tls_client_ca is not None and security.token_file is None:
+        raise StartError(
+            Reason.ADDRESS_INSECURE,
+            "callers prove who they are by certificates (security.tls_client_ca), which cannot be shown over "
+            "HTTP; add tokens with --token-file, or leave --http-port out",
+            metadata={"host": config.host},
+        )
+
+
+def listen_for_http(config: HttpConfig) -> socket.socket:
+    """Return a socket that listens at the configured address; raises StartError when it cannot be had."""
+    assert config.port is not None, "there is no port for HTTP"
+    try:
+        return _listening(host=config.host, port=config.port)
+    except OSError as error:
+        raise _tcp_error(error, host=config.host, port=config.port, flags="--http-") from error
+
+
+def speaks_tls(config: HttpConfig, security: SecurityConfig) -> bool:
+    """Whether callers of HTTP speak TLS: those of other machines, where the server has a certificate."""
+    return security.tls_certificate is not None and not is_loopback(config.host)
+
+
+def _check_host(host: str, security: SecurityConfig) -> None:
+    missing = _missing_at(host, security)
     if not missing or security.allow_insecure_public:
         return
     raise StartError(
         Reason.ADDRESS_INSECURE,
-        f"{config.host} can be reached from other machines, and this server lacks {missing}; "
+        f"{host} can be reached from other machines, and this server lacks {missing}; "
         "set that up, listen on 127.0.0.1, or say --allow-insecure-public if something else protects it",
-        metadata={"host": config.host},
+        metadata={"host": host},
     )
 
 
@@ -106,13 +139,22 @@ def check_free(config: ServerConfig) -> None:
     """
     if config.uds is not None:
         _check_socket(Path(config.uds).expanduser())
-    elif _try_to_listen(host=config.host, port=config.port) is not None:
-        raise _tcp_error(host=config.host, port=config.port)
+    elif (cause := _try_to_listen(host=config.host, port=config.port)) is not None:
+        raise _tcp_error(cause, host=config.host, port=config.port)
 
 
-def _missing_at(config: ServerConfig, security: SecurityConfig) -> str:
+def check_metrics_free(config: TelemetryConfig) -> None:
+    """Raise StartError where the Prometheus endpoint cannot listen, as `check_free` does."""
+    if config.metrics_port is None:
+        return
+    host, port = config.metrics_host, config.metrics_port
+    if (cause := _try_to_listen(host=host, port=port)) is not None:
+        raise _tcp_error(cause, host=host, port=port, flags="--metrics-")
+
+
+def _missing_at(host: str, security: SecurityConfig) -> str:
     """Return what the address lacks; nothing if only this machine can reach it."""
-    if config.uds is not None or is_loopback(config.host):
+    if is_loopback(host):
         return ""
     missing = []
     if security.tls_certificate is None:
@@ -133,36 +175,51 @@ def _bind_tcp(
         else:
             bound_port = server.add_secure_port(address, credentials)
     except RuntimeError as error:
-        raise _tcp_error(host=host, port=port) from error
+        # gRPC says only that it failed, so the system is asked why.
+        cause = _try_to_listen(host=host, port=port)
+        raise _tcp_error(cause, host=host, port=port) from error
     return f"{shown_host}:{bound_port}"
 
 
-def _tcp_error(*, host: str, port: int) -> StartError:
-    # gRPC says only that it failed, so the system is asked why.
-    cause = _try_to_listen(host=host, port=port)
+def _tcp_error(cause: OSError | None, *, host: str, port: int, flags: str = "--") -> StartError:
+    """Return the refusal of an address; `flags` is what the options that choose another one begin with."""
     if cause is not None and cause.errno == errno.EACCES:
-        what = f"port {port} needs privileges that this process lacks; choose one above 1023 with --port"
+        what = f"port {port} needs privileges that this process lacks; choose one above 1023 with {flags}port"
     elif cause is None or cause.errno == errno.EADDRINUSE:
         what = (
             f"port {port} on {host} is taken by another process; stop it, or choose another port with "
-            "--port (0 picks a free one)"
+            f"{flags}port (0 picks a free one)"
         )
     else:
         why = cause.strerror or cause
-        what = f"cannot listen on {host} port {port}: {why}; choose another address with --host"
+        what = f"cannot listen on {host} port {port}: {why}; choose another address with {flags}host"
     return StartError(Reason.ADDRESS_IN_USE, what, metadata={"host": host, "port": port})
 
 
 def _try_to_listen(*, host: str, port: int) -> OSError | None:
     try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-            probe.listen()
+        _listening(host=host, port=port).close()
     except OSError as error:
         return error
     return None
+
+
+def _listening(*, host: str, port: int) -> socket.socket:
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+        listening.listen(_BACKLOG)
+    except OSError:
+        listening.close()
+        raise
+    return listening
+
+
+def bind_private(server: grpc.aio.Server, path: Path) -> Bound:
+    """Bind a Unix socket beside the configured address, for a process of our own; raises StartError."""
+    return _bind_uds(server, path)
 
 
 def _bind_uds(server: grpc.aio.Server, path: Path) -> Bound:

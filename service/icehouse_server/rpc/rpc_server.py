@@ -8,6 +8,7 @@ import contextlib
 import logging
 import secrets
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -40,7 +41,7 @@ from icehouse_server.rpc.calls.watchers import Telemetry
 from icehouse_server.rpc.engine_client.answers import StallTimer
 from icehouse_server.rpc.engine_client.engine_ports import EnginePort, GrammarPort
 from icehouse_server.rpc.engine_client.router import Router
-from icehouse_server.rpc.listen_address import Bound, bind, server_options
+from icehouse_server.rpc.listen_address import Bound, bind, bind_private, server_options
 from icehouse_server.rpc.services.cache_service import CacheService
 from icehouse_server.rpc.services.embedding_service import EmbeddingService
 from icehouse_server.rpc.services.generation import Generation, ServiceParts
@@ -143,15 +144,21 @@ class RpcServer:
         )
         self._tasks: list[asyncio.Task[None]] = []
         self._bound = Bound("")
+        self._private = Bound("")
         self._add_services(self._parts(engine, router, clock, draw_seed), worker)
 
-    async def start(self) -> str:
-        """Listen and return the address; raises StartError when it cannot be had."""
+    async def start(self, *, private_socket: Path | None = None) -> str:
+        """Listen and return the address; raises StartError when it cannot be had.
+
+        `private_socket` is a Unix socket beside it, in plain text: credentials hold there as everywhere.
+        """
         quiet_lost_answers()
         self.security.load()
         self._bound = bind(
             self._server, self._config, self._security_config, credentials=self.security.credentials
         )
+        if private_socket is not None:
+            self._private = bind_private(self._server, private_socket)
         await self._server.start()
         self._grammars.start()
         self._tasks = [
@@ -185,8 +192,9 @@ class RpcServer:
         await self._observation.stop()
         self._prompts.close()
         self._grammars.close()
-        if self._bound.socket_file is not None:
-            self._bound.socket_file.remove()
+        for bound in (self._bound, self._private):
+            if bound.socket_file is not None:
+                bound.socket_file.remove()
 
     async def _refuse_latecomers(self) -> None:
         """Return when no new calls come, or after the longest wait."""

@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 import pytest
 from icehouse.v1 import cache_service_pb2, inference_service_pb2, model_service_pb2
-from icehouse_server.cli.terminal.logs import JsonFormatter
+from icehouse_client.log_lines import JsonFormatter
 from icehouse_server.domain.model import EngineState
 from icehouse_server.errors import Reason
 from icehouse_server.storage.local.directory.manifest import Manifest

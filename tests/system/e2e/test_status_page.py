@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from icehouse.v1 import cache_policy_pb2
 from icehouse.v1 import inference_service_pb2 as messages
-from icehouse_server.cli.terminal.logs import JsonFormatter, fields_of
+from icehouse_client.log_lines import JsonFormatter, fields_of
 from icehouse_server.telemetry.status_page.page import CHARACTER_LIMIT
 
 from tests.fixtures.browser import NAMES, Browser, browser_path, browsing

@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import pytest
 from icehouse.v1 import inference_service_pb2 as messages
-from icehouse_server.cli.terminal.logs import fields_of
+from icehouse_client.log_lines import fields_of
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.fixtures.models import tiny_model_dir

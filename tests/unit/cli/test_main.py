@@ -53,11 +53,32 @@ def test_all_of_the_help_has_flag_and_variable_of_every_setting(command: str) ->
     assert [s.variable for s in SETTINGS if f"(env:{s.variable})" not in joined] == []
 
 
-def test_help_of_serve_is_one_screen(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("command", ["serve", "doctor"])
+def test_help_shows_what_is_often_set_in_groups_and_on_one_screen(
+    monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    lines = run("serve", "--help").stdout.splitlines()
-    shown = {s.key for s in SETTINGS if re.search(rf"^│ {s.flag} ", "\n".join(lines), re.MULTILINE)}
-    assert len(lines) <= 45 and shown == set(OFTEN_SET)
+    text = run(command, "--help").stdout
+    shown = [s.key for s in SETTINGS if re.search(rf"^│ {s.flag} ", text, re.MULTILINE)]
+    often = {key for keys in OFTEN_SET.values() for key in keys}
+    # `serve` takes the model without a flag.
+    assert set(shown) == (often - {"model.model"} if command == "serve" else often)
+    assert re.findall(r"^╭─ (.+?) ─", text, re.MULTILINE)[-len(OFTEN_SET) :] == list(OFTEN_SET)
+    assert len(text.splitlines()) <= 62
+
+
+def test_commands_are_in_groups_and_none_is_without() -> None:
+    text = run("--help").stdout
+    assert re.findall(r"^╭─ (.+?) ─", text, re.MULTILINE) == [
+        *("Options", "Serve", "Ask", "Cache", "Models", "Look after")
+    ]
+    ask = text.partition("─ Ask ─")[2].partition("╰")[0]
+    assert "rerank" in ask and "generate" in ask
+
+
+def test_no_help_shows_the_names_that_python_has_for_types() -> None:
+    for name in ALL:
+        assert not re.search(r"<\w+|list\[", run(*name.split(), "--help").stdout), name
 
 
 def test_the_model_needs_no_flag() -> None:
@@ -159,7 +180,7 @@ def test_a_terminal_without_unicode_gets_question_marks(monkeypatch: pytest.Monk
 
 ASKING = (
     *("generate", "chat", "models", "info", "stats", "requests", "cancel", "top", "health", "bench"),
-    *("explain", "warm", "pin", "unpin", "evict", "tokenize", "detokenize", "embed"),
+    *("explain", "warm", "pin", "unpin", "evict", "tokenize", "detokenize", "embed", "rerank"),
 )
 WITHOUT_JSON = {"serve", "demo", "change", "install", "uninstall"}
 """What does something, and prints no facts."""

@@ -134,7 +134,7 @@ async def test_the_log_says_that_a_model_is_served_only_where_it_is(
     with caplog.at_level(logging.INFO, "icehouse.boot"):
         async with asyncio.timeout(BOUND_S):
             has_begun = await serve._has_begun(
-                router, stop, serve.Narrator(SystemClock()), address="localhost:1", model_id="tiny"
+                router, stop, serve.Narrator(SystemClock()), {"address": "localhost:1"}
             )
     is_frozen = gc.get_freeze_count() > 0
     gc.unfreeze()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from icehouse_server.demo import build, gguf_file, wheels
+from icehouse_server.demo import build, wheels
 from icehouse_server.demo.build import BuildProgress, ensure_demo_model
 from icehouse_server.demo.models import SMOLLM2, DemoModel
 from icehouse_server.demo.wheels import Wheel, WheelFile
@@ -120,14 +120,11 @@ def test_a_folder_of_another_builder_is_replaced(folder: Path) -> None:
     assert names(folder.parent) == {folder.name, ".build.lock"}
 
 
-def test_without_the_extra_the_error_says_what_to_install(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gguf_file, "can_read", lambda: False)
+def test_without_pip_only_installed_wheels_can_be_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wheels, "can_fetch", lambda: False)
     assert not build.can_be_built(MODEL)
-    with pytest.raises(ModelError, match=r"pip install -e '\.\[demo\]'") as caught:
-        ensure_demo_model(MODEL, folder=folder)
-    assert caught.value.reason is Reason.MODEL_NOT_FOUND
+    monkeypatch.setattr(wheels, "find_installed", lambda file: Path(file.path))
+    assert build.can_be_built(MODEL)
 
 
 def test_a_place_that_cannot_be_written_is_named(folder: Path) -> None:

@@ -16,12 +16,12 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from icehouse_http.chat import request as chat_request
 from icehouse_http.chat.answer import ChatAnswer
-from icehouse_http.errors import ApiError, Dialect, api_error
+from icehouse_http.errors import ApiError, api_error, dialect_of
 from icehouse_http.exchange import Answer, Asked, respond, until_gone
 from icehouse_http.fields import Fields, fields_of
 from icehouse_http.messages import request as message_request
@@ -32,13 +32,18 @@ from icehouse_http.model_list import model_list, one_model
 from icehouse_http.responses import request as response_request
 from icehouse_http.responses.answer import ResponseAnswer
 from icehouse_http.responses.store import ResponseStore
+from icehouse_http.serving.access_log import AccessLog
+from icehouse_http.serving.body_budget import BodyBudget
+from icehouse_http.serving.logs import LOGGER_NAME
+from icehouse_http.serving.metrics import CONTENT_TYPE, Metrics
+from icehouse_http.serving.watched import REQUEST_ID, Watched
 from icehouse_http.settings import Settings
 from icehouse_http.texts import completions
 from icehouse_http.texts.embeddings import embeddings
 from icehouse_http.texts.reranking import ranking
 from icehouse_http.upstream import Caller, Target, Upstream
 
-_log = logging.getLogger("icehouse_http")
+_log = logging.getLogger(LOGGER_NAME)
 
 Endpoint = Callable[[Request, Caller], Awaitable[Response]]
 
@@ -53,6 +58,7 @@ def create_app(settings: Settings) -> Starlette:
     front = Front(settings)
     routes = [
         Route("/health", front.guarded(front.health), methods=["GET"]),
+        Route("/metrics", front.guarded(front.metrics_page), methods=["GET"]),
         Route("/v1/models", front.guarded(front.models), methods=["GET"]),
         Route("/v1/models/{model:path}", front.guarded(front.model), methods=["GET"]),
         Route("/v1/chat/completions", front.guarded(front.chat), methods=["POST"]),
@@ -61,13 +67,15 @@ def create_app(settings: Settings) -> Starlette:
         Route("/v1/rerank", front.guarded(front.rerank), methods=["POST"]),
         Route("/v2/rerank", front.guarded(front.rerank), methods=["POST"]),
         Route("/v1/responses", front.guarded(front.responses), methods=["POST"]),
-        Route("/v1/messages", front.guarded(front.messages, Dialect.ANTHROPIC), methods=["POST"]),
-        Route(
-            "/v1/messages/count_tokens",
-            front.guarded(front.count_tokens, Dialect.ANTHROPIC),
-            methods=["POST"],
-        ),
+        Route("/v1/messages", front.guarded(front.messages), methods=["POST"]),
+        Route("/v1/messages/count_tokens", front.guarded(front.count_tokens), methods=["POST"]),
     ]
+    watched = Middleware(
+        Watched,
+        metrics=front.metrics,
+        budget=front.budget,
+        log=AccessLog() if settings.has_access_log else None,
+    )
     pages = Middleware(
         CORSMiddleware,
         allow_origins=settings.allow_origins,
@@ -76,7 +84,7 @@ def create_app(settings: Settings) -> Starlette:
     )
     return Starlette(
         routes=routes,
-        middleware=[pages] if settings.allow_origins else [],
+        middleware=[watched, pages] if settings.allow_origins else [watched],
         exception_handlers={HTTPException: _no_such_path},
         lifespan=front.lifespan,
     )
@@ -88,6 +96,8 @@ class Front:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._upstream: Upstream | None = None
+        self.metrics = Metrics()
+        self.budget = BodyBudget(limit_bytes=settings.body_memory_bytes)
         self._store = ResponseStore(
             max_entries=settings.max_stored_responses, max_bytes=settings.max_stored_bytes
         )
@@ -95,7 +105,7 @@ class Front:
 
     @contextlib.asynccontextmanager
     async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
-        """Hold the connection to the server while the app runs."""
+        """Hold the connections to the server while the app runs."""
         self._upstream = Upstream(self._settings)
         try:
             yield
@@ -105,13 +115,11 @@ class Front:
 
     @property
     def upstream(self) -> Upstream:
-        """The connection to the server."""
+        """The connections to the server."""
         assert self._upstream is not None, "the app was not started"
         return self._upstream
 
-    def guarded(
-        self, endpoint: Endpoint, dialect: Dialect = Dialect.OPENAI
-    ) -> Callable[[Request], Awaitable[Response]]:
+    def guarded(self, endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
         """Return the endpoint with what holds for each: who may call, and errors in the protocol's shape."""
 
         async def guard(request: Request) -> Response:
@@ -127,7 +135,7 @@ class Front:
             except Exception:
                 _log.exception("a request to %s failed", request.url.path)
                 refusal = ApiError(500, "the HTTP front has a fault; its log says more", code="INTERNAL")
-            return JSONResponse(refusal.body(dialect), refusal.status, refusal.headers)
+            return JSONResponse(refusal.body(dialect_of(request.url.path)), refusal.status, refusal.headers)
 
         return guard
 
@@ -172,6 +180,7 @@ class Front:
     ) -> Response:
         """Answer a request; a wish that this model cannot be held to is dropped, and the rest asked again."""
         options: Any = {**asked.options}
+        request.scope[REQUEST_ID] = options["request_id"]
         while True:
             try:
                 again = dataclasses.replace(asked, options=options)
@@ -185,10 +194,15 @@ class Front:
     async def health(self, request: Request, caller: Caller) -> Response:
         """GET /health: 200 while the server takes requests, 503 otherwise."""
         try:
-            status = await self.upstream.health()
+            status = await self.upstream.health(caller)
         except IcehouseClientError as error:
             status = error.reason
         return JSONResponse({"status": status}, 200 if status == "SERVING" else 503)
+
+    async def metrics_page(self, request: Request, caller: Caller) -> Response:
+        """GET /metrics, of the front itself."""
+        page = self.metrics.text(held_bytes=self.budget.held_bytes, limit_bytes=self.budget.limit_bytes)
+        return PlainTextResponse(page, media_type=CONTENT_TYPE)
 
     async def models(self, request: Request, caller: Caller) -> Response:
         """GET /v1/models."""
@@ -281,7 +295,6 @@ def _named(kind: str, asked: Asked) -> str:
 
 async def _no_such_path(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    dialect = Dialect.ANTHROPIC if request.url.path.startswith("/v1/messages") else Dialect.OPENAI
     message = f"{request.method} {request.url.path}: {error.detail}"
     refusal = ApiError(error.status_code, message, code="no_such_path")
-    return JSONResponse(refusal.body(dialect), error.status_code, error.headers)
+    return JSONResponse(refusal.body(dialect_of(request.url.path)), error.status_code, error.headers)

@@ -3,42 +3,29 @@
 from __future__ import annotations
 
 import argparse
+import os
+import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-import uvicorn
-
-from icehouse_http.app import create_app
-from icehouse_http.header_timeout import HeaderTimeoutProtocol
-from icehouse_http.settings import MIB, Settings
-
-_KEEP_ALIVE_S = 75
-_CONNECTION_LIMIT = 512
-_STOP_GRACE_S = 10
+from icehouse_http.serving.certificate import TlsFiles
+from icehouse_http.serving.logs import setup_logging
+from icehouse_http.serving.server import Listening, run
+from icehouse_http.settings import Settings
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Serve until SIGINT or SIGTERM."""
-    given = _parser().parse_args(arguments)
-    server_of(settings_from(given), host=given.host, port=given.port, log_level=given.log_level).run()
-
-
-def server_of(settings: Settings, *, host: str, port: int, log_level: str) -> uvicorn.Server:
-    """Return the server, with bounds on all that a caller decides: headers, connections, idle time."""
-    config = uvicorn.Config(
-        create_app(settings),
-        host=host,
-        port=port,
-        log_level=log_level,
-        http=HeaderTimeoutProtocol,
-        ws="none",
-        proxy_headers=False,
-        server_header=False,
-        limit_concurrency=_CONNECTION_LIMIT,
-        timeout_keep_alive=_KEEP_ALIVE_S,
-        timeout_graceful_shutdown=_STOP_GRACE_S,
-    )
-    return uvicorn.Server(config)
+    parser = _parser()
+    given = parser.parse_args(arguments)
+    if (given.tls_certificate is None) != (given.tls_key is None):
+        parser.error("--tls-certificate and --tls-key go together")
+    is_shown = given.ends_with_stdin and given.log_format == "text" and sys.stderr.isatty()
+    setup_logging(is_json=given.log_format == "json", level=given.log_level, tells_course=not is_shown)
+    if given.ends_with_stdin:
+        _end_with_stdin()
+    run(settings_from(given), listening_from(given))
 
 
 def settings_from(given: argparse.Namespace) -> Settings:
@@ -46,25 +33,65 @@ def settings_from(given: argparse.Namespace) -> Settings:
     return Settings(
         address=given.address,
         ca_pem=given.ca_file.read_bytes() if given.ca_file else None,
+        watches_health=not given.no_health_watch,
         aliases=dict(given.alias),
         strict_models=given.strict_models,
         temperature=given.temperature,
         exact_prompts=given.exact_prompts,
         allow_origins=tuple(given.allow_origin),
-        max_body_bytes=given.max_body_mib * MIB,
+        max_body_bytes=given.max_body_bytes,
+        body_memory_bytes=given.body_memory_bytes,
+        has_access_log=not given.no_access_log,
     )
+
+
+def listening_from(given: argparse.Namespace) -> Listening:
+    """Return where the command line has the front listen."""
+    tls = TlsFiles(given.tls_certificate, given.tls_key) if given.tls_certificate else None
+    return Listening(host=given.host, port=given.port, descriptor=given.fd, tls=tls, grace_s=given.grace_s)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="icehouse-http", description="OpenAI's and Anthropic's HTTP APIs in front of an Icehouse server."
     )
-    defaults = Settings()
-    add = parser.add_argument
-    add("--address", default=defaults.address, help="the Icehouse server (default: %(default)s)")
-    add("--host", default="127.0.0.1", help="where to listen (default: %(default)s)")
-    add("--port", type=int, default=8000, help="(default: %(default)s)")
+    _add_server(parser.add_argument_group("the server"))
+    _add_listening(parser.add_argument_group("where it listens"))
+    _add_requests(parser.add_argument_group("requests"))
+    _add_log(parser.add_argument_group("log"))
+    return parser
+
+
+def _add_server(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--address", default=Settings().address, help="host:port or unix:/path (default: %(default)s)")
     add("--ca-file", type=Path, metavar="PEM", help="speak TLS to the server, whose authority this is")
+    add(
+        "--no-health-watch",
+        action="store_true",
+        help="for a server that answers health checks only to callers with credentials",
+    )
+
+
+def _add_listening(group: argparse._ArgumentGroup) -> None:
+    add, defaults = group.add_argument, Listening()
+    add("--host", default=defaults.host, help="(default: %(default)s)")
+    add("--port", type=int, default=defaults.port, help="(default: %(default)s)")
+    add("--fd", type=int, metavar="N", help="an inherited socket that listens, instead of host and port")
+    add("--tls-certificate", type=Path, metavar="PEM", help="speak HTTPS with this certificate chain")
+    add("--tls-key", type=Path, metavar="PEM", help="the certificate's private key")
+    add(
+        "--grace-s",
+        type=float,
+        default=defaults.grace_s,
+        metavar="SECONDS",
+        help="how long running requests may go on after SIGTERM (default: %(default)s)",
+    )
+    add("--ends-with-stdin", action="store_true", help="end at once when standard input does")
+
+
+def _add_requests(group: argparse._ArgumentGroup) -> None:
+    add, defaults = group.add_argument, Settings()
     add(
         *("--alias", "-a"),
         action="append",
@@ -88,14 +115,26 @@ def _parser() -> argparse.ArgumentParser:
         help="let web pages of this origin call, * for all; may be repeated",
     )
     add(
-        "--max-body-mib",
+        "--max-body-bytes",
         type=int,
-        default=defaults.max_body_bytes // MIB,
-        metavar="MIB",
+        default=defaults.max_body_bytes,
+        metavar="BYTES",
         help="largest request (default: %(default)s)",
     )
+    add(
+        "--body-memory-bytes",
+        type=int,
+        default=defaults.body_memory_bytes,
+        metavar="BYTES",
+        help="for the bodies of all requests until they are answered (default: %(default)s)",
+    )
+
+
+def _add_log(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
     add("--log-level", default="info", choices=["debug", "info", "warning", "error"])
-    return parser
+    add("--log-format", default="text", choices=["text", "json"])
+    add("--no-access-log", action="store_true", help="no line for every request")
 
 
 def _alias(text: str) -> tuple[str, str]:
@@ -103,6 +142,18 @@ def _alias(text: str) -> tuple[str, str]:
     if not (name and equals and model):
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=MODEL")
     return name, model
+
+
+def _end_with_stdin() -> None:
+    """Have the process end at once with its standard input: whoever holds the other end is gone then."""
+
+    def wait() -> None:
+        while os.read(0, 1024):
+            pass
+        os._exit(1)
+
+    # A thread of its own notices also while the event loop is busy.
+    threading.Thread(target=wait, name="stdin", daemon=True).start()
 
 
 if __name__ == "__main__":

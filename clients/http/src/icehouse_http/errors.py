@@ -50,6 +50,11 @@ class Dialect(enum.Enum):
     ANTHROPIC = "anthropic"
 
 
+def dialect_of(path: str) -> Dialect:
+    """Return whose API a path belongs to."""
+    return Dialect.ANTHROPIC if path.startswith("/v1/messages") else Dialect.OPENAI
+
+
 class ApiError(Exception):
     """A request that is refused, or failed.
 

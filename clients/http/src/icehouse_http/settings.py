@@ -16,6 +16,9 @@ class Settings:
     """The Icehouse server: host:port, or unix:/path."""
     ca_pem: bytes | None = dataclasses.field(default=None, repr=False)
     """The authority of the server's certificate; None speaks without TLS."""
+    watches_health: bool = True
+    """Pass over a server whose health check says that it does not serve. Not for one that wants credentials
+    for that check."""
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Names of callers, and the model or adapter that each stands for."""
     strict_models: bool = False
@@ -27,6 +30,8 @@ class Settings:
     allow_origins: tuple[str, ...] = ()
     """Web pages that may call; "*" lets all."""
     max_body_bytes: int = 32 * MIB
+    body_memory_bytes: int = 256 * MIB
+    """For the bodies of all requests until they are answered."""
     body_timeout_s: float = 60.0
     """For a request's whole body."""
     ping_interval_s: float = 10.0
@@ -34,3 +39,4 @@ class Settings:
     max_stored_responses: int = 256
     """How many responses `previous_response_id` may name; the oldest are forgotten."""
     max_stored_bytes: int = 64 * MIB
+    has_access_log: bool = True

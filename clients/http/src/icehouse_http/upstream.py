@@ -1,4 +1,4 @@
-"""Upstream: the one connection to the Icehouse server, and what is known of its model.
+"""Upstream: the connections to the Icehouse server, and what is known of its model.
 
 Belongs to the event loop it was opened on.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import re
 import time
 from collections.abc import Mapping
@@ -23,6 +24,15 @@ NAME = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 """What the server takes as the name of a session or an agent."""
 _KNOWN_FOR_S = 10.0
 """How long the answer of ListModels is taken as true."""
+_CONNECTION_COUNT = 3
+"""A server takes 256 calls at once on each by default, and the front has 512 callers at most."""
+_CHANNEL_OPTIONS = (
+    # Channels to one address would share a connection otherwise.
+    ("grpc.use_local_subchannel_pool", 1),
+    # gRPC would wait for up to two minutes before it tries again to reach a server that was away.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -39,7 +49,7 @@ class Target:
 
 
 class Caller:
-    """One HTTP caller's view of the connection: its calls carry the caller's token."""
+    """One HTTP caller's view of a connection: its calls carry the caller's token."""
 
     def __init__(self, client: AsyncClient, token: str) -> None:
         self.client = client
@@ -48,33 +58,46 @@ class Caller:
 
 
 class Upstream:
-    """The connection. `close` ends it."""
+    """The connections, which requests take in turn. `close` ends them."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         security = Security(ca_pem=settings.ca_pem)
-        self._client = AsyncClient(settings.address, timeout_s=None, security=security)
+        self._clients = [
+            AsyncClient(
+                settings.address,
+                timeout_s=None,
+                security=security,
+                watches_health=settings.watches_health,
+                channel_options=_CHANNEL_OPTIONS,
+            )
+            for _ in range(_CONNECTION_COUNT)
+        ]
+        self._turns = itertools.cycle(self._clients)
         self._models: list[Model] = []
         self._asked_time = -_KNOWN_FOR_S
 
     async def close(self) -> None:
-        """End the connection and what runs on it."""
-        await self._client.close()
+        """End the connections and what runs on them."""
+        for client in self._clients:
+            await client.close()
 
     def caller(self, headers: Mapping[str, str]) -> Caller:
         """Return the view of whoever sent these headers; raises ApiError for a token that cannot be sent."""
         token, metadata = _token_of(headers), _agent_of(headers)
         if not token:
-            return Caller(self._client.with_metadata(metadata) if metadata else self._client, "")
+            client = next(self._turns)
+            return Caller(client.with_metadata(metadata) if metadata else client, "")
         if not (token.isascii() and token.isprintable()):
             raise ApiError(
                 401, "the token has characters that no header can carry", code="CREDENTIALS_INVALID"
             )
-        return Caller(self._client.with_metadata({"authorization": f"Bearer {token}", **metadata}), token)
+        metadata = {"authorization": f"Bearer {token}", **metadata}
+        return Caller(next(self._turns).with_metadata(metadata), token)
 
-    async def health(self) -> str:
+    async def health(self, caller: Caller) -> str:
         """Return what the server says of itself: SERVING, NOT_SERVING."""
-        return await self._client.health(timeout_s=_KNOWN_FOR_S)
+        return await caller.client.health(timeout_s=_KNOWN_FOR_S)
 
     async def models(self, caller: Caller) -> list[Model]:
         """Ask for the served models."""

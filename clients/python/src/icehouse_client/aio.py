@@ -44,7 +44,7 @@ from icehouse_client.requests import (
 from icehouse_client.reranking import Ranking, RerankOptions, rerank_request
 from icehouse_client.results import Reply, Started, Token, Value, reply_from, tokens_from
 from icehouse_client.retries import RetryPolicy
-from icehouse_client.security import NO_SECURITY, Security
+from icehouse_client.security import NO_SECURITY, ChannelOptions, Security
 from icehouse_client.stream_sum import StreamEvent, StreamSum
 from icehouse_client.tokens import BearerToken
 from icehouse_client.tool_dicts import GivenTool
@@ -63,13 +63,18 @@ class AsyncClient:
         security: Security = NO_SECURITY,
         watches_health: bool = True,
         interceptors: Sequence[grpc.aio.ClientInterceptor] = (),
+        channel_options: ChannelOptions = (),
     ) -> None:
         self._timeout_s = timeout_s
         self._retries = RetryPolicy(retry_limit)
         self._command_timeout_s = command_timeout_s
         self._calls = AsyncCalls(BearerToken(security.token))
         self._channel = _open_channel(
-            address, security, watches_health=watches_health, interceptors=interceptors
+            address,
+            security,
+            watches_health=watches_health,
+            interceptors=interceptors,
+            options=channel_options,
         )
         self._inference = inference_service_pb2_grpc.InferenceServiceStub(self._channel)
         self._models = model_service_pb2_grpc.ModelServiceStub(self._channel)
@@ -275,9 +280,10 @@ def _open_channel(
     *,
     watches_health: bool,
     interceptors: Sequence[grpc.aio.ClientInterceptor],
+    options: ChannelOptions,
 ) -> grpc.aio.Channel:
     check_address(address)
-    options = channel_options(address, security, watches_health=watches_health)
+    options = channel_options(address, security, watches_health=watches_health, more=options)
     credentials = security.credentials
     if credentials is None:
         return grpc.aio.insecure_channel(address, options=options, interceptors=interceptors)

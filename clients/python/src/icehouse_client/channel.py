@@ -25,8 +25,10 @@ def check_address(address: str) -> None:
         )
 
 
-def channel_options(address: str, security: Security, *, watches_health: bool) -> list[tuple[str, str | int]]:
-    """Return the options of a channel to an address.
+def channel_options(
+    address: str, security: Security, *, watches_health: bool, more: ChannelOptions
+) -> list[tuple[str, str | int]]:
+    """Return the options of a channel to an address, `more` last, which wins over ours.
 
     Without `watches_health` servers are used whatever their health says: for those that answer health
     checks only to callers with credentials, which gRPC does not send with them.
@@ -38,4 +40,4 @@ def channel_options(address: str, security: Security, *, watches_health: bool) -
         *(() if watches_health else (("grpc.inhibit_health_checking", 1),)),
         *((("grpc.enable_http_proxy", 0),) if is_local(address) else ()),
     )
-    return security.channel_options(options)
+    return [*security.channel_options(options), *more]

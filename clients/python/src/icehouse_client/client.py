@@ -44,7 +44,7 @@ from icehouse_client.requests import (
 from icehouse_client.reranking import Ranking, RerankOptions, rerank_request
 from icehouse_client.results import Reply, Started, Token, Value, reply_from, tokens_from
 from icehouse_client.retries import RetryPolicy
-from icehouse_client.security import NO_SECURITY, Security
+from icehouse_client.security import NO_SECURITY, ChannelOptions, Security
 from icehouse_client.stream_sum import StreamEvent, StreamSum
 from icehouse_client.tokens import BearerToken
 from icehouse_client.tool_dicts import GivenTool
@@ -63,6 +63,7 @@ class Client:
     where the server refuses them for now and says when (`RetryPolicy`).
     Set `watches_health` to False for servers that answer health checks with credentials only. `interceptors`
     are gRPC's own, of `grpc.intercept_channel`: the first one is outermost, and sees each attempt as a call.
+    `channel_options` are arguments of gRPC's channel, such as ("grpc.max_reconnect_backoff_ms", 2000).
     """
 
     def __init__(
@@ -75,12 +76,13 @@ class Client:
         security: Security = NO_SECURITY,
         watches_health: bool = True,
         interceptors: Sequence[Interceptor] = (),
+        channel_options: ChannelOptions = (),
     ) -> None:
         self._timeout_s = timeout_s
         self._retries = RetryPolicy(retry_limit)
         self._command_timeout_s = command_timeout_s
         self._calls = Calls(BearerToken(security.token))
-        channel = open_channel(address, security, watches_health=watches_health)
+        channel = open_channel(address, security, watches_health=watches_health, options=channel_options)
         self._channel = grpc.intercept_channel(channel, *interceptors) if interceptors else channel
         self._inference = inference_service_pb2_grpc.InferenceServiceStub(self._channel)
         self._models = model_service_pb2_grpc.ModelServiceStub(self._channel)
@@ -279,10 +281,12 @@ class Client:
         return timeout_of(options, default_s=self._timeout_s)
 
 
-def open_channel(address: str, security: Security, *, watches_health: bool) -> grpc.Channel:
+def open_channel(
+    address: str, security: Security, *, watches_health: bool, options: ChannelOptions
+) -> grpc.Channel:
     """Return a channel, secured as `security` says."""
     check_address(address)
-    options = channel_options(address, security, watches_health=watches_health)
+    options = channel_options(address, security, watches_health=watches_health, more=options)
     credentials = security.credentials
     if credentials is None:
         return grpc.insecure_channel(address, options=options)

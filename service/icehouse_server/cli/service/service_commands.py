@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 from icehouse_client.cli.console import EXIT_FAILURE, AsJson, complain, err, out, print_json
+from icehouse_client.cli.main import CommandLine
 
 from icehouse_server.cli.service.managers import (
     DefinitionFile,
@@ -24,7 +25,7 @@ from icehouse_server.cli.service.stop_bounds import stop_bound_s
 from icehouse_server.config import load_config
 from icehouse_server.config.load import CLIENT_VARIABLES, FILE_VARIABLE, environment
 
-app = typer.Typer(help="Have systemd or launchd run the server for you.", no_args_is_help=True)
+app = CommandLine(help="Have systemd or launchd run the server for you.")
 
 
 _STOP_MARGIN_S = 3

@@ -139,6 +139,7 @@ class ModelRunner:
         self._thread.claim()
         loaded = model_loader.load(self._source)
         self._model = loaded.model
+        _log.info("weights_read", extra={"path": self._source.path})
         if loaded.tower is not None:
             limit_bytes = self._settings.image_feature_limit_bytes
             self._images = ImageFeatures(loaded.tower, limit_bytes=limit_bytes, clock=self._clock)

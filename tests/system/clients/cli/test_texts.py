@@ -1,4 +1,4 @@
-"""`icehouse tokenize`, `detokenize`, `embed`: texts, tokens and vectors."""
+"""`icehouse tokenize`, `detokenize`, `embed`, `rerank`: texts, tokens, vectors and ranks."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 from tests.fixtures.terminal import invoke
 from tests.unit.rpc.conftest import RunningServer, running
 from tests.unit.rpc.services.test_embedding_service import EMBEDDING, embedding
+from tests.unit.rpc.services.test_rerank_service import TEXT, vowels
 
 
 async def test_tokens_are_shown_as_ids_as_a_table_and_as_json(served: RunningServer) -> None:
@@ -39,3 +40,14 @@ async def test_each_text_has_its_vector() -> None:
         ("ab", 2),
         ("abcdef", 6),
     ]
+
+
+async def test_texts_are_ranked_by_how_well_they_answer() -> None:
+    async with running() as served:
+        served.engine.script = vowels
+        ask = ["--text", TEXT, "--positive-answer", "y", "--negative-answer", "n"]
+        ask += ["--address", served.server.address]
+        told = await invoke("rerank", "q", "xyz", "aeio", "--top-count", "1", *ask)
+        facts = await invoke("rerank", "q", "-", "--json", *ask, input="xyz\naeio\n")
+    assert told.stdout.split()[2:] == ["0.095", "aeio"]
+    assert [(each["index"], each["text"]) for each in json.loads(facts.stdout)] == [(1, "aeio"), (0, "xyz")]

@@ -5,7 +5,8 @@ import logging
 from collections.abc import Iterator
 
 import pytest
-from icehouse_server.cli.terminal.logs import JsonFormatter, TextFormatter, setup_logging
+from icehouse_client.log_lines import JsonFormatter, TextFormatter
+from icehouse_server.cli.terminal.logs import setup_logging
 from icehouse_server.config import LogConfig
 
 

@@ -11,7 +11,7 @@ import grpc
 import pytest
 from icehouse.v1 import cache_policy_pb2, logprobs_pb2, prompt_pb2, sampling_pb2
 from icehouse.v1 import inference_service_pb2 as messages
-from icehouse_server.cli.terminal.logs import JsonFormatter, fields_of
+from icehouse_client.log_lines import JsonFormatter, fields_of
 from icehouse_server.domain.events import Failed
 from icehouse_server.domain.model import EngineState
 from icehouse_server.errors import (

@@ -1,4 +1,4 @@
-"""Texts and tokens: `icehouse tokenize`, `detokenize` and `embed`."""
+"""Texts and tokens: `icehouse tokenize`, `detokenize`, `embed` and `rerank`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,16 @@ from rich.text import Text
 
 from icehouse_client.chat import Infill
 from icehouse_client.cli.connection import Server, server_of
-from icehouse_client.cli.console import AsJson, facts_table, out, print_json, print_text, printable, show
+from icehouse_client.cli.console import (
+    AsJson,
+    facts_table,
+    out,
+    print_json,
+    print_text,
+    printable,
+    show,
+    table,
+)
 from icehouse_client.cli.option_groups import said, with_groups
 from icehouse_client.cli.prompt import (
     Adapter,
@@ -44,9 +53,9 @@ def tokenize(
         out.print(",".join(str(token.id) for token in tokens), markup=False)
         return
     pieces = ((str(token.id), Text(printable(token.piece))) for token in tokens)
-    table = facts_table(*pieces, style="", justify="right")
+    shown = facts_table(*pieces, style="", justify="right")
     facts = [{"id": token.id, "piece": token.piece} for token in tokens]
-    show(facts, Group(table, f"{len(tokens):,} tokens"), as_json=as_json)
+    show(facts, Group(shown, f"{len(tokens):,} tokens"), as_json=as_json)
 
 
 @with_groups(server=server_of)
@@ -88,3 +97,38 @@ def embed(
     pairs = [{"text": text, "vector": v} for text, v in zip(inputs, vectors, strict=True)]
     for each in [pairs] if as_json else vectors:
         print_json(each, indent=None)
+
+
+@with_groups(server=server_of)
+def rerank(
+    server: Server,
+    query: Annotated[str, typer.Argument(help="What is looked for.")],
+    documents: Annotated[list[str], typer.Argument(help="What to rank; - reads lines of standard input.")],
+    top_count: Annotated[int | None, typer.Option(min=1, help="Show the best so many.")] = None,
+    instruction: Annotated[str, typer.Option(help="The task, in words for the model.")] = "",
+    text: Annotated[
+        str, typer.Option(help="A prompt of your own in plain text, with {query} and {document} in it.")
+    ] = "",
+    positive_answer: Annotated[str, typer.Option(help="The word that means yes.")] = "",
+    negative_answer: Annotated[str, typer.Option(help="The word that means no.")] = "",
+    model: Model = "",
+    adapter: Adapter = "",
+    as_json: AsJson = False,
+) -> None:
+    """Put texts in the order in which they answer a query, best first, with the probability of each."""
+    texts = given_text("-").splitlines() if documents == ["-"] else documents
+    options = said(
+        top_count=top_count,
+        instruction=instruction,
+        text=text,
+        positive_answer=positive_answer,
+        negative_answer=negative_answer,
+        model=model,
+        adapter=adapter,
+    )
+    ranking = server.client.rerank(query, texts, **options)
+    shown = table("score", "text", figures=("score",))
+    for each in ranking:
+        shown.add_row(f"{each.score:.3f}", Text(printable(texts[each.index])))
+    found = [{"index": each.index, "score": each.score, "text": texts[each.index]} for each in ranking]
+    show(found, shown, as_json=as_json)

@@ -1,0 +1,156 @@
+"""Kept models: those on this machine that `icehouse pull` fetches and `rm` removes, and which are in use.
+
+They are the demo models that were made, and those in the hub's cache. A server holds a shared lock on the
+folders of the models that it serves as long as it runs, so that nobody removes them from under it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from icehouse_server.bootstrap import hub
+from icehouse_server.bootstrap.room import ModelSize, check_disk
+from icehouse_server.demo.build import (
+    BUILT_BYTES,
+    OnProgress,
+    ensure_demo_model,
+    is_built,
+    remove_demo_model,
+)
+from icehouse_server.demo.models import DEMO_MODELS
+from icehouse_server.errors import ModelError, Reason
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class KeptModel:
+    """A model on this machine."""
+
+    name: str
+    """What `icehouse serve` takes."""
+    size_bytes: int
+    read_time: float
+    """Unix time at which one of its files was read last, as far as the file system keeps it."""
+    folder: Path
+    is_in_use: bool
+    """A server of this machine has it; False where its file system knows no locks."""
+
+
+def kept_models() -> list[KeptModel]:
+    """Return every model that is here: the demo models, then what the hub's cache has, by name."""
+    demos = [_demo_entry(name) for name, model in DEMO_MODELS.items() if is_built(model)]
+    return demos + [_hub_entry(model) for model in hub.cached_models()]
+
+
+def pull(name: str, *, on_progress: OnProgress) -> KeptModel:
+    """Fetch a model of the hub, or make a demo model, where it is not here yet. Raises ModelError."""
+    if name in DEMO_MODELS:
+        demo = DEMO_MODELS[name]
+        if not is_built(demo):
+            check_disk(name, ModelSize(weight_bytes=0, missing_bytes=BUILT_BYTES, place=demo.folder))
+        ensure_demo_model(demo, on_progress=on_progress)
+    elif hub.is_hub_id(name):
+        hub.fetch(name, on_size=lambda size: check_disk(name, size))
+    else:
+        raise ModelError(
+            Reason.MODEL_NOT_FOUND,
+            f"{name!r} is no id on the hub, such as mlx-community/Qwen3-0.6B-4bit, and none of: "
+            f"{', '.join(DEMO_MODELS)}",
+            metadata={"model": name},
+        )
+    return find(name)
+
+
+def find(name: str) -> KeptModel:
+    """Return a model that is here; raises ModelError for any other."""
+    for model in kept_models():
+        if name == model.name:
+            return model
+    raise ModelError(
+        Reason.MODEL_NOT_FOUND,
+        f"there is no model {name!r} here; `icehouse ls` lists those that are",
+        metadata={"model": name},
+    )
+
+
+def remove(model: KeptModel) -> None:
+    """Remove a model that is here. Raises ModelError when a server serves it, or the disk refuses."""
+    if model.is_in_use:
+        raise ModelError(
+            Reason.STORE_LOCKED,
+            f"{model.name} is in use by a server that runs on this machine; stop that server first",
+            metadata={"model": model.name},
+        )
+    try:
+        _remove(model)
+    except OSError as error:
+        raise ModelError(
+            Reason.MODEL_INVALID,
+            f"{model.folder} cannot be removed: {error.strerror or error}; is it yours?",
+            metadata={"model": model.name},
+        ) from error
+
+
+def _remove(model: KeptModel) -> None:
+    if model.name in DEMO_MODELS:
+        remove_demo_model(DEMO_MODELS[model.name])
+        return
+    for cached in hub.cached_models():
+        if cached.hub_id == model.name:
+            hub.remove(cached)
+
+
+@contextlib.contextmanager
+def held(*folders: Path) -> Iterator[None]:
+    """Have these folders of models be in use while the block runs."""
+    with contextlib.ExitStack() as stack:
+        for folder in folders:
+            # A file system without locks serves models, too.
+            with contextlib.suppress(OSError):
+                descriptor = os.open(folder, os.O_RDONLY)
+                stack.callback(os.close, descriptor)
+                fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        yield
+
+
+def _demo_entry(name: str) -> KeptModel:
+    folder = DEMO_MODELS[name].folder
+    files = [path.stat() for path in folder.iterdir()]
+    return KeptModel(
+        name=name,
+        size_bytes=sum(file.st_size for file in files),
+        # Others are read to learn whether the model is there.
+        read_time=(folder / "model.safetensors").stat().st_atime,
+        folder=folder,
+        is_in_use=_is_in_use(folder),
+    )
+
+
+def _hub_entry(model: hub.CachedModel) -> KeptModel:
+    return KeptModel(
+        name=model.hub_id,
+        size_bytes=model.size_bytes,
+        read_time=model.read_time,
+        folder=model.folder,
+        is_in_use=any(map(_is_in_use, model.snapshots)),
+    )
+
+
+def _is_in_use(folder: Path) -> bool:
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return False

@@ -1,0 +1,183 @@
+"""HTTP door: `icehouse-http` as a child of the server, restarted when it dies and drained at the end.
+
+The child inherits a socket that listens since before the model was looked for, so a taken port is refused at
+once, and callers who come while a child restarts wait in the socket's queue. It reaches the server by a Unix
+socket in a folder of its own. Its standard input is a pipe that nothing is written to: the pipe's end, also
+that of a killed server, ends the child. Owned by the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import sys
+import tempfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from icehouse_server.config import Config
+from icehouse_server.rpc.listen_address import check_http_address, listen_for_http, speaks_tls
+
+_log = logging.getLogger("icehouse.http")
+
+_FIRST_DELAY_S = 0.1
+_LONGEST_DELAY_S = 30.0
+_STEADY_S = 60.0
+"""A child that lived so long did not fail at its start, and the next delay is the first one again."""
+
+LAST_WORDS_S = 2.0
+"""Beyond the grace, for the last events of streams that the server has ended."""
+
+
+class Delays:
+    """How long to wait before each restart: twice as long every time, up to a bound."""
+
+    def __init__(self) -> None:
+        self._next_s = _FIRST_DELAY_S
+
+    def after(self, *, lived_s: float) -> float:
+        """Return the delay before the child that follows one of this age."""
+        if lived_s >= _STEADY_S:
+            self._next_s = _FIRST_DELAY_S
+        delay_s = self._next_s
+        self._next_s = min(2 * delay_s, _LONGEST_DELAY_S)
+        return delay_s
+
+
+class HttpDoor:
+    """The child, and the sockets on both of its sides."""
+
+    def __init__(self, config: Config, *, listening: socket.socket, folder: Path) -> None:
+        self._listening = listening
+        self.private_socket = folder / "rpc"
+        """Where the server is to listen for the child."""
+        host, port = listening.getsockname()[:2]
+        scheme = "https" if speaks_tls(config.http, config.security) else "http"
+        self.url = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+        self._command = _command(config, descriptor=listening.fileno(), private_socket=self.private_socket)
+        self._child: asyncio.subprocess.Process | None = None
+        self._stopping = asyncio.Event()
+        self._running: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Run the child from now on. The first one exists when this returns."""
+        await self._spawn()
+        self._running = asyncio.create_task(self._run(), name="http door")
+
+    def begin_stop(self) -> None:
+        """Take no new connections, and have the child end when its running requests have."""
+        if self._stopping.is_set():
+            return
+        self._stopping.set()
+        # The child closes its copy, and then nobody can connect.
+        self._listening.close()
+        self._terminate()
+
+    async def stop(self, *, timeout_s: float) -> None:
+        """Wait for the child's end, and kill it when that takes longer."""
+        self.begin_stop()
+        if self._running is None:
+            return
+        _, late = await asyncio.wait({self._running}, timeout=timeout_s)
+        if late and timeout_s:
+            _log.error("stuck_http_killed", extra={"waited_s": timeout_s})
+        self._running.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._running
+
+    async def _run(self) -> None:
+        """Watch the child and start another one when it dies; end it when cancelled."""
+        loop, delays = asyncio.get_running_loop(), Delays()
+        start_time = loop.time()
+        try:
+            while True:
+                code = None if self._child is None else await self._child.wait()
+                self._child = None
+                if self._stopping.is_set():
+                    return
+                delay_s = delays.after(lived_s=loop.time() - start_time)
+                _log.error("http_died", extra={"code": code, "restart_in_s": delay_s})
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._stopping.wait(), delay_s)
+                    return
+                start_time = loop.time()
+                await self._spawn()
+        finally:
+            if self._child is not None and self._child.returncode is None:
+                self._child.kill()
+                await self._child.wait()
+
+    async def _spawn(self) -> None:
+        try:
+            self._child = await asyncio.create_subprocess_exec(
+                *self._command,
+                stdin=asyncio.subprocess.PIPE,
+                pass_fds=(self._listening.fileno(),),
+                # Ctrl-C is for the server alone, which then drains the child.
+                start_new_session=True,
+            )
+        except OSError as error:
+            _log.error("http_not_started", extra={"detail": str(error)})
+        if self._stopping.is_set():
+            # That came while the child was being started.
+            self._terminate()
+
+    def _terminate(self) -> None:
+        if self._child is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._child.terminate()
+
+
+@contextlib.asynccontextmanager
+async def http_door(config: Config) -> AsyncIterator[HttpDoor | None]:
+    """Run the door while the block does, None without a port; raises StartError for an address not to be had.
+
+    Whoever waits for its streams stops it before the block ends; else it is killed there.
+    """
+    if config.http.port is None:
+        yield None
+        return
+    check_http_address(config.http, config.security)
+    with (
+        contextlib.closing(listen_for_http(config.http)) as listening,
+        tempfile.TemporaryDirectory(prefix="icehouse-") as folder,
+    ):
+        door = HttpDoor(config, listening=listening, folder=Path(folder))
+        await door.start()
+        try:
+            yield door
+        finally:
+            await door.stop(timeout_s=0)
+
+
+def _command(config: Config, *, descriptor: int, private_socket: Path) -> list[str]:
+    http, security = config.http, config.security
+    # Without -P a file of the working folder could be imported in the place of a library.
+    command = [sys.executable, "-P", "-m", "icehouse_http.command", "--ends-with-stdin"]
+    command += ["--address", f"unix:{private_socket}", "--fd", str(descriptor)]
+    command += ["--log-format", config.log.format, "--log-level", config.log.level]
+    command += ["--grace-s", str(config.server.drain_grace_s + LAST_WORDS_S)]
+    command += ["--max-body-bytes", str(http.max_body_bytes)]
+    command += ["--body-memory-bytes", str(http.body_memory_bytes)]
+    for name, model in http.alias_pairs:
+        command += ["--alias", f"{name}={model}"]
+    for origin in http.origins:
+        command += ["--allow-origin", origin]
+    if http.strict_models:
+        command.append("--strict-models")
+    if http.temperature is not None:
+        command += ["--temperature", str(http.temperature)]
+    if not config.log.access_enabled:
+        command.append("--no-access-log")
+    if not security.health_open:
+        command.append("--no-health-watch")
+    if speaks_tls(http, security):
+        for option, file in (
+            ("--tls-certificate", security.tls_certificate),
+            ("--tls-key", security.tls_key),
+        ):
+            assert file is not None, "TLS has a certificate and its key"
+            command += [option, str(Path(file).expanduser())]
+    return command

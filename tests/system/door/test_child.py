@@ -1,0 +1,94 @@
+"""The HTTP door as the server's child: it answers, comes back, and goes when the server goes."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+from pathlib import Path
+
+import httpx2
+import pytest
+
+from tests.fixtures.models import tiny_model_dir
+from tests.fixtures.patience import BOUND_S
+from tests.system.crash.crashing_server import ServerProcess
+from tests.system.door.served import CHAT, ServedDoor, body, streaming, wait_for_end
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model_dir(tmp_path_factory.mktemp("models"), "llama")
+
+
+def test_it_answers_and_comes_back_when_it_is_killed(model: Path, tmp_path: Path) -> None:
+    door = ServedDoor(model, tmp_path, "--http-aliases", "gpt-5=llama")
+    with door.server as server, httpx2.Client(base_url=door.url, timeout=BOUND_S) as http:
+        server.wait_until_serving()
+        assert http.post(CHAT, json=body()).json()["usage"]["completion_tokens"] == 8
+        assert [model["id"] for model in http.get("/v1/models").json()["data"]] == ["llama", "gpt-5"]
+        killed = door.kill_child()
+        # It waits in the socket's queue until the next child takes it up.
+        assert httpx2.post(f"{door.url}{CHAT}", json=body(), timeout=BOUND_S).status_code == 200
+        assert door.child_pid != killed
+        assert f"http_died code={-signal.SIGKILL}" in door.log
+        server.terminate()
+        assert server.wait() == 0
+    assert f"http={door.url}" in door.log and "stuck" not in door.log
+    assert not door.is_listening()
+
+
+def test_it_goes_with_a_server_that_is_killed(model: Path, tmp_path: Path) -> None:
+    door = ServedDoor(model, tmp_path)
+    with door.server as server:
+        server.wait_until_serving()
+        assert httpx2.get(f"{door.url}/health", timeout=BOUND_S).json() == {"status": "SERVING"}
+        with door.connect() as witness:
+            server.kill()
+            wait_for_end(witness)
+        assert not door.is_listening()
+
+
+def test_a_stream_ends_as_it_would_when_the_server_is_told_to_stop(model: Path, tmp_path: Path) -> None:
+    door = ServedDoor(model, tmp_path)
+    with door.server as server:
+        server.wait_until_serving()
+        with streaming(door, max_tokens=300) as lines:
+            server.terminate()
+            rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]" and '"finish_reason": "length"' in "".join(rest)
+        assert server.wait() == 0
+    assert "drain_started" in door.log and "http_stopped" in door.log and "stuck" not in door.log
+
+
+def test_a_second_signal_ends_both_at_once(model: Path, tmp_path: Path) -> None:
+    door = ServedDoor(model, tmp_path)
+    with door.server as server:
+        server.wait_until_serving()
+        with streaming(door, max_tokens=4000) as lines:
+            server.terminate()
+            while door.is_listening():
+                # New callers are turned away although the stream goes on.
+                assert next(lines) is not None
+            server.terminate()
+            # Whether the child still tells of it depends on what it notices first.
+            with contextlib.suppress(httpx2.RemoteProtocolError):
+                assert "data: [DONE]" not in list(lines)
+        assert server.wait() == 128 + signal.SIGTERM
+
+
+def test_a_taken_port_is_refused_before_any_model_is_looked_for(model: Path, tmp_path: Path) -> None:
+    door = ServedDoor(model, tmp_path)
+    with socket.create_server(("127.0.0.1", door.port)), door.server as server:
+        assert server.wait() == 1
+    assert f"port {door.port} on 127.0.0.1 is taken" in door.log and "--http-port" in door.log
+    assert "model_found" not in door.log
+
+
+def test_nothing_listens_in_a_server_without_a_port_for_it(model: Path, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with ServerProcess(model=model, directory=tmp_path / "blocks", log=log) as server:
+        server.wait_until_serving()
+        server.terminate()
+        assert server.wait() == 0
+    assert "http" not in log.read_text()

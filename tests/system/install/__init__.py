@@ -1,0 +1,1 @@
+"""Installs as users make them, from wheels alone."""
