@@ -42,15 +42,6 @@ from icehouse_server.pins import NOT_PINNED, pin_end_time
 from icehouse_server.storage.api import ColdTier, Failure, Persisted, StoredBlock
 
 
-@dataclasses.dataclass(slots=True)
-class PrefixCounters:
-    """Lookups and restores since start, in the form in which they are shown. Tokens are prompt tokens."""
-
-    lookups: LookupStats = dataclasses.field(default_factory=LookupStats)
-    promote: PromoteStats = dataclasses.field(default_factory=PromoteStats)
-    miss_token_totals: Counter[ReuseLimit] = dataclasses.field(default_factory=Counter)
-
-
 class PrefixCache:
     """The prefix tree, the RAM tier and the spills to the SSD tier. `storage` is None without one."""
 
@@ -71,7 +62,9 @@ class PrefixCache:
         self.tree = PrefixTree(settings, facts, BlockLog() if log is None else log)
         self.rates = Rates()
         self.waits = StorageWaits(storage, self.rates, clock)
-        self.counters = PrefixCounters()
+        self.lookups = LookupStats()
+        self.restores = PromoteStats()
+        self.miss_token_totals: Counter[ReuseLimit] = Counter()
         self.quotas = TenantQuotas(self.tree)
         self.spills = Spills(
             self.tree, quotas=self.quotas, runner=runner, waits=self.waits, ended=self._spill_ended
@@ -115,17 +108,12 @@ class PrefixCache:
         """Whether this request's blocks are cached for others."""
         return self.is_supported and sequence.request.cache_use in (CacheUse.READ_WRITE, CacheUse.WRITE_ONLY)
 
-    def root(self, scope: CacheScope) -> BlockHash:
-        """Return h0 for this model, tenant and adapter."""
-        return self.quotas.root(scope)
-
     def prompt(
         self, keys: ReadSequence[int], *, scope: CacheScope, shared_scope: CacheScope | None = None
     ) -> Prompt:
         """Return tokens as a prompt to look up; blocks of `shared_scope` may replace missing ones."""
-        return Prompt(
-            tuple(keys), self.root(scope), None if shared_scope is None else self.root(shared_scope)
-        )
+        shared_root = None if shared_scope is None else self.quotas.root(shared_scope)
+        return Prompt(tuple(keys), self.quotas.root(scope), shared_root)
 
     def prompt_of(self, sequence: Sequence) -> Prompt:
         """Return a sequence's input as a prompt to look up."""
@@ -198,14 +186,14 @@ class PrefixCache:
 
     def settle(self, request: GenerationRequest, report: CacheReport) -> None:
         """Count the outcome of a lookup, once its restore is done or given up."""
-        counters, lookups = self.counters, self.counters.lookups
+        lookups = self.lookups
         is_recomputed = report.limit is ReuseLimit.RECOMPUTE_FASTER
         lookups.lookup_total += 1
         lookups.hit_total += report.cached_token_count > 0
         lookups.ram_token_total += report.ram_token_count
         lookups.ssd_token_total += report.ssd_token_count
-        counters.promote.recompute_chosen_total += is_recomputed
-        counters.miss_token_totals[report.limit] += len(request.prompt_token_ids) - report.cached_token_count
+        self.restores.recompute_chosen_total += is_recomputed
+        self.miss_token_totals[report.limit] += len(request.prompt_token_ids) - report.cached_token_count
         self.rates.untried_count += is_recomputed
 
     def start_chain(self, sequence: Sequence, token_count: int) -> None:
@@ -243,7 +231,7 @@ class PrefixCache:
 
     def _capture_block(self, sequence: Sequence, start: int, stop: int, reached: int) -> BlockHash:
         """Put one block of the sequence into RAM unless all of it is there; return its name."""
-        root = self.root(sequence.request.scope)
+        root = self.quotas.root(sequence.request.scope)
         parent = sequence.chain[-1] if sequence.chain else root
         keys = sequence.keys(start, stop)
         kinds = captured_kinds(self.settings, self.facts, sequence, stop=stop, reached=reached)
@@ -355,9 +343,9 @@ class PrefixCache:
 
     def stats(self, storage: CacheStats | None) -> CacheStats:
         """Return the counters, with the SSD tier's where they are given."""
-        theirs, ours = storage or CacheStats(), self.counters
+        theirs = storage or CacheStats()
         promote = dataclasses.replace(
-            ours.promote,
+            self.restores,
             read_bytes_per_s=self.rates.read_bytes_per_s,
             restore_tokens_per_s=self.rates.adopt_tokens_per_s,
             recompute_tokens_per_s=self.rates.prefill_tokens_per_s,
@@ -373,7 +361,7 @@ class PrefixCache:
             theirs,
             block_token_limit=self.settings.block_token_count,
             unsupported_detail=self.facts.unsupported_detail,
-            lookups=dataclasses.replace(ours.lookups, miss_tokens=MissTokens.of(ours.miss_token_totals)),
+            lookups=dataclasses.replace(self.lookups, miss_tokens=MissTokens.of(self.miss_token_totals)),
             ram=self.ram.snapshot(now=self._clock.monotonic()),
             spill=dataclasses.replace(
                 theirs.spill,

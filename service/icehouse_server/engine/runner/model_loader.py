@@ -6,6 +6,7 @@ Every way a folder can be wrong ends in one ModelError that says what to do.
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,7 +20,6 @@ from icehouse_server.domain.ids import AdapterDigest, AdapterName
 from icehouse_server.domain.model import AdapterInfo, ModelInfo, Sight
 from icehouse_server.engine.core.memory_model import (
     ModelShape,
-    TowerShape,
     find_int,
     head_size_of,
     keeps_scores,
@@ -192,7 +192,7 @@ def _load_error(
     """Return why a folder cannot be loaded: that nobody knows its kind, or else the library's own words."""
     if "model_file" in config or mlx_vlm.is_needed(config) or mlx_lm.knows(config):
         return ModelError(Reason.MODEL_INVALID, f"{complaint}: {one_line(error)}{hint}")
-    kind, version = config["model_type"], mlx_lm.version()
+    kind, version = config["model_type"], importlib.metadata.version("mlx-lm")
     return ModelError(
         Reason.MODEL_INVALID,
         f"the model in {source.path} is of the model_type {kind!r}, which the installed mlx-lm {version} "
@@ -288,11 +288,6 @@ def has_sinks(model: Any) -> bool:
     return any("sink" in name for name, _ in parameters_of(model))
 
 
-def tower_shape_of(loaded: LoadedModel) -> TowerShape | None:
-    """Return what the temporary arrays of this model's vision tower are made of, if it has one."""
-    return None if loaded.tower is None else loaded.tower.shape(device=find_backend().value)
-
-
 def attach(adapter: AdapterSource, base: LoadedModel, source: ModelSource) -> AdaptedModel:
     """Load a LoRA adapter beside the model; raises ModelError where it does not fit it.
 
@@ -306,7 +301,9 @@ def attach(adapter: AdapterSource, base: LoadedModel, source: ModelSource) -> Ad
         tree = mlx_lm.read_adapter(tree, str(adapter.path))
         config = json.loads((adapter.path / "adapter_config.json").read_text(encoding="utf-8"))
         kind = str(config.get("fine_tune_type", "lora"))
-        missing = _own(tree, base).keys() - mlx_lm.adapter_tensor_names(adapter.path)
+        # mlx-lm lets an adapter have fewer tensors than its layers need.
+        held = cast("dict[str, mx.array]", mx.load(str(adapter.path / "adapters.safetensors")))
+        missing = _own(tree, base).keys() - held.keys()
         if missing:
             raise ValueError(f"adapters.safetensors lacks {len(missing)} tensors, one is {min(missing)}")
         if source.dtype:

@@ -107,6 +107,8 @@ def model_fingerprint(
         "adapter": "none" if adapter_dir is None else _digest(facts["adapter"])[:12],
         "block_tokens": str(block_token_count),
         "layout_abi": str(LAYOUT_ABI),
+        # Directories of before say it, and only where all else is equal it is the code that changed.
+        "rank": "0 of 1",
         **{CODE_DETAIL + name: digest for name, digest in code.digests.items()},
     }
     tag = _SAMPLED_TAG
