@@ -116,7 +116,6 @@ class ReadLimiter:
         self.paused_s += began_time - now
 
     def end(self) -> None:
-        """Account for the piece under way."""
         piece, self._piece = self._piece, None
         if piece is not None:
             self._schedule.correct(self._clock.monotonic() - piece[0], share=piece[1])
@@ -364,7 +363,6 @@ class ReaderPool:
             self._answer(job)
 
     def _share(self) -> float:
-        """Return for which share of the time readers work now."""
         return 1.0 if self._has_cores.is_set() else self._settings.share_beside_decode
 
     def _share_out(self, job: LoadJob) -> None:
