@@ -167,14 +167,11 @@ class LocalTier:
         return ticket
 
     def get_into(self, blocks: Sequence[PlannedBlock], into: KvTarget | None) -> Ticket[Loaded] | None:
-        if not self._state.read_queue.try_reserve(1):
-            return None
-        return self._readers.submit(blocks, into)
+        assert blocks, "A load asks for no block"
+        return self._readers.submit(blocks, into) if self._state.read_queue.try_reserve(1) else None
 
     def heads(self, blocks: Names) -> Ticket[tuple[BlockHeader, ...]] | None:
-        if not self._state.read_queue.try_reserve(1):
-            return None
-        return self._readers.submit_headers(blocks)
+        return self._readers.submit(names=blocks) if self._state.read_queue.try_reserve(1) else None
 
     def touch(self, blocks: Names) -> bool:
         is_reserved = self._state.order_queue.try_reserve(1)
