@@ -63,10 +63,6 @@ class Ticket(Generic[Result]):
 
     outcome: Result | Failure | None = None
 
-    @property
-    def is_pending(self) -> bool:
-        return self.outcome is None
-
     def finish(self, outcome: Result | Failure) -> None:
         """Write the outcome. The tier only."""
         assert self.outcome is None, f"{self} is finished twice"

@@ -134,7 +134,6 @@ class Files:
             os.fsync(descriptor)
 
     def unlink(self, path: str) -> None:
-        """Remove a file."""
         with self._folder_of(path) as (folder, name):
             os.unlink(name, dir_fd=folder)
 
@@ -149,7 +148,6 @@ class Files:
         return infos
 
     def stat(self, path: str) -> FileInfo:
-        """Return what is at a path."""
         with self._folder_of(path) as (folder, name):
             info = os.stat(name, dir_fd=folder, follow_symlinks=False)
         return _info(os.path.basename(path), info)
@@ -165,7 +163,6 @@ class Files:
         return infos
 
     def open(self, path: str) -> int:
-        """Open a file for reading."""
         # O_NOFOLLOW: a link planted in the directory must not make us read another file. O_NONBLOCK: nor a
         # pipe have us wait for its writer; to files it is nothing.
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -188,7 +185,6 @@ class Files:
         return _transfer(os.preadv, descriptor, parts, offset)
 
     def size(self, descriptor: int) -> int:
-        """Return the bytes of an open file."""
         return os.fstat(descriptor).st_size
 
     def free_bytes(self, path: str) -> int:

@@ -43,11 +43,9 @@ class StorePaths:
         return f"{self.root}/keys.damaged{'' if number == 1 else f'.{number}'}.json"
 
     def folder(self, fingerprint: Fingerprint) -> str:
-        """Return the folder of one fingerprint's blocks."""
         return f"{self.blocks}/{fingerprint.hex()[:16]}"
 
     def block(self, fingerprint: Fingerprint, block_hash: BlockHash) -> str:
-        """Return the path of a block's file."""
         return f"{self.folder(fingerprint)}/{block_hash.hex()}{BLOCK_SUFFIX}"
 
     def quarantined(self, block_hash: BlockHash) -> str:

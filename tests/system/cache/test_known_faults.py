@@ -125,14 +125,14 @@ def test_evictions_never_wait_in_the_write_queue_and_every_credit_comes_back(tmp
             served.ask(f"turn {turn}", prompt(4 * BLOCK, salt=turn))
         served.holds_storage = True
         served.ask("busy", prompt(4 * BLOCK, salt=9))
-        space = served.storage._limits.spills.free
-        assert served.storage._limits.spills.try_reserve(space)
+        space = served.storage._state.spill_queue.free
+        assert served.storage._state.spill_queue.try_reserve(space)
         answers = served.give(Evict(None))
         served.loop.step()
         served.holds_storage = False
         served.step_until_idle()
         assert len(answers) == 1, "an order needs no credit"
-        served.storage._limits.spills.release(space)
+        served.storage._state.spill_queue.release(space)
         spill = served.stats().spill
         assert spill.accepted_block_total > 0
         assert (spill.queue_count, spill.queue_bytes) == (0, 0)

@@ -22,7 +22,7 @@ from icehouse_server.engine.scheduling import pass_plan, scheduler
 from icehouse_server.pins import UNTIL_UNPINNED
 from icehouse_server.rpc.kv_events import block_mirror, event_feed
 from icehouse_server.storage.api import Loaded
-from icehouse_server.storage.local import queue_limit, spiller
+from icehouse_server.storage.local import spiller, storage_state
 from icehouse_server.storage.local.block_format import block_file, header
 from icehouse_server.storage.local.directory import reconcile, space, store
 
@@ -254,12 +254,12 @@ def ignore_the_size_limit(patch: pytest.MonkeyPatch) -> None:
 
 
 def leak_write_credit(patch: pytest.MonkeyPatch) -> None:
-    real = queue_limit.QueueLimit.release
+    real = storage_state.QueueLimit.release
 
     def release(self, units):
         real(self, units if units == 1 else 0)
 
-    patch.setattr(queue_limit.QueueLimit, "release", release)
+    patch.setattr(storage_state.QueueLimit, "release", release)
 
 
 def count_what_is_queued_as_persisted(patch: pytest.MonkeyPatch) -> None:

@@ -74,7 +74,7 @@ class Bench:
 
     def ask(self, ticket: AnyTicket | None) -> object:
         """Return what became of a ticket that has just been taken."""
-        assert ticket is not None and ticket.is_pending
+        assert ticket is not None and ticket.outcome is None
         assert ticket in self.settle()
         return ticket.outcome
 
@@ -393,7 +393,7 @@ def test_a_full_queue_refuses_and_leaves_nothing_behind(open_bench) -> None:
         tickets = [take() for _ in range(2)]
         assert None not in tickets and take() is None
         bench.settle()
-        assert all(isinstance(t, Ticket) and not t.is_pending for t in tickets)
+        assert all(isinstance(t, Ticket) and t.outcome is not None for t in tickets)
 
 
 def test_the_counters_say_what_is_there(bench: Bench) -> None:

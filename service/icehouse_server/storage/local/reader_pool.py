@@ -22,7 +22,7 @@ from typing import Any
 
 from icehouse_server.averages import MovingAverage
 from icehouse_server.clock import Clock
-from icehouse_server.domain.blocks import BlockHeader, Damage
+from icehouse_server.domain.blocks import Damage
 from icehouse_server.storage.api import (
     AnyTicket,
     Failure,
@@ -116,7 +116,6 @@ class ReadLimiter:
         self.paused_s += began_time - now
 
     def end(self) -> None:
-        """Account for the piece under way."""
         piece, self._piece = self._piece, None
         if piece is not None:
             self._schedule.correct(self._clock.monotonic() - piece[0], share=piece[1])
@@ -132,9 +131,18 @@ class ReadReport:
 
 
 class ReadJob:
-    """A load, or a request for headers, with the readers. The engine may abandon it at any time."""
+    """A load, or a request for headers, with the readers. The engine may abandon it at any time.
 
-    def __init__(self, *, now: float, names: Names = ()) -> None:
+    Each item of the lists is written by the one reader that has that block.
+    """
+
+    def __init__(
+        self, blocks: Sequence[PlannedBlock], target: KvTarget | None, names: Names, *, now: float
+    ) -> None:
+        self.blocks = blocks
+        """Of a load."""
+        self.target = target
+        """Referenced here alone, so that it is released before the answer."""
         self.names = names
         """Of the headers."""
         self.ticket: Ticket[Any] = Ticket()
@@ -145,6 +153,14 @@ class ReadJob:
         """Nobody waits for it any more: what is left of it need not be read."""
         self._first = threading.Lock()
         """Taken by whoever comes first, a reader that begins or the engine that abandons; never released."""
+        self.is_shared = False
+        """Set by the first block's reader before others get a part."""
+        self.busy_s = [0.0] * len(blocks)
+        """What reading each block took, without pauses."""
+        self.read_bytes = [0] * len(blocks)
+        self.results: list[LoadedBlock | Failure | None] = [None] * len(blocks)
+        self.countdown = collections.deque(range(len(blocks)))
+        """One number for each block to finish; the reader that pops 0 is the last."""
 
     def begin(self) -> bool:
         """Begin reading; False when it was abandoned before any reader had begun."""
@@ -155,25 +171,6 @@ class ReadJob:
         """Stop waiting for it; True when no reader has begun, so that none will."""
         self.is_abandoned = True
         return self._first.acquire(blocking=False)
-
-
-class LoadJob(ReadJob):
-    """One load. Each item of the lists is written by the one reader that has that block."""
-
-    def __init__(self, blocks: Sequence[PlannedBlock], target: KvTarget | None, *, now: float) -> None:
-        assert blocks, "A load asks for no block"
-        super().__init__(now=now)
-        self.blocks = blocks
-        self.target = target
-        """Referenced here alone, so that it is released before the answer."""
-        self.is_shared = False
-        """Set by the first block's reader before others get a part."""
-        self.busy_s = [0.0] * len(blocks)
-        """What reading each block took, without pauses."""
-        self.read_bytes = [0] * len(blocks)
-        self.results: list[LoadedBlock | Failure | None] = [None] * len(blocks)
-        self.countdown = collections.deque(range(len(blocks)))
-        """One number for each block to finish; the reader that pops 0 is the last."""
 
 
 _Work = tuple[ReadJob, int]
@@ -214,15 +211,11 @@ class ReaderPool:
         self._progress_time = clock.monotonic()
         """When any reader last made progress with anything."""
 
-    def submit(self, blocks: Sequence[PlannedBlock], into: KvTarget | None) -> Ticket[Loaded]:
-        """Queue a load; the caller bounds the queue."""
-        return self._submit(LoadJob(blocks, into, now=self._clock.monotonic()))
-
-    def submit_headers(self, names: Names) -> Ticket[tuple[BlockHeader, ...]]:
-        """Queue a request for headers; the caller bounds the queue."""
-        return self._submit(ReadJob(names=names, now=self._clock.monotonic()))
-
-    def _submit(self, job: ReadJob) -> Ticket[Any]:
+    def submit(
+        self, blocks: Sequence[PlannedBlock] = (), into: KvTarget | None = None, *, names: Names = ()
+    ) -> Ticket[Any]:
+        """Queue a load, or a request for the headers of `names`; the caller bounds the queue."""
+        job = ReadJob(blocks, into, names, now=self._clock.monotonic())
         self._jobs[job.ticket] = job
         self._work.put((job, 0))
         return job.ticket
@@ -242,8 +235,7 @@ class ReaderPool:
         job = self._jobs.get(ticket)
         if job is not None and job.abandon():
             del self._jobs[ticket]
-            if isinstance(job, LoadJob):
-                job.target = None
+            job.target = None
 
     @property
     def hung_count(self) -> int:
@@ -294,7 +286,7 @@ class ReaderPool:
 
     def _read(self, work: _Work) -> None:
         job, index = work
-        if isinstance(job, LoadJob):
+        if job.blocks:
             self._read_block(job, index)
         else:
             self._read_headers(job)
@@ -324,7 +316,7 @@ class ReaderPool:
                 headers.append(read_header(self._files, path, name, cipher=self._cipher))
         self._finish(job, tuple(headers), ReadReport())
 
-    def _read_block(self, job: LoadJob, index: int) -> None:
+    def _read_block(self, job: ReadJob, index: int) -> None:
         planned = job.blocks[index]
         began_s = self._clock.monotonic()
         limiter = ReadLimiter(
@@ -364,16 +356,15 @@ class ReaderPool:
             self._answer(job)
 
     def _share(self) -> float:
-        """Return for which share of the time readers work now."""
         return 1.0 if self._has_cores.is_set() else self._settings.share_beside_decode
 
-    def _share_out(self, job: LoadJob) -> None:
+    def _share_out(self, job: ReadJob) -> None:
         """The first block is there: let all readers read the others."""
         job.is_shared = True
         for index in range(1, len(job.blocks)):
             self._work.put((job, index))
 
-    def _answer(self, job: LoadJob) -> None:
+    def _answer(self, job: ReadJob) -> None:
         job.target = None
         failures = tuple(result for result in job.results if isinstance(result, Failure))
         if job.is_abandoned:

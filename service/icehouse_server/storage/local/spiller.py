@@ -12,7 +12,6 @@ import sqlite3
 from collections.abc import Callable, Collection
 
 from icehouse_server.averages import MovingAverage
-from icehouse_server.clock import Clock
 from icehouse_server.domain.blocks import HostBlock
 from icehouse_server.domain.cache_stats import SpillDropCause
 from icehouse_server.domain.ids import BlockHash, RequestId
@@ -23,9 +22,7 @@ from icehouse_server.storage.local.block_format.block_file import PreparedBlock,
 from icehouse_server.storage.local.directory.manifest import GROWTH_ALLOWANCE_BYTES
 from icehouse_server.storage.local.directory.space import Reclaim
 from icehouse_server.storage.local.directory.store import BlockStore, Writing
-from icehouse_server.storage.local.queue_limit import QueueLimit
-from icehouse_server.storage.local.storage_stats import StorageCounters
-from icehouse_server.storage.local.store_state import StoreState
+from icehouse_server.storage.local.storage_state import StorageState
 
 
 @dataclasses.dataclass(slots=True)
@@ -46,18 +43,13 @@ class Spiller:
     def __init__(
         self,
         store: BlockStore,
+        state: StorageState,
         *,
-        state: StoreState,
-        counters: StorageCounters,
-        limit: QueueLimit,
-        clock: Clock,
         finish: Callable[[Ticket[Persisted], Persisted | Failure], None],
     ) -> None:
         self._store = store
         self._state = state
-        self._counters = counters
-        self._clock = clock
-        self._limit = limit
+        self._clock = store.clock
         self._finish_ticket = finish
         self._rate = MovingAverage()
         self._spills: collections.deque[Spill] = collections.deque()
@@ -72,17 +64,15 @@ class Spiller:
 
     @property
     def accepted_total(self) -> int:
-        """Blocks accepted since start."""
-        return self._counters.spill.accepted_block_total
+        return self._state.spill.accepted_block_total
 
     @property
     def finished_total(self) -> int:
         """Accepted blocks that have their outcome; they finish in the order of acceptance."""
-        return self._counters.spill.persisted_block_total + self._counters.drops.total()
+        return self._state.spill.persisted_block_total + self._state.drops.total()
 
     def add(self, request: Spill) -> None:
-        """Accept a block."""
-        self._counters.spill.accepted_block_total += 1
+        self._state.spill.accepted_block_total += 1
         self._spills.append(request)
 
     def pin(self, hashes: Collection[BlockHash], end_time: float) -> set[BlockHash]:
@@ -133,7 +123,7 @@ class Spiller:
                 return
         stored = self._store.index.get(name)
         assert stored is not None, name.hex()
-        self._counters.drops[SpillDropCause.DUPLICATE] += 1
+        self._state.drops[SpillDropCause.DUPLICATE] += 1
         self._finish(Persisted(stored))
 
     def _write(self, prepared: PreparedBlock) -> None:
@@ -187,7 +177,7 @@ class Spiller:
         # The next one was written meanwhile: the time that both took together is counted once.
         own_s = now - max(writing.began, self._finished_time)
         self._finished_time = now
-        spill = self._counters.spill
+        spill = self._state.spill
         spill.write_bytes_per_s = self._rate.add_rate(size_bytes, elapsed_s=own_s)
         spill.persisted_block_total += 1
         spill.persisted_byte_total += record.file_bytes
@@ -220,11 +210,11 @@ class Spiller:
         """Return whether there is no space. SQLite calls an exhausted quota an input or output error."""
         kind = classify(error)
         if kind is DiskErrorKind.REFUSED and isinstance(error, sqlite3.Error):
-            return self._store.is_disk_full()
+            return self._store.ballast.is_disk_full()
         return kind is DiskErrorKind.FULL
 
     def _drop(self, cause: SpillDropCause) -> None:
-        self._counters.drops[cause] += 1
+        self._state.drops[cause] += 1
         self._finish(Failure(cause, self._state.detail, self._spills[0].block.header.hash))
 
     def _finish(self, outcome: Persisted | Failure) -> None:
@@ -233,5 +223,5 @@ class Spiller:
         self._spills.popleft()
         self._prepared = None
         self._has_retried = False
-        self._limit.release(size_bytes + OVERHEAD_BYTES)
+        self._state.spill_queue.release(size_bytes + OVERHEAD_BYTES)
         self._finish_ticket(ticket, outcome)

@@ -20,7 +20,6 @@ from collections.abc import Callable, Generator, Iterator
 from itertools import islice
 from typing import Any, TypeVar
 
-from icehouse_server.clock import Clock
 from icehouse_server.domain.blocks import Damage
 from icehouse_server.domain.cache_stats import CacheStats, SpillDropCause
 from icehouse_server.domain.ids import BlockHash
@@ -38,11 +37,9 @@ from icehouse_server.storage.api import (
 from icehouse_server.storage.disk_error import DiskErrorKind, classify, outline
 from icehouse_server.storage.local.directory.manifest import GROWTH_ALLOWANCE_BYTES
 from icehouse_server.storage.local.directory.store import BlockStore
-from icehouse_server.storage.local.queue_limit import QueueLimits
 from icehouse_server.storage.local.reader_pool import ReadReport
 from icehouse_server.storage.local.spiller import Spill, Spiller
-from icehouse_server.storage.local.storage_stats import StorageCounters, note_damage, storage_stats
-from icehouse_server.storage.local.store_state import StoreState, StoreStatus
+from icehouse_server.storage.local.storage_state import StorageState, StoreStatus, note_damage
 
 _log = logging.getLogger(__name__)
 
@@ -75,28 +72,18 @@ class StorageLoop:
     def __init__(
         self,
         store: BlockStore,
+        state: StorageState,
         *,
         inbox: queue.SimpleQueue[Call],
-        limits: QueueLimits,
-        clock: Clock,
         post: Callable[[Outcome], object],
     ) -> None:
         self.is_closed = False
         self._store = store
+        self._state = state
         self._inbox = inbox
-        self._limits = limits
-        self._clock = clock
+        self._clock = store.clock
         self._post = post
-        self._state = StoreState()
-        self._counters = StorageCounters()
-        self._spiller = Spiller(
-            store,
-            state=self._state,
-            counters=self._counters,
-            limit=limits.spills,
-            clock=clock,
-            finish=self._finish,
-        )
+        self._spiller = Spiller(store, state, finish=self._finish)
         self._orders: collections.deque[_Order] = collections.deque()
         self._checks: collections.deque[_Order] = collections.deque()
         self._turns = collections.deque(
@@ -120,7 +107,7 @@ class StorageLoop:
         """Whether the engine ever got a complete one, and so waits for none."""
         self._piece_time: float | None = None
         """When the piece of work under way began (`Clock.monotonic`); None between two. Others read it."""
-        self._upkeep_time = clock.monotonic()
+        self._upkeep_time = self._clock.monotonic()
 
     @property
     def silence_s(self) -> float:
@@ -266,12 +253,11 @@ class StorageLoop:
     # What comes through the inbox.
 
     def put(self, spill: Spill) -> None:
-        """Persist a block when it is its turn."""
         self._spiller.add(spill)
 
     def touch(self, blocks: Names) -> None:
         """Note that these blocks were used now, in this order."""
-        self._limits.orders.release(1)
+        self._state.order_queue.release(1)
         self._store.touch(blocks)
 
     def begin(
@@ -283,8 +269,7 @@ class StorageLoop:
         orders.append(_Order(ticket, work, self._spiller.accepted_total))
 
     def count(self, ticket: Ticket[CacheStats]) -> None:
-        """Return the counters."""
-        self._limits.orders.release(1)
+        self._state.order_queue.release(1)
         self._stats_tickets.append(ticket)
 
     def close(self, deadline_time: float) -> None:
@@ -293,7 +278,7 @@ class StorageLoop:
 
     def pin(self, ticket: Ticket[Names], blocks: Names, end_time: float) -> None:
         """Pin or unpin, and return what is not there any more; fails where the disk refuses."""
-        self._limits.orders.release(1)
+        self._state.order_queue.release(1)
         outcome: Names | None = None
         if self._state.is_usable:
             with self._failures():
@@ -304,9 +289,9 @@ class StorageLoop:
 
     def count_read(self, report: ReadReport) -> None:
         """Count a read, and retire the blocks that could not be used."""
-        self._limits.reads.release(1)
+        self._state.read_queue.release(1)
         self._store.integrity.verified_block_total += report.block_count
-        self._counters.promote.read_byte_total += report.read_bytes
+        self._state.promote.read_byte_total += report.read_bytes
         with self._failures():
             for failure in report.failures:
                 note_damage(self._store.integrity, failure)
@@ -341,7 +326,7 @@ class StorageLoop:
                 self._finish_order(orders, self._unusable())
 
     def _finish_order(self, orders: collections.deque[_Order], outcome: Any) -> None:
-        self._limits.orders.release(1)
+        self._state.order_queue.release(1)
         self._finish(orders.popleft().ticket, outcome)
 
     def _unusable(self) -> Failure:
@@ -351,13 +336,7 @@ class StorageLoop:
         if not self._stats_tickets:
             return
         tickets, self._stats_tickets = self._stats_tickets, []
-        stats = storage_stats(
-            self._store,
-            self._counters,
-            self._state,
-            limits=self._limits,
-            spill_queue_count=len(self._spiller),
-        )
+        stats = self._state.stats(self._store, spill_count=len(self._spiller))
         for ticket in tickets:
             self._finish(ticket, stats)
 

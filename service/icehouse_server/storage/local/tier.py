@@ -44,11 +44,10 @@ from icehouse_server.storage.local.block_format.header import BlockFileError
 from icehouse_server.storage.local.directory.manifest import BlockRecord
 from icehouse_server.storage.local.directory.store import BlockStore
 from icehouse_server.storage.local.encryption.constants import Cipher
-from icehouse_server.storage.local.queue_limit import QueueLimit, QueueLimits
 from icehouse_server.storage.local.reader_pool import ReaderPool, ReadReport
 from icehouse_server.storage.local.spiller import Spill
 from icehouse_server.storage.local.storage_loop import Call, StorageLoop
-from icehouse_server.storage.local.storage_stats import note_damage
+from icehouse_server.storage.local.storage_state import StorageState, note_damage
 from icehouse_server.storage.storage_settings import StorageSettings
 
 _log = logging.getLogger(__name__)
@@ -87,16 +86,12 @@ class LocalTier:
         self._has_failed = False
         self._threads: list[threading.Thread] = []
         self._reader_thread_count = settings.reader_thread_count
-        self._limits = QueueLimits(
-            spills=QueueLimit(settings.spill_queue_limit_bytes),
-            reads=QueueLimit(settings.load_queue_limit_count),
-            orders=QueueLimit(settings.task_queue_limit_count),
-        )
+        self._state = StorageState(settings)
         self._inbox: queue.SimpleQueue[Call] = queue.SimpleQueue()
         self._store = BlockStore(settings, files=files, clock=clock, cipher=cipher)
-        self._loop = StorageLoop(self._store, inbox=self._inbox, limits=self._limits, clock=clock, post=post)
+        self._loop = StorageLoop(self._store, self._state, inbox=self._inbox, post=post)
         self._readers = ReaderPool(
-            settings, files=files, clock=clock, post=post, report=self._report_read, cipher=cipher
+            settings, files=files, clock=clock, post=post, report=self._count_read, cipher=cipher
         )
 
     def lock(self) -> None:
@@ -160,29 +155,26 @@ class LocalTier:
 
     @property
     def queue_space_bytes(self) -> int:
-        return self._limits.spills.free
+        return self._state.spill_queue.free
 
     def put(
         self, block: HostBlock, *, pin_end_time: float = NOT_PINNED, request_id: RequestId | None = None
     ) -> Ticket[Persisted]:
-        is_reserved = self._limits.spills.try_reserve(block.size_bytes + OVERHEAD_BYTES)
+        is_reserved = self._state.spill_queue.try_reserve(block.size_bytes + OVERHEAD_BYTES)
         assert is_reserved, f"No space for {block.size_bytes} bytes in the write queue"
         ticket: Ticket[Persisted] = Ticket()
         self._inbox.put(partial(self._loop.put, Spill(ticket, block, request_id, pin_end_time)))
         return ticket
 
     def get_into(self, blocks: Sequence[PlannedBlock], into: KvTarget | None) -> Ticket[Loaded] | None:
-        if not self._limits.reads.try_reserve(1):
-            return None
-        return self._readers.submit(blocks, into)
+        assert blocks, "A load asks for no block"
+        return self._readers.submit(blocks, into) if self._state.read_queue.try_reserve(1) else None
 
     def heads(self, blocks: Names) -> Ticket[tuple[BlockHeader, ...]] | None:
-        if not self._limits.reads.try_reserve(1):
-            return None
-        return self._readers.submit_headers(blocks)
+        return self._readers.submit(names=blocks) if self._state.read_queue.try_reserve(1) else None
 
     def touch(self, blocks: Names) -> bool:
-        is_reserved = self._limits.orders.try_reserve(1)
+        is_reserved = self._state.order_queue.try_reserve(1)
         if is_reserved:
             self._inbox.put(partial(self._loop.touch, blocks))
         return is_reserved
@@ -224,12 +216,12 @@ class LocalTier:
         self._readers.stop()
         self._inbox.put(partial(self._loop.close, deadline_time))
 
-    def _report_read(self, report: ReadReport) -> None:
+    def _count_read(self, report: ReadReport) -> None:
         self._inbox.put(partial(self._loop.count_read, report))
 
     def _order(self, carry_out: Callable[[Ticket[_Result]], None]) -> Ticket[_Result] | None:
         """Have the storage thread do something for a ticket; None when too much is queued."""
-        if not self._limits.orders.try_reserve(1):
+        if not self._state.order_queue.try_reserve(1):
             return None
         ticket: Ticket[_Result] = Ticket()
         self._inbox.put(partial(carry_out, ticket))
@@ -340,8 +332,7 @@ def _verify_block(store: BlockStore, record: BlockRecord) -> Failure | None:
             # If it was replaced and its row could not be written, the row is written now.
             store.check_rows([record.hash])
             record = store.index.get(record.hash) or record
-        if not (record.is_of(file) and store.manifest.holds(file)):
-            raise BlockFileError(Damage.MISMATCH, "its row is not what its file says")
+        store.manifest.check(record, file)
     except BlockFileError as error:
         return Failure(error.damage, str(error), record.hash)
     return None

@@ -25,7 +25,7 @@ from icehouse_server.storage.api import (
 )
 from icehouse_server.storage.files import Files
 from icehouse_server.storage.local.directory.manifest import LOG_ALLOWANCE_BYTES
-from icehouse_server.storage.local.storage_stats import note_damage
+from icehouse_server.storage.local.storage_state import note_damage
 from icehouse_server.storage.local.tier import LocalTier
 
 from tests.fixtures.patience import BOUND_S

@@ -9,7 +9,7 @@ import pytest
 from icehouse_server.domain.blocks import Damage
 from icehouse_server.domain.cache_stats import AgePercentiles, IntegrityStats
 from icehouse_server.storage.api import Failure
-from icehouse_server.storage.local.storage_stats import note_damage
+from icehouse_server.storage.local.storage_state import note_damage
 
 from tests.fixtures.storage.blocks import make_block
 from tests.fixtures.storage.storage_thread import StorageThread

@@ -104,7 +104,6 @@ class BlockOutline:
 
     @classmethod
     def of(cls, header: BlockHeader) -> BlockOutline:
-        """Return the outline of a block whose header is known."""
         return cls(**{field.name: getattr(header, field.name) for field in dataclasses.fields(cls)})
 
 

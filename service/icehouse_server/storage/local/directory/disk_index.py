@@ -66,7 +66,6 @@ class DiskIndex:
         return iter(self._records.values())
 
     def get(self, block_hash: BlockHash) -> BlockRecord | None:
-        """Return the record of a stored block."""
         return self._records.get(block_hash)
 
     def by_recency(self, fingerprint: Fingerprint) -> list[BlockRecord]:

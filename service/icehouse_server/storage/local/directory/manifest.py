@@ -23,11 +23,11 @@ from typing import Any, NamedTuple
 import xxhash
 from sqlite_utils import Database
 
-from icehouse_server.domain.blocks import LAYOUT_ABI, RegionKind, pack_tokens
+from icehouse_server.domain.blocks import LAYOUT_ABI, Damage, RegionKind, pack_tokens
 from icehouse_server.domain.ids import BlockHash, Fingerprint
 from icehouse_server.pins import NOT_PINNED, UNTIL_UNPINNED
 from icehouse_server.storage.files import FileInfo
-from icehouse_server.storage.local.block_format.header import BlockFile, regions_to_json
+from icehouse_server.storage.local.block_format.header import BlockFile, BlockFileError, regions_to_json
 from icehouse_server.storage.local.directory.schema import check_objects, check_schema, migrations
 from icehouse_server.storage.store_paths import StorePaths
 
@@ -257,12 +257,13 @@ class Manifest:
         records.sort(key=operator.attrgetter("last_used_time"))
         return records, edited
 
-    def holds(self, file: BlockFile) -> bool:
-        """Return whether a block's bulky contents are what its file says."""
+    def check(self, record: BlockRecord, file: BlockFile) -> None:
+        """Raise `BlockFileError` unless a block's row, its bulky contents too, is what its file says."""
         row = self._connection.execute(
             "SELECT hash, token_ids, extra, regions FROM block_contents WHERE hash = ?", (file.outline.hash,)
         ).fetchone()
-        return bool(row == _contents_row(file))
+        if not (record.is_of(file) and row == _contents_row(file)):
+            raise BlockFileError(Damage.MISMATCH, "its row is not what its file says")
 
     def insert(
         self, blocks: Iterable[tuple[BlockRecord, BlockFile]], *, day: int = 0, written_bytes: int = 0

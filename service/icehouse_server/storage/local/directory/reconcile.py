@@ -108,13 +108,6 @@ class Scan:
         self._cipher = cipher
         self._progress = progress
 
-    def __iter__(self) -> Iterator[Discrepancy]:
-        for item in self._discrepancies():
-            self.counts[item.finding] += 1
-            if item.finding is Finding.UNKNOWN:
-                self.unknown_bytes += item.size_bytes
-            yield item
-
     def examine_rows(self) -> Iterator[tuple[BlockRecord, Discrepancy]]:
         """Compare these rows alone with their files, and yield those that disagree."""
         for folder, group in groupby(self._rows, key=lambda row: self._paths.folder(row.fingerprint)):
@@ -135,6 +128,8 @@ class Scan:
         usable: list[BlockRecord] = []
         items = iter(self)
         while batch := list(islice(items, _BATCH_COUNT)):
+            self.counts.update(item.finding for item in batch)
+            self.unknown_bytes += sum(i.size_bytes for i in batch if i.finding is Finding.UNKNOWN)
             usable.extend(self.repair(batch, manifest))
         return self.sound + usable
 
@@ -159,7 +154,7 @@ class Scan:
         manifest.insert(usable)
         return [record for record, _ in usable]
 
-    def _discrepancies(self) -> Iterator[Discrepancy]:
+    def __iter__(self) -> Iterator[Discrepancy]:
         rows = {self._paths.block(row.fingerprint, row.hash): row for row in self._rows}
         for folder in self._files.list(self._paths.blocks):
             path = f"{self._paths.blocks}/{folder.name}"

@@ -20,53 +20,24 @@ migrations = Migrations("icehouse.manifest")
 @migrations()
 def create_tables(database: Database) -> None:
     """Create the first schema: small rows for the start, their bulky contents beside them."""
-    fingerprints = database.table("fingerprints")
-    fingerprints.create(
-        {"id": int, "fingerprint": bytes, "details": str, "created_time": float},
-        pk="id",
-        not_null={"fingerprint", "details", "created_time"},
-        strict=True,
-    )
-    fingerprints.create_index(["fingerprint"], unique=True)
-    database.table("blocks").create(
-        {
-            "hash": bytes,
-            "parent": bytes,
-            "fingerprint_id": int,
-            "depth": int,
-            "start_token_index": int,
-            "token_count": int,
-            "block_token_limit": int,
-            "kv_bytes": int,
-            "window_bytes": int,
-            "checkpoint_bytes": int,
-            "file": str,
-            "file_bytes": int,
-            "mtime_ns": int,
-            "inode": int,
-            "layout_abi": int,
-            "header_xxh3": str,
-            "created_time": float,
-            "last_used_time": float,
-            "hit_count": int,
-            "pinned": int,
-            "row_xxh3": str,
-        },
-        pk="hash",
-        not_null={"parent", "fingerprint_id", "file_bytes", "mtime_ns", "last_used_time", "row_xxh3"},
-        foreign_keys=[("fingerprint_id", "fingerprints", "id")],
-        strict=True,
-    )
-    database.table("block_contents").create(
-        {"hash": bytes, "token_ids": bytes, "extra": bytes, "regions": str},
-        pk="hash",
-        not_null={"token_ids", "extra", "regions"},
-        strict=True,
-    )
-    database.table("written_days").create(
-        {"day": int, "size_bytes": int}, pk="day", not_null={"size_bytes"}, strict=True
-    )
+    for statement in _FIRST_TABLES:
+        database.execute(statement)
 
+
+_FIRST_TABLES = (
+    """CREATE TABLE fingerprints (id INTEGER PRIMARY KEY, fingerprint BLOB NOT NULL, details TEXT NOT NULL,
+    created_time REAL NOT NULL) STRICT""",
+    "CREATE UNIQUE INDEX idx_fingerprints_fingerprint ON fingerprints (fingerprint)",
+    """CREATE TABLE blocks (hash BLOB PRIMARY KEY, parent BLOB NOT NULL,
+    fingerprint_id INTEGER NOT NULL REFERENCES fingerprints(id), depth INTEGER, start_token_index INTEGER,
+    token_count INTEGER, block_token_limit INTEGER, kv_bytes INTEGER, window_bytes INTEGER,
+    checkpoint_bytes INTEGER, file TEXT, file_bytes INTEGER NOT NULL, mtime_ns INTEGER NOT NULL,
+    inode INTEGER, layout_abi INTEGER, header_xxh3 TEXT, created_time REAL, last_used_time REAL NOT NULL,
+    hit_count INTEGER, pinned INTEGER, row_xxh3 TEXT NOT NULL) STRICT""",
+    """CREATE TABLE block_contents (hash BLOB PRIMARY KEY, token_ids BLOB NOT NULL, extra BLOB NOT NULL,
+    regions TEXT NOT NULL) STRICT""",
+    "CREATE TABLE written_days (day INTEGER PRIMARY KEY, size_bytes INTEGER NOT NULL) STRICT",
+)
 
 _MIGRATIONS_TABLE = "_sqlite_migrations"
 """Of sqlite-utils, whose versions define it differently: its columns are not compared."""

@@ -35,8 +35,8 @@ def day_of(now_time: float) -> int:
 
 
 class Extras:
-    """Files in the directory that are not blocks, and count: leftovers that could not be removed and are tried
-    again, damaged ones that are retained for a person to inspect while there is space, and what is not ours."""
+    """Files beside the blocks, whose bytes count: some that could not be removed and are tried again, damaged
+    ones that are retained for a person while there is space, and some that are not ours."""
 
     def __init__(self, files: Files, paths: StorePaths) -> None:
         self._files = files

@@ -99,7 +99,7 @@ class BlockStore:
         """Makes files durable beside the storage thread; None: the storage thread does it in turn."""
         self.extras = Extras(files, self.paths)
         self.space = Space(settings, self.extras)
-        self._ballast = Ballast(files, self.paths.ballast)
+        self.ballast = Ballast(files, self.paths.ballast)
         self._manifest: Manifest | None = None
         self._lock: int | None = None
         self._uses: dict[BlockHash, tuple[float, int]] = {}
@@ -109,12 +109,10 @@ class BlockStore:
 
     @property
     def is_open(self) -> bool:
-        """Whether the manifest is open."""
         return self._manifest is not None
 
     @property
     def manifest(self) -> Manifest:
-        """The open manifest."""
         assert self._manifest is not None, "The store is not open"
         return self._manifest
 
@@ -123,7 +121,6 @@ class BlockStore:
         self._lock = take_lock(self.files, self.paths)
 
     def unlock(self) -> None:
-        """Let another process have the directory."""
         if self._lock is not None:
             descriptor, self._lock = self._lock, None
             with contextlib.suppress(OSError):
@@ -149,9 +146,9 @@ class BlockStore:
         self.extras.aside_bytes = size_at(self.files, self.paths.manifest_aside) or 0
         self.extras.trim_quarantine()
         self.space.written_by_day = opened.manifest.written_days()
-        if not self._ballast.is_there:
+        if not self.ballast.is_there:
             with contextlib.suppress(OSError):
-                self._ballast.write()
+                self.ballast.write()
         self._weigh_manifest()
 
     def close(self) -> bool:
@@ -239,7 +236,6 @@ class BlockStore:
         return record
 
     def undo(self, writing: Writing) -> None:
-        """Remove the file of a block that was begun."""
         self.space.partial_bytes -= writing.prepared.file_bytes
         with contextlib.suppress(OSError):
             # Never close it during a sync: the descriptor's number would become another file's.
@@ -316,7 +312,7 @@ class BlockStore:
         try:
             self.manifest.delete(hashes)
         except sqlite3.Error:
-            if not self._ballast.free():
+            if not self.ballast.free():
                 raise
             self.manifest.delete(hashes)
         for block_hash in hashes:
@@ -334,10 +330,6 @@ class BlockStore:
                 self.forget([record.hash])
         elif failure.header_checksum in (None, record.header_checksum):
             self.put_in_quarantine(record)
-
-    def is_disk_full(self) -> bool:
-        """Return whether not even a little can be written."""
-        return self._ballast.is_disk_full()
 
     def check_rows(self, hashes: Iterable[BlockHash]) -> list[BlockHash]:
         """Compare the rows of these blocks with their files and repair differences; return whose differed."""
@@ -378,10 +370,10 @@ class BlockStore:
         self._unrecorded.clear()
         for path in list(self.extras.leftovers):
             self.extras.remove(path)
-        if not self._ballast.is_there:
+        if not self.ballast.is_there:
             with contextlib.suppress(OSError):
                 if self.has_space(BALLAST_BYTES):
-                    self._ballast.write()
+                    self.ballast.write()
 
     def pin(self, hashes: Iterable[BlockHash], end_time: float) -> None:
         """Pin the stored ones of these blocks until then (`Clock.wall`), or unpin them."""
@@ -397,7 +389,6 @@ class BlockStore:
         return tuple(gone)
 
     def used_bytes(self) -> int:
-        """Return all bytes the limit counts."""
         return self.index.block_bytes + self.space.other_bytes()
 
     def _shortage_bytes(self, size_bytes: int) -> int:

@@ -87,13 +87,11 @@ class FileCipher:
             return None
 
     def encryptor(self, kind: RegionKind) -> Encryptor:
-        """Begin to encrypt the region of this kind."""
         context = self._region_cipher(kind).encryptor()
         context.authenticate_additional_data(self._facts)
         return Encryptor(context)
 
     def decryptor(self, kind: RegionKind, *, tag: bytes) -> Decryptor:
-        """Begin to decrypt the region of this kind."""
         context = self._region_cipher(kind).decryptor()
         context.authenticate_additional_data(self._facts)
         return Decryptor(context, tag)

@@ -11,7 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from icehouse_server.domain.blocks import RegionKind
 from icehouse_server.pins import NOT_PINNED, UNTIL_UNPINNED
-from icehouse_server.storage.local.block_format.header import BlockFile, BlockOutline, FileRegion
+from icehouse_server.storage.local.block_format.header import (
+    BlockFile,
+    BlockFileError,
+    BlockOutline,
+    FileRegion,
+)
 from icehouse_server.storage.local.directory.manifest import BlockRecord, Manifest, record_of
 
 from tests.fixtures.storage.blocks import FINGERPRINT, OTHER_FINGERPRINT, make_block
@@ -38,7 +43,7 @@ def manifest(tmp_path):
 def test_any_record_comes_back(data, tmp_path_factory):
     count = st.integers(0, 2**62)
     time = st.floats(0, 1e12)
-    _, file = described()
+    own, file = described()
     written = record_of(file, mtime_ns=data.draw(count), inode=data.draw(count), used_time=data.draw(time))
     record = written._replace(
         kv_bytes=data.draw(count),
@@ -56,7 +61,7 @@ def test_any_record_comes_back(data, tmp_path_factory):
     manifest.close()
     again = Manifest.open(path)
     assert again.load() == ([record], [])
-    assert again.holds(file)
+    again.check(own, file)
     again.close()
 
 
@@ -82,8 +87,9 @@ def test_delete_takes_contents_too_and_ignores_strangers(manifest):
     manifest.insert(pairs, day=1, written_bytes=0)
     manifest.delete([record.hash for record, _ in pairs[1:]] + [b"\0" * 32])
     assert [record.hash for record in manifest.load()[0]] == [pairs[0][0].hash]
-    assert manifest.holds(pairs[0][1]) and not manifest.holds(pairs[1][1])
-    assert not manifest.holds(pairs[1][1])
+    manifest.check(*pairs[0])
+    with pytest.raises(BlockFileError, match="its row is not what its file says"):
+        manifest.check(*pairs[1])
 
 
 def test_the_day_s_bytes_add_up(manifest):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from icehouse_server.storage.local.store_state import StoreState, StoreStatus
+from icehouse_server.storage.local.storage_state import StorageState, StoreStatus
+
+from tests.fixtures.storage.storage_thread import settings_for
 
 
 def test_it_is_closed_until_it_is_opened() -> None:
-    state = StoreState()
+    state = StorageState(settings_for("/none"))
     assert (state.status, state.takes_blocks, state.is_usable) == (StoreStatus.CLOSED, False, False)
     assert not state.is_retry_due(now=1e9)
     state.open()
@@ -14,7 +16,7 @@ def test_it_is_closed_until_it_is_opened() -> None:
 
 
 def test_each_failure_in_a_row_doubles_the_wait() -> None:
-    state = StoreState()
+    state = StorageState(settings_for("/none"))
     waits, now = [], 0.0
     for number in range(9):
         if number % 2:
@@ -31,7 +33,7 @@ def test_each_failure_in_a_row_doubles_the_wait() -> None:
 
 
 def test_a_full_store_can_be_used_and_a_broken_one_cannot() -> None:
-    state = StoreState()
+    state = StorageState(settings_for("/none"))
     state.fill("full", now=0.0, needed_bytes=10)
     assert (state.takes_blocks, state.is_usable, state.needed_bytes) == (False, True, 10)
     state.break_down("broken", now=0.0)

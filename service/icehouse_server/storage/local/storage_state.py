@@ -1,0 +1,195 @@
+"""Storage state: whether the storage thread may write, how much waits for it, and what it has counted.
+
+The storage thread checks `status` alone to know whether there is a directory to work in. Times are
+`Clock.monotonic`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import enum
+from collections import Counter
+
+from icehouse_server.domain.blocks import Damage
+from icehouse_server.domain.cache_stats import (
+    CacheStats,
+    DiskStats,
+    IntegrityStats,
+    PromoteStats,
+    SpillDropCause,
+    SpillDrops,
+    SpillStats,
+)
+from icehouse_server.storage.api import Failure
+from icehouse_server.storage.local.directory.store import BlockStore
+from icehouse_server.storage.storage_settings import StorageSettings
+
+_FIRST_RETRY_S = 1.0
+_LAST_RETRY_S = 60.0
+
+
+class QueueLimit:
+    """Units (bytes or messages) reserved by the engine's thread and released by the storage thread, unlocked.
+
+    Each counter is written by exactly one thread and only ever grows. The other thread reads it, perhaps a
+    moment late; then the bound is too strict, never too loose.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._reserved_total = 0
+        self._released_total = 0
+
+    @property
+    def used(self) -> int:
+        return self._reserved_total - self._released_total
+
+    @property
+    def free(self) -> int:
+        return self.limit - self.used
+
+    def try_reserve(self, units: int) -> bool:
+        """Reserve units, or none when that would pass the limit. The engine's thread only."""
+        if units > self.free:
+            return False
+        self._reserved_total += units
+        return True
+
+    def release(self, units: int) -> None:
+        """Release units. The storage thread only."""
+        self._released_total += units
+        assert self._released_total <= self._reserved_total, "More was released than reserved"
+
+
+class StoreStatus(enum.Enum):
+    """What the directory can be used for."""
+
+    OPEN = enum.auto()
+    FULL = enum.auto()
+    """Everything but writing blocks: there is no space for them."""
+    BROKEN = enum.auto()
+    """Nothing: rows and memory may differ, so it is opened anew at the next retry."""
+    CLOSED = enum.auto()
+    """Nothing: it was not opened yet, or will not be again."""
+
+
+class StorageState:
+    """The status and how it changes, the queues, and the counters beside what the store counts itself."""
+
+    def __init__(self, settings: StorageSettings) -> None:
+        self.status = StoreStatus.CLOSED
+        self.detail = ""
+        """What is wrong and what would help; for callers too, so it names no path."""
+        self.needed_bytes = 0
+        """Free space above the floor that ends FULL."""
+        self._retry_time = 0.0
+        self._retry_s = _FIRST_RETRY_S
+        self.spill_queue = QueueLimit(settings.spill_queue_limit_bytes)
+        """Bytes of blocks to be written."""
+        self.read_queue = QueueLimit(settings.load_queue_limit_count)
+        self.order_queue = QueueLimit(settings.task_queue_limit_count)
+        self.spill = SpillStats()
+        """Accepted = persisted + dropped + still queued."""
+        self.promote = PromoteStats()
+        self.drops: Counter[SpillDropCause] = Counter()
+        """By this thread; the engine counts blocks refused because the queue was full."""
+
+    @property
+    def takes_blocks(self) -> bool:
+        return self.status is StoreStatus.OPEN
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether there is an open directory: for orders, recency, reading."""
+        return self.status in (StoreStatus.OPEN, StoreStatus.FULL)
+
+    def open(self) -> None:
+        """Note that the directory is open and has space."""
+        self.status, self.detail, self.needed_bytes = StoreStatus.OPEN, "", 0
+
+    def close(self) -> None:
+        """Note that the directory was closed for good."""
+        self.status, self.detail, self.needed_bytes = StoreStatus.CLOSED, "", 0
+
+    def fill(self, detail: str, *, now: float, needed_bytes: int) -> None:
+        """Stop writing until so many bytes are free."""
+        self._fail(StoreStatus.FULL, detail, now=now, needed_bytes=needed_bytes)
+
+    def break_down(self, detail: str, *, now: float) -> None:
+        """Note that the directory was given up."""
+        self._fail(StoreStatus.BROKEN, detail, now=now, needed_bytes=0)
+
+    def note_write(self) -> None:
+        """Note a success: the next failure is a new one."""
+        self._retry_s = _FIRST_RETRY_S
+
+    def is_retry_due(self, *, now: float) -> bool:
+        """Whether it is time to check whether the disk has recovered."""
+        return self.status in (StoreStatus.FULL, StoreStatus.BROKEN) and now >= self._retry_time
+
+    def _fail(self, status: StoreStatus, detail: str, *, now: float, needed_bytes: int) -> None:
+        """Retry later; every further failure doubles the wait up to a minute."""
+        self.status, self.detail, self.needed_bytes = status, detail, needed_bytes
+        self._retry_time = now + self._retry_s
+        self._retry_s = min(2 * self._retry_s, _LAST_RETRY_S)
+
+    def stats(self, store: BlockStore, *, spill_count: int) -> CacheStats:
+        """Return a copy of what this thread knows; the engine fills in the rest.
+
+        Reads nothing but the free space, and looks at no more than some thousands of blocks.
+        """
+        settings, space, now = store.settings, store.space, store.clock.wall()
+        # The blocks are those of the served model; the bytes are those of all models, as is the limit.
+        tier = store.index.fill(store.tier, settings.fingerprint, now=now)
+        free_bytes = 0
+        with contextlib.suppress(OSError):
+            free_bytes = store.files.free_bytes(store.paths.root)
+        return CacheStats(
+            ssd=dataclasses.replace(
+                tier, size_bytes=store.index.block_bytes, limit_bytes=settings.limit_bytes
+            ),
+            spill=dataclasses.replace(
+                self.spill,
+                drops=SpillDrops.of(self.drops),
+                queue_count=spill_count,
+                queue_bytes=self.spill_queue.used,
+                queue_limit_bytes=self.spill_queue.limit,
+                written_today_bytes=space.written_bytes(now),
+                daily_limit_bytes=settings.daily_write_limit_bytes,
+            ),
+            promote=dataclasses.replace(
+                self.promote, queue_count=self.read_queue.used, queue_limit=self.read_queue.limit
+            ),
+            integrity=dataclasses.replace(
+                store.integrity,
+                quarantined_file_count=len(store.extras.quarantined),
+                quarantined_bytes=sum(store.extras.quarantined.values()),
+            ),
+            disk=DiskStats(
+                used_bytes=store.used_bytes(),
+                manifest_bytes=space.manifest_bytes,
+                limit_bytes=settings.limit_bytes,
+                free_bytes=free_bytes,
+                free_floor_bytes=settings.free_floor_bytes,
+                other_model_block_count=len(store.index) - tier.block_count,
+                writes_off_detail=self.detail,
+                is_encrypted=store.cipher is not None,
+            ),
+            last_reconcile=store.report,
+        )
+
+
+def note_damage(integrity: IntegrityStats, failure: Failure) -> None:
+    """Count a block that a load or `verify` could not use."""
+    match failure.cause:
+        case Damage.CHECKSUM:
+            integrity.checksum_failure_total += 1
+        case Damage.MISMATCH | Damage.HEADER | Damage.LAYOUT | Damage.OTHER_ABI:
+            integrity.header_mismatch_total += 1
+        case Damage.MISSING | Damage.TRUNCATED | Damage.IO:
+            integrity.missing_file_total += 1
+        case Damage.AUTH_TAG:
+            integrity.seal_failure_total += 1
+        case _:
+            pass  # the file is not at fault
