@@ -9,11 +9,10 @@ from pathlib import Path
 import uvicorn
 
 from icehouse_http.app import create_app
-from icehouse_http.header_timeout import HeaderTimeoutProtocol
+from icehouse_http.connection import BoundedConnection
 from icehouse_http.settings import MIB, Settings
 
 _KEEP_ALIVE_S = 75
-_CONNECTION_LIMIT = 512
 _STOP_GRACE_S = 10
 
 
@@ -30,11 +29,10 @@ def server_of(settings: Settings, *, host: str, port: int, log_level: str) -> uv
         host=host,
         port=port,
         log_level=log_level,
-        http=HeaderTimeoutProtocol,
+        http=BoundedConnection,
         ws="none",
         proxy_headers=False,
         server_header=False,
-        limit_concurrency=_CONNECTION_LIMIT,
         timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=_STOP_GRACE_S,
     )

@@ -25,6 +25,10 @@ class Settings:
     allow_origins: tuple[str, ...] = ()
     """Web pages that may call; "*" lets all."""
     max_body_bytes: int = 32 * MIB
+    max_structure_bytes: int = MIB
+    """Of a body outside of its strings, a string counting as 16: what holds up others is values, not texts."""
+    max_requests: int = 192
+    """At once, of all callers; the server lets 256 calls run on one connection."""
     body_timeout_s: float = 60.0
     """For a request's whole body."""
     ping_interval_s: float = 10.0

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from icehouse.v1.model_service_pb2 import Model
 from icehouse_client import AsyncClient, Security
 
+from icehouse_http.admission import Admission
 from icehouse_http.errors import ApiError
 from icehouse_http.settings import Settings
 
@@ -36,10 +37,12 @@ class Target:
 class Caller:
     """One HTTP caller's view of the connection: its calls carry the caller's token."""
 
-    def __init__(self, client: AsyncClient, token: str) -> None:
+    def __init__(self, client: AsyncClient, token: str, host: str) -> None:
         self.client = client
         self.scope = hashlib.sha256(token.encode()).hexdigest()
         """Tells callers apart who have different tokens, without the token itself."""
+        self.name = self.scope if token else f"host {host}"
+        """Whose share of the front this request counts against: where nobody proves anything, a machine's."""
 
 
 class Upstream:
@@ -49,6 +52,7 @@ class Upstream:
         self._settings = settings
         security = Security(ca_pem=settings.ca_pem)
         self._client = AsyncClient(settings.address, timeout_s=None, security=security)
+        self._admission = Admission()
         self._models: list[Model] = []
         self._asked_time = -_KNOWN_FOR_S
 
@@ -56,16 +60,20 @@ class Upstream:
         """End the connection and what runs on it."""
         await self._client.close()
 
-    def caller(self, headers: Mapping[str, str]) -> Caller:
+    def caller(self, headers: Mapping[str, str], host: str) -> Caller:
         """Return the view of whoever sent these headers; raises ApiError for a token that cannot be sent."""
         token = _token_of(headers)
         if not token:
-            return Caller(self._client, "")
+            return Caller(self._client, "", host)
         if not (token.isascii() and token.isprintable()):
             raise ApiError(
                 401, "the token has characters that no header can carry", code="CREDENTIALS_INVALID"
             )
-        return Caller(self._client.with_metadata({"authorization": f"Bearer {token}"}), token)
+        return Caller(self._client.with_metadata({"authorization": f"Bearer {token}"}), token, host)
+
+    async def admit(self, caller: Caller) -> None:
+        """Let a caller in whom the server knows; raises what it refuses others with."""
+        await self._admission.admit(caller.name, lambda: self.models(caller))
 
     async def health(self) -> str:
         """Return what the server says of itself: SERVING, NOT_SERVING."""
