@@ -24,11 +24,14 @@ from icehouse_http.chat.answer import ChatAnswer
 from icehouse_http.errors import ApiError, api_error, dialect_of
 from icehouse_http.exchange import Answer, Asked, respond, until_gone
 from icehouse_http.fields import Fields, fields_of
+from icehouse_http.json_size import JsonSize
 from icehouse_http.messages import request as message_request
 from icehouse_http.messages.answer import MessageAnswer
 from icehouse_http.messages.pins import Pins
 from icehouse_http.messages.token_count import token_count
 from icehouse_http.model_list import model_list, one_model
+from icehouse_http.places import Places
+from icehouse_http.reading_rate import SMALL_BYTES, ReadingRate
 from icehouse_http.responses import request as response_request
 from icehouse_http.responses.answer import ResponseAnswer
 from icehouse_http.responses.store import ResponseStore
@@ -102,6 +105,8 @@ class Front:
             max_entries=settings.max_stored_responses, max_bytes=settings.max_stored_bytes
         )
         self._pins = Pins()
+        self._places = Places(limit=settings.max_requests)
+        self._reading = ReadingRate()
 
     @contextlib.asynccontextmanager
     async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
@@ -125,7 +130,12 @@ class Front:
         async def guard(request: Request) -> Response:
             try:
                 self._check_origin(request)
-                return await endpoint(request, self.upstream.caller(request.headers))
+                _check_length(request)
+                caller = self.upstream.caller(request.headers, _host_of(request))
+                if endpoint == self.health:
+                    return await endpoint(request, caller)
+                await self.upstream.admit(caller)
+                return await self._places.response(caller.name, lambda: endpoint(request, caller))
             except IcehouseClientError as error:
                 refusal = api_error(error)
             except ApiError as error:
@@ -147,8 +157,19 @@ class Front:
             message = f"pages of {origin} may not call; --allow-origin {origin} lets them"
             raise ApiError(403, message, code="origin_not_allowed")
 
-    async def _fields(self, request: Request) -> Fields:
+    async def _fields(self, request: Request, caller: Caller) -> Fields:
         """Return the body's fields; raises ApiError for a body that is too large, too slow or no JSON."""
+        told = request.headers.get("content-length", "")
+        size = JsonSize(limit=self._settings.max_structure_bytes)
+        if told.isdecimal() and int(told) <= SMALL_BYTES:
+            return fields_of(await self._body(request, size))
+        async with self._reading.turn(caller.name):
+            try:
+                return fields_of(await self._body(request, size))
+            finally:
+                self._reading.charge(caller.name, size.work)
+
+    async def _body(self, request: Request, size: JsonSize) -> bytes:
         limit = self._settings.max_body_bytes
         too_large = ApiError(413, f"the body has more than {limit} bytes", code="body_too_large")
         told = request.headers.get("content-length", "")
@@ -161,10 +182,11 @@ class Front:
                     body += piece
                     if len(body) > limit:
                         raise too_large
+                    size.add(piece)
         except TimeoutError:
             message = f"the body did not arrive in {self._settings.body_timeout_s:.0f} s"
             raise ApiError(408, message, code="body_late") from None
-        return fields_of(bytes(body))
+        return bytes(body)
 
     async def _target(self, fields: Fields, caller: Caller) -> Target:
         return await self.upstream.target(caller, fields.text("model"))
@@ -216,7 +238,7 @@ class Front:
 
     async def chat(self, request: Request, caller: Caller) -> Response:
         """POST /v1/chat/completions."""
-        fields = await self._fields(request)
+        fields = await self._fields(request, caller)
         target = await self._target(fields, caller)
         asked = chat_request.asked_of(fields, target, request.headers, self._settings)
         name = _named("chatcmpl", asked)
@@ -225,7 +247,7 @@ class Front:
 
     async def responses(self, request: Request, caller: Caller) -> Response:
         """POST /v1/responses."""
-        fields = await self._fields(request)
+        fields = await self._fields(request, caller)
         target = await self._target(fields, caller)
         wanted = response_request.asked_of(
             fields, target, request.headers, self._settings, store=self._store, scope=caller.scope
@@ -241,7 +263,7 @@ class Front:
 
     async def messages(self, request: Request, caller: Caller) -> Response:
         """POST /v1/messages."""
-        fields = await self._fields(request)
+        fields = await self._fields(request, caller)
         target = await self._target(fields, caller)
         asked = message_request.asked_of(fields, target, request.headers, self._settings)
         answer = MessageAnswer(_named("msg", asked), lambda: self._pins.ask(caller.client, fields, asked))
@@ -249,7 +271,7 @@ class Front:
 
     async def count_tokens(self, request: Request, caller: Caller) -> Response:
         """POST /v1/messages/count_tokens: the tokens that the prompt of such a request would have."""
-        fields = await self._fields(request)
+        fields = await self._fields(request, caller)
         target = await self._target(fields, caller)
         asked = message_request.asked_of(fields, target, request.headers, self._settings)
         count = await until_gone(request.receive, token_count(caller.client, asked))
@@ -257,7 +279,7 @@ class Front:
 
     async def completions(self, request: Request, caller: Caller) -> Response:
         """POST /v1/completions."""
-        fields = await self._fields(request)
+        fields = await self._fields(request, caller)
         target = await self._target(fields, caller)
         asked = completions.asked_of(fields, target, request.headers, self._settings)
         echo = await completions.echo_of(caller.client, fields, asked)
@@ -267,16 +289,27 @@ class Front:
 
     async def embeddings(self, request: Request, caller: Caller) -> Response:
         """POST /v1/embeddings."""
-        fields = await self._fields(request)
+        fields = await self._fields(request, caller)
         target = await self._target(fields, caller)
         return JSONResponse(await until_gone(request.receive, embeddings(caller.client, fields, target)))
 
     async def rerank(self, request: Request, caller: Caller) -> Response:
         """POST /v1/rerank."""
-        fields = await self._fields(request)
+        fields = await self._fields(request, caller)
         target = await self._target(fields, caller)
         work = ranking(caller.client, fields, target, name=_name("rerank"))
         return JSONResponse(await until_gone(request.receive, work))
+
+
+def _host_of(request: Request) -> str:
+    return request.client.host if request.client else ""
+
+
+def _check_length(request: Request) -> None:
+    """Refuse a body with two lengths: a proxy might take the other one, and what follows for a request."""
+    if "content-length" in request.headers and "transfer-encoding" in request.headers:
+        message = "a request has either a content-length or a transfer-encoding"
+        raise ApiError(400, message, code="two_lengths")
 
 
 def _tells_usage(fields: Fields) -> bool:

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from icehouse.v1.model_service_pb2 import Model
 from icehouse_client import AsyncClient, Security
 
+from icehouse_http.admission import Admission
 from icehouse_http.errors import ApiError
 from icehouse_http.settings import Settings
 
@@ -51,10 +52,12 @@ class Target:
 class Caller:
     """One HTTP caller's view of a connection: its calls carry the caller's token."""
 
-    def __init__(self, client: AsyncClient, token: str) -> None:
+    def __init__(self, client: AsyncClient, token: str, host: str) -> None:
         self.client = client
         self.scope = hashlib.sha256(token.encode()).hexdigest()
         """Tells callers apart who have different tokens, without the token itself."""
+        self.name = self.scope if token else f"host {host}"
+        """Whose share of the front this request counts against: where nobody proves anything, a machine's."""
 
 
 class Upstream:
@@ -74,6 +77,7 @@ class Upstream:
             for _ in range(_CONNECTION_COUNT)
         ]
         self._turns = itertools.cycle(self._clients)
+        self._admission = Admission()
         self._models: list[Model] = []
         self._asked_time = -_KNOWN_FOR_S
 
@@ -82,18 +86,22 @@ class Upstream:
         for client in self._clients:
             await client.close()
 
-    def caller(self, headers: Mapping[str, str]) -> Caller:
+    def caller(self, headers: Mapping[str, str], host: str) -> Caller:
         """Return the view of whoever sent these headers; raises ApiError for a token that cannot be sent."""
         token, metadata = _token_of(headers), _agent_of(headers)
         if not token:
             client = next(self._turns)
-            return Caller(client.with_metadata(metadata) if metadata else client, "")
+            return Caller(client.with_metadata(metadata) if metadata else client, "", host)
         if not (token.isascii() and token.isprintable()):
             raise ApiError(
                 401, "the token has characters that no header can carry", code="CREDENTIALS_INVALID"
             )
         metadata = {"authorization": f"Bearer {token}", **metadata}
-        return Caller(next(self._turns).with_metadata(metadata), token)
+        return Caller(next(self._turns).with_metadata(metadata), token, host)
+
+    async def admit(self, caller: Caller) -> None:
+        """Let a caller in whom the server knows; raises what it refuses others with."""
+        await self._admission.admit(caller.name, lambda: self.models(caller))
 
     async def health(self, caller: Caller) -> str:
         """Return what the server says of itself: SERVING, NOT_SERVING."""

@@ -12,7 +12,7 @@ from types import FrameType
 import uvicorn
 
 from icehouse_http.app import create_app
-from icehouse_http.header_timeout import HeaderTimeoutProtocol
+from icehouse_http.connection import BoundedConnection
 from icehouse_http.serving.certificate import CertificateWatch, TlsFiles
 from icehouse_http.serving.logs import LOGGER_NAME
 from icehouse_http.settings import Settings
@@ -20,7 +20,6 @@ from icehouse_http.settings import Settings
 _log = logging.getLogger(LOGGER_NAME)
 
 _KEEP_ALIVE_S = 75
-_CONNECTION_LIMIT = 512
 _LOOK_INTERVAL_S = 5
 """How often the certificate's files are looked at."""
 
@@ -76,11 +75,10 @@ def server_of(settings: Settings, listening: Listening) -> FrontServer:
         port=listening.port,
         log_config=None,
         access_log=False,
-        http=HeaderTimeoutProtocol,
+        http=BoundedConnection,
         ws="none",
         proxy_headers=False,
         server_header=False,
-        limit_concurrency=_CONNECTION_LIMIT,
         timeout_keep_alive=_KEEP_ALIVE_S,
         # It is only waited for, and a part of a second is as good as a whole one.
         timeout_graceful_shutdown=listening.grace_s,  # type: ignore[arg-type]

@@ -1,0 +1,237 @@
+"""`make bench CASE=http-attacks`: what one hostile caller of the HTTP front does to another one's short request.
+
+A server with default settings and tokens for two tenants, and `icehouse-http` in front of it, a new one for
+each attack. One tenant streams a short answer over and over through the front, first while nobody attacks,
+then beside the attack, which runs in a process of its own; `/health` is asked meanwhile, without a token.
+
+Wanted: every request answered, and in the median its first text after at most three times the idle time.
+Memory is the front's highest while it is attacked. Linux only: it reads /proc.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import dataclasses
+import math
+import multiprocessing
+import random
+import resource
+import tempfile
+import time
+import urllib.parse
+from pathlib import Path
+from typing import Any
+
+from icehouse_server.rpc.access.caller import Role
+from icehouse_server.rpc.access.tokens import line_of, new_token
+
+from bench.door.caller import Caller, CallFailed, Protocol, body_of
+from bench.door.hostile import ATTACKS, HostileCaller
+from bench.door.process import cpu_s, door, memory_of
+from bench.random_model import RandomModel, make_random_model
+from bench.replies import quantile
+from bench.report import OUT, setting, show_table, write_json
+from bench.server_process import ServerProcess
+
+_IDLE_FACTOR = 3.0
+_IDLE_S = 6.0
+_BUILD_UP_S = 3.0
+"""From the hostile process's start until it attacks."""
+_CALL_TIMEOUT_S = 30.0
+_LONGEST_PAUSE_S = 0.2
+_HEALTH_PAUSE_S = 0.1
+_FILE_LIMIT = 8192
+
+
+@dataclasses.dataclass(slots=True)
+class Suffered:
+    """What a caller saw for a while. Times in seconds."""
+
+    ttfts: list[float] = dataclasses.field(default_factory=list)
+    checks: list[float] = dataclasses.field(default_factory=list)
+    failures: list[str] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Row:
+    """One attack's line of the table."""
+
+    attack: str
+    idle_p50_s: float
+    ttft_p50_s: float
+    ttft_p95_s: float
+    ttft_max_s: float
+    answered: int
+    failed: int
+    health_max_s: float
+    front_cpu_share: float
+    front_private_mib: float
+    hostile_calls: str
+
+    @property
+    def verdict(self) -> str:
+        """What of the promise was kept."""
+        missed = []
+        if not self.answered or self.failed:
+            missed.append("answers")
+        if not self.ttft_p50_s <= _IDLE_FACTOR * self.idle_p50_s:
+            missed.append("ttft")
+        return "pass" if not missed else f"miss: {', '.join(missed)}"
+
+
+async def suffer(url: str, token: str, *, seconds: float) -> Suffered:
+    """Ask and check health for so long, on connections of their own."""
+    suffered = Suffered()
+    end = time.monotonic() + seconds
+    await asyncio.gather(_ask(url, token, suffered, end), _check(url, suffered, end))
+    return suffered
+
+
+async def _ask(url: str, token: str, suffered: Suffered, end: float) -> None:
+    body = body_of(Protocol.CHAT, "Hello", max_output_tokens=2)
+    dice = random.Random(0)
+    while time.monotonic() < end:
+        with _told(suffered):
+            async with asyncio.timeout(_CALL_TIMEOUT_S), Caller.connected(url, token=token) as caller:
+                suffered.ttfts.append((await caller.stream(Protocol.CHAT, body)).ttft_s)
+        await asyncio.sleep(dice.uniform(0.0, _LONGEST_PAUSE_S))
+
+
+async def _check(url: str, suffered: Suffered, end: float) -> None:
+    while time.monotonic() < end:
+        began = time.monotonic()
+        with _told(suffered):
+            async with asyncio.timeout(_CALL_TIMEOUT_S), Caller.connected(url) as caller:
+                await caller.ask("GET", "/health")
+                suffered.checks.append(time.monotonic() - began)
+        await asyncio.sleep(_HEALTH_PAUSE_S)
+
+
+class _told(contextlib.AbstractContextManager[None]):
+    """Keeps what a request failed with."""
+
+    def __init__(self, suffered: Suffered) -> None:
+        self._suffered = suffered
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
+        if isinstance(error, CallFailed | OSError | TimeoutError):
+            self._suffered.failures.append(f"{type(error).__name__}: {error}")
+            return True
+        return False
+
+
+def attack(name: str, host: str, port: int, token: str, seconds: float, ended: Any) -> None:
+    """Be the hostile process: attack for some seconds and tell what came back."""
+    _raise_file_limit()
+
+    async def run() -> None:
+        hostile = HostileCaller(host, port, token)
+        attacking = asyncio.ensure_future(getattr(hostile, name)())
+        if parent := multiprocessing.parent_process():
+            # A bench that is killed takes the attack along.
+            asyncio.get_running_loop().add_reader(parent.sentinel, attacking.cancel)
+        await asyncio.wait((attacking,), timeout=seconds)
+        ended.put(dict(hostile.ended))
+        attacking.cancel()
+        await asyncio.wait((attacking,))
+
+    asyncio.run(run())
+
+
+def _raise_file_limit() -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, _FILE_LIMIT), hard))
+
+
+def measure(name: str, address: str, tokens: dict[str, str], *, seconds: float) -> tuple[Row, list[str]]:
+    """Start a front, attack it and measure; return the failures too."""
+    with door(address, log=OUT / "http-attacks-front.log") as (url, pid):
+        asyncio.run(suffer(url, tokens["good"], seconds=1.0))
+        idle = asyncio.run(suffer(url, tokens["good"], seconds=_IDLE_S))
+        place = urllib.parse.urlsplit(url)
+        context = multiprocessing.get_context("spawn")
+        ended = context.Queue()
+        hostile = context.Process(
+            target=attack,
+            args=(name, place.hostname, place.port, tokens["hostile"], _BUILD_UP_S + seconds, ended),
+        )
+        hostile.start()
+        try:
+            time.sleep(_BUILD_UP_S)
+            before_s = cpu_s(pid)
+            beside, memory_mib = asyncio.run(_beside(url, pid, tokens["good"], seconds=seconds))
+            share = (cpu_s(pid) - before_s) / seconds
+            calls = ended.get(timeout=_CALL_TIMEOUT_S)
+        finally:
+            hostile.kill()
+            hostile.join()
+    row = Row(
+        attack=name,
+        idle_p50_s=quantile(idle.ttfts, 0.5),
+        ttft_p50_s=quantile(beside.ttfts, 0.5),
+        ttft_p95_s=quantile(beside.ttfts, 0.95),
+        ttft_max_s=max(beside.ttfts, default=math.nan),
+        answered=len(beside.ttfts),
+        failed=len(beside.failures),
+        health_max_s=max(beside.checks, default=math.nan),
+        front_cpu_share=share,
+        front_private_mib=memory_mib,
+        hostile_calls=", ".join(f"{count} {code}" for code, count in calls.items()) or "all open",
+    )
+    return row, beside.failures
+
+
+async def _beside(url: str, pid: int, token: str, *, seconds: float) -> tuple[Suffered, float]:
+    """Return what a caller suffers, and the front's highest memory meanwhile."""
+    suffering = asyncio.ensure_future(suffer(url, token, seconds=seconds))
+    highest_mib = 0.0
+    while not suffering.done():
+        await asyncio.wait({suffering}, timeout=0.25)
+        highest_mib = max(highest_mib, memory_of(pid).private_mib)
+    return suffering.result(), highest_mib
+
+
+def _cells(row: Row) -> list[str]:
+    shown = dataclasses.asdict(row)
+    return [f"{v:.3f}" if isinstance(v, float) else str(v) for v in shown.values()] + [row.verdict]
+
+
+def main() -> None:
+    """Measure, print the table, write bench/out/http-attacks.json."""
+    parser = argparse.ArgumentParser(prog="make bench CASE=http-attacks", description=__doc__)
+    parser.add_argument("--seconds", type=float, default=20.0, help="how long each attack is measured")
+    parser.add_argument("--only", nargs="*", default=ATTACKS, choices=ATTACKS)
+    arguments = parser.parse_args()
+    OUT.mkdir(parents=True, exist_ok=True)
+    _raise_file_limit()
+    rows: list[Row] = []
+    tokens = {"hostile": new_token(), "good": new_token()}
+    with tempfile.TemporaryDirectory(prefix="icehouse-bench-") as scratch:
+        file = Path(scratch) / "tokens"
+        lines = [line_of(token, tenant=t, role=Role.TENANT, expire_date=None) for t, token in tokens.items()]
+        file.write_text("".join(f"{line}\n" for line in lines))
+        file.chmod(0o600)
+        model = make_random_model(Path(scratch), which=RandomModel.SMALL)
+        with ServerProcess(
+            model=str(model),
+            cache_directory=Path(scratch) / "blocks",
+            log_file=OUT / "http-attacks.log",
+            flags=("--token-file", str(file), "--no-ssd", "--no-access-log"),
+        ) as server:
+            for name in arguments.only:
+                row, failures = measure(name, server.address, tokens, seconds=arguments.seconds)
+                rows.append(row)
+                # Line by line too: the whole takes a quarter of an hour.
+                print(*_cells(row), sep=" | ", flush=True)
+                for failure in dict.fromkeys(failures):
+                    print("   ", failure, flush=True)
+    columns = [*(field.name for field in dataclasses.fields(Row)), "verdict"]
+    show_table("one hostile caller of the HTTP front", columns, [_cells(row) for row in rows])
+    shown = [{**dataclasses.asdict(row), "verdict": row.verdict} for row in rows]
+    write_json("http-attacks", {"setting": setting(), "seconds": arguments.seconds, "rows": shown})
+
+
+if __name__ == "__main__":
+    main()

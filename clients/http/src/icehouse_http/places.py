@@ -1,0 +1,65 @@
+"""Places for requests, which callers divide among themselves so that none can take them all. Event loop.
+
+All requests share a few connections to the server, on each of which the server lets so many calls run at once. How
+many places a caller may hold depends on how many nobody holds, as for the server's own callers: alone it gets
+three quarters of them, and something stays free for the next one.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+from collections.abc import Awaitable, Callable, Iterator
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from icehouse_http.errors import ApiError
+
+_FACTOR = 3
+_RETRY_S = 1.0
+
+
+class Places:
+    """So many requests at once. `limit` is fewer than the server takes on all connections."""
+
+    def __init__(self, *, limit: int) -> None:
+        self._limit = limit
+        self._held: collections.Counter[str] = collections.Counter()
+
+    async def response(self, caller: str, answer: Callable[[], Awaitable[Response]]) -> Response:
+        """Return an answer that is made and sent in a place of the caller's; raises as `hold` does."""
+        with contextlib.ExitStack() as held:
+            held.enter_context(self.hold(caller))
+            response = await answer()
+            return _HoldingResponse(response, held.pop_all())
+
+    @contextlib.contextmanager
+    def hold(self, caller: str) -> Iterator[None]:
+        """Hold a place until the block ends; raises ApiError when the caller may have no more now."""
+        held, total = self._held[caller], self._held.total()
+        if held >= _FACTOR * (self._limit - total):
+            message = (
+                f"{total} requests are in flight, {held} of them yours; the limit is {self._limit}, of which some "
+                "stay free for others; try again later"
+            )
+            raise ApiError(429, message, code="QUEUE_FULL", retry_s=_RETRY_S)
+        self._held[caller] += 1
+        try:
+            yield
+        finally:
+            self._held[caller] -= 1
+            if not self._held[caller]:
+                del self._held[caller]
+
+
+class _HoldingResponse(Response):
+    """A response behind which something is let go."""
+
+    def __init__(self, response: Response, held: contextlib.ExitStack) -> None:
+        self._response = response
+        self._held = held
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._held:
+            await self._response(scope, receive, send)

@@ -1,0 +1,170 @@
+"""Connections of the front: what each may hold and for how long, and how many there may be."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import uvicorn
+from icehouse_http.connection import BoundedConnection
+
+from clients.http.tests.fronts import HttpFront
+from clients.http.tests.test_hostile import answer_to, port_of
+from tests.fixtures.patience import BOUND_S
+
+GET = b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n"
+LAST_GET = b"GET /health HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n"
+LONG = b"a" * (1 << 20)
+
+
+class Endless:
+    """An app that writes for as long as its caller is there, and says when that one is gone."""
+
+    def __init__(self) -> None:
+        self.begun = asyncio.Event()
+        self.gone = asyncio.Event()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        assert scope["type"] == "http"
+        self.begun.set()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        writing = asyncio.ensure_future(self._write(send))
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        writing.cancel()
+        self.gone.set()
+
+    async def _write(self, send: Any) -> None:
+        while True:
+            await send({"type": "http.response.body", "body": LONG, "more_body": True})
+            await asyncio.sleep(0)
+
+
+@contextlib.asynccontextmanager
+async def serving(app: Any) -> AsyncIterator[str]:
+    """Serve an app on connections of the front's kind."""
+    listening = socket.create_server(("127.0.0.1", 0))
+    port = listening.getsockname()[1]
+    config = uvicorn.Config(app, http=BoundedConnection, ws="none", lifespan="off", log_level="critical")
+    server = uvicorn.Server(config)
+    task = asyncio.create_task(server.serve(sockets=[listening]))
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.should_exit = True
+        await task
+
+
+@contextlib.asynccontextmanager
+async def connected(url: str) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port_of(url))
+    try:
+        yield reader, writer
+    finally:
+        writer.transport.abort()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+
+
+async def end_of(reader: asyncio.StreamReader) -> bytes:
+    """Return what comes until the connection ends, however it does."""
+    read = b""
+    with contextlib.suppress(ConnectionError):
+        async with asyncio.timeout(BOUND_S):
+            while piece := await reader.read(1 << 16):
+                read += piece
+    return read
+
+
+async def test_a_caller_that_does_not_read_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BoundedConnection, "read_timeout_s", 0.05)
+    app = Endless()
+    async with serving(app) as url, connected(url) as (_, writer):
+        writer.transport.pause_reading()
+        writer.write(GET)
+        async with asyncio.timeout(BOUND_S):
+            await app.gone.wait()
+
+
+async def test_one_that_reads_is_not_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BoundedConnection, "read_timeout_s", BOUND_S)
+    app = Endless()
+    async with serving(app) as url:
+        async with connected(url) as (reader, writer):
+            writer.write(GET)
+            for _ in range(50):
+                await reader.readexactly(len(LONG))
+            assert not app.gone.is_set()
+        await app.gone.wait()
+
+
+async def test_requests_far_ahead_of_their_answers_end_the_connection() -> None:
+    app = Endless()
+    async with serving(app) as url, connected(url) as (_, writer):
+        writer.write(GET)
+        await app.begun.wait()
+        writer.transport.pause_reading()
+        writer.write(GET * (1 + BoundedConnection.pipeline_bytes // len(GET)))
+        async with asyncio.timeout(BOUND_S):
+            await app.gone.wait()
+
+
+async def test_a_few_requests_ahead_are_answered(front: HttpFront) -> None:
+    assert (await answer_to(front.url, GET * 9 + LAST_GET)).count(b"HTTP/1.1 200 ") == 10
+
+
+async def test_a_refused_body_that_does_not_end_is_not_taken(
+    front: HttpFront, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(BoundedConnection, "unread_bytes", 1 << 20)
+    async with connected(front.url) as (reader, writer):
+        writer.write(b"POST /v1/messages HTTP/1.1\r\nHost: a\r\nContent-Length: 999999999999\r\n\r\n")
+        assert (await reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 413 ")
+        with pytest.raises(ConnectionError):
+            async with asyncio.timeout(BOUND_S):
+                while True:
+                    writer.write(b" " * (1 << 16))
+                    await writer.drain()
+
+
+async def test_one_connection_too_many_ends_the_one_that_waits_longest(
+    front: HttpFront, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(BoundedConnection, "connection_limit", 2)
+    async with connected(front.url) as (oldest, _), connected(front.url) as (served, writer):
+        writer.write(GET)
+        await served.readuntil(b"}")
+        assert (await answer_to(front.url, LAST_GET)).startswith(b"HTTP/1.1 200 ")
+        assert await end_of(oldest) == b""
+        writer.write(GET)
+        assert (await served.readuntil(b"}")).startswith(b"HTTP/1.1 200 ")
+
+
+async def test_one_with_a_request_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BoundedConnection, "connection_limit", 1)
+    app = Endless()
+    async with serving(app) as url, connected(url) as (reader, writer):
+        writer.write(GET)
+        await app.begun.wait()
+        async with connected(url) as (refused, _):
+            assert await end_of(refused) == b""
+        await reader.readexactly(len(LONG))
+        assert not app.gone.is_set()
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        "Content-Length: 5\r\nContent-Length: 6\r\n\r\n0\r\n\r\n",
+        "Transfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n",
+    ],
+)
+async def test_a_body_of_two_lengths_is_refused(front: HttpFront, lines: str) -> None:
+    head = f"POST /v1/messages HTTP/1.1\r\nHost: a\r\nConnection: close\r\n{lines}"
+    answer = await answer_to(front.url, head.encode())
+    assert answer[:12] in (b"HTTP/1.1 400", b"HTTP/1.1 501"), answer
