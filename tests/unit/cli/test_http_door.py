@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from icehouse_http import command as front
 from icehouse_http.serving.certificate import TlsFiles
+from icehouse_http.serving.server import Listening
 from icehouse_http.settings import Settings
 from icehouse_server.cli import http_door
 from icehouse_server.cli.http_door import LAST_WORDS_S, Delays, HttpDoor
@@ -25,7 +26,7 @@ def config(**settings: object) -> Config:
     return load_config(flags={"http.port": 0, **flags}, environ={}).config
 
 
-def told(config: Config) -> tuple[Settings, object]:
+def told(config: Config) -> tuple[Settings, Listening]:
     """Return what the child makes of its command line: its settings, and where it listens."""
     _, *words = http_door._command(config, descriptor=7, private_socket=Path("/d/rpc"))
     assert words[:3] == ["-P", "-m", "icehouse_http.command"]
