@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import inspect
 import socket
 
@@ -51,11 +50,11 @@ async def test_both_faces_pass_options_on_to_grpc(served: RunningServer) -> None
     narrow = (("grpc.max_receive_message_length", 1),)
 
     def ask() -> None:
-        with Client(served.server.address, channel_options=narrow) as client:
+        with Client(served.server.address, watches_health=False, channel_options=narrow) as client:
             client.models()
 
-    async with AsyncClient(served.server.address, channel_options=narrow) as client:
-        for asking in (client.models, functools.partial(asyncio.to_thread, ask)):
+    async with AsyncClient(served.server.address, watches_health=False, channel_options=narrow) as client:
+        for asking in (client.models, lambda: asyncio.to_thread(ask)):
             with pytest.raises(IcehouseClientError) as caught:
                 await asking()
             assert caught.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED
