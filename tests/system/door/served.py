@@ -59,8 +59,15 @@ class ServedDoor:
 
     def wait_until_listening(self) -> None:
         """Return when the port can be connected to, which is long before the server serves."""
+        self._wait_until(is_listening=True)
+
+    def wait_until_closed(self) -> None:
+        """Return when nobody has the port any more."""
+        self._wait_until(is_listening=False)
+
+    def _wait_until(self, *, is_listening: bool) -> None:
         deadline = time.monotonic() + BOUND_S
-        while not self.is_listening():
+        while self.is_listening() is not is_listening:
             assert time.monotonic() < deadline, self.log
 
     def connect(self) -> socket.socket:

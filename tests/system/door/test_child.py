@@ -52,7 +52,7 @@ def test_it_goes_with_a_server_that_is_killed(model: Path, tmp_path: Path) -> No
         with door.connect() as witness:
             server.kill()
             wait_for_end(witness)
-        assert not door.is_listening()
+        door.wait_until_closed()
 
 
 def test_a_stream_ends_as_it_would_when_the_server_is_told_to_stop(model: Path, tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def stuck() -> None:
         threading.Event().wait()
         raise AssertionError("nobody sets it")
 
-    serve.locate_model = wait
+    serve.locate_model = wait  # type: ignore[attr-defined]
 
 
 def test_until_there_is_a_model_it_says_when_to_come_again(model: Path, tmp_path: Path) -> None:
