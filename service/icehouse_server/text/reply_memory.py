@@ -22,6 +22,7 @@ from typing import Any
 
 from icehouse_server.domain.chat import ChatMessage, Conversation, ToolCall
 from icehouse_server.domain.ids import AdapterName, Tenant
+from icehouse_server.domain.stats import ReplyStats
 from icehouse_server.text.chat.kept_reply import KeptReply
 
 ENTRY_LIMIT = 16_384
@@ -127,8 +128,20 @@ class ReplyMemory:
         self._lock = threading.Lock()
         self._notes: collections.deque[EndedReply] = collections.deque(maxlen=_NOTE_LIMIT)
         self._tenants: dict[Tenant, _TenantReplies] = {}
-        self.size_bytes = 0
-        self.entry_count = 0
+        self._size_bytes = 0
+        self._entry_count = 0
+        self._found_total = 0
+
+    def stats(self) -> ReplyStats:
+        """Return its counters. Any thread; what waits for the next prompt is not counted."""
+        return ReplyStats(self._entry_count, self._size_bytes, self._found_total)
+
+    def forget_all(self) -> None:
+        """Forget all replies, of every tenant. Any thread."""
+        with self._lock:
+            self._notes.clear()
+            self._tenants.clear()
+            self._size_bytes = self._entry_count = 0
 
     def remember(self, reply: EndedReply) -> None:
         """Note a reply. Any thread; takes no time."""
@@ -154,6 +167,7 @@ class ReplyMemory:
                     key = _joined(key, _SENT, reasoning)
             if known is None:
                 return ReplyPlace(scope.tenant, key)
+            self._found_total += 1
             index, found = known
             replies.touch(found)
             end_token_id = replies.entries[found].end_token_id
@@ -190,10 +204,10 @@ class ReplyMemory:
         if key not in replies.entries:
             replies.entries[key] = entry
             replies.size_bytes += entry.size_bytes
-            self.size_bytes += entry.size_bytes
-            self.entry_count += 1
+            self._size_bytes += entry.size_bytes
+            self._entry_count += 1
         replies.touch(key)
-        while self.size_bytes > self._limit_bytes or self.entry_count > self._entry_limit:
+        while self._size_bytes > self._limit_bytes or self._entry_count > self._entry_limit:
             self._drop_one()
 
     def _drop_one(self) -> None:
@@ -201,8 +215,8 @@ class ReplyMemory:
         replies = self._tenants[tenant]
         _, entry = replies.entries.popitem(last=False)
         replies.size_bytes -= entry.size_bytes
-        self.size_bytes -= entry.size_bytes
-        self.entry_count -= 1
+        self._size_bytes -= entry.size_bytes
+        self._entry_count -= 1
         if not replies.entries:
             del self._tenants[tenant]
 

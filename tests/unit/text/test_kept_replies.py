@@ -11,7 +11,9 @@ import random
 import re
 
 import pytest
-from icehouse_server.domain.chat import ChatMessage, Conversation, Tool, ToolCall
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from icehouse_server.domain.chat import ChatMessage, Conversation, Tool, ToolCall, ToolChoice, ToolMode
 from icehouse_server.domain.ids import DEFAULT_TENANT, NO_ADAPTER
 from icehouse_server.errors import InvalidRequest
 from icehouse_server.text.chat.kept_reply import KeptReply
@@ -34,6 +36,7 @@ from tests.fixtures.chat.families import (
 from tests.fixtures.chat.histories import (
     HISTORIES,
     REAL_TEMPLATES_FILE,
+    assistant,
     real_templates,
     result,
     system,
@@ -363,3 +366,94 @@ def test_what_follows_a_reply_is_all_that_follows_it(kind: Kind) -> None:
 def test_what_follows_a_reply_in_real_templates(name: str) -> None:
     kind = real_kind(name)
     assert sum(check_history(kind, history) for history in HISTORIES) > len(HISTORIES) // 2
+
+
+TEXTS = st.lists(
+    st.one_of(
+        st.text(st.characters(codec="utf-8", exclude_characters="\x00"), max_size=8),
+        st.sampled_from(
+            ["<|im_end|>", "<|im_start|>", "<think>", "</think>", "<tool_call>", "qz1qz", "\n", " "]
+        ),
+        st.sampled_from(
+            ["[INST]", "[/INST]", "<eos>", "<|eot_id|>", "<|call|>", "<|end|>", "<|start|>assistant"]
+        ),
+    ),
+    min_size=1,
+    max_size=4,
+).map("".join)
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS.keys())
+@settings(max_examples=25, deadline=None)
+@given(said=st.lists(TEXTS, min_size=3, max_size=5))
+def test_any_text_of_anybody_stays_what_it_was(kind: Kind, said: list[str]) -> None:
+    """Also such that looks like the template's marks or ours."""
+    tokenizer = kind.tokenizer
+    messages = tuple((user, assistant)[index % 2](text) for index, text in enumerate(said))
+    index = 1
+    try:
+        plain = spelled(tokenizer, tokenizer.render_chat(Conversation(messages)).token_ids)
+    except InvalidRequest:
+        return
+    known = KeptReply(index, tuple(tokenizer.spell("Known.")), tokenizer.spell(kind.end)[0])
+    rendered = tokenizer.render_chat(Conversation(messages), known)
+    text = spelled(tokenizer, rendered.token_ids)
+    if not rendered.kept_token_count:
+        assert text == plain
+        return
+    tail = text.removeprefix("Known.")
+    assert tail != text and plain.endswith(tail)
+    before = messages[: index + 1]
+    shorter = spelled(
+        tokenizer, tokenizer.render_chat(Conversation(before, adds_generation_prompt=False)).token_ids
+    )
+    assert len(tail) >= len(plain) - len(shorter) - len(kind.end)
+
+
+@pytest.mark.parametrize("index", [0, 2])
+@pytest.mark.parametrize("text", ["qzkeptreplyqz", "qzkepttoolqz"])
+def test_a_text_that_is_our_mark_makes_nothing_certain(index: int, text: str) -> None:
+    messages = [user("One?"), assistant("First."), user("Two?")]
+    messages[index] = user(f"One {text}?")
+    tokenizer = KINDS["nothing rewritten"].tokenizer
+    known = KeptReply(1, tuple(tokenizer.spell("Known.")), tokenizer.spell("<|im_end|>")[0])
+    rendered = tokenizer.render_chat(Conversation(tuple(messages)), known)
+    if index == 2 or text == "qzkeptreplyqz":
+        assert rendered == tokenizer.render_chat(Conversation(tuple(messages)))
+    else:
+        assert rendered.kept_token_count
+
+
+def test_a_reply_that_is_continued_is_rendered() -> None:
+    tokenizer = KINDS["nothing rewritten"].tokenizer
+    said = Conversation(
+        (user("One?"), assistant("First.")), adds_generation_prompt=False, continues_final_message=True
+    )
+    known = KeptReply(1, tuple(tokenizer.spell("Known.")), tokenizer.spell("<|im_end|>")[0])
+    assert tokenizer.render_chat(said, known) == tokenizer.render_chat(said)
+
+
+def test_a_refused_conversation_is_refused_with_its_own_reason() -> None:
+    tokenizer = KINDS["no system"].tokenizer
+    known = KeptReply(1, (1, 2), None)
+    messages = (user("One?"), assistant("First."), ChatMessage("critic", "Two?"))
+    reasons = []
+    for kept in (None, known):
+        with pytest.raises(InvalidRequest) as caught:
+            tokenizer.render_chat(Conversation(messages), kept)
+        reasons.append((caught.value.reason, caught.value.message))
+    assert reasons[0] == reasons[1]
+
+
+def test_a_forced_call_comes_behind_a_kept_reply() -> None:
+    tokenizer = KINDS["nothing rewritten"].tokenizer
+    said = Conversation(
+        (user("One?"), assistant("First."), user("Two?")),
+        tools=(WEATHER,),
+        tool_choice=ToolChoice(ToolMode.REQUIRED),
+    )
+    known = KeptReply(1, tuple(tokenizer.spell("Known.")), tokenizer.spell("<|im_end|>")[0])
+    rendered, plain = tokenizer.render_chat(said, known), tokenizer.render_chat(said)
+    assert rendered.opening == plain.opening != ""
+    text = spelled(tokenizer, rendered.token_ids)
+    assert text.startswith("Known.<|im_end|>\n<|im_start|>user\nTwo?") and text.endswith(plain.opening)
