@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from icehouse_server.domain.chat import ChatMessage, Conversation, ToolCall
-from icehouse_server.domain.ids import AdapterName, Tenant
+from icehouse_server.domain.ids import AdapterName, ImageDigest, Tenant
 from icehouse_server.domain.stats import ReplyStats
 from icehouse_server.text.chat.kept_reply import KeptReply
 
@@ -148,9 +148,14 @@ class ReplyMemory:
         self._notes.append(reply)
 
     def place(self, conversation: Conversation, scope: ReplyScope) -> ReplyPlace:
-        """Return the place of a conversation's reply, with the last earlier reply of it that is known."""
+        """Return the place of a conversation's reply, with the last earlier reply of it that is known.
+
+        Its images, if any, were read.
+        """
         key = _root_key(conversation, scope)
-        digests = list(_message_digests(conversation.messages))
+        images = conversation.image_texts
+        seen = () if images is None else zip(images.texts, images.digests, strict=True)
+        digests = list(_message_digests(conversation.messages, seen))
         known: tuple[int, _Key] | None = None
         with self._lock:
             self._take_notes()
@@ -181,7 +186,7 @@ class ReplyMemory:
     def _add(self, reply: EndedReply) -> None:
         place = reply.place
         replies = self._tenants.setdefault(place.tenant, _TenantReplies())
-        key = _joined(place.key, next(_message_digests((reply.message,))))
+        key = _joined(place.key, next(_message_digests((reply.message,), ())))
         parent = None if place.known is None else replies.entries.get(place.known)
         if place.known is None or parent is not None:
             # If the reply that its name builds on was dropped meanwhile, nobody would find it.
@@ -228,10 +233,13 @@ def _root_key(conversation: Conversation, scope: ReplyScope) -> _Key:
     return _text_digest(json.dumps(facts))
 
 
-def _message_digests(messages: Iterable[ChatMessage]) -> Iterator[bytes]:
+def _message_digests(
+    messages: Iterable[ChatMessage], images: Iterable[tuple[str, ImageDigest]]
+) -> Iterator[bytes]:
     """Yield what each message says, without reasoning. Calls count by their place and not by their ids, which
-    clients replace; around an assistant's text spaces do not count."""
+    clients replace; around an assistant's text spaces do not count. `images` are those of all messages."""
     places: dict[str, int] = {}
+    shown = iter(images)
     for message in messages:
         for call in message.tool_calls:
             places[call.id] = len(places)
@@ -242,8 +250,14 @@ def _message_digests(messages: Iterable[ChatMessage]) -> Iterator[bytes]:
             message.content.strip() if is_reply else message.content,
             [[call.name, _arguments(call)] for call in message.tool_calls],
             places.get(message.tool_call_id, message.tool_call_id),
+            [[placed.position, *_image_facts(next(shown))] for placed in message.images],
         ]
         yield _text_digest(json.dumps(facts))
+
+
+def _image_facts(image: tuple[str, ImageDigest]) -> tuple[str, str]:
+    text, digest = image
+    return text, digest.hex()
 
 
 def _arguments(call: ToolCall) -> str:

@@ -9,12 +9,23 @@ import dataclasses
 import json
 import random
 import re
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from icehouse_server.domain.chat import ChatMessage, Conversation, Tool, ToolCall, ToolChoice, ToolMode
-from icehouse_server.domain.ids import DEFAULT_TENANT, NO_ADAPTER
+from icehouse_server.domain.chat import (
+    ChatMessage,
+    Conversation,
+    ImageSource,
+    ImageTexts,
+    PlacedImage,
+    Tool,
+    ToolCall,
+    ToolChoice,
+    ToolMode,
+)
+from icehouse_server.domain.ids import DEFAULT_TENANT, NO_ADAPTER, ImageDigest
 from icehouse_server.errors import InvalidRequest
 from icehouse_server.text.chat.kept_reply import KeptReply
 from icehouse_server.text.reply_memory import EndedReply, ReplyMemory, ReplyScope
@@ -457,3 +468,52 @@ def test_a_forced_call_comes_behind_a_kept_reply() -> None:
     assert rendered.opening == plain.opening != ""
     text = spelled(tokenizer, rendered.token_ids)
     assert text.startswith("Known.<|im_end|>\n<|im_start|>user\nTwo?") and text.endswith(plain.opening)
+
+
+SEEING = Family(
+    """{% for m in messages %}<|im_start|>{{ m.role }}
+{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}{% if part.type == 'image' %}\
+<picture>{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}""",
+)
+
+
+def seen(*counts: int, texts: Sequence[str]) -> Conversation:
+    """Return a conversation with so many images in the user's turns."""
+    source = ImageSource(b"x", "image/png", "images")
+    messages = []
+    for count in counts:
+        pictures = tuple(PlacedImage(0, source) for _ in range(count))
+        messages += [ChatMessage("user", "Look.", images=pictures), assistant("I see.")]
+    digests = tuple(ImageDigest(text.encode()) for text in texts)
+    images = ImageTexts("<picture>", tuple(texts), digests)
+    return Conversation(tuple(messages[:-1]), image_texts=images)
+
+
+def test_images_behind_a_kept_reply_stand_where_they_were_put() -> None:
+    tokenizer = tokenizer_of(SEEING)
+    known = KeptReply(1, tuple(tokenizer.spell("Known.")), tokenizer.spell("<|im_end|>")[0])
+    rendered = tokenizer.render_chat(seen(2, 1, 0, 1, texts="ABCD"), known)
+    text = spelled(tokenizer, rendered.token_ids)
+    assert text.startswith("Known.<|im_end|>\n<|im_start|>user\nCLook.<|im_end|>")
+    assert text.endswith("<|im_start|>user\nDLook.<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_a_text_with_the_mark_of_an_image_is_refused_as_before() -> None:
+    tokenizer = tokenizer_of(SEEING)
+    known = KeptReply(1, (1,), tokenizer.spell("<|im_end|>")[0])
+    conversation = seen(1, 1, texts="AB")
+    said = dataclasses.replace(conversation.messages[2], content="a <picture>")
+    conversation = dataclasses.replace(conversation, messages=(*conversation.messages[:2], said))
+    with pytest.raises(InvalidRequest, match="marks of images"):
+        tokenizer.render_chat(conversation, known)
+
+
+def test_a_reply_is_known_by_the_images_before_it() -> None:
+    memory = ReplyMemory(limit_bytes=1 << 20)
+    before = seen(1, texts="A")
+    place = memory.place(before, SCOPE)
+    memory.remember(EndedReply(place, (1, 2), False, (3,), 4, assistant("I see.")))
+    for texts, is_known in (("AB", True), ("AC", True), ("BB", False)):
+        assert (memory.place(seen(1, 1, texts=texts), SCOPE).kept is not None) is is_known
