@@ -66,8 +66,6 @@ class EndedReply:
 
     place: ReplyPlace
     prompt_token_ids: tuple[int, ...]
-    extends_known: bool
-    """Whether the prompt began with the tokens of the place's known reply."""
     output_token_ids: tuple[int, ...]
     """Without the token that ended it."""
     end_token_id: int | None
@@ -83,8 +81,6 @@ class _Entry:
     shares_parent: bool
     """Whether its tokens begin with the parent's, which are not kept here again."""
     tokens: array.array[int]
-    token_count: int
-    """All of them, with the parent's."""
     end_token_id: int | None
     reasoning: bytes
     """The digest of its reasoning."""
@@ -191,13 +187,12 @@ class ReplyMemory:
         if place.known is None or parent is not None:
             # If the reply that its name builds on was dropped meanwhile, nobody would find it.
             token_ids = (*reply.prompt_token_ids, *reply.output_token_ids)
-            shares_parent = parent is not None and reply.extends_known
-            new = token_ids[parent.token_count :] if parent is not None and shares_parent else token_ids
+            earlier = replies.token_ids(place.known)
+            shares_parent = parent is not None and token_ids[: len(earlier)] == earlier
             entry = _Entry(
                 parent=place.known,
                 shares_parent=shares_parent,
-                tokens=array.array("i", new),
-                token_count=len(token_ids),
+                tokens=array.array("i", token_ids[len(earlier) :] if shares_parent else token_ids),
                 end_token_id=reply.end_token_id,
                 reasoning=_text_digest(reply.message.reasoning),
             )

@@ -177,7 +177,6 @@ class Loop:
             EndedReply(
                 place=place,
                 prompt_token_ids=rendered.token_ids,
-                extends_known=rendered.kept_token_count > 0,
                 output_token_ids=tuple(output),
                 end_token_id=end_token_id,
                 message=said,
@@ -514,6 +513,6 @@ def test_a_reply_is_known_by_the_images_before_it() -> None:
     memory = ReplyMemory(limit_bytes=1 << 20)
     before = seen(1, texts="A")
     place = memory.place(before, SCOPE)
-    memory.remember(EndedReply(place, (1, 2), False, (3,), 4, assistant("I see.")))
+    memory.remember(EndedReply(place, (1, 2), (3,), 4, assistant("I see.")))
     for texts, is_known in (("AB", True), ("AC", True), ("BB", False)):
         assert (memory.place(seen(1, 1, texts=texts), SCOPE).kept is not None) is is_known

@@ -32,7 +32,7 @@ def answer(
     """Answer a conversation; return its prompt, which begins with what is known, and its reply."""
     place = memory.place(Conversation(tuple(messages)), scope)
     prompt = (*(place.kept.token_ids if place.kept else ()), *tokens)
-    memory.remember(EndedReply(place, prompt, place.kept is not None, (4, 5), END, said))
+    memory.remember(EndedReply(place, prompt, (4, 5), END, said))
     return (*prompt, 4, 5)
 
 
@@ -207,9 +207,20 @@ def test_a_reply_to_what_was_dropped_meanwhile_is_forgotten() -> None:
     for number in range(2):
         answer(memory, (user(f"Question {number}"),))
     memory.place(Conversation(ASKED), ANN)
-    memory.remember(EndedReply(place, (1, 2, 3, 4, 5, 6), True, (4,), END, SAID))
+    memory.remember(EndedReply(place, (1, 2, 3, 4, 5, 6), (4,), END, SAID))
     memory.place(Conversation(ASKED), ANN)
     assert memory.stats().reply_count == 2
+
+
+def test_a_prompt_that_does_not_begin_as_the_reply_before_is_kept_whole() -> None:
+    """The template rendered it: it was not certain what follows the reply."""
+    memory = roomy()
+    answer(memory, ASKED)
+    asked = (*ASKED, SAID, user("Sure?"))
+    place = memory.place(Conversation(asked), ANN)
+    memory.remember(EndedReply(place, (9, 9, 9, 9, 9, 9), (4,), END, SAID))
+    found = known(memory, (*asked, SAID, user("Why?")))
+    assert found == KeptReply(4, (9, 9, 9, 9, 9, 9, 4), END)
 
 
 def test_notes_are_bounded() -> None:
@@ -218,7 +229,7 @@ def test_notes_are_bounded() -> None:
     place = ReplyPlace(Tenant("ann"), b"key")
     for number in range(2000):
         said = assistant(f"Answer {number}")
-        memory.remember(EndedReply(place, (1,), False, (2,), END, said))
+        memory.remember(EndedReply(place, (1,), (2,), END, said))
     known(memory, ASKED)
     assert memory.stats().reply_count == 256
 
