@@ -19,6 +19,7 @@ from icehouse_server.rpc.access.tokens import line_of, new_token
 
 from clients.http.tests.fronts import HttpFront, front_of
 from tests.fixtures.rpc.fake_engine import MODEL_INFO, overloaded
+from tests.unit.rpc.calls.test_wire import watched_server
 from tests.unit.rpc.conftest import RunningServer, running
 from tests.unit.rpc.services.test_adapters import ADAPTERS
 
@@ -166,6 +167,24 @@ async def test_what_names_the_conversation_is_its_session(front: HttpFront, serv
     await chat(front, prompt_cache_key="no session, that", extra_headers={"session_id": "talk-2"})
     await chat(front, prompt_cache_key="no session, that")
     assert [request.session_id for request in served.engine.submitted] == ["talk-1", "talk-2", ""]
+
+
+async def test_agents_headers_name_session_and_agent() -> None:
+    named = [
+        ({"x-claude-code-session-id": "s1", "x-claude-code-agent-id": "a1"}, ("s1", "a1")),
+        ({"session-id": "s2", "thread-id": "t2"}, ("s2", "t2")),
+        ({"x-session-affinity": "s3"}, ("s3", "")),
+        ({"x-opencode-session": "s4", "thread-id": "no name"}, ("s4", "")),
+    ]
+    async with watched_server() as (served, notes), front_of(served.server.address) as front:
+        for headers, _ in named:
+            await chat(front, extra_headers=headers)
+        for headers, _ in named:  # without a token
+            await front.http.post("/v1/chat/completions", json={"messages": SAID}, headers=headers)
+        # Beside these, the front asks for the models once.
+        await notes.ended(2 * len(named) + 1)
+        calls = [call for call in notes.calls if call.method.endswith("/Stream")]
+        assert [(call.session_id, call.agent_id) for call in calls] == 2 * [told for _, told in named]
 
 
 async def test_options_arrive(served: RunningServer) -> None:

@@ -7,6 +7,7 @@ import enum
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from icehouse_server.domain.ids import ImageDigest
 from icehouse_server.domain.response_format import TaggedJson
 
 
@@ -58,6 +59,12 @@ class ImageTexts:
     mark: str
     """What the chat template writes for an image."""
     texts: tuple[str, ...]
+    digests: tuple[ImageDigest, ...]
+    """What the model sees of each image."""
+
+    def behind(self, count: int) -> ImageTexts:
+        """Return those behind the first `count` images."""
+        return ImageTexts(self.mark, self.texts[count:], self.digests[count:])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

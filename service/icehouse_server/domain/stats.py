@@ -96,6 +96,16 @@ class KvEventStats:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class ReplyStats:
+    """Earlier replies that are remembered for stable prompts."""
+
+    reply_count: int = 0
+    size_bytes: int = 0
+    found_total: int = 0
+    """Prompts in which one was found."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Snapshot:
     """One sample. `engine` and `cache` are the engine's latest, None before the first."""
 
@@ -111,6 +121,7 @@ class Snapshot:
     tenants: tuple[TenantUse, ...] = ()
     """As `rpc` counts them, in the order of their latest requests."""
     kv_events: KvEventStats = KvEventStats()
+    replies: ReplyStats = ReplyStats()
 
 
 @dataclasses.dataclass(slots=True)

@@ -104,13 +104,18 @@ class RpcServer:
         self._config = config.server
         self._security_config = config.security
         self._tenants = Tenants(config.tenant, running_limit=config.engine.tenant_running_limit, clock=clock)
+        self._prompts = PromptReader(config.server)
         self._observation = Observation(
-            telemetry or Telemetry(), engine=engine, router=router, tenants=self._tenants, clock=clock
+            telemetry or Telemetry(),
+            engine=engine,
+            router=router,
+            tenants=self._tenants,
+            replies=self._prompts.replies.stats,
+            clock=clock,
         )
         self.poller, self.status = self._observation.poller, self._observation.status
         self.security = ServerSecurity(config.security, clock=clock)
         """Certificates and tokens, refreshed at an interval."""
-        self._prompts = PromptReader(config.server)
         self._grammars = GrammarCompilers(
             grammars, byte_limit=config.server.max_grammar_bytes, timeout_s=config.server.grammar_timeout_s
         )

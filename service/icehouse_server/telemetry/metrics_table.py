@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 
 from icehouse_server.domain.cache_stats import CacheStats, DiskStats, SpillStats, TierStats
 from icehouse_server.domain.model import EngineState
-from icehouse_server.domain.stats import EngineStats, KvEventStats, Snapshot, TenantUse
+from icehouse_server.domain.stats import EngineStats, KvEventStats, ReplyStats, Snapshot, TenantUse
 from icehouse_server.telemetry.call_metrics import CALL_METRICS
 from icehouse_server.telemetry.metric import Metric, MetricKind
 
@@ -93,6 +93,7 @@ _tier: _Rows[TierStats] = _Rows(_tiers, ("icehouse.tier",))
 # The edge keeps a bounded number of accounts, so there are never more tenants here than that.
 _tenant: _Rows[TenantUse] = _Rows(lambda s: {(use.tenant,): use for use in s.tenants}, ("icehouse.tenant",))
 _events: _Rows[KvEventStats] = _Rows(lambda s: {(): s.kv_events})
+_replies: _Rows[ReplyStats] = _Rows(lambda s: {(): s.replies})
 
 # fmt: off
 # A row is its name, unit and reading, and below them what it means.
@@ -280,6 +281,13 @@ OBSERVED_METRICS: tuple[Observed, ...] = (
         "Times a subscriber fell behind the events that are kept, and had to begin anew."),
     _events.counter("icehouse.kv_events.blocks.untold", "{block}", lambda v: v.untold_total,
         "Blocks that are not published, for lack of space within `kv_events.block_limit`."),
+
+    _replies.gauge("icehouse.replies.remembered", "{reply}", lambda v: v.reply_count,
+        "Earlier replies that stable prompts may begin with."),
+    _replies.gauge("icehouse.replies.memory", "By", lambda v: v.size_bytes,
+        "Memory for them; `server.reply_memory_bytes` bounds it."),
+    _replies.counter("icehouse.replies.found", "{prompt}", lambda v: v.found_total,
+        "Prompts with an earlier reply that was remembered."),
 )
 # fmt: on
 

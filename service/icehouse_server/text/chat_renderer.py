@@ -74,7 +74,7 @@ class ChatRenderer:
         if kept is None or text is None:
             kept, text = None, self._whole(conversation)
         tokens = self.turns.tokens(
-            _with_images(text.text, conversation.image_texts),
+            _with_images(text.text, text.image_texts),
             turns=text.drawn,
             headers=[text.header, self._unthinking(text.header)],
         )
@@ -96,7 +96,7 @@ class ChatRenderer:
     def _behind_kept(self, conversation: Conversation, kept: KeptReply) -> _PromptText | None:
         """Return the text behind a kept reply; None where it is not certain what that is."""
         is_last = kept.index == len(conversation.messages) - 1
-        if conversation.images or (is_last and conversation.continues_final_message):
+        if is_last and conversation.continues_final_message:
             return None
         turns = marked(conversation, kept.index)
         last = dataclasses.replace(
@@ -118,7 +118,13 @@ class ChatRenderer:
         tail = turn_end.tail(behind)
         if tail is None or not self.turns.begins_apart(tail):
             return None
-        return dataclasses.replace(text, text=tail)
+        images = conversation.image_texts
+        if images is not None:
+            earlier = conversation.messages[: kept.index + 1]
+            images = images.behind(sum(len(message.images) for message in earlier))
+            if tail.count(images.mark) != len(images.texts):
+                return None
+        return dataclasses.replace(text, text=tail, image_texts=images)
 
     def _shown(self, conversation: Conversation) -> list[int]:
         """Return the messages of a conversation's texts as they come in its prompt; raises InvalidRequest for
@@ -151,7 +157,7 @@ class ChatRenderer:
             thought = f"\n{self.format.think_end}\n\n" if is_reasoning else ""
             text, opening = self._forced(conversation, base=base, begun=text + thought)
             is_reasoning = False
-        return _PromptText(text, opening, header, drawn, is_reasoning)
+        return _PromptText(text, opening, header, drawn, is_reasoning, conversation.image_texts)
 
     def _traits(self, conversation: Conversation) -> TemplateTraits:
         return self.template.traits(has_tools=bool(conversation.tools))
@@ -262,6 +268,8 @@ class _PromptText:
     drawn: tuple[tuple[int, ...], ...]
     """Tokens that were generated for turns of it."""
     is_reasoning: bool
+    image_texts: ImageTexts | None
+    """Of the images in it."""
 
 
 def _is_split(order: Sequence[int], index: int) -> bool:

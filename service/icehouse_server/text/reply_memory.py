@@ -21,7 +21,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from icehouse_server.domain.chat import ChatMessage, Conversation, ToolCall
-from icehouse_server.domain.ids import AdapterName, Tenant
+from icehouse_server.domain.ids import AdapterName, ImageDigest, Tenant
+from icehouse_server.domain.stats import ReplyStats
 from icehouse_server.text.chat.kept_reply import KeptReply
 
 ENTRY_LIMIT = 16_384
@@ -65,8 +66,6 @@ class EndedReply:
 
     place: ReplyPlace
     prompt_token_ids: tuple[int, ...]
-    extends_known: bool
-    """Whether the prompt began with the tokens of the place's known reply."""
     output_token_ids: tuple[int, ...]
     """Without the token that ended it."""
     end_token_id: int | None
@@ -82,8 +81,6 @@ class _Entry:
     shares_parent: bool
     """Whether its tokens begin with the parent's, which are not kept here again."""
     tokens: array.array[int]
-    token_count: int
-    """All of them, with the parent's."""
     end_token_id: int | None
     reasoning: bytes
     """The digest of its reasoning."""
@@ -127,17 +124,34 @@ class ReplyMemory:
         self._lock = threading.Lock()
         self._notes: collections.deque[EndedReply] = collections.deque(maxlen=_NOTE_LIMIT)
         self._tenants: dict[Tenant, _TenantReplies] = {}
-        self.size_bytes = 0
-        self.entry_count = 0
+        self._size_bytes = 0
+        self._entry_count = 0
+        self._found_total = 0
+
+    def stats(self) -> ReplyStats:
+        """Return its counters. Any thread; what waits for the next prompt is not counted."""
+        return ReplyStats(self._entry_count, self._size_bytes, self._found_total)
+
+    def forget_all(self) -> None:
+        """Forget all replies, of every tenant. Any thread."""
+        with self._lock:
+            self._notes.clear()
+            self._tenants.clear()
+            self._size_bytes = self._entry_count = 0
 
     def remember(self, reply: EndedReply) -> None:
         """Note a reply. Any thread; takes no time."""
         self._notes.append(reply)
 
     def place(self, conversation: Conversation, scope: ReplyScope) -> ReplyPlace:
-        """Return the place of a conversation's reply, with the last earlier reply of it that is known."""
+        """Return the place of a conversation's reply, with the last earlier reply of it that is known.
+
+        Its images, if any, were read.
+        """
         key = _root_key(conversation, scope)
-        digests = list(_message_digests(conversation.messages))
+        images = conversation.image_texts
+        seen = () if images is None else zip(images.texts, images.digests, strict=True)
+        digests = list(_message_digests(conversation.messages, seen))
         known: tuple[int, _Key] | None = None
         with self._lock:
             self._take_notes()
@@ -154,6 +168,7 @@ class ReplyMemory:
                     key = _joined(key, _SENT, reasoning)
             if known is None:
                 return ReplyPlace(scope.tenant, key)
+            self._found_total += 1
             index, found = known
             replies.touch(found)
             end_token_id = replies.entries[found].end_token_id
@@ -167,18 +182,17 @@ class ReplyMemory:
     def _add(self, reply: EndedReply) -> None:
         place = reply.place
         replies = self._tenants.setdefault(place.tenant, _TenantReplies())
-        key = _joined(place.key, next(_message_digests((reply.message,))))
+        key = _joined(place.key, next(_message_digests((reply.message,), ())))
         parent = None if place.known is None else replies.entries.get(place.known)
         if place.known is None or parent is not None:
             # If the reply that its name builds on was dropped meanwhile, nobody would find it.
             token_ids = (*reply.prompt_token_ids, *reply.output_token_ids)
-            shares_parent = parent is not None and reply.extends_known
-            new = token_ids[parent.token_count :] if parent is not None and shares_parent else token_ids
+            earlier = replies.token_ids(place.known)
+            shares_parent = parent is not None and token_ids[: len(earlier)] == earlier
             entry = _Entry(
                 parent=place.known,
                 shares_parent=shares_parent,
-                tokens=array.array("i", new),
-                token_count=len(token_ids),
+                tokens=array.array("i", token_ids[len(earlier) :] if shares_parent else token_ids),
                 end_token_id=reply.end_token_id,
                 reasoning=_text_digest(reply.message.reasoning),
             )
@@ -190,10 +204,10 @@ class ReplyMemory:
         if key not in replies.entries:
             replies.entries[key] = entry
             replies.size_bytes += entry.size_bytes
-            self.size_bytes += entry.size_bytes
-            self.entry_count += 1
+            self._size_bytes += entry.size_bytes
+            self._entry_count += 1
         replies.touch(key)
-        while self.size_bytes > self._limit_bytes or self.entry_count > self._entry_limit:
+        while self._size_bytes > self._limit_bytes or self._entry_count > self._entry_limit:
             self._drop_one()
 
     def _drop_one(self) -> None:
@@ -201,8 +215,8 @@ class ReplyMemory:
         replies = self._tenants[tenant]
         _, entry = replies.entries.popitem(last=False)
         replies.size_bytes -= entry.size_bytes
-        self.size_bytes -= entry.size_bytes
-        self.entry_count -= 1
+        self._size_bytes -= entry.size_bytes
+        self._entry_count -= 1
         if not replies.entries:
             del self._tenants[tenant]
 
@@ -214,10 +228,13 @@ def _root_key(conversation: Conversation, scope: ReplyScope) -> _Key:
     return _text_digest(json.dumps(facts))
 
 
-def _message_digests(messages: Iterable[ChatMessage]) -> Iterator[bytes]:
+def _message_digests(
+    messages: Iterable[ChatMessage], images: Iterable[tuple[str, ImageDigest]]
+) -> Iterator[bytes]:
     """Yield what each message says, without reasoning. Calls count by their place and not by their ids, which
-    clients replace; around an assistant's text spaces do not count."""
+    clients replace; around an assistant's text spaces do not count. `images` are those of all messages."""
     places: dict[str, int] = {}
+    shown = iter(images)
     for message in messages:
         for call in message.tool_calls:
             places[call.id] = len(places)
@@ -228,8 +245,14 @@ def _message_digests(messages: Iterable[ChatMessage]) -> Iterator[bytes]:
             message.content.strip() if is_reply else message.content,
             [[call.name, _arguments(call)] for call in message.tool_calls],
             places.get(message.tool_call_id, message.tool_call_id),
+            [[placed.position, *_image_facts(next(shown))] for placed in message.images],
         ]
         yield _text_digest(json.dumps(facts))
+
+
+def _image_facts(image: tuple[str, ImageDigest]) -> tuple[str, str]:
+    text, digest = image
+    return text, digest.hex()
 
 
 def _arguments(call: ToolCall) -> str:

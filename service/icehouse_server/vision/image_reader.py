@@ -71,7 +71,11 @@ class PromptImages:
     @property
     def texts(self) -> ImageTexts:
         """The texts that stand for the images in the prompt."""
-        return ImageTexts(self._reader.processor.mark, tuple(each.text for each in self._prepared))
+        return ImageTexts(
+            self._reader.processor.mark,
+            tuple(each.text for each in self._prepared),
+            tuple(each.image.digest for each in self._prepared),
+        )
 
     def spans(self, token_ids: Sequence[int]) -> tuple[ImageSpan, ...]:
         """Return where the images are in a prompt's tokens; raises InvalidRequest where texts have marks."""

@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from icehouse.v1 import cache_service_pb2, inference_service_pb2, model_service_pb2, prompt_pb2
+from icehouse.v1 import cache_service_pb2, inference_service_pb2, model_service_pb2, prompt_pb2, usage_pb2
 from icehouse_server.domain.model import EngineState
 from icehouse_server.engine.runner.vision import mlx_vlm
 from icehouse_server.errors import ModelError
@@ -204,6 +204,35 @@ async def test_a_picture_in_a_tools_result_is_seen(folder: Path, tmp_path: Path)
         warm = await house.inference.Generate(same)
     assert cold.usage.image_tokens and warm.token_ids == cold.token_ids
     assert warm.usage.cached_tokens == cold.usage.prompt_tokens - 1
+
+
+async def test_a_stable_prompt_keeps_a_reply_about_pictures(folder: Path, tmp_path: Path) -> None:
+    """The choice ends the reply; its tokens are not those of its text."""
+    said = "the ground"
+
+    def asked(*turns: prompt_pb2.ChatMessage) -> inference_service_pb2.GenerateRequest:
+        chat = prompt_pb2.ChatPrompt(messages=turns, form=prompt_pb2.PROMPT_FORM_STABLE)
+        asking = request(chat)
+        asking.max_output_tokens = 64
+        asking.response_format.choice.texts.append(said)
+        return asking
+
+    def shown(seed: int) -> prompt_pb2.ChatMessage:
+        parts = [image(png(seed)), text(QUESTION)]
+        return prompt_pb2.ChatMessage(role=prompt_pb2.ROLE_USER, parts=parts)
+
+    answered = prompt_pb2.ChatMessage(role=prompt_pb2.ROLE_ASSISTANT, content=said)
+    async with whole_server(folder, tmp_path) as house:
+        first = await house.inference.Generate(asked(shown(1)))
+        assert first.text == said
+        second = await house.inference.Generate(asked(shown(1), answered, shown(2)))
+        other = await house.inference.Generate(asked(shown(3), answered, shown(2)))
+    known = first.usage.prompt_tokens + first.usage.output_tokens
+    [change] = second.cache.prompt_changes
+    assert (change.kind, change.count) == (usage_pb2.PROMPT_CHANGE_KIND_HISTORY_KEPT, known)
+    assert second.usage.cached_tokens >= known - 1
+    assert second.usage.image_tokens == 2 * first.usage.image_tokens
+    assert not other.cache.prompt_changes
 
 
 async def test_a_model_that_reads_text_says_so(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from hypothesis import strategies as st
 from icehouse.v1 import inference_service_pb2, prompt_pb2
 from icehouse_server.domain.chat import ImageSource, ImageTexts
 from icehouse_server.domain.events import Delta, Event
+from icehouse_server.domain.ids import ImageDigest
 from icehouse_server.domain.request import GenerationRequest, ImageSpan, Logprob, TokenLogprobs
 from icehouse_server.errors import Reason
 from icehouse_server.rpc.rpc_server import pool_with_v1
@@ -118,7 +119,7 @@ class ImageDecoder:
     def open(self, sources: Sequence[ImageSource]) -> DecodedImages:
         for source in sources:
             self._decode(source)
-        return DecodedImages(ImageTexts("<image>", ("",) * len(sources)))
+        return DecodedImages(ImageTexts("<image>", ("",) * len(sources), (ImageDigest(b""),) * len(sources)))
 
 
 def image_decoder() -> ImageDecoder | None:

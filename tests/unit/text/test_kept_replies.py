@@ -9,10 +9,23 @@ import dataclasses
 import json
 import random
 import re
+from collections.abc import Sequence
 
 import pytest
-from icehouse_server.domain.chat import ChatMessage, Conversation, Tool, ToolCall
-from icehouse_server.domain.ids import DEFAULT_TENANT, NO_ADAPTER
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from icehouse_server.domain.chat import (
+    ChatMessage,
+    Conversation,
+    ImageSource,
+    ImageTexts,
+    PlacedImage,
+    Tool,
+    ToolCall,
+    ToolChoice,
+    ToolMode,
+)
+from icehouse_server.domain.ids import DEFAULT_TENANT, NO_ADAPTER, ImageDigest
 from icehouse_server.errors import InvalidRequest
 from icehouse_server.text.chat.kept_reply import KeptReply
 from icehouse_server.text.reply_memory import EndedReply, ReplyMemory, ReplyScope
@@ -34,6 +47,7 @@ from tests.fixtures.chat.families import (
 from tests.fixtures.chat.histories import (
     HISTORIES,
     REAL_TEMPLATES_FILE,
+    assistant,
     real_templates,
     result,
     system,
@@ -163,7 +177,6 @@ class Loop:
             EndedReply(
                 place=place,
                 prompt_token_ids=rendered.token_ids,
-                extends_known=rendered.kept_token_count > 0,
                 output_token_ids=tuple(output),
                 end_token_id=end_token_id,
                 message=said,
@@ -363,3 +376,143 @@ def test_what_follows_a_reply_is_all_that_follows_it(kind: Kind) -> None:
 def test_what_follows_a_reply_in_real_templates(name: str) -> None:
     kind = real_kind(name)
     assert sum(check_history(kind, history) for history in HISTORIES) > len(HISTORIES) // 2
+
+
+TEXTS = st.lists(
+    st.one_of(
+        st.text(st.characters(codec="utf-8", exclude_characters="\x00"), max_size=8),
+        st.sampled_from(
+            ["<|im_end|>", "<|im_start|>", "<think>", "</think>", "<tool_call>", "qz1qz", "\n", " "]
+        ),
+        st.sampled_from(
+            ["[INST]", "[/INST]", "<eos>", "<|eot_id|>", "<|call|>", "<|end|>", "<|start|>assistant"]
+        ),
+    ),
+    min_size=1,
+    max_size=4,
+).map("".join)
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS.keys())
+@settings(max_examples=25, deadline=None)
+@given(said=st.lists(TEXTS, min_size=3, max_size=5))
+def test_any_text_of_anybody_stays_what_it_was(kind: Kind, said: list[str]) -> None:
+    """Also such that looks like the template's marks or ours."""
+    tokenizer = kind.tokenizer
+    messages = tuple((user, assistant)[index % 2](text) for index, text in enumerate(said))
+    index = 1
+    try:
+        plain = spelled(tokenizer, tokenizer.render_chat(Conversation(messages)).token_ids)
+    except InvalidRequest:
+        return
+    known = KeptReply(index, tuple(tokenizer.spell("Known.")), tokenizer.spell(kind.end)[0])
+    rendered = tokenizer.render_chat(Conversation(messages), known)
+    text = spelled(tokenizer, rendered.token_ids)
+    if not rendered.kept_token_count:
+        assert text == plain
+        return
+    tail = text.removeprefix("Known.")
+    assert tail != text and plain.endswith(tail)
+    before = messages[: index + 1]
+    shorter = spelled(
+        tokenizer, tokenizer.render_chat(Conversation(before, adds_generation_prompt=False)).token_ids
+    )
+    assert len(tail) >= len(plain) - len(shorter) - len(kind.end)
+
+
+@pytest.mark.parametrize("index", [0, 2])
+@pytest.mark.parametrize("text", ["qzkeptreplyqz", "qzkepttoolqz"])
+def test_a_text_that_is_our_mark_makes_nothing_certain(index: int, text: str) -> None:
+    messages = [user("One?"), assistant("First."), user("Two?")]
+    messages[index] = user(f"One {text}?")
+    tokenizer = KINDS["nothing rewritten"].tokenizer
+    known = KeptReply(1, tuple(tokenizer.spell("Known.")), tokenizer.spell("<|im_end|>")[0])
+    rendered = tokenizer.render_chat(Conversation(tuple(messages)), known)
+    if index == 2 or text == "qzkeptreplyqz":
+        assert rendered == tokenizer.render_chat(Conversation(tuple(messages)))
+    else:
+        assert rendered.kept_token_count
+
+
+def test_a_reply_that_is_continued_is_rendered() -> None:
+    tokenizer = KINDS["nothing rewritten"].tokenizer
+    said = Conversation(
+        (user("One?"), assistant("First.")), adds_generation_prompt=False, continues_final_message=True
+    )
+    known = KeptReply(1, tuple(tokenizer.spell("Known.")), tokenizer.spell("<|im_end|>")[0])
+    assert tokenizer.render_chat(said, known) == tokenizer.render_chat(said)
+
+
+def test_a_refused_conversation_is_refused_with_its_own_reason() -> None:
+    tokenizer = KINDS["no system"].tokenizer
+    known = KeptReply(1, (1, 2), None)
+    messages = (user("One?"), assistant("First."), ChatMessage("critic", "Two?"))
+    reasons = []
+    for kept in (None, known):
+        with pytest.raises(InvalidRequest) as caught:
+            tokenizer.render_chat(Conversation(messages), kept)
+        reasons.append((caught.value.reason, caught.value.message))
+    assert reasons[0] == reasons[1]
+
+
+def test_a_forced_call_comes_behind_a_kept_reply() -> None:
+    tokenizer = KINDS["nothing rewritten"].tokenizer
+    said = Conversation(
+        (user("One?"), assistant("First."), user("Two?")),
+        tools=(WEATHER,),
+        tool_choice=ToolChoice(ToolMode.REQUIRED),
+    )
+    known = KeptReply(1, tuple(tokenizer.spell("Known.")), tokenizer.spell("<|im_end|>")[0])
+    rendered, plain = tokenizer.render_chat(said, known), tokenizer.render_chat(said)
+    assert rendered.opening == plain.opening != ""
+    text = spelled(tokenizer, rendered.token_ids)
+    assert text.startswith("Known.<|im_end|>\n<|im_start|>user\nTwo?") and text.endswith(plain.opening)
+
+
+SEEING = Family(
+    """{% for m in messages %}<|im_start|>{{ m.role }}
+{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}{% if part.type == 'image' %}\
+<picture>{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}""",
+)
+
+
+def seen(*counts: int, texts: Sequence[str]) -> Conversation:
+    """Return a conversation with so many images in the user's turns."""
+    source = ImageSource(b"x", "image/png", "images")
+    messages = []
+    for count in counts:
+        pictures = tuple(PlacedImage(0, source) for _ in range(count))
+        messages += [ChatMessage("user", "Look.", images=pictures), assistant("I see.")]
+    digests = tuple(ImageDigest(text.encode()) for text in texts)
+    images = ImageTexts("<picture>", tuple(texts), digests)
+    return Conversation(tuple(messages[:-1]), image_texts=images)
+
+
+def test_images_behind_a_kept_reply_stand_where_they_were_put() -> None:
+    tokenizer = tokenizer_of(SEEING)
+    known = KeptReply(1, tuple(tokenizer.spell("Known.")), tokenizer.spell("<|im_end|>")[0])
+    rendered = tokenizer.render_chat(seen(2, 1, 0, 1, texts="ABCD"), known)
+    text = spelled(tokenizer, rendered.token_ids)
+    assert text.startswith("Known.<|im_end|>\n<|im_start|>user\nCLook.<|im_end|>")
+    assert text.endswith("<|im_start|>user\nDLook.<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_a_text_with_the_mark_of_an_image_is_refused_as_before() -> None:
+    tokenizer = tokenizer_of(SEEING)
+    known = KeptReply(1, (1,), tokenizer.spell("<|im_end|>")[0])
+    conversation = seen(1, 1, texts="AB")
+    said = dataclasses.replace(conversation.messages[2], content="a <picture>")
+    conversation = dataclasses.replace(conversation, messages=(*conversation.messages[:2], said))
+    with pytest.raises(InvalidRequest, match="marks of images"):
+        tokenizer.render_chat(conversation, known)
+
+
+def test_a_reply_is_known_by_the_images_before_it() -> None:
+    memory = ReplyMemory(limit_bytes=1 << 20)
+    before = seen(1, texts="A")
+    place = memory.place(before, SCOPE)
+    memory.remember(EndedReply(place, (1, 2), (3,), 4, assistant("I see.")))
+    for texts, is_known in (("AB", True), ("AC", True), ("BB", False)):
+        assert (memory.place(seen(1, 1, texts=texts), SCOPE).kept is not None) is is_known

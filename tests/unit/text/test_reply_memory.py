@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from icehouse_server.domain.chat import ChatMessage, Conversation, Tool, ToolCall
 from icehouse_server.domain.ids import NO_ADAPTER, AdapterName, Tenant
+from icehouse_server.domain.stats import ReplyStats
 from icehouse_server.text.chat.kept_reply import KeptReply
 from icehouse_server.text.reply_memory import ENTRY_BYTES, EndedReply, ReplyMemory, ReplyPlace, ReplyScope
 
@@ -31,7 +32,7 @@ def answer(
     """Answer a conversation; return its prompt, which begins with what is known, and its reply."""
     place = memory.place(Conversation(tuple(messages)), scope)
     prompt = (*(place.kept.token_ids if place.kept else ()), *tokens)
-    memory.remember(EndedReply(place, prompt, place.kept is not None, (4, 5), END, said))
+    memory.remember(EndedReply(place, prompt, (4, 5), END, said))
     return (*prompt, 4, 5)
 
 
@@ -145,28 +146,28 @@ def test_the_same_reply_twice_is_kept_once() -> None:
     tokens = answer(memory, ASKED)
     answer(memory, ASKED, tokens=(6, 6, 6))
     assert known(memory, (*ASKED, SAID)) == KeptReply(2, tokens, END)
-    assert memory.entry_count == 1
+    assert memory.stats().reply_count == 1
 
 
 def test_ten_thousand_conversations_stay_within_the_bounds() -> None:
     memory = ReplyMemory(limit_bytes=50 * (ENTRY_BYTES + 20), entry_limit=1000)
     for number in range(10_000):
         answer(memory, (user(f"Question {number}"),))
-    assert memory.entry_count == 50 and memory.size_bytes <= 50 * (ENTRY_BYTES + 20)
+    assert memory.stats().reply_count == 50 and memory.stats().size_bytes <= 50 * (ENTRY_BYTES + 20)
     assert known(memory, (user("Question 9999"), SAID)) is not None
     assert known(memory, (user("Question 9000"), SAID)) is None
     few = ReplyMemory(limit_bytes=1 << 30, entry_limit=3)
     for number in range(9):
         answer(few, (user(f"Question {number}"),))
     known(few, ())
-    assert few.entry_count == 3
+    assert few.stats().reply_count == 3
 
 
 def test_a_huge_reply_leaves_nothing_behind() -> None:
     memory = ReplyMemory(limit_bytes=4000)
     answer(memory, (user("x" * 1_000_000),), tokens=(1,) * 10_000)
     assert known(memory, (user("x" * 1_000_000), SAID)) is None
-    assert (memory.size_bytes, memory.entry_count) == (0, 0)
+    assert (memory.stats().size_bytes, memory.stats().reply_count) == (0, 0)
 
 
 def test_a_greedy_tenant_loses_its_own() -> None:
@@ -196,7 +197,7 @@ def test_a_reply_is_dropped_after_those_that_build_on_it() -> None:
         said = assistant(f"Answer {step}")
         expected[(*asked, said)] = answer(memory, asked, said, tokens=(step,))
         threads[index] = (*asked, said, user(f"Question {step}"))
-    assert found_count > 300 and memory.size_bytes <= 40 * (ENTRY_BYTES + 20)
+    assert found_count > 300 and memory.stats().size_bytes <= 40 * (ENTRY_BYTES + 20)
 
 
 def test_a_reply_to_what_was_dropped_meanwhile_is_forgotten() -> None:
@@ -206,9 +207,20 @@ def test_a_reply_to_what_was_dropped_meanwhile_is_forgotten() -> None:
     for number in range(2):
         answer(memory, (user(f"Question {number}"),))
     memory.place(Conversation(ASKED), ANN)
-    memory.remember(EndedReply(place, (1, 2, 3, 4, 5, 6), True, (4,), END, SAID))
+    memory.remember(EndedReply(place, (1, 2, 3, 4, 5, 6), (4,), END, SAID))
     memory.place(Conversation(ASKED), ANN)
-    assert memory.entry_count == 2
+    assert memory.stats().reply_count == 2
+
+
+def test_a_prompt_that_does_not_begin_as_the_reply_before_is_kept_whole() -> None:
+    """The template rendered it: it was not certain what follows the reply."""
+    memory = roomy()
+    answer(memory, ASKED)
+    asked = (*ASKED, SAID, user("Sure?"))
+    place = memory.place(Conversation(asked), ANN)
+    memory.remember(EndedReply(place, (9, 9, 9, 9, 9, 9), (4,), END, SAID))
+    found = known(memory, (*asked, SAID, user("Why?")))
+    assert found == KeptReply(4, (9, 9, 9, 9, 9, 9, 4), END)
 
 
 def test_notes_are_bounded() -> None:
@@ -217,9 +229,9 @@ def test_notes_are_bounded() -> None:
     place = ReplyPlace(Tenant("ann"), b"key")
     for number in range(2000):
         said = assistant(f"Answer {number}")
-        memory.remember(EndedReply(place, (1,), False, (2,), END, said))
+        memory.remember(EndedReply(place, (1,), (2,), END, said))
     known(memory, ASKED)
-    assert memory.entry_count == 256
+    assert memory.stats().reply_count == 256
 
 
 def test_several_threads_may_look_and_note() -> None:
@@ -240,4 +252,16 @@ def test_several_threads_may_look_and_note() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert not failures and memory.size_bytes <= 30 * (ENTRY_BYTES + 20)
+    assert not failures and memory.stats().size_bytes <= 30 * (ENTRY_BYTES + 20)
+
+
+def test_what_is_known_is_counted_and_all_of_it_can_be_forgotten() -> None:
+    memory = roomy()
+    answer(memory, ASKED)
+    assert memory.stats() == ReplyStats()
+    known(memory, (*ASKED, SAID))
+    assert memory.stats() == ReplyStats(1, ENTRY_BYTES + 5 * 4, 1)
+    answer(memory, ASKED, scope=BOB)
+    memory.forget_all()
+    assert known(memory, (*ASKED, SAID)) is known(memory, (*ASKED, SAID), BOB) is None
+    assert memory.stats() == ReplyStats(0, 0, 1)

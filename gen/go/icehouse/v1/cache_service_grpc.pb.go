@@ -57,7 +57,8 @@ type CacheServiceClient interface {
 	// copies. When the caller cancels or its deadline passes, it ends within 256 blocks: what was removed by then
 	// is gone, the rest stays cached. What is cached meanwhile stays, too.
 	Evict(ctx context.Context, in *EvictRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[EvictResponse], error)
-	// Removes all blocks of a model, of every tenant, as Evict does. Only for operators.
+	// Removes all blocks of a model, of every tenant, as Evict does, and forgets the earlier replies that stable
+	// prompts (PROMPT_FORM_STABLE) begin with. Only for operators.
 	EvictAll(ctx context.Context, in *EvictAllRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[EvictAllResponse], error)
 	// Reads blocks on SSD, of all models, and compares their checksums. Damaged ones go into quarantine. Only for
 	// operators. Reads at the full speed of the disk, so a large cache takes many minutes: with
@@ -207,7 +208,8 @@ type CacheServiceServer interface {
 	// copies. When the caller cancels or its deadline passes, it ends within 256 blocks: what was removed by then
 	// is gone, the rest stays cached. What is cached meanwhile stays, too.
 	Evict(*EvictRequest, grpc.ServerStreamingServer[EvictResponse]) error
-	// Removes all blocks of a model, of every tenant, as Evict does. Only for operators.
+	// Removes all blocks of a model, of every tenant, as Evict does, and forgets the earlier replies that stable
+	// prompts (PROMPT_FORM_STABLE) begin with. Only for operators.
 	EvictAll(*EvictAllRequest, grpc.ServerStreamingServer[EvictAllResponse]) error
 	// Reads blocks on SSD, of all models, and compares their checksums. Damaged ones go into quarantine. Only for
 	// operators. Reads at the full speed of the disk, so a large cache takes many minutes: with

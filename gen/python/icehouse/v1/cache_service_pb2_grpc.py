@@ -129,7 +129,8 @@ class CacheServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def EvictAll(self, request, context):
-        """Removes all blocks of a model, of every tenant, as Evict does. Only for operators.
+        """Removes all blocks of a model, of every tenant, as Evict does, and forgets the earlier replies that stable
+        prompts (PROMPT_FORM_STABLE) begin with. Only for operators.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

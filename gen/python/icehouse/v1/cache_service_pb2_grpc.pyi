@@ -59,7 +59,9 @@ class CacheServiceStub:
     is gone, the rest stays cached. What is cached meanwhile stays, too.
     """
     EvictAll: _grpc.UnaryStreamMultiCallable[_cache_service_pb2.EvictAllRequest, _cache_service_pb2.EvictAllResponse]
-    """Removes all blocks of a model, of every tenant, as Evict does. Only for operators."""
+    """Removes all blocks of a model, of every tenant, as Evict does, and forgets the earlier replies that stable
+    prompts (PROMPT_FORM_STABLE) begin with. Only for operators.
+    """
     Verify: _grpc.UnaryStreamMultiCallable[_cache_service_pb2.VerifyRequest, _cache_service_pb2.VerifyResponse]
     """Reads blocks on SSD, of all models, and compares their checksums. Damaged ones go into quarantine. Only for
     operators. Reads at the full speed of the disk, so a large cache takes many minutes: with
@@ -98,7 +100,9 @@ class CacheServiceAsyncStub(CacheServiceStub):
     is gone, the rest stays cached. What is cached meanwhile stays, too.
     """
     EvictAll: _aio.UnaryStreamMultiCallable[_cache_service_pb2.EvictAllRequest, _cache_service_pb2.EvictAllResponse]  # type: ignore[assignment]
-    """Removes all blocks of a model, of every tenant, as Evict does. Only for operators."""
+    """Removes all blocks of a model, of every tenant, as Evict does, and forgets the earlier replies that stable
+    prompts (PROMPT_FORM_STABLE) begin with. Only for operators.
+    """
     Verify: _aio.UnaryStreamMultiCallable[_cache_service_pb2.VerifyRequest, _cache_service_pb2.VerifyResponse]  # type: ignore[assignment]
     """Reads blocks on SSD, of all models, and compares their checksums. Damaged ones go into quarantine. Only for
     operators. Reads at the full speed of the disk, so a large cache takes many minutes: with
@@ -170,7 +174,9 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _cache_service_pb2.EvictAllRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_cache_service_pb2.EvictAllResponse], _abc.AsyncIterator[_cache_service_pb2.EvictAllResponse]]:
-        """Removes all blocks of a model, of every tenant, as Evict does. Only for operators."""
+        """Removes all blocks of a model, of every tenant, as Evict does, and forgets the earlier replies that stable
+        prompts (PROMPT_FORM_STABLE) begin with. Only for operators.
+        """
 
     @_abc_1.abstractmethod
     def Verify(

@@ -983,7 +983,8 @@ export const CacheService: GenService<{
     output: typeof EvictResponseSchema;
   },
   /**
-   * Removes all blocks of a model, of every tenant, as Evict does. Only for operators.
+   * Removes all blocks of a model, of every tenant, as Evict does, and forgets the earlier replies that stable
+   * prompts (PROMPT_FORM_STABLE) begin with. Only for operators.
    *
    * @generated from rpc icehouse.v1.CacheService.EvictAll
    */

@@ -108,6 +108,7 @@ class CacheService(Service, cache_service_pb2_grpc.CacheServiceServicer):
     ) -> None:
         async with self._calls.call(context):
             check_model(request.model, self._router.require_model().info)
+            await self._prompts.run(self._prompts.replies.forget_all)
             await self._evict(ListKnown(None), messages.EvictAllResponse, context)
 
     async def _evict(

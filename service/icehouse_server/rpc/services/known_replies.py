@@ -93,7 +93,6 @@ class ReplyNote:
             EndedReply(
                 place=self._place,
                 prompt_token_ids=self._rendered.token_ids,
-                extends_known=self._rendered.kept_token_count > 0,
                 output_token_ids=tuple(self._token_ids),
                 end_token_id=end_token_id,
                 message=message,

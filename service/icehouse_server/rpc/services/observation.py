@@ -17,6 +17,7 @@ from icehouse_server.domain.model import EngineState
 from icehouse_server.domain.stats import (
     EngineStats,
     KvEventStats,
+    ReplyStats,
     SampleRates,
     ServerStats,
     ServerStatus,
@@ -42,7 +43,14 @@ class Observation:
     """Owned by the event loop."""
 
     def __init__(
-        self, telemetry: Telemetry, *, engine: EnginePort, router: Router, tenants: Tenants, clock: Clock
+        self,
+        telemetry: Telemetry,
+        *,
+        engine: EnginePort,
+        router: Router,
+        tenants: Tenants,
+        replies: Callable[[], ReplyStats],
+        clock: Clock,
     ) -> None:
         self._has_samples = telemetry.sample_interval_s is not None
         self._task: asyncio.Task[None] | None = None
@@ -59,6 +67,7 @@ class Observation:
             # Without an interval it is never started.
             interval_s=telemetry.sample_interval_s or 1.0,
             kv_events=telemetry.kv_events,
+            replies=replies,
         )
         self.status = StatusReader(engine=engine, router=router, poller=self.poller, slow=slow, clock=clock)
         self._watchers: tuple[SlowRequests | CallMetrics, ...] = (slow, *telemetry.calls)
@@ -114,12 +123,14 @@ class StatsPoller:
         clock: Clock,
         interval_s: float,
         kv_events: Callable[[], KvEventStats] = KvEventStats,
+        replies: Callable[[], ReplyStats] = ReplyStats,
     ) -> None:
         self._engine = engine
         self._router = router
         self._stats = stats
         self._clock = clock
         self._kv_events = kv_events
+        self._replies = replies
         self.interval_s = interval_s
         """Also how long the engine may take to answer."""
         self.latest = Snapshot(EngineState.LOADING, heartbeat_age_s=0.0, sample_time=clock.monotonic())
@@ -153,6 +164,7 @@ class StatsPoller:
             cache=cache,
             tenants=self._stats.tenants.uses(),
             kv_events=self._kv_events(),
+            replies=self._replies(),
             rates=_rates(last, engine, now) if answer is not None else last.rates,
         )
 

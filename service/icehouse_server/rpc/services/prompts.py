@@ -16,7 +16,7 @@ from icehouse.v1 import embedding_service_pb2, prompt_pb2, tool_pb2
 
 from icehouse_server.config import ServerConfig
 from icehouse_server.domain.blocks import TokenKeys
-from icehouse_server.domain.chat import Conversation, PromptChange, PromptChangeKind
+from icehouse_server.domain.chat import Conversation, PromptChange, PromptChangeKind, RenderedChat
 from icehouse_server.domain.model import ModelInfo
 from icehouse_server.domain.request import ImageSpan, SentImages, keys_of
 from icehouse_server.errors import InvalidRequest, Reason
@@ -28,6 +28,7 @@ from icehouse_server.rpc.messages.conversations import check_no_tools, conversat
 from icehouse_server.rpc.messages.field_checks import check_token_ids, shown
 from icehouse_server.rpc.services.known_replies import KnownReplies
 from icehouse_server.rpc.services.prepared import RenderedConversation
+from icehouse_server.text.chat.kept_reply import KeptReply
 from icehouse_server.text.prompt_normalizer import normalized
 from icehouse_server.text.reply_memory import ReplyMemory
 
@@ -406,15 +407,30 @@ def _tokens(prompt: TextPrompt, model: ServedModel, images: PromptImages | None)
     conversation = prompt.conversation
     if images is not None:
         conversation = dataclasses.replace(conversation, image_texts=images.texts)
-    replies = None if conversation.images else prompt.replies
+    replies = prompt.replies
     place = None if replies is None else replies.place(conversation, model.info)
-    rendered = model.tokenizer.render_chat(conversation, None if place is None else place.kept)
+    rendered, spans = _rendered(conversation, model, images, None if place is None else place.kept)
     changes = prompt.changes
     if rendered.kept_token_count:
         changes += (PromptChange(PromptChangeKind.HISTORY_KEPT, rendered.kept_token_count),)
     chat = RenderedConversation(prompt.conversation, rendered, replies, place)
-    spans = () if images is None else images.spans(rendered.token_ids)
     return ReadPrompt(rendered.token_ids, chat, spans, changes=changes)
+
+
+def _rendered(
+    conversation: Conversation, model: ServedModel, images: PromptImages | None, kept: KeptReply | None
+) -> tuple[RenderedChat, tuple[ImageSpan, ...]]:
+    """Return a conversation's prompt and where its images are; raises InvalidRequest."""
+    rendered = model.tokenizer.render_chat(conversation, kept)
+    if images is None:
+        return rendered, ()
+    try:
+        return rendered, images.spans(rendered.token_ids)
+    except InvalidRequest:
+        if not rendered.kept_token_count:
+            raise
+    # The reply has a token that stands for an image, as text.
+    return _rendered(conversation, model, images, None)
 
 
 def _check_bytes(prompt: Text | Chat | InfillText, *, limit_bytes: int) -> None:

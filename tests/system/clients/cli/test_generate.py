@@ -73,7 +73,7 @@ async def test_a_budget_of_reasoning_is_asked_for(command: tuple[str, ...]) -> N
 class Images:
     """Keeps what was shown."""
 
-    texts = ImageTexts("", ())
+    texts = ImageTexts("", (), ())
 
     pixel_bytes = ()
 

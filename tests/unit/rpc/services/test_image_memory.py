@@ -52,7 +52,7 @@ class Images:
 
     @property
     def texts(self) -> ImageTexts:
-        return ImageTexts("", ("",) * self.count)
+        return ImageTexts("", ("",) * self.count, (ImageDigest(b""),) * self.count)
 
     def spans(self, token_ids: Sequence[int]) -> tuple[ImageSpan, ...]:
         pixels = HostTensor("pixels", "U8", (LIMIT_BYTES // 8,), memoryview(bytes(LIMIT_BYTES // 8)))

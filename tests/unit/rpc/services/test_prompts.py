@@ -86,7 +86,7 @@ class HeldImages:
         self._workers.work("images")()
         return self
 
-    texts = ImageTexts("", ())
+    texts = ImageTexts("", (), ())
 
     def spans(self, token_ids: Any) -> tuple[()]:
         return ()

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from icehouse.v1 import cache_service_pb2, prompt_pb2, usage_pb2
 from icehouse.v1 import inference_service_pb2 as messages
-from icehouse_server.config import TenantConfig
-from icehouse_server.domain.cache_commands import Explanation
+from icehouse_server.config import ServerConfig, TenantConfig
+from icehouse_server.domain.cache_commands import EvictReport, Explanation
 from icehouse_server.domain.events import CacheReport, Delta, Event, Finished, FinishReason
 from icehouse_server.domain.request import GenerationRequest
 
@@ -167,6 +167,34 @@ async def test_another_tenant_finds_nothing(house: Any) -> None:
             request = asked("Rain?", "Dry.", "Sure?")
             request.cache.tenant = tenant
             assert bool(await kept_count(served, request)) is is_kept
+
+
+async def test_samples_tell_of_replies(house: Any) -> None:
+    async with house as served:
+        served.engine.script = answering()
+        await served.inference.Generate(asked("Rain?"))
+        await served.inference.Generate(asked("Rain?", "Dry.", "Sure?"))
+        await served.server.poller.sample()
+        replies = served.server.poller.latest.replies
+        assert (replies.reply_count, replies.found_total) == (1, 1) and replies.size_bytes > 0
+
+
+async def test_evicting_all_forgets_all(house: Any) -> None:
+    async with house as served:
+        served.engine.script = answering()
+        await served.inference.Generate(asked("Rain?"))
+        served.engine.order_answer = EvictReport()
+        await done(served.cache.EvictAll(cache_service_pb2.EvictAllRequest()))
+        assert await kept_count(served, asked("Rain?", "Dry.", "Sure?")) == 0
+
+
+async def test_a_conversation_as_long_as_a_message_may_be_is_no_harm(house: Any) -> None:
+    async with house as served:
+        served.engine.script = answering()
+        longest = ServerConfig().max_message_bytes - 1000
+        refusal = await refused(served.inference.Generate(asked("x" * longest)))
+        assert refusal.reason == "PROMPT_TOO_LONG"
+        assert await kept_count(served, asked("Rain?")) == 0
 
 
 async def test_without_memory_nothing_is_kept() -> None:

@@ -270,7 +270,7 @@ def with_images(role: str, content: str, *positions: int) -> ChatMessage:
 
 
 def seen(*messages: ChatMessage, texts: tuple[str, ...]) -> str:
-    return render(SEEING, Conversation(messages, image_texts=ImageTexts("<picture>", texts)))
+    return render(SEEING, Conversation(messages, image_texts=ImageTexts("<picture>", texts, ())))
 
 
 def test_images_stand_where_they_were_put() -> None:

@@ -365,7 +365,8 @@ public final class CacheServiceGrpc {
 
     /**
      * <pre>
-     * Removes all blocks of a model, of every tenant, as Evict does. Only for operators.
+     * Removes all blocks of a model, of every tenant, as Evict does, and forgets the earlier replies that stable
+     * prompts (PROMPT_FORM_STABLE) begin with. Only for operators.
      * </pre>
      */
     default void evictAll(dev.icehouse.v1.EvictAllRequest request,
@@ -492,7 +493,8 @@ public final class CacheServiceGrpc {
 
     /**
      * <pre>
-     * Removes all blocks of a model, of every tenant, as Evict does. Only for operators.
+     * Removes all blocks of a model, of every tenant, as Evict does, and forgets the earlier replies that stable
+     * prompts (PROMPT_FORM_STABLE) begin with. Only for operators.
      * </pre>
      */
     public void evictAll(dev.icehouse.v1.EvictAllRequest request,
@@ -601,7 +603,8 @@ public final class CacheServiceGrpc {
 
     /**
      * <pre>
-     * Removes all blocks of a model, of every tenant, as Evict does. Only for operators.
+     * Removes all blocks of a model, of every tenant, as Evict does, and forgets the earlier replies that stable
+     * prompts (PROMPT_FORM_STABLE) begin with. Only for operators.
      * </pre>
      */
     @io.grpc.ExperimentalApi("https://github.com/grpc/grpc-java/issues/10918")
@@ -710,7 +713,8 @@ public final class CacheServiceGrpc {
 
     /**
      * <pre>
-     * Removes all blocks of a model, of every tenant, as Evict does. Only for operators.
+     * Removes all blocks of a model, of every tenant, as Evict does, and forgets the earlier replies that stable
+     * prompts (PROMPT_FORM_STABLE) begin with. Only for operators.
      * </pre>
      */
     public java.util.Iterator<dev.icehouse.v1.EvictAllResponse> evictAll(
