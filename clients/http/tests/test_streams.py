@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -171,18 +171,50 @@ WITHDRAWN = (
 )
 
 
-@pytest.mark.parametrize(
-    "answer",
+every_answer = pytest.mark.parametrize(
+    "make",
     [
-        ChatAnswer("c", {}, tells_usage=False),
-        MessageAnswer("m", lambda: None),
-        ResponseAnswer("r", {}, seals=False, keep=lambda reply: None),
+        lambda: ChatAnswer("c", {}, tells_usage=False),
+        lambda: MessageAnswer("m", lambda: None),
+        lambda: ResponseAnswer("r", {}, seals=False, keep=lambda reply: None),
     ],
     ids=["chat", "messages", "responses"],
 )
-def test_a_call_that_is_taken_back_is_never_seen(answer: Answer) -> None:
-    frames = [frame.encode().decode() for event in WITHDRAWN for frame in answer.feed(event)]
-    told = "".join(frames)
+
+
+def told_by(answer: Answer, *events: StreamResponse) -> str:
+    return "".join(frame.encode().decode() for event in events for frame in answer.feed(event))
+
+
+@every_answer
+def test_a_call_that_is_taken_back_is_never_seen(make: Callable[[], Answer]) -> None:
+    told = told_by(make(), *WITHDRAWN)
     assert told.index('"first"') < told.index("second(b") < told.index('"third"')
     assert '"second"' not in told and '{\\"b\\"' not in told
     assert '{\\"a\\":1}' in told, "the pieces of a call come as one"
+
+
+SPACED = (
+    StreamResponse(started=Started(model="tiny")),
+    StreamResponse(delta=DeltaMessage(text="\n\n")),
+    called(0, "{}", name="first"),
+    StreamResponse(delta=DeltaMessage(text="\n")),
+    called(1, "{}", name="second"),
+    StreamResponse(delta=DeltaMessage(text="\n")),
+    StreamResponse(finished=FinishedMessage(finish_reason=FINISH_REASON_TOOL_CALLS)),
+)
+
+
+@every_answer
+def test_white_space_around_calls_is_no_text(make: Callable[[], Answer]) -> None:
+    told = told_by(make(), *SPACED)
+    assert "\\n" not in told and '"first"' in told and '"second"' in told
+
+
+@every_answer
+def test_white_space_before_a_word_and_white_space_alone_are_text(make: Callable[[], Answer]) -> None:
+    spoken = [StreamResponse(delta=DeltaMessage(text=text)) for text in ("\n", "\n", "ice", " ")]
+    end = StreamResponse(finished=FinishedMessage())
+    told = told_by(make(), SPACED[0], *spoken, end)
+    assert '"\\n\\nice"' in told and '" "' in told
+    assert '"\\n\\n"' in told_by(make(), SPACED[0], *spoken[:2], end)

@@ -151,6 +151,27 @@ def test_tools_and_choices_of_anthropic() -> None:
         assert {name: options[name] for name in ("tool_choice",) if name in options} == expected
 
 
+def test_a_tool_that_is_searched_for_comes_behind_the_others() -> None:
+    """As Claude Code does: what its search has found is in the result by name, and in the tools."""
+    tools = [{"name": name, "defer_loading": name != "search"} for name in ("dig", "fly", "go", "search")]
+    found = [{"type": "tool_reference", "tool_name": name} for name in ("go", "dig", "gone", "go")]
+    blocks = [{"type": "tool_result", "tool_use_id": "1", "content": found[:3]}]
+    again = [{"type": "tool_result", "tool_use_id": "2", "content": found[3:]}]
+    call = {"type": "tool_use", "id": "1", "name": "search", "input": {}}
+    turns = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": [call]},
+        {"role": "user", "content": blocks},
+        {"role": "assistant", "content": [call | {"id": "2"}]},
+        {"role": "user", "content": again},
+    ]
+    assert messages_of(tools=tools, messages=turns[:1]).options["tools"] == [Tool("search")]
+    asked = messages_of(tools=tools, messages=turns)
+    assert asked.options["tools"] == [Tool("search"), Tool("go"), Tool("dig")]
+    lines = [f"The tool {name} can be called now." for name in ("go", "dig", "gone")]
+    assert asked.prompt[2] == Message("tool", "\n".join(lines), tool_call_id="1")
+
+
 def test_how_much_the_model_may_think() -> None:
     off, plain = {"enable_thinking": False}, Model(id="m")
 

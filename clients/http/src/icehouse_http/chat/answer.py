@@ -12,7 +12,7 @@ from icehouse_client.results import finish_reason_of
 
 from icehouse_http.errors import ApiError, Dialect
 from icehouse_http.exchange import COMMENT, Frame
-from icehouse_http.held_calls import HeldCalls
+from icehouse_http.held import HeldCalls, HeldSpace, text_beside
 from icehouse_http.logprobs import chat_logprobs
 
 _REASONS = {
@@ -116,7 +116,7 @@ class ChatAnswer:
                     yield self._chunk(choice.index, delta)
             case "finished":
                 choice = self._outputs[event.finished.completion_index]
-                for delta in choice.calls(choice.held.flush()):
+                for delta in choice.rest():
                     yield self._chunk(choice.index, delta)
                 reason = finish_reason(finish_reason_of(event.finished.finish_reason))
                 yield self._chunk(choice.index, {}, reason)
@@ -145,31 +145,41 @@ class _Choice:
 
     def __init__(self, index: int) -> None:
         self.index = index
-        self.held = HeldCalls()
+        self._held = HeldCalls()
+        self._space = HeldSpace()
         self.logprobs: list[dict[str, Any]] = []
         self._call_count = 0
 
     def deltas(self, event: StreamEvent) -> Iterable[dict[str, Any]]:
         delta = event.delta
         if delta.HasField("tool_call"):
-            yield from self.calls(self.held.add(delta.tool_call))
+            yield from self._calls(self._held.add(delta.tool_call))
         if delta.reasoning:
             yield {"reasoning_content": delta.reasoning}
         if delta.text:
-            yield from self.calls(self.held.flush())
-            yield {"content": delta.text}
+            yield from self._calls(self._held.flush())
+            if text := self._space.add(delta.text):
+                yield {"content": text}
 
-    def calls(self, calls: Sequence[ToolCall]) -> Iterable[dict[str, Any]]:
+    def rest(self) -> Iterable[dict[str, Any]]:
+        """Return what is still held at the end."""
+        yield from self._calls(self._held.flush())
+        if text := self._space.flush():
+            yield {"content": text}
+
+    def _calls(self, calls: Sequence[ToolCall]) -> Iterable[dict[str, Any]]:
         for call in calls:
+            self._space.drop()
             yield {"tool_calls": [{"index": self._call_count, **call_dict(call)}]}
             self._call_count += 1
 
 
 def _message_of(output: Completion) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": "assistant", "content": output.text, "refusal": None}
+    text = text_beside(output.tool_calls, output.text)
+    message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
     if output.reasoning:
         message["reasoning_content"] = output.reasoning
     if output.tool_calls:
         message["tool_calls"] = [call_dict(call) for call in output.tool_calls]
-        message["content"] = output.text or None
+        message["content"] = text or None
     return message

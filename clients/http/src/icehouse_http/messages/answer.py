@@ -11,7 +11,7 @@ from icehouse_client.results import started_from
 
 from icehouse_http.errors import ApiError, Dialect
 from icehouse_http.exchange import Frame
-from icehouse_http.held_calls import HeldCalls
+from icehouse_http.held import HeldCalls, HeldSpace, text_beside
 
 _REASONS = {
     FinishReason.STOP_STRING: "stop_sequence",
@@ -50,6 +50,7 @@ class MessageAnswer:
         self._id = request_id
         self._ended = ended
         self._held = HeldCalls()
+        self._space = HeldSpace()
         self._block_index = -1
         self._open = ""
 
@@ -59,8 +60,8 @@ class MessageAnswer:
         content: list[dict[str, Any]] = []
         if reply.reasoning:
             content.append({"type": "thinking", "thinking": reply.reasoning, "signature": _SIGNATURE})
-        if reply.text:
-            content.append({"type": "text", "text": reply.text})
+        if text := text_beside(reply.tool_calls, reply.text):
+            content.append({"type": "text", "text": text})
         for call in reply.tool_calls:
             arguments = json.loads(call.arguments_json)
             content.append({"type": "tool_use", "id": call.id, "name": call.name, "input": arguments})
@@ -93,10 +94,10 @@ class MessageAnswer:
                     yield self._delta({"type": "thinking_delta", "thinking": delta.reasoning})
                 if delta.text:
                     yield from self._calls(self._held.flush())
-                    yield from self._begin("text", {"type": "text", "text": ""})
-                    yield self._delta({"type": "text_delta", "text": delta.text})
+                    yield from self._say(self._space.add(delta.text))
             case "finished":
                 yield from self._calls(self._held.flush())
+                yield from self._say(self._space.flush())
                 yield from self._end_block()
 
     def end(self, reply: Reply) -> Iterable[Frame]:
@@ -122,6 +123,11 @@ class MessageAnswer:
             "usage": usage,
         }
 
+    def _say(self, text: str) -> Iterable[Frame]:
+        if text:
+            yield from self._begin("text", {"type": "text", "text": ""})
+            yield self._delta({"type": "text_delta", "text": text})
+
     def _begin(self, kind: str, block: Mapping[str, Any]) -> Iterable[Frame]:
         """Begin a block, unless one of its kind is open."""
         if self._open == kind:
@@ -144,6 +150,7 @@ class MessageAnswer:
 
     def _calls(self, calls: Sequence[ToolCall]) -> Iterable[Frame]:
         for call in calls:
+            self._space.drop()
             block = {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
             yield from self._begin("tool_use", block)
             yield self._delta({"type": "input_json_delta", "partial_json": call.arguments_json})

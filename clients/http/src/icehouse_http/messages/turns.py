@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from icehouse_client import Image, Message, Options, Tool, ToolCall
 
@@ -84,6 +84,9 @@ def _joined(blocks: Iterator[Fields] | list[Fields]) -> tuple[str, tuple[Image, 
                 content += f"\n\n{text}" if content and text else text
             case "image":
                 images.append(_image_of(block.required_object("source"), len(content)))
+            case "tool_reference":
+                line = f"The tool {block.required_text('tool_name')} can be called now."
+                content += f"\n{line}" if content else line
             case _:
                 raise _unread(block)
     return content, tuple(images)
@@ -103,13 +106,31 @@ def _image_of(source: Fields, position: int) -> Image:
     return Image(data, source.text("media_type"), position)
 
 
+def _referenced(fields: Fields) -> Iterable[str]:
+    """Return the names of tools that results refer to, each once and in that order."""
+    blocks = (block for turn in fields.objects("messages") for block in turn.parts("content"))
+    results = (block for block in blocks if block.text("type") == "tool_result")
+    parts = (part for result in results for part in result.parts("content"))
+    return dict.fromkeys(part.text("tool_name") for part in parts if part.text("type") == "tool_reference")
+
+
 def tool_options(fields: Fields) -> Options:
-    """Return the tools and whether they are called."""
+    """Return the tools and whether they are called.
+
+    A tool whose loading is deferred is there once a result refers to it. It comes behind the others, so that
+    the prompt stays as it was up to the end of their list.
+    """
     tools: list[Tool] = []
+    deferred: dict[str, Tool] = {}
     for tool in fields.objects("tools"):
         if (kind := tool.text("type", "custom")) != "custom":
             raise tool.refusal("type", f"is {kind[:40]!r}; tools of Anthropic's own servers are not run here")
-        tools.append(function_of(tool, "input_schema"))
+        function = function_of(tool, "input_schema")
+        if tool.flag("defer_loading"):
+            deferred[function.name] = function
+        else:
+            tools.append(function)
+    tools += [deferred[name] for name in _referenced(fields) if name in deferred]
     options: Options = {"tools": tools} if tools else {}
     if (choice := fields.object("tool_choice")) is None:
         return options

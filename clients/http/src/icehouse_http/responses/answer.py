@@ -10,7 +10,7 @@ from icehouse_client import FinishReason, Reply, StreamEvent, ToolCall
 
 from icehouse_http.errors import ApiError
 from icehouse_http.exchange import Frame
-from icehouse_http.held_calls import HeldCalls
+from icehouse_http.held import HeldCalls, HeldSpace
 from icehouse_http.responses.items import Item, begun, finished, items_of, part_of
 
 _INCOMPLETE = (FinishReason.LENGTH, FinishReason.CONTEXT_LENGTH)
@@ -28,6 +28,7 @@ class ResponseAnswer:
         self._seals = seals
         self._keep = keep
         self._held = HeldCalls()
+        self._space = HeldSpace()
         self._items: list[Item] = []
         self._item: Item | None = None
         self._texts: list[str] = []
@@ -57,9 +58,10 @@ class ResponseAnswer:
                     yield from self._say("reasoning", delta.reasoning)
                 if delta.text:
                     yield from self._calls(self._held.flush())
-                    yield from self._say("message", delta.text)
+                    yield from self._say("message", self._space.add(delta.text))
             case "finished":
                 yield from self._calls(self._held.flush())
+                yield from self._say("message", self._space.flush())
                 yield from self._close()
 
     def end(self, reply: Reply) -> Iterable[Frame]:
@@ -102,7 +104,9 @@ class ResponseAnswer:
         return self._response("completed", **changes)
 
     def _say(self, kind: str, text: str) -> Iterable[Frame]:
-        """Write more of an item's text, and begin the item where another kind is open or none."""
+        """Write more of an item's text, if any, and begin the item where another kind is open or none."""
+        if not text:
+            return
         if self._item is None or self._item["type"] != kind:
             yield from self._close()
             self._item = begun(kind)
@@ -123,6 +127,7 @@ class ResponseAnswer:
 
     def _calls(self, calls: Sequence[ToolCall]) -> Iterable[Frame]:
         for call in calls:
+            self._space.drop()
             yield from self._close()
             item, arguments = begun("function_call", call), call.arguments_json
             place = {"item_id": item["id"], "output_index": len(self._items)}

@@ -13,6 +13,7 @@ from icehouse_client import Message, Reply, ToolCall
 
 from icehouse_http.chat.turns import ROLES, content_of
 from icehouse_http.fields import Fields
+from icehouse_http.held import text_beside
 
 _SEALED: Final = "icehouse:"
 """Begins reasoning that the caller keeps for us. It is encoded, not encrypted: the caller may read it."""
@@ -81,8 +82,8 @@ def items_of(reply: Reply, *, seals: bool) -> list[Item]:
     items = []
     if reply.reasoning:
         items.append(finished(begun("reasoning"), reply.reasoning, seals=seals))
-    if reply.text:
-        items.append(finished(begun("message"), reply.text))
+    if text := text_beside(reply.tool_calls, reply.text):
+        items.append(finished(begun("message"), text))
     return items + [finished(begun("function_call", call), call.arguments_json) for call in reply.tool_calls]
 
 

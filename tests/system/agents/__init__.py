@@ -1,0 +1,1 @@
+"""Agent programs as they are, led through a task by a scripted model behind the HTTP front."""

@@ -1,0 +1,132 @@
+"""Programs for coding: each mends a file, set as docs/howto/agent-programs.md shows, and its turns reuse each other."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.system.agents.conftest import QUESTION, RIGHT, Desk, desk_of
+from tests.system.agents.programs import Program
+from tests.system.agents.scripted_model import Call, Step
+
+pytestmark = [pytest.mark.agents, pytest.mark.timeout(1800)]
+
+LEAST_REUSED = 0.95
+DONE = "The greeting is mended."
+Installed = Callable[[str], Program]
+
+
+def settings(desk: Desk, section: str, language: str) -> str:
+    """Return the only settings in a language that the page shows for a program."""
+    [block] = [block for block in desk.shown(section) if block.language == language]
+    return block.text
+
+
+def documents(output: str) -> list[dict[str, Any]]:
+    """Return the JSON that a program printed, a document a line."""
+    return [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+
+
+def check(desk: Desk, *, turn_count: int = 3, least_tokens: int = 2000) -> None:
+    """The file is mended, and of each later prompt nearly all came from the cache."""
+    assert desk.file.read_text(encoding="utf-8") == RIGHT
+    prompts = desk.prompts(least_tokens=least_tokens)
+    assert len(prompts) == turn_count, prompts
+    assert min(prompt.reused for prompt in prompts[1:]) >= LEAST_REUSED, prompts
+
+
+def codex_steps(file: Path) -> Sequence[Step]:
+    mend = "sed -i s/helo/hello/ greet.py && echo mended-$((40 + 2))"
+    return (
+        Step(QUESTION, thought="I look first.", calls=[Call("exec_command", {"cmd": "cat greet.py"})]),
+        Step("print('helo", thought="A letter is missing.", calls=[Call("exec_command", {"cmd": mend})]),
+        Step("mended-42", thought="That was it.", said=DONE),
+    )
+
+
+async def test_codex(tmp_path: Path, installed: Installed) -> None:
+    codex = installed("codex")
+    async with desk_of(tmp_path, codex_steps) as desk:
+        folder = codex.home / ".codex"
+        folder.mkdir()
+        # A sandbox of Codex's own cannot be made in every container.
+        set_up = f'sandbox_mode = "danger-full-access"\n{settings(desk, "Codex CLI", "toml")}'
+        (folder / "config.toml").write_text(set_up, encoding="utf-8")
+        told = documents(await desk.run(codex, "Codex CLI"))
+        check(desk)
+    said = [item["item"] for item in told if item["type"] == "item.completed"]
+    assert [item["text"] for item in said if item["type"] == "agent_message"] == [f"\n\n{DONE}"]
+    usage = told[-1]["usage"]
+    assert usage["cached_input_tokens"] > LEAST_REUSED * usage["input_tokens"] * 2 / 3
+    assert len({prompt.session_id for prompt in desk.prompts()}) == 1
+
+
+def opencode_steps(file: Path) -> Sequence[Step]:
+    edit = {"filePath": str(file), "oldString": "helo", "newString": "hello"}
+    return (
+        Step("title", said="A greeting"),
+        Step(QUESTION, thought="I look first.", calls=[Call("read", {"filePath": str(file)})]),
+        Step("print('helo", thought="A letter is missing.", calls=[Call("edit", edit)]),
+        Step("Edit applied", thought="That was it.", said=DONE),
+    )
+
+
+async def test_opencode(tmp_path: Path, installed: Installed) -> None:
+    opencode = installed("opencode")
+    async with desk_of(tmp_path, opencode_steps) as desk:
+        written = settings(desk, "OpenCode", "json")
+        (desk.folder / "opencode.json").write_text(written, encoding="utf-8")
+        quiet = {"OPENCODE_DISABLE_AUTOUPDATE": "1", "OPENCODE_DISABLE_MODELS_FETCH": "1"}
+        told = documents(await desk.run(opencode, "OpenCode", **quiet))
+        check(desk)
+    texts = [event["part"]["text"] for event in told if event["type"] == "text"]
+    assert [text.strip() for text in texts] == [DONE]
+    costs = [event["part"]["tokens"] for event in told if event["type"] == "step_finish"]
+    assert costs[0]["cache"]["read"] == 0 and len(costs) == 3
+    assert all(cost["cache"]["read"] > 20 * cost["input"] for cost in costs[1:]), costs
+
+
+def claude_steps(file: Path) -> Sequence[Step]:
+    edit = {"file_path": str(file), "old_string": "helo", "new_string": "hello"}
+    return (
+        Step(QUESTION, thought="I look first.", calls=[Call("Read", {"file_path": str(file)})]),
+        Step("print('helo", thought="A letter is missing.", calls=[Call("Edit", edit)]),
+        Step("has been updated", thought="That was it.", said=DONE),
+    )
+
+
+async def test_claude_code(tmp_path: Path, installed: Installed) -> None:
+    claude = installed("claude")
+    async with desk_of(tmp_path, claude_steps) as desk:
+        quiet = {"CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1", "DISABLE_AUTOUPDATER": "1"}
+        [told] = documents(await desk.run(claude, "Claude Code", **quiet))
+        check(desk)
+    assert (told["is_error"], told["result"].strip(), told["num_turns"]) == (False, DONE, 3)
+    usage = told["usage"]
+    whole = usage["input_tokens"] + usage["cache_creation_input_tokens"] + usage["cache_read_input_tokens"]
+    assert usage["cache_read_input_tokens"] > LEAST_REUSED * whole * 2 / 3
+    assert len({prompt.session_id for prompt in desk.prompts()}) == 1
+
+
+def searching_steps(file: Path) -> Sequence[Step]:
+    query = {"query": "select:WebFetch,NotebookEdit", "max_results": 2}
+    first, *later = claude_steps(file)
+    search = Step(QUESTION, thought="I may need more tools.", calls=[Call("ToolSearch", query)])
+    return search, Step("The tool WebFetch can be called now.", calls=first.calls), *later
+
+
+async def test_claude_code_searches_for_tools(tmp_path: Path, installed: Installed) -> None:
+    """What it finds comes behind the tools that were there, so that these are not computed again."""
+    claude = installed("claude")
+    async with desk_of(tmp_path, searching_steps) as desk:
+        [told] = documents(await desk.run(claude, "Claude Code"))
+        assert (told["is_error"], told["result"].strip(), told["num_turns"]) == (False, DONE, 4)
+        prompts = desk.prompts()
+    assert len(prompts) == 4, "nothing was refused and asked again"
+    assert prompts[1].token_count > prompts[0].token_count + 500, "two tools are there that were not"
+    assert prompts[1].cached_count > 0.75 * prompts[0].token_count
+    assert min(prompt.reused for prompt in prompts[2:]) >= LEAST_REUSED
