@@ -75,8 +75,9 @@ class FirstWords(logging.Handler):
                 self.end()
                 self._say(f"Downloading {fields['model']} ({size_text(fields['size_bytes'])})")
             case "model_found":
-                size = size_text(fields["size_bytes"]) if fields["size_bytes"] else "size not known"
-                self._model = f"{fields['model']} ({size})"
+                # A demo model's is known only after it was made.
+                size = f" ({size_text(fields['size_bytes'])})" if fields["size_bytes"] else ""
+                self._model = f"{fields['model']}{size}"
                 self._show("Reading the tokenizer")
             case "tokenizer_read":
                 self._show(f"Loading {self._model}")
