@@ -100,7 +100,7 @@ class FirstWords(logging.Handler):
         self._status.update(f"{escape(text)} …", spinner=_SPINNER)
 
     def _say(self, text: str) -> None:
-        self._console.print(text, markup=False)
+        self._console.print(text, markup=False, highlight=False)
 
 
 def ready_text(address: str, http_url: str | None) -> str:
