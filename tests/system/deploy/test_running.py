@@ -39,6 +39,7 @@ HTTP_OPTIONS = {
     "--strict-models",
     "--allow-origin",
     "--max-body-bytes",
+    "--body-memory-bytes",
     "--ca-file",
     "--temperature",
 }

@@ -129,7 +129,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
     ("variable", "meant"),
     [
         ("ICEHOUSE_SERVER_PRT", "'ICEHOUSE_SERVER_PORT'"),
-        ("ICEHOUSE_PORT", "'ICEHOUSE_SERVER_PORT'"),
+        ("ICEHOUSE_PORT", "'ICEHOUSE_SERVER_PORT' or 'ICEHOUSE_HTTP_PORT'"),
         ("ICEHOUSE_RAM_BYTES", "'ICEHOUSE_TENANT_RAM_BYTES' or 'ICEHOUSE_CACHE_RAM_BYTES'"),
         ("ICEHOUSE_CLIENT_ADRESS", "'ICEHOUSE_CLIENT_ADDRESS'"),
     ],
@@ -214,6 +214,32 @@ def test_half_of_a_security_is_refused(settings: dict[str, str], named: str) -> 
     with pytest.raises(ConfigError) as caught:
         load_config(flags=settings, environ={})
     assert caught.value.field == named
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"http.aliases": "gpt-5"}, "http.aliases"),
+        ({"http.aliases": "a=b,=c"}, "http.aliases"),
+        ({"http.port": 50051}, "http.port"),
+    ],
+)
+def test_an_http_front_that_contradicts_itself_is_refused(settings: dict[str, object], named: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(flags=settings, environ={})
+    assert caught.value.field == named
+
+
+def test_the_http_front_has_a_table_of_its_own(tmp_path: Path) -> None:
+    text = '[http]\nport = 8000\naliases = "gpt-5=tiny, fast = my=adapter"\ntemperature = 0.7\n'
+    http = load_config(
+        environ={"ICEHOUSE_HTTP_ALLOW_ORIGINS": "http://a, *"}, file=write(tmp_path, text)
+    ).config.http
+    assert (http.port, http.temperature) == (8000, 0.7)
+    assert http.alias_pairs == (("gpt-5", "tiny"), ("fast", "my=adapter"))
+    assert http.origins == ("http://a", "*")
+    # On a Unix socket the server has no port to share.
+    assert load_config(flags={"http.port": 50051, "server.uds": "/s"}, environ={}).config.http.port == 50051
 
 
 def test_operators_are_read_as_a_list() -> None:

@@ -45,6 +45,10 @@ def install(
     config: Annotated[
         Path | None, typer.Option(help="TOML file with the settings: the service has no others.")
     ] = None,
+    http_port: Annotated[
+        str | None,
+        typer.Option(metavar="N", help="Offer OpenAI's and Anthropic's HTTP APIs, too; else the file's."),
+    ] = None,
     shows_only: Annotated[bool, typer.Option("--print", help="Print the file and install nothing.")] = False,
     force: Force = False,
 ) -> None:
@@ -54,7 +58,7 @@ def install(
         environ = environment()
         if config is None and environ.get(FILE_VARIABLE):
             config = Path(environ[FILE_VARIABLE])
-        text = manager.text_of(definition_of(model=model, config=config))
+        text = manager.text_of(definition_of(model=model, config=config, http_port=http_port))
         if shows_only:
             typer.echo(text, nl=False)
             return
@@ -127,7 +131,9 @@ def find_manager() -> Systemd | Launchd:
     raise ServiceError(f"there is no service manager for {sys.platform} that this command knows")
 
 
-def definition_of(*, model: str | None, config: Path | None) -> ServiceDefinition:
+def definition_of(
+    *, model: str | None, config: Path | None, http_port: str | None = None
+) -> ServiceDefinition:
     """Return what is to be run. Raises ConfigError for settings that the server would refuse.
 
     Paths are made absolute: a service has a working folder of its own.
@@ -137,13 +143,16 @@ def definition_of(*, model: str | None, config: Path | None) -> ServiceDefinitio
 
     file = None if config is None else config.expanduser().absolute()
     # Without this terminal's variables, as the service will see it.
-    loaded = load_config(flags={"model.model": model}, environ={}, file=file)
+    flags = {"model.model": model, "http.port": http_port}
+    loaded = load_config(flags=flags, environ={}, file=file)
     words = [*_program(), "serve"]
     if model is not None:
         folder = Path(model).expanduser()
         words.append(str(folder.absolute()) if model not in DEMO_MODELS and folder.is_dir() else model)
     if file is not None:
         words += ["--config", str(file)]
+    if http_port is not None:
+        words += ["--http-port", http_port]
     has_format = loaded.sources["log.format"] != "default"
     return ServiceDefinition(
         command=tuple(words),

@@ -159,6 +159,12 @@ def test_a_models_folder_is_named_from_the_root(tmp_path: Path, monkeypatch: pyt
     assert words == [str(tmp_path / "mine"), "demo", "org/hub-id"]
 
 
+def test_the_port_of_http_is_passed_on_and_checked() -> None:
+    command = commands.definition_of(model="demo", config=None, http_port="8000").command
+    assert command[-3:] == ("demo", "--http-port", "8000")
+    assert isinstance(run("install", "--print", "--http-port", "x").exception, ConfigError)
+
+
 @pytest.mark.parametrize(
     ("script", "said"),
     [
