@@ -111,19 +111,23 @@ def check_memory(config: Config) -> Check:
     name = config.model.model
     folder = DEMO_MODELS[name].folder if name in DEMO_MODELS else Path(name).expanduser()
     try:
-        room = Room(memory_limit_bytes=memory_limit(config.engine.memory_limit_bytes, find_device()))
-        room.check(name, folder_size(folder))
+        _room(config).check(name, folder_size(folder))
     except StartError as error:
         what, _, advice = error.message.partition("; ")
         return Check("memory", CheckVerdict.FAIL, what, advice)
-    except ImportError:  # another check reports that
-        pass
     if total < _MEMORY_WANTED_BYTES:
         advice = (
             f"the demo model wants about {size_text(_MEMORY_WANTED_BYTES)}; smaller prompts will still run"
         )
         return Check("memory", CheckVerdict.WARN, detail, advice)
     return Check("memory", CheckVerdict.OK, detail)
+
+
+def _room(config: Config) -> Room:
+    try:
+        return Room(memory_limit_bytes=memory_limit(config.engine.memory_limit_bytes, find_device()))
+    except ImportError:  # another check reports that
+        return Room(memory_limit_bytes=sys.maxsize)
 
 
 def check_files(config: Config) -> Check:
