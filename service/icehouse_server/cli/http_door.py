@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 from icehouse_server.config import Config
-from icehouse_server.rpc.listen_address import check_http_address, listen_for_http, speaks_tls
+from icehouse_server.rpc.listen_address import listen_for_http, speaks_tls
 
 _log = logging.getLogger("icehouse.http")
 
@@ -139,9 +139,8 @@ async def http_door(config: Config) -> AsyncIterator[HttpDoor | None]:
     if config.http.port is None:
         yield None
         return
-    check_http_address(config.http, config.security)
     with (
-        contextlib.closing(listen_for_http(config.http)) as listening,
+        contextlib.closing(listen_for_http(config.http, config.security)) as listening,
         tempfile.TemporaryDirectory(prefix="icehouse-") as folder,
     ):
         door = HttpDoor(config, listening=listening, folder=Path(folder))

@@ -73,8 +73,7 @@ def bind(
     if config.uds is not None:
         return _bind_uds(server, Path(config.uds).expanduser())
     check_address(config, security)
-    if config.uds is None and (missing := _missing_at(config.host, security)):
-        _logger.warning("door_left_open", extra={"host": config.host, "missing": missing})
+    _warn_of_open_door(config.host, security)
     return Bound(_bind_tcp(server, host=config.host, port=config.port, credentials=credentials))
 
 
@@ -94,7 +93,7 @@ def check_address(config: ServerConfig, security: SecurityConfig) -> None:
         _check_host(config.host, security)
 
 
-def check_http_address(config: HttpConfig, security: SecurityConfig) -> None:
+def _check_http_address(config: HttpConfig, security: SecurityConfig) -> None:
     """Raise StartError for what `check_address` refuses, and where callers of HTTP could prove nothing."""
     _check_host(config.host, security)
     if security.tls_client_ca is not None and security.token_file is None:
@@ -106,9 +105,11 @@ def check_http_address(config: HttpConfig, security: SecurityConfig) -> None:
         )
 
 
-def listen_for_http(config: HttpConfig) -> socket.socket:
+def listen_for_http(config: HttpConfig, security: SecurityConfig) -> socket.socket:
     """Return a socket that listens at the configured address; raises StartError when it cannot be had."""
     assert config.port is not None, "there is no port for HTTP"
+    _check_http_address(config, security)
+    _warn_of_open_door(config.host, security)
     try:
         return _listening(host=config.host, port=config.port)
     except OSError as error:
@@ -118,6 +119,11 @@ def listen_for_http(config: HttpConfig) -> socket.socket:
 def speaks_tls(config: HttpConfig, security: SecurityConfig) -> bool:
     """Whether callers of HTTP speak TLS: those of other machines, where the server has a certificate."""
     return security.tls_certificate is not None and not is_loopback(config.host)
+
+
+def _warn_of_open_door(host: str, security: SecurityConfig) -> None:
+    if missing := _missing_at(host, security):
+        _logger.warning("door_left_open", extra={"host": host, "missing": missing})
 
 
 def _check_host(host: str, security: SecurityConfig) -> None:

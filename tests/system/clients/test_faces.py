@@ -46,6 +46,20 @@ async def test_both_faces_ask_for_health(served: RunningServer) -> None:
     assert caught.value.code is grpc.StatusCode.NOT_FOUND
 
 
+async def test_both_faces_pass_options_on_to_grpc(served: RunningServer) -> None:
+    narrow = (("grpc.max_receive_message_length", 1),)
+
+    def ask() -> None:
+        with Client(served.server.address, watches_health=False, channel_options=narrow) as client:
+            client.models()
+
+    async with AsyncClient(served.server.address, watches_health=False, channel_options=narrow) as client:
+        for asking in (client.models, lambda: asyncio.to_thread(ask)):
+            with pytest.raises(IcehouseClientError) as caught:
+                await asking()
+            assert caught.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
 async def test_a_server_that_never_comes_is_waited_for_until_the_deadline() -> None:
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))

@@ -6,7 +6,8 @@ import contextlib
 import os
 import re
 import socket
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx2
@@ -21,7 +22,14 @@ CHAT = "/v1/chat/completions"
 class ServedDoor:
     """A server and its door on a free port of loopback."""
 
-    def __init__(self, model: Path, folder: Path, *options: str, scheme: str = "http") -> None:
+    def __init__(
+        self,
+        model: Path,
+        folder: Path,
+        *options: str,
+        scheme: str = "http",
+        break_it: Callable[[], None] | None = None,
+    ) -> None:
         (self.port,) = free_ports(1)
         self.url = f"{scheme}://127.0.0.1:{self.port}"
         self._log = folder / "log"
@@ -30,6 +38,7 @@ class ServedDoor:
             directory=folder / "blocks",
             log=self._log,
             options=("--block-token-count", "16", "--http-port", str(self.port), *options),
+            break_it=break_it,
         )
 
     @property
@@ -47,6 +56,19 @@ class ServedDoor:
         except ConnectionRefusedError:
             return False
         return True
+
+    def wait_until_listening(self) -> None:
+        """Return when the port can be connected to, which is long before the server serves."""
+        self._wait_until(is_listening=True)
+
+    def wait_until_closed(self) -> None:
+        """Return when nobody has the port any more."""
+        self._wait_until(is_listening=False)
+
+    def _wait_until(self, *, is_listening: bool) -> None:
+        deadline = time.monotonic() + BOUND_S
+        while self.is_listening() is not is_listening:
+            assert time.monotonic() < deadline, self.log
 
     def connect(self) -> socket.socket:
         """Return a connection to the door, on which nothing was said."""

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import socket
+import threading
 from pathlib import Path
 
 import httpx2
 import pytest
+from icehouse_server.cli import serve
+from icehouse_server.config import ModelConfig
+from icehouse_server.demo.build import OnProgress
+from icehouse_server.engine.runner.model_loader import ModelSource
 
 from tests.fixtures.models import tiny_model_dir
 from tests.fixtures.patience import BOUND_S
@@ -46,7 +52,7 @@ def test_it_goes_with_a_server_that_is_killed(model: Path, tmp_path: Path) -> No
         with door.connect() as witness:
             server.kill()
             wait_for_end(witness)
-        assert not door.is_listening()
+        door.wait_until_closed()
 
 
 def test_a_stream_ends_as_it_would_when_the_server_is_told_to_stop(model: Path, tmp_path: Path) -> None:
@@ -59,6 +65,41 @@ def test_a_stream_ends_as_it_would_when_the_server_is_told_to_stop(model: Path, 
         assert rest[-1] == "data: [DONE]" and '"finish_reason": "length"' in "".join(rest)
         assert server.wait() == 0
     assert "drain_started" in door.log and "http_stopped" in door.log and "stuck" not in door.log
+
+
+def test_a_signal_to_every_process_ends_no_stream_sooner(model: Path, tmp_path: Path) -> None:
+    """As systemd sends it: the child has it from there and once more from the server."""
+    door = ServedDoor(model, tmp_path)
+    with door.server as server:
+        server.wait_until_serving()
+        with streaming(door, max_tokens=300) as lines:
+            os.kill(door.child_pid, signal.SIGTERM)
+            server.terminate()
+            rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]"
+        assert server.wait() == 0
+    assert "http_died" not in door.log
+
+
+def stuck() -> None:
+    """Have the server look for its model without an end."""
+
+    def wait(config: ModelConfig, *, on_progress: OnProgress) -> ModelSource:
+        threading.Event().wait()
+        raise AssertionError("nobody sets it")
+
+    serve.locate_model = wait  # type: ignore[attr-defined]
+
+
+def test_until_there_is_a_model_it_says_when_to_come_again(model: Path, tmp_path: Path) -> None:
+    door = ServedDoor(model, tmp_path, break_it=stuck)
+    with door.server, httpx2.Client(base_url=door.url, timeout=BOUND_S) as http:
+        door.wait_until_listening()
+        for path in ("/v1/chat/completions", "/v1/messages"):
+            answer = http.post(path, json=body())
+            assert answer.status_code == 503 and int(answer.headers["retry-after"]) >= 1
+        assert http.get("/health").status_code == 503
+    assert "tokenizer_read" not in door.log
 
 
 def test_a_second_signal_ends_both_at_once(model: Path, tmp_path: Path) -> None:

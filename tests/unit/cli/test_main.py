@@ -182,7 +182,7 @@ ASKING = (
     *("generate", "chat", "models", "info", "stats", "requests", "cancel", "top", "health", "bench"),
     *("explain", "warm", "pin", "unpin", "evict", "tokenize", "detokenize", "embed", "rerank"),
 )
-WITHOUT_JSON = {"serve", "demo", "change", "install", "uninstall"}
+WITHOUT_JSON = {"serve", "demo", "http", "change", "install", "uninstall"}
 """What does something, and prints no facts."""
 
 
@@ -219,6 +219,12 @@ def test_who_asks_a_server_has_all_of_the_options_and_nobody_else_one() -> None:
 def test_every_command_that_prints_facts_prints_json() -> None:
     silent = [name for name, command in ALL.items() if not any("--json" in p.opts for p in command.params)]
     assert {name.rpartition(" ")[2] for name in silent} == WITHOUT_JSON
+
+
+def test_http_is_the_command_of_its_own_package() -> None:
+    told = run("http", "--help")
+    assert told.exit_code == 0 and "--body-memory-bytes" in told.stdout
+    assert run("http", "--alias", "half").exit_code == 2
 
 
 def test_the_server_passes_the_variables_of_asking_over() -> None:

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import uuid
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -89,6 +90,7 @@ async def running(
     grammars: FakeGrammars | None = _ITS_OWN,
     telemetry: Telemetry | None = None,
     worker: Any = None,
+    private_socket: Path | None = None,
     **settings: Any,
 ) -> AsyncIterator[RunningServer]:
     """Start a server with these settings of ServerConfig on a free loopback port.
@@ -119,7 +121,7 @@ async def running(
         draw_seed=lambda: SEED,
     )
     try:
-        address = await server.start()
+        address = await server.start(private_socket=private_socket)
         async with grpc.aio.insecure_channel(address, options=channel_options()) as channel:
             served = RunningServer(
                 server, engine, router, clock, tokenizer, grammars or FakeGrammars(), channel

@@ -15,11 +15,15 @@ from typing import Any
 import grpc
 import pytest
 from icehouse.v1 import inference_service_pb2 as messages
-from icehouse_server.config import SecurityConfig, ServerConfig
+from icehouse.v1 import inference_service_pb2_grpc
+from icehouse_server.config import HttpConfig, SecurityConfig, ServerConfig
 from icehouse_server.errors import Reason, StartError
-from icehouse_server.rpc.listen_address import bind, is_loopback
+from icehouse_server.rpc.access.caller import Role
+from icehouse_server.rpc.access.tokens import line_of, new_token
+from icehouse_server.rpc.listen_address import bind, is_loopback, listen_for_http
 
 from tests.fixtures.patience import BOUND_S
+from tests.fixtures.rpc.authority import Authority
 from tests.unit.rpc.conftest import RunningServer, running
 
 NOBODY = 65534
@@ -177,6 +181,44 @@ async def test_a_public_address_may_be_insisted_on(caplog: pytest.LogCaptureFixt
         assert served.server.address.startswith("0.0.0.0:")
     (record,) = (record for record in caplog.records if record.getMessage() == "door_left_open")
     assert vars(record)["host"] == "0.0.0.0" and "TLS" in vars(record)["missing"]
+
+
+async def test_a_private_socket_needs_no_tls_but_every_token(tmp_path: Path) -> None:
+    certificate, key = Authority().write_server(tmp_path)
+    token, file, path = new_token(), tmp_path / "tokens", tmp_path / "s"
+    file.write_text(line_of(token, tenant="search", role=Role.TENANT, expire_date=None))
+    file.chmod(0o600)
+    security = SecurityConfig(tls_certificate=str(certificate), tls_key=str(key), token_file=str(file))
+    async with running(security=security, private_socket=path) as served:
+        assert served.server.address.startswith("127.0.0.1:")
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        async with grpc.aio.insecure_channel(f"unix:{path}") as channel:
+            stub: Any = inference_service_pb2_grpc.InferenceServiceStub(channel)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await stub.Generate(REQUEST)
+            assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+            known = (("authorization", f"Bearer {token}"),)
+            assert (await stub.Generate(REQUEST, metadata=known)).text == " w0"
+    assert not path.exists()
+
+
+def test_a_port_of_http_that_cannot_be_had_is_named_with_its_own_option() -> None:
+    with listen_for_http(HttpConfig(port=0), SecurityConfig()) as listening:
+        port = listening.getsockname()[1]
+        with pytest.raises(StartError) as caught:
+            listen_for_http(HttpConfig(port=port), SecurityConfig())
+    assert f"port {port} on 127.0.0.1 is taken" in caught.value.message
+    assert "another port with --http-port" in caught.value.message
+    with pytest.raises(StartError, match="another address with --http-host"):
+        listen_for_http(HttpConfig(port=0, host="192.0.2.1"), SecurityConfig(allow_insecure_public=True))
+
+
+def test_http_left_open_to_other_machines_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(StartError) as caught:
+        listen_for_http(HttpConfig(port=0, host="0.0.0.0"), SecurityConfig())
+    assert caught.value.reason is Reason.ADDRESS_INSECURE and caplog.records == []
+    listen_for_http(HttpConfig(port=0, host="0.0.0.0"), SecurityConfig(allow_insecure_public=True)).close()
+    assert [record.getMessage() for record in caplog.records] == ["door_left_open"]
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "::1", "localhost"])

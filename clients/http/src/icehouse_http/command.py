@@ -47,7 +47,14 @@ def settings_from(given: argparse.Namespace) -> Settings:
 def listening_from(given: argparse.Namespace) -> Listening:
     """Return where the command line has the front listen."""
     tls = TlsFiles(given.tls_certificate, given.tls_key) if given.tls_certificate else None
-    return Listening(host=given.host, port=given.port, descriptor=given.fd, tls=tls, grace_s=given.grace_s)
+    return Listening(
+        host=given.host,
+        port=given.port,
+        descriptor=given.fd,
+        tls=tls,
+        grace_s=given.grace_s,
+        is_supervised=given.ends_with_stdin,
+    )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -86,7 +93,11 @@ def _add_listening(group: argparse._ArgumentGroup) -> None:
         metavar="SECONDS",
         help="how long running requests may go on after SIGTERM (default: %(default)s)",
     )
-    add("--ends-with-stdin", action="store_true", help="end at once when standard input does")
+    add(
+        "--ends-with-stdin",
+        action="store_true",
+        help="end at once when standard input does, and not by a second signal",
+    )
 
 
 def _add_requests(group: argparse._ArgumentGroup) -> None:

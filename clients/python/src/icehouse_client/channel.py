@@ -28,7 +28,7 @@ def check_address(address: str) -> None:
 def channel_options(
     address: str, security: Security, *, watches_health: bool, more: ChannelOptions
 ) -> list[tuple[str, str | int]]:
-    """Return the options of a channel to an address, `more` last, which wins over ours.
+    """Return the options of a channel to an address, of which `more` replaces ours.
 
     Without `watches_health` servers are used whatever their health says: for those that answer health
     checks only to callers with credentials, which gRPC does not send with them.
@@ -40,4 +40,5 @@ def channel_options(
         *(() if watches_health else (("grpc.inhibit_health_checking", 1),)),
         *((("grpc.enable_http_proxy", 0),) if is_local(address) else ()),
     )
-    return [*security.channel_options(options), *more]
+    # gRPC takes the first of two with the same name.
+    return list({**dict(security.channel_options(options)), **dict(more)}.items())

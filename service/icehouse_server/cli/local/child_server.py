@@ -83,7 +83,7 @@ def running_server(
     command = [sys.executable, "-m", "icehouse_server.cli.main", "serve", "--model", model, "--uds", ""]
     command += ["--host", host, "--port", port, "--cache-directory", str(scratch / "blocks")]
     # What is shown must not depend on the settings that somebody happens to have in the environment.
-    command += ["--cache", "--ssd", "--spill-policy", "on_evict", *options]
+    command += ["--http-port", "", "--cache", "--ssd", "--spill-policy", "on_evict", *options]
     log_file = scratch / "server.log"
     with _signals_raised(), log_file.open("ab") as log:
         # A session of its own: Ctrl-C reaches this process alone, which then stops the server in order.

@@ -35,19 +35,22 @@ class Listening:
     """A socket that listens already, in the place of host and port."""
     tls: TlsFiles | None = None
     grace_s: float = 10.0
+    is_supervised: bool = False
+    """Whoever started it ends it at once by closing its standard input; a second signal does not."""
 
 
 class FrontServer(uvicorn.Server):
     """uvicorn's server. The first SIGTERM or SIGINT drains it and it ends with code 0; another ends it at
-    once."""
+    once, unless it is supervised: systemd signals every process, and the supervisor does so too."""
 
-    def __init__(self, config: uvicorn.Config, tls: TlsFiles | None) -> None:
+    def __init__(self, config: uvicorn.Config, listening: Listening) -> None:
         super().__init__(config)
-        self._tls = tls
+        self._tls = listening.tls
+        self._is_supervised = listening.is_supervised
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Take a signal."""
-        if self.should_exit:
+        if self.should_exit and not self._is_supervised:
             os._exit(128 + sig)
         self.should_exit = True
 
@@ -87,7 +90,7 @@ def server_of(settings: Settings, listening: Listening) -> FrontServer:
         ssl_certfile=tls.certificate if tls else None,
         ssl_keyfile=tls.key if tls else None,
     )
-    return FrontServer(config, tls)
+    return FrontServer(config, listening)
 
 
 def run(settings: Settings, listening: Listening) -> None:
