@@ -190,7 +190,9 @@ def extra_command(extra: str) -> str:
 
     From the checkout: no index has the package yet, so what stands there under its name is somebody else's.
     """
-    return f"`pip install -e '.[{extra}]'` in Icehouse's folder"
+    return (
+        f"`pip install -e '.[{extra}]'` in Icehouse's folder, or the wheel again as `icehouse-….whl[{extra}]`"
+    )
 
 
 @contextlib.contextmanager

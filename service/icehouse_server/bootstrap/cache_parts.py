@@ -20,6 +20,7 @@ from icehouse_server.engine.prefix_cache.tiers.prefix_settings import PrefixSett
 from icehouse_server.engine.runner.identity.fingerprint import ModelFingerprint, model_fingerprint
 from icehouse_server.engine.runner.model_loader import AdapterSource
 from icehouse_server.engine.runner.runner import ModelRunner
+from icehouse_server.errors import Reason, StartError
 from icehouse_server.storage.api import ColdTier, Outcome
 from icehouse_server.storage.digests import DigestBook
 from icehouse_server.storage.files import Files, in_time
@@ -121,20 +122,37 @@ def build_cache_parts(
 
 
 def check_directory(cache: CacheConfig) -> None:
-    """Raise StartError if another process has the cache directory, or others may change files in it.
+    """Raise StartError if another process has the cache directory, others may change files in it, or it is
+    none that this user can make or write.
 
-    Keeps no lock and creates no directory. A disk that fails or hangs is reported when the tier starts.
+    Keeps no lock and creates no directory. A disk that fails, hangs or has become read-only is reported when
+    the tier starts: then RAM alone serves.
     """
     directory = str(cache.block_directory.absolute())
     files = Files()
 
     def look() -> None:
+        _check_writable(cache.block_directory.absolute())
         if os.path.isdir(directory):
             files.close(take_lock(files, StorePaths(directory)))
 
     if cache.has_ssd:
         with contextlib.suppress(OSError):
             in_time(look)
+
+
+def _check_writable(directory: Path) -> None:
+    existing = next(folder for folder in (directory, *directory.parents) if folder.exists())
+    is_read_only = bool(os.statvfs(existing).f_flag & os.ST_RDONLY)
+    if existing.is_dir() and (is_read_only or os.access(existing, os.R_OK | os.W_OK | os.X_OK)):
+        return
+    why = "this user may not write there" if existing.is_dir() else "it is no folder"
+    raise StartError(
+        Reason.STORE_UNUSABLE,
+        f"the SSD tier cannot have its folder in {existing}: {why}; choose another --cache-directory, or do "
+        "without it (--no-ssd)",
+        metadata={"directory": str(directory)},
+    )
 
 
 def open_digests(cache: CacheConfig, clock: Clock) -> DigestBook | None:

@@ -19,17 +19,18 @@ from icehouse_client.cli.figures import size_text
 from rich.markup import escape
 
 from icehouse_server.bootstrap.encryption import find_cipher
-from icehouse_server.bootstrap.machine import allow_open_files, wanted_file_count
+from icehouse_server.bootstrap.machine import allow_open_files, memory_limit, wanted_file_count
 from icehouse_server.bootstrap.model_source import find_reply_format, find_sight
 from icehouse_server.bootstrap.preload import find_openblas, openblas_loaded, runs_on_cpu
+from icehouse_server.bootstrap.room import Room, folder_size
 from icehouse_server.config import Config
 from icehouse_server.demo.build import can_be_built, is_built
 from icehouse_server.demo.models import DEMO_MODELS, DemoModel
 from icehouse_server.device import find_device
 from icehouse_server.domain.model import Sight
 from icehouse_server.errors import ModelError, StartError, extra_command
-from icehouse_server.rpc.listen_address import check_free
-from icehouse_server.rpc.own_server import OwnServer, find_own_server
+from icehouse_server.rpc.listen_address import check_free, listen_for_http
+from icehouse_server.rpc.own_server import OwnServer, find_own_server, is_own_http
 from icehouse_server.storage.files import Files, read_text
 from icehouse_server.storage.store_paths import StorePaths
 
@@ -82,8 +83,7 @@ def check_versions(config: Config) -> Check:
             missing.append(package)
     detail = ", ".join(found)
     if missing:
-        install = "pip install -e gen/python -e clients/python -e ."
-        advice = f"missing {', '.join(missing)}; `{install}` in Icehouse's folder"
+        advice = f"missing {', '.join(missing)}; install Icehouse again, as docs/start.md says"
         return Check("versions", CheckVerdict.FAIL, detail, advice)
     return Check("versions", CheckVerdict.OK, detail)
 
@@ -108,12 +108,26 @@ def check_memory(config: Config) -> Check:
     """Is there enough memory for a model and its KV?"""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     detail = f"{size_text(total)} of main memory"
+    name = config.model.model
+    folder = DEMO_MODELS[name].folder if name in DEMO_MODELS else Path(name).expanduser()
+    try:
+        _room(config).check(name, folder_size(folder))
+    except StartError as error:
+        what, _, advice = error.message.partition("; ")
+        return Check("memory", CheckVerdict.FAIL, what, advice)
     if total < _MEMORY_WANTED_BYTES:
         advice = (
             f"the demo model wants about {size_text(_MEMORY_WANTED_BYTES)}; smaller prompts will still run"
         )
         return Check("memory", CheckVerdict.WARN, detail, advice)
     return Check("memory", CheckVerdict.OK, detail)
+
+
+def _room(config: Config) -> Room:
+    try:
+        return Room(memory_limit_bytes=memory_limit(config.engine.memory_limit_bytes, find_device()))
+    except ImportError:  # another check reports that
+        return Room(memory_limit_bytes=sys.maxsize)
 
 
 def check_files(config: Config) -> Check:
@@ -243,6 +257,22 @@ def _check_listener(config: Config, taken: StartError) -> Check:
     return Check("address", CheckVerdict.FAIL, taken.message.partition(";")[0], advice)
 
 
+def check_http(config: Config) -> Check:
+    """Is the port of the HTTP APIs free, or a server's of ours?"""
+    http = config.http
+    if http.port is None:
+        return Check("http", CheckVerdict.OK, "off; --http-port 8000 offers OpenAI's and Anthropic's APIs")
+    address = f"{http.host}:{http.port}"
+    try:
+        listen_for_http(http).close()
+    except StartError as error:
+        if is_own_http(http, config.security):
+            return Check("http", CheckVerdict.OK, f"{address}: a server of yours answers there")
+        advice = "stop what listens there, or choose another --http-port (0 takes a free one)"
+        return Check("http", CheckVerdict.FAIL, error.message.partition(";")[0], advice)
+    return Check("http", CheckVerdict.OK, f"{address} is free")
+
+
 def _shown_address(config: Config) -> str:
     server = config.server
     return f"{server.host}:{server.port}" if server.uds is None else f"unix:{server.uds}"
@@ -282,8 +312,10 @@ def check_cache(config: Config) -> Check:
     if owner is not None and find_own_server(config.server, config.security) is not OwnServer.ABSENT:
         used += f", in use by the server that runs (process {owner})"
     elif owner is not None:
-        advice = "one server at a time: stop that process, or choose another --cache-directory"
-        return Check("cache", CheckVerdict.FAIL, f"{folder}: {used}, in use by process {owner}", advice)
+        # Only we take that lock, so it is a server of ours, which listens elsewhere than these settings say.
+        detail = f"{folder}: {used}, in use by process {owner}, which is not at {_shown_address(config)}"
+        advice = "name its --port to look at that one; another server needs another --cache-directory"
+        return Check("cache", CheckVerdict.WARN, detail, advice)
     if stat.S_IMODE(folder.stat().st_mode) & 0o077:
         advice = f"its files hold prompts: chmod 700 {folder}"
         return Check("cache", CheckVerdict.WARN, f"{folder}: {used}, open to other users", advice)
@@ -363,6 +395,7 @@ CHECKS: tuple[Callable[[Config], Check], ...] = (
     check_model,
     check_replies,
     check_address,
+    check_http,
     check_disk,
     check_cache,
     check_encryption,

@@ -9,20 +9,24 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import json
 import re
 import socket
 import ssl
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from pathlib import Path
 from typing import Any, Final, cast
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from icehouse_server.config import SecurityConfig, ServerConfig
+from icehouse_server.config import HttpConfig, SecurityConfig, ServerConfig
 from icehouse_server.rpc.calls.status import ERROR_DOMAIN
+from icehouse_server.rpc.listen_address import speaks_tls
 from icehouse_server.small_file import read_small_file
 
 _TIMEOUT_S: Final = 3.0
+_ANSWER_LIMIT_BYTES: Final = 64 << 10
 _SERVICE: Final = "icehouse.v1.InferenceService"
 _CERTIFICATE: Final = re.compile(r"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL)
 
@@ -45,6 +49,23 @@ def find_own_server(server: ServerConfig, security: SecurityConfig) -> OwnServer
     return _ask_for_health(server.local_address)
 
 
+def is_own_http(http: HttpConfig, security: SecurityConfig) -> bool:
+    """Whether the HTTP front of a server of ours answers at the configured address."""
+    assert http.port is not None, "there is no port for HTTP"
+    host = http.host if http.host not in ("0.0.0.0", "::") else "localhost"
+    connection = (
+        HTTPSConnection(host, http.port, timeout=_TIMEOUT_S, context=_unverified())
+        if speaks_tls(http, security)
+        else HTTPConnection(host, http.port, timeout=_TIMEOUT_S)
+    )
+    with contextlib.closing(connection), contextlib.suppress(OSError, HTTPException, ValueError):
+        connection.request("GET", "/health")
+        answer = json.loads(connection.getresponse().read(_ANSWER_LIMIT_BYTES))
+        # What it answers while the server loads or refuses to tell, too.
+        return isinstance(answer, dict) and bool(answer.keys() & {"status", "error"})
+    return False
+
+
 def _ask_for_health(target: str) -> OwnServer:
     # No proxy can reach this address, and an earlier failure to connect means nothing.
     options = [("grpc.enable_http_proxy", 0), ("grpc.use_local_subchannel_pool", 1)]
@@ -62,10 +83,7 @@ def _ask_for_health(target: str) -> OwnServer:
 
 def _shows_certificate(server: ServerConfig, path: Path) -> bool:
     """Return whether the port shows the certificate in a file, whose key only our server should have."""
-    context = ssl.create_default_context()
-    # Issuer and name do not matter here.
-    context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE
+    context = _unverified()
     context.set_alpn_protocols(["h2"])
     host, _, port = server.local_address.rpartition(":")
     with contextlib.suppress(OSError, ValueError):
@@ -77,3 +95,11 @@ def _shows_certificate(server: ServerConfig, path: Path) -> bool:
             shown = secured.getpeercert(binary_form=True)
         return found is not None and ssl.PEM_cert_to_DER_cert(found[0]) == shown
     return False
+
+
+def _unverified() -> ssl.SSLContext:
+    """Return a context to which issuer and name do not matter."""
+    context = ssl.create_default_context()
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    return context

@@ -6,6 +6,8 @@ import asyncio
 import dataclasses
 import os
 import socket
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from icehouse_server.config import (
     Config,
     ConnectionConfig,
     EngineConfig,
+    HttpConfig,
     ModelConfig,
     ServerConfig,
 )
@@ -59,6 +62,44 @@ async def test_a_server_of_ours_has_the_port_and_the_cache_directory(tmp_path: P
     assert cache.verdict is CheckVerdict.OK and f"process {os.getpid()}" in cache.detail
 
 
+class _Answers(BaseHTTPRequestHandler):
+    """An HTTP server of which nobody knows whose it is."""
+
+    answer = b"{}"
+
+    def do_GET(self) -> None:
+        self.send_response(503)
+        self.end_headers()
+        self.wfile.write(self.answer)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Keep the test's output for the test."""
+
+
+@pytest.mark.parametrize(
+    ("answer", "verdict"),
+    [
+        (b'{"status": "NOT_SERVING"}', CheckVerdict.OK),
+        (b"[1]", CheckVerdict.FAIL),
+        (b"<p>", CheckVerdict.FAIL),
+    ],
+)
+def test_the_http_port_is_free_ours_or_somebody_elses(
+    monkeypatch: pytest.MonkeyPatch, answer: bytes, verdict: CheckVerdict
+) -> None:
+    monkeypatch.setattr(_Answers, "answer", answer)
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Answers) as taken:
+        config = Config(http=HttpConfig(port=taken.server_port))
+        serving = threading.Thread(target=taken.serve_forever)
+        serving.start()
+        check = doctor.check_http(config)
+        taken.shutdown()
+        serving.join()
+    assert check.verdict is verdict and str(config.http.port) in check.detail
+    assert doctor.check_http(config).verdict is CheckVerdict.OK
+    assert "--http-port" in doctor.check_http(Config()).detail
+
+
 async def test_a_socket_of_ours_and_one_of_somebody_else(tmp_path: Path) -> None:
     config = Config(server=ServerConfig(uds=str(tmp_path / "s")))
     async with running(uds=str(tmp_path / "s")):
@@ -98,6 +139,14 @@ def test_a_model_folder_needs_its_files(tmp_path: Path) -> None:
     assert doctor.check_model(with_model(tmp_path)).verdict is CheckVerdict.OK
     assert doctor.check_model(with_model("./absent")).verdict is CheckVerdict.FAIL
     assert doctor.check_model(with_model("org/name")).verdict is CheckVerdict.OK
+
+
+def test_weights_beyond_the_memory_fail(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"w" * 2000)
+    config = dataclasses.replace(with_model(tmp_path), engine=EngineConfig(memory_limit_bytes=1000))
+    check = doctor.check_memory(config)
+    assert check.verdict is CheckVerdict.FAIL and "serve a smaller model" in check.advice
+    assert doctor.check_memory(with_model(tmp_path)).verdict is not CheckVerdict.FAIL
 
 
 def test_how_replies_are_read_is_told_with_what_it_was_found_by(tmp_path: Path) -> None:
@@ -207,7 +256,9 @@ def test_a_cache_directory_tells_its_owner_and_how_it_was_left(tmp_path: Path) -
     with StorageThread(tmp_path / "cache") as served:
         served.spill(*make_chain(2))
         check = doctor.check_cache(config)
-        assert check.verdict is CheckVerdict.FAIL and f"process {os.getpid()}" in check.detail
+        # Of a server that listens elsewhere than these settings say: nothing is wrong with it.
+        assert check.verdict is CheckVerdict.WARN and f"process {os.getpid()}" in check.detail
+        assert "another --cache-directory" in check.advice
     check = doctor.check_cache(config)
     assert check.verdict is CheckVerdict.OK and "of 1 GiB used" in check.detail
     (tmp_path / "cache" / "clean.json").unlink()

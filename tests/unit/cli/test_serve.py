@@ -240,13 +240,14 @@ async def test_an_open_address_is_refused_before_a_model_is_looked_for() -> None
     assert caught.value.reason is Reason.ADDRESS_INSECURE
 
 
-@pytest.mark.parametrize("taken", ["port", "socket", "cache"])
+@pytest.mark.parametrize("taken", ["port", "metrics", "socket", "cache"])
 async def test_what_is_taken_is_told_before_a_model_is_looked_for(tmp_path: Path, taken: str) -> None:
     flags: dict[str, object] = {"model.model": "no/such folder", "cache.directory": str(tmp_path / "cache")}
     with contextlib.ExitStack() as held:
-        if taken == "port":
+        if taken in ("port", "metrics"):
             other = held.enter_context(socket.create_server(("127.0.0.1", 0)))
-            flags["server.port"] = other.getsockname()[1]
+            flags["server.port"] = 0
+            flags["server.port" if taken == "port" else "telemetry.metrics_port"] = other.getsockname()[1]
         elif taken == "socket":
             listener = held.enter_context(socket.socket(socket.AF_UNIX))
             listener.bind(str(tmp_path / "s"))
@@ -260,6 +261,32 @@ async def test_what_is_taken_is_told_before_a_model_is_looked_for(tmp_path: Path
             await serve._serve(config, SystemClock(), ServiceManager(None), find_device())
     assert caught.value.reason is (Reason.STORE_LOCKED if taken == "cache" else Reason.ADDRESS_IN_USE)
     assert taken == "cache" or not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize("why", ["it is no folder", "this user may not write there"])
+async def test_a_cache_directory_that_cannot_be_is_told_before_a_model_is_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    if why == "it is no folder":
+        (tmp_path / "file").touch()
+    else:
+        # Whoever runs the tests may write everywhere.
+        monkeypatch.setattr(os, "access", lambda path, mode: False)
+    flags = {"cache.directory": str(tmp_path / "file" / "kv"), "model.model": "no/such folder"}
+    config = load_config(flags={**flags, "server.port": 0}, environ={}).config
+    with pytest.raises(StartError, match=why) as caught:
+        await serve._serve(config, SystemClock(), ServiceManager(None), find_device())
+    assert caught.value.reason is Reason.STORE_UNUSABLE
+
+
+async def test_weights_beyond_the_memory_are_refused_before_they_are_read(tmp_path: Path) -> None:
+    model = tiny_model_dir(tmp_path, "llama")
+    (model / "tokenizer.json").write_text("nobody gets as far as this")
+    flags = {"model.model": str(model), "server.port": 0, "cache.ssd_enabled": False}
+    config = load_config(flags={**flags, "engine.memory_limit_bytes": 1000}, environ={}).config
+    with pytest.raises(StartError, match="serve a smaller model") as caught:
+        await serve._serve(config, SystemClock(), ServiceManager(None), find_device())
+    assert caught.value.reason is Reason.MEMORY_NEVER_FITS
 
 
 async def test_the_log_says_that_the_cache_is_had_only_where_it_is(

@@ -16,7 +16,8 @@ from release.formula import FormulaError, Wheel, formula
 VERSION = version.current()
 ARTIFACTS, PROJECT = "https://example.com/icehouse/v1", "https://example.com/icehouse"
 OURS = [
-    f"python/{name}-{VERSION}-py3-none-any.whl" for name in ("icehouse", "icehouse_client", "icehouse_protos")
+    f"python/{name}-{VERSION}-py3-none-any.whl"
+    for name in ("icehouse", "icehouse_client", "icehouse_http", "icehouse_protos")
 ]
 WHEELS = [
     *OURS,
@@ -85,7 +86,16 @@ def test_every_wheel_of_the_release_is_fetched_with_its_sum(release: Path) -> No
     }
     names = re.findall(r'resource "([^"]+)" do', made(release))
     assert sorted(names) == sorted(
-        ["icehouse-client", "icehouse-protos", "mlx", "mlx-metal", "safetensors", "markupsafe", "six"]
+        [
+            "icehouse-client",
+            "icehouse-http",
+            "icehouse-protos",
+            "mlx",
+            "mlx-metal",
+            "safetensors",
+            "markupsafe",
+            "six",
+        ]
     )
 
 

@@ -75,8 +75,9 @@ class FirstWords(logging.Handler):
                 self.end()
                 self._say(f"Downloading {fields['model']} ({size_text(fields['size_bytes'])})")
             case "model_found":
-                size = size_text(fields["size_bytes"]) if fields["size_bytes"] else "size not known"
-                self._model = f"{fields['model']} ({size})"
+                # A demo model's is known only after it was made.
+                size = f" ({size_text(fields['size_bytes'])})" if fields["size_bytes"] else ""
+                self._model = f"{fields['model']}{size}"
                 self._show("Reading the tokenizer")
             case "tokenizer_read":
                 self._show(f"Loading {self._model}")
@@ -99,7 +100,7 @@ class FirstWords(logging.Handler):
         self._status.update(f"{escape(text)} …", spinner=_SPINNER)
 
     def _say(self, text: str) -> None:
-        self._console.print(text, markup=False)
+        self._console.print(text, markup=False, highlight=False)
 
 
 def ready_text(address: str, http_url: str | None) -> str:
