@@ -1,8 +1,8 @@
 """`make bench CASE=agents`: agents' sessions replayed, from a public trace or generated.
 
-Against a model of the tiers it compares rules of eviction and budgets of checkpoints with LRU and with Belady,
-who knows the future: a million requests in minutes. With --server it sends the requests to `icehouse serve`
-instead, at any time scale, and measures hits by tier, first tokens, and bytes written and read.
+Against a model of the tiers it compares rules of eviction and budgets of checkpoints with LRU and with
+Belady's rule, which knows the future: a million requests in minutes. With --server it sends the requests to
+`icehouse serve` instead, at any time scale, and measures hits by tier, first tokens, bytes written and read.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from bench.agents.checkpoints import Victim
 from bench.agents.generator import Shape, generate
 from bench.agents.live import Sending, replay_live
 from bench.agents.readers import Arrangement, read_trace
@@ -111,11 +112,15 @@ def _play_checkpoints(replay: Replay, arguments: argparse.Namespace, found: _Fou
         limits = limits_of(replay.paths, share=share, ram_share=arguments.ram_share)
         # What holds everything has room for all checkpoints too.
         tokens = 0 if share == EVERYTHING else arguments.state_tokens
+        size_blocks = tokens // replay.paths.block_token_count
         for budget in budgets(arguments.budgets):
-            outcome = replay.play_checkpoints(
-                budget, limits, size_blocks=tokens // replay.paths.block_token_count
-            )
+            outcome = replay.play_checkpoints(budget, limits, size_blocks=size_blocks)
             found.setdefault((budget.name, share), []).append(outcome)
+            if budget.victim is Victim.GAP_PER_AGE and not budget.at_branches:
+                outcome = replay.play_checkpoints(
+                    budget, limits, size_blocks=size_blocks, rule=Rule.ENDS_DROPPED
+                )
+                found.setdefault((f"{budget.name}, ended dropped", share), []).append(outcome)
 
 
 def _serve(arguments: argparse.Namespace) -> None:
@@ -130,9 +135,7 @@ def _serve(arguments: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory(prefix="icehouse-bench-") as name:
         model = model_path(arguments.model, Path(name))
         log_file = OUT / "agents.log"
-        served = asyncio.run(
-            replay_live(trace, sending, model=model, scratch=Path(name), log_file=log_file)
-        )
+        served = asyncio.run(replay_live(trace, sending, model=model, scratch=Path(name), log_file=log_file))
     report_live(served, trace=trace.name)
 
 

@@ -132,7 +132,9 @@ class Checkpoints:
 
     def write(self, segment: int, start: int, stop: int) -> int:
         """Note that these blocks of a segment leave RAM; return what is written with them, as blocks."""
-        fresh = [c for c in self._at.get(segment, {}).values() if start < c.offset <= stop and not c.is_written]
+        fresh = [
+            c for c in self._at.get(segment, {}).values() if start < c.offset <= stop and not c.is_written
+        ]
         for each in fresh:
             each.is_written = True
         return len(fresh) * self._size_blocks
@@ -151,9 +153,7 @@ class Checkpoints:
         for each in [c for c in self._at.get(segment, {}).values() if c.offset > block_count]:
             self._drop(each)
 
-    def _positions(
-        self, reached: int, known: int, path: Sequence[int], request: Request
-    ) -> Iterator[int]:
+    def _positions(self, reached: int, known: int, path: Sequence[int], request: Request) -> Iterator[int]:
         """Yield where this prompt's checkpoints are taken, in order."""
         end = self._paths.end_of(path[0]) if path else 0
         block = self._paths.block_token_count

@@ -1,9 +1,9 @@
 """Generator of agents' sessions with the statistics of recorded ones, for those without a trace.
 
-Per session: 50 to 250 turns, of which 95 % of the prompt tokens were sent before. Most turns are results of
-tools, seconds after the answer; every seventh is a person's, minutes later; a few come hours later. Some turns
-edit the end of what was said, a full context is replaced by a summary, and some sessions start sub-agents,
-for whose end they wait. Instructions are shared by all sessions of an agent.
+A session has 50 to 250 turns; 95 % or a little more of its prompts' tokens were sent before. Most turns are
+results of tools, seconds after the answer; every seventh is a person's, minutes later; a few come hours
+later. Some turns edit the end of what was said. A full context is replaced by a summary. Some sessions start
+sub-agents and wait for their end. All sessions of an agent share its instructions.
 """
 
 from __future__ import annotations

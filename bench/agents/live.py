@@ -102,7 +102,9 @@ class Prompts:
         return found or [_TOKENS[0]]
 
 
-async def replay_live(trace: Trace, sending: Sending, *, model: Path, scratch: Path, log_file: Path) -> Served:
+async def replay_live(
+    trace: Trace, sending: Sending, *, model: Path, scratch: Path, log_file: Path
+) -> Served:
     """Serve the model, send what is due within the time, and return what came of it."""
     server = ServerProcess(
         model=str(model),
@@ -136,7 +138,9 @@ async def replay_live(trace: Trace, sending: Sending, *, model: Path, scratch: P
         read_bytes=cache.promote.read_byte_total,
         kv_bytes_per_token=facts.kv_bytes_per_token,
         duration_s=duration_s,
-        simulated=_simulated(trace, [answer.request for answer in answers], sending, facts.kv_bytes_per_token),
+        simulated=_simulated(
+            trace, [answer.request for answer in answers], sending, facts.kv_bytes_per_token
+        ),
     )
 
 

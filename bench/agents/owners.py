@@ -28,7 +28,7 @@ class Owners:
         fresh: list[int] = []
         for segment in path:
             owner = owners[segment]
-            if owner == session or owner == _SHARED:
+            if owner in (session, _SHARED):
                 continue
             if owner == _NOBODY:
                 owners[segment] = session

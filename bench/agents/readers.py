@@ -23,7 +23,7 @@ _TEXT_BLOCK = 64
 _CHARACTERS_PER_TOKEN = 4
 """What English and code have, roughly; texts are cut into blocks without a tokenizer."""
 _OWN_BLOCK_COUNT = 2
-"""A prompt of fewer blocks is no beginning that tells a session: many prompts have the first block in common."""
+"""A prompt of fewer blocks tells no session: many prompts have the first block in common."""
 _MICROSECONDS_FROM = 1e12
 """Times larger than this are microseconds since 1970; smaller ones are seconds."""
 
@@ -55,9 +55,7 @@ def read_trace(paths: Sequence[Path], arrangement: Arrangement) -> Trace:
     raise ValueError(f"{files[0]} is no trace: a line has neither hash_ids nor input")
 
 
-def sessions_trace(
-    name: str, documents: Iterable[Mapping[str, Any]], arrangement: Arrangement
-) -> Trace:
+def sessions_trace(name: str, documents: Iterable[Mapping[str, Any]], arrangement: Arrangement) -> Trace:
     """Return kv-cache-tester's sessions, played together as `arrangement` says."""
     index = StreamIndex()
     requests: list[Request] = []
@@ -105,7 +103,7 @@ class _Session:
         self, entry: Mapping[str, Any], session: int, parent: int | None, *, is_last: bool, is_nested: bool
     ) -> Request:
         shared = 0 if is_nested else self._shared_block_count
-        ids: list[Hashable] = [("shared", place) for place in range(shared)][: len(entry["hash_ids"])]
+        ids: list[Hashable] = [("shared", place) for place in range(min(shared, len(entry["hash_ids"])))]
         ids += [(self._scope, block_id) for block_id in entry["hash_ids"][shared:]]
         return Request(
             session=session,
@@ -138,8 +136,8 @@ def _starts(
 
 
 def mooncake_trace(name: str, lines: Iterable[Mapping[str, Any]]) -> Trace:
-    """Return Mooncake's requests. Sessions are guessed: a prompt that goes on behind the last whole block of an
-    earlier one belongs to its session."""
+    """Return Mooncake's requests. Sessions are guessed: a prompt that goes on behind the last whole block of
+    an earlier one belongs to its session."""
     index = StreamIndex()
     owners: dict[int, int] = {}
     """The session by the last whole block of its latest prompt."""

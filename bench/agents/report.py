@@ -40,8 +40,9 @@ def describe(trace: Trace, *, block_count: int) -> str:
     seen = 1 - block_count * trace.block_token_count / max(1, trace.prompt_token_count)
     return (
         f"{trace.name}: {len(trace.requests):,} requests in {trace.session_count:,} sessions over "
-        f"{trace.requests[-1].time_s / 3600:.1f} h, {trace.prompt_token_count / 1e6:,.0f} million prompt tokens, "
-        f"{seen:.1%} of them seen before; {block_count:,} different blocks of {trace.block_token_count} tokens"
+        f"{trace.requests[-1].time_s / 3600:.1f} h, {trace.prompt_token_count / 1e6:,.0f} million prompt "
+        f"tokens, {seen:.1%} of them seen before; {block_count:,} different blocks of "
+        f"{trace.block_token_count} tokens"
     )
 
 
@@ -75,7 +76,11 @@ def _show_blocks(found: Findings) -> None:
 
 
 def _block_row(found: Findings, rule: str, share: float) -> tuple[str, ...]:
-    size, rounds, lru = found.kv_bytes_per_token, found.blocks[rule, share], found.blocks[Rule.LRU.value, share]
+    size, rounds, lru = (
+        found.kv_bytes_per_token,
+        found.blocks[rule, share],
+        found.blocks[Rule.LRU.value, share],
+    )
     gains = spread_of(each.hit_rate - base.hit_rate for each, base in zip(rounds, lru, strict=True))
     return (
         rule,
@@ -92,7 +97,14 @@ def _show_checkpoints(found: Findings) -> None:
         rules = [rule for rule, of in found.checkpoints if of == share]
         show_table(
             f"Models that need checkpoints, a cache of {_size(share)}",
-            ("rule", "token hit rate", "of all's hits (min to max)", "held a session", "shared", "GB written"),
+            (
+                "rule",
+                "token hit rate",
+                "of all's hits (min to max)",
+                "held a session",
+                "shared",
+                "GB written",
+            ),
             [_checkpoint_row(found, rule, share, rules[0]) for rule in rules],
         )
 
@@ -153,7 +165,6 @@ def plot(found: Findings) -> Path:
         left.plot([100 * share for share in shares], rates, marker="o", label=rule)
     left.set_xlabel("cache, % of all different blocks")
     left.set_ylabel("token hit rate")
-    left.legend()
     right.set_title("Models that need checkpoints")
     for share in _shares(found.checkpoints):
         rounds = [each for (_, of), each in found.checkpoints.items() if of == share]
@@ -162,7 +173,9 @@ def plot(found: Findings) -> Path:
         right.plot(held, rates, marker="o", linestyle="none", label=f"cache of {_size(share)}")
     right.set_xlabel("checkpoints held a session, one point a rule")
     right.set_xscale("log")
-    right.legend()
+    for axes in (left, right):
+        if axes.lines:
+            axes.legend()
     figure.suptitle(found.trace)
     return save(figure, "agents")
 
@@ -182,5 +195,7 @@ def _text(spread: Spread) -> str:
 
 def _plain(found: Mapping[tuple[str, float], Sequence[Outcome]]) -> list[dict[str, Any]]:
     return [
-        {"share": share, **dataclasses.asdict(each)} for (_, share), rounds in found.items() for each in rounds
+        {"share": share, **dataclasses.asdict(each)}
+        for (_, share), rounds in found.items()
+        for each in rounds
     ]

@@ -1,6 +1,7 @@
 """Rules: in which order segments leave a cache, and which blocks are worth writing.
 
-Every order keeps the tree whole: no segment goes before those that follow it. Segments are numbers of `Paths`.
+Every order keeps the tree whole: no segment goes before those that follow it. Segments are numbers of
+`Paths`.
 """
 
 from __future__ import annotations
@@ -97,8 +98,8 @@ class BeladyOrder:
         self._next: list[float] = [math.inf] * len(paths.parents)
         self._held: set[int] = set()
         self._leaves: list[tuple[float, int, int]] = []
-        """Heap of segments that nothing held follows: minus the next use, minus the depth, the number; entries
-        whose next use has changed are skipped."""
+        """Heap of segments that nothing held follows: minus the next use, minus the depth, the number.
+        Entries whose next use has changed are skipped."""
 
     def use(self, path: Sequence[int], own: Sequence[int], request: int) -> None:
         """Note when each segment is needed next."""

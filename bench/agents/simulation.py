@@ -47,10 +47,12 @@ class Replay:
         """Play the trace against a cache of models whose KV can be cut anywhere."""
         return self._play(Cache(self.paths, limits, rule), rule.value, limits)
 
-    def play_checkpoints(self, budget: Budget, limits: Limits, *, size_blocks: int) -> Outcome:
-        """Play it for models that need checkpoints, each of which takes so many blocks; evicted as today."""
+    def play_checkpoints(
+        self, budget: Budget, limits: Limits, *, size_blocks: int, rule: Rule = Rule.LRU
+    ) -> Outcome:
+        """Play it for models that need checkpoints, each of which takes so many blocks."""
         checkpoints = Checkpoints(self.paths, budget, size_blocks=size_blocks)
-        cache = Cache(self.paths, limits, Rule.LRU, checkpoints=checkpoints)
+        cache = Cache(self.paths, limits, rule, checkpoints=checkpoints)
         found = self._play(cache, budget.name, limits)
         held = checkpoints.held_at_ends
         return dataclasses.replace(
@@ -83,7 +85,7 @@ def limits_of(paths: Paths, *, share: float, ram_share: float) -> Limits:
 
 
 def budgets(sizes: Sequence[int]) -> list[Budget]:
-    """Return the rules for checkpoints that are compared, the first one today's; budgets of each of the sizes."""
+    """Return the rules for checkpoints that are compared, the first one today's; budgets of these sizes."""
     limited = [
         Budget(f"budget {size}, {victim.value}", per_session=size, victim=victim)
         for size in sizes

@@ -1,8 +1,8 @@
-"""Cache: a model of the two tiers, fast enough for a million requests, which counts blocks instead of having them.
+"""Cache: a model of the two tiers that counts blocks instead of holding them; a million requests in minutes.
 
-It holds so many blocks in all, some of them in RAM. A prompt's blocks come to RAM when it is computed. What was
-used least recently leaves RAM, a chain's end first, and is written to SSD unless it is there. A block that the
-rule gives up leaves both. A test compares it with the service's `PrefixTree`, block by block.
+It has room for so many blocks in all, some of them in RAM. A prompt's blocks come to RAM when it is computed.
+What was used least recently leaves RAM, a chain's end first, and is written to SSD unless it is there. What
+the rule gives up leaves both tiers. A test compares it with the service's `PrefixTree`, block by block.
 """
 
 from __future__ import annotations

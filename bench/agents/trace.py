@@ -1,8 +1,8 @@
 """Trace: requests in order of time, whose prompts are chains of blocks without their text.
 
-A prompt is a few spans of streams. A stream is a run of blocks that always begins at the same place: behind the
-same blocks, or at the beginning of a prompt. A session that only appends has one stream, so that a prompt of
-thousands of blocks is two or three spans, and a million of them fit into memory.
+A prompt is a few spans of streams. A stream is a run of blocks that always begins at the same place: behind
+the same blocks, or at the beginning of a prompt. A session that only appends has one stream, so that a prompt
+of thousands of blocks is two or three spans, and a million of them fit into memory.
 """
 
 from __future__ import annotations
