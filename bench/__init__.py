@@ -7,6 +7,7 @@
 `lone` (make bench CASE=lone): cold time to first token of a lone prompt, beside the engine.
 `cache` (make bench CASE=cache): the prefix cache cold, from RAM, and from SSD after a restart.
 `load` (make bench CASE=load): latency of a server that is kept busy for a while.
+`agents` (make bench CASE=agents): rules of eviction and a server under replayed sessions of agents.
 """
 
 import os
