@@ -83,7 +83,7 @@ class Checkpoints:
         """How many count for no session."""
         return self._count - sum(map(len, self._of.values()))
 
-    def use(self, path: Sequence[int], known: int, number: int) -> int:
+    def use(self, path: Sequence[int], *, known: int, number: int) -> int:
         """Return the position of the last checkpoint within the `known` blocks of a prompt, 0 without one."""
         for segment in path:
             start = self._paths.starts[segment]
@@ -97,18 +97,20 @@ class Checkpoints:
     def capture(
         self,
         path: Sequence[int],
-        reached_and_known: tuple[int, int],
+        *,
+        reached: int,
+        known: int,
         number: int,
         request: Request,
         is_shared: Callable[[int], bool],
     ) -> None:
-        """Take the checkpoints of a prompt behind what was `reached`; let go of those beyond the budget."""
-        reached, known = reached_and_known
+        """Take the checkpoints of a prompt behind what was `reached` of the `known` blocks; let go of those
+        beyond the budget. `is_shared` says which segments several families use."""
         own = self._of[request.session]
         segments = iter(reversed(path))
         segment = next(segments, None)
         taken: list[_Checkpoint] = []
-        for position in self._positions(reached, known, path, request):
+        for position in self._positions(path, request, reached=reached, known=known):
             while segment is not None and self._paths.end_of(segment) < position:
                 segment = next(segments, None)
             assert segment is not None, "a position lies within the prompt"
@@ -153,7 +155,7 @@ class Checkpoints:
         for each in [c for c in self._at.get(segment, {}).values() if c.offset > block_count]:
             self._drop(each)
 
-    def _positions(self, reached: int, known: int, path: Sequence[int], request: Request) -> Iterator[int]:
+    def _positions(self, path: Sequence[int], request: Request, *, reached: int, known: int) -> Iterator[int]:
         """Yield where this prompt's checkpoints are taken, in order."""
         end = self._paths.end_of(path[0]) if path else 0
         block = self._paths.block_token_count
