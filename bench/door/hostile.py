@@ -1,6 +1,6 @@
 """Attacks on the HTTP front by one caller with a token, or with none that is known.
 
-Each goes on until it is cancelled and checks nothing; `make bench CASE=http-attacks` measures what another
+Each goes on until it is cancelled and checks nothing; `make bench CASE=httpattacks` measures what another
 caller notices of it. Connections that end are opened again.
 """
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import uvicorn
-from icehouse_http.connection import BoundedConnection
+from icehouse_http.bounds.connection import BoundedConnection
 
 from clients.http.tests.fronts import HttpFront
 from clients.http.tests.test_hostile import answer_to, port_of
@@ -59,6 +59,12 @@ async def serving(app: Any) -> AsyncIterator[str]:
         await task
 
 
+def deaf(writer: asyncio.StreamWriter) -> None:
+    """Read nothing any more."""
+    transport: Any = writer.transport
+    transport.pause_reading()
+
+
 @contextlib.asynccontextmanager
 async def connected(url: str) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
     reader, writer = await asyncio.open_connection("127.0.0.1", port_of(url))
@@ -84,7 +90,7 @@ async def test_a_caller_that_does_not_read_is_left(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(BoundedConnection, "read_timeout_s", 0.05)
     app = Endless()
     async with serving(app) as url, connected(url) as (_, writer):
-        writer.transport.pause_reading()
+        deaf(writer)
         writer.write(GET)
         async with asyncio.timeout(BOUND_S):
             await app.gone.wait()
@@ -107,7 +113,7 @@ async def test_requests_far_ahead_of_their_answers_end_the_connection() -> None:
     async with serving(app) as url, connected(url) as (_, writer):
         writer.write(GET)
         await app.begun.wait()
-        writer.transport.pause_reading()
+        deaf(writer)
         writer.write(GET * (1 + BoundedConnection.pipeline_bytes // len(GET)))
         async with asyncio.timeout(BOUND_S):
             await app.gone.wait()

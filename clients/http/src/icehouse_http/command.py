@@ -9,7 +9,7 @@ from pathlib import Path
 import uvicorn
 
 from icehouse_http.app import create_app
-from icehouse_http.connection import BoundedConnection
+from icehouse_http.bounds.connection import BoundedConnection
 from icehouse_http.settings import MIB, Settings
 
 _KEEP_ALIVE_S = 75

@@ -26,7 +26,7 @@ class Settings:
     """Web pages that may call; "*" lets all."""
     max_body_bytes: int = 32 * MIB
     max_structure_bytes: int = MIB
-    """Of a body outside of its strings, a string counting as 16: what holds up others is values, not texts."""
+    """Of a body outside of its strings, a string counting as 16: values hold up others, texts do not."""
     max_requests: int = 192
     """At once, of all callers; the server lets 256 calls run on one connection."""
     body_timeout_s: float = 60.0

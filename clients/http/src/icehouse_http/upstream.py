@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from icehouse.v1.model_service_pb2 import Model
 from icehouse_client import AsyncClient, Security
 
-from icehouse_http.admission import Admission
+from icehouse_http.bounds.admission import Admission
 from icehouse_http.errors import ApiError
 from icehouse_http.settings import Settings
 
