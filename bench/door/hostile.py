@@ -76,6 +76,17 @@ class HostileCaller:
 
         await self._many(_HELD_COUNT, exchange)
 
+    async def health_floods(self) -> None:
+        """Health checks without a token, as fast as they are answered, on more connections than calls."""
+        request = b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n"
+
+        async def exchange(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            while True:
+                await self._ask(reader, writer, request)
+                await asyncio.sleep(_TRICKLE_S)
+
+        await self._many(_HELD_COUNT, exchange)
+
     async def long_texts(self) -> None:
         """Requests of 31 MiB that are one text."""
         await self._asking([b'{"messages": "' + b"a" * _BODY_BYTES + b'"}'])

@@ -8,6 +8,7 @@ import functools
 import json
 
 import pytest
+from icehouse_client import AsyncClient
 from icehouse_http.bounds import places
 from icehouse_http.bounds.admission import Admission
 from icehouse_http.bounds.json_size import JsonSize
@@ -15,6 +16,8 @@ from icehouse_http.bounds.places import Places
 from icehouse_http.bounds.reading_rate import ReadingRate
 from icehouse_http.errors import ApiError
 from icehouse_http.exchange import EventStream
+from icehouse_http.settings import Settings
+from icehouse_http.upstream import Upstream
 
 from clients.http.tests.fronts import front_of
 from clients.http.tests.test_hostile import error_of
@@ -191,6 +194,26 @@ async def test_who_is_known_does_not_wait_behind_strangers() -> None:
     assert refused.value.status == 429
     for task in waiting:
         task.cancel()
+
+
+async def test_checks_of_health_at_the_same_time_are_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, answered = 0, asyncio.Event()
+
+    async def health(client: AsyncClient, service: str = "", *, timeout_s: float | None = None) -> str:
+        nonlocal asked
+        asked += 1
+        await answered.wait()
+        return "SERVING"
+
+    monkeypatch.setattr(AsyncClient, "health", health)
+    upstream = Upstream(Settings())
+    checking = [asyncio.create_task(upstream.health()) for _ in range(20)]
+    await turns()
+    checking.pop().cancel()
+    answered.set()
+    assert set(await asyncio.gather(*checking)) == {"SERVING"} and asked == 1
+    assert (await upstream.health(), asked) == ("SERVING", 2)
+    await upstream.close()
 
 
 class Source:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import resource
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from icehouse_http.app import create_app
 from icehouse_http.bounds.connection import BoundedConnection
 from icehouse_http.settings import MIB, Settings
 
+_OWN_FILE_COUNT = 64
 _KEEP_ALIVE_S = 75
 _STOP_GRACE_S = 10
 
@@ -19,7 +22,18 @@ _STOP_GRACE_S = 10
 def main(arguments: Sequence[str] | None = None) -> None:
     """Serve until SIGINT or SIGTERM."""
     given = _parser().parse_args(arguments)
+    allow_open_files(BoundedConnection.connection_limit + _OWN_FILE_COUNT)
     server_of(settings_from(given), host=given.host, port=given.port, log_level=given.log_level).run()
+
+
+def allow_open_files(wanted_count: int) -> None:
+    """Raise this process's limit of open files and sockets as far as it may: on macOS it is often 256."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= wanted_count:
+        return
+    allowed = wanted_count if hard == resource.RLIM_INFINITY else min(wanted_count, hard)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
 
 
 def server_of(settings: Settings, *, host: str, port: int, log_level: str) -> uvicorn.Server:

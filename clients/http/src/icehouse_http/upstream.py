@@ -5,6 +5,7 @@ Belongs to the event loop it was opened on.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import hashlib
 import time
@@ -53,6 +54,7 @@ class Upstream:
         security = Security(ca_pem=settings.ca_pem)
         self._client = AsyncClient(settings.address, timeout_s=None, security=security)
         self._admission = Admission()
+        self._checking: asyncio.Future[str] | None = None
         self._models: list[Model] = []
         self._asked_time = -_KNOWN_FOR_S
 
@@ -76,8 +78,10 @@ class Upstream:
         await self._admission.admit(caller.name, lambda: self.models(caller))
 
     async def health(self) -> str:
-        """Return what the server says of itself: SERVING, NOT_SERVING."""
-        return await self._client.health(timeout_s=_KNOWN_FOR_S)
+        """Return what the server says of itself: SERVING, NOT_SERVING. Who asks meanwhile hears the same."""
+        if self._checking is None or self._checking.done():
+            self._checking = asyncio.ensure_future(self._client.health(timeout_s=_KNOWN_FOR_S))
+        return await asyncio.shield(self._checking)
 
     async def models(self, caller: Caller) -> list[Model]:
         """Ask for the served models."""
