@@ -136,7 +136,7 @@ def searching_steps(file: Path) -> Sequence[Step]:
 
 
 async def test_claude_code_searches_for_tools(tmp_path: Path, installed: Installed) -> None:
-    """What it finds comes behind the tools that were there, so that these are not computed again."""
+    """What it finds joins the tools. Instructions and the tools before them are not computed again."""
     claude = installed("claude")
     async with desk_of(tmp_path, searching_steps) as desk:
         told, _ = documents(await desk.run(claude, "Claude Code"))
@@ -144,7 +144,7 @@ async def test_claude_code_searches_for_tools(tmp_path: Path, installed: Install
         prompts = desk.prompts()
     assert len(prompts) == 5, "nothing was refused and asked again"
     assert prompts[1].token_count > prompts[0].token_count + 500, "two tools are there that were not"
-    assert prompts[1].cached_count > 0.75 * prompts[0].token_count
+    assert prompts[1].cached_count > prompts[0].token_count / 4
     assert min(prompt.reused for prompt in prompts[2:4]) >= LEAST_REUSED
 
 
