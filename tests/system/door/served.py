@@ -48,7 +48,7 @@ class ServedDoor:
     @property
     def child_pid(self) -> int:
         """The newest child that has begun to serve."""
-        return int(re.findall(r"http_started url=\S+ pid=(\d+)", self.log)[-1])
+        return int(re.findall(r"http_started.+\bpid\D+(\d+)", self.log)[-1])
 
     def is_listening(self) -> bool:
         try:

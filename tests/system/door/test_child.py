@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -69,7 +70,7 @@ def test_a_stream_ends_as_it_would_when_the_server_is_told_to_stop(model: Path, 
 
 def test_a_signal_to_every_process_ends_no_stream_sooner(model: Path, tmp_path: Path) -> None:
     """As systemd sends it: the child has it from there and once more from the server."""
-    door = ServedDoor(model, tmp_path)
+    door = ServedDoor(model, tmp_path, "--log-format", "json")
     with door.server as server:
         server.wait_until_serving()
         with streaming(door, max_tokens=300) as lines:
@@ -78,7 +79,12 @@ def test_a_signal_to_every_process_ends_no_stream_sooner(model: Path, tmp_path: 
             rest = [line for line in lines if line]
         assert rest[-1] == "data: [DONE]"
         assert server.wait() == 0
-    assert "http_died" not in door.log
+    # Both processes write to one log, in one form.
+    events = [json.loads(line) for line in door.log.splitlines()]
+    by_name = {event["message"]: event for event in events}
+    assert "http_died" not in by_name
+    ended, call = by_name["http_request_ended"], by_name["call_ended"]
+    assert ended["request_id"] == call["request_id"] and ended["logger"] == "icehouse.http.access"
 
 
 def stuck() -> None:

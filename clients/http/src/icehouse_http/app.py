@@ -35,7 +35,7 @@ from icehouse_http.serving.access_log import AccessLog
 from icehouse_http.serving.body_budget import BodyBudget
 from icehouse_http.serving.logs import LOGGER_NAME
 from icehouse_http.serving.metrics import CONTENT_TYPE, Metrics
-from icehouse_http.serving.watched import REQUEST_ID, Watched
+from icehouse_http.serving.watched import REQUEST_ID, Watched, path_label
 from icehouse_http.settings import Settings
 from icehouse_http.texts import completions
 from icehouse_http.texts.embeddings import embeddings
@@ -130,7 +130,7 @@ class Front:
             except ClientDisconnect:
                 return Response(status_code=499)
             except Exception:
-                _log.exception("a request to %s failed", request.url.path)
+                _log.exception("http_request_failed", extra={"path": path_label(request.url.path)})
                 refusal = ApiError(500, "the HTTP front has a fault; its log says more", code="INTERNAL")
             return JSONResponse(refusal.body(dialect_of(request.url.path)), refusal.status, refusal.headers)
 
