@@ -45,8 +45,8 @@ HTTP_OPTIONS = {
 }
 """Of icehouse-http, as its page names them."""
 RELEASE_OPTIONS = {"--without", "--artifact-url", "--pages-url"}
-PIP_OPTIONS = {"--no-compile"}
 """Of `make release`, as the page of releases names them."""
+PIP_OPTIONS = {"--no-compile"}
 TEXTS = [
     *sorted((DEPLOY / "systemd").iterdir()),
     PLIST,
