@@ -26,6 +26,7 @@ from icehouse_server.engine.core.memory_model import (
 )
 from icehouse_server.engine.kv_cache.cache_classes import leaves, make_caches
 from icehouse_server.engine.runner import mlx_lm
+from icehouse_server.engine.runner.identity.fingerprint import quantization_of
 from icehouse_server.engine.runner.identity.kv_code import KvCode
 from icehouse_server.engine.runner.vision import mlx_vlm
 from icehouse_server.engine.runner.vision.mlx_vlm import VisionTower
@@ -216,7 +217,7 @@ def describe(
         vocabulary_size=vocabulary_size(loaded.config, tokenizer),
         context_token_limit=int(context),
         dtype=str(floating[0]).removeprefix("mlx.core.") if floating else "unknown",
-        quantization=_quantization(loaded.config),
+        quantization=quantization_of(loaded.config),
         parameter_count=sum(a.size for a in weights),
         weight_bytes=sum(a.nbytes for a in weights),
         kv_bytes_per_token=0,
@@ -270,13 +271,6 @@ def read_generation_config(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ModelError(Reason.MODEL_INVALID, f"{file} cannot be read: {one_line(error)}") from error
     return parsed if isinstance(parsed, dict) else {}
-
-
-def _quantization(config: Mapping[str, Any]) -> str:
-    form = config.get("quantization") or config.get("quantization_config")
-    if not isinstance(form, dict) or "bits" not in form:
-        return "none"
-    return f"{form['bits']}-bit, group {form.get('group_size', '?')}"
 
 
 def shape_of(loaded: LoadedModel) -> ModelShape:

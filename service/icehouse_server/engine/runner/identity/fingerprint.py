@@ -5,10 +5,9 @@ beside the blocks (`DigestBook`), so that only new files are read. Requantizing,
 adapter changes the fingerprint; moving, renaming or copying the folder does not. The code that computes KV
 counts as much (`KvCode`).
 
-Without a book, where nothing outlives the process, weights are sampled: per shard its size, its safetensors
-header, every small tensor whole and a piece out of the middle of every other. One process has one model,
-whose adapters are distinguished by all their bytes (`adapter_digest`). A draft model is in neither: its
-caches are never stored.
+Without a book, where nothing outlives the process, weights are sampled: the size of each file, and pieces all
+over it. One process has one model, whose adapters are distinguished by all their bytes (`adapter_digest`). A
+draft model is in neither: its caches are never stored.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ import hashlib
 import importlib.metadata
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Any, Final
 
 from icehouse_server.domain.blocks import LAYOUT_ABI
 from icehouse_server.domain.ids import AdapterDigest, Fingerprint
@@ -43,10 +42,9 @@ _PLACING_KEYS: Final = ("fine_tune_type", "num_layers", "lora_parameters")
 _NAMES_IN_CONFIG: Final = frozenset({"_name_or_path", "name_or_path", "transformers_version"})
 """Keys of config.json that say where a model came from, not what it computes."""
 
-_WHOLE_TENSOR_LIMIT_BYTES: Final = 4096
+_SAMPLE_COUNT: Final = 512
 _SAMPLE_BYTES: Final = 1024
-_HEADER_LIMIT_BYTES: Final = 100 * 2**20
-"""The safetensors library's own limit."""
+"""Of a file that is not read whole."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -65,44 +63,43 @@ def model_fingerprint(
     dtype: str,
     kv_format: str,
     block_token_count: int,
-    layout_signature: str = "",
     adapter_dir: Path | None = None,
-    world_size: int = 1,
-    rank: int = 0,
     book: DigestBook | None = None,
 ) -> ModelFingerprint:
     """Fingerprint a model folder as it would be served now.
 
     `dtype` is what the weights are loaded as, `kv_format` how KV is kept ("bfloat16",
-    "affine 4-bit, group 64"), `layout_signature` the caches the model makes
-    (`CacheLayout.signature`), `rank` of `world_size` the tensor-parallel share, `book` what is known
-    of weight files. Raises ModelError when the folder has no readable config or weights.
+    "affine 4-bit, group 64"), `book` what is known of weight files. Raises ModelError when the folder has no
+    readable config or weights.
     """
     config = _read_json(model_dir / "config.json")
     shards = sorted(model_dir.glob("model*.safetensors"))
     if not shards:
         raise _invalid(f"{model_dir} has no model*.safetensors; convert the model to MLX first")
     code = kv_code(model_dir, config, has_adapter=adapter_dir is not None)
+    quant_config = model_dir / "hf_quant_config.json"
+    digest_of = _sampled_digest if book is None else functools.partial(_whole_digest, book=book)
     facts = {
         "config": _without_names(config),
-        "quant_config": _optional_json(model_dir / "hf_quant_config.json"),
+        "quant_config": _without_names(_read_json(quant_config)) if quant_config.exists() else None,
         "code": dict(code.digests),
         # Sorted by content, so that the names of shards do not matter.
-        "shards": sorted(_shard_digest(shard) for shard in shards),
-        "adapter": _adapter_facts(adapter_dir, _shard_digest),
+        "shards": sorted(map(digest_of, shards)),
+        "adapter": _adapter_facts(adapter_dir, digest_of),
         "dtype": dtype,
         "kv_format": kv_format,
         "block_token_count": block_token_count,
         "layout_abi": LAYOUT_ABI,
-        "layout": layout_signature,
-        "world": [world_size, rank],
+        # Nothing else is served, and without them every block on an SSD would be another model's.
+        "layout": "",
+        "world": [1, 0],
     }
     if mlx_vlm.is_used(model_dir, config):
         # Its rounding is another one than that of mlx-lm, which reads some of the same folders.
         facts["reader"] = "mlx-vlm"
     details = {
         "architecture": str(config.get("model_type", "unknown")),
-        "quantization": _quantization(config),
+        "quantization": quantization_of(config),
         "dtype": dtype,
         "kv_format": kv_format,
         "weight_bytes": str(sum(shard.stat().st_size for shard in shards)),
@@ -110,21 +107,16 @@ def model_fingerprint(
         "adapter": "none" if adapter_dir is None else _digest(facts["adapter"])[:12],
         "block_tokens": str(block_token_count),
         "layout_abi": str(LAYOUT_ABI),
-        "rank": f"{rank} of {world_size}",
+        # Directories of before say it, and only where all else is equal it is the code that changed.
+        "rank": "0 of 1",
         **{CODE_DETAIL + name: digest for name, digest in code.digests.items()},
     }
-    if book is None:
-        return ModelFingerprint(_fingerprint(_SAMPLED_TAG, facts), details, code)
-    whole = functools.partial(_whole_digest, book=book)
-    facts["shards"] = sorted(whole(shard) for shard in shards)
-    facts["adapter"] = _adapter_facts(adapter_dir, whole)
-    book.save()
-    details["weights"] = _digest(facts["shards"])[:12]
-    return ModelFingerprint(_fingerprint(_TAG, facts), details, code)
-
-
-def _fingerprint(tag: bytes, facts: dict[str, Any]) -> Fingerprint:
-    return Fingerprint(hashlib.sha256(tag + _canonical(facts)).digest())
+    tag = _SAMPLED_TAG
+    if book is not None:
+        tag = _TAG
+        book.save()
+        details["weights"] = _digest(facts["shards"])[:12]
+    return ModelFingerprint(Fingerprint(hashlib.sha256(tag + _canonical(facts)).digest()), details, code)
 
 
 def system_digest_hex(model_dir: Path, *, fingerprint_hex: str, device: str) -> str:
@@ -183,45 +175,18 @@ def _whole_digest(path: Path, *, book: DigestBook) -> str:
         raise _invalid(f"{path} cannot be read: {error}") from error
 
 
-def _shard_digest(path: Path) -> str:
-    """SHA-256 over size, header and sampled content of one safetensors file."""
-    digest = hashlib.sha256()
+def _sampled_digest(path: Path) -> str:
+    """Return the SHA-256 of a file's size and of pieces all over it; of a short one's content."""
     with path.open("rb") as file:
         size_bytes = os.fstat(file.fileno()).st_size
-        header = _header(file, path, size_bytes)
-        digest.update(size_bytes.to_bytes(8, "little") + len(header).to_bytes(8, "little") + header)
-        data_start = 8 + len(header)
-        for start, stop in _tensor_ranges(header, path):
-            for low, high in _samples(start, stop):
-                digest.update(os.pread(file.fileno(), high - low, data_start + low))
+        digest = hashlib.sha256(size_bytes.to_bytes(8, "little"))
+        for start in range(0, size_bytes, max(_SAMPLE_BYTES, size_bytes // _SAMPLE_COUNT)):
+            digest.update(os.pread(file.fileno(), _SAMPLE_BYTES, start))
     return digest.hexdigest()
 
 
-def _header(file: BinaryIO, path: Path, size_bytes: int) -> bytes:
-    header_bytes = int.from_bytes(file.read(8), "little")
-    if size_bytes < 8 or header_bytes > min(size_bytes - 8, _HEADER_LIMIT_BYTES):
-        raise _invalid(f"{path} is not a complete safetensors file ({size_bytes} bytes)")
-    return file.read(header_bytes)
-
-
-def _tensor_ranges(header: bytes, path: Path) -> list[tuple[int, int]]:
-    """Byte ranges of all tensors, relative to the end of the header, ascending."""
-    try:
-        entries = json.loads(header)
-        ranges = [tuple(entry["data_offsets"]) for name, entry in entries.items() if name != "__metadata__"]
-        return sorted((int(start), int(stop)) for start, stop in ranges)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _invalid(f"{path} has an unreadable safetensors header: {error}") from error
-
-
-def _samples(start: int, stop: int) -> list[tuple[int, int]]:
-    if stop - start <= _WHOLE_TENSOR_LIMIT_BYTES:
-        return [(start, stop)]
-    middle = (start + stop - _SAMPLE_BYTES) // 2
-    return [(middle, middle + _SAMPLE_BYTES)]
-
-
-def _quantization(config: dict[str, Any]) -> str:
+def quantization_of(config: Mapping[str, Any]) -> str:
+    """Return how config.json says that weights are quantized, in words; "none" where it does not."""
     quantization = config.get("quantization") or config.get("quantization_config")
     if not isinstance(quantization, dict):
         return "none"
@@ -243,10 +208,6 @@ def _canonical(value: Any) -> bytes:
 
 def _digest(value: Any) -> str:
     return hashlib.sha256(_canonical(value)).hexdigest()
-
-
-def _optional_json(path: Path) -> Any:
-    return _without_names(_read_json(path)) if path.exists() else None
 
 
 def _read_json(path: Path) -> dict[str, Any]:
