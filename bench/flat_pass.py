@@ -21,7 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from icehouse_server.engine.runner.forward import ForwardPass, Row, Share, examine
+from icehouse_server.engine.runner.forward.forward_pass import ForwardPass
+from icehouse_server.engine.runner.forward.probe import examine
+from icehouse_server.engine.runner.forward.row import Row, Share
 from mlx_lm import load
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import make_prompt_cache

@@ -26,7 +26,7 @@ from icehouse_server.engine.core.block_log import BlockLog
 from icehouse_server.engine.core.mailbox import Mailbox, Message
 from icehouse_server.engine.engine import Engine, EngineSettings
 from icehouse_server.engine.kv.page_groups import PAGE_TOKEN_COUNT
-from icehouse_server.engine.runner.forward import Attention
+from icehouse_server.engine.runner.forward.splits import Attention
 from icehouse_server.engine.runner.identity.fingerprint import adapter_digest
 from icehouse_server.engine.runner.model_loader import (
     AdapterSource,

@@ -95,13 +95,9 @@ class EngineLoop:
         )
         self._drain_deadline: float | None = None
         self._dispatched: PassPlan | None = None
-        self._is_idle = True
-        self._idle_since_time = self._clock.monotonic()
-
-    @property
-    def is_idle(self) -> bool:
+        self.is_idle = True
         """Whether the last step found nothing to do: nothing is ready until a message comes."""
-        return self._is_idle
+        self._idle_since_time = self._clock.monotonic()
 
     @property
     def is_draining(self) -> bool:
@@ -129,14 +125,14 @@ class EngineLoop:
         self._cache.spills.hand_over(may_wait=not has_run)
         # Who was parked gave memory to others, who may go on although this step found nothing they could do.
         has_parked = self.counters.stats.parked_total > parked_before
-        self._is_idle = not (has_begun or has_run or has_parked) and prepare_s is None
+        self.is_idle = not (has_begun or has_run or has_parked) and prepare_s is None
         if not has_run or not self._has_pass_to_run:
             self._output.publish()
         self._warm_up_if_idle()
 
     def _warm_up_if_idle(self) -> None:
         now = self._clock.monotonic()
-        if not self._is_idle or len(self._requests) or self.is_draining:
+        if not self.is_idle or len(self._requests) or self.is_draining:
             self._idle_since_time = now
         elif now - self._idle_since_time >= _IDLE_BEFORE_WARM_UP_S:
             self._runner.warm_up_more()
@@ -176,14 +172,14 @@ class EngineLoop:
             self._cache.spills,
             self._cache.tree.in_ram(),
             wait=self._take_in,
-            is_stalled=lambda: self._prefix.is_stalled,
+            is_stalled=lambda: self._cache.waits.is_stalled,
             clock=self._clock,
             deadline_time=deadline_time,
         )
 
     def _wait_s(self) -> float:
         """Return how long the mailbox may be waited at: what a step found decides, not what there is."""
-        if not self._is_idle or self._waiting_commands:
+        if not self.is_idle or self._waiting_commands:
             return 0.0
         deadlines = [d for d in (self._requests.nearest_deadline(), self._drain_deadline) if d is not None]
         left_s = min(deadlines, default=math.inf) - self._clock.monotonic()
@@ -192,7 +188,7 @@ class EngineLoop:
     def _take_in(self, timeout_s: float) -> None:
         messages = self._mailbox.take_all(timeout_s=timeout_s)
         if work_count := sum(isinstance(message, Submit) for message in messages):
-            messages += self._burst_wait.rest(self._mailbox, self._clock, self._is_idle, work_count)
+            messages += self._burst_wait.rest(self._mailbox, self._clock, self.is_idle, work_count)
         for message in messages:
             self._receive(message)
         if not self._has_pass_to_run:
@@ -214,13 +210,7 @@ class EngineLoop:
         elif isinstance(message, Drain):
             self._drain_deadline = message.deadline_time
         else:
-            self._resume(self._prefix.receive(message))
-
-    def _resume(self, waited: Iterable[Sequence]) -> None:
-        """Go on with sequences whose wait for the SSD tier has ended."""
-        for sequence in waited:
-            if sequence.phase is Phase.LOADING:
-                self._scheduler.move(sequence, Phase.RESTORING)
+            self._prefix.receive(message)
 
     def _command(self, message: Command) -> None:
         """Carry out a command, or have it wait for the next step: a long prompt's takes as long as a pass."""
@@ -239,7 +229,7 @@ class EngineLoop:
     def _expire(self) -> None:
         """End what is past its deadline, and everything once the drain's own deadline has passed."""
         now = self._clock.monotonic()
-        self._resume(self._prefix.give_up_waits())
+        self._cache.waits.expire()
         self._requests.expire(now)
         if self._drain_deadline is not None and now >= self._drain_deadline:
             self._requests.fail_all(stopped_before_done())
@@ -249,7 +239,12 @@ class EngineLoop:
         self._requests.release_ended()  # their memory is free
         has_begun = False
         for ready in self._prefix.take_ready():
-            self._begin(ready)
+            if ready.phase is Phase.LOADING:
+                self._scheduler.move(ready, Phase.RESTORING)
+            elif ready.phase is Phase.FOLLOWING:
+                self._begin(ready)
+            else:
+                continue  # it has ended meanwhile
             has_begun = True
         blocked: list[Sequence] = []
         for sequence in self._scheduler.candidates(self._clock.monotonic()):

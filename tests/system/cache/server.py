@@ -22,7 +22,7 @@ from icehouse_server.engine.prefix_cache.controller import CacheController
 from icehouse_server.engine.prefix_cache.prefix_cache import PrefixCache
 from icehouse_server.engine.prefix_cache.tiers.prefix_settings import PrefixSettings
 from icehouse_server.engine.runner import model_loader
-from icehouse_server.engine.runner.forward import Attention
+from icehouse_server.engine.runner.forward.splits import Attention
 from icehouse_server.engine.runner.identity.fingerprint import model_fingerprint
 from icehouse_server.engine.runner.runner import ModelRunner, RunnerSettings
 from icehouse_server.engine.scheduling.limits import SchedulerLimits

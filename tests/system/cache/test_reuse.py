@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from icehouse_server.domain.events import ReuseLimit
-from icehouse_server.engine.runner.forward import Attention
+from icehouse_server.engine.runner.forward.splits import Attention
 
 from tests.fixtures.models import ARCHITECTURES, tiny_model_dir
 from tests.system.cache.server import BLOCK, CacheServer

@@ -17,6 +17,7 @@ from icehouse_server.engine.core.sequence import Phase
 from icehouse_server.engine.output import Output
 from icehouse_server.engine.prefix_cache import controller, prefix_cache, prefix_commands
 from icehouse_server.engine.prefix_cache.tiers import account, matching, runner_port, tree
+from icehouse_server.engine.prefix_cache.tiers.tenant_quota import TenantQuotas
 from icehouse_server.engine.scheduling import pass_plan, scheduler
 from icehouse_server.rpc.kv_events import block_mirror, event_feed
 from icehouse_server.storage.api import Loaded
@@ -88,15 +89,13 @@ def restore_one_block_off(patch: pytest.MonkeyPatch) -> None:
 
 
 def forget_the_tenant(patch: pytest.MonkeyPatch) -> None:
-    real = prefix_cache.PrefixCache.root
-    patch.setattr(
-        prefix_cache.PrefixCache, "root", lambda self, scope: real(self, CacheScope(adapter=scope.adapter))
-    )
+    real = TenantQuotas.root
+    patch.setattr(TenantQuotas, "root", lambda self, scope: real(self, CacheScope(adapter=scope.adapter)))
 
 
 def forget_the_adapter(patch: pytest.MonkeyPatch) -> None:
-    real = prefix_cache.PrefixCache.root
-    patch.setattr(prefix_cache.PrefixCache, "root", lambda self, scope: real(self, CacheScope(scope.tenant)))
+    real = TenantQuotas.root
+    patch.setattr(TenantQuotas, "root", lambda self, scope: real(self, CacheScope(scope.tenant)))
 
 
 def start_from_anybody(patch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ import pytest
 from icehouse_server.bootstrap import composition as server
 from icehouse_server.config import Config, EngineConfig
 from icehouse_server.device import Backend, Device
-from icehouse_server.engine.runner.forward import Attention
+from icehouse_server.engine.runner.forward.splits import Attention
 
 CPU = Device("EPYC", Backend.CPU)
 

@@ -150,8 +150,6 @@ class Paging:
     """The groups of a model's layers whose KV is in pages."""
 
     groups: tuple[PageGroup, ...]
-    is_bounded: bool = False
-    """Whether the pools are all the memory that KV may take."""
 
     def caches(self, fresh: Sequence[Cache]) -> list[Cache]:
         """Return a new row's caches: these, but paged ones with one new table where KV is in pages."""
@@ -171,12 +169,8 @@ class Paging:
     @property
     def bounded_bytes(self) -> int:
         """Of pools that were allocated at once; 0 where they grow."""
-        return self.size_bytes if self.is_bounded else 0
-
-    @property
-    def size_bytes(self) -> int:
-        """Of all pages."""
-        return sum(group.pool.page_count * group.pool.shape.page_bytes for group in self.groups)
+        pools = [group.pool for group in self.groups if group.pool.is_bounded]
+        return sum(pool.page_count * pool.shape.page_bytes for pool in pools)
 
     @property
     def free_bytes(self) -> int:

@@ -61,7 +61,8 @@ class PagePool:
         self._waiting: collections.deque[tuple[int, int]] = collections.deque()
         """(pass, page): freed when so many passes had been dispatched."""
         self._free: list[int] = []
-        self._is_bounded = size_bytes > 0
+        self.is_bounded = size_bytes > 0
+        """Whether it has all the memory that it may take."""
         self.array = self._new_array(0)
         self.order = mx.zeros((1,), mx.int32)
         self.view: mx.array | None = None
@@ -109,7 +110,7 @@ class PagePool:
 
     def take_spare(self, count: int) -> list[Page] | None:
         """Return free pages for something optional; None where there are too few and it may not grow."""
-        if self._is_bounded and not self._has_free(count):
+        if self.is_bounded and not self._has_free(count):
             return None
         return self.take(count)
 

@@ -42,8 +42,8 @@ reads and writes each byte."""
 class Sequences(Protocol):
     """The caches of open and decoding sequences."""
 
-    def fresh_caches(self) -> list[Cache]:
-        """Make empty caches, one a layer."""
+    def row_caches(self) -> list[Cache]:
+        """Make the empty caches of a new row, with a page table of its own where KV is in pages."""
         ...
 
     def caches(self, sequence_id: SequenceId) -> list[Cache]:
@@ -74,13 +74,12 @@ class RunnerBlocks:
         passes: PassClock,
     ) -> None:
         self._sequences = sequences
-        self._block_token_count = block_token_count
         self._is_pipelined = is_pipelined
         self._clock = clock
         self._thread = thread
         self._passes = passes
-        self._layout: CacheLayout | None = None
-        self._paging: Paging | None = None
+        self._layout = CacheLayout((), block_token_count)
+        self._group: PageGroup | None = None
         """Set where kv lies in pages."""
         self._restoring: dict[SequenceId, CacheRebuild] = {}
         self.facts = CacheFacts(unsupported_detail="no model is loaded")
@@ -89,21 +88,19 @@ class RunnerBlocks:
     def read_layout(self) -> None:
         """Learn from the model's own empty caches how they are cut."""
         try:
-            layout = CacheLayout.of(self._sequences.fresh_caches(), block_token_count=self._block_token_count)
+            self._layout = CacheLayout.of(
+                self._sequences.row_caches(), block_token_count=self._layout.block_token_count
+            )
         except CacheUnsupported as error:
             self.facts = CacheFacts(unsupported_detail=error.message)
             _log.warning("prefix_reuse_disabled", extra={"detail": error.message})
             return
-        self._layout, self.facts = layout, layout.facts
+        self.facts = self._layout.facts
 
     def page(self, paging: Paging) -> None:
         """Cut and restore kv by pages from now on. After `measure`."""
-        self._paging = paging
+        self._group = paging.unlimited
         self.facts = dataclasses.replace(self.facts, shares_blocks=self._group is not None)
-
-    @property
-    def _group(self) -> PageGroup | None:
-        return None if self._paging is None else self._paging.unlimited
 
     def measure(self, caches: list[Cache], *, token_count: int) -> tuple[int, int]:
         """Return the bytes of kv that a token takes, and the bytes that a sequence takes whatever its length.
@@ -111,7 +108,7 @@ class RunnerBlocks:
         Measured on caches of `token_count` tokens.
         """
         layout = self._layout
-        if layout is None:
+        if self.facts.unsupported_detail:
             return sum(cache.nbytes for cache in caches) // token_count, 0
         window = (
             layout.cut_tokens(RegionKind.WINDOW, caches, start=0, stop=token_count).size_bytes // token_count
@@ -124,7 +121,6 @@ class RunnerBlocks:
     ) -> dict[RegionKind, Region]:
         self._thread.check()
         layout, caches = self._layout, self._sequences.caches(sequence_id)
-        assert layout is not None
         regions: dict[RegionKind, Region] = {}
         copies: list[ArrayRegion] = []
         for kind in kinds:
@@ -144,7 +140,7 @@ class RunnerBlocks:
     def begin_load(self, blocks: Sequence[PlannedBlock]) -> PageDestination | None:
         self._thread.check()
         group = self._group
-        assert group is not None and self._layout is not None
+        assert group is not None
         pool = group.pool
         pages = pool.take_spare(sum(pool.pages_for(block.header.token_count) for block in blocks))
         return None if pages is None else PageDestination(group, self._layout.kv_names, blocks, pages)
@@ -156,14 +152,11 @@ class RunnerBlocks:
 
     def begin_restore(self, sequence_id: SequenceId, restore: RestoreInput) -> None:
         self._thread.check()
-        assert self._layout is not None
-        parts, caches, count = self._layout.parts, self._sequences.fresh_caches(), restore.token_count
-        if self._paging is not None:
-            parts = tuple(part for part in parts if part.kind is not RegionKind.KV)
-            caches = self._paging.caches(caches)
-            for run in table_of(caches).runs:
-                if run.group.window is None:
-                    _put_pages(run, restore.blocks, token_count=count)
+        parts, caches, count = self._layout.parts, self._sequences.row_caches(), restore.token_count
+        for run in table_of(caches).runs:
+            if run.group.window is None:
+                parts = tuple(part for part in parts if part.kind is not RegionKind.KV)
+                _put_pages(run, restore.blocks, token_count=count)
         self._restoring[sequence_id] = CacheRebuild(parts, caches, restore.blocks, token_count=count)
 
     def continue_restore(self, sequence_id: SequenceId, *, budget_s: float) -> bool:
@@ -200,7 +193,7 @@ class RunnerBlocks:
     def _as_arrays(self, region: Region) -> ArrayRegion:
         if not isinstance(region, PageRegion):
             return cast("ArrayRegion", region)
-        assert self._group is not None and self._layout is not None
+        assert self._group is not None
         copied = region.copied_out(self._group, self._layout.kv_names)
         self._compute([copied])
         return copied

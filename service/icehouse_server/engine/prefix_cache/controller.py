@@ -195,7 +195,7 @@ class CacheController:
 
     def _waits_for_leader(self, sequence: Sequence) -> bool:
         """Let a sequence wait for what another one computes; of one that draws, cut the tail now instead."""
-        shared = self._in_flight.shared(sequence, self.cache.root(sequence.request.scope))
+        shared = self._in_flight.shared(sequence, self.cache.quotas.root(sequence.request.scope))
         if shared is None:
             return False
         leader = shared.leader
@@ -333,8 +333,8 @@ class CacheController:
 
     # What the SSD tier reports.
 
-    def receive(self, outcome: Outcome) -> list[Sequence]:
-        """Process a report of the SSD tier; return the sequences whose wait for it has ended."""
+    def receive(self, outcome: Outcome) -> None:
+        """Process a report of the SSD tier."""
         if isinstance(outcome, Ticket):
             self._waits.complete(outcome)
         elif isinstance(outcome, Inventory):
@@ -348,38 +348,25 @@ class CacheController:
             # Nothing more comes from SSD: sequences that wait for it are planned again without it.
             self.cache.lose_storage()
             self._waits.lose_storage()
-        return self._take_ready()
-
-    def give_up_waits(self) -> list[Sequence]:
-        """Return the sequences that have waited too long for the SSD tier, to be planned without it."""
-        self._waits.expire()
-        return self._take_ready()
-
-    def _take_ready(self) -> list[Sequence]:
-        ready = self._ready[:]
-        self._ready.clear()
-        return ready
 
     def leave_cores(self, *, to_decode: bool) -> None:
         """Have loads use little of the cores while rows decode at an even rate, or else all that they can."""
         if self.cache.storage is not None:
             self.cache.storage.leave_cores(to_decode=to_decode)
 
-    @property
-    def is_stalled(self) -> bool:
-        """Whether the storage thread hangs, so that nothing is written, removed or counted."""
-        return self._waits.is_stalled
-
     # What a sequence computes.
 
     def lead(self, sequence: Sequence) -> None:
         """Record that a sequence computes the rest of its input now, so that others may wait for it."""
         if self.cache.may_write(sequence):
-            self._in_flight.lead(sequence, self.cache.root(sequence.request.scope))
+            self._in_flight.lead(sequence, self.cache.quotas.root(sequence.request.scope))
 
     def take_ready(self) -> list[Sequence]:
-        """Return the sequences whose wait for another one's blocks has ended."""
-        return self._in_flight.take_ready()
+        """Return the sequences whose wait for the SSD tier or for another one's blocks has ended; some may
+        have ended themselves."""
+        ready = [*self._ready, *self._in_flight.take_ready()]
+        self._ready.clear()
+        return ready
 
     def has_to_keep(self, sequence: Sequence, *, is_end: bool) -> bool:
         """Whether a capture of this sequence would copy something."""
@@ -477,7 +464,7 @@ class CacheController:
     @property
     def leaving_bytes(self) -> int:
         """Bytes of blocks that leave RAM as soon as they are written; 0 while nothing is."""
-        return 0 if self.is_stalled else self.cache.ram.leaving_bytes
+        return 0 if self._waits.is_stalled else self.cache.ram.leaving_bytes
 
     @property
     def _in_use(self) -> set[BlockHash]:

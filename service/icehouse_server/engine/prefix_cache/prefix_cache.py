@@ -114,17 +114,12 @@ class PrefixCache:
         """Whether this request's blocks are cached for others."""
         return self.is_supported and sequence.request.cache_use in (CacheUse.READ_WRITE, CacheUse.WRITE_ONLY)
 
-    def root(self, scope: CacheScope) -> BlockHash:
-        """Return h0 for this model, tenant and adapter."""
-        return self.quotas.root(scope)
-
     def prompt(
         self, keys: ReadSequence[int], *, scope: CacheScope, shared_scope: CacheScope | None = None
     ) -> Prompt:
         """Return tokens as a prompt to look up; blocks of `shared_scope` may replace missing ones."""
-        return Prompt(
-            tuple(keys), self.root(scope), None if shared_scope is None else self.root(shared_scope)
-        )
+        shared_root = None if shared_scope is None else self.quotas.root(shared_scope)
+        return Prompt(tuple(keys), self.quotas.root(scope), shared_root)
 
     def prompt_of(self, sequence: Sequence) -> Prompt:
         """Return a sequence's input as a prompt to look up."""
@@ -242,7 +237,7 @@ class PrefixCache:
 
     def _capture_block(self, sequence: Sequence, start: int, stop: int, reached: int) -> BlockHash:
         """Put one block of the sequence into RAM unless all of it is there; return its name."""
-        root = self.root(sequence.request.scope)
+        root = self.quotas.root(sequence.request.scope)
         parent = sequence.chain[-1] if sequence.chain else root
         keys = sequence.keys(start, stop)
         kinds = captured_kinds(self.settings, self.facts, sequence, stop=stop, reached=reached)

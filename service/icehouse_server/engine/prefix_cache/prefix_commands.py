@@ -151,7 +151,7 @@ class CacheCommands:
                 return RecentBlocks(tuple(_recent(n, with_tokens=command.with_tokens) for n in recent))
             case BeginListing():
                 for tenant in command.tenants:
-                    self._cache.root(CacheScope(tenant))
+                    self._cache.quotas.root(CacheScope(tenant))
                 self._listing = self._cache.tree.listing(slice_count=self.listing_slice_count)
                 return Listing(next(self._listing, 0))
             case ContinueListing():

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, cast
 
 import mlx.core as mx
-import numpy as np
 from mlx.utils import tree_flatten
 
 from icehouse_server.domain.ids import NO_ADAPTER, AdapterName, SequenceId
-from icehouse_server.domain.request import Drafting, ImageKey, SpeculationLimit, TokenLogprobs, Vector
+from icehouse_server.domain.request import Drafting, ImageKey, SpeculationLimit, TokenLogprobs
 from icehouse_server.engine.core.ports import Chunk, DecodeRow, Drawn, LayerSpan
 from icehouse_server.engine.core.refusals import logits_not_finite
 from icehouse_server.engine.kv_cache.cache_classes import class_of, leaves
 from icehouse_server.engine.runner.draft_model import DraftedRow, DraftModel
-from icehouse_server.engine.runner.forward import Features, LayeredChunk, Row
+from icehouse_server.engine.runner.forward.row import Features, LayeredChunk, Row
 from icehouse_server.engine.runner.speculation import Guesses, SpeculatingRow, limit_of
 from icehouse_server.engine.sampling.logprobs import LogprobArrays, measure
 from icehouse_server.engine.sampling.sampler import are_finite, sample
@@ -45,13 +44,6 @@ class OpenSequence:
     behind: list[int] = dataclasses.field(default_factory=list)
     """Tokens that are known and not in the caches, the one drawn last at the end. None are while the last
     one is in flight; more than one where states went back to before a wrong guess."""
-
-    def read_along(self, draft_model: DraftModel, token_ids: Sequence[int]) -> None:
-        """Queue prompt tokens for the draft model, which follow all that it knows."""
-        if self.drafted is None and not self.row.token_count:
-            self.drafted = draft_model.open()
-        if self.drafted is not None:
-            self.drafted.behind += token_ids
 
     def start_decoding(
         self, sampling: SamplingRow, asked: DecodeRow, *, can_take_back: bool, draft_model: DraftModel | None
@@ -263,7 +255,3 @@ class DispatchedPass:
             if is_current(draw.sequence):
                 drawn += draw.result(ids[own], finite[own], logprobs[own], is_fed=is_fed(draw.sequence))
         return drawn
-
-    def pooled_vectors(self) -> dict[SequenceId, Vector]:
-        """Return the pooled hidden states on the host."""
-        return {sequence_id: np.array(array) for sequence_id, array in self.pooled.items()}

@@ -17,7 +17,9 @@ from icehouse_server.engine.core.memory_model import DraftFootprint
 from icehouse_server.engine.kv_cache import rewind
 from icehouse_server.engine.kv_cache.cache_classes import Undo, make_caches, step_token_count
 from icehouse_server.engine.runner import model_loader
-from icehouse_server.engine.runner.forward import ForwardPass, Row, Share, examine
+from icehouse_server.engine.runner.forward.forward_pass import ForwardPass
+from icehouse_server.engine.runner.forward.probe import examine
+from icehouse_server.engine.runner.forward.row import Row, Share
 from icehouse_server.errors import ModelError, Reason
 from icehouse_server.text.tokenizer import Tokenizer
 

@@ -6,13 +6,10 @@ mlx-lm >= 0.32, < 0.33. Each function here says what it relies on;
 
 from __future__ import annotations
 
-import importlib
-import importlib.metadata
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import (
     _get_classes,
@@ -34,11 +31,6 @@ def knows(config: Mapping[str, Any]) -> bool:
     return True
 
 
-def version() -> str:
-    """Return the installed release."""
-    return importlib.metadata.version("mlx-lm")
-
-
 def read_model(path: Path, *, lazy: bool, trust_remote_code: bool) -> tuple[Any, dict[str, Any]]:
     """Load weights and config of an MLX model folder. Raises what mlx-lm raises."""
     model, config = load_model(path, lazy=lazy, trust_remote_code=trust_remote_code)
@@ -48,11 +40,6 @@ def read_model(path: Path, *, lazy: bool, trust_remote_code: bool) -> tuple[Any,
 def read_adapter(model: Any, path: str) -> Any:
     """Apply a LoRA adapter folder to a loaded model."""
     return load_adapters(model, path)
-
-
-def adapter_tensor_names(path: Path) -> set[str]:
-    """Return the names of an adapter's tensors, which `read_adapter` lets be fewer than its layers need."""
-    return set(cast("dict[str, mx.array]", mx.load(str(path / "adapters.safetensors"))))
 
 
 def read_tokenizer(path: Path, *, eos_token_ids: Any, trust_remote_code: bool) -> Any:

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from icehouse_server.clock import Clock
 from icehouse_server.domain.ids import AdapterName, SequenceId
@@ -32,7 +33,8 @@ from icehouse_server.engine.core.ports import Chunk, Drawn, LayerSpan, PassResul
 from icehouse_server.engine.kv.pass_clock import PassClock
 from icehouse_server.engine.runner.decoding import DispatchedPass, Draw, OpenSequence
 from icehouse_server.engine.runner.draft_model import DraftModel
-from icehouse_server.engine.runner.forward import ForwardPass, Row, Share
+from icehouse_server.engine.runner.forward.forward_pass import ForwardPass
+from icehouse_server.engine.runner.forward.row import Row, Share
 from icehouse_server.engine.runner.speculation import Guesses, guesses_of
 from icehouse_server.engine.sampling.logprobs import measure
 
@@ -279,7 +281,7 @@ class Pipeline:
         return PassResult(
             drawn,
             measured={name: arrays.read() for each in ended for name, arrays in each.measured.items()},
-            pooled={name: vector for each in ended for name, vector in each.pooled_vectors().items()},
+            pooled={name: np.array(pooled) for each in ended for name, pooled in each.pooled.items()},
             went_through=last.went_through,
             layers_began_s=last.layers_began_s,
             drafted_count=last.drafted_count,

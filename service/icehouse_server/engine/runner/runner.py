@@ -36,15 +36,11 @@ from icehouse_server.engine.kv_cache.cache_classes import (
 from icehouse_server.engine.runner import mlx_lm, model_loader
 from icehouse_server.engine.runner.decoding import OpenSequence
 from icehouse_server.engine.runner.draft_model import DraftModel
-from icehouse_server.engine.runner.forward import (
-    Attention,
-    Features,
-    ForwardPass,
-    JoinedLayers,
-    PassFacts,
-    Row,
-    examine,
-)
+from icehouse_server.engine.runner.forward.forward_pass import ForwardPass
+from icehouse_server.engine.runner.forward.joined_layers import JoinedLayers
+from icehouse_server.engine.runner.forward.probe import examine
+from icehouse_server.engine.runner.forward.row import Features, Row
+from icehouse_server.engine.runner.forward.splits import Attention, PassFacts
 from icehouse_server.engine.runner.freed_buffers import FreedBuffers
 from icehouse_server.engine.runner.identity.fingerprint import system_digest_hex
 from icehouse_server.engine.runner.pipeline import Pipeline
@@ -114,11 +110,11 @@ class ModelRunner:
         """None for a model that sees none."""
         self._sequences: dict[SequenceId, OpenSequence] = {}
         self._end_token_ids: tuple[int, ...] = ()
-        self._freed = FreedBuffers(lambda: 0 if self._paging is None else self._paging.free_bytes)
+        self._freed = FreedBuffers(lambda: self._paging.free_bytes)
         self._facts = PassFacts(caches=())
         """How passes of the model are run; true after `load`."""
-        self._paging: Paging | None = None
-        """Where KV lies in pages; known after `load`."""
+        self._paging = Paging(())
+        """What of the KV lies in pages; known after `load`."""
         self._page_groups: tuple[GroupFacts, ...] = ()
         self._warm_ups: collections.deque[list[DecodeRow]] = collections.deque()
         """Batches that draw in ways whose kernels are not compiled yet."""
@@ -150,11 +146,10 @@ class ModelRunner:
         self._pipeline.forwards[NO_ADAPTER] = ForwardPass(loaded.model, self._facts)
         kv_bytes_per_token, fixed_bytes = self._warm_up(NO_ADAPTER)
         self._page(self._page_groups, loaded)
-        if self._paging is not None:
+        if self._paging.groups:
             self._warm_up(NO_ADAPTER)
         for adapter, model in zip(self._source.adapters, adapted, strict=True):
-            self._pipeline.forwards[adapter.name] = ForwardPass(model.tree, self._facts)
-            self._pipeline.forwards[adapter.name].paging = self._paging
+            self._pipeline.forwards[adapter.name] = ForwardPass(model.tree, self._facts, self._paging)
             self._warm_up(adapter.name)
         self._freed.bound(kv_bytes_per_token, memory_limit_bytes=self._settings.memory_limit_bytes)
         info = model_loader.describe(loaded, self._source, self._tokenizer, self._fingerprint_hex)
@@ -165,9 +160,11 @@ class ModelRunner:
             shape,
             kv_bytes_per_token,
             fixed_bytes,
-            room_step_token_count=self._room_step_token_count(),
-            copies_to_grow=self._paging is None,
-            pool_bytes=0 if self._paging is None else self._paging.bounded_bytes,
+            room_step_token_count=self._paging.groups[0].pool.shape.page_token_count
+            if self._paging.groups
+            else step_token_count(self.fresh_caches()),
+            copies_to_grow=not self._paging.groups,
+            pool_bytes=self._paging.bounded_bytes,
             attended_bytes_per_token=self._attended_bytes(
                 kv_bytes_per_token, number_bytes=shape.compute_bytes
             ),
@@ -242,7 +239,7 @@ class ModelRunner:
         return self._memory_model
 
     def memory(self) -> MemoryUse:
-        free = 0 if self._paging is None else self._paging.free_bytes
+        free = self._paging.free_bytes
         return MemoryUse(mx.get_active_memory() - free, mx.get_peak_memory() - free)
 
     def close(self) -> None:
@@ -250,9 +247,9 @@ class ModelRunner:
         self._sequences.clear()
         self.blocks.clear()
         self._pipeline.clear()
-        for group in self._paging.groups if self._paging is not None else ():
+        for group in self._paging.groups:
             group.pool.close()
-        self._paging = None
+        self._paging = Paging(())
         self._model = self._images = None
         mx.clear_cache()
 
@@ -271,8 +268,7 @@ class ModelRunner:
 
     def row_caches(self) -> list[Cache]:
         """Make the empty caches of a new row, with a page table of its own where KV is in pages."""
-        fresh = self.fresh_caches()
-        return fresh if self._paging is None else self._paging.caches(fresh)
+        return self._paging.caches(self.fresh_caches())
 
     def fresh_caches(self) -> list[Cache]:
         """Make empty caches, one a layer, quantized if the settings say so."""
@@ -289,7 +285,11 @@ class ModelRunner:
         draft_model = self._pipeline.draft_model
         wants_draft = chunk.speculation is not None and chunk.speculation.drafting is Drafting.DRAFT_MODEL
         if draft_model is not None and wants_draft:
-            sequence.read_along(draft_model, chunk.token_ids)
+            # The draft model reads the prompt along; what it missed of one, it is not to begin with.
+            if sequence.drafted is None and not sequence.row.token_count:
+                sequence.drafted = draft_model.open()
+            if sequence.drafted is not None:
+                sequence.drafted.behind += chunk.token_ids
         sequence.features = _features_of(chunk, sequence.vectors)
         if chunk.row is not None:
             sequence.vectors.clear()
@@ -314,7 +314,7 @@ class ModelRunner:
         row = DecodeRow(SamplingParams(), prompt_token_ids=(0, 0))
         self.run([Chunk(sequence_id, [0, 0], adapter)])
         footprint = self.blocks.measure(self.caches(sequence_id), token_count=2)
-        if self._paging is None and self._facts.caches:
+        if self._facts.caches and not self._paging.groups:
             self._page_groups = groups_of(
                 self.caches(sequence_id),
                 attending=self._facts.attending_indices,
@@ -342,12 +342,6 @@ class ModelRunner:
         self.release(list(rows))
         self.run([])
         return bool(self._warm_ups)
-
-    def _room_step_token_count(self) -> int:
-        """Return by how many tokens the room for a row's KV grows."""
-        if self._paging is not None:
-            return self._paging.groups[0].pool.shape.page_token_count
-        return step_token_count(self.fresh_caches())
 
     def _page(self, facts: Sequence[GroupFacts], loaded: model_loader.LoadedModel) -> None:
         """Put the KV of rows to come into pages, where that is wanted and can be."""
@@ -381,14 +375,13 @@ class ModelRunner:
                 for each, backend, size_bytes in zip(facts, backends, sizes, strict=True)
                 if backend is not None
             ),
-            is_bounded=bool(sum(sizes)),
         )
         self._pipeline.forwards[NO_ADAPTER].paging = self._paging
         self.blocks.page(self._paging)
 
     def _attended_bytes(self, kv_bytes_per_token: int, *, number_bytes: int) -> int:
         """Return what attention makes of a token's KV in one layer."""
-        if self._paging is not None:
+        if self._paging.groups:
             return kv_bytes_per_token // len(self._facts.caches)
         layer_count = self._facts.kv_count(self.fresh_caches())
         if not layer_count:

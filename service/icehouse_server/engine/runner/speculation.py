@@ -92,42 +92,6 @@ class PromptLookup:
         return [int(token_id) for token_id in known[start : start + count]]
 
 
-class LookupWatch:
-    """Guesses in silence for a row that decodes plainly, to see when guesses would come true again."""
-
-    def __init__(self, drafter: PromptLookup) -> None:
-        self.drafter = drafter
-        self._wanted_run = _FIRST_RUN
-        self._begin_count = 0
-        self._run = 0
-        self._guess: int | None = None
-
-    @property
-    def is_convinced(self) -> bool:
-        """Whether the latest tokens were guessed right, so many in a row that the next ones may be too."""
-        return self._run >= self._wanted_run
-
-    def begin(self, *, accepted_count: int) -> None:
-        """Look on from here, after a time of guessing in which so many guesses were right.
-
-        The drafter knows every token so far.
-        """
-        has_paid = accepted_count >= _PAID_RUNS * self._wanted_run
-        self._wanted_run = _FIRST_RUN if has_paid or not self._begin_count else 2 * self._wanted_run
-        self._begin_count += 1
-        self._run = 0
-        self._look()
-
-    def note(self, token_id: int) -> None:
-        """Take the next token."""
-        self._run = self._run + 1 if token_id == self._guess else 0
-        self.drafter.extend([token_id])
-        self._look()
-
-    def _look(self) -> None:
-        self._guess = next(iter(self.drafter.propose(1)), None)
-
-
 class SpeculatingRow:
     """What one row that asked for speculation guesses by, and how it fares."""
 
@@ -144,12 +108,14 @@ class SpeculatingRow:
         self.drafted = drafted
         self.draft_token_limit = speculation.draft_token_limit
         self._window = min(_FIRST_WINDOW, speculation.draft_token_limit)
-        self._watch: LookupWatch | None = None
+        self._lookup: PromptLookup | None = None
+        """Knows every token so far."""
+        self._right_run = self._wanted_run = 0
+        """Tokens in a row that were guessed right in silence, and how many are to be."""
         self._step_count = self._accepted_count = self._accepted_total = 0
         self._wait_count = 0
         if limit is SpeculationLimit.NONE and drafted is None:
-            lookup = PromptLookup(token_ids, ngram_token_limit=speculation.ngram_token_limit)
-            self._watch = LookupWatch(lookup)
+            self._lookup = PromptLookup(token_ids, ngram_token_limit=speculation.ngram_token_limit)
 
     @property
     def is_guessing(self) -> bool:
@@ -158,7 +124,7 @@ class SpeculatingRow:
 
     def look_up(self, count: int) -> list[int]:
         """Return at most `count` guesses of a row that looks them up."""
-        return self._watch.drafter.propose(min(count, self._window)) if self._watch else []
+        return self._lookup.propose(min(count, self._window)) if self._lookup else []
 
     def note_wait(self) -> None:
         """Note a pass that fed others while this row waited for what it guessed."""
@@ -174,8 +140,8 @@ class SpeculatingRow:
         if not self.is_guessing:
             self._look_on(token_ids)
             return DraftCounts(limit=self.limit)
-        if self._watch is not None:
-            self._watch.drafter.extend(token_ids)
+        if self._lookup is not None:
+            self._lookup.extend(token_ids)
         if guess_count:
             wider = 2 * self._window if accepted_count == guess_count else accepted_count + 1
             self._window = min(wider, self.draft_token_limit)
@@ -195,17 +161,20 @@ class SpeculatingRow:
         if self._accepted_count < probe.least_accepted_count:
             self.limit = SpeculationLimit.ACCEPTANCE
             self.drafted = None  # nobody looks on, and its caches would only fall behind
-            if self._watch is not None:
-                self._watch.begin(accepted_count=self._accepted_total)
+            has_paid = self._accepted_total >= _PAID_RUNS * self._wanted_run
+            self._wanted_run = _FIRST_RUN if has_paid else max(_FIRST_RUN, 2 * self._wanted_run)
+            self._right_run = 0
         self._step_count = self._accepted_count = 0
 
     def _look_on(self, token_ids: Sequence[int]) -> None:
-        watch = self._watch
-        if watch is None:
+        """Guess in silence while the row decodes plainly, to see when guesses would come true again."""
+        if self._lookup is None:
             return
         for token_id in token_ids:
-            watch.note(token_id)
-        if watch.is_convinced:
+            is_right = self._lookup.propose(1) == [token_id]
+            self._right_run = self._right_run + 1 if is_right else 0
+            self._lookup.extend([token_id])
+        if self._right_run >= self._wanted_run:
             self.limit = SpeculationLimit.NONE
             self._window = self.draft_token_limit
             self._step_count = self._accepted_count = self._accepted_total = 0

@@ -8,7 +8,9 @@ import pytest
 from icehouse_server.engine.attention.gpu.kernels import Language
 from icehouse_server.engine.attention.gpu.launch import GpuAttention
 from icehouse_server.engine.kv.pass_clock import PassClock
-from icehouse_server.engine.runner.forward import ForwardPass, Row, examine
+from icehouse_server.engine.runner.forward.forward_pass import ForwardPass
+from icehouse_server.engine.runner.forward.probe import examine
+from icehouse_server.engine.runner.forward.row import Row
 from mlx_lm.models.cache import make_prompt_cache
 
 from tests.fixtures.models import build
@@ -24,7 +26,7 @@ def test_tokens_are_those_of_the_row_alone(architecture: str, emulation: Emulati
     forward = ForwardPass(model, dataclasses.replace(examine(model), layer_count=0))
     kernels = GpuAttention(emulation.make_kernel, Language(header=HEADER))
     forward.paging = paging = paging_of(model, forward, PassClock(), make_attention=lambda: kernels)
-    assert paging is not None
+    assert paging.groups
     guests = []
     for number, length in enumerate((37, 12, 205, 1)):
         prompt = prompt_of(length, number)

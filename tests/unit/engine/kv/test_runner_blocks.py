@@ -18,7 +18,7 @@ from icehouse_server.engine.core.ports import Chunk, DecodeRow
 from icehouse_server.engine.kv import runner_blocks
 from icehouse_server.engine.kv_cache import regions
 from icehouse_server.engine.prefix_cache.tiers.runner_port import PlacedBlock, RestoreInput
-from icehouse_server.engine.runner.forward import Attention
+from icehouse_server.engine.runner.forward.splits import Attention
 from icehouse_server.errors import StorageError
 
 from tests.fixtures.models import tiny_model_dir

@@ -20,7 +20,7 @@ from icehouse_server.engine.kv.paged_cache import PagedCache, table_of
 from icehouse_server.engine.prefix_cache.tiers.runner_port import PlacedBlock, RestoreInput
 from icehouse_server.engine.runner import model_loader
 from icehouse_server.engine.runner import runner as runner_module
-from icehouse_server.engine.runner.forward import Attention
+from icehouse_server.engine.runner.forward.splits import Attention
 from icehouse_server.engine.runner.runner import ModelRunner, RunnerSettings
 from icehouse_server.storage.api import PlannedBlock
 

@@ -11,7 +11,7 @@ from icehouse_server.domain.ids import SequenceId
 from icehouse_server.domain.sampling import SamplingParams
 from icehouse_server.engine.core.ports import Chunk, DecodeRow, LayerSpan
 from icehouse_server.engine.kv_cache.regions import ArrayRegion
-from icehouse_server.engine.runner.forward import Attention
+from icehouse_server.engine.runner.forward.splits import Attention
 from icehouse_server.engine.runner.runner import ModelRunner
 
 from tests.fixtures.models import tiny_model_dir

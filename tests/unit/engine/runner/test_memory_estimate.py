@@ -19,7 +19,7 @@ from icehouse_server.domain.ids import SequenceId
 from icehouse_server.domain.sampling import SamplingParams
 from icehouse_server.engine.core.ports import Chunk, DecodeRow
 from icehouse_server.engine.runner import model_loader
-from icehouse_server.engine.runner.forward import Attention
+from icehouse_server.engine.runner.forward.splits import Attention
 from icehouse_server.engine.runner.runner import ModelRunner, RunnerSettings
 from icehouse_server.engine.scheduling.memory_guard import MemoryGuard
 

@@ -17,7 +17,7 @@ from icehouse_server.engine.attention.port import PagedAttention
 from icehouse_server.engine.core.ports import Chunk, DecodeRow
 from icehouse_server.engine.runner import model_loader
 from icehouse_server.engine.runner import runner as runner_module
-from icehouse_server.engine.runner.forward import Attention
+from icehouse_server.engine.runner.forward.splits import Attention
 from icehouse_server.engine.runner.runner import ModelRunner, RunnerSettings
 
 from tests.fixtures.models import VOCABULARY_SIZE, tiny_model_dir

@@ -9,7 +9,7 @@ import mlx.core as mx
 import pytest
 from icehouse_server.domain.sampling import SamplingParams
 from icehouse_server.engine.core.ports import DecodeRow
-from icehouse_server.engine.runner.forward import Attention
+from icehouse_server.engine.runner.forward.splits import Attention
 from icehouse_server.errors import Reason
 
 from tests.fixtures.models import tiny_model_dir

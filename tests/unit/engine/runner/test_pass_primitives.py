@@ -13,7 +13,7 @@ from icehouse_server.domain.sampling import SamplingParams
 from icehouse_server.engine.attention.gpu.kernels import CUDA
 from icehouse_server.engine.attention.gpu.launch import GpuAttention
 from icehouse_server.engine.core.ports import Chunk, DecodeRow
-from icehouse_server.engine.runner.forward import Attention
+from icehouse_server.engine.runner.forward.splits import Attention
 
 from bench.step.primitives import counted_primitives
 from bench.step.stand_ins import make_kernel

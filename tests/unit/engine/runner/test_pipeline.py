@@ -19,7 +19,8 @@ from icehouse_server.domain.sampling import SamplingParams
 from icehouse_server.engine.core.ports import Chunk, DecodeRow, PassResult
 from icehouse_server.engine.runner import speculation
 from icehouse_server.engine.runner.decoding import DispatchedPass
-from icehouse_server.engine.runner.forward import Attention, ForwardPass
+from icehouse_server.engine.runner.forward.forward_pass import ForwardPass
+from icehouse_server.engine.runner.forward.splits import Attention
 from icehouse_server.engine.runner.runner import ModelRunner
 from icehouse_server.engine.runner.speculation import Probe
 from icehouse_server.engine.sampling import top_p

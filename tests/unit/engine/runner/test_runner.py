@@ -17,7 +17,7 @@ from icehouse_server.domain.sampling import SamplingParams
 from icehouse_server.engine.core.mailbox import Mailbox
 from icehouse_server.engine.engine import Engine, EngineSettings
 from icehouse_server.engine.runner import model_loader
-from icehouse_server.engine.runner.forward import PassFacts
+from icehouse_server.engine.runner.forward.splits import PassFacts
 from icehouse_server.engine.runner.runner import ModelRunner, RunnerSettings
 from icehouse_server.engine.scheduling.limits import SchedulerLimits
 from icehouse_server.engine.scheduling.waiting_queue import WaitingLimits

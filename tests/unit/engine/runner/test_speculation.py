@@ -7,7 +7,7 @@ from icehouse_server.domain.request import DraftCounts, Drafting, Speculation, S
 from icehouse_server.domain.sampling import SamplingParams
 from icehouse_server.engine.core.ports import DecodeRow
 from icehouse_server.engine.runner.draft_model import DraftedRow
-from icehouse_server.engine.runner.forward import Row
+from icehouse_server.engine.runner.forward.row import Row
 from icehouse_server.engine.runner.speculation import GUESS_LIMIT, SpeculatingRow, guesses_of, limit_of
 from icehouse_server.engine.sampling.sampling_row import SamplingRow
 

@@ -16,7 +16,7 @@ from icehouse_server.domain.request import LogprobsWanted, Speculation
 from icehouse_server.domain.sampling import SamplingParams
 from icehouse_server.engine.core.ports import Chunk, DecodeRow
 from icehouse_server.engine.runner import pipeline, speculation
-from icehouse_server.engine.runner.forward import Attention
+from icehouse_server.engine.runner.forward.splits import Attention
 from icehouse_server.engine.runner.runner import ModelRunner
 
 from tests.fixtures.models import tiny_model_dir

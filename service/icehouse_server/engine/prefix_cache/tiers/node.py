@@ -8,7 +8,6 @@ from typing import Final
 
 from icehouse_server.domain.blocks import Region, RegionKind, TokenKeys
 from icehouse_server.domain.ids import BlockHash
-from icehouse_server.engine.core.block_log import Came, KvTier
 
 Hashes = Collection[BlockHash]
 """Names of some blocks."""
@@ -93,9 +92,3 @@ class Node:
     def may_be(self, keys: TokenKeys) -> bool:
         """Whether its tokens are these, as far as they are known."""
         return self.token_ids is None or self.token_ids == keys
-
-    def came_to(self, tier: KvTier) -> Came:
-        """Return its entry for the block log."""
-        return Came(
-            tier, self.hash, self.parent, self.start_token_index == 0, self.token_count, self.token_ids
-        )

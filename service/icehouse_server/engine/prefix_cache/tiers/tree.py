@@ -24,7 +24,7 @@ from icehouse_server.domain.blocks import (
     split_keys,
 )
 from icehouse_server.domain.ids import BlockHash
-from icehouse_server.engine.core.block_log import BlockLog, KvTier, Left, ListingEnded
+from icehouse_server.engine.core.block_log import BlockLog, Came, KvTier, Left, ListingEnded
 from icehouse_server.engine.prefix_cache.tiers.account import TierAccount
 from icehouse_server.engine.prefix_cache.tiers.node import NO_REGIONS, NO_SIZES, Node, Regions, Spilling
 from icehouse_server.engine.prefix_cache.tiers.prefix_settings import PrefixSettings
@@ -392,7 +392,8 @@ class PrefixTree:
 
     def _note_came(self, tier: KvTier, node: Node) -> None:
         if self.log.is_on:
-            self.log.note(node.came_to(tier))
+            is_first = node.start_token_index == 0
+            self.log.note(Came(tier, node.hash, node.parent, is_first, node.token_count, node.token_ids))
 
     def _note_left(self, tier: KvTier, node: Node) -> None:
         if self.log.is_on:

@@ -17,28 +17,7 @@ How it is used, one ForwardPass for each module tree (the model, each LoRA adapt
   `chunk = forward.begin_layers(row, token_ids)`, then `forward.run_layers(chunk, last)` until `last` is that
   count. The row is what it was until then, and is not to be fed; who drops the chunk has lost nothing else.
 - `Share.features` replace tokens' embeddings: what a vision tower made of an image.
-- `row.caches` are mlx-lm's own caches with all of the row in them, to be cut or stored; `row.token_count`
-says
-  how many tokens. Evaluate what is made of them before the next pass.
+- `row.caches` are mlx-lm's own caches with all of the row in them, to be cut or stored. They hold
+  `row.token_count` tokens. Evaluate what is made of them before the next pass.
 - `row.leave_group()` when it ends.
 """
-
-from icehouse_server.engine.runner.forward.forward_pass import ForwardPass, PassOutput
-from icehouse_server.engine.runner.forward.joined_layers import JoinedLayers
-from icehouse_server.engine.runner.forward.probe import examine
-from icehouse_server.engine.runner.forward.row import Features, LayeredChunk, Row, Share
-from icehouse_server.engine.runner.forward.splits import Attention, NotSplittable, PassFacts
-
-__all__ = [
-    "Attention",
-    "Features",
-    "ForwardPass",
-    "JoinedLayers",
-    "LayeredChunk",
-    "NotSplittable",
-    "PassFacts",
-    "PassOutput",
-    "Row",
-    "Share",
-    "examine",
-]

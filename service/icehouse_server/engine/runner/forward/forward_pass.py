@@ -64,15 +64,15 @@ class PassOutput:
 class ForwardPass:
     """Runs passes of one module tree: a model by itself, or with one LoRA adapter."""
 
-    def __init__(self, model: Any, facts: PassFacts) -> None:
+    def __init__(self, model: Any, facts: PassFacts, paging: Paging | None = None) -> None:
         """`facts` come from `probe.examine` of this model, or of one of the same architecture."""
         self._model = model
         self.facts = facts
-        self._group: StateGroup | None = None
+        self._group = StateGroup((), ())
         self._leaf_splits: list[CacheSplit] | None = None
         self._trunk: Trunk | None = None
-        self.paging: Paging | None = None
-        """Set once rows' KV lies in pages."""
+        self.paging = paging or Paging(())
+        """What of the KV of rows to come lies in pages."""
         self._embedding: Embedding | None = None
         """Known from the first pass on that has an image."""
         patch_attention(model)
@@ -101,12 +101,11 @@ class ForwardPass:
         spans = Spans.of(shares)
         self._regroup(spans)
         views = self._views(spans, (row.raw_caches for row in spans.rows))
-        if self._group is not None:
-            by_leaf = leaf_views(views)
-            for index, stacked in self._group.stacked.items():
-                layer = by_leaf[index]
-                assert isinstance(layer, SplitLayer)
-                layer.stacked = stacked
+        by_leaf = leaf_views(views) if self._group.stacked else []
+        for index, stacked in self._group.stacked.items():
+            layer = by_leaf[index]
+            assert isinstance(layer, SplitLayer)
+            layer.stacked = stacked
         logit_indices = spans.last_indices([share.logit_count for share in spans.shares])
         # A head that nobody asks for is never computed, but it must be given something.
         is_all = len(logit_indices) == spans.token_count
@@ -196,8 +195,7 @@ class ForwardPass:
         views = [
             view_of(column, spans, split) for column, split in zip(columns, self.facts.caches, strict=True)
         ]
-        if self.paging is not None:
-            _put_pages(self.paging, spans, views)
+        _put_pages(self.paging, spans, views)
         return views
 
     def _built(self, spans: Spans, views: Sequence[View], call: Callable[[], Built]) -> Built:
@@ -215,11 +213,9 @@ class ForwardPass:
         """Stack the states of the rows that decode, unless they are stacked already."""
         indices = [i for i, split in enumerate(self._leaf_splits or ()) if split.is_stacked]
         singles = spans.rows[: spans.single_count]
-        if not indices or (self._group is not None and self._group.is_of(singles)):
-            return
-        if self._group is not None:
+        if indices and not self._group.is_of(singles):
             self._group.dissolve()
-        self._group = StateGroup(singles, indices) if len(singles) > 1 else None
+            self._group = StateGroup(singles, indices) if len(singles) > 1 else StateGroup((), ())
 
     def _mark_guesses(self, shares: Sequence[Share]) -> None:
         for share in shares:
@@ -240,9 +236,7 @@ class ForwardPass:
             assert hidden is not None, "This model shows no hidden states"
             own_hidden = hidden[mx.array(hidden_indices)][:, 0]
         outputs = [array for array in (logits, own_hidden) if array is not None]
-        arrays: list[Any] = [*outputs, *self._unseen_arrays(spans, sees_all=bool(outputs))]
-        if self._group is not None:
-            arrays += self._group.arrays
+        arrays = [*outputs, *self._unseen_arrays(spans, sees_all=bool(outputs)), *self._group.arrays]
         return PassOutput(
             logits,
             _as_given(_spans(logit_counts), spans),
@@ -259,8 +253,8 @@ class ForwardPass:
         if sees_all and self.facts.modes == (PassSplit.ATTENTION,):
             return []
         unseen: list[Any] = []
-        for number, row in enumerate(spans.rows):
-            is_stacked = self._group is not None and number < spans.single_count
+        for row in spans.rows:
+            is_stacked = row.group is self._group
             for cache, split in zip(leaves(row.raw_caches), self._leaf_splits or (), strict=True):
                 if (sees_all and split.mode is PassSplit.ATTENTION) or (is_stacked and split.is_stacked):
                     continue

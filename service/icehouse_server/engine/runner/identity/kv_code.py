@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import importlib.util
 import os
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -40,7 +41,6 @@ from icehouse_server.engine.runner.identity.source import (
     Stamp,
     Statement,
     UnreadableSource,
-    custom_spec,
     digest_of,
     find_spec,
     read_source,
@@ -301,7 +301,7 @@ def _custom_source(model_dir: Path, config: Mapping[str, Any]) -> list[Source]:
     name = config.get("model_file")
     if not isinstance(name, str):
         return []
-    spec = custom_spec(_CUSTOM, str(model_dir / name))
+    spec = importlib.util.spec_from_file_location(_CUSTOM, model_dir / name)
     if spec is None:
         raise UnreadableSource(f"{model_dir / name} is not a Python module")
     return [source_of(spec)]

@@ -15,7 +15,6 @@ import ast
 import dataclasses
 import dis
 import hashlib
-import importlib.util
 import os
 import sys
 import warnings
@@ -279,8 +278,3 @@ def digest_of(texts: Iterable[str]) -> str:
         data = text.encode("utf-8", "surrogatepass")
         digest.update(len(data).to_bytes(8, "little") + data)
     return digest.hexdigest()
-
-
-def custom_spec(name: str, path: str) -> ModuleSpec | None:
-    """Return a file as a module that is in no package."""
-    return importlib.util.spec_from_file_location(name, path)

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import collections
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import mlx.core as mx
 
@@ -60,8 +58,18 @@ class ImageFeatures:
         else:
             began = self._clock.monotonic()
             try:
-                with self._refusing(image):
-                    vectors = self._encoded(image, began + budget_s)
+                vectors = self._encoded(image, began + budget_s)
+            except (RuntimeError, MemoryError):
+                raise  # by the device, and nobody's request's fault
+            except Exception as error:  # whatever the model's code makes of an image
+                self._encoding = None
+                _log.exception("image_failed", extra={"tokens": image.count})
+                raise InvalidRequest(
+                    Reason.IMAGE_INVALID,
+                    f"the model's vision tower failed on an image of {image.count} tokens "
+                    f"({type(error).__name__}); send another one",
+                    metadata={"image_tokens": image.count},
+                ) from error
             finally:
                 self._encode_s += self._clock.monotonic() - began
             if vectors is None:
@@ -72,24 +80,6 @@ class ImageFeatures:
         while self._size_bytes > self._limit_bytes and len(self._vectors) > 1:
             self._size_bytes -= self._vectors.popitem(last=False)[1].nbytes
         return vectors
-
-    @contextmanager
-    def _refusing(self, image: ImagePart) -> Iterator[None]:
-        """Make what the model's code raises for an image one request's refusal. What a device raises
-        (RuntimeError, MemoryError) is nobody's request's fault and goes on up."""
-        try:
-            yield
-        except (RuntimeError, MemoryError):
-            raise
-        except Exception as error:
-            self._encoding = None
-            _log.exception("image_failed", extra={"tokens": image.count})
-            raise InvalidRequest(
-                Reason.IMAGE_INVALID,
-                f"the model's vision tower failed on an image of {image.count} tokens "
-                f"({type(error).__name__}); send another one",
-                metadata={"image_tokens": image.count},
-            ) from error
 
     def _encoded(self, image: ImagePart, end_time: float) -> mx.array | None:
         encoding = self._encoding

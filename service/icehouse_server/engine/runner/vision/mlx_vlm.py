@@ -25,47 +25,20 @@ from icehouse_server.engine.core.memory_model import TowerShape, keeps_scores
 from icehouse_server.engine.runner.forward.model_seam import become
 from icehouse_server.engine.runner.vision.slices import TowerSlice, TowerSlicer
 
-FAMILIES: Final = frozenset(
-    {
-        "gemma3",
-        "idefics3",
-        "lfm2-vl",
-        "lfm2_vl",
-        "mistral3",
-        "pixtral",
-        "qwen2_5_vl",
-        "qwen2_vl",
-        "qwen3_vl",
-        "smolvlm",
-    }
-)
-"""`model_type` of the models whose images are served."""
-_GRID_FAMILIES: Final = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl"})
-"""Those whose positions say the rows and columns of an image."""
-_READ_BY_MLX_LM: Final = frozenset(
-    {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3", "lfm2-vl", "mistral3", "pixtral"}
-)
-"""Those whose text mlx-lm reads too."""
-_DEEPSTACK_FAMILIES: Final = frozenset({"qwen3_vl"})
-"""Those whose towers give vectors for the first layers too."""
-_WHOLE_IMAGE_FAMILIES: Final = frozenset({"gemma3"})
-"""Those in which each token of an image sees all of it."""
-_PATCH_FAMILIES: Final = frozenset({"mistral3", "pixtral"})
-"""Those whose tower reads an image in its own shape, patch by patch."""
 _BLIND_TEXTS: Final = frozenset({"mistral4"})
-"""`model_type` of the text halves of these that are not served with images."""
+"""`model_type` of the text halves that are not served with images."""
 _TOWER_WEIGHT: Final = re.compile(r"(.*\.)?vis(ion|ual)")
 """What weights of a vision tower are called, in folders of every maker."""
 
 
 def runs_images_whole(config: Mapping[str, Any]) -> bool:
     """Return whether no pass of this model may end inside an image."""
-    return config["model_type"] in _WHOLE_IMAGE_FAMILIES
+    return _FAMILIES[config["model_type"]].text_model is WholeImageTextModel
 
 
 def sees(config: Mapping[str, Any]) -> bool:
     """Whether a model folder has a vision tower that is known here."""
-    return config.get("model_type") in FAMILIES and isinstance(config.get("vision_config"), Mapping)
+    return config.get("model_type") in _FAMILIES and isinstance(config.get("vision_config"), Mapping)
 
 
 def refusal(path: Path, config: Mapping[str, Any]) -> str | None:
@@ -74,13 +47,14 @@ def refusal(path: Path, config: Mapping[str, Any]) -> str | None:
     if not sees(config):
         return "reads text alone"
     kind = config["model_type"]
-    if kind in _READ_BY_MLX_LM and not _has_tower(path):
+    family = _FAMILIES[kind]
+    if family.is_read_by_mlx_lm and not _has_tower(path):
         return "reads text alone: its folder has no weights of a vision tower"
     text_kind = (config.get("text_config") or {}).get("model_type")
-    if kind in _PATCH_FAMILIES and text_kind in _BLIND_TEXTS:
+    if family.tower is PatchTower and text_kind in _BLIND_TEXTS:
         return f"reads text alone: of a {kind} whose text half is a {text_kind} images are not served"
     feature_layer = config.get("vision_feature_layer", -1)
-    if kind in _PATCH_FAMILIES and not isinstance(feature_layer, int):
+    if family.tower is PatchTower and not isinstance(feature_layer, int):
         return f"reads text alone: vectors of several layers of its tower ({feature_layer}) are not served"
     return None
 
@@ -92,7 +66,7 @@ def is_used(path: Path, config: Mapping[str, Any]) -> bool:
 
 def is_needed(config: Mapping[str, Any]) -> bool:
     """Whether a model folder cannot be served without mlx-vlm, not even its text."""
-    return sees(config) and config["model_type"] not in _READ_BY_MLX_LM
+    return sees(config) and not _FAMILIES[config["model_type"]].is_read_by_mlx_lm
 
 
 def image_token_id(config: Mapping[str, Any]) -> int:
@@ -135,17 +109,14 @@ def read_model(path: Path, *, lazy: bool) -> tuple[TextModel, VisionTower, dict[
     whole = load_model(path, lazy=lazy)
     whole.eval()
     config = dict(load_config(path))
-    kind = config["model_type"]
-    if runs_images_whole(config):
-        return WholeImageTextModel(whole.language_model), ScaledTower(whole), config
-    if kind in _PATCH_FAMILIES:
-        if whole.language_model.model_type == "ministral3":
-            return ScaledTextModel(whole.language_model), PatchTower(whole), config
-        _read_rope_base(whole.language_model, config.get("text_config") or {})
-        return TextModel(whole.language_model), PatchTower(whole), config
-    text_model = GridTextModel if kind in _GRID_FAMILIES else TextModel
-    tower = DeepstackTower if kind in _DEEPSTACK_FAMILIES else VisionTower
-    return text_model(whole.language_model), tower(whole), config
+    family, text = _FAMILIES[config["model_type"]], whole.language_model
+    text_model = family.text_model
+    if family.tower is PatchTower:
+        if text.model_type == "ministral3":
+            text_model = ScaledTextModel
+        else:
+            _read_rope_base(text, config.get("text_config") or {})
+    return text_model(text), family.tower(whole), config
 
 
 def _read_rope_base(language_model: Any, text: Mapping[str, Any]) -> None:
@@ -428,6 +399,31 @@ class DeepstackTower(VisionTower):
         pixels = tensors["pixel_values"].astype(tower.patch_embed.proj.weight.dtype)
         own, of_layers = tower(pixels, tensors["image_grid_thw"])
         return mx.concatenate([own, *of_layers], axis=-1)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Family:
+    """Models whose images are served."""
+
+    text_model: type[TextModel] = TextModel
+    tower: type[VisionTower] = VisionTower
+    is_read_by_mlx_lm: bool = True
+    """Their text, that is, where the extra is missing."""
+
+
+_FAMILIES: Final = {
+    "gemma3": _Family(WholeImageTextModel, ScaledTower),
+    "idefics3": _Family(is_read_by_mlx_lm=False),
+    "lfm2-vl": _Family(),
+    "lfm2_vl": _Family(is_read_by_mlx_lm=False),
+    "mistral3": _Family(tower=PatchTower),
+    "pixtral": _Family(tower=PatchTower),
+    "qwen2_5_vl": _Family(GridTextModel),
+    "qwen2_vl": _Family(GridTextModel),
+    "qwen3_vl": _Family(GridTextModel, DeepstackTower),
+    "smolvlm": _Family(is_read_by_mlx_lm=False),
+}
+"""By `model_type`."""
 
 
 def _first(config: Mapping[str, Any], *names: str) -> int:

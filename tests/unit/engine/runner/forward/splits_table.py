@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from icehouse_server.domain.model import PassSplit
-from icehouse_server.engine.runner.forward import examine
+from icehouse_server.engine.runner.forward.probe import examine
 
 from tests.unit.engine.runner.forward.small_models import SCHEDULE, architectures, small_model
 

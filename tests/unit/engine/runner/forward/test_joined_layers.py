@@ -8,7 +8,10 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from icehouse_server.engine.runner.forward import ForwardPass, JoinedLayers, Row, Share, examine
+from icehouse_server.engine.runner.forward.forward_pass import ForwardPass
+from icehouse_server.engine.runner.forward.joined_layers import JoinedLayers
+from icehouse_server.engine.runner.forward.probe import examine
+from icehouse_server.engine.runner.forward.row import Row, Share
 from mlx.nn.layers.activations import silu
 from mlx.nn.layers.base import Module
 from mlx.nn.layers.linear import Linear

@@ -9,7 +9,10 @@ import numpy as np
 import pytest
 from icehouse_server.domain.blocks import RegionKind
 from icehouse_server.engine.kv_cache.cache_classes import class_of, leaves
-from icehouse_server.engine.runner.forward import ForwardPass, NotSplittable, Row, Share, examine
+from icehouse_server.engine.runner.forward.forward_pass import ForwardPass
+from icehouse_server.engine.runner.forward.probe import examine
+from icehouse_server.engine.runner.forward.row import Row, Share
+from icehouse_server.engine.runner.forward.splits import NotSplittable
 from mlx_lm.models.cache import make_prompt_cache
 
 from tests.fixtures.models import ARCHITECTURES, build

@@ -8,8 +8,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from icehouse_server.engine.runner.forward import Features
 from icehouse_server.engine.runner.forward.masks import made_masks
+from icehouse_server.engine.runner.forward.row import Features
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 HELD, COUNT = 6, 8

@@ -17,7 +17,9 @@ from icehouse_server.engine.kv.page_table import PageGroup
 from icehouse_server.engine.kv.paged_cache import Paging
 from icehouse_server.engine.kv.pass_clock import PassClock
 from icehouse_server.engine.kv.pool import PagePool
-from icehouse_server.engine.runner.forward import ForwardPass, Row, examine
+from icehouse_server.engine.runner.forward.forward_pass import ForwardPass
+from icehouse_server.engine.runner.forward.probe import examine
+from icehouse_server.engine.runner.forward.row import Row
 from mlx_lm.models.cache import make_prompt_cache
 
 from tests.fixtures.models import ARCHITECTURES, build
@@ -40,7 +42,7 @@ def paging_of(
     *,
     make_attention: Callable[[], PagedAttention] = GatherAttention,
     is_padded: bool = False,
-) -> Paging | None:
+) -> Paging:
     caches = make_prompt_cache(model)
     model(mx.array([[5, 6, 7]]), cache=caches)
     facts = groups_of(caches, attending=forward.facts.attending_indices, page_token_count=PAGE_TOKEN_COUNT)
@@ -54,7 +56,7 @@ def paging_of(
         )
         for each in facts
     ]
-    return Paging(tuple(groups)) if groups else None
+    return Paging(tuple(groups))
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -66,8 +68,8 @@ def test_tokens_are_those_of_the_row_alone(architecture: str, backend: type[Page
         forward = ForwardPass(model, dataclasses.replace(facts, layer_count=0))
         is_padded = is_restless and architecture in PADDED
         paging = paging_of(model, forward, PassClock(), make_attention=backend, is_padded=is_padded)
-        assert (paging is None) is (architecture in WITHOUT_PAGES)
-        if paging is None:
+        assert bool(paging.groups) is (architecture not in WITHOUT_PAGES)
+        if not paging.groups:
             return
         forward.paging = paging
 
@@ -91,7 +93,7 @@ def test_a_page_is_handed_out_again_only_when_the_pass_that_may_read_it_has_ende
     clock = PassClock()
     model = build("llama")
     paging = paging_of(model, ForwardPass(model, examine(model)), clock)
-    assert paging is not None
+    assert paging.groups
     pool = paging.groups[0].pool
     number = clock.dispatch()
     [page] = pool.take(1)
@@ -107,7 +109,7 @@ def test_a_full_pool_waits_for_pages_of_earlier_passes_before_it_grows() -> None
     clock = PassClock()
     model = build("llama")
     paging = paging_of(model, ForwardPass(model, examine(model)), clock)
-    assert paging is not None
+    assert paging.groups
     pool = paging.groups[0].pool
     before = pool.page_count
     clock.dispatch()
@@ -125,7 +127,7 @@ def test_a_window_lets_go_of_pages_that_it_has_left_behind() -> None:
     model = build("gemma3_text")
     forward = ForwardPass(model, dataclasses.replace(examine(model), layer_count=0))
     forward.paging = paging = paging_of(model, forward, PassClock())
-    assert paging is not None
+    assert paging.groups
     row = Row(paging.caches(make_prompt_cache(model)))
     guest = Guest(prompt_of(400, 1), *alone(model, prompt_of(400, 1), 4), row, prompt_of(400, 1))
     Company(forward, seed=1, guesses=False).run([guest])

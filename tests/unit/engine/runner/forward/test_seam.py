@@ -8,9 +8,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from icehouse_server.domain.model import PassSplit
-from icehouse_server.engine.runner.forward import ForwardPass, NotSplittable, Row, Share, examine
+from icehouse_server.engine.runner.forward.forward_pass import ForwardPass
 from icehouse_server.engine.runner.forward.model_seam import attention_over
-from icehouse_server.engine.runner.forward.splits import CacheSplit, PassFacts
+from icehouse_server.engine.runner.forward.probe import examine
+from icehouse_server.engine.runner.forward.row import Row, Share
+from icehouse_server.engine.runner.forward.splits import CacheSplit, NotSplittable, PassFacts
 from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_lm.models import base, qwen3_next
 from mlx_lm.models.cache import make_prompt_cache

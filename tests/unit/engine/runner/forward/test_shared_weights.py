@@ -7,7 +7,9 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from icehouse_server.engine.runner.forward import ForwardPass, Row, Share, examine
+from icehouse_server.engine.runner.forward.forward_pass import ForwardPass
+from icehouse_server.engine.runner.forward.probe import examine
+from icehouse_server.engine.runner.forward.row import Row, Share
 from mlx.nn.layers.embedding import Embedding
 from mlx.nn.layers.linear import Linear
 from mlx_lm.models.cache import make_prompt_cache
