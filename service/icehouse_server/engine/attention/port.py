@@ -11,7 +11,8 @@ Inference thread only. Everything is lazy until somebody evaluates it.
 from __future__ import annotations
 
 import dataclasses
-from typing import Protocol
+from collections.abc import Hashable
+from typing import Any, Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -62,6 +63,8 @@ class TokenPlaces:
     positions: Ints
     """[tokens]: each token's position in its row; its key and value are written there. A token sees its row's
     tokens from the first visible one up to itself."""
+    derived: dict[Hashable, Any] = dataclasses.field(default_factory=dict, compare=False, repr=False)
+    """What a backend computed of them, for all layers of the pass."""
 
     @property
     def token_count(self) -> int:

@@ -124,7 +124,7 @@ class Draw:
         if not is_fed:
             before = [*sequence.behind, *known[:accepted_count]]
             sequence.behind = [*before[len(before) - again_count :], taken[-1]]
-        drafts = sampling.drafts
+        drafts = None
         if sequence.speculating is not None:
             drafts = sequence.speculating.take(
                 taken, guess_count=len(known), accepted_count=accepted_count, was_asked=self.was_asked

@@ -11,7 +11,6 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from icehouse_server.domain.request import DraftCounts
 from icehouse_server.domain.response_format import Constraint
 from icehouse_server.domain.sampling import SamplingParams
 from icehouse_server.engine.core.ports import DecodeRow
@@ -43,8 +42,6 @@ class SamplingRow:
         self.is_else_plain = self.edits is None and self.bans is None
         """The model's logits are taken as they are, but for a constraint."""
         self.is_plain = self.is_else_plain and self.constraint is None
-        self.drafts: DraftCounts | None = None
-        """What to report for a row that asked for speculation and decodes without."""
         self.needs_tokens = (
             self.constraint is not None
             or (self.edits is not None and not self.edits.is_static)

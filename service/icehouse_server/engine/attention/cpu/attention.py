@@ -10,7 +10,6 @@ Inference thread only.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
@@ -80,9 +79,6 @@ class _Row:
 class _Plan:
     """How tokens of a pass attend in all layers of one kind."""
 
-    places: TokenPlaces
-    token_count: int
-    window: int | None
     rows: list[_Row]
     thin_score_count: int
     """Of all queries that may be taken one by one, for one head."""
@@ -97,7 +93,6 @@ class CpuAttention:
 
     def __init__(self) -> None:
         self._unwritten: list[_Write] = []
-        self._plans: collections.deque[_Plan] = collections.deque(maxlen=4)
         self._gather = GatherAttention()
         self._none = mx.zeros((1,), mx.int32)
 
@@ -129,14 +124,14 @@ class CpuAttention:
         for row in plan.rows:
             if takes_thin and row.is_thin:
                 continue
-            keys, values, low = self._pieces(pool, plan, row, call.layer)
+            keys, values, low = self._pieces(pool, places, plan, row, call)
             if by_numpy and not row.is_thin:
                 own = queries[row.first : row.last].swapaxes(0, 2)
                 parts += chunk_parts(row.first, own, keys, values, scale=call.scale, window=call.window)
             else:
                 outputs.append((row.first, _by_mlx(row, queries, keys, values, low, call)))
         if not (parts or takes_thin):
-            return _started([array for _, array in outputs], plan.token_count)
+            return _started([array for _, array in outputs], queries.shape[0])
         awaited: list[mx.array] = [array for each in self._unwritten for array in (each.keys, each.values)]
         if takes_thin:
             awaited.append(queries)
@@ -145,7 +140,7 @@ class CpuAttention:
             mx.eval(awaited, [part.scores for part in together])
             self._flush()
             if takes_thin:
-                outputs += self._thin(pool, queries, plan, call)
+                outputs += self._thin(pool, queries, places, plan, call)
                 takes_thin = False
             awaited = []
             outputs += [(part.first, part.attended().swapaxes(0, 2)) for part in together]
@@ -191,48 +186,45 @@ class CpuAttention:
             held[where[0], layer, 1, :, where[1]] = _held(values)[:, :, 0]
 
     def _plan(self, places: TokenPlaces, token_count: int, window: int | None) -> _Plan:
-        for known in self._plans:
-            if known.places is places and known.token_count == token_count and known.window == window:
-                return known
+        known: _Plan | None = places.derived.get((token_count, window))
+        if known is not None:
+            return known
         rows = [
             _Row(int(places.rows[first]), first, last, int(places.positions[first]))
             for first, last in runs_of_rows(places.rows[:token_count])
         ]
         most = window or np.iinfo(np.int64).max
         seen = [min(row.begin + 1 + n, most) for row in rows if row.is_thin for n in range(row.count)]
-        plan = _Plan(places, token_count, window, rows, sum(seen))
-        self._plans.appendleft(plan)
+        plan = places.derived[token_count, window] = _Plan(rows, sum(seen))
         return plan
 
     def _thin(
-        self, pool: Pool, queries: mx.array, plan: _Plan, call: AttentionCall
+        self, pool: Pool, queries: mx.array, places: TokenPlaces, plan: _Plan, call: AttentionCall
     ) -> list[tuple[int, mx.array]]:
         """Return what the thin rows' tokens give, each run of them behind its first one."""
         group = queries.shape[1] // pool.shape.kv_head_count
         if plan.thin is None:
             spans = [(row.first, row.last) for row in plan.rows if row.is_thin]
             size = pool.shape.page_token_count
-            plan.thin = ThinPlan.of(
-                plan.places, spans, window=plan.window, page_token_count=size, group=group
-            )
+            plan.thin = ThinPlan.of(places, spans, window=call.window, page_token_count=size, group=group)
         output = attend_thin(plan.thin, shared(pool.array)[:, call.layer], shared(queries), scale=call.scale)
         return [(first, mx.array(output[first:last])) for first, last in plan.thin.runs]
 
     def _pieces(
-        self, pool: Pool, plan: _Plan, row: _Row, layer: int
+        self, pool: Pool, places: TokenPlaces, plan: _Plan, row: _Row, call: AttentionCall
     ) -> tuple[list[mx.array], list[mx.array], int]:
         """Return a row's keys and values, [1, KV heads, tokens, size] each, and the position of the first."""
-        size = pool.shape.page_token_count
+        size, layer, window = pool.shape.page_token_count, call.layer, call.window
         new = next((each for each in self._unwritten if each.layer == layer and each.pool is pool), None)
-        if new is None or new.places is not plan.places:
+        if new is None or new.places is not places:
             self._flush()
             new = None
         end = row.begin + row.count if new is None else row.begin
-        low = 0 if plan.window is None else max(0, row.begin + 1 - plan.window)
+        low = 0 if window is None else max(0, row.begin + 1 - window)
         keys: list[mx.array] = []
         values: list[mx.array] = []
         heads, count = self._by_head(pool), pool.shape.kv_head_count
-        pages = row_pages(plan.places, row.number)
+        pages = row_pages(places, row.number)
         for index in range(low // size, -(-end // size)):
             first = (int(pages[index]) * pool.shape.layer_count + layer) * 2 * count
             own = slice(max(0, low - index * size), min(size, end - index * size))

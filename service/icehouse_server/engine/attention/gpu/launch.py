@@ -9,7 +9,6 @@ reads and ends it at a limit, which a pool alone is above, so that each launch w
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import struct
 from collections.abc import Callable, Iterator
@@ -35,8 +34,6 @@ _SMALLEST_SPLIT = 128
 _MOST_SPLITS = 32
 _BLOCKS_A_CORE = 6
 """Blocks that keep a core busy: two or three run at once, the rest evens out unequal rows."""
-_REMEMBERED_PLACES = 4
-"""Of groups whose layers take turns."""
 _REMEMBERED_SETTINGS = 4096
 
 MakeKernel = Callable[..., Any]
@@ -72,7 +69,6 @@ def split_size(visible_counts: Ints, *, blocks_per_split: int, core_count: int) 
 class _OnDevice:
     """Places of a pass as the kernels take them, and what was computed for its layers."""
 
-    places: TokenPlaces
     array: mx.array
     splits: dict[tuple[int, int, int], tuple[int, int]] = dataclasses.field(default_factory=dict)
     """How many keys a split takes and how many splits there are, by tokens, window (0: none) and blocks a
@@ -80,12 +76,11 @@ class _OnDevice:
     spans: dict[tuple[int, int, int], mx.array] = dataclasses.field(default_factory=dict)
     """Of rows that are gathered, as the kernel takes them; by row, first token and keys."""
 
-    def span(self, row: int, first_token: int, key_count: int) -> mx.array:
+    def span(self, places: TokenPlaces, row: int, first_token: int, key_count: int) -> mx.array:
         """Return where a row's pages begin in `array`, its last token, and which are wanted."""
         key = (row, first_token, key_count)
         if (known := self.spans.get(key)) is not None:
             return known
-        places = self.places
         start = int(places.page_starts[row]) + 3 * places.token_count
         last = int(places.positions[places.rows == row].max())
         span = self.spans[key] = mx.array([start, last, first_token, key_count], mx.int32)
@@ -99,10 +94,7 @@ class GpuAttention:
 
     def __init__(self, make_kernel: MakeKernel, language: Language) -> None:
         self._language = language
-        self._places: collections.deque[_OnDevice] = collections.deque(maxlen=_REMEMBERED_PLACES)
         self._settings: dict[tuple[int, int, int, int, float, bool], mx.array] = {}
-        self._pool_array: mx.array | None = None
-        self._pool_start: mx.array | None = None
 
         def kernel(name: str, inputs: str, outputs: str, source: str) -> _Kernel:
             made: _Kernel = make_kernel(
@@ -175,7 +167,7 @@ class GpuAttention:
         division = _division(shape, group)
         blocks = shape.kv_head_count * -(-group // division["HEADS"])
         on_device = self._on_device(places)
-        keys_per_split, split_count = self._splits(on_device, token_count, window, blocks)
+        keys_per_split, split_count = self._splits(on_device, places.positions[:token_count], window, blocks)
         sinks = [] if call.sinks is None else [call.sinks]
         settings = self._settings_array(pool, call.layer, window, keys_per_split, call.scale, new is not None)
         inputs = [queries, keys, values, start, on_device.array, settings, pool.order]
@@ -223,7 +215,7 @@ class GpuAttention:
             inputs=[
                 self._start_of(pool),
                 on_device.array,
-                on_device.span(row, first_token, key_count),
+                on_device.span(places, row, first_token, key_count),
                 self._settings_array(pool, layer),
                 pool.order,
             ],
@@ -267,16 +259,15 @@ class GpuAttention:
 
     def _start_of(self, pool: Pool) -> mx.array:
         """Return a short view of the pool's beginning. Made once: a pool that grows has another array."""
-        if self._pool_start is None or self._pool_array is not pool.array:
-            self._pool_array = pool.array
-            self._pool_start = pool.array[:1, :1, :1, :1, :1, :_LEAST_INPUT]
-        return self._pool_start
+        if pool.view is None:
+            pool.view = pool.array[:1, :1, :1, :1, :1, :_LEAST_INPUT]
+        return pool.view
 
     def _on_device(self, places: TokenPlaces) -> _OnDevice:
         """Return the places in one array: one transfer and one input of each launch."""
-        for known in self._places:
-            if known.places is places:
-                return known
+        known: _OnDevice | None = places.derived.get(_OnDevice)
+        if known is not None:
+            return known
         rows, positions = places.rows, places.positions
         first_page = 3 * places.token_count
         begins = np.zeros(places.token_count, np.int32)
@@ -286,15 +277,14 @@ class GpuAttention:
         numbers[1:first_page:3] = positions
         numbers[2:first_page:3] = positions[np.maximum.accumulate(begins)]
         numbers[first_page : first_page + len(places.pages)] = places.pages
-        on_device = _OnDevice(places, mx.array(numbers))
-        self._places.appendleft(on_device)
+        on_device = places.derived[_OnDevice] = _OnDevice(mx.array(numbers))
         return on_device
 
-    def _splits(self, on_device: _OnDevice, token_count: int, window: int, blocks: int) -> tuple[int, int]:
-        key = (token_count, window, blocks)
+    def _splits(self, on_device: _OnDevice, positions: Ints, window: int, blocks: int) -> tuple[int, int]:
+        key = (len(positions), window, blocks)
         if (known := on_device.splits.get(key)) is not None:
             return known
-        visible_counts = on_device.places.positions[:token_count] + 1
+        visible_counts = positions + 1
         if window:
             visible_counts = np.minimum(visible_counts, window)
         size = split_size(visible_counts, blocks_per_split=blocks, core_count=self._language.usual_core_count)
