@@ -52,9 +52,7 @@ def check_rest(served: SimServer) -> None:
     assert not served.spilling(), "blocks wait to be written for ever"
     used_bytes, limit_bytes = served.cache.tree.ram.used_bytes, served.cache.ram.limit_bytes
     assert used_bytes <= limit_bytes, (used_bytes, limit_bytes)
-    assert served.cache.counters.promote.failed_restore_total == 0, (
-        "a plan promised what a restore did not find"
-    )
+    assert served.cache.restores.failed_restore_total == 0, "a plan promised what a restore did not find"
 
 
 def check_agreement(served: SimServer) -> None:

@@ -240,7 +240,7 @@ class CacheController:
         except StorageError:
             # The blocks do not make a cache. Any of them may be wrong, so none of this chain is used again.
             restore.has_failed = True
-            self.cache.counters.promote.failed_restore_total += 1
+            self.cache.restores.failed_restore_total += 1
             self.cache.remove(restore.plan.nodes)
             self._in_flight.withdraw(sequence)
             return Phase.WAITING
@@ -261,7 +261,7 @@ class CacheController:
             restore.with_ssd = False
             self._in_flight.withdraw(restore.sequence)
             return Phase.WAITING
-        self.cache.counters.promote.load_total += 1
+        self.cache.restores.load_total += 1
         self._waits.add(ticket, partial(self._loaded, restore), token_count=restore.plan.token_count)
         return Phase.LOADING
 
@@ -288,7 +288,7 @@ class CacheController:
         """Prepare for a plan without the block that is damaged, or without SSD where it does not answer or
         memory is short. In the latter case the block is still there, but not tried again at once."""
         restore.release_memory()
-        self.cache.counters.promote.failed_load_total += 1
+        self.cache.restores.failed_load_total += 1
         restore.with_ssd &= failure.cause not in (Damage.MEMORY, Trouble.TIMED_OUT)
         if failure.hash is not None and failure.cause is not Damage.MEMORY:
             self.cache.tree.forget_stored(failure.hash)
@@ -307,8 +307,8 @@ class CacheController:
             names = {node.hash for node in plan.nodes}
             self.cache.used_by.setdefault(sequence.sequence_id, set()).update(names)
         if restore.loaded is not None:
-            self.cache.counters.promote.promoted_block_total += len(plan.to_load)
-            self.cache.counters.promote.promoted_token_total += plan.report.ssd_token_count
+            self.cache.restores.promoted_block_total += len(plan.to_load)
+            self.cache.restores.promoted_token_total += plan.report.ssd_token_count
             if self.cache.may_write(sequence):
                 self._promote(restore)
 

@@ -41,15 +41,6 @@ from icehouse_server.engine.prefix_cache.tiers.tree import PrefixTree
 from icehouse_server.storage.api import ColdTier, Failure, Persisted, StoredBlock
 
 
-@dataclasses.dataclass(slots=True)
-class PrefixCounters:
-    """Lookups and restores since start, in the form in which they are shown. Tokens are prompt tokens."""
-
-    lookups: LookupStats = dataclasses.field(default_factory=LookupStats)
-    promote: PromoteStats = dataclasses.field(default_factory=PromoteStats)
-    miss_token_totals: Counter[ReuseLimit] = dataclasses.field(default_factory=Counter)
-
-
 class PrefixCache:
     """The prefix tree, the RAM tier and the spills to the SSD tier. `storage` is None without one."""
 
@@ -70,7 +61,9 @@ class PrefixCache:
         self.tree = PrefixTree(settings, facts, BlockLog() if log is None else log)
         self.rates = Rates()
         self.waits = StorageWaits(storage, self.rates, clock)
-        self.counters = PrefixCounters()
+        self.lookups = LookupStats()
+        self.restores = PromoteStats()
+        self.miss_token_totals: Counter[ReuseLimit] = Counter()
         self.quotas = TenantQuotas(self.tree)
         self.spills = Spills(
             self.tree, quotas=self.quotas, runner=runner, waits=self.waits, ended=self._spill_ended
@@ -192,14 +185,14 @@ class PrefixCache:
 
     def settle(self, request: GenerationRequest, report: CacheReport) -> None:
         """Count the outcome of a lookup, once its restore is done or given up."""
-        counters, lookups = self.counters, self.counters.lookups
+        lookups = self.lookups
         is_recomputed = report.limit is ReuseLimit.RECOMPUTE_FASTER
         lookups.lookup_total += 1
         lookups.hit_total += report.cached_token_count > 0
         lookups.ram_token_total += report.ram_token_count
         lookups.ssd_token_total += report.ssd_token_count
-        counters.promote.recompute_chosen_total += is_recomputed
-        counters.miss_token_totals[report.limit] += len(request.prompt_token_ids) - report.cached_token_count
+        self.restores.recompute_chosen_total += is_recomputed
+        self.miss_token_totals[report.limit] += len(request.prompt_token_ids) - report.cached_token_count
         self.rates.untried_count += is_recomputed
 
     def start_chain(self, sequence: Sequence, token_count: int) -> None:
@@ -345,9 +338,9 @@ class PrefixCache:
 
     def stats(self, storage: CacheStats | None) -> CacheStats:
         """Return the counters, with the SSD tier's where they are given."""
-        theirs, ours = storage or CacheStats(), self.counters
+        theirs = storage or CacheStats()
         promote = dataclasses.replace(
-            ours.promote,
+            self.restores,
             read_bytes_per_s=self.rates.read_bytes_per_s,
             restore_tokens_per_s=self.rates.adopt_tokens_per_s,
             recompute_tokens_per_s=self.rates.prefill_tokens_per_s,
@@ -363,7 +356,7 @@ class PrefixCache:
             theirs,
             block_token_limit=self.settings.block_token_count,
             unsupported_detail=self.facts.unsupported_detail,
-            lookups=dataclasses.replace(ours.lookups, miss_tokens=MissTokens.of(ours.miss_token_totals)),
+            lookups=dataclasses.replace(self.lookups, miss_tokens=MissTokens.of(self.miss_token_totals)),
             ram=self.ram.snapshot(now=self._clock.monotonic()),
             spill=dataclasses.replace(
                 theirs.spill,

@@ -20,7 +20,6 @@ from icehouse_server.domain.ids import AdapterDigest, AdapterName
 from icehouse_server.domain.model import AdapterInfo, ModelInfo, Sight
 from icehouse_server.engine.core.memory_model import (
     ModelShape,
-    TowerShape,
     find_int,
     head_size_of,
     keeps_scores,
@@ -287,11 +286,6 @@ def shape_of(loaded: LoadedModel) -> ModelShape:
 def has_sinks(model: Any) -> bool:
     """Return whether the model's attention has sinks, logits that only take weight."""
     return any("sink" in name for name, _ in parameters_of(model))
-
-
-def tower_shape_of(loaded: LoadedModel) -> TowerShape | None:
-    """Return what the temporary arrays of this model's vision tower are made of, if it has one."""
-    return None if loaded.tower is None else loaded.tower.shape(device=find_backend().value)
 
 
 def attach(adapter: AdapterSource, base: LoadedModel, source: ModelSource) -> AdaptedModel:

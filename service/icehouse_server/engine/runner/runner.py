@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 
 from icehouse_server.clock import Clock
-from icehouse_server.device import find_device
+from icehouse_server.device import find_backend, find_device
 from icehouse_server.domain.ids import NO_ADAPTER, AdapterName, SequenceId
 from icehouse_server.domain.model import ModelInfo, PassSplit
 from icehouse_server.domain.request import Drafting, ImageKey, ImagePart, Pooling
@@ -169,7 +169,7 @@ class ModelRunner:
                 kv_bytes_per_token, number_bytes=shape.compute_bytes
             ),
             draft=self._load_draft(info),
-            tower=model_loader.tower_shape_of(loaded),
+            tower=None if loaded.tower is None else loaded.tower.shape(device=find_backend().value),
         )
         self._end_token_ids = tuple(i for i in info.eos_token_ids if i < info.vocabulary_size)
         return dataclasses.replace(

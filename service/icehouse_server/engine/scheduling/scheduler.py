@@ -73,7 +73,7 @@ class Scheduler:
     @property
     def free_slot_count(self) -> int:
         """Sequences that could be let in now, as far as slots go."""
-        return max(0, self.limits.running_limit - self._taken_slot_count)
+        return max(0, self.limits.running_limit - sum(map(len, self._by_phase.values())))
 
     def prefill_backlog_tokens(self, request: GenerationRequest) -> int:
         """Input tokens of running sequences that are still to be computed before a newcomer's: its tenant's
@@ -106,10 +106,6 @@ class Scheduler:
             and image.start_token_index < sequence.processed_token_count + reach
         )
         return min(waiting, key=lambda sequence: sequence.sequence_id, default=None)
-
-    @property
-    def _taken_slot_count(self) -> int:
-        return sum(map(len, self._by_phase.values()))
 
     @property
     def _preparing_count(self) -> int:

@@ -36,7 +36,8 @@ class WaitingQueue:
     def __init__(self, limits: WaitingLimits) -> None:
         self.limits = limits
         self._sequences: dict[int, Sequence] = {}
-        self._token_count = 0
+        self.token_count = 0
+        """Tokens of all that wait."""
         self._waiting: Counter[Tenant] = Counter()
         self._waiting_tokens: Counter[Tenant] = Counter()
         self._running: Counter[Tenant] = Counter()
@@ -44,18 +45,10 @@ class WaitingQueue:
     def __len__(self) -> int:
         return len(self._sequences)
 
-    def __iter__(self) -> Iterator[Sequence]:
-        return iter(self._sequences.values())
-
-    @property
-    def token_count(self) -> int:
-        """Tokens of all that wait."""
-        return self._token_count
-
     def has_capacity_for(self, token_count: int, *, tenant: Tenant = _NOBODY, request_count: int = 1) -> bool:
         """Whether so many more requests of this many tokens each may wait. Tokens do not matter to an empty
         queue; in a queue that others have filled, a tenant still has an equal part."""
-        if self._fits(len(self._sequences), self._token_count, token_count, request_count, part=1):
+        if self._fits(len(self._sequences), self.token_count, token_count, request_count, part=1):
             return True
         own_count, own_tokens = self._waiting[tenant], self._waiting_tokens[tenant]
         tenant_count = len(self._waiting) + (tenant not in self._waiting)
@@ -82,7 +75,7 @@ class WaitingQueue:
 
     def _count(self, sequence: Sequence, sign: int) -> None:
         tenant, token_count = sequence.request.tenant, sign * len(sequence.input_token_ids)
-        self._token_count += token_count
+        self.token_count += token_count
         self._waiting_tokens[tenant] += token_count
         self._waiting[tenant] += sign
         if not self._waiting[tenant]:
