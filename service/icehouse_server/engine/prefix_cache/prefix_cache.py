@@ -14,7 +14,7 @@ from collections.abc import Sequence as ReadSequence
 
 from icehouse_server.clock import Clock
 from icehouse_server.domain.blocks import BlockHeader, RegionKind, TokenKeys
-from icehouse_server.domain.cache_commands import BlockMatch, Explain, Explanation, Tier
+from icehouse_server.domain.cache_commands import BlockMatch, Explain, Explanation, SessionEndReport, Tier
 from icehouse_server.domain.cache_stats import (
     CacheStats,
     DiskStats,
@@ -24,11 +24,12 @@ from icehouse_server.domain.cache_stats import (
     SpillDrops,
 )
 from icehouse_server.domain.events import CacheReport, ReuseLimit
-from icehouse_server.domain.ids import BlockHash, CacheScope, SequenceId
+from icehouse_server.domain.ids import BlockHash, CacheScope, SequenceId, Tenant
 from icehouse_server.domain.request import CacheUse, GenerationRequest
 from icehouse_server.engine.core.block_log import BlockLog
 from icehouse_server.engine.core.sequence import Sequence
 from icehouse_server.engine.prefix_cache.reuse_plan import Plan, plan, with_divergence
+from icehouse_server.engine.prefix_cache.sessions import Sessions
 from icehouse_server.engine.prefix_cache.tiers.matching import Prompt, known_chain, unread_nodes
 from icehouse_server.engine.prefix_cache.tiers.node import Node, Regions
 from icehouse_server.engine.prefix_cache.tiers.prefix_settings import PrefixSettings
@@ -70,6 +71,7 @@ class PrefixCache:
             self.tree, quotas=self.quotas, runner=runner, waits=self.waits, ended=self._spill_ended
         )
         self.ram = RamTier(self.tree, spills=self.spills, quotas=self.quotas)
+        self.sessions = Sessions(self.tree)
         self.used_by: dict[SequenceId, set[BlockHash]] = {}
         """Blocks whose regions live sequences share: to drop one frees nothing before these end."""
         self.is_inventory_due = storage is not None
@@ -162,6 +164,8 @@ class PrefixCache:
             own = (node for node in own if node.parent in parents)
         self.tree.claim(own, prompt.root)
         self.ram.note_use(made.nodes, now=self._clock.monotonic(), request_id=request.request_id)
+        key = self.sessions.key_of(request.tenant, request.session_id)
+        self.sessions.note_use(request.tenant, key, made.nodes)
         return made
 
     def reusable(self, sequence: Sequence) -> Plan:
@@ -238,16 +242,46 @@ class PrefixCache:
         if not kinds:
             return self.tree.name_of(parent, keys)
         node = self.tree.insert(parent=parent, start_token_index=start, keys=keys)
+        is_new = not (node.ram or node.ssd or node.spill)
         self.tree.claim([node], root)
         missing = [kind for kind in kinds if kind not in node.ram]
         if missing:
             regions = self._runner.cut(sequence.sequence_id, start=start, stop=stop, kinds=missing)
             self._put(sequence, node, regions)
         self.ram.supersede(node)
+        self._note_computed(sequence, node, is_new=is_new)
         if self.spills.is_on and self._is_cut_off(sequence):
             self.spills.offer(node, request_id=sequence.request.request_id)
         self.tree.prune(node)
         return node.hash
+
+    def _note_computed(self, sequence: Sequence, node: Node, *, is_new: bool) -> None:
+        """Tell the sequence's session of a block, and drop the checkpoints that are too many then."""
+        request = sequence.request
+        key = self.sessions.key_of(request.tenant, request.session_id)
+        is_in_prompt = node.end_token_index < len(request.prompt_token_ids)
+        for surplus in self.sessions.note_computed(
+            request.tenant, key, node, is_new=is_new, is_in_prompt=is_in_prompt
+        ):
+            self._drop_checkpoint(surplus)
+
+    def _drop_checkpoint(self, node: Node) -> None:
+        """Drop a block's checkpoint, and all of the block where nothing else of it is of use.
+
+        A block on SSD that others follow keeps its checkpoint there: it is in the same file.
+        """
+        is_full = node.token_count == self.settings.block_token_count
+        if is_full and (self.facts.has_kv or self.facts.window_token_count):
+            self.tree.drop_region(node, RegionKind.CHECKPOINT)
+            return
+        if (node.ssd or node.is_spilling) and self.spills.remove((node.hash,)) is not None:
+            self.tree.forget_stored(node.hash)
+        self.tree.drop(node)
+
+    def end_session(self, tenant: Tenant, session_id: str) -> SessionEndReport:
+        """Have the blocks that only this session has used evicted first."""
+        key = self.sessions.key_of(tenant, session_id)
+        return SessionEndReport() if key is None else self.sessions.end(key)
 
     def _put(self, sequence: Sequence, node: Node, regions: Regions) -> None:
         """Put regions of a block of the sequence into RAM if space can be made for them."""
@@ -370,6 +404,7 @@ class PrefixCache:
             ),
             promote=PromoteStats(**both),
             disk=disk,
+            sessions=self.sessions.snapshot(),
             tenants=self.quotas.snapshot(),
         )
 

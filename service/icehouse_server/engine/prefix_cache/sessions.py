@@ -1,0 +1,194 @@
+"""Sessions: which blocks one conversation alone has used, so that they go first once it has ended.
+
+Inference thread only, pure data, no mlx. A session is known by a hash of its tenant and its name, and the name
+is kept nowhere. `Node.session` says which session computed a block, as long as nobody else has used it. What is
+remembered beside that is bounded, and to forget it costs nothing but the order of eviction.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections import OrderedDict
+from collections.abc import Iterable
+
+from icehouse_server.domain.blocks import RegionKind
+from icehouse_server.domain.cache_commands import SessionEndReport
+from icehouse_server.domain.cache_stats import SessionStats
+from icehouse_server.domain.ids import BlockHash, SessionKey, Tenant
+from icehouse_server.engine.prefix_cache.tiers.node import Node
+from icehouse_server.engine.prefix_cache.tiers.tree import PrefixTree
+
+SESSION_LIMIT = 4096
+"""Sessions that are remembered, of all tenants; the tenant with the most forgets one first."""
+END_LIMIT = 32
+"""Ends of a session's chains that are remembered: its own, and those of its forks and subagents."""
+
+_KEY_BYTES = 16
+_HASH_KEY_LIMIT = 64
+"""Longest key that BLAKE2b takes, in bytes."""
+
+
+@dataclasses.dataclass(slots=True)
+class _Session:
+    """What is remembered of one session. The names may be of blocks that are gone."""
+
+    tenant: Tenant
+    is_ended: bool = False
+    ends: dict[BlockHash, None] = dataclasses.field(default_factory=dict)
+    """The last blocks of its chains, in the order in which they were computed."""
+    checkpoints: OrderedDict[BlockHash, None] = dataclasses.field(default_factory=OrderedDict)
+    """Blocks with checkpoints that count for it, the least recently taken or resumed from first."""
+    deepest: BlockHash | None = None
+    """The last of these within its latest prompt: what the same prompt would go on from."""
+
+
+class Sessions:
+    """A bounded book of sessions. `SessionKey` includes the tenant, so that no tenant reaches another's."""
+
+    def __init__(self, tree: PrefixTree) -> None:
+        self._tree = tree
+        self._secret = tree.settings.name_secret[:_HASH_KEY_LIMIT]
+        self._checkpoint_limit = tree.settings.session_checkpoint_limit
+        self._known: dict[SessionKey, _Session] = {}
+        self._of: dict[Tenant, OrderedDict[SessionKey, None]] = {}
+        """Each tenant's sessions, the least recently used first."""
+        self._stats = SessionStats()
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def key_of(self, tenant: Tenant, session_id: str) -> SessionKey | None:
+        """Return what a tenant's session is known by; None for a request without one."""
+        if not session_id:
+            return None
+        # A session's name has no zero byte, so that no two pairs are spelled alike.
+        spelled = f"{session_id}\0{tenant}".encode()
+        return SessionKey(hashlib.blake2b(spelled, key=self._secret, digest_size=_KEY_BYTES).digest())
+
+    def note_use(self, tenant: Tenant, key: SessionKey | None, nodes: Iterable[Node]) -> None:
+        """Record that a request begins with these blocks: from now on others' are nobody's alone."""
+        last = None
+        for last in nodes:
+            _share(last, key)
+        if key is None:
+            return
+        session = self._open(tenant, key)
+        if last is not None and last.hash in session.checkpoints:
+            session.checkpoints.move_to_end(last.hash)
+            session.deepest = last.hash
+
+    def note_computed(
+        self, tenant: Tenant, key: SessionKey | None, node: Node, *, is_new: bool, is_in_prompt: bool
+    ) -> list[Node]:
+        """Record that a request has computed a block, which may have been known; return the blocks whose
+        checkpoints the session has too many of now."""
+        if is_new:
+            node.session = key
+        _share(node, key)
+        if key is None or node.session != key:
+            return []
+        session = self._open(tenant, key)
+        self._note_end(session, node)
+        if RegionKind.CHECKPOINT not in node.ram or node.hash in session.checkpoints:
+            return []
+        session.checkpoints[node.hash] = None
+        if is_in_prompt:
+            session.deepest = node.hash
+        return self._surplus(session, key, newest=node.hash)
+
+    def end(self, key: SessionKey) -> SessionEndReport:
+        """Have the blocks that only this session has used evicted first, the ends of its chains before their
+        beginnings. Whoever uses one of them later makes it as recently used as any other."""
+        session = self._known.get(key)
+        if session is None:
+            return SessionEndReport()
+        nodes = [node for node in self._own(session, key) if not node.is_pinned]
+        for node in sorted(nodes, key=lambda node: node.start_token_index):
+            self._tree.demote(node)
+        session.is_ended = True
+        report = SessionEndReport(
+            block_count=len(nodes),
+            ram_bytes=sum(node.ram_bytes for node in nodes),
+            ssd_bytes=sum(node.ssd_bytes for node in nodes),
+        )
+        self._stats.ended_total += 1
+        self._stats.released_block_total += report.block_count
+        return report
+
+    def has_ended(self, node: Node) -> bool:
+        """Whether only a session that has ended has used this block."""
+        session = None if node.session is None else self._known.get(node.session)
+        return session is not None and session.is_ended
+
+    def snapshot(self) -> SessionStats:
+        """Return the counters."""
+        ended_count = sum(session.is_ended for session in self._known.values())
+        return dataclasses.replace(self._stats, session_count=len(self), ended_count=ended_count)
+
+    def _open(self, tenant: Tenant, key: SessionKey) -> _Session:
+        """Return a session that is used now, known from now on; one that had ended goes on."""
+        session = self._known.get(key)
+        if session is None:
+            session = self._known[key] = _Session(tenant)
+            self._of.setdefault(tenant, OrderedDict())[key] = None
+            if len(self._known) > SESSION_LIMIT:
+                self._forget_one()
+        session.is_ended = False
+        self._of[tenant].move_to_end(key)
+        return session
+
+    def _forget_one(self) -> None:
+        tenant = max(self._of, key=lambda tenant: len(self._of[tenant]))
+        key, _ = self._of[tenant].popitem(last=False)
+        if not self._of[tenant]:
+            del self._of[tenant]
+        del self._known[key]
+        self._stats.forgotten_total += 1
+
+    def _note_end(self, session: _Session, node: Node) -> None:
+        session.ends.pop(node.parent, None)
+        session.ends[node.hash] = None
+        if len(session.ends) > END_LIMIT:
+            session.ends = {name: None for name in session.ends if self._tree.get(name) is not None}
+            for name in list(session.ends)[:-END_LIMIT]:
+                del session.ends[name]
+
+    def _own(self, session: _Session, key: SessionKey) -> list[Node]:
+        """Return the known blocks that only this session has used, as far as its ends lead to them."""
+        own: dict[BlockHash, Node] = {}
+        for name in session.ends:
+            node = self._tree.get(name)
+            while node is not None and node.session == key and node.hash not in own:
+                own[node.hash] = node
+                node = self._tree.get(node.parent)
+        return list(own.values())
+
+    def _surplus(self, session: _Session, key: SessionKey, *, newest: BlockHash) -> list[Node]:
+        """Return the blocks whose checkpoints are more than a session may have, and count them no more.
+
+        The least recently taken or resumed from go, never the newest one nor the deepest one within the latest
+        prompt. Those that others have used too, or that are pinned, count for nobody.
+        """
+        if not self._checkpoint_limit:
+            return []
+        counted: list[Node] = []
+        for name in list(session.checkpoints):
+            node = self._tree.get(name)
+            is_own = node is not None and node.session == key and not node.is_pinned
+            if node is not None and is_own and node.has(RegionKind.CHECKPOINT, with_ssd=True):
+                counted.append(node)
+            else:
+                del session.checkpoints[name]
+        may_go = [node for node in counted if node.hash not in (newest, session.deepest)]
+        surplus = may_go[: max(0, len(counted) - self._checkpoint_limit)]
+        for node in surplus:
+            del session.checkpoints[node.hash]
+        self._stats.dropped_checkpoint_total += len(surplus)
+        return surplus
+
+
+def _share(node: Node, key: SessionKey | None) -> None:
+    """Record the use of a block by a session, or by a request without one."""
+    if node.session != key:
+        node.session = None
