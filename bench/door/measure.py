@@ -2,10 +2,9 @@
 
 One server with a model of random weights, and `icehouse-http` in front of it. First the front's memory while
 nobody calls. Then one caller streams the same cached prompt in turn over gRPC and through the front, in chat,
-messages and responses, the order turning: the difference of the times to the first text. Then as many callers
-at once as the target names, rounds over gRPC and through the front in turn: tokens a second, and the processor
-time of each process. All callers are in this process, without a client library's time in HTTP's. Linux only:
-it reads /proc.
+messages and responses, the order turning: the difference of the times to the first text. Then 64 callers at
+once, rounds over gRPC and through the front in turn: tokens a second, and the processor time of each process.
+All callers are in this process, without a client library's time in HTTP's. Linux only: it reads /proc.
 """
 
 from __future__ import annotations
@@ -217,10 +216,15 @@ def _report(found: Found, arguments: argparse.Namespace, *, duration_s: float) -
         ),
     ]
     show_verdicts(verdicts)
-    plan = {k: v for k, v in vars(arguments).items()}
     path = write_json(
         "http",
-        {"setting": setting(), "plan": plan, "duration_s": duration_s, "targets": verdicts, "found": found},
+        {
+            "setting": setting(),
+            "plan": vars(arguments),
+            "duration_s": duration_s,
+            "targets": verdicts,
+            "found": found,
+        },
     )
     console.print(f"{path}; {duration_s:.0f} s")
 

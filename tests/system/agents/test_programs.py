@@ -1,7 +1,8 @@
-"""Programs for coding: each mends a file, set as docs/howto/agent-programs.md shows, and its turns reuse each other."""
+"""Programs for coding, set as docs/howto/agent-programs.md shows: each mends a file and reuses prompts."""
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -31,12 +32,13 @@ def documents(output: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in output.splitlines() if line.startswith("{")]
 
 
-def check(desk: Desk, *, turn_count: int = 3, least_tokens: int = 2000) -> None:
-    """The file is mended, and of each later prompt nearly all came from the cache."""
+def check(desk: Desk, *, least_reused: float = LEAST_REUSED) -> None:
+    """The file is mended in three turns, and each had all of the last prompt from the cache."""
     assert desk.file.read_text(encoding="utf-8") == RIGHT
-    prompts = desk.prompts(least_tokens=least_tokens)
-    assert len(prompts) == turn_count, prompts
-    assert min(prompt.reused for prompt in prompts[1:]) >= LEAST_REUSED, prompts
+    prompts = desk.prompts(least_tokens=2000)
+    assert len(prompts) == 3, prompts
+    for before, prompt in itertools.pairwise(prompts):
+        assert prompt.cached_count >= before.token_count and prompt.reused >= least_reused, prompts
 
 
 def codex_steps(file: Path) -> Sequence[Step]:
@@ -130,3 +132,49 @@ async def test_claude_code_searches_for_tools(tmp_path: Path, installed: Install
     assert prompts[1].token_count > prompts[0].token_count + 500, "two tools are there that were not"
     assert prompts[1].cached_count > 0.75 * prompts[0].token_count
     assert min(prompt.reused for prompt in prompts[2:]) >= LEAST_REUSED
+
+
+def cn_steps(file: Path) -> Sequence[Step]:
+    edit = {"file_path": str(file), "old_string": "helo", "new_string": "hello"}
+    return (
+        Step(QUESTION, thought="I look first.", calls=[Call("Read", {"filepath": str(file)})]),
+        Step("print('helo", thought="A letter is missing.", calls=[Call("Edit", edit)]),
+        Step("print('hello", thought="That was it.", said=DONE),
+    )
+
+
+async def test_continue(tmp_path: Path, installed: Installed) -> None:
+    continued = installed("cn")
+    async with desk_of(tmp_path, cn_steps) as desk:
+        written = settings(desk, "Continue", "yaml")
+        (desk.folder / "config.yaml").write_text(written, encoding="utf-8")
+        told = await desk.run(continued, "Continue", CONTINUE_TELEMETRY_ENABLED="0")
+        # Its prompts are short beside what a tool answers.
+        check(desk, least_reused=0.8)
+    assert told.strip() == DONE
+
+
+MARKS = ("<" * 7, "=" * 7, ">" * 7)
+BLOCK = "greet.py\n```\n{} SEARCH\nprint('helo')\n{}\nprint('hello')\n{} REPLACE\n```\n".format(*MARKS)
+"""How aider has a model write a change."""
+
+
+def aider_steps(file: Path) -> Sequence[Step]:
+    return (
+        Step(QUESTION, thought="A letter is missing.", said=BLOCK),
+        Step("Is it right now?", thought="It is.", said=DONE),
+    )
+
+
+async def test_aider(tmp_path: Path, installed: Installed) -> None:
+    """Its instructions and examples are reused; the file that it shows behind them is another one then."""
+    aider = installed("aider")
+    async with desk_of(tmp_path, aider_steps) as desk:
+        written = settings(desk, "aider", "yaml")
+        (desk.folder / ".aider.conf.yml").write_text(written, encoding="utf-8")
+        off = ("GIT", "CHECK_UPDATE", "SHOW_MODEL_WARNINGS", "SHOW_RELEASE_NOTES")
+        quiet = {f"AIDER_{name}": "false" for name in off} | {"AIDER_ANALYTICS_DISABLE": "true"}
+        told = await desk.run(aider, "aider", **quiet, LITELLM_LOCAL_MODEL_COST_MAP="True")
+        assert desk.file.read_text(encoding="utf-8") == RIGHT and DONE in told
+        first, second = desk.prompts()
+    assert first.cached_count == 0 and second.reused > 0.6
