@@ -11,7 +11,14 @@ import enum
 
 from icehouse_server.domain.blocks import TokenKeys
 from icehouse_server.domain.events import CacheReport
-from icehouse_server.domain.ids import DEFAULT_SCOPE, DEFAULT_TENANT, BlockHash, CacheScope, Tenant
+from icehouse_server.domain.ids import (
+    DEFAULT_SCOPE,
+    DEFAULT_TENANT,
+    BlockHash,
+    CacheScope,
+    SessionKey,
+    Tenant,
+)
 
 
 class Tier(enum.Enum):
@@ -44,6 +51,8 @@ class BlockMatch:
     tier: Tier
     has_checkpoint: bool
     pinned: bool
+    session: SessionKey | None = None
+    """The session that computed it and alone has used it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

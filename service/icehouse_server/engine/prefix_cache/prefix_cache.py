@@ -439,4 +439,5 @@ def _block_match(node: Node) -> BlockMatch:
         tier=Tier.RAM if node.ram else Tier.SSD,
         has_checkpoint=node.has(RegionKind.CHECKPOINT, with_ssd=True),
         pinned=node.is_pinned,
+        session=node.session,
     )

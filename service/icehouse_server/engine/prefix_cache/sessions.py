@@ -1,8 +1,8 @@
 """Sessions: which blocks one conversation alone has used, so that they go first once it has ended.
 
-Inference thread only, pure data, no mlx. A session is known by a hash of its tenant and its name, and the name
-is kept nowhere. `Node.session` says which session computed a block, as long as nobody else has used it. What is
-remembered beside that is bounded, and to forget it costs nothing but the order of eviction.
+Inference thread only, pure data, no mlx. A session is known by a hash of its tenant and its name, and the
+name is kept nowhere. `Node.session` says which session computed a block, as long as nobody else has used it.
+What is remembered beside that is bounded, and to forget it costs nothing but the order of eviction.
 """
 
 from __future__ import annotations
@@ -167,8 +167,8 @@ class Sessions:
     def _surplus(self, session: _Session, key: SessionKey, *, newest: BlockHash) -> list[Node]:
         """Return the blocks whose checkpoints are more than a session may have, and count them no more.
 
-        The least recently taken or resumed from go, never the newest one nor the deepest one within the latest
-        prompt. Those that others have used too, or that are pinned, count for nobody.
+        The least recently taken or resumed from go, never the newest one nor the deepest one within the
+        latest prompt. Those that others have used too, or that are pinned, count for nobody.
         """
         if not self._checkpoint_limit:
             return []
