@@ -281,7 +281,13 @@ class PrefixCache:
     def end_session(self, tenant: Tenant, session_id: str) -> SessionEndReport:
         """Have the blocks that only this session has used evicted first."""
         key = self.sessions.key_of(tenant, session_id)
-        return SessionEndReport() if key is None else self.sessions.end(key)
+        nodes = [] if key is None else self.sessions.end(key)
+        self.spills.demote(nodes)
+        return SessionEndReport(
+            block_count=len(nodes),
+            ram_bytes=sum(node.ram_bytes for node in nodes),
+            ssd_bytes=sum(node.ssd_bytes for node in nodes),
+        )
 
     def _put(self, sequence: Sequence, node: Node, regions: Regions) -> None:
         """Put regions of a block of the sequence into RAM if space can be made for them."""
@@ -329,6 +335,8 @@ class PrefixCache:
         if shorter := tuple(other.hash for other in self.tree.superseded(node) if other.ssd):
             self.spills.remove(shorter)
         # A pin that was ordered after the commit may also have come after the block's eviction.
+        if self.sessions.has_ended(node):
+            self.spills.demote([node])
         is_pinned = record.pin_end_time > NOT_PINNED and not self.spills.is_to_be_removed(record.hash)
         self.ram.end_spill(node, is_pinned_on_ssd=is_pinned)
 

@@ -13,7 +13,6 @@ from collections import OrderedDict
 from collections.abc import Iterable
 
 from icehouse_server.domain.blocks import RegionKind
-from icehouse_server.domain.cache_commands import SessionEndReport
 from icehouse_server.domain.cache_stats import SessionStats
 from icehouse_server.domain.ids import BlockHash, SessionKey, Tenant
 from icehouse_server.engine.prefix_cache.tiers.node import Node
@@ -97,24 +96,20 @@ class Sessions:
             session.deepest = node.hash
         return self._surplus(session, key, newest=node.hash)
 
-    def end(self, key: SessionKey) -> SessionEndReport:
-        """Have the blocks that only this session has used evicted first, the ends of its chains before their
-        beginnings. Whoever uses one of them later makes it as recently used as any other."""
+    def end(self, key: SessionKey) -> list[Node]:
+        """Make the blocks that only this session has used the next to go, the ends of its chains before their
+        beginnings; return them, beginnings first. Who uses one later makes it the most recently used one."""
         session = self._known.get(key)
         if session is None:
-            return SessionEndReport()
+            return []
         nodes = [node for node in self._own(session, key) if not node.is_pinned]
-        for node in sorted(nodes, key=lambda node: node.start_token_index):
+        nodes.sort(key=lambda node: node.start_token_index)
+        for node in nodes:
             self._tree.demote(node)
         session.is_ended = True
-        report = SessionEndReport(
-            block_count=len(nodes),
-            ram_bytes=sum(node.ram_bytes for node in nodes),
-            ssd_bytes=sum(node.ssd_bytes for node in nodes),
-        )
         self._stats.ended_total += 1
-        self._stats.released_block_total += report.block_count
-        return report
+        self._stats.released_block_total += len(nodes)
+        return nodes
 
     def has_ended(self, node: Node) -> bool:
         """Whether only a session that has ended has used this block."""

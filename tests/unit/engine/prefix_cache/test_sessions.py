@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 from icehouse_server.domain.blocks import RegionKind
-from icehouse_server.domain.cache_commands import SessionEndReport
 from icehouse_server.domain.ids import SessionKey, Tenant
 from icehouse_server.engine.prefix_cache import sessions as book
 from icehouse_server.engine.prefix_cache.sessions import Sessions
@@ -42,7 +41,7 @@ class Bench:
         self.tree.touch(nodes, now=1.0)
         return nodes
 
-    def end(self, name: str, tenant: Tenant = ALICE) -> SessionEndReport:
+    def end(self, name: str, tenant: Tenant = ALICE) -> list[Node]:
         key = self.key(name, tenant)
         assert key is not None
         return self.sessions.end(key)
@@ -57,7 +56,7 @@ def test_what_an_ended_session_alone_has_used_goes_first_and_its_end_before_its_
     old = bench.run("old", range(100, 100 + 2 * SIZE))
     ended = bench.run("ended", range(3 * SIZE), ssd=True)
     assert bench.order() == [*reversed(old), *reversed(ended)]
-    assert bench.end("ended") == SessionEndReport(block_count=3, ram_bytes=30, ssd_bytes=3000)
+    assert bench.end("ended") == ended
     assert bench.order() == [*reversed(ended), *reversed(old)]
 
 
@@ -67,7 +66,7 @@ def test_what_another_session_has_used_too_stays_where_it_is() -> None:
     own = bench.run("first", [*range(2 * SIZE), *range(50, 50 + SIZE)])[2:]
     bench.run("second", [*range(2 * SIZE), *range(70, 70 + SIZE)])
     before = [node for node in bench.order() if node not in own]
-    assert bench.end("first").block_count == 1
+    assert len(bench.end("first")) == 1
     assert bench.order() == [*own, *before]
     assert all(node.session is None for node in shared)
 
@@ -80,16 +79,16 @@ def test_a_use_without_a_session_or_by_the_same_name_of_another_tenant_counts_as
     nodes = bench.run("same", range(2 * SIZE))
     bench.run(name, range(2 * SIZE), tenant=tenant)
     before = bench.order()
-    assert bench.end("same") == SessionEndReport()
+    assert bench.end("same") == []
     assert bench.order() == before == list(reversed(nodes))
 
 
 def test_a_tenant_does_not_end_the_session_of_another() -> None:
     bench = Bench()
     nodes = bench.run("same", range(2 * SIZE))
-    assert bench.end("same", BOB) == SessionEndReport()
+    assert bench.end("same", BOB) == []
     assert not any(map(bench.sessions.has_ended, nodes))
-    assert bench.end("same").block_count == 2 and all(map(bench.sessions.has_ended, nodes))
+    assert len(bench.end("same")) == 2 and all(map(bench.sessions.has_ended, nodes))
 
 
 def test_forks_of_a_session_end_with_it_and_pinned_blocks_stay() -> None:
@@ -98,7 +97,7 @@ def test_forks_of_a_session_end_with_it_and_pinned_blocks_stay() -> None:
     for fork in range(3):
         nodes = bench.run("agent", [*stem, *range(50 * fork + 50, 50 * fork + 50 + SIZE)])
     bench.tree.set_pin(nodes[-1], UNTIL_UNPINNED)
-    assert bench.end("agent").block_count == 4
+    assert len(bench.end("agent")) == 4
     check_tree(bench.tree)
 
 
@@ -110,7 +109,7 @@ def test_a_session_that_goes_on_has_not_ended() -> None:
     longer = bench.run("agent", range(3 * SIZE))
     assert bench.order() == [*later, *reversed(longer)]
     assert not bench.sessions.has_ended(nodes[0]) and bench.sessions.snapshot().ended_count == 0
-    assert bench.end("agent").block_count == 3, "the blocks of before are still its own"
+    assert len(bench.end("agent")) == 3, "the blocks of before are still its own"
 
 
 def test_of_millions_of_sessions_the_tenant_with_the_most_forgets_its_own(
@@ -123,8 +122,8 @@ def test_of_millions_of_sessions_the_tenant_with_the_most_forgets_its_own(
     for number in range(1, 2_000):
         bench.sessions.note_use(ALICE, bench.key(str(number)), [])
     assert len(bench.sessions) == 50 and bench.sessions.snapshot().forgotten_total == 1_951
-    assert bench.end("0") == SessionEndReport() and not bench.sessions.has_ended(first[0])
-    assert bench.end("kept", BOB).block_count == 1 and bench.sessions.has_ended(nodes[0])
+    assert bench.end("0") == [] and not bench.sessions.has_ended(first[0])
+    assert len(bench.end("kept", BOB)) == 1 and bench.sessions.has_ended(nodes[0])
 
 
 def test_as_many_tenants_as_sessions_are_forgotten_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,7 +141,7 @@ def test_of_an_endless_session_a_bounded_number_of_ends_is_remembered() -> None:
         bench.run("agent", [1_000 + fork])
     (session,) = bench.sessions._known.values()
     assert len(session.ends) == book.END_LIMIT
-    assert bench.end("agent").block_count == book.END_LIMIT
+    assert len(bench.end("agent")) == book.END_LIMIT
     for length in range(1, 200):
         bench.run("long", range(length * SIZE))
     key = bench.key("long")
@@ -155,7 +154,7 @@ def test_ends_that_are_gone_are_forgotten_before_those_that_are_there() -> None:
     for number in range(3 * book.END_LIMIT):
         (gone,) = bench.run("agent", [1_000 + number])
         bench.tree.drop(gone)
-    assert bench.end("agent").block_count == 1 and bench.sessions.has_ended(stays[0])
+    assert len(bench.end("agent")) == 1 and bench.sessions.has_ended(stays[0])
 
 
 # The budget of checkpoints.

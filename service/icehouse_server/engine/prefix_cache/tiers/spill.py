@@ -118,6 +118,12 @@ class Spills:
         if stored and self.storage is not None:
             self.storage.touch(stored)
 
+    def demote(self, nodes: Sequence[Node]) -> None:
+        """Make blocks the next to go from SSD, the last one first; where too much is queued, they stay."""
+        stored = tuple(node.hash for node in nodes if node.ssd)
+        if stored and self.storage is not None:
+            self.storage.demote(stored)
+
     def lose_storage(self) -> None:
         """Nothing is written or removed any more."""
         self._waits.storage = None
