@@ -269,7 +269,7 @@ class ColdTier(Protocol):
         ...
 
     def demote(self, blocks: Names) -> bool:
-        """Have blocks go before all others until they are used, the last of these first; a restart forgets it.
+        """Have blocks go before all others until they are used, the last of these first; until a restart, too.
         False: too much is queued."""
         ...
 

@@ -1,4 +1,4 @@
-"""Sessions: what an ended one alone has used goes first from both tiers, and how many checkpoints one keeps."""
+"""Sessions: what an ended one alone has used goes first, and how many checkpoints one keeps."""
 
 from __future__ import annotations
 

@@ -24,13 +24,13 @@ from icehouse_server.domain.cache_stats import (
     SpillDrops,
 )
 from icehouse_server.domain.events import CacheReport, ReuseLimit
-from icehouse_server.domain.ids import BlockHash, CacheScope, SequenceId, Tenant
+from icehouse_server.domain.ids import BlockHash, CacheScope, SequenceId, SessionKey, Tenant
 from icehouse_server.domain.request import CacheUse, GenerationRequest
 from icehouse_server.engine.core.block_log import BlockLog
 from icehouse_server.engine.core.sequence import Sequence
 from icehouse_server.engine.prefix_cache.reuse_plan import Plan, plan, with_divergence
 from icehouse_server.engine.prefix_cache.sessions import Sessions
-from icehouse_server.engine.prefix_cache.tiers.matching import Prompt, known_chain, unread_nodes
+from icehouse_server.engine.prefix_cache.tiers.matching import Prompt, known_chain, match, unread_nodes
 from icehouse_server.engine.prefix_cache.tiers.node import Node, Regions
 from icehouse_server.engine.prefix_cache.tiers.prefix_settings import PrefixSettings
 from icehouse_server.engine.prefix_cache.tiers.ram import RamTier
@@ -164,8 +164,7 @@ class PrefixCache:
             own = (node for node in own if node.parent in parents)
         self.tree.claim(own, prompt.root)
         self.ram.note_use(made.nodes, now=self._clock.monotonic(), request_id=request.request_id)
-        key = self.sessions.key_of(request.tenant, request.session_id)
-        self.sessions.note_use(request.tenant, key, made.nodes)
+        self.sessions.note_use(request.tenant, self._session_of(sequence), made.nodes)
         return made
 
     def reusable(self, sequence: Sequence) -> Plan:
@@ -223,7 +222,7 @@ class PrefixCache:
         if is_end and start < position:
             names.append(self._capture_block(sequence, start, position, reached))
         if len(names) > known_count:
-            self.tree.touch(self._known(names), now=self._clock.monotonic())
+            self._touch(sequence, names)
         return names[known_count:]
 
     def promote(self, sequence: Sequence, node: Node, regions: Regions) -> None:
@@ -231,7 +230,7 @@ class PrefixCache:
         self.tree.learn_keys(node, sequence.keys(node.start_token_index, node.end_token_index))
         missing = {kind: region for kind, region in regions.items() if kind not in node.ram}
         self._put(sequence, node, missing)
-        self.tree.touch(self._known(sequence.chain), now=self._clock.monotonic())
+        self._touch(sequence, sequence.chain)
 
     def _capture_block(self, sequence: Sequence, start: int, stop: int, reached: int) -> BlockHash:
         """Put one block of the sequence into RAM unless all of it is there; return its name."""
@@ -249,21 +248,27 @@ class PrefixCache:
             regions = self._runner.cut(sequence.sequence_id, start=start, stop=stop, kinds=missing)
             self._put(sequence, node, regions)
         self.ram.supersede(node)
-        self._note_computed(sequence, node, is_new=is_new)
+        self._note_computed(sequence, node, reached, is_new=is_new)
         if self.spills.is_on and self._is_cut_off(sequence):
             self.spills.offer(node, request_id=sequence.request.request_id)
         self.tree.prune(node)
         return node.hash
 
-    def _note_computed(self, sequence: Sequence, node: Node, *, is_new: bool) -> None:
+    def _note_computed(self, sequence: Sequence, node: Node, reached: int, *, is_new: bool) -> None:
         """Tell the sequence's session of a block, and drop the checkpoints that are too many then."""
-        request = sequence.request
-        key = self.sessions.key_of(request.tenant, request.session_id)
-        is_in_prompt = node.end_token_index < len(request.prompt_token_ids)
-        for surplus in self.sessions.note_computed(
-            request.tenant, key, node, is_new=is_new, is_in_prompt=is_in_prompt
-        ):
-            self._drop_checkpoint(surplus)
+        key = self._session_of(sequence)
+        self.sessions.note_computed(sequence.request.tenant, key, node, is_new=is_new)
+        if self.sessions.has_surplus(node):
+            resumed = self._resumed(sequence, reached)
+            for surplus in self.sessions.take_surplus(node, resumed=resumed):
+                self._drop_checkpoint(surplus)
+
+    def _resumed(self, sequence: Sequence, reached: int) -> Node | None:
+        """Return the block whose checkpoint the same prompt would resume from, as far as it is computed."""
+        keys = sequence.keys(0, min(reached + 1, len(sequence.request.prompt_token_ids)))
+        prompt = self.prompt(keys, scope=sequence.request.scope)
+        nodes = match(self.tree, prompt, with_ssd=self.storage is not None).nodes
+        return nodes[-1] if nodes else None
 
     def _drop_checkpoint(self, node: Node) -> None:
         """Drop a block's checkpoint, and all of the block where nothing else of it is of use.
@@ -303,6 +308,15 @@ class PrefixCache:
         return self.facts.has_kv and not all(
             any(RegionKind.KV in node.ram for node in self._known(pair)) for pair in pairs
         )
+
+    def _touch(self, sequence: Sequence, names: Iterable[BlockHash]) -> None:
+        """Record that a chain is used by this sequence, and so by its session."""
+        nodes = self._known(names)
+        self.tree.touch(nodes, now=self._clock.monotonic())
+        self.sessions.share(self._session_of(sequence), nodes)
+
+    def _session_of(self, sequence: Sequence) -> SessionKey | None:
+        return self.sessions.key_of(sequence.request.tenant, sequence.request.session_id)
 
     def _known(self, names: Iterable[BlockHash | None]) -> list[Node]:
         nodes = (self.tree.get(name) for name in names if name is not None)

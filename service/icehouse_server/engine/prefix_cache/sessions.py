@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from icehouse_server.domain.blocks import RegionKind
 from icehouse_server.domain.cache_stats import SessionStats
@@ -38,8 +38,6 @@ class _Session:
     """The last blocks of its chains, in the order in which they were computed."""
     checkpoints: OrderedDict[BlockHash, None] = dataclasses.field(default_factory=OrderedDict)
     """Blocks with checkpoints that count for it, the least recently taken or resumed from first."""
-    deepest: BlockHash | None = None
-    """The last of these within its latest prompt: what the same prompt would go on from."""
 
 
 class Sessions:
@@ -49,6 +47,7 @@ class Sessions:
         self._tree = tree
         self._secret = tree.settings.name_secret[:_HASH_KEY_LIMIT]
         self._checkpoint_limit = tree.settings.session_checkpoint_limit
+        self.session_limit = SESSION_LIMIT
         self._known: dict[SessionKey, _Session] = {}
         self._of: dict[Tenant, OrderedDict[SessionKey, None]] = {}
         """Each tenant's sessions, the least recently used first."""
@@ -65,36 +64,59 @@ class Sessions:
         spelled = f"{session_id}\0{tenant}".encode()
         return SessionKey(hashlib.blake2b(spelled, key=self._secret, digest_size=_KEY_BYTES).digest())
 
-    def note_use(self, tenant: Tenant, key: SessionKey | None, nodes: Iterable[Node]) -> None:
-        """Record that a request begins with these blocks: from now on others' are nobody's alone."""
-        last = None
-        for last in nodes:
-            _share(last, key)
+    def note_use(self, tenant: Tenant, key: SessionKey | None, nodes: Sequence[Node]) -> None:
+        """Record that a request begins with this chain, and resumes from its end."""
+        self.share(key, nodes)
         if key is None:
             return
         session = self._open(tenant, key)
-        if last is not None and last.hash in session.checkpoints:
-            session.checkpoints.move_to_end(last.hash)
-            session.deepest = last.hash
+        if nodes and nodes[-1].hash in session.checkpoints:
+            session.checkpoints.move_to_end(nodes[-1].hash)
 
-    def note_computed(
-        self, tenant: Tenant, key: SessionKey | None, node: Node, *, is_new: bool, is_in_prompt: bool
-    ) -> list[Node]:
-        """Record that a request has computed a block, which may have been known; return the blocks whose
-        checkpoints the session has too many of now."""
+    def share(self, key: SessionKey | None, nodes: Iterable[Node]) -> None:
+        """Record that a session, or a request without one, uses these blocks: others' are nobody's alone."""
+        for node in nodes:
+            if node.session != key:
+                node.session = None
+
+    def note_computed(self, tenant: Tenant, key: SessionKey | None, node: Node, *, is_new: bool) -> None:
+        """Record that a request has computed a block, which may have been known."""
         if is_new:
             node.session = key
-        _share(node, key)
+        self.share(key, [node])
         if key is None or node.session != key:
-            return []
+            return
         session = self._open(tenant, key)
         self._note_end(session, node)
-        if RegionKind.CHECKPOINT not in node.ram or node.hash in session.checkpoints:
-            return []
-        session.checkpoints[node.hash] = None
-        if is_in_prompt:
-            session.deepest = node.hash
-        return self._surplus(session, key, newest=node.hash)
+        if RegionKind.CHECKPOINT in node.ram:
+            session.checkpoints[node.hash] = None
+            session.checkpoints.move_to_end(node.hash)
+
+    def has_surplus(self, node: Node) -> bool:
+        """Whether the session of this block may have too many checkpoints."""
+        session = None if node.session is None else self._known.get(node.session)
+        return session is not None and 0 < self._checkpoint_limit < len(session.checkpoints)
+
+    def take_surplus(self, newest: Node, *, resumed: Node | None) -> list[Node]:
+        """Return the blocks whose checkpoints the session of the newest one has too many of, and count them no
+        more: the least recently taken or resumed from, but neither the newest nor the one that a request for
+        the same prompt would resume from. Those that others have used or that are pinned count for nobody."""
+        assert newest.session is not None
+        session = self._known[newest.session]
+        counted: list[Node] = []
+        for name in list(session.checkpoints):
+            node = self._tree.get(name)
+            is_own = node is not None and node.session == newest.session and not node.is_pinned
+            if node is not None and is_own and node.has(RegionKind.CHECKPOINT, with_ssd=True):
+                counted.append(node)
+            else:
+                del session.checkpoints[name]
+        may_go = [node for node in counted if node not in (newest, resumed)]
+        surplus = may_go[: max(0, len(counted) - self._checkpoint_limit)]
+        for node in surplus:
+            del session.checkpoints[node.hash]
+        self._stats.dropped_checkpoint_total += len(surplus)
+        return surplus
 
     def end(self, key: SessionKey) -> list[Node]:
         """Make the blocks that only this session has used the next to go, the ends of its chains before their
@@ -127,7 +149,7 @@ class Sessions:
         if session is None:
             session = self._known[key] = _Session(tenant)
             self._of.setdefault(tenant, OrderedDict())[key] = None
-            if len(self._known) > SESSION_LIMIT:
+            if len(self._known) > self.session_limit:
                 self._forget_one()
         session.is_ended = False
         self._of[tenant].move_to_end(key)
@@ -158,32 +180,3 @@ class Sessions:
                 own[node.hash] = node
                 node = self._tree.get(node.parent)
         return list(own.values())
-
-    def _surplus(self, session: _Session, key: SessionKey, *, newest: BlockHash) -> list[Node]:
-        """Return the blocks whose checkpoints are more than a session may have, and count them no more.
-
-        The least recently taken or resumed from go, never the newest one nor the deepest one within the
-        latest prompt. Those that others have used too, or that are pinned, count for nobody.
-        """
-        if not self._checkpoint_limit:
-            return []
-        counted: list[Node] = []
-        for name in list(session.checkpoints):
-            node = self._tree.get(name)
-            is_own = node is not None and node.session == key and not node.is_pinned
-            if node is not None and is_own and node.has(RegionKind.CHECKPOINT, with_ssd=True):
-                counted.append(node)
-            else:
-                del session.checkpoints[name]
-        may_go = [node for node in counted if node.hash not in (newest, session.deepest)]
-        surplus = may_go[: max(0, len(counted) - self._checkpoint_limit)]
-        for node in surplus:
-            del session.checkpoints[node.hash]
-        self._stats.dropped_checkpoint_total += len(surplus)
-        return surplus
-
-
-def _share(node: Node, key: SessionKey | None) -> None:
-    """Record the use of a block by a session, or by a request without one."""
-    if node.session != key:
-        node.session = None

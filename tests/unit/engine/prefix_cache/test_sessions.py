@@ -37,7 +37,7 @@ class Bench:
         old = [node for node in nodes if node.hash in known]
         self.sessions.note_use(tenant, self.key(name, tenant), old)
         for node in nodes[len(old) :]:
-            self.sessions.note_computed(tenant, self.key(name, tenant), node, is_new=True, is_in_prompt=True)
+            self.sessions.note_computed(tenant, self.key(name, tenant), node, is_new=True)
         self.tree.touch(nodes, now=1.0)
         return nodes
 
@@ -112,11 +112,9 @@ def test_a_session_that_goes_on_has_not_ended() -> None:
     assert len(bench.end("agent")) == 3, "the blocks of before are still its own"
 
 
-def test_of_millions_of_sessions_the_tenant_with_the_most_forgets_its_own(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(book, "SESSION_LIMIT", 50)
+def test_of_millions_of_sessions_the_tenant_with_the_most_forgets_its_own() -> None:
     bench = Bench()
+    bench.sessions.session_limit = 50
     nodes = bench.run("kept", range(SIZE), tenant=BOB)
     first = bench.run("0", range(100, 100 + SIZE))
     for number in range(1, 2_000):
@@ -126,9 +124,9 @@ def test_of_millions_of_sessions_the_tenant_with_the_most_forgets_its_own(
     assert len(bench.end("kept", BOB)) == 1 and bench.sessions.has_ended(nodes[0])
 
 
-def test_as_many_tenants_as_sessions_are_forgotten_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(book, "SESSION_LIMIT", 50)
+def test_as_many_tenants_as_sessions_are_forgotten_too() -> None:
     bench = Bench()
+    bench.sessions.session_limit = 50
     for number in range(500):
         tenant = Tenant(str(number))
         bench.sessions.note_use(tenant, bench.key("agent", tenant), [])
@@ -161,12 +159,12 @@ def test_ends_that_are_gone_are_forgotten_before_those_that_are_there() -> None:
 
 
 class Checkpoints(Bench):
-    """One session's prompt, of which every block leaves a checkpoint."""
+    """A session's chains, of which every block leaves a checkpoint."""
 
     def compute(
-        self, tokens: range | list[int], *, name: str = "agent", is_in_prompt: bool = True
+        self, tokens: range | list[int], *, name: str = "agent", resumed: Node | None = None
     ) -> list[list[int]]:
-        """Compute what is not known of a chain; return for each block where the surplus ends."""
+        """Compute what is not known of a chain; return for each new block where the surplus ends."""
         told, parent, keys = [], ROOT, tuple(tokens)
         for start in range(0, len(keys), SIZE):
             node = self.tree.insert(parent=parent, start_token_index=start, keys=keys[start : start + SIZE])
@@ -174,9 +172,10 @@ class Checkpoints(Bench):
             if node.ram:
                 continue
             self.shelf.hold(node, *self.shelf.kinds())
-            surplus = self.sessions.note_computed(
-                ALICE, self.key(name), node, is_new=True, is_in_prompt=is_in_prompt
-            )
+            self.sessions.note_computed(ALICE, self.key(name), node, is_new=True)
+            surplus: list[Node] = []
+            if self.sessions.has_surplus(node):
+                surplus = self.sessions.take_surplus(node, resumed=resumed)
             for other in surplus:
                 self.tree.drop_region(other, RegionKind.CHECKPOINT)
             check_tree(self.tree)
@@ -191,10 +190,11 @@ def test_a_session_keeps_as_many_checkpoints_as_its_budget_has_the_latest_ones()
     assert bench.tree.ram.used_bytes == 5 * 10 + 3 * 10
 
 
-def test_the_deepest_of_the_prompt_stays_while_its_reply_leaves_others() -> None:
+def test_what_the_prompt_resumes_from_stays_while_its_reply_leaves_others() -> None:
     bench = Checkpoints(HYBRID, checkpoint_limit=2)
     bench.compute(range(2 * SIZE))
-    told = bench.compute(range(6 * SIZE), is_in_prompt=False)
+    resumed = bench.shelf.chain(list(range(2 * SIZE)))[-1]
+    told = bench.compute(range(6 * SIZE), resumed=resumed)
     assert told == [[SIZE], [3 * SIZE], [4 * SIZE], [5 * SIZE]]
     assert bench.shelf.matched([*range(2 * SIZE), 7]) == 2 * SIZE
 
