@@ -269,8 +269,8 @@ class ColdTier(Protocol):
         ...
 
     def demote(self, blocks: Names) -> bool:
-        """Have blocks go before all others until they are used, the last of these first; until a restart, too.
-        False: too much is queued."""
+        """Have blocks go before all others until they are used, the last of these first. A restart forgets
+        this. False: too much is queued."""
         ...
 
     def pin(self, blocks: Names, end_time: float) -> Ticket[Names] | None:
