@@ -88,7 +88,7 @@ def test_explain_tells_which_session_a_block_belongs_to_until_another_uses_it() 
         assert [block.session for block in answer.blocks] == [None, None, key]
 
 
-def test_an_ended_session_goes_first_from_ssd_whether_written_before_or_after(tmp_path: Path) -> None:
+def test_an_ended_session_goes_first_from_ssd_and_what_is_not_there_is_not_written(tmp_path: Path) -> None:
     with SteppedServer(tmp_path, spill_policy="write_behind", ram_blocks=4) as served:
         for name in ("a", "b", "b"):
             tokens = prompt(2 * BLOCK + 1, salt=ord(name))
@@ -107,7 +107,8 @@ def test_an_ended_session_goes_first_from_ssd_whether_written_before_or_after(tm
             _index_of(served).remove(victim.hash)
         own = [start for is_ended, start in going if is_ended]
         assert [is_ended for is_ended, _ in going] == sorted((e for e, _ in going), reverse=True)
-        assert sorted(own) == [0, 0, BLOCK, BLOCK] and own[0] == BLOCK
+        assert own == [BLOCK, 0] and len(going) == 6
+        assert _cached(served, prompt(2 * BLOCK + 1, salt=ord("a"))) == 0
 
 
 # The budget of checkpoints.

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from icehouse_server.domain.cache_commands import (
     CacheAnswer,
     CacheCommand,
-    EndSession,
     Evict,
     EvictBlocks,
     EvictReport,
@@ -30,7 +29,6 @@ from icehouse_server.errors import IcehouseError, NotFound, Overloaded, Reason, 
 
 from tests.system.sim.ledger import Ledger
 from tests.system.sim.server import SimServer
-from tests.system.sim.session_watch import SessionWatch
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -55,14 +53,13 @@ class CommandIssuer:
         """Nobody answers what a process that is gone was asked."""
         self.open_count = 0
 
-    def give(self, served: SimServer, order: CacheCommand, sessions: SessionWatch) -> None:
+    def give(self, served: SimServer, order: CacheCommand) -> None:
         """Send an order through the engine's door."""
         self._say(f"order {order}")
         rot_count = self._ledger.rot_count
         self.open_count += 1
         is_open = True
         doom = _Doom()
-        before: list[Node] = []
         self._change_count += isinstance(order, Pin | Unpin | Evict | EvictBlocks)
         change_number, order_time = self._change_count, served.clock.wall()
 
@@ -80,8 +77,6 @@ class CommandIssuer:
                 # Behind a block that was found damaged meanwhile nobody looks for pinned ones.
                 self._check_pins(served, order, answer)
             self._check(served, order, answer, doom)
-            if isinstance(order, EndSession):
-                sessions.check_end(order, before)
             if isinstance(answer, VerifyReport) and order == Verify():
                 # What was damaged while it ran may have been read before.
                 self._check_verified(served, may_miss=self._ledger.rot_count > rot_count)
@@ -89,8 +84,6 @@ class CommandIssuer:
         if isinstance(order, Evict | EvictBlocks):
             # Answered at once, right before the order is carried out.
             served.mailbox.post(Command(Unpin((1, 2)), lambda _: self._pronounce(doom, served, order)))
-        if isinstance(order, EndSession):
-            served.mailbox.post(Command(Unpin((1, 2)), lambda _: before.extend(sessions.before_end())))
         served.mailbox.post(Command(order, reply))
 
     def ask_stats(self, served: SimServer) -> None:

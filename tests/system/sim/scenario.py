@@ -260,7 +260,7 @@ class Scenario:
         if self._session_dice.random() < 0.3:
             order = EndSession(self._session_dice.choice(_SESSIONS[2:]), scope.tenant)
         self._pins.is_excused |= isinstance(order, Unpin | Evict | EvictBlocks)
-        self._commands.give(self._served, order, self._sessions)
+        self._commands.give(self._served, order)
 
     def _piece_of(self, order: Evict) -> CacheCommand:
         """Return a piece of a removal: of what is known now, or was when one began that goes on."""

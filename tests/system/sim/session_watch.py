@@ -6,7 +6,8 @@ import collections
 from collections.abc import Hashable
 from typing import Any
 
-from icehouse_server.domain.cache_commands import EndSession
+from icehouse_server.domain.cache_commands import SessionEndReport
+from icehouse_server.domain.ids import Tenant
 from icehouse_server.domain.request import GenerationRequest
 from icehouse_server.engine.core.sequence import Sequence
 from icehouse_server.engine.prefix_cache.reuse_plan import Plan
@@ -25,22 +26,24 @@ class SessionWatch:
         self._users: collections.defaultdict[Node, set[Hashable]] = collections.defaultdict(set)
         self._capturing: tuple[Sequence, int] | None = None
         self._plan, self._capture = self._cache.plan, self._cache.capture
-        self._drop_checkpoint = self._cache._drop_checkpoint
+        self._end_session, self._drop_checkpoint = self._cache.end_session, self._cache._drop_checkpoint
         vars(self._cache).update(
-            plan=self._watch_plan, capture=self._watch_capture, _drop_checkpoint=self._watch_drop
+            plan=self._watch_plan,
+            capture=self._watch_capture,
+            end_session=self._watch_end,
+            _drop_checkpoint=self._watch_drop,
         )
 
-    def before_end(self) -> list[Node]:
-        """Return the blocks in RAM in the order in which they go."""
-        return list(self._cache.tree.ram.oldest())
-
-    def check_end(self, order: EndSession, before: list[Node]) -> None:
+    def _watch_end(self, tenant: Tenant, session_id: str) -> SessionEndReport:
         """What somebody else has used, too, goes neither earlier nor later than before."""
-        mine = (order.tenant, order.session_id)
-        others = {node for node in before if self._users[node] - {mine}}
-        after = [node for node in self._cache.tree.ram.oldest() if node in others]
-        assert after == [node for node in before if node in others], f"{order} moved others' blocks"
-        self._ledger.seen["moved by the end of a session"] += after != before
+        order = self._cache.tree.ram.oldest
+        before = list(order())
+        ended = self._end_session(tenant, session_id)
+        others = {node for node in before if self._users[node] - {(tenant, session_id)}}
+        after = [node for node in order() if node in others]
+        assert after == [node for node in before if node in others], f"the end of {session_id} moved others"
+        self._ledger.seen["moved by the end of a session"] += list(order()) != before
+        return ended
 
     def _watch_plan(self, sequence: Sequence, **how: Any) -> Plan:
         made = self._plan(sequence, **how)

@@ -72,6 +72,7 @@ class PrefixCache:
         )
         self.ram = RamTier(self.tree, spills=self.spills, quotas=self.quotas)
         self.sessions = Sessions(self.tree)
+        self.spills.is_over = self.sessions.has_ended
         self.used_by: dict[SequenceId, set[BlockHash]] = {}
         """Blocks whose regions live sequences share: to drop one frees nothing before these end."""
         self.is_inventory_due = storage is not None

@@ -36,8 +36,8 @@ class _Session:
     is_ended: bool = False
     ends: dict[BlockHash, None] = dataclasses.field(default_factory=dict)
     """The last blocks of its chains, in the order in which they were computed."""
-    checkpoints: OrderedDict[BlockHash, None] = dataclasses.field(default_factory=OrderedDict)
-    """Blocks with checkpoints that count for it, the least recently taken or resumed from first."""
+    checkpoints: dict[BlockHash, int] = dataclasses.field(default_factory=dict)
+    """Blocks with checkpoints that count for it, each with the number of the request that used it last."""
 
 
 class Sessions:
@@ -51,6 +51,7 @@ class Sessions:
         self._known: dict[SessionKey, _Session] = {}
         self._of: dict[Tenant, OrderedDict[SessionKey, None]] = {}
         """Each tenant's sessions, the least recently used first."""
+        self._request_number = 0
         self._stats = SessionStats()
 
     def __len__(self) -> int:
@@ -67,11 +68,12 @@ class Sessions:
     def note_use(self, tenant: Tenant, key: SessionKey | None, nodes: Sequence[Node]) -> None:
         """Record that a request begins with this chain, and resumes from its end."""
         self.share(key, nodes)
+        self._request_number += 1
         if key is None:
             return
         session = self._open(tenant, key)
         if nodes and nodes[-1].hash in session.checkpoints:
-            session.checkpoints.move_to_end(nodes[-1].hash)
+            session.checkpoints[nodes[-1].hash] = self._request_number
 
     def share(self, key: SessionKey | None, nodes: Iterable[Node]) -> None:
         """Record that a session, or a request without one, uses these blocks: others' are nobody's alone."""
@@ -89,8 +91,7 @@ class Sessions:
         session = self._open(tenant, key)
         self._note_end(session, node)
         if RegionKind.CHECKPOINT in node.ram:
-            session.checkpoints[node.hash] = None
-            session.checkpoints.move_to_end(node.hash)
+            session.checkpoints[node.hash] = self._request_number
 
     def has_surplus(self, node: Node) -> bool:
         """Whether the session of this block may have too many checkpoints."""
@@ -98,25 +99,48 @@ class Sessions:
         return session is not None and 0 < self._checkpoint_limit < len(session.checkpoints)
 
     def take_surplus(self, newest: Node, *, resumed: Node | None) -> list[Node]:
-        """Return the blocks whose checkpoints the session of the newest one has too many of, and count them no
-        more: the least recently taken or resumed from, but neither the newest nor the one that a request for
-        the same prompt would resume from. Those that others have used or that are pinned count for nobody."""
+        """Return the blocks whose checkpoints are more than the session of the newest one may have, and count
+        them no more; but neither the newest nor the one that a request for the same prompt would resume from.
+
+        Those go whose loss costs least: few tokens lie between the checkpoint before and them, and many
+        requests came since their last use. Those that others have used or that are pinned count for nobody.
+        """
         assert newest.session is not None
         session = self._known[newest.session]
-        counted: list[Node] = []
-        for name in list(session.checkpoints):
-            node = self._tree.get(name)
-            is_own = node is not None and node.session == newest.session and not node.is_pinned
-            if node is not None and is_own and node.has(RegionKind.CHECKPOINT, with_ssd=True):
-                counted.append(node)
-            else:
-                del session.checkpoints[name]
-        may_go = [node for node in counted if node not in (newest, resumed)]
-        surplus = may_go[: max(0, len(counted) - self._checkpoint_limit)]
-        for node in surplus:
-            del session.checkpoints[node.hash]
+        self._forget_lost(session, newest.session)
+        surplus: list[Node] = []
+        while len(session.checkpoints) > self._checkpoint_limit:
+            counted = [node for name in session.checkpoints if (node := self._tree.get(name)) is not None]
+            gaps = {node: self._gap(node, counted) for node in counted if node not in (newest, resumed)}
+            ages = {n: self._request_number - session.checkpoints[n.hash] + 1 for n in gaps}
+            if not gaps:
+                break
+            surplus.append(min(gaps, key=lambda node: gaps[node] / ages[node]))
+            del session.checkpoints[surplus[-1].hash]
         self._stats.dropped_checkpoint_total += len(surplus)
         return surplus
+
+    def _forget_lost(self, session: _Session, key: SessionKey) -> None:
+        """Stop counting the checkpoints that are gone, or not only this session's."""
+        for name in list(session.checkpoints):
+            node = self._tree.get(name)
+            is_own = node is not None and node.session == key and not node.is_pinned
+            if node is None or not is_own or not node.has(RegionKind.CHECKPOINT, with_ssd=True):
+                del session.checkpoints[name]
+
+    def _gap(self, node: Node, counted: Sequence[Node]) -> int:
+        """Return the tokens from the checkpoint before on the way to this one. `counted` tells of tails,
+        which are no block's ancestors, and of what lies before a gap in a chain without kv."""
+        below = node
+        for above in (node, *self._tree.ancestors(node)):
+            tails = (tail.end_token_index for tail in counted if _begins_like(tail, above))
+            if tail_end := max(tails, default=0):
+                return node.end_token_index - tail_end
+            if above is not node and above.has(RegionKind.CHECKPOINT, with_ssd=True):
+                return node.end_token_index - above.end_token_index
+            below = above
+        earlier = (n.end_token_index for n in counted if n.end_token_index <= below.start_token_index)
+        return node.end_token_index - max(earlier, default=0)
 
     def end(self, key: SessionKey) -> list[Node]:
         """Make the blocks that only this session has used the next to go, the ends of its chains before their
@@ -180,3 +204,10 @@ class Sessions:
                 own[node.hash] = node
                 node = self._tree.get(node.parent)
         return list(own.values())
+
+
+def _begins_like(tail: Node, node: Node) -> bool:
+    """Whether a block begins with the tokens of a shorter one."""
+    is_shorter = tail.parent == node.parent and tail.token_count < node.token_count
+    known, wanted = tail.token_ids, node.token_ids
+    return is_shorter and known is not None and wanted is not None and wanted[: len(known)] == known

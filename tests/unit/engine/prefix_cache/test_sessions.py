@@ -183,9 +183,9 @@ class Checkpoints(Bench):
         return told
 
 
-def test_a_session_keeps_as_many_checkpoints_as_its_budget_has_the_latest_ones() -> None:
+def test_a_session_keeps_as_many_checkpoints_as_its_budget_has_spread_over_its_chain() -> None:
     bench = Checkpoints(HYBRID, checkpoint_limit=3)
-    assert bench.compute(range(5 * SIZE)) == [[], [], [], [SIZE], [2 * SIZE]]
+    assert bench.compute(range(5 * SIZE)) == [[], [], [], [SIZE], [3 * SIZE]]
     assert bench.sessions.snapshot().dropped_checkpoint_total == 2
     assert bench.tree.ram.used_bytes == 5 * 10 + 3 * 10
 
@@ -202,10 +202,23 @@ def test_what_the_prompt_resumes_from_stays_while_its_reply_leaves_others() -> N
 def test_one_that_was_resumed_from_outlasts_those_that_were_not() -> None:
     bench = Checkpoints(HYBRID, checkpoint_limit=3)
     bench.compute(range(3 * SIZE))
-    first = bench.shelf.chain(list(range(SIZE)))
-    bench.sessions.note_use(ALICE, bench.key("agent"), first)
+    for resumed in ([], [], [], bench.shelf.chain(list(range(SIZE)))):
+        bench.sessions.note_use(ALICE, bench.key("agent"), resumed)
     assert bench.compute([*range(SIZE), *range(50, 50 + 2 * SIZE)]) == [[2 * SIZE], [3 * SIZE]]
     assert bench.shelf.matched(range(SIZE + 1)) == SIZE
+
+
+def test_one_that_little_is_lost_with_goes_before_one_that_was_used_less_recently() -> None:
+    bench = Checkpoints(HYBRID, checkpoint_limit=2)
+    stem = list(range(4 * SIZE))
+    for node in bench.shelf.chain(stem):
+        bench.shelf.hold(node, RegionKind.KV)
+    last = bench.shelf.chain(stem)[-1]
+    bench.shelf.hold(last, RegionKind.CHECKPOINT)
+    bench.sessions.note_computed(ALICE, bench.key("agent"), last, is_new=True)
+    bench.sessions.note_use(ALICE, bench.key("agent"), [])
+    bench.compute([*stem, 1])
+    assert bench.compute([*stem, 1, 2]) == [[4 * SIZE + 1]], "a token behind the stem, and it is a tail"
 
 
 def test_those_that_others_have_used_or_that_are_pinned_count_for_nobody() -> None:
