@@ -115,7 +115,8 @@ async def test_a_refusal_for_now_is_tried_again_as_soon_as_it_says(
     front: HttpFront, served: RunningServer, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """Both packages read `retry-after-ms` before `retry-after`, which knows whole seconds only."""
-    submit, refused = served.engine.submit, []
+    submit = served.engine.submit
+    refused: list[GenerationRequest] = []
 
     def refuse_once(request: GenerationRequest, *others: Any) -> None:
         if not refused:
