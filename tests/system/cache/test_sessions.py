@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from icehouse_server.domain.blocks import RegionKind
 from icehouse_server.domain.cache_commands import EndSession, Explain, Explanation, SessionEndReport
-from icehouse_server.domain.ids import Tenant
+from icehouse_server.domain.ids import CacheScope, Tenant
 from icehouse_server.engine.prefix_cache.tiers.node import Node
 from icehouse_server.engine.prefix_cache.tiers.runner_port import CacheFacts
 from icehouse_server.storage.local.directory.disk_index import DiskIndex
@@ -86,6 +86,18 @@ def test_explain_tells_which_session_a_block_belongs_to_until_another_uses_it() 
         assert isinstance(answer, Explanation)
         key = served.cache.sessions.key_of(Tenant(""), "a")
         assert [block.session for block in answer.blocks] == [None, None, key]
+
+
+def test_explain_tells_nobody_of_another_tenants_session() -> None:
+    with SteppedServer() as served:
+        tokens = tuple(prompt(2 * BLOCK + 1))
+        served.ask("a", tokens, max_output_tokens=0, session_id="a", tenant=Tenant("a"))
+        shared = CacheScope(Tenant("a"))
+        answer = served.order(Explain(tokens, CacheScope(Tenant("b")), shared_scope=shared))
+        assert isinstance(answer, Explanation)
+        assert [block.session for block in answer.blocks] == [None, None]
+        own = served.order(Explain(tokens, shared))
+        assert isinstance(own, Explanation) and None not in [block.session for block in own.blocks]
 
 
 def test_an_ended_session_goes_first_from_ssd_and_what_is_not_there_is_not_written(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from icehouse_server.engine.core.block_log import BlockLog
 from icehouse_server.engine.core.sequence import Sequence
 from icehouse_server.engine.prefix_cache.reuse_plan import Plan, plan, with_divergence
 from icehouse_server.engine.prefix_cache.sessions import Sessions
+from icehouse_server.engine.prefix_cache.tiers.account import Owner
 from icehouse_server.engine.prefix_cache.tiers.matching import Prompt, known_chain, match, unread_nodes
 from icehouse_server.engine.prefix_cache.tiers.node import Node, Regions
 from icehouse_server.engine.prefix_cache.tiers.prefix_settings import PrefixSettings
@@ -183,7 +184,7 @@ class PrefixCache:
         cold_s = self.rates.prefill_s(len(keys))
         return Explanation(
             cache=dataclasses.replace(made.report, restore_s=restore_s),
-            blocks=tuple(map(_block_match, made.nodes)),
+            blocks=tuple(_block_match(node, readers=self.quotas.kin_of(prompt.root)) for node in made.nodes),
             predicted_ttft_s=restore_s + rest_s if cold_s else None,
             predicted_cold_ttft_s=cold_s or None,
         )
@@ -349,9 +350,9 @@ class PrefixCache:
         node, record = self._add_stored(outcome.record), outcome.record
         if shorter := tuple(other.hash for other in self.tree.superseded(node) if other.ssd):
             self.spills.remove(shorter)
-        # A pin that was ordered after the commit may also have come after the block's eviction.
         if self.sessions.has_ended(node):
             self.spills.demote([node])
+        # A pin that was ordered after the commit may also have come after the block's eviction.
         is_pinned = record.pin_end_time > NOT_PINNED and not self.spills.is_to_be_removed(record.hash)
         self.ram.end_spill(node, is_pinned_on_ssd=is_pinned)
 
@@ -452,8 +453,8 @@ def captured_kinds(
     return kinds
 
 
-def _block_match(node: Node) -> BlockMatch:
-    """Return what a caller is shown of a block of its prompt."""
+def _block_match(node: Node, *, readers: frozenset[Owner]) -> BlockMatch:
+    """Return what a caller is shown of a block of its prompt: its session only where the block is its own."""
     return BlockMatch(
         hash=node.hash,
         start_token_index=node.start_token_index,
@@ -462,5 +463,5 @@ def _block_match(node: Node) -> BlockMatch:
         tier=Tier.RAM if node.ram else Tier.SSD,
         has_checkpoint=node.has(RegionKind.CHECKPOINT, with_ssd=True),
         pinned=node.is_pinned,
-        session=node.session,
+        session=node.session if node.owner in readers else None,
     )

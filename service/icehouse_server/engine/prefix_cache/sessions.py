@@ -11,6 +11,7 @@ import dataclasses
 import hashlib
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from itertools import chain
 
 from icehouse_server.domain.blocks import RegionKind
 from icehouse_server.domain.cache_stats import SessionStats
@@ -131,10 +132,11 @@ class Sessions:
     def _gap(self, node: Node, counted: Sequence[Node]) -> int:
         """Return the tokens from the checkpoint before on the way to this one. `counted` tells of tails,
         which are no block's ancestors, and of what lies before a gap in a chain without kv."""
-        below = node
-        for above in (node, *self._tree.ancestors(node)):
-            tails = (tail.end_token_index for tail in counted if _begins_like(tail, above))
-            if tail_end := max(tails, default=0):
+        below, size = node, self._tree.settings.block_token_count
+        tails = [tail for tail in counted if tail.token_count < size]
+        for above in chain((node,), self._tree.ancestors(node)):
+            ends = (tail.end_token_index for tail in tails if _begins_like(tail, above))
+            if tail_end := max(ends, default=0):
                 return node.end_token_index - tail_end
             if above is not node and above.has(RegionKind.CHECKPOINT, with_ssd=True):
                 return node.end_token_index - above.end_token_index
