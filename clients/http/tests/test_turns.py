@@ -198,7 +198,11 @@ def test_a_tool_that_is_searched_for_comes_behind_the_others() -> None:
     ]
     assert messages_of(tools=tools, messages=turns[:1]).options["tools"] == [Tool("search")]
     asked = messages_of(tools=tools, messages=turns)
-    assert asked.options["tools"] == [Tool("search"), Tool("go"), Tool("dig")]
+    assert asked.options["tools"] == [
+        Tool("search"),
+        Tool("go", found_later=True),
+        Tool("dig", found_later=True),
+    ]
     lines = [f"The tool {name} can be called now." for name in ("go", "dig", "gone")]
     assert asked.prompt[2] == Message("tool", "\n".join(lines), tool_call_id="1")
 
