@@ -93,6 +93,7 @@ def build_cache_parts(
         is_enabled=config.enabled,
         ram_limit_bytes=cache_limit(config.ram_bytes, device),
         checkpoint_interval_tokens=config.checkpoint_interval_tokens,
+        session_checkpoint_limit=config.session_checkpoint_limit,
         ssd_limit_bytes=config.ssd_bytes if config.has_ssd else 0,
         spill_policy=config.spill_policy,
         min_prefix_token_count=config.min_prefix_token_count,

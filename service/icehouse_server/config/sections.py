@@ -125,6 +125,11 @@ class CacheConfig:
         "Tokens between checkpoints, for models whose state cannot be cut; a multiple of the block.",
         minimum=1,
     )
+    session_checkpoint_limit: int = setting(
+        8,
+        "Checkpoints that a session keeps, for models whose state cannot be cut.",
+        minimum=2,
+    )
     spill_policy: str = setting(
         "on_evict",
         "When blocks are written to SSD: on eviction from RAM, also when used a second time, or never.",

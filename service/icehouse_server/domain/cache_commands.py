@@ -11,7 +11,14 @@ import enum
 
 from icehouse_server.domain.blocks import TokenKeys
 from icehouse_server.domain.events import CacheReport
-from icehouse_server.domain.ids import DEFAULT_SCOPE, BlockHash, CacheScope, Tenant
+from icehouse_server.domain.ids import (
+    DEFAULT_SCOPE,
+    DEFAULT_TENANT,
+    BlockHash,
+    CacheScope,
+    SessionKey,
+    Tenant,
+)
 
 
 class Tier(enum.Enum):
@@ -44,6 +51,8 @@ class BlockMatch:
     tier: Tier
     has_checkpoint: bool
     pinned: bool
+    session: SessionKey | None = None
+    """The session that computed it and alone has used it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -112,6 +121,23 @@ class EvictReport:
             ssd_block_count=self.ssd_block_count + other.ssd_block_count,
             ssd_bytes=self.ssd_bytes + other.ssd_bytes,
         )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EndSession:
+    """Have the blocks that only this session has used evicted first. Answered by `SessionEndReport`."""
+
+    session_id: str
+    tenant: Tenant = DEFAULT_TENANT
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SessionEndReport:
+    """The blocks that are evicted first now; none for a session that is not known."""
+
+    block_count: int = 0
+    ram_bytes: int = 0
+    ssd_bytes: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -267,6 +293,7 @@ CacheCommand = (
     | Pin
     | Unpin
     | Evict
+    | EndSession
     | ListKnown
     | ListRecent
     | EvictBlocks
@@ -280,6 +307,7 @@ CacheAnswer = (
     Explanation
     | PinReport
     | EvictReport
+    | SessionEndReport
     | KnownBlocks
     | RecentBlocks
     | VerifyReport

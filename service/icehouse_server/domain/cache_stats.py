@@ -237,6 +237,23 @@ class ReconcileReport:
         )
 
 
+@dataclasses.dataclass(slots=True)
+class SessionStats:
+    """The sessions that requests named."""
+
+    session_count: int = 0
+    """Remembered now."""
+    ended_count: int = 0
+    """Of these, sessions that have ended."""
+    ended_total: int = 0
+    released_block_total: int = 0
+    """Blocks that became the first to be evicted when their session ended."""
+    forgotten_total: int = 0
+    """Sessions forgotten because there were too many."""
+    dropped_checkpoint_total: int = 0
+    """Checkpoints dropped because their session had too many."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class TenantShare:
     """What one tenant's blocks take of the tiers."""
@@ -261,4 +278,5 @@ class CacheStats:
     integrity: IntegrityStats = dataclasses.field(default_factory=IntegrityStats)
     disk: DiskStats | None = None
     last_reconcile: ReconcileReport | None = None
+    sessions: SessionStats = dataclasses.field(default_factory=SessionStats)
     tenants: tuple[TenantShare, ...] = ()

@@ -26,6 +26,9 @@ BlockHash = NewType("BlockHash", bytes)
 ImageDigest = NewType("ImageDigest", bytes)
 """32 bytes, SHA-256 over an image as the model's processor made it, and over the processor."""
 
+SessionKey = NewType("SessionKey", bytes)
+"""16 bytes, BLAKE2b over a session's name and its tenant, under the key of the cache if there is one."""
+
 Fingerprint = NewType("Fingerprint", bytes)
 """32 bytes, SHA-256 over everything KV depends on."""
 

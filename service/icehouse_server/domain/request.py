@@ -77,6 +77,8 @@ class GenerationRequest:
     speculation: Speculation | None = None
     session_id: str = ""
     """The conversation that it is a turn of, as its caller or a gateway names it; empty if unknown."""
+    ends_session: bool = False
+    """Whether it is the last turn; the session ends with it, unless it fails."""
     images: tuple[ImageSpan, ...] = ()
     """Images that replace some of the prompt's tokens; ascending, without overlap."""
     pooling: Pooling | None = None

@@ -133,6 +133,9 @@ class Requests:
     def close(self, sequence: Sequence) -> None:
         """Give back what a request that has ended held; its caches go with `release_ended`."""
         self._prefix.end(sequence)
+        request = sequence.request
+        if request.ends_session and sequence.has_finished:
+            self._prefix.cache.end_session(request.tenant, request.session_id)
         self._scheduler.remove(sequence)
         self._ended.append(sequence.sequence_id)
         del self._by_request[sequence.request.request_id]

@@ -268,6 +268,11 @@ class ColdTier(Protocol):
         """Note that blocks were used, a chain from its end to its beginning. False: too much is queued."""
         ...
 
+    def demote(self, blocks: Names) -> bool:
+        """Have blocks go before all others until they are used, the last of these first. A restart forgets
+        this. False: too much is queued."""
+        ...
+
     def pin(self, blocks: Names, end_time: float) -> Ticket[Names] | None:
         """Protect blocks, queued ones too, from removal for the tier's limits until then (`Clock.wall`), or
         with NOT_PINNED no longer; a pin that ends later stays. The result names those that are neither

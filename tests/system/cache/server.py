@@ -142,6 +142,7 @@ class CacheServer:
             is_enabled=is_enabled,
             ram_limit_bytes=ram_bytes,
             checkpoint_interval_tokens=checkpoint_interval_tokens,
+            session_checkpoint_limit=2,
             spill_policy=spill_policy,
             may_recompute=False,
             adapters={adapter.name: adapter.digest for adapter in adapters},
@@ -208,6 +209,8 @@ class CacheServer:
         speculation: Speculation | None = None,
         logprobs: LogprobsWanted | None = None,
         images: Sequence[ImageSpan] = (),
+        session_id: str = "",
+        ends_session: bool = False,
     ) -> None:
         """Hand in a request without waiting for it."""
         self.engine.submit(
@@ -224,6 +227,8 @@ class CacheServer:
                 cache_use=cache_use,
                 logprobs=logprobs,
                 images=tuple(images),
+                session_id=session_id,
+                ends_session=ends_session,
             )
         )
 

@@ -85,6 +85,7 @@ class SteppedServer:
         load_queue_limit_count: int = 16,
         checkpoint_interval_tokens: int = 2 * BLOCK,
         checkpoint_padding_bytes: int = 0,
+        session_checkpoint_limit: int = 0,
         may_recompute: bool = False,
         quotas: QuotaLimits | None = None,
         adapters: Mapping[AdapterName, AdapterDigest] | None = None,
@@ -128,6 +129,7 @@ class SteppedServer:
                 is_enabled=True,
                 ram_limit_bytes=int(ram_blocks * BLOCK_BYTES),
                 checkpoint_interval_tokens=checkpoint_interval_tokens,
+                session_checkpoint_limit=session_checkpoint_limit,
                 spill_policy=spill_policy,
                 min_prefix_token_count=min_prefix_token_count,
                 may_recompute=may_recompute,
@@ -231,6 +233,8 @@ class SteppedServer:
         adapter: AdapterName = NO_ADAPTER,
         shared_tenant: Tenant | None = None,
         cache_use: CacheUse = CacheUse.READ_WRITE,
+        session_id: str = "",
+        ends_session: bool = False,
     ) -> None:
         """Put a request into the mailbox. A name may be used again when its last request has ended."""
         self.recorder.events.pop(name, None)
@@ -245,6 +249,8 @@ class SteppedServer:
             adapter=adapter,
             shared_tenant=shared_tenant,
             cache_use=cache_use,
+            session_id=session_id,
+            ends_session=ends_session,
         )
         assert self.mailbox.offer(Submit(request))
 

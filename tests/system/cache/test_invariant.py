@@ -47,6 +47,8 @@ class Ask:
     sampling_index: int
     use: CacheUse
     tenant: str
+    session: str
+    ends_session: bool
 
     @property
     def prompt(self) -> list[int]:
@@ -75,6 +77,8 @@ asks = st.builds(
     sampling_index=st.integers(0, len(_SAMPLINGS) - 1),
     use=st.sampled_from([CacheUse.READ_WRITE] * 3 + [CacheUse.READ_ONLY, CacheUse.WRITE_ONLY, CacheUse.OFF]),
     tenant=st.sampled_from(["", "", "other"]),
+    session=st.sampled_from(["one", "one", "two", ""]),
+    ends_session=st.booleans(),
 )
 lives = st.builds(
     Life,
@@ -176,6 +180,8 @@ def run(life: Life, reference: Reference, directory: Path) -> None:
                     sampling=_SAMPLINGS[ask.sampling_index],
                     tenant=Tenant(ask.tenant),
                     cache_use=ask.use,
+                    session_id=ask.session,
+                    ends_session=ask.ends_session,
                 )
             got += [served.answer(f"{number} {index}").tokens for index in range(len(wave))]
     assert got == expected

@@ -7,7 +7,13 @@ from typing import Any
 
 import pytest
 from icehouse_client import AsyncClient, Client, IcehouseClientError
-from icehouse_server.domain.cache_commands import EvictBlocks, EvictReport, ListKnown
+from icehouse_server.domain.cache_commands import (
+    EndSession,
+    EvictBlocks,
+    EvictReport,
+    ListKnown,
+    SessionEndReport,
+)
 from icehouse_server.domain.ids import BlockHash, CacheScope, Tenant
 
 from tests.system.clients.test_python_client import threaded
@@ -36,6 +42,15 @@ async def test_removals_tell_how_far_they_are(served: RunningServer) -> None:
     slices = [EvictBlocks(KNOWN[:256]), EvictBlocks(KNOWN[256:])]
     of_prompt = ListKnown(tuple(b"Hi"), CacheScope(Tenant("blue")))
     assert served.engine.orders == [of_prompt, *slices, *[ListKnown(None), *slices] * 2]
+
+
+async def test_a_session_ends(served: RunningServer) -> None:
+    served.engine.order_answer = SessionEndReport(block_count=2, ram_bytes=10)
+    ended = await threaded(served, lambda client: client.cache.end_session("talk"))
+    async with AsyncClient(served.server.address) as client:
+        assert await client.cache.end_session("talk", tenant="blue") == ended
+    assert ended.block_count == 2
+    assert served.engine.orders == [EndSession("talk"), EndSession("talk", Tenant("blue"))]
 
 
 async def test_what_is_told_of_progress_can_end_a_removal(served: RunningServer) -> None:

@@ -107,6 +107,7 @@ async def test_options_and_prompts_of_every_kind_arrive(served: RunningServer) -
             model="tiny",
             request_id="o",
             session_id="s",
+            ends_session=True,
             cache_use="off",
             tenant="blue",
             priority=2,
@@ -122,6 +123,7 @@ async def test_options_and_prompts_of_every_kind_arrive(served: RunningServer) -
     assert (full.stop, full.name, full.cache_use) == (("x",), "o", CacheUse.OFF)
     assert sampling.stop_token_ids == (9,)
     assert (full.tenant, full.priority, full.session_id) == ("blue", 2, "s")
+    assert full.ends_session and not chat.ends_session
     assert chat.prompt_token_ids == tuple(b"user:Hi;")
     assert tokens.prompt_token_ids == (1, 2, 3)
 

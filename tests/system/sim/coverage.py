@@ -41,6 +41,9 @@ ONE_IN: Mapping[str, int] = {
     "VerifyReport": 4,
     "Explanation": 3,
     "StorageFailed": 18,
+    "SessionEndReport": 2,
+    "moved by the end of a session": 10,
+    "dropped checkpoint": 10,
 }
 """Of so many stories one comes to it, counted over 600: they prove little of what none comes to."""
 

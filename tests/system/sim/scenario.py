@@ -11,6 +11,7 @@ from pathlib import Path
 from icehouse_server.domain.blocks import TokenKeys
 from icehouse_server.domain.cache_commands import (
     CacheCommand,
+    EndSession,
     Evict,
     EvictBlocks,
     Explain,
@@ -47,12 +48,14 @@ from tests.system.sim.ledger import Ledger, Promise
 from tests.system.sim.model import ALPHABET, CONTEXT_TOKEN_LIMIT, reference_reply
 from tests.system.sim.pinning import PinWatch
 from tests.system.sim.server import Life, SimClock, SimServer
+from tests.system.sim.session_watch import SessionWatch
 from tests.system.sim.setup import ADAPTER_DIGESTS, draw_quotas, make_setup
 from tests.unit.storage.local.test_crash import check_is_clean
 
 _USES = (CacheUse.READ_WRITE,) * 7 + (CacheUse.READ_ONLY, CacheUse.WRITE_ONLY, CacheUse.OFF)
 _TENANTS = (Tenant(""), Tenant(""), Tenant("other"))
 _ADAPTERS = (NO_ADAPTER, NO_ADAPTER, NO_ADAPTER, *ADAPTER_DIGESTS)
+_SESSIONS = ("", "", "one", "one", "two", "three")
 _KILL_SHARE = 0.35
 """Of the ends of a process that nobody ordered; the power goes in the others."""
 PIECES_SEED = 2_000_000
@@ -87,10 +90,13 @@ class Scenario:
         self._name_dice = random.Random(-5 * 10**6 - seed)
         self._hang_dice = random.Random(-6 * 10**6 - seed)
         self._pin_dice = random.Random(-7 * 10**6 - seed)
+        self._session_dice = random.Random(-8 * 10**6 - seed)
         self.setup = dataclasses.replace(
             setup,
             quotas=draw_quotas(setup, random.Random(-1 - seed)),
             has_shared_prefixes=self._sharing_dice.random() < 0.4,
+            session_checkpoint_limit=self._session_dice.choice((2, 2, 3, 8)),
+            session_limit=self._session_dice.choice((2, 4096, 4096)),
             cipher=CIPHER if seed % 4 == 3 else None,
         )
         self.ledger = Ledger()
@@ -107,6 +113,7 @@ class Scenario:
         """What a removal in pieces has yet to come to."""
         self._served = self._new_server(None)
         self._events = EventWatch(self._served, self.ledger, self._event_dice)
+        self._sessions = SessionWatch(self._served, self.ledger)
 
     @property
     def seen(self) -> Counter[str]:
@@ -191,6 +198,8 @@ class Scenario:
             adapter=self._adapter_dice.choice(_ADAPTERS),
             shared_tenant=self._shared_tenant(),
             priority=self.dice.choice((0, 0, 1)),
+            session_id=self._session_dice.choice(_SESSIONS),
+            ends_session=self._session_dice.random() < 0.1,
         )
         promise = Promise(
             request, reference_reply(self.setup.specs[self._life.model], request), self._life.model
@@ -248,6 +257,8 @@ class Scenario:
             order = dataclasses.replace(order, ttl_s=self._pin_dice.choice((0.01, 0.1)))
         if isinstance(order, Evict) and self.seed >= PIECES_SEED:
             order = self._piece_of(order)
+        if self._session_dice.random() < 0.3:
+            order = EndSession(self._session_dice.choice(_SESSIONS[2:]), scope.tenant)
         self._pins.is_excused |= isinstance(order, Unpin | Evict | EvictBlocks)
         self._commands.give(self._served, order)
 
@@ -421,6 +432,7 @@ class Scenario:
         self._life = Life(self._life.number + 1, model, directory, self._served.disk.mtime_ns)
         self._served = self._new_server(disk)
         self._events = EventWatch(self._served, self.ledger, self._event_dice)
+        self._sessions = SessionWatch(self._served, self.ledger)
         if self.dice.random() < 0.1:
             self._served.disk.crash_in = self.dice.randint(1, 40)
         self._say(f"life {self._life.number} with model {model}")

@@ -128,6 +128,7 @@ class SimServer:
             storage=_WatchedStorage(self.storage, ledger) if self.storage is not None else None,
             clock=clock,
         )
+        self.cache.sessions.session_limit = setup.session_limit
         # Few lives see as many loads as it takes before computing may seem faster: here the first one tells.
         self.cache.rates.load_count = 2
         self.controller = CacheController(

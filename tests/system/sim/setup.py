@@ -47,6 +47,9 @@ class Setup:
     load_queue_count: int
     task_queue_count: int
     quotas: QuotaLimits
+    session_checkpoint_limit: int = 0
+    session_limit: int = 4096
+    """Sessions that a house remembers."""
     has_shared_prefixes: bool = False
     """Whether requests may start from another tenant's prompts."""
     cipher: Cipher | None = None
@@ -60,6 +63,7 @@ class Setup:
             is_enabled=True,
             ram_limit_bytes=self.ram_limit_bytes,
             checkpoint_interval_tokens=self.checkpoint_interval_tokens,
+            session_checkpoint_limit=self.session_checkpoint_limit,
             spill_policy=self.spill_policy,
             min_prefix_token_count=self.min_prefix_token_count,
             may_recompute=self.may_recompute,

@@ -16,7 +16,7 @@ from icehouse_server.engine import requests
 from icehouse_server.engine.core import block_log
 from icehouse_server.engine.core.sequence import Phase
 from icehouse_server.engine.output import Output
-from icehouse_server.engine.prefix_cache import controller, prefix_cache, prefix_commands
+from icehouse_server.engine.prefix_cache import controller, prefix_cache, prefix_commands, sessions
 from icehouse_server.engine.prefix_cache.tiers import account, matching, runner_port, tree
 from icehouse_server.engine.prefix_cache.tiers.tenant_quota import TenantQuotas
 from icehouse_server.engine.scheduling import pass_plan, scheduler
@@ -362,6 +362,23 @@ def keep_a_chunk_that_is_half_through(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(pass_plan.PrefillChunk, "is_through", property(lambda chunk: True))
 
 
+def put_first_what_others_have_used_too(patch: pytest.MonkeyPatch) -> None:
+    def own(self, session, key):
+        ends = [node for name in session.ends if (node := self._tree.get(name)) is not None]
+        return list(dict.fromkeys(above for end in ends for above in (end, *self._tree.ancestors(end))))
+
+    patch.setattr(sessions.Sessions, "_own", own)
+
+
+def end_the_session_of_another_tenant(patch: pytest.MonkeyPatch) -> None:
+    real = sessions.Sessions.key_of
+    patch.setattr(sessions.Sessions, "key_of", lambda self, tenant, name: real(self, Tenant(""), name))
+
+
+def drop_the_checkpoint_that_a_prompt_resumes_from(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(prefix_cache.PrefixCache, "_resumed", lambda self, sequence, reached: None)
+
+
 BREAKS: list[Break] = [
     believe_every_token_equal,
     forget_windows,
@@ -401,6 +418,9 @@ BREAKS: list[Break] = [
     end_a_snapshot_one_number_early,
     go_on_with_the_chunk_of_one_that_was_parked,
     keep_a_chunk_that_is_half_through,
+    put_first_what_others_have_used_too,
+    end_the_session_of_another_tenant,
+    drop_the_checkpoint_that_a_prompt_resumes_from,
 ]
 
 

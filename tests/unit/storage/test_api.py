@@ -323,6 +323,20 @@ def test_the_least_recently_used_tail_goes_for_what_is_put_and_never_what_is_pin
     assert full == Failure(SpillDropCause.DISK_FULL, hash=young.header.hash)
 
 
+def test_what_was_demoted_goes_first_until_it_is_used(open_bench) -> None:
+    blocks = [make_block(seed=seed, head_count=2048) for seed in range(5)]
+    first, second, third, *new = blocks
+    bench = open_bench(limit_bytes=7 * first.size_bytes // 2, queue_bytes=1 << 26)
+    bench.put(first, second, third)
+    unknown = make_block(seed=77).header.hash
+    assert bench.tier.demote((*names_of([second]), unknown, *names_of([third])))
+    bench.tier.put(new[0])
+    assert Evicted(names_of([third])) in bench.settle()
+    bench.tier.touch(names_of([second]))
+    bench.tier.put(new[1])
+    assert Evicted(names_of([first])) in bench.settle()
+
+
 def test_a_pin_with_an_end_is_prolonged_and_over_then(open_bench) -> None:
     pinned, put_pinned, new = (make_block(seed=seed, head_count=2048) for seed in range(3))
     bench = open_bench(limit_bytes=5 * pinned.size_bytes // 2, queue_bytes=1 << 26)

@@ -16,7 +16,7 @@ from icehouse.v1 import cache_service_pb2 as messages
 from icehouse.v1 import cache_service_pb2_grpc
 
 from icehouse_client.affinity import PromptRequest
-from icehouse_client.cache import cache_policy
+from icehouse_client.cache import CacheOptions, cache_policy
 from icehouse_client.calls import AsyncCalls, Calls, ending
 from icehouse_client.errors import error_from, translated
 from icehouse_client.options import refuse_unknown
@@ -48,6 +48,13 @@ class VerifyOptions(TypedDict, total=False):
     timeout_s: float | None
 
 
+class SessionOptions(CacheOptions, total=False):
+    """What may be said about a session that has ended."""
+
+    model: str
+    timeout_s: float | None
+
+
 class EvictAllOptions(TypedDict, total=False):
     """What may be said about a removal of everything."""
 
@@ -55,7 +62,7 @@ class EvictAllOptions(TypedDict, total=False):
     timeout_s: float | None
 
 
-TimedOptions = PromptOptions | VerifyOptions | EvictAllOptions
+TimedOptions = PromptOptions | VerifyOptions | SessionOptions | EvictAllOptions
 OnWarmProgress = Callable[[messages.WarmProgress], object]
 OnEvictProgress = Callable[[messages.EvictProgress], object]
 OnVerifyProgress = Callable[[messages.VerifyProgress], object]
@@ -107,6 +114,12 @@ class CacheClient:
         request = command_request(messages.UnpinRequest(), prompt, options)
         with translated():
             return self._calls.unary(self._stub.Unpin, request, self._times.soon(options))
+
+    def end_session(self, session_id: str, **options: Unpack[SessionOptions]) -> messages.EndSessionResponse:
+        """Have what only this conversation has used evicted first: it is over."""
+        request = end_session_request(session_id, options)
+        with translated():
+            return self._calls.unary(self._stub.EndSession, request, self._times.soon(options))
 
     def evict(
         self, prompt: Prompt, *, on_progress: OnEvictProgress | None = None, **options: Unpack[PromptOptions]
@@ -191,6 +204,14 @@ class AsyncCacheClient:
         with translated():
             return await self._calls.unary(self._stub.Unpin, request, self._times.soon(options))
 
+    async def end_session(
+        self, session_id: str, **options: Unpack[SessionOptions]
+    ) -> messages.EndSessionResponse:
+        """Have what only this conversation has used evicted first: it is over."""
+        request = end_session_request(session_id, options)
+        with translated():
+            return await self._calls.unary(self._stub.EndSession, request, self._times.soon(options))
+
     async def evict(
         self, prompt: Prompt, *, on_progress: OnEvictProgress | None = None, **options: Unpack[PromptOptions]
     ) -> messages.EvictResult:
@@ -237,7 +258,7 @@ class CacheTimeouts:
     timeout_s: float | None
     command_timeout_s: float | None
 
-    def soon(self, options: PromptOptions) -> float | None:
+    def soon(self, options: PromptOptions | SessionOptions) -> float | None:
         """Return the deadline of a call that is answered soon."""
         return options.get("timeout_s", self.timeout_s)
 
@@ -274,6 +295,15 @@ def verify_request(options: VerifyOptions) -> messages.VerifyRequest:
     """Return the message of Verify."""
     refuse_unknown(options, VerifyOptions)
     return messages.VerifyRequest(block_limit=options.get("block_limit", 0))
+
+
+@names_bad_texts
+def end_session_request(session_id: str, options: SessionOptions) -> messages.EndSessionRequest:
+    """Return the message of EndSession."""
+    refuse_unknown(options, SessionOptions)
+    return messages.EndSessionRequest(
+        model=options.get("model", ""), session_id=session_id, cache=cache_policy(options)
+    )
 
 
 @names_bad_texts

@@ -313,7 +313,10 @@ type BlockMatch struct {
 	// Whether a model that cannot resume at any token can resume at its end.
 	HasCheckpoint bool `protobuf:"varint,6,opt,name=has_checkpoint,json=hasCheckpoint,proto3" json:"has_checkpoint,omitempty"`
 	// Whether it is pinned.
-	Pinned        bool `protobuf:"varint,7,opt,name=pinned,proto3" json:"pinned,omitempty"`
+	Pinned bool `protobuf:"varint,7,opt,name=pinned,proto3" json:"pinned,omitempty"`
+	// The session that computed it and alone has used it: 32 hex digits, made of its name and tenant. Empty: others
+	// have used it too, or it was computed without a session or before the server started.
+	Session       string `protobuf:"bytes,8,opt,name=session,proto3" json:"session,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -395,6 +398,13 @@ func (x *BlockMatch) GetPinned() bool {
 		return x.Pinned
 	}
 	return false
+}
+
+func (x *BlockMatch) GetSession() string {
+	if x != nil {
+		return x.Session
+	}
+	return ""
 }
 
 // A prompt to compute and keep.
@@ -961,6 +971,135 @@ func (x *UnpinResponse) GetSizeBytes() int64 {
 	return 0
 }
 
+// A session that has ended.
+type EndSessionRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Model; otherwise NOT_FOUND. Default: the served model.
+	Model string `protobuf:"bytes,1,opt,name=model,proto3" json:"model,omitempty"`
+	// The session, as its requests named it; otherwise PARAMETER_OUT_OF_RANGE. Default: as in GenerateRequest,
+	// from the call's metadata; required in one of the two ways.
+	SessionId string `protobuf:"bytes,2,opt,name=session_id,json=sessionId,proto3" json:"session_id,omitempty"`
+	// Whose session it is. Default: the default tenant's.
+	Cache         *CachePolicy `protobuf:"bytes,3,opt,name=cache,proto3" json:"cache,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *EndSessionRequest) Reset() {
+	*x = EndSessionRequest{}
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[12]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *EndSessionRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*EndSessionRequest) ProtoMessage() {}
+
+func (x *EndSessionRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[12]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use EndSessionRequest.ProtoReflect.Descriptor instead.
+func (*EndSessionRequest) Descriptor() ([]byte, []int) {
+	return file_icehouse_v1_cache_service_proto_rawDescGZIP(), []int{12}
+}
+
+func (x *EndSessionRequest) GetModel() string {
+	if x != nil {
+		return x.Model
+	}
+	return ""
+}
+
+func (x *EndSessionRequest) GetSessionId() string {
+	if x != nil {
+		return x.SessionId
+	}
+	return ""
+}
+
+func (x *EndSessionRequest) GetCache() *CachePolicy {
+	if x != nil {
+		return x.Cache
+	}
+	return nil
+}
+
+// What is evicted first now.
+type EndSessionResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Blocks that only this session has used. 0: none, or the server does not know the session.
+	BlockCount int64 `protobuf:"varint,1,opt,name=block_count,json=blockCount,proto3" json:"block_count,omitempty"`
+	// Their bytes in RAM.
+	RamBytes int64 `protobuf:"varint,2,opt,name=ram_bytes,json=ramBytes,proto3" json:"ram_bytes,omitempty"`
+	// Their bytes on SSD.
+	SsdBytes      int64 `protobuf:"varint,3,opt,name=ssd_bytes,json=ssdBytes,proto3" json:"ssd_bytes,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *EndSessionResponse) Reset() {
+	*x = EndSessionResponse{}
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[13]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *EndSessionResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*EndSessionResponse) ProtoMessage() {}
+
+func (x *EndSessionResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[13]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use EndSessionResponse.ProtoReflect.Descriptor instead.
+func (*EndSessionResponse) Descriptor() ([]byte, []int) {
+	return file_icehouse_v1_cache_service_proto_rawDescGZIP(), []int{13}
+}
+
+func (x *EndSessionResponse) GetBlockCount() int64 {
+	if x != nil {
+		return x.BlockCount
+	}
+	return 0
+}
+
+func (x *EndSessionResponse) GetRamBytes() int64 {
+	if x != nil {
+		return x.RamBytes
+	}
+	return 0
+}
+
+func (x *EndSessionResponse) GetSsdBytes() int64 {
+	if x != nil {
+		return x.SsdBytes
+	}
+	return 0
+}
+
 // A prompt whose blocks to remove.
 type EvictRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -976,7 +1115,7 @@ type EvictRequest struct {
 
 func (x *EvictRequest) Reset() {
 	*x = EvictRequest{}
-	mi := &file_icehouse_v1_cache_service_proto_msgTypes[12]
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -988,7 +1127,7 @@ func (x *EvictRequest) String() string {
 func (*EvictRequest) ProtoMessage() {}
 
 func (x *EvictRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_icehouse_v1_cache_service_proto_msgTypes[12]
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1001,7 +1140,7 @@ func (x *EvictRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EvictRequest.ProtoReflect.Descriptor instead.
 func (*EvictRequest) Descriptor() ([]byte, []int) {
-	return file_icehouse_v1_cache_service_proto_rawDescGZIP(), []int{12}
+	return file_icehouse_v1_cache_service_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *EvictRequest) GetModel() string {
@@ -1041,7 +1180,7 @@ type EvictResponse struct {
 
 func (x *EvictResponse) Reset() {
 	*x = EvictResponse{}
-	mi := &file_icehouse_v1_cache_service_proto_msgTypes[13]
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1053,7 +1192,7 @@ func (x *EvictResponse) String() string {
 func (*EvictResponse) ProtoMessage() {}
 
 func (x *EvictResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_icehouse_v1_cache_service_proto_msgTypes[13]
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1066,7 +1205,7 @@ func (x *EvictResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EvictResponse.ProtoReflect.Descriptor instead.
 func (*EvictResponse) Descriptor() ([]byte, []int) {
-	return file_icehouse_v1_cache_service_proto_rawDescGZIP(), []int{13}
+	return file_icehouse_v1_cache_service_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *EvictResponse) GetEvent() isEvictResponse_Event {
@@ -1123,7 +1262,7 @@ type EvictAllRequest struct {
 
 func (x *EvictAllRequest) Reset() {
 	*x = EvictAllRequest{}
-	mi := &file_icehouse_v1_cache_service_proto_msgTypes[14]
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1135,7 +1274,7 @@ func (x *EvictAllRequest) String() string {
 func (*EvictAllRequest) ProtoMessage() {}
 
 func (x *EvictAllRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_icehouse_v1_cache_service_proto_msgTypes[14]
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1148,7 +1287,7 @@ func (x *EvictAllRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EvictAllRequest.ProtoReflect.Descriptor instead.
 func (*EvictAllRequest) Descriptor() ([]byte, []int) {
-	return file_icehouse_v1_cache_service_proto_rawDescGZIP(), []int{14}
+	return file_icehouse_v1_cache_service_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *EvictAllRequest) GetModel() string {
@@ -1174,7 +1313,7 @@ type EvictAllResponse struct {
 
 func (x *EvictAllResponse) Reset() {
 	*x = EvictAllResponse{}
-	mi := &file_icehouse_v1_cache_service_proto_msgTypes[15]
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1186,7 +1325,7 @@ func (x *EvictAllResponse) String() string {
 func (*EvictAllResponse) ProtoMessage() {}
 
 func (x *EvictAllResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_icehouse_v1_cache_service_proto_msgTypes[15]
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1199,7 +1338,7 @@ func (x *EvictAllResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EvictAllResponse.ProtoReflect.Descriptor instead.
 func (*EvictAllResponse) Descriptor() ([]byte, []int) {
-	return file_icehouse_v1_cache_service_proto_rawDescGZIP(), []int{15}
+	return file_icehouse_v1_cache_service_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *EvictAllResponse) GetEvent() isEvictAllResponse_Event {
@@ -1262,7 +1401,7 @@ type EvictProgress struct {
 
 func (x *EvictProgress) Reset() {
 	*x = EvictProgress{}
-	mi := &file_icehouse_v1_cache_service_proto_msgTypes[16]
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1274,7 +1413,7 @@ func (x *EvictProgress) String() string {
 func (*EvictProgress) ProtoMessage() {}
 
 func (x *EvictProgress) ProtoReflect() protoreflect.Message {
-	mi := &file_icehouse_v1_cache_service_proto_msgTypes[16]
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1287,7 +1426,7 @@ func (x *EvictProgress) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EvictProgress.ProtoReflect.Descriptor instead.
 func (*EvictProgress) Descriptor() ([]byte, []int) {
-	return file_icehouse_v1_cache_service_proto_rawDescGZIP(), []int{16}
+	return file_icehouse_v1_cache_service_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *EvictProgress) GetProcessedBlockCount() int64 {
@@ -1335,7 +1474,7 @@ type EvictResult struct {
 
 func (x *EvictResult) Reset() {
 	*x = EvictResult{}
-	mi := &file_icehouse_v1_cache_service_proto_msgTypes[17]
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1347,7 +1486,7 @@ func (x *EvictResult) String() string {
 func (*EvictResult) ProtoMessage() {}
 
 func (x *EvictResult) ProtoReflect() protoreflect.Message {
-	mi := &file_icehouse_v1_cache_service_proto_msgTypes[17]
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1360,7 +1499,7 @@ func (x *EvictResult) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EvictResult.ProtoReflect.Descriptor instead.
 func (*EvictResult) Descriptor() ([]byte, []int) {
-	return file_icehouse_v1_cache_service_proto_rawDescGZIP(), []int{17}
+	return file_icehouse_v1_cache_service_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *EvictResult) GetRamBlockCount() int64 {
@@ -1403,7 +1542,7 @@ type VerifyRequest struct {
 
 func (x *VerifyRequest) Reset() {
 	*x = VerifyRequest{}
-	mi := &file_icehouse_v1_cache_service_proto_msgTypes[18]
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1415,7 +1554,7 @@ func (x *VerifyRequest) String() string {
 func (*VerifyRequest) ProtoMessage() {}
 
 func (x *VerifyRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_icehouse_v1_cache_service_proto_msgTypes[18]
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1428,7 +1567,7 @@ func (x *VerifyRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use VerifyRequest.ProtoReflect.Descriptor instead.
 func (*VerifyRequest) Descriptor() ([]byte, []int) {
-	return file_icehouse_v1_cache_service_proto_rawDescGZIP(), []int{18}
+	return file_icehouse_v1_cache_service_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *VerifyRequest) GetBlockLimit() int64 {
@@ -1454,7 +1593,7 @@ type VerifyResponse struct {
 
 func (x *VerifyResponse) Reset() {
 	*x = VerifyResponse{}
-	mi := &file_icehouse_v1_cache_service_proto_msgTypes[19]
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1466,7 +1605,7 @@ func (x *VerifyResponse) String() string {
 func (*VerifyResponse) ProtoMessage() {}
 
 func (x *VerifyResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_icehouse_v1_cache_service_proto_msgTypes[19]
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1479,7 +1618,7 @@ func (x *VerifyResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use VerifyResponse.ProtoReflect.Descriptor instead.
 func (*VerifyResponse) Descriptor() ([]byte, []int) {
-	return file_icehouse_v1_cache_service_proto_rawDescGZIP(), []int{19}
+	return file_icehouse_v1_cache_service_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *VerifyResponse) GetEvent() isVerifyResponse_Event {
@@ -1542,7 +1681,7 @@ type VerifyProgress struct {
 
 func (x *VerifyProgress) Reset() {
 	*x = VerifyProgress{}
-	mi := &file_icehouse_v1_cache_service_proto_msgTypes[20]
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1554,7 +1693,7 @@ func (x *VerifyProgress) String() string {
 func (*VerifyProgress) ProtoMessage() {}
 
 func (x *VerifyProgress) ProtoReflect() protoreflect.Message {
-	mi := &file_icehouse_v1_cache_service_proto_msgTypes[20]
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1567,7 +1706,7 @@ func (x *VerifyProgress) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use VerifyProgress.ProtoReflect.Descriptor instead.
 func (*VerifyProgress) Descriptor() ([]byte, []int) {
-	return file_icehouse_v1_cache_service_proto_rawDescGZIP(), []int{20}
+	return file_icehouse_v1_cache_service_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *VerifyProgress) GetVerifiedBlockCount() int64 {
@@ -1617,7 +1756,7 @@ type VerifyResult struct {
 
 func (x *VerifyResult) Reset() {
 	*x = VerifyResult{}
-	mi := &file_icehouse_v1_cache_service_proto_msgTypes[21]
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1629,7 +1768,7 @@ func (x *VerifyResult) String() string {
 func (*VerifyResult) ProtoMessage() {}
 
 func (x *VerifyResult) ProtoReflect() protoreflect.Message {
-	mi := &file_icehouse_v1_cache_service_proto_msgTypes[21]
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1642,7 +1781,7 @@ func (x *VerifyResult) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use VerifyResult.ProtoReflect.Descriptor instead.
 func (*VerifyResult) Descriptor() ([]byte, []int) {
-	return file_icehouse_v1_cache_service_proto_rawDescGZIP(), []int{21}
+	return file_icehouse_v1_cache_service_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *VerifyResult) GetVerifiedBlockCount() int64 {
@@ -1701,7 +1840,7 @@ const file_icehouse_v1_cache_service_proto_rawDesc = "" +
 	"\vstart_token\x18\x02 \x01(\x05R\n" +
 	"startToken\x12\x1f\n" +
 	"\vtoken_count\x18\x03 \x01(\x05R\n" +
-	"tokenCount\"\xec\x01\n" +
+	"tokenCount\"\x86\x02\n" +
 	"\n" +
 	"BlockMatch\x12\x12\n" +
 	"\x04hash\x18\x01 \x01(\tR\x04hash\x12\x1f\n" +
@@ -1713,7 +1852,8 @@ const file_icehouse_v1_cache_service_proto_rawDesc = "" +
 	"size_bytes\x18\x04 \x01(\x03R\tsizeBytes\x12*\n" +
 	"\x04tier\x18\x05 \x01(\x0e2\x16.icehouse.v1.CacheTierR\x04tier\x12%\n" +
 	"\x0ehas_checkpoint\x18\x06 \x01(\bR\rhasCheckpoint\x12\x16\n" +
-	"\x06pinned\x18\a \x01(\bR\x06pinned\"\xbb\x01\n" +
+	"\x06pinned\x18\a \x01(\bR\x06pinned\x12\x18\n" +
+	"\asession\x18\b \x01(\tR\asession\"\xbb\x01\n" +
 	"\vWarmRequest\x12\x1d\n" +
 	"\n" +
 	"request_id\x18\x01 \x01(\tR\trequestId\x12\x14\n" +
@@ -1759,7 +1899,17 @@ const file_icehouse_v1_cache_service_proto_rawDesc = "" +
 	"\vtoken_count\x18\x02 \x01(\x05R\n" +
 	"tokenCount\x12\x1d\n" +
 	"\n" +
-	"size_bytes\x18\x03 \x01(\x03R\tsizeBytes\"\x81\x01\n" +
+	"size_bytes\x18\x03 \x01(\x03R\tsizeBytes\"x\n" +
+	"\x11EndSessionRequest\x12\x14\n" +
+	"\x05model\x18\x01 \x01(\tR\x05model\x12\x1d\n" +
+	"\n" +
+	"session_id\x18\x02 \x01(\tR\tsessionId\x12.\n" +
+	"\x05cache\x18\x03 \x01(\v2\x18.icehouse.v1.CachePolicyR\x05cache\"o\n" +
+	"\x12EndSessionResponse\x12\x1f\n" +
+	"\vblock_count\x18\x01 \x01(\x03R\n" +
+	"blockCount\x12\x1b\n" +
+	"\tram_bytes\x18\x02 \x01(\x03R\bramBytes\x12\x1b\n" +
+	"\tssd_bytes\x18\x03 \x01(\x03R\bssdBytes\"\x81\x01\n" +
 	"\fEvictRequest\x12\x14\n" +
 	"\x05model\x18\x01 \x01(\tR\x05model\x12+\n" +
 	"\x06prompt\x18\x02 \x01(\v2\x13.icehouse.v1.PromptR\x06prompt\x12.\n" +
@@ -1807,12 +1957,14 @@ const file_icehouse_v1_cache_service_proto_rawDesc = "" +
 	"\tCacheTier\x12\x1a\n" +
 	"\x16CACHE_TIER_UNSPECIFIED\x10\x00\x12\x12\n" +
 	"\x0eCACHE_TIER_RAM\x10\x01\x12\x12\n" +
-	"\x0eCACHE_TIER_SSD\x10\x022\xdf\x03\n" +
+	"\x0eCACHE_TIER_SSD\x10\x022\xae\x04\n" +
 	"\fCacheService\x12D\n" +
 	"\aExplain\x12\x1b.icehouse.v1.ExplainRequest\x1a\x1c.icehouse.v1.ExplainResponse\x12=\n" +
 	"\x04Warm\x12\x18.icehouse.v1.WarmRequest\x1a\x19.icehouse.v1.WarmResponse0\x01\x128\n" +
 	"\x03Pin\x12\x17.icehouse.v1.PinRequest\x1a\x18.icehouse.v1.PinResponse\x12>\n" +
-	"\x05Unpin\x12\x19.icehouse.v1.UnpinRequest\x1a\x1a.icehouse.v1.UnpinResponse\x12@\n" +
+	"\x05Unpin\x12\x19.icehouse.v1.UnpinRequest\x1a\x1a.icehouse.v1.UnpinResponse\x12M\n" +
+	"\n" +
+	"EndSession\x12\x1e.icehouse.v1.EndSessionRequest\x1a\x1f.icehouse.v1.EndSessionResponse\x12@\n" +
 	"\x05Evict\x12\x19.icehouse.v1.EvictRequest\x1a\x1a.icehouse.v1.EvictResponse0\x01\x12I\n" +
 	"\bEvictAll\x12\x1c.icehouse.v1.EvictAllRequest\x1a\x1d.icehouse.v1.EvictAllResponse0\x01\x12C\n" +
 	"\x06Verify\x12\x1a.icehouse.v1.VerifyRequest\x1a\x1b.icehouse.v1.VerifyResponse0\x01B<\n" +
@@ -1831,7 +1983,7 @@ func file_icehouse_v1_cache_service_proto_rawDescGZIP() []byte {
 }
 
 var file_icehouse_v1_cache_service_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_icehouse_v1_cache_service_proto_msgTypes = make([]protoimpl.MessageInfo, 22)
+var file_icehouse_v1_cache_service_proto_msgTypes = make([]protoimpl.MessageInfo, 24)
 var file_icehouse_v1_cache_service_proto_goTypes = []any{
 	(CacheTier)(0),              // 0: icehouse.v1.CacheTier
 	(*ExplainRequest)(nil),      // 1: icehouse.v1.ExplainRequest
@@ -1846,70 +1998,75 @@ var file_icehouse_v1_cache_service_proto_goTypes = []any{
 	(*PinResponse)(nil),         // 10: icehouse.v1.PinResponse
 	(*UnpinRequest)(nil),        // 11: icehouse.v1.UnpinRequest
 	(*UnpinResponse)(nil),       // 12: icehouse.v1.UnpinResponse
-	(*EvictRequest)(nil),        // 13: icehouse.v1.EvictRequest
-	(*EvictResponse)(nil),       // 14: icehouse.v1.EvictResponse
-	(*EvictAllRequest)(nil),     // 15: icehouse.v1.EvictAllRequest
-	(*EvictAllResponse)(nil),    // 16: icehouse.v1.EvictAllResponse
-	(*EvictProgress)(nil),       // 17: icehouse.v1.EvictProgress
-	(*EvictResult)(nil),         // 18: icehouse.v1.EvictResult
-	(*VerifyRequest)(nil),       // 19: icehouse.v1.VerifyRequest
-	(*VerifyResponse)(nil),      // 20: icehouse.v1.VerifyResponse
-	(*VerifyProgress)(nil),      // 21: icehouse.v1.VerifyProgress
-	(*VerifyResult)(nil),        // 22: icehouse.v1.VerifyResult
-	(*Prompt)(nil),              // 23: icehouse.v1.Prompt
-	(*CachePolicy)(nil),         // 24: icehouse.v1.CachePolicy
-	(*CacheReport)(nil),         // 25: icehouse.v1.CacheReport
-	(*durationpb.Duration)(nil), // 26: google.protobuf.Duration
-	(*Usage)(nil),               // 27: icehouse.v1.Usage
+	(*EndSessionRequest)(nil),   // 13: icehouse.v1.EndSessionRequest
+	(*EndSessionResponse)(nil),  // 14: icehouse.v1.EndSessionResponse
+	(*EvictRequest)(nil),        // 15: icehouse.v1.EvictRequest
+	(*EvictResponse)(nil),       // 16: icehouse.v1.EvictResponse
+	(*EvictAllRequest)(nil),     // 17: icehouse.v1.EvictAllRequest
+	(*EvictAllResponse)(nil),    // 18: icehouse.v1.EvictAllResponse
+	(*EvictProgress)(nil),       // 19: icehouse.v1.EvictProgress
+	(*EvictResult)(nil),         // 20: icehouse.v1.EvictResult
+	(*VerifyRequest)(nil),       // 21: icehouse.v1.VerifyRequest
+	(*VerifyResponse)(nil),      // 22: icehouse.v1.VerifyResponse
+	(*VerifyProgress)(nil),      // 23: icehouse.v1.VerifyProgress
+	(*VerifyResult)(nil),        // 24: icehouse.v1.VerifyResult
+	(*Prompt)(nil),              // 25: icehouse.v1.Prompt
+	(*CachePolicy)(nil),         // 26: icehouse.v1.CachePolicy
+	(*CacheReport)(nil),         // 27: icehouse.v1.CacheReport
+	(*durationpb.Duration)(nil), // 28: google.protobuf.Duration
+	(*Usage)(nil),               // 29: icehouse.v1.Usage
 }
 var file_icehouse_v1_cache_service_proto_depIdxs = []int32{
-	23, // 0: icehouse.v1.ExplainRequest.prompt:type_name -> icehouse.v1.Prompt
-	24, // 1: icehouse.v1.ExplainRequest.cache:type_name -> icehouse.v1.CachePolicy
-	25, // 2: icehouse.v1.ExplainResponse.cache:type_name -> icehouse.v1.CacheReport
+	25, // 0: icehouse.v1.ExplainRequest.prompt:type_name -> icehouse.v1.Prompt
+	26, // 1: icehouse.v1.ExplainRequest.cache:type_name -> icehouse.v1.CachePolicy
+	27, // 2: icehouse.v1.ExplainResponse.cache:type_name -> icehouse.v1.CacheReport
 	4,  // 3: icehouse.v1.ExplainResponse.blocks:type_name -> icehouse.v1.BlockMatch
-	26, // 4: icehouse.v1.ExplainResponse.predicted_time_to_first_token:type_name -> google.protobuf.Duration
-	26, // 5: icehouse.v1.ExplainResponse.predicted_time_to_first_token_cold:type_name -> google.protobuf.Duration
+	28, // 4: icehouse.v1.ExplainResponse.predicted_time_to_first_token:type_name -> google.protobuf.Duration
+	28, // 5: icehouse.v1.ExplainResponse.predicted_time_to_first_token_cold:type_name -> google.protobuf.Duration
 	3,  // 6: icehouse.v1.ExplainResponse.images:type_name -> icehouse.v1.ImageSpan
 	0,  // 7: icehouse.v1.BlockMatch.tier:type_name -> icehouse.v1.CacheTier
-	23, // 8: icehouse.v1.WarmRequest.prompt:type_name -> icehouse.v1.Prompt
-	24, // 9: icehouse.v1.WarmRequest.cache:type_name -> icehouse.v1.CachePolicy
+	25, // 8: icehouse.v1.WarmRequest.prompt:type_name -> icehouse.v1.Prompt
+	26, // 9: icehouse.v1.WarmRequest.cache:type_name -> icehouse.v1.CachePolicy
 	7,  // 10: icehouse.v1.WarmResponse.progress:type_name -> icehouse.v1.WarmProgress
 	8,  // 11: icehouse.v1.WarmResponse.done:type_name -> icehouse.v1.WarmResult
-	25, // 12: icehouse.v1.WarmResult.cache:type_name -> icehouse.v1.CacheReport
-	27, // 13: icehouse.v1.WarmResult.usage:type_name -> icehouse.v1.Usage
-	23, // 14: icehouse.v1.PinRequest.prompt:type_name -> icehouse.v1.Prompt
-	24, // 15: icehouse.v1.PinRequest.cache:type_name -> icehouse.v1.CachePolicy
-	26, // 16: icehouse.v1.PinRequest.ttl:type_name -> google.protobuf.Duration
-	23, // 17: icehouse.v1.UnpinRequest.prompt:type_name -> icehouse.v1.Prompt
-	24, // 18: icehouse.v1.UnpinRequest.cache:type_name -> icehouse.v1.CachePolicy
-	23, // 19: icehouse.v1.EvictRequest.prompt:type_name -> icehouse.v1.Prompt
-	24, // 20: icehouse.v1.EvictRequest.cache:type_name -> icehouse.v1.CachePolicy
-	17, // 21: icehouse.v1.EvictResponse.progress:type_name -> icehouse.v1.EvictProgress
-	18, // 22: icehouse.v1.EvictResponse.done:type_name -> icehouse.v1.EvictResult
-	17, // 23: icehouse.v1.EvictAllResponse.progress:type_name -> icehouse.v1.EvictProgress
-	18, // 24: icehouse.v1.EvictAllResponse.done:type_name -> icehouse.v1.EvictResult
-	21, // 25: icehouse.v1.VerifyResponse.progress:type_name -> icehouse.v1.VerifyProgress
-	22, // 26: icehouse.v1.VerifyResponse.done:type_name -> icehouse.v1.VerifyResult
-	26, // 27: icehouse.v1.VerifyResult.duration:type_name -> google.protobuf.Duration
-	1,  // 28: icehouse.v1.CacheService.Explain:input_type -> icehouse.v1.ExplainRequest
-	5,  // 29: icehouse.v1.CacheService.Warm:input_type -> icehouse.v1.WarmRequest
-	9,  // 30: icehouse.v1.CacheService.Pin:input_type -> icehouse.v1.PinRequest
-	11, // 31: icehouse.v1.CacheService.Unpin:input_type -> icehouse.v1.UnpinRequest
-	13, // 32: icehouse.v1.CacheService.Evict:input_type -> icehouse.v1.EvictRequest
-	15, // 33: icehouse.v1.CacheService.EvictAll:input_type -> icehouse.v1.EvictAllRequest
-	19, // 34: icehouse.v1.CacheService.Verify:input_type -> icehouse.v1.VerifyRequest
-	2,  // 35: icehouse.v1.CacheService.Explain:output_type -> icehouse.v1.ExplainResponse
-	6,  // 36: icehouse.v1.CacheService.Warm:output_type -> icehouse.v1.WarmResponse
-	10, // 37: icehouse.v1.CacheService.Pin:output_type -> icehouse.v1.PinResponse
-	12, // 38: icehouse.v1.CacheService.Unpin:output_type -> icehouse.v1.UnpinResponse
-	14, // 39: icehouse.v1.CacheService.Evict:output_type -> icehouse.v1.EvictResponse
-	16, // 40: icehouse.v1.CacheService.EvictAll:output_type -> icehouse.v1.EvictAllResponse
-	20, // 41: icehouse.v1.CacheService.Verify:output_type -> icehouse.v1.VerifyResponse
-	35, // [35:42] is the sub-list for method output_type
-	28, // [28:35] is the sub-list for method input_type
-	28, // [28:28] is the sub-list for extension type_name
-	28, // [28:28] is the sub-list for extension extendee
-	0,  // [0:28] is the sub-list for field type_name
+	27, // 12: icehouse.v1.WarmResult.cache:type_name -> icehouse.v1.CacheReport
+	29, // 13: icehouse.v1.WarmResult.usage:type_name -> icehouse.v1.Usage
+	25, // 14: icehouse.v1.PinRequest.prompt:type_name -> icehouse.v1.Prompt
+	26, // 15: icehouse.v1.PinRequest.cache:type_name -> icehouse.v1.CachePolicy
+	28, // 16: icehouse.v1.PinRequest.ttl:type_name -> google.protobuf.Duration
+	25, // 17: icehouse.v1.UnpinRequest.prompt:type_name -> icehouse.v1.Prompt
+	26, // 18: icehouse.v1.UnpinRequest.cache:type_name -> icehouse.v1.CachePolicy
+	26, // 19: icehouse.v1.EndSessionRequest.cache:type_name -> icehouse.v1.CachePolicy
+	25, // 20: icehouse.v1.EvictRequest.prompt:type_name -> icehouse.v1.Prompt
+	26, // 21: icehouse.v1.EvictRequest.cache:type_name -> icehouse.v1.CachePolicy
+	19, // 22: icehouse.v1.EvictResponse.progress:type_name -> icehouse.v1.EvictProgress
+	20, // 23: icehouse.v1.EvictResponse.done:type_name -> icehouse.v1.EvictResult
+	19, // 24: icehouse.v1.EvictAllResponse.progress:type_name -> icehouse.v1.EvictProgress
+	20, // 25: icehouse.v1.EvictAllResponse.done:type_name -> icehouse.v1.EvictResult
+	23, // 26: icehouse.v1.VerifyResponse.progress:type_name -> icehouse.v1.VerifyProgress
+	24, // 27: icehouse.v1.VerifyResponse.done:type_name -> icehouse.v1.VerifyResult
+	28, // 28: icehouse.v1.VerifyResult.duration:type_name -> google.protobuf.Duration
+	1,  // 29: icehouse.v1.CacheService.Explain:input_type -> icehouse.v1.ExplainRequest
+	5,  // 30: icehouse.v1.CacheService.Warm:input_type -> icehouse.v1.WarmRequest
+	9,  // 31: icehouse.v1.CacheService.Pin:input_type -> icehouse.v1.PinRequest
+	11, // 32: icehouse.v1.CacheService.Unpin:input_type -> icehouse.v1.UnpinRequest
+	13, // 33: icehouse.v1.CacheService.EndSession:input_type -> icehouse.v1.EndSessionRequest
+	15, // 34: icehouse.v1.CacheService.Evict:input_type -> icehouse.v1.EvictRequest
+	17, // 35: icehouse.v1.CacheService.EvictAll:input_type -> icehouse.v1.EvictAllRequest
+	21, // 36: icehouse.v1.CacheService.Verify:input_type -> icehouse.v1.VerifyRequest
+	2,  // 37: icehouse.v1.CacheService.Explain:output_type -> icehouse.v1.ExplainResponse
+	6,  // 38: icehouse.v1.CacheService.Warm:output_type -> icehouse.v1.WarmResponse
+	10, // 39: icehouse.v1.CacheService.Pin:output_type -> icehouse.v1.PinResponse
+	12, // 40: icehouse.v1.CacheService.Unpin:output_type -> icehouse.v1.UnpinResponse
+	14, // 41: icehouse.v1.CacheService.EndSession:output_type -> icehouse.v1.EndSessionResponse
+	16, // 42: icehouse.v1.CacheService.Evict:output_type -> icehouse.v1.EvictResponse
+	18, // 43: icehouse.v1.CacheService.EvictAll:output_type -> icehouse.v1.EvictAllResponse
+	22, // 44: icehouse.v1.CacheService.Verify:output_type -> icehouse.v1.VerifyResponse
+	37, // [37:45] is the sub-list for method output_type
+	29, // [29:37] is the sub-list for method input_type
+	29, // [29:29] is the sub-list for extension type_name
+	29, // [29:29] is the sub-list for extension extendee
+	0,  // [0:29] is the sub-list for field type_name
 }
 
 func init() { file_icehouse_v1_cache_service_proto_init() }
@@ -1924,15 +2081,15 @@ func file_icehouse_v1_cache_service_proto_init() {
 		(*WarmResponse_Progress)(nil),
 		(*WarmResponse_Done)(nil),
 	}
-	file_icehouse_v1_cache_service_proto_msgTypes[13].OneofWrappers = []any{
+	file_icehouse_v1_cache_service_proto_msgTypes[15].OneofWrappers = []any{
 		(*EvictResponse_Progress)(nil),
 		(*EvictResponse_Done)(nil),
 	}
-	file_icehouse_v1_cache_service_proto_msgTypes[15].OneofWrappers = []any{
+	file_icehouse_v1_cache_service_proto_msgTypes[17].OneofWrappers = []any{
 		(*EvictAllResponse_Progress)(nil),
 		(*EvictAllResponse_Done)(nil),
 	}
-	file_icehouse_v1_cache_service_proto_msgTypes[19].OneofWrappers = []any{
+	file_icehouse_v1_cache_service_proto_msgTypes[21].OneofWrappers = []any{
 		(*VerifyResponse_Progress)(nil),
 		(*VerifyResponse_Done)(nil),
 	}
@@ -1942,7 +2099,7 @@ func file_icehouse_v1_cache_service_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_icehouse_v1_cache_service_proto_rawDesc), len(file_icehouse_v1_cache_service_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   22,
+			NumMessages:   24,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -21,13 +21,14 @@ import (
 const _ = grpc.SupportPackageIsVersion9
 
 const (
-	CacheService_Explain_FullMethodName  = "/icehouse.v1.CacheService/Explain"
-	CacheService_Warm_FullMethodName     = "/icehouse.v1.CacheService/Warm"
-	CacheService_Pin_FullMethodName      = "/icehouse.v1.CacheService/Pin"
-	CacheService_Unpin_FullMethodName    = "/icehouse.v1.CacheService/Unpin"
-	CacheService_Evict_FullMethodName    = "/icehouse.v1.CacheService/Evict"
-	CacheService_EvictAll_FullMethodName = "/icehouse.v1.CacheService/EvictAll"
-	CacheService_Verify_FullMethodName   = "/icehouse.v1.CacheService/Verify"
+	CacheService_Explain_FullMethodName    = "/icehouse.v1.CacheService/Explain"
+	CacheService_Warm_FullMethodName       = "/icehouse.v1.CacheService/Warm"
+	CacheService_Pin_FullMethodName        = "/icehouse.v1.CacheService/Pin"
+	CacheService_Unpin_FullMethodName      = "/icehouse.v1.CacheService/Unpin"
+	CacheService_EndSession_FullMethodName = "/icehouse.v1.CacheService/EndSession"
+	CacheService_Evict_FullMethodName      = "/icehouse.v1.CacheService/Evict"
+	CacheService_EvictAll_FullMethodName   = "/icehouse.v1.CacheService/EvictAll"
+	CacheService_Verify_FullMethodName     = "/icehouse.v1.CacheService/Verify"
 )
 
 // CacheServiceClient is the client API for CacheService service.
@@ -52,6 +53,11 @@ type CacheServiceClient interface {
 	Pin(ctx context.Context, in *PinRequest, opts ...grpc.CallOption) (*PinResponse, error)
 	// Removes the protection of Pin. Blocks that are not pinned are left as they are.
 	Unpin(ctx context.Context, in *UnpinRequest, opts ...grpc.CallOption) (*UnpinResponse, error)
+	// Says that a session, the conversation that `session_id` of a request names, has ended. Blocks that only its
+	// requests have used are evicted before all others from now on, and stay until then. If the session goes on
+	// nevertheless, it reuses what is left, which is then as recently used as any other. Nothing happens for a
+	// session that the server does not know; it remembers the last 4096.
+	EndSession(ctx context.Context, in *EndSessionRequest, opts ...grpc.CallOption) (*EndSessionResponse, error)
 	// Removes the blocks of a prompt from both tiers, including pinned ones: those that are cached when it begins,
 	// 256 at a time, the ends of prompts before their beginnings. Requests run in between; running ones keep their
 	// copies. When the caller cancels or its deadline passes, it ends within 256 blocks: what was removed by then
@@ -118,6 +124,16 @@ func (c *cacheServiceClient) Unpin(ctx context.Context, in *UnpinRequest, opts .
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
 	out := new(UnpinResponse)
 	err := c.cc.Invoke(ctx, CacheService_Unpin_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *cacheServiceClient) EndSession(ctx context.Context, in *EndSessionRequest, opts ...grpc.CallOption) (*EndSessionResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(EndSessionResponse)
+	err := c.cc.Invoke(ctx, CacheService_EndSession_FullMethodName, in, out, cOpts...)
 	if err != nil {
 		return nil, err
 	}
@@ -203,6 +219,11 @@ type CacheServiceServer interface {
 	Pin(context.Context, *PinRequest) (*PinResponse, error)
 	// Removes the protection of Pin. Blocks that are not pinned are left as they are.
 	Unpin(context.Context, *UnpinRequest) (*UnpinResponse, error)
+	// Says that a session, the conversation that `session_id` of a request names, has ended. Blocks that only its
+	// requests have used are evicted before all others from now on, and stay until then. If the session goes on
+	// nevertheless, it reuses what is left, which is then as recently used as any other. Nothing happens for a
+	// session that the server does not know; it remembers the last 4096.
+	EndSession(context.Context, *EndSessionRequest) (*EndSessionResponse, error)
 	// Removes the blocks of a prompt from both tiers, including pinned ones: those that are cached when it begins,
 	// 256 at a time, the ends of prompts before their beginnings. Requests run in between; running ones keep their
 	// copies. When the caller cancels or its deadline passes, it ends within 256 blocks: what was removed by then
@@ -237,6 +258,9 @@ func (UnimplementedCacheServiceServer) Pin(context.Context, *PinRequest) (*PinRe
 }
 func (UnimplementedCacheServiceServer) Unpin(context.Context, *UnpinRequest) (*UnpinResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method Unpin not implemented")
+}
+func (UnimplementedCacheServiceServer) EndSession(context.Context, *EndSessionRequest) (*EndSessionResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method EndSession not implemented")
 }
 func (UnimplementedCacheServiceServer) Evict(*EvictRequest, grpc.ServerStreamingServer[EvictResponse]) error {
 	return status.Error(codes.Unimplemented, "method Evict not implemented")
@@ -333,6 +357,24 @@ func _CacheService_Unpin_Handler(srv interface{}, ctx context.Context, dec func(
 	return interceptor(ctx, in, info, handler)
 }
 
+func _CacheService_EndSession_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(EndSessionRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(CacheServiceServer).EndSession(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: CacheService_EndSession_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(CacheServiceServer).EndSession(ctx, req.(*EndSessionRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
 func _CacheService_Evict_Handler(srv interface{}, stream grpc.ServerStream) error {
 	m := new(EvictRequest)
 	if err := stream.RecvMsg(m); err != nil {
@@ -384,6 +426,10 @@ var CacheService_ServiceDesc = grpc.ServiceDesc{
 		{
 			MethodName: "Unpin",
 			Handler:    _CacheService_Unpin_Handler,
+		},
+		{
+			MethodName: "EndSession",
+			Handler:    _CacheService_EndSession_Handler,
 		},
 	},
 	Streams: []grpc.StreamDesc{

@@ -129,6 +129,8 @@ type CacheStats struct {
 	Disk *CacheDiskStats `protobuf:"bytes,9,opt,name=disk,proto3" json:"disk,omitempty"`
 	// What was repaired at the last start. Not set: no SSD tier.
 	LastReconcile *CacheReconcileReport `protobuf:"bytes,10,opt,name=last_reconcile,json=lastReconcile,proto3" json:"last_reconcile,omitempty"`
+	// The sessions that requests named.
+	Sessions      *CacheSessionStats `protobuf:"bytes,11,opt,name=sessions,proto3" json:"sessions,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -233,6 +235,104 @@ func (x *CacheStats) GetLastReconcile() *CacheReconcileReport {
 	return nil
 }
 
+func (x *CacheStats) GetSessions() *CacheSessionStats {
+	if x != nil {
+		return x.Sessions
+	}
+	return nil
+}
+
+// The sessions that requests named.
+type CacheSessionStats struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Sessions remembered, at most 4096.
+	SessionCount int64 `protobuf:"varint,1,opt,name=session_count,json=sessionCount,proto3" json:"session_count,omitempty"`
+	// Of these, sessions that have ended.
+	EndedCount int64 `protobuf:"varint,2,opt,name=ended_count,json=endedCount,proto3" json:"ended_count,omitempty"`
+	// Times a session ended.
+	EndedTotal int64 `protobuf:"varint,3,opt,name=ended_total,json=endedTotal,proto3" json:"ended_total,omitempty"`
+	// Blocks that became the first to be evicted when their session ended.
+	ReleasedBlockTotal int64 `protobuf:"varint,4,opt,name=released_block_total,json=releasedBlockTotal,proto3" json:"released_block_total,omitempty"`
+	// Sessions forgotten because there were too many: their blocks are evicted like any others.
+	ForgottenTotal int64 `protobuf:"varint,5,opt,name=forgotten_total,json=forgottenTotal,proto3" json:"forgotten_total,omitempty"`
+	// Checkpoints dropped because their session had more than `cache.session_checkpoint_limit`.
+	DroppedCheckpointTotal int64 `protobuf:"varint,6,opt,name=dropped_checkpoint_total,json=droppedCheckpointTotal,proto3" json:"dropped_checkpoint_total,omitempty"`
+	unknownFields          protoimpl.UnknownFields
+	sizeCache              protoimpl.SizeCache
+}
+
+func (x *CacheSessionStats) Reset() {
+	*x = CacheSessionStats{}
+	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[1]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *CacheSessionStats) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*CacheSessionStats) ProtoMessage() {}
+
+func (x *CacheSessionStats) ProtoReflect() protoreflect.Message {
+	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[1]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use CacheSessionStats.ProtoReflect.Descriptor instead.
+func (*CacheSessionStats) Descriptor() ([]byte, []int) {
+	return file_icehouse_v1_cache_stats_proto_rawDescGZIP(), []int{1}
+}
+
+func (x *CacheSessionStats) GetSessionCount() int64 {
+	if x != nil {
+		return x.SessionCount
+	}
+	return 0
+}
+
+func (x *CacheSessionStats) GetEndedCount() int64 {
+	if x != nil {
+		return x.EndedCount
+	}
+	return 0
+}
+
+func (x *CacheSessionStats) GetEndedTotal() int64 {
+	if x != nil {
+		return x.EndedTotal
+	}
+	return 0
+}
+
+func (x *CacheSessionStats) GetReleasedBlockTotal() int64 {
+	if x != nil {
+		return x.ReleasedBlockTotal
+	}
+	return 0
+}
+
+func (x *CacheSessionStats) GetForgottenTotal() int64 {
+	if x != nil {
+		return x.ForgottenTotal
+	}
+	return 0
+}
+
+func (x *CacheSessionStats) GetDroppedCheckpointTotal() int64 {
+	if x != nil {
+		return x.DroppedCheckpointTotal
+	}
+	return 0
+}
+
 // One tier.
 type CacheTierStats struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -262,7 +362,7 @@ type CacheTierStats struct {
 
 func (x *CacheTierStats) Reset() {
 	*x = CacheTierStats{}
-	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[1]
+	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[2]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -274,7 +374,7 @@ func (x *CacheTierStats) String() string {
 func (*CacheTierStats) ProtoMessage() {}
 
 func (x *CacheTierStats) ProtoReflect() protoreflect.Message {
-	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[1]
+	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[2]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -287,7 +387,7 @@ func (x *CacheTierStats) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CacheTierStats.ProtoReflect.Descriptor instead.
 func (*CacheTierStats) Descriptor() ([]byte, []int) {
-	return file_icehouse_v1_cache_stats_proto_rawDescGZIP(), []int{1}
+	return file_icehouse_v1_cache_stats_proto_rawDescGZIP(), []int{2}
 }
 
 func (x *CacheTierStats) GetBlockCount() int64 {
@@ -375,7 +475,7 @@ type AgePercentiles struct {
 
 func (x *AgePercentiles) Reset() {
 	*x = AgePercentiles{}
-	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[2]
+	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[3]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -387,7 +487,7 @@ func (x *AgePercentiles) String() string {
 func (*AgePercentiles) ProtoMessage() {}
 
 func (x *AgePercentiles) ProtoReflect() protoreflect.Message {
-	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[2]
+	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[3]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -400,7 +500,7 @@ func (x *AgePercentiles) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AgePercentiles.ProtoReflect.Descriptor instead.
 func (*AgePercentiles) Descriptor() ([]byte, []int) {
-	return file_icehouse_v1_cache_stats_proto_rawDescGZIP(), []int{2}
+	return file_icehouse_v1_cache_stats_proto_rawDescGZIP(), []int{3}
 }
 
 func (x *AgePercentiles) GetP50() *durationpb.Duration {
@@ -445,7 +545,7 @@ type CacheLookupStats struct {
 
 func (x *CacheLookupStats) Reset() {
 	*x = CacheLookupStats{}
-	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[3]
+	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[4]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -457,7 +557,7 @@ func (x *CacheLookupStats) String() string {
 func (*CacheLookupStats) ProtoMessage() {}
 
 func (x *CacheLookupStats) ProtoReflect() protoreflect.Message {
-	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[3]
+	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[4]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -470,7 +570,7 @@ func (x *CacheLookupStats) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CacheLookupStats.ProtoReflect.Descriptor instead.
 func (*CacheLookupStats) Descriptor() ([]byte, []int) {
-	return file_icehouse_v1_cache_stats_proto_rawDescGZIP(), []int{3}
+	return file_icehouse_v1_cache_stats_proto_rawDescGZIP(), []int{4}
 }
 
 func (x *CacheLookupStats) GetLookupTotal() int64 {
@@ -528,7 +628,7 @@ type CacheMissTokens struct {
 
 func (x *CacheMissTokens) Reset() {
 	*x = CacheMissTokens{}
-	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[4]
+	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -540,7 +640,7 @@ func (x *CacheMissTokens) String() string {
 func (*CacheMissTokens) ProtoMessage() {}
 
 func (x *CacheMissTokens) ProtoReflect() protoreflect.Message {
-	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[4]
+	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -553,7 +653,7 @@ func (x *CacheMissTokens) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CacheMissTokens.ProtoReflect.Descriptor instead.
 func (*CacheMissTokens) Descriptor() ([]byte, []int) {
-	return file_icehouse_v1_cache_stats_proto_rawDescGZIP(), []int{4}
+	return file_icehouse_v1_cache_stats_proto_rawDescGZIP(), []int{5}
 }
 
 func (x *CacheMissTokens) GetReason() ReuseLimit {
@@ -583,7 +683,7 @@ type SpillDrops struct {
 
 func (x *SpillDrops) Reset() {
 	*x = SpillDrops{}
-	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[5]
+	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -595,7 +695,7 @@ func (x *SpillDrops) String() string {
 func (*SpillDrops) ProtoMessage() {}
 
 func (x *SpillDrops) ProtoReflect() protoreflect.Message {
-	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[5]
+	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -608,7 +708,7 @@ func (x *SpillDrops) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SpillDrops.ProtoReflect.Descriptor instead.
 func (*SpillDrops) Descriptor() ([]byte, []int) {
-	return file_icehouse_v1_cache_stats_proto_rawDescGZIP(), []int{5}
+	return file_icehouse_v1_cache_stats_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *SpillDrops) GetCause() SpillDropCause {
@@ -656,7 +756,7 @@ type CacheSpillStats struct {
 
 func (x *CacheSpillStats) Reset() {
 	*x = CacheSpillStats{}
-	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[6]
+	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -668,7 +768,7 @@ func (x *CacheSpillStats) String() string {
 func (*CacheSpillStats) ProtoMessage() {}
 
 func (x *CacheSpillStats) ProtoReflect() protoreflect.Message {
-	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[6]
+	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -681,7 +781,7 @@ func (x *CacheSpillStats) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CacheSpillStats.ProtoReflect.Descriptor instead.
 func (*CacheSpillStats) Descriptor() ([]byte, []int) {
-	return file_icehouse_v1_cache_stats_proto_rawDescGZIP(), []int{6}
+	return file_icehouse_v1_cache_stats_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *CacheSpillStats) GetPolicy() string {
@@ -795,7 +895,7 @@ type CachePromoteStats struct {
 
 func (x *CachePromoteStats) Reset() {
 	*x = CachePromoteStats{}
-	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[7]
+	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -807,7 +907,7 @@ func (x *CachePromoteStats) String() string {
 func (*CachePromoteStats) ProtoMessage() {}
 
 func (x *CachePromoteStats) ProtoReflect() protoreflect.Message {
-	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[7]
+	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -820,7 +920,7 @@ func (x *CachePromoteStats) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CachePromoteStats.ProtoReflect.Descriptor instead.
 func (*CachePromoteStats) Descriptor() ([]byte, []int) {
-	return file_icehouse_v1_cache_stats_proto_rawDescGZIP(), []int{7}
+	return file_icehouse_v1_cache_stats_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *CachePromoteStats) GetLoadTotal() int64 {
@@ -933,7 +1033,7 @@ type CacheIntegrityStats struct {
 
 func (x *CacheIntegrityStats) Reset() {
 	*x = CacheIntegrityStats{}
-	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[8]
+	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -945,7 +1045,7 @@ func (x *CacheIntegrityStats) String() string {
 func (*CacheIntegrityStats) ProtoMessage() {}
 
 func (x *CacheIntegrityStats) ProtoReflect() protoreflect.Message {
-	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[8]
+	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -958,7 +1058,7 @@ func (x *CacheIntegrityStats) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CacheIntegrityStats.ProtoReflect.Descriptor instead.
 func (*CacheIntegrityStats) Descriptor() ([]byte, []int) {
-	return file_icehouse_v1_cache_stats_proto_rawDescGZIP(), []int{8}
+	return file_icehouse_v1_cache_stats_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *CacheIntegrityStats) GetVerifiedBlockTotal() int64 {
@@ -1045,7 +1145,7 @@ type CacheDiskStats struct {
 
 func (x *CacheDiskStats) Reset() {
 	*x = CacheDiskStats{}
-	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[9]
+	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1057,7 +1157,7 @@ func (x *CacheDiskStats) String() string {
 func (*CacheDiskStats) ProtoMessage() {}
 
 func (x *CacheDiskStats) ProtoReflect() protoreflect.Message {
-	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[9]
+	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1070,7 +1170,7 @@ func (x *CacheDiskStats) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CacheDiskStats.ProtoReflect.Descriptor instead.
 func (*CacheDiskStats) Descriptor() ([]byte, []int) {
-	return file_icehouse_v1_cache_stats_proto_rawDescGZIP(), []int{9}
+	return file_icehouse_v1_cache_stats_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *CacheDiskStats) GetUsedBytes() int64 {
@@ -1180,7 +1280,7 @@ type CacheReconcileReport struct {
 
 func (x *CacheReconcileReport) Reset() {
 	*x = CacheReconcileReport{}
-	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[10]
+	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1192,7 +1292,7 @@ func (x *CacheReconcileReport) String() string {
 func (*CacheReconcileReport) ProtoMessage() {}
 
 func (x *CacheReconcileReport) ProtoReflect() protoreflect.Message {
-	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[10]
+	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1205,7 +1305,7 @@ func (x *CacheReconcileReport) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CacheReconcileReport.ProtoReflect.Descriptor instead.
 func (*CacheReconcileReport) Descriptor() ([]byte, []int) {
-	return file_icehouse_v1_cache_stats_proto_rawDescGZIP(), []int{10}
+	return file_icehouse_v1_cache_stats_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *CacheReconcileReport) GetReconcileTime() *timestamppb.Timestamp {
@@ -1317,7 +1417,7 @@ var File_icehouse_v1_cache_stats_proto protoreflect.FileDescriptor
 
 const file_icehouse_v1_cache_stats_proto_rawDesc = "" +
 	"\n" +
-	"\x1dicehouse/v1/cache_stats.proto\x12\vicehouse.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x17icehouse/v1/usage.proto\"\x9e\x04\n" +
+	"\x1dicehouse/v1/cache_stats.proto\x12\vicehouse.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x17icehouse/v1/usage.proto\"\xda\x04\n" +
 	"\n" +
 	"CacheStats\x12!\n" +
 	"\fblock_tokens\x18\x01 \x01(\x05R\vblockTokens\x12-\n" +
@@ -1330,7 +1430,17 @@ const file_icehouse_v1_cache_stats_proto_rawDesc = "" +
 	"\tintegrity\x18\b \x01(\v2 .icehouse.v1.CacheIntegrityStatsR\tintegrity\x12/\n" +
 	"\x04disk\x18\t \x01(\v2\x1b.icehouse.v1.CacheDiskStatsR\x04disk\x12H\n" +
 	"\x0elast_reconcile\x18\n" +
-	" \x01(\v2!.icehouse.v1.CacheReconcileReportR\rlastReconcile\"\x9a\x03\n" +
+	" \x01(\v2!.icehouse.v1.CacheReconcileReportR\rlastReconcile\x12:\n" +
+	"\bsessions\x18\v \x01(\v2\x1e.icehouse.v1.CacheSessionStatsR\bsessions\"\x8f\x02\n" +
+	"\x11CacheSessionStats\x12#\n" +
+	"\rsession_count\x18\x01 \x01(\x03R\fsessionCount\x12\x1f\n" +
+	"\vended_count\x18\x02 \x01(\x03R\n" +
+	"endedCount\x12\x1f\n" +
+	"\vended_total\x18\x03 \x01(\x03R\n" +
+	"endedTotal\x120\n" +
+	"\x14released_block_total\x18\x04 \x01(\x03R\x12releasedBlockTotal\x12'\n" +
+	"\x0fforgotten_total\x18\x05 \x01(\x03R\x0eforgottenTotal\x128\n" +
+	"\x18dropped_checkpoint_total\x18\x06 \x01(\x03R\x16droppedCheckpointTotal\"\x9a\x03\n" +
 	"\x0eCacheTierStats\x12\x1f\n" +
 	"\vblock_count\x18\x01 \x01(\x03R\n" +
 	"blockCount\x12\x1d\n" +
@@ -1468,48 +1578,50 @@ func file_icehouse_v1_cache_stats_proto_rawDescGZIP() []byte {
 }
 
 var file_icehouse_v1_cache_stats_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_icehouse_v1_cache_stats_proto_msgTypes = make([]protoimpl.MessageInfo, 11)
+var file_icehouse_v1_cache_stats_proto_msgTypes = make([]protoimpl.MessageInfo, 12)
 var file_icehouse_v1_cache_stats_proto_goTypes = []any{
 	(SpillDropCause)(0),           // 0: icehouse.v1.SpillDropCause
 	(*CacheStats)(nil),            // 1: icehouse.v1.CacheStats
-	(*CacheTierStats)(nil),        // 2: icehouse.v1.CacheTierStats
-	(*AgePercentiles)(nil),        // 3: icehouse.v1.AgePercentiles
-	(*CacheLookupStats)(nil),      // 4: icehouse.v1.CacheLookupStats
-	(*CacheMissTokens)(nil),       // 5: icehouse.v1.CacheMissTokens
-	(*SpillDrops)(nil),            // 6: icehouse.v1.SpillDrops
-	(*CacheSpillStats)(nil),       // 7: icehouse.v1.CacheSpillStats
-	(*CachePromoteStats)(nil),     // 8: icehouse.v1.CachePromoteStats
-	(*CacheIntegrityStats)(nil),   // 9: icehouse.v1.CacheIntegrityStats
-	(*CacheDiskStats)(nil),        // 10: icehouse.v1.CacheDiskStats
-	(*CacheReconcileReport)(nil),  // 11: icehouse.v1.CacheReconcileReport
-	(*durationpb.Duration)(nil),   // 12: google.protobuf.Duration
-	(ReuseLimit)(0),               // 13: icehouse.v1.ReuseLimit
-	(*timestamppb.Timestamp)(nil), // 14: google.protobuf.Timestamp
+	(*CacheSessionStats)(nil),     // 2: icehouse.v1.CacheSessionStats
+	(*CacheTierStats)(nil),        // 3: icehouse.v1.CacheTierStats
+	(*AgePercentiles)(nil),        // 4: icehouse.v1.AgePercentiles
+	(*CacheLookupStats)(nil),      // 5: icehouse.v1.CacheLookupStats
+	(*CacheMissTokens)(nil),       // 6: icehouse.v1.CacheMissTokens
+	(*SpillDrops)(nil),            // 7: icehouse.v1.SpillDrops
+	(*CacheSpillStats)(nil),       // 8: icehouse.v1.CacheSpillStats
+	(*CachePromoteStats)(nil),     // 9: icehouse.v1.CachePromoteStats
+	(*CacheIntegrityStats)(nil),   // 10: icehouse.v1.CacheIntegrityStats
+	(*CacheDiskStats)(nil),        // 11: icehouse.v1.CacheDiskStats
+	(*CacheReconcileReport)(nil),  // 12: icehouse.v1.CacheReconcileReport
+	(*durationpb.Duration)(nil),   // 13: google.protobuf.Duration
+	(ReuseLimit)(0),               // 14: icehouse.v1.ReuseLimit
+	(*timestamppb.Timestamp)(nil), // 15: google.protobuf.Timestamp
 }
 var file_icehouse_v1_cache_stats_proto_depIdxs = []int32{
-	2,  // 0: icehouse.v1.CacheStats.ram:type_name -> icehouse.v1.CacheTierStats
-	2,  // 1: icehouse.v1.CacheStats.ssd:type_name -> icehouse.v1.CacheTierStats
-	4,  // 2: icehouse.v1.CacheStats.lookups:type_name -> icehouse.v1.CacheLookupStats
-	7,  // 3: icehouse.v1.CacheStats.spill:type_name -> icehouse.v1.CacheSpillStats
-	8,  // 4: icehouse.v1.CacheStats.promote:type_name -> icehouse.v1.CachePromoteStats
-	9,  // 5: icehouse.v1.CacheStats.integrity:type_name -> icehouse.v1.CacheIntegrityStats
-	10, // 6: icehouse.v1.CacheStats.disk:type_name -> icehouse.v1.CacheDiskStats
-	11, // 7: icehouse.v1.CacheStats.last_reconcile:type_name -> icehouse.v1.CacheReconcileReport
-	3,  // 8: icehouse.v1.CacheTierStats.age:type_name -> icehouse.v1.AgePercentiles
-	12, // 9: icehouse.v1.AgePercentiles.p50:type_name -> google.protobuf.Duration
-	12, // 10: icehouse.v1.AgePercentiles.p90:type_name -> google.protobuf.Duration
-	12, // 11: icehouse.v1.AgePercentiles.p99:type_name -> google.protobuf.Duration
-	5,  // 12: icehouse.v1.CacheLookupStats.miss_tokens:type_name -> icehouse.v1.CacheMissTokens
-	13, // 13: icehouse.v1.CacheMissTokens.reason:type_name -> icehouse.v1.ReuseLimit
-	0,  // 14: icehouse.v1.SpillDrops.cause:type_name -> icehouse.v1.SpillDropCause
-	6,  // 15: icehouse.v1.CacheSpillStats.drops:type_name -> icehouse.v1.SpillDrops
-	14, // 16: icehouse.v1.CacheReconcileReport.reconcile_time:type_name -> google.protobuf.Timestamp
-	12, // 17: icehouse.v1.CacheReconcileReport.duration:type_name -> google.protobuf.Duration
-	18, // [18:18] is the sub-list for method output_type
-	18, // [18:18] is the sub-list for method input_type
-	18, // [18:18] is the sub-list for extension type_name
-	18, // [18:18] is the sub-list for extension extendee
-	0,  // [0:18] is the sub-list for field type_name
+	3,  // 0: icehouse.v1.CacheStats.ram:type_name -> icehouse.v1.CacheTierStats
+	3,  // 1: icehouse.v1.CacheStats.ssd:type_name -> icehouse.v1.CacheTierStats
+	5,  // 2: icehouse.v1.CacheStats.lookups:type_name -> icehouse.v1.CacheLookupStats
+	8,  // 3: icehouse.v1.CacheStats.spill:type_name -> icehouse.v1.CacheSpillStats
+	9,  // 4: icehouse.v1.CacheStats.promote:type_name -> icehouse.v1.CachePromoteStats
+	10, // 5: icehouse.v1.CacheStats.integrity:type_name -> icehouse.v1.CacheIntegrityStats
+	11, // 6: icehouse.v1.CacheStats.disk:type_name -> icehouse.v1.CacheDiskStats
+	12, // 7: icehouse.v1.CacheStats.last_reconcile:type_name -> icehouse.v1.CacheReconcileReport
+	2,  // 8: icehouse.v1.CacheStats.sessions:type_name -> icehouse.v1.CacheSessionStats
+	4,  // 9: icehouse.v1.CacheTierStats.age:type_name -> icehouse.v1.AgePercentiles
+	13, // 10: icehouse.v1.AgePercentiles.p50:type_name -> google.protobuf.Duration
+	13, // 11: icehouse.v1.AgePercentiles.p90:type_name -> google.protobuf.Duration
+	13, // 12: icehouse.v1.AgePercentiles.p99:type_name -> google.protobuf.Duration
+	6,  // 13: icehouse.v1.CacheLookupStats.miss_tokens:type_name -> icehouse.v1.CacheMissTokens
+	14, // 14: icehouse.v1.CacheMissTokens.reason:type_name -> icehouse.v1.ReuseLimit
+	0,  // 15: icehouse.v1.SpillDrops.cause:type_name -> icehouse.v1.SpillDropCause
+	7,  // 16: icehouse.v1.CacheSpillStats.drops:type_name -> icehouse.v1.SpillDrops
+	15, // 17: icehouse.v1.CacheReconcileReport.reconcile_time:type_name -> google.protobuf.Timestamp
+	13, // 18: icehouse.v1.CacheReconcileReport.duration:type_name -> google.protobuf.Duration
+	19, // [19:19] is the sub-list for method output_type
+	19, // [19:19] is the sub-list for method input_type
+	19, // [19:19] is the sub-list for extension type_name
+	19, // [19:19] is the sub-list for extension extendee
+	0,  // [0:19] is the sub-list for field type_name
 }
 
 func init() { file_icehouse_v1_cache_stats_proto_init() }
@@ -1524,7 +1636,7 @@ func file_icehouse_v1_cache_stats_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_icehouse_v1_cache_stats_proto_rawDesc), len(file_icehouse_v1_cache_stats_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   11,
+			NumMessages:   12,
 			NumExtensions: 0,
 			NumServices:   0,
 		},

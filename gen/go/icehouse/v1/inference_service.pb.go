@@ -84,11 +84,15 @@ type GenerateRequest struct {
 	// Higher runs first among a tenant's waiting requests, -100 to 100; tenants take turns. Default: 0.
 	Priority int32 `protobuf:"varint,15,opt,name=priority,proto3" json:"priority,omitempty"`
 	// The conversation that this request is a turn of, as the caller or the gateway names it: 1 to 128 of
-	// [A-Za-z0-9._:-], otherwise PARAMETER_OUT_OF_RANGE. It does not affect the answer or the cache; it
-	// appears in logs, traces and KV events, so that a gateway can send a session's turns to one server. Default:
+	// [A-Za-z0-9._:-], otherwise PARAMETER_OUT_OF_RANGE. It does not affect the answer or what is reused; the
+	// cache learns from it which blocks nobody needs once the session has ended, and it
+	// appears in logs and traces, so that a gateway can send a session's turns to one server. Default:
 	// the call's metadata under the keys in the setting `server.session_metadata`, where there is such a value
 	// (malformed ones are ignored), otherwise none.
-	SessionId     string `protobuf:"bytes,16,opt,name=session_id,json=sessionId,proto3" json:"session_id,omitempty"`
+	SessionId string `protobuf:"bytes,16,opt,name=session_id,json=sessionId,proto3" json:"session_id,omitempty"`
+	// Whether this is the last turn of its session. Once it is answered in full the session ends, as by EndSession.
+	// Without a session it has no effect.
+	EndsSession   bool `protobuf:"varint,17,opt,name=ends_session,json=endsSession,proto3" json:"ends_session,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -233,6 +237,13 @@ func (x *GenerateRequest) GetSessionId() string {
 		return x.SessionId
 	}
 	return ""
+}
+
+func (x *GenerateRequest) GetEndsSession() bool {
+	if x != nil {
+		return x.EndsSession
+	}
+	return false
 }
 
 // The complete output; with several completions the first one, except for `completions`.
@@ -1326,7 +1337,7 @@ var File_icehouse_v1_inference_service_proto protoreflect.FileDescriptor
 
 const file_icehouse_v1_inference_service_proto_rawDesc = "" +
 	"\n" +
-	"#icehouse/v1/inference_service.proto\x12\vicehouse.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1eicehouse/v1/cache_policy.proto\x1a\x1dicehouse/v1/cache_stats.proto\x1a\x1cicehouse/v1/completion.proto\x1a\x1aicehouse/v1/logprobs.proto\x1a\x18icehouse/v1/prompt.proto\x1a!icehouse/v1/response_format.proto\x1a\x1aicehouse/v1/sampling.proto\x1a\x1dicehouse/v1/speculation.proto\x1a\x16icehouse/v1/tool.proto\x1a\x17icehouse/v1/usage.proto\"\xe5\x05\n" +
+	"#icehouse/v1/inference_service.proto\x12\vicehouse.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1eicehouse/v1/cache_policy.proto\x1a\x1dicehouse/v1/cache_stats.proto\x1a\x1cicehouse/v1/completion.proto\x1a\x1aicehouse/v1/logprobs.proto\x1a\x18icehouse/v1/prompt.proto\x1a!icehouse/v1/response_format.proto\x1a\x1aicehouse/v1/sampling.proto\x1a\x1dicehouse/v1/speculation.proto\x1a\x16icehouse/v1/tool.proto\x1a\x17icehouse/v1/usage.proto\"\x88\x06\n" +
 	"\x0fGenerateRequest\x12\x1d\n" +
 	"\n" +
 	"request_id\x18\x01 \x01(\tR\trequestId\x12\x14\n" +
@@ -1347,7 +1358,8 @@ const file_icehouse_v1_inference_service_proto_rawDesc = "" +
 	"\x05cache\x18\x0e \x01(\v2\x18.icehouse.v1.CachePolicyR\x05cache\x12\x1a\n" +
 	"\bpriority\x18\x0f \x01(\x05R\bpriority\x12\x1d\n" +
 	"\n" +
-	"session_id\x18\x10 \x01(\tR\tsessionIdB\x17\n" +
+	"session_id\x18\x10 \x01(\tR\tsessionId\x12!\n" +
+	"\fends_session\x18\x11 \x01(\bR\vendsSessionB\x17\n" +
 	"\x15_max_reasoning_tokens\"\xab\a\n" +
 	"\x10GenerateResponse\x12\x1d\n" +
 	"\n" +

@@ -28,7 +28,7 @@ from icehouse.v1 import prompt_pb2 as icehouse_dot_v1_dot_prompt__pb2
 from icehouse.v1 import usage_pb2 as icehouse_dot_v1_dot_usage__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ficehouse/v1/cache_service.proto\x12\x0bicehouse.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1eicehouse/v1/cache_policy.proto\x1a\x18icehouse/v1/prompt.proto\x1a\x17icehouse/v1/usage.proto\"m\n\x0e\x45xplainRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12#\n\x06prompt\x18\x02 \x01(\x0b\x32\x13.icehouse.v1.Prompt\x12\'\n\x05\x63\x61\x63he\x18\x03 \x01(\x0b\x32\x18.icehouse.v1.CachePolicy\"\xab\x02\n\x0f\x45xplainResponse\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x05\x12\'\n\x05\x63\x61\x63he\x18\x02 \x01(\x0b\x32\x18.icehouse.v1.CacheReport\x12\'\n\x06\x62locks\x18\x03 \x03(\x0b\x32\x17.icehouse.v1.BlockMatch\x12@\n\x1dpredicted_time_to_first_token\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x45\n\"predicted_time_to_first_token_cold\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12&\n\x06images\x18\x06 \x03(\x0b\x32\x16.icehouse.v1.ImageSpan\"E\n\tImageSpan\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\x13\n\x0bstart_token\x18\x02 \x01(\x05\x12\x13\n\x0btoken_count\x18\x03 \x01(\x05\"\xa6\x01\n\nBlockMatch\x12\x0c\n\x04hash\x18\x01 \x01(\t\x12\x13\n\x0bstart_token\x18\x02 \x01(\x05\x12\x13\n\x0btoken_count\x18\x03 \x01(\x05\x12\x12\n\nsize_bytes\x18\x04 \x01(\x03\x12$\n\x04tier\x18\x05 \x01(\x0e\x32\x16.icehouse.v1.CacheTier\x12\x16\n\x0ehas_checkpoint\x18\x06 \x01(\x08\x12\x0e\n\x06pinned\x18\x07 \x01(\x08\"\x90\x01\n\x0bWarmRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12#\n\x06prompt\x18\x03 \x01(\x0b\x32\x13.icehouse.v1.Prompt\x12\'\n\x05\x63\x61\x63he\x18\x04 \x01(\x0b\x32\x18.icehouse.v1.CachePolicy\x12\x10\n\x08priority\x18\x05 \x01(\x05\"o\n\x0cWarmResponse\x12-\n\x08progress\x18\x01 \x01(\x0b\x32\x19.icehouse.v1.WarmProgressH\x00\x12\'\n\x04\x64one\x18\x02 \x01(\x0b\x32\x17.icehouse.v1.WarmResultH\x00\x42\x07\n\x05\x65vent\"S\n\x0cWarmProgress\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10processed_tokens\x18\x02 \x01(\x05\x12\x15\n\rprompt_tokens\x18\x03 \x01(\x05\"l\n\nWarmResult\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\'\n\x05\x63\x61\x63he\x18\x02 \x01(\x0b\x32\x18.icehouse.v1.CacheReport\x12!\n\x05usage\x18\x03 \x01(\x0b\x32\x12.icehouse.v1.Usage\"\x91\x01\n\nPinRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12#\n\x06prompt\x18\x02 \x01(\x0b\x32\x13.icehouse.v1.Prompt\x12\'\n\x05\x63\x61\x63he\x18\x03 \x01(\x0b\x32\x18.icehouse.v1.CachePolicy\x12&\n\x03ttl\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\"K\n\x0bPinResponse\x12\x13\n\x0b\x62lock_count\x18\x01 \x01(\x05\x12\x13\n\x0btoken_count\x18\x02 \x01(\x05\x12\x12\n\nsize_bytes\x18\x03 \x01(\x03\"k\n\x0cUnpinRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12#\n\x06prompt\x18\x02 \x01(\x0b\x32\x13.icehouse.v1.Prompt\x12\'\n\x05\x63\x61\x63he\x18\x03 \x01(\x0b\x32\x18.icehouse.v1.CachePolicy\"M\n\rUnpinResponse\x12\x13\n\x0b\x62lock_count\x18\x01 \x01(\x05\x12\x13\n\x0btoken_count\x18\x02 \x01(\x05\x12\x12\n\nsize_bytes\x18\x03 \x01(\x03\"k\n\x0c\x45victRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12#\n\x06prompt\x18\x02 \x01(\x0b\x32\x13.icehouse.v1.Prompt\x12\'\n\x05\x63\x61\x63he\x18\x03 \x01(\x0b\x32\x18.icehouse.v1.CachePolicy\"r\n\rEvictResponse\x12.\n\x08progress\x18\x01 \x01(\x0b\x32\x1a.icehouse.v1.EvictProgressH\x00\x12(\n\x04\x64one\x18\x02 \x01(\x0b\x32\x18.icehouse.v1.EvictResultH\x00\x42\x07\n\x05\x65vent\" \n\x0f\x45victAllRequest\x12\r\n\x05model\x18\x01 \x01(\t\"u\n\x10\x45victAllResponse\x12.\n\x08progress\x18\x01 \x01(\x0b\x32\x1a.icehouse.v1.EvictProgressH\x00\x12(\n\x04\x64one\x18\x02 \x01(\x0b\x32\x18.icehouse.v1.EvictResultH\x00\x42\x07\n\x05\x65vent\"i\n\rEvictProgress\x12\x1d\n\x15processed_block_count\x18\x01 \x01(\x03\x12\x13\n\x0b\x62lock_count\x18\x02 \x01(\x03\x12\x11\n\tram_bytes\x18\x03 \x01(\x03\x12\x11\n\tssd_bytes\x18\x04 \x01(\x03\"e\n\x0b\x45victResult\x12\x17\n\x0fram_block_count\x18\x01 \x01(\x03\x12\x11\n\tram_bytes\x18\x02 \x01(\x03\x12\x17\n\x0fssd_block_count\x18\x03 \x01(\x03\x12\x11\n\tssd_bytes\x18\x04 \x01(\x03\"$\n\rVerifyRequest\x12\x13\n\x0b\x62lock_limit\x18\x01 \x01(\x03\"u\n\x0eVerifyResponse\x12/\n\x08progress\x18\x01 \x01(\x0b\x32\x1b.icehouse.v1.VerifyProgressH\x00\x12)\n\x04\x64one\x18\x02 \x01(\x0b\x32\x19.icehouse.v1.VerifyResultH\x00\x42\x07\n\x05\x65vent\"x\n\x0eVerifyProgress\x12\x1c\n\x14verified_block_count\x18\x01 \x01(\x03\x12\x16\n\x0everified_bytes\x18\x02 \x01(\x03\x12\x1b\n\x13\x64\x61maged_block_count\x18\x03 \x01(\x03\x12\x13\n\x0b\x62lock_count\x18\x04 \x01(\x03\"\xa6\x01\n\x0cVerifyResult\x12\x1c\n\x14verified_block_count\x18\x01 \x01(\x03\x12\x16\n\x0everified_bytes\x18\x02 \x01(\x03\x12\x16\n\x0e\x64\x61maged_hashes\x18\x03 \x03(\t\x12\x1b\n\x13\x64\x61maged_block_count\x18\x04 \x01(\x03\x12+\n\x08\x64uration\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration*O\n\tCacheTier\x12\x1a\n\x16\x43\x41\x43HE_TIER_UNSPECIFIED\x10\x00\x12\x12\n\x0e\x43\x41\x43HE_TIER_RAM\x10\x01\x12\x12\n\x0e\x43\x41\x43HE_TIER_SSD\x10\x02\x32\xdf\x03\n\x0c\x43\x61\x63heService\x12\x44\n\x07\x45xplain\x12\x1b.icehouse.v1.ExplainRequest\x1a\x1c.icehouse.v1.ExplainResponse\x12=\n\x04Warm\x12\x18.icehouse.v1.WarmRequest\x1a\x19.icehouse.v1.WarmResponse0\x01\x12\x38\n\x03Pin\x12\x17.icehouse.v1.PinRequest\x1a\x18.icehouse.v1.PinResponse\x12>\n\x05Unpin\x12\x19.icehouse.v1.UnpinRequest\x1a\x1a.icehouse.v1.UnpinResponse\x12@\n\x05\x45vict\x12\x19.icehouse.v1.EvictRequest\x1a\x1a.icehouse.v1.EvictResponse0\x01\x12I\n\x08\x45victAll\x12\x1c.icehouse.v1.EvictAllRequest\x1a\x1d.icehouse.v1.EvictAllResponse0\x01\x12\x43\n\x06Verify\x12\x1a.icehouse.v1.VerifyRequest\x1a\x1b.icehouse.v1.VerifyResponse0\x01\x42<\n\x0f\x64\x65v.icehouse.v1P\x01Z\'icehouse.dev/api/icehouse/v1;icehousev1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ficehouse/v1/cache_service.proto\x12\x0bicehouse.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1eicehouse/v1/cache_policy.proto\x1a\x18icehouse/v1/prompt.proto\x1a\x17icehouse/v1/usage.proto\"m\n\x0e\x45xplainRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12#\n\x06prompt\x18\x02 \x01(\x0b\x32\x13.icehouse.v1.Prompt\x12\'\n\x05\x63\x61\x63he\x18\x03 \x01(\x0b\x32\x18.icehouse.v1.CachePolicy\"\xab\x02\n\x0f\x45xplainResponse\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x05\x12\'\n\x05\x63\x61\x63he\x18\x02 \x01(\x0b\x32\x18.icehouse.v1.CacheReport\x12\'\n\x06\x62locks\x18\x03 \x03(\x0b\x32\x17.icehouse.v1.BlockMatch\x12@\n\x1dpredicted_time_to_first_token\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x45\n\"predicted_time_to_first_token_cold\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12&\n\x06images\x18\x06 \x03(\x0b\x32\x16.icehouse.v1.ImageSpan\"E\n\tImageSpan\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\x13\n\x0bstart_token\x18\x02 \x01(\x05\x12\x13\n\x0btoken_count\x18\x03 \x01(\x05\"\xb7\x01\n\nBlockMatch\x12\x0c\n\x04hash\x18\x01 \x01(\t\x12\x13\n\x0bstart_token\x18\x02 \x01(\x05\x12\x13\n\x0btoken_count\x18\x03 \x01(\x05\x12\x12\n\nsize_bytes\x18\x04 \x01(\x03\x12$\n\x04tier\x18\x05 \x01(\x0e\x32\x16.icehouse.v1.CacheTier\x12\x16\n\x0ehas_checkpoint\x18\x06 \x01(\x08\x12\x0e\n\x06pinned\x18\x07 \x01(\x08\x12\x0f\n\x07session\x18\x08 \x01(\t\"\x90\x01\n\x0bWarmRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12#\n\x06prompt\x18\x03 \x01(\x0b\x32\x13.icehouse.v1.Prompt\x12\'\n\x05\x63\x61\x63he\x18\x04 \x01(\x0b\x32\x18.icehouse.v1.CachePolicy\x12\x10\n\x08priority\x18\x05 \x01(\x05\"o\n\x0cWarmResponse\x12-\n\x08progress\x18\x01 \x01(\x0b\x32\x19.icehouse.v1.WarmProgressH\x00\x12\'\n\x04\x64one\x18\x02 \x01(\x0b\x32\x17.icehouse.v1.WarmResultH\x00\x42\x07\n\x05\x65vent\"S\n\x0cWarmProgress\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10processed_tokens\x18\x02 \x01(\x05\x12\x15\n\rprompt_tokens\x18\x03 \x01(\x05\"l\n\nWarmResult\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\'\n\x05\x63\x61\x63he\x18\x02 \x01(\x0b\x32\x18.icehouse.v1.CacheReport\x12!\n\x05usage\x18\x03 \x01(\x0b\x32\x12.icehouse.v1.Usage\"\x91\x01\n\nPinRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12#\n\x06prompt\x18\x02 \x01(\x0b\x32\x13.icehouse.v1.Prompt\x12\'\n\x05\x63\x61\x63he\x18\x03 \x01(\x0b\x32\x18.icehouse.v1.CachePolicy\x12&\n\x03ttl\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\"K\n\x0bPinResponse\x12\x13\n\x0b\x62lock_count\x18\x01 \x01(\x05\x12\x13\n\x0btoken_count\x18\x02 \x01(\x05\x12\x12\n\nsize_bytes\x18\x03 \x01(\x03\"k\n\x0cUnpinRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12#\n\x06prompt\x18\x02 \x01(\x0b\x32\x13.icehouse.v1.Prompt\x12\'\n\x05\x63\x61\x63he\x18\x03 \x01(\x0b\x32\x18.icehouse.v1.CachePolicy\"M\n\rUnpinResponse\x12\x13\n\x0b\x62lock_count\x18\x01 \x01(\x05\x12\x13\n\x0btoken_count\x18\x02 \x01(\x05\x12\x12\n\nsize_bytes\x18\x03 \x01(\x03\"_\n\x11\x45ndSessionRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12\'\n\x05\x63\x61\x63he\x18\x03 \x01(\x0b\x32\x18.icehouse.v1.CachePolicy\"O\n\x12\x45ndSessionResponse\x12\x13\n\x0b\x62lock_count\x18\x01 \x01(\x03\x12\x11\n\tram_bytes\x18\x02 \x01(\x03\x12\x11\n\tssd_bytes\x18\x03 \x01(\x03\"k\n\x0c\x45victRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12#\n\x06prompt\x18\x02 \x01(\x0b\x32\x13.icehouse.v1.Prompt\x12\'\n\x05\x63\x61\x63he\x18\x03 \x01(\x0b\x32\x18.icehouse.v1.CachePolicy\"r\n\rEvictResponse\x12.\n\x08progress\x18\x01 \x01(\x0b\x32\x1a.icehouse.v1.EvictProgressH\x00\x12(\n\x04\x64one\x18\x02 \x01(\x0b\x32\x18.icehouse.v1.EvictResultH\x00\x42\x07\n\x05\x65vent\" \n\x0f\x45victAllRequest\x12\r\n\x05model\x18\x01 \x01(\t\"u\n\x10\x45victAllResponse\x12.\n\x08progress\x18\x01 \x01(\x0b\x32\x1a.icehouse.v1.EvictProgressH\x00\x12(\n\x04\x64one\x18\x02 \x01(\x0b\x32\x18.icehouse.v1.EvictResultH\x00\x42\x07\n\x05\x65vent\"i\n\rEvictProgress\x12\x1d\n\x15processed_block_count\x18\x01 \x01(\x03\x12\x13\n\x0b\x62lock_count\x18\x02 \x01(\x03\x12\x11\n\tram_bytes\x18\x03 \x01(\x03\x12\x11\n\tssd_bytes\x18\x04 \x01(\x03\"e\n\x0b\x45victResult\x12\x17\n\x0fram_block_count\x18\x01 \x01(\x03\x12\x11\n\tram_bytes\x18\x02 \x01(\x03\x12\x17\n\x0fssd_block_count\x18\x03 \x01(\x03\x12\x11\n\tssd_bytes\x18\x04 \x01(\x03\"$\n\rVerifyRequest\x12\x13\n\x0b\x62lock_limit\x18\x01 \x01(\x03\"u\n\x0eVerifyResponse\x12/\n\x08progress\x18\x01 \x01(\x0b\x32\x1b.icehouse.v1.VerifyProgressH\x00\x12)\n\x04\x64one\x18\x02 \x01(\x0b\x32\x19.icehouse.v1.VerifyResultH\x00\x42\x07\n\x05\x65vent\"x\n\x0eVerifyProgress\x12\x1c\n\x14verified_block_count\x18\x01 \x01(\x03\x12\x16\n\x0everified_bytes\x18\x02 \x01(\x03\x12\x1b\n\x13\x64\x61maged_block_count\x18\x03 \x01(\x03\x12\x13\n\x0b\x62lock_count\x18\x04 \x01(\x03\"\xa6\x01\n\x0cVerifyResult\x12\x1c\n\x14verified_block_count\x18\x01 \x01(\x03\x12\x16\n\x0everified_bytes\x18\x02 \x01(\x03\x12\x16\n\x0e\x64\x61maged_hashes\x18\x03 \x03(\t\x12\x1b\n\x13\x64\x61maged_block_count\x18\x04 \x01(\x03\x12+\n\x08\x64uration\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration*O\n\tCacheTier\x12\x1a\n\x16\x43\x41\x43HE_TIER_UNSPECIFIED\x10\x00\x12\x12\n\x0e\x43\x41\x43HE_TIER_RAM\x10\x01\x12\x12\n\x0e\x43\x41\x43HE_TIER_SSD\x10\x02\x32\xae\x04\n\x0c\x43\x61\x63heService\x12\x44\n\x07\x45xplain\x12\x1b.icehouse.v1.ExplainRequest\x1a\x1c.icehouse.v1.ExplainResponse\x12=\n\x04Warm\x12\x18.icehouse.v1.WarmRequest\x1a\x19.icehouse.v1.WarmResponse0\x01\x12\x38\n\x03Pin\x12\x17.icehouse.v1.PinRequest\x1a\x18.icehouse.v1.PinResponse\x12>\n\x05Unpin\x12\x19.icehouse.v1.UnpinRequest\x1a\x1a.icehouse.v1.UnpinResponse\x12M\n\nEndSession\x12\x1e.icehouse.v1.EndSessionRequest\x1a\x1f.icehouse.v1.EndSessionResponse\x12@\n\x05\x45vict\x12\x19.icehouse.v1.EvictRequest\x1a\x1a.icehouse.v1.EvictResponse0\x01\x12I\n\x08\x45victAll\x12\x1c.icehouse.v1.EvictAllRequest\x1a\x1d.icehouse.v1.EvictAllResponse0\x01\x12\x43\n\x06Verify\x12\x1a.icehouse.v1.VerifyRequest\x1a\x1b.icehouse.v1.VerifyResponse0\x01\x42<\n\x0f\x64\x65v.icehouse.v1P\x01Z\'icehouse.dev/api/icehouse/v1;icehousev1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,8 +36,8 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'icehouse.v1.cache_service_p
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\017dev.icehouse.v1P\001Z\'icehouse.dev/api/icehouse/v1;icehousev1'
-  _globals['_CACHETIER']._serialized_start=2720
-  _globals['_CACHETIER']._serialized_end=2799
+  _globals['_CACHETIER']._serialized_start=2915
+  _globals['_CACHETIER']._serialized_end=2994
   _globals['_EXPLAINREQUEST']._serialized_start=163
   _globals['_EXPLAINREQUEST']._serialized_end=272
   _globals['_EXPLAINRESPONSE']._serialized_start=275
@@ -45,43 +45,47 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_IMAGESPAN']._serialized_start=576
   _globals['_IMAGESPAN']._serialized_end=645
   _globals['_BLOCKMATCH']._serialized_start=648
-  _globals['_BLOCKMATCH']._serialized_end=814
-  _globals['_WARMREQUEST']._serialized_start=817
-  _globals['_WARMREQUEST']._serialized_end=961
-  _globals['_WARMRESPONSE']._serialized_start=963
-  _globals['_WARMRESPONSE']._serialized_end=1074
-  _globals['_WARMPROGRESS']._serialized_start=1076
-  _globals['_WARMPROGRESS']._serialized_end=1159
-  _globals['_WARMRESULT']._serialized_start=1161
-  _globals['_WARMRESULT']._serialized_end=1269
-  _globals['_PINREQUEST']._serialized_start=1272
-  _globals['_PINREQUEST']._serialized_end=1417
-  _globals['_PINRESPONSE']._serialized_start=1419
-  _globals['_PINRESPONSE']._serialized_end=1494
-  _globals['_UNPINREQUEST']._serialized_start=1496
-  _globals['_UNPINREQUEST']._serialized_end=1603
-  _globals['_UNPINRESPONSE']._serialized_start=1605
-  _globals['_UNPINRESPONSE']._serialized_end=1682
-  _globals['_EVICTREQUEST']._serialized_start=1684
-  _globals['_EVICTREQUEST']._serialized_end=1791
-  _globals['_EVICTRESPONSE']._serialized_start=1793
-  _globals['_EVICTRESPONSE']._serialized_end=1907
-  _globals['_EVICTALLREQUEST']._serialized_start=1909
-  _globals['_EVICTALLREQUEST']._serialized_end=1941
-  _globals['_EVICTALLRESPONSE']._serialized_start=1943
-  _globals['_EVICTALLRESPONSE']._serialized_end=2060
-  _globals['_EVICTPROGRESS']._serialized_start=2062
-  _globals['_EVICTPROGRESS']._serialized_end=2167
-  _globals['_EVICTRESULT']._serialized_start=2169
-  _globals['_EVICTRESULT']._serialized_end=2270
-  _globals['_VERIFYREQUEST']._serialized_start=2272
-  _globals['_VERIFYREQUEST']._serialized_end=2308
-  _globals['_VERIFYRESPONSE']._serialized_start=2310
-  _globals['_VERIFYRESPONSE']._serialized_end=2427
-  _globals['_VERIFYPROGRESS']._serialized_start=2429
-  _globals['_VERIFYPROGRESS']._serialized_end=2549
-  _globals['_VERIFYRESULT']._serialized_start=2552
-  _globals['_VERIFYRESULT']._serialized_end=2718
-  _globals['_CACHESERVICE']._serialized_start=2802
-  _globals['_CACHESERVICE']._serialized_end=3281
+  _globals['_BLOCKMATCH']._serialized_end=831
+  _globals['_WARMREQUEST']._serialized_start=834
+  _globals['_WARMREQUEST']._serialized_end=978
+  _globals['_WARMRESPONSE']._serialized_start=980
+  _globals['_WARMRESPONSE']._serialized_end=1091
+  _globals['_WARMPROGRESS']._serialized_start=1093
+  _globals['_WARMPROGRESS']._serialized_end=1176
+  _globals['_WARMRESULT']._serialized_start=1178
+  _globals['_WARMRESULT']._serialized_end=1286
+  _globals['_PINREQUEST']._serialized_start=1289
+  _globals['_PINREQUEST']._serialized_end=1434
+  _globals['_PINRESPONSE']._serialized_start=1436
+  _globals['_PINRESPONSE']._serialized_end=1511
+  _globals['_UNPINREQUEST']._serialized_start=1513
+  _globals['_UNPINREQUEST']._serialized_end=1620
+  _globals['_UNPINRESPONSE']._serialized_start=1622
+  _globals['_UNPINRESPONSE']._serialized_end=1699
+  _globals['_ENDSESSIONREQUEST']._serialized_start=1701
+  _globals['_ENDSESSIONREQUEST']._serialized_end=1796
+  _globals['_ENDSESSIONRESPONSE']._serialized_start=1798
+  _globals['_ENDSESSIONRESPONSE']._serialized_end=1877
+  _globals['_EVICTREQUEST']._serialized_start=1879
+  _globals['_EVICTREQUEST']._serialized_end=1986
+  _globals['_EVICTRESPONSE']._serialized_start=1988
+  _globals['_EVICTRESPONSE']._serialized_end=2102
+  _globals['_EVICTALLREQUEST']._serialized_start=2104
+  _globals['_EVICTALLREQUEST']._serialized_end=2136
+  _globals['_EVICTALLRESPONSE']._serialized_start=2138
+  _globals['_EVICTALLRESPONSE']._serialized_end=2255
+  _globals['_EVICTPROGRESS']._serialized_start=2257
+  _globals['_EVICTPROGRESS']._serialized_end=2362
+  _globals['_EVICTRESULT']._serialized_start=2364
+  _globals['_EVICTRESULT']._serialized_end=2465
+  _globals['_VERIFYREQUEST']._serialized_start=2467
+  _globals['_VERIFYREQUEST']._serialized_end=2503
+  _globals['_VERIFYRESPONSE']._serialized_start=2505
+  _globals['_VERIFYRESPONSE']._serialized_end=2622
+  _globals['_VERIFYPROGRESS']._serialized_start=2624
+  _globals['_VERIFYPROGRESS']._serialized_end=2744
+  _globals['_VERIFYRESULT']._serialized_start=2747
+  _globals['_VERIFYRESULT']._serialized_end=2913
+  _globals['_CACHESERVICE']._serialized_start=2997
+  _globals['_CACHESERVICE']._serialized_end=3555
 # @@protoc_insertion_point(module_scope)

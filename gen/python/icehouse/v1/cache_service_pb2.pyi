@@ -178,6 +178,7 @@ class BlockMatch(_message.Message):
     TIER_FIELD_NUMBER: _builtins.int
     HAS_CHECKPOINT_FIELD_NUMBER: _builtins.int
     PINNED_FIELD_NUMBER: _builtins.int
+    SESSION_FIELD_NUMBER: _builtins.int
     hash: _builtins.str
     """The block's name, 64 hex digits."""
     start_token: _builtins.int
@@ -192,6 +193,10 @@ class BlockMatch(_message.Message):
     """Whether a model that cannot resume at any token can resume at its end."""
     pinned: _builtins.bool
     """Whether it is pinned."""
+    session: _builtins.str
+    """The session that computed it and alone has used it: 32 hex digits, made of its name and tenant. Empty: others
+    have used it too, or it was computed without a session or before the server started.
+    """
     def __init__(
         self,
         *,
@@ -202,10 +207,11 @@ class BlockMatch(_message.Message):
         tier: Global___CacheTier.ValueType = ...,
         has_checkpoint: _builtins.bool = ...,
         pinned: _builtins.bool = ...,
+        session: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["has_checkpoint", b"has_checkpoint", "hash", b"hash", "pinned", b"pinned", "size_bytes", b"size_bytes", "start_token", b"start_token", "tier", b"tier", "token_count", b"token_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["has_checkpoint", b"has_checkpoint", "hash", b"hash", "pinned", b"pinned", "session", b"session", "size_bytes", b"size_bytes", "start_token", b"start_token", "tier", b"tier", "token_count", b"token_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -486,6 +492,70 @@ class UnpinResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___UnpinResponse: _TypeAlias = UnpinResponse  # noqa: Y015
+
+@_typing.final
+class EndSessionRequest(_message.Message):
+    """A session that has ended."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    CACHE_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """Model; otherwise NOT_FOUND. Default: the served model."""
+    session_id: _builtins.str
+    """The session, as its requests named it; otherwise PARAMETER_OUT_OF_RANGE. Default: as in GenerateRequest,
+    from the call's metadata; required in one of the two ways.
+    """
+    @_builtins.property
+    def cache(self) -> _cache_policy_pb2.CachePolicy:
+        """Whose session it is. Default: the default tenant's."""
+
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        session_id: _builtins.str = ...,
+        cache: _cache_policy_pb2.CachePolicy | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "model", b"model", "session_id", b"session_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EndSessionRequest: _TypeAlias = EndSessionRequest  # noqa: Y015
+
+@_typing.final
+class EndSessionResponse(_message.Message):
+    """What is evicted first now."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    RAM_BYTES_FIELD_NUMBER: _builtins.int
+    SSD_BYTES_FIELD_NUMBER: _builtins.int
+    block_count: _builtins.int
+    """Blocks that only this session has used. 0: none, or the server does not know the session."""
+    ram_bytes: _builtins.int
+    """Their bytes in RAM."""
+    ssd_bytes: _builtins.int
+    """Their bytes on SSD."""
+    def __init__(
+        self,
+        *,
+        block_count: _builtins.int = ...,
+        ram_bytes: _builtins.int = ...,
+        ssd_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_count", b"block_count", "ram_bytes", b"ram_bytes", "ssd_bytes", b"ssd_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EndSessionResponse: _TypeAlias = EndSessionResponse  # noqa: Y015
 
 @_typing.final
 class EvictRequest(_message.Message):

@@ -61,6 +61,11 @@ class CacheServiceStub(object):
                 request_serializer=icehouse_dot_v1_dot_cache__service__pb2.UnpinRequest.SerializeToString,
                 response_deserializer=icehouse_dot_v1_dot_cache__service__pb2.UnpinResponse.FromString,
                 _registered_method=True)
+        self.EndSession = channel.unary_unary(
+                '/icehouse.v1.CacheService/EndSession',
+                request_serializer=icehouse_dot_v1_dot_cache__service__pb2.EndSessionRequest.SerializeToString,
+                response_deserializer=icehouse_dot_v1_dot_cache__service__pb2.EndSessionResponse.FromString,
+                _registered_method=True)
         self.Evict = channel.unary_stream(
                 '/icehouse.v1.CacheService/Evict',
                 request_serializer=icehouse_dot_v1_dot_cache__service__pb2.EvictRequest.SerializeToString,
@@ -118,6 +123,16 @@ class CacheServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def EndSession(self, request, context):
+        """Says that a session, the conversation that `session_id` of a request names, has ended. Blocks that only its
+        requests have used are evicted before all others from now on, and stay until then. If the session goes on
+        nevertheless, it reuses what is left, which is then as recently used as any other. Nothing happens for a
+        session that the server does not know; it remembers the last 4096.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Evict(self, request, context):
         """Removes the blocks of a prompt from both tiers, including pinned ones: those that are cached when it begins,
         256 at a time, the ends of prompts before their beginnings. Requests run in between; running ones keep their
@@ -168,6 +183,11 @@ def add_CacheServiceServicer_to_server(servicer, server):
                     servicer.Unpin,
                     request_deserializer=icehouse_dot_v1_dot_cache__service__pb2.UnpinRequest.FromString,
                     response_serializer=icehouse_dot_v1_dot_cache__service__pb2.UnpinResponse.SerializeToString,
+            ),
+            'EndSession': grpc.unary_unary_rpc_method_handler(
+                    servicer.EndSession,
+                    request_deserializer=icehouse_dot_v1_dot_cache__service__pb2.EndSessionRequest.FromString,
+                    response_serializer=icehouse_dot_v1_dot_cache__service__pb2.EndSessionResponse.SerializeToString,
             ),
             'Evict': grpc.unary_stream_rpc_method_handler(
                     servicer.Evict,
@@ -300,6 +320,33 @@ class CacheService(object):
             '/icehouse.v1.CacheService/Unpin',
             icehouse_dot_v1_dot_cache__service__pb2.UnpinRequest.SerializeToString,
             icehouse_dot_v1_dot_cache__service__pb2.UnpinResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def EndSession(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/icehouse.v1.CacheService/EndSession',
+            icehouse_dot_v1_dot_cache__service__pb2.EndSessionRequest.SerializeToString,
+            icehouse_dot_v1_dot_cache__service__pb2.EndSessionResponse.FromString,
             options,
             channel_credentials,
             insecure,

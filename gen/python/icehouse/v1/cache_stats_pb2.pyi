@@ -90,6 +90,7 @@ class CacheStats(_message.Message):
     INTEGRITY_FIELD_NUMBER: _builtins.int
     DISK_FIELD_NUMBER: _builtins.int
     LAST_RECONCILE_FIELD_NUMBER: _builtins.int
+    SESSIONS_FIELD_NUMBER: _builtins.int
     block_tokens: _builtins.int
     """Tokens of a full block."""
     unsupported_detail: _builtins.str
@@ -126,6 +127,10 @@ class CacheStats(_message.Message):
     def last_reconcile(self) -> Global___CacheReconcileReport:
         """What was repaired at the last start. Not set: no SSD tier."""
 
+    @_builtins.property
+    def sessions(self) -> Global___CacheSessionStats:
+        """The sessions that requests named."""
+
     def __init__(
         self,
         *,
@@ -139,14 +144,57 @@ class CacheStats(_message.Message):
         integrity: Global___CacheIntegrityStats | None = ...,
         disk: Global___CacheDiskStats | None = ...,
         last_reconcile: Global___CacheReconcileReport | None = ...,
+        sessions: Global___CacheSessionStats | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["disk", b"disk", "integrity", b"integrity", "last_reconcile", b"last_reconcile", "lookups", b"lookups", "promote", b"promote", "ram", b"ram", "spill", b"spill", "ssd", b"ssd"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["disk", b"disk", "integrity", b"integrity", "last_reconcile", b"last_reconcile", "lookups", b"lookups", "promote", b"promote", "ram", b"ram", "sessions", b"sessions", "spill", b"spill", "ssd", b"ssd"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "disk", b"disk", "integrity", b"integrity", "last_reconcile", b"last_reconcile", "lookups", b"lookups", "promote", b"promote", "ram", b"ram", "spill", b"spill", "ssd", b"ssd", "unsupported_detail", b"unsupported_detail"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "disk", b"disk", "integrity", b"integrity", "last_reconcile", b"last_reconcile", "lookups", b"lookups", "promote", b"promote", "ram", b"ram", "sessions", b"sessions", "spill", b"spill", "ssd", b"ssd", "unsupported_detail", b"unsupported_detail"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CacheStats: _TypeAlias = CacheStats  # noqa: Y015
+
+@_typing.final
+class CacheSessionStats(_message.Message):
+    """The sessions that requests named."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_COUNT_FIELD_NUMBER: _builtins.int
+    ENDED_COUNT_FIELD_NUMBER: _builtins.int
+    ENDED_TOTAL_FIELD_NUMBER: _builtins.int
+    RELEASED_BLOCK_TOTAL_FIELD_NUMBER: _builtins.int
+    FORGOTTEN_TOTAL_FIELD_NUMBER: _builtins.int
+    DROPPED_CHECKPOINT_TOTAL_FIELD_NUMBER: _builtins.int
+    session_count: _builtins.int
+    """Sessions remembered, at most 4096."""
+    ended_count: _builtins.int
+    """Of these, sessions that have ended."""
+    ended_total: _builtins.int
+    """Times a session ended."""
+    released_block_total: _builtins.int
+    """Blocks that became the first to be evicted when their session ended."""
+    forgotten_total: _builtins.int
+    """Sessions forgotten because there were too many: their blocks are evicted like any others."""
+    dropped_checkpoint_total: _builtins.int
+    """Checkpoints dropped because their session had more than `cache.session_checkpoint_limit`."""
+    def __init__(
+        self,
+        *,
+        session_count: _builtins.int = ...,
+        ended_count: _builtins.int = ...,
+        ended_total: _builtins.int = ...,
+        released_block_total: _builtins.int = ...,
+        forgotten_total: _builtins.int = ...,
+        dropped_checkpoint_total: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dropped_checkpoint_total", b"dropped_checkpoint_total", "ended_count", b"ended_count", "ended_total", b"ended_total", "forgotten_total", b"forgotten_total", "released_block_total", b"released_block_total", "session_count", b"session_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CacheSessionStats: _TypeAlias = CacheSessionStats  # noqa: Y015
 
 @_typing.final
 class CacheTierStats(_message.Message):

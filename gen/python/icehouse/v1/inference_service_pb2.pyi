@@ -52,6 +52,7 @@ class GenerateRequest(_message.Message):
     CACHE_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     SESSION_ID_FIELD_NUMBER: _builtins.int
+    ENDS_SESSION_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The caller's name for this request, shown in logs and errors: 1 to 128 of [A-Za-z0-9._:-].
     Refused with ALREADY_EXISTS (REQUEST_ID_IN_USE) while a request with this id and tenant waits or runs on
@@ -89,10 +90,15 @@ class GenerateRequest(_message.Message):
     """Higher runs first among a tenant's waiting requests, -100 to 100; tenants take turns. Default: 0."""
     session_id: _builtins.str
     """The conversation that this request is a turn of, as the caller or the gateway names it: 1 to 128 of
-    [A-Za-z0-9._:-], otherwise PARAMETER_OUT_OF_RANGE. It does not affect the answer or the cache; it
-    appears in logs, traces and KV events, so that a gateway can send a session's turns to one server. Default:
+    [A-Za-z0-9._:-], otherwise PARAMETER_OUT_OF_RANGE. It does not affect the answer or what is reused; the
+    cache learns from it which blocks nobody needs once the session has ended, and it
+    appears in logs and traces, so that a gateway can send a session's turns to one server. Default:
     the call's metadata under the keys in the setting `server.session_metadata`, where there is such a value
     (malformed ones are ignored), otherwise none.
+    """
+    ends_session: _builtins.bool
+    """Whether this is the last turn of its session. Once it is answered in full the session ends, as by EndSession.
+    Without a session it has no effect.
     """
     @_builtins.property
     def prompt(self) -> _prompt_pb2.Prompt:
@@ -158,10 +164,11 @@ class GenerateRequest(_message.Message):
         cache: _cache_policy_pb2.CachePolicy | None = ...,
         priority: _builtins.int = ...,
         session_id: _builtins.str = ...,
+        ends_session: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_reasoning_tokens", b"_max_reasoning_tokens", "cache", b"cache", "logprobs", b"logprobs", "max_reasoning_tokens", b"max_reasoning_tokens", "prompt", b"prompt", "response_format", b"response_format", "sampling", b"sampling", "speculation", b"speculation", "tool_choice", b"tool_choice"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_reasoning_tokens", b"_max_reasoning_tokens", "cache", b"cache", "completions", b"completions", "logprobs", b"logprobs", "max_output_tokens", b"max_output_tokens", "max_reasoning_tokens", b"max_reasoning_tokens", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "response_format", b"response_format", "sampling", b"sampling", "session_id", b"session_id", "speculation", b"speculation", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "tool_choice", b"tool_choice"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_reasoning_tokens", b"_max_reasoning_tokens", "cache", b"cache", "completions", b"completions", "ends_session", b"ends_session", "logprobs", b"logprobs", "max_output_tokens", b"max_output_tokens", "max_reasoning_tokens", b"max_reasoning_tokens", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "response_format", b"response_format", "sampling", b"sampling", "session_id", b"session_id", "speculation", b"speculation", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "tool_choice", b"tool_choice"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_reasoning_tokens: _TypeAlias = _typing.Literal["max_reasoning_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_reasoning_tokens: _TypeAlias = _typing.Literal["_max_reasoning_tokens", b"_max_reasoning_tokens"]  # noqa: Y015

@@ -20,7 +20,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file icehouse/v1/cache_service.proto.
  */
 export const file_icehouse_v1_cache_service: GenFile = /*@__PURE__*/
-  fileDesc("Ch9pY2Vob3VzZS92MS9jYWNoZV9zZXJ2aWNlLnByb3RvEgtpY2Vob3VzZS52MSJtCg5FeHBsYWluUmVxdWVzdBINCgVtb2RlbBgBIAEoCRIjCgZwcm9tcHQYAiABKAsyEy5pY2Vob3VzZS52MS5Qcm9tcHQSJwoFY2FjaGUYAyABKAsyGC5pY2Vob3VzZS52MS5DYWNoZVBvbGljeSKrAgoPRXhwbGFpblJlc3BvbnNlEhUKDXByb21wdF90b2tlbnMYASABKAUSJwoFY2FjaGUYAiABKAsyGC5pY2Vob3VzZS52MS5DYWNoZVJlcG9ydBInCgZibG9ja3MYAyADKAsyFy5pY2Vob3VzZS52MS5CbG9ja01hdGNoEkAKHXByZWRpY3RlZF90aW1lX3RvX2ZpcnN0X3Rva2VuGAQgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEkUKInByZWRpY3RlZF90aW1lX3RvX2ZpcnN0X3Rva2VuX2NvbGQYBSABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SJgoGaW1hZ2VzGAYgAygLMhYuaWNlaG91c2UudjEuSW1hZ2VTcGFuIkUKCUltYWdlU3BhbhIOCgZkaWdlc3QYASABKAkSEwoLc3RhcnRfdG9rZW4YAiABKAUSEwoLdG9rZW5fY291bnQYAyABKAUipgEKCkJsb2NrTWF0Y2gSDAoEaGFzaBgBIAEoCRITCgtzdGFydF90b2tlbhgCIAEoBRITCgt0b2tlbl9jb3VudBgDIAEoBRISCgpzaXplX2J5dGVzGAQgASgDEiQKBHRpZXIYBSABKA4yFi5pY2Vob3VzZS52MS5DYWNoZVRpZXISFgoOaGFzX2NoZWNrcG9pbnQYBiABKAgSDgoGcGlubmVkGAcgASgIIpABCgtXYXJtUmVxdWVzdBISCgpyZXF1ZXN0X2lkGAEgASgJEg0KBW1vZGVsGAIgASgJEiMKBnByb21wdBgDIAEoCzITLmljZWhvdXNlLnYxLlByb21wdBInCgVjYWNoZRgEIAEoCzIYLmljZWhvdXNlLnYxLkNhY2hlUG9saWN5EhAKCHByaW9yaXR5GAUgASgFIm8KDFdhcm1SZXNwb25zZRItCghwcm9ncmVzcxgBIAEoCzIZLmljZWhvdXNlLnYxLldhcm1Qcm9ncmVzc0gAEicKBGRvbmUYAiABKAsyFy5pY2Vob3VzZS52MS5XYXJtUmVzdWx0SABCBwoFZXZlbnQiUwoMV2FybVByb2dyZXNzEhIKCnJlcXVlc3RfaWQYASABKAkSGAoQcHJvY2Vzc2VkX3Rva2VucxgCIAEoBRIVCg1wcm9tcHRfdG9rZW5zGAMgASgFImwKCldhcm1SZXN1bHQSEgoKcmVxdWVzdF9pZBgBIAEoCRInCgVjYWNoZRgCIAEoCzIYLmljZWhvdXNlLnYxLkNhY2hlUmVwb3J0EiEKBXVzYWdlGAMgASgLMhIuaWNlaG91c2UudjEuVXNhZ2UikQEKClBpblJlcXVlc3QSDQoFbW9kZWwYASABKAkSIwoGcHJvbXB0GAIgASgLMhMuaWNlaG91c2UudjEuUHJvbXB0EicKBWNhY2hlGAMgASgLMhguaWNlaG91c2UudjEuQ2FjaGVQb2xpY3kSJgoDdHRsGAQgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uIksKC1BpblJlc3BvbnNlEhMKC2Jsb2NrX2NvdW50GAEgASgFEhMKC3Rva2VuX2NvdW50GAIgASgFEhIKCnNpemVfYnl0ZXMYAyABKAMiawoMVW5waW5SZXF1ZXN0Eg0KBW1vZGVsGAEgASgJEiMKBnByb21wdBgCIAEoCzITLmljZWhvdXNlLnYxLlByb21wdBInCgVjYWNoZRgDIAEoCzIYLmljZWhvdXNlLnYxLkNhY2hlUG9saWN5Ik0KDVVucGluUmVzcG9uc2USEwoLYmxvY2tfY291bnQYASABKAUSEwoLdG9rZW5fY291bnQYAiABKAUSEgoKc2l6ZV9ieXRlcxgDIAEoAyJrCgxFdmljdFJlcXVlc3QSDQoFbW9kZWwYASABKAkSIwoGcHJvbXB0GAIgASgLMhMuaWNlaG91c2UudjEuUHJvbXB0EicKBWNhY2hlGAMgASgLMhguaWNlaG91c2UudjEuQ2FjaGVQb2xpY3kicgoNRXZpY3RSZXNwb25zZRIuCghwcm9ncmVzcxgBIAEoCzIaLmljZWhvdXNlLnYxLkV2aWN0UHJvZ3Jlc3NIABIoCgRkb25lGAIgASgLMhguaWNlaG91c2UudjEuRXZpY3RSZXN1bHRIAEIHCgVldmVudCIgCg9FdmljdEFsbFJlcXVlc3QSDQoFbW9kZWwYASABKAkidQoQRXZpY3RBbGxSZXNwb25zZRIuCghwcm9ncmVzcxgBIAEoCzIaLmljZWhvdXNlLnYxLkV2aWN0UHJvZ3Jlc3NIABIoCgRkb25lGAIgASgLMhguaWNlaG91c2UudjEuRXZpY3RSZXN1bHRIAEIHCgVldmVudCJpCg1FdmljdFByb2dyZXNzEh0KFXByb2Nlc3NlZF9ibG9ja19jb3VudBgBIAEoAxITCgtibG9ja19jb3VudBgCIAEoAxIRCglyYW1fYnl0ZXMYAyABKAMSEQoJc3NkX2J5dGVzGAQgASgDImUKC0V2aWN0UmVzdWx0EhcKD3JhbV9ibG9ja19jb3VudBgBIAEoAxIRCglyYW1fYnl0ZXMYAiABKAMSFwoPc3NkX2Jsb2NrX2NvdW50GAMgASgDEhEKCXNzZF9ieXRlcxgEIAEoAyIkCg1WZXJpZnlSZXF1ZXN0EhMKC2Jsb2NrX2xpbWl0GAEgASgDInUKDlZlcmlmeVJlc3BvbnNlEi8KCHByb2dyZXNzGAEgASgLMhsuaWNlaG91c2UudjEuVmVyaWZ5UHJvZ3Jlc3NIABIpCgRkb25lGAIgASgLMhkuaWNlaG91c2UudjEuVmVyaWZ5UmVzdWx0SABCBwoFZXZlbnQieAoOVmVyaWZ5UHJvZ3Jlc3MSHAoUdmVyaWZpZWRfYmxvY2tfY291bnQYASABKAMSFgoOdmVyaWZpZWRfYnl0ZXMYAiABKAMSGwoTZGFtYWdlZF9ibG9ja19jb3VudBgDIAEoAxITCgtibG9ja19jb3VudBgEIAEoAyKmAQoMVmVyaWZ5UmVzdWx0EhwKFHZlcmlmaWVkX2Jsb2NrX2NvdW50GAEgASgDEhYKDnZlcmlmaWVkX2J5dGVzGAIgASgDEhYKDmRhbWFnZWRfaGFzaGVzGAMgAygJEhsKE2RhbWFnZWRfYmxvY2tfY291bnQYBCABKAMSKwoIZHVyYXRpb24YBSABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24qTwoJQ2FjaGVUaWVyEhoKFkNBQ0hFX1RJRVJfVU5TUEVDSUZJRUQQABISCg5DQUNIRV9USUVSX1JBTRABEhIKDkNBQ0hFX1RJRVJfU1NEEAIy3wMKDENhY2hlU2VydmljZRJECgdFeHBsYWluEhsuaWNlaG91c2UudjEuRXhwbGFpblJlcXVlc3QaHC5pY2Vob3VzZS52MS5FeHBsYWluUmVzcG9uc2USPQoEV2FybRIYLmljZWhvdXNlLnYxLldhcm1SZXF1ZXN0GhkuaWNlaG91c2UudjEuV2FybVJlc3BvbnNlMAESOAoDUGluEhcuaWNlaG91c2UudjEuUGluUmVxdWVzdBoYLmljZWhvdXNlLnYxLlBpblJlc3BvbnNlEj4KBVVucGluEhkuaWNlaG91c2UudjEuVW5waW5SZXF1ZXN0GhouaWNlaG91c2UudjEuVW5waW5SZXNwb25zZRJACgVFdmljdBIZLmljZWhvdXNlLnYxLkV2aWN0UmVxdWVzdBoaLmljZWhvdXNlLnYxLkV2aWN0UmVzcG9uc2UwARJJCghFdmljdEFsbBIcLmljZWhvdXNlLnYxLkV2aWN0QWxsUmVxdWVzdBodLmljZWhvdXNlLnYxLkV2aWN0QWxsUmVzcG9uc2UwARJDCgZWZXJpZnkSGi5pY2Vob3VzZS52MS5WZXJpZnlSZXF1ZXN0GhsuaWNlaG91c2UudjEuVmVyaWZ5UmVzcG9uc2UwAUI8Cg9kZXYuaWNlaG91c2UudjFQAVonaWNlaG91c2UuZGV2L2FwaS9pY2Vob3VzZS92MTtpY2Vob3VzZXYxYgZwcm90bzM", [file_google_protobuf_duration, file_icehouse_v1_cache_policy, file_icehouse_v1_prompt, file_icehouse_v1_usage]);
+  fileDesc("Ch9pY2Vob3VzZS92MS9jYWNoZV9zZXJ2aWNlLnByb3RvEgtpY2Vob3VzZS52MSJtCg5FeHBsYWluUmVxdWVzdBINCgVtb2RlbBgBIAEoCRIjCgZwcm9tcHQYAiABKAsyEy5pY2Vob3VzZS52MS5Qcm9tcHQSJwoFY2FjaGUYAyABKAsyGC5pY2Vob3VzZS52MS5DYWNoZVBvbGljeSKrAgoPRXhwbGFpblJlc3BvbnNlEhUKDXByb21wdF90b2tlbnMYASABKAUSJwoFY2FjaGUYAiABKAsyGC5pY2Vob3VzZS52MS5DYWNoZVJlcG9ydBInCgZibG9ja3MYAyADKAsyFy5pY2Vob3VzZS52MS5CbG9ja01hdGNoEkAKHXByZWRpY3RlZF90aW1lX3RvX2ZpcnN0X3Rva2VuGAQgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEkUKInByZWRpY3RlZF90aW1lX3RvX2ZpcnN0X3Rva2VuX2NvbGQYBSABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SJgoGaW1hZ2VzGAYgAygLMhYuaWNlaG91c2UudjEuSW1hZ2VTcGFuIkUKCUltYWdlU3BhbhIOCgZkaWdlc3QYASABKAkSEwoLc3RhcnRfdG9rZW4YAiABKAUSEwoLdG9rZW5fY291bnQYAyABKAUitwEKCkJsb2NrTWF0Y2gSDAoEaGFzaBgBIAEoCRITCgtzdGFydF90b2tlbhgCIAEoBRITCgt0b2tlbl9jb3VudBgDIAEoBRISCgpzaXplX2J5dGVzGAQgASgDEiQKBHRpZXIYBSABKA4yFi5pY2Vob3VzZS52MS5DYWNoZVRpZXISFgoOaGFzX2NoZWNrcG9pbnQYBiABKAgSDgoGcGlubmVkGAcgASgIEg8KB3Nlc3Npb24YCCABKAkikAEKC1dhcm1SZXF1ZXN0EhIKCnJlcXVlc3RfaWQYASABKAkSDQoFbW9kZWwYAiABKAkSIwoGcHJvbXB0GAMgASgLMhMuaWNlaG91c2UudjEuUHJvbXB0EicKBWNhY2hlGAQgASgLMhguaWNlaG91c2UudjEuQ2FjaGVQb2xpY3kSEAoIcHJpb3JpdHkYBSABKAUibwoMV2FybVJlc3BvbnNlEi0KCHByb2dyZXNzGAEgASgLMhkuaWNlaG91c2UudjEuV2FybVByb2dyZXNzSAASJwoEZG9uZRgCIAEoCzIXLmljZWhvdXNlLnYxLldhcm1SZXN1bHRIAEIHCgVldmVudCJTCgxXYXJtUHJvZ3Jlc3MSEgoKcmVxdWVzdF9pZBgBIAEoCRIYChBwcm9jZXNzZWRfdG9rZW5zGAIgASgFEhUKDXByb21wdF90b2tlbnMYAyABKAUibAoKV2FybVJlc3VsdBISCgpyZXF1ZXN0X2lkGAEgASgJEicKBWNhY2hlGAIgASgLMhguaWNlaG91c2UudjEuQ2FjaGVSZXBvcnQSIQoFdXNhZ2UYAyABKAsyEi5pY2Vob3VzZS52MS5Vc2FnZSKRAQoKUGluUmVxdWVzdBINCgVtb2RlbBgBIAEoCRIjCgZwcm9tcHQYAiABKAsyEy5pY2Vob3VzZS52MS5Qcm9tcHQSJwoFY2FjaGUYAyABKAsyGC5pY2Vob3VzZS52MS5DYWNoZVBvbGljeRImCgN0dGwYBCABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24iSwoLUGluUmVzcG9uc2USEwoLYmxvY2tfY291bnQYASABKAUSEwoLdG9rZW5fY291bnQYAiABKAUSEgoKc2l6ZV9ieXRlcxgDIAEoAyJrCgxVbnBpblJlcXVlc3QSDQoFbW9kZWwYASABKAkSIwoGcHJvbXB0GAIgASgLMhMuaWNlaG91c2UudjEuUHJvbXB0EicKBWNhY2hlGAMgASgLMhguaWNlaG91c2UudjEuQ2FjaGVQb2xpY3kiTQoNVW5waW5SZXNwb25zZRITCgtibG9ja19jb3VudBgBIAEoBRITCgt0b2tlbl9jb3VudBgCIAEoBRISCgpzaXplX2J5dGVzGAMgASgDIl8KEUVuZFNlc3Npb25SZXF1ZXN0Eg0KBW1vZGVsGAEgASgJEhIKCnNlc3Npb25faWQYAiABKAkSJwoFY2FjaGUYAyABKAsyGC5pY2Vob3VzZS52MS5DYWNoZVBvbGljeSJPChJFbmRTZXNzaW9uUmVzcG9uc2USEwoLYmxvY2tfY291bnQYASABKAMSEQoJcmFtX2J5dGVzGAIgASgDEhEKCXNzZF9ieXRlcxgDIAEoAyJrCgxFdmljdFJlcXVlc3QSDQoFbW9kZWwYASABKAkSIwoGcHJvbXB0GAIgASgLMhMuaWNlaG91c2UudjEuUHJvbXB0EicKBWNhY2hlGAMgASgLMhguaWNlaG91c2UudjEuQ2FjaGVQb2xpY3kicgoNRXZpY3RSZXNwb25zZRIuCghwcm9ncmVzcxgBIAEoCzIaLmljZWhvdXNlLnYxLkV2aWN0UHJvZ3Jlc3NIABIoCgRkb25lGAIgASgLMhguaWNlaG91c2UudjEuRXZpY3RSZXN1bHRIAEIHCgVldmVudCIgCg9FdmljdEFsbFJlcXVlc3QSDQoFbW9kZWwYASABKAkidQoQRXZpY3RBbGxSZXNwb25zZRIuCghwcm9ncmVzcxgBIAEoCzIaLmljZWhvdXNlLnYxLkV2aWN0UHJvZ3Jlc3NIABIoCgRkb25lGAIgASgLMhguaWNlaG91c2UudjEuRXZpY3RSZXN1bHRIAEIHCgVldmVudCJpCg1FdmljdFByb2dyZXNzEh0KFXByb2Nlc3NlZF9ibG9ja19jb3VudBgBIAEoAxITCgtibG9ja19jb3VudBgCIAEoAxIRCglyYW1fYnl0ZXMYAyABKAMSEQoJc3NkX2J5dGVzGAQgASgDImUKC0V2aWN0UmVzdWx0EhcKD3JhbV9ibG9ja19jb3VudBgBIAEoAxIRCglyYW1fYnl0ZXMYAiABKAMSFwoPc3NkX2Jsb2NrX2NvdW50GAMgASgDEhEKCXNzZF9ieXRlcxgEIAEoAyIkCg1WZXJpZnlSZXF1ZXN0EhMKC2Jsb2NrX2xpbWl0GAEgASgDInUKDlZlcmlmeVJlc3BvbnNlEi8KCHByb2dyZXNzGAEgASgLMhsuaWNlaG91c2UudjEuVmVyaWZ5UHJvZ3Jlc3NIABIpCgRkb25lGAIgASgLMhkuaWNlaG91c2UudjEuVmVyaWZ5UmVzdWx0SABCBwoFZXZlbnQieAoOVmVyaWZ5UHJvZ3Jlc3MSHAoUdmVyaWZpZWRfYmxvY2tfY291bnQYASABKAMSFgoOdmVyaWZpZWRfYnl0ZXMYAiABKAMSGwoTZGFtYWdlZF9ibG9ja19jb3VudBgDIAEoAxITCgtibG9ja19jb3VudBgEIAEoAyKmAQoMVmVyaWZ5UmVzdWx0EhwKFHZlcmlmaWVkX2Jsb2NrX2NvdW50GAEgASgDEhYKDnZlcmlmaWVkX2J5dGVzGAIgASgDEhYKDmRhbWFnZWRfaGFzaGVzGAMgAygJEhsKE2RhbWFnZWRfYmxvY2tfY291bnQYBCABKAMSKwoIZHVyYXRpb24YBSABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24qTwoJQ2FjaGVUaWVyEhoKFkNBQ0hFX1RJRVJfVU5TUEVDSUZJRUQQABISCg5DQUNIRV9USUVSX1JBTRABEhIKDkNBQ0hFX1RJRVJfU1NEEAIyrgQKDENhY2hlU2VydmljZRJECgdFeHBsYWluEhsuaWNlaG91c2UudjEuRXhwbGFpblJlcXVlc3QaHC5pY2Vob3VzZS52MS5FeHBsYWluUmVzcG9uc2USPQoEV2FybRIYLmljZWhvdXNlLnYxLldhcm1SZXF1ZXN0GhkuaWNlaG91c2UudjEuV2FybVJlc3BvbnNlMAESOAoDUGluEhcuaWNlaG91c2UudjEuUGluUmVxdWVzdBoYLmljZWhvdXNlLnYxLlBpblJlc3BvbnNlEj4KBVVucGluEhkuaWNlaG91c2UudjEuVW5waW5SZXF1ZXN0GhouaWNlaG91c2UudjEuVW5waW5SZXNwb25zZRJNCgpFbmRTZXNzaW9uEh4uaWNlaG91c2UudjEuRW5kU2Vzc2lvblJlcXVlc3QaHy5pY2Vob3VzZS52MS5FbmRTZXNzaW9uUmVzcG9uc2USQAoFRXZpY3QSGS5pY2Vob3VzZS52MS5FdmljdFJlcXVlc3QaGi5pY2Vob3VzZS52MS5FdmljdFJlc3BvbnNlMAESSQoIRXZpY3RBbGwSHC5pY2Vob3VzZS52MS5FdmljdEFsbFJlcXVlc3QaHS5pY2Vob3VzZS52MS5FdmljdEFsbFJlc3BvbnNlMAESQwoGVmVyaWZ5EhouaWNlaG91c2UudjEuVmVyaWZ5UmVxdWVzdBobLmljZWhvdXNlLnYxLlZlcmlmeVJlc3BvbnNlMAFCPAoPZGV2LmljZWhvdXNlLnYxUAFaJ2ljZWhvdXNlLmRldi9hcGkvaWNlaG91c2UvdjE7aWNlaG91c2V2MWIGcHJvdG8z", [file_google_protobuf_duration, file_icehouse_v1_cache_policy, file_icehouse_v1_prompt, file_icehouse_v1_usage]);
 
 /**
  * A prompt to look up.
@@ -203,6 +203,14 @@ export type BlockMatch = Message<"icehouse.v1.BlockMatch"> & {
    * @generated from field: bool pinned = 7;
    */
   pinned: boolean;
+
+  /**
+   * The session that computed it and alone has used it: 32 hex digits, made of its name and tenant. Empty: others
+   * have used it too, or it was computed without a session or before the server started.
+   *
+   * @generated from field: string session = 8;
+   */
+  session: string;
 };
 
 /**
@@ -518,6 +526,77 @@ export const UnpinResponseSchema: GenMessage<UnpinResponse> = /*@__PURE__*/
   messageDesc(file_icehouse_v1_cache_service, 11);
 
 /**
+ * A session that has ended.
+ *
+ * @generated from message icehouse.v1.EndSessionRequest
+ */
+export type EndSessionRequest = Message<"icehouse.v1.EndSessionRequest"> & {
+  /**
+   * Model; otherwise NOT_FOUND. Default: the served model.
+   *
+   * @generated from field: string model = 1;
+   */
+  model: string;
+
+  /**
+   * The session, as its requests named it; otherwise PARAMETER_OUT_OF_RANGE. Default: as in GenerateRequest,
+   * from the call's metadata; required in one of the two ways.
+   *
+   * @generated from field: string session_id = 2;
+   */
+  sessionId: string;
+
+  /**
+   * Whose session it is. Default: the default tenant's.
+   *
+   * @generated from field: icehouse.v1.CachePolicy cache = 3;
+   */
+  cache?: CachePolicy | undefined;
+};
+
+/**
+ * Describes the message icehouse.v1.EndSessionRequest.
+ * Use `create(EndSessionRequestSchema)` to create a new message.
+ */
+export const EndSessionRequestSchema: GenMessage<EndSessionRequest> = /*@__PURE__*/
+  messageDesc(file_icehouse_v1_cache_service, 12);
+
+/**
+ * What is evicted first now.
+ *
+ * @generated from message icehouse.v1.EndSessionResponse
+ */
+export type EndSessionResponse = Message<"icehouse.v1.EndSessionResponse"> & {
+  /**
+   * Blocks that only this session has used. 0: none, or the server does not know the session.
+   *
+   * @generated from field: int64 block_count = 1;
+   */
+  blockCount: bigint;
+
+  /**
+   * Their bytes in RAM.
+   *
+   * @generated from field: int64 ram_bytes = 2;
+   */
+  ramBytes: bigint;
+
+  /**
+   * Their bytes on SSD.
+   *
+   * @generated from field: int64 ssd_bytes = 3;
+   */
+  ssdBytes: bigint;
+};
+
+/**
+ * Describes the message icehouse.v1.EndSessionResponse.
+ * Use `create(EndSessionResponseSchema)` to create a new message.
+ */
+export const EndSessionResponseSchema: GenMessage<EndSessionResponse> = /*@__PURE__*/
+  messageDesc(file_icehouse_v1_cache_service, 13);
+
+/**
  * A prompt whose blocks to remove.
  *
  * @generated from message icehouse.v1.EvictRequest
@@ -550,7 +629,7 @@ export type EvictRequest = Message<"icehouse.v1.EvictRequest"> & {
  * Use `create(EvictRequestSchema)` to create a new message.
  */
 export const EvictRequestSchema: GenMessage<EvictRequest> = /*@__PURE__*/
-  messageDesc(file_icehouse_v1_cache_service, 12);
+  messageDesc(file_icehouse_v1_cache_service, 14);
 
 /**
  * One event of a removal.
@@ -587,7 +666,7 @@ export type EvictResponse = Message<"icehouse.v1.EvictResponse"> & {
  * Use `create(EvictResponseSchema)` to create a new message.
  */
 export const EvictResponseSchema: GenMessage<EvictResponse> = /*@__PURE__*/
-  messageDesc(file_icehouse_v1_cache_service, 13);
+  messageDesc(file_icehouse_v1_cache_service, 15);
 
 /**
  * Asks for the removal of all blocks.
@@ -608,7 +687,7 @@ export type EvictAllRequest = Message<"icehouse.v1.EvictAllRequest"> & {
  * Use `create(EvictAllRequestSchema)` to create a new message.
  */
 export const EvictAllRequestSchema: GenMessage<EvictAllRequest> = /*@__PURE__*/
-  messageDesc(file_icehouse_v1_cache_service, 14);
+  messageDesc(file_icehouse_v1_cache_service, 16);
 
 /**
  * One event of the removal of all blocks.
@@ -645,7 +724,7 @@ export type EvictAllResponse = Message<"icehouse.v1.EvictAllResponse"> & {
  * Use `create(EvictAllResponseSchema)` to create a new message.
  */
 export const EvictAllResponseSchema: GenMessage<EvictAllResponse> = /*@__PURE__*/
-  messageDesc(file_icehouse_v1_cache_service, 15);
+  messageDesc(file_icehouse_v1_cache_service, 17);
 
 /**
  * How much of a removal is done.
@@ -687,7 +766,7 @@ export type EvictProgress = Message<"icehouse.v1.EvictProgress"> & {
  * Use `create(EvictProgressSchema)` to create a new message.
  */
 export const EvictProgressSchema: GenMessage<EvictProgress> = /*@__PURE__*/
-  messageDesc(file_icehouse_v1_cache_service, 16);
+  messageDesc(file_icehouse_v1_cache_service, 18);
 
 /**
  * What was removed.
@@ -729,7 +808,7 @@ export type EvictResult = Message<"icehouse.v1.EvictResult"> & {
  * Use `create(EvictResultSchema)` to create a new message.
  */
 export const EvictResultSchema: GenMessage<EvictResult> = /*@__PURE__*/
-  messageDesc(file_icehouse_v1_cache_service, 17);
+  messageDesc(file_icehouse_v1_cache_service, 19);
 
 /**
  * Asks for a check of the blocks on SSD.
@@ -751,7 +830,7 @@ export type VerifyRequest = Message<"icehouse.v1.VerifyRequest"> & {
  * Use `create(VerifyRequestSchema)` to create a new message.
  */
 export const VerifyRequestSchema: GenMessage<VerifyRequest> = /*@__PURE__*/
-  messageDesc(file_icehouse_v1_cache_service, 18);
+  messageDesc(file_icehouse_v1_cache_service, 20);
 
 /**
  * One event of a check.
@@ -788,7 +867,7 @@ export type VerifyResponse = Message<"icehouse.v1.VerifyResponse"> & {
  * Use `create(VerifyResponseSchema)` to create a new message.
  */
 export const VerifyResponseSchema: GenMessage<VerifyResponse> = /*@__PURE__*/
-  messageDesc(file_icehouse_v1_cache_service, 19);
+  messageDesc(file_icehouse_v1_cache_service, 21);
 
 /**
  * How much of a check is done.
@@ -830,7 +909,7 @@ export type VerifyProgress = Message<"icehouse.v1.VerifyProgress"> & {
  * Use `create(VerifyProgressSchema)` to create a new message.
  */
 export const VerifyProgressSchema: GenMessage<VerifyProgress> = /*@__PURE__*/
-  messageDesc(file_icehouse_v1_cache_service, 20);
+  messageDesc(file_icehouse_v1_cache_service, 22);
 
 /**
  * What a check found.
@@ -879,7 +958,7 @@ export type VerifyResult = Message<"icehouse.v1.VerifyResult"> & {
  * Use `create(VerifyResultSchema)` to create a new message.
  */
 export const VerifyResultSchema: GenMessage<VerifyResult> = /*@__PURE__*/
-  messageDesc(file_icehouse_v1_cache_service, 21);
+  messageDesc(file_icehouse_v1_cache_service, 23);
 
 /**
  * Where a block is.
@@ -968,6 +1047,19 @@ export const CacheService: GenService<{
     methodKind: "unary";
     input: typeof UnpinRequestSchema;
     output: typeof UnpinResponseSchema;
+  },
+  /**
+   * Says that a session, the conversation that `session_id` of a request names, has ended. Blocks that only its
+   * requests have used are evicted before all others from now on, and stay until then. If the session goes on
+   * nevertheless, it reuses what is left, which is then as recently used as any other. Nothing happens for a
+   * session that the server does not know; it remembers the last 4096.
+   *
+   * @generated from rpc icehouse.v1.CacheService.EndSession
+   */
+  endSession: {
+    methodKind: "unary";
+    input: typeof EndSessionRequestSchema;
+    output: typeof EndSessionResponseSchema;
   },
   /**
    * Removes the blocks of a prompt from both tiers, including pinned ones: those that are cached when it begins,

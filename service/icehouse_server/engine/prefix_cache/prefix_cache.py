@@ -14,7 +14,7 @@ from collections.abc import Sequence as ReadSequence
 
 from icehouse_server.clock import Clock
 from icehouse_server.domain.blocks import BlockHeader, RegionKind, TokenKeys
-from icehouse_server.domain.cache_commands import BlockMatch, Explain, Explanation, Tier
+from icehouse_server.domain.cache_commands import BlockMatch, Explain, Explanation, SessionEndReport, Tier
 from icehouse_server.domain.cache_stats import (
     CacheStats,
     DiskStats,
@@ -24,12 +24,14 @@ from icehouse_server.domain.cache_stats import (
     SpillDrops,
 )
 from icehouse_server.domain.events import CacheReport, ReuseLimit
-from icehouse_server.domain.ids import BlockHash, CacheScope, SequenceId
+from icehouse_server.domain.ids import BlockHash, CacheScope, SequenceId, SessionKey, Tenant
 from icehouse_server.domain.request import CacheUse, GenerationRequest
 from icehouse_server.engine.core.block_log import BlockLog
 from icehouse_server.engine.core.sequence import Sequence
 from icehouse_server.engine.prefix_cache.reuse_plan import Plan, plan, with_divergence
-from icehouse_server.engine.prefix_cache.tiers.matching import Prompt, known_chain, unread_nodes
+from icehouse_server.engine.prefix_cache.sessions import Sessions
+from icehouse_server.engine.prefix_cache.tiers.account import Owner
+from icehouse_server.engine.prefix_cache.tiers.matching import Prompt, known_chain, match, unread_nodes
 from icehouse_server.engine.prefix_cache.tiers.node import Node, Regions
 from icehouse_server.engine.prefix_cache.tiers.prefix_settings import PrefixSettings
 from icehouse_server.engine.prefix_cache.tiers.ram import RamTier
@@ -70,6 +72,8 @@ class PrefixCache:
             self.tree, quotas=self.quotas, runner=runner, waits=self.waits, ended=self._spill_ended
         )
         self.ram = RamTier(self.tree, spills=self.spills, quotas=self.quotas)
+        self.sessions = Sessions(self.tree)
+        self.spills.is_over = self.sessions.has_ended
         self.used_by: dict[SequenceId, set[BlockHash]] = {}
         """Blocks whose regions live sequences share: to drop one frees nothing before these end."""
         self.is_inventory_due = storage is not None
@@ -162,6 +166,7 @@ class PrefixCache:
             own = (node for node in own if node.parent in parents)
         self.tree.claim(own, prompt.root)
         self.ram.note_use(made.nodes, now=self._clock.monotonic(), request_id=request.request_id)
+        self.sessions.note_use(request.tenant, self._session_of(sequence), made.nodes)
         return made
 
     def reusable(self, sequence: Sequence) -> Plan:
@@ -179,7 +184,7 @@ class PrefixCache:
         cold_s = self.rates.prefill_s(len(keys))
         return Explanation(
             cache=dataclasses.replace(made.report, restore_s=restore_s),
-            blocks=tuple(map(_block_match, made.nodes)),
+            blocks=tuple(_block_match(node, readers=self.quotas.kin_of(prompt.root)) for node in made.nodes),
             predicted_ttft_s=restore_s + rest_s if cold_s else None,
             predicted_cold_ttft_s=cold_s or None,
         )
@@ -219,7 +224,7 @@ class PrefixCache:
         if is_end and start < position:
             names.append(self._capture_block(sequence, start, position, reached))
         if len(names) > known_count:
-            self.tree.touch(self._known(names), now=self._clock.monotonic())
+            self._touch(sequence, names)
         return names[known_count:]
 
     def promote(self, sequence: Sequence, node: Node, regions: Regions) -> None:
@@ -227,7 +232,7 @@ class PrefixCache:
         self.tree.learn_keys(node, sequence.keys(node.start_token_index, node.end_token_index))
         missing = {kind: region for kind, region in regions.items() if kind not in node.ram}
         self._put(sequence, node, missing)
-        self.tree.touch(self._known(sequence.chain), now=self._clock.monotonic())
+        self._touch(sequence, sequence.chain)
 
     def _capture_block(self, sequence: Sequence, start: int, stop: int, reached: int) -> BlockHash:
         """Put one block of the sequence into RAM unless all of it is there; return its name."""
@@ -238,16 +243,58 @@ class PrefixCache:
         if not kinds:
             return self.tree.name_of(parent, keys)
         node = self.tree.insert(parent=parent, start_token_index=start, keys=keys)
+        is_new = not (node.ram or node.ssd or node.spill)
         self.tree.claim([node], root)
         missing = [kind for kind in kinds if kind not in node.ram]
         if missing:
             regions = self._runner.cut(sequence.sequence_id, start=start, stop=stop, kinds=missing)
             self._put(sequence, node, regions)
         self.ram.supersede(node)
+        self._note_computed(sequence, node, reached, is_new=is_new)
         if self.spills.is_on and self._is_cut_off(sequence):
             self.spills.offer(node, request_id=sequence.request.request_id)
         self.tree.prune(node)
         return node.hash
+
+    def _note_computed(self, sequence: Sequence, node: Node, reached: int, *, is_new: bool) -> None:
+        """Tell the sequence's session of a block, and drop the checkpoints that are too many then."""
+        key = self._session_of(sequence)
+        self.sessions.note_computed(sequence.request.tenant, key, node, is_new=is_new)
+        if self.sessions.has_surplus(node):
+            resumed = self._resumed(sequence, reached)
+            for surplus in self.sessions.take_surplus(node, resumed=resumed):
+                self._drop_checkpoint(surplus)
+
+    def _resumed(self, sequence: Sequence, reached: int) -> Node | None:
+        """Return the block whose checkpoint the same prompt would resume from, as far as it is computed."""
+        keys = sequence.keys(0, min(reached + 1, len(sequence.request.prompt_token_ids)))
+        prompt = self.prompt(keys, scope=sequence.request.scope)
+        nodes = match(self.tree, prompt, with_ssd=self.storage is not None).nodes
+        return nodes[-1] if nodes else None
+
+    def _drop_checkpoint(self, node: Node) -> None:
+        """Drop a block's checkpoint, and all of the block where nothing else of it is of use.
+
+        A block on SSD that others follow keeps its checkpoint there: it is in the same file.
+        """
+        is_full = node.token_count == self.settings.block_token_count
+        if is_full and (self.facts.has_kv or self.facts.window_token_count):
+            self.tree.drop_region(node, RegionKind.CHECKPOINT)
+            return
+        if (node.ssd or node.is_spilling) and self.spills.remove((node.hash,)) is not None:
+            self.tree.forget_stored(node.hash)
+        self.tree.drop(node)
+
+    def end_session(self, tenant: Tenant, session_id: str) -> SessionEndReport:
+        """Have the blocks that only this session has used evicted first."""
+        key = self.sessions.key_of(tenant, session_id)
+        nodes = [] if key is None else self.sessions.end(key)
+        self.spills.demote(nodes)
+        return SessionEndReport(
+            block_count=len(nodes),
+            ram_bytes=sum(node.ram_bytes for node in nodes),
+            ssd_bytes=sum(node.ssd_bytes for node in nodes),
+        )
 
     def _put(self, sequence: Sequence, node: Node, regions: Regions) -> None:
         """Put regions of a block of the sequence into RAM if space can be made for them."""
@@ -263,6 +310,15 @@ class PrefixCache:
         return self.facts.has_kv and not all(
             any(RegionKind.KV in node.ram for node in self._known(pair)) for pair in pairs
         )
+
+    def _touch(self, sequence: Sequence, names: Iterable[BlockHash]) -> None:
+        """Record that a chain is used by this sequence, and so by its session."""
+        nodes = self._known(names)
+        self.tree.touch(nodes, now=self._clock.monotonic())
+        self.sessions.share(self._session_of(sequence), nodes)
+
+    def _session_of(self, sequence: Sequence) -> SessionKey | None:
+        return self.sessions.key_of(sequence.request.tenant, sequence.request.session_id)
 
     def _known(self, names: Iterable[BlockHash | None]) -> list[Node]:
         nodes = (self.tree.get(name) for name in names if name is not None)
@@ -294,6 +350,8 @@ class PrefixCache:
         node, record = self._add_stored(outcome.record), outcome.record
         if shorter := tuple(other.hash for other in self.tree.superseded(node) if other.ssd):
             self.spills.remove(shorter)
+        if self.sessions.has_ended(node):
+            self.spills.demote([node])
         # A pin that was ordered after the commit may also have come after the block's eviction.
         is_pinned = record.pin_end_time > NOT_PINNED and not self.spills.is_to_be_removed(record.hash)
         self.ram.end_spill(node, is_pinned_on_ssd=is_pinned)
@@ -370,6 +428,7 @@ class PrefixCache:
             ),
             promote=PromoteStats(**both),
             disk=disk,
+            sessions=self.sessions.snapshot(),
             tenants=self.quotas.snapshot(),
         )
 
@@ -394,8 +453,8 @@ def captured_kinds(
     return kinds
 
 
-def _block_match(node: Node) -> BlockMatch:
-    """Return what a caller is shown of a block of its prompt."""
+def _block_match(node: Node, *, readers: frozenset[Owner]) -> BlockMatch:
+    """Return what a caller is shown of a block of its prompt: its session only where the block is its own."""
     return BlockMatch(
         hash=node.hash,
         start_token_index=node.start_token_index,
@@ -404,4 +463,5 @@ def _block_match(node: Node) -> BlockMatch:
         tier=Tier.RAM if node.ram else Tier.SSD,
         has_checkpoint=node.has(RegionKind.CHECKPOINT, with_ssd=True),
         pinned=node.is_pinned,
+        session=node.session if node.owner in readers else None,
     )

@@ -18,6 +18,7 @@ from icehouse_server.domain.cache_commands import (
     CacheAnswer,
     CacheCommand,
     ContinueListing,
+    EndSession,
     Evict,
     EvictBlocks,
     EvictReport,
@@ -147,6 +148,8 @@ class CacheCommands:
             case EvictBlocks():
                 nodes = [self._cache.tree.get(name) for name in command.block_hashes]
                 return self._evict([node for node in nodes if node is not None], reply)
+            case EndSession():
+                return self._cache.end_session(command.tenant, command.session_id)
             case ListKnown():
                 return KnownBlocks(tuple(node.hash for node in reversed(self._known(command))))
             case ListRecent():

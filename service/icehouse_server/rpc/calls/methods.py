@@ -146,6 +146,7 @@ METHODS: Mapping[str, Method] = {
     "icehouse.v1.CacheService/Warm": _GENERATION,
     "icehouse.v1.CacheService/Pin": _COMMAND,
     "icehouse.v1.CacheService/Unpin": _COMMAND,
+    "icehouse.v1.CacheService/EndSession": _COUNTERS,
     "icehouse.v1.CacheService/Evict": _COMMAND,
     "icehouse.v1.CacheService/EvictAll": dataclasses.replace(_WHOLE_DISK, thread=WorkThread.INFERENCE),
     "icehouse.v1.CacheService/Verify": _WHOLE_DISK,

@@ -21,6 +21,7 @@ from icehouse_server.domain.cache_commands import (
     ListStored,
     PinReport,
     RecentBlocks,
+    SessionEndReport,
     StoredBlocks,
     Verify,
     VerifyReport,
@@ -30,7 +31,15 @@ from icehouse_server.rpc.engine_client.engine_ports import EnginePort
 from icehouse_server.rpc.engine_client.router import Router
 
 Answer = TypeVar(
-    "Answer", Explanation, PinReport, EvictReport, KnownBlocks, RecentBlocks, VerifyReport, StoredBlocks
+    "Answer",
+    Explanation,
+    PinReport,
+    SessionEndReport,
+    EvictReport,
+    KnownBlocks,
+    RecentBlocks,
+    VerifyReport,
+    StoredBlocks,
 )
 
 _VERIFY_SLICE_COUNT = 64

@@ -1,4 +1,4 @@
-"""CacheService: Explain, Warm, Pin, Unpin, Evict, EvictAll, Verify; the long ones stream their progress."""
+"""CacheService: Explain, Warm, Pin, Unpin, EndSession, Evict, EvictAll, Verify; the long ones stream."""
 
 from __future__ import annotations
 
@@ -8,18 +8,26 @@ from icehouse.v1 import cache_service_pb2 as messages
 from icehouse.v1 import cache_service_pb2_grpc
 
 from icehouse_server.domain.cache_commands import (
+    EndSession,
     Explain,
     Explanation,
     ListKnown,
     ListStored,
     Pin,
     PinReport,
+    SessionEndReport,
     Unpin,
 )
 from icehouse_server.domain.ids import AdapterName, CacheScope
 from icehouse_server.domain.request import CacheUse
 from icehouse_server.rpc.calls.call_lifecycle import Context, RpcCall
-from icehouse_server.rpc.messages.field_checks import check_model, pin_ttl_of, refuse_value, tenant_of
+from icehouse_server.rpc.messages.field_checks import (
+    check_model,
+    check_name,
+    pin_ttl_of,
+    refuse_value,
+    tenant_of,
+)
 from icehouse_server.rpc.messages.proto_map import to_proto
 from icehouse_server.rpc.messages.responses import (
     evict_progress,
@@ -87,6 +95,17 @@ class CacheService(Service, cache_service_pb2_grpc.CacheServiceServicer):
             scope, token_ids = await self._read_prompt(request, call)
             report = await self._commands.ask(Unpin(token_ids, scope), PinReport)
             return to_proto(report, messages.UnpinResponse)
+
+    async def EndSession(
+        self, request: messages.EndSessionRequest, context: Context
+    ) -> messages.EndSessionResponse:
+        async with self._calls.call(context) as call:
+            check_model(request.model, self._router.require_model().info)
+            tenant = tenant_of(request.cache, call.caller)
+            name = request.session_id or call.session_id
+            call.session_id = check_name("session_id", name)
+            report = await self._commands.ask(EndSession(name, tenant), SessionEndReport)
+            return to_proto(report, messages.EndSessionResponse)
 
     async def Evict(  # type: ignore[override]
         self, request: messages.EvictRequest, context: Context

@@ -173,6 +173,7 @@ class InferenceService(Service, inference_service_pb2_grpc.InferenceServiceServi
                 max_output_tokens=max_output_tokens,
                 sampling=sampling,
                 stop=stop_of(request.stop, self._config),
+                ends_session=request.ends_session,
                 logprobs=logprobs_of(request.logprobs, model.info) if wants_logprobs else None,
                 speculation=speculation_of(request.speculation) if request.HasField("speculation") else None,
             ),

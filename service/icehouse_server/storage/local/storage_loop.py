@@ -260,6 +260,12 @@ class StorageLoop:
         self._state.order_queue.release(1)
         self._store.touch(blocks)
 
+    def demote(self, blocks: Names) -> None:
+        """Make these blocks the next to go, the last one first."""
+        self._state.order_queue.release(1)
+        for block in blocks:
+            self._store.index.demote(block)
+
     def begin(
         self, ticket: Ticket[_Result], work: Generator[None, None, _Result], *, is_check: bool = False
     ) -> None:

@@ -179,6 +179,12 @@ class LocalTier:
             self._inbox.put(partial(self._loop.touch, blocks))
         return is_reserved
 
+    def demote(self, blocks: Names) -> bool:
+        is_reserved = self._state.order_queue.try_reserve(1)
+        if is_reserved:
+            self._inbox.put(partial(self._loop.demote, blocks))
+        return is_reserved
+
     def pin(self, blocks: Names, end_time: float) -> Ticket[Names] | None:
         return self._order(lambda ticket: self._loop.pin(ticket, blocks, end_time))
 

@@ -195,6 +195,7 @@ def _cache(cache: CacheStats) -> dict[str, Any]:
         "ram": _tier(cache.ram),
         "ssd": None if cache.ssd is None else _tier(cache.ssd),
         **_fields(cache.lookups, "lookup_total", "hit_total", *reused),
+        "sessions": _fields(cache.sessions, "session_count", "ended_count", "ended_total"),
         "spilled_byte_total": cache.spill.persisted_byte_total,
         "read_byte_total": cache.promote.read_byte_total,
         "damaged_block_total": cache.integrity.damaged_block_total,

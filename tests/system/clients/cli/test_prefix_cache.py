@@ -10,12 +10,14 @@ from icehouse.v1 import cache_service_pb2, usage_pb2
 from icehouse_client.cli.console import UsageError
 from icehouse_client.cli.prefix_cache import LIMITS, explanation, parts_bar
 from icehouse_server.domain.cache_commands import (
+    EndSession,
     EvictReport,
     Explain,
     Explanation,
     ListKnown,
     Pin,
     PinReport,
+    SessionEndReport,
     Unpin,
 )
 from icehouse_server.domain.events import CacheReport, ReuseLimit
@@ -114,6 +116,14 @@ async def test_orders_reach_the_cache(served: RunningServer) -> None:
     assert served.engine.orders[:4] == [*pins, ListKnown(hi, scope)]
     assert mistaken.exit_code == 2 and "30s, 5m, 1h or 7d" in mistaken.output
     assert ListKnown(None) in served.engine.orders
+
+
+async def test_a_session_is_ended(served: RunningServer) -> None:
+    served.engine.order_answer = SessionEndReport(block_count=1_200, ram_bytes=3 << 20)
+    address = ("--address", served.server.address)
+    ended = await invoke("end-session", "talk-1", "--tenant", "blue", *address)
+    assert served.engine.orders == [EndSession("talk-1", Tenant("blue"))]
+    assert ended.stdout == "evicted first from now on: 1,200 blocks, 3 MiB in RAM, 0 bytes on SSD\n"
 
 
 async def test_warm_runs_the_prompt_without_output(served: RunningServer) -> None:

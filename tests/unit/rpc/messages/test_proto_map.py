@@ -25,7 +25,7 @@ from icehouse.v1 import (
     usage_pb2,
 )
 from icehouse_server.domain import cache_commands, cache_stats, chat, events, request, stats
-from icehouse_server.domain.cache_commands import EvictReport
+from icehouse_server.domain.cache_commands import EvictReport, SessionEndReport
 from icehouse_server.domain.ids import AdapterDigest, AdapterName, Tenant
 from icehouse_server.domain.model import AdapterInfo
 from icehouse_server.rpc.engine_client.open_requests import RequestPhase
@@ -51,7 +51,9 @@ PAIRS: list[tuple[type[Any], type[Message]]] = [
     (cache_stats.IntegrityStats, cache_stats_pb2.CacheIntegrityStats),
     (cache_stats.DiskStats, cache_stats_pb2.CacheDiskStats),
     (cache_stats.ReconcileReport, cache_stats_pb2.CacheReconcileReport),
+    (cache_stats.SessionStats, cache_stats_pb2.CacheSessionStats),
     (EvictReport, cache_service_pb2.EvictResult),
+    (SessionEndReport, cache_service_pb2.EndSessionResponse),
 ]
 LIMITS = {
     "waiting_limit",
@@ -129,7 +131,10 @@ def test_no_pair_was_forgotten() -> None:
             if inner is not None and inner.file.package == "icehouse.v1" and inner.full_name not in reached:
                 reached.add(inner.full_name)
                 todo.append(inner)
-    named = {message.DESCRIPTOR.full_name for _, message in PAIRS} - {"icehouse.v1.EvictResult"}
+    named = {message.DESCRIPTOR.full_name for _, message in PAIRS} - {
+        "icehouse.v1.EvictResult",
+        "icehouse.v1.EndSessionResponse",
+    }
     assert reached == named | {"icehouse.v1.TenantStats"}
 
 

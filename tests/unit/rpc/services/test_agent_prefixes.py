@@ -102,6 +102,7 @@ async def test_a_session_of_the_request_counts_before_the_metadata() -> None:
         await notes.ended(2)
     assert (refusal.reason, refusal.field) == ("PARAMETER_OUT_OF_RANGE", "session_id")
     assert notes.calls[0].session_id == served.engine.submitted[0].session_id == "mine"
+    assert not served.engine.submitted[0].ends_session
     assert len(served.engine.submitted) == 1
 
 

@@ -16,6 +16,7 @@ from icehouse.v1 import model_service_pb2 as model_messages
 from icehouse_server.domain.cache_commands import (
     BlockMatch,
     CacheCommand,
+    EndSession,
     EvictBlocks,
     EvictReport,
     Explain,
@@ -24,6 +25,7 @@ from icehouse_server.domain.cache_commands import (
     ListStored,
     Pin,
     PinReport,
+    SessionEndReport,
     Tier,
     Unpin,
     Verify,
@@ -118,6 +120,17 @@ async def test_a_pin_may_have_an_end(served: RunningServer) -> None:
     for seconds in (0, -1):
         answer = await refused(served.cache.Pin(messages.PinRequest(prompt=prompt, ttl={"seconds": seconds})))
         assert (answer.reason, answer.field) == ("PARAMETER_OUT_OF_RANGE", "ttl")
+
+
+async def test_a_session_ends_for_its_tenant(served: RunningServer) -> None:
+    served.engine.order_answer = SessionEndReport(block_count=3, ram_bytes=20, ssd_bytes=100)
+    answer = await served.cache.EndSession(messages.EndSessionRequest(session_id="s", cache=BLUE))
+    assert (answer.block_count, answer.ram_bytes, answer.ssd_bytes) == (3, 20, 100)
+    await served.cache.EndSession(messages.EndSessionRequest(), metadata=(("session-id", "told"),))
+    assert served.engine.orders == [EndSession("s", Tenant("blue")), EndSession("told")]
+    for name in ("", "not a name"):
+        refusal = await refused(served.cache.EndSession(messages.EndSessionRequest(session_id=name)))
+        assert (refusal.reason, refusal.field) == ("PARAMETER_OUT_OF_RANGE", "session_id")
 
 
 async def test_an_error_for_an_answer_becomes_a_status(served: RunningServer) -> None:

@@ -67,7 +67,7 @@ _COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
     ASK: (generate, chat, texts.embed, texts.rerank, texts.tokenize, texts.detokenize),
     CACHE: (
         *(prefix_cache.explain, prefix_cache.warm, prefix_cache.pin, prefix_cache.unpin),
-        prefix_cache.evict,
+        *(prefix_cache.end_session, prefix_cache.evict),
     ),
     MODELS: (server.models,),
     LOOK_AFTER: (top, server.stats, server.info, server.health, server.requests, server.cancel),

@@ -1,4 +1,4 @@
-"""Prefix cache of a running server: `icehouse explain`, `warm`, `pin`, `unpin` and `evict`."""
+"""Prefix cache of a running server: `icehouse explain`, `warm`, `pin`, `unpin`, `end-session` and `evict`."""
 
 from __future__ import annotations
 
@@ -83,6 +83,22 @@ def unpin(prompt: GivenPrompt, server: Server, suffix: Suffix = None, as_json: A
     """Take the pins of a prompt's blocks off."""
     done = server.client.cache.unpin(prompt.read(suffix), **prompt.options)
     show(done, f"unpinned: {_blocks(done)}", as_json=as_json)
+
+
+@with_groups(server=server_of)
+def end_session(
+    server: Server,
+    session: Annotated[str, typer.Argument(help="The session, as its requests named it.")],
+    tenant: Annotated[str, typer.Option(help="Whose session it is; for operators.")] = "",
+    as_json: AsJson = False,
+) -> None:
+    """Have what only this conversation has used evicted first, because it is over."""
+    done = server.client.cache.end_session(session, tenant=tenant)
+    told = (
+        f"evicted first from now on: {done.block_count:,} blocks, "
+        f"{size_text(done.ram_bytes)} in RAM, {size_text(done.ssd_bytes)} on SSD"
+    )
+    show(done, told, as_json=as_json)
 
 
 @_about_a_prompt

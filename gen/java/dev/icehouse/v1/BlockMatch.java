@@ -23,6 +23,7 @@ private static final long serialVersionUID = 0L;
   private BlockMatch() {
     hash_ = "";
     tier_ = 0;
+    session_ = "";
   }
 
   @java.lang.Override
@@ -193,6 +194,55 @@ private static final long serialVersionUID = 0L;
     return pinned_;
   }
 
+  public static final int SESSION_FIELD_NUMBER = 8;
+  @SuppressWarnings("serial")
+  private volatile java.lang.Object session_ = "";
+  /**
+   * <pre>
+   * The session that computed it and alone has used it: 32 hex digits, made of its name and tenant. Empty: others
+   * have used it too, or it was computed without a session or before the server started.
+   * </pre>
+   *
+   * <code>string session = 8;</code>
+   * @return The session.
+   */
+  @java.lang.Override
+  public java.lang.String getSession() {
+    java.lang.Object ref = session_;
+    if (ref instanceof java.lang.String) {
+      return (java.lang.String) ref;
+    } else {
+      com.google.protobuf.ByteString bs = 
+          (com.google.protobuf.ByteString) ref;
+      java.lang.String s = bs.toStringUtf8();
+      session_ = s;
+      return s;
+    }
+  }
+  /**
+   * <pre>
+   * The session that computed it and alone has used it: 32 hex digits, made of its name and tenant. Empty: others
+   * have used it too, or it was computed without a session or before the server started.
+   * </pre>
+   *
+   * <code>string session = 8;</code>
+   * @return The bytes for session.
+   */
+  @java.lang.Override
+  public com.google.protobuf.ByteString
+      getSessionBytes() {
+    java.lang.Object ref = session_;
+    if (ref instanceof java.lang.String) {
+      com.google.protobuf.ByteString b = 
+          com.google.protobuf.ByteString.copyFromUtf8(
+              (java.lang.String) ref);
+      session_ = b;
+      return b;
+    } else {
+      return (com.google.protobuf.ByteString) ref;
+    }
+  }
+
   private byte memoizedIsInitialized = -1;
   @java.lang.Override
   public final boolean isInitialized() {
@@ -227,6 +277,9 @@ private static final long serialVersionUID = 0L;
     }
     if (pinned_ != false) {
       output.writeBool(7, pinned_);
+    }
+    if (!com.google.protobuf.GeneratedMessageV3.isStringEmpty(session_)) {
+      com.google.protobuf.GeneratedMessageV3.writeString(output, 8, session_);
     }
     getUnknownFields().writeTo(output);
   }
@@ -264,6 +317,9 @@ private static final long serialVersionUID = 0L;
       size += com.google.protobuf.CodedOutputStream
         .computeBoolSize(7, pinned_);
     }
+    if (!com.google.protobuf.GeneratedMessageV3.isStringEmpty(session_)) {
+      size += com.google.protobuf.GeneratedMessageV3.computeStringSize(8, session_);
+    }
     size += getUnknownFields().getSerializedSize();
     memoizedSize = size;
     return size;
@@ -292,6 +348,8 @@ private static final long serialVersionUID = 0L;
         != other.getHasCheckpoint()) return false;
     if (getPinned()
         != other.getPinned()) return false;
+    if (!getSession()
+        .equals(other.getSession())) return false;
     if (!getUnknownFields().equals(other.getUnknownFields())) return false;
     return true;
   }
@@ -320,6 +378,8 @@ private static final long serialVersionUID = 0L;
     hash = (37 * hash) + PINNED_FIELD_NUMBER;
     hash = (53 * hash) + com.google.protobuf.Internal.hashBoolean(
         getPinned());
+    hash = (37 * hash) + SESSION_FIELD_NUMBER;
+    hash = (53 * hash) + getSession().hashCode();
     hash = (29 * hash) + getUnknownFields().hashCode();
     memoizedHashCode = hash;
     return hash;
@@ -462,6 +522,7 @@ private static final long serialVersionUID = 0L;
       tier_ = 0;
       hasCheckpoint_ = false;
       pinned_ = false;
+      session_ = "";
       return this;
     }
 
@@ -515,6 +576,9 @@ private static final long serialVersionUID = 0L;
       }
       if (((from_bitField0_ & 0x00000040) != 0)) {
         result.pinned_ = pinned_;
+      }
+      if (((from_bitField0_ & 0x00000080) != 0)) {
+        result.session_ = session_;
       }
     }
 
@@ -585,6 +649,11 @@ private static final long serialVersionUID = 0L;
       if (other.getPinned() != false) {
         setPinned(other.getPinned());
       }
+      if (!other.getSession().isEmpty()) {
+        session_ = other.session_;
+        bitField0_ |= 0x00000080;
+        onChanged();
+      }
       this.mergeUnknownFields(other.getUnknownFields());
       onChanged();
       return this;
@@ -646,6 +715,11 @@ private static final long serialVersionUID = 0L;
               bitField0_ |= 0x00000040;
               break;
             } // case 56
+            case 66: {
+              session_ = input.readStringRequireUtf8();
+              bitField0_ |= 0x00000080;
+              break;
+            } // case 66
             default: {
               if (!super.parseUnknownField(input, extensionRegistry, tag)) {
                 done = true; // was an endgroup tag
@@ -1044,6 +1118,103 @@ private static final long serialVersionUID = 0L;
     public Builder clearPinned() {
       bitField0_ = (bitField0_ & ~0x00000040);
       pinned_ = false;
+      onChanged();
+      return this;
+    }
+
+    private java.lang.Object session_ = "";
+    /**
+     * <pre>
+     * The session that computed it and alone has used it: 32 hex digits, made of its name and tenant. Empty: others
+     * have used it too, or it was computed without a session or before the server started.
+     * </pre>
+     *
+     * <code>string session = 8;</code>
+     * @return The session.
+     */
+    public java.lang.String getSession() {
+      java.lang.Object ref = session_;
+      if (!(ref instanceof java.lang.String)) {
+        com.google.protobuf.ByteString bs =
+            (com.google.protobuf.ByteString) ref;
+        java.lang.String s = bs.toStringUtf8();
+        session_ = s;
+        return s;
+      } else {
+        return (java.lang.String) ref;
+      }
+    }
+    /**
+     * <pre>
+     * The session that computed it and alone has used it: 32 hex digits, made of its name and tenant. Empty: others
+     * have used it too, or it was computed without a session or before the server started.
+     * </pre>
+     *
+     * <code>string session = 8;</code>
+     * @return The bytes for session.
+     */
+    public com.google.protobuf.ByteString
+        getSessionBytes() {
+      java.lang.Object ref = session_;
+      if (ref instanceof String) {
+        com.google.protobuf.ByteString b = 
+            com.google.protobuf.ByteString.copyFromUtf8(
+                (java.lang.String) ref);
+        session_ = b;
+        return b;
+      } else {
+        return (com.google.protobuf.ByteString) ref;
+      }
+    }
+    /**
+     * <pre>
+     * The session that computed it and alone has used it: 32 hex digits, made of its name and tenant. Empty: others
+     * have used it too, or it was computed without a session or before the server started.
+     * </pre>
+     *
+     * <code>string session = 8;</code>
+     * @param value The session to set.
+     * @return This builder for chaining.
+     */
+    public Builder setSession(
+        java.lang.String value) {
+      if (value == null) { throw new NullPointerException(); }
+      session_ = value;
+      bitField0_ |= 0x00000080;
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * The session that computed it and alone has used it: 32 hex digits, made of its name and tenant. Empty: others
+     * have used it too, or it was computed without a session or before the server started.
+     * </pre>
+     *
+     * <code>string session = 8;</code>
+     * @return This builder for chaining.
+     */
+    public Builder clearSession() {
+      session_ = getDefaultInstance().getSession();
+      bitField0_ = (bitField0_ & ~0x00000080);
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * The session that computed it and alone has used it: 32 hex digits, made of its name and tenant. Empty: others
+     * have used it too, or it was computed without a session or before the server started.
+     * </pre>
+     *
+     * <code>string session = 8;</code>
+     * @param value The bytes for session to set.
+     * @return This builder for chaining.
+     */
+    public Builder setSessionBytes(
+        com.google.protobuf.ByteString value) {
+      if (value == null) { throw new NullPointerException(); }
+      checkByteStringIsUtf8(value);
+      session_ = value;
+      bitField0_ |= 0x00000080;
       onChanged();
       return this;
     }

@@ -96,4 +96,26 @@ public interface BlockMatchOrBuilder extends
    * @return The pinned.
    */
   boolean getPinned();
+
+  /**
+   * <pre>
+   * The session that computed it and alone has used it: 32 hex digits, made of its name and tenant. Empty: others
+   * have used it too, or it was computed without a session or before the server started.
+   * </pre>
+   *
+   * <code>string session = 8;</code>
+   * @return The session.
+   */
+  java.lang.String getSession();
+  /**
+   * <pre>
+   * The session that computed it and alone has used it: 32 hex digits, made of its name and tenant. Empty: others
+   * have used it too, or it was computed without a session or before the server started.
+   * </pre>
+   *
+   * <code>string session = 8;</code>
+   * @return The bytes for session.
+   */
+  com.google.protobuf.ByteString
+      getSessionBytes();
 }

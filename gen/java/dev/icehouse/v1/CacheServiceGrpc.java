@@ -144,6 +144,37 @@ public final class CacheServiceGrpc {
     return getUnpinMethod;
   }
 
+  private static volatile io.grpc.MethodDescriptor<dev.icehouse.v1.EndSessionRequest,
+      dev.icehouse.v1.EndSessionResponse> getEndSessionMethod;
+
+  @io.grpc.stub.annotations.RpcMethod(
+      fullMethodName = SERVICE_NAME + '/' + "EndSession",
+      requestType = dev.icehouse.v1.EndSessionRequest.class,
+      responseType = dev.icehouse.v1.EndSessionResponse.class,
+      methodType = io.grpc.MethodDescriptor.MethodType.UNARY)
+  public static io.grpc.MethodDescriptor<dev.icehouse.v1.EndSessionRequest,
+      dev.icehouse.v1.EndSessionResponse> getEndSessionMethod() {
+    io.grpc.MethodDescriptor<dev.icehouse.v1.EndSessionRequest, dev.icehouse.v1.EndSessionResponse> getEndSessionMethod;
+    if ((getEndSessionMethod = CacheServiceGrpc.getEndSessionMethod) == null) {
+      synchronized (CacheServiceGrpc.class) {
+        if ((getEndSessionMethod = CacheServiceGrpc.getEndSessionMethod) == null) {
+          CacheServiceGrpc.getEndSessionMethod = getEndSessionMethod =
+              io.grpc.MethodDescriptor.<dev.icehouse.v1.EndSessionRequest, dev.icehouse.v1.EndSessionResponse>newBuilder()
+              .setType(io.grpc.MethodDescriptor.MethodType.UNARY)
+              .setFullMethodName(generateFullMethodName(SERVICE_NAME, "EndSession"))
+              .setSampledToLocalTracing(true)
+              .setRequestMarshaller(io.grpc.protobuf.ProtoUtils.marshaller(
+                  dev.icehouse.v1.EndSessionRequest.getDefaultInstance()))
+              .setResponseMarshaller(io.grpc.protobuf.ProtoUtils.marshaller(
+                  dev.icehouse.v1.EndSessionResponse.getDefaultInstance()))
+              .setSchemaDescriptor(new CacheServiceMethodDescriptorSupplier("EndSession"))
+              .build();
+        }
+      }
+    }
+    return getEndSessionMethod;
+  }
+
   private static volatile io.grpc.MethodDescriptor<dev.icehouse.v1.EvictRequest,
       dev.icehouse.v1.EvictResponse> getEvictMethod;
 
@@ -352,6 +383,19 @@ public final class CacheServiceGrpc {
 
     /**
      * <pre>
+     * Says that a session, the conversation that `session_id` of a request names, has ended. Blocks that only its
+     * requests have used are evicted before all others from now on, and stay until then. If the session goes on
+     * nevertheless, it reuses what is left, which is then as recently used as any other. Nothing happens for a
+     * session that the server does not know; it remembers the last 4096.
+     * </pre>
+     */
+    default void endSession(dev.icehouse.v1.EndSessionRequest request,
+        io.grpc.stub.StreamObserver<dev.icehouse.v1.EndSessionResponse> responseObserver) {
+      io.grpc.stub.ServerCalls.asyncUnimplementedUnaryCall(getEndSessionMethod(), responseObserver);
+    }
+
+    /**
+     * <pre>
      * Removes the blocks of a prompt from both tiers, including pinned ones: those that are cached when it begins,
      * 256 at a time, the ends of prompts before their beginnings. Requests run in between; running ones keep their
      * copies. When the caller cancels or its deadline passes, it ends within 256 blocks: what was removed by then
@@ -479,6 +523,20 @@ public final class CacheServiceGrpc {
 
     /**
      * <pre>
+     * Says that a session, the conversation that `session_id` of a request names, has ended. Blocks that only its
+     * requests have used are evicted before all others from now on, and stay until then. If the session goes on
+     * nevertheless, it reuses what is left, which is then as recently used as any other. Nothing happens for a
+     * session that the server does not know; it remembers the last 4096.
+     * </pre>
+     */
+    public void endSession(dev.icehouse.v1.EndSessionRequest request,
+        io.grpc.stub.StreamObserver<dev.icehouse.v1.EndSessionResponse> responseObserver) {
+      io.grpc.stub.ClientCalls.asyncUnaryCall(
+          getChannel().newCall(getEndSessionMethod(), getCallOptions()), request, responseObserver);
+    }
+
+    /**
+     * <pre>
      * Removes the blocks of a prompt from both tiers, including pinned ones: those that are cached when it begins,
      * 256 at a time, the ends of prompts before their beginnings. Requests run in between; running ones keep their
      * copies. When the caller cancels or its deadline passes, it ends within 256 blocks: what was removed by then
@@ -584,6 +642,19 @@ public final class CacheServiceGrpc {
     public dev.icehouse.v1.UnpinResponse unpin(dev.icehouse.v1.UnpinRequest request) throws io.grpc.StatusException {
       return io.grpc.stub.ClientCalls.blockingV2UnaryCall(
           getChannel(), getUnpinMethod(), getCallOptions(), request);
+    }
+
+    /**
+     * <pre>
+     * Says that a session, the conversation that `session_id` of a request names, has ended. Blocks that only its
+     * requests have used are evicted before all others from now on, and stay until then. If the session goes on
+     * nevertheless, it reuses what is left, which is then as recently used as any other. Nothing happens for a
+     * session that the server does not know; it remembers the last 4096.
+     * </pre>
+     */
+    public dev.icehouse.v1.EndSessionResponse endSession(dev.icehouse.v1.EndSessionRequest request) throws io.grpc.StatusException {
+      return io.grpc.stub.ClientCalls.blockingV2UnaryCall(
+          getChannel(), getEndSessionMethod(), getCallOptions(), request);
     }
 
     /**
@@ -699,6 +770,19 @@ public final class CacheServiceGrpc {
 
     /**
      * <pre>
+     * Says that a session, the conversation that `session_id` of a request names, has ended. Blocks that only its
+     * requests have used are evicted before all others from now on, and stay until then. If the session goes on
+     * nevertheless, it reuses what is left, which is then as recently used as any other. Nothing happens for a
+     * session that the server does not know; it remembers the last 4096.
+     * </pre>
+     */
+    public dev.icehouse.v1.EndSessionResponse endSession(dev.icehouse.v1.EndSessionRequest request) {
+      return io.grpc.stub.ClientCalls.blockingUnaryCall(
+          getChannel(), getEndSessionMethod(), getCallOptions(), request);
+    }
+
+    /**
+     * <pre>
      * Removes the blocks of a prompt from both tiers, including pinned ones: those that are cached when it begins,
      * 256 at a time, the ends of prompts before their beginnings. Requests run in between; running ones keep their
      * copies. When the caller cancels or its deadline passes, it ends within 256 blocks: what was removed by then
@@ -795,15 +879,30 @@ public final class CacheServiceGrpc {
       return io.grpc.stub.ClientCalls.futureUnaryCall(
           getChannel().newCall(getUnpinMethod(), getCallOptions()), request);
     }
+
+    /**
+     * <pre>
+     * Says that a session, the conversation that `session_id` of a request names, has ended. Blocks that only its
+     * requests have used are evicted before all others from now on, and stay until then. If the session goes on
+     * nevertheless, it reuses what is left, which is then as recently used as any other. Nothing happens for a
+     * session that the server does not know; it remembers the last 4096.
+     * </pre>
+     */
+    public com.google.common.util.concurrent.ListenableFuture<dev.icehouse.v1.EndSessionResponse> endSession(
+        dev.icehouse.v1.EndSessionRequest request) {
+      return io.grpc.stub.ClientCalls.futureUnaryCall(
+          getChannel().newCall(getEndSessionMethod(), getCallOptions()), request);
+    }
   }
 
   private static final int METHODID_EXPLAIN = 0;
   private static final int METHODID_WARM = 1;
   private static final int METHODID_PIN = 2;
   private static final int METHODID_UNPIN = 3;
-  private static final int METHODID_EVICT = 4;
-  private static final int METHODID_EVICT_ALL = 5;
-  private static final int METHODID_VERIFY = 6;
+  private static final int METHODID_END_SESSION = 4;
+  private static final int METHODID_EVICT = 5;
+  private static final int METHODID_EVICT_ALL = 6;
+  private static final int METHODID_VERIFY = 7;
 
   private static final class MethodHandlers<Req, Resp> implements
       io.grpc.stub.ServerCalls.UnaryMethod<Req, Resp>,
@@ -837,6 +936,10 @@ public final class CacheServiceGrpc {
         case METHODID_UNPIN:
           serviceImpl.unpin((dev.icehouse.v1.UnpinRequest) request,
               (io.grpc.stub.StreamObserver<dev.icehouse.v1.UnpinResponse>) responseObserver);
+          break;
+        case METHODID_END_SESSION:
+          serviceImpl.endSession((dev.icehouse.v1.EndSessionRequest) request,
+              (io.grpc.stub.StreamObserver<dev.icehouse.v1.EndSessionResponse>) responseObserver);
           break;
         case METHODID_EVICT:
           serviceImpl.evict((dev.icehouse.v1.EvictRequest) request,
@@ -896,6 +999,13 @@ public final class CacheServiceGrpc {
               dev.icehouse.v1.UnpinRequest,
               dev.icehouse.v1.UnpinResponse>(
                 service, METHODID_UNPIN)))
+        .addMethod(
+          getEndSessionMethod(),
+          io.grpc.stub.ServerCalls.asyncUnaryCall(
+            new MethodHandlers<
+              dev.icehouse.v1.EndSessionRequest,
+              dev.icehouse.v1.EndSessionResponse>(
+                service, METHODID_END_SESSION)))
         .addMethod(
           getEvictMethod(),
           io.grpc.stub.ServerCalls.asyncServerStreamingCall(
@@ -969,6 +1079,7 @@ public final class CacheServiceGrpc {
               .addMethod(getWarmMethod())
               .addMethod(getPinMethod())
               .addMethod(getUnpinMethod())
+              .addMethod(getEndSessionMethod())
               .addMethod(getEvictMethod())
               .addMethod(getEvictAllMethod())
               .addMethod(getVerifyMethod())

@@ -76,6 +76,16 @@ public final class CacheServiceOuterClass {
     com.google.protobuf.GeneratedMessageV3.FieldAccessorTable
       internal_static_icehouse_v1_UnpinResponse_fieldAccessorTable;
   static final com.google.protobuf.Descriptors.Descriptor
+    internal_static_icehouse_v1_EndSessionRequest_descriptor;
+  static final 
+    com.google.protobuf.GeneratedMessageV3.FieldAccessorTable
+      internal_static_icehouse_v1_EndSessionRequest_fieldAccessorTable;
+  static final com.google.protobuf.Descriptors.Descriptor
+    internal_static_icehouse_v1_EndSessionResponse_descriptor;
+  static final 
+    com.google.protobuf.GeneratedMessageV3.FieldAccessorTable
+      internal_static_icehouse_v1_EndSessionResponse_fieldAccessorTable;
+  static final com.google.protobuf.Descriptors.Descriptor
     internal_static_icehouse_v1_EvictRequest_descriptor;
   static final 
     com.google.protobuf.GeneratedMessageV3.FieldAccessorTable
@@ -150,74 +160,81 @@ public final class CacheServiceOuterClass {
       "tobuf.Duration\022&\n\006images\030\006 \003(\0132\026.icehous" +
       "e.v1.ImageSpan\"E\n\tImageSpan\022\016\n\006digest\030\001 " +
       "\001(\t\022\023\n\013start_token\030\002 \001(\005\022\023\n\013token_count\030" +
-      "\003 \001(\005\"\246\001\n\nBlockMatch\022\014\n\004hash\030\001 \001(\t\022\023\n\013st" +
+      "\003 \001(\005\"\267\001\n\nBlockMatch\022\014\n\004hash\030\001 \001(\t\022\023\n\013st" +
       "art_token\030\002 \001(\005\022\023\n\013token_count\030\003 \001(\005\022\022\n\n" +
       "size_bytes\030\004 \001(\003\022$\n\004tier\030\005 \001(\0162\026.icehous" +
       "e.v1.CacheTier\022\026\n\016has_checkpoint\030\006 \001(\010\022\016" +
-      "\n\006pinned\030\007 \001(\010\"\220\001\n\013WarmRequest\022\022\n\nreques" +
-      "t_id\030\001 \001(\t\022\r\n\005model\030\002 \001(\t\022#\n\006prompt\030\003 \001(" +
-      "\0132\023.icehouse.v1.Prompt\022\'\n\005cache\030\004 \001(\0132\030." +
-      "icehouse.v1.CachePolicy\022\020\n\010priority\030\005 \001(" +
-      "\005\"o\n\014WarmResponse\022-\n\010progress\030\001 \001(\0132\031.ic" +
-      "ehouse.v1.WarmProgressH\000\022\'\n\004done\030\002 \001(\0132\027" +
-      ".icehouse.v1.WarmResultH\000B\007\n\005event\"S\n\014Wa" +
-      "rmProgress\022\022\n\nrequest_id\030\001 \001(\t\022\030\n\020proces" +
-      "sed_tokens\030\002 \001(\005\022\025\n\rprompt_tokens\030\003 \001(\005\"" +
-      "l\n\nWarmResult\022\022\n\nrequest_id\030\001 \001(\t\022\'\n\005cac" +
-      "he\030\002 \001(\0132\030.icehouse.v1.CacheReport\022!\n\005us" +
-      "age\030\003 \001(\0132\022.icehouse.v1.Usage\"\221\001\n\nPinReq" +
-      "uest\022\r\n\005model\030\001 \001(\t\022#\n\006prompt\030\002 \001(\0132\023.ic" +
-      "ehouse.v1.Prompt\022\'\n\005cache\030\003 \001(\0132\030.icehou" +
-      "se.v1.CachePolicy\022&\n\003ttl\030\004 \001(\0132\031.google." +
-      "protobuf.Duration\"K\n\013PinResponse\022\023\n\013bloc" +
-      "k_count\030\001 \001(\005\022\023\n\013token_count\030\002 \001(\005\022\022\n\nsi" +
-      "ze_bytes\030\003 \001(\003\"k\n\014UnpinRequest\022\r\n\005model\030" +
-      "\001 \001(\t\022#\n\006prompt\030\002 \001(\0132\023.icehouse.v1.Prom" +
-      "pt\022\'\n\005cache\030\003 \001(\0132\030.icehouse.v1.CachePol" +
-      "icy\"M\n\rUnpinResponse\022\023\n\013block_count\030\001 \001(" +
-      "\005\022\023\n\013token_count\030\002 \001(\005\022\022\n\nsize_bytes\030\003 \001" +
-      "(\003\"k\n\014EvictRequest\022\r\n\005model\030\001 \001(\t\022#\n\006pro" +
-      "mpt\030\002 \001(\0132\023.icehouse.v1.Prompt\022\'\n\005cache\030" +
-      "\003 \001(\0132\030.icehouse.v1.CachePolicy\"r\n\rEvict" +
-      "Response\022.\n\010progress\030\001 \001(\0132\032.icehouse.v1" +
-      ".EvictProgressH\000\022(\n\004done\030\002 \001(\0132\030.icehous" +
-      "e.v1.EvictResultH\000B\007\n\005event\" \n\017EvictAllR" +
-      "equest\022\r\n\005model\030\001 \001(\t\"u\n\020EvictAllRespons" +
-      "e\022.\n\010progress\030\001 \001(\0132\032.icehouse.v1.EvictP" +
-      "rogressH\000\022(\n\004done\030\002 \001(\0132\030.icehouse.v1.Ev" +
-      "ictResultH\000B\007\n\005event\"i\n\rEvictProgress\022\035\n" +
-      "\025processed_block_count\030\001 \001(\003\022\023\n\013block_co" +
-      "unt\030\002 \001(\003\022\021\n\tram_bytes\030\003 \001(\003\022\021\n\tssd_byte" +
-      "s\030\004 \001(\003\"e\n\013EvictResult\022\027\n\017ram_block_coun" +
-      "t\030\001 \001(\003\022\021\n\tram_bytes\030\002 \001(\003\022\027\n\017ssd_block_" +
-      "count\030\003 \001(\003\022\021\n\tssd_bytes\030\004 \001(\003\"$\n\rVerify" +
-      "Request\022\023\n\013block_limit\030\001 \001(\003\"u\n\016VerifyRe" +
-      "sponse\022/\n\010progress\030\001 \001(\0132\033.icehouse.v1.V" +
-      "erifyProgressH\000\022)\n\004done\030\002 \001(\0132\031.icehouse" +
-      ".v1.VerifyResultH\000B\007\n\005event\"x\n\016VerifyPro" +
-      "gress\022\034\n\024verified_block_count\030\001 \001(\003\022\026\n\016v" +
-      "erified_bytes\030\002 \001(\003\022\033\n\023damaged_block_cou" +
-      "nt\030\003 \001(\003\022\023\n\013block_count\030\004 \001(\003\"\246\001\n\014Verify" +
-      "Result\022\034\n\024verified_block_count\030\001 \001(\003\022\026\n\016" +
-      "verified_bytes\030\002 \001(\003\022\026\n\016damaged_hashes\030\003" +
-      " \003(\t\022\033\n\023damaged_block_count\030\004 \001(\003\022+\n\010dur" +
-      "ation\030\005 \001(\0132\031.google.protobuf.Duration*O" +
-      "\n\tCacheTier\022\032\n\026CACHE_TIER_UNSPECIFIED\020\000\022" +
-      "\022\n\016CACHE_TIER_RAM\020\001\022\022\n\016CACHE_TIER_SSD\020\0022" +
-      "\337\003\n\014CacheService\022D\n\007Explain\022\033.icehouse.v" +
-      "1.ExplainRequest\032\034.icehouse.v1.ExplainRe" +
-      "sponse\022=\n\004Warm\022\030.icehouse.v1.WarmRequest" +
-      "\032\031.icehouse.v1.WarmResponse0\001\0228\n\003Pin\022\027.i" +
-      "cehouse.v1.PinRequest\032\030.icehouse.v1.PinR" +
-      "esponse\022>\n\005Unpin\022\031.icehouse.v1.UnpinRequ" +
-      "est\032\032.icehouse.v1.UnpinResponse\022@\n\005Evict" +
-      "\022\031.icehouse.v1.EvictRequest\032\032.icehouse.v" +
-      "1.EvictResponse0\001\022I\n\010EvictAll\022\034.icehouse" +
-      ".v1.EvictAllRequest\032\035.icehouse.v1.EvictA" +
-      "llResponse0\001\022C\n\006Verify\022\032.icehouse.v1.Ver" +
-      "ifyRequest\032\033.icehouse.v1.VerifyResponse0" +
-      "\001B<\n\017dev.icehouse.v1P\001Z\'icehouse.dev/api" +
-      "/icehouse/v1;icehousev1b\006proto3"
+      "\n\006pinned\030\007 \001(\010\022\017\n\007session\030\010 \001(\t\"\220\001\n\013Warm" +
+      "Request\022\022\n\nrequest_id\030\001 \001(\t\022\r\n\005model\030\002 \001" +
+      "(\t\022#\n\006prompt\030\003 \001(\0132\023.icehouse.v1.Prompt\022" +
+      "\'\n\005cache\030\004 \001(\0132\030.icehouse.v1.CachePolicy" +
+      "\022\020\n\010priority\030\005 \001(\005\"o\n\014WarmResponse\022-\n\010pr" +
+      "ogress\030\001 \001(\0132\031.icehouse.v1.WarmProgressH" +
+      "\000\022\'\n\004done\030\002 \001(\0132\027.icehouse.v1.WarmResult" +
+      "H\000B\007\n\005event\"S\n\014WarmProgress\022\022\n\nrequest_i" +
+      "d\030\001 \001(\t\022\030\n\020processed_tokens\030\002 \001(\005\022\025\n\rpro" +
+      "mpt_tokens\030\003 \001(\005\"l\n\nWarmResult\022\022\n\nreques" +
+      "t_id\030\001 \001(\t\022\'\n\005cache\030\002 \001(\0132\030.icehouse.v1." +
+      "CacheReport\022!\n\005usage\030\003 \001(\0132\022.icehouse.v1" +
+      ".Usage\"\221\001\n\nPinRequest\022\r\n\005model\030\001 \001(\t\022#\n\006" +
+      "prompt\030\002 \001(\0132\023.icehouse.v1.Prompt\022\'\n\005cac" +
+      "he\030\003 \001(\0132\030.icehouse.v1.CachePolicy\022&\n\003tt" +
+      "l\030\004 \001(\0132\031.google.protobuf.Duration\"K\n\013Pi" +
+      "nResponse\022\023\n\013block_count\030\001 \001(\005\022\023\n\013token_" +
+      "count\030\002 \001(\005\022\022\n\nsize_bytes\030\003 \001(\003\"k\n\014Unpin" +
+      "Request\022\r\n\005model\030\001 \001(\t\022#\n\006prompt\030\002 \001(\0132\023" +
+      ".icehouse.v1.Prompt\022\'\n\005cache\030\003 \001(\0132\030.ice" +
+      "house.v1.CachePolicy\"M\n\rUnpinResponse\022\023\n" +
+      "\013block_count\030\001 \001(\005\022\023\n\013token_count\030\002 \001(\005\022" +
+      "\022\n\nsize_bytes\030\003 \001(\003\"_\n\021EndSessionRequest" +
+      "\022\r\n\005model\030\001 \001(\t\022\022\n\nsession_id\030\002 \001(\t\022\'\n\005c" +
+      "ache\030\003 \001(\0132\030.icehouse.v1.CachePolicy\"O\n\022" +
+      "EndSessionResponse\022\023\n\013block_count\030\001 \001(\003\022" +
+      "\021\n\tram_bytes\030\002 \001(\003\022\021\n\tssd_bytes\030\003 \001(\003\"k\n" +
+      "\014EvictRequest\022\r\n\005model\030\001 \001(\t\022#\n\006prompt\030\002" +
+      " \001(\0132\023.icehouse.v1.Prompt\022\'\n\005cache\030\003 \001(\013" +
+      "2\030.icehouse.v1.CachePolicy\"r\n\rEvictRespo" +
+      "nse\022.\n\010progress\030\001 \001(\0132\032.icehouse.v1.Evic" +
+      "tProgressH\000\022(\n\004done\030\002 \001(\0132\030.icehouse.v1." +
+      "EvictResultH\000B\007\n\005event\" \n\017EvictAllReques" +
+      "t\022\r\n\005model\030\001 \001(\t\"u\n\020EvictAllResponse\022.\n\010" +
+      "progress\030\001 \001(\0132\032.icehouse.v1.EvictProgre" +
+      "ssH\000\022(\n\004done\030\002 \001(\0132\030.icehouse.v1.EvictRe" +
+      "sultH\000B\007\n\005event\"i\n\rEvictProgress\022\035\n\025proc" +
+      "essed_block_count\030\001 \001(\003\022\023\n\013block_count\030\002" +
+      " \001(\003\022\021\n\tram_bytes\030\003 \001(\003\022\021\n\tssd_bytes\030\004 \001" +
+      "(\003\"e\n\013EvictResult\022\027\n\017ram_block_count\030\001 \001" +
+      "(\003\022\021\n\tram_bytes\030\002 \001(\003\022\027\n\017ssd_block_count" +
+      "\030\003 \001(\003\022\021\n\tssd_bytes\030\004 \001(\003\"$\n\rVerifyReque" +
+      "st\022\023\n\013block_limit\030\001 \001(\003\"u\n\016VerifyRespons" +
+      "e\022/\n\010progress\030\001 \001(\0132\033.icehouse.v1.Verify" +
+      "ProgressH\000\022)\n\004done\030\002 \001(\0132\031.icehouse.v1.V" +
+      "erifyResultH\000B\007\n\005event\"x\n\016VerifyProgress" +
+      "\022\034\n\024verified_block_count\030\001 \001(\003\022\026\n\016verifi" +
+      "ed_bytes\030\002 \001(\003\022\033\n\023damaged_block_count\030\003 " +
+      "\001(\003\022\023\n\013block_count\030\004 \001(\003\"\246\001\n\014VerifyResul" +
+      "t\022\034\n\024verified_block_count\030\001 \001(\003\022\026\n\016verif" +
+      "ied_bytes\030\002 \001(\003\022\026\n\016damaged_hashes\030\003 \003(\t\022" +
+      "\033\n\023damaged_block_count\030\004 \001(\003\022+\n\010duration" +
+      "\030\005 \001(\0132\031.google.protobuf.Duration*O\n\tCac" +
+      "heTier\022\032\n\026CACHE_TIER_UNSPECIFIED\020\000\022\022\n\016CA" +
+      "CHE_TIER_RAM\020\001\022\022\n\016CACHE_TIER_SSD\020\0022\256\004\n\014C" +
+      "acheService\022D\n\007Explain\022\033.icehouse.v1.Exp" +
+      "lainRequest\032\034.icehouse.v1.ExplainRespons" +
+      "e\022=\n\004Warm\022\030.icehouse.v1.WarmRequest\032\031.ic" +
+      "ehouse.v1.WarmResponse0\001\0228\n\003Pin\022\027.icehou" +
+      "se.v1.PinRequest\032\030.icehouse.v1.PinRespon" +
+      "se\022>\n\005Unpin\022\031.icehouse.v1.UnpinRequest\032\032" +
+      ".icehouse.v1.UnpinResponse\022M\n\nEndSession" +
+      "\022\036.icehouse.v1.EndSessionRequest\032\037.iceho" +
+      "use.v1.EndSessionResponse\022@\n\005Evict\022\031.ice" +
+      "house.v1.EvictRequest\032\032.icehouse.v1.Evic" +
+      "tResponse0\001\022I\n\010EvictAll\022\034.icehouse.v1.Ev" +
+      "ictAllRequest\032\035.icehouse.v1.EvictAllResp" +
+      "onse0\001\022C\n\006Verify\022\032.icehouse.v1.VerifyReq" +
+      "uest\032\033.icehouse.v1.VerifyResponse0\001B<\n\017d" +
+      "ev.icehouse.v1P\001Z\'icehouse.dev/api/iceho" +
+      "use/v1;icehousev1b\006proto3"
     };
     descriptor = com.google.protobuf.Descriptors.FileDescriptor
       .internalBuildGeneratedFileFrom(descriptorData,
@@ -250,7 +267,7 @@ public final class CacheServiceOuterClass {
     internal_static_icehouse_v1_BlockMatch_fieldAccessorTable = new
       com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
         internal_static_icehouse_v1_BlockMatch_descriptor,
-        new java.lang.String[] { "Hash", "StartToken", "TokenCount", "SizeBytes", "Tier", "HasCheckpoint", "Pinned", });
+        new java.lang.String[] { "Hash", "StartToken", "TokenCount", "SizeBytes", "Tier", "HasCheckpoint", "Pinned", "Session", });
     internal_static_icehouse_v1_WarmRequest_descriptor =
       getDescriptor().getMessageTypes().get(4);
     internal_static_icehouse_v1_WarmRequest_fieldAccessorTable = new
@@ -299,62 +316,74 @@ public final class CacheServiceOuterClass {
       com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
         internal_static_icehouse_v1_UnpinResponse_descriptor,
         new java.lang.String[] { "BlockCount", "TokenCount", "SizeBytes", });
-    internal_static_icehouse_v1_EvictRequest_descriptor =
+    internal_static_icehouse_v1_EndSessionRequest_descriptor =
       getDescriptor().getMessageTypes().get(12);
+    internal_static_icehouse_v1_EndSessionRequest_fieldAccessorTable = new
+      com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
+        internal_static_icehouse_v1_EndSessionRequest_descriptor,
+        new java.lang.String[] { "Model", "SessionId", "Cache", });
+    internal_static_icehouse_v1_EndSessionResponse_descriptor =
+      getDescriptor().getMessageTypes().get(13);
+    internal_static_icehouse_v1_EndSessionResponse_fieldAccessorTable = new
+      com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
+        internal_static_icehouse_v1_EndSessionResponse_descriptor,
+        new java.lang.String[] { "BlockCount", "RamBytes", "SsdBytes", });
+    internal_static_icehouse_v1_EvictRequest_descriptor =
+      getDescriptor().getMessageTypes().get(14);
     internal_static_icehouse_v1_EvictRequest_fieldAccessorTable = new
       com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
         internal_static_icehouse_v1_EvictRequest_descriptor,
         new java.lang.String[] { "Model", "Prompt", "Cache", });
     internal_static_icehouse_v1_EvictResponse_descriptor =
-      getDescriptor().getMessageTypes().get(13);
+      getDescriptor().getMessageTypes().get(15);
     internal_static_icehouse_v1_EvictResponse_fieldAccessorTable = new
       com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
         internal_static_icehouse_v1_EvictResponse_descriptor,
         new java.lang.String[] { "Progress", "Done", "Event", });
     internal_static_icehouse_v1_EvictAllRequest_descriptor =
-      getDescriptor().getMessageTypes().get(14);
+      getDescriptor().getMessageTypes().get(16);
     internal_static_icehouse_v1_EvictAllRequest_fieldAccessorTable = new
       com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
         internal_static_icehouse_v1_EvictAllRequest_descriptor,
         new java.lang.String[] { "Model", });
     internal_static_icehouse_v1_EvictAllResponse_descriptor =
-      getDescriptor().getMessageTypes().get(15);
+      getDescriptor().getMessageTypes().get(17);
     internal_static_icehouse_v1_EvictAllResponse_fieldAccessorTable = new
       com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
         internal_static_icehouse_v1_EvictAllResponse_descriptor,
         new java.lang.String[] { "Progress", "Done", "Event", });
     internal_static_icehouse_v1_EvictProgress_descriptor =
-      getDescriptor().getMessageTypes().get(16);
+      getDescriptor().getMessageTypes().get(18);
     internal_static_icehouse_v1_EvictProgress_fieldAccessorTable = new
       com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
         internal_static_icehouse_v1_EvictProgress_descriptor,
         new java.lang.String[] { "ProcessedBlockCount", "BlockCount", "RamBytes", "SsdBytes", });
     internal_static_icehouse_v1_EvictResult_descriptor =
-      getDescriptor().getMessageTypes().get(17);
+      getDescriptor().getMessageTypes().get(19);
     internal_static_icehouse_v1_EvictResult_fieldAccessorTable = new
       com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
         internal_static_icehouse_v1_EvictResult_descriptor,
         new java.lang.String[] { "RamBlockCount", "RamBytes", "SsdBlockCount", "SsdBytes", });
     internal_static_icehouse_v1_VerifyRequest_descriptor =
-      getDescriptor().getMessageTypes().get(18);
+      getDescriptor().getMessageTypes().get(20);
     internal_static_icehouse_v1_VerifyRequest_fieldAccessorTable = new
       com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
         internal_static_icehouse_v1_VerifyRequest_descriptor,
         new java.lang.String[] { "BlockLimit", });
     internal_static_icehouse_v1_VerifyResponse_descriptor =
-      getDescriptor().getMessageTypes().get(19);
+      getDescriptor().getMessageTypes().get(21);
     internal_static_icehouse_v1_VerifyResponse_fieldAccessorTable = new
       com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
         internal_static_icehouse_v1_VerifyResponse_descriptor,
         new java.lang.String[] { "Progress", "Done", "Event", });
     internal_static_icehouse_v1_VerifyProgress_descriptor =
-      getDescriptor().getMessageTypes().get(20);
+      getDescriptor().getMessageTypes().get(22);
     internal_static_icehouse_v1_VerifyProgress_fieldAccessorTable = new
       com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
         internal_static_icehouse_v1_VerifyProgress_descriptor,
         new java.lang.String[] { "VerifiedBlockCount", "VerifiedBytes", "DamagedBlockCount", "BlockCount", });
     internal_static_icehouse_v1_VerifyResult_descriptor =
-      getDescriptor().getMessageTypes().get(21);
+      getDescriptor().getMessageTypes().get(23);
     internal_static_icehouse_v1_VerifyResult_fieldAccessorTable = new
       com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
         internal_static_icehouse_v1_VerifyResult_descriptor,

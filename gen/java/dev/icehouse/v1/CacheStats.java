@@ -411,6 +411,44 @@ private static final long serialVersionUID = 0L;
     return lastReconcile_ == null ? dev.icehouse.v1.CacheReconcileReport.getDefaultInstance() : lastReconcile_;
   }
 
+  public static final int SESSIONS_FIELD_NUMBER = 11;
+  private dev.icehouse.v1.CacheSessionStats sessions_;
+  /**
+   * <pre>
+   * The sessions that requests named.
+   * </pre>
+   *
+   * <code>.icehouse.v1.CacheSessionStats sessions = 11;</code>
+   * @return Whether the sessions field is set.
+   */
+  @java.lang.Override
+  public boolean hasSessions() {
+    return ((bitField0_ & 0x00000100) != 0);
+  }
+  /**
+   * <pre>
+   * The sessions that requests named.
+   * </pre>
+   *
+   * <code>.icehouse.v1.CacheSessionStats sessions = 11;</code>
+   * @return The sessions.
+   */
+  @java.lang.Override
+  public dev.icehouse.v1.CacheSessionStats getSessions() {
+    return sessions_ == null ? dev.icehouse.v1.CacheSessionStats.getDefaultInstance() : sessions_;
+  }
+  /**
+   * <pre>
+   * The sessions that requests named.
+   * </pre>
+   *
+   * <code>.icehouse.v1.CacheSessionStats sessions = 11;</code>
+   */
+  @java.lang.Override
+  public dev.icehouse.v1.CacheSessionStatsOrBuilder getSessionsOrBuilder() {
+    return sessions_ == null ? dev.icehouse.v1.CacheSessionStats.getDefaultInstance() : sessions_;
+  }
+
   private byte memoizedIsInitialized = -1;
   @java.lang.Override
   public final boolean isInitialized() {
@@ -454,6 +492,9 @@ private static final long serialVersionUID = 0L;
     }
     if (((bitField0_ & 0x00000080) != 0)) {
       output.writeMessage(10, getLastReconcile());
+    }
+    if (((bitField0_ & 0x00000100) != 0)) {
+      output.writeMessage(11, getSessions());
     }
     getUnknownFields().writeTo(output);
   }
@@ -502,6 +543,10 @@ private static final long serialVersionUID = 0L;
     if (((bitField0_ & 0x00000080) != 0)) {
       size += com.google.protobuf.CodedOutputStream
         .computeMessageSize(10, getLastReconcile());
+    }
+    if (((bitField0_ & 0x00000100) != 0)) {
+      size += com.google.protobuf.CodedOutputStream
+        .computeMessageSize(11, getSessions());
     }
     size += getUnknownFields().getSerializedSize();
     memoizedSize = size;
@@ -562,6 +607,11 @@ private static final long serialVersionUID = 0L;
       if (!getLastReconcile()
           .equals(other.getLastReconcile())) return false;
     }
+    if (hasSessions() != other.hasSessions()) return false;
+    if (hasSessions()) {
+      if (!getSessions()
+          .equals(other.getSessions())) return false;
+    }
     if (!getUnknownFields().equals(other.getUnknownFields())) return false;
     return true;
   }
@@ -608,6 +658,10 @@ private static final long serialVersionUID = 0L;
     if (hasLastReconcile()) {
       hash = (37 * hash) + LAST_RECONCILE_FIELD_NUMBER;
       hash = (53 * hash) + getLastReconcile().hashCode();
+    }
+    if (hasSessions()) {
+      hash = (37 * hash) + SESSIONS_FIELD_NUMBER;
+      hash = (53 * hash) + getSessions().hashCode();
     }
     hash = (29 * hash) + getUnknownFields().hashCode();
     memoizedHashCode = hash;
@@ -751,6 +805,7 @@ private static final long serialVersionUID = 0L;
         getIntegrityFieldBuilder();
         getDiskFieldBuilder();
         getLastReconcileFieldBuilder();
+        getSessionsFieldBuilder();
       }
     }
     @java.lang.Override
@@ -798,6 +853,11 @@ private static final long serialVersionUID = 0L;
       if (lastReconcileBuilder_ != null) {
         lastReconcileBuilder_.dispose();
         lastReconcileBuilder_ = null;
+      }
+      sessions_ = null;
+      if (sessionsBuilder_ != null) {
+        sessionsBuilder_.dispose();
+        sessionsBuilder_ = null;
       }
       return this;
     }
@@ -887,6 +947,12 @@ private static final long serialVersionUID = 0L;
             : lastReconcileBuilder_.build();
         to_bitField0_ |= 0x00000080;
       }
+      if (((from_bitField0_ & 0x00000400) != 0)) {
+        result.sessions_ = sessionsBuilder_ == null
+            ? sessions_
+            : sessionsBuilder_.build();
+        to_bitField0_ |= 0x00000100;
+      }
       result.bitField0_ |= to_bitField0_;
     }
 
@@ -965,6 +1031,9 @@ private static final long serialVersionUID = 0L;
       }
       if (other.hasLastReconcile()) {
         mergeLastReconcile(other.getLastReconcile());
+      }
+      if (other.hasSessions()) {
+        mergeSessions(other.getSessions());
       }
       this.mergeUnknownFields(other.getUnknownFields());
       onChanged();
@@ -1058,6 +1127,13 @@ private static final long serialVersionUID = 0L;
               bitField0_ |= 0x00000200;
               break;
             } // case 82
+            case 90: {
+              input.readMessage(
+                  getSessionsFieldBuilder().getBuilder(),
+                  extensionRegistry);
+              bitField0_ |= 0x00000400;
+              break;
+            } // case 90
             default: {
               if (!super.parseUnknownField(input, extensionRegistry, tag)) {
                 done = true; // was an endgroup tag
@@ -2465,6 +2541,163 @@ private static final long serialVersionUID = 0L;
         lastReconcile_ = null;
       }
       return lastReconcileBuilder_;
+    }
+
+    private dev.icehouse.v1.CacheSessionStats sessions_;
+    private com.google.protobuf.SingleFieldBuilderV3<
+        dev.icehouse.v1.CacheSessionStats, dev.icehouse.v1.CacheSessionStats.Builder, dev.icehouse.v1.CacheSessionStatsOrBuilder> sessionsBuilder_;
+    /**
+     * <pre>
+     * The sessions that requests named.
+     * </pre>
+     *
+     * <code>.icehouse.v1.CacheSessionStats sessions = 11;</code>
+     * @return Whether the sessions field is set.
+     */
+    public boolean hasSessions() {
+      return ((bitField0_ & 0x00000400) != 0);
+    }
+    /**
+     * <pre>
+     * The sessions that requests named.
+     * </pre>
+     *
+     * <code>.icehouse.v1.CacheSessionStats sessions = 11;</code>
+     * @return The sessions.
+     */
+    public dev.icehouse.v1.CacheSessionStats getSessions() {
+      if (sessionsBuilder_ == null) {
+        return sessions_ == null ? dev.icehouse.v1.CacheSessionStats.getDefaultInstance() : sessions_;
+      } else {
+        return sessionsBuilder_.getMessage();
+      }
+    }
+    /**
+     * <pre>
+     * The sessions that requests named.
+     * </pre>
+     *
+     * <code>.icehouse.v1.CacheSessionStats sessions = 11;</code>
+     */
+    public Builder setSessions(dev.icehouse.v1.CacheSessionStats value) {
+      if (sessionsBuilder_ == null) {
+        if (value == null) {
+          throw new NullPointerException();
+        }
+        sessions_ = value;
+      } else {
+        sessionsBuilder_.setMessage(value);
+      }
+      bitField0_ |= 0x00000400;
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * The sessions that requests named.
+     * </pre>
+     *
+     * <code>.icehouse.v1.CacheSessionStats sessions = 11;</code>
+     */
+    public Builder setSessions(
+        dev.icehouse.v1.CacheSessionStats.Builder builderForValue) {
+      if (sessionsBuilder_ == null) {
+        sessions_ = builderForValue.build();
+      } else {
+        sessionsBuilder_.setMessage(builderForValue.build());
+      }
+      bitField0_ |= 0x00000400;
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * The sessions that requests named.
+     * </pre>
+     *
+     * <code>.icehouse.v1.CacheSessionStats sessions = 11;</code>
+     */
+    public Builder mergeSessions(dev.icehouse.v1.CacheSessionStats value) {
+      if (sessionsBuilder_ == null) {
+        if (((bitField0_ & 0x00000400) != 0) &&
+          sessions_ != null &&
+          sessions_ != dev.icehouse.v1.CacheSessionStats.getDefaultInstance()) {
+          getSessionsBuilder().mergeFrom(value);
+        } else {
+          sessions_ = value;
+        }
+      } else {
+        sessionsBuilder_.mergeFrom(value);
+      }
+      if (sessions_ != null) {
+        bitField0_ |= 0x00000400;
+        onChanged();
+      }
+      return this;
+    }
+    /**
+     * <pre>
+     * The sessions that requests named.
+     * </pre>
+     *
+     * <code>.icehouse.v1.CacheSessionStats sessions = 11;</code>
+     */
+    public Builder clearSessions() {
+      bitField0_ = (bitField0_ & ~0x00000400);
+      sessions_ = null;
+      if (sessionsBuilder_ != null) {
+        sessionsBuilder_.dispose();
+        sessionsBuilder_ = null;
+      }
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * The sessions that requests named.
+     * </pre>
+     *
+     * <code>.icehouse.v1.CacheSessionStats sessions = 11;</code>
+     */
+    public dev.icehouse.v1.CacheSessionStats.Builder getSessionsBuilder() {
+      bitField0_ |= 0x00000400;
+      onChanged();
+      return getSessionsFieldBuilder().getBuilder();
+    }
+    /**
+     * <pre>
+     * The sessions that requests named.
+     * </pre>
+     *
+     * <code>.icehouse.v1.CacheSessionStats sessions = 11;</code>
+     */
+    public dev.icehouse.v1.CacheSessionStatsOrBuilder getSessionsOrBuilder() {
+      if (sessionsBuilder_ != null) {
+        return sessionsBuilder_.getMessageOrBuilder();
+      } else {
+        return sessions_ == null ?
+            dev.icehouse.v1.CacheSessionStats.getDefaultInstance() : sessions_;
+      }
+    }
+    /**
+     * <pre>
+     * The sessions that requests named.
+     * </pre>
+     *
+     * <code>.icehouse.v1.CacheSessionStats sessions = 11;</code>
+     */
+    private com.google.protobuf.SingleFieldBuilderV3<
+        dev.icehouse.v1.CacheSessionStats, dev.icehouse.v1.CacheSessionStats.Builder, dev.icehouse.v1.CacheSessionStatsOrBuilder> 
+        getSessionsFieldBuilder() {
+      if (sessionsBuilder_ == null) {
+        sessionsBuilder_ = new com.google.protobuf.SingleFieldBuilderV3<
+            dev.icehouse.v1.CacheSessionStats, dev.icehouse.v1.CacheSessionStats.Builder, dev.icehouse.v1.CacheSessionStatsOrBuilder>(
+                getSessions(),
+                getParentForChildren(),
+                isClean());
+        sessions_ = null;
+      }
+      return sessionsBuilder_;
     }
     @java.lang.Override
     public final Builder setUnknownFields(

@@ -253,4 +253,31 @@ public interface CacheStatsOrBuilder extends
    * <code>.icehouse.v1.CacheReconcileReport last_reconcile = 10;</code>
    */
   dev.icehouse.v1.CacheReconcileReportOrBuilder getLastReconcileOrBuilder();
+
+  /**
+   * <pre>
+   * The sessions that requests named.
+   * </pre>
+   *
+   * <code>.icehouse.v1.CacheSessionStats sessions = 11;</code>
+   * @return Whether the sessions field is set.
+   */
+  boolean hasSessions();
+  /**
+   * <pre>
+   * The sessions that requests named.
+   * </pre>
+   *
+   * <code>.icehouse.v1.CacheSessionStats sessions = 11;</code>
+   * @return The sessions.
+   */
+  dev.icehouse.v1.CacheSessionStats getSessions();
+  /**
+   * <pre>
+   * The sessions that requests named.
+   * </pre>
+   *
+   * <code>.icehouse.v1.CacheSessionStats sessions = 11;</code>
+   */
+  dev.icehouse.v1.CacheSessionStatsOrBuilder getSessionsOrBuilder();
 }

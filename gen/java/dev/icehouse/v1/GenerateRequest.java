@@ -634,8 +634,9 @@ private static final long serialVersionUID = 0L;
   /**
    * <pre>
    * The conversation that this request is a turn of, as the caller or the gateway names it: 1 to 128 of
-   * [A-Za-z0-9._:-], otherwise PARAMETER_OUT_OF_RANGE. It does not affect the answer or the cache; it
-   * appears in logs, traces and KV events, so that a gateway can send a session's turns to one server. Default:
+   * [A-Za-z0-9._:-], otherwise PARAMETER_OUT_OF_RANGE. It does not affect the answer or what is reused; the
+   * cache learns from it which blocks nobody needs once the session has ended, and it
+   * appears in logs and traces, so that a gateway can send a session's turns to one server. Default:
    * the call's metadata under the keys in the setting `server.session_metadata`, where there is such a value
    * (malformed ones are ignored), otherwise none.
    * </pre>
@@ -659,8 +660,9 @@ private static final long serialVersionUID = 0L;
   /**
    * <pre>
    * The conversation that this request is a turn of, as the caller or the gateway names it: 1 to 128 of
-   * [A-Za-z0-9._:-], otherwise PARAMETER_OUT_OF_RANGE. It does not affect the answer or the cache; it
-   * appears in logs, traces and KV events, so that a gateway can send a session's turns to one server. Default:
+   * [A-Za-z0-9._:-], otherwise PARAMETER_OUT_OF_RANGE. It does not affect the answer or what is reused; the
+   * cache learns from it which blocks nobody needs once the session has ended, and it
+   * appears in logs and traces, so that a gateway can send a session's turns to one server. Default:
    * the call's metadata under the keys in the setting `server.session_metadata`, where there is such a value
    * (malformed ones are ignored), otherwise none.
    * </pre>
@@ -681,6 +683,22 @@ private static final long serialVersionUID = 0L;
     } else {
       return (com.google.protobuf.ByteString) ref;
     }
+  }
+
+  public static final int ENDS_SESSION_FIELD_NUMBER = 17;
+  private boolean endsSession_ = false;
+  /**
+   * <pre>
+   * Whether this is the last turn of its session. Once it is answered in full the session ends, as by EndSession.
+   * Without a session it has no effect.
+   * </pre>
+   *
+   * <code>bool ends_session = 17;</code>
+   * @return The endsSession.
+   */
+  @java.lang.Override
+  public boolean getEndsSession() {
+    return endsSession_;
   }
 
   private byte memoizedIsInitialized = -1;
@@ -749,6 +767,9 @@ private static final long serialVersionUID = 0L;
     }
     if (!com.google.protobuf.GeneratedMessageV3.isStringEmpty(sessionId_)) {
       com.google.protobuf.GeneratedMessageV3.writeString(output, 16, sessionId_);
+    }
+    if (endsSession_ != false) {
+      output.writeBool(17, endsSession_);
     }
     getUnknownFields().writeTo(output);
   }
@@ -834,6 +855,10 @@ private static final long serialVersionUID = 0L;
     if (!com.google.protobuf.GeneratedMessageV3.isStringEmpty(sessionId_)) {
       size += com.google.protobuf.GeneratedMessageV3.computeStringSize(16, sessionId_);
     }
+    if (endsSession_ != false) {
+      size += com.google.protobuf.CodedOutputStream
+        .computeBoolSize(17, endsSession_);
+    }
     size += getUnknownFields().getSerializedSize();
     memoizedSize = size;
     return size;
@@ -905,6 +930,8 @@ private static final long serialVersionUID = 0L;
         != other.getPriority()) return false;
     if (!getSessionId()
         .equals(other.getSessionId())) return false;
+    if (getEndsSession()
+        != other.getEndsSession()) return false;
     if (!getUnknownFields().equals(other.getUnknownFields())) return false;
     return true;
   }
@@ -968,6 +995,9 @@ private static final long serialVersionUID = 0L;
     hash = (53 * hash) + getPriority();
     hash = (37 * hash) + SESSION_ID_FIELD_NUMBER;
     hash = (53 * hash) + getSessionId().hashCode();
+    hash = (37 * hash) + ENDS_SESSION_FIELD_NUMBER;
+    hash = (53 * hash) + com.google.protobuf.Internal.hashBoolean(
+        getEndsSession());
     hash = (29 * hash) + getUnknownFields().hashCode();
     memoizedHashCode = hash;
     return hash;
@@ -1160,6 +1190,7 @@ private static final long serialVersionUID = 0L;
       }
       priority_ = 0;
       sessionId_ = "";
+      endsSession_ = false;
       return this;
     }
 
@@ -1265,6 +1296,9 @@ private static final long serialVersionUID = 0L;
       }
       if (((from_bitField0_ & 0x00008000) != 0)) {
         result.sessionId_ = sessionId_;
+      }
+      if (((from_bitField0_ & 0x00010000) != 0)) {
+        result.endsSession_ = endsSession_;
       }
       result.bitField0_ |= to_bitField0_;
     }
@@ -1381,6 +1415,9 @@ private static final long serialVersionUID = 0L;
         sessionId_ = other.sessionId_;
         bitField0_ |= 0x00008000;
         onChanged();
+      }
+      if (other.getEndsSession() != false) {
+        setEndsSession(other.getEndsSession());
       }
       this.mergeUnknownFields(other.getUnknownFields());
       onChanged();
@@ -1514,6 +1551,11 @@ private static final long serialVersionUID = 0L;
               bitField0_ |= 0x00008000;
               break;
             } // case 130
+            case 136: {
+              endsSession_ = input.readBool();
+              bitField0_ |= 0x00010000;
+              break;
+            } // case 136
             default: {
               if (!super.parseUnknownField(input, extensionRegistry, tag)) {
                 done = true; // was an endgroup tag
@@ -3388,8 +3430,9 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * The conversation that this request is a turn of, as the caller or the gateway names it: 1 to 128 of
-     * [A-Za-z0-9._:-], otherwise PARAMETER_OUT_OF_RANGE. It does not affect the answer or the cache; it
-     * appears in logs, traces and KV events, so that a gateway can send a session's turns to one server. Default:
+     * [A-Za-z0-9._:-], otherwise PARAMETER_OUT_OF_RANGE. It does not affect the answer or what is reused; the
+     * cache learns from it which blocks nobody needs once the session has ended, and it
+     * appears in logs and traces, so that a gateway can send a session's turns to one server. Default:
      * the call's metadata under the keys in the setting `server.session_metadata`, where there is such a value
      * (malformed ones are ignored), otherwise none.
      * </pre>
@@ -3412,8 +3455,9 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * The conversation that this request is a turn of, as the caller or the gateway names it: 1 to 128 of
-     * [A-Za-z0-9._:-], otherwise PARAMETER_OUT_OF_RANGE. It does not affect the answer or the cache; it
-     * appears in logs, traces and KV events, so that a gateway can send a session's turns to one server. Default:
+     * [A-Za-z0-9._:-], otherwise PARAMETER_OUT_OF_RANGE. It does not affect the answer or what is reused; the
+     * cache learns from it which blocks nobody needs once the session has ended, and it
+     * appears in logs and traces, so that a gateway can send a session's turns to one server. Default:
      * the call's metadata under the keys in the setting `server.session_metadata`, where there is such a value
      * (malformed ones are ignored), otherwise none.
      * </pre>
@@ -3437,8 +3481,9 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * The conversation that this request is a turn of, as the caller or the gateway names it: 1 to 128 of
-     * [A-Za-z0-9._:-], otherwise PARAMETER_OUT_OF_RANGE. It does not affect the answer or the cache; it
-     * appears in logs, traces and KV events, so that a gateway can send a session's turns to one server. Default:
+     * [A-Za-z0-9._:-], otherwise PARAMETER_OUT_OF_RANGE. It does not affect the answer or what is reused; the
+     * cache learns from it which blocks nobody needs once the session has ended, and it
+     * appears in logs and traces, so that a gateway can send a session's turns to one server. Default:
      * the call's metadata under the keys in the setting `server.session_metadata`, where there is such a value
      * (malformed ones are ignored), otherwise none.
      * </pre>
@@ -3458,8 +3503,9 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * The conversation that this request is a turn of, as the caller or the gateway names it: 1 to 128 of
-     * [A-Za-z0-9._:-], otherwise PARAMETER_OUT_OF_RANGE. It does not affect the answer or the cache; it
-     * appears in logs, traces and KV events, so that a gateway can send a session's turns to one server. Default:
+     * [A-Za-z0-9._:-], otherwise PARAMETER_OUT_OF_RANGE. It does not affect the answer or what is reused; the
+     * cache learns from it which blocks nobody needs once the session has ended, and it
+     * appears in logs and traces, so that a gateway can send a session's turns to one server. Default:
      * the call's metadata under the keys in the setting `server.session_metadata`, where there is such a value
      * (malformed ones are ignored), otherwise none.
      * </pre>
@@ -3476,8 +3522,9 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * The conversation that this request is a turn of, as the caller or the gateway names it: 1 to 128 of
-     * [A-Za-z0-9._:-], otherwise PARAMETER_OUT_OF_RANGE. It does not affect the answer or the cache; it
-     * appears in logs, traces and KV events, so that a gateway can send a session's turns to one server. Default:
+     * [A-Za-z0-9._:-], otherwise PARAMETER_OUT_OF_RANGE. It does not affect the answer or what is reused; the
+     * cache learns from it which blocks nobody needs once the session has ended, and it
+     * appears in logs and traces, so that a gateway can send a session's turns to one server. Default:
      * the call's metadata under the keys in the setting `server.session_metadata`, where there is such a value
      * (malformed ones are ignored), otherwise none.
      * </pre>
@@ -3492,6 +3539,53 @@ private static final long serialVersionUID = 0L;
       checkByteStringIsUtf8(value);
       sessionId_ = value;
       bitField0_ |= 0x00008000;
+      onChanged();
+      return this;
+    }
+
+    private boolean endsSession_ ;
+    /**
+     * <pre>
+     * Whether this is the last turn of its session. Once it is answered in full the session ends, as by EndSession.
+     * Without a session it has no effect.
+     * </pre>
+     *
+     * <code>bool ends_session = 17;</code>
+     * @return The endsSession.
+     */
+    @java.lang.Override
+    public boolean getEndsSession() {
+      return endsSession_;
+    }
+    /**
+     * <pre>
+     * Whether this is the last turn of its session. Once it is answered in full the session ends, as by EndSession.
+     * Without a session it has no effect.
+     * </pre>
+     *
+     * <code>bool ends_session = 17;</code>
+     * @param value The endsSession to set.
+     * @return This builder for chaining.
+     */
+    public Builder setEndsSession(boolean value) {
+
+      endsSession_ = value;
+      bitField0_ |= 0x00010000;
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * Whether this is the last turn of its session. Once it is answered in full the session ends, as by EndSession.
+     * Without a session it has no effect.
+     * </pre>
+     *
+     * <code>bool ends_session = 17;</code>
+     * @return This builder for chaining.
+     */
+    public Builder clearEndsSession() {
+      bitField0_ = (bitField0_ & ~0x00010000);
+      endsSession_ = false;
       onChanged();
       return this;
     }

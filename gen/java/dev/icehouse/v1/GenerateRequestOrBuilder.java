@@ -410,8 +410,9 @@ public interface GenerateRequestOrBuilder extends
   /**
    * <pre>
    * The conversation that this request is a turn of, as the caller or the gateway names it: 1 to 128 of
-   * [A-Za-z0-9._:-], otherwise PARAMETER_OUT_OF_RANGE. It does not affect the answer or the cache; it
-   * appears in logs, traces and KV events, so that a gateway can send a session's turns to one server. Default:
+   * [A-Za-z0-9._:-], otherwise PARAMETER_OUT_OF_RANGE. It does not affect the answer or what is reused; the
+   * cache learns from it which blocks nobody needs once the session has ended, and it
+   * appears in logs and traces, so that a gateway can send a session's turns to one server. Default:
    * the call's metadata under the keys in the setting `server.session_metadata`, where there is such a value
    * (malformed ones are ignored), otherwise none.
    * </pre>
@@ -423,8 +424,9 @@ public interface GenerateRequestOrBuilder extends
   /**
    * <pre>
    * The conversation that this request is a turn of, as the caller or the gateway names it: 1 to 128 of
-   * [A-Za-z0-9._:-], otherwise PARAMETER_OUT_OF_RANGE. It does not affect the answer or the cache; it
-   * appears in logs, traces and KV events, so that a gateway can send a session's turns to one server. Default:
+   * [A-Za-z0-9._:-], otherwise PARAMETER_OUT_OF_RANGE. It does not affect the answer or what is reused; the
+   * cache learns from it which blocks nobody needs once the session has ended, and it
+   * appears in logs and traces, so that a gateway can send a session's turns to one server. Default:
    * the call's metadata under the keys in the setting `server.session_metadata`, where there is such a value
    * (malformed ones are ignored), otherwise none.
    * </pre>
@@ -434,4 +436,15 @@ public interface GenerateRequestOrBuilder extends
    */
   com.google.protobuf.ByteString
       getSessionIdBytes();
+
+  /**
+   * <pre>
+   * Whether this is the last turn of its session. Once it is answered in full the session ends, as by EndSession.
+   * Without a session it has no effect.
+   * </pre>
+   *
+   * <code>bool ends_session = 17;</code>
+   * @return The endsSession.
+   */
+  boolean getEndsSession();
 }

@@ -104,7 +104,7 @@ public final class InferenceServiceOuterClass {
       "onse_format.proto\032\032icehouse/v1/sampling." +
       "proto\032\035icehouse/v1/speculation.proto\032\026ic" +
       "ehouse/v1/tool.proto\032\027icehouse/v1/usage." +
-      "proto\"\254\004\n\017GenerateRequest\022\022\n\nrequest_id\030" +
+      "proto\"\302\004\n\017GenerateRequest\022\022\n\nrequest_id\030" +
       "\001 \001(\t\022\r\n\005model\030\002 \001(\t\022#\n\006prompt\030\003 \001(\0132\023.i" +
       "cehouse.v1.Prompt\022\031\n\021max_output_tokens\030\004" +
       " \001(\005\022-\n\010sampling\030\005 \001(\0132\033.icehouse.v1.Sam" +
@@ -117,74 +117,74 @@ public final class InferenceServiceOuterClass {
       "letions\030\014 \001(\005\022-\n\013speculation\030\r \001(\0132\030.ice" +
       "house.v1.Speculation\022\'\n\005cache\030\016 \001(\0132\030.ic" +
       "ehouse.v1.CachePolicy\022\020\n\010priority\030\017 \001(\005\022" +
-      "\022\n\nsession_id\030\020 \001(\tB\027\n\025_max_reasoning_to" +
-      "kens\"\270\005\n\020GenerateResponse\022\022\n\nrequest_id\030" +
-      "\001 \001(\t\022\r\n\005model\030\002 \001(\t\022\014\n\004text\030\003 \001(\t\022\021\n\tto" +
-      "ken_ids\030\004 \003(\005\0220\n\rfinish_reason\030\005 \001(\0162\031.i" +
-      "cehouse.v1.FinishReason\022\023\n\013stop_string\030\006" +
-      " \001(\t\022\032\n\rstop_token_id\030\007 \001(\005H\000\210\001\001\022!\n\005usag" +
-      "e\030\010 \001(\0132\022.icehouse.v1.Usage\022\'\n\005cache\030\t \001" +
-      "(\0132\030.icehouse.v1.CacheReport\022\014\n\004seed\030\n \001" +
-      "(\004\022)\n\ntool_calls\030\013 \003(\0132\025.icehouse.v1.Too" +
-      "lCall\022<\n\024malformed_tool_calls\030\014 \003(\0132\036.ic" +
-      "ehouse.v1.MalformedToolCall\022\021\n\treasoning" +
-      "\030\r \001(\t\022,\n\010logprobs\030\016 \003(\0132\032.icehouse.v1.T" +
-      "okenLogprobs\0223\n\017prompt_logprobs\030\017 \003(\0132\032." +
-      "icehouse.v1.TokenLogprobs\022,\n\013completions" +
-      "\030\020 \003(\0132\027.icehouse.v1.Completion\0220\n\014recei" +
-      "ve_time\030\021 \001(\0132\032.google.protobuf.Timestam" +
-      "p\022\032\n\022system_fingerprint\030\022 \001(\t\022\031\n\021max_out" +
-      "put_tokens\030\023 \001(\005\022\033\n\023unenforced_keywords\030" +
-      "\024 \003(\tB\020\n\016_stop_token_id\"\314\001\n\016StreamRespon" +
-      "se\022\'\n\007started\030\001 \001(\0132\024.icehouse.v1.Starte" +
-      "dH\000\0228\n\020prefill_progress\030\002 \001(\0132\034.icehouse" +
-      ".v1.PrefillProgressH\000\022#\n\005delta\030\003 \001(\0132\022.i" +
-      "cehouse.v1.DeltaH\000\022)\n\010finished\030\004 \001(\0132\025.i" +
-      "cehouse.v1.FinishedH\000B\007\n\005event\"\263\002\n\007Start" +
-      "ed\022\022\n\nrequest_id\030\001 \001(\t\022\r\n\005model\030\002 \001(\t\022\025\n" +
-      "\rprompt_tokens\030\003 \001(\005\022\'\n\005cache\030\004 \001(\0132\030.ic" +
-      "ehouse.v1.CacheReport\0221\n\016queue_duration\030" +
-      "\005 \001(\0132\031.google.protobuf.Duration\022\014\n\004seed" +
-      "\030\006 \001(\004\0220\n\014receive_time\030\007 \001(\0132\032.google.pr" +
-      "otobuf.Timestamp\022\032\n\022system_fingerprint\030\010" +
-      " \001(\t\022\031\n\021max_output_tokens\030\t \001(\005\022\033\n\023unenf" +
-      "orced_keywords\030\n \003(\t\"w\n\017PrefillProgress\022" +
-      "\030\n\020processed_tokens\030\001 \001(\005\022\025\n\rprompt_toke" +
-      "ns\030\002 \001(\005\0223\n\017prompt_logprobs\030\003 \003(\0132\032.iceh" +
-      "ouse.v1.TokenLogprobs\"\357\001\n\005Delta\022\014\n\004text\030" +
-      "\001 \001(\t\022\021\n\ttoken_ids\030\002 \003(\005\022\021\n\treasoning\030\003 " +
-      "\001(\t\022-\n\ttool_call\030\004 \001(\0132\032.icehouse.v1.Too" +
-      "lCallDelta\022;\n\023malformed_tool_call\030\005 \001(\0132" +
-      "\036.icehouse.v1.MalformedToolCall\022,\n\010logpr" +
-      "obs\030\006 \003(\0132\032.icehouse.v1.TokenLogprobs\022\030\n" +
-      "\020completion_index\030\007 \001(\005\"\274\001\n\010Finished\0220\n\r" +
-      "finish_reason\030\001 \001(\0162\031.icehouse.v1.Finish" +
-      "Reason\022\023\n\013stop_string\030\002 \001(\t\022\032\n\rstop_toke" +
-      "n_id\030\003 \001(\005H\000\210\001\001\022!\n\005usage\030\004 \001(\0132\022.icehous" +
-      "e.v1.Usage\022\030\n\020completion_index\030\005 \001(\005B\020\n\016" +
-      "_stop_token_id\"E\n\017TokenizeRequest\022\r\n\005mod" +
-      "el\030\001 \001(\t\022#\n\006prompt\030\002 \001(\0132\023.icehouse.v1.P" +
-      "rompt\"K\n\020TokenizeResponse\022\"\n\006tokens\030\001 \003(" +
-      "\0132\022.icehouse.v1.Token\022\023\n\013token_count\030\002 \001" +
-      "(\005\"\"\n\005Token\022\n\n\002id\030\001 \001(\005\022\r\n\005piece\030\002 \001(\t\"5" +
-      "\n\021DetokenizeRequest\022\r\n\005model\030\001 \001(\t\022\021\n\tto" +
-      "ken_ids\030\002 \003(\005\"\"\n\022DetokenizeResponse\022\014\n\004t" +
-      "ext\030\001 \001(\t\"\023\n\021CacheStatsRequest\"n\n\022CacheS" +
-      "tatsResponse\0220\n\014collect_time\030\001 \001(\0132\032.goo" +
-      "gle.protobuf.Timestamp\022&\n\005cache\030\002 \001(\0132\027." +
-      "icehouse.v1.CacheStats2\211\003\n\020InferenceServ" +
-      "ice\022G\n\010Generate\022\034.icehouse.v1.GenerateRe" +
-      "quest\032\035.icehouse.v1.GenerateResponse\022E\n\006" +
-      "Stream\022\034.icehouse.v1.GenerateRequest\032\033.i" +
-      "cehouse.v1.StreamResponse0\001\022G\n\010Tokenize\022" +
-      "\034.icehouse.v1.TokenizeRequest\032\035.icehouse" +
-      ".v1.TokenizeResponse\022M\n\nDetokenize\022\036.ice" +
-      "house.v1.DetokenizeRequest\032\037.icehouse.v1" +
-      ".DetokenizeResponse\022M\n\nCacheStats\022\036.iceh" +
-      "ouse.v1.CacheStatsRequest\032\037.icehouse.v1." +
-      "CacheStatsResponseB<\n\017dev.icehouse.v1P\001Z" +
-      "\'icehouse.dev/api/icehouse/v1;icehousev1" +
-      "b\006proto3"
+      "\022\n\nsession_id\030\020 \001(\t\022\024\n\014ends_session\030\021 \001(" +
+      "\010B\027\n\025_max_reasoning_tokens\"\270\005\n\020GenerateR" +
+      "esponse\022\022\n\nrequest_id\030\001 \001(\t\022\r\n\005model\030\002 \001" +
+      "(\t\022\014\n\004text\030\003 \001(\t\022\021\n\ttoken_ids\030\004 \003(\005\0220\n\rf" +
+      "inish_reason\030\005 \001(\0162\031.icehouse.v1.FinishR" +
+      "eason\022\023\n\013stop_string\030\006 \001(\t\022\032\n\rstop_token" +
+      "_id\030\007 \001(\005H\000\210\001\001\022!\n\005usage\030\010 \001(\0132\022.icehouse" +
+      ".v1.Usage\022\'\n\005cache\030\t \001(\0132\030.icehouse.v1.C" +
+      "acheReport\022\014\n\004seed\030\n \001(\004\022)\n\ntool_calls\030\013" +
+      " \003(\0132\025.icehouse.v1.ToolCall\022<\n\024malformed" +
+      "_tool_calls\030\014 \003(\0132\036.icehouse.v1.Malforme" +
+      "dToolCall\022\021\n\treasoning\030\r \001(\t\022,\n\010logprobs" +
+      "\030\016 \003(\0132\032.icehouse.v1.TokenLogprobs\0223\n\017pr" +
+      "ompt_logprobs\030\017 \003(\0132\032.icehouse.v1.TokenL" +
+      "ogprobs\022,\n\013completions\030\020 \003(\0132\027.icehouse." +
+      "v1.Completion\0220\n\014receive_time\030\021 \001(\0132\032.go" +
+      "ogle.protobuf.Timestamp\022\032\n\022system_finger" +
+      "print\030\022 \001(\t\022\031\n\021max_output_tokens\030\023 \001(\005\022\033" +
+      "\n\023unenforced_keywords\030\024 \003(\tB\020\n\016_stop_tok" +
+      "en_id\"\314\001\n\016StreamResponse\022\'\n\007started\030\001 \001(" +
+      "\0132\024.icehouse.v1.StartedH\000\0228\n\020prefill_pro" +
+      "gress\030\002 \001(\0132\034.icehouse.v1.PrefillProgres" +
+      "sH\000\022#\n\005delta\030\003 \001(\0132\022.icehouse.v1.DeltaH\000" +
+      "\022)\n\010finished\030\004 \001(\0132\025.icehouse.v1.Finishe" +
+      "dH\000B\007\n\005event\"\263\002\n\007Started\022\022\n\nrequest_id\030\001" +
+      " \001(\t\022\r\n\005model\030\002 \001(\t\022\025\n\rprompt_tokens\030\003 \001" +
+      "(\005\022\'\n\005cache\030\004 \001(\0132\030.icehouse.v1.CacheRep" +
+      "ort\0221\n\016queue_duration\030\005 \001(\0132\031.google.pro" +
+      "tobuf.Duration\022\014\n\004seed\030\006 \001(\004\0220\n\014receive_" +
+      "time\030\007 \001(\0132\032.google.protobuf.Timestamp\022\032" +
+      "\n\022system_fingerprint\030\010 \001(\t\022\031\n\021max_output" +
+      "_tokens\030\t \001(\005\022\033\n\023unenforced_keywords\030\n \003" +
+      "(\t\"w\n\017PrefillProgress\022\030\n\020processed_token" +
+      "s\030\001 \001(\005\022\025\n\rprompt_tokens\030\002 \001(\005\0223\n\017prompt" +
+      "_logprobs\030\003 \003(\0132\032.icehouse.v1.TokenLogpr" +
+      "obs\"\357\001\n\005Delta\022\014\n\004text\030\001 \001(\t\022\021\n\ttoken_ids" +
+      "\030\002 \003(\005\022\021\n\treasoning\030\003 \001(\t\022-\n\ttool_call\030\004" +
+      " \001(\0132\032.icehouse.v1.ToolCallDelta\022;\n\023malf" +
+      "ormed_tool_call\030\005 \001(\0132\036.icehouse.v1.Malf" +
+      "ormedToolCall\022,\n\010logprobs\030\006 \003(\0132\032.icehou" +
+      "se.v1.TokenLogprobs\022\030\n\020completion_index\030" +
+      "\007 \001(\005\"\274\001\n\010Finished\0220\n\rfinish_reason\030\001 \001(" +
+      "\0162\031.icehouse.v1.FinishReason\022\023\n\013stop_str" +
+      "ing\030\002 \001(\t\022\032\n\rstop_token_id\030\003 \001(\005H\000\210\001\001\022!\n" +
+      "\005usage\030\004 \001(\0132\022.icehouse.v1.Usage\022\030\n\020comp" +
+      "letion_index\030\005 \001(\005B\020\n\016_stop_token_id\"E\n\017" +
+      "TokenizeRequest\022\r\n\005model\030\001 \001(\t\022#\n\006prompt" +
+      "\030\002 \001(\0132\023.icehouse.v1.Prompt\"K\n\020TokenizeR" +
+      "esponse\022\"\n\006tokens\030\001 \003(\0132\022.icehouse.v1.To" +
+      "ken\022\023\n\013token_count\030\002 \001(\005\"\"\n\005Token\022\n\n\002id\030" +
+      "\001 \001(\005\022\r\n\005piece\030\002 \001(\t\"5\n\021DetokenizeReques" +
+      "t\022\r\n\005model\030\001 \001(\t\022\021\n\ttoken_ids\030\002 \003(\005\"\"\n\022D" +
+      "etokenizeResponse\022\014\n\004text\030\001 \001(\t\"\023\n\021Cache" +
+      "StatsRequest\"n\n\022CacheStatsResponse\0220\n\014co" +
+      "llect_time\030\001 \001(\0132\032.google.protobuf.Times" +
+      "tamp\022&\n\005cache\030\002 \001(\0132\027.icehouse.v1.CacheS" +
+      "tats2\211\003\n\020InferenceService\022G\n\010Generate\022\034." +
+      "icehouse.v1.GenerateRequest\032\035.icehouse.v" +
+      "1.GenerateResponse\022E\n\006Stream\022\034.icehouse." +
+      "v1.GenerateRequest\032\033.icehouse.v1.StreamR" +
+      "esponse0\001\022G\n\010Tokenize\022\034.icehouse.v1.Toke" +
+      "nizeRequest\032\035.icehouse.v1.TokenizeRespon" +
+      "se\022M\n\nDetokenize\022\036.icehouse.v1.Detokeniz" +
+      "eRequest\032\037.icehouse.v1.DetokenizeRespons" +
+      "e\022M\n\nCacheStats\022\036.icehouse.v1.CacheStats" +
+      "Request\032\037.icehouse.v1.CacheStatsResponse" +
+      "B<\n\017dev.icehouse.v1P\001Z\'icehouse.dev/api/" +
+      "icehouse/v1;icehousev1b\006proto3"
     };
     descriptor = com.google.protobuf.Descriptors.FileDescriptor
       .internalBuildGeneratedFileFrom(descriptorData,
@@ -207,7 +207,7 @@ public final class InferenceServiceOuterClass {
     internal_static_icehouse_v1_GenerateRequest_fieldAccessorTable = new
       com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
         internal_static_icehouse_v1_GenerateRequest_descriptor,
-        new java.lang.String[] { "RequestId", "Model", "Prompt", "MaxOutputTokens", "Sampling", "Stop", "StopTokenIds", "ResponseFormat", "ToolChoice", "MaxReasoningTokens", "Logprobs", "Completions", "Speculation", "Cache", "Priority", "SessionId", });
+        new java.lang.String[] { "RequestId", "Model", "Prompt", "MaxOutputTokens", "Sampling", "Stop", "StopTokenIds", "ResponseFormat", "ToolChoice", "MaxReasoningTokens", "Logprobs", "Completions", "Speculation", "Cache", "Priority", "SessionId", "EndsSession", });
     internal_static_icehouse_v1_GenerateResponse_descriptor =
       getDescriptor().getMessageTypes().get(1);
     internal_static_icehouse_v1_GenerateResponse_fieldAccessorTable = new

@@ -6,6 +6,7 @@ Inference thread only.
 from __future__ import annotations
 
 import collections
+import contextlib
 import heapq
 from collections.abc import Callable, Collection, Iterator
 from itertools import count
@@ -72,6 +73,20 @@ class TierAccount:
             if node in order:
                 order[node] = next(self._numbers)
                 order.move_to_end(node)
+
+    def demote(self, node: Node) -> None:
+        """Make a node the least recently used one; does nothing where it is in no order."""
+        for order in self._orders_of(node):
+            if node in order:
+                order[node] = -next(self._numbers)
+                order.move_to_end(node, last=False)
+
+    @contextlib.contextmanager
+    def resized(self, node: Node) -> Iterator[None]:
+        """Count a node anew when this ends; its place in the order stays."""
+        self._count(node, -1)
+        yield
+        self._count(node, 1)
 
     def victims(
         self, needed_bytes: float, *, may_go: Callable[[Node], bool], owners: Collection[Owner] | None = None

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from typing import Final
 
 from icehouse_server.domain.blocks import Region, RegionKind, TokenKeys
-from icehouse_server.domain.ids import BlockHash
+from icehouse_server.domain.ids import BlockHash, SessionKey
 from icehouse_server.pins import NOT_PINNED
 
 Hashes = Collection[BlockHash]
@@ -58,6 +58,8 @@ class Node:
     last_used_time: float = 0.0
     owner: BlockHash | None = None
     """The root that its chain begins below; None when a block between is not known."""
+    session: SessionKey | None = None
+    """The session that computed it and alone has used it; `Sessions` writes it."""
 
     @property
     def end_token_index(self) -> int:

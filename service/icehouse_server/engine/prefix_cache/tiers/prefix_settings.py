@@ -25,6 +25,8 @@ class PrefixSettings:
     is_enabled: bool
     ram_limit_bytes: int
     checkpoint_interval_tokens: int
+    session_checkpoint_limit: int = 0
+    """Checkpoints that a session may have; 0 is unlimited."""
     ssd_limit_bytes: int = 0
     """0 without an SSD tier."""
     spill_policy: str = "off"

@@ -68,6 +68,8 @@ class Spills:
         """What these will take of the write queue."""
         self.when_handed_over: Callable[[Node], None] = lambda node: None
         """Called when the storage thread has the bytes of a block."""
+        self.is_over: Callable[[Node], bool] = lambda node: False
+        """Whether nobody needs a block any more, so that it is not worth a write."""
         self._removals: dict[Ticket[Purged], Names] = {}
         self.drop_totals: collections.Counter[SpillDropCause] = collections.Counter()
         """Blocks that were not sent to SSD."""
@@ -117,6 +119,12 @@ class Spills:
         stored = tuple(node.hash for node in reversed(nodes) if node.ssd)
         if stored and self.storage is not None:
             self.storage.touch(stored)
+
+    def demote(self, nodes: Sequence[Node]) -> None:
+        """Make blocks the next to go from SSD, the last one first; where too much is queued, they stay."""
+        stored = tuple(node.hash for node in nodes if node.ssd)
+        if stored and self.storage is not None:
+            self.storage.demote(stored)
 
     def lose_storage(self) -> None:
         """Nothing is written or removed any more."""
@@ -199,7 +207,8 @@ class Spills:
     def _is_due(self, node: Node) -> bool:
         is_whole = not self._tree.facts.has_kv or RegionKind.KV in node.ram
         # A block on SSD goes again when RAM has all of it and more: a checkpoint that was taken later.
-        return self.is_on and is_whole and not node.is_spilling and node.ram_sizes.keys() > node.ssd.keys()
+        is_news = is_whole and not node.is_spilling and node.ram_sizes.keys() > node.ssd.keys()
+        return self.is_on and is_news and (node.is_pinned or not self.is_over(node))
 
     def _is_short(self, node: Node) -> bool:
         """Whether it ends a prefix below the minimum, and no longer one goes through it."""

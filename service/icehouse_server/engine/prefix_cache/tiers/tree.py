@@ -277,6 +277,15 @@ class PrefixTree:
         self.prune(node)
         return True
 
+    def drop_region(self, node: Node, kind: RegionKind) -> None:
+        """Drop one region of a block in RAM; the others stay, and so does its place in the order."""
+        if node.ram.keys() == {kind}:
+            self.drop(node)
+        elif kind in node.ram:
+            with self.ram.resized(node):
+                node.ram = {other: region for other, region in node.ram.items() if other is not kind}
+                node.ram_sizes = {other: size for other, size in node.ram_sizes.items() if other is not kind}
+
     # SSD.
 
     def store(self, record: StoredBlock) -> Node:
@@ -327,6 +336,12 @@ class PrefixTree:
             for tier, is_there in ((self.ram, node.ram), (self.ssd, node.ssd)):
                 if is_there:
                     tier.touch(node)
+
+    def demote(self, node: Node) -> None:
+        """Make a block the next to go from each tier that it is in."""
+        for tier, is_there in ((self.ram, node.ram), (self.ssd, node.ssd)):
+            if is_there:
+                tier.demote(node)
 
     def set_pin(self, node: Node, end_time: float) -> None:
         """Pin a block until then (`Clock.wall`), or unpin it as the most recently used one."""

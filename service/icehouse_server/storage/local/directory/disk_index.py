@@ -48,6 +48,7 @@ class DiskIndex:
         self._records = {record.hash: record for record in records}
         self._uses = {name: use for use, name in enumerate(self._records, start=1)}
         self._use_number = len(self._records)
+        self._oldest_number = 0
         self._child_counts = Counter([record.parent for record in self])
         self._counts: dict[Fingerprint, _Counts] = {}
         self._pin_ends = PinEnds()
@@ -129,6 +130,13 @@ class DiskIndex:
         )
         self._uses[block_hash] = self._next_use()
         return True
+
+    def demote(self, block_hash: BlockHash) -> None:
+        """Make a block the least recently used one, if it is stored."""
+        if block_hash in self._records:
+            self._oldest_number -= 1
+            self._uses[block_hash] = self._oldest_number
+            self._offer(block_hash)
 
     def set_pin(self, block_hash: BlockHash, end_time: float) -> None:
         """Protect a stored block and its ancestors from eviction until then (`Clock.wall`), or no longer."""

@@ -15,7 +15,7 @@ from icehouse_server.engine.prefix_cache.tiers.prefix_settings import QuotaLimit
 from icehouse_server.engine.prefix_cache.tiers.tree import NAMES_LIMIT
 from icehouse_server.pins import NOT_PINNED, UNTIL_UNPINNED
 
-from tests.fixtures.known_blocks import ROOT, SIZE, Shelf, record_of, root_of
+from tests.fixtures.known_blocks import HYBRID, ROOT, SIZE, Shelf, record_of, root_of
 from tests.fixtures.tree_check import check_tree
 
 LONG = list(range(100, 100 + 5 * SIZE))
@@ -281,3 +281,15 @@ def test_blocks_that_left_are_kept_by_nobody() -> None:
     del node
     assert not any(ref() for ref in gone)
     assert (shelf.tree.ssd.used_by, list(shelf.tree.ssd.oldest([ROOT]))) == ({}, [])
+
+
+def test_a_region_that_is_dropped_leaves_the_others_where_they_are() -> None:
+    shelf = Shelf(HYBRID)
+    nodes = shelf.chain(range(3 * SIZE), ram=True)
+    shelf.tree.drop_region(nodes[1], RegionKind.CHECKPOINT)
+    check_tree(shelf.tree)
+    assert list(shelf.tree.ram.oldest()) == nodes and shelf.tree.ram.used_bytes == 50
+    assert nodes[1].ram.keys() == {RegionKind.KV}
+    shelf.tree.drop_region(nodes[1], RegionKind.CHECKPOINT)
+    shelf.tree.drop_region(nodes[1], RegionKind.KV)
+    assert nodes[1] not in shelf.tree and shelf.tree.ram.used_bytes == 40

@@ -133,6 +133,14 @@ class TreeAgainstModel(RuleBasedStateMachine):
                 self._moved(tier, name, is_there=name in order)
 
     @precondition(lambda self: self.blocks)
+    @rule(data=st.data())
+    def demote(self, data: Any) -> None:
+        name = data.draw(st.sampled_from(sorted(self.blocks)))
+        self.tree.demote(self._node(name))
+        for tier, order in self.order.items():
+            self._moved(tier, name, is_there=name in order, to_front=True)
+
+    @precondition(lambda self: self.blocks)
     @rule(data=st.data(), root=st.sampled_from(ROOTS))
     def claim(self, data: Any, root: BlockHash) -> None:
         name = data.draw(st.sampled_from(sorted(self.blocks)))

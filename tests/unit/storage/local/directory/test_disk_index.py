@@ -38,7 +38,7 @@ def record(name: int, parent: int) -> BlockRecord:
 
 
 class IndexMachine(RuleBasedStateMachine):
-    """Random trees of blocks, touched, pinned and removed in any order."""
+    """Random trees of blocks, touched, demoted, pinned and removed in any order."""
 
     names = Bundle("names")
 
@@ -63,6 +63,12 @@ class IndexMachine(RuleBasedStateMachine):
         is_known = any(r.hash == block_hash for r in self.order)
         assert self.index.touch(block_hash, now_time=1.0) == is_known
         self.order.sort(key=lambda r: r.hash == block_hash)
+
+    @rule(name=names)
+    def demote(self, name):
+        block_hash = BlockHash(name.to_bytes(32, "big"))
+        self.index.demote(block_hash)
+        self.order.sort(key=lambda r: r.hash != block_hash)
 
     @rule(name=names, pinned=st.booleans())
     def pin(self, name, pinned):
