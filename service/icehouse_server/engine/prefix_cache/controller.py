@@ -462,9 +462,16 @@ class CacheController:
         return frozenset(node.hash for node in nodes)
 
     @property
-    def leaving_bytes(self) -> int:
-        """Bytes of blocks that leave RAM as soon as they are written; 0 while nothing is."""
-        return 0 if self._waits.is_stalled else self.cache.ram.leaving_bytes
+    def is_writing(self) -> bool:
+        """Whether blocks are on their way to SSD and may leave RAM once they are there."""
+        return self.cache.spills.under_way_count > 0 and not self._waits.is_stalled
+
+    def write_behind(self, *, beside_pass: bool, is_restoring: bool, lacks_memory: bool) -> None:
+        """Have some blocks written to SSD after a step that leaves the disk idle."""
+        if not self.cache.is_inventory_due:
+            self.cache.behind.offer(
+                beside_pass=beside_pass, is_restoring=is_restoring, lacks_memory=lacks_memory
+            )
 
     @property
     def _in_use(self) -> set[BlockHash]:
