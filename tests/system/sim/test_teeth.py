@@ -17,7 +17,7 @@ from icehouse_server.engine.core import block_log
 from icehouse_server.engine.core.sequence import Phase
 from icehouse_server.engine.output import Output
 from icehouse_server.engine.prefix_cache import controller, prefix_cache, prefix_commands
-from icehouse_server.engine.prefix_cache.tiers import account, matching, runner_port, tree
+from icehouse_server.engine.prefix_cache.tiers import account, matching, node, runner_port, tree
 from icehouse_server.engine.prefix_cache.tiers.tenant_quota import TenantQuotas
 from icehouse_server.engine.scheduling import pass_plan, scheduler
 from icehouse_server.pins import UNTIL_UNPINNED
@@ -259,6 +259,11 @@ def ignore_the_size_limit(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(space.Space, "shortage_bytes", lambda self, size_bytes, **kwargs: 0)
 
 
+def count_what_is_being_written_as_safe(patch: pytest.MonkeyPatch) -> None:
+    real = node.Node.is_safe.fget
+    patch.setattr(node.Node, "is_safe", property(lambda self: self.is_spilling or real(self)))
+
+
 def leak_write_credit(patch: pytest.MonkeyPatch) -> None:
     real = storage_state.QueueLimit.release
 
@@ -388,6 +393,7 @@ BREAKS: list[Break] = [
     end_pins_early,
     evict_nothing_from_ram,
     ignore_the_size_limit,
+    count_what_is_being_written_as_safe,
     leak_write_credit,
     count_what_is_queued_as_persisted,
     keep_evicted_blocks_in_the_index,

@@ -112,7 +112,7 @@ public final class CacheStatsOuterClass {
       "kens\022\'\n\006reason\030\001 \001(\0162\027.icehouse.v1.Reuse" +
       "Limit\022\023\n\013token_total\030\002 \001(\003\"M\n\nSpillDrops" +
       "\022*\n\005cause\030\001 \001(\0162\033.icehouse.v1.SpillDropC" +
-      "ause\022\023\n\013block_total\030\002 \001(\003\"\301\002\n\017CacheSpill" +
+      "ause\022\023\n\013block_total\030\002 \001(\003\"\226\003\n\017CacheSpill" +
       "Stats\022\016\n\006policy\030\001 \001(\t\022\034\n\024accepted_block_" +
       "total\030\002 \001(\003\022\035\n\025persisted_block_total\030\003 \001" +
       "(\003\022\034\n\024persisted_byte_total\030\004 \001(\003\022&\n\005drop" +
@@ -120,51 +120,53 @@ public final class CacheStatsOuterClass {
       "e_count\030\006 \001(\003\022\023\n\013queue_bytes\030\007 \001(\003\022\031\n\021qu" +
       "eue_limit_bytes\030\010 \001(\003\022\033\n\023written_today_b" +
       "ytes\030\t \001(\003\022\031\n\021daily_limit_bytes\030\n \001(\003\022\036\n" +
-      "\026write_bytes_per_second\030\013 \001(\001\"\346\002\n\021CacheP" +
-      "romoteStats\022\022\n\nload_total\030\001 \001(\003\022\031\n\021faile" +
-      "d_load_total\030\002 \001(\003\022\034\n\024promoted_block_tot" +
-      "al\030\003 \001(\003\022\034\n\024promoted_token_total\030\004 \001(\003\022\027" +
-      "\n\017read_byte_total\030\005 \001(\003\022\023\n\013queue_count\030\006" +
-      " \001(\003\022\023\n\013queue_limit\030\007 \001(\003\022\035\n\025read_bytes_" +
-      "per_second\030\010 \001(\001\022!\n\031restore_tokens_per_s" +
-      "econd\030\t \001(\001\022#\n\033recompute_tokens_per_seco" +
-      "nd\030\n \001(\001\022\036\n\026recompute_chosen_total\030\013 \001(\003" +
-      "\022\034\n\024failed_restore_total\030\014 \001(\003\"\206\002\n\023Cache" +
-      "IntegrityStats\022\034\n\024verified_block_total\030\001" +
-      " \001(\003\022\036\n\026checksum_failure_total\030\002 \001(\003\022\035\n\025" +
-      "header_mismatch_total\030\003 \001(\003\022\032\n\022missing_f" +
-      "ile_total\030\004 \001(\003\022\036\n\026quarantined_file_coun" +
-      "t\030\005 \001(\003\022\031\n\021quarantined_bytes\030\006 \001(\003\022\032\n\022se" +
-      "al_failure_total\030\007 \001(\003\022\037\n\027quarantined_bl" +
-      "ock_total\030\010 \001(\003\"\343\001\n\016CacheDiskStats\022\022\n\nus" +
-      "ed_bytes\030\001 \001(\003\022\026\n\016manifest_bytes\030\002 \001(\003\022\023" +
-      "\n\013limit_bytes\030\003 \001(\003\022\022\n\nfree_bytes\030\004 \001(\003\022" +
-      "\030\n\020free_floor_bytes\030\005 \001(\003\022\037\n\027other_model" +
-      "_block_count\030\006 \001(\003\022\031\n\021writes_off_detail\030" +
-      "\007 \001(\t\022\021\n\tencrypted\030\010 \001(\010\022\023\n\013hang_detail\030" +
-      "\t \001(\t\"\303\003\n\024CacheReconcileReport\0222\n\016reconc" +
-      "ile_time\030\001 \001(\0132\032.google.protobuf.Timesta" +
-      "mp\022+\n\010duration\030\002 \001(\0132\031.google.protobuf.D" +
-      "uration\022\r\n\005clean\030\003 \001(\010\022\030\n\020manifest_rebui" +
-      "lt\030\004 \001(\010\022\022\n\nfile_count\030\005 \001(\003\022\021\n\trow_coun" +
-      "t\030\006 \001(\003\022\035\n\025partial_deleted_count\030\007 \001(\003\022\025" +
-      "\n\radopted_count\030\010 \001(\003\022\031\n\021quarantined_cou" +
-      "nt\030\t \001(\003\022\031\n\021row_deleted_count\030\n \001(\003\022\"\n\032o" +
-      "ther_layout_deleted_count\030\013 \001(\003\022\032\n\022unkno" +
-      "wn_file_count\030\014 \001(\003\022\027\n\017restamped_count\030\r" +
-      " \001(\003\022\037\n\027unencrypted_block_count\030\016 \001(\003\022\024\n" +
-      "\014changed_code\030\017 \003(\t*\336\002\n\016SpillDropCause\022 " +
-      "\n\034SPILL_DROP_CAUSE_UNSPECIFIED\020\000\022\036\n\032SPIL" +
-      "L_DROP_CAUSE_NO_CREDIT\020\001\022!\n\035SPILL_DROP_C" +
-      "AUSE_DAILY_BUDGET\020\002\022\036\n\032SPILL_DROP_CAUSE_" +
-      "DISK_FULL\020\003\022!\n\035SPILL_DROP_CAUSE_WRITE_FA" +
-      "ILED\020\004\022\037\n\033SPILL_DROP_CAUSE_WRITES_OFF\020\005\022" +
-      "!\n\035SPILL_DROP_CAUSE_PREFIX_SHORT\020\006\022\036\n\032SP" +
-      "ILL_DROP_CAUSE_DUPLICATE\020\007\022\035\n\031SPILL_DROP" +
-      "_CAUSE_SHUTDOWN\020\010\022!\n\035SPILL_DROP_CAUSE_TE" +
-      "NANT_SHARE\020\tB<\n\017dev.icehouse.v1P\001Z\'iceho" +
-      "use.dev/api/icehouse/v1;icehousev1b\006prot" +
-      "o3"
+      "\026write_bytes_per_second\030\013 \001(\001\022\032\n\022behind_" +
+      "block_total\030\014 \001(\003\022\031\n\021behind_byte_total\030\r" +
+      " \001(\003\022\034\n\024behind_waiting_count\030\016 \001(\003\"\346\002\n\021C" +
+      "achePromoteStats\022\022\n\nload_total\030\001 \001(\003\022\031\n\021" +
+      "failed_load_total\030\002 \001(\003\022\034\n\024promoted_bloc" +
+      "k_total\030\003 \001(\003\022\034\n\024promoted_token_total\030\004 " +
+      "\001(\003\022\027\n\017read_byte_total\030\005 \001(\003\022\023\n\013queue_co" +
+      "unt\030\006 \001(\003\022\023\n\013queue_limit\030\007 \001(\003\022\035\n\025read_b" +
+      "ytes_per_second\030\010 \001(\001\022!\n\031restore_tokens_" +
+      "per_second\030\t \001(\001\022#\n\033recompute_tokens_per" +
+      "_second\030\n \001(\001\022\036\n\026recompute_chosen_total\030" +
+      "\013 \001(\003\022\034\n\024failed_restore_total\030\014 \001(\003\"\206\002\n\023" +
+      "CacheIntegrityStats\022\034\n\024verified_block_to" +
+      "tal\030\001 \001(\003\022\036\n\026checksum_failure_total\030\002 \001(" +
+      "\003\022\035\n\025header_mismatch_total\030\003 \001(\003\022\032\n\022miss" +
+      "ing_file_total\030\004 \001(\003\022\036\n\026quarantined_file" +
+      "_count\030\005 \001(\003\022\031\n\021quarantined_bytes\030\006 \001(\003\022" +
+      "\032\n\022seal_failure_total\030\007 \001(\003\022\037\n\027quarantin" +
+      "ed_block_total\030\010 \001(\003\"\343\001\n\016CacheDiskStats\022" +
+      "\022\n\nused_bytes\030\001 \001(\003\022\026\n\016manifest_bytes\030\002 " +
+      "\001(\003\022\023\n\013limit_bytes\030\003 \001(\003\022\022\n\nfree_bytes\030\004" +
+      " \001(\003\022\030\n\020free_floor_bytes\030\005 \001(\003\022\037\n\027other_" +
+      "model_block_count\030\006 \001(\003\022\031\n\021writes_off_de" +
+      "tail\030\007 \001(\t\022\021\n\tencrypted\030\010 \001(\010\022\023\n\013hang_de" +
+      "tail\030\t \001(\t\"\303\003\n\024CacheReconcileReport\0222\n\016r" +
+      "econcile_time\030\001 \001(\0132\032.google.protobuf.Ti" +
+      "mestamp\022+\n\010duration\030\002 \001(\0132\031.google.proto" +
+      "buf.Duration\022\r\n\005clean\030\003 \001(\010\022\030\n\020manifest_" +
+      "rebuilt\030\004 \001(\010\022\022\n\nfile_count\030\005 \001(\003\022\021\n\trow" +
+      "_count\030\006 \001(\003\022\035\n\025partial_deleted_count\030\007 " +
+      "\001(\003\022\025\n\radopted_count\030\010 \001(\003\022\031\n\021quarantine" +
+      "d_count\030\t \001(\003\022\031\n\021row_deleted_count\030\n \001(\003" +
+      "\022\"\n\032other_layout_deleted_count\030\013 \001(\003\022\032\n\022" +
+      "unknown_file_count\030\014 \001(\003\022\027\n\017restamped_co" +
+      "unt\030\r \001(\003\022\037\n\027unencrypted_block_count\030\016 \001" +
+      "(\003\022\024\n\014changed_code\030\017 \003(\t*\336\002\n\016SpillDropCa" +
+      "use\022 \n\034SPILL_DROP_CAUSE_UNSPECIFIED\020\000\022\036\n" +
+      "\032SPILL_DROP_CAUSE_NO_CREDIT\020\001\022!\n\035SPILL_D" +
+      "ROP_CAUSE_DAILY_BUDGET\020\002\022\036\n\032SPILL_DROP_C" +
+      "AUSE_DISK_FULL\020\003\022!\n\035SPILL_DROP_CAUSE_WRI" +
+      "TE_FAILED\020\004\022\037\n\033SPILL_DROP_CAUSE_WRITES_O" +
+      "FF\020\005\022!\n\035SPILL_DROP_CAUSE_PREFIX_SHORT\020\006\022" +
+      "\036\n\032SPILL_DROP_CAUSE_DUPLICATE\020\007\022\035\n\031SPILL" +
+      "_DROP_CAUSE_SHUTDOWN\020\010\022!\n\035SPILL_DROP_CAU" +
+      "SE_TENANT_SHARE\020\tB<\n\017dev.icehouse.v1P\001Z\'" +
+      "icehouse.dev/api/icehouse/v1;icehousev1b" +
+      "\006proto3"
     };
     descriptor = com.google.protobuf.Descriptors.FileDescriptor
       .internalBuildGeneratedFileFrom(descriptorData,
@@ -214,7 +216,7 @@ public final class CacheStatsOuterClass {
     internal_static_icehouse_v1_CacheSpillStats_fieldAccessorTable = new
       com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
         internal_static_icehouse_v1_CacheSpillStats_descriptor,
-        new java.lang.String[] { "Policy", "AcceptedBlockTotal", "PersistedBlockTotal", "PersistedByteTotal", "Drops", "QueueCount", "QueueBytes", "QueueLimitBytes", "WrittenTodayBytes", "DailyLimitBytes", "WriteBytesPerSecond", });
+        new java.lang.String[] { "Policy", "AcceptedBlockTotal", "PersistedBlockTotal", "PersistedByteTotal", "Drops", "QueueCount", "QueueBytes", "QueueLimitBytes", "WrittenTodayBytes", "DailyLimitBytes", "WriteBytesPerSecond", "BehindBlockTotal", "BehindByteTotal", "BehindWaitingCount", });
     internal_static_icehouse_v1_CachePromoteStats_descriptor =
       getDescriptor().getMessageTypes().get(7);
     internal_static_icehouse_v1_CachePromoteStats_fieldAccessorTable = new

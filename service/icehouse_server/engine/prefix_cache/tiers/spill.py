@@ -131,7 +131,7 @@ class Spills:
 
     def has_credit(self, node: Node) -> bool:
         """Whether the write queue takes this block now."""
-        wanted_bytes = self._copying_bytes + queue_bytes(node)
+        wanted_bytes = self._copying_bytes + _queue_bytes(node)
         return self.storage is not None and wanted_bytes <= self.storage.queue_space_bytes
 
     def offer(self, node: Node, *, request_id: RequestId | None) -> None:
@@ -146,7 +146,7 @@ class Spills:
         """
         if not self._is_due(node):
             return False
-        size_bytes = queue_bytes(node)
+        size_bytes = _queue_bytes(node)
         cause: SpillDropCause | None = None
         if self._is_short(node):
             cause = SpillDropCause.PREFIX_SHORT
@@ -212,7 +212,7 @@ class Spills:
         return all(self._is_short(child) for child in children if child.token_count == full)
 
 
-def queue_bytes(node: Node) -> int:
+def _queue_bytes(node: Node) -> int:
     """Return what a block takes of the write queue, and of its owner's quota on SSD."""
     return node.ram_bytes + OVERHEAD_BYTES
 

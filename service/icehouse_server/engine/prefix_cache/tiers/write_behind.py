@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from icehouse_server.clock import Clock
 from icehouse_server.domain.ids import BlockHash
 from icehouse_server.engine.prefix_cache.tiers.node import Node
-from icehouse_server.engine.prefix_cache.tiers.spill import Spills, queue_bytes
+from icehouse_server.engine.prefix_cache.tiers.spill import Spills
 from icehouse_server.engine.prefix_cache.tiers.tree import PrefixTree
 from icehouse_server.storage.api import Failure, Persisted
 
@@ -163,7 +163,7 @@ class WriteBehind:
 
     def _fits(self, node: Node, turn: Turn) -> bool:
         """Whether the queue, the bytes in flight and the day's budget allow it."""
-        size_bytes, in_flight_bytes = queue_bytes(node), sum(self._in_flight.values())
+        size_bytes, in_flight_bytes = node.ram_bytes, sum(self._in_flight.values())
         if in_flight_bytes and in_flight_bytes + size_bytes > IN_FLIGHT_BYTES:
             return False
         assert self._spills.storage is not None, "there is no SSD tier"
@@ -178,9 +178,8 @@ class WriteBehind:
         # Where its tenant's share of the SSD is full, the blocks before it do not go for it.
         has_quota = self._settings.quotas.ssd_bytes
         protected = [above.hash for above in self._tree.ancestors(node)] if has_quota else ()
-        size_bytes = queue_bytes(node)
         if self._spills.send(node, protected=protected, request_id=None):
-            self._in_flight[node.hash] = size_bytes
+            self._in_flight[node.hash] = node.ram_bytes
 
     def _would_slow_passes(self, now: float) -> bool:
         """Whether a block now would cost passes more than their share of the cores."""

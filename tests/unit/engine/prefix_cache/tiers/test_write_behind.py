@@ -11,7 +11,7 @@ from icehouse_server.engine.prefix_cache.tiers import write_behind
 from icehouse_server.engine.prefix_cache.tiers.node import Node
 from icehouse_server.engine.prefix_cache.tiers.ram import RamTier
 from icehouse_server.engine.prefix_cache.tiers.runner_port import CacheFacts
-from icehouse_server.engine.prefix_cache.tiers.spill import Spills, queue_bytes
+from icehouse_server.engine.prefix_cache.tiers.spill import Spills
 from icehouse_server.engine.prefix_cache.tiers.storage_waits import Rates, StorageWaits
 from icehouse_server.engine.prefix_cache.tiers.tenant_quota import TenantQuotas
 from icehouse_server.engine.prefix_cache.tiers.write_behind import (
@@ -179,7 +179,7 @@ def test_on_cores_that_passes_need_few_passes_see_a_block() -> None:
 
 def test_bytes_in_flight_are_bounded(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = house.chain(5)
-    monkeypatch.setattr(write_behind, "IN_FLIGHT_BYTES", 2 * queue_bytes(nodes[0]))
+    monkeypatch.setattr(write_behind, "IN_FLIGHT_BYTES", 2 * nodes[0].ram_bytes)
     house.behind.note(nodes, Turn.LIKELY)
     house.be_quiet()
     house.offer()
@@ -211,7 +211,7 @@ def test_a_full_queue_is_waited_for_and_nothing_counts_as_dropped(house: House) 
 
 def test_half_of_the_days_budget_is_for_evictions_and_for_what_is_likely(house: House) -> None:
     (other,), (session,) = house.chain(1), house.chain(2, salt=1)[1:]
-    size_bytes = queue_bytes(other)
+    size_bytes = other.ram_bytes
     house.behind.note([other], Turn.OTHER)
     house.behind.note([session], Turn.LIKELY)
     house.be_quiet()
