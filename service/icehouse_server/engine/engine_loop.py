@@ -124,12 +124,12 @@ class EngineLoop:
         if not self._has_pass_to_run:
             self._output.publish()  # before readers that have just been sent off share the interpreter
         has_run = self._run_pass(spent_s=prepare_s or 0.0)
-        self._cache.spills.hand_over(may_wait=not has_run)
         self._prefix.write_behind(
             beside_pass=has_run,
             is_restoring=bool(self._scheduler.loading_count or self._scheduler.restoring),
             lacks_memory=self._lacks_memory,
         )
+        self._cache.spills.hand_over(may_wait=not has_run)
         # Who was parked gave memory to others, who may go on although this step found nothing they could do.
         has_parked = self.counters.stats.parked_total > parked_before
         self.is_idle = not (has_begun or has_run or has_parked) and prepare_s is None
