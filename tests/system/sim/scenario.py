@@ -87,6 +87,7 @@ class Scenario:
         self._name_dice = random.Random(-5 * 10**6 - seed)
         self._hang_dice = random.Random(-6 * 10**6 - seed)
         self._pin_dice = random.Random(-7 * 10**6 - seed)
+        self._session_dice = random.Random(-8 * 10**6 - seed)
         self.setup = dataclasses.replace(
             setup,
             quotas=draw_quotas(setup, random.Random(-1 - seed)),
@@ -191,6 +192,7 @@ class Scenario:
             adapter=self._adapter_dice.choice(_ADAPTERS),
             shared_tenant=self._shared_tenant(),
             priority=self.dice.choice((0, 0, 1)),
+            session_id=self._session_dice.choice(("", "one", "two")),
         )
         promise = Promise(
             request, reference_reply(self.setup.specs[self._life.model], request), self._life.model
@@ -322,6 +324,7 @@ class Scenario:
         assert cache is not None
         check_counters(served, engine, cache, storage)
         self.ledger.seen["parked"] += engine.parked_total
+        self.ledger.seen["written behind"] += cache.spill.behind_block_total
         self.ledger.seen["evicted from RAM"] += cache.ram.evicted_block_total
         if storage is not None:
             assert storage.ssd is not None

@@ -126,7 +126,9 @@ class WriteBehind:
             return
         self.block_total += 1
         self.byte_total += outcome.record.file_bytes
-        self._pace_end_time = now + outcome.duration_s * (1.0 / self._settings.write_share_beside_passes - 1.0)
+        self._pace_end_time = now + outcome.duration_s * (
+            1.0 / self._settings.write_share_beside_passes - 1.0
+        )
 
     def lose_storage(self) -> None:
         """Nothing is written any more."""
