@@ -185,10 +185,7 @@ def _report(found: Found, arguments: argparse.Namespace, *, duration_s: float) -
         ("", "p50", "added, p50", "added, p95"),
         [("grpc", f"{quantile(grpc_ms, 0.5):.2f}", "", "")]
         + [
-            (
-                side,
-                *(f"{v:.2f}" for v in (_p50(found.first_texts_ms[side]), _p50(more), quantile(more, 0.95))),
-            )
+            (side, *(f"{v:.2f}" for v in (_p50(found.first_texts_ms[side]), _p50(more), quantile(more, 0.95))))
             for side, more in added_ms.items()
         ],
     )
@@ -212,9 +209,7 @@ def _report(found: Found, arguments: argparse.Namespace, *, duration_s: float) -
     ]
     verdicts += [
         Verdict(f"{arguments.callers} streams: tokens/s over gRPC's", rates, RATE_TARGET, at_least=True),
-        Verdict(
-            "idle: private MiB over Python's", spread_of([over_mib]), IDLE_MEMORY_TARGET_MIB, at_least=False
-        ),
+        Verdict("idle: private MiB over Python's", spread_of([over_mib]), IDLE_MEMORY_TARGET_MIB, at_least=False),
     ]
     show_verdicts(verdicts)
     plan = {k: v for k, v in vars(arguments).items()}

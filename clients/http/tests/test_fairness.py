@@ -47,9 +47,7 @@ def test_one_caller_gets_three_quarters_of_the_places_and_leaves_some_for_each_n
         pass
 
 
-async def test_a_caller_with_too_many_requests_is_refused_and_another_one_is_not(
-    served: RunningServer,
-) -> None:
+async def test_a_caller_with_too_many_requests_is_refused_and_another_one_is_not(served: RunningServer) -> None:
     served.engine.script = hanging
     body, hostile, good = json.dumps(CHAT), {"x-api-key": "a"}, {"x-api-key": "b"}
     async with front_of(served.server.address, max_requests=4) as front, contextlib.AsyncExitStack() as held:
@@ -73,7 +71,7 @@ def test_the_work_of_a_body_does_not_depend_on_its_pieces(step: int) -> None:
     size = JsonSize(limit=1000)
     for begin in range(0, len(BODY), step):
         size.add(BODY[begin : begin + step])
-    outside = b": [, , , : [1, 22.5, null]}], : "
+    outside = b': [, , , : [1, 22.5, null]}], : '
     assert size.work == len(b"{" + outside + b"}") + 1 + 16 * 7 + len(BODY) // 64
 
 

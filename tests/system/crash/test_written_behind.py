@@ -1,4 +1,4 @@
-"""kill -9 after a turn, once the disk had time: every complete block of the turn is there at the next start."""
+"""kill -9 after a turn, once the disk had time: each complete block of it is there at the next start."""
 
 from __future__ import annotations
 

@@ -138,12 +138,14 @@ class WriteBehind:
 
     def _add(self, node: Node, turn: Turn) -> None:
         """Have a block wait, unless it does with a turn as early."""
-        if any(node.hash in self._queues[earlier] for earlier in Turn if earlier <= turn):
+        if not self._spills.wants(node):
             return
-        for later in Turn:
-            self._queues[later].pop(node.hash, None)
-        if self._wanted(node.hash) is not None:
-            self._queues[turn][node.hash] = None
+        waits_for = next((each for each in Turn if node.hash in self._queues[each]), None)
+        if waits_for is not None and waits_for <= turn:
+            return
+        if waits_for is not None:
+            del self._queues[waits_for][node.hash]
+        self._queues[turn][node.hash] = None
 
     def _wanted(self, name: BlockHash) -> Node | None:
         """Return the block of this name if RAM has it and SSD lacks it."""
