@@ -125,9 +125,7 @@ class EngineLoop:
             self._output.publish()  # before readers that have just been sent off share the interpreter
         has_run = self._run_pass(spent_s=prepare_s or 0.0)
         self._prefix.write_behind(
-            beside_pass=has_run,
-            is_restoring=bool(self._scheduler.loading_count or self._scheduler.restoring),
-            lacks_memory=self._lacks_memory,
+            has_run=has_run, decodes=self._scheduler.decoding_count > 0, lacks_memory=self._lacks_memory
         )
         self._cache.spills.hand_over(may_wait=not has_run)
         # Who was parked gave memory to others, who may go on although this step found nothing they could do.

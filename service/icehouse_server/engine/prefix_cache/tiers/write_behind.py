@@ -28,8 +28,8 @@ IN_FLIGHT_BYTES = 64 << 20
 FAILURE_PAUSE_S = 10.0
 """After a block that could not be written: the disk is full or refuses, or the day's budget is spent."""
 PASSES_BETWEEN = 128
-"""On cores that readers and passes share, a block is copied beside fewer than one pass in a hundred, so that
-p99 between tokens does not show it."""
+"""While rows decode a block is copied beside fewer than one pass in a hundred, so p99 between tokens does not
+show it: on a GPU, too, a block of a large model takes the inference thread some milliseconds."""
 _STEP_BYTES = 16 << 20
 """Copied in a step without a pass, one block at least: who comes meanwhile waits some milliseconds."""
 _OTHERS_SHARE = 0.5
@@ -46,6 +46,14 @@ class Turn(enum.IntEnum):
     LIKELY = 1
     """A session's, or used twice: probably asked for again."""
     OTHER = 2
+
+
+class Beside(enum.Enum):
+    """What ran in the step after which blocks may go."""
+
+    NOTHING = enum.auto()
+    PREFILL = enum.auto()
+    DECODE = enum.auto()
 
 
 class WriteBehind:
@@ -68,7 +76,7 @@ class WriteBehind:
         self._pace_end_time = self._busy_time
         """Until when nothing goes beside passes that share their cores with it."""
         self._pass_count = 0
-        """Passes since a block was sent beside one."""
+        """Passes since a block was sent."""
         self.block_total = 0
         self.byte_total = 0
         """Written behind since start."""
@@ -97,20 +105,20 @@ class WriteBehind:
                 for name in [name for name in names if self._wanted(name) is None]:
                     del names[name]
 
-    def offer(self, *, beside_pass: bool, is_restoring: bool, lacks_memory: bool) -> None:
-        """Send what may go after a step, in which a pass ran if it is `beside_pass`.
+    def offer(self, beside: Beside, *, is_restoring: bool, lacks_memory: bool) -> None:
+        """Send what may go after a step: one block after a pass, more after none.
 
         While a request lacks memory only pinned blocks go: once they are on SSD they can give way to it.
         """
         now = self._clock.monotonic()
-        self._pass_count += beside_pass
+        self._pass_count += beside is not Beside.NOTHING
         if is_restoring or self._spills.under_way_count > len(self._in_flight):
             self._busy_time = now
         is_quiet = now - self._busy_time >= QUIET_S and now >= self._pause_end_time
-        if not (self.is_on and is_quiet) or (beside_pass and self._would_slow_passes(now)):
+        if not (self.is_on and is_quiet) or self._would_slow(beside, now):
             return
         turns = (Turn.PINNED,) if lacks_memory else tuple(Turn)
-        left_bytes = 1 if beside_pass else _STEP_BYTES
+        left_bytes = _STEP_BYTES if beside is Beside.NOTHING else 1
         while left_bytes > 0 and (node := self._next(turns)) is not None:
             left_bytes -= node.ram_bytes
             self._send(node)
@@ -185,8 +193,9 @@ class WriteBehind:
         if self._spills.send(node, protected=protected, request_id=None):
             self._in_flight[node.hash] = node.ram_bytes
 
-    def _would_slow_passes(self, now: float) -> bool:
-        """Whether a block now would cost passes more than their share of the cores."""
-        if self._settings.write_share_beside_passes >= 1.0:
-            return False
-        return bool(self._in_flight) or self._pass_count < PASSES_BETWEEN or now < self._pace_end_time
+    def _would_slow(self, beside: Beside, now: float) -> bool:
+        """Whether a block now would be one too many for the passes that run."""
+        if beside is Beside.DECODE and self._pass_count < PASSES_BETWEEN:
+            return True
+        shares_cores = beside is not Beside.NOTHING and self._settings.write_share_beside_passes < 1.0
+        return shares_cores and (bool(self._in_flight) or now < self._pace_end_time)

@@ -18,6 +18,7 @@ from icehouse_server.engine.prefix_cache.tiers.write_behind import (
     FAILURE_PAUSE_S,
     PASSES_BETWEEN,
     QUIET_S,
+    Beside,
     Turn,
     WriteBehind,
 )
@@ -58,9 +59,9 @@ class House:
         self.clock.now += QUIET_S
 
     def offer(
-        self, *, beside_pass: bool = False, is_restoring: bool = False, lacks_memory: bool = False
+        self, beside: Beside = Beside.NOTHING, *, is_restoring: bool = False, lacks_memory: bool = False
     ) -> None:
-        self.behind.offer(beside_pass=beside_pass, is_restoring=is_restoring, lacks_memory=lacks_memory)
+        self.behind.offer(beside, is_restoring=is_restoring, lacks_memory=lacks_memory)
 
     def sent(self) -> list[int]:
         """Return where the blocks under way start, in the order they were sent."""
@@ -147,34 +148,46 @@ def test_other_writes_and_restores_go_first(house: House) -> None:
     assert house.sent() == starts(nodes)
 
 
-def test_beside_a_pass_one_block_goes_and_the_next_with_the_next_pass(house: House) -> None:
+def test_beside_prefill_one_block_goes_and_the_next_with_the_next_pass(house: House) -> None:
     house.behind.note(house.chain(3), Turn.LIKELY)
     house.be_quiet()
-    house.offer(beside_pass=True)
+    house.offer(Beside.PREFILL)
     assert house.sent() == [0]
-    house.offer(beside_pass=True)
+    house.offer(Beside.PREFILL)
     assert house.sent() == [0, SIZE], "its own writes do not make the disk busy"
 
 
-def test_on_cores_that_passes_need_few_passes_see_a_block() -> None:
-    house = House(write_share_beside_passes=0.1)
+def test_beside_decode_few_passes_see_a_block(house: House) -> None:
     house.behind.note(house.chain(3), Turn.LIKELY)
     house.be_quiet()
     for _ in range(PASSES_BETWEEN - 1):
-        house.offer(beside_pass=True)
+        house.offer(Beside.DECODE)
     assert house.sent() == []
-    house.offer(beside_pass=True)
+    house.offer(Beside.DECODE)
     assert house.sent() == [0]
-    for _ in range(PASSES_BETWEEN):
-        house.offer(beside_pass=True)
+    house.offer(Beside.DECODE)
+    assert house.sent() == [0]
+    house.offer()
+    assert house.sent() == [0, SIZE, 2 * SIZE], "nothing decodes any more"
+
+
+def test_on_shared_cores_writes_take_their_share_of_the_time() -> None:
+    house = House(write_share_beside_passes=0.1)
+    house.behind.note(house.chain(3), Turn.LIKELY)
+    house.be_quiet()
+    house.offer(Beside.PREFILL)
+    assert house.sent() == [0]
+    house.offer(Beside.PREFILL)
     assert house.sent() == [0], "one at a time"
     house.write()
-    assert house.sent() == []
-    house.offer(beside_pass=True)
+    house.clock.now += 0.5 * 9 - 0.1
+    house.offer(Beside.PREFILL)
     assert house.sent() == [], "the tier says that the write took half a second"
-    house.clock.now += 0.5 * 9
-    house.offer(beside_pass=True)
+    house.clock.now += 0.2
+    house.offer(Beside.PREFILL)
     assert house.sent() == [SIZE]
+    house.offer()
+    assert house.sent() == [SIZE, 2 * SIZE], "nothing else needs the cores"
 
 
 def test_bytes_in_flight_are_bounded(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,7 +318,7 @@ def test_a_short_beginning_goes_with_what_makes_it_long_enough() -> None:
 def test_nothing_waits_for_a_tier_that_is_lost(house: House) -> None:
     house.behind.note(house.chain(2), Turn.LIKELY)
     house.be_quiet()
-    house.offer(beside_pass=True)
+    house.offer(Beside.PREFILL)
     house.ram.lose_storage()
     house.behind.lose_storage()
     assert house.behind.waiting_count == 0
