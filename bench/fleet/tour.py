@@ -118,7 +118,7 @@ async def _run(arguments: argparse.Namespace) -> list[str]:
 
 
 def _worker_flags(block_token_count: int) -> tuple[str, ...]:
-    """Return flags under which a killed worker has on SSD what was used twice, and uses it."""
+    """Return flags under which a killed worker has on SSD what its idle disk took, and uses it."""
     return (
         *("--block-token-count", str(block_token_count), "--min-prefix-token-count", "0"),
         *("--spill-policy", "write_behind", "--no-restore-or-recompute"),
@@ -295,7 +295,7 @@ def whole_ssd_blocks(worker: WorkerProcess) -> int:
 
 def _is_written(worker: WorkerProcess) -> bool:
     spill = worker.stats().cache.spill
-    return spill.persisted_block_total > 0 and not spill.queue_count
+    return spill.persisted_block_total > 0 and not spill.behind_waiting_count
 
 
 def _show_step(text: str) -> None:

@@ -37,7 +37,7 @@ _log = logging.getLogger("icehouse.boot")
 _MIN_REUSE_TOKEN_COUNT = 16
 _LOAD_QUEUE_COUNT = 64
 _TASK_QUEUE_COUNT = 4096
-_READ_SHARE_ON_SHARED_CORES = 0.07
+_SHARE_ON_SHARED_CORES = 0.07
 """Of one core, where decode runs on the CPU. Beside restores without a break p99 of decode was then 1.09 of
 idle; with 0.15 it was 1.27, with readers at full speed 1.85 (`make bench CASE=cache`, 2 x86 cores)."""
 
@@ -86,6 +86,7 @@ def build_cache_parts(
     # Under a key blocks are filed apart, so that nobody takes them for what another key can open.
     filed_as = encrypted_fingerprint(fingerprint.value, cipher.key_id) if cipher else fingerprint.value
     details = {**fingerprint.details, **({KEY_DETAIL: cipher.key_id.hex()} if cipher else {})}
+    share_beside_decode = 1.0 if device.is_gpu else _SHARE_ON_SHARED_CORES
     settings = PrefixSettings(
         fingerprint=filed_as,
         name_secret=cipher.name_secret if cipher else b"",
@@ -96,6 +97,7 @@ def build_cache_parts(
         session_checkpoint_limit=config.session_checkpoint_limit,
         ssd_limit_bytes=config.ssd_bytes if config.has_ssd else 0,
         spill_policy=config.spill_policy,
+        write_share_beside_passes=share_beside_decode,
         min_prefix_token_count=config.min_prefix_token_count,
         may_recompute=config.restore_or_recompute,
         quotas=QuotaLimits(ram_bytes=tenants.ram_bytes, ssd_bytes=tenants.ssd_bytes),
@@ -116,7 +118,7 @@ def build_cache_parts(
                 load_queue_limit_count=_LOAD_QUEUE_COUNT,
                 task_queue_limit_count=_TASK_QUEUE_COUNT,
                 reader_thread_count=config.reader_thread_count,
-                share_beside_decode=1.0 if device.is_gpu else _READ_SHARE_ON_SHARED_CORES,
+                share_beside_decode=share_beside_decode,
             ),
             files=files,
             clock=clock,

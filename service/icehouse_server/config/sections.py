@@ -131,9 +131,10 @@ class CacheConfig:
         minimum=2,
     )
     spill_policy: str = setting(
-        "on_evict",
-        "When blocks are written to SSD: on eviction from RAM, also when used a second time, or never.",
-        choices=("on_evict", "write_behind", "off"),
+        "write_behind",
+        "When blocks are written to SSD: also while the disk is idle, only on eviction from RAM and at "
+        "shutdown, or never.",
+        choices=("write_behind", "on_evict", "off"),
     )
     min_prefix_token_count: int = setting(64, "Prefixes shorter than this are not spilled.")
     daily_write_bytes: int = setting(

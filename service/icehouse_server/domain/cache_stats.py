@@ -127,6 +127,11 @@ class SpillStats:
     daily_limit_bytes: int = 0
     """0: no limit."""
     write_bytes_per_s: float = 0.0
+    behind_block_total: int = 0
+    """Written while the disk was idle, before RAM needed their space."""
+    behind_byte_total: int = 0
+    behind_waiting_count: int = 0
+    """Blocks that wait for that or are under way."""
 
 
 @dataclasses.dataclass(slots=True)

@@ -181,6 +181,13 @@ class Verified:
     damaged: tuple[Failure, ...]
 
 
+class WriteBudget(NamedTuple):
+    """How many bytes may be written today, and how many of them are left."""
+
+    limit_bytes: int
+    left_bytes: int
+
+
 Names = tuple[BlockHash, ...]
 
 
@@ -246,6 +253,12 @@ class ColdTier(Protocol):
     @property
     def queue_space_bytes(self) -> int:
         """Bytes of blocks, with `OVERHEAD_BYTES` for each, that `put` takes now; only `put` lowers it."""
+        ...
+
+    @property
+    def write_budget(self) -> WriteBudget | None:
+        """Today's budget of writes, perhaps a moment old; None without a limit. Blocks that are queued are
+        not taken off yet."""
         ...
 
     def put(

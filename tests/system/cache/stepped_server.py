@@ -33,6 +33,7 @@ from icehouse_server.engine.prefix_cache.prefix_cache import PrefixCache
 from icehouse_server.engine.prefix_cache.tiers.prefix_settings import PrefixSettings, QuotaLimits
 from icehouse_server.engine.prefix_cache.tiers.runner_port import CacheFacts
 from icehouse_server.engine.prefix_cache.tiers.spill import flush
+from icehouse_server.engine.prefix_cache.tiers.write_behind import QUIET_S
 from icehouse_server.engine.scheduling.limits import SchedulerLimits
 from icehouse_server.engine.scheduling.memory_guard import MemoryGuard
 from icehouse_server.engine.scheduling.preemption import SchedulingParts
@@ -222,6 +223,14 @@ class SteppedServer:
                 return
             self.loop.step()
         raise AssertionError("the house never comes to rest")
+
+    def write_behind(self) -> None:
+        """Let the disk be idle for so long that blocks are written behind; the storage thread works if it
+        is not held."""
+        self.clock.now += QUIET_S
+        self.mailbox.post(QueryStats(lambda engine, cache: None))  # a message saves the engine its wait
+        self.loop.step()
+        self.step_until_idle()
 
     def submit(
         self,

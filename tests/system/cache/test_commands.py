@@ -232,9 +232,9 @@ def test_a_pin_that_finds_nothing_says_so() -> None:
 def test_evict_takes_a_prompt_out_of_both_tiers(tmp_path: Path) -> None:
     tokens, other = prompt(3 * BLOCK + 1), prompt(2 * BLOCK + 1, salt=1)
     with SteppedServer(tmp_path, spill_policy="write_behind") as served:
-        for _ in range(2):
-            served.ask("a", tokens, max_output_tokens=0)
-            served.ask("b", other, max_output_tokens=0)
+        served.ask("a", tokens, max_output_tokens=0)
+        served.ask("b", other, max_output_tokens=0)
+        served.write_behind()
         report = served.order(Evict(tuple(tokens)))
         assert isinstance(report, EvictReport)
         assert (report.ram_block_count, report.ssd_block_count) == (3, 3)
@@ -252,7 +252,7 @@ def test_evict_reaches_a_block_on_its_way_to_ssd(tmp_path: Path) -> None:
     with SteppedServer(tmp_path, spill_policy="write_behind") as served:
         served.ask("a", tokens, max_output_tokens=0)
         served.holds_storage = True
-        served.ask("b", tokens, max_output_tokens=0)
+        served.write_behind()
         assert served.cache.spills.under_way_count == 3
         answers = served.give(Evict(None))
         served.loop.step()
@@ -291,7 +291,7 @@ def test_what_a_removal_leaves_that_is_broken_off_can_be_used(tmp_path: Path) ->
     with SteppedServer(tmp_path, spill_policy="write_behind") as served:
         for name in ("one", "two"):
             served.ask("a", tokens, tenant=Tenant(name), max_output_tokens=0)
-            served.ask("b", tokens, tenant=Tenant(name), max_output_tokens=0)
+        served.write_behind()
         names = known(served)
         assert removed(served, *names[:7]) == (7, 7)
         assert known(served) == names[7:]
@@ -314,8 +314,8 @@ def test_a_prompts_blocks_are_named_from_its_end(tmp_path: Path) -> None:
 
 def test_two_removals_at_once_count_each_block_once(tmp_path: Path) -> None:
     with SteppedServer(tmp_path, spill_policy="write_behind") as served:
-        for name in ("a", "b"):
-            served.ask(name, prompt(6 * BLOCK + 1), max_output_tokens=0)
+        served.ask("a", prompt(6 * BLOCK + 1), max_output_tokens=0)
+        served.write_behind()
         first, second = known(served), known(served)
         assert first == second and len(first) == 6
         served.holds_storage = True
@@ -338,13 +338,13 @@ def test_two_removals_at_once_count_each_block_once(tmp_path: Path) -> None:
 def test_a_removal_that_a_broken_store_refuses_can_be_had_when_it_works_again(tmp_path: Path) -> None:
     files = FaultyFiles("create", 1, errno.EIO)
     with SteppedServer(tmp_path, spill_policy="write_behind", files=files) as served:
-        for name in ("a", "b"):
-            served.ask(name, prompt(4 * BLOCK + 1), max_output_tokens=0)
+        served.ask("a", prompt(4 * BLOCK + 1), max_output_tokens=0)
+        served.write_behind()
         names = known(served)
         assert removed(served, *names[:2]) == (2, 2)
         files.is_armed = True
-        for name in ("c", "d"):
-            served.ask(name, prompt(BLOCK + 1, salt=1), max_output_tokens=0)
+        served.ask("b", prompt(BLOCK + 1, salt=1), max_output_tokens=0)
+        served.write_behind()
         assert files.failed_count == 1
         refused = served.order(EvictBlocks(names[2:]))
         assert isinstance(refused, IcehouseError) and refused.reason is Reason.STORE_UNUSABLE

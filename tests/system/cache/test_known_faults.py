@@ -142,6 +142,7 @@ def test_the_end_of_a_request_does_not_race_the_writer(tmp_path: Path) -> None:
     with SteppedServer(tmp_path, spill_policy="write_behind") as served:
         served.ask("first", prompt(4 * BLOCK), max_output_tokens=0)
         served.holds_storage = True
+        served.write_behind()
         served.submit("second", prompt(4 * BLOCK), max_output_tokens=50)
         while not served.runner.decoding:
             served.loop.step()
@@ -177,7 +178,7 @@ def test_what_is_queued_is_not_counted_as_written(tmp_path: Path) -> None:
     with SteppedServer(tmp_path, spill_policy="write_behind", daily_write_limit_bytes=1500) as served:
         served.ask("once", prompt(4 * BLOCK + 1), max_output_tokens=0)
         served.holds_storage = True
-        served.ask("twice", prompt(4 * BLOCK + 1), max_output_tokens=0)
+        served.write_behind()
         assert served.cache.spills.under_way_count == 4
         served.holds_storage = False
         stats = served.stats()

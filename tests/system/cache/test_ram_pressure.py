@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from icehouse_server.domain.cache_commands import Pin, PinReport
 from icehouse_server.domain.cache_stats import SpillDropCause
 from icehouse_server.domain.events import Finished, ReuseLimit
+from icehouse_server.domain.ids import CacheScope
 from icehouse_server.domain.request import CacheUse
 
 from tests.system.cache.stepped_server import BLOCK, BLOCK_BYTES, HYBRID, SteppedServer, prompt
@@ -163,15 +165,45 @@ def test_a_prefix_below_the_minimum_stays_off_the_ssd(tmp_path: Path) -> None:
         assert served.ask("long", prompt(4 * BLOCK, salt=1)).cache.ssd_token_count == 4 * BLOCK - 1
 
 
-def test_write_behind_writes_what_is_seen_twice(tmp_path: Path) -> None:
+def test_write_behind_writes_each_complete_block_once_and_keeps_it_in_ram(tmp_path: Path) -> None:
     with SteppedServer(tmp_path, spill_policy="write_behind") as served:
-        served.ask("once", prompt(3 * BLOCK), max_output_tokens=1)
+        served.ask("once", prompt(3 * BLOCK + 1), max_output_tokens=1)
         assert served.stats().spill.accepted_block_total == 0
-        served.ask("twice", prompt(3 * BLOCK), max_output_tokens=1)
+        served.write_behind()
         stats = served.stats()
         assert stats.spill.persisted_block_total == stats.spill.accepted_block_total == 3
-        served.ask("thrice", prompt(3 * BLOCK), max_output_tokens=1)
+        assert stats.spill.behind_block_total == 3 and stats.spill.behind_waiting_count == 0
+        assert served.ask("twice", prompt(3 * BLOCK + 1)).cache.ram_token_count == 3 * BLOCK
+        served.write_behind()
         assert served.stats().spill.accepted_block_total == 3
+        served.check()
+
+
+def test_a_sessions_blocks_are_written_before_those_of_a_single_prompt(tmp_path: Path) -> None:
+    with SteppedServer(tmp_path, spill_policy="write_behind") as served:
+        served.ask("alone", prompt(2 * BLOCK + 1), max_output_tokens=0)
+        served.ask("turn", prompt(2 * BLOCK + 1, salt=1), max_output_tokens=0, session_id="s")
+        served.holds_storage = True
+        served.write_behind()
+        turn = served.cache.known_chain(tuple(prompt(2 * BLOCK + 1, salt=1)), CacheScope())
+        sent = [node.hash for node in served.cache.tree.spilling]
+        assert len(sent) == 4 and sent[:2] == [node.hash for node in turn[:2]]
+        served.holds_storage = False
+        served.step_until_idle()
+
+
+def test_a_pinned_block_gives_way_to_a_request_once_it_is_on_ssd(tmp_path: Path) -> None:
+    with SteppedServer(tmp_path, spill_policy="write_behind") as served:
+        served.ask("kept", prompt(20 * BLOCK), max_output_tokens=0)
+        report = served.order(Pin(tuple(prompt(20 * BLOCK))))
+        assert isinstance(report, PinReport) and report.block_count == 20
+        served.write_behind()
+        pressed(served, beside_tier_bytes=0)
+        answer = served.ask("long", prompt(4 * BLOCK, salt=1), max_output_tokens=1)
+        assert answer.cache.limit is ReuseLimit.NO_MATCH
+        stats = served.stats()
+        assert stats.ssd is not None and stats.ssd.pinned_block_count == 20 > stats.ram.pinned_block_count
+        served.check()
 
 
 def test_off_writes_nothing_and_still_reads(tmp_path: Path) -> None:

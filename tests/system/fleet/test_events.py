@@ -131,9 +131,6 @@ def test_a_worker_that_comes_back_is_warm_and_preferred_again(fleet: Fleet, end:
     forget(fleet, port)
     texts = prompts(f"before it was {end}")
     block_count = warm(fleet, port, texts)
-    for text in texts:
-        # What was wanted twice goes to SSD at once.
-        direct.ask(port, token_ids(fleet, text))
     until(lambda: fleet.written_blocks(port) == block_count)
     resync_count = fleet.gateway.metric("smg_kv_event_resyncs_total")
     if end == "killed":

@@ -26,6 +26,7 @@ ONE_IN: Mapping[str, int] = {
     "DeadlineExceeded": 2,
     "Overloaded": 2,
     "parked": 27,
+    "written behind": 3,
     "STOP_STRING": 2,
     "limit LOAD_FAILED": 20,
     "limit RECOMPUTE_FASTER": 70,

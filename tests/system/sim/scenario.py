@@ -333,6 +333,7 @@ class Scenario:
         assert cache is not None
         check_counters(served, engine, cache, storage)
         self.ledger.seen["parked"] += engine.parked_total
+        self.ledger.seen["written behind"] += cache.spill.behind_block_total
         self.ledger.seen["evicted from RAM"] += cache.ram.evicted_block_total
         if storage is not None:
             assert storage.ssd is not None

@@ -17,7 +17,7 @@ from icehouse_server.engine.core import block_log
 from icehouse_server.engine.core.sequence import Phase
 from icehouse_server.engine.output import Output
 from icehouse_server.engine.prefix_cache import controller, prefix_cache, prefix_commands, sessions
-from icehouse_server.engine.prefix_cache.tiers import account, matching, runner_port, tree
+from icehouse_server.engine.prefix_cache.tiers import account, matching, runner_port, spill, tree
 from icehouse_server.engine.prefix_cache.tiers.tenant_quota import TenantQuotas
 from icehouse_server.engine.scheduling import pass_plan, scheduler
 from icehouse_server.pins import UNTIL_UNPINNED
@@ -27,6 +27,7 @@ from icehouse_server.storage.local import spiller, storage_state
 from icehouse_server.storage.local.block_format import block_file, header
 from icehouse_server.storage.local.directory import reconcile, space, store
 
+from tests.fixtures.known_blocks import record_of
 from tests.system.sim import checks
 from tests.system.sim.scenario import IMAGES_SEED, NAMES_SEED, PIECES_SEED, SimulationFailed
 from tests.system.sim.setup import BLOCK
@@ -259,6 +260,18 @@ def ignore_the_size_limit(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(space.Space, "shortage_bytes", lambda self, size_bytes, **kwargs: 0)
 
 
+def count_what_is_being_written_as_safe(patch: pytest.MonkeyPatch) -> None:
+    real = spill.Spills._hand_over_next
+
+    def hand_over_next(self):
+        node = self._copying[0].node
+        if node.ram:
+            self._tree.store(record_of(node, *node.ram))
+        real(self)
+
+    patch.setattr(spill.Spills, "_hand_over_next", hand_over_next)
+
+
 def leak_write_credit(patch: pytest.MonkeyPatch) -> None:
     real = storage_state.QueueLimit.release
 
@@ -405,6 +418,7 @@ BREAKS: list[Break] = [
     end_pins_early,
     evict_nothing_from_ram,
     ignore_the_size_limit,
+    count_what_is_being_written_as_safe,
     leak_write_credit,
     count_what_is_queued_as_persisted,
     keep_evicted_blocks_in_the_index,

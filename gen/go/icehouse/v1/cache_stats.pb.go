@@ -750,8 +750,15 @@ type CacheSpillStats struct {
 	DailyLimitBytes int64 `protobuf:"varint,10,opt,name=daily_limit_bytes,json=dailyLimitBytes,proto3" json:"daily_limit_bytes,omitempty"`
 	// Bytes written per second, a moving average.
 	WriteBytesPerSecond float64 `protobuf:"fixed64,11,opt,name=write_bytes_per_second,json=writeBytesPerSecond,proto3" json:"write_bytes_per_second,omitempty"`
-	unknownFields       protoimpl.UnknownFields
-	sizeCache           protoimpl.SizeCache
+	// Blocks written while the disk was idle, before RAM needed their space. Always 0 unless `policy` is
+	// "write_behind".
+	BehindBlockTotal int64 `protobuf:"varint,12,opt,name=behind_block_total,json=behindBlockTotal,proto3" json:"behind_block_total,omitempty"`
+	// Bytes of these blocks' files.
+	BehindByteTotal int64 `protobuf:"varint,13,opt,name=behind_byte_total,json=behindByteTotal,proto3" json:"behind_byte_total,omitempty"`
+	// Blocks that wait to be written so, or are under way. May count some that are no longer in RAM.
+	BehindWaitingCount int64 `protobuf:"varint,14,opt,name=behind_waiting_count,json=behindWaitingCount,proto3" json:"behind_waiting_count,omitempty"`
+	unknownFields      protoimpl.UnknownFields
+	sizeCache          protoimpl.SizeCache
 }
 
 func (x *CacheSpillStats) Reset() {
@@ -857,6 +864,27 @@ func (x *CacheSpillStats) GetDailyLimitBytes() int64 {
 func (x *CacheSpillStats) GetWriteBytesPerSecond() float64 {
 	if x != nil {
 		return x.WriteBytesPerSecond
+	}
+	return 0
+}
+
+func (x *CacheSpillStats) GetBehindBlockTotal() int64 {
+	if x != nil {
+		return x.BehindBlockTotal
+	}
+	return 0
+}
+
+func (x *CacheSpillStats) GetBehindByteTotal() int64 {
+	if x != nil {
+		return x.BehindByteTotal
+	}
+	return 0
+}
+
+func (x *CacheSpillStats) GetBehindWaitingCount() int64 {
+	if x != nil {
+		return x.BehindWaitingCount
 	}
 	return 0
 }
@@ -1478,7 +1506,7 @@ const file_icehouse_v1_cache_stats_proto_rawDesc = "" +
 	"SpillDrops\x121\n" +
 	"\x05cause\x18\x01 \x01(\x0e2\x1b.icehouse.v1.SpillDropCauseR\x05cause\x12\x1f\n" +
 	"\vblock_total\x18\x02 \x01(\x03R\n" +
-	"blockTotal\"\xef\x03\n" +
+	"blockTotal\"\xfb\x04\n" +
 	"\x0fCacheSpillStats\x12\x16\n" +
 	"\x06policy\x18\x01 \x01(\tR\x06policy\x120\n" +
 	"\x14accepted_block_total\x18\x02 \x01(\x03R\x12acceptedBlockTotal\x122\n" +
@@ -1493,7 +1521,10 @@ const file_icehouse_v1_cache_stats_proto_rawDesc = "" +
 	"\x13written_today_bytes\x18\t \x01(\x03R\x11writtenTodayBytes\x12*\n" +
 	"\x11daily_limit_bytes\x18\n" +
 	" \x01(\x03R\x0fdailyLimitBytes\x123\n" +
-	"\x16write_bytes_per_second\x18\v \x01(\x01R\x13writeBytesPerSecond\"\xc1\x04\n" +
+	"\x16write_bytes_per_second\x18\v \x01(\x01R\x13writeBytesPerSecond\x12,\n" +
+	"\x12behind_block_total\x18\f \x01(\x03R\x10behindBlockTotal\x12*\n" +
+	"\x11behind_byte_total\x18\r \x01(\x03R\x0fbehindByteTotal\x120\n" +
+	"\x14behind_waiting_count\x18\x0e \x01(\x03R\x12behindWaitingCount\"\xc1\x04\n" +
 	"\x11CachePromoteStats\x12\x1d\n" +
 	"\n" +
 	"load_total\x18\x01 \x01(\x03R\tloadTotal\x12*\n" +

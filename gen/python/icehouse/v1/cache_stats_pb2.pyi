@@ -405,6 +405,9 @@ class CacheSpillStats(_message.Message):
     WRITTEN_TODAY_BYTES_FIELD_NUMBER: _builtins.int
     DAILY_LIMIT_BYTES_FIELD_NUMBER: _builtins.int
     WRITE_BYTES_PER_SECOND_FIELD_NUMBER: _builtins.int
+    BEHIND_BLOCK_TOTAL_FIELD_NUMBER: _builtins.int
+    BEHIND_BYTE_TOTAL_FIELD_NUMBER: _builtins.int
+    BEHIND_WAITING_COUNT_FIELD_NUMBER: _builtins.int
     policy: _builtins.str
     """When blocks are spilled: "on_evict", "write_behind" or "off"."""
     accepted_block_total: _builtins.int
@@ -425,6 +428,14 @@ class CacheSpillStats(_message.Message):
     """Maximum bytes written a day. 0: no limit."""
     write_bytes_per_second: _builtins.float
     """Bytes written per second, a moving average."""
+    behind_block_total: _builtins.int
+    """Blocks written while the disk was idle, before RAM needed their space. Always 0 unless `policy` is
+    "write_behind".
+    """
+    behind_byte_total: _builtins.int
+    """Bytes of these blocks' files."""
+    behind_waiting_count: _builtins.int
+    """Blocks that wait to be written so, or are under way. May count some that are no longer in RAM."""
     @_builtins.property
     def drops(self) -> _containers.RepeatedCompositeFieldContainer[Global___SpillDrops]:
         """Blocks dropped, by cause, without causes that never occurred."""
@@ -443,10 +454,13 @@ class CacheSpillStats(_message.Message):
         written_today_bytes: _builtins.int = ...,
         daily_limit_bytes: _builtins.int = ...,
         write_bytes_per_second: _builtins.float = ...,
+        behind_block_total: _builtins.int = ...,
+        behind_byte_total: _builtins.int = ...,
+        behind_waiting_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_block_total", b"accepted_block_total", "daily_limit_bytes", b"daily_limit_bytes", "drops", b"drops", "persisted_block_total", b"persisted_block_total", "persisted_byte_total", b"persisted_byte_total", "policy", b"policy", "queue_bytes", b"queue_bytes", "queue_count", b"queue_count", "queue_limit_bytes", b"queue_limit_bytes", "write_bytes_per_second", b"write_bytes_per_second", "written_today_bytes", b"written_today_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_block_total", b"accepted_block_total", "behind_block_total", b"behind_block_total", "behind_byte_total", b"behind_byte_total", "behind_waiting_count", b"behind_waiting_count", "daily_limit_bytes", b"daily_limit_bytes", "drops", b"drops", "persisted_block_total", b"persisted_block_total", "persisted_byte_total", b"persisted_byte_total", "policy", b"policy", "queue_bytes", b"queue_bytes", "queue_count", b"queue_count", "queue_limit_bytes", b"queue_limit_bytes", "write_bytes_per_second", b"write_bytes_per_second", "written_today_bytes", b"written_today_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

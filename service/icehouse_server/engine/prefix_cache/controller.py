@@ -20,6 +20,7 @@ from icehouse_server.engine.prefix_cache.prefix_commands import CacheCommands
 from icehouse_server.engine.prefix_cache.reuse_plan import Plan
 from icehouse_server.engine.prefix_cache.tiers.node import Hashes
 from icehouse_server.engine.prefix_cache.tiers.runner_port import CacheRunner, RestoreInput
+from icehouse_server.engine.prefix_cache.tiers.write_behind import Beside
 from icehouse_server.errors import StorageError
 from icehouse_server.storage.api import (
     Evicted,
@@ -462,9 +463,20 @@ class CacheController:
         return frozenset(node.hash for node in nodes)
 
     @property
-    def leaving_bytes(self) -> int:
-        """Bytes of blocks that leave RAM as soon as they are written; 0 while nothing is."""
-        return 0 if self._waits.is_stalled else self.cache.ram.leaving_bytes
+    def is_writing(self) -> bool:
+        """Whether blocks are on their way to SSD and may leave RAM once they are there."""
+        return self.cache.spills.under_way_count > 0 and not self._waits.is_stalled
+
+    def write_behind(self, *, has_run: bool, decodes: bool, lacks_memory: bool) -> None:
+        """Have some blocks written to SSD after a step that leaves the disk idle: whether a pass has run,
+        whether any row decodes, and whether a request waits for memory."""
+        beside = Beside.DECODE if decodes else Beside.PREFILL
+        if not self.cache.is_inventory_due:
+            self.cache.behind.offer(
+                beside if has_run else Beside.NOTHING,
+                is_restoring=bool(self._restores),
+                lacks_memory=lacks_memory,
+            )
 
     @property
     def _in_use(self) -> set[BlockHash]:

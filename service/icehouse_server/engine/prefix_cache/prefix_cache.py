@@ -40,6 +40,7 @@ from icehouse_server.engine.prefix_cache.tiers.spill import Spills
 from icehouse_server.engine.prefix_cache.tiers.storage_waits import Rates, StorageWaits
 from icehouse_server.engine.prefix_cache.tiers.tenant_quota import TenantQuotas
 from icehouse_server.engine.prefix_cache.tiers.tree import PrefixTree
+from icehouse_server.engine.prefix_cache.tiers.write_behind import Turn, WriteBehind
 from icehouse_server.pins import NOT_PINNED, pin_end_time
 from icehouse_server.storage.api import ColdTier, Failure, Persisted, StoredBlock
 
@@ -71,6 +72,7 @@ class PrefixCache:
         self.spills = Spills(
             self.tree, quotas=self.quotas, runner=runner, waits=self.waits, ended=self._spill_ended
         )
+        self.behind = WriteBehind(self.tree, spills=self.spills, clock=clock)
         self.ram = RamTier(self.tree, spills=self.spills, quotas=self.quotas)
         self.sessions = Sessions(self.tree)
         self.spills.is_over = self.sessions.has_ended
@@ -167,6 +169,7 @@ class PrefixCache:
         self.tree.claim(own, prompt.root)
         self.ram.note_use(made.nodes, now=self._clock.monotonic(), request_id=request.request_id)
         self.sessions.note_use(request.tenant, self._session_of(sequence), made.nodes)
+        self.behind.note(made.nodes, Turn.LIKELY)
         return made
 
     def reusable(self, sequence: Sequence) -> Plan:
@@ -253,6 +256,8 @@ class PrefixCache:
         self._note_computed(sequence, node, reached, is_new=is_new)
         if self.spills.is_on and self._is_cut_off(sequence):
             self.spills.offer(node, request_id=sequence.request.request_id)
+        elif node.token_count == self.settings.block_token_count:  # a tail is soon part of a longer block
+            self.behind.note([node], Turn.LIKELY if sequence.request.session_id else Turn.OTHER)
         self.tree.prune(node)
         return node.hash
 
@@ -343,6 +348,7 @@ class PrefixCache:
 
     def _spill_ended(self, sent: Node, outcome: Persisted | Failure) -> None:
         """Record that a block is committed on SSD, instead of shorter ones, or was dropped on its way."""
+        self.behind.note_end(sent, outcome)
         if isinstance(outcome, Failure):
             if self.tree.get(sent.hash) is sent:
                 self.ram.end_spill(sent, is_pinned_on_ssd=bool(sent.ssd))
@@ -366,6 +372,7 @@ class PrefixCache:
         for node in list(self.tree):
             self.tree.forget_stored(node.hash)
         self.ram.lose_storage()
+        self.behind.lose_storage()
 
     # What commands ask for.
 
@@ -378,6 +385,8 @@ class PrefixCache:
         # The head of a chain last, so that once unpinned it goes after its tail.
         for node in reversed(nodes):
             self.tree.set_pin(node, pin_end_time(node.pin_end_time, end_time))
+        if end_time != NOT_PINNED:
+            self.behind.note(nodes, Turn.PINNED)
 
     def end_pins(self) -> None:
         """Take off the pins in the tree whose time is over; the SSD tier does so by itself."""
@@ -425,6 +434,9 @@ class PrefixCache:
                 theirs.spill,
                 drops=SpillDrops.of(drops + self.spills.drop_totals),
                 policy=self.settings.spill_policy,
+                behind_block_total=self.behind.block_total,
+                behind_byte_total=self.behind.byte_total,
+                behind_waiting_count=self.behind.waiting_count,
             ),
             promote=PromoteStats(**both),
             disk=disk,

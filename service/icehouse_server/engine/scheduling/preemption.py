@@ -80,7 +80,7 @@ class Preemption:
     def hopeless(self, sequence: Sequence) -> Overloaded | None:
         """Return the refusal of a sequence that does not fit although nothing runs that could end, and
         nothing is being written that could go then."""
-        if self._scheduler.running or self._prefix.leaving_bytes:
+        if self._scheduler.running or self._prefix.is_writing:
             return None
         return self.guard.short(
             needed_bytes=self.guard.start_bytes(sequence), active_bytes=self._runner.memory().active_bytes
@@ -132,9 +132,9 @@ class Preemption:
         return sequence
 
     def _fail_if_alone(self, sequence: Sequence, needed_bytes: int) -> None:
-        """End a sequence, unless others load blocks: they hold memory, and can give it back in a later
-        step."""
-        if not self._scheduler.loading_count:
+        """End a sequence, unless others load blocks or blocks are being written: they hold memory, and can
+        give it back in a later step."""
+        if not (self._scheduler.loading_count or self._prefix.is_writing):
             active_bytes = self._runner.memory().active_bytes
             self._fail(sequence, self.guard.short(needed_bytes=needed_bytes, active_bytes=active_bytes))
 

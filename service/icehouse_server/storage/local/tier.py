@@ -37,6 +37,7 @@ from icehouse_server.storage.api import (
     StorageFailed,
     Ticket,
     Verified,
+    WriteBudget,
 )
 from icehouse_server.storage.files import Files
 from icehouse_server.storage.local.block_format.block_file import verify_block
@@ -156,6 +157,14 @@ class LocalTier:
     @property
     def queue_space_bytes(self) -> int:
         return self._state.spill_queue.free
+
+    @property
+    def write_budget(self) -> WriteBudget | None:
+        limit_bytes = self._store.settings.daily_write_limit_bytes
+        if not limit_bytes:
+            return None
+        written_bytes = self._store.space.written_bytes(self._clock.wall())
+        return WriteBudget(limit_bytes, max(0, limit_bytes - written_bytes))
 
     def put(
         self, block: HostBlock, *, pin_end_time: float = NOT_PINNED, request_id: RequestId | None = None

@@ -73,8 +73,9 @@ def test_accepted_persisted_and_dropped_are_three_numbers(tmp_path: Path) -> Non
         "spill_queue_limit_bytes": 1 << 18,
     }
     with SteppedServer(tmp_path, **how) as served:
-        for turn in range(2):
-            served.ask(f"a {turn}", prompt(4 * BLOCK + 1), max_output_tokens=0)
+        served.ask("a", prompt(4 * BLOCK + 1), max_output_tokens=0)
+        assert served.stats().spill.behind_waiting_count == 4
+        served.write_behind()
         spill = served.stats().spill
         dropped = {drop.cause: drop.block_total for drop in spill.drops}
         assert spill.policy == "write_behind" and spill.queue_limit_bytes == 1 << 18
@@ -82,6 +83,8 @@ def test_accepted_persisted_and_dropped_are_three_numbers(tmp_path: Path) -> Non
         assert spill.accepted_block_total == 3
         assert spill.persisted_block_total == 2 and dropped == {SpillDropCause.DAILY_BUDGET: 1}
         assert spill.persisted_byte_total == spill.written_today_bytes <= spill.daily_limit_bytes == 1500
+        assert (spill.behind_block_total, spill.behind_byte_total) == (2, spill.persisted_byte_total)
+        assert spill.behind_waiting_count == 1
 
 
 def test_loads_count_what_was_promoted_and_what_failed(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from icehouse_server.storage.api import (
     StorageClosed,
     StorageFailed,
     Verified,
+    WriteBudget,
 )
 from icehouse_server.storage.files import Files
 from icehouse_server.storage.local.directory.manifest import LOG_ALLOWANCE_BYTES
@@ -198,14 +199,19 @@ def test_the_daily_budget_lasts_a_day_and_over_restarts(tmp_path):
     blocks = [make_block(seed=seed) for seed in range(4)]
     served = StorageThread(tmp_path, daily_write_limit_bytes=8000)
     with served:
+        assert served.storage.write_budget == WriteBudget(8000, 8000)
         served.spill(*blocks[:3])
         assert [o.cause for o in drops(served.take())] == [SpillDropCause.DAILY_BUDGET]
+        written_bytes = served.stats().spill.written_today_bytes
+        assert served.storage.write_budget == WriteBudget(8000, 8000 - written_bytes) and written_bytes
     with StorageThread(tmp_path, clock=served.clock, daily_write_limit_bytes=8000) as again:
         again.spill(blocks[2])
         assert [o.cause for o in drops(again.take())] == [SpillDropCause.DAILY_BUDGET]
         again.clock.advance(86_400)
         again.spill(blocks[2])
         assert [type(o) for o in again.take()] == [Persisted]
+    with StorageThread(tmp_path) as unlimited:
+        assert unlimited.storage.write_budget is None
 
 
 def test_evict_and_verify(tmp_path):

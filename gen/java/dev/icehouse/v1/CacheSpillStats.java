@@ -288,6 +288,52 @@ private static final long serialVersionUID = 0L;
     return writeBytesPerSecond_;
   }
 
+  public static final int BEHIND_BLOCK_TOTAL_FIELD_NUMBER = 12;
+  private long behindBlockTotal_ = 0L;
+  /**
+   * <pre>
+   * Blocks written while the disk was idle, before RAM needed their space. Always 0 unless `policy` is
+   * "write_behind".
+   * </pre>
+   *
+   * <code>int64 behind_block_total = 12;</code>
+   * @return The behindBlockTotal.
+   */
+  @java.lang.Override
+  public long getBehindBlockTotal() {
+    return behindBlockTotal_;
+  }
+
+  public static final int BEHIND_BYTE_TOTAL_FIELD_NUMBER = 13;
+  private long behindByteTotal_ = 0L;
+  /**
+   * <pre>
+   * Bytes of these blocks' files.
+   * </pre>
+   *
+   * <code>int64 behind_byte_total = 13;</code>
+   * @return The behindByteTotal.
+   */
+  @java.lang.Override
+  public long getBehindByteTotal() {
+    return behindByteTotal_;
+  }
+
+  public static final int BEHIND_WAITING_COUNT_FIELD_NUMBER = 14;
+  private long behindWaitingCount_ = 0L;
+  /**
+   * <pre>
+   * Blocks that wait to be written so, or are under way. May count some that are no longer in RAM.
+   * </pre>
+   *
+   * <code>int64 behind_waiting_count = 14;</code>
+   * @return The behindWaitingCount.
+   */
+  @java.lang.Override
+  public long getBehindWaitingCount() {
+    return behindWaitingCount_;
+  }
+
   private byte memoizedIsInitialized = -1;
   @java.lang.Override
   public final boolean isInitialized() {
@@ -334,6 +380,15 @@ private static final long serialVersionUID = 0L;
     }
     if (java.lang.Double.doubleToRawLongBits(writeBytesPerSecond_) != 0) {
       output.writeDouble(11, writeBytesPerSecond_);
+    }
+    if (behindBlockTotal_ != 0L) {
+      output.writeInt64(12, behindBlockTotal_);
+    }
+    if (behindByteTotal_ != 0L) {
+      output.writeInt64(13, behindByteTotal_);
+    }
+    if (behindWaitingCount_ != 0L) {
+      output.writeInt64(14, behindWaitingCount_);
     }
     getUnknownFields().writeTo(output);
   }
@@ -387,6 +442,18 @@ private static final long serialVersionUID = 0L;
       size += com.google.protobuf.CodedOutputStream
         .computeDoubleSize(11, writeBytesPerSecond_);
     }
+    if (behindBlockTotal_ != 0L) {
+      size += com.google.protobuf.CodedOutputStream
+        .computeInt64Size(12, behindBlockTotal_);
+    }
+    if (behindByteTotal_ != 0L) {
+      size += com.google.protobuf.CodedOutputStream
+        .computeInt64Size(13, behindByteTotal_);
+    }
+    if (behindWaitingCount_ != 0L) {
+      size += com.google.protobuf.CodedOutputStream
+        .computeInt64Size(14, behindWaitingCount_);
+    }
     size += getUnknownFields().getSerializedSize();
     memoizedSize = size;
     return size;
@@ -425,6 +492,12 @@ private static final long serialVersionUID = 0L;
     if (java.lang.Double.doubleToLongBits(getWriteBytesPerSecond())
         != java.lang.Double.doubleToLongBits(
             other.getWriteBytesPerSecond())) return false;
+    if (getBehindBlockTotal()
+        != other.getBehindBlockTotal()) return false;
+    if (getBehindByteTotal()
+        != other.getBehindByteTotal()) return false;
+    if (getBehindWaitingCount()
+        != other.getBehindWaitingCount()) return false;
     if (!getUnknownFields().equals(other.getUnknownFields())) return false;
     return true;
   }
@@ -469,6 +542,15 @@ private static final long serialVersionUID = 0L;
     hash = (37 * hash) + WRITE_BYTES_PER_SECOND_FIELD_NUMBER;
     hash = (53 * hash) + com.google.protobuf.Internal.hashLong(
         java.lang.Double.doubleToLongBits(getWriteBytesPerSecond()));
+    hash = (37 * hash) + BEHIND_BLOCK_TOTAL_FIELD_NUMBER;
+    hash = (53 * hash) + com.google.protobuf.Internal.hashLong(
+        getBehindBlockTotal());
+    hash = (37 * hash) + BEHIND_BYTE_TOTAL_FIELD_NUMBER;
+    hash = (53 * hash) + com.google.protobuf.Internal.hashLong(
+        getBehindByteTotal());
+    hash = (37 * hash) + BEHIND_WAITING_COUNT_FIELD_NUMBER;
+    hash = (53 * hash) + com.google.protobuf.Internal.hashLong(
+        getBehindWaitingCount());
     hash = (29 * hash) + getUnknownFields().hashCode();
     memoizedHashCode = hash;
     return hash;
@@ -621,6 +703,9 @@ private static final long serialVersionUID = 0L;
       writtenTodayBytes_ = 0L;
       dailyLimitBytes_ = 0L;
       writeBytesPerSecond_ = 0D;
+      behindBlockTotal_ = 0L;
+      behindByteTotal_ = 0L;
+      behindWaitingCount_ = 0L;
       return this;
     }
 
@@ -696,6 +781,15 @@ private static final long serialVersionUID = 0L;
       }
       if (((from_bitField0_ & 0x00000400) != 0)) {
         result.writeBytesPerSecond_ = writeBytesPerSecond_;
+      }
+      if (((from_bitField0_ & 0x00000800) != 0)) {
+        result.behindBlockTotal_ = behindBlockTotal_;
+      }
+      if (((from_bitField0_ & 0x00001000) != 0)) {
+        result.behindByteTotal_ = behindByteTotal_;
+      }
+      if (((from_bitField0_ & 0x00002000) != 0)) {
+        result.behindWaitingCount_ = behindWaitingCount_;
       }
     }
 
@@ -801,6 +895,15 @@ private static final long serialVersionUID = 0L;
       if (other.getWriteBytesPerSecond() != 0D) {
         setWriteBytesPerSecond(other.getWriteBytesPerSecond());
       }
+      if (other.getBehindBlockTotal() != 0L) {
+        setBehindBlockTotal(other.getBehindBlockTotal());
+      }
+      if (other.getBehindByteTotal() != 0L) {
+        setBehindByteTotal(other.getBehindByteTotal());
+      }
+      if (other.getBehindWaitingCount() != 0L) {
+        setBehindWaitingCount(other.getBehindWaitingCount());
+      }
       this.mergeUnknownFields(other.getUnknownFields());
       onChanged();
       return this;
@@ -890,6 +993,21 @@ private static final long serialVersionUID = 0L;
               bitField0_ |= 0x00000400;
               break;
             } // case 89
+            case 96: {
+              behindBlockTotal_ = input.readInt64();
+              bitField0_ |= 0x00000800;
+              break;
+            } // case 96
+            case 104: {
+              behindByteTotal_ = input.readInt64();
+              bitField0_ |= 0x00001000;
+              break;
+            } // case 104
+            case 112: {
+              behindWaitingCount_ = input.readInt64();
+              bitField0_ |= 0x00002000;
+              break;
+            } // case 112
             default: {
               if (!super.parseUnknownField(input, extensionRegistry, tag)) {
                 done = true; // was an endgroup tag
@@ -1703,6 +1821,141 @@ private static final long serialVersionUID = 0L;
     public Builder clearWriteBytesPerSecond() {
       bitField0_ = (bitField0_ & ~0x00000400);
       writeBytesPerSecond_ = 0D;
+      onChanged();
+      return this;
+    }
+
+    private long behindBlockTotal_ ;
+    /**
+     * <pre>
+     * Blocks written while the disk was idle, before RAM needed their space. Always 0 unless `policy` is
+     * "write_behind".
+     * </pre>
+     *
+     * <code>int64 behind_block_total = 12;</code>
+     * @return The behindBlockTotal.
+     */
+    @java.lang.Override
+    public long getBehindBlockTotal() {
+      return behindBlockTotal_;
+    }
+    /**
+     * <pre>
+     * Blocks written while the disk was idle, before RAM needed their space. Always 0 unless `policy` is
+     * "write_behind".
+     * </pre>
+     *
+     * <code>int64 behind_block_total = 12;</code>
+     * @param value The behindBlockTotal to set.
+     * @return This builder for chaining.
+     */
+    public Builder setBehindBlockTotal(long value) {
+
+      behindBlockTotal_ = value;
+      bitField0_ |= 0x00000800;
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * Blocks written while the disk was idle, before RAM needed their space. Always 0 unless `policy` is
+     * "write_behind".
+     * </pre>
+     *
+     * <code>int64 behind_block_total = 12;</code>
+     * @return This builder for chaining.
+     */
+    public Builder clearBehindBlockTotal() {
+      bitField0_ = (bitField0_ & ~0x00000800);
+      behindBlockTotal_ = 0L;
+      onChanged();
+      return this;
+    }
+
+    private long behindByteTotal_ ;
+    /**
+     * <pre>
+     * Bytes of these blocks' files.
+     * </pre>
+     *
+     * <code>int64 behind_byte_total = 13;</code>
+     * @return The behindByteTotal.
+     */
+    @java.lang.Override
+    public long getBehindByteTotal() {
+      return behindByteTotal_;
+    }
+    /**
+     * <pre>
+     * Bytes of these blocks' files.
+     * </pre>
+     *
+     * <code>int64 behind_byte_total = 13;</code>
+     * @param value The behindByteTotal to set.
+     * @return This builder for chaining.
+     */
+    public Builder setBehindByteTotal(long value) {
+
+      behindByteTotal_ = value;
+      bitField0_ |= 0x00001000;
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * Bytes of these blocks' files.
+     * </pre>
+     *
+     * <code>int64 behind_byte_total = 13;</code>
+     * @return This builder for chaining.
+     */
+    public Builder clearBehindByteTotal() {
+      bitField0_ = (bitField0_ & ~0x00001000);
+      behindByteTotal_ = 0L;
+      onChanged();
+      return this;
+    }
+
+    private long behindWaitingCount_ ;
+    /**
+     * <pre>
+     * Blocks that wait to be written so, or are under way. May count some that are no longer in RAM.
+     * </pre>
+     *
+     * <code>int64 behind_waiting_count = 14;</code>
+     * @return The behindWaitingCount.
+     */
+    @java.lang.Override
+    public long getBehindWaitingCount() {
+      return behindWaitingCount_;
+    }
+    /**
+     * <pre>
+     * Blocks that wait to be written so, or are under way. May count some that are no longer in RAM.
+     * </pre>
+     *
+     * <code>int64 behind_waiting_count = 14;</code>
+     * @param value The behindWaitingCount to set.
+     * @return This builder for chaining.
+     */
+    public Builder setBehindWaitingCount(long value) {
+
+      behindWaitingCount_ = value;
+      bitField0_ |= 0x00002000;
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * Blocks that wait to be written so, or are under way. May count some that are no longer in RAM.
+     * </pre>
+     *
+     * <code>int64 behind_waiting_count = 14;</code>
+     * @return This builder for chaining.
+     */
+    public Builder clearBehindWaitingCount() {
+      bitField0_ = (bitField0_ & ~0x00002000);
+      behindWaitingCount_ = 0L;
       onChanged();
       return this;
     }

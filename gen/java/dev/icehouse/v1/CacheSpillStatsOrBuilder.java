@@ -161,4 +161,35 @@ public interface CacheSpillStatsOrBuilder extends
    * @return The writeBytesPerSecond.
    */
   double getWriteBytesPerSecond();
+
+  /**
+   * <pre>
+   * Blocks written while the disk was idle, before RAM needed their space. Always 0 unless `policy` is
+   * "write_behind".
+   * </pre>
+   *
+   * <code>int64 behind_block_total = 12;</code>
+   * @return The behindBlockTotal.
+   */
+  long getBehindBlockTotal();
+
+  /**
+   * <pre>
+   * Bytes of these blocks' files.
+   * </pre>
+   *
+   * <code>int64 behind_byte_total = 13;</code>
+   * @return The behindByteTotal.
+   */
+  long getBehindByteTotal();
+
+  /**
+   * <pre>
+   * Blocks that wait to be written so, or are under way. May count some that are no longer in RAM.
+   * </pre>
+   *
+   * <code>int64 behind_waiting_count = 14;</code>
+   * @return The behindWaitingCount.
+   */
+  long getBehindWaitingCount();
 }

@@ -89,6 +89,11 @@ class Node:
         return self.spill is not None and self.spill.leaves_ram
 
     @property
+    def may_leave_now(self) -> bool:
+        """Whether no write reads its RAM copy."""
+        return self.spill is None or self.spill.is_copied
+
+    @property
     def is_safe(self) -> bool:
         """Whether SSD has all that RAM has of it, so that only time is lost with the RAM copy."""
         return self.spill is None and self.ram_sizes.keys() <= self.ssd.keys()

@@ -31,6 +31,9 @@ class PrefixSettings:
     """0 without an SSD tier."""
     spill_policy: str = "off"
     """"on_evict", "write_behind" or "off"."""
+    write_share_beside_passes: float = 1.0
+    """Of the time in which passes run, what writing behind takes where both need the same cores; 1 where they
+    do not."""
     min_prefix_token_count: int = 0
     may_recompute: bool = True
     quotas: QuotaLimits = dataclasses.field(default_factory=QuotaLimits)

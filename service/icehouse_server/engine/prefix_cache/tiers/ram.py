@@ -49,12 +49,9 @@ class RamTier:
         """Record that a prompt begins with this chain: it stays longer, in both tiers."""
         self._tree.touch(nodes, now=now)
         self._spills.touch(nodes)
-        protected = [node.hash for node in nodes]
         self.retain(nodes, request_id)
         for node in nodes:
             node.hit_count += 1
-            if self._tree.settings.spill_policy == "write_behind":
-                self._spills.offer(node, protected=protected, request_id=request_id)
 
     def supersede(self, node: Node) -> None:
         """Drop shorter blocks from RAM that this one can replace."""
@@ -73,7 +70,7 @@ class RamTier:
             is_queue_busy = self._spills.under_way_count > 0
             before_bytes = node.ram_bytes
             if not by_spilling:
-                self._evict(node)
+                self._evict(node)  # from a copy it may still be written
             elif is_queue_busy and self._spills.wants(node) and not self._spills.has_credit(node):
                 break  # there will be credit once the queue is written
             else:
@@ -85,7 +82,7 @@ class RamTier:
         """Return the bytes that could be freed, including those on their way to SSD."""
         stay = [n for n in self._tree.pinned_in_ram if n.hash in protected or not n.is_safe]
         stay += [n for name in protected if (n := self._tree.get(name)) is not None]
-        stay += self._tree.spilling
+        stay += [node for node in self._tree.spilling if not node.may_leave_now]
         stay_bytes = sum(node.ram_bytes for node in set(stay))
         return self._tree.ram.used_bytes - stay_bytes + self.leaving_bytes
 
@@ -168,7 +165,7 @@ class RamTier:
         for node in chain(self._tree.ram.oldest(), pinned):
             if size_bytes <= 0:
                 break
-            if not node.is_spilling and node.hash not in protected:
+            if node.may_leave_now and node.hash not in protected:
                 chosen.append(node)
                 size_bytes -= node.ram_bytes
         return chosen

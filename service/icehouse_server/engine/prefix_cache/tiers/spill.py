@@ -142,10 +142,10 @@ class Spills:
         wanted_bytes = self._copying_bytes + _queue_bytes(node)
         return self.storage is not None and wanted_bytes <= self.storage.queue_space_bytes
 
-    def offer(self, node: Node, *, protected: Hashes = (), request_id: RequestId | None) -> None:
+    def offer(self, node: Node, *, request_id: RequestId | None) -> None:
         """Send a block before RAM needs its space; where the write queue is full, it can wait."""
         if self.wants(node) and self.has_credit(node):
-            self.send(node, protected=protected, request_id=request_id)
+            self.send(node, request_id=request_id)
 
     def send(self, node: Node, *, protected: Hashes = (), request_id: RequestId | None) -> bool:
         """Send a block if it may go and is not there yet; False when it was not sent.
