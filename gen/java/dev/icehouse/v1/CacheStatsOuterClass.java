@@ -123,7 +123,7 @@ public final class CacheStatsOuterClass {
       "\030\001 \001(\0162\027.icehouse.v1.ReuseLimit\022\023\n\013token" +
       "_total\030\002 \001(\003\"M\n\nSpillDrops\022*\n\005cause\030\001 \001(" +
       "\0162\033.icehouse.v1.SpillDropCause\022\023\n\013block_" +
-      "total\030\002 \001(\003\"\301\002\n\017CacheSpillStats\022\016\n\006polic" +
+      "total\030\002 \001(\003\"\226\003\n\017CacheSpillStats\022\016\n\006polic" +
       "y\030\001 \001(\t\022\034\n\024accepted_block_total\030\002 \001(\003\022\035\n" +
       "\025persisted_block_total\030\003 \001(\003\022\034\n\024persiste" +
       "d_byte_total\030\004 \001(\003\022&\n\005drops\030\005 \003(\0132\027.iceh" +
@@ -131,50 +131,52 @@ public final class CacheStatsOuterClass {
       "\023\n\013queue_bytes\030\007 \001(\003\022\031\n\021queue_limit_byte" +
       "s\030\010 \001(\003\022\033\n\023written_today_bytes\030\t \001(\003\022\031\n\021" +
       "daily_limit_bytes\030\n \001(\003\022\036\n\026write_bytes_p" +
-      "er_second\030\013 \001(\001\"\346\002\n\021CachePromoteStats\022\022\n" +
-      "\nload_total\030\001 \001(\003\022\031\n\021failed_load_total\030\002" +
-      " \001(\003\022\034\n\024promoted_block_total\030\003 \001(\003\022\034\n\024pr" +
-      "omoted_token_total\030\004 \001(\003\022\027\n\017read_byte_to" +
-      "tal\030\005 \001(\003\022\023\n\013queue_count\030\006 \001(\003\022\023\n\013queue_" +
-      "limit\030\007 \001(\003\022\035\n\025read_bytes_per_second\030\010 \001" +
-      "(\001\022!\n\031restore_tokens_per_second\030\t \001(\001\022#\n" +
-      "\033recompute_tokens_per_second\030\n \001(\001\022\036\n\026re" +
-      "compute_chosen_total\030\013 \001(\003\022\034\n\024failed_res" +
-      "tore_total\030\014 \001(\003\"\206\002\n\023CacheIntegrityStats" +
-      "\022\034\n\024verified_block_total\030\001 \001(\003\022\036\n\026checks" +
-      "um_failure_total\030\002 \001(\003\022\035\n\025header_mismatc" +
-      "h_total\030\003 \001(\003\022\032\n\022missing_file_total\030\004 \001(" +
-      "\003\022\036\n\026quarantined_file_count\030\005 \001(\003\022\031\n\021qua" +
-      "rantined_bytes\030\006 \001(\003\022\032\n\022seal_failure_tot" +
-      "al\030\007 \001(\003\022\037\n\027quarantined_block_total\030\010 \001(" +
-      "\003\"\343\001\n\016CacheDiskStats\022\022\n\nused_bytes\030\001 \001(\003" +
-      "\022\026\n\016manifest_bytes\030\002 \001(\003\022\023\n\013limit_bytes\030" +
-      "\003 \001(\003\022\022\n\nfree_bytes\030\004 \001(\003\022\030\n\020free_floor_" +
-      "bytes\030\005 \001(\003\022\037\n\027other_model_block_count\030\006" +
-      " \001(\003\022\031\n\021writes_off_detail\030\007 \001(\t\022\021\n\tencry" +
-      "pted\030\010 \001(\010\022\023\n\013hang_detail\030\t \001(\t\"\303\003\n\024Cach" +
-      "eReconcileReport\0222\n\016reconcile_time\030\001 \001(\013" +
-      "2\032.google.protobuf.Timestamp\022+\n\010duration" +
-      "\030\002 \001(\0132\031.google.protobuf.Duration\022\r\n\005cle" +
-      "an\030\003 \001(\010\022\030\n\020manifest_rebuilt\030\004 \001(\010\022\022\n\nfi" +
-      "le_count\030\005 \001(\003\022\021\n\trow_count\030\006 \001(\003\022\035\n\025par" +
-      "tial_deleted_count\030\007 \001(\003\022\025\n\radopted_coun" +
-      "t\030\010 \001(\003\022\031\n\021quarantined_count\030\t \001(\003\022\031\n\021ro" +
-      "w_deleted_count\030\n \001(\003\022\"\n\032other_layout_de" +
-      "leted_count\030\013 \001(\003\022\032\n\022unknown_file_count\030" +
-      "\014 \001(\003\022\027\n\017restamped_count\030\r \001(\003\022\037\n\027unencr" +
-      "ypted_block_count\030\016 \001(\003\022\024\n\014changed_code\030" +
-      "\017 \003(\t*\336\002\n\016SpillDropCause\022 \n\034SPILL_DROP_C" +
-      "AUSE_UNSPECIFIED\020\000\022\036\n\032SPILL_DROP_CAUSE_N" +
-      "O_CREDIT\020\001\022!\n\035SPILL_DROP_CAUSE_DAILY_BUD" +
-      "GET\020\002\022\036\n\032SPILL_DROP_CAUSE_DISK_FULL\020\003\022!\n" +
-      "\035SPILL_DROP_CAUSE_WRITE_FAILED\020\004\022\037\n\033SPIL" +
-      "L_DROP_CAUSE_WRITES_OFF\020\005\022!\n\035SPILL_DROP_" +
-      "CAUSE_PREFIX_SHORT\020\006\022\036\n\032SPILL_DROP_CAUSE" +
-      "_DUPLICATE\020\007\022\035\n\031SPILL_DROP_CAUSE_SHUTDOW" +
-      "N\020\010\022!\n\035SPILL_DROP_CAUSE_TENANT_SHARE\020\tB<" +
-      "\n\017dev.icehouse.v1P\001Z\'icehouse.dev/api/ic" +
-      "ehouse/v1;icehousev1b\006proto3"
+      "er_second\030\013 \001(\001\022\032\n\022behind_block_total\030\014 " +
+      "\001(\003\022\031\n\021behind_byte_total\030\r \001(\003\022\034\n\024behind" +
+      "_waiting_count\030\016 \001(\003\"\346\002\n\021CachePromoteSta" +
+      "ts\022\022\n\nload_total\030\001 \001(\003\022\031\n\021failed_load_to" +
+      "tal\030\002 \001(\003\022\034\n\024promoted_block_total\030\003 \001(\003\022" +
+      "\034\n\024promoted_token_total\030\004 \001(\003\022\027\n\017read_by" +
+      "te_total\030\005 \001(\003\022\023\n\013queue_count\030\006 \001(\003\022\023\n\013q" +
+      "ueue_limit\030\007 \001(\003\022\035\n\025read_bytes_per_secon" +
+      "d\030\010 \001(\001\022!\n\031restore_tokens_per_second\030\t \001" +
+      "(\001\022#\n\033recompute_tokens_per_second\030\n \001(\001\022" +
+      "\036\n\026recompute_chosen_total\030\013 \001(\003\022\034\n\024faile" +
+      "d_restore_total\030\014 \001(\003\"\206\002\n\023CacheIntegrity" +
+      "Stats\022\034\n\024verified_block_total\030\001 \001(\003\022\036\n\026c" +
+      "hecksum_failure_total\030\002 \001(\003\022\035\n\025header_mi" +
+      "smatch_total\030\003 \001(\003\022\032\n\022missing_file_total" +
+      "\030\004 \001(\003\022\036\n\026quarantined_file_count\030\005 \001(\003\022\031" +
+      "\n\021quarantined_bytes\030\006 \001(\003\022\032\n\022seal_failur" +
+      "e_total\030\007 \001(\003\022\037\n\027quarantined_block_total" +
+      "\030\010 \001(\003\"\343\001\n\016CacheDiskStats\022\022\n\nused_bytes\030" +
+      "\001 \001(\003\022\026\n\016manifest_bytes\030\002 \001(\003\022\023\n\013limit_b" +
+      "ytes\030\003 \001(\003\022\022\n\nfree_bytes\030\004 \001(\003\022\030\n\020free_f" +
+      "loor_bytes\030\005 \001(\003\022\037\n\027other_model_block_co" +
+      "unt\030\006 \001(\003\022\031\n\021writes_off_detail\030\007 \001(\t\022\021\n\t" +
+      "encrypted\030\010 \001(\010\022\023\n\013hang_detail\030\t \001(\t\"\303\003\n" +
+      "\024CacheReconcileReport\0222\n\016reconcile_time\030" +
+      "\001 \001(\0132\032.google.protobuf.Timestamp\022+\n\010dur" +
+      "ation\030\002 \001(\0132\031.google.protobuf.Duration\022\r" +
+      "\n\005clean\030\003 \001(\010\022\030\n\020manifest_rebuilt\030\004 \001(\010\022" +
+      "\022\n\nfile_count\030\005 \001(\003\022\021\n\trow_count\030\006 \001(\003\022\035" +
+      "\n\025partial_deleted_count\030\007 \001(\003\022\025\n\radopted" +
+      "_count\030\010 \001(\003\022\031\n\021quarantined_count\030\t \001(\003\022" +
+      "\031\n\021row_deleted_count\030\n \001(\003\022\"\n\032other_layo" +
+      "ut_deleted_count\030\013 \001(\003\022\032\n\022unknown_file_c" +
+      "ount\030\014 \001(\003\022\027\n\017restamped_count\030\r \001(\003\022\037\n\027u" +
+      "nencrypted_block_count\030\016 \001(\003\022\024\n\014changed_" +
+      "code\030\017 \003(\t*\336\002\n\016SpillDropCause\022 \n\034SPILL_D" +
+      "ROP_CAUSE_UNSPECIFIED\020\000\022\036\n\032SPILL_DROP_CA" +
+      "USE_NO_CREDIT\020\001\022!\n\035SPILL_DROP_CAUSE_DAIL" +
+      "Y_BUDGET\020\002\022\036\n\032SPILL_DROP_CAUSE_DISK_FULL" +
+      "\020\003\022!\n\035SPILL_DROP_CAUSE_WRITE_FAILED\020\004\022\037\n" +
+      "\033SPILL_DROP_CAUSE_WRITES_OFF\020\005\022!\n\035SPILL_" +
+      "DROP_CAUSE_PREFIX_SHORT\020\006\022\036\n\032SPILL_DROP_" +
+      "CAUSE_DUPLICATE\020\007\022\035\n\031SPILL_DROP_CAUSE_SH" +
+      "UTDOWN\020\010\022!\n\035SPILL_DROP_CAUSE_TENANT_SHAR" +
+      "E\020\tB<\n\017dev.icehouse.v1P\001Z\'icehouse.dev/a" +
+      "pi/icehouse/v1;icehousev1b\006proto3"
     };
     descriptor = com.google.protobuf.Descriptors.FileDescriptor
       .internalBuildGeneratedFileFrom(descriptorData,
@@ -230,7 +232,7 @@ public final class CacheStatsOuterClass {
     internal_static_icehouse_v1_CacheSpillStats_fieldAccessorTable = new
       com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
         internal_static_icehouse_v1_CacheSpillStats_descriptor,
-        new java.lang.String[] { "Policy", "AcceptedBlockTotal", "PersistedBlockTotal", "PersistedByteTotal", "Drops", "QueueCount", "QueueBytes", "QueueLimitBytes", "WrittenTodayBytes", "DailyLimitBytes", "WriteBytesPerSecond", });
+        new java.lang.String[] { "Policy", "AcceptedBlockTotal", "PersistedBlockTotal", "PersistedByteTotal", "Drops", "QueueCount", "QueueBytes", "QueueLimitBytes", "WrittenTodayBytes", "DailyLimitBytes", "WriteBytesPerSecond", "BehindBlockTotal", "BehindByteTotal", "BehindWaitingCount", });
     internal_static_icehouse_v1_CachePromoteStats_descriptor =
       getDescriptor().getMessageTypes().get(8);
     internal_static_icehouse_v1_CachePromoteStats_fieldAccessorTable = new
