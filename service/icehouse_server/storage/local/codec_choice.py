@@ -1,8 +1,8 @@
 """Codec choice: whether blocks are stored in byte planes, by what reads have shown. Storage thread.
 
 Planes save a third of the bytes and make a restore wait for the decoder where the disk is faster than that.
-Both rates come from real reads, with all readers at work. A disk whose files the system has in memory counts
-as being as fast as that: a restore is, too.
+Both rates come from real reads, with all readers at work. What is averaged is the time that a byte takes, so
+that some files that the system had in memory do not make a slow disk a fast one.
 """
 
 from __future__ import annotations
@@ -38,21 +38,23 @@ class CodecChoice:
         self._codec = codec
         self.has_planes = codec is not Codec.RAW
         """Whether the next block is stored in planes."""
-        self._disk = MovingAverage(weight=_RATE_WEIGHT)
-        self._decode = MovingAverage(weight=_RATE_WEIGHT)
+        self._disk_s = MovingAverage(weight=_RATE_WEIGHT)
+        """That a byte of a file takes."""
+        self._decode_s = MovingAverage(weight=_RATE_WEIGHT)
+        """That a byte of a tensor takes."""
 
     @property
     def decode_bytes_per_s(self) -> float:
         """By all readers together, a moving average; 0 before anything was decoded."""
-        return self._decode.value
+        return 1.0 / self._decode_s.value if self._decode_s.value else 0.0
 
     def note(self, rates: ReadRates) -> None:
         """Take in what a read showed."""
         if rates.disk_bytes_per_s:
-            self._disk.add(rates.disk_bytes_per_s)
+            self._disk_s.add(1.0 / rates.disk_bytes_per_s)
         if rates.decode_bytes_per_s:
-            self._decode.add(rates.decode_bytes_per_s)
-        if self._codec is not Codec.AUTO or not (self._disk.value and self._decode.value):
+            self._decode_s.add(1.0 / rates.decode_bytes_per_s)
+        if self._codec is not Codec.AUTO or not (self._disk_s.value and self._decode_s.value):
             return
         margin = 1.0 if self.has_planes else _MARGIN
-        self.has_planes = self._decode.value >= margin * self._disk.value
+        self.has_planes = margin * self._decode_s.value <= self._disk_s.value
