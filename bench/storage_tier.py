@@ -32,7 +32,7 @@ from icehouse_server.storage.api import (
 from icehouse_server.storage.files import Files
 from icehouse_server.storage.local.encryption.aes_gcm import Cipher
 from icehouse_server.storage.local.tier import LocalTier
-from icehouse_server.storage.storage_settings import StorageSettings
+from icehouse_server.storage.storage_settings import Codec, StorageSettings
 
 FINGERPRINT = Fingerprint(b"\x33" * 32)
 TOKEN_COUNT = 256
@@ -47,7 +47,7 @@ class Shape:
     width: int
 
 
-def settings(directory: Path) -> StorageSettings:
+def settings(directory: Path, codec: Codec = Codec.RAW) -> StorageSettings:
     """Return settings that never limit."""
     return StorageSettings(
         directory=os.fspath(directory),
@@ -60,14 +60,20 @@ def settings(directory: Path) -> StorageSettings:
         load_queue_limit_count=64,
         task_queue_limit_count=64,
         reader_thread_count=2,
+        codec=codec,
     )
 
 
-def make_chain(count: int, *, shape: Shape, seed: int, cipher: Cipher | None = None) -> list[HostBlock]:
-    """Return blocks of one sequence with bf16 keys and values of this shape, named as with `cipher`."""
+def make_chain(
+    count: int, *, shape: Shape, seed: int, cipher: Cipher | None = None, has_values: bool = False
+) -> list[HostBlock]:
+    """Return blocks of one sequence with bf16 keys and values of this shape, named as with `cipher`.
+
+    They are random bytes, which nothing makes smaller, or with `has_values` normally distributed numbers,
+    whose byte planes take about what those of real KV do.
+    """
     secret = cipher.name_secret if cipher else b""
     dimensions = (1, shape.head_count, TOKEN_COUNT, shape.width)
-    size_bytes = 2 * int(np.prod(dimensions))
     noise = np.random.default_rng(seed)
     parent = root_hash(fingerprint=FINGERPRINT, tenant=DEFAULT_TENANT, secret=secret)
     chain = []
@@ -86,7 +92,7 @@ def make_chain(count: int, *, shape: Shape, seed: int, cipher: Cipher | None = N
                 f"{layer:03}.{part}",
                 "BF16",
                 dimensions,
-                noise.integers(0, 256, size_bytes, dtype=np.uint8).data,
+                _content(noise, int(np.prod(dimensions)), has_values=has_values),
             )
             for layer in range(shape.layer_count)
             for part in "kv"
@@ -96,13 +102,21 @@ def make_chain(count: int, *, shape: Shape, seed: int, cipher: Cipher | None = N
     return chain
 
 
+def _content(noise: np.random.Generator, count: int, *, has_values: bool) -> memoryview:
+    """Return the bytes of so many bf16 numbers."""
+    if not has_values:
+        return noise.integers(0, 256, 2 * count, dtype=np.uint8).data
+    bits = noise.standard_normal(count, dtype=np.float32).view(np.uint32) >> 16
+    return bits.astype(np.uint16).view(np.uint8).data
+
+
 class Tier:
     """A running tier and its outcomes."""
 
-    def __init__(self, directory: Path, *, cipher: Cipher | None = None) -> None:
+    def __init__(self, directory: Path, *, cipher: Cipher | None = None, codec: Codec = Codec.RAW) -> None:
         self.outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
         self.storage = LocalTier(
-            settings(directory),
+            settings(directory, codec),
             files=Files(),
             clock=SystemClock(),
             post=self.outcomes.put,

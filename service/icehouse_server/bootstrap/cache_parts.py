@@ -29,7 +29,7 @@ from icehouse_server.storage.files import Files, in_time
 from icehouse_server.storage.local.directory.lock import take_lock
 from icehouse_server.storage.local.encryption.constants import KEY_DETAIL, encrypted_fingerprint
 from icehouse_server.storage.local.tier import LocalTier
-from icehouse_server.storage.storage_settings import StorageSettings
+from icehouse_server.storage.storage_settings import Codec, StorageSettings
 from icehouse_server.storage.store_paths import StorePaths
 
 _log = logging.getLogger("icehouse.boot")
@@ -119,6 +119,7 @@ def build_cache_parts(
                 task_queue_limit_count=_TASK_QUEUE_COUNT,
                 reader_thread_count=config.reader_thread_count,
                 share_beside_decode=share_beside_decode,
+                codec=Codec(config.codec),
             ),
             files=files,
             clock=clock,

@@ -84,6 +84,7 @@ def inspect(
             "kind": str(region.kind),
             "offset": region.offset,
             "size_bytes": region.size_bytes,
+            "stored_bytes": region.stored_bytes,
             "xxh3": f"{region.checksum:016x}",
             "tensors": [{"name": t.name, "dtype": t.dtype, "shape": list(t.shape)} for t in region.tensors],
         }
@@ -104,7 +105,10 @@ def inspect(
     for key, value in model.items():
         out.print(f"model: {key}  {value}", markup=False)
     for region in file.regions:
-        out.print(f"region {region.kind}: {size_text(region.size_bytes)}, xxh3 {region.checksum:016x}")
+        stored = f" in byte planes of {size_text(region.stored_bytes)}" if region.planes else ""
+        out.print(
+            f"region {region.kind}: {size_text(region.size_bytes)}{stored}, xxh3 {region.checksum:016x}"
+        )
         for tensor in region.tensors:
             out.print(f"  {tensor.name:16} {tensor.dtype:5} {list(tensor.shape)}", markup=False)
 

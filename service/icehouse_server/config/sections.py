@@ -141,6 +141,13 @@ class CacheConfig:
         0, "Maximum bytes written to SSD per day, to limit wear; 0 is unlimited."
     )
     free_space_floor_bytes: int = setting(GIB, "Free disk space that spilling never uses.")
+    codec: str = setting(
+        "auto",
+        "How blocks are stored on SSD: as they are in memory (raw), losslessly compressed in byte planes, or "
+        "compressed for as long as reading them keeps up with the disk (auto).",
+        choices=("auto", "raw", "planes"),
+        flag="--cache-codec",
+    )
     reader_thread_count: int = setting(2, "Threads that read blocks from SSD.", minimum=1, maximum=64)
     write_queue_bytes: int = setting(
         256 * MIB, "Maximum bytes queued for writing to SSD; blocks beyond that are dropped.", minimum=MIB

@@ -195,6 +195,14 @@ class DiskStats:
     is_encrypted: bool = False
     hang_detail: str = ""
     """What the disk does not answer at present; empty while it answers."""
+    block_bytes: int = 0
+    """Files of all blocks."""
+    raw_block_bytes: int = 0
+    """The same blocks' tensors, as they are in memory."""
+    decompress_bytes_per_s: float = 0.0
+    """Of tensors' bytes, by all readers together; 0 before the first."""
+    is_compressing: bool = False
+    """Whether blocks are compressed on their way to the disk now."""
 
 
 UNRECORDED_CODE = "unrecorded"

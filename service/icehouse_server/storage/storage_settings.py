@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 
 from icehouse_server.domain.ids import Fingerprint
 
 CODE_DETAIL = "code "
 """How those details of a fingerprint begin that are a module and the digest of its code."""
+
+
+class Codec(enum.StrEnum):
+    """How blocks are stored. A region that would gain less than 1/64 is stored raw in any case."""
+
+    AUTO = "auto"
+    """In planes while readers decode at least as fast as the disk reads."""
+    RAW = "raw"
+    """As they are in memory."""
+    PLANES = "planes"
+    """In byte planes, compressed by Zstandard."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -27,3 +39,4 @@ class StorageSettings:
     reader_thread_count: int
     share_beside_decode: float = 1.0
     """Of one core's time, what all readers together take while sequences decode; 1 is unlimited."""
+    codec: Codec = Codec.RAW

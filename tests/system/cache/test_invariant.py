@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from icehouse_server.domain.ids import Tenant
 from icehouse_server.domain.request import CacheUse
 from icehouse_server.domain.sampling import SamplingParams
+from icehouse_server.storage.storage_settings import Codec
 
 from tests.fixtures.models import tiny_model_dir
 from tests.system.cache.damage import DAMAGES, block_files
@@ -61,6 +62,7 @@ class Life:
 
     ram_share: float
     spill_policy: str
+    codec: Codec
     chunk: int
     grid: int
     chunk_s: float
@@ -84,6 +86,7 @@ lives = st.builds(
     Life,
     ram_share=st.sampled_from([0.0, 0.3, 1.0, 10.0]),
     spill_policy=st.sampled_from(["on_evict", "write_behind", "off"]),
+    codec=st.sampled_from([Codec.RAW, Codec.PLANES]),
     chunk=st.sampled_from([BLOCK // 2, BLOCK, 2 * BLOCK]),
     grid=st.sampled_from([1, 2, BLOCK // 2]),
     # So short a time cuts every chunk to one step of the grid, and a little more leaves some longer.
@@ -162,6 +165,7 @@ def run(life: Life, reference: Reference, directory: Path) -> None:
         directory,
         ram_bytes=int(life.ram_share * reference.stem_bytes),
         spill_policy=life.spill_policy,
+        codec=life.codec,
         chunk=life.chunk,
         grid=life.grid,
         chunk_s=life.chunk_s,

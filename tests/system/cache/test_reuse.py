@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from icehouse_server.domain.events import ReuseLimit
 from icehouse_server.engine.runner.forward.splits import Attention
+from icehouse_server.storage.storage_settings import Codec
 
 from tests.fixtures.models import ARCHITECTURES, tiny_model_dir
 from tests.system.cache.server import BLOCK, CacheServer
@@ -42,6 +43,23 @@ def test_cold_ram_and_ssd_give_the_same_tokens(tmp_path: Path, architecture: str
     assert ssd.cache.ssd_token_count == len(tokens) - 1 and ssd.cache.ram_token_count == 0
     # How many of its blocks are back in RAM depends on how long its few steps took.
     assert again.cache.cached_token_count == len(tokens) - 1
+
+
+@pytest.mark.parametrize("kv_bits", [0, 8])
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "falcon_h1"])
+def test_blocks_in_byte_planes_give_the_same_tokens(tmp_path: Path, architecture: str, kv_bits: int) -> None:
+    folder = tiny_model_dir(tmp_path, architecture)
+    tokens = prompt(5 * BLOCK + 7)
+    way = {"codec": Codec.PLANES, "kv_bits": kv_bits}
+    with CacheServer(folder, tmp_path / "blocks", **way) as served:
+        cold = served.ask("cold", tokens)
+        ram = served.ask("ram", tokens)
+    with CacheServer(folder, tmp_path / "blocks", **way) as served:
+        ssd = served.ask("ssd", tokens)
+        disk = served.stats()[1].disk
+    assert ram.tokens == cold.tokens and ssd.tokens == cold.tokens
+    assert ssd.cache.ssd_token_count == len(tokens) - 1
+    assert disk is not None and disk.decompress_bytes_per_s > 0.0
 
 
 @pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))

@@ -28,6 +28,7 @@ _NAMES = {
     RegionKind.WINDOW: ("001.k",),
     RegionKind.CHECKPOINT: ("002.state",),
 }
+_PADDING = "padding"
 _SECOND = 0x5555555555555555
 """The second kv tensor holds each row with these bits turned over."""
 _FIXED_S = 0.001
@@ -42,11 +43,14 @@ class SimRegion:
 
     kind: RegionKind
     rows: tuple[int, ...]
+    padding_bytes: int = 0
+    """Zeros behind the rows, so that byte planes gain."""
     size_bytes: int = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
         # Once: every account is checked after every step, and adds these up.
-        object.__setattr__(self, "size_bytes", 8 * len(self.rows) * len(_NAMES[self.kind]))
+        row_bytes = 8 * len(self.rows) * len(_NAMES[self.kind])
+        object.__setattr__(self, "size_bytes", row_bytes + self.padding_bytes)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -81,8 +85,12 @@ class _Row:
 class SimRunner:
     """Implements Runner and CacheRunner. Random only in how many slices a restore takes."""
 
-    def __init__(self, spec: ModelSpec, *, block_token_count: int, dice: random.Random) -> None:
+    def __init__(
+        self, spec: ModelSpec, *, block_token_count: int, dice: random.Random, padding_bytes: int = 0
+    ) -> None:
+        """`padding_bytes` is of every region."""
         self.spec = spec
+        self._padding_bytes = padding_bytes
         self._block_token_count = block_token_count
         self._dice = dice
         self.is_pipelined = spec.weights % 2 == 1
@@ -252,7 +260,7 @@ class SimRunner:
             else:
                 assert stop == caches.position, f"a state at {caches.position} is not one at {stop}"
                 rows = [caches.state]
-            cuts[kind] = SimRegion(kind, tuple(rows))
+            cuts[kind] = SimRegion(kind, tuple(rows), self._padding_bytes)
         return cuts
 
     def begin_load(self, blocks: Sequence[PlannedBlock]) -> BlockBuffers | None:
@@ -281,10 +289,11 @@ class SimRunner:
 
     def from_host(self, region: HostRegion) -> SimRegion:
         names = tuple(tensor.name for tensor in region.tensors)
-        assert names == _NAMES[region.kind], names
-        rows = _rows_of(region.tensors[0])
-        assert all(_rows_of(t) == [row ^ _SECOND for row in rows] for t in region.tensors[1:])
-        return SimRegion(region.kind, tuple(rows))
+        assert names == (*_NAMES[region.kind], *[_PADDING] * (self._padding_bytes > 0)), names
+        first, *others = region.tensors[: len(_NAMES[region.kind])]
+        rows = _rows_of(first)
+        assert all(_rows_of(t) == [row ^ _SECOND for row in rows] for t in others)
+        return SimRegion(region.kind, tuple(rows), self._padding_bytes)
 
     def begin_to_host(self, regions: Sequence[SimRegion]) -> SimCopy:
         return SimCopy(self, tuple(regions), self.pass_count + 2 * self.is_pipelined)
@@ -297,6 +306,9 @@ def _host_region(region: SimRegion) -> HostRegion:
     for name, bits in zip(_NAMES[region.kind], (0, _SECOND), strict=False):
         data = struct.pack(f"<{len(region.rows)}Q", *(row ^ bits for row in region.rows))
         tensors.append(HostTensor(name, "U64", shape, memoryview(data)))
+    if region.padding_bytes:
+        zeros = memoryview(bytes(region.padding_bytes))
+        tensors.append(HostTensor(_PADDING, "U8", (region.padding_bytes,), zeros))
     return HostRegion(region.kind, tuple(tensors))
 
 

@@ -28,6 +28,7 @@ from icehouse_server.domain.sampling import SamplingParams
 from icehouse_server.domain.stats import EngineStats
 from icehouse_server.engine.core.mailbox import Cancel, QueryStats, Submit
 from icehouse_server.engine.core.refusals import cancelled_by_client
+from icehouse_server.storage.storage_settings import Codec
 from icehouse_server.storage.store_paths import StorePaths
 
 from tests.fixtures.storage.ciphers import CIPHER
@@ -66,6 +67,8 @@ NAMES_SEED = 4_000_000
 """From here on many a process ends between a file's name and its sync; prompts have no images."""
 HANGS_SEED = 5_000_000
 """From here on the disk hangs now and then; prompts have no images and names are synced."""
+PLANES_SEED = 6_000_000
+"""From here on blocks are stored in byte planes; prompts have no images, names are synced, no disk hangs."""
 _RECOVERY_S = 130.0
 """Longer than a write gate stays shut."""
 
@@ -98,6 +101,7 @@ class Scenario:
             session_checkpoint_limit=self._session_dice.choice((2, 2, 3, 8)),
             session_limit=self._session_dice.choice((2, 4096, 4096)),
             cipher=CIPHER if seed % 4 == 3 else None,
+            codec=Codec.PLANES if seed >= PLANES_SEED else Codec.RAW,
         )
         self.ledger = Ledger()
         self.clock = SimClock()

@@ -22,6 +22,7 @@ from icehouse_server.engine.scheduling.waiting_queue import WaitingQueue
 from icehouse_server.errors import Reason, Unavailable
 from icehouse_server.storage.api import Outcome, StorageClosed, StorageFailed
 from icehouse_server.storage.local.tier import LocalTier
+from icehouse_server.storage.storage_settings import Codec
 
 from tests.fixtures.engine import FakeDecoder, Recorder, model_info
 from tests.fixtures.storage.hanging import HungReader, resume, stall
@@ -32,6 +33,8 @@ from tests.system.sim.runner import SimRunner
 from tests.system.sim.setup import BLOCK, Setup
 
 _REST_STEP_LIMIT = 20_000
+_PADDING_BYTES = 96
+"""Makes a region shrink by a quarter in byte planes."""
 _FIRST_WALL_TIME = 1_700_000_000.0
 
 
@@ -120,7 +123,12 @@ class SimServer:
         """Whether the reader stops in the middle of the next order it takes up."""
         self.hung_reader: HungReader | None = None
         self.store_hangs = False
-        self.runner = SimRunner(setup.specs[life.model], block_token_count=BLOCK, dice=dice)
+        self.runner = SimRunner(
+            setup.specs[life.model],
+            block_token_count=BLOCK,
+            dice=dice,
+            padding_bytes=_PADDING_BYTES if setup.codec is Codec.PLANES else 0,
+        )
         self.cache = PrefixCache(
             settings=setup.prefix_settings(life.model),
             facts=self.runner.facts(),

@@ -11,7 +11,7 @@ from icehouse_server.engine.scheduling.limits import SchedulerLimits
 from icehouse_server.engine.scheduling.waiting_queue import WaitingLimits
 from icehouse_server.storage.local.directory.manifest import LOG_ALLOWANCE_BYTES
 from icehouse_server.storage.local.encryption.aes_gcm import Cipher
-from icehouse_server.storage.storage_settings import StorageSettings
+from icehouse_server.storage.storage_settings import Codec, StorageSettings
 
 from tests.system.sim.model import ModelSpec
 
@@ -54,6 +54,7 @@ class Setup:
     """Whether requests may start from another tenant's prompts."""
     cipher: Cipher | None = None
     """Encrypts the SSD tier; restores must not care."""
+    codec: Codec = Codec.RAW
 
     def prefix_settings(self, model: int) -> PrefixSettings:
         """Return the prefix cache's settings for one of the models."""
@@ -85,6 +86,7 @@ class Setup:
             load_queue_limit_count=self.load_queue_count,
             task_queue_limit_count=self.task_queue_count,
             reader_thread_count=1,
+            codec=self.codec,
         )
 
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.system.sim.coverage import ONE_IN, Coverage
-from tests.system.sim.scenario import IMAGES_SEED, NAMES_SEED, PIECES_SEED
+from tests.system.sim.scenario import IMAGES_SEED, NAMES_SEED, PIECES_SEED, PLANES_SEED
 from tests.system.sim.stories import play
 
 _CHUNK_COUNT = 7
@@ -26,6 +26,7 @@ _SLOW_CHUNK_SEED_COUNT = 100
 _PIECES_SEED_COUNT = 50
 _IMAGES_SEED_COUNT = 60
 _NAMES_SEED_COUNT = 60
+_PLANES_SEED_COUNT = 40
 _ONE = os.environ.get("ICEHOUSE_SIM_SEED")
 
 
@@ -66,6 +67,12 @@ def test_stories_whose_prompts_have_images(coverage: Coverage) -> None:
 def test_stories_in_which_names_are_left_unsynced(coverage: Coverage) -> None:
     seen = coverage.play(NAMES_SEED, _NAMES_SEED_COUNT)
     assert seen["adopted"] > 0, "one story in 4 comes to it"
+
+
+def test_stories_whose_blocks_are_in_byte_planes(coverage: Coverage) -> None:
+    seen = coverage.play(PLANES_SEED, _PLANES_SEED_COUNT)
+    assert seen["blocks in planes"] > 0, "nearly every story comes to it"
+    assert seen["ssd tokens"] > 0, "one story in 3 comes to it"
 
 
 @pytest.mark.slow

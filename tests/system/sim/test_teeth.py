@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable
 
 import pytest
+import xxhash
 from icehouse_server import pins
 from icehouse_server.domain import blocks
 from icehouse_server.domain.ids import CacheScope, Tenant
@@ -24,12 +25,12 @@ from icehouse_server.pins import UNTIL_UNPINNED
 from icehouse_server.rpc.kv_events import block_mirror, event_feed
 from icehouse_server.storage.api import Loaded
 from icehouse_server.storage.local import spiller, storage_state
-from icehouse_server.storage.local.block_format import block_file, header
+from icehouse_server.storage.local.block_format import block_file, header, plane_region, planes
 from icehouse_server.storage.local.directory import reconcile, space, store
 
 from tests.fixtures.known_blocks import record_of
 from tests.system.sim import checks
-from tests.system.sim.scenario import IMAGES_SEED, NAMES_SEED, PIECES_SEED, SimulationFailed
+from tests.system.sim.scenario import IMAGES_SEED, NAMES_SEED, PIECES_SEED, PLANES_SEED, SimulationFailed
 from tests.system.sim.setup import BLOCK
 from tests.system.sim.stories import play
 
@@ -150,6 +151,34 @@ def trust_every_region(patch: pytest.MonkeyPatch) -> None:
                 raise
 
     patch.setattr(block_file, "_read_verified", read_verified)
+
+
+def check_planes_after_compression(patch: pytest.MonkeyPatch) -> None:
+    """Take the checksum of what was compressed where that of the tensors is due."""
+    real = plane_region.PlaneOutput.groups
+
+    def groups(self):
+        digest = xxhash.xxh3_64()
+        for group, size_bytes in real(self):
+            for part in group:
+                digest.update(part)
+            yield group, size_bytes
+        self._digest = digest
+
+    patch.setattr(plane_region.PlaneOutput, "groups", groups)
+
+
+def trust_planes_that_decode_wrongly(patch: pytest.MonkeyPatch) -> None:
+    """Take the planes of numbers of 64 bits in the wrong order, and believe the result."""
+    real = planes.PlaneDecoder.decode
+
+    def decode(self, sizes, stored, target, *, width):
+        real(self, sizes, stored, target, width=width)
+        if width == 8:
+            target[:] = target.reshape(-1, 8)[:, ::-1].ravel()
+
+    patch.setattr(planes.PlaneDecoder, "decode", decode)
+    trust_every_region(patch)
 
 
 def unlink_before_the_row(patch: pytest.MonkeyPatch) -> None:
@@ -408,6 +437,8 @@ BREAKS: list[Break] = [
     name_no_image_in_events,
     cut_images_anywhere,
     trust_every_region,
+    check_planes_after_compression,
+    trust_planes_that_decode_wrongly,
     unlink_before_the_row,
     never_sync_the_file,
     never_sync_the_folder,
@@ -441,6 +472,8 @@ BREAKS: list[Break] = [
 FIRST_SEEDS: dict[Break, int] = {
     believe_every_token_equal: 10,
     trust_every_region: 15,
+    check_planes_after_compression: PLANES_SEED,
+    trust_planes_that_decode_wrongly: PLANES_SEED,
     adopt_without_a_sync: NAMES_SEED + 15,
     leak_a_pin: 30,
     evict_what_is_pinned: 270,

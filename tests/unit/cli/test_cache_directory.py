@@ -8,9 +8,10 @@ import os
 import pytest
 from icehouse_server.cli.cache_directory import app
 from icehouse_server.errors import NotFound, Reason, StartError
+from icehouse_server.storage.storage_settings import Codec
 from typer.testing import CliRunner
 
-from tests.fixtures.storage.blocks import make_chain
+from tests.fixtures.storage.blocks import make_block, make_chain
 from tests.fixtures.storage.storage_thread import StorageThread
 
 
@@ -36,6 +37,25 @@ def test_ls_shows_blocks_newest_use_first(directory):
     ]
     code, text = run("ls", "--cache-directory", directory, "--limit", "1")
     assert code == 0 and "1 of 3 blocks" in text
+
+
+def test_blocks_in_byte_planes_are_inspected_and_verified(tmp_path):
+    block = make_block(row_width=64, has_values=True)
+    directory = str(tmp_path / "cache")
+    with StorageThread(directory, codec=Codec.PLANES) as served:
+        served.spill(block)
+    name = block.header.hash.hex()
+    kv = json.loads(run("inspect", name, "--cache-directory", directory, "--json")[1])["regions"][0]
+    assert kv["stored_bytes"] < kv["size_bytes"] == block.regions[0].size_bytes
+    assert "in byte planes of" in run("inspect", name, "--cache-directory", directory)[1]
+    assert run("verify", "--cache-directory", directory)[0] == 0
+    path = StorageThread(directory).path(block)
+    with open(path, "r+b") as file:
+        file.seek(-40, os.SEEK_END)
+        byte = file.read(1)[0]
+        file.seek(-40, os.SEEK_END)
+        file.write(bytes([byte ^ 1]))
+    assert run("verify", "--cache-directory", directory)[0] == 1
 
 
 def test_ls_of_a_directory_that_is_not_there(tmp_path):

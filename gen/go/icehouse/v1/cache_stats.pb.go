@@ -1166,7 +1166,15 @@ type CacheDiskStats struct {
 	Encrypted bool `protobuf:"varint,8,opt,name=encrypted,proto3" json:"encrypted,omitempty"`
 	// What the disk does not respond to at present: reads that do not return, or a directory that cannot be
 	// opened or written. Prompts are computed meanwhile. Empty: it responds.
-	HangDetail    string `protobuf:"bytes,9,opt,name=hang_detail,json=hangDetail,proto3" json:"hang_detail,omitempty"`
+	HangDetail string `protobuf:"bytes,9,opt,name=hang_detail,json=hangDetail,proto3" json:"hang_detail,omitempty"`
+	// Bytes of the files of all blocks.
+	BlockBytes int64 `protobuf:"varint,10,opt,name=block_bytes,json=blockBytes,proto3" json:"block_bytes,omitempty"`
+	// Bytes of the same blocks' tensors, as they are in memory. Compressed blocks take less of the disk.
+	RawBlockBytes int64 `protobuf:"varint,11,opt,name=raw_block_bytes,json=rawBlockBytes,proto3" json:"raw_block_bytes,omitempty"`
+	// Bytes of tensors that all readers together decompress per second, a moving average. 0: nothing was yet.
+	DecompressBytesPerSecond float64 `protobuf:"fixed64,12,opt,name=decompress_bytes_per_second,json=decompressBytesPerSecond,proto3" json:"decompress_bytes_per_second,omitempty"`
+	// Whether blocks are compressed on their way to the disk now.
+	Compressing   bool `protobuf:"varint,13,opt,name=compressing,proto3" json:"compressing,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1262,6 +1270,34 @@ func (x *CacheDiskStats) GetHangDetail() string {
 		return x.HangDetail
 	}
 	return ""
+}
+
+func (x *CacheDiskStats) GetBlockBytes() int64 {
+	if x != nil {
+		return x.BlockBytes
+	}
+	return 0
+}
+
+func (x *CacheDiskStats) GetRawBlockBytes() int64 {
+	if x != nil {
+		return x.RawBlockBytes
+	}
+	return 0
+}
+
+func (x *CacheDiskStats) GetDecompressBytesPerSecond() float64 {
+	if x != nil {
+		return x.DecompressBytesPerSecond
+	}
+	return 0
+}
+
+func (x *CacheDiskStats) GetCompressing() bool {
+	if x != nil {
+		return x.Compressing
+	}
+	return false
 }
 
 // What was found and repaired when the directory was opened.
@@ -1550,7 +1586,7 @@ const file_icehouse_v1_cache_stats_proto_rawDesc = "" +
 	"\x16quarantined_file_count\x18\x05 \x01(\x03R\x14quarantinedFileCount\x12+\n" +
 	"\x11quarantined_bytes\x18\x06 \x01(\x03R\x10quarantinedBytes\x12,\n" +
 	"\x12seal_failure_total\x18\a \x01(\x03R\x10sealFailureTotal\x126\n" +
-	"\x17quarantined_block_total\x18\b \x01(\x03R\x15quarantinedBlockTotal\"\xe2\x02\n" +
+	"\x17quarantined_block_total\x18\b \x01(\x03R\x15quarantinedBlockTotal\"\x8c\x04\n" +
 	"\x0eCacheDiskStats\x12\x1d\n" +
 	"\n" +
 	"used_bytes\x18\x01 \x01(\x03R\tusedBytes\x12%\n" +
@@ -1564,7 +1600,13 @@ const file_icehouse_v1_cache_stats_proto_rawDesc = "" +
 	"\x11writes_off_detail\x18\a \x01(\tR\x0fwritesOffDetail\x12\x1c\n" +
 	"\tencrypted\x18\b \x01(\bR\tencrypted\x12\x1f\n" +
 	"\vhang_detail\x18\t \x01(\tR\n" +
-	"hangDetail\"\xae\x05\n" +
+	"hangDetail\x12\x1f\n" +
+	"\vblock_bytes\x18\n" +
+	" \x01(\x03R\n" +
+	"blockBytes\x12&\n" +
+	"\x0fraw_block_bytes\x18\v \x01(\x03R\rrawBlockBytes\x12=\n" +
+	"\x1bdecompress_bytes_per_second\x18\f \x01(\x01R\x18decompressBytesPerSecond\x12 \n" +
+	"\vcompressing\x18\r \x01(\bR\vcompressing\"\xae\x05\n" +
 	"\x14CacheReconcileReport\x12A\n" +
 	"\x0ereconcile_time\x18\x01 \x01(\v2\x1a.google.protobuf.TimestampR\rreconcileTime\x125\n" +
 	"\bduration\x18\x02 \x01(\v2\x19.google.protobuf.DurationR\bduration\x12\x14\n" +

@@ -601,6 +601,10 @@ class CacheDiskStats(_message.Message):
     WRITES_OFF_DETAIL_FIELD_NUMBER: _builtins.int
     ENCRYPTED_FIELD_NUMBER: _builtins.int
     HANG_DETAIL_FIELD_NUMBER: _builtins.int
+    BLOCK_BYTES_FIELD_NUMBER: _builtins.int
+    RAW_BLOCK_BYTES_FIELD_NUMBER: _builtins.int
+    DECOMPRESS_BYTES_PER_SECOND_FIELD_NUMBER: _builtins.int
+    COMPRESSING_FIELD_NUMBER: _builtins.int
     used_bytes: _builtins.int
     """Bytes of all its files: blocks, partial files, quarantine and manifest."""
     manifest_bytes: _builtins.int
@@ -621,6 +625,14 @@ class CacheDiskStats(_message.Message):
     """What the disk does not respond to at present: reads that do not return, or a directory that cannot be
     opened or written. Prompts are computed meanwhile. Empty: it responds.
     """
+    block_bytes: _builtins.int
+    """Bytes of the files of all blocks."""
+    raw_block_bytes: _builtins.int
+    """Bytes of the same blocks' tensors, as they are in memory. Compressed blocks take less of the disk."""
+    decompress_bytes_per_second: _builtins.float
+    """Bytes of tensors that all readers together decompress per second, a moving average. 0: nothing was yet."""
+    compressing: _builtins.bool
+    """Whether blocks are compressed on their way to the disk now."""
     def __init__(
         self,
         *,
@@ -633,10 +645,14 @@ class CacheDiskStats(_message.Message):
         writes_off_detail: _builtins.str = ...,
         encrypted: _builtins.bool = ...,
         hang_detail: _builtins.str = ...,
+        block_bytes: _builtins.int = ...,
+        raw_block_bytes: _builtins.int = ...,
+        decompress_bytes_per_second: _builtins.float = ...,
+        compressing: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["encrypted", b"encrypted", "free_bytes", b"free_bytes", "free_floor_bytes", b"free_floor_bytes", "hang_detail", b"hang_detail", "limit_bytes", b"limit_bytes", "manifest_bytes", b"manifest_bytes", "other_model_block_count", b"other_model_block_count", "used_bytes", b"used_bytes", "writes_off_detail", b"writes_off_detail"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "compressing", b"compressing", "decompress_bytes_per_second", b"decompress_bytes_per_second", "encrypted", b"encrypted", "free_bytes", b"free_bytes", "free_floor_bytes", b"free_floor_bytes", "hang_detail", b"hang_detail", "limit_bytes", b"limit_bytes", "manifest_bytes", b"manifest_bytes", "other_model_block_count", b"other_model_block_count", "raw_block_bytes", b"raw_block_bytes", "used_bytes", b"used_bytes", "writes_off_detail", b"writes_off_detail"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

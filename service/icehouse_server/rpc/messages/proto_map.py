@@ -25,6 +25,7 @@ E = TypeVar("E", bound=enum.Enum)
 RENAMED = {
     "block_token_limit": "block_tokens",
     "is_encrypted": "encrypted",
+    "is_compressing": "compressing",
     "start_token_index": "start_token",
     "decode_step_p50_s": "decode_step_duration_p50",
     "decode_step_p99_s": "decode_step_duration_p99",

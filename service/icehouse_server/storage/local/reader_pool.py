@@ -37,6 +37,8 @@ from icehouse_server.storage.api import (
 from icehouse_server.storage.files import Files
 from icehouse_server.storage.local.block_format.block_file import open_block, read_block, read_header
 from icehouse_server.storage.local.block_format.header import BlockFileError
+from icehouse_server.storage.local.block_format.region_input import ReadMeter
+from icehouse_server.storage.local.codec_choice import NO_RATES, ReadRates
 from icehouse_server.storage.local.encryption.constants import Cipher
 from icehouse_server.storage.storage_settings import StorageSettings
 from icehouse_server.storage.store_paths import StorePaths
@@ -128,6 +130,7 @@ class ReadReport:
     block_count: int = 0
     failures: tuple[Failure, ...] = ()
     read_bytes: int = 0
+    rates: ReadRates = NO_RATES
 
 
 class ReadJob:
@@ -137,7 +140,7 @@ class ReadJob:
     """
 
     def __init__(
-        self, blocks: Sequence[PlannedBlock], target: KvTarget | None, names: Names, *, now: float
+        self, blocks: Sequence[PlannedBlock], target: KvTarget | None, names: Names, *, clock: Clock
     ) -> None:
         self.blocks = blocks
         """Of a load."""
@@ -146,7 +149,7 @@ class ReadJob:
         self.names = names
         """Of the headers."""
         self.ticket: Ticket[Any] = Ticket()
-        self.progress_time = now
+        self.progress_time = clock.monotonic()
         """When it was queued, or a reader last made progress with it (`Clock.monotonic`)."""
         self.has_begun = False
         self.is_abandoned = False
@@ -157,6 +160,8 @@ class ReadJob:
         """Set by the first block's reader before others get a part."""
         self.busy_s = [0.0] * len(blocks)
         """What reading each block took, without pauses."""
+        self.meters = [ReadMeter(clock.monotonic) for _ in blocks]
+        """What each block's reader did."""
         self.read_bytes = [0] * len(blocks)
         self.results: list[LoadedBlock | Failure | None] = [None] * len(blocks)
         self.countdown = collections.deque(range(len(blocks)))
@@ -215,7 +220,7 @@ class ReaderPool:
         self, blocks: Sequence[PlannedBlock] = (), into: KvTarget | None = None, *, names: Names = ()
     ) -> Ticket[Any]:
         """Queue a load, or a request for the headers of `names`; the caller bounds the queue."""
-        job = ReadJob(blocks, into, names, now=self._clock.monotonic())
+        job = ReadJob(blocks, into, names, clock=self._clock)
         self._jobs[job.ticket] = job
         self._work.put((job, 0))
         return job.ticket
@@ -336,7 +341,13 @@ class ReaderPool:
                     if index == 0:
                         self._share_out(job)
                     job.results[index] = read_block(
-                        self._files, descriptor, file, planned, job.target, before_read=limiter.wait
+                        self._files,
+                        descriptor,
+                        file,
+                        planned,
+                        job.target,
+                        before_read=limiter.wait,
+                        meter=job.meters[index],
                     )
                     job.read_bytes[index] = sum(map(file.region_bytes, planned.regions))
         except BlockFileError as error:
@@ -374,11 +385,24 @@ class ReaderPool:
         loaded = tuple(_leading_blocks(job.results))
         read_bytes = sum(job.read_bytes[: len(loaded)])
         # What it would have taken by itself and at full speed: other loads are read in between.
-        busy_s = sum(job.busy_s) / min(self._settings.reader_thread_count, len(job.busy_s))
+        reader_count = min(self._settings.reader_thread_count, len(job.busy_s))
+        busy_s = sum(job.busy_s) / reader_count
         rate = self._rate.add(read_bytes / busy_s) if busy_s and read_bytes else self._rate.value
         failure = failures[0] if failures else None
         outcome = Loaded(loaded, read_bytes, rate, failure) if loaded else failure
-        self._finish(job, outcome, ReadReport(len(loaded), failures, read_bytes))
+        self._finish(
+            job, outcome, ReadReport(len(loaded), failures, read_bytes, _rates_of(job.meters, reader_count))
+        )
+
+
+def _rates_of(meters: Sequence[ReadMeter], reader_count: int) -> ReadRates:
+    """Return the rates of what so many readers did together."""
+    disk_s = sum(meter.disk_s for meter in meters) / reader_count
+    decode_s = sum(meter.decode_s for meter in meters) / reader_count
+    return ReadRates(
+        sum(meter.disk_bytes for meter in meters) / disk_s if disk_s else 0.0,
+        sum(meter.decoded_bytes for meter in meters) / decode_s if decode_s else 0.0,
+    )
 
 
 def _leading_blocks(results: Sequence[LoadedBlock | Failure | None]) -> Iterator[LoadedBlock]:

@@ -97,7 +97,7 @@ class Spiller:
         elif not self._state.takes_blocks:
             self._drop(SpillDropCause.WRITES_OFF)
         else:
-            self._prepared = self._prepared or prepare_block(spill.block, cipher=self._store.cipher)
+            self._prepared = self._prepared or self._prepare(spill.block)
             self._write(self._prepared)
 
     def undo_writings(self) -> None:
@@ -126,6 +126,9 @@ class Spiller:
         self._state.drops[SpillDropCause.DUPLICATE] += 1
         self._finish(Persisted(stored))
 
+    def _prepare(self, block: HostBlock) -> PreparedBlock:
+        return prepare_block(block, cipher=self._store.cipher, has_planes=self._state.codec.has_planes)
+
     def _write(self, prepared: PreparedBlock) -> None:
         size_bytes = prepared.file_bytes
         if not self._store.space.can_ever_fit(size_bytes):
@@ -152,7 +155,7 @@ class Spiller:
         block = self._spills[1].block
         if self._store.index.covers(block) or block.header.hash == self._spills[0].block.header.hash:
             return
-        prepared = prepare_block(block, cipher=self._store.cipher)
+        prepared = self._prepare(block)
         is_allowed = self._store.space.budget_allows(prepared.file_bytes, now_time=self._clock.wall())
         # The first one's row is not inserted yet, and may make the manifest grow.
         if not (is_allowed and self._store.has_space(prepared.file_bytes + GROWTH_ALLOWANCE_BYTES)):
@@ -165,7 +168,7 @@ class Spiller:
 
     def _commit_first(self) -> None:
         writing = self._writings.popleft()
-        size_bytes = writing.prepared.file_bytes
+        size_bytes = writing.file.file_bytes
         try:
             record = self._store.finish(writing, pin_end_time=self._spills[0].pin_end_time)
         except (OSError, sqlite3.Error) as error:

@@ -298,6 +298,7 @@ class StorageLoop:
         self._state.read_queue.release(1)
         self._store.integrity.verified_block_total += report.block_count
         self._state.promote.read_byte_total += report.read_bytes
+        self._state.codec.note(report.rates)
         with self._failures():
             for failure in report.failures:
                 note_damage(self._store.integrity, failure)

@@ -22,6 +22,7 @@ from icehouse_server.domain.cache_stats import (
     SpillStats,
 )
 from icehouse_server.storage.api import Failure
+from icehouse_server.storage.local.codec_choice import CodecChoice
 from icehouse_server.storage.local.directory.store import BlockStore
 from icehouse_server.storage.storage_settings import StorageSettings
 
@@ -92,6 +93,7 @@ class StorageState:
         self.spill = SpillStats()
         """Accepted = persisted + dropped + still queued."""
         self.promote = PromoteStats()
+        self.codec = CodecChoice(settings.codec)
         self.drops: Counter[SpillDropCause] = Counter()
         """By this thread; the engine counts blocks refused because the queue was full."""
 
@@ -175,6 +177,10 @@ class StorageState:
                 other_model_block_count=len(store.index) - tier.block_count,
                 writes_off_detail=self.detail,
                 is_encrypted=store.cipher is not None,
+                block_bytes=store.index.block_bytes,
+                raw_block_bytes=store.index.raw_bytes,
+                decompress_bytes_per_s=self.codec.decode_bytes_per_s,
+                is_compressing=self.codec.has_planes,
             ),
             last_reconcile=store.report,
         )

@@ -27,7 +27,7 @@ from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 from icehouse_server.clock import Clock
 from icehouse_server.domain.blocks import TokenKeys, image_runs
 from icehouse_server.domain.cache_commands import RecentBlock
-from icehouse_server.domain.cache_stats import CacheStats, TenantShare, TierStats
+from icehouse_server.domain.cache_stats import CacheStats, DiskStats, TenantShare, TierStats
 from icehouse_server.domain.ids import BlockHash
 from icehouse_server.domain.stats import EngineStats, ServerStatus, SlowRequest, Snapshot
 from icehouse_server.telemetry.metric import HistogramSeries
@@ -199,6 +199,7 @@ def _cache(cache: CacheStats) -> dict[str, Any]:
         "spilled_byte_total": cache.spill.persisted_byte_total,
         "read_byte_total": cache.promote.read_byte_total,
         "damaged_block_total": cache.integrity.damaged_block_total,
+        **_fields(cache.disk or DiskStats(), "block_bytes", "raw_block_bytes"),
     }
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from icehouse.v1.cache_stats_pb2 import (
+    CacheDiskStats,
     CacheLookupStats,
     CachePromoteStats,
     CacheSpillStats,
@@ -68,6 +69,9 @@ def cache() -> CacheStats:
         lookups=CacheLookupStats(ram_token_total=3000, ssd_token_total=1000, miss_token_total=1000),
         spill=CacheSpillStats(persisted_byte_total=100 * MIB, queue_bytes=1, queue_limit_bytes=4),
         promote=CachePromoteStats(read_byte_total=200 * MIB),
+        disk=CacheDiskStats(
+            block_bytes=69 * MIB, raw_block_bytes=100 * MIB, decompress_bytes_per_second=2.0 * GIB
+        ),
     )
     found.ram.age.p50.FromSeconds(90)
     found.ssd.age.p50.FromSeconds(7200)
@@ -145,6 +149,7 @@ def test_the_screen_shows_queue_tiers_traffic_and_the_slowest() -> None:
         *("4 of 16 decoding", "3 in prefill", "2 of 256 waiting", "20 written", "(80%)", "▄█", "34 ms"),
         *("1 MiB of 4 MiB", "2 h", "1,000 tokens", "spill 1 MiB/s", "restore 2 MiB/s", "25% full"),
         *("7 blocks not written", "r1", "4.00 s", "768/1,000 → 21"),
+        *("files on SSD take 69% of their KV", "decompressed at 2 GiB/s"),
     ):
         assert wanted in text, wanted
     assert max(map(len, text.splitlines())) <= 100

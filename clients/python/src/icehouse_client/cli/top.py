@@ -224,6 +224,11 @@ def _traffic(cache: CacheStats, rates: Rates) -> Text:
         (f"{damaged:,} damaged", _ALARM if damaged else ""),
     )
     # Of an absent message every field is empty.
+    if cache.disk.raw_block_bytes:
+        share = share_text(cache.disk.block_bytes / cache.disk.raw_block_bytes)
+        text.append(f"\nfiles on SSD take {share} of their KV")
+        if cache.disk.decompress_bytes_per_second:
+            text.append(f", decompressed at {size_text(round(cache.disk.decompress_bytes_per_second))}/s")
     if cache.disk.writes_off_detail:
         text.append(f"\nnothing is written: {printable(cache.disk.writes_off_detail)}", style=_ALARM)
     if cache.disk.hang_detail:

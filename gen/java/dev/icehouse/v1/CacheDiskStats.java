@@ -246,6 +246,66 @@ private static final long serialVersionUID = 0L;
     }
   }
 
+  public static final int BLOCK_BYTES_FIELD_NUMBER = 10;
+  private long blockBytes_ = 0L;
+  /**
+   * <pre>
+   * Bytes of the files of all blocks.
+   * </pre>
+   *
+   * <code>int64 block_bytes = 10;</code>
+   * @return The blockBytes.
+   */
+  @java.lang.Override
+  public long getBlockBytes() {
+    return blockBytes_;
+  }
+
+  public static final int RAW_BLOCK_BYTES_FIELD_NUMBER = 11;
+  private long rawBlockBytes_ = 0L;
+  /**
+   * <pre>
+   * Bytes of the same blocks' tensors, as they are in memory. Compressed blocks take less of the disk.
+   * </pre>
+   *
+   * <code>int64 raw_block_bytes = 11;</code>
+   * @return The rawBlockBytes.
+   */
+  @java.lang.Override
+  public long getRawBlockBytes() {
+    return rawBlockBytes_;
+  }
+
+  public static final int DECOMPRESS_BYTES_PER_SECOND_FIELD_NUMBER = 12;
+  private double decompressBytesPerSecond_ = 0D;
+  /**
+   * <pre>
+   * Bytes of tensors that all readers together decompress per second, a moving average. 0: nothing was yet.
+   * </pre>
+   *
+   * <code>double decompress_bytes_per_second = 12;</code>
+   * @return The decompressBytesPerSecond.
+   */
+  @java.lang.Override
+  public double getDecompressBytesPerSecond() {
+    return decompressBytesPerSecond_;
+  }
+
+  public static final int COMPRESSING_FIELD_NUMBER = 13;
+  private boolean compressing_ = false;
+  /**
+   * <pre>
+   * Whether blocks are compressed on their way to the disk now.
+   * </pre>
+   *
+   * <code>bool compressing = 13;</code>
+   * @return The compressing.
+   */
+  @java.lang.Override
+  public boolean getCompressing() {
+    return compressing_;
+  }
+
   private byte memoizedIsInitialized = -1;
   @java.lang.Override
   public final boolean isInitialized() {
@@ -286,6 +346,18 @@ private static final long serialVersionUID = 0L;
     }
     if (!com.google.protobuf.GeneratedMessageV3.isStringEmpty(hangDetail_)) {
       com.google.protobuf.GeneratedMessageV3.writeString(output, 9, hangDetail_);
+    }
+    if (blockBytes_ != 0L) {
+      output.writeInt64(10, blockBytes_);
+    }
+    if (rawBlockBytes_ != 0L) {
+      output.writeInt64(11, rawBlockBytes_);
+    }
+    if (java.lang.Double.doubleToRawLongBits(decompressBytesPerSecond_) != 0) {
+      output.writeDouble(12, decompressBytesPerSecond_);
+    }
+    if (compressing_ != false) {
+      output.writeBool(13, compressing_);
     }
     getUnknownFields().writeTo(output);
   }
@@ -330,6 +402,22 @@ private static final long serialVersionUID = 0L;
     if (!com.google.protobuf.GeneratedMessageV3.isStringEmpty(hangDetail_)) {
       size += com.google.protobuf.GeneratedMessageV3.computeStringSize(9, hangDetail_);
     }
+    if (blockBytes_ != 0L) {
+      size += com.google.protobuf.CodedOutputStream
+        .computeInt64Size(10, blockBytes_);
+    }
+    if (rawBlockBytes_ != 0L) {
+      size += com.google.protobuf.CodedOutputStream
+        .computeInt64Size(11, rawBlockBytes_);
+    }
+    if (java.lang.Double.doubleToRawLongBits(decompressBytesPerSecond_) != 0) {
+      size += com.google.protobuf.CodedOutputStream
+        .computeDoubleSize(12, decompressBytesPerSecond_);
+    }
+    if (compressing_ != false) {
+      size += com.google.protobuf.CodedOutputStream
+        .computeBoolSize(13, compressing_);
+    }
     size += getUnknownFields().getSerializedSize();
     memoizedSize = size;
     return size;
@@ -363,6 +451,15 @@ private static final long serialVersionUID = 0L;
         != other.getEncrypted()) return false;
     if (!getHangDetail()
         .equals(other.getHangDetail())) return false;
+    if (getBlockBytes()
+        != other.getBlockBytes()) return false;
+    if (getRawBlockBytes()
+        != other.getRawBlockBytes()) return false;
+    if (java.lang.Double.doubleToLongBits(getDecompressBytesPerSecond())
+        != java.lang.Double.doubleToLongBits(
+            other.getDecompressBytesPerSecond())) return false;
+    if (getCompressing()
+        != other.getCompressing()) return false;
     if (!getUnknownFields().equals(other.getUnknownFields())) return false;
     return true;
   }
@@ -399,6 +496,18 @@ private static final long serialVersionUID = 0L;
         getEncrypted());
     hash = (37 * hash) + HANG_DETAIL_FIELD_NUMBER;
     hash = (53 * hash) + getHangDetail().hashCode();
+    hash = (37 * hash) + BLOCK_BYTES_FIELD_NUMBER;
+    hash = (53 * hash) + com.google.protobuf.Internal.hashLong(
+        getBlockBytes());
+    hash = (37 * hash) + RAW_BLOCK_BYTES_FIELD_NUMBER;
+    hash = (53 * hash) + com.google.protobuf.Internal.hashLong(
+        getRawBlockBytes());
+    hash = (37 * hash) + DECOMPRESS_BYTES_PER_SECOND_FIELD_NUMBER;
+    hash = (53 * hash) + com.google.protobuf.Internal.hashLong(
+        java.lang.Double.doubleToLongBits(getDecompressBytesPerSecond()));
+    hash = (37 * hash) + COMPRESSING_FIELD_NUMBER;
+    hash = (53 * hash) + com.google.protobuf.Internal.hashBoolean(
+        getCompressing());
     hash = (29 * hash) + getUnknownFields().hashCode();
     memoizedHashCode = hash;
     return hash;
@@ -543,6 +652,10 @@ private static final long serialVersionUID = 0L;
       writesOffDetail_ = "";
       encrypted_ = false;
       hangDetail_ = "";
+      blockBytes_ = 0L;
+      rawBlockBytes_ = 0L;
+      decompressBytesPerSecond_ = 0D;
+      compressing_ = false;
       return this;
     }
 
@@ -602,6 +715,18 @@ private static final long serialVersionUID = 0L;
       }
       if (((from_bitField0_ & 0x00000100) != 0)) {
         result.hangDetail_ = hangDetail_;
+      }
+      if (((from_bitField0_ & 0x00000200) != 0)) {
+        result.blockBytes_ = blockBytes_;
+      }
+      if (((from_bitField0_ & 0x00000400) != 0)) {
+        result.rawBlockBytes_ = rawBlockBytes_;
+      }
+      if (((from_bitField0_ & 0x00000800) != 0)) {
+        result.decompressBytesPerSecond_ = decompressBytesPerSecond_;
+      }
+      if (((from_bitField0_ & 0x00001000) != 0)) {
+        result.compressing_ = compressing_;
       }
     }
 
@@ -680,6 +805,18 @@ private static final long serialVersionUID = 0L;
         bitField0_ |= 0x00000100;
         onChanged();
       }
+      if (other.getBlockBytes() != 0L) {
+        setBlockBytes(other.getBlockBytes());
+      }
+      if (other.getRawBlockBytes() != 0L) {
+        setRawBlockBytes(other.getRawBlockBytes());
+      }
+      if (other.getDecompressBytesPerSecond() != 0D) {
+        setDecompressBytesPerSecond(other.getDecompressBytesPerSecond());
+      }
+      if (other.getCompressing() != false) {
+        setCompressing(other.getCompressing());
+      }
       this.mergeUnknownFields(other.getUnknownFields());
       onChanged();
       return this;
@@ -751,6 +888,26 @@ private static final long serialVersionUID = 0L;
               bitField0_ |= 0x00000100;
               break;
             } // case 74
+            case 80: {
+              blockBytes_ = input.readInt64();
+              bitField0_ |= 0x00000200;
+              break;
+            } // case 80
+            case 88: {
+              rawBlockBytes_ = input.readInt64();
+              bitField0_ |= 0x00000400;
+              break;
+            } // case 88
+            case 97: {
+              decompressBytesPerSecond_ = input.readDouble();
+              bitField0_ |= 0x00000800;
+              break;
+            } // case 97
+            case 104: {
+              compressing_ = input.readBool();
+              bitField0_ |= 0x00001000;
+              break;
+            } // case 104
             default: {
               if (!super.parseUnknownField(input, extensionRegistry, tag)) {
                 done = true; // was an endgroup tag
@@ -1261,6 +1418,182 @@ private static final long serialVersionUID = 0L;
       checkByteStringIsUtf8(value);
       hangDetail_ = value;
       bitField0_ |= 0x00000100;
+      onChanged();
+      return this;
+    }
+
+    private long blockBytes_ ;
+    /**
+     * <pre>
+     * Bytes of the files of all blocks.
+     * </pre>
+     *
+     * <code>int64 block_bytes = 10;</code>
+     * @return The blockBytes.
+     */
+    @java.lang.Override
+    public long getBlockBytes() {
+      return blockBytes_;
+    }
+    /**
+     * <pre>
+     * Bytes of the files of all blocks.
+     * </pre>
+     *
+     * <code>int64 block_bytes = 10;</code>
+     * @param value The blockBytes to set.
+     * @return This builder for chaining.
+     */
+    public Builder setBlockBytes(long value) {
+
+      blockBytes_ = value;
+      bitField0_ |= 0x00000200;
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * Bytes of the files of all blocks.
+     * </pre>
+     *
+     * <code>int64 block_bytes = 10;</code>
+     * @return This builder for chaining.
+     */
+    public Builder clearBlockBytes() {
+      bitField0_ = (bitField0_ & ~0x00000200);
+      blockBytes_ = 0L;
+      onChanged();
+      return this;
+    }
+
+    private long rawBlockBytes_ ;
+    /**
+     * <pre>
+     * Bytes of the same blocks' tensors, as they are in memory. Compressed blocks take less of the disk.
+     * </pre>
+     *
+     * <code>int64 raw_block_bytes = 11;</code>
+     * @return The rawBlockBytes.
+     */
+    @java.lang.Override
+    public long getRawBlockBytes() {
+      return rawBlockBytes_;
+    }
+    /**
+     * <pre>
+     * Bytes of the same blocks' tensors, as they are in memory. Compressed blocks take less of the disk.
+     * </pre>
+     *
+     * <code>int64 raw_block_bytes = 11;</code>
+     * @param value The rawBlockBytes to set.
+     * @return This builder for chaining.
+     */
+    public Builder setRawBlockBytes(long value) {
+
+      rawBlockBytes_ = value;
+      bitField0_ |= 0x00000400;
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * Bytes of the same blocks' tensors, as they are in memory. Compressed blocks take less of the disk.
+     * </pre>
+     *
+     * <code>int64 raw_block_bytes = 11;</code>
+     * @return This builder for chaining.
+     */
+    public Builder clearRawBlockBytes() {
+      bitField0_ = (bitField0_ & ~0x00000400);
+      rawBlockBytes_ = 0L;
+      onChanged();
+      return this;
+    }
+
+    private double decompressBytesPerSecond_ ;
+    /**
+     * <pre>
+     * Bytes of tensors that all readers together decompress per second, a moving average. 0: nothing was yet.
+     * </pre>
+     *
+     * <code>double decompress_bytes_per_second = 12;</code>
+     * @return The decompressBytesPerSecond.
+     */
+    @java.lang.Override
+    public double getDecompressBytesPerSecond() {
+      return decompressBytesPerSecond_;
+    }
+    /**
+     * <pre>
+     * Bytes of tensors that all readers together decompress per second, a moving average. 0: nothing was yet.
+     * </pre>
+     *
+     * <code>double decompress_bytes_per_second = 12;</code>
+     * @param value The decompressBytesPerSecond to set.
+     * @return This builder for chaining.
+     */
+    public Builder setDecompressBytesPerSecond(double value) {
+
+      decompressBytesPerSecond_ = value;
+      bitField0_ |= 0x00000800;
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * Bytes of tensors that all readers together decompress per second, a moving average. 0: nothing was yet.
+     * </pre>
+     *
+     * <code>double decompress_bytes_per_second = 12;</code>
+     * @return This builder for chaining.
+     */
+    public Builder clearDecompressBytesPerSecond() {
+      bitField0_ = (bitField0_ & ~0x00000800);
+      decompressBytesPerSecond_ = 0D;
+      onChanged();
+      return this;
+    }
+
+    private boolean compressing_ ;
+    /**
+     * <pre>
+     * Whether blocks are compressed on their way to the disk now.
+     * </pre>
+     *
+     * <code>bool compressing = 13;</code>
+     * @return The compressing.
+     */
+    @java.lang.Override
+    public boolean getCompressing() {
+      return compressing_;
+    }
+    /**
+     * <pre>
+     * Whether blocks are compressed on their way to the disk now.
+     * </pre>
+     *
+     * <code>bool compressing = 13;</code>
+     * @param value The compressing to set.
+     * @return This builder for chaining.
+     */
+    public Builder setCompressing(boolean value) {
+
+      compressing_ = value;
+      bitField0_ |= 0x00001000;
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * Whether blocks are compressed on their way to the disk now.
+     * </pre>
+     *
+     * <code>bool compressing = 13;</code>
+     * @return This builder for chaining.
+     */
+    public Builder clearCompressing() {
+      bitField0_ = (bitField0_ & ~0x00001000);
+      compressing_ = false;
       onChanged();
       return this;
     }

@@ -119,4 +119,44 @@ public interface CacheDiskStatsOrBuilder extends
    */
   com.google.protobuf.ByteString
       getHangDetailBytes();
+
+  /**
+   * <pre>
+   * Bytes of the files of all blocks.
+   * </pre>
+   *
+   * <code>int64 block_bytes = 10;</code>
+   * @return The blockBytes.
+   */
+  long getBlockBytes();
+
+  /**
+   * <pre>
+   * Bytes of the same blocks' tensors, as they are in memory. Compressed blocks take less of the disk.
+   * </pre>
+   *
+   * <code>int64 raw_block_bytes = 11;</code>
+   * @return The rawBlockBytes.
+   */
+  long getRawBlockBytes();
+
+  /**
+   * <pre>
+   * Bytes of tensors that all readers together decompress per second, a moving average. 0: nothing was yet.
+   * </pre>
+   *
+   * <code>double decompress_bytes_per_second = 12;</code>
+   * @return The decompressBytesPerSecond.
+   */
+  double getDecompressBytesPerSecond();
+
+  /**
+   * <pre>
+   * Whether blocks are compressed on their way to the disk now.
+   * </pre>
+   *
+   * <code>bool compressing = 13;</code>
+   * @return The compressing.
+   */
+  boolean getCompressing();
 }

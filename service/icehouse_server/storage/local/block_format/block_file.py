@@ -2,15 +2,15 @@
 
 Layout: 8 bytes of header length (little endian), a JSON header padded with spaces to a
 multiple of 8, then the regions kv, window, checkpoint, each contiguous, each tensor as its
-C-contiguous bytes. The header is written here and not by the safetensors library because
-the library orders tensors by dtype, and a restore needs regions as ranges; every safetensors
-reader can read the result.
+C-contiguous bytes or, where that takes less, in byte planes. The header is written here and
+not by the safetensors library because the library orders tensors by dtype, and a restore needs
+regions as ranges; every safetensors reader can read the result.
 
 Trust: the header's first value is the xxh3 of the whole header with that value set to zeros,
-so every changed bit of the header is seen; each region carries the xxh3 of its bytes; the
-block's hash is computed again from its parent and token ids. All of it is checked before a
-byte is used. `__metadata__` begins so in every layout ABI, so that other ABIs can be told
-from damage. With a cipher the regions and most of the head are encrypted.
+so every changed bit of the header is seen; each region carries the xxh3 of its bytes, and one
+in planes that of its tensors too; the block's hash is computed again from its parent and token
+ids. All of it is checked before a byte is used. `__metadata__` begins so in every layout ABI,
+so that other ABIs can be told from damage. With a cipher the regions and most of the head are encrypted.
 
 Any thread may call these functions. Bytes are hashed in file order right before each write and right
 behind each read, while they are in the CPU's cache.
@@ -37,24 +37,39 @@ from icehouse_server.domain.blocks import (
 )
 from icehouse_server.domain.ids import BlockHash
 from icehouse_server.storage.api import KvTarget, LoadedBlock, PlannedBlock, TensorShape
-from icehouse_server.storage.disk_error import is_shortage
 from icehouse_server.storage.files import Files
+from icehouse_server.storage.local.block_format.file_region import (
+    REGION_ORDER,
+    FileRegion,
+    Planes,
+    layout_abi_of,
+)
 from icehouse_server.storage.local.block_format.header import (
     DTYPE_BYTES,
-    REGION_ORDER,
     BlockFile,
     BlockFileError,
     BlockOutline,
-    FileRegion,
     encode_head,
     file_cipher_of,
     head_length,
     parse_head,
 )
+from icehouse_server.storage.local.block_format.plane_region import (
+    PlaneOutput,
+    gains,
+    read_planes,
+    stored_limit_bytes,
+)
+from icehouse_server.storage.local.block_format.region_input import (
+    GROUP_BYTES,
+    ReadMeter,
+    RegionInput,
+    damage_of,
+    groups,
+    slices,
+)
 from icehouse_server.storage.local.encryption.constants import TAG_BYTES, Cipher, Encryptor, FileCipher
 
-GROUP_BYTES = 256 << 10
-"""Bytes that are hashed and transferred at a time; several fit the second-level cache."""
 _FIRST_READ_BYTES = 32 << 10
 """Covers the head of all but the deepest models in one read."""
 
@@ -66,12 +81,18 @@ class PreparedBlock:
     block: HostBlock
     cipher: Cipher | None
     """Encrypts it."""
+    regions: tuple[FileRegion, ...]
+    """As they will be in the file, where those in planes may take less."""
     head_bytes: int
     file_bytes: int
+    """At most."""
 
 
-def prepare_block(block: HostBlock, *, cipher: Cipher | None = None) -> PreparedBlock:
-    """Check a block before anything is reserved or written for it.
+def prepare_block(
+    block: HostBlock, *, cipher: Cipher | None = None, has_planes: bool = False
+) -> PreparedBlock:
+    """Check a block before anything is reserved or written for it. With `has_planes` the regions that gain
+    by it are stored in byte planes.
 
     A wrong hash, or a tensor whose size is not that of its shape, is a broken invariant of the caller.
     """
@@ -89,10 +110,11 @@ def prepare_block(block: HostBlock, *, cipher: Cipher | None = None) -> Prepared
             size_bytes = prod(tensor.shape) * DTYPE_BYTES[tensor.dtype]
             assert tensor.data.nbytes == size_bytes, f"{tensor.name} does not have {size_bytes} bytes"
         # Checksums, tags and salts have fixed widths, so the head's length is known before they are.
-        offset = regions[-1].offset + regions[-1].size_bytes if regions else 0
-        regions.append(_file_region(region, offset, checksum=0, tag=bytes(TAG_BYTES) if cipher else b""))
-    head, _ = encode_head(header, regions, _new_file_cipher(block, cipher))
-    return PreparedBlock(block, cipher, head_bytes=len(head), file_bytes=len(head) + block.size_bytes)
+        offset = regions[-1].offset + regions[-1].stored_bytes if regions else 0
+        regions.append(_planned_region(region, offset, cipher=cipher, has_planes=has_planes))
+    head, _ = encode_head(header, regions, _new_file_cipher(block, cipher, regions))
+    file_bytes = len(head) + sum(region.stored_bytes for region in regions)
+    return PreparedBlock(block, cipher, tuple(regions), head_bytes=len(head), file_bytes=file_bytes)
 
 
 def write_block(files: Files, descriptor: int, prepared: PreparedBlock) -> BlockFile:
@@ -102,25 +124,35 @@ def write_block(files: Files, descriptor: int, prepared: PreparedBlock) -> Block
     which holds the checksums, comes last.
     """
     block = prepared.block
-    offset = prepared.head_bytes
-    regions = []
     # A new salt for every attempt: one file key never encrypts two files.
-    file_cipher = _new_file_cipher(block, prepared.cipher)
+    file_cipher = _new_file_cipher(block, prepared.cipher, prepared.regions)
     scratch = memoryview(bytearray(2 * GROUP_BYTES if file_cipher else 0))
-    for region in block.regions:
+    regions: list[FileRegion] = []
+    offset = prepared.head_bytes
+    for region, planned in zip(block.regions, prepared.regions, strict=True):
+        output = PlaneOutput(region, planned.tensors) if planned.planes else None
+        parts = (part for tensor in region.tensors for part in slices(tensor.data))
         begin = offset
         digest = xxhash.xxh3_64()
         encryptor = file_cipher.encryptor(region.kind) if file_cipher else None
-        for group, size_bytes in _groups(part for tensor in region.tensors for part in _slices(tensor.data)):
+        for group, size_bytes in output.groups() if output else groups(parts):
             written = _encrypt(encryptor, group, scratch) if encryptor else group
             for part in written:
                 digest.update(part)
             files.write(descriptor, written, offset=offset)
             offset += size_bytes
-        tag = encryptor.finish() if encryptor else b""
-        regions.append(_file_region(region, begin, checksum=digest.intdigest(), tag=tag))
-    head, header_checksum = encode_head(block.header, regions, file_cipher)
-    assert (len(head), offset) == (prepared.head_bytes, prepared.file_bytes), "The file's size is another"
+        regions.append(
+            dataclasses.replace(
+                planned,
+                offset=begin,
+                checksum=digest.intdigest(),
+                tag=encryptor.finish() if encryptor else b"",
+                planes=Planes(offset - begin, output.checksum) if output else None,
+            )
+        )
+    # Planes may take less than was planned, and so may the numbers of the head.
+    head, header_checksum = encode_head(block.header, regions, file_cipher, head_bytes=prepared.head_bytes)
+    assert len(head) == prepared.head_bytes and offset <= prepared.file_bytes, "The file's size is another"
     files.write(descriptor, [head], offset=0)
     return BlockFile(
         outline=BlockOutline.of(block.header),
@@ -184,9 +216,10 @@ def read_block(
     target: KvTarget | None,
     *,
     before_read: Callable[[], None],
+    meter: ReadMeter | None = None,
 ) -> LoadedBlock:
     """Read and verify the wanted regions of an open block; kv goes to `target`, if there is one.
-    `before_read` is called before each group of bytes.
+    `before_read` is called before each group of bytes, and `meter` counts what was done.
 
     Raises `BlockFileError` or `LayoutMismatch`; the target then holds bytes that must not be used.
     """
@@ -204,35 +237,49 @@ def read_block(
             data = _empty_bytes(region.size_bytes)
             segments = [data]
             loaded.append(_host_region(region, data))
-        parts = (part for segment in segments for part in _slices(segment))
-        _read_verified(files, descriptor, region, parts, cipher=file.cipher, before_read=before_read)
+        source = RegionInput(
+            files, descriptor, region, cipher=file.cipher, before_read=before_read, meter=meter
+        )
+        _read_verified(source, segments)
     return LoadedBlock(planned.header, tuple(loaded))
 
 
 def verify_block(files: Files, path: str, *, cipher: Cipher | None = None) -> BlockFile:
-    """Read and check every region of a file, by its tag too where `cipher` has the key; return its facts.
+    """Read and check every region of a file, and where `cipher` has the key of an encrypted one, its tag and
+    its tensors too; return its facts.
 
     Raises `BlockFileError`.
     """
     with _opened_block(files, path, cipher) as (descriptor, file):
         scratch = _empty_bytes(GROUP_BYTES)
         for region in file.regions:
-            parts = (
-                scratch[: region.size_bytes - begin] for begin in range(0, region.size_bytes, GROUP_BYTES)
-            )
-            _read_verified(files, descriptor, region, parts, cipher=file.cipher)
+            if file.header is None:
+                # Encrypted under an unknown key: only what lies in the file can be checked.
+                region = dataclasses.replace(region, size_bytes=region.stored_bytes, planes=None)
+            source = RegionInput(files, descriptor, region, cipher=file.cipher)
+            _read_verified(source, _repeated(scratch, region.size_bytes))
     return file
 
 
-def _new_file_cipher(block: HostBlock, cipher: Cipher | None) -> FileCipher | None:
+def _new_file_cipher(
+    block: HostBlock, cipher: Cipher | None, regions: Sequence[FileRegion]
+) -> FileCipher | None:
     if cipher is None:
         return None
-    return file_cipher_of(cipher, BlockOutline.of(block.header), salt=cipher.new_salt())
+    outline, layout_abi = BlockOutline.of(block.header), layout_abi_of(regions)
+    return file_cipher_of(cipher, outline, salt=cipher.new_salt(), layout_abi=layout_abi)
 
 
-def _file_region(region: HostRegion, offset: int, *, checksum: int, tag: bytes) -> FileRegion:
+def _planned_region(
+    region: HostRegion, offset: int, *, cipher: Cipher | None, has_planes: bool
+) -> FileRegion:
+    """Return a region without its checksums."""
     tensors = tuple(TensorShape(t.name, t.dtype, t.shape, t.data.nbytes) for t in region.tensors)
-    return FileRegion(region.kind, offset, region.size_bytes, checksum, tensors, tag)
+    tag = bytes(TAG_BYTES) if cipher else b""
+    planes = None
+    if has_planes and gains(region, tensors):
+        planes = Planes(stored_limit_bytes(tensors), checksum=0)
+    return FileRegion(region.kind, offset, region.size_bytes, 0, tensors, tag, planes)
 
 
 def _encrypt(encryptor: Encryptor, group: Sequence[memoryview], scratch: memoryview) -> list[memoryview]:
@@ -242,29 +289,6 @@ def _encrypt(encryptor: Encryptor, group: Sequence[memoryview], scratch: memoryv
         encryptor.update(part, scratch[begin : begin + part.nbytes])
         begin += part.nbytes
     return [scratch[:begin]]
-
-
-def _slices(data: memoryview) -> Iterator[memoryview]:
-    """Yield a buffer in pieces that fit a group."""
-    if data.nbytes <= GROUP_BYTES:
-        yield data
-    else:
-        for begin in range(0, data.nbytes, GROUP_BYTES):
-            yield data[begin : begin + GROUP_BYTES]
-
-
-def _groups(parts: Iterable[memoryview]) -> Iterator[tuple[list[memoryview], int]]:
-    """Yield runs of parts that go through one call and one hash while they are cached, with their bytes."""
-    group: list[memoryview] = []
-    size_bytes = 0
-    for part in parts:
-        group.append(part)
-        size_bytes += part.nbytes
-        if size_bytes >= GROUP_BYTES:
-            yield group, size_bytes
-            group, size_bytes = [], 0
-    if group:
-        yield group, size_bytes
 
 
 def _read_exactly(files: Files, descriptor: int, size_bytes: int, *, offset: int) -> bytes:
@@ -286,12 +310,12 @@ def _opened_block(
     except FileNotFoundError as error:
         raise BlockFileError(Damage.MISSING, f"{path} is gone") from error
     except OSError as error:
-        raise BlockFileError(_damage_of(error), f"{path} cannot be opened: {error}") from error
+        raise BlockFileError(damage_of(error), f"{path} cannot be opened: {error}") from error
     try:
         try:
             file = read_head(files, descriptor, cipher=cipher)
         except OSError as error:
-            raise BlockFileError(_damage_of(error), f"{path} cannot be read: {error}") from error
+            raise BlockFileError(damage_of(error), f"{path} cannot be read: {error}") from error
         if is_own and (file.cipher is None) != (cipher is None):
             raise BlockFileError(Damage.AUTH_TAG, f"{path} is not encrypted under the key in use")
         yield descriptor, file
@@ -299,47 +323,20 @@ def _opened_block(
         files.close(descriptor)
 
 
-def _damage_of(error: OSError) -> Damage:
-    return Damage.MEMORY if is_shortage(error) else Damage.IO
+def _read_verified(source: RegionInput, target: Iterable[memoryview]) -> None:
+    """Fill `target`, which covers the region's tensors in order, and verify it. Raises `BlockFileError`."""
+    if source.region.planes is not None:
+        read_planes(source, target)
+        return
+    for group, size_bytes in groups(part for segment in target for part in slices(segment)):
+        source.fill(group, size_bytes)
+    source.finish()
 
 
-def _read_verified(
-    files: Files,
-    descriptor: int,
-    region: FileRegion,
-    parts: Iterable[memoryview],
-    *,
-    cipher: FileCipher | None,
-    before_read: Callable[[], None] = lambda: None,
-) -> None:
-    """Fill `parts`, which cover the region in file order, decrypt them in place, and verify them."""
-    decryptor = cipher.decryptor(region.kind, tag=region.tag) if cipher else None
-    digest = xxhash.xxh3_64()
-    offset = region.offset
-    for group, size_bytes in _groups(parts):
-        before_read()
-        try:
-            got = files.read_into(descriptor, group, offset=offset)
-        except OSError as error:
-            raise BlockFileError(
-                _damage_of(error), f"region {region.kind} cannot be read: {error}"
-            ) from error
-        if got != size_bytes:
-            raise BlockFileError(Damage.TRUNCATED, f"region {region.kind} ends after {offset + got} bytes")
-        for part in group:
-            digest.update(part)
-            if decryptor is not None:
-                decryptor.update(part)
-        offset += size_bytes
-    assert offset == region.offset + region.size_bytes, f"{region.kind} was not covered exactly"
-    if digest.intdigest() != region.checksum:
-        raise BlockFileError(
-            Damage.CHECKSUM, f"region {region.kind} does not have the checksum of its header"
-        )
-    if decryptor is not None and not decryptor.finish():
-        raise BlockFileError(
-            Damage.AUTH_TAG, f"region {region.kind} is not what was encrypted under this key"
-        )
+def _repeated(scratch: memoryview, size_bytes: int) -> Iterator[memoryview]:
+    """Yield `scratch` as often as so many bytes fill it."""
+    for begin in range(0, size_bytes, len(scratch)):
+        yield scratch[: size_bytes - begin]
 
 
 def _empty_bytes(size_bytes: int) -> memoryview:

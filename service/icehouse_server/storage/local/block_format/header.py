@@ -8,6 +8,9 @@ the block's outline, the key's id, the file's salt, and for each region its posi
 encrypted bytes, and the tag. So without the key one can still weigh, list, check and evict blocks. `sealed`
 is the header as it would be in the clear (tokens, tensors), encrypted, with the outline as additional
 authenticated data. Outside and inside must agree, so no change goes unnoticed by those who have the key.
+
+A block file with a region in byte planes has a layout ABI of its own, so that earlier versions delete it as
+another version's. To safetensors each of its regions is one opaque tensor; the metadata has the tensors.
 """
 
 from __future__ import annotations
@@ -18,13 +21,13 @@ import dataclasses
 import functools
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
 from math import prod
 
 import xxhash
 
 from icehouse_server.domain.blocks import (
     LAYOUT_ABI,
+    PLANES_LAYOUT_ABI,
     BlockHeader,
     Damage,
     RegionKind,
@@ -34,6 +37,12 @@ from icehouse_server.domain.blocks import (
 )
 from icehouse_server.domain.ids import BlockHash, Fingerprint
 from icehouse_server.storage.api import TensorShape
+from icehouse_server.storage.local.block_format.file_region import (
+    FileRegion,
+    layout_abi_of,
+    parse_regions,
+    regions_to_json,
+)
 from icehouse_server.storage.local.encryption.constants import (
     KEY_ID_BYTES,
     SALT_BYTES,
@@ -65,8 +74,6 @@ DTYPE_BYTES = {
 _DIMENSION_LIMIT = 2**31 - 1
 """Largest dimension of an MLX array; that of an empty tensor has no other bound."""
 
-REGION_ORDER = tuple(RegionKind)
-
 
 class BlockFileError(Exception):
     """A file is not a complete, valid block file of this layout ABI."""
@@ -74,21 +81,6 @@ class BlockFileError(Exception):
     def __init__(self, damage: Damage, message: str) -> None:
         super().__init__(message)
         self.damage = damage
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class FileRegion:
-    """A region's position in the file and the xxh3 (64 bits) of its bytes."""
-
-    kind: RegionKind
-    offset: int
-    """From the start of the file."""
-    size_bytes: int
-    checksum: int
-    tensors: tuple[TensorShape, ...] = ()
-    """They fill the region in this order. Empty when the file is encrypted under an unknown key."""
-    tag: bytes = b""
-    """Authenticates an encrypted region."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -122,45 +114,60 @@ class BlockFile:
     cipher: FileCipher | None = dataclasses.field(default=None, repr=False, compare=False)
     """Decrypts its regions."""
 
+    @property
+    def layout_abi(self) -> int:
+        return layout_abi_of(self.regions)
+
     def region_bytes(self, kind: RegionKind) -> int:
-        """Return the bytes of the region of this kind; 0 when the block has none."""
+        """Return the tensors' bytes in the region of this kind; 0 when the block has none."""
         return sum(region.size_bytes for region in self.regions if region.kind is kind)
 
 
-def file_cipher_of(cipher: Cipher, outline: BlockOutline, *, salt: bytes) -> FileCipher:
+def file_cipher_of(cipher: Cipher, outline: BlockOutline, *, salt: bytes, layout_abi: int) -> FileCipher:
     """Return the encryption of one file, with every part of it bound to the public facts."""
-    facts = json.dumps(_public(outline, key_id=cipher.key_id, salt=salt), separators=(",", ":"))
-    return cipher.file(salt=salt, facts=facts.encode())
+    public = _public(outline, key_id=cipher.key_id, salt=salt, layout_abi=layout_abi)
+    return cipher.file(salt=salt, facts=json.dumps(public, separators=(",", ":")).encode())
 
 
 def encode_head(
-    header: BlockHeader, regions: Sequence[FileRegion], cipher: FileCipher | None = None
+    header: BlockHeader,
+    regions: Sequence[FileRegion],
+    cipher: FileCipher | None = None,
+    *,
+    head_bytes: int = 0,
 ) -> tuple[bytes, int]:
-    """Return the head's bytes and its checksum; encrypted with a cipher."""
+    """Return the head, of at least so many bytes, and its checksum; encrypted with a cipher."""
     begin = regions[0].offset if regions else 0
-    head, checksum = _encode_clear(header, regions, begin=begin)
     if cipher is None:
-        return head, checksum
+        return _encode_clear(header, regions, begin=begin, head_bytes=head_bytes)
+    inside, _ = _encode_clear(header, regions, begin=begin)
+    outline, layout_abi = BlockOutline.of(header), layout_abi_of(regions)
     metadata = {
-        **_public(BlockOutline.of(header), key_id=cipher.key_id, salt=cipher.salt),
-        "regions": regions_to_json(regions, begin=begin),
-        "sealed": base64.b64encode(cipher.encrypt_header(head)).decode(),
+        **_public(outline, key_id=cipher.key_id, salt=cipher.salt, layout_abi=layout_abi),
+        "regions": regions_to_json(regions, begin=begin, is_public=True),
+        "sealed": base64.b64encode(cipher.encrypt_header(inside)).decode(),
     }
-    tensors = {
+    return assemble_head(metadata, _opaque(regions, begin=begin), head_bytes=head_bytes)
+
+
+def _opaque(regions: Sequence[FileRegion], *, begin: int) -> dict[str, object]:
+    """Describe each region as a tensor of bytes."""
+    return {
         str(region.kind): {
             "dtype": "U8",
-            "shape": (region.size_bytes,),
-            "data_offsets": (region.offset - begin, region.offset - begin + region.size_bytes),
+            "shape": (region.stored_bytes,),
+            "data_offsets": (region.offset - begin, region.offset - begin + region.stored_bytes),
         }
         for region in regions
     }
-    return assemble_head(metadata, tensors)
 
 
-def _encode_clear(header: BlockHeader, regions: Sequence[FileRegion], *, begin: int) -> tuple[bytes, int]:
-    tensors = {}
+def _encode_clear(
+    header: BlockHeader, regions: Sequence[FileRegion], *, begin: int, head_bytes: int = 0
+) -> tuple[bytes, int]:
+    tensors: dict[str, object] = {}
+    offset = 0
     for region in regions:
-        offset = region.offset - begin
         for tensor in region.tensors:
             tensors[f"{region.kind}.{tensor.name}"] = {
                 "dtype": tensor.dtype,
@@ -170,7 +177,7 @@ def _encode_clear(header: BlockHeader, regions: Sequence[FileRegion], *, begin: 
             offset += tensor.size_bytes
     metadata = {
         "format": _FORMAT,
-        "layout_abi": str(LAYOUT_ABI),
+        "layout_abi": str(layout_abi_of(regions)),
         "hash": header.hash.hex(),
         "parent": header.parent.hex(),
         "fingerprint": header.fingerprint.hex(),
@@ -180,13 +187,16 @@ def _encode_clear(header: BlockHeader, regions: Sequence[FileRegion], *, begin: 
         "extra": header.extra.hex(),
         "regions": regions_to_json(regions, begin=begin),
     }
-    return assemble_head(metadata, tensors)
+    if layout_abi_of(regions) == PLANES_LAYOUT_ABI:
+        metadata["tensors"] = json.dumps(tensors, separators=(",", ":"))
+        tensors = _opaque(regions, begin=begin)
+    return assemble_head(metadata, tensors, head_bytes=head_bytes)
 
 
-def _public(outline: BlockOutline, *, key_id: bytes, salt: bytes) -> dict[str, str]:
+def _public(outline: BlockOutline, *, key_id: bytes, salt: bytes, layout_abi: int) -> dict[str, str]:
     return {
         "format": _ENCRYPTED_FORMAT,
-        "layout_abi": str(LAYOUT_ABI),
+        "layout_abi": str(layout_abi),
         "hash": outline.hash.hex(),
         "parent": outline.parent.hex(),
         "fingerprint": outline.fingerprint.hex(),
@@ -198,31 +208,18 @@ def _public(outline: BlockOutline, *, key_id: bytes, salt: bytes) -> dict[str, s
     }
 
 
-def assemble_head(metadata: Mapping[str, str], tensors: Mapping[str, object]) -> tuple[bytes, int]:
-    """Return a head that begins with its checksum, and the checksum."""
+def assemble_head(
+    metadata: Mapping[str, str], tensors: Mapping[str, object], *, head_bytes: int = 0
+) -> tuple[bytes, int]:
+    """Return a head of at least so many bytes that begins with its checksum, and the checksum."""
     text = {"__metadata__": {"header_xxh3": _ZEROS.decode(), **metadata}, **tensors}
     body = json.dumps(text, separators=(",", ":")).encode()
-    body += b" " * (-len(body) % _ALIGNMENT_BYTES)
+    body += b" " * max(head_bytes - 8 - len(body), -len(body) % _ALIGNMENT_BYTES)
     head = len(body).to_bytes(8, "little") + body
     assert head[8:_CHECKSUM_OFFSET] == _HEAD, "The checksum's position moved"
     assert len(head) <= _HEADER_LIMIT_BYTES, f"Header of {len(head)} bytes exceeds {_HEADER_LIMIT_BYTES}"
     checksum = xxhash.xxh3_64_intdigest(head)
     return head[:_CHECKSUM_OFFSET] + b"%016x" % checksum + head[_CHECKSUM_OFFSET + 16 :], checksum
-
-
-def regions_to_json(regions: Sequence[FileRegion], *, begin: int = 0) -> str:
-    """Return offsets (from `begin` of the file), bytes, checksums and tags of regions as text."""
-    items = [
-        {
-            "kind": r.kind,
-            "offset": r.offset - begin,
-            "size_bytes": r.size_bytes,
-            "xxh3": f"{r.checksum:016x}",
-            **({"tag": r.tag.hex()} if r.tag else {}),
-        }
-        for r in regions
-    ]
-    return json.dumps(items, separators=(",", ":"))
 
 
 def parse_head(head: bytes, *, file_bytes: int, cipher: Cipher | None = None) -> BlockFile:
@@ -236,11 +233,11 @@ def parse_head(head: bytes, *, file_bytes: int, cipher: Cipher | None = None) ->
     checksum = _check_head(head, file_bytes=file_bytes)
     with _parsing_errors():
         metadata = json.loads(head[8:])["__metadata__"]
-        _check_abi(metadata)
+        layout_abi = _parse_abi(metadata)
         outline = _parse_outline(metadata, token_count=int(metadata["token_count"]))
         key_id = _parse_bytes(metadata["key"], size_bytes=KEY_ID_BYTES)
         salt = _parse_bytes(metadata["salt"], size_bytes=SALT_BYTES)
-        regions = _parse_regions(metadata["regions"], data_offset=len(head))
+        regions = parse_regions(metadata["regions"], data_offset=len(head), layout_abi=layout_abi)
         if any(len(region.tag) != TAG_BYTES for region in regions):
             raise ValueError("a tag has the wrong length")
         encrypted = base64.b64decode(metadata["sealed"], validate=True)
@@ -248,25 +245,31 @@ def parse_head(head: bytes, *, file_bytes: int, cipher: Cipher | None = None) ->
     outside = BlockFile(outline, None, regions, file_bytes, checksum, key_id)
     if cipher is None or cipher.key_id != key_id:
         return outside
-    file_cipher = file_cipher_of(cipher, outline, salt=salt)
+    file_cipher = file_cipher_of(cipher, outline, salt=salt, layout_abi=layout_abi)
     text = file_cipher.decrypt_header(encrypted)
     if text is None:
         raise BlockFileError(Damage.AUTH_TAG, "Header is not what was encrypted under this key")
     inside = _parse_clear(text, file_bytes=file_bytes, data_offset=len(head), name_secret=cipher.name_secret)
-    bare = tuple(dataclasses.replace(region, tensors=()) for region in inside.regions)
+    bare = tuple(map(_public_region, inside.regions))
     if (inside.outline, bare) != (outline, regions):
         raise BlockFileError(Damage.AUTH_TAG, "The public and the encrypted part of the header differ")
     return dataclasses.replace(outside, header=inside.header, regions=inside.regions, cipher=file_cipher)
+
+
+def _public_region(region: FileRegion) -> FileRegion:
+    """Return what can be known of a region without the key."""
+    planes = region.planes and dataclasses.replace(region.planes, checksum=None)
+    return dataclasses.replace(region, tensors=(), planes=planes)
 
 
 def _parse_clear(head: bytes, *, file_bytes: int, data_offset: int, name_secret: bytes) -> BlockFile:
     """Return the facts in a head in the clear; the first region of its file begins at `data_offset`."""
     checksum = _check_head(head, file_bytes=file_bytes)
     with _parsing_errors():
-        metadata, tensors = _split(head)
+        metadata, tensors_text = _split(head)
         if metadata["format"] != _FORMAT:
             raise BlockFileError(Damage.HEADER, f"Format is {metadata['format']!r}, not {_FORMAT!r}")
-        _check_abi(metadata)
+        layout_abi = _parse_abi(metadata)
         token_ids = unpack_tokens(bytes.fromhex(metadata["token_ids"]))
         outline = _parse_outline(metadata, token_count=len(token_ids))
         header = BlockHeader(
@@ -278,8 +281,12 @@ def _parse_clear(head: bytes, *, file_bytes: int, data_offset: int, name_secret:
             block_token_limit=outline.block_token_limit,
             extra=bytes.fromhex(metadata["extra"]),
         )
-        regions = _parse_regions(metadata["regions"], data_offset=data_offset)
-        regions = _with_tensors(regions, tensors, data_offset=data_offset)
+        regions = parse_regions(metadata["regions"], data_offset=data_offset, layout_abi=layout_abi)
+        if any(region.planes and region.planes.checksum is None for region in regions):
+            raise ValueError("a region in byte planes lacks the checksum of its tensors")
+        if layout_abi == PLANES_LAYOUT_ABI:
+            tensors_text = metadata["tensors"].encode()
+        regions = _with_tensors(regions, _parse_tensors(tensors_text))
     _check_end(regions, data_offset=data_offset, file_bytes=file_bytes)
     expected = block_hash(
         parent=header.parent, token_ids=header.token_ids, extra=header.extra, secret=name_secret
@@ -323,15 +330,20 @@ def _check_head(head: bytes, *, file_bytes: int) -> int:
     return checksum
 
 
-def _check_abi(metadata: Mapping[str, str]) -> None:
-    """Raise `BlockFileError` for a file of another layout."""
-    if metadata["layout_abi"] != str(LAYOUT_ABI):
-        raise BlockFileError(Damage.OTHER_ABI, f"Layout ABI is {metadata['layout_abi']}, not {LAYOUT_ABI}")
+def _parse_abi(metadata: Mapping[str, str]) -> int:
+    """Return the layout ABI. Raises `BlockFileError` for one that cannot be read."""
+    for layout_abi in (LAYOUT_ABI, PLANES_LAYOUT_ABI):
+        if metadata["layout_abi"] == str(layout_abi):
+            return layout_abi
+    raise BlockFileError(
+        Damage.OTHER_ABI,
+        f"Layout ABI is {metadata['layout_abi']}, neither {LAYOUT_ABI} nor {PLANES_LAYOUT_ABI}",
+    )
 
 
 def _check_end(regions: Sequence[FileRegion], *, data_offset: int, file_bytes: int) -> None:
     """Raise `BlockFileError` for a file that does not end where its last region does."""
-    end = regions[-1].offset + regions[-1].size_bytes if regions else data_offset
+    end = regions[-1].offset + regions[-1].stored_bytes if regions else data_offset
     if end != file_bytes:
         raise BlockFileError(Damage.TRUNCATED, f"File has {file_bytes} bytes, its header says {end}")
 
@@ -356,33 +368,12 @@ def _parse_bytes(text: str, *, size_bytes: int) -> bytes:
     return data
 
 
-def _parse_regions(text: str, *, data_offset: int) -> tuple[FileRegion, ...]:
-    """Return regions, in order and without a gap, without their tensors. Raises what damaged text does."""
-    regions: list[FileRegion] = []
-    offset = data_offset
-    for item in json.loads(text):
-        region = FileRegion(
-            kind=RegionKind(str(item["kind"])),
-            offset=int(item["offset"]) + data_offset,
-            size_bytes=int(item["size_bytes"]),
-            checksum=int(str(item["xxh3"]), 16),
-            tag=bytes.fromhex(str(item.get("tag", ""))),
-        )
-        if region.offset != offset or region.size_bytes < 0:
-            raise ValueError(f"region {region.kind} begins at {region.offset}, not at {offset}")
-        offset += region.size_bytes
-        regions.append(region)
-    if any(REGION_ORDER.index(a.kind) >= REGION_ORDER.index(b.kind) for a, b in pairwise(regions)):
-        raise ValueError("regions are out of order")
-    return tuple(regions)
-
-
 _Tensors = Mapping[str, tuple[int, int, list[TensorShape]]]
 """By region: where the first tensor begins and the last one ends, and all of them in order."""
 
 
-def _split(head: bytes) -> tuple[dict[str, str], _Tensors]:
-    """Return a head's metadata and its tensors, parsed apart.
+def _split(head: bytes) -> tuple[dict[str, str], bytes]:
+    """Return a head's metadata and the text of its tensors, to be parsed apart.
 
     All blocks of one model describe their tensors with the same text, so that part is parsed
     once and cached by its bytes. A `"},"` cannot occur inside the metadata's values, where
@@ -390,8 +381,8 @@ def _split(head: bytes) -> tuple[dict[str, str], _Tensors]:
     """
     metadata_text, _, tensors_text = head[len(_METADATA_KEY) + 8 :].partition(b'"},"')
     if not tensors_text:
-        return json.loads(head[8:])["__metadata__"], {}
-    return json.loads(metadata_text + b'"}'), _parse_tensors(b'{"' + tensors_text)
+        return json.loads(head[8:])["__metadata__"], b"{}"
+    return json.loads(metadata_text + b'"}'), b'{"' + tensors_text
 
 
 @functools.lru_cache(maxsize=64)
@@ -409,7 +400,7 @@ def _parse_tensors(text: bytes) -> _Tensors:
 
 
 def _parse_tensor(name: str, entry: dict[str, object]) -> tuple[int, TensorShape]:
-    """Return where a tensor begins behind the head, and its shape."""
+    """Return where a tensor begins among all of the block's, and its shape."""
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not (isinstance(dtype, str) and isinstance(shape, list) and isinstance(offsets, list)):
         raise ValueError(f"{name} is not described as a tensor")
@@ -422,17 +413,16 @@ def _parse_tensor(name: str, entry: dict[str, object]) -> tuple[int, TensorShape
     return start, TensorShape(name, dtype, tuple(shape), end - start)
 
 
-def _with_tensors(
-    regions: Sequence[FileRegion], tensors: _Tensors, *, data_offset: int
-) -> tuple[FileRegion, ...]:
+def _with_tensors(regions: Sequence[FileRegion], tensors: _Tensors) -> tuple[FileRegion, ...]:
     """Return the regions with their tensors, which fill each of them in order."""
     if not tensors.keys() <= {region.kind for region in regions}:
         raise ValueError("a tensor lies outside of all regions")
     filled = []
+    region_begin = 0
     for region in regions:
-        region_begin = region.offset - data_offset
         begin, end, inside = tensors.get(region.kind, (region_begin, region_begin, []))
         if (begin, end - begin) != (region_begin, region.size_bytes):
             raise ValueError(f"region {region.kind} does not hold its tensors exactly")
         filled.append(dataclasses.replace(region, tensors=tuple(inside)))
+        region_begin += region.size_bytes
     return tuple(filled)

@@ -53,6 +53,8 @@ class DiskIndex:
         self._counts: dict[Fingerprint, _Counts] = {}
         self._pin_ends = PinEnds()
         self.block_bytes = 0
+        self.raw_bytes = 0
+        """Of the blocks' tensors, as they are in memory."""
         for record in self:
             self._count(record, 1)
         self._leaves = [(use, name) for name, use in self._uses.items() if self._is_evictable(name)]
@@ -169,6 +171,7 @@ class DiskIndex:
         counts.pinned_block_count += sign * record.is_pinned
         counts.token_count += sign * record.token_count
         self.block_bytes += sign * record.file_bytes
+        self.raw_bytes += sign * (record.kv_bytes + record.window_bytes + record.checkpoint_bytes)
         self._pin_ends.note(record.hash, record.pin_end_time if sign > 0 else NOT_PINNED)
 
     def _offer(self, block_hash: BlockHash) -> None:

@@ -23,11 +23,12 @@ from typing import Any, NamedTuple
 import xxhash
 from sqlite_utils import Database
 
-from icehouse_server.domain.blocks import LAYOUT_ABI, Damage, RegionKind, pack_tokens
+from icehouse_server.domain.blocks import Damage, RegionKind, pack_tokens
 from icehouse_server.domain.ids import BlockHash, Fingerprint
 from icehouse_server.pins import NOT_PINNED, UNTIL_UNPINNED
 from icehouse_server.storage.files import FileInfo
-from icehouse_server.storage.local.block_format.header import BlockFile, BlockFileError, regions_to_json
+from icehouse_server.storage.local.block_format.file_region import regions_to_json
+from icehouse_server.storage.local.block_format.header import BlockFile, BlockFileError
 from icehouse_server.storage.local.directory.schema import check_objects, check_schema, migrations
 from icehouse_server.storage.store_paths import StorePaths
 
@@ -116,7 +117,7 @@ def record_of(file: BlockFile, *, mtime_ns: int, inode: int, used_time: float) -
         file_bytes=file.file_bytes,
         mtime_ns=mtime_ns,
         inode=inode,
-        layout_abi=LAYOUT_ABI,
+        layout_abi=file.layout_abi,
         header_checksum=file.header_checksum,
         created_time=used_time,
         last_used_time=used_time,
@@ -431,7 +432,7 @@ def _text(data: bytes) -> str:
 
 
 def _contents_row(file: BlockFile) -> tuple[object, ...]:
-    header, regions = file.header, regions_to_json(file.regions)
+    header, regions = file.header, regions_to_json(file.regions, is_public=bool(file.key_id))
     if header is None or file.key_id:
         return file.outline.hash, b"", b"", regions
     return header.hash, pack_tokens(header.token_ids), header.extra, regions

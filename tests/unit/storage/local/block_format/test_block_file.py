@@ -239,7 +239,7 @@ def test_no_lie_with_a_right_checksum_breaks_the_parser(data):
 
 def test_another_abi_is_not_called_damage():
     with pytest.raises(BlockFileError) as caught:
-        parse_lie(lambda meta, entries: meta.update(layout_abi="2", regions="unreadable"))
+        parse_lie(lambda meta, entries: meta.update(layout_abi="3", regions="unreadable"))
     assert caught.value.damage is Damage.OTHER_ABI
 
 

@@ -159,7 +159,7 @@ def test_a_header_that_cannot_be_is_refused_by_everybody(path: Path, lie: str, c
 
 
 def test_another_abi_is_not_called_damage(path: Path) -> None:
-    forge(path, metadata=lambda facts: facts.update(layout_abi="2", regions="unreadable"))
+    forge(path, metadata=lambda facts: facts.update(layout_abi="3", regions="unreadable"))
     assert damage_of(path) is Damage.OTHER_ABI
 
 

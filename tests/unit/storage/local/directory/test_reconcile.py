@@ -143,9 +143,16 @@ def test_an_edited_row_of_contents_is_seen_by_verify(place):
     assert [failure.hash for failure in verified.damaged] == [place.chain[1].header.hash]
 
 
+def another_version(monkeypatch) -> None:
+    """Become a version that has other layouts."""
+    for module in ("block_format.header", "directory.reconcile"):
+        monkeypatch.setattr(f"icehouse_server.storage.local.{module}.LAYOUT_ABI", 3)
+    for module in ("block_format.header", "directory.reconcile", "directory.lock"):
+        monkeypatch.setattr(f"icehouse_server.storage.local.{module}.PLANES_LAYOUT_ABI", 4)
+
+
 def test_other_abi_is_deleted_with_its_row(place, monkeypatch):
-    for module in ("block_format.header", "directory.manifest", "directory.reconcile", "directory.lock"):
-        monkeypatch.setattr(f"icehouse_server.storage.local.{module}.LAYOUT_ABI", 2)
+    another_version(monkeypatch)
     assert place.findings() == [Finding.OTHER_ABI] * 3
     report, known = place.reopen()
     assert (report.other_layout_deleted_count, known) == (3, [False] * 3)
@@ -154,8 +161,7 @@ def test_other_abi_is_deleted_with_its_row(place, monkeypatch):
 
 def test_other_abi_without_row_is_deleted(place, monkeypatch):
     os.unlink(place.paths.manifest)
-    for module in ("block_format.header", "directory.manifest", "directory.reconcile", "directory.lock"):
-        monkeypatch.setattr(f"icehouse_server.storage.local.{module}.LAYOUT_ABI", 2)
+    another_version(monkeypatch)
     report, _ = place.reopen()
     assert report.other_layout_deleted_count == 3 and report.quarantined_count == 0
 

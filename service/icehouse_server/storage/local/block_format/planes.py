@@ -1,0 +1,107 @@
+"""Byte planes: a lossless code for tensors, chunk by chunk. Pure functions over bytes.
+
+The sign and exponent of neighbouring values are much alike, the low bits of their mantissas are noise. So the
+low bytes of all numbers of a chunk are put together, then the second bytes, and so on. Each such plane is
+compressed by Zstandard, or left as it is where that gains nothing.
+
+A chunk is a table of how many bytes each plane takes (unsigned, 32 bits, little endian), then the planes, the
+low byte first. A plane that takes as many bytes as it has numbers is as it was; a shorter one is a Zstandard
+frame. Chunks cover a region in file order; none holds numbers of two widths, or more than `CHUNK_BYTES`.
+
+NumPy and Zstandard work without the interpreter's lock, and a chunk takes a fraction of a millisecond, so the
+inference thread never waits for either.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import zstandard
+
+CHUNK_BYTES = 256 << 10
+"""Most bytes of tensors in a chunk."""
+RATIO_LIMIT = 16
+"""A chunk takes at least this part of its bytes; one that would take less stays as it is. So a file cannot
+declare more memory than this times its size."""
+_LEVEL = 1
+"""Of Zstandard: higher levels gain nothing on KV and are slower."""
+_SIZE = struct.Struct("<I")
+
+Plane = npt.NDArray[np.uint8]
+
+
+class DamagedChunk(Exception):
+    """A chunk is not what the encoder writes."""
+
+
+def table_bytes(width: int) -> int:
+    """Return the bytes of the table of a chunk whose numbers have so many bytes."""
+    return width * _SIZE.size
+
+
+class PlaneEncoder:
+    """Encodes chunks, one after another. One thread."""
+
+    def __init__(self) -> None:
+        self._zstd = zstandard.ZstdCompressor(level=_LEVEL, write_content_size=True)
+
+    def encode(self, data: Plane, *, width: int) -> list[memoryview]:
+        """Return a chunk's table and planes."""
+        planes = [np.ascontiguousarray(data[number::width]) for number in range(width)]
+        stored = [self._shorter(plane) for plane in planes]
+        if sum(map(len, stored)) * RATIO_LIMIT < data.nbytes:
+            stored = [plane.data for plane in planes]
+        table = b"".join(_SIZE.pack(len(plane)) for plane in stored)
+        return [memoryview(table), *stored]
+
+    def _shorter(self, plane: Plane) -> memoryview:
+        compressed = self._zstd.compress(plane.data)
+        return memoryview(compressed) if len(compressed) < plane.nbytes else plane.data
+
+
+class PlaneDecoder:
+    """Decodes chunks, one after another. One thread."""
+
+    def __init__(self) -> None:
+        self._zstd = zstandard.ZstdDecompressor(max_window_size=CHUNK_BYTES)
+
+    def decode(self, sizes: Sequence[int], planes: memoryview, target: Plane, *, width: int) -> None:
+        """Write a chunk's bytes into `target`, which has its size; `sizes` are those of the planes, low byte
+        first. Raises `DamagedChunk`."""
+        decoded = []
+        begin = 0
+        for size_bytes in sizes:
+            decoded.append(self._plane(planes[begin : begin + size_bytes], target.nbytes // width))
+            begin += size_bytes
+        if width == 2:
+            # Four times as fast as two strided copies.
+            numbers = target.view("<u2")
+            np.copyto(numbers, decoded[1])
+            np.left_shift(numbers, 8, out=numbers)
+            np.bitwise_or(numbers, decoded[0], out=numbers)
+            return
+        for number, plane in enumerate(decoded):
+            target[number::width] = plane
+
+    def _plane(self, stored: memoryview, plane_bytes: int) -> Plane:
+        if len(stored) == plane_bytes:
+            return np.frombuffer(stored, np.uint8)
+        try:
+            # It makes a buffer of the size that the frame declares, so that is looked at first.
+            declared_bytes = zstandard.frame_content_size(stored)
+            if declared_bytes != plane_bytes:
+                raise DamagedChunk(f"a frame declares {declared_bytes} bytes, where {plane_bytes} were due")
+            return np.frombuffer(self._zstd.decompress(stored, allow_extra_data=False), np.uint8)
+        except zstandard.ZstdError as error:
+            raise DamagedChunk(f"a plane cannot be decompressed: {error}") from error
+
+
+def table_sizes(table: bytes, *, plane_bytes: int) -> list[int]:
+    """Return how many bytes each plane takes. Raises `DamagedChunk` for more than it has numbers."""
+    sizes = [size for (size,) in _SIZE.iter_unpack(table)]
+    if not all(0 < size <= plane_bytes for size in sizes):
+        raise DamagedChunk(f"planes of {plane_bytes} bytes cannot take {sizes}")
+    return sizes
