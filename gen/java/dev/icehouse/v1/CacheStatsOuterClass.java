@@ -149,34 +149,37 @@ public final class CacheStatsOuterClass {
       "\030\004 \001(\003\022\036\n\026quarantined_file_count\030\005 \001(\003\022\031" +
       "\n\021quarantined_bytes\030\006 \001(\003\022\032\n\022seal_failur" +
       "e_total\030\007 \001(\003\022\037\n\027quarantined_block_total" +
-      "\030\010 \001(\003\"\343\001\n\016CacheDiskStats\022\022\n\nused_bytes\030" +
+      "\030\010 \001(\003\"\313\002\n\016CacheDiskStats\022\022\n\nused_bytes\030" +
       "\001 \001(\003\022\026\n\016manifest_bytes\030\002 \001(\003\022\023\n\013limit_b" +
       "ytes\030\003 \001(\003\022\022\n\nfree_bytes\030\004 \001(\003\022\030\n\020free_f" +
       "loor_bytes\030\005 \001(\003\022\037\n\027other_model_block_co" +
       "unt\030\006 \001(\003\022\031\n\021writes_off_detail\030\007 \001(\t\022\021\n\t" +
-      "encrypted\030\010 \001(\010\022\023\n\013hang_detail\030\t \001(\t\"\303\003\n" +
-      "\024CacheReconcileReport\0222\n\016reconcile_time\030" +
-      "\001 \001(\0132\032.google.protobuf.Timestamp\022+\n\010dur" +
-      "ation\030\002 \001(\0132\031.google.protobuf.Duration\022\r" +
-      "\n\005clean\030\003 \001(\010\022\030\n\020manifest_rebuilt\030\004 \001(\010\022" +
-      "\022\n\nfile_count\030\005 \001(\003\022\021\n\trow_count\030\006 \001(\003\022\035" +
-      "\n\025partial_deleted_count\030\007 \001(\003\022\025\n\radopted" +
-      "_count\030\010 \001(\003\022\031\n\021quarantined_count\030\t \001(\003\022" +
-      "\031\n\021row_deleted_count\030\n \001(\003\022\"\n\032other_layo" +
-      "ut_deleted_count\030\013 \001(\003\022\032\n\022unknown_file_c" +
-      "ount\030\014 \001(\003\022\027\n\017restamped_count\030\r \001(\003\022\037\n\027u" +
-      "nencrypted_block_count\030\016 \001(\003\022\024\n\014changed_" +
-      "code\030\017 \003(\t*\336\002\n\016SpillDropCause\022 \n\034SPILL_D" +
-      "ROP_CAUSE_UNSPECIFIED\020\000\022\036\n\032SPILL_DROP_CA" +
-      "USE_NO_CREDIT\020\001\022!\n\035SPILL_DROP_CAUSE_DAIL" +
-      "Y_BUDGET\020\002\022\036\n\032SPILL_DROP_CAUSE_DISK_FULL" +
-      "\020\003\022!\n\035SPILL_DROP_CAUSE_WRITE_FAILED\020\004\022\037\n" +
-      "\033SPILL_DROP_CAUSE_WRITES_OFF\020\005\022!\n\035SPILL_" +
-      "DROP_CAUSE_PREFIX_SHORT\020\006\022\036\n\032SPILL_DROP_" +
-      "CAUSE_DUPLICATE\020\007\022\035\n\031SPILL_DROP_CAUSE_SH" +
-      "UTDOWN\020\010\022!\n\035SPILL_DROP_CAUSE_TENANT_SHAR" +
-      "E\020\tB<\n\017dev.icehouse.v1P\001Z\'icehouse.dev/a" +
-      "pi/icehouse/v1;icehousev1b\006proto3"
+      "encrypted\030\010 \001(\010\022\023\n\013hang_detail\030\t \001(\t\022\023\n\013" +
+      "block_bytes\030\n \001(\003\022\027\n\017raw_block_bytes\030\013 \001" +
+      "(\003\022#\n\033decompress_bytes_per_second\030\014 \001(\001\022" +
+      "\023\n\013compressing\030\r \001(\010\"\303\003\n\024CacheReconcileR" +
+      "eport\0222\n\016reconcile_time\030\001 \001(\0132\032.google.p" +
+      "rotobuf.Timestamp\022+\n\010duration\030\002 \001(\0132\031.go" +
+      "ogle.protobuf.Duration\022\r\n\005clean\030\003 \001(\010\022\030\n" +
+      "\020manifest_rebuilt\030\004 \001(\010\022\022\n\nfile_count\030\005 " +
+      "\001(\003\022\021\n\trow_count\030\006 \001(\003\022\035\n\025partial_delete" +
+      "d_count\030\007 \001(\003\022\025\n\radopted_count\030\010 \001(\003\022\031\n\021" +
+      "quarantined_count\030\t \001(\003\022\031\n\021row_deleted_c" +
+      "ount\030\n \001(\003\022\"\n\032other_layout_deleted_count" +
+      "\030\013 \001(\003\022\032\n\022unknown_file_count\030\014 \001(\003\022\027\n\017re" +
+      "stamped_count\030\r \001(\003\022\037\n\027unencrypted_block" +
+      "_count\030\016 \001(\003\022\024\n\014changed_code\030\017 \003(\t*\336\002\n\016S" +
+      "pillDropCause\022 \n\034SPILL_DROP_CAUSE_UNSPEC" +
+      "IFIED\020\000\022\036\n\032SPILL_DROP_CAUSE_NO_CREDIT\020\001\022" +
+      "!\n\035SPILL_DROP_CAUSE_DAILY_BUDGET\020\002\022\036\n\032SP" +
+      "ILL_DROP_CAUSE_DISK_FULL\020\003\022!\n\035SPILL_DROP" +
+      "_CAUSE_WRITE_FAILED\020\004\022\037\n\033SPILL_DROP_CAUS" +
+      "E_WRITES_OFF\020\005\022!\n\035SPILL_DROP_CAUSE_PREFI" +
+      "X_SHORT\020\006\022\036\n\032SPILL_DROP_CAUSE_DUPLICATE\020" +
+      "\007\022\035\n\031SPILL_DROP_CAUSE_SHUTDOWN\020\010\022!\n\035SPIL" +
+      "L_DROP_CAUSE_TENANT_SHARE\020\tB<\n\017dev.iceho" +
+      "use.v1P\001Z\'icehouse.dev/api/icehouse/v1;i" +
+      "cehousev1b\006proto3"
     };
     descriptor = com.google.protobuf.Descriptors.FileDescriptor
       .internalBuildGeneratedFileFrom(descriptorData,
@@ -250,7 +253,7 @@ public final class CacheStatsOuterClass {
     internal_static_icehouse_v1_CacheDiskStats_fieldAccessorTable = new
       com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
         internal_static_icehouse_v1_CacheDiskStats_descriptor,
-        new java.lang.String[] { "UsedBytes", "ManifestBytes", "LimitBytes", "FreeBytes", "FreeFloorBytes", "OtherModelBlockCount", "WritesOffDetail", "Encrypted", "HangDetail", });
+        new java.lang.String[] { "UsedBytes", "ManifestBytes", "LimitBytes", "FreeBytes", "FreeFloorBytes", "OtherModelBlockCount", "WritesOffDetail", "Encrypted", "HangDetail", "BlockBytes", "RawBlockBytes", "DecompressBytesPerSecond", "Compressing", });
     internal_static_icehouse_v1_CacheReconcileReport_descriptor =
       getDescriptor().getMessageTypes().get(11);
     internal_static_icehouse_v1_CacheReconcileReport_fieldAccessorTable = new
