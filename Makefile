@@ -125,15 +125,19 @@ fmt: $(STAMP) ## Format the code and fix what ruff can fix.
 #   telemetry    access log, metrics, traces and load reports: all on against all off (ARGS=--events: KV events)
 #   tenants      can one tenant tell from the time that another one has a prompt cached?
 #   attacks      what a hostile tenant does to another one's short request, attack by attack
+#   http         the HTTP front against gRPC: first text, 64 streams at once, its memory
+#   httpattacks  what a hostile caller of the HTTP front does to another one's short request, attack by attack
 #   fleet        agents' sessions on one worker, two by their blocks, two in turn; what the gateway adds
 #   agents       agents' sessions, from a public trace (ARGS="--trace FOLDER") or generated: rules of eviction and
 #                budgets of checkpoints against LRU and Belady; with ARGS=--server against a real server
 #   growth       when one worker is enough, what 64 keep of its hits: simulated from what one costs
 CASE = throughput
 CASES := throughput gpu step profile lone load cache storage startup vision structured speculation blas telemetry \
-	tenants attacks fleet agents growth
+	tenants attacks http httpattacks fleet agents growth
 MODULE_profile := step.profile
 MODULE_storage := storage_bench
+MODULE_http := door.measure
+MODULE_httpattacks := door.attacks
 MODULE_fleet := fleet.measure
 MODULE_growth := fleet.growth
 

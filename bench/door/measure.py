@@ -2,10 +2,9 @@
 
 One server with a model of random weights, and `icehouse-http` in front of it. First the front's memory while
 nobody calls. Then one caller streams the same cached prompt in turn over gRPC and through the front, in chat,
-messages and responses, the order turning: the difference of the times to the first text. Then as many callers
-at once as the target names, rounds over gRPC and through the front in turn: tokens a second, and the processor
-time of each process. All callers are in this process, without a client library's time in HTTP's. Linux only:
-it reads /proc.
+messages and responses, the order turning: the difference of the times to the first text. Then 64 callers at
+once, rounds over gRPC and through the front in turn: tokens a second, and the processor time of each process.
+All callers are in this process, without a client library's time in HTTP's. Linux only: it reads /proc.
 """
 
 from __future__ import annotations
@@ -185,7 +184,10 @@ def _report(found: Found, arguments: argparse.Namespace, *, duration_s: float) -
         ("", "p50", "added, p50", "added, p95"),
         [("grpc", f"{quantile(grpc_ms, 0.5):.2f}", "", "")]
         + [
-            (side, *(f"{v:.2f}" for v in (_p50(found.first_texts_ms[side]), _p50(more), quantile(more, 0.95))))
+            (
+                side,
+                *(f"{v:.2f}" for v in (_p50(found.first_texts_ms[side]), _p50(more), quantile(more, 0.95))),
+            )
             for side, more in added_ms.items()
         ],
     )
@@ -209,13 +211,20 @@ def _report(found: Found, arguments: argparse.Namespace, *, duration_s: float) -
     ]
     verdicts += [
         Verdict(f"{arguments.callers} streams: tokens/s over gRPC's", rates, RATE_TARGET, at_least=True),
-        Verdict("idle: private MiB over Python's", spread_of([over_mib]), IDLE_MEMORY_TARGET_MIB, at_least=False),
+        Verdict(
+            "idle: private MiB over Python's", spread_of([over_mib]), IDLE_MEMORY_TARGET_MIB, at_least=False
+        ),
     ]
     show_verdicts(verdicts)
-    plan = {k: v for k, v in vars(arguments).items()}
     path = write_json(
         "http",
-        {"setting": setting(), "plan": plan, "duration_s": duration_s, "targets": verdicts, "found": found},
+        {
+            "setting": setting(),
+            "plan": vars(arguments),
+            "duration_s": duration_s,
+            "targets": verdicts,
+            "found": found,
+        },
     )
     console.print(f"{path}; {duration_s:.0f} s")
 

@@ -62,7 +62,10 @@ def bare_python_memory() -> Memory:
 def memory_of(pid: int) -> Memory:
     """Return what a process holds just now."""
     text = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii")
-    kib = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in text.splitlines()[1:])}
+    kib = {
+        name: int(rest.split()[0])
+        for name, _, rest in (line.partition(":") for line in text.splitlines()[1:])
+    }
     private = kib["Private_Clean"] + kib["Private_Dirty"]
     return Memory(private / 1024, kib["Anonymous"] / 1024, kib["Rss"] / 1024)
 

@@ -196,3 +196,16 @@ async def test_health_that_wants_credentials_is_asked_for_with_those_of_the_call
         assert (await front.http.get("/health", headers=known)).json() == {"status": "SERVING"}
         answer = await front.http.post("/v1/chat/completions", json=CHAT, headers=known)
         assert answer.status_code == 200
+
+
+async def test_a_fault_of_the_front_is_told_to_its_log_alone(
+    front: HttpFront, log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*arguments: Any) -> None:
+        raise ZeroDivisionError("a secret of the front")
+
+    monkeypatch.setattr("icehouse_http.app.model_list", broken)
+    answer = await front.http.get("/v1/models")
+    assert answer.status_code == 500 and "secret" not in answer.text
+    (record,) = (each for each in log.records if each.getMessage() == "http_request_failed")
+    assert vars(record)["path"] == "/v1/models" and record.exc_info is not None

@@ -166,6 +166,8 @@ def _command(config: Config, *, descriptor: int, private_socket: Path) -> list[s
         command += ["--allow-origin", origin]
     if http.strict_models:
         command.append("--strict-models")
+    if http.exact_prompts:
+        command.append("--exact-prompts")
     if http.temperature is not None:
         command += ["--temperature", str(http.temperature)]
     if not config.log.access_enabled:

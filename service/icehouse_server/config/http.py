@@ -40,6 +40,12 @@ class HttpConfig:
         kind=SettingKind.NUMBER,
         flag="--http-temperature",
     )
+    exact_prompts: bool = setting(
+        False,
+        "Give the model each conversation exactly as it was sent. Otherwise lines that change with every request "
+        "are removed, tools are sorted, and earlier replies stay as they were generated.",
+        flag="--http-exact-prompts",
+    )
     allow_origins: str | None = setting(
         None,
         "Origins, comma-separated, whose web pages may call; * is every origin. Default: no web page.",

@@ -37,6 +37,7 @@ BENCH_OPTIONS = {"--quick", "--cases", "--parts", "--clients", "--as-gpu", "--sh
 HTTP_OPTIONS = {
     "--alias",
     "--strict-models",
+    "--exact-prompts",
     "--allow-origin",
     "--max-body-bytes",
     "--body-memory-bytes",

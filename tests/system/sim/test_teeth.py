@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable
 
 import pytest
+from icehouse_server import pins
 from icehouse_server.domain import blocks
 from icehouse_server.domain.ids import CacheScope, Tenant
 from icehouse_server.domain.request import GenerationRequest
@@ -27,7 +28,7 @@ from icehouse_server.storage.local.block_format import block_file, header
 from icehouse_server.storage.local.directory import reconcile, space, store
 
 from tests.system.sim import checks
-from tests.system.sim.scenario import IMAGES_SEED, NAMES_SEED, SimulationFailed
+from tests.system.sim.scenario import IMAGES_SEED, NAMES_SEED, PIECES_SEED, SimulationFailed
 from tests.system.sim.setup import BLOCK
 from tests.system.sim.stories import play
 
@@ -245,6 +246,11 @@ def evict_what_is_pinned(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(checks, "check_tree", lambda tree: None)
 
 
+def end_pins_early(patch: pytest.MonkeyPatch) -> None:
+    real = pins.PinEnds.take
+    patch.setattr(pins.PinEnds, "take", lambda self, now_time: real(self, now_time + 0.05))
+
+
 def evict_nothing_from_ram(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(account.TierAccount, "victims", lambda self, needed_bytes, **how: [])
 
@@ -266,7 +272,7 @@ def count_what_is_queued_as_persisted(patch: pytest.MonkeyPatch) -> None:
     real = spiller.Spiller.add
 
     def add(self, request):
-        self._counters.spill.persisted_block_total += 1
+        self._state.spill.persisted_block_total += 1
         real(self, request)
 
     patch.setattr(spiller.Spiller, "add", add)
@@ -379,6 +385,7 @@ BREAKS: list[Break] = [
     adopt_without_a_sync,
     leak_a_pin,
     evict_what_is_pinned,
+    end_pins_early,
     evict_nothing_from_ram,
     ignore_the_size_limit,
     leak_write_credit,
@@ -403,6 +410,7 @@ FIRST_SEEDS: dict[Break, int] = {
     adopt_without_a_sync: NAMES_SEED + 15,
     leak_a_pin: 30,
     evict_what_is_pinned: 270,
+    end_pins_early: PIECES_SEED,
     unlink_before_the_row: 70,
     ignore_the_size_limit: 50,
     forget_which_image: IMAGES_SEED + 15,

@@ -46,6 +46,7 @@ def test_every_setting_reaches_the_child() -> None:
     given = {
         "http__aliases": "gpt-5=tiny,o3=big",
         "http__strict_models": True,
+        "http__exact_prompts": True,
         "http__temperature": 0.5,
         "http__allow_origins": "http://a,http://b",
         "http__max_body_bytes": "2MiB",
@@ -59,6 +60,7 @@ def test_every_setting_reaches_the_child() -> None:
         watches_health=False,
         aliases={"gpt-5": "tiny", "o3": "big"},
         strict_models=True,
+        exact_prompts=True,
         temperature=0.5,
         allow_origins=("http://a", "http://b"),
         max_body_bytes=2 << 20,

@@ -19,19 +19,19 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
+from icehouse_http.bounds.json_size import JsonSize
+from icehouse_http.bounds.places import Places
+from icehouse_http.bounds.reading_rate import SMALL_BYTES, ReadingRate
 from icehouse_http.chat import request as chat_request
 from icehouse_http.chat.answer import ChatAnswer
 from icehouse_http.errors import ApiError, api_error, dialect_of
 from icehouse_http.exchange import Answer, Asked, respond, until_gone
 from icehouse_http.fields import Fields, fields_of
-from icehouse_http.json_size import JsonSize
 from icehouse_http.messages import request as message_request
 from icehouse_http.messages.answer import MessageAnswer
 from icehouse_http.messages.pins import Pins
 from icehouse_http.messages.token_count import token_count
 from icehouse_http.model_list import model_list, one_model
-from icehouse_http.places import Places
-from icehouse_http.reading_rate import SMALL_BYTES, ReadingRate
 from icehouse_http.responses import request as response_request
 from icehouse_http.responses.answer import ResponseAnswer
 from icehouse_http.responses.store import ResponseStore
@@ -39,7 +39,7 @@ from icehouse_http.serving.access_log import AccessLog
 from icehouse_http.serving.body_budget import BodyBudget
 from icehouse_http.serving.logs import LOGGER_NAME
 from icehouse_http.serving.metrics import CONTENT_TYPE, Metrics
-from icehouse_http.serving.watched import REQUEST_ID, Watched
+from icehouse_http.serving.watched import REQUEST_ID, Watched, path_label
 from icehouse_http.settings import Settings
 from icehouse_http.texts import completions
 from icehouse_http.texts.embeddings import embeddings
@@ -143,7 +143,7 @@ class Front:
             except ClientDisconnect:
                 return Response(status_code=499)
             except Exception:
-                _log.exception("a request to %s failed", request.url.path)
+                _log.exception("http_request_failed", extra={"path": path_label(request.url.path)})
                 refusal = ApiError(500, "the HTTP front has a fault; its log says more", code="INTERNAL")
             return JSONResponse(refusal.body(dialect_of(request.url.path)), refusal.status, refusal.headers)
 

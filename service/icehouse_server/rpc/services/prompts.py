@@ -44,6 +44,10 @@ _TEXT_BYTES, TOKENIZED_BYTES_PER_TOKEN = 1 << 20, 8
 """Text up to this size is tokenized whatever the model; Tokenize takes so many bytes for each token of the
 context."""
 
+_CROWDED, _ROOMY = 7 / 8, 3 / 4
+"""Parts of the context. Old reasoning fills it: a stable prompt that takes more than the first gives way to
+the template's, which drops it, if that takes less than the second. Later prompts begin as that one."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Text:
@@ -422,6 +426,11 @@ def _rendered(
 ) -> tuple[RenderedChat, tuple[ImageSpan, ...]]:
     """Return a conversation's prompt and where its images are; raises InvalidRequest."""
     rendered = model.tokenizer.render_chat(conversation, kept)
+    limit = model.info.context_token_limit
+    if rendered.kept_token_count and len(rendered.token_ids) > _CROWDED * limit:
+        plain = model.tokenizer.render_chat(conversation)
+        if len(plain.token_ids) < _ROOMY * limit or len(rendered.token_ids) >= limit:
+            rendered = plain
     if images is None:
         return rendered, ()
     try:

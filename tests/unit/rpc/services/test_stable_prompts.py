@@ -26,13 +26,15 @@ DRAWN = (1, 2)
 """The tokens of a reply. The tokenizer would choose others for its text."""
 
 
-def answering(*, reason: FinishReason = FinishReason.STOP_TOKEN, end: int | None = END) -> Script:
+def answering(
+    *, reason: FinishReason = FinishReason.STOP_TOKEN, end: int | None = END, drawn: tuple[int, ...] = DRAWN
+) -> Script:
     """Return a script that answers "Dry."."""
 
     def script(request: GenerationRequest) -> Iterable[Event]:
         yield started(request)
         if request.max_output_tokens:
-            yield Delta("Dry.", DRAWN if end is None else (*DRAWN, end))
+            yield Delta("Dry.", drawn if end is None else (*drawn, end))
         last: Finished = finished(request)
         yield dataclasses.replace(last, reason=reason, stop_token_id=end)
 
@@ -167,6 +169,25 @@ async def test_another_tenant_finds_nothing(house: Any) -> None:
             request = asked("Rain?", "Dry.", "Sure?")
             request.cache.tenant = tenant
             assert bool(await kept_count(served, request)) is is_kept
+
+
+@pytest.mark.parametrize(
+    ("context_token_count", "is_kept"),
+    [(200, True), (60, False), (50, False)],
+    ids=["roomy", "crowded", "too long"],
+)
+async def test_reasoning_that_is_in_the_way_is_dropped(context_token_count: int, is_kept: bool) -> None:
+    """The reply has many more tokens than its text."""
+    info = dataclasses.replace(MODEL_INFO, context_token_limit=context_token_count)
+    async with running(info=info) as served:
+        served.engine.script = answering(drawn=tuple(range(30)))
+        await served.inference.Generate(asked("Rain?"))
+        said = ("Rain?", "Dry.", "Sure?")
+        assert bool(await kept_count(served, asked(*said))) is is_kept
+        longer = await served.inference.Tokenize(asked(*said, kind=messages.TokenizeRequest))
+        assert longer.token_count == len(served.engine.submitted[1].prompt_token_ids)
+        reply_count = len((*range(30), ";")) if is_kept else len("assistant:Dry.;")
+        assert longer.token_count == len("user:Rain?;") + reply_count + len("user:Sure?;")
 
 
 async def test_samples_tell_of_replies(house: Any) -> None:

@@ -28,7 +28,7 @@ class BoundedConnection(H11Protocol):
     pipeline_bytes: ClassVar[int] = 64 << 10
     """What may come behind a request that is not answered yet."""
     unread_bytes: ClassVar[int] = 32 << 20
-    """What is thrown away of a body that was refused: a caller that is still sending would not see the refusal."""
+    """What is thrown away of a body that was refused: who is still sending would not see the refusal."""
     connection_limit: ClassVar[int] = 1024
 
     _header_timer: asyncio.TimerHandle | None = None
