@@ -43,12 +43,13 @@ from icehouse_server.engine.scheduling.limits import SchedulerLimits
 from icehouse_server.engine.scheduling.policy import GPU_POLICY, POLICY, PassPolicy
 from icehouse_server.engine.scheduling.waiting_queue import WaitingLimits
 from icehouse_server.errors import IcehouseError, Reason, StartError, imports_of_extra
-from icehouse_server.rpc.engine_client.engine_ports import EnginePort, ServedModel
+from icehouse_server.rpc.engine_client.engine_ports import BlockFiles, EnginePort, ServedModel
 from icehouse_server.rpc.engine_client.router import Router
 from icehouse_server.rpc.kv_events.kv_event_source import CONNECT_PREFIX, KvEventSource
 from icehouse_server.rpc.listen_address import is_loopback
 from icehouse_server.rpc.rpc_server import RpcServer
 from icehouse_server.storage.api import ColdTier
+from icehouse_server.storage.local.block_format.block_bytes import BlockBytes
 from icehouse_server.structured_output.compiler import GrammarCompiler, stack_bytes
 from icehouse_server.structured_output.probe_process import ProbeLimits, ProbeProcess
 from icehouse_server.text.tokenizer import Tokenizer
@@ -152,7 +153,12 @@ def build_server(
         make_prefix=lambda: cache.open_controller(runner, clock),
         tokenizer=tokenizer,
         mailbox=mailbox,
-        listener=EngineListener(router, tokenizer, image_reader(config, source)),
+        listener=EngineListener(
+            router,
+            tokenizer,
+            image_reader(config, source),
+            BlockBytes() if config.cache.has_ssd else None,
+        ),
         clock=clock,
         memory_limit_bytes=memory_limit(config.engine.memory_limit_bytes, device),
     )
@@ -285,10 +291,17 @@ def waiting_limits(config: EngineConfig) -> WaitingLimits:
 class EngineListener:
     """Passes the engine's events to the router, and the model together with its tokenizer."""
 
-    def __init__(self, router: Router, tokenizer: Tokenizer, images: ImageReader | None = None) -> None:
+    def __init__(
+        self,
+        router: Router,
+        tokenizer: Tokenizer,
+        images: ImageReader | None = None,
+        block_files: BlockFiles | None = None,
+    ) -> None:
         self._router = router
         self._tokenizer = tokenizer
         self._images = images
+        self._block_files = block_files
 
     def publish(self, events: Sequence[tuple[RequestId, Event]]) -> None:
         self._router.publish(events)
@@ -296,7 +309,7 @@ class EngineListener:
     def model_loaded(self, info: ModelInfo) -> None:
         if info.reply_format is not None:
             _log_replies(info.reply_format)
-        self._router.model_loaded(ServedModel(info, self._tokenizer, self._images))
+        self._router.model_loaded(ServedModel(info, self._tokenizer, self._images, self._block_files))
 
     def state_changed(self, state: EngineState, error: IcehouseError | None) -> None:
         self._router.state_changed(state, error)

@@ -62,7 +62,7 @@ def import_directory(
     file: Annotated[str, typer.Argument(help="The archive to read; - is standard input.")],
     as_json: AsJson = False,
 ) -> None:
-    """Adopt the blocks of an archive into a directory; exit code 1 when not all were. No server may use it."""
+    """Adopt an archive's blocks into a directory; exit code 1 when not all were. No server may use it."""
     with _progress("adopting blocks") as progress, _opened(file) as source:
         report = _target(directory).adopt(iter(lambda: source.read(CHUNK_BYTES), b""), progress=progress)
     _show_import(report, as_json=as_json)
@@ -152,7 +152,7 @@ def _opened(file: str) -> Iterator[BinaryIO]:
         yield sys.stdin.buffer
         return
     try:
-        stream = open(file, "rb")
+        stream = open(file, "rb")  # noqa: SIM115
     except OSError as error:
         raise UsageError(f"{file} cannot be read: {error.strerror}") from error
     with stream:

@@ -1,10 +1,10 @@
 """Archive: blocks of one model as one stream of bytes, written and read piece by piece.
 
-A stream is a magic number and records. A record is its kind (1 byte), the length of its text (4 bytes, little
-endian), the text (JSON), and the xxh3 of all that (8 bytes). The first record is the header. Each block is a
-record that names it, the bytes of its block file, and a record with their SHA-256. A parent comes before
-its children. The trailer has the count of blocks and the SHA-256 of everything before it. Token ids stand in the
-block files alone, which prove them by the block's name.
+A stream is a magic number and records. A record is its kind (1 byte), the length of its text (4 bytes,
+little endian), the text (JSON), and the xxh3 of all that (8 bytes). The first record is the header. Each
+block is a record that names it, the bytes of its block file, and a record with their SHA-256. A parent comes
+before its children. The trailer has the count of blocks and the SHA-256 of everything before it. Token ids
+stand in the block files alone, which prove them by the block's name.
 
 Nothing that is read is trusted: lengths are bounded before anything is kept, names are hexadecimal digits and
 never paths, and a block counts once its checksum was seen. Who adopts a block verifies its file as well.
@@ -72,8 +72,8 @@ class BlockEntry:
     token_count: int
     file_bytes: int
     adapter: bytes | None = None
-    """Digest of the LoRA adapter that it was computed with, empty for the bare model; None where the archive was
-    made from a directory, which does not know."""
+    """Digest of the LoRA adapter that it was computed with, empty for the bare model; None where the archive
+    was made from a directory, which does not know."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -289,8 +289,8 @@ def _header_of(fields: Mapping[str, object]) -> ArchiveHeader:
     version, digest = fields["version"], fields["digest"]
     if (version, digest) != (FORMAT_VERSION, DIGEST_NAME):
         raise ArchiveError(
-            f"it has format {version!r} with {digest!r} checksums; this version reads format {FORMAT_VERSION} "
-            f"with {DIGEST_NAME}"
+            f"it has format {version!r} with {digest!r} checksums; this version reads format "
+            f"{FORMAT_VERSION} with {DIGEST_NAME}"
         )
     details = fields["details"]
     if not isinstance(details, dict) or not all(isinstance(value, str) for value in details.values()):

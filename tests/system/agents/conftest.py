@@ -60,9 +60,7 @@ class Desk:
         begin, end = _lines_of(section)
         blocks = [block for block in blocks_of(PAGE) if begin < block.line < end]
         assert any(SHOWN_URL in block.text for block in blocks), f"{section} shows no address"
-        return [
-            dataclasses.replace(block, text=block.text.replace(SHOWN_URL, self.url)) for block in blocks
-        ]
+        return [dataclasses.replace(block, text=block.text.replace(SHOWN_URL, self.url)) for block in blocks]
 
     async def run(self, tool: Program, section: str, **variables: str) -> str:
         """Run the section's commands beside its settings, as the page has them; return what they print."""

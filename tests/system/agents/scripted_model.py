@@ -82,7 +82,9 @@ def _write_tokenizer(folder: Path) -> int:
         show_progress=False,
     )
     built.train([str(page) for page in sorted(_PAGES.rglob("*.md"))], trainer)
-    built.add_tokens([AddedToken(text, special=special, normalized=False) for text, special in THINKING.tokens])
+    built.add_tokens(
+        [AddedToken(text, special=special, normalized=False) for text, special in THINKING.tokens]
+    )
     built.save(str(folder / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",

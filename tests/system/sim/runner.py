@@ -286,6 +286,9 @@ class SimRunner:
         assert all(_rows_of(t) == [row ^ _SECOND for row in rows] for t in region.tensors[1:])
         return SimRegion(region.kind, tuple(rows))
 
+    def misfit(self, regions: Sequence[HostRegion], *, token_count: int) -> str:
+        return "the simulation takes no block from elsewhere"
+
     def begin_to_host(self, regions: Sequence[SimRegion]) -> SimCopy:
         return SimCopy(self, tuple(regions), self.pass_count + 2 * self.is_pipelined)
 

@@ -166,7 +166,7 @@ def test_a_block_larger_than_the_reader_takes_is_refused_before_its_bytes() -> N
 
 
 def test_records_out_of_order_are_refused() -> None:
-    header, block, data, end, *_ = chunks()
+    header, block, _, end, *_ = chunks()
     orders: dict[str, Callable[[], bytes]] = {
         "two headers": lambda: header + header[len(archive.MAGIC) :],
         "a block first": lambda: archive.MAGIC + block,

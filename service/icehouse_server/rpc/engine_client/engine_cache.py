@@ -12,10 +12,14 @@ from collections.abc import AsyncIterator
 from typing import TypeVar
 
 from icehouse_server.domain.cache_commands import (
+    Adoption,
+    BlockContent,
     CacheCommand,
     EvictBlocks,
     EvictReport,
     Explanation,
+    ExportBlocks,
+    ImportTerms,
     KnownBlocks,
     ListKnown,
     ListStored,
@@ -30,7 +34,18 @@ from icehouse_server.rpc.engine_client.engine_ports import EnginePort
 from icehouse_server.rpc.engine_client.router import Router
 
 Answer = TypeVar(
-    "Answer", Explanation, PinReport, EvictReport, KnownBlocks, RecentBlocks, VerifyReport, StoredBlocks
+    "Answer",
+    Explanation,
+    PinReport,
+    EvictReport,
+    KnownBlocks,
+    RecentBlocks,
+    VerifyReport,
+    StoredBlocks,
+    ExportBlocks,
+    BlockContent,
+    ImportTerms,
+    Adoption,
 )
 
 _VERIFY_SLICE_COUNT = 64

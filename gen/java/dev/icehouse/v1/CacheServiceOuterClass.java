@@ -125,6 +125,41 @@ public final class CacheServiceOuterClass {
   static final 
     com.google.protobuf.GeneratedMessageV3.FieldAccessorTable
       internal_static_icehouse_v1_VerifyResult_fieldAccessorTable;
+  static final com.google.protobuf.Descriptors.Descriptor
+    internal_static_icehouse_v1_ExportRequest_descriptor;
+  static final 
+    com.google.protobuf.GeneratedMessageV3.FieldAccessorTable
+      internal_static_icehouse_v1_ExportRequest_fieldAccessorTable;
+  static final com.google.protobuf.Descriptors.Descriptor
+    internal_static_icehouse_v1_ExportResponse_descriptor;
+  static final 
+    com.google.protobuf.GeneratedMessageV3.FieldAccessorTable
+      internal_static_icehouse_v1_ExportResponse_fieldAccessorTable;
+  static final com.google.protobuf.Descriptors.Descriptor
+    internal_static_icehouse_v1_ExportResult_descriptor;
+  static final 
+    com.google.protobuf.GeneratedMessageV3.FieldAccessorTable
+      internal_static_icehouse_v1_ExportResult_fieldAccessorTable;
+  static final com.google.protobuf.Descriptors.Descriptor
+    internal_static_icehouse_v1_ImportRequest_descriptor;
+  static final 
+    com.google.protobuf.GeneratedMessageV3.FieldAccessorTable
+      internal_static_icehouse_v1_ImportRequest_fieldAccessorTable;
+  static final com.google.protobuf.Descriptors.Descriptor
+    internal_static_icehouse_v1_ImportTarget_descriptor;
+  static final 
+    com.google.protobuf.GeneratedMessageV3.FieldAccessorTable
+      internal_static_icehouse_v1_ImportTarget_fieldAccessorTable;
+  static final com.google.protobuf.Descriptors.Descriptor
+    internal_static_icehouse_v1_ImportRefusalCount_descriptor;
+  static final 
+    com.google.protobuf.GeneratedMessageV3.FieldAccessorTable
+      internal_static_icehouse_v1_ImportRefusalCount_fieldAccessorTable;
+  static final com.google.protobuf.Descriptors.Descriptor
+    internal_static_icehouse_v1_ImportResponse_descriptor;
+  static final 
+    com.google.protobuf.GeneratedMessageV3.FieldAccessorTable
+      internal_static_icehouse_v1_ImportResponse_fieldAccessorTable;
 
   public static com.google.protobuf.Descriptors.FileDescriptor
       getDescriptor() {
@@ -201,23 +236,50 @@ public final class CacheServiceOuterClass {
       "Result\022\034\n\024verified_block_count\030\001 \001(\003\022\026\n\016" +
       "verified_bytes\030\002 \001(\003\022\026\n\016damaged_hashes\030\003" +
       " \003(\t\022\033\n\023damaged_block_count\030\004 \001(\003\022+\n\010dur" +
-      "ation\030\005 \001(\0132\031.google.protobuf.Duration*O" +
-      "\n\tCacheTier\022\032\n\026CACHE_TIER_UNSPECIFIED\020\000\022" +
-      "\022\n\016CACHE_TIER_RAM\020\001\022\022\n\016CACHE_TIER_SSD\020\0022" +
-      "\337\003\n\014CacheService\022D\n\007Explain\022\033.icehouse.v" +
-      "1.ExplainRequest\032\034.icehouse.v1.ExplainRe" +
-      "sponse\022=\n\004Warm\022\030.icehouse.v1.WarmRequest" +
-      "\032\031.icehouse.v1.WarmResponse0\001\0228\n\003Pin\022\027.i" +
-      "cehouse.v1.PinRequest\032\030.icehouse.v1.PinR" +
-      "esponse\022>\n\005Unpin\022\031.icehouse.v1.UnpinRequ" +
-      "est\032\032.icehouse.v1.UnpinResponse\022@\n\005Evict" +
-      "\022\031.icehouse.v1.EvictRequest\032\032.icehouse.v" +
-      "1.EvictResponse0\001\022I\n\010EvictAll\022\034.icehouse" +
-      ".v1.EvictAllRequest\032\035.icehouse.v1.EvictA" +
-      "llResponse0\001\022C\n\006Verify\022\032.icehouse.v1.Ver" +
-      "ifyRequest\032\033.icehouse.v1.VerifyResponse0" +
-      "\001B<\n\017dev.icehouse.v1P\001Z\'icehouse.dev/api" +
-      "/icehouse/v1;icehousev1b\006proto3"
+      "ation\030\005 \001(\0132\031.google.protobuf.Duration\"l" +
+      "\n\rExportRequest\022\r\n\005model\030\001 \001(\t\022#\n\006prompt" +
+      "\030\002 \001(\0132\023.icehouse.v1.Prompt\022\'\n\005cache\030\003 \001" +
+      "(\0132\030.icehouse.v1.CachePolicy\"U\n\016ExportRe" +
+      "sponse\022\017\n\005chunk\030\001 \001(\014H\000\022)\n\004done\030\002 \001(\0132\031." +
+      "icehouse.v1.ExportResultH\000B\007\n\005event\"U\n\014E" +
+      "xportResult\022\023\n\013block_count\030\001 \001(\003\022\022\n\nsize" +
+      "_bytes\030\002 \001(\003\022\034\n\024left_out_block_count\030\003 \001" +
+      "(\003\"U\n\rImportRequest\022+\n\006target\030\001 \001(\0132\031.ic" +
+      "ehouse.v1.ImportTargetH\000\022\017\n\005chunk\030\002 \001(\014H" +
+      "\000B\006\n\004part\"F\n\014ImportTarget\022\r\n\005model\030\001 \001(\t" +
+      "\022\'\n\005cache\030\002 \001(\0132\030.icehouse.v1.CachePolic" +
+      "y\"U\n\022ImportRefusalCount\022*\n\006reason\030\001 \001(\0162" +
+      "\032.icehouse.v1.ImportRefusal\022\023\n\013block_cou" +
+      "nt\030\002 \001(\003\"\247\001\n\016ImportResponse\022\033\n\023adopted_b" +
+      "lock_count\030\001 \001(\003\022\025\n\radopted_bytes\030\002 \001(\003\022" +
+      "\031\n\021known_block_count\030\003 \001(\003\0221\n\010refusals\030\004" +
+      " \003(\0132\037.icehouse.v1.ImportRefusalCount\022\023\n" +
+      "\013stop_detail\030\005 \001(\t*O\n\tCacheTier\022\032\n\026CACHE" +
+      "_TIER_UNSPECIFIED\020\000\022\022\n\016CACHE_TIER_RAM\020\001\022" +
+      "\022\n\016CACHE_TIER_SSD\020\002*\332\001\n\rImportRefusal\022\036\n" +
+      "\032IMPORT_REFUSAL_UNSPECIFIED\020\000\022\032\n\026IMPORT_" +
+      "REFUSAL_DAMAGED\020\001\022\031\n\025IMPORT_REFUSAL_LAYO" +
+      "UT\020\002\022\030\n\024IMPORT_REFUSAL_SCOPE\020\003\022!\n\035IMPORT" +
+      "_REFUSAL_PARENT_MISSING\020\004\022\030\n\024IMPORT_REFU" +
+      "SAL_QUOTA\020\005\022\033\n\027IMPORT_REFUSAL_SSD_FULL\020\006" +
+      "2\351\004\n\014CacheService\022D\n\007Explain\022\033.icehouse." +
+      "v1.ExplainRequest\032\034.icehouse.v1.ExplainR" +
+      "esponse\022=\n\004Warm\022\030.icehouse.v1.WarmReques" +
+      "t\032\031.icehouse.v1.WarmResponse0\001\0228\n\003Pin\022\027." +
+      "icehouse.v1.PinRequest\032\030.icehouse.v1.Pin" +
+      "Response\022>\n\005Unpin\022\031.icehouse.v1.UnpinReq" +
+      "uest\032\032.icehouse.v1.UnpinResponse\022@\n\005Evic" +
+      "t\022\031.icehouse.v1.EvictRequest\032\032.icehouse." +
+      "v1.EvictResponse0\001\022I\n\010EvictAll\022\034.icehous" +
+      "e.v1.EvictAllRequest\032\035.icehouse.v1.Evict" +
+      "AllResponse0\001\022C\n\006Verify\022\032.icehouse.v1.Ve" +
+      "rifyRequest\032\033.icehouse.v1.VerifyResponse" +
+      "0\001\022C\n\006Export\022\032.icehouse.v1.ExportRequest" +
+      "\032\033.icehouse.v1.ExportResponse0\001\022C\n\006Impor" +
+      "t\022\032.icehouse.v1.ImportRequest\032\033.icehouse" +
+      ".v1.ImportResponse(\001B<\n\017dev.icehouse.v1P" +
+      "\001Z\'icehouse.dev/api/icehouse/v1;icehouse" +
+      "v1b\006proto3"
     };
     descriptor = com.google.protobuf.Descriptors.FileDescriptor
       .internalBuildGeneratedFileFrom(descriptorData,
@@ -359,6 +421,48 @@ public final class CacheServiceOuterClass {
       com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
         internal_static_icehouse_v1_VerifyResult_descriptor,
         new java.lang.String[] { "VerifiedBlockCount", "VerifiedBytes", "DamagedHashes", "DamagedBlockCount", "Duration", });
+    internal_static_icehouse_v1_ExportRequest_descriptor =
+      getDescriptor().getMessageTypes().get(22);
+    internal_static_icehouse_v1_ExportRequest_fieldAccessorTable = new
+      com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
+        internal_static_icehouse_v1_ExportRequest_descriptor,
+        new java.lang.String[] { "Model", "Prompt", "Cache", });
+    internal_static_icehouse_v1_ExportResponse_descriptor =
+      getDescriptor().getMessageTypes().get(23);
+    internal_static_icehouse_v1_ExportResponse_fieldAccessorTable = new
+      com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
+        internal_static_icehouse_v1_ExportResponse_descriptor,
+        new java.lang.String[] { "Chunk", "Done", "Event", });
+    internal_static_icehouse_v1_ExportResult_descriptor =
+      getDescriptor().getMessageTypes().get(24);
+    internal_static_icehouse_v1_ExportResult_fieldAccessorTable = new
+      com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
+        internal_static_icehouse_v1_ExportResult_descriptor,
+        new java.lang.String[] { "BlockCount", "SizeBytes", "LeftOutBlockCount", });
+    internal_static_icehouse_v1_ImportRequest_descriptor =
+      getDescriptor().getMessageTypes().get(25);
+    internal_static_icehouse_v1_ImportRequest_fieldAccessorTable = new
+      com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
+        internal_static_icehouse_v1_ImportRequest_descriptor,
+        new java.lang.String[] { "Target", "Chunk", "Part", });
+    internal_static_icehouse_v1_ImportTarget_descriptor =
+      getDescriptor().getMessageTypes().get(26);
+    internal_static_icehouse_v1_ImportTarget_fieldAccessorTable = new
+      com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
+        internal_static_icehouse_v1_ImportTarget_descriptor,
+        new java.lang.String[] { "Model", "Cache", });
+    internal_static_icehouse_v1_ImportRefusalCount_descriptor =
+      getDescriptor().getMessageTypes().get(27);
+    internal_static_icehouse_v1_ImportRefusalCount_fieldAccessorTable = new
+      com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
+        internal_static_icehouse_v1_ImportRefusalCount_descriptor,
+        new java.lang.String[] { "Reason", "BlockCount", });
+    internal_static_icehouse_v1_ImportResponse_descriptor =
+      getDescriptor().getMessageTypes().get(28);
+    internal_static_icehouse_v1_ImportResponse_fieldAccessorTable = new
+      com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
+        internal_static_icehouse_v1_ImportResponse_descriptor,
+        new java.lang.String[] { "AdoptedBlockCount", "AdoptedBytes", "KnownBlockCount", "Refusals", "StopDetail", });
     com.google.protobuf.DurationProto.getDescriptor();
     dev.icehouse.v1.CachePolicyOuterClass.getDescriptor();
     dev.icehouse.v1.PromptOuterClass.getDescriptor();

@@ -104,9 +104,9 @@ class ExportSource:
     ) -> Iterator[bytes | ExportReport]:
         """Yield the bytes of an archive, at last the report of it.
 
-        `fingerprint` is the beginning of a model's (hexadecimal); needed where there are several. With `block`,
-        the beginning of a block's name, only the blocks of the prompt that ends with this one. Raises `NotFound`, `StartError` when a server
-        has the directory, `StorageError` from the disk.
+        `fingerprint` is the beginning of a model's (hexadecimal); needed where there are several. With
+        `block`, the beginning of a block's name, only the blocks of the prompt that ends with this one.
+        Raises `NotFound`, `StartError` when a server has the directory, `StorageError` from the disk.
         """
         lock = take_lock(self._files, self._store.paths)
         try:
@@ -177,8 +177,8 @@ class ImportTarget:
     def adopt(self, stream: Iterable[bytes], *, progress: Progress = lambda _: None) -> ImportReport:
         """Adopt an archive's blocks, up to the first byte that is not as it was written.
 
-        Raises `StorageError` for an archive of a model that is not this directory's, and where the disk refuses
-        from the start; `StartError` when a server has the directory.
+        Raises `StorageError` for an archive of a model that is not this directory's, and where the disk
+        refuses from the start; `StartError` when a server has the directory.
         """
         lock = take_lock(self._files, self._paths)
         try:
@@ -213,8 +213,8 @@ class ImportTarget:
                 Reason.STORE_UNUSABLE,
                 f"the archive is of model {header.fingerprint.hex()}"
                 + (f", encrypted under key {key_id}" if key_id else "")
-                + f"; the directory {self._paths.root} is of {own}; take another directory, or let servers do it "
-                "(`icehouse export` and `import`), which encrypt anew",
+                + f"; the directory {self._paths.root} is of {own}; take another directory, or let servers do "
+                "it (`icehouse export` and `import`), which encrypt anew",
                 metadata={"archive": header.fingerprint.hex(), "directory": own},
             )
         self._files.make_dir(self._paths.folder(header.fingerprint))
@@ -250,8 +250,8 @@ class ImportTarget:
     def commit(
         self, descriptor: int, entry: BlockEntry, fingerprint: Fingerprint, manifest: Manifest
     ) -> bool:
-        """Make a written file durable, verify it, give it its name and insert its row; False when it is not the
-        block that its entry names."""
+        """Make a written file durable, verify it, give it its name and insert its row; False when it is not
+        the block that its entry names."""
         path = self._paths.block(fingerprint, entry.hash)
         partial = path + PARTIAL_SUFFIX
         self._files.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""Exchange: blocks go from directory to directory; what is not whole is refused, and no crash leaves a lie."""
+"""Exchange: blocks go from directory to directory, whole or not at all, and no crash leaves a lie."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_one_prompt_is_exported_by_its_last_block(tmp_path: Path) -> None:
 def test_an_archive_has_one_model(tmp_path: Path) -> None:
     fill(tmp_path / "a", make_chain(1))
     fill(tmp_path / "a", make_chain(1, fingerprint=OTHER_FINGERPRINT), fingerprint=OTHER_FINGERPRINT)
-    with pytest.raises(NotFound, match="2 .*11111111.*22222222"):
+    with pytest.raises(NotFound, match=r"2 .*11111111.*22222222"):
         export(tmp_path / "a")
     assert export(tmp_path / "a", fingerprint="2222")[1].block_count == 1
 
