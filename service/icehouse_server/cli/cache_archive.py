@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, BinaryIO
 
 import typer
+from icehouse_client.archive_files import opened, written
 from icehouse_client.cli.console import EXIT_FAILURE, AsJson, UsageError, bar, err, harmless, out, print_json
 from icehouse_client.cli.figures import size_text
 from rich.progress import TaskProgressColumn
@@ -121,42 +122,22 @@ def _target(directory: Path) -> ImportTarget:
 
 @contextlib.contextmanager
 def _written(file: str) -> Iterator[Callable[[bytes], object]]:
-    """Yield what writes to a new file, or to standard output. A file has its name when it is complete."""
-    if file == _PIPE:
-        yield sys.stdout.buffer.write
-        sys.stdout.buffer.flush()
-        return
-    partial = f"{file}.partial"
+    """Yield what writes to a new file, or to standard output."""
     try:
-        # Only for its owner: it holds prompts.
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(partial)
-        descriptor = os.open(partial, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
-        try:
-            with os.fdopen(descriptor, "wb") as stream:
-                yield stream.write
-                stream.flush()
-                os.fsync(stream.fileno())
-            os.rename(partial, file)
-        except BaseException:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(partial)
-            raise
+        with written(sys.stdout.buffer if file == _PIPE else file) as write:
+            yield write
     except OSError as error:
         raise UsageError(f"{file} cannot be written: {error.strerror}") from error
 
 
 @contextlib.contextmanager
 def _opened(file: str) -> Iterator[BinaryIO]:
-    if file == _PIPE:
-        yield sys.stdin.buffer
-        return
+    """Yield a file that is read, or standard input."""
     try:
-        stream = open(file, "rb")  # noqa: SIM115
+        with opened(sys.stdin.buffer if file == _PIPE else file) as stream:
+            yield stream
     except OSError as error:
         raise UsageError(f"{file} cannot be read: {error.strerror}") from error
-    with stream:
-        yield stream
 
 
 @contextlib.contextmanager
