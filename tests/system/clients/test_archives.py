@@ -1,4 +1,4 @@
-"""Archives with the Python client and at the terminal: out of one server, into another, out of a directory."""
+"""Archives with the Python client and at the terminal: between servers, and out of a directory."""
 
 from __future__ import annotations
 
