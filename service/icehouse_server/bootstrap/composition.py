@@ -16,7 +16,7 @@ from icehouse_server.bootstrap.model_source import check_files
 from icehouse_server.bootstrap.preload import openblas_loaded
 from icehouse_server.bootstrap.telemetry import TelemetryParts
 from icehouse_server.clock import Clock
-from icehouse_server.config import Config, EngineConfig, ModelConfig
+from icehouse_server.config import CacheConfig, Config, EngineConfig, ModelConfig
 from icehouse_server.config.setting import NamedPath
 from icehouse_server.device import Device
 from icehouse_server.domain.events import Event
@@ -153,12 +153,7 @@ def build_server(
         make_prefix=lambda: cache.open_controller(runner, clock),
         tokenizer=tokenizer,
         mailbox=mailbox,
-        listener=EngineListener(
-            router,
-            tokenizer,
-            image_reader(config, source),
-            BlockBytes() if config.cache.has_ssd else None,
-        ),
+        listener=EngineListener(router, tokenizer, image_reader(config, source), block_files(config.cache)),
         clock=clock,
         memory_limit_bytes=memory_limit(config.engine.memory_limit_bytes, device),
     )
@@ -173,6 +168,11 @@ def build_server(
         worker=worker_parts(config, source, running_limit=limits.running_limit, kv_events=kv_events.source),
     )
     return Server(engine, rpc, router, clock, cache.storage, telemetry, kv_events)
+
+
+def block_files(cache: CacheConfig) -> BlockFiles | None:
+    """Return what reads and writes archives' block files; None without an SSD tier."""
+    return BlockBytes() if cache.has_ssd else None
 
 
 def runner_settings(config: Config, device: Device) -> RunnerSettings:

@@ -126,7 +126,7 @@ def altered(number: int, **changes: object) -> bytes:
         (0, {"block_token_limit": True}),
         (0, {"details": {"a": 1}}),
         (0, {"details": []}),
-        (1, {"hash": "../../../home/somebody/.ssh/authorized_keys"}),
+        (1, {"hash": "../../../etc/cron.d/x"}),
         (1, {"hash": None}),
         (1, {"hash": "11" * 31}),
         (1, {"parent": "/"}),

@@ -157,7 +157,7 @@ class CacheService(Service, cache_service_pb2_grpc.CacheServiceServicer):
                 keys, _ = await self._generation.read_prompt(request, tenant=scope.tenant, call=call)
             await self._transfer.export(keys, scope, model=model, context=context, timer=timer)
 
-    async def Import(  # type: ignore[override]
+    async def Import(
         self, request: AsyncIterator[messages.ImportRequest], context: Context
     ) -> messages.ImportResponse:
         async with self._calls.call(context) as call:

@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Iterator
+from functools import partial
 
 from icehouse.v1 import cache_service_pb2 as messages
 
@@ -109,12 +110,12 @@ class CacheTransfer:
                 named_block = named.name(block, content)
                 # Read already: nothing of it is kept while the next one is read.
                 del content
-                parts = await self._prompts.run(lambda b=named_block: served.files.encode(b))
+                parts = await self._prompts.run(partial(served.files.encode, named_block))
                 size_bytes = sum(part.nbytes for part in parts)
                 entry = _entry(named_block.header, size_bytes, block.adapter)
                 await timer.write(context, messages.ExportResponse(chunk=writer.block(entry)))
                 for chunk in _chunks(parts):
-                    await self._prompts.run(lambda c=chunk: writer.part(c))
+                    await self._prompts.run(partial(writer.part, chunk))
                     await timer.write(context, messages.ExportResponse(chunk=chunk))
                 await timer.write(context, messages.ExportResponse(chunk=writer.end_block()))
                 result.block_count += 1
@@ -138,7 +139,7 @@ class CacheTransfer:
             terms = await self._commands.ask(BeginImport(), ImportTerms)
             adoption = _Adoption(self, served, terms, tenant)
             async for request in self._in_time(requests):
-                items, stop_detail = await self._prompts.run(lambda r=request: adoption.feed(r.chunk))
+                items, stop_detail = await self._prompts.run(partial(adoption.feed, request.chunk))
                 for item in items:
                     await adoption.take(item)
                 if stop_detail:
