@@ -33,7 +33,7 @@ INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo fleet serve test test-slow test-processors test-fleet test-docs test-clients check gen fmt lint types proto fresh bench soak fuzz smoke audit packages release docs clean
+.PHONY: help env demo fleet serve test test-slow test-processors test-fleet test-docs test-clients test-agents check gen fmt lint types proto fresh bench soak fuzz smoke audit packages release docs clean
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' Makefile
@@ -58,7 +58,7 @@ serve: $(SERVING) ## Serve the demo model on localhost:50051 (ARGS="--port 50052
 	@$(BIN)/icehouse serve $(ARGS)
 
 # What is compiled is kept, whatever the environment says: the tests start hundreds of processes.
-test test-slow test-processors test-fleet test-docs test-clients: export PYTHONDONTWRITEBYTECODE :=
+test test-slow test-processors test-fleet test-docs test-clients test-agents: export PYTHONDONTWRITEBYTECODE :=
 
 test: $(STAMP) ## Run the fast test suite (ARGS="tests/unit/storage -k spill" narrows it).
 	@$(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
@@ -78,6 +78,9 @@ test-docs: $(STAMP) ## Run the Python and the commands that the pages show, besi
 
 test-clients: $(STAMP) ## Run the tests and scenarios of each client whose tool chain is installed (ARGS="go" narrows it).
 	@$(BIN)/python -m tests.system.clients.languages $(ARGS)
+
+test-agents: $(STAMP) # Lead Codex, OpenCode, Claude Code and others through a task; npm and pip fetch 3 GB of them once.
+	@$(PYTEST) -m agents tests/system/agents $(ARGS)
 
 check: lint types proto fresh $(if $(TESTED),,test) ## Check what CI checks: format, lint, types, protos, generated code, tests.
 

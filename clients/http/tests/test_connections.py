@@ -152,9 +152,7 @@ async def test_one_connection_too_many_ends_the_one_that_waits_longest(
         assert (await served.readuntil(b"}")).startswith(b"HTTP/1.1 200 ")
 
 
-@pytest.mark.parametrize(
-    ("allowed", "wanted", "found"), [(256, 400, 400), (500, 400, 500), (256, 1 << 40, None)]
-)
+@pytest.mark.parametrize(("allowed", "wanted", "found"), [(256, 400, 400), (500, 400, 500), (256, 9999, 600)])
 def test_the_limit_of_open_files_is_raised_as_far_as_it_may(allowed: int, wanted: int, found: int) -> None:
     program = (
         "import resource\nfrom icehouse_http.command import allow_open_files\n"
@@ -162,7 +160,7 @@ def test_the_limit_of_open_files_is_raised_as_far_as_it_may(allowed: int, wanted
         f"allow_open_files({wanted})\nprint(*resource.getrlimit(resource.RLIMIT_NOFILE))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == [str(found or 600), "600"]
+    assert done.stdout.split() == [str(found), "600"]
 
 
 async def test_one_with_a_request_stays(monkeypatch: pytest.MonkeyPatch) -> None:

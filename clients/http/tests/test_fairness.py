@@ -207,12 +207,13 @@ async def test_checks_of_health_at_the_same_time_are_one_call(monkeypatch: pytes
 
     monkeypatch.setattr(AsyncClient, "health", health)
     upstream = Upstream(Settings())
-    checking = [asyncio.create_task(upstream.health()) for _ in range(20)]
+    caller = upstream.caller({}, "a machine")
+    checking = [asyncio.create_task(upstream.health(caller)) for _ in range(20)]
     await turns()
     checking.pop().cancel()
     answered.set()
     assert set(await asyncio.gather(*checking)) == {"SERVING"} and asked == 1
-    assert (await upstream.health(), asked) == ("SERVING", 2)
+    assert (await upstream.health(caller), asked) == ("SERVING", 2)
     await upstream.close()
 
 

@@ -47,6 +47,7 @@ HTTP_OPTIONS = {
 """Of icehouse-http, as its page names them."""
 RELEASE_OPTIONS = {"--without", "--artifact-url", "--pages-url"}
 """Of `make release`, as the page of releases names them."""
+PIP_OPTIONS = {"--no-compile"}
 TEXTS = [
     *sorted((DEPLOY / "systemd").iterdir()),
     PLIST,
@@ -161,7 +162,7 @@ def test_every_setting_that_is_named_exists(path: Path) -> None:
     own = {setting.flag for setting in SETTINGS} | set(_options_of(typer.main.get_command(app)))
     named = set(re.findall(r"`(--[a-z-]+)[ `]", text))
     switches = {f"--no-{flag[2:]}" for flag in own}
-    others = GATEWAY_OPTIONS | TYPERS_OPTIONS | BENCH_OPTIONS | RELEASE_OPTIONS | HTTP_OPTIONS
+    others = GATEWAY_OPTIONS | TYPERS_OPTIONS | BENCH_OPTIONS | RELEASE_OPTIONS | HTTP_OPTIONS | PIP_OPTIONS
     assert named - own - switches - others == set()
 
 

@@ -106,7 +106,7 @@ class Upstream:
         await self._admission.admit(caller.name, lambda: self.models(caller))
 
     async def health(self, caller: Caller) -> str:
-        """Return what the server says of itself: SERVING, NOT_SERVING. A caller who asks meanwhile hears the same."""
+        """Return what the server says of itself: SERVING, NOT_SERVING. Who asks meanwhile hears the same."""
         scope, asking = self._checking or ("", None)
         if asking is None or asking.done() or scope != caller.scope:
             asking = asyncio.ensure_future(caller.client.health(timeout_s=_KNOWN_FOR_S))

@@ -37,7 +37,7 @@ def test_tables_json_and_plot_have_every_rule_at_every_size(
     assert rates[Rule.LRU.value, 0.05] < rates[Rule.BELADY.value, 0.05] <= rates[Rule.LRU.value, 1.0]
     rules = [(each["rule"], each["share"]) for each in found["checkpoints"]]
     assert len(rules) == 2 * len(set(rules)) == 2 * 2 * 10, "two rounds, two sizes, ten rules"
-    assert ("budget 3, gap / age, ended dropped", 0.05) in rules
+    assert ("budget 3, gap / age, branches, ended dropped", 0.05) in rules
     assert (out / "agents.png").stat().st_size > 1000
     said = capsys.readouterr().out
     assert "400 requests" in said and "a cache of 5.0%" in said and "a cache of everything" in said

@@ -1,8 +1,8 @@
 """Places for requests, which callers divide among themselves so that none can take them all. Event loop.
 
-All requests share a few connections to the server, on each of which the server lets so many calls run at once. How
-many places a caller may hold depends on how many nobody holds, as for the server's own callers: alone it gets
-three quarters of them, and something stays free for the next one.
+All requests share a few connections to the server, each of which takes so many calls at once.
+How many places a caller may hold depends on how many nobody holds, as for the server's own callers: alone it
+gets three quarters of them, and something stays free for the next one.
 """
 
 from __future__ import annotations
