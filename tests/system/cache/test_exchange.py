@@ -257,6 +257,17 @@ async def test_a_caller_who_sends_nothing_more_is_given_up_and_leaves_no_file(
     assert not list((tmp_path / "b").rglob("*.partial"))
 
 
+async def test_a_caller_who_reads_no_more_gives_its_place_back(tmp_path: Path, llama: Path) -> None:
+    async with serving(llama, tmp_path / "a") as served:
+        await ask(served, TOKENS)
+        for _ in range(6):
+            call = served.cache.Export(messages.ExportRequest())
+            assert (await call.read()).chunk.startswith(archive.MAGIC)
+            call.cancel()
+        data, told = await export(served)
+        assert told.block_count == len(entries(data)) > 4
+
+
 async def test_an_import_begins_with_its_target(tmp_path: Path, llama: Path) -> None:
     async with serving(llama, tmp_path / "a") as served:
         for requests in ([], [messages.ImportRequest(chunk=archive.MAGIC)]):

@@ -50,11 +50,12 @@ class CacheExchange:
     def __init__(self, cache: PrefixCache) -> None:
         self._cache = cache
         self._tree = cache.tree
+        # Nothing is queued yet, so that is what a block may have at most.
+        self._block_limit_bytes = 0 if cache.storage is None else cache.storage.queue_space_bytes
 
     def answer(self, command: ExchangeCommand, reply: Reply) -> CacheAnswer | None:
         """Answer a command now, or by `reply` when the SSD tier has done its part. Raises what refuses it."""
-        storage = self._cache.storage
-        if storage is None or not self._cache.spills.is_on:
+        if not self._cache.spills.is_on:
             raise IcehouseError(
                 Reason.CACHE_UNSUPPORTED,
                 "this server writes no blocks to SSD, so it can neither export nor import",
@@ -65,8 +66,7 @@ class CacheExchange:
             case ReadBlock():
                 self._read(command.block_hash, reply, may_wait=True)
             case BeginImport():
-                block_count = self._cache.settings.block_token_count
-                return ImportTerms(block_count, storage.queue_space_bytes)
+                return ImportTerms(self._cache.settings.block_token_count, self._block_limit_bytes)
             case AdoptBlock():
                 return self._adopt(command, reply, may_wait=True)
         return None

@@ -46,6 +46,8 @@ from icehouse_server.storage.store_paths import PARTIAL_SUFFIX, StorePaths
 
 CHUNK_BYTES = 1 << 20
 """Read and written at a time."""
+_DETAIL_LIMIT = 256
+"""Characters of a fingerprint's detail, or of its name."""
 Progress = Callable[[int], None]
 """Called with the blocks done so far."""
 
@@ -206,21 +208,27 @@ class ImportTarget:
         """Make the folder for an archive's model; raises `StorageError` where it is not this directory's."""
         known = manifest.fingerprints()
         key_id = header.details.get(KEY_DETAIL, "")
-        # A new directory takes any model; but nothing in it could open what is encrypted under another key.
-        if header.fingerprint not in known and (known or key_id):
+        # A new directory takes any model; but nothing in it could open what is encrypted under another key,
+        # and nobody wants blocks in the clear beside a key.
+        is_foreign = header.fingerprint not in known and (known or key_id)
+        if is_foreign or (self._cipher is not None and not key_id):
             own = ", ".join(fingerprint.hex() for fingerprint in known) or "none yet"
             raise StorageError(
                 Reason.STORE_UNUSABLE,
-                f"the archive is of model {header.fingerprint.hex()}"
-                + (f", encrypted under key {key_id}" if key_id else "")
-                + f"; the directory {self._paths.root} is of {own}; take another directory, or let servers do "
-                "it (`icehouse export` and `import`), which encrypt anew",
+                f"the archive is of model {header.fingerprint.hex()}, "
+                + (f"encrypted under key {key_id}" if key_id else "in the clear")
+                + f"; the directory {self._paths.root} is of {own}"
+                + ("" if self._cipher is None else f" with key {self._cipher.key_id.hex()}")
+                + "; take another directory, or let servers do it (`icehouse export` and `import`), which "
+                "encrypt anew",
                 metadata={"archive": header.fingerprint.hex(), "directory": own},
             )
         self._files.make_dir(self._paths.folder(header.fingerprint))
         self._files.fsync_dir(self._paths.blocks)
-        details = {str(name): str(value) for name, value in header.details.items()}
-        manifest.add_fingerprint(header.fingerprint, details=details, now_time=self._clock.wall())
+        if header.fingerprint not in known:
+            # Somebody else's words, which commands print.
+            details = {_printable(name): _printable(value) for name, value in header.details.items()}
+            manifest.add_fingerprint(header.fingerprint, details=details, now_time=self._clock.wall())
 
     def has_space(self, size_bytes: int, *, used_bytes: int) -> bool:
         """Return whether a block still fits the limits."""
@@ -405,6 +413,10 @@ def _parts(files: Files, path: str, size_bytes: int) -> Iterator[bytes]:
             if files.read_into(descriptor, [memoryview(part)], offset=offset) < len(part):
                 raise OSError(f"{path} became shorter while it was read")
             yield bytes(part)
+
+
+def _printable(text: str) -> str:
+    return "".join(char if char.isprintable() else "?" for char in text[:_DETAIL_LIMIT])
 
 
 def _unusable(paths: StorePaths, error: OSError | sqlite3.Error) -> StorageError:

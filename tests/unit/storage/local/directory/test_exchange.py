@@ -239,6 +239,33 @@ def test_a_crash_at_any_step_leaves_whole_blocks_and_no_garbage(tmp_path: Path, 
     assert step > 20
 
 
+def test_what_an_archive_says_of_its_model_commands_no_terminal_and_replaces_nothing(tmp_path: Path) -> None:
+    fill(tmp_path / "a", CHAIN)
+    parts, _ = export(tmp_path / "a")
+    hostile = ArchiveHeader(FINGERPRINT, 16, {"a\x1b[31m": "\u202eb" + "c" * 1000})
+    header = ArchiveWriter().begin(hostile)
+    adopt(tmp_path / "b", [header, *parts[1:]])
+    [(name, value)] = offline(tmp_path / "b").rows().fingerprints[FINGERPRINT].items()
+    assert name == "a?[31m" and value.startswith("?bccc") and len(value) == 256
+    assert hashes(tmp_path / "b") == names(CHAIN)
+    adopt(tmp_path / "b", [header])
+    assert offline(tmp_path / "b").rows().fingerprints == {FINGERPRINT: {"architecture": "test"}}
+
+
+def test_blocks_in_the_clear_do_not_come_beside_a_key(tmp_path: Path) -> None:
+    fill(tmp_path / "a", CHAIN)
+    parts, _ = export(tmp_path / "a")
+    target = ImportTarget(
+        str(tmp_path / "b"),
+        files=Files(),
+        clock=ManualClock(),
+        limits=ImportLimits(1 << 30, 0),
+        cipher=CIPHER,
+    )
+    with pytest.raises(StorageError, match="in the clear"):
+        target.adopt(parts)
+
+
 def test_encrypted_blocks_stay_encrypted_and_need_their_key(tmp_path: Path) -> None:
     cipher = CIPHER
     fingerprint = encrypted_fingerprint(FINGERPRINT, cipher.key_id)
