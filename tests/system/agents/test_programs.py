@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ pytestmark = [pytest.mark.agents, pytest.mark.timeout(1800)]
 
 LEAST_REUSED = 0.95
 DONE = "The greeting is mended."
+MCP_SERVER = str(Path(__file__).with_name("mcp_server.py"))
 AGAIN = Step("Is it right now?", thought="I have just mended it.", said="It is.")
 Installed = Callable[[str], Program]
 
@@ -63,20 +65,43 @@ def codex_steps(file: Path) -> Sequence[Step]:
     )
 
 
+def configure_codex(codex: Program, desk: Desk, more: str = "") -> None:
+    """Write its settings. A sandbox of its own cannot be made in every container."""
+    folder = codex.home / ".codex"
+    folder.mkdir()
+    written = f'sandbox_mode = "danger-full-access"\n{settings(desk, "Codex CLI", "toml")}\n{more}'
+    (folder / "config.toml").write_text(written, encoding="utf-8")
+
+
 async def test_codex(tmp_path: Path, installed: Installed) -> None:
     codex = installed("codex")
     async with desk_of(tmp_path, codex_steps) as desk:
-        folder = codex.home / ".codex"
-        folder.mkdir()
-        # A sandbox of Codex's own cannot be made in every container.
-        set_up = f'sandbox_mode = "danger-full-access"\n{settings(desk, "Codex CLI", "toml")}'
-        (folder / "config.toml").write_text(set_up, encoding="utf-8")
+        configure_codex(codex, desk)
         told = documents(await desk.run(codex, "Codex CLI"))
         check_next_question(check(desk))
     said = [item["item"] for item in told if item["type"] == "item.completed"]
     assert [item["text"] for item in said if item["type"] == "agent_message"] == [f"\n\n{DONE}", "\n\nIt is."]
     first, *_ = [event["usage"] for event in told if event["type"] == "turn.completed"]
     assert first["cached_input_tokens"] > LEAST_REUSED * first["input_tokens"] * 2 / 3
+
+
+def melting_steps(file: Path) -> Sequence[Step]:
+    melt = Call("mcp__ice__melt", {"grams": 7})
+    return Step(QUESTION, calls=[melt]), Step("melted 7 grams", said="It is water."), AGAIN
+
+
+async def test_codex_calls_a_tool_of_an_mcp_server(tmp_path: Path, installed: Installed) -> None:
+    codex = installed("codex")
+    server = f"[mcp_servers.ice]\ncommand = {json.dumps(sys.executable)}\nargs = [{json.dumps(MCP_SERVER)}]\n"
+    async with desk_of(tmp_path, melting_steps) as desk:
+        configure_codex(codex, desk, server)
+        told = documents(await desk.run(codex, "Codex CLI"))
+        first, second, _ = desk.prompts()
+    items = [event["item"] for event in told if event["type"] == "item.completed"]
+    [called] = [item for item in items if item["type"] == "mcp_tool_call"]
+    assert (called["server"], called["tool"], called["status"]) == ("ice", "melt", "completed"), called
+    assert "It is water." in [item.get("text", "").strip() for item in items]
+    assert second.cached_count >= first.token_count
 
 
 def opencode_steps(file: Path) -> Sequence[Step]:

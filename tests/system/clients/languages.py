@@ -97,7 +97,7 @@ LANGUAGES = (
         folder="http",
         tools=(),
         fetch=(),
-        steps=((sys.executable, "-m", "pytest", "-q", "--timeout", "300", "tests/scenarios"),),
+        steps=((sys.executable, "-m", "pytest", "-q", "--timeout", "300", "scenarios"),),
         example=None,
     ),
     Language(

@@ -258,7 +258,8 @@ class Front:
             if wanted.is_stored:
                 self._store.put(caller.scope, name, [*wanted.messages, reply.message()])
 
-        answer = ResponseAnswer(name, wanted.told, seals=wanted.seals_reasoning, keep=keep)
+        seals = wanted.seals_reasoning
+        answer = ResponseAnswer(name, wanted.told, wanted.functions, seals=seals, keep=keep)
         return await self._respond(request, caller, asked, answer, wishes=_WISHES | _CODEX_WISHES)
 
     async def messages(self, request: Request, caller: Caller) -> Response:
