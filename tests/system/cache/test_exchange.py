@@ -268,6 +268,26 @@ async def test_a_caller_who_reads_no_more_gives_its_place_back(tmp_path: Path, l
         assert told.block_count == len(entries(data)) > 4
 
 
+async def test_a_reader_who_takes_nothing_is_ended_and_the_next_one_served(
+    tmp_path: Path, llama: Path
+) -> None:
+    tokens = prompt(200 * BLOCK)
+    async with serving(llama, tmp_path / "a", server__stall_timeout_s=0.3) as served:
+        await ask(served, tokens)
+        call = served.cache.Export(messages.ExportRequest())
+        await call.initial_metadata()
+        # Nothing is read until the server has given up: its status comes behind what was sent.
+        await served.served.rpc._calls.idle.wait()
+        refusal = await refused(drained(call))
+        assert refusal.reason == "READER_STALLED"
+        assert (await export(served, tokens[: 2 * BLOCK]))[1].block_count == 2
+
+
+async def drained(call: Any) -> None:
+    async for _ in call:
+        pass
+
+
 async def test_an_import_begins_with_its_target(tmp_path: Path, llama: Path) -> None:
     async with serving(llama, tmp_path / "a") as served:
         for requests in ([], [messages.ImportRequest(chunk=archive.MAGIC)]):
