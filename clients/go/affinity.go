@@ -18,8 +18,8 @@ const (
 )
 
 // PrefixKey returns the key by which a load balancer sends prompts with the same beginning to the same server: 16 hex
-// digits, equal for prompts that begin alike. Requests of Generate, Stream, Warm, Explain, Pin, Unpin, Evict and Rerank
-// have one, if they have a prompt; for all others it is empty. Every client library computes it the same way:
+// digits, equal for prompts that begin alike. Requests of Generate, Stream, Warm, Explain, Pin, Unpin, Evict, Export and
+// Rerank have one, if they have a prompt; for all others it is empty. Every client library computes it the same way:
 //
 //	first 16 hex digits of SHA-256(model ‖ 0x00 ‖ kind ‖ 0x00 ‖ variant ‖ beginning)
 //

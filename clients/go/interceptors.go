@@ -30,6 +30,11 @@ func (s *settings) stream(
 	begin grpc.Streamer, options ...grpc.CallOption,
 ) (grpc.ClientStream, error) {
 	ctx, cancel := s.bounded(ctx, s.timeoutOf(method))
+	if description.ClientStreams && !description.ServerStreams {
+		return s.upload(ctx, cancel, func(ctx context.Context) (grpc.ClientStream, error) {
+			return begin(ctx, description, conn, method, options...)
+		})
+	}
 	return &deferredStream{
 		settings: s,
 		ctx:      ctx,
@@ -40,6 +45,35 @@ func (s *settings) stream(
 	}, nil
 }
 
+// upload begins a call of many requests. It is not made again: what was sent is not kept.
+func (s *settings) upload(
+	ctx context.Context, cancel context.CancelFunc, begin func(context.Context) (grpc.ClientStream, error),
+) (grpc.ClientStream, error) {
+	ctx, _, err := s.authorized(ctx)
+	if err != nil {
+		cancel()
+		return nil, err
+	}
+	stream, err := begin(ctx)
+	if err != nil {
+		cancel()
+		return nil, errorFrom(err)
+	}
+	return &uploadStream{stream, cancel}, nil
+}
+
+// uploadStream ends with its one answer.
+type uploadStream struct {
+	grpc.ClientStream
+
+	cancel context.CancelFunc
+}
+
+func (u *uploadStream) RecvMsg(response any) error {
+	defer u.cancel()
+	return errorFrom(u.ClientStream.RecvMsg(response))
+}
+
 // timeoutOf returns the deadline of a call whose context has none; 0 is none.
 func (s *settings) timeoutOf(method string) time.Duration {
 	switch method {
@@ -48,7 +82,9 @@ func (s *settings) timeoutOf(method string) time.Duration {
 	case icehousev1.CacheService_Warm_FullMethodName,
 		icehousev1.CacheService_Evict_FullMethodName,
 		icehousev1.CacheService_EvictAll_FullMethodName,
-		icehousev1.CacheService_Verify_FullMethodName:
+		icehousev1.CacheService_Verify_FullMethodName,
+		icehousev1.CacheService_Export_FullMethodName,
+		icehousev1.CacheService_Import_FullMethodName:
 		if s.timeout != 0 {
 			return CommandTimeout
 		}
@@ -73,7 +109,7 @@ func withPrefixKey(ctx context.Context, request any) context.Context {
 }
 
 // deferredStream is a stream that begins when its request is sent, because the headers depend on the request and gRPC
-// shows it only to SendMsg. The API's streams have one request each, which the generated stub sends before it returns.
+// shows it only to SendMsg. All streams but Import have one request, which the generated stub sends before it returns.
 type deferredStream struct {
 	grpc.ClientStream
 

@@ -12,7 +12,7 @@ const (
 	// DefaultTimeout is the deadline of calls whose context has none.
 	DefaultTimeout = 120 * time.Second
 
-	// CommandTimeout is the same for Warm, Evict, EvictAll and Verify, which may take minutes.
+	// CommandTimeout is the same for Warm, Evict, EvictAll, Verify, Export and Import, which may take minutes.
 	CommandTimeout = time.Hour
 )
 

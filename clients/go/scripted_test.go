@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"context"
 	"errors"
+	"io"
 	"net"
 	"slices"
 	"strings"
@@ -111,6 +112,25 @@ func (s *scripted) EvictAll(
 	}
 	result := &icehousev1.EvictResult{RamBlockCount: 3}
 	return stream.Send(&icehousev1.EvictAllResponse{Event: &icehousev1.EvictAllResponse_Done{Done: result}})
+}
+
+func (s *scripted) Import(
+	stream grpc.ClientStreamingServer[icehousev1.ImportRequest, icehousev1.ImportResponse],
+) error {
+	if err := s.take(stream.Context(), new(int)); err != nil {
+		return err
+	}
+	answer := &icehousev1.ImportResponse{}
+	for {
+		request, err := stream.Recv()
+		if errors.Is(err, io.EOF) {
+			return stream.SendAndClose(answer)
+		}
+		if err != nil {
+			return err
+		}
+		answer.AdoptedBytes += int64(len(request.GetChunk()))
+	}
 }
 
 func (s *scripted) WatchStats(
@@ -308,6 +328,26 @@ func TestCommandsHaveALongerDeadline(t *testing.T) {
 		check(err)
 		_, err = client.EvictAll(t.Context(), &icehousev1.EvictAllRequest{})
 		check(err)
+	}
+}
+
+func TestAnUploadIsOneCallWithManyRequests(t *testing.T) {
+	script := &scripted{}
+	client := serve(t, script, WithToken("blue"))
+	upload, err := client.Cache.Import(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	for range 3 {
+		part := &icehousev1.ImportRequest_Chunk{Chunk: []byte("chunk")}
+		if err := upload.Send(&icehousev1.ImportRequest{Part: part}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	answer, err := upload.CloseAndRecv()
+	token := strings.Join(script.headers.Get("authorization"), ",")
+	if err != nil || answer.GetAdoptedBytes() != 15 || token != "Bearer blue" || script.remaining != CommandTimeout {
+		t.Error(err, answer, token, script.remaining)
 	}
 }
 

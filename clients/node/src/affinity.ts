@@ -7,8 +7,8 @@ export { PREFIX_KEY_HEADER } from "./prefix.js";
 
 /**
  * Returns the key by which a load balancer sends prompts with the same beginning to the same server: 16 hex digits.
- * It is "" for a request without a prompt that can be cached; Generate, Stream, Explain, Warm, Pin, Unpin, Evict and
- * Rerank have one. Every client library computes it in the same way:
+ * It is "" for a request without a prompt that can be cached; Generate, Stream, Explain, Warm, Pin, Unpin, Evict,
+ * Export and Rerank have one. Every client library computes it in the same way:
  *
  *     first 16 hex digits of SHA-256(model ‖ 0x00 ‖ kind ‖ 0x00 ‖ variant ‖ beginning)
  *

@@ -3,6 +3,7 @@ import type { Message } from "@bufbuild/protobuf";
 import type {
   EvictRequest,
   ExplainRequest,
+  ExportRequest,
   PinRequest,
   UnpinRequest,
   WarmRequest,
@@ -19,7 +20,14 @@ const TEXT_BYTES = 1024;
 const TOKEN_COUNT = 256;
 const CHAT_BYTES = 4096;
 
-type Prompted = GenerateRequest | WarmRequest | ExplainRequest | PinRequest | UnpinRequest | EvictRequest;
+type Prompted =
+  | GenerateRequest
+  | WarmRequest
+  | ExplainRequest
+  | PinRequest
+  | UnpinRequest
+  | EvictRequest
+  | ExportRequest;
 
 const PROMPTED: Readonly<Record<Prompted["$typeName"], true>> = {
   "icehouse.v1.GenerateRequest": true,
@@ -28,6 +36,7 @@ const PROMPTED: Readonly<Record<Prompted["$typeName"], true>> = {
   "icehouse.v1.PinRequest": true,
   "icehouse.v1.UnpinRequest": true,
   "icehouse.v1.EvictRequest": true,
+  "icehouse.v1.ExportRequest": true,
 };
 
 /** Returns the bytes that the key is the hash of; undefined for a request without a prompt that can be cached. */

@@ -16,7 +16,7 @@ from icehouse_server.bootstrap.model_source import check_files
 from icehouse_server.bootstrap.preload import openblas_loaded
 from icehouse_server.bootstrap.telemetry import TelemetryParts
 from icehouse_server.clock import Clock
-from icehouse_server.config import Config, EngineConfig, ModelConfig
+from icehouse_server.config import CacheConfig, Config, EngineConfig, ModelConfig
 from icehouse_server.config.setting import NamedPath
 from icehouse_server.device import Device
 from icehouse_server.domain.events import Event
@@ -43,12 +43,13 @@ from icehouse_server.engine.scheduling.limits import SchedulerLimits
 from icehouse_server.engine.scheduling.policy import GPU_POLICY, POLICY, PassPolicy
 from icehouse_server.engine.scheduling.waiting_queue import WaitingLimits
 from icehouse_server.errors import IcehouseError, Reason, StartError, imports_of_extra
-from icehouse_server.rpc.engine_client.engine_ports import EnginePort, ServedModel
+from icehouse_server.rpc.engine_client.engine_ports import BlockFiles, EnginePort, ServedModel
 from icehouse_server.rpc.engine_client.router import Router
 from icehouse_server.rpc.kv_events.kv_event_source import CONNECT_PREFIX, KvEventSource
 from icehouse_server.rpc.listen_address import is_loopback
 from icehouse_server.rpc.rpc_server import RpcServer
 from icehouse_server.storage.api import ColdTier
+from icehouse_server.storage.local.block_format.block_bytes import BlockBytes
 from icehouse_server.structured_output.compiler import GrammarCompiler, stack_bytes
 from icehouse_server.structured_output.probe_process import ProbeLimits, ProbeProcess
 from icehouse_server.text.tokenizer import Tokenizer
@@ -152,7 +153,7 @@ def build_server(
         make_prefix=lambda: cache.open_controller(runner, clock),
         tokenizer=tokenizer,
         mailbox=mailbox,
-        listener=EngineListener(router, tokenizer, image_reader(config, source)),
+        listener=EngineListener(router, tokenizer, image_reader(config, source), block_files(config.cache)),
         clock=clock,
         memory_limit_bytes=memory_limit(config.engine.memory_limit_bytes, device),
     )
@@ -167,6 +168,11 @@ def build_server(
         worker=worker_parts(config, source, running_limit=limits.running_limit, kv_events=kv_events.source),
     )
     return Server(engine, rpc, router, clock, cache.storage, telemetry, kv_events)
+
+
+def block_files(cache: CacheConfig) -> BlockFiles | None:
+    """Return what reads and writes archives' block files; None without an SSD tier."""
+    return BlockBytes() if cache.has_ssd else None
 
 
 def runner_settings(config: Config, device: Device) -> RunnerSettings:
@@ -285,10 +291,17 @@ def waiting_limits(config: EngineConfig) -> WaitingLimits:
 class EngineListener:
     """Passes the engine's events to the router, and the model together with its tokenizer."""
 
-    def __init__(self, router: Router, tokenizer: Tokenizer, images: ImageReader | None = None) -> None:
+    def __init__(
+        self,
+        router: Router,
+        tokenizer: Tokenizer,
+        images: ImageReader | None = None,
+        block_files: BlockFiles | None = None,
+    ) -> None:
         self._router = router
         self._tokenizer = tokenizer
         self._images = images
+        self._block_files = block_files
 
     def publish(self, events: Sequence[tuple[RequestId, Event]]) -> None:
         self._router.publish(events)
@@ -296,7 +309,7 @@ class EngineListener:
     def model_loaded(self, info: ModelInfo) -> None:
         if info.reply_format is not None:
             _log_replies(info.reply_format)
-        self._router.model_loaded(ServedModel(info, self._tokenizer, self._images))
+        self._router.model_loaded(ServedModel(info, self._tokenizer, self._images, self._block_files))
 
     def state_changed(self, state: EngineState, error: IcehouseError | None) -> None:
         self._router.state_changed(state, error)

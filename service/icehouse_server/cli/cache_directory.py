@@ -1,4 +1,4 @@
-"""`icehouse cache ls | inspect | check | verify | purge`: a look into the SSD tier's directory."""
+"""`icehouse cache ls | inspect | check | verify | purge | …`: a look into the SSD tier's directory."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from icehouse_server.bootstrap.encryption import find_cipher
+from icehouse_server.cli import cache_archive
 from icehouse_server.clock import SystemClock
 from icehouse_server.config import load_config
 from icehouse_server.domain.ids import Fingerprint
@@ -28,7 +29,10 @@ from icehouse_server.storage.local.directory.offline import OfflineStore, PurgeS
 from icehouse_server.storage.local.directory.reconcile import Discrepancy, Finding
 from icehouse_server.storage.local.encryption.constants import KEY_DETAIL
 
-app = CommandLine(help="Look into the SSD tier's directory, check it, and remove blocks from it.")
+app = CommandLine(help="Look into the SSD tier's directory, check it, move its blocks and remove them.")
+app.command("export")(cache_archive.export_directory)
+app.command("import")(cache_archive.import_directory)
+app.command("copy")(cache_archive.copy_directory)
 
 Directory = Annotated[
     Path | None,

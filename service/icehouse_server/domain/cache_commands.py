@@ -9,11 +9,12 @@ from __future__ import annotations
 import dataclasses
 import enum
 
-from icehouse_server.domain.blocks import TokenKeys
+from icehouse_server.domain.blocks import HostBlock, HostRegion, TokenKeys
 from icehouse_server.domain.events import CacheReport
 from icehouse_server.domain.ids import (
     DEFAULT_SCOPE,
     DEFAULT_TENANT,
+    AdapterDigest,
     BlockHash,
     CacheScope,
     SessionKey,
@@ -288,6 +289,106 @@ class BlockTokens:
     blocks: tuple[KnownTokens, ...]
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class ListExport:
+    """Which blocks of this prompt can be read from SSD, or written there first? None: of the scope's tenant,
+    with every adapter. Answered by `ExportBlocks`."""
+
+    prompt_token_ids: TokenKeys | None
+    scope: CacheScope = DEFAULT_SCOPE
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ExportBlock:
+    """One block that `ReadBlock` may ask for."""
+
+    hash: BlockHash
+    parent: BlockHash
+    start_token_index: int
+    adapter: AdapterDigest | None
+    """None for the bare model."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ExportBlocks:
+    """Parents come before their children; blocks that no prompt's beginning leads to are left out."""
+
+    blocks: tuple[ExportBlock, ...]
+    block_token_limit: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ReadBlock:
+    """Read all of a block from SSD, verified and decrypted; where RAM alone has it, it is written first.
+
+    Answered by `BlockContent`, or `BLOCK_NOT_FOUND`.
+    """
+
+    block_hash: BlockHash
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BlockContent:
+    """A block with its bytes, under the name it has here."""
+
+    block: HostBlock
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BeginImport:
+    """What may a block have that is to be adopted? Answered by `ImportTerms`."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ImportTerms:
+    """Bounds of a block that can be adopted."""
+
+    block_token_limit: int
+    block_limit_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AdoptBlock:
+    """Write a block to SSD that was computed elsewhere by the same model. Answered by `Adoption`."""
+
+    tenant: Tenant
+    adapter: AdapterDigest | None
+    parent: BlockHash | None
+    """The name here of the block before it; None for the first one of a prompt."""
+    start_token_index: int
+    keys: TokenKeys
+    regions: tuple[HostRegion, ...] = dataclasses.field(repr=False)
+
+
+class AdoptionRefusal(enum.Enum):
+    """Why a block was not adopted."""
+
+    DAMAGED = enum.auto()
+    """It is not what its name says."""
+    LAYOUT = enum.auto()
+    """Its tensors are not those of this model's blocks, or hold a state that only this machine's owner may
+    bring."""
+    SCOPE = enum.auto()
+    """It is another tenant's, or an adapter's that is not served."""
+    PARENT_MISSING = enum.auto()
+    """The block before it is not here."""
+    QUOTA = enum.auto()
+    """The tenant's quota on SSD has no space for it."""
+    SSD_FULL = enum.auto()
+    """The SSD tier has no space for it, or cannot write now."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Adoption:
+    """What became of a block."""
+
+    hash: BlockHash
+    """Its name here."""
+    is_new: bool = False
+    """Whether it was not here before."""
+    refusal: AdoptionRefusal | None = None
+
+
 CacheCommand = (
     Explain
     | Pin
@@ -302,6 +403,10 @@ CacheCommand = (
     | BeginListing
     | ContinueListing
     | ReadTokens
+    | ListExport
+    | ReadBlock
+    | BeginImport
+    | AdoptBlock
 )
 CacheAnswer = (
     Explanation
@@ -314,4 +419,8 @@ CacheAnswer = (
     | StoredBlocks
     | Listing
     | BlockTokens
+    | ExportBlocks
+    | BlockContent
+    | ImportTerms
+    | Adoption
 )

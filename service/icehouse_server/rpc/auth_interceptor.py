@@ -125,8 +125,6 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         )
 
     def _guarded_stream(self, handler: Any, method: str) -> Any:
-        assert handler.stream_stream is not None, f"{method} takes a stream and answers once; none does yet"
-
         async def parsed(requests: Any) -> AsyncIterator[Any]:
             async for data in requests:
                 yield self._parse(handler, data, method)
@@ -136,6 +134,10 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
                 await self._enter(method, context, held)
                 try:
                     async with self._limited(method, context):
+                        if not handler.response_streaming:
+                            answer = await handler.stream_unary(parsed(requests), context)
+                            await self._answer(context, answer)
+                            return
                         async for response in handler.stream_stream(parsed(requests), context):
                             await self._answer(context, response)
                 except InvalidRequest as error:

@@ -293,7 +293,8 @@ class ColdTier(Protocol):
         ...
 
     def delete(self, blocks: Names) -> Ticket[Purged] | None:
-        """Remove blocks, pinned ones too; `Evicted` names them before the ticket comes."""
+        """Remove blocks, pinned ones too; `Evicted` names them before the ticket comes. With none named it is
+        done when everything put before is written or dropped."""
         ...
 
     def verify(self, blocks: Names | None = None) -> Ticket[Verified] | None:

@@ -114,6 +114,10 @@ class TokenRunner(FakeRunner):
         self.restored.append((sequence_id, restore.token_count))
         return True
 
+    def misfit(self, regions: Sequence[HostRegion], *, token_count: int) -> str:
+        has_tokens = all(any(t.name == "tokens" for t in region.tensors) for region in regions)
+        return "" if has_tokens else "it has no tokens"
+
     def begin_to_host(self, regions: Sequence[TokenRegion]) -> TokenCopy:
         return TokenCopy(tuple(_to_host(region) for region in regions), self)
 

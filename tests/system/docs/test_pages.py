@@ -59,7 +59,12 @@ EXPECTED: Mapping[str, tuple[str, ...]] = {
     "adapters.md": (r"False\nADAPTER_NOT_FOUND", '"poetry"'),
     "shared-prefix.md": (r"[1-9]\d+ of \d+ from the cache", r"[1-9]\d+ of \d+ from the handbook's"),
     "tenants.md": ("OPERATOR_ONLY", "BEGIN CERTIFICATE|icehouse|tenant"),
-    "cache.md": (r"[1-9]\d* tokens from RAM", r"region kv: ", r"[1-9]\d* blocks, .* read, 0 damaged"),
+    "cache.md": (
+        r"[1-9]\d* tokens from RAM",
+        r"region kv: ",
+        r"[1-9]\d* blocks, .* read, 0 damaged",
+        r"exported: [1-9]\d* blocks",
+    ),
     "prefill.md": (r"NO_MATCH|DIVERGED", r"NONE|DIVERGED"),
     "troubleshooting.md": ("nothing to repair", ", 0 damaged"),
     "terminal.md": (r"[1-9]\d* from RAM", r"pinned: [1-9]\d* blocks", r'"speeds": \['),
@@ -91,14 +96,19 @@ class Reader:
             (self.desk.folder / name).write_bytes(content)
 
 
+def _handbook(reader: Reader) -> None:
+    (reader.desk.folder / "handbook.txt").write_text("Ice is cut in January.\n" * 20, encoding="utf-8")
+
+
 def _terminal(reader: Reader) -> None:
     (reader.desk.folder / "more-questions.txt").write_text("And water?\n", encoding="utf-8")
-    (reader.desk.folder / "handbook.txt").write_text("Ice is cut in January.\n" * 20, encoding="utf-8")
+    _handbook(reader)
     reader.desk.put_model("MODEL", reader.models["plain"])
 
 
 def _cache(reader: Reader) -> None:
     shutil.copytree(reader.left, reader.desk.blocks)
+    _handbook(reader)
 
 
 def _troubleshooting(reader: Reader) -> None:

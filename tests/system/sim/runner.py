@@ -295,6 +295,9 @@ class SimRunner:
         assert all(_rows_of(t) == [row ^ _SECOND for row in rows] for t in others)
         return SimRegion(region.kind, tuple(rows), self._padding_bytes)
 
+    def misfit(self, regions: Sequence[HostRegion], *, token_count: int) -> str:
+        return "the simulation takes no block from elsewhere"
+
     def begin_to_host(self, regions: Sequence[SimRegion]) -> SimCopy:
         return SimCopy(self, tuple(regions), self.pass_count + 2 * self.is_pipelined)
 

@@ -180,7 +180,20 @@ def test_a_terminal_without_unicode_gets_question_marks(monkeypatch: pytest.Monk
 
 ASKING = (
     *("generate", "chat", "models", "info", "stats", "requests", "cancel", "top", "health", "bench"),
-    *("explain", "warm", "pin", "unpin", "end-session", "evict", "tokenize", "detokenize", "embed", "rerank"),
+    *(
+        "explain",
+        "warm",
+        "pin",
+        "unpin",
+        "end-session",
+        "evict",
+        "export",
+        "import",
+        "tokenize",
+        "detokenize",
+        "embed",
+        "rerank",
+    ),
 )
 WITHOUT_JSON = {"serve", "demo", "http", "change", "install", "uninstall"}
 """What does something, and prints no facts."""

@@ -373,6 +373,14 @@ def test_an_order_comes_after_the_blocks_put_before_it(bench: Bench) -> None:
     assert bench.ask(bench.tier.names(block_limit=0)) == ()
 
 
+def test_an_order_for_no_block_waits_for_all_that_was_put(bench: Bench) -> None:
+    puts = [bench.tier.put(block) for block in make_chain(3)]
+    nothing = bench.tier.delete(())
+    assert nothing is not None and nothing.outcome is None
+    told = [each for each in bench.settle() if isinstance(each, Ticket)]
+    assert told == [*puts, nothing] and nothing.outcome == Purged(0, 0)
+
+
 def test_a_removal_is_told_before_its_ticket_and_outranks_a_pin(bench: Bench) -> None:
     block = make_block()
     bench.put(block, pin_end_time=UNTIL_UNPINNED)

@@ -1,8 +1,8 @@
 """The key by which a load balancer sends prompts with one beginning to one server.
 
 Sent as the header `icehouse-prefix-key` with every call whose cache it concerns: Generate, Stream, Warm,
-Explain, Pin, Unpin, Evict and Rerank. Every client library makes it the same way, so that callers in
-different languages meet in the same cache:
+Explain, Pin, Unpin, Evict, Export of a prompt, and Rerank. Every client library makes it the same way, so
+that callers in different languages meet in the same cache:
 
     key = first 16 hex digits of SHA-256(model ‖ 0x00 ‖ kind ‖ 0x00 ‖ variant ‖ beginning)
 
@@ -40,6 +40,7 @@ PromptRequest = (
     | cache.PinRequest
     | cache.UnpinRequest
     | cache.EvictRequest
+    | cache.ExportRequest
 )
 """A message with a prompt that the cache is asked for."""
 

@@ -6,8 +6,9 @@ Generate of the same prompt reaches.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, TypedDict, TypeVar, Unpack
 
 import grpc
@@ -16,6 +17,7 @@ from icehouse.v1 import cache_service_pb2 as messages
 from icehouse.v1 import cache_service_pb2_grpc
 
 from icehouse_client.affinity import PromptRequest
+from icehouse_client.archive_files import ArchiveFile, import_requests, opened, written
 from icehouse_client.cache import CacheOptions, cache_policy
 from icehouse_client.calls import AsyncCalls, Calls, ending
 from icehouse_client.errors import error_from, translated
@@ -62,10 +64,20 @@ class EvictAllOptions(TypedDict, total=False):
     timeout_s: float | None
 
 
-TimedOptions = PromptOptions | VerifyOptions | SessionOptions | EvictAllOptions
+class ImportOptions(TypedDict, total=False):
+    """What may be said about an archive to adopt. Left out: the server's default."""
+
+    model: str
+    tenant: str
+    timeout_s: float | None
+
+
+TimedOptions = PromptOptions | VerifyOptions | SessionOptions | EvictAllOptions | ImportOptions
 OnWarmProgress = Callable[[messages.WarmProgress], object]
 OnEvictProgress = Callable[[messages.EvictProgress], object]
 OnVerifyProgress = Callable[[messages.VerifyProgress], object]
+OnBytes = Callable[[int], object]
+"""Called with the bytes that went through so far."""
 
 
 class CacheClient:
@@ -137,6 +149,40 @@ class CacheClient:
             self._stub.EvictAll, evict_all_request(options), options, on_progress
         )
         return result
+
+    def export_archive(
+        self,
+        file: ArchiveFile,
+        prompt: Prompt | None = None,
+        *,
+        on_progress: OnBytes | None = None,
+        **options: Unpack[PromptOptions],
+    ) -> messages.ExportResult:
+        """Write the cached blocks of a prompt, by default all of the tenant, to an archive, tokens included.
+        Raises OSError as well."""
+        call = self._calls.stream(
+            self._stub.Export, export_request(prompt, options), self._times.long(options)
+        )
+        result, size_bytes = None, 0
+        with translated(), ending(call), written(file) as write:
+            for response in call:
+                if response.HasField("done"):
+                    result = response.done
+                elif response.chunk:
+                    write(response.chunk)
+                    size_bytes += len(response.chunk)
+                    (on_progress or _ignore)(size_bytes)
+            return _complete(result)
+
+    def import_archive(
+        self, file: ArchiveFile, *, on_progress: OnBytes | None = None, **options: Unpack[ImportOptions]
+    ) -> messages.ImportResponse:
+        """Have an archive's blocks adopted as the tenant's; the answer counts them, and what was refused.
+        Raises OSError as well."""
+        target = import_target(options)
+        with opened(file) as source, translated():
+            requests = _counted(import_requests(target, source), on_progress or _ignore)
+            return self._calls.upload(self._stub.Import, requests, self._times.long(options))
 
     def _result(
         self,
@@ -229,6 +275,42 @@ class AsyncCacheClient:
         )
         return result
 
+    async def export_archive(
+        self,
+        file: ArchiveFile,
+        prompt: Prompt | None = None,
+        *,
+        on_progress: OnBytes | None = None,
+        **options: Unpack[PromptOptions],
+    ) -> messages.ExportResult:
+        """Write the cached blocks of a prompt, by default all of the tenant, to an archive, tokens included.
+        Raises OSError as well."""
+        call = self._calls.stream(
+            self._stub.Export, export_request(prompt, options), self._times.long(options)
+        )
+        result, size_bytes = None, 0
+        with translated(), ending(call), written(file) as write:
+            async for response in call:
+                if response.HasField("done"):
+                    result = response.done
+                elif response.chunk:
+                    await asyncio.to_thread(write, response.chunk)
+                    size_bytes += len(response.chunk)
+                    (on_progress or _ignore)(size_bytes)
+            return _complete(result)
+
+    async def import_archive(
+        self, file: ArchiveFile, *, on_progress: OnBytes | None = None, **options: Unpack[ImportOptions]
+    ) -> messages.ImportResponse:
+        """Have an archive's blocks adopted as the tenant's; the answer counts them, and what was refused.
+        Raises OSError as well."""
+        target = import_target(options)
+        with opened(file) as source, translated():
+            requests = _counted(import_requests(target, source), on_progress or _ignore)
+            return await self._calls.upload(
+                self._stub.Import, _in_thread(requests), self._times.long(options)
+            )
+
     async def _result(
         self,
         method: Callable[..., Any],
@@ -311,6 +393,50 @@ def evict_all_request(options: EvictAllOptions) -> messages.EvictAllRequest:
     """Return the message of EvictAll."""
     refuse_unknown(options, EvictAllOptions)
     return messages.EvictAllRequest(model=options.get("model", ""))
+
+
+@names_bad_texts
+def export_request(prompt: Prompt | None, options: PromptOptions) -> messages.ExportRequest:
+    """Return the message of Export; without a prompt it asks for all of the tenant."""
+    request = messages.ExportRequest(model=options.get("model", ""), cache=cache_policy(options))
+    return request if prompt is None else command_request(request, prompt, options)
+
+
+@names_bad_texts
+def import_target(options: ImportOptions) -> messages.ImportTarget:
+    """Return the first message's content of Import."""
+    refuse_unknown(options, ImportOptions)
+    target = messages.ImportTarget(model=options.get("model", ""))
+    target.cache.tenant = options.get("tenant", "")
+    return target
+
+
+def _counted(
+    requests: Iterator[messages.ImportRequest], on_progress: OnBytes
+) -> Iterator[messages.ImportRequest]:
+    """Yield messages, and say how many bytes of the archive are on their way."""
+    size_bytes = 0
+    for request in requests:
+        yield request
+        size_bytes += len(request.chunk)
+        on_progress(size_bytes)
+
+
+async def _in_thread(requests: Iterator[messages.ImportRequest]) -> AsyncIterator[messages.ImportRequest]:
+    """Yield messages that are read from a file in another thread."""
+    while (request := await asyncio.to_thread(next, requests, None)) is not None:
+        yield request
+
+
+def _complete(result: messages.ExportResult | None) -> messages.ExportResult:
+    """Return what a complete archive ends with. Raises where a call ended without it."""
+    if result is None:
+        raise error_from(grpc.StatusCode.DATA_LOSS, "the call ended without a result", None)
+    return result
+
+
+def _ignore(size_bytes: int) -> None:
+    """Nobody wants to know."""
 
 
 @names_bad_texts

@@ -30,6 +30,7 @@ _KEYED = (
     cache.PinRequest,
     cache.UnpinRequest,
     cache.EvictRequest,
+    cache.ExportRequest,
     reranking.RerankRequest,
 )
 
@@ -49,9 +50,13 @@ class _Headers:
         return any(name == _AUTHORIZATION for name, _ in self.metadata)
 
     def of(self, request: Message, token: str) -> Metadata:
-        proof = ((_AUTHORIZATION, f"Bearer {token}"),) if token else ()
         key = prefix_metadata(request) if isinstance(request, _KEYED) else ()
-        return (*self.metadata, *proof, *key)
+        return (*self.of_upload(token), *key)
+
+    def of_upload(self, token: str) -> Metadata:
+        """Return what goes with a stream of messages, which has no prompt."""
+        proof = ((_AUTHORIZATION, f"Bearer {token}"),) if token else ()
+        return (*self.metadata, *proof)
 
     def beginning(
         self, method: Callable[..., Any], request: Message, timeout_s: float | None, *, waits: bool | None
@@ -105,6 +110,16 @@ class Calls:
         """Begin a call with many answers; with `waits` a server that is not there is waited for."""
         begin = self._headers.beginning(method, request, timeout_s, waits=waits)
         return ResponseCall(begin, self._token, self._headers)
+
+    def upload(
+        self,
+        method: Callable[..., Response],
+        requests: Iterable[Message],
+        timeout_s: float | None,
+    ) -> Response:
+        """Return the one answer to a stream of messages, which cannot be sent a second time."""
+        metadata = self._headers.of_upload(self._token())
+        return method(iter(requests), timeout=timeout_s, metadata=metadata)
 
     def _token(self) -> str:
         return "" if self._headers.has_own_token else self._headers.token.current()
@@ -182,6 +197,16 @@ class AsyncCalls:
         begin = self._headers.beginning(method, request, timeout_s, waits=waits)
         known = "" if self._headers.has_own_token else self._headers.token.known
         return AsyncResponseCall(begin, known, self._headers)
+
+    async def upload(
+        self,
+        method: Callable[..., Awaitable[Response]],
+        requests: AsyncIterable[Message],
+        timeout_s: float | None,
+    ) -> Response:
+        """Return the one answer to a stream of messages, which cannot be sent a second time."""
+        metadata = self._headers.of_upload(await self._token())
+        return await method(requests, timeout=timeout_s, metadata=metadata)
 
     async def _token(self) -> str:
         return "" if self._headers.has_own_token else await self._headers.token.current_async()

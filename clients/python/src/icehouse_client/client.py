@@ -57,10 +57,11 @@ class Client:
     """A connection to one server; `address` is "host:port" or "unix:/path".
 
     `timeout_s` is the deadline of calls that name none; those that may be long (`cache.warm`, `evict`,
-    `evict_all`, `verify`) have `command_timeout_s` instead, and none where `timeout_s` is None. Every method
-    raises IcehouseClientError. A Generate that no server took is tried again as the published service config
-    says, streams never. `retry_limit`: how often `generate`, `chat`, `embed` and `rerank` are sent again
-    where the server refuses them for now and says when (`RetryPolicy`).
+    `evict_all`, `verify`, `export_archive`, `import_archive`) have `command_timeout_s` instead, and none
+    where `timeout_s` is None. Every method raises IcehouseClientError. A Generate that no server took is
+    tried again as the published service config says, streams never. `retry_limit`: how often `generate`,
+    `chat`, `embed` and `rerank` are sent again where the server refuses them for now and says when
+    (`RetryPolicy`).
     Set `watches_health` to False for servers that answer health checks with credentials only. `interceptors`
     are gRPC's own, of `grpc.intercept_channel`: the first one is outermost, and sees each attempt as a call.
     `channel_options` are arguments of gRPC's channel, such as ("grpc.max_reconnect_backoff_ms", 2000).

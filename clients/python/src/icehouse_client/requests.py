@@ -24,7 +24,8 @@ DEFAULT_TIMEOUT_S = 120.0
 """The deadline of a call that names none. Every call has one unless `timeout_s` is None."""
 
 DEFAULT_COMMAND_TIMEOUT_S = 3600.0
-"""The deadline of Warm, Evict, EvictAll and Verify that name none: a large disk takes its time."""
+"""The deadline of Warm, Evict, EvictAll, Verify, Export and Import that name none: a large disk takes its
+time."""
 
 Prompt = str | Sequence[Turn] | Sequence[int] | Infill
 """Text, a conversation, token ids, or two texts with a gap between them."""

@@ -47,6 +47,50 @@ CACHE_TIER_SSD: CacheTier.ValueType  # 2
 """Only on SSD."""
 Global___CacheTier: _TypeAlias = CacheTier  # noqa: Y015
 
+class _ImportRefusal:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ImportRefusalEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ImportRefusal.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    IMPORT_REFUSAL_UNSPECIFIED: _ImportRefusal.ValueType  # 0
+    """Never sent."""
+    IMPORT_REFUSAL_DAMAGED: _ImportRefusal.ValueType  # 1
+    """It is not what its name says."""
+    IMPORT_REFUSAL_LAYOUT: _ImportRefusal.ValueType  # 2
+    """Its tensors are not those of this model's blocks. So are all blocks of a model with states that cannot be cut:
+    they move with their directory only (`icehouse cache copy`).
+    """
+    IMPORT_REFUSAL_SCOPE: _ImportRefusal.ValueType  # 3
+    """It is another tenant's, or an adapter's that this server does not serve."""
+    IMPORT_REFUSAL_PARENT_MISSING: _ImportRefusal.ValueType  # 4
+    """The block before it is not here."""
+    IMPORT_REFUSAL_QUOTA: _ImportRefusal.ValueType  # 5
+    """The tenant's quota on SSD has no space for it."""
+    IMPORT_REFUSAL_SSD_FULL: _ImportRefusal.ValueType  # 6
+    """The SSD tier has no space for it, or cannot write now."""
+
+class ImportRefusal(_ImportRefusal, metaclass=_ImportRefusalEnumTypeWrapper):
+    """Why a block was not adopted."""
+
+IMPORT_REFUSAL_UNSPECIFIED: ImportRefusal.ValueType  # 0
+"""Never sent."""
+IMPORT_REFUSAL_DAMAGED: ImportRefusal.ValueType  # 1
+"""It is not what its name says."""
+IMPORT_REFUSAL_LAYOUT: ImportRefusal.ValueType  # 2
+"""Its tensors are not those of this model's blocks. So are all blocks of a model with states that cannot be cut:
+they move with their directory only (`icehouse cache copy`).
+"""
+IMPORT_REFUSAL_SCOPE: ImportRefusal.ValueType  # 3
+"""It is another tenant's, or an adapter's that this server does not serve."""
+IMPORT_REFUSAL_PARENT_MISSING: ImportRefusal.ValueType  # 4
+"""The block before it is not here."""
+IMPORT_REFUSAL_QUOTA: ImportRefusal.ValueType  # 5
+"""The tenant's quota on SSD has no space for it."""
+IMPORT_REFUSAL_SSD_FULL: ImportRefusal.ValueType  # 6
+"""The SSD tier has no space for it, or cannot write now."""
+Global___ImportRefusal: _TypeAlias = ImportRefusal  # noqa: Y015
+
 @_typing.final
 class ExplainRequest(_message.Message):
     """A prompt to look up."""
@@ -876,3 +920,221 @@ class VerifyResult(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___VerifyResult: _TypeAlias = VerifyResult  # noqa: Y015
+
+@_typing.final
+class ExportRequest(_message.Message):
+    """Asks for an archive."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    PROMPT_FIELD_NUMBER: _builtins.int
+    CACHE_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """Model; otherwise NOT_FOUND. Default: the served model."""
+    @_builtins.property
+    def prompt(self) -> _prompt_pb2.Prompt:
+        """The prompt whose blocks to send. Default: all blocks of the tenant, with every adapter."""
+
+    @_builtins.property
+    def cache(self) -> _cache_policy_pb2.CachePolicy:
+        """Whose blocks to send. Default: the default tenant's."""
+
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        prompt: _prompt_pb2.Prompt | None = ...,
+        cache: _cache_policy_pb2.CachePolicy | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "prompt", b"prompt"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "model", b"model", "prompt", b"prompt"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExportRequest: _TypeAlias = ExportRequest  # noqa: Y015
+
+@_typing.final
+class ExportResponse(_message.Message):
+    """A part of an archive, or its end."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHUNK_FIELD_NUMBER: _builtins.int
+    DONE_FIELD_NUMBER: _builtins.int
+    chunk: _builtins.bytes
+    """The next bytes of the archive, at most 1 MiB."""
+    @_builtins.property
+    def done(self) -> Global___ExportResult:
+        """The archive is complete. Once, last."""
+
+    def __init__(
+        self,
+        *,
+        chunk: _builtins.bytes = ...,
+        done: Global___ExportResult | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "done", b"done", "event", b"event"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "done", b"done", "event", b"event"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["chunk", "done"]  # noqa: Y015
+    _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
+
+Global___ExportResponse: _TypeAlias = ExportResponse  # noqa: Y015
+
+@_typing.final
+class ExportResult(_message.Message):
+    """What an archive was made of."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    LEFT_OUT_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    block_count: _builtins.int
+    """Blocks in it."""
+    size_bytes: _builtins.int
+    """Bytes of their files."""
+    left_out_block_count: _builtins.int
+    """Blocks that could not be read, and those behind them. They are not in it."""
+    def __init__(
+        self,
+        *,
+        block_count: _builtins.int = ...,
+        size_bytes: _builtins.int = ...,
+        left_out_block_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_count", b"block_count", "left_out_block_count", b"left_out_block_count", "size_bytes", b"size_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExportResult: _TypeAlias = ExportResult  # noqa: Y015
+
+@_typing.final
+class ImportRequest(_message.Message):
+    """A part of an import: `target` first and once, then the archive."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TARGET_FIELD_NUMBER: _builtins.int
+    CHUNK_FIELD_NUMBER: _builtins.int
+    chunk: _builtins.bytes
+    """The next bytes of the archive, at most 1 MiB."""
+    @_builtins.property
+    def target(self) -> Global___ImportTarget:
+        """Where the blocks go."""
+
+    def __init__(
+        self,
+        *,
+        target: Global___ImportTarget | None = ...,
+        chunk: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "part", b"part", "target", b"target"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "part", b"part", "target", b"target"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_part: _TypeAlias = _typing.Literal["target", "chunk"]  # noqa: Y015
+    _WhichOneofArgType_part: _TypeAlias = _typing.Literal["part", b"part"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_part) -> _WhichOneofReturnType_part | None: ...
+
+Global___ImportRequest: _TypeAlias = ImportRequest  # noqa: Y015
+
+@_typing.final
+class ImportTarget(_message.Message):
+    """Where the blocks of an archive go."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    CACHE_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """Model; otherwise NOT_FOUND. Default: the served model."""
+    @_builtins.property
+    def cache(self) -> _cache_policy_pb2.CachePolicy:
+        """Whose blocks they become. Default: the default tenant's."""
+
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        cache: _cache_policy_pb2.CachePolicy | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "model", b"model"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ImportTarget: _TypeAlias = ImportTarget  # noqa: Y015
+
+@_typing.final
+class ImportRefusalCount(_message.Message):
+    """How many blocks were refused for one reason."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REASON_FIELD_NUMBER: _builtins.int
+    BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    reason: Global___ImportRefusal.ValueType
+    """The reason."""
+    block_count: _builtins.int
+    """Blocks."""
+    def __init__(
+        self,
+        *,
+        reason: Global___ImportRefusal.ValueType = ...,
+        block_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_count", b"block_count", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ImportRefusalCount: _TypeAlias = ImportRefusalCount  # noqa: Y015
+
+@_typing.final
+class ImportResponse(_message.Message):
+    """What became of an archive's blocks."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADOPTED_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    ADOPTED_BYTES_FIELD_NUMBER: _builtins.int
+    KNOWN_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    REFUSALS_FIELD_NUMBER: _builtins.int
+    STOP_DETAIL_FIELD_NUMBER: _builtins.int
+    adopted_block_count: _builtins.int
+    """Blocks that are on SSD now."""
+    adopted_bytes: _builtins.int
+    """Bytes of their files in the archive."""
+    known_block_count: _builtins.int
+    """Blocks that were cached already."""
+    stop_detail: _builtins.str
+    """Why the rest of the archive was not read: it was altered, or ended too early. Empty when all of it was."""
+    @_builtins.property
+    def refusals(self) -> _containers.RepeatedCompositeFieldContainer[Global___ImportRefusalCount]:
+        """Blocks that were refused, by reason."""
+
+    def __init__(
+        self,
+        *,
+        adopted_block_count: _builtins.int = ...,
+        adopted_bytes: _builtins.int = ...,
+        known_block_count: _builtins.int = ...,
+        refusals: _abc.Iterable[Global___ImportRefusalCount] | None = ...,
+        stop_detail: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adopted_block_count", b"adopted_block_count", "adopted_bytes", b"adopted_bytes", "known_block_count", b"known_block_count", "refusals", b"refusals", "stop_detail", b"stop_detail"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ImportResponse: _TypeAlias = ImportResponse  # noqa: Y015

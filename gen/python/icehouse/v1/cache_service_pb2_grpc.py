@@ -81,6 +81,16 @@ class CacheServiceStub(object):
                 request_serializer=icehouse_dot_v1_dot_cache__service__pb2.VerifyRequest.SerializeToString,
                 response_deserializer=icehouse_dot_v1_dot_cache__service__pb2.VerifyResponse.FromString,
                 _registered_method=True)
+        self.Export = channel.unary_stream(
+                '/icehouse.v1.CacheService/Export',
+                request_serializer=icehouse_dot_v1_dot_cache__service__pb2.ExportRequest.SerializeToString,
+                response_deserializer=icehouse_dot_v1_dot_cache__service__pb2.ExportResponse.FromString,
+                _registered_method=True)
+        self.Import = channel.stream_unary(
+                '/icehouse.v1.CacheService/Import',
+                request_serializer=icehouse_dot_v1_dot_cache__service__pb2.ImportRequest.SerializeToString,
+                response_deserializer=icehouse_dot_v1_dot_cache__service__pb2.ImportResponse.FromString,
+                _registered_method=True)
 
 
 class CacheServiceServicer(object):
@@ -161,6 +171,26 @@ class CacheServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Export(self, request, context):
+        """Sends the cached blocks of a prompt, or of a tenant, as an archive: one stream of bytes, in the clear, with
+        the prompts' tokens in it. Blocks that RAM alone has are written to SSD first. NOT_FOUND (BLOCK_NOT_FOUND)
+        when nothing is cached. When the caller cancels, or reads nothing for a while, it ends and leaves nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Import(self, request_iterator, context):
+        """Adopts the blocks of an archive as the caller's tenant's, each once it is verified, and up to the first byte
+        that is not as it was written. Nothing is removed for them: what passes the quota or the SSD limit is refused
+        and counted. NOT_FOUND (MODEL_NOT_FOUND) for the archive of another model; DEADLINE_EXCEEDED (MESSAGE_LATE)
+        when nothing comes for a while. Whoever may import decides what the tenant's requests reuse: give that to
+        those only who may speak for the tenant.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_CacheServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -203,6 +233,16 @@ def add_CacheServiceServicer_to_server(servicer, server):
                     servicer.Verify,
                     request_deserializer=icehouse_dot_v1_dot_cache__service__pb2.VerifyRequest.FromString,
                     response_serializer=icehouse_dot_v1_dot_cache__service__pb2.VerifyResponse.SerializeToString,
+            ),
+            'Export': grpc.unary_stream_rpc_method_handler(
+                    servicer.Export,
+                    request_deserializer=icehouse_dot_v1_dot_cache__service__pb2.ExportRequest.FromString,
+                    response_serializer=icehouse_dot_v1_dot_cache__service__pb2.ExportResponse.SerializeToString,
+            ),
+            'Import': grpc.stream_unary_rpc_method_handler(
+                    servicer.Import,
+                    request_deserializer=icehouse_dot_v1_dot_cache__service__pb2.ImportRequest.FromString,
+                    response_serializer=icehouse_dot_v1_dot_cache__service__pb2.ImportResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -428,6 +468,60 @@ class CacheService(object):
             '/icehouse.v1.CacheService/Verify',
             icehouse_dot_v1_dot_cache__service__pb2.VerifyRequest.SerializeToString,
             icehouse_dot_v1_dot_cache__service__pb2.VerifyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Export(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/icehouse.v1.CacheService/Export',
+            icehouse_dot_v1_dot_cache__service__pb2.ExportRequest.SerializeToString,
+            icehouse_dot_v1_dot_cache__service__pb2.ExportResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Import(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/icehouse.v1.CacheService/Import',
+            icehouse_dot_v1_dot_cache__service__pb2.ImportRequest.SerializeToString,
+            icehouse_dot_v1_dot_cache__service__pb2.ImportResponse.FromString,
             options,
             channel_credentials,
             insecure,

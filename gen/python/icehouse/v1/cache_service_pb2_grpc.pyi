@@ -74,6 +74,18 @@ class CacheServiceStub:
     `block_limit` it is checked a part at a time. When the caller cancels or
     its deadline passes, it ends within 64 blocks, and the next check continues from there.
     """
+    Export: _grpc.UnaryStreamMultiCallable[_cache_service_pb2.ExportRequest, _cache_service_pb2.ExportResponse]
+    """Sends the cached blocks of a prompt, or of a tenant, as an archive: one stream of bytes, in the clear, with
+    the prompts' tokens in it. Blocks that RAM alone has are written to SSD first. NOT_FOUND (BLOCK_NOT_FOUND)
+    when nothing is cached. When the caller cancels, or reads nothing for a while, it ends and leaves nothing.
+    """
+    Import: _grpc.StreamUnaryMultiCallable[_cache_service_pb2.ImportRequest, _cache_service_pb2.ImportResponse]
+    """Adopts the blocks of an archive as the caller's tenant's, each once it is verified, and up to the first byte
+    that is not as it was written. Nothing is removed for them: what passes the quota or the SSD limit is refused
+    and counted. NOT_FOUND (MODEL_NOT_FOUND) for the archive of another model; DEADLINE_EXCEEDED (MESSAGE_LATE)
+    when nothing comes for a while. Whoever may import decides what the tenant's requests reuse: give that to
+    those only who may speak for the tenant.
+    """
 
 @_typing.type_check_only
 class CacheServiceAsyncStub(CacheServiceStub):
@@ -120,6 +132,18 @@ class CacheServiceAsyncStub(CacheServiceStub):
     operators. Reads at the full speed of the disk, so a large cache takes many minutes: with
     `block_limit` it is checked a part at a time. When the caller cancels or
     its deadline passes, it ends within 64 blocks, and the next check continues from there.
+    """
+    Export: _aio.UnaryStreamMultiCallable[_cache_service_pb2.ExportRequest, _cache_service_pb2.ExportResponse]  # type: ignore[assignment]
+    """Sends the cached blocks of a prompt, or of a tenant, as an archive: one stream of bytes, in the clear, with
+    the prompts' tokens in it. Blocks that RAM alone has are written to SSD first. NOT_FOUND (BLOCK_NOT_FOUND)
+    when nothing is cached. When the caller cancels, or reads nothing for a while, it ends and leaves nothing.
+    """
+    Import: _aio.StreamUnaryMultiCallable[_cache_service_pb2.ImportRequest, _cache_service_pb2.ImportResponse]  # type: ignore[assignment]
+    """Adopts the blocks of an archive as the caller's tenant's, each once it is verified, and up to the first byte
+    that is not as it was written. Nothing is removed for them: what passes the quota or the SSD limit is refused
+    and counted. NOT_FOUND (MODEL_NOT_FOUND) for the archive of another model; DEADLINE_EXCEEDED (MESSAGE_LATE)
+    when nothing comes for a while. Whoever may import decides what the tenant's requests reuse: give that to
+    those only who may speak for the tenant.
     """
 
 class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -212,6 +236,30 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         operators. Reads at the full speed of the disk, so a large cache takes many minutes: with
         `block_limit` it is checked a part at a time. When the caller cancels or
         its deadline passes, it ends within 64 blocks, and the next check continues from there.
+        """
+
+    @_abc_1.abstractmethod
+    def Export(
+        self,
+        request: _cache_service_pb2.ExportRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_cache_service_pb2.ExportResponse], _abc.AsyncIterator[_cache_service_pb2.ExportResponse]]:
+        """Sends the cached blocks of a prompt, or of a tenant, as an archive: one stream of bytes, in the clear, with
+        the prompts' tokens in it. Blocks that RAM alone has are written to SSD first. NOT_FOUND (BLOCK_NOT_FOUND)
+        when nothing is cached. When the caller cancels, or reads nothing for a while, it ends and leaves nothing.
+        """
+
+    @_abc_1.abstractmethod
+    def Import(
+        self,
+        request_iterator: _MaybeAsyncIterator[_cache_service_pb2.ImportRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_cache_service_pb2.ImportResponse, _abc.Awaitable[_cache_service_pb2.ImportResponse]]:
+        """Adopts the blocks of an archive as the caller's tenant's, each once it is verified, and up to the first byte
+        that is not as it was written. Nothing is removed for them: what passes the quota or the SSD limit is refused
+        and counted. NOT_FOUND (MODEL_NOT_FOUND) for the archive of another model; DEADLINE_EXCEEDED (MESSAGE_LATE)
+        when nothing comes for a while. Whoever may import decides what the tenant's requests reuse: give that to
+        those only who may speak for the tenant.
         """
 
 def add_CacheServiceServicer_to_server(servicer: CacheServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

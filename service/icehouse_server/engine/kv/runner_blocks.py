@@ -26,7 +26,12 @@ from icehouse_server.engine.kv.paged_cache import Paging, table_of
 from icehouse_server.engine.kv.pass_clock import PassClock
 from icehouse_server.engine.kv.pool import Page, numbers_of
 from icehouse_server.engine.kv_cache.cache_classes import Cache
-from icehouse_server.engine.kv_cache.cache_layout import CacheLayout, CacheRebuild, check_cover
+from icehouse_server.engine.kv_cache.cache_layout import (
+    CacheLayout,
+    CacheRebuild,
+    TokenShape,
+    check_cover,
+)
 from icehouse_server.engine.kv_cache.opaque_state import CacheUnsupported
 from icehouse_server.engine.kv_cache.regions import ArrayRegion, compute, dtype_name, from_host, to_host
 from icehouse_server.engine.prefix_cache.tiers.runner_port import CacheFacts, PlacedBlock, RestoreInput
@@ -81,6 +86,8 @@ class RunnerBlocks:
         self._layout = CacheLayout((), block_token_count)
         self._group: PageGroup | None = None
         """Set where kv lies in pages."""
+        self._token_shapes: dict[RegionKind, tuple[TokenShape, ...]] = {}
+        """Of this model's kv and windows, once measured."""
         self._restoring: dict[SequenceId, CacheRebuild] = {}
         self.facts = CacheFacts(unsupported_detail="no model is loaded")
         """What the model's cache classes allow; true after `read_layout`."""
@@ -110,6 +117,8 @@ class RunnerBlocks:
         layout = self._layout
         if self.facts.unsupported_detail:
             return sum(cache.nbytes for cache in caches) // token_count, 0
+        for kind in (RegionKind.KV, RegionKind.WINDOW):
+            self._token_shapes[kind] = layout.token_shapes(kind, caches)
         window = (
             layout.cut_tokens(RegionKind.WINDOW, caches, start=0, stop=token_count).size_bytes // token_count
         )
@@ -197,6 +206,22 @@ class RunnerBlocks:
         copied = region.copied_out(self._group, self._layout.kv_names)
         self._compute([copied])
         return copied
+
+    def misfit(self, regions: Sequence[HostRegion], *, token_count: int) -> str:
+        self._thread.check()
+        kinds = [region.kind for region in regions]
+        if self.facts.needs_checkpoint or RegionKind.CHECKPOINT in kinds:
+            return "states that cannot be cut are not taken from a caller"
+        if self.facts.has_kv and RegionKind.KV not in kinds:
+            return "it has no kv"
+        for region in regions:
+            expected = [
+                (each.name, dtype_name(each.dtype), each.of(token_count))
+                for each in self._token_shapes.get(region.kind, ())
+            ]
+            if [(each.name, each.dtype, each.shape) for each in region.tensors] != expected:
+                return f"its {region.kind} is not this model's"
+        return ""
 
     def from_host(self, region: HostRegion) -> Region:
         self._thread.check()

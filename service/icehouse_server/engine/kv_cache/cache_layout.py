@@ -26,6 +26,23 @@ from icehouse_server.errors import Reason, StorageError
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class TokenShape:
+    """One tensor of a region, [1, heads, tokens, width], whatever the block's token count."""
+
+    name: str
+    dtype: mx.Dtype
+    head_count: int
+    width: int
+    window_token_count: int
+    """0 for kv."""
+
+    def of(self, token_count: int) -> tuple[int, ...]:
+        """Return its shape in a block of so many tokens."""
+        kept_count = min(token_count, self.window_token_count or token_count)
+        return 1, self.head_count, kept_count, self.width
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class CacheLayout:
     """The parts of one model's caches, layer by layer."""
 
@@ -72,6 +89,16 @@ class CacheLayout:
             array.nbytes // (array.shape[0] * array.shape[2])
             for _, tokens in self._tokens(caches, RegionKind.KV)
             for _, array in tokens.tensors
+        )
+
+    def token_shapes(self, kind: RegionKind, caches: Sequence[Cache]) -> tuple[TokenShape, ...]:
+        """Return what the tensors of a kind are like, in the order of their names, from used caches."""
+        return tuple(
+            TokenShape(
+                f"{part.name}.{suffix}", array.dtype, array.shape[1], array.shape[3], part.window_token_count
+            )
+            for part, tokens in self._tokens(caches, kind)
+            for suffix, array in tokens.tensors
         )
 
     def cut_tokens(self, kind: RegionKind, caches: Sequence[Cache], *, start: int, stop: int) -> ArrayRegion:

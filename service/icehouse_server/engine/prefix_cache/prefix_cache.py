@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as ReadSequence
 
 from icehouse_server.clock import Clock
-from icehouse_server.domain.blocks import BlockHeader, RegionKind, TokenKeys
+from icehouse_server.domain.blocks import BlockHeader, HostRegion, RegionKind, TokenKeys
 from icehouse_server.domain.cache_commands import BlockMatch, Explain, Explanation, SessionEndReport, Tier
 from icehouse_server.domain.cache_stats import (
     CacheStats,
@@ -379,6 +379,10 @@ class PrefixCache:
     def known_chain(self, keys: TokenKeys, scope: CacheScope) -> list[Node]:
         """Return every known block that is wholly part of this prompt, in order."""
         return known_chain(self.tree, self.prompt(keys, scope=scope))
+
+    def misfit(self, regions: ReadSequence[HostRegion], *, token_count: int) -> str:
+        """Return why these cannot be the regions of a block of so many tokens; "" where they can."""
+        return self._runner.misfit(regions, token_count=token_count)
 
     def pin(self, nodes: ReadSequence[Node], end_time: float) -> None:
         """Pin or unpin blocks in the tree; the SSD tier does so by itself."""

@@ -13,6 +13,8 @@ from typing import TypeVar
 from icehouse_server.clock import Clock
 from icehouse_server.domain.blocks import BlockHeader
 from icehouse_server.domain.cache_commands import (
+    AdoptBlock,
+    BeginImport,
     BeginListing,
     BlockTokens,
     CacheAnswer,
@@ -26,12 +28,14 @@ from icehouse_server.domain.cache_commands import (
     Explanation,
     KnownBlocks,
     KnownTokens,
+    ListExport,
     Listing,
     ListKnown,
     ListRecent,
     ListStored,
     Pin,
     PinReport,
+    ReadBlock,
     ReadTokens,
     RecentBlock,
     RecentBlocks,
@@ -43,6 +47,7 @@ from icehouse_server.domain.cache_commands import (
 from icehouse_server.domain.cache_stats import CacheStats
 from icehouse_server.domain.ids import CacheScope
 from icehouse_server.engine.core.mailbox import Command
+from icehouse_server.engine.prefix_cache.exchange import CacheExchange
 from icehouse_server.engine.prefix_cache.prefix_cache import PrefixCache
 from icehouse_server.engine.prefix_cache.tiers.node import Node
 from icehouse_server.errors import IcehouseError, NotFound, Overloaded, Reason, StorageError
@@ -58,7 +63,7 @@ _SLICE_COUNT = 256
 """Blocks in a slice of a listing; the log has space for so many changes."""
 _STATS_S = 1.0
 """How long to wait for the storage thread's counters; then its last ones are used."""
-_STORAGE_ORDERS = (Pin, Unpin, Evict, EvictBlocks, ListStored, Verify)
+_STORAGE_ORDERS = (Pin, Unpin, Evict, EvictBlocks, ListStored, Verify, ReadBlock, AdoptBlock)
 
 
 class CacheCommands:
@@ -68,6 +73,7 @@ class CacheCommands:
         self._cache = cache
         self._clock = clock
         self._waits = cache.waits
+        self._exchange = CacheExchange(cache)
         self._early_count = 0
         """Commands that wait for the first inventory."""
         self._end: IcehouseError | None = None
@@ -164,6 +170,8 @@ class CacheCommands:
                 return Listing(next(self._listing, 0))
             case ReadTokens():
                 return self._read_tokens(command, reply)
+            case ListExport() | ReadBlock() | BeginImport() | AdoptBlock():
+                return self._exchange.answer(command, reply)
         if self._cache.storage is None:
             raise IcehouseError(Reason.CACHE_UNSUPPORTED, "this server has no SSD tier to verify")
         if isinstance(command, ListStored):

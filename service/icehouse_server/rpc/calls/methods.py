@@ -106,6 +106,9 @@ _WHOLE_DISK = Method(
     message_byte_limit=4 * KIB,
     own_deadline_s=_WHOLE_DISK_S,
 )
+_ARCHIVE_PART_BYTES = 1024 * KIB + 4 * KIB
+"""1 MiB of an archive, and what the message adds."""
+_TRANSFER = Method(CallPool.COMMANDS, WorkThread.STORAGE, own_deadline_s=_WHOLE_DISK_S, caller_limit=2)
 _LOOKUP = Method(CallPool.WORK, WorkThread.EVENT_LOOP, message_byte_limit=64 * KIB)
 _LISTING = Method(CallPool.COMMANDS, WorkThread.EVENT_LOOP, message_byte_limit=4 * KIB)
 _CHANNELZ = Method(
@@ -150,6 +153,8 @@ METHODS: Mapping[str, Method] = {
     "icehouse.v1.CacheService/Evict": _COMMAND,
     "icehouse.v1.CacheService/EvictAll": dataclasses.replace(_WHOLE_DISK, thread=WorkThread.INFERENCE),
     "icehouse.v1.CacheService/Verify": _WHOLE_DISK,
+    "icehouse.v1.CacheService/Export": dataclasses.replace(_TRANSFER, cost=Cost.PROMPT),
+    "icehouse.v1.CacheService/Import": dataclasses.replace(_TRANSFER, message_byte_limit=_ARCHIVE_PART_BYTES),
     "icehouse.v1.ModelService/ListModels": _LOOKUP,
     "icehouse.v1.ModelService/GetModel": _LOOKUP,
     "icehouse.v1.ServerService/GetServer": _LOOKUP,

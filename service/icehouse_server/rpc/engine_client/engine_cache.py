@@ -12,10 +12,14 @@ from collections.abc import AsyncIterator
 from typing import TypeVar
 
 from icehouse_server.domain.cache_commands import (
+    Adoption,
+    BlockContent,
     CacheCommand,
     EvictBlocks,
     EvictReport,
     Explanation,
+    ExportBlocks,
+    ImportTerms,
     KnownBlocks,
     ListKnown,
     ListStored,
@@ -40,6 +44,10 @@ Answer = TypeVar(
     RecentBlocks,
     VerifyReport,
     StoredBlocks,
+    ExportBlocks,
+    BlockContent,
+    ImportTerms,
+    Adoption,
 )
 
 _VERIFY_SLICE_COUNT = 64

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
+from icehouse_server.domain.blocks import HostBlock
 from icehouse_server.domain.cache_commands import CacheAnswer, CacheCommand
 from icehouse_server.domain.cache_stats import CacheStats
 from icehouse_server.domain.ids import RequestId
@@ -74,6 +75,16 @@ class GrammarPort(Protocol):
         """End its processes."""
 
 
+class BlockFiles(Protocol):
+    """The format of block files in an archive. Any thread."""
+
+    def encode(self, block: HostBlock) -> Sequence[memoryview]:
+        """Return the parts of a block's file, in the clear."""
+
+    def decode(self, data: memoryview) -> HostBlock:
+        """Return the block of a file, verified, as views of `data`; raises ValueError for what is none."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class ServedModel:
     """The loaded model: its facts and its tokenizer."""
@@ -82,3 +93,5 @@ class ServedModel:
     tokenizer: Tokenizer
     images: ImageReader | None = None
     """None where the model reads text alone."""
+    block_files: BlockFiles | None = None
+    """None without an SSD tier."""

@@ -1,8 +1,9 @@
-"""CacheService: Explain, Warm, Pin, Unpin, EndSession, Evict, EvictAll, Verify; the long ones stream."""
+"""CacheService: commands to the prefix cache; the long ones are streams."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import AsyncIterator
 
 from icehouse.v1 import cache_service_pb2 as messages
 from icehouse.v1 import cache_service_pb2_grpc
@@ -20,6 +21,7 @@ from icehouse_server.domain.cache_commands import (
 )
 from icehouse_server.domain.ids import AdapterName, CacheScope
 from icehouse_server.domain.request import CacheUse
+from icehouse_server.errors import InvalidRequest, Reason
 from icehouse_server.rpc.calls.call_lifecycle import Context, RpcCall
 from icehouse_server.rpc.messages.field_checks import (
     check_model,
@@ -36,7 +38,8 @@ from icehouse_server.rpc.messages.responses import (
     verify_result,
     warm_response,
 )
-from icehouse_server.rpc.services.generation import PromptMessage, Service
+from icehouse_server.rpc.services.cache_transfer import CacheTransfer
+from icehouse_server.rpc.services.generation import PromptMessage, Service, ServiceParts
 from icehouse_server.rpc.services.prepared import Prepared
 from icehouse_server.rpc.services.prompts import UncheckedPrompt, prompt_of
 
@@ -48,6 +51,12 @@ def scope_of(request: PromptMessage, call: RpcCall) -> CacheScope:
 
 class CacheService(Service, cache_service_pb2_grpc.CacheServiceServicer):
     """Turns calls into the cache's commands and their answers into responses."""
+
+    def __init__(self, parts: ServiceParts) -> None:
+        super().__init__(parts)
+        self._transfer = CacheTransfer(
+            commands=self._commands, prompts=self._prompts, timeout_s=self._config.stall_timeout_s
+        )
 
     async def Explain(self, request: messages.ExplainRequest, context: Context) -> messages.ExplainResponse:
         async with self._calls.call(context) as call:
@@ -154,3 +163,28 @@ class CacheService(Service, cache_service_pb2_grpc.CacheServiceServicer):
                 found = now.report
                 await timer.write(context, messages.VerifyResponse(progress=verify_progress(now)))
             await timer.write(context, messages.VerifyResponse(done=verify_result(found)))
+
+    async def Export(  # type: ignore[override]
+        self, request: messages.ExportRequest, context: Context
+    ) -> None:
+        timer = self._stall_timer()
+        async with self._calls.call(context) as call, timer.guard():
+            scope, model = scope_of(request, call), self._router.require_model()
+            check_model(request.model, model.info)
+            keys = None
+            if request.HasField("prompt"):
+                keys, _ = await self._generation.read_prompt(request, tenant=scope.tenant, call=call)
+            await self._transfer.export(keys, scope, model=model, context=context, timer=timer)
+
+    async def Import(
+        self, request: AsyncIterator[messages.ImportRequest], context: Context
+    ) -> messages.ImportResponse:
+        async with self._calls.call(context) as call:
+            first, model = await self._transfer.next_of(request), self._router.require_model()
+            if first is None or not first.HasField("target"):
+                raise InvalidRequest(
+                    Reason.MESSAGE_MISSING, "the first message has no target; begin with one", field="target"
+                )
+            check_model(first.target.model, model.info)
+            tenant = tenant_of(first.target.cache, call.caller)
+            return await self._transfer.adopt(request, tenant, model=model)

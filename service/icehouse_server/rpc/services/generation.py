@@ -71,6 +71,7 @@ PromptMessage = (
     | cache_service_pb2.PinRequest
     | cache_service_pb2.UnpinRequest
     | cache_service_pb2.EvictRequest
+    | cache_service_pb2.ExportRequest
 )
 """A request that asks the cache about a prompt."""
 

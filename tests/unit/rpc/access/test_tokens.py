@@ -188,6 +188,27 @@ async def test_commands_reach_the_callers_own_blocks_only(tmp_path: Path) -> Non
         assert served.engine.orders[0].scope.tenant == "search"
 
 
+async def test_archives_are_of_the_callers_own_tenant(tmp_path: Path) -> None:
+    async with guarded_server(tmp_path) as served:
+        policy = {"tenant": "somebody"}
+        export = cache_service_pb2.ExportRequest(cache=policy)
+        first = cache_service_pb2.ImportRequest(target={"cache": policy})
+        for call in (
+            served.cache.Export(export, metadata=bearer(SEARCH)).read(),
+            served.cache.Import(iter([first]), metadata=bearer(SEARCH)),
+        ):
+            assert (await refused(call)).reason == "TENANT_FORBIDDEN"
+        for unnamed in (
+            served.cache.Export(export).read(),
+            served.cache.Import(iter([first])),
+        ):
+            assert (await refused(unnamed)).code == grpc.StatusCode.UNAUTHENTICATED
+        too_long = cache_service_pb2.ImportRequest(chunk=bytes((1 << 20) + 5000))
+        refusal = await refused(served.cache.Import(iter([too_long]), metadata=bearer(SEARCH)))
+        assert refusal.reason == "MESSAGE_MALFORMED"
+        assert served.engine.orders == []
+
+
 async def test_what_concerns_all_tenants_is_left_to_operators(tmp_path: Path) -> None:
     async with guarded_server(tmp_path) as served:
         evict_all = cache_service_pb2.EvictAllRequest()

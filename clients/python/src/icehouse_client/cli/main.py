@@ -80,6 +80,9 @@ app = CommandLine(
 for panel, commands in _COMMANDS.items():
     for command in commands:
         app.command(rich_help_panel=panel)(command)
+# `import` is no name that Python has for a function.
+app.command("export", rich_help_panel=CACHE)(prefix_cache.export_blocks)
+app.command("import", rich_help_panel=CACHE)(prefix_cache.import_blocks)
 
 
 def _plain(parameter: Any) -> Any:

@@ -1,22 +1,43 @@
-"""Prefix cache of a running server: `icehouse explain`, `warm`, `pin`, `unpin`, `end-session` and `evict`."""
+"""Prefix cache of a running server: `icehouse explain`, `warm`, `pin`, `evict`, `export`, `import` and so on."""
 
 from __future__ import annotations
 
 import functools
+import sys
+from pathlib import Path
 from typing import Annotated, cast
 
 import typer
-from icehouse.v1.cache_service_pb2 import ExplainResponse, PinResponse, UnpinResponse
-from rich.progress import MofNCompleteColumn
+from icehouse.v1.cache_service_pb2 import (
+    ExplainResponse,
+    ImportRefusal,
+    ImportResponse,
+    PinResponse,
+    UnpinResponse,
+)
+from rich.progress import DownloadColumn, MofNCompleteColumn
 from rich.text import Text
 
-from icehouse_client.cache_client import PinOptions
+from icehouse_client.archive_files import ArchiveFile
+from icehouse_client.cache_client import ImportOptions, PinOptions
 from icehouse_client.cli.connection import Server, server_of
-from icehouse_client.cli.console import AsJson, bar, confirm, out, printable, show
+from icehouse_client.cli.console import (
+    EXIT_FAILURE,
+    AsJson,
+    UsageError,
+    bar,
+    confirm,
+    err,
+    harmless,
+    out,
+    print_json,
+    printable,
+    show,
+)
 from icehouse_client.cli.figures import duration_text, size_text
 from icehouse_client.cli.generate import cost_text
 from icehouse_client.cli.option_groups import with_groups
-from icehouse_client.cli.prompt import GivenPrompt, Suffix, prompt_of
+from icehouse_client.cli.prompt import GivenPrompt, Model, Suffix, prompt_of
 from icehouse_client.results import reuse_limit_name, seconds, usage_from
 
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 24 * 3600}
@@ -36,6 +57,17 @@ LIMITS = {
     "PROMPT_LOGPROBS": "the prompt's log probabilities were asked for, so all of it is computed",
 }
 """Why no more is reused, by the API's word."""
+
+REFUSALS = {
+    "DAMAGED": "not what its name says",
+    "LAYOUT": "not this model's tensors, or states that cannot be cut",
+    "SCOPE": "another tenant's, or an adapter's that is not served",
+    "PARENT_MISSING": "the block before it is not here",
+    "QUOTA": "no space within the tenant's quota",
+    "SSD_FULL": "no space on SSD",
+}
+"""Why a block of an archive was not adopted, by the API's word."""
+_PIPE = "-"
 
 _about_a_prompt = with_groups(server=server_of, prompt=prompt_of)
 
@@ -127,6 +159,73 @@ def evict(
         f"{done.ssd_block_count:,} from SSD ({size_text(done.ssd_bytes)})"
     )
     show(done, told, as_json=as_json)
+
+
+@_about_a_prompt
+def export_blocks(
+    prompt: GivenPrompt,
+    server: Server,
+    to: Annotated[Path, typer.Option("--to", help="The archive to write; - is standard output.")],
+    suffix: Suffix = None,
+    everything: Annotated[bool, typer.Option("--all", help="All blocks of the tenant.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write a prompt's cached blocks to an archive, which holds the prompt's tokens."""
+    if everything and (prompt.prompt, suffix) != (None, None):
+        raise typer.BadParameter("--all exports everything; leave it out to export one prompt")
+    asked = None if everything else prompt.read(suffix)
+    is_pipe = str(to) == _PIPE
+    file: ArchiveFile = sys.stdout.buffer if is_pipe else to
+    with bar("exporting blocks", DownloadColumn()) as advance:
+        try:
+            done = server.client.cache.export_archive(file, asked, on_progress=advance, **prompt.options)
+        except OSError as error:
+            raise UsageError(f"{to} cannot be written: {error.strerror}") from error
+    told = f"exported: {done.block_count:,} blocks, {size_text(done.size_bytes)}"
+    if done.left_out_block_count:
+        told += f"; {done.left_out_block_count:,} could not be read and are left out"
+    if is_pipe:
+        # Standard output is the archive.
+        err.print(told, markup=False)
+    else:
+        show(done, told, as_json=as_json)
+
+
+@with_groups(server=server_of)
+def import_blocks(
+    archive: Annotated[str, typer.Argument(help="The archive to read; - is standard input.")],
+    server: Server,
+    model: Model = "",
+    tenant: Annotated[str, typer.Option(help="Whose blocks they become, for operators.")] = "",
+    as_json: AsJson = False,
+) -> None:
+    """Have an archive's blocks adopted by a server; exit code 1 when not all were."""
+    file: ArchiveFile = sys.stdin.buffer if archive == _PIPE else archive
+    options = ImportOptions(model=model, tenant=tenant)
+    with bar("importing blocks", DownloadColumn()) as advance:
+        try:
+            done = server.client.cache.import_archive(file, on_progress=advance, **options)
+        except OSError as error:
+            raise UsageError(f"{archive} cannot be read: {error.strerror}") from error
+    if as_json:
+        print_json(done)
+    else:
+        out.print(_adopted(done), markup=False)
+    if done.stop_detail:
+        err.print(harmless(f"the rest of the archive was not read: {done.stop_detail}"), markup=False)
+    if done.stop_detail or done.refusals:
+        raise typer.Exit(EXIT_FAILURE)
+
+
+def _adopted(done: ImportResponse) -> str:
+    parts = [
+        f"adopted: {done.adopted_block_count:,} blocks, {size_text(done.adopted_bytes)}",
+        f"{done.known_block_count:,} were cached already",
+    ]
+    for each in done.refusals:
+        name = ImportRefusal.Name(each.reason).removeprefix("IMPORT_REFUSAL_")
+        parts.append(f"{each.block_count:,} refused ({REFUSALS.get(name, name.replace('_', ' ').lower())})")
+    return ", ".join(parts)
 
 
 def ttl_of(text: str) -> float:

@@ -113,6 +113,11 @@ class CacheRunner(Protocol):
         """Rebuild for about `budget_s`; True once the sequence is open. Raises StorageError."""
         ...
 
+    def misfit(self, regions: Sequence[HostRegion], *, token_count: int) -> str:
+        """Return why these regions cannot be those of a block of so many tokens that was computed elsewhere;
+        "" where they can."""
+        ...
+
     def from_host(self, region: HostRegion) -> Region:
         """Copy host memory onto the device, evaluated."""
         ...

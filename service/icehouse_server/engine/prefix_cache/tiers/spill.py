@@ -114,6 +114,22 @@ class Spills:
         self._finish_copies(blocks)
         return self.storage.pin(blocks, end_time)
 
+    def settle(self, blocks: Names) -> Ticket[Purged] | None:
+        """Return a ticket that comes when these blocks, and all sent before, are written or dropped; None
+        when the storage thread's queue is full."""
+        assert self.storage is not None, "there is no SSD tier"
+        self._finish_copies(blocks)
+        # An order for nothing: it waits for what was put before it.
+        return self.storage.delete(())
+
+    def adopt(self, node: Node, block: HostBlock) -> Ticket[Persisted]:
+        """Write a block that was never in RAM; there must be credit for it."""
+        assert self.storage is not None, "there is no SSD tier"
+        self._tree.begin_spill(node, size_bytes=block.size_bytes + OVERHEAD_BYTES)
+        ticket = self.storage.put(block)
+        self._waits.add(ticket, partial(self._ended, node))
+        return ticket
+
     def touch(self, nodes: Sequence[Node]) -> None:
         """Note on SSD that a chain was used."""
         stored = tuple(node.hash for node in reversed(nodes) if node.ssd)
@@ -139,7 +155,11 @@ class Spills:
 
     def has_credit(self, node: Node) -> bool:
         """Whether the write queue takes this block now."""
-        wanted_bytes = self._copying_bytes + _queue_bytes(node)
+        return self.has_queue_space(_queue_bytes(node))
+
+    def has_queue_space(self, size_bytes: int) -> bool:
+        """Whether the write queue takes so many bytes now, beside the blocks that are being copied."""
+        wanted_bytes = self._copying_bytes + size_bytes
         return self.storage is not None and wanted_bytes <= self.storage.queue_space_bytes
 
     def offer(self, node: Node, *, request_id: RequestId | None) -> None:

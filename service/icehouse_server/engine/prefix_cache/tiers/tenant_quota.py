@@ -48,6 +48,16 @@ class TenantQuotas:
         self._roots.move_to_end(scope.tenant)
         return self._roots[scope.tenant][scope.adapter]
 
+    def roots_of(self, tenant: Tenant) -> dict[BlockHash, AdapterDigest | None]:
+        """Return all roots of a tenant, each with its adapter; None for the bare model."""
+        return {self.root(CacheScope(tenant, name)): digest for name, digest in self._adapters.items()}
+
+    def has_ssd_space(self, owner: BlockHash, size_bytes: int) -> bool:
+        """Whether the SSD quota of the tenant with this root has space for so much, with nothing removed."""
+        tree, limit, kin = self._tree, self._limits.ssd_bytes, self.kin_of(owner)
+        coming_bytes = sum(n.spill.size_bytes for n in tree.spilling if n.spill and n.owner in kin)
+        return not limit or sum(tree.ssd.used_by[root] for root in kin) + coming_bytes + size_bytes <= limit
+
     def kin_of(self, owner: Owner) -> frozenset[Owner]:
         """Return all roots of the tenant with this root; this one alone before the tenant's first request."""
         return frozenset(self._kin.get(owner, (owner,)) if owner is not None else (None,))

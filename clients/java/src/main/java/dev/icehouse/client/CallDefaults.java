@@ -8,6 +8,8 @@ import io.grpc.ClientCall;
 import io.grpc.ClientInterceptor;
 import io.grpc.Context;
 import io.grpc.Deadline;
+import io.grpc.ForwardingClientCall;
+import io.grpc.Metadata;
 import io.grpc.MethodDescriptor;
 import java.time.Duration;
 import java.util.Optional;
@@ -21,7 +23,9 @@ final class CallDefaults implements ClientInterceptor {
           CacheServiceGrpc.getWarmMethod().getFullMethodName(),
           CacheServiceGrpc.getEvictMethod().getFullMethodName(),
           CacheServiceGrpc.getEvictAllMethod().getFullMethodName(),
-          CacheServiceGrpc.getVerifyMethod().getFullMethodName());
+          CacheServiceGrpc.getVerifyMethod().getFullMethodName(),
+          CacheServiceGrpc.getExportMethod().getFullMethodName(),
+          CacheServiceGrpc.getImportMethod().getFullMethodName());
 
   private final Optional<Duration> timeout;
   private final Optional<Duration> commandTimeout;
@@ -40,9 +44,27 @@ final class CallDefaults implements ClientInterceptor {
   public <I, O> ClientCall<I, O> interceptCall(
       MethodDescriptor<I, O> method, CallOptions options, Channel next) {
     CallOptions bounded = bounded(method, options);
+    if (method.getType() == MethodDescriptor.MethodType.CLIENT_STREAMING) {
+      return new Upload<>(next.newCall(method, bounded));
+    }
     var deadline = Optional.ofNullable(bounded.getDeadline());
     var terms = new PromptedCall.Terms(token, retries.limitOf(method), deadline);
     return new PromptedCall<>(() -> next.newCall(method, bounded), terms);
+  }
+
+  /** A call of many requests, with the token. It is made once: what was sent is not kept. */
+  private final class Upload<I, O> extends ForwardingClientCall.SimpleForwardingClientCall<I, O> {
+    Upload(ClientCall<I, O> call) {
+      super(call);
+    }
+
+    @Override
+    public void start(Listener<O> listener, Metadata headers) {
+      if (!headers.containsKey(PromptedCall.AUTHORIZATION)) {
+        token.ifPresent(known -> headers.put(PromptedCall.AUTHORIZATION, "Bearer " + known.current()));
+      }
+      super.start(listener, headers);
+    }
   }
 
   private CallOptions bounded(MethodDescriptor<?, ?> method, CallOptions options) {

@@ -7,6 +7,7 @@ import dev.icehouse.v1.ChatPrompt;
 import dev.icehouse.v1.ContentPart;
 import dev.icehouse.v1.EvictRequest;
 import dev.icehouse.v1.ExplainRequest;
+import dev.icehouse.v1.ExportRequest;
 import dev.icehouse.v1.GenerateRequest;
 import dev.icehouse.v1.PinRequest;
 import dev.icehouse.v1.Prompt;
@@ -59,13 +60,14 @@ public final class PrefixKey {
           ExplainRequest.getDescriptor(),
           PinRequest.getDescriptor(),
           UnpinRequest.getDescriptor(),
-          EvictRequest.getDescriptor());
+          EvictRequest.getDescriptor(),
+          ExportRequest.getDescriptor());
 
   private PrefixKey() {}
 
   /**
    * Returns the request's key, 16 hex digits. Empty for a request without a prompt that can be cached; Generate,
-   * Stream, Explain, Warm, Pin, Unpin, Evict and Rerank have one.
+   * Stream, Explain, Warm, Pin, Unpin, Evict, Export and Rerank have one.
    */
   public static Optional<String> of(Message request) {
     if (request instanceof RerankRequest rerank) {

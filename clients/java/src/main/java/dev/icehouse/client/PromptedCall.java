@@ -18,15 +18,15 @@ import java.util.function.Supplier;
  * it for now or refuses its token.
  *
  * <p>The headers of a call are sent when it starts, before its request is known; so the start is delayed until the
- * request. That is possible because all calls of the API have one request, which the stubs send before they wait for
- * anything. The caller does not notice refused attempts, except for the last.
+ * request. That is possible because all calls of the API but Import have one request, which the stubs send before they
+ * wait for anything. The caller does not notice refused attempts, except for the last.
  *
  * <p>The caller's context cancels the call, but gRPC works in a fork of it. A thread of the caller that does the work
  * of the channel also starts the connection's health check, in its own context; without the fork, the end of one call
  * would end the health check for all.
  */
 final class PromptedCall<I, O> extends ClientCall<I, O> {
-  private static final Metadata.Key<String> AUTHORIZATION =
+  static final Metadata.Key<String> AUTHORIZATION =
       Metadata.Key.of("authorization", Metadata.ASCII_STRING_MARSHALLER);
   private static final Metadata.Key<String> PREFIX_KEY =
       Metadata.Key.of(PrefixKey.HEADER, Metadata.ASCII_STRING_MARSHALLER);

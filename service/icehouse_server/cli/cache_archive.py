@@ -1,0 +1,187 @@
+"""`icehouse cache export | import | copy`: blocks of a cache directory that no server uses, as an archive."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Annotated, BinaryIO
+
+import typer
+from icehouse_client.archive_files import opened, written
+from icehouse_client.cli.console import EXIT_FAILURE, AsJson, UsageError, bar, err, harmless, out, print_json
+from icehouse_client.cli.figures import size_text
+from rich.progress import TaskProgressColumn
+
+from icehouse_server.bootstrap.encryption import find_cipher
+from icehouse_server.clock import SystemClock
+from icehouse_server.config import load_config
+from icehouse_server.storage.files import Files
+from icehouse_server.storage.local.directory.exchange import (
+    CHUNK_BYTES,
+    ExportReport,
+    ExportSource,
+    ImportLimits,
+    ImportReport,
+    ImportTarget,
+)
+from icehouse_server.storage.local.directory.offline import OfflineStore
+
+_PIPE = "-"
+
+Source = Annotated[Path, typer.Argument(help="The cache directory whose blocks to take.")]
+Target = Annotated[
+    Path, typer.Argument(help="The cache directory that takes them; made where there is none.")
+]
+Fingerprint = Annotated[
+    str, typer.Option(help="The blocks of this model (hex prefix); needed where there are several.")
+]
+Block = Annotated[
+    str, typer.Option(help="Only the prompt that ends with this block (hash or its beginning).")
+]
+
+
+def export_directory(
+    directory: Source,
+    file: Annotated[str, typer.Argument(help="The archive to write; - is standard output.")],
+    as_json: AsJson = False,
+    fingerprint: Fingerprint = "",
+    block: Block = "",
+) -> None:
+    """Write the blocks of a directory to an archive. It holds the prompts' tokens. No server may use it."""
+    report: list[ExportReport] = []
+    with _progress("writing blocks") as progress, _written(file) as write:
+        for part in _parts(directory, report, fingerprint=fingerprint, block=block, progress=progress):
+            write(part)
+    _show_export(report[0], as_json=as_json, to_pipe=file == _PIPE)
+
+
+def import_directory(
+    directory: Target,
+    file: Annotated[str, typer.Argument(help="The archive to read; - is standard input.")],
+    as_json: AsJson = False,
+) -> None:
+    """Adopt an archive's blocks into a directory; exit code 1 when not all were. No server may use it."""
+    with _progress("adopting blocks") as progress, _opened(file) as source:
+        report = _target(directory).adopt(iter(lambda: source.read(CHUNK_BYTES), b""), progress=progress)
+    _show_import(report, as_json=as_json)
+
+
+def copy_directory(
+    source: Source,
+    target: Target,
+    as_json: AsJson = False,
+    fingerprint: Fingerprint = "",
+    block: Block = "",
+) -> None:
+    """Copy blocks from one directory to another; exit code 1 when not all were. No server may use either."""
+    if source.resolve() == target.resolve():
+        raise UsageError(f"{source} and {target} are one directory; say another one to copy to")
+    with _progress("copying blocks") as progress:
+        parts = _parts(source, [], fingerprint=fingerprint, block=block, progress=lambda _: None)
+        report = _target(target).adopt(parts, progress=progress)
+    _show_import(report, as_json=as_json)
+
+
+def _parts(
+    directory: Path,
+    report: list[ExportReport],
+    *,
+    fingerprint: str,
+    block: str,
+    progress: Callable[[int], None],
+) -> Iterator[bytes]:
+    """Yield an archive's bytes, and put what it was made of into `report`."""
+    files = Files()
+    config = load_config(flags={"cache.directory": str(directory)}, file=None).config.cache
+    if not os.path.isdir(config.block_directory):
+        raise UsageError(f"there is no cache in {config.block_directory}; say where a server made one")
+    cipher = find_cipher(config, files)
+    store = OfflineStore(str(config.block_directory), files=files, clock=SystemClock(), cipher=cipher)
+    source = ExportSource(store, files=files, cipher=cipher)
+    for part in source.stream(fingerprint=fingerprint, block=block, progress=progress):
+        if isinstance(part, ExportReport):
+            report.append(part)
+        else:
+            yield part
+
+
+def _target(directory: Path) -> ImportTarget:
+    files = Files()
+    config = load_config(flags={"cache.directory": str(directory)}, file=None).config.cache
+    return ImportTarget(
+        str(config.block_directory),
+        files=files,
+        clock=SystemClock(),
+        limits=ImportLimits(config.ssd_bytes, config.free_space_floor_bytes),
+        cipher=find_cipher(config, files),
+    )
+
+
+@contextlib.contextmanager
+def _written(file: str) -> Iterator[Callable[[bytes], object]]:
+    """Yield what writes to a new file, or to standard output."""
+    try:
+        with written(sys.stdout.buffer if file == _PIPE else file) as write:
+            yield write
+    except OSError as error:
+        raise UsageError(f"{file} cannot be written: {error.strerror}") from error
+
+
+@contextlib.contextmanager
+def _opened(file: str) -> Iterator[BinaryIO]:
+    """Yield a file that is read, or standard input."""
+    try:
+        with opened(sys.stdin.buffer if file == _PIPE else file) as stream:
+            yield stream
+    except OSError as error:
+        raise UsageError(f"{file} cannot be read: {error.strerror}") from error
+
+
+@contextlib.contextmanager
+def _progress(what: str) -> Iterator[Callable[[int], None]]:
+    with bar(what, TaskProgressColumn()) as advance_to:
+        yield advance_to
+
+
+def _show_export(report: ExportReport, *, as_json: bool, to_pipe: bool) -> None:
+    facts = {
+        "blocks": report.block_count,
+        "size_bytes": report.size_bytes,
+        "left_out": report.left_out_count,
+    }
+    text = f"{report.block_count} blocks written, {size_text(report.size_bytes)}"
+    if report.left_out_count:
+        text += f"; {report.left_out_count} left out: damaged, or without the beginning of their prompt"
+    if to_pipe:
+        # Standard output is the archive.
+        err.print(text, markup=False)
+    elif as_json:
+        print_json(facts)
+    else:
+        out.print(text, markup=False)
+
+
+def _show_import(report: ImportReport, *, as_json: bool) -> None:
+    refused = {str(why): count for why, count in report.refused.items()}
+    if as_json:
+        print_json(
+            {
+                "adopted": report.adopted_count,
+                "size_bytes": report.adopted_bytes,
+                "known": report.known_count,
+                "refused": refused,
+                "stopped": report.stop_detail,
+            }
+        )
+    else:
+        parts: Iterable[str] = (f"{count} refused ({why})" for why, count in refused.items())
+        known = f"{report.known_count} were there already"
+        size = size_text(report.adopted_bytes)
+        out.print(", ".join([f"{report.adopted_count} blocks adopted, {size}", known, *parts]), markup=False)
+    if report.stop_detail:
+        err.print(harmless(f"the rest of the archive was not read: {report.stop_detail}"), markup=False)
+    if report.stop_detail or refused:
+        raise typer.Exit(EXIT_FAILURE)

@@ -1,0 +1,380 @@
+"""Cache transfer: blocks as an archive to a caller, and an archive's blocks from a caller (event loop).
+
+One block is under way in each call, and hashing runs in the tokenizer's threads, 1 MiB at a time. In an
+archive blocks have the names that they have without a key, below the root of the tenant that they come from.
+Here they get the names of the tenant that they go to. So nothing of an archive decides where a block is
+filed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+from collections import Counter
+from collections.abc import AsyncIterator, Iterable, Iterator
+from functools import partial
+
+from icehouse.v1 import cache_service_pb2 as messages
+
+from icehouse_server.domain.blocks import BlockHeader, HostBlock, TokenKeys, block_hash, join_keys, root_hash
+from icehouse_server.domain.cache_commands import (
+    AdoptBlock,
+    Adoption,
+    AdoptionRefusal,
+    BeginImport,
+    BlockContent,
+    ExportBlock,
+    ExportBlocks,
+    ImportTerms,
+    ListExport,
+    ReadBlock,
+)
+from icehouse_server.domain.ids import AdapterDigest, BlockHash, CacheScope, Fingerprint, Tenant
+from icehouse_server.errors import DeadlineExceeded, IcehouseError, NotFound, Overloaded, Reason
+from icehouse_server.rpc.engine_client.answers import StallTimer, Writable
+from icehouse_server.rpc.engine_client.engine_cache import Answer, EngineCache
+from icehouse_server.rpc.engine_client.engine_ports import BlockFiles, ServedModel
+from icehouse_server.rpc.services.prompts import PromptReader
+from icehouse_server.storage.archive import (
+    ArchiveError,
+    ArchiveHeader,
+    ArchiveReader,
+    ArchiveWriter,
+    BlockEnd,
+    BlockEntry,
+    Item,
+)
+
+CHUNK_BYTES = 1 << 20
+_TRANSFER_LIMIT = 4
+"""Exports and imports at once, each with a block in memory."""
+_RETRY_S = 1.0
+_TRY_COUNT = 5
+"""How often a command is given where the SSD tier's queue is full."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Model:
+    """What an archive must fit."""
+
+    fingerprint: Fingerprint
+    files: BlockFiles
+    adapters: frozenset[AdapterDigest]
+
+    @classmethod
+    def of(cls, model: ServedModel) -> _Model:
+        if model.block_files is None:
+            raise IcehouseError(Reason.CACHE_UNSUPPORTED, "this server has no SSD tier to export or import")
+        adapters = frozenset(adapter.digest for adapter in model.info.adapters)
+        return cls(Fingerprint(bytes.fromhex(model.info.fingerprint_hex)), model.block_files, adapters)
+
+
+class CacheTransfer:
+    """Exports and imports for the cache service."""
+
+    def __init__(self, *, commands: EngineCache, prompts: PromptReader, timeout_s: float) -> None:
+        """A caller that sends nothing for `timeout_s` is given up."""
+        self._commands = commands
+        self._prompts = prompts
+        self._timeout_s = timeout_s
+        self._running_count = 0
+
+    async def export(
+        self,
+        keys: TokenKeys | None,
+        scope: CacheScope,
+        *,
+        model: ServedModel,
+        context: Writable,
+        timer: StallTimer,
+    ) -> None:
+        """Write the archive of a prompt, None: of a tenant. Within the timer's guard."""
+        served = _Model.of(model)
+        with self._slot():
+            listed = await self._commands.ask(ListExport(keys, scope), ExportBlocks)
+            if not listed.blocks:
+                raise NotFound(
+                    Reason.BLOCK_NOT_FOUND, "nothing of it is cached; send it through Warm or Generate"
+                )
+            writer, named = ArchiveWriter(), _Names(scope.tenant, served.fingerprint)
+            details = {"model": model.info.model_id}
+            header = ArchiveHeader(served.fingerprint, listed.block_token_limit, details)
+            await timer.write(context, messages.ExportResponse(chunk=writer.begin(header)))
+            result = messages.ExportResult()
+            for block in listed.blocks:
+                content = await self._read(block) if named.reaches(block) else None
+                if content is None:
+                    result.left_out_block_count += 1
+                    continue
+                named_block = named.name(block, content)
+                # Read already: nothing of it is kept while the next one is read.
+                del content
+                parts = await self._prompts.run(partial(served.files.encode, named_block))
+                size_bytes = sum(part.nbytes for part in parts)
+                entry = _entry(named_block.header, size_bytes, block.adapter)
+                await timer.write(context, messages.ExportResponse(chunk=writer.block(entry)))
+                for chunk in _chunks(parts):
+                    await self._prompts.run(partial(writer.part, chunk))
+                    await timer.write(context, messages.ExportResponse(chunk=chunk))
+                await timer.write(context, messages.ExportResponse(chunk=writer.end_block()))
+                result.block_count += 1
+                result.size_bytes += size_bytes
+            await timer.write(context, messages.ExportResponse(chunk=writer.end()))
+            await timer.write(context, messages.ExportResponse(done=result))
+
+    async def _read(self, block: ExportBlock) -> HostBlock | None:
+        """Return a block; None for one that is gone, or damaged."""
+        try:
+            return (await self._patiently(ReadBlock(block.hash), BlockContent)).block
+        except NotFound:
+            return None
+
+    async def adopt(
+        self, requests: AsyncIterator[messages.ImportRequest], tenant: Tenant, *, model: ServedModel
+    ) -> messages.ImportResponse:
+        """Adopt the archive that follows in `requests`."""
+        served = _Model.of(model)
+        with self._slot():
+            terms = await self._commands.ask(BeginImport(), ImportTerms)
+            adoption = _Adoption(self, served, terms, tenant)
+            async for request in self._in_time(requests):
+                items, stop_detail = await self._prompts.run(partial(adoption.feed, request.chunk))
+                for item in items:
+                    await adoption.take(item)
+                if stop_detail:
+                    return adoption.response(stop_detail)
+            return adoption.response(adoption.end_detail())
+
+    async def _in_time(
+        self, requests: AsyncIterator[messages.ImportRequest]
+    ) -> AsyncIterator[messages.ImportRequest]:
+        while (request := await self.next_of(requests)) is not None:
+            yield request
+
+    async def next_of(self, requests: AsyncIterator[messages.ImportRequest]) -> messages.ImportRequest | None:
+        """Return the next message; None at the end. Raises DeadlineExceeded where none comes in time."""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await anext(requests, None)
+        except TimeoutError:
+            raise DeadlineExceeded(
+                Reason.MESSAGE_LATE,
+                f"nothing of the archive came for {self._timeout_s:g} s; send it faster",
+                metadata={"stall_timeout_s": f"{self._timeout_s:g}"},
+            ) from None
+
+    async def decode(self, files: BlockFiles, data: bytearray) -> HostBlock | None:
+        """Return the block of a file, verified; None for what is none."""
+        try:
+            return await self._prompts.run(lambda: files.decode(memoryview(data).toreadonly()))
+        except ValueError:
+            return None
+
+    async def order(self, command: AdoptBlock) -> Adoption:
+        """Have a block adopted."""
+        return await self._patiently(command, Adoption)
+
+    async def _patiently(self, command: ReadBlock | AdoptBlock, answer_type: type[Answer]) -> Answer:
+        """Give a command again where too much is queued; raises Overloaded at last."""
+        for _ in range(_TRY_COUNT - 1):
+            with contextlib.suppress(Overloaded):
+                return await self._commands.ask(command, answer_type)
+            await asyncio.sleep(_RETRY_S)
+        return await self._commands.ask(command, answer_type)
+
+    @contextlib.contextmanager
+    def _slot(self) -> Iterator[None]:
+        if self._running_count >= _TRANSFER_LIMIT:
+            raise Overloaded(
+                Reason.QUEUE_FULL,
+                f"{_TRANSFER_LIMIT} exports and imports are under way; try again later",
+                retry_after_s=_RETRY_S,
+                metadata={"limit": _TRANSFER_LIMIT},
+            )
+        self._running_count += 1
+        try:
+            yield
+        finally:
+            self._running_count -= 1
+
+
+class _Names:
+    """Names in an archive of the blocks that it has so far, by their names here."""
+
+    def __init__(self, tenant: Tenant, fingerprint: Fingerprint) -> None:
+        self._tenant = tenant
+        self._fingerprint = fingerprint
+        self._known: dict[BlockHash, BlockHash] = {}
+
+    def reaches(self, block: ExportBlock) -> bool:
+        """Return whether the block before this one is in the archive."""
+        return block.start_token_index == 0 or block.parent in self._known
+
+    def name(self, block: ExportBlock, content: HostBlock) -> HostBlock:
+        """Return a block under its name in the archive."""
+        if block.start_token_index:
+            parent = self._known[block.parent]
+        else:
+            parent = root_hash(fingerprint=self._fingerprint, tenant=self._tenant, adapter=block.adapter)
+        header = content.header
+        name = block_hash(parent=parent, token_ids=header.token_ids, extra=header.extra)
+        self._known[block.hash] = name
+        clear = dataclasses.replace(header, hash=name, parent=parent, fingerprint=self._fingerprint)
+        return HostBlock(clear, content.regions)
+
+
+class _Adoption:
+    """One archive on its way in."""
+
+    def __init__(self, transfer: CacheTransfer, model: _Model, terms: ImportTerms, tenant: Tenant) -> None:
+        self._transfer = transfer
+        self._model = model
+        self._terms = terms
+        self._tenant = tenant
+        self._reader = ArchiveReader(block_limit_bytes=max(1, terms.block_limit_bytes))
+        self._here: dict[BlockHash, tuple[BlockHash, AdapterDigest | None]] = {}
+        """Name here and adapter, by the name in the archive."""
+        self._entry: BlockEntry | None = None
+        """The block whose bytes come; None where they are passed over."""
+        self._data = bytearray()
+        self._refused: Counter[AdoptionRefusal] = Counter()
+        self._adopted_count = self._adopted_bytes = self._known_count = 0
+
+    def feed(self, chunk: bytes) -> tuple[list[Item], str]:
+        """Return what is complete now, and why no more is read. Any thread, one at a time."""
+        items: list[Item] = []
+        try:
+            for item in self._reader.feed(chunk):
+                items.append(item)
+        except ArchiveError as error:
+            return items, str(error)
+        return items, ""
+
+    def end_detail(self) -> str:
+        """Return what is missing at the end of the stream; "" when nothing is."""
+        try:
+            self._reader.finish()
+        except ArchiveError as error:
+            return str(error)
+        return ""
+
+    async def take(self, item: Item) -> None:
+        """Take in what the reader found. Raises NotFound for another model."""
+        if isinstance(item, ArchiveHeader):
+            self._check_model(item)
+        elif isinstance(item, BlockEntry):
+            refusal = self._refusal_of(item)
+            self._entry = None if refusal else item
+            self._refused.update([refusal] if refusal else [])
+        elif isinstance(item, bytes) and self._entry is not None:
+            self._data += item
+        elif isinstance(item, BlockEnd) and self._entry is not None:
+            entry, data = self._entry, self._data
+            self._entry, self._data = None, bytearray()
+            await self._adopt(entry, data)
+
+    def response(self, stop_detail: str) -> messages.ImportResponse:
+        """Return what became of the blocks."""
+        counts = [
+            messages.ImportRefusalCount(
+                reason=messages.ImportRefusal.Value(f"IMPORT_REFUSAL_{refusal.name}"), block_count=count
+            )
+            for refusal, count in self._refused.items()
+        ]
+        return messages.ImportResponse(
+            adopted_block_count=self._adopted_count,
+            adopted_bytes=self._adopted_bytes,
+            known_block_count=self._known_count,
+            refusals=counts,
+            stop_detail=stop_detail,
+        )
+
+    def _check_model(self, header: ArchiveHeader) -> None:
+        theirs, own = header.fingerprint.hex(), self._model.fingerprint.hex()
+        if theirs != own or header.block_token_limit != self._terms.block_token_limit:
+            raise NotFound(
+                Reason.MODEL_NOT_FOUND,
+                f"the archive has blocks of {header.block_token_limit} tokens of model {theirs}, this server "
+                f"serves {own} with blocks of {self._terms.block_token_limit}; import it where that model is "
+                "served",
+                metadata={"archive": theirs, "served": own},
+            )
+
+    def _refusal_of(self, entry: BlockEntry) -> AdoptionRefusal | None:
+        if entry.start_token_index:
+            return None if entry.parent in self._here else AdoptionRefusal.PARENT_MISSING
+        has_root = entry.adapter is not None or self._adapter_below(entry.parent) is not _UNKNOWN
+        return None if has_root else AdoptionRefusal.SCOPE
+
+    def _adapter_below(self, root: BlockHash) -> AdapterDigest | _Unknown | None:
+        """Return the adapter whose root of this tenant this is; None for the bare model's."""
+        for adapter in (None, *self._model.adapters):
+            own = root_hash(fingerprint=self._model.fingerprint, tenant=self._tenant, adapter=adapter)
+            if root == own:
+                return adapter
+        return _UNKNOWN
+
+    async def _adopt(self, entry: BlockEntry, data: bytearray) -> None:
+        block = await self._transfer.decode(self._model.files, data)
+        command = None if block is None else self._command(entry, block, len(data))
+        if command is None:
+            self._refused[AdoptionRefusal.DAMAGED] += 1
+            return
+        answer = await self._transfer.order(command)
+        if answer.refusal is not None:
+            self._refused[answer.refusal] += 1
+            return
+        self._here[entry.hash] = answer.hash, command.adapter
+        self._known_count += not answer.is_new
+        self._adopted_count += answer.is_new
+        self._adopted_bytes += len(data) if answer.is_new else 0
+
+    def _command(self, entry: BlockEntry, block: HostBlock, size_bytes: int) -> AdoptBlock | None:
+        """Return the order to adopt a verified block; None where it is not the one that its entry names."""
+        header, limit = block.header, self._terms.block_token_limit
+        if _entry(header, size_bytes, None) != dataclasses.replace(entry, adapter=b""):
+            return None
+        if (header.fingerprint, header.block_token_limit) != (self._model.fingerprint, limit):
+            return None
+        parent: BlockHash | None = None
+        if entry.start_token_index:
+            parent, adapter = self._here[entry.parent]
+        elif entry.adapter is not None:
+            adapter = AdapterDigest(entry.adapter) if entry.adapter else None
+        else:
+            found = self._adapter_below(entry.parent)
+            assert not isinstance(found, _Unknown), "a block without a root is refused before its bytes"
+            adapter = found
+        try:
+            keys = join_keys(header.token_ids, header.extra)
+        except ValueError:
+            return None
+        return AdoptBlock(self._tenant, adapter, parent, entry.start_token_index, keys, block.regions)
+
+
+class _Unknown:
+    """No adapter, nor the bare model."""
+
+
+_UNKNOWN = _Unknown()
+
+
+def _entry(header: BlockHeader, size_bytes: int, adapter: AdapterDigest | None) -> BlockEntry:
+    return BlockEntry(
+        header.hash, header.parent, header.start_token_index, header.token_count, size_bytes, adapter or b""
+    )
+
+
+def _chunks(parts: Iterable[memoryview]) -> Iterator[bytes]:
+    """Yield the bytes of all parts in messages that are neither too long nor needlessly short."""
+    pending = bytearray()
+    for part in parts:
+        for begin in range(0, part.nbytes, CHUNK_BYTES):
+            piece = part[begin : begin + CHUNK_BYTES]
+            if len(pending) + piece.nbytes > CHUNK_BYTES:
+                yield bytes(pending)
+                pending.clear()
+            pending += piece
+    if pending:
+        yield bytes(pending)

@@ -1,0 +1,62 @@
+"""Block bytes: one block file in memory, in the clear, for archives that go over the wire.
+
+Any thread may call these functions. Nothing that is decoded is trusted: head and regions are checked as those
+of a file on disk are.
+"""
+
+from __future__ import annotations
+
+import xxhash
+
+from icehouse_server.domain.blocks import HostBlock, HostRegion, HostTensor
+from icehouse_server.storage.api import TensorShape
+from icehouse_server.storage.local.block_format.block_file import prepare_block
+from icehouse_server.storage.local.block_format.header import (
+    BlockFileError,
+    FileRegion,
+    encode_head,
+    head_length,
+    parse_head,
+)
+
+
+class BlockBytes:
+    """Block files as bytes; what rpc knows of the format."""
+
+    def encode(self, block: HostBlock) -> list[memoryview]:
+        """Return the parts of a block's file, in order. Its header's name is without a secret."""
+        offset = prepare_block(block).head_bytes
+        regions = []
+        for region in block.regions:
+            digest = xxhash.xxh3_64()
+            for tensor in region.tensors:
+                digest.update(tensor.data)
+            shapes = tuple(TensorShape(t.name, t.dtype, t.shape, t.data.nbytes) for t in region.tensors)
+            regions.append(FileRegion(region.kind, offset, region.size_bytes, digest.intdigest(), shapes))
+            offset += region.size_bytes
+        head, _ = encode_head(block.header, regions)
+        return [memoryview(head), *(t.data for region in block.regions for t in region.tensors)]
+
+    def decode(self, data: memoryview) -> HostBlock:
+        """Return the block of a file; its tensors are views of `data`. Raises ValueError for what is none."""
+        try:
+            head_bytes = head_length(bytes(data[:8]), file_bytes=data.nbytes)
+            file = parse_head(bytes(data[:head_bytes]), file_bytes=data.nbytes)
+        except BlockFileError as error:
+            raise ValueError(str(error)) from error
+        if file.header is None:
+            raise ValueError("it is encrypted")
+        return HostBlock(file.header, tuple(_region(data, region) for region in file.regions))
+
+
+def _region(data: memoryview, region: FileRegion) -> HostRegion:
+    offset = region.offset
+    whole = data[offset : offset + region.size_bytes]
+    if xxhash.xxh3_64_intdigest(whole) != region.checksum:
+        raise ValueError(f"region {region.kind} does not have the checksum of its header")
+    tensors = []
+    for tensor in region.tensors:
+        part = data[offset : offset + tensor.size_bytes]
+        tensors.append(HostTensor(tensor.name, tensor.dtype, tensor.shape, part))
+        offset += tensor.size_bytes
+    return HostRegion(region.kind, tuple(tensors))
