@@ -77,6 +77,76 @@ func (CacheTier) EnumDescriptor() ([]byte, []int) {
 	return file_icehouse_v1_cache_service_proto_rawDescGZIP(), []int{0}
 }
 
+// Why a block was not adopted.
+type ImportRefusal int32
+
+const (
+	// Never sent.
+	ImportRefusal_IMPORT_REFUSAL_UNSPECIFIED ImportRefusal = 0
+	// It is not what its name says.
+	ImportRefusal_IMPORT_REFUSAL_DAMAGED ImportRefusal = 1
+	// Its tensors are not those of this model's blocks. So are all blocks of a model with states that cannot be cut:
+	// they move with their directory only (`icehouse cache copy`).
+	ImportRefusal_IMPORT_REFUSAL_LAYOUT ImportRefusal = 2
+	// It is another tenant's, or an adapter's that this server does not serve.
+	ImportRefusal_IMPORT_REFUSAL_SCOPE ImportRefusal = 3
+	// The block before it is not here.
+	ImportRefusal_IMPORT_REFUSAL_PARENT_MISSING ImportRefusal = 4
+	// The tenant's quota on SSD has no space for it.
+	ImportRefusal_IMPORT_REFUSAL_QUOTA ImportRefusal = 5
+	// The SSD tier has no space for it, or cannot write now.
+	ImportRefusal_IMPORT_REFUSAL_SSD_FULL ImportRefusal = 6
+)
+
+// Enum value maps for ImportRefusal.
+var (
+	ImportRefusal_name = map[int32]string{
+		0: "IMPORT_REFUSAL_UNSPECIFIED",
+		1: "IMPORT_REFUSAL_DAMAGED",
+		2: "IMPORT_REFUSAL_LAYOUT",
+		3: "IMPORT_REFUSAL_SCOPE",
+		4: "IMPORT_REFUSAL_PARENT_MISSING",
+		5: "IMPORT_REFUSAL_QUOTA",
+		6: "IMPORT_REFUSAL_SSD_FULL",
+	}
+	ImportRefusal_value = map[string]int32{
+		"IMPORT_REFUSAL_UNSPECIFIED":    0,
+		"IMPORT_REFUSAL_DAMAGED":        1,
+		"IMPORT_REFUSAL_LAYOUT":         2,
+		"IMPORT_REFUSAL_SCOPE":          3,
+		"IMPORT_REFUSAL_PARENT_MISSING": 4,
+		"IMPORT_REFUSAL_QUOTA":          5,
+		"IMPORT_REFUSAL_SSD_FULL":       6,
+	}
+)
+
+func (x ImportRefusal) Enum() *ImportRefusal {
+	p := new(ImportRefusal)
+	*p = x
+	return p
+}
+
+func (x ImportRefusal) String() string {
+	return protoimpl.X.EnumStringOf(x.Descriptor(), protoreflect.EnumNumber(x))
+}
+
+func (ImportRefusal) Descriptor() protoreflect.EnumDescriptor {
+	return file_icehouse_v1_cache_service_proto_enumTypes[1].Descriptor()
+}
+
+func (ImportRefusal) Type() protoreflect.EnumType {
+	return &file_icehouse_v1_cache_service_proto_enumTypes[1]
+}
+
+func (x ImportRefusal) Number() protoreflect.EnumNumber {
+	return protoreflect.EnumNumber(x)
+}
+
+// Deprecated: Use ImportRefusal.Descriptor instead.
+func (ImportRefusal) EnumDescriptor() ([]byte, []int) {
+	return file_icehouse_v1_cache_service_proto_rawDescGZIP(), []int{1}
+}
+
 // A prompt to look up.
 type ExplainRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -1819,6 +1889,500 @@ func (x *VerifyResult) GetDuration() *durationpb.Duration {
 	return nil
 }
 
+// Asks for an archive.
+type ExportRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Model; otherwise NOT_FOUND. Default: the served model.
+	Model string `protobuf:"bytes,1,opt,name=model,proto3" json:"model,omitempty"`
+	// The prompt whose blocks to send. Default: all blocks of the tenant, with every adapter.
+	Prompt *Prompt `protobuf:"bytes,2,opt,name=prompt,proto3" json:"prompt,omitempty"`
+	// Whose blocks to send. Default: the default tenant's.
+	Cache         *CachePolicy `protobuf:"bytes,3,opt,name=cache,proto3" json:"cache,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ExportRequest) Reset() {
+	*x = ExportRequest{}
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[24]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ExportRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ExportRequest) ProtoMessage() {}
+
+func (x *ExportRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[24]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ExportRequest.ProtoReflect.Descriptor instead.
+func (*ExportRequest) Descriptor() ([]byte, []int) {
+	return file_icehouse_v1_cache_service_proto_rawDescGZIP(), []int{24}
+}
+
+func (x *ExportRequest) GetModel() string {
+	if x != nil {
+		return x.Model
+	}
+	return ""
+}
+
+func (x *ExportRequest) GetPrompt() *Prompt {
+	if x != nil {
+		return x.Prompt
+	}
+	return nil
+}
+
+func (x *ExportRequest) GetCache() *CachePolicy {
+	if x != nil {
+		return x.Cache
+	}
+	return nil
+}
+
+// A part of an archive, or its end.
+type ExportResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// What it is. Fields may be added: skip unknown events.
+	//
+	// Types that are valid to be assigned to Event:
+	//
+	//	*ExportResponse_Chunk
+	//	*ExportResponse_Done
+	Event         isExportResponse_Event `protobuf_oneof:"event"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ExportResponse) Reset() {
+	*x = ExportResponse{}
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[25]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ExportResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ExportResponse) ProtoMessage() {}
+
+func (x *ExportResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[25]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ExportResponse.ProtoReflect.Descriptor instead.
+func (*ExportResponse) Descriptor() ([]byte, []int) {
+	return file_icehouse_v1_cache_service_proto_rawDescGZIP(), []int{25}
+}
+
+func (x *ExportResponse) GetEvent() isExportResponse_Event {
+	if x != nil {
+		return x.Event
+	}
+	return nil
+}
+
+func (x *ExportResponse) GetChunk() []byte {
+	if x != nil {
+		if x, ok := x.Event.(*ExportResponse_Chunk); ok {
+			return x.Chunk
+		}
+	}
+	return nil
+}
+
+func (x *ExportResponse) GetDone() *ExportResult {
+	if x != nil {
+		if x, ok := x.Event.(*ExportResponse_Done); ok {
+			return x.Done
+		}
+	}
+	return nil
+}
+
+type isExportResponse_Event interface {
+	isExportResponse_Event()
+}
+
+type ExportResponse_Chunk struct {
+	// The next bytes of the archive, at most 1 MiB.
+	Chunk []byte `protobuf:"bytes,1,opt,name=chunk,proto3,oneof"`
+}
+
+type ExportResponse_Done struct {
+	// The archive is complete. Once, last.
+	Done *ExportResult `protobuf:"bytes,2,opt,name=done,proto3,oneof"`
+}
+
+func (*ExportResponse_Chunk) isExportResponse_Event() {}
+
+func (*ExportResponse_Done) isExportResponse_Event() {}
+
+// What an archive was made of.
+type ExportResult struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Blocks in it.
+	BlockCount int64 `protobuf:"varint,1,opt,name=block_count,json=blockCount,proto3" json:"block_count,omitempty"`
+	// Bytes of their files.
+	SizeBytes int64 `protobuf:"varint,2,opt,name=size_bytes,json=sizeBytes,proto3" json:"size_bytes,omitempty"`
+	// Blocks that could not be read, and those behind them. They are not in it.
+	LeftOutBlockCount int64 `protobuf:"varint,3,opt,name=left_out_block_count,json=leftOutBlockCount,proto3" json:"left_out_block_count,omitempty"`
+	unknownFields     protoimpl.UnknownFields
+	sizeCache         protoimpl.SizeCache
+}
+
+func (x *ExportResult) Reset() {
+	*x = ExportResult{}
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[26]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ExportResult) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ExportResult) ProtoMessage() {}
+
+func (x *ExportResult) ProtoReflect() protoreflect.Message {
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[26]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ExportResult.ProtoReflect.Descriptor instead.
+func (*ExportResult) Descriptor() ([]byte, []int) {
+	return file_icehouse_v1_cache_service_proto_rawDescGZIP(), []int{26}
+}
+
+func (x *ExportResult) GetBlockCount() int64 {
+	if x != nil {
+		return x.BlockCount
+	}
+	return 0
+}
+
+func (x *ExportResult) GetSizeBytes() int64 {
+	if x != nil {
+		return x.SizeBytes
+	}
+	return 0
+}
+
+func (x *ExportResult) GetLeftOutBlockCount() int64 {
+	if x != nil {
+		return x.LeftOutBlockCount
+	}
+	return 0
+}
+
+// A part of an import: `target` first and once, then the archive.
+type ImportRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// What it is.
+	//
+	// Types that are valid to be assigned to Part:
+	//
+	//	*ImportRequest_Target
+	//	*ImportRequest_Chunk
+	Part          isImportRequest_Part `protobuf_oneof:"part"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ImportRequest) Reset() {
+	*x = ImportRequest{}
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[27]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ImportRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ImportRequest) ProtoMessage() {}
+
+func (x *ImportRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[27]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ImportRequest.ProtoReflect.Descriptor instead.
+func (*ImportRequest) Descriptor() ([]byte, []int) {
+	return file_icehouse_v1_cache_service_proto_rawDescGZIP(), []int{27}
+}
+
+func (x *ImportRequest) GetPart() isImportRequest_Part {
+	if x != nil {
+		return x.Part
+	}
+	return nil
+}
+
+func (x *ImportRequest) GetTarget() *ImportTarget {
+	if x != nil {
+		if x, ok := x.Part.(*ImportRequest_Target); ok {
+			return x.Target
+		}
+	}
+	return nil
+}
+
+func (x *ImportRequest) GetChunk() []byte {
+	if x != nil {
+		if x, ok := x.Part.(*ImportRequest_Chunk); ok {
+			return x.Chunk
+		}
+	}
+	return nil
+}
+
+type isImportRequest_Part interface {
+	isImportRequest_Part()
+}
+
+type ImportRequest_Target struct {
+	// Where the blocks go.
+	Target *ImportTarget `protobuf:"bytes,1,opt,name=target,proto3,oneof"`
+}
+
+type ImportRequest_Chunk struct {
+	// The next bytes of the archive, at most 1 MiB.
+	Chunk []byte `protobuf:"bytes,2,opt,name=chunk,proto3,oneof"`
+}
+
+func (*ImportRequest_Target) isImportRequest_Part() {}
+
+func (*ImportRequest_Chunk) isImportRequest_Part() {}
+
+// Where the blocks of an archive go.
+type ImportTarget struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Model; otherwise NOT_FOUND. Default: the served model.
+	Model string `protobuf:"bytes,1,opt,name=model,proto3" json:"model,omitempty"`
+	// Whose blocks they become. Default: the default tenant's.
+	Cache         *CachePolicy `protobuf:"bytes,2,opt,name=cache,proto3" json:"cache,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ImportTarget) Reset() {
+	*x = ImportTarget{}
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[28]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ImportTarget) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ImportTarget) ProtoMessage() {}
+
+func (x *ImportTarget) ProtoReflect() protoreflect.Message {
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[28]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ImportTarget.ProtoReflect.Descriptor instead.
+func (*ImportTarget) Descriptor() ([]byte, []int) {
+	return file_icehouse_v1_cache_service_proto_rawDescGZIP(), []int{28}
+}
+
+func (x *ImportTarget) GetModel() string {
+	if x != nil {
+		return x.Model
+	}
+	return ""
+}
+
+func (x *ImportTarget) GetCache() *CachePolicy {
+	if x != nil {
+		return x.Cache
+	}
+	return nil
+}
+
+// How many blocks were refused for one reason.
+type ImportRefusalCount struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The reason.
+	Reason ImportRefusal `protobuf:"varint,1,opt,name=reason,proto3,enum=icehouse.v1.ImportRefusal" json:"reason,omitempty"`
+	// Blocks.
+	BlockCount    int64 `protobuf:"varint,2,opt,name=block_count,json=blockCount,proto3" json:"block_count,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ImportRefusalCount) Reset() {
+	*x = ImportRefusalCount{}
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[29]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ImportRefusalCount) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ImportRefusalCount) ProtoMessage() {}
+
+func (x *ImportRefusalCount) ProtoReflect() protoreflect.Message {
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[29]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ImportRefusalCount.ProtoReflect.Descriptor instead.
+func (*ImportRefusalCount) Descriptor() ([]byte, []int) {
+	return file_icehouse_v1_cache_service_proto_rawDescGZIP(), []int{29}
+}
+
+func (x *ImportRefusalCount) GetReason() ImportRefusal {
+	if x != nil {
+		return x.Reason
+	}
+	return ImportRefusal_IMPORT_REFUSAL_UNSPECIFIED
+}
+
+func (x *ImportRefusalCount) GetBlockCount() int64 {
+	if x != nil {
+		return x.BlockCount
+	}
+	return 0
+}
+
+// What became of an archive's blocks.
+type ImportResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Blocks that are on SSD now.
+	AdoptedBlockCount int64 `protobuf:"varint,1,opt,name=adopted_block_count,json=adoptedBlockCount,proto3" json:"adopted_block_count,omitempty"`
+	// Bytes of their files in the archive.
+	AdoptedBytes int64 `protobuf:"varint,2,opt,name=adopted_bytes,json=adoptedBytes,proto3" json:"adopted_bytes,omitempty"`
+	// Blocks that were cached already.
+	KnownBlockCount int64 `protobuf:"varint,3,opt,name=known_block_count,json=knownBlockCount,proto3" json:"known_block_count,omitempty"`
+	// Blocks that were refused, by reason.
+	Refusals []*ImportRefusalCount `protobuf:"bytes,4,rep,name=refusals,proto3" json:"refusals,omitempty"`
+	// Why the rest of the archive was not read: it was altered, or ended too early. Empty when all of it was.
+	StopDetail    string `protobuf:"bytes,5,opt,name=stop_detail,json=stopDetail,proto3" json:"stop_detail,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ImportResponse) Reset() {
+	*x = ImportResponse{}
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[30]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ImportResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ImportResponse) ProtoMessage() {}
+
+func (x *ImportResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_icehouse_v1_cache_service_proto_msgTypes[30]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ImportResponse.ProtoReflect.Descriptor instead.
+func (*ImportResponse) Descriptor() ([]byte, []int) {
+	return file_icehouse_v1_cache_service_proto_rawDescGZIP(), []int{30}
+}
+
+func (x *ImportResponse) GetAdoptedBlockCount() int64 {
+	if x != nil {
+		return x.AdoptedBlockCount
+	}
+	return 0
+}
+
+func (x *ImportResponse) GetAdoptedBytes() int64 {
+	if x != nil {
+		return x.AdoptedBytes
+	}
+	return 0
+}
+
+func (x *ImportResponse) GetKnownBlockCount() int64 {
+	if x != nil {
+		return x.KnownBlockCount
+	}
+	return 0
+}
+
+func (x *ImportResponse) GetRefusals() []*ImportRefusalCount {
+	if x != nil {
+		return x.Refusals
+	}
+	return nil
+}
+
+func (x *ImportResponse) GetStopDetail() string {
+	if x != nil {
+		return x.StopDetail
+	}
+	return ""
+}
+
 var File_icehouse_v1_cache_service_proto protoreflect.FileDescriptor
 
 const file_icehouse_v1_cache_service_proto_rawDesc = "" +
@@ -1953,11 +2517,51 @@ const file_icehouse_v1_cache_service_proto_rawDesc = "" +
 	"\x0everified_bytes\x18\x02 \x01(\x03R\rverifiedBytes\x12%\n" +
 	"\x0edamaged_hashes\x18\x03 \x03(\tR\rdamagedHashes\x12.\n" +
 	"\x13damaged_block_count\x18\x04 \x01(\x03R\x11damagedBlockCount\x125\n" +
-	"\bduration\x18\x05 \x01(\v2\x19.google.protobuf.DurationR\bduration*O\n" +
+	"\bduration\x18\x05 \x01(\v2\x19.google.protobuf.DurationR\bduration\"\x82\x01\n" +
+	"\rExportRequest\x12\x14\n" +
+	"\x05model\x18\x01 \x01(\tR\x05model\x12+\n" +
+	"\x06prompt\x18\x02 \x01(\v2\x13.icehouse.v1.PromptR\x06prompt\x12.\n" +
+	"\x05cache\x18\x03 \x01(\v2\x18.icehouse.v1.CachePolicyR\x05cache\"b\n" +
+	"\x0eExportResponse\x12\x16\n" +
+	"\x05chunk\x18\x01 \x01(\fH\x00R\x05chunk\x12/\n" +
+	"\x04done\x18\x02 \x01(\v2\x19.icehouse.v1.ExportResultH\x00R\x04doneB\a\n" +
+	"\x05event\"\x7f\n" +
+	"\fExportResult\x12\x1f\n" +
+	"\vblock_count\x18\x01 \x01(\x03R\n" +
+	"blockCount\x12\x1d\n" +
+	"\n" +
+	"size_bytes\x18\x02 \x01(\x03R\tsizeBytes\x12/\n" +
+	"\x14left_out_block_count\x18\x03 \x01(\x03R\x11leftOutBlockCount\"d\n" +
+	"\rImportRequest\x123\n" +
+	"\x06target\x18\x01 \x01(\v2\x19.icehouse.v1.ImportTargetH\x00R\x06target\x12\x16\n" +
+	"\x05chunk\x18\x02 \x01(\fH\x00R\x05chunkB\x06\n" +
+	"\x04part\"T\n" +
+	"\fImportTarget\x12\x14\n" +
+	"\x05model\x18\x01 \x01(\tR\x05model\x12.\n" +
+	"\x05cache\x18\x02 \x01(\v2\x18.icehouse.v1.CachePolicyR\x05cache\"i\n" +
+	"\x12ImportRefusalCount\x122\n" +
+	"\x06reason\x18\x01 \x01(\x0e2\x1a.icehouse.v1.ImportRefusalR\x06reason\x12\x1f\n" +
+	"\vblock_count\x18\x02 \x01(\x03R\n" +
+	"blockCount\"\xef\x01\n" +
+	"\x0eImportResponse\x12.\n" +
+	"\x13adopted_block_count\x18\x01 \x01(\x03R\x11adoptedBlockCount\x12#\n" +
+	"\radopted_bytes\x18\x02 \x01(\x03R\fadoptedBytes\x12*\n" +
+	"\x11known_block_count\x18\x03 \x01(\x03R\x0fknownBlockCount\x12;\n" +
+	"\brefusals\x18\x04 \x03(\v2\x1f.icehouse.v1.ImportRefusalCountR\brefusals\x12\x1f\n" +
+	"\vstop_detail\x18\x05 \x01(\tR\n" +
+	"stopDetail*O\n" +
 	"\tCacheTier\x12\x1a\n" +
 	"\x16CACHE_TIER_UNSPECIFIED\x10\x00\x12\x12\n" +
 	"\x0eCACHE_TIER_RAM\x10\x01\x12\x12\n" +
-	"\x0eCACHE_TIER_SSD\x10\x022\xae\x04\n" +
+	"\x0eCACHE_TIER_SSD\x10\x02*\xda\x01\n" +
+	"\rImportRefusal\x12\x1e\n" +
+	"\x1aIMPORT_REFUSAL_UNSPECIFIED\x10\x00\x12\x1a\n" +
+	"\x16IMPORT_REFUSAL_DAMAGED\x10\x01\x12\x19\n" +
+	"\x15IMPORT_REFUSAL_LAYOUT\x10\x02\x12\x18\n" +
+	"\x14IMPORT_REFUSAL_SCOPE\x10\x03\x12!\n" +
+	"\x1dIMPORT_REFUSAL_PARENT_MISSING\x10\x04\x12\x18\n" +
+	"\x14IMPORT_REFUSAL_QUOTA\x10\x05\x12\x1b\n" +
+	"\x17IMPORT_REFUSAL_SSD_FULL\x10\x062\xb8\x05\n" +
 	"\fCacheService\x12D\n" +
 	"\aExplain\x12\x1b.icehouse.v1.ExplainRequest\x1a\x1c.icehouse.v1.ExplainResponse\x12=\n" +
 	"\x04Warm\x12\x18.icehouse.v1.WarmRequest\x1a\x19.icehouse.v1.WarmResponse0\x01\x128\n" +
@@ -1967,7 +2571,9 @@ const file_icehouse_v1_cache_service_proto_rawDesc = "" +
 	"EndSession\x12\x1e.icehouse.v1.EndSessionRequest\x1a\x1f.icehouse.v1.EndSessionResponse\x12@\n" +
 	"\x05Evict\x12\x19.icehouse.v1.EvictRequest\x1a\x1a.icehouse.v1.EvictResponse0\x01\x12I\n" +
 	"\bEvictAll\x12\x1c.icehouse.v1.EvictAllRequest\x1a\x1d.icehouse.v1.EvictAllResponse0\x01\x12C\n" +
-	"\x06Verify\x12\x1a.icehouse.v1.VerifyRequest\x1a\x1b.icehouse.v1.VerifyResponse0\x01B<\n" +
+	"\x06Verify\x12\x1a.icehouse.v1.VerifyRequest\x1a\x1b.icehouse.v1.VerifyResponse0\x01\x12C\n" +
+	"\x06Export\x12\x1a.icehouse.v1.ExportRequest\x1a\x1b.icehouse.v1.ExportResponse0\x01\x12C\n" +
+	"\x06Import\x12\x1a.icehouse.v1.ImportRequest\x1a\x1b.icehouse.v1.ImportResponse(\x01B<\n" +
 	"\x0fdev.icehouse.v1P\x01Z'icehouse.dev/api/icehouse/v1;icehousev1b\x06proto3"
 
 var (
@@ -1982,91 +2588,110 @@ func file_icehouse_v1_cache_service_proto_rawDescGZIP() []byte {
 	return file_icehouse_v1_cache_service_proto_rawDescData
 }
 
-var file_icehouse_v1_cache_service_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_icehouse_v1_cache_service_proto_msgTypes = make([]protoimpl.MessageInfo, 24)
+var file_icehouse_v1_cache_service_proto_enumTypes = make([]protoimpl.EnumInfo, 2)
+var file_icehouse_v1_cache_service_proto_msgTypes = make([]protoimpl.MessageInfo, 31)
 var file_icehouse_v1_cache_service_proto_goTypes = []any{
 	(CacheTier)(0),              // 0: icehouse.v1.CacheTier
-	(*ExplainRequest)(nil),      // 1: icehouse.v1.ExplainRequest
-	(*ExplainResponse)(nil),     // 2: icehouse.v1.ExplainResponse
-	(*ImageSpan)(nil),           // 3: icehouse.v1.ImageSpan
-	(*BlockMatch)(nil),          // 4: icehouse.v1.BlockMatch
-	(*WarmRequest)(nil),         // 5: icehouse.v1.WarmRequest
-	(*WarmResponse)(nil),        // 6: icehouse.v1.WarmResponse
-	(*WarmProgress)(nil),        // 7: icehouse.v1.WarmProgress
-	(*WarmResult)(nil),          // 8: icehouse.v1.WarmResult
-	(*PinRequest)(nil),          // 9: icehouse.v1.PinRequest
-	(*PinResponse)(nil),         // 10: icehouse.v1.PinResponse
-	(*UnpinRequest)(nil),        // 11: icehouse.v1.UnpinRequest
-	(*UnpinResponse)(nil),       // 12: icehouse.v1.UnpinResponse
-	(*EndSessionRequest)(nil),   // 13: icehouse.v1.EndSessionRequest
-	(*EndSessionResponse)(nil),  // 14: icehouse.v1.EndSessionResponse
-	(*EvictRequest)(nil),        // 15: icehouse.v1.EvictRequest
-	(*EvictResponse)(nil),       // 16: icehouse.v1.EvictResponse
-	(*EvictAllRequest)(nil),     // 17: icehouse.v1.EvictAllRequest
-	(*EvictAllResponse)(nil),    // 18: icehouse.v1.EvictAllResponse
-	(*EvictProgress)(nil),       // 19: icehouse.v1.EvictProgress
-	(*EvictResult)(nil),         // 20: icehouse.v1.EvictResult
-	(*VerifyRequest)(nil),       // 21: icehouse.v1.VerifyRequest
-	(*VerifyResponse)(nil),      // 22: icehouse.v1.VerifyResponse
-	(*VerifyProgress)(nil),      // 23: icehouse.v1.VerifyProgress
-	(*VerifyResult)(nil),        // 24: icehouse.v1.VerifyResult
-	(*Prompt)(nil),              // 25: icehouse.v1.Prompt
-	(*CachePolicy)(nil),         // 26: icehouse.v1.CachePolicy
-	(*CacheReport)(nil),         // 27: icehouse.v1.CacheReport
-	(*durationpb.Duration)(nil), // 28: google.protobuf.Duration
-	(*Usage)(nil),               // 29: icehouse.v1.Usage
+	(ImportRefusal)(0),          // 1: icehouse.v1.ImportRefusal
+	(*ExplainRequest)(nil),      // 2: icehouse.v1.ExplainRequest
+	(*ExplainResponse)(nil),     // 3: icehouse.v1.ExplainResponse
+	(*ImageSpan)(nil),           // 4: icehouse.v1.ImageSpan
+	(*BlockMatch)(nil),          // 5: icehouse.v1.BlockMatch
+	(*WarmRequest)(nil),         // 6: icehouse.v1.WarmRequest
+	(*WarmResponse)(nil),        // 7: icehouse.v1.WarmResponse
+	(*WarmProgress)(nil),        // 8: icehouse.v1.WarmProgress
+	(*WarmResult)(nil),          // 9: icehouse.v1.WarmResult
+	(*PinRequest)(nil),          // 10: icehouse.v1.PinRequest
+	(*PinResponse)(nil),         // 11: icehouse.v1.PinResponse
+	(*UnpinRequest)(nil),        // 12: icehouse.v1.UnpinRequest
+	(*UnpinResponse)(nil),       // 13: icehouse.v1.UnpinResponse
+	(*EndSessionRequest)(nil),   // 14: icehouse.v1.EndSessionRequest
+	(*EndSessionResponse)(nil),  // 15: icehouse.v1.EndSessionResponse
+	(*EvictRequest)(nil),        // 16: icehouse.v1.EvictRequest
+	(*EvictResponse)(nil),       // 17: icehouse.v1.EvictResponse
+	(*EvictAllRequest)(nil),     // 18: icehouse.v1.EvictAllRequest
+	(*EvictAllResponse)(nil),    // 19: icehouse.v1.EvictAllResponse
+	(*EvictProgress)(nil),       // 20: icehouse.v1.EvictProgress
+	(*EvictResult)(nil),         // 21: icehouse.v1.EvictResult
+	(*VerifyRequest)(nil),       // 22: icehouse.v1.VerifyRequest
+	(*VerifyResponse)(nil),      // 23: icehouse.v1.VerifyResponse
+	(*VerifyProgress)(nil),      // 24: icehouse.v1.VerifyProgress
+	(*VerifyResult)(nil),        // 25: icehouse.v1.VerifyResult
+	(*ExportRequest)(nil),       // 26: icehouse.v1.ExportRequest
+	(*ExportResponse)(nil),      // 27: icehouse.v1.ExportResponse
+	(*ExportResult)(nil),        // 28: icehouse.v1.ExportResult
+	(*ImportRequest)(nil),       // 29: icehouse.v1.ImportRequest
+	(*ImportTarget)(nil),        // 30: icehouse.v1.ImportTarget
+	(*ImportRefusalCount)(nil),  // 31: icehouse.v1.ImportRefusalCount
+	(*ImportResponse)(nil),      // 32: icehouse.v1.ImportResponse
+	(*Prompt)(nil),              // 33: icehouse.v1.Prompt
+	(*CachePolicy)(nil),         // 34: icehouse.v1.CachePolicy
+	(*CacheReport)(nil),         // 35: icehouse.v1.CacheReport
+	(*durationpb.Duration)(nil), // 36: google.protobuf.Duration
+	(*Usage)(nil),               // 37: icehouse.v1.Usage
 }
 var file_icehouse_v1_cache_service_proto_depIdxs = []int32{
-	25, // 0: icehouse.v1.ExplainRequest.prompt:type_name -> icehouse.v1.Prompt
-	26, // 1: icehouse.v1.ExplainRequest.cache:type_name -> icehouse.v1.CachePolicy
-	27, // 2: icehouse.v1.ExplainResponse.cache:type_name -> icehouse.v1.CacheReport
-	4,  // 3: icehouse.v1.ExplainResponse.blocks:type_name -> icehouse.v1.BlockMatch
-	28, // 4: icehouse.v1.ExplainResponse.predicted_time_to_first_token:type_name -> google.protobuf.Duration
-	28, // 5: icehouse.v1.ExplainResponse.predicted_time_to_first_token_cold:type_name -> google.protobuf.Duration
-	3,  // 6: icehouse.v1.ExplainResponse.images:type_name -> icehouse.v1.ImageSpan
+	33, // 0: icehouse.v1.ExplainRequest.prompt:type_name -> icehouse.v1.Prompt
+	34, // 1: icehouse.v1.ExplainRequest.cache:type_name -> icehouse.v1.CachePolicy
+	35, // 2: icehouse.v1.ExplainResponse.cache:type_name -> icehouse.v1.CacheReport
+	5,  // 3: icehouse.v1.ExplainResponse.blocks:type_name -> icehouse.v1.BlockMatch
+	36, // 4: icehouse.v1.ExplainResponse.predicted_time_to_first_token:type_name -> google.protobuf.Duration
+	36, // 5: icehouse.v1.ExplainResponse.predicted_time_to_first_token_cold:type_name -> google.protobuf.Duration
+	4,  // 6: icehouse.v1.ExplainResponse.images:type_name -> icehouse.v1.ImageSpan
 	0,  // 7: icehouse.v1.BlockMatch.tier:type_name -> icehouse.v1.CacheTier
-	25, // 8: icehouse.v1.WarmRequest.prompt:type_name -> icehouse.v1.Prompt
-	26, // 9: icehouse.v1.WarmRequest.cache:type_name -> icehouse.v1.CachePolicy
-	7,  // 10: icehouse.v1.WarmResponse.progress:type_name -> icehouse.v1.WarmProgress
-	8,  // 11: icehouse.v1.WarmResponse.done:type_name -> icehouse.v1.WarmResult
-	27, // 12: icehouse.v1.WarmResult.cache:type_name -> icehouse.v1.CacheReport
-	29, // 13: icehouse.v1.WarmResult.usage:type_name -> icehouse.v1.Usage
-	25, // 14: icehouse.v1.PinRequest.prompt:type_name -> icehouse.v1.Prompt
-	26, // 15: icehouse.v1.PinRequest.cache:type_name -> icehouse.v1.CachePolicy
-	28, // 16: icehouse.v1.PinRequest.ttl:type_name -> google.protobuf.Duration
-	25, // 17: icehouse.v1.UnpinRequest.prompt:type_name -> icehouse.v1.Prompt
-	26, // 18: icehouse.v1.UnpinRequest.cache:type_name -> icehouse.v1.CachePolicy
-	26, // 19: icehouse.v1.EndSessionRequest.cache:type_name -> icehouse.v1.CachePolicy
-	25, // 20: icehouse.v1.EvictRequest.prompt:type_name -> icehouse.v1.Prompt
-	26, // 21: icehouse.v1.EvictRequest.cache:type_name -> icehouse.v1.CachePolicy
-	19, // 22: icehouse.v1.EvictResponse.progress:type_name -> icehouse.v1.EvictProgress
-	20, // 23: icehouse.v1.EvictResponse.done:type_name -> icehouse.v1.EvictResult
-	19, // 24: icehouse.v1.EvictAllResponse.progress:type_name -> icehouse.v1.EvictProgress
-	20, // 25: icehouse.v1.EvictAllResponse.done:type_name -> icehouse.v1.EvictResult
-	23, // 26: icehouse.v1.VerifyResponse.progress:type_name -> icehouse.v1.VerifyProgress
-	24, // 27: icehouse.v1.VerifyResponse.done:type_name -> icehouse.v1.VerifyResult
-	28, // 28: icehouse.v1.VerifyResult.duration:type_name -> google.protobuf.Duration
-	1,  // 29: icehouse.v1.CacheService.Explain:input_type -> icehouse.v1.ExplainRequest
-	5,  // 30: icehouse.v1.CacheService.Warm:input_type -> icehouse.v1.WarmRequest
-	9,  // 31: icehouse.v1.CacheService.Pin:input_type -> icehouse.v1.PinRequest
-	11, // 32: icehouse.v1.CacheService.Unpin:input_type -> icehouse.v1.UnpinRequest
-	13, // 33: icehouse.v1.CacheService.EndSession:input_type -> icehouse.v1.EndSessionRequest
-	15, // 34: icehouse.v1.CacheService.Evict:input_type -> icehouse.v1.EvictRequest
-	17, // 35: icehouse.v1.CacheService.EvictAll:input_type -> icehouse.v1.EvictAllRequest
-	21, // 36: icehouse.v1.CacheService.Verify:input_type -> icehouse.v1.VerifyRequest
-	2,  // 37: icehouse.v1.CacheService.Explain:output_type -> icehouse.v1.ExplainResponse
-	6,  // 38: icehouse.v1.CacheService.Warm:output_type -> icehouse.v1.WarmResponse
-	10, // 39: icehouse.v1.CacheService.Pin:output_type -> icehouse.v1.PinResponse
-	12, // 40: icehouse.v1.CacheService.Unpin:output_type -> icehouse.v1.UnpinResponse
-	14, // 41: icehouse.v1.CacheService.EndSession:output_type -> icehouse.v1.EndSessionResponse
-	16, // 42: icehouse.v1.CacheService.Evict:output_type -> icehouse.v1.EvictResponse
-	18, // 43: icehouse.v1.CacheService.EvictAll:output_type -> icehouse.v1.EvictAllResponse
-	22, // 44: icehouse.v1.CacheService.Verify:output_type -> icehouse.v1.VerifyResponse
-	37, // [37:45] is the sub-list for method output_type
-	29, // [29:37] is the sub-list for method input_type
-	29, // [29:29] is the sub-list for extension type_name
-	29, // [29:29] is the sub-list for extension extendee
-	0,  // [0:29] is the sub-list for field type_name
+	33, // 8: icehouse.v1.WarmRequest.prompt:type_name -> icehouse.v1.Prompt
+	34, // 9: icehouse.v1.WarmRequest.cache:type_name -> icehouse.v1.CachePolicy
+	8,  // 10: icehouse.v1.WarmResponse.progress:type_name -> icehouse.v1.WarmProgress
+	9,  // 11: icehouse.v1.WarmResponse.done:type_name -> icehouse.v1.WarmResult
+	35, // 12: icehouse.v1.WarmResult.cache:type_name -> icehouse.v1.CacheReport
+	37, // 13: icehouse.v1.WarmResult.usage:type_name -> icehouse.v1.Usage
+	33, // 14: icehouse.v1.PinRequest.prompt:type_name -> icehouse.v1.Prompt
+	34, // 15: icehouse.v1.PinRequest.cache:type_name -> icehouse.v1.CachePolicy
+	36, // 16: icehouse.v1.PinRequest.ttl:type_name -> google.protobuf.Duration
+	33, // 17: icehouse.v1.UnpinRequest.prompt:type_name -> icehouse.v1.Prompt
+	34, // 18: icehouse.v1.UnpinRequest.cache:type_name -> icehouse.v1.CachePolicy
+	34, // 19: icehouse.v1.EndSessionRequest.cache:type_name -> icehouse.v1.CachePolicy
+	33, // 20: icehouse.v1.EvictRequest.prompt:type_name -> icehouse.v1.Prompt
+	34, // 21: icehouse.v1.EvictRequest.cache:type_name -> icehouse.v1.CachePolicy
+	20, // 22: icehouse.v1.EvictResponse.progress:type_name -> icehouse.v1.EvictProgress
+	21, // 23: icehouse.v1.EvictResponse.done:type_name -> icehouse.v1.EvictResult
+	20, // 24: icehouse.v1.EvictAllResponse.progress:type_name -> icehouse.v1.EvictProgress
+	21, // 25: icehouse.v1.EvictAllResponse.done:type_name -> icehouse.v1.EvictResult
+	24, // 26: icehouse.v1.VerifyResponse.progress:type_name -> icehouse.v1.VerifyProgress
+	25, // 27: icehouse.v1.VerifyResponse.done:type_name -> icehouse.v1.VerifyResult
+	36, // 28: icehouse.v1.VerifyResult.duration:type_name -> google.protobuf.Duration
+	33, // 29: icehouse.v1.ExportRequest.prompt:type_name -> icehouse.v1.Prompt
+	34, // 30: icehouse.v1.ExportRequest.cache:type_name -> icehouse.v1.CachePolicy
+	28, // 31: icehouse.v1.ExportResponse.done:type_name -> icehouse.v1.ExportResult
+	30, // 32: icehouse.v1.ImportRequest.target:type_name -> icehouse.v1.ImportTarget
+	34, // 33: icehouse.v1.ImportTarget.cache:type_name -> icehouse.v1.CachePolicy
+	1,  // 34: icehouse.v1.ImportRefusalCount.reason:type_name -> icehouse.v1.ImportRefusal
+	31, // 35: icehouse.v1.ImportResponse.refusals:type_name -> icehouse.v1.ImportRefusalCount
+	2,  // 36: icehouse.v1.CacheService.Explain:input_type -> icehouse.v1.ExplainRequest
+	6,  // 37: icehouse.v1.CacheService.Warm:input_type -> icehouse.v1.WarmRequest
+	10, // 38: icehouse.v1.CacheService.Pin:input_type -> icehouse.v1.PinRequest
+	12, // 39: icehouse.v1.CacheService.Unpin:input_type -> icehouse.v1.UnpinRequest
+	14, // 40: icehouse.v1.CacheService.EndSession:input_type -> icehouse.v1.EndSessionRequest
+	16, // 41: icehouse.v1.CacheService.Evict:input_type -> icehouse.v1.EvictRequest
+	18, // 42: icehouse.v1.CacheService.EvictAll:input_type -> icehouse.v1.EvictAllRequest
+	22, // 43: icehouse.v1.CacheService.Verify:input_type -> icehouse.v1.VerifyRequest
+	26, // 44: icehouse.v1.CacheService.Export:input_type -> icehouse.v1.ExportRequest
+	29, // 45: icehouse.v1.CacheService.Import:input_type -> icehouse.v1.ImportRequest
+	3,  // 46: icehouse.v1.CacheService.Explain:output_type -> icehouse.v1.ExplainResponse
+	7,  // 47: icehouse.v1.CacheService.Warm:output_type -> icehouse.v1.WarmResponse
+	11, // 48: icehouse.v1.CacheService.Pin:output_type -> icehouse.v1.PinResponse
+	13, // 49: icehouse.v1.CacheService.Unpin:output_type -> icehouse.v1.UnpinResponse
+	15, // 50: icehouse.v1.CacheService.EndSession:output_type -> icehouse.v1.EndSessionResponse
+	17, // 51: icehouse.v1.CacheService.Evict:output_type -> icehouse.v1.EvictResponse
+	19, // 52: icehouse.v1.CacheService.EvictAll:output_type -> icehouse.v1.EvictAllResponse
+	23, // 53: icehouse.v1.CacheService.Verify:output_type -> icehouse.v1.VerifyResponse
+	27, // 54: icehouse.v1.CacheService.Export:output_type -> icehouse.v1.ExportResponse
+	32, // 55: icehouse.v1.CacheService.Import:output_type -> icehouse.v1.ImportResponse
+	46, // [46:56] is the sub-list for method output_type
+	36, // [36:46] is the sub-list for method input_type
+	36, // [36:36] is the sub-list for extension type_name
+	36, // [36:36] is the sub-list for extension extendee
+	0,  // [0:36] is the sub-list for field type_name
 }
 
 func init() { file_icehouse_v1_cache_service_proto_init() }
@@ -2093,13 +2718,21 @@ func file_icehouse_v1_cache_service_proto_init() {
 		(*VerifyResponse_Progress)(nil),
 		(*VerifyResponse_Done)(nil),
 	}
+	file_icehouse_v1_cache_service_proto_msgTypes[25].OneofWrappers = []any{
+		(*ExportResponse_Chunk)(nil),
+		(*ExportResponse_Done)(nil),
+	}
+	file_icehouse_v1_cache_service_proto_msgTypes[27].OneofWrappers = []any{
+		(*ImportRequest_Target)(nil),
+		(*ImportRequest_Chunk)(nil),
+	}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_icehouse_v1_cache_service_proto_rawDesc), len(file_icehouse_v1_cache_service_proto_rawDesc)),
-			NumEnums:      1,
-			NumMessages:   24,
+			NumEnums:      2,
+			NumMessages:   31,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

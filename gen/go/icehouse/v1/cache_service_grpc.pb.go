@@ -29,6 +29,8 @@ const (
 	CacheService_Evict_FullMethodName      = "/icehouse.v1.CacheService/Evict"
 	CacheService_EvictAll_FullMethodName   = "/icehouse.v1.CacheService/EvictAll"
 	CacheService_Verify_FullMethodName     = "/icehouse.v1.CacheService/Verify"
+	CacheService_Export_FullMethodName     = "/icehouse.v1.CacheService/Export"
+	CacheService_Import_FullMethodName     = "/icehouse.v1.CacheService/Import"
 )
 
 // CacheServiceClient is the client API for CacheService service.
@@ -71,6 +73,16 @@ type CacheServiceClient interface {
 	// `block_limit` it is checked a part at a time. When the caller cancels or
 	// its deadline passes, it ends within 64 blocks, and the next check continues from there.
 	Verify(ctx context.Context, in *VerifyRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[VerifyResponse], error)
+	// Sends the cached blocks of a prompt, or of a tenant, as an archive: one stream of bytes, in the clear, with
+	// the prompts' tokens in it. Blocks that RAM alone has are written to SSD first. NOT_FOUND (BLOCK_NOT_FOUND)
+	// when nothing is cached. When the caller cancels, or reads nothing for a while, it ends and leaves nothing.
+	Export(ctx context.Context, in *ExportRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[ExportResponse], error)
+	// Adopts the blocks of an archive as the caller's tenant's, each once it is verified, and up to the first byte
+	// that is not as it was written. Nothing is removed for them: what passes the quota or the SSD limit is refused
+	// and counted. NOT_FOUND (MODEL_NOT_FOUND) for the archive of another model; DEADLINE_EXCEEDED (MESSAGE_LATE)
+	// when nothing comes for a while. Whoever may import decides what the tenant's requests reuse: give that to
+	// those only who may speak for the tenant.
+	Import(ctx context.Context, opts ...grpc.CallOption) (grpc.ClientStreamingClient[ImportRequest, ImportResponse], error)
 }
 
 type cacheServiceClient struct {
@@ -197,6 +209,38 @@ func (c *cacheServiceClient) Verify(ctx context.Context, in *VerifyRequest, opts
 // This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
 type CacheService_VerifyClient = grpc.ServerStreamingClient[VerifyResponse]
 
+func (c *cacheServiceClient) Export(ctx context.Context, in *ExportRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[ExportResponse], error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	stream, err := c.cc.NewStream(ctx, &CacheService_ServiceDesc.Streams[4], CacheService_Export_FullMethodName, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	x := &grpc.GenericClientStream[ExportRequest, ExportResponse]{ClientStream: stream}
+	if err := x.ClientStream.SendMsg(in); err != nil {
+		return nil, err
+	}
+	if err := x.ClientStream.CloseSend(); err != nil {
+		return nil, err
+	}
+	return x, nil
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type CacheService_ExportClient = grpc.ServerStreamingClient[ExportResponse]
+
+func (c *cacheServiceClient) Import(ctx context.Context, opts ...grpc.CallOption) (grpc.ClientStreamingClient[ImportRequest, ImportResponse], error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	stream, err := c.cc.NewStream(ctx, &CacheService_ServiceDesc.Streams[5], CacheService_Import_FullMethodName, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	x := &grpc.GenericClientStream[ImportRequest, ImportResponse]{ClientStream: stream}
+	return x, nil
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type CacheService_ImportClient = grpc.ClientStreamingClient[ImportRequest, ImportResponse]
+
 // CacheServiceServer is the server API for CacheService service.
 // All implementations must embed UnimplementedCacheServiceServer
 // for forward compatibility.
@@ -237,6 +281,16 @@ type CacheServiceServer interface {
 	// `block_limit` it is checked a part at a time. When the caller cancels or
 	// its deadline passes, it ends within 64 blocks, and the next check continues from there.
 	Verify(*VerifyRequest, grpc.ServerStreamingServer[VerifyResponse]) error
+	// Sends the cached blocks of a prompt, or of a tenant, as an archive: one stream of bytes, in the clear, with
+	// the prompts' tokens in it. Blocks that RAM alone has are written to SSD first. NOT_FOUND (BLOCK_NOT_FOUND)
+	// when nothing is cached. When the caller cancels, or reads nothing for a while, it ends and leaves nothing.
+	Export(*ExportRequest, grpc.ServerStreamingServer[ExportResponse]) error
+	// Adopts the blocks of an archive as the caller's tenant's, each once it is verified, and up to the first byte
+	// that is not as it was written. Nothing is removed for them: what passes the quota or the SSD limit is refused
+	// and counted. NOT_FOUND (MODEL_NOT_FOUND) for the archive of another model; DEADLINE_EXCEEDED (MESSAGE_LATE)
+	// when nothing comes for a while. Whoever may import decides what the tenant's requests reuse: give that to
+	// those only who may speak for the tenant.
+	Import(grpc.ClientStreamingServer[ImportRequest, ImportResponse]) error
 	mustEmbedUnimplementedCacheServiceServer()
 }
 
@@ -270,6 +324,12 @@ func (UnimplementedCacheServiceServer) EvictAll(*EvictAllRequest, grpc.ServerStr
 }
 func (UnimplementedCacheServiceServer) Verify(*VerifyRequest, grpc.ServerStreamingServer[VerifyResponse]) error {
 	return status.Error(codes.Unimplemented, "method Verify not implemented")
+}
+func (UnimplementedCacheServiceServer) Export(*ExportRequest, grpc.ServerStreamingServer[ExportResponse]) error {
+	return status.Error(codes.Unimplemented, "method Export not implemented")
+}
+func (UnimplementedCacheServiceServer) Import(grpc.ClientStreamingServer[ImportRequest, ImportResponse]) error {
+	return status.Error(codes.Unimplemented, "method Import not implemented")
 }
 func (UnimplementedCacheServiceServer) mustEmbedUnimplementedCacheServiceServer() {}
 func (UnimplementedCacheServiceServer) testEmbeddedByValue()                      {}
@@ -408,6 +468,24 @@ func _CacheService_Verify_Handler(srv interface{}, stream grpc.ServerStream) err
 // This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
 type CacheService_VerifyServer = grpc.ServerStreamingServer[VerifyResponse]
 
+func _CacheService_Export_Handler(srv interface{}, stream grpc.ServerStream) error {
+	m := new(ExportRequest)
+	if err := stream.RecvMsg(m); err != nil {
+		return err
+	}
+	return srv.(CacheServiceServer).Export(m, &grpc.GenericServerStream[ExportRequest, ExportResponse]{ServerStream: stream})
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type CacheService_ExportServer = grpc.ServerStreamingServer[ExportResponse]
+
+func _CacheService_Import_Handler(srv interface{}, stream grpc.ServerStream) error {
+	return srv.(CacheServiceServer).Import(&grpc.GenericServerStream[ImportRequest, ImportResponse]{ServerStream: stream})
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type CacheService_ImportServer = grpc.ClientStreamingServer[ImportRequest, ImportResponse]
+
 // CacheService_ServiceDesc is the grpc.ServiceDesc for CacheService service.
 // It's only intended for direct use with grpc.RegisterService,
 // and not to be introspected or modified (even as a copy)
@@ -452,6 +530,16 @@ var CacheService_ServiceDesc = grpc.ServiceDesc{
 			StreamName:    "Verify",
 			Handler:       _CacheService_Verify_Handler,
 			ServerStreams: true,
+		},
+		{
+			StreamName:    "Export",
+			Handler:       _CacheService_Export_Handler,
+			ServerStreams: true,
+		},
+		{
+			StreamName:    "Import",
+			Handler:       _CacheService_Import_Handler,
+			ClientStreams: true,
 		},
 	},
 	Metadata: "icehouse/v1/cache_service.proto",

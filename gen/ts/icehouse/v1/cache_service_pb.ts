@@ -20,7 +20,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file icehouse/v1/cache_service.proto.
  */
 export const file_icehouse_v1_cache_service: GenFile = /*@__PURE__*/
-  fileDesc("Ch9pY2Vob3VzZS92MS9jYWNoZV9zZXJ2aWNlLnByb3RvEgtpY2Vob3VzZS52MSJtCg5FeHBsYWluUmVxdWVzdBINCgVtb2RlbBgBIAEoCRIjCgZwcm9tcHQYAiABKAsyEy5pY2Vob3VzZS52MS5Qcm9tcHQSJwoFY2FjaGUYAyABKAsyGC5pY2Vob3VzZS52MS5DYWNoZVBvbGljeSKrAgoPRXhwbGFpblJlc3BvbnNlEhUKDXByb21wdF90b2tlbnMYASABKAUSJwoFY2FjaGUYAiABKAsyGC5pY2Vob3VzZS52MS5DYWNoZVJlcG9ydBInCgZibG9ja3MYAyADKAsyFy5pY2Vob3VzZS52MS5CbG9ja01hdGNoEkAKHXByZWRpY3RlZF90aW1lX3RvX2ZpcnN0X3Rva2VuGAQgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEkUKInByZWRpY3RlZF90aW1lX3RvX2ZpcnN0X3Rva2VuX2NvbGQYBSABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SJgoGaW1hZ2VzGAYgAygLMhYuaWNlaG91c2UudjEuSW1hZ2VTcGFuIkUKCUltYWdlU3BhbhIOCgZkaWdlc3QYASABKAkSEwoLc3RhcnRfdG9rZW4YAiABKAUSEwoLdG9rZW5fY291bnQYAyABKAUitwEKCkJsb2NrTWF0Y2gSDAoEaGFzaBgBIAEoCRITCgtzdGFydF90b2tlbhgCIAEoBRITCgt0b2tlbl9jb3VudBgDIAEoBRISCgpzaXplX2J5dGVzGAQgASgDEiQKBHRpZXIYBSABKA4yFi5pY2Vob3VzZS52MS5DYWNoZVRpZXISFgoOaGFzX2NoZWNrcG9pbnQYBiABKAgSDgoGcGlubmVkGAcgASgIEg8KB3Nlc3Npb24YCCABKAkikAEKC1dhcm1SZXF1ZXN0EhIKCnJlcXVlc3RfaWQYASABKAkSDQoFbW9kZWwYAiABKAkSIwoGcHJvbXB0GAMgASgLMhMuaWNlaG91c2UudjEuUHJvbXB0EicKBWNhY2hlGAQgASgLMhguaWNlaG91c2UudjEuQ2FjaGVQb2xpY3kSEAoIcHJpb3JpdHkYBSABKAUibwoMV2FybVJlc3BvbnNlEi0KCHByb2dyZXNzGAEgASgLMhkuaWNlaG91c2UudjEuV2FybVByb2dyZXNzSAASJwoEZG9uZRgCIAEoCzIXLmljZWhvdXNlLnYxLldhcm1SZXN1bHRIAEIHCgVldmVudCJTCgxXYXJtUHJvZ3Jlc3MSEgoKcmVxdWVzdF9pZBgBIAEoCRIYChBwcm9jZXNzZWRfdG9rZW5zGAIgASgFEhUKDXByb21wdF90b2tlbnMYAyABKAUibAoKV2FybVJlc3VsdBISCgpyZXF1ZXN0X2lkGAEgASgJEicKBWNhY2hlGAIgASgLMhguaWNlaG91c2UudjEuQ2FjaGVSZXBvcnQSIQoFdXNhZ2UYAyABKAsyEi5pY2Vob3VzZS52MS5Vc2FnZSKRAQoKUGluUmVxdWVzdBINCgVtb2RlbBgBIAEoCRIjCgZwcm9tcHQYAiABKAsyEy5pY2Vob3VzZS52MS5Qcm9tcHQSJwoFY2FjaGUYAyABKAsyGC5pY2Vob3VzZS52MS5DYWNoZVBvbGljeRImCgN0dGwYBCABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24iSwoLUGluUmVzcG9uc2USEwoLYmxvY2tfY291bnQYASABKAUSEwoLdG9rZW5fY291bnQYAiABKAUSEgoKc2l6ZV9ieXRlcxgDIAEoAyJrCgxVbnBpblJlcXVlc3QSDQoFbW9kZWwYASABKAkSIwoGcHJvbXB0GAIgASgLMhMuaWNlaG91c2UudjEuUHJvbXB0EicKBWNhY2hlGAMgASgLMhguaWNlaG91c2UudjEuQ2FjaGVQb2xpY3kiTQoNVW5waW5SZXNwb25zZRITCgtibG9ja19jb3VudBgBIAEoBRITCgt0b2tlbl9jb3VudBgCIAEoBRISCgpzaXplX2J5dGVzGAMgASgDIl8KEUVuZFNlc3Npb25SZXF1ZXN0Eg0KBW1vZGVsGAEgASgJEhIKCnNlc3Npb25faWQYAiABKAkSJwoFY2FjaGUYAyABKAsyGC5pY2Vob3VzZS52MS5DYWNoZVBvbGljeSJPChJFbmRTZXNzaW9uUmVzcG9uc2USEwoLYmxvY2tfY291bnQYASABKAMSEQoJcmFtX2J5dGVzGAIgASgDEhEKCXNzZF9ieXRlcxgDIAEoAyJrCgxFdmljdFJlcXVlc3QSDQoFbW9kZWwYASABKAkSIwoGcHJvbXB0GAIgASgLMhMuaWNlaG91c2UudjEuUHJvbXB0EicKBWNhY2hlGAMgASgLMhguaWNlaG91c2UudjEuQ2FjaGVQb2xpY3kicgoNRXZpY3RSZXNwb25zZRIuCghwcm9ncmVzcxgBIAEoCzIaLmljZWhvdXNlLnYxLkV2aWN0UHJvZ3Jlc3NIABIoCgRkb25lGAIgASgLMhguaWNlaG91c2UudjEuRXZpY3RSZXN1bHRIAEIHCgVldmVudCIgCg9FdmljdEFsbFJlcXVlc3QSDQoFbW9kZWwYASABKAkidQoQRXZpY3RBbGxSZXNwb25zZRIuCghwcm9ncmVzcxgBIAEoCzIaLmljZWhvdXNlLnYxLkV2aWN0UHJvZ3Jlc3NIABIoCgRkb25lGAIgASgLMhguaWNlaG91c2UudjEuRXZpY3RSZXN1bHRIAEIHCgVldmVudCJpCg1FdmljdFByb2dyZXNzEh0KFXByb2Nlc3NlZF9ibG9ja19jb3VudBgBIAEoAxITCgtibG9ja19jb3VudBgCIAEoAxIRCglyYW1fYnl0ZXMYAyABKAMSEQoJc3NkX2J5dGVzGAQgASgDImUKC0V2aWN0UmVzdWx0EhcKD3JhbV9ibG9ja19jb3VudBgBIAEoAxIRCglyYW1fYnl0ZXMYAiABKAMSFwoPc3NkX2Jsb2NrX2NvdW50GAMgASgDEhEKCXNzZF9ieXRlcxgEIAEoAyIkCg1WZXJpZnlSZXF1ZXN0EhMKC2Jsb2NrX2xpbWl0GAEgASgDInUKDlZlcmlmeVJlc3BvbnNlEi8KCHByb2dyZXNzGAEgASgLMhsuaWNlaG91c2UudjEuVmVyaWZ5UHJvZ3Jlc3NIABIpCgRkb25lGAIgASgLMhkuaWNlaG91c2UudjEuVmVyaWZ5UmVzdWx0SABCBwoFZXZlbnQieAoOVmVyaWZ5UHJvZ3Jlc3MSHAoUdmVyaWZpZWRfYmxvY2tfY291bnQYASABKAMSFgoOdmVyaWZpZWRfYnl0ZXMYAiABKAMSGwoTZGFtYWdlZF9ibG9ja19jb3VudBgDIAEoAxITCgtibG9ja19jb3VudBgEIAEoAyKmAQoMVmVyaWZ5UmVzdWx0EhwKFHZlcmlmaWVkX2Jsb2NrX2NvdW50GAEgASgDEhYKDnZlcmlmaWVkX2J5dGVzGAIgASgDEhYKDmRhbWFnZWRfaGFzaGVzGAMgAygJEhsKE2RhbWFnZWRfYmxvY2tfY291bnQYBCABKAMSKwoIZHVyYXRpb24YBSABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24qTwoJQ2FjaGVUaWVyEhoKFkNBQ0hFX1RJRVJfVU5TUEVDSUZJRUQQABISCg5DQUNIRV9USUVSX1JBTRABEhIKDkNBQ0hFX1RJRVJfU1NEEAIyrgQKDENhY2hlU2VydmljZRJECgdFeHBsYWluEhsuaWNlaG91c2UudjEuRXhwbGFpblJlcXVlc3QaHC5pY2Vob3VzZS52MS5FeHBsYWluUmVzcG9uc2USPQoEV2FybRIYLmljZWhvdXNlLnYxLldhcm1SZXF1ZXN0GhkuaWNlaG91c2UudjEuV2FybVJlc3BvbnNlMAESOAoDUGluEhcuaWNlaG91c2UudjEuUGluUmVxdWVzdBoYLmljZWhvdXNlLnYxLlBpblJlc3BvbnNlEj4KBVVucGluEhkuaWNlaG91c2UudjEuVW5waW5SZXF1ZXN0GhouaWNlaG91c2UudjEuVW5waW5SZXNwb25zZRJNCgpFbmRTZXNzaW9uEh4uaWNlaG91c2UudjEuRW5kU2Vzc2lvblJlcXVlc3QaHy5pY2Vob3VzZS52MS5FbmRTZXNzaW9uUmVzcG9uc2USQAoFRXZpY3QSGS5pY2Vob3VzZS52MS5FdmljdFJlcXVlc3QaGi5pY2Vob3VzZS52MS5FdmljdFJlc3BvbnNlMAESSQoIRXZpY3RBbGwSHC5pY2Vob3VzZS52MS5FdmljdEFsbFJlcXVlc3QaHS5pY2Vob3VzZS52MS5FdmljdEFsbFJlc3BvbnNlMAESQwoGVmVyaWZ5EhouaWNlaG91c2UudjEuVmVyaWZ5UmVxdWVzdBobLmljZWhvdXNlLnYxLlZlcmlmeVJlc3BvbnNlMAFCPAoPZGV2LmljZWhvdXNlLnYxUAFaJ2ljZWhvdXNlLmRldi9hcGkvaWNlaG91c2UvdjE7aWNlaG91c2V2MWIGcHJvdG8z", [file_google_protobuf_duration, file_icehouse_v1_cache_policy, file_icehouse_v1_prompt, file_icehouse_v1_usage]);
+  fileDesc("Ch9pY2Vob3VzZS92MS9jYWNoZV9zZXJ2aWNlLnByb3RvEgtpY2Vob3VzZS52MSJtCg5FeHBsYWluUmVxdWVzdBINCgVtb2RlbBgBIAEoCRIjCgZwcm9tcHQYAiABKAsyEy5pY2Vob3VzZS52MS5Qcm9tcHQSJwoFY2FjaGUYAyABKAsyGC5pY2Vob3VzZS52MS5DYWNoZVBvbGljeSKrAgoPRXhwbGFpblJlc3BvbnNlEhUKDXByb21wdF90b2tlbnMYASABKAUSJwoFY2FjaGUYAiABKAsyGC5pY2Vob3VzZS52MS5DYWNoZVJlcG9ydBInCgZibG9ja3MYAyADKAsyFy5pY2Vob3VzZS52MS5CbG9ja01hdGNoEkAKHXByZWRpY3RlZF90aW1lX3RvX2ZpcnN0X3Rva2VuGAQgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEkUKInByZWRpY3RlZF90aW1lX3RvX2ZpcnN0X3Rva2VuX2NvbGQYBSABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SJgoGaW1hZ2VzGAYgAygLMhYuaWNlaG91c2UudjEuSW1hZ2VTcGFuIkUKCUltYWdlU3BhbhIOCgZkaWdlc3QYASABKAkSEwoLc3RhcnRfdG9rZW4YAiABKAUSEwoLdG9rZW5fY291bnQYAyABKAUitwEKCkJsb2NrTWF0Y2gSDAoEaGFzaBgBIAEoCRITCgtzdGFydF90b2tlbhgCIAEoBRITCgt0b2tlbl9jb3VudBgDIAEoBRISCgpzaXplX2J5dGVzGAQgASgDEiQKBHRpZXIYBSABKA4yFi5pY2Vob3VzZS52MS5DYWNoZVRpZXISFgoOaGFzX2NoZWNrcG9pbnQYBiABKAgSDgoGcGlubmVkGAcgASgIEg8KB3Nlc3Npb24YCCABKAkikAEKC1dhcm1SZXF1ZXN0EhIKCnJlcXVlc3RfaWQYASABKAkSDQoFbW9kZWwYAiABKAkSIwoGcHJvbXB0GAMgASgLMhMuaWNlaG91c2UudjEuUHJvbXB0EicKBWNhY2hlGAQgASgLMhguaWNlaG91c2UudjEuQ2FjaGVQb2xpY3kSEAoIcHJpb3JpdHkYBSABKAUibwoMV2FybVJlc3BvbnNlEi0KCHByb2dyZXNzGAEgASgLMhkuaWNlaG91c2UudjEuV2FybVByb2dyZXNzSAASJwoEZG9uZRgCIAEoCzIXLmljZWhvdXNlLnYxLldhcm1SZXN1bHRIAEIHCgVldmVudCJTCgxXYXJtUHJvZ3Jlc3MSEgoKcmVxdWVzdF9pZBgBIAEoCRIYChBwcm9jZXNzZWRfdG9rZW5zGAIgASgFEhUKDXByb21wdF90b2tlbnMYAyABKAUibAoKV2FybVJlc3VsdBISCgpyZXF1ZXN0X2lkGAEgASgJEicKBWNhY2hlGAIgASgLMhguaWNlaG91c2UudjEuQ2FjaGVSZXBvcnQSIQoFdXNhZ2UYAyABKAsyEi5pY2Vob3VzZS52MS5Vc2FnZSKRAQoKUGluUmVxdWVzdBINCgVtb2RlbBgBIAEoCRIjCgZwcm9tcHQYAiABKAsyEy5pY2Vob3VzZS52MS5Qcm9tcHQSJwoFY2FjaGUYAyABKAsyGC5pY2Vob3VzZS52MS5DYWNoZVBvbGljeRImCgN0dGwYBCABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24iSwoLUGluUmVzcG9uc2USEwoLYmxvY2tfY291bnQYASABKAUSEwoLdG9rZW5fY291bnQYAiABKAUSEgoKc2l6ZV9ieXRlcxgDIAEoAyJrCgxVbnBpblJlcXVlc3QSDQoFbW9kZWwYASABKAkSIwoGcHJvbXB0GAIgASgLMhMuaWNlaG91c2UudjEuUHJvbXB0EicKBWNhY2hlGAMgASgLMhguaWNlaG91c2UudjEuQ2FjaGVQb2xpY3kiTQoNVW5waW5SZXNwb25zZRITCgtibG9ja19jb3VudBgBIAEoBRITCgt0b2tlbl9jb3VudBgCIAEoBRISCgpzaXplX2J5dGVzGAMgASgDIl8KEUVuZFNlc3Npb25SZXF1ZXN0Eg0KBW1vZGVsGAEgASgJEhIKCnNlc3Npb25faWQYAiABKAkSJwoFY2FjaGUYAyABKAsyGC5pY2Vob3VzZS52MS5DYWNoZVBvbGljeSJPChJFbmRTZXNzaW9uUmVzcG9uc2USEwoLYmxvY2tfY291bnQYASABKAMSEQoJcmFtX2J5dGVzGAIgASgDEhEKCXNzZF9ieXRlcxgDIAEoAyJrCgxFdmljdFJlcXVlc3QSDQoFbW9kZWwYASABKAkSIwoGcHJvbXB0GAIgASgLMhMuaWNlaG91c2UudjEuUHJvbXB0EicKBWNhY2hlGAMgASgLMhguaWNlaG91c2UudjEuQ2FjaGVQb2xpY3kicgoNRXZpY3RSZXNwb25zZRIuCghwcm9ncmVzcxgBIAEoCzIaLmljZWhvdXNlLnYxLkV2aWN0UHJvZ3Jlc3NIABIoCgRkb25lGAIgASgLMhguaWNlaG91c2UudjEuRXZpY3RSZXN1bHRIAEIHCgVldmVudCIgCg9FdmljdEFsbFJlcXVlc3QSDQoFbW9kZWwYASABKAkidQoQRXZpY3RBbGxSZXNwb25zZRIuCghwcm9ncmVzcxgBIAEoCzIaLmljZWhvdXNlLnYxLkV2aWN0UHJvZ3Jlc3NIABIoCgRkb25lGAIgASgLMhguaWNlaG91c2UudjEuRXZpY3RSZXN1bHRIAEIHCgVldmVudCJpCg1FdmljdFByb2dyZXNzEh0KFXByb2Nlc3NlZF9ibG9ja19jb3VudBgBIAEoAxITCgtibG9ja19jb3VudBgCIAEoAxIRCglyYW1fYnl0ZXMYAyABKAMSEQoJc3NkX2J5dGVzGAQgASgDImUKC0V2aWN0UmVzdWx0EhcKD3JhbV9ibG9ja19jb3VudBgBIAEoAxIRCglyYW1fYnl0ZXMYAiABKAMSFwoPc3NkX2Jsb2NrX2NvdW50GAMgASgDEhEKCXNzZF9ieXRlcxgEIAEoAyIkCg1WZXJpZnlSZXF1ZXN0EhMKC2Jsb2NrX2xpbWl0GAEgASgDInUKDlZlcmlmeVJlc3BvbnNlEi8KCHByb2dyZXNzGAEgASgLMhsuaWNlaG91c2UudjEuVmVyaWZ5UHJvZ3Jlc3NIABIpCgRkb25lGAIgASgLMhkuaWNlaG91c2UudjEuVmVyaWZ5UmVzdWx0SABCBwoFZXZlbnQieAoOVmVyaWZ5UHJvZ3Jlc3MSHAoUdmVyaWZpZWRfYmxvY2tfY291bnQYASABKAMSFgoOdmVyaWZpZWRfYnl0ZXMYAiABKAMSGwoTZGFtYWdlZF9ibG9ja19jb3VudBgDIAEoAxITCgtibG9ja19jb3VudBgEIAEoAyKmAQoMVmVyaWZ5UmVzdWx0EhwKFHZlcmlmaWVkX2Jsb2NrX2NvdW50GAEgASgDEhYKDnZlcmlmaWVkX2J5dGVzGAIgASgDEhYKDmRhbWFnZWRfaGFzaGVzGAMgAygJEhsKE2RhbWFnZWRfYmxvY2tfY291bnQYBCABKAMSKwoIZHVyYXRpb24YBSABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24ibAoNRXhwb3J0UmVxdWVzdBINCgVtb2RlbBgBIAEoCRIjCgZwcm9tcHQYAiABKAsyEy5pY2Vob3VzZS52MS5Qcm9tcHQSJwoFY2FjaGUYAyABKAsyGC5pY2Vob3VzZS52MS5DYWNoZVBvbGljeSJVCg5FeHBvcnRSZXNwb25zZRIPCgVjaHVuaxgBIAEoDEgAEikKBGRvbmUYAiABKAsyGS5pY2Vob3VzZS52MS5FeHBvcnRSZXN1bHRIAEIHCgVldmVudCJVCgxFeHBvcnRSZXN1bHQSEwoLYmxvY2tfY291bnQYASABKAMSEgoKc2l6ZV9ieXRlcxgCIAEoAxIcChRsZWZ0X291dF9ibG9ja19jb3VudBgDIAEoAyJVCg1JbXBvcnRSZXF1ZXN0EisKBnRhcmdldBgBIAEoCzIZLmljZWhvdXNlLnYxLkltcG9ydFRhcmdldEgAEg8KBWNodW5rGAIgASgMSABCBgoEcGFydCJGCgxJbXBvcnRUYXJnZXQSDQoFbW9kZWwYASABKAkSJwoFY2FjaGUYAiABKAsyGC5pY2Vob3VzZS52MS5DYWNoZVBvbGljeSJVChJJbXBvcnRSZWZ1c2FsQ291bnQSKgoGcmVhc29uGAEgASgOMhouaWNlaG91c2UudjEuSW1wb3J0UmVmdXNhbBITCgtibG9ja19jb3VudBgCIAEoAyKnAQoOSW1wb3J0UmVzcG9uc2USGwoTYWRvcHRlZF9ibG9ja19jb3VudBgBIAEoAxIVCg1hZG9wdGVkX2J5dGVzGAIgASgDEhkKEWtub3duX2Jsb2NrX2NvdW50GAMgASgDEjEKCHJlZnVzYWxzGAQgAygLMh8uaWNlaG91c2UudjEuSW1wb3J0UmVmdXNhbENvdW50EhMKC3N0b3BfZGV0YWlsGAUgASgJKk8KCUNhY2hlVGllchIaChZDQUNIRV9USUVSX1VOU1BFQ0lGSUVEEAASEgoOQ0FDSEVfVElFUl9SQU0QARISCg5DQUNIRV9USUVSX1NTRBACKtoBCg1JbXBvcnRSZWZ1c2FsEh4KGklNUE9SVF9SRUZVU0FMX1VOU1BFQ0lGSUVEEAASGgoWSU1QT1JUX1JFRlVTQUxfREFNQUdFRBABEhkKFUlNUE9SVF9SRUZVU0FMX0xBWU9VVBACEhgKFElNUE9SVF9SRUZVU0FMX1NDT1BFEAMSIQodSU1QT1JUX1JFRlVTQUxfUEFSRU5UX01JU1NJTkcQBBIYChRJTVBPUlRfUkVGVVNBTF9RVU9UQRAFEhsKF0lNUE9SVF9SRUZVU0FMX1NTRF9GVUxMEAYyuAUKDENhY2hlU2VydmljZRJECgdFeHBsYWluEhsuaWNlaG91c2UudjEuRXhwbGFpblJlcXVlc3QaHC5pY2Vob3VzZS52MS5FeHBsYWluUmVzcG9uc2USPQoEV2FybRIYLmljZWhvdXNlLnYxLldhcm1SZXF1ZXN0GhkuaWNlaG91c2UudjEuV2FybVJlc3BvbnNlMAESOAoDUGluEhcuaWNlaG91c2UudjEuUGluUmVxdWVzdBoYLmljZWhvdXNlLnYxLlBpblJlc3BvbnNlEj4KBVVucGluEhkuaWNlaG91c2UudjEuVW5waW5SZXF1ZXN0GhouaWNlaG91c2UudjEuVW5waW5SZXNwb25zZRJNCgpFbmRTZXNzaW9uEh4uaWNlaG91c2UudjEuRW5kU2Vzc2lvblJlcXVlc3QaHy5pY2Vob3VzZS52MS5FbmRTZXNzaW9uUmVzcG9uc2USQAoFRXZpY3QSGS5pY2Vob3VzZS52MS5FdmljdFJlcXVlc3QaGi5pY2Vob3VzZS52MS5FdmljdFJlc3BvbnNlMAESSQoIRXZpY3RBbGwSHC5pY2Vob3VzZS52MS5FdmljdEFsbFJlcXVlc3QaHS5pY2Vob3VzZS52MS5FdmljdEFsbFJlc3BvbnNlMAESQwoGVmVyaWZ5EhouaWNlaG91c2UudjEuVmVyaWZ5UmVxdWVzdBobLmljZWhvdXNlLnYxLlZlcmlmeVJlc3BvbnNlMAESQwoGRXhwb3J0EhouaWNlaG91c2UudjEuRXhwb3J0UmVxdWVzdBobLmljZWhvdXNlLnYxLkV4cG9ydFJlc3BvbnNlMAESQwoGSW1wb3J0EhouaWNlaG91c2UudjEuSW1wb3J0UmVxdWVzdBobLmljZWhvdXNlLnYxLkltcG9ydFJlc3BvbnNlKAFCPAoPZGV2LmljZWhvdXNlLnYxUAFaJ2ljZWhvdXNlLmRldi9hcGkvaWNlaG91c2UvdjE7aWNlaG91c2V2MWIGcHJvdG8z", [file_google_protobuf_duration, file_icehouse_v1_cache_policy, file_icehouse_v1_prompt, file_icehouse_v1_usage]);
 
 /**
  * A prompt to look up.
@@ -961,6 +961,255 @@ export const VerifyResultSchema: GenMessage<VerifyResult> = /*@__PURE__*/
   messageDesc(file_icehouse_v1_cache_service, 23);
 
 /**
+ * Asks for an archive.
+ *
+ * @generated from message icehouse.v1.ExportRequest
+ */
+export type ExportRequest = Message<"icehouse.v1.ExportRequest"> & {
+  /**
+   * Model; otherwise NOT_FOUND. Default: the served model.
+   *
+   * @generated from field: string model = 1;
+   */
+  model: string;
+
+  /**
+   * The prompt whose blocks to send. Default: all blocks of the tenant, with every adapter.
+   *
+   * @generated from field: icehouse.v1.Prompt prompt = 2;
+   */
+  prompt?: Prompt | undefined;
+
+  /**
+   * Whose blocks to send. Default: the default tenant's.
+   *
+   * @generated from field: icehouse.v1.CachePolicy cache = 3;
+   */
+  cache?: CachePolicy | undefined;
+};
+
+/**
+ * Describes the message icehouse.v1.ExportRequest.
+ * Use `create(ExportRequestSchema)` to create a new message.
+ */
+export const ExportRequestSchema: GenMessage<ExportRequest> = /*@__PURE__*/
+  messageDesc(file_icehouse_v1_cache_service, 24);
+
+/**
+ * A part of an archive, or its end.
+ *
+ * @generated from message icehouse.v1.ExportResponse
+ */
+export type ExportResponse = Message<"icehouse.v1.ExportResponse"> & {
+  /**
+   * What it is. Fields may be added: skip unknown events.
+   *
+   * @generated from oneof icehouse.v1.ExportResponse.event
+   */
+  event: {
+    /**
+     * The next bytes of the archive, at most 1 MiB.
+     *
+     * @generated from field: bytes chunk = 1;
+     */
+    value: Uint8Array;
+    case: "chunk";
+  } | {
+    /**
+     * The archive is complete. Once, last.
+     *
+     * @generated from field: icehouse.v1.ExportResult done = 2;
+     */
+    value: ExportResult;
+    case: "done";
+  } | { case: undefined; value?: undefined };
+};
+
+/**
+ * Describes the message icehouse.v1.ExportResponse.
+ * Use `create(ExportResponseSchema)` to create a new message.
+ */
+export const ExportResponseSchema: GenMessage<ExportResponse> = /*@__PURE__*/
+  messageDesc(file_icehouse_v1_cache_service, 25);
+
+/**
+ * What an archive was made of.
+ *
+ * @generated from message icehouse.v1.ExportResult
+ */
+export type ExportResult = Message<"icehouse.v1.ExportResult"> & {
+  /**
+   * Blocks in it.
+   *
+   * @generated from field: int64 block_count = 1;
+   */
+  blockCount: bigint;
+
+  /**
+   * Bytes of their files.
+   *
+   * @generated from field: int64 size_bytes = 2;
+   */
+  sizeBytes: bigint;
+
+  /**
+   * Blocks that could not be read, and those behind them. They are not in it.
+   *
+   * @generated from field: int64 left_out_block_count = 3;
+   */
+  leftOutBlockCount: bigint;
+};
+
+/**
+ * Describes the message icehouse.v1.ExportResult.
+ * Use `create(ExportResultSchema)` to create a new message.
+ */
+export const ExportResultSchema: GenMessage<ExportResult> = /*@__PURE__*/
+  messageDesc(file_icehouse_v1_cache_service, 26);
+
+/**
+ * A part of an import: `target` first and once, then the archive.
+ *
+ * @generated from message icehouse.v1.ImportRequest
+ */
+export type ImportRequest = Message<"icehouse.v1.ImportRequest"> & {
+  /**
+   * What it is.
+   *
+   * @generated from oneof icehouse.v1.ImportRequest.part
+   */
+  part: {
+    /**
+     * Where the blocks go.
+     *
+     * @generated from field: icehouse.v1.ImportTarget target = 1;
+     */
+    value: ImportTarget;
+    case: "target";
+  } | {
+    /**
+     * The next bytes of the archive, at most 1 MiB.
+     *
+     * @generated from field: bytes chunk = 2;
+     */
+    value: Uint8Array;
+    case: "chunk";
+  } | { case: undefined; value?: undefined };
+};
+
+/**
+ * Describes the message icehouse.v1.ImportRequest.
+ * Use `create(ImportRequestSchema)` to create a new message.
+ */
+export const ImportRequestSchema: GenMessage<ImportRequest> = /*@__PURE__*/
+  messageDesc(file_icehouse_v1_cache_service, 27);
+
+/**
+ * Where the blocks of an archive go.
+ *
+ * @generated from message icehouse.v1.ImportTarget
+ */
+export type ImportTarget = Message<"icehouse.v1.ImportTarget"> & {
+  /**
+   * Model; otherwise NOT_FOUND. Default: the served model.
+   *
+   * @generated from field: string model = 1;
+   */
+  model: string;
+
+  /**
+   * Whose blocks they become. Default: the default tenant's.
+   *
+   * @generated from field: icehouse.v1.CachePolicy cache = 2;
+   */
+  cache?: CachePolicy | undefined;
+};
+
+/**
+ * Describes the message icehouse.v1.ImportTarget.
+ * Use `create(ImportTargetSchema)` to create a new message.
+ */
+export const ImportTargetSchema: GenMessage<ImportTarget> = /*@__PURE__*/
+  messageDesc(file_icehouse_v1_cache_service, 28);
+
+/**
+ * How many blocks were refused for one reason.
+ *
+ * @generated from message icehouse.v1.ImportRefusalCount
+ */
+export type ImportRefusalCount = Message<"icehouse.v1.ImportRefusalCount"> & {
+  /**
+   * The reason.
+   *
+   * @generated from field: icehouse.v1.ImportRefusal reason = 1;
+   */
+  reason: ImportRefusal;
+
+  /**
+   * Blocks.
+   *
+   * @generated from field: int64 block_count = 2;
+   */
+  blockCount: bigint;
+};
+
+/**
+ * Describes the message icehouse.v1.ImportRefusalCount.
+ * Use `create(ImportRefusalCountSchema)` to create a new message.
+ */
+export const ImportRefusalCountSchema: GenMessage<ImportRefusalCount> = /*@__PURE__*/
+  messageDesc(file_icehouse_v1_cache_service, 29);
+
+/**
+ * What became of an archive's blocks.
+ *
+ * @generated from message icehouse.v1.ImportResponse
+ */
+export type ImportResponse = Message<"icehouse.v1.ImportResponse"> & {
+  /**
+   * Blocks that are on SSD now.
+   *
+   * @generated from field: int64 adopted_block_count = 1;
+   */
+  adoptedBlockCount: bigint;
+
+  /**
+   * Bytes of their files in the archive.
+   *
+   * @generated from field: int64 adopted_bytes = 2;
+   */
+  adoptedBytes: bigint;
+
+  /**
+   * Blocks that were cached already.
+   *
+   * @generated from field: int64 known_block_count = 3;
+   */
+  knownBlockCount: bigint;
+
+  /**
+   * Blocks that were refused, by reason.
+   *
+   * @generated from field: repeated icehouse.v1.ImportRefusalCount refusals = 4;
+   */
+  refusals: ImportRefusalCount[];
+
+  /**
+   * Why the rest of the archive was not read: it was altered, or ended too early. Empty when all of it was.
+   *
+   * @generated from field: string stop_detail = 5;
+   */
+  stopDetail: string;
+};
+
+/**
+ * Describes the message icehouse.v1.ImportResponse.
+ * Use `create(ImportResponseSchema)` to create a new message.
+ */
+export const ImportResponseSchema: GenMessage<ImportResponse> = /*@__PURE__*/
+  messageDesc(file_icehouse_v1_cache_service, 30);
+
+/**
  * Where a block is.
  *
  * @generated from enum icehouse.v1.CacheTier
@@ -993,6 +1242,69 @@ export enum CacheTier {
  */
 export const CacheTierSchema: GenEnum<CacheTier> = /*@__PURE__*/
   enumDesc(file_icehouse_v1_cache_service, 0);
+
+/**
+ * Why a block was not adopted.
+ *
+ * @generated from enum icehouse.v1.ImportRefusal
+ */
+export enum ImportRefusal {
+  /**
+   * Never sent.
+   *
+   * @generated from enum value: IMPORT_REFUSAL_UNSPECIFIED = 0;
+   */
+  UNSPECIFIED = 0,
+
+  /**
+   * It is not what its name says.
+   *
+   * @generated from enum value: IMPORT_REFUSAL_DAMAGED = 1;
+   */
+  DAMAGED = 1,
+
+  /**
+   * Its tensors are not those of this model's blocks. So are all blocks of a model with states that cannot be cut:
+   * they move with their directory only (`icehouse cache copy`).
+   *
+   * @generated from enum value: IMPORT_REFUSAL_LAYOUT = 2;
+   */
+  LAYOUT = 2,
+
+  /**
+   * It is another tenant's, or an adapter's that this server does not serve.
+   *
+   * @generated from enum value: IMPORT_REFUSAL_SCOPE = 3;
+   */
+  SCOPE = 3,
+
+  /**
+   * The block before it is not here.
+   *
+   * @generated from enum value: IMPORT_REFUSAL_PARENT_MISSING = 4;
+   */
+  PARENT_MISSING = 4,
+
+  /**
+   * The tenant's quota on SSD has no space for it.
+   *
+   * @generated from enum value: IMPORT_REFUSAL_QUOTA = 5;
+   */
+  QUOTA = 5,
+
+  /**
+   * The SSD tier has no space for it, or cannot write now.
+   *
+   * @generated from enum value: IMPORT_REFUSAL_SSD_FULL = 6;
+   */
+  SSD_FULL = 6,
+}
+
+/**
+ * Describes the enum icehouse.v1.ImportRefusal.
+ */
+export const ImportRefusalSchema: GenEnum<ImportRefusal> = /*@__PURE__*/
+  enumDesc(file_icehouse_v1_cache_service, 1);
 
 /**
  * Inspects and manages the prefix cache. Errors carry google.rpc details as InferenceService's do;
@@ -1097,6 +1409,32 @@ export const CacheService: GenService<{
     methodKind: "server_streaming";
     input: typeof VerifyRequestSchema;
     output: typeof VerifyResponseSchema;
+  },
+  /**
+   * Sends the cached blocks of a prompt, or of a tenant, as an archive: one stream of bytes, in the clear, with
+   * the prompts' tokens in it. Blocks that RAM alone has are written to SSD first. NOT_FOUND (BLOCK_NOT_FOUND)
+   * when nothing is cached. When the caller cancels, or reads nothing for a while, it ends and leaves nothing.
+   *
+   * @generated from rpc icehouse.v1.CacheService.Export
+   */
+  export: {
+    methodKind: "server_streaming";
+    input: typeof ExportRequestSchema;
+    output: typeof ExportResponseSchema;
+  },
+  /**
+   * Adopts the blocks of an archive as the caller's tenant's, each once it is verified, and up to the first byte
+   * that is not as it was written. Nothing is removed for them: what passes the quota or the SSD limit is refused
+   * and counted. NOT_FOUND (MODEL_NOT_FOUND) for the archive of another model; DEADLINE_EXCEEDED (MESSAGE_LATE)
+   * when nothing comes for a while. Whoever may import decides what the tenant's requests reuse: give that to
+   * those only who may speak for the tenant.
+   *
+   * @generated from rpc icehouse.v1.CacheService.Import
+   */
+  import: {
+    methodKind: "client_streaming";
+    input: typeof ImportRequestSchema;
+    output: typeof ImportResponseSchema;
   },
 }> = /*@__PURE__*/
   serviceDesc(file_icehouse_v1_cache_service, 0);

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from icehouse_server.storage.api import Loaded, Ticket
 from icehouse_server.storage.files import Files
-from icehouse_server.storage.local.block_format.block_file import GROUP_BYTES
+from icehouse_server.storage.local.block_format.region_input import GROUP_BYTES
 from icehouse_server.storage.local.reader_pool import ReaderPool, ReadLimiter, ReadSchedule
 
 from tests.fixtures.patience import BOUND_S

@@ -1,4 +1,4 @@
-"""Prefix cache of a running server: `icehouse explain`, `warm`, `pin`, `evict`, `export`, `import` and so on."""
+"""Prefix cache of a running server: `icehouse explain`, `warm`, `pin`, `evict`, `export`, `import`, more."""
 
 from __future__ import annotations
 

@@ -268,6 +268,68 @@ public final class CacheServiceGrpc {
     return getVerifyMethod;
   }
 
+  private static volatile io.grpc.MethodDescriptor<dev.icehouse.v1.ExportRequest,
+      dev.icehouse.v1.ExportResponse> getExportMethod;
+
+  @io.grpc.stub.annotations.RpcMethod(
+      fullMethodName = SERVICE_NAME + '/' + "Export",
+      requestType = dev.icehouse.v1.ExportRequest.class,
+      responseType = dev.icehouse.v1.ExportResponse.class,
+      methodType = io.grpc.MethodDescriptor.MethodType.SERVER_STREAMING)
+  public static io.grpc.MethodDescriptor<dev.icehouse.v1.ExportRequest,
+      dev.icehouse.v1.ExportResponse> getExportMethod() {
+    io.grpc.MethodDescriptor<dev.icehouse.v1.ExportRequest, dev.icehouse.v1.ExportResponse> getExportMethod;
+    if ((getExportMethod = CacheServiceGrpc.getExportMethod) == null) {
+      synchronized (CacheServiceGrpc.class) {
+        if ((getExportMethod = CacheServiceGrpc.getExportMethod) == null) {
+          CacheServiceGrpc.getExportMethod = getExportMethod =
+              io.grpc.MethodDescriptor.<dev.icehouse.v1.ExportRequest, dev.icehouse.v1.ExportResponse>newBuilder()
+              .setType(io.grpc.MethodDescriptor.MethodType.SERVER_STREAMING)
+              .setFullMethodName(generateFullMethodName(SERVICE_NAME, "Export"))
+              .setSampledToLocalTracing(true)
+              .setRequestMarshaller(io.grpc.protobuf.ProtoUtils.marshaller(
+                  dev.icehouse.v1.ExportRequest.getDefaultInstance()))
+              .setResponseMarshaller(io.grpc.protobuf.ProtoUtils.marshaller(
+                  dev.icehouse.v1.ExportResponse.getDefaultInstance()))
+              .setSchemaDescriptor(new CacheServiceMethodDescriptorSupplier("Export"))
+              .build();
+        }
+      }
+    }
+    return getExportMethod;
+  }
+
+  private static volatile io.grpc.MethodDescriptor<dev.icehouse.v1.ImportRequest,
+      dev.icehouse.v1.ImportResponse> getImportMethod;
+
+  @io.grpc.stub.annotations.RpcMethod(
+      fullMethodName = SERVICE_NAME + '/' + "Import",
+      requestType = dev.icehouse.v1.ImportRequest.class,
+      responseType = dev.icehouse.v1.ImportResponse.class,
+      methodType = io.grpc.MethodDescriptor.MethodType.CLIENT_STREAMING)
+  public static io.grpc.MethodDescriptor<dev.icehouse.v1.ImportRequest,
+      dev.icehouse.v1.ImportResponse> getImportMethod() {
+    io.grpc.MethodDescriptor<dev.icehouse.v1.ImportRequest, dev.icehouse.v1.ImportResponse> getImportMethod;
+    if ((getImportMethod = CacheServiceGrpc.getImportMethod) == null) {
+      synchronized (CacheServiceGrpc.class) {
+        if ((getImportMethod = CacheServiceGrpc.getImportMethod) == null) {
+          CacheServiceGrpc.getImportMethod = getImportMethod =
+              io.grpc.MethodDescriptor.<dev.icehouse.v1.ImportRequest, dev.icehouse.v1.ImportResponse>newBuilder()
+              .setType(io.grpc.MethodDescriptor.MethodType.CLIENT_STREAMING)
+              .setFullMethodName(generateFullMethodName(SERVICE_NAME, "Import"))
+              .setSampledToLocalTracing(true)
+              .setRequestMarshaller(io.grpc.protobuf.ProtoUtils.marshaller(
+                  dev.icehouse.v1.ImportRequest.getDefaultInstance()))
+              .setResponseMarshaller(io.grpc.protobuf.ProtoUtils.marshaller(
+                  dev.icehouse.v1.ImportResponse.getDefaultInstance()))
+              .setSchemaDescriptor(new CacheServiceMethodDescriptorSupplier("Import"))
+              .build();
+        }
+      }
+    }
+    return getImportMethod;
+  }
+
   /**
    * Creates a new async stub that supports all call types for the service
    */
@@ -430,6 +492,32 @@ public final class CacheServiceGrpc {
         io.grpc.stub.StreamObserver<dev.icehouse.v1.VerifyResponse> responseObserver) {
       io.grpc.stub.ServerCalls.asyncUnimplementedUnaryCall(getVerifyMethod(), responseObserver);
     }
+
+    /**
+     * <pre>
+     * Sends the cached blocks of a prompt, or of a tenant, as an archive: one stream of bytes, in the clear, with
+     * the prompts' tokens in it. Blocks that RAM alone has are written to SSD first. NOT_FOUND (BLOCK_NOT_FOUND)
+     * when nothing is cached. When the caller cancels, or reads nothing for a while, it ends and leaves nothing.
+     * </pre>
+     */
+    default void export(dev.icehouse.v1.ExportRequest request,
+        io.grpc.stub.StreamObserver<dev.icehouse.v1.ExportResponse> responseObserver) {
+      io.grpc.stub.ServerCalls.asyncUnimplementedUnaryCall(getExportMethod(), responseObserver);
+    }
+
+    /**
+     * <pre>
+     * Adopts the blocks of an archive as the caller's tenant's, each once it is verified, and up to the first byte
+     * that is not as it was written. Nothing is removed for them: what passes the quota or the SSD limit is refused
+     * and counted. NOT_FOUND (MODEL_NOT_FOUND) for the archive of another model; DEADLINE_EXCEEDED (MESSAGE_LATE)
+     * when nothing comes for a while. Whoever may import decides what the tenant's requests reuse: give that to
+     * those only who may speak for the tenant.
+     * </pre>
+     */
+    default io.grpc.stub.StreamObserver<dev.icehouse.v1.ImportRequest> import_(
+        io.grpc.stub.StreamObserver<dev.icehouse.v1.ImportResponse> responseObserver) {
+      return io.grpc.stub.ServerCalls.asyncUnimplementedStreamingCall(getImportMethod(), responseObserver);
+    }
   }
 
   /**
@@ -574,6 +662,34 @@ public final class CacheServiceGrpc {
       io.grpc.stub.ClientCalls.asyncServerStreamingCall(
           getChannel().newCall(getVerifyMethod(), getCallOptions()), request, responseObserver);
     }
+
+    /**
+     * <pre>
+     * Sends the cached blocks of a prompt, or of a tenant, as an archive: one stream of bytes, in the clear, with
+     * the prompts' tokens in it. Blocks that RAM alone has are written to SSD first. NOT_FOUND (BLOCK_NOT_FOUND)
+     * when nothing is cached. When the caller cancels, or reads nothing for a while, it ends and leaves nothing.
+     * </pre>
+     */
+    public void export(dev.icehouse.v1.ExportRequest request,
+        io.grpc.stub.StreamObserver<dev.icehouse.v1.ExportResponse> responseObserver) {
+      io.grpc.stub.ClientCalls.asyncServerStreamingCall(
+          getChannel().newCall(getExportMethod(), getCallOptions()), request, responseObserver);
+    }
+
+    /**
+     * <pre>
+     * Adopts the blocks of an archive as the caller's tenant's, each once it is verified, and up to the first byte
+     * that is not as it was written. Nothing is removed for them: what passes the quota or the SSD limit is refused
+     * and counted. NOT_FOUND (MODEL_NOT_FOUND) for the archive of another model; DEADLINE_EXCEEDED (MESSAGE_LATE)
+     * when nothing comes for a while. Whoever may import decides what the tenant's requests reuse: give that to
+     * those only who may speak for the tenant.
+     * </pre>
+     */
+    public io.grpc.stub.StreamObserver<dev.icehouse.v1.ImportRequest> import_(
+        io.grpc.stub.StreamObserver<dev.icehouse.v1.ImportResponse> responseObserver) {
+      return io.grpc.stub.ClientCalls.asyncClientStreamingCall(
+          getChannel().newCall(getImportMethod(), getCallOptions()), responseObserver);
+    }
   }
 
   /**
@@ -699,6 +815,36 @@ public final class CacheServiceGrpc {
       return io.grpc.stub.ClientCalls.blockingV2ServerStreamingCall(
           getChannel(), getVerifyMethod(), getCallOptions(), request);
     }
+
+    /**
+     * <pre>
+     * Sends the cached blocks of a prompt, or of a tenant, as an archive: one stream of bytes, in the clear, with
+     * the prompts' tokens in it. Blocks that RAM alone has are written to SSD first. NOT_FOUND (BLOCK_NOT_FOUND)
+     * when nothing is cached. When the caller cancels, or reads nothing for a while, it ends and leaves nothing.
+     * </pre>
+     */
+    @io.grpc.ExperimentalApi("https://github.com/grpc/grpc-java/issues/10918")
+    public io.grpc.stub.BlockingClientCall<?, dev.icehouse.v1.ExportResponse>
+        export(dev.icehouse.v1.ExportRequest request) {
+      return io.grpc.stub.ClientCalls.blockingV2ServerStreamingCall(
+          getChannel(), getExportMethod(), getCallOptions(), request);
+    }
+
+    /**
+     * <pre>
+     * Adopts the blocks of an archive as the caller's tenant's, each once it is verified, and up to the first byte
+     * that is not as it was written. Nothing is removed for them: what passes the quota or the SSD limit is refused
+     * and counted. NOT_FOUND (MODEL_NOT_FOUND) for the archive of another model; DEADLINE_EXCEEDED (MESSAGE_LATE)
+     * when nothing comes for a while. Whoever may import decides what the tenant's requests reuse: give that to
+     * those only who may speak for the tenant.
+     * </pre>
+     */
+    @io.grpc.ExperimentalApi("https://github.com/grpc/grpc-java/issues/10918")
+    public io.grpc.stub.BlockingClientCall<dev.icehouse.v1.ImportRequest, dev.icehouse.v1.ImportResponse>
+        import_() {
+      return io.grpc.stub.ClientCalls.blockingClientStreamingCall(
+          getChannel(), getImportMethod(), getCallOptions());
+    }
   }
 
   /**
@@ -820,6 +966,19 @@ public final class CacheServiceGrpc {
       return io.grpc.stub.ClientCalls.blockingServerStreamingCall(
           getChannel(), getVerifyMethod(), getCallOptions(), request);
     }
+
+    /**
+     * <pre>
+     * Sends the cached blocks of a prompt, or of a tenant, as an archive: one stream of bytes, in the clear, with
+     * the prompts' tokens in it. Blocks that RAM alone has are written to SSD first. NOT_FOUND (BLOCK_NOT_FOUND)
+     * when nothing is cached. When the caller cancels, or reads nothing for a while, it ends and leaves nothing.
+     * </pre>
+     */
+    public java.util.Iterator<dev.icehouse.v1.ExportResponse> export(
+        dev.icehouse.v1.ExportRequest request) {
+      return io.grpc.stub.ClientCalls.blockingServerStreamingCall(
+          getChannel(), getExportMethod(), getCallOptions(), request);
+    }
   }
 
   /**
@@ -903,6 +1062,8 @@ public final class CacheServiceGrpc {
   private static final int METHODID_EVICT = 5;
   private static final int METHODID_EVICT_ALL = 6;
   private static final int METHODID_VERIFY = 7;
+  private static final int METHODID_EXPORT = 8;
+  private static final int METHODID_IMPORT = 9;
 
   private static final class MethodHandlers<Req, Resp> implements
       io.grpc.stub.ServerCalls.UnaryMethod<Req, Resp>,
@@ -953,6 +1114,10 @@ public final class CacheServiceGrpc {
           serviceImpl.verify((dev.icehouse.v1.VerifyRequest) request,
               (io.grpc.stub.StreamObserver<dev.icehouse.v1.VerifyResponse>) responseObserver);
           break;
+        case METHODID_EXPORT:
+          serviceImpl.export((dev.icehouse.v1.ExportRequest) request,
+              (io.grpc.stub.StreamObserver<dev.icehouse.v1.ExportResponse>) responseObserver);
+          break;
         default:
           throw new AssertionError();
       }
@@ -963,6 +1128,9 @@ public final class CacheServiceGrpc {
     public io.grpc.stub.StreamObserver<Req> invoke(
         io.grpc.stub.StreamObserver<Resp> responseObserver) {
       switch (methodId) {
+        case METHODID_IMPORT:
+          return (io.grpc.stub.StreamObserver<Req>) serviceImpl.import_(
+              (io.grpc.stub.StreamObserver<dev.icehouse.v1.ImportResponse>) responseObserver);
         default:
           throw new AssertionError();
       }
@@ -1027,6 +1195,20 @@ public final class CacheServiceGrpc {
               dev.icehouse.v1.VerifyRequest,
               dev.icehouse.v1.VerifyResponse>(
                 service, METHODID_VERIFY)))
+        .addMethod(
+          getExportMethod(),
+          io.grpc.stub.ServerCalls.asyncServerStreamingCall(
+            new MethodHandlers<
+              dev.icehouse.v1.ExportRequest,
+              dev.icehouse.v1.ExportResponse>(
+                service, METHODID_EXPORT)))
+        .addMethod(
+          getImportMethod(),
+          io.grpc.stub.ServerCalls.asyncClientStreamingCall(
+            new MethodHandlers<
+              dev.icehouse.v1.ImportRequest,
+              dev.icehouse.v1.ImportResponse>(
+                service, METHODID_IMPORT)))
         .build();
   }
 
@@ -1083,6 +1265,8 @@ public final class CacheServiceGrpc {
               .addMethod(getEvictMethod())
               .addMethod(getEvictAllMethod())
               .addMethod(getVerifyMethod())
+              .addMethod(getExportMethod())
+              .addMethod(getImportMethod())
               .build();
         }
       }

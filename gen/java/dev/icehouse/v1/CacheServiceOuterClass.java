@@ -135,6 +135,41 @@ public final class CacheServiceOuterClass {
   static final 
     com.google.protobuf.GeneratedMessageV3.FieldAccessorTable
       internal_static_icehouse_v1_VerifyResult_fieldAccessorTable;
+  static final com.google.protobuf.Descriptors.Descriptor
+    internal_static_icehouse_v1_ExportRequest_descriptor;
+  static final 
+    com.google.protobuf.GeneratedMessageV3.FieldAccessorTable
+      internal_static_icehouse_v1_ExportRequest_fieldAccessorTable;
+  static final com.google.protobuf.Descriptors.Descriptor
+    internal_static_icehouse_v1_ExportResponse_descriptor;
+  static final 
+    com.google.protobuf.GeneratedMessageV3.FieldAccessorTable
+      internal_static_icehouse_v1_ExportResponse_fieldAccessorTable;
+  static final com.google.protobuf.Descriptors.Descriptor
+    internal_static_icehouse_v1_ExportResult_descriptor;
+  static final 
+    com.google.protobuf.GeneratedMessageV3.FieldAccessorTable
+      internal_static_icehouse_v1_ExportResult_fieldAccessorTable;
+  static final com.google.protobuf.Descriptors.Descriptor
+    internal_static_icehouse_v1_ImportRequest_descriptor;
+  static final 
+    com.google.protobuf.GeneratedMessageV3.FieldAccessorTable
+      internal_static_icehouse_v1_ImportRequest_fieldAccessorTable;
+  static final com.google.protobuf.Descriptors.Descriptor
+    internal_static_icehouse_v1_ImportTarget_descriptor;
+  static final 
+    com.google.protobuf.GeneratedMessageV3.FieldAccessorTable
+      internal_static_icehouse_v1_ImportTarget_fieldAccessorTable;
+  static final com.google.protobuf.Descriptors.Descriptor
+    internal_static_icehouse_v1_ImportRefusalCount_descriptor;
+  static final 
+    com.google.protobuf.GeneratedMessageV3.FieldAccessorTable
+      internal_static_icehouse_v1_ImportRefusalCount_fieldAccessorTable;
+  static final com.google.protobuf.Descriptors.Descriptor
+    internal_static_icehouse_v1_ImportResponse_descriptor;
+  static final 
+    com.google.protobuf.GeneratedMessageV3.FieldAccessorTable
+      internal_static_icehouse_v1_ImportResponse_fieldAccessorTable;
 
   public static com.google.protobuf.Descriptors.FileDescriptor
       getDescriptor() {
@@ -216,25 +251,52 @@ public final class CacheServiceOuterClass {
       "t\022\034\n\024verified_block_count\030\001 \001(\003\022\026\n\016verif" +
       "ied_bytes\030\002 \001(\003\022\026\n\016damaged_hashes\030\003 \003(\t\022" +
       "\033\n\023damaged_block_count\030\004 \001(\003\022+\n\010duration" +
-      "\030\005 \001(\0132\031.google.protobuf.Duration*O\n\tCac" +
-      "heTier\022\032\n\026CACHE_TIER_UNSPECIFIED\020\000\022\022\n\016CA" +
-      "CHE_TIER_RAM\020\001\022\022\n\016CACHE_TIER_SSD\020\0022\256\004\n\014C" +
-      "acheService\022D\n\007Explain\022\033.icehouse.v1.Exp" +
-      "lainRequest\032\034.icehouse.v1.ExplainRespons" +
-      "e\022=\n\004Warm\022\030.icehouse.v1.WarmRequest\032\031.ic" +
-      "ehouse.v1.WarmResponse0\001\0228\n\003Pin\022\027.icehou" +
-      "se.v1.PinRequest\032\030.icehouse.v1.PinRespon" +
-      "se\022>\n\005Unpin\022\031.icehouse.v1.UnpinRequest\032\032" +
-      ".icehouse.v1.UnpinResponse\022M\n\nEndSession" +
-      "\022\036.icehouse.v1.EndSessionRequest\032\037.iceho" +
-      "use.v1.EndSessionResponse\022@\n\005Evict\022\031.ice" +
-      "house.v1.EvictRequest\032\032.icehouse.v1.Evic" +
-      "tResponse0\001\022I\n\010EvictAll\022\034.icehouse.v1.Ev" +
-      "ictAllRequest\032\035.icehouse.v1.EvictAllResp" +
-      "onse0\001\022C\n\006Verify\022\032.icehouse.v1.VerifyReq" +
-      "uest\032\033.icehouse.v1.VerifyResponse0\001B<\n\017d" +
-      "ev.icehouse.v1P\001Z\'icehouse.dev/api/iceho" +
-      "use/v1;icehousev1b\006proto3"
+      "\030\005 \001(\0132\031.google.protobuf.Duration\"l\n\rExp" +
+      "ortRequest\022\r\n\005model\030\001 \001(\t\022#\n\006prompt\030\002 \001(" +
+      "\0132\023.icehouse.v1.Prompt\022\'\n\005cache\030\003 \001(\0132\030." +
+      "icehouse.v1.CachePolicy\"U\n\016ExportRespons" +
+      "e\022\017\n\005chunk\030\001 \001(\014H\000\022)\n\004done\030\002 \001(\0132\031.iceho" +
+      "use.v1.ExportResultH\000B\007\n\005event\"U\n\014Export" +
+      "Result\022\023\n\013block_count\030\001 \001(\003\022\022\n\nsize_byte" +
+      "s\030\002 \001(\003\022\034\n\024left_out_block_count\030\003 \001(\003\"U\n" +
+      "\rImportRequest\022+\n\006target\030\001 \001(\0132\031.icehous" +
+      "e.v1.ImportTargetH\000\022\017\n\005chunk\030\002 \001(\014H\000B\006\n\004" +
+      "part\"F\n\014ImportTarget\022\r\n\005model\030\001 \001(\t\022\'\n\005c" +
+      "ache\030\002 \001(\0132\030.icehouse.v1.CachePolicy\"U\n\022" +
+      "ImportRefusalCount\022*\n\006reason\030\001 \001(\0162\032.ice" +
+      "house.v1.ImportRefusal\022\023\n\013block_count\030\002 " +
+      "\001(\003\"\247\001\n\016ImportResponse\022\033\n\023adopted_block_" +
+      "count\030\001 \001(\003\022\025\n\radopted_bytes\030\002 \001(\003\022\031\n\021kn" +
+      "own_block_count\030\003 \001(\003\0221\n\010refusals\030\004 \003(\0132" +
+      "\037.icehouse.v1.ImportRefusalCount\022\023\n\013stop" +
+      "_detail\030\005 \001(\t*O\n\tCacheTier\022\032\n\026CACHE_TIER" +
+      "_UNSPECIFIED\020\000\022\022\n\016CACHE_TIER_RAM\020\001\022\022\n\016CA" +
+      "CHE_TIER_SSD\020\002*\332\001\n\rImportRefusal\022\036\n\032IMPO" +
+      "RT_REFUSAL_UNSPECIFIED\020\000\022\032\n\026IMPORT_REFUS" +
+      "AL_DAMAGED\020\001\022\031\n\025IMPORT_REFUSAL_LAYOUT\020\002\022" +
+      "\030\n\024IMPORT_REFUSAL_SCOPE\020\003\022!\n\035IMPORT_REFU" +
+      "SAL_PARENT_MISSING\020\004\022\030\n\024IMPORT_REFUSAL_Q" +
+      "UOTA\020\005\022\033\n\027IMPORT_REFUSAL_SSD_FULL\020\0062\270\005\n\014" +
+      "CacheService\022D\n\007Explain\022\033.icehouse.v1.Ex" +
+      "plainRequest\032\034.icehouse.v1.ExplainRespon" +
+      "se\022=\n\004Warm\022\030.icehouse.v1.WarmRequest\032\031.i" +
+      "cehouse.v1.WarmResponse0\001\0228\n\003Pin\022\027.iceho" +
+      "use.v1.PinRequest\032\030.icehouse.v1.PinRespo" +
+      "nse\022>\n\005Unpin\022\031.icehouse.v1.UnpinRequest\032" +
+      "\032.icehouse.v1.UnpinResponse\022M\n\nEndSessio" +
+      "n\022\036.icehouse.v1.EndSessionRequest\032\037.iceh" +
+      "ouse.v1.EndSessionResponse\022@\n\005Evict\022\031.ic" +
+      "ehouse.v1.EvictRequest\032\032.icehouse.v1.Evi" +
+      "ctResponse0\001\022I\n\010EvictAll\022\034.icehouse.v1.E" +
+      "victAllRequest\032\035.icehouse.v1.EvictAllRes" +
+      "ponse0\001\022C\n\006Verify\022\032.icehouse.v1.VerifyRe" +
+      "quest\032\033.icehouse.v1.VerifyResponse0\001\022C\n\006" +
+      "Export\022\032.icehouse.v1.ExportRequest\032\033.ice" +
+      "house.v1.ExportResponse0\001\022C\n\006Import\022\032.ic" +
+      "ehouse.v1.ImportRequest\032\033.icehouse.v1.Im" +
+      "portResponse(\001B<\n\017dev.icehouse.v1P\001Z\'ice" +
+      "house.dev/api/icehouse/v1;icehousev1b\006pr" +
+      "oto3"
     };
     descriptor = com.google.protobuf.Descriptors.FileDescriptor
       .internalBuildGeneratedFileFrom(descriptorData,
@@ -388,6 +450,48 @@ public final class CacheServiceOuterClass {
       com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
         internal_static_icehouse_v1_VerifyResult_descriptor,
         new java.lang.String[] { "VerifiedBlockCount", "VerifiedBytes", "DamagedHashes", "DamagedBlockCount", "Duration", });
+    internal_static_icehouse_v1_ExportRequest_descriptor =
+      getDescriptor().getMessageTypes().get(24);
+    internal_static_icehouse_v1_ExportRequest_fieldAccessorTable = new
+      com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
+        internal_static_icehouse_v1_ExportRequest_descriptor,
+        new java.lang.String[] { "Model", "Prompt", "Cache", });
+    internal_static_icehouse_v1_ExportResponse_descriptor =
+      getDescriptor().getMessageTypes().get(25);
+    internal_static_icehouse_v1_ExportResponse_fieldAccessorTable = new
+      com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
+        internal_static_icehouse_v1_ExportResponse_descriptor,
+        new java.lang.String[] { "Chunk", "Done", "Event", });
+    internal_static_icehouse_v1_ExportResult_descriptor =
+      getDescriptor().getMessageTypes().get(26);
+    internal_static_icehouse_v1_ExportResult_fieldAccessorTable = new
+      com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
+        internal_static_icehouse_v1_ExportResult_descriptor,
+        new java.lang.String[] { "BlockCount", "SizeBytes", "LeftOutBlockCount", });
+    internal_static_icehouse_v1_ImportRequest_descriptor =
+      getDescriptor().getMessageTypes().get(27);
+    internal_static_icehouse_v1_ImportRequest_fieldAccessorTable = new
+      com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
+        internal_static_icehouse_v1_ImportRequest_descriptor,
+        new java.lang.String[] { "Target", "Chunk", "Part", });
+    internal_static_icehouse_v1_ImportTarget_descriptor =
+      getDescriptor().getMessageTypes().get(28);
+    internal_static_icehouse_v1_ImportTarget_fieldAccessorTable = new
+      com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
+        internal_static_icehouse_v1_ImportTarget_descriptor,
+        new java.lang.String[] { "Model", "Cache", });
+    internal_static_icehouse_v1_ImportRefusalCount_descriptor =
+      getDescriptor().getMessageTypes().get(29);
+    internal_static_icehouse_v1_ImportRefusalCount_fieldAccessorTable = new
+      com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
+        internal_static_icehouse_v1_ImportRefusalCount_descriptor,
+        new java.lang.String[] { "Reason", "BlockCount", });
+    internal_static_icehouse_v1_ImportResponse_descriptor =
+      getDescriptor().getMessageTypes().get(30);
+    internal_static_icehouse_v1_ImportResponse_fieldAccessorTable = new
+      com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
+        internal_static_icehouse_v1_ImportResponse_descriptor,
+        new java.lang.String[] { "AdoptedBlockCount", "AdoptedBytes", "KnownBlockCount", "Refusals", "StopDetail", });
     com.google.protobuf.DurationProto.getDescriptor();
     dev.icehouse.v1.CachePolicyOuterClass.getDescriptor();
     dev.icehouse.v1.PromptOuterClass.getDescriptor();

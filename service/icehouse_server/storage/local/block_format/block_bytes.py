@@ -6,18 +6,23 @@ of a file on disk are.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import xxhash
 
 from icehouse_server.domain.blocks import HostBlock, HostRegion, HostTensor
 from icehouse_server.storage.api import TensorShape
+from icehouse_server.storage.files import Files
 from icehouse_server.storage.local.block_format.block_file import prepare_block
+from icehouse_server.storage.local.block_format.file_region import FileRegion
 from icehouse_server.storage.local.block_format.header import (
     BlockFileError,
-    FileRegion,
     encode_head,
     head_length,
     parse_head,
 )
+from icehouse_server.storage.local.block_format.plane_region import read_planes
+from icehouse_server.storage.local.block_format.region_input import RegionInput
 
 
 class BlockBytes:
@@ -38,7 +43,8 @@ class BlockBytes:
         return [memoryview(head), *(t.data for region in block.regions for t in region.tensors)]
 
     def decode(self, data: memoryview) -> HostBlock:
-        """Return the block of a file; its tensors are views of `data`. Raises ValueError for what is none."""
+        """Return the block of a file; its tensors are views of `data`, or of
+        what its planes hold. Raises ValueError for what is none."""
         try:
             head_bytes = head_length(bytes(data[:8]), file_bytes=data.nbytes)
             file = parse_head(bytes(data[:head_bytes]), file_bytes=data.nbytes)
@@ -49,14 +55,36 @@ class BlockBytes:
         return HostBlock(file.header, tuple(_region(data, region) for region in file.regions))
 
 
+class _InMemory(Files):
+    """One file that was read already."""
+
+    def __init__(self, data: memoryview) -> None:
+        super().__init__()
+        self._data = data
+
+    def read_into(self, descriptor: int, parts: Sequence[memoryview], *, offset: int) -> int:
+        begin = offset
+        for part in parts:
+            piece = self._data[offset : offset + part.nbytes]
+            part[: piece.nbytes] = piece
+            offset += piece.nbytes
+        return offset - begin
+
+
 def _region(data: memoryview, region: FileRegion) -> HostRegion:
-    offset = region.offset
-    whole = data[offset : offset + region.size_bytes]
-    if xxhash.xxh3_64_intdigest(whole) != region.checksum:
-        raise ValueError(f"region {region.kind} does not have the checksum of its header")
-    tensors = []
+    if region.planes is None:
+        whole = data[region.offset : region.offset + region.size_bytes]
+        if xxhash.xxh3_64_intdigest(whole) != region.checksum:
+            raise ValueError(f"region {region.kind} does not have the checksum of its header")
+    else:
+        whole = memoryview(bytearray(region.size_bytes))
+        try:
+            read_planes(RegionInput(_InMemory(data), 0, region, cipher=None), [whole])
+        except BlockFileError as error:
+            raise ValueError(str(error)) from error
+    tensors, begin = [], 0
     for tensor in region.tensors:
-        part = data[offset : offset + tensor.size_bytes]
+        part = whole[begin : begin + tensor.size_bytes]
         tensors.append(HostTensor(tensor.name, tensor.dtype, tensor.shape, part))
-        offset += tensor.size_bytes
+        begin += tensor.size_bytes
     return HostRegion(region.kind, tuple(tensors))

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from icehouse_server.domain.blocks import RegionKind
 from icehouse_server.pins import NOT_PINNED, UNTIL_UNPINNED
+from icehouse_server.storage.local.block_format.file_region import FileRegion
 from icehouse_server.storage.local.block_format.header import (
     BlockFile,
     BlockFileError,
     BlockOutline,
-    FileRegion,
 )
 from icehouse_server.storage.local.directory.manifest import BlockRecord, Manifest, record_of
 
