@@ -22,6 +22,7 @@ from icehouse_server.domain.blocks import (
 )
 from icehouse_server.storage.api import PlannedBlock
 from icehouse_server.storage.files import Files
+from icehouse_server.storage.local.block_format.block_bytes import BlockBytes
 from icehouse_server.storage.local.block_format.block_file import (
     open_block,
     prepare_block,
@@ -292,3 +293,16 @@ def test_without_the_key_the_stored_bytes_are_checked(tmp_path: Path):
     text[-1] ^= 1
     (tmp_path / "b").write_bytes(text)
     assert damage_of(tmp_path / "b") is Damage.CHECKSUM
+
+
+def test_an_archive_with_planes_is_read_over_the_wire_too(tmp_path):
+    block = make_block(**SMALL)
+    assert write(block, tmp_path / "planes").regions[0].planes is not None
+    data = bytearray((tmp_path / "planes").read_bytes())
+    read = BlockBytes().decode(memoryview(bytes(data)))
+    assert [bytes(t.data) for r in read.regions for t in r.tensors] == [
+        bytes(t.data) for r in block.regions for t in r.tensors
+    ]
+    data[-1] ^= 1
+    with pytest.raises(ValueError, match="region"):
+        BlockBytes().decode(memoryview(bytes(data)))
