@@ -296,7 +296,7 @@ def test_without_the_key_the_stored_bytes_are_checked(tmp_path: Path):
 
 
 def test_an_archive_with_planes_is_read_over_the_wire_too(tmp_path):
-    block = make_block(**SMALL)
+    block = make_block(has_values=True, **SMALL)
     assert write(block, tmp_path / "planes").regions[0].planes is not None
     data = bytearray((tmp_path / "planes").read_bytes())
     read = BlockBytes().decode(memoryview(bytes(data)))
