@@ -44,8 +44,8 @@ class BoundedConnection(H11Protocol):
         if not has_room:
             transport.abort()
             return
-        # Whatever the system does not take is seen by `pause_writing`.
-        transport.set_write_buffer_limits(high=0)
+        # Whatever the system does not take is seen by `pause_writing`. With 0, TLS would pause for nothing.
+        transport.set_write_buffer_limits(high=1)
         if (opened := transport.get_extra_info("socket")) is not None:
             opened.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
         self._idle_since = self.loop.time()
