@@ -471,7 +471,8 @@ BREAKS: list[Break] = [
 
 FIRST_SEEDS: dict[Break, int] = {
     believe_every_token_equal: 10,
-    trust_every_region: 15,
+    trust_every_region: 95,
+    go_on_with_the_chunk_of_one_that_was_parked: 220,
     check_planes_after_compression: PLANES_SEED,
     trust_planes_that_decode_wrongly: PLANES_SEED,
     adopt_without_a_sync: NAMES_SEED + 15,
