@@ -256,8 +256,8 @@ class CacheServer:
         return engine, cache
 
     def settle(self) -> CacheStats:
-        """Wait until every spill is written or dropped and nothing waits for an idle disk; return the counters
-        as they are then."""
+        """Wait until each spill is written or dropped and nothing waits for an idle disk; return what is
+        counted then."""
         while True:
             self._has_outcome.clear()
             _, cache = self.stats()
