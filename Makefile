@@ -33,7 +33,7 @@ INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo fleet serve test test-slow test-processors test-fleet test-docs test-clients check gen fmt lint types proto fresh bench soak fuzz smoke audit packages release docs clean
+.PHONY: help env demo fleet serve test test-slow test-processors test-fleet test-docs test-clients test-agents check gen fmt lint types proto fresh bench soak fuzz smoke audit packages release docs clean
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' Makefile
@@ -58,7 +58,7 @@ serve: $(SERVING) ## Serve the demo model on localhost:50051 (ARGS="--port 50052
 	@$(BIN)/icehouse serve $(ARGS)
 
 # What is compiled is kept, whatever the environment says: the tests start hundreds of processes.
-test test-slow test-processors test-fleet test-docs test-clients: export PYTHONDONTWRITEBYTECODE :=
+test test-slow test-processors test-fleet test-docs test-clients test-agents: export PYTHONDONTWRITEBYTECODE :=
 
 test: $(STAMP) ## Run the fast test suite (ARGS="tests/unit/storage -k spill" narrows it).
 	@$(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
@@ -78,6 +78,9 @@ test-docs: $(STAMP) ## Run the Python and the commands that the pages show, besi
 
 test-clients: $(STAMP) ## Run the tests and scenarios of each client whose tool chain is installed (ARGS="go" narrows it).
 	@$(BIN)/python -m tests.system.clients.languages $(ARGS)
+
+test-agents: $(STAMP) # Lead Codex, OpenCode, Claude Code and others through a task; npm and pip fetch 3 GB of them once.
+	@$(PYTEST) -m agents tests/system/agents $(ARGS)
 
 check: lint types proto fresh $(if $(TESTED),,test) ## Check what CI checks: format, lint, types, protos, generated code, tests.
 
@@ -125,15 +128,19 @@ fmt: $(STAMP) ## Format the code and fix what ruff can fix.
 #   telemetry    access log, metrics, traces and load reports: all on against all off (ARGS=--events: KV events)
 #   tenants      can one tenant tell from the time that another one has a prompt cached?
 #   attacks      what a hostile tenant does to another one's short request, attack by attack
+#   http         the HTTP front against gRPC: first text, 64 streams at once, its memory
+#   httpattacks  what a hostile caller of the HTTP front does to another one's short request, attack by attack
 #   fleet        agents' sessions on one worker, two by their blocks, two in turn; what the gateway adds
 #   agents       agents' sessions, from a public trace (ARGS="--trace FOLDER") or generated: rules of eviction and
 #                budgets of checkpoints against LRU and Belady; with ARGS=--server against a real server
 #   growth       when one worker is enough, what 64 keep of its hits: simulated from what one costs
 CASE = throughput
 CASES := throughput gpu step profile lone load cache storage startup vision structured speculation blas telemetry \
-	tenants attacks fleet agents growth
+	tenants attacks http httpattacks fleet agents growth
 MODULE_profile := step.profile
 MODULE_storage := storage_bench
+MODULE_http := door.measure
+MODULE_httpattacks := door.attacks
 MODULE_fleet := fleet.measure
 MODULE_growth := fleet.growth
 

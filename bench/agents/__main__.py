@@ -116,7 +116,7 @@ def _play_checkpoints(replay: Replay, arguments: argparse.Namespace, found: _Fou
         for budget in budgets(arguments.budgets):
             outcome = replay.play_checkpoints(budget, limits, size_blocks=size_blocks)
             found.setdefault((budget.name, share), []).append(outcome)
-            if budget.victim is Victim.GAP_PER_AGE and not budget.at_branches:
+            if budget.victim is Victim.GAP_PER_AGE and budget.at_branches:
                 outcome = replay.play_checkpoints(
                     budget, limits, size_blocks=size_blocks, rule=Rule.ENDS_DROPPED
                 )

@@ -9,10 +9,9 @@ from __future__ import annotations
 import collections
 import dataclasses
 import enum
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 
-from bench.agents.paths import Paths
+from bench.agents.paths import NONE, Paths
 from bench.agents.trace import Request
 
 
@@ -54,7 +53,17 @@ class _Checkpoint:
     session: int
     used: int
     """Number of the request that used it last."""
+    before: _Checkpoint | None
+    """The nearest one before it on its prompt's way, of any session; None for the beginning."""
+    after: list[_Checkpoint] = dataclasses.field(default_factory=list)
+    """Those that it is the nearest one for."""
     is_written: bool = False
+
+    @property
+    def gap(self) -> int:
+        """Blocks that are computed again without it."""
+        assert self.before is not None, "nobody computes the beginning again"
+        return self.position - self.before.position
 
 
 class Checkpoints:
@@ -69,6 +78,8 @@ class Checkpoints:
         """By segment and offset."""
         self._of: collections.defaultdict[int, dict[_Checkpoint, None]] = collections.defaultdict(dict)
         """By session: those that count for it, in order of capture."""
+        self._beginning = _Checkpoint(NONE, 0, 0, session=-1, used=0, before=None)
+        """Stands before all, and is never let go."""
         self._count = 0
         self.held_at_ends: list[int] = []
         """How many each ended session had of its own."""
@@ -83,41 +94,38 @@ class Checkpoints:
         """How many count for no session."""
         return self._count - sum(map(len, self._of.values()))
 
-    def use(self, path: Sequence[int], known: int, number: int) -> int:
+    def use(self, path: Sequence[int], *, known: int, number: int) -> int:
         """Return the position of the last checkpoint within the `known` blocks of a prompt, 0 without one."""
-        for segment in path:
-            start = self._paths.starts[segment]
-            if start < known and (there := self._at.get(segment)):
-                offset = max((offset for offset in there if start + offset <= known), default=0)
-                if offset:
-                    there[offset].used = number
-                    return start + offset
-        return 0
+        found = self._last_within(path, known)
+        found.used = number
+        return found.position
 
     def capture(
         self,
         path: Sequence[int],
-        reached_and_known: tuple[int, int],
+        *,
+        reached: int,
+        known: int,
         number: int,
         request: Request,
         is_shared: Callable[[int], bool],
     ) -> None:
-        """Take the checkpoints of a prompt behind what was `reached`; let go of those beyond the budget."""
-        reached, known = reached_and_known
+        """Take the checkpoints of a prompt behind what was `reached` of the `known` blocks; let go of those
+        beyond the budget. `is_shared` says which segments several families use."""
         own = self._of[request.session]
         segments = iter(reversed(path))
         segment = next(segments, None)
+        before = self._last_within(path, reached)
         taken: list[_Checkpoint] = []
-        for position in self._positions(reached, known, path, request):
+        for position in self._positions(path, request, reached=reached, known=known):
             while segment is not None and self._paths.end_of(segment) < position:
                 segment = next(segments, None)
             assert segment is not None, "a position lies within the prompt"
             offset = position - self._paths.starts[segment]
-            if offset in self._at[segment]:
-                continue
-            fresh = _Checkpoint(segment, offset, position, request.session, number)
-            self._at[segment][offset] = fresh
-            self._count += 1
+            assert offset not in self._at[segment], "what was reached is the last one that is known"
+            fresh = _Checkpoint(segment, offset, position, request.session, number, before)
+            self._insert(fresh)
+            before = fresh
             taken.append(fresh)
             if not (self._budget.spares_shared and is_shared(segment)):
                 own[fresh] = None
@@ -153,7 +161,7 @@ class Checkpoints:
         for each in [c for c in self._at.get(segment, {}).values() if c.offset > block_count]:
             self._drop(each)
 
-    def _positions(self, reached: int, known: int, path: Sequence[int], request: Request) -> Iterator[int]:
+    def _positions(self, path: Sequence[int], request: Request, *, reached: int, known: int) -> Iterator[int]:
         """Yield where this prompt's checkpoints are taken, in order."""
         end = self._paths.end_of(path[0]) if path else 0
         block = self._paths.block_token_count
@@ -182,12 +190,36 @@ class Checkpoints:
                 victim = min(candidates, key=lambda each: (each.used, each.position))
             else:
                 by_age = self._budget.victim is Victim.GAP_PER_AGE
-                gaps = _gaps(own)
                 victim = min(
-                    candidates,
-                    key=lambda each: gaps[each] / ((number - each.used + 1) if by_age else 1),
+                    candidates, key=lambda each: each.gap / ((number - each.used + 1) if by_age else 1)
                 )
             self._drop(victim)
+
+    def _last_within(self, path: Sequence[int], block_count: int) -> _Checkpoint:
+        """Return the last checkpoint within the first blocks of a prompt; the beginning if there is none."""
+        for segment in path:
+            start = self._paths.starts[segment]
+            if start < block_count and (there := self._at.get(segment)):
+                offset = max((offset for offset in there if start + offset <= block_count), default=0)
+                if offset:
+                    return there[offset]
+        return self._beginning
+
+    def _insert(self, fresh: _Checkpoint) -> None:
+        """Add one, between the one before it and those that follow it."""
+        self._at[fresh.segment][fresh.offset] = fresh
+        self._count += 1
+        assert fresh.before is not None
+        siblings = fresh.before.after
+        fresh.after = [each for each in siblings if self._follows(each, fresh)]
+        for each in fresh.after:
+            each.before = fresh
+        fresh.before.after = [each for each in siblings if each.before is not fresh] + [fresh]
+
+    def _follows(self, later: _Checkpoint, earlier: _Checkpoint) -> bool:
+        """Whether a prompt to `later` passes `earlier`."""
+        is_behind = later.position > earlier.position
+        return is_behind and earlier.segment in self._paths.upwards(later.segment)
 
     def _drop(self, checkpoint: _Checkpoint) -> None:
         there = self._at[checkpoint.segment]
@@ -196,10 +228,8 @@ class Checkpoints:
             del self._at[checkpoint.segment]
         self._of[checkpoint.session].pop(checkpoint, None)
         self._count -= 1
-
-
-def _gaps(own: dict[_Checkpoint, None]) -> dict[_Checkpoint, int]:
-    """Return how far each checkpoint lies behind the one before it: what is computed again without it."""
-    ordered = sorted(own, key=lambda each: each.position)
-    firsts = {ordered[0]: ordered[0].position} if ordered else {}
-    return firsts | {later: later.position - each.position for each, later in itertools.pairwise(ordered)}
+        for each in checkpoint.after:
+            each.before = checkpoint.before
+        assert checkpoint.before is not None
+        checkpoint.before.after.remove(checkpoint)
+        checkpoint.before.after += checkpoint.after

@@ -174,7 +174,7 @@ class _Sender:
             self._free.put_nowait(client)
         self._began_s = 0.0
         self.answers: list[_Answer] = []
-        """In the order of their prompts' sending, as long as the server answers in it."""
+        """In the trace's order once all have come."""
         self.failures: list[str] = []
 
     async def run(self) -> None:

@@ -172,10 +172,11 @@ def plot(found: Findings) -> Path:
         rates = [spread_of(o.hit_rate for o in each).median for each in rounds]
         right.plot(held, rates, marker="o", linestyle="none", label=f"cache of {_size(share)}")
     right.set_xlabel("checkpoints held a session, one point a rule")
-    right.set_xscale("log")
+    right.set_xscale("log", base=2)
+    right.xaxis.set_major_formatter("{x:g}")
     for axes in (left, right):
         if axes.lines:
-            axes.legend()
+            axes.legend(loc="lower right")
     figure.suptitle(found.trace)
     return save(figure, "agents")
 
@@ -195,7 +196,7 @@ def _text(spread: Spread) -> str:
 
 def _plain(found: Mapping[tuple[str, float], Sequence[Outcome]]) -> list[dict[str, Any]]:
     return [
-        {"share": share, **dataclasses.asdict(each)}
-        for (_, share), rounds in found.items()
+        {"share": share, **dataclasses.asdict(each), "rule": rule}
+        for (rule, share), rounds in found.items()
         for each in rounds
     ]

@@ -89,10 +89,16 @@ class Cache:
         """Return what is left of a hit: the blocks up to the last checkpoint within it. Take new ones."""
         assert self._checkpoints is not None
         known = hit.ram_count + hit.ssd_count
-        reached = self._checkpoints.use(path, known, number)
+        reached = self._checkpoints.use(path, known=known, number=number)
         self._owners.use(path, request)
-        is_shared = self._owners.is_shared
-        self._checkpoints.capture(path, (reached, known), number, request, is_shared)
+        self._checkpoints.capture(
+            path,
+            reached=reached,
+            known=known,
+            number=number,
+            request=request,
+            is_shared=self._owners.is_shared,
+        )
         return Hit(min(hit.ram_count, reached), max(0, reached - hit.ram_count))
 
     def _keep(self, path: Sequence[int], number: int, request: Request) -> None:

@@ -1,4 +1,4 @@
-"""Caller of the HTTP front: one kept connection, streams in three protocols, no client library's time in them."""
+"""Caller of the HTTP front: one kept connection, three protocols, no client library's time in them."""
 
 from __future__ import annotations
 

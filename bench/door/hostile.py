@@ -1,6 +1,6 @@
 """Attacks on the HTTP front by one caller with a token, or with none that is known.
 
-Each goes on until it is cancelled and checks nothing; `make bench CASE=http-attacks` measures what another
+Each goes on until it is cancelled and checks nothing; `make bench CASE=httpattacks` measures what another
 caller notices of it. Connections that end are opened again.
 """
 
@@ -73,6 +73,17 @@ class HostileCaller:
         async def exchange(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             while True:
                 await self._ask(reader, writer, self._head(len(body), token=secrets.token_hex(16)) + body)
+
+        await self._many(_HELD_COUNT, exchange)
+
+    async def health_floods(self) -> None:
+        """Health checks without a token, as fast as they are answered, on more connections than calls."""
+        request = b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n"
+
+        async def exchange(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            while True:
+                await self._ask(reader, writer, request)
+                await asyncio.sleep(_TRICKLE_S)
 
         await self._many(_HELD_COUNT, exchange)
 

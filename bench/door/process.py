@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from bench.fleet.process import ChildProcess
-from bench.server_process import free_port
+from bench.server_process import ROOT, child_environment, free_port
 
 MIB = 1 << 20
 _BOOT_TIMEOUT_S = 30.0
@@ -33,19 +33,36 @@ class Memory:
 def door(address: str, *, log: Path, flags: Sequence[str] = ()) -> Iterator[tuple[str, int]]:
     """Run `icehouse-http` in front of a server; give its URL and its process id."""
     port = free_port()
-    arguments = ["--address", address, "--port", str(port), "--log-level", "warning", *flags]
-    with ChildProcess("icehouse_http.command", arguments, log=log, stop_bound_s=_STOP_BOUND_S) as process:
+    command = [sys.executable, "-m", "icehouse_http.command", "--address", address, "--port", str(port)]
+    with log.open("ab") as file:
+        process = subprocess.Popen(
+            [*command, "--log-level", "warning", *flags],
+            cwd=ROOT,
+            env=child_environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+            # A group of its own in the same session, as `ServerProcess` has it: Linux gives a core to each
+            # session as a whole, and this one would wait for it where server and callers do not.
+            process_group=0,
+        )
+    try:
         deadline = time.monotonic() + _BOOT_TIMEOUT_S
-        while not _listens(process.pid, port):
-            if not process.is_alive or time.monotonic() > deadline:
-                raise RuntimeError(f"the front did not come to listen: {process.log_tail()}")
+        while not _listens(port):
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"the front did not come to listen; see {log}")
             time.sleep(_POLL_S)
         yield f"http://127.0.0.1:{port}", process.pid
+        process.terminate()
+        process.wait(_STOP_BOUND_S)
+    finally:
+        process.kill()
+        process.wait()
 
 
-def _listens(pid: int, port: int) -> bool:
-    wanted = f"0100007F:{port:04X} 00000000:0000 0A"
-    return wanted in Path(f"/proc/{pid}/net/tcp").read_text(encoding="ascii")
+def _listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 def bare_python_memory() -> Memory:
@@ -62,7 +79,10 @@ def bare_python_memory() -> Memory:
 def memory_of(pid: int) -> Memory:
     """Return what a process holds just now."""
     text = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii")
-    kib = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in text.splitlines()[1:])}
+    kib = {
+        name: int(rest.split()[0])
+        for name, _, rest in (line.partition(":") for line in text.splitlines()[1:])
+    }
     private = kib["Private_Clean"] + kib["Private_Dirty"]
     return Memory(private / 1024, kib["Anonymous"] / 1024, kib["Rss"] / 1024)
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 import uvicorn
-from icehouse_http.connection import BoundedConnection
+from icehouse_http.bounds.connection import BoundedConnection
 
 from clients.http.tests.fronts import HttpFront
 from clients.http.tests.test_hostile import answer_to, port_of
@@ -59,6 +61,12 @@ async def serving(app: Any) -> AsyncIterator[str]:
         await task
 
 
+def deaf(writer: asyncio.StreamWriter) -> None:
+    """Read nothing any more."""
+    transport: Any = writer.transport
+    transport.pause_reading()
+
+
 @contextlib.asynccontextmanager
 async def connected(url: str) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
     reader, writer = await asyncio.open_connection("127.0.0.1", port_of(url))
@@ -84,7 +92,7 @@ async def test_a_caller_that_does_not_read_is_left(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(BoundedConnection, "read_timeout_s", 0.05)
     app = Endless()
     async with serving(app) as url, connected(url) as (_, writer):
-        writer.transport.pause_reading()
+        deaf(writer)
         writer.write(GET)
         async with asyncio.timeout(BOUND_S):
             await app.gone.wait()
@@ -107,7 +115,7 @@ async def test_requests_far_ahead_of_their_answers_end_the_connection() -> None:
     async with serving(app) as url, connected(url) as (_, writer):
         writer.write(GET)
         await app.begun.wait()
-        writer.transport.pause_reading()
+        deaf(writer)
         writer.write(GET * (1 + BoundedConnection.pipeline_bytes // len(GET)))
         async with asyncio.timeout(BOUND_S):
             await app.gone.wait()
@@ -142,6 +150,17 @@ async def test_one_connection_too_many_ends_the_one_that_waits_longest(
         assert await end_of(oldest) == b""
         writer.write(GET)
         assert (await served.readuntil(b"}")).startswith(b"HTTP/1.1 200 ")
+
+
+@pytest.mark.parametrize(("allowed", "wanted", "found"), [(256, 400, 400), (500, 400, 500), (256, 9999, 600)])
+def test_the_limit_of_open_files_is_raised_as_far_as_it_may(allowed: int, wanted: int, found: int) -> None:
+    program = (
+        "import resource\nfrom icehouse_http.command import allow_open_files\n"
+        f"resource.setrlimit(resource.RLIMIT_NOFILE, ({allowed}, 600))\n"
+        f"allow_open_files({wanted})\nprint(*resource.getrlimit(resource.RLIMIT_NOFILE))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [str(found), "600"]
 
 
 async def test_one_with_a_request_stays(monkeypatch: pytest.MonkeyPatch) -> None:

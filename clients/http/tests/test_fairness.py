@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
+import functools
 import json
 
 import pytest
-from icehouse_http.admission import Admission
+from icehouse_client import AsyncClient
+from icehouse_http.bounds import places
+from icehouse_http.bounds.admission import Admission
+from icehouse_http.bounds.json_size import JsonSize
+from icehouse_http.bounds.places import Places
+from icehouse_http.bounds.reading_rate import ReadingRate
 from icehouse_http.errors import ApiError
 from icehouse_http.exchange import EventStream
-from icehouse_http.json_size import JsonSize
-from icehouse_http.places import Places
-from icehouse_http.reading_rate import ReadingRate
+from icehouse_http.settings import Settings
+from icehouse_http.upstream import Upstream
 
 from clients.http.tests.fronts import front_of
 from clients.http.tests.test_hostile import error_of
@@ -31,23 +35,25 @@ async def turns(count: int = 20) -> None:
 
 
 def test_one_caller_gets_three_quarters_of_the_places_and_leaves_some_for_each_next_one() -> None:
-    places = Places(limit=64)
+    bounded = Places(limit=64)
     with contextlib.ExitStack() as held:
         counts = []
         for caller in ("a", "b", "c"):
-            for count in itertools.count():
-                try:
-                    held.enter_context(places.hold(caller))
-                except ApiError as refusal:
-                    assert (refusal.status, refusal.headers["retry-after"]) == (429, "1")
-                    break
+            count = 0
+            with pytest.raises(ApiError) as refused:
+                while True:
+                    held.enter_context(bounded.hold(caller))
+                    count += 1
+            assert (refused.value.status, refused.value.headers["retry-after"]) == (429, "1")
             counts.append(count)
     assert counts == [48, 12, 3]
-    with places.hold("a"):
+    with bounded.hold("a"):
         pass
 
 
-async def test_a_caller_with_too_many_requests_is_refused_and_another_one_is_not(served: RunningServer) -> None:
+async def test_a_caller_with_too_many_requests_is_refused_and_another_one_is_not(
+    served: RunningServer,
+) -> None:
     served.engine.script = hanging
     body, hostile, good = json.dumps(CHAT), {"x-api-key": "a"}, {"x-api-key": "b"}
     async with front_of(served.server.address, max_requests=4) as front, contextlib.AsyncExitStack() as held:
@@ -63,6 +69,25 @@ async def test_a_caller_with_too_many_requests_is_refused_and_another_one_is_not
         assert (await front.http.post(PATH, content=body, headers=good)).status_code == 200
 
 
+async def test_a_caller_that_goes_keeps_its_place_for_a_while(
+    served: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(places, "_GONE_S", 1e6)
+    served.engine.script = hanging
+    body, headers = json.dumps(CHAT), {"x-api-key": "a"}
+    async with front_of(served.server.address, max_requests=4) as front:
+        for _ in range(3):
+            async with front.http.stream("POST", PATH, content=body, headers=headers) as answer:
+                assert answer.status_code == 200
+            await served.cancelled()
+        assert (await front.http.post(PATH, content=body, headers=headers)).status_code == 429
+        served.engine.script = counting
+        answered = await front.http.post(PATH, content=body, headers={"x-api-key": "b"})
+        assert answered.status_code == 200
+        again = await front.http.post(PATH, content=body, headers={"x-api-key": "b"})
+        assert again.status_code == 200, "an answer that was sent holds nothing"
+
+
 BODY = json.dumps({"a": ['say "hi"', "back\\slash\\", "é", {"b": [1, 22.5, None]}], "c": "\\\\"}).encode()
 
 
@@ -71,7 +96,7 @@ def test_the_work_of_a_body_does_not_depend_on_its_pieces(step: int) -> None:
     size = JsonSize(limit=1000)
     for begin in range(0, len(BODY), step):
         size.add(BODY[begin : begin + step])
-    outside = b': [, , , : [1, 22.5, null]}], : '
+    outside = b": [, , , : [1, 22.5, null]}], : "
     assert size.work == len(b"{" + outside + b"}") + 1 + 16 * 7 + len(BODY) // 64
 
 
@@ -144,7 +169,7 @@ async def test_a_caller_is_asked_about_once_and_one_that_was_refused_again() -> 
 
     for name in ("good", "bad", "good", "bad"):
         with contextlib.suppress(ApiError):
-            await admission.admit(name, lambda name=name: ask(name))
+            await admission.admit(name, functools.partial(ask, name))
     assert asked == ["good", "bad", "bad"]
 
 
@@ -169,6 +194,27 @@ async def test_who_is_known_does_not_wait_behind_strangers() -> None:
     assert refused.value.status == 429
     for task in waiting:
         task.cancel()
+
+
+async def test_checks_of_health_at_the_same_time_are_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, answered = 0, asyncio.Event()
+
+    async def health(client: AsyncClient, service: str = "", *, timeout_s: float | None = None) -> str:
+        nonlocal asked
+        asked += 1
+        await answered.wait()
+        return "SERVING"
+
+    monkeypatch.setattr(AsyncClient, "health", health)
+    upstream = Upstream(Settings())
+    caller = upstream.caller({}, "a machine")
+    checking = [asyncio.create_task(upstream.health(caller)) for _ in range(20)]
+    await turns()
+    checking.pop().cancel()
+    answered.set()
+    assert set(await asyncio.gather(*checking)) == {"SERVING"} and asked == 1
+    assert (await upstream.health(caller), asked) == ("SERVING", 2)
+    await upstream.close()
 
 
 class Source:

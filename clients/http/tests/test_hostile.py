@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 import pytest
-from icehouse_http.connection import BoundedConnection
+from icehouse_http.bounds.connection import BoundedConnection
 
 from clients.http.tests.fronts import HttpFront, front_of
 from tests.fixtures.patience import BOUND_S

@@ -1,4 +1,4 @@
-"""docs/http.md and the command: what the page shows is run, with the command as a process of its own."""
+"""Pages and the command: what they show is run, with the command as a process of its own."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from tests.tidy.tree import ROOT
 
 MARK = "run: http"
 SHOWN_PORT = "8000"
+OTHER_PAGES = [ROOT / "README.md", ROOT / "docs" / "from" / "openai.md"]
 
 
 async def output_of(*arguments: str) -> str:
@@ -74,6 +75,19 @@ async def test_what_the_page_shows_runs(whole: HttpFront) -> None:
         assert "tokens came from the cache" in await output_of(sys.executable, "-c", told(program))
         async with httpx2.AsyncClient() as client:
             assert (await client.get(f"{url}/health")).json() == {"status": "SERVING"}
+
+
+@pytest.mark.parametrize("page", OTHER_PAGES, ids=lambda page: page.name)
+async def test_what_other_pages_ask_is_answered(whole: HttpFront, page: Path) -> None:
+    if shutil.which("curl") is None:
+        pytest.skip("curl is not here")
+    blocks = [block for block in blocks_of(page) if block.mark == MARK]
+    (port,) = free_ports(1)
+    async with started(["--address", whole.address, "--port", str(port)], f"http://127.0.0.1:{port}"):
+        for block in blocks:
+            text = block.text.replace(SHOWN_PORT, str(port))
+            program = (sys.executable, "-c", text) if block.language == "python" else ("sh", "-c", text)
+            assert "error" not in (answer := await output_of(*program)) and answer.strip()
 
 
 def test_options_become_settings(tmp_path: Path) -> None:

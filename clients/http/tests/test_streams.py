@@ -17,6 +17,7 @@ from icehouse_http.chat.answer import ChatAnswer
 from icehouse_http.exchange import Answer
 from icehouse_http.messages.answer import MessageAnswer
 from icehouse_http.responses.answer import ResponseAnswer
+from icehouse_http.responses.functions import Functions
 from icehouse_server.domain.events import Delta, Event, Failed
 from icehouse_server.domain.request import GenerationRequest
 from icehouse_server.errors import EngineFailed, Reason
@@ -176,7 +177,7 @@ every_answer = pytest.mark.parametrize(
     [
         lambda: ChatAnswer("c", {}, tells_usage=False),
         lambda: MessageAnswer("m", lambda: None),
-        lambda: ResponseAnswer("r", {}, seals=False, keep=lambda reply: None),
+        lambda: ResponseAnswer("r", {}, Functions(), seals=False, keep=lambda reply: None),
     ],
     ids=["chat", "messages", "responses"],
 )

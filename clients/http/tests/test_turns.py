@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import base64
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from icehouse.v1.inference_service_pb2 import Delta, StreamResponse
 from icehouse.v1.model_service_pb2 import Model
+from icehouse.v1.tool_pb2 import ToolCallDelta
 from icehouse_client import Image, Message, Tool, ToolCall
 from icehouse_http.chat import request as chat
 from icehouse_http.fields import Fields
 from icehouse_http.messages import request as messages
 from icehouse_http.responses import request as responses
+from icehouse_http.responses.answer import ResponseAnswer
+from icehouse_http.responses.functions import CallName, functions_of
+from icehouse_http.responses.items import items_of
 from icehouse_http.responses.store import ResponseStore
 from icehouse_http.settings import Settings
 from icehouse_http.upstream import Target
@@ -137,6 +143,31 @@ def test_tools_and_choices_of_openai(choice: Any, expected: dict[str, Any]) -> N
         assert told == {"tools": [LOOK, GO], "parallel_tool_calls": False, **expected}
 
 
+def test_a_function_of_a_namespace_is_shown_with_it_and_called_without() -> None:
+    """As Codex sends the tools of MCP servers."""
+    group = {"type": "namespace", "name": "mcp__lake", "tools": [{"type": "function", "name": "go"}]}
+    group["tools"] += [{"type": "custom", "name": "draw"}]
+    called = {"type": "function_call", "call_id": "1", "name": "go", "namespace": "mcp__lake"}
+    asked = responses_of(tools=[group, {"type": "function", "name": "go"}], input=[called])
+    assert asked.options["tools"] == [Tool("mcp__lake__go"), GO]
+    assert asked.prompt == [Message("assistant", "", tool_calls=(ToolCall("1", "mcp__lake__go", "{}"),))]
+    functions = functions_of(Fields({"tools": [group]}))
+    for name, fields in (("mcp__lake__go", {"name": "go", "namespace": "mcp__lake"}), ("go", {"name": "go"})):
+        reply: Any = SimpleNamespace(reasoning="", text="", tool_calls=(ToolCall("1", name, "{}"),))
+        piece = ToolCallDelta(id="1", name=name, arguments_json="{}")
+        answer = ResponseAnswer("r", {}, functions, seals=False, keep=lambda reply: None)
+        events = (Delta(tool_call=piece), Delta(text="!"))
+        frames = [frame.data for delta in events for frame in answer.feed(StreamResponse(delta=delta))]
+        items = [frame["item"] for frame in frames if isinstance(frame, dict) and "item" in frame]
+        for told in (*items_of(reply, functions, seals=False), *items[:2]):
+            assert {key: told[key] for key in ("name", "namespace") if key in told} == fields
+
+
+def test_a_long_name_in_a_namespace_is_shortened_to_what_a_server_takes() -> None:
+    names = [CallName("go" * 20 + end, "mcp__lake" * 5).joined for end in ("a", "b")]
+    assert [len(name) for name in names] == [64, 64] and names[0] != names[1]
+
+
 def test_tools_and_choices_of_anthropic() -> None:
     tool = {"name": "look", "description": "Looks.", "input_schema": SCHEMA, "strict": True}
     tools = [tool, {"type": "custom", "name": "go"}]
@@ -167,7 +198,11 @@ def test_a_tool_that_is_searched_for_comes_behind_the_others() -> None:
     ]
     assert messages_of(tools=tools, messages=turns[:1]).options["tools"] == [Tool("search")]
     asked = messages_of(tools=tools, messages=turns)
-    assert asked.options["tools"] == [Tool("search"), Tool("go"), Tool("dig")]
+    assert asked.options["tools"] == [
+        Tool("search"),
+        Tool("go", found_later=True),
+        Tool("dig", found_later=True),
+    ]
     lines = [f"The tool {name} can be called now." for name in ("go", "dig", "gone")]
     assert asked.prompt[2] == Message("tool", "\n".join(lines), tool_call_id="1")
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import os
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -29,6 +31,8 @@ from icehouse_server.storage.local.encryption.constants import KEY_DETAIL, encry
 from icehouse_server.storage.local.tier import LocalTier
 from icehouse_server.storage.storage_settings import StorageSettings
 from icehouse_server.storage.store_paths import StorePaths
+
+_log = logging.getLogger("icehouse.boot")
 
 _MIN_REUSE_TOKEN_COUNT = 16
 _LOAD_QUEUE_COUNT = 64
@@ -134,7 +138,7 @@ def check_directory(cache: CacheConfig) -> None:
     files = Files()
 
     def look() -> None:
-        _check_writable(cache.block_directory.absolute())
+        _check_place(cache)
         if os.path.isdir(directory):
             files.close(take_lock(files, StorePaths(directory)))
 
@@ -143,10 +147,17 @@ def check_directory(cache: CacheConfig) -> None:
             in_time(look)
 
 
-def _check_writable(directory: Path) -> None:
+def _check_place(cache: CacheConfig) -> None:
+    """Raise StartError for a folder that cannot be made or written; warn of a disk that is nearly full."""
+    directory = cache.block_directory.absolute()
     existing = next(folder for folder in (directory, *directory.parents) if folder.exists())
     is_read_only = bool(os.statvfs(existing).f_flag & os.ST_RDONLY)
     if existing.is_dir() and (is_read_only or os.access(existing, os.R_OK | os.W_OK | os.X_OK)):
+        free_bytes, floor_bytes = shutil.disk_usage(existing).free, cache.free_space_floor_bytes
+        if free_bytes < floor_bytes:
+            detail = "no new blocks are written there until more is free; RAM serves alone"
+            sizes = {"free_bytes": free_bytes, "floor_bytes": floor_bytes}
+            _log.warning("cache_disk_short", extra={**sizes, "detail": detail})
         return
     why = "this user may not write there" if existing.is_dir() else "it is no folder"
     raise StartError(

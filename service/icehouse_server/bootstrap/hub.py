@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from icehouse_server.bootstrap.room import WEIGHT_FILES, ModelSize
-from icehouse_server.errors import ModelError, Reason
+from icehouse_server.errors import IcehouseError, ModelError, Reason
 
 _log = logging.getLogger("icehouse.boot")
 
@@ -48,8 +48,8 @@ def is_hub_id(name: str) -> bool:
 def fetch(hub_id: str, *, on_size: Callable[[ModelSize], None]) -> Path:
     """Return the folder of a model, and download what of it is not in the cache.
 
-    `on_size` is told how much that is before it is downloaded, and may raise. Raises ModelError when the hub
-    cannot be reached or does not give the model.
+    `on_size` is told how much that is before it is downloaded, and may raise an IcehouseError. Raises
+    ModelError when the hub cannot be reached or does not give the model.
     """
     from huggingface_hub import snapshot_download
 
@@ -60,7 +60,7 @@ def fetch(hub_id: str, *, on_size: Callable[[ModelSize], None]) -> Path:
             on_size(size)
             _log.info("download_started", extra={"model": hub_id, "size_bytes": size.missing_bytes})
         return Path(snapshot_download(hub_id, allow_patterns=_FILES))
-    except ModelError:
+    except IcehouseError:  # of `on_size`
         raise
     except Exception as error:  # the hub client raises its own, its HTTP library's and plain OSErrors
         raise _refusal(hub_id, error) from error

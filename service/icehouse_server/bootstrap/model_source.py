@@ -16,7 +16,8 @@ from icehouse_server.engine.runner.model_loader import ModelSource, load_tokeniz
 from icehouse_server.errors import ModelError, Reason
 
 OnSize = Callable[[str, ModelSize], None]
-"""Told a model's name and size as soon as that is known, before anything is fetched. It may raise."""
+"""Told a model's name and size as soon as that is known, before anything is fetched. It may raise an
+IcehouseError."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

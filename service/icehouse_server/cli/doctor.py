@@ -28,7 +28,7 @@ from icehouse_server.demo.build import can_be_built, is_built
 from icehouse_server.demo.models import DEMO_MODELS, DemoModel
 from icehouse_server.device import find_device
 from icehouse_server.domain.model import Sight
-from icehouse_server.errors import ModelError, StartError, extra_command
+from icehouse_server.errors import ModelError, Reason, StartError, extra_command
 from icehouse_server.rpc.listen_address import check_free, listen_for_http
 from icehouse_server.rpc.own_server import OwnServer, find_own_server, is_own_http
 from icehouse_server.storage.files import Files, read_text
@@ -264,12 +264,12 @@ def check_http(config: Config) -> Check:
         return Check("http", CheckVerdict.OK, "off; --http-port 8000 offers OpenAI's and Anthropic's APIs")
     address = f"{http.host}:{http.port}"
     try:
-        listen_for_http(http).close()
+        listen_for_http(http, config.security).close()
     except StartError as error:
-        if is_own_http(http, config.security):
+        if error.reason is Reason.ADDRESS_IN_USE and is_own_http(http, config.security):
             return Check("http", CheckVerdict.OK, f"{address}: a server of yours answers there")
-        advice = "stop what listens there, or choose another --http-port (0 takes a free one)"
-        return Check("http", CheckVerdict.FAIL, error.message.partition(";")[0], advice)
+        what, _, advice = error.message.partition("; ")
+        return Check("http", CheckVerdict.FAIL, what, advice)
     return Check("http", CheckVerdict.OK, f"{address} is free")
 
 

@@ -66,7 +66,8 @@ def rm(
         what = ", ".join(f"{model.name} ({size_text(model.size_bytes)})" for model in found)
         confirm(f"Remove {what} from this machine?")
     for model in found:
-        kept_models.remove(model)
+        # Asked again: a server may have taken it up while somebody thought about the question.
+        kept_models.remove(kept_models.find(model.name))
         if not as_json:
             out.print(f"removed {model.name}, {size_text(model.size_bytes)}", markup=False)
     if as_json:

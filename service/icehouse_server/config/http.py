@@ -42,8 +42,8 @@ class HttpConfig:
     )
     exact_prompts: bool = setting(
         False,
-        "Give the model each conversation exactly as it was sent. Otherwise lines that change with every request "
-        "are removed, tools are sorted, and earlier replies stay as they were generated.",
+        "Give the model each conversation exactly as it was sent. Otherwise lines that change with every "
+        "request are removed, tools are sorted, and earlier replies stay as they were generated.",
         flag="--http-exact-prompts",
     )
     allow_origins: str | None = setting(

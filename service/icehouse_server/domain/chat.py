@@ -122,6 +122,8 @@ class Tool:
     parameters: Mapping[str, Any]
     is_strict: bool = False
     """Whether the arguments of its calls are constrained to the schema."""
+    is_found_later: bool = False
+    """Whether the model found it during the conversation."""
 
 
 class ToolMode(enum.Enum):

@@ -371,19 +371,25 @@ class EngineLoop:
 
     def _note_time(self, plan: PassPlan, result: PassResult) -> None:
         """Count what ran, and learn from the pass that was timed."""
-        self.counters.note_pass(prefilled_token_count=plan.stored_count, output_token_count=len(result.drawn))
+        counters, stats = self.counters, self.counters.stats
+        stats.step_total += 1
+        stats.prefilled_token_total += plan.stored_count
+        stats.output_token_total += len(result.drawn)
         timed, self._dispatched = self._dispatched if result.is_behind else plan, plan
         elapsed_s = result.elapsed_s
         if timed is None:
             return
         if timed.advanced_token_count:
-            self.counters.note_prefill_rate(timed.advanced_token_count, timed.prefill_s(elapsed_s))
-            self._cache.rates.prefill_tokens_per_s = self.counters.stats.prefill_tokens_per_s
+            tokens_per_s = timed.advanced_token_count / max(timed.prefill_s(elapsed_s), 1e-9)
+            stats.prefill_tokens_per_s = counters.prefill_rate.add(tokens_per_s)
+            self._cache.rates.prefill_tokens_per_s = stats.prefill_tokens_per_s
         if elapsed_s > 0.0:
             self._scheduler.note_time(
                 timed, elapsed_s, guess_count=result.drafted_count, layers_began_s=result.layers_began_s
             )
-        self.counters.note_pass_time(elapsed_s, has_rows=timed.rows.token_count > 0)
+        counters.passes_s.append(elapsed_s)
+        if timed.rows.token_count:
+            counters.decode_steps_s.append(elapsed_s)
 
     def _advance(self, chunk: PrefillChunk) -> None:
         """Account for a chunk that ran: report to its caller, let its sequence decode."""
@@ -430,7 +436,8 @@ class EngineLoop:
                 self._requests.fail(sequence, token.error)
                 continue
             if token.drafts is not None:
-                self.counters.note_drafts(token.drafts)
+                self.counters.stats.drafted_token_total += token.drafts.proposed_count
+                self.counters.stats.accepted_draft_token_total += token.drafts.accepted_count
             end = self._output.take_token(sequence, token, now)
             if end is not None:
                 self._requests.finish(sequence, end)

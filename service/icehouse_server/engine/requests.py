@@ -125,7 +125,8 @@ class Requests:
 
     def finish(self, sequence: Sequence, end: Finished) -> None:
         """Report to the caller that its request ran to its end; `close` follows."""
-        self._counters.note_finished(self._clock.monotonic() - sequence.admitted_time)
+        self._counters.stats.finished_total += 1
+        self._counters.service.add(self._clock.monotonic() - sequence.admitted_time)
         sequence.has_finished = True
         self.emit(sequence, end)
 

@@ -134,6 +134,13 @@ class RpcServer:
             stall_timeout_s=config.server.stall_timeout_s,
         )
         """The health service, by the engine's state and heartbeat."""
+        self._server = self._grpc_server(config, worker)
+        self._tasks: list[asyncio.Task[None]] = []
+        self._bound = Bound("")
+        self._private = Bound("")
+        self._add_services(self._parts(engine, router, clock, draw_seed), worker)
+
+    def _grpc_server(self, config: Config, worker: WorkerParts | None) -> grpc.aio.Server:
         auth_interceptor = AuthInterceptor(
             config,
             authenticator=self.security.authenticator,
@@ -143,14 +150,10 @@ class RpcServer:
         )
         # The first is the outermost: the wire watcher also sees refusals, and callers are authenticated
         # before anything else.
-        self._server = grpc.aio.server(
+        return grpc.aio.server(
             options=server_options(config.server, config.connection),
             interceptors=(self._observation.interceptor, auth_interceptor),
         )
-        self._tasks: list[asyncio.Task[None]] = []
-        self._bound = Bound("")
-        self._private = Bound("")
-        self._add_services(self._parts(engine, router, clock, draw_seed), worker)
 
     async def start(self, *, private_socket: Path | None = None) -> str:
         """Listen and return the address; raises StartError when it cannot be had.

@@ -46,7 +46,9 @@ def normalized(conversation: Conversation) -> tuple[Conversation, tuple[PromptCh
     """
     messages, line_count = _without_billing_lines(conversation.messages)
     tools = tuple(_with_sorted_keys(tool) for tool in conversation.tools)
-    ordered = tuple(sorted(tools, key=lambda tool: tool.name))
+    # What was found later stays behind the others as it came, or the prompt would change before it.
+    first = sorted((tool for tool in tools if not tool.is_found_later), key=lambda tool: tool.name)
+    ordered = (*first, *(tool for tool in tools if tool.is_found_later))
     counts = {
         PromptChangeKind.BILLING_LINE_DROPPED: line_count,
         PromptChangeKind.TOOL_KEYS_SORTED: _difference_count(tools, conversation.tools),

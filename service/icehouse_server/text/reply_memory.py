@@ -256,9 +256,17 @@ def _image_facts(image: tuple[str, ImageDigest]) -> tuple[str, str]:
 
 
 def _arguments(call: ToolCall) -> str:
-    """Return a call's arguments in one of the ways to write them; text that is no JSON as it is."""
+    """Return a call's arguments in one of the ways to write them; text that is no JSON as it is.
+
+    Some clients send back what they understood: with `false` or `null` for what the model left out.
+    """
     try:
-        return json.dumps(_uniform(json.loads(call.arguments_json)), sort_keys=True)
+        arguments = json.loads(call.arguments_json)
+        if isinstance(arguments, dict):
+            arguments = {
+                name: value for name, value in arguments.items() if value is not False and value is not None
+            }
+        return json.dumps(_uniform(arguments), sort_keys=True)
     except (ValueError, RecursionError):
         return call.arguments_json
 

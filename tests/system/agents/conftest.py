@@ -60,14 +60,16 @@ class Desk:
         begin, end = _lines_of(section)
         blocks = [block for block in blocks_of(PAGE) if begin < block.line < end]
         assert any(SHOWN_URL in block.text for block in blocks), f"{section} shows no address"
-        return [
-            dataclasses.replace(block, text=block.text.replace(SHOWN_URL, self.url)) for block in blocks
-        ]
+        return [dataclasses.replace(block, text=block.text.replace(SHOWN_URL, self.url)) for block in blocks]
 
     async def run(self, tool: Program, section: str, **variables: str) -> str:
         """Run the section's commands beside its settings, as the page has them; return what they print."""
         commands = [block.text for block in self.shown(section) if block.language == "sh"]
-        return await asyncio.to_thread(tool.run, "".join(commands), folder=self.folder, variables=variables)
+        return await self.run_commands(tool, "".join(commands), **variables)
+
+    async def run_commands(self, tool: Program, commands: str, **variables: str) -> str:
+        """Run commands of a shell that finds the program; return what they print."""
+        return await asyncio.to_thread(tool.run, commands, folder=self.folder, variables=variables)
 
     def prompts(self, *, least_tokens: int = 1) -> list[Prompt]:
         """Return the answered requests in order; `least_tokens` leaves out small ones, such as for titles."""
@@ -101,9 +103,14 @@ def installed(tmp_path: Path) -> Callable[[str], Program]:
 
 
 @contextlib.asynccontextmanager
-async def desk_of(folder: Path, steps: Callable[[Path], Sequence[Step]]) -> AsyncIterator[Desk]:
-    """Serve a model that follows the steps for this file. Only the choice between reading and computing is
-    not left to the server: for so small a model it would mostly compute."""
+async def desk_of(
+    folder: Path, steps: Callable[[Path], Sequence[Step]], *options: str
+) -> AsyncIterator[Desk]:
+    """Serve a model that follows the steps for this file.
+
+    Without `options` the settings are the server's own, but for the choice between reading and computing: a
+    model as small as this would mostly compute.
+    """
     model, log, work = write_scripted_model(folder / "model"), folder / "log", folder / "work"
     work.mkdir()
     (work / "greet.py").write_text(WRONG, encoding="utf-8")
@@ -112,7 +119,7 @@ async def desk_of(folder: Path, steps: Callable[[Path], Sequence[Step]]) -> Asyn
         model=model,
         directory=folder / "blocks",
         log=log,
-        options=("--no-restore-or-recompute", "--log-format", "json"),
+        options=("--no-restore-or-recompute", "--log-format", "json", *options),
         break_it=scripted(model, script),
     ) as server:
         await asyncio.to_thread(server.wait_until_serving)

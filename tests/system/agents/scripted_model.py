@@ -1,7 +1,7 @@
 """A model that leads an agent program through a task: what it writes is scripted, the rest is real.
 
 A llama of one small layer with a tokenizer trained on this project's pages, so that a program's prompt has
-about as many tokens as with a real model. Chat template, cache, reading of replies and usage are the server's.
+about as many tokens as with a real model. Rendering, cache, reading of replies and usage are the server's.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Step:
         """The answer as the model's family writes it, which is Qwen3's and Hermes's way."""
         thought = f"<think>\n{self.thought}\n</think>\n\n" if self.thought else ""
         calls = "".join(
-            f"\n<tool_call>\n{json.dumps({'name': call.name, 'arguments': call.arguments})}\n</tool_call>"
+            f"<tool_call>\n{json.dumps({'name': call.name, 'arguments': call.arguments})}\n</tool_call>"
             for call in self.calls
         )
         return f"{thought}{self.said}{calls}<|im_end|>"
@@ -82,7 +82,9 @@ def _write_tokenizer(folder: Path) -> int:
         show_progress=False,
     )
     built.train([str(page) for page in sorted(_PAGES.rglob("*.md"))], trainer)
-    built.add_tokens([AddedToken(text, special=special, normalized=False) for text, special in THINKING.tokens])
+    built.add_tokens(
+        [AddedToken(text, special=special, normalized=False) for text, special in THINKING.tokens]
+    )
     built.save(str(folder / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",

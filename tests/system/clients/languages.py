@@ -94,6 +94,13 @@ LANGUAGES = (
         example=None,
     ),
     Language(
+        folder="http",
+        tools=(),
+        fetch=(),
+        steps=((sys.executable, "-m", "pytest", "-q", "--timeout", "300", "scenarios"),),
+        example=None,
+    ),
+    Language(
         folder="go",
         tools=("go",),
         fetch=("go", "mod", "download"),

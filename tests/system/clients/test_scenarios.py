@@ -79,5 +79,18 @@ def test_a_failure_an_unknown_name_and_an_empty_cell_are_faults(monkeypatch: pyt
     assert table_of(NAMES, results).splitlines()[1:] == ["unary   FAIL", "stream"]
 
 
+def test_what_a_client_has_no_way_for_is_no_fault_and_a_dash(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scenarios, "NOT_OFFERED", {"http": ("stream",)})
+    results = {"http": [Result("unary", True)], "go": [Result("unary", True)]}
+    assert faults_of(NAMES, results) == ["go: stream was not run"]
+    assert table_of(NAMES, results).splitlines()[1:] == ["unary   ok      ok", "stream  -"]
+
+
+def test_what_a_client_has_no_way_for_are_scenarios_of_clients() -> None:
+    assert {language.name for language in LANGUAGES} >= set(scenarios.NOT_OFFERED)
+    for names in scenarios.NOT_OFFERED.values():
+        assert set(names) <= set(scenario_names()) and len(set(names)) == len(names)
+
+
 def test_no_results_are_an_empty_column(tmp_path: Path) -> None:
     assert read_results(tmp_path / "none") == ()

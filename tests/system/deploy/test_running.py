@@ -32,7 +32,9 @@ GATEWAY_OPTIONS = {"--reasoning-parser", "--tool-call-parser", "--balance-abs-th
 """Of SMG, as the page on more machines names them."""
 TYPERS_OPTIONS = {"--install-completion", "--show-completion", "--help"}
 """Typer's own; the first two only where it can tell the shell."""
-BENCH_OPTIONS = {"--quick", "--cases", "--parts", "--clients", "--as-gpu", "--shape", "--minutes"}
+BENCH_OPTIONS = {"--quick", "--cases", "--parts", "--clients", "--as-gpu", "--shape", "--minutes"} | {
+    *("--rounds", "--state-tokens", "--ssd-mib"),
+}
 """Of `make bench` and others, as the page of figures names them."""
 HTTP_OPTIONS = {
     "--alias",
@@ -47,6 +49,9 @@ HTTP_OPTIONS = {
 """Of icehouse-http, as its page names them."""
 RELEASE_OPTIONS = {"--without", "--artifact-url", "--pages-url"}
 """Of `make release`, as the page of releases names them."""
+PIP_OPTIONS = {"--no-compile"}
+AGENT_OPTIONS = {"--autocompact"}
+"""Of agent programs, as their page names them."""
 TEXTS = [
     *sorted((DEPLOY / "systemd").iterdir()),
     PLIST,
@@ -162,6 +167,7 @@ def test_every_setting_that_is_named_exists(path: Path) -> None:
     named = set(re.findall(r"`(--[a-z-]+)[ `]", text))
     switches = {f"--no-{flag[2:]}" for flag in own}
     others = GATEWAY_OPTIONS | TYPERS_OPTIONS | BENCH_OPTIONS | RELEASE_OPTIONS | HTTP_OPTIONS
+    others |= PIP_OPTIONS | AGENT_OPTIONS
     assert named - own - switches - others == set()
 
 

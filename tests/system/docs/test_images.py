@@ -26,7 +26,6 @@ SEEN = {page: [block for block in blocks_of(page) if block.mark == "run: vision"
 SEEN = {page: blocks for page, blocks in SEEN.items() if blocks}
 
 EXPECTED_OF_IMAGES: Mapping[str, tuple[str, ...]] = {
-    "README.md": (r"-- [1-9]\d* tokens of image",),
     "images.md": (r"tokens of image, [1-9]\d* of \d+ cached", r"[1-9]\d* from RAM"),
 }
 """What a page's output must have."""

@@ -53,7 +53,8 @@ class ServedDoor:
     def is_listening(self) -> bool:
         try:
             self.connect().close()
-        except ConnectionRefusedError:
+        except (ConnectionRefusedError, ConnectionResetError):
+            # Reset: the last one who had the port has gone between the connection and its acceptance.
             return False
         return True
 

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import httpx2
 import pytest
+from icehouse_server.bootstrap.model_source import OnSize, ServedModels
 from icehouse_server.cli import serve
 from icehouse_server.config import ModelConfig
 from icehouse_server.demo.build import OnProgress
-from icehouse_server.engine.runner.model_loader import ModelSource
 
 from tests.fixtures.models import tiny_model_dir
 from tests.fixtures.patience import BOUND_S
@@ -90,11 +90,11 @@ def test_a_signal_to_every_process_ends_no_stream_sooner(model: Path, tmp_path: 
 def stuck() -> None:
     """Have the server look for its model without an end."""
 
-    def wait(config: ModelConfig, *, on_progress: OnProgress) -> ModelSource:
+    def wait(config: ModelConfig, *, on_progress: OnProgress, on_size: OnSize) -> ServedModels:
         threading.Event().wait()
         raise AssertionError("nobody sets it")
 
-    serve.locate_model = wait  # type: ignore[attr-defined]
+    serve.locate_models = wait  # type: ignore[attr-defined]
 
 
 def test_until_there_is_a_model_it_says_when_to_come_again(model: Path, tmp_path: Path) -> None:

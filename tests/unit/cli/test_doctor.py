@@ -92,9 +92,11 @@ def test_the_http_port_is_free_ours_or_somebody_elses(
         config = Config(http=HttpConfig(port=taken.server_port))
         serving = threading.Thread(target=taken.serve_forever)
         serving.start()
-        check = doctor.check_http(config)
-        taken.shutdown()
-        serving.join()
+        try:
+            check = doctor.check_http(config)
+        finally:
+            taken.shutdown()
+            serving.join()
     assert check.verdict is verdict and str(config.http.port) in check.detail
     assert doctor.check_http(config).verdict is CheckVerdict.OK
     assert "--http-port" in doctor.check_http(Config()).detail

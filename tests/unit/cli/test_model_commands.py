@@ -133,6 +133,13 @@ def test_what_a_server_serves_is_kept(tmp_path: Path, hub: str) -> None:
     assert home.run("rm", HUB_ID, "--yes")[0] == 0
 
 
+def test_a_server_downloads_no_model_that_its_memory_cannot_hold(tmp_path: Path, hub: str) -> None:
+    home = Home(tmp_path, hub)
+    code, said = home.run("serve", HUB_ID, "--port", "0", "--no-ssd", "--memory-limit-bytes", "2000")
+    assert code == 1 and "icehouse: the weights of org/tiny take 0.0 MiB" in said
+    assert not home.snapshot.exists()
+
+
 @pytest.mark.parametrize(
     ("name", "environ", "words"),
     [

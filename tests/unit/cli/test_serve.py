@@ -18,11 +18,12 @@ from typing import Any
 import pytest
 from icehouse.v1 import inference_service_pb2 as messages
 from icehouse.v1 import prompt_pb2
+from icehouse_server.bootstrap.cache_parts import check_directory
 from icehouse_server.bootstrap.telemetry import TelemetryParts
 from icehouse_server.cli import serve
 from icehouse_server.cli.serve import ServiceManager
 from icehouse_server.clock import SystemClock
-from icehouse_server.config import ConnectionConfig, load_config
+from icehouse_server.config import CacheConfig, ConnectionConfig, load_config
 from icehouse_server.device import find_device
 from icehouse_server.domain.model import EngineState
 from icehouse_server.engine.runner.runner import ModelRunner
@@ -277,6 +278,15 @@ async def test_a_cache_directory_that_cannot_be_is_told_before_a_model_is_looked
     with pytest.raises(StartError, match=why) as caught:
         await serve._serve(config, SystemClock(), ServiceManager(None), find_device())
     assert caught.value.reason is Reason.STORE_UNUSABLE
+
+
+def test_a_disk_that_is_nearly_full_is_told_at_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    cache = CacheConfig(directory=str(tmp_path / "kv"), ssd_bytes=1 << 20)
+    check_directory(cache)
+    assert caplog.records == []
+    check_directory(dataclasses.replace(cache, free_space_floor_bytes=1 << 60))
+    assert [record.getMessage() for record in caplog.records] == ["cache_disk_short"]
+    assert not (tmp_path / "kv").exists()
 
 
 async def test_weights_beyond_the_memory_are_refused_before_they_are_read(tmp_path: Path) -> None:

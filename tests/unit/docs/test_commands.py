@@ -53,7 +53,8 @@ def test_every_block_that_is_not_run_says_why() -> None:
         b for page in PAGES for b in blocks_of(page) if b.language == "python" and b.mark and not b.is_run
     ]
     assert all(
-        b.mark in ("run: gateway", "run: http", "run: vision") or b.mark.startswith("not run: ")
+        b.mark in ("run: agents", "run: gateway", "run: http", "run: vision")
+        or b.mark.startswith("not run: ")
         for b in marked
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from typing import Any
@@ -101,6 +102,13 @@ def test_tools_come_in_one_order_with_their_keys() -> None:
         PromptChange(PromptChangeKind.TOOLS_SORTED, 2),
     )
     assert normalized(one) == (one, ())
+
+
+def test_tools_that_were_found_later_stay_behind_the_others() -> None:
+    late = [dataclasses.replace(tool(name), is_found_later=True) for name in ("c", "a")]
+    one, _ = normalized(asked(RULES, tools=(tool("d"), tool("b"))))
+    two, _ = normalized(asked(RULES, tools=(late[0], tool("d"), tool("b"), late[1])))
+    assert [t.name for t in two.tools] == ["b", "d", "c", "a"] and two.tools[:2] == one.tools
 
 
 def test_calls_of_earlier_turns_stay_as_they_were_drawn() -> None:

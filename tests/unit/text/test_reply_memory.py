@@ -70,6 +70,20 @@ def test_the_longest_known_beginning_counts_and_each_fork_has_its_own() -> None:
     assert known(memory, (*ASKED, assistant("Another."), user("Sure?"))) == KeptReply(2, again, END)
 
 
+def test_what_a_client_adds_to_a_call_by_default_changes_nothing() -> None:
+    """Claude Code sends Edit's calls back with `replace_all` that the model left out."""
+
+    def edit(arguments: str) -> ChatMessage:
+        return ChatMessage("assistant", "", tool_calls=(ToolCall("1", "edit", arguments),))
+
+    memory = roomy()
+    answer(memory, ASKED, edit('{"line": 0, "text": ""}'))
+    for added in ('"replace_all": false', '"where": null'):
+        assert known(memory, (*ASKED, edit(f'{{"line": 0, "text": "", {added}}}'))) is not None
+    for changed in ('"line": 0', '"line": 0, "text": "", "replace_all": true', '"line": false, "text": ""'):
+        assert known(memory, (*ASKED, edit(f"{{{changed}}}"))) is None
+
+
 def test_nobody_finds_anothers() -> None:
     memory = roomy()
     answer(memory, ASKED)

@@ -19,19 +19,19 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
+from icehouse_http.bounds.json_size import JsonSize
+from icehouse_http.bounds.places import Places
+from icehouse_http.bounds.reading_rate import SMALL_BYTES, ReadingRate
 from icehouse_http.chat import request as chat_request
 from icehouse_http.chat.answer import ChatAnswer
 from icehouse_http.errors import ApiError, api_error, dialect_of
 from icehouse_http.exchange import Answer, Asked, respond, until_gone
 from icehouse_http.fields import Fields, fields_of
-from icehouse_http.json_size import JsonSize
 from icehouse_http.messages import request as message_request
 from icehouse_http.messages.answer import MessageAnswer
 from icehouse_http.messages.pins import Pins
 from icehouse_http.messages.token_count import token_count
 from icehouse_http.model_list import model_list, one_model
-from icehouse_http.places import Places
-from icehouse_http.reading_rate import SMALL_BYTES, ReadingRate
 from icehouse_http.responses import request as response_request
 from icehouse_http.responses.answer import ResponseAnswer
 from icehouse_http.responses.store import ResponseStore
@@ -258,7 +258,8 @@ class Front:
             if wanted.is_stored:
                 self._store.put(caller.scope, name, [*wanted.messages, reply.message()])
 
-        answer = ResponseAnswer(name, wanted.told, seals=wanted.seals_reasoning, keep=keep)
+        seals = wanted.seals_reasoning
+        answer = ResponseAnswer(name, wanted.told, wanted.functions, seals=seals, keep=keep)
         return await self._respond(request, caller, asked, answer, wishes=_WISHES | _CODEX_WISHES)
 
     async def messages(self, request: Request, caller: Caller) -> Response:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+import resource
 import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
 
+from icehouse_http.bounds.connection import BoundedConnection
 from icehouse_http.serving.certificate import TlsFiles
 from icehouse_http.serving.logs import setup_logging
 from icehouse_http.serving.server import Listening, run
 from icehouse_http.settings import Settings
+
+_OWN_FILE_COUNT = 64
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -25,7 +30,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     setup_logging(is_json=given.log_format == "json", level=given.log_level, tells_course=not is_shown)
     if given.ends_with_stdin:
         _end_with_stdin()
+    allow_open_files(BoundedConnection.connection_limit + _OWN_FILE_COUNT)
     run(settings_from(given), listening_from(given))
+
+
+def allow_open_files(wanted_count: int) -> None:
+    """Raise this process's limit of open files and sockets as far as it may: on macOS it is often 256."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= wanted_count:
+        return
+    allowed = wanted_count if hard == resource.RLIM_INFINITY else min(wanted_count, hard)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
 
 
 def settings_from(given: argparse.Namespace) -> Settings:

@@ -92,6 +92,13 @@ class ApiError(Exception):
         return {"type": "error", "error": error} if dialect is Dialect.ANTHROPIC else {"error": error}
 
 
+class CallerGone(ApiError):
+    """A request whose caller did not wait for the answer, which nobody sees."""
+
+    def __init__(self) -> None:
+        super().__init__(499, "the caller has gone", code="CANCELLED")
+
+
 def bad_request(message: str, *, param: str | None = None) -> ApiError:
     """Return the refusal of a request that cannot be read."""
     return ApiError(400, message, code="invalid_value", param=param)

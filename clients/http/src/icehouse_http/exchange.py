@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from icehouse_http.errors import ApiError, api_error, bad_request
+from icehouse_http.errors import ApiError, CallerGone, api_error, bad_request
 
 Result = TypeVar("Result")
 
@@ -89,12 +89,12 @@ async def respond(
 
 
 async def until_gone(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
-    """Return what `work` returns; cancels it and raises ApiError when the caller goes first."""
+    """Return what `work` returns; cancels it and raises CallerGone when the caller goes first."""
     task, gone = asyncio.create_task(work), asyncio.create_task(_disconnected(receive))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise ApiError(499, "the caller has gone", code="CANCELLED")
+            raise CallerGone
         return task.result()
     finally:
         await _cancelled(task, gone)
@@ -151,8 +151,7 @@ class EventStream(Response):
         start = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
         try:
             await send(start)
-            with contextlib.suppress(ApiError):
-                await until_gone(receive, self._write(send))
+            await until_gone(receive, self._write(send))
         finally:
             await self._close()
 

@@ -1,4 +1,4 @@
-"""What is held back: a tool call until it is complete, and white space until a word follows.
+"""Held output: a tool call until it is complete, and white space until a word follows.
 
 The server may take a call back until it is complete. The protocols have no event for that; its text comes as
 text. Models write empty lines before a call, which programs would show as a message with nothing in it.

@@ -33,7 +33,7 @@ class Settings:
     body_memory_bytes: int = 256 * MIB
     """For the bodies of all requests until they are answered."""
     max_structure_bytes: int = MIB
-    """Of a body outside of its strings, a string counting as 16: what holds up others is values, not texts."""
+    """Of a body outside of its strings, a string counting as 16: values hold up others, texts do not."""
     max_requests: int = 512
     """At once, of all callers; the server lets 256 calls run on each of the three connections."""
     body_timeout_s: float = 60.0

@@ -5,6 +5,7 @@ Belongs to the event loop it was opened on.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import hashlib
 import itertools
@@ -15,7 +16,7 @@ from collections.abc import Mapping
 from icehouse.v1.model_service_pb2 import Model
 from icehouse_client import AsyncClient, Security
 
-from icehouse_http.admission import Admission
+from icehouse_http.bounds.admission import Admission
 from icehouse_http.errors import ApiError
 from icehouse_http.settings import Settings
 
@@ -78,6 +79,7 @@ class Upstream:
         ]
         self._turns = itertools.cycle(self._clients)
         self._admission = Admission()
+        self._checking: tuple[str, asyncio.Future[str]] | None = None
         self._models: list[Model] = []
         self._asked_time = -_KNOWN_FOR_S
 
@@ -104,8 +106,12 @@ class Upstream:
         await self._admission.admit(caller.name, lambda: self.models(caller))
 
     async def health(self, caller: Caller) -> str:
-        """Return what the server says of itself: SERVING, NOT_SERVING."""
-        return await caller.client.health(timeout_s=_KNOWN_FOR_S)
+        """Return what the server says of itself: SERVING, NOT_SERVING. Who asks meanwhile hears the same."""
+        scope, asking = self._checking or ("", None)
+        if asking is None or asking.done() or scope != caller.scope:
+            asking = asyncio.ensure_future(caller.client.health(timeout_s=_KNOWN_FOR_S))
+            self._checking = caller.scope, asking
+        return await asyncio.shield(asking)
 
     async def models(self, caller: Caller) -> list[Model]:
         """Ask for the served models."""

@@ -93,12 +93,14 @@ class Infill:
 @dataclasses.dataclass(frozen=True, slots=True)
 class Tool:
     """A function that the model may ask to be called. `parameters` is the JSON schema of its arguments, which
-    those of a `strict` tool always fit."""
+    those of a `strict` tool always fit. One that was `found_later`, during the conversation, stays behind the
+    others in a stable prompt."""
 
     name: str
     description: str = ""
     parameters: Mapping[str, Any] | None = None
     strict: bool = False
+    found_later: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -217,6 +219,7 @@ def tool_protos(tools: Sequence[Tool]) -> list[tool_pb2.Tool]:
             description=tool.description,
             parameters_json="" if tool.parameters is None else json.dumps(tool.parameters),
             strict=tool.strict,
+            found_later=tool.found_later,
         )
         for tool in tools
     ]

@@ -20,10 +20,16 @@ GivenTool = Tool | Mapping[str, Any]
 ToolChoice = Literal["auto", "none", "required"] | Tool | Mapping[str, Any]
 """Whether tools are called; a `Tool`, or a dict as OpenAI's API has it, is the one that must be."""
 
-_FIELDS = ("name", "description", "parameters", "parameters_json", "strict")
+_FIELDS = ("name", "description", "parameters", "parameters_json", "strict", "found_later")
 _MEANT = {"input_schema": "parameters", "inputSchema": "parameters"}
 """Our field by its name in other APIs."""
-_KINDS: Mapping[str, type] = {"name": str, "description": str, "parameters": Mapping, "strict": bool}
+_KINDS: Mapping[str, type] = {
+    "name": str,
+    "description": str,
+    "parameters": Mapping,
+    "strict": bool,
+    "found_later": bool,
+}
 _WORDS = {str: "text", Mapping: "object", bool: "True or False"}
 
 

@@ -101,7 +101,11 @@ type Tool struct {
 	// tools that are not offered, and calls that cannot be parsed, then do not occur either, for any tool of the
 	// request. One token is drawn a step then, without speculation. Refused with TOOLS_UNSUPPORTED where the
 	// model does not write arguments as JSON. It does not change the prompt. Default: false.
-	Strict        bool `protobuf:"varint,4,opt,name=strict,proto3" json:"strict,omitempty"`
+	Strict bool `protobuf:"varint,4,opt,name=strict,proto3" json:"strict,omitempty"`
+	// The model found this tool during the conversation, by a search for tools. A stable prompt
+	// (`PROMPT_FORM_STABLE`) has such tools behind the others, in the order sent, so that it stays the same up to
+	// the end of the others. It changes no prompt that is rendered exactly. Default: false.
+	FoundLater    bool `protobuf:"varint,5,opt,name=found_later,json=foundLater,proto3" json:"found_later,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -160,6 +164,13 @@ func (x *Tool) GetParametersJson() string {
 func (x *Tool) GetStrict() bool {
 	if x != nil {
 		return x.Strict
+	}
+	return false
+}
+
+func (x *Tool) GetFoundLater() bool {
+	if x != nil {
+		return x.FoundLater
 	}
 	return false
 }
@@ -472,12 +483,14 @@ var File_icehouse_v1_tool_proto protoreflect.FileDescriptor
 
 const file_icehouse_v1_tool_proto_rawDesc = "" +
 	"\n" +
-	"\x16icehouse/v1/tool.proto\x12\vicehouse.v1\"}\n" +
+	"\x16icehouse/v1/tool.proto\x12\vicehouse.v1\"\x9e\x01\n" +
 	"\x04Tool\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12 \n" +
 	"\vdescription\x18\x02 \x01(\tR\vdescription\x12'\n" +
 	"\x0fparameters_json\x18\x03 \x01(\tR\x0eparametersJson\x12\x16\n" +
-	"\x06strict\x18\x04 \x01(\bR\x06strict\"\xb8\x01\n" +
+	"\x06strict\x18\x04 \x01(\bR\x06strict\x12\x1f\n" +
+	"\vfound_later\x18\x05 \x01(\bR\n" +
+	"foundLater\"\xb8\x01\n" +
 	"\n" +
 	"ToolChoice\x12/\n" +
 	"\x04mode\x18\x01 \x01(\x0e2\x1b.icehouse.v1.ToolChoiceModeR\x04mode\x12\x12\n" +

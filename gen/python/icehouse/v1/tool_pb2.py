@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16icehouse/v1/tool.proto\x12\x0bicehouse.v1\"R\n\x04Tool\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12\x17\n\x0fparameters_json\x18\x03 \x01(\t\x12\x0e\n\x06strict\x18\x04 \x01(\x08\"\x90\x01\n\nToolChoice\x12)\n\x04mode\x18\x01 \x01(\x0e\x32\x1b.icehouse.v1.ToolChoiceMode\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0f\n\x07\x61llowed\x18\x03 \x03(\t\x12 \n\x13parallel_tool_calls\x18\x04 \x01(\x08H\x00\x88\x01\x01\x42\x16\n\x14_parallel_tool_calls\"N\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x16\n\x0e\x61rguments_json\x18\x03 \x01(\t\x12\x10\n\x08repaired\x18\x04 \x01(\x08\"u\n\rToolCallDelta\x12\r\n\x05index\x18\x01 \x01(\x05\x12\n\n\x02id\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x16\n\x0e\x61rguments_json\x18\x04 \x01(\t\x12\x11\n\twithdrawn\x18\x05 \x01(\x08\x12\x10\n\x08repaired\x18\x06 \x01(\x08\"2\n\x11MalformedToolCall\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x0f\n\x07problem\x18\x02 \x01(\t*\xa3\x01\n\x0eToolChoiceMode\x12 \n\x1cTOOL_CHOICE_MODE_UNSPECIFIED\x10\x00\x12\x19\n\x15TOOL_CHOICE_MODE_AUTO\x10\x01\x12\x19\n\x15TOOL_CHOICE_MODE_NONE\x10\x02\x12\x1d\n\x19TOOL_CHOICE_MODE_REQUIRED\x10\x03\x12\x1a\n\x16TOOL_CHOICE_MODE_NAMED\x10\x04\x42<\n\x0f\x64\x65v.icehouse.v1P\x01Z\'icehouse.dev/api/icehouse/v1;icehousev1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16icehouse/v1/tool.proto\x12\x0bicehouse.v1\"g\n\x04Tool\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12\x17\n\x0fparameters_json\x18\x03 \x01(\t\x12\x0e\n\x06strict\x18\x04 \x01(\x08\x12\x13\n\x0b\x66ound_later\x18\x05 \x01(\x08\"\x90\x01\n\nToolChoice\x12)\n\x04mode\x18\x01 \x01(\x0e\x32\x1b.icehouse.v1.ToolChoiceMode\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0f\n\x07\x61llowed\x18\x03 \x03(\t\x12 \n\x13parallel_tool_calls\x18\x04 \x01(\x08H\x00\x88\x01\x01\x42\x16\n\x14_parallel_tool_calls\"N\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x16\n\x0e\x61rguments_json\x18\x03 \x01(\t\x12\x10\n\x08repaired\x18\x04 \x01(\x08\"u\n\rToolCallDelta\x12\r\n\x05index\x18\x01 \x01(\x05\x12\n\n\x02id\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x16\n\x0e\x61rguments_json\x18\x04 \x01(\t\x12\x11\n\twithdrawn\x18\x05 \x01(\x08\x12\x10\n\x08repaired\x18\x06 \x01(\x08\"2\n\x11MalformedToolCall\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x0f\n\x07problem\x18\x02 \x01(\t*\xa3\x01\n\x0eToolChoiceMode\x12 \n\x1cTOOL_CHOICE_MODE_UNSPECIFIED\x10\x00\x12\x19\n\x15TOOL_CHOICE_MODE_AUTO\x10\x01\x12\x19\n\x15TOOL_CHOICE_MODE_NONE\x10\x02\x12\x1d\n\x19TOOL_CHOICE_MODE_REQUIRED\x10\x03\x12\x1a\n\x16TOOL_CHOICE_MODE_NAMED\x10\x04\x42<\n\x0f\x64\x65v.icehouse.v1P\x01Z\'icehouse.dev/api/icehouse/v1;icehousev1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,16 +32,16 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'icehouse.v1.tool_pb2', _glo
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\017dev.icehouse.v1P\001Z\'icehouse.dev/api/icehouse/v1;icehousev1'
-  _globals['_TOOLCHOICEMODE']._serialized_start=522
-  _globals['_TOOLCHOICEMODE']._serialized_end=685
+  _globals['_TOOLCHOICEMODE']._serialized_start=543
+  _globals['_TOOLCHOICEMODE']._serialized_end=706
   _globals['_TOOL']._serialized_start=39
-  _globals['_TOOL']._serialized_end=121
-  _globals['_TOOLCHOICE']._serialized_start=124
-  _globals['_TOOLCHOICE']._serialized_end=268
-  _globals['_TOOLCALL']._serialized_start=270
-  _globals['_TOOLCALL']._serialized_end=348
-  _globals['_TOOLCALLDELTA']._serialized_start=350
-  _globals['_TOOLCALLDELTA']._serialized_end=467
-  _globals['_MALFORMEDTOOLCALL']._serialized_start=469
-  _globals['_MALFORMEDTOOLCALL']._serialized_end=519
+  _globals['_TOOL']._serialized_end=142
+  _globals['_TOOLCHOICE']._serialized_start=145
+  _globals['_TOOLCHOICE']._serialized_end=289
+  _globals['_TOOLCALL']._serialized_start=291
+  _globals['_TOOLCALL']._serialized_end=369
+  _globals['_TOOLCALLDELTA']._serialized_start=371
+  _globals['_TOOLCALLDELTA']._serialized_end=488
+  _globals['_MALFORMEDTOOLCALL']._serialized_start=490
+  _globals['_MALFORMEDTOOLCALL']._serialized_end=540
 # @@protoc_insertion_point(module_scope)

@@ -65,6 +65,7 @@ class Tool(_message.Message):
     DESCRIPTION_FIELD_NUMBER: _builtins.int
     PARAMETERS_JSON_FIELD_NUMBER: _builtins.int
     STRICT_FIELD_NUMBER: _builtins.int
+    FOUND_LATER_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The name that the model uses: 1 to 64 of [A-Za-z0-9_.-], unique in a request; otherwise TOOL_INVALID."""
     description: _builtins.str
@@ -81,6 +82,11 @@ class Tool(_message.Message):
     request. One token is drawn a step then, without speculation. Refused with TOOLS_UNSUPPORTED where the
     model does not write arguments as JSON. It does not change the prompt. Default: false.
     """
+    found_later: _builtins.bool
+    """The model found this tool during the conversation, by a search for tools. A stable prompt
+    (`PROMPT_FORM_STABLE`) has such tools behind the others, in the order sent, so that it stays the same up to
+    the end of the others. It changes no prompt that is rendered exactly. Default: false.
+    """
     def __init__(
         self,
         *,
@@ -88,10 +94,11 @@ class Tool(_message.Message):
         description: _builtins.str = ...,
         parameters_json: _builtins.str = ...,
         strict: _builtins.bool = ...,
+        found_later: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "name", b"name", "parameters_json", b"parameters_json", "strict", b"strict"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "found_later", b"found_later", "name", b"name", "parameters_json", b"parameters_json", "strict", b"strict"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

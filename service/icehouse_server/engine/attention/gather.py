@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from icehouse_server.engine.attention.padding import no_padding, padding_of
+from icehouse_server.engine.attention.padding import Padding, padding_of
 from icehouse_server.engine.attention.port import AttentionCall, Ints, PagedAttention, Pool, TokenPlaces
 
 
@@ -106,7 +106,9 @@ def attend_row(
     window = call.window
     low = 0 if window is None else max(0, begin + 1 - window)
     is_causal = mask is None and window is None
-    padded = (padding_of if is_padded and is_causal else no_padding)(begin - low, count)
+    padded = Padding(0, count, begin - low + count)
+    if is_padded and is_causal:
+        padded = padding_of(begin - low, count)
     keys, values = attention.gather_row(
         pool, places, row=row, layer=call.layer, first_token=low, key_count=padded.key_count
     )

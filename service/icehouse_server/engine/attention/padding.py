@@ -37,8 +37,3 @@ def padding_of(begin: int, count: int) -> Padding:
     front_count = begin % border
     query_count = -(-(front_count + count) // border) * border
     return Padding(front_count, query_count, begin - front_count + query_count)
-
-
-def no_padding(begin: int, count: int) -> Padding:
-    """Return the same where any shape will do."""
-    return Padding(0, count, begin + count)

@@ -69,11 +69,6 @@ class PageRun:
         count = token_count // self.group.pool.shape.page_token_count
         self.pages, self.numbers = [None] * count, [-1] * count
 
-    @property
-    def first_token_index(self) -> int:
-        """Of the first page that it still has."""
-        return self.numbers.count(-1) * self.group.pool.shape.page_token_count
-
     def pages_of(self, start: int, stop: int) -> list[Page]:
         """Return the pages of tokens [start, stop); `start` is at the beginning of a page."""
         size = self.group.pool.shape.page_token_count

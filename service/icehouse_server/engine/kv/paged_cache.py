@@ -60,7 +60,7 @@ class PagedCache:
         group, count = self.run.group, self.offset
         if not count:
             return TokenArrays()
-        begin = self.run.first_token_index
+        begin = self.run.numbers.count(-1) * group.pool.shape.page_token_count
         places = places_of([self.run], [count - 1], [1])
         keys, values = group.attention.gather_row(
             group.pool, places, row=0, layer=self.layer, first_token=begin, key_count=count - begin

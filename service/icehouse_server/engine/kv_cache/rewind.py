@@ -1,5 +1,5 @@
-"""Rewinding caches: tokens that were guessed are taken back, each cache by the rules of its class. Forking
-them: some tokens go on in copies, which may be dropped.
+"""Marking caches, to return to where they stood, each by the rules of its class. Forking them: some tokens go
+on in copies, which may be dropped.
 
 Inference thread only.
 """
@@ -12,22 +12,8 @@ from collections.abc import Iterable, Sequence
 from icehouse_server.engine.kv_cache.cache_classes import Cache, Undo, class_of, is_list, leaves
 
 
-def can_rewind(caches: Sequence[Cache]) -> bool:
-    """Return whether tokens that were fed together can be taken back out of these caches."""
-    found = list(leaves(caches))
-    return bool(found) and all(class_of(leaf).can_rewind(leaf) for leaf in found)
-
-
-def rewind(caches: Sequence[Cache], count: int) -> None:
-    """Take the last `count` tokens back, fewer than were fed in the last pass; `can_rewind` said so."""
-    if not count:
-        return
-    for leaf in leaves(caches):
-        class_of(leaf).rewind(leaf, count)
-
-
 def mark(caches: Sequence[Cache]) -> list[Undo]:
-    """Remember where caches that `can_rewind`, or states, stand; for `return_to`."""
+    """Remember where caches from which tokens can be taken back, or states, stand; for `return_to`."""
     return [class_of(leaf).mark(leaf) for leaf in leaves(caches)]
 
 

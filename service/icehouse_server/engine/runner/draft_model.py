@@ -15,7 +15,13 @@ import mlx.core as mx
 from icehouse_server.domain.model import ModelInfo
 from icehouse_server.engine.core.memory_model import DraftFootprint
 from icehouse_server.engine.kv_cache import rewind
-from icehouse_server.engine.kv_cache.cache_classes import Undo, make_caches, step_token_count
+from icehouse_server.engine.kv_cache.cache_classes import (
+    Undo,
+    class_of,
+    leaves,
+    make_caches,
+    step_token_count,
+)
 from icehouse_server.engine.runner import model_loader
 from icehouse_server.engine.runner.forward.forward_pass import ForwardPass
 from icehouse_server.engine.runner.forward.probe import examine
@@ -67,7 +73,8 @@ class DraftModel:
             )
         loaded = model_loader.load(source)
         caches = make_caches(loaded.model)
-        if not rewind.can_rewind(caches):
+        found = list(leaves(caches))
+        if not found or not all(class_of(leaf).can_rewind(leaf) for leaf in found):
             kinds = ", ".join(dict.fromkeys(type(cache).__name__ for cache in caches))
             raise ModelError(
                 Reason.MODEL_INVALID,

@@ -286,7 +286,7 @@ class ModelRunner:
         draft_model = self._pipeline.draft_model
         wants_draft = chunk.speculation is not None and chunk.speculation.drafting is Drafting.DRAFT_MODEL
         if draft_model is not None and wants_draft:
-            # The draft model reads the prompt along; what it missed of one, it is not to begin with.
+            # It reads a prompt along from its beginning; one that begins with reused tokens, once it decodes.
             if sequence.drafted is None and not sequence.row.token_count:
                 sequence.drafted = draft_model.open()
             if sequence.drafted is not None:

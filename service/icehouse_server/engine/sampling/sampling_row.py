@@ -35,7 +35,8 @@ class SamplingRow:
             for token_id in row.output_token_ids:
                 row.constraint.accept(token_id)
         tokens = {"prompt_token_ids": row.prompt_token_ids, "output_token_ids": row.output_token_ids}
-        self.edits = LogitEdits.of(params, **tokens)
+        has_penalty = params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty
+        self.edits = LogitEdits(params, **tokens) if has_penalty or params.logit_bias else None
         self.bans: Bans | None = None
         if params.banned or params.min_output_token_count:
             self.bans = Bans(params, end_token_ids=self.end_token_ids, **tokens)
@@ -141,16 +142,6 @@ class LogitEdits:
         self._counts = np.stack(
             [np.bincount(np.searchsorted(self._ids, tokens), minlength=self._size) for tokens in seen]
         ).astype(np.int32)
-
-    @staticmethod
-    def of(
-        params: SamplingParams, *, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]
-    ) -> LogitEdits | None:
-        """Return the edits of a row, or None when it has none."""
-        has_penalty = params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty
-        if not (has_penalty or params.logit_bias):
-            return None
-        return LogitEdits(params, prompt_token_ids=prompt_token_ids, output_token_ids=output_token_ids)
 
     def accept(self, token_id: int) -> None:
         """Count a token that was drawn."""

@@ -121,7 +121,13 @@ def tools_of(protos: Sequence[tool_pb2.Tool]) -> tuple[Tool, ...]:
             complaint = f"is {proto.name!r}, and so is an earlier tool's; names are unique"
             _refuse(_TOOL, f"{field}.name", complaint)
         schema = _schema_of(proto, field)
-        tools[proto.name] = Tool(proto.name, proto.description, schema, is_strict=proto.strict)
+        tools[proto.name] = Tool(
+            proto.name,
+            proto.description,
+            schema,
+            is_strict=proto.strict,
+            is_found_later=proto.found_later,
+        )
     return tuple(tools.values())
 
 

@@ -83,6 +83,22 @@ def test_the_smallest_gap_keeps_them_spread_and_lru_keeps_the_last() -> None:
     assert spread >= 8 and last == 0
 
 
+def test_a_gap_is_measured_on_the_prompts_own_way() -> None:
+    """A new chain's checkpoints stay, though an old chain has some at the same positions."""
+    asked = [(0, [*range(16)]), (0, [*range(50, 66)]), (0, [*range(50, 59), 99])]
+    budget = dataclasses.replace(ALL, per_session=3, victim=Victim.GAP)
+    assert played(asked, budget)[0] == [0, 0, 8]
+
+
+def test_another_sessions_checkpoint_in_between_shortens_a_gap() -> None:
+    """At 20 a checkpoint has a gap of 8, until one at 16 comes; then the one at 25 has the larger gap."""
+    budget = Budget("ends", interval_token_count=0, at_heads=False, per_session=3, victim=Victim.GAP)
+    own = [(0, [*range(stop)]) for stop in (12, 20, 25, 32)]
+    probe = (2, [*range(23), 99])
+    assert played([*own, probe], budget)[0][-1] == 20
+    assert played([*own[:2], (1, [*range(16)]), *own[2:], probe], budget)[0][-1] == 16
+
+
 def test_those_on_blocks_that_several_sessions_use_count_for_nobody() -> None:
     asked = [(n, [*range(9), *range(100 * n, 100 * n + 40)]) for n in range(1, 4)]
     counted = dataclasses.replace(ALL, per_session=2)

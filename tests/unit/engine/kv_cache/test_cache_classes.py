@@ -130,7 +130,7 @@ def test_what_an_entry_says(row: Row) -> None:
     assert entry.is_plain is row.is_plain
     assert entry.is_state is (row.kind is RegionKind.CHECKPOINT)
     assert entry.masks_chunks is isinstance(cache, ChunkedKVCache)
-    assert rewind.can_rewind([cache]) is row.rewinds
+    assert class_of(cache).can_rewind(cache) is row.rewinds
     (chosen,) = quantize_caches([cache], bits=8, group_size=32)
     assert type(chosen) is (row.quantized or type(cache))
     assert step_token_count([cache]) == row.step_token_count
@@ -174,14 +174,14 @@ def test_a_rebuilt_cache_goes_on_as_the_first(row: Row, fed: tuple[int, ...]) ->
 @each
 def test_what_is_taken_back_was_never_there(row: Row, before: tuple[int, ...], fed: int, taken: int) -> None:
     cache, other = row.make(), row.make()
-    if not rewind.can_rewind([cache]):
+    if not class_of(cache).can_rewind(cache):
         with pytest.raises(AssertionError, match="takes no tokens back"):
-            rewind.rewind([cache], taken)
+            class_of(cache).rewind(cache, taken)
         return
     start = sum(before)
     run(row, cache, (*before, fed))
     run(row, other, (*before, fed - taken))
-    rewind.rewind([CacheList(cache)], taken)
+    class_of(cache).rewind(cache, taken)
     start += fed - taken
     for count in (1, 3, 1):
         left, right = row.feed(cache, start, count), row.feed(other, start, count)
@@ -209,7 +209,7 @@ def test_a_subclass_is_another_class() -> None:
         pass
 
     entry = class_of(Subclassed())
-    assert entry.kind is RegionKind.CHECKPOINT and not rewind.can_rewind([Subclassed()])
+    assert entry.kind is RegionKind.CHECKPOINT and not entry.can_rewind(Subclassed())
     assert entry == class_of(Subclassed()) != class_of(KVCache())
 
 
@@ -219,4 +219,3 @@ def test_lists_hold_leaves() -> None:
     chosen = quantize_caches(caches, bits=8, group_size=32)
     kinds = [type(leaf) for leaf in leaves(chosen)]
     assert kinds == [QuantizedKVCache, ArraysCache, QuantizedKVCache, RotatingKVCache]
-    assert not rewind.can_rewind([]) and rewind.can_rewind([CacheList(KVCache())])

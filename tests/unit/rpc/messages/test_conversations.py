@@ -283,10 +283,11 @@ async def test_a_template_argument_that_json_has_not_is_refused(served: RunningS
 
 async def test_what_constrains_calls_reaches_the_template_and_the_compiler(served: RunningServer) -> None:
     choice = {"mode": "TOOL_CHOICE_MODE_REQUIRED", "allowed": ["f"], "parallel_tool_calls": False}
-    fields = {"tools": [{**TOOL, "strict": True}, {"name": "g"}], "tool_choice": choice}
+    fields = {"tools": [{**TOOL, "strict": True}, {"name": "g", "found_later": True}], "tool_choice": choice}
     await served.inference.Generate(request(None, **fields))
     [conversation] = served.tokenizer.conversations
     assert [tool.is_strict for tool in conversation.tools] == [True, False]
+    assert [tool.is_found_later for tool in conversation.tools] == [False, True]
     assert conversation.tool_choice == ToolChoice(
         ToolMode.REQUIRED, allowed=frozenset({"f"}), is_parallel=False
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import dataclasses
 import json
 from collections.abc import Iterable, Iterator
 
@@ -118,7 +119,7 @@ def tool_options(fields: Fields) -> Options:
     """Return the tools and whether they are called.
 
     A tool whose loading is deferred is there once a result refers to it. It comes behind the others, so that
-    the prompt stays as it was up to the end of their list.
+    the prompt stays as it was up to the end of their list, also where the server sorts tools.
     """
     tools: list[Tool] = []
     deferred: dict[str, Tool] = {}
@@ -127,7 +128,7 @@ def tool_options(fields: Fields) -> Options:
             raise tool.refusal("type", f"is {kind[:40]!r}; tools of Anthropic's own servers are not run here")
         function = function_of(tool, "input_schema")
         if tool.flag("defer_loading"):
-            deferred[function.name] = function
+            deferred[function.name] = dataclasses.replace(function, found_later=True)
         else:
             tools.append(function)
     tools += [deferred[name] for name in _referenced(fields) if name in deferred]

@@ -11,7 +11,8 @@ from icehouse_client import FinishReason, Reply, StreamEvent, ToolCall
 from icehouse_http.errors import ApiError
 from icehouse_http.exchange import Frame
 from icehouse_http.held import HeldCalls, HeldSpace
-from icehouse_http.responses.items import Item, begun, finished, items_of, part_of
+from icehouse_http.responses.functions import Functions
+from icehouse_http.responses.items import Item, begun, begun_call, finished, items_of, part_of
 
 _INCOMPLETE = (FinishReason.LENGTH, FinishReason.CONTEXT_LENGTH)
 _TEXTS = {"reasoning": "response.reasoning_text", "message": "response.output_text"}
@@ -22,9 +23,16 @@ class ResponseAnswer:
     """Writes one answer of /v1/responses. `keep` is told the reply once it is complete."""
 
     def __init__(
-        self, request_id: str, told: Mapping[str, Any], *, seals: bool, keep: Callable[[Reply], None]
+        self,
+        request_id: str,
+        told: Mapping[str, Any],
+        functions: Functions,
+        *,
+        seals: bool,
+        keep: Callable[[Reply], None],
     ) -> None:
         self._facts = {"id": request_id, "object": "response", "created_at": int(time.time()), **told}
+        self._functions = functions
         self._seals = seals
         self._keep = keep
         self._held = HeldCalls()
@@ -36,7 +44,7 @@ class ResponseAnswer:
 
     def whole(self, reply: Reply) -> Mapping[str, Any]:
         """Return the body of an answer that is not streamed."""
-        self._items = items_of(reply, seals=self._seals)
+        self._items = items_of(reply, self._functions, seals=self._seals)
         self._keep(reply)
         return self._done(reply)
 
@@ -129,12 +137,12 @@ class ResponseAnswer:
         for call in calls:
             self._space.drop()
             yield from self._close()
-            item, arguments = begun("function_call", call), call.arguments_json
+            item, arguments = begun_call(call, self._functions), call.arguments_json
             place = {"item_id": item["id"], "output_index": len(self._items)}
             yield self._event("response.output_item.added", output_index=len(self._items), item=item)
             yield self._event("response.function_call_arguments.delta", **place, delta=arguments)
             yield self._event(
-                "response.function_call_arguments.done", **place, name=call.name, arguments=arguments
+                "response.function_call_arguments.done", **place, name=item["name"], arguments=arguments
             )
             yield self._item_done(finished(item, arguments))
 

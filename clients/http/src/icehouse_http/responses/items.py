@@ -14,6 +14,7 @@ from icehouse_client import Message, Reply, ToolCall
 from icehouse_http.chat.turns import ROLES, content_of
 from icehouse_http.fields import Fields
 from icehouse_http.held import text_beside
+from icehouse_http.responses.functions import Functions, call_name_of
 
 _SEALED: Final = "icehouse:"
 """Begins reasoning that the caller keeps for us. It is encoded, not encrypted: the caller may read it."""
@@ -47,7 +48,7 @@ def _message_of(item: Fields) -> Message:
             return Message("assistant", "", reasoning=_reasoning_of(item))
         case "function_call":
             arguments = item.text("arguments") or "{}"
-            call = ToolCall(item.required_text("call_id"), item.required_text("name"), arguments)
+            call = ToolCall(item.required_text("call_id"), call_name_of(item).joined, arguments)
             return Message("assistant", "", tool_calls=(call,))
         case "function_call_output":
             content, images = content_of(item, "output")
@@ -77,25 +78,32 @@ def _reasoning_of(item: Fields) -> str:
         raise item.refusal("encrypted_content", "is not as it was told") from None
 
 
-def items_of(reply: Reply, *, seals: bool) -> list[Item]:
+def items_of(reply: Reply, functions: Functions, *, seals: bool) -> list[Item]:
     """Return the items of an output that was not streamed."""
     items = []
     if reply.reasoning:
         items.append(finished(begun("reasoning"), reply.reasoning, seals=seals))
     if text := text_beside(reply.tool_calls, reply.text):
         items.append(finished(begun("message"), text))
-    return items + [finished(begun("function_call", call), call.arguments_json) for call in reply.tool_calls]
+    calls = reply.tool_calls
+    return items + [finished(begun_call(call, functions), call.arguments_json) for call in calls]
 
 
-def begun(kind: str, call: ToolCall | None = None) -> Item:
-    """Return an item with nothing in it yet."""
-    prefix = {"reasoning": "rs", "message": "msg", "function_call": "fc"}[kind]
-    item: Item = {"id": f"{prefix}_{uuid.uuid4().hex}", "type": kind, "status": "in_progress"}
+def begun(kind: str) -> Item:
+    """Return reasoning or a message with nothing in it yet."""
     if kind == "reasoning":
-        return item | {"summary": [], "content": []}
-    if call is None:
-        return item | {"role": "assistant", "content": []}
-    return item | {"call_id": call.id, "name": call.name, "arguments": ""}
+        return _begun(kind, "rs") | {"summary": [], "content": []}
+    return _begun(kind, "msg") | {"role": "assistant", "content": []}
+
+
+def begun_call(call: ToolCall, functions: Functions) -> Item:
+    """Return a call without its arguments."""
+    name = functions.called(call.name).fields
+    return _begun("function_call", "fc") | {"call_id": call.id, **name, "arguments": ""}
+
+
+def _begun(kind: str, prefix: str) -> Item:
+    return {"id": f"{prefix}_{uuid.uuid4().hex}", "type": kind, "status": "in_progress"}
 
 
 def finished(item: Item, text: str, *, seals: bool = False) -> Item:

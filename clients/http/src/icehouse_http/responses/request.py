@@ -6,13 +6,14 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from icehouse_client import Message, Options, Tool
+from icehouse_client import Message, Options
 
 from icehouse_http.chat.request import set_format
-from icehouse_http.chat.turns import function_of, tool_options
+from icehouse_http.chat.turns import tool_options
 from icehouse_http.errors import ApiError
 from icehouse_http.exchange import Asked
 from icehouse_http.fields import INT32_MAX, Fields
+from icehouse_http.responses.functions import Functions, functions_of
 from icehouse_http.responses.items import messages_of, with_instructions
 from icehouse_http.responses.store import ResponseStore
 from icehouse_http.sampling import effort_options, form_options, sampling_of, session_of, target_options
@@ -29,6 +30,7 @@ class AskedResponse:
     asked: Asked
     messages: tuple[Message, ...]
     """The conversation without its instructions."""
+    functions: Functions
     is_stored: bool
     seals_reasoning: bool
     told: Mapping[str, Any]
@@ -49,7 +51,8 @@ def asked_of(
     options.update(target_options(target))
     options.update(form_options(settings))
     options.update(session_of(fields.text("prompt_cache_key"), headers))
-    options.update(tool_options(fields, _functions_of(fields)))
+    functions = functions_of(fields)
+    options.update(tool_options(fields, list(functions.tools)))
     reasoning = fields.object("reasoning") or Fields({})
     options.update(effort_options(target, reasoning.text("effort")))
     options["max_output_tokens"] = fields.token_limit("max_output_tokens") or INT32_MAX
@@ -63,6 +66,7 @@ def asked_of(
     return AskedResponse(
         Asked(prompt, options, fields.flag("stream")),
         messages,
+        functions,
         is_stored=fields.flag("store", default=True),
         seals_reasoning=_SEALED_REASONING in fields.texts("include"),
         told={"model": target.model.id, **_told(fields)},
@@ -78,11 +82,6 @@ def _earlier(fields: Fields, store: ResponseStore, scope: str) -> tuple[Message,
         message = f"the response {previous[:80]!r} is not kept here; send the whole conversation"
         raise ApiError(400, message, code="previous_response_not_found", param="previous_response_id")
     return messages
-
-
-def _functions_of(fields: Fields) -> list[Tool]:
-    """Return the functions. Tools that only OpenAI's servers run are left out, so none is called."""
-    return [function_of(tool) for tool in fields.objects("tools") if tool.text("type") == "function"]
 
 
 def _told(fields: Fields) -> dict[str, Any]:

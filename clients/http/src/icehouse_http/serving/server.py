@@ -12,7 +12,7 @@ from types import FrameType
 import uvicorn
 
 from icehouse_http.app import create_app
-from icehouse_http.connection import BoundedConnection
+from icehouse_http.bounds.connection import BoundedConnection
 from icehouse_http.serving.certificate import CertificateWatch, TlsFiles
 from icehouse_http.serving.logs import LOGGER_NAME
 from icehouse_http.settings import Settings

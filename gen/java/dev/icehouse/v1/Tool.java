@@ -209,6 +209,23 @@ private static final long serialVersionUID = 0L;
     return strict_;
   }
 
+  public static final int FOUND_LATER_FIELD_NUMBER = 5;
+  private boolean foundLater_ = false;
+  /**
+   * <pre>
+   * The model found this tool during the conversation, by a search for tools. A stable prompt
+   * (`PROMPT_FORM_STABLE`) has such tools behind the others, in the order sent, so that it stays the same up to
+   * the end of the others. It changes no prompt that is rendered exactly. Default: false.
+   * </pre>
+   *
+   * <code>bool found_later = 5;</code>
+   * @return The foundLater.
+   */
+  @java.lang.Override
+  public boolean getFoundLater() {
+    return foundLater_;
+  }
+
   private byte memoizedIsInitialized = -1;
   @java.lang.Override
   public final boolean isInitialized() {
@@ -235,6 +252,9 @@ private static final long serialVersionUID = 0L;
     if (strict_ != false) {
       output.writeBool(4, strict_);
     }
+    if (foundLater_ != false) {
+      output.writeBool(5, foundLater_);
+    }
     getUnknownFields().writeTo(output);
   }
 
@@ -256,6 +276,10 @@ private static final long serialVersionUID = 0L;
     if (strict_ != false) {
       size += com.google.protobuf.CodedOutputStream
         .computeBoolSize(4, strict_);
+    }
+    if (foundLater_ != false) {
+      size += com.google.protobuf.CodedOutputStream
+        .computeBoolSize(5, foundLater_);
     }
     size += getUnknownFields().getSerializedSize();
     memoizedSize = size;
@@ -280,6 +304,8 @@ private static final long serialVersionUID = 0L;
         .equals(other.getParametersJson())) return false;
     if (getStrict()
         != other.getStrict()) return false;
+    if (getFoundLater()
+        != other.getFoundLater()) return false;
     if (!getUnknownFields().equals(other.getUnknownFields())) return false;
     return true;
   }
@@ -300,6 +326,9 @@ private static final long serialVersionUID = 0L;
     hash = (37 * hash) + STRICT_FIELD_NUMBER;
     hash = (53 * hash) + com.google.protobuf.Internal.hashBoolean(
         getStrict());
+    hash = (37 * hash) + FOUND_LATER_FIELD_NUMBER;
+    hash = (53 * hash) + com.google.protobuf.Internal.hashBoolean(
+        getFoundLater());
     hash = (29 * hash) + getUnknownFields().hashCode();
     memoizedHashCode = hash;
     return hash;
@@ -439,6 +468,7 @@ private static final long serialVersionUID = 0L;
       description_ = "";
       parametersJson_ = "";
       strict_ = false;
+      foundLater_ = false;
       return this;
     }
 
@@ -483,6 +513,9 @@ private static final long serialVersionUID = 0L;
       }
       if (((from_bitField0_ & 0x00000008) != 0)) {
         result.strict_ = strict_;
+      }
+      if (((from_bitField0_ & 0x00000010) != 0)) {
+        result.foundLater_ = foundLater_;
       }
     }
 
@@ -548,6 +581,9 @@ private static final long serialVersionUID = 0L;
       if (other.getStrict() != false) {
         setStrict(other.getStrict());
       }
+      if (other.getFoundLater() != false) {
+        setFoundLater(other.getFoundLater());
+      }
       this.mergeUnknownFields(other.getUnknownFields());
       onChanged();
       return this;
@@ -594,6 +630,11 @@ private static final long serialVersionUID = 0L;
               bitField0_ |= 0x00000008;
               break;
             } // case 32
+            case 40: {
+              foundLater_ = input.readBool();
+              bitField0_ |= 0x00000010;
+              break;
+            } // case 40
             default: {
               if (!super.parseUnknownField(input, extensionRegistry, tag)) {
                 done = true; // was an endgroup tag
@@ -947,6 +988,56 @@ private static final long serialVersionUID = 0L;
     public Builder clearStrict() {
       bitField0_ = (bitField0_ & ~0x00000008);
       strict_ = false;
+      onChanged();
+      return this;
+    }
+
+    private boolean foundLater_ ;
+    /**
+     * <pre>
+     * The model found this tool during the conversation, by a search for tools. A stable prompt
+     * (`PROMPT_FORM_STABLE`) has such tools behind the others, in the order sent, so that it stays the same up to
+     * the end of the others. It changes no prompt that is rendered exactly. Default: false.
+     * </pre>
+     *
+     * <code>bool found_later = 5;</code>
+     * @return The foundLater.
+     */
+    @java.lang.Override
+    public boolean getFoundLater() {
+      return foundLater_;
+    }
+    /**
+     * <pre>
+     * The model found this tool during the conversation, by a search for tools. A stable prompt
+     * (`PROMPT_FORM_STABLE`) has such tools behind the others, in the order sent, so that it stays the same up to
+     * the end of the others. It changes no prompt that is rendered exactly. Default: false.
+     * </pre>
+     *
+     * <code>bool found_later = 5;</code>
+     * @param value The foundLater to set.
+     * @return This builder for chaining.
+     */
+    public Builder setFoundLater(boolean value) {
+
+      foundLater_ = value;
+      bitField0_ |= 0x00000010;
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * The model found this tool during the conversation, by a search for tools. A stable prompt
+     * (`PROMPT_FORM_STABLE`) has such tools behind the others, in the order sent, so that it stays the same up to
+     * the end of the others. It changes no prompt that is rendered exactly. Default: false.
+     * </pre>
+     *
+     * <code>bool found_later = 5;</code>
+     * @return This builder for chaining.
+     */
+    public Builder clearFoundLater() {
+      bitField0_ = (bitField0_ & ~0x00000010);
+      foundLater_ = false;
       onChanged();
       return this;
     }

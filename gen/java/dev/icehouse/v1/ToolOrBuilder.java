@@ -84,4 +84,16 @@ public interface ToolOrBuilder extends
    * @return The strict.
    */
   boolean getStrict();
+
+  /**
+   * <pre>
+   * The model found this tool during the conversation, by a search for tools. A stable prompt
+   * (`PROMPT_FORM_STABLE`) has such tools behind the others, in the order sent, so that it stays the same up to
+   * the end of the others. It changes no prompt that is rendered exactly. Default: false.
+   * </pre>
+   *
+   * <code>bool found_later = 5;</code>
+   * @return The foundLater.
+   */
+  boolean getFoundLater();
 }

@@ -49,25 +49,26 @@ public final class ToolOuterClass {
       descriptor;
   static {
     java.lang.String[] descriptorData = {
-      "\n\026icehouse/v1/tool.proto\022\013icehouse.v1\"R\n" +
+      "\n\026icehouse/v1/tool.proto\022\013icehouse.v1\"g\n" +
       "\004Tool\022\014\n\004name\030\001 \001(\t\022\023\n\013description\030\002 \001(\t" +
       "\022\027\n\017parameters_json\030\003 \001(\t\022\016\n\006strict\030\004 \001(" +
-      "\010\"\220\001\n\nToolChoice\022)\n\004mode\030\001 \001(\0162\033.icehous" +
-      "e.v1.ToolChoiceMode\022\014\n\004name\030\002 \001(\t\022\017\n\007all" +
-      "owed\030\003 \003(\t\022 \n\023parallel_tool_calls\030\004 \001(\010H" +
-      "\000\210\001\001B\026\n\024_parallel_tool_calls\"N\n\010ToolCall" +
-      "\022\n\n\002id\030\001 \001(\t\022\014\n\004name\030\002 \001(\t\022\026\n\016arguments_" +
-      "json\030\003 \001(\t\022\020\n\010repaired\030\004 \001(\010\"u\n\rToolCall" +
-      "Delta\022\r\n\005index\030\001 \001(\005\022\n\n\002id\030\002 \001(\t\022\014\n\004name" +
-      "\030\003 \001(\t\022\026\n\016arguments_json\030\004 \001(\t\022\021\n\twithdr" +
-      "awn\030\005 \001(\010\022\020\n\010repaired\030\006 \001(\010\"2\n\021Malformed" +
-      "ToolCall\022\014\n\004text\030\001 \001(\t\022\017\n\007problem\030\002 \001(\t*" +
-      "\243\001\n\016ToolChoiceMode\022 \n\034TOOL_CHOICE_MODE_U" +
-      "NSPECIFIED\020\000\022\031\n\025TOOL_CHOICE_MODE_AUTO\020\001\022" +
-      "\031\n\025TOOL_CHOICE_MODE_NONE\020\002\022\035\n\031TOOL_CHOIC" +
-      "E_MODE_REQUIRED\020\003\022\032\n\026TOOL_CHOICE_MODE_NA" +
-      "MED\020\004B<\n\017dev.icehouse.v1P\001Z\'icehouse.dev" +
-      "/api/icehouse/v1;icehousev1b\006proto3"
+      "\010\022\023\n\013found_later\030\005 \001(\010\"\220\001\n\nToolChoice\022)\n" +
+      "\004mode\030\001 \001(\0162\033.icehouse.v1.ToolChoiceMode" +
+      "\022\014\n\004name\030\002 \001(\t\022\017\n\007allowed\030\003 \003(\t\022 \n\023paral" +
+      "lel_tool_calls\030\004 \001(\010H\000\210\001\001B\026\n\024_parallel_t" +
+      "ool_calls\"N\n\010ToolCall\022\n\n\002id\030\001 \001(\t\022\014\n\004nam" +
+      "e\030\002 \001(\t\022\026\n\016arguments_json\030\003 \001(\t\022\020\n\010repai" +
+      "red\030\004 \001(\010\"u\n\rToolCallDelta\022\r\n\005index\030\001 \001(" +
+      "\005\022\n\n\002id\030\002 \001(\t\022\014\n\004name\030\003 \001(\t\022\026\n\016arguments" +
+      "_json\030\004 \001(\t\022\021\n\twithdrawn\030\005 \001(\010\022\020\n\010repair" +
+      "ed\030\006 \001(\010\"2\n\021MalformedToolCall\022\014\n\004text\030\001 " +
+      "\001(\t\022\017\n\007problem\030\002 \001(\t*\243\001\n\016ToolChoiceMode\022" +
+      " \n\034TOOL_CHOICE_MODE_UNSPECIFIED\020\000\022\031\n\025TOO" +
+      "L_CHOICE_MODE_AUTO\020\001\022\031\n\025TOOL_CHOICE_MODE" +
+      "_NONE\020\002\022\035\n\031TOOL_CHOICE_MODE_REQUIRED\020\003\022\032" +
+      "\n\026TOOL_CHOICE_MODE_NAMED\020\004B<\n\017dev.icehou" +
+      "se.v1P\001Z\'icehouse.dev/api/icehouse/v1;ic" +
+      "ehousev1b\006proto3"
     };
     descriptor = com.google.protobuf.Descriptors.FileDescriptor
       .internalBuildGeneratedFileFrom(descriptorData,
@@ -78,7 +79,7 @@ public final class ToolOuterClass {
     internal_static_icehouse_v1_Tool_fieldAccessorTable = new
       com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
         internal_static_icehouse_v1_Tool_descriptor,
-        new java.lang.String[] { "Name", "Description", "ParametersJson", "Strict", });
+        new java.lang.String[] { "Name", "Description", "ParametersJson", "Strict", "FoundLater", });
     internal_static_icehouse_v1_ToolChoice_descriptor =
       getDescriptor().getMessageTypes().get(1);
     internal_static_icehouse_v1_ToolChoice_fieldAccessorTable = new

@@ -87,7 +87,8 @@ class ThinPlan:
 
         blocks = laid(spans)
         halves: tuple[list[Block], ...] = (blocks,)
-        if len(spans) > 1 and not _shares_pages(blocks, group=group):
+        shares_pages = any(segment.column_count > group for block in blocks for segment in block.segments)
+        if len(spans) > 1 and not shares_pages:
             order = sorted(spans, key=lambda span: int(places.positions[span[0]]))
             halves = (laid(order[::2]), laid(order[1::2]))
         runs: list[tuple[int, int]] = []
@@ -109,11 +110,6 @@ def _blocks_of(
     return [
         _block(places, some, window=window, size=page_token_count, group=group) for some in alike.values()
     ]
-
-
-def _shares_pages(blocks: Sequence[Block], *, group: int) -> bool:
-    """Return whether some page is read for several queries."""
-    return any(segment.column_count > group for block in blocks for segment in block.segments)
 
 
 def _block(places: TokenPlaces, tokens: list[int], *, window: int | None, size: int, group: int) -> Block:

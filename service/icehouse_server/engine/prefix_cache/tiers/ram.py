@@ -7,7 +7,7 @@ its own. Its bytes count as free already, and the write queue bounds how many th
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import chain, islice
 
 from icehouse_server.domain.cache_stats import AgePercentiles, TierStats
@@ -70,7 +70,7 @@ class RamTier:
             is_queue_busy = self._spills.under_way_count > 0
             before_bytes = node.ram_bytes
             if not by_spilling:
-                self._evict([node])  # from a copy it may still be written
+                self._evict(node)  # from a copy it may still be written
             elif is_queue_busy and self._spills.wants(node) and not self._spills.has_credit(node):
                 break  # there will be credit once the queue is written
             else:
@@ -105,7 +105,7 @@ class RamTier:
         if spill is not None and spill.leaves_ram:
             may_stay = node.is_pinned and not is_pinned_on_ssd
             if not may_stay or not self._fits_after_all(node, None, protected=(node.hash,)):
-                self._evict([node])
+                self._evict(node)
 
     def lose_storage(self) -> None:
         """Nothing is written any more: all spills under way have ended, and blocks that were leaving go."""
@@ -181,19 +181,18 @@ class RamTier:
             node.spill.leaves_ram = True
             self._evict_copied(node)
         else:
-            self._evict([node])
+            self._evict(node)
 
     def _evict_copied(self, node: Node) -> None:
         """Evict a block that is leaving, if it is written from a copy."""
         if node.spill is not None and node.spill.leaves_ram and node.spill.is_copied:
-            self._evict([node])
+            self._evict(node)
 
-    def _evict(self, nodes: Iterable[Node]) -> None:
-        for node in nodes:
-            size_bytes = node.ram_bytes
-            if self._tree.drop(node):
-                self.stats.evicted_block_total += 1
-                self.stats.evicted_byte_total += size_bytes
+    def _evict(self, node: Node) -> None:
+        size_bytes = node.ram_bytes
+        if self._tree.drop(node):
+            self.stats.evicted_block_total += 1
+            self.stats.evicted_byte_total += size_bytes
 
     @property
     def _leaving(self) -> list[Node]:

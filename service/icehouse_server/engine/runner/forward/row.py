@@ -93,7 +93,9 @@ class Row:
         caches = self.caches
         taken = mark.fed_count if mark.states else count
         rewind.return_to(mark.states)
-        rewind.rewind([leaf for leaf in leaves(caches) if not class_of(leaf).is_state], taken)
+        for leaf in leaves(caches):
+            if not class_of(leaf).is_state:
+                class_of(leaf).rewind(leaf, taken)
         self.token_count -= taken
         return taken - count
 

@@ -28,7 +28,7 @@ class BoundedConnection(H11Protocol):
     pipeline_bytes: ClassVar[int] = 64 << 10
     """What may come behind a request that is not answered yet."""
     unread_bytes: ClassVar[int] = 32 << 20
-    """What is thrown away of a body that was refused: a caller that is still sending would not see the refusal."""
+    """What is thrown away of a body that was refused: who is still sending would not see the refusal."""
     connection_limit: ClassVar[int] = 1024
 
     _header_timer: asyncio.TimerHandle | None = None
@@ -44,8 +44,8 @@ class BoundedConnection(H11Protocol):
         if not has_room:
             transport.abort()
             return
-        # Whatever the system does not take is seen by `pause_writing`.
-        transport.set_write_buffer_limits(high=0)
+        # Whatever the system does not take is seen by `pause_writing`. With 0, TLS would pause for nothing.
+        transport.set_write_buffer_limits(high=1)
         if (opened := transport.get_extra_info("socket")) is not None:
             opened.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
         self._idle_since = self.loop.time()

@@ -1,7 +1,7 @@
-"""Rate at which callers may have large bodies read, so that one who sends many leaves the event loop to others.
+"""Rate at which callers may have large bodies read: one who sends many must leave the event loop to others.
 
-A large body makes its caller wait before the next one is read, several times as long as it took itself. Few of
-one caller's are read at once; those of different callers do not wait for each other.
+A large body makes its caller wait before the next one is read, several times as long as it took itself. Few
+of one caller's are read at once; those of different callers do not wait for each other.
 """
 
 from __future__ import annotations
