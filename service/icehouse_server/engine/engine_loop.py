@@ -93,8 +93,6 @@ class EngineLoop:
             park=self._park,
             fail=self._requests.fail,
         )
-        self._lacks_memory = False
-        """Whether the last step found a request that waits for memory."""
         self._drain_deadline: float | None = None
         self._dispatched: PassPlan | None = None
         self.is_idle = True
@@ -124,10 +122,7 @@ class EngineLoop:
         if not self._has_pass_to_run:
             self._output.publish()  # before readers that have just been sent off share the interpreter
         has_run = self._run_pass(spent_s=prepare_s or 0.0)
-        self._prefix.write_behind(
-            has_run=has_run, decodes=self._scheduler.decoding_count > 0, lacks_memory=self._lacks_memory
-        )
-        self._cache.spills.hand_over(may_wait=not has_run)
+        self._prefix.write_blocks(has_run=has_run, decodes=self._scheduler.decoding_count > 0)
         # Who was parked gave memory to others, who may go on although this step found nothing they could do.
         has_parked = self.counters.stats.parked_total > parked_before
         self.is_idle = not (has_begun or has_run or has_parked) and prepare_s is None
@@ -273,7 +268,7 @@ class EngineLoop:
                 blocked.append(sequence)
                 continue
             has_begun = True
-        self._lacks_memory = bool(blocked)
+        self._prefix.lacks_memory = bool(blocked)
         return has_begun
 
     def _begin(self, sequence: Sequence) -> None:

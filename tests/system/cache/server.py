@@ -261,11 +261,12 @@ class CacheServer:
         return engine, cache
 
     def settle(self) -> CacheStats:
-        """Wait until every spill is written or dropped; return the counters as they are then."""
+        """Wait until each spill is written or dropped and nothing waits for an idle disk; return what is
+        counted then."""
         while True:
             self._has_outcome.clear()
             _, cache = self.stats()
-            if cache.spill.queue_count == 0:
+            if cache.spill.queue_count == cache.spill.behind_waiting_count == 0:
                 return cache
             assert self._has_outcome.wait(BOUND_S), "the write queue never empties"
 

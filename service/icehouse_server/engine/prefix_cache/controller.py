@@ -130,6 +130,8 @@ class CacheController:
         """Sequences whose wait for SSD has ended, since they were last taken."""
         self._knows_headers: set[SequenceId] = set()
         """Sequences that have waited for headers, until they are planned."""
+        self.lacks_memory = False
+        """Whether a request waits for memory, as the loop saw it last."""
         self._waits_for_inventory = True
         """False once a prompt has waited too long for the first inventory: no other waits for it then."""
         self._in_flight = InFlightPrefixes(
@@ -467,16 +469,17 @@ class CacheController:
         """Whether blocks are on their way to SSD and may leave RAM once they are there."""
         return self.cache.spills.under_way_count > 0 and not self._waits.is_stalled
 
-    def write_behind(self, *, has_run: bool, decodes: bool, lacks_memory: bool) -> None:
-        """Have some blocks written to SSD after a step that leaves the disk idle: whether a pass has run,
-        whether any row decodes, and whether a request waits for memory."""
+    def write_blocks(self, *, has_run: bool, decodes: bool) -> None:
+        """Send blocks to SSD if the disk is idle, and hand over all that is copied by now. It is the end of a
+        step in which a pass `has_run`; only a step without one waits for copies."""
         beside = Beside.DECODE if decodes else Beside.PREFILL
         if not self.cache.is_inventory_due:
             self.cache.behind.offer(
                 beside if has_run else Beside.NOTHING,
                 is_restoring=bool(self._restores),
-                lacks_memory=lacks_memory,
+                lacks_memory=self.lacks_memory,
             )
+        self.cache.spills.hand_over(may_wait=not has_run)
 
     @property
     def _in_use(self) -> set[BlockHash]:
