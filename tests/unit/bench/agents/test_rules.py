@@ -30,7 +30,7 @@ def test_lru_hits_what_the_services_prefix_tree_hits(seed: int) -> None:
     tier = tier_bench(policy="off", ram_limit_bytes=10 * limit)
     tree, ram, found = tier.shelf.tree, tier.ram, []
     for number, prompt in enumerate(prompts):
-        keys = [block_id for block_id in prompt for _ in range(SIZE)]
+        keys = tuple(block_id for block_id in prompt for _ in range(SIZE))
         names = tree.chain_names(ROOT, keys)
         nodes = []
         for name in names:
