@@ -116,7 +116,7 @@ REASONS: Mapping[Reason, ReasonRow] = {
     Reason.MEMORY_SHORT: ReasonRow(_EXHAUSTED, "Other requests hold the memory that this one needs.", _WAIT),
     Reason.MEMORY_NEVER_FITS: ReasonRow(
         _PRECONDITION,
-        "The request, or at the start the model, needs more memory than this machine can give it.",
+        "The request needs more memory than this machine can give it.",
         "Shorten the prompt or the output, or use a smaller model or a bigger machine.",
         is_also_local=True,
     ),
