@@ -13,7 +13,7 @@ from pathlib import Path
 _ROOT = Path(__file__).parents[3]
 _FOLDER = _ROOT / "build" / "agents"
 _PINS = Path(__file__).with_name("programs.toml")
-_INSTALL_BOUND_S = 600.0
+_INSTALL_BOUND_S = 240.0
 _RUN_BOUND_S = 300.0
 _SHOWN_CHARACTERS = 4000
 
