@@ -86,6 +86,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=6, help="measured rounds of many callers, on each side")
     parser.add_argument("--callers", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=256, help="output tokens of each stream of many")
+    parser.add_argument(
+        "--apart",
+        action="store_true",
+        help="keep the server on one core, and the front and its callers on the others: as where a GPU computes",
+    )
     arguments = parser.parse_args()
     began = time.monotonic()
     found = asyncio.run(_measure(arguments))
@@ -102,7 +107,14 @@ async def _measure(arguments: argparse.Namespace) -> Found:
             log_file=OUT / "http.log",
             flags=(*_SERVER_FLAGS, "--decode-batch-limit", str(arguments.callers)),
         )
+        if arguments.apart:
+            # Processes keep the cores of whoever starts them.
+            cores = os.sched_getaffinity(0)
+            stack.callback(os.sched_setaffinity, 0, cores)
+            os.sched_setaffinity(0, {min(cores)})
         stack.enter_context(server)
+        if arguments.apart:
+            os.sched_setaffinity(0, cores - {min(cores)})
         url, pid = stack.enter_context(door(server.address, log=OUT / "http-front.log"))
         await asyncio.sleep(_SETTLE_S)
         idle, bare = memory_of(pid), bare_python_memory()
