@@ -89,7 +89,7 @@ def main() -> None:
     parser.add_argument(
         "--apart",
         action="store_true",
-        help="keep the server on one core, and the front and its callers on the others: as where a GPU computes",
+        help="keep the server on one core, the front and its callers on the others: as where a GPU computes",
     )
     arguments = parser.parse_args()
     began = time.monotonic()
