@@ -35,7 +35,8 @@ def test_every_message_with_a_prompt_that_is_cached_has_an_example() -> None:
         for file in files
         for service in pool.FindFileByName(f"icehouse/v1/{file}_service.proto").services_by_name.values()
         for method in service.methods
-        if "cache" in {field.name for field in method.input_type.fields}
+        if "cache" in (names := {field.name for field in method.input_type.fields})
+        and names & {"prompt", "query"}
     }
     assert {example["message"] for example in _EXAMPLES} == requests
 

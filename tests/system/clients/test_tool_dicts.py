@@ -88,7 +88,10 @@ def test_the_tools_that_may_be_called_may_be_dicts() -> None:
             "tools[1] has 'paramaters', which is not known; did you mean 'parameters'?",
         ),
         ({"name": "f", "input_schema": {}}, "did you mean 'parameters'?"),
-        ({"name": "f", "x": 1}, "there are description, name, parameters, parameters_json, strict"),
+        (
+            {"name": "f", "x": 1},
+            "there are description, found_later, name, parameters, parameters_json, strict",
+        ),
         (
             {"type": "function", "function": {"nmae": "f"}},
             "tools[1].function has 'nmae', which is not known; did you mean 'name'?",
