@@ -77,7 +77,9 @@ class Desk:
         return [
             Prompt(line["prompt_tokens"], line["cached_tokens"], line.get("session_id", ""))
             for line in lines
-            if line["message"] == "call_ended" and line.get("prompt_tokens", 0) >= least_tokens
+            if line["message"] == "call_ended"
+            and "cached_tokens" in line
+            and line["prompt_tokens"] >= least_tokens
         ]
 
 
