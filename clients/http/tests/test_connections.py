@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import uvicorn
-from icehouse_http.bounds.connection import BoundedConnection
+from icehouse_http.bounds.connection import REFUSED, BoundedConnection
 
 from clients.http.tests.fronts import HttpFront
 from clients.http.tests.test_hostile import answer_to, port_of
@@ -187,3 +187,35 @@ async def test_a_body_of_two_lengths_is_refused(front: HttpFront, lines: str) ->
     head = f"POST /v1/messages HTTP/1.1\r\nHost: a\r\nConnection: close\r\n{lines}"
     answer = await answer_to(front.url, head.encode())
     assert answer[:12] in (b"HTTP/1.1 400", b"HTTP/1.1 501"), answer
+
+
+async def test_nothing_is_read_behind_a_refusal_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, rests = 0, []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        nonlocal asked
+        asked += 1
+        scope[REFUSED] = True
+        headers = [(b"content-length", b"0")]
+        await send({"type": "http.response.start", "status": 429, "headers": headers})
+        await send({"type": "http.response.body"})
+
+    pause = BoundedConnection.on_response_complete
+
+    def paused(connection: BoundedConnection) -> None:
+        pause(connection)
+        rests.append((connection, connection.transport.is_reading()))
+
+    monkeypatch.setattr(BoundedConnection, "on_response_complete", paused)
+    monkeypatch.setattr(BoundedConnection, "rest_s", BOUND_S)
+    async with serving(app) as url:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port_of(url))
+        writer.write(GET)
+        assert b"429" in await reader.readuntil(b"\r\n\r\n")
+        [(connection, is_reading)] = rests
+        assert not is_reading and asked == 1
+        writer.write(GET)
+        connection.transport.resume_reading()
+        assert b"429" in await reader.readuntil(b"\r\n\r\n")
+        assert asked == 2
+        writer.close()

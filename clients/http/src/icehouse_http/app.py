@@ -19,6 +19,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
+from icehouse_http.bounds.connection import REFUSED
 from icehouse_http.bounds.json_size import JsonSize
 from icehouse_http.bounds.places import Places
 from icehouse_http.bounds.reading_rate import SMALL_BYTES, ReadingRate
@@ -50,6 +51,8 @@ _log = logging.getLogger(LOGGER_NAME)
 
 Endpoint = Callable[[Request, Caller], Awaitable[Response]]
 
+_RESTING = frozenset({401, 408, 413, 429})
+"""Refusals for what a caller does, as opposed to what it asks."""
 _WISHES = {("UNSUPPORTED", "max_reasoning_tokens"): "max_reasoning_tokens"}
 """Options that do without where the model cannot keep to them, by the refusal's reason and field."""
 _CODEX_WISHES = {("TOOLS_UNSUPPORTED", "tool_choice"): "parallel_tool_calls"}
@@ -145,6 +148,8 @@ class Front:
             except Exception:
                 _log.exception("http_request_failed", extra={"path": path_label(request.url.path)})
                 refusal = ApiError(500, "the HTTP front has a fault; its log says more", code="INTERNAL")
+            if refusal.status in _RESTING:
+                request.scope[REFUSED] = True
             return JSONResponse(refusal.body(dialect_of(request.url.path)), refusal.status, refusal.headers)
 
         return guard

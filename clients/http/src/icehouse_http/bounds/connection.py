@@ -13,6 +13,8 @@ from typing import Any, ClassVar
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+REFUSED = "icehouse_http.refused"
+"""Key of a request's scope: it was refused for what its caller does, who is to rest."""
 _SEND_BUFFER_BYTES = 256 << 10
 """What the system holds of an answer that its caller does not read, where it would hold megabytes."""
 _DROPPED_SHARE = 16
@@ -30,9 +32,12 @@ class BoundedConnection(H11Protocol):
     unread_bytes: ClassVar[int] = 32 << 20
     """What is thrown away of a body that was refused: who is still sending would not see the refusal."""
     connection_limit: ClassVar[int] = 1024
+    rest_s: ClassVar[float] = 1.0
+    """How long nothing is read behind a refusal; `retry-after` says as much."""
 
     _header_timer: asyncio.TimerHandle | None = None
     _read_timer: asyncio.TimerHandle | None = None
+    _rest_timer: asyncio.TimerHandle | None = None
     _thrown_away_bytes = 0
     _idle_since: float | None = None
     """None while a request is read or answered."""
@@ -61,16 +66,23 @@ class BoundedConnection(H11Protocol):
         self._watch()
 
     def on_response_complete(self) -> None:
-        """Wait for the next request, unless it is there already."""
+        """Wait for the next request, unless it is there already; behind a refusal after a rest."""
+        is_refused = self.cycle is not None and REFUSED in self.cycle.scope
         super().on_response_complete()
-        if not self._is_busy:
-            self._idle_since = self.loop.time()
+        if self._is_busy:
+            return
+        self._idle_since = self.loop.time()
+        if is_refused and not self.transport.is_closing():
+            self.transport.pause_reading()
+            self._rest_timer = self.loop.call_later(self.rest_s, self.transport.resume_reading)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Wait no more."""
         super().connection_lost(exc)
         self._stop()
         self.resume_writing()
+        if self._rest_timer is not None:
+            self._rest_timer.cancel()
 
     def pause_writing(self) -> None:
         """Begin to wait for the caller to read."""
