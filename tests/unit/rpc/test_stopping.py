@@ -124,11 +124,13 @@ async def test_watchers_of_health_are_told_and_then_left() -> None:
         health: Any = health_pb2_grpc.HealthStub(served.channel)
         watch = health.Watch(health_pb2.HealthCheckRequest(service=""))
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
-        # Wait for it before: gRPC's client drops what nobody waits for when the call's end comes.
-        reading = asyncio.ensure_future(watch.read())
-        await served.settle()
+        # gRPC's client drops what it has not handed over when the end comes, so the end waits for a call.
+        served.engine.script = hanging
+        stream = served.inference.Stream(REQUEST)
+        await stream.read()
         stopping = asyncio.create_task(served.server.stop(grace_s=BOUND_S))
-        assert (await reading).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        stream.cancel()
         await stopping
         assert (await read_to_error(watch)).code() is grpc.StatusCode.UNAVAILABLE
 
