@@ -119,7 +119,7 @@ def build_cache_parts(
                 task_queue_limit_count=_TASK_QUEUE_COUNT,
                 reader_thread_count=config.reader_thread_count,
                 share_beside_decode=share_beside_decode,
-                codec=_codec_on(device, Codec(config.codec)),
+                codec=codec_on(device, Codec(config.codec)),
             ),
             files=files,
             clock=clock,
@@ -129,7 +129,7 @@ def build_cache_parts(
     return CacheParts(settings=settings, adopt_budget_s=config.adopt_budget_ms / 1000, storage=storage)
 
 
-def _codec_on(device: Device, codec: Codec) -> Codec:
+def codec_on(device: Device, codec: Codec) -> Codec:
     """Return how blocks are stored. Compressing takes cores, and a model on the CPU computes with these, so
     there `auto` is raw: RAM hits beside it took twice as long."""
     return Codec.RAW if codec is Codec.AUTO and not device.is_gpu else codec
