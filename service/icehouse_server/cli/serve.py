@@ -34,7 +34,7 @@ from icehouse_server.bootstrap.machine import (
 )
 from icehouse_server.bootstrap.model_source import ServedModels, locate_models
 from icehouse_server.bootstrap.room import Room
-from icehouse_server.cli.http_door import LAST_WORDS_S, HttpDoor, http_door
+from icehouse_server.cli.http_child import LAST_WORDS_S, HttpChild, http_child
 from icehouse_server.cli.service.stop_bounds import BOUNDS
 from icehouse_server.cli.terminal.build_progress import build_progress
 from icehouse_server.clock import Clock, SystemClock
@@ -89,7 +89,7 @@ async def _serve(config: Config, clock: Clock, manager: ServiceManager, device: 
     check_free(config.server)
     check_metrics_free(config.telemetry)
     check_directory(config.cache)
-    async with http_door(config) as door:
+    async with http_child(config) as front:
         models = _located(config, device, narrator)
         with held(*models.folders):
             router = Router(asyncio.get_running_loop())
@@ -102,7 +102,7 @@ async def _serve(config: Config, clock: Clock, manager: ServiceManager, device: 
                     router=router,
                     clock=clock,
                 )
-            await _run(server, config, door, manager=manager, narrator=narrator)
+            await _run(server, config, front, manager=manager, narrator=narrator)
     has_failed = server.router.state is EngineState.FAILED
     await _leave_stuck_work(1 if has_failed else 0)
     _bound_end(1 if has_failed else 0)
@@ -123,12 +123,12 @@ def _located(config: Config, device: Device, narrator: Narrator) -> ServedModels
 
 
 async def _run(
-    server: Server, config: Config, door: HttpDoor | None, *, manager: ServiceManager, narrator: Narrator
+    server: Server, config: Config, front: HttpChild | None, *, manager: ServiceManager, narrator: Narrator
 ) -> None:
     """Start the parts, serve until a signal or the engine's end, and drain. Raises IcehouseError at the
     start."""
     stop_signal = _listen_for_signals()
-    address = await server.rpc.start(private_socket=None if door is None else door.private_socket)
+    address = await server.rpc.start(private_socket=None if front is None else front.private_socket)
     try:
         server.telemetry.start(server.rpc, server.clock)
         server.kv_events.start(address)
@@ -139,7 +139,7 @@ async def _run(
         await server.kv_events.stop()
         raise
     server.engine.start()
-    addresses = {"address": address} if door is None else {"address": address, "http": door.url}
+    addresses = {"address": address} if front is None else {"address": address, "http": front.url}
     try:
         if await _has_begun(server.router, stop_signal, narrator, addresses):
             assert server.router.model is not None, "an engine that is ready has a model"
@@ -149,7 +149,7 @@ async def _run(
                 await _until(server.router, EngineState.STOPPED, stop_signal)
     finally:
         manager.stopping()
-        await _drain(server, grace_s=config.server.drain_grace_s, narrator=narrator, door=door)
+        await _drain(server, grace_s=config.server.drain_grace_s, narrator=narrator, front=front)
 
 
 def _open_storage(server: Server, config: Config, narrator: Narrator) -> None:
@@ -237,20 +237,22 @@ async def _until(router: Router, state: EngineState, stop: asyncio.Event) -> Non
         stopping.cancel()
 
 
-async def _drain(server: Server, *, grace_s: float, narrator: Narrator, door: HttpDoor | None = None) -> None:
+async def _drain(
+    server: Server, *, grace_s: float, narrator: Narrator, front: HttpChild | None = None
+) -> None:
     ending_s = _BOUNDS.engine_s(grace_s=grace_s, flush_timeout_s=server.engine.flush_timeout_s)
     closing_s = _BOUNDS.close_s + _BOUNDS.closed_s
     with narrator.phase("server_drained"):
         ending_time = server.clock.monotonic() + ending_s
         server.engine.drain(grace_s=grace_s)
         async with _abandoned("calls", timeout_s=grace_s + _BOUNDS.edge_s):
-            if door is not None:
-                door.begin_stop()
+            if front is not None:
+                front.begin_stop()
             # The engine ends what does not finish in time, so the edge waits until it has reported that.
             await server.rpc.stop(grace_s=grace_s + 1)
             await server.kv_events.stop()
-            if door is not None:
-                await door.stop(timeout_s=LAST_WORDS_S)
+            if front is not None:
+                await front.stop(timeout_s=LAST_WORDS_S)
         left_s = max(0.0, ending_time - server.clock.monotonic())
         ended = await asyncio.to_thread(server.engine.join, timeout_s=left_s)
         closed = True

@@ -1,1 +1,1 @@
-"""The HTTP door of a real server: `icehouse-http` as its child."""
+"""The HTTP front of a real server: `icehouse-http` as its child."""

@@ -1,4 +1,4 @@
-"""The HTTP door as the server's child: it answers, comes back, and goes when the server goes."""
+"""The HTTP front as the server's child: it answers, comes back, and goes when the server goes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""HTTP door: `icehouse-http` as a child of the server, restarted when it dies and drained at the end.
+"""HTTP front: `icehouse-http` as a child of the server, restarted when it dies and drained at the end.
 
 The child inherits a socket that listens since before the model was looked for, so a taken port is refused at
 once, and callers who come while a child restarts wait in the socket's queue. It reaches the server by a Unix
@@ -46,7 +46,7 @@ class Delays:
         return delay_s
 
 
-class HttpDoor:
+class HttpChild:
     """The child, and the sockets on both of its sides."""
 
     def __init__(self, config: Config, *, listening: socket.socket, folder: Path) -> None:
@@ -64,7 +64,7 @@ class HttpDoor:
     async def start(self) -> None:
         """Run the child from now on. The first one exists when this returns."""
         await self._spawn()
-        self._running = asyncio.create_task(self._run(), name="http door")
+        self._running = asyncio.create_task(self._run(), name="http child")
 
     def begin_stop(self) -> None:
         """Take no new connections, and have the child end when its running requests have."""
@@ -131,8 +131,8 @@ class HttpDoor:
 
 
 @contextlib.asynccontextmanager
-async def http_door(config: Config) -> AsyncIterator[HttpDoor | None]:
-    """Run the door while the block does, None without a port; raises StartError for an address not to be had.
+async def http_child(config: Config) -> AsyncIterator[HttpChild | None]:
+    """Run the child while the block does, None without a port; raises StartError for a taken address.
 
     Whoever waits for its streams stops it before the block ends; else it is killed there.
     """
@@ -143,12 +143,12 @@ async def http_door(config: Config) -> AsyncIterator[HttpDoor | None]:
         contextlib.closing(listen_for_http(config.http, config.security)) as listening,
         tempfile.TemporaryDirectory(prefix="icehouse-") as folder,
     ):
-        door = HttpDoor(config, listening=listening, folder=Path(folder))
-        await door.start()
+        child = HttpChild(config, listening=listening, folder=Path(folder))
+        await child.start()
         try:
-            yield door
+            yield child
         finally:
-            await door.stop(timeout_s=0)
+            await child.stop(timeout_s=0)
 
 
 def _command(config: Config, *, descriptor: int, private_socket: Path) -> list[str]:

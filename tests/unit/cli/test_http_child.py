@@ -1,4 +1,4 @@
-"""The HTTP door without a model: what the child is told, and how often it is started again."""
+"""The HTTP front without a model: what the child is told, and how often it is started again."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from icehouse_http import command as front
 from icehouse_http.serving.certificate import TlsFiles
 from icehouse_http.serving.server import Listening
 from icehouse_http.settings import Settings
-from icehouse_server.cli import http_door
-from icehouse_server.cli.http_door import LAST_WORDS_S, Delays, HttpDoor
+from icehouse_server.cli import http_child
+from icehouse_server.cli.http_child import LAST_WORDS_S, Delays, HttpChild
 from icehouse_server.config import Config, load_config
 
 from tests.fixtures.patience import BOUND_S
@@ -28,7 +28,7 @@ def config(**settings: object) -> Config:
 
 def told(config: Config) -> tuple[Settings, Listening]:
     """Return what the child makes of its command line: its settings, and where it listens."""
-    _, *words = http_door._command(config, descriptor=7, private_socket=Path("/d/rpc"))
+    _, *words = http_child._command(config, descriptor=7, private_socket=Path("/d/rpc"))
     assert words[:3] == ["-P", "-m", "icehouse_http.command"]
     given = front._parser().parse_args(words[3:])
     assert given.ends_with_stdin
@@ -85,16 +85,16 @@ def test_delays_double_up_to_a_bound_and_begin_anew_after_a_long_life() -> None:
 
 
 @pytest.fixture
-async def door(tmp_path: Path) -> AsyncIterator[HttpDoor]:
+async def door(tmp_path: Path) -> AsyncIterator[HttpChild]:
     """A door that was not started."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        made = HttpDoor(config(), listening=listening, folder=tmp_path)
+        made = HttpChild(config(), listening=listening, folder=tmp_path)
         yield made
         await made.stop(timeout_s=BOUND_S)
 
 
 async def test_one_that_cannot_start_is_tried_again_until_the_stop(
-    door: HttpDoor, caplog: pytest.LogCaptureFixture
+    door: HttpChild, caplog: pytest.LogCaptureFixture
 ) -> None:
     door._command = ["/no/such/program"]
     await door.start()
@@ -106,7 +106,7 @@ async def test_one_that_cannot_start_is_tried_again_until_the_stop(
 
 
 async def test_one_that_does_not_end_is_killed(
-    door: HttpDoor, caplog: pytest.LogCaptureFixture, tmp_path: Path
+    door: HttpChild, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     deaf = tmp_path / "deaf"
     door._command = ["/bin/sh", "-c", f"trap '' TERM; : > {deaf}; exec sleep 1000"]
@@ -119,7 +119,7 @@ async def test_one_that_does_not_end_is_killed(
 
 
 async def test_its_folder_is_closed_to_others_and_goes_with_it() -> None:
-    async with http_door.http_door(config()) as door:
+    async with http_child.http_child(config()) as door:
         assert door is not None
         folder = door.private_socket.parent
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
@@ -127,5 +127,5 @@ async def test_its_folder_is_closed_to_others_and_goes_with_it() -> None:
 
 
 async def test_without_a_port_there_is_none() -> None:
-    async with http_door.http_door(load_config(flags={}, environ={}).config) as door:
+    async with http_child.http_child(load_config(flags={}, environ={}).config) as door:
         assert door is None
