@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Hashable
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import mlx.core as mx
 import numpy as np
@@ -136,4 +136,22 @@ class PagedAttention(Protocol):
 
     def read_pages(self, pool: Pool, pages: Ints) -> mx.array:
         """Return copies of these pages, [pages, layers, 2, KV heads, page tokens, head size]."""
+        ...
+
+
+@runtime_checkable
+class ReplayedAttention(PagedAttention, Protocol):
+    """A backend whose calls for a pass of one token a row depend on the places by an array alone, and on the
+    pool by `order`: such passes can be traced once and replayed."""
+
+    def array_of(self, places: TokenPlaces) -> mx.array:
+        """Return the places as its launches take them; of one length for about as many pages."""
+        ...
+
+    def launch_of(self, places: TokenPlaces, window: int | None) -> Hashable:
+        """Return what else its launches depend on: places with equal ones can be replayed for each other."""
+        ...
+
+    def placed(self, places: TokenPlaces, array: mx.array) -> TokenPlaces:
+        """Return these places, whose launches take another array."""
         ...

@@ -52,6 +52,8 @@ from icehouse_server.text.tokenizer import Tokenizer
 
 _log = logging.getLogger("icehouse.engine")
 
+_PROVING_PASSES = 8
+"""More than are seen before one is traced, and then proved."""
 _POOL_SHARE = 3 / 4
 """Of what may be used beside the weights: the rest is for what passes compute."""
 
@@ -149,9 +151,11 @@ class ModelRunner:
         self._page(self._page_groups, loaded)
         if self._paging.groups:
             self._warm_up(NO_ADAPTER)
+            self._prove_replays(NO_ADAPTER)
         for adapter, model in zip(self._source.adapters, adapted, strict=True):
             self._pipeline.forwards[adapter.name] = ForwardPass(model.tree, self._facts, self._paging)
             self._warm_up(adapter.name)
+            self._prove_replays(adapter.name)
         self._freed.bound(kv_bytes_per_token, memory_limit_bytes=self._settings.memory_limit_bytes)
         info = model_loader.describe(loaded, self._source, self._tokenizer, self._fingerprint_hex)
         if self._settings.warms_every_draw:
@@ -328,6 +332,22 @@ class ModelRunner:
         mx.reset_peak_memory()
         return footprint
 
+    def _prove_replays(self, adapter: AdapterName) -> None:
+        """Have two rows decode until replayed passes have been compared with built ones."""
+        replays = self._pipeline.forwards[adapter].replays
+        if not replays.is_usable:
+            return
+        ids = [SequenceId(-1), SequenceId(-2)]
+        for length, sequence_id in enumerate(ids, start=1):
+            self.open(sequence_id)
+            row = DecodeRow(SamplingParams(), prompt_token_ids=(0,) * length)
+            self.run([Chunk(sequence_id, row.prompt_token_ids, adapter, row=row)])
+        for _ in range(_PROVING_PASSES):
+            self.run([])
+        self.release(ids)
+        self.run([])
+        _log.info("replays_proved" if replays.is_proved else "replays_not_proved", extra={"adapter": adapter})
+
     def warm_up_more(self) -> bool:
         self._thread.check()
         if not self._warm_ups:
@@ -377,7 +397,7 @@ class ModelRunner:
                 if backend is not None
             ),
         )
-        self._pipeline.forwards[NO_ADAPTER].paging = self._paging
+        self._pipeline.forwards[NO_ADAPTER].page(self._paging)
         self.blocks.page(self._paging)
 
     def _attended_bytes(self, kv_bytes_per_token: int, *, number_bytes: int) -> int:

@@ -25,7 +25,8 @@ def test_tokens_are_those_of_the_row_alone(architecture: str, emulation: Emulati
     model = build(architecture)
     forward = ForwardPass(model, dataclasses.replace(examine(model), layer_count=0))
     kernels = GpuAttention(emulation.make_kernel, Language(header=HEADER))
-    forward.paging = paging = paging_of(model, forward, PassClock(), make_attention=lambda: kernels)
+    paging = paging_of(model, forward, PassClock(), make_attention=lambda: kernels)
+    forward.page(paging)
     assert paging.groups
     guests = []
     for number, length in enumerate((37, 12, 205, 1)):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import mlx.core as mx
@@ -95,6 +95,8 @@ class GpuAttention:
     def __init__(self, make_kernel: MakeKernel, language: Language) -> None:
         self._language = language
         self._settings: dict[tuple[int, int, int, int, float, bool], mx.array] = {}
+        self._block_counts: set[int] = set()
+        """Blocks a token and split, of all calls so far: a model's layers of one group make one kind."""
 
         def kernel(name: str, inputs: str, outputs: str, source: str) -> _Kernel:
             made: _Kernel = make_kernel(
@@ -166,6 +168,7 @@ class GpuAttention:
         group = head_count // shape.kv_head_count
         division = _division(shape, group)
         blocks = shape.kv_head_count * -(-group // division["HEADS"])
+        self._block_counts.add(blocks)
         on_device = self._on_device(places)
         keys_per_split, split_count = self._splits(on_device, places.positions[:token_count], window, blocks)
         sinks = [] if call.sinks is None else [call.sinks]
@@ -242,6 +245,21 @@ class GpuAttention:
     def read_pages(self, pool: Pool, pages: Ints) -> mx.array:
         return mx.take(pool.array, mx.array(pages) + pool.order, axis=0)
 
+    def array_of(self, places: TokenPlaces) -> mx.array:
+        return self._on_device(places).array
+
+    def launch_of(self, places: TokenPlaces, window: int | None) -> Hashable:
+        on_device = self._on_device(places)
+        splits = [
+            self._splits(on_device, places.positions, window or 0, blocks)
+            for blocks in sorted(self._block_counts)
+        ]
+        return (on_device.array.size, *splits)
+
+    def placed(self, places: TokenPlaces, array: mx.array) -> TokenPlaces:
+        splits = self._on_device(places).splits
+        return dataclasses.replace(places, derived={_OnDevice: _OnDevice(array, splits)})
+
     def _move_pages(self, pool: Pool, content: mx.array, sources: Ints, targets: Ints) -> None:
         if not len(targets):
             return
@@ -272,7 +290,7 @@ class GpuAttention:
         first_page = 3 * places.token_count
         begins = np.zeros(places.token_count, np.int32)
         begins[1:] = np.where(rows[1:] != rows[:-1], np.arange(1, places.token_count), 0)
-        numbers = np.zeros(max(first_page + len(places.pages), _LEAST_INPUT), np.int32)
+        numbers = np.zeros(_rounded(first_page + len(places.pages)), np.int32)
         numbers[0:first_page:3] = places.page_starts[rows] + first_page
         numbers[1:first_page:3] = positions
         numbers[2:first_page:3] = positions[np.maximum.accumulate(begins)]
@@ -308,6 +326,13 @@ class GpuAttention:
         (scale_bits,) = struct.unpack("<i", struct.pack("<f", scale))
         settings = self._settings[key] = mx.array([*key[:4], scale_bits, int(writes)], mx.int32)
         return settings
+
+
+def _rounded(count: int) -> int:
+    """Return one of few lengths that holds `count`: passes of about as many pages are replayed for each
+    other."""
+    step = max(_LEAST_INPUT, 1 << max(count.bit_length() - 3, 0))
+    return -(-count // step) * step
 
 
 def _pool_constants(shape: PoolShape) -> list[tuple[str, int | mx.Dtype]]:

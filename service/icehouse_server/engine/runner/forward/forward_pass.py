@@ -16,6 +16,7 @@ import mlx.core as mx
 
 from icehouse_server.domain.model import PassSplit
 from icehouse_server.engine.attention.cpu.rope import PASS_ANGLES
+from icehouse_server.engine.attention.port import TokenPlaces
 from icehouse_server.engine.kv.page_table import places_of
 from icehouse_server.engine.kv.paged_cache import Paging
 from icehouse_server.engine.kv_cache.cache_classes import Cache, leaves
@@ -39,6 +40,7 @@ from icehouse_server.engine.runner.forward.model_seam import (
     picked,
     share_angles,
 )
+from icehouse_server.engine.runner.forward.replay import Replays
 from icehouse_server.engine.runner.forward.row import Features, LayeredChunk, Row, Share, StateGroup
 from icehouse_server.engine.runner.forward.row_spans import Spans
 from icehouse_server.engine.runner.forward.splits import CacheSplit, PassFacts
@@ -71,8 +73,7 @@ class ForwardPass:
         self._group = StateGroup((), ())
         self._leaf_splits: list[CacheSplit] | None = None
         self._trunk: Trunk | None = None
-        self.paging = paging or Paging(())
-        """What of the KV of rows to come lies in pages."""
+        self.page(paging or Paging(()))
         self._embedding: Embedding | None = None
         """Known from the first pass on that has an image."""
         patch_attention(model)
@@ -82,6 +83,14 @@ class ForwardPass:
         if facts.gives_hidden:
             self._trunk = Trunk(model)
         self._window = LayerWindow(model) if facts.layer_count else None
+
+    def page(self, paging: Paging) -> None:
+        """Have what of the KV of rows to come lies in pages lie in these."""
+        self.paging = paging
+        is_all_paged = self.facts.modes == (PassSplit.ATTENTION,) and len(self.facts.caches) == sum(
+            len(group.layers) for group in paging.groups
+        )
+        self.replays = Replays(paging.groups if is_all_paged else (), self._decode)
 
     def run(self, token_ids: mx.array, shares: Sequence[Share]) -> PassOutput:
         """Feed every share's tokens, which lie in `token_ids` one share behind the other.
@@ -99,8 +108,11 @@ class ForwardPass:
         if self._leaf_splits is None:
             self._leaf_splits = _leaf_splits(self.facts.caches, shares[0].row.raw_caches)
         spans = Spans.of(shares)
+        places = self._places(spans)
+        if self.replays.takes(shares):
+            return self._decoded(token_ids, spans, places)
         self._regroup(spans)
-        views = self._views(spans, (row.raw_caches for row in spans.rows))
+        views = self._views(spans, (row.raw_caches for row in spans.rows), places)
         by_leaf = leaf_views(views) if self._group.stacked else []
         for index, stacked in self._group.stacked.items():
             layer = by_leaf[index]
@@ -123,6 +135,19 @@ class ForwardPass:
             share.row.token_count += share.token_count
         return self._output(spans, logits[:, 0] if logit_indices else None, hidden)
 
+    def _decoded(self, token_ids: mx.array, spans: Spans, places: Sequence[TokenPlaces]) -> PassOutput:
+        """Feed one token of each row and give its logits."""
+        logits = self.replays.run(token_ids, spans, places)
+        for row in spans.rows:
+            row.token_count += 1
+        return self._output(spans, logits, None)
+
+    def _decode(self, token_ids: mx.array, spans: Spans, places: Sequence[TokenPlaces]) -> mx.array:
+        """Build what such a pass computes: logits, [rows, vocabulary]."""
+        views = self._views(spans, (row.raw_caches for row in spans.rows), places)
+        logits, _ = self._built(spans, views, lambda: self._call(token_ids[:, None], views, None))
+        return logits[:, 0]
+
     def begin_layers(self, row: Row, token_ids: Sequence[int]) -> LayeredChunk:
         """Return a chunk that goes through the layers a few in each pass, by `run_layers`.
 
@@ -140,7 +165,7 @@ class ForwardPass:
         window = self._window
         assert window is not None, "This model's layers run together"
         spans = Spans.of([Share(chunk.row, len(chunk.token_ids))])
-        views = self._views(spans, [chunk.caches])
+        views = self._views(spans, [chunk.caches], self._places(spans))
         token_ids = mx.array(list(chunk.token_ids))[:, None]
 
         def call() -> object:
@@ -189,13 +214,27 @@ class ForwardPass:
                 trunk.is_on, trunk.indices, trunk.hidden = False, None, None
         return logits if gathers or indices is None else picked(logits, indices), hidden
 
-    def _views(self, spans: Spans, caches: Iterable[Sequence[Cache]]) -> list[View]:
+    def _places(self, spans: Spans) -> list[TokenPlaces]:
+        """Return where the pass's tokens lie in the pages of each group."""
+        begins = [row.token_count for row in spans.rows]
+        return [
+            places_of([row.table.runs[number] for row in spans.rows], begins, spans.counts)
+            for number in range(len(self.paging.groups))
+        ]
+
+    def _views(
+        self, spans: Spans, caches: Iterable[Sequence[Cache]], places: Sequence[TokenPlaces]
+    ) -> list[View]:
         """Return a view of each layer; `caches` are the rows' in the order of the spans."""
         columns = zip(*caches, strict=True)
         views = [
             view_of(column, spans, split) for column, split in zip(columns, self.facts.caches, strict=True)
         ]
-        _put_pages(self.paging, spans, views)
+        for group, own in zip(self.paging.groups, places, strict=True):
+            for index, layer in group.layers.items():
+                flat = views[index]
+                assert isinstance(flat, FlatLayer)
+                flat.paged = PagedLayer(group, own, layer)
         return views
 
     def _built(self, spans: Spans, views: Sequence[View], call: Callable[[], Built]) -> Built:
@@ -286,17 +325,6 @@ class ForwardPass:
         hidden_spans = _spans([share.hidden_count for share in shares])
         arrays = [*(array for array in joined if array is not None), *arrays]
         return PassOutput(joined[0], logit_spans, joined[1], hidden_spans, arrays)
-
-
-def _put_pages(paging: Paging, spans: Spans, views: Sequence[View]) -> None:
-    """Give layers whose KV is in pages the places of the pass's tokens."""
-    begins = [row.token_count for row in spans.rows]
-    for number, group in enumerate(paging.groups):
-        places = places_of([row.table.runs[number] for row in spans.rows], begins, spans.counts)
-        for index, layer in group.layers.items():
-            flat = views[index]
-            assert isinstance(flat, FlatLayer)
-            flat.paged = PagedLayer(group, places, layer)
 
 
 def _spans(counts: Sequence[int]) -> tuple[tuple[int, int], ...]:

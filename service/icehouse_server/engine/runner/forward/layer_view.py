@@ -257,6 +257,8 @@ def _attend_pages(
     is_first, layer.fetched = layer.fetched is None, []
     spans = layer.spans
     row_count, token_count = _together(spans, masks, takes_chunks=attention.attends_to_chunks)
+    if spans.is_traced and token_count < spans.token_count:
+        raise NotSplittable("a row's mask is that of this pass")
     if is_first and token_count == spans.token_count:
         return attention.attend(pool, queries, places, call, new)
     if is_first:

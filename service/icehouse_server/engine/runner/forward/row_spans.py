@@ -39,6 +39,8 @@ class Spans:
     """What each row brings of images that are seen whole; empty where none does."""
     shared: dict[Any, Any] = dataclasses.field(default_factory=dict)
     """What layers of one kind compute once a pass."""
+    is_traced: bool = False
+    """Whether the positions stand for those of any pass of as many rows (`replay`)."""
 
     @classmethod
     def of(cls, shares: Sequence[Share]) -> Spans:

@@ -71,7 +71,7 @@ def test_tokens_are_those_of_the_row_alone(architecture: str, backend: type[Page
         assert bool(paging.groups) is (architecture not in WITHOUT_PAGES)
         if not paging.groups:
             return
-        forward.paging = paging
+        forward.page(paging)
 
         def make(paging: Paging = paging) -> list[Any]:
             return paging.caches(make_prompt_cache(model))
@@ -126,7 +126,8 @@ def test_a_full_pool_waits_for_pages_of_earlier_passes_before_it_grows() -> None
 def test_a_window_lets_go_of_pages_that_it_has_left_behind() -> None:
     model = build("gemma3_text")
     forward = ForwardPass(model, dataclasses.replace(examine(model), layer_count=0))
-    forward.paging = paging = paging_of(model, forward, PassClock())
+    paging = paging_of(model, forward, PassClock())
+    forward.page(paging)
     assert paging.groups
     row = Row(paging.caches(make_prompt_cache(model)))
     guest = Guest(prompt_of(400, 1), *alone(model, prompt_of(400, 1), 4), row, prompt_of(400, 1))

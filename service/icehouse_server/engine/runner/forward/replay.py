@@ -1,0 +1,158 @@
+"""Replays of decode passes: the graph of a pass is traced once and then made anew without Python.
+
+Building a pass of 64 rows takes the host as long as MLX takes to give it to a GPU (7.9 of 14.9 ms, H100, 36
+layers). Decode passes of as many rows are the same graph over other numbers: tokens, positions, and where the
+KV lies. `mx.compile` keeps that graph; what is Python's in it (views, counts, the choice of a launch) is done
+once. Only where all KV is in pages whose backend takes their places as an array. Inference thread only.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import logging
+from collections.abc import Callable, Hashable, Sequence
+from typing import Final
+
+import mlx.core as mx
+
+from icehouse_server.engine.attention.build_hooks import EARLY_START
+from icehouse_server.engine.attention.port import ReplayedAttention, TokenPlaces
+from icehouse_server.engine.kv.page_table import PageGroup
+from icehouse_server.engine.runner.forward.row import Share
+from icehouse_server.engine.runner.forward.row_spans import Spans
+
+_log = logging.getLogger("icehouse.engine")
+
+_TRACE_LIMIT: Final = 128
+"""Graphs that are kept. One of 36 layers holds about 1,300 nodes and no numbers."""
+TRACED_WHEN_SEEN: Final = 2
+"""Times. Tracing takes as long as building twice, and many a pass never comes again."""
+_SEEN_LIMIT: Final = 1024
+_TOLERANCE: Final = 0.02
+"""Of the largest logit: operations that are joined round less often."""
+_PROOF_COUNT: Final = 2
+"""Passes that were replayed and built, and gave the same."""
+
+Build = Callable[[mx.array, Spans, Sequence[TokenPlaces]], mx.array]
+"""Build a decode pass of tokens, [rows], and return its logits, [rows, vocabulary]."""
+_Traced = Callable[..., list[mx.array]]
+
+
+class Replays:
+    """Traces of one module tree's decode passes. The first are built as well, which proves them here."""
+
+    def __init__(self, groups: Sequence[PageGroup], build: Build) -> None:
+        """All of the model's KV lies in these groups."""
+        self._groups = groups
+        self._attentions = [g.attention for g in groups if isinstance(g.attention, ReplayedAttention)]
+        self._build = build
+        self._seen: collections.Counter[Hashable] = collections.Counter()
+        self._traced: collections.OrderedDict[Hashable, _Traced] = collections.OrderedDict()
+        self._pools: list[mx.array] = []
+        """The pools' arrays that the traces hold."""
+        self._tracing: tuple[Spans, Sequence[TokenPlaces]] | None = None
+        self._proofs_left = _PROOF_COUNT
+        self.is_usable = bool(groups) and len(self._attentions) == len(groups)
+        self.replay_count = 0
+
+    @property
+    def is_proved(self) -> bool:
+        """Whether replayed passes have been compared with built ones, and are used."""
+        return self.is_usable and not self._proofs_left
+
+    def takes(self, shares: Sequence[Share]) -> bool:
+        """Whether a pass of these shares may be replayed: each row feeds one token and draws the next."""
+        return self.is_usable and all(
+            share.token_count == share.logit_count == 1
+            and not (share.hidden_count or share.features or share.may_be_taken_back)
+            and share.row.token_count
+            and share.row.rope_positions is None
+            for share in shares
+        )
+
+    def run(self, token_ids: mx.array, spans: Spans, places: Sequence[TokenPlaces]) -> mx.array:
+        """Return the logits of a pass, [rows, vocabulary], replayed where its graph is known."""
+        launches = tuple(
+            attention.launch_of(own, group.window)
+            for attention, group, own in zip(self._attentions, self._groups, places, strict=True)
+        )
+        traced = self._find((spans.token_count, token_ids.dtype, launches))
+        if traced is None:
+            return self._build(token_ids, spans, places)
+        pools = [group.pool for group in self._groups]
+        before = [pool.order for pool in pools]
+        arrays = [attention.array_of(own) for attention, own in zip(self._attentions, places, strict=True)]
+        self._tracing = spans, places
+        try:
+            logits, *orders = traced(token_ids, spans.positions, *arrays, *before)
+            for pool, order in zip(pools, orders, strict=True):
+                pool.order = order
+            if self._proofs_left:
+                self._prove(logits, token_ids, spans, places)
+        except Exception as error:  # whatever a model does with numbers that are not there yet
+            for pool, order in zip(pools, before, strict=True):
+                pool.order = order
+            self._give_up(f"{type(error).__name__}: {error}")
+            return self._build(token_ids, spans, places)
+        finally:
+            self._tracing = None
+        self.replay_count += 1
+        return logits
+
+    def _find(self, key: Hashable) -> _Traced | None:
+        """Return the graph of such passes; None where it is not worth one yet."""
+        arrays = [group.pool.array for group in self._groups]
+        if not all(a is b for a, b in zip(arrays, self._pools, strict=False)) or not self._pools:
+            self._traced.clear()  # a pool that has grown is another array
+            self._pools = arrays
+        if (known := self._traced.get(key)) is not None:
+            self._traced.move_to_end(key)
+            return known
+        self._seen[key] += 1
+        if self._seen[key] < TRACED_WHEN_SEEN:
+            return None
+        if len(self._seen) > _SEEN_LIMIT:
+            self._seen.clear()
+        made: _Traced = mx.compile(self._trace)
+        self._traced[key] = made
+        if len(self._traced) > _TRACE_LIMIT:
+            self._traced.popitem(last=False)
+        return made
+
+    def _trace(self, token_ids: mx.array, positions: mx.array, *arrays: mx.array) -> list[mx.array]:
+        """Build a pass of arrays that stand for those of any: called by MLX, once for each graph."""
+        assert self._tracing is not None, "A graph is traced only for the pass that needs it"
+        spans, places = self._tracing
+        count = len(self._groups)
+        own = [
+            attention.placed(one, array)
+            for attention, one, array in zip(self._attentions, places, arrays[:count], strict=True)
+        ]
+        pools = [group.pool for group in self._groups]
+        for pool, order in zip(pools, arrays[count:], strict=True):
+            pool.order = order
+        EARLY_START.end()  # nothing of a trace can be computed
+        stand_ins = dataclasses.replace(spans, positions=positions, shared={}, is_traced=True)
+        logits = self._build(token_ids, stand_ins, own)
+        return [logits, *(pool.order for pool in pools)]
+
+    def _prove(
+        self, logits: mx.array, token_ids: mx.array, spans: Spans, places: Sequence[TokenPlaces]
+    ) -> None:
+        """Build the pass as well and compare; what both write to the pages is the same. Raises ValueError
+        where the logits are not."""
+        built = self._build(token_ids, spans, places)
+        highest, apart = (_largest(array) for array in (built, built - logits))
+        if not apart <= _TOLERANCE * highest:
+            raise ValueError(f"logits are off by {apart:.3g} of {highest:.3g}")
+        self._proofs_left -= 1
+
+    def _give_up(self, why: str) -> None:
+        self.is_usable = False
+        self._traced.clear()
+        _log.warning("replay_unused", extra={"detail": why})
+
+
+def _largest(array: mx.array) -> float:
+    return float(mx.abs(array).max().item())  # type: ignore[arg-type]
