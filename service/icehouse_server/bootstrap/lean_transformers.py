@@ -44,7 +44,7 @@ def import_mlx_lm() -> None:
         with _without("torch"):
             # It keeps transformers from telling that there is no PyTorch.
             import mlx_lm  # noqa: F401
-            from transformers.utils import is_torch_available
+            from transformers.utils.import_utils import is_torch_available
 
             # The answer is remembered.
             is_torch_available()
