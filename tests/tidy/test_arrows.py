@@ -83,6 +83,7 @@ OWNERS = {
         "engine.sampling.",
     ),
     "mlx_lm": (
+        "bootstrap.lean_transformers",
         "engine.kv.paged_cache",
         "engine.kv_cache.cache_classes",
         "engine.runner.forward.",
@@ -90,7 +91,7 @@ OWNERS = {
         "engine.runner.mlx_lm",
     ),
     "mlx_vlm": ("engine.runner.vision.mlx_vlm",),
-    "transformers": ("engine.runner.mlx_lm", "vision.processor"),
+    "transformers": ("bootstrap.lean_transformers", "engine.runner.mlx_lm", "vision.processor"),
     "PIL": ("vision.",),
     "grpc": ("rpc.",),
     "grpc_health": ("rpc.",),

@@ -29,7 +29,7 @@ from icehouse_server.storage.local.directory.offline import OfflineStore, PurgeS
 from icehouse_server.storage.local.directory.reconcile import Discrepancy, Finding
 from icehouse_server.storage.local.encryption.constants import KEY_DETAIL
 
-app = CommandLine(help="Look into the SSD tier's directory, check it, move its blocks and remove them.")
+app = CommandLine()
 app.command("export")(cache_archive.export_directory)
 app.command("import")(cache_archive.import_directory)
 app.command("copy")(cache_archive.copy_directory)

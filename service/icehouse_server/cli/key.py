@@ -13,7 +13,7 @@ from icehouse_server.bootstrap.encryption import key_of_command, key_of_file, ne
 from icehouse_server.config import load_config
 from icehouse_server.errors import ConfigError, Reason, StartError, StorageError
 
-app = CommandLine(help="Make and change the key that blocks on SSD are encrypted with.")
+app = CommandLine()
 
 
 @app.command()

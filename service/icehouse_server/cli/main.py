@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.metadata
 import sys
 from typing import Annotated
@@ -12,9 +13,11 @@ from icehouse_client.cli import main as client
 from icehouse_client.cli.console import EXIT_FAILURE, EXIT_USAGE, AsJson, complain
 from icehouse_client.cli.main import CACHE, LOOK_AFTER, MODELS, CommandLine
 
+from icehouse_server.bootstrap.lean_transformers import import_mlx_lm
 from icehouse_server.bootstrap.preload import load_openblas
-from icehouse_server.cli import cache_directory, key, model_commands, token
+from icehouse_server.cli import model_commands, token
 from icehouse_server.cli.flags import SettingsCommand, show_config, with_settings
+from icehouse_server.cli.later_group import group_in
 from icehouse_server.cli.local.bench import bench
 from icehouse_server.cli.local.run import run
 from icehouse_server.cli.service import service_commands
@@ -40,15 +43,21 @@ def _serve(loaded: LoadedConfig) -> None:
     if loaded.config.engine.preload_enabled:
         load_openblas()
     enlarge_attention_plan_cache()
+    # What an import makes stays: looking through all of it for garbage was an eighth of the time.
+    gc.disable()
+    if not loaded.config.model.trust_remote_code:
+        import_mlx_lm()
     # Imported only now: MLX must find OpenBLAS there.
     from icehouse_server.cli.serve import serve
 
+    gc.enable()
     with first_words(loaded):
         serve(loaded)
 
 
 def _doctor(loaded: LoadedConfig, as_json: AsJson = False) -> None:
     """Check whether this machine is ready to serve, and say what to do if not."""
+    import_mlx_lm()
     from icehouse_server.cli.doctor import doctor
 
     if not doctor(loaded.config, as_json=as_json):
@@ -88,8 +97,18 @@ app.command("bench", rich_help_panel=LOOK_AFTER)(bench)
 app.command("doctor", cls=SettingsCommand, rich_help_panel=LOOK_AFTER)(with_settings(_doctor))
 app.command("config", cls=SettingsCommand, rich_help_panel=LOOK_AFTER)(with_settings(show_config))
 app.add_typer(service_commands.app, name="service", rich_help_panel=SERVE)
-app.add_typer(cache_directory.app, name="cache", rich_help_panel=CACHE)
-app.add_typer(key.app, name="key", rich_help_panel=CACHE)
+app.add_typer(
+    CommandLine(help="Look into the SSD tier's directory, check it, move its blocks and remove them."),
+    name="cache",
+    cls=group_in("icehouse_server.cli.cache_directory"),
+    rich_help_panel=CACHE,
+)
+app.add_typer(
+    CommandLine(help="Make and change the key that blocks on SSD are encrypted with."),
+    name="key",
+    cls=group_in("icehouse_server.cli.key"),
+    rich_help_panel=CACHE,
+)
 app.add_typer(token.app, name="token", rich_help_panel=LOOK_AFTER)
 
 

@@ -1,12 +1,8 @@
-"""Users' installs: the wheels and what they need, in an empty environment. It is small, serves, and answers.
-
-What our wheels need comes from the package index that pip and uv are set up for.
-"""
+"""Installs of users: the wheels and what they need, in an empty environment. They are small, and serve."""
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import tomllib
@@ -18,9 +14,9 @@ from icehouse_client import Client, Message
 from icehouse_server.cli.local.child_server import free_port, wait_until_serving
 from icehouse_server.demo.models import SMOLLM2
 
-from release import artifacts
 from tests.fixtures.demo_models import demo_model_dir
 from tests.fixtures.patience import BOUND_S
+from tests.fixtures.user_install import build_wheels, install, run, user_environ
 from tests.tidy.test_dependencies import names
 from tests.tidy.tree import ROOT
 
@@ -35,20 +31,6 @@ BROUGHT_BY_OTHERS = {"pydantic", "pyyaml", "requests"}
 """What the tests use too: huggingface-hub, mlx-lm and gguf bring them."""
 
 
-def run(command: list[str | Path], **variables: str) -> str:
-    """Return what a command prints; fails with all of it when the command does."""
-    done = subprocess.run(
-        command, env=user_environ() | variables, capture_output=True, text=True, timeout=BOUND_S, check=False
-    )
-    assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
-    return done.stdout
-
-
-def user_environ() -> dict[str, str]:
-    """Return the environment without what `make test` and developers add to it."""
-    return {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONDONTWRITEBYTECODE")}
-
-
 def size_bytes(folder: Path, *, but: str = "") -> int:
     """Return what a folder takes on disk, without files that end with `but`."""
     files = [path for path in folder.rglob("*") if not (but and path.name.endswith(but))]
@@ -58,18 +40,13 @@ def size_bytes(folder: Path, *, but: str = "") -> int:
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Return our wheels, the server's last, built as for a release."""
-    folder = tmp_path_factory.mktemp("release")
-    artifacts.copy_tree(folder / "tree", project_url=None)
-    return artifacts.build_python(folder / "tree", folder / "wheels", folder)
+    return build_wheels(tmp_path_factory.mktemp("release"))
 
 
 @pytest.fixture(scope="module")
 def environment(wheels: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a new environment in which the wheels were installed."""
-    folder = tmp_path_factory.mktemp("user") / "venv"
-    run([sys.executable, "-m", "venv", folder])
-    run([folder / "bin" / "pip", "install", "--quiet", "--no-compile", *wheels])
-    return folder
+    return install(wheels, tmp_path_factory.mktemp("user") / "venv", "--no-compile")
 
 
 @pytest.fixture(scope="module")

@@ -40,7 +40,9 @@ class PlainCommand(TyperCommand):
         return [_plain(parameter) for parameter in super().get_params(ctx)]
 
 
-class _PlainGroup(TyperGroup):
+class PlainGroup(TyperGroup):
+    """A group of commands, whose own help shows the same."""
+
     def get_params(self, ctx: Any) -> list[Any]:
         return [_plain(parameter) for parameter in super().get_params(ctx)]
 
@@ -48,10 +50,10 @@ class _PlainGroup(TyperGroup):
 class CommandLine(typer.Typer):
     """A command line, or a group of commands in one."""
 
-    def __init__(self, *, help: str, name: str | None = None) -> None:
+    def __init__(self, *, help: str | None = None, name: str | None = None) -> None:
         super().__init__(
             name=name,
-            cls=_PlainGroup,
+            cls=PlainGroup,
             help=help,
             no_args_is_help=True,
             pretty_exceptions_enable=False,
