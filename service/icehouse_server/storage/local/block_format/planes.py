@@ -33,8 +33,8 @@ _PARAMETERS = zstandard.ZstdCompressionParameters(
     hash_log=zstandard.HASHLOG_MIN,
     min_match=zstandard.MINMATCH_MAX,
 )
-"""Of Zstandard: its entropy coder, and as little search for repeats as it has. KV repeats nothing by more than
-chance, and what a search finds is longer than the entropy coder's and slower to decode."""
+"""Of Zstandard: its entropy coder, with the least search for repeats that it has. KV repeats itself by chance
+only, and such a repeat takes more bytes and time than the same numbers coded one by one."""
 _SIZE = struct.Struct("<I")
 
 Plane = npt.NDArray[np.uint8]
