@@ -1,8 +1,9 @@
 """`make bench CASE=cache`: what the prefix cache saves and what it costs, as ratios of one run.
 
 TTFT cold, from RAM and from SSD after a restart, side by side with mlx-lm's own server; inter-token times
-beside spilling and restoring neighbours; bytes on disk of conversations that share a prefix. The model
-has random weights and 128 KiB of KV per token (bench.random_model).
+beside spilling and restoring neighbours; bytes on disk of conversations that share a prefix; how soon a turn
+is on SSD, and how long a stop takes. The model has random weights and 128 KiB of KV per token
+(bench.random_model).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 
 from bench.cache_decode import DecodeTimes, measure_decode
 from bench.cache_disk import DiskUse, measure_disk
+from bench.cache_durable import Durability, durable_verdicts, measure_durable
 from bench.cache_ttft import PromptTimes, measure_ttft, ttft_ratios, ttft_seconds
 from bench.plots import plot_cache
 from bench.random_model import KV_BYTES_PER_TOKEN, make_random_model
@@ -32,7 +34,7 @@ from bench.report import (
     write_json,
 )
 
-PARTS = ("ttft", "decode", "disk")
+PARTS = ("ttft", "decode", "disk", "durable")
 PROMPT_TOKEN_COUNT = 1000
 
 
@@ -81,10 +83,18 @@ async def _measure(scratch: Path, log_file: Path, round_count: int, parts: Seque
             log_file=log_file,
             kv_bytes_per_token=KV_BYTES_PER_TOKEN,
         )
-    _report(prompts, decode, disk)
+    durable: list[Durability] = []
+    if "durable" in parts:
+        durable = await measure_durable(scratch=scratch, log_file=log_file, round_count=round_count)
+    _report(prompts, decode, disk, durable)
 
 
-def _report(prompts: Sequence[PromptTimes], decode: Sequence[DecodeTimes], disk: DiskUse | None) -> None:
+def _report(
+    prompts: Sequence[PromptTimes],
+    decode: Sequence[DecodeTimes],
+    disk: DiskUse | None,
+    durable: Sequence[Durability],
+) -> None:
     found = ttft_ratios(prompts) if prompts else {}
     costs = _decode_ratios(decode) if decode else {}
     verdicts: list[Verdict] = []
@@ -109,8 +119,11 @@ def _report(prompts: Sequence[PromptTimes], decode: Sequence[DecodeTimes], disk:
         ]
     if disk is not None:
         verdicts.append(Verdict("disk bytes / unique KV", spread_of([disk.ratio]), 1.03, False))
+    if durable:
+        verdicts += durable_verdicts(durable)
     show_verdicts(verdicts)
     content = {"setting": setting(), "ttft_ratios": found, "decode_ratios": costs, "disk": disk}
+    content["durable"] = durable
     path = write_json("cache", {**content, "targets": verdicts, "prompts": prompts, "decode": decode})
     console.print(str(path))
     if prompts:

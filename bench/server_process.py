@@ -98,6 +98,10 @@ class ServerProcess:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """End the child in order and wait for it; nothing when it has ended."""
         assert self._process is not None, "the server was never started"
         self._process.send_signal(signal.SIGTERM)
         try:

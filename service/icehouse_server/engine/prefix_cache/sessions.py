@@ -38,7 +38,8 @@ class _Session:
     ends: dict[BlockHash, None] = dataclasses.field(default_factory=dict)
     """The last blocks of its chains, in the order in which they were computed."""
     checkpoints: dict[BlockHash, int] = dataclasses.field(default_factory=dict)
-    """Blocks with checkpoints that count for it, each with the number of the request that used it last."""
+    """Blocks with checkpoints that count for it, each with the number of the request that used it last; none
+    without a budget."""
 
 
 class Sessions:
@@ -91,7 +92,7 @@ class Sessions:
             return
         session = self._open(tenant, key)
         self._note_end(session, node)
-        if RegionKind.CHECKPOINT in node.ram:
+        if self._checkpoint_limit and RegionKind.CHECKPOINT in node.ram:
             session.checkpoints[node.hash] = self._request_number
 
     def has_surplus(self, node: Node) -> bool:

@@ -242,3 +242,11 @@ def test_a_session_of_many_forks_remembers_no_more_checkpoints_than_its_budget()
         bench.compute([1_000 + fork])
     (session,) = bench.sessions._known.values()
     assert len(session.checkpoints) == 8
+
+
+def test_an_endless_session_without_a_budget_remembers_no_checkpoints() -> None:
+    bench = Checkpoints(HYBRID)
+    for fork in range(100):
+        bench.compute([1_000 + fork])
+    (session,) = bench.sessions._known.values()
+    assert session.checkpoints == {}

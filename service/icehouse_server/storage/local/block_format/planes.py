@@ -26,8 +26,15 @@ CHUNK_BYTES = 256 << 10
 RATIO_LIMIT = 16
 """A chunk takes at least this part of its bytes; one that would take less stays as it is. So a file cannot
 declare more memory than this times its size."""
-_LEVEL = 1
-"""Of Zstandard: higher levels gain nothing on KV and are slower."""
+_PARAMETERS = zstandard.ZstdCompressionParameters(
+    strategy=zstandard.STRATEGY_FAST,
+    target_length=0,
+    window_log=CHUNK_BYTES.bit_length() - 1,
+    hash_log=zstandard.HASHLOG_MIN,
+    min_match=zstandard.MINMATCH_MAX,
+)
+"""Of Zstandard: its entropy coder, with the least search for repeats that it has. KV repeats itself by chance
+only, and such a repeat takes more bytes and time than the same numbers coded one by one."""
 _SIZE = struct.Struct("<I")
 
 Plane = npt.NDArray[np.uint8]
@@ -46,11 +53,14 @@ class PlaneEncoder:
     """Encodes chunks, one after another. One thread."""
 
     def __init__(self) -> None:
-        self._zstd = zstandard.ZstdCompressor(level=_LEVEL, write_content_size=True)
+        self._zstd = zstandard.ZstdCompressor(compression_params=_PARAMETERS)
 
     def encode(self, data: Plane, *, width: int) -> list[memoryview]:
         """Return a chunk's table and planes."""
-        planes = [np.ascontiguousarray(data[number::width]) for number in range(width)]
+        numbers = data.view(f"<u{width}")
+        # Several times as fast as copies with a stride.
+        shifted = (numbers >> 8 * number if number else numbers for number in range(width))
+        planes = [plane.astype(np.uint8, copy=False) for plane in shifted]
         stored = [self._shorter(plane) for plane in planes]
         if sum(map(len, stored)) * RATIO_LIMIT < data.nbytes:
             stored = [plane.data for plane in planes]
@@ -77,11 +87,10 @@ class PlaneDecoder:
             decoded.append(self._plane(planes[begin : begin + size_bytes], target.nbytes // width))
             begin += size_bytes
         if width == 2:
-            # Four times as fast as two strided copies.
+            # Three times as fast as two strided copies.
             numbers = target.view("<u2")
-            np.copyto(numbers, decoded[1])
-            np.left_shift(numbers, 8, out=numbers)
-            np.bitwise_or(numbers, decoded[0], out=numbers)
+            np.multiply(decoded[1], 256, out=numbers, dtype=np.uint16)
+            np.add(numbers, decoded[0], out=numbers)
             return
         for number, plane in enumerate(decoded):
             target[number::width] = plane

@@ -1,0 +1,162 @@
+"""Durability: how soon a turn is on SSD, and how long a stop takes with a gigabyte of fresh blocks.
+
+The same bytes are written and synced as plain files before and after each stop, in the same directory: what
+the disk does then is what the stop is compared with.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from icehouse.v1 import cache_stats_pb2
+
+from bench.cache_ttft import connected
+from bench.grpc_clients import READ_WRITE, Client, token_request
+from bench.random_model import KV_BYTES_PER_TOKEN, RandomModel, make_random_model
+from bench.report import Spread, Verdict, console, ratios, show_table, spread_of
+from bench.server_process import ServerProcess
+
+TURN_TOKEN_COUNT = 1024
+TURN_COUNT = 8
+"""A gigabyte of KV together."""
+ALL_WRITTEN_TARGET_S = 10.0
+STOP_TARGET_RATIO = 1.5
+"""3 s for what a disk of 0.5 GB/s writes in 2 s."""
+_FILE_BYTES = 32 << 20
+_WAIT_LIMIT_S = 120.0
+_FLAGS = ("--ram-bytes", "4GiB", "--flush-timeout-s", "80", "--no-restore-or-recompute")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Durability:
+    """One round. A plain write is of as many bytes as the stop found in RAM alone."""
+
+    all_written_s: float
+    """From the end of one turn until every complete block of it is on SSD."""
+    unwritten_share: float
+    """Of a gigabyte, when the stop began right behind the last turn."""
+    behind_stop_s: float
+    """That stop."""
+    behind_plain_s: float
+    evict_stop_s: float
+    """A stop that finds all of it unwritten, as with `--spill-policy on_evict`."""
+    evict_plain_s: float
+
+
+async def measure_durable(*, scratch: Path, log_file: Path, round_count: int) -> list[Durability]:
+    """Return one entry a round, each with directories of its own."""
+    model_path = make_random_model(scratch, which=RandomModel.THIN)
+    found = []
+    for number in range(round_count):
+        dice = random.Random(number)
+        directory = scratch / f"durable-{number}"
+        server = ServerProcess(
+            model=str(model_path), cache_directory=directory / "behind", log_file=log_file, flags=_FLAGS
+        )
+        with server:
+            async with connected(server.address) as client:
+                all_written_s = await _seconds_until_written(client, dice)
+                written_bytes = (await _spill(client)).persisted_byte_total
+                await _fill(client, dice)
+                written_bytes = (await _spill(client)).persisted_byte_total - written_bytes
+            whole_bytes = TURN_COUNT * TURN_TOKEN_COUNT * KV_BYTES_PER_TOKEN
+            left_bytes = max(0, whole_bytes - written_bytes)
+            behind_stop_s, behind_plain_s = _time_stop(server, directory, left_bytes)
+        server = ServerProcess(
+            model=str(model_path),
+            cache_directory=directory / "evict",
+            log_file=log_file,
+            flags=(*_FLAGS, "--spill-policy", "on_evict"),
+        )
+        with server:
+            async with connected(server.address) as client:
+                await _fill(client, dice)
+                assert not (await _spill(client)).persisted_byte_total, "it was not to be written yet"
+            evict_stop_s, evict_plain_s = _time_stop(server, directory, whole_bytes)
+        share = left_bytes / whole_bytes
+        found.append(
+            Durability(all_written_s, share, behind_stop_s, behind_plain_s, evict_stop_s, evict_plain_s)
+        )
+        console.print(f"durability, round {number + 1} of {round_count}")
+    return found
+
+
+async def _seconds_until_written(client: Client, dice: random.Random) -> float:
+    await _turn(client, dice)
+    ended_s = time.perf_counter()
+    while (spill := await _spill(client)).behind_waiting_count or spill.queue_count:
+        assert time.perf_counter() < ended_s + _WAIT_LIMIT_S, spill
+    return time.perf_counter() - ended_s
+
+
+async def _fill(client: Client, dice: random.Random) -> None:
+    for _ in range(TURN_COUNT):
+        await _turn(client, dice)
+
+
+async def _turn(client: Client, dice: random.Random) -> None:
+    tokens = [dice.randrange(10, 210) for _ in range(TURN_TOKEN_COUNT)]
+    await client.stream(token_request(tokens, max_output_tokens=1, cache=READ_WRITE))
+
+
+async def _spill(client: Client) -> cache_stats_pb2.CacheSpillStats:
+    return (await client.stats()).cache.spill
+
+
+def _time_stop(server: ServerProcess, directory: Path, size_bytes: int) -> tuple[float, float]:
+    """Return the seconds of the stop, and of a plain write of so many bytes, measured before and after."""
+    before_s = _plain_write_s(directory, size_bytes)
+    began_s = time.perf_counter()
+    server.stop()
+    stop_s = time.perf_counter() - began_s
+    return stop_s, statistics.mean((before_s, _plain_write_s(directory, size_bytes)))
+
+
+def _plain_write_s(directory: Path, size_bytes: int) -> float:
+    """Write and sync files as large as blocks."""
+    data = random.Random(0).randbytes(_FILE_BYTES)
+    path = directory / "plain"
+    spent_s = 0.0
+    while size_bytes > 0:
+        began_s = time.perf_counter()
+        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
+        written = os.write(descriptor, memoryview(data)[:size_bytes])
+        os.fsync(descriptor)
+        os.close(descriptor)
+        spent_s += time.perf_counter() - began_s
+        path.unlink()
+        size_bytes -= written
+    return spent_s
+
+
+def durable_verdicts(found: Sequence[Durability]) -> list[Verdict]:
+    """Print the seconds and return the targets."""
+    written = spread_of(one.all_written_s for one in found)
+    rows: list[tuple[str, Spread]] = [
+        ("until a turn of 128 MiB is on SSD, s", written),
+        ("share of 1 GiB not on SSD right behind the last turn", spread_of(o.unwritten_share for o in found)),
+        ("that stop, s", spread_of(one.behind_stop_s for one in found)),
+        ("plain write of what was not on SSD, s", spread_of(one.behind_plain_s for one in found)),
+        ("stop with all of 1 GiB to write, s", spread_of(one.evict_stop_s for one in found)),
+        ("plain write of it, s", spread_of(one.evict_plain_s for one in found)),
+    ]
+    show_table(
+        "Until blocks outlive the process", ("what", "median (min to max)"), ((n, s.text()) for n, s in rows)
+    )
+    whole = spread_of(one.evict_plain_s for one in found)
+    console.print(
+        f"the disk wrote {TURN_COUNT * TURN_TOKEN_COUNT * KV_BYTES_PER_TOKEN / 1e6 / whole.median:.0f} MB/s"
+    )
+    stops = ratios([o.evict_stop_s for o in found], [o.evict_plain_s for o in found])
+    behind = ratios([o.behind_stop_s for o in found], [o.evict_plain_s for o in found])
+    return [
+        Verdict("turn on SSD, s", written, ALL_WRITTEN_TARGET_S, False),
+        Verdict("stop behind 1 GiB / plain write of it", behind, STOP_TARGET_RATIO, False),
+        Verdict("the same, nothing written behind", stops, STOP_TARGET_RATIO, False),
+    ]
