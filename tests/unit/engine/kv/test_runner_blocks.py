@@ -168,6 +168,27 @@ def test_what_is_written_is_memory_of_the_host(
         assert np.shares_memory(np.asarray(mine.data), np.asarray(own.data)) is is_unified
 
 
+def test_a_copy_of_pages_is_not_copied_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading what a device without unified memory shows the host is slow, and not this thread's work."""
+    monkeypatch.setattr(runner_blocks, "find_backend", lambda: Backend.CUDA)
+    runner = runner_of(tiny_model_dir(tmp_path, "llama"), is_pipelined=False)
+    runner.open(SequenceId(1))
+    runner.run([Chunk(SequenceId(1), PROMPT[:16])])
+    region = runner.blocks.cut(SequenceId(1), start=0, stop=16, kinds=[RegionKind.KV])[RegionKind.KV]
+    shown, really = [], regions.bytes_of
+
+    def read(flat: mx.array) -> memoryview:
+        shown.append(really(flat))
+        return shown[-1]
+
+    monkeypatch.setattr(regions, "bytes_of", read)
+    copy = runner.blocks.begin_to_host([region])
+    (host,) = copy.take()
+    assert copy.is_apart
+    for tensor in host.tensors:
+        assert any(np.shares_memory(np.asarray(tensor.data), np.asarray(view)) for view in shown)
+
+
 def restore_beside_passes(
     folder: Path,
     kinds: list[RegionKind],
