@@ -89,7 +89,7 @@ OWNERS = {
         "engine.runner.identity.kv_code",
         "engine.runner.mlx_lm",
     ),
-    "mlx_vlm": ("engine.runner.vision.mlx_vlm",),
+    "mlx_vlm": ("engine.runner.vision.mlx_vlm", "vision.processor"),
     "transformers": ("engine.runner.mlx_lm", "vision.processor"),
     "PIL": ("vision.",),
     "grpc": ("rpc.",),
