@@ -113,7 +113,7 @@ OWNERS = {
     "smg_grpc_proto": ("rpc.worker.",),
     "zmq": ("rpc.kv_events.zmq_publisher",),
     "msgpack": ("rpc.kv_events.zmq_publisher",),
-    "huggingface_hub": ("bootstrap.hub",),
+    "huggingface_hub": ("bootstrap.hub", "bootstrap.kept_models"),
     "safetensors": ("demo.mlx_folder",),
     "tokenizers": ("demo.gemma", "demo.mlx_folder", "demo.smollm2"),
     "typer": ("cli.",),

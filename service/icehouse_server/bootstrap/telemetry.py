@@ -27,7 +27,7 @@ from icehouse_server.telemetry.status_page.page import ReportRules, StatusPage
 if TYPE_CHECKING:
     # Slow to import: only who asks for metrics or traces pays for it.
     from icehouse_server.telemetry.call_spans import CallSpans
-    from icehouse_server.telemetry.prometheus import PrometheusEndpoint, PrometheusMeter
+    from icehouse_server.telemetry.prometheus import MetricsServer, PrometheusMeter
 
 _log = logging.getLogger("icehouse.boot")
 
@@ -42,21 +42,16 @@ class TelemetryParts:
         settings = config.telemetry
         check_status_page(config)
         self._config = config
-        self._endpoint: PrometheusEndpoint | None = None
+        self._meter: PrometheusMeter | None = None
+        self._server: MetricsServer | None = None
         metrics: tuple[CallMetrics, ...] = ()
         if settings.metrics_port is not None:
-            # Slow to import: only who asks for metrics pays for it.
-            from icehouse_server.telemetry.prometheus import PrometheusEndpoint, PrometheusMeter
+            from icehouse_server.telemetry.prometheus import PrometheusMeter
 
-            meter = PrometheusMeter()
-            self._endpoint = PrometheusEndpoint(
-                meter, host=settings.metrics_host, port=settings.metrics_port, names=settings.own_names
-            )
-            metrics = (CallMetrics(meter),)
+            self._meter = PrometheusMeter()
+            metrics = (CallMetrics(self._meter),)
         self._spans = _open_spans(settings)
-        wants_samples = (
-            self._endpoint is not None or settings.load_report_enabled or config.fleet.worker_enabled
-        )
+        wants_samples = self._meter is not None or settings.load_report_enabled or config.fleet.worker_enabled
         self.watchers = Telemetry(
             wire=metrics,
             calls=metrics,
@@ -90,21 +85,29 @@ class TelemetryParts:
 
     def start(self, rpc: RpcServer, clock: Clock) -> None:
         """Open the metrics endpoint; raises StartError when its address cannot be had. Event loop only."""
-        if self._endpoint is None:
+        settings, meter = self._config.telemetry, self._meter
+        if settings.metrics_port is None or meter is None:
             return
-        page = None
-        if self._config.telemetry.status_page_enabled:
-            page = open_status_page(self._config, rpc.status, meter=self._endpoint.meter, clock=clock)
-        poller = rpc.poller
-        url = self._endpoint.start(lambda: poller.latest, None if page is None else page.pages)
-        _log.info("metrics_opened", extra={"url": url})
-        if page is not None:
-            _log.info("status_page_opened", extra={"url": url.removesuffix("metrics")})
+        from icehouse_server.telemetry.prometheus import serve_metrics
+
+        shows_page, poller = settings.status_page_enabled, rpc.poller
+        page = open_status_page(self._config, rpc.status, meter=meter, clock=clock) if shows_page else None
+        self._server = serve_metrics(
+            meter,
+            lambda: poller.latest,
+            host=settings.metrics_host,
+            port=settings.metrics_port,
+            names=settings.own_names,
+            pages=page and page.pages,
+        )
+        _log.info("metrics_opened", extra={"url": f"{self._server.url}metrics"})
+        if shows_page:
+            _log.info("status_page_opened", extra={"url": self._server.url})
 
     def stop(self) -> None:
         """Close the endpoint and send the last spans. May block for seconds, so not on the event loop."""
-        if self._endpoint is not None:
-            self._endpoint.stop()
+        if self._server is not None:
+            self._server.stop()
         if self._spans is not None:
             self._spans.stop()
 

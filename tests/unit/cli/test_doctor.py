@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from icehouse_server.cli import doctor
-from icehouse_server.cli.doctor import Check, CheckVerdict
+from icehouse_server.cli.doctor import Answer, CheckVerdict
 from icehouse_server.config import (
     CacheConfig,
     Config,
@@ -280,10 +280,10 @@ def test_without_an_ssd_tier_there_is_no_directory_to_tell_of(tmp_path: Path) ->
 def test_one_failure_makes_the_whole_fail(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    checks = [Check("a", CheckVerdict.OK, "fine"), Check("b", CheckVerdict.WARN, "hm [x]", "do this")]
-    monkeypatch.setattr(doctor, "CHECKS", [lambda config, c=c: c for c in checks])
+    answers = {"a": Answer(CheckVerdict.OK, "fine"), "b": Answer(CheckVerdict.WARN, "hm [x]", "do this")}
+    monkeypatch.setattr(doctor, "CHECKS", {n: lambda config, a=a: a for n, a in answers.items()})
     assert doctor.doctor(Config())
     shown = capsys.readouterr().out
     assert "hm [x]" in shown and "do this" in shown
-    monkeypatch.setattr(doctor, "CHECKS", [lambda config: Check("c", CheckVerdict.FAIL, "bad", "mend it")])
+    monkeypatch.setattr(doctor, "CHECKS", {"c": lambda config: Answer(CheckVerdict.FAIL, "bad", "mend it")})
     assert not doctor.doctor(Config())
