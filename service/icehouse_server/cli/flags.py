@@ -162,7 +162,7 @@ def _parameter(setting: Setting) -> inspect.Parameter:
     name = f"{setting.flag}/--no-{setting.flag.removeprefix('--')}" if switch else setting.flag
     option = typer.Option(
         name,
-        metavar=None if switch else _METAVARS.get(setting.kind, "|".join(setting.choices)),
+        metavar=None if switch else _METAVARS.get(setting.kind, "|".join(map(str, setting.choices))),
         help=_help_text(setting),
         show_default=False,
     )
