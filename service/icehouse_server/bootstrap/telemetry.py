@@ -98,7 +98,7 @@ class TelemetryParts:
             host=settings.metrics_host,
             port=settings.metrics_port,
             names=settings.own_names,
-            pages=page and page.pages,
+            pages=None if page is None else page.pages,
         )
         _log.info("metrics_opened", extra={"url": f"{self._server.url}metrics"})
         if shows_page:

@@ -25,8 +25,8 @@ from icehouse_server.bootstrap.model_source import find_reply_format, find_sight
 from icehouse_server.bootstrap.preload import find_openblas, openblas_loaded, runs_on_cpu
 from icehouse_server.bootstrap.room import Room, existing_folder, folder_size
 from icehouse_server.config import Config
-from icehouse_server.demo.build import can_be_built, is_built
-from icehouse_server.demo.models import DEMO_MODELS, DemoModel
+from icehouse_server.demo.build import is_built
+from icehouse_server.demo.models import DEMO_MODELS
 from icehouse_server.device import Device, find_device
 from icehouse_server.domain.model import Sight
 from icehouse_server.errors import ModelError, Reason, StartError, extra_command
@@ -169,7 +169,9 @@ def check_model(config: Config) -> Answer:
     """Is the model there, or can it be had?"""
     name = config.model.model
     if name in DEMO_MODELS:
-        return _check_demo_model(DEMO_MODELS[name])
+        demo = DEMO_MODELS[name]
+        is_here = f"in {demo.folder}" if is_built(demo) else "fetched with pip and made at the first start"
+        return _ok(f"{name}, {is_here}")
     folder = Path(name).expanduser()
     if not folder.is_dir():
         if "/" in name and not name.startswith((".", "/", "~")):
@@ -213,14 +215,6 @@ def check_replies(config: Config) -> Answer:
         advice = f"nothing reads {' '.join(format.unread_markers)}: texts may hold them"
         return _warn(detail, advice)
     return _ok(detail)
-
-
-def _check_demo_model(model: DemoModel) -> Answer:
-    if is_built(model):
-        return _ok(f"{model.name}, in {model.folder}")
-    if can_be_built(model):
-        return _ok(f"{model.name}, fetched with pip and made at the first start")
-    return _fail("pip, which fetches the demo model, is missing", "python -m ensurepip")
 
 
 def check_address(config: Config) -> Answer:

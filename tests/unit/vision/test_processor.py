@@ -296,7 +296,7 @@ def test_an_image_too_narrow_for_a_view_is_refused_rather_than_cut(tmp_path: Pat
 
 def test_the_second_file_counts_where_both_speak_of_views(tmp_path: Path) -> None:
     folder = tiny_vision_dir(tmp_path, "lfm2_vl")
-    before, text = low(open_processor(folder, "lfm2_vl"), noise(400, 300))
+    before, _ = low(open_processor(folder, "lfm2_vl"), noise(400, 300))
     fewer = {"image_processor": {"min_image_tokens": 1, "max_image_tokens": 1}}
     (folder / "processor_config.json").write_text(json.dumps(fewer))
     after, _ = low(open_processor(folder, "lfm2_vl"), noise(400, 300))
