@@ -14,7 +14,7 @@ from icehouse_server.config import Config, TelemetryConfig
 from icehouse_server.domain.call import SpillRecord
 from icehouse_server.domain.request import call_of
 from icehouse_server.domain.stats import ServerStatus
-from icehouse_server.errors import ConfigError, Reason, StartError, imports_of_extra
+from icehouse_server.errors import Reason, StartError, imports_of_extra
 from icehouse_server.rpc.calls.watchers import Telemetry
 from icehouse_server.rpc.listen_address import is_loopback
 from icehouse_server.rpc.rpc_server import RpcServer
@@ -126,24 +126,10 @@ def _open_spans(settings: TelemetryConfig) -> CallSpans | None:
 
 
 def check_status_page(config: Config) -> None:
-    """Raise ConfigError or StartError for settings of the page that cannot be served."""
+    """Raise StartError where the page would show text to other machines."""
     settings = config.telemetry
-    if settings.status_page_enabled and settings.metrics_port is None:
-        raise ConfigError(
-            Reason.CONFIG_INVALID,
-            "telemetry.status_page_enabled is on, and the page has no port; set telemetry.metrics_port",
-            field="telemetry.metrics_port",
-        )
-    if not settings.status_page_text_enabled:
-        return
-    if not settings.status_page_enabled:
-        raise ConfigError(
-            Reason.CONFIG_INVALID,
-            "telemetry.status_page_text_enabled is on, and the page that would show text is off; set "
-            "telemetry.status_page_enabled",
-            field="telemetry.status_page_enabled",
-        )
-    if not (config.security.allow_insecure_public or is_loopback(settings.metrics_host)):
+    is_guarded = config.security.allow_insecure_public or is_loopback(settings.metrics_host)
+    if settings.status_page_text_enabled and not is_guarded:
         raise StartError(
             Reason.ADDRESS_INSECURE,
             f"telemetry.metrics_host = {settings.metrics_host!r} can be reached from other machines, and "

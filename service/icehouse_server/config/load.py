@@ -192,6 +192,12 @@ def _contradictions(config: Config) -> Iterator[tuple[str, str]]:
     if config.server.uds is not None and len(os.fsencode(config.server.uds)) > 103:
         what = f"= {config.server.uds!r} is longer than the 103 bytes that a socket path may have"
         yield "server.uds", what
+    page = config.telemetry
+    if page.status_page_enabled and page.metrics_port is None:
+        yield "telemetry.metrics_port", "is not set, and telemetry.status_page_enabled needs it for the page"
+    if page.status_page_text_enabled and not page.status_page_enabled:
+        what = "is off, and telemetry.status_page_text_enabled shows text on that page"
+        yield "telemetry.status_page_enabled", what
     yield from _half_security(config.security)
     try:
         _ = config.http.alias_pairs
