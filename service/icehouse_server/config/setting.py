@@ -185,13 +185,8 @@ def _read(raw: object, kind: SettingKind) -> Value:
             return _read_bytes(raw)
         case SettingKind.NAMED_PATHS:
             return _read_named_paths(raw)
-        case (
-            SettingKind.COUNT
-            | SettingKind.SECONDS
-            | SettingKind.MILLISECONDS
-            | SettingKind.RATIO
-            | SettingKind.NUMBER
-        ):
+        case _:
+            assert kind in _NUMBERS, kind
             return _read_number(raw, is_whole=kind is SettingKind.COUNT)
 
 
