@@ -50,7 +50,7 @@ from icehouse_server.rpc.listen_address import is_loopback
 from icehouse_server.rpc.rpc_server import RpcServer
 from icehouse_server.storage.api import ColdTier
 from icehouse_server.storage.local.block_format.block_bytes import BlockBytes
-from icehouse_server.structured_output.compiler import GrammarCompiler, stack_bytes
+from icehouse_server.structured_output.compiler import GrammarCompiler
 from icehouse_server.structured_output.probe_process import ProbeLimits, ProbeProcess
 from icehouse_server.text.tokenizer import Tokenizer
 from icehouse_server.text.tokenizer_archive import read_tokenizer_archive
@@ -193,7 +193,7 @@ def grammar_compiler(config: Config, source: ModelSource, tokenizer: Tokenizer) 
     # A form is compiled twice, and may wait for another one.
     limits = ProbeLimits(
         cpu_s=max(1, round(config.server.grammar_timeout_s / 4)),
-        stack_bytes=stack_bytes(config.server.max_grammar_bytes),
+        stack_bytes=GrammarCompiler.stack_bytes(config.server.max_grammar_bytes),
     )
     return GrammarCompiler(
         tokenizer,
