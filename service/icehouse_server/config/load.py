@@ -96,19 +96,14 @@ def load_config(
 def _read_file(file: Path) -> dict[str, object]:
     try:
         document = tomllib.loads(read_small_file(file.expanduser()).content.decode("utf-8"))
-    except OSError as error:
-        raise _invalid(
-            f"cannot read the config file {file}: {error.strerror}; check --config", field="config"
-        ) from error
-    except ValueError as error:
-        # Of TOML, of UTF-8, or of a number with more digits than Python reads.
+    except (ValueError, RecursionError) as error:
+        # Of TOML, of UTF-8, of a number with more digits than Python reads, or of tables within tables.
         raise _invalid(f"the config file {file} is not valid TOML: {error}", field="config") from error
-    except RecursionError as error:
-        raise _invalid(f"the config file {file} is nested too deeply", field="config") from error
-    except RuntimeError as error:
+    except (OSError, RuntimeError) as error:
+        # A home folder is of nobody where there is no such user.
+        why = error.strerror if isinstance(error, OSError) else str(error)
         raise _invalid(
-            f"the config file {file} is in the home folder of a user who has none; check --config",
-            field="config",
+            f"cannot read the config file {file}: {why}; check --config", field="config"
         ) from error
     known = {s.key for s in SETTINGS}
     found: dict[str, object] = {}
