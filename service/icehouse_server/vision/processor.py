@@ -54,14 +54,16 @@ class PreparedImage:
 
 
 class ImageProcessor:
-    """Processor of one model. `inner` is that of transformers; digests depend on `fingerprint` as well."""
+    """Processor of one model. `inner` is that of transformers; digests depend on `fingerprint` as well.
+    `token_count` is that of each image or tile, where all have as many."""
 
     mark = "<image>"
     """What the chat template writes for an image; its tokens are spelled the same."""
 
-    def __init__(self, inner: Any, fingerprint: bytes) -> None:
+    def __init__(self, inner: Any, fingerprint: bytes, *, token_count: int = 0) -> None:
         self._inner = inner
         self._fingerprint = fingerprint
+        self._token_count = token_count
 
     def prepare(self, image: Image.Image, detail: ImageDetail = ImageDetail.AUTO) -> PreparedImage:
         """Return the tensors and the text of one image. Raises whatever transformers raises for an image that
@@ -114,16 +116,12 @@ def open_processor(path: Path, model_type: str) -> ImageProcessor:
             raise _not_served(path, "leaves images as large as they are (do_resize)", instead="true")
         settings = RowSettings.of(_read(path / "config.json"), configs[1])
         return RowProcessor(inner, fingerprint + repr(settings).encode(), settings)
-    tile_token_count = int(configs[1].get("image_seq_len", _DEFAULT_TILE_TOKENS))
-    return TileProcessor(inner, fingerprint, tile_token_count=tile_token_count)
+    token_count = int(configs[1].get("image_seq_len", _DEFAULT_TILE_TOKENS))
+    return TileProcessor(inner, fingerprint, token_count=token_count)
 
 
 class TileProcessor(ImageProcessor):
     """SmolVLM and Idefics3: an image is tiles of equally many tokens, with the whole image behind them."""
-
-    def __init__(self, inner: Any, fingerprint: bytes, *, tile_token_count: int) -> None:
-        super().__init__(inner, fingerprint)
-        self._tile_token_count = tile_token_count
 
     def prepare(self, image: Image.Image, detail: ImageDetail = ImageDetail.AUTO) -> PreparedImage:
         cut = {"do_image_splitting": False} if detail is ImageDetail.LOW else {}
@@ -142,7 +140,7 @@ class TileProcessor(ImageProcessor):
         shape = sent.shape(PIXELS, sent.count, None, _CHANNELS, side, side)
         counts = [len(sent.runs(index)) for index in range(sent.count)]
         for index, count in enumerate(counts):
-            sent.check_runs(index, (self._tile_token_count,) * count)
+            sent.check_runs(index, (self._token_count,) * count)
             sent.check_size(index, width=count * side, height=side)
         if max(counts) != shape[1]:
             sent.refuse(PIXELS, f"has {shape[1]} tiles; by its tokens an image has {max(counts)} at most")
@@ -160,12 +158,12 @@ class TileProcessor(ImageProcessor):
         ]
 
     def _image(self, mask: npt.NDArray[np.bool_], pixels: Pixels) -> ImageInput:
-        count = mask.shape[1] * self._tile_token_count
+        count = mask.shape[1] * self._token_count
         return self._input(count, pixel_attention_mask=mask, pixel_values=pixels)
 
     def _text(self, row_count: int, column_count: int) -> str:
         """As mlx-vlm and transformers write it: the tiles row by row, then the whole."""
-        border, tokens = "<fake_token_around_image>", self.mark * self._tile_token_count
+        border, tokens = "<fake_token_around_image>", self.mark * self._token_count
         text = ""
         for row in range(1, row_count + 1):
             tiles = [f"{border}<row_{row}_col_{n}>{tokens}" for n in range(1, column_count + 1)]
@@ -226,10 +224,6 @@ class WholeProcessor(ImageProcessor):
     """Gemma 3: every image is scaled to one size; each of its tokens attends to all of them."""
 
     mark = "<start_of_image>"
-
-    def __init__(self, inner: Any, fingerprint: bytes, *, token_count: int) -> None:
-        super().__init__(inner, fingerprint)
-        self._token_count = token_count
 
     def prepare(self, image: Image.Image, detail: ImageDetail = ImageDetail.AUTO) -> PreparedImage:
         """Return the same at every level: there is one size."""
