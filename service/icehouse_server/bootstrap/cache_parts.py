@@ -12,6 +12,7 @@ from pathlib import Path
 
 from icehouse_server.bootstrap.encryption import open_cipher
 from icehouse_server.bootstrap.machine import cache_limit
+from icehouse_server.bootstrap.room import existing_folder
 from icehouse_server.clock import Clock
 from icehouse_server.config import CacheConfig, Config, TenantConfig
 from icehouse_server.device import Device
@@ -158,7 +159,7 @@ def check_directory(cache: CacheConfig) -> None:
 def _check_place(cache: CacheConfig) -> None:
     """Raise StartError for a folder that cannot be made or written; warn of a disk that is nearly full."""
     directory = cache.block_directory.absolute()
-    existing = next(folder for folder in (directory, *directory.parents) if folder.exists())
+    existing = existing_folder(directory)
     is_read_only = bool(os.statvfs(existing).f_flag & os.ST_RDONLY)
     if existing.is_dir() and (is_read_only or os.access(existing, os.R_OK | os.W_OK | os.X_OK)):
         free_bytes, floor_bytes = shutil.disk_usage(existing).free, cache.free_space_floor_bytes

@@ -16,7 +16,7 @@ from icehouse_server.bootstrap.model_source import check_files
 from icehouse_server.bootstrap.preload import openblas_loaded
 from icehouse_server.bootstrap.telemetry import TelemetryParts
 from icehouse_server.clock import Clock
-from icehouse_server.config import CacheConfig, Config, EngineConfig, ModelConfig
+from icehouse_server.config import Config, EngineConfig, ModelConfig
 from icehouse_server.config.setting import NamedPath
 from icehouse_server.device import Device
 from icehouse_server.domain.events import Event
@@ -50,7 +50,7 @@ from icehouse_server.rpc.listen_address import is_loopback
 from icehouse_server.rpc.rpc_server import RpcServer
 from icehouse_server.storage.api import ColdTier
 from icehouse_server.storage.local.block_format.block_bytes import BlockBytes
-from icehouse_server.structured_output.compiler import GrammarCompiler, stack_bytes
+from icehouse_server.structured_output.compiler import GrammarCompiler
 from icehouse_server.structured_output.probe_process import ProbeLimits, ProbeProcess
 from icehouse_server.text.tokenizer import Tokenizer
 from icehouse_server.text.tokenizer_archive import read_tokenizer_archive
@@ -153,7 +153,9 @@ def build_server(
         make_prefix=lambda: cache.open_controller(runner, clock),
         tokenizer=tokenizer,
         mailbox=mailbox,
-        listener=EngineListener(router, tokenizer, image_reader(config, source), block_files(config.cache)),
+        listener=EngineListener(
+            router, tokenizer, image_reader(config, source), BlockBytes() if config.cache.has_ssd else None
+        ),
         clock=clock,
         memory_limit_bytes=memory_limit(config.engine.memory_limit_bytes, device),
     )
@@ -168,11 +170,6 @@ def build_server(
         worker=worker_parts(config, source, running_limit=limits.running_limit, kv_events=kv_events.source),
     )
     return Server(engine, rpc, router, clock, cache.storage, telemetry, kv_events)
-
-
-def block_files(cache: CacheConfig) -> BlockFiles | None:
-    """Return what reads and writes archives' block files; None without an SSD tier."""
-    return BlockBytes() if cache.has_ssd else None
 
 
 def runner_settings(config: Config, device: Device) -> RunnerSettings:
@@ -196,7 +193,7 @@ def grammar_compiler(config: Config, source: ModelSource, tokenizer: Tokenizer) 
     # A form is compiled twice, and may wait for another one.
     limits = ProbeLimits(
         cpu_s=max(1, round(config.server.grammar_timeout_s / 4)),
-        stack_bytes=stack_bytes(config.server.max_grammar_bytes),
+        stack_bytes=GrammarCompiler.stack_bytes(config.server.max_grammar_bytes),
     )
     return GrammarCompiler(
         tokenizer,
@@ -288,31 +285,25 @@ def waiting_limits(config: EngineConfig) -> WaitingLimits:
     )
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
 class EngineListener:
-    """Passes the engine's events to the router, and the model together with its tokenizer."""
+    """Passes the engine's events to the router, and the model together with what its callers need of it."""
 
-    def __init__(
-        self,
-        router: Router,
-        tokenizer: Tokenizer,
-        images: ImageReader | None = None,
-        block_files: BlockFiles | None = None,
-    ) -> None:
-        self._router = router
-        self._tokenizer = tokenizer
-        self._images = images
-        self._block_files = block_files
+    router: Router
+    tokenizer: Tokenizer
+    images: ImageReader | None
+    block_files: BlockFiles | None
 
     def publish(self, events: Sequence[tuple[RequestId, Event]]) -> None:
-        self._router.publish(events)
+        self.router.publish(events)
 
     def model_loaded(self, info: ModelInfo) -> None:
         if info.reply_format is not None:
             _log_replies(info.reply_format)
-        self._router.model_loaded(ServedModel(info, self._tokenizer, self._images, self._block_files))
+        self.router.model_loaded(ServedModel(info, self.tokenizer, self.images, self.block_files))
 
     def state_changed(self, state: EngineState, error: IcehouseError | None) -> None:
-        self._router.state_changed(state, error)
+        self.router.state_changed(state, error)
 
 
 def _log_replies(format: ReplyFormatInfo) -> None:

@@ -1,4 +1,4 @@
-"""Hub of models: fetches one into the cache on this machine, and tells and removes what is there.
+"""Hub of models: fetches one into the cache on this machine.
 
 The cache is the `huggingface_hub` library's, which other programs share; HF_HOME moves it. The library is
 imported when it is needed: that takes a while, and most servers serve a folder.
@@ -6,14 +6,12 @@ imported when it is needed: that takes a while, and most servers serve a folder.
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import fnmatch
 import logging
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from icehouse_server.bootstrap.room import WEIGHT_FILES, ModelSize
 from icehouse_server.errors import IcehouseError, ModelError, Reason
@@ -22,22 +20,6 @@ _log = logging.getLogger("icehouse.boot")
 
 _ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$", re.ASCII)
 _FILES = ["*.json", WEIGHT_FILES, "*.py", "tokenizer.model", "*.tiktoken", "*.txt", "*.jinja"]
-_TIMEOUT_S = 10.0
-"""For the question how large a model is; the library has its own for downloads."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class CachedModel:
-    """A model in the hub's cache, with all of its revisions."""
-
-    hub_id: str
-    size_bytes: int
-    read_time: float
-    """Unix time at which one of its files was read last, as far as the file system keeps it."""
-    folder: Path
-    snapshots: tuple[Path, ...]
-    """One folder for each revision: what a server serves."""
-    revisions: tuple[str, ...]
 
 
 def is_hub_id(name: str) -> bool:
@@ -66,35 +48,8 @@ def fetch(hub_id: str, *, on_size: Callable[[ModelSize], None]) -> Path:
         raise _refusal(hub_id, error) from error
 
 
-def cached_models() -> list[CachedModel]:
-    """Return the models in the hub's cache, by name."""
-    found = [
-        CachedModel(
-            hub_id=repo.repo_id,
-            size_bytes=repo.size_on_disk,
-            read_time=repo.last_accessed,
-            folder=repo.repo_path,
-            snapshots=tuple(revision.snapshot_path for revision in repo.revisions),
-            revisions=tuple(revision.commit_hash for revision in repo.revisions),
-        )
-        for repo in (_scanned().repos if _cache_folder().is_dir() else ())
-        if repo.repo_type == "model"
-    ]
-    return sorted(found, key=lambda model: model.hub_id)
-
-
-def remove(model: CachedModel) -> None:
-    """Remove every revision of a model from the cache. Raises OSError from the disk."""
-    _scanned().delete_revisions(*model.revisions).execute()
-
-
-def _scanned() -> Any:
-    from huggingface_hub import scan_cache_dir
-
-    return scan_cache_dir()
-
-
-def _cache_folder() -> Path:
+def cache_folder() -> Path:
+    """Return the folder of the hub's cache, whether or not it exists."""
     from huggingface_hub import constants
 
     return Path(constants.HF_HUB_CACHE)
@@ -112,26 +67,28 @@ def _is_cached(hub_id: str) -> bool:
 
 
 def _size(hub_id: str) -> ModelSize:
-    from huggingface_hub import HfApi, try_to_load_from_cache
+    from huggingface_hub import snapshot_download
 
-    info = HfApi().model_info(hub_id, files_metadata=True, timeout=_TIMEOUT_S)
-    sizes = {
-        file.rfilename: file.size or 0
-        for file in info.siblings or ()
-        if any(fnmatch.fnmatch(file.rfilename, pattern) for pattern in _FILES)
-    }
-    missing = [n for n in sizes if not isinstance(try_to_load_from_cache(hub_id, n, revision=info.sha), str)]
+    files = snapshot_download(hub_id, allow_patterns=_FILES, dry_run=True)
+    weights = (file for file in files if fnmatch.fnmatch(file.filename, WEIGHT_FILES))
     return ModelSize(
-        weight_bytes=sum(size for name, size in sizes.items() if fnmatch.fnmatch(name, WEIGHT_FILES)),
-        missing_bytes=sum(sizes[name] for name in missing),
-        place=_cache_folder(),
+        weight_bytes=sum(file.file_size or 0 for file in weights),
+        missing_bytes=sum(file.file_size or 0 for file in files if file.will_download),
+        place=cache_folder(),
     )
 
 
 def _refusal(hub_id: str, error: Exception) -> ModelError:
     """Return why there is no such model here, in words that say what to do."""
-    from huggingface_hub.errors import GatedRepoError, OfflineModeIsEnabled, RepositoryNotFoundError
+    from huggingface_hub.errors import (
+        DryRunError,
+        GatedRepoError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+    )
 
+    if isinstance(error, DryRunError) and isinstance(error.__cause__, Exception):
+        error = error.__cause__
     match error:
         case GatedRepoError():
             what = (
@@ -141,13 +98,13 @@ def _refusal(hub_id: str, error: Exception) -> ModelError:
         case RepositoryNotFoundError():
             what = f"the hub has no model {hub_id}, or it is private; check the name, or say `hf auth login`"
         case OSError(errno=errno.ENOSPC):
-            what = f"the disk is full, and {hub_id} is not here completely; make room in {_cache_folder()}"
+            what = f"the disk is full, and {hub_id} is not here completely; make room in {cache_folder()}"
         case _:
             is_off = OfflineModeIsEnabled in (type(error), type(error.__cause__))
             said = str(error).strip().partition("\n")[0] or type(error).__name__
             why = "HF_HUB_OFFLINE forbids it" if is_off else said
             what = (
-                f"the hub cannot be reached ({why}), and {hub_id} is not completely in {_cache_folder()}; "
+                f"the hub cannot be reached ({why}), and {hub_id} is not completely in {cache_folder()}; "
                 "check the network, HF_HUB_OFFLINE and HF_ENDPOINT, or name a folder"
             )
     return ModelError(Reason.MODEL_NOT_FOUND, what, metadata={"model": hub_id})

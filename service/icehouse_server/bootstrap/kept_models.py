@@ -12,6 +12,7 @@ import fcntl
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from icehouse_server.bootstrap import hub
 from icehouse_server.bootstrap.room import ModelSize, check_disk
@@ -24,6 +25,10 @@ from icehouse_server.demo.build import (
 )
 from icehouse_server.demo.models import DEMO_MODELS
 from icehouse_server.errors import ModelError, Reason
+
+if TYPE_CHECKING:
+    # Slow to import, as where it is used.
+    from huggingface_hub import CachedRepoInfo, HFCacheInfo
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -43,7 +48,7 @@ class KeptModel:
 def kept_models() -> list[KeptModel]:
     """Return every model that is here: the demo models, then what the hub's cache has, by name."""
     demos = [_demo_entry(name) for name, model in DEMO_MODELS.items() if is_built(model)]
-    return demos + [_hub_entry(model) for model in hub.cached_models()]
+    return demos + sorted(map(_hub_entry, cached_repos()), key=lambda model: model.name)
 
 
 def pull(name: str, *, on_progress: OnProgress) -> KeptModel:
@@ -99,9 +104,22 @@ def _remove(model: KeptModel) -> None:
     if model.name in DEMO_MODELS:
         remove_demo_model(DEMO_MODELS[model.name])
         return
-    for cached in hub.cached_models():
-        if cached.hub_id == model.name:
-            hub.remove(cached)
+    revisions = [
+        r.commit_hash for repo in cached_repos() if repo.repo_id == model.name for r in repo.revisions
+    ]
+    _scanned().delete_revisions(*revisions).execute()
+
+
+def cached_repos() -> list[CachedRepoInfo]:
+    """Return the models in the hub's cache."""
+    repos = _scanned().repos if hub.cache_folder().is_dir() else ()
+    return [repo for repo in repos if repo.repo_type == "model"]
+
+
+def _scanned() -> HFCacheInfo:
+    from huggingface_hub import scan_cache_dir
+
+    return scan_cache_dir()
 
 
 @contextlib.contextmanager
@@ -130,13 +148,14 @@ def _demo_entry(name: str) -> KeptModel:
     )
 
 
-def _hub_entry(model: hub.CachedModel) -> KeptModel:
+def _hub_entry(repo: CachedRepoInfo) -> KeptModel:
     return KeptModel(
-        name=model.hub_id,
-        size_bytes=model.size_bytes,
-        read_time=model.read_time,
-        folder=model.folder,
-        is_in_use=any(map(_is_in_use, model.snapshots)),
+        name=repo.repo_id,
+        size_bytes=repo.size_on_disk,
+        read_time=repo.last_accessed,
+        folder=repo.repo_path,
+        # A server serves the folder of one revision.
+        is_in_use=any(_is_in_use(revision.snapshot_path) for revision in repo.revisions),
     )
 
 

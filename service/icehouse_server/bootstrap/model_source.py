@@ -34,8 +34,11 @@ class ServedModels:
 
 def locate_models(config: ModelConfig, *, on_progress: OnProgress, on_size: OnSize) -> ServedModels:
     """Return where the configured models are, as `locate_model` does."""
-    model = locate_model(config, on_progress=on_progress, on_size=on_size)
-    return ServedModels(model, locate_draft_model(config, on_progress=on_progress, on_size=on_size))
+    model, draft = locate_model(config, on_progress=on_progress, on_size=on_size), None
+    if config.draft_model is not None:
+        asked = dataclasses.replace(config, model=config.draft_model, model_name=None)
+        draft = locate_model(asked, on_progress=on_progress, on_size=on_size)
+    return ServedModels(model, draft)
 
 
 def locate_model(
@@ -73,16 +76,6 @@ def locate_model(
     if not sizes:
         note(folder_size(path))
     return ModelSource(path, config.model_name or name, trust_remote_code=config.trust_remote_code)
-
-
-def locate_draft_model(
-    config: ModelConfig, *, on_progress: OnProgress, on_size: OnSize = lambda model, size: None
-) -> ModelSource | None:
-    """Return where `config.draft_model` is, as `locate_model` does; None without one."""
-    if config.draft_model is None:
-        return None
-    asked = dataclasses.replace(config, model=config.draft_model, model_name=None)
-    return locate_model(asked, on_progress=on_progress, on_size=on_size)
 
 
 def check_files(folder: Path) -> None:

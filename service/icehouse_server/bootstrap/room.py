@@ -47,7 +47,7 @@ class Room:
 
 def check_disk(model: str, size: ModelSize) -> None:
     """Raise ModelError when the disk cannot hold what is missing."""
-    folder = next(folder for folder in (size.place, *size.place.absolute().parents) if folder.exists())
+    folder = existing_folder(size.place)
     free_bytes = shutil.disk_usage(folder).free
     if size.missing_bytes > free_bytes:
         raise ModelError(
@@ -57,6 +57,11 @@ def check_disk(model: str, size: ModelSize) -> None:
             "one), or move the models' folder with HF_HOME or XDG_CACHE_HOME",
             metadata={"missing_bytes": size.missing_bytes, "free_bytes": free_bytes},
         )
+
+
+def existing_folder(path: Path) -> Path:
+    """Return the path, or the nearest folder above it that exists."""
+    return next(folder for folder in (path, *path.absolute().parents) if folder.exists())
 
 
 def folder_size(folder: Path) -> ModelSize:

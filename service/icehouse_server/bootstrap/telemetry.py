@@ -14,7 +14,7 @@ from icehouse_server.config import Config, TelemetryConfig
 from icehouse_server.domain.call import SpillRecord
 from icehouse_server.domain.request import call_of
 from icehouse_server.domain.stats import ServerStatus
-from icehouse_server.errors import ConfigError, Reason, StartError, imports_of_extra
+from icehouse_server.errors import Reason, StartError, imports_of_extra
 from icehouse_server.rpc.calls.watchers import Telemetry
 from icehouse_server.rpc.listen_address import is_loopback
 from icehouse_server.rpc.rpc_server import RpcServer
@@ -27,7 +27,7 @@ from icehouse_server.telemetry.status_page.page import ReportRules, StatusPage
 if TYPE_CHECKING:
     # Slow to import: only who asks for metrics or traces pays for it.
     from icehouse_server.telemetry.call_spans import CallSpans
-    from icehouse_server.telemetry.prometheus import PrometheusEndpoint, PrometheusMeter
+    from icehouse_server.telemetry.prometheus import MetricsServer, PrometheusMeter
 
 _log = logging.getLogger("icehouse.boot")
 
@@ -42,21 +42,16 @@ class TelemetryParts:
         settings = config.telemetry
         check_status_page(config)
         self._config = config
-        self._endpoint: PrometheusEndpoint | None = None
+        self._meter: PrometheusMeter | None = None
+        self._server: MetricsServer | None = None
         metrics: tuple[CallMetrics, ...] = ()
         if settings.metrics_port is not None:
-            # Slow to import: only who asks for metrics pays for it.
-            from icehouse_server.telemetry.prometheus import PrometheusEndpoint, PrometheusMeter
+            from icehouse_server.telemetry.prometheus import PrometheusMeter
 
-            meter = PrometheusMeter()
-            self._endpoint = PrometheusEndpoint(
-                meter, host=settings.metrics_host, port=settings.metrics_port, names=settings.own_names
-            )
-            metrics = (CallMetrics(meter),)
+            self._meter = PrometheusMeter()
+            metrics = (CallMetrics(self._meter),)
         self._spans = _open_spans(settings)
-        wants_samples = (
-            self._endpoint is not None or settings.load_report_enabled or config.fleet.worker_enabled
-        )
+        wants_samples = self._meter is not None or settings.load_report_enabled or config.fleet.worker_enabled
         self.watchers = Telemetry(
             wire=metrics,
             calls=metrics,
@@ -90,21 +85,29 @@ class TelemetryParts:
 
     def start(self, rpc: RpcServer, clock: Clock) -> None:
         """Open the metrics endpoint; raises StartError when its address cannot be had. Event loop only."""
-        if self._endpoint is None:
+        settings, meter = self._config.telemetry, self._meter
+        if settings.metrics_port is None or meter is None:
             return
-        page = None
-        if self._config.telemetry.status_page_enabled:
-            page = open_status_page(self._config, rpc.status, meter=self._endpoint.meter, clock=clock)
-        poller = rpc.poller
-        url = self._endpoint.start(lambda: poller.latest, None if page is None else page.pages)
-        _log.info("metrics_opened", extra={"url": url})
-        if page is not None:
-            _log.info("status_page_opened", extra={"url": url.removesuffix("metrics")})
+        from icehouse_server.telemetry.prometheus import serve_metrics
+
+        shows_page, poller = settings.status_page_enabled, rpc.poller
+        page = open_status_page(self._config, rpc.status, meter=meter, clock=clock) if shows_page else None
+        self._server = serve_metrics(
+            meter,
+            lambda: poller.latest,
+            host=settings.metrics_host,
+            port=settings.metrics_port,
+            names=settings.own_names,
+            pages=None if page is None else page.pages,
+        )
+        _log.info("metrics_opened", extra={"url": f"{self._server.url}metrics"})
+        if shows_page:
+            _log.info("status_page_opened", extra={"url": self._server.url})
 
     def stop(self) -> None:
         """Close the endpoint and send the last spans. May block for seconds, so not on the event loop."""
-        if self._endpoint is not None:
-            self._endpoint.stop()
+        if self._server is not None:
+            self._server.stop()
         if self._spans is not None:
             self._spans.stop()
 
@@ -123,24 +126,10 @@ def _open_spans(settings: TelemetryConfig) -> CallSpans | None:
 
 
 def check_status_page(config: Config) -> None:
-    """Raise ConfigError or StartError for settings of the page that cannot be served."""
+    """Raise StartError where the page would show text to other machines."""
     settings = config.telemetry
-    if settings.status_page_enabled and settings.metrics_port is None:
-        raise ConfigError(
-            Reason.CONFIG_INVALID,
-            "telemetry.status_page_enabled is on, and the page has no port; set telemetry.metrics_port",
-            field="telemetry.metrics_port",
-        )
-    if not settings.status_page_text_enabled:
-        return
-    if not settings.status_page_enabled:
-        raise ConfigError(
-            Reason.CONFIG_INVALID,
-            "telemetry.status_page_text_enabled is on, and the page that would show text is off; set "
-            "telemetry.status_page_enabled",
-            field="telemetry.status_page_enabled",
-        )
-    if not (config.security.allow_insecure_public or is_loopback(settings.metrics_host)):
+    is_guarded = config.security.allow_insecure_public or is_loopback(settings.metrics_host)
+    if settings.status_page_text_enabled and not is_guarded:
         raise StartError(
             Reason.ADDRESS_INSECURE,
             f"telemetry.metrics_host = {settings.metrics_host!r} can be reached from other machines, and "

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Annotated, BinaryIO
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from icehouse_client.archive_files import opened, written
@@ -17,7 +17,7 @@ from rich.progress import TaskProgressColumn
 
 from icehouse_server.bootstrap.encryption import find_cipher
 from icehouse_server.clock import SystemClock
-from icehouse_server.config import load_config
+from icehouse_server.config import CacheConfig, load_config
 from icehouse_server.storage.files import Files
 from icehouse_server.storage.local.directory.exchange import (
     CHUNK_BYTES,
@@ -28,6 +28,10 @@ from icehouse_server.storage.local.directory.exchange import (
     ImportTarget,
 )
 from icehouse_server.storage.local.directory.offline import OfflineStore
+
+if TYPE_CHECKING:
+    # Of an optional extra.
+    from icehouse_server.storage.local.encryption.aes_gcm import Cipher
 
 _PIPE = "-"
 
@@ -52,7 +56,12 @@ def export_directory(
 ) -> None:
     """Write the blocks of a directory to an archive. It holds the prompts' tokens. No server may use it."""
     report: list[ExportReport] = []
-    with _progress("writing blocks") as progress, _written(file) as write:
+    stream = sys.stdout.buffer if file == _PIPE else file
+    with (
+        bar("writing blocks", TaskProgressColumn()) as progress,
+        _failing_as_usage(f"{file} cannot be written"),
+        written(stream) as write,
+    ):
         for part in _parts(directory, report, fingerprint=fingerprint, block=block, progress=progress):
             write(part)
     _show_export(report[0], as_json=as_json, to_pipe=file == _PIPE)
@@ -64,7 +73,12 @@ def import_directory(
     as_json: AsJson = False,
 ) -> None:
     """Adopt an archive's blocks into a directory; exit code 1 when not all were. No server may use it."""
-    with _progress("adopting blocks") as progress, _opened(file) as source:
+    stream = sys.stdin.buffer if file == _PIPE else file
+    with (
+        bar("adopting blocks", TaskProgressColumn()) as progress,
+        _failing_as_usage(f"{file} cannot be read"),
+        opened(stream) as source,
+    ):
         report = _target(directory).adopt(iter(lambda: source.read(CHUNK_BYTES), b""), progress=progress)
     _show_import(report, as_json=as_json)
 
@@ -79,7 +93,7 @@ def copy_directory(
     """Copy blocks from one directory to another; exit code 1 when not all were. No server may use either."""
     if source.resolve() == target.resolve():
         raise UsageError(f"{source} and {target} are one directory; say another one to copy to")
-    with _progress("copying blocks") as progress:
+    with bar("copying blocks", TaskProgressColumn()) as progress:
         parts = _parts(source, [], fingerprint=fingerprint, block=block, progress=lambda _: None)
         report = _target(target).adopt(parts, progress=progress)
     _show_import(report, as_json=as_json)
@@ -94,11 +108,9 @@ def _parts(
     progress: Callable[[int], None],
 ) -> Iterator[bytes]:
     """Yield an archive's bytes, and put what it was made of into `report`."""
-    files = Files()
-    config = load_config(flags={"cache.directory": str(directory)}, file=None).config.cache
+    config, files, cipher = _settings_of(directory)
     if not os.path.isdir(config.block_directory):
         raise UsageError(f"there is no cache in {config.block_directory}; say where a server made one")
-    cipher = find_cipher(config, files)
     store = OfflineStore(str(config.block_directory), files=files, clock=SystemClock(), cipher=cipher)
     source = ExportSource(store, files=files, cipher=cipher)
     for part in source.stream(fingerprint=fingerprint, block=block, progress=progress):
@@ -109,41 +121,24 @@ def _parts(
 
 
 def _target(directory: Path) -> ImportTarget:
-    files = Files()
+    config, files, cipher = _settings_of(directory)
+    limits = ImportLimits(config.ssd_bytes, config.free_space_floor_bytes)
+    place = str(config.block_directory)
+    return ImportTarget(place, files=files, clock=SystemClock(), limits=limits, cipher=cipher)
+
+
+def _settings_of(directory: Path) -> tuple[CacheConfig, Files, Cipher | None]:
     config = load_config(flags={"cache.directory": str(directory)}, file=None).config.cache
-    return ImportTarget(
-        str(config.block_directory),
-        files=files,
-        clock=SystemClock(),
-        limits=ImportLimits(config.ssd_bytes, config.free_space_floor_bytes),
-        cipher=find_cipher(config, files),
-    )
+    files = Files()
+    return config, files, find_cipher(config, files)
 
 
 @contextlib.contextmanager
-def _written(file: str) -> Iterator[Callable[[bytes], object]]:
-    """Yield what writes to a new file, or to standard output."""
+def _failing_as_usage(what: str) -> Iterator[None]:
     try:
-        with written(sys.stdout.buffer if file == _PIPE else file) as write:
-            yield write
+        yield
     except OSError as error:
-        raise UsageError(f"{file} cannot be written: {error.strerror}") from error
-
-
-@contextlib.contextmanager
-def _opened(file: str) -> Iterator[BinaryIO]:
-    """Yield a file that is read, or standard input."""
-    try:
-        with opened(sys.stdin.buffer if file == _PIPE else file) as stream:
-            yield stream
-    except OSError as error:
-        raise UsageError(f"{file} cannot be read: {error.strerror}") from error
-
-
-@contextlib.contextmanager
-def _progress(what: str) -> Iterator[Callable[[int], None]]:
-    with bar(what, TaskProgressColumn()) as advance_to:
-        yield advance_to
+        raise UsageError(f"{what}: {error.strerror}") from error
 
 
 def _show_export(report: ExportReport, *, as_json: bool, to_pipe: bool) -> None:

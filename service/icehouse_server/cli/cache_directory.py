@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from icehouse_client.cli.console import AsJson, bar, confirm, err, harmless, out, print_json, show
+from icehouse_client.cli.console import AsJson, bar, confirm, err, harmless, out, print_json, show, table
 from icehouse_client.cli.figures import age_text, size_text
 from icehouse_client.cli.main import CommandLine
 from rich.progress import TaskProgressColumn
@@ -263,18 +263,13 @@ def _block_table(rows: Rows, shown: Sequence[BlockRecord]) -> Table:
         )
         for record in shown
     ]
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for name, column in zip(names, zip(names, *cells, strict=True), strict=True):
+    shown_rows = table(*names, figures=("tokens", "size", "last used", "hits"))
+    for column, texts in zip(shown_rows.columns, zip(names, *cells, strict=True), strict=True):
         # On a narrow terminal the model's name is cut, and none of the figures.
-        table.add_column(
-            name,
-            no_wrap=True,
-            justify="right" if name in ("tokens", "size", "last used", "hits") else "left",
-            min_width=None if name == "model" else max(map(len, column)),
-        )
+        column.min_width = None if column.header == "model" else max(map(len, texts))
     for row in cells:
-        table.add_row(*map(Text, row))
-    return table
+        shown_rows.add_row(*map(Text, row))
+    return shown_rows
 
 
 _BYTES = ("file_bytes", "kv_bytes", "window_bytes", "checkpoint_bytes")
@@ -326,11 +321,9 @@ def model_text(details: Mapping[str, str], fingerprint: Fingerprint) -> str:
 
 def marks_text(record: BlockRecord, now_time_s: float) -> str:
     """Return what is special about a block, "" for nothing."""
-    marks = []
-    if record.pin_end_time > now_time_s:
-        marks.append("pinned")
-    if record.token_count < record.block_token_limit:
-        marks.append("tail")
-    if record.checkpoint_bytes:
-        marks.append("checkpoint")
-    return " ".join(marks)
+    marks = {
+        "pinned": record.pin_end_time > now_time_s,
+        "tail": record.token_count < record.block_token_limit,
+        "checkpoint": record.checkpoint_bytes > 0,
+    }
+    return " ".join(mark for mark, is_so in marks.items() if is_so)

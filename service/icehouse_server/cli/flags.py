@@ -162,7 +162,7 @@ def _parameter(setting: Setting) -> inspect.Parameter:
     name = f"{setting.flag}/--no-{setting.flag.removeprefix('--')}" if switch else setting.flag
     option = typer.Option(
         name,
-        metavar=None if switch else _METAVARS.get(setting.kind, "|".join(setting.choices)),
+        metavar=None if switch else _METAVARS.get(setting.kind, "|".join(map(str, setting.choices))),
         help=_help_text(setting),
         show_default=False,
     )
@@ -171,12 +171,9 @@ def _parameter(setting: Setting) -> inspect.Parameter:
 
 def _help_text(setting: Setting) -> str:
     has_default = setting.default not in (None, ())
-    return f"{setting.help} (default: {default_text(setting)})" if has_default else setting.help
-
-
-def default_text(setting: Setting) -> str:
-    """Return a setting's default for people."""
-    return value_text(setting, setting.default)
+    return (
+        f"{setting.help} (default: {value_text(setting, setting.default)})" if has_default else setting.help
+    )
 
 
 def value_text(setting: Setting, value: object) -> str:
@@ -195,19 +192,11 @@ def value_text(setting: Setting, value: object) -> str:
 
 def show_config(loaded: LoadedConfig, as_json: AsJson = False) -> None:
     """Print the effective settings and where each came from."""
+    values = {setting: attrgetter(setting.key)(loaded.config) for setting in SETTINGS}
     if as_json:
-        values = {setting.key: attrgetter(setting.key)(loaded.config) for setting in SETTINGS}
-        facts = {key: {"value": value, "source": loaded.sources[key]} for key, value in values.items()}
-        print_json(facts)
+        print_json({s.key: {"value": v, "source": loaded.sources[s.key]} for s, v in values.items()})
         return
-    rows = [
-        (
-            setting.key,
-            value_text(setting, attrgetter(setting.key)(loaded.config)),
-            loaded.sources[setting.key],
-        )
-        for setting in SETTINGS
-    ]
+    rows = [(s.key, value_text(s, v), loaded.sources[s.key]) for s, v in values.items()]
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     for key, value, source in rows:
         line = f"{key:{widths[0]}}  {value:{widths[1]}}  {source}"

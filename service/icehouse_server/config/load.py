@@ -11,7 +11,7 @@ import difflib
 import os
 import re
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,26 +88,22 @@ def load_config(
         values[setting.section][setting.name] = value
         sources[setting.key] = source
     config = Config(**{name: owner(**values[name]) for name, owner in SECTIONS.items()})
-    _refuse_contradictions(config)
+    for field, what in _contradictions(config):
+        raise _invalid(f"{field} {what}", field=field)
     return LoadedConfig(config=config, sources=sources)
 
 
 def _read_file(file: Path) -> dict[str, object]:
     try:
         document = tomllib.loads(read_small_file(file.expanduser()).content.decode("utf-8"))
-    except OSError as error:
-        raise _invalid(
-            f"cannot read the config file {file}: {error.strerror}; check --config", field="config"
-        ) from error
-    except ValueError as error:
-        # Of TOML, of UTF-8, or of a number with more digits than Python reads.
+    except (ValueError, RecursionError) as error:
+        # Of TOML, of UTF-8, of a number with more digits than Python reads, or of tables within tables.
         raise _invalid(f"the config file {file} is not valid TOML: {error}", field="config") from error
-    except RecursionError as error:
-        raise _invalid(f"the config file {file} is nested too deeply", field="config") from error
-    except RuntimeError as error:
+    except (OSError, RuntimeError) as error:
+        # A home folder is of nobody where there is no such user.
+        why = error.strerror if isinstance(error, OSError) else str(error)
         raise _invalid(
-            f"the config file {file} is in the home folder of a user who has none; check --config",
-            field="config",
+            f"cannot read the config file {file}: {why}; check --config", field="config"
         ) from error
     known = {s.key for s in SETTINGS}
     found: dict[str, object] = {}
@@ -163,88 +159,63 @@ def _names_of(variables: Iterable[str]) -> dict[str, list[str]]:
     return names | {variable.removeprefix(_PREFIX): [str(variable)] for variable in variables}
 
 
-def _refuse_contradictions(config: Config) -> None:
-    block = config.cache.block_token_count
-    chunk = config.engine.prefill_chunk_token_count
+def _contradictions(config: Config) -> Iterator[tuple[str, str]]:
+    """Yield a setting that others contradict, and what is wrong."""
+    block, chunk = config.cache.block_token_count, config.engine.prefill_chunk_token_count
     if chunk and chunk % block and block % chunk:
-        raise _invalid(
-            f"engine.prefill_chunk_token_count = {chunk} neither divides cache.block_token_count = {block} "
-            "nor is a multiple of it",
-            field="engine.prefill_chunk_token_count",
+        yield (
+            "engine.prefill_chunk_token_count",
+            f"= {chunk} neither divides cache.block_token_count = {block} nor is a multiple of it",
         )
     interval = config.cache.checkpoint_interval_tokens
     if interval % block:
-        raise _invalid(
-            f"cache.checkpoint_interval_tokens = {interval} is not a multiple of "
-            f"cache.block_token_count = {block}",
-            field="cache.checkpoint_interval_tokens",
-        )
-    if config.cache.kv_bits not in (0, 2, 3, 4, 6, 8):
-        raise _invalid(
-            f"cache.kv_bits = {config.cache.kv_bits} is none of 0, 2, 3, 4, 6, 8", field="cache.kv_bits"
-        )
-    if config.cache.kv_group_size not in (32, 64, 128):
-        raise _invalid(
-            f"cache.kv_group_size = {config.cache.kv_group_size} is none of 32, 64, 128",
-            field="cache.kv_group_size",
-        )
+        what = f"= {interval} is not a multiple of cache.block_token_count = {block}"
+        yield "cache.checkpoint_interval_tokens", what
     if config.model.adapter_path is not None and config.model.adapters:
-        raise _invalid(
-            "model.adapter_path and model.adapters are both set: an adapter cannot be put on another; list "
-            "both in model.adapters and let requests choose",
-            field="model.adapters",
+        yield (
+            "model.adapters",
+            "and model.adapter_path are both set: an adapter cannot be put on another; list both in "
+            "model.adapters and let requests choose",
         )
     default, limit = config.server.default_max_output_tokens, config.server.max_output_tokens_limit
     if default > limit:
-        raise _invalid(
-            f"server.default_max_output_tokens = {default} is more than "
-            f"server.max_output_tokens_limit = {limit}",
-            field="server.default_max_output_tokens",
-        )
-    _refuse_half_security(config.security)
-    _refuse_half_http(config)
+        what = f"= {default} is more than server.max_output_tokens_limit = {limit}"
+        yield "server.default_max_output_tokens", what
     if config.cache.key_file is not None and config.cache.key_command is not None:
-        raise _invalid(
-            "cache.key_file and cache.key_command are both set; the key comes from one of them",
-            field="cache.key_command",
-        )
+        yield "cache.key_command", "and cache.key_file are both set; the key comes from one of them"
     # sockaddr_un holds 108 bytes on Linux and 104 on macOS, the closing zero included.
     if config.server.uds is not None and len(os.fsencode(config.server.uds)) > 103:
-        raise _invalid(
-            f"server.uds = {config.server.uds!r} is longer than the 103 bytes that a socket path may have",
-            field="server.uds",
-        )
-
-
-def _refuse_half_security(security: SecurityConfig) -> None:
-    if (security.tls_certificate is None) != (security.tls_key is None):
-        missing = "tls_key" if security.tls_key is None else "tls_certificate"
-        raise _invalid(
-            f"security.{missing} is missing: TLS needs a certificate and its key", field=f"security.{missing}"
-        )
-    if security.tls_client_ca is not None and security.tls_certificate is None:
-        raise _invalid(
-            "security.tls_client_ca is set without security.tls_certificate: clients show certificates "
-            "over TLS only",
-            field="security.tls_client_ca",
-        )
-    if security.operators is not None and security.tls_client_ca is None:
-        raise _invalid(
-            "security.operators names certificates, but security.tls_client_ca is not set; with tokens the "
-            "role stands in the token's line",
-            field="security.operators",
-        )
-
-
-def _refuse_half_http(config: Config) -> None:
+        what = f"= {config.server.uds!r} is longer than the 103 bytes that a socket path may have"
+        yield "server.uds", what
+    page = config.telemetry
+    if page.status_page_enabled and page.metrics_port is None:
+        yield "telemetry.metrics_port", "is not set, and telemetry.status_page_enabled needs it for the page"
+    if page.status_page_text_enabled and not page.status_page_enabled:
+        what = "is off, and telemetry.status_page_text_enabled shows text on that page"
+        yield "telemetry.status_page_enabled", what
+    yield from _half_security(config.security)
     try:
         _ = config.http.alias_pairs
     except ValueError as error:
-        raise _invalid(f"http.aliases: {error}", field="http.aliases") from error
+        yield "http.aliases", f"is wrong: {error}"
     if config.server.uds is None and config.http.port and config.http.port == config.server.port:
-        raise _invalid(
-            f"http.port and server.port are both {config.http.port}; HTTP and gRPC need a port each",
-            field="http.port",
+        yield "http.port", f"and server.port are both {config.http.port}; HTTP and gRPC need a port each"
+
+
+def _half_security(security: SecurityConfig) -> Iterator[tuple[str, str]]:
+    if (security.tls_certificate is None) != (security.tls_key is None):
+        missing = "tls_key" if security.tls_key is None else "tls_certificate"
+        yield f"security.{missing}", "is missing: TLS needs a certificate and its key"
+    if security.tls_client_ca is not None and security.tls_certificate is None:
+        yield (
+            "security.tls_client_ca",
+            "is set without security.tls_certificate: clients show certificates over TLS only",
+        )
+    if security.operators is not None and security.tls_client_ca is None:
+        yield (
+            "security.operators",
+            "names certificates, but security.tls_client_ca is not set; with tokens the role stands in the "
+            "token's line",
         )
 
 

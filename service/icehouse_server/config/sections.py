@@ -160,10 +160,12 @@ class CacheConfig:
         True, "Prefill instead of loading from SSD where that is faster by the measured rates."
     )
     kv_bits: int = setting(
-        0, "Quantize KV to this many bits (2, 3, 4, 6 or 8); 0 keeps the model's type.", maximum=8
+        0,
+        "Quantize KV to this many bits (2, 3, 4, 6 or 8); 0 keeps the model's type.",
+        choices=(0, 2, 3, 4, 6, 8),
     )
     kv_group_size: int = setting(
-        64, "Values that share a scale in quantized KV: 32, 64 or 128.", minimum=32, maximum=128
+        64, "Values that share a scale in quantized KV: 32, 64 or 128.", choices=(32, 64, 128)
     )
 
     key_file: str | None = setting(

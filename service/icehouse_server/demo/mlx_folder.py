@@ -16,7 +16,10 @@ import numpy as np
 import safetensors
 from tokenizers import Tokenizer
 
-from icehouse_server.demo.gguf_file import Array, Metadata, Tensor
+Array = np.ndarray[Any, np.dtype[np.float32]]
+Metadata = Mapping[str, Any]
+"""A GGUF file's, with its keys, such as `llama.block_count` and `tokenizer.ggml.tokens`
+(https://github.com/ggml-org/ggml/blob/master/docs/gguf.md)."""
 
 TOOL_CALLS_TEMPLATE = """\
 {%- for call in message['tool_calls'] or [] -%}
@@ -139,22 +142,24 @@ def to_bfloat16(values: Array) -> np.ndarray[Any, np.dtype[np.uint16]]:
 
 
 def write_weights(
-    tensors: Sequence[Tensor],
+    tensors: Sequence[Any],
     file: Path,
     *,
-    convert: Callable[[Tensor], tuple[str, Array]],
+    convert: Callable[[str, Array], tuple[str, Array]],
     on_progress: Callable[[float], None],
 ) -> None:
-    """Write every tensor under the name and with the values that `convert` gives it, as one safetensors file.
+    """Write every tensor of a GGUFReader under the name and with the values that `convert` gives it, as one
+    safetensors file. `on_progress` gets 0 to 1."""
+    from gguf import dequantize
 
-    `on_progress` gets 0 to 1.
-    """
-    total = sum(t.quantized.nbytes for t in tensors)
+    total = sum(tensor.n_bytes for tensor in tensors)
     done = 0
     arrays: dict[str, np.ndarray[Any, np.dtype[np.uint16]]] = {}
     specs: dict[str, safetensors.TensorSpec] = {}
     for tensor in tensors:
-        name, values = convert(tensor)
+        decoded = dequantize(tensor.data, tensor.tensor_type)
+        # GGUF counts dimensions from the innermost one.
+        name, values = convert(tensor.name, decoded.reshape(tensor.shape[::-1]))
         arrays[name] = to_bfloat16(values)
         # `arrays` keeps every buffer alive until serialize_file has read it.
         specs[name] = safetensors.TensorSpec(
@@ -163,6 +168,6 @@ def write_weights(
             data_ptr=arrays[name].ctypes.data,
             data_len=arrays[name].nbytes,
         )
-        done += tensor.quantized.nbytes
+        done += tensor.n_bytes
         on_progress(done / total)
     safetensors.serialize_file(specs, str(file), metadata={"format": "mlx"})

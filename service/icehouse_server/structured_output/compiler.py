@@ -99,11 +99,6 @@ class VocabularySource(Protocol):
         ...
 
 
-def stack_bytes(form_bytes: int) -> int:
-    """Return the stack that compiling a form of this length needs."""
-    return max(_LEAST_STACK_BYTES, form_bytes * STACK_BYTES_PER_BYTE)
-
-
 class GrammarCompiler:
     """Compiles forms to grammars over one model's vocabulary; the grammars used last are cached.
 
@@ -131,17 +126,10 @@ class GrammarCompiler:
         self._vocabulary_lock = threading.Lock()
         self._vocabulary: tuple[LLTokenizer, LLExecutor] | None = None
 
-    def stack_bytes(self, form_bytes: int) -> int:
+    @staticmethod
+    def stack_bytes(form_bytes: int) -> int:
         """Return the stack that the calling thread needs for a form of this length."""
-        return stack_bytes(form_bytes)
-
-    def prepare(self) -> None:
-        """Read the vocabulary, unless it was read before.
-
-        262,144 tokens take two seconds and 50 MB, and Python's global lock is held meanwhile (llguidance
-        1.9.1, one x86 core), so this is best done while the model loads.
-        """
-        self._read_vocabulary()
+        return max(_LEAST_STACK_BYTES, form_bytes * STACK_BYTES_PER_BYTE)
 
     def compile(self, form: ResponseFormat) -> CompiledGrammar:
         """Return the grammar of a form; raises InvalidRequest with the position of the mistake."""
@@ -184,7 +172,7 @@ class GrammarCompiler:
 
     def _compile(self, form: ResponseFormat) -> CompiledGrammar:
         field = _FIELDS[type(form)]
-        vocabulary, executor = self._read_vocabulary()
+        vocabulary, executor = self.prepare()
         with _refusing(field):
             if isinstance(form, JsonSchema):
                 _read_schema(form.schema, field=field)
@@ -208,7 +196,7 @@ class GrammarCompiler:
 
     def _matcher(self, form: ResponseFormat) -> LLMatcher:
         source = grammar_source(form, pieces=self._pieces)
-        return LLMatcher(self._read_vocabulary()[0], source, log_level=0, limits=_LIMITS)
+        return LLMatcher(self.prepare()[0], source, log_level=0, limits=_LIMITS)
 
     def _mistake(self, form: ResponseFormat, message: str) -> Mistake:
         if isinstance(form, JsonSchema):
@@ -224,7 +212,7 @@ class GrammarCompiler:
 
     def _pieces(self, text: str) -> list[int | str]:
         """Split a text into the special tokens it spells and the text between them."""
-        vocabulary, _ = self._read_vocabulary()
+        vocabulary, _ = self.prepare()
         pieces: list[int | str] = []
         tokens = vocabulary.tokenize_str(text, parse_special=True)
         for is_special, group in itertools.groupby(tokens, vocabulary.is_special_token):
@@ -232,7 +220,12 @@ class GrammarCompiler:
             pieces += run if is_special else [vocabulary.decode_str(run)]
         return pieces
 
-    def _read_vocabulary(self) -> tuple[LLTokenizer, LLExecutor]:
+    def prepare(self) -> tuple[LLTokenizer, LLExecutor]:
+        """Return the vocabulary, which is read once, and what computes masks of it.
+
+        Reading 262,144 tokens takes two seconds and 50 MB, and Python's global lock is held meanwhile
+        (llguidance 1.9.1, one x86 core), so this is best called while the model loads.
+        """
         with self._vocabulary_lock:
             if self._vocabulary is None:
                 setup = self._setup()

@@ -95,48 +95,36 @@ class SnapshotCollector(Collector):
             yield family
 
 
-class PrometheusEndpoint:
-    """An HTTP server for scrapes, from `start` to `stop`."""
+def serve_metrics(
+    meter: PrometheusMeter,
+    latest: Callable[[], Snapshot],
+    *,
+    host: str,
+    port: int,
+    names: Collection[str] = (),
+    pages: Mapping[str, WSGIApplication] | None = None,
+) -> MetricsServer:
+    """Answer scrapes from now on; raises StartError when the address cannot be had.
 
-    def __init__(self, meter: PrometheusMeter, *, host: str, port: int, names: Collection[str] = ()) -> None:
-        self.meter = meter
-        self._host = host
-        self._port = port
-        self._names = names
-        self._server: MetricsServer | None = None
+    `pages` are by path; every other path answers with the metrics.
+    """
+    meter.registry.register(SnapshotCollector(latest))
+    metrics: WSGIApplication = make_wsgi_app(meter.registry)
 
-    def start(
-        self, latest: Callable[[], Snapshot], pages: Mapping[str, WSGIApplication] | None = None
-    ) -> str:
-        """Listen and return the URL; raises StartError when the address cannot be had.
-
-        `pages` are by path; every other path answers with the metrics.
-        """
-        self.meter.registry.register(SnapshotCollector(latest))
-        app: WSGIApplication = make_wsgi_app(self.meter.registry)
-        routed = _routed(pages, app) if pages else app
-        try:
-            self._server = MetricsServer(self._host, self._port, routed, names=self._names)
-        except OSError as error:
-            raise StartError(
-                Reason.ADDRESS_IN_USE,
-                f"the metrics endpoint cannot listen on {self._host}:{self._port} ({error.strerror}); "
-                "choose another --metrics-port, or stop what listens there",
-                metadata={"host": self._host, "port": self._port},
-            ) from error
-        self._server.start()
-        return f"http://{self._host}:{self._server.server_port}/metrics"
-
-    def stop(self) -> None:
-        if self._server is not None:
-            self._server.stop()
-
-
-def _routed(pages: Mapping[str, WSGIApplication], metrics: WSGIApplication) -> WSGIApplication:
     def app(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
-        return pages.get(environ["PATH_INFO"], metrics)(environ, start_response)
+        return (pages or {}).get(environ["PATH_INFO"], metrics)(environ, start_response)
 
-    return app
+    try:
+        server = MetricsServer(host, port, app, names=names)
+    except OSError as error:
+        raise StartError(
+            Reason.ADDRESS_IN_USE,
+            f"the metrics endpoint cannot listen on {host}:{port} ({error.strerror}); choose another "
+            "--metrics-port, or stop what listens there",
+            metadata={"host": host, "port": port},
+        ) from error
+    server.start()
+    return server
 
 
 def _family(row: Observed) -> CounterMetricFamily | GaugeMetricFamily:
@@ -179,6 +167,7 @@ class MetricsServer(ThreadingMixIn, WSGIServer):
         super().__init__((str(address[0]), port), _Handler)
         self.set_app(app if ANY_NAME in names else _answering_to(("localhost", host, *names), app))
         self._thread = threading.Thread(target=self.serve_forever, name="metrics", daemon=True)
+        self.url = f"http://{host}:{self.server_port}/"
 
     def start(self) -> None:
         self._thread.start()

@@ -1,7 +1,7 @@
 """Image processor of one model: decoded images to tensors and to the text that stands for them.
 
-The tensors are made by transformers' processor for Pillow and numpy, so torch is not needed. They identify
-the image: two files with equal pixels are one. Any thread.
+The tensors are made by transformers' processors for Pillow and numpy, and for LFM2-VL by mlx-vlm's, so torch
+is not needed. They identify the image: two files with equal pixels are one. Any thread.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from icehouse_server.domain.chat import ImageDetail
 from icehouse_server.domain.request import ImageInput, image_digest
 from icehouse_server.errors import ModelError, Reason
 from icehouse_server.vision.sent_tensors import PIXELS, Integers, Pixels, SentTensors
-from icehouse_server.vision.views import Views, ViewSettings, views_of
 
 _DTYPES: Final = {"float32": "F32", "int64": "I64", "int32": "I32", "uint8": "U8", "bool": "BOOL"}
 _CONFIGS: Final = ("preprocessor_config.json", "processor_config.json")
@@ -55,14 +54,16 @@ class PreparedImage:
 
 
 class ImageProcessor:
-    """Processor of one model. `inner` is that of transformers; digests depend on `fingerprint` as well."""
+    """Processor of one model. `inner` is that of transformers; digests depend on `fingerprint` as well.
+    `token_count` is that of each image or tile, where all have as many."""
 
     mark = "<image>"
     """What the chat template writes for an image; its tokens are spelled the same."""
 
-    def __init__(self, inner: Any, fingerprint: bytes) -> None:
+    def __init__(self, inner: Any, fingerprint: bytes, *, token_count: int = 0) -> None:
         self._inner = inner
         self._fingerprint = fingerprint
+        self._token_count = token_count
 
     def prepare(self, image: Image.Image, detail: ImageDetail = ImageDetail.AUTO) -> PreparedImage:
         """Return the tensors and the text of one image. Raises whatever transformers raises for an image that
@@ -94,7 +95,7 @@ def open_processor(path: Path, model_type: str) -> ImageProcessor:
         configs = [_read(path / name) for name in _CONFIGS]
         if model_type in _VIEW_TYPES:
             facts = [model_type, configs, importlib.metadata.version("pillow")]
-            return ViewProcessor(ViewSettings.of(*configs), json.dumps(facts, sort_keys=True).encode())
+            return ViewProcessor(_view_processor(*configs), json.dumps(facts, sort_keys=True).encode())
         inner: Any = AutoImageProcessor.from_pretrained(path, backend="pil")  # type: ignore[no-untyped-call]
     except Exception as error:  # its parsers may raise anything
         raise ModelError(
@@ -115,16 +116,12 @@ def open_processor(path: Path, model_type: str) -> ImageProcessor:
             raise _not_served(path, "leaves images as large as they are (do_resize)", instead="true")
         settings = RowSettings.of(_read(path / "config.json"), configs[1])
         return RowProcessor(inner, fingerprint + repr(settings).encode(), settings)
-    tile_token_count = int(configs[1].get("image_seq_len", _DEFAULT_TILE_TOKENS))
-    return TileProcessor(inner, fingerprint, tile_token_count=tile_token_count)
+    token_count = int(configs[1].get("image_seq_len", _DEFAULT_TILE_TOKENS))
+    return TileProcessor(inner, fingerprint, token_count=token_count)
 
 
 class TileProcessor(ImageProcessor):
     """SmolVLM and Idefics3: an image is tiles of equally many tokens, with the whole image behind them."""
-
-    def __init__(self, inner: Any, fingerprint: bytes, *, tile_token_count: int) -> None:
-        super().__init__(inner, fingerprint)
-        self._tile_token_count = tile_token_count
 
     def prepare(self, image: Image.Image, detail: ImageDetail = ImageDetail.AUTO) -> PreparedImage:
         cut = {"do_image_splitting": False} if detail is ImageDetail.LOW else {}
@@ -143,7 +140,7 @@ class TileProcessor(ImageProcessor):
         shape = sent.shape(PIXELS, sent.count, None, _CHANNELS, side, side)
         counts = [len(sent.runs(index)) for index in range(sent.count)]
         for index, count in enumerate(counts):
-            sent.check_runs(index, (self._tile_token_count,) * count)
+            sent.check_runs(index, (self._token_count,) * count)
             sent.check_size(index, width=count * side, height=side)
         if max(counts) != shape[1]:
             sent.refuse(PIXELS, f"has {shape[1]} tiles; by its tokens an image has {max(counts)} at most")
@@ -161,12 +158,12 @@ class TileProcessor(ImageProcessor):
         ]
 
     def _image(self, mask: npt.NDArray[np.bool_], pixels: Pixels) -> ImageInput:
-        count = mask.shape[1] * self._tile_token_count
+        count = mask.shape[1] * self._token_count
         return self._input(count, pixel_attention_mask=mask, pixel_values=pixels)
 
     def _text(self, row_count: int, column_count: int) -> str:
         """As mlx-vlm and transformers write it: the tiles row by row, then the whole."""
-        border, tokens = "<fake_token_around_image>", self.mark * self._tile_token_count
+        border, tokens = "<fake_token_around_image>", self.mark * self._token_count
         text = ""
         for row in range(1, row_count + 1):
             tiles = [f"{border}<row_{row}_col_{n}>{tokens}" for n in range(1, column_count + 1)]
@@ -228,10 +225,6 @@ class WholeProcessor(ImageProcessor):
 
     mark = "<start_of_image>"
 
-    def __init__(self, inner: Any, fingerprint: bytes, *, token_count: int) -> None:
-        super().__init__(inner, fingerprint)
-        self._token_count = token_count
-
     def prepare(self, image: Image.Image, detail: ImageDetail = ImageDetail.AUTO) -> PreparedImage:
         """Return the same at every level: there is one size."""
         image_input = self._image(self._inner([image])[PIXELS])
@@ -255,36 +248,42 @@ class WholeProcessor(ImageProcessor):
 class ViewProcessor(ImageProcessor):
     """LFM2-VL: a large image is tiles and the whole image, a small one the whole alone."""
 
-    def __init__(self, settings: ViewSettings, fingerprint: bytes) -> None:
-        super().__init__(None, fingerprint)
-        self._settings = settings
-
     def prepare(self, image: Image.Image, detail: ImageDetail = ImageDetail.AUTO) -> PreparedImage:
-        views = views_of(image, self._settings, is_cut=detail is not ImageDetail.LOW)
-        image_input = self._image(views.mask, views.patches, views.shapes)
-        return PreparedImage(image_input, self._text(views, self._counts(views.shapes)))
+        made = self._inner([image], return_tensors="np", do_image_splitting=detail is not ImageDetail.LOW)
+        shapes, limit = made["spatial_shapes"], self._inner.max_num_patches
+        # What is too narrow would be cut without a word.
+        if (patch_count := shapes.prod(axis=1).max()) > limit:
+            raise ValueError(f"it is scaled to {patch_count} patches; a view has {limit} at most")
+        tiles = [
+            (row, column) for row in range(made["image_rows"][0]) for column in range(made["image_cols"][0])
+        ]
+        image_input = self._image(made["pixel_attention_mask"] != 0, made[PIXELS], shapes)
+        return PreparedImage(image_input, self._text(tiles, self._counts(shapes)))
 
     def take(self, sent: SentTensors) -> list[ImageInput]:
         """Take [views of all images, patches, values], and of each view rows and columns of patches."""
-        settings = self._settings
+        limit, size, side = (
+            int(getattr(self._inner, name))
+            for name in ("max_num_patches", "encoder_patch_size", "downsample_factor")
+        )
         sent.expect(PIXELS, "spatial_shapes", optional=("pixel_attention_mask",))
         ends = np.cumsum([len(sent.runs(index)) for index in range(sent.count)])
         shapes = sent.integers("spatial_shapes", int(ends[-1]), 2).astype(np.int32)
         patch_counts = shapes.astype(np.int64).prod(axis=1)
-        if not 0 < patch_counts.min() <= patch_counts.max() <= settings.most_patches:
-            sent.refuse("spatial_shapes", f"has a view that is not of 1 to {settings.most_patches} patches")
-        if (shapes % settings.patches_per_token).any():
-            sent.refuse("spatial_shapes", f"has sides that are no multiples of {settings.patches_per_token}")
+        if not 0 < patch_counts.min() <= patch_counts.max() <= limit:
+            sent.refuse("spatial_shapes", f"has a view that is not of 1 to {limit} patches")
+        if (shapes % side).any():
+            sent.refuse("spatial_shapes", f"has sides that are no multiples of {side}")
         parts = np.split(shapes, ends[:-1])
         for index, part in enumerate(parts):
             sent.check_runs(index, self._counts(part))
-            length = int(part.astype(np.int64).prod(axis=1).sum()) * settings.patch_size
-            sent.check_size(index, width=length, height=settings.patch_size)
-        mask = np.arange(settings.most_patches) < patch_counts[:, None]
+            length = int(part.astype(np.int64).prod(axis=1).sum()) * size
+            sent.check_size(index, width=length, height=size)
+        mask = np.arange(limit) < patch_counts[:, None]
         name = "pixel_attention_mask"
         if sent.has(name) and (sent.flags(name, *mask.shape) != mask).any():
             sent.refuse(name, "differs from spatial_shapes, by which each view's first patches are its own")
-        patches = sent.pixels(*mask.shape, _CHANNELS * settings.patch_size**2)
+        patches = sent.pixels(*mask.shape, _CHANNELS * size**2)
         split = zip(np.split(mask, ends[:-1]), np.split(patches, ends[:-1]), parts, strict=True)
         return [self._image(*each) for each in split]
 
@@ -296,17 +295,31 @@ class ViewProcessor(ImageProcessor):
 
     def _counts(self, shapes: npt.NDArray[np.int32]) -> list[int]:
         """Return how many tokens each view is."""
-        return [self._settings.tokens_of(rows=rows, columns=columns) for rows, columns in shapes.tolist()]
+        side = self._inner.downsample_factor
+        return [-(-rows // side) * -(-columns // side) for rows, columns in shapes.tolist()]
 
-    def _text(self, views: Views, counts: Sequence[int]) -> str:
+    def _text(self, tiles: Sequence[tuple[int, int]], counts: Sequence[int]) -> str:
         """As mlx-vlm and transformers write it."""
-        tiles = [(row, column) for row in range(views.row_count) for column in range(views.column_count)]
         text = ""
         if len(tiles) > 1:
             for (row, column), count in zip(tiles, counts[:-1], strict=True):
                 text += f"<|img_row_{row + 1}_col_{column + 1}|>{self.mark * count}"
             text += "<|img_thumbnail|>"
         return f"<|image_start|>{text}{self.mark * counts[-1]}<|image_end|>"
+
+
+def _view_processor(preprocessor: Mapping[str, Any], processor: Mapping[str, Any]) -> Any:
+    """Return mlx-vlm's processor by both files of a folder; the second one counts where they differ.
+
+    Transformers has it for torch alone. How images are cut is not the folder's to say: folders for MLX have
+    other numbers than the models were trained with, and mlx-vlm passes over these.
+    """
+    from mlx_vlm.models.lfm2_vl import processing_lfm2_vl as mlx_vlm
+
+    config = {**preprocessor.get("image_processor", preprocessor)}
+    config |= processor.get("image_processor", processor)
+    own = {name: value for name, value in config.items() if name not in mlx_vlm._OFFICIAL_SPLITTING_DEFAULTS}
+    return mlx_vlm.Lfm2VlNumpyImageProcessor(**own)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from icehouse_server.bootstrap.composition import adapter_source
-from icehouse_server.bootstrap.model_source import locate_draft_model, locate_model
+from icehouse_server.bootstrap.model_source import locate_model, locate_models
 from icehouse_server.config import ModelConfig
 from icehouse_server.config.setting import NamedPath
 from icehouse_server.errors import ModelError, Reason
@@ -18,11 +18,13 @@ NAMES = ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_templat
 @pytest.mark.parametrize("name", NAMES)
 def test_a_pipe_in_a_models_folder_is_refused(tmp_path: Path, name: str) -> None:
     """Libraries read these files too, and would wait for a writer without an end."""
-    os.mkfifo(tmp_path / name)
-    configs = (ModelConfig(model=str(tmp_path)), ModelConfig(model="demo", draft_model=str(tmp_path)))
-    for locate, config in zip((locate_model, locate_draft_model), configs, strict=True):
+    bad, good = tmp_path / "bad", tmp_path / "good"
+    bad.mkdir()
+    good.mkdir()
+    os.mkfifo(bad / name)
+    for config in (ModelConfig(model=str(bad)), ModelConfig(model=str(good), draft_model=str(bad))):
         with pytest.raises(ModelError, match=name) as refused:
-            locate(config, on_progress=lambda *_: None)
+            locate_models(config, on_progress=lambda *_: None, on_size=lambda *_: None)
         assert refused.value.reason is Reason.MODEL_INVALID
 
 

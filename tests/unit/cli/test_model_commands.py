@@ -14,7 +14,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from icehouse_server.bootstrap import hub as hub_cache
 from icehouse_server.bootstrap import kept_models
 from icehouse_server.bootstrap.room import ModelSize, Room, check_disk
 from icehouse_server.demo.models import SMOLLM2
@@ -158,7 +157,7 @@ def test_what_cannot_be_pulled_is_told_in_one_line(
 
 def test_a_demo_model_is_listed_and_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(hub_cache, "cached_models", list)
+    monkeypatch.setattr(kept_models, "cached_repos", list)
     SMOLLM2.folder.mkdir(parents=True)
     (SMOLLM2.folder / "model.safetensors").write_bytes(b"12")
     assert kept_models.kept_models() == []

@@ -14,7 +14,7 @@ def test_every_setting_has_help_and_a_default_that_it_would_accept(setting: Sett
     assert getattr(getattr(Config(), setting.section), setting.name) == setting.default
     if setting.default is not None:
         assert setting.parse(setting.default, source="default") == setting.default
-    assert bool(setting.choices) == (setting.kind is SettingKind.CHOICE)
+    assert setting.choices or setting.kind is not SettingKind.CHOICE
 
 
 def test_names_are_unique() -> None:

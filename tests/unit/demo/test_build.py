@@ -120,13 +120,6 @@ def test_a_folder_of_another_builder_is_replaced(folder: Path) -> None:
     assert names(folder.parent) == {folder.name, ".build.lock"}
 
 
-def test_without_pip_only_installed_wheels_can_be_built(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wheels, "can_fetch", lambda: False)
-    assert not build.can_be_built(MODEL)
-    monkeypatch.setattr(wheels, "find_installed", lambda file: Path(file.path))
-    assert build.can_be_built(MODEL)
-
-
 def test_a_place_that_cannot_be_written_is_named(folder: Path) -> None:
     folder.parent.parent.joinpath("models").write_text("a file, not a folder")
     with pytest.raises(ModelError, match="cannot write the demo model"):

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import numpy as np
 import safetensors
+from gguf import GGUFReader, GGUFWriter
 from hypothesis import given
 from hypothesis import strategies as st
-from icehouse_server.demo.gguf_file import Array, Tensor
-from icehouse_server.demo.mlx_folder import renew_template, to_bfloat16, write_tokenizer, write_weights
+from icehouse_server.demo.mlx_folder import Array, renew_template, to_bfloat16, write_tokenizer, write_weights
 from tokenizers import Tokenizer, models
 
 METADATA = {
@@ -39,16 +39,20 @@ def test_bfloat16_ties_go_to_even() -> None:
 
 
 def test_the_file_has_what_the_conversion_says(tmp_path: Path) -> None:
-    tensors = [
-        Tensor("one", (2,), 0, np.array([1.5, 3.0], np.float32)),
-        Tensor("other", (1, 2), 0, np.array([[1.5, 3.0]], np.float32)),
-    ]
+    writer = GGUFWriter(tmp_path / "source.gguf", "llama")
+    writer.add_tensor("one", np.array([1.5, 3.0], np.float32))
+    writer.add_tensor("other", np.array([[1.5, 3.0]], np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
     progress: list[float] = []
     file = tmp_path / "model.safetensors"
 
-    def convert(tensor: Tensor) -> tuple[str, Array]:
-        return f"model.{tensor.name}", tensor.quantized * len(tensor.name)
+    def convert(name: str, values: Array) -> tuple[str, Array]:
+        return f"model.{name}", values * len(name)
 
+    tensors = GGUFReader(tmp_path / "source.gguf").tensors
     write_weights(tensors, file, convert=convert, on_progress=progress.append)
     stored = {
         name: (info["dtype"], info["shape"], info["data"])

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 import jinja2
 import numpy as np
 import pytest
-from icehouse_server.demo.gguf_file import PieceKind
+from gguf import TokenType
 from icehouse_server.demo.smollm2 import CHAT_TEMPLATE, convert_tensor, make_tokenizer, model_config
 from tokenizers.pre_tokenizers import ByteLevel
 
@@ -16,7 +16,7 @@ PIECES = [*SPECIAL, *sorted(ByteLevel.alphabet()), *MERGED]
 METADATA = {
     "general.architecture": "llama",
     "tokenizer.ggml.tokens": PIECES,
-    "tokenizer.ggml.token_type": [PieceKind.CONTROL if p in SPECIAL else PieceKind.NORMAL for p in PIECES],
+    "tokenizer.ggml.token_type": [TokenType.CONTROL if p in SPECIAL else TokenType.NORMAL for p in PIECES],
     "tokenizer.ggml.merges": list(MERGED.values()),
     "tokenizer.ggml.bos_token_id": 1,
     "tokenizer.ggml.eos_token_id": 2,

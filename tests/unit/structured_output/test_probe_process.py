@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from icehouse_server.domain.response_format import Choice, JsonSchema, LarkGrammar, Regex
 from icehouse_server.errors import InvalidRequest
-from icehouse_server.structured_output.compiler import GrammarCompiler, stack_bytes
+from icehouse_server.structured_output.compiler import GrammarCompiler
 from icehouse_server.structured_output.probe_process import ProbeLimits, ProbeProcess, ProbeSetup, command
 
 from tests.fixtures.models.vocabulary import VOCABULARY_SIZE
@@ -22,7 +22,7 @@ from tests.unit.structured_output.test_compiler import Vocabulary, compiler
 BOMB = JsonSchema(json.dumps({"type": "integer", "allOf": [{"multipleOf": 1009}, {"multipleOf": 1013}]}))
 """Two divisors whose product is what they cost: 25 s and 615 MB."""
 GOOD = JsonSchema('{"type":"object","properties":{"a":{"type":"integer"}},"required":["a"]}')
-LIMITS = ProbeLimits(cpu_s=1, stack_bytes=stack_bytes(64 << 10))
+LIMITS = ProbeLimits(cpu_s=1, stack_bytes=GrammarCompiler.stack_bytes(64 << 10))
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from icehouse_server.errors import StartError
 from icehouse_server.telemetry.call_metrics import CALL_METRICS, FIRST_TOKEN_BY_REUSE, CallMetrics
 from icehouse_server.telemetry.metric import Metric, MetricKind
 from icehouse_server.telemetry.metrics_table import METRICS, OBSERVED_METRICS
-from icehouse_server.telemetry.prometheus import PrometheusEndpoint, PrometheusMeter
+from icehouse_server.telemetry.prometheus import PrometheusMeter, serve_metrics
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.fixtures.patience import BOUND_S
@@ -113,10 +113,9 @@ def scrape() -> Iterator[Any]:
         calls.wire_ended(WireRecord("a.B/C", "OK", 0.5, 10, 20))
         calls.call_ended(call_record())
         calls.call_ended(call_record(code="UNAVAILABLE", reason="DRAINING", usage=None))
-        endpoint = PrometheusEndpoint(meter, host="127.0.0.1", port=0)
+        endpoint = serve_metrics(meter, lambda: snapshot, host="127.0.0.1", port=0)
         endpoints.append(endpoint)
-        url = endpoint.start(lambda: snapshot)
-        with urllib.request.urlopen(url, timeout=BOUND_S) as answer:
+        with urllib.request.urlopen(f"{endpoint.url}metrics", timeout=BOUND_S) as answer:
             text = answer.read().decode()
         return {family.name: family for family in text_string_to_metric_families(text)}
 
@@ -230,11 +229,11 @@ def test_before_the_first_sample_there_are_no_made_up_zeros(scrape: Any) -> None
 
 
 def test_a_taken_port_is_said_at_the_start() -> None:
-    first = PrometheusEndpoint(PrometheusMeter(), host="127.0.0.1", port=0)
-    port = int(first.start(lambda: EMPTY).split(":")[2].split("/")[0])
+    first = serve_metrics(PrometheusMeter(), lambda: EMPTY, host="127.0.0.1", port=0)
+    port = first.server_port
     try:
         with pytest.raises(StartError, match=f"127.0.0.1:{port}.*--metrics-port"):
-            PrometheusEndpoint(PrometheusMeter(), host="127.0.0.1", port=port).start(lambda: EMPTY)
+            serve_metrics(PrometheusMeter(), lambda: EMPTY, host="127.0.0.1", port=port)
     finally:
         first.stop()
 

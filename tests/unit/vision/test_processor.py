@@ -286,3 +286,18 @@ def test_one_size_is_the_same_at_every_level(tmp_path: Path) -> None:
     processor = open_processor(tiny_vision_dir(tmp_path, "gemma3"), "gemma3")
     image = noise(60, 40)
     assert low(processor, image)[0] == processor.prepare(image).image
+
+
+def test_an_image_too_narrow_for_a_view_is_refused_rather_than_cut(tmp_path: Path) -> None:
+    processor = open_processor(tiny_vision_dir(tmp_path, "lfm2_vl"), "lfm2_vl")
+    with pytest.raises(ValueError, match="patches; a view has"):
+        processor.prepare(noise(4000, 10))
+
+
+def test_the_second_file_counts_where_both_speak_of_views(tmp_path: Path) -> None:
+    folder = tiny_vision_dir(tmp_path, "lfm2_vl")
+    before, _ = low(open_processor(folder, "lfm2_vl"), noise(400, 300))
+    fewer = {"image_processor": {"min_image_tokens": 1, "max_image_tokens": 1}}
+    (folder / "processor_config.json").write_text(json.dumps(fewer))
+    after, _ = low(open_processor(folder, "lfm2_vl"), noise(400, 300))
+    assert after.feature_count == 1 < before.feature_count

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import tempfile
-import threading
 import uuid
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated
 
@@ -168,17 +168,13 @@ class SpeedBench:
         name = f"decode, {row_count} row" + ("s" if row_count > 1 else "")
         if self._left_s <= 0:
             return _late(name)
-        found: list[Usage | IcehouseClientError] = []
         prompts = [self.fresh_prompt(_DECODE_PROMPT_TOKEN_COUNT) for _ in range(row_count)]
-        rows = [threading.Thread(target=lambda p=p: found.append(self._decoded(p))) for p in prompts]
-        for row in rows:
-            row.start()
-        for row in rows:
-            row.join()
-        for each in found:
-            if isinstance(each, IcehouseClientError):
-                return _unless_late(name, each)
-        costs = [each for each in found if isinstance(each, Usage) and each.decode_s > 0]
+        try:
+            with ThreadPoolExecutor(row_count) as rows:
+                found = list(rows.map(self._decoded, prompts))
+        except IcehouseClientError as error:
+            return _unless_late(name, error)
+        costs = [cost for cost in found if cost.decode_s > 0]
         rate = sum((cost.output_tokens - 1) / cost.decode_s for cost in costs)
         duration_s = max((cost.decode_s for cost in costs), default=0.0)
         return Speed(name, rate, sum(cost.output_tokens for cost in costs), duration_s)
@@ -231,17 +227,14 @@ class SpeedBench:
         options: Options = {"max_output_tokens": 1, "cache_use": use, "timeout_s": max(0.001, self._left_s)}
         return self._client.generate(prompt, **options).usage
 
-    def _decoded(self, prompt: Sequence[int]) -> Usage | IcehouseClientError:
+    def _decoded(self, prompt: Sequence[int]) -> Usage:
         options: Options = {
             "max_output_tokens": _DECODE_TOKEN_COUNT,
             "ignore_end_tokens": True,
             "cache_use": "off",
             "timeout_s": max(0.001, self._left_s),
         }
-        try:
-            return self._client.generate(prompt, **options).usage
-        except IcehouseClientError as error:
-            return error
+        return self._client.generate(prompt, **options).usage
 
 
 def _late(name: str) -> Speed:

@@ -62,7 +62,7 @@ class GrammarPort(Protocol):
     def stack_bytes(self, form_bytes: int) -> int:
         """Return the stack that a thread needs for a format of this length: compiling is recursive."""
 
-    def prepare(self) -> None:
+    def prepare(self) -> object:
         """Read the vocabulary, unless it has been read."""
 
     def kept(self, form: ResponseFormat) -> Grammar | None:

@@ -196,9 +196,8 @@ class _Probes:
         self._choose("s", takes_lone_system=(True, False))
 
     def find_reasoning(self) -> None:
-        shown = {key: self._thought_count(key) for key in _REASONING_KEYS}
-        key = max(_REASONING_KEYS, key=lambda key: shown[key])
-        self.traits = dataclasses.replace(self.traits, reasoning_key=key, shows_reasoning=shown[key] > 0)
+        key = max(_REASONING_KEYS, key=self._thought_count)
+        self.traits = dataclasses.replace(self.traits, reasoning_key=key)
 
     def _choose(self, *histories: str, **choices: Iterable[Any]) -> None:
         """Take the choices with which most histories are shown; the first ones where several are as good."""

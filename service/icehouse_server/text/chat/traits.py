@@ -100,7 +100,5 @@ class TemplateTraits:
     """A result that does not follow the turn with its call."""
     takes_user_after_result: bool = True
 
-    shows_reasoning: bool = True
-    """It shows the reasoning of some turn; templates drop that of past turns on purpose."""
     reasoning_key: str = "reasoning_content"
     """The key of a turn's reasoning; empty where reasoning is a part of the content."""

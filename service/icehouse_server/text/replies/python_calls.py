@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import regex
 
 from icehouse_server.text.replies.notation import Notation, ReplyCalls
-from icehouse_server.text.values.literals import DEPTH_LIMIT, Emit, JsonText, PythonText, quoted
+from icehouse_server.text.values.literals import Emit, JsonText, PythonText, quoted
 from icehouse_server.text.values.text_source import Malformed, Reading, TextSource
 
 _NAME = r"[A-Za-z_][\w.\-]{0,199}"
@@ -83,7 +83,7 @@ class PythonCalls(Notation):
         source.take(head.end())
         calls.name_tool(head["name"])
         names: set[str] = set()
-        text = PythonText(source)
+        text = PythonText(source, within="f")
         calls.add_arguments("{")
         while True:
             yield from source.space()
@@ -97,7 +97,7 @@ class PythonCalls(Notation):
                 raise Malformed(f"it has the argument {keyword['name'][:64]!r} twice")
             calls.add_arguments(f"{', ' if names else ''}{quoted(keyword['name'])}: ")
             names.add(keyword["name"])
-            yield from text.value(calls.add_arguments, within="f")
+            yield from text.value(calls.add_arguments)
             yield from source.space()
             if not (yield from source.accepts(",")) and not (yield from source.sees(")")):
                 raise (yield from source.failure("a comma is missing"))
@@ -127,8 +127,9 @@ class GemmaCalls(Notation):
             calls.begin_call()
             source.take(head.end())
             calls.name_tool(head["name"])
-            yield from self._value(source, calls.add_arguments, depth=0)
-            calls.end_call()
+            text = _GemmaText(source, quote=self.quote)
+            yield from text.value(calls.add_arguments)
+            calls.end_call(is_repaired=text.is_repaired)
             count += 1
         yield from source.space()
         has_end = yield from source.accepts(*self.ends)
@@ -137,39 +138,26 @@ class GemmaCalls(Notation):
             raise Malformed("the output ended inside it" if has_ended else "it is no call of a function")
         return count
 
-    def _value(self, source: TextSource, emit: Emit, *, depth: int) -> Reading[None]:
-        if depth > DEPTH_LIMIT:
-            raise Malformed(f"it is nested deeper than {DEPTH_LIMIT} brackets")
-        yield from source.space()
-        opening = yield from source.accepts("{", "[", self.quote)
-        if opening == self.quote:
-            parts: list[str] = []
-            if not (yield from source.until((self.quote,), parts.append)):
-                raise Malformed("the output ended inside a string")
-            emit(quoted("".join(parts)))
-        elif opening:
-            yield from self._members(source, emit, opening, depth=depth)
-        else:
-            yield from JsonText(source).value(emit)
 
-    def _members(self, source: TextSource, emit: Emit, opening: str, *, depth: int) -> Reading[None]:
-        closing = "}" if opening == "{" else "]"
-        emit(opening)
-        yield from source.space()
-        is_closed = yield from source.accepts(closing)
-        separator = ""
-        while not is_closed:
-            if opening == "{":
-                key = yield from source.ahead(_GEMMA_KEY)
-                if key is None:
-                    raise (yield from source.failure("a value has no key"))
-                source.take(key.end())
-                separator += f"{quoted(key['name'])}: "
-            emit(separator)
-            yield from self._value(source, emit, depth=depth + 1)
-            yield from source.space()
-            is_closed = yield from source.accepts(closing)
-            if not is_closed and not (yield from source.accepts(",")):
-                raise (yield from source.failure("a comma is missing"))
-            separator = ", "
-        emit(closing)
+@dataclasses.dataclass(slots=True)
+class _GemmaText(JsonText):
+    """A reader of JSON with bare keys, and with marks around strings."""
+
+    quote: str = ""
+
+    def _scalar(self, emit: Emit, char: str, within: str) -> Reading[None]:
+        if not (yield from self.source.accepts(self.quote)):
+            yield from JsonText._scalar(self, emit, char, within)
+            return
+        parts: list[str] = []
+        if not (yield from self.source.until((self.quote,), parts.append)):
+            raise Malformed("the output ended inside a string")
+        emit(quoted("".join(parts)))
+
+    def _key(self, emit: Emit) -> Reading[None]:
+        key = yield from self.source.ahead(_GEMMA_KEY)
+        if key is None:
+            raise (yield from self.source.failure("a value has no key"))
+        self.source.take(key.end())
+        emit(f"{quoted(key['name'])}: ")
+        yield from self.source.space()

@@ -9,8 +9,8 @@ import ast
 import dataclasses
 import json
 import re
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import regex
 
@@ -31,7 +31,6 @@ _LITERALS = {"true": "true", "false": "false", "null": "null"}
 PYTHON_LITERALS = {"True": "true", "False": "false", "None": "null"}
 _CLOSING = {"{": "}", "[": "]", "(": ")"}
 
-_PYTHON_LETTERS = re.compile(r"[A-Za-z_]*")
 _PYTHON_NUMBER_LETTERS = re.compile(r"[-+0-9.eE_]*")
 _UNTIL_QUOTE = {quote: re.compile(rf"[^\\{quote}]*") for quote in "\"'"}
 _PYTHON_ESCAPES = dict(zip("\\'\"abfnrtv", "\\'\"\a\b\f\n\r\t\v", strict=True)) | {"\n": ""}
@@ -60,6 +59,10 @@ class JsonText:
     is_python: bool = False
     """True, False and None are literals too."""
     is_repaired: bool = False
+
+    brackets: ClassVar = "{["
+    may_end_with_comma: ClassVar = False
+    """Whether a comma before a closing bracket is no mistake."""
 
     def value(self, emit: Emit) -> Reading[None]:
         """Read one value, emitting it as it arrives."""
@@ -128,20 +131,20 @@ class JsonText:
             char = yield from self.source.peek()
             if char and char != closing:
                 return f"{gap},{behind}"
-            self.is_repaired = True
+            self.is_repaired = self.is_repaired or not self.may_end_with_comma
             gap += behind
         if not char:
             raise Malformed("the output ended inside it")
         if char == closing:
-            emit(gap + self.source.take(1))
-            stack.pop()
+            self.source.take(1)
+            emit(gap + _end_of(stack.pop()))
             return None
         if is_fresh:
             return gap
         if not (yield from self.source.sees(*self.ends)):
-            raise Malformed("it is no JSON: a comma or a closing bracket is missing")
+            raise Malformed("a comma or a closing bracket is missing")
         self.is_repaired = True
-        emit("".join(_CLOSING[opening] for opening in reversed(stack)))
+        emit("".join(map(_end_of, reversed(stack))))
         stack.clear()
         return None
 
@@ -149,19 +152,24 @@ class JsonText:
         yield from self.string(emit)
         gap = yield from self.source.space()
         if not (yield from self.source.accepts(":")):
-            raise Malformed("it is no JSON: a key has no value")
+            raise Malformed("a key has no value")
         emit(f"{gap}:")
         yield from self.source.run(SPACES, emit)
 
     def _begin(self, stack: list[str], emit: Emit) -> Reading[bool]:
         """Read a value that has no members, or the bracket that opens one; return whether it is a bracket."""
         char = yield from self.source.peek()
-        if char and char in "{[":
-            if len(stack) >= DEPTH_LIMIT:
-                raise Malformed(f"it is nested deeper than {DEPTH_LIMIT} brackets")
-            stack.append(self.source.take(1))
-            emit(char)
-            return True
+        if not char or char not in self.brackets:
+            yield from self._scalar(emit, char, "".join(stack[-1:]))
+            return False
+        if len(stack) >= DEPTH_LIMIT:
+            raise Malformed(f"it is nested deeper than {DEPTH_LIMIT} brackets")
+        stack.append(self.source.take(1))
+        emit("{" if char == "{" else "[")
+        return True
+
+    def _scalar(self, emit: Emit, char: str, within: str) -> Reading[None]:
+        """Read a value that begins with `char`, "" at the end, in the bracket `within`, "" in none."""
         if char == '"':
             yield from self.string(emit)
         elif char and char in "-0123456789":
@@ -171,7 +179,6 @@ class JsonText:
             emit(number)
         else:
             yield from self._literal(emit, char)
-        return False
 
     def _literal(self, emit: Emit, char: str) -> Reading[None]:
         if not char:
@@ -185,66 +192,39 @@ class JsonText:
         emit(literals[word])
 
 
+def _end_of(opening: str) -> str:
+    """Return the bracket of JSON that closes one."""
+    return "}" if opening == "{" else "]"
+
+
 @dataclasses.dataclass(slots=True)
-class PythonText:
+class PythonText(JsonText):
     """A reader of Python values. `is_repaired` after anything that is not Python.
 
     A quote ends a string only where structure follows it, since some templates write strings unescaped.
     """
 
-    source: TextSource
-    is_repaired: bool = False
+    is_python: bool = True
+    within: str = ""
+    """What the value stands in: "f" for the arguments of a call."""
 
-    def value(self, emit: Emit, *, within: str, depth: int = 0) -> Reading[None]:
-        """Read one value; `within` is the bracket it stands in."""
-        if depth > DEPTH_LIMIT:
-            raise Malformed(f"it is nested deeper than {DEPTH_LIMIT} brackets")
-        char = yield from self.source.peek()
-        if not char:
-            raise Malformed("the output ended inside it")
-        if char in "\"'":
-            emit(quoted((yield from self._string(within))))
-        elif char in _CLOSING:
-            yield from self._members(emit, depth)
-        elif char in "-+.0123456789":
+    brackets: ClassVar = "{[("
+    may_end_with_comma: ClassVar = True
+
+    def string(self, emit: Emit, within: str = "{") -> Reading[None]:
+        """Read a string that stands in the bracket `within`."""
+        quote = yield from self.source.peek()
+        if not quote or quote not in "\"'":
+            raise Malformed("a key is no string")
+        emit(quoted((yield from self._string(within))))
+
+    def _scalar(self, emit: Emit, char: str, within: str) -> Reading[None]:
+        if char and char in "\"'":
+            yield from self.string(emit, within or self.within)
+        elif char and char in "-+.0123456789":
             emit((yield from self._number()))
         else:
-            word = yield from self.source.word(_PYTHON_LETTERS, limit=_WORD_LENGTH_LIMIT)
-            literals = _LITERALS | PYTHON_LITERALS
-            if word not in literals:
-                raise Malformed("it has a value that is no literal")
-            emit(literals[word])
-
-    def _members(self, emit: Emit, depth: int) -> Reading[None]:
-        source = self.source
-        opening = source.take(1)
-        closing = _CLOSING[opening]
-        emit("{" if opening == "{" else "[")
-        is_first = True
-        while True:
-            yield from source.space()
-            if (yield from source.accepts(closing)):
-                emit("}" if opening == "{" else "]")
-                return
-            emit("" if is_first else ", ")
-            is_first = False
-            if opening == "{":
-                yield from self._key(emit)
-            yield from self.value(emit, within=opening, depth=depth + 1)
-            yield from source.space()
-            if not (yield from source.accepts(",")) and not (yield from source.sees(closing)):
-                raise Malformed("a comma or a closing bracket is missing")
-
-    def _key(self, emit: Emit) -> Reading[None]:
-        char = yield from self.source.peek()
-        if not char or char not in "\"'":
-            raise Malformed("a key is no string")
-        emit(quoted((yield from self._string("{"))))
-        yield from self.source.space()
-        if not (yield from self.source.accepts(":")):
-            raise Malformed("a key has no value")
-        emit(": ")
-        yield from self.source.space()
+            yield from self._literal(emit, char)
 
     def _number(self) -> Reading[str]:
         word = yield from self.source.word(_PYTHON_NUMBER_LETTERS, limit=_WORD_LENGTH_LIMIT)
@@ -325,21 +305,19 @@ class ReadValue:
 
 def tolerant(text: str, *, is_python: bool = False) -> ReadValue:
     """Return a whole text as JSON; raises Malformed."""
-    reader, parts = JsonText(TextSource(text.strip(SPACE), has_ended=True), is_python=is_python), list[str]()
-    return _whole(reader, reader.value(parts.append), parts)
+    return _whole(JsonText(TextSource(text.strip(SPACE), has_ended=True), is_python=is_python))
 
 
 def python_literal(text: str) -> ReadValue:
     """Return a whole Python literal as JSON; raises Malformed."""
-    reader, parts = PythonText(TextSource(text.strip(), has_ended=True)), list[str]()
-    return _whole(reader, reader.value(parts.append, within=""), parts)
+    return _whole(PythonText(TextSource(text.strip(), has_ended=True)))
 
 
-def _whole(reader: JsonText | PythonText, reading: Reading[None], parts: Sequence[str]) -> ReadValue:
-    read_whole(reading)
+def _whole(reader: JsonText) -> ReadValue:
+    text = read_whole(reader.text())
     if reader.source.rest:
         raise Malformed("something follows the value")
-    return ReadValue("".join(parts), reader.is_repaired)
+    return ReadValue(text, reader.is_repaired)
 
 
 def quoted(text: str) -> str:

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from icehouse_server.domain.stats import ServerStatus
-from icehouse_server.telemetry.prometheus import PrometheusEndpoint, PrometheusMeter
+from icehouse_server.telemetry.prometheus import PrometheusMeter, serve_metrics
 from icehouse_server.telemetry.status_page.page import ReportRules, StatusPage
 
 from tests.fixtures.patience import BOUND_S
@@ -34,9 +34,10 @@ class Endpoint:
         self.may_answer.set()
         rules = ReportRules(version="1", shows_request_ids=True, name_key=b"k")
         page = StatusPage(read=self._read, first_token=lambda: (), rules=rules, clock=self.clock)
-        self._endpoint = PrometheusEndpoint(PrometheusMeter(), host="127.0.0.1", port=0)
-        url = self._endpoint.start(lambda: SNAPSHOT, page.pages)
-        self.port = int(re.findall(r":(\d+)/", url)[0])
+        self._server = serve_metrics(
+            PrometheusMeter(), lambda: SNAPSHOT, host="127.0.0.1", port=0, pages=page.pages
+        )
+        self.port = self._server.server_port
 
     def _read(self) -> ServerStatus | None:
         self.asked_count += 1
@@ -54,7 +55,7 @@ class Endpoint:
         return answer, text
 
     def stop(self) -> None:
-        self._endpoint.stop()
+        self._server.stop()
 
 
 @pytest.fixture

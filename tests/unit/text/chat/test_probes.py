@@ -21,13 +21,13 @@ def traits(template: str, *, has_tools: bool = False) -> TemplateTraits:
 
 FOUND: dict[str, dict[str, Any]] = {
     "answered_calls": {"filler": "...", "takes_stray_results": False, "takes_user_after_result": False},
-    "arguments_as_text": {"arguments": Arguments.VERBATIM, "shows_tools": False, "shows_reasoning": False},
+    "arguments_as_text": {"arguments": Arguments.VERBATIM, "shows_tools": False},
     "channels": {
         "takes_parallel_calls": False,
         "knows_developer": False,
         "reasoning_key": "reasoning_content",
     },
-    "chatml": {"shows_tool_calls": False, "shows_tool_results": True, "shows_reasoning": False},
+    "chatml": {"shows_tool_calls": False, "shows_tool_results": True},
     "counted_alternation": {"takes_repeated_roles": False, "takes_first_system": False},
     "described_tools": {"wants_tool_list": True, "tool_form": ToolForm.COMPLETE, "shows_tools": True},
     "ids_only": {"call_ids": CallIds.NAMED, "arguments": Arguments.VERBATIM},
@@ -36,11 +36,10 @@ FOUND: dict[str, dict[str, Any]] = {
     "plan_beside_calls": {"reasoning_key": "tool_plan", "arguments": Arguments.OBJECT},
     "single_calls": {"takes_parallel_calls": False, "shows_tools": True, "tool_form": ToolForm.WRAPPED},
     "strict_alternation": {"call_ids": CallIds.NINE_LETTERS, "takes_first_system": False},
-    "thinking_parts": {"reasoning_key": "", "shows_reasoning": True, "arguments": Arguments.OBJECT},
+    "thinking_parts": {"reasoning_key": "", "arguments": Arguments.OBJECT},
     "thoughts_dropped": {
         "takes_first_assistant": False,
         "takes_later_system": False,
-        "shows_reasoning": True,
     },
 }
 
@@ -70,7 +69,7 @@ def test_a_word_of_the_source_is_no_trait() -> None:
 
 def test_the_key_of_thoughts_is_where_they_come_out() -> None:
     renamed = THINKING.template.replace("message.reasoning_content", "(message['thou' ~ 'ght'] or '')")
-    assert traits(renamed).reasoning_key == "thought" and traits(renamed).shows_reasoning
+    assert traits(renamed).reasoning_key == "thought"
 
 
 def test_a_silent_turn_has_the_form_that_the_template_reads() -> None:
