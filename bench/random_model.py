@@ -32,6 +32,8 @@ SHAPE: dict[str, Any] = {
 }
 THIN_SHAPE: dict[str, Any] = {**SHAPE, "hidden_size": 256, "intermediate_size": 256}
 """As much KV per token from 20 million weights: a step is short beside what a server adds to it."""
+FLAT_SHAPE: dict[str, Any] = {**SHAPE, "hidden_size": 64, "intermediate_size": 64}
+"""As much KV again, for almost no work."""
 SMALL_SHAPE: dict[str, Any] = {
     "hidden_size": 256,
     "num_hidden_layers": 6,
@@ -62,6 +64,7 @@ class RandomModel(enum.Enum):
 
     LARGE = "large"
     THIN = "thin"
+    FLAT = "flat"
     SMALL = "small"
     WINDOWS = "windows"
     DEEP = "deep"
@@ -70,6 +73,7 @@ class RandomModel(enum.Enum):
 _MADE_OF = {
     RandomModel.LARGE: ("llama", SHAPE),
     RandomModel.THIN: ("llama", THIN_SHAPE),
+    RandomModel.FLAT: ("llama", FLAT_SHAPE),
     RandomModel.SMALL: ("llama", SMALL_SHAPE),
     RandomModel.WINDOWS: ("gemma3_text", WINDOWS_SHAPE),
     RandomModel.DEEP: ("qwen3", DEEP_SHAPE),

@@ -1,8 +1,9 @@
-"""Tables of settings and of supported architectures, for docs/settings.md and docs/models.md."""
+"""Tables of settings and architectures, and what agent programs are set to, for pages of docs/."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from itertools import groupby
 from pathlib import Path
@@ -13,6 +14,14 @@ from icehouse_server.text.replies.families import FAMILIES
 
 _WAYS = Path(__file__).resolve().parents[1] / "tests/unit/engine/runner/forward/splits.json"
 """What the contract test of mlx-lm's architectures says of each."""
+
+_PROGRAMS = Path(__file__).resolve().parent / "howto/agent-programs.md"
+_SHOWN_PROGRAMS: Mapping[str, str] = {
+    "Claude Code": "in the environment",
+    "Codex CLI": "in `~/.codex/config.toml`",
+    "OpenCode": "in `opencode.json`, in the folder of the project or in `~/.config/opencode`",
+}
+"""Where each is set."""
 
 _WAY_NAMES: Mapping[str, str] = {
     "attention": "All rows in one pass, split at the attention",
@@ -69,3 +78,18 @@ def architectures() -> str:
         lines.append(f"| {told} ({len(names)}) | {', '.join(f'`{name}`' for name in names)} |")
     assert sum(line.count("`") for line in lines[2:]) == 2 * len(table), "an architecture has no way of these"
     return "\n".join(lines)
+
+
+def agent_programs() -> str:
+    """Return the settings of the agent programs that most people use, as their own page has them."""
+    page = _PROGRAMS.read_text(encoding="utf-8")
+    shown = [""]
+    for program, place in _SHOWN_PROGRAMS.items():
+        found = re.search(rf"^## {program}$.*?^```(\w+)\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+        assert found is not None, f"{_PROGRAMS.name} has no settings of {program}"
+        language, lines = found[1], found[2].splitlines()
+        if language == "sh":
+            # Of the commands, those that set something; the page runs them all.
+            language, lines = "bash", [line for line in lines if line.startswith("export ")]
+        shown += [f"{program}, {place}:", "", f"```{language}", *lines, "```", ""]
+    return "\n".join(shown)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from icehouse_server.domain.blocks import PLANES_LAYOUT_ABI, BlockHeader, Damage, RegionKind, TokenKeys
 from icehouse_server.domain.cache_stats import CacheStats
 from icehouse_server.domain.events import CacheReport, Delta, Event, Failed, Finished, Started
-from icehouse_server.domain.ids import BlockHash
+from icehouse_server.domain.ids import BlockHash, CacheScope
 from icehouse_server.domain.request import CacheUse, GenerationRequest
 from icehouse_server.errors import Cancelled, DeadlineExceeded, Overloaded, Unavailable
 from icehouse_server.storage.api import (
@@ -55,6 +55,15 @@ class Promise:
         return self.request.keys(self.request.prompt_token_ids)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Imported:
+    """A prompt whose blocks may have come from an archive, and who may use them."""
+
+    scope: CacheScope
+    model: int
+    keys: TokenKeys
+
+
 def _kinds(record: BlockRecord) -> frozenset[RegionKind]:
     return frozenset(kind for kind in RegionKind if record.region_bytes(kind))
 
@@ -85,6 +94,7 @@ class Ledger:
         self.spill_numbers: dict[BlockHash, int] = {}
         self.spill_number = 0
         self.promises: list[Promise] = []
+        self.imported: list[Imported] = []
         self._manifest_bytes = 0
         self.last_stats: CacheStats | None = None
         self.seen: Counter[str] = Counter()
@@ -216,6 +226,20 @@ class Ledger:
         assert end.usage.cache == starts[0].cache, name
         assert end.usage.output_token_count == len(tokens), name
 
+    def knows(self, scope: CacheScope, model: int, prefix: TokenKeys) -> bool:
+        """Whether this scope may have blocks of these tokens: it computed them, or imported them."""
+        count = len(prefix)
+        return any(
+            each.writes
+            and each.model == model
+            and each.request.scope == scope
+            and each.history[:count] == prefix
+            for each in self.promises
+        ) or any(
+            each.model == model and each.scope == scope and each.keys[:count] == prefix
+            for each in self.imported
+        )
+
     def _check_reuse(self, promise: Promise, report: CacheReport) -> None:
         request = promise.request
         count = report.cached_token_count
@@ -228,13 +252,8 @@ class Ledger:
             assert count == 0, f"{request.request_id} reused {count} tokens against its will"
         prefix = promise.keys[:count]
         self.seen["reused image tokens"] += image_token_count(prefix)
-        known = any(
-            other.writes
-            and other.model == promise.model
-            and other.request.scope in (request.scope, request.shared_scope)
-            and other.history[:count] == prefix
-            for other in self.promises
-        )
+        scopes = (request.scope, request.shared_scope)
+        known = any(self.knows(scope, promise.model, prefix) for scope in scopes if scope is not None)
         assert known or count == 0, f"{request.request_id} reused {count} tokens that are nobody's to share"
 
 

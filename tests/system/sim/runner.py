@@ -296,7 +296,18 @@ class SimRunner:
         return SimRegion(region.kind, tuple(rows), self._padding_bytes)
 
     def misfit(self, regions: Sequence[HostRegion], *, token_count: int) -> str:
-        return "the simulation takes no block from elsewhere"
+        kinds = [region.kind for region in regions]
+        if self.spec.has_state or RegionKind.CHECKPOINT in kinds:
+            return "a state from elsewhere"
+        if self.spec.has_kv and RegionKind.KV not in kinds:
+            return "it has no kv"
+        for region in regions:
+            is_kv = region.kind is RegionKind.KV
+            row_count = token_count if is_kv else min(token_count, self.spec.window_token_count)
+            expected = _host_region(SimRegion(region.kind, (0,) * row_count, self._padding_bytes))
+            if [_form_of(tensor) for tensor in region.tensors] != [_form_of(t) for t in expected.tensors]:
+                return f"its {region.kind} is not this model's"
+        return ""
 
     def begin_to_host(self, regions: Sequence[SimRegion]) -> SimCopy:
         return SimCopy(self, tuple(regions), self.pass_count + 2 * self.is_pipelined)
@@ -313,6 +324,10 @@ def _host_region(region: SimRegion) -> HostRegion:
         zeros = memoryview(bytes(region.padding_bytes))
         tensors.append(HostTensor(_PADDING, "U8", (region.padding_bytes,), zeros))
     return HostRegion(region.kind, tuple(tensors))
+
+
+def _form_of(tensor: HostTensor) -> tuple[str, str, tuple[int, ...]]:
+    return tensor.name, tensor.dtype, tensor.shape
 
 
 def _rows_of(tensor: HostTensor) -> list[int]:

@@ -33,6 +33,7 @@ from icehouse_server.storage.store_paths import StorePaths
 
 from tests.fixtures.storage.ciphers import CIPHER
 from tests.fixtures.storage.faults import Crash
+from tests.system.sim.archives import ArchiveCarrier
 from tests.system.sim.checks import (
     check_agreement,
     check_counters,
@@ -69,6 +70,8 @@ HANGS_SEED = 5_000_000
 """From here on the disk hangs now and then; prompts have no images and names are synced."""
 PLANES_SEED = 6_000_000
 """From here on blocks are stored in byte planes; prompts have no images, names are synced, no disk hangs."""
+ARCHIVES_SEED = 7_000_000
+"""From here on prompts are exported and imported as well."""
 _RECOVERY_S = 130.0
 """Longer than a write gate stays shut."""
 
@@ -94,6 +97,7 @@ class Scenario:
         self._hang_dice = random.Random(-6 * 10**6 - seed)
         self._pin_dice = random.Random(-7 * 10**6 - seed)
         self._session_dice = random.Random(-8 * 10**6 - seed)
+        self._archive_dice = random.Random(-9 * 10**6 - seed)
         self.setup = dataclasses.replace(
             setup,
             quotas=draw_quotas(setup, random.Random(-1 - seed)),
@@ -109,6 +113,7 @@ class Scenario:
         self._live: dict[RequestId, Promise] = {}
         self._commands = CommandIssuer(self.ledger, self._say)
         self._pins = PinWatch(self.ledger)
+        self._archives = ArchiveCarrier(self.ledger, self._archive_dice, self._say, self._step_both)
         stems = [bytes(self.dice.choices(ALPHABET, k=40)) for _ in range(2)]
         self._texts: list[TokenKeys] = [tuple(stem) for stem in stems]
         self._life = Life(number=0, model=0, directory=folder / "life-0", mtime_ns=10**18)
@@ -151,8 +156,10 @@ class Scenario:
 
     def _act(self) -> None:
         action = self.dice.choices(*zip(*self._actions(), strict=True))[0]
-        if self.seed >= HANGS_SEED and self._hang_dice.random() < 0.15:
+        if HANGS_SEED <= self.seed < ARCHIVES_SEED and self._hang_dice.random() < 0.15:
             action = self._hang_dice.choice((self._hang, self._hang, self._hang, self._pass_time))
+        if self.seed >= ARCHIVES_SEED and self._archive_dice.random() < 0.15:
+            action = self._archive_dice.choice((self._export, self._import))
         try:
             action()
             self._check()
@@ -279,14 +286,34 @@ class Scenario:
         piece, self._pieces = self._pieces[:count], self._pieces[count:]
         return EvictBlocks(tuple(piece))
 
+    def _export(self) -> None:
+        kept = [each for each in self.ledger.promises if each.writes and each.model == self._life.model]
+        if kept:
+            promise = self._archive_dice.choice(kept[-12:])
+            self._archives.export(self._served, promise.history, promise.request.scope)
+
+    def _import(self) -> None:
+        if self._archive_dice.random() < 0.5:
+            # Otherwise most blocks that come are there already.
+            self._pins.is_excused = True
+            self._commands.give(self._served, Evict(None))
+        self._archives.adopt(self._served, self._archive_dice.choice(_TENANTS))
+
     # What time does.
 
     def _step_engine(self) -> None:
         for _ in range(self.dice.choice((1, 2, 6, 25))):
-            self._served.step_engine()
-            self._pins.look(self._served)
-            self._events.look()
-            check_ram(self._served)
+            self._step_engine_once()
+
+    def _step_engine_once(self) -> None:
+        self._served.step_engine()
+        self._pins.look(self._served)
+        self._events.look()
+        check_ram(self._served)
+
+    def _step_both(self) -> None:
+        self._step_engine_once()
+        self._served.step_storage()
 
     def _step_storage(self) -> None:
         for _ in range(self.dice.choice((1, 1, 3, 12))):

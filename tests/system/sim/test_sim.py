@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.system.sim.coverage import ONE_IN, Coverage
-from tests.system.sim.scenario import IMAGES_SEED, NAMES_SEED, PIECES_SEED, PLANES_SEED
+from tests.system.sim.scenario import ARCHIVES_SEED, IMAGES_SEED, NAMES_SEED, PIECES_SEED, PLANES_SEED
 from tests.system.sim.stories import play
 
 _CHUNK_COUNT = 7
@@ -27,6 +27,7 @@ _PIECES_SEED_COUNT = 50
 _IMAGES_SEED_COUNT = 60
 _NAMES_SEED_COUNT = 60
 _PLANES_SEED_COUNT = 40
+_ARCHIVES_SEED_COUNT = 80
 _ONE = os.environ.get("ICEHOUSE_SIM_SEED")
 
 
@@ -73,6 +74,12 @@ def test_stories_whose_blocks_are_in_byte_planes(coverage: Coverage) -> None:
     seen = coverage.play(PLANES_SEED, _PLANES_SEED_COUNT)
     assert seen["blocks in planes"] > 0, "nearly every story comes to it"
     assert seen["ssd tokens"] > 0, "one story in 3 comes to it"
+
+
+def test_stories_in_which_archives_come_and_go(coverage: Coverage) -> None:
+    seen = coverage.play(ARCHIVES_SEED, _ARCHIVES_SEED_COUNT)
+    assert seen["exported blocks"] > 0, "one story in 3 comes to it"
+    assert seen["adopted blocks"] > 0, "one story in 5 comes to it"
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import types
 from collections.abc import Callable
 
 import pytest
@@ -23,14 +24,23 @@ from icehouse_server.engine.prefix_cache.tiers.tenant_quota import TenantQuotas
 from icehouse_server.engine.scheduling import pass_plan, scheduler
 from icehouse_server.pins import UNTIL_UNPINNED
 from icehouse_server.rpc.kv_events import block_mirror, event_feed
+from icehouse_server.rpc.services import cache_transfer
+from icehouse_server.storage import archive
 from icehouse_server.storage.api import Loaded
 from icehouse_server.storage.local import spiller, storage_state
-from icehouse_server.storage.local.block_format import block_file, header, plane_region, planes
+from icehouse_server.storage.local.block_format import block_bytes, block_file, header, plane_region, planes
 from icehouse_server.storage.local.directory import reconcile, space, store
 
 from tests.fixtures.known_blocks import record_of
 from tests.system.sim import checks
-from tests.system.sim.scenario import IMAGES_SEED, NAMES_SEED, PIECES_SEED, PLANES_SEED, SimulationFailed
+from tests.system.sim.scenario import (
+    ARCHIVES_SEED,
+    IMAGES_SEED,
+    NAMES_SEED,
+    PIECES_SEED,
+    PLANES_SEED,
+    SimulationFailed,
+)
 from tests.system.sim.setup import BLOCK
 from tests.system.sim.stories import play
 
@@ -421,6 +431,44 @@ def drop_the_checkpoint_that_a_prompt_resumes_from(patch: pytest.MonkeyPatch) ->
     patch.setattr(prefix_cache.PrefixCache, "_resumed", lambda self, sequence, reached: None)
 
 
+def adopt_the_archive_of_another_model(patch: pytest.MonkeyPatch) -> None:
+    def believe(self, header):
+        self._model = dataclasses.replace(self._model, fingerprint=header.fingerprint)
+
+    patch.setattr(cache_transfer._Adoption, "_check_model", believe)
+
+
+def adopt_for_another_tenant(patch: pytest.MonkeyPatch) -> None:
+    real = cache_transfer._Adoption._command
+
+    def command(self, *block):
+        made = real(self, *block)
+        return made and dataclasses.replace(made, tenant=Tenant("other"))
+
+    patch.setattr(cache_transfer._Adoption, "_command", command)
+
+
+class _Equal(int):
+    """Is equal to whatever it is compared with."""
+
+    def __ne__(self, other):
+        return False
+
+
+def adopt_what_was_altered(patch: pytest.MonkeyPatch) -> None:
+    real = archive.ArchiveReader._read
+
+    def read(self, kind, fields, *, whole):
+        if archive.DIGEST_NAME in fields:
+            digest = self._file.hexdigest() if kind is archive._Kind.BLOCK_END else whole
+            fields = {**fields, archive.DIGEST_NAME: digest}
+        return real(self, kind, fields, whole=whole)
+
+    patch.setattr(archive.ArchiveReader, "_read", read)
+    blind = types.SimpleNamespace(xxh3_64=xxhash.xxh3_64, xxh3_64_intdigest=lambda data: _Equal())
+    patch.setattr(block_bytes, "xxhash", blind)
+
+
 BREAKS: list[Break] = [
     believe_every_token_equal,
     forget_windows,
@@ -466,6 +514,9 @@ BREAKS: list[Break] = [
     put_first_what_others_have_used_too,
     end_the_session_of_another_tenant,
     drop_the_checkpoint_that_a_prompt_resumes_from,
+    adopt_the_archive_of_another_model,
+    adopt_for_another_tenant,
+    adopt_what_was_altered,
 ]
 
 
@@ -486,6 +537,9 @@ FIRST_SEEDS: dict[Break, int] = {
     begin_every_image_at_its_start: IMAGES_SEED,
     name_no_image_in_events: IMAGES_SEED,
     cut_images_anywhere: IMAGES_SEED,
+    adopt_the_archive_of_another_model: ARCHIVES_SEED,
+    adopt_for_another_tenant: ARCHIVES_SEED + 10,
+    adopt_what_was_altered: ARCHIVES_SEED + 15,
 }
 """Where the search begins for what is noticed late, or in some stories alone: each takes 0.1 s."""
 
