@@ -264,6 +264,9 @@ async def test_a_later_request_of_a_connection_has_the_same_time(
 
 async def test_other_paths_and_methods(front: HttpFront) -> None:
     error_of(await front.http.get("/v1/none"), "/v1/none", status=404)
+    for ask in (front.http.get("/v1/chat/completions"), front.http.post("/api/generate")):
+        message = (await ask).json()["error"]["message"]
+        assert "GET /v1/models, " in message and "POST /v1/chat/completions, " in message
     error_of(await front.http.get("/v1/messages"), "/v1/messages", status=405)
     error_of(await front.http.get("/v1/models/none"), "/v1/models", status=404)
 

@@ -21,10 +21,12 @@ def group_in(module: str) -> type[PlainGroup]:
         return get_group(importlib.import_module(module).app)
 
     class LaterGroup(PlainGroup):
-        def list_commands(self, ctx: Any) -> list[str]:
-            return list(group().list_commands(ctx))
+        @property
+        def commands(self) -> Any:
+            return group().commands
 
-        def get_command(self, ctx: Any, cmd_name: str) -> Any:
-            return group().get_command(ctx, cmd_name)
+        @commands.setter
+        def commands(self, given: Any) -> None:
+            """Take the commands that a group is made with, which are none here."""
 
     return LaterGroup

@@ -334,6 +334,9 @@ def _named(kind: str, asked: Asked) -> str:
 
 async def _no_such_path(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    message = f"{request.method} {request.url.path}: {error.detail}"
+    routes = [route for route in request.app.routes if isinstance(route, Route)]
+    # Starlette adds HEAD to GET.
+    served = ", ".join(f"{method} {r.path}" for r in routes for method in (r.methods or set()) - {"HEAD"})
+    message = f"{request.method} {request.url.path}: {error.detail}; what is served: {served}"
     refusal = ApiError(error.status_code, message, code="no_such_path")
     return JSONResponse(refusal.body(dialect_of(request.url.path)), error.status_code, error.headers)
