@@ -144,7 +144,7 @@ class CacheConfig:
     codec: str = setting(
         "auto",
         "How blocks are stored on SSD: as they are in memory (raw), losslessly compressed in byte planes, or "
-        "compressed for as long as reading them keeps up with the disk (auto; on a CPU it is raw).",
+        "compressed once the disk has turned out to be slower than the decoder (auto; on a CPU it is raw).",
         choices=("auto", "raw", "planes"),
         flag="--cache-codec",
     )

@@ -22,7 +22,7 @@ from icehouse_server.domain.cache_stats import (
     SpillStats,
 )
 from icehouse_server.storage.api import Failure
-from icehouse_server.storage.local.codec_choice import CodecChoice
+from icehouse_server.storage.local.codec_choice import CodecChoice, try_decoder
 from icehouse_server.storage.local.directory.store import BlockStore
 from icehouse_server.storage.storage_settings import StorageSettings
 
@@ -93,7 +93,9 @@ class StorageState:
         self.spill = SpillStats()
         """Accepted = persisted + dropped + still queued."""
         self.promote = PromoteStats()
-        self.codec = CodecChoice(settings.codec)
+        self.codec = CodecChoice(
+            settings.codec, tried_bytes_per_s=try_decoder(reader_count=settings.reader_thread_count)
+        )
         self.drops: Counter[SpillDropCause] = Counter()
         """By this thread; the engine counts blocks refused because the queue was full."""
 
