@@ -276,7 +276,7 @@ async def test_an_abort_of_what_has_ended_leaves_the_next_one_of_its_name_alone(
         call = served.worker.Generate(asking(), metadata=bearer(ADS))
         await call.read()
         info = messages.GetServerInfoRequest()
-        assert (await served.worker.GetServerInfo(info, metadata=bearer(BOSS))).active_requests == 2
+        assert (await served.worker.GetServerInfo(info, metadata=bearer(BOSS))).active_requests == 1
         await served.worker.Abort(messages.AbortRequest(request_ids=["r1"]), metadata=bearer(SEARCH))
         assert served.engine.cancelled.empty()
         served.engine.publish(served.engine.submitted[1], finished(served.engine.submitted[1]))
