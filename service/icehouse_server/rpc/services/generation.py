@@ -199,7 +199,7 @@ class Generation:
             shows_markers=prompt.chat is not None and model.tokenizer.hides_markers(prompt.chat.conversation),
         )
         notes = notes_of(prompt, model, tenant=request.tenant, call=call)
-        return Prepared(model, request, prompt.chat, call.arrival_wall_time, completion_count, notes)
+        return Prepared(model, request, prompt.chat, call.start_time, completion_count, notes)
 
     async def _grammar(
         self, form: ResponseFormat | None, chat: RenderedConversation | None

@@ -24,7 +24,13 @@ from icehouse_server.domain.model import ModelInfo
 from icehouse_server.domain.request import SentImages, SentTensor
 from icehouse_server.domain.sampling import SEED_RANGE
 from icehouse_server.errors import IcehouseError, InvalidRequest, Reason
-from icehouse_server.rpc.messages.field_checks import STOP_TOKEN_COUNT_LIMIT, check_count, refuse_value, shown
+from icehouse_server.rpc.messages.field_checks import (
+    STOP_TOKEN_COUNT_LIMIT,
+    check_count,
+    check_token_ids,
+    refuse_value,
+    shown,
+)
 from icehouse_server.rpc.messages.options import CHOICE_TEXT_LIMIT, LOGIT_BIAS_COUNT_LIMIT
 from icehouse_server.rpc.services.prompts import check_length
 
@@ -108,7 +114,8 @@ def worker_request_of(
         case "text":
             native.prompt.text = request.text
     _fill_sampling(native, params)
-    native.stop_token_ids.extend(_ids(params.stop_token_ids, "sampling_params.stop_token_ids", info))
+    check_token_ids(params.stop_token_ids, info, field="sampling_params.stop_token_ids")
+    native.stop_token_ids.extend(params.stop_token_ids)
     _fill_format(native, params)
     return WorkerRequest(
         native,
@@ -122,7 +129,8 @@ def input_ids_of(tokenized: worker.TokenizedInput, info: ModelInfo) -> Sequence[
     """Return a prompt's tokens, fit for the API's message; raises InvalidRequest."""
     # Before the ids are checked, so that the longest message costs the loop little.
     check_length(len(tokenized.input_ids), info, field="tokenized.input_ids")
-    return _ids(tokenized.input_ids, "tokenized.input_ids", info)
+    check_token_ids(tokenized.input_ids, info, field="tokenized.input_ids")
+    return tokenized.input_ids
 
 
 def _refuse(message: Message, prefix: str) -> None:
@@ -209,20 +217,6 @@ def _as_int32(value: int, field: str) -> int:
     if value >= 1 << 31:
         refuse_value(field, value, f"at most {(1 << 31) - 1}")
     return value
-
-
-def _ids(token_ids: Sequence[int], field: str, info: ModelInfo) -> Sequence[int]:
-    """Return ids that fit the API's messages; raises InvalidRequest for one beyond the vocabulary."""
-    if token_ids and max(token_ids) >= info.vocabulary_size:
-        index = next(i for i, token_id in enumerate(token_ids) if token_id >= info.vocabulary_size)
-        item = f"{field}[{index}]"
-        raise InvalidRequest(
-            Reason.TOKEN_OUT_OF_RANGE,
-            f"{item} is {token_ids[index]}; token ids of this model are 0 to {info.vocabulary_size - 1}",
-            field=item,
-            metadata={"index": index, "token_id": token_ids[index], "vocabulary_size": info.vocabulary_size},
-        )
-    return token_ids
 
 
 _FIELD: Final = "mm_inputs"

@@ -276,19 +276,12 @@ class VllmEngineService(Service):
                 async for batch in batches:
                     await timer.write(context, batch)
 
-    async def StartProfile(
-        self, request: common.StartProfileRequest, context: Context
-    ) -> common.ProfileResponse:
+    async def StartProfile(self, request: object, context: Context) -> common.ProfileResponse:
         """Refuse: there is tracing instead."""
         async with self._calls.call(context):
             _unsupported("a profiler")
 
-    async def StopProfile(
-        self, request: common.StopProfileRequest, context: Context
-    ) -> common.ProfileResponse:
-        """Refuse, as StartProfile does."""
-        async with self._calls.call(context):
-            _unsupported("a profiler")
+    StopProfile = StartProfile
 
 
 def archive_chunks(archive: TokenizerArchive) -> tuple[Encoded, ...]:

@@ -86,7 +86,7 @@ async def test_a_finished_call_is_told_with_all_it_cost() -> None:
     assert (record.tenant, record.model_id, record.peer) == ("blue", "tiny", PeerKind.LOOPBACK)
     assert record.prompt_token_count == 2 and record.started.cache == REPORT
     assert record.usage.output_token_count == 2
-    assert (record.trace.traceparent[:4], record.trace.tracestate) == ("00-1", "a=b")
+    assert (record.traceparent[:4], record.tracestate) == ("00-1", "a=b")
     assert notes.started == [GENERATE]
     assert (wire.method, wire.code) == (GENERATE, "OK")
     assert (wire.received_bytes, wire.sent_bytes) == (request.ByteSize(), response.ByteSize())
