@@ -98,58 +98,47 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         return None if handler is None else self._guarded(handler, method)
 
     def _guarded(self, handler: Any, method: str) -> Any:
-        if handler.request_streaming:
-            return self._guarded_stream(handler, method)
-        behaviour = handler.unary_stream if handler.response_streaming else handler.unary_unary
+        behaviours = (handler.unary_unary, handler.unary_stream, handler.stream_unary, handler.stream_stream)
+        behaviour = next(each for each in behaviours if each is not None)
 
-        async def serve(_: object, context: Context) -> None:
-            with contextlib.ExitStack() as held:
-                async with self._limited(method, context):
-                    request = await self._admit(handler, method, context, held)
-                    if not inspect.isasyncgenfunction(behaviour):
-                        async with self._turn(METHODS[method]):
-                            response = await behaviour(request, context)
-                        # None: a stream that has written its messages itself, or channelz, which only sets a
-                        # status.
-                        if response is not None:
-                            # Encoded, so that the message is not kept while it is sent.
-                            if not isinstance(response, Encoded):
-                                response = Encoded(handler.response_serializer(response))
-                            await self._answer(context, response)
-                        return
-                    async for response in behaviour(request, context):
-                        await self._answer(context, response)
-
-        return grpc.stream_stream_rpc_method_handler(
-            serve, request_deserializer=None, response_serializer=handler.response_serializer
-        )
-
-    def _guarded_stream(self, handler: Any, method: str) -> Any:
         async def parsed(requests: Any) -> AsyncIterator[Any]:
             async for data in requests:
                 yield self._parse(handler, data, method)
 
         async def serve(requests: Any, context: Context) -> None:
             with contextlib.ExitStack() as held:
-                await self._enter(method, context, held)
-                try:
-                    async with self._limited(method, context):
-                        if not handler.response_streaming:
-                            answer = await handler.stream_unary(parsed(requests), context)
-                            await self._answer(context, answer)
-                            return
-                        async for response in handler.stream_stream(parsed(requests), context):
-                            await self._answer(context, response)
-                except InvalidRequest as error:
-                    await self._refuse(context, error)
+                async with self._limited(method, context):
+                    await self._enter(method, context, held)
+                    if handler.request_streaming:
+                        request = parsed(requests)
+                    else:
+                        request = await self._admit(handler, method, context, held)
+                    try:
+                        await self._respond(handler, behaviour(request, context), method, context)
+                    except InvalidRequest as error:  # a later message of a stream
+                        await self._refuse(context, error)
 
         return grpc.stream_stream_rpc_method_handler(
             serve, request_deserializer=None, response_serializer=handler.response_serializer
         )
 
+    async def _respond(self, handler: Any, responses: Any, method: str, context: Context) -> None:
+        """Send what a handler returns, one answer or several."""
+        if not inspect.isawaitable(responses):
+            async for response in responses:
+                await self._answer(context, response)
+            return
+        async with self._turn(METHODS[method]):
+            response = await responses
+        # None: a stream that has written its messages itself, or channelz, which only sets a status.
+        if response is not None:
+            # Encoded, so that the message is not kept while it is sent.
+            if not isinstance(response, Encoded):
+                response = Encoded(handler.response_serializer(response))
+            await self._answer(context, response)
+
     async def _admit(self, handler: Any, method: str, context: Context, held: contextlib.ExitStack) -> Any:
         """Return the call's request, or end the call with a status; `held` gets what the request takes up."""
-        await self._enter(method, context, held)
         row = METHODS[method]
         timeout_s = self._message_timeout_s
         if row.message_timeout_s is not None:

@@ -129,8 +129,9 @@ def input_ids_of(tokenized: worker.TokenizedInput, info: ModelInfo) -> Sequence[
     """Return a prompt's tokens, fit for the API's message; raises InvalidRequest."""
     # Before the ids are checked, so that the longest message costs the loop little.
     check_length(len(tokenized.input_ids), info, field="tokenized.input_ids")
-    check_token_ids(tokenized.input_ids, info, field="tokenized.input_ids")
-    return tokenized.input_ids
+    ids: Sequence[int] = tokenized.input_ids
+    check_token_ids(ids, info, field="tokenized.input_ids")
+    return ids
 
 
 def _refuse(message: Message, prefix: str) -> None:
