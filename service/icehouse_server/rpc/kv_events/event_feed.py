@@ -44,16 +44,11 @@ class EventFeed:
         """For each kept batch, the channels that have a part of it."""
         self.ring_bytes = 0
         """About how much memory the kept batches take."""
-        self._sinks: list[Callable[[KvBatch], None]] = []
         self.event_total = 0
 
     @property
     def lost_total(self) -> int:
         return self._all.lost_total + sum(channel.lost_total for channel in self._of.values())
-
-    def add_sink(self, sink: Callable[[KvBatch], None]) -> None:
-        """Call `sink` with each batch as it is made; it must not block."""
-        self._sinks.append(sink)
 
     def publish(self, events: Iterable[KvEvent]) -> None:
         """Number events and keep them; wake the subscribers of the channels that got some."""
@@ -62,8 +57,6 @@ class EventFeed:
             batch = self._all.append(part)
             sharers = self._share(part)
             self._add_to_replay(batch, sharers)
-            for sink in self._sinks:
-                sink(batch)
             self.event_total += len(part)
             touched.update(dict.fromkeys((self._all, *sharers)))
         for channel in touched:

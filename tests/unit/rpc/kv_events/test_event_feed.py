@@ -285,17 +285,5 @@ async def test_a_reader_waits_for_what_comes() -> None:
     assert subscription.take() is None
 
 
-def test_a_sink_gets_every_batch() -> None:
-    source, seen = Source(), []
-    source.feed.add_sink(lambda batch: seen.append(batch.sequence_number))
-    for number in range(3):
-        source.store(number)
-    assert seen == [
-        source.last_number - 2,
-        source.last_number - 1,
-        source.last_number,
-    ]
-
-
 def test_a_block_knows_its_tokens() -> None:
     assert KvBlock(1, None, b"\0" * 8, CacheScope()).token_count == 2
