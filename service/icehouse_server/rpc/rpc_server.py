@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import grpc
-from google.protobuf import descriptor_pb2, descriptor_pool
+from google.protobuf import descriptor_pb2, descriptor_pool, text_format
 from google.protobuf.descriptor import FileDescriptor
 from grpc_channelz.v1 import channelz, channelz_pb2
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -352,24 +352,13 @@ class _Pool:
 def pool_with_v1() -> descriptor_pool.DescriptorPool:
     """Return the pool of all descriptors, version 1 of reflection among them."""
     pool = descriptor_pool.Default()
-    file = descriptor_pb2.FileDescriptorProto()
-    reflection_pb2.DESCRIPTOR.CopyToProto(file)
+    alpha = descriptor_pb2.FileDescriptorProto()
+    reflection_pb2.DESCRIPTOR.CopyToProto(alpha)
+    renamed = text_format.MessageToString(alpha).replace("grpc.reflection.v1alpha", "grpc.reflection.v1")
+    file = text_format.Parse(renamed, descriptor_pb2.FileDescriptorProto())
     file.name = "grpc/reflection/v1/reflection.proto"
-    file.package = "grpc.reflection.v1"
-    for message in file.message_type:
-        for field in message.field:
-            if field.type_name:
-                field.type_name = _renamed(field.type_name)
-    for service in file.service:
-        for method in service.method:
-            method.input_type = _renamed(method.input_type)
-            method.output_type = _renamed(method.output_type)
     pool.Add(file)
     return pool
-
-
-def _renamed(name: str) -> str:
-    return name.replace(".grpc.reflection.v1alpha.", ".grpc.reflection.v1.")
 
 
 REFRESH_INTERVAL_S = 0.5

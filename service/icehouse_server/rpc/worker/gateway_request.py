@@ -6,11 +6,10 @@ descriptors. Pure functions.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from google.protobuf.message import Message
@@ -23,7 +22,7 @@ from icehouse_server.domain.blocks import HostTensor
 from icehouse_server.domain.model import ModelInfo
 from icehouse_server.domain.request import SentImages, SentTensor
 from icehouse_server.domain.sampling import SEED_RANGE
-from icehouse_server.errors import IcehouseError, InvalidRequest, Reason
+from icehouse_server.errors import InvalidRequest, Reason
 from icehouse_server.rpc.messages.field_checks import (
     STOP_TOKEN_COUNT_LIMIT,
     check_count,
@@ -327,63 +326,3 @@ def _invalid(field: str, complaint: str) -> InvalidRequest:
     return InvalidRequest(
         Reason.IMAGE_INVALID, f"{field} {complaint}", field=field, metadata={"field": field}
     )
-
-
-SENT_AS = {
-    "completions": "sampling_params.n",
-    "inputs[0].tokens": "tokenized.input_ids",
-    "inputs[0].tokens.ids": "tokenized.input_ids",
-    "inputs[0]": "tokenized",
-    "logprobs.top_count": "sampling_params.logprobs",
-    "max_output_tokens": "sampling_params.max_tokens",
-    "prompt": "input",
-    "prompt.text": "text",
-    "prompt.tokens": "tokenized.input_ids",
-    "prompt.tokens.ids": "tokenized.input_ids",
-    "response_format": "sampling_params",
-    "response_format.choice.texts": "sampling_params.choice.choices",
-    "response_format.choice": "sampling_params.choice",
-    "response_format.json_object": "sampling_params.json_object",
-    "response_format.json_schema": "sampling_params.json_schema",
-    "response_format.lark": "sampling_params.grammar",
-    "response_format.regex": "sampling_params.regex",
-    "sampling": "sampling_params",
-    "sampling.ignore_end_tokens": "sampling_params.ignore_eos",
-    "sampling.min_output_tokens": "sampling_params.min_tokens",
-    "stop": "sampling_params.stop",
-    "stop_token_ids": "sampling_params.stop_token_ids",
-}
-"""The API's field names and the gateway's; the rest of a longer name stays as it is."""
-
-
-def sent_name(field: str) -> str:
-    """Return the gateway's name of an API field."""
-    for known in sorted(SENT_AS, key=len, reverse=True):
-        rest = field.removeprefix(known)
-        if rest != field and (not rest or rest[0] in ".["):
-            return SENT_AS[known] + rest
-    return field
-
-
-@contextlib.contextmanager
-def named_as_sent() -> Iterator[None]:
-    """Have a refusal in the block name the field that the gateway set."""
-    try:
-        yield
-    except IcehouseError as error:
-        if error.field is None or (name := sent_name(error.field)) == error.field:
-            raise
-        raise type(error)(
-            error.reason,
-            _renamed(error.message, error.field, name),
-            field=name,
-            retry_after_s=error.retry_after_s,
-            metadata={**error.metadata, **({"field": name} if "field" in error.metadata else {})},
-        ) from error
-
-
-def _renamed(message: str, field: str, name: str) -> str:
-    # Some names are also words, such as "stop": only what stands for the field is changed.
-    if message.startswith(f"{field} "):
-        return name + message[len(field) :]
-    return message.replace(f"`{field}`", f"`{name}`")

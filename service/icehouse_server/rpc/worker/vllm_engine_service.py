@@ -40,7 +40,6 @@ from icehouse_server.rpc.worker.gateway_reply import WorkerReply
 from icehouse_server.rpc.worker.gateway_request import (
     WorkerRequest,
     input_ids_of,
-    named_as_sent,
     worker_request_of,
 )
 from icehouse_server.rpc.worker.worker_info import (
@@ -95,16 +94,15 @@ class VllmEngineService(Service):
         timer = self._stall_timer()
         async with self._calls.call(context, Operation.TEXT_COMPLETION) as call:
             self._request_times[call.caller.tenant] = self._clock.wall()
-            with named_as_sent():
-                prepared, read = await self._prepare(request, call, context)
-                replies = self._replies(request, prepared, read)
-                async with timer.guard():
-                    try:
-                        await self._stream(prepared, replies, call=call, timer=timer, context=context)
-                    except Cancelled:  # by Abort, or by CancelRequest
-                        for reply in replies:
-                            if not reply.is_complete:
-                                await timer.write(context, reply.aborted())
+            prepared, read = await self._prepare(request, call, context)
+            replies = self._replies(request, prepared, read)
+            async with timer.guard():
+                try:
+                    await self._stream(prepared, replies, call=call, timer=timer, context=context)
+                except Cancelled:  # by Abort, or by CancelRequest
+                    for reply in replies:
+                        if not reply.is_complete:
+                            await timer.write(context, reply.aborted())
 
     async def _stream(
         self,
@@ -151,15 +149,14 @@ class VllmEngineService(Service):
     async def Embed(self, request: messages.EmbedRequest, context: Context) -> messages.EmbedResponse:
         async with self._calls.call(context, Operation.EMBEDDINGS) as call:
             self._request_times[call.caller.tenant] = self._clock.wall()
-            with named_as_sent():
-                if not request.HasField("tokenized"):
-                    raise InvalidRequest(
-                        Reason.PROMPT_MISSING, "there is no input; set `tokenized`", field="tokenized"
-                    )
-                native = embedding_service_pb2.EmbedRequest(request_id=request.request_id)
-                ids = input_ids_of(request.tokenized, self._router.require_model().info)
-                native.inputs.add().tokens.ids.extend(ids)
-                response = await self._embedding.embed(native, call)
+            if not request.HasField("tokenized"):
+                raise InvalidRequest(
+                    Reason.PROMPT_MISSING, "there is no input; set `tokenized`", field="tokenized"
+                )
+            native = embedding_service_pb2.EmbedRequest(request_id=request.request_id)
+            ids = input_ids_of(request.tokenized, self._router.require_model().info)
+            native.inputs.add().tokens.ids.extend(ids)
+            response = await self._embedding.embed(native, call)
             values = response.embeddings[0].values
             return messages.EmbedResponse(
                 embedding=values, prompt_tokens=response.prompt_tokens, embedding_dim=len(values)
