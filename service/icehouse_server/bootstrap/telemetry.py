@@ -18,7 +18,7 @@ from icehouse_server.errors import ConfigError, Reason, StartError, imports_of_e
 from icehouse_server.rpc.calls.watchers import Telemetry
 from icehouse_server.rpc.listen_address import is_loopback
 from icehouse_server.rpc.rpc_server import RpcServer
-from icehouse_server.rpc.services.observation import StatusReader
+from icehouse_server.rpc.services.observation import Observation
 from icehouse_server.rpc.services.server_service import server_version
 from icehouse_server.storage.api import Outcome, Persisted, Ticket
 from icehouse_server.telemetry.call_metrics import FIRST_TOKEN_BY_REUSE, CallMetrics
@@ -94,9 +94,9 @@ class TelemetryParts:
             return
         page = None
         if self._config.telemetry.status_page_enabled:
-            page = open_status_page(self._config, rpc.status, meter=self._endpoint.meter, clock=clock)
-        poller = rpc.poller
-        url = self._endpoint.start(lambda: poller.latest, None if page is None else page.pages)
+            page = open_status_page(self._config, rpc.observation, meter=self._endpoint.meter, clock=clock)
+        observation = rpc.observation
+        url = self._endpoint.start(lambda: observation.latest, None if page is None else page.pages)
         _log.info("metrics_opened", extra={"url": url})
         if page is not None:
             _log.info("status_page_opened", extra={"url": url.removesuffix("metrics")})
@@ -152,7 +152,7 @@ def check_status_page(config: Config) -> None:
 
 
 def open_status_page(
-    config: Config, status: StatusReader, *, meter: PrometheusMeter, clock: Clock
+    config: Config, observation: Observation, *, meter: PrometheusMeter, clock: Clock
 ) -> StatusPage:
     """Return the page of the server on this event loop."""
     loop = asyncio.get_running_loop()
@@ -161,23 +161,23 @@ def open_status_page(
     if shows_text and not is_loopback(settings.metrics_host):
         _log.warning("status_page_text_left_open", extra={"host": settings.metrics_host})
     return StatusPage(
-        read=lambda: _read_on(loop, status, with_tokens=shows_text),
+        read=lambda: _read_on(loop, observation, with_tokens=shows_text),
         first_token=lambda: meter.series(FIRST_TOKEN_BY_REUSE),
         rules=ReportRules(
             version=server_version(),
             shows_request_ids=not config.security.authenticates,
             name_key=secrets.token_bytes(32),
-            decode=status.decode if shows_text else None,
+            decode=observation.decode if shows_text else None,
         ),
         clock=clock,
     )
 
 
 def _read_on(
-    loop: asyncio.AbstractEventLoop, status: StatusReader, *, with_tokens: bool
+    loop: asyncio.AbstractEventLoop, observation: Observation, *, with_tokens: bool
 ) -> ServerStatus | None:
     """Read the status from another thread; None when the loop is too busy, or closed."""
-    reading = status.read(with_tokens=with_tokens)
+    reading = observation.read_status(with_tokens=with_tokens)
     try:
         future = asyncio.run_coroutine_threadsafe(reading, loop)
     except RuntimeError:  # the loop is closed

@@ -105,7 +105,7 @@ class RpcServer:
         self._security_config = config.security
         self._tenants = Tenants(config.tenant, running_limit=config.engine.tenant_running_limit, clock=clock)
         self._prompts = PromptReader(config.server)
-        self._observation = Observation(
+        self.observation = Observation(
             telemetry or Telemetry(),
             engine=engine,
             router=router,
@@ -113,7 +113,6 @@ class RpcServer:
             replies=self._prompts.replies.stats,
             clock=clock,
         )
-        self.poller, self.status = self._observation.poller, self._observation.status
         self.security = ServerSecurity(config.security, clock=clock)
         """Certificates and tokens, refreshed at an interval."""
         self._grammars = GrammarCompilers(
@@ -121,7 +120,7 @@ class RpcServer:
         )
         self._calls = RpcCalls(
             clock=clock,
-            on_end=self._observation.call_ended,
+            on_end=self.observation.call_ended,
             session_keys=config.server.session_keys,
             agent_keys=config.server.agent_keys,
         )
@@ -152,7 +151,7 @@ class RpcServer:
         # before anything else.
         return grpc.aio.server(
             options=server_options(config.server, config.connection),
-            interceptors=(self._observation.interceptor, auth_interceptor),
+            interceptors=(self.observation.interceptor, auth_interceptor),
         )
 
     async def start(self, *, private_socket: Path | None = None) -> str:
@@ -173,7 +172,7 @@ class RpcServer:
             background.start(self.health.run(), name="health"),
             background.start(self.security.run(), name="security"),
         ]
-        self._observation.start()
+        self.observation.start()
         return self.address
 
     @property
@@ -197,7 +196,7 @@ class RpcServer:
         self._calls.cut()
         await self._flush()
         await self._server.stop(_CLOSE_S)
-        await self._observation.stop()
+        await self.observation.stop()
         self._prompts.close()
         self._grammars.close()
         for bound in (self._bound, self._private):
@@ -245,7 +244,7 @@ class RpcServer:
             VllmEngineService(
                 parts,
                 is_serving=lambda: self.health.is_serving,
-                observation=self._observation,
+                observation=self.observation,
                 inference=inference,
                 embedding=embedding,
                 worker=worker,
@@ -266,7 +265,7 @@ class RpcServer:
             calls=self._calls,
             engine=engine,
             router=router,
-            stats=self._observation.stats,
+            stats=self.observation.stats,
             prompts=self._prompts,
             generation=Generation(
                 config=self._config,

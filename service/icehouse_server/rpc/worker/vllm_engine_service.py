@@ -225,7 +225,7 @@ class VllmEngineService(Service):
             use = tenants.use_of(scope)
             return own_load_proto(use, self._worker.folder, waiting_token_count=waiting_token_count)
         return load_proto(
-            self._observation.poller.latest,
+            self._observation.latest,
             self._worker.folder,
             tenants.counts,
             waiting_token_count=waiting_token_count,

@@ -154,8 +154,8 @@ async def test_a_sample_has_every_tenants_use() -> None:
         while len(served.engine.submitted) < 2:
             await served.settle()
         await refused(served.inference.Generate(request_of("b")))
-        await served.server.poller.sample()
-        a, b = served.server.poller.latest.tenants
+        await served.server.observation.sample()
+        a, b = served.server.observation.latest.tenants
         assert a == TenantUse(
             Tenant("a"),
             accepted_total=1,

@@ -422,7 +422,7 @@ async def test_loads_are_of_now_where_the_edge_counts_them(served: RunningServer
     served.engine.stats = EngineStats(
         prompt_token_total=100, cached_token_total=25, kv_limit_bytes=10_000, kv_used_bytes=2_000
     )
-    await served.server.poller.sample()
+    await served.server.observation.sample()
     response = await served.worker.GetLoads(messages.GetLoadsRequest())
     [load] = response.loads
     assert (response.dp_rank_count, response.timestamp[:4]) == (1, "2023")
