@@ -71,7 +71,7 @@ def bind(
     `credentials` are the server's TLS; None is plain text. A Unix socket never needs them.
     """
     if config.uds is not None:
-        return _bind_uds(server, Path(config.uds).expanduser())
+        return bind_uds(server, Path(config.uds).expanduser())
     check_address(config, security)
     _warn_of_open_door(config.host, security)
     return Bound(_bind_tcp(server, host=config.host, port=config.port, credentials=credentials))
@@ -223,12 +223,8 @@ def _listening(*, host: str, port: int) -> socket.socket:
     return listening
 
 
-def bind_private(server: grpc.aio.Server, path: Path) -> Bound:
-    """Bind a Unix socket beside the configured address, for a process of our own; raises StartError."""
-    return _bind_uds(server, path)
-
-
-def _bind_uds(server: grpc.aio.Server, path: Path) -> Bound:
+def bind_uds(server: grpc.aio.Server, path: Path) -> Bound:
+    """Bind a Unix socket that only this account may connect to; raises StartError."""
     # At its stop gRPC removes whatever is at the name that it bound, also another server's socket. So it gets
     # a name of its own, and never the one that clients know.
     own_path = path.with_name(f".{secrets.token_hex(2)}")

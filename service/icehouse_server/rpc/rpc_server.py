@@ -41,7 +41,7 @@ from icehouse_server.rpc.calls.watchers import Telemetry
 from icehouse_server.rpc.engine_client.answers import StallTimer
 from icehouse_server.rpc.engine_client.engine_ports import EnginePort, GrammarPort
 from icehouse_server.rpc.engine_client.router import Router
-from icehouse_server.rpc.listen_address import Bound, bind, bind_private, server_options
+from icehouse_server.rpc.listen_address import Bound, bind, bind_uds, server_options
 from icehouse_server.rpc.services.cache_service import CacheService
 from icehouse_server.rpc.services.embedding_service import EmbeddingService
 from icehouse_server.rpc.services.generation import Generation, ServiceParts
@@ -165,7 +165,7 @@ class RpcServer:
             self._server, self._config, self._security_config, credentials=self.security.credentials
         )
         if private_socket is not None:
-            self._private = bind_private(self._server, private_socket)
+            self._private = bind_uds(self._server, private_socket)
         await self._server.start()
         self._grammars.start()
         self._tasks = [

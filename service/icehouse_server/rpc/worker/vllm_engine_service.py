@@ -227,7 +227,7 @@ class VllmEngineService(Service):
         return load_proto(
             self._observation.latest,
             self._worker.folder,
-            tenants.counts,
+            tenants.total(),
             waiting_token_count=waiting_token_count,
         )
 

@@ -11,7 +11,6 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as worker
 
 from icehouse_server.domain.model import ModelInfo
 from icehouse_server.domain.stats import EngineStats, Snapshot, TenantUse
-from icehouse_server.rpc.access.tenants import QueueCounts
 from icehouse_server.rpc.worker.kv_event_streams import KvEventStreams
 from icehouse_server.text.tokenizer_archive import TokenizerArchive
 
@@ -106,7 +105,7 @@ def own_load_proto(use: TenantUse, folder: ServedFolder, *, waiting_token_count:
 
 
 def load_proto(
-    snapshot: Snapshot, folder: ServedFolder, queues: QueueCounts, *, waiting_token_count: int
+    snapshot: Snapshot, folder: ServedFolder, queues: TenantUse, *, waiting_token_count: int
 ) -> worker.SchedulerLoad:
     """Return how busy the server is: queues as of now, the rest of the last sample."""
     engine = snapshot.engine
@@ -122,7 +121,7 @@ def load_proto(
 
 
 def _load_proto(
-    queues: TenantUse | QueueCounts,
+    queues: TenantUse,
     totals: TenantUse | EngineStats | None,
     folder: ServedFolder,
     waiting_token_count: int,
