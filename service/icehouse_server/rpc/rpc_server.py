@@ -134,7 +134,8 @@ class RpcServer:
         )
         """The health service, by the engine's state and heartbeat."""
         self._server = self._grpc_server(config, worker)
-        self._tasks: list[asyncio.Task[None]] = []
+        self._refreshing: asyncio.Task[None] | None = None
+        """Reads certificates and tokens again."""
         self._bound = Bound("")
         self._private = Bound("")
         self._add_services(self._parts(engine, router, clock, draw_seed), worker)
@@ -168,10 +169,7 @@ class RpcServer:
             self._private = bind_uds(self._server, private_socket)
         await self._server.start()
         self._grammars.start()
-        self._tasks = [
-            background.start(self.health.run(), name="health"),
-            background.start(self.security.run(), name="security"),
-        ]
+        self._refreshing = background.start(self.security.run(), name="security")
         self.observation.start()
         return self.address
 
@@ -183,8 +181,8 @@ class RpcServer:
     async def stop(self, *, grace_s: float) -> None:
         """NOT_SERVING, no new calls, running ones get `grace_s` to end; what is left ends as UNAVAILABLE."""
         self.health.stop_serving()
-        for task in self._tasks:
-            await background.end(task)
+        if self._refreshing is not None:
+            await background.end(self._refreshing)
         self._calls.close()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
@@ -360,16 +358,15 @@ def pool_with_v1() -> descriptor_pool.DescriptorPool:
     return pool
 
 
-REFRESH_INTERVAL_S = 0.5
-"""How often the heartbeat is checked. Changes of state do not wait for it."""
+_LOOK_INTERVAL_S = 0.5
+"""How often watchers look at the heartbeat. Changes of state do not wait for it."""
 
 
 class Health(health_pb2_grpc.HealthServicer):
     """The standard health service, by the engine's state and heartbeat. Owned by the event loop.
 
-    A check is answered by the state at that moment. Each watcher is written to by its own task, without a
-    lock: grpc_health's own servicer writes under one, so that a reader who takes nothing stops everybody's
-    updates.
+    A check is answered by the state at that moment. Each watcher looks at it in its own task, without a lock:
+    grpc_health's own servicer writes under one, so that a reader who takes nothing stops everybody's updates.
     """
 
     def __init__(
@@ -387,13 +384,11 @@ class Health(health_pb2_grpc.HealthServicer):
         self._clock = clock
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._is_stopping = False
-        self._shown = self.is_serving
-        self._wake = asyncio.Event()
         self._changed = asyncio.Event()
-        """Set at the next change of the status; later changes have an event of their own."""
+        """Set at the next change of state; later changes have an event of their own."""
         self._names = frozenset(("", *service_names))
         self._stall_timeout_s = stall_timeout_s
-        router.add_listener(self._wake.set)
+        router.add_listener(self._wake_watchers)
 
     @property
     def is_serving(self) -> bool:
@@ -403,29 +398,15 @@ class Health(health_pb2_grpc.HealthServicer):
         allowed_s = max(self._heartbeat_timeout_s, self._engine.step_allowance_s)
         return self._clock.monotonic() - self._engine.heartbeat_time <= allowed_s
 
-    def refresh(self) -> None:
-        """Wake the watchers if the status has changed since they were last woken."""
-        serving = self.is_serving
-        if serving is not self._shown:
-            self._shown = serving
-            # Those who wait have the old event; others get the new one, which is not set.
-            changed, self._changed = self._changed, asyncio.Event()
-            changed.set()
-
-    async def run(self) -> None:
-        """Refresh on every change of state and at least once per interval, until cancelled."""
-        while True:
-            self._wake.clear()
-            self.refresh()
-            # Also without a change of state: the heartbeat may have gone stale.
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(REFRESH_INTERVAL_S):
-                    await self._wake.wait()
-
     def stop_serving(self) -> None:
         """NOT_SERVING from now on, whatever the engine says."""
         self._is_stopping = True
-        self.refresh()
+        self._wake_watchers()
+
+    def _wake_watchers(self) -> None:
+        # Those who wait have the old event; others get the new one, which is not set.
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
 
     async def Check(self, request: HealthCheckRequest, context: Context) -> HealthCheckResponse:
         if request.service not in self._names:
@@ -452,7 +433,10 @@ class Health(health_pb2_grpc.HealthServicer):
                     if status != sent:
                         await timer.write(context, HealthCheckResponse(status=status))
                         sent = status
-                    await changed.wait()
+                    # Also without a change of state: the heartbeat may have gone stale.
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(_LOOK_INTERVAL_S):
+                            await changed.wait()
         except IcehouseError as error:
             await end(context, status_of(error))
 
