@@ -133,20 +133,19 @@ class RpcServer:
             stall_timeout_s=config.server.stall_timeout_s,
         )
         """The health service, by the engine's state and heartbeat."""
-        self._server = self._grpc_server(config, worker)
+        self._server = self._grpc_server(config)
         self._refreshing: asyncio.Task[None] | None = None
         """Reads certificates and tokens again."""
         self._bound = Bound("")
         self._private = Bound("")
         self._add_services(self._parts(engine, router, clock, draw_seed), worker)
 
-    def _grpc_server(self, config: Config, worker: WorkerParts | None) -> grpc.aio.Server:
+    def _grpc_server(self, config: Config) -> grpc.aio.Server:
         auth_interceptor = AuthInterceptor(
             config,
             authenticator=self.security.authenticator,
             calls=self._calls,
             run_long=self._prompts.run,
-            services=worker.services if worker is not None else (),
         )
         # The first is the outermost: the wire watcher also sees refusals, and callers are authenticated
         # before anything else.

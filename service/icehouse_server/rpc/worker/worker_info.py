@@ -6,7 +6,6 @@ import dataclasses
 import json
 from collections.abc import Callable, Mapping
 
-from google.protobuf.descriptor import ServiceDescriptor
 from smg_grpc_proto.generated import vllm_engine_pb2 as worker
 
 from icehouse_server.domain.model import ModelInfo
@@ -39,10 +38,6 @@ class WorkerParts:
     folder: ServedFolder
     kv_events: KvEventStreams | None = None
     """None if there are no events: gateways then guess what is cached."""
-
-    @property
-    def services(self) -> tuple[ServiceDescriptor, ...]:
-        return (worker.DESCRIPTOR.services_by_name["VllmEngine"],)
 
 
 SERVER_TYPE = "vllm-grpc"
