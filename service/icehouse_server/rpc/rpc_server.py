@@ -36,6 +36,7 @@ from icehouse_server.rpc.access.tenants import Tenants
 from icehouse_server.rpc.auth_interceptor import AuthInterceptor
 from icehouse_server.rpc.calls import background
 from icehouse_server.rpc.calls.call_lifecycle import Context, RpcCalls, end
+from icehouse_server.rpc.calls.methods import METHODS
 from icehouse_server.rpc.calls.status import status_of
 from icehouse_server.rpc.calls.watchers import Telemetry
 from icehouse_server.rpc.engine_client.answers import StallTimer
@@ -56,13 +57,8 @@ if TYPE_CHECKING:
     from icehouse_server.rpc.worker.worker_info import WorkerParts
 
 
-SERVICE_NAMES = (
-    "icehouse.v1.InferenceService",
-    "icehouse.v1.ModelService",
-    "icehouse.v1.CacheService",
-    "icehouse.v1.EmbeddingService",
-    "icehouse.v1.RerankService",
-    "icehouse.v1.ServerService",
+SERVICE_NAMES = tuple(
+    dict.fromkeys(name.partition("/")[0] for name in METHODS if name.startswith("icehouse.v1."))
 )
 
 CHANNELZ_NAME = channelz_pb2.DESCRIPTOR.services_by_name["Channelz"].full_name

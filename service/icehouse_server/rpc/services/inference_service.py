@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from icehouse.v1 import completion_pb2, inference_service_pb2_grpc, tool_pb2, usage_pb2
+from icehouse.v1 import cache_stats_pb2, completion_pb2, inference_service_pb2_grpc, tool_pb2, usage_pb2
 from icehouse.v1 import inference_service_pb2 as inference
 from icehouse.v1 import inference_service_pb2 as messages
 
@@ -31,6 +31,7 @@ from icehouse_server.rpc.messages.field_checks import (
     stop_token_ids_of,
 )
 from icehouse_server.rpc.messages.options import bad_words_of, response_format_of, sampling_of, speculation_of
+from icehouse_server.rpc.messages.proto_map import timestamp_proto, to_proto
 from icehouse_server.rpc.messages.responses import cache_report_proto
 from icehouse_server.rpc.services.generation import Service
 from icehouse_server.rpc.services.prepared import Prepared
@@ -131,10 +132,11 @@ class InferenceService(Service, inference_service_pb2_grpc.InferenceServiceServi
     async def CacheStats(
         self, request: messages.CacheStatsRequest, context: Context
     ) -> messages.CacheStatsResponse:
-        async with self._calls.call(context) as call:
-            stats = await self._stats.read(call.caller)
+        async with self._calls.call(context):
+            _, cache = await self._stats.ask()
             return messages.CacheStatsResponse(
-                collect_time=stats.collect_time, cache=stats.cache if stats.HasField("cache") else None
+                collect_time=timestamp_proto(self._clock.wall()),
+                cache=None if cache is None else to_proto(cache, cache_stats_pb2.CacheStats),
             )
 
     async def prepare(

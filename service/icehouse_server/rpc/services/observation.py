@@ -230,17 +230,11 @@ class StatsReader:
         self._encoded: dict[Tenant | None, Encoded] = {}
         """The answers made of the latest counters, by tenant; None for those who see all."""
 
-    async def read(self, caller: Caller) -> server_service_pb2.ServerStats:
-        """Return the counters; raises Unavailable or EngineFailed if the engine does not run.
-
-        Only operators see the whole server's: they would show one tenant what the others do.
-        """
-        return self._stats_of(await self.ask(), caller)
-
     async def answer(self, caller: Caller) -> Encoded:
-        """Return them encoded, one message for all who see the same; raises as `read`.
+        """Return the counters encoded, one message for all who see the same; raises as `ask`.
 
-        The bytes are a GetStatsResponse and a WatchStatsResponse alike: both have one field of one number.
+        Only operators see the whole server's: they would show one tenant what the others do. The bytes are a
+        GetStatsResponse and a WatchStatsResponse alike: both have one field of one number.
         """
         counters = await self.ask()
         if counters is not self._latest:
@@ -266,7 +260,7 @@ class StatsReader:
         return proto
 
     async def ask(self) -> Counters:
-        """Return the engine's next counters; raises as `read` does.
+        """Return the engine's next counters; raises Unavailable or EngineFailed if it does not run.
 
         All who come while the engine is being asked share its next answer, and the rate is limited: counting
         takes longer the more blocks there are, on threads that everybody waits for.
