@@ -130,10 +130,10 @@ class KvEventStreams:
             sent_time = source.clock.monotonic()
 
     def _load_of(self, scope: Tenant | None, read: Load) -> worker.SchedulerLoad:
-        """Return a load, read once a tick for all who subscribed to it."""
+        """Return a load, which all who subscribed to it share for half a tick."""
         now = self._source.clock.monotonic()
         read_time, load = self._loads.get(scope, (-math.inf, None))
-        if load is None or now - read_time >= TICK_S:
+        if load is None or now - read_time >= TICK_S / 2:
             load = read()
             self._loads[scope] = (now, load)
         return load
@@ -196,7 +196,7 @@ def _stored_proto(event: BlockStored, reader: Reader) -> common.KvBlocksStored:
 
 
 TICK_S = 0.1
-"""How often loads are read."""
+"""How often a silent stream looks at its load."""
 HEARTBEAT_S = 0.5
 """A stream that was silent for so long sends a heartbeat."""
 
