@@ -1,4 +1,4 @@
-"""Load records: read once for all who subscribed, again after half a tick, and sent when they have changed."""
+"""Load records: one is read for all who subscribed, again after half a tick, and sent when it has changed."""
 
 from __future__ import annotations
 
