@@ -42,7 +42,7 @@ async def test_many_subscribers_share_a_load_for_half_a_tick() -> None:
             assert await anext(batches)
             await batches.aclose()
         assert read_count == tick
-        source.clock.now += TICK_S / 2  # type: ignore[attr-defined]
+        source.clock.now += TICK_S  # type: ignore[attr-defined]
 
 
 def test_load_records_are_numbered_and_whole_where_they_stand_alone() -> None:
