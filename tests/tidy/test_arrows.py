@@ -114,6 +114,7 @@ OWNERS = {
     "smg_grpc_proto": ("rpc.worker.",),
     "zmq": ("rpc.kv_events.zmq_publisher",),
     "msgpack": ("rpc.kv_events.zmq_publisher",),
+    "httpcore2": ("rpc.image_sources.image_fetcher",),
     "huggingface_hub": ("bootstrap.hub", "bootstrap.kept_models"),
     "safetensors": ("demo.mlx_folder",),
     "tokenizers": ("demo.gemma", "demo.mlx_folder", "demo.smollm2"),

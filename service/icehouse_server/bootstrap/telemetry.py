@@ -18,7 +18,7 @@ from icehouse_server.errors import Reason, StartError, imports_of_extra
 from icehouse_server.rpc.calls.watchers import Telemetry
 from icehouse_server.rpc.listen_address import is_loopback
 from icehouse_server.rpc.rpc_server import RpcServer
-from icehouse_server.rpc.services.observation import StatusReader
+from icehouse_server.rpc.services.observation import Observation
 from icehouse_server.rpc.services.server_service import server_version
 from icehouse_server.storage.api import Outcome, Persisted, Ticket
 from icehouse_server.telemetry.call_metrics import FIRST_TOKEN_BY_REUSE, CallMetrics
@@ -90,11 +90,11 @@ class TelemetryParts:
             return
         from icehouse_server.telemetry.prometheus import serve_metrics
 
-        shows_page, poller = settings.status_page_enabled, rpc.poller
-        page = open_status_page(self._config, rpc.status, meter=meter, clock=clock) if shows_page else None
+        shows_page, observation = settings.status_page_enabled, rpc.observation
+        page = open_status_page(self._config, observation, meter=meter, clock=clock) if shows_page else None
         self._server = serve_metrics(
             meter,
-            lambda: poller.latest,
+            lambda: observation.latest,
             host=settings.metrics_host,
             port=settings.metrics_port,
             names=settings.own_names,
@@ -141,7 +141,7 @@ def check_status_page(config: Config) -> None:
 
 
 def open_status_page(
-    config: Config, status: StatusReader, *, meter: PrometheusMeter, clock: Clock
+    config: Config, observation: Observation, *, meter: PrometheusMeter, clock: Clock
 ) -> StatusPage:
     """Return the page of the server on this event loop."""
     loop = asyncio.get_running_loop()
@@ -150,23 +150,23 @@ def open_status_page(
     if shows_text and not is_loopback(settings.metrics_host):
         _log.warning("status_page_text_left_open", extra={"host": settings.metrics_host})
     return StatusPage(
-        read=lambda: _read_on(loop, status, with_tokens=shows_text),
+        read=lambda: _read_on(loop, observation, with_tokens=shows_text),
         first_token=lambda: meter.series(FIRST_TOKEN_BY_REUSE),
         rules=ReportRules(
             version=server_version(),
             shows_request_ids=not config.security.authenticates,
             name_key=secrets.token_bytes(32),
-            decode=status.decode if shows_text else None,
+            decode=observation.decode if shows_text else None,
         ),
         clock=clock,
     )
 
 
 def _read_on(
-    loop: asyncio.AbstractEventLoop, status: StatusReader, *, with_tokens: bool
+    loop: asyncio.AbstractEventLoop, observation: Observation, *, with_tokens: bool
 ) -> ServerStatus | None:
     """Read the status from another thread; None when the loop is too busy, or closed."""
-    reading = status.read(with_tokens=with_tokens)
+    reading = observation.read_status(with_tokens=with_tokens)
     try:
         future = asyncio.run_coroutine_threadsafe(reading, loop)
     except RuntimeError:  # the loop is closed

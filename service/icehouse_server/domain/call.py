@@ -1,4 +1,4 @@
-"""Ended call, as metrics, traces and the access log see it. It holds no prompt or output text."""
+"""Call record, as metrics, traces and the access log see it. It holds no prompt or output text."""
 
 from __future__ import annotations
 
@@ -32,43 +32,40 @@ class Operation(enum.StrEnum):
     """Not among the conventions' own; they allow others."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class TraceContext:
-    """The caller's W3C trace context; empty when it sent none."""
-
-    traceparent: str = ""
-    tracestate: str = ""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True)
 class CallRecord:
-    """What one call was, what it cost and how it ended. Durations in seconds."""
+    """What one call was, what it cost and how it ended. Durations in seconds.
+
+    The call fills it in while it runs; watchers get it at the end and change nothing.
+    """
 
     method: str
     """Full name, "icehouse.v1.InferenceService/Generate"."""
-    code: str
-    """Canonical gRPC status code, "OK" included."""
-    reason: str
-    """Why it failed, as in `errors.Reason`; else empty."""
-    request_id: str
     peer: PeerKind
-    tenant: str
-    model_id: str
-    """Empty when the call never reached a model."""
     start_time: float
     """`Clock.wall` when the call reached the edge."""
-    duration_s: float
-    tokenize_s: float
-    prompt_token_count: int
-    started: Started | None
+    request_id: str
+    code: str = ""
+    """Canonical gRPC status code, "OK" included."""
+    reason: str = ""
+    """Why it failed, as in `errors.Reason`; else empty."""
+    tenant: str = ""
+    model_id: str = ""
+    """Empty when the call never reached a model."""
+    duration_s: float = 0.0
+    tokenize_s: float = 0.0
+    prompt_token_count: int = 0
+    started: Started | None = None
     """None when the request never left the queue."""
-    usage: Usage | None
+    usage: Usage | None = None
     """None unless it ran to its end."""
-    trace: TraceContext = TraceContext()
+    traceparent: str = ""
+    tracestate: str = ""
+    """The caller's W3C trace context; empty when it sent none."""
     session_id: str = ""
-    """The conversation that the call was a turn of; empty if unknown."""
+    """The conversation that the call is a turn of, from the metadata or the request; empty if unknown."""
     agent_id: str = ""
-    """The agent of the session that called; empty if unknown."""
+    """The agent of the session that calls, from the metadata; empty if unknown."""
     operation: Operation | None = None
     """None for calls that use no model, such as those for statistics or the cache."""
 

@@ -15,20 +15,15 @@ import contextlib
 import functools
 import inspect
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Set
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import grpc
-from google.protobuf.descriptor import Descriptor, ServiceDescriptor
+from google.protobuf import descriptor_pool
+from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import DecodeError
-from icehouse.v1 import (
-    cache_service_pb2,
-    embedding_service_pb2,
-    inference_service_pb2,
-    prompt_pb2,
-    rerank_service_pb2,
-)
+from icehouse.v1 import prompt_pb2
 
 from icehouse_server.config import Config
 from icehouse_server.errors import CannotFit, DeadlineExceeded, InvalidRequest, Overloaded, Reason
@@ -65,7 +60,6 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         authenticator: Authenticator,
         calls: RpcCalls,
         run_long: Callable[..., Awaitable[Any]],
-        services: Sequence[ServiceDescriptor] = (),
     ) -> None:
         """`run_long` runs work off the event loop: it takes a function and `size_bytes`."""
         self._authenticator = authenticator
@@ -79,7 +73,6 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         self._message_timeout_s = config.connection.message_timeout_s
         self._message_byte_limit = config.server.max_message_bytes
         self._run_long = run_long
-        self._inputs = inputs_of(services)
         # One caller may hold half of either memory.
         self._memory = FairQueue(capacity=config.server.request_memory_bytes, factor=1.0)
         self._answer_memory = FairShare(
@@ -98,58 +91,47 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         return None if handler is None else self._guarded(handler, method)
 
     def _guarded(self, handler: Any, method: str) -> Any:
-        if handler.request_streaming:
-            return self._guarded_stream(handler, method)
-        behaviour = handler.unary_stream if handler.response_streaming else handler.unary_unary
+        behaviours = (handler.unary_unary, handler.unary_stream, handler.stream_unary, handler.stream_stream)
+        behaviour = next(each for each in behaviours if each is not None)
 
-        async def serve(_: object, context: Context) -> None:
-            with contextlib.ExitStack() as held:
-                async with self._limited(method, context):
-                    request = await self._admit(handler, method, context, held)
-                    if not inspect.isasyncgenfunction(behaviour):
-                        async with self._turn(METHODS[method]):
-                            response = await behaviour(request, context)
-                        # None: a stream that has written its messages itself, or channelz, which only sets a
-                        # status.
-                        if response is not None:
-                            # Encoded, so that the message is not kept while it is sent.
-                            if not isinstance(response, Encoded):
-                                response = Encoded(handler.response_serializer(response))
-                            await self._answer(context, response)
-                        return
-                    async for response in behaviour(request, context):
-                        await self._answer(context, response)
-
-        return grpc.stream_stream_rpc_method_handler(
-            serve, request_deserializer=None, response_serializer=handler.response_serializer
-        )
-
-    def _guarded_stream(self, handler: Any, method: str) -> Any:
         async def parsed(requests: Any) -> AsyncIterator[Any]:
             async for data in requests:
                 yield self._parse(handler, data, method)
 
         async def serve(requests: Any, context: Context) -> None:
             with contextlib.ExitStack() as held:
-                await self._enter(method, context, held)
-                try:
-                    async with self._limited(method, context):
-                        if not handler.response_streaming:
-                            answer = await handler.stream_unary(parsed(requests), context)
-                            await self._answer(context, answer)
-                            return
-                        async for response in handler.stream_stream(parsed(requests), context):
-                            await self._answer(context, response)
-                except InvalidRequest as error:
-                    await self._refuse(context, error)
+                async with self._limited(method, context):
+                    await self._enter(method, context, held)
+                    if handler.request_streaming:
+                        request = parsed(requests)
+                    else:
+                        request = await self._admit(handler, method, context, held)
+                    try:
+                        await self._respond(handler, behaviour(request, context), method, context)
+                    except InvalidRequest as error:  # a later message of a stream
+                        await self._refuse(context, error)
 
         return grpc.stream_stream_rpc_method_handler(
             serve, request_deserializer=None, response_serializer=handler.response_serializer
         )
 
+    async def _respond(self, handler: Any, responses: Any, method: str, context: Context) -> None:
+        """Send what a handler returns, one answer or several."""
+        if not inspect.isawaitable(responses):
+            async for response in responses:
+                await self._answer(context, response)
+            return
+        async with self._turn(METHODS[method]):
+            response = await responses
+        # None: a stream that has written its messages itself, or channelz, which only sets a status.
+        if response is not None:
+            # Encoded, so that the message is not kept while it is sent.
+            if not isinstance(response, Encoded):
+                response = Encoded(handler.response_serializer(response))
+            await self._answer(context, response)
+
     async def _admit(self, handler: Any, method: str, context: Context, held: contextlib.ExitStack) -> Any:
         """Return the call's request, or end the call with a status; `held` gets what the request takes up."""
-        await self._enter(method, context, held)
         row = METHODS[method]
         timeout_s = self._message_timeout_s
         if row.message_timeout_s is not None:
@@ -196,8 +178,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
                 f"{row.message_byte_limit}; check the client's protos",
                 metadata={"size_bytes": len(data), "limit_bytes": row.message_byte_limit},
             )
-        if (descriptor := self._inputs.get(method)) is not None:
-            check_fields(data, descriptor)
+        check_fields(data, input_of(method))
         try:
             return handler.request_deserializer(data)
         except DecodeError:
@@ -345,13 +326,11 @@ both are refused for that."""
 _PROMPT = prompt_pb2.Prompt.DESCRIPTOR
 
 
-def inputs_of(services: Sequence[ServiceDescriptor]) -> Mapping[str, Descriptor]:
-    """Return the request's type of each method with a prompt; `services` are served beside the API."""
-    return {
-        f"{service.full_name}/{method.name}": method.input_type
-        for service in (*_services(), *services)
-        for method in service.methods
-    }
+@functools.cache
+def input_of(method: str) -> Descriptor:
+    """Return the request's type of a method."""
+    service, _, name = method.partition("/")
+    return descriptor_pool.Default().FindServiceByName(service).methods_by_name[name].input_type
 
 
 def check_fields(data: bytes, descriptor: Descriptor) -> None:
@@ -400,11 +379,6 @@ def _clash(present: Set[int], descriptor: Descriptor) -> tuple[str, ...]:
         if len(names) > 1:
             return names
     return ()
-
-
-def _services() -> list[ServiceDescriptor]:
-    modules = (inference_service_pb2, cache_service_pb2, embedding_service_pb2, rerank_service_pb2)
-    return [service for module in modules for service in module.DESCRIPTOR.services_by_name.values()]
 
 
 def _oneofs(descriptor: Descriptor) -> list[dict[int, str]]:

@@ -25,8 +25,6 @@ UDS_PATH_BYTE_LIMIT = 103
 """sockaddr_un.sun_path of macOS without its final zero; Linux allows four bytes more."""
 _BACKLOG = 1024
 """Connections that wait to be accepted."""
-_LINK_LIMIT = 40
-"""Links in a path that Linux follows."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -71,7 +69,7 @@ def bind(
     `credentials` are the server's TLS; None is plain text. A Unix socket never needs them.
     """
     if config.uds is not None:
-        return _bind_uds(server, Path(config.uds).expanduser())
+        return bind_uds(server, Path(config.uds).expanduser())
     check_address(config, security)
     _warn_of_open_door(config.host, security)
     return Bound(_bind_tcp(server, host=config.host, port=config.port, credentials=credentials))
@@ -223,12 +221,8 @@ def _listening(*, host: str, port: int) -> socket.socket:
     return listening
 
 
-def bind_private(server: grpc.aio.Server, path: Path) -> Bound:
-    """Bind a Unix socket beside the configured address, for a process of our own; raises StartError."""
-    return _bind_uds(server, path)
-
-
-def _bind_uds(server: grpc.aio.Server, path: Path) -> Bound:
+def bind_uds(server: grpc.aio.Server, path: Path) -> Bound:
+    """Bind a Unix socket that only this account may connect to; raises StartError."""
     # At its stop gRPC removes whatever is at the name that it bound, also another server's socket. So it gets
     # a name of its own, and never the one that clients know.
     own_path = path.with_name(f".{secrets.token_hex(2)}")
@@ -281,20 +275,11 @@ def _prepare_folder(path: Path) -> None:
 def _path_folders(folder: Path) -> Iterator[Path]:
     """Yield each folder on the way to an existing one, including those of links, and the folder itself:
     whoever may write one of them decides where the path leads."""
-    left, reached, link_count = list(reversed(folder.parts[1:])), Path(folder.anchor), 0
-    while True:
-        yield reached
-        if not left:
-            return
-        following = reached / left.pop()
-        if following.is_symlink() and link_count < _LINK_LIMIT:
-            link_count += 1
-            target = Path(os.readlink(following))
-            left += [part for part in reversed(target.parts) if part != target.anchor]
-            reached = Path(target.anchor) if target.is_absolute() else reached
+    for place in (*reversed(folder.parents), folder):
+        if place.is_symlink():
+            yield from _path_folders(place.parent / os.readlink(place))
         else:
-            # The system decides where ".." leads, not the folder written before it.
-            reached = following.resolve()
+            yield place
 
 
 def _somebody_listens(path: Path) -> bool:

@@ -11,9 +11,8 @@ import contextlib
 import enum
 import json
 import re
-import socket
 import ssl
-from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -44,7 +43,8 @@ class OwnServer(enum.Enum):
 def find_own_server(server: ServerConfig, security: SecurityConfig) -> OwnServer:
     """Ask who listens at the configured address."""
     if server.uds is None and security.tls_certificate is not None:
-        is_own = _shows_certificate(server, Path(security.tls_certificate).expanduser())
+        host, _, port = server.local_address.rpartition(":")
+        is_own = _shows_certificate(host.strip("[]"), int(port), Path(security.tls_certificate).expanduser())
         return OwnServer.RUNNING if is_own else OwnServer.ABSENT
     return _ask_for_health(server.local_address)
 
@@ -53,11 +53,9 @@ def is_own_http(http: HttpConfig, security: SecurityConfig) -> bool:
     """Whether the HTTP front of a server of ours answers at the configured address."""
     assert http.port is not None, "there is no port for HTTP"
     host = http.host if http.host not in ("0.0.0.0", "::") else "localhost"
-    connection = (
-        HTTPSConnection(host, http.port, timeout=_TIMEOUT_S, context=_unverified())
-        if speaks_tls(http, security)
-        else HTTPConnection(host, http.port, timeout=_TIMEOUT_S)
-    )
+    if speaks_tls(http, security) and security.tls_certificate is not None:
+        return _shows_certificate(host, http.port, Path(security.tls_certificate).expanduser())
+    connection = HTTPConnection(host, http.port, timeout=_TIMEOUT_S)
     with contextlib.closing(connection), contextlib.suppress(OSError, HTTPException, ValueError):
         connection.request("GET", "/health")
         answer = json.loads(connection.getresponse().read(_ANSWER_LIMIT_BYTES))
@@ -81,25 +79,10 @@ def _ask_for_health(target: str) -> OwnServer:
     return OwnServer.RUNNING if is_serving else OwnServer.NOT_SERVING
 
 
-def _shows_certificate(server: ServerConfig, path: Path) -> bool:
+def _shows_certificate(host: str, port: int, path: Path) -> bool:
     """Return whether the port shows the certificate in a file, whose key only our server should have."""
-    context = _unverified()
-    context.set_alpn_protocols(["h2"])
-    host, _, port = server.local_address.rpartition(":")
     with contextlib.suppress(OSError, ValueError):
         found = _CERTIFICATE.search(read_small_file(path).content.decode("ascii", "ignore"))
-        with (
-            socket.create_connection((host.strip("[]"), int(port)), timeout=_TIMEOUT_S) as plain,
-            context.wrap_socket(plain) as secured,
-        ):
-            shown = secured.getpeercert(binary_form=True)
-        return found is not None and ssl.PEM_cert_to_DER_cert(found[0]) == shown
+        shown = ssl.get_server_certificate((host, port), timeout=_TIMEOUT_S)
+        return found is not None and ssl.PEM_cert_to_DER_cert(found[0]) == ssl.PEM_cert_to_DER_cert(shown)
     return False
-
-
-def _unverified() -> ssl.SSLContext:
-    """Return a context to which issuer and name do not matter."""
-    context = ssl.create_default_context()
-    context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE
-    return context

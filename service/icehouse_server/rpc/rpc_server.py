@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import grpc
-from google.protobuf import descriptor_pb2, descriptor_pool
+from google.protobuf import descriptor_pb2, descriptor_pool, text_format
 from google.protobuf.descriptor import FileDescriptor
 from grpc_channelz.v1 import channelz, channelz_pb2
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -36,12 +36,13 @@ from icehouse_server.rpc.access.tenants import Tenants
 from icehouse_server.rpc.auth_interceptor import AuthInterceptor
 from icehouse_server.rpc.calls import background
 from icehouse_server.rpc.calls.call_lifecycle import Context, RpcCalls, end
+from icehouse_server.rpc.calls.methods import METHODS
 from icehouse_server.rpc.calls.status import status_of
 from icehouse_server.rpc.calls.watchers import Telemetry
 from icehouse_server.rpc.engine_client.answers import StallTimer
 from icehouse_server.rpc.engine_client.engine_ports import EnginePort, GrammarPort
 from icehouse_server.rpc.engine_client.router import Router
-from icehouse_server.rpc.listen_address import Bound, bind, bind_private, server_options
+from icehouse_server.rpc.listen_address import Bound, bind, bind_uds, server_options
 from icehouse_server.rpc.services.cache_service import CacheService
 from icehouse_server.rpc.services.embedding_service import EmbeddingService
 from icehouse_server.rpc.services.generation import Generation, ServiceParts
@@ -56,13 +57,8 @@ if TYPE_CHECKING:
     from icehouse_server.rpc.worker.worker_info import WorkerParts
 
 
-SERVICE_NAMES = (
-    "icehouse.v1.InferenceService",
-    "icehouse.v1.ModelService",
-    "icehouse.v1.CacheService",
-    "icehouse.v1.EmbeddingService",
-    "icehouse.v1.RerankService",
-    "icehouse.v1.ServerService",
+SERVICE_NAMES = tuple(
+    dict.fromkeys(name.partition("/")[0] for name in METHODS if name.startswith("icehouse.v1."))
 )
 
 CHANNELZ_NAME = channelz_pb2.DESCRIPTOR.services_by_name["Channelz"].full_name
@@ -105,7 +101,7 @@ class RpcServer:
         self._security_config = config.security
         self._tenants = Tenants(config.tenant, running_limit=config.engine.tenant_running_limit, clock=clock)
         self._prompts = PromptReader(config.server)
-        self._observation = Observation(
+        self.observation = Observation(
             telemetry or Telemetry(),
             engine=engine,
             router=router,
@@ -113,7 +109,6 @@ class RpcServer:
             replies=self._prompts.replies.stats,
             clock=clock,
         )
-        self.poller, self.status = self._observation.poller, self._observation.status
         self.security = ServerSecurity(config.security, clock=clock)
         """Certificates and tokens, refreshed at an interval."""
         self._grammars = GrammarCompilers(
@@ -121,7 +116,7 @@ class RpcServer:
         )
         self._calls = RpcCalls(
             clock=clock,
-            on_end=self._observation.call_ended,
+            on_end=self.observation.call_ended,
             session_keys=config.server.session_keys,
             agent_keys=config.server.agent_keys,
         )
@@ -134,25 +129,25 @@ class RpcServer:
             stall_timeout_s=config.server.stall_timeout_s,
         )
         """The health service, by the engine's state and heartbeat."""
-        self._server = self._grpc_server(config, worker)
-        self._tasks: list[asyncio.Task[None]] = []
+        self._server = self._grpc_server(config)
+        self._refreshing: asyncio.Task[None] | None = None
+        """Reads certificates and tokens again."""
         self._bound = Bound("")
         self._private = Bound("")
         self._add_services(self._parts(engine, router, clock, draw_seed), worker)
 
-    def _grpc_server(self, config: Config, worker: WorkerParts | None) -> grpc.aio.Server:
+    def _grpc_server(self, config: Config) -> grpc.aio.Server:
         auth_interceptor = AuthInterceptor(
             config,
             authenticator=self.security.authenticator,
             calls=self._calls,
             run_long=self._prompts.run,
-            services=worker.services if worker is not None else (),
         )
         # The first is the outermost: the wire watcher also sees refusals, and callers are authenticated
         # before anything else.
         return grpc.aio.server(
             options=server_options(config.server, config.connection),
-            interceptors=(self._observation.interceptor, auth_interceptor),
+            interceptors=(self.observation.interceptor, auth_interceptor),
         )
 
     async def start(self, *, private_socket: Path | None = None) -> str:
@@ -166,14 +161,11 @@ class RpcServer:
             self._server, self._config, self._security_config, credentials=self.security.credentials
         )
         if private_socket is not None:
-            self._private = bind_private(self._server, private_socket)
+            self._private = bind_uds(self._server, private_socket)
         await self._server.start()
         self._grammars.start()
-        self._tasks = [
-            background.start(self.health.run(), name="health"),
-            background.start(self.security.run(), name="security"),
-        ]
-        self._observation.start()
+        self._refreshing = background.start(self.security.run(), name="security")
+        self.observation.start()
         return self.address
 
     @property
@@ -184,8 +176,8 @@ class RpcServer:
     async def stop(self, *, grace_s: float) -> None:
         """NOT_SERVING, no new calls, running ones get `grace_s` to end; what is left ends as UNAVAILABLE."""
         self.health.stop_serving()
-        for task in self._tasks:
-            await background.end(task)
+        if self._refreshing is not None:
+            await background.end(self._refreshing)
         self._calls.close()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
@@ -197,7 +189,7 @@ class RpcServer:
         self._calls.cut()
         await self._flush()
         await self._server.stop(_CLOSE_S)
-        await self._observation.stop()
+        await self.observation.stop()
         self._prompts.close()
         self._grammars.close()
         for bound in (self._bound, self._private):
@@ -245,7 +237,7 @@ class RpcServer:
             VllmEngineService(
                 parts,
                 is_serving=lambda: self.health.is_serving,
-                observation=self._observation,
+                observation=self.observation,
                 inference=inference,
                 embedding=embedding,
                 worker=worker,
@@ -266,7 +258,7 @@ class RpcServer:
             calls=self._calls,
             engine=engine,
             router=router,
-            stats=self._observation.stats,
+            stats=self.observation.stats,
             prompts=self._prompts,
             generation=Generation(
                 config=self._config,
@@ -352,36 +344,24 @@ class _Pool:
 def pool_with_v1() -> descriptor_pool.DescriptorPool:
     """Return the pool of all descriptors, version 1 of reflection among them."""
     pool = descriptor_pool.Default()
-    file = descriptor_pb2.FileDescriptorProto()
-    reflection_pb2.DESCRIPTOR.CopyToProto(file)
+    alpha = descriptor_pb2.FileDescriptorProto()
+    reflection_pb2.DESCRIPTOR.CopyToProto(alpha)
+    renamed = text_format.MessageToString(alpha).replace("grpc.reflection.v1alpha", "grpc.reflection.v1")
+    file = text_format.Parse(renamed, descriptor_pb2.FileDescriptorProto())
     file.name = "grpc/reflection/v1/reflection.proto"
-    file.package = "grpc.reflection.v1"
-    for message in file.message_type:
-        for field in message.field:
-            if field.type_name:
-                field.type_name = _renamed(field.type_name)
-    for service in file.service:
-        for method in service.method:
-            method.input_type = _renamed(method.input_type)
-            method.output_type = _renamed(method.output_type)
     pool.Add(file)
     return pool
 
 
-def _renamed(name: str) -> str:
-    return name.replace(".grpc.reflection.v1alpha.", ".grpc.reflection.v1.")
-
-
-REFRESH_INTERVAL_S = 0.5
-"""How often the heartbeat is checked. Changes of state do not wait for it."""
+_LOOK_INTERVAL_S = 0.5
+"""How often watchers look at the heartbeat. Changes of state do not wait for it."""
 
 
 class Health(health_pb2_grpc.HealthServicer):
     """The standard health service, by the engine's state and heartbeat. Owned by the event loop.
 
-    A check is answered by the state at that moment. Each watcher is written to by its own task, without a
-    lock: grpc_health's own servicer writes under one, so that a reader who takes nothing stops everybody's
-    updates.
+    A check is answered by the state at that moment. Each watcher looks at it in its own task, without a lock:
+    grpc_health's own servicer writes under one, so that a reader who takes nothing stops everybody's updates.
     """
 
     def __init__(
@@ -399,13 +379,11 @@ class Health(health_pb2_grpc.HealthServicer):
         self._clock = clock
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._is_stopping = False
-        self._shown = self.is_serving
-        self._wake = asyncio.Event()
         self._changed = asyncio.Event()
-        """Set at the next change of the status; later changes have an event of their own."""
+        """Set at the next change of state; later changes have an event of their own."""
         self._names = frozenset(("", *service_names))
         self._stall_timeout_s = stall_timeout_s
-        router.add_listener(self._wake.set)
+        router.add_listener(self._wake_watchers)
 
     @property
     def is_serving(self) -> bool:
@@ -415,29 +393,15 @@ class Health(health_pb2_grpc.HealthServicer):
         allowed_s = max(self._heartbeat_timeout_s, self._engine.step_allowance_s)
         return self._clock.monotonic() - self._engine.heartbeat_time <= allowed_s
 
-    def refresh(self) -> None:
-        """Wake the watchers if the status has changed since they were last woken."""
-        serving = self.is_serving
-        if serving is not self._shown:
-            self._shown = serving
-            # Those who wait have the old event; others get the new one, which is not set.
-            changed, self._changed = self._changed, asyncio.Event()
-            changed.set()
-
-    async def run(self) -> None:
-        """Refresh on every change of state and at least once per interval, until cancelled."""
-        while True:
-            self._wake.clear()
-            self.refresh()
-            # Also without a change of state: the heartbeat may have gone stale.
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(REFRESH_INTERVAL_S):
-                    await self._wake.wait()
-
     def stop_serving(self) -> None:
         """NOT_SERVING from now on, whatever the engine says."""
         self._is_stopping = True
-        self.refresh()
+        self._wake_watchers()
+
+    def _wake_watchers(self) -> None:
+        # Those who wait have the old event; others get the new one, which is not set.
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
 
     async def Check(self, request: HealthCheckRequest, context: Context) -> HealthCheckResponse:
         if request.service not in self._names:
@@ -464,7 +428,10 @@ class Health(health_pb2_grpc.HealthServicer):
                     if status != sent:
                         await timer.write(context, HealthCheckResponse(status=status))
                         sent = status
-                    await changed.wait()
+                    # Also without a change of state: the heartbeat may have gone stale.
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(_LOOK_INTERVAL_S):
+                            await changed.wait()
         except IcehouseError as error:
             await end(context, status_of(error))
 

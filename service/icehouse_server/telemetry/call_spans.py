@@ -88,7 +88,7 @@ class CallSpans:
 
     def trace(self, record: CallRecord) -> SpanNames | None:
         """Record an ended call with its stages and the spills it has caused so far; None: not kept."""
-        carrier = {"traceparent": record.trace.traceparent, "tracestate": record.trace.tracestate}
+        carrier = {"traceparent": record.traceparent, "tracestate": record.tracestate}
         span = self._tracer.start_span(
             record.method,
             _propagator.extract(carrier, Context()),

@@ -45,7 +45,7 @@ async def work(served: WholeServer, beginning: str = SHARED) -> None:
             cache=cache_policy_pb2.CachePolicy(tenant=HOSTILE),
         )
         await served.inference.Generate(request)
-    await served.served.rpc.poller.sample()
+    await served.served.rpc.observation.sample()
 
 
 def url_in(caplog: pytest.LogCaptureFixture) -> str:

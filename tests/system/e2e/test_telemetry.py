@@ -73,7 +73,7 @@ async def test_metrics_follow_the_engine(tmp_path: Path, caplog: pytest.LogCaptu
     with caplog.at_level(logging.INFO, "icehouse.boot"):
         async with whole_server(model, tmp_path / "blocks", telemetry__metrics_port=0, **SMALL) as served:
             await generate(served, "once upon a time", "r1")
-            await served.served.rpc.poller.sample()
+            await served.served.rpc.observation.sample()
             await generate(served, "once upon a time", "r2")
             [url] = [fields_of(r)["url"] for r in caplog.records if r.message == "metrics_opened"]
             text = await asyncio.to_thread(

@@ -79,7 +79,7 @@ async def test_text_that_others_may_read_is_warned_of(caplog: pytest.LogCaptureF
         def opened(*flags: dict[str, object]) -> list[str]:
             caplog.clear()
             config = configured({key: value for some in flags for key, value in some.items()})
-            open_status_page(config, served.server.status, meter=PrometheusMeter(), clock=served.clock)
+            open_status_page(config, served.server.observation, meter=PrometheusMeter(), clock=served.clock)
             return [record.message for record in caplog.records if record.levelno == logging.WARNING]
 
         assert opened(TEXT) == opened(PAGE, EVERYWHERE, ALLOWED) == []

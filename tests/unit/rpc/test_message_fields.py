@@ -13,11 +13,12 @@ from icehouse_server.rpc.auth_interceptor import (
     SCANNED_FIELD_LIMIT,
     check_fields,
     clashing_fields,
-    inputs_of,
+    input_of,
 )
-from icehouse_server.rpc.calls.methods import LONG_MESSAGE_BYTES, METHODS
+from icehouse_server.rpc.calls.methods import LONG_MESSAGE_BYTES
+from icehouse_server.rpc.rpc_server import pool_with_v1
 
-from tests.fixtures.rpc.worker import worker_parts
+from tests.fixtures.rpc.worker import METHODS_HERE
 
 DESCRIPTOR = messages.GenerateRequest.DESCRIPTOR
 
@@ -80,6 +81,7 @@ def test_long_texts_and_packed_numbers_are_few_fields() -> None:
     check_fields(messages.GenerateRequest(prompt={"tokens": ids}).SerializeToString(), DESCRIPTOR)
 
 
-def test_no_method_whose_message_may_be_long_is_left_out() -> None:
-    looked_at = set(inputs_of(worker_parts().services))
-    assert {name for name, row in METHODS.items() if row.message_byte_limit is None} <= looked_at
+def test_every_method_of_the_table_has_its_message_looked_at() -> None:
+    pool_with_v1()
+    for method in METHODS_HERE:
+        assert input_of(method).full_name, method

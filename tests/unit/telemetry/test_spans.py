@@ -11,7 +11,7 @@ import pytest
 from icehouse_server.bootstrap.telemetry import TelemetryParts
 from icehouse_server.config import load_config
 from icehouse_server.domain.cache_stats import SpillDropCause
-from icehouse_server.domain.call import CallRecord, SpanNames, SpillRecord, TraceContext
+from icehouse_server.domain.call import CallRecord, SpanNames, SpillRecord
 from icehouse_server.domain.ids import Tenant
 from icehouse_server.domain.request import part_of, request_id_of
 from icehouse_server.errors import ConfigError
@@ -26,8 +26,8 @@ from tests.fixtures.telemetry.facts import call_record
 
 TRACE_ID, CALLER_ID = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 BLUE = Tenant("blue")
-KEPT = TraceContext(f"00-{TRACE_ID}-{CALLER_ID}-01")
-NOT_KEPT = TraceContext(f"00-{TRACE_ID}-{CALLER_ID}-00")
+KEPT = f"00-{TRACE_ID}-{CALLER_ID}-01"
+NOT_KEPT = f"00-{TRACE_ID}-{CALLER_ID}-00"
 
 
 def sent_for(*told: CallRecord | SpillRecord, ratio: float = 1.0) -> tuple[Collector, list[SpanNames | None]]:
@@ -63,7 +63,7 @@ def test_a_collector_on_this_machine_is_sent_to_past_a_proxy(monkeypatch: pytest
 
 
 def test_a_call_and_its_stages_are_one_trace_under_the_callers_span() -> None:
-    collector, [names] = sent_for(call_record(trace=KEPT))
+    collector, [names] = sent_for(call_record(traceparent=KEPT))
     spans = by_name(collector)
     server = spans.pop("icehouse.v1.InferenceService/Stream")
     assert (server.trace_id, server.parent_id) == (TRACE_ID, CALLER_ID)
@@ -149,19 +149,19 @@ def test_an_early_spill_is_told_once() -> None:
 
 
 def test_the_callers_decision_not_to_keep_a_trace_is_followed() -> None:
-    collector, names = sent_for(spill(), call_record(trace=NOT_KEPT), spill())
+    collector, names = sent_for(spill(), call_record(traceparent=NOT_KEPT), spill())
     assert names == [None] and collector.spans == []
 
 
-@pytest.mark.parametrize("trace", [TraceContext(), TraceContext("00-nonsense-01"), TraceContext("", "a=b")])
-def test_without_a_usable_context_a_trace_begins_here(trace: TraceContext) -> None:
-    collector, [names] = sent_for(call_record(trace=trace))
+@pytest.mark.parametrize("trace", [("", ""), ("00-nonsense-01", ""), ("", "a=b")])
+def test_without_a_usable_context_a_trace_begins_here(trace: tuple[str, str]) -> None:
+    collector, [names] = sent_for(call_record(traceparent=trace[0], tracestate=trace[1]))
     server = by_name(collector)["icehouse.v1.InferenceService/Stream"]
     assert server.parent_id == "" and names is not None and names.trace_id == server.trace_id
 
 
 def test_a_ratio_of_zero_keeps_nothing_that_begins_here() -> None:
-    collector, names = sent_for(call_record(), call_record(trace=KEPT), ratio=0.0)
+    collector, names = sent_for(call_record(), call_record(traceparent=KEPT), ratio=0.0)
     assert names[0] is None and {span.trace_id for span in collector.spans} == {TRACE_ID}
 
 

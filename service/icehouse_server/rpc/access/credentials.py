@@ -48,6 +48,14 @@ class ServerSecurity:
                 config.tls_certificate, config.tls_key, client_ca=config.tls_client_ca
             )
         self._tokens = None if config.token_file is None else TokenFile(Path(config.token_file).expanduser())
+        self._refreshes: dict[str, Callable[[], bool]] = {}
+        """By the kind of file. Each runs by itself, so that one that hangs does not stop the others."""
+        if self._tokens is not None:
+            self._refreshes["tokens"] = functools.partial(self._refresh_tokens, self._tokens)
+        if self._certificates is not None:
+            self._refreshes["certificate"] = self._certificates.refresh_pair
+            if config.tls_client_ca is not None:
+                self._refreshes["authorities"] = self._certificates.refresh_authorities
         self._logged: dict[str, str] = {}
         self.credentials: grpc.ServerCredentials | None = None
         """What to listen with, once loaded; None is plain text."""
@@ -60,11 +68,9 @@ class ServerSecurity:
 
     def load(self) -> None:
         """Read all files for the first time; raises StartError when one cannot be used."""
-        if self._tokens is not None:
-            self._refresh_tokens(self._tokens)
+        for refresh in self._refreshes.values():
+            refresh()
         if self._certificates is not None:
-            self._certificates.refresh_authorities()
-            self._certificates.refresh_pair()
             self.credentials = self._certificates.credentials()
             if self._certificates.key_is_open_to_others:
                 _logger.warning(
@@ -74,7 +80,7 @@ class ServerSecurity:
     async def run(self) -> None:
         """Refresh all files at the interval, each kind in its own task, until cancelled."""
         async with asyncio.TaskGroup() as looks:
-            for name, refresh in self._refreshes().items():
+            for name, refresh in self._refreshes.items():
                 looks.create_task(self._refresh_loop(name, refresh), name=f"security of {name}")
 
     async def _refresh_loop(self, name: str, refresh: Callable[[], bool]) -> None:
@@ -84,20 +90,7 @@ class ServerSecurity:
 
     async def refresh(self) -> None:
         """Refresh all files now. A file that cannot be used is logged once and changes nothing."""
-        await asyncio.gather(
-            *(self._refresh_one(name, refresh) for name, refresh in self._refreshes().items())
-        )
-
-    def _refreshes(self) -> dict[str, Callable[[], bool]]:
-        """Return the refresh of each kind of file. One that hangs does not stop the others."""
-        found: dict[str, Callable[[], bool]] = {}
-        if self._tokens is not None:
-            found["tokens"] = functools.partial(self._refresh_tokens, self._tokens)
-        if self._certificates is not None:
-            found["certificate"] = self._certificates.refresh_pair
-            if self._certificates.has_authorities:
-                found["authorities"] = self._certificates.refresh_authorities
-        return found
+        await asyncio.gather(*(self._refresh_one(name, refresh) for name, refresh in self._refreshes.items()))
 
     @staticmethod
     def _refresh_tokens(tokens: TokenFile) -> bool:
@@ -109,18 +102,14 @@ class ServerSecurity:
     async def _refresh_one(self, name: str, refresh: Callable[[], bool]) -> None:
         try:
             changed = await self._in_own_thread(name, refresh)
-        except StartError as error:
-            if self._is_new(name, error.message):
-                _logger.error(
-                    "old_secrets_kept",
-                    extra={"kind": name, "reason": error.reason.value, "detail": error.message},
-                )
-            return
         except Exception as error:
-            # A bug of ours: the next refresh must still come. Not logged as repr: that of a decoding error
-            # holds the whole file.
-            if self._is_new(name, detail := f"{type(error).__name__}: {error}"):
-                _logger.exception("old_secrets_kept", extra={"kind": name, "detail": detail})
+            # Anything but a StartError is a bug of ours; the next refresh must still come. Not logged as
+            # repr: that of a decoding error holds the whole file.
+            detail = f"{type(error).__name__}: {error}"
+            if self._logged.get(name) != detail:
+                self._logged[name] = detail
+                is_bug = not isinstance(error, StartError)
+                _logger.error("old_secrets_kept", extra={"kind": name, "detail": detail}, exc_info=is_bug)
             return
         self._logged.pop(name, None)
         if changed:
@@ -144,10 +133,6 @@ class ServerSecurity:
                 },
             )
         return await answer
-
-    def _is_new(self, name: str, detail: str) -> bool:
-        was, self._logged[name] = self._logged.get(name), detail
-        return was != detail
 
 
 Metadata = Iterable[tuple[str, str | bytes]]
@@ -226,10 +211,6 @@ class Certificates:
         self._configuration: grpc.ServerCertificateConfiguration | None = None
 
     @property
-    def has_authorities(self) -> bool:
-        return self._client_ca is not None
-
-    @property
     def key_is_open_to_others(self) -> bool:
         """Whether other users of this machine may read the private key."""
         return bool(stat.S_IMODE(self._key.stat().st_mode) & 0o077)
@@ -239,8 +220,7 @@ class Certificates:
 
         Raises StartError for a file that holds none. The ones known before then stay.
         """
-        if self._client_ca is None:
-            return False
+        assert self._client_ca is not None, "only a file of authorities is refreshed"
         found = self._read(self._client_ca)
         if found == self._authorities:
             return False

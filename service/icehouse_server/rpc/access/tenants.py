@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from icehouse_server.clock import Clock
 from icehouse_server.config import TenantConfig
 from icehouse_server.domain.events import Delta, Event, Finished, Started
-from icehouse_server.domain.ids import Tenant
+from icehouse_server.domain.ids import DEFAULT_TENANT, Tenant
 from icehouse_server.domain.request import GenerationRequest
 from icehouse_server.domain.stats import TenantUse
 from icehouse_server.engine.core.refusals import too_many_completions
@@ -45,32 +45,24 @@ class Account:
         return not (self.use.waiting_count or self.use.running_count or owes)
 
 
-@dataclasses.dataclass(slots=True)
-class QueueCounts:
-    """Requests of all tenants now."""
-
-    waiting_count: int = 0
-    running_count: int = 0
-
-
 class Stay:
     """One request from its submission to its end."""
 
-    def __init__(self, account: Account, counts: QueueCounts, request: GenerationRequest) -> None:
+    def __init__(self, account: Account, request: GenerationRequest) -> None:
         self._account = account
-        self._counted = (account.use, counts)
         self._prompt_token_count = len(request.prompt_token_ids)
         self.reserved_token_count = self._prompt_token_count + request.max_output_tokens
         self._output_token_count = 0
         self._has_started = False
-        self._count(waiting=1)
+        account.use.waiting_count += 1
         account.use.accepted_total += 1
         account.use.prompt_token_total += self._prompt_token_count
 
     def note(self, event: Event) -> None:
         if isinstance(event, Started) and not self._has_started:
             self._has_started = True
-            self._count(waiting=-1, running=1)
+            self._account.use.waiting_count -= 1
+            self._account.use.running_count += 1
             self._account.use.cached_token_total += event.cache.cached_token_count
         elif isinstance(event, Delta):
             self._output_token_count += len(event.token_ids)
@@ -79,16 +71,14 @@ class Stay:
 
     def end(self) -> None:
         """Close the request. One that has started is charged its prompt and its output."""
-        self._count(running=-1) if self._has_started else self._count(waiting=-1)
+        if self._has_started:
+            self._account.use.running_count -= 1
+        else:
+            self._account.use.waiting_count -= 1
         self._account.use.output_token_total += self._output_token_count
         if self._account.budget is not None:
             used = self._prompt_token_count + self._output_token_count if self._has_started else 0
             self._account.budget.give_back(self.reserved_token_count - used)
-
-    def _count(self, *, waiting: int = 0, running: int = 0) -> None:
-        for counts in self._counted:
-            counts.waiting_count += waiting
-            counts.running_count += running
 
 
 class Tenants:
@@ -100,14 +90,20 @@ class Tenants:
         """Requests of one tenant that run at once, by the engine's own count; 0 is unlimited."""
         self._clock = clock
         self._accounts: OrderedDict[Tenant, Account] = OrderedDict()
-        self.counts = QueueCounts()
-        """Of all accounts together."""
 
     def __iter__(self) -> Iterator[Account]:
         return iter(tuple(self._accounts.values()))
 
     def uses(self) -> tuple[TenantUse, ...]:
         return tuple(dataclasses.replace(account.use) for account in self)
+
+    def total(self) -> TenantUse:
+        """Return how many requests of all tenants together wait and run."""
+        return TenantUse(
+            DEFAULT_TENANT,
+            waiting_count=sum(account.use.waiting_count for account in self),
+            running_count=sum(account.use.running_count for account in self),
+        )
 
     def use_of(self, tenant: Tenant) -> TenantUse:
         """Return what one tenant runs and has used; nothing where it has no account."""
@@ -124,7 +120,7 @@ class Tenants:
         except (Overloaded, InvalidRequest):
             account.use.refused_total += 1
             raise
-        stays = tuple(Stay(account, self.counts, request) for request in requests)
+        stays = tuple(Stay(account, request) for request in requests)
         if account.budget is not None:
             account.budget.reserve(sum(stay.reserved_token_count for stay in stays))
         try:

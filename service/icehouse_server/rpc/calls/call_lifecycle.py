@@ -7,14 +7,14 @@ import contextlib
 import dataclasses
 import logging
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import grpc
 
 from icehouse_server.clock import Clock
-from icehouse_server.domain.call import CallRecord, Operation, TraceContext
-from icehouse_server.domain.events import Event, Finished, Started, Usage
+from icehouse_server.domain.call import CallRecord, Operation
+from icehouse_server.domain.events import Event, Finished, Started
 from icehouse_server.domain.ids import CALLER_NAME_PATTERN
 from icehouse_server.errors import Forbidden, IcehouseError, Overloaded, Reason, Unauthenticated, Unavailable
 from icehouse_server.rpc.access import caller as callers
@@ -40,30 +40,14 @@ _LONGEST_UNPROVED_S = 5.0
 _logger = logging.getLogger("icehouse_server.rpc.calls.calls")
 
 
-@dataclasses.dataclass(slots=True)
-class RpcCall:
-    """One call, and what is logged and counted of it. Never holds prompt or output text."""
+@dataclasses.dataclass(slots=True, kw_only=True)
+class RpcCall(CallRecord):
+    """One call while it runs. Its request id is generated until the request brings its own."""
 
-    method: str
+    caller: Caller
     arrival_time: float
     """`Clock.monotonic`."""
-    arrival_wall_time: float
-    """`Clock.wall`."""
     deadline_time: float | None
-    caller: Caller
-    request_id: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex)
-    """Generated, until the request brings its own: every log line has one."""
-    tenant: str = ""
-    model_id: str = ""
-    tokenize_s: float = 0.0
-    prompt_token_count: int = 0
-    started: Started | None = None
-    usage: Usage | None = None
-    operation: Operation | None = None
-    session_id: str = ""
-    """The conversation it belongs to: from the metadata, until the request names one."""
-    agent_id: str = ""
-    """The agent that calls, from the metadata."""
     holds: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
     """What is released when it ends, however it ends."""
 
@@ -143,15 +127,20 @@ class RpcCalls:
     async def call(self, context: Context, operation: Operation | None = None) -> AsyncIterator[RpcCall]:
         """Wrap one servicer method: an error out of the block becomes a status, and all watchers are
         notified."""
+        metadata = _texts_of(context)
         call = RpcCall(
-            current_method.get(),
-            self._clock.monotonic(),
-            self._clock.wall(),
-            self._deadline_time(context),
-            callers.current.get(),
+            method=current_method.get(),
+            peer=peer_kind(context.peer()),
+            start_time=self._clock.wall(),
+            request_id=uuid.uuid4().hex,
             operation=operation,
-            session_id=_caller_name(context, self._session_keys),
-            agent_id=_caller_name(context, self._agent_keys),
+            traceparent=metadata.get("traceparent", ""),
+            tracestate=metadata.get("tracestate", ""),
+            session_id=_caller_name(metadata, self._session_keys),
+            agent_id=_caller_name(metadata, self._agent_keys),
+            caller=callers.current.get(),
+            arrival_time=self._clock.monotonic(),
+            deadline_time=self._deadline_time(context),
         )
         self._running_count += 1
         self.idle.clear()
@@ -160,20 +149,20 @@ class RpcCalls:
                 self.refused_count += 1
                 raise stopping()
             yield call
-            if trailers := self._end_call(call, context, grpc.StatusCode.OK):
+            if trailers := self._end_call(call, grpc.StatusCode.OK):
                 context.set_trailing_metadata((*(context.trailing_metadata() or ()), *trailers))
         except IcehouseError as error:
-            trailers = self._end_call(call, context, code_of(error), reason=error.reason.value)
+            trailers = self._end_call(call, code_of(error), reason=error.reason.value)
             await self._delay_refusal(error)
             await end(context, with_trailers(status_of(error), trailers))
         except asyncio.CancelledError:
-            self._end_call(call, context, cancel_code(context))
+            self._end_call(call, cancel_code(context))
             raise
         except Exception:
             # The caller learns that something broke, the log learns what.
             _logger.exception("call_broke", extra={"method": call.method, "request_id": call.request_id})
             broken = internal_error()
-            trailers = self._end_call(call, context, code_of(broken), reason=broken.reason.value)
+            trailers = self._end_call(call, code_of(broken), reason=broken.reason.value)
             await end(context, with_trailers(status_of(broken), trailers))
 
     async def _delay_refusal(self, error: IcehouseError) -> None:
@@ -200,34 +189,16 @@ class RpcCalls:
         limit_s = default_s if remaining_s is None else remaining_s
         return None if limit_s is None else self._clock.monotonic() + limit_s
 
-    def _end_call(
-        self, call: RpcCall, context: Context, code: grpc.StatusCode, *, reason: str = ""
-    ) -> Trailers:
-        record = CallRecord(
-            method=call.method,
-            code=code.name,
-            reason=reason,
-            request_id=call.request_id,
-            peer=peer_kind(context.peer()),
-            tenant=call.tenant or call.caller.tenant or "",
-            model_id=call.model_id,
-            start_time=call.arrival_wall_time,
-            duration_s=self._clock.monotonic() - call.arrival_time,
-            tokenize_s=call.tokenize_s,
-            prompt_token_count=call.prompt_token_count,
-            started=call.started,
-            usage=call.usage,
-            trace=_trace_context(context),
-            operation=call.operation,
-            session_id=call.session_id,
-            agent_id=call.agent_id,
-        )
+    def _end_call(self, call: RpcCall, code: grpc.StatusCode, *, reason: str = "") -> Trailers:
+        call.code, call.reason = code.name, reason
+        call.tenant = call.tenant or call.caller.tenant or ""
+        call.duration_s = self._clock.monotonic() - call.arrival_time
         # Before the status is sent: a stop does not wait for callers who do not read theirs.
         call.holds.close()
         self._running_count -= 1
         if not self._running_count:
             self.idle.set()
-        return self._on_end(record)
+        return self._on_end(call)
 
 
 def stopping() -> Unavailable:
@@ -250,15 +221,11 @@ async def end(context: Context, status: grpc.Status) -> None:
         await context.abort_with_status(status)
 
 
-def _caller_name(context: Context, keys: Sequence[str]) -> str:
+def _texts_of(context: Context) -> dict[str, str]:
+    return {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
+
+
+def _caller_name(metadata: Mapping[str, str], keys: Sequence[str]) -> str:
     """Return the value of the first of these keys. A value that is not fit for a log counts as absent."""
-    if not keys:
-        return ""
-    found = dict(context.invocation_metadata() or ())
-    values = (found.get(key) for key in keys)
-    return next((v for v in values if isinstance(v, str) and CALLER_NAME_PATTERN.fullmatch(v)), "")
-
-
-def _trace_context(context: Context) -> TraceContext:
-    found = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
-    return TraceContext(found.get("traceparent", ""), found.get("tracestate", ""))
+    values = (metadata.get(key, "") for key in keys)
+    return next((value for value in values if CALLER_NAME_PATTERN.fullmatch(value)), "")

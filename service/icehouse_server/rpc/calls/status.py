@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import grpc
@@ -68,24 +67,17 @@ def status_of(error: IcehouseError) -> grpc.Status:
     status = rpc_status.to_status(proto)
     if error.retry_after_s is None or error.reason in _FOR_THE_CALLER:
         return status
+    # How long to wait before a retry (gRPC proposal A6).
     return with_trailers(status, (("grpc-retry-pushback-ms", str(int(error.retry_after_s * 1000))),))
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Status(grpc.Status):
-    """A status whose trailers say how long to wait before a retry (gRPC proposal A6)."""
-
-    code: grpc.StatusCode
-    details: str
-    trailing_metadata: Any
 
 
 def with_trailers(status: grpc.Status, trailers: tuple[tuple[str, str | bytes], ...]) -> grpc.Status:
     """Return the status with more trailing metadata."""
     if not trailers:
         return status
-    metadata = (*(status.trailing_metadata or ()), *trailers)
-    return _Status(code=status.code, details=status.details, trailing_metadata=metadata)
+    made: Any = status  # `rpc_status` makes a named tuple
+    replaced: grpc.Status = made._replace(trailing_metadata=(*(status.trailing_metadata or ()), *trailers))
+    return replaced
 
 
 def internal_error() -> IcehouseError:

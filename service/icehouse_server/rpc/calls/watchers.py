@@ -83,16 +83,14 @@ def log_fields_of(record: CallRecord, *, trace_id: str) -> dict[str, object]:
         "request_id": record.request_id,
         "peer": record.peer.value,
     }
-    if record.reason:
-        facts["reason"] = record.reason
-    if record.tenant:
-        facts["tenant"] = record.tenant
-    if record.session_id:
-        facts["session_id"] = record.session_id
-    if record.agent_id:
-        facts["agent_id"] = record.agent_id
-    if record.prompt_token_count:
-        facts["prompt_tokens"] = record.prompt_token_count
+    known = {
+        "reason": record.reason,
+        "tenant": record.tenant,
+        "session_id": record.session_id,
+        "agent_id": record.agent_id,
+        "prompt_tokens": record.prompt_token_count,
+    }
+    facts |= {name: value for name, value in known.items() if value}
     if record.started is not None:
         facts["cached_tokens"] = record.started.cache.cached_token_count
         facts["queue_s"] = round(record.started.queue_s, 6)

@@ -12,20 +12,12 @@ from collections.abc import AsyncIterator
 from typing import TypeVar
 
 from icehouse_server.domain.cache_commands import (
-    Adoption,
-    BlockContent,
     CacheCommand,
     EvictBlocks,
     EvictReport,
-    Explanation,
-    ExportBlocks,
-    ImportTerms,
     KnownBlocks,
     ListKnown,
     ListStored,
-    PinReport,
-    RecentBlocks,
-    SessionEndReport,
     StoredBlocks,
     Verify,
     VerifyReport,
@@ -34,21 +26,7 @@ from icehouse_server.errors import IcehouseError
 from icehouse_server.rpc.engine_client.engine_ports import EnginePort
 from icehouse_server.rpc.engine_client.router import Router
 
-Answer = TypeVar(
-    "Answer",
-    Explanation,
-    PinReport,
-    SessionEndReport,
-    EvictReport,
-    KnownBlocks,
-    RecentBlocks,
-    VerifyReport,
-    StoredBlocks,
-    ExportBlocks,
-    BlockContent,
-    ImportTerms,
-    Adoption,
-)
+Answer = TypeVar("Answer")
 
 _VERIFY_SLICE_COUNT = 64
 """Blocks that are read in one slice."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import enum
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 
 from icehouse_server.domain.events import Delta, Event, Started
-from icehouse_server.domain.ids import RequestId
+from icehouse_server.domain.ids import RequestId, Tenant
 from icehouse_server.domain.request import GenerationRequest
 from icehouse_server.errors import InvalidRequest, NotFound, Reason
 from icehouse_server.rpc.access.caller import Caller, Role
@@ -77,6 +77,7 @@ class OpenRequest:
 
     def cancel(self) -> None:
         """End those that the engine has not ended, within a step."""
+        self.is_cancelled = True
         for request_id, outbox in self._outboxes.items():
             if self._router.routes(request_id, outbox):
                 self._engine.cancel(request_id)
@@ -149,7 +150,16 @@ class OpenRequests:
                 field="request_id",
                 metadata={"request_id": request_id},
             )
-        request = named[-1]
-        request.is_cancelled = True
-        request.cancel()
-        return request
+        named[-1].cancel()
+        return named[-1]
+
+    def abort(self, names: Set[str], caller: Caller) -> None:
+        """End the caller's own requests of these names, each once; other names are ignored."""
+        for request in self.visible_to(caller):
+            if request.first.name in names and not request.is_cancelled:
+                request.cancel()
+
+    def waiting_token_count(self, tenant: Tenant | None) -> int:
+        """Return the prompt tokens of requests that have not started, of one tenant or of all for None."""
+        waiting = (r for r in self._open.values() if r.phase is RequestPhase.WAITING)
+        return sum(r.prompt_token_count for r in waiting if tenant in (None, r.first.tenant))

@@ -39,7 +39,7 @@ class Outbox:
         self._event_limit = event_limit
         self._byte_limit = byte_limit
         self._on_stall = on_stall
-        self._waiting: collections.deque[Event | _DeltaRun] = collections.deque()
+        self._waiting: collections.deque[Event] = collections.deque()
         self.waiting_bytes = 0
         self._filled = filled or asyncio.Event()
         self._closed_by_writer = False
@@ -67,8 +67,7 @@ class Outbox:
         while not self._waiting:
             self._filled.clear()
             await self._filled.wait()
-        oldest = self._waiting.popleft()
-        event = oldest.merged() if isinstance(oldest, _DeltaRun) else oldest
+        event = self._waiting.popleft()
         self.waiting_bytes -= _size_bytes(event)
         self.ended = isinstance(event, (Finished, Failed))
         return event
@@ -89,40 +88,21 @@ class Outbox:
 
     def _append(self, event: Event) -> None:
         newest = self._waiting[-1] if self._waiting else None
-        if isinstance(event, PrefillProgress) and isinstance(newest, PrefillProgress):
-            if _fit_one_piece(newest, event):
+        is_full = len(self._waiting) >= self._event_limit
+        match newest, event:
+            case PrefillProgress(), PrefillProgress() if _fit_one_piece(newest, event):
                 self._waiting[-1] = dataclasses.replace(event, logprobs=newest.logprobs + event.logprobs)
-                return
-        elif (
-            isinstance(event, Delta)
-            and isinstance(newest, Delta | _DeltaRun)
-            and len(self._waiting) >= self._event_limit
-            and _fit_one_piece(newest, event)
-        ):
-            run = self._waiting[-1] = newest if isinstance(newest, _DeltaRun) else _DeltaRun(newest)
-            run.add(event)
-            return
-        self._waiting.append(event)
+            case Delta(), Delta() if is_full and _fit_one_piece(newest, event):
+                self._waiting[-1] = Delta(
+                    newest.text + event.text,
+                    newest.token_ids + event.token_ids,
+                    newest.logprobs + event.logprobs,
+                )
+            case _:
+                self._waiting.append(event)
 
 
-class _DeltaRun:
-    """Deltas that will be sent as one. Joined once, when taken."""
-
-    def __init__(self, first: Delta) -> None:
-        self._texts = [first.text]
-        self._token_ids = list(first.token_ids)
-        self.logprobs = list(first.logprobs)
-
-    def add(self, delta: Delta) -> None:
-        self._texts.append(delta.text)
-        self._token_ids.extend(delta.token_ids)
-        self.logprobs.extend(delta.logprobs)
-
-    def merged(self) -> Delta:
-        return Delta("".join(self._texts), tuple(self._token_ids), tuple(self.logprobs))
-
-
-def _fit_one_piece(newest: PrefillProgress | Delta | _DeltaRun, event: PrefillProgress | Delta) -> bool:
+def _fit_one_piece(newest: PrefillProgress | Delta, event: PrefillProgress | Delta) -> bool:
     return not event.logprobs or len(newest.logprobs) + len(event.logprobs) <= PIECE_COUNT
 
 

@@ -220,24 +220,17 @@ def _parts(text: str | None) -> list[str]:
 
 
 def _host_of(part: str) -> ImageHost:
-    name, colon, port = part.rpartition(":")
-    if not colon or (":" in name and not name.startswith("[")) or port.endswith("]"):
-        name, port = part, ""  # no port: a name, or an address of IPv6
     try:
-        number = int(port) if port else None
+        if (address := ip_address_of(part)) is not None:
+            return ImageHost(str(address))
+        split = urllib.parse.urlsplit(f"//{part}")
+        name, port = split.hostname or "", split.port
     except ValueError:
-        number = -1
-    if number is not None and not 1 <= number <= 65535:
-        raise ValueError(f"lists {part!r}, whose port is none from 1 to 65535")
-    bare = name.removeprefix("[").removesuffix("]").lower()
-    try:
-        return ImageHost(str(ipaddress.ip_address(bare)), number)
-    except ValueError:
-        if _NAME.fullmatch(bare) is None:
-            raise ValueError(
-                f"lists {part!r}, which is no host; write images.example.org or 10.0.0.7:8080"
-            ) from None
-        return ImageHost(bare, number)
+        raise ValueError(f"lists {part!r}, whose port is none from 1 to 65535") from None
+    address = ip_address_of(name)
+    if port == 0 or split.netloc != part or "@" in part or (address is None and not _NAME.fullmatch(name)):
+        raise ValueError(f"lists {part!r}, which is no host; write images.example.org or 10.0.0.7:8080")
+    return ImageHost(name if address is None else str(address), port)
 
 
 def refused(field: str, complaint: str, **facts: object) -> InvalidRequest:

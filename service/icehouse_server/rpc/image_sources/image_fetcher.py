@@ -1,10 +1,11 @@
 """Image fetcher: the files and URLs that a conversation names, read before the conversation is.
 
-The images of a request are read side by side, with one time limit for all. Reading blocks, so it has a few
-threads. Callers take turns for them, and for memory; one caller gets at most half of either.
+The images of a request are read side by side, with one time limit for all. Reading files and resolving
+names block, so they have a few threads. Callers take turns for them, and for memory; one caller gets at most
+half of either.
 
 Hosts are trusted only a little. A name is resolved here, and the connection goes to an address that was
-checked, so that a second answer of the resolver changes nothing. Redirects obey the same rules. No byte is
+checked, so that a second answer of the resolver changes nothing. Redirects obey the same rules. No body is
 read beyond the limit, and nothing is decompressed. Proxies of the environment are not used, and no cookie or
 password is sent.
 """
@@ -15,17 +16,16 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
-import http.client
-import io
 import os
 import re
 import socket
 import ssl
 import stat
-import threading
 import urllib.parse
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from typing import Final, TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from typing import Any, Final, TypeVar
+
+import httpcore2
 
 from icehouse_server.config import ServerConfig
 from icehouse_server.domain.chat import ChatMessage, Conversation, ImageSource, PlacedImage
@@ -46,7 +46,7 @@ from icehouse_server.rpc.image_sources.image_address import (
 Result = TypeVar("Result")
 
 _THREAD_COUNT: Final = 16
-"""Images that are read at once, of all callers."""
+"""Files that are read and names that are resolved at once, of all callers."""
 
 
 class ImageFetcher:
@@ -57,7 +57,7 @@ class ImageFetcher:
         self._config = config
         self._turns = FairQueue(capacity=_THREAD_COUNT, factor=1.0)
         """For threads, which are daemons: one that hangs does not keep the process from ending."""
-        self._web = WebReader(self._rules, timeout_s=config.image_fetch_timeout_s)
+        self._web = WebReader(self._rules, resolve=self._resolve)
         self._memory = FairQueue(capacity=config.request_memory_bytes, factor=1.0)
 
     @contextlib.asynccontextmanager
@@ -102,12 +102,10 @@ class ImageFetcher:
         if isinstance(address, FileAddress):
             read = functools.partial(read_file, address, limit_bytes=limit_bytes, field=field)
             return await self._in_thread(read)
-        abort = FetchAbort()
-        fetch = functools.partial(self._web.read, address, limit_bytes=limit_bytes, field=field, abort=abort)
-        try:
-            return await self._in_thread(fetch)
-        finally:
-            abort.set()  # of use where the time is over or the caller has left
+        return await self._web.read(address, limit_bytes=limit_bytes, field=field)
+
+    async def _resolve(self, host: str) -> Sequence[IpAddress]:
+        return await self._in_thread(functools.partial(addresses_of, host))
 
     async def _in_thread(self, work: Callable[[], Result]) -> Result:
         """Return what `work` returns; callers take turns."""
@@ -191,12 +189,13 @@ def _unreadable(field: str) -> InvalidRequest:
     return refused(field, "is no file that the server can read; links, hard ones too, are not followed")
 
 
-Resolve = Callable[[str], Sequence[IpAddress]]
+Resolve = Callable[[str], Awaitable[Sequence[IpAddress]]]
 """The addresses of a name; raises OSError for one that has none."""
 
 _ADDRESS_COUNT: Final = 4
+_CONNECT_S: Final = 4.0
+"""For one address of a host; another one may answer."""
 _REDIRECT_COUNT: Final = 3
-_HEAD_BYTES: Final = 64 << 10
 _MEDIA_TYPE: Final = re.compile(r"image/.*|(application|binary)/octet-stream|", re.IGNORECASE)
 """The types of answers that may be images; the bytes say which kind it is."""
 _REDIRECTS: Final = frozenset({301, 302, 303, 307, 308})
@@ -204,74 +203,53 @@ _LATER: Final = frozenset({408, 425, 429})
 
 
 class WebReader:
-    """Reads what URLs of allowed hosts name, one GET after another, by `http.client`. Many threads use
-    one."""
+    """Reads what URLs of allowed hosts name, one GET after another. The caller limits the time."""
 
-    def __init__(
-        self,
-        rules: SourceRules,
-        *,
-        timeout_s: float,
-        resolve: Resolve | None = None,
-        tls: ssl.SSLContext | None = None,
-    ) -> None:
+    def __init__(self, rules: SourceRules, *, resolve: Resolve, tls: ssl.SSLContext | None = None) -> None:
         self._rules = rules
-        self._timeout_s = timeout_s
-        self._resolve = resolve or addresses_of
-        self._tls = tls
+        self._resolve = resolve
+        self._tls = tls or (ssl.create_default_context() if rules.hosts else None)
 
-    def read(self, address: WebAddress, *, limit_bytes: int, field: str, abort: FetchAbort) -> bytes:
+    async def read(self, address: WebAddress, *, limit_bytes: int, field: str) -> bytes:
         """Return the body of a 200; raises InvalidRequest, or SourceUnreachable if a later try may work."""
         for _ in range(_REDIRECT_COUNT + 1):
-            found = self._get(address, limit_bytes=limit_bytes, field=field, abort=abort)
+            found = await self._get(address, limit_bytes=limit_bytes, field=field)
             if isinstance(found, bytes):
                 return found
             address = found
         raise refused(field, f"is redirected more than {_REDIRECT_COUNT} times")
 
-    def _get(
-        self, address: WebAddress, *, limit_bytes: int, field: str, abort: FetchAbort
-    ) -> bytes | WebAddress:
-        opened = self._connect(address, field, abort)
-        connection = http.client.HTTPConnection(address.host, address.port)
-        connection.auto_open = 0  # it has no other socket than the one whose address was checked
-        # An eighth more, for what stands between chunks.
-        connection.sock = MeteredSocket(opened, limit_bytes=_HEAD_BYTES + limit_bytes + limit_bytes // 8)
+    async def _get(self, address: WebAddress, *, limit_bytes: int, field: str) -> bytes | WebAddress:
+        url = httpcore2.URL(
+            scheme="https" if address.is_secure else "http",
+            host=address.host,
+            port=address.port,
+            target=address.target,
+        )
+        backend = _CheckedAddresses(await self._addresses(address, field))
         try:
-            connection.request("GET", address.target, headers=_headers(address))
-            response = connection.getresponse()
-            if response.status in _REDIRECTS:
-                return self._next(address, response.getheader("Location", ""), field)
-            _check(response, limit_bytes=limit_bytes, field=field)
-            return _body(response, limit_bytes=limit_bytes, field=field)
-        except AnswerTooLong:
-            raise too_long(field, limit_bytes) from None
-        except (OSError, http.client.IncompleteRead) as error:
+            async with (
+                httpcore2.AsyncConnectionPool(ssl_context=self._tls, network_backend=backend) as pool,
+                pool.stream("GET", url, headers=_headers(address)) as response,
+            ):
+                headers = {
+                    name.decode("latin-1").lower(): value.decode("latin-1")
+                    for name, value in response.headers
+                }
+                if response.status in _REDIRECTS:
+                    return self._next(address, headers.get("location", ""), field)
+                _check(response.status, headers, limit_bytes=limit_bytes, field=field)
+                return await _body(response, limit_bytes=limit_bytes, field=field)
+        except (httpcore2.ConnectError, httpcore2.ConnectTimeout) as error:
+            complaint = "cannot be fetched: its host cannot be reached, or proves no name by TLS"
+            raise unreachable(field, complaint) from error
+        except (httpcore2.NetworkError, httpcore2.RemoteProtocolError) as error:
             raise _broken_off(field) from error
-        except (http.client.HTTPException, ValueError) as error:
-            raise refused(field, "cannot be fetched: its host does not answer as HTTP has it") from error
-        finally:
-            abort.let_go()
-            opened.close()
 
-    def _connect(self, address: WebAddress, field: str, abort: FetchAbort) -> socket.socket:
-        if address.is_secure and self._tls is None:
-            self._tls = ssl.create_default_context()
-        tls = self._tls if address.is_secure else None
-        failure: Exception | None = None
-        for ip in self._addresses(address, field):
-            try:
-                return open_connection(ip, address, tls=tls, timeout_s=self._timeout_s, abort=abort)
-            except ssl.SSLError as error:
-                raise unreachable(field, "cannot be fetched: its host proves no name by TLS") from error
-            except OSError as error:
-                failure = error
-        raise unreachable(field, "cannot be fetched: its host cannot be reached") from failure
-
-    def _addresses(self, address: WebAddress, field: str) -> list[IpAddress]:
+    async def _addresses(self, address: WebAddress, field: str) -> list[IpAddress]:
         literal = ip_address_of(address.host)
         try:
-            found = [literal] if literal is not None else self._resolve(address.host)
+            found = [literal] if literal is not None else await self._resolve(address.host)
         except OSError as error:
             raise unreachable(field, "cannot be fetched: the name of its host has no address") from error
         allowed = [
@@ -296,6 +274,22 @@ class WebReader:
         return found
 
 
+class _CheckedAddresses(httpcore2.AnyIOBackend):
+    """Connects to the first of these addresses that answers, whatever the name of the host."""
+
+    def __init__(self, addresses: Sequence[IpAddress]) -> None:
+        self._addresses = addresses
+
+    async def connect_tcp(self, host: str, port: int, *_: Any, **__: Any) -> httpcore2.AsyncNetworkStream:
+        failure: Exception = httpcore2.ConnectError("no address")
+        for ip in self._addresses:
+            try:
+                return await super().connect_tcp(str(ip), port, timeout=_CONNECT_S)
+            except (httpcore2.ConnectError, httpcore2.ConnectTimeout) as error:
+                failure = error
+        raise failure
+
+
 def addresses_of(host: str) -> list[IpAddress]:
     """Return the addresses of a name by the system's resolver; raises OSError. May take long."""
     try:
@@ -306,7 +300,7 @@ def addresses_of(host: str) -> list[IpAddress]:
     return list(dict.fromkeys(address for address in addresses if address is not None))
 
 
-def _headers(address: WebAddress) -> dict[str, str]:
+def _headers(address: WebAddress) -> dict[bytes | str, bytes | str]:
     return {
         "Host": address.authority,
         "User-Agent": "icehouse",
@@ -316,142 +310,32 @@ def _headers(address: WebAddress) -> dict[str, str]:
     }
 
 
-def _check(response: http.client.HTTPResponse, *, limit_bytes: int, field: str) -> None:
+def _check(status: int, headers: Mapping[str, str], *, limit_bytes: int, field: str) -> None:
     """Refuse by the headers what cannot be an image."""
-    status = response.status
     if status in _LATER or status >= 500:
         raise unreachable(field, f"cannot be fetched: its host answers {status}", status=status)
     if status != 200:
         raise refused(field, f"cannot be fetched: its host answers {status}", status=status)
-    if response.getheader("Content-Encoding", "identity").lower() != "identity":
+    if headers.get("content-encoding", "identity").lower() != "identity":
         raise refused(field, "comes compressed a second time, though it was asked for as it is")
-    if response.getheader("Transfer-Encoding", "chunked").lower() != "chunked":
-        raise refused(field, "comes in a transfer coding that was not asked for")
-    media_type = response.getheader("Content-Type", "").partition(";")[0].strip()
+    media_type = headers.get("content-type", "").partition(";")[0].strip()
     if _MEDIA_TYPE.fullmatch(media_type) is None:
         raise refused(field, "is no image by what its host says of it (Content-Type)")
-    if response.length is not None and response.length > limit_bytes:
+    if int(headers.get("content-length", "0")) > limit_bytes:
         raise too_long(field, limit_bytes)
 
 
-def _body(response: http.client.HTTPResponse, *, limit_bytes: int, field: str) -> bytes:
+async def _body(response: httpcore2.Response, *, limit_bytes: int, field: str) -> bytes:
     data = bytearray()
-    while chunk := response.read(min(_CHUNK_BYTES, limit_bytes + 1 - len(data))):
+    async for chunk in response.aiter_stream():
         data += chunk
         if len(data) > limit_bytes:
             raise too_long(field, limit_bytes)
-    # The rest of the announced length; without one, the body ends with the connection.
-    if response.length or (response.length is None and not data):
+    if not data:
         raise _broken_off(field)
     return bytes(data)
 
 
 def _broken_off(field: str) -> SourceUnreachable:
-    return unreachable(field, "cannot be fetched: its host broke the connection off")
-
-
-_CONNECT_S: Final = 4.0
-"""For one address of a host, including TLS; another address may answer."""
-
-
-class AnswerTooLong(Exception):
-    """The answer is longer than allowed."""
-
-
-class FetchAbort:
-    """Breaks off a fetch in another thread: whatever that thread does with its socket fails at once.
-
-    Otherwise a host that sends a byte now and then could keep a thread for ever.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._socket: socket.socket | None = None
-        self._is_due = False
-
-    def set(self) -> None:
-        """Break it off, now or as soon as it has a connection."""
-        with self._lock:
-            self._is_due = True
-            if self._socket is not None:
-                with contextlib.suppress(OSError):  # it is not connected yet, or no more
-                    # Not SSLSocket.shutdown, which would remove the TLS that the other thread reads through.
-                    socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
-
-    def hold(self, opened: socket.socket) -> None:
-        """Note the thread's socket; raises ConnectionAbortedError if the fetch was broken off."""
-        with self._lock:
-            self._socket = opened
-            if self._is_due:
-                raise ConnectionAbortedError("the fetch was broken off")
-
-    def let_go(self) -> None:
-        """Forget the socket: after it is closed, its descriptor may be another's."""
-        with self._lock:
-            self._socket = None
-
-
-class MeteredSocket:
-    """The part of a socket that `http.client` uses, with a limit on what is read.
-
-    That module bounds lines and headers, but not what stands between chunks, nor what follows a chunk of
-    negative length.
-    """
-
-    def __init__(self, inner: socket.socket, *, limit_bytes: int) -> None:
-        self._inner = inner
-        self._limit_bytes = limit_bytes
-
-    def sendall(self, data: bytes) -> None:
-        self._inner.sendall(data)
-
-    def makefile(self, mode: str) -> io.BufferedReader:
-        """Return a reader of the answer, whose reads raise AnswerTooLong."""
-        assert mode == "rb", mode
-        return io.BufferedReader(_MeteredStream(self._inner, self._limit_bytes))
-
-    def close(self) -> None:
-        """Do nothing: whoever opened the socket closes it."""
-
-
-class _MeteredStream(io.RawIOBase):
-    def __init__(self, inner: socket.socket, left_bytes: int) -> None:
-        super().__init__()
-        self._inner = inner
-        self._left_bytes = left_bytes
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]  # what BufferedReader gives
-        count = self._inner.recv_into(buffer)
-        self._left_bytes -= count
-        if self._left_bytes < 0:
-            raise AnswerTooLong
-        return count
-
-
-def open_connection(
-    ip: IpAddress, address: WebAddress, *, tls: ssl.SSLContext | None, timeout_s: float, abort: FetchAbort
-) -> socket.socket:
-    """Connect to one address of a host, which proves its name if there is TLS; raises OSError.
-
-    `timeout_s` is for each operation on the socket. The caller closes it, after `abort.let_go()`.
-    """
-    family = socket.AF_INET if ip.version == 4 else socket.AF_INET6
-    opened = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        opened.settimeout(min(_CONNECT_S, timeout_s))
-        abort.hold(opened)
-        opened.connect((str(ip), address.port))
-        if tls is not None:
-            secure = tls.wrap_socket(opened, server_hostname=address.host, do_handshake_on_connect=False)
-            opened = secure
-            abort.hold(opened)
-            secure.do_handshake()
-        opened.settimeout(timeout_s)
-    except BaseException:
-        abort.let_go()
-        opened.close()
-        raise
-    return opened
+    complaint = "cannot be fetched: its host broke the connection off, or does not answer as HTTP has it"
+    return unreachable(field, complaint)

@@ -8,7 +8,6 @@ block without its parent, also in a snapshot.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
@@ -206,20 +205,6 @@ class BlockMirror:
             for each in own.values()
             if each.published is not None
         ]
-
-    def published_names(self, tenant: Tenant) -> list[BlockHash]:
-        """Return the names of what subscribers know now of a tenant's blocks, parents first."""
-        return list(self._published.get(tenant, ()))
-
-    def last_published_names(self, tenant: Tenant, count: int) -> list[BlockHash]:
-        """Return the names of the blocks that were published last, parents first."""
-        return list(itertools.islice(reversed(self._published.get(tenant, {})), count))[::-1]
-
-    def published_block(self, name: BlockHash) -> Iterator[tuple[KvBlock, Held]]:
-        """Yield what subscribers know of this block, nothing if they do not."""
-        known = self._known.get(name)
-        if known is not None and known.published is not None:
-            yield known.published, known.held
 
     def _came(self, change: Came) -> Iterator[KvEvent]:
         if change.token_count != self._block_token_count:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import collections
 import functools
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 
 from icehouse_server.clock import Clock
@@ -45,16 +44,11 @@ class EventFeed:
         """For each kept batch, the channels that have a part of it."""
         self.ring_bytes = 0
         """About how much memory the kept batches take."""
-        self._sinks: list[Callable[[KvBatch], None]] = []
         self.event_total = 0
 
     @property
     def lost_total(self) -> int:
         return self._all.lost_total + sum(channel.lost_total for channel in self._of.values())
-
-    def add_sink(self, sink: Callable[[KvBatch], None]) -> None:
-        """Call `sink` with each batch as it is made; it must not block."""
-        self._sinks.append(sink)
 
     def publish(self, events: Iterable[KvEvent]) -> None:
         """Number events and keep them; wake the subscribers of the channels that got some."""
@@ -63,8 +57,6 @@ class EventFeed:
             batch = self._all.append(part)
             sharers = self._share(part)
             self._add_to_replay(batch, sharers)
-            for sink in self._sinks:
-                sink(batch)
             self.event_total += len(part)
             touched.update(dict.fromkeys((self._all, *sharers)))
         for channel in touched:
@@ -138,10 +130,6 @@ class BlockSnapshot:
         about = SnapshotChunk(index, self.chunk_count, self._stored_count)
         return KvBatch(self.number - self.chunk_count + 1 + index, self._time, tuple(events), about)
 
-    def release(self) -> None:
-        """Free it: what follows it is no longer kept, so nobody can use it."""
-        self._state = []
-
 
 class Channel:
     """The numbered batches of one tenant or of all. Its owner says when the oldest one goes.
@@ -158,7 +146,6 @@ class Channel:
         """The number of the latest batch; before the first one, the number before it."""
         self._ring: collections.deque[KvBatch] = collections.deque()
         self._changed = asyncio.Event()
-        self._snapshots: weakref.WeakSet[BlockSnapshot] = weakref.WeakSet()
         self._latest: BlockSnapshot | None = None
         self._event_count = 0
         """Events since the latest snapshot."""
@@ -174,14 +161,10 @@ class Channel:
         return batch
 
     def drop_oldest(self) -> KvBatch:
-        """Drop the oldest batch, and snapshots that it follows."""
+        """Drop the oldest batch, and the snapshot that it follows: nobody can begin with that any more."""
         dropped = self._ring.popleft()
-        for snapshot in list(self._snapshots):
-            if snapshot.number < dropped.sequence_number:
-                self._snapshots.discard(snapshot)
-                snapshot.release()
-                if snapshot is self._latest:
-                    self._latest = None
+        if self._latest is not None and self._latest.number < dropped.sequence_number:
+            self._latest = None
         return dropped
 
     def __len__(self) -> int:
@@ -231,12 +214,11 @@ class Channel:
         """Return a snapshot whose following events are kept.
 
         A new one is taken when more events have come since than it has blocks. So snapshots cost less than
-        the events did, however many subscribe, and those that slow readers hold together are no larger than
-        what is kept anyway.
+        the events did, however many subscribe. A reader that was overtaken lets go of its own when it asks
+        for the next batch, and one that asks for none is ended as stalled.
         """
         if self._latest is None or self._event_count > self._latest.block_count:
             self._latest = BlockSnapshot(self.last_number, self._clock.wall(), self._state_of_now())
-            self._snapshots.add(self._latest)
             self._event_count = 0
         return self._latest
 

@@ -1,8 +1,8 @@
 """ZeroMQ publisher: one tenant's KV events as llm-d reads them, three frames a batch.
 
-Owned by the event loop, and called for each batch as it is made, so that it misses none. Publishing never
-waits: a slow subscriber loses messages in its bounded queue, and sees that numbers are missing. For each new
-subscriber all blocks are published again, a few at a time, which is harmless for the others.
+Owned by the event loop, and one subscriber of the feed. Publishing never waits: a slow subscriber loses
+messages in its bounded queue, and sees that numbers are missing. For each new subscriber the state is
+published again, a part at a time, and then what has changed since. That is harmless for the others.
 
 Frames are topic, number of 8 bytes (big-endian), and msgpack of [time, events, rank]. An event is an array
 that begins with its name, as in vLLM. Needs the optional package pyzmq, so it is imported only for a
@@ -12,7 +12,6 @@ configured endpoint.
 from __future__ import annotations
 
 import asyncio
-import collections
 import contextlib
 from collections.abc import Callable, Iterable
 
@@ -21,18 +20,19 @@ import zmq
 
 from icehouse_server.clock import Clock
 from icehouse_server.domain.blocks import unpack_tokens
-from icehouse_server.domain.ids import BlockHash, Tenant
+from icehouse_server.domain.ids import Tenant
 from icehouse_server.engine.core.block_log import KvTier
-from icehouse_server.errors import Reason, StartError
+from icehouse_server.errors import EventsLost, Reason, StartError
 from icehouse_server.rpc.calls import background
-from icehouse_server.rpc.kv_events.block_mirror import BlockRemoved, BlockStored, KvBatch, KvEvent
-from icehouse_server.rpc.kv_events.event_feed import BATCH_TOKEN_COUNT
+from icehouse_server.rpc.kv_events.block_mirror import BlockRemoved, BlocksCleared, BlockStored, KvEvent
 from icehouse_server.rpc.kv_events.kv_event_source import CONNECT_PREFIX, KvEventSource
 
 _QUEUE_LIMIT = 1_000
 """Messages of at most 100 kB or so that wait for one subscriber; further ones are lost to it."""
 _REPUBLISH_S = 5.0
 """The least time between two times that everything is published again."""
+_PAUSE_S = 0.01
+"""Between two batches, which take some milliseconds of the event loop each."""
 _RECEIVE_LIMIT = 64
 """Messages of subscribers that are read in one turn: they may send without end."""
 _SUBSCRIPTION_BYTE_LIMIT = 4 << 10
@@ -56,10 +56,8 @@ class ZmqPublisher:
         self._number = 0
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._socket = self._context.socket(zmq.XPUB)
-        self._to_republish: collections.deque[BlockHash] = collections.deque()
-        self._late_count = 0
-        """Events that came while everything was published again; their blocks are published once more at the
-        end."""
+        channel = source.feed.channel_of(tenant)
+        self._subscription = channel.subscribe(after_number=channel.last_number)
         self._is_republish_due = False
         self._republish_time = -_REPUBLISH_S
         self._task: asyncio.Task[None] | None = None
@@ -90,7 +88,6 @@ class ZmqPublisher:
                 "choose another kv_events.zmq_endpoint",
                 metadata={"endpoint": self._endpoint},
             ) from error
-        self._source.feed.add_sink(self.publish)
         self._source.follow(self._tenant)
         endpoint: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         return endpoint
@@ -101,67 +98,51 @@ class ZmqPublisher:
             await background.end(self._task)
         self._context.destroy(linger=0)
 
-    def publish(self, batch: KvBatch) -> None:
-        """Send the part of a batch that is this tenant's.
-
-        A new subscriber may not know the parents of its blocks yet, so these are published once more later.
-        """
-        mine = [event for event in batch.events if self._is_mine(event)]
-        self._send(mine, time=batch.time)
-        if self._is_republishing:
-            self._late_count += sum(isinstance(event, BlockStored) for event in mine)
+    async def _run(self) -> None:
+        while True:
+            if self.turn():
+                await asyncio.sleep(_PAUSE_S)
+                continue
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._source.interval_s):
+                    await self._subscription.wait()
 
     def turn(self) -> bool:
-        """Look for new subscribers and publish the next batch of everything; return whether any came."""
+        """Look for new subscribers and publish the next batch; return whether there may be more.
+
+        The state that was begun is finished before it is begun again: whoever keeps coming must not keep the
+        last blocks from others.
+        """
+        self._is_republish_due |= self.hear()
+        try:
+            batch = self._subscription.take()
+        except EventsLost:
+            # All have to forget what they know: some of what is gone was never told.
+            self._send([BlocksCleared()], time=self._clock.wall())
+            self.republish()
+            return True
+        if batch is not None:
+            # Only a state has this event, and whoever knows blocks already need not forget them.
+            events = [event for event in batch.events if not isinstance(event, BlocksCleared)]
+            self._send(events, time=batch.time)
+        elif self._is_republish_due and self._clock.monotonic() - self._republish_time >= _REPUBLISH_S:
+            self.republish()
+            return True
+        return batch is not None
+
+    def hear(self) -> bool:
+        """Take in messages of subscribers; return whether a new one is among them."""
         has_come = False
         with contextlib.suppress(zmq.Again):
             for _ in range(_RECEIVE_LIMIT):
                 has_come |= self._socket.recv(zmq.NOBLOCK).startswith(b"\x01")
-        self._is_republish_due |= has_come
-        self._republish()
         return has_come
 
-    async def _run(self) -> None:
-        while True:
-            self.step()
-            await asyncio.sleep(self._source.interval_s)
-
-    def step(self) -> None:
-        """Take a turn, and begin to publish everything again if that is due."""
-        self.turn()
-        # One that has begun is finished first: whoever keeps coming must not keep the last blocks from
-        # others.
-        is_free = not self._is_republishing and self._clock.monotonic() - self._republish_time >= _REPUBLISH_S
-        if self._is_republish_due and is_free:
-            self._republish_time = self._clock.monotonic()
-            self.begin_republishing()
-
-    def begin_republishing(self) -> None:
+    def republish(self) -> None:
+        """Begin with the whole state again."""
         self._is_republish_due = False
-        self._to_republish = collections.deque(self._source.mirror.published_names(self._tenant))
-
-    def _republish(self) -> None:
-        """Publish the next blocks as they are now, not as they were at the beginning."""
-        events: list[KvEvent] = []
-        token_count = 0
-        while self._is_republishing and token_count < BATCH_TOKEN_COUNT:
-            if not self._to_republish:
-                self._to_republish.extend(
-                    self._source.mirror.last_published_names(self._tenant, self._late_count)
-                )
-                self._late_count = 0
-                continue
-            for block, held in self._source.mirror.published_block(self._to_republish.popleft()):
-                events += [BlockStored(block, tier) for tier in held]
-                token_count += block.token_count * len(held)
-        self._send([event for event in events if self._is_mine(event)], time=self._clock.wall())
-
-    @property
-    def _is_republishing(self) -> bool:
-        return bool(self._to_republish) or self._late_count > 0
-
-    def _is_mine(self, event: KvEvent) -> bool:
-        return isinstance(event, BlockStored | BlockRemoved) and event.tenant == self._tenant
+        self._republish_time = self._clock.monotonic()
+        self._subscription = self._source.feed.subscribe(after_number=0, tenant=self._tenant)
 
     def _send(self, events: Iterable[KvEvent], *, time: float) -> None:
         packed = pack_batch(events, time=time)

@@ -231,6 +231,8 @@ def page_size_of(value: int) -> int:
 
 def check_token_ids(token_ids: Sequence[int], info: ModelInfo, *, field: str) -> None:
     """Refuse an id that the model's vocabulary does not have."""
+    if not token_ids or (min(token_ids) >= 0 and max(token_ids) < info.vocabulary_size):
+        return
     for index, token_id in enumerate(token_ids):
         if not 0 <= token_id < info.vocabulary_size:
             item = f"{field}[{index}]"

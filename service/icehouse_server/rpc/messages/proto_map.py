@@ -1,6 +1,7 @@
 """Map from dataclasses of counters to their protobuf messages, by name. Pure functions.
 
-`_s` is a Duration, `_per_s` is `_per_second`, `_token_count` is `_tokens`, a time is a Timestamp. Enums go by
+`_s` is a Duration, `_per_s` is `_per_second`, `_token_count` and `_token_limit` are `_tokens`, a time is a
+Timestamp. Enums go by
 the names of their members, None is absent, bytes are hexadecimal text, dataclasses are messages, tuples are
 repeated fields. The few exceptions are listed here; a test compares the fields of both sides.
 """
@@ -18,12 +19,16 @@ from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from icehouse_server.domain.cache_stats import CacheStats, LookupStats
+from icehouse_server.domain.model import ModelInfo
 
 M = TypeVar("M", bound=Message)
 E = TypeVar("E", bound=enum.Enum)
 
 RENAMED = {
-    "block_token_limit": "block_tokens",
+    "model_id": "id",
+    "fingerprint_hex": "fingerprint",
+    "sees_images": "reads_images",
+    "embedding_size": "embedding_dimensions",
     "is_encrypted": "encrypted",
     "is_compressing": "compressing",
     "start_token_index": "start_token",
@@ -35,9 +40,13 @@ RENAMED = {
 }
 DERIVED: dict[type[Any], tuple[str, ...]] = {LookupStats: ("miss_token_total",)}
 """Properties that have a field in the message."""
-NOT_SENT: dict[type[Any], tuple[str, ...]] = {CacheStats: ("tenants",)}
-"""Fields that the message lacks: a tenant's are sent with the rest of its numbers."""
-_SUFFIXES = (("_per_s", "_per_second"), ("_token_count", "_tokens"), ("_s", ""))
+NOT_SENT: dict[type[Any], tuple[str, ...]] = {
+    # A tenant's are sent with the rest of its numbers.
+    CacheStats: ("tenants",),
+    ModelInfo: ("image_refusal", "system_digest_hex"),
+}
+"""Fields that the message lacks."""
+_SUFFIXES = (("_per_s", "_per_second"), ("_token_count", "_tokens"), ("_token_limit", "_tokens"), ("_s", ""))
 
 
 def duration_proto(duration_s: float) -> Duration:
@@ -75,7 +84,7 @@ def fill(message: M, value: Any) -> M:
         if item is None:
             continue
         if isinstance(item, tuple) and field.message_type is None:
-            getattr(message, proto_name).extend(item)
+            getattr(message, proto_name).extend(_scalar(each, field) for each in item)
         elif isinstance(item, tuple):
             for each in item:
                 fill(getattr(message, proto_name).add(), each)
@@ -83,15 +92,19 @@ def fill(message: M, value: Any) -> M:
             target = getattr(message, proto_name)
             target.SetInParent()
             fill(target, item)
-        elif isinstance(item, enum.Enum):
-            values: Any = field.enum_type
-            setattr(message, proto_name, values.values_by_name[_prefix(values) + item.name].number)
         elif field.message_type is not None:
             make = duration_proto if field.message_type is Duration.DESCRIPTOR else timestamp_proto
             getattr(message, proto_name).CopyFrom(make(item))
         else:
-            setattr(message, proto_name, item.hex() if isinstance(item, bytes) else item)
+            setattr(message, proto_name, _scalar(item, field))
     return message
+
+
+def _scalar(value: Any, field: Any) -> Any:
+    if isinstance(value, enum.Enum):
+        values = field.enum_type
+        return values.values_by_name[_prefix(values) + value.name].number
+    return value.hex() if isinstance(value, bytes) else value
 
 
 def enum_proto(member: enum.Enum, kind: Any) -> Any:

@@ -7,10 +7,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from icehouse.v1 import (
-    adapter_pb2,
     cache_service_pb2,
     logprobs_pb2,
-    model_service_pb2,
     speculation_pb2,
     tenant_stats_pb2,
     usage_pb2,
@@ -31,7 +29,6 @@ from icehouse_server.domain.events import (
     Started,
     Usage,
 )
-from icehouse_server.domain.model import ModelInfo
 from icehouse_server.domain.request import SpeculationLimit, TokenLogprobs
 from icehouse_server.rpc.access.tenants import Account, Tenants
 from icehouse_server.rpc.engine_client.engine_cache import Eviction, Verification
@@ -150,34 +147,6 @@ def logprobs_proto(entry: TokenLogprobs, *, piece: Spell) -> logprobs_pb2.TokenL
         top=top,
         asked=asked,
         text_offset=entry.text_offset,
-    )
-
-
-def model_proto(info: ModelInfo) -> model_service_pb2.Model:
-    """Return a model's facts."""
-    return model_service_pb2.Model(
-        id=info.model_id,
-        architecture=info.architecture,
-        vocabulary_size=info.vocabulary_size,
-        context_tokens=info.context_token_limit,
-        dtype=info.dtype,
-        quantization=info.quantization,
-        parameter_count=info.parameter_count,
-        weight_bytes=info.weight_bytes,
-        kv_bytes_per_token=info.kv_bytes_per_token,
-        cache_classes=info.cache_classes,
-        fingerprint=info.fingerprint_hex,
-        has_chat_template=info.has_chat_template,
-        eos_token_ids=info.eos_token_ids,
-        device=info.device,
-        embedding_dimensions=info.embedding_size,
-        reads_images=info.sees_images,
-        runs_images_whole=info.runs_images_whole,
-        pass_splits=[enum_proto(split, model_service_pb2.PassSplit) for split in info.pass_splits],
-        adapters=[to_proto(adapter, adapter_pb2.Adapter) for adapter in info.adapters],
-        reply_format=(
-            None if info.reply_format is None else to_proto(info.reply_format, model_service_pb2.ReplyFormat)
-        ),
     )
 
 

@@ -199,7 +199,7 @@ class Generation:
             shows_markers=prompt.chat is not None and model.tokenizer.hides_markers(prompt.chat.conversation),
         )
         notes = notes_of(prompt, model, tenant=request.tenant, call=call)
-        return Prepared(model, request, prompt.chat, call.arrival_wall_time, completion_count, notes)
+        return Prepared(model, request, prompt.chat, call.start_time, completion_count, notes)
 
     async def _grammar(
         self, form: ResponseFormat | None, chat: RenderedConversation | None
@@ -254,7 +254,6 @@ class Generation:
         requests: Sequence[GenerationRequest],
         *,
         call: RpcCall,
-        on_open: Callable[[OpenRequest], None] = lambda _: None,
         on_stall: Callable[[], None] = lambda: None,
     ) -> AsyncIterator[AsyncIterator[tuple[int, Event]]]:
         """Submit requests for one prompt together and give their events, each with its request's index.
@@ -279,7 +278,6 @@ class Generation:
             self._tenants.staying(requests) as stays,
             self.open_requests.opened(call.method, requests, outboxes.all) as opened,
         ):
-            on_open(opened)
             yield _events(outboxes, stays, opened, call)
 
 

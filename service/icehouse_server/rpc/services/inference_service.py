@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from icehouse.v1 import completion_pb2, inference_service_pb2_grpc, tool_pb2, usage_pb2
+from google.protobuf.message import Message
+from icehouse.v1 import cache_stats_pb2, completion_pb2, inference_service_pb2_grpc, tool_pb2, usage_pb2
 from icehouse.v1 import inference_service_pb2 as inference
 from icehouse.v1 import inference_service_pb2 as messages
 
@@ -31,6 +32,7 @@ from icehouse_server.rpc.messages.field_checks import (
     stop_token_ids_of,
 )
 from icehouse_server.rpc.messages.options import bad_words_of, response_format_of, sampling_of, speculation_of
+from icehouse_server.rpc.messages.proto_map import timestamp_proto, to_proto
 from icehouse_server.rpc.messages.responses import cache_report_proto
 from icehouse_server.rpc.services.generation import Service
 from icehouse_server.rpc.services.prepared import Prepared
@@ -131,10 +133,11 @@ class InferenceService(Service, inference_service_pb2_grpc.InferenceServiceServi
     async def CacheStats(
         self, request: messages.CacheStatsRequest, context: Context
     ) -> messages.CacheStatsResponse:
-        async with self._calls.call(context) as call:
-            stats = await self._stats.read(call.caller)
+        async with self._calls.call(context):
+            _, cache = await self._stats.ask()
             return messages.CacheStatsResponse(
-                collect_time=stats.collect_time, cache=stats.cache if stats.HasField("cache") else None
+                collect_time=timestamp_proto(self._clock.wall()),
+                cache=None if cache is None else to_proto(cache, cache_stats_pb2.CacheStats),
             )
 
     async def prepare(
@@ -238,26 +241,9 @@ class ReplySum:
             output.completion(index, seed=(self._started.seed + index) % SEED_RANGE, cache=cache)
             for index, (output, cache) in enumerate(zip(self._outputs, caches, strict=True))
         ]
-        first = completions[0]
-        answer = inference.GenerateResponse(
-            request_id=self._started.request_id,
-            model=self._started.model,
-            text=first.text,
-            token_ids=first.token_ids,
-            finish_reason=first.finish_reason,
-            stop_string=first.stop_string,
-            stop_token_id=first.stop_token_id if first.HasField("stop_token_id") else None,
-            usage=first.usage,
-            cache=first.cache,
-            seed=first.seed,
-            tool_calls=first.tool_calls,
-            reasoning=first.reasoning,
-            malformed_tool_calls=first.malformed_tool_calls,
-            receive_time=self._started.receive_time,
-            system_fingerprint=self._started.system_fingerprint,
-            max_output_tokens=self._started.max_output_tokens,
-            unenforced_keywords=self._started.unenforced_keywords,
-        )
+        # The first completion stands in the answer itself, and its cache report in the place of `started`'s.
+        shared = _shared(inference.GenerateResponse, self._started, completions[0])
+        answer = inference.GenerateResponse(**shared)
         parts = [answer.SerializeToString(), bytes(self._logprobs)]
         if lists_completions:
             for completion, output in zip(completions, self._outputs, strict=True):
@@ -298,15 +284,11 @@ class _CompletionSum:
     def completion(self, index: int, *, seed: int, cache: usage_pb2.CacheReport) -> completion_pb2.Completion:
         for call_index, call in self._calls.items():
             call.arguments_json = "".join(self._arguments[call_index])
-        finished = self.finished
         return completion_pb2.Completion(
+            **_shared(completion_pb2.Completion, self.finished),
             index=index,
             text="".join(self._texts),
             token_ids=self._token_ids,
-            finish_reason=finished.finish_reason,
-            stop_string=finished.stop_string,
-            stop_token_id=finished.stop_token_id if finished.HasField("stop_token_id") else None,
-            usage=finished.usage,
             cache=cache,
             seed=seed,
             tool_calls=self._calls.values(),
@@ -322,6 +304,14 @@ class _CompletionSum:
             self._calls[piece.index] = tool_pb2.ToolCall(id=piece.id, name=piece.name)
         self._calls[piece.index].repaired |= piece.repaired
         self._arguments.setdefault(piece.index, []).append(piece.arguments_json)
+
+
+def _shared(kind: type[Message], *sources: Message) -> dict[str, Any]:
+    """Return the fields that are set in the sources and that `kind` has by the same names; later ones win."""
+    names = kind.DESCRIPTOR.fields_by_name
+    return {
+        field.name: value for source in sources for field, value in source.ListFields() if field.name in names
+    }
 
 
 def _completion_field(*parts: bytes) -> tuple[bytes, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 from collections.abc import Callable, Sequence
 
@@ -16,7 +17,6 @@ from icehouse_server.domain.ids import Tenant
 from icehouse_server.domain.model import EngineState
 from icehouse_server.domain.stats import (
     EngineStats,
-    KvEventStats,
     ReplyStats,
     SampleRates,
     ServerStats,
@@ -38,9 +38,16 @@ from icehouse_server.rpc.messages.proto_map import to_proto
 from icehouse_server.rpc.messages.responses import tenant_stats_protos
 from icehouse_server.telemetry.call_metrics import CallMetrics
 
+BLOCK_LIMIT = 1024
+"""Blocks that are asked for: a millisecond of the engine's time (2-core x86)."""
+
+_PATIENCE_S = 1.0
+"""How long an answer of the engine may take: nobody waits for ever for one that is lost."""
+
 
 class Observation:
-    """Owned by the event loop."""
+    """Reports ended calls to all who watch, and samples the engine's counters, so that metrics and load
+    reports never ask. Owned by the event loop; any thread may read `latest`."""
 
     def __init__(
         self,
@@ -52,33 +59,29 @@ class Observation:
         replies: Callable[[], ReplyStats],
         clock: Clock,
     ) -> None:
-        self._has_samples = telemetry.sample_interval_s is not None
+        self._telemetry = telemetry
+        self._engine = engine
+        self._router = router
+        self._replies = replies
+        self._clock = clock
+        self._slow = SlowRequests(clock)
+        self.stats = StatsReader(engine=engine, router=router, tenants=tenants, slow=self._slow, clock=clock)
+        self.interval_s = telemetry.sample_interval_s or 1.0
+        """Also how long the engine may take to answer. Without one in the settings nothing is sampled."""
+        self.latest = Snapshot(EngineState.LOADING, heartbeat_age_s=0.0, sample_time=clock.monotonic())
+        """The last sample. A frozen value: reading it from another thread needs no lock."""
         self._task: asyncio.Task[None] | None = None
         self._reported: Snapshot | None = None
         self._load_report = b""
         """The report of that snapshot: it is encoded once, whatever the number of calls."""
-        slow = SlowRequests(clock)
-        self.stats = StatsReader(engine=engine, router=router, tenants=tenants, slow=slow, clock=clock)
-        self.poller = StatsPoller(
-            engine=engine,
-            router=router,
-            stats=self.stats,
-            clock=clock,
-            # Without an interval it is never started.
-            interval_s=telemetry.sample_interval_s or 1.0,
-            kv_events=telemetry.kv_events,
-            replies=replies,
-        )
-        self.status = StatusReader(engine=engine, router=router, poller=self.poller, slow=slow, clock=clock)
-        self._watchers: tuple[SlowRequests | CallMetrics, ...] = (slow, *telemetry.calls)
-        self._tracer = telemetry.tracer
-        self._has_load_report = telemetry.has_load_report
+        self._cache = EngineCache(engine=engine, router=router)
+        self._watchers: tuple[SlowRequests | CallMetrics, ...] = (self._slow, *telemetry.calls)
         self._access_log = AccessLog(clock) if telemetry.has_access_log else None
         self.interceptor = WireInterceptor(telemetry.wire, clock)
 
     def start(self) -> None:
-        if self._has_samples:
-            self._task = background.start(self.poller.run(), name="sampler")
+        if self._telemetry.sample_interval_s is not None:
+            self._task = background.start(self.run(), name="sampler")
 
     async def stop(self) -> None:
         if self._task is not None:
@@ -88,10 +91,11 @@ class Observation:
     def call_ended(self, record: CallRecord) -> Trailers:
         """Report an ended call to all watchers; return the trailing metadata for its caller."""
         trailers: list[tuple[str, str | bytes]] = []
-        names = self._tracer.trace(record) if self._tracer is not None else None
+        tracer = self._telemetry.tracer
+        names = tracer.trace(record) if tracer is not None else None
         if names is not None:
             trailers.append(("traceresponse", names.traceresponse))
-        if self._has_load_report and (trailer := self._load_trailer()) is not None:
+        if self._telemetry.has_load_report and (trailer := self._load_trailer()) is not None:
             trailers.append(trailer)
         if self._access_log is not None:
             self._access_log.write(record, trace_id=names.trace_id if names is not None else "")
@@ -101,40 +105,13 @@ class Observation:
 
     def _load_trailer(self) -> tuple[str, bytes] | None:
         """Return the load report as a trailer; None before the first counters of the engine."""
-        snapshot = self.poller.latest
+        snapshot = self.latest
         if snapshot.engine is None:
             return None
         if snapshot is not self._reported:
             self._reported = snapshot
             self._load_report = report_of(snapshot).SerializeToString(deterministic=True)
         return TRAILER_KEY, self._load_report
-
-
-class StatsPoller:
-    """Polls the engine's counters, so that metrics and load reports never ask. Owned by the event loop; any
-    thread may read `latest`."""
-
-    def __init__(
-        self,
-        *,
-        engine: EnginePort,
-        router: Router,
-        stats: StatsReader,
-        clock: Clock,
-        interval_s: float,
-        kv_events: Callable[[], KvEventStats] = KvEventStats,
-        replies: Callable[[], ReplyStats] = ReplyStats,
-    ) -> None:
-        self._engine = engine
-        self._router = router
-        self._stats = stats
-        self._clock = clock
-        self._kv_events = kv_events
-        self._replies = replies
-        self.interval_s = interval_s
-        """Also how long the engine may take to answer."""
-        self.latest = Snapshot(EngineState.LOADING, heartbeat_age_s=0.0, sample_time=clock.monotonic())
-        """The last sample. A frozen value: reading it from another thread needs no lock."""
 
     async def run(self) -> None:
         while True:
@@ -143,16 +120,14 @@ class StatsPoller:
 
     async def sample(self) -> None:
         """Take one sample; if the engine does not answer in time, the last counters stay."""
-        answer: tuple[EngineStats, CacheStats | None] | None = None
+        answer: Counters | None = None
         if self._router.state is EngineState.READY:
-            try:
+            with contextlib.suppress(TimeoutError, IcehouseError):
                 async with asyncio.timeout(self.interval_s):
-                    answer = await self._stats.ask()
-            except (TimeoutError, IcehouseError):
-                answer = None
+                    answer = await self.stats.ask()
         self.latest = self._snapshot(answer)
 
-    def _snapshot(self, answer: tuple[EngineStats, CacheStats | None] | None) -> Snapshot:
+    def _snapshot(self, answer: Counters | None) -> Snapshot:
         last, now = self.latest, self._clock.monotonic()
         engine, cache = answer or (last.engine, last.cache)
         return Snapshot(
@@ -162,11 +137,35 @@ class StatsPoller:
             model=self._router.model.info if self._router.model is not None else None,
             engine=engine,
             cache=cache,
-            tenants=self._stats.tenants.uses(),
-            kv_events=self._kv_events(),
+            tenants=self.stats.tenants.uses(),
+            kv_events=self._telemetry.kv_events(),
             replies=self._replies(),
             rates=_rates(last, engine, now) if answer is not None else last.rates,
         )
+
+    async def read_status(self, *, with_tokens: bool = False) -> ServerStatus:
+        """Return the status for the status page, without blocks if the engine does not answer in time.
+
+        `with_tokens` adds the tokens of the blocks that the engine has at hand. Each read is a command to the
+        engine, so callers limit how often they read.
+        """
+        blocks: tuple[RecentBlock, ...] | None = None
+        with contextlib.suppress(TimeoutError, IcehouseError):
+            async with asyncio.timeout(_PATIENCE_S):
+                command = ListRecent(BLOCK_LIMIT, with_tokens)
+                blocks = (await self._cache.ask(command, RecentBlocks)).blocks
+        return ServerStatus(
+            collect_time=self._clock.wall(),
+            snapshot=self.latest,
+            slowest_requests=self._slow.slowest(tenant=None),
+            recent_blocks=blocks,
+        )
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of a status's tokens. Any thread: a loaded model stays."""
+        model = self._router.model
+        assert model is not None, "tokens before a model"
+        return model.tokenizer.decode(token_ids)
 
 
 def _rates(last: Snapshot, engine: EngineStats | None, now: float) -> SampleRates:
@@ -178,53 +177,6 @@ def _rates(last: Snapshot, engine: EngineStats | None, now: float) -> SampleRate
         failed_per_s=(engine.failed_total - last.engine.failed_total) / elapsed_s,
         output_tokens_per_s=(engine.output_token_total - last.engine.output_token_total) / elapsed_s,
     )
-
-
-BLOCK_LIMIT = 1024
-"""Blocks that are asked for: a millisecond of the engine's time (2-core x86)."""
-
-_PATIENCE_S = 1.0
-"""How long an answer of the engine may take: nobody waits for ever for one that is lost."""
-
-
-class StatusReader:
-    """The status for the status page. Owned by the event loop. Each read is a command to the engine, so
-    callers limit how often they read."""
-
-    def __init__(
-        self, *, engine: EnginePort, router: Router, poller: StatsPoller, slow: SlowRequests, clock: Clock
-    ) -> None:
-        self._cache = EngineCache(engine=engine, router=router)
-        self._router = router
-        self._poller = poller
-        self._slow = slow
-        self._clock = clock
-
-    async def read(self, *, with_tokens: bool = False) -> ServerStatus:
-        """Return the status, without blocks if the engine does not answer in time.
-
-        `with_tokens` adds the tokens of the blocks that the engine has at hand.
-        """
-        blocks = await self._recent_blocks(ListRecent(BLOCK_LIMIT, with_tokens))
-        return ServerStatus(
-            collect_time=self._clock.wall(),
-            snapshot=self._poller.latest,
-            slowest_requests=self._slow.slowest(tenant=None),
-            recent_blocks=blocks,
-        )
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of a status's tokens. Any thread: a loaded model stays."""
-        model = self._router.model
-        assert model is not None, "tokens before a model"
-        return model.tokenizer.decode(token_ids)
-
-    async def _recent_blocks(self, command: ListRecent) -> tuple[RecentBlock, ...] | None:
-        try:
-            async with asyncio.timeout(_PATIENCE_S):
-                return (await self._cache.ask(command, RecentBlocks)).blocks
-        except (TimeoutError, IcehouseError):
-            return None
 
 
 TRAILER_KEY = "endpoint-load-metrics-bin"
@@ -278,17 +230,11 @@ class StatsReader:
         self._encoded: dict[Tenant | None, Encoded] = {}
         """The answers made of the latest counters, by tenant; None for those who see all."""
 
-    async def read(self, caller: Caller) -> server_service_pb2.ServerStats:
-        """Return the counters; raises Unavailable or EngineFailed if the engine does not run.
-
-        Only operators see the whole server's: they would show one tenant what the others do.
-        """
-        return self._stats_of(await self.ask(), caller)
-
     async def answer(self, caller: Caller) -> Encoded:
-        """Return them encoded, one message for all who see the same; raises as `read`.
+        """Return the counters encoded, one message for all who see the same; raises as `ask`.
 
-        The bytes are a GetStatsResponse and a WatchStatsResponse alike: both have one field of one number.
+        Only operators see the whole server's: they would show one tenant what the others do. The bytes are a
+        GetStatsResponse and a WatchStatsResponse alike: both have one field of one number.
         """
         counters = await self.ask()
         if counters is not self._latest:
@@ -314,7 +260,7 @@ class StatsReader:
         return proto
 
     async def ask(self) -> Counters:
-        """Return the engine's next counters; raises as `read` does.
+        """Return the engine's next counters; raises Unavailable or EngineFailed if it does not run.
 
         All who come while the engine is being asked share its next answer, and the rate is limited: counting
         takes longer the more blocks there are, on threads that everybody waits for.

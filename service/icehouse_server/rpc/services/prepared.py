@@ -5,7 +5,6 @@ from __future__ import annotations
 import array
 import dataclasses
 import hashlib
-import string
 from collections.abc import Callable, Sequence
 
 from icehouse.v1 import inference_service_pb2 as inference
@@ -275,8 +274,6 @@ def _piece_proto(piece: Piece) -> inference.Delta:
 CALL_ID_LENGTH = 9
 """Mistral's templates take only ids of nine letters and digits."""
 
-_ALPHABET = string.ascii_letters + string.digits
-
 
 def call_id_maker(request_id: str, token_ids: Sequence[int]) -> Callable[[int], str]:
     """Return a function from a call's index to its id.
@@ -289,11 +286,6 @@ def call_id_maker(request_id: str, token_ids: Sequence[int]) -> Callable[[int], 
     ).digest()
 
     def make(index: int) -> str:
-        number = int.from_bytes(hashlib.sha256(digest + index.to_bytes(8, "big")).digest(), "big")
-        letters = []
-        for _ in range(CALL_ID_LENGTH):
-            number, digit = divmod(number, len(_ALPHABET))
-            letters.append(_ALPHABET[digit])
-        return "".join(letters)
+        return hashlib.sha256(digest + index.to_bytes(8, "big")).hexdigest()[:CALL_ID_LENGTH]
 
     return make

@@ -24,8 +24,7 @@ from icehouse_server.rpc.messages.field_checks import (
     refuse_value,
     watch_interval_of,
 )
-from icehouse_server.rpc.messages.proto_map import duration_proto, enum_proto
-from icehouse_server.rpc.messages.responses import model_proto
+from icehouse_server.rpc.messages.proto_map import duration_proto, enum_proto, to_proto
 from icehouse_server.rpc.services.generation import Service, ServiceParts
 
 _STATES = {
@@ -184,10 +183,10 @@ class ModelService(Service, model_service_pb2_grpc.ModelServiceServicer):
             if request.page_token:
                 refuse_value("page_token", request.page_token, "absent: there is one page")
             model = self._router.require_model()
-            return models.ListModelsResponse(models=[model_proto(model.info)])
+            return models.ListModelsResponse(models=[to_proto(model.info, models.Model)])
 
     async def GetModel(self, request: models.GetModelRequest, context: Context) -> models.GetModelResponse:
         async with self._calls.call(context):
             model = self._router.require_model()
             check_model(request.model, model.info)
-            return models.GetModelResponse(model=model_proto(model.info))
+            return models.GetModelResponse(model=to_proto(model.info, models.Model))

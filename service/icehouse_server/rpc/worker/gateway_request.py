@@ -6,11 +6,10 @@ descriptors. Pure functions.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from google.protobuf.message import Message
@@ -23,8 +22,14 @@ from icehouse_server.domain.blocks import HostTensor
 from icehouse_server.domain.model import ModelInfo
 from icehouse_server.domain.request import SentImages, SentTensor
 from icehouse_server.domain.sampling import SEED_RANGE
-from icehouse_server.errors import IcehouseError, InvalidRequest, Reason
-from icehouse_server.rpc.messages.field_checks import STOP_TOKEN_COUNT_LIMIT, check_count, refuse_value, shown
+from icehouse_server.errors import InvalidRequest, Reason
+from icehouse_server.rpc.messages.field_checks import (
+    STOP_TOKEN_COUNT_LIMIT,
+    check_count,
+    check_token_ids,
+    refuse_value,
+    shown,
+)
 from icehouse_server.rpc.messages.options import CHOICE_TEXT_LIMIT, LOGIT_BIAS_COUNT_LIMIT
 from icehouse_server.rpc.services.prompts import check_length
 
@@ -108,7 +113,8 @@ def worker_request_of(
         case "text":
             native.prompt.text = request.text
     _fill_sampling(native, params)
-    native.stop_token_ids.extend(_ids(params.stop_token_ids, "sampling_params.stop_token_ids", info))
+    check_token_ids(params.stop_token_ids, info, field="sampling_params.stop_token_ids")
+    native.stop_token_ids.extend(params.stop_token_ids)
     _fill_format(native, params)
     return WorkerRequest(
         native,
@@ -122,7 +128,9 @@ def input_ids_of(tokenized: worker.TokenizedInput, info: ModelInfo) -> Sequence[
     """Return a prompt's tokens, fit for the API's message; raises InvalidRequest."""
     # Before the ids are checked, so that the longest message costs the loop little.
     check_length(len(tokenized.input_ids), info, field="tokenized.input_ids")
-    return _ids(tokenized.input_ids, "tokenized.input_ids", info)
+    ids: Sequence[int] = tokenized.input_ids
+    check_token_ids(ids, info, field="tokenized.input_ids")
+    return ids
 
 
 def _refuse(message: Message, prefix: str) -> None:
@@ -209,20 +217,6 @@ def _as_int32(value: int, field: str) -> int:
     if value >= 1 << 31:
         refuse_value(field, value, f"at most {(1 << 31) - 1}")
     return value
-
-
-def _ids(token_ids: Sequence[int], field: str, info: ModelInfo) -> Sequence[int]:
-    """Return ids that fit the API's messages; raises InvalidRequest for one beyond the vocabulary."""
-    if token_ids and max(token_ids) >= info.vocabulary_size:
-        index = next(i for i, token_id in enumerate(token_ids) if token_id >= info.vocabulary_size)
-        item = f"{field}[{index}]"
-        raise InvalidRequest(
-            Reason.TOKEN_OUT_OF_RANGE,
-            f"{item} is {token_ids[index]}; token ids of this model are 0 to {info.vocabulary_size - 1}",
-            field=item,
-            metadata={"index": index, "token_id": token_ids[index], "vocabulary_size": info.vocabulary_size},
-        )
-    return token_ids
 
 
 _FIELD: Final = "mm_inputs"
@@ -332,63 +326,3 @@ def _invalid(field: str, complaint: str) -> InvalidRequest:
     return InvalidRequest(
         Reason.IMAGE_INVALID, f"{field} {complaint}", field=field, metadata={"field": field}
     )
-
-
-SENT_AS = {
-    "completions": "sampling_params.n",
-    "inputs[0].tokens": "tokenized.input_ids",
-    "inputs[0].tokens.ids": "tokenized.input_ids",
-    "inputs[0]": "tokenized",
-    "logprobs.top_count": "sampling_params.logprobs",
-    "max_output_tokens": "sampling_params.max_tokens",
-    "prompt": "input",
-    "prompt.text": "text",
-    "prompt.tokens": "tokenized.input_ids",
-    "prompt.tokens.ids": "tokenized.input_ids",
-    "response_format": "sampling_params",
-    "response_format.choice.texts": "sampling_params.choice.choices",
-    "response_format.choice": "sampling_params.choice",
-    "response_format.json_object": "sampling_params.json_object",
-    "response_format.json_schema": "sampling_params.json_schema",
-    "response_format.lark": "sampling_params.grammar",
-    "response_format.regex": "sampling_params.regex",
-    "sampling": "sampling_params",
-    "sampling.ignore_end_tokens": "sampling_params.ignore_eos",
-    "sampling.min_output_tokens": "sampling_params.min_tokens",
-    "stop": "sampling_params.stop",
-    "stop_token_ids": "sampling_params.stop_token_ids",
-}
-"""The API's field names and the gateway's; the rest of a longer name stays as it is."""
-
-
-def sent_name(field: str) -> str:
-    """Return the gateway's name of an API field."""
-    for known in sorted(SENT_AS, key=len, reverse=True):
-        rest = field.removeprefix(known)
-        if rest != field and (not rest or rest[0] in ".["):
-            return SENT_AS[known] + rest
-    return field
-
-
-@contextlib.contextmanager
-def named_as_sent() -> Iterator[None]:
-    """Have a refusal in the block name the field that the gateway set."""
-    try:
-        yield
-    except IcehouseError as error:
-        if error.field is None or (name := sent_name(error.field)) == error.field:
-            raise
-        raise type(error)(
-            error.reason,
-            _renamed(error.message, error.field, name),
-            field=name,
-            retry_after_s=error.retry_after_s,
-            metadata={**error.metadata, **({"field": name} if "field" in error.metadata else {})},
-        ) from error
-
-
-def _renamed(message: str, field: str, name: str) -> str:
-    # Some names are also words, such as "stop": only what stands for the field is changed.
-    if message.startswith(f"{field} "):
-        return name + message[len(field) :]
-    return message.replace(f"`{field}`", f"`{name}`")

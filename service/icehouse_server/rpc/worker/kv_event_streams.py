@@ -13,7 +13,9 @@ import asyncio
 import collections
 import contextlib
 import dataclasses
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+import functools
+import math
+from collections.abc import AsyncGenerator, Awaitable, Callable
 
 from smg_grpc_proto.generated import common_pb2 as common
 from smg_grpc_proto.generated import vllm_engine_pb2 as worker
@@ -24,7 +26,6 @@ from icehouse_server.engine.core.block_log import KvTier
 from icehouse_server.rpc.access import caller as callers
 from icehouse_server.rpc.access.caller import Caller
 from icehouse_server.rpc.access.shares import RateLimit
-from icehouse_server.rpc.calls import background
 from icehouse_server.rpc.calls.wire import Encoded
 from icehouse_server.rpc.kv_events.block_mirror import BlockRemoved, BlockStored, KvBatch, KvEvent
 from icehouse_server.rpc.kv_events.event_feed import Subscription
@@ -71,7 +72,8 @@ class KvEventStreams:
         self.encoded_total = 0
         """Batches that were encoded, for all readers."""
         self._sleep = sleep
-        self._watches = LoadWatches(source)
+        self._loads: dict[Tenant | None, tuple[float, worker.SchedulerLoad]] = {}
+        """The load of each tenant that somebody subscribed to, None for all, and when it was read."""
         self._rate_limit = RateLimit(rate_per_s=BEGINNINGS_PER_S, burst_count=BEGINNING_BURST_COUNT)
 
     def subscribe(
@@ -93,39 +95,48 @@ class KvEventStreams:
         delay_s = self._rate_limit.delay_s(callers.origin.get(), now=now, longest_s=_LONGEST_S)
         number = request.start_sequence_number
         subscription = self._source.subscribe(after_number=number, tenant=caller.scope)
-        watching = self._watches.watching(caller.scope, load)
-        return self._batches(subscription, reader, watching, number=number, delay_s=delay_s)
+        return self._batches(subscription, reader, load, number=number, delay_s=delay_s)
 
     async def _batches(
         self,
         subscription: Subscription,
         reader: Reader,
-        watching: contextlib.AbstractContextManager[LoadWatch],
+        load: Load,
         *,
         number: int,
         delay_s: float,
     ) -> AsyncGenerator[Encoded, None]:
         source = self._source
         await self._sleep(delay_s)
-        with watching as watch:
-            records = LoadRecords(lambda: watch.load)
+        records = LoadRecords(functools.partial(self._load_of, reader.scope, load))
+        sent_time = source.clock.monotonic()
+        while not source.left_ready.is_set():
+            batch = subscription.take()
+            if batch is not None:
+                number = batch.sequence_number
+                yield self._encoded(batch, reader, records.beside_events())
+            else:
+                is_due = source.clock.monotonic() - sent_time >= HEARTBEAT_S
+                heartbeat = records.alone(is_due=is_due)
+                if heartbeat is None:
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(TICK_S):
+                            await subscription.wait()
+                    continue
+                message = common.KvEventBatch(
+                    sequence_number=number, timestamp=source.clock.wall(), load=heartbeat
+                )
+                yield Encoded(message.SerializeToString())
             sent_time = source.clock.monotonic()
-            while not source.left_ready.is_set():
-                batch = subscription.take()
-                if batch is not None:
-                    number = batch.sequence_number
-                    yield self._encoded(batch, reader, records.beside_events())
-                else:
-                    is_due = source.clock.monotonic() - sent_time >= HEARTBEAT_S
-                    heartbeat = records.alone(is_due=is_due)
-                    if heartbeat is None:
-                        await subscription.wait()
-                        continue
-                    message = common.KvEventBatch(
-                        sequence_number=number, timestamp=source.clock.wall(), load=heartbeat
-                    )
-                    yield Encoded(message.SerializeToString())
-                sent_time = source.clock.monotonic()
+
+    def _load_of(self, scope: Tenant | None, read: Load) -> worker.SchedulerLoad:
+        """Return a load, which all who subscribed to it share for half a tick."""
+        now = self._source.clock.monotonic()
+        read_time, load = self._loads.get(scope, (-math.inf, None))
+        if load is None or now - read_time >= TICK_S / 2:
+            load = read()
+            self._loads[scope] = (now, load)
+        return load
 
     def _encoded(self, batch: KvBatch, reader: Reader, load: common.EngineLoad) -> Encoded:
         """Return a batch with the load; it is encoded once for all who read the same."""
@@ -185,72 +196,11 @@ def _stored_proto(event: BlockStored, reader: Reader) -> common.KvBlocksStored:
 
 
 TICK_S = 0.1
-"""How often loads are read."""
+"""How often a silent stream looks at its load."""
 HEARTBEAT_S = 0.5
-"""All subscribers are woken so often, and those that were silent for so long send a heartbeat."""
+"""A stream that was silent for so long sends a heartbeat."""
 
 Load = Callable[[], worker.SchedulerLoad]
-
-
-class LoadWatch:
-    """The load of one tenant or of all, as it was at the latest tick."""
-
-    def __init__(self, read: Load) -> None:
-        self._read = read
-        self.load = read()
-        self.subscriber_count = 0
-
-    def look(self) -> bool:
-        load, self.load = self.load, self._read()
-        return bool(load != self.load)
-
-
-class LoadWatches:
-    """A load for each tenant that somebody subscribed to, or None for all.
-
-    One task reads them while there are subscribers. It wakes those whose load has changed, and now and then
-    all of them.
-    """
-
-    def __init__(self, source: KvEventSource) -> None:
-        self._source = source
-        self._of: dict[Tenant | None, LoadWatch] = {}
-        self._beat_time = 0.0
-        self._task: asyncio.Task[None] | None = None
-
-    @contextlib.contextmanager
-    def watching(self, scope: Tenant | None, read: Load) -> Iterator[LoadWatch]:
-        """Keep this load up to date until the block ends."""
-        watch = self._of.get(scope)
-        if watch is None:
-            watch = self._of[scope] = LoadWatch(read)
-        watch.subscriber_count += 1
-        if self._task is None:
-            self._task = background.start(self._run(), name="kv-event-loads")
-        try:
-            yield watch
-        finally:
-            watch.subscriber_count -= 1
-            if not watch.subscriber_count:
-                del self._of[scope]
-            if not self._of and self._task is not None:
-                self._task.cancel()
-                self._task = None
-
-    def tick(self) -> None:
-        """Read each load once, and wake the subscribers that have something to send."""
-        source, now = self._source, self._source.clock.monotonic()
-        is_beat = now - self._beat_time >= HEARTBEAT_S or source.left_ready.is_set()
-        if is_beat:
-            self._beat_time = now
-        for scope, watch in self._of.items():
-            if watch.look() or is_beat:
-                source.feed.channel_of(scope).wake()
-
-    async def _run(self) -> None:
-        while True:
-            await asyncio.sleep(TICK_S)
-            self.tick()
 
 
 class LoadRecords:

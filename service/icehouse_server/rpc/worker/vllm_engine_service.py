@@ -7,12 +7,11 @@ has is written here. The protocol is https://github.com/smg-project/smg's.
 from __future__ import annotations
 
 import asyncio
-import collections
 import contextlib
 import dataclasses
 import datetime
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import NoReturn
 
 import grpc
@@ -23,16 +22,14 @@ from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 
 from icehouse_server.domain.cache_commands import ListKnown
 from icehouse_server.domain.call import Operation
-from icehouse_server.domain.events import Event, Started
 from icehouse_server.domain.ids import Tenant
 from icehouse_server.domain.model import EngineState
 from icehouse_server.errors import Cancelled, IcehouseError, InvalidRequest, Reason, Unimplemented
-from icehouse_server.rpc.access.caller import Caller, Role
+from icehouse_server.rpc.access.caller import Caller
 from icehouse_server.rpc.calls.call_lifecycle import Context, RpcCall
 from icehouse_server.rpc.calls.wire import Encoded
 from icehouse_server.rpc.engine_client import answers
 from icehouse_server.rpc.engine_client.answers import StallTimer
-from icehouse_server.rpc.engine_client.open_requests import OpenRequest
 from icehouse_server.rpc.messages.field_checks import check_count
 from icehouse_server.rpc.services.embedding_service import EmbeddingService
 from icehouse_server.rpc.services.generation import Service, ServiceParts
@@ -43,7 +40,6 @@ from icehouse_server.rpc.worker.gateway_reply import WorkerReply
 from icehouse_server.rpc.worker.gateway_request import (
     WorkerRequest,
     input_ids_of,
-    named_as_sent,
     worker_request_of,
 )
 from icehouse_server.rpc.worker.worker_info import (
@@ -58,6 +54,8 @@ from icehouse_server.text.tokenizer_archive import TokenizerArchive
 SERVICE_NAME = messages.DESCRIPTOR.services_by_name["VllmEngine"].full_name
 ARCHIVE_CHUNK_BYTES = 64 << 10
 """The archive's part in one message: what a caller that does not read leaves with gRPC."""
+ABORT_LIMIT = 256
+"""Most names in one Abort; a gateway sends one for each client that left."""
 TENANT_KEY = "icehouse-tenant"
 """Metadata that names a tenant, for operators and where no credentials are required."""
 
@@ -84,7 +82,6 @@ class VllmEngineService(Service):
         self._start_time = parts.clock.monotonic()
         self._request_times: dict[Tenant | None, float] = {}
         """When each tenant last sent a request; tenants without credentials count as one."""
-        self._running = RunningRequests()
         self._archive: asyncio.Future[tuple[Encoded, ...]] | None = None
         """The archive's messages, once for all callers."""
 
@@ -97,40 +94,28 @@ class VllmEngineService(Service):
         timer = self._stall_timer()
         async with self._calls.call(context, Operation.TEXT_COMPLETION) as call:
             self._request_times[call.caller.tenant] = self._clock.wall()
-            with named_as_sent(), self._running.running(request.request_id, call.caller) as running:
-                prepared, read = await self._prepare(request, call, context)
-                replies = self._replies(request, prepared, read)
-                async with timer.guard():
-                    try:
-                        await self._stream(
-                            prepared, replies, running, call=call, timer=timer, context=context
-                        )
-                    except Cancelled:
-                        if not running.is_aborted:
-                            raise
-                        for reply in replies:
-                            if not reply.is_complete:
-                                await timer.write(context, reply.aborted())
+            prepared, read = await self._prepare(request, call, context)
+            replies = self._replies(request, prepared, read)
+            async with timer.guard():
+                try:
+                    await self._stream(prepared, replies, call=call, timer=timer, context=context)
+                except Cancelled:  # by Abort, or by CancelRequest
+                    for reply in replies:
+                        if not reply.is_complete:
+                            await timer.write(context, reply.aborted())
 
     async def _stream(
         self,
         prepared: Prepared,
         replies: list[WorkerReply],
-        running: RunningRequest,
-        call: RpcCall,
         *,
+        call: RpcCall,
         timer: StallTimer,
         context: Context,
     ) -> None:
         """Run the requests and write their events; raises Cancelled when one was cancelled."""
-        if running.is_aborted:
-            raise Cancelled(Reason.CANCELLED, "the request was aborted before it ran")
-        submitted = self._generation.run(
-            prepared.requests, call=call, on_open=running.submit, on_stall=timer.expire
-        )
-        async with submitted as events:
+        async with self._generation.run(prepared.requests, call=call, on_stall=timer.expire) as events:
             async for index, event in events:
-                running.note(event)
                 for completion in prepared.completions_of(index):
                     responses = replies[completion].responses(event)
                     answers.count_buffered(sum(reply.buffered_bytes for reply in replies))
@@ -164,15 +149,14 @@ class VllmEngineService(Service):
     async def Embed(self, request: messages.EmbedRequest, context: Context) -> messages.EmbedResponse:
         async with self._calls.call(context, Operation.EMBEDDINGS) as call:
             self._request_times[call.caller.tenant] = self._clock.wall()
-            with named_as_sent():
-                if not request.HasField("tokenized"):
-                    raise InvalidRequest(
-                        Reason.PROMPT_MISSING, "there is no input; set `tokenized`", field="tokenized"
-                    )
-                native = embedding_service_pb2.EmbedRequest(request_id=request.request_id)
-                ids = input_ids_of(request.tokenized, self._router.require_model().info)
-                native.inputs.add().tokens.ids.extend(ids)
-                response = await self._embedding.embed(native, call)
+            if not request.HasField("tokenized"):
+                raise InvalidRequest(
+                    Reason.PROMPT_MISSING, "there is no input; set `tokenized`", field="tokenized"
+                )
+            native = embedding_service_pb2.EmbedRequest(request_id=request.request_id)
+            ids = input_ids_of(request.tokenized, self._router.require_model().info)
+            native.inputs.add().tokens.ids.extend(ids)
+            response = await self._embedding.embed(native, call)
             values = response.embeddings[0].values
             return messages.EmbedResponse(
                 embedding=values, prompt_tokens=response.prompt_tokens, embedding_dim=len(values)
@@ -197,7 +181,8 @@ class VllmEngineService(Service):
 
     async def Abort(self, request: messages.AbortRequest, context: Context) -> messages.AbortResponse:
         async with self._calls.call(context) as call:
-            self._running.abort(request.request_ids, call.caller)
+            check_count("request_ids", len(request.request_ids), ABORT_LIMIT, "names")
+            self._generation.open_requests.abort(set(request.request_ids), call.caller)
             return messages.AbortResponse()
 
     async def GetModelInfo(
@@ -213,7 +198,7 @@ class VllmEngineService(Service):
             return server_info_proto(
                 self._router.require_model().info,
                 self._worker.folder,
-                active_count=self._running.count(call.caller),
+                active_count=len(self._generation.open_requests.visible_to(call.caller)),
                 uptime_s=self._clock.monotonic() - self._start_time,
                 request_time=self._request_time(call.caller),
                 image_limit=self._config.max_images,
@@ -233,16 +218,16 @@ class VllmEngineService(Service):
             return messages.GetLoadsResponse(timestamp=now.isoformat(), dp_rank_count=1, loads=loads)
 
     def _load(self, scope: Tenant | None) -> messages.SchedulerLoad:
-        """Return how busy one tenant keeps the server, or all do. Called often, so it counts nothing."""
+        """Return how busy one tenant keeps the server, or all do."""
         tenants = self._observation.stats.tenants
-        waiting_token_count = self._running.waiting_tokens[scope]
+        waiting_token_count = self._generation.open_requests.waiting_token_count(scope)
         if scope is not None:
             use = tenants.use_of(scope)
             return own_load_proto(use, self._worker.folder, waiting_token_count=waiting_token_count)
         return load_proto(
-            self._observation.poller.latest,
+            self._observation.latest,
             self._worker.folder,
-            tenants.counts,
+            tenants.total(),
             waiting_token_count=waiting_token_count,
         )
 
@@ -288,19 +273,12 @@ class VllmEngineService(Service):
                 async for batch in batches:
                     await timer.write(context, batch)
 
-    async def StartProfile(
-        self, request: common.StartProfileRequest, context: Context
-    ) -> common.ProfileResponse:
+    async def StartProfile(self, request: object, context: Context) -> common.ProfileResponse:
         """Refuse: there is tracing instead."""
         async with self._calls.call(context):
             _unsupported("a profiler")
 
-    async def StopProfile(
-        self, request: common.StopProfileRequest, context: Context
-    ) -> common.ProfileResponse:
-        """Refuse, as StartProfile does."""
-        async with self._calls.call(context):
-            _unsupported("a profiler")
+    StopProfile = StartProfile
 
 
 def archive_chunks(archive: TokenizerArchive) -> tuple[Encoded, ...]:
@@ -323,84 +301,3 @@ def _named_tenant(context: Context) -> str:
         if key == TENANT_KEY and isinstance(value, str):
             return value
     return ""
-
-
-ABORT_LIMIT = 256
-"""Most names in one Abort; a gateway sends one for each client that left."""
-
-
-class RunningRequest:
-    """One call of Generate, from before its message is read to its end."""
-
-    def __init__(self, caller: Caller, waiting_tokens: collections.Counter[Tenant | None]) -> None:
-        self.caller = caller
-        self.is_aborted = False
-        self._opened: OpenRequest | None = None
-        self._waiting_tokens = waiting_tokens
-        self._is_waiting = False
-
-    def submit(self, opened: OpenRequest) -> None:
-        self._opened = opened
-        self._wait(is_waiting=True)
-
-    def note(self, event: Event) -> None:
-        if isinstance(event, Started):
-            self.stop_waiting()
-
-    def stop_waiting(self) -> None:
-        """Its prompt has started, or never will."""
-        if self._is_waiting:
-            self._wait(is_waiting=False)
-
-    def _wait(self, *, is_waiting: bool) -> None:
-        assert self._opened is not None, "only a submitted request waits"
-        self._is_waiting = is_waiting
-        first = self._opened.first
-        for scope in (first.tenant, None):
-            self._waiting_tokens[scope] += len(first.prompt_token_ids) * (1 if is_waiting else -1)
-            if not self._waiting_tokens[scope]:
-                del self._waiting_tokens[scope]
-
-    def abort(self) -> None:
-        """Cancel it, before or after it was submitted."""
-        self.is_aborted = True
-        if self._opened is not None:
-            self._opened.cancel()
-
-
-class RunningRequests:
-    """All of them."""
-
-    def __init__(self) -> None:
-        self._all: dict[RunningRequest, str] = {}
-        self.waiting_tokens: collections.Counter[Tenant | None] = collections.Counter()
-        """Prompt tokens of requests that have not started, by tenant; None for all."""
-
-    @contextlib.contextmanager
-    def running(self, name: str, caller: Caller) -> Iterator[RunningRequest]:
-        """Know a request by its name until the block ends; others, of any tenant, may have the same."""
-        request = RunningRequest(caller, self.waiting_tokens)
-        self._all[request] = name
-        try:
-            yield request
-        finally:
-            del self._all[request]
-            request.stop_waiting()
-
-    def abort(self, names: Sequence[str], caller: Caller) -> None:
-        """Cancel the caller's own requests of these names, each once; other names are ignored.
-
-        Raises InvalidRequest for more than `ABORT_LIMIT` names.
-        """
-        check_count("request_ids", len(names), ABORT_LIMIT, "names")
-        wanted = set(names) - {""}
-        for request, name in self._all.items():
-            if name in wanted and not request.is_aborted and _may_command(caller, request):
-                request.abort()
-
-    def count(self, caller: Caller) -> int:
-        return sum(_may_command(caller, request) for request in self._all)
-
-
-def _may_command(caller: Caller, request: RunningRequest) -> bool:
-    return caller.role is Role.OPERATOR or caller.tenant == request.caller.tenant

@@ -6,12 +6,10 @@ import dataclasses
 import json
 from collections.abc import Callable, Mapping
 
-from google.protobuf.descriptor import ServiceDescriptor
 from smg_grpc_proto.generated import vllm_engine_pb2 as worker
 
 from icehouse_server.domain.model import ModelInfo
 from icehouse_server.domain.stats import EngineStats, Snapshot, TenantUse
-from icehouse_server.rpc.access.tenants import QueueCounts
 from icehouse_server.rpc.worker.kv_event_streams import KvEventStreams
 from icehouse_server.text.tokenizer_archive import TokenizerArchive
 
@@ -40,10 +38,6 @@ class WorkerParts:
     folder: ServedFolder
     kv_events: KvEventStreams | None = None
     """None if there are no events: gateways then guess what is cached."""
-
-    @property
-    def services(self) -> tuple[ServiceDescriptor, ...]:
-        return (worker.DESCRIPTOR.services_by_name["VllmEngine"],)
 
 
 SERVER_TYPE = "vllm-grpc"
@@ -106,7 +100,7 @@ def own_load_proto(use: TenantUse, folder: ServedFolder, *, waiting_token_count:
 
 
 def load_proto(
-    snapshot: Snapshot, folder: ServedFolder, queues: QueueCounts, *, waiting_token_count: int
+    snapshot: Snapshot, folder: ServedFolder, queues: TenantUse, *, waiting_token_count: int
 ) -> worker.SchedulerLoad:
     """Return how busy the server is: queues as of now, the rest of the last sample."""
     engine = snapshot.engine
@@ -122,7 +116,7 @@ def load_proto(
 
 
 def _load_proto(
-    queues: TenantUse | QueueCounts,
+    queues: TenantUse,
     totals: TenantUse | EngineStats | None,
     folder: ServedFolder,
     waiting_token_count: int,

@@ -20,7 +20,7 @@ from icehouse_server.domain.ids import Tenant
 from icehouse_server.domain.request import GenerationRequest
 from icehouse_server.domain.stats import TenantUse
 from icehouse_server.rpc.access import tenants as tenants_module
-from icehouse_server.rpc.access.tenants import QueueCounts, Tenants
+from icehouse_server.rpc.access.tenants import Tenants
 from icehouse_server.rpc.calls.methods import METHODS, Cost
 from icehouse_server.rpc.rpc_server import pool_with_v1
 
@@ -154,8 +154,8 @@ async def test_a_sample_has_every_tenants_use() -> None:
         while len(served.engine.submitted) < 2:
             await served.settle()
         await refused(served.inference.Generate(request_of("b")))
-        await served.server.poller.sample()
-        a, b = served.server.poller.latest.tenants
+        await served.server.observation.sample()
+        a, b = served.server.observation.latest.tenants
         assert a == TenantUse(
             Tenant("a"),
             accepted_total=1,
@@ -200,23 +200,19 @@ def test_what_all_run_is_kept_as_each_one_does() -> None:
     tenants = Tenants(TenantConfig(), running_limit=0, clock=FakeClock())
     requests = [dataclasses.replace(generation_request(name), tenant=Tenant(name)) for name in "aab"]
 
-    def counted() -> QueueCounts:
-        uses = [account.use for account in tenants]
-        return QueueCounts(
-            waiting_count=sum(use.waiting_count for use in uses),
-            running_count=sum(use.running_count for use in uses),
-        )
+    def counted() -> tuple[int, int]:
+        return tenants.total().waiting_count, tenants.total().running_count
 
     with contextlib.ExitStack() as stack:
         for running_count, request in enumerate(requests):
             [stay] = stack.enter_context(tenants.staying([request]))
-            assert tenants.counts == counted() == QueueCounts(waiting_count=1, running_count=running_count)
+            assert counted() == (1, running_count)
             stay.note(started(request))
-            assert tenants.counts == counted()
+            assert counted() == (0, running_count + 1)
         stack.enter_context(tenants.staying(requests[:2]))
-        assert tenants.counts == counted() == QueueCounts(waiting_count=2, running_count=3)
+        assert counted() == (2, 3)
         assert tenants.use_of(Tenant("a")).running_count == 2
-    assert tenants.counts == counted() == QueueCounts()
+    assert counted() == (0, 0)
     assert tenants.use_of(Tenant("none")) == TenantUse(Tenant("none")) and len(list(tenants)) == 2
 
 

@@ -86,7 +86,7 @@ async def test_a_finished_call_is_told_with_all_it_cost() -> None:
     assert (record.tenant, record.model_id, record.peer) == ("blue", "tiny", PeerKind.LOOPBACK)
     assert record.prompt_token_count == 2 and record.started.cache == REPORT
     assert record.usage.output_token_count == 2
-    assert (record.trace.traceparent[:4], record.trace.tracestate) == ("00-1", "a=b")
+    assert (record.traceparent[:4], record.tracestate) == ("00-1", "a=b")
     assert notes.started == [GENERATE]
     assert (wire.method, wire.code) == (GENERATE, "OK")
     assert (wire.received_bytes, wire.sent_bytes) == (request.ByteSize(), response.ByteSize())
@@ -301,9 +301,9 @@ async def test_every_call_carries_the_load_report_once_the_engine_has_told() -> 
             stub: Any = inference_service_pb2_grpc.InferenceServiceStub(channel)
             await stub.Generate(request)
             assert TRAILER_KEY.encode() not in tap.data
-            await served.server.poller.sample()
+            await served.server.observation.sample()
             await stub.Generate(request)
-            sent = report_of(served.server.poller.latest).SerializeToString(deterministic=True)
+            sent = report_of(served.server.observation.latest).SerializeToString(deterministic=True)
             assert TRAILER_KEY.encode() in tap.data and tap.data.count(sent) == 1
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await stub.Generate(messages.GenerateRequest())
@@ -354,16 +354,16 @@ def test_a_busy_server_reports_more_than_one() -> None:
 async def test_rates_are_of_the_last_interval() -> None:
     async with running(telemetry=Telemetry(has_load_report=True)) as served:
         served.engine.stats = EngineStats(finished_total=10, failed_total=1)
-        await served.server.poller.sample()
+        await served.server.observation.sample()
         served.clock.now += 2
         served.engine.stats = EngineStats(finished_total=15, failed_total=2)
-        await served.server.poller.sample()
-        assert served.server.poller.latest.rates == SampleRates(2.5, 0.5)
+        await served.server.observation.sample()
+        assert served.server.observation.latest.rates == SampleRates(2.5, 0.5)
 
 
 async def test_a_silent_engine_leaves_the_last_counters_and_an_old_heartbeat() -> None:
     async with running() as served:
-        sampler = served.server.poller
+        sampler = served.server.observation
         await sampler.sample()
         assert sampler.latest.engine == served.engine.stats and sampler.latest.heartbeat_age_s == 0
         served.engine.answers_stats = False

@@ -91,6 +91,29 @@ async def test_another_tenants_request_is_as_if_it_were_not_there(engine: Submis
     assert caught.value.message == gone.value.message
 
 
+async def test_an_abort_ends_a_callers_own_requests_once(engine: Submissions) -> None:
+    known = engine.known
+    engine.begin(request(tenant="blue"))
+    engine.begin(request("s"))
+    known.abort({"r", "s", "nobody"}, RED)
+    assert engine.cancelled() == ["s@red"]
+    known.abort({"r", "s"}, UNPROVED)
+    assert engine.cancelled() == ["r@blue"], "the other was cancelled before"
+    known.abort({"r", "s"}, UNPROVED)
+    assert engine.cancelled() == []
+
+
+async def test_tokens_wait_until_their_prompt_starts_or_never_will(engine: Submissions) -> None:
+    waiting = engine.known.waiting_token_count
+    first = engine.begin(request())
+    engine.begin(request(tenant="blue", prompt=(1, 2, 3)))
+    assert (waiting(None), waiting(Tenant("red")), waiting(Tenant("none"))) == (5, 2, 0)
+    first.note(Started(prompt_token_count=2, cache=CacheReport(), queue_s=0.0))
+    assert (waiting(None), waiting(Tenant("red"))) == (3, 0)
+    engine.end_calls()
+    assert waiting(None) == 0
+
+
 async def test_it_is_as_far_as_its_furthest_part(engine: Submissions) -> None:
     one = request()
     opened = engine.begin(one, dataclasses.replace(one, request_id=part_of(one.request_id, 1)))

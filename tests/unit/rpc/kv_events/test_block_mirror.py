@@ -181,7 +181,3 @@ def test_the_state_is_told_parents_first() -> None:
         (False, (RAM,)),
         (False, (RAM,)),
     ]
-    assert made.published_names(SCOPE.tenant) == [name("a"), name("b"), name("c")]
-    assert [held for _, held in made.published_block(name("a"))] == [(SSD,)] and list(
-        made.published_block(name("f"))
-    ) == []

@@ -13,6 +13,7 @@ from icehouse_server.domain.blocks import pack_tokens
 from icehouse_server.domain.ids import AdapterName, BlockHash, CacheScope, Tenant
 from icehouse_server.engine.core.block_log import BlockLog, Came, Change, KvTier, Left, RootsKnown
 from icehouse_server.errors import StartError
+from icehouse_server.rpc.kv_events import event_feed
 from icehouse_server.rpc.kv_events.block_mirror import (
     BlockImage,
     BlockRemoved,
@@ -27,7 +28,6 @@ from tests.fixtures.kv_event_source import source_of
 zmq = pytest.importorskip("zmq", reason="pyzmq comes with the extra fleet")
 msgpack = pytest.importorskip("msgpack", reason="msgpack comes with the extra fleet")
 
-from icehouse_server.rpc.kv_events import zmq_publisher  # noqa: E402
 from icehouse_server.rpc.kv_events.zmq_publisher import ZmqPublisher, pack_batch  # noqa: E402
 
 FIRST = KvBlock(0x0102030405060708, None, pack_tokens([1, 2, 300, 70_000]), CacheScope())
@@ -114,7 +114,7 @@ class Published:
         self.sockets.append(socket)
         socket.setsockopt_string(zmq.SUBSCRIBE, "kv@")
         socket.connect(self.endpoint)
-        while not self.publisher.turn():
+        while not self.publisher.hear():
             await asyncio.sleep(0)
         return socket
 
@@ -156,12 +156,12 @@ async def test_a_subscriber_reads_one_tenants_events_in_order(published: Publish
 async def test_whoever_comes_late_is_told_everything_as_it_is_then(published: Published) -> None:
     published.tell(block(1), block(2), block(3), block(4, "other"))
     socket = await published.subscriber()
-    published.publisher.begin_republishing()
+    published.publisher.republish()
     published.tell(Left(KvTier.RAM, block(2).name))
+    _, events = await published.read(socket)
+    assert [event[:2] for event in events] == [["BlockStored", [number]] for number in (1, 2, 3)]
     _, removed = await published.read(socket)
     assert removed == [["BlockRemoved", [2], "GPU"]]
-    _, events = await published.read(socket)
-    assert [event[:2] for event in events] == [["BlockStored", [1]], ["BlockStored", [3]]]
 
 
 async def test_what_comes_while_everything_is_told_again_is_told_behind_its_parent(
@@ -169,20 +169,30 @@ async def test_what_comes_while_everything_is_told_again_is_told_behind_its_pare
 ) -> None:
     published.tell(block(1))
     socket = await published.subscriber()
-    published.publisher.begin_republishing()
+    published.publisher.republish()
     published.tell(Came(KvTier.RAM, block(2).name, block(1).name, False, 4, (2,) * 4))
     told: list[list[int]] = []
-    while len(told) < 3:
+    while len(told) < 2:
         _, events = await published.read(socket)
         told += [event[1] for event in events]
-    # At once, for those who know its parent, and once more for whoever came.
-    assert told == [[2], [1], [2]]
+    assert told == [[1], [2]]
+
+
+async def test_where_events_were_lost_all_is_cleared_and_told_again(published: Published) -> None:
+    socket = await published.subscriber()
+    published.source.feed._replay_limit_bytes = 1_000
+    for number in range(50):
+        published.tell(block(number))
+    assert (await published.read(socket))[1] == [["AllBlocksCleared"]]
+    _, events = await published.read(socket)
+    assert [event[1] for event in events] == [[number] for number in range(50)]
 
 
 async def test_a_subscriber_that_reads_nothing_holds_nobody_up(published: Published) -> None:
     stalled = await published.subscriber()
     for number in range(3_000):
         published.tell(block(number))
+        published.publisher.turn()
     reader = await published.subscriber()
     published.tell(block(5_000))
     number, _ = await published.read(reader)
@@ -213,25 +223,25 @@ class Peers:
 def beside(peers: Peers, clock: FakeClock, *, block_count: int) -> ZmqPublisher:
     """Return a publisher that was opened on these peers, and knows of so many blocks."""
     source = source_of(BlockLog(), block_token_count=4)
+    roots = RootsKnown(((ROOTS[Tenant("")], CacheScope()),))
+    source.feed.publish(source.mirror.apply([roots, *(block(number) for number in range(block_count))]))
     publisher = ZmqPublisher(
         source, endpoint="inproc://here", topic=lambda: "kv@a@b", tenant=Tenant(""), clock=clock
     )
     publisher._context.destroy(linger=0)
     publisher._socket = peers  # type: ignore[assignment]
-    roots = RootsKnown(((ROOTS[Tenant("")], CacheScope()),))
-    source.feed.publish(source.mirror.apply([roots, *(block(number) for number in range(block_count))]))
     return publisher
 
 
 async def test_peers_that_send_without_end_hold_a_turn_no_longer_than_its_share() -> None:
     peers = Peers(is_endless=True)
-    assert beside(peers, FakeClock(), block_count=0).turn()
+    assert beside(peers, FakeClock(), block_count=0).hear()
     assert peers.heard_count == 64
 
 
 async def test_everything_is_told_to_its_end_before_it_is_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
     # As many turns as twenty thousand blocks of the usual length take.
-    monkeypatch.setattr(zmq_publisher, "BATCH_TOKEN_COUNT", 128 * 4)
+    monkeypatch.setattr(event_feed, "BATCH_TOKEN_COUNT", 2 * 128 * 4)
     peers, clock = Peers(), FakeClock()
     publisher = beside(peers, clock, block_count=20_000)
     heard_from = []
@@ -239,7 +249,7 @@ async def test_everything_is_told_to_its_end_before_it_is_told_again(monkeypatch
         if turn in (0, 100):
             peers.waiting_count += 1
             heard_from.append(len(peers.sent))
-        publisher.step()
+        publisher.turn()
         clock.now += 0.05
     assert all(set(peers.sent[start:]) == set(range(20_000)) for start in heard_from)
     assert len(peers.sent) == 40_000
@@ -253,7 +263,7 @@ async def test_who_subscribes_to_more_than_a_topic_is_sent_away(published: Publi
     socket.connect(published.endpoint)
     socket.setsockopt(zmq.SUBSCRIBE, b"k" * 8192)
     while not events.poll(0):
-        assert not published.publisher.turn()
+        assert not published.publisher.hear()
         await asyncio.sleep(0)
     socket.disable_monitor()
 
@@ -285,12 +295,13 @@ async def test_it_connects_to_a_subscriber_that_listens() -> None:
         clock=SystemClock(),
     )
     publisher.open()
-    while not publisher.turn():
+    while not publisher.hear():
         # A socket subscribes with its new connections when it is looked at.
         assert not socket.poll(0)
         await asyncio.sleep(0)
     source.feed.publish(source.mirror.apply([block(1)]))
     while not socket.poll(0):
+        publisher.turn()
         await asyncio.sleep(0)
     assert socket.recv_multipart()[1] == bytes(8)
     socket.close(linger=0)

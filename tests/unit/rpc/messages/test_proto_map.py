@@ -17,6 +17,7 @@ from icehouse.v1 import (
     cache_service_pb2,
     cache_stats_pb2,
     engine_stats_pb2,
+    model_service_pb2,
     prompt_pb2,
     server_service_pb2,
     slow_request_pb2,
@@ -27,7 +28,7 @@ from icehouse.v1 import (
 from icehouse_server.domain import cache_commands, cache_stats, chat, events, request, stats
 from icehouse_server.domain.cache_commands import EvictReport, SessionEndReport
 from icehouse_server.domain.ids import AdapterDigest, AdapterName, Tenant
-from icehouse_server.domain.model import AdapterInfo
+from icehouse_server.domain.model import AdapterInfo, ModelInfo, PassSplit, ReplyFormatInfo
 from icehouse_server.rpc.engine_client.open_requests import RequestPhase
 from icehouse_server.rpc.messages.proto_map import (
     enum_of,
@@ -36,6 +37,8 @@ from icehouse_server.rpc.messages.proto_map import (
     names_of,
     to_proto,
 )
+
+from tests.fixtures.rpc.fake_engine import MODEL_INFO
 
 PAIRS: list[tuple[type[Any], type[Message]]] = [
     (stats.EngineStats, engine_stats_pb2.EngineStats),
@@ -93,12 +96,15 @@ def test_both_sides_name_the_same_fields(kind: type[Any], message: type[Message]
 
 @pytest.mark.parametrize(
     ("kind", "message"),
-    [(AdapterInfo, adapter_pb2.Adapter), (cache_commands.BlockMatch, cache_service_pb2.BlockMatch)],
+    [
+        (AdapterInfo, adapter_pb2.Adapter),
+        (ModelInfo, model_service_pb2.Model),
+        (ReplyFormatInfo, model_service_pb2.ReplyFormat),
+        (cache_commands.BlockMatch, cache_service_pb2.BlockMatch),
+    ],
     ids=lambda side: side.__name__,
 )
-def test_facts_of_adapters_and_blocks_are_sent_by_their_names(
-    kind: type[Any], message: type[Message]
-) -> None:
+def test_facts_of_models_and_blocks_are_sent_by_their_names(kind: type[Any], message: type[Message]) -> None:
     assert {name for _, name in names_of(kind)} == set(message.DESCRIPTOR.fields_by_name)
 
 
@@ -108,6 +114,13 @@ def test_bytes_are_sent_as_hexadecimal_text() -> None:
     )
     message = to_proto(adapter, adapter_pb2.Adapter)
     assert (message.name, message.digest, message.weight_bytes) == ("fr", "ab01", 3)
+
+
+def test_a_models_facts_are_sent() -> None:
+    info = dataclasses.replace(MODEL_INFO, pass_splits=tuple(PassSplit), runs_images_whole=True)
+    message = to_proto(info, model_service_pb2.Model)
+    assert list(message.pass_splits) == [1, 2, 3] and message.runs_images_whole
+    assert (message.id, message.context_tokens) == (info.model_id, info.context_token_limit)
 
 
 def test_a_tenants_numbers_are_its_use_its_share_and_its_limits() -> None:

@@ -195,8 +195,8 @@ async def test_samples_tell_of_replies(house: Any) -> None:
         served.engine.script = answering()
         await served.inference.Generate(asked("Rain?"))
         await served.inference.Generate(asked("Rain?", "Dry.", "Sure?"))
-        await served.server.poller.sample()
-        replies = served.server.poller.latest.replies
+        await served.server.observation.sample()
+        replies = served.server.observation.latest.replies
         assert (replies.reply_count, replies.found_total) == (1, 1) and replies.size_bytes > 0
 
 

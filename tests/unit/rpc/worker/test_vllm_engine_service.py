@@ -276,7 +276,7 @@ async def test_an_abort_of_what_has_ended_leaves_the_next_one_of_its_name_alone(
         call = served.worker.Generate(asking(), metadata=bearer(ADS))
         await call.read()
         info = messages.GetServerInfoRequest()
-        assert (await served.worker.GetServerInfo(info, metadata=bearer(BOSS))).active_requests == 2
+        assert (await served.worker.GetServerInfo(info, metadata=bearer(BOSS))).active_requests == 1
         await served.worker.Abort(messages.AbortRequest(request_ids=["r1"]), metadata=bearer(SEARCH))
         assert served.engine.cancelled.empty()
         served.engine.publish(served.engine.submitted[1], finished(served.engine.submitted[1]))
@@ -310,21 +310,23 @@ def _empty(method: Any) -> Any:
 
 
 REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
-    "sampling_params.temperature": ({"temperature": -1.0}, "PARAMETER_OUT_OF_RANGE"),
-    "sampling_params.top_p": ({"top_p": 1.5}, "PARAMETER_OUT_OF_RANGE"),
-    "sampling_params.min_tokens": ({"min_tokens": 3}, "PARAMETER_OUT_OF_RANGE"),
-    "sampling_params.logprobs": ({"logprobs": -1}, "PARAMETER_OUT_OF_RANGE"),
-    "sampling_params.stop[0]": ({"stop": [""]}, "PARAMETER_OUT_OF_RANGE"),
-    "sampling_params.n": ({"n": 17}, "PARAMETER_OUT_OF_RANGE"),
-    "sampling_params.logit_bias[-1]": ({"logit_bias": {-1: 1.0}}, "TOKEN_OUT_OF_RANGE"),
-    "sampling_params.choice.choices": ({"choice": {}}, "RESPONSE_FORMAT_INVALID"),
-    "sampling_params.regex": ({"regex": "wrong"}, "RESPONSE_FORMAT_INVALID"),
+    "sampling.temperature": ({"temperature": -1.0}, "PARAMETER_OUT_OF_RANGE"),
+    "sampling.top_p": ({"top_p": 1.5}, "PARAMETER_OUT_OF_RANGE"),
+    "sampling.min_output_tokens": ({"min_tokens": 3}, "PARAMETER_OUT_OF_RANGE"),
+    "logprobs.top_count": ({"logprobs": -1}, "PARAMETER_OUT_OF_RANGE"),
+    "stop[0]": ({"stop": [""]}, "PARAMETER_OUT_OF_RANGE"),
+    "completions": ({"n": 17}, "PARAMETER_OUT_OF_RANGE"),
+    "sampling.logit_bias[-1]": ({"logit_bias": {-1: 1.0}}, "TOKEN_OUT_OF_RANGE"),
+    "response_format.choice.texts": ({"choice": {}}, "RESPONSE_FORMAT_INVALID"),
+    "response_format.regex": ({"regex": "wrong"}, "RESPONSE_FORMAT_INVALID"),
     "sampling_params.structural_tag": ({"structural_tag": "{}"}, "UNSUPPORTED"),
 }
 
 
 @pytest.mark.parametrize("field", REFUSALS)
-async def test_a_refusal_names_the_field_that_the_gateway_set(served: RunningServer, field: str) -> None:
+async def test_a_refusal_names_the_field_by_the_api_or_by_the_protocol_that_alone_has_it(
+    served: RunningServer, field: str
+) -> None:
     params, reason = REFUSALS[field]
     refusal = await refused(ended(served.worker.Generate(asking(**params))))
     assert (refusal.code, refusal.reason) == (grpc.StatusCode.INVALID_ARGUMENT, reason)
@@ -337,7 +339,7 @@ async def test_a_prompt_is_needed(served: RunningServer) -> None:
     for request in (messages.GenerateRequest(), messages.GenerateRequest(tokenized={})):
         refusal = await refused(ended(served.worker.Generate(request)))
         assert refusal.code is grpc.StatusCode.INVALID_ARGUMENT
-        assert refusal.field in ("input", "tokenized.input_ids")
+        assert refusal.field in ("prompt", "prompt.tokens")
 
 
 async def test_two_prompts_are_one_too_many(served: RunningServer) -> None:
@@ -420,7 +422,7 @@ async def test_loads_are_of_now_where_the_edge_counts_them(served: RunningServer
     served.engine.stats = EngineStats(
         prompt_token_total=100, cached_token_total=25, kv_limit_bytes=10_000, kv_used_bytes=2_000
     )
-    await served.server.poller.sample()
+    await served.server.observation.sample()
     response = await served.worker.GetLoads(messages.GetLoadsRequest())
     [load] = response.loads
     assert (response.dp_rank_count, response.timestamp[:4]) == (1, "2023")
@@ -480,7 +482,7 @@ async def test_a_vector_is_the_api_s() -> None:
         [request] = served.engine.submitted
         assert (request.request_id, request.pooling) == ("e1", Pooling.LAST_TOKEN)
         nothing, empty = messages.EmbedRequest(), messages.EmbedRequest(tokenized={})
-        for wrong, field in ((nothing, "tokenized"), (empty, "tokenized.input_ids")):
+        for wrong, field in ((nothing, "tokenized"), (empty, "inputs[0].tokens")):
             refusal = await refused(served.worker.Embed(wrong))
             assert (refusal.code, refusal.field) == (grpc.StatusCode.INVALID_ARGUMENT, field)
 
