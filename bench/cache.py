@@ -122,9 +122,9 @@ def _report(
     if durable:
         verdicts += durable_verdicts(durable)
     show_verdicts(verdicts)
-    content = {"setting": setting(), "ttft_ratios": found, "decode_ratios": costs, "disk": disk}
-    content["durable"] = durable
-    path = write_json("cache", {**content, "targets": verdicts, "prompts": prompts, "decode": decode})
+    measured = {"ttft_ratios": found, "decode_ratios": costs, "disk": disk, "durable": durable}
+    parts = {"prompts": prompts, "decode": decode}
+    path = write_json("cache", {"setting": setting(), **measured, "targets": verdicts, **parts})
     console.print(str(path))
     if prompts:
         console.print(str(plot_cache(ttft_seconds(prompts), costs)))
