@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from icehouse_server.config.edge import SecurityConfig
-from icehouse_server.config.sections import SECTIONS, SETTINGS, Config
+from icehouse_server.config.sections import SECTIONS, SETTINGS, CacheConfig, Config
 from icehouse_server.errors import ConfigError, Reason
 from icehouse_server.small_file import read_small_file
 
@@ -208,11 +208,29 @@ def _refuse_contradictions(config: Config) -> None:
             "cache.key_file and cache.key_command are both set; the key comes from one of them",
             field="cache.key_command",
         )
+    _refuse_half_sharing(config.cache)
     # sockaddr_un holds 108 bytes on Linux and 104 on macOS, the closing zero included.
     if config.server.uds is not None and len(os.fsencode(config.server.uds)) > 103:
         raise _invalid(
             f"server.uds = {config.server.uds!r} is longer than the 103 bytes that a socket path may have",
             field="server.uds",
+        )
+
+
+def _refuse_half_sharing(cache: CacheConfig) -> None:
+    if cache.shared_url is None:
+        return
+    if not cache.has_ssd:
+        raise _invalid(
+            "cache.shared_url is set without an SSD tier: blocks go to the object store and come from there "
+            "as files of that tier; leave cache.ssd_enabled on",
+            field="cache.shared_url",
+        )
+    if any(char in cache.shared_url for char in "@?#"):
+        raise _invalid(
+            "cache.shared_url has more than a bucket and a path; credentials and options belong in the "
+            "environment, under the provider's names",
+            field="cache.shared_url",
         )
 
 

@@ -166,7 +166,9 @@ class Fetcher:
                 _log.warning("fetched_block_not_written", extra={"detail": str(error)})
                 return 0
             file = await self._receive(name, job, path, descriptor)
-        if file is None or not await self._adopt(file, path):
+        # It may have been ordered meanwhile that nobody uses it again.
+        is_wanted = file is not None and not self.refused.has(name, self._clock.monotonic())
+        if file is None or not is_wanted or not await self._adopt(file, path):
             with contextlib.suppress(OSError):
                 # Where it was adopted or refused by the storage thread, it is gone already.
                 await self._offload(self._folder.remove, path)

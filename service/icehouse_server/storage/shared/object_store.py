@@ -7,9 +7,10 @@ Credentials come from the environment, under each provider's usual names, and st
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
+from collections.abc import AsyncIterator, Callable, Iterator
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -55,21 +56,26 @@ class ObjectStore(Protocol):
 class ObstoreStore:
     """An `ObjectStore` in a bucket, a container or a folder, below the path of its URL."""
 
-    def __init__(self, client: Client) -> None:
-        self._client = client
+    def __init__(self, make_client: Callable[[], Client]) -> None:
+        """`make_client` may wait for a disk. It is called when the store is first used, and again until it
+        works."""
+        self._make_client = make_client
+        self._made: Client | None = None
         self._has_conditions = True
 
     async def size_bytes(self, name: str) -> int | None:
         with _store_errors():
+            client = await self._client()
             try:
-                return int((await self._client.head_async(name))["size"])
+                return int((await client.head_async(name))["size"])
             except FileNotFoundError:
                 return None
 
     async def read(self, name: str) -> AsyncIterator[memoryview]:
         with _store_errors():
+            client = await self._client()
             try:
-                result = await self._client.get_async(name)
+                result = await client.get_async(name)
             except FileNotFoundError:
                 return
             async for chunk in result.stream(min_chunk_size=CHUNK_BYTES):
@@ -77,41 +83,45 @@ class ObstoreStore:
 
     async def read_beginning(self, name: str, size_bytes: int) -> bytes:
         with _store_errors():
-            return bytes(await self._client.get_range_async(name, start=0, length=size_bytes))
+            client = await self._client()
+            return bytes(await client.get_range_async(name, start=0, length=size_bytes))
 
     async def put(self, name: str, data: bytes, *, replaces: bool) -> bool:
-        from obstore.exceptions import AlreadyExistsError, NotSupportedError
-
         # One request for all of it: what dies in the middle leaves nothing behind, no parts either.
         with _store_errors():
+            client = await self._client()
             if self._has_conditions and not replaces:
                 try:
-                    await self._client.put_async(name, data, mode="create", use_multipart=False)
+                    await client.put_async(name, data, mode="create", use_multipart=False)
                     return True
-                except AlreadyExistsError:
+                except _exceptions().AlreadyExistsError:
                     return False
-                except (NotImplementedError, NotSupportedError):
+                except (NotImplementedError, _exceptions().NotSupportedError):
                     self._has_conditions = False
-            await self._client.put_async(name, data, use_multipart=False)
+            await client.put_async(name, data, use_multipart=False)
             return True
 
     async def delete(self, name: str) -> None:
         with _store_errors(), contextlib.suppress(FileNotFoundError):
-            await self._client.delete_async(name)
+            await (await self._client()).delete_async(name)
+
+    async def _client(self) -> Client:
+        if self._made is None:
+            self._made = await asyncio.to_thread(self._make_client)
+        return self._made
 
 
-def open_store(url: str) -> ObstoreStore:
-    """Return the store at a URL such as s3://bucket/path. Asks nothing of it. Raises ImportError without
-    obstore, ValueError for a URL that names no store, OSError for a folder that cannot be made."""
-    from obstore.exceptions import BaseError
+def make_store(url: str) -> ObstoreStore:
+    """Return the store at a URL such as s3://bucket/path. Asks nothing of it, and makes no folder: one that
+    is missing may be a disk that is not mounted. Raises ImportError without obstore, ValueError for a URL
+    that names no store."""
     from obstore.store import LocalStore, from_url
 
     if url.startswith("file:"):
-        folder = Path(url.removeprefix("file:").removeprefix("//"))
-        if not folder.is_absolute():
+        folder = url.removeprefix("file:").removeprefix("//")
+        if not folder.startswith("/"):
             raise ValueError("a folder is named by file:// and an absolute path")
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        return ObstoreStore(LocalStore(folder))
+        return ObstoreStore(lambda: LocalStore(folder))
     options: Any = {
         "connect_timeout": f"{_CONNECT_S}s",
         "timeout": f"{_REQUEST_S}s",
@@ -120,23 +130,30 @@ def open_store(url: str) -> ObstoreStore:
     }
     try:
         # What is retried, and when, is decided above: where nobody is made to wait for it.
-        return ObstoreStore(from_url(url, client_options=options, retry_config={"max_retries": 0}))
-    except BaseError as error:
+        client = from_url(url, client_options=options, retry_config={"max_retries": 0})
+    except _exceptions().BaseError as error:
         raise ValueError(str(error).partition("\n")[0]) from error
+    return ObstoreStore(lambda: client)
+
+
+def _exceptions() -> ModuleType:
+    """Return obstore's exceptions."""
+    from obstore import exceptions
+
+    return exceptions
 
 
 @contextlib.contextmanager
 def _store_errors() -> Iterator[None]:
     """Turn what obstore raises into `StoreError`; its own words have addresses."""
-    from obstore import exceptions
-
+    errors = _exceptions()
     try:
         yield
-    except StoreError:
-        raise
-    except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
+    except (errors.PermissionDeniedError, errors.UnauthenticatedError) as error:
         raise StoreError("the object store refuses these credentials") from error
-    except (exceptions.BaseError, OSError, ValueError) as error:
+    except TimeoutError:
+        raise
+    except (errors.BaseError, OSError, ValueError) as error:
         if "DispatchFailure" in str(error) or "error sending request" in str(error):
             raise StoreError("the object store cannot be reached") from error
         if "No space left" in str(error) or "507" in str(error):
