@@ -104,7 +104,7 @@ class SharedPrefixes:
         if settings.may_recompute and rates.fetch_is_slower(found, token_count=self._token_count(blocks)):
             rates.unfetched_count += 1
             return False
-        if found.size_bytes > settings.ssd_limit_bytes * _SSD_SHARE:
+        if settings.ssd_limit_bytes and found.size_bytes > settings.ssd_limit_bytes * _SSD_SHARE:
             return False
         first = blocks[0]
         node = Node(

@@ -78,6 +78,7 @@ class Fetcher:
         self.refused = RecentNames()
         """Objects that are not to be read until this server has replaced them."""
         self._downloads: dict[BlockHash, asyncio.Task[int]] = {}
+        self._searches: set[asyncio.Task[bool]] = set()
         self._heads = asyncio.Semaphore(_HEAD_COUNT)
         self._gets = asyncio.Semaphore(_GET_COUNT)
         self._rate = MovingAverage(weight=_RATE_WEIGHT)
@@ -96,21 +97,30 @@ class Fetcher:
         """Return how much of a chain is there, as far as is known when the time is over."""
         self._stats.lookup_total += 1
         reach = Reach(len(names), lambda index: self._size_of(names[index]))
-        timeout_s = min(limit_s, self._settings.lookup_timeout_s)
         if self.breaker.begin():
-            try:
-                async with asyncio.timeout(timeout_s):
-                    await reach.run()
-                self.breaker.succeed()
-            except TimeoutError:
-                self._stats.late_lookup_total += 1
-                if timeout_s == self._settings.lookup_timeout_s and not reach.has_answers:
-                    self._fail("the object store does not answer in time")
-            except StoreError as error:
-                self._fail(str(error))
+            search = asyncio.create_task(self._search(reach))
+            self._searches.add(search)
+            search.add_done_callback(self._searches.discard)
+            # Nobody waits for the rest of it, but how it ends says how the store is.
+            await asyncio.wait({search}, timeout=limit_s)
+            self._stats.late_lookup_total += not (search.done() and search.result())
         self._stats.hit_total += reach.found_count > 0
         rate = self._rate.value if self._fetch_count >= _LEAST_FETCHES else 0.0
         return Found(reach.found_count, reach.size_bytes, rate)
+
+    async def _search(self, reach: Reach) -> bool:
+        """Search, and note how the store is; return whether it answered everything in time."""
+        try:
+            async with asyncio.timeout(self._settings.lookup_timeout_s):
+                await reach.run()
+            self.breaker.succeed()
+            return True
+        except TimeoutError:
+            if not reach.has_answers:
+                self._fail("the object store does not answer in time")
+        except StoreError as error:
+            self._fail(str(error))
+        return False
 
     async def fetch(self, names: Names, job: FetchJob) -> Fetched:
         """Bring blocks into the SSD tier, several at once; the first that cannot be had ends it."""
@@ -207,18 +217,18 @@ class Fetcher:
     async def _copy(self, name: BlockHash, job: FetchJob, descriptor: int) -> int:
         """Return the bytes that were written. Raises `TimeoutError`, `StoreError`, `BlockFileError` for
         more of them than a block has, and `OSError` from the disk."""
-        chunks = self._store.read(self._folder.object_name(name))
         offset = 0
-        while True:
-            try:
-                chunk = await asyncio.wait_for(anext(chunks), self._settings.silence_s)
-            except StopAsyncIteration:
-                return offset
-            if offset + chunk.nbytes > self._settings.object_limit_bytes:
-                raise BlockFileError(Damage.MISMATCH, "The object is larger than any block")
-            await self._offload(self._folder.write, descriptor, chunk, offset=offset)
-            offset += chunk.nbytes
-            job.progress_time = self._clock.monotonic()
+        async with contextlib.aclosing(self._store.read(self._folder.object_name(name))) as chunks:
+            while True:
+                try:
+                    chunk = await asyncio.wait_for(anext(chunks), self._settings.silence_s)
+                except StopAsyncIteration:
+                    return offset
+                if offset + chunk.nbytes > self._settings.object_limit_bytes:
+                    raise BlockFileError(Damage.MISMATCH, "The object is larger than any block")
+                await self._offload(self._folder.write, descriptor, chunk, offset=offset)
+                offset += chunk.nbytes
+                job.progress_time = self._clock.monotonic()
 
     def _refuse(self, name: BlockHash, error: BlockFileError) -> None:
         self._stats.refused_block_total += 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -35,12 +35,8 @@ class ObjectStore(Protocol):
         """Return how large an object is; None where there is none."""
         ...
 
-    def read(self, name: str) -> AsyncIterator[memoryview]:
-        """Yield an object's bytes; nothing where there is none."""
-        ...
-
-    async def read_beginning(self, name: str, size_bytes: int) -> bytes:
-        """Return the first bytes of an object that has at least so many."""
+    def read(self, name: str) -> AsyncGenerator[memoryview]:
+        """Yield an object's bytes, as far as somebody asks for them; nothing where there is none."""
         ...
 
     async def put(self, name: str, data: bytes, *, replaces: bool) -> bool:
@@ -71,7 +67,7 @@ class ObstoreStore:
             except FileNotFoundError:
                 return None
 
-    async def read(self, name: str) -> AsyncIterator[memoryview]:
+    async def read(self, name: str) -> AsyncGenerator[memoryview]:
         with _store_errors():
             client = await self._client()
             try:
@@ -80,11 +76,6 @@ class ObstoreStore:
                 return
             async for chunk in result.stream(min_chunk_size=CHUNK_BYTES):
                 yield memoryview(chunk)
-
-    async def read_beginning(self, name: str, size_bytes: int) -> bytes:
-        with _store_errors():
-            client = await self._client()
-            return bytes(await client.get_range_async(name, start=0, length=size_bytes))
 
     async def put(self, name: str, data: bytes, *, replaces: bool) -> bool:
         # One request for all of it: what dies in the middle leaves nothing behind, no parts either.

@@ -71,10 +71,11 @@ class Traffic:
         if self._loop is None:
             return
         loop, self._loop = self._loop, None
-        for task in self._tasks:
+        tasks = asyncio.all_tasks(loop)
+        for task in tasks:
             task.cancel()
-        if self._tasks:
-            loop.run_until_complete(asyncio.wait(self._tasks))
+        if tasks:
+            loop.run_until_complete(asyncio.wait(tasks))
         loop.run_until_complete(loop.shutdown_asyncgens())
         loop.close()
         self._workers.shutdown(wait=False, cancel_futures=True)

@@ -8,6 +8,7 @@ traffic's event loop.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
@@ -37,7 +38,6 @@ _QUEUE_LIMIT_COUNT = 8192
 _TRY_LIMIT = 4
 """A block that the store refused so often is dropped."""
 _PAUSE_STEP_S = 0.5
-_FIRST_READ_BYTES = 32 << 10
 
 
 class Uploader:
@@ -179,12 +179,15 @@ class Uploader:
         own = {region.kind for region in file.regions}
         if own == {RegionKind.KV}:
             return False
+        head = bytearray()
         try:
-            head = await self._store.read_beginning(target, min(size_bytes, _FIRST_READ_BYTES))
+            async with contextlib.aclosing(self._store.read(target)) as chunks:
+                async for chunk in chunks:
+                    head += chunk
+                    if len(head) >= 8 and len(head) >= head_length(head, file_bytes=size_bytes):
+                        break
             head_bytes = head_length(head, file_bytes=size_bytes)
-            if head_bytes > len(head):
-                head = await self._store.read_beginning(target, head_bytes)
-            theirs = parse_head(head[:head_bytes], file_bytes=size_bytes, cipher=self._folder.cipher)
+            theirs = parse_head(bytes(head[:head_bytes]), file_bytes=size_bytes, cipher=self._folder.cipher)
         except BlockFileError:
             return True
         return not own <= {region.kind for region in theirs.regions}

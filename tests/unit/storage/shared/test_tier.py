@@ -12,6 +12,7 @@ from icehouse_server.storage.api import Evicted, Fetched, Found, Inventory, Load
 from icehouse_server.storage.local.directory.manifest import LOG_ALLOWANCE_BYTES
 from icehouse_server.storage.local.encryption.aes_gcm import Cipher
 
+from tests.fixtures.patience import BOUND_S
 from tests.fixtures.storage.blocks import (
     FINGERPRINT,
     OTHER_FINGERPRINT,
@@ -44,7 +45,7 @@ def ask(server: SharingThread, ticket) -> object:
 
 
 def find(server: SharingThread, blocks) -> Found:
-    found = ask(server, server.storage.find(names_of(blocks), limit_s=10.0))
+    found = ask(server, server.storage.find(names_of(blocks), limit_s=BOUND_S))
     assert isinstance(found, Found)
     return found
 
