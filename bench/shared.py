@@ -94,7 +94,7 @@ async def _measure(scratch: Path, model_path: Path, round_count: int, *, has_fol
                     model=str(model_path),
                     cache_directory=scratch / name,
                     log_file=OUT / f"shared-{name}.log",
-                    flags=("--shared-url", url),
+                    flags=("--shared-url", url, "--shared-lookup-timeout-ms", "2000"),
                     environment=environment,
                 )
             )

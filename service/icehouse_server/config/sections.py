@@ -173,7 +173,7 @@ class CacheConfig:
         "`shared`. Default: none.",
     )
     shared_lookup_timeout_ms: float = setting(
-        250.0,
+        1000.0,
         "Maximum time that a request waits to learn what of its prompt is in the object store.",
         minimum=1,
         maximum=2000,

@@ -75,6 +75,8 @@ class Fetcher:
         self._offload = offload
         self.breaker = Breaker(clock)
         self._absent = RecentNames()
+        self.stored = RecentNames()
+        """Blocks that the store has, or never gets."""
         self.refused = RecentNames()
         """Objects that are not to be read until this server has replaced them."""
         self._downloads: dict[BlockHash, asyncio.Task[int]] = {}
@@ -90,6 +92,7 @@ class Fetcher:
 
     def note_stored(self, name: BlockHash) -> None:
         """Note that this server has put an object."""
+        self.stored.add(name)
         self._absent.discard(name)
         self.refused.discard(name)
 
@@ -184,6 +187,7 @@ class Fetcher:
                 await self._offload(self._folder.remove, path)
             return 0
         job.progress_time = self._clock.monotonic()
+        self.stored.add(name)
         self._stats.fetched_block_total += 1
         self._stats.fetched_byte_total += file.file_bytes
         return file.file_bytes

@@ -29,7 +29,6 @@ from icehouse_server.storage.shared.block_folder import BlockFolder
 from icehouse_server.storage.shared.breaker import Breaker
 from icehouse_server.storage.shared.fetcher import Fetcher
 from icehouse_server.storage.shared.object_store import ObjectStore, StoreError
-from icehouse_server.storage.shared.recent_names import RecentNames
 from icehouse_server.storage.shared.shared_settings import SharedSettings
 
 _log = logging.getLogger(__name__)
@@ -62,8 +61,6 @@ class Uploader:
         self._fetcher = fetcher
         self._offload = offload
         self.breaker = Breaker(clock)
-        self._stored = RecentNames()
-        """Blocks that the store has, or never gets."""
         self._offered: OrderedDict[BlockHash, int] = OrderedDict()
         """How often each was tried."""
         self._to_delete: OrderedDict[BlockHash, int] = OrderedDict()
@@ -85,7 +82,7 @@ class Uploader:
         """Have blocks stored that are not yet."""
         now = self._clock.monotonic()
         for name in names:
-            if not self._stored.has(name, now):
+            if not self._fetcher.stored.has(name, now):
                 self._offered.setdefault(name, 0)
         while len(self._offered) > _QUEUE_LIMIT_COUNT:
             self._offered.popitem(last=False)
@@ -96,7 +93,7 @@ class Uploader:
         """Have objects deleted, and fetched by nobody here before this server has stored them anew."""
         for name in names:
             self._offered.pop(name, None)
-            self._stored.discard(name)
+            self._fetcher.stored.discard(name)
             self._fetcher.refused.add(name)
             self._to_delete.setdefault(name, 0)
         while len(self._to_delete) > _QUEUE_LIMIT_COUNT:
@@ -155,7 +152,7 @@ class Uploader:
             return 0
         if file.outline.token_count < file.outline.block_token_limit:
             # A tail: its name is known to nobody but who has the very same prompt.
-            self._stored.add(name)
+            self._fetcher.stored.add(name)
             return 0
         target = self._folder.object_name(name)
         replaces = self._fetcher.refused.has(name, self._clock.monotonic())
@@ -165,7 +162,6 @@ class Uploader:
         is_stored = size_bytes is None or replaces
         if is_stored:
             is_stored = await self._store.put(target, data, replaces=replaces)
-        self._stored.add(name)
         self._fetcher.note_stored(name)
         if not is_stored:
             self._stats.known_block_total += 1
