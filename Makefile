@@ -136,7 +136,7 @@ fmt: $(STAMP) ## Format the code and fix what ruff can fix.
 #   growth       when one worker is enough, what 64 keep of its hits: simulated from what one costs
 CASE = throughput
 CASES := throughput gpu step profile lone load cache storage startup vision structured speculation blas telemetry \
-	tenants attacks http httpattacks fleet agents growth
+	tenants attacks http httpattacks fleet agents growth shared
 MODULE_profile := step.profile
 MODULE_storage := storage_bench
 MODULE_http := door.measure

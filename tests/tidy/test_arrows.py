@@ -34,6 +34,7 @@ ROOMS = (
     "storage.local.block_format",
     "storage.local.directory",
     "storage.local",
+    "storage.shared",
     "engine.core",
     "engine.prefix_cache.tiers",
     "engine.prefix_cache",
@@ -108,6 +109,7 @@ OWNERS = {
     "llguidance": ("structured_output.",),
     "sqlite_utils": ("storage.local.directory.manifest", "storage.local.directory.schema"),
     "sqlite3": ("storage.disk_error", "storage.local."),
+    "obstore": ("storage.shared.object_store",),
     "cryptography": ("storage.local.encryption.aes_gcm",),
     "prometheus_client": ("telemetry.prometheus",),
     "opentelemetry": ("telemetry.call_spans",),
@@ -178,11 +180,12 @@ def test_only_the_composition_root_looks_into_the_engine() -> None:
 
 
 def test_the_tier_on_disk_is_one_room_behind_its_port() -> None:
-    """Another kind of cold tier is another folder: nobody but who composes and who mends knows this one."""
+    """Another kind of cold tier is another folder: nobody but who composes and who mends knows this one, and
+    the shared tier, which is this one with a store behind it."""
     wrong = [
         f"{module.path}:{line}: {room}"
         for module in modules(SERVER)
-        if not module.folder.startswith(("storage.local", *TIER_OWNERS))
+        if not module.folder.startswith(("storage.local", "storage.shared", *TIER_OWNERS))
         for line, room in rooms_of(module)
         if room.startswith("storage.local")
     ]

@@ -41,7 +41,7 @@ def test_the_server_declares_what_it_imports() -> None:
     table = project("pyproject.toml")
     extras = table["optional-dependencies"]
     declared = names(table["dependencies"])
-    for extra in ("encryption", "fleet", "otel", "vision"):
+    for extra in ("encryption", "fleet", "otel", "shared", "vision"):
         declared |= names(extras[extra])
     # The SDK brings the API of the same version.
     declared |= {"opentelemetry-api"}

@@ -13,6 +13,7 @@ from pathlib import Path
 from icehouse_server.bootstrap.encryption import open_cipher
 from icehouse_server.bootstrap.machine import cache_limit
 from icehouse_server.bootstrap.room import existing_folder
+from icehouse_server.bootstrap.shared_store import open_shared_store, shared_settings
 from icehouse_server.clock import Clock
 from icehouse_server.config import CacheConfig, Config, TenantConfig
 from icehouse_server.device import Device
@@ -28,8 +29,9 @@ from icehouse_server.storage.api import ColdTier, Outcome
 from icehouse_server.storage.digests import DigestBook
 from icehouse_server.storage.files import Files, in_time
 from icehouse_server.storage.local.directory.lock import take_lock
-from icehouse_server.storage.local.encryption.constants import KEY_DETAIL, encrypted_fingerprint
+from icehouse_server.storage.local.encryption.constants import KEY_DETAIL, Cipher, encrypted_fingerprint
 from icehouse_server.storage.local.tier import LocalTier
+from icehouse_server.storage.shared.tier import SharedTier
 from icehouse_server.storage.storage_settings import Codec, StorageSettings
 from icehouse_server.storage.store_paths import StorePaths
 
@@ -107,27 +109,44 @@ def build_cache_parts(
     )
     storage = None
     if config.has_ssd:
-        storage = LocalTier(
-            StorageSettings(
-                directory=str(config.block_directory),
-                fingerprint=filed_as,
-                fingerprint_details=tuple(sorted(details.items())),
-                limit_bytes=config.ssd_bytes,
-                free_floor_bytes=config.free_space_floor_bytes,
-                daily_write_limit_bytes=config.daily_write_bytes,
-                spill_queue_limit_bytes=config.write_queue_bytes,
-                load_queue_limit_count=_LOAD_QUEUE_COUNT,
-                task_queue_limit_count=_TASK_QUEUE_COUNT,
-                reader_thread_count=config.reader_thread_count,
-                share_beside_decode=share_beside_decode,
-                codec=codec_on(device, Codec(config.codec)),
-            ),
-            files=files,
-            clock=clock,
-            post=post,
-            cipher=cipher,
+        storage_settings = StorageSettings(
+            directory=str(config.block_directory),
+            fingerprint=filed_as,
+            fingerprint_details=tuple(sorted(details.items())),
+            limit_bytes=config.ssd_bytes,
+            free_floor_bytes=config.free_space_floor_bytes,
+            daily_write_limit_bytes=config.daily_write_bytes,
+            spill_queue_limit_bytes=config.write_queue_bytes,
+            load_queue_limit_count=_LOAD_QUEUE_COUNT,
+            task_queue_limit_count=_TASK_QUEUE_COUNT,
+            reader_thread_count=config.reader_thread_count,
+            share_beside_decode=share_beside_decode,
+            codec=codec_on(device, Codec(config.codec)),
         )
+        storage = _make_tier(config, storage_settings, files=files, clock=clock, post=post, cipher=cipher)
     return CacheParts(settings=settings, adopt_budget_s=config.adopt_budget_ms / 1000, storage=storage)
+
+
+def _make_tier(
+    config: CacheConfig,
+    settings: StorageSettings,
+    *,
+    files: Files,
+    clock: Clock,
+    post: Callable[[Outcome], object],
+    cipher: Cipher | None,
+) -> ColdTier:
+    if config.shared_url is None:
+        return LocalTier(settings, files=files, clock=clock, post=post, cipher=cipher)
+    return SharedTier(
+        settings,
+        files=files,
+        clock=clock,
+        post=post,
+        cipher=cipher,
+        store=open_shared_store(config),
+        shared=shared_settings(config),
+    )
 
 
 def codec_on(device: Device, codec: Codec) -> Codec:

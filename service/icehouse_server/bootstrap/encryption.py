@@ -42,11 +42,12 @@ def open_cipher(cache: CacheConfig, files: Files) -> Cipher | None:
     data_keys, master_key = encryption(), read_master_key(cache)
     assert master_key is not None, "an encrypted cache has a key"
     paths = StorePaths(str(cache.block_directory.absolute()))
+    is_shared = cache.shared_url is not None
 
     def open_key() -> Any:
         lock = take_lock(files, paths)
         try:
-            return data_keys.open_key(files, paths, master_key=master_key)
+            return data_keys.open_key(files, paths, master_key=master_key, is_shared=is_shared)
         finally:
             files.close(lock)
 
@@ -56,7 +57,9 @@ def open_cipher(cache: CacheConfig, files: Files) -> Cipher | None:
         # A disk that only refuses to be written stops no start: the tier begins with writes off.
         cipher = None
         with contextlib.suppress(OSError):
-            cipher = in_time(lambda: _existing_cipher(data_keys, files, paths, master_key))
+            cipher = in_time(
+                lambda: _existing_cipher(data_keys, files, paths, master_key, is_shared=is_shared)
+            )
         if cipher is None:
             raise _unusable(paths, error) from error
         _log.warning("cache_key_read_only", extra={"key": cipher.key_id.hex(), "detail": str(error)})
@@ -83,7 +86,7 @@ def find_cipher(cache: CacheConfig, files: Files) -> Cipher | None:
     assert master_key is not None, "an encrypted cache has a key"
     paths = StorePaths(str(cache.block_directory.absolute()))
     try:
-        return _existing_cipher(data_keys, files, paths, master_key)
+        return _existing_cipher(data_keys, files, paths, master_key, is_shared=cache.shared_url is not None)
     except OSError as error:
         raise _unusable(paths, error) from error
 
@@ -109,10 +112,10 @@ def _cipher(data_key: bytes, *, wrapped_key: bytes = b"") -> Cipher:
 
 
 def _existing_cipher(
-    data_keys: ModuleType, files: Files, paths: StorePaths, master_key: bytes
+    data_keys: ModuleType, files: Files, paths: StorePaths, master_key: bytes, *, is_shared: bool
 ) -> Cipher | None:
     """Return the cipher of a data key that exists already, without writing anything."""
-    data_key = data_keys.find_key(files, paths, master_key=master_key)
+    data_key = data_keys.find_key(files, paths, master_key=master_key, is_shared=is_shared)
     return None if data_key is None else _cipher(data_key)
 
 

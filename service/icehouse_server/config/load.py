@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from icehouse_server.config.edge import SecurityConfig
-from icehouse_server.config.sections import SECTIONS, SETTINGS, Config
+from icehouse_server.config.sections import SECTIONS, SETTINGS, CacheConfig, Config
 from icehouse_server.errors import ConfigError, Reason
 from icehouse_server.small_file import read_small_file
 
@@ -183,6 +183,7 @@ def _contradictions(config: Config) -> Iterator[tuple[str, str]]:
         yield "server.default_max_output_tokens", what
     if config.cache.key_file is not None and config.cache.key_command is not None:
         yield "cache.key_command", "and cache.key_file are both set; the key comes from one of them"
+    yield from _half_sharing(config.cache)
     # sockaddr_un holds 108 bytes on Linux and 104 on macOS, the closing zero included.
     if config.server.uds is not None and len(os.fsencode(config.server.uds)) > 103:
         what = f"= {config.server.uds!r} is longer than the 103 bytes that a socket path may have"
@@ -200,6 +201,23 @@ def _contradictions(config: Config) -> Iterator[tuple[str, str]]:
         yield "http.aliases", f"is wrong: {error}"
     if config.server.uds is None and config.http.port and config.http.port == config.server.port:
         yield "http.port", f"and server.port are both {config.http.port}; HTTP and gRPC need a port each"
+
+
+def _half_sharing(cache: CacheConfig) -> Iterator[tuple[str, str]]:
+    if cache.shared_url is None:
+        return
+    if not cache.has_ssd:
+        yield (
+            "cache.shared_url",
+            "is set without an SSD tier: blocks go to the object store and come from there as files of that "
+            "tier; leave cache.ssd_enabled on",
+        )
+    if any(char in cache.shared_url for char in "@?#"):
+        yield (
+            "cache.shared_url",
+            "has more than a bucket and a path; credentials and options belong in the environment, under the "
+            "provider's names",
+        )
 
 
 def _half_security(security: SecurityConfig) -> Iterator[tuple[str, str]]:

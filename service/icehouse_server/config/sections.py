@@ -167,6 +167,22 @@ class CacheConfig:
     kv_group_size: int = setting(
         64, "Values that share a scale in quantized KV: 32, 64 or 128.", choices=(32, 64, 128)
     )
+    shared_url: str | None = setting(
+        None,
+        "Object store that several servers of one model share, so that each finds what the others computed: "
+        "s3://bucket/path (also for stores that speak S3), gs://, az://, or file:// and a folder that all of "
+        "them mount. Credentials come from the environment (AWS_ACCESS_KEY_ID and so on). Needs the extra "
+        "`shared`. Default: none.",
+    )
+    shared_lookup_timeout_ms: float = setting(
+        1000.0,
+        "Maximum time that a request waits to learn what of its prompt is in the object store.",
+        minimum=1,
+        maximum=2000,
+    )
+    shared_write_rate_bytes: int = setting(
+        0, "Maximum bytes per second, on average, that are sent to the object store; 0 is unlimited."
+    )
 
     key_file: str | None = setting(
         None,

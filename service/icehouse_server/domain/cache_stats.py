@@ -276,9 +276,41 @@ class TenantShare:
     ssd_bytes: int = 0
 
 
+@dataclasses.dataclass(slots=True)
+class SharedStats:
+    """Traffic with the object store that servers share."""
+
+    lookup_total: int = 0
+    hit_total: int = 0
+    """Lookups that found at least one block."""
+    late_lookup_total: int = 0
+    """Lookups that were not fully answered in time."""
+    fetched_block_total: int = 0
+    fetched_byte_total: int = 0
+    fetch_bytes_per_s: float = 0.0
+    refused_block_total: int = 0
+    """Objects that were not the block of their name, whole and sound: none of their bytes was used."""
+    stored_block_total: int = 0
+    stored_byte_total: int = 0
+    known_block_total: int = 0
+    """Blocks that were there already when they were to be stored."""
+    dropped_block_total: int = 0
+    """Blocks that were not stored: too many waited, or they had left this server by then."""
+    deleted_block_total: int = 0
+    queue_count: int = 0
+    """Blocks that wait to be stored."""
+    failure_total: int = 0
+    """Requests that the store did not answer, or refused."""
+    read_pause_detail: str = ""
+    """Why nothing is looked up at present; empty while the store answers."""
+    write_pause_detail: str = ""
+    """Why nothing is stored at present; empty while that works."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class CacheStats:
-    """The prefix cache's counters. `ssd`, `disk` and `last_reconcile` are None without an SSD tier."""
+    """The prefix cache's counters. `ssd`, `disk` and `last_reconcile` are None without an SSD tier, `shared`
+    without an object store."""
 
     block_token_limit: int = 256
     unsupported_detail: str = ""
@@ -291,5 +323,6 @@ class CacheStats:
     integrity: IntegrityStats = dataclasses.field(default_factory=IntegrityStats)
     disk: DiskStats | None = None
     last_reconcile: ReconcileReport | None = None
+    shared: SharedStats | None = None
     sessions: SessionStats = dataclasses.field(default_factory=SessionStats)
     tenants: tuple[TenantShare, ...] = ()

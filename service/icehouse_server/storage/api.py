@@ -188,6 +188,27 @@ class WriteBudget(NamedTuple):
     left_bytes: int
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Found:
+    """How much of a chain other servers have stored where this one can fetch it."""
+
+    block_count: int
+    """From its beginning."""
+    size_bytes: int
+    """About, of these together."""
+    fetch_bytes_per_s: float
+    """Moving average over the recent fetches; 0 before the first few."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Fetched:
+    """What a `fetch` brought."""
+
+    block_count: int
+    """From the beginning of what was asked for; the inventory has them by now."""
+    size_bytes: int
+
+
 Names = tuple[BlockHash, ...]
 
 
@@ -196,7 +217,8 @@ class Inventory:
     """All usable blocks of the served model. The last part replaces everything known before.
 
     Posted once at start, and again after the medium had to be opened anew. A large one comes in parts, chains
-    from their beginnings, with pauses so that the engine can take them in between decode steps.
+    from their beginnings, with pauses so that the engine can take them in between decode steps. Blocks that a
+    `fetch` brought come as a part that is neither the first nor the last.
     """
 
     records: tuple[StoredBlock, ...]
@@ -277,6 +299,16 @@ class ColdTier(Protocol):
         """Read the headers of blocks, token ids included; those that are not sound are left out."""
         ...
 
+    def find(self, blocks: Names, *, limit_s: float) -> Ticket[Found] | None:
+        """Ask how much of a chain other servers have stored, answered within `limit_s` as far as it is known
+        by then. None where there is nobody to ask, who was asked for it just now or does not answer."""
+        ...
+
+    def fetch(self, blocks: Names) -> Ticket[Fetched] | None:
+        """Bring blocks that were found into this tier, verified, in the order of their chain. What cannot be
+        had ends it: that is no failure. None where there is nobody to ask, or too much is under way."""
+        ...
+
     def touch(self, blocks: Names) -> bool:
         """Note that blocks were used, a chain from its end to its beginning. False: too much is queued."""
         ...
@@ -292,9 +324,10 @@ class ColdTier(Protocol):
         stored nor queued."""
         ...
 
-    def delete(self, blocks: Names) -> Ticket[Purged] | None:
+    def delete(self, blocks: Names, *, is_final: bool = False) -> Ticket[Purged] | None:
         """Remove blocks, pinned ones too; `Evicted` names them before the ticket comes. With none named it is
-        done when everything put before is written or dropped."""
+        done when everything put before is written or dropped. `is_final`: nobody is to use them again, so
+        they also go from where other servers could fetch them, as soon as that answers."""
         ...
 
     def verify(self, blocks: Names | None = None) -> Ticket[Verified] | None:
@@ -310,7 +343,7 @@ class ColdTier(Protocol):
         ...
 
     def abandon(self, ticket: AnyTicket) -> None:
-        """Stop waiting for a read. The ticket may come all the same."""
+        """Stop waiting for a read or a fetch. The ticket may come all the same."""
         ...
 
     def silence_s(self, ticket: AnyTicket) -> float:

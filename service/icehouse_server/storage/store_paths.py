@@ -11,7 +11,8 @@ BLOCK_SUFFIX = ".safetensors"
 
 _FOLDER = re.compile(r"[0-9a-f]{16}")
 _BLOCK = re.compile(r"([0-9a-f]{64})\.safetensors")
-_PARTIAL = re.compile(r"[0-9a-f]{64}\.safetensors\.partial")
+_FETCHED_SUFFIX = ".fetched"
+_PARTIAL = re.compile(r"[0-9a-f]{64}\.safetensors(\.fetched)?\.partial")
 _ROOT_FILE = re.compile(r"lock|ballast|(clean|digests|keys|manifest)\..*")
 
 
@@ -47,6 +48,10 @@ class StorePaths:
 
     def block(self, fingerprint: Fingerprint, block_hash: BlockHash) -> str:
         return f"{self.folder(fingerprint)}/{block_hash.hex()}{BLOCK_SUFFIX}"
+
+    def fetched(self, fingerprint: Fingerprint, block_hash: BlockHash) -> str:
+        """Return where a block is written that comes from another server; a spill of it has another name."""
+        return self.block(fingerprint, block_hash) + _FETCHED_SUFFIX + PARTIAL_SUFFIX
 
     def quarantined(self, block_hash: BlockHash) -> str:
         """Return where a damaged block is moved; a second one of this hash replaces the first."""

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Generic, TypeVar
 
-from icehouse_server.domain.cache_stats import CacheStats, DiskStats, SpillStats, TierStats
+from icehouse_server.domain.cache_stats import CacheStats, DiskStats, SharedStats, SpillStats, TierStats
 from icehouse_server.domain.model import EngineState
 from icehouse_server.domain.stats import EngineStats, KvEventStats, ReplyStats, Snapshot, TenantUse
 from icehouse_server.telemetry.call_metrics import CALL_METRICS
@@ -89,6 +89,7 @@ _engine: _Rows[EngineStats] = _Rows(lambda s: _known(s.engine))
 _cache: _Rows[CacheStats] = _Rows(lambda s: _known(s.cache))
 _spill: _Rows[SpillStats] = _Rows(lambda s: _known(s.cache.spill if s.cache else None))
 _disk: _Rows[DiskStats] = _Rows(lambda s: _known(s.cache.disk if s.cache else None))
+_shared: _Rows[SharedStats] = _Rows(lambda s: _known(s.cache.shared if s.cache else None))
 _tier: _Rows[TierStats] = _Rows(_tiers, ("icehouse.tier",))
 # The edge keeps a bounded number of accounts, so there are never more tenants here than that.
 _tenant: _Rows[TenantUse] = _Rows(lambda s: {(use.tenant,): use for use in s.tenants}, ("icehouse.tenant",))
@@ -281,6 +282,38 @@ OBSERVED_METRICS: tuple[Observed, ...] = (
         "1 while blocks are written, 0 while writing is off after failures."),
     _disk.gauge("icehouse.cache.disk.answering", "{state}", lambda d: float(not d.hang_detail),
         "1 while the disk answers, 0 while reads or writes hang and prompts are computed instead."),
+    _shared.counter("icehouse.cache.shared.lookups", "{lookup}", lambda x: x.lookup_total,
+        "Prompts whose missing blocks were looked up in the object store."),
+    _shared.counter("icehouse.cache.shared.hits", "{lookup}", lambda x: x.hit_total,
+        "Lookups there that found at least one block."),
+    _shared.counter("icehouse.cache.shared.late", "{lookup}", lambda x: x.late_lookup_total,
+        "Lookups there that were not fully answered in time."),
+    _shared.counter("icehouse.cache.shared.fetched.blocks", "{block}", lambda x: x.fetched_block_total,
+        "Blocks that came from the object store."),
+    _shared.counter("icehouse.cache.shared.fetched", "By", lambda x: x.fetched_byte_total,
+        "Bytes that came from the object store as blocks."),
+    _shared.gauge("icehouse.cache.shared.fetch.rate", "By/s", lambda x: x.fetch_bytes_per_s,
+        "Bytes per second of fetches, a moving average."),
+    _shared.counter("icehouse.cache.shared.refused.blocks", "{block}", lambda x: x.refused_block_total,
+        "Objects that were not the block of their name, whole and sound; none of their bytes was used."),
+    _shared.counter("icehouse.cache.shared.stored.blocks", "{block}", lambda x: x.stored_block_total,
+        "Blocks that were stored in the object store."),
+    _shared.counter("icehouse.cache.shared.stored", "By", lambda x: x.stored_byte_total,
+        "Bytes that were stored there."),
+    _shared.counter("icehouse.cache.shared.known.blocks", "{block}", lambda x: x.known_block_total,
+        "Blocks that were there already when they were to be stored."),
+    _shared.counter("icehouse.cache.shared.dropped.blocks", "{block}", lambda x: x.dropped_block_total,
+        "Blocks that were not stored there: too many waited, or they had left this server by then."),
+    _shared.counter("icehouse.cache.shared.deleted.blocks", "{block}", lambda x: x.deleted_block_total,
+        "Objects that were deleted by order."),
+    _shared.gauge("icehouse.cache.shared.waiting", "{block}", lambda x: x.queue_count,
+        "Blocks that wait to be stored."),
+    _shared.counter("icehouse.cache.shared.failures", "{request}", lambda x: x.failure_total,
+        "Requests that the object store did not answer, or refused."),
+    _shared.gauge("icehouse.cache.shared.readable", "{state}", lambda x: float(not x.read_pause_detail),
+        "1 while the object store is asked, 0 while it is left alone after failures."),
+    _shared.gauge("icehouse.cache.shared.writable", "{state}", lambda x: float(not x.write_pause_detail),
+        "1 while blocks are stored there, 0 while that is paused after failures."),
 
     _tenant.gauge("icehouse.tenant.requests", "{request}",
         lambda use: {"waiting": use.waiting_count, "running": use.running_count},

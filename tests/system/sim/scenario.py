@@ -48,6 +48,7 @@ from tests.system.sim.event_watch import EventWatch
 from tests.system.sim.images import closed, drawn_image, ids_and_spans, untorn, words
 from tests.system.sim.ledger import Ledger, Promise
 from tests.system.sim.model import ALPHABET, CONTEXT_TOKEN_LIMIT, reference_reply
+from tests.system.sim.object_store import FickleStore
 from tests.system.sim.pinning import PinWatch
 from tests.system.sim.server import Life, SimClock, SimServer
 from tests.system.sim.session_watch import SessionWatch
@@ -72,6 +73,9 @@ PLANES_SEED = 6_000_000
 """From here on blocks are stored in byte planes; prompts have no images, names are synced, no disk hangs."""
 ARCHIVES_SEED = 7_000_000
 """From here on prompts are exported and imported as well."""
+SHARED_SEED = 8_000_000
+"""From here on the SSD tier has an object store behind it, which fails and lies now and then; blocks are
+stored raw, prompts have no images, names are synced, no disk hangs."""
 _RECOVERY_S = 130.0
 """Longer than a write gate stays shut."""
 
@@ -105,7 +109,8 @@ class Scenario:
             session_checkpoint_limit=self._session_dice.choice((2, 2, 3, 8)),
             session_limit=self._session_dice.choice((2, 4096, 4096)),
             cipher=CIPHER if seed % 4 == 3 else None,
-            codec=Codec.PLANES if seed >= PLANES_SEED else Codec.RAW,
+            codec=Codec.PLANES if PLANES_SEED <= seed < SHARED_SEED else Codec.RAW,
+            store=FickleStore(random.Random(-9 * 10**6 - seed)) if seed >= SHARED_SEED else None,
         )
         self.ledger = Ledger()
         self.clock = SimClock()
@@ -158,7 +163,7 @@ class Scenario:
         action = self.dice.choices(*zip(*self._actions(), strict=True))[0]
         if HANGS_SEED <= self.seed < ARCHIVES_SEED and self._hang_dice.random() < 0.15:
             action = self._hang_dice.choice((self._hang, self._hang, self._hang, self._pass_time))
-        if self.seed >= ARCHIVES_SEED and self._archive_dice.random() < 0.15:
+        if ARCHIVES_SEED <= self.seed < SHARED_SEED and self._archive_dice.random() < 0.15:
             action = self._archive_dice.choice((self._export, self._import))
         try:
             action()

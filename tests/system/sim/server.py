@@ -20,12 +20,15 @@ from icehouse_server.engine.scheduling.preemption import SchedulingParts
 from icehouse_server.engine.scheduling.scheduler import Scheduler
 from icehouse_server.engine.scheduling.waiting_queue import WaitingQueue
 from icehouse_server.errors import Reason, Unavailable
-from icehouse_server.storage.api import Outcome, StorageClosed, StorageFailed
+from icehouse_server.storage.api import Names, Outcome, StorageClosed, StorageFailed
 from icehouse_server.storage.local.tier import LocalTier
+from icehouse_server.storage.shared.tier import SharedTier
 from icehouse_server.storage.storage_settings import Codec
 
 from tests.fixtures.engine import FakeDecoder, Recorder, model_info
+from tests.fixtures.patience import BOUND_S
 from tests.fixtures.storage.hanging import HungReader, resume, stall
+from tests.fixtures.storage.object_store import SHARED
 from tests.system.sim.disk import SimDisk
 from tests.system.sim.ledger import Ledger
 from tests.system.sim.model import CONTEXT_TOKEN_LIMIT
@@ -75,6 +78,10 @@ class _WatchedStorage:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._storage, name)
 
+    def find(self, blocks: Names, *, limit_s: float) -> Any:
+        # A story is the same on a slow machine: the store says by dice that it does not answer.
+        return self._storage.find(blocks, limit_s=BOUND_S)
+
     def put(self, block: HostBlock, **rest: Any) -> Any:
         self._ledger.note_spill(block.header)
         return self._storage.put(block, **rest)
@@ -110,13 +117,7 @@ class SimServer:
         self.disk = disk.heir(life.directory) if disk else SimDisk(life.directory, mtime_ns=life.mtime_ns)
         self.storage: LocalTier | None = None
         if setup.has_storage:
-            self.storage = LocalTier(
-                setup.storage_settings(str(life.directory), life.model),
-                files=self.disk,
-                clock=clock,
-                post=self._post,
-                cipher=setup.cipher,
-            )
+            self.storage = self._make_tier()
         self.is_storage_dead = False
         self.is_closed = False
         self.reads_hang = False
@@ -168,6 +169,15 @@ class SimServer:
             mailbox=self.mailbox,
             listener=self.recorder,
             clock=clock,
+        )
+
+    def _make_tier(self) -> LocalTier:
+        settings = self.setup.storage_settings(str(self.life.directory), self.life.model)
+        parts: dict[str, Any] = {"files": self.disk, "clock": self.clock, "cipher": self.setup.cipher}
+        if self.setup.store is None:
+            return LocalTier(settings, post=self._post, **parts)
+        return SharedTier(
+            settings, post=self._post, store=self.setup.store, shared=SHARED, is_inline=True, **parts
         )
 
     @property
@@ -258,10 +268,12 @@ class SimServer:
                     break
                 self.storage.step()
             assert self.is_closed, "the directory is never closed"
+        self._end_traffic()
         self.disk.release()
 
     def die(self, copy: Path, *, is_kill: bool) -> None:
         """The process is gone, and the power with it unless `is_kill`; `copy` is what it leaves there."""
+        self._end_traffic()
         if self.storage is not None and self.store._manifest is None:
             # A connection that a crash left half open must not fold its log in while it is copied.
             gc.collect()
@@ -272,6 +284,10 @@ class SimServer:
         if self.storage is not None and self.store._manifest is not None:
             self.store._manifest._database.conn.close()
         self.disk.release()
+
+    def _end_traffic(self) -> None:
+        if isinstance(self.storage, SharedTier):
+            self.storage._traffic.end()
 
     def spilling(self) -> Sequence[BlockHash]:
         """Return the blocks that wait to be written."""

@@ -13,6 +13,7 @@ from icehouse_server.storage.local.directory.manifest import LOG_ALLOWANCE_BYTES
 from icehouse_server.storage.local.encryption.aes_gcm import Cipher
 from icehouse_server.storage.storage_settings import Codec, StorageSettings
 
+from tests.fixtures.storage.object_store import MemoryStore
 from tests.system.sim.model import ModelSpec
 
 BLOCK = 4
@@ -55,6 +56,8 @@ class Setup:
     cipher: Cipher | None = None
     """Encrypts the SSD tier; restores must not care."""
     codec: Codec = Codec.RAW
+    store: MemoryStore | None = None
+    """Behind the SSD tier; it outlives every life."""
 
     def prefix_settings(self, model: int) -> PrefixSettings:
         """Return the prefix cache's settings for one of the models."""

@@ -32,10 +32,12 @@ from icehouse_server.storage.api import (
 from icehouse_server.storage.files import Files
 from icehouse_server.storage.local.directory.manifest import LOG_ALLOWANCE_BYTES
 from icehouse_server.storage.local.tier import LocalTier
+from icehouse_server.storage.shared.tier import SharedTier
 
 from tests.fixtures.storage.blocks import BLOCK_TOKEN_LIMIT, make_block, make_chain
 from tests.fixtures.storage.loading import BlockBuffers, assert_holds, plan
 from tests.fixtures.storage.memory_tier import MemoryTier
+from tests.fixtures.storage.object_store import SHARED, MemoryStore
 from tests.fixtures.storage.storage_thread import ManualClock, settings_for
 
 KV = frozenset({RegionKind.KV})
@@ -97,7 +99,7 @@ def _flip(tier: LocalTier, header) -> None:
     path.write_bytes(data)
 
 
-@pytest.fixture(params=["disk", "memory"])
+@pytest.fixture(params=["disk", "memory", "shared"])
 def open_bench(request, tmp_path) -> Iterator[Callable[..., Bench]]:
     opened: list[Bench] = []
 
@@ -115,6 +117,18 @@ def open_bench(request, tmp_path) -> Iterator[Callable[..., Bench]]:
             )
             return LocalTier(settings, files=Files(), clock=clock, post=post)
 
+        def with_store(post, clock) -> SharedTier:
+            settings = settings_for(
+                tmp_path,
+                limit_bytes=limit_bytes + LOG_ALLOWANCE_BYTES,
+                spill_queue_limit_bytes=queue_bytes,
+                load_queue_limit_count=count,
+                task_queue_limit_count=count,
+            )
+            return SharedTier(
+                settings, files=Files(), clock=clock, post=post, store=MemoryStore(), shared=SHARED
+            )
+
         def in_memory(post, clock) -> MemoryTier:
             return MemoryTier(
                 clock=clock,
@@ -124,8 +138,9 @@ def open_bench(request, tmp_path) -> Iterator[Callable[..., Bench]]:
                 queue_limit_count=count,
             )
 
-        if request.param == "disk":
-            opened.append(Bench(on_disk, _flip, is_started=is_started))
+        if request.param in ("disk", "shared"):
+            on_medium = on_disk if request.param == "disk" else with_store
+            opened.append(Bench(on_medium, _flip, is_started=is_started))
         else:
             opened.append(
                 Bench(in_memory, lambda tier, header: tier.damage(header.hash), is_started=is_started)

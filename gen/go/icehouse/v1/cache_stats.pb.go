@@ -130,7 +130,9 @@ type CacheStats struct {
 	// What was repaired at the last start. Not set: no SSD tier.
 	LastReconcile *CacheReconcileReport `protobuf:"bytes,10,opt,name=last_reconcile,json=lastReconcile,proto3" json:"last_reconcile,omitempty"`
 	// The sessions that requests named.
-	Sessions      *CacheSessionStats `protobuf:"bytes,11,opt,name=sessions,proto3" json:"sessions,omitempty"`
+	Sessions *CacheSessionStats `protobuf:"bytes,11,opt,name=sessions,proto3" json:"sessions,omitempty"`
+	// Traffic with the object store that servers share. Not set: there is none.
+	Shared        *CacheSharedStats `protobuf:"bytes,12,opt,name=shared,proto3" json:"shared,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -242,6 +244,194 @@ func (x *CacheStats) GetSessions() *CacheSessionStats {
 	return nil
 }
 
+func (x *CacheStats) GetShared() *CacheSharedStats {
+	if x != nil {
+		return x.Shared
+	}
+	return nil
+}
+
+// Traffic with the object store that servers share. Totals are since the start.
+type CacheSharedStats struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Prompts whose missing blocks were looked up there.
+	LookupTotal int64 `protobuf:"varint,1,opt,name=lookup_total,json=lookupTotal,proto3" json:"lookup_total,omitempty"`
+	// Lookups that found at least one block.
+	HitTotal int64 `protobuf:"varint,2,opt,name=hit_total,json=hitTotal,proto3" json:"hit_total,omitempty"`
+	// Lookups that were not fully answered in time.
+	LateLookupTotal int64 `protobuf:"varint,3,opt,name=late_lookup_total,json=lateLookupTotal,proto3" json:"late_lookup_total,omitempty"`
+	// Blocks that came from there.
+	FetchedBlockTotal int64 `protobuf:"varint,4,opt,name=fetched_block_total,json=fetchedBlockTotal,proto3" json:"fetched_block_total,omitempty"`
+	// Bytes of their files.
+	FetchedByteTotal int64 `protobuf:"varint,5,opt,name=fetched_byte_total,json=fetchedByteTotal,proto3" json:"fetched_byte_total,omitempty"`
+	// Bytes per second of fetches, a moving average.
+	FetchBytesPerSecond float64 `protobuf:"fixed64,6,opt,name=fetch_bytes_per_second,json=fetchBytesPerSecond,proto3" json:"fetch_bytes_per_second,omitempty"`
+	// Objects that were not the block of their name, whole and sound. None of their bytes was used.
+	RefusedBlockTotal int64 `protobuf:"varint,7,opt,name=refused_block_total,json=refusedBlockTotal,proto3" json:"refused_block_total,omitempty"`
+	// Blocks that were stored there.
+	StoredBlockTotal int64 `protobuf:"varint,8,opt,name=stored_block_total,json=storedBlockTotal,proto3" json:"stored_block_total,omitempty"`
+	// Bytes of their files.
+	StoredByteTotal int64 `protobuf:"varint,9,opt,name=stored_byte_total,json=storedByteTotal,proto3" json:"stored_byte_total,omitempty"`
+	// Blocks that were there already when they were to be stored.
+	KnownBlockTotal int64 `protobuf:"varint,10,opt,name=known_block_total,json=knownBlockTotal,proto3" json:"known_block_total,omitempty"`
+	// Blocks that were not stored: too many waited, or they had left this server by then.
+	DroppedBlockTotal int64 `protobuf:"varint,11,opt,name=dropped_block_total,json=droppedBlockTotal,proto3" json:"dropped_block_total,omitempty"`
+	// Objects that were deleted by order.
+	DeletedBlockTotal int64 `protobuf:"varint,12,opt,name=deleted_block_total,json=deletedBlockTotal,proto3" json:"deleted_block_total,omitempty"`
+	// Blocks that wait to be stored.
+	QueueCount int64 `protobuf:"varint,13,opt,name=queue_count,json=queueCount,proto3" json:"queue_count,omitempty"`
+	// Requests that the store did not answer, or refused.
+	FailureTotal int64 `protobuf:"varint,14,opt,name=failure_total,json=failureTotal,proto3" json:"failure_total,omitempty"`
+	// Why nothing is looked up at present. Empty: lookups work.
+	ReadPauseDetail string `protobuf:"bytes,15,opt,name=read_pause_detail,json=readPauseDetail,proto3" json:"read_pause_detail,omitempty"`
+	// Why nothing is stored at present. Empty: storing works.
+	WritePauseDetail string `protobuf:"bytes,16,opt,name=write_pause_detail,json=writePauseDetail,proto3" json:"write_pause_detail,omitempty"`
+	unknownFields    protoimpl.UnknownFields
+	sizeCache        protoimpl.SizeCache
+}
+
+func (x *CacheSharedStats) Reset() {
+	*x = CacheSharedStats{}
+	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[1]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *CacheSharedStats) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*CacheSharedStats) ProtoMessage() {}
+
+func (x *CacheSharedStats) ProtoReflect() protoreflect.Message {
+	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[1]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use CacheSharedStats.ProtoReflect.Descriptor instead.
+func (*CacheSharedStats) Descriptor() ([]byte, []int) {
+	return file_icehouse_v1_cache_stats_proto_rawDescGZIP(), []int{1}
+}
+
+func (x *CacheSharedStats) GetLookupTotal() int64 {
+	if x != nil {
+		return x.LookupTotal
+	}
+	return 0
+}
+
+func (x *CacheSharedStats) GetHitTotal() int64 {
+	if x != nil {
+		return x.HitTotal
+	}
+	return 0
+}
+
+func (x *CacheSharedStats) GetLateLookupTotal() int64 {
+	if x != nil {
+		return x.LateLookupTotal
+	}
+	return 0
+}
+
+func (x *CacheSharedStats) GetFetchedBlockTotal() int64 {
+	if x != nil {
+		return x.FetchedBlockTotal
+	}
+	return 0
+}
+
+func (x *CacheSharedStats) GetFetchedByteTotal() int64 {
+	if x != nil {
+		return x.FetchedByteTotal
+	}
+	return 0
+}
+
+func (x *CacheSharedStats) GetFetchBytesPerSecond() float64 {
+	if x != nil {
+		return x.FetchBytesPerSecond
+	}
+	return 0
+}
+
+func (x *CacheSharedStats) GetRefusedBlockTotal() int64 {
+	if x != nil {
+		return x.RefusedBlockTotal
+	}
+	return 0
+}
+
+func (x *CacheSharedStats) GetStoredBlockTotal() int64 {
+	if x != nil {
+		return x.StoredBlockTotal
+	}
+	return 0
+}
+
+func (x *CacheSharedStats) GetStoredByteTotal() int64 {
+	if x != nil {
+		return x.StoredByteTotal
+	}
+	return 0
+}
+
+func (x *CacheSharedStats) GetKnownBlockTotal() int64 {
+	if x != nil {
+		return x.KnownBlockTotal
+	}
+	return 0
+}
+
+func (x *CacheSharedStats) GetDroppedBlockTotal() int64 {
+	if x != nil {
+		return x.DroppedBlockTotal
+	}
+	return 0
+}
+
+func (x *CacheSharedStats) GetDeletedBlockTotal() int64 {
+	if x != nil {
+		return x.DeletedBlockTotal
+	}
+	return 0
+}
+
+func (x *CacheSharedStats) GetQueueCount() int64 {
+	if x != nil {
+		return x.QueueCount
+	}
+	return 0
+}
+
+func (x *CacheSharedStats) GetFailureTotal() int64 {
+	if x != nil {
+		return x.FailureTotal
+	}
+	return 0
+}
+
+func (x *CacheSharedStats) GetReadPauseDetail() string {
+	if x != nil {
+		return x.ReadPauseDetail
+	}
+	return ""
+}
+
+func (x *CacheSharedStats) GetWritePauseDetail() string {
+	if x != nil {
+		return x.WritePauseDetail
+	}
+	return ""
+}
+
 // The sessions that requests named.
 type CacheSessionStats struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -263,7 +453,7 @@ type CacheSessionStats struct {
 
 func (x *CacheSessionStats) Reset() {
 	*x = CacheSessionStats{}
-	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[1]
+	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[2]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -275,7 +465,7 @@ func (x *CacheSessionStats) String() string {
 func (*CacheSessionStats) ProtoMessage() {}
 
 func (x *CacheSessionStats) ProtoReflect() protoreflect.Message {
-	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[1]
+	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[2]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -288,7 +478,7 @@ func (x *CacheSessionStats) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CacheSessionStats.ProtoReflect.Descriptor instead.
 func (*CacheSessionStats) Descriptor() ([]byte, []int) {
-	return file_icehouse_v1_cache_stats_proto_rawDescGZIP(), []int{1}
+	return file_icehouse_v1_cache_stats_proto_rawDescGZIP(), []int{2}
 }
 
 func (x *CacheSessionStats) GetSessionCount() int64 {
@@ -362,7 +552,7 @@ type CacheTierStats struct {
 
 func (x *CacheTierStats) Reset() {
 	*x = CacheTierStats{}
-	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[2]
+	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[3]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -374,7 +564,7 @@ func (x *CacheTierStats) String() string {
 func (*CacheTierStats) ProtoMessage() {}
 
 func (x *CacheTierStats) ProtoReflect() protoreflect.Message {
-	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[2]
+	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[3]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -387,7 +577,7 @@ func (x *CacheTierStats) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CacheTierStats.ProtoReflect.Descriptor instead.
 func (*CacheTierStats) Descriptor() ([]byte, []int) {
-	return file_icehouse_v1_cache_stats_proto_rawDescGZIP(), []int{2}
+	return file_icehouse_v1_cache_stats_proto_rawDescGZIP(), []int{3}
 }
 
 func (x *CacheTierStats) GetBlockCount() int64 {
@@ -475,7 +665,7 @@ type AgePercentiles struct {
 
 func (x *AgePercentiles) Reset() {
 	*x = AgePercentiles{}
-	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[3]
+	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[4]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -487,7 +677,7 @@ func (x *AgePercentiles) String() string {
 func (*AgePercentiles) ProtoMessage() {}
 
 func (x *AgePercentiles) ProtoReflect() protoreflect.Message {
-	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[3]
+	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[4]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -500,7 +690,7 @@ func (x *AgePercentiles) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AgePercentiles.ProtoReflect.Descriptor instead.
 func (*AgePercentiles) Descriptor() ([]byte, []int) {
-	return file_icehouse_v1_cache_stats_proto_rawDescGZIP(), []int{3}
+	return file_icehouse_v1_cache_stats_proto_rawDescGZIP(), []int{4}
 }
 
 func (x *AgePercentiles) GetP50() *durationpb.Duration {
@@ -545,7 +735,7 @@ type CacheLookupStats struct {
 
 func (x *CacheLookupStats) Reset() {
 	*x = CacheLookupStats{}
-	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[4]
+	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -557,7 +747,7 @@ func (x *CacheLookupStats) String() string {
 func (*CacheLookupStats) ProtoMessage() {}
 
 func (x *CacheLookupStats) ProtoReflect() protoreflect.Message {
-	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[4]
+	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -570,7 +760,7 @@ func (x *CacheLookupStats) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CacheLookupStats.ProtoReflect.Descriptor instead.
 func (*CacheLookupStats) Descriptor() ([]byte, []int) {
-	return file_icehouse_v1_cache_stats_proto_rawDescGZIP(), []int{4}
+	return file_icehouse_v1_cache_stats_proto_rawDescGZIP(), []int{5}
 }
 
 func (x *CacheLookupStats) GetLookupTotal() int64 {
@@ -628,7 +818,7 @@ type CacheMissTokens struct {
 
 func (x *CacheMissTokens) Reset() {
 	*x = CacheMissTokens{}
-	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[5]
+	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -640,7 +830,7 @@ func (x *CacheMissTokens) String() string {
 func (*CacheMissTokens) ProtoMessage() {}
 
 func (x *CacheMissTokens) ProtoReflect() protoreflect.Message {
-	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[5]
+	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -653,7 +843,7 @@ func (x *CacheMissTokens) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CacheMissTokens.ProtoReflect.Descriptor instead.
 func (*CacheMissTokens) Descriptor() ([]byte, []int) {
-	return file_icehouse_v1_cache_stats_proto_rawDescGZIP(), []int{5}
+	return file_icehouse_v1_cache_stats_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *CacheMissTokens) GetReason() ReuseLimit {
@@ -683,7 +873,7 @@ type SpillDrops struct {
 
 func (x *SpillDrops) Reset() {
 	*x = SpillDrops{}
-	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[6]
+	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -695,7 +885,7 @@ func (x *SpillDrops) String() string {
 func (*SpillDrops) ProtoMessage() {}
 
 func (x *SpillDrops) ProtoReflect() protoreflect.Message {
-	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[6]
+	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -708,7 +898,7 @@ func (x *SpillDrops) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SpillDrops.ProtoReflect.Descriptor instead.
 func (*SpillDrops) Descriptor() ([]byte, []int) {
-	return file_icehouse_v1_cache_stats_proto_rawDescGZIP(), []int{6}
+	return file_icehouse_v1_cache_stats_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *SpillDrops) GetCause() SpillDropCause {
@@ -763,7 +953,7 @@ type CacheSpillStats struct {
 
 func (x *CacheSpillStats) Reset() {
 	*x = CacheSpillStats{}
-	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[7]
+	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -775,7 +965,7 @@ func (x *CacheSpillStats) String() string {
 func (*CacheSpillStats) ProtoMessage() {}
 
 func (x *CacheSpillStats) ProtoReflect() protoreflect.Message {
-	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[7]
+	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -788,7 +978,7 @@ func (x *CacheSpillStats) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CacheSpillStats.ProtoReflect.Descriptor instead.
 func (*CacheSpillStats) Descriptor() ([]byte, []int) {
-	return file_icehouse_v1_cache_stats_proto_rawDescGZIP(), []int{7}
+	return file_icehouse_v1_cache_stats_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *CacheSpillStats) GetPolicy() string {
@@ -923,7 +1113,7 @@ type CachePromoteStats struct {
 
 func (x *CachePromoteStats) Reset() {
 	*x = CachePromoteStats{}
-	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[8]
+	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -935,7 +1125,7 @@ func (x *CachePromoteStats) String() string {
 func (*CachePromoteStats) ProtoMessage() {}
 
 func (x *CachePromoteStats) ProtoReflect() protoreflect.Message {
-	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[8]
+	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -948,7 +1138,7 @@ func (x *CachePromoteStats) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CachePromoteStats.ProtoReflect.Descriptor instead.
 func (*CachePromoteStats) Descriptor() ([]byte, []int) {
-	return file_icehouse_v1_cache_stats_proto_rawDescGZIP(), []int{8}
+	return file_icehouse_v1_cache_stats_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *CachePromoteStats) GetLoadTotal() int64 {
@@ -1061,7 +1251,7 @@ type CacheIntegrityStats struct {
 
 func (x *CacheIntegrityStats) Reset() {
 	*x = CacheIntegrityStats{}
-	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[9]
+	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1073,7 +1263,7 @@ func (x *CacheIntegrityStats) String() string {
 func (*CacheIntegrityStats) ProtoMessage() {}
 
 func (x *CacheIntegrityStats) ProtoReflect() protoreflect.Message {
-	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[9]
+	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1086,7 +1276,7 @@ func (x *CacheIntegrityStats) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CacheIntegrityStats.ProtoReflect.Descriptor instead.
 func (*CacheIntegrityStats) Descriptor() ([]byte, []int) {
-	return file_icehouse_v1_cache_stats_proto_rawDescGZIP(), []int{9}
+	return file_icehouse_v1_cache_stats_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *CacheIntegrityStats) GetVerifiedBlockTotal() int64 {
@@ -1181,7 +1371,7 @@ type CacheDiskStats struct {
 
 func (x *CacheDiskStats) Reset() {
 	*x = CacheDiskStats{}
-	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[10]
+	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1193,7 +1383,7 @@ func (x *CacheDiskStats) String() string {
 func (*CacheDiskStats) ProtoMessage() {}
 
 func (x *CacheDiskStats) ProtoReflect() protoreflect.Message {
-	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[10]
+	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1206,7 +1396,7 @@ func (x *CacheDiskStats) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CacheDiskStats.ProtoReflect.Descriptor instead.
 func (*CacheDiskStats) Descriptor() ([]byte, []int) {
-	return file_icehouse_v1_cache_stats_proto_rawDescGZIP(), []int{10}
+	return file_icehouse_v1_cache_stats_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *CacheDiskStats) GetUsedBytes() int64 {
@@ -1344,7 +1534,7 @@ type CacheReconcileReport struct {
 
 func (x *CacheReconcileReport) Reset() {
 	*x = CacheReconcileReport{}
-	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[11]
+	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1356,7 +1546,7 @@ func (x *CacheReconcileReport) String() string {
 func (*CacheReconcileReport) ProtoMessage() {}
 
 func (x *CacheReconcileReport) ProtoReflect() protoreflect.Message {
-	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[11]
+	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1369,7 +1559,7 @@ func (x *CacheReconcileReport) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CacheReconcileReport.ProtoReflect.Descriptor instead.
 func (*CacheReconcileReport) Descriptor() ([]byte, []int) {
-	return file_icehouse_v1_cache_stats_proto_rawDescGZIP(), []int{11}
+	return file_icehouse_v1_cache_stats_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *CacheReconcileReport) GetReconcileTime() *timestamppb.Timestamp {
@@ -1481,7 +1671,7 @@ var File_icehouse_v1_cache_stats_proto protoreflect.FileDescriptor
 
 const file_icehouse_v1_cache_stats_proto_rawDesc = "" +
 	"\n" +
-	"\x1dicehouse/v1/cache_stats.proto\x12\vicehouse.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x17icehouse/v1/usage.proto\"\xda\x04\n" +
+	"\x1dicehouse/v1/cache_stats.proto\x12\vicehouse.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x17icehouse/v1/usage.proto\"\x91\x05\n" +
 	"\n" +
 	"CacheStats\x12!\n" +
 	"\fblock_tokens\x18\x01 \x01(\x05R\vblockTokens\x12-\n" +
@@ -1495,7 +1685,27 @@ const file_icehouse_v1_cache_stats_proto_rawDesc = "" +
 	"\x04disk\x18\t \x01(\v2\x1b.icehouse.v1.CacheDiskStatsR\x04disk\x12H\n" +
 	"\x0elast_reconcile\x18\n" +
 	" \x01(\v2!.icehouse.v1.CacheReconcileReportR\rlastReconcile\x12:\n" +
-	"\bsessions\x18\v \x01(\v2\x1e.icehouse.v1.CacheSessionStatsR\bsessions\"\x8f\x02\n" +
+	"\bsessions\x18\v \x01(\v2\x1e.icehouse.v1.CacheSessionStatsR\bsessions\x125\n" +
+	"\x06shared\x18\f \x01(\v2\x1d.icehouse.v1.CacheSharedStatsR\x06shared\"\xc7\x05\n" +
+	"\x10CacheSharedStats\x12!\n" +
+	"\flookup_total\x18\x01 \x01(\x03R\vlookupTotal\x12\x1b\n" +
+	"\thit_total\x18\x02 \x01(\x03R\bhitTotal\x12*\n" +
+	"\x11late_lookup_total\x18\x03 \x01(\x03R\x0flateLookupTotal\x12.\n" +
+	"\x13fetched_block_total\x18\x04 \x01(\x03R\x11fetchedBlockTotal\x12,\n" +
+	"\x12fetched_byte_total\x18\x05 \x01(\x03R\x10fetchedByteTotal\x123\n" +
+	"\x16fetch_bytes_per_second\x18\x06 \x01(\x01R\x13fetchBytesPerSecond\x12.\n" +
+	"\x13refused_block_total\x18\a \x01(\x03R\x11refusedBlockTotal\x12,\n" +
+	"\x12stored_block_total\x18\b \x01(\x03R\x10storedBlockTotal\x12*\n" +
+	"\x11stored_byte_total\x18\t \x01(\x03R\x0fstoredByteTotal\x12*\n" +
+	"\x11known_block_total\x18\n" +
+	" \x01(\x03R\x0fknownBlockTotal\x12.\n" +
+	"\x13dropped_block_total\x18\v \x01(\x03R\x11droppedBlockTotal\x12.\n" +
+	"\x13deleted_block_total\x18\f \x01(\x03R\x11deletedBlockTotal\x12\x1f\n" +
+	"\vqueue_count\x18\r \x01(\x03R\n" +
+	"queueCount\x12#\n" +
+	"\rfailure_total\x18\x0e \x01(\x03R\ffailureTotal\x12*\n" +
+	"\x11read_pause_detail\x18\x0f \x01(\tR\x0freadPauseDetail\x12,\n" +
+	"\x12write_pause_detail\x18\x10 \x01(\tR\x10writePauseDetail\"\x8f\x02\n" +
 	"\x11CacheSessionStats\x12#\n" +
 	"\rsession_count\x18\x01 \x01(\x03R\fsessionCount\x12\x1f\n" +
 	"\vended_count\x18\x02 \x01(\x03R\n" +
@@ -1651,50 +1861,52 @@ func file_icehouse_v1_cache_stats_proto_rawDescGZIP() []byte {
 }
 
 var file_icehouse_v1_cache_stats_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_icehouse_v1_cache_stats_proto_msgTypes = make([]protoimpl.MessageInfo, 12)
+var file_icehouse_v1_cache_stats_proto_msgTypes = make([]protoimpl.MessageInfo, 13)
 var file_icehouse_v1_cache_stats_proto_goTypes = []any{
 	(SpillDropCause)(0),           // 0: icehouse.v1.SpillDropCause
 	(*CacheStats)(nil),            // 1: icehouse.v1.CacheStats
-	(*CacheSessionStats)(nil),     // 2: icehouse.v1.CacheSessionStats
-	(*CacheTierStats)(nil),        // 3: icehouse.v1.CacheTierStats
-	(*AgePercentiles)(nil),        // 4: icehouse.v1.AgePercentiles
-	(*CacheLookupStats)(nil),      // 5: icehouse.v1.CacheLookupStats
-	(*CacheMissTokens)(nil),       // 6: icehouse.v1.CacheMissTokens
-	(*SpillDrops)(nil),            // 7: icehouse.v1.SpillDrops
-	(*CacheSpillStats)(nil),       // 8: icehouse.v1.CacheSpillStats
-	(*CachePromoteStats)(nil),     // 9: icehouse.v1.CachePromoteStats
-	(*CacheIntegrityStats)(nil),   // 10: icehouse.v1.CacheIntegrityStats
-	(*CacheDiskStats)(nil),        // 11: icehouse.v1.CacheDiskStats
-	(*CacheReconcileReport)(nil),  // 12: icehouse.v1.CacheReconcileReport
-	(*durationpb.Duration)(nil),   // 13: google.protobuf.Duration
-	(ReuseLimit)(0),               // 14: icehouse.v1.ReuseLimit
-	(*timestamppb.Timestamp)(nil), // 15: google.protobuf.Timestamp
+	(*CacheSharedStats)(nil),      // 2: icehouse.v1.CacheSharedStats
+	(*CacheSessionStats)(nil),     // 3: icehouse.v1.CacheSessionStats
+	(*CacheTierStats)(nil),        // 4: icehouse.v1.CacheTierStats
+	(*AgePercentiles)(nil),        // 5: icehouse.v1.AgePercentiles
+	(*CacheLookupStats)(nil),      // 6: icehouse.v1.CacheLookupStats
+	(*CacheMissTokens)(nil),       // 7: icehouse.v1.CacheMissTokens
+	(*SpillDrops)(nil),            // 8: icehouse.v1.SpillDrops
+	(*CacheSpillStats)(nil),       // 9: icehouse.v1.CacheSpillStats
+	(*CachePromoteStats)(nil),     // 10: icehouse.v1.CachePromoteStats
+	(*CacheIntegrityStats)(nil),   // 11: icehouse.v1.CacheIntegrityStats
+	(*CacheDiskStats)(nil),        // 12: icehouse.v1.CacheDiskStats
+	(*CacheReconcileReport)(nil),  // 13: icehouse.v1.CacheReconcileReport
+	(*durationpb.Duration)(nil),   // 14: google.protobuf.Duration
+	(ReuseLimit)(0),               // 15: icehouse.v1.ReuseLimit
+	(*timestamppb.Timestamp)(nil), // 16: google.protobuf.Timestamp
 }
 var file_icehouse_v1_cache_stats_proto_depIdxs = []int32{
-	3,  // 0: icehouse.v1.CacheStats.ram:type_name -> icehouse.v1.CacheTierStats
-	3,  // 1: icehouse.v1.CacheStats.ssd:type_name -> icehouse.v1.CacheTierStats
-	5,  // 2: icehouse.v1.CacheStats.lookups:type_name -> icehouse.v1.CacheLookupStats
-	8,  // 3: icehouse.v1.CacheStats.spill:type_name -> icehouse.v1.CacheSpillStats
-	9,  // 4: icehouse.v1.CacheStats.promote:type_name -> icehouse.v1.CachePromoteStats
-	10, // 5: icehouse.v1.CacheStats.integrity:type_name -> icehouse.v1.CacheIntegrityStats
-	11, // 6: icehouse.v1.CacheStats.disk:type_name -> icehouse.v1.CacheDiskStats
-	12, // 7: icehouse.v1.CacheStats.last_reconcile:type_name -> icehouse.v1.CacheReconcileReport
-	2,  // 8: icehouse.v1.CacheStats.sessions:type_name -> icehouse.v1.CacheSessionStats
-	4,  // 9: icehouse.v1.CacheTierStats.age:type_name -> icehouse.v1.AgePercentiles
-	13, // 10: icehouse.v1.AgePercentiles.p50:type_name -> google.protobuf.Duration
-	13, // 11: icehouse.v1.AgePercentiles.p90:type_name -> google.protobuf.Duration
-	13, // 12: icehouse.v1.AgePercentiles.p99:type_name -> google.protobuf.Duration
-	6,  // 13: icehouse.v1.CacheLookupStats.miss_tokens:type_name -> icehouse.v1.CacheMissTokens
-	14, // 14: icehouse.v1.CacheMissTokens.reason:type_name -> icehouse.v1.ReuseLimit
-	0,  // 15: icehouse.v1.SpillDrops.cause:type_name -> icehouse.v1.SpillDropCause
-	7,  // 16: icehouse.v1.CacheSpillStats.drops:type_name -> icehouse.v1.SpillDrops
-	15, // 17: icehouse.v1.CacheReconcileReport.reconcile_time:type_name -> google.protobuf.Timestamp
-	13, // 18: icehouse.v1.CacheReconcileReport.duration:type_name -> google.protobuf.Duration
-	19, // [19:19] is the sub-list for method output_type
-	19, // [19:19] is the sub-list for method input_type
-	19, // [19:19] is the sub-list for extension type_name
-	19, // [19:19] is the sub-list for extension extendee
-	0,  // [0:19] is the sub-list for field type_name
+	4,  // 0: icehouse.v1.CacheStats.ram:type_name -> icehouse.v1.CacheTierStats
+	4,  // 1: icehouse.v1.CacheStats.ssd:type_name -> icehouse.v1.CacheTierStats
+	6,  // 2: icehouse.v1.CacheStats.lookups:type_name -> icehouse.v1.CacheLookupStats
+	9,  // 3: icehouse.v1.CacheStats.spill:type_name -> icehouse.v1.CacheSpillStats
+	10, // 4: icehouse.v1.CacheStats.promote:type_name -> icehouse.v1.CachePromoteStats
+	11, // 5: icehouse.v1.CacheStats.integrity:type_name -> icehouse.v1.CacheIntegrityStats
+	12, // 6: icehouse.v1.CacheStats.disk:type_name -> icehouse.v1.CacheDiskStats
+	13, // 7: icehouse.v1.CacheStats.last_reconcile:type_name -> icehouse.v1.CacheReconcileReport
+	3,  // 8: icehouse.v1.CacheStats.sessions:type_name -> icehouse.v1.CacheSessionStats
+	2,  // 9: icehouse.v1.CacheStats.shared:type_name -> icehouse.v1.CacheSharedStats
+	5,  // 10: icehouse.v1.CacheTierStats.age:type_name -> icehouse.v1.AgePercentiles
+	14, // 11: icehouse.v1.AgePercentiles.p50:type_name -> google.protobuf.Duration
+	14, // 12: icehouse.v1.AgePercentiles.p90:type_name -> google.protobuf.Duration
+	14, // 13: icehouse.v1.AgePercentiles.p99:type_name -> google.protobuf.Duration
+	7,  // 14: icehouse.v1.CacheLookupStats.miss_tokens:type_name -> icehouse.v1.CacheMissTokens
+	15, // 15: icehouse.v1.CacheMissTokens.reason:type_name -> icehouse.v1.ReuseLimit
+	0,  // 16: icehouse.v1.SpillDrops.cause:type_name -> icehouse.v1.SpillDropCause
+	8,  // 17: icehouse.v1.CacheSpillStats.drops:type_name -> icehouse.v1.SpillDrops
+	16, // 18: icehouse.v1.CacheReconcileReport.reconcile_time:type_name -> google.protobuf.Timestamp
+	14, // 19: icehouse.v1.CacheReconcileReport.duration:type_name -> google.protobuf.Duration
+	20, // [20:20] is the sub-list for method output_type
+	20, // [20:20] is the sub-list for method input_type
+	20, // [20:20] is the sub-list for extension type_name
+	20, // [20:20] is the sub-list for extension extendee
+	0,  // [0:20] is the sub-list for field type_name
 }
 
 func init() { file_icehouse_v1_cache_stats_proto_init() }
@@ -1709,7 +1921,7 @@ func file_icehouse_v1_cache_stats_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_icehouse_v1_cache_stats_proto_rawDesc), len(file_icehouse_v1_cache_stats_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   12,
+			NumMessages:   13,
 			NumExtensions: 0,
 			NumServices:   0,
 		},

@@ -91,6 +91,7 @@ class CacheStats(_message.Message):
     DISK_FIELD_NUMBER: _builtins.int
     LAST_RECONCILE_FIELD_NUMBER: _builtins.int
     SESSIONS_FIELD_NUMBER: _builtins.int
+    SHARED_FIELD_NUMBER: _builtins.int
     block_tokens: _builtins.int
     """Tokens of a full block."""
     unsupported_detail: _builtins.str
@@ -131,6 +132,10 @@ class CacheStats(_message.Message):
     def sessions(self) -> Global___CacheSessionStats:
         """The sessions that requests named."""
 
+    @_builtins.property
+    def shared(self) -> Global___CacheSharedStats:
+        """Traffic with the object store that servers share. Not set: there is none."""
+
     def __init__(
         self,
         *,
@@ -145,14 +150,97 @@ class CacheStats(_message.Message):
         disk: Global___CacheDiskStats | None = ...,
         last_reconcile: Global___CacheReconcileReport | None = ...,
         sessions: Global___CacheSessionStats | None = ...,
+        shared: Global___CacheSharedStats | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["disk", b"disk", "integrity", b"integrity", "last_reconcile", b"last_reconcile", "lookups", b"lookups", "promote", b"promote", "ram", b"ram", "sessions", b"sessions", "spill", b"spill", "ssd", b"ssd"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["disk", b"disk", "integrity", b"integrity", "last_reconcile", b"last_reconcile", "lookups", b"lookups", "promote", b"promote", "ram", b"ram", "sessions", b"sessions", "shared", b"shared", "spill", b"spill", "ssd", b"ssd"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "disk", b"disk", "integrity", b"integrity", "last_reconcile", b"last_reconcile", "lookups", b"lookups", "promote", b"promote", "ram", b"ram", "sessions", b"sessions", "spill", b"spill", "ssd", b"ssd", "unsupported_detail", b"unsupported_detail"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "disk", b"disk", "integrity", b"integrity", "last_reconcile", b"last_reconcile", "lookups", b"lookups", "promote", b"promote", "ram", b"ram", "sessions", b"sessions", "shared", b"shared", "spill", b"spill", "ssd", b"ssd", "unsupported_detail", b"unsupported_detail"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CacheStats: _TypeAlias = CacheStats  # noqa: Y015
+
+@_typing.final
+class CacheSharedStats(_message.Message):
+    """Traffic with the object store that servers share. Totals are since the start."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LOOKUP_TOTAL_FIELD_NUMBER: _builtins.int
+    HIT_TOTAL_FIELD_NUMBER: _builtins.int
+    LATE_LOOKUP_TOTAL_FIELD_NUMBER: _builtins.int
+    FETCHED_BLOCK_TOTAL_FIELD_NUMBER: _builtins.int
+    FETCHED_BYTE_TOTAL_FIELD_NUMBER: _builtins.int
+    FETCH_BYTES_PER_SECOND_FIELD_NUMBER: _builtins.int
+    REFUSED_BLOCK_TOTAL_FIELD_NUMBER: _builtins.int
+    STORED_BLOCK_TOTAL_FIELD_NUMBER: _builtins.int
+    STORED_BYTE_TOTAL_FIELD_NUMBER: _builtins.int
+    KNOWN_BLOCK_TOTAL_FIELD_NUMBER: _builtins.int
+    DROPPED_BLOCK_TOTAL_FIELD_NUMBER: _builtins.int
+    DELETED_BLOCK_TOTAL_FIELD_NUMBER: _builtins.int
+    QUEUE_COUNT_FIELD_NUMBER: _builtins.int
+    FAILURE_TOTAL_FIELD_NUMBER: _builtins.int
+    READ_PAUSE_DETAIL_FIELD_NUMBER: _builtins.int
+    WRITE_PAUSE_DETAIL_FIELD_NUMBER: _builtins.int
+    lookup_total: _builtins.int
+    """Prompts whose missing blocks were looked up there."""
+    hit_total: _builtins.int
+    """Lookups that found at least one block."""
+    late_lookup_total: _builtins.int
+    """Lookups that were not fully answered in time."""
+    fetched_block_total: _builtins.int
+    """Blocks that came from there."""
+    fetched_byte_total: _builtins.int
+    """Bytes of their files."""
+    fetch_bytes_per_second: _builtins.float
+    """Bytes per second of fetches, a moving average."""
+    refused_block_total: _builtins.int
+    """Objects that were not the block of their name, whole and sound. None of their bytes was used."""
+    stored_block_total: _builtins.int
+    """Blocks that were stored there."""
+    stored_byte_total: _builtins.int
+    """Bytes of their files."""
+    known_block_total: _builtins.int
+    """Blocks that were there already when they were to be stored."""
+    dropped_block_total: _builtins.int
+    """Blocks that were not stored: too many waited, or they had left this server by then."""
+    deleted_block_total: _builtins.int
+    """Objects that were deleted by order."""
+    queue_count: _builtins.int
+    """Blocks that wait to be stored."""
+    failure_total: _builtins.int
+    """Requests that the store did not answer, or refused."""
+    read_pause_detail: _builtins.str
+    """Why nothing is looked up at present. Empty: lookups work."""
+    write_pause_detail: _builtins.str
+    """Why nothing is stored at present. Empty: storing works."""
+    def __init__(
+        self,
+        *,
+        lookup_total: _builtins.int = ...,
+        hit_total: _builtins.int = ...,
+        late_lookup_total: _builtins.int = ...,
+        fetched_block_total: _builtins.int = ...,
+        fetched_byte_total: _builtins.int = ...,
+        fetch_bytes_per_second: _builtins.float = ...,
+        refused_block_total: _builtins.int = ...,
+        stored_block_total: _builtins.int = ...,
+        stored_byte_total: _builtins.int = ...,
+        known_block_total: _builtins.int = ...,
+        dropped_block_total: _builtins.int = ...,
+        deleted_block_total: _builtins.int = ...,
+        queue_count: _builtins.int = ...,
+        failure_total: _builtins.int = ...,
+        read_pause_detail: _builtins.str = ...,
+        write_pause_detail: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deleted_block_total", b"deleted_block_total", "dropped_block_total", b"dropped_block_total", "failure_total", b"failure_total", "fetch_bytes_per_second", b"fetch_bytes_per_second", "fetched_block_total", b"fetched_block_total", "fetched_byte_total", b"fetched_byte_total", "hit_total", b"hit_total", "known_block_total", b"known_block_total", "late_lookup_total", b"late_lookup_total", "lookup_total", b"lookup_total", "queue_count", b"queue_count", "read_pause_detail", b"read_pause_detail", "refused_block_total", b"refused_block_total", "stored_block_total", b"stored_block_total", "stored_byte_total", b"stored_byte_total", "write_pause_detail", b"write_pause_detail"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CacheSharedStats: _TypeAlias = CacheSharedStats  # noqa: Y015
 
 @_typing.final
 class CacheSessionStats(_message.Message):

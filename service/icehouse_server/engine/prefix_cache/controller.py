@@ -18,6 +18,7 @@ from icehouse_server.engine.prefix_cache.in_flight import InFlightPrefixes
 from icehouse_server.engine.prefix_cache.prefix_cache import PrefixCache
 from icehouse_server.engine.prefix_cache.prefix_commands import CacheCommands
 from icehouse_server.engine.prefix_cache.reuse_plan import Plan
+from icehouse_server.engine.prefix_cache.shared_prefix import SharedPrefixes
 from icehouse_server.engine.prefix_cache.tiers.node import Hashes
 from icehouse_server.engine.prefix_cache.tiers.runner_port import CacheRunner, RestoreInput
 from icehouse_server.engine.prefix_cache.tiers.write_behind import Beside
@@ -134,6 +135,7 @@ class CacheController:
         """Whether a request waits for memory, as the loop saw it last."""
         self._waits_for_inventory = True
         """False once a prompt has waited too long for the first inventory: no other waits for it then."""
+        self._shared = SharedPrefixes(cache)
         self._in_flight = InFlightPrefixes(
             cache.settings,
             cache.tree.name_of,
@@ -176,7 +178,7 @@ class CacheController:
         return Phase.RESTORING
 
     def _waits_to_plan(self, sequence: Sequence) -> bool:
-        """Let a prompt wait for the first inventory, or for headers that its plan needs, once."""
+        """Let a prompt wait once for the first inventory, for blocks of other servers, and for headers."""
         if sequence.sequence_id in self._knows_headers:
             self._knows_headers.discard(sequence.sequence_id)
             return False
@@ -187,6 +189,8 @@ class CacheController:
             self._waits.add(self._waits.inventory, came, token_count=token_count)
             return True
         is_ready = partial(self._ready.append, sequence)
+        if self._shared.ask(sequence, is_ready):
+            return True
         if not self.cache.fetch_headers(self.cache.prompt_of(sequence), is_ready, token_count=token_count):
             return False
         self._knows_headers.add(sequence.sequence_id)
@@ -431,6 +435,7 @@ class CacheController:
     def forget(self, sequence: Sequence) -> None:
         """Drop the restore of a cancelled sequence, or capture the blocks that it has computed."""
         self._knows_headers.discard(sequence.sequence_id)
+        self._shared.forget(sequence)
         if self._restores.pop(sequence.sequence_id, None) is not None:
             return
         is_decoding = sequence.phase is Phase.DECODING

@@ -397,10 +397,8 @@ class PrefixCache:
         self.tree.end_pins(self._clock.wall())
 
     def remove(self, nodes: ReadSequence[Node]) -> None:
-        """Remove blocks from both tiers, pinned ones too."""
-        stored = tuple(node.hash for node in nodes if node.ssd or node.is_spilling)
-        if stored:
-            self.spills.remove(stored)
+        """Remove blocks from all tiers, pinned ones too, and from what other servers share."""
+        self.spills.remove(tuple(node.hash for node in nodes), is_final=True)
         self.purge(nodes, with_ssd=True)
 
     def purge(self, nodes: ReadSequence[Node], *, with_ssd: bool) -> None:

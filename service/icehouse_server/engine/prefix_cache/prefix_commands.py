@@ -296,8 +296,9 @@ class CacheCommands:
 
         # Blocks that an earlier order or a quota removes are not gone before the storage thread gets there.
         asks_ssd = cache.storage is not None and (bool(stored) or cache.spills.removal_count > 0)
+        removal = cache.spills.remove(tuple(node.hash for node in nodes), is_final=True)
         if asks_ssd:
-            self._await(cache.spills.remove(stored), reply, removed)
+            self._await(removal, reply, removed)
         cache.purge(nodes, with_ssd=asks_ssd)
         return None if asks_ssd else report
 

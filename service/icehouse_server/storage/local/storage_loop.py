@@ -30,6 +30,7 @@ from icehouse_server.storage.api import (
     Inventory,
     Names,
     Outcome,
+    Persisted,
     StorageClosed,
     Ticket,
     Trouble,
@@ -86,10 +87,12 @@ class StorageLoop:
         self._spiller = Spiller(store, state, finish=self._finish)
         self._orders: collections.deque[_Order] = collections.deque()
         self._checks: collections.deque[_Order] = collections.deque()
+        self._adoptions: collections.deque[_Order] = collections.deque()
         self._turns = collections.deque(
             (
                 self._step_inventory,
                 self._step_spill,
+                lambda: self._step_order(self._adoptions),
                 lambda: self._step_order(self._orders),
                 lambda: self._step_order(self._checks),
                 self._step_upkeep,
@@ -274,6 +277,10 @@ class StorageLoop:
         orders = self._checks if is_check else self._orders
         orders.append(_Order(ticket, work, self._spiller.accepted_total))
 
+    def adopt(self, ticket: Ticket[Persisted], work: Generator[None, None, Persisted | Failure]) -> None:
+        """Take in a block's file. A request waits for it, so it waits for no spill."""
+        self._adoptions.append(_Order(ticket, work, spill_count=0))
+
     def count(self, ticket: Ticket[CacheStats]) -> None:
         self._state.order_queue.release(1)
         self._stats_tickets.append(ticket)
@@ -328,12 +335,13 @@ class StorageLoop:
 
     def _give_up_orders(self) -> None:
         """Fail all orders: nobody should wait for a directory that may never come back."""
-        for orders in (self._orders, self._checks):
+        for orders in (self._orders, self._checks, self._adoptions):
             while orders:
                 self._finish_order(orders, self._unusable())
 
     def _finish_order(self, orders: collections.deque[_Order], outcome: Any) -> None:
-        self._state.order_queue.release(1)
+        if orders is not self._adoptions:
+            self._state.order_queue.release(1)
         self._finish(orders.popleft().ticket, outcome)
 
     def _unusable(self) -> Failure:

@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from icehouse_server.clock import Clock
 from icehouse_server.domain.blocks import BlockHeader, Damage, HostBlock
-from icehouse_server.domain.cache_stats import CacheStats
+from icehouse_server.domain.cache_stats import CacheStats, SpillDropCause
 from icehouse_server.domain.ids import RequestId
 from icehouse_server.errors import StartError
 from icehouse_server.pins import NOT_PINNED
@@ -27,6 +27,8 @@ from icehouse_server.storage.api import (
     STALL_LIMIT_S,
     AnyTicket,
     Failure,
+    Fetched,
+    Found,
     KvTarget,
     Loaded,
     Names,
@@ -41,8 +43,9 @@ from icehouse_server.storage.api import (
 )
 from icehouse_server.storage.files import Files
 from icehouse_server.storage.local.block_format.block_file import verify_block
-from icehouse_server.storage.local.block_format.header import BlockFileError
+from icehouse_server.storage.local.block_format.header import BlockFile, BlockFileError
 from icehouse_server.storage.local.directory.manifest import BlockRecord
+from icehouse_server.storage.local.directory.space import Reclaim
 from icehouse_server.storage.local.directory.store import BlockStore
 from icehouse_server.storage.local.encryption.constants import Cipher
 from icehouse_server.storage.local.reader_pool import ReaderPool, ReadReport
@@ -182,6 +185,12 @@ class LocalTier:
     def heads(self, blocks: Names) -> Ticket[tuple[BlockHeader, ...]] | None:
         return self._readers.submit(names=blocks) if self._state.read_queue.try_reserve(1) else None
 
+    def find(self, blocks: Names, *, limit_s: float) -> Ticket[Found] | None:
+        """There is nobody to ask."""
+
+    def fetch(self, blocks: Names) -> Ticket[Fetched] | None:
+        """There is nobody to ask."""
+
     def touch(self, blocks: Names) -> bool:
         is_reserved = self._state.order_queue.try_reserve(1)
         if is_reserved:
@@ -197,7 +206,7 @@ class LocalTier:
     def pin(self, blocks: Names, end_time: float) -> Ticket[Names] | None:
         return self._order(lambda ticket: self._loop.pin(ticket, blocks, end_time))
 
-    def delete(self, blocks: Names) -> Ticket[Purged] | None:
+    def delete(self, blocks: Names, *, is_final: bool = False) -> Ticket[Purged] | None:
         return self._order(lambda ticket: self._loop.begin(ticket, _purge(self._store, blocks)))
 
     def verify(self, blocks: Names | None = None) -> Ticket[Verified] | None:
@@ -241,6 +250,11 @@ class LocalTier:
         ticket: Ticket[_Result] = Ticket()
         self._inbox.put(partial(carry_out, ticket))
         return ticket
+
+    def _adopt(self, ticket: Ticket[Persisted], file: BlockFile, path: str) -> None:
+        """Take in the durable, verified file of a block, or remove it; any thread. The caller bounds how many
+        at once."""
+        self._inbox.put(partial(self._loop.adopt, ticket, _adopt(self._store, self._state, file, path)))
 
     def _check(self, work: Generator[None, None, _Result]) -> Ticket[_Result] | None:
         return self._order(lambda ticket: self._loop.begin(ticket, work, is_check=True))
@@ -303,6 +317,33 @@ def _purge(store: BlockStore, names: Names) -> Generator[None, None, Purged]:
         block_count += len(batch)
         size_bytes += sum(record.file_bytes for record in batch)
     return Purged(block_count, size_bytes)
+
+
+def _adopt(
+    store: BlockStore, state: StorageState, file: BlockFile, partial: str
+) -> Generator[None, None, Persisted | Failure]:
+    """Make space for a file and commit it, under the limits of spills. It is gone where this fails."""
+    name, size_bytes = file.outline.hash, file.file_bytes
+    stored = store.index.get(name)
+    if stored is not None and all(stored.region_bytes(region.kind) for region in file.regions):
+        store.extras.remove(partial)
+        return Persisted(stored)
+    while True:
+        cause: SpillDropCause | None = None
+        if not state.takes_blocks:
+            cause = SpillDropCause.WRITES_OFF
+        elif not store.space.budget_allows(size_bytes, now_time=store.clock.wall()):
+            cause = SpillDropCause.DAILY_BUDGET
+        else:
+            reclaimed = store.make_space(size_bytes)
+            if reclaimed is Reclaim.READY:
+                return Persisted(store.commit(file, partial))
+            if reclaimed is Reclaim.FULL or not store.space.can_ever_fit(size_bytes):
+                cause = SpillDropCause.DISK_FULL
+        if cause is not None:
+            store.extras.remove(partial)
+            return Failure(cause, hash=name)
+        yield
 
 
 def _verify(store: BlockStore, names: Names | None) -> Generator[None, None, Verified]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated
 
 import typer
-from icehouse.v1.cache_stats_pb2 import CacheStats
+from icehouse.v1.cache_stats_pb2 import CacheSharedStats, CacheStats
 from icehouse.v1.engine_stats_pb2 import EngineStats
 from icehouse.v1.server_service_pb2 import ServerStats
 from icehouse.v1.slow_request_pb2 import SlowRequest
@@ -233,7 +233,21 @@ def _traffic(cache: CacheStats, rates: Rates) -> Text:
         text.append(f"\nnothing is written: {printable(cache.disk.writes_off_detail)}", style=_ALARM)
     if cache.disk.hang_detail:
         text.append(f"\n{printable(cache.disk.hang_detail)}", style=_ALARM)
+    if cache.HasField("shared"):
+        _add_shared(text, cache.shared)
     return text
+
+
+def _add_shared(text: Text, shared: CacheSharedStats) -> None:
+    text.append(
+        f"\nobject store: {shared.fetched_block_total:,} blocks fetched, "
+        f"{shared.stored_block_total:,} stored, {shared.queue_count:,} waiting"
+    )
+    if shared.refused_block_total:
+        text.append(f", {shared.refused_block_total:,} refused", style=_ALARM)
+    for what, detail in (("fetched", shared.read_pause_detail), ("stored", shared.write_pause_detail)):
+        if detail:
+            text.append(f"\nnothing is {what}: {printable(detail)}", style=_ALARM)
 
 
 def _slowest(slowest: Sequence[SlowRequest]) -> Table:

@@ -449,6 +449,44 @@ private static final long serialVersionUID = 0L;
     return sessions_ == null ? dev.icehouse.v1.CacheSessionStats.getDefaultInstance() : sessions_;
   }
 
+  public static final int SHARED_FIELD_NUMBER = 12;
+  private dev.icehouse.v1.CacheSharedStats shared_;
+  /**
+   * <pre>
+   * Traffic with the object store that servers share. Not set: there is none.
+   * </pre>
+   *
+   * <code>.icehouse.v1.CacheSharedStats shared = 12;</code>
+   * @return Whether the shared field is set.
+   */
+  @java.lang.Override
+  public boolean hasShared() {
+    return ((bitField0_ & 0x00000200) != 0);
+  }
+  /**
+   * <pre>
+   * Traffic with the object store that servers share. Not set: there is none.
+   * </pre>
+   *
+   * <code>.icehouse.v1.CacheSharedStats shared = 12;</code>
+   * @return The shared.
+   */
+  @java.lang.Override
+  public dev.icehouse.v1.CacheSharedStats getShared() {
+    return shared_ == null ? dev.icehouse.v1.CacheSharedStats.getDefaultInstance() : shared_;
+  }
+  /**
+   * <pre>
+   * Traffic with the object store that servers share. Not set: there is none.
+   * </pre>
+   *
+   * <code>.icehouse.v1.CacheSharedStats shared = 12;</code>
+   */
+  @java.lang.Override
+  public dev.icehouse.v1.CacheSharedStatsOrBuilder getSharedOrBuilder() {
+    return shared_ == null ? dev.icehouse.v1.CacheSharedStats.getDefaultInstance() : shared_;
+  }
+
   private byte memoizedIsInitialized = -1;
   @java.lang.Override
   public final boolean isInitialized() {
@@ -495,6 +533,9 @@ private static final long serialVersionUID = 0L;
     }
     if (((bitField0_ & 0x00000100) != 0)) {
       output.writeMessage(11, getSessions());
+    }
+    if (((bitField0_ & 0x00000200) != 0)) {
+      output.writeMessage(12, getShared());
     }
     getUnknownFields().writeTo(output);
   }
@@ -547,6 +588,10 @@ private static final long serialVersionUID = 0L;
     if (((bitField0_ & 0x00000100) != 0)) {
       size += com.google.protobuf.CodedOutputStream
         .computeMessageSize(11, getSessions());
+    }
+    if (((bitField0_ & 0x00000200) != 0)) {
+      size += com.google.protobuf.CodedOutputStream
+        .computeMessageSize(12, getShared());
     }
     size += getUnknownFields().getSerializedSize();
     memoizedSize = size;
@@ -612,6 +657,11 @@ private static final long serialVersionUID = 0L;
       if (!getSessions()
           .equals(other.getSessions())) return false;
     }
+    if (hasShared() != other.hasShared()) return false;
+    if (hasShared()) {
+      if (!getShared()
+          .equals(other.getShared())) return false;
+    }
     if (!getUnknownFields().equals(other.getUnknownFields())) return false;
     return true;
   }
@@ -662,6 +712,10 @@ private static final long serialVersionUID = 0L;
     if (hasSessions()) {
       hash = (37 * hash) + SESSIONS_FIELD_NUMBER;
       hash = (53 * hash) + getSessions().hashCode();
+    }
+    if (hasShared()) {
+      hash = (37 * hash) + SHARED_FIELD_NUMBER;
+      hash = (53 * hash) + getShared().hashCode();
     }
     hash = (29 * hash) + getUnknownFields().hashCode();
     memoizedHashCode = hash;
@@ -806,6 +860,7 @@ private static final long serialVersionUID = 0L;
         getDiskFieldBuilder();
         getLastReconcileFieldBuilder();
         getSessionsFieldBuilder();
+        getSharedFieldBuilder();
       }
     }
     @java.lang.Override
@@ -858,6 +913,11 @@ private static final long serialVersionUID = 0L;
       if (sessionsBuilder_ != null) {
         sessionsBuilder_.dispose();
         sessionsBuilder_ = null;
+      }
+      shared_ = null;
+      if (sharedBuilder_ != null) {
+        sharedBuilder_.dispose();
+        sharedBuilder_ = null;
       }
       return this;
     }
@@ -953,6 +1013,12 @@ private static final long serialVersionUID = 0L;
             : sessionsBuilder_.build();
         to_bitField0_ |= 0x00000100;
       }
+      if (((from_bitField0_ & 0x00000800) != 0)) {
+        result.shared_ = sharedBuilder_ == null
+            ? shared_
+            : sharedBuilder_.build();
+        to_bitField0_ |= 0x00000200;
+      }
       result.bitField0_ |= to_bitField0_;
     }
 
@@ -1034,6 +1100,9 @@ private static final long serialVersionUID = 0L;
       }
       if (other.hasSessions()) {
         mergeSessions(other.getSessions());
+      }
+      if (other.hasShared()) {
+        mergeShared(other.getShared());
       }
       this.mergeUnknownFields(other.getUnknownFields());
       onChanged();
@@ -1134,6 +1203,13 @@ private static final long serialVersionUID = 0L;
               bitField0_ |= 0x00000400;
               break;
             } // case 90
+            case 98: {
+              input.readMessage(
+                  getSharedFieldBuilder().getBuilder(),
+                  extensionRegistry);
+              bitField0_ |= 0x00000800;
+              break;
+            } // case 98
             default: {
               if (!super.parseUnknownField(input, extensionRegistry, tag)) {
                 done = true; // was an endgroup tag
@@ -2698,6 +2774,163 @@ private static final long serialVersionUID = 0L;
         sessions_ = null;
       }
       return sessionsBuilder_;
+    }
+
+    private dev.icehouse.v1.CacheSharedStats shared_;
+    private com.google.protobuf.SingleFieldBuilderV3<
+        dev.icehouse.v1.CacheSharedStats, dev.icehouse.v1.CacheSharedStats.Builder, dev.icehouse.v1.CacheSharedStatsOrBuilder> sharedBuilder_;
+    /**
+     * <pre>
+     * Traffic with the object store that servers share. Not set: there is none.
+     * </pre>
+     *
+     * <code>.icehouse.v1.CacheSharedStats shared = 12;</code>
+     * @return Whether the shared field is set.
+     */
+    public boolean hasShared() {
+      return ((bitField0_ & 0x00000800) != 0);
+    }
+    /**
+     * <pre>
+     * Traffic with the object store that servers share. Not set: there is none.
+     * </pre>
+     *
+     * <code>.icehouse.v1.CacheSharedStats shared = 12;</code>
+     * @return The shared.
+     */
+    public dev.icehouse.v1.CacheSharedStats getShared() {
+      if (sharedBuilder_ == null) {
+        return shared_ == null ? dev.icehouse.v1.CacheSharedStats.getDefaultInstance() : shared_;
+      } else {
+        return sharedBuilder_.getMessage();
+      }
+    }
+    /**
+     * <pre>
+     * Traffic with the object store that servers share. Not set: there is none.
+     * </pre>
+     *
+     * <code>.icehouse.v1.CacheSharedStats shared = 12;</code>
+     */
+    public Builder setShared(dev.icehouse.v1.CacheSharedStats value) {
+      if (sharedBuilder_ == null) {
+        if (value == null) {
+          throw new NullPointerException();
+        }
+        shared_ = value;
+      } else {
+        sharedBuilder_.setMessage(value);
+      }
+      bitField0_ |= 0x00000800;
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * Traffic with the object store that servers share. Not set: there is none.
+     * </pre>
+     *
+     * <code>.icehouse.v1.CacheSharedStats shared = 12;</code>
+     */
+    public Builder setShared(
+        dev.icehouse.v1.CacheSharedStats.Builder builderForValue) {
+      if (sharedBuilder_ == null) {
+        shared_ = builderForValue.build();
+      } else {
+        sharedBuilder_.setMessage(builderForValue.build());
+      }
+      bitField0_ |= 0x00000800;
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * Traffic with the object store that servers share. Not set: there is none.
+     * </pre>
+     *
+     * <code>.icehouse.v1.CacheSharedStats shared = 12;</code>
+     */
+    public Builder mergeShared(dev.icehouse.v1.CacheSharedStats value) {
+      if (sharedBuilder_ == null) {
+        if (((bitField0_ & 0x00000800) != 0) &&
+          shared_ != null &&
+          shared_ != dev.icehouse.v1.CacheSharedStats.getDefaultInstance()) {
+          getSharedBuilder().mergeFrom(value);
+        } else {
+          shared_ = value;
+        }
+      } else {
+        sharedBuilder_.mergeFrom(value);
+      }
+      if (shared_ != null) {
+        bitField0_ |= 0x00000800;
+        onChanged();
+      }
+      return this;
+    }
+    /**
+     * <pre>
+     * Traffic with the object store that servers share. Not set: there is none.
+     * </pre>
+     *
+     * <code>.icehouse.v1.CacheSharedStats shared = 12;</code>
+     */
+    public Builder clearShared() {
+      bitField0_ = (bitField0_ & ~0x00000800);
+      shared_ = null;
+      if (sharedBuilder_ != null) {
+        sharedBuilder_.dispose();
+        sharedBuilder_ = null;
+      }
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * Traffic with the object store that servers share. Not set: there is none.
+     * </pre>
+     *
+     * <code>.icehouse.v1.CacheSharedStats shared = 12;</code>
+     */
+    public dev.icehouse.v1.CacheSharedStats.Builder getSharedBuilder() {
+      bitField0_ |= 0x00000800;
+      onChanged();
+      return getSharedFieldBuilder().getBuilder();
+    }
+    /**
+     * <pre>
+     * Traffic with the object store that servers share. Not set: there is none.
+     * </pre>
+     *
+     * <code>.icehouse.v1.CacheSharedStats shared = 12;</code>
+     */
+    public dev.icehouse.v1.CacheSharedStatsOrBuilder getSharedOrBuilder() {
+      if (sharedBuilder_ != null) {
+        return sharedBuilder_.getMessageOrBuilder();
+      } else {
+        return shared_ == null ?
+            dev.icehouse.v1.CacheSharedStats.getDefaultInstance() : shared_;
+      }
+    }
+    /**
+     * <pre>
+     * Traffic with the object store that servers share. Not set: there is none.
+     * </pre>
+     *
+     * <code>.icehouse.v1.CacheSharedStats shared = 12;</code>
+     */
+    private com.google.protobuf.SingleFieldBuilderV3<
+        dev.icehouse.v1.CacheSharedStats, dev.icehouse.v1.CacheSharedStats.Builder, dev.icehouse.v1.CacheSharedStatsOrBuilder> 
+        getSharedFieldBuilder() {
+      if (sharedBuilder_ == null) {
+        sharedBuilder_ = new com.google.protobuf.SingleFieldBuilderV3<
+            dev.icehouse.v1.CacheSharedStats, dev.icehouse.v1.CacheSharedStats.Builder, dev.icehouse.v1.CacheSharedStatsOrBuilder>(
+                getShared(),
+                getParentForChildren(),
+                isClean());
+        shared_ = null;
+      }
+      return sharedBuilder_;
     }
     @java.lang.Override
     public final Builder setUnknownFields(

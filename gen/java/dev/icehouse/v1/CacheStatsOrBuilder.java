@@ -280,4 +280,31 @@ public interface CacheStatsOrBuilder extends
    * <code>.icehouse.v1.CacheSessionStats sessions = 11;</code>
    */
   dev.icehouse.v1.CacheSessionStatsOrBuilder getSessionsOrBuilder();
+
+  /**
+   * <pre>
+   * Traffic with the object store that servers share. Not set: there is none.
+   * </pre>
+   *
+   * <code>.icehouse.v1.CacheSharedStats shared = 12;</code>
+   * @return Whether the shared field is set.
+   */
+  boolean hasShared();
+  /**
+   * <pre>
+   * Traffic with the object store that servers share. Not set: there is none.
+   * </pre>
+   *
+   * <code>.icehouse.v1.CacheSharedStats shared = 12;</code>
+   * @return The shared.
+   */
+  dev.icehouse.v1.CacheSharedStats getShared();
+  /**
+   * <pre>
+   * Traffic with the object store that servers share. Not set: there is none.
+   * </pre>
+   *
+   * <code>.icehouse.v1.CacheSharedStats shared = 12;</code>
+   */
+  dev.icehouse.v1.CacheSharedStatsOrBuilder getSharedOrBuilder();
 }

@@ -97,12 +97,13 @@ class Spills:
         """Whether such an order names this block."""
         return any(block in blocks for blocks in self._removals.values())
 
-    def remove(self, blocks: Names) -> Ticket[Purged] | None:
-        """Order blocks to be removed from SSD; None when the storage thread's queue is full."""
+    def remove(self, blocks: Names, *, is_final: bool = False) -> Ticket[Purged] | None:
+        """Order blocks to be removed from SSD, and with `is_final` from where other servers could fetch them;
+        None when the storage thread's queue is full."""
         if self.storage is None:
             return None
         self._finish_copies(blocks)
-        ticket = self.storage.delete(blocks)
+        ticket = self.storage.delete(blocks, is_final=is_final)
         if ticket is not None:
             self._removals[ticket] = blocks
             self._waits.add(ticket, lambda _: self._removals.pop(ticket, None))
@@ -180,7 +181,7 @@ class Spills:
             cause = SpillDropCause.PREFIX_SHORT
         elif not self.has_credit(node):
             cause = SpillDropCause.NO_CREDIT
-        elif not self._fits_quota(node, size_bytes, protected):
+        elif not self.fits_quota(node, size_bytes, protected):
             cause = SpillDropCause.TENANT_SHARE
         if cause is not None:
             self.drop_totals[cause] += 1
@@ -215,7 +216,7 @@ class Spills:
         node.spill.is_copied = copy.is_apart
         self.when_handed_over(node)
 
-    def _fits_quota(self, node: Node, size_bytes: int, protected: Hashes) -> bool:
+    def fits_quota(self, node: Node, size_bytes: int, protected: Hashes) -> bool:
         """Remove older blocks of the same owner from SSD where its quota requires it."""
         victims = self._quotas.ssd_victims(node, size_bytes, protected=protected)
         if victims is None or (victims and self.remove(tuple(victim.hash for victim in victims)) is None):

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from icehouse_server.averages import MovingAverage
 from icehouse_server.clock import Clock
-from icehouse_server.storage.api import STALL_LIMIT_S, ColdTier, Failure, Ticket, Trouble
+from icehouse_server.storage.api import STALL_LIMIT_S, ColdTier, Failure, Found, Ticket, Trouble
 
 _log = logging.getLogger("icehouse.engine")
 
@@ -50,6 +50,8 @@ class Rates:
     """Whether an abandoned read has not returned from the disk: no more reads are planned until it has."""
     untried_count: int = 0
     """Prompts since the last load that were computed because that seemed faster."""
+    unfetched_count: int = 0
+    """The same of what other servers have stored."""
     _adopt: MovingAverage = dataclasses.field(
         default_factory=lambda: MovingAverage(weight=_ADOPT_WEIGHT), init=False, repr=False, compare=False
     )
@@ -68,8 +70,7 @@ class Rates:
         """Predict how long a restore takes, in seconds."""
         read_s = ssd_bytes / self.read_bytes_per_s if self.read_bytes_per_s else 0.0
         adopt_s = token_count / self.adopt_tokens_per_s if self.adopt_tokens_per_s else 0.0
-        # A product: powers differ from processor to processor in the last bit.
-        return (read_s + adopt_s) * math.prod(itertools.repeat(_UNTRIED, self.untried_count))
+        return _believed_s(read_s + adopt_s, self.untried_count)
 
     def prefill_s(self, token_count: int) -> float:
         """Predict how long computing takes, in seconds; 0 before anything was measured."""
@@ -80,6 +81,20 @@ class Rates:
         is_measured = self.load_count >= _LEAST_LOADS and self.read_bytes_per_s and self.prefill_tokens_per_s
         restore_s = self.restore_s(ssd_bytes=ssd_bytes, token_count=token_count)
         return bool(is_measured) and restore_s > self.prefill_s(token_count)
+
+    def fetch_is_slower(self, found: Found, *, token_count: int) -> bool:
+        """Predict whether computing is faster than fetching what was found and restoring it; False while too
+        little was measured."""
+        if not (found.fetch_bytes_per_s and self.prefill_tokens_per_s):
+            return False
+        fetch_s = _believed_s(found.size_bytes / found.fetch_bytes_per_s, self.unfetched_count)
+        restore_s = self.restore_s(ssd_bytes=found.size_bytes, token_count=token_count)
+        return fetch_s + restore_s > self.prefill_s(token_count)
+
+
+def _believed_s(predicted_s: float, untried_count: int) -> float:
+    # A product: powers differ from processor to processor in the last bit.
+    return predicted_s * math.prod(itertools.repeat(_UNTRIED, untried_count))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

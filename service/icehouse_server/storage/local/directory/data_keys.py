@@ -17,7 +17,7 @@ import os
 from collections.abc import Callable, Sequence
 
 from icehouse_server.storage.files import Files, exists, read_text, replace_file
-from icehouse_server.storage.local.encryption.aes_gcm import KEY_BYTES, unwrap_key, wrap_key
+from icehouse_server.storage.local.encryption.aes_gcm import KEY_BYTES, shared_data_key, unwrap_key, wrap_key
 from icehouse_server.storage.store_paths import StorePaths
 
 _log = logging.getLogger(__name__)
@@ -45,14 +45,16 @@ def open_key(
     paths: StorePaths,
     *,
     master_key: bytes,
+    is_shared: bool = False,
     random_bytes: Callable[[int], bytes] = os.urandom,
 ) -> OpenedKey:
-    """Return the newest data key that the master key opens; make one if there is none."""
+    """Return the newest data key that the master key opens; make one if there is none. `is_shared`: only the
+    one that all servers with this master key have will do."""
     wrapped = _read(files, paths)
-    mine = _opened(wrapped, master_key)
+    data_key = shared_data_key(master_key) if is_shared else random_bytes(KEY_BYTES)
+    mine = [item for item in _opened(wrapped, master_key) if not is_shared or item[0] == data_key]
     if mine:
         return OpenedKey(*mine[-1], other_key_count=len(wrapped) - len(mine), is_new=False)
-    data_key = random_bytes(KEY_BYTES)
     own = wrap_key(data_key, master_key=master_key)
     _write(files, paths, [*wrapped, own])
     return OpenedKey(data_key, own, other_key_count=len(wrapped), is_new=True)
@@ -66,10 +68,11 @@ def restore_key(files: Files, paths: StorePaths, *, wrapped: bytes) -> None:
         _write(files, paths, [wrapped])
 
 
-def find_key(files: Files, paths: StorePaths, *, master_key: bytes) -> bytes | None:
-    """Return the data key that the master key opens, or None. Changes nothing and needs no lock."""
+def find_key(files: Files, paths: StorePaths, *, master_key: bytes, is_shared: bool = False) -> bytes | None:
+    """Return the data key that `open_key` would, or None. Changes nothing and needs no lock."""
     mine = _opened(_stored(files, paths) or [], master_key)
-    return mine[-1][0] if mine else None
+    shared = shared_data_key(master_key) if is_shared else None
+    return next((key for key, _ in reversed(mine) if shared in (None, key)), None)
 
 
 def rewrap(files: Files, paths: StorePaths, *, old_master_key: bytes, new_master_key: bytes) -> int:

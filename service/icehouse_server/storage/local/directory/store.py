@@ -205,31 +205,38 @@ class BlockStore:
         Raises `OSError` or `sqlite3.Error`; then no row is there, and no file unless even removing it failed.
         A file that has replaced another stays, under the row of that one.
         """
-        now_time = self.clock.wall()
         self.space.partial_bytes -= writing.prepared.file_bytes
-        outline = writing.file.outline
-        replaced = self.index.get(outline.hash)
         try:
             self._sync_and_close(writing)
-            self.files.rename(writing.partial, writing.path)
+        except OSError:
+            self.extras.remove(writing.partial)
+            raise
+        return self.commit(writing.file, writing.partial, pin_end_time=pin_end_time)
+
+    def commit(self, file: BlockFile, partial: str, *, pin_end_time: float = NOT_PINNED) -> BlockRecord:
+        """Give a block's durable file its name and insert its row; return the row. Raises like `finish`."""
+        now_time = self.clock.wall()
+        outline = file.outline
+        path = self.paths.block(outline.fingerprint, outline.hash)
+        replaced = self.index.get(outline.hash)
+        try:
+            self.files.rename(partial, path)
             self.files.fsync_dir(self.paths.folder(outline.fingerprint))
-            info = self.files.stat(writing.path)
-            record = record_of(writing.file, mtime_ns=info.mtime_ns, inode=info.inode, used_time=now_time)
+            info = self.files.stat(path)
+            record = record_of(file, mtime_ns=info.mtime_ns, inode=info.inode, used_time=now_time)
             record = record.with_history_of(replaced) if replaced else record
             end_time = max(pin_end_time, record.pin_end_time)
             record = record._replace(last_used_time=now_time, pin_end_time=end_time)
-            self.manifest.insert(
-                [(record, writing.file)], day=day_of(now_time), written_bytes=record.file_bytes
-            )
+            self.manifest.insert([(record, file)], day=day_of(now_time), written_bytes=record.file_bytes)
         except (OSError, sqlite3.Error):
-            self.extras.remove(writing.partial)
+            self.extras.remove(partial)
             if replaced is None:
-                self.extras.remove(writing.path)
+                self.extras.remove(path)
             else:
                 # The new file may be all there is of the block. It proves itself.
                 self._unrecorded.add(replaced.hash)
             raise
-        self.extras.leftovers.pop(writing.path, None)
+        self.extras.leftovers.pop(path, None)
         self.index.put(record)
         self.space.note_written(record.file_bytes, now_time=now_time)
         self._weigh_manifest()

@@ -28,6 +28,7 @@ from icehouse_server.storage.local.encryption.constants import KEY_ID_BYTES, SAL
 KEY_BYTES = 32
 _ID_TAG = b"icehouse.data-key.id.v1\x00"
 _NAMES_INFO = b"icehouse.data-key.names.v1"
+_SHARED_INFO = b"icehouse.data-key.shared.v1"
 _FILE_INFO = b"icehouse.data-key.file.v1"
 _NONCE_BYTES = 12
 _PARTS: dict[RegionKind | None, int] = {None: 0}
@@ -136,6 +137,12 @@ class Decryptor:
         except InvalidTag:
             return False
         return True
+
+
+def shared_data_key(master_key: bytes) -> bytes:
+    """Return the data key of all servers that share an object store under this master key. Derived, so that
+    they agree on it without asking anybody."""
+    return _derive(master_key, salt=b"", info=_SHARED_INFO)
 
 
 def wrap_key(data_key: bytes, *, master_key: bytes) -> bytes:

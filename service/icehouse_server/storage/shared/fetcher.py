@@ -1,0 +1,245 @@
+"""Fetcher: how far a chain goes in the object store, and its blocks from there into the SSD tier.
+
+Runs on the traffic's event loop. A lookup has a deadline, each read a limit of silence, and a store that
+failed is not asked for a while; whatever goes wrong, a request misses and is computed. An object is written
+to a file of its own, checked as a restored block is, and only then the storage thread's. One that is not the
+block of its name is not read again until this server has stored it anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from icehouse_server.averages import MovingAverage
+from icehouse_server.clock import Clock
+from icehouse_server.domain.blocks import Damage
+from icehouse_server.domain.cache_stats import SharedStats
+from icehouse_server.domain.ids import BlockHash
+from icehouse_server.storage.api import Fetched, Found, Names
+from icehouse_server.storage.local.block_format.header import BlockFile, BlockFileError
+from icehouse_server.storage.shared.block_folder import BlockFolder
+from icehouse_server.storage.shared.breaker import Breaker
+from icehouse_server.storage.shared.object_store import ObjectStore, StoreError
+from icehouse_server.storage.shared.reach import Reach
+from icehouse_server.storage.shared.recent_names import RecentNames
+from icehouse_server.storage.shared.shared_settings import SharedSettings
+
+_log = logging.getLogger(__name__)
+
+_HEAD_COUNT = 32
+_GET_COUNT = 8
+"""Requests at once. A read has some MiB in memory."""
+_ABSENT_S = 10.0
+"""For how long a name that was not there is not asked for again."""
+_RATE_WEIGHT = 0.3
+_LEAST_FETCHES = 3
+"""Fewer are not enough to go by."""
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class FetchJob:
+    """A lookup or fetch that the engine waits for."""
+
+    progress_time: float
+    """When something of it came (`Clock.monotonic`)."""
+    is_abandoned: bool = False
+
+
+class Fetcher:
+    """Lookups and fetches. `may_ask` on any thread, all else on the event loop."""
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        folder: BlockFolder,
+        settings: SharedSettings,
+        *,
+        clock: Clock,
+        stats: SharedStats,
+        adopt: Callable[[BlockFile, str], Awaitable[bool]],
+        offload: Callable[..., Awaitable[Any]],
+    ) -> None:
+        """`adopt` gives a checked file to the storage thread and says whether it became a block; `offload`
+        calls a function that may take long."""
+        self._store = store
+        self._folder = folder
+        self._settings = settings
+        self._clock = clock
+        self._stats = stats
+        self._adopt = adopt
+        self._offload = offload
+        self.breaker = Breaker(clock)
+        self._absent = RecentNames()
+        self.stored = RecentNames()
+        """Blocks that the store has, or never gets."""
+        self.refused = RecentNames()
+        """Objects that are not to be read until this server has replaced them."""
+        self._downloads: dict[BlockHash, asyncio.Task[int]] = {}
+        self._searches: set[asyncio.Task[bool]] = set()
+        self._heads = asyncio.Semaphore(_HEAD_COUNT)
+        self._gets = asyncio.Semaphore(_GET_COUNT)
+        self._rate = MovingAverage(weight=_RATE_WEIGHT)
+        self._fetch_count = 0
+
+    def may_ask(self, name: BlockHash) -> bool:
+        """Whether it may be worth asking for the first of some blocks."""
+        return self.breaker.pause_left_s == 0.0 and not self._is_absent(name)
+
+    def note_stored(self, name: BlockHash) -> None:
+        """Note that this server has put an object."""
+        self.stored.add(name)
+        self._absent.discard(name)
+        self.refused.discard(name)
+
+    async def find(self, names: Names, *, limit_s: float) -> Found:
+        """Return how much of a chain is there, as far as is known when the time is over."""
+        self._stats.lookup_total += 1
+        reach = Reach(len(names), lambda index: self._size_of(names[index]))
+        if self.breaker.begin():
+            search = asyncio.create_task(self._search(reach))
+            self._searches.add(search)
+            search.add_done_callback(self._searches.discard)
+            # Nobody waits for the rest of it, but how it ends says how the store is.
+            await asyncio.wait({search}, timeout=limit_s)
+            self._stats.late_lookup_total += not (search.done() and search.result())
+        self._stats.hit_total += reach.found_count > 0
+        rate = self._rate.value if self._fetch_count >= _LEAST_FETCHES else 0.0
+        return Found(reach.found_count, reach.size_bytes, rate)
+
+    async def _search(self, reach: Reach) -> bool:
+        """Search, and note how the store is; return whether it answered everything in time."""
+        try:
+            async with asyncio.timeout(self._settings.lookup_timeout_s):
+                await reach.run()
+            self.breaker.succeed()
+            return True
+        except TimeoutError:
+            if not reach.has_answers:
+                self._fail("the object store does not answer in time")
+        except StoreError as error:
+            self._fail(str(error))
+        return False
+
+    async def fetch(self, names: Names, job: FetchJob) -> Fetched:
+        """Bring blocks into the SSD tier, several at once; the first that cannot be had ends it."""
+        began_time = self._clock.monotonic()
+        tasks = [self._download(name, job) for name in names]
+        block_count = size_bytes = 0
+        for task in tasks:
+            got_bytes = await asyncio.shield(task)
+            if not got_bytes:
+                break
+            block_count += 1
+            size_bytes += got_bytes
+        # What is not begun by now is of no use.
+        job.is_abandoned = True
+        elapsed_s = self._clock.monotonic() - began_time
+        if block_count and elapsed_s > 0.0:
+            self._fetch_count += 1
+            self._stats.fetch_bytes_per_s = self._rate.add(size_bytes / elapsed_s)
+        return Fetched(block_count, size_bytes)
+
+    def _is_absent(self, name: BlockHash) -> bool:
+        now = self._clock.monotonic()
+        return self._absent.has(name, now) or self.refused.has(name, now)
+
+    def _note_absent(self, name: BlockHash) -> None:
+        self._absent.add(name, end_time=self._clock.monotonic() + _ABSENT_S)
+
+    async def _size_of(self, name: BlockHash) -> int | None:
+        if self._is_absent(name):
+            return None
+        async with self._heads:
+            size_bytes = await self._store.size_bytes(self._folder.object_name(name))
+        if size_bytes is None:
+            self._note_absent(name)
+        return size_bytes
+
+    def _download(self, name: BlockHash, job: FetchJob) -> asyncio.Task[int]:
+        """Return the download of a block, perhaps one that another request has begun."""
+        task = self._downloads.get(name)
+        if task is None:
+            task = self._downloads[name] = asyncio.create_task(self._bring(name, job))
+            task.add_done_callback(lambda _: self._downloads.pop(name))
+        return task
+
+    async def _bring(self, name: BlockHash, job: FetchJob) -> int:
+        """Bring one block; return its file's bytes, or 0 where it cannot be had."""
+        async with self._gets:
+            if job.is_abandoned or self._is_absent(name) or not self.breaker.begin():
+                return 0
+            try:
+                path, descriptor = await self._offload(self._folder.create, name)
+            except OSError as error:
+                _log.warning("fetched_block_not_written", extra={"detail": str(error)})
+                return 0
+            file = await self._receive(name, job, path, descriptor)
+        # It may have been ordered meanwhile that nobody uses it again.
+        is_wanted = file is not None and not self.refused.has(name, self._clock.monotonic())
+        if file is None or not is_wanted or not await self._adopt(file, path):
+            with contextlib.suppress(OSError):
+                # Where it was adopted or refused by the storage thread, it is gone already.
+                await self._offload(self._folder.remove, path)
+            return 0
+        job.progress_time = self._clock.monotonic()
+        self.stored.add(name)
+        self._stats.fetched_block_total += 1
+        self._stats.fetched_byte_total += file.file_bytes
+        return file.file_bytes
+
+    async def _receive(self, name: BlockHash, job: FetchJob, path: str, descriptor: int) -> BlockFile | None:
+        """Write an object to an open file, close it and check it; None where it is not the block."""
+        has_closed = False
+        try:
+            size_bytes = await self._copy(name, job, descriptor)
+            self.breaker.succeed()
+            if size_bytes:
+                has_closed = True
+                file: BlockFile = await self._offload(self._folder.finish, descriptor, path, name)
+                return file
+            self._note_absent(name)
+        except TimeoutError:
+            self._fail("the object store stopped in the middle of an object")
+        except StoreError as error:
+            self._fail(str(error))
+        except BlockFileError as error:
+            if error.damage is not Damage.MEMORY:
+                self._refuse(name, error)
+        except OSError as error:
+            _log.warning("fetched_block_not_written", extra={"detail": str(error)})
+        finally:
+            if not has_closed:
+                with contextlib.suppress(OSError):
+                    await self._offload(self._folder.close, descriptor)
+        return None
+
+    async def _copy(self, name: BlockHash, job: FetchJob, descriptor: int) -> int:
+        """Return the bytes that were written. Raises `TimeoutError`, `StoreError`, `BlockFileError` for
+        more of them than a block has, and `OSError` from the disk."""
+        offset = 0
+        async with contextlib.aclosing(self._store.read(self._folder.object_name(name))) as chunks:
+            while True:
+                try:
+                    chunk = await asyncio.wait_for(anext(chunks), self._settings.silence_s)
+                except StopAsyncIteration:
+                    return offset
+                if offset + chunk.nbytes > self._settings.object_limit_bytes:
+                    raise BlockFileError(Damage.MISMATCH, "The object is larger than any block")
+                await self._offload(self._folder.write, descriptor, chunk, offset=offset)
+                offset += chunk.nbytes
+                job.progress_time = self._clock.monotonic()
+
+    def _refuse(self, name: BlockHash, error: BlockFileError) -> None:
+        self._stats.refused_block_total += 1
+        self.refused.add(name)
+        _log.warning("shared_block_refused", extra={"block": name.hex(), "cause": error.damage.value})
+
+    def _fail(self, detail: str) -> None:
+        self._stats.failure_total += 1
+        if self.breaker.fail(detail):
+            _log.warning("shared_reads_paused", extra={"detail": detail})

@@ -1,0 +1,152 @@
+"""Object store: the port of what servers share, and the one implementation of it, through obstore.
+
+S3 and what speaks its protocol, Google's and Azure's stores, and a folder that all servers mount. An object
+is put whole or not at all, and is never changed but for another whole one. No call lists anything.
+Credentials come from the environment, under each provider's usual names, and stay inside obstore.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Callable, Iterator
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    # Of an optional extra: loaded only where a store is configured.
+    from obstore.store import ObjectStore as Client
+
+CHUNK_BYTES = 4 << 20
+"""Of an object, as it is read."""
+_CONNECT_S = 2
+_REQUEST_S = 60
+"""No request takes longer; who waits for one gives up much earlier."""
+
+
+class StoreError(Exception):
+    """The store did not answer, or refused. Says so for operators, without address or credentials."""
+
+
+class ObjectStore(Protocol):
+    """Whole objects by name. Every method raises `StoreError`; whoever calls sets the deadline."""
+
+    async def size_bytes(self, name: str) -> int | None:
+        """Return how large an object is; None where there is none."""
+        ...
+
+    def read(self, name: str) -> AsyncGenerator[memoryview]:
+        """Yield an object's bytes, as far as somebody asks for them; nothing where there is none."""
+        ...
+
+    async def put(self, name: str, data: bytes, *, replaces: bool) -> bool:
+        """Put a whole object; False where one has that name and is not to be replaced. Stores without such a
+        condition replace it."""
+        ...
+
+    async def delete(self, name: str) -> None:
+        """Delete an object; one that is gone is fine."""
+        ...
+
+
+class ObstoreStore:
+    """An `ObjectStore` in a bucket, a container or a folder, below the path of its URL."""
+
+    def __init__(self, make_client: Callable[[], Client]) -> None:
+        """`make_client` may wait for a disk. It is called when the store is first used, and again until it
+        works."""
+        self._make_client = make_client
+        self._made: Client | None = None
+        self._has_conditions = True
+
+    async def size_bytes(self, name: str) -> int | None:
+        with _store_errors():
+            client = await self._client()
+            try:
+                return int((await client.head_async(name))["size"])
+            except FileNotFoundError:
+                return None
+
+    async def read(self, name: str) -> AsyncGenerator[memoryview]:
+        with _store_errors():
+            client = await self._client()
+            try:
+                result = await client.get_async(name)
+            except FileNotFoundError:
+                return
+            async for chunk in result.stream(min_chunk_size=CHUNK_BYTES):
+                yield memoryview(chunk)
+
+    async def put(self, name: str, data: bytes, *, replaces: bool) -> bool:
+        # One request for all of it: what dies in the middle leaves nothing behind, no parts either.
+        with _store_errors():
+            client = await self._client()
+            if self._has_conditions and not replaces:
+                try:
+                    await client.put_async(name, data, mode="create", use_multipart=False)
+                    return True
+                except _exceptions().AlreadyExistsError:
+                    return False
+                except (NotImplementedError, _exceptions().NotSupportedError):
+                    self._has_conditions = False
+            await client.put_async(name, data, use_multipart=False)
+            return True
+
+    async def delete(self, name: str) -> None:
+        with _store_errors(), contextlib.suppress(FileNotFoundError):
+            await (await self._client()).delete_async(name)
+
+    async def _client(self) -> Client:
+        if self._made is None:
+            self._made = await asyncio.to_thread(self._make_client)
+        return self._made
+
+
+def make_store(url: str) -> ObstoreStore:
+    """Return the store at a URL such as s3://bucket/path. Asks nothing of it, and makes no folder: one that
+    is missing may be a disk that is not mounted. Raises ImportError without obstore, ValueError for a URL
+    that names no store."""
+    from obstore.store import LocalStore, from_url
+
+    if url.startswith("file:"):
+        folder = url.removeprefix("file:").removeprefix("//")
+        if not folder.startswith("/"):
+            raise ValueError("a folder is named by file:// and an absolute path")
+        return ObstoreStore(lambda: LocalStore(folder))
+    options: Any = {
+        "connect_timeout": f"{_CONNECT_S}s",
+        "timeout": f"{_REQUEST_S}s",
+        # Whoever gives an endpoint that begins with http:// wants it so; without one it is https.
+        "allow_http": True,
+    }
+    try:
+        # What is retried, and when, is decided above: where nobody is made to wait for it.
+        client = from_url(url, client_options=options, retry_config={"max_retries": 0})
+    except _exceptions().BaseError as error:
+        raise ValueError(str(error).partition("\n")[0]) from error
+    return ObstoreStore(lambda: client)
+
+
+def _exceptions() -> ModuleType:
+    """Return obstore's exceptions."""
+    from obstore import exceptions
+
+    return exceptions
+
+
+@contextlib.contextmanager
+def _store_errors() -> Iterator[None]:
+    """Turn what obstore raises into `StoreError`; its own words have addresses."""
+    errors = _exceptions()
+    try:
+        yield
+    except (errors.PermissionDeniedError, errors.UnauthenticatedError) as error:
+        raise StoreError("the object store refuses these credentials") from error
+    except TimeoutError:
+        raise
+    except (errors.BaseError, OSError, ValueError) as error:
+        if "DispatchFailure" in str(error) or "error sending request" in str(error):
+            raise StoreError("the object store cannot be reached") from error
+        if "No space left" in str(error) or "507" in str(error):
+            raise StoreError("the object store is full") from error
+        raise StoreError(f"the object store answers with {type(error).__name__}") from error

@@ -1,0 +1,188 @@
+"""Shared tier: the local tier with an object store behind it, which other servers share.
+
+One direction each: what is written here goes to the store behind everything else, and what a prompt lacks
+here comes from the store as a file of the local tier, checked, before the prompt is planned. Loads know
+nothing of it. The manifest, limits and eviction are the local tier's; the store's objects are never listed,
+and never removed to make space: the bucket's own rules do that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from icehouse_server.clock import Clock
+from icehouse_server.domain.cache_stats import CacheStats, SharedStats
+from icehouse_server.errors import StartError
+from icehouse_server.storage.api import (
+    AnyTicket,
+    Fetched,
+    Found,
+    Inventory,
+    Names,
+    Outcome,
+    Persisted,
+    Purged,
+    StorageFailed,
+    Ticket,
+)
+from icehouse_server.storage.files import Files
+from icehouse_server.storage.local.block_format.header import BlockFile
+from icehouse_server.storage.local.encryption.constants import Cipher
+from icehouse_server.storage.local.tier import LocalTier
+from icehouse_server.storage.shared.block_folder import BlockFolder
+from icehouse_server.storage.shared.fetcher import Fetcher
+from icehouse_server.storage.shared.object_store import ObjectStore
+from icehouse_server.storage.shared.shared_settings import SharedSettings
+from icehouse_server.storage.shared.traffic import Traffic
+from icehouse_server.storage.shared.uploader import Uploader
+from icehouse_server.storage.storage_settings import StorageSettings
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class _Adoption(Ticket[Persisted]):
+    """A fetched file that the storage thread takes in."""
+
+    done: Callable[[bool], None] = lambda is_adopted: None
+
+
+class SharedTier(LocalTier):
+    """A `LocalTier` whose `find` and `fetch` ask an object store, and which stores its full blocks there.
+
+    The engine never waits for the store: a lookup has a deadline, and a store that failed is left alone for a
+    while, during which `find` returns None at once.
+    """
+
+    def __init__(
+        self,
+        settings: StorageSettings,
+        *,
+        files: Files,
+        clock: Clock,
+        post: Callable[[Outcome], object],
+        store: ObjectStore,
+        shared: SharedSettings,
+        cipher: Cipher | None = None,
+        is_inline: bool = False,
+    ) -> None:
+        """`is_inline`: nothing is done on threads of its own, for `step`."""
+        super().__init__(settings, files=files, clock=clock, post=self._receive, cipher=cipher)
+        self._forward = post
+        self._shared_stats = SharedStats()
+        self._traffic = Traffic(clock=clock, post=post, is_inline=is_inline)
+        folder = BlockFolder(files, self._store.paths, fingerprint=settings.fingerprint, cipher=cipher)
+        self._fetcher = Fetcher(
+            store,
+            folder,
+            shared,
+            clock=clock,
+            stats=self._shared_stats,
+            adopt=self._take_in,
+            offload=self._traffic.offload,
+        )
+        self._uploader = Uploader(
+            store,
+            folder,
+            shared,
+            clock=clock,
+            stats=self._shared_stats,
+            fetcher=self._fetcher,
+            offload=self._traffic.offload,
+        )
+        self._traffic.is_busy = lambda: self._uploader.is_busy
+
+    def start(self, **how: Any) -> None:
+        self._traffic.open(self._uploader.run)
+        try:
+            super().start(**how)
+        except StartError:
+            self._traffic.end()
+            raise
+        self._start_thread("storage-shared", self._traffic.run)
+
+    def open(self) -> None:
+        self._traffic.open(self._uploader.run)
+        super().open()
+
+    def step(self) -> bool:
+        has_stored = super().step()
+        if self._loop.is_closed:
+            self._traffic.end()
+            return False
+        return self._traffic.step() or has_stored
+
+    def close(self, *, deadline_time: float) -> None:
+        self._traffic.close(deadline_time=deadline_time)
+        super().close(deadline_time=deadline_time)
+
+    def find(self, blocks: Names, *, limit_s: float) -> Ticket[Found] | None:
+        if not blocks or not self._fetcher.may_ask(blocks[0]):
+            return None
+        return self._traffic.submit(lambda job: self._fetcher.find(blocks, limit_s=limit_s))
+
+    def fetch(self, blocks: Names) -> Ticket[Fetched] | None:
+        return self._traffic.submit(lambda job: self._fetcher.fetch(blocks, job))
+
+    def touch(self, blocks: Names) -> bool:
+        # What could not be stored when it was written has another chance whenever it is used.
+        self._traffic.call(self._uploader.offer, blocks[::-1])
+        return super().touch(blocks)
+
+    def delete(self, blocks: Names, *, is_final: bool = False) -> Ticket[Purged] | None:
+        if is_final:
+            self._traffic.call(self._uploader.delete, blocks)
+        return super().delete(blocks)
+
+    def abandon(self, ticket: AnyTicket) -> None:
+        job = self._traffic.job(ticket)
+        if job is not None:
+            job.is_abandoned = True
+        super().abandon(ticket)
+
+    def silence_s(self, ticket: AnyTicket) -> float:
+        job = self._traffic.job(ticket)
+        return super().silence_s(ticket) if job is None else self._clock.monotonic() - job.progress_time
+
+    def leave_cores(self, *, to_decode: bool) -> None:
+        super().leave_cores(to_decode=to_decode)
+        share = self._store.settings.share_beside_decode if to_decode else 1.0
+        self._uploader.pause_s = lambda worked_s: worked_s * (1.0 / share - 1.0)
+
+    async def _take_in(self, file: BlockFile, partial: str) -> bool:
+        """Have the storage thread adopt a fetched file; return whether it is a block now."""
+        adopted: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        ticket = _Adoption(done=lambda is_adopted: self._traffic.call(_resolve, adopted, is_adopted))
+        self._adopt(ticket, file, partial)
+        return await adopted
+
+    def _receive(self, outcome: Outcome) -> None:
+        """Pass on what the local tier posts, on its threads, and note what concerns the store."""
+        if isinstance(outcome, _Adoption):
+            stored = outcome.outcome
+            if isinstance(stored, Persisted):
+                self._forward(Inventory((stored.record,), is_first=False, is_last=False))
+            outcome.done(isinstance(stored, Persisted))
+            return
+        if isinstance(outcome, Ticket):
+            if isinstance(outcome.outcome, Persisted):
+                self._traffic.call(self._uploader.offer, (outcome.outcome.record.hash,))
+            elif isinstance(outcome.outcome, CacheStats):
+                outcome.outcome = dataclasses.replace(outcome.outcome, shared=self._copy_stats())
+        elif isinstance(outcome, StorageFailed):
+            self._traffic.close(deadline_time=self._clock.monotonic())
+        self._forward(outcome)
+
+    def _copy_stats(self) -> SharedStats:
+        return dataclasses.replace(
+            self._shared_stats,
+            queue_count=self._uploader.queue_count,
+            read_pause_detail=self._fetcher.breaker.pause_detail,
+            write_pause_detail=self._uploader.breaker.pause_detail,
+        )
+
+
+def _resolve(future: asyncio.Future[bool], result: bool) -> None:
+    if not future.done():
+        future.set_result(result)

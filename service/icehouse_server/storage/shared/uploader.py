@@ -1,0 +1,194 @@
+"""Uploader: blocks from the SSD tier to the object store, one after the other, behind everything else.
+
+A block is offered when it was written here and whenever it is used, so what could not be stored once gets
+there later. Nothing waits for it: the queue holds names, and where it is full the oldest goes. Runs on the
+traffic's event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from icehouse_server.clock import Clock
+from icehouse_server.domain.blocks import RegionKind
+from icehouse_server.domain.cache_stats import SharedStats
+from icehouse_server.domain.ids import BlockHash
+from icehouse_server.storage.api import Names
+from icehouse_server.storage.local.block_format.header import (
+    BlockFile,
+    BlockFileError,
+    head_length,
+    parse_head,
+)
+from icehouse_server.storage.shared.block_folder import BlockFolder
+from icehouse_server.storage.shared.breaker import Breaker
+from icehouse_server.storage.shared.fetcher import Fetcher
+from icehouse_server.storage.shared.object_store import ObjectStore, StoreError
+from icehouse_server.storage.shared.shared_settings import SharedSettings
+
+_log = logging.getLogger(__name__)
+
+_QUEUE_LIMIT_COUNT = 8192
+_TRY_LIMIT = 4
+"""A block that the store refused so often is dropped."""
+_PAUSE_STEP_S = 0.5
+
+
+class Uploader:
+    """What waits to be stored or deleted. On the event loop."""
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        folder: BlockFolder,
+        settings: SharedSettings,
+        *,
+        clock: Clock,
+        stats: SharedStats,
+        fetcher: Fetcher,
+        offload: Callable[..., Awaitable[Any]],
+    ) -> None:
+        self._store = store
+        self._folder = folder
+        self._settings = settings
+        self._clock = clock
+        self._stats = stats
+        self._fetcher = fetcher
+        self._offload = offload
+        self.breaker = Breaker(clock)
+        self._offered: OrderedDict[BlockHash, int] = OrderedDict()
+        """How often each was tried."""
+        self._to_delete: OrderedDict[BlockHash, int] = OrderedDict()
+        self._has_work = asyncio.Event()
+        self._is_working = False
+        self.pause_s: Callable[[float], float] = lambda worked_s: 0.0
+        """How long to leave the cores to others after so much work."""
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether something can be stored or deleted now."""
+        return self._is_working or (self._has_work.is_set() and self.breaker.pause_left_s == 0.0)
+
+    @property
+    def queue_count(self) -> int:
+        return len(self._offered)
+
+    def offer(self, names: Names) -> None:
+        """Have blocks stored that are not yet."""
+        now = self._clock.monotonic()
+        for name in names:
+            if not self._fetcher.stored.has(name, now):
+                self._offered.setdefault(name, 0)
+        while len(self._offered) > _QUEUE_LIMIT_COUNT:
+            self._offered.popitem(last=False)
+            self._stats.dropped_block_total += 1
+        self._note_work()
+
+    def delete(self, names: Names) -> None:
+        """Have objects deleted, and fetched by nobody here before this server has stored them anew."""
+        for name in names:
+            self._offered.pop(name, None)
+            self._fetcher.stored.discard(name)
+            self._fetcher.refused.add(name)
+            self._to_delete.setdefault(name, 0)
+        while len(self._to_delete) > _QUEUE_LIMIT_COUNT:
+            self._to_delete.popitem(last=False)
+        self._note_work()
+
+    async def run(self) -> None:
+        """Work for ever."""
+        while True:
+            await self._has_work.wait()
+            if (pause_left_s := self.breaker.pause_left_s) > 0.0:
+                await asyncio.sleep(min(pause_left_s, _PAUSE_STEP_S))
+                continue
+            self.breaker.begin()
+            queue, work = (
+                (self._to_delete, self._delete) if self._to_delete else (self._offered, self._upload)
+            )
+            name, try_count = queue.popitem(last=False)
+            began_time = self._clock.monotonic()
+            size_bytes = 0
+            self._is_working = True
+            try:
+                async with asyncio.timeout(self._settings.put_timeout_s):
+                    size_bytes = await work(name)
+                self.breaker.succeed()
+            except (StoreError, TimeoutError) as error:
+                self._fail(str(error) or "the object store does not answer in time")
+                if try_count + 1 < _TRY_LIMIT:
+                    queue[name] = try_count + 1
+                elif queue is self._offered:
+                    self._stats.dropped_block_total += 1
+            self._is_working = False
+            self._note_work()
+            worked_s = self._clock.monotonic() - began_time
+            rate = self._settings.write_bytes_per_s
+            await asyncio.sleep(max(self.pause_s(worked_s), size_bytes / rate - worked_s if rate else 0.0))
+
+    def _note_work(self) -> None:
+        if self._offered or self._to_delete:
+            self._has_work.set()
+        else:
+            self._has_work.clear()
+
+    async def _delete(self, name: BlockHash) -> int:
+        await self._store.delete(self._folder.object_name(name))
+        self._stats.deleted_block_total += 1
+        return 0
+
+    async def _upload(self, name: BlockHash) -> int:
+        """Store one block unless it is there; return the bytes that were sent."""
+        try:
+            file, data = await self._offload(self._folder.read, name)
+        except (BlockFileError, OSError):
+            # It has left this server, or will: whoever reads it next finds out.
+            self._stats.dropped_block_total += 1
+            return 0
+        if file.outline.token_count < file.outline.block_token_limit:
+            # A tail: its name is known to nobody but who has the very same prompt.
+            self._fetcher.stored.add(name)
+            return 0
+        target = self._folder.object_name(name)
+        replaces = self._fetcher.refused.has(name, self._clock.monotonic())
+        size_bytes = None if replaces else await self._store.size_bytes(target)
+        if size_bytes is not None:
+            replaces = await self._has_more(file, target, size_bytes)
+        is_stored = size_bytes is None or replaces
+        if is_stored:
+            is_stored = await self._store.put(target, data, replaces=replaces)
+        self._fetcher.note_stored(name)
+        if not is_stored:
+            self._stats.known_block_total += 1
+            return 0
+        self._stats.stored_block_total += 1
+        self._stats.stored_byte_total += len(data)
+        return len(data)
+
+    async def _has_more(self, file: BlockFile, target: str, size_bytes: int) -> bool:
+        """Whether a block has regions that the object lacks: a checkpoint that was taken later."""
+        own = {region.kind for region in file.regions}
+        if own == {RegionKind.KV}:
+            return False
+        head = bytearray()
+        try:
+            async with contextlib.aclosing(self._store.read(target)) as chunks:
+                async for chunk in chunks:
+                    head += chunk
+                    if len(head) >= 8 and len(head) >= head_length(head, file_bytes=size_bytes):
+                        break
+            head_bytes = head_length(head, file_bytes=size_bytes)
+            theirs = parse_head(bytes(head[:head_bytes]), file_bytes=size_bytes, cipher=self._folder.cipher)
+        except BlockFileError:
+            return True
+        return not own <= {region.kind for region in theirs.regions}
+
+    def _fail(self, detail: str) -> None:
+        self._stats.failure_total += 1
+        if self.breaker.fail(detail):
+            _log.warning("shared_writes_paused", extra={"detail": detail})

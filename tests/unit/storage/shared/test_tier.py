@@ -1,0 +1,379 @@
+"""Shared tier: what one server stores another one finds by name, and nothing a store does harms a reader."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+import pytest
+from icehouse_server.domain.blocks import HostBlock
+from icehouse_server.domain.ids import BlockHash
+from icehouse_server.storage.api import Evicted, Fetched, Found, Inventory, Loaded
+from icehouse_server.storage.local.directory.manifest import LOG_ALLOWANCE_BYTES
+from icehouse_server.storage.local.encryption.aes_gcm import Cipher
+
+from tests.fixtures.patience import BOUND_S
+from tests.fixtures.storage.blocks import (
+    FINGERPRINT,
+    OTHER_FINGERPRINT,
+    make_block,
+    make_chain,
+)
+from tests.fixtures.storage.loading import assert_holds, plan
+from tests.fixtures.storage.object_store import SHARED, MemoryStore, SharingThread
+
+KEY, OTHER_KEY = Cipher(b"k" * 32), Cipher(b"o" * 32)
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    return MemoryStore()
+
+
+def names_of(blocks) -> tuple[BlockHash, ...]:
+    return tuple(block.header.hash for block in blocks)
+
+
+def key_of(block: HostBlock) -> str:
+    return f"{block.header.fingerprint.hex()}/{block.header.hash.hex()}"
+
+
+def ask(server: SharingThread, ticket) -> object:
+    assert ticket is not None
+    server.settle()
+    return ticket.outcome
+
+
+def find(server: SharingThread, blocks) -> Found:
+    found = ask(server, server.storage.find(names_of(blocks), limit_s=BOUND_S))
+    assert isinstance(found, Found)
+    return found
+
+
+def fetch(server: SharingThread, blocks) -> int:
+    fetched = ask(server, server.storage.fetch(names_of(blocks)))
+    assert isinstance(fetched, Fetched)
+    return fetched.block_count
+
+
+def shared_stats(server: SharingThread):
+    shared = server.stats().shared
+    assert shared is not None
+    return shared
+
+
+def fill(store: MemoryStore, directory, blocks, **how) -> None:
+    """Have a server of its own store blocks, and end."""
+    with SharingThread(directory, store=store, **how) as writer:
+        writer.spill(*blocks)
+
+
+def files_of(server: SharingThread) -> list[str]:
+    folder = server.storage._store.paths.folder(server.settings.fingerprint)
+    return os.listdir(folder)
+
+
+@pytest.mark.parametrize("cipher", [None, KEY], ids=["in the clear", "under a key"])
+def test_what_one_server_computed_another_one_finds_and_loads(tmp_path, store, cipher) -> None:
+    chain = make_chain(5, cipher=cipher)
+    fill(store, tmp_path / "a", chain, cipher=cipher)
+    with SharingThread(tmp_path / "b", store=store, cipher=cipher) as reader:
+        found = find(reader, chain)
+        assert found.block_count == 5
+        assert found.size_bytes == sum(len(data) for data in store.objects.values())
+        reader.outcomes.clear()
+        assert fetch(reader, chain) == 5
+        arrived = [each for each in reader.outcomes if isinstance(each, Inventory)]
+        assert [record.hash for part in arrived for record in part.records] == list(names_of(chain))
+        assert not any(part.is_first or part.is_last for part in arrived), "it replaces nothing"
+        loaded = ask(reader, reader.storage.get_into(*plan(chain)))
+        assert isinstance(loaded, Loaded) and loaded.failure is None
+        assert_holds(loaded, chain)
+        stats = shared_stats(reader)
+        assert (stats.lookup_total, stats.hit_total, stats.fetched_block_total) == (1, 1, 5)
+        assert store.put_count == 5, "what came from the store is not sent there again"
+    with SharingThread(tmp_path / "b", store=store, cipher=cipher) as again:
+        assert {record.hash for record in again.take_inventory()} == set(names_of(chain))
+
+
+def test_another_key_finds_nothing(tmp_path, store) -> None:
+    fill(store, tmp_path / "a", make_chain(2, cipher=KEY), cipher=KEY)
+    with SharingThread(tmp_path / "b", store=store, cipher=OTHER_KEY) as other:
+        assert find(other, make_chain(2, cipher=OTHER_KEY)).block_count == 0
+    assert not any(b"token_ids" in data for data in store.objects.values())
+
+
+@pytest.mark.parametrize("stored_count", [0, 1, 7, 40])
+def test_how_far_a_chain_goes_is_found_with_few_requests(tmp_path, store, stored_count) -> None:
+    chain = make_chain(40)
+    fill(store, tmp_path / "a", chain[:stored_count])
+    store.request_count = 0
+    with SharingThread(tmp_path / "b", store=store) as reader:
+        assert find(reader, chain).block_count == stored_count
+        assert store.request_count <= 22
+        asked_count = store.request_count
+        if stored_count == 0:
+            assert reader.storage.find(names_of(chain), limit_s=1.0) is None, "it was not there just now"
+            reader.clock.advance(11.0)
+            assert find(reader, chain).block_count == 0
+            assert store.request_count > asked_count
+
+
+def test_tails_stay_here(tmp_path, store) -> None:
+    tail = make_block(token_ids=(1, 2, 3))
+    fill(store, tmp_path / "a", [tail])
+    assert not store.objects
+
+
+def test_a_block_that_is_there_is_not_sent_again(tmp_path, store) -> None:
+    block = make_block()
+    fill(store, tmp_path / "a", [block])
+    with SharingThread(tmp_path / "b", store=store) as second:
+        second.spill(block)
+        assert shared_stats(second).known_block_total == 1
+    assert store.put_count == 1
+
+
+def test_of_two_who_store_one_name_at_once_one_does(tmp_path, store) -> None:
+    block = make_block()
+    with SharingThread(tmp_path / "a", store=store) as a, SharingThread(tmp_path / "b", store=store) as b:
+        a.storage.put(block)
+        b.storage.put(block)
+        for _ in range(1000):
+            a.storage.step()
+            b.storage.step()
+        totals = [
+            (shared_stats(each).stored_block_total, shared_stats(each).known_block_total) for each in (a, b)
+        ]
+    assert sorted(totals) == [(0, 1), (1, 0)]
+    with SharingThread(tmp_path / "c", store=store) as reader:
+        assert fetch(reader, [block]) == 1
+
+
+def test_a_block_with_a_later_checkpoint_replaces_the_one_without(tmp_path, store) -> None:
+    whole = make_block(checkpoint=True)
+    poorer = dataclasses.replace(whole, regions=whole.regions[:1])
+    fill(store, tmp_path / "a", [poorer])
+    fill(store, tmp_path / "b", [whole])
+    fill(store, tmp_path / "c", [poorer])
+    with SharingThread(tmp_path / "d", store=store) as reader:
+        assert fetch(reader, [whole]) == 1
+        loaded = ask(reader, reader.storage.get_into(*plan([whole])))
+        assert isinstance(loaded, Loaded) and loaded.failure is None
+
+
+def _other_fingerprint(store: MemoryStore, chain, tmp_path) -> bytes:
+    other = make_block(fingerprint=OTHER_FINGERPRINT)
+    fill(store, tmp_path / "other", [other], fingerprint=OTHER_FINGERPRINT)
+    return store.objects[key_of(other)]
+
+
+LIES = {
+    "truncated": lambda store, chain, _: store.objects[key_of(chain[1])][:-7],
+    "a flipped bit": lambda store, chain, _: _flipped(store.objects[key_of(chain[1])]),
+    "another block": lambda store, chain, _: store.objects[key_of(chain[0])],
+    "another model": _other_fingerprint,
+    "no block": lambda store, chain, _: b"<html>hello</html>",
+    "longer": lambda store, chain, _: store.objects[key_of(chain[1])] + b"\0" * 8,
+    "endless": lambda store, chain, _: bytes(SHARED.object_limit_bytes + 1),
+}
+
+
+def _flipped(data: bytes) -> bytes:
+    return data[:-1] + bytes([data[-1] ^ 1])
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_store_that_lies_costs_a_miss_until_the_block_is_computed_again(tmp_path, store, lie) -> None:
+    chain = make_chain(3)
+    fill(store, tmp_path / "a", chain)
+    store.objects[key_of(chain[1])] = LIES[lie](store, chain, tmp_path)
+    with SharingThread(tmp_path / "b", store=store) as reader:
+        reader.take()
+        assert fetch(reader, chain) == 1
+        arrived = {r.hash for o in reader.outcomes if isinstance(o, Inventory) for r in o.records}
+        assert names_of(chain)[1] not in arrived
+        assert not any(name.endswith(".partial") for name in files_of(reader))
+        assert shared_stats(reader).refused_block_total == 1
+        asked_count = store.request_count
+        assert reader.storage.find(names_of(chain[1:]), limit_s=1.0) is None
+        assert fetch(reader, chain[1:2]) == 0 and store.request_count == asked_count, "it is not read again"
+        reader.spill(chain[1])
+    with SharingThread(tmp_path / "c", store=store) as another:
+        assert fetch(another, chain) == 3, "the one who computed it has replaced it"
+
+
+def test_under_a_key_nobody_without_it_can_make_a_block(tmp_path, store) -> None:
+    block, planted = make_block(cipher=KEY), make_block()
+    fill(store, tmp_path / "a", [planted])
+    store.objects[key_of(block)] = store.objects[key_of(planted)]
+    with SharingThread(tmp_path / "b", store=store, cipher=KEY) as reader:
+        assert fetch(reader, [block]) == 0
+        assert shared_stats(reader).refused_block_total == 1
+
+
+def test_a_store_that_does_not_answer_costs_three_lookups_and_is_then_left_alone(tmp_path, store) -> None:
+    chain = make_chain(3)
+    fill(store, tmp_path / "a", chain)
+    with SharingThread(tmp_path / "b", store=store) as reader:
+        store.hangs = True
+        for _ in range(3):
+            assert find(reader, chain).block_count == 0
+        asked_count = store.request_count
+        assert reader.storage.find(names_of(chain), limit_s=1.0) is None, "no request waits for it now"
+        assert store.request_count == asked_count
+        stats = shared_stats(reader)
+        assert (stats.late_lookup_total, stats.failure_total) == (3, 3)
+        assert stats.read_pause_detail == "the object store does not answer in time"
+        reader.clock.advance(1.0)
+        assert find(reader, chain).block_count == 0, "one tries"
+        assert reader.storage.find(names_of(chain), limit_s=1.0) is None
+        reader.clock.advance(1.9)
+        assert reader.storage.find(names_of(chain), limit_s=1.0) is None, "the pause is longer now"
+        store.hangs = False
+        reader.clock.advance(0.1)
+        assert find(reader, chain).block_count == 3
+        assert shared_stats(reader).read_pause_detail == "" and fetch(reader, chain) == 3
+
+
+def test_a_store_that_hangs_in_the_middle_of_an_object_costs_the_rest(tmp_path, store) -> None:
+    chain = make_chain(3)
+    fill(store, tmp_path / "a", chain)
+    with SharingThread(tmp_path / "b", store=store) as reader:
+        store.hangs_behind_bytes = 1024
+        assert fetch(reader, chain) == 0
+        store.hangs_behind_bytes = None
+        assert not files_of(reader), "nothing is left of them"
+        assert shared_stats(reader).failure_total == 3
+        reader.clock.advance(1.0)
+        assert fetch(reader, chain) == 1, "the trial succeeds; the others had been refused by then"
+        assert fetch(reader, chain[1:]) == 2
+
+
+def test_a_store_that_refuses_is_left_alone(tmp_path, store) -> None:
+    chain = make_chain(2)
+    with SharingThread(tmp_path / "a", store=store) as server:
+        store.refusal = "the object store refuses these credentials"
+        for _ in range(3):
+            assert find(server, chain).block_count == 0
+        server.spill(*chain)
+        stats = shared_stats(server)
+        assert stats.read_pause_detail == stats.write_pause_detail == store.refusal
+        assert server.storage.find(names_of(chain), limit_s=1.0) is None
+        loaded = ask(server, server.storage.get_into(*plan(chain)))
+        assert isinstance(loaded, Loaded), "what is here is here"
+        store.refusal = ""
+
+
+def test_a_full_store_is_still_read_and_gets_the_blocks_once_there_is_room(tmp_path, store) -> None:
+    known, new = make_chain(2), make_block(seed=9)
+    fill(store, tmp_path / "a", known)
+    with SharingThread(tmp_path / "b", store=store) as server:
+        store.put_refusal = "the object store is full"
+        server.spill(new)
+        stats = shared_stats(server)
+        assert stats.write_pause_detail == store.put_refusal and stats.queue_count == 1
+        assert find(server, known).block_count == 2 and fetch(server, known) == 2
+        store.put_refusal = ""
+        server.clock.advance(1.0)
+        server.settle()
+        assert shared_stats(server).stored_block_total == 1 and key_of(new) in store.objects
+
+
+def test_what_could_not_be_stored_is_offered_again_when_it_is_used(tmp_path, store) -> None:
+    block = make_block()
+    with SharingThread(tmp_path / "a", store=store) as server:
+        store.put_refusal = "no"
+        server.spill(block)
+        for _ in range(4):
+            server.clock.advance(100.0)
+            server.settle()
+        assert shared_stats(server).dropped_block_total == 1
+        store.put_refusal = ""
+        server.clock.advance(100.0)
+        server.storage.touch(names_of([block]))
+        server.settle()
+        assert key_of(block) in store.objects
+
+
+def test_blocks_that_nobody_is_to_use_again_go_from_the_store_too(tmp_path, store) -> None:
+    chain = make_chain(2)
+    with SharingThread(tmp_path / "a", store=store) as server:
+        server.spill(*chain)
+        server.storage.delete(names_of(chain[:1]))
+        server.settle()
+        assert len(store.objects) == 2, "eviction for others' sake concerns this server alone"
+        server.storage.delete(names_of(chain), is_final=True)
+        server.settle()
+        assert not store.objects and shared_stats(server).deleted_block_total == 2
+        assert server.storage.find(names_of(chain), limit_s=1.0) is None
+        server.spill(chain[0])
+        assert key_of(chain[0]) in store.objects, "computed again, it is another matter"
+
+
+def test_what_was_to_be_deleted_is_not_fetched_while_the_store_is_down(tmp_path, store) -> None:
+    block = make_block()
+    fill(store, tmp_path / "a", [block])
+    with SharingThread(tmp_path / "b", store=store) as server:
+        store.refusal = "down"
+        server.storage.delete(names_of([block]), is_final=True)
+        server.settle()
+        store.refusal = ""
+        assert fetch(server, [block]) == 0
+
+
+def test_a_download_that_a_crash_cut_off_is_removed_at_the_next_start(tmp_path, store) -> None:
+    block = make_block()
+    fill(store, tmp_path / "a", [block])
+    with SharingThread(tmp_path / "b", store=store) as server:
+        paths = server.storage._store.paths
+        partial = paths.fetched(FINGERPRINT, block.header.hash)
+    with open(partial, "wb") as file:
+        file.write(store.objects[key_of(block)][:100])
+    os.unlink(paths.clean_mark)
+    with SharingThread(tmp_path / "b", store=store) as server:
+        assert not os.path.exists(partial)
+        assert fetch(server, [block]) == 1
+
+
+def test_fetched_blocks_keep_to_the_tier_s_limits(tmp_path, store) -> None:
+    blocks = [make_block(seed=seed, head_count=2048) for seed in range(4)]
+    old, *new = blocks
+    fill(store, tmp_path / "a", new)
+    limit_bytes = LOG_ALLOWANCE_BYTES + 7 * old.size_bytes // 2
+    with SharingThread(tmp_path / "b", store=store, limit_bytes=limit_bytes) as server:
+        server.spill(old)
+        server.take()
+        assert fetch(server, new) == 3
+        assert any(isinstance(each, Evicted) and old.header.hash in each.hashes for each in server.outcomes)
+        assert server.stats().disk.used_bytes <= limit_bytes
+
+
+def test_one_download_serves_all_who_wait_for_it(tmp_path, store) -> None:
+    chain = make_chain(3)
+    fill(store, tmp_path / "a", chain)
+    with SharingThread(tmp_path / "b", store=store) as server:
+        first, second = (server.storage.fetch(names_of(chain)) for _ in range(2))
+        server.settle()
+        assert first.outcome.block_count == second.outcome.block_count == 3
+        assert shared_stats(server).fetched_block_total == 3
+
+
+def test_a_fetch_that_nobody_waits_for_begins_nothing_new(tmp_path, store) -> None:
+    chain = make_chain(3)
+    fill(store, tmp_path / "a", chain)
+    with SharingThread(tmp_path / "b", store=store) as server:
+        ticket = server.storage.fetch(names_of(chain))
+        server.storage.abandon(ticket)
+        asked_count = store.request_count
+        server.settle()
+        assert store.request_count == asked_count
+
+
+def test_before_the_start_and_after_the_end_nobody_is_asked(tmp_path, store) -> None:
+    block = make_block()
+    server = SharingThread(tmp_path / "a", store=store)
+    assert server.storage.fetch(names_of([block])) is None
+    with server:
+        pass
+    assert server.storage.find(names_of([block]), limit_s=1.0) is None
