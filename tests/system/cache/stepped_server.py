@@ -13,7 +13,7 @@ from typing import Any
 
 from icehouse_server.domain.cache_commands import CacheAnswer, CacheCommand
 from icehouse_server.domain.cache_stats import CacheStats
-from icehouse_server.domain.events import CacheReport, Failed, Finished, Started
+from icehouse_server.domain.events import CacheReport, Failed, Finished, Started, Usage
 from icehouse_server.domain.ids import (
     DEFAULT_TENANT,
     NO_ADAPTER,
@@ -278,6 +278,12 @@ class SteppedServer:
         started = self.recorder.events[name][0]
         assert isinstance(started, Started) and started.cache == end.usage.cache
         return Answer(self.recorder.tokens_of(name), end.usage.cache)
+
+    def usage(self, name: str) -> Usage:
+        """Return what a finished request cost."""
+        end = self.recorder.end_of(name)
+        assert isinstance(end, Finished), end
+        return end.usage
 
     def cancel(self, name: str) -> Failed:
         """Cancel a request and return its end."""

@@ -94,6 +94,8 @@ class Sequence:
         default_factory=collections.deque
     )
     """Regions that it read from SSD and that are not promoted to RAM yet."""
+    promoted_token_count: int = 0
+    """Of a warm-up: tokens that it read from SSD and that are in RAM since."""
     pooled: Vector | None = None
     """What the hidden states of its tokens so far came to, where they are asked for: a sum, or the last."""
     admitted_time: float = 0.0
@@ -131,6 +133,11 @@ class Sequence:
         """Input tokens whose KV is stored for others: a repeated prompt runs its last one anew,
         since the next token is drawn from it."""
         return len(self.input_token_ids) - (1 if self.request.pooling is None else 0)
+
+    @property
+    def is_warm_up(self) -> bool:
+        """Whether it only brings its prompt into the cache."""
+        return self.request.max_output_tokens == 0 and self.request.pooling is None
 
     @property
     def input_end(self) -> int:
@@ -270,4 +277,5 @@ class Sequence:
             drafts=self.drafts,
             image_token_count=sum(span.token_count for span in self.request.images),
             reasoning_token_count=self.text.reasoning_token_count,
+            promoted_token_count=self.promoted_token_count,
         )

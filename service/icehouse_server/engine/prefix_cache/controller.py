@@ -317,21 +317,36 @@ class CacheController:
 
     def _promote(self, restore: Restore) -> None:
         """Put blocks from SSD into RAM, where the next request looks first: at once those that others wait
-        for or that there is space for; the others, which evict blocks, one with each token."""
+        for or that there is space for, and all of a warm-up's; the others, which evict blocks, one with each
+        token."""
         sequence = restore.sequence
         is_awaited = self._in_flight.has_followers(sequence)
         for node in restore.plan.nodes:
             regions = restore.read.get(node.hash)
             if regions is not None:
                 sequence.unpromoted.append((node.hash, regions))
+        if sequence.is_warm_up:
+            self._promote_all(restore)
         while sequence.unpromoted and (is_awaited or self.cache.ram.has_space(sequence.unpromoted[0][1])):
             self._promote_next(sequence)
 
-    def _promote_next(self, sequence: Sequence) -> None:
+    def _promote_all(self, restore: Restore) -> None:
+        """Put what a warm-up read into RAM, as far from its beginning as that fits. No block goes for it that
+        a sequence uses, which would free no memory."""
+        sequence, plan, in_use = restore.sequence, restore.plan, self._in_use
+        while sequence.unpromoted:
+            self._promote_next(sequence, protected=in_use)
+        kept = [node for node in plan.nodes if node.hash in restore.read and node.ram]
+        count = sum(min(node.end_token_index, plan.token_count) - node.start_token_index for node in kept)
+        if kept and not self.cache.facts.has_kv:
+            count = plan.token_count  # one checkpoint stands for everything before it
+        sequence.promoted_token_count = count
+
+    def _promote_next(self, sequence: Sequence, *, protected: Hashes = ()) -> None:
         name, regions = sequence.unpromoted.popleft()
         node = self.cache.tree.get(name)
         if node is not None:
-            self.cache.promote(sequence, node, regions)
+            self.cache.promote(sequence, node, regions, protected=protected)
         self._in_flight.complete([name])
 
     # What the SSD tier reports.

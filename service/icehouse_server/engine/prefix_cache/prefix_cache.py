@@ -32,7 +32,7 @@ from icehouse_server.engine.prefix_cache.reuse_plan import Plan, plan, with_dive
 from icehouse_server.engine.prefix_cache.sessions import Sessions
 from icehouse_server.engine.prefix_cache.tiers.account import Owner
 from icehouse_server.engine.prefix_cache.tiers.matching import Prompt, known_chain, match, unread_nodes
-from icehouse_server.engine.prefix_cache.tiers.node import Node, Regions
+from icehouse_server.engine.prefix_cache.tiers.node import Hashes, Node, Regions
 from icehouse_server.engine.prefix_cache.tiers.prefix_settings import PrefixSettings
 from icehouse_server.engine.prefix_cache.tiers.ram import RamTier
 from icehouse_server.engine.prefix_cache.tiers.runner_port import CacheFacts, CacheRunner
@@ -230,11 +230,12 @@ class PrefixCache:
             self._touch(sequence, names)
         return names[known_count:]
 
-    def promote(self, sequence: Sequence, node: Node, regions: Regions) -> None:
-        """Put regions that this sequence read from SSD into RAM, unless they are there by now."""
+    def promote(self, sequence: Sequence, node: Node, regions: Regions, *, protected: Hashes = ()) -> None:
+        """Put regions that this sequence read from SSD into RAM, unless they are there by now. `protected`
+        blocks do not go for them."""
         self.tree.learn_keys(node, sequence.keys(node.start_token_index, node.end_token_index))
         missing = {kind: region for kind, region in regions.items() if kind not in node.ram}
-        self._put(sequence, node, missing)
+        self._put(sequence, node, missing, protected=protected)
         self._touch(sequence, sequence.chain)
 
     def _capture_block(self, sequence: Sequence, start: int, stop: int, reached: int) -> BlockHash:
@@ -301,11 +302,12 @@ class PrefixCache:
             ssd_bytes=sum(node.ssd_bytes for node in nodes),
         )
 
-    def _put(self, sequence: Sequence, node: Node, regions: Regions) -> None:
+    def _put(self, sequence: Sequence, node: Node, regions: Regions, *, protected: Hashes = ()) -> None:
         """Put regions of a block of the sequence into RAM if space can be made for them."""
         # Without an SSD tier a block is useless once one before it is gone.
-        protected = sequence.chain if self.facts.has_kv and not self.spills.is_on else ()
-        self.ram.put(node, regions, protected=protected, request_id=sequence.request.request_id)
+        chain = sequence.chain if self.facts.has_kv and not self.spills.is_on else ()
+        stay = {*protected, *chain}
+        self.ram.put(node, regions, protected=stay, request_id=sequence.request.request_id)
         if self.facts.shares_blocks:
             self.used_by.setdefault(sequence.sequence_id, set()).add(node.hash)
 
