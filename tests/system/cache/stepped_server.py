@@ -244,6 +244,7 @@ class SteppedServer:
         cache_use: CacheUse = CacheUse.READ_WRITE,
         session_id: str = "",
         ends_session: bool = False,
+        is_prefetch: bool = False,
     ) -> None:
         """Put a request into the mailbox. A name may be used again when its last request has ended."""
         self.recorder.events.pop(name, None)
@@ -260,6 +261,7 @@ class SteppedServer:
             cache_use=cache_use,
             session_id=session_id,
             ends_session=ends_session,
+            is_prefetch=is_prefetch,
         )
         assert self.mailbox.offer(Submit(request))
 

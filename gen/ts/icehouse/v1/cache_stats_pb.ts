@@ -16,7 +16,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file icehouse/v1/cache_stats.proto.
  */
 export const file_icehouse_v1_cache_stats: GenFile = /*@__PURE__*/
-  fileDesc("Ch1pY2Vob3VzZS92MS9jYWNoZV9zdGF0cy5wcm90bxILaWNlaG91c2UudjEi7QMKCkNhY2hlU3RhdHMSFAoMYmxvY2tfdG9rZW5zGAEgASgFEhoKEnVuc3VwcG9ydGVkX2RldGFpbBgCIAEoCRIoCgNyYW0YAyABKAsyGy5pY2Vob3VzZS52MS5DYWNoZVRpZXJTdGF0cxIoCgNzc2QYBCABKAsyGy5pY2Vob3VzZS52MS5DYWNoZVRpZXJTdGF0cxIuCgdsb29rdXBzGAUgASgLMh0uaWNlaG91c2UudjEuQ2FjaGVMb29rdXBTdGF0cxIrCgVzcGlsbBgGIAEoCzIcLmljZWhvdXNlLnYxLkNhY2hlU3BpbGxTdGF0cxIvCgdwcm9tb3RlGAcgASgLMh4uaWNlaG91c2UudjEuQ2FjaGVQcm9tb3RlU3RhdHMSMwoJaW50ZWdyaXR5GAggASgLMiAuaWNlaG91c2UudjEuQ2FjaGVJbnRlZ3JpdHlTdGF0cxIpCgRkaXNrGAkgASgLMhsuaWNlaG91c2UudjEuQ2FjaGVEaXNrU3RhdHMSOQoObGFzdF9yZWNvbmNpbGUYCiABKAsyIS5pY2Vob3VzZS52MS5DYWNoZVJlY29uY2lsZVJlcG9ydBIwCghzZXNzaW9ucxgLIAEoCzIeLmljZWhvdXNlLnYxLkNhY2hlU2Vzc2lvblN0YXRzIq0BChFDYWNoZVNlc3Npb25TdGF0cxIVCg1zZXNzaW9uX2NvdW50GAEgASgDEhMKC2VuZGVkX2NvdW50GAIgASgDEhMKC2VuZGVkX3RvdGFsGAMgASgDEhwKFHJlbGVhc2VkX2Jsb2NrX3RvdGFsGAQgASgDEhcKD2ZvcmdvdHRlbl90b3RhbBgFIAEoAxIgChhkcm9wcGVkX2NoZWNrcG9pbnRfdG90YWwYBiABKAMikgIKDkNhY2hlVGllclN0YXRzEhMKC2Jsb2NrX2NvdW50GAEgASgDEhIKCnRhaWxfY291bnQYAiABKAMSGgoScGlubmVkX2Jsb2NrX2NvdW50GAMgASgDEhMKC3Rva2VuX2NvdW50GAQgASgDEhIKCnNpemVfYnl0ZXMYBSABKAMSEwoLbGltaXRfYnl0ZXMYBiABKAMSGwoTZXZpY3RlZF9ibG9ja190b3RhbBgHIAEoAxIaChJldmljdGVkX2J5dGVfdG90YWwYCCABKAMSGgoScHVyZ2VkX2Jsb2NrX3RvdGFsGAkgASgDEigKA2FnZRgKIAEoCzIbLmljZWhvdXNlLnYxLkFnZVBlcmNlbnRpbGVzIogBCg5BZ2VQZXJjZW50aWxlcxImCgNwNTAYASABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SJgoDcDkwGAIgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEiYKA3A5ORgDIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbiK6AQoQQ2FjaGVMb29rdXBTdGF0cxIUCgxsb29rdXBfdG90YWwYASABKAMSEQoJaGl0X3RvdGFsGAIgASgDEhcKD3JhbV90b2tlbl90b3RhbBgDIAEoAxIXCg9zc2RfdG9rZW5fdG90YWwYBCABKAMSGAoQbWlzc190b2tlbl90b3RhbBgFIAEoAxIxCgttaXNzX3Rva2VucxgGIAMoCzIcLmljZWhvdXNlLnYxLkNhY2hlTWlzc1Rva2VucyJPCg9DYWNoZU1pc3NUb2tlbnMSJwoGcmVhc29uGAEgASgOMhcuaWNlaG91c2UudjEuUmV1c2VMaW1pdBITCgt0b2tlbl90b3RhbBgCIAEoAyJNCgpTcGlsbERyb3BzEioKBWNhdXNlGAEgASgOMhsuaWNlaG91c2UudjEuU3BpbGxEcm9wQ2F1c2USEwoLYmxvY2tfdG90YWwYAiABKAMilgMKD0NhY2hlU3BpbGxTdGF0cxIOCgZwb2xpY3kYASABKAkSHAoUYWNjZXB0ZWRfYmxvY2tfdG90YWwYAiABKAMSHQoVcGVyc2lzdGVkX2Jsb2NrX3RvdGFsGAMgASgDEhwKFHBlcnNpc3RlZF9ieXRlX3RvdGFsGAQgASgDEiYKBWRyb3BzGAUgAygLMhcuaWNlaG91c2UudjEuU3BpbGxEcm9wcxITCgtxdWV1ZV9jb3VudBgGIAEoAxITCgtxdWV1ZV9ieXRlcxgHIAEoAxIZChFxdWV1ZV9saW1pdF9ieXRlcxgIIAEoAxIbChN3cml0dGVuX3RvZGF5X2J5dGVzGAkgASgDEhkKEWRhaWx5X2xpbWl0X2J5dGVzGAogASgDEh4KFndyaXRlX2J5dGVzX3Blcl9zZWNvbmQYCyABKAESGgoSYmVoaW5kX2Jsb2NrX3RvdGFsGAwgASgDEhkKEWJlaGluZF9ieXRlX3RvdGFsGA0gASgDEhwKFGJlaGluZF93YWl0aW5nX2NvdW50GA4gASgDIuYCChFDYWNoZVByb21vdGVTdGF0cxISCgpsb2FkX3RvdGFsGAEgASgDEhkKEWZhaWxlZF9sb2FkX3RvdGFsGAIgASgDEhwKFHByb21vdGVkX2Jsb2NrX3RvdGFsGAMgASgDEhwKFHByb21vdGVkX3Rva2VuX3RvdGFsGAQgASgDEhcKD3JlYWRfYnl0ZV90b3RhbBgFIAEoAxITCgtxdWV1ZV9jb3VudBgGIAEoAxITCgtxdWV1ZV9saW1pdBgHIAEoAxIdChVyZWFkX2J5dGVzX3Blcl9zZWNvbmQYCCABKAESIQoZcmVzdG9yZV90b2tlbnNfcGVyX3NlY29uZBgJIAEoARIjChtyZWNvbXB1dGVfdG9rZW5zX3Blcl9zZWNvbmQYCiABKAESHgoWcmVjb21wdXRlX2Nob3Nlbl90b3RhbBgLIAEoAxIcChRmYWlsZWRfcmVzdG9yZV90b3RhbBgMIAEoAyKGAgoTQ2FjaGVJbnRlZ3JpdHlTdGF0cxIcChR2ZXJpZmllZF9ibG9ja190b3RhbBgBIAEoAxIeChZjaGVja3N1bV9mYWlsdXJlX3RvdGFsGAIgASgDEh0KFWhlYWRlcl9taXNtYXRjaF90b3RhbBgDIAEoAxIaChJtaXNzaW5nX2ZpbGVfdG90YWwYBCABKAMSHgoWcXVhcmFudGluZWRfZmlsZV9jb3VudBgFIAEoAxIZChFxdWFyYW50aW5lZF9ieXRlcxgGIAEoAxIaChJzZWFsX2ZhaWx1cmVfdG90YWwYByABKAMSHwoXcXVhcmFudGluZWRfYmxvY2tfdG90YWwYCCABKAMiywIKDkNhY2hlRGlza1N0YXRzEhIKCnVzZWRfYnl0ZXMYASABKAMSFgoObWFuaWZlc3RfYnl0ZXMYAiABKAMSEwoLbGltaXRfYnl0ZXMYAyABKAMSEgoKZnJlZV9ieXRlcxgEIAEoAxIYChBmcmVlX2Zsb29yX2J5dGVzGAUgASgDEh8KF290aGVyX21vZGVsX2Jsb2NrX2NvdW50GAYgASgDEhkKEXdyaXRlc19vZmZfZGV0YWlsGAcgASgJEhEKCWVuY3J5cHRlZBgIIAEoCBITCgtoYW5nX2RldGFpbBgJIAEoCRITCgtibG9ja19ieXRlcxgKIAEoAxIXCg9yYXdfYmxvY2tfYnl0ZXMYCyABKAMSIwobZGVjb21wcmVzc19ieXRlc19wZXJfc2Vjb25kGAwgASgBEhMKC2NvbXByZXNzaW5nGA0gASgIIsMDChRDYWNoZVJlY29uY2lsZVJlcG9ydBIyCg5yZWNvbmNpbGVfdGltZRgBIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASKwoIZHVyYXRpb24YAiABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SDQoFY2xlYW4YAyABKAgSGAoQbWFuaWZlc3RfcmVidWlsdBgEIAEoCBISCgpmaWxlX2NvdW50GAUgASgDEhEKCXJvd19jb3VudBgGIAEoAxIdChVwYXJ0aWFsX2RlbGV0ZWRfY291bnQYByABKAMSFQoNYWRvcHRlZF9jb3VudBgIIAEoAxIZChFxdWFyYW50aW5lZF9jb3VudBgJIAEoAxIZChFyb3dfZGVsZXRlZF9jb3VudBgKIAEoAxIiChpvdGhlcl9sYXlvdXRfZGVsZXRlZF9jb3VudBgLIAEoAxIaChJ1bmtub3duX2ZpbGVfY291bnQYDCABKAMSFwoPcmVzdGFtcGVkX2NvdW50GA0gASgDEh8KF3VuZW5jcnlwdGVkX2Jsb2NrX2NvdW50GA4gASgDEhQKDGNoYW5nZWRfY29kZRgPIAMoCSreAgoOU3BpbGxEcm9wQ2F1c2USIAocU1BJTExfRFJPUF9DQVVTRV9VTlNQRUNJRklFRBAAEh4KGlNQSUxMX0RST1BfQ0FVU0VfTk9fQ1JFRElUEAESIQodU1BJTExfRFJPUF9DQVVTRV9EQUlMWV9CVURHRVQQAhIeChpTUElMTF9EUk9QX0NBVVNFX0RJU0tfRlVMTBADEiEKHVNQSUxMX0RST1BfQ0FVU0VfV1JJVEVfRkFJTEVEEAQSHwobU1BJTExfRFJPUF9DQVVTRV9XUklURVNfT0ZGEAUSIQodU1BJTExfRFJPUF9DQVVTRV9QUkVGSVhfU0hPUlQQBhIeChpTUElMTF9EUk9QX0NBVVNFX0RVUExJQ0FURRAHEh0KGVNQSUxMX0RST1BfQ0FVU0VfU0hVVERPV04QCBIhCh1TUElMTF9EUk9QX0NBVVNFX1RFTkFOVF9TSEFSRRAJQjwKD2Rldi5pY2Vob3VzZS52MVABWidpY2Vob3VzZS5kZXYvYXBpL2ljZWhvdXNlL3YxO2ljZWhvdXNldjFiBnByb3RvMw", [file_google_protobuf_duration, file_google_protobuf_timestamp, file_icehouse_v1_usage]);
+  fileDesc("Ch1pY2Vob3VzZS92MS9jYWNoZV9zdGF0cy5wcm90bxILaWNlaG91c2UudjEioAQKCkNhY2hlU3RhdHMSFAoMYmxvY2tfdG9rZW5zGAEgASgFEhoKEnVuc3VwcG9ydGVkX2RldGFpbBgCIAEoCRIoCgNyYW0YAyABKAsyGy5pY2Vob3VzZS52MS5DYWNoZVRpZXJTdGF0cxIoCgNzc2QYBCABKAsyGy5pY2Vob3VzZS52MS5DYWNoZVRpZXJTdGF0cxIuCgdsb29rdXBzGAUgASgLMh0uaWNlaG91c2UudjEuQ2FjaGVMb29rdXBTdGF0cxIrCgVzcGlsbBgGIAEoCzIcLmljZWhvdXNlLnYxLkNhY2hlU3BpbGxTdGF0cxIvCgdwcm9tb3RlGAcgASgLMh4uaWNlaG91c2UudjEuQ2FjaGVQcm9tb3RlU3RhdHMSMwoJaW50ZWdyaXR5GAggASgLMiAuaWNlaG91c2UudjEuQ2FjaGVJbnRlZ3JpdHlTdGF0cxIpCgRkaXNrGAkgASgLMhsuaWNlaG91c2UudjEuQ2FjaGVEaXNrU3RhdHMSOQoObGFzdF9yZWNvbmNpbGUYCiABKAsyIS5pY2Vob3VzZS52MS5DYWNoZVJlY29uY2lsZVJlcG9ydBIwCghzZXNzaW9ucxgLIAEoCzIeLmljZWhvdXNlLnYxLkNhY2hlU2Vzc2lvblN0YXRzEjEKCHByZWZldGNoGAwgASgLMh8uaWNlaG91c2UudjEuQ2FjaGVQcmVmZXRjaFN0YXRzIngKEkNhY2hlUHJlZmV0Y2hTdGF0cxISCgpkb25lX3RvdGFsGAEgASgDEhYKDmdpdmVuX3VwX3RvdGFsGAIgASgDEhwKFGNvbXB1dGVkX3Rva2VuX3RvdGFsGAMgASgDEhgKEHVzZWRfdG9rZW5fdG90YWwYBCABKAMirQEKEUNhY2hlU2Vzc2lvblN0YXRzEhUKDXNlc3Npb25fY291bnQYASABKAMSEwoLZW5kZWRfY291bnQYAiABKAMSEwoLZW5kZWRfdG90YWwYAyABKAMSHAoUcmVsZWFzZWRfYmxvY2tfdG90YWwYBCABKAMSFwoPZm9yZ290dGVuX3RvdGFsGAUgASgDEiAKGGRyb3BwZWRfY2hlY2twb2ludF90b3RhbBgGIAEoAyKSAgoOQ2FjaGVUaWVyU3RhdHMSEwoLYmxvY2tfY291bnQYASABKAMSEgoKdGFpbF9jb3VudBgCIAEoAxIaChJwaW5uZWRfYmxvY2tfY291bnQYAyABKAMSEwoLdG9rZW5fY291bnQYBCABKAMSEgoKc2l6ZV9ieXRlcxgFIAEoAxITCgtsaW1pdF9ieXRlcxgGIAEoAxIbChNldmljdGVkX2Jsb2NrX3RvdGFsGAcgASgDEhoKEmV2aWN0ZWRfYnl0ZV90b3RhbBgIIAEoAxIaChJwdXJnZWRfYmxvY2tfdG90YWwYCSABKAMSKAoDYWdlGAogASgLMhsuaWNlaG91c2UudjEuQWdlUGVyY2VudGlsZXMiiAEKDkFnZVBlcmNlbnRpbGVzEiYKA3A1MBgBIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhImCgNwOTAYAiABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SJgoDcDk5GAMgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uIroBChBDYWNoZUxvb2t1cFN0YXRzEhQKDGxvb2t1cF90b3RhbBgBIAEoAxIRCgloaXRfdG90YWwYAiABKAMSFwoPcmFtX3Rva2VuX3RvdGFsGAMgASgDEhcKD3NzZF90b2tlbl90b3RhbBgEIAEoAxIYChBtaXNzX3Rva2VuX3RvdGFsGAUgASgDEjEKC21pc3NfdG9rZW5zGAYgAygLMhwuaWNlaG91c2UudjEuQ2FjaGVNaXNzVG9rZW5zIk8KD0NhY2hlTWlzc1Rva2VucxInCgZyZWFzb24YASABKA4yFy5pY2Vob3VzZS52MS5SZXVzZUxpbWl0EhMKC3Rva2VuX3RvdGFsGAIgASgDIk0KClNwaWxsRHJvcHMSKgoFY2F1c2UYASABKA4yGy5pY2Vob3VzZS52MS5TcGlsbERyb3BDYXVzZRITCgtibG9ja190b3RhbBgCIAEoAyKWAwoPQ2FjaGVTcGlsbFN0YXRzEg4KBnBvbGljeRgBIAEoCRIcChRhY2NlcHRlZF9ibG9ja190b3RhbBgCIAEoAxIdChVwZXJzaXN0ZWRfYmxvY2tfdG90YWwYAyABKAMSHAoUcGVyc2lzdGVkX2J5dGVfdG90YWwYBCABKAMSJgoFZHJvcHMYBSADKAsyFy5pY2Vob3VzZS52MS5TcGlsbERyb3BzEhMKC3F1ZXVlX2NvdW50GAYgASgDEhMKC3F1ZXVlX2J5dGVzGAcgASgDEhkKEXF1ZXVlX2xpbWl0X2J5dGVzGAggASgDEhsKE3dyaXR0ZW5fdG9kYXlfYnl0ZXMYCSABKAMSGQoRZGFpbHlfbGltaXRfYnl0ZXMYCiABKAMSHgoWd3JpdGVfYnl0ZXNfcGVyX3NlY29uZBgLIAEoARIaChJiZWhpbmRfYmxvY2tfdG90YWwYDCABKAMSGQoRYmVoaW5kX2J5dGVfdG90YWwYDSABKAMSHAoUYmVoaW5kX3dhaXRpbmdfY291bnQYDiABKAMi5gIKEUNhY2hlUHJvbW90ZVN0YXRzEhIKCmxvYWRfdG90YWwYASABKAMSGQoRZmFpbGVkX2xvYWRfdG90YWwYAiABKAMSHAoUcHJvbW90ZWRfYmxvY2tfdG90YWwYAyABKAMSHAoUcHJvbW90ZWRfdG9rZW5fdG90YWwYBCABKAMSFwoPcmVhZF9ieXRlX3RvdGFsGAUgASgDEhMKC3F1ZXVlX2NvdW50GAYgASgDEhMKC3F1ZXVlX2xpbWl0GAcgASgDEh0KFXJlYWRfYnl0ZXNfcGVyX3NlY29uZBgIIAEoARIhChlyZXN0b3JlX3Rva2Vuc19wZXJfc2Vjb25kGAkgASgBEiMKG3JlY29tcHV0ZV90b2tlbnNfcGVyX3NlY29uZBgKIAEoARIeChZyZWNvbXB1dGVfY2hvc2VuX3RvdGFsGAsgASgDEhwKFGZhaWxlZF9yZXN0b3JlX3RvdGFsGAwgASgDIoYCChNDYWNoZUludGVncml0eVN0YXRzEhwKFHZlcmlmaWVkX2Jsb2NrX3RvdGFsGAEgASgDEh4KFmNoZWNrc3VtX2ZhaWx1cmVfdG90YWwYAiABKAMSHQoVaGVhZGVyX21pc21hdGNoX3RvdGFsGAMgASgDEhoKEm1pc3NpbmdfZmlsZV90b3RhbBgEIAEoAxIeChZxdWFyYW50aW5lZF9maWxlX2NvdW50GAUgASgDEhkKEXF1YXJhbnRpbmVkX2J5dGVzGAYgASgDEhoKEnNlYWxfZmFpbHVyZV90b3RhbBgHIAEoAxIfChdxdWFyYW50aW5lZF9ibG9ja190b3RhbBgIIAEoAyLLAgoOQ2FjaGVEaXNrU3RhdHMSEgoKdXNlZF9ieXRlcxgBIAEoAxIWCg5tYW5pZmVzdF9ieXRlcxgCIAEoAxITCgtsaW1pdF9ieXRlcxgDIAEoAxISCgpmcmVlX2J5dGVzGAQgASgDEhgKEGZyZWVfZmxvb3JfYnl0ZXMYBSABKAMSHwoXb3RoZXJfbW9kZWxfYmxvY2tfY291bnQYBiABKAMSGQoRd3JpdGVzX29mZl9kZXRhaWwYByABKAkSEQoJZW5jcnlwdGVkGAggASgIEhMKC2hhbmdfZGV0YWlsGAkgASgJEhMKC2Jsb2NrX2J5dGVzGAogASgDEhcKD3Jhd19ibG9ja19ieXRlcxgLIAEoAxIjChtkZWNvbXByZXNzX2J5dGVzX3Blcl9zZWNvbmQYDCABKAESEwoLY29tcHJlc3NpbmcYDSABKAgiwwMKFENhY2hlUmVjb25jaWxlUmVwb3J0EjIKDnJlY29uY2lsZV90aW1lGAEgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcBIrCghkdXJhdGlvbhgCIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhINCgVjbGVhbhgDIAEoCBIYChBtYW5pZmVzdF9yZWJ1aWx0GAQgASgIEhIKCmZpbGVfY291bnQYBSABKAMSEQoJcm93X2NvdW50GAYgASgDEh0KFXBhcnRpYWxfZGVsZXRlZF9jb3VudBgHIAEoAxIVCg1hZG9wdGVkX2NvdW50GAggASgDEhkKEXF1YXJhbnRpbmVkX2NvdW50GAkgASgDEhkKEXJvd19kZWxldGVkX2NvdW50GAogASgDEiIKGm90aGVyX2xheW91dF9kZWxldGVkX2NvdW50GAsgASgDEhoKEnVua25vd25fZmlsZV9jb3VudBgMIAEoAxIXCg9yZXN0YW1wZWRfY291bnQYDSABKAMSHwoXdW5lbmNyeXB0ZWRfYmxvY2tfY291bnQYDiABKAMSFAoMY2hhbmdlZF9jb2RlGA8gAygJKt4CCg5TcGlsbERyb3BDYXVzZRIgChxTUElMTF9EUk9QX0NBVVNFX1VOU1BFQ0lGSUVEEAASHgoaU1BJTExfRFJPUF9DQVVTRV9OT19DUkVESVQQARIhCh1TUElMTF9EUk9QX0NBVVNFX0RBSUxZX0JVREdFVBACEh4KGlNQSUxMX0RST1BfQ0FVU0VfRElTS19GVUxMEAMSIQodU1BJTExfRFJPUF9DQVVTRV9XUklURV9GQUlMRUQQBBIfChtTUElMTF9EUk9QX0NBVVNFX1dSSVRFU19PRkYQBRIhCh1TUElMTF9EUk9QX0NBVVNFX1BSRUZJWF9TSE9SVBAGEh4KGlNQSUxMX0RST1BfQ0FVU0VfRFVQTElDQVRFEAcSHQoZU1BJTExfRFJPUF9DQVVTRV9TSFVURE9XThAIEiEKHVNQSUxMX0RST1BfQ0FVU0VfVEVOQU5UX1NIQVJFEAlCPAoPZGV2LmljZWhvdXNlLnYxUAFaJ2ljZWhvdXNlLmRldi9hcGkvaWNlaG91c2UvdjE7aWNlaG91c2V2MWIGcHJvdG8z", [file_google_protobuf_duration, file_google_protobuf_timestamp, file_icehouse_v1_usage]);
 
 /**
  * The prefix cache's counters. `*_count` and `*_bytes` are now, `*_total` since start.
@@ -100,6 +100,13 @@ export type CacheStats = Message<"icehouse.v1.CacheStats"> & {
    * @generated from field: icehouse.v1.CacheSessionStats sessions = 11;
    */
   sessions?: CacheSessionStats | undefined;
+
+  /**
+   * What was computed for the next turns of sessions while nothing else ran.
+   *
+   * @generated from field: icehouse.v1.CachePrefetchStats prefetch = 12;
+   */
+  prefetch?: CachePrefetchStats | undefined;
 };
 
 /**
@@ -108,6 +115,49 @@ export type CacheStats = Message<"icehouse.v1.CacheStats"> & {
  */
 export const CacheStatsSchema: GenMessage<CacheStats> = /*@__PURE__*/
   messageDesc(file_icehouse_v1_cache_stats, 0);
+
+/**
+ * What was computed for the next turns of sessions while nothing else ran (`server.prefetch_token_limit`). These
+ * prompts are in no other counter of requests or lookups.
+ *
+ * @generated from message icehouse.v1.CachePrefetchStats
+ */
+export type CachePrefetchStats = Message<"icehouse.v1.CachePrefetchStats"> & {
+  /**
+   * Prompts that were computed to their end.
+   *
+   * @generated from field: int64 done_total = 1;
+   */
+  doneTotal: bigint;
+
+  /**
+   * Prompts that a request, or the end of their session, interrupted. What they had computed stays.
+   *
+   * @generated from field: int64 given_up_total = 2;
+   */
+  givenUpTotal: bigint;
+
+  /**
+   * Tokens computed.
+   *
+   * @generated from field: int64 computed_token_total = 3;
+   */
+  computedTokenTotal: bigint;
+
+  /**
+   * Of these, tokens that a later request began with; each counts once.
+   *
+   * @generated from field: int64 used_token_total = 4;
+   */
+  usedTokenTotal: bigint;
+};
+
+/**
+ * Describes the message icehouse.v1.CachePrefetchStats.
+ * Use `create(CachePrefetchStatsSchema)` to create a new message.
+ */
+export const CachePrefetchStatsSchema: GenMessage<CachePrefetchStats> = /*@__PURE__*/
+  messageDesc(file_icehouse_v1_cache_stats, 1);
 
 /**
  * The sessions that requests named.
@@ -163,7 +213,7 @@ export type CacheSessionStats = Message<"icehouse.v1.CacheSessionStats"> & {
  * Use `create(CacheSessionStatsSchema)` to create a new message.
  */
 export const CacheSessionStatsSchema: GenMessage<CacheSessionStats> = /*@__PURE__*/
-  messageDesc(file_icehouse_v1_cache_stats, 1);
+  messageDesc(file_icehouse_v1_cache_stats, 2);
 
 /**
  * One tier.
@@ -247,7 +297,7 @@ export type CacheTierStats = Message<"icehouse.v1.CacheTierStats"> & {
  * Use `create(CacheTierStatsSchema)` to create a new message.
  */
 export const CacheTierStatsSchema: GenMessage<CacheTierStats> = /*@__PURE__*/
-  messageDesc(file_icehouse_v1_cache_stats, 2);
+  messageDesc(file_icehouse_v1_cache_stats, 3);
 
 /**
  * Percentiles of the time since last use. All zero while there are no blocks.
@@ -282,7 +332,7 @@ export type AgePercentiles = Message<"icehouse.v1.AgePercentiles"> & {
  * Use `create(AgePercentilesSchema)` to create a new message.
  */
 export const AgePercentilesSchema: GenMessage<AgePercentiles> = /*@__PURE__*/
-  messageDesc(file_icehouse_v1_cache_stats, 3);
+  messageDesc(file_icehouse_v1_cache_stats, 4);
 
 /**
  * Results of looking prompts up.
@@ -338,7 +388,7 @@ export type CacheLookupStats = Message<"icehouse.v1.CacheLookupStats"> & {
  * Use `create(CacheLookupStatsSchema)` to create a new message.
  */
 export const CacheLookupStatsSchema: GenMessage<CacheLookupStats> = /*@__PURE__*/
-  messageDesc(file_icehouse_v1_cache_stats, 4);
+  messageDesc(file_icehouse_v1_cache_stats, 5);
 
 /**
  * Prompt tokens not reused for one reason.
@@ -366,7 +416,7 @@ export type CacheMissTokens = Message<"icehouse.v1.CacheMissTokens"> & {
  * Use `create(CacheMissTokensSchema)` to create a new message.
  */
 export const CacheMissTokensSchema: GenMessage<CacheMissTokens> = /*@__PURE__*/
-  messageDesc(file_icehouse_v1_cache_stats, 5);
+  messageDesc(file_icehouse_v1_cache_stats, 6);
 
 /**
  * Blocks dropped on the way to SSD for one cause.
@@ -394,7 +444,7 @@ export type SpillDrops = Message<"icehouse.v1.SpillDrops"> & {
  * Use `create(SpillDropsSchema)` to create a new message.
  */
 export const SpillDropsSchema: GenMessage<SpillDrops> = /*@__PURE__*/
-  messageDesc(file_icehouse_v1_cache_stats, 6);
+  messageDesc(file_icehouse_v1_cache_stats, 7);
 
 /**
  * From RAM to SSD.
@@ -507,7 +557,7 @@ export type CacheSpillStats = Message<"icehouse.v1.CacheSpillStats"> & {
  * Use `create(CacheSpillStatsSchema)` to create a new message.
  */
 export const CacheSpillStatsSchema: GenMessage<CacheSpillStats> = /*@__PURE__*/
-  messageDesc(file_icehouse_v1_cache_stats, 7);
+  messageDesc(file_icehouse_v1_cache_stats, 8);
 
 /**
  * From SSD to use.
@@ -606,7 +656,7 @@ export type CachePromoteStats = Message<"icehouse.v1.CachePromoteStats"> & {
  * Use `create(CachePromoteStatsSchema)` to create a new message.
  */
 export const CachePromoteStatsSchema: GenMessage<CachePromoteStats> = /*@__PURE__*/
-  messageDesc(file_icehouse_v1_cache_stats, 8);
+  messageDesc(file_icehouse_v1_cache_stats, 9);
 
 /**
  * Damage that was found. A damaged block is a cache miss, never an error of a request.
@@ -677,7 +727,7 @@ export type CacheIntegrityStats = Message<"icehouse.v1.CacheIntegrityStats"> & {
  * Use `create(CacheIntegrityStatsSchema)` to create a new message.
  */
 export const CacheIntegrityStatsSchema: GenMessage<CacheIntegrityStats> = /*@__PURE__*/
-  messageDesc(file_icehouse_v1_cache_stats, 9);
+  messageDesc(file_icehouse_v1_cache_stats, 10);
 
 /**
  * The SSD tier's directory.
@@ -783,7 +833,7 @@ export type CacheDiskStats = Message<"icehouse.v1.CacheDiskStats"> & {
  * Use `create(CacheDiskStatsSchema)` to create a new message.
  */
 export const CacheDiskStatsSchema: GenMessage<CacheDiskStats> = /*@__PURE__*/
-  messageDesc(file_icehouse_v1_cache_stats, 10);
+  messageDesc(file_icehouse_v1_cache_stats, 11);
 
 /**
  * What was found and repaired when the directory was opened.
@@ -907,7 +957,7 @@ export type CacheReconcileReport = Message<"icehouse.v1.CacheReconcileReport"> &
  * Use `create(CacheReconcileReportSchema)` to create a new message.
  */
 export const CacheReconcileReportSchema: GenMessage<CacheReconcileReport> = /*@__PURE__*/
-  messageDesc(file_icehouse_v1_cache_stats, 11);
+  messageDesc(file_icehouse_v1_cache_stats, 12);
 
 /**
  * Why a block did not reach the SSD.

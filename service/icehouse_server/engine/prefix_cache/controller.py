@@ -333,14 +333,10 @@ class CacheController:
     def _promote_all(self, restore: Restore) -> None:
         """Put what a warm-up read into RAM, as far from its beginning as that fits. No block goes for it that
         a sequence uses, which would free no memory."""
-        sequence, plan, in_use = restore.sequence, restore.plan, self._in_use
+        sequence, in_use = restore.sequence, self._in_use
         while sequence.unpromoted:
             self._promote_next(sequence, protected=in_use)
-        kept = [node for node in plan.nodes if node.hash in restore.read and node.ram]
-        count = sum(min(node.end_token_index, plan.token_count) - node.start_token_index for node in kept)
-        if kept and not self.cache.facts.has_kv:
-            count = plan.token_count  # one checkpoint stands for everything before it
-        sequence.promoted_token_count = count
+        sequence.promoted_token_count = restore.plan.promoted_token_count(restore.read)
 
     def _promote_next(self, sequence: Sequence, *, protected: Hashes = ()) -> None:
         name, regions = sequence.unpromoted.popleft()

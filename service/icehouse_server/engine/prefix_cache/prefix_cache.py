@@ -28,6 +28,7 @@ from icehouse_server.domain.ids import BlockHash, CacheScope, SequenceId, Sessio
 from icehouse_server.domain.request import CacheUse, GenerationRequest
 from icehouse_server.engine.core.block_log import BlockLog
 from icehouse_server.engine.core.sequence import Sequence
+from icehouse_server.engine.prefix_cache.prefetched import PrefetchedTokens
 from icehouse_server.engine.prefix_cache.reuse_plan import Plan, plan, with_divergence
 from icehouse_server.engine.prefix_cache.sessions import Sessions
 from icehouse_server.engine.prefix_cache.tiers.account import Owner
@@ -67,6 +68,7 @@ class PrefixCache:
         self.waits = StorageWaits(storage, self.rates, clock)
         self.lookups = LookupStats()
         self.restores = PromoteStats()
+        self.prefetched = PrefetchedTokens(has_kv=facts.has_kv)
         self.miss_token_totals: Counter[ReuseLimit] = Counter()
         self.quotas = TenantQuotas(self.tree)
         self.spills = Spills(
@@ -170,6 +172,7 @@ class PrefixCache:
         self.ram.note_use(made.nodes, now=self._clock.monotonic(), request_id=request.request_id)
         self.sessions.note_use(request.tenant, self._session_of(sequence), made.nodes)
         self.behind.note(made.nodes, Turn.LIKELY)
+        self.prefetched.note_use(sequence, made)
         return made
 
     def reusable(self, sequence: Sequence) -> Plan:
@@ -194,6 +197,8 @@ class PrefixCache:
 
     def settle(self, request: GenerationRequest, report: CacheReport) -> None:
         """Count the outcome of a lookup, once its restore is done or given up."""
+        if request.is_prefetch:
+            return  # nobody waits for it
         lookups = self.lookups
         is_recomputed = report.limit is ReuseLimit.RECOMPUTE_FASTER
         lookups.lookup_total += 1
@@ -254,6 +259,8 @@ class PrefixCache:
             regions = self._runner.cut(sequence.sequence_id, start=start, stop=stop, kinds=missing)
             self._put(sequence, node, regions)
         self.ram.supersede(node)
+        if is_new:
+            self.prefetched.note_computed(sequence, node)
         self._note_computed(sequence, node, reached, is_new=is_new)
         if self.spills.is_on and self._is_cut_off(sequence):
             self.spills.offer(node, request_id=sequence.request.request_id)
@@ -447,6 +454,7 @@ class PrefixCache:
             promote=PromoteStats(**both),
             disk=disk,
             sessions=self.sessions.snapshot(),
+            prefetch=self.prefetched.snapshot(),
             tenants=self.quotas.snapshot(),
         )
 

@@ -449,6 +449,44 @@ private static final long serialVersionUID = 0L;
     return sessions_ == null ? dev.icehouse.v1.CacheSessionStats.getDefaultInstance() : sessions_;
   }
 
+  public static final int PREFETCH_FIELD_NUMBER = 12;
+  private dev.icehouse.v1.CachePrefetchStats prefetch_;
+  /**
+   * <pre>
+   * What was computed for the next turns of sessions while nothing else ran.
+   * </pre>
+   *
+   * <code>.icehouse.v1.CachePrefetchStats prefetch = 12;</code>
+   * @return Whether the prefetch field is set.
+   */
+  @java.lang.Override
+  public boolean hasPrefetch() {
+    return ((bitField0_ & 0x00000200) != 0);
+  }
+  /**
+   * <pre>
+   * What was computed for the next turns of sessions while nothing else ran.
+   * </pre>
+   *
+   * <code>.icehouse.v1.CachePrefetchStats prefetch = 12;</code>
+   * @return The prefetch.
+   */
+  @java.lang.Override
+  public dev.icehouse.v1.CachePrefetchStats getPrefetch() {
+    return prefetch_ == null ? dev.icehouse.v1.CachePrefetchStats.getDefaultInstance() : prefetch_;
+  }
+  /**
+   * <pre>
+   * What was computed for the next turns of sessions while nothing else ran.
+   * </pre>
+   *
+   * <code>.icehouse.v1.CachePrefetchStats prefetch = 12;</code>
+   */
+  @java.lang.Override
+  public dev.icehouse.v1.CachePrefetchStatsOrBuilder getPrefetchOrBuilder() {
+    return prefetch_ == null ? dev.icehouse.v1.CachePrefetchStats.getDefaultInstance() : prefetch_;
+  }
+
   private byte memoizedIsInitialized = -1;
   @java.lang.Override
   public final boolean isInitialized() {
@@ -495,6 +533,9 @@ private static final long serialVersionUID = 0L;
     }
     if (((bitField0_ & 0x00000100) != 0)) {
       output.writeMessage(11, getSessions());
+    }
+    if (((bitField0_ & 0x00000200) != 0)) {
+      output.writeMessage(12, getPrefetch());
     }
     getUnknownFields().writeTo(output);
   }
@@ -547,6 +588,10 @@ private static final long serialVersionUID = 0L;
     if (((bitField0_ & 0x00000100) != 0)) {
       size += com.google.protobuf.CodedOutputStream
         .computeMessageSize(11, getSessions());
+    }
+    if (((bitField0_ & 0x00000200) != 0)) {
+      size += com.google.protobuf.CodedOutputStream
+        .computeMessageSize(12, getPrefetch());
     }
     size += getUnknownFields().getSerializedSize();
     memoizedSize = size;
@@ -612,6 +657,11 @@ private static final long serialVersionUID = 0L;
       if (!getSessions()
           .equals(other.getSessions())) return false;
     }
+    if (hasPrefetch() != other.hasPrefetch()) return false;
+    if (hasPrefetch()) {
+      if (!getPrefetch()
+          .equals(other.getPrefetch())) return false;
+    }
     if (!getUnknownFields().equals(other.getUnknownFields())) return false;
     return true;
   }
@@ -662,6 +712,10 @@ private static final long serialVersionUID = 0L;
     if (hasSessions()) {
       hash = (37 * hash) + SESSIONS_FIELD_NUMBER;
       hash = (53 * hash) + getSessions().hashCode();
+    }
+    if (hasPrefetch()) {
+      hash = (37 * hash) + PREFETCH_FIELD_NUMBER;
+      hash = (53 * hash) + getPrefetch().hashCode();
     }
     hash = (29 * hash) + getUnknownFields().hashCode();
     memoizedHashCode = hash;
@@ -806,6 +860,7 @@ private static final long serialVersionUID = 0L;
         getDiskFieldBuilder();
         getLastReconcileFieldBuilder();
         getSessionsFieldBuilder();
+        getPrefetchFieldBuilder();
       }
     }
     @java.lang.Override
@@ -858,6 +913,11 @@ private static final long serialVersionUID = 0L;
       if (sessionsBuilder_ != null) {
         sessionsBuilder_.dispose();
         sessionsBuilder_ = null;
+      }
+      prefetch_ = null;
+      if (prefetchBuilder_ != null) {
+        prefetchBuilder_.dispose();
+        prefetchBuilder_ = null;
       }
       return this;
     }
@@ -953,6 +1013,12 @@ private static final long serialVersionUID = 0L;
             : sessionsBuilder_.build();
         to_bitField0_ |= 0x00000100;
       }
+      if (((from_bitField0_ & 0x00000800) != 0)) {
+        result.prefetch_ = prefetchBuilder_ == null
+            ? prefetch_
+            : prefetchBuilder_.build();
+        to_bitField0_ |= 0x00000200;
+      }
       result.bitField0_ |= to_bitField0_;
     }
 
@@ -1034,6 +1100,9 @@ private static final long serialVersionUID = 0L;
       }
       if (other.hasSessions()) {
         mergeSessions(other.getSessions());
+      }
+      if (other.hasPrefetch()) {
+        mergePrefetch(other.getPrefetch());
       }
       this.mergeUnknownFields(other.getUnknownFields());
       onChanged();
@@ -1134,6 +1203,13 @@ private static final long serialVersionUID = 0L;
               bitField0_ |= 0x00000400;
               break;
             } // case 90
+            case 98: {
+              input.readMessage(
+                  getPrefetchFieldBuilder().getBuilder(),
+                  extensionRegistry);
+              bitField0_ |= 0x00000800;
+              break;
+            } // case 98
             default: {
               if (!super.parseUnknownField(input, extensionRegistry, tag)) {
                 done = true; // was an endgroup tag
@@ -2698,6 +2774,163 @@ private static final long serialVersionUID = 0L;
         sessions_ = null;
       }
       return sessionsBuilder_;
+    }
+
+    private dev.icehouse.v1.CachePrefetchStats prefetch_;
+    private com.google.protobuf.SingleFieldBuilderV3<
+        dev.icehouse.v1.CachePrefetchStats, dev.icehouse.v1.CachePrefetchStats.Builder, dev.icehouse.v1.CachePrefetchStatsOrBuilder> prefetchBuilder_;
+    /**
+     * <pre>
+     * What was computed for the next turns of sessions while nothing else ran.
+     * </pre>
+     *
+     * <code>.icehouse.v1.CachePrefetchStats prefetch = 12;</code>
+     * @return Whether the prefetch field is set.
+     */
+    public boolean hasPrefetch() {
+      return ((bitField0_ & 0x00000800) != 0);
+    }
+    /**
+     * <pre>
+     * What was computed for the next turns of sessions while nothing else ran.
+     * </pre>
+     *
+     * <code>.icehouse.v1.CachePrefetchStats prefetch = 12;</code>
+     * @return The prefetch.
+     */
+    public dev.icehouse.v1.CachePrefetchStats getPrefetch() {
+      if (prefetchBuilder_ == null) {
+        return prefetch_ == null ? dev.icehouse.v1.CachePrefetchStats.getDefaultInstance() : prefetch_;
+      } else {
+        return prefetchBuilder_.getMessage();
+      }
+    }
+    /**
+     * <pre>
+     * What was computed for the next turns of sessions while nothing else ran.
+     * </pre>
+     *
+     * <code>.icehouse.v1.CachePrefetchStats prefetch = 12;</code>
+     */
+    public Builder setPrefetch(dev.icehouse.v1.CachePrefetchStats value) {
+      if (prefetchBuilder_ == null) {
+        if (value == null) {
+          throw new NullPointerException();
+        }
+        prefetch_ = value;
+      } else {
+        prefetchBuilder_.setMessage(value);
+      }
+      bitField0_ |= 0x00000800;
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * What was computed for the next turns of sessions while nothing else ran.
+     * </pre>
+     *
+     * <code>.icehouse.v1.CachePrefetchStats prefetch = 12;</code>
+     */
+    public Builder setPrefetch(
+        dev.icehouse.v1.CachePrefetchStats.Builder builderForValue) {
+      if (prefetchBuilder_ == null) {
+        prefetch_ = builderForValue.build();
+      } else {
+        prefetchBuilder_.setMessage(builderForValue.build());
+      }
+      bitField0_ |= 0x00000800;
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * What was computed for the next turns of sessions while nothing else ran.
+     * </pre>
+     *
+     * <code>.icehouse.v1.CachePrefetchStats prefetch = 12;</code>
+     */
+    public Builder mergePrefetch(dev.icehouse.v1.CachePrefetchStats value) {
+      if (prefetchBuilder_ == null) {
+        if (((bitField0_ & 0x00000800) != 0) &&
+          prefetch_ != null &&
+          prefetch_ != dev.icehouse.v1.CachePrefetchStats.getDefaultInstance()) {
+          getPrefetchBuilder().mergeFrom(value);
+        } else {
+          prefetch_ = value;
+        }
+      } else {
+        prefetchBuilder_.mergeFrom(value);
+      }
+      if (prefetch_ != null) {
+        bitField0_ |= 0x00000800;
+        onChanged();
+      }
+      return this;
+    }
+    /**
+     * <pre>
+     * What was computed for the next turns of sessions while nothing else ran.
+     * </pre>
+     *
+     * <code>.icehouse.v1.CachePrefetchStats prefetch = 12;</code>
+     */
+    public Builder clearPrefetch() {
+      bitField0_ = (bitField0_ & ~0x00000800);
+      prefetch_ = null;
+      if (prefetchBuilder_ != null) {
+        prefetchBuilder_.dispose();
+        prefetchBuilder_ = null;
+      }
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * What was computed for the next turns of sessions while nothing else ran.
+     * </pre>
+     *
+     * <code>.icehouse.v1.CachePrefetchStats prefetch = 12;</code>
+     */
+    public dev.icehouse.v1.CachePrefetchStats.Builder getPrefetchBuilder() {
+      bitField0_ |= 0x00000800;
+      onChanged();
+      return getPrefetchFieldBuilder().getBuilder();
+    }
+    /**
+     * <pre>
+     * What was computed for the next turns of sessions while nothing else ran.
+     * </pre>
+     *
+     * <code>.icehouse.v1.CachePrefetchStats prefetch = 12;</code>
+     */
+    public dev.icehouse.v1.CachePrefetchStatsOrBuilder getPrefetchOrBuilder() {
+      if (prefetchBuilder_ != null) {
+        return prefetchBuilder_.getMessageOrBuilder();
+      } else {
+        return prefetch_ == null ?
+            dev.icehouse.v1.CachePrefetchStats.getDefaultInstance() : prefetch_;
+      }
+    }
+    /**
+     * <pre>
+     * What was computed for the next turns of sessions while nothing else ran.
+     * </pre>
+     *
+     * <code>.icehouse.v1.CachePrefetchStats prefetch = 12;</code>
+     */
+    private com.google.protobuf.SingleFieldBuilderV3<
+        dev.icehouse.v1.CachePrefetchStats, dev.icehouse.v1.CachePrefetchStats.Builder, dev.icehouse.v1.CachePrefetchStatsOrBuilder> 
+        getPrefetchFieldBuilder() {
+      if (prefetchBuilder_ == null) {
+        prefetchBuilder_ = new com.google.protobuf.SingleFieldBuilderV3<
+            dev.icehouse.v1.CachePrefetchStats, dev.icehouse.v1.CachePrefetchStats.Builder, dev.icehouse.v1.CachePrefetchStatsOrBuilder>(
+                getPrefetch(),
+                getParentForChildren(),
+                isClean());
+        prefetch_ = null;
+      }
+      return prefetchBuilder_;
     }
     @java.lang.Override
     public final Builder setUnknownFields(

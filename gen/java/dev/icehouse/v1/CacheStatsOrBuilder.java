@@ -280,4 +280,31 @@ public interface CacheStatsOrBuilder extends
    * <code>.icehouse.v1.CacheSessionStats sessions = 11;</code>
    */
   dev.icehouse.v1.CacheSessionStatsOrBuilder getSessionsOrBuilder();
+
+  /**
+   * <pre>
+   * What was computed for the next turns of sessions while nothing else ran.
+   * </pre>
+   *
+   * <code>.icehouse.v1.CachePrefetchStats prefetch = 12;</code>
+   * @return Whether the prefetch field is set.
+   */
+  boolean hasPrefetch();
+  /**
+   * <pre>
+   * What was computed for the next turns of sessions while nothing else ran.
+   * </pre>
+   *
+   * <code>.icehouse.v1.CachePrefetchStats prefetch = 12;</code>
+   * @return The prefetch.
+   */
+  dev.icehouse.v1.CachePrefetchStats getPrefetch();
+  /**
+   * <pre>
+   * What was computed for the next turns of sessions while nothing else ran.
+   * </pre>
+   *
+   * <code>.icehouse.v1.CachePrefetchStats prefetch = 12;</code>
+   */
+  dev.icehouse.v1.CachePrefetchStatsOrBuilder getPrefetchOrBuilder();
 }

@@ -21,6 +21,11 @@ public final class CacheStatsOuterClass {
     com.google.protobuf.GeneratedMessageV3.FieldAccessorTable
       internal_static_icehouse_v1_CacheStats_fieldAccessorTable;
   static final com.google.protobuf.Descriptors.Descriptor
+    internal_static_icehouse_v1_CachePrefetchStats_descriptor;
+  static final 
+    com.google.protobuf.GeneratedMessageV3.FieldAccessorTable
+      internal_static_icehouse_v1_CachePrefetchStats_fieldAccessorTable;
+  static final com.google.protobuf.Descriptors.Descriptor
     internal_static_icehouse_v1_CacheSessionStats_descriptor;
   static final 
     com.google.protobuf.GeneratedMessageV3.FieldAccessorTable
@@ -87,7 +92,7 @@ public final class CacheStatsOuterClass {
       "\n\035icehouse/v1/cache_stats.proto\022\013icehous" +
       "e.v1\032\036google/protobuf/duration.proto\032\037go" +
       "ogle/protobuf/timestamp.proto\032\027icehouse/" +
-      "v1/usage.proto\"\355\003\n\nCacheStats\022\024\n\014block_t" +
+      "v1/usage.proto\"\240\004\n\nCacheStats\022\024\n\014block_t" +
       "okens\030\001 \001(\005\022\032\n\022unsupported_detail\030\002 \001(\t\022" +
       "(\n\003ram\030\003 \001(\0132\033.icehouse.v1.CacheTierStat" +
       "s\022(\n\003ssd\030\004 \001(\0132\033.icehouse.v1.CacheTierSt" +
@@ -99,87 +104,91 @@ public final class CacheStatsOuterClass {
       "\n\004disk\030\t \001(\0132\033.icehouse.v1.CacheDiskStat" +
       "s\0229\n\016last_reconcile\030\n \001(\0132!.icehouse.v1." +
       "CacheReconcileReport\0220\n\010sessions\030\013 \001(\0132\036" +
-      ".icehouse.v1.CacheSessionStats\"\255\001\n\021Cache" +
-      "SessionStats\022\025\n\rsession_count\030\001 \001(\003\022\023\n\013e" +
-      "nded_count\030\002 \001(\003\022\023\n\013ended_total\030\003 \001(\003\022\034\n" +
-      "\024released_block_total\030\004 \001(\003\022\027\n\017forgotten" +
-      "_total\030\005 \001(\003\022 \n\030dropped_checkpoint_total" +
-      "\030\006 \001(\003\"\222\002\n\016CacheTierStats\022\023\n\013block_count" +
-      "\030\001 \001(\003\022\022\n\ntail_count\030\002 \001(\003\022\032\n\022pinned_blo" +
-      "ck_count\030\003 \001(\003\022\023\n\013token_count\030\004 \001(\003\022\022\n\ns" +
-      "ize_bytes\030\005 \001(\003\022\023\n\013limit_bytes\030\006 \001(\003\022\033\n\023" +
-      "evicted_block_total\030\007 \001(\003\022\032\n\022evicted_byt" +
-      "e_total\030\010 \001(\003\022\032\n\022purged_block_total\030\t \001(" +
-      "\003\022(\n\003age\030\n \001(\0132\033.icehouse.v1.AgePercenti" +
-      "les\"\210\001\n\016AgePercentiles\022&\n\003p50\030\001 \001(\0132\031.go" +
-      "ogle.protobuf.Duration\022&\n\003p90\030\002 \001(\0132\031.go" +
-      "ogle.protobuf.Duration\022&\n\003p99\030\003 \001(\0132\031.go" +
-      "ogle.protobuf.Duration\"\272\001\n\020CacheLookupSt" +
-      "ats\022\024\n\014lookup_total\030\001 \001(\003\022\021\n\thit_total\030\002" +
-      " \001(\003\022\027\n\017ram_token_total\030\003 \001(\003\022\027\n\017ssd_tok" +
-      "en_total\030\004 \001(\003\022\030\n\020miss_token_total\030\005 \001(\003" +
-      "\0221\n\013miss_tokens\030\006 \003(\0132\034.icehouse.v1.Cach" +
-      "eMissTokens\"O\n\017CacheMissTokens\022\'\n\006reason" +
-      "\030\001 \001(\0162\027.icehouse.v1.ReuseLimit\022\023\n\013token" +
-      "_total\030\002 \001(\003\"M\n\nSpillDrops\022*\n\005cause\030\001 \001(" +
-      "\0162\033.icehouse.v1.SpillDropCause\022\023\n\013block_" +
-      "total\030\002 \001(\003\"\226\003\n\017CacheSpillStats\022\016\n\006polic" +
-      "y\030\001 \001(\t\022\034\n\024accepted_block_total\030\002 \001(\003\022\035\n" +
-      "\025persisted_block_total\030\003 \001(\003\022\034\n\024persiste" +
-      "d_byte_total\030\004 \001(\003\022&\n\005drops\030\005 \003(\0132\027.iceh" +
-      "ouse.v1.SpillDrops\022\023\n\013queue_count\030\006 \001(\003\022" +
-      "\023\n\013queue_bytes\030\007 \001(\003\022\031\n\021queue_limit_byte" +
-      "s\030\010 \001(\003\022\033\n\023written_today_bytes\030\t \001(\003\022\031\n\021" +
-      "daily_limit_bytes\030\n \001(\003\022\036\n\026write_bytes_p" +
-      "er_second\030\013 \001(\001\022\032\n\022behind_block_total\030\014 " +
-      "\001(\003\022\031\n\021behind_byte_total\030\r \001(\003\022\034\n\024behind" +
-      "_waiting_count\030\016 \001(\003\"\346\002\n\021CachePromoteSta" +
-      "ts\022\022\n\nload_total\030\001 \001(\003\022\031\n\021failed_load_to" +
-      "tal\030\002 \001(\003\022\034\n\024promoted_block_total\030\003 \001(\003\022" +
-      "\034\n\024promoted_token_total\030\004 \001(\003\022\027\n\017read_by" +
-      "te_total\030\005 \001(\003\022\023\n\013queue_count\030\006 \001(\003\022\023\n\013q" +
-      "ueue_limit\030\007 \001(\003\022\035\n\025read_bytes_per_secon" +
-      "d\030\010 \001(\001\022!\n\031restore_tokens_per_second\030\t \001" +
-      "(\001\022#\n\033recompute_tokens_per_second\030\n \001(\001\022" +
-      "\036\n\026recompute_chosen_total\030\013 \001(\003\022\034\n\024faile" +
-      "d_restore_total\030\014 \001(\003\"\206\002\n\023CacheIntegrity" +
-      "Stats\022\034\n\024verified_block_total\030\001 \001(\003\022\036\n\026c" +
-      "hecksum_failure_total\030\002 \001(\003\022\035\n\025header_mi" +
-      "smatch_total\030\003 \001(\003\022\032\n\022missing_file_total" +
-      "\030\004 \001(\003\022\036\n\026quarantined_file_count\030\005 \001(\003\022\031" +
-      "\n\021quarantined_bytes\030\006 \001(\003\022\032\n\022seal_failur" +
-      "e_total\030\007 \001(\003\022\037\n\027quarantined_block_total" +
-      "\030\010 \001(\003\"\313\002\n\016CacheDiskStats\022\022\n\nused_bytes\030" +
-      "\001 \001(\003\022\026\n\016manifest_bytes\030\002 \001(\003\022\023\n\013limit_b" +
-      "ytes\030\003 \001(\003\022\022\n\nfree_bytes\030\004 \001(\003\022\030\n\020free_f" +
-      "loor_bytes\030\005 \001(\003\022\037\n\027other_model_block_co" +
-      "unt\030\006 \001(\003\022\031\n\021writes_off_detail\030\007 \001(\t\022\021\n\t" +
-      "encrypted\030\010 \001(\010\022\023\n\013hang_detail\030\t \001(\t\022\023\n\013" +
-      "block_bytes\030\n \001(\003\022\027\n\017raw_block_bytes\030\013 \001" +
-      "(\003\022#\n\033decompress_bytes_per_second\030\014 \001(\001\022" +
-      "\023\n\013compressing\030\r \001(\010\"\303\003\n\024CacheReconcileR" +
-      "eport\0222\n\016reconcile_time\030\001 \001(\0132\032.google.p" +
-      "rotobuf.Timestamp\022+\n\010duration\030\002 \001(\0132\031.go" +
-      "ogle.protobuf.Duration\022\r\n\005clean\030\003 \001(\010\022\030\n" +
-      "\020manifest_rebuilt\030\004 \001(\010\022\022\n\nfile_count\030\005 " +
-      "\001(\003\022\021\n\trow_count\030\006 \001(\003\022\035\n\025partial_delete" +
-      "d_count\030\007 \001(\003\022\025\n\radopted_count\030\010 \001(\003\022\031\n\021" +
-      "quarantined_count\030\t \001(\003\022\031\n\021row_deleted_c" +
-      "ount\030\n \001(\003\022\"\n\032other_layout_deleted_count" +
-      "\030\013 \001(\003\022\032\n\022unknown_file_count\030\014 \001(\003\022\027\n\017re" +
-      "stamped_count\030\r \001(\003\022\037\n\027unencrypted_block" +
-      "_count\030\016 \001(\003\022\024\n\014changed_code\030\017 \003(\t*\336\002\n\016S" +
-      "pillDropCause\022 \n\034SPILL_DROP_CAUSE_UNSPEC" +
-      "IFIED\020\000\022\036\n\032SPILL_DROP_CAUSE_NO_CREDIT\020\001\022" +
-      "!\n\035SPILL_DROP_CAUSE_DAILY_BUDGET\020\002\022\036\n\032SP" +
-      "ILL_DROP_CAUSE_DISK_FULL\020\003\022!\n\035SPILL_DROP" +
-      "_CAUSE_WRITE_FAILED\020\004\022\037\n\033SPILL_DROP_CAUS" +
-      "E_WRITES_OFF\020\005\022!\n\035SPILL_DROP_CAUSE_PREFI" +
-      "X_SHORT\020\006\022\036\n\032SPILL_DROP_CAUSE_DUPLICATE\020" +
-      "\007\022\035\n\031SPILL_DROP_CAUSE_SHUTDOWN\020\010\022!\n\035SPIL" +
-      "L_DROP_CAUSE_TENANT_SHARE\020\tB<\n\017dev.iceho" +
-      "use.v1P\001Z\'icehouse.dev/api/icehouse/v1;i" +
-      "cehousev1b\006proto3"
+      ".icehouse.v1.CacheSessionStats\0221\n\010prefet" +
+      "ch\030\014 \001(\0132\037.icehouse.v1.CachePrefetchStat" +
+      "s\"x\n\022CachePrefetchStats\022\022\n\ndone_total\030\001 " +
+      "\001(\003\022\026\n\016given_up_total\030\002 \001(\003\022\034\n\024computed_" +
+      "token_total\030\003 \001(\003\022\030\n\020used_token_total\030\004 " +
+      "\001(\003\"\255\001\n\021CacheSessionStats\022\025\n\rsession_cou" +
+      "nt\030\001 \001(\003\022\023\n\013ended_count\030\002 \001(\003\022\023\n\013ended_t" +
+      "otal\030\003 \001(\003\022\034\n\024released_block_total\030\004 \001(\003" +
+      "\022\027\n\017forgotten_total\030\005 \001(\003\022 \n\030dropped_che" +
+      "ckpoint_total\030\006 \001(\003\"\222\002\n\016CacheTierStats\022\023" +
+      "\n\013block_count\030\001 \001(\003\022\022\n\ntail_count\030\002 \001(\003\022" +
+      "\032\n\022pinned_block_count\030\003 \001(\003\022\023\n\013token_cou" +
+      "nt\030\004 \001(\003\022\022\n\nsize_bytes\030\005 \001(\003\022\023\n\013limit_by" +
+      "tes\030\006 \001(\003\022\033\n\023evicted_block_total\030\007 \001(\003\022\032" +
+      "\n\022evicted_byte_total\030\010 \001(\003\022\032\n\022purged_blo" +
+      "ck_total\030\t \001(\003\022(\n\003age\030\n \001(\0132\033.icehouse.v" +
+      "1.AgePercentiles\"\210\001\n\016AgePercentiles\022&\n\003p" +
+      "50\030\001 \001(\0132\031.google.protobuf.Duration\022&\n\003p" +
+      "90\030\002 \001(\0132\031.google.protobuf.Duration\022&\n\003p" +
+      "99\030\003 \001(\0132\031.google.protobuf.Duration\"\272\001\n\020" +
+      "CacheLookupStats\022\024\n\014lookup_total\030\001 \001(\003\022\021" +
+      "\n\thit_total\030\002 \001(\003\022\027\n\017ram_token_total\030\003 \001" +
+      "(\003\022\027\n\017ssd_token_total\030\004 \001(\003\022\030\n\020miss_toke" +
+      "n_total\030\005 \001(\003\0221\n\013miss_tokens\030\006 \003(\0132\034.ice" +
+      "house.v1.CacheMissTokens\"O\n\017CacheMissTok" +
+      "ens\022\'\n\006reason\030\001 \001(\0162\027.icehouse.v1.ReuseL" +
+      "imit\022\023\n\013token_total\030\002 \001(\003\"M\n\nSpillDrops\022" +
+      "*\n\005cause\030\001 \001(\0162\033.icehouse.v1.SpillDropCa" +
+      "use\022\023\n\013block_total\030\002 \001(\003\"\226\003\n\017CacheSpillS" +
+      "tats\022\016\n\006policy\030\001 \001(\t\022\034\n\024accepted_block_t" +
+      "otal\030\002 \001(\003\022\035\n\025persisted_block_total\030\003 \001(" +
+      "\003\022\034\n\024persisted_byte_total\030\004 \001(\003\022&\n\005drops" +
+      "\030\005 \003(\0132\027.icehouse.v1.SpillDrops\022\023\n\013queue" +
+      "_count\030\006 \001(\003\022\023\n\013queue_bytes\030\007 \001(\003\022\031\n\021que" +
+      "ue_limit_bytes\030\010 \001(\003\022\033\n\023written_today_by" +
+      "tes\030\t \001(\003\022\031\n\021daily_limit_bytes\030\n \001(\003\022\036\n\026" +
+      "write_bytes_per_second\030\013 \001(\001\022\032\n\022behind_b" +
+      "lock_total\030\014 \001(\003\022\031\n\021behind_byte_total\030\r " +
+      "\001(\003\022\034\n\024behind_waiting_count\030\016 \001(\003\"\346\002\n\021Ca" +
+      "chePromoteStats\022\022\n\nload_total\030\001 \001(\003\022\031\n\021f" +
+      "ailed_load_total\030\002 \001(\003\022\034\n\024promoted_block" +
+      "_total\030\003 \001(\003\022\034\n\024promoted_token_total\030\004 \001" +
+      "(\003\022\027\n\017read_byte_total\030\005 \001(\003\022\023\n\013queue_cou" +
+      "nt\030\006 \001(\003\022\023\n\013queue_limit\030\007 \001(\003\022\035\n\025read_by" +
+      "tes_per_second\030\010 \001(\001\022!\n\031restore_tokens_p" +
+      "er_second\030\t \001(\001\022#\n\033recompute_tokens_per_" +
+      "second\030\n \001(\001\022\036\n\026recompute_chosen_total\030\013" +
+      " \001(\003\022\034\n\024failed_restore_total\030\014 \001(\003\"\206\002\n\023C" +
+      "acheIntegrityStats\022\034\n\024verified_block_tot" +
+      "al\030\001 \001(\003\022\036\n\026checksum_failure_total\030\002 \001(\003" +
+      "\022\035\n\025header_mismatch_total\030\003 \001(\003\022\032\n\022missi" +
+      "ng_file_total\030\004 \001(\003\022\036\n\026quarantined_file_" +
+      "count\030\005 \001(\003\022\031\n\021quarantined_bytes\030\006 \001(\003\022\032" +
+      "\n\022seal_failure_total\030\007 \001(\003\022\037\n\027quarantine" +
+      "d_block_total\030\010 \001(\003\"\313\002\n\016CacheDiskStats\022\022" +
+      "\n\nused_bytes\030\001 \001(\003\022\026\n\016manifest_bytes\030\002 \001" +
+      "(\003\022\023\n\013limit_bytes\030\003 \001(\003\022\022\n\nfree_bytes\030\004 " +
+      "\001(\003\022\030\n\020free_floor_bytes\030\005 \001(\003\022\037\n\027other_m" +
+      "odel_block_count\030\006 \001(\003\022\031\n\021writes_off_det" +
+      "ail\030\007 \001(\t\022\021\n\tencrypted\030\010 \001(\010\022\023\n\013hang_det" +
+      "ail\030\t \001(\t\022\023\n\013block_bytes\030\n \001(\003\022\027\n\017raw_bl" +
+      "ock_bytes\030\013 \001(\003\022#\n\033decompress_bytes_per_" +
+      "second\030\014 \001(\001\022\023\n\013compressing\030\r \001(\010\"\303\003\n\024Ca" +
+      "cheReconcileReport\0222\n\016reconcile_time\030\001 \001" +
+      "(\0132\032.google.protobuf.Timestamp\022+\n\010durati" +
+      "on\030\002 \001(\0132\031.google.protobuf.Duration\022\r\n\005c" +
+      "lean\030\003 \001(\010\022\030\n\020manifest_rebuilt\030\004 \001(\010\022\022\n\n" +
+      "file_count\030\005 \001(\003\022\021\n\trow_count\030\006 \001(\003\022\035\n\025p" +
+      "artial_deleted_count\030\007 \001(\003\022\025\n\radopted_co" +
+      "unt\030\010 \001(\003\022\031\n\021quarantined_count\030\t \001(\003\022\031\n\021" +
+      "row_deleted_count\030\n \001(\003\022\"\n\032other_layout_" +
+      "deleted_count\030\013 \001(\003\022\032\n\022unknown_file_coun" +
+      "t\030\014 \001(\003\022\027\n\017restamped_count\030\r \001(\003\022\037\n\027unen" +
+      "crypted_block_count\030\016 \001(\003\022\024\n\014changed_cod" +
+      "e\030\017 \003(\t*\336\002\n\016SpillDropCause\022 \n\034SPILL_DROP" +
+      "_CAUSE_UNSPECIFIED\020\000\022\036\n\032SPILL_DROP_CAUSE" +
+      "_NO_CREDIT\020\001\022!\n\035SPILL_DROP_CAUSE_DAILY_B" +
+      "UDGET\020\002\022\036\n\032SPILL_DROP_CAUSE_DISK_FULL\020\003\022" +
+      "!\n\035SPILL_DROP_CAUSE_WRITE_FAILED\020\004\022\037\n\033SP" +
+      "ILL_DROP_CAUSE_WRITES_OFF\020\005\022!\n\035SPILL_DRO" +
+      "P_CAUSE_PREFIX_SHORT\020\006\022\036\n\032SPILL_DROP_CAU" +
+      "SE_DUPLICATE\020\007\022\035\n\031SPILL_DROP_CAUSE_SHUTD" +
+      "OWN\020\010\022!\n\035SPILL_DROP_CAUSE_TENANT_SHARE\020\t" +
+      "B<\n\017dev.icehouse.v1P\001Z\'icehouse.dev/api/" +
+      "icehouse/v1;icehousev1b\006proto3"
     };
     descriptor = com.google.protobuf.Descriptors.FileDescriptor
       .internalBuildGeneratedFileFrom(descriptorData,
@@ -193,69 +202,75 @@ public final class CacheStatsOuterClass {
     internal_static_icehouse_v1_CacheStats_fieldAccessorTable = new
       com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
         internal_static_icehouse_v1_CacheStats_descriptor,
-        new java.lang.String[] { "BlockTokens", "UnsupportedDetail", "Ram", "Ssd", "Lookups", "Spill", "Promote", "Integrity", "Disk", "LastReconcile", "Sessions", });
-    internal_static_icehouse_v1_CacheSessionStats_descriptor =
+        new java.lang.String[] { "BlockTokens", "UnsupportedDetail", "Ram", "Ssd", "Lookups", "Spill", "Promote", "Integrity", "Disk", "LastReconcile", "Sessions", "Prefetch", });
+    internal_static_icehouse_v1_CachePrefetchStats_descriptor =
       getDescriptor().getMessageTypes().get(1);
+    internal_static_icehouse_v1_CachePrefetchStats_fieldAccessorTable = new
+      com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
+        internal_static_icehouse_v1_CachePrefetchStats_descriptor,
+        new java.lang.String[] { "DoneTotal", "GivenUpTotal", "ComputedTokenTotal", "UsedTokenTotal", });
+    internal_static_icehouse_v1_CacheSessionStats_descriptor =
+      getDescriptor().getMessageTypes().get(2);
     internal_static_icehouse_v1_CacheSessionStats_fieldAccessorTable = new
       com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
         internal_static_icehouse_v1_CacheSessionStats_descriptor,
         new java.lang.String[] { "SessionCount", "EndedCount", "EndedTotal", "ReleasedBlockTotal", "ForgottenTotal", "DroppedCheckpointTotal", });
     internal_static_icehouse_v1_CacheTierStats_descriptor =
-      getDescriptor().getMessageTypes().get(2);
+      getDescriptor().getMessageTypes().get(3);
     internal_static_icehouse_v1_CacheTierStats_fieldAccessorTable = new
       com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
         internal_static_icehouse_v1_CacheTierStats_descriptor,
         new java.lang.String[] { "BlockCount", "TailCount", "PinnedBlockCount", "TokenCount", "SizeBytes", "LimitBytes", "EvictedBlockTotal", "EvictedByteTotal", "PurgedBlockTotal", "Age", });
     internal_static_icehouse_v1_AgePercentiles_descriptor =
-      getDescriptor().getMessageTypes().get(3);
+      getDescriptor().getMessageTypes().get(4);
     internal_static_icehouse_v1_AgePercentiles_fieldAccessorTable = new
       com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
         internal_static_icehouse_v1_AgePercentiles_descriptor,
         new java.lang.String[] { "P50", "P90", "P99", });
     internal_static_icehouse_v1_CacheLookupStats_descriptor =
-      getDescriptor().getMessageTypes().get(4);
+      getDescriptor().getMessageTypes().get(5);
     internal_static_icehouse_v1_CacheLookupStats_fieldAccessorTable = new
       com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
         internal_static_icehouse_v1_CacheLookupStats_descriptor,
         new java.lang.String[] { "LookupTotal", "HitTotal", "RamTokenTotal", "SsdTokenTotal", "MissTokenTotal", "MissTokens", });
     internal_static_icehouse_v1_CacheMissTokens_descriptor =
-      getDescriptor().getMessageTypes().get(5);
+      getDescriptor().getMessageTypes().get(6);
     internal_static_icehouse_v1_CacheMissTokens_fieldAccessorTable = new
       com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
         internal_static_icehouse_v1_CacheMissTokens_descriptor,
         new java.lang.String[] { "Reason", "TokenTotal", });
     internal_static_icehouse_v1_SpillDrops_descriptor =
-      getDescriptor().getMessageTypes().get(6);
+      getDescriptor().getMessageTypes().get(7);
     internal_static_icehouse_v1_SpillDrops_fieldAccessorTable = new
       com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
         internal_static_icehouse_v1_SpillDrops_descriptor,
         new java.lang.String[] { "Cause", "BlockTotal", });
     internal_static_icehouse_v1_CacheSpillStats_descriptor =
-      getDescriptor().getMessageTypes().get(7);
+      getDescriptor().getMessageTypes().get(8);
     internal_static_icehouse_v1_CacheSpillStats_fieldAccessorTable = new
       com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
         internal_static_icehouse_v1_CacheSpillStats_descriptor,
         new java.lang.String[] { "Policy", "AcceptedBlockTotal", "PersistedBlockTotal", "PersistedByteTotal", "Drops", "QueueCount", "QueueBytes", "QueueLimitBytes", "WrittenTodayBytes", "DailyLimitBytes", "WriteBytesPerSecond", "BehindBlockTotal", "BehindByteTotal", "BehindWaitingCount", });
     internal_static_icehouse_v1_CachePromoteStats_descriptor =
-      getDescriptor().getMessageTypes().get(8);
+      getDescriptor().getMessageTypes().get(9);
     internal_static_icehouse_v1_CachePromoteStats_fieldAccessorTable = new
       com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
         internal_static_icehouse_v1_CachePromoteStats_descriptor,
         new java.lang.String[] { "LoadTotal", "FailedLoadTotal", "PromotedBlockTotal", "PromotedTokenTotal", "ReadByteTotal", "QueueCount", "QueueLimit", "ReadBytesPerSecond", "RestoreTokensPerSecond", "RecomputeTokensPerSecond", "RecomputeChosenTotal", "FailedRestoreTotal", });
     internal_static_icehouse_v1_CacheIntegrityStats_descriptor =
-      getDescriptor().getMessageTypes().get(9);
+      getDescriptor().getMessageTypes().get(10);
     internal_static_icehouse_v1_CacheIntegrityStats_fieldAccessorTable = new
       com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
         internal_static_icehouse_v1_CacheIntegrityStats_descriptor,
         new java.lang.String[] { "VerifiedBlockTotal", "ChecksumFailureTotal", "HeaderMismatchTotal", "MissingFileTotal", "QuarantinedFileCount", "QuarantinedBytes", "SealFailureTotal", "QuarantinedBlockTotal", });
     internal_static_icehouse_v1_CacheDiskStats_descriptor =
-      getDescriptor().getMessageTypes().get(10);
+      getDescriptor().getMessageTypes().get(11);
     internal_static_icehouse_v1_CacheDiskStats_fieldAccessorTable = new
       com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
         internal_static_icehouse_v1_CacheDiskStats_descriptor,
         new java.lang.String[] { "UsedBytes", "ManifestBytes", "LimitBytes", "FreeBytes", "FreeFloorBytes", "OtherModelBlockCount", "WritesOffDetail", "Encrypted", "HangDetail", "BlockBytes", "RawBlockBytes", "DecompressBytesPerSecond", "Compressing", });
     internal_static_icehouse_v1_CacheReconcileReport_descriptor =
-      getDescriptor().getMessageTypes().get(11);
+      getDescriptor().getMessageTypes().get(12);
     internal_static_icehouse_v1_CacheReconcileReport_fieldAccessorTable = new
       com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
         internal_static_icehouse_v1_CacheReconcileReport_descriptor,
