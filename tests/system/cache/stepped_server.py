@@ -245,6 +245,7 @@ class SteppedServer:
         session_id: str = "",
         ends_session: bool = False,
         is_prefetch: bool = False,
+        borders: Sequence[int] = (),
     ) -> None:
         """Put a request into the mailbox. A name may be used again when its last request has ended."""
         self.recorder.events.pop(name, None)
@@ -262,6 +263,7 @@ class SteppedServer:
             session_id=session_id,
             ends_session=ends_session,
             is_prefetch=is_prefetch,
+            border_token_indices=tuple(borders),
         )
         assert self.mailbox.offer(Submit(request))
 

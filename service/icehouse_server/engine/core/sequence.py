@@ -72,6 +72,8 @@ class Sequence:
     """Input tokens up to which the runner has the vectors of its images."""
     capture_points: list[int] = dataclasses.field(default_factory=list)
     """Input positions where its prefill stops to leave a tail: there, those that wait for it part from it."""
+    border_points: tuple[int, ...] = ()
+    """Of these, borders of messages, where a checkpoint is kept."""
     overtaken_token_count: int = 0
     """Input tokens of younger sequences that ran while this one's waited."""
     passed_count: int = 0

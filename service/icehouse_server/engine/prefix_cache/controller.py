@@ -14,6 +14,7 @@ from icehouse_server.domain.blocks import Damage, Region, RegionKind
 from icehouse_server.domain.events import CacheReport, ReuseLimit
 from icehouse_server.domain.ids import BlockHash, SequenceId
 from icehouse_server.engine.core.sequence import Phase, Sequence
+from icehouse_server.engine.prefix_cache.capture import stop_at_borders
 from icehouse_server.engine.prefix_cache.in_flight import InFlightPrefixes
 from icehouse_server.engine.prefix_cache.prefix_cache import PrefixCache
 from icehouse_server.engine.prefix_cache.prefix_commands import CacheCommands
@@ -316,9 +317,8 @@ class CacheController:
                 self._promote(restore)
 
     def _promote(self, restore: Restore) -> None:
-        """Put blocks from SSD into RAM, where the next request looks first: at once those that others wait
-        for or that there is space for, and all of a warm-up's; the others, which evict blocks, one with each
-        token."""
+        """Put blocks from SSD into RAM, where the next request looks first: at once a warm-up's, and those
+        that others wait for or that there is space for; the others, which evict, one with each token."""
         sequence = restore.sequence
         is_awaited = self._in_flight.has_followers(sequence)
         for node in restore.plan.nodes:
@@ -373,6 +373,7 @@ class CacheController:
     def lead(self, sequence: Sequence) -> None:
         """Record that a sequence computes the rest of its input now, so that others may wait for it."""
         if self.cache.may_write(sequence):
+            stop_at_borders(sequence, self.cache.facts)
             self._in_flight.lead(sequence, self.cache.quotas.root(sequence.request.scope))
 
     def take_ready(self) -> list[Sequence]:

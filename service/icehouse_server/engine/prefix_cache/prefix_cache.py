@@ -28,6 +28,7 @@ from icehouse_server.domain.ids import BlockHash, CacheScope, SequenceId, Sessio
 from icehouse_server.domain.request import CacheUse, GenerationRequest
 from icehouse_server.engine.core.block_log import BlockLog
 from icehouse_server.engine.core.sequence import Sequence
+from icehouse_server.engine.prefix_cache.capture import captured_kinds
 from icehouse_server.engine.prefix_cache.prefetched import PrefetchedTokens
 from icehouse_server.engine.prefix_cache.reuse_plan import Plan, plan, with_divergence
 from icehouse_server.engine.prefix_cache.sessions import Sessions
@@ -457,26 +458,6 @@ class PrefixCache:
             prefetch=self.prefetched.snapshot(),
             tenants=self.quotas.snapshot(),
         )
-
-
-def captured_kinds(
-    settings: PrefixSettings, facts: CacheFacts, sequence: Sequence, *, stop: int, reached: int
-) -> list[RegionKind]:
-    """Return the kinds of regions, in file order, that can still be cut for a block of this sequence that
-    ends at `stop`. Its caches have `reached` a token at or behind that; guesses may be among them."""
-    size = settings.block_token_count
-    kinds = [RegionKind.KV] if facts.has_kv else []
-    # Windows hold all of the prompt's last chunk; behind it they lose a token for each new one.
-    passed = reached - stop if reached > sequence.prefill_target else 0
-    if facts.holds_window(size, passed_token_count=passed):
-        kinds.append(RegionKind.WINDOW)
-    if facts.needs_checkpoint and stop == reached:
-        # At the prompt's last full block, at its end, where the sequence ends, and at intervals.
-        is_last_full = stop == sequence.prefill_target // size * size
-        is_end = stop % size != 0 or stop == sequence.prefill_target
-        if is_last_full or is_end or stop % settings.checkpoint_interval_tokens == 0:
-            kinds.append(RegionKind.CHECKPOINT)
-    return kinds
 
 
 def _block_match(node: Node, *, readers: frozenset[Owner]) -> BlockMatch:

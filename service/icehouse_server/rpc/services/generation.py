@@ -196,6 +196,7 @@ class Generation:
             request,
             prompt_token_ids=prompt.token_ids,
             images=prompt.images,
+            border_token_indices=() if prompt.chat is None else prompt.chat.rendered.border_token_indices,
             sampling=sampling,
             grammar=grammar,
             reasoning=reasoning,
