@@ -9,7 +9,7 @@ import pytest
 from icehouse.v1 import cache_policy_pb2, cache_service_pb2, prompt_pb2
 from icehouse.v1 import inference_service_pb2 as messages
 from icehouse_server.domain.cache_commands import EvictReport, SessionEndReport
-from icehouse_server.domain.events import FinishReason
+from icehouse_server.domain.events import Delta, FinishReason
 from icehouse_server.domain.request import GenerationRequest
 from icehouse_server.rpc.engine_client import prefetcher
 
@@ -27,7 +27,7 @@ def answers(**how: Any) -> Any:
 
     def script(request: GenerationRequest) -> Any:
         for event in short(request):
-            yield event.__class__(LONG, event.token_ids) if hasattr(event, "token_ids") else event
+            yield Delta(LONG, event.token_ids) if isinstance(event, Delta) else event
 
     return script
 
