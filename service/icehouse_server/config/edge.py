@@ -88,6 +88,11 @@ class ServerConfig:
         "bytes a token. When it is full, the tenant with the most loses those it used least recently; 0 "
         "keeps none.",
     )
+    prefetch_token_limit: int = setting(
+        16_384,
+        "Tokens computed ahead for a session's next turn while nothing else runs, where the chat template "
+        "rewrites the history; 0 computes none.",
+    )
     max_grammar_bytes: int = setting(
         64 * 1024,
         "Maximum size of a response format: JSON schema, regular expression, grammar or choices.",

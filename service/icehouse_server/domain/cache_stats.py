@@ -267,6 +267,18 @@ class SessionStats:
     """Checkpoints dropped because their session had too many."""
 
 
+@dataclasses.dataclass(slots=True)
+class PrefetchStats:
+    """What was computed for the next turns of sessions while nothing else ran."""
+
+    done_total: int = 0
+    given_up_total: int = 0
+    """Those that a request, or the end of their session, interrupted; what they had computed stays."""
+    computed_token_total: int = 0
+    used_token_total: int = 0
+    """Of these, tokens that a later request began with."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class TenantShare:
     """What one tenant's blocks take of the tiers."""
@@ -325,4 +337,5 @@ class CacheStats:
     last_reconcile: ReconcileReport | None = None
     shared: SharedStats | None = None
     sessions: SessionStats = dataclasses.field(default_factory=SessionStats)
+    prefetch: PrefetchStats = dataclasses.field(default_factory=PrefetchStats)
     tenants: tuple[TenantShare, ...] = ()

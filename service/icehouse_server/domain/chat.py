@@ -220,6 +220,9 @@ class RenderedChat:
     """The format that constrains the reply's calls, if they are constrained."""
     kept_token_count: int = 0
     """Tokens at the beginning that are those of an earlier prompt and its reply."""
+    border_token_indices: tuple[int, ...] = ()
+    """Where the system's message ends and the last message begins, ascending, as far as that is known: there
+    other prompts may part from this one."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

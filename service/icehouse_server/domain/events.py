@@ -89,6 +89,8 @@ class Usage:
     """Prompt tokens in the spans of images."""
     reasoning_token_count: int = 0
     """Output tokens of the model's reasoning."""
+    promoted_token_count: int = 0
+    """Of a warm-up: prompt tokens from SSD whose blocks are in RAM since."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -81,6 +81,10 @@ class GenerationRequest:
     """Whether it is the last turn; the session ends with it, unless it fails."""
     images: tuple[ImageSpan, ...] = ()
     """Images that replace some of the prompt's tokens; ascending, without overlap."""
+    border_token_indices: tuple[int, ...] = ()
+    """Inside the prompt, ascending: where others may part from it, so that a state is worth keeping there."""
+    is_prefetch: bool = False
+    """Whether nobody asked for it: it is a warm-up for the next turn of a session, and counted by itself."""
     pooling: Pooling | None = None
     """Asks for the prompt's pooled hidden states. All its tokens are computed and nothing is generated."""
 

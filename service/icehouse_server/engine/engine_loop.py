@@ -327,7 +327,8 @@ class EngineLoop:
         if not sequence.has_started:
             sequence.has_started = True
             self._cache.settle(sequence.request, sequence.cache)
-            self.counters.stats.cached_token_total += sequence.cache.cached_token_count
+            if not sequence.request.is_prefetch:
+                self.counters.stats.cached_token_total += sequence.cache.cached_token_count
             self._requests.emit(sequence, sequence.started())
         self._end_if_all_reported(sequence)
 

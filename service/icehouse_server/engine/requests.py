@@ -91,15 +91,16 @@ class Requests:
             return
         for sequence in sequences:
             self._queue.add(sequence)
-            self._counters.stats.accepted_total += 1
-            self._counters.stats.prompt_token_total += len(sequence.request.prompt_token_ids)
+            if not sequence.request.is_prefetch:
+                self._counters.stats.accepted_total += 1
+                self._counters.stats.prompt_token_total += len(sequence.request.prompt_token_ids)
             self._by_request[sequence.request.request_id] = sequence
             self._by_id[sequence.sequence_id] = sequence
 
     def refuse(self, requests: ReadSequence[GenerationRequest], error: IcehouseError) -> None:
         """Answer the callers that nothing was taken in."""
         for request in requests:
-            self._counters.stats.rejected_total += 1
+            self._counters.stats.rejected_total += not request.is_prefetch
             self._output.emit(request.request_id, Failed(error))
 
     def find(self, sequence_id: SequenceId) -> Sequence | None:
@@ -125,8 +126,9 @@ class Requests:
 
     def finish(self, sequence: Sequence, end: Finished) -> None:
         """Report to the caller that its request ran to its end; `close` follows."""
-        self._counters.stats.finished_total += 1
-        self._counters.service.add(self._clock.monotonic() - sequence.admitted_time)
+        if not sequence.request.is_prefetch:
+            self._counters.stats.finished_total += 1
+            self._counters.service.add(self._clock.monotonic() - sequence.admitted_time)
         sequence.has_finished = True
         self.emit(sequence, end)
 
@@ -134,6 +136,8 @@ class Requests:
         """Give back what a request that has ended held; its caches go with `release_ended`."""
         self._prefix.end(sequence)
         request = sequence.request
+        if request.is_prefetch:
+            self._prefix.cache.prefetched.end(sequence)
         if request.ends_session and sequence.has_finished:
             self._prefix.cache.end_session(request.tenant, request.session_id)
         self._scheduler.remove(sequence)
@@ -143,7 +147,8 @@ class Requests:
 
     def fail(self, sequence: Sequence, error: IcehouseError) -> None:
         """End a request before its own end; the blocks it computed stay, unless they hold no numbers."""
-        self._count(error)
+        if not sequence.request.is_prefetch:
+            self._count(error)
         if isinstance(error, ModelOutputInvalid):
             self._prefix.discard(sequence)
         else:

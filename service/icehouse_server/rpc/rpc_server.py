@@ -134,7 +134,9 @@ class RpcServer:
         """Reads certificates and tokens again."""
         self._bound = Bound("")
         self._private = Bound("")
-        self._add_services(self._parts(engine, router, clock, draw_seed), worker)
+        parts = self._parts(engine, router, clock, draw_seed)
+        self._prefetcher = parts.generation.open_requests.prefetcher
+        self._add_services(parts, worker)
 
     def _grpc_server(self, config: Config) -> grpc.aio.Server:
         auth_interceptor = AuthInterceptor(
@@ -176,6 +178,7 @@ class RpcServer:
     async def stop(self, *, grace_s: float) -> None:
         """NOT_SERVING, no new calls, running ones get `grace_s` to end; what is left ends as UNAVAILABLE."""
         self.health.stop_serving()
+        self._prefetcher.close()
         if self._refreshing is not None:
             await background.end(self._refreshing)
         self._calls.close()

@@ -28,9 +28,10 @@ from icehouse_server.domain.chat import (
 )
 from icehouse_server.domain.response_format import JsonTag, TaggedJson
 from icehouse_server.errors import InvalidRequest, Reason
+from icehouse_server.text.chat.borders import borders_of
 from icehouse_server.text.chat.history import fit
 from icehouse_server.text.chat.kept_reply import KeptReply, TurnEnd, behind_mark, marked
-from icehouse_server.text.chat.probes import skeleton_of
+from icehouse_server.text.chat.probes import ShownTexts, skeleton_of
 from icehouse_server.text.chat.template import ChatTemplate
 from icehouse_server.text.chat.traits import TemplateTraits
 from icehouse_server.text.replies.recognition import ReadBack, read_back
@@ -83,15 +84,37 @@ class ChatRenderer:
             shown = self._called(conversation, "{}")
             call_form = _call_form(conversation, self.format, shown=shown, opening=text.opening)
         before = () if kept is None else kept.token_ids
+        token_ids = (*before, *tokens)
         return RenderedChat(
-            (*before, *tokens), text.opening, text.is_reasoning, call_form, kept_token_count=len(before)
+            token_ids,
+            text.opening,
+            text.is_reasoning,
+            call_form,
+            kept_token_count=len(before),
+            border_token_indices=self._borders(conversation, text, token_ids),
         )
+
+    def _borders(
+        self, conversation: Conversation, text: _PromptText, token_ids: tuple[int, ...]
+    ) -> tuple[int, ...]:
+        """Return where the prompt has borders of messages that others may part from it at."""
+        if not conversation.adds_generation_prompt or conversation.tool_choice.is_forced:
+            return ()
+        borders = borders_of(
+            text.shown,
+            conversation.messages,
+            has_tools=bool(conversation.tools),
+            # A header that opens reasoning is written without it once the turn is over.
+            header=text.header if self._unthinking(text.header) else "",
+            marks=self.turn_marks,
+        )
+        mark_ids = {self.turns.encode(mark)[0] for mark in borders.marks}
+        return borders.token_indices(token_ids, mark_ids)
 
     def _whole(self, conversation: Conversation) -> _PromptText:
         """Return the text of all turns; raises InvalidRequest."""
         text = self._prompt_text(conversation)
-        self._shown(conversation)
-        return text
+        return dataclasses.replace(text, shown=self._shown(conversation))
 
     def _behind_kept(self, conversation: Conversation, kept: KeptReply) -> _PromptText | None:
         """Return the text behind a kept reply; None where it is not certain what that is."""
@@ -104,14 +127,14 @@ class ChatRenderer:
             messages=(*skeleton_of(turns.messages[: kept.index]).messages, turns.messages[kept.index]),
         )
         try:
-            order = self._shown(conversation)
+            shown = self._shown(conversation)
             text = self._prompt_text(turns)
             closing = behind_mark(self._text(last, fit(last.messages, self._traits(last))))
         except InvalidRequest:
             # If it is the conversation that is refused, so is all of it, and with the better message.
             return None
         behind = behind_mark(text.text)
-        if behind is None or closing is None or not _is_split(order, kept.index):
+        if behind is None or closing is None or not _is_split(shown.order, kept.index):
             return None
         end = "" if kept.end_token_id is None else self.turns.decode([kept.end_token_id])
         turn_end = TurnEnd(closing, end, self.turn_marks, bool(turns.messages[kept.index].tool_calls))
@@ -124,11 +147,11 @@ class ChatRenderer:
             images = images.behind(sum(len(message.images) for message in earlier))
             if tail.count(images.mark) != len(images.texts):
                 return None
-        return dataclasses.replace(text, text=tail, image_texts=images)
+        return dataclasses.replace(text, text=tail, image_texts=images, shown=shown)
 
-    def _shown(self, conversation: Conversation) -> list[int]:
-        """Return the messages of a conversation's texts as they come in its prompt; raises InvalidRequest for
-        a text that does not."""
+    def _shown(self, conversation: Conversation) -> ShownTexts:
+        """Return where a conversation's texts come in its prompt; raises InvalidRequest for one that does
+        not."""
         return self.template.check_shown(
             conversation.messages,
             tools=conversation.tools,
@@ -270,6 +293,8 @@ class _PromptText:
     is_reasoning: bool
     image_texts: ImageTexts | None
     """Of the images in it."""
+    shown: ShownTexts = dataclasses.field(default_factory=ShownTexts)
+    """Where the conversation's texts come in all of the prompt."""
 
 
 def _is_split(order: Sequence[int], index: int) -> bool:

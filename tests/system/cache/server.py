@@ -211,6 +211,7 @@ class CacheServer:
         images: Sequence[ImageSpan] = (),
         session_id: str = "",
         ends_session: bool = False,
+        borders: Sequence[int] = (),
     ) -> None:
         """Hand in a request without waiting for it."""
         self.engine.submit(
@@ -229,6 +230,7 @@ class CacheServer:
                 images=tuple(images),
                 session_id=session_id,
                 ends_session=ends_session,
+                border_token_indices=tuple(borders),
             )
         )
 

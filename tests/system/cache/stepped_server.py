@@ -13,7 +13,7 @@ from typing import Any
 
 from icehouse_server.domain.cache_commands import CacheAnswer, CacheCommand
 from icehouse_server.domain.cache_stats import CacheStats
-from icehouse_server.domain.events import CacheReport, Failed, Finished, Started
+from icehouse_server.domain.events import CacheReport, Failed, Finished, Started, Usage
 from icehouse_server.domain.ids import (
     DEFAULT_TENANT,
     NO_ADAPTER,
@@ -244,6 +244,8 @@ class SteppedServer:
         cache_use: CacheUse = CacheUse.READ_WRITE,
         session_id: str = "",
         ends_session: bool = False,
+        is_prefetch: bool = False,
+        borders: Sequence[int] = (),
     ) -> None:
         """Put a request into the mailbox. A name may be used again when its last request has ended."""
         self.recorder.events.pop(name, None)
@@ -260,6 +262,8 @@ class SteppedServer:
             cache_use=cache_use,
             session_id=session_id,
             ends_session=ends_session,
+            is_prefetch=is_prefetch,
+            border_token_indices=tuple(borders),
         )
         assert self.mailbox.offer(Submit(request))
 
@@ -278,6 +282,12 @@ class SteppedServer:
         started = self.recorder.events[name][0]
         assert isinstance(started, Started) and started.cache == end.usage.cache
         return Answer(self.recorder.tokens_of(name), end.usage.cache)
+
+    def usage(self, name: str) -> Usage:
+        """Return what a finished request cost."""
+        end = self.recorder.end_of(name)
+        assert isinstance(end, Finished), end
+        return end.usage
 
     def cancel(self, name: str) -> Failed:
         """Cancel a request and return its end."""

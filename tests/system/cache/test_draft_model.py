@@ -6,8 +6,11 @@ from pathlib import Path
 
 import pytest
 from icehouse_server.clock import SystemClock
+from icehouse_server.domain.ids import SequenceId
 from icehouse_server.domain.request import DraftCounts, Drafting, Speculation, SpeculationLimit
+from icehouse_server.domain.sampling import SamplingParams
 from icehouse_server.engine.core.memory_model import DraftFootprint
+from icehouse_server.engine.core.ports import Chunk, DecodeRow
 from icehouse_server.engine.runner.draft_model import DraftModel
 from icehouse_server.engine.runner.model_loader import ModelSource, load_tokenizer
 from icehouse_server.engine.runner.runner import ModelRunner, RunnerSettings
@@ -67,6 +70,20 @@ def test_a_bad_draft_model_costs_work_and_no_token(tmp_path: Path, is_pipelined:
                 assert drafts.proposed_count > drafts.accepted_count
 
 
+def test_a_row_that_gives_its_draft_model_up_keeps_no_draft_caches(tmp_path: Path) -> None:
+    runner = runner_with(tiny_model_dir(tmp_path, "qwen3"), tiny_model_dir(tmp_path, "gemma3_text", seed=9))
+    runner.load()
+    tokens, name = tuple(prompt(60)), SequenceId(1)
+    row = DecodeRow(SamplingParams(), prompt_token_ids=tokens, speculation=DRAFT)
+    runner.open(name)
+    runner.run([Chunk(name, tokens, row=row, speculation=DRAFT)])
+    opened = runner._sequences[name]
+    assert opened.drafted is not None and opened.is_guessing
+    for _ in range(60):
+        runner.run([])
+    assert not opened.is_guessing and opened.drafted is None
+
+
 def test_without_a_draft_model_the_request_decodes_plainly_and_says_why(tmp_path: Path) -> None:
     with CacheServer(tiny_model_dir(tmp_path, "llama"), None, is_enabled=False) as served:
         submit(served, "plain", prompt(20), speculation=None)
@@ -76,17 +93,20 @@ def test_without_a_draft_model_the_request_decodes_plainly_and_says_why(tmp_path
         assert drafts == DraftCounts(0, 0, SpeculationLimit.NO_DRAFT_MODEL)
 
 
-def load_error(folder: Path, draft: Path) -> ModelError:
+def runner_with(folder: Path, draft: Path) -> ModelRunner:
     source = ModelSource(path=folder, model_id="tiny")
-    runner = ModelRunner(
+    return ModelRunner(
         source=source,
         tokenizer=load_tokenizer(source),
         settings=RunnerSettings(),
         clock=SystemClock(),
         draft_source=ModelSource(path=draft, model_id="draft"),
     )
+
+
+def load_error(folder: Path, draft: Path) -> ModelError:
     with pytest.raises(ModelError) as refused:
-        runner.load()
+        runner_with(folder, draft).load()
     return refused.value
 
 

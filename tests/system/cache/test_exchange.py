@@ -14,6 +14,7 @@ import xxhash
 from icehouse.v1 import cache_service_pb2 as messages
 from icehouse.v1 import inference_service_pb2 as inference
 from icehouse_server.bootstrap.encryption import new_key_text
+from icehouse_server.cli.cache_archive import import_directory
 from icehouse_server.storage import archive
 from icehouse_server.storage.archive import ArchiveReader, BlockEntry
 
@@ -328,3 +329,19 @@ def without_adapters(data: bytes) -> bytes:
         else:
             out += writer.end()
     return out
+
+
+async def test_states_are_exported_by_call_and_imported_by_directory(tmp_path: Path) -> None:
+    """What a caller sends could be any state, so a server takes none; who writes its directory may."""
+    model, file = tiny_model_dir(tmp_path, "lfm2"), tmp_path / "archive"
+    async with serving(model, tmp_path / "a") as served:
+        cold, _ = await ask(served, TOKENS)
+        data, told = await export(served, TOKENS)
+        assert told.block_count >= len(TOKENS) // BLOCK and not told.left_out_block_count
+    file.write_bytes(data)
+    import_directory(tmp_path / "b", str(file))
+    async with serving(model, tmp_path / "b") as served:
+        assert await ask(served, TOKENS) == (cold, len(TOKENS) - 1)
+    async with serving(model, tmp_path / "c") as served:
+        assert refusals(await adopt(served, data))["LAYOUT"] == 1
+        assert await ask(served, TOKENS) == (cold, 0)

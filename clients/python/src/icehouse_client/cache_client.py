@@ -94,7 +94,7 @@ class CacheClient:
     def warm(
         self, prompt: Prompt, *, on_progress: OnWarmProgress | None = None, **options: Unpack[WarmOptions]
     ) -> messages.WarmResult:
-        """Compute a prompt and keep it, without generating."""
+        """Bring a prompt into the RAM tier, from SSD or by computing it, without generating."""
         result: messages.WarmResult = self._result(
             self._stub.Warm, warm_request(prompt, options), options, on_progress
         )
@@ -217,7 +217,7 @@ class AsyncCacheClient:
     async def warm(
         self, prompt: Prompt, *, on_progress: OnWarmProgress | None = None, **options: Unpack[WarmOptions]
     ) -> messages.WarmResult:
-        """Compute a prompt and keep it, without generating."""
+        """Bring a prompt into the RAM tier, from SSD or by computing it, without generating."""
         result: messages.WarmResult = await self._result(
             self._stub.Warm, warm_request(prompt, options), options, on_progress
         )

@@ -477,7 +477,7 @@ func (x *BlockMatch) GetSession() string {
 	return ""
 }
 
-// A prompt to compute and keep.
+// A prompt to bring into the RAM tier: what is only on SSD is read, and what is missing is computed.
 type WarmRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// As for Generate.
@@ -716,12 +716,18 @@ type WarmResult struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The caller's request id, or the generated one.
 	RequestId string `protobuf:"bytes,1,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
-	// What was in the cache already.
+	// What was in the cache already: `ram_tokens` in RAM, `ssd_tokens` on SSD alone.
 	Cache *CacheReport `protobuf:"bytes,2,opt,name=cache,proto3" json:"cache,omitempty"`
 	// What the request cost.
-	Usage         *Usage `protobuf:"bytes,3,opt,name=usage,proto3" json:"usage,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	Usage *Usage `protobuf:"bytes,3,opt,name=usage,proto3" json:"usage,omitempty"`
+	// Of `cache.ssd_tokens`, tokens whose blocks are in RAM now, the beginning of the prompt first. Less than all where
+	// the RAM tier, or the tenant's part of it, has no room beside what running requests use.
+	PromotedTokens int32 `protobuf:"varint,4,opt,name=promoted_tokens,json=promotedTokens,proto3" json:"promoted_tokens,omitempty"`
+	// Tokens that were computed: those of the prompt without its last one, which each request computes itself, less
+	// `cache.cached_tokens`.
+	ComputedTokens int32 `protobuf:"varint,5,opt,name=computed_tokens,json=computedTokens,proto3" json:"computed_tokens,omitempty"`
+	unknownFields  protoimpl.UnknownFields
+	sizeCache      protoimpl.SizeCache
 }
 
 func (x *WarmResult) Reset() {
@@ -773,6 +779,20 @@ func (x *WarmResult) GetUsage() *Usage {
 		return x.Usage
 	}
 	return nil
+}
+
+func (x *WarmResult) GetPromotedTokens() int32 {
+	if x != nil {
+		return x.PromotedTokens
+	}
+	return 0
+}
+
+func (x *WarmResult) GetComputedTokens() int32 {
+	if x != nil {
+		return x.ComputedTokens
+	}
+	return 0
 }
 
 // A prompt whose blocks to pin.
@@ -2433,13 +2453,15 @@ const file_icehouse_v1_cache_service_proto_rawDesc = "" +
 	"\n" +
 	"request_id\x18\x01 \x01(\tR\trequestId\x12)\n" +
 	"\x10processed_tokens\x18\x02 \x01(\x05R\x0fprocessedTokens\x12#\n" +
-	"\rprompt_tokens\x18\x03 \x01(\x05R\fpromptTokens\"\x85\x01\n" +
+	"\rprompt_tokens\x18\x03 \x01(\x05R\fpromptTokens\"\xd7\x01\n" +
 	"\n" +
 	"WarmResult\x12\x1d\n" +
 	"\n" +
 	"request_id\x18\x01 \x01(\tR\trequestId\x12.\n" +
 	"\x05cache\x18\x02 \x01(\v2\x18.icehouse.v1.CacheReportR\x05cache\x12(\n" +
-	"\x05usage\x18\x03 \x01(\v2\x12.icehouse.v1.UsageR\x05usage\"\xac\x01\n" +
+	"\x05usage\x18\x03 \x01(\v2\x12.icehouse.v1.UsageR\x05usage\x12'\n" +
+	"\x0fpromoted_tokens\x18\x04 \x01(\x05R\x0epromotedTokens\x12'\n" +
+	"\x0fcomputed_tokens\x18\x05 \x01(\x05R\x0ecomputedTokens\"\xac\x01\n" +
 	"\n" +
 	"PinRequest\x12\x14\n" +
 	"\x05model\x18\x01 \x01(\tR\x05model\x12+\n" +

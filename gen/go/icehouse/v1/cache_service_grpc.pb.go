@@ -47,8 +47,9 @@ const (
 type CacheServiceClient interface {
 	// Returns what Generate would reuse of a prompt, without running it.
 	Explain(ctx context.Context, in *ExplainRequest, opts ...grpc.CallOption) (*ExplainResponse, error)
-	// Computes a prompt and keeps it in the cache, without generating. When the caller cancels or
-	// its deadline passes, it stops, and what was computed by then is kept.
+	// Brings a prompt into the RAM tier, without generating: blocks that are only on SSD are read, and what is missing
+	// is computed. Less recently used blocks leave RAM for it, but none that running requests use. When the caller
+	// cancels or its deadline passes, it stops, and what was computed by then is kept.
 	Warm(ctx context.Context, in *WarmRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[WarmResponse], error)
 	// Protects the cached blocks of a prompt from eviction by policy, until Unpin or for a time. NOT_FOUND
 	// (BLOCK_NOT_FOUND) when none of them is cached.
@@ -255,8 +256,9 @@ type CacheService_ImportClient = grpc.ClientStreamingClient[ImportRequest, Impor
 type CacheServiceServer interface {
 	// Returns what Generate would reuse of a prompt, without running it.
 	Explain(context.Context, *ExplainRequest) (*ExplainResponse, error)
-	// Computes a prompt and keeps it in the cache, without generating. When the caller cancels or
-	// its deadline passes, it stops, and what was computed by then is kept.
+	// Brings a prompt into the RAM tier, without generating: blocks that are only on SSD are read, and what is missing
+	// is computed. Less recently used blocks leave RAM for it, but none that running requests use. When the caller
+	// cancels or its deadline passes, it stops, and what was computed by then is kept.
 	Warm(*WarmRequest, grpc.ServerStreamingServer[WarmResponse]) error
 	// Protects the cached blocks of a prompt from eviction by policy, until Unpin or for a time. NOT_FOUND
 	// (BLOCK_NOT_FOUND) when none of them is cached.

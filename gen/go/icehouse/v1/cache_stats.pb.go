@@ -132,7 +132,9 @@ type CacheStats struct {
 	// The sessions that requests named.
 	Sessions *CacheSessionStats `protobuf:"bytes,11,opt,name=sessions,proto3" json:"sessions,omitempty"`
 	// Traffic with the object store that servers share. Not set: there is none.
-	Shared        *CacheSharedStats `protobuf:"bytes,12,opt,name=shared,proto3" json:"shared,omitempty"`
+	Shared *CacheSharedStats `protobuf:"bytes,12,opt,name=shared,proto3" json:"shared,omitempty"`
+	// What was computed for the next turns of sessions while nothing else ran.
+	Prefetch      *CachePrefetchStats `protobuf:"bytes,13,opt,name=prefetch,proto3" json:"prefetch,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -247,6 +249,13 @@ func (x *CacheStats) GetSessions() *CacheSessionStats {
 func (x *CacheStats) GetShared() *CacheSharedStats {
 	if x != nil {
 		return x.Shared
+	}
+	return nil
+}
+
+func (x *CacheStats) GetPrefetch() *CachePrefetchStats {
+	if x != nil {
+		return x.Prefetch
 	}
 	return nil
 }
@@ -432,6 +441,80 @@ func (x *CacheSharedStats) GetWritePauseDetail() string {
 	return ""
 }
 
+// What was computed for the next turns of sessions while nothing else ran (`server.prefetch_token_limit`). These
+// prompts are in no other counter of requests or lookups.
+type CachePrefetchStats struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Prompts that were computed to their end.
+	DoneTotal int64 `protobuf:"varint,1,opt,name=done_total,json=doneTotal,proto3" json:"done_total,omitempty"`
+	// Prompts that a request, or the end of their session, interrupted. What they had computed stays.
+	GivenUpTotal int64 `protobuf:"varint,2,opt,name=given_up_total,json=givenUpTotal,proto3" json:"given_up_total,omitempty"`
+	// Tokens computed.
+	ComputedTokenTotal int64 `protobuf:"varint,3,opt,name=computed_token_total,json=computedTokenTotal,proto3" json:"computed_token_total,omitempty"`
+	// Of these, tokens that a later request began with; each counts once.
+	UsedTokenTotal int64 `protobuf:"varint,4,opt,name=used_token_total,json=usedTokenTotal,proto3" json:"used_token_total,omitempty"`
+	unknownFields  protoimpl.UnknownFields
+	sizeCache      protoimpl.SizeCache
+}
+
+func (x *CachePrefetchStats) Reset() {
+	*x = CachePrefetchStats{}
+	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[2]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *CachePrefetchStats) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*CachePrefetchStats) ProtoMessage() {}
+
+func (x *CachePrefetchStats) ProtoReflect() protoreflect.Message {
+	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[2]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use CachePrefetchStats.ProtoReflect.Descriptor instead.
+func (*CachePrefetchStats) Descriptor() ([]byte, []int) {
+	return file_icehouse_v1_cache_stats_proto_rawDescGZIP(), []int{2}
+}
+
+func (x *CachePrefetchStats) GetDoneTotal() int64 {
+	if x != nil {
+		return x.DoneTotal
+	}
+	return 0
+}
+
+func (x *CachePrefetchStats) GetGivenUpTotal() int64 {
+	if x != nil {
+		return x.GivenUpTotal
+	}
+	return 0
+}
+
+func (x *CachePrefetchStats) GetComputedTokenTotal() int64 {
+	if x != nil {
+		return x.ComputedTokenTotal
+	}
+	return 0
+}
+
+func (x *CachePrefetchStats) GetUsedTokenTotal() int64 {
+	if x != nil {
+		return x.UsedTokenTotal
+	}
+	return 0
+}
+
 // The sessions that requests named.
 type CacheSessionStats struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -453,7 +536,7 @@ type CacheSessionStats struct {
 
 func (x *CacheSessionStats) Reset() {
 	*x = CacheSessionStats{}
-	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[2]
+	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[3]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -465,7 +548,7 @@ func (x *CacheSessionStats) String() string {
 func (*CacheSessionStats) ProtoMessage() {}
 
 func (x *CacheSessionStats) ProtoReflect() protoreflect.Message {
-	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[2]
+	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[3]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -478,7 +561,7 @@ func (x *CacheSessionStats) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CacheSessionStats.ProtoReflect.Descriptor instead.
 func (*CacheSessionStats) Descriptor() ([]byte, []int) {
-	return file_icehouse_v1_cache_stats_proto_rawDescGZIP(), []int{2}
+	return file_icehouse_v1_cache_stats_proto_rawDescGZIP(), []int{3}
 }
 
 func (x *CacheSessionStats) GetSessionCount() int64 {
@@ -552,7 +635,7 @@ type CacheTierStats struct {
 
 func (x *CacheTierStats) Reset() {
 	*x = CacheTierStats{}
-	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[3]
+	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[4]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -564,7 +647,7 @@ func (x *CacheTierStats) String() string {
 func (*CacheTierStats) ProtoMessage() {}
 
 func (x *CacheTierStats) ProtoReflect() protoreflect.Message {
-	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[3]
+	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[4]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -577,7 +660,7 @@ func (x *CacheTierStats) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CacheTierStats.ProtoReflect.Descriptor instead.
 func (*CacheTierStats) Descriptor() ([]byte, []int) {
-	return file_icehouse_v1_cache_stats_proto_rawDescGZIP(), []int{3}
+	return file_icehouse_v1_cache_stats_proto_rawDescGZIP(), []int{4}
 }
 
 func (x *CacheTierStats) GetBlockCount() int64 {
@@ -665,7 +748,7 @@ type AgePercentiles struct {
 
 func (x *AgePercentiles) Reset() {
 	*x = AgePercentiles{}
-	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[4]
+	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -677,7 +760,7 @@ func (x *AgePercentiles) String() string {
 func (*AgePercentiles) ProtoMessage() {}
 
 func (x *AgePercentiles) ProtoReflect() protoreflect.Message {
-	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[4]
+	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -690,7 +773,7 @@ func (x *AgePercentiles) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AgePercentiles.ProtoReflect.Descriptor instead.
 func (*AgePercentiles) Descriptor() ([]byte, []int) {
-	return file_icehouse_v1_cache_stats_proto_rawDescGZIP(), []int{4}
+	return file_icehouse_v1_cache_stats_proto_rawDescGZIP(), []int{5}
 }
 
 func (x *AgePercentiles) GetP50() *durationpb.Duration {
@@ -735,7 +818,7 @@ type CacheLookupStats struct {
 
 func (x *CacheLookupStats) Reset() {
 	*x = CacheLookupStats{}
-	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[5]
+	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -747,7 +830,7 @@ func (x *CacheLookupStats) String() string {
 func (*CacheLookupStats) ProtoMessage() {}
 
 func (x *CacheLookupStats) ProtoReflect() protoreflect.Message {
-	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[5]
+	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -760,7 +843,7 @@ func (x *CacheLookupStats) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CacheLookupStats.ProtoReflect.Descriptor instead.
 func (*CacheLookupStats) Descriptor() ([]byte, []int) {
-	return file_icehouse_v1_cache_stats_proto_rawDescGZIP(), []int{5}
+	return file_icehouse_v1_cache_stats_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *CacheLookupStats) GetLookupTotal() int64 {
@@ -818,7 +901,7 @@ type CacheMissTokens struct {
 
 func (x *CacheMissTokens) Reset() {
 	*x = CacheMissTokens{}
-	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[6]
+	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -830,7 +913,7 @@ func (x *CacheMissTokens) String() string {
 func (*CacheMissTokens) ProtoMessage() {}
 
 func (x *CacheMissTokens) ProtoReflect() protoreflect.Message {
-	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[6]
+	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -843,7 +926,7 @@ func (x *CacheMissTokens) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CacheMissTokens.ProtoReflect.Descriptor instead.
 func (*CacheMissTokens) Descriptor() ([]byte, []int) {
-	return file_icehouse_v1_cache_stats_proto_rawDescGZIP(), []int{6}
+	return file_icehouse_v1_cache_stats_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *CacheMissTokens) GetReason() ReuseLimit {
@@ -873,7 +956,7 @@ type SpillDrops struct {
 
 func (x *SpillDrops) Reset() {
 	*x = SpillDrops{}
-	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[7]
+	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -885,7 +968,7 @@ func (x *SpillDrops) String() string {
 func (*SpillDrops) ProtoMessage() {}
 
 func (x *SpillDrops) ProtoReflect() protoreflect.Message {
-	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[7]
+	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -898,7 +981,7 @@ func (x *SpillDrops) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SpillDrops.ProtoReflect.Descriptor instead.
 func (*SpillDrops) Descriptor() ([]byte, []int) {
-	return file_icehouse_v1_cache_stats_proto_rawDescGZIP(), []int{7}
+	return file_icehouse_v1_cache_stats_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *SpillDrops) GetCause() SpillDropCause {
@@ -953,7 +1036,7 @@ type CacheSpillStats struct {
 
 func (x *CacheSpillStats) Reset() {
 	*x = CacheSpillStats{}
-	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[8]
+	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -965,7 +1048,7 @@ func (x *CacheSpillStats) String() string {
 func (*CacheSpillStats) ProtoMessage() {}
 
 func (x *CacheSpillStats) ProtoReflect() protoreflect.Message {
-	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[8]
+	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -978,7 +1061,7 @@ func (x *CacheSpillStats) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CacheSpillStats.ProtoReflect.Descriptor instead.
 func (*CacheSpillStats) Descriptor() ([]byte, []int) {
-	return file_icehouse_v1_cache_stats_proto_rawDescGZIP(), []int{8}
+	return file_icehouse_v1_cache_stats_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *CacheSpillStats) GetPolicy() string {
@@ -1113,7 +1196,7 @@ type CachePromoteStats struct {
 
 func (x *CachePromoteStats) Reset() {
 	*x = CachePromoteStats{}
-	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[9]
+	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1125,7 +1208,7 @@ func (x *CachePromoteStats) String() string {
 func (*CachePromoteStats) ProtoMessage() {}
 
 func (x *CachePromoteStats) ProtoReflect() protoreflect.Message {
-	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[9]
+	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1138,7 +1221,7 @@ func (x *CachePromoteStats) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CachePromoteStats.ProtoReflect.Descriptor instead.
 func (*CachePromoteStats) Descriptor() ([]byte, []int) {
-	return file_icehouse_v1_cache_stats_proto_rawDescGZIP(), []int{9}
+	return file_icehouse_v1_cache_stats_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *CachePromoteStats) GetLoadTotal() int64 {
@@ -1251,7 +1334,7 @@ type CacheIntegrityStats struct {
 
 func (x *CacheIntegrityStats) Reset() {
 	*x = CacheIntegrityStats{}
-	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[10]
+	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1263,7 +1346,7 @@ func (x *CacheIntegrityStats) String() string {
 func (*CacheIntegrityStats) ProtoMessage() {}
 
 func (x *CacheIntegrityStats) ProtoReflect() protoreflect.Message {
-	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[10]
+	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1276,7 +1359,7 @@ func (x *CacheIntegrityStats) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CacheIntegrityStats.ProtoReflect.Descriptor instead.
 func (*CacheIntegrityStats) Descriptor() ([]byte, []int) {
-	return file_icehouse_v1_cache_stats_proto_rawDescGZIP(), []int{10}
+	return file_icehouse_v1_cache_stats_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *CacheIntegrityStats) GetVerifiedBlockTotal() int64 {
@@ -1371,7 +1454,7 @@ type CacheDiskStats struct {
 
 func (x *CacheDiskStats) Reset() {
 	*x = CacheDiskStats{}
-	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[11]
+	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1383,7 +1466,7 @@ func (x *CacheDiskStats) String() string {
 func (*CacheDiskStats) ProtoMessage() {}
 
 func (x *CacheDiskStats) ProtoReflect() protoreflect.Message {
-	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[11]
+	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1396,7 +1479,7 @@ func (x *CacheDiskStats) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CacheDiskStats.ProtoReflect.Descriptor instead.
 func (*CacheDiskStats) Descriptor() ([]byte, []int) {
-	return file_icehouse_v1_cache_stats_proto_rawDescGZIP(), []int{11}
+	return file_icehouse_v1_cache_stats_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *CacheDiskStats) GetUsedBytes() int64 {
@@ -1534,7 +1617,7 @@ type CacheReconcileReport struct {
 
 func (x *CacheReconcileReport) Reset() {
 	*x = CacheReconcileReport{}
-	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[12]
+	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1546,7 +1629,7 @@ func (x *CacheReconcileReport) String() string {
 func (*CacheReconcileReport) ProtoMessage() {}
 
 func (x *CacheReconcileReport) ProtoReflect() protoreflect.Message {
-	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[12]
+	mi := &file_icehouse_v1_cache_stats_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1559,7 +1642,7 @@ func (x *CacheReconcileReport) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CacheReconcileReport.ProtoReflect.Descriptor instead.
 func (*CacheReconcileReport) Descriptor() ([]byte, []int) {
-	return file_icehouse_v1_cache_stats_proto_rawDescGZIP(), []int{12}
+	return file_icehouse_v1_cache_stats_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *CacheReconcileReport) GetReconcileTime() *timestamppb.Timestamp {
@@ -1671,7 +1754,7 @@ var File_icehouse_v1_cache_stats_proto protoreflect.FileDescriptor
 
 const file_icehouse_v1_cache_stats_proto_rawDesc = "" +
 	"\n" +
-	"\x1dicehouse/v1/cache_stats.proto\x12\vicehouse.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x17icehouse/v1/usage.proto\"\x91\x05\n" +
+	"\x1dicehouse/v1/cache_stats.proto\x12\vicehouse.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x17icehouse/v1/usage.proto\"\xce\x05\n" +
 	"\n" +
 	"CacheStats\x12!\n" +
 	"\fblock_tokens\x18\x01 \x01(\x05R\vblockTokens\x12-\n" +
@@ -1686,7 +1769,8 @@ const file_icehouse_v1_cache_stats_proto_rawDesc = "" +
 	"\x0elast_reconcile\x18\n" +
 	" \x01(\v2!.icehouse.v1.CacheReconcileReportR\rlastReconcile\x12:\n" +
 	"\bsessions\x18\v \x01(\v2\x1e.icehouse.v1.CacheSessionStatsR\bsessions\x125\n" +
-	"\x06shared\x18\f \x01(\v2\x1d.icehouse.v1.CacheSharedStatsR\x06shared\"\xc7\x05\n" +
+	"\x06shared\x18\f \x01(\v2\x1d.icehouse.v1.CacheSharedStatsR\x06shared\x12;\n" +
+	"\bprefetch\x18\r \x01(\v2\x1f.icehouse.v1.CachePrefetchStatsR\bprefetch\"\xc7\x05\n" +
 	"\x10CacheSharedStats\x12!\n" +
 	"\flookup_total\x18\x01 \x01(\x03R\vlookupTotal\x12\x1b\n" +
 	"\thit_total\x18\x02 \x01(\x03R\bhitTotal\x12*\n" +
@@ -1705,7 +1789,13 @@ const file_icehouse_v1_cache_stats_proto_rawDesc = "" +
 	"queueCount\x12#\n" +
 	"\rfailure_total\x18\x0e \x01(\x03R\ffailureTotal\x12*\n" +
 	"\x11read_pause_detail\x18\x0f \x01(\tR\x0freadPauseDetail\x12,\n" +
-	"\x12write_pause_detail\x18\x10 \x01(\tR\x10writePauseDetail\"\x8f\x02\n" +
+	"\x12write_pause_detail\x18\x10 \x01(\tR\x10writePauseDetail\"\xb5\x01\n" +
+	"\x12CachePrefetchStats\x12\x1d\n" +
+	"\n" +
+	"done_total\x18\x01 \x01(\x03R\tdoneTotal\x12$\n" +
+	"\x0egiven_up_total\x18\x02 \x01(\x03R\fgivenUpTotal\x120\n" +
+	"\x14computed_token_total\x18\x03 \x01(\x03R\x12computedTokenTotal\x12(\n" +
+	"\x10used_token_total\x18\x04 \x01(\x03R\x0eusedTokenTotal\"\x8f\x02\n" +
 	"\x11CacheSessionStats\x12#\n" +
 	"\rsession_count\x18\x01 \x01(\x03R\fsessionCount\x12\x1f\n" +
 	"\vended_count\x18\x02 \x01(\x03R\n" +
@@ -1861,52 +1951,54 @@ func file_icehouse_v1_cache_stats_proto_rawDescGZIP() []byte {
 }
 
 var file_icehouse_v1_cache_stats_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_icehouse_v1_cache_stats_proto_msgTypes = make([]protoimpl.MessageInfo, 13)
+var file_icehouse_v1_cache_stats_proto_msgTypes = make([]protoimpl.MessageInfo, 14)
 var file_icehouse_v1_cache_stats_proto_goTypes = []any{
 	(SpillDropCause)(0),           // 0: icehouse.v1.SpillDropCause
 	(*CacheStats)(nil),            // 1: icehouse.v1.CacheStats
 	(*CacheSharedStats)(nil),      // 2: icehouse.v1.CacheSharedStats
-	(*CacheSessionStats)(nil),     // 3: icehouse.v1.CacheSessionStats
-	(*CacheTierStats)(nil),        // 4: icehouse.v1.CacheTierStats
-	(*AgePercentiles)(nil),        // 5: icehouse.v1.AgePercentiles
-	(*CacheLookupStats)(nil),      // 6: icehouse.v1.CacheLookupStats
-	(*CacheMissTokens)(nil),       // 7: icehouse.v1.CacheMissTokens
-	(*SpillDrops)(nil),            // 8: icehouse.v1.SpillDrops
-	(*CacheSpillStats)(nil),       // 9: icehouse.v1.CacheSpillStats
-	(*CachePromoteStats)(nil),     // 10: icehouse.v1.CachePromoteStats
-	(*CacheIntegrityStats)(nil),   // 11: icehouse.v1.CacheIntegrityStats
-	(*CacheDiskStats)(nil),        // 12: icehouse.v1.CacheDiskStats
-	(*CacheReconcileReport)(nil),  // 13: icehouse.v1.CacheReconcileReport
-	(*durationpb.Duration)(nil),   // 14: google.protobuf.Duration
-	(ReuseLimit)(0),               // 15: icehouse.v1.ReuseLimit
-	(*timestamppb.Timestamp)(nil), // 16: google.protobuf.Timestamp
+	(*CachePrefetchStats)(nil),    // 3: icehouse.v1.CachePrefetchStats
+	(*CacheSessionStats)(nil),     // 4: icehouse.v1.CacheSessionStats
+	(*CacheTierStats)(nil),        // 5: icehouse.v1.CacheTierStats
+	(*AgePercentiles)(nil),        // 6: icehouse.v1.AgePercentiles
+	(*CacheLookupStats)(nil),      // 7: icehouse.v1.CacheLookupStats
+	(*CacheMissTokens)(nil),       // 8: icehouse.v1.CacheMissTokens
+	(*SpillDrops)(nil),            // 9: icehouse.v1.SpillDrops
+	(*CacheSpillStats)(nil),       // 10: icehouse.v1.CacheSpillStats
+	(*CachePromoteStats)(nil),     // 11: icehouse.v1.CachePromoteStats
+	(*CacheIntegrityStats)(nil),   // 12: icehouse.v1.CacheIntegrityStats
+	(*CacheDiskStats)(nil),        // 13: icehouse.v1.CacheDiskStats
+	(*CacheReconcileReport)(nil),  // 14: icehouse.v1.CacheReconcileReport
+	(*durationpb.Duration)(nil),   // 15: google.protobuf.Duration
+	(ReuseLimit)(0),               // 16: icehouse.v1.ReuseLimit
+	(*timestamppb.Timestamp)(nil), // 17: google.protobuf.Timestamp
 }
 var file_icehouse_v1_cache_stats_proto_depIdxs = []int32{
-	4,  // 0: icehouse.v1.CacheStats.ram:type_name -> icehouse.v1.CacheTierStats
-	4,  // 1: icehouse.v1.CacheStats.ssd:type_name -> icehouse.v1.CacheTierStats
-	6,  // 2: icehouse.v1.CacheStats.lookups:type_name -> icehouse.v1.CacheLookupStats
-	9,  // 3: icehouse.v1.CacheStats.spill:type_name -> icehouse.v1.CacheSpillStats
-	10, // 4: icehouse.v1.CacheStats.promote:type_name -> icehouse.v1.CachePromoteStats
-	11, // 5: icehouse.v1.CacheStats.integrity:type_name -> icehouse.v1.CacheIntegrityStats
-	12, // 6: icehouse.v1.CacheStats.disk:type_name -> icehouse.v1.CacheDiskStats
-	13, // 7: icehouse.v1.CacheStats.last_reconcile:type_name -> icehouse.v1.CacheReconcileReport
-	3,  // 8: icehouse.v1.CacheStats.sessions:type_name -> icehouse.v1.CacheSessionStats
+	5,  // 0: icehouse.v1.CacheStats.ram:type_name -> icehouse.v1.CacheTierStats
+	5,  // 1: icehouse.v1.CacheStats.ssd:type_name -> icehouse.v1.CacheTierStats
+	7,  // 2: icehouse.v1.CacheStats.lookups:type_name -> icehouse.v1.CacheLookupStats
+	10, // 3: icehouse.v1.CacheStats.spill:type_name -> icehouse.v1.CacheSpillStats
+	11, // 4: icehouse.v1.CacheStats.promote:type_name -> icehouse.v1.CachePromoteStats
+	12, // 5: icehouse.v1.CacheStats.integrity:type_name -> icehouse.v1.CacheIntegrityStats
+	13, // 6: icehouse.v1.CacheStats.disk:type_name -> icehouse.v1.CacheDiskStats
+	14, // 7: icehouse.v1.CacheStats.last_reconcile:type_name -> icehouse.v1.CacheReconcileReport
+	4,  // 8: icehouse.v1.CacheStats.sessions:type_name -> icehouse.v1.CacheSessionStats
 	2,  // 9: icehouse.v1.CacheStats.shared:type_name -> icehouse.v1.CacheSharedStats
-	5,  // 10: icehouse.v1.CacheTierStats.age:type_name -> icehouse.v1.AgePercentiles
-	14, // 11: icehouse.v1.AgePercentiles.p50:type_name -> google.protobuf.Duration
-	14, // 12: icehouse.v1.AgePercentiles.p90:type_name -> google.protobuf.Duration
-	14, // 13: icehouse.v1.AgePercentiles.p99:type_name -> google.protobuf.Duration
-	7,  // 14: icehouse.v1.CacheLookupStats.miss_tokens:type_name -> icehouse.v1.CacheMissTokens
-	15, // 15: icehouse.v1.CacheMissTokens.reason:type_name -> icehouse.v1.ReuseLimit
-	0,  // 16: icehouse.v1.SpillDrops.cause:type_name -> icehouse.v1.SpillDropCause
-	8,  // 17: icehouse.v1.CacheSpillStats.drops:type_name -> icehouse.v1.SpillDrops
-	16, // 18: icehouse.v1.CacheReconcileReport.reconcile_time:type_name -> google.protobuf.Timestamp
-	14, // 19: icehouse.v1.CacheReconcileReport.duration:type_name -> google.protobuf.Duration
-	20, // [20:20] is the sub-list for method output_type
-	20, // [20:20] is the sub-list for method input_type
-	20, // [20:20] is the sub-list for extension type_name
-	20, // [20:20] is the sub-list for extension extendee
-	0,  // [0:20] is the sub-list for field type_name
+	3,  // 10: icehouse.v1.CacheStats.prefetch:type_name -> icehouse.v1.CachePrefetchStats
+	6,  // 11: icehouse.v1.CacheTierStats.age:type_name -> icehouse.v1.AgePercentiles
+	15, // 12: icehouse.v1.AgePercentiles.p50:type_name -> google.protobuf.Duration
+	15, // 13: icehouse.v1.AgePercentiles.p90:type_name -> google.protobuf.Duration
+	15, // 14: icehouse.v1.AgePercentiles.p99:type_name -> google.protobuf.Duration
+	8,  // 15: icehouse.v1.CacheLookupStats.miss_tokens:type_name -> icehouse.v1.CacheMissTokens
+	16, // 16: icehouse.v1.CacheMissTokens.reason:type_name -> icehouse.v1.ReuseLimit
+	0,  // 17: icehouse.v1.SpillDrops.cause:type_name -> icehouse.v1.SpillDropCause
+	9,  // 18: icehouse.v1.CacheSpillStats.drops:type_name -> icehouse.v1.SpillDrops
+	17, // 19: icehouse.v1.CacheReconcileReport.reconcile_time:type_name -> google.protobuf.Timestamp
+	15, // 20: icehouse.v1.CacheReconcileReport.duration:type_name -> google.protobuf.Duration
+	21, // [21:21] is the sub-list for method output_type
+	21, // [21:21] is the sub-list for method input_type
+	21, // [21:21] is the sub-list for extension type_name
+	21, // [21:21] is the sub-list for extension extendee
+	0,  // [0:21] is the sub-list for field type_name
 }
 
 func init() { file_icehouse_v1_cache_stats_proto_init() }
@@ -1921,7 +2013,7 @@ func file_icehouse_v1_cache_stats_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_icehouse_v1_cache_stats_proto_rawDesc), len(file_icehouse_v1_cache_stats_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   13,
+			NumMessages:   14,
 			NumExtensions: 0,
 			NumServices:   0,
 		},

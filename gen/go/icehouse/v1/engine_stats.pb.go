@@ -67,7 +67,7 @@ type EngineStats struct {
 	PromptTokenTotal int64 `protobuf:"varint,19,opt,name=prompt_token_total,json=promptTokenTotal,proto3" json:"prompt_token_total,omitempty"`
 	// Of these, tokens taken from the cache.
 	CachedTokenTotal int64 `protobuf:"varint,20,opt,name=cached_token_total,json=cachedTokenTotal,proto3" json:"cached_token_total,omitempty"`
-	// Of these, tokens computed.
+	// Of these, tokens computed; besides, those computed ahead of requests (`CacheStats.prefetch`).
 	PrefilledTokenTotal int64 `protobuf:"varint,21,opt,name=prefilled_token_total,json=prefilledTokenTotal,proto3" json:"prefilled_token_total,omitempty"`
 	// Tokens generated.
 	OutputTokenTotal int64 `protobuf:"varint,22,opt,name=output_token_total,json=outputTokenTotal,proto3" json:"output_token_total,omitempty"`

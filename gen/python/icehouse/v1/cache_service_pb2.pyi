@@ -263,7 +263,7 @@ Global___BlockMatch: _TypeAlias = BlockMatch  # noqa: Y015
 
 @_typing.final
 class WarmRequest(_message.Message):
-    """A prompt to compute and keep."""
+    """A prompt to bring into the RAM tier: what is only on SSD is read, and what is missing is computed."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -376,11 +376,21 @@ class WarmResult(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     CACHE_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
+    PROMOTED_TOKENS_FIELD_NUMBER: _builtins.int
+    COMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The caller's request id, or the generated one."""
+    promoted_tokens: _builtins.int
+    """Of `cache.ssd_tokens`, tokens whose blocks are in RAM now, the beginning of the prompt first. Less than all where
+    the RAM tier, or the tenant's part of it, has no room beside what running requests use.
+    """
+    computed_tokens: _builtins.int
+    """Tokens that were computed: those of the prompt without its last one, which each request computes itself, less
+    `cache.cached_tokens`.
+    """
     @_builtins.property
     def cache(self) -> _usage_pb2.CacheReport:
-        """What was in the cache already."""
+        """What was in the cache already: `ram_tokens` in RAM, `ssd_tokens` on SSD alone."""
 
     @_builtins.property
     def usage(self) -> _usage_pb2.Usage:
@@ -392,10 +402,12 @@ class WarmResult(_message.Message):
         request_id: _builtins.str = ...,
         cache: _usage_pb2.CacheReport | None = ...,
         usage: _usage_pb2.Usage | None = ...,
+        promoted_tokens: _builtins.int = ...,
+        computed_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "request_id", b"request_id", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "computed_tokens", b"computed_tokens", "promoted_tokens", b"promoted_tokens", "request_id", b"request_id", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

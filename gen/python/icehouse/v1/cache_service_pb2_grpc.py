@@ -111,8 +111,9 @@ class CacheServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Warm(self, request, context):
-        """Computes a prompt and keeps it in the cache, without generating. When the caller cancels or
-        its deadline passes, it stops, and what was computed by then is kept.
+        """Brings a prompt into the RAM tier, without generating: blocks that are only on SSD are read, and what is missing
+        is computed. Less recently used blocks leave RAM for it, but none that running requests use. When the caller
+        cancels or its deadline passes, it stops, and what was computed by then is kept.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -43,8 +43,9 @@ class CacheServiceStub:
     Explain: _grpc.UnaryUnaryMultiCallable[_cache_service_pb2.ExplainRequest, _cache_service_pb2.ExplainResponse]
     """Returns what Generate would reuse of a prompt, without running it."""
     Warm: _grpc.UnaryStreamMultiCallable[_cache_service_pb2.WarmRequest, _cache_service_pb2.WarmResponse]
-    """Computes a prompt and keeps it in the cache, without generating. When the caller cancels or
-    its deadline passes, it stops, and what was computed by then is kept.
+    """Brings a prompt into the RAM tier, without generating: blocks that are only on SSD are read, and what is missing
+    is computed. Less recently used blocks leave RAM for it, but none that running requests use. When the caller
+    cancels or its deadline passes, it stops, and what was computed by then is kept.
     """
     Pin: _grpc.UnaryUnaryMultiCallable[_cache_service_pb2.PinRequest, _cache_service_pb2.PinResponse]
     """Protects the cached blocks of a prompt from eviction by policy, until Unpin or for a time. NOT_FOUND
@@ -102,8 +103,9 @@ class CacheServiceAsyncStub(CacheServiceStub):
     Explain: _aio.UnaryUnaryMultiCallable[_cache_service_pb2.ExplainRequest, _cache_service_pb2.ExplainResponse]  # type: ignore[assignment]
     """Returns what Generate would reuse of a prompt, without running it."""
     Warm: _aio.UnaryStreamMultiCallable[_cache_service_pb2.WarmRequest, _cache_service_pb2.WarmResponse]  # type: ignore[assignment]
-    """Computes a prompt and keeps it in the cache, without generating. When the caller cancels or
-    its deadline passes, it stops, and what was computed by then is kept.
+    """Brings a prompt into the RAM tier, without generating: blocks that are only on SSD are read, and what is missing
+    is computed. Less recently used blocks leave RAM for it, but none that running requests use. When the caller
+    cancels or its deadline passes, it stops, and what was computed by then is kept.
     """
     Pin: _aio.UnaryUnaryMultiCallable[_cache_service_pb2.PinRequest, _cache_service_pb2.PinResponse]  # type: ignore[assignment]
     """Protects the cached blocks of a prompt from eviction by policy, until Unpin or for a time. NOT_FOUND
@@ -170,8 +172,9 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _cache_service_pb2.WarmRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_cache_service_pb2.WarmResponse], _abc.AsyncIterator[_cache_service_pb2.WarmResponse]]:
-        """Computes a prompt and keeps it in the cache, without generating. When the caller cancels or
-        its deadline passes, it stops, and what was computed by then is kept.
+        """Brings a prompt into the RAM tier, without generating: blocks that are only on SSD are read, and what is missing
+        is computed. Less recently used blocks leave RAM for it, but none that running requests use. When the caller
+        cancels or its deadline passes, it stops, and what was computed by then is kept.
         """
 
     @_abc_1.abstractmethod

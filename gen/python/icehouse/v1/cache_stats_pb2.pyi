@@ -92,6 +92,7 @@ class CacheStats(_message.Message):
     LAST_RECONCILE_FIELD_NUMBER: _builtins.int
     SESSIONS_FIELD_NUMBER: _builtins.int
     SHARED_FIELD_NUMBER: _builtins.int
+    PREFETCH_FIELD_NUMBER: _builtins.int
     block_tokens: _builtins.int
     """Tokens of a full block."""
     unsupported_detail: _builtins.str
@@ -136,6 +137,10 @@ class CacheStats(_message.Message):
     def shared(self) -> Global___CacheSharedStats:
         """Traffic with the object store that servers share. Not set: there is none."""
 
+    @_builtins.property
+    def prefetch(self) -> Global___CachePrefetchStats:
+        """What was computed for the next turns of sessions while nothing else ran."""
+
     def __init__(
         self,
         *,
@@ -151,10 +156,11 @@ class CacheStats(_message.Message):
         last_reconcile: Global___CacheReconcileReport | None = ...,
         sessions: Global___CacheSessionStats | None = ...,
         shared: Global___CacheSharedStats | None = ...,
+        prefetch: Global___CachePrefetchStats | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["disk", b"disk", "integrity", b"integrity", "last_reconcile", b"last_reconcile", "lookups", b"lookups", "promote", b"promote", "ram", b"ram", "sessions", b"sessions", "shared", b"shared", "spill", b"spill", "ssd", b"ssd"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["disk", b"disk", "integrity", b"integrity", "last_reconcile", b"last_reconcile", "lookups", b"lookups", "prefetch", b"prefetch", "promote", b"promote", "ram", b"ram", "sessions", b"sessions", "shared", b"shared", "spill", b"spill", "ssd", b"ssd"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "disk", b"disk", "integrity", b"integrity", "last_reconcile", b"last_reconcile", "lookups", b"lookups", "promote", b"promote", "ram", b"ram", "sessions", b"sessions", "shared", b"shared", "spill", b"spill", "ssd", b"ssd", "unsupported_detail", b"unsupported_detail"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "disk", b"disk", "integrity", b"integrity", "last_reconcile", b"last_reconcile", "lookups", b"lookups", "prefetch", b"prefetch", "promote", b"promote", "ram", b"ram", "sessions", b"sessions", "shared", b"shared", "spill", b"spill", "ssd", b"ssd", "unsupported_detail", b"unsupported_detail"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -241,6 +247,42 @@ class CacheSharedStats(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CacheSharedStats: _TypeAlias = CacheSharedStats  # noqa: Y015
+
+@_typing.final
+class CachePrefetchStats(_message.Message):
+    """What was computed for the next turns of sessions while nothing else ran (`server.prefetch_token_limit`). These
+    prompts are in no other counter of requests or lookups.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DONE_TOTAL_FIELD_NUMBER: _builtins.int
+    GIVEN_UP_TOTAL_FIELD_NUMBER: _builtins.int
+    COMPUTED_TOKEN_TOTAL_FIELD_NUMBER: _builtins.int
+    USED_TOKEN_TOTAL_FIELD_NUMBER: _builtins.int
+    done_total: _builtins.int
+    """Prompts that were computed to their end."""
+    given_up_total: _builtins.int
+    """Prompts that a request, or the end of their session, interrupted. What they had computed stays."""
+    computed_token_total: _builtins.int
+    """Tokens computed."""
+    used_token_total: _builtins.int
+    """Of these, tokens that a later request began with; each counts once."""
+    def __init__(
+        self,
+        *,
+        done_total: _builtins.int = ...,
+        given_up_total: _builtins.int = ...,
+        computed_token_total: _builtins.int = ...,
+        used_token_total: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["computed_token_total", b"computed_token_total", "done_total", b"done_total", "given_up_total", b"given_up_total", "used_token_total", b"used_token_total"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CachePrefetchStats: _TypeAlias = CachePrefetchStats  # noqa: Y015
 
 @_typing.final
 class CacheSessionStats(_message.Message):

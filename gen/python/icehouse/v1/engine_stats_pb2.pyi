@@ -95,7 +95,7 @@ class EngineStats(_message.Message):
     cached_token_total: _builtins.int
     """Of these, tokens taken from the cache."""
     prefilled_token_total: _builtins.int
-    """Of these, tokens computed."""
+    """Of these, tokens computed; besides, those computed ahead of requests (`CacheStats.prefetch`)."""
     output_token_total: _builtins.int
     """Tokens generated."""
     active_memory_bytes: _builtins.int

@@ -16,7 +16,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file icehouse/v1/cache_stats.proto.
  */
 export const file_icehouse_v1_cache_stats: GenFile = /*@__PURE__*/
-  fileDesc("Ch1pY2Vob3VzZS92MS9jYWNoZV9zdGF0cy5wcm90bxILaWNlaG91c2UudjEinAQKCkNhY2hlU3RhdHMSFAoMYmxvY2tfdG9rZW5zGAEgASgFEhoKEnVuc3VwcG9ydGVkX2RldGFpbBgCIAEoCRIoCgNyYW0YAyABKAsyGy5pY2Vob3VzZS52MS5DYWNoZVRpZXJTdGF0cxIoCgNzc2QYBCABKAsyGy5pY2Vob3VzZS52MS5DYWNoZVRpZXJTdGF0cxIuCgdsb29rdXBzGAUgASgLMh0uaWNlaG91c2UudjEuQ2FjaGVMb29rdXBTdGF0cxIrCgVzcGlsbBgGIAEoCzIcLmljZWhvdXNlLnYxLkNhY2hlU3BpbGxTdGF0cxIvCgdwcm9tb3RlGAcgASgLMh4uaWNlaG91c2UudjEuQ2FjaGVQcm9tb3RlU3RhdHMSMwoJaW50ZWdyaXR5GAggASgLMiAuaWNlaG91c2UudjEuQ2FjaGVJbnRlZ3JpdHlTdGF0cxIpCgRkaXNrGAkgASgLMhsuaWNlaG91c2UudjEuQ2FjaGVEaXNrU3RhdHMSOQoObGFzdF9yZWNvbmNpbGUYCiABKAsyIS5pY2Vob3VzZS52MS5DYWNoZVJlY29uY2lsZVJlcG9ydBIwCghzZXNzaW9ucxgLIAEoCzIeLmljZWhvdXNlLnYxLkNhY2hlU2Vzc2lvblN0YXRzEi0KBnNoYXJlZBgMIAEoCzIdLmljZWhvdXNlLnYxLkNhY2hlU2hhcmVkU3RhdHMiuwMKEENhY2hlU2hhcmVkU3RhdHMSFAoMbG9va3VwX3RvdGFsGAEgASgDEhEKCWhpdF90b3RhbBgCIAEoAxIZChFsYXRlX2xvb2t1cF90b3RhbBgDIAEoAxIbChNmZXRjaGVkX2Jsb2NrX3RvdGFsGAQgASgDEhoKEmZldGNoZWRfYnl0ZV90b3RhbBgFIAEoAxIeChZmZXRjaF9ieXRlc19wZXJfc2Vjb25kGAYgASgBEhsKE3JlZnVzZWRfYmxvY2tfdG90YWwYByABKAMSGgoSc3RvcmVkX2Jsb2NrX3RvdGFsGAggASgDEhkKEXN0b3JlZF9ieXRlX3RvdGFsGAkgASgDEhkKEWtub3duX2Jsb2NrX3RvdGFsGAogASgDEhsKE2Ryb3BwZWRfYmxvY2tfdG90YWwYCyABKAMSGwoTZGVsZXRlZF9ibG9ja190b3RhbBgMIAEoAxITCgtxdWV1ZV9jb3VudBgNIAEoAxIVCg1mYWlsdXJlX3RvdGFsGA4gASgDEhkKEXJlYWRfcGF1c2VfZGV0YWlsGA8gASgJEhoKEndyaXRlX3BhdXNlX2RldGFpbBgQIAEoCSKtAQoRQ2FjaGVTZXNzaW9uU3RhdHMSFQoNc2Vzc2lvbl9jb3VudBgBIAEoAxITCgtlbmRlZF9jb3VudBgCIAEoAxITCgtlbmRlZF90b3RhbBgDIAEoAxIcChRyZWxlYXNlZF9ibG9ja190b3RhbBgEIAEoAxIXCg9mb3Jnb3R0ZW5fdG90YWwYBSABKAMSIAoYZHJvcHBlZF9jaGVja3BvaW50X3RvdGFsGAYgASgDIpICCg5DYWNoZVRpZXJTdGF0cxITCgtibG9ja19jb3VudBgBIAEoAxISCgp0YWlsX2NvdW50GAIgASgDEhoKEnBpbm5lZF9ibG9ja19jb3VudBgDIAEoAxITCgt0b2tlbl9jb3VudBgEIAEoAxISCgpzaXplX2J5dGVzGAUgASgDEhMKC2xpbWl0X2J5dGVzGAYgASgDEhsKE2V2aWN0ZWRfYmxvY2tfdG90YWwYByABKAMSGgoSZXZpY3RlZF9ieXRlX3RvdGFsGAggASgDEhoKEnB1cmdlZF9ibG9ja190b3RhbBgJIAEoAxIoCgNhZ2UYCiABKAsyGy5pY2Vob3VzZS52MS5BZ2VQZXJjZW50aWxlcyKIAQoOQWdlUGVyY2VudGlsZXMSJgoDcDUwGAEgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEiYKA3A5MBgCIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhImCgNwOTkYAyABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24iugEKEENhY2hlTG9va3VwU3RhdHMSFAoMbG9va3VwX3RvdGFsGAEgASgDEhEKCWhpdF90b3RhbBgCIAEoAxIXCg9yYW1fdG9rZW5fdG90YWwYAyABKAMSFwoPc3NkX3Rva2VuX3RvdGFsGAQgASgDEhgKEG1pc3NfdG9rZW5fdG90YWwYBSABKAMSMQoLbWlzc190b2tlbnMYBiADKAsyHC5pY2Vob3VzZS52MS5DYWNoZU1pc3NUb2tlbnMiTwoPQ2FjaGVNaXNzVG9rZW5zEicKBnJlYXNvbhgBIAEoDjIXLmljZWhvdXNlLnYxLlJldXNlTGltaXQSEwoLdG9rZW5fdG90YWwYAiABKAMiTQoKU3BpbGxEcm9wcxIqCgVjYXVzZRgBIAEoDjIbLmljZWhvdXNlLnYxLlNwaWxsRHJvcENhdXNlEhMKC2Jsb2NrX3RvdGFsGAIgASgDIpYDCg9DYWNoZVNwaWxsU3RhdHMSDgoGcG9saWN5GAEgASgJEhwKFGFjY2VwdGVkX2Jsb2NrX3RvdGFsGAIgASgDEh0KFXBlcnNpc3RlZF9ibG9ja190b3RhbBgDIAEoAxIcChRwZXJzaXN0ZWRfYnl0ZV90b3RhbBgEIAEoAxImCgVkcm9wcxgFIAMoCzIXLmljZWhvdXNlLnYxLlNwaWxsRHJvcHMSEwoLcXVldWVfY291bnQYBiABKAMSEwoLcXVldWVfYnl0ZXMYByABKAMSGQoRcXVldWVfbGltaXRfYnl0ZXMYCCABKAMSGwoTd3JpdHRlbl90b2RheV9ieXRlcxgJIAEoAxIZChFkYWlseV9saW1pdF9ieXRlcxgKIAEoAxIeChZ3cml0ZV9ieXRlc19wZXJfc2Vjb25kGAsgASgBEhoKEmJlaGluZF9ibG9ja190b3RhbBgMIAEoAxIZChFiZWhpbmRfYnl0ZV90b3RhbBgNIAEoAxIcChRiZWhpbmRfd2FpdGluZ19jb3VudBgOIAEoAyLmAgoRQ2FjaGVQcm9tb3RlU3RhdHMSEgoKbG9hZF90b3RhbBgBIAEoAxIZChFmYWlsZWRfbG9hZF90b3RhbBgCIAEoAxIcChRwcm9tb3RlZF9ibG9ja190b3RhbBgDIAEoAxIcChRwcm9tb3RlZF90b2tlbl90b3RhbBgEIAEoAxIXCg9yZWFkX2J5dGVfdG90YWwYBSABKAMSEwoLcXVldWVfY291bnQYBiABKAMSEwoLcXVldWVfbGltaXQYByABKAMSHQoVcmVhZF9ieXRlc19wZXJfc2Vjb25kGAggASgBEiEKGXJlc3RvcmVfdG9rZW5zX3Blcl9zZWNvbmQYCSABKAESIwobcmVjb21wdXRlX3Rva2Vuc19wZXJfc2Vjb25kGAogASgBEh4KFnJlY29tcHV0ZV9jaG9zZW5fdG90YWwYCyABKAMSHAoUZmFpbGVkX3Jlc3RvcmVfdG90YWwYDCABKAMihgIKE0NhY2hlSW50ZWdyaXR5U3RhdHMSHAoUdmVyaWZpZWRfYmxvY2tfdG90YWwYASABKAMSHgoWY2hlY2tzdW1fZmFpbHVyZV90b3RhbBgCIAEoAxIdChVoZWFkZXJfbWlzbWF0Y2hfdG90YWwYAyABKAMSGgoSbWlzc2luZ19maWxlX3RvdGFsGAQgASgDEh4KFnF1YXJhbnRpbmVkX2ZpbGVfY291bnQYBSABKAMSGQoRcXVhcmFudGluZWRfYnl0ZXMYBiABKAMSGgoSc2VhbF9mYWlsdXJlX3RvdGFsGAcgASgDEh8KF3F1YXJhbnRpbmVkX2Jsb2NrX3RvdGFsGAggASgDIssCCg5DYWNoZURpc2tTdGF0cxISCgp1c2VkX2J5dGVzGAEgASgDEhYKDm1hbmlmZXN0X2J5dGVzGAIgASgDEhMKC2xpbWl0X2J5dGVzGAMgASgDEhIKCmZyZWVfYnl0ZXMYBCABKAMSGAoQZnJlZV9mbG9vcl9ieXRlcxgFIAEoAxIfChdvdGhlcl9tb2RlbF9ibG9ja19jb3VudBgGIAEoAxIZChF3cml0ZXNfb2ZmX2RldGFpbBgHIAEoCRIRCgllbmNyeXB0ZWQYCCABKAgSEwoLaGFuZ19kZXRhaWwYCSABKAkSEwoLYmxvY2tfYnl0ZXMYCiABKAMSFwoPcmF3X2Jsb2NrX2J5dGVzGAsgASgDEiMKG2RlY29tcHJlc3NfYnl0ZXNfcGVyX3NlY29uZBgMIAEoARITCgtjb21wcmVzc2luZxgNIAEoCCLDAwoUQ2FjaGVSZWNvbmNpbGVSZXBvcnQSMgoOcmVjb25jaWxlX3RpbWUYASABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEisKCGR1cmF0aW9uGAIgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEg0KBWNsZWFuGAMgASgIEhgKEG1hbmlmZXN0X3JlYnVpbHQYBCABKAgSEgoKZmlsZV9jb3VudBgFIAEoAxIRCglyb3dfY291bnQYBiABKAMSHQoVcGFydGlhbF9kZWxldGVkX2NvdW50GAcgASgDEhUKDWFkb3B0ZWRfY291bnQYCCABKAMSGQoRcXVhcmFudGluZWRfY291bnQYCSABKAMSGQoRcm93X2RlbGV0ZWRfY291bnQYCiABKAMSIgoab3RoZXJfbGF5b3V0X2RlbGV0ZWRfY291bnQYCyABKAMSGgoSdW5rbm93bl9maWxlX2NvdW50GAwgASgDEhcKD3Jlc3RhbXBlZF9jb3VudBgNIAEoAxIfChd1bmVuY3J5cHRlZF9ibG9ja19jb3VudBgOIAEoAxIUCgxjaGFuZ2VkX2NvZGUYDyADKAkq3gIKDlNwaWxsRHJvcENhdXNlEiAKHFNQSUxMX0RST1BfQ0FVU0VfVU5TUEVDSUZJRUQQABIeChpTUElMTF9EUk9QX0NBVVNFX05PX0NSRURJVBABEiEKHVNQSUxMX0RST1BfQ0FVU0VfREFJTFlfQlVER0VUEAISHgoaU1BJTExfRFJPUF9DQVVTRV9ESVNLX0ZVTEwQAxIhCh1TUElMTF9EUk9QX0NBVVNFX1dSSVRFX0ZBSUxFRBAEEh8KG1NQSUxMX0RST1BfQ0FVU0VfV1JJVEVTX09GRhAFEiEKHVNQSUxMX0RST1BfQ0FVU0VfUFJFRklYX1NIT1JUEAYSHgoaU1BJTExfRFJPUF9DQVVTRV9EVVBMSUNBVEUQBxIdChlTUElMTF9EUk9QX0NBVVNFX1NIVVRET1dOEAgSIQodU1BJTExfRFJPUF9DQVVTRV9URU5BTlRfU0hBUkUQCUI8Cg9kZXYuaWNlaG91c2UudjFQAVonaWNlaG91c2UuZGV2L2FwaS9pY2Vob3VzZS92MTtpY2Vob3VzZXYxYgZwcm90bzM", [file_google_protobuf_duration, file_google_protobuf_timestamp, file_icehouse_v1_usage]);
+  fileDesc("Ch1pY2Vob3VzZS92MS9jYWNoZV9zdGF0cy5wcm90bxILaWNlaG91c2UudjEizwQKCkNhY2hlU3RhdHMSFAoMYmxvY2tfdG9rZW5zGAEgASgFEhoKEnVuc3VwcG9ydGVkX2RldGFpbBgCIAEoCRIoCgNyYW0YAyABKAsyGy5pY2Vob3VzZS52MS5DYWNoZVRpZXJTdGF0cxIoCgNzc2QYBCABKAsyGy5pY2Vob3VzZS52MS5DYWNoZVRpZXJTdGF0cxIuCgdsb29rdXBzGAUgASgLMh0uaWNlaG91c2UudjEuQ2FjaGVMb29rdXBTdGF0cxIrCgVzcGlsbBgGIAEoCzIcLmljZWhvdXNlLnYxLkNhY2hlU3BpbGxTdGF0cxIvCgdwcm9tb3RlGAcgASgLMh4uaWNlaG91c2UudjEuQ2FjaGVQcm9tb3RlU3RhdHMSMwoJaW50ZWdyaXR5GAggASgLMiAuaWNlaG91c2UudjEuQ2FjaGVJbnRlZ3JpdHlTdGF0cxIpCgRkaXNrGAkgASgLMhsuaWNlaG91c2UudjEuQ2FjaGVEaXNrU3RhdHMSOQoObGFzdF9yZWNvbmNpbGUYCiABKAsyIS5pY2Vob3VzZS52MS5DYWNoZVJlY29uY2lsZVJlcG9ydBIwCghzZXNzaW9ucxgLIAEoCzIeLmljZWhvdXNlLnYxLkNhY2hlU2Vzc2lvblN0YXRzEi0KBnNoYXJlZBgMIAEoCzIdLmljZWhvdXNlLnYxLkNhY2hlU2hhcmVkU3RhdHMSMQoIcHJlZmV0Y2gYDSABKAsyHy5pY2Vob3VzZS52MS5DYWNoZVByZWZldGNoU3RhdHMiuwMKEENhY2hlU2hhcmVkU3RhdHMSFAoMbG9va3VwX3RvdGFsGAEgASgDEhEKCWhpdF90b3RhbBgCIAEoAxIZChFsYXRlX2xvb2t1cF90b3RhbBgDIAEoAxIbChNmZXRjaGVkX2Jsb2NrX3RvdGFsGAQgASgDEhoKEmZldGNoZWRfYnl0ZV90b3RhbBgFIAEoAxIeChZmZXRjaF9ieXRlc19wZXJfc2Vjb25kGAYgASgBEhsKE3JlZnVzZWRfYmxvY2tfdG90YWwYByABKAMSGgoSc3RvcmVkX2Jsb2NrX3RvdGFsGAggASgDEhkKEXN0b3JlZF9ieXRlX3RvdGFsGAkgASgDEhkKEWtub3duX2Jsb2NrX3RvdGFsGAogASgDEhsKE2Ryb3BwZWRfYmxvY2tfdG90YWwYCyABKAMSGwoTZGVsZXRlZF9ibG9ja190b3RhbBgMIAEoAxITCgtxdWV1ZV9jb3VudBgNIAEoAxIVCg1mYWlsdXJlX3RvdGFsGA4gASgDEhkKEXJlYWRfcGF1c2VfZGV0YWlsGA8gASgJEhoKEndyaXRlX3BhdXNlX2RldGFpbBgQIAEoCSJ4ChJDYWNoZVByZWZldGNoU3RhdHMSEgoKZG9uZV90b3RhbBgBIAEoAxIWCg5naXZlbl91cF90b3RhbBgCIAEoAxIcChRjb21wdXRlZF90b2tlbl90b3RhbBgDIAEoAxIYChB1c2VkX3Rva2VuX3RvdGFsGAQgASgDIq0BChFDYWNoZVNlc3Npb25TdGF0cxIVCg1zZXNzaW9uX2NvdW50GAEgASgDEhMKC2VuZGVkX2NvdW50GAIgASgDEhMKC2VuZGVkX3RvdGFsGAMgASgDEhwKFHJlbGVhc2VkX2Jsb2NrX3RvdGFsGAQgASgDEhcKD2ZvcmdvdHRlbl90b3RhbBgFIAEoAxIgChhkcm9wcGVkX2NoZWNrcG9pbnRfdG90YWwYBiABKAMikgIKDkNhY2hlVGllclN0YXRzEhMKC2Jsb2NrX2NvdW50GAEgASgDEhIKCnRhaWxfY291bnQYAiABKAMSGgoScGlubmVkX2Jsb2NrX2NvdW50GAMgASgDEhMKC3Rva2VuX2NvdW50GAQgASgDEhIKCnNpemVfYnl0ZXMYBSABKAMSEwoLbGltaXRfYnl0ZXMYBiABKAMSGwoTZXZpY3RlZF9ibG9ja190b3RhbBgHIAEoAxIaChJldmljdGVkX2J5dGVfdG90YWwYCCABKAMSGgoScHVyZ2VkX2Jsb2NrX3RvdGFsGAkgASgDEigKA2FnZRgKIAEoCzIbLmljZWhvdXNlLnYxLkFnZVBlcmNlbnRpbGVzIogBCg5BZ2VQZXJjZW50aWxlcxImCgNwNTAYASABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SJgoDcDkwGAIgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEiYKA3A5ORgDIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbiK6AQoQQ2FjaGVMb29rdXBTdGF0cxIUCgxsb29rdXBfdG90YWwYASABKAMSEQoJaGl0X3RvdGFsGAIgASgDEhcKD3JhbV90b2tlbl90b3RhbBgDIAEoAxIXCg9zc2RfdG9rZW5fdG90YWwYBCABKAMSGAoQbWlzc190b2tlbl90b3RhbBgFIAEoAxIxCgttaXNzX3Rva2VucxgGIAMoCzIcLmljZWhvdXNlLnYxLkNhY2hlTWlzc1Rva2VucyJPCg9DYWNoZU1pc3NUb2tlbnMSJwoGcmVhc29uGAEgASgOMhcuaWNlaG91c2UudjEuUmV1c2VMaW1pdBITCgt0b2tlbl90b3RhbBgCIAEoAyJNCgpTcGlsbERyb3BzEioKBWNhdXNlGAEgASgOMhsuaWNlaG91c2UudjEuU3BpbGxEcm9wQ2F1c2USEwoLYmxvY2tfdG90YWwYAiABKAMilgMKD0NhY2hlU3BpbGxTdGF0cxIOCgZwb2xpY3kYASABKAkSHAoUYWNjZXB0ZWRfYmxvY2tfdG90YWwYAiABKAMSHQoVcGVyc2lzdGVkX2Jsb2NrX3RvdGFsGAMgASgDEhwKFHBlcnNpc3RlZF9ieXRlX3RvdGFsGAQgASgDEiYKBWRyb3BzGAUgAygLMhcuaWNlaG91c2UudjEuU3BpbGxEcm9wcxITCgtxdWV1ZV9jb3VudBgGIAEoAxITCgtxdWV1ZV9ieXRlcxgHIAEoAxIZChFxdWV1ZV9saW1pdF9ieXRlcxgIIAEoAxIbChN3cml0dGVuX3RvZGF5X2J5dGVzGAkgASgDEhkKEWRhaWx5X2xpbWl0X2J5dGVzGAogASgDEh4KFndyaXRlX2J5dGVzX3Blcl9zZWNvbmQYCyABKAESGgoSYmVoaW5kX2Jsb2NrX3RvdGFsGAwgASgDEhkKEWJlaGluZF9ieXRlX3RvdGFsGA0gASgDEhwKFGJlaGluZF93YWl0aW5nX2NvdW50GA4gASgDIuYCChFDYWNoZVByb21vdGVTdGF0cxISCgpsb2FkX3RvdGFsGAEgASgDEhkKEWZhaWxlZF9sb2FkX3RvdGFsGAIgASgDEhwKFHByb21vdGVkX2Jsb2NrX3RvdGFsGAMgASgDEhwKFHByb21vdGVkX3Rva2VuX3RvdGFsGAQgASgDEhcKD3JlYWRfYnl0ZV90b3RhbBgFIAEoAxITCgtxdWV1ZV9jb3VudBgGIAEoAxITCgtxdWV1ZV9saW1pdBgHIAEoAxIdChVyZWFkX2J5dGVzX3Blcl9zZWNvbmQYCCABKAESIQoZcmVzdG9yZV90b2tlbnNfcGVyX3NlY29uZBgJIAEoARIjChtyZWNvbXB1dGVfdG9rZW5zX3Blcl9zZWNvbmQYCiABKAESHgoWcmVjb21wdXRlX2Nob3Nlbl90b3RhbBgLIAEoAxIcChRmYWlsZWRfcmVzdG9yZV90b3RhbBgMIAEoAyKGAgoTQ2FjaGVJbnRlZ3JpdHlTdGF0cxIcChR2ZXJpZmllZF9ibG9ja190b3RhbBgBIAEoAxIeChZjaGVja3N1bV9mYWlsdXJlX3RvdGFsGAIgASgDEh0KFWhlYWRlcl9taXNtYXRjaF90b3RhbBgDIAEoAxIaChJtaXNzaW5nX2ZpbGVfdG90YWwYBCABKAMSHgoWcXVhcmFudGluZWRfZmlsZV9jb3VudBgFIAEoAxIZChFxdWFyYW50aW5lZF9ieXRlcxgGIAEoAxIaChJzZWFsX2ZhaWx1cmVfdG90YWwYByABKAMSHwoXcXVhcmFudGluZWRfYmxvY2tfdG90YWwYCCABKAMiywIKDkNhY2hlRGlza1N0YXRzEhIKCnVzZWRfYnl0ZXMYASABKAMSFgoObWFuaWZlc3RfYnl0ZXMYAiABKAMSEwoLbGltaXRfYnl0ZXMYAyABKAMSEgoKZnJlZV9ieXRlcxgEIAEoAxIYChBmcmVlX2Zsb29yX2J5dGVzGAUgASgDEh8KF290aGVyX21vZGVsX2Jsb2NrX2NvdW50GAYgASgDEhkKEXdyaXRlc19vZmZfZGV0YWlsGAcgASgJEhEKCWVuY3J5cHRlZBgIIAEoCBITCgtoYW5nX2RldGFpbBgJIAEoCRITCgtibG9ja19ieXRlcxgKIAEoAxIXCg9yYXdfYmxvY2tfYnl0ZXMYCyABKAMSIwobZGVjb21wcmVzc19ieXRlc19wZXJfc2Vjb25kGAwgASgBEhMKC2NvbXByZXNzaW5nGA0gASgIIsMDChRDYWNoZVJlY29uY2lsZVJlcG9ydBIyCg5yZWNvbmNpbGVfdGltZRgBIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASKwoIZHVyYXRpb24YAiABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SDQoFY2xlYW4YAyABKAgSGAoQbWFuaWZlc3RfcmVidWlsdBgEIAEoCBISCgpmaWxlX2NvdW50GAUgASgDEhEKCXJvd19jb3VudBgGIAEoAxIdChVwYXJ0aWFsX2RlbGV0ZWRfY291bnQYByABKAMSFQoNYWRvcHRlZF9jb3VudBgIIAEoAxIZChFxdWFyYW50aW5lZF9jb3VudBgJIAEoAxIZChFyb3dfZGVsZXRlZF9jb3VudBgKIAEoAxIiChpvdGhlcl9sYXlvdXRfZGVsZXRlZF9jb3VudBgLIAEoAxIaChJ1bmtub3duX2ZpbGVfY291bnQYDCABKAMSFwoPcmVzdGFtcGVkX2NvdW50GA0gASgDEh8KF3VuZW5jcnlwdGVkX2Jsb2NrX2NvdW50GA4gASgDEhQKDGNoYW5nZWRfY29kZRgPIAMoCSreAgoOU3BpbGxEcm9wQ2F1c2USIAocU1BJTExfRFJPUF9DQVVTRV9VTlNQRUNJRklFRBAAEh4KGlNQSUxMX0RST1BfQ0FVU0VfTk9fQ1JFRElUEAESIQodU1BJTExfRFJPUF9DQVVTRV9EQUlMWV9CVURHRVQQAhIeChpTUElMTF9EUk9QX0NBVVNFX0RJU0tfRlVMTBADEiEKHVNQSUxMX0RST1BfQ0FVU0VfV1JJVEVfRkFJTEVEEAQSHwobU1BJTExfRFJPUF9DQVVTRV9XUklURVNfT0ZGEAUSIQodU1BJTExfRFJPUF9DQVVTRV9QUkVGSVhfU0hPUlQQBhIeChpTUElMTF9EUk9QX0NBVVNFX0RVUExJQ0FURRAHEh0KGVNQSUxMX0RST1BfQ0FVU0VfU0hVVERPV04QCBIhCh1TUElMTF9EUk9QX0NBVVNFX1RFTkFOVF9TSEFSRRAJQjwKD2Rldi5pY2Vob3VzZS52MVABWidpY2Vob3VzZS5kZXYvYXBpL2ljZWhvdXNlL3YxO2ljZWhvdXNldjFiBnByb3RvMw", [file_google_protobuf_duration, file_google_protobuf_timestamp, file_icehouse_v1_usage]);
 
 /**
  * The prefix cache's counters. `*_count` and `*_bytes` are now, `*_total` since start.
@@ -107,6 +107,13 @@ export type CacheStats = Message<"icehouse.v1.CacheStats"> & {
    * @generated from field: icehouse.v1.CacheSharedStats shared = 12;
    */
   shared?: CacheSharedStats | undefined;
+
+  /**
+   * What was computed for the next turns of sessions while nothing else ran.
+   *
+   * @generated from field: icehouse.v1.CachePrefetchStats prefetch = 13;
+   */
+  prefetch?: CachePrefetchStats | undefined;
 };
 
 /**
@@ -243,6 +250,49 @@ export const CacheSharedStatsSchema: GenMessage<CacheSharedStats> = /*@__PURE__*
   messageDesc(file_icehouse_v1_cache_stats, 1);
 
 /**
+ * What was computed for the next turns of sessions while nothing else ran (`server.prefetch_token_limit`). These
+ * prompts are in no other counter of requests or lookups.
+ *
+ * @generated from message icehouse.v1.CachePrefetchStats
+ */
+export type CachePrefetchStats = Message<"icehouse.v1.CachePrefetchStats"> & {
+  /**
+   * Prompts that were computed to their end.
+   *
+   * @generated from field: int64 done_total = 1;
+   */
+  doneTotal: bigint;
+
+  /**
+   * Prompts that a request, or the end of their session, interrupted. What they had computed stays.
+   *
+   * @generated from field: int64 given_up_total = 2;
+   */
+  givenUpTotal: bigint;
+
+  /**
+   * Tokens computed.
+   *
+   * @generated from field: int64 computed_token_total = 3;
+   */
+  computedTokenTotal: bigint;
+
+  /**
+   * Of these, tokens that a later request began with; each counts once.
+   *
+   * @generated from field: int64 used_token_total = 4;
+   */
+  usedTokenTotal: bigint;
+};
+
+/**
+ * Describes the message icehouse.v1.CachePrefetchStats.
+ * Use `create(CachePrefetchStatsSchema)` to create a new message.
+ */
+export const CachePrefetchStatsSchema: GenMessage<CachePrefetchStats> = /*@__PURE__*/
+  messageDesc(file_icehouse_v1_cache_stats, 2);
+
+/**
  * The sessions that requests named.
  *
  * @generated from message icehouse.v1.CacheSessionStats
@@ -296,7 +346,7 @@ export type CacheSessionStats = Message<"icehouse.v1.CacheSessionStats"> & {
  * Use `create(CacheSessionStatsSchema)` to create a new message.
  */
 export const CacheSessionStatsSchema: GenMessage<CacheSessionStats> = /*@__PURE__*/
-  messageDesc(file_icehouse_v1_cache_stats, 2);
+  messageDesc(file_icehouse_v1_cache_stats, 3);
 
 /**
  * One tier.
@@ -380,7 +430,7 @@ export type CacheTierStats = Message<"icehouse.v1.CacheTierStats"> & {
  * Use `create(CacheTierStatsSchema)` to create a new message.
  */
 export const CacheTierStatsSchema: GenMessage<CacheTierStats> = /*@__PURE__*/
-  messageDesc(file_icehouse_v1_cache_stats, 3);
+  messageDesc(file_icehouse_v1_cache_stats, 4);
 
 /**
  * Percentiles of the time since last use. All zero while there are no blocks.
@@ -415,7 +465,7 @@ export type AgePercentiles = Message<"icehouse.v1.AgePercentiles"> & {
  * Use `create(AgePercentilesSchema)` to create a new message.
  */
 export const AgePercentilesSchema: GenMessage<AgePercentiles> = /*@__PURE__*/
-  messageDesc(file_icehouse_v1_cache_stats, 4);
+  messageDesc(file_icehouse_v1_cache_stats, 5);
 
 /**
  * Results of looking prompts up.
@@ -471,7 +521,7 @@ export type CacheLookupStats = Message<"icehouse.v1.CacheLookupStats"> & {
  * Use `create(CacheLookupStatsSchema)` to create a new message.
  */
 export const CacheLookupStatsSchema: GenMessage<CacheLookupStats> = /*@__PURE__*/
-  messageDesc(file_icehouse_v1_cache_stats, 5);
+  messageDesc(file_icehouse_v1_cache_stats, 6);
 
 /**
  * Prompt tokens not reused for one reason.
@@ -499,7 +549,7 @@ export type CacheMissTokens = Message<"icehouse.v1.CacheMissTokens"> & {
  * Use `create(CacheMissTokensSchema)` to create a new message.
  */
 export const CacheMissTokensSchema: GenMessage<CacheMissTokens> = /*@__PURE__*/
-  messageDesc(file_icehouse_v1_cache_stats, 6);
+  messageDesc(file_icehouse_v1_cache_stats, 7);
 
 /**
  * Blocks dropped on the way to SSD for one cause.
@@ -527,7 +577,7 @@ export type SpillDrops = Message<"icehouse.v1.SpillDrops"> & {
  * Use `create(SpillDropsSchema)` to create a new message.
  */
 export const SpillDropsSchema: GenMessage<SpillDrops> = /*@__PURE__*/
-  messageDesc(file_icehouse_v1_cache_stats, 7);
+  messageDesc(file_icehouse_v1_cache_stats, 8);
 
 /**
  * From RAM to SSD.
@@ -640,7 +690,7 @@ export type CacheSpillStats = Message<"icehouse.v1.CacheSpillStats"> & {
  * Use `create(CacheSpillStatsSchema)` to create a new message.
  */
 export const CacheSpillStatsSchema: GenMessage<CacheSpillStats> = /*@__PURE__*/
-  messageDesc(file_icehouse_v1_cache_stats, 8);
+  messageDesc(file_icehouse_v1_cache_stats, 9);
 
 /**
  * From SSD to use.
@@ -739,7 +789,7 @@ export type CachePromoteStats = Message<"icehouse.v1.CachePromoteStats"> & {
  * Use `create(CachePromoteStatsSchema)` to create a new message.
  */
 export const CachePromoteStatsSchema: GenMessage<CachePromoteStats> = /*@__PURE__*/
-  messageDesc(file_icehouse_v1_cache_stats, 9);
+  messageDesc(file_icehouse_v1_cache_stats, 10);
 
 /**
  * Damage that was found. A damaged block is a cache miss, never an error of a request.
@@ -810,7 +860,7 @@ export type CacheIntegrityStats = Message<"icehouse.v1.CacheIntegrityStats"> & {
  * Use `create(CacheIntegrityStatsSchema)` to create a new message.
  */
 export const CacheIntegrityStatsSchema: GenMessage<CacheIntegrityStats> = /*@__PURE__*/
-  messageDesc(file_icehouse_v1_cache_stats, 10);
+  messageDesc(file_icehouse_v1_cache_stats, 11);
 
 /**
  * The SSD tier's directory.
@@ -916,7 +966,7 @@ export type CacheDiskStats = Message<"icehouse.v1.CacheDiskStats"> & {
  * Use `create(CacheDiskStatsSchema)` to create a new message.
  */
 export const CacheDiskStatsSchema: GenMessage<CacheDiskStats> = /*@__PURE__*/
-  messageDesc(file_icehouse_v1_cache_stats, 11);
+  messageDesc(file_icehouse_v1_cache_stats, 12);
 
 /**
  * What was found and repaired when the directory was opened.
@@ -1040,7 +1090,7 @@ export type CacheReconcileReport = Message<"icehouse.v1.CacheReconcileReport"> &
  * Use `create(CacheReconcileReportSchema)` to create a new message.
  */
 export const CacheReconcileReportSchema: GenMessage<CacheReconcileReport> = /*@__PURE__*/
-  messageDesc(file_icehouse_v1_cache_stats, 12);
+  messageDesc(file_icehouse_v1_cache_stats, 13);
 
 /**
  * Why a block did not reach the SSD.

@@ -163,7 +163,7 @@ export type EngineStats = Message<"icehouse.v1.EngineStats"> & {
   cachedTokenTotal: bigint;
 
   /**
-   * Of these, tokens computed.
+   * Of these, tokens computed; besides, those computed ahead of requests (`CacheStats.prefetch`).
    *
    * @generated from field: int64 prefilled_token_total = 21;
    */

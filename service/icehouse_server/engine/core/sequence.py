@@ -72,6 +72,8 @@ class Sequence:
     """Input tokens up to which the runner has the vectors of its images."""
     capture_points: list[int] = dataclasses.field(default_factory=list)
     """Input positions where its prefill stops to leave a tail: there, those that wait for it part from it."""
+    border_points: tuple[int, ...] = ()
+    """Of these, borders of messages, where a checkpoint is kept."""
     overtaken_token_count: int = 0
     """Input tokens of younger sequences that ran while this one's waited."""
     passed_count: int = 0
@@ -94,6 +96,8 @@ class Sequence:
         default_factory=collections.deque
     )
     """Regions that it read from SSD and that are not promoted to RAM yet."""
+    promoted_token_count: int = 0
+    """Of a warm-up: tokens that it read from SSD and that are in RAM since."""
     pooled: Vector | None = None
     """What the hidden states of its tokens so far came to, where they are asked for: a sum, or the last."""
     admitted_time: float = 0.0
@@ -131,6 +135,11 @@ class Sequence:
         """Input tokens whose KV is stored for others: a repeated prompt runs its last one anew,
         since the next token is drawn from it."""
         return len(self.input_token_ids) - (1 if self.request.pooling is None else 0)
+
+    @property
+    def is_warm_up(self) -> bool:
+        """Whether it only brings its prompt into the cache."""
+        return self.request.max_output_tokens == 0 and self.request.pooling is None
 
     @property
     def input_end(self) -> int:
@@ -270,4 +279,5 @@ class Sequence:
             drafts=self.drafts,
             image_token_count=sum(span.token_count for span in self.request.images),
             reasoning_token_count=self.text.reasoning_token_count,
+            promoted_token_count=self.promoted_token_count,
         )

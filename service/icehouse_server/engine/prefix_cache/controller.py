@@ -14,6 +14,7 @@ from icehouse_server.domain.blocks import Damage, Region, RegionKind
 from icehouse_server.domain.events import CacheReport, ReuseLimit
 from icehouse_server.domain.ids import BlockHash, SequenceId
 from icehouse_server.engine.core.sequence import Phase, Sequence
+from icehouse_server.engine.prefix_cache.capture import stop_at_borders
 from icehouse_server.engine.prefix_cache.in_flight import InFlightPrefixes
 from icehouse_server.engine.prefix_cache.prefix_cache import PrefixCache
 from icehouse_server.engine.prefix_cache.prefix_commands import CacheCommands
@@ -320,22 +321,32 @@ class CacheController:
                 self._promote(restore)
 
     def _promote(self, restore: Restore) -> None:
-        """Put blocks from SSD into RAM, where the next request looks first: at once those that others wait
-        for or that there is space for; the others, which evict blocks, one with each token."""
+        """Put blocks from SSD into RAM, where the next request looks first: at once a warm-up's, and those
+        that others wait for or that there is space for; the others, which evict, one with each token."""
         sequence = restore.sequence
         is_awaited = self._in_flight.has_followers(sequence)
         for node in restore.plan.nodes:
             regions = restore.read.get(node.hash)
             if regions is not None:
                 sequence.unpromoted.append((node.hash, regions))
+        if sequence.is_warm_up:
+            self._promote_all(restore)
         while sequence.unpromoted and (is_awaited or self.cache.ram.has_space(sequence.unpromoted[0][1])):
             self._promote_next(sequence)
 
-    def _promote_next(self, sequence: Sequence) -> None:
+    def _promote_all(self, restore: Restore) -> None:
+        """Put what a warm-up read into RAM, as far from its beginning as that fits. No block goes for it that
+        a sequence uses, which would free no memory."""
+        sequence, in_use = restore.sequence, self._in_use
+        while sequence.unpromoted:
+            self._promote_next(sequence, protected=in_use)
+        sequence.promoted_token_count = restore.plan.promoted_token_count(restore.read)
+
+    def _promote_next(self, sequence: Sequence, *, protected: Hashes = ()) -> None:
         name, regions = sequence.unpromoted.popleft()
         node = self.cache.tree.get(name)
         if node is not None:
-            self.cache.promote(sequence, node, regions)
+            self.cache.promote(sequence, node, regions, protected=protected)
         self._in_flight.complete([name])
 
     # What the SSD tier reports.
@@ -366,6 +377,7 @@ class CacheController:
     def lead(self, sequence: Sequence) -> None:
         """Record that a sequence computes the rest of its input now, so that others may wait for it."""
         if self.cache.may_write(sequence):
+            stop_at_borders(sequence, self.cache.facts)
             self._in_flight.lead(sequence, self.cache.quotas.root(sequence.request.scope))
 
     def take_ready(self) -> list[Sequence]:

@@ -28,11 +28,13 @@ from icehouse_server.domain.ids import BlockHash, CacheScope, SequenceId, Sessio
 from icehouse_server.domain.request import CacheUse, GenerationRequest
 from icehouse_server.engine.core.block_log import BlockLog
 from icehouse_server.engine.core.sequence import Sequence
+from icehouse_server.engine.prefix_cache.capture import captured_kinds
+from icehouse_server.engine.prefix_cache.prefetched import PrefetchedTokens
 from icehouse_server.engine.prefix_cache.reuse_plan import Plan, plan, with_divergence
 from icehouse_server.engine.prefix_cache.sessions import Sessions
 from icehouse_server.engine.prefix_cache.tiers.account import Owner
 from icehouse_server.engine.prefix_cache.tiers.matching import Prompt, known_chain, match, unread_nodes
-from icehouse_server.engine.prefix_cache.tiers.node import Node, Regions
+from icehouse_server.engine.prefix_cache.tiers.node import Hashes, Node, Regions
 from icehouse_server.engine.prefix_cache.tiers.prefix_settings import PrefixSettings
 from icehouse_server.engine.prefix_cache.tiers.ram import RamTier
 from icehouse_server.engine.prefix_cache.tiers.runner_port import CacheFacts, CacheRunner
@@ -67,6 +69,7 @@ class PrefixCache:
         self.waits = StorageWaits(storage, self.rates, clock)
         self.lookups = LookupStats()
         self.restores = PromoteStats()
+        self.prefetched = PrefetchedTokens(has_kv=facts.has_kv)
         self.miss_token_totals: Counter[ReuseLimit] = Counter()
         self.quotas = TenantQuotas(self.tree)
         self.spills = Spills(
@@ -170,6 +173,7 @@ class PrefixCache:
         self.ram.note_use(made.nodes, now=self._clock.monotonic(), request_id=request.request_id)
         self.sessions.note_use(request.tenant, self._session_of(sequence), made.nodes)
         self.behind.note(made.nodes, Turn.LIKELY)
+        self.prefetched.note_use(sequence, made)
         return made
 
     def reusable(self, sequence: Sequence) -> Plan:
@@ -194,6 +198,8 @@ class PrefixCache:
 
     def settle(self, request: GenerationRequest, report: CacheReport) -> None:
         """Count the outcome of a lookup, once its restore is done or given up."""
+        if request.is_prefetch:
+            return  # nobody waits for it
         lookups = self.lookups
         is_recomputed = report.limit is ReuseLimit.RECOMPUTE_FASTER
         lookups.lookup_total += 1
@@ -230,11 +236,12 @@ class PrefixCache:
             self._touch(sequence, names)
         return names[known_count:]
 
-    def promote(self, sequence: Sequence, node: Node, regions: Regions) -> None:
-        """Put regions that this sequence read from SSD into RAM, unless they are there by now."""
+    def promote(self, sequence: Sequence, node: Node, regions: Regions, *, protected: Hashes = ()) -> None:
+        """Put regions that this sequence read from SSD into RAM, unless they are there by now. `protected`
+        blocks do not go for them."""
         self.tree.learn_keys(node, sequence.keys(node.start_token_index, node.end_token_index))
         missing = {kind: region for kind, region in regions.items() if kind not in node.ram}
-        self._put(sequence, node, missing)
+        self._put(sequence, node, missing, protected=protected)
         self._touch(sequence, sequence.chain)
 
     def _capture_block(self, sequence: Sequence, start: int, stop: int, reached: int) -> BlockHash:
@@ -253,6 +260,8 @@ class PrefixCache:
             regions = self._runner.cut(sequence.sequence_id, start=start, stop=stop, kinds=missing)
             self._put(sequence, node, regions)
         self.ram.supersede(node)
+        if is_new:
+            self.prefetched.note_computed(sequence, node)
         self._note_computed(sequence, node, reached, is_new=is_new)
         if self.spills.is_on and self._is_cut_off(sequence):
             self.spills.offer(node, request_id=sequence.request.request_id)
@@ -301,11 +310,12 @@ class PrefixCache:
             ssd_bytes=sum(node.ssd_bytes for node in nodes),
         )
 
-    def _put(self, sequence: Sequence, node: Node, regions: Regions) -> None:
+    def _put(self, sequence: Sequence, node: Node, regions: Regions, *, protected: Hashes = ()) -> None:
         """Put regions of a block of the sequence into RAM if space can be made for them."""
         # Without an SSD tier a block is useless once one before it is gone.
-        protected = sequence.chain if self.facts.has_kv and not self.spills.is_on else ()
-        self.ram.put(node, regions, protected=protected, request_id=sequence.request.request_id)
+        chain = sequence.chain if self.facts.has_kv and not self.spills.is_on else ()
+        stay = {*protected, *chain}
+        self.ram.put(node, regions, protected=stay, request_id=sequence.request.request_id)
         if self.facts.shares_blocks:
             self.used_by.setdefault(sequence.sequence_id, set()).add(node.hash)
 
@@ -443,28 +453,9 @@ class PrefixCache:
             promote=PromoteStats(**both),
             disk=disk,
             sessions=self.sessions.snapshot(),
+            prefetch=self.prefetched.snapshot(),
             tenants=self.quotas.snapshot(),
         )
-
-
-def captured_kinds(
-    settings: PrefixSettings, facts: CacheFacts, sequence: Sequence, *, stop: int, reached: int
-) -> list[RegionKind]:
-    """Return the kinds of regions, in file order, that can still be cut for a block of this sequence that
-    ends at `stop`. Its caches have `reached` a token at or behind that; guesses may be among them."""
-    size = settings.block_token_count
-    kinds = [RegionKind.KV] if facts.has_kv else []
-    # Windows hold all of the prompt's last chunk; behind it they lose a token for each new one.
-    passed = reached - stop if reached > sequence.prefill_target else 0
-    if facts.holds_window(size, passed_token_count=passed):
-        kinds.append(RegionKind.WINDOW)
-    if facts.needs_checkpoint and stop == reached:
-        # At the prompt's last full block, at its end, where the sequence ends, and at intervals.
-        is_last_full = stop == sequence.prefill_target // size * size
-        is_end = stop % size != 0 or stop == sequence.prefill_target
-        if is_last_full or is_end or stop % settings.checkpoint_interval_tokens == 0:
-            kinds.append(RegionKind.CHECKPOINT)
-    return kinds
 
 
 def _block_match(node: Node, *, readers: frozenset[Owner]) -> BlockMatch:

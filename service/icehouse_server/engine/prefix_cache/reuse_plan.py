@@ -9,9 +9,9 @@ from __future__ import annotations
 import array
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 
-from icehouse_server.domain.blocks import TokenKeys, token_id_of
+from icehouse_server.domain.blocks import RegionKind, TokenKeys, token_id_of
 from icehouse_server.domain.events import CacheReport, Divergence, ReuseLimit
 from icehouse_server.domain.ids import BlockHash
 from icehouse_server.engine.prefix_cache.tiers.matching import Match, Prompt, common_prefix, match
@@ -47,6 +47,14 @@ class Plan:
     """Bytes to be read."""
     known_token_count: int = 0
     """Tokens that match at all, whether or not they can be reused."""
+
+    def promoted_token_count(self, read: Container[BlockHash]) -> int:
+        """Return how many tokens of the blocks that were read from SSD are in RAM now."""
+        loaded = [node for node in self.nodes if node.hash in read]
+        if all(node.ram for node in loaded):
+            return self.report.ssd_token_count
+        kept = (node for node in loaded if RegionKind.KV in node.ram)
+        return sum(min(node.end_token_index, self.token_count) - node.start_token_index for node in kept)
 
     @property
     def is_hit(self) -> bool:

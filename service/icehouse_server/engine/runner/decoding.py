@@ -36,7 +36,7 @@ class OpenSequence:
     layered: LayeredChunk | None = None
     """Tokens of its prompt that have gone through some of the layers."""
     drafted: DraftedRow | None = None
-    """Draft caches that read its prompt along."""
+    """Draft caches that read its prompt along, and guess until the row gives them up."""
     sampling: SamplingRow | None = None
     """Set once it decodes."""
     speculating: SpeculatingRow | None = None
@@ -129,6 +129,8 @@ class Draw:
             drafts = sequence.speculating.take(
                 taken, guess_count=len(known), accepted_count=accepted_count, was_asked=self.was_asked
             )
+            if not sequence.is_guessing:
+                sequence.drafted = None  # a row that gave a draft model up does not come back to it
         if sampling.needs_tokens:
             sampling.accept(taken[0])
         own = (sampling.is_complete, sampling.error)

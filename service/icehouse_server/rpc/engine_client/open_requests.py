@@ -13,6 +13,7 @@ from icehouse_server.errors import InvalidRequest, NotFound, Reason
 from icehouse_server.rpc.access.caller import Caller, Role
 from icehouse_server.rpc.engine_client.engine_ports import EnginePort
 from icehouse_server.rpc.engine_client.outbox import Outbox
+from icehouse_server.rpc.engine_client.prefetcher import Prefetcher
 from icehouse_server.rpc.engine_client.router import Router
 
 
@@ -89,6 +90,8 @@ class OpenRequests:
     def __init__(self, *, engine: EnginePort, router: Router) -> None:
         self._engine = engine
         self._router = router
+        self.prefetcher = Prefetcher(engine=engine, router=router)
+        """What is computed while none is open."""
         self._number = 0
         self._open: dict[int, OpenRequest] = {}
         """By number, since a name may be used again a little before its first call closes."""
@@ -99,6 +102,12 @@ class OpenRequests:
     ) -> Iterator[OpenRequest]:
         """Have the engine work on a call's requests until the block ends; raises what refuses them."""
         known = {request.request_id: outbox for request, outbox in zip(requests, outboxes, strict=True)}
+        with self.prefetcher.paused(requests):
+            yield from self._opened(method, requests, known)
+
+    def _opened(
+        self, method: str, requests: Sequence[GenerationRequest], known: Mapping[RequestId, Outbox]
+    ) -> Iterator[OpenRequest]:
         self._submit(known, requests)
         self._number += 1
         opened = OpenRequest(self._number, method, known, requests, engine=self._engine, router=self._router)

@@ -188,6 +188,8 @@ def warm_response(
                 request_id=request_id,
                 cache=cache_report_proto(event.usage.cache, notes),
                 usage=usage_proto(event.usage),
+                promoted_tokens=event.usage.promoted_token_count,
+                computed_tokens=event.usage.prompt_token_count - 1 - event.usage.cache.cached_token_count,
             )
             return cache_service_pb2.WarmResponse(done=done)
         case _:

@@ -113,6 +113,7 @@ class CacheService(Service, cache_service_pb2_grpc.CacheServiceServicer):
             tenant = tenant_of(request.cache, call.caller)
             name = request.session_id or call.session_id
             call.session_id = check_name("session_id", name)
+            self._generation.open_requests.prefetcher.forget(tenant, name)
             report = await self._commands.ask(EndSession(name, tenant), SessionEndReport)
             return to_proto(report, messages.EndSessionResponse)
 
@@ -121,6 +122,7 @@ class CacheService(Service, cache_service_pb2_grpc.CacheServiceServicer):
     ) -> None:
         async with self._calls.call(context) as call:
             scope, token_ids = await self._read_prompt(request, call)
+            self._generation.open_requests.prefetcher.forget_all(scope.tenant)
             await self._evict(ListKnown(token_ids, scope), messages.EvictResponse, context)
 
     async def _read_prompt(
@@ -137,6 +139,7 @@ class CacheService(Service, cache_service_pb2_grpc.CacheServiceServicer):
         async with self._calls.call(context):
             check_model(request.model, self._router.require_model().info)
             await self._prompts.run(self._prompts.replies.forget_all)
+            self._generation.open_requests.prefetcher.forget_all()
             await self._evict(ListKnown(None), messages.EvictAllResponse, context)
 
     async def _evict(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import contextlib
 import dataclasses
 import functools
@@ -18,9 +19,10 @@ from icehouse.v1 import (
 from icehouse_server.clock import Clock
 from icehouse_server.config import ServerConfig
 from icehouse_server.domain.blocks import TokenKeys
+from icehouse_server.domain.chat import ChatMessage
 from icehouse_server.domain.events import Event, Failed
-from icehouse_server.domain.ids import AdapterName, Tenant
-from icehouse_server.domain.request import GenerationRequest, request_id_of
+from icehouse_server.domain.ids import AdapterName, RequestId, Tenant
+from icehouse_server.domain.request import CacheUse, GenerationRequest, request_id_of
 from icehouse_server.domain.response_format import Grammar, ResponseFormat
 from icehouse_server.domain.sampling import SamplingParams
 from icehouse_server.errors import Cancelled, InvalidRequest, Reason
@@ -32,6 +34,7 @@ from icehouse_server.rpc.engine_client.engine_cache import EngineCache
 from icehouse_server.rpc.engine_client.engine_ports import EnginePort, ServedModel
 from icehouse_server.rpc.engine_client.open_requests import OpenRequest, OpenRequests
 from icehouse_server.rpc.engine_client.outbox import Outboxes
+from icehouse_server.rpc.engine_client.prefetcher import NextTurn
 from icehouse_server.rpc.engine_client.router import Router
 from icehouse_server.rpc.messages.field_checks import (
     cache_use_of,
@@ -46,7 +49,7 @@ from icehouse_server.rpc.messages.field_checks import (
 from icehouse_server.rpc.messages.options import spellings
 from icehouse_server.rpc.messages.responses import ReportNotes
 from icehouse_server.rpc.services.grammars import GrammarCompilers
-from icehouse_server.rpc.services.known_replies import KnownReplies
+from icehouse_server.rpc.services.known_replies import EndedTurn, KnownReplies
 from icehouse_server.rpc.services.observation import StatsReader
 from icehouse_server.rpc.services.prepared import Prepared, RenderedConversation
 from icehouse_server.rpc.services.prompts import (
@@ -193,13 +196,65 @@ class Generation:
             request,
             prompt_token_ids=prompt.token_ids,
             images=prompt.images,
+            border_token_indices=() if prompt.chat is None else prompt.chat.rendered.border_token_indices,
             sampling=sampling,
             grammar=grammar,
             reasoning=reasoning,
             shows_markers=prompt.chat is not None and model.tokenizer.hides_markers(prompt.chat.conversation),
         )
         notes = notes_of(prompt, model, tenant=request.tenant, call=call)
-        return Prepared(model, request, prompt.chat, call.start_time, completion_count, notes)
+        on_end = None
+        if prompt.chat is not None and completion_count == 1 and self._computes_ahead(request, prompt.chat):
+            on_end = functools.partial(self._note_turn, request, prompt.chat, model)
+        return Prepared(model, request, prompt.chat, call.start_time, completion_count, notes, on_end)
+
+    def _computes_ahead(self, request: GenerationRequest, chat: RenderedConversation) -> bool:
+        """Whether the next turn may begin otherwise than with this prompt and its reply.
+
+        Stable prompts go on from the reply's tokens, unless that could not be done for this one.
+        """
+        if not self._config.prefetch_token_limit or not request.session_id or request.ends_session:
+            return False
+        if request.cache_use is not CacheUse.READ_WRITE or request.max_output_tokens == 0 or request.images:
+            return False
+        is_known = chat.place is not None and chat.place.known is not None
+        return chat.replies is None or (is_known and not chat.rendered.kept_token_count)
+
+    def _note_turn(
+        self, request: GenerationRequest, chat: RenderedConversation, model: ServedModel, turn: EndedTurn
+    ) -> None:
+        known = array.array("i", (*request.prompt_token_ids, *turn.message.token_ids))
+        make = functools.partial(self._next_turn, request, chat, model, turn.message, known)
+        self.open_requests.prefetcher.note(NextTurn(request.tenant, request.session_id, len(known), make))
+
+    async def _next_turn(
+        self,
+        request: GenerationRequest,
+        chat: RenderedConversation,
+        model: ServedModel,
+        reply: ChatMessage,
+        known: array.array[int],
+        request_id: RequestId,
+    ) -> GenerationRequest | None:
+        """Return a warm-up of how the turn after a request begins, if enough of that is not `known`."""
+        token_ids = await self._prompts.next_beginning(
+            chat, reply, model, known=known, token_limit=self._config.prefetch_token_limit
+        )
+        if not token_ids:
+            return None
+        return GenerationRequest(
+            request_id=request_id,
+            prompt_token_ids=token_ids,
+            max_output_tokens=0,
+            sampling=SamplingParams(),
+            stop=(),
+            arrival_time=self._clock.monotonic(),
+            tenant=request.tenant,
+            adapter=request.adapter,
+            shared_tenant=request.shared_tenant,
+            session_id=request.session_id,
+            is_prefetch=True,
+        )
 
     async def _grammar(
         self, form: ResponseFormat | None, chat: RenderedConversation | None

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Sequence
 
 from icehouse_server.domain.chat import (
     CallPiece,
@@ -14,7 +15,6 @@ from icehouse_server.domain.chat import (
     MalformedPiece,
     Piece,
     ReasoningPiece,
-    RenderedChat,
     TextPiece,
     ToolCall,
 )
@@ -36,21 +36,29 @@ class KnownReplies:
         """Return the place of the conversation's reply; takes time in proportion to its size."""
         return self.memory.place(conversation, ReplyScope(info.fingerprint_hex, self.tenant, self.adapter))
 
+    def remember(self, place: ReplyPlace, prompt_token_ids: tuple[int, ...], turn: EndedTurn) -> None:
+        """Note a reply. Any thread; takes no time."""
+        drawn = turn.message.token_ids
+        self.memory.remember(EndedReply(place, prompt_token_ids, drawn, turn.end_token_id, turn.message))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EndedTurn:
+    """A reply that the model ended itself."""
+
+    message: ChatMessage
+    """As its caller read it; `token_ids` are those that were drawn, without the one that ended it."""
+    end_token_id: int | None
+
+
+OnEnd = Callable[[EndedTurn], None]
+
 
 class ReplyNote:
-    """What is remembered of one reply, in the words of its caller. Noted only if the model ended it."""
+    """What a reply says, in the words of its caller. Those who want it hear of it if the model ended it."""
 
-    def __init__(
-        self,
-        memory: ReplyMemory,
-        place: ReplyPlace,
-        rendered: RenderedChat,
-        *,
-        end_token_ids: frozenset[int],
-    ) -> None:
-        self._memory = memory
-        self._place = place
-        self._rendered = rendered
+    def __init__(self, on_end: Sequence[OnEnd], *, end_token_ids: frozenset[int]) -> None:
+        self._on_end = on_end
         self._end_token_ids = end_token_ids
         self._token_ids: list[int] = []
         self._texts: list[str] = []
@@ -74,7 +82,7 @@ class ReplyNote:
                 self._calls.setdefault(piece.index, (piece, []))[1].append(piece.arguments_json)
 
     def end(self, event: Finished) -> None:
-        """Remember the reply, unless a limit, a stop string or a token of the caller's ended it."""
+        """Tell of the reply, unless a limit, a stop string or a token of the caller's ended it."""
         end_token_id = event.stop_token_id
         if event.reason is not FinishReason.STOP_TOKEN:
             return
@@ -87,14 +95,11 @@ class ReplyNote:
             ToolCall(first.id, first.name, "".join(arguments)) for first, arguments in self._calls.values()
         )
         message = ChatMessage(
-            "assistant", "".join(self._texts), reasoning="".join(self._reasonings), tool_calls=calls
+            "assistant",
+            "".join(self._texts),
+            reasoning="".join(self._reasonings),
+            tool_calls=calls,
+            token_ids=tuple(self._token_ids),
         )
-        self._memory.remember(
-            EndedReply(
-                place=self._place,
-                prompt_token_ids=self._rendered.token_ids,
-                output_token_ids=tuple(self._token_ids),
-                end_token_id=end_token_id,
-                message=message,
-            )
-        )
+        for tell in self._on_end:
+            tell(EndedTurn(message, end_token_id))

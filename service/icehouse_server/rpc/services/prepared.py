@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import dataclasses
+import functools
 import hashlib
 from collections.abc import Callable, Sequence
 
@@ -41,7 +42,7 @@ from icehouse_server.rpc.messages.responses import (
     finished_proto,
     progress_proto,
 )
-from icehouse_server.rpc.services.known_replies import KnownReplies, ReplyNote
+from icehouse_server.rpc.services.known_replies import KnownReplies, OnEnd, ReplyNote
 from icehouse_server.text.replies.reply_splitter import ReplySplitter
 from icehouse_server.text.reply_memory import ReplyPlace
 
@@ -57,13 +58,14 @@ class RenderedConversation:
     place: ReplyPlace | None = None
     """What the reply is remembered by."""
 
-    def new_note(self, info: ModelInfo) -> ReplyNote | None:
-        """Return what a reply is remembered with, if it is. One that continues a turn is not."""
-        if self.replies is None or self.place is None or not self.conversation.adds_generation_prompt:
+    def new_note(self, info: ModelInfo, on_end: OnEnd | None) -> ReplyNote | None:
+        """Return what a reply is noted with, if anybody wants it. One that continues a turn is not noted."""
+        wanted = [] if on_end is None else [on_end]
+        if self.replies is not None and self.place is not None:
+            wanted.append(functools.partial(self.replies.remember, self.place, self.rendered.token_ids))
+        if not wanted or not self.conversation.adds_generation_prompt:
             return None
-        return ReplyNote(
-            self.replies.memory, self.place, self.rendered, end_token_ids=frozenset(info.eos_token_ids)
-        )
+        return ReplyNote(wanted, end_token_ids=frozenset(info.eos_token_ids))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -79,6 +81,8 @@ class Prepared:
     completion_count: int = 1
     notes: ReportNotes = NO_NOTES
     """What its cache reports say beside what the engine reports."""
+    on_end: OnEnd | None = None
+    """Hears of a reply that the model ended itself."""
 
     @property
     def completions(self) -> tuple[GenerationRequest, ...]:
@@ -119,7 +123,7 @@ class Prepared:
             splitter=self._new_splitter(request),
             piece=self.model.tokenizer.piece,
             notes=self.notes,
-            note=None if self.chat is None else self.chat.new_note(info),
+            note=None if self.chat is None else self.chat.new_note(info, self.on_end),
         )
 
     def _new_splitter(self, request: GenerationRequest) -> ReplySplitter | None:

@@ -16,7 +16,13 @@ from icehouse.v1 import embedding_service_pb2, prompt_pb2, tool_pb2
 
 from icehouse_server.config import ServerConfig
 from icehouse_server.domain.blocks import TokenKeys
-from icehouse_server.domain.chat import Conversation, PromptChange, PromptChangeKind, RenderedChat
+from icehouse_server.domain.chat import (
+    ChatMessage,
+    Conversation,
+    PromptChange,
+    PromptChangeKind,
+    RenderedChat,
+)
 from icehouse_server.domain.model import ModelInfo
 from icehouse_server.domain.request import ImageSpan, SentImages, keys_of
 from icehouse_server.errors import InvalidRequest, Reason
@@ -29,6 +35,7 @@ from icehouse_server.rpc.messages.field_checks import check_token_ids, shown
 from icehouse_server.rpc.services.known_replies import KnownReplies
 from icehouse_server.rpc.services.prepared import RenderedConversation
 from icehouse_server.text.chat.kept_reply import KeptReply
+from icehouse_server.text.chat.next_turn import new_beginning, with_next_turn
 from icehouse_server.text.prompt_normalizer import normalized
 from icehouse_server.text.reply_memory import ReplyMemory
 
@@ -271,6 +278,24 @@ class PromptReader:
             return _read(prompt, model, images)
 
         return await self.run_with_images(found, model, work, size_bytes=size_bytes)
+
+    async def next_beginning(
+        self,
+        chat: RenderedConversation,
+        reply: ChatMessage,
+        model: ServedModel,
+        *,
+        known: Sequence[int],
+        token_limit: int,
+    ) -> tuple[int, ...]:
+        """Return what `new_beginning` does of the prompt after a reply; raises what refuses that prompt."""
+        prompt = Chat(with_next_turn(chat.conversation, reply), replies=chat.replies)
+
+        def work() -> tuple[int, ...]:
+            token_ids, decode = _read(prompt, model).token_ids, model.tokenizer.decode_with_markers
+            return new_beginning(token_ids, known=known, decode=decode, token_limit=token_limit)
+
+        return await self.run(work, size_bytes=prompt.size_bytes)
 
     async def run_with_images(
         self, prompt: TextPrompt, model: ServedModel, work: ImageWork[Result], *, size_bytes: int

@@ -63,10 +63,24 @@ class Skeleton:
         shown = set(_WORD.findall(text))
         return [field for word, field in self.fields.items() if word not in shown]
 
-    def shown_messages(self, text: str) -> list[int]:
-        """Return the messages that the words of a text belong to, in the order of the words."""
-        words = (self.message_indices.get(word) for word in _WORD.findall(text))
-        return [index for index in words if index is not None]
+    def shown_texts(self, text: str) -> ShownTexts:
+        """Return whose words a text has, and where."""
+        words = ((match.start(), self.message_indices.get(match.group())) for match in _WORD.finditer(text))
+        return ShownTexts(text, tuple((start, index) for start, index in words if index is not None))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ShownTexts:
+    """What a template makes of a skeleton."""
+
+    text: str = ""
+    words: tuple[tuple[int, int], ...] = ()
+    """Where each marker word begins, and the message that it belongs to. None where that is not known."""
+
+    @property
+    def order(self) -> list[int]:
+        """The messages of the words, in their order."""
+        return [index for _, index in self.words]
 
 
 def skeleton_of(messages: Sequence[ChatMessage]) -> Skeleton:

@@ -15,7 +15,7 @@ import jinja2
 from icehouse_server.domain.chat import ChatMessage, Tool, ToolCall
 from icehouse_server.errors import InvalidRequest, Reason
 from icehouse_server.text.chat.history import fit
-from icehouse_server.text.chat.probes import STEP_LIMIT, TemplateTooLong, find_traits, skeleton_of
+from icehouse_server.text.chat.probes import STEP_LIMIT, ShownTexts, TemplateTooLong, find_traits, skeleton_of
 from icehouse_server.text.chat.traits import Arguments, EmptyContent, TemplateTraits, ToolForm, ToolPosition
 
 
@@ -97,11 +97,11 @@ class ChatTemplate:
         tools: Sequence[Tool],
         arguments: Mapping[str, Any],
         adds_generation_prompt: bool,
-    ) -> list[int]:
+    ) -> ShownTexts:
         """Raise InvalidRequest for a history of which the template would silently drop a text.
 
-        Reasoning does not count: templates drop that of past turns on purpose. Return the index of each
-        text's message, in the order in which the template shows them; nothing where that is not known.
+        Reasoning does not count: templates drop that of past turns on purpose. Return where the
+        template shows each message; nothing where that is not known.
         """
         skeleton, traits = skeleton_of(messages), self.traits(has_tools=bool(tools))
         try:
@@ -113,7 +113,7 @@ class ChatTemplate:
                 adds_generation_prompt=adds_generation_prompt,
             )
         except Exception:  # as above; the history itself is rendered besides
-            return []
+            return ShownTexts()
         lost = skeleton.lost_fields(text)
         if lost:
             field = f"prompt.chat.{lost[0]}"
@@ -123,7 +123,7 @@ class ChatTemplate:
                 field=field,
                 lost_count=len(lost),
             )
-        return skeleton.shown_messages(text)
+        return skeleton.shown_texts(text)
 
     def _render(
         self,

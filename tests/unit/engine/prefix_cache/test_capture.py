@@ -6,7 +6,7 @@ import pytest
 from icehouse_server.domain.blocks import RegionKind
 from icehouse_server.domain.ids import SequenceId
 from icehouse_server.engine.core.sequence import Phase, Sequence
-from icehouse_server.engine.prefix_cache.prefix_cache import captured_kinds
+from icehouse_server.engine.prefix_cache.capture import captured_kinds
 from icehouse_server.engine.prefix_cache.tiers.runner_port import CacheFacts
 from icehouse_server.text.detokenizer import TextStream
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 import threading
 from collections.abc import Iterable
@@ -85,13 +86,23 @@ async def test_a_gap_is_found_in_the_cache_as_it_is_generated_from(served: Runni
 
 
 async def test_warm_runs_the_prompt_without_output(served: RunningServer) -> None:
-    served.engine.script = lambda request: [started(request), finished(request)]
-    warm = messages.WarmRequest(prompt={"text": "Hi"}, request_id="w", cache=BLUE)
+    def script(request: GenerationRequest) -> Iterable[Event]:
+        end = finished(request)
+        usage = dataclasses.replace(end.usage, promoted_token_count=1)
+        return [started(request), dataclasses.replace(end, usage=usage)]
+
+    served.engine.script = script
+    warm = messages.WarmRequest(prompt={"text": "Hi there"}, request_id="w", cache=BLUE)
     response = await done(served.cache.Warm(warm))
     [request] = served.engine.submitted
     assert (request.max_output_tokens, request.tenant, request.name) == (0, "blue", "w")
     assert (response.request_id, response.cache.ram_tokens) == ("w", REPORT.ram_token_count)
     assert response.usage.output_tokens == 0
+    assert (response.cache.ssd_tokens, response.promoted_tokens, response.computed_tokens) == (
+        1,
+        1,
+        8 - 1 - 3,
+    )
 
 
 async def test_warm_refuses_a_policy_that_keeps_nothing(served: RunningServer) -> None:

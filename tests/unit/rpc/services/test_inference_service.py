@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -282,3 +283,19 @@ async def test_tokens_that_cannot_be_text_are_refused(
 ) -> None:
     found = await refused(served.inference.Detokenize(request_message))
     assert found.reason == reason and field in (found.field, "model")
+
+
+async def test_the_engine_hears_where_a_conversations_messages_end(
+    served: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    render = served.tokenizer.render_chat
+    monkeypatch.setattr(
+        served.tokenizer,
+        "render_chat",
+        lambda said, kept=None: dataclasses.replace(render(said, kept), border_token_indices=(2, 5)),
+    )
+    request = messages.GenerateRequest(max_output_tokens=1)
+    request.prompt.chat.messages.add(role=prompt_pb2.ROLE_USER, content="Hi")
+    await served.inference.Generate(request)
+    await served.inference.Generate(messages.GenerateRequest(prompt={"text": "Hi"}, max_output_tokens=1))
+    assert [asked.border_token_indices for asked in served.engine.submitted] == [(2, 5), ()]

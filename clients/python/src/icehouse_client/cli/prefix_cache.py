@@ -81,7 +81,7 @@ def explain(prompt: GivenPrompt, server: Server, suffix: Suffix = None, as_json:
 
 @_about_a_prompt
 def warm(prompt: GivenPrompt, server: Server, suffix: Suffix = None, as_json: AsJson = False) -> None:
-    """Have the server compute a prompt and keep it, without an answer."""
+    """Have the server bring a prompt into RAM, from SSD or by computing it, without an answer."""
     asked = prompt.read(suffix)
     with bar("computing the prompt", MofNCompleteColumn()) as advance:
         done = server.client.cache.warm(

@@ -413,8 +413,9 @@ public final class CacheServiceGrpc {
 
     /**
      * <pre>
-     * Computes a prompt and keeps it in the cache, without generating. When the caller cancels or
-     * its deadline passes, it stops, and what was computed by then is kept.
+     * Brings a prompt into the RAM tier, without generating: blocks that are only on SSD are read, and what is missing
+     * is computed. Less recently used blocks leave RAM for it, but none that running requests use. When the caller
+     * cancels or its deadline passes, it stops, and what was computed by then is kept.
      * </pre>
      */
     default void warm(dev.icehouse.v1.WarmRequest request,
@@ -576,8 +577,9 @@ public final class CacheServiceGrpc {
 
     /**
      * <pre>
-     * Computes a prompt and keeps it in the cache, without generating. When the caller cancels or
-     * its deadline passes, it stops, and what was computed by then is kept.
+     * Brings a prompt into the RAM tier, without generating: blocks that are only on SSD are read, and what is missing
+     * is computed. Less recently used blocks leave RAM for it, but none that running requests use. When the caller
+     * cancels or its deadline passes, it stops, and what was computed by then is kept.
      * </pre>
      */
     public void warm(dev.icehouse.v1.WarmRequest request,
@@ -728,8 +730,9 @@ public final class CacheServiceGrpc {
 
     /**
      * <pre>
-     * Computes a prompt and keeps it in the cache, without generating. When the caller cancels or
-     * its deadline passes, it stops, and what was computed by then is kept.
+     * Brings a prompt into the RAM tier, without generating: blocks that are only on SSD are read, and what is missing
+     * is computed. Less recently used blocks leave RAM for it, but none that running requests use. When the caller
+     * cancels or its deadline passes, it stops, and what was computed by then is kept.
      * </pre>
      */
     @io.grpc.ExperimentalApi("https://github.com/grpc/grpc-java/issues/10918")
@@ -883,8 +886,9 @@ public final class CacheServiceGrpc {
 
     /**
      * <pre>
-     * Computes a prompt and keeps it in the cache, without generating. When the caller cancels or
-     * its deadline passes, it stops, and what was computed by then is kept.
+     * Brings a prompt into the RAM tier, without generating: blocks that are only on SSD are read, and what is missing
+     * is computed. Less recently used blocks leave RAM for it, but none that running requests use. When the caller
+     * cancels or its deadline passes, it stops, and what was computed by then is kept.
      * </pre>
      */
     public java.util.Iterator<dev.icehouse.v1.WarmResponse> warm(

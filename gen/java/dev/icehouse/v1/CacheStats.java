@@ -487,6 +487,44 @@ private static final long serialVersionUID = 0L;
     return shared_ == null ? dev.icehouse.v1.CacheSharedStats.getDefaultInstance() : shared_;
   }
 
+  public static final int PREFETCH_FIELD_NUMBER = 13;
+  private dev.icehouse.v1.CachePrefetchStats prefetch_;
+  /**
+   * <pre>
+   * What was computed for the next turns of sessions while nothing else ran.
+   * </pre>
+   *
+   * <code>.icehouse.v1.CachePrefetchStats prefetch = 13;</code>
+   * @return Whether the prefetch field is set.
+   */
+  @java.lang.Override
+  public boolean hasPrefetch() {
+    return ((bitField0_ & 0x00000400) != 0);
+  }
+  /**
+   * <pre>
+   * What was computed for the next turns of sessions while nothing else ran.
+   * </pre>
+   *
+   * <code>.icehouse.v1.CachePrefetchStats prefetch = 13;</code>
+   * @return The prefetch.
+   */
+  @java.lang.Override
+  public dev.icehouse.v1.CachePrefetchStats getPrefetch() {
+    return prefetch_ == null ? dev.icehouse.v1.CachePrefetchStats.getDefaultInstance() : prefetch_;
+  }
+  /**
+   * <pre>
+   * What was computed for the next turns of sessions while nothing else ran.
+   * </pre>
+   *
+   * <code>.icehouse.v1.CachePrefetchStats prefetch = 13;</code>
+   */
+  @java.lang.Override
+  public dev.icehouse.v1.CachePrefetchStatsOrBuilder getPrefetchOrBuilder() {
+    return prefetch_ == null ? dev.icehouse.v1.CachePrefetchStats.getDefaultInstance() : prefetch_;
+  }
+
   private byte memoizedIsInitialized = -1;
   @java.lang.Override
   public final boolean isInitialized() {
@@ -536,6 +574,9 @@ private static final long serialVersionUID = 0L;
     }
     if (((bitField0_ & 0x00000200) != 0)) {
       output.writeMessage(12, getShared());
+    }
+    if (((bitField0_ & 0x00000400) != 0)) {
+      output.writeMessage(13, getPrefetch());
     }
     getUnknownFields().writeTo(output);
   }
@@ -592,6 +633,10 @@ private static final long serialVersionUID = 0L;
     if (((bitField0_ & 0x00000200) != 0)) {
       size += com.google.protobuf.CodedOutputStream
         .computeMessageSize(12, getShared());
+    }
+    if (((bitField0_ & 0x00000400) != 0)) {
+      size += com.google.protobuf.CodedOutputStream
+        .computeMessageSize(13, getPrefetch());
     }
     size += getUnknownFields().getSerializedSize();
     memoizedSize = size;
@@ -662,6 +707,11 @@ private static final long serialVersionUID = 0L;
       if (!getShared()
           .equals(other.getShared())) return false;
     }
+    if (hasPrefetch() != other.hasPrefetch()) return false;
+    if (hasPrefetch()) {
+      if (!getPrefetch()
+          .equals(other.getPrefetch())) return false;
+    }
     if (!getUnknownFields().equals(other.getUnknownFields())) return false;
     return true;
   }
@@ -716,6 +766,10 @@ private static final long serialVersionUID = 0L;
     if (hasShared()) {
       hash = (37 * hash) + SHARED_FIELD_NUMBER;
       hash = (53 * hash) + getShared().hashCode();
+    }
+    if (hasPrefetch()) {
+      hash = (37 * hash) + PREFETCH_FIELD_NUMBER;
+      hash = (53 * hash) + getPrefetch().hashCode();
     }
     hash = (29 * hash) + getUnknownFields().hashCode();
     memoizedHashCode = hash;
@@ -861,6 +915,7 @@ private static final long serialVersionUID = 0L;
         getLastReconcileFieldBuilder();
         getSessionsFieldBuilder();
         getSharedFieldBuilder();
+        getPrefetchFieldBuilder();
       }
     }
     @java.lang.Override
@@ -918,6 +973,11 @@ private static final long serialVersionUID = 0L;
       if (sharedBuilder_ != null) {
         sharedBuilder_.dispose();
         sharedBuilder_ = null;
+      }
+      prefetch_ = null;
+      if (prefetchBuilder_ != null) {
+        prefetchBuilder_.dispose();
+        prefetchBuilder_ = null;
       }
       return this;
     }
@@ -1019,6 +1079,12 @@ private static final long serialVersionUID = 0L;
             : sharedBuilder_.build();
         to_bitField0_ |= 0x00000200;
       }
+      if (((from_bitField0_ & 0x00001000) != 0)) {
+        result.prefetch_ = prefetchBuilder_ == null
+            ? prefetch_
+            : prefetchBuilder_.build();
+        to_bitField0_ |= 0x00000400;
+      }
       result.bitField0_ |= to_bitField0_;
     }
 
@@ -1103,6 +1169,9 @@ private static final long serialVersionUID = 0L;
       }
       if (other.hasShared()) {
         mergeShared(other.getShared());
+      }
+      if (other.hasPrefetch()) {
+        mergePrefetch(other.getPrefetch());
       }
       this.mergeUnknownFields(other.getUnknownFields());
       onChanged();
@@ -1210,6 +1279,13 @@ private static final long serialVersionUID = 0L;
               bitField0_ |= 0x00000800;
               break;
             } // case 98
+            case 106: {
+              input.readMessage(
+                  getPrefetchFieldBuilder().getBuilder(),
+                  extensionRegistry);
+              bitField0_ |= 0x00001000;
+              break;
+            } // case 106
             default: {
               if (!super.parseUnknownField(input, extensionRegistry, tag)) {
                 done = true; // was an endgroup tag
@@ -2931,6 +3007,163 @@ private static final long serialVersionUID = 0L;
         shared_ = null;
       }
       return sharedBuilder_;
+    }
+
+    private dev.icehouse.v1.CachePrefetchStats prefetch_;
+    private com.google.protobuf.SingleFieldBuilderV3<
+        dev.icehouse.v1.CachePrefetchStats, dev.icehouse.v1.CachePrefetchStats.Builder, dev.icehouse.v1.CachePrefetchStatsOrBuilder> prefetchBuilder_;
+    /**
+     * <pre>
+     * What was computed for the next turns of sessions while nothing else ran.
+     * </pre>
+     *
+     * <code>.icehouse.v1.CachePrefetchStats prefetch = 13;</code>
+     * @return Whether the prefetch field is set.
+     */
+    public boolean hasPrefetch() {
+      return ((bitField0_ & 0x00001000) != 0);
+    }
+    /**
+     * <pre>
+     * What was computed for the next turns of sessions while nothing else ran.
+     * </pre>
+     *
+     * <code>.icehouse.v1.CachePrefetchStats prefetch = 13;</code>
+     * @return The prefetch.
+     */
+    public dev.icehouse.v1.CachePrefetchStats getPrefetch() {
+      if (prefetchBuilder_ == null) {
+        return prefetch_ == null ? dev.icehouse.v1.CachePrefetchStats.getDefaultInstance() : prefetch_;
+      } else {
+        return prefetchBuilder_.getMessage();
+      }
+    }
+    /**
+     * <pre>
+     * What was computed for the next turns of sessions while nothing else ran.
+     * </pre>
+     *
+     * <code>.icehouse.v1.CachePrefetchStats prefetch = 13;</code>
+     */
+    public Builder setPrefetch(dev.icehouse.v1.CachePrefetchStats value) {
+      if (prefetchBuilder_ == null) {
+        if (value == null) {
+          throw new NullPointerException();
+        }
+        prefetch_ = value;
+      } else {
+        prefetchBuilder_.setMessage(value);
+      }
+      bitField0_ |= 0x00001000;
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * What was computed for the next turns of sessions while nothing else ran.
+     * </pre>
+     *
+     * <code>.icehouse.v1.CachePrefetchStats prefetch = 13;</code>
+     */
+    public Builder setPrefetch(
+        dev.icehouse.v1.CachePrefetchStats.Builder builderForValue) {
+      if (prefetchBuilder_ == null) {
+        prefetch_ = builderForValue.build();
+      } else {
+        prefetchBuilder_.setMessage(builderForValue.build());
+      }
+      bitField0_ |= 0x00001000;
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * What was computed for the next turns of sessions while nothing else ran.
+     * </pre>
+     *
+     * <code>.icehouse.v1.CachePrefetchStats prefetch = 13;</code>
+     */
+    public Builder mergePrefetch(dev.icehouse.v1.CachePrefetchStats value) {
+      if (prefetchBuilder_ == null) {
+        if (((bitField0_ & 0x00001000) != 0) &&
+          prefetch_ != null &&
+          prefetch_ != dev.icehouse.v1.CachePrefetchStats.getDefaultInstance()) {
+          getPrefetchBuilder().mergeFrom(value);
+        } else {
+          prefetch_ = value;
+        }
+      } else {
+        prefetchBuilder_.mergeFrom(value);
+      }
+      if (prefetch_ != null) {
+        bitField0_ |= 0x00001000;
+        onChanged();
+      }
+      return this;
+    }
+    /**
+     * <pre>
+     * What was computed for the next turns of sessions while nothing else ran.
+     * </pre>
+     *
+     * <code>.icehouse.v1.CachePrefetchStats prefetch = 13;</code>
+     */
+    public Builder clearPrefetch() {
+      bitField0_ = (bitField0_ & ~0x00001000);
+      prefetch_ = null;
+      if (prefetchBuilder_ != null) {
+        prefetchBuilder_.dispose();
+        prefetchBuilder_ = null;
+      }
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * What was computed for the next turns of sessions while nothing else ran.
+     * </pre>
+     *
+     * <code>.icehouse.v1.CachePrefetchStats prefetch = 13;</code>
+     */
+    public dev.icehouse.v1.CachePrefetchStats.Builder getPrefetchBuilder() {
+      bitField0_ |= 0x00001000;
+      onChanged();
+      return getPrefetchFieldBuilder().getBuilder();
+    }
+    /**
+     * <pre>
+     * What was computed for the next turns of sessions while nothing else ran.
+     * </pre>
+     *
+     * <code>.icehouse.v1.CachePrefetchStats prefetch = 13;</code>
+     */
+    public dev.icehouse.v1.CachePrefetchStatsOrBuilder getPrefetchOrBuilder() {
+      if (prefetchBuilder_ != null) {
+        return prefetchBuilder_.getMessageOrBuilder();
+      } else {
+        return prefetch_ == null ?
+            dev.icehouse.v1.CachePrefetchStats.getDefaultInstance() : prefetch_;
+      }
+    }
+    /**
+     * <pre>
+     * What was computed for the next turns of sessions while nothing else ran.
+     * </pre>
+     *
+     * <code>.icehouse.v1.CachePrefetchStats prefetch = 13;</code>
+     */
+    private com.google.protobuf.SingleFieldBuilderV3<
+        dev.icehouse.v1.CachePrefetchStats, dev.icehouse.v1.CachePrefetchStats.Builder, dev.icehouse.v1.CachePrefetchStatsOrBuilder> 
+        getPrefetchFieldBuilder() {
+      if (prefetchBuilder_ == null) {
+        prefetchBuilder_ = new com.google.protobuf.SingleFieldBuilderV3<
+            dev.icehouse.v1.CachePrefetchStats, dev.icehouse.v1.CachePrefetchStats.Builder, dev.icehouse.v1.CachePrefetchStatsOrBuilder>(
+                getPrefetch(),
+                getParentForChildren(),
+                isClean());
+        prefetch_ = null;
+      }
+      return prefetchBuilder_;
     }
     @java.lang.Override
     public final Builder setUnknownFields(

@@ -307,4 +307,31 @@ public interface CacheStatsOrBuilder extends
    * <code>.icehouse.v1.CacheSharedStats shared = 12;</code>
    */
   dev.icehouse.v1.CacheSharedStatsOrBuilder getSharedOrBuilder();
+
+  /**
+   * <pre>
+   * What was computed for the next turns of sessions while nothing else ran.
+   * </pre>
+   *
+   * <code>.icehouse.v1.CachePrefetchStats prefetch = 13;</code>
+   * @return Whether the prefetch field is set.
+   */
+  boolean hasPrefetch();
+  /**
+   * <pre>
+   * What was computed for the next turns of sessions while nothing else ran.
+   * </pre>
+   *
+   * <code>.icehouse.v1.CachePrefetchStats prefetch = 13;</code>
+   * @return The prefetch.
+   */
+  dev.icehouse.v1.CachePrefetchStats getPrefetch();
+  /**
+   * <pre>
+   * What was computed for the next turns of sessions while nothing else ran.
+   * </pre>
+   *
+   * <code>.icehouse.v1.CachePrefetchStats prefetch = 13;</code>
+   */
+  dev.icehouse.v1.CachePrefetchStatsOrBuilder getPrefetchOrBuilder();
 }

@@ -26,6 +26,11 @@ public final class CacheStatsOuterClass {
     com.google.protobuf.GeneratedMessageV3.FieldAccessorTable
       internal_static_icehouse_v1_CacheSharedStats_fieldAccessorTable;
   static final com.google.protobuf.Descriptors.Descriptor
+    internal_static_icehouse_v1_CachePrefetchStats_descriptor;
+  static final 
+    com.google.protobuf.GeneratedMessageV3.FieldAccessorTable
+      internal_static_icehouse_v1_CachePrefetchStats_fieldAccessorTable;
+  static final com.google.protobuf.Descriptors.Descriptor
     internal_static_icehouse_v1_CacheSessionStats_descriptor;
   static final 
     com.google.protobuf.GeneratedMessageV3.FieldAccessorTable
@@ -92,7 +97,7 @@ public final class CacheStatsOuterClass {
       "\n\035icehouse/v1/cache_stats.proto\022\013icehous" +
       "e.v1\032\036google/protobuf/duration.proto\032\037go" +
       "ogle/protobuf/timestamp.proto\032\027icehouse/" +
-      "v1/usage.proto\"\234\004\n\nCacheStats\022\024\n\014block_t" +
+      "v1/usage.proto\"\317\004\n\nCacheStats\022\024\n\014block_t" +
       "okens\030\001 \001(\005\022\032\n\022unsupported_detail\030\002 \001(\t\022" +
       "(\n\003ram\030\003 \001(\0132\033.icehouse.v1.CacheTierStat" +
       "s\022(\n\003ssd\030\004 \001(\0132\033.icehouse.v1.CacheTierSt" +
@@ -105,98 +110,103 @@ public final class CacheStatsOuterClass {
       "s\0229\n\016last_reconcile\030\n \001(\0132!.icehouse.v1." +
       "CacheReconcileReport\0220\n\010sessions\030\013 \001(\0132\036" +
       ".icehouse.v1.CacheSessionStats\022-\n\006shared" +
-      "\030\014 \001(\0132\035.icehouse.v1.CacheSharedStats\"\273\003" +
-      "\n\020CacheSharedStats\022\024\n\014lookup_total\030\001 \001(\003" +
-      "\022\021\n\thit_total\030\002 \001(\003\022\031\n\021late_lookup_total" +
-      "\030\003 \001(\003\022\033\n\023fetched_block_total\030\004 \001(\003\022\032\n\022f" +
-      "etched_byte_total\030\005 \001(\003\022\036\n\026fetch_bytes_p" +
-      "er_second\030\006 \001(\001\022\033\n\023refused_block_total\030\007" +
-      " \001(\003\022\032\n\022stored_block_total\030\010 \001(\003\022\031\n\021stor" +
-      "ed_byte_total\030\t \001(\003\022\031\n\021known_block_total" +
-      "\030\n \001(\003\022\033\n\023dropped_block_total\030\013 \001(\003\022\033\n\023d" +
-      "eleted_block_total\030\014 \001(\003\022\023\n\013queue_count\030" +
-      "\r \001(\003\022\025\n\rfailure_total\030\016 \001(\003\022\031\n\021read_pau" +
-      "se_detail\030\017 \001(\t\022\032\n\022write_pause_detail\030\020 " +
-      "\001(\t\"\255\001\n\021CacheSessionStats\022\025\n\rsession_cou" +
-      "nt\030\001 \001(\003\022\023\n\013ended_count\030\002 \001(\003\022\023\n\013ended_t" +
-      "otal\030\003 \001(\003\022\034\n\024released_block_total\030\004 \001(\003" +
-      "\022\027\n\017forgotten_total\030\005 \001(\003\022 \n\030dropped_che" +
-      "ckpoint_total\030\006 \001(\003\"\222\002\n\016CacheTierStats\022\023" +
-      "\n\013block_count\030\001 \001(\003\022\022\n\ntail_count\030\002 \001(\003\022" +
-      "\032\n\022pinned_block_count\030\003 \001(\003\022\023\n\013token_cou" +
-      "nt\030\004 \001(\003\022\022\n\nsize_bytes\030\005 \001(\003\022\023\n\013limit_by" +
-      "tes\030\006 \001(\003\022\033\n\023evicted_block_total\030\007 \001(\003\022\032" +
-      "\n\022evicted_byte_total\030\010 \001(\003\022\032\n\022purged_blo" +
-      "ck_total\030\t \001(\003\022(\n\003age\030\n \001(\0132\033.icehouse.v" +
-      "1.AgePercentiles\"\210\001\n\016AgePercentiles\022&\n\003p" +
-      "50\030\001 \001(\0132\031.google.protobuf.Duration\022&\n\003p" +
-      "90\030\002 \001(\0132\031.google.protobuf.Duration\022&\n\003p" +
-      "99\030\003 \001(\0132\031.google.protobuf.Duration\"\272\001\n\020" +
-      "CacheLookupStats\022\024\n\014lookup_total\030\001 \001(\003\022\021" +
-      "\n\thit_total\030\002 \001(\003\022\027\n\017ram_token_total\030\003 \001" +
-      "(\003\022\027\n\017ssd_token_total\030\004 \001(\003\022\030\n\020miss_toke" +
-      "n_total\030\005 \001(\003\0221\n\013miss_tokens\030\006 \003(\0132\034.ice" +
-      "house.v1.CacheMissTokens\"O\n\017CacheMissTok" +
-      "ens\022\'\n\006reason\030\001 \001(\0162\027.icehouse.v1.ReuseL" +
-      "imit\022\023\n\013token_total\030\002 \001(\003\"M\n\nSpillDrops\022" +
-      "*\n\005cause\030\001 \001(\0162\033.icehouse.v1.SpillDropCa" +
-      "use\022\023\n\013block_total\030\002 \001(\003\"\226\003\n\017CacheSpillS" +
-      "tats\022\016\n\006policy\030\001 \001(\t\022\034\n\024accepted_block_t" +
-      "otal\030\002 \001(\003\022\035\n\025persisted_block_total\030\003 \001(" +
-      "\003\022\034\n\024persisted_byte_total\030\004 \001(\003\022&\n\005drops" +
-      "\030\005 \003(\0132\027.icehouse.v1.SpillDrops\022\023\n\013queue" +
-      "_count\030\006 \001(\003\022\023\n\013queue_bytes\030\007 \001(\003\022\031\n\021que" +
-      "ue_limit_bytes\030\010 \001(\003\022\033\n\023written_today_by" +
-      "tes\030\t \001(\003\022\031\n\021daily_limit_bytes\030\n \001(\003\022\036\n\026" +
-      "write_bytes_per_second\030\013 \001(\001\022\032\n\022behind_b" +
-      "lock_total\030\014 \001(\003\022\031\n\021behind_byte_total\030\r " +
-      "\001(\003\022\034\n\024behind_waiting_count\030\016 \001(\003\"\346\002\n\021Ca" +
-      "chePromoteStats\022\022\n\nload_total\030\001 \001(\003\022\031\n\021f" +
-      "ailed_load_total\030\002 \001(\003\022\034\n\024promoted_block" +
-      "_total\030\003 \001(\003\022\034\n\024promoted_token_total\030\004 \001" +
-      "(\003\022\027\n\017read_byte_total\030\005 \001(\003\022\023\n\013queue_cou" +
-      "nt\030\006 \001(\003\022\023\n\013queue_limit\030\007 \001(\003\022\035\n\025read_by" +
-      "tes_per_second\030\010 \001(\001\022!\n\031restore_tokens_p" +
-      "er_second\030\t \001(\001\022#\n\033recompute_tokens_per_" +
-      "second\030\n \001(\001\022\036\n\026recompute_chosen_total\030\013" +
-      " \001(\003\022\034\n\024failed_restore_total\030\014 \001(\003\"\206\002\n\023C" +
-      "acheIntegrityStats\022\034\n\024verified_block_tot" +
-      "al\030\001 \001(\003\022\036\n\026checksum_failure_total\030\002 \001(\003" +
-      "\022\035\n\025header_mismatch_total\030\003 \001(\003\022\032\n\022missi" +
-      "ng_file_total\030\004 \001(\003\022\036\n\026quarantined_file_" +
-      "count\030\005 \001(\003\022\031\n\021quarantined_bytes\030\006 \001(\003\022\032" +
-      "\n\022seal_failure_total\030\007 \001(\003\022\037\n\027quarantine" +
-      "d_block_total\030\010 \001(\003\"\313\002\n\016CacheDiskStats\022\022" +
-      "\n\nused_bytes\030\001 \001(\003\022\026\n\016manifest_bytes\030\002 \001" +
-      "(\003\022\023\n\013limit_bytes\030\003 \001(\003\022\022\n\nfree_bytes\030\004 " +
-      "\001(\003\022\030\n\020free_floor_bytes\030\005 \001(\003\022\037\n\027other_m" +
-      "odel_block_count\030\006 \001(\003\022\031\n\021writes_off_det" +
-      "ail\030\007 \001(\t\022\021\n\tencrypted\030\010 \001(\010\022\023\n\013hang_det" +
-      "ail\030\t \001(\t\022\023\n\013block_bytes\030\n \001(\003\022\027\n\017raw_bl" +
-      "ock_bytes\030\013 \001(\003\022#\n\033decompress_bytes_per_" +
-      "second\030\014 \001(\001\022\023\n\013compressing\030\r \001(\010\"\303\003\n\024Ca" +
-      "cheReconcileReport\0222\n\016reconcile_time\030\001 \001" +
-      "(\0132\032.google.protobuf.Timestamp\022+\n\010durati" +
-      "on\030\002 \001(\0132\031.google.protobuf.Duration\022\r\n\005c" +
-      "lean\030\003 \001(\010\022\030\n\020manifest_rebuilt\030\004 \001(\010\022\022\n\n" +
-      "file_count\030\005 \001(\003\022\021\n\trow_count\030\006 \001(\003\022\035\n\025p" +
-      "artial_deleted_count\030\007 \001(\003\022\025\n\radopted_co" +
-      "unt\030\010 \001(\003\022\031\n\021quarantined_count\030\t \001(\003\022\031\n\021" +
-      "row_deleted_count\030\n \001(\003\022\"\n\032other_layout_" +
-      "deleted_count\030\013 \001(\003\022\032\n\022unknown_file_coun" +
-      "t\030\014 \001(\003\022\027\n\017restamped_count\030\r \001(\003\022\037\n\027unen" +
-      "crypted_block_count\030\016 \001(\003\022\024\n\014changed_cod" +
-      "e\030\017 \003(\t*\336\002\n\016SpillDropCause\022 \n\034SPILL_DROP" +
-      "_CAUSE_UNSPECIFIED\020\000\022\036\n\032SPILL_DROP_CAUSE" +
-      "_NO_CREDIT\020\001\022!\n\035SPILL_DROP_CAUSE_DAILY_B" +
-      "UDGET\020\002\022\036\n\032SPILL_DROP_CAUSE_DISK_FULL\020\003\022" +
-      "!\n\035SPILL_DROP_CAUSE_WRITE_FAILED\020\004\022\037\n\033SP" +
-      "ILL_DROP_CAUSE_WRITES_OFF\020\005\022!\n\035SPILL_DRO" +
-      "P_CAUSE_PREFIX_SHORT\020\006\022\036\n\032SPILL_DROP_CAU" +
-      "SE_DUPLICATE\020\007\022\035\n\031SPILL_DROP_CAUSE_SHUTD" +
-      "OWN\020\010\022!\n\035SPILL_DROP_CAUSE_TENANT_SHARE\020\t" +
-      "B<\n\017dev.icehouse.v1P\001Z\'icehouse.dev/api/" +
-      "icehouse/v1;icehousev1b\006proto3"
+      "\030\014 \001(\0132\035.icehouse.v1.CacheSharedStats\0221\n" +
+      "\010prefetch\030\r \001(\0132\037.icehouse.v1.CachePrefe" +
+      "tchStats\"\273\003\n\020CacheSharedStats\022\024\n\014lookup_" +
+      "total\030\001 \001(\003\022\021\n\thit_total\030\002 \001(\003\022\031\n\021late_l" +
+      "ookup_total\030\003 \001(\003\022\033\n\023fetched_block_total" +
+      "\030\004 \001(\003\022\032\n\022fetched_byte_total\030\005 \001(\003\022\036\n\026fe" +
+      "tch_bytes_per_second\030\006 \001(\001\022\033\n\023refused_bl" +
+      "ock_total\030\007 \001(\003\022\032\n\022stored_block_total\030\010 " +
+      "\001(\003\022\031\n\021stored_byte_total\030\t \001(\003\022\031\n\021known_" +
+      "block_total\030\n \001(\003\022\033\n\023dropped_block_total" +
+      "\030\013 \001(\003\022\033\n\023deleted_block_total\030\014 \001(\003\022\023\n\013q" +
+      "ueue_count\030\r \001(\003\022\025\n\rfailure_total\030\016 \001(\003\022" +
+      "\031\n\021read_pause_detail\030\017 \001(\t\022\032\n\022write_paus" +
+      "e_detail\030\020 \001(\t\"x\n\022CachePrefetchStats\022\022\n\n" +
+      "done_total\030\001 \001(\003\022\026\n\016given_up_total\030\002 \001(\003" +
+      "\022\034\n\024computed_token_total\030\003 \001(\003\022\030\n\020used_t" +
+      "oken_total\030\004 \001(\003\"\255\001\n\021CacheSessionStats\022\025" +
+      "\n\rsession_count\030\001 \001(\003\022\023\n\013ended_count\030\002 \001" +
+      "(\003\022\023\n\013ended_total\030\003 \001(\003\022\034\n\024released_bloc" +
+      "k_total\030\004 \001(\003\022\027\n\017forgotten_total\030\005 \001(\003\022 " +
+      "\n\030dropped_checkpoint_total\030\006 \001(\003\"\222\002\n\016Cac" +
+      "heTierStats\022\023\n\013block_count\030\001 \001(\003\022\022\n\ntail" +
+      "_count\030\002 \001(\003\022\032\n\022pinned_block_count\030\003 \001(\003" +
+      "\022\023\n\013token_count\030\004 \001(\003\022\022\n\nsize_bytes\030\005 \001(" +
+      "\003\022\023\n\013limit_bytes\030\006 \001(\003\022\033\n\023evicted_block_" +
+      "total\030\007 \001(\003\022\032\n\022evicted_byte_total\030\010 \001(\003\022" +
+      "\032\n\022purged_block_total\030\t \001(\003\022(\n\003age\030\n \001(\013" +
+      "2\033.icehouse.v1.AgePercentiles\"\210\001\n\016AgePer" +
+      "centiles\022&\n\003p50\030\001 \001(\0132\031.google.protobuf." +
+      "Duration\022&\n\003p90\030\002 \001(\0132\031.google.protobuf." +
+      "Duration\022&\n\003p99\030\003 \001(\0132\031.google.protobuf." +
+      "Duration\"\272\001\n\020CacheLookupStats\022\024\n\014lookup_" +
+      "total\030\001 \001(\003\022\021\n\thit_total\030\002 \001(\003\022\027\n\017ram_to" +
+      "ken_total\030\003 \001(\003\022\027\n\017ssd_token_total\030\004 \001(\003" +
+      "\022\030\n\020miss_token_total\030\005 \001(\003\0221\n\013miss_token" +
+      "s\030\006 \003(\0132\034.icehouse.v1.CacheMissTokens\"O\n" +
+      "\017CacheMissTokens\022\'\n\006reason\030\001 \001(\0162\027.iceho" +
+      "use.v1.ReuseLimit\022\023\n\013token_total\030\002 \001(\003\"M" +
+      "\n\nSpillDrops\022*\n\005cause\030\001 \001(\0162\033.icehouse.v" +
+      "1.SpillDropCause\022\023\n\013block_total\030\002 \001(\003\"\226\003" +
+      "\n\017CacheSpillStats\022\016\n\006policy\030\001 \001(\t\022\034\n\024acc" +
+      "epted_block_total\030\002 \001(\003\022\035\n\025persisted_blo" +
+      "ck_total\030\003 \001(\003\022\034\n\024persisted_byte_total\030\004" +
+      " \001(\003\022&\n\005drops\030\005 \003(\0132\027.icehouse.v1.SpillD" +
+      "rops\022\023\n\013queue_count\030\006 \001(\003\022\023\n\013queue_bytes" +
+      "\030\007 \001(\003\022\031\n\021queue_limit_bytes\030\010 \001(\003\022\033\n\023wri" +
+      "tten_today_bytes\030\t \001(\003\022\031\n\021daily_limit_by" +
+      "tes\030\n \001(\003\022\036\n\026write_bytes_per_second\030\013 \001(" +
+      "\001\022\032\n\022behind_block_total\030\014 \001(\003\022\031\n\021behind_" +
+      "byte_total\030\r \001(\003\022\034\n\024behind_waiting_count" +
+      "\030\016 \001(\003\"\346\002\n\021CachePromoteStats\022\022\n\nload_tot" +
+      "al\030\001 \001(\003\022\031\n\021failed_load_total\030\002 \001(\003\022\034\n\024p" +
+      "romoted_block_total\030\003 \001(\003\022\034\n\024promoted_to" +
+      "ken_total\030\004 \001(\003\022\027\n\017read_byte_total\030\005 \001(\003" +
+      "\022\023\n\013queue_count\030\006 \001(\003\022\023\n\013queue_limit\030\007 \001" +
+      "(\003\022\035\n\025read_bytes_per_second\030\010 \001(\001\022!\n\031res" +
+      "tore_tokens_per_second\030\t \001(\001\022#\n\033recomput" +
+      "e_tokens_per_second\030\n \001(\001\022\036\n\026recompute_c" +
+      "hosen_total\030\013 \001(\003\022\034\n\024failed_restore_tota" +
+      "l\030\014 \001(\003\"\206\002\n\023CacheIntegrityStats\022\034\n\024verif" +
+      "ied_block_total\030\001 \001(\003\022\036\n\026checksum_failur" +
+      "e_total\030\002 \001(\003\022\035\n\025header_mismatch_total\030\003" +
+      " \001(\003\022\032\n\022missing_file_total\030\004 \001(\003\022\036\n\026quar" +
+      "antined_file_count\030\005 \001(\003\022\031\n\021quarantined_" +
+      "bytes\030\006 \001(\003\022\032\n\022seal_failure_total\030\007 \001(\003\022" +
+      "\037\n\027quarantined_block_total\030\010 \001(\003\"\313\002\n\016Cac" +
+      "heDiskStats\022\022\n\nused_bytes\030\001 \001(\003\022\026\n\016manif" +
+      "est_bytes\030\002 \001(\003\022\023\n\013limit_bytes\030\003 \001(\003\022\022\n\n" +
+      "free_bytes\030\004 \001(\003\022\030\n\020free_floor_bytes\030\005 \001" +
+      "(\003\022\037\n\027other_model_block_count\030\006 \001(\003\022\031\n\021w" +
+      "rites_off_detail\030\007 \001(\t\022\021\n\tencrypted\030\010 \001(" +
+      "\010\022\023\n\013hang_detail\030\t \001(\t\022\023\n\013block_bytes\030\n " +
+      "\001(\003\022\027\n\017raw_block_bytes\030\013 \001(\003\022#\n\033decompre" +
+      "ss_bytes_per_second\030\014 \001(\001\022\023\n\013compressing" +
+      "\030\r \001(\010\"\303\003\n\024CacheReconcileReport\0222\n\016recon" +
+      "cile_time\030\001 \001(\0132\032.google.protobuf.Timest" +
+      "amp\022+\n\010duration\030\002 \001(\0132\031.google.protobuf." +
+      "Duration\022\r\n\005clean\030\003 \001(\010\022\030\n\020manifest_rebu" +
+      "ilt\030\004 \001(\010\022\022\n\nfile_count\030\005 \001(\003\022\021\n\trow_cou" +
+      "nt\030\006 \001(\003\022\035\n\025partial_deleted_count\030\007 \001(\003\022" +
+      "\025\n\radopted_count\030\010 \001(\003\022\031\n\021quarantined_co" +
+      "unt\030\t \001(\003\022\031\n\021row_deleted_count\030\n \001(\003\022\"\n\032" +
+      "other_layout_deleted_count\030\013 \001(\003\022\032\n\022unkn" +
+      "own_file_count\030\014 \001(\003\022\027\n\017restamped_count\030" +
+      "\r \001(\003\022\037\n\027unencrypted_block_count\030\016 \001(\003\022\024" +
+      "\n\014changed_code\030\017 \003(\t*\336\002\n\016SpillDropCause\022" +
+      " \n\034SPILL_DROP_CAUSE_UNSPECIFIED\020\000\022\036\n\032SPI" +
+      "LL_DROP_CAUSE_NO_CREDIT\020\001\022!\n\035SPILL_DROP_" +
+      "CAUSE_DAILY_BUDGET\020\002\022\036\n\032SPILL_DROP_CAUSE" +
+      "_DISK_FULL\020\003\022!\n\035SPILL_DROP_CAUSE_WRITE_F" +
+      "AILED\020\004\022\037\n\033SPILL_DROP_CAUSE_WRITES_OFF\020\005" +
+      "\022!\n\035SPILL_DROP_CAUSE_PREFIX_SHORT\020\006\022\036\n\032S" +
+      "PILL_DROP_CAUSE_DUPLICATE\020\007\022\035\n\031SPILL_DRO" +
+      "P_CAUSE_SHUTDOWN\020\010\022!\n\035SPILL_DROP_CAUSE_T" +
+      "ENANT_SHARE\020\tB<\n\017dev.icehouse.v1P\001Z\'iceh" +
+      "ouse.dev/api/icehouse/v1;icehousev1b\006pro" +
+      "to3"
     };
     descriptor = com.google.protobuf.Descriptors.FileDescriptor
       .internalBuildGeneratedFileFrom(descriptorData,
@@ -210,75 +220,81 @@ public final class CacheStatsOuterClass {
     internal_static_icehouse_v1_CacheStats_fieldAccessorTable = new
       com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
         internal_static_icehouse_v1_CacheStats_descriptor,
-        new java.lang.String[] { "BlockTokens", "UnsupportedDetail", "Ram", "Ssd", "Lookups", "Spill", "Promote", "Integrity", "Disk", "LastReconcile", "Sessions", "Shared", });
+        new java.lang.String[] { "BlockTokens", "UnsupportedDetail", "Ram", "Ssd", "Lookups", "Spill", "Promote", "Integrity", "Disk", "LastReconcile", "Sessions", "Shared", "Prefetch", });
     internal_static_icehouse_v1_CacheSharedStats_descriptor =
       getDescriptor().getMessageTypes().get(1);
     internal_static_icehouse_v1_CacheSharedStats_fieldAccessorTable = new
       com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
         internal_static_icehouse_v1_CacheSharedStats_descriptor,
         new java.lang.String[] { "LookupTotal", "HitTotal", "LateLookupTotal", "FetchedBlockTotal", "FetchedByteTotal", "FetchBytesPerSecond", "RefusedBlockTotal", "StoredBlockTotal", "StoredByteTotal", "KnownBlockTotal", "DroppedBlockTotal", "DeletedBlockTotal", "QueueCount", "FailureTotal", "ReadPauseDetail", "WritePauseDetail", });
-    internal_static_icehouse_v1_CacheSessionStats_descriptor =
+    internal_static_icehouse_v1_CachePrefetchStats_descriptor =
       getDescriptor().getMessageTypes().get(2);
+    internal_static_icehouse_v1_CachePrefetchStats_fieldAccessorTable = new
+      com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
+        internal_static_icehouse_v1_CachePrefetchStats_descriptor,
+        new java.lang.String[] { "DoneTotal", "GivenUpTotal", "ComputedTokenTotal", "UsedTokenTotal", });
+    internal_static_icehouse_v1_CacheSessionStats_descriptor =
+      getDescriptor().getMessageTypes().get(3);
     internal_static_icehouse_v1_CacheSessionStats_fieldAccessorTable = new
       com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
         internal_static_icehouse_v1_CacheSessionStats_descriptor,
         new java.lang.String[] { "SessionCount", "EndedCount", "EndedTotal", "ReleasedBlockTotal", "ForgottenTotal", "DroppedCheckpointTotal", });
     internal_static_icehouse_v1_CacheTierStats_descriptor =
-      getDescriptor().getMessageTypes().get(3);
+      getDescriptor().getMessageTypes().get(4);
     internal_static_icehouse_v1_CacheTierStats_fieldAccessorTable = new
       com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
         internal_static_icehouse_v1_CacheTierStats_descriptor,
         new java.lang.String[] { "BlockCount", "TailCount", "PinnedBlockCount", "TokenCount", "SizeBytes", "LimitBytes", "EvictedBlockTotal", "EvictedByteTotal", "PurgedBlockTotal", "Age", });
     internal_static_icehouse_v1_AgePercentiles_descriptor =
-      getDescriptor().getMessageTypes().get(4);
+      getDescriptor().getMessageTypes().get(5);
     internal_static_icehouse_v1_AgePercentiles_fieldAccessorTable = new
       com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
         internal_static_icehouse_v1_AgePercentiles_descriptor,
         new java.lang.String[] { "P50", "P90", "P99", });
     internal_static_icehouse_v1_CacheLookupStats_descriptor =
-      getDescriptor().getMessageTypes().get(5);
+      getDescriptor().getMessageTypes().get(6);
     internal_static_icehouse_v1_CacheLookupStats_fieldAccessorTable = new
       com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
         internal_static_icehouse_v1_CacheLookupStats_descriptor,
         new java.lang.String[] { "LookupTotal", "HitTotal", "RamTokenTotal", "SsdTokenTotal", "MissTokenTotal", "MissTokens", });
     internal_static_icehouse_v1_CacheMissTokens_descriptor =
-      getDescriptor().getMessageTypes().get(6);
+      getDescriptor().getMessageTypes().get(7);
     internal_static_icehouse_v1_CacheMissTokens_fieldAccessorTable = new
       com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
         internal_static_icehouse_v1_CacheMissTokens_descriptor,
         new java.lang.String[] { "Reason", "TokenTotal", });
     internal_static_icehouse_v1_SpillDrops_descriptor =
-      getDescriptor().getMessageTypes().get(7);
+      getDescriptor().getMessageTypes().get(8);
     internal_static_icehouse_v1_SpillDrops_fieldAccessorTable = new
       com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
         internal_static_icehouse_v1_SpillDrops_descriptor,
         new java.lang.String[] { "Cause", "BlockTotal", });
     internal_static_icehouse_v1_CacheSpillStats_descriptor =
-      getDescriptor().getMessageTypes().get(8);
+      getDescriptor().getMessageTypes().get(9);
     internal_static_icehouse_v1_CacheSpillStats_fieldAccessorTable = new
       com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
         internal_static_icehouse_v1_CacheSpillStats_descriptor,
         new java.lang.String[] { "Policy", "AcceptedBlockTotal", "PersistedBlockTotal", "PersistedByteTotal", "Drops", "QueueCount", "QueueBytes", "QueueLimitBytes", "WrittenTodayBytes", "DailyLimitBytes", "WriteBytesPerSecond", "BehindBlockTotal", "BehindByteTotal", "BehindWaitingCount", });
     internal_static_icehouse_v1_CachePromoteStats_descriptor =
-      getDescriptor().getMessageTypes().get(9);
+      getDescriptor().getMessageTypes().get(10);
     internal_static_icehouse_v1_CachePromoteStats_fieldAccessorTable = new
       com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
         internal_static_icehouse_v1_CachePromoteStats_descriptor,
         new java.lang.String[] { "LoadTotal", "FailedLoadTotal", "PromotedBlockTotal", "PromotedTokenTotal", "ReadByteTotal", "QueueCount", "QueueLimit", "ReadBytesPerSecond", "RestoreTokensPerSecond", "RecomputeTokensPerSecond", "RecomputeChosenTotal", "FailedRestoreTotal", });
     internal_static_icehouse_v1_CacheIntegrityStats_descriptor =
-      getDescriptor().getMessageTypes().get(10);
+      getDescriptor().getMessageTypes().get(11);
     internal_static_icehouse_v1_CacheIntegrityStats_fieldAccessorTable = new
       com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
         internal_static_icehouse_v1_CacheIntegrityStats_descriptor,
         new java.lang.String[] { "VerifiedBlockTotal", "ChecksumFailureTotal", "HeaderMismatchTotal", "MissingFileTotal", "QuarantinedFileCount", "QuarantinedBytes", "SealFailureTotal", "QuarantinedBlockTotal", });
     internal_static_icehouse_v1_CacheDiskStats_descriptor =
-      getDescriptor().getMessageTypes().get(11);
+      getDescriptor().getMessageTypes().get(12);
     internal_static_icehouse_v1_CacheDiskStats_fieldAccessorTable = new
       com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
         internal_static_icehouse_v1_CacheDiskStats_descriptor,
         new java.lang.String[] { "UsedBytes", "ManifestBytes", "LimitBytes", "FreeBytes", "FreeFloorBytes", "OtherModelBlockCount", "WritesOffDetail", "Encrypted", "HangDetail", "BlockBytes", "RawBlockBytes", "DecompressBytesPerSecond", "Compressing", });
     internal_static_icehouse_v1_CacheReconcileReport_descriptor =
-      getDescriptor().getMessageTypes().get(12);
+      getDescriptor().getMessageTypes().get(13);
     internal_static_icehouse_v1_CacheReconcileReport_fieldAccessorTable = new
       com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
         internal_static_icehouse_v1_CacheReconcileReport_descriptor,

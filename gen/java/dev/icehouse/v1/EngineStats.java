@@ -417,7 +417,7 @@ private static final long serialVersionUID = 0L;
   private long prefilledTokenTotal_ = 0L;
   /**
    * <pre>
-   * Of these, tokens computed.
+   * Of these, tokens computed; besides, those computed ahead of requests (`CacheStats.prefetch`).
    * </pre>
    *
    * <code>int64 prefilled_token_total = 21;</code>
@@ -3258,7 +3258,7 @@ private static final long serialVersionUID = 0L;
     private long prefilledTokenTotal_ ;
     /**
      * <pre>
-     * Of these, tokens computed.
+     * Of these, tokens computed; besides, those computed ahead of requests (`CacheStats.prefetch`).
      * </pre>
      *
      * <code>int64 prefilled_token_total = 21;</code>
@@ -3270,7 +3270,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Of these, tokens computed.
+     * Of these, tokens computed; besides, those computed ahead of requests (`CacheStats.prefetch`).
      * </pre>
      *
      * <code>int64 prefilled_token_total = 21;</code>
@@ -3286,7 +3286,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Of these, tokens computed.
+     * Of these, tokens computed; besides, those computed ahead of requests (`CacheStats.prefetch`).
      * </pre>
      *
      * <code>int64 prefilled_token_total = 21;</code>

@@ -261,7 +261,7 @@ public interface EngineStatsOrBuilder extends
 
   /**
    * <pre>
-   * Of these, tokens computed.
+   * Of these, tokens computed; besides, those computed ahead of requests (`CacheStats.prefetch`).
    * </pre>
    *
    * <code>int64 prefilled_token_total = 21;</code>

@@ -6,7 +6,7 @@ package dev.icehouse.v1;
 
 /**
  * <pre>
- * A prompt to compute and keep.
+ * A prompt to bring into the RAM tier: what is only on SSD is read, and what is missing is computed.
  * </pre>
  *
  * Protobuf type {@code icehouse.v1.WarmRequest}
@@ -445,7 +445,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * A prompt to compute and keep.
+   * A prompt to bring into the RAM tier: what is only on SSD is read, and what is missing is computed.
    * </pre>
    *
    * Protobuf type {@code icehouse.v1.WarmRequest}

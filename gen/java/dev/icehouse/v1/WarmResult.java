@@ -96,7 +96,7 @@ private static final long serialVersionUID = 0L;
   private dev.icehouse.v1.CacheReport cache_;
   /**
    * <pre>
-   * What was in the cache already.
+   * What was in the cache already: `ram_tokens` in RAM, `ssd_tokens` on SSD alone.
    * </pre>
    *
    * <code>.icehouse.v1.CacheReport cache = 2;</code>
@@ -108,7 +108,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * What was in the cache already.
+   * What was in the cache already: `ram_tokens` in RAM, `ssd_tokens` on SSD alone.
    * </pre>
    *
    * <code>.icehouse.v1.CacheReport cache = 2;</code>
@@ -120,7 +120,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * What was in the cache already.
+   * What was in the cache already: `ram_tokens` in RAM, `ssd_tokens` on SSD alone.
    * </pre>
    *
    * <code>.icehouse.v1.CacheReport cache = 2;</code>
@@ -168,6 +168,38 @@ private static final long serialVersionUID = 0L;
     return usage_ == null ? dev.icehouse.v1.Usage.getDefaultInstance() : usage_;
   }
 
+  public static final int PROMOTED_TOKENS_FIELD_NUMBER = 4;
+  private int promotedTokens_ = 0;
+  /**
+   * <pre>
+   * Of `cache.ssd_tokens`, tokens whose blocks are in RAM now, the beginning of the prompt first. Less than all where
+   * the RAM tier, or the tenant's part of it, has no room beside what running requests use.
+   * </pre>
+   *
+   * <code>int32 promoted_tokens = 4;</code>
+   * @return The promotedTokens.
+   */
+  @java.lang.Override
+  public int getPromotedTokens() {
+    return promotedTokens_;
+  }
+
+  public static final int COMPUTED_TOKENS_FIELD_NUMBER = 5;
+  private int computedTokens_ = 0;
+  /**
+   * <pre>
+   * Tokens that were computed: those of the prompt without its last one, which each request computes itself, less
+   * `cache.cached_tokens`.
+   * </pre>
+   *
+   * <code>int32 computed_tokens = 5;</code>
+   * @return The computedTokens.
+   */
+  @java.lang.Override
+  public int getComputedTokens() {
+    return computedTokens_;
+  }
+
   private byte memoizedIsInitialized = -1;
   @java.lang.Override
   public final boolean isInitialized() {
@@ -191,6 +223,12 @@ private static final long serialVersionUID = 0L;
     if (((bitField0_ & 0x00000002) != 0)) {
       output.writeMessage(3, getUsage());
     }
+    if (promotedTokens_ != 0) {
+      output.writeInt32(4, promotedTokens_);
+    }
+    if (computedTokens_ != 0) {
+      output.writeInt32(5, computedTokens_);
+    }
     getUnknownFields().writeTo(output);
   }
 
@@ -210,6 +248,14 @@ private static final long serialVersionUID = 0L;
     if (((bitField0_ & 0x00000002) != 0)) {
       size += com.google.protobuf.CodedOutputStream
         .computeMessageSize(3, getUsage());
+    }
+    if (promotedTokens_ != 0) {
+      size += com.google.protobuf.CodedOutputStream
+        .computeInt32Size(4, promotedTokens_);
+    }
+    if (computedTokens_ != 0) {
+      size += com.google.protobuf.CodedOutputStream
+        .computeInt32Size(5, computedTokens_);
     }
     size += getUnknownFields().getSerializedSize();
     memoizedSize = size;
@@ -238,6 +284,10 @@ private static final long serialVersionUID = 0L;
       if (!getUsage()
           .equals(other.getUsage())) return false;
     }
+    if (getPromotedTokens()
+        != other.getPromotedTokens()) return false;
+    if (getComputedTokens()
+        != other.getComputedTokens()) return false;
     if (!getUnknownFields().equals(other.getUnknownFields())) return false;
     return true;
   }
@@ -259,6 +309,10 @@ private static final long serialVersionUID = 0L;
       hash = (37 * hash) + USAGE_FIELD_NUMBER;
       hash = (53 * hash) + getUsage().hashCode();
     }
+    hash = (37 * hash) + PROMOTED_TOKENS_FIELD_NUMBER;
+    hash = (53 * hash) + getPromotedTokens();
+    hash = (37 * hash) + COMPUTED_TOKENS_FIELD_NUMBER;
+    hash = (53 * hash) + getComputedTokens();
     hash = (29 * hash) + getUnknownFields().hashCode();
     memoizedHashCode = hash;
     return hash;
@@ -412,6 +466,8 @@ private static final long serialVersionUID = 0L;
         usageBuilder_.dispose();
         usageBuilder_ = null;
       }
+      promotedTokens_ = 0;
+      computedTokens_ = 0;
       return this;
     }
 
@@ -460,6 +516,12 @@ private static final long serialVersionUID = 0L;
             ? usage_
             : usageBuilder_.build();
         to_bitField0_ |= 0x00000002;
+      }
+      if (((from_bitField0_ & 0x00000008) != 0)) {
+        result.promotedTokens_ = promotedTokens_;
+      }
+      if (((from_bitField0_ & 0x00000010) != 0)) {
+        result.computedTokens_ = computedTokens_;
       }
       result.bitField0_ |= to_bitField0_;
     }
@@ -519,6 +581,12 @@ private static final long serialVersionUID = 0L;
       if (other.hasUsage()) {
         mergeUsage(other.getUsage());
       }
+      if (other.getPromotedTokens() != 0) {
+        setPromotedTokens(other.getPromotedTokens());
+      }
+      if (other.getComputedTokens() != 0) {
+        setComputedTokens(other.getComputedTokens());
+      }
       this.mergeUnknownFields(other.getUnknownFields());
       onChanged();
       return this;
@@ -564,6 +632,16 @@ private static final long serialVersionUID = 0L;
               bitField0_ |= 0x00000004;
               break;
             } // case 26
+            case 32: {
+              promotedTokens_ = input.readInt32();
+              bitField0_ |= 0x00000008;
+              break;
+            } // case 32
+            case 40: {
+              computedTokens_ = input.readInt32();
+              bitField0_ |= 0x00000010;
+              break;
+            } // case 40
             default: {
               if (!super.parseUnknownField(input, extensionRegistry, tag)) {
                 done = true; // was an endgroup tag
@@ -678,7 +756,7 @@ private static final long serialVersionUID = 0L;
         dev.icehouse.v1.CacheReport, dev.icehouse.v1.CacheReport.Builder, dev.icehouse.v1.CacheReportOrBuilder> cacheBuilder_;
     /**
      * <pre>
-     * What was in the cache already.
+     * What was in the cache already: `ram_tokens` in RAM, `ssd_tokens` on SSD alone.
      * </pre>
      *
      * <code>.icehouse.v1.CacheReport cache = 2;</code>
@@ -689,7 +767,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What was in the cache already.
+     * What was in the cache already: `ram_tokens` in RAM, `ssd_tokens` on SSD alone.
      * </pre>
      *
      * <code>.icehouse.v1.CacheReport cache = 2;</code>
@@ -704,7 +782,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What was in the cache already.
+     * What was in the cache already: `ram_tokens` in RAM, `ssd_tokens` on SSD alone.
      * </pre>
      *
      * <code>.icehouse.v1.CacheReport cache = 2;</code>
@@ -724,7 +802,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What was in the cache already.
+     * What was in the cache already: `ram_tokens` in RAM, `ssd_tokens` on SSD alone.
      * </pre>
      *
      * <code>.icehouse.v1.CacheReport cache = 2;</code>
@@ -742,7 +820,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What was in the cache already.
+     * What was in the cache already: `ram_tokens` in RAM, `ssd_tokens` on SSD alone.
      * </pre>
      *
      * <code>.icehouse.v1.CacheReport cache = 2;</code>
@@ -767,7 +845,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What was in the cache already.
+     * What was in the cache already: `ram_tokens` in RAM, `ssd_tokens` on SSD alone.
      * </pre>
      *
      * <code>.icehouse.v1.CacheReport cache = 2;</code>
@@ -784,7 +862,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What was in the cache already.
+     * What was in the cache already: `ram_tokens` in RAM, `ssd_tokens` on SSD alone.
      * </pre>
      *
      * <code>.icehouse.v1.CacheReport cache = 2;</code>
@@ -796,7 +874,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What was in the cache already.
+     * What was in the cache already: `ram_tokens` in RAM, `ssd_tokens` on SSD alone.
      * </pre>
      *
      * <code>.icehouse.v1.CacheReport cache = 2;</code>
@@ -811,7 +889,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * What was in the cache already.
+     * What was in the cache already: `ram_tokens` in RAM, `ssd_tokens` on SSD alone.
      * </pre>
      *
      * <code>.icehouse.v1.CacheReport cache = 2;</code>
@@ -985,6 +1063,100 @@ private static final long serialVersionUID = 0L;
         usage_ = null;
       }
       return usageBuilder_;
+    }
+
+    private int promotedTokens_ ;
+    /**
+     * <pre>
+     * Of `cache.ssd_tokens`, tokens whose blocks are in RAM now, the beginning of the prompt first. Less than all where
+     * the RAM tier, or the tenant's part of it, has no room beside what running requests use.
+     * </pre>
+     *
+     * <code>int32 promoted_tokens = 4;</code>
+     * @return The promotedTokens.
+     */
+    @java.lang.Override
+    public int getPromotedTokens() {
+      return promotedTokens_;
+    }
+    /**
+     * <pre>
+     * Of `cache.ssd_tokens`, tokens whose blocks are in RAM now, the beginning of the prompt first. Less than all where
+     * the RAM tier, or the tenant's part of it, has no room beside what running requests use.
+     * </pre>
+     *
+     * <code>int32 promoted_tokens = 4;</code>
+     * @param value The promotedTokens to set.
+     * @return This builder for chaining.
+     */
+    public Builder setPromotedTokens(int value) {
+
+      promotedTokens_ = value;
+      bitField0_ |= 0x00000008;
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * Of `cache.ssd_tokens`, tokens whose blocks are in RAM now, the beginning of the prompt first. Less than all where
+     * the RAM tier, or the tenant's part of it, has no room beside what running requests use.
+     * </pre>
+     *
+     * <code>int32 promoted_tokens = 4;</code>
+     * @return This builder for chaining.
+     */
+    public Builder clearPromotedTokens() {
+      bitField0_ = (bitField0_ & ~0x00000008);
+      promotedTokens_ = 0;
+      onChanged();
+      return this;
+    }
+
+    private int computedTokens_ ;
+    /**
+     * <pre>
+     * Tokens that were computed: those of the prompt without its last one, which each request computes itself, less
+     * `cache.cached_tokens`.
+     * </pre>
+     *
+     * <code>int32 computed_tokens = 5;</code>
+     * @return The computedTokens.
+     */
+    @java.lang.Override
+    public int getComputedTokens() {
+      return computedTokens_;
+    }
+    /**
+     * <pre>
+     * Tokens that were computed: those of the prompt without its last one, which each request computes itself, less
+     * `cache.cached_tokens`.
+     * </pre>
+     *
+     * <code>int32 computed_tokens = 5;</code>
+     * @param value The computedTokens to set.
+     * @return This builder for chaining.
+     */
+    public Builder setComputedTokens(int value) {
+
+      computedTokens_ = value;
+      bitField0_ |= 0x00000010;
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * Tokens that were computed: those of the prompt without its last one, which each request computes itself, less
+     * `cache.cached_tokens`.
+     * </pre>
+     *
+     * <code>int32 computed_tokens = 5;</code>
+     * @return This builder for chaining.
+     */
+    public Builder clearComputedTokens() {
+      bitField0_ = (bitField0_ & ~0x00000010);
+      computedTokens_ = 0;
+      onChanged();
+      return this;
     }
     @java.lang.Override
     public final Builder setUnknownFields(

@@ -30,7 +30,7 @@ public interface WarmResultOrBuilder extends
 
   /**
    * <pre>
-   * What was in the cache already.
+   * What was in the cache already: `ram_tokens` in RAM, `ssd_tokens` on SSD alone.
    * </pre>
    *
    * <code>.icehouse.v1.CacheReport cache = 2;</code>
@@ -39,7 +39,7 @@ public interface WarmResultOrBuilder extends
   boolean hasCache();
   /**
    * <pre>
-   * What was in the cache already.
+   * What was in the cache already: `ram_tokens` in RAM, `ssd_tokens` on SSD alone.
    * </pre>
    *
    * <code>.icehouse.v1.CacheReport cache = 2;</code>
@@ -48,7 +48,7 @@ public interface WarmResultOrBuilder extends
   dev.icehouse.v1.CacheReport getCache();
   /**
    * <pre>
-   * What was in the cache already.
+   * What was in the cache already: `ram_tokens` in RAM, `ssd_tokens` on SSD alone.
    * </pre>
    *
    * <code>.icehouse.v1.CacheReport cache = 2;</code>
@@ -81,4 +81,26 @@ public interface WarmResultOrBuilder extends
    * <code>.icehouse.v1.Usage usage = 3;</code>
    */
   dev.icehouse.v1.UsageOrBuilder getUsageOrBuilder();
+
+  /**
+   * <pre>
+   * Of `cache.ssd_tokens`, tokens whose blocks are in RAM now, the beginning of the prompt first. Less than all where
+   * the RAM tier, or the tenant's part of it, has no room beside what running requests use.
+   * </pre>
+   *
+   * <code>int32 promoted_tokens = 4;</code>
+   * @return The promotedTokens.
+   */
+  int getPromotedTokens();
+
+  /**
+   * <pre>
+   * Tokens that were computed: those of the prompt without its last one, which each request computes itself, less
+   * `cache.cached_tokens`.
+   * </pre>
+   *
+   * <code>int32 computed_tokens = 5;</code>
+   * @return The computedTokens.
+   */
+  int getComputedTokens();
 }

@@ -60,6 +60,8 @@ class Node:
     """The root that its chain begins below; None when a block between is not known."""
     session: SessionKey | None = None
     """The session that computed it and alone has used it; `Sessions` writes it."""
+    prefetched_token_count: int = 0
+    """Its last tokens that a prefetch computed and no request has begun with yet."""
 
     @property
     def end_token_index(self) -> int:

@@ -1,0 +1,192 @@
+"""Prefetcher: computes how sessions' next prompts begin, while the engine has nothing else to do. Event loop.
+
+One prompt at a time, the latest reply's first. A call that makes the engine run has what is computed given up
+before it is submitted, so that it waits for one pass at most; what was computed by then stays in the cache.
+What waits is bounded, and to lose it costs nothing but the time that the next turn takes without it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import dataclasses
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+
+from icehouse_server.domain.events import Failed
+from icehouse_server.domain.ids import RequestId, Tenant
+from icehouse_server.domain.model import EngineState
+from icehouse_server.domain.request import GenerationRequest, request_id_of
+from icehouse_server.errors import Cancelled, IcehouseError
+from icehouse_server.rpc.engine_client.engine_ports import EnginePort
+from icehouse_server.rpc.engine_client.outbox import Outbox
+from icehouse_server.rpc.engine_client.router import Router
+
+WAITING_LIMIT = 64
+"""Sessions whose next turn waits to be computed."""
+WAITING_TOKEN_LIMIT = 1 << 20
+"""Tokens of their histories together, which are held meanwhile."""
+_IDLE_S = 0.1
+"""So long nothing may run before one is begun: most agents answer a call of a tool sooner."""
+_ATTEMPT_LIMIT = 3
+"""How often one is begun that others interrupt."""
+_EVENT_LIMIT, _BYTE_LIMIT = 8, 1 << 16
+"""Of what the engine reports of a prompt, whose progress is merged into one event."""
+
+Key = tuple[Tenant, str]
+
+
+@dataclasses.dataclass(slots=True)
+class NextTurn:
+    """A session's next prompt, as far as it is known."""
+
+    tenant: Tenant
+    session_id: str
+    token_count: int
+    """Of the prompt and the reply that it follows."""
+    make: Callable[[RequestId], Awaitable[GenerationRequest | None]]
+    """Returns the warm-up to run; None if there is nothing to compute. Raises what refuses it."""
+    context: contextvars.Context = dataclasses.field(default_factory=contextvars.copy_context)
+    """The call's, whose caller the tokenizer's work counts against."""
+    attempt_count: int = 0
+
+    @property
+    def key(self) -> Key:
+        return self.tenant, self.session_id
+
+
+class Prefetcher:
+    """Bounded by WAITING_LIMIT sessions. Beyond it the tenant with the most loses its oldest."""
+
+    def __init__(self, *, engine: EnginePort, router: Router) -> None:
+        self._engine = engine
+        self._router = router
+        self._waiting: dict[Key, NextTurn] = {}
+        """By session, the oldest first."""
+        self._busy_count = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._current: NextTurn | None = None
+        """The one that is being computed; None once it is not wanted any more."""
+        self._request_id: RequestId | None = None
+        """Its request, while the engine runs it."""
+        self._number = 0
+        self._is_closed = False
+
+    def note(self, turn: NextTurn) -> None:
+        """Have a next turn computed when nothing else runs, in place of its session's last one."""
+        if self._is_closed or turn.token_count > WAITING_TOKEN_LIMIT:
+            return
+        self._waiting.pop(turn.key, None)
+        self._waiting[turn.key] = turn
+        while len(self._waiting) > WAITING_LIMIT or self._waiting_token_count > WAITING_TOKEN_LIMIT:
+            counts = Counter(tenant for tenant, _ in self._waiting)
+            [(greediest, _)] = counts.most_common(1)
+            del self._waiting[next(key for key in self._waiting if key[0] == greediest)]
+        self._resume()
+
+    @property
+    def _waiting_token_count(self) -> int:
+        return sum(turn.token_count for turn in self._waiting.values())
+
+    @contextlib.contextmanager
+    def paused(self, requests: Sequence[GenerationRequest]) -> Iterator[None]:
+        """Compute nothing until the block ends. What is being computed is given up, and for the sessions of
+        these requests nothing is computed any more: their next turn is here."""
+        for request in requests:
+            self.forget(request.tenant, request.session_id)
+        self._busy_count += 1
+        self._give_up()
+        try:
+            yield
+        finally:
+            self._busy_count -= 1
+            self._resume()
+
+    def forget(self, tenant: Tenant, session_id: str) -> None:
+        """Compute nothing for a session: it has ended, or goes on."""
+        self._waiting.pop((tenant, session_id), None)
+        if self._current is not None and self._current.key == (tenant, session_id):
+            self._current = None
+            self._give_up()
+
+    def forget_all(self, tenant: Tenant | None = None) -> None:
+        """Compute nothing of what waits: of a tenant, None: of all."""
+        current = () if self._current is None else (self._current.key,)
+        for key in (*self._waiting, *current):
+            if tenant is None or key[0] == tenant:
+                self.forget(*key)
+
+    def close(self) -> None:
+        """Give everything up, for good."""
+        self._is_closed = True
+        self.forget_all()
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._task is not None:
+            self._task.cancel()
+
+    def _give_up(self) -> None:
+        if self._request_id is not None:
+            self._engine.cancel(self._request_id)
+
+    def _resume(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._waiting and not self._busy_count and self._task is None:
+            self._timer = asyncio.get_running_loop().call_later(_IDLE_S, self._begin)
+
+    def _begin(self) -> None:
+        self._timer = None
+        if self._router.state is not EngineState.READY:
+            return
+        _, turn = self._waiting.popitem()
+        turn.attempt_count += 1
+        self._current = turn
+        self._task = asyncio.get_running_loop().create_task(self._compute(turn), context=turn.context)
+        self._task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        turn, self._task, self._current = self._current, None, None
+        if task.cancelled():
+            return
+        if turn is not None and task.exception() is None and turn.key not in self._waiting:
+            self._waiting = {turn.key: turn, **self._waiting}
+        self._resume()
+        task.result()  # raises what nobody expects, for the loop to log
+
+    async def _compute(self, turn: NextTurn) -> None:
+        """Compute a next turn; `_current` still has it at the end if that is to be tried again."""
+        if self._busy_count:
+            return
+        self._number += 1
+        request_id = request_id_of(f"~prefetch-{self._number}", turn.tenant)  # no caller's name has the sign
+        request = None
+        with contextlib.suppress(IcehouseError):  # the next turn's own call will be told why
+            request = await turn.make(request_id)
+        is_refused = request is None or not await self._run(request)
+        if is_refused or turn.attempt_count >= _ATTEMPT_LIMIT:
+            self._current = None
+
+    async def _run(self, request: GenerationRequest) -> bool:
+        """Run a warm-up unless it is not wanted any more; return whether it may be tried again."""
+        if self._busy_count or self._current is None:
+            return True
+        outbox = Outbox(event_limit=_EVENT_LIMIT, byte_limit=_BYTE_LIMIT, on_stall=lambda: None)
+        self._router.open(request.request_id, outbox)
+        try:
+            self._engine.submit(request)
+        except IcehouseError:
+            self._router.forget(request.request_id)
+            return False
+        self._request_id = request.request_id
+        try:
+            while not outbox.ended:
+                event = await outbox.take()
+            return isinstance(event, Failed) and isinstance(event.error, Cancelled)
+        finally:
+            self._request_id = None
+            if self._router.release(request.request_id, outbox):
+                self._engine.cancel(request.request_id)
