@@ -2,8 +2,8 @@
 
 An entry knows the storage of its class in mlx-lm 0.32 (`mlx_lm/models/cache.py`): which kind of region it
 is stored as, where its tokens lie, how it is rebuilt and quantized, and how guessed tokens are taken back.
-A class without an entry is copied whole by its state, if that proves to be enough (`opaque_state`), and so
-is a subclass, which may store differently. A new class is an entry and a row in its test; CacheList has none.
+A class without an entry is refused, and so is a subclass, which may store differently: its model is served
+without prefix reuse. A new class is an entry and a row in its test; CacheList has none.
 
 Rebuilt caches continue as uninterrupted ones would, bit for bit. Inference thread only.
 """
@@ -27,10 +27,8 @@ from mlx_lm.models.cache import (
 )
 
 from icehouse_server.domain.blocks import RegionKind
-from icehouse_server.engine.kv_cache import opaque_state
-from icehouse_server.engine.kv_cache.opaque_state import CacheUnsupported
 from icehouse_server.engine.kv_cache.regions import TOKEN_AXIS, TokenArrays
-from icehouse_server.errors import ModelError, Reason
+from icehouse_server.errors import IcehouseError, ModelError, Reason
 
 Cache = Any
 """One layer's cache: KVCache, RotatingKVCache, ArraysCache, CacheList, ..."""
@@ -39,6 +37,17 @@ Arrays = Mapping[str, mx.array]
 """A cache's arrays by suffix ("k", "v", "state.0000"), evaluated and nobody else's."""
 
 Undo = Callable[[], None]
+
+
+class CacheUnsupported(IcehouseError):
+    """A cache class can be neither cut nor copied whole; the model serves without prefix reuse."""
+
+    def __init__(self, cache_class: str, why: str) -> None:
+        super().__init__(
+            Reason.CACHE_UNSUPPORTED,
+            f"Cache class {cache_class} {why}; the model is served without prefix reuse",
+            metadata={"cache_class": cache_class},
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -86,7 +95,7 @@ class CacheClass:
         raise AssertionError(f"{self.name} has no tokens that can be cut")
 
     def whole(self, cache: Cache) -> list[tuple[str, mx.array]]:
-        """Return (suffix, array) pairs, suffixes ascending, of the state now. Raises CacheUnsupported."""
+        """Return (suffix, array) pairs, suffixes ascending, of the state now."""
         raise AssertionError(f"{self.name} is cut by tokens")
 
     def rebuild(self, empty: Cache, arrays: Arrays, *, token_count: int) -> Cache:
@@ -313,20 +322,14 @@ class SlottedState(CacheClass):
         return rows
 
 
-class OpaqueState(CacheClass):
-    """A class without an entry, copied by its `state` where that is proved to be all of it."""
+class UnknownCache(CacheClass):
+    """A class without an entry."""
 
     __slots__ = ()
     kind = RegionKind.CHECKPOINT
 
     def check(self, cache: Cache) -> None:
-        opaque_state.check_copyable(self.cache_type)
-
-    def whole(self, cache: Cache) -> list[tuple[str, mx.array]]:
-        return opaque_state.cut(cache)
-
-    def rebuild(self, empty: Cache, arrays: Arrays, *, token_count: int) -> Cache:
-        return opaque_state.rebuild(self.cache_type, arrays)
+        raise CacheUnsupported(self.name, "is unknown")
 
 
 CACHE_CLASSES: Final[Mapping[type, CacheClass]] = {
@@ -346,7 +349,7 @@ def class_of(cache: Cache) -> CacheClass:
     """Return the entry of a cache that is not a CacheList; this server's classes bring `cache_class`."""
     kind = type(cache)
     own: CacheClass | None = getattr(kind, "cache_class", None)
-    return own or CACHE_CLASSES.get(kind) or OpaqueState(kind)
+    return own or CACHE_CLASSES.get(kind) or UnknownCache(kind)
 
 
 def make_caches(model: Any) -> list[Cache]:

@@ -113,8 +113,8 @@ def test_every_cache_class_of_mlx_lm_is_known() -> None:
     """What stands here was looked at: a class that a new mlx-lm brings fails this."""
     base = upstream._BaseCache
     found = {kind for _, kind in inspect.getmembers(upstream, inspect.isclass) if issubclass(kind, base)}
-    # The base; a list of caches; one that no model makes, which is held by its state; and what several
-    # sequences' caches are merged into, which is not done here.
+    # The base; a list of caches; one that no model makes; and what several sequences' caches are merged into,
+    # which is not done here.
     others = {base, CacheList, upstream.ConcatenateKVCache}
     batches = {upstream.BatchKVCache, upstream.BatchRotatingKVCache}
     assert found - others - batches <= set(CACHE_CLASSES)
