@@ -97,11 +97,7 @@ class KvCode:
         changed = [name for name, stamp in self.stamps.items() if not stamp.is_current()]
         if changed:
             raise _changed(changed)
-        unread = sorted(
-            f"{home.module}.{home.name}"
-            for home in set(_homes(classes)) - self.names
-            if Import(home.module, EVERY_NAME) not in self.names
-        )
+        unread = sorted(f"{home.module}.{home.name}" for home in set(_homes(classes)) - self.names)
         if unread:
             raise ModelError(
                 Reason.MODEL_INVALID,
