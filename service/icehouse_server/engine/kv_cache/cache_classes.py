@@ -28,7 +28,7 @@ from mlx_lm.models.cache import (
 
 from icehouse_server.domain.blocks import RegionKind
 from icehouse_server.engine.kv_cache.regions import TOKEN_AXIS, TokenArrays
-from icehouse_server.errors import IcehouseError, ModelError, Reason
+from icehouse_server.errors import IcehouseError, Reason, model_invalid
 
 Cache = Any
 """One layer's cache: KVCache, RotatingKVCache, ArraysCache, CacheList, ..."""
@@ -85,10 +85,6 @@ class CacheClass:
     def window_token_count(self, cache: Cache) -> int:
         """Length of the sliding window; 0 for the other kinds."""
         return 0
-
-    def facts(self, cache: Cache) -> tuple[int, ...]:
-        """What must be equal for a restore, besides class and window."""
-        return ()
 
     def tokens(self, cache: Cache) -> TokenArrays:
         """Describe where the tokens of one sequence's cache lie; of kv and window."""
@@ -186,9 +182,6 @@ class QuantizedKv(PlainKv):
     def of_other(self, cache: Cache) -> Cache | None:
         return None
 
-    def facts(self, cache: Cache) -> tuple[int, ...]:
-        return cache.group_size, cache.bits
-
     def _tokens(self, cache: Cache) -> TokenArrays:
         (keys, key_scales, key_biases), (values, value_scales, value_biases) = cache.keys, cache.values
         arrays = (keys, key_biases, key_scales, values, value_biases, value_scales)
@@ -284,9 +277,6 @@ class SlottedState(CacheClass):
     def of_other(self, cache: Cache) -> Cache | None:
         return self.cache_type(size=len(cache.cache))
 
-    def facts(self, cache: Cache) -> tuple[int, ...]:
-        return (len(cache.cache),)
-
     def whole(self, cache: Cache) -> list[tuple[str, mx.array]]:
         assert cache.lengths is None, "The batch is in the middle of a padded prefill"
         # A merge of empty caches leaves zeros here, which count down below zero: no padding at all.
@@ -381,9 +371,7 @@ def _of_mlx_lm(cache: Cache) -> Cache:
     entry = next((each for each in CACHE_CLASSES.values() if each.name == kind.__name__), None)
     empty = None if entry is None else entry.of_other(cache)
     if empty is None:
-        raise ModelError(
-            Reason.MODEL_INVALID, f"the model's layers keep mlx-vlm's {kind.__name__}, which is not served"
-        )
+        raise model_invalid(f"the model's layers keep mlx-vlm's {kind.__name__}, which is not served")
     return empty
 
 
@@ -415,6 +403,11 @@ def leaf(caches: Sequence[Any], path: tuple[int, ...]) -> Any:
     return cache
 
 
+def mark(caches: Sequence[Cache]) -> list[Undo]:
+    """Remember where caches from which tokens can be taken back, or states, stand."""
+    return [class_of(leaf).mark(leaf) for leaf in leaves(caches)]
+
+
 def put(caches: list[Any], path: tuple[int, ...], cache: Any) -> None:
     """Set the cache at this path, inside CacheLists where the path goes on."""
     if len(path) == 1:
@@ -426,7 +419,7 @@ def put(caches: list[Any], path: tuple[int, ...], cache: Any) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CachePart:
-    """One cache of a model that is not a list: its path, its class, and what a restore must find equal."""
+    """One cache of a model that is not a list: its path, its class and its window."""
 
     name: str
     """"007", or "007.1" inside a CacheList; prefix of its tensors' names."""
@@ -434,8 +427,6 @@ class CachePart:
     cache_class: CacheClass
     window_token_count: int = 0
     """Length of the sliding window; 0 for the other kinds."""
-    facts: tuple[int, ...] = ()
-    """What must be equal for a restore: (group size, bits), slots of an ArraysCache."""
 
     @property
     def kind(self) -> RegionKind:
@@ -451,7 +442,7 @@ def parts_of(caches: Sequence[Cache]) -> Iterator[CachePart]:
         entry = class_of(cache)
         entry.check(cache)
         name = ".".join([f"{path[0]:03d}", *map(str, path[1:])])
-        yield CachePart(name, path, entry, entry.window_token_count(cache), entry.facts(cache))
+        yield CachePart(name, path, entry, entry.window_token_count(cache))
 
 
 def _keys_and_values(cache: Cache) -> tuple[tuple[str, mx.array], ...]:

@@ -47,7 +47,7 @@ from icehouse_server.engine.runner.pipeline import Pipeline
 from icehouse_server.engine.runner.vision.features import ImageFeatures
 from icehouse_server.engine.runner.warm_up import warm_up_rows
 from icehouse_server.engine.sampling.sampling_row import SamplingRow
-from icehouse_server.errors import ConfigError, ModelError, Reason
+from icehouse_server.errors import ConfigError, Reason, model_invalid
 from icehouse_server.text.tokenizer import Tokenizer
 
 _log = logging.getLogger("icehouse.engine")
@@ -428,10 +428,9 @@ class ModelRunner:
             ) from error
         modes = ", ".join(mode.value for mode in facts.modes)
         if model_loader.needs_flat_layers(model) and facts.modes != (PassSplit.ATTENTION,):
-            raise ModelError(
-                Reason.MODEL_INVALID,
+            raise model_invalid(
                 f"this model's passes are split by {modes} ({facts.reason}); only those "
-                "that attention splits know where images are; is mlx-vlm a newer one than 0.7?",
+                "that attention splits know where images are; is mlx-vlm a newer one than 0.7?"
             )
         detail = {"ways": modes, "detail": facts.reason or "rows share every layer"}
         if facts.caches:

@@ -10,11 +10,11 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from icehouse_server.domain.blocks import RegionKind
-from icehouse_server.engine.kv_cache import rewind
 from icehouse_server.engine.kv_cache.cache_classes import (
     CACHE_CLASSES,
     class_of,
     leaves,
+    mark,
     quantize_caches,
     step_token_count,
 )
@@ -196,9 +196,10 @@ def test_a_mark_undoes_every_update_since(row: Row, before: tuple[int, ...]) -> 
     start = sum(before)
     run(row, cache, before)
     run(row, other, before)
-    marks = rewind.mark([CacheList(cache)])
+    undos = mark([CacheList(cache)])
     run(row, cache, (1, 3, 1, 1, 1, 1, 1, 1, 1), start=start + 5)
-    rewind.return_to(marks)
+    for undo in undos:
+        undo()
     for count in (1, 3, 1):
         assert alike(row.feed(cache, start, count), row.feed(other, start, count))
         start += count

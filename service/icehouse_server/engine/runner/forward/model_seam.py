@@ -28,7 +28,7 @@ from icehouse_server.engine.attention.cpu.rope import rope_over
 from icehouse_server.engine.runner.forward.layer_view import HANDED, FlatLayer, SplitLayer, attend
 from icehouse_server.engine.runner.forward.masks import RowMasks
 from icehouse_server.engine.runner.forward.row import Features
-from icehouse_server.engine.runner.forward.splits import Door, NotSplittable
+from icehouse_server.engine.runner.forward.splits import NotSplittable
 
 Call = Callable[..., Any]
 """What a module does when it is called, without what is changed here."""
@@ -229,19 +229,20 @@ def picked(output: mx.array, indices: mx.array) -> mx.array:
     return mx.take(output, indices, axis=1 if output.shape[1] > 1 else 0)
 
 
-def open_doors(model: Any, door: Door) -> None:
-    """Let the modules that take a layer's cache split the rows; done once for a model, each door adding."""
-    for module in _cache_takers(model, door):
+def open_doors(model: Any) -> None:
+    """Let the modules that take a layer's cache split the rows: those inside the layers (attention, mixer,
+    convolution), or a layer itself that has none. Done once for a model."""
+    for module in _cache_takers(model):
         kind: Any = type(module)
         become(module, "split", functools.partial(_split, _parameters_of(kind)))
 
 
-def _cache_takers(model: Any, door: Door) -> Iterator[Any]:
+def _cache_takers(model: Any) -> Iterator[Any]:
     for layer in model.layers:
         if not isinstance(layer, Module):
             continue
         inner = [m for m in modules_of(layer) if m is not layer and _takes_cache(m)]
-        if inner and door is Door.INNER:
+        if inner:
             yield from inner
         elif _takes_cache(layer):
             yield layer
