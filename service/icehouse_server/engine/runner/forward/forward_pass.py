@@ -79,7 +79,7 @@ class ForwardPass:
         share_angles()
         if any(split.needs_door for split in facts.caches):
             open_doors(model)
-        if facts.gives_hidden:
+        if facts.hidden_size:
             self._trunk = Trunk(model)
         self._window = LayerWindow(model) if facts.layer_count else None
 

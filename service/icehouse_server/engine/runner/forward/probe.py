@@ -55,7 +55,7 @@ def examine(
         _join(model, join, make, reference)
     caches = make()
     alone = PassFacts(
-        caches=(), gives_hidden=_gives_hidden(model, make, reference), can_take_back=can_take_back(caches)
+        caches=(), hidden_size=_hidden_size(model, make, reference), can_take_back=can_take_back(caches)
     )
     errors: dict[str, None] = {}
     for splits in candidates(caches):
@@ -209,22 +209,23 @@ def _finite(array: mx.array) -> mx.array:
     return mx.where(mx.isfinite(array), array, 0.0)
 
 
-def _gives_hidden(model: Any, make: Callable[[], list[Any]], reference: _Reference) -> bool:
-    """Find out whether hidden states can be had, and the head may read only some of them."""
+def _hidden_size(model: Any, make: Callable[[], list[Any]], reference: _Reference) -> int:
+    """Return the width of the hidden states; 0 without them, or where the head must read all."""
     count = reference.schedule[0][0]
     try:
         trunk = Trunk(model)
     except LookupError:
-        return False
+        return 0
     trunk.is_on, trunk.indices = True, mx.array([1, count - 1])
     try:
         picked = model(mx.array(_tokens(0, 0, count))[None], cache=make())[0]
         moved = _distance(picked, reference.logits[0][0][trunk.indices])
-        return (
-            trunk.hidden is not None and trunk.hidden.shape[:2] == (1, count) and moved <= reference.tolerance
-        )
+        hidden = trunk.hidden
+        if hidden is None or hidden.shape[:2] != (1, count) or not moved <= reference.tolerance:
+            return 0
+        return int(hidden.shape[-1])
     except Exception as error:  # whatever a head does that is not called as most are
         _log.info("head_reads_all", extra={"detail": f"{type(error).__name__}: {str(error)[:160]}"})
-        return False
+        return 0
     finally:
         trunk.is_on, trunk.indices, trunk.hidden = False, None, None

@@ -57,9 +57,9 @@ class PassFacts:
 
     caches: tuple[CacheSplit, ...]
     """One for each cache of `make_prompt_cache`; empty where rows run alone."""
-    gives_hidden: bool = False
-    """Hidden states are available, and the head reads only the wanted ones; else it reads all, and logits are
-    picked from them."""
+    hidden_size: int = 0
+    """Width of the hidden states, of which the head reads only the wanted ones; 0 where they cannot be had, so
+    that logits are picked from those of all tokens."""
     can_take_back: bool = False
     """Speculation is possible: every cache class can give tokens back."""
     layer_count: int = 0

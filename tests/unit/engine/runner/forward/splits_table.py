@@ -33,7 +33,7 @@ def entry_of(architecture: str) -> dict[str, Any]:
     except Exception as error:  # whatever a model makes of a small configuration
         return {"not_built": f"{type(error).__name__}: {' '.join(str(error).split())[:80]}"}
     found: dict[str, Any] = {"ways": "+".join(mode.value for mode in facts.modes)}
-    for name in ("gives_hidden", "can_take_back"):
+    for name in ("hidden_size", "can_take_back"):
         if not getattr(facts, name):
             found[name] = False
     if not facts.layer_count:
