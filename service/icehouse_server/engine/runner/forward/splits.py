@@ -58,7 +58,7 @@ class PassFacts:
     caches: tuple[CacheSplit, ...]
     """One for each cache of `make_prompt_cache`; empty where rows run alone."""
     hidden_size: int = 0
-    """Width of the hidden states, of which the head reads only the wanted ones; 0 where they cannot be had, so
+    """Width of the hidden states, of which the head reads only the wanted ones; 0 where none can be had, so
     that logits are picked from those of all tokens."""
     can_take_back: bool = False
     """Speculation is possible: every cache class can give tokens back."""
