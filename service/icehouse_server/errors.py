@@ -177,6 +177,11 @@ class ModelError(IcehouseError):
     """The model folder is missing, incomplete or of an unknown kind; the process does not start."""
 
 
+def model_invalid(message: str, *, metadata: Mapping[str, object] | None = None) -> ModelError:
+    """Return why a model folder, or what is in it, cannot be served."""
+    return ModelError(Reason.MODEL_INVALID, message, metadata=metadata)
+
+
 class StartError(IcehouseError):
     """An address or directory the process needs cannot be had; the process does not start."""
 

@@ -1,20 +1,50 @@
-"""Choice of the backend that attends to pages on this device."""
+"""Choice of the backend that attends to pages on this device: one is used once it is proved, at load, for one
+model's geometry.
+
+In the trial the backend runs a few passes, dispatched one after the other without waiting, and so does a
+reference, which waits for each. Their outputs must be close and their pools equal in every number: what was
+written is where it belongs and nothing else changed. The pool is a few megabytes. Inference thread.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import logging
+from collections.abc import Iterator
+
+import mlx.core as mx
+import numpy as np
 
 from icehouse_server.device import Backend, find_backend
 from icehouse_server.engine.attention.cpu.attention import CpuAttention
 from icehouse_server.engine.attention.gather import GatherAttention
 from icehouse_server.engine.attention.gpu.launch import gpu_attentions
-from icehouse_server.engine.attention.gpu.trial import prove
-from icehouse_server.engine.attention.port import PagedAttention, PoolShape
+from icehouse_server.engine.attention.port import (
+    AttentionCall,
+    Ints,
+    PagedAttention,
+    Pool,
+    PoolShape,
+    TokenPlaces,
+)
 
 _log = logging.getLogger("icehouse.engine")
 
 _CUDNN_HEAD_SIZE_LIMIT = 128
 """What cuDNN attends to as of MLX 0.32, in 16 bits; the head size is a multiple of 8."""
+
+_PASS_COUNT = 3
+_MOST_LAYERS = 3
+_LONGEST = 300
+"""Tokens of the longest row: enough that its keys are split."""
+_LONG_ROW = 4
+_CHUNK = 4
+"""Tokens that one of the rows brings in each pass."""
+_TOLERANCE = 0.02
+"""Of the largest number. 16-bit numbers are rounded and a reference may multiply in TF32; a key that is
+missed, or seen in vain, moves far more."""
+_SEED = 0
 
 
 def shapes_are_costly(shape: PoolShape) -> bool:
@@ -34,3 +64,149 @@ def kernels_for(shape: PoolShape, *, query_head_count: int, has_sinks: bool) -> 
             return kernels
         _log.warning("pages_unproved", extra={"detail": why})
     return None
+
+
+@dataclasses.dataclass(slots=True)
+class _TrialPool:
+    shape: PoolShape
+    array: mx.array
+    order: mx.array
+    view: mx.array | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Pass:
+    places: TokenPlaces
+    keys: mx.array
+    values: mx.array
+    queries: mx.array
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Trial:
+    shape: PoolShape
+    content: mx.array
+    """What the pool holds before."""
+    passes: tuple[_Pass, ...]
+    calls: tuple[AttentionCall, ...]
+    """Each layer makes each of them."""
+
+
+def prove(
+    shape: PoolShape,
+    query_head_count: int,
+    *,
+    backend: PagedAttention,
+    reference: PagedAttention,
+    has_sinks: bool = False,
+) -> str:
+    """Return why the backend must not be used for such a model on this device, "" where it is proved."""
+    trial = _prepare(
+        dataclasses.replace(shape, layer_count=min(shape.layer_count, _MOST_LAYERS)),
+        query_head_count,
+        has_sinks=has_sinks,
+    )
+    wanted, wanted_pool = _run(trial, reference, waits=True)
+    try:
+        outputs, pool = _run(trial, backend, waits=False)
+        mx.eval(outputs, pool)
+    except (RuntimeError, ValueError) as error:
+        return f"attention over pages failed: {error}"
+    if not all(mx.array_equal(*each).item() for each in zip(pool, wanted_pool, strict=True)):
+        return "the pages hold other numbers than what was written"
+    for index, (output, right) in enumerate(zip(outputs, wanted, strict=True)):
+        highest, apart = _largest(right), _largest(output.astype(mx.float32) - right.astype(mx.float32))
+        if not apart <= _TOLERANCE * highest:  # also where it is not a number
+            call = trial.calls[index % len(trial.calls)]
+            kind = f"window {call.window}, {'no ' if call.sinks is None else ''}sinks"
+            return f"attention over pages ({kind}) is off by {apart:.3g} of {highest:.3g}"
+    return ""
+
+
+def _largest(numbers: mx.array) -> float:
+    return float(mx.abs(numbers.astype(mx.float32)).max().item())  # type: ignore[arg-type]
+
+
+def _run(trial: _Trial, backend: PagedAttention, *, waits: bool) -> tuple[list[mx.array], list[mx.array]]:
+    """Return the outputs of all passes, and the pool's numbers after them: all, and the long row's."""
+    shape = trial.shape
+    pool = _TrialPool(shape, mx.zeros(trial.content.shape, shape.dtype), mx.zeros((1,), mx.int32))
+    mx.eval(pool.array, pool.order)
+    everything = np.arange(trial.content.shape[0], dtype=np.int32)
+    backend.fill_pages(pool, trial.content, everything)
+    backend.copy_pages(pool, everything[:1], everything[-1:])
+    outputs: list[mx.array] = []
+    for is_one_launch, each in zip(itertools.cycle((True, False)), trial.passes, strict=False):
+        own: list[mx.array] = []
+        for layer in range(shape.layer_count):
+            own.extend(_outputs(trial, backend, pool, each, layer, is_one_launch=is_one_launch))
+        mx.async_eval(own, pool.order)  # type: ignore[no-untyped-call]
+        if waits:
+            mx.eval(own, pool.order)
+        outputs.extend(own)
+    whole = backend.read_pages(pool, everything)
+    size, last = shape.page_token_count, shape.layer_count - 1
+    # Without its first page, and some tokens more than it has.
+    row = backend.gather_row(
+        pool, trial.passes[-1].places, row=_LONG_ROW, layer=last, first_token=size, key_count=_LONGEST + size
+    )
+    return outputs, [whole, *row]
+
+
+def _outputs(
+    trial: _Trial, backend: PagedAttention, pool: Pool, one: _Pass, layer: int, *, is_one_launch: bool
+) -> Iterator[mx.array]:
+    """Write, then make each call; with `is_one_launch` the first of them writes as well."""
+    if not is_one_launch:
+        backend.write(pool, one.keys, one.values, one.places, layer=layer)
+    for call in trial.calls:
+        new = (one.keys, one.values) if is_one_launch and call is trial.calls[0] else None
+        yield backend.attend(pool, one.queries, one.places, dataclasses.replace(call, layer=layer), new)
+
+
+def _prepare(shape: PoolShape, query_head_count: int, *, has_sinks: bool) -> _Trial:
+    random = np.random.default_rng(_SEED)
+
+    def normal(*sizes: int) -> mx.array:
+        return mx.array(random.standard_normal(sizes, np.float32)).astype(shape.dtype)
+
+    rows, begins, counts = _rows(shape.page_token_count)
+    kv_heads, size = shape.kv_head_count, shape.head_size
+    passes = []
+    for step in range(_PASS_COUNT):
+        places = _places(rows, [b + step * n for b, n in zip(begins, counts, strict=True)], counts)
+        token_count = places.token_count
+        keys, values = (normal(token_count, kv_heads, 1, size) for _ in range(2))
+        passes.append(_Pass(places, keys, values, normal(token_count, query_head_count, 1, size)))
+    page_count = 1 + max(max(pages) for pages in rows)
+    content = normal(page_count, shape.layer_count, 2, kv_heads, shape.page_token_count, size)
+    window = shape.page_token_count + shape.page_token_count // 2
+    sinks = [None, normal(query_head_count)] if has_sinks else [None]
+    calls = (AttentionCall(0, size**-0.5, each, sink) for each in (None, window) for sink in sinks)
+    return _Trial(shape, content, tuple(passes), tuple(calls))
+
+
+def _rows(page: int) -> tuple[list[list[int]], list[int], list[int]]:
+    """Return rows' pages, the position at which each goes on, and how many tokens it brings in each pass.
+
+    A row's first token; one that comes to a page's end; one that shares the first page of another; a chunk
+    across a page's border; a long one, which ends in the page that is a copy.
+    """
+    counts = [1, 1, 1, _CHUNK, 1]
+    begins = [0, page - 1, page, max(page, 2 * page - 2), -(-_LONGEST // page) * page]
+    shared, unused = 0, itertools.count(1)
+    rows = []
+    for begin, count, first in zip(begins, counts, ([], [], [shared], [shared], []), strict=True):
+        page_count = -(-(begin + _PASS_COUNT * count) // page)
+        rows.append([*first, *itertools.islice(unused, page_count - len(first))])
+    return rows, begins, counts
+
+
+def _places(rows: list[list[int]], begins: list[int], counts: list[int]) -> TokenPlaces:
+    starts = np.cumsum([0, *(len(pages) for pages in rows[:-1])], dtype=np.int32)
+    pages: Ints = np.array([number for each in rows for number in each], np.int32)
+    numbers: Ints = np.repeat(np.arange(len(rows), dtype=np.int32), counts)
+    positions: Ints = np.concatenate(
+        [np.arange(b, b + n, dtype=np.int32) for b, n in zip(begins, counts, strict=True)]
+    )
+    return TokenPlaces(pages, starts, numbers, positions)

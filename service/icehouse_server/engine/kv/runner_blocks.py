@@ -25,14 +25,13 @@ from icehouse_server.engine.kv.page_table import PageGroup, PageRun
 from icehouse_server.engine.kv.paged_cache import Paging, table_of
 from icehouse_server.engine.kv.pass_clock import PassClock
 from icehouse_server.engine.kv.pool import Page, numbers_of
-from icehouse_server.engine.kv_cache.cache_classes import Cache
+from icehouse_server.engine.kv_cache.cache_classes import Cache, CacheUnsupported
 from icehouse_server.engine.kv_cache.cache_layout import (
     CacheLayout,
     CacheRebuild,
     TokenShape,
     check_cover,
 )
-from icehouse_server.engine.kv_cache.opaque_state import CacheUnsupported
 from icehouse_server.engine.kv_cache.regions import ArrayRegion, compute, dtype_name, from_host, to_host
 from icehouse_server.engine.prefix_cache.tiers.runner_port import CacheFacts, PlacedBlock, RestoreInput
 from icehouse_server.storage.api import KvTarget, LayoutMismatch, PlannedBlock, TensorShape

@@ -2,8 +2,8 @@
 
 An entry knows the storage of its class in mlx-lm 0.32 (`mlx_lm/models/cache.py`): which kind of region it
 is stored as, where its tokens lie, how it is rebuilt and quantized, and how guessed tokens are taken back.
-A class without an entry is copied whole by its state, if that proves to be enough (`opaque_state`), and so
-is a subclass, which may store differently. A new class is an entry and a row in its test; CacheList has none.
+A class without an entry is refused, and so is a subclass, which may store differently: its model is served
+without prefix reuse. A new class is an entry and a row in its test; CacheList has none.
 
 Rebuilt caches continue as uninterrupted ones would, bit for bit. Inference thread only.
 """
@@ -27,10 +27,8 @@ from mlx_lm.models.cache import (
 )
 
 from icehouse_server.domain.blocks import RegionKind
-from icehouse_server.engine.kv_cache import opaque_state
-from icehouse_server.engine.kv_cache.opaque_state import CacheUnsupported
 from icehouse_server.engine.kv_cache.regions import TOKEN_AXIS, TokenArrays
-from icehouse_server.errors import ModelError, Reason
+from icehouse_server.errors import IcehouseError, Reason, model_invalid
 
 Cache = Any
 """One layer's cache: KVCache, RotatingKVCache, ArraysCache, CacheList, ..."""
@@ -39,6 +37,17 @@ Arrays = Mapping[str, mx.array]
 """A cache's arrays by suffix ("k", "v", "state.0000"), evaluated and nobody else's."""
 
 Undo = Callable[[], None]
+
+
+class CacheUnsupported(IcehouseError):
+    """A cache class can be neither cut nor copied whole; the model serves without prefix reuse."""
+
+    def __init__(self, cache_class: str, why: str) -> None:
+        super().__init__(
+            Reason.CACHE_UNSUPPORTED,
+            f"Cache class {cache_class} {why}; the model is served without prefix reuse",
+            metadata={"cache_class": cache_class},
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -77,16 +86,12 @@ class CacheClass:
         """Length of the sliding window; 0 for the other kinds."""
         return 0
 
-    def facts(self, cache: Cache) -> tuple[int, ...]:
-        """What must be equal for a restore, besides class and window."""
-        return ()
-
     def tokens(self, cache: Cache) -> TokenArrays:
         """Describe where the tokens of one sequence's cache lie; of kv and window."""
         raise AssertionError(f"{self.name} has no tokens that can be cut")
 
     def whole(self, cache: Cache) -> list[tuple[str, mx.array]]:
-        """Return (suffix, array) pairs, suffixes ascending, of the state now. Raises CacheUnsupported."""
+        """Return (suffix, array) pairs, suffixes ascending, of the state now."""
         raise AssertionError(f"{self.name} is cut by tokens")
 
     def rebuild(self, empty: Cache, arrays: Arrays, *, token_count: int) -> Cache:
@@ -176,9 +181,6 @@ class QuantizedKv(PlainKv):
 
     def of_other(self, cache: Cache) -> Cache | None:
         return None
-
-    def facts(self, cache: Cache) -> tuple[int, ...]:
-        return cache.group_size, cache.bits
 
     def _tokens(self, cache: Cache) -> TokenArrays:
         (keys, key_scales, key_biases), (values, value_scales, value_biases) = cache.keys, cache.values
@@ -275,9 +277,6 @@ class SlottedState(CacheClass):
     def of_other(self, cache: Cache) -> Cache | None:
         return self.cache_type(size=len(cache.cache))
 
-    def facts(self, cache: Cache) -> tuple[int, ...]:
-        return (len(cache.cache),)
-
     def whole(self, cache: Cache) -> list[tuple[str, mx.array]]:
         assert cache.lengths is None, "The batch is in the middle of a padded prefill"
         # A merge of empty caches leaves zeros here, which count down below zero: no padding at all.
@@ -313,20 +312,14 @@ class SlottedState(CacheClass):
         return rows
 
 
-class OpaqueState(CacheClass):
-    """A class without an entry, copied by its `state` where that is proved to be all of it."""
+class UnknownCache(CacheClass):
+    """A class without an entry."""
 
     __slots__ = ()
     kind = RegionKind.CHECKPOINT
 
     def check(self, cache: Cache) -> None:
-        opaque_state.check_copyable(self.cache_type)
-
-    def whole(self, cache: Cache) -> list[tuple[str, mx.array]]:
-        return opaque_state.cut(cache)
-
-    def rebuild(self, empty: Cache, arrays: Arrays, *, token_count: int) -> Cache:
-        return opaque_state.rebuild(self.cache_type, arrays)
+        raise CacheUnsupported(self.name, "is unknown")
 
 
 CACHE_CLASSES: Final[Mapping[type, CacheClass]] = {
@@ -346,7 +339,7 @@ def class_of(cache: Cache) -> CacheClass:
     """Return the entry of a cache that is not a CacheList; this server's classes bring `cache_class`."""
     kind = type(cache)
     own: CacheClass | None = getattr(kind, "cache_class", None)
-    return own or CACHE_CLASSES.get(kind) or OpaqueState(kind)
+    return own or CACHE_CLASSES.get(kind) or UnknownCache(kind)
 
 
 def make_caches(model: Any) -> list[Cache]:
@@ -378,9 +371,7 @@ def _of_mlx_lm(cache: Cache) -> Cache:
     entry = next((each for each in CACHE_CLASSES.values() if each.name == kind.__name__), None)
     empty = None if entry is None else entry.of_other(cache)
     if empty is None:
-        raise ModelError(
-            Reason.MODEL_INVALID, f"the model's layers keep mlx-vlm's {kind.__name__}, which is not served"
-        )
+        raise model_invalid(f"the model's layers keep mlx-vlm's {kind.__name__}, which is not served")
     return empty
 
 
@@ -412,6 +403,11 @@ def leaf(caches: Sequence[Any], path: tuple[int, ...]) -> Any:
     return cache
 
 
+def mark(caches: Sequence[Cache]) -> list[Undo]:
+    """Remember where caches from which tokens can be taken back, or states, stand."""
+    return [class_of(leaf).mark(leaf) for leaf in leaves(caches)]
+
+
 def put(caches: list[Any], path: tuple[int, ...], cache: Any) -> None:
     """Set the cache at this path, inside CacheLists where the path goes on."""
     if len(path) == 1:
@@ -423,7 +419,7 @@ def put(caches: list[Any], path: tuple[int, ...], cache: Any) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CachePart:
-    """One cache of a model that is not a list: its path, its class, and what a restore must find equal."""
+    """One cache of a model that is not a list: its path, its class and its window."""
 
     name: str
     """"007", or "007.1" inside a CacheList; prefix of its tensors' names."""
@@ -431,8 +427,6 @@ class CachePart:
     cache_class: CacheClass
     window_token_count: int = 0
     """Length of the sliding window; 0 for the other kinds."""
-    facts: tuple[int, ...] = ()
-    """What must be equal for a restore: (group size, bits), slots of an ArraysCache."""
 
     @property
     def kind(self) -> RegionKind:
@@ -448,7 +442,7 @@ def parts_of(caches: Sequence[Cache]) -> Iterator[CachePart]:
         entry = class_of(cache)
         entry.check(cache)
         name = ".".join([f"{path[0]:03d}", *map(str, path[1:])])
-        yield CachePart(name, path, entry, entry.window_token_count(cache), entry.facts(cache))
+        yield CachePart(name, path, entry, entry.window_token_count(cache))
 
 
 def _keys_and_values(cache: Cache) -> tuple[tuple[str, mx.array], ...]:

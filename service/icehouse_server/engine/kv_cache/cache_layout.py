@@ -112,7 +112,7 @@ class CacheLayout:
         return ArrayRegion.of(kind, arrays)
 
     def cut_checkpoint(self, caches: Sequence[Cache]) -> ArrayRegion:
-        """Copy the whole state of the parts that cannot be cut, as it is now. Raises CacheUnsupported."""
+        """Copy the whole state of the parts that cannot be cut, as it is now."""
         arrays = [
             (f"{part.name}.{suffix}", array)
             for part in self.parts

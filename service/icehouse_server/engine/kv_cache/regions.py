@@ -147,13 +147,8 @@ def _slices_of(facts: Iterable[tuple[str, mx.Dtype, tuple[int, ...]]]) -> tuple[
     return tuple(slices)
 
 
-def can_store(dtype: mx.Dtype) -> bool:
-    """Return whether a region may have arrays of this dtype."""
-    return dtype in _DTYPE_NAMES
-
-
 def dtype_name(dtype: mx.Dtype) -> str:
-    """Return what safetensors calls this dtype; `can_store` says whether there is such a name."""
+    """Return what safetensors calls this dtype."""
     return _DTYPE_NAMES[dtype]
 
 

@@ -14,19 +14,19 @@ import mlx.core as mx
 
 from icehouse_server.domain.model import ModelInfo
 from icehouse_server.engine.core.memory_model import DraftFootprint
-from icehouse_server.engine.kv_cache import rewind
 from icehouse_server.engine.kv_cache.cache_classes import (
     Undo,
     class_of,
     leaves,
     make_caches,
+    mark,
     step_token_count,
 )
 from icehouse_server.engine.runner import model_loader
 from icehouse_server.engine.runner.forward.forward_pass import ForwardPass
 from icehouse_server.engine.runner.forward.probe import examine
 from icehouse_server.engine.runner.forward.row import Row, Share
-from icehouse_server.errors import ModelError, Reason
+from icehouse_server.errors import model_invalid
 from icehouse_server.text.tokenizer import Tokenizer
 
 _CHUNK_TOKEN_COUNT = 128
@@ -66,20 +66,18 @@ class DraftModel:
         """
         own = model_loader.load_tokenizer(source)
         if own.vocabulary_json() != tokenizer.vocabulary_json() or not _spells_alike(own, tokenizer):
-            raise ModelError(
-                Reason.MODEL_INVALID,
+            raise model_invalid(
                 f"the draft model {source.model_id} has another vocabulary than {info.model_id}, so its "
-                "guesses mean nothing there; choose a smaller model of the same family",
+                "guesses mean nothing there; choose a smaller model of the same family"
             )
         loaded = model_loader.load(source)
         caches = make_caches(loaded.model)
         found = list(leaves(caches))
         if not found or not all(class_of(leaf).can_rewind(leaf) for leaf in found):
             kinds = ", ".join(dict.fromkeys(type(cache).__name__ for cache in caches))
-            raise ModelError(
-                Reason.MODEL_INVALID,
+            raise model_invalid(
                 f"the draft model {source.model_id} has caches that cannot take guesses back ({kinds}); "
-                "choose one with attention layers only",
+                "choose one with attention layers only"
             )
         facts = model_loader.describe(loaded, source, own, "")
         # One token more shows what a token takes; windows are counted as they grow.
@@ -126,18 +124,19 @@ class DraftModel:
     def _guesses(self, rows: Sequence[DraftedRow], count: int) -> mx.array:
         fed = mx.array([token for drafted in rows for token in drafted.behind], dtype=mx.uint32)
         shares = [Share(drafted.row, len(drafted.behind), logit_count=1) for drafted in rows]
-        marks: list[Undo] = []
+        undos: list[Undo] = []
         guesses: list[mx.array] = []
         for _ in range(count):
             output = self._forward.run(fed, shares)
             assert output.logits is not None
-            if not marks:
-                marks = [mark for drafted in rows for mark in rewind.mark(drafted.row.raw_caches)]
+            if not undos:
+                undos = [undo for drafted in rows for undo in mark(drafted.row.raw_caches)]
                 shares = [Share(drafted.row, 1, logit_count=1) for drafted in rows]
             fed = mx.argmax(output.logits[:, : self._vocabulary_size], axis=-1)
             guesses.append(fed)
         # Guesses were fed one by one, which windows cannot take back: return to before the first of them.
-        rewind.return_to(marks)
+        for undo in undos:
+            undo()
         for drafted in rows:
             drafted.row.token_count -= count - 1
             drafted.behind.clear()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -26,11 +25,11 @@ from icehouse_server.engine.core.memory_model import (
 )
 from icehouse_server.engine.kv_cache.cache_classes import leaves, make_caches
 from icehouse_server.engine.runner import mlx_lm
-from icehouse_server.engine.runner.identity.fingerprint import quantization_of
+from icehouse_server.engine.runner.identity.fingerprint import quantization_of, read_json
 from icehouse_server.engine.runner.identity.kv_code import KvCode
 from icehouse_server.engine.runner.vision import mlx_vlm
 from icehouse_server.engine.runner.vision.mlx_vlm import VisionTower
-from icehouse_server.errors import ModelError, Reason, extra_command
+from icehouse_server.errors import ModelError, extra_command, model_invalid
 from icehouse_server.text.tokenizer import Tokenizer
 
 _DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
@@ -90,24 +89,17 @@ class AdaptedModel:
 def read_config(path: Path) -> dict[str, Any]:
     """Return config.json of a model folder. Raises ModelError when there is none to read."""
     if not path.is_dir():
-        raise ModelError(
-            Reason.MODEL_INVALID,
+        raise model_invalid(
             f"there is no model folder at {path}; pass --model a folder with config.json and "
-            "model*.safetensors, a hub id, or `demo`",
+            "model*.safetensors, a hub id, or `demo`"
         )
-    try:
-        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ModelError(
-            Reason.MODEL_INVALID,
-            f"{path} has no config.json, so it is no MLX model folder; convert the model with mlx_lm.convert",
-        ) from error
-    except (OSError, ValueError) as error:
-        raise ModelError(
-            Reason.MODEL_INVALID, f"{path / 'config.json'} cannot be read: {one_line(error)}"
-        ) from error
-    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
-        raise ModelError(Reason.MODEL_INVALID, f"{path / 'config.json'} names no model_type")
+    config = read_json(
+        path / "config.json",
+        missing=f"{path} has no config.json, so it is no MLX model folder; convert the model with "
+        "mlx_lm.convert",
+    )
+    if not isinstance(config.get("model_type"), str):
+        raise model_invalid(f"{path / 'config.json'} names no model_type")
     return config
 
 
@@ -126,9 +118,7 @@ def sees_images(path: Path) -> bool:
     because the extra is missing."""
     sight = sight_of(path)
     if sight is Sight.UNREADABLE:
-        raise ModelError(
-            Reason.MODEL_INVALID, f"the model in {path} {_MISSING_EXTRA}", metadata={"package": "mlx-vlm"}
-        )
+        raise model_invalid(f"the model in {path} {_MISSING_EXTRA}", metadata={"package": "mlx-vlm"})
     return sight is Sight.SERVED
 
 
@@ -191,10 +181,9 @@ def _load_error(
 ) -> ModelError:
     """Return why a folder cannot be loaded: that nobody knows its kind, or else the library's own words."""
     if "model_file" in config or mlx_vlm.is_needed(config) or mlx_lm.knows(config):
-        return ModelError(Reason.MODEL_INVALID, f"{complaint}: {one_line(error)}{hint}")
+        return model_invalid(f"{complaint}: {one_line(error)}{hint}")
     kind, version = config["model_type"], importlib.metadata.version("mlx-lm")
-    return ModelError(
-        Reason.MODEL_INVALID,
+    return model_invalid(
         f"the model in {source.path} is of the model_type {kind!r}, which the installed mlx-lm {version} "
         "does not know; serve another model, or wait for a release of Icehouse with a newer mlx-lm",
         metadata={"model_type": kind, "mlx_lm_version": version},
@@ -264,13 +253,7 @@ def convert(model: Any, dtype_name: str) -> None:
 def read_generation_config(path: Path) -> dict[str, Any]:
     """Return generation_config.json of a model folder, empty without one; raises ModelError."""
     file = path / "generation_config.json"
-    try:
-        parsed = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise ModelError(Reason.MODEL_INVALID, f"{file} cannot be read: {one_line(error)}") from error
-    return parsed if isinstance(parsed, dict) else {}
+    return read_json(file) if file.exists() else {}
 
 
 def shape_of(loaded: LoadedModel) -> ModelShape:
@@ -299,7 +282,7 @@ def attach(adapter: AdapterSource, base: LoadedModel, source: ModelSource) -> Ad
         tree, _ = mlx_lm.read_model(source.path, lazy=True, trust_remote_code=source.trust_remote_code)
         tree.update(base.model.parameters())
         tree = mlx_lm.read_adapter(tree, str(adapter.path))
-        config = json.loads((adapter.path / "adapter_config.json").read_text(encoding="utf-8"))
+        config = read_json(adapter.path / "adapter_config.json")
         kind = str(config.get("fine_tune_type", "lora"))
         # mlx-lm lets an adapter have fewer tensors than its layers need.
         held = cast("dict[str, mx.array]", mx.load(str(adapter.path / "adapters.safetensors")))
@@ -312,10 +295,9 @@ def attach(adapter: AdapterSource, base: LoadedModel, source: ModelSource) -> Ad
         own = _own(tree, base)
         mx.eval(list(own.values()))
     except Exception as error:  # mlx-lm raises whatever a folder makes it raise
-        raise ModelError(
-            Reason.MODEL_INVALID,
+        raise model_invalid(
             f"adapter {adapter.name!r} in {adapter.path} cannot be applied to the model: {one_line(error)}; "
-            "was it trained on this one?",
+            "was it trained on this one?"
         ) from error
     info = AdapterInfo(
         name=adapter.name,

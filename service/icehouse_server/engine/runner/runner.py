@@ -14,7 +14,7 @@ from icehouse_server.clock import Clock
 from icehouse_server.device import find_backend, find_device
 from icehouse_server.domain.ids import NO_ADAPTER, AdapterName, SequenceId
 from icehouse_server.domain.model import ModelInfo, PassSplit
-from icehouse_server.domain.request import Drafting, ImageKey, ImagePart, Pooling
+from icehouse_server.domain.request import Drafting, ImageKey, ImagePart
 from icehouse_server.domain.sampling import SamplingParams
 from icehouse_server.engine.attention.cpu.quantized import float_bytes
 from icehouse_server.engine.core.memory_model import DraftFootprint, MemoryModel
@@ -47,7 +47,7 @@ from icehouse_server.engine.runner.pipeline import Pipeline
 from icehouse_server.engine.runner.vision.features import ImageFeatures
 from icehouse_server.engine.runner.warm_up import warm_up_rows
 from icehouse_server.engine.sampling.sampling_row import SamplingRow
-from icehouse_server.errors import ConfigError, ModelError, Reason
+from icehouse_server.errors import ConfigError, Reason, model_invalid
 from icehouse_server.text.tokenizer import Tokenizer
 
 _log = logging.getLogger("icehouse.engine")
@@ -182,7 +182,7 @@ class ModelRunner:
             kv_bytes_per_token=kv_bytes_per_token,
             adapters=tuple(model.info for model in adapted),
             pass_splits=self._facts.modes,
-            embedding_size=self._hidden_size(),
+            embedding_size=self._facts.hidden_size,
             system_digest_hex=system_digest_hex(
                 self._source.path, fingerprint_hex=self._fingerprint_hex, device=info.device
             ),
@@ -414,18 +414,6 @@ class ModelRunner:
             number_bytes=number_bytes,
         )
 
-    def _hidden_size(self) -> int:
-        """Return the width of the hidden states, 0 where the model shows none."""
-        if not self._facts.gives_hidden:
-            _log.info("embeddings_unavailable", extra={"detail": "the model shows no hidden states"})
-            return 0
-        sequence_id = SequenceId(-1)
-        self.open(sequence_id)
-        chunk = Chunk(sequence_id, [0, 0], pooling=Pooling.LAST_TOKEN)
-        pooled = self.run([chunk], reads_at_once=True).pooled[sequence_id]
-        self.release([sequence_id])
-        return len(pooled)
-
     def _examined(self, model: Any) -> PassFacts:
         """Find out how passes of this model are run, and say so.
 
@@ -448,11 +436,12 @@ class ModelRunner:
             ) from error
         modes = ", ".join(mode.value for mode in facts.modes)
         if model_loader.needs_flat_layers(model) and facts.modes != (PassSplit.ATTENTION,):
-            raise ModelError(
-                Reason.MODEL_INVALID,
+            raise model_invalid(
                 f"this model's passes are split by {modes} ({facts.reason}); only those "
-                "that attention splits know where images are; is mlx-vlm a newer one than 0.7?",
+                "that attention splits know where images are; is mlx-vlm a newer one than 0.7?"
             )
+        if not facts.hidden_size:
+            _log.info("embeddings_unavailable", extra={"detail": "the model shows no hidden states"})
         detail = {"ways": modes, "detail": facts.reason or "rows share every layer"}
         if facts.caches:
             _log.info("forward_pass_examined", extra=detail)

@@ -13,9 +13,8 @@ from icehouse_server.engine.attention.cpu.attention import CpuAttention
 from icehouse_server.engine.attention.gather import GatherAttention
 from icehouse_server.engine.attention.gpu.kernels import Language
 from icehouse_server.engine.attention.gpu.launch import GpuAttention
-from icehouse_server.engine.attention.gpu.trial import prove
 from icehouse_server.engine.attention.port import PoolShape, TokenPlaces
-from icehouse_server.engine.kv.backend_choice import kernels_for
+from icehouse_server.engine.kv.backend_choice import kernels_for, prove
 
 from tests.unit.engine.attention.emulation import HEADER, Emulation
 

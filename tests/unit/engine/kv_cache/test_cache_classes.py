@@ -10,11 +10,11 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from icehouse_server.domain.blocks import RegionKind
-from icehouse_server.engine.kv_cache import rewind
 from icehouse_server.engine.kv_cache.cache_classes import (
     CACHE_CLASSES,
     class_of,
     leaves,
+    mark,
     quantize_caches,
     step_token_count,
 )
@@ -113,8 +113,8 @@ def test_every_cache_class_of_mlx_lm_is_known() -> None:
     """What stands here was looked at: a class that a new mlx-lm brings fails this."""
     base = upstream._BaseCache
     found = {kind for _, kind in inspect.getmembers(upstream, inspect.isclass) if issubclass(kind, base)}
-    # The base; a list of caches; one that no model makes, which is held by its state; and what several
-    # sequences' caches are merged into, which is not done here.
+    # The base; a list of caches; one that no model makes; and what several sequences' caches are merged into,
+    # which is not done here.
     others = {base, CacheList, upstream.ConcatenateKVCache}
     batches = {upstream.BatchKVCache, upstream.BatchRotatingKVCache}
     assert found - others - batches <= set(CACHE_CLASSES)
@@ -196,9 +196,10 @@ def test_a_mark_undoes_every_update_since(row: Row, before: tuple[int, ...]) -> 
     start = sum(before)
     run(row, cache, before)
     run(row, other, before)
-    marks = rewind.mark([CacheList(cache)])
+    undos = mark([CacheList(cache)])
     run(row, cache, (1, 3, 1, 1, 1, 1, 1, 1, 1), start=start + 5)
-    rewind.return_to(marks)
+    for undo in undos:
+        undo()
     for count in (1, 3, 1):
         assert alike(row.feed(cache, start, count), row.feed(other, start, count))
         start += count

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
-import mlx.core as mx
 import pytest
 from icehouse_server.domain.blocks import RegionKind
+from icehouse_server.engine.kv_cache.cache_classes import CacheUnsupported
 from icehouse_server.engine.kv_cache.cache_layout import CacheLayout
-from icehouse_server.engine.kv_cache.opaque_state import CacheUnsupported
 from icehouse_server.errors import Reason
 from mlx_lm.models.cache import (
     BatchKVCache,
     CacheList,
     KVCache,
     RotatingKVCache,
-    _BaseCache,
     make_prompt_cache,
 )
 from mlx_lm.models.deepseek_v41 import LayerCache
 
 from tests.fixtures.models import ARCHITECTURES
-from tests.unit.engine.kv_cache.runs import BLOCK, Recording, block_of, model_of, prompt, rebuilt, same_bits
+from tests.unit.engine.kv_cache.runs import BLOCK, Recording, model_of, prompt
 
 FACTS: dict[str, tuple[tuple[str, ...], bool, int, bool]] = {
     # class names, needs_checkpoint, window, cuttable inside a block
@@ -39,41 +37,8 @@ FACTS: dict[str, tuple[tuple[str, ...], bool, int, bool]] = {
 }
 
 
-class Counting(_BaseCache):
-    """A made-up class: a sum per layer and a counter, all of it in its state."""
-
-    def __init__(self) -> None:
-        self.total = mx.zeros((1, 4))
-        self.seen = 0
-
-    def add(self, values: mx.array) -> None:
-        self.total = self.total + values
-        self.seen += 1
-
-    @property
-    def state(self) -> Any:
-        return self.total, [self.seen, None, 0.1, "name"]
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        self.total, (self.seen, *_) = value
-
-
-class Forgetful(Counting):
-    """Its state leaves out the counter, so no copy made from it can be right."""
-
-    @property
-    def state(self) -> Any:
-        return (self.total,)
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        (self.total,) = value
-        self.seen = 0
-
-
 class Subclassed(KVCache):
-    """Whatever it changes, it is not KVCache any more, and a batch would give it back as one."""
+    """Whatever it changes, it is not KVCache any more."""
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -119,11 +84,11 @@ def test_bytes_per_token_are_measured_on_the_caches() -> None:
 @pytest.mark.parametrize(
     ("cache", "why"),
     [
-        (object(), "object is unknown and has no state"),
-        (LayerCache(8), "LayerCache is unknown and cannot be made from its state"),
+        (object(), "object is unknown"),
+        (LayerCache(8), "LayerCache is unknown"),
         (RotatingKVCache(64, keep=4), "RotatingKVCache keeps its first 4 tokens"),
-        (BatchKVCache([0]), "BatchKVCache is unknown and can be merged into a batch"),
-        (Subclassed(), "Subclassed is unknown and can be merged into a batch"),
+        (BatchKVCache([0]), "BatchKVCache is unknown"),
+        (Subclassed(), "Subclassed is unknown"),
     ],
 )
 def test_what_cannot_be_cut_or_held_is_refused_by_name(cache: Any, why: str) -> None:
@@ -131,27 +96,6 @@ def test_what_cannot_be_cut_or_held_is_refused_by_name(cache: Any, why: str) -> 
         CacheLayout.of([KVCache(), CacheList(KVCache(), cache)], block_token_count=BLOCK)
     assert caught.value.reason is Reason.CACHE_UNSUPPORTED
     assert caught.value.metadata["cache_class"] == type(cache).__name__
-
-
-def test_an_unknown_class_is_held_whole_by_its_state() -> None:
-    cache = Counting()
-    layout = CacheLayout.of([CacheList(KVCache(), Counting()), Counting()], block_token_count=BLOCK)
-    assert layout.facts.needs_checkpoint
-    whole = CacheLayout.of([cache], block_token_count=BLOCK)
-    cache.add(mx.array([[1.0, 2.0, 3.0, 4.0]]))
-    taken = whole.cut_checkpoint([cache])
-    cache.add(mx.ones((1, 4)))
-    (restored,) = rebuilt(whole, [block_of(0, 5, checkpoint=taken)], [Counting()], token_count=5)
-    assert type(restored) is Counting and restored.seen == 1
-    assert same_bits(restored.total, mx.array([[1.0, 2.0, 3.0, 4.0]]))
-
-
-def test_a_class_that_keeps_more_than_its_state_is_refused() -> None:
-    cache = Forgetful()
-    layout = CacheLayout.of([cache], block_token_count=BLOCK)
-    cache.add(mx.ones((1, 4)))
-    with pytest.raises(CacheUnsupported, match="Forgetful keeps more than its state says"):
-        layout.cut_checkpoint([cache])
 
 
 def test_caches_of_another_class_than_the_layouts_are_a_broken_invariant() -> None:

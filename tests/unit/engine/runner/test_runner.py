@@ -133,9 +133,7 @@ def test_a_model_s_facts_say_what_sequences_share_of_a_pass(
 def test_a_model_that_fits_no_way_is_served_row_by_row_and_says_so_in_the_log_and_in_its_facts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    fits_none = PassFacts(
-        caches=(), gathers_hidden=True, gives_hidden=True, reason="it reads what it should not"
-    )
+    fits_none = PassFacts(caches=(), hidden_size=1, reason="it reads what it should not")
     monkeypatch.setattr("icehouse_server.engine.runner.runner.examine", lambda *_, **__: fits_none)
     source = model_loader.ModelSource(path=tiny_model_dir(tmp_path, "llama"), model_id="tiny")
     runner = ModelRunner(

@@ -79,8 +79,8 @@ class ForwardPass:
         patch_attention(model)
         share_angles()
         if any(split.needs_door for split in facts.caches):
-            open_doors(model, facts.door)
-        if facts.gives_hidden:
+            open_doors(model)
+        if facts.hidden_size:
             self._trunk = Trunk(model)
         self._window = LayerWindow(model) if facts.layer_count else None
 
@@ -199,12 +199,12 @@ class ForwardPass:
         """
         if features and self._embedding is None:
             self._embedding = Embedding(self._model)
-        trunk, embedding, gathers = self._trunk, self._embedding, self.facts.gathers_hidden
+        trunk, embedding = self._trunk, self._embedding
         try:
             if embedding is not None:
                 embedding.features = features
             if trunk is not None:
-                trunk.is_on, trunk.indices = True, indices if gathers else None
+                trunk.is_on, trunk.indices = True, indices
             logits = self._model(token_ids, cache=list(caches))
             hidden = None if trunk is None else trunk.hidden
         finally:
@@ -212,7 +212,7 @@ class ForwardPass:
                 embedding.features = ()
             if trunk is not None:
                 trunk.is_on, trunk.indices, trunk.hidden = False, None, None
-        return logits if gathers or indices is None else picked(logits, indices), hidden
+        return logits if trunk is not None or indices is None else picked(logits, indices), hidden
 
     def _places(self, spans: Spans) -> list[TokenPlaces]:
         """Return where the pass's tokens lie in the pages of each group."""

@@ -300,30 +300,23 @@ def _updated(layer: FlatLayer, keys: mx.array, values: mx.array) -> list[tuple[A
 def _by_row(
     layer: FlatLayer, queries: mx.array, masks: Sequence[Mask] | None, *, scale: float, sinks: mx.array | None
 ) -> list[mx.array]:
-    """Return what each row's tokens give, [tokens, heads, 1, size]."""
+    """Return what each row's tokens give, [tokens, heads, 1, size].
+
+    Raises ValueError where quantized KV meets sinks.
+    """
     assert layer.fetched is not None
-    options: dict[str, Any] = {"cache": layer.caches[0], "scale": scale, "sinks": sinks}
-    outputs = []
+    cache, outputs = layer.caches[0], []
     for i, (q, (k, v)) in enumerate(zip(_cut(queries, layer.spans.cuts), layer.fetched, strict=True)):
         mask = masks[i] if masks is not None else None
-        if layer.spans.counts[i] == 1:
-            outputs.append(_attended(q, k, v, mask=mask, **options))
+        is_chunk = layer.spans.counts[i] > 1
+        asking = q.swapaxes(0, 2) if is_chunk else q
+        if sinks is None and reads_floats(asking, k):
+            form = {"group_size": cache.group_size, "bits": cache.bits}
+            output = attend_in_floats(asking, k, v, **form, scale=scale, mask=mask)
         else:
-            outputs.append(_attended(q.swapaxes(0, 2), k, v, mask=mask, **options).swapaxes(0, 2))
+            output = upstream_attention(asking, k, v, cache=cache, scale=scale, mask=mask, sinks=sinks)
+        outputs.append(output.swapaxes(0, 2) if is_chunk else output)
     return outputs
-
-
-def _attended(
-    queries: mx.array, keys: Any, values: Any, *, cache: Any, scale: float, mask: Mask, sinks: mx.array | None
-) -> mx.array:
-    """Return [rows, heads, tokens, size], as queries are. ValueError where quantized KV meets sinks."""
-    if sinks is None and reads_floats(queries, keys):
-        form = {"group_size": cache.group_size, "bits": cache.bits}
-        return attend_in_floats(queries, keys, values, **form, scale=scale, mask=mask)
-    output: mx.array = upstream_attention(
-        queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks
-    )
-    return output
 
 
 def _cut(array: mx.array, cuts: list[int]) -> list[mx.array]:

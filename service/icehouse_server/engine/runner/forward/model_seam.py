@@ -28,7 +28,7 @@ from icehouse_server.engine.attention.cpu.rope import rope_over
 from icehouse_server.engine.runner.forward.layer_view import HANDED, FlatLayer, SplitLayer, attend
 from icehouse_server.engine.runner.forward.masks import RowMasks
 from icehouse_server.engine.runner.forward.row import Features
-from icehouse_server.engine.runner.forward.splits import Door, NotSplittable
+from icehouse_server.engine.runner.forward.splits import NotSplittable
 
 Call = Callable[..., Any]
 """What a module does when it is called, without what is changed here."""
@@ -229,19 +229,20 @@ def picked(output: mx.array, indices: mx.array) -> mx.array:
     return mx.take(output, indices, axis=1 if output.shape[1] > 1 else 0)
 
 
-def open_doors(model: Any, door: Door) -> None:
-    """Let the modules that take a layer's cache split the rows; done once for a model, each door adding."""
-    for module in _cache_takers(model, door):
+def open_doors(model: Any) -> None:
+    """Let the modules that take a layer's cache split the rows: those inside the layers (attention, mixer,
+    convolution), or a layer itself that has none. Done once for a model."""
+    for module in _cache_takers(model):
         kind: Any = type(module)
         become(module, "split", functools.partial(_split, _parameters_of(kind)))
 
 
-def _cache_takers(model: Any, door: Door) -> Iterator[Any]:
+def _cache_takers(model: Any) -> Iterator[Any]:
     for layer in model.layers:
         if not isinstance(layer, Module):
             continue
         inner = [m for m in modules_of(layer) if m is not layer and _takes_cache(m)]
-        if inner and door is Door.INNER:
+        if inner:
             yield from inner
         elif _takes_cache(layer):
             yield layer
@@ -284,50 +285,35 @@ def _subclass(kind: Any, purpose: str) -> type:
 
 
 def _split(names: Sequence[str], call: Call, *args: Any, **kwargs: Any) -> Any:
-    """Call a module for several rows; `names` are its parameters."""
+    """Call a module for several rows: those with stacked states together, then each other row.
+
+    `names` are its parameters.
+    """
     given = {**dict(zip(names, args, strict=False)), **kwargs}
-    cache = given.get("cache")
-    if not isinstance(cache, SplitLayer):
+    layer = given.get("cache")
+    if not isinstance(layer, SplitLayer):
         return call(*args, **kwargs)
-    cache.note_used()
-    split = _Split(call, given, cache)
-    return split.entered() if cache.flat is not None else split.rows()
+    layer.note_used()
+    mask_names = [name for name in given if "mask" in name]
+    if layer.flat is not None:
+        # Called once, with the positions that the body was not shown.
+        return call(**{**given, "cache": layer.flat, **dict.fromkeys(mask_names)})
+    masks = layer.masks_for(next((given[name] for name in mask_names if given[name] is not None), None))
+    spans = layer.spans
 
+    def part(start: int, stop: int, *, cache: Any, mask: Any, is_row: bool) -> Any:
+        own = {name: _part(value, start, stop, spans.token_count, is_row) for name, value in given.items()}
+        return _parts_back(call(**{**own, "cache": cache, **dict.fromkeys(mask_names, mask)}), is_row)
 
-class _Split:
-    """One call of a module for several rows."""
-
-    def __init__(self, call: Callable[..., Any], given: dict[str, Any], layer: SplitLayer) -> None:
-        self._call = call
-        self._given = given
-        self._layer = layer
-        self._mask_names = [name for name in given if "mask" in name]
-        mask = next((given[name] for name in self._mask_names if given[name] is not None), None)
-        self._masks = layer.masks_for(mask)
-
-    def entered(self) -> Any:
-        """Call once, with the positions that the body was not shown."""
-        given = {**self._given, "cache": self._layer.flat}
-        return self._call(**{**given, **dict.fromkeys(self._mask_names)})
-
-    def rows(self) -> Any:
-        """Call for the rows with stacked states together, then for each other row."""
-        layer, outputs, first = self._layer, [], 0
-        if layer.stacked is not None:
-            first = layer.spans.single_count
-            outputs.append(self._one(0, first, cache=layer.stacked, mask=None, is_row=False))
-        for i in range(first, len(layer.caches)):
-            start = layer.spans.starts[i]
-            stop = start + layer.spans.counts[i]
-            outputs.append(self._one(start, stop, cache=layer.caches[i], mask=self._masks[i], is_row=True))
-        return _joined(outputs)
-
-    def _one(self, start: int, stop: int, *, cache: Any, mask: Any, is_row: bool) -> Any:
-        total = self._layer.spans.token_count
-        given = {name: _part(value, start, stop, total, is_row) for name, value in self._given.items()}
-        given["cache"] = cache
-        given.update(dict.fromkeys(self._mask_names, mask))
-        return _parts_back(self._call(**given), is_row)
+    outputs, first = [], 0
+    if layer.stacked is not None:
+        first = spans.single_count
+        outputs.append(part(0, first, cache=layer.stacked, mask=None, is_row=False))
+    for i in range(first, len(layer.caches)):
+        start = spans.starts[i]
+        stop = start + spans.counts[i]
+        outputs.append(part(start, stop, cache=layer.caches[i], mask=masks[i], is_row=True))
+    return _joined(outputs)
 
 
 def _part(value: Any, start: int, stop: int, total: int, is_row: bool) -> Any:

@@ -53,21 +53,20 @@ def examine(
     reference = _Reference.of(model, make, schedule)
     if join is not None:
         _join(model, join, make, reference)
-    plain = PassFacts(caches=(), **_head_facts(model, make, reference))
     caches = make()
-    takes_back = can_take_back(caches)
-    errors: list[str] = []
-    for splits, door in candidates(caches):
-        facts = dataclasses.replace(
-            plain, caches=splits, door=door, reason="; ".join(dict.fromkeys(errors)), can_take_back=takes_back
-        )
+    alone = PassFacts(
+        caches=(), hidden_size=_hidden_size(model, make, reference), can_take_back=can_take_back(caches)
+    )
+    errors: dict[str, None] = {}
+    for splits in candidates(caches):
+        facts = dataclasses.replace(alone, caches=splits, reason="; ".join(errors))
         error = _try(model, facts, make, reference)
         if not error:
             return dataclasses.replace(
                 facts, layer_count=_layer_count(model, facts, make, reference) if goes_layered else 0
             )
-        errors.append(error)
-    return dataclasses.replace(plain, reason="; ".join(dict.fromkeys(errors)), can_take_back=takes_back)
+        errors[error] = None
+    return dataclasses.replace(alone, reason="; ".join(errors))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -210,28 +209,23 @@ def _finite(array: mx.array) -> mx.array:
     return mx.where(mx.isfinite(array), array, 0.0)
 
 
-def _head_facts(model: Any, make: Callable[[], list[Any]], reference: _Reference) -> dict[str, Any]:
-    """Find out whether hidden states can be had, and whether the head may read only some."""
+def _hidden_size(model: Any, make: Callable[[], list[Any]], reference: _Reference) -> int:
+    """Return the width of the hidden states; 0 without them, or where the head must read all."""
     count = reference.schedule[0][0]
-    ids = mx.array(_tokens(0, 0, count))[None]
     try:
         trunk = Trunk(model)
     except LookupError:
-        return {}
-    facts = {}
-    trunk.is_on = True
+        return 0
+    trunk.is_on, trunk.indices = True, mx.array([1, count - 1])
     try:
-        model(ids, cache=make())
-        facts["gives_hidden"] = trunk.hidden is not None and trunk.hidden.shape[:2] == (1, count)
-        if facts["gives_hidden"]:
-            trunk.indices = mx.array([1, count - 1])
-            picked = model(ids, cache=make())[0]
-            facts["gathers_hidden"] = (
-                _distance(picked, reference.logits[0][0][trunk.indices]) <= reference.tolerance
-            )
+        picked = model(mx.array(_tokens(0, 0, count))[None], cache=make())[0]
+        moved = _distance(picked, reference.logits[0][0][trunk.indices])
+        hidden = trunk.hidden
+        if hidden is None or hidden.shape[:2] != (1, count) or not moved <= reference.tolerance:
+            return 0
+        return int(hidden.shape[-1])
     except Exception as error:  # whatever a head does that is not called as most are
         _log.info("head_reads_all", extra={"detail": f"{type(error).__name__}: {str(error)[:160]}"})
-        facts.setdefault("gives_hidden", False)
+        return 0
     finally:
         trunk.is_on, trunk.indices, trunk.hidden = False, None, None
-    return facts

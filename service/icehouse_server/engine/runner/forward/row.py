@@ -7,6 +7,7 @@ states stacked in a `StateGroup`; reading `Row.caches` puts this row's slice bac
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
@@ -15,8 +16,8 @@ import mlx.core as mx
 
 from icehouse_server.domain.request import RopePositions
 from icehouse_server.engine.kv.paged_cache import table_of
-from icehouse_server.engine.kv_cache import rewind
-from icehouse_server.engine.kv_cache.cache_classes import Cache, Undo, class_of, leaves
+from icehouse_server.engine.kv_cache import cache_classes
+from icehouse_server.engine.kv_cache.cache_classes import Cache, Undo, class_of, is_list, leaves
 
 
 class Row:
@@ -76,7 +77,7 @@ class Row:
     def mark(self, fed_count: int) -> None:
         """Remember where states stand before a pass feeds `fed_count` tokens, so that they can go back."""
         states = [leaf for leaf in leaves(self._caches) if class_of(leaf).is_state]
-        self._mark = _Mark(fed_count, rewind.mark(states))
+        self._mark = _Mark(fed_count, cache_classes.mark(states))
 
     def take_back(self, count: int) -> int:
         """Take the last `count` tokens of the latest pass back; return how many of it must be fed again.
@@ -92,7 +93,8 @@ class Row:
             return 0
         caches = self.caches
         taken = mark.fed_count if mark.states else count
-        rewind.return_to(mark.states)
+        for undo in mark.states:
+            undo()
         for leaf in leaves(caches):
             if not class_of(leaf).is_state:
                 class_of(leaf).rewind(leaf, taken)
@@ -177,7 +179,7 @@ class LayeredChunk:
         """The next one."""
         self.hidden: mx.array | None = None
         """[tokens, 1, width], what the next layer is given; none before the first one."""
-        self.forks = rewind.forked(row.raw_caches)
+        self.forks = _forked(row.raw_caches)
         self.written: set[int] = set()
         """Indices of the caches whose layers ran."""
         self._begin = row.token_count
@@ -188,13 +190,33 @@ class LayeredChunk:
         are made of them, nothing is written."""
         caches = list(self.forks)
         for index in self.written:
-            (caches[index],) = rewind.forked([self.row.raw_caches[index]])
+            (caches[index],) = _forked([self.row.raw_caches[index]])
         return caches
 
     def end(self) -> None:
         """Make the caches the row's, after the last layer."""
         assert self.row.token_count == self._begin, "The row went on while a chunk was in progress"
         self.row.take_over(self.forks, count=len(self.token_ids))
+
+
+def _forked(caches: Sequence[Cache]) -> list[Cache]:
+    """Return caches that go on from where these stand, while these stay as they are.
+
+    Nothing is copied: of several tokens that are fed at once, what is written into shared arrays lies behind
+    the last token, and all else is put in new ones. These must not be fed until the forks are dropped.
+    """
+    return [_fork_of(cache) for cache in caches]
+
+
+def _fork_of(cache: Cache) -> Cache:
+    fork = copy.copy(cache)
+    if is_list(cache):
+        fork.caches = type(cache.caches)(_fork_of(part) for part in cache.caches)
+        return fork
+    for name, value in getattr(cache, "__dict__", {}).items():  # those of pages have none: their table counts
+        if isinstance(value, list):  # the slots of a state
+            setattr(fork, name, list(value))
+    return fork
 
 
 @dataclasses.dataclass(slots=True)

@@ -25,15 +25,6 @@ class Attention(enum.Enum):
     """Each to caches of its own."""
 
 
-class Door(enum.Enum):
-    """Where modules that take a cache are found."""
-
-    INNER = "inner"
-    """Inside the layers: attention, mixer, convolution."""
-    LAYER = "layer"
-    """The layers themselves."""
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class CacheSplit:
     """How one cache of a model is served."""
@@ -66,11 +57,9 @@ class PassFacts:
 
     caches: tuple[CacheSplit, ...]
     """One for each cache of `make_prompt_cache`; empty where rows run alone."""
-    door: Door = Door.INNER
-    gathers_hidden: bool = False
-    """The head reads only the wanted positions; else it reads all, and logits are picked from them."""
-    gives_hidden: bool = False
-    """Hidden states are available."""
+    hidden_size: int = 0
+    """Width of the hidden states, of which the head reads only the wanted ones; 0 where none can be had, so
+    that logits are picked from those of all tokens."""
     can_take_back: bool = False
     """Speculation is possible: every cache class can give tokens back."""
     layer_count: int = 0
@@ -102,22 +91,16 @@ class PassFacts:
         )
 
 
-def candidates(caches: Sequence[Any]) -> list[tuple[tuple[CacheSplit, ...], Door]]:
+def candidates(caches: Sequence[Any]) -> list[tuple[CacheSplit, ...]]:
     """Return what may be tried for a model with such caches, best first.
 
     Each kind of cache (its class and its index in a list) is served alike in all layers, by attention if
-    possible; what needs modules tries the inner ones before the layers.
+    possible.
     """
     kinds = sorted({kind for cache in caches for kind in _kinds_of(cache, ())}, key=str)
-    ones = [frozenset({kind}) for kind in kinds]
-    plans: list[tuple[tuple[CacheSplit, ...], Door]] = []
-    for door in Door:
-        for by_module in (frozenset(), *ones, frozenset(kinds)):
-            plan = tuple(_split_of(cache, (), by_module) for cache in caches)
-            needs_door = any(PassSplit.MODULE in entry.leaf_modes() for entry in plan)
-            if (plan, door) not in plans and (door is Door.INNER or needs_door):
-                plans.append((plan, door))
-    return plans
+    choices = [frozenset(), *(frozenset({kind}) for kind in kinds), frozenset(kinds)]
+    plans = [tuple(_split_of(cache, (), by_module) for cache in caches) for by_module in choices]
+    return list(dict.fromkeys(plans))
 
 
 _Kind = tuple[object, ...]

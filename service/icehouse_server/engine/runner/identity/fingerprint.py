@@ -26,7 +26,7 @@ from icehouse_server.domain.blocks import LAYOUT_ABI
 from icehouse_server.domain.ids import AdapterDigest, Fingerprint
 from icehouse_server.engine.runner.identity.kv_code import KvCode, adapter_code_digest, kv_code
 from icehouse_server.engine.runner.vision import mlx_vlm
-from icehouse_server.errors import ModelError, Reason
+from icehouse_server.errors import model_invalid
 from icehouse_server.storage.digests import DigestBook
 from icehouse_server.storage.storage_settings import CODE_DETAIL
 from icehouse_server.text.tokenizer_archive import tokenizer_digest_hex
@@ -72,16 +72,16 @@ def model_fingerprint(
     "affine 4-bit, group 64"), `book` what is known of weight files. Raises ModelError when the folder has no
     readable config or weights.
     """
-    config = _read_json(model_dir / "config.json")
+    config = read_json(model_dir / "config.json")
     shards = sorted(model_dir.glob("model*.safetensors"))
     if not shards:
-        raise _invalid(f"{model_dir} has no model*.safetensors; convert the model to MLX first")
+        raise model_invalid(f"{model_dir} has no model*.safetensors; convert the model to MLX first")
     code = kv_code(model_dir, config, has_adapter=adapter_dir is not None)
     quant_config = model_dir / "hf_quant_config.json"
     digest_of = _sampled_digest if book is None else functools.partial(_whole_digest, book=book)
     facts = {
         "config": _without_names(config),
-        "quant_config": _without_names(_read_json(quant_config)) if quant_config.exists() else None,
+        "quant_config": _without_names(read_json(quant_config)) if quant_config.exists() else None,
         "code": dict(code.digests),
         # Sorted by content, so that the names of shards do not matter.
         "shards": sorted(map(digest_of, shards)),
@@ -146,14 +146,14 @@ def adapter_digest(adapter_dir: Path) -> AdapterDigest:
     Every byte is read, at each start: adapters are small, and are replaced in place more often.
     Raises ModelError when the folder has no readable config or weights.
     """
-    config = _read_json(adapter_dir / "adapter_config.json")
+    config = read_json(adapter_dir / "adapter_config.json")
     placed = {key: config.get(key) for key in _PLACING_KEYS}
     path = adapter_dir / "adapters.safetensors"
     try:
         with path.open("rb") as file:
             weights = hashlib.file_digest(file, "sha256").digest()
     except OSError as error:
-        raise _invalid(f"{path} cannot be read: {error.strerror}") from error
+        raise model_invalid(f"{path} cannot be read: {error.strerror}") from error
     facts = {"placed": placed, "code": adapter_code_digest()}
     return AdapterDigest(hashlib.sha256(_ADAPTER_TAG + weights + _canonical(facts)).digest())
 
@@ -163,8 +163,8 @@ def _adapter_facts(adapter_dir: Path | None, digest_of: Callable[[Path], str]) -
         return None
     weights = sorted(adapter_dir.glob("adapters*.safetensors"))
     if not weights:
-        raise _invalid(f"Adapter {adapter_dir} has no adapters.safetensors")
-    config = _without_names(_read_json(adapter_dir / "adapter_config.json"))
+        raise model_invalid(f"Adapter {adapter_dir} has no adapters.safetensors")
+    config = _without_names(read_json(adapter_dir / "adapter_config.json"))
     return {"config": config, "weights": sorted(digest_of(file) for file in weights)}
 
 
@@ -172,7 +172,7 @@ def _whole_digest(path: Path, *, book: DigestBook) -> str:
     try:
         return book.digest(str(path))
     except OSError as error:
-        raise _invalid(f"{path} cannot be read: {error}") from error
+        raise model_invalid(f"{path} cannot be read: {error}") from error
 
 
 def _sampled_digest(path: Path) -> str:
@@ -210,17 +210,15 @@ def _digest(value: Any) -> str:
     return hashlib.sha256(_canonical(value)).hexdigest()
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path, *, missing: str = "") -> dict[str, Any]:
+    """Return the JSON object in a file. Raises ModelError, with `missing` where there is no such file."""
     try:
         value = json.loads(path.read_bytes())
     except OSError as error:
-        raise _invalid(f"{path} cannot be read: {error.strerror}") from error
+        is_missing = missing and isinstance(error, FileNotFoundError)
+        raise model_invalid(missing if is_missing else f"{path} cannot be read: {error.strerror}") from error
     except ValueError as error:
-        raise _invalid(f"{path} is not valid JSON: {error}") from error
+        raise model_invalid(f"{path} is not valid JSON: {error}") from error
     if not isinstance(value, dict):
-        raise _invalid(f"{path} does not hold a JSON object")
+        raise model_invalid(f"{path} does not hold a JSON object")
     return value
-
-
-def _invalid(message: str) -> ModelError:
-    return ModelError(Reason.MODEL_INVALID, message)

@@ -48,7 +48,7 @@ from icehouse_server.engine.runner.identity.source import (
     stamp_of,
 )
 from icehouse_server.engine.runner.vision import mlx_vlm
-from icehouse_server.errors import ModelError, Reason
+from icehouse_server.errors import ModelError, model_invalid
 
 OWN_VERSION: Final = 2
 """Of what this server computes KV with and cuts blocks from: raise it when either comes out otherwise than
@@ -97,16 +97,11 @@ class KvCode:
         changed = [name for name, stamp in self.stamps.items() if not stamp.is_current()]
         if changed:
             raise _changed(changed)
-        unread = sorted(
-            f"{home.module}.{home.name}"
-            for home in set(_homes(classes)) - self.names
-            if Import(home.module, EVERY_NAME) not in self.names
-        )
+        unread = sorted(f"{home.module}.{home.name}" for home in set(_homes(classes)) - self.names)
         if unread:
-            raise ModelError(
-                Reason.MODEL_INVALID,
+            raise model_invalid(
                 f"the model is made of {', '.join(unread)}, whose code its fingerprint does not hold, so "
-                "blocks might outlive a change of it; serve it without an SSD tier, and report this",
+                "blocks might outlive a change of it; serve it without an SSD tier, and report this"
             )
 
 
@@ -127,7 +122,7 @@ def kv_code(model_dir: Path, config: Mapping[str, Any], *, has_adapter: bool) ->
             digests[f"{_CUSTOM} files"] = _files_digest(model_dir, sorted(model_dir.rglob("*.py")))
         digests["mlx.nn"] = _mlx_digest()
     except (UnreadableSource, OSError) as error:
-        raise ModelError(Reason.MODEL_INVALID, f"the code of the model in {model_dir}: {error}") from error
+        raise model_invalid(f"the code of the model in {model_dir}: {error}") from error
     stamps = reach.stamps()
     # Imported by now, so that what they were is what runs.
     early = [name for name in stamps if name in _EARLY and stamps[name] != _EARLY[name]]
@@ -143,7 +138,7 @@ def adapter_code_digest() -> str:
     try:
         reach.follow([_ADAPTERS])
     except UnreadableSource as error:
-        raise ModelError(Reason.MODEL_INVALID, f"the code of LoRA adapters: {error}") from error
+        raise model_invalid(f"the code of LoRA adapters: {error}") from error
     return digest_of(f"{name}={digest}" for name, digest in reach.digests().items())
 
 
@@ -325,10 +320,9 @@ def _files_digest(root: Path, paths: Iterable[Path]) -> str:
 
 
 def _changed(names: Iterable[str]) -> ModelError:
-    return ModelError(
-        Reason.MODEL_INVALID,
+    return model_invalid(
         f"{', '.join(names)} changed while the server started, so what runs may be neither the old code nor "
-        "the new; start it again",
+        "the new; start it again"
     )
 
 

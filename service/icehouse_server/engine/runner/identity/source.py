@@ -4,22 +4,21 @@ Statements of a module's top level count as they are written: a comment or a bla
 has no effect, one inside a function has. Neither depends on the version of Python, as a syntax tree or
 bytecode would.
 
-What Python runs may differ from the source beside it: a module may be compiled only, lie in an archive, or
-have compiled code that is not checked against its source. A module whose source is missing, or does not
-compile to what an import would run, counts whole, by its code.
+What Python runs may differ from the source beside it: a module may be compiled only, or have compiled code
+that is not checked against its source. Such a module is unreadable.
 """
 
 from __future__ import annotations
 
 import ast
 import dataclasses
-import dis
 import hashlib
 import os
 import sys
 import warnings
 from collections.abc import Iterable, Iterator
 from importlib.machinery import ModuleSpec
+from importlib.util import resolve_name
 from types import CodeType
 from typing import Any, Final
 
@@ -121,16 +120,15 @@ def source_of(spec: ModuleSpec) -> Source:
         # A folder that is a package without a module of its own.
         return Source(spec.name, is_package, (), (), stamp)
     try:
-        code = loader.get_code(spec.name)
         text = loader.get_source(spec.name)
-        if text is not None and code == _as_compiled(text, spec.origin):
-            statements, imports = _read(ast.parse(text), text, package_of(spec))
+        if text is not None and loader.get_code(spec.name) == _as_compiled(text, spec.origin):
+            statements, imports = _read(ast.parse(text), text, spec.parent or "")
             return Source(spec.name, is_package, statements, imports, stamp)
-        if code is None:
-            raise UnreadableSource(f"{spec.name} in {spec.origin} is not made of Python code")
     except (AttributeError, ImportError, OSError, SyntaxError, ValueError, EOFError) as error:
         raise UnreadableSource(f"{spec.name} in {spec.origin} cannot be read: {error}") from error
-    return Source(spec.name, is_package, (_compiled(code, package_of(spec)),), (), stamp)
+    raise UnreadableSource(
+        f"{spec.name} in {spec.origin} has no source that compiles to what an import runs; install it anew"
+    )
 
 
 def _as_compiled(text: str, path: str) -> CodeType:
@@ -138,11 +136,6 @@ def _as_compiled(text: str, path: str) -> CodeType:
         # An import warns whoever wrote it, if anything does.
         warnings.simplefilter("ignore")
         return compile(text, path, "exec", dont_inherit=True)
-
-
-def package_of(spec: ModuleSpec) -> str:
-    """Return the package that a module's relative imports begin at."""
-    return spec.name if spec.submodule_search_locations is not None else spec.name.rpartition(".")[0]
 
 
 def _read(
@@ -209,66 +202,9 @@ def _imported(node: ast.Import | ast.ImportFrom, package: str) -> Iterator[tuple
         for alias in node.names:
             yield alias.asname or alias.name.partition(".")[0], Import(alias.name)
         return
-    module = _absolute(node.module or "", node.level, package)
+    module = resolve_name("." * node.level + (node.module or ""), package)
     for alias in node.names:
         yield alias.asname or alias.name, Import(module, alias.name)
-
-
-def _absolute(module: str, level: int, package: str) -> str:
-    if not level:
-        return module
-    parts = package.split(".")
-    return ".".join([*parts[: len(parts) - level + 1], *([module] if module else [])])
-
-
-def _compiled(code: CodeType, package: str) -> Statement:
-    """Return compiled code as one statement that does everything and needs all that it imports."""
-    imports = [
-        Import(_absolute(instruction.argval, level, package), name)
-        for inner in _codes(code)
-        for instruction, level, names in _import_instructions(inner)
-        for name in names or ("",)
-    ]
-    digest = hashlib.sha256("\n".join(map(_code_text, _codes(code))).encode("utf-8", "surrogatepass"))
-    return Statement(digest.hexdigest(), frozenset({EVERY_NAME}), True, frozenset(), tuple(imports))
-
-
-def _codes(code: CodeType) -> Iterator[CodeType]:
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _codes(constant)
-
-
-def _import_instructions(code: CodeType) -> Iterator[tuple[dis.Instruction, int, tuple[str, ...]]]:
-    """Yield instructions that import, each with the level and the names that were loaded for it."""
-    values: list[Any] = []
-    for instruction in dis.get_instructions(code):
-        if instruction.opname == "IMPORT_NAME":
-            level, names = values[-2:]
-            yield instruction, int(level), names or ()
-        elif isinstance(instruction.argval, int | tuple) or instruction.argval is None:
-            values.append(instruction.argval)
-
-
-def _code_text(code: CodeType) -> str:
-    """Return what code does, without where its source was."""
-    constants = [_constant_text(value) for value in code.co_consts if not isinstance(value, CodeType)]
-    return repr(
-        (
-            code.co_qualname,
-            (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags),
-            code.co_code,
-            code.co_exceptiontable,
-            (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars),
-            constants,
-        )
-    )
-
-
-def _constant_text(value: object) -> str:
-    """Return a constant's own text, the same in every process."""
-    return repr(sorted(map(repr, value))) if isinstance(value, frozenset) else repr(value)
 
 
 def digest_of(texts: Iterable[str]) -> str:

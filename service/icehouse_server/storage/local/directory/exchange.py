@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
+import itertools
 import os
 import sqlite3
 from collections import Counter
@@ -158,8 +159,21 @@ class ExportSource:
         return _is_entry(file, entry, fingerprint)
 
 
+@dataclasses.dataclass(slots=True)
+class _Writing:
+    entry: BlockEntry
+    descriptor: int
+    path: str
+    """The final name."""
+    offset: int = 0
+
+    @property
+    def partial(self) -> str:
+        return self.path + PARTIAL_SUFFIX
+
+
 class ImportTarget:
-    """A directory that takes the blocks of an archive; made where there is none."""
+    """A directory that takes the blocks of one archive; made where there is none."""
 
     def __init__(
         self,
@@ -175,9 +189,15 @@ class ImportTarget:
         self._clock = clock
         self._limits = limits
         self._cipher = cipher
+        self._stored: set[BlockHash] = set()
+        self._used_bytes = 0
+        self._fingerprint: Fingerprint | None = None
+        """The archive's model, once it was admitted."""
+        self._writing: _Writing | None = None
+        self._report = ImportReport()
 
     def adopt(self, stream: Iterable[bytes], *, progress: Progress = lambda _: None) -> ImportReport:
-        """Adopt an archive's blocks, up to the first byte that is not as it was written.
+        """Adopt an archive's blocks, up to the first byte that is not as it was written. Once.
 
         Raises `StorageError` for an archive of a model that is not this directory's, and where the disk
         refuses from the start; `StartError` when a server has the directory.
@@ -185,15 +205,16 @@ class ImportTarget:
         lock = take_lock(self._files, self._paths)
         try:
             self._prepare()
-            manifest = Manifest.open(self._paths.manifest)
-            try:
-                return _Adoption(self, manifest).run(stream, progress)
-            finally:
-                manifest.close()
+            with contextlib.closing(Manifest.open(self._paths.manifest)) as manifest:
+                records, _ = manifest.load()
+                self._stored.update(record.hash for record in records)
+                self._used_bytes = sum(record.file_bytes for record in records)
+                self._read(stream, manifest, progress)
         except (OSError, sqlite3.Error) as error:
             raise _unusable(self._paths, error) from error
         finally:
             self._files.close(lock)
+        return self._report
 
     def _prepare(self) -> None:
         for path in (self._paths.root, self._paths.blocks, self._paths.quarantine):
@@ -202,9 +223,37 @@ class ImportTarget:
         remove(self._files, self._paths.clean_mark)
         create_private(self._files, self._paths)
 
-    # What an adoption needs of it.
+    def _read(self, stream: Iterable[bytes], manifest: Manifest, progress: Progress) -> None:
+        reader = ArchiveReader()
+        try:
+            for item in itertools.chain.from_iterable(map(reader.feed, stream)):
+                self._take(item, manifest)
+                if isinstance(item, BlockEnd):
+                    progress(self._report.adopted_count + self._report.known_count)
+            reader.finish()
+        except ArchiveError as error:
+            self._report.stop_detail = str(error)
+        except (OSError, sqlite3.Error) as error:
+            if self._fingerprint is None:
+                raise
+            self._report.stop_detail = f"the disk refused: {error}"
+        finally:
+            if self._writing is not None:
+                self._discard(self._writing)
 
-    def admit(self, header: ArchiveHeader, manifest: Manifest) -> None:
+    def _take(self, item: object, manifest: Manifest) -> None:
+        writing = self._writing
+        if isinstance(item, ArchiveHeader):
+            self._admit(item, manifest)
+        elif isinstance(item, BlockEntry):
+            self._begin(item)
+        elif isinstance(item, bytes) and writing is not None:
+            self._files.write(writing.descriptor, [item], offset=writing.offset)
+            writing.offset += len(item)
+        elif isinstance(item, BlockEnd) and writing is not None:
+            self._end(writing, manifest)
+
+    def _admit(self, header: ArchiveHeader, manifest: Manifest) -> None:
         """Make the folder for an archive's model; raises `StorageError` where it is not this directory's."""
         known = manifest.fingerprints()
         key_id = header.details.get(KEY_DETAIL, "")
@@ -229,139 +278,67 @@ class ImportTarget:
             # Somebody else's words, which commands print.
             details = {_printable(name): _printable(value) for name, value in header.details.items()}
             manifest.add_fingerprint(header.fingerprint, details=details, now_time=self._clock.wall())
-
-    def has_space(self, size_bytes: int, *, used_bytes: int) -> bool:
-        """Return whether a block still fits the limits."""
-        manifest_bytes = self._files.stat(self._paths.manifest).size_bytes + LOG_ALLOWANCE_BYTES
-        free_bytes = self._files.free_bytes(self._paths.root)
-        return (
-            used_bytes + manifest_bytes + size_bytes <= self._limits.size_bytes
-            and size_bytes + self._limits.free_floor_bytes <= free_bytes
-        )
-
-    def create(self, path: str) -> int:
-        """Create a block's partial file, instead of one that a crash left."""
-        remove(self._files, path)
-        return self._files.create(path)
-
-    def write(self, descriptor: int, part: bytes, *, offset: int) -> None:
-        """Write a part of a block's file."""
-        self._files.write(descriptor, [part], offset=offset)
-
-    def discard(self, descriptor: int, path: str) -> None:
-        """Close and remove a partial file."""
-        with contextlib.suppress(OSError):
-            self._files.close(descriptor)
-        with contextlib.suppress(OSError):
-            remove(self._files, path)
-
-    def commit(
-        self, descriptor: int, entry: BlockEntry, fingerprint: Fingerprint, manifest: Manifest
-    ) -> bool:
-        """Make a written file durable, verify it, give it its name and insert its row; False when it is not
-        the block that its entry names."""
-        path = self._paths.block(fingerprint, entry.hash)
-        partial = path + PARTIAL_SUFFIX
-        self._files.fsync(descriptor)
-        try:
-            file = verify_block(self._files, partial, cipher=self._cipher)
-        except BlockFileError:
-            return False
-        if not _is_entry(file, entry, fingerprint):
-            return False
-        self._files.rename(partial, path)
-        self._files.fsync_dir(self._paths.folder(fingerprint))
-        info, now_time = self._files.stat(path), self._clock.wall()
-        record = record_of(file, mtime_ns=info.mtime_ns, inode=info.inode, used_time=now_time)
-        manifest.insert([(record, file)], day=day_of(now_time), written_bytes=record.file_bytes)
-        return True
-
-    def partial(self, fingerprint: Fingerprint, entry: BlockEntry) -> str:
-        """Return the name of a block's file while it is written."""
-        return self._paths.block(fingerprint, entry.hash) + PARTIAL_SUFFIX
-
-
-@dataclasses.dataclass(slots=True)
-class _Writing:
-    entry: BlockEntry
-    descriptor: int
-    path: str
-    offset: int = 0
-
-
-class _Adoption:
-    """One archive on its way into a directory."""
-
-    def __init__(self, target: ImportTarget, manifest: Manifest) -> None:
-        self._target = target
-        self._manifest = manifest
-        records, _ = manifest.load()
-        self._stored = {record.hash for record in records}
-        self._used_bytes = sum(record.file_bytes for record in records)
-        self._header: ArchiveHeader | None = None
-        self._writing: _Writing | None = None
-        self._reader = ArchiveReader()
-        self._report = ImportReport()
-
-    def run(self, stream: Iterable[bytes], progress: Progress) -> ImportReport:
-        try:
-            for data in stream:
-                for item in self._reader.feed(data):
-                    self._take(item)
-                    if isinstance(item, BlockEnd):
-                        progress(self._report.adopted_count + self._report.known_count)
-            self._reader.finish()
-        except ArchiveError as error:
-            self._report.stop_detail = str(error)
-        except (OSError, sqlite3.Error) as error:
-            if self._header is None:
-                raise
-            self._report.stop_detail = f"the disk refused: {error}"
-        finally:
-            if self._writing is not None:
-                self._target.discard(self._writing.descriptor, self._writing.path)
-        return self._report
-
-    def _take(self, item: object) -> None:
-        if isinstance(item, ArchiveHeader):
-            self._target.admit(item, self._manifest)
-            self._header = item
-        elif isinstance(item, BlockEntry):
-            self._begin(item)
-        elif isinstance(item, bytes) and self._writing is not None:
-            self._target.write(self._writing.descriptor, item, offset=self._writing.offset)
-            self._writing.offset += len(item)
-        elif isinstance(item, BlockEnd):
-            self._end()
+        self._fingerprint = header.fingerprint
 
     def _begin(self, entry: BlockEntry) -> None:
-        assert self._header is not None
+        assert self._fingerprint is not None
         if entry.hash in self._stored:
             self._report.known_count += 1
         elif entry.start_token_index and entry.parent not in self._stored:
             self._report.refused[Refusal.PARENT_MISSING] += 1
-        elif not self._target.has_space(entry.file_bytes, used_bytes=self._used_bytes):
+        elif not self._has_space(entry.file_bytes):
             self._report.refused[Refusal.SSD_FULL] += 1
         else:
-            path = self._target.partial(self._header.fingerprint, entry)
-            self._writing = _Writing(entry, self._target.create(path), path)
+            path = self._paths.block(self._fingerprint, entry.hash)
+            remove(self._files, path + PARTIAL_SUFFIX)  # what a crash left
+            self._writing = _Writing(entry, self._files.create(path + PARTIAL_SUFFIX), path)
 
-    def _end(self) -> None:
-        assert self._header is not None
-        if self._writing is None:
-            return
-        writing, entry = self._writing, self._writing.entry
-        is_adopted = self._target.commit(writing.descriptor, entry, self._header.fingerprint, self._manifest)
+    def _has_space(self, size_bytes: int) -> bool:
+        """Return whether a block still fits the limits."""
+        manifest_bytes = self._files.stat(self._paths.manifest).size_bytes + LOG_ALLOWANCE_BYTES
+        free_bytes = self._files.free_bytes(self._paths.root)
+        return (
+            self._used_bytes + manifest_bytes + size_bytes <= self._limits.size_bytes
+            and size_bytes + self._limits.free_floor_bytes <= free_bytes
+        )
+
+    def _end(self, writing: _Writing, manifest: Manifest) -> None:
+        is_adopted = self._commit(writing, manifest)
         # Removes nothing of a block that was adopted: it has its name by now.
-        self._target.discard(writing.descriptor, writing.path)
+        self._discard(writing)
         self._writing = None
         if not is_adopted:
             self._report.refused[Refusal.DAMAGED] += 1
             return
-        self._stored.add(entry.hash)
-        self._used_bytes += entry.file_bytes
+        self._stored.add(writing.entry.hash)
+        self._used_bytes += writing.entry.file_bytes
         self._report.adopted_count += 1
-        self._report.adopted_bytes += entry.file_bytes
+        self._report.adopted_bytes += writing.entry.file_bytes
+
+    def _commit(self, writing: _Writing, manifest: Manifest) -> bool:
+        """Make a written file durable, verify it, give it its name and insert its row; False when it is not
+        the block that its entry names."""
+        assert self._fingerprint is not None
+        self._files.fsync(writing.descriptor)
+        try:
+            file = verify_block(self._files, writing.partial, cipher=self._cipher)
+        except BlockFileError:
+            return False
+        if not _is_entry(file, writing.entry, self._fingerprint):
+            return False
+        self._files.rename(writing.partial, writing.path)
+        self._files.fsync_dir(self._paths.folder(self._fingerprint))
+        info, now_time = self._files.stat(writing.path), self._clock.wall()
+        record = record_of(file, mtime_ns=info.mtime_ns, inode=info.inode, used_time=now_time)
+        manifest.insert([(record, file)], day=day_of(now_time), written_bytes=record.file_bytes)
+        return True
+
+    def _discard(self, writing: _Writing) -> None:
+        """Close and remove a partial file."""
+        with contextlib.suppress(OSError):
+            self._files.close(writing.descriptor)
+        with contextlib.suppress(OSError):
+            remove(self._files, writing.partial)
 
 
 def _chosen(rows: Rows, fingerprint: str) -> list[BlockRecord]:

@@ -12,7 +12,6 @@ import json
 from pathlib import Path
 from typing import Any, Final
 
-from icehouse_server.domain.model import PassSplit
 from icehouse_server.engine.runner.forward.probe import examine
 
 from tests.unit.engine.runner.forward.small_models import SCHEDULE, architectures, small_model
@@ -34,9 +33,7 @@ def entry_of(architecture: str) -> dict[str, Any]:
     except Exception as error:  # whatever a model makes of a small configuration
         return {"not_built": f"{type(error).__name__}: {' '.join(str(error).split())[:80]}"}
     found: dict[str, Any] = {"ways": "+".join(mode.value for mode in facts.modes)}
-    if PassSplit.MODULE in facts.modes:
-        found["door"] = facts.door.value
-    for name in ("gathers_hidden", "gives_hidden", "can_take_back"):
+    for name in ("hidden_size", "can_take_back"):
         if not getattr(facts, name):
             found[name] = False
     if not facts.layer_count:

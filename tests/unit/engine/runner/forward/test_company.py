@@ -132,7 +132,7 @@ def test_shares_are_told_in_the_order_they_were_given() -> None:
 def test_hidden_states_are_what_the_head_reads(architecture: str) -> None:
     model = build(architecture)
     forward = ForwardPass(model, examine(model))
-    assert forward.facts.gives_hidden and forward.facts.gathers_hidden
+    assert forward.facts.hidden_size
     rows = [Row(make_prompt_cache(model)) for _ in range(2)]
     prompts = [prompt_of(6, 1), prompt_of(9, 2)]
     shares = [Share(rows[0], 6, hidden_count=6), Share(rows[1], 9, hidden_count=1, logit_count=1)]

@@ -105,7 +105,7 @@ def test_the_model_stays_what_it_was_for_everybody_else() -> None:
 
 def test_a_way_that_does_not_fit_is_an_error_and_not_wrong_text() -> None:
     model = build("llama")
-    wrong = PassFacts(caches=(CacheSplit(PassSplit.ATTENTION),) * 4, gathers_hidden=True, gives_hidden=True)
+    wrong = PassFacts(caches=(CacheSplit(PassSplit.ATTENTION),) * 4, hidden_size=1)
     forward = ForwardPass(model, wrong)
     original = type(model.layers[0].self_attn).__call__
 

@@ -39,7 +39,7 @@ def test_an_architecture_keeps_its_way(architecture: str) -> None:
 
 def test_what_fits_no_way_runs_alone_and_says_why() -> None:
     model = build("llama")
-    facts = PassFacts(caches=(), gathers_hidden=True, gives_hidden=True, can_take_back=True)
+    facts = PassFacts(caches=(), hidden_size=1, can_take_back=True)
     assert facts.modes == (PassSplit.ALONE,)
     guests = []
     for seed, length in enumerate((5, 30, 17)):
