@@ -229,6 +229,16 @@ async def test_one_whose_refusal_is_kept_back_makes_room(monkeypatch: pytest.Mon
                 await app.ended.wait()
 
 
+async def test_a_stop_does_not_wait_for_refusals_that_are_kept_back() -> None:
+    app = Refusing(1e6)
+    async with contextlib.AsyncExitStack() as open_connections, asyncio.timeout(BOUND_S):
+        async with serving(app) as url:
+            reader, writer = await open_connections.enter_async_context(connected(url))
+            writer.write(GET)
+            await app.begun.wait()
+        assert b" 429 " in await reader.read()
+
+
 @pytest.mark.parametrize("closing", ["", "Connection: close\r\n"])
 async def test_an_answer_reaches_a_caller_who_is_still_sending(front: HttpFront, closing: str) -> None:
     head = f"POST /v1/messages HTTP/1.1\r\nHost: localhost\r\n{closing}Content-Length: {1 << 40}\r\n\r\n"

@@ -152,7 +152,8 @@ class Front:
             except IcehouseClientError as error:
                 refusal = api_error(error)
             except ApiError as error:
-                refusal = error
+                # With the frames that it came by, it would hold the body.
+                refusal = error.with_traceback(None)
             except ClientDisconnect:
                 return Response(status_code=499)
             except Exception:

@@ -126,6 +126,12 @@ class BoundedConnection(H11Protocol):
         if self._pause_timer is not None:
             self._pause_timer.cancel()
 
+    def shutdown(self) -> None:
+        """End as soon as the request is answered: at once, where only its refusal is kept back."""
+        super().shutdown()
+        if self._is_busy and self._idle_since is not None:
+            self.cycle.message_event.set()
+
     def pause_writing(self) -> None:
         """Begin to wait for the caller to read."""
         super().pause_writing()
