@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import gc
 import json
 
 import pytest
@@ -17,6 +18,7 @@ from icehouse_http.bounds.places import Places
 from icehouse_http.bounds.reading_rate import ReadingRate
 from icehouse_http.errors import ApiError
 from icehouse_http.exchange import EventStream
+from icehouse_http.fields import fields_of
 from icehouse_http.settings import Settings
 from icehouse_http.upstream import Upstream
 
@@ -120,6 +122,22 @@ async def test_a_body_of_too_many_values_is_refused_unread(served: RunningServer
         assert error_of(answer, PATH, status=413)["code"] == "body_too_large"
         text = json.dumps({**CHAT, "stream": False, "user": "[" * 1_000_000})
         assert (await front.http.post(PATH, content=text)).status_code == 200
+
+
+def test_garbage_is_looked_for_once_behind_a_body_and_not_while_it_is_parsed() -> None:
+    begun = list[str]()
+
+    def told(phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            begun.append(phase)
+
+    gc.callbacks.append(told)
+    try:
+        fields = fields_of(b'{"a": [' + b"[]," * 100_000 + b"1]}")
+        assert len(begun) <= 1 and gc.isenabled()
+    finally:
+        gc.callbacks.remove(told)
+    assert len(fields.items("a")) == 100_001
 
 
 async def test_too_many_turns_are_refused(served: RunningServer) -> None:
