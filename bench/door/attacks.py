@@ -2,7 +2,10 @@
 
 A server with default settings and tokens for two tenants, and `icehouse-http` in front of it, a new one for
 each attack. One tenant streams a short answer over and over through the front, first while nobody attacks,
-then beside the attack, which runs in a process of its own; `/health` is asked meanwhile, without a token.
+then beside the attack, which runs in a process of its own; `/health` is asked meanwhile, without a token. At
+last it asks beside a process that attacks nobody and takes as much of the processor as the hostile one did:
+where all share two cores, only what is beyond that is the front's doing. The hostile caller has another
+machine's address, a gigabit line and so many new connections a second (`--connections-per-s`).
 
 Wanted: every request answered, and in the median its first text after at most three times the idle time and
 one pass, which is the 99th percentile of the server's own passes under the attack (as in `bench.attacks`).
@@ -17,12 +20,13 @@ import contextlib
 import dataclasses
 import math
 import multiprocessing
+import multiprocessing.connection
 import random
 import resource
 import tempfile
 import time
 import urllib.parse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +50,9 @@ _CALL_TIMEOUT_S = 30.0
 _LONGEST_PAUSE_S = 0.2
 _HEALTH_PAUSE_S = 0.1
 _FILE_LIMIT = 8192
+_BUSY_INTERVAL_S = 0.01
+_CONNECTIONS_PER_S = 500.0
+_CONTEXT = multiprocessing.get_context("spawn")
 
 
 @dataclasses.dataclass(slots=True)
@@ -63,6 +70,8 @@ class Row:
 
     attack: str
     idle_p50_s: float
+    busy_p50_s: float
+    """Beside a process that is as busy as the hostile one."""
     pass_s: float
     ttft_p50_s: float
     ttft_p95_s: float
@@ -71,6 +80,7 @@ class Row:
     failed: int
     health_max_s: float
     front_cpu_share: float
+    hostile_cpu_share: float
     front_private_mib: float
     hostile_calls: str
 
@@ -122,22 +132,34 @@ def _told(suffered: Suffered) -> Iterator[None]:
         suffered.failures.append(f"{type(error).__name__}: {error}")
 
 
-def attack(name: str, host: str, port: int, token: str, seconds: float, ended: Any) -> None:
+def attack(hostile: HostileCaller, name: str, seconds: float, ended: Any) -> None:
     """Be the hostile process: attack for some seconds and tell what came back."""
     _raise_file_limit()
 
     async def run() -> None:
-        hostile = HostileCaller(host, port, token)
+        began_s = time.process_time()
         attacking = asyncio.ensure_future(getattr(hostile, name)())
         if parent := multiprocessing.parent_process():
             # A bench that is killed takes the attack along.
             asyncio.get_running_loop().add_reader(parent.sentinel, attacking.cancel)
         await asyncio.wait((attacking,), timeout=seconds)
-        ended.put(dict(hostile.ended))
+        ended.put((dict(hostile.ended), (time.process_time() - began_s) / seconds))
         attacking.cancel()
         await asyncio.wait((attacking,))
 
     asyncio.run(run())
+
+
+def keep_busy(share: float) -> None:
+    """Be a process that takes so much of a processor, and ends with the bench."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    while True:
+        until = time.process_time() + share * _BUSY_INTERVAL_S
+        while time.process_time() < until:
+            pass
+        if multiprocessing.connection.wait([parent.sentinel], (1 - share) * _BUSY_INTERVAL_S):
+            return
 
 
 def _raise_file_limit() -> None:
@@ -145,32 +167,32 @@ def _raise_file_limit() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, _FILE_LIMIT), hard))
 
 
-def measure(name: str, address: str, tokens: dict[str, str], *, seconds: float) -> tuple[Row, list[str]]:
+def measure(
+    name: str, address: str, tokens: dict[str, str], *, seconds: float, connections_per_s: float
+) -> tuple[Row, list[str]]:
     """Start a front, attack it and measure; return the failures too."""
     with door(address, log=OUT / "httpattacks-front.log") as (url, pid):
         asyncio.run(suffer(url, tokens["good"], seconds=1.0))
         idle = asyncio.run(suffer(url, tokens["good"], seconds=_IDLE_S))
         place = urllib.parse.urlsplit(url)
-        context = multiprocessing.get_context("spawn")
-        ended = context.Queue()
-        hostile = context.Process(
-            target=attack,
-            args=(name, place.hostname, place.port, tokens["hostile"], _BUILD_UP_S + seconds, ended),
+        assert place.hostname and place.port
+        caller = HostileCaller(
+            place.hostname, place.port, tokens["hostile"], connections_per_s=connections_per_s
         )
-        hostile.start()
-        try:
+        ended = _CONTEXT.Queue()
+        with _process(attack, caller, name, _BUILD_UP_S + seconds, ended):
             time.sleep(_BUILD_UP_S)
             before_s = cpu_s(pid)
             beside, memory_mib = asyncio.run(_beside(url, pid, tokens["good"], seconds=seconds))
             share = (cpu_s(pid) - before_s) / seconds
             pass_s = asyncio.run(pass_time_s(address, tokens["operator"]))
-            calls = ended.get(timeout=_CALL_TIMEOUT_S)
-        finally:
-            hostile.kill()
-            hostile.join()
+            calls, hostile_share = ended.get(timeout=_CALL_TIMEOUT_S)
+        with _process(keep_busy, min(hostile_share, 1.0)):
+            busy = asyncio.run(suffer(url, tokens["good"], seconds=_IDLE_S))
     row = Row(
         attack=name,
         idle_p50_s=quantile(idle.ttfts, 0.5),
+        busy_p50_s=quantile(busy.ttfts, 0.5),
         pass_s=pass_s,
         ttft_p50_s=quantile(beside.ttfts, 0.5),
         ttft_p95_s=quantile(beside.ttfts, 0.95),
@@ -179,10 +201,22 @@ def measure(name: str, address: str, tokens: dict[str, str], *, seconds: float) 
         failed=len(beside.failures),
         health_max_s=max(beside.checks, default=math.nan),
         front_cpu_share=share,
+        hostile_cpu_share=hostile_share,
         front_private_mib=memory_mib,
         hostile_calls=", ".join(f"{count} {code}" for code, count in calls.items()) or "all open",
     )
     return row, beside.failures
+
+
+@contextlib.contextmanager
+def _process(target: Callable[..., None], *arguments: Any) -> Iterator[None]:
+    process = _CONTEXT.Process(target=target, args=arguments)
+    process.start()
+    try:
+        yield
+    finally:
+        process.kill()
+        process.join()
 
 
 async def _beside(url: str, pid: int, token: str, *, seconds: float) -> tuple[Suffered, float]:
@@ -209,6 +243,12 @@ def main() -> None:
     """Measure, print the table, write bench/out/httpattacks.json."""
     parser = argparse.ArgumentParser(prog="make bench CASE=httpattacks", description=__doc__)
     parser.add_argument("--seconds", type=float, default=20.0, help="how long each attack is measured")
+    parser.add_argument(
+        "--connections-per-s",
+        type=float,
+        default=_CONNECTIONS_PER_S,
+        help="how many the hostile caller opens at most; inf: whatever it can",
+    )
     parser.add_argument("--only", nargs="*", default=ATTACKS, choices=ATTACKS)
     arguments = parser.parse_args()
     OUT.mkdir(parents=True, exist_ok=True)
@@ -227,7 +267,13 @@ def main() -> None:
             flags=("--token-file", str(file), "--no-ssd", "--no-access-log"),
         ) as server:
             for name in arguments.only:
-                row, failures = measure(name, server.address, tokens, seconds=arguments.seconds)
+                row, failures = measure(
+                    name,
+                    server.address,
+                    tokens,
+                    seconds=arguments.seconds,
+                    connections_per_s=arguments.connections_per_s,
+                )
                 rows.append(row)
                 # Line by line too: the whole takes a quarter of an hour.
                 print(*_cells(row), sep=" | ", flush=True)

@@ -105,7 +105,7 @@ class Caller:
         return await self._reader.readexactly(size_bytes or 0)
 
     def _head(self, method: str, path: str, size_bytes: int) -> bytes:
-        lines = [f"{method} {path} HTTP/1.1", "Host: bench", "Content-Type: application/json"]
+        lines = [f"{method} {path} HTTP/1.1", "Host: localhost", "Content-Type: application/json"]
         lines += [f"Content-Length: {size_bytes}"]
         if self._token:
             lines.append(f"Authorization: Bearer {self._token}")

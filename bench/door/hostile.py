@@ -1,7 +1,8 @@
 """Attacks on the HTTP front by one caller with a token, or with none that is known.
 
 Each goes on until it is cancelled and checks nothing; `make bench CASE=httpattacks` measures what another
-caller notices of it. Connections that end are opened again.
+caller notices of it. Connections that end are opened again, so many a second, and what is sent is a line's
+worth: a real caller is not on the server's own processor.
 """
 
 from __future__ import annotations
@@ -11,10 +12,14 @@ import collections
 import contextlib
 import itertools
 import json
+import math
 import secrets
 import socket
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
+
+from icehouse_http.bounds.pace import Pace
 
 MIB = 1 << 20
 CONNECTION_COUNT = 1024
@@ -28,16 +33,24 @@ _TURN = {"role": "user", "content": "Hi"}
 _STREAM = {"model": "any", "stream": True, "max_tokens": 2000, "messages": [_TURN]}
 _BODY_BYTES = 31 * MIB
 
+_SOURCE = "127.0.0.2" if sys.platform == "linux" else "127.0.0.1"
+"""Where it calls from: another machine, as far as the front can tell."""
+_BYTES_PER_S = 125e6
+"""A line of a gigabit."""
+
 Exchange = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
 class HostileCaller:
     """One caller that means ill. Its public methods are the attacks."""
 
-    def __init__(self, host: str, port: int, token: str) -> None:
+    def __init__(self, host: str, port: int, token: str, *, connections_per_s: float = math.inf) -> None:
         self._host = host
         self._port = port
         self._token = token
+        is_bounded = connections_per_s < math.inf
+        self._connects = Pace(per_s=connections_per_s, at_once=1, longest_s=math.inf) if is_bounded else None
+        self._line = Pace(per_s=_BYTES_PER_S, at_once=MIB, longest_s=math.inf) if is_bounded else None
         self.ended = collections.Counter[str]()
         """What came back, by status; "none" is a connection that ended without an answer."""
 
@@ -47,11 +60,12 @@ class HostileCaller:
 
     async def slow_headers(self) -> None:
         """Requests whose headers come a byte at a time."""
-        await self._many(_HELD_COUNT, self._trickle(f"POST {_CHAT} HTTP/1.1\r\nHost: a\r\nX-Slow: ".encode()))
+        beginning = f"POST {_CHAT} HTTP/1.1\r\nHost: localhost\r\nX-Slow: ".encode()
+        await self._many(_HELD_COUNT, self._trickle(beginning))
 
     async def silent_connections(self) -> None:
         """Connections on which nothing is sent, more than the front takes."""
-        await self._many(2 * CONNECTION_COUNT, self._wait)
+        await self._many(2 * CONNECTION_COUNT, self._wait_for_end)
 
     async def slow_bodies(self) -> None:
         """Requests of 16 MiB that come a byte at a time."""
@@ -78,7 +92,7 @@ class HostileCaller:
 
     async def health_floods(self) -> None:
         """Health checks without a token, as fast as they are answered, on more connections than calls."""
-        request = b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n"
+        request = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
         async def exchange(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             while True:
@@ -125,6 +139,7 @@ class HostileCaller:
         async def exchange(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             writer.write(self._head(1 << 40))
             while not reader.at_eof():
+                await _wait(self._line, MIB)
                 writer.write(b" " * MIB)
                 await writer.drain()
 
@@ -134,7 +149,7 @@ class HostileCaller:
         """Headers without an end, as many short ones or as one."""
 
         async def exchange(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            writer.write(f"POST {_CHAT} HTTP/1.1\r\nHost: a\r\n".encode())
+            writer.write(f"POST {_CHAT} HTTP/1.1\r\nHost: localhost\r\n".encode())
             for index in range(100_000):
                 writer.write(b"".join(b"X-%d: 1\r\n" % (index + i) for i in range(1000)))
                 await writer.drain()
@@ -198,8 +213,8 @@ class HostileCaller:
 
     async def smuggled_requests(self) -> None:
         """Requests with two lengths, and behind them what one of the two says is another request."""
-        inner = b"GET /v1/models HTTP/1.1\r\nHost: a\r\n\r\n"
-        lines = f"POST {_CHAT} HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {self._token}\r\n"
+        inner = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        lines = f"POST {_CHAT} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {self._token}\r\n"
         both = f"{lines}Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n".encode() + inner
         twice = f"{lines}Content-Length: 5\r\nContent-Length: 6\r\n\r\n0\r\n\r\n".encode() + inner
         kinds = itertools.cycle((both, twice))
@@ -210,7 +225,7 @@ class HostileCaller:
         await self._many(_BUSY_COUNT, exchange)
 
     def _head(self, size_bytes: int, *, token: str = "", close: bool = False) -> bytes:
-        lines = [f"POST {_CHAT} HTTP/1.1", "Host: a", f"Authorization: Bearer {token or self._token}"]
+        lines = [f"POST {_CHAT} HTTP/1.1", "Host: localhost", f"Authorization: Bearer {token or self._token}"]
         lines += [f"Content-Length: {size_bytes}", *(("Connection: close",) if close else ())]
         return "\r\n".join((*lines, "", "")).encode()
 
@@ -225,7 +240,7 @@ class HostileCaller:
 
         return exchange
 
-    async def _wait(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _wait_for_end(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.ended[await _status(reader)] += 1
 
     async def _asking(self, bodies: list[bytes]) -> None:
@@ -238,6 +253,7 @@ class HostileCaller:
             with contextlib.suppress(ConnectionError):
                 writer.write(self._head(len(body), close=True))
                 for begin in range(0, len(body), MIB):
+                    await _wait(self._line, MIB)
                     if answering.done():
                         break
                     writer.write(body[begin : begin + MIB])
@@ -271,13 +287,20 @@ class HostileCaller:
     async def _connected(
         self, receive_bytes: int | None
     ) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+        await _wait(self._connects, 1)
         with _socket(receive_bytes) as raw:
+            raw.bind((_SOURCE, 0))
             await asyncio.get_running_loop().sock_connect(raw, (self._host, self._port))
             reader, writer = await asyncio.open_connection(sock=raw)
             try:
                 yield reader, writer
             finally:
                 writer.transport.abort()
+
+
+async def _wait(pace: Pace | None, count: float) -> None:
+    if pace is not None:
+        await asyncio.sleep(pace.delay_s("", asyncio.get_running_loop().time(), count=count))
 
 
 @contextlib.contextmanager

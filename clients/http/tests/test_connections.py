@@ -12,14 +12,17 @@ from typing import Any
 
 import pytest
 import uvicorn
-from icehouse_http.bounds.connection import REFUSED, BoundedConnection
+from icehouse_http.bounds.connection import KEPT_BACK_S, BoundedConnection
+from icehouse_http.bounds.pace import Pace
+from icehouse_http.serving.server import Listening, server_of
+from icehouse_http.settings import Settings
 
 from clients.http.tests.fronts import HttpFront
 from clients.http.tests.test_hostile import answer_to, port_of
 from tests.fixtures.patience import BOUND_S
 
-GET = b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n"
-LAST_GET = b"GET /health HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n"
+GET = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+LAST_GET = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
 LONG = b"a" * (1 << 20)
 
 
@@ -130,7 +133,7 @@ async def test_a_refused_body_that_does_not_end_is_not_taken(
 ) -> None:
     monkeypatch.setattr(BoundedConnection, "unread_bytes", 1 << 20)
     async with connected(front.url) as (reader, writer):
-        writer.write(b"POST /v1/messages HTTP/1.1\r\nHost: a\r\nContent-Length: 999999999999\r\n\r\n")
+        writer.write(b"POST /v1/messages HTTP/1.1\r\nHost: localhost\r\nContent-Length: 999999999999\r\n\r\n")
         assert (await reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 413 ")
         with pytest.raises(ConnectionError):
             async with asyncio.timeout(BOUND_S):
@@ -184,38 +187,112 @@ async def test_one_with_a_request_stays(monkeypatch: pytest.MonkeyPatch) -> None
     ],
 )
 async def test_a_body_of_two_lengths_is_refused(front: HttpFront, lines: str) -> None:
-    head = f"POST /v1/messages HTTP/1.1\r\nHost: a\r\nConnection: close\r\n{lines}"
+    head = f"POST /v1/messages HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n{lines}"
     answer = await answer_to(front.url, head.encode())
     assert answer[:12] in (b"HTTP/1.1 400", b"HTTP/1.1 501"), answer
 
 
-async def test_nothing_is_read_behind_a_refusal_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked, rests = 0, []
+class Refusing:
+    """An app that refuses, and has that kept back for a time."""
 
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        nonlocal asked
-        asked += 1
-        scope[REFUSED] = True
+    def __init__(self, kept_back_s: float) -> None:
+        self._kept_back_s = kept_back_s
+        self.begun = asyncio.Event()
+        self.ended = asyncio.Event()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        self.begun.set()
+        scope[KEPT_BACK_S] = self._kept_back_s
         headers = [(b"content-length", b"0")]
         await send({"type": "http.response.start", "status": 429, "headers": headers})
         await send({"type": "http.response.body"})
+        self.ended.set()
 
-    pause = BoundedConnection.on_response_complete
 
-    def paused(connection: BoundedConnection) -> None:
-        pause(connection)
-        rests.append((connection, connection.transport.is_reading()))
+async def test_a_refusal_that_is_kept_back_comes_and_the_connection_goes_on() -> None:
+    async with serving(Refusing(0.01)) as url, connected(url) as (reader, writer):
+        for _ in range(2):
+            writer.write(GET)
+            async with asyncio.timeout(BOUND_S):
+                assert b" 429 " in await reader.readuntil(b"\r\n\r\n")
 
-    monkeypatch.setattr(BoundedConnection, "on_response_complete", paused)
-    monkeypatch.setattr(BoundedConnection, "rest_s", BOUND_S)
-    async with serving(app) as url:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port_of(url))
+
+async def test_one_whose_refusal_is_kept_back_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BoundedConnection, "connection_limit", 1)
+    app = Refusing(1e6)
+    async with serving(app) as url, connected(url) as (refused, writer):
         writer.write(GET)
-        assert b"429" in await reader.readuntil(b"\r\n\r\n")
-        [(connection, is_reading)] = rests
-        assert not is_reading and asked == 1
+        await app.begun.wait()
+        async with connected(url):
+            assert await end_of(refused) == b""
+            async with asyncio.timeout(BOUND_S):
+                await app.ended.wait()
+
+
+async def test_a_stop_does_not_wait_for_refusals_that_are_kept_back() -> None:
+    app = Refusing(1e6)
+    async with contextlib.AsyncExitStack() as open_connections, asyncio.timeout(BOUND_S):
+        async with serving(app) as url:
+            reader, writer = await open_connections.enter_async_context(connected(url))
+            writer.write(GET)
+            await app.begun.wait()
+        assert b" 429 " in await reader.read()
+
+
+@pytest.mark.parametrize("closing", ["", "Connection: close\r\n"])
+async def test_an_answer_reaches_a_caller_who_is_still_sending(front: HttpFront, closing: str) -> None:
+    head = f"POST /v1/messages HTTP/1.1\r\nHost: localhost\r\n{closing}Content-Length: {1 << 40}\r\n\r\n"
+    async with connected(front.url) as (reader, writer), asyncio.timeout(BOUND_S):
+        writer.write(head.encode() + b" " * (8 << 20))
+        await writer.drain()
         writer.write(GET)
-        connection.transport.resume_reading()
-        assert b"429" in await reader.readuntil(b"\r\n\r\n")
-        assert asked == 2
+        answer = await reader.read()
+    assert answer.startswith(b"HTTP/1.1 413 ") and answer.count(b"HTTP/1.1 ") == 1
+    assert b"\r\nconnection: close\r\n" in answer.lower()
+
+
+async def test_what_nobody_reads_is_thrown_away_slowly(
+    front: HttpFront, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paused = asyncio.Event()
+    throw_away = BoundedConnection._throw_away
+
+    def thrown_away(connection: BoundedConnection, size_bytes: int) -> None:
+        throw_away(connection, size_bytes)
+        assert not connection.transport.is_reading()
+        paused.set()
+
+    monkeypatch.setattr(BoundedConnection, "discarding", Pace(per_s=1.0, at_once=1.0, longest_s=1e6))
+    monkeypatch.setattr(BoundedConnection, "_throw_away", thrown_away)
+    head = b"POST /v1/messages HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999999\r\n\r\n"
+    async with connected(front.url) as (reader, writer), asyncio.timeout(BOUND_S):
+        writer.write(head)
+        assert b" 413 " in await reader.read()
+        writer.write(LONG)
+        await paused.wait()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has all of 127.0.0.0/8 on loopback")
+async def test_a_machine_that_opens_many_connections_waits_and_others_do_not(
+    front: HttpFront, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def answer(source: str) -> bytes:
+        port = port_of(front.url)
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=(source, 0))
+        writer.write(LAST_GET)
+        found = await end_of(reader)
         writer.close()
+        return found
+
+    monkeypatch.setattr(BoundedConnection, "arrivals", Pace(per_s=50.0, at_once=1.0, longest_s=1.0))
+    for _ in range(3):
+        assert b" 200 " in await answer("127.0.0.2")
+    monkeypatch.setattr(BoundedConnection, "arrivals", Pace(per_s=1e-6, at_once=1.0, longest_s=1.0))
+    assert b" 200 " in await answer("127.0.0.2")
+    assert await answer("127.0.0.2") == b""
+    for source in ("127.0.0.1", "127.0.0.1", "127.0.0.3"):
+        assert b" 200 " in await answer(source)
+
+
+def test_uvicorn_refuses_nothing_by_itself() -> None:
+    assert server_of(Settings(), Listening()).config.limit_concurrency is None

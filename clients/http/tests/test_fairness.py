@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import gc
 import json
 
 import pytest
@@ -12,10 +13,12 @@ from icehouse_client import AsyncClient
 from icehouse_http.bounds import places
 from icehouse_http.bounds.admission import Admission
 from icehouse_http.bounds.json_size import JsonSize
+from icehouse_http.bounds.pace import Pace
 from icehouse_http.bounds.places import Places
 from icehouse_http.bounds.reading_rate import ReadingRate
 from icehouse_http.errors import ApiError
 from icehouse_http.exchange import EventStream
+from icehouse_http.fields import fields_of
 from icehouse_http.settings import Settings
 from icehouse_http.upstream import Upstream
 
@@ -119,6 +122,22 @@ async def test_a_body_of_too_many_values_is_refused_unread(served: RunningServer
         assert error_of(answer, PATH, status=413)["code"] == "body_too_large"
         text = json.dumps({**CHAT, "stream": False, "user": "[" * 1_000_000})
         assert (await front.http.post(PATH, content=text)).status_code == 200
+
+
+def test_garbage_is_looked_for_once_behind_a_body_and_not_while_it_is_parsed() -> None:
+    begun = list[str]()
+
+    def told(phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            begun.append(phase)
+
+    gc.callbacks.append(told)
+    try:
+        fields = fields_of(b'{"a": [' + b"[]," * 100_000 + b"1]}")
+        assert len(begun) <= 1 and gc.isenabled()
+    finally:
+        gc.callbacks.remove(told)
+    assert len(fields.items("a")) == 100_001
 
 
 async def test_too_many_turns_are_refused(served: RunningServer) -> None:
@@ -263,3 +282,31 @@ async def test_what_nobody_reads_is_not_taken_from_the_server() -> None:
     answering.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await answering
+
+
+def test_a_pace_lets_some_go_at_once_and_the_others_one_by_one() -> None:
+    pace = Pace(per_s=4.0, at_once=2.0, longest_s=1.0)
+    assert [pace.delay_s("a", 100.0) for _ in range(8)] == [0, 0, 0.25, 0.5, 0.75, 1, 1, 1]
+    assert pace.delay_s("b", 100.0) == 0
+    assert pace.delay_s("a", 100.5) == 0.75
+    assert [pace.delay_s("a", 900.0) for _ in range(3)] == [0, 0, 0.25]
+    assert pace.delay_s("b", 900.0, count=3.0) == 0.25
+
+
+def test_a_pace_does_not_remember_everybody() -> None:
+    pace = Pace(per_s=1.0, at_once=1.0, longest_s=9.0)
+    for index in range(1025):
+        assert pace.delay_s(str(index), 100.0) == 0
+    assert (pace.delay_s("1", 100.0), pace.delay_s("0", 100.0)) == (1.0, 0.0)
+
+
+async def test_a_caller_pays_for_its_own_refusals_and_a_machine_for_those_of_strangers(
+    served: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paced = list[str]()
+    monkeypatch.setattr(Pace, "delay_s", lambda pace, name, now, *, count=1.0: paced.append(name) or 0.0)
+    async with front_of(served.server.address, max_body_bytes=100) as front:
+        for key, body in (("a", "x" * 101), ("\u00e9", ""), ("a", "no JSON")):
+            await front.http.post(PATH, content=body, headers={"x-api-key": key.encode("latin-1")})
+    caller, machine = (name for name in paced if name)
+    assert len(caller) == 64 and machine == "127.0.0.1"

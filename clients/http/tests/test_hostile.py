@@ -116,7 +116,7 @@ WRONG: dict[str, dict[str, list[Any]]] = {
         "parallel_tool_calls": ["no"],
         "response_format": [*FORMS, {"type": "json_schema", "json_schema": {}}],
         "max_completion_tokens": [0, "1"],
-        "reasoning_effort": [1],
+        "reasoning_effort": [1, "huge"],
         "prompt_cache_key": [1],
         "chat_template_kwargs": [1, []],
     },
@@ -137,7 +137,7 @@ WRONG: dict[str, dict[str, list[Any]]] = {
         "tool_choice": ["auto", 1, {}, {"type": "tool"}, {"type": "some"}],
         "thinking": ["on", {}, {"type": "enabled", "budget_tokens": 0}],
         "metadata": [1, {"user_id": 1}],
-        "output_config": [1, {"format": {"type": "xml"}}],
+        "output_config": [1, {"format": {"type": "xml"}}, {"effort": 1}, {"effort": "huge"}],
     },
     "/v1/responses": {
         **SAMPLING,
@@ -157,7 +157,7 @@ WRONG: dict[str, dict[str, list[Any]]] = {
         "tools": [1, [1], [{"type": "function"}]],
         "tool_choice": CHOICES,
         "max_output_tokens": [0, "1"],
-        "reasoning": ["high", {"effort": 1}],
+        "reasoning": ["high", {"effort": 1}, {"effort": "huge"}],
         "text": [1, {"format": {"type": "json_schema"}}],
         "previous_response_id": [1, "resp_none"],
         "include": [1, [1]],
@@ -235,13 +235,13 @@ async def answer_to(url: str, sent: bytes) -> bytes:
 
 
 async def test_a_body_that_does_not_come_is_not_waited_for(served: RunningServer) -> None:
-    head = b"POST /v1/messages HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Length: 9\r\n\r\n{"
+    head = b"POST /v1/messages HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: 9\r\n\r\n{"
     async with front_of(served.server.address, body_timeout_s=0.05) as front:
         answer = await answer_to(front.url, head)
     assert answer.startswith(b"HTTP/1.1 408 ") and b'"body_late"' in answer
 
 
-@pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\nHost: a\r\n"], ids=["nothing", "half"])
+@pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\n"], ids=["nothing", "half"])
 async def test_headers_that_do_not_come_are_not_waited_for(
     front: HttpFront, monkeypatch: pytest.MonkeyPatch, sent: bytes
 ) -> None:
@@ -255,7 +255,7 @@ async def test_a_later_request_of_a_connection_has_the_same_time(
     monkeypatch.setattr(BoundedConnection, "header_timeout_s", 0.05)
     reader, writer = await asyncio.open_connection("127.0.0.1", port_of(front.url))
     async with asyncio.timeout(BOUND_S):
-        writer.write(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
+        writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert (await reader.readuntil(b"}")).startswith(b"HTTP/1.1 200 ")
         writer.write(b"GET /health HT")
         assert await reader.read() == b""
@@ -285,3 +285,45 @@ async def test_pages_of_other_sites_may_not_call(served: RunningServer) -> None:
         answer = await front.http.post("/v1/chat/completions", json=CHAT, headers=evil)
         assert answer.status_code == 403
     assert len(served.engine.submitted) == 1
+
+
+async def test_names_that_others_may_point_here_are_refused(served: RunningServer) -> None:
+    async with front_of(served.server.address, names=("gpu-1.internal",)) as front:
+        port = port_of(front.url)
+        others = ("evil.example", f"evil.example:{port}", "localhost.evil.example", "127.0.0.1.evil", "[")
+        for name in others:
+            for path in ("/health", "/metrics", "/v1/models"):
+                refused = await front.http.get(path, headers={"host": name, "x-api-key": "any"})
+                assert error_of(refused, path, status=421)["code"] == "name_not_known"
+            for path, body in PATHS.items():
+                error_of(await front.http.post(path, json=body, headers={"host": name}), path, status=421)
+        own = ("localhost", f"LOCALHOST:{port}", "127.0.0.1", "[::1]", f"192.0.2.1:{port}", "GPU-1.internal.")
+        for name in own:
+            answer = await front.http.get("/v1/models", headers={"host": name})
+            assert answer.status_code == 200, (name, answer.text)
+        assert b"HTTP/1.1 200 " in await answer_to(front.url, b"GET /health HTTP/1.0\r\n\r\n")
+    async with front_of(served.server.address, names=("*",)) as front:
+        assert (await front.http.get("/v1/models", headers={"host": "any.example"})).status_code == 200
+    assert served.engine.submitted == []
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/chat/completions"])
+@pytest.mark.parametrize(
+    ("status", "rest"),
+    [
+        (400, "Host: a\r\nHost: b\r\n\r\n"),
+        (400, "no header\r\n\r\n"),
+        (431, f"X-Long: {'a' * 200_000}"),
+        (501, "Host: localhost\r\nTransfer-Encoding: gzip\r\n\r\n"),
+        (400, "Host: localhost\r\nTransfer-Encoding: chunked\r\n\r\nno size\r\n"),
+    ],
+)
+async def test_what_is_no_http_is_refused_in_the_form_of_its_protocol(
+    front: HttpFront, path: str, status: int, rest: str
+) -> None:
+    answer = await answer_to(front.url, f"POST {path} HTTP/1.1\r\n{rest}".encode())
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 %d " % status) and b"\r\nconnection: close" in head.lower()
+    error = json.loads(body)
+    assert error["error"]["code"] == "invalid_http"
+    assert (error.get("type") == "error") == (path == "/v1/messages")

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from icehouse_http.bounds.pace import Pace
 from icehouse_http.serving.access_log import REFUSAL_LINE_BURST_COUNT, REFUSAL_LINES_PER_S, AccessLog
 from icehouse_http.serving.metrics import Metrics
 from icehouse_server.config import ConnectionConfig, SecurityConfig
@@ -162,6 +163,29 @@ async def test_bodies_of_all_requests_are_bounded_together(served: RunningServer
                 pass
         async with front.http.stream("POST", "/v1/chat/completions", json=body) as answer:
             assert answer.status_code == 200
+
+
+async def test_a_refusal_that_is_kept_back_holds_no_body(
+    served: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept_back = asyncio.Event()
+
+    def for_ever(*arguments: Any, **options: Any) -> float:
+        kept_back.set()
+        return 1e6
+
+    async def pieces() -> AsyncIterator[bytes]:
+        for _ in range(11):
+            yield b" " * 100
+
+    monkeypatch.setattr(Pace, "delay_s", for_ever)
+    async with front_of(served.server.address, max_body_bytes=1_000) as front, asyncio.timeout(BOUND_S):
+        asking = asyncio.create_task(front.http.post("/v1/messages", content=pieces()))
+        await kept_back.wait()
+        while (await metrics(front))["icehouse_http_body_bytes",]:
+            pass
+        assert not asking.done()
+        asking.cancel()
 
 
 async def test_streams_of_some_callers_do_not_keep_the_calls_of_others_back() -> None:

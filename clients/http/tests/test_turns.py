@@ -218,8 +218,36 @@ def test_how_much_the_model_may_think() -> None:
     assert told(messages_of(thinking={"type": "enabled", "budget_tokens": 2048})) == (2048, None)
     assert told(messages_of(thinking={"type": "adaptive"})) == (None, None)
     assert told(chat_of()) == (None, None)
-    assert told(chat_of(reasoning_effort="none")) == (0, off)
-    assert told(chat_of(reasoning_effort="high")) == (None, {"reasoning_effort": "high"})
-    assert told(responses_of(reasoning={"effort": "low"})) == (None, {"reasoning_effort": "low"})
     given = {"enable_thinking": True, "x": 1}
     assert told(chat_of(chat_template_kwargs=given, reasoning_effort="none")) == (0, given)
+
+
+@pytest.mark.parametrize(
+    ("effort", "limit", "word"),
+    [
+        ("none", 0, None),
+        ("minimal", 512, "low"),
+        ("low", 2048, "low"),
+        ("medium", None, "medium"),
+        ("high", None, "high"),
+        ("xhigh", None, "high"),
+        ("max", None, "high"),
+    ],
+)
+def test_an_effort_means_the_same_in_every_protocol(effort: str, limit: int | None, word: str | None) -> None:
+    adaptive = messages_of(thinking={"type": "adaptive"}, output_config={"effort": effort})
+    for asked in (chat_of(reasoning_effort=effort), responses_of(reasoning={"effort": effort}), adaptive):
+        assert asked.options.get("max_reasoning_tokens") == limit
+        arguments = asked.options["template_arguments"]
+        assert arguments == ({"reasoning_effort": word} if word else {"enable_thinking": False})
+
+
+def test_an_effort_gives_way_to_what_a_request_says_more_exactly() -> None:
+    low = {"effort": "low"}
+    budget = messages_of(thinking={"type": "enabled", "budget_tokens": 4096}, output_config=low)
+    assert budget.options["max_reasoning_tokens"] == 4096
+    silent = messages_of(output_config=low)
+    assert silent.options["max_reasoning_tokens"] == 0
+    assert silent.options["template_arguments"] == {"reasoning_effort": "low", "enable_thinking": False}
+    own = chat_of(reasoning_effort="max", chat_template_kwargs={"reasoning_effort": "max"})
+    assert own.options["template_arguments"] == {"reasoning_effort": "max"}

@@ -164,6 +164,9 @@ def _command(config: Config, *, descriptor: int, private_socket: Path) -> list[s
         command += ["--alias", f"{name}={model}"]
     for origin in http.origins:
         command += ["--allow-origin", origin]
+    command += ["--host", http.host]
+    for name in http.own_names:
+        command += ["--name", name]
     if http.strict_models:
         command.append("--strict-models")
     if http.exact_prompts:

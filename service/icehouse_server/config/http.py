@@ -51,6 +51,13 @@ class HttpConfig:
         "Origins, comma-separated, whose web pages may call; * is every origin. Default: no web page.",
         flag="--http-allow-origins",
     )
+    names: str | None = setting(
+        None,
+        "Host names, comma-separated, that the HTTP APIs answer to, such as gpu-1.internal, beside "
+        "addresses, localhost and http.host. Requests for other names get 421, so that no web page can call "
+        "under a name of its own. `*` allows any. HTTPS needs none: its certificate has the names.",
+        flag="--http-names",
+    )
     max_body_bytes: int = setting(
         32 * MIB, "Maximum size of a request's body.", minimum=1024, flag="--http-max-body-bytes"
     )
@@ -75,3 +82,7 @@ class HttpConfig:
     @property
     def origins(self) -> tuple[str, ...]:
         return names_in(self.allow_origins)
+
+    @property
+    def own_names(self) -> tuple[str, ...]:
+        return names_in(self.names)

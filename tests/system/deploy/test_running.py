@@ -41,6 +41,7 @@ HTTP_OPTIONS = {
     "--strict-models",
     "--exact-prompts",
     "--allow-origin",
+    "--name",
     "--max-body-bytes",
     "--body-memory-bytes",
     "--ca-file",

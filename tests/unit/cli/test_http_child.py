@@ -37,7 +37,7 @@ def told(config: Config) -> tuple[Settings, Listening]:
 
 def test_settings_that_nobody_gave_are_the_fronts_own() -> None:
     settings, listening = told(config())
-    assert settings == Settings(address="unix:/d/rpc")
+    assert settings == Settings(address="unix:/d/rpc", names=("127.0.0.1",))
     assert (listening.descriptor, listening.tls) == (7, None)
     assert listening.grace_s == config().server.drain_grace_s + LAST_WORDS_S
 
@@ -49,6 +49,8 @@ def test_every_setting_reaches_the_child() -> None:
         "http__exact_prompts": True,
         "http__temperature": 0.5,
         "http__allow_origins": "http://a,http://b",
+        "http__host": "0.0.0.0",
+        "http__names": "gpu-1,gpu-1.internal",
         "http__max_body_bytes": "2MiB",
         "http__body_memory_bytes": "3MiB",
         "security__health_open": False,
@@ -63,6 +65,7 @@ def test_every_setting_reaches_the_child() -> None:
         exact_prompts=True,
         temperature=0.5,
         allow_origins=("http://a", "http://b"),
+        names=("0.0.0.0", "gpu-1", "gpu-1.internal"),
         max_body_bytes=2 << 20,
         body_memory_bytes=3 << 20,
         has_access_log=False,

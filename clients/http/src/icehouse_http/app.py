@@ -19,8 +19,10 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from icehouse_http.bounds.connection import REFUSED
+from icehouse_http.bounds.connection import KEPT_BACK_S
 from icehouse_http.bounds.json_size import JsonSize
+from icehouse_http.bounds.own_names import OwnNames
+from icehouse_http.bounds.pace import Pace
 from icehouse_http.bounds.places import Places
 from icehouse_http.bounds.reading_rate import SMALL_BYTES, ReadingRate
 from icehouse_http.chat import request as chat_request
@@ -51,8 +53,9 @@ _log = logging.getLogger(LOGGER_NAME)
 
 Endpoint = Callable[[Request, Caller], Awaitable[Response]]
 
-_RESTING = frozenset({401, 408, 413, 429})
-"""Refusals for what a caller does, as opposed to what it asks."""
+_PACED = frozenset({401, 408, 413, 429})
+"""Refusals for what a caller does, as opposed to what it asks. Who has many is told of them later and later:
+each takes the event loop half a millisecond, and who waits for an answer does not ask again meanwhile."""
 _WISHES = {("UNSUPPORTED", "max_reasoning_tokens"): "max_reasoning_tokens"}
 """Options that do without where the model cannot keep to them, by the refusal's reason and field."""
 _CODEX_WISHES = {("TOOLS_UNSUPPORTED", "tool_choice"): "parallel_tool_calls"}
@@ -110,6 +113,8 @@ class Front:
         self._pins = Pins()
         self._places = Places(limit=settings.max_requests)
         self._reading = ReadingRate()
+        self._names = OwnNames(settings.names)
+        self._refusals = Pace(per_s=20.0, at_once=64.0, longest_s=5.0)
 
     @contextlib.asynccontextmanager
     async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
@@ -131,25 +136,32 @@ class Front:
         """Return the endpoint with what holds for each: who may call, and errors in the protocol's shape."""
 
         async def guard(request: Request) -> Response:
+            machine = _machine_of(request)
+            refused = machine
             try:
+                if request.url.scheme == "http":
+                    self._names.check(request.headers.get("host"))
                 self._check_origin(request)
                 _check_length(request)
-                caller = self.upstream.caller(request.headers, _host_of(request))
+                caller = self.upstream.caller(request.headers, machine)
                 if endpoint == self.health:
                     return await endpoint(request, caller)
                 await self.upstream.admit(caller)
+                refused = caller.name
                 return await self._places.response(caller.name, lambda: endpoint(request, caller))
             except IcehouseClientError as error:
                 refusal = api_error(error)
             except ApiError as error:
-                refusal = error
+                # With the frames that it came by, it would hold the body.
+                refusal = error.with_traceback(None)
             except ClientDisconnect:
                 return Response(status_code=499)
             except Exception:
                 _log.exception("http_request_failed", extra={"path": path_label(request.url.path)})
                 refusal = ApiError(500, "the HTTP front has a fault; its log says more", code="INTERNAL")
-            if refusal.status in _RESTING:
-                request.scope[REFUSED] = True
+            if refusal.status in _PACED:
+                now = asyncio.get_running_loop().time()
+                request.scope[KEPT_BACK_S] = self._refusals.delay_s(refused, now)
             return JSONResponse(refusal.body(dialect_of(request.url.path)), refusal.status, refusal.headers)
 
         return guard
@@ -307,7 +319,7 @@ class Front:
         return JSONResponse(await until_gone(request.receive, work))
 
 
-def _host_of(request: Request) -> str:
+def _machine_of(request: Request) -> str:
     return request.client.host if request.client else ""
 
 

@@ -55,6 +55,7 @@ def settings_from(given: argparse.Namespace) -> Settings:
         temperature=given.temperature,
         exact_prompts=given.exact_prompts,
         allow_origins=tuple(given.allow_origin),
+        names=(given.host, *given.name),
         max_body_bytes=given.max_body_bytes,
         body_memory_bytes=given.body_memory_bytes,
         has_access_log=not given.no_access_log,
@@ -101,6 +102,13 @@ def _add_listening(group: argparse._ArgumentGroup) -> None:
     add("--host", default=defaults.host, help="(default: %(default)s)")
     add("--port", type=int, default=defaults.port, help="(default: %(default)s)")
     add("--fd", type=int, metavar="N", help="an inherited socket that listens, instead of host and port")
+    add(
+        "--name",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a host name to answer to, beside addresses, localhost and --host; * is any; may be repeated",
+    )
     add("--tls-certificate", type=Path, metavar="PEM", help="speak HTTPS with this certificate chain")
     add("--tls-key", type=Path, metavar="PEM", help="the certificate's private key")
     add(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,6 +27,29 @@ _SESSION_HEADERS = (
 
 THINKING_SWITCH = "enable_thinking"
 """The variable of many chat templates that switches reasoning off."""
+EFFORT_VARIABLE = "reasoning_effort"
+"""That of gpt-oss and others, which know three words for it."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Effort:
+    """What a caller's word for how much to think becomes."""
+
+    template_word: str = ""
+    limit: int | None = None
+    """Tokens; None is as many as the model likes."""
+
+
+EFFORTS: Mapping[str, Effort] = {
+    "none": Effort(limit=0),
+    "minimal": Effort("low", limit=512),
+    "low": Effort("low", limit=2048),
+    "medium": Effort("medium"),
+    "high": Effort("high"),
+    "xhigh": Effort("high"),
+    "max": Effort("high"),
+}
+"""The words of OpenAI and Anthropic. Not every template reads them, so the lower ones are limits, too."""
 
 
 def sampling_of(fields: Fields, settings: Settings) -> Options:
@@ -110,11 +134,23 @@ def reasoning_options(
     return options
 
 
+def effort_of(fields: Fields, name: str) -> str:
+    """Return a word of `EFFORTS`, or nothing where the field is not there."""
+    return fields.one_of(name, *EFFORTS, default="") if fields.text(name) else ""
+
+
 def effort_options(
-    target: Target, effort: str, template_arguments: Mapping[str, Any] | None = None
+    target: Target,
+    effort: str,
+    *,
+    limit: int | None = None,
+    template_arguments: Mapping[str, Any] | None = None,
 ) -> Options:
-    """Return what an effort asks for: "none" is no reasoning, other words are the chat template's to read."""
+    """Return what an effort asks for, as far as no limit of tokens or template argument says otherwise."""
     arguments = dict(template_arguments or {})
-    if effort and effort != "none":
-        arguments.setdefault("reasoning_effort", effort)
-    return reasoning_options(target, limit=0 if effort == "none" else None, template_arguments=arguments)
+    if effort:
+        known = EFFORTS[effort]
+        limit = known.limit if limit is None else limit
+        if known.template_word:
+            arguments.setdefault(EFFORT_VARIABLE, known.template_word)
+    return reasoning_options(target, limit=limit, template_arguments=arguments)

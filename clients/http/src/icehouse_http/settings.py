@@ -29,6 +29,8 @@ class Settings:
     """Whether prompts are just what the model's template makes of them, and not stable."""
     allow_origins: tuple[str, ...] = ()
     """Web pages that may call; "*" lets all."""
+    names: tuple[str, ...] = ()
+    """Host names that it answers to, beside addresses and localhost; "*" is any."""
     max_body_bytes: int = 32 * MIB
     body_memory_bytes: int = 256 * MIB
     """For the bodies of all requests until they are answered."""

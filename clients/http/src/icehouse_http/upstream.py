@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import hashlib
 import itertools
 import re
@@ -53,12 +54,18 @@ class Target:
 class Caller:
     """One HTTP caller's view of a connection: its calls carry the caller's token."""
 
-    def __init__(self, client: AsyncClient, token: str, host: str) -> None:
-        self.client = client
+    def __init__(self, connection: AsyncClient, metadata: Mapping[str, str], token: str, host: str) -> None:
+        self._connection = connection
+        self._metadata = metadata
         self.scope = hashlib.sha256(token.encode()).hexdigest()
         """Tells callers apart who have different tokens, without the token itself."""
         self.name = self.scope if token else f"host {host}"
         """Whose share of the front this request counts against: where nobody proves anything, a machine's."""
+
+    @functools.cached_property
+    def client(self) -> AsyncClient:
+        """Makes its calls. Made when it is needed: to those who are refused it would be most of the work."""
+        return self._connection.with_metadata(self._metadata) if self._metadata else self._connection
 
 
 class Upstream:
@@ -91,15 +98,13 @@ class Upstream:
     def caller(self, headers: Mapping[str, str], host: str) -> Caller:
         """Return the view of whoever sent these headers; raises ApiError for a token that cannot be sent."""
         token, metadata = _token_of(headers), _agent_of(headers)
-        if not token:
-            client = next(self._turns)
-            return Caller(client.with_metadata(metadata) if metadata else client, "", host)
         if not (token.isascii() and token.isprintable()):
             raise ApiError(
                 401, "the token has characters that no header can carry", code="CREDENTIALS_INVALID"
             )
-        metadata = {"authorization": f"Bearer {token}", **metadata}
-        return Caller(next(self._turns).with_metadata(metadata), token, host)
+        if token:
+            metadata["authorization"] = f"Bearer {token}"
+        return Caller(next(self._turns), metadata, token, host)
 
     async def admit(self, caller: Caller) -> None:
         """Let a caller in whom the server knows; raises what it refuses others with."""

@@ -10,6 +10,7 @@ from icehouse_http.chat.turns import messages_of, tool_options, tools_of
 from icehouse_http.exchange import Asked
 from icehouse_http.fields import INT32_MAX, Fields
 from icehouse_http.sampling import (
+    effort_of,
     effort_options,
     form_options,
     openai_sampling_of,
@@ -30,9 +31,8 @@ def asked_of(fields: Fields, target: Target, headers: Mapping[str, str], setting
     options.update(form_options(settings))
     options.update(session_of(fields.text("prompt_cache_key"), headers))
     options.update(tool_options(fields, tools_of(fields)))
-    options.update(
-        effort_options(target, fields.text("reasoning_effort"), fields.mapping("chat_template_kwargs"))
-    )
+    effort, arguments = effort_of(fields, "reasoning_effort"), fields.mapping("chat_template_kwargs")
+    options.update(effort_options(target, effort, template_arguments=arguments))
     limit = fields.token_limit("max_completion_tokens") or fields.token_limit("max_tokens")
     options["max_output_tokens"] = limit or INT32_MAX
     if (count := fields.integer("n", least=1, most=_MOST_COMPLETIONS)) is not None and count > 1:

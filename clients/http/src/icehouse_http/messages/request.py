@@ -11,7 +11,14 @@ from icehouse_http.chat.request import set_format
 from icehouse_http.exchange import Asked
 from icehouse_http.fields import INT32_MAX, Fields
 from icehouse_http.messages.turns import messages_of, tool_options
-from icehouse_http.sampling import form_options, reasoning_options, sampling_of, session_of, target_options
+from icehouse_http.sampling import (
+    effort_of,
+    effort_options,
+    form_options,
+    sampling_of,
+    session_of,
+    target_options,
+)
 from icehouse_http.settings import Settings
 from icehouse_http.upstream import Target
 
@@ -27,11 +34,11 @@ def asked_of(fields: Fields, target: Target, headers: Mapping[str, str], setting
     user = fields.object("metadata") or Fields({})
     options.update(session_of(user.text("user_id"), headers))
     options.update(tool_options(fields))
-    options.update(reasoning_options(target, limit=_thinking_limit(fields)))
+    output = fields.object("output_config") or Fields({})
+    options.update(effort_options(target, effort_of(output, "effort"), limit=_thinking_limit(fields)))
     options["max_output_tokens"] = fields.token_limit("max_tokens") or INT32_MAX
     if stop := fields.texts("stop_sequences"):
         options["stop"] = stop
-    output = fields.object("output_config") or Fields({})
     if (form := output.object("format") or fields.object("output_format")) is not None:
         set_format(options, form, "")
     messages = messages_of(fields)

@@ -16,7 +16,14 @@ from icehouse_http.fields import INT32_MAX, Fields
 from icehouse_http.responses.functions import Functions, functions_of
 from icehouse_http.responses.items import messages_of, with_instructions
 from icehouse_http.responses.store import ResponseStore
-from icehouse_http.sampling import effort_options, form_options, sampling_of, session_of, target_options
+from icehouse_http.sampling import (
+    effort_of,
+    effort_options,
+    form_options,
+    sampling_of,
+    session_of,
+    target_options,
+)
 from icehouse_http.settings import Settings
 from icehouse_http.upstream import Target
 
@@ -54,7 +61,7 @@ def asked_of(
     functions = functions_of(fields)
     options.update(tool_options(fields, list(functions.tools)))
     reasoning = fields.object("reasoning") or Fields({})
-    options.update(effort_options(target, reasoning.text("effort")))
+    options.update(effort_options(target, effort_of(reasoning, "effort")))
     options["max_output_tokens"] = fields.token_limit("max_output_tokens") or INT32_MAX
     text = fields.object("text") or Fields({})
     if (form := text.object("format")) is not None:

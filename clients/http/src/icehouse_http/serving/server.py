@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import logging
 import os
 import socket
@@ -93,6 +94,8 @@ def server_of(settings: Settings, listening: Listening) -> FrontServer:
 
 def run(settings: Settings, listening: Listening) -> None:
     """Serve until a signal."""
+    # What lives as long as the process is not looked through for garbage, while callers wait.
+    gc.freeze()
     inherited = None if listening.descriptor is None else [socket.socket(fileno=listening.descriptor)]
     server_of(settings, listening).run(inherited)
 

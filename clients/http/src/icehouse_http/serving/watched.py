@@ -42,6 +42,8 @@ class _Seen:
     """The caller left before there was one."""
     first_byte_s: float | None = None
     body_bytes: int = 0
+    held_bytes: int = 0
+    """Of the body, until the answer or the refusal of it."""
     sent_bytes: int = 0
 
 
@@ -62,16 +64,24 @@ class Watched:
         clock = asyncio.get_running_loop().time
         seen, path = _Seen(clock()), path_label(scope["path"])
 
+        def give_back() -> None:
+            self._budget.give_back(seen.held_bytes)
+            seen.held_bytes = 0
+
         async def counted_receive() -> Message:
             message = await receive()
             if size_bytes := len(message.get("body", b"")):
                 self._budget.take(size_bytes)
                 seen.body_bytes += size_bytes
+                seen.held_bytes += size_bytes
             return message
 
         async def counted_send(message: Message) -> None:
             if message["type"] == "http.response.start":
                 seen.status = message["status"]
+                if seen.status >= 400:
+                    # A refusal may be kept back, and its body is not.
+                    give_back()
             elif size_bytes := len(message.get("body", b"")):
                 if seen.first_byte_s is None:
                     seen.first_byte_s = clock() - seen.start_time
@@ -83,7 +93,7 @@ class Watched:
             await self._app(scope, counted_receive, counted_send)
         finally:
             self._metrics.in_flight_count -= 1
-            self._budget.give_back(seen.body_bytes)
+            give_back()
             self._ended(scope, path, seen, duration_s=clock() - seen.start_time)
 
     def _ended(self, scope: Scope, path: str, seen: _Seen, *, duration_s: float) -> None:
