@@ -133,18 +133,19 @@ fmt: $(STAMP) ## Format the code and fix what ruff can fix.
 #   fleet        agents' sessions on one worker, two by their blocks, two in turn; what the gateway adds
 #   agents       agents' sessions, from a public trace (ARGS="--trace FOLDER") or generated: rules of eviction and
 #                budgets of checkpoints against LRU and Belady; with ARGS=--server against a real server
-#   next_turn    a session's second question where the template rewrites the history (ARGS="--templates FILE.json"):
+#   nextturn     a session's second question where the template rewrites the history (ARGS="--templates FILE.json"):
 #                what is computed and the first token, with the next turn computed ahead and without
 #   growth       when one worker is enough, what 64 keep of its hits: simulated from what one costs
 CASE = throughput
 CASES := throughput gpu step profile lone load cache storage startup vision structured speculation blas telemetry \
-	tenants attacks http httpattacks fleet agents next_turn growth shared
+	tenants attacks http httpattacks fleet agents nextturn growth shared
 MODULE_profile := step.profile
 MODULE_storage := storage_bench
 MODULE_http := door.measure
 MODULE_httpattacks := door.attacks
 MODULE_fleet := fleet.measure
 MODULE_growth := fleet.growth
+MODULE_nextturn := next_turn
 
 bench: $(STAMP) ## Measure what callers wait for, against mlx-lm's engine; CASE=step and others: see the Makefile.
 	@$(if $(filter $(CASES),$(CASE)),,echo "there is no bench $(CASE); CASE is one of: $(CASES)"; exit 1)

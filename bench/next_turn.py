@@ -1,4 +1,4 @@
-"""`make bench CASE=next_turn`: a user's second question where the template rewrites what came before.
+"""`make bench CASE=nextturn`: a user's second question where the template rewrites what came before.
 
 An agent's loop with reasoning, its answer, and then a question: with what the server computes ahead while it
 rests and without, in turn, for the model's own template and for others (--templates: JSON, name to text).
@@ -42,7 +42,7 @@ class Second:
 
 def main() -> None:
     """Print the table, and write bench/out/next_turn.json."""
-    parser = argparse.ArgumentParser(prog="make bench CASE=next_turn", description=__doc__)
+    parser = argparse.ArgumentParser(prog="make bench CASE=nextturn", description=__doc__)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--templates", type=Path, help="a JSON file, name to text; else the model's own")
     parser.add_argument("--names", nargs="*", default=[], help="of the templates in it")
