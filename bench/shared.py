@@ -3,7 +3,7 @@
 Two servers of one model with a directory each, and one store: an S3 server of its own on loopback (rclone),
 or with `--folder` a folder. Each round has a prompt of its own, which the first server computes and stores.
 The second one is asked for it, and asked for another prompt that nobody has, so that it is compared with
-itself. The model has random weights and 128 KiB of KV per token (bench.random_model).
+itself. The model has random weights (bench.random_model).
 """
 
 from __future__ import annotations
@@ -61,13 +61,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="make bench CASE=shared", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="one round")
     parser.add_argument("--folder", action="store_true", help="share a folder, not an S3 server")
-    parser.add_argument("--thin", action="store_true", help="a model that computes little: the hardest case")
+    parser.add_argument("--small", action="store_true", help="a model of a twentieth of the work")
     parser.add_argument("--rounds", type=int, help="measured rounds")
     arguments = parser.parse_args()
     round_count = arguments.rounds or (1 if arguments.quick else 5)
     OUT.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="icehouse-bench-") as scratch:
-        which = RandomModel.THIN if arguments.thin else RandomModel.LARGE
+        which = RandomModel.SMALL if arguments.small else RandomModel.LARGE
         model_path = make_random_model(Path(scratch), which=which)
         rounds = asyncio.run(_measure(Path(scratch), model_path, round_count, has_folder=arguments.folder))
     _report(rounds, "folder" if arguments.folder else "S3 server")

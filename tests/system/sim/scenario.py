@@ -150,6 +150,7 @@ class Scenario:
         finally:
             self._served.disk.has_crashed = True
             self._served.disk.release()
+            self._served.end_traffic()
 
     def _new_server(self, disk: SimDisk | None) -> SimServer:
         return SimServer(

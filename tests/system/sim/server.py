@@ -268,12 +268,12 @@ class SimServer:
                     break
                 self.storage.step()
             assert self.is_closed, "the directory is never closed"
-        self._end_traffic()
+        self.end_traffic()
         self.disk.release()
 
     def die(self, copy: Path, *, is_kill: bool) -> None:
         """The process is gone, and the power with it unless `is_kill`; `copy` is what it leaves there."""
-        self._end_traffic()
+        self.end_traffic()
         if self.storage is not None and self.store._manifest is None:
             # A connection that a crash left half open must not fold its log in while it is copied.
             gc.collect()
@@ -285,7 +285,8 @@ class SimServer:
             self.store._manifest._database.conn.close()
         self.disk.release()
 
-    def _end_traffic(self) -> None:
+    def end_traffic(self) -> None:
+        """Cancel what is under way to and from the object store."""
         if isinstance(self.storage, SharedTier):
             self.storage._traffic.end()
 
