@@ -122,8 +122,8 @@ def _report(
     if durable:
         verdicts += durable_verdicts(durable)
     show_verdicts(verdicts)
-    content = {"setting": setting(), "ttft_ratios": found, "decode_ratios": costs, "disk": disk}
-    content["durable"] = durable
+    ratios_found = {"ttft_ratios": found, "decode_ratios": costs}
+    content = {"setting": setting(), **ratios_found, "disk": disk, "durable": durable}
     path = write_json("cache", {**content, "targets": verdicts, "prompts": prompts, "decode": decode})
     console.print(str(path))
     if prompts:
