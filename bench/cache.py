@@ -122,9 +122,9 @@ def _report(
     if durable:
         verdicts += durable_verdicts(durable)
     show_verdicts(verdicts)
-    measured = {"ttft_ratios": found, "decode_ratios": costs, "disk": disk, "durable": durable}
-    parts = {"prompts": prompts, "decode": decode}
-    path = write_json("cache", {"setting": setting(), **measured, "targets": verdicts, **parts})
+    ratios_found = {"ttft_ratios": found, "decode_ratios": costs}
+    content = {"setting": setting(), **ratios_found, "disk": disk, "durable": durable}
+    path = write_json("cache", {**content, "targets": verdicts, "prompts": prompts, "decode": decode})
     console.print(str(path))
     if prompts:
         console.print(str(plot_cache(ttft_seconds(prompts), costs)))
