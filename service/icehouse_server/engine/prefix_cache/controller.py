@@ -476,11 +476,6 @@ class CacheController:
         """Return the bytes that `yield_ram` could free, including those on their way to SSD."""
         return self.cache.ram.yieldable_bytes(protected={*protected, *self._in_use})
 
-    def planned_blocks(self, sequence: Sequence) -> frozenset[BlockHash]:
-        """Return the blocks that a sequence which has not begun would start from."""
-        nodes = self.cache.reusable(sequence).nodes if self.cache.may_read(sequence) else ()
-        return frozenset(node.hash for node in nodes)
-
     @property
     def is_writing(self) -> bool:
         """Whether blocks are on their way to SSD and may leave RAM once they are there."""

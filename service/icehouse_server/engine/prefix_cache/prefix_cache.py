@@ -176,6 +176,11 @@ class PrefixCache:
         self.prefetched.note_use(sequence, made)
         return made
 
+    def planned_blocks(self, sequence: Sequence) -> frozenset[BlockHash]:
+        """Return the blocks that a sequence which has not begun would start from."""
+        nodes = self.reusable(sequence).nodes if self.may_read(sequence) else ()
+        return frozenset(node.hash for node in nodes)
+
     def reusable(self, sequence: Sequence) -> Plan:
         """Return the same plan without recording a use."""
         return plan(self.tree, self.prompt_of(sequence), self.rates, with_ssd=self.storage is not None)

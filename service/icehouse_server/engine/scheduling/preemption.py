@@ -56,7 +56,7 @@ class Preemption:
         excess = self._excess_bytes(self.guard.start_bytes(sequence, beside=running))
         if not excess:
             return True
-        protected = self._prefix.planned_blocks(sequence)
+        protected = self._prefix.cache.planned_blocks(sequence)
         if not running and self._prefix.yieldable_bytes(protected=protected) < excess:
             protected = frozenset()
         if self._prefix.yieldable_bytes(protected=protected) < excess:
