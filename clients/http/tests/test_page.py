@@ -93,7 +93,7 @@ async def test_what_other_pages_ask_is_answered(whole: HttpFront, page: Path) ->
 def test_options_become_settings(tmp_path: Path) -> None:
     (tmp_path / "ca.pem").write_bytes(b"authority")
     options = "--address a:1 --alias x=y -a v=w --strict-models --temperature 0.5 --max-body-bytes 2000"
-    options += " --body-memory-bytes 9000 --no-health-watch --no-access-log"
+    options += " --body-memory-bytes 9000 --no-health-watch --no-access-log --host b --name c"
     options += f" --allow-origin http://a --allow-origin http://b --ca-file {tmp_path / 'ca.pem'}"
     parser = command._parser()
     assert command.settings_from(parser.parse_args(shlex.split(options))) == Settings(
@@ -103,12 +103,13 @@ def test_options_become_settings(tmp_path: Path) -> None:
         strict_models=True,
         temperature=0.5,
         allow_origins=("http://a", "http://b"),
+        names=("b", "c"),
         max_body_bytes=2000,
         body_memory_bytes=9000,
         watches_health=False,
         has_access_log=False,
     )
-    assert command.settings_from(parser.parse_args([])) == Settings()
+    assert command.settings_from(parser.parse_args([])) == Settings(names=("127.0.0.1",))
     for wrong in ("x", "=y", "x="):
         with pytest.raises(SystemExit):
             parser.parse_args(["--alias", wrong])

@@ -79,7 +79,7 @@ class ServedDoor:
         """Kill the child, return its pid once it is gone. It has served."""
         with self.connect() as witness:
             # Taken up, and so closed with the process.
-            witness.sendall(b"GET /health HTTP/1.1\r\nhost: a\r\n\r\n")
+            witness.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
             assert witness.recv(1024).startswith(b"HTTP/1.1 200")
             pid = self.child_pid
             os.kill(pid, 9)
