@@ -296,9 +296,12 @@ class CacheCommands:
 
         # Blocks that an earlier order or a quota removes are not gone before the storage thread gets there.
         asks_ssd = cache.storage is not None and (bool(stored) or cache.spills.removal_count > 0)
-        removal = cache.spills.remove(tuple(node.hash for node in nodes), is_final=True)
+        names = tuple(node.hash for node in nodes)
         if asks_ssd:
-            self._await(removal, reply, removed)
+            self._await(cache.spills.remove(names, is_final=True), reply, removed)
+        elif cache.storage is not None and names:
+            # Other servers may still have stored what is in RAM alone here; nobody waits for that.
+            cache.storage.delete(names, is_final=True)
         cache.purge(nodes, with_ssd=asks_ssd)
         return None if asks_ssd else report
 
