@@ -28,9 +28,9 @@ from icehouse_server.device import find_device
 from icehouse_server.domain.model import EngineState
 from icehouse_server.engine.runner.runner import ModelRunner
 from icehouse_server.errors import Reason, StartError
+from icehouse_server.rpc.access.credentials import ServerSecurity
 from icehouse_server.rpc.engine_client.engine_ports import ServedModel
 from icehouse_server.rpc.engine_client.router import Router
-from icehouse_server.rpc.rpc_server import Health
 from icehouse_server.storage.files import Files
 from icehouse_server.storage.local.directory.lock import take_lock
 from icehouse_server.storage.local.directory.store import BlockStore
@@ -216,10 +216,10 @@ async def test_telemetry_that_does_not_end_is_left_to_itself(
 async def test_a_background_task_that_failed_costs_nothing_of_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def fail(_health: Health) -> None:
+    async def fail(_security: ServerSecurity) -> None:
         raise OverflowError("date value out of range")
 
-    monkeypatch.setattr(Health, "run", fail)
+    monkeypatch.setattr(ServerSecurity, "run", fail)
     model = tiny_model_dir(tmp_path, "llama")
     async with whole_server(
         model, tmp_path / "blocks", cache__block_token_count=16, cache__min_prefix_token_count=0

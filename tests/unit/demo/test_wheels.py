@@ -12,7 +12,7 @@ from icehouse_server.demo.wheels import Wheel, WheelFile, fetch_wheels, find_ins
 from icehouse_server.errors import ModelError, Reason
 
 PACKAGE = "icehouse_test_of_wheels"
-DATA = WheelFile(Wheel(package=PACKAGE, version="1.0", sha256="", size_bytes=0), f"{PACKAGE}/data.bin")
+DATA = WheelFile(Wheel(package=PACKAGE, version="1.0", sha256="", size_bytes=1), f"{PACKAGE}/data.bin")
 
 
 @pytest.fixture

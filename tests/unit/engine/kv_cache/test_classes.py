@@ -69,14 +69,6 @@ def test_quantized_kv_matches_inside_a_block() -> None:
             assert same_bits(mine[:, :, :position], theirs[:, :, :position])
 
 
-def test_other_bits_are_another_layout() -> None:
-    def make_caches(bits: int) -> list[Any]:
-        return [QuantizedKVCache(group_size=32, bits=bits)]
-
-    four, eight = (CacheLayout.of(make_caches(bits), block_token_count=BLOCK) for bits in (4, 8))
-    assert four != eight
-
-
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
 def test_lists_of_two_kv_caches_with_values_of_no_width(dtype: mx.Dtype) -> None:
     """DeepSeek V3.2 and MiniMax M3 keep an indexer's keys beside each layer's K/V, without values."""
