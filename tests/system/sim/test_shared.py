@@ -9,7 +9,7 @@ import pytest
 from tests.system.sim.scenario import SHARED_SEED
 from tests.system.sim.stories import play
 
-_STORY_COUNT = 12
+_STORY_COUNT = 26
 
 
 @pytest.mark.skipif("ICEHOUSE_SIM_SEED" in os.environ, reason="one story was asked for")
