@@ -335,7 +335,7 @@ class CacheStats:
     integrity: IntegrityStats = dataclasses.field(default_factory=IntegrityStats)
     disk: DiskStats | None = None
     last_reconcile: ReconcileReport | None = None
-    shared: SharedStats | None = None
     sessions: SessionStats = dataclasses.field(default_factory=SessionStats)
+    shared: SharedStats | None = None
     prefetch: PrefetchStats = dataclasses.field(default_factory=PrefetchStats)
     tenants: tuple[TenantShare, ...] = ()

@@ -56,6 +56,7 @@ PAIRS: list[tuple[type[Any], type[Message]]] = [
     (cache_stats.ReconcileReport, cache_stats_pb2.CacheReconcileReport),
     (cache_stats.SessionStats, cache_stats_pb2.CacheSessionStats),
     (cache_stats.PrefetchStats, cache_stats_pb2.CachePrefetchStats),
+    (cache_stats.SharedStats, cache_stats_pb2.CacheSharedStats),
     (EvictReport, cache_service_pb2.EvictResult),
     (SessionEndReport, cache_service_pb2.EndSessionResponse),
 ]

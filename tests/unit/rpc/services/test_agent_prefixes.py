@@ -68,7 +68,7 @@ def parting(request: GenerationRequest) -> list[Any]:
 
 def test_the_pages_example_is_an_answer() -> None:
     page = (ROOT / "docs/agents.md").read_text()
-    (example,) = re.findall(r"```json\n(.*?)```", page, re.DOTALL)
+    (example,) = re.findall(r'```json\n(\{"cache".*?)```', page, re.DOTALL)
     report = json_format.Parse(example, cache_service_pb2.ExplainResponse()).cache
     assert report.divergence.token_index >= report.cached_tokens == report.ram_tokens > 0
 

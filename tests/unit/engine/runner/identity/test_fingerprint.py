@@ -150,7 +150,7 @@ def test_the_folders_own_code_counts(tmp_path: Path) -> None:
     _edit_config(folder, model_file="arch.py")
     (folder / "arch.py").write_text("A = 1\n")
     before = _of(folder)
-    (folder / "arch.py").write_text("A = 2\n")
+    (folder / "arch.py").write_text("A = 20\n")
     assert _of(folder).value != before.value
 
 
