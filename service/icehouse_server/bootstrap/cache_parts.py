@@ -31,7 +31,7 @@ from icehouse_server.storage.files import Files, in_time
 from icehouse_server.storage.local.directory.lock import take_lock
 from icehouse_server.storage.local.encryption.constants import KEY_DETAIL, Cipher, encrypted_fingerprint
 from icehouse_server.storage.local.tier import LocalTier
-from icehouse_server.storage.shared.tier import SharedTier
+from icehouse_server.storage.shared.shared_tier import SharedTier
 from icehouse_server.storage.storage_settings import Codec, StorageSettings
 from icehouse_server.storage.store_paths import StorePaths
 

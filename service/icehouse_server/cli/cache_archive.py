@@ -19,7 +19,7 @@ from icehouse_server.bootstrap.encryption import find_cipher
 from icehouse_server.clock import SystemClock
 from icehouse_server.config import CacheConfig, load_config
 from icehouse_server.storage.files import Files
-from icehouse_server.storage.local.directory.exchange import (
+from icehouse_server.storage.local.directory.directory_exchange import (
     CHUNK_BYTES,
     ExportReport,
     ExportSource,

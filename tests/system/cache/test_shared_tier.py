@@ -14,7 +14,7 @@ from icehouse_server.storage.files import Files, opened
 from icehouse_server.storage.local.block_format.block_file import read_head
 from icehouse_server.storage.local.block_format.header import BlockFile
 from icehouse_server.storage.shared.block_folder import BlockFolder
-from icehouse_server.storage.shared.tier import SharedTier
+from icehouse_server.storage.shared.shared_tier import SharedTier
 
 from tests.fixtures.engine import FakeClock
 from tests.fixtures.storage.object_store import SHARED, MemoryStore

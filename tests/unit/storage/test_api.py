@@ -32,7 +32,7 @@ from icehouse_server.storage.api import (
 from icehouse_server.storage.files import Files
 from icehouse_server.storage.local.directory.manifest import LOG_ALLOWANCE_BYTES
 from icehouse_server.storage.local.tier import LocalTier
-from icehouse_server.storage.shared.tier import SharedTier
+from icehouse_server.storage.shared.shared_tier import SharedTier
 
 from tests.fixtures.storage.blocks import BLOCK_TOKEN_LIMIT, make_block, make_chain
 from tests.fixtures.storage.loading import BlockBuffers, assert_holds, plan

@@ -1,4 +1,4 @@
-"""Exchange: blocks of a cache directory to an archive, and from an archive into a directory.
+"""Directory exchange: blocks of a cache directory to an archive, and from an archive into a directory.
 
 For the `icehouse cache` commands. Both take the directory's lock, so no server may use it. Block files are
 copied as they are: what is encrypted stays encrypted, and only a directory with the same key can use it.

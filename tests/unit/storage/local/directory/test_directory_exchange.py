@@ -12,7 +12,7 @@ from icehouse_server.domain.blocks import HostBlock
 from icehouse_server.errors import NotFound, StartError, StorageError
 from icehouse_server.storage.archive import ArchiveHeader, ArchiveWriter, BlockEntry
 from icehouse_server.storage.files import Files
-from icehouse_server.storage.local.directory.exchange import (
+from icehouse_server.storage.local.directory.directory_exchange import (
     ExportReport,
     ExportSource,
     ImportLimits,
