@@ -25,7 +25,7 @@ from icehouse_server.storage.local.block_format.header import BlockFile, BlockFi
 from icehouse_server.storage.shared.block_folder import BlockFolder
 from icehouse_server.storage.shared.breaker import Breaker
 from icehouse_server.storage.shared.object_store import ObjectStore, StoreError
-from icehouse_server.storage.shared.reach import Reach
+from icehouse_server.storage.shared.reach import ChainReach
 from icehouse_server.storage.shared.recent_names import RecentNames
 from icehouse_server.storage.shared.shared_settings import SharedSettings
 
@@ -99,7 +99,7 @@ class Fetcher:
     async def find(self, names: Names, *, limit_s: float) -> Found:
         """Return how much of a chain is there, as far as is known when the time is over."""
         self._stats.lookup_total += 1
-        reach = Reach(len(names), lambda index: self._size_of(names[index]))
+        reach = ChainReach(len(names), lambda index: self._size_of(names[index]))
         if self.breaker.begin():
             search = asyncio.create_task(self._search(reach))
             self._searches.add(search)
@@ -111,7 +111,7 @@ class Fetcher:
         rate = self._rate.value if self._fetch_count >= _LEAST_FETCHES else 0.0
         return Found(reach.found_count, reach.size_bytes, rate)
 
-    async def _search(self, reach: Reach) -> bool:
+    async def _search(self, reach: ChainReach) -> bool:
         """Search, and note how the store is; return whether it answered everything in time."""
         try:
             async with asyncio.timeout(self._settings.lookup_timeout_s):

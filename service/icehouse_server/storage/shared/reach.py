@@ -1,4 +1,4 @@
-"""Reach: how many blocks of a chain, from its first, an object store has.
+"""ChainReach: how many blocks of a chain, from its first, an object store has.
 
 Found by asking for names, without a listing: a few at once, first at doubling distances, then within the gap
 that is left. A chain of 1,000 blocks takes three rounds of some ten requests.
@@ -13,7 +13,7 @@ _PROBE_COUNT = 8
 """Names that are asked for at once."""
 
 
-class Reach:
+class ChainReach:
     """One search. What it knows is there for whoever stops it early."""
 
     def __init__(self, count: int, size_of: Callable[[int], Awaitable[int | None]]) -> None:

@@ -12,7 +12,7 @@ from icehouse_server.storage.api import Found
 from icehouse_server.storage.files import Files
 from icehouse_server.storage.local.directory.data_keys import find_key, open_key
 from icehouse_server.storage.shared.breaker import Breaker
-from icehouse_server.storage.shared.reach import Reach
+from icehouse_server.storage.shared.reach import ChainReach
 from icehouse_server.storage.shared.recent_names import RecentNames
 from icehouse_server.storage.store_paths import StorePaths
 
@@ -46,7 +46,7 @@ def test_the_search_finds_the_end_of_a_chain(count: int, stored_count: int) -> N
         asked.append(index)
         return 10 if index < stored_count else None
 
-    reach = Reach(count, size_of)
+    reach = ChainReach(count, size_of)
     asyncio.run(reach.run())
     assert reach.found_count == min(stored_count, count)
     assert reach.size_bytes == 10 * reach.found_count
