@@ -1,4 +1,4 @@
-"""ChainReach: how many blocks of a chain, from its first, an object store has.
+"""Reach along a chain: how many blocks of a chain, from its first, an object store has.
 
 Found by asking for names, without a listing: a few at once, first at doubling distances, then within the gap
 that is left. A chain of 1,000 blocks takes three rounds of some ten requests.
