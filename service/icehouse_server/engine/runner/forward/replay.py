@@ -109,11 +109,11 @@ class Replays:
         if (known := self._traced.get(key)) is not None:
             self._traced.move_to_end(key)
             return known
+        if len(self._seen) >= _SEEN_LIMIT and key not in self._seen:
+            self._seen.clear()
         self._seen[key] += 1
         if self._seen[key] < TRACED_WHEN_SEEN:
             return None
-        if len(self._seen) > _SEEN_LIMIT:
-            self._seen.clear()
         made: _Traced = mx.compile(self._trace)
         self._traced[key] = made
         if len(self._traced) > _TRACE_LIMIT:

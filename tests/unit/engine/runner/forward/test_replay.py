@@ -142,3 +142,17 @@ def test_a_pool_that_has_grown_is_traced_anew() -> None:
         )
         assert all(mx.allclose(*pair, rtol=1e-4, atol=1e-4).item() for pair in pairs)
     assert forward.replays.is_usable
+
+
+def test_graphs_and_what_was_seen_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever chooses how many rows decode chooses the keys."""
+    monkeypatch.setattr(replay, "_TRACE_LIMIT", 2)
+    monkeypatch.setattr(replay, "_SEEN_LIMIT", 2)
+    forward = _forward("llama")
+    rows = _rows(forward, "llama", (5, 9, 7, 8))
+    for pass_count in (1, 3):
+        for row_count in (1, 2, 3, 4):
+            list(_decode(forward, rows[:row_count], pass_count))
+            assert len(forward.replays._traced) <= 2
+            assert len(forward.replays._seen) <= 2
+    assert forward.replays.replay_count
