@@ -125,6 +125,11 @@ REASONS: Mapping[Reason, ReasonRow] = {
         "The model is loading.",
         "Retry with backoff, or wait until health is SERVING.",
     ),
+    Reason.MODEL_NOT_LOADED: ReasonRow(
+        grpc.StatusCode.UNAVAILABLE,
+        "The model, one of several, could not be loaded.",
+        "Mend what the server's log names; it is tried again when the next request names it.",
+    ),
     Reason.DRAINING: ReasonRow(
         grpc.StatusCode.UNAVAILABLE,
         "The server is stopping.",

@@ -16,7 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from icehouse_server.config.edge import SecurityConfig
-from icehouse_server.config.sections import SECTIONS, SETTINGS, CacheConfig, Config
+from icehouse_server.config.sections import (
+    MODEL_SETTINGS,
+    MODELS,
+    SECTIONS,
+    SETTINGS,
+    CacheConfig,
+    Config,
+    PooledModelConfig,
+)
 from icehouse_server.errors import ConfigError, Reason
 from icehouse_server.small_file import read_small_file
 
@@ -28,6 +36,9 @@ CLIENT_VARIABLES = tuple(
     f"ICEHOUSE_CLIENT_{name}" for name in ("ADDRESS", "TOKEN_FILE", "TLS", "CA", "CERTIFICATE", "KEY")
 )
 """Variables of the commands that ask a running server; settings of the server are none of them."""
+
+_MODEL_LIMIT = 64
+"""Models of one server."""
 
 _OTHER_VARIABLES = (FILE_VARIABLE, *CLIENT_VARIABLES)
 
@@ -62,19 +73,21 @@ def load_config(
     flags: Mapping[str, object] | None = None,
     environ: Mapping[str, str] | None = None,
     file: Path | None = None,
+    models: Sequence[str] = (),
 ) -> LoadedConfig:
     """Merge the sources and validate once.
 
     `flags` maps `section.name` to what the command line gave (None: not given). `environ` is the
-    process's environment by default; `file` wins over its ICEHOUSE_CONFIG. Raises ConfigError for
-    an unknown key or variable, a value of the wrong kind or range, and values that contradict.
+    process's environment by default; `file` wins over its ICEHOUSE_CONFIG. `models` are several that
+    the command line gave, and replace the file's. Raises ConfigError for an unknown key or variable, a
+    value of the wrong kind or range, and values that contradict.
     """
     environ = _without_service_links(environment() if environ is None else environ)
     flags = flags or {}
     if file is None and environ.get(FILE_VARIABLE):
         file = Path(environ[FILE_VARIABLE])
     _refuse_unknown_variables(environ)
-    from_file = {} if file is None else _read_file(file)
+    from_file, tables = ({}, []) if file is None else _read_file(file)
     values: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
     sources: dict[str, str] = {}
     for setting in SETTINGS:
@@ -87,13 +100,35 @@ def load_config(
         value = setting.default if raw is None else setting.parse(raw, source=source)
         values[setting.section][setting.name] = value
         sources[setting.key] = source
-    config = Config(**{name: owner(**values[name]) for name, owner in SECTIONS.items()})
+    if models or sources["model.model"] == "--model":
+        tables = [{"model": model} for model in models]
+    shared = {**values["model"], "kv_bits": values["cache"]["kv_bits"]}
+    config = Config(
+        **{name: owner(**values[name]) for name, owner in SECTIONS.items()},
+        models=tuple(_pooled(table, shared, source=str(file)) for table in tables),
+    )
     for field, what in _contradictions(config):
         raise _invalid(f"{field} {what}", field=field)
     return LoadedConfig(config=config, sources=sources)
 
 
-def _read_file(file: Path) -> dict[str, object]:
+def _pooled(table: object, shared: Mapping[str, Any], *, source: str) -> PooledModelConfig:
+    """Return one of the tables [[models]]; what it leaves out is as `shared` says."""
+    if not isinstance(table, dict):
+        raise _invalid(f"{MODELS} in {source} must be tables: [[{MODELS}]]", field=MODELS)
+    known = {s.name: s for s in MODEL_SETTINGS}
+    for name in table:
+        if name not in known:
+            near = _near(name, {each: (each,) for each in known})
+            raise _unknown(f"key {name!r} in [[{MODELS}]] of {source}", name, near)
+    if "model" not in table:
+        raise _invalid(f"a table [[{MODELS}]] of {source} has no `model`; say which it is", field="models.model")
+    given = {name: known[name].parse(raw, source=source) for name, raw in table.items()}
+    return PooledModelConfig(**{**shared, **given})
+
+
+def _read_file(file: Path) -> tuple[dict[str, object], list[object]]:
+    """Return the values of the file's sections, and its tables of models."""
     try:
         document = tomllib.loads(read_small_file(file.expanduser()).content.decode("utf-8"))
     except (ValueError, RecursionError) as error:
@@ -107,6 +142,9 @@ def _read_file(file: Path) -> dict[str, object]:
         ) from error
     known = {s.key for s in SETTINGS}
     found: dict[str, object] = {}
+    tables = document.pop(MODELS, [])
+    if not isinstance(tables, list):
+        raise _invalid(f"{MODELS} in {file} must be tables: [[{MODELS}]]", field=MODELS)
     for section, table in document.items():
         if section not in SECTIONS:
             near = _near(section, {name: (name,) for name in SECTIONS})
@@ -121,7 +159,7 @@ def _read_file(file: Path) -> dict[str, object]:
                 near = _near(name, {known_name: (known_name,) for known_name in names})
                 raise _unknown(f"key {name!r} in section [{section}] of {file}", name, near)
             found[f"{section}.{name}"] = value
-    return found
+    return found, tables
 
 
 def _without_service_links(environ: Mapping[str, str]) -> Mapping[str, str]:
@@ -177,6 +215,7 @@ def _contradictions(config: Config) -> Iterator[tuple[str, str]]:
             "and model.adapter_path are both set: an adapter cannot be put on another; list both in "
             "model.adapters and let requests choose",
         )
+    yield from _wrong_models(config)
     default, limit = config.server.default_max_output_tokens, config.server.max_output_tokens_limit
     if default > limit:
         what = f"= {default} is more than server.max_output_tokens_limit = {limit}"
@@ -201,6 +240,24 @@ def _contradictions(config: Config) -> Iterator[tuple[str, str]]:
         yield "http.aliases", f"is wrong: {error}"
     if config.server.uds is None and config.http.port and config.http.port == config.server.port:
         yield "http.port", f"and server.port are both {config.http.port}; HTTP and gRPC need a port each"
+
+
+def _wrong_models(config: Config) -> Iterator[tuple[str, str]]:
+    if len(config.models) > _MODEL_LIMIT:
+        yield MODELS, f"are {len(config.models)}, and the limit is {_MODEL_LIMIT}"
+    for model in config.models:
+        if model.adapter_path is not None and model.adapters:
+            yield "models.adapters", f"and adapter_path are both set for {model.model!r}; list both in adapters"
+        if model.tenants and not config.security.authenticates:
+            yield "models.tenants", "are set, and nobody has to prove who they are; set security.token_file"
+    if not config.models:
+        return
+    for key, is_set in (
+        ("fleet.worker_enabled", config.fleet.worker_enabled),
+        ("kv_events.zmq_endpoint", config.kv_events.zmq_endpoint is not None),
+    ):
+        if is_set:
+            yield key, f"is set, and gateways see one model of a server; leave out [[{MODELS}]], or this"
 
 
 def _half_sharing(cache: CacheConfig) -> Iterator[tuple[str, str]]:

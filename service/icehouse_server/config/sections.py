@@ -46,6 +46,19 @@ class ModelConfig:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class PooledModelConfig(ModelConfig):
+    """One of several models of a server. What it leaves out is as in [model] and [cache]."""
+
+    kv_bits: int = setting(0, "As cache.kv_bits, for this model.", choices=(0, 2, 3, 4, 6, 8))
+    aliases: tuple[str, ...] = setting((), "Other names that requests may use in `model`.")
+    tenants: tuple[str, ...] = setting(
+        (), "Tenants that may use it; to others it is as if it were not there. Default: all."
+    )
+    pinned: bool = setting(False, "Load it at the start, and let it give way to no other model.")
+    ttl_s: float = setting(0.0, "Unload it after so long without a call; 0 keeps it until others need room.")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class EngineConfig:
     """The inference thread: batch, queue and prefill."""
 
@@ -354,9 +367,26 @@ class Config:
     kv_events: KvEventsConfig = dataclasses.field(default_factory=KvEventsConfig)
     telemetry: TelemetryConfig = dataclasses.field(default_factory=TelemetryConfig)
     log: LogConfig = dataclasses.field(default_factory=LogConfig)
+    models: tuple[PooledModelConfig, ...] = ()
+    """Where there are several, or where one is not kept for good; the first one is the default. Else `model`
+    alone is served."""
+
+    def of_model(self, model: PooledModelConfig) -> Config:
+        """Return the configuration of one of `models`."""
+        return dataclasses.replace(
+            self, model=model, cache=dataclasses.replace(self.cache, kv_bits=model.kv_bits), models=()
+        )
 
 
-SECTIONS: Mapping[str, type[Any]] = typing.get_type_hints(Config)
+MODELS = "models"
+"""The key of the tables that have one model each, in the file."""
+
+SECTIONS: Mapping[str, type[Any]] = {
+    name: owner for name, owner in typing.get_type_hints(Config).items() if name != MODELS
+}
 
 SETTINGS: tuple[Setting, ...] = tuple(s for name, owner in SECTIONS.items() for s in settings_of(name, owner))
 """Every declaration, in the order of `icehouse config` and of docs/settings.md."""
+
+MODEL_SETTINGS = settings_of(MODELS, PooledModelConfig)
+"""What each of the tables [[models]] may say."""

@@ -47,7 +47,7 @@ class NamedPath:
         return f"{self.name}={self.path}"
 
 
-Value = str | int | float | bool | tuple[NamedPath, ...] | None
+Value = str | int | float | bool | tuple[NamedPath, ...] | tuple[str, ...] | None
 
 
 class SettingKind(enum.Enum):
@@ -68,6 +68,8 @@ class SettingKind(enum.Enum):
     CHOICE = "choice"
     NAMED_PATHS = "named paths"
     """Folders by name: a TOML table, or "name=folder,name=folder"."""
+    NAMES = "names"
+    """A list of texts, or "name,name"."""
 
 
 _KIND_OF_ENDING = {
@@ -185,6 +187,8 @@ def _read(raw: object, kind: SettingKind) -> Value:
             return _read_bytes(raw)
         case SettingKind.NAMED_PATHS:
             return _read_named_paths(raw)
+        case SettingKind.NAMES:
+            return _read_names(raw)
         case _:
             assert kind in _NUMBERS, kind
             return _read_number(raw, is_whole=kind is SettingKind.COUNT)
@@ -237,6 +241,15 @@ def _read_named_paths(raw: object) -> tuple[NamedPath, ...]:
             raise ValueError(f"names no folder for {name!r}; write name=folder")
         seen.add(name)
     return tuple(NamedPath(name, path) for name, path in pairs)
+
+
+def _read_names(raw: object) -> tuple[str, ...]:
+    names = names_in(raw) if isinstance(raw, str) else raw
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) and name for name in names):
+        raise ValueError("is no list of names")
+    if len(set(names)) < len(names):
+        raise ValueError("has a name twice")
+    return tuple(names)
 
 
 def _shown(raw: object) -> str:
@@ -293,7 +306,7 @@ def _kind_of(name: str, type_: object, *, has_choices: bool) -> SettingKind:
         return SettingKind.CHOICE if has_choices else next(by_name, SettingKind.TEXT)
     if type_ in (int, int | None, float):
         return next(by_name, SettingKind.COUNT)
-    return SettingKind.NAMED_PATHS
+    return SettingKind.NAMES if type_ == tuple[str, ...] else SettingKind.NAMED_PATHS
 
 
 def names_in(text: str | None, separator: str = ",") -> tuple[str, ...]:

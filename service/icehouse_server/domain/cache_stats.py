@@ -287,6 +287,10 @@ class TenantShare:
     ram_bytes: int = 0
     ssd_bytes: int = 0
 
+    def joined(self, other: TenantShare) -> TenantShare:
+        """Return both, of two caches, together."""
+        return TenantShare(self.tenant, self.ram_bytes + other.ram_bytes, self.ssd_bytes + other.ssd_bytes)
+
 
 @dataclasses.dataclass(slots=True)
 class SharedStats:

@@ -19,6 +19,21 @@ class EngineState(enum.Enum):
     FAILED = enum.auto()
 
 
+class ModelState(enum.Enum):
+    """Where a model of the pool is; FAILED can follow any of the others."""
+
+    ABSENT = enum.auto()
+    """It is loaded when it is asked for."""
+    FETCHING = enum.auto()
+    """Its files are looked for, or downloaded."""
+    LOADING = enum.auto()
+    READY = enum.auto()
+    DRAINING = enum.auto()
+    """What runs ends, and then it leaves memory."""
+    FAILED = enum.auto()
+    """It could not be loaded, or its engine failed; it is tried again when it is asked for."""
+
+
 class PassSplit(enum.Enum):
     """Where the sequences of a forward pass are split."""
 
@@ -106,6 +121,19 @@ class ModelInfo:
     def resident_bytes(self) -> int:
         """Bytes of all weights, those of the adapters included."""
         return self.weight_bytes + sum(adapter.weight_bytes for adapter in self.adapters)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ListedModel:
+    """A model that callers may name, loaded or not."""
+
+    name: str
+    state: ModelState
+    aliases: tuple[str, ...] = ()
+    detail: str = ""
+    """Why it is FAILED."""
+    info: ModelInfo | None = None
+    """None unless it is READY or DRAINING."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

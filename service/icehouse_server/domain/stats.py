@@ -6,6 +6,7 @@ As in `cache_stats`, the owning thread counts in place and gives out copies.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 from icehouse_server.domain.cache_commands import RecentBlock
 from icehouse_server.domain.cache_stats import CacheStats
@@ -122,6 +123,8 @@ class Snapshot:
     """As `rpc` counts them, in the order of their latest requests."""
     kv_events: KvEventStats = KvEventStats()
     replies: ReplyStats = ReplyStats()
+    models: Mapping[str, Snapshot] = dataclasses.field(default_factory=dict)
+    """Those that are loaded, by name, where the server may have several. The rest is the default model's."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -167,6 +170,17 @@ class ServerStats:
     engine: EngineStats | None = None
     cache: CacheStats | None = None
     slowest_requests: tuple[SlowRequest, ...] = ()
+    models: tuple[ModelStats, ...] = ()
+    """Of each loaded model, where the server may have several."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ModelStats:
+    """The counters of one model among several."""
+
+    model: str
+    engine: EngineStats
+    cache: CacheStats | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

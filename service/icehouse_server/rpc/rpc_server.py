@@ -29,7 +29,6 @@ from icehouse.v1 import (
 
 from icehouse_server.clock import Clock
 from icehouse_server.config import Config
-from icehouse_server.domain.model import EngineState
 from icehouse_server.errors import IcehouseError
 from icehouse_server.rpc.access.credentials import ServerSecurity
 from icehouse_server.rpc.access.tenants import Tenants
@@ -40,18 +39,17 @@ from icehouse_server.rpc.calls.methods import METHODS
 from icehouse_server.rpc.calls.status import status_of
 from icehouse_server.rpc.calls.watchers import Telemetry
 from icehouse_server.rpc.engine_client.answers import StallTimer
-from icehouse_server.rpc.engine_client.engine_ports import EnginePort, GrammarPort
-from icehouse_server.rpc.engine_client.router import Router
+from icehouse_server.rpc.engine_client.seat import Seats
 from icehouse_server.rpc.listen_address import Bound, bind, bind_uds, server_options
 from icehouse_server.rpc.services.cache_service import CacheService
 from icehouse_server.rpc.services.embedding_service import EmbeddingService
 from icehouse_server.rpc.services.generation import Generation, ServiceParts
-from icehouse_server.rpc.services.grammars import GrammarCompilers
 from icehouse_server.rpc.services.inference_service import InferenceService
 from icehouse_server.rpc.services.observation import Observation
 from icehouse_server.rpc.services.prompts import PromptReader
 from icehouse_server.rpc.services.rerank_service import RerankService
-from icehouse_server.rpc.services.server_service import ModelService, ServerService, server_proto
+from icehouse_server.rpc.services.model_service import ModelService
+from icehouse_server.rpc.services.server_service import ServerService, server_proto
 
 if TYPE_CHECKING:
     from icehouse_server.rpc.worker.worker_info import WorkerParts
@@ -88,10 +86,8 @@ class RpcServer:
         self,
         *,
         config: Config,
-        engine: EnginePort,
-        router: Router,
+        seats: Seats,
         clock: Clock,
-        grammars: GrammarPort | None = None,
         telemetry: Telemetry | None = None,
         worker: WorkerParts | None = None,
         draw_seed: Callable[[], int] = draw_seed,
@@ -103,17 +99,13 @@ class RpcServer:
         self._prompts = PromptReader(config.server)
         self.observation = Observation(
             telemetry or Telemetry(),
-            engine=engine,
-            router=router,
+            seats=seats,
             tenants=self._tenants,
             replies=self._prompts.replies.stats,
             clock=clock,
         )
         self.security = ServerSecurity(config.security, clock=clock)
         """Certificates and tokens, refreshed at an interval."""
-        self._grammars = GrammarCompilers(
-            grammars, byte_limit=config.server.max_grammar_bytes, timeout_s=config.server.grammar_timeout_s
-        )
         self._calls = RpcCalls(
             clock=clock,
             on_end=self.observation.call_ended,
@@ -121,9 +113,7 @@ class RpcServer:
             agent_keys=config.server.agent_keys,
         )
         self.health = Health(
-            engine=engine,
-            router=router,
-            clock=clock,
+            seats=seats,
             service_names=SERVICE_NAMES,
             heartbeat_timeout_s=config.server.stuck_timeout_s,
             stall_timeout_s=config.server.stall_timeout_s,
@@ -134,9 +124,8 @@ class RpcServer:
         """Reads certificates and tokens again."""
         self._bound = Bound("")
         self._private = Bound("")
-        parts = self._parts(engine, router, clock, draw_seed)
-        self._prefetcher = parts.generation.open_requests.prefetcher
-        self._add_services(parts, worker)
+        self._seats = seats
+        self._add_services(self._parts(seats, clock, draw_seed), worker)
 
     def _grpc_server(self, config: Config) -> grpc.aio.Server:
         auth_interceptor = AuthInterceptor(
@@ -165,7 +154,6 @@ class RpcServer:
         if private_socket is not None:
             self._private = bind_uds(self._server, private_socket)
         await self._server.start()
-        self._grammars.start()
         self._refreshing = background.start(self.security.run(), name="security")
         self.observation.start()
         return self.address
@@ -178,7 +166,8 @@ class RpcServer:
     async def stop(self, *, grace_s: float) -> None:
         """NOT_SERVING, no new calls, running ones get `grace_s` to end; what is left ends as UNAVAILABLE."""
         self.health.stop_serving()
-        self._prefetcher.close()
+        for seat in self._seats.loaded().values():
+            seat.prefetcher.close()
         if self._refreshing is not None:
             await background.end(self._refreshing)
         self._calls.close()
@@ -194,7 +183,8 @@ class RpcServer:
         await self._server.stop(_CLOSE_S)
         await self.observation.stop()
         self._prompts.close()
-        self._grammars.close()
+        for seat in self._seats.loaded().values():
+            seat.grammars.close()
         for bound in (self._bound, self._private):
             if bound.socket_file is not None:
                 bound.socket_file.remove()
@@ -252,23 +242,18 @@ class RpcServer:
         if self._config.channelz_enabled:
             channelz.add_channelz_servicer(self._server)
 
-    def _parts(
-        self, engine: EnginePort, router: Router, clock: Clock, draw_seed: Callable[[], int]
-    ) -> ServiceParts:
+    def _parts(self, seats: Seats, clock: Clock, draw_seed: Callable[[], int]) -> ServiceParts:
         return ServiceParts(
             config=self._config,
             clock=clock,
             calls=self._calls,
-            engine=engine,
-            router=router,
+            seats=seats,
             stats=self.observation.stats,
             prompts=self._prompts,
             generation=Generation(
                 config=self._config,
-                engine=engine,
-                router=router,
+                seats=seats,
                 prompts=self._prompts,
-                grammars=self._grammars,
                 tenants=self._tenants,
                 clock=clock,
             ),
@@ -361,7 +346,7 @@ _LOOK_INTERVAL_S = 0.5
 
 
 class Health(health_pb2_grpc.HealthServicer):
-    """The standard health service, by the engine's state and heartbeat. Owned by the event loop.
+    """The standard health service, by the engines' states and heartbeats. Owned by the event loop.
 
     A check is answered by the state at that moment. Each watcher looks at it in its own task, without a lock:
     grpc_health's own servicer writes under one, so that a reader who takes nothing stops everybody's updates.
@@ -370,31 +355,24 @@ class Health(health_pb2_grpc.HealthServicer):
     def __init__(
         self,
         *,
-        engine: EnginePort,
-        router: Router,
-        clock: Clock,
+        seats: Seats,
         service_names: Sequence[str],
         heartbeat_timeout_s: float,
         stall_timeout_s: float,
     ) -> None:
-        self._engine = engine
-        self._router = router
-        self._clock = clock
+        self._seats = seats
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._is_stopping = False
         self._changed = asyncio.Event()
         """Set at the next change of state; later changes have an event of their own."""
         self._names = frozenset(("", *service_names))
         self._stall_timeout_s = stall_timeout_s
-        router.add_listener(self._wake_watchers)
+        seats.add_listener(self._wake_watchers)
 
     @property
     def is_serving(self) -> bool:
-        """The model is warm, nobody ordered a stop, and the inference loop turns."""
-        if self._is_stopping or self._router.state is not EngineState.READY:
-            return False
-        allowed_s = max(self._heartbeat_timeout_s, self._engine.step_allowance_s)
-        return self._clock.monotonic() - self._engine.heartbeat_time <= allowed_s
+        """The server takes calls, nobody ordered a stop, and the inference loop turns."""
+        return not self._is_stopping and self._seats.turns(patience_s=self._heartbeat_timeout_s)
 
     def stop_serving(self) -> None:
         """NOT_SERVING from now on, whatever the engine says."""

@@ -299,8 +299,10 @@ type GenerateResponse struct {
 	// such as `uniqueItems`: the first 32, as JSON pointers, for a tool after its field as in
 	// "prompt.tools[0].parameters_json/properties/tags/uniqueItems". Check the output against them.
 	UnenforcedKeywords []string `protobuf:"bytes,20,rep,name=unenforced_keywords,json=unenforcedKeywords,proto3" json:"unenforced_keywords,omitempty"`
-	unknownFields      protoimpl.UnknownFields
-	sizeCache          protoimpl.SizeCache
+	// Time that the request waited for its model to be loaded. Not set: the model was there.
+	LoadDuration  *durationpb.Duration `protobuf:"bytes,21,opt,name=load_duration,json=loadDuration,proto3" json:"load_duration,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *GenerateResponse) Reset() {
@@ -473,6 +475,13 @@ func (x *GenerateResponse) GetUnenforcedKeywords() []string {
 	return nil
 }
 
+func (x *GenerateResponse) GetLoadDuration() *durationpb.Duration {
+	if x != nil {
+		return x.LoadDuration
+	}
+	return nil
+}
+
 // One event of a running request.
 type StreamResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -484,6 +493,7 @@ type StreamResponse struct {
 	//	*StreamResponse_PrefillProgress
 	//	*StreamResponse_Delta
 	//	*StreamResponse_Finished
+	//	*StreamResponse_LoadingModel
 	Event         isStreamResponse_Event `protobuf_oneof:"event"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -562,6 +572,15 @@ func (x *StreamResponse) GetFinished() *Finished {
 	return nil
 }
 
+func (x *StreamResponse) GetLoadingModel() *LoadingModel {
+	if x != nil {
+		if x, ok := x.Event.(*StreamResponse_LoadingModel); ok {
+			return x.LoadingModel
+		}
+	}
+	return nil
+}
+
 type isStreamResponse_Event interface {
 	isStreamResponse_Event()
 }
@@ -587,6 +606,12 @@ type StreamResponse_Finished struct {
 	Finished *Finished `protobuf:"bytes,4,opt,name=finished,proto3,oneof"`
 }
 
+type StreamResponse_LoadingModel struct {
+	// The model is not loaded yet. Any number, about one a second, before `started`; only from servers of several
+	// models.
+	LoadingModel *LoadingModel `protobuf:"bytes,5,opt,name=loading_model,json=loadingModel,proto3,oneof"`
+}
+
 func (*StreamResponse_Started) isStreamResponse_Event() {}
 
 func (*StreamResponse_PrefillProgress) isStreamResponse_Event() {}
@@ -594,6 +619,8 @@ func (*StreamResponse_PrefillProgress) isStreamResponse_Event() {}
 func (*StreamResponse_Delta) isStreamResponse_Event() {}
 
 func (*StreamResponse_Finished) isStreamResponse_Event() {}
+
+func (*StreamResponse_LoadingModel) isStreamResponse_Event() {}
 
 // The request left the queue and its prompt was looked up in the cache.
 type Started struct {
@@ -618,8 +645,10 @@ type Started struct {
 	MaxOutputTokens int32 `protobuf:"varint,9,opt,name=max_output_tokens,json=maxOutputTokens,proto3" json:"max_output_tokens,omitempty"`
 	// As `unenforced_keywords` of GenerateResponse.
 	UnenforcedKeywords []string `protobuf:"bytes,10,rep,name=unenforced_keywords,json=unenforcedKeywords,proto3" json:"unenforced_keywords,omitempty"`
-	unknownFields      protoimpl.UnknownFields
-	sizeCache          protoimpl.SizeCache
+	// As `load_duration` of GenerateResponse.
+	LoadDuration  *durationpb.Duration `protobuf:"bytes,11,opt,name=load_duration,json=loadDuration,proto3" json:"load_duration,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Started) Reset() {
@@ -718,6 +747,13 @@ func (x *Started) GetMaxOutputTokens() int32 {
 func (x *Started) GetUnenforcedKeywords() []string {
 	if x != nil {
 		return x.UnenforcedKeywords
+	}
+	return nil
+}
+
+func (x *Started) GetLoadDuration() *durationpb.Duration {
+	if x != nil {
+		return x.LoadDuration
 	}
 	return nil
 }
@@ -1243,7 +1279,9 @@ func (x *DetokenizeResponse) GetText() string {
 
 // Asks for the counters of the prefix cache.
 type CacheStatsRequest struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Model whose cache it is; otherwise NOT_FOUND. Default: the default model.
+	Model         string `protobuf:"bytes,1,opt,name=model,proto3" json:"model,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1276,6 +1314,13 @@ func (x *CacheStatsRequest) ProtoReflect() protoreflect.Message {
 // Deprecated: Use CacheStatsRequest.ProtoReflect.Descriptor instead.
 func (*CacheStatsRequest) Descriptor() ([]byte, []int) {
 	return file_icehouse_v1_inference_service_proto_rawDescGZIP(), []int{12}
+}
+
+func (x *CacheStatsRequest) GetModel() string {
+	if x != nil {
+		return x.Model
+	}
+	return ""
 }
 
 // The counters of the prefix cache between two steps.
@@ -1337,7 +1382,7 @@ var File_icehouse_v1_inference_service_proto protoreflect.FileDescriptor
 
 const file_icehouse_v1_inference_service_proto_rawDesc = "" +
 	"\n" +
-	"#icehouse/v1/inference_service.proto\x12\vicehouse.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1eicehouse/v1/cache_policy.proto\x1a\x1dicehouse/v1/cache_stats.proto\x1a\x1cicehouse/v1/completion.proto\x1a\x1aicehouse/v1/logprobs.proto\x1a\x18icehouse/v1/prompt.proto\x1a!icehouse/v1/response_format.proto\x1a\x1aicehouse/v1/sampling.proto\x1a\x1dicehouse/v1/speculation.proto\x1a\x16icehouse/v1/tool.proto\x1a\x17icehouse/v1/usage.proto\"\x88\x06\n" +
+	"#icehouse/v1/inference_service.proto\x12\vicehouse.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1eicehouse/v1/cache_policy.proto\x1a\x1dicehouse/v1/cache_stats.proto\x1a\x1cicehouse/v1/completion.proto\x1a\x1aicehouse/v1/logprobs.proto\x1a\x1ficehouse/v1/model_service.proto\x1a\x18icehouse/v1/prompt.proto\x1a!icehouse/v1/response_format.proto\x1a\x1aicehouse/v1/sampling.proto\x1a\x1dicehouse/v1/speculation.proto\x1a\x16icehouse/v1/tool.proto\x1a\x17icehouse/v1/usage.proto\"\x88\x06\n" +
 	"\x0fGenerateRequest\x12\x1d\n" +
 	"\n" +
 	"request_id\x18\x01 \x01(\tR\trequestId\x12\x14\n" +
@@ -1360,7 +1405,7 @@ const file_icehouse_v1_inference_service_proto_rawDesc = "" +
 	"\n" +
 	"session_id\x18\x10 \x01(\tR\tsessionId\x12!\n" +
 	"\fends_session\x18\x11 \x01(\bR\vendsSessionB\x17\n" +
-	"\x15_max_reasoning_tokens\"\xab\a\n" +
+	"\x15_max_reasoning_tokens\"\xeb\a\n" +
 	"\x10GenerateResponse\x12\x1d\n" +
 	"\n" +
 	"request_id\x18\x01 \x01(\tR\trequestId\x12\x14\n" +
@@ -1385,14 +1430,16 @@ const file_icehouse_v1_inference_service_proto_rawDesc = "" +
 	"\freceive_time\x18\x11 \x01(\v2\x1a.google.protobuf.TimestampR\vreceiveTime\x12-\n" +
 	"\x12system_fingerprint\x18\x12 \x01(\tR\x11systemFingerprint\x12*\n" +
 	"\x11max_output_tokens\x18\x13 \x01(\x05R\x0fmaxOutputTokens\x12/\n" +
-	"\x13unenforced_keywords\x18\x14 \x03(\tR\x12unenforcedKeywordsB\x10\n" +
-	"\x0e_stop_token_id\"\xf7\x01\n" +
+	"\x13unenforced_keywords\x18\x14 \x03(\tR\x12unenforcedKeywords\x12>\n" +
+	"\rload_duration\x18\x15 \x01(\v2\x19.google.protobuf.DurationR\floadDurationB\x10\n" +
+	"\x0e_stop_token_id\"\xb9\x02\n" +
 	"\x0eStreamResponse\x120\n" +
 	"\astarted\x18\x01 \x01(\v2\x14.icehouse.v1.StartedH\x00R\astarted\x12I\n" +
 	"\x10prefill_progress\x18\x02 \x01(\v2\x1c.icehouse.v1.PrefillProgressH\x00R\x0fprefillProgress\x12*\n" +
 	"\x05delta\x18\x03 \x01(\v2\x12.icehouse.v1.DeltaH\x00R\x05delta\x123\n" +
-	"\bfinished\x18\x04 \x01(\v2\x15.icehouse.v1.FinishedH\x00R\bfinishedB\a\n" +
-	"\x05event\"\xb4\x03\n" +
+	"\bfinished\x18\x04 \x01(\v2\x15.icehouse.v1.FinishedH\x00R\bfinished\x12@\n" +
+	"\rloading_model\x18\x05 \x01(\v2\x19.icehouse.v1.LoadingModelH\x00R\floadingModelB\a\n" +
+	"\x05event\"\xf4\x03\n" +
 	"\aStarted\x12\x1d\n" +
 	"\n" +
 	"request_id\x18\x01 \x01(\tR\trequestId\x12\x14\n" +
@@ -1405,7 +1452,8 @@ const file_icehouse_v1_inference_service_proto_rawDesc = "" +
 	"\x12system_fingerprint\x18\b \x01(\tR\x11systemFingerprint\x12*\n" +
 	"\x11max_output_tokens\x18\t \x01(\x05R\x0fmaxOutputTokens\x12/\n" +
 	"\x13unenforced_keywords\x18\n" +
-	" \x03(\tR\x12unenforcedKeywords\"\xa6\x01\n" +
+	" \x03(\tR\x12unenforcedKeywords\x12>\n" +
+	"\rload_duration\x18\v \x01(\v2\x19.google.protobuf.DurationR\floadDuration\"\xa6\x01\n" +
 	"\x0fPrefillProgress\x12)\n" +
 	"\x10processed_tokens\x18\x01 \x01(\x05R\x0fprocessedTokens\x12#\n" +
 	"\rprompt_tokens\x18\x02 \x01(\x05R\fpromptTokens\x12C\n" +
@@ -1440,8 +1488,9 @@ const file_icehouse_v1_inference_service_proto_rawDesc = "" +
 	"\x05model\x18\x01 \x01(\tR\x05model\x12\x1b\n" +
 	"\ttoken_ids\x18\x02 \x03(\x05R\btokenIds\"(\n" +
 	"\x12DetokenizeResponse\x12\x12\n" +
-	"\x04text\x18\x01 \x01(\tR\x04text\"\x13\n" +
-	"\x11CacheStatsRequest\"\x82\x01\n" +
+	"\x04text\x18\x01 \x01(\tR\x04text\")\n" +
+	"\x11CacheStatsRequest\x12\x14\n" +
+	"\x05model\x18\x01 \x01(\tR\x05model\"\x82\x01\n" +
 	"\x12CacheStatsResponse\x12=\n" +
 	"\fcollect_time\x18\x01 \x01(\v2\x1a.google.protobuf.TimestampR\vcollectTime\x12-\n" +
 	"\x05cache\x18\x02 \x01(\v2\x17.icehouse.v1.CacheStatsR\x05cache2\x89\x03\n" +
@@ -1499,8 +1548,9 @@ var file_icehouse_v1_inference_service_proto_goTypes = []any{
 	(*Completion)(nil),            // 27: icehouse.v1.Completion
 	(*timestamppb.Timestamp)(nil), // 28: google.protobuf.Timestamp
 	(*durationpb.Duration)(nil),   // 29: google.protobuf.Duration
-	(*ToolCallDelta)(nil),         // 30: icehouse.v1.ToolCallDelta
-	(*CacheStats)(nil),            // 31: icehouse.v1.CacheStats
+	(*LoadingModel)(nil),          // 30: icehouse.v1.LoadingModel
+	(*ToolCallDelta)(nil),         // 31: icehouse.v1.ToolCallDelta
+	(*CacheStats)(nil),            // 32: icehouse.v1.CacheStats
 }
 var file_icehouse_v1_inference_service_proto_depIdxs = []int32{
 	14, // 0: icehouse.v1.GenerateRequest.prompt:type_name -> icehouse.v1.Prompt
@@ -1519,38 +1569,41 @@ var file_icehouse_v1_inference_service_proto_depIdxs = []int32{
 	26, // 13: icehouse.v1.GenerateResponse.prompt_logprobs:type_name -> icehouse.v1.TokenLogprobs
 	27, // 14: icehouse.v1.GenerateResponse.completions:type_name -> icehouse.v1.Completion
 	28, // 15: icehouse.v1.GenerateResponse.receive_time:type_name -> google.protobuf.Timestamp
-	3,  // 16: icehouse.v1.StreamResponse.started:type_name -> icehouse.v1.Started
-	4,  // 17: icehouse.v1.StreamResponse.prefill_progress:type_name -> icehouse.v1.PrefillProgress
-	5,  // 18: icehouse.v1.StreamResponse.delta:type_name -> icehouse.v1.Delta
-	6,  // 19: icehouse.v1.StreamResponse.finished:type_name -> icehouse.v1.Finished
-	23, // 20: icehouse.v1.Started.cache:type_name -> icehouse.v1.CacheReport
-	29, // 21: icehouse.v1.Started.queue_duration:type_name -> google.protobuf.Duration
-	28, // 22: icehouse.v1.Started.receive_time:type_name -> google.protobuf.Timestamp
-	26, // 23: icehouse.v1.PrefillProgress.prompt_logprobs:type_name -> icehouse.v1.TokenLogprobs
-	30, // 24: icehouse.v1.Delta.tool_call:type_name -> icehouse.v1.ToolCallDelta
-	25, // 25: icehouse.v1.Delta.malformed_tool_call:type_name -> icehouse.v1.MalformedToolCall
-	26, // 26: icehouse.v1.Delta.logprobs:type_name -> icehouse.v1.TokenLogprobs
-	21, // 27: icehouse.v1.Finished.finish_reason:type_name -> icehouse.v1.FinishReason
-	22, // 28: icehouse.v1.Finished.usage:type_name -> icehouse.v1.Usage
-	14, // 29: icehouse.v1.TokenizeRequest.prompt:type_name -> icehouse.v1.Prompt
-	9,  // 30: icehouse.v1.TokenizeResponse.tokens:type_name -> icehouse.v1.Token
-	28, // 31: icehouse.v1.CacheStatsResponse.collect_time:type_name -> google.protobuf.Timestamp
-	31, // 32: icehouse.v1.CacheStatsResponse.cache:type_name -> icehouse.v1.CacheStats
-	0,  // 33: icehouse.v1.InferenceService.Generate:input_type -> icehouse.v1.GenerateRequest
-	0,  // 34: icehouse.v1.InferenceService.Stream:input_type -> icehouse.v1.GenerateRequest
-	7,  // 35: icehouse.v1.InferenceService.Tokenize:input_type -> icehouse.v1.TokenizeRequest
-	10, // 36: icehouse.v1.InferenceService.Detokenize:input_type -> icehouse.v1.DetokenizeRequest
-	12, // 37: icehouse.v1.InferenceService.CacheStats:input_type -> icehouse.v1.CacheStatsRequest
-	1,  // 38: icehouse.v1.InferenceService.Generate:output_type -> icehouse.v1.GenerateResponse
-	2,  // 39: icehouse.v1.InferenceService.Stream:output_type -> icehouse.v1.StreamResponse
-	8,  // 40: icehouse.v1.InferenceService.Tokenize:output_type -> icehouse.v1.TokenizeResponse
-	11, // 41: icehouse.v1.InferenceService.Detokenize:output_type -> icehouse.v1.DetokenizeResponse
-	13, // 42: icehouse.v1.InferenceService.CacheStats:output_type -> icehouse.v1.CacheStatsResponse
-	38, // [38:43] is the sub-list for method output_type
-	33, // [33:38] is the sub-list for method input_type
-	33, // [33:33] is the sub-list for extension type_name
-	33, // [33:33] is the sub-list for extension extendee
-	0,  // [0:33] is the sub-list for field type_name
+	29, // 16: icehouse.v1.GenerateResponse.load_duration:type_name -> google.protobuf.Duration
+	3,  // 17: icehouse.v1.StreamResponse.started:type_name -> icehouse.v1.Started
+	4,  // 18: icehouse.v1.StreamResponse.prefill_progress:type_name -> icehouse.v1.PrefillProgress
+	5,  // 19: icehouse.v1.StreamResponse.delta:type_name -> icehouse.v1.Delta
+	6,  // 20: icehouse.v1.StreamResponse.finished:type_name -> icehouse.v1.Finished
+	30, // 21: icehouse.v1.StreamResponse.loading_model:type_name -> icehouse.v1.LoadingModel
+	23, // 22: icehouse.v1.Started.cache:type_name -> icehouse.v1.CacheReport
+	29, // 23: icehouse.v1.Started.queue_duration:type_name -> google.protobuf.Duration
+	28, // 24: icehouse.v1.Started.receive_time:type_name -> google.protobuf.Timestamp
+	29, // 25: icehouse.v1.Started.load_duration:type_name -> google.protobuf.Duration
+	26, // 26: icehouse.v1.PrefillProgress.prompt_logprobs:type_name -> icehouse.v1.TokenLogprobs
+	31, // 27: icehouse.v1.Delta.tool_call:type_name -> icehouse.v1.ToolCallDelta
+	25, // 28: icehouse.v1.Delta.malformed_tool_call:type_name -> icehouse.v1.MalformedToolCall
+	26, // 29: icehouse.v1.Delta.logprobs:type_name -> icehouse.v1.TokenLogprobs
+	21, // 30: icehouse.v1.Finished.finish_reason:type_name -> icehouse.v1.FinishReason
+	22, // 31: icehouse.v1.Finished.usage:type_name -> icehouse.v1.Usage
+	14, // 32: icehouse.v1.TokenizeRequest.prompt:type_name -> icehouse.v1.Prompt
+	9,  // 33: icehouse.v1.TokenizeResponse.tokens:type_name -> icehouse.v1.Token
+	28, // 34: icehouse.v1.CacheStatsResponse.collect_time:type_name -> google.protobuf.Timestamp
+	32, // 35: icehouse.v1.CacheStatsResponse.cache:type_name -> icehouse.v1.CacheStats
+	0,  // 36: icehouse.v1.InferenceService.Generate:input_type -> icehouse.v1.GenerateRequest
+	0,  // 37: icehouse.v1.InferenceService.Stream:input_type -> icehouse.v1.GenerateRequest
+	7,  // 38: icehouse.v1.InferenceService.Tokenize:input_type -> icehouse.v1.TokenizeRequest
+	10, // 39: icehouse.v1.InferenceService.Detokenize:input_type -> icehouse.v1.DetokenizeRequest
+	12, // 40: icehouse.v1.InferenceService.CacheStats:input_type -> icehouse.v1.CacheStatsRequest
+	1,  // 41: icehouse.v1.InferenceService.Generate:output_type -> icehouse.v1.GenerateResponse
+	2,  // 42: icehouse.v1.InferenceService.Stream:output_type -> icehouse.v1.StreamResponse
+	8,  // 43: icehouse.v1.InferenceService.Tokenize:output_type -> icehouse.v1.TokenizeResponse
+	11, // 44: icehouse.v1.InferenceService.Detokenize:output_type -> icehouse.v1.DetokenizeResponse
+	13, // 45: icehouse.v1.InferenceService.CacheStats:output_type -> icehouse.v1.CacheStatsResponse
+	41, // [41:46] is the sub-list for method output_type
+	36, // [36:41] is the sub-list for method input_type
+	36, // [36:36] is the sub-list for extension type_name
+	36, // [36:36] is the sub-list for extension extendee
+	0,  // [0:36] is the sub-list for field type_name
 }
 
 func init() { file_icehouse_v1_inference_service_proto_init() }
@@ -1562,6 +1615,7 @@ func file_icehouse_v1_inference_service_proto_init() {
 	file_icehouse_v1_cache_stats_proto_init()
 	file_icehouse_v1_completion_proto_init()
 	file_icehouse_v1_logprobs_proto_init()
+	file_icehouse_v1_model_service_proto_init()
 	file_icehouse_v1_prompt_proto_init()
 	file_icehouse_v1_response_format_proto_init()
 	file_icehouse_v1_sampling_proto_init()
@@ -1575,6 +1629,7 @@ func file_icehouse_v1_inference_service_proto_init() {
 		(*StreamResponse_PrefillProgress)(nil),
 		(*StreamResponse_Delta)(nil),
 		(*StreamResponse_Finished)(nil),
+		(*StreamResponse_LoadingModel)(nil),
 	}
 	file_icehouse_v1_inference_service_proto_msgTypes[6].OneofWrappers = []any{}
 	type x struct{}

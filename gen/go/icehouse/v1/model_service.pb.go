@@ -11,6 +11,7 @@ package icehousev1
 import (
 	protoreflect "google.golang.org/protobuf/reflect/protoreflect"
 	protoimpl "google.golang.org/protobuf/runtime/protoimpl"
+	durationpb "google.golang.org/protobuf/types/known/durationpb"
 	reflect "reflect"
 	sync "sync"
 	unsafe "unsafe"
@@ -22,6 +23,76 @@ const (
 	// Verify that runtime/protoimpl is sufficiently up-to-date.
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
+
+// Whether a model is loaded.
+type ModelState int32
+
+const (
+	// Never sent.
+	ModelState_MODEL_STATE_UNSPECIFIED ModelState = 0
+	// It is not; the next request that names it loads it.
+	ModelState_MODEL_STATE_ABSENT ModelState = 1
+	// Its files are looked for, or downloaded.
+	ModelState_MODEL_STATE_FETCHING ModelState = 2
+	// It is being loaded.
+	ModelState_MODEL_STATE_LOADING ModelState = 3
+	// It answers.
+	ModelState_MODEL_STATE_READY ModelState = 4
+	// It leaves memory once what runs has ended.
+	ModelState_MODEL_STATE_DRAINING ModelState = 5
+	// It could not be loaded, or failed while it ran; `state_detail` says why. A request that names it tries again,
+	// some seconds later.
+	ModelState_MODEL_STATE_FAILED ModelState = 6
+)
+
+// Enum value maps for ModelState.
+var (
+	ModelState_name = map[int32]string{
+		0: "MODEL_STATE_UNSPECIFIED",
+		1: "MODEL_STATE_ABSENT",
+		2: "MODEL_STATE_FETCHING",
+		3: "MODEL_STATE_LOADING",
+		4: "MODEL_STATE_READY",
+		5: "MODEL_STATE_DRAINING",
+		6: "MODEL_STATE_FAILED",
+	}
+	ModelState_value = map[string]int32{
+		"MODEL_STATE_UNSPECIFIED": 0,
+		"MODEL_STATE_ABSENT":      1,
+		"MODEL_STATE_FETCHING":    2,
+		"MODEL_STATE_LOADING":     3,
+		"MODEL_STATE_READY":       4,
+		"MODEL_STATE_DRAINING":    5,
+		"MODEL_STATE_FAILED":      6,
+	}
+)
+
+func (x ModelState) Enum() *ModelState {
+	p := new(ModelState)
+	*p = x
+	return p
+}
+
+func (x ModelState) String() string {
+	return protoimpl.X.EnumStringOf(x.Descriptor(), protoreflect.EnumNumber(x))
+}
+
+func (ModelState) Descriptor() protoreflect.EnumDescriptor {
+	return file_icehouse_v1_model_service_proto_enumTypes[0].Descriptor()
+}
+
+func (ModelState) Type() protoreflect.EnumType {
+	return &file_icehouse_v1_model_service_proto_enumTypes[0]
+}
+
+func (x ModelState) Number() protoreflect.EnumNumber {
+	return protoreflect.EnumNumber(x)
+}
+
+// Deprecated: Use ModelState.Descriptor instead.
+func (ModelState) EnumDescriptor() ([]byte, []int) {
+	return file_icehouse_v1_model_service_proto_rawDescGZIP(), []int{0}
+}
 
 // Where sequences that share a forward pass are computed separately. Everything else is computed for all of them
 // at once.
@@ -65,11 +136,11 @@ func (x PassSplit) String() string {
 }
 
 func (PassSplit) Descriptor() protoreflect.EnumDescriptor {
-	return file_icehouse_v1_model_service_proto_enumTypes[0].Descriptor()
+	return file_icehouse_v1_model_service_proto_enumTypes[1].Descriptor()
 }
 
 func (PassSplit) Type() protoreflect.EnumType {
-	return &file_icehouse_v1_model_service_proto_enumTypes[0]
+	return &file_icehouse_v1_model_service_proto_enumTypes[1]
 }
 
 func (x PassSplit) Number() protoreflect.EnumNumber {
@@ -78,7 +149,7 @@ func (x PassSplit) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use PassSplit.Descriptor instead.
 func (PassSplit) EnumDescriptor() ([]byte, []int) {
-	return file_icehouse_v1_model_service_proto_rawDescGZIP(), []int{0}
+	return file_icehouse_v1_model_service_proto_rawDescGZIP(), []int{1}
 }
 
 // Asks for a page of models.
@@ -139,7 +210,7 @@ func (x *ListModelsRequest) GetPageToken() string {
 // A page of models.
 type ListModelsResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// The models, by id.
+	// The models, in the order of the configuration; the first one is the default.
 	Models []*Model `protobuf:"bytes,1,rep,name=models,proto3" json:"models,omitempty"`
 	// Token of the next page. Empty: this is the last page.
 	NextPageToken string `protobuf:"bytes,2,opt,name=next_page_token,json=nextPageToken,proto3" json:"next_page_token,omitempty"`
@@ -194,7 +265,7 @@ func (x *ListModelsResponse) GetNextPageToken() string {
 // Asks for one model.
 type GetModelRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// The model's id. Default: the served model.
+	// The model's id, or an alias. Default: the default model.
 	Model         string `protobuf:"bytes,1,opt,name=model,proto3" json:"model,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -283,7 +354,297 @@ func (x *GetModelResponse) GetModel() *Model {
 	return nil
 }
 
-// A loaded model.
+// Asks for a model to be loaded.
+type LoadModelRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The model's id, or an alias. Default: the default model.
+	Model         string `protobuf:"bytes,1,opt,name=model,proto3" json:"model,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *LoadModelRequest) Reset() {
+	*x = LoadModelRequest{}
+	mi := &file_icehouse_v1_model_service_proto_msgTypes[4]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *LoadModelRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*LoadModelRequest) ProtoMessage() {}
+
+func (x *LoadModelRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_icehouse_v1_model_service_proto_msgTypes[4]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use LoadModelRequest.ProtoReflect.Descriptor instead.
+func (*LoadModelRequest) Descriptor() ([]byte, []int) {
+	return file_icehouse_v1_model_service_proto_rawDescGZIP(), []int{4}
+}
+
+func (x *LoadModelRequest) GetModel() string {
+	if x != nil {
+		return x.Model
+	}
+	return ""
+}
+
+// A step of loading.
+type LoadModelResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// What happened.
+	//
+	// Types that are valid to be assigned to Event:
+	//
+	//	*LoadModelResponse_Progress
+	//	*LoadModelResponse_Done
+	Event         isLoadModelResponse_Event `protobuf_oneof:"event"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *LoadModelResponse) Reset() {
+	*x = LoadModelResponse{}
+	mi := &file_icehouse_v1_model_service_proto_msgTypes[5]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *LoadModelResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*LoadModelResponse) ProtoMessage() {}
+
+func (x *LoadModelResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_icehouse_v1_model_service_proto_msgTypes[5]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use LoadModelResponse.ProtoReflect.Descriptor instead.
+func (*LoadModelResponse) Descriptor() ([]byte, []int) {
+	return file_icehouse_v1_model_service_proto_rawDescGZIP(), []int{5}
+}
+
+func (x *LoadModelResponse) GetEvent() isLoadModelResponse_Event {
+	if x != nil {
+		return x.Event
+	}
+	return nil
+}
+
+func (x *LoadModelResponse) GetProgress() *LoadingModel {
+	if x != nil {
+		if x, ok := x.Event.(*LoadModelResponse_Progress); ok {
+			return x.Progress
+		}
+	}
+	return nil
+}
+
+func (x *LoadModelResponse) GetDone() *Model {
+	if x != nil {
+		if x, ok := x.Event.(*LoadModelResponse_Done); ok {
+			return x.Done
+		}
+	}
+	return nil
+}
+
+type isLoadModelResponse_Event interface {
+	isLoadModelResponse_Event()
+}
+
+type LoadModelResponse_Progress struct {
+	// It is not loaded yet. About once a second.
+	Progress *LoadingModel `protobuf:"bytes,1,opt,name=progress,proto3,oneof"`
+}
+
+type LoadModelResponse_Done struct {
+	// The loaded model. Once, last.
+	Done *Model `protobuf:"bytes,2,opt,name=done,proto3,oneof"`
+}
+
+func (*LoadModelResponse_Progress) isLoadModelResponse_Event() {}
+
+func (*LoadModelResponse_Done) isLoadModelResponse_Event() {}
+
+// How far a model that is being loaded is.
+type LoadingModel struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The model.
+	Model string `protobuf:"bytes,1,opt,name=model,proto3" json:"model,omitempty"`
+	// MODEL_STATE_FETCHING, MODEL_STATE_LOADING, or MODEL_STATE_DRAINING and MODEL_STATE_ABSENT while it waits for
+	// its turn: models are loaded one after the other.
+	State ModelState `protobuf:"varint,2,opt,name=state,proto3,enum=icehouse.v1.ModelState" json:"state,omitempty"`
+	// Time since the caller began to wait.
+	Elapsed       *durationpb.Duration `protobuf:"bytes,3,opt,name=elapsed,proto3" json:"elapsed,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *LoadingModel) Reset() {
+	*x = LoadingModel{}
+	mi := &file_icehouse_v1_model_service_proto_msgTypes[6]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *LoadingModel) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*LoadingModel) ProtoMessage() {}
+
+func (x *LoadingModel) ProtoReflect() protoreflect.Message {
+	mi := &file_icehouse_v1_model_service_proto_msgTypes[6]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use LoadingModel.ProtoReflect.Descriptor instead.
+func (*LoadingModel) Descriptor() ([]byte, []int) {
+	return file_icehouse_v1_model_service_proto_rawDescGZIP(), []int{6}
+}
+
+func (x *LoadingModel) GetModel() string {
+	if x != nil {
+		return x.Model
+	}
+	return ""
+}
+
+func (x *LoadingModel) GetState() ModelState {
+	if x != nil {
+		return x.State
+	}
+	return ModelState_MODEL_STATE_UNSPECIFIED
+}
+
+func (x *LoadingModel) GetElapsed() *durationpb.Duration {
+	if x != nil {
+		return x.Elapsed
+	}
+	return nil
+}
+
+// Asks for a model to be unloaded.
+type UnloadModelRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The model's id, or an alias. Default: the default model.
+	Model         string `protobuf:"bytes,1,opt,name=model,proto3" json:"model,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *UnloadModelRequest) Reset() {
+	*x = UnloadModelRequest{}
+	mi := &file_icehouse_v1_model_service_proto_msgTypes[7]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *UnloadModelRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*UnloadModelRequest) ProtoMessage() {}
+
+func (x *UnloadModelRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_icehouse_v1_model_service_proto_msgTypes[7]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use UnloadModelRequest.ProtoReflect.Descriptor instead.
+func (*UnloadModelRequest) Descriptor() ([]byte, []int) {
+	return file_icehouse_v1_model_service_proto_rawDescGZIP(), []int{7}
+}
+
+func (x *UnloadModelRequest) GetModel() string {
+	if x != nil {
+		return x.Model
+	}
+	return ""
+}
+
+// The model is unloaded.
+type UnloadModelResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The model, in its new state.
+	Model         *Model `protobuf:"bytes,1,opt,name=model,proto3" json:"model,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *UnloadModelResponse) Reset() {
+	*x = UnloadModelResponse{}
+	mi := &file_icehouse_v1_model_service_proto_msgTypes[8]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *UnloadModelResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*UnloadModelResponse) ProtoMessage() {}
+
+func (x *UnloadModelResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_icehouse_v1_model_service_proto_msgTypes[8]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use UnloadModelResponse.ProtoReflect.Descriptor instead.
+func (*UnloadModelResponse) Descriptor() ([]byte, []int) {
+	return file_icehouse_v1_model_service_proto_rawDescGZIP(), []int{8}
+}
+
+func (x *UnloadModelResponse) GetModel() *Model {
+	if x != nil {
+		return x.Model
+	}
+	return nil
+}
+
+// A model. Of one that is not loaded only `id`, `aliases` and its state are known.
 type Model struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The name that requests use in `model`.
@@ -327,14 +688,20 @@ type Model struct {
 	// no chunk of a prompt ends inside it.
 	RunsImagesWhole bool `protobuf:"varint,19,opt,name=runs_images_whole,json=runsImagesWhole,proto3" json:"runs_images_whole,omitempty"`
 	// How its chat replies are parsed. Not set: it has no chat template.
-	ReplyFormat   *ReplyFormat `protobuf:"bytes,20,opt,name=reply_format,json=replyFormat,proto3" json:"reply_format,omitempty"`
+	ReplyFormat *ReplyFormat `protobuf:"bytes,20,opt,name=reply_format,json=replyFormat,proto3" json:"reply_format,omitempty"`
+	// Whether it is loaded.
+	State ModelState `protobuf:"varint,21,opt,name=state,proto3,enum=icehouse.v1.ModelState" json:"state,omitempty"`
+	// Why it is MODEL_STATE_FAILED. Empty: it is not.
+	StateDetail string `protobuf:"bytes,22,opt,name=state_detail,json=stateDetail,proto3" json:"state_detail,omitempty"`
+	// Other names that requests may use in `model`.
+	Aliases       []string `protobuf:"bytes,23,rep,name=aliases,proto3" json:"aliases,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Model) Reset() {
 	*x = Model{}
-	mi := &file_icehouse_v1_model_service_proto_msgTypes[4]
+	mi := &file_icehouse_v1_model_service_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -346,7 +713,7 @@ func (x *Model) String() string {
 func (*Model) ProtoMessage() {}
 
 func (x *Model) ProtoReflect() protoreflect.Message {
-	mi := &file_icehouse_v1_model_service_proto_msgTypes[4]
+	mi := &file_icehouse_v1_model_service_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -359,7 +726,7 @@ func (x *Model) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Model.ProtoReflect.Descriptor instead.
 func (*Model) Descriptor() ([]byte, []int) {
-	return file_icehouse_v1_model_service_proto_rawDescGZIP(), []int{4}
+	return file_icehouse_v1_model_service_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *Model) GetId() string {
@@ -502,6 +869,27 @@ func (x *Model) GetReplyFormat() *ReplyFormat {
 	return nil
 }
 
+func (x *Model) GetState() ModelState {
+	if x != nil {
+		return x.State
+	}
+	return ModelState_MODEL_STATE_UNSPECIFIED
+}
+
+func (x *Model) GetStateDetail() string {
+	if x != nil {
+		return x.StateDetail
+	}
+	return ""
+}
+
+func (x *Model) GetAliases() []string {
+	if x != nil {
+		return x.Aliases
+	}
+	return nil
+}
+
 // How the replies of a model are parsed, detected when it was loaded.
 type ReplyFormat struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -523,7 +911,7 @@ type ReplyFormat struct {
 
 func (x *ReplyFormat) Reset() {
 	*x = ReplyFormat{}
-	mi := &file_icehouse_v1_model_service_proto_msgTypes[5]
+	mi := &file_icehouse_v1_model_service_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -535,7 +923,7 @@ func (x *ReplyFormat) String() string {
 func (*ReplyFormat) ProtoMessage() {}
 
 func (x *ReplyFormat) ProtoReflect() protoreflect.Message {
-	mi := &file_icehouse_v1_model_service_proto_msgTypes[5]
+	mi := &file_icehouse_v1_model_service_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -548,7 +936,7 @@ func (x *ReplyFormat) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReplyFormat.ProtoReflect.Descriptor instead.
 func (*ReplyFormat) Descriptor() ([]byte, []int) {
-	return file_icehouse_v1_model_service_proto_rawDescGZIP(), []int{5}
+	return file_icehouse_v1_model_service_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *ReplyFormat) GetCalls() string {
@@ -590,7 +978,7 @@ var File_icehouse_v1_model_service_proto protoreflect.FileDescriptor
 
 const file_icehouse_v1_model_service_proto_rawDesc = "" +
 	"\n" +
-	"\x1ficehouse/v1/model_service.proto\x12\vicehouse.v1\x1a\x19icehouse/v1/adapter.proto\"O\n" +
+	"\x1ficehouse/v1/model_service.proto\x12\vicehouse.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x19icehouse/v1/adapter.proto\"O\n" +
 	"\x11ListModelsRequest\x12\x1b\n" +
 	"\tpage_size\x18\x01 \x01(\x05R\bpageSize\x12\x1d\n" +
 	"\n" +
@@ -601,7 +989,21 @@ const file_icehouse_v1_model_service_proto_rawDesc = "" +
 	"\x0fGetModelRequest\x12\x14\n" +
 	"\x05model\x18\x01 \x01(\tR\x05model\"<\n" +
 	"\x10GetModelResponse\x12(\n" +
-	"\x05model\x18\x01 \x01(\v2\x12.icehouse.v1.ModelR\x05model\"\x97\x06\n" +
+	"\x05model\x18\x01 \x01(\v2\x12.icehouse.v1.ModelR\x05model\"(\n" +
+	"\x10LoadModelRequest\x12\x14\n" +
+	"\x05model\x18\x01 \x01(\tR\x05model\"\x7f\n" +
+	"\x11LoadModelResponse\x127\n" +
+	"\bprogress\x18\x01 \x01(\v2\x19.icehouse.v1.LoadingModelH\x00R\bprogress\x12(\n" +
+	"\x04done\x18\x02 \x01(\v2\x12.icehouse.v1.ModelH\x00R\x04doneB\a\n" +
+	"\x05event\"\x88\x01\n" +
+	"\fLoadingModel\x12\x14\n" +
+	"\x05model\x18\x01 \x01(\tR\x05model\x12-\n" +
+	"\x05state\x18\x02 \x01(\x0e2\x17.icehouse.v1.ModelStateR\x05state\x123\n" +
+	"\aelapsed\x18\x03 \x01(\v2\x19.google.protobuf.DurationR\aelapsed\"*\n" +
+	"\x12UnloadModelRequest\x12\x14\n" +
+	"\x05model\x18\x01 \x01(\tR\x05model\"?\n" +
+	"\x13UnloadModelResponse\x12(\n" +
+	"\x05model\x18\x01 \x01(\v2\x12.icehouse.v1.ModelR\x05model\"\x83\a\n" +
 	"\x05Model\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x12\"\n" +
 	"\farchitecture\x18\x02 \x01(\tR\farchitecture\x12'\n" +
@@ -624,22 +1026,36 @@ const file_icehouse_v1_model_service_proto_rawDesc = "" +
 	"\vpass_splits\x18\x12 \x03(\x0e2\x16.icehouse.v1.PassSplitR\n" +
 	"passSplits\x12*\n" +
 	"\x11runs_images_whole\x18\x13 \x01(\bR\x0frunsImagesWhole\x12;\n" +
-	"\freply_format\x18\x14 \x01(\v2\x18.icehouse.v1.ReplyFormatR\vreplyFormat\"\xb4\x01\n" +
+	"\freply_format\x18\x14 \x01(\v2\x18.icehouse.v1.ReplyFormatR\vreplyFormat\x12-\n" +
+	"\x05state\x18\x15 \x01(\x0e2\x17.icehouse.v1.ModelStateR\x05state\x12!\n" +
+	"\fstate_detail\x18\x16 \x01(\tR\vstateDetail\x12\x18\n" +
+	"\aaliases\x18\x17 \x03(\tR\aaliases\"\xb4\x01\n" +
 	"\vReplyFormat\x12\x14\n" +
 	"\x05calls\x18\x01 \x01(\tR\x05calls\x12'\n" +
 	"\x0freasoning_start\x18\x02 \x01(\tR\x0ereasoningStart\x12#\n" +
 	"\rreasoning_end\x18\x03 \x01(\tR\freasoningEnd\x12\x1a\n" +
 	"\bevidence\x18\x04 \x03(\tR\bevidence\x12%\n" +
-	"\x0eunread_markers\x18\x05 \x03(\tR\runreadMarkers*n\n" +
+	"\x0eunread_markers\x18\x05 \x03(\tR\runreadMarkers*\xbd\x01\n" +
+	"\n" +
+	"ModelState\x12\x1b\n" +
+	"\x17MODEL_STATE_UNSPECIFIED\x10\x00\x12\x16\n" +
+	"\x12MODEL_STATE_ABSENT\x10\x01\x12\x18\n" +
+	"\x14MODEL_STATE_FETCHING\x10\x02\x12\x17\n" +
+	"\x13MODEL_STATE_LOADING\x10\x03\x12\x15\n" +
+	"\x11MODEL_STATE_READY\x10\x04\x12\x18\n" +
+	"\x14MODEL_STATE_DRAINING\x10\x05\x12\x16\n" +
+	"\x12MODEL_STATE_FAILED\x10\x06*n\n" +
 	"\tPassSplit\x12\x1a\n" +
 	"\x16PASS_SPLIT_UNSPECIFIED\x10\x00\x12\x18\n" +
 	"\x14PASS_SPLIT_ATTENTION\x10\x01\x12\x15\n" +
 	"\x11PASS_SPLIT_MODULE\x10\x02\x12\x14\n" +
-	"\x10PASS_SPLIT_ALONE\x10\x032\xa6\x01\n" +
+	"\x10PASS_SPLIT_ALONE\x10\x032\xc6\x02\n" +
 	"\fModelService\x12M\n" +
 	"\n" +
 	"ListModels\x12\x1e.icehouse.v1.ListModelsRequest\x1a\x1f.icehouse.v1.ListModelsResponse\x12G\n" +
-	"\bGetModel\x12\x1c.icehouse.v1.GetModelRequest\x1a\x1d.icehouse.v1.GetModelResponseB<\n" +
+	"\bGetModel\x12\x1c.icehouse.v1.GetModelRequest\x1a\x1d.icehouse.v1.GetModelResponse\x12L\n" +
+	"\tLoadModel\x12\x1d.icehouse.v1.LoadModelRequest\x1a\x1e.icehouse.v1.LoadModelResponse0\x01\x12P\n" +
+	"\vUnloadModel\x12\x1f.icehouse.v1.UnloadModelRequest\x1a .icehouse.v1.UnloadModelResponseB<\n" +
 	"\x0fdev.icehouse.v1P\x01Z'icehouse.dev/api/icehouse/v1;icehousev1b\x06proto3"
 
 var (
@@ -654,33 +1070,50 @@ func file_icehouse_v1_model_service_proto_rawDescGZIP() []byte {
 	return file_icehouse_v1_model_service_proto_rawDescData
 }
 
-var file_icehouse_v1_model_service_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_icehouse_v1_model_service_proto_msgTypes = make([]protoimpl.MessageInfo, 6)
+var file_icehouse_v1_model_service_proto_enumTypes = make([]protoimpl.EnumInfo, 2)
+var file_icehouse_v1_model_service_proto_msgTypes = make([]protoimpl.MessageInfo, 11)
 var file_icehouse_v1_model_service_proto_goTypes = []any{
-	(PassSplit)(0),             // 0: icehouse.v1.PassSplit
-	(*ListModelsRequest)(nil),  // 1: icehouse.v1.ListModelsRequest
-	(*ListModelsResponse)(nil), // 2: icehouse.v1.ListModelsResponse
-	(*GetModelRequest)(nil),    // 3: icehouse.v1.GetModelRequest
-	(*GetModelResponse)(nil),   // 4: icehouse.v1.GetModelResponse
-	(*Model)(nil),              // 5: icehouse.v1.Model
-	(*ReplyFormat)(nil),        // 6: icehouse.v1.ReplyFormat
-	(*Adapter)(nil),            // 7: icehouse.v1.Adapter
+	(ModelState)(0),             // 0: icehouse.v1.ModelState
+	(PassSplit)(0),              // 1: icehouse.v1.PassSplit
+	(*ListModelsRequest)(nil),   // 2: icehouse.v1.ListModelsRequest
+	(*ListModelsResponse)(nil),  // 3: icehouse.v1.ListModelsResponse
+	(*GetModelRequest)(nil),     // 4: icehouse.v1.GetModelRequest
+	(*GetModelResponse)(nil),    // 5: icehouse.v1.GetModelResponse
+	(*LoadModelRequest)(nil),    // 6: icehouse.v1.LoadModelRequest
+	(*LoadModelResponse)(nil),   // 7: icehouse.v1.LoadModelResponse
+	(*LoadingModel)(nil),        // 8: icehouse.v1.LoadingModel
+	(*UnloadModelRequest)(nil),  // 9: icehouse.v1.UnloadModelRequest
+	(*UnloadModelResponse)(nil), // 10: icehouse.v1.UnloadModelResponse
+	(*Model)(nil),               // 11: icehouse.v1.Model
+	(*ReplyFormat)(nil),         // 12: icehouse.v1.ReplyFormat
+	(*durationpb.Duration)(nil), // 13: google.protobuf.Duration
+	(*Adapter)(nil),             // 14: icehouse.v1.Adapter
 }
 var file_icehouse_v1_model_service_proto_depIdxs = []int32{
-	5, // 0: icehouse.v1.ListModelsResponse.models:type_name -> icehouse.v1.Model
-	5, // 1: icehouse.v1.GetModelResponse.model:type_name -> icehouse.v1.Model
-	7, // 2: icehouse.v1.Model.adapters:type_name -> icehouse.v1.Adapter
-	0, // 3: icehouse.v1.Model.pass_splits:type_name -> icehouse.v1.PassSplit
-	6, // 4: icehouse.v1.Model.reply_format:type_name -> icehouse.v1.ReplyFormat
-	1, // 5: icehouse.v1.ModelService.ListModels:input_type -> icehouse.v1.ListModelsRequest
-	3, // 6: icehouse.v1.ModelService.GetModel:input_type -> icehouse.v1.GetModelRequest
-	2, // 7: icehouse.v1.ModelService.ListModels:output_type -> icehouse.v1.ListModelsResponse
-	4, // 8: icehouse.v1.ModelService.GetModel:output_type -> icehouse.v1.GetModelResponse
-	7, // [7:9] is the sub-list for method output_type
-	5, // [5:7] is the sub-list for method input_type
-	5, // [5:5] is the sub-list for extension type_name
-	5, // [5:5] is the sub-list for extension extendee
-	0, // [0:5] is the sub-list for field type_name
+	11, // 0: icehouse.v1.ListModelsResponse.models:type_name -> icehouse.v1.Model
+	11, // 1: icehouse.v1.GetModelResponse.model:type_name -> icehouse.v1.Model
+	8,  // 2: icehouse.v1.LoadModelResponse.progress:type_name -> icehouse.v1.LoadingModel
+	11, // 3: icehouse.v1.LoadModelResponse.done:type_name -> icehouse.v1.Model
+	0,  // 4: icehouse.v1.LoadingModel.state:type_name -> icehouse.v1.ModelState
+	13, // 5: icehouse.v1.LoadingModel.elapsed:type_name -> google.protobuf.Duration
+	11, // 6: icehouse.v1.UnloadModelResponse.model:type_name -> icehouse.v1.Model
+	14, // 7: icehouse.v1.Model.adapters:type_name -> icehouse.v1.Adapter
+	1,  // 8: icehouse.v1.Model.pass_splits:type_name -> icehouse.v1.PassSplit
+	12, // 9: icehouse.v1.Model.reply_format:type_name -> icehouse.v1.ReplyFormat
+	0,  // 10: icehouse.v1.Model.state:type_name -> icehouse.v1.ModelState
+	2,  // 11: icehouse.v1.ModelService.ListModels:input_type -> icehouse.v1.ListModelsRequest
+	4,  // 12: icehouse.v1.ModelService.GetModel:input_type -> icehouse.v1.GetModelRequest
+	6,  // 13: icehouse.v1.ModelService.LoadModel:input_type -> icehouse.v1.LoadModelRequest
+	9,  // 14: icehouse.v1.ModelService.UnloadModel:input_type -> icehouse.v1.UnloadModelRequest
+	3,  // 15: icehouse.v1.ModelService.ListModels:output_type -> icehouse.v1.ListModelsResponse
+	5,  // 16: icehouse.v1.ModelService.GetModel:output_type -> icehouse.v1.GetModelResponse
+	7,  // 17: icehouse.v1.ModelService.LoadModel:output_type -> icehouse.v1.LoadModelResponse
+	10, // 18: icehouse.v1.ModelService.UnloadModel:output_type -> icehouse.v1.UnloadModelResponse
+	15, // [15:19] is the sub-list for method output_type
+	11, // [11:15] is the sub-list for method input_type
+	11, // [11:11] is the sub-list for extension type_name
+	11, // [11:11] is the sub-list for extension extendee
+	0,  // [0:11] is the sub-list for field type_name
 }
 
 func init() { file_icehouse_v1_model_service_proto_init() }
@@ -689,13 +1122,17 @@ func file_icehouse_v1_model_service_proto_init() {
 		return
 	}
 	file_icehouse_v1_adapter_proto_init()
+	file_icehouse_v1_model_service_proto_msgTypes[5].OneofWrappers = []any{
+		(*LoadModelResponse_Progress)(nil),
+		(*LoadModelResponse_Done)(nil),
+	}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_icehouse_v1_model_service_proto_rawDesc), len(file_icehouse_v1_model_service_proto_rawDesc)),
-			NumEnums:      1,
-			NumMessages:   6,
+			NumEnums:      2,
+			NumMessages:   11,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

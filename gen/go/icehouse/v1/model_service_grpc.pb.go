@@ -21,20 +21,34 @@ import (
 const _ = grpc.SupportPackageIsVersion9
 
 const (
-	ModelService_ListModels_FullMethodName = "/icehouse.v1.ModelService/ListModels"
-	ModelService_GetModel_FullMethodName   = "/icehouse.v1.ModelService/GetModel"
+	ModelService_ListModels_FullMethodName  = "/icehouse.v1.ModelService/ListModels"
+	ModelService_GetModel_FullMethodName    = "/icehouse.v1.ModelService/GetModel"
+	ModelService_LoadModel_FullMethodName   = "/icehouse.v1.ModelService/LoadModel"
+	ModelService_UnloadModel_FullMethodName = "/icehouse.v1.ModelService/UnloadModel"
 )
 
 // ModelServiceClient is the client API for ModelService service.
 //
 // For semantics around ctx use and closing/ending streaming RPCs, please refer to https://pkg.go.dev/google.golang.org/grpc/?tab=doc#ClientConn.NewStream.
 //
-// Lists and describes the served models. Errors carry google.rpc details as InferenceService's do.
+// Lists, describes, loads and unloads the served models. Errors carry google.rpc details as InferenceService's do.
+//
+// A server of several models loads one when a request names it; other models that are idle leave memory for it if
+// they must. A server of one model loads that at its start and keeps it.
 type ModelServiceClient interface {
-	// Lists the models that `model` may name. INVALID_ARGUMENT for a negative page size or a bad token.
+	// Lists the models that `model` may name, loaded or not; a model that is kept for other tenants is not shown.
+	// INVALID_ARGUMENT for a negative page size or a bad token; UNAVAILABLE while the only model loads.
 	ListModels(ctx context.Context, in *ListModelsRequest, opts ...grpc.CallOption) (*ListModelsResponse, error)
-	// Describes one model. NOT_FOUND if it is not served; UNAVAILABLE while it loads.
+	// Describes one model. NOT_FOUND if it is not served; UNAVAILABLE while the only model loads.
 	GetModel(ctx context.Context, in *GetModelRequest, opts ...grpc.CallOption) (*GetModelResponse, error)
+	// Loads a model, as a request for it would: any number of `progress`, and `done` once, last. When the caller
+	// leaves, loading goes on. RESOURCE_EXHAUSTED (MEMORY_SHORT) if running models take the memory, FAILED_PRECONDITION
+	// (MEMORY_NEVER_FITS) if pinned ones do or it can never fit. Only for operators.
+	LoadModel(ctx context.Context, in *LoadModelRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[LoadModelResponse], error)
+	// Unloads a model, once its running requests have ended or the server's drain grace is over, which ends them as
+	// UNAVAILABLE. Its blocks are written to SSD, and the next request that names it loads it again. Returns at once
+	// if it is not loaded; FAILED_PRECONDITION (UNSUPPORTED) for the only model. Only for operators.
+	UnloadModel(ctx context.Context, in *UnloadModelRequest, opts ...grpc.CallOption) (*UnloadModelResponse, error)
 }
 
 type modelServiceClient struct {
@@ -65,16 +79,57 @@ func (c *modelServiceClient) GetModel(ctx context.Context, in *GetModelRequest, 
 	return out, nil
 }
 
+func (c *modelServiceClient) LoadModel(ctx context.Context, in *LoadModelRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[LoadModelResponse], error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	stream, err := c.cc.NewStream(ctx, &ModelService_ServiceDesc.Streams[0], ModelService_LoadModel_FullMethodName, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	x := &grpc.GenericClientStream[LoadModelRequest, LoadModelResponse]{ClientStream: stream}
+	if err := x.ClientStream.SendMsg(in); err != nil {
+		return nil, err
+	}
+	if err := x.ClientStream.CloseSend(); err != nil {
+		return nil, err
+	}
+	return x, nil
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type ModelService_LoadModelClient = grpc.ServerStreamingClient[LoadModelResponse]
+
+func (c *modelServiceClient) UnloadModel(ctx context.Context, in *UnloadModelRequest, opts ...grpc.CallOption) (*UnloadModelResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(UnloadModelResponse)
+	err := c.cc.Invoke(ctx, ModelService_UnloadModel_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
 // ModelServiceServer is the server API for ModelService service.
 // All implementations must embed UnimplementedModelServiceServer
 // for forward compatibility.
 //
-// Lists and describes the served models. Errors carry google.rpc details as InferenceService's do.
+// Lists, describes, loads and unloads the served models. Errors carry google.rpc details as InferenceService's do.
+//
+// A server of several models loads one when a request names it; other models that are idle leave memory for it if
+// they must. A server of one model loads that at its start and keeps it.
 type ModelServiceServer interface {
-	// Lists the models that `model` may name. INVALID_ARGUMENT for a negative page size or a bad token.
+	// Lists the models that `model` may name, loaded or not; a model that is kept for other tenants is not shown.
+	// INVALID_ARGUMENT for a negative page size or a bad token; UNAVAILABLE while the only model loads.
 	ListModels(context.Context, *ListModelsRequest) (*ListModelsResponse, error)
-	// Describes one model. NOT_FOUND if it is not served; UNAVAILABLE while it loads.
+	// Describes one model. NOT_FOUND if it is not served; UNAVAILABLE while the only model loads.
 	GetModel(context.Context, *GetModelRequest) (*GetModelResponse, error)
+	// Loads a model, as a request for it would: any number of `progress`, and `done` once, last. When the caller
+	// leaves, loading goes on. RESOURCE_EXHAUSTED (MEMORY_SHORT) if running models take the memory, FAILED_PRECONDITION
+	// (MEMORY_NEVER_FITS) if pinned ones do or it can never fit. Only for operators.
+	LoadModel(*LoadModelRequest, grpc.ServerStreamingServer[LoadModelResponse]) error
+	// Unloads a model, once its running requests have ended or the server's drain grace is over, which ends them as
+	// UNAVAILABLE. Its blocks are written to SSD, and the next request that names it loads it again. Returns at once
+	// if it is not loaded; FAILED_PRECONDITION (UNSUPPORTED) for the only model. Only for operators.
+	UnloadModel(context.Context, *UnloadModelRequest) (*UnloadModelResponse, error)
 	mustEmbedUnimplementedModelServiceServer()
 }
 
@@ -90,6 +145,12 @@ func (UnimplementedModelServiceServer) ListModels(context.Context, *ListModelsRe
 }
 func (UnimplementedModelServiceServer) GetModel(context.Context, *GetModelRequest) (*GetModelResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method GetModel not implemented")
+}
+func (UnimplementedModelServiceServer) LoadModel(*LoadModelRequest, grpc.ServerStreamingServer[LoadModelResponse]) error {
+	return status.Error(codes.Unimplemented, "method LoadModel not implemented")
+}
+func (UnimplementedModelServiceServer) UnloadModel(context.Context, *UnloadModelRequest) (*UnloadModelResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method UnloadModel not implemented")
 }
 func (UnimplementedModelServiceServer) mustEmbedUnimplementedModelServiceServer() {}
 func (UnimplementedModelServiceServer) testEmbeddedByValue()                      {}
@@ -148,6 +209,35 @@ func _ModelService_GetModel_Handler(srv interface{}, ctx context.Context, dec fu
 	return interceptor(ctx, in, info, handler)
 }
 
+func _ModelService_LoadModel_Handler(srv interface{}, stream grpc.ServerStream) error {
+	m := new(LoadModelRequest)
+	if err := stream.RecvMsg(m); err != nil {
+		return err
+	}
+	return srv.(ModelServiceServer).LoadModel(m, &grpc.GenericServerStream[LoadModelRequest, LoadModelResponse]{ServerStream: stream})
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type ModelService_LoadModelServer = grpc.ServerStreamingServer[LoadModelResponse]
+
+func _ModelService_UnloadModel_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(UnloadModelRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(ModelServiceServer).UnloadModel(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: ModelService_UnloadModel_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(ModelServiceServer).UnloadModel(ctx, req.(*UnloadModelRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
 // ModelService_ServiceDesc is the grpc.ServiceDesc for ModelService service.
 // It's only intended for direct use with grpc.RegisterService,
 // and not to be introspected or modified (even as a copy)
@@ -163,7 +253,17 @@ var ModelService_ServiceDesc = grpc.ServiceDesc{
 			MethodName: "GetModel",
 			Handler:    _ModelService_GetModel_Handler,
 		},
+		{
+			MethodName: "UnloadModel",
+			Handler:    _ModelService_UnloadModel_Handler,
+		},
 	},
-	Streams:  []grpc.StreamDesc{},
+	Streams: []grpc.StreamDesc{
+		{
+			StreamName:    "LoadModel",
+			Handler:       _ModelService_LoadModel_Handler,
+			ServerStreams: true,
+		},
+	},
 	Metadata: "icehouse/v1/model_service.proto",
 }

@@ -702,7 +702,10 @@ type ServerStats struct {
 	// first; at most 10.
 	SlowestRequests []*SlowRequest `protobuf:"bytes,4,rep,name=slowest_requests,json=slowestRequests,proto3" json:"slowest_requests,omitempty"`
 	// One entry for each tenant that has sent a request, at most 1024.
-	Tenants       []*TenantStats `protobuf:"bytes,5,rep,name=tenants,proto3" json:"tenants,omitempty"`
+	Tenants []*TenantStats `protobuf:"bytes,5,rep,name=tenants,proto3" json:"tenants,omitempty"`
+	// One entry for each loaded model of a server of several models; `engine` and `cache` are then those of the default
+	// model, if it is loaded.
+	Models        []*ModelStats `protobuf:"bytes,6,rep,name=models,proto3" json:"models,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -772,6 +775,77 @@ func (x *ServerStats) GetTenants() []*TenantStats {
 	return nil
 }
 
+func (x *ServerStats) GetModels() []*ModelStats {
+	if x != nil {
+		return x.Models
+	}
+	return nil
+}
+
+// The counters of one model.
+type ModelStats struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The model.
+	Model string `protobuf:"bytes,1,opt,name=model,proto3" json:"model,omitempty"`
+	// The engine's counters.
+	Engine *EngineStats `protobuf:"bytes,2,opt,name=engine,proto3" json:"engine,omitempty"`
+	// The prefix cache's counters. Not set: the server runs without a prefix cache.
+	Cache         *CacheStats `protobuf:"bytes,3,opt,name=cache,proto3" json:"cache,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ModelStats) Reset() {
+	*x = ModelStats{}
+	mi := &file_icehouse_v1_server_service_proto_msgTypes[9]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ModelStats) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ModelStats) ProtoMessage() {}
+
+func (x *ModelStats) ProtoReflect() protoreflect.Message {
+	mi := &file_icehouse_v1_server_service_proto_msgTypes[9]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ModelStats.ProtoReflect.Descriptor instead.
+func (*ModelStats) Descriptor() ([]byte, []int) {
+	return file_icehouse_v1_server_service_proto_rawDescGZIP(), []int{9}
+}
+
+func (x *ModelStats) GetModel() string {
+	if x != nil {
+		return x.Model
+	}
+	return ""
+}
+
+func (x *ModelStats) GetEngine() *EngineStats {
+	if x != nil {
+		return x.Engine
+	}
+	return nil
+}
+
+func (x *ModelStats) GetCache() *CacheStats {
+	if x != nil {
+		return x.Cache
+	}
+	return nil
+}
+
 // Asks for a page of requests.
 type ListRequestsRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -785,7 +859,7 @@ type ListRequestsRequest struct {
 
 func (x *ListRequestsRequest) Reset() {
 	*x = ListRequestsRequest{}
-	mi := &file_icehouse_v1_server_service_proto_msgTypes[9]
+	mi := &file_icehouse_v1_server_service_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -797,7 +871,7 @@ func (x *ListRequestsRequest) String() string {
 func (*ListRequestsRequest) ProtoMessage() {}
 
 func (x *ListRequestsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_icehouse_v1_server_service_proto_msgTypes[9]
+	mi := &file_icehouse_v1_server_service_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -810,7 +884,7 @@ func (x *ListRequestsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListRequestsRequest.ProtoReflect.Descriptor instead.
 func (*ListRequestsRequest) Descriptor() ([]byte, []int) {
-	return file_icehouse_v1_server_service_proto_rawDescGZIP(), []int{9}
+	return file_icehouse_v1_server_service_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *ListRequestsRequest) GetPageSize() int32 {
@@ -840,7 +914,7 @@ type ListRequestsResponse struct {
 
 func (x *ListRequestsResponse) Reset() {
 	*x = ListRequestsResponse{}
-	mi := &file_icehouse_v1_server_service_proto_msgTypes[10]
+	mi := &file_icehouse_v1_server_service_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -852,7 +926,7 @@ func (x *ListRequestsResponse) String() string {
 func (*ListRequestsResponse) ProtoMessage() {}
 
 func (x *ListRequestsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_icehouse_v1_server_service_proto_msgTypes[10]
+	mi := &file_icehouse_v1_server_service_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -865,7 +939,7 @@ func (x *ListRequestsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListRequestsResponse.ProtoReflect.Descriptor instead.
 func (*ListRequestsResponse) Descriptor() ([]byte, []int) {
-	return file_icehouse_v1_server_service_proto_rawDescGZIP(), []int{10}
+	return file_icehouse_v1_server_service_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *ListRequestsResponse) GetRequests() []*RequestInfo {
@@ -915,7 +989,7 @@ type RequestInfo struct {
 
 func (x *RequestInfo) Reset() {
 	*x = RequestInfo{}
-	mi := &file_icehouse_v1_server_service_proto_msgTypes[11]
+	mi := &file_icehouse_v1_server_service_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -927,7 +1001,7 @@ func (x *RequestInfo) String() string {
 func (*RequestInfo) ProtoMessage() {}
 
 func (x *RequestInfo) ProtoReflect() protoreflect.Message {
-	mi := &file_icehouse_v1_server_service_proto_msgTypes[11]
+	mi := &file_icehouse_v1_server_service_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -940,7 +1014,7 @@ func (x *RequestInfo) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RequestInfo.ProtoReflect.Descriptor instead.
 func (*RequestInfo) Descriptor() ([]byte, []int) {
-	return file_icehouse_v1_server_service_proto_rawDescGZIP(), []int{11}
+	return file_icehouse_v1_server_service_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *RequestInfo) GetRequestId() string {
@@ -1042,7 +1116,7 @@ type CancelRequestRequest struct {
 
 func (x *CancelRequestRequest) Reset() {
 	*x = CancelRequestRequest{}
-	mi := &file_icehouse_v1_server_service_proto_msgTypes[12]
+	mi := &file_icehouse_v1_server_service_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1054,7 +1128,7 @@ func (x *CancelRequestRequest) String() string {
 func (*CancelRequestRequest) ProtoMessage() {}
 
 func (x *CancelRequestRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_icehouse_v1_server_service_proto_msgTypes[12]
+	mi := &file_icehouse_v1_server_service_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1067,7 +1141,7 @@ func (x *CancelRequestRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CancelRequestRequest.ProtoReflect.Descriptor instead.
 func (*CancelRequestRequest) Descriptor() ([]byte, []int) {
-	return file_icehouse_v1_server_service_proto_rawDescGZIP(), []int{12}
+	return file_icehouse_v1_server_service_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *CancelRequestRequest) GetRequestId() string {
@@ -1095,7 +1169,7 @@ type CancelRequestResponse struct {
 
 func (x *CancelRequestResponse) Reset() {
 	*x = CancelRequestResponse{}
-	mi := &file_icehouse_v1_server_service_proto_msgTypes[13]
+	mi := &file_icehouse_v1_server_service_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1107,7 +1181,7 @@ func (x *CancelRequestResponse) String() string {
 func (*CancelRequestResponse) ProtoMessage() {}
 
 func (x *CancelRequestResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_icehouse_v1_server_service_proto_msgTypes[13]
+	mi := &file_icehouse_v1_server_service_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1120,7 +1194,7 @@ func (x *CancelRequestResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CancelRequestResponse.ProtoReflect.Descriptor instead.
 func (*CancelRequestResponse) Descriptor() ([]byte, []int) {
-	return file_icehouse_v1_server_service_proto_rawDescGZIP(), []int{13}
+	return file_icehouse_v1_server_service_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *CancelRequestResponse) GetRequest() *RequestInfo {
@@ -1163,13 +1237,19 @@ const file_icehouse_v1_server_service_proto_rawDesc = "" +
 	"\x11WatchStatsRequest\x125\n" +
 	"\binterval\x18\x01 \x01(\v2\x19.google.protobuf.DurationR\binterval\"D\n" +
 	"\x12WatchStatsResponse\x12.\n" +
-	"\x05stats\x18\x01 \x01(\v2\x18.icehouse.v1.ServerStatsR\x05stats\"\xa6\x02\n" +
+	"\x05stats\x18\x01 \x01(\v2\x18.icehouse.v1.ServerStatsR\x05stats\"\xd7\x02\n" +
 	"\vServerStats\x12=\n" +
 	"\fcollect_time\x18\x01 \x01(\v2\x1a.google.protobuf.TimestampR\vcollectTime\x120\n" +
 	"\x06engine\x18\x02 \x01(\v2\x18.icehouse.v1.EngineStatsR\x06engine\x12-\n" +
 	"\x05cache\x18\x03 \x01(\v2\x17.icehouse.v1.CacheStatsR\x05cache\x12C\n" +
 	"\x10slowest_requests\x18\x04 \x03(\v2\x18.icehouse.v1.SlowRequestR\x0fslowestRequests\x122\n" +
-	"\atenants\x18\x05 \x03(\v2\x18.icehouse.v1.TenantStatsR\atenants\"Q\n" +
+	"\atenants\x18\x05 \x03(\v2\x18.icehouse.v1.TenantStatsR\atenants\x12/\n" +
+	"\x06models\x18\x06 \x03(\v2\x17.icehouse.v1.ModelStatsR\x06models\"\x83\x01\n" +
+	"\n" +
+	"ModelStats\x12\x14\n" +
+	"\x05model\x18\x01 \x01(\tR\x05model\x120\n" +
+	"\x06engine\x18\x02 \x01(\v2\x18.icehouse.v1.EngineStatsR\x06engine\x12-\n" +
+	"\x05cache\x18\x03 \x01(\v2\x17.icehouse.v1.CacheStatsR\x05cache\"Q\n" +
 	"\x13ListRequestsRequest\x12\x1b\n" +
 	"\tpage_size\x18\x01 \x01(\x05R\bpageSize\x12\x1d\n" +
 	"\n" +
@@ -1242,7 +1322,7 @@ func file_icehouse_v1_server_service_proto_rawDescGZIP() []byte {
 }
 
 var file_icehouse_v1_server_service_proto_enumTypes = make([]protoimpl.EnumInfo, 3)
-var file_icehouse_v1_server_service_proto_msgTypes = make([]protoimpl.MessageInfo, 14)
+var file_icehouse_v1_server_service_proto_msgTypes = make([]protoimpl.MessageInfo, 15)
 var file_icehouse_v1_server_service_proto_goTypes = []any{
 	(ServerFeature)(0),            // 0: icehouse.v1.ServerFeature
 	(ServerState)(0),              // 1: icehouse.v1.ServerState
@@ -1256,51 +1336,55 @@ var file_icehouse_v1_server_service_proto_goTypes = []any{
 	(*WatchStatsRequest)(nil),     // 9: icehouse.v1.WatchStatsRequest
 	(*WatchStatsResponse)(nil),    // 10: icehouse.v1.WatchStatsResponse
 	(*ServerStats)(nil),           // 11: icehouse.v1.ServerStats
-	(*ListRequestsRequest)(nil),   // 12: icehouse.v1.ListRequestsRequest
-	(*ListRequestsResponse)(nil),  // 13: icehouse.v1.ListRequestsResponse
-	(*RequestInfo)(nil),           // 14: icehouse.v1.RequestInfo
-	(*CancelRequestRequest)(nil),  // 15: icehouse.v1.CancelRequestRequest
-	(*CancelRequestResponse)(nil), // 16: icehouse.v1.CancelRequestResponse
-	(*durationpb.Duration)(nil),   // 17: google.protobuf.Duration
-	(*timestamppb.Timestamp)(nil), // 18: google.protobuf.Timestamp
-	(*EngineStats)(nil),           // 19: icehouse.v1.EngineStats
-	(*CacheStats)(nil),            // 20: icehouse.v1.CacheStats
-	(*SlowRequest)(nil),           // 21: icehouse.v1.SlowRequest
-	(*TenantStats)(nil),           // 22: icehouse.v1.TenantStats
+	(*ModelStats)(nil),            // 12: icehouse.v1.ModelStats
+	(*ListRequestsRequest)(nil),   // 13: icehouse.v1.ListRequestsRequest
+	(*ListRequestsResponse)(nil),  // 14: icehouse.v1.ListRequestsResponse
+	(*RequestInfo)(nil),           // 15: icehouse.v1.RequestInfo
+	(*CancelRequestRequest)(nil),  // 16: icehouse.v1.CancelRequestRequest
+	(*CancelRequestResponse)(nil), // 17: icehouse.v1.CancelRequestResponse
+	(*durationpb.Duration)(nil),   // 18: google.protobuf.Duration
+	(*timestamppb.Timestamp)(nil), // 19: google.protobuf.Timestamp
+	(*EngineStats)(nil),           // 20: icehouse.v1.EngineStats
+	(*CacheStats)(nil),            // 21: icehouse.v1.CacheStats
+	(*SlowRequest)(nil),           // 22: icehouse.v1.SlowRequest
+	(*TenantStats)(nil),           // 23: icehouse.v1.TenantStats
 }
 var file_icehouse_v1_server_service_proto_depIdxs = []int32{
 	5,  // 0: icehouse.v1.GetServerResponse.server:type_name -> icehouse.v1.Server
 	1,  // 1: icehouse.v1.Server.state:type_name -> icehouse.v1.ServerState
-	17, // 2: icehouse.v1.Server.uptime:type_name -> google.protobuf.Duration
+	18, // 2: icehouse.v1.Server.uptime:type_name -> google.protobuf.Duration
 	0,  // 3: icehouse.v1.Server.features:type_name -> icehouse.v1.ServerFeature
 	6,  // 4: icehouse.v1.Server.limits:type_name -> icehouse.v1.ServerLimits
 	11, // 5: icehouse.v1.GetStatsResponse.stats:type_name -> icehouse.v1.ServerStats
-	17, // 6: icehouse.v1.WatchStatsRequest.interval:type_name -> google.protobuf.Duration
+	18, // 6: icehouse.v1.WatchStatsRequest.interval:type_name -> google.protobuf.Duration
 	11, // 7: icehouse.v1.WatchStatsResponse.stats:type_name -> icehouse.v1.ServerStats
-	18, // 8: icehouse.v1.ServerStats.collect_time:type_name -> google.protobuf.Timestamp
-	19, // 9: icehouse.v1.ServerStats.engine:type_name -> icehouse.v1.EngineStats
-	20, // 10: icehouse.v1.ServerStats.cache:type_name -> icehouse.v1.CacheStats
-	21, // 11: icehouse.v1.ServerStats.slowest_requests:type_name -> icehouse.v1.SlowRequest
-	22, // 12: icehouse.v1.ServerStats.tenants:type_name -> icehouse.v1.TenantStats
-	14, // 13: icehouse.v1.ListRequestsResponse.requests:type_name -> icehouse.v1.RequestInfo
-	2,  // 14: icehouse.v1.RequestInfo.phase:type_name -> icehouse.v1.RequestPhase
-	17, // 15: icehouse.v1.RequestInfo.age:type_name -> google.protobuf.Duration
-	14, // 16: icehouse.v1.CancelRequestResponse.request:type_name -> icehouse.v1.RequestInfo
-	3,  // 17: icehouse.v1.ServerService.GetServer:input_type -> icehouse.v1.GetServerRequest
-	7,  // 18: icehouse.v1.ServerService.GetStats:input_type -> icehouse.v1.GetStatsRequest
-	9,  // 19: icehouse.v1.ServerService.WatchStats:input_type -> icehouse.v1.WatchStatsRequest
-	12, // 20: icehouse.v1.ServerService.ListRequests:input_type -> icehouse.v1.ListRequestsRequest
-	15, // 21: icehouse.v1.ServerService.CancelRequest:input_type -> icehouse.v1.CancelRequestRequest
-	4,  // 22: icehouse.v1.ServerService.GetServer:output_type -> icehouse.v1.GetServerResponse
-	8,  // 23: icehouse.v1.ServerService.GetStats:output_type -> icehouse.v1.GetStatsResponse
-	10, // 24: icehouse.v1.ServerService.WatchStats:output_type -> icehouse.v1.WatchStatsResponse
-	13, // 25: icehouse.v1.ServerService.ListRequests:output_type -> icehouse.v1.ListRequestsResponse
-	16, // 26: icehouse.v1.ServerService.CancelRequest:output_type -> icehouse.v1.CancelRequestResponse
-	22, // [22:27] is the sub-list for method output_type
-	17, // [17:22] is the sub-list for method input_type
-	17, // [17:17] is the sub-list for extension type_name
-	17, // [17:17] is the sub-list for extension extendee
-	0,  // [0:17] is the sub-list for field type_name
+	19, // 8: icehouse.v1.ServerStats.collect_time:type_name -> google.protobuf.Timestamp
+	20, // 9: icehouse.v1.ServerStats.engine:type_name -> icehouse.v1.EngineStats
+	21, // 10: icehouse.v1.ServerStats.cache:type_name -> icehouse.v1.CacheStats
+	22, // 11: icehouse.v1.ServerStats.slowest_requests:type_name -> icehouse.v1.SlowRequest
+	23, // 12: icehouse.v1.ServerStats.tenants:type_name -> icehouse.v1.TenantStats
+	12, // 13: icehouse.v1.ServerStats.models:type_name -> icehouse.v1.ModelStats
+	20, // 14: icehouse.v1.ModelStats.engine:type_name -> icehouse.v1.EngineStats
+	21, // 15: icehouse.v1.ModelStats.cache:type_name -> icehouse.v1.CacheStats
+	15, // 16: icehouse.v1.ListRequestsResponse.requests:type_name -> icehouse.v1.RequestInfo
+	2,  // 17: icehouse.v1.RequestInfo.phase:type_name -> icehouse.v1.RequestPhase
+	18, // 18: icehouse.v1.RequestInfo.age:type_name -> google.protobuf.Duration
+	15, // 19: icehouse.v1.CancelRequestResponse.request:type_name -> icehouse.v1.RequestInfo
+	3,  // 20: icehouse.v1.ServerService.GetServer:input_type -> icehouse.v1.GetServerRequest
+	7,  // 21: icehouse.v1.ServerService.GetStats:input_type -> icehouse.v1.GetStatsRequest
+	9,  // 22: icehouse.v1.ServerService.WatchStats:input_type -> icehouse.v1.WatchStatsRequest
+	13, // 23: icehouse.v1.ServerService.ListRequests:input_type -> icehouse.v1.ListRequestsRequest
+	16, // 24: icehouse.v1.ServerService.CancelRequest:input_type -> icehouse.v1.CancelRequestRequest
+	4,  // 25: icehouse.v1.ServerService.GetServer:output_type -> icehouse.v1.GetServerResponse
+	8,  // 26: icehouse.v1.ServerService.GetStats:output_type -> icehouse.v1.GetStatsResponse
+	10, // 27: icehouse.v1.ServerService.WatchStats:output_type -> icehouse.v1.WatchStatsResponse
+	14, // 28: icehouse.v1.ServerService.ListRequests:output_type -> icehouse.v1.ListRequestsResponse
+	17, // 29: icehouse.v1.ServerService.CancelRequest:output_type -> icehouse.v1.CancelRequestResponse
+	25, // [25:30] is the sub-list for method output_type
+	20, // [20:25] is the sub-list for method input_type
+	20, // [20:20] is the sub-list for extension type_name
+	20, // [20:20] is the sub-list for extension extendee
+	0,  // [0:20] is the sub-list for field type_name
 }
 
 func init() { file_icehouse_v1_server_service_proto_init() }
@@ -1312,14 +1396,14 @@ func file_icehouse_v1_server_service_proto_init() {
 	file_icehouse_v1_engine_stats_proto_init()
 	file_icehouse_v1_slow_request_proto_init()
 	file_icehouse_v1_tenant_stats_proto_init()
-	file_icehouse_v1_server_service_proto_msgTypes[12].OneofWrappers = []any{}
+	file_icehouse_v1_server_service_proto_msgTypes[13].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_icehouse_v1_server_service_proto_rawDesc), len(file_icehouse_v1_server_service_proto_rawDesc)),
 			NumEnums:      3,
-			NumMessages:   14,
+			NumMessages:   15,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -13,6 +13,7 @@ from icehouse.v1 import cache_policy_pb2 as _cache_policy_pb2
 from icehouse.v1 import cache_stats_pb2 as _cache_stats_pb2
 from icehouse.v1 import completion_pb2 as _completion_pb2
 from icehouse.v1 import logprobs_pb2 as _logprobs_pb2
+from icehouse.v1 import model_service_pb2 as _model_service_pb2
 from icehouse.v1 import prompt_pb2 as _prompt_pb2
 from icehouse.v1 import response_format_pb2 as _response_format_pb2
 from icehouse.v1 import sampling_pb2 as _sampling_pb2
@@ -202,6 +203,7 @@ class GenerateResponse(_message.Message):
     SYSTEM_FINGERPRINT_FIELD_NUMBER: _builtins.int
     MAX_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     UNENFORCED_KEYWORDS_FIELD_NUMBER: _builtins.int
+    LOAD_DURATION_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The caller's request id, or the generated one."""
     model: _builtins.str
@@ -279,6 +281,10 @@ class GenerateResponse(_message.Message):
         "prompt.tools[0].parameters_json/properties/tags/uniqueItems". Check the output against them.
         """
 
+    @_builtins.property
+    def load_duration(self) -> _duration_pb2.Duration:
+        """Time that the request waited for its model to be loaded. Not set: the model was there."""
+
     def __init__(
         self,
         *,
@@ -302,10 +308,11 @@ class GenerateResponse(_message.Message):
         system_fingerprint: _builtins.str = ...,
         max_output_tokens: _builtins.int = ...,
         unenforced_keywords: _abc.Iterable[_builtins.str] | None = ...,
+        load_duration: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "cache", b"cache", "receive_time", b"receive_time", "stop_token_id", b"stop_token_id", "usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "cache", b"cache", "load_duration", b"load_duration", "receive_time", b"receive_time", "stop_token_id", b"stop_token_id", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "cache", b"cache", "completions", b"completions", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "malformed_tool_calls", b"malformed_tool_calls", "max_output_tokens", b"max_output_tokens", "model", b"model", "prompt_logprobs", b"prompt_logprobs", "reasoning", b"reasoning", "receive_time", b"receive_time", "request_id", b"request_id", "seed", b"seed", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "system_fingerprint", b"system_fingerprint", "text", b"text", "token_ids", b"token_ids", "tool_calls", b"tool_calls", "unenforced_keywords", b"unenforced_keywords", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "cache", b"cache", "completions", b"completions", "finish_reason", b"finish_reason", "load_duration", b"load_duration", "logprobs", b"logprobs", "malformed_tool_calls", b"malformed_tool_calls", "max_output_tokens", b"max_output_tokens", "model", b"model", "prompt_logprobs", b"prompt_logprobs", "reasoning", b"reasoning", "receive_time", b"receive_time", "request_id", b"request_id", "seed", b"seed", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "system_fingerprint", b"system_fingerprint", "text", b"text", "token_ids", b"token_ids", "tool_calls", b"tool_calls", "unenforced_keywords", b"unenforced_keywords", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__stop_token_id: _TypeAlias = _typing.Literal["stop_token_id"]  # noqa: Y015
     _WhichOneofArgType__stop_token_id: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id"]  # noqa: Y015
@@ -323,6 +330,7 @@ class StreamResponse(_message.Message):
     PREFILL_PROGRESS_FIELD_NUMBER: _builtins.int
     DELTA_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
+    LOADING_MODEL_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def started(self) -> Global___Started:
         """The request left the queue. Once, first; with several completions when the first one of them did."""
@@ -341,6 +349,12 @@ class StreamResponse(_message.Message):
     def finished(self) -> Global___Finished:
         """The output is complete. Once, last; with several completions once for each."""
 
+    @_builtins.property
+    def loading_model(self) -> _model_service_pb2.LoadingModel:
+        """The model is not loaded yet. Any number, about one a second, before `started`; only from servers of several
+        models.
+        """
+
     def __init__(
         self,
         *,
@@ -348,12 +362,13 @@ class StreamResponse(_message.Message):
         prefill_progress: Global___PrefillProgress | None = ...,
         delta: Global___Delta | None = ...,
         finished: Global___Finished | None = ...,
+        loading_model: _model_service_pb2.LoadingModel | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta", "event", b"event", "finished", b"finished", "prefill_progress", b"prefill_progress", "started", b"started"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta", "event", b"event", "finished", b"finished", "loading_model", b"loading_model", "prefill_progress", b"prefill_progress", "started", b"started"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta", "event", b"event", "finished", b"finished", "prefill_progress", b"prefill_progress", "started", b"started"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta", "event", b"event", "finished", b"finished", "loading_model", b"loading_model", "prefill_progress", b"prefill_progress", "started", b"started"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["started", "prefill_progress", "delta", "finished"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["started", "prefill_progress", "delta", "finished", "loading_model"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -375,6 +390,7 @@ class Started(_message.Message):
     SYSTEM_FINGERPRINT_FIELD_NUMBER: _builtins.int
     MAX_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     UNENFORCED_KEYWORDS_FIELD_NUMBER: _builtins.int
+    LOAD_DURATION_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The caller's request id, or the generated one."""
     model: _builtins.str
@@ -403,6 +419,10 @@ class Started(_message.Message):
     def unenforced_keywords(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """As `unenforced_keywords` of GenerateResponse."""
 
+    @_builtins.property
+    def load_duration(self) -> _duration_pb2.Duration:
+        """As `load_duration` of GenerateResponse."""
+
     def __init__(
         self,
         *,
@@ -416,10 +436,11 @@ class Started(_message.Message):
         system_fingerprint: _builtins.str = ...,
         max_output_tokens: _builtins.int = ...,
         unenforced_keywords: _abc.Iterable[_builtins.str] | None = ...,
+        load_duration: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "queue_duration", b"queue_duration", "receive_time", b"receive_time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "load_duration", b"load_duration", "queue_duration", b"queue_duration", "receive_time", b"receive_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "max_output_tokens", b"max_output_tokens", "model", b"model", "prompt_tokens", b"prompt_tokens", "queue_duration", b"queue_duration", "receive_time", b"receive_time", "request_id", b"request_id", "seed", b"seed", "system_fingerprint", b"system_fingerprint", "unenforced_keywords", b"unenforced_keywords"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "load_duration", b"load_duration", "max_output_tokens", b"max_output_tokens", "model", b"model", "prompt_tokens", b"prompt_tokens", "queue_duration", b"queue_duration", "receive_time", b"receive_time", "request_id", b"request_id", "seed", b"seed", "system_fingerprint", b"system_fingerprint", "unenforced_keywords", b"unenforced_keywords"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -704,12 +725,17 @@ class CacheStatsRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    MODEL_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """Model whose cache it is; otherwise NOT_FOUND. Default: the default model."""
     def __init__(
         self,
+        *,
+        model: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

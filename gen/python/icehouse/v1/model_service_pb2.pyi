@@ -5,6 +5,7 @@ The models of this server."""
 
 from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
+from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
@@ -19,6 +20,50 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _ModelState:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ModelStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ModelState.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    MODEL_STATE_UNSPECIFIED: _ModelState.ValueType  # 0
+    """Never sent."""
+    MODEL_STATE_ABSENT: _ModelState.ValueType  # 1
+    """It is not; the next request that names it loads it."""
+    MODEL_STATE_FETCHING: _ModelState.ValueType  # 2
+    """Its files are looked for, or downloaded."""
+    MODEL_STATE_LOADING: _ModelState.ValueType  # 3
+    """It is being loaded."""
+    MODEL_STATE_READY: _ModelState.ValueType  # 4
+    """It answers."""
+    MODEL_STATE_DRAINING: _ModelState.ValueType  # 5
+    """It leaves memory once what runs has ended."""
+    MODEL_STATE_FAILED: _ModelState.ValueType  # 6
+    """It could not be loaded, or failed while it ran; `state_detail` says why. A request that names it tries again,
+    some seconds later.
+    """
+
+class ModelState(_ModelState, metaclass=_ModelStateEnumTypeWrapper):
+    """Whether a model is loaded."""
+
+MODEL_STATE_UNSPECIFIED: ModelState.ValueType  # 0
+"""Never sent."""
+MODEL_STATE_ABSENT: ModelState.ValueType  # 1
+"""It is not; the next request that names it loads it."""
+MODEL_STATE_FETCHING: ModelState.ValueType  # 2
+"""Its files are looked for, or downloaded."""
+MODEL_STATE_LOADING: ModelState.ValueType  # 3
+"""It is being loaded."""
+MODEL_STATE_READY: ModelState.ValueType  # 4
+"""It answers."""
+MODEL_STATE_DRAINING: ModelState.ValueType  # 5
+"""It leaves memory once what runs has ended."""
+MODEL_STATE_FAILED: ModelState.ValueType  # 6
+"""It could not be loaded, or failed while it ran; `state_detail` says why. A request that names it tries again,
+some seconds later.
+"""
+Global___ModelState: _TypeAlias = ModelState  # noqa: Y015
 
 class _PassSplit:
     ValueType = _typing.NewType("ValueType", _builtins.int)
@@ -88,7 +133,7 @@ class ListModelsResponse(_message.Message):
     """Token of the next page. Empty: this is the last page."""
     @_builtins.property
     def models(self) -> _containers.RepeatedCompositeFieldContainer[Global___Model]:
-        """The models, by id."""
+        """The models, in the order of the configuration; the first one is the default."""
 
     def __init__(
         self,
@@ -112,7 +157,7 @@ class GetModelRequest(_message.Message):
 
     MODEL_FIELD_NUMBER: _builtins.int
     model: _builtins.str
-    """The model's id. Default: the served model."""
+    """The model's id, or an alias. Default: the default model."""
     def __init__(
         self,
         *,
@@ -151,8 +196,142 @@ class GetModelResponse(_message.Message):
 Global___GetModelResponse: _TypeAlias = GetModelResponse  # noqa: Y015
 
 @_typing.final
+class LoadModelRequest(_message.Message):
+    """Asks for a model to be loaded."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """The model's id, or an alias. Default: the default model."""
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoadModelRequest: _TypeAlias = LoadModelRequest  # noqa: Y015
+
+@_typing.final
+class LoadModelResponse(_message.Message):
+    """A step of loading."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROGRESS_FIELD_NUMBER: _builtins.int
+    DONE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def progress(self) -> Global___LoadingModel:
+        """It is not loaded yet. About once a second."""
+
+    @_builtins.property
+    def done(self) -> Global___Model:
+        """The loaded model. Once, last."""
+
+    def __init__(
+        self,
+        *,
+        progress: Global___LoadingModel | None = ...,
+        done: Global___Model | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "event", b"event", "progress", b"progress"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "event", b"event", "progress", b"progress"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["progress", "done"]  # noqa: Y015
+    _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
+
+Global___LoadModelResponse: _TypeAlias = LoadModelResponse  # noqa: Y015
+
+@_typing.final
+class LoadingModel(_message.Message):
+    """How far a model that is being loaded is."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    ELAPSED_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """The model."""
+    state: Global___ModelState.ValueType
+    """MODEL_STATE_FETCHING, MODEL_STATE_LOADING, or MODEL_STATE_DRAINING and MODEL_STATE_ABSENT while it waits for
+    its turn: models are loaded one after the other.
+    """
+    @_builtins.property
+    def elapsed(self) -> _duration_pb2.Duration:
+        """Time since the caller began to wait."""
+
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        state: Global___ModelState.ValueType = ...,
+        elapsed: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["elapsed", b"elapsed"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["elapsed", b"elapsed", "model", b"model", "state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoadingModel: _TypeAlias = LoadingModel  # noqa: Y015
+
+@_typing.final
+class UnloadModelRequest(_message.Message):
+    """Asks for a model to be unloaded."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """The model's id, or an alias. Default: the default model."""
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnloadModelRequest: _TypeAlias = UnloadModelRequest  # noqa: Y015
+
+@_typing.final
+class UnloadModelResponse(_message.Message):
+    """The model is unloaded."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def model(self) -> Global___Model:
+        """The model, in its new state."""
+
+    def __init__(
+        self,
+        *,
+        model: Global___Model | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnloadModelResponse: _TypeAlias = UnloadModelResponse  # noqa: Y015
+
+@_typing.final
 class Model(_message.Message):
-    """A loaded model."""
+    """A model. Of one that is not loaded only `id`, `aliases` and its state are known."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -176,6 +355,9 @@ class Model(_message.Message):
     PASS_SPLITS_FIELD_NUMBER: _builtins.int
     RUNS_IMAGES_WHOLE_FIELD_NUMBER: _builtins.int
     REPLY_FORMAT_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    STATE_DETAIL_FIELD_NUMBER: _builtins.int
+    ALIASES_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     """The name that requests use in `model`."""
     architecture: _builtins.str
@@ -208,6 +390,10 @@ class Model(_message.Message):
     """Whether each token of an image attends to all of it: such an image runs in one pass, whatever else waits, and
     no chunk of a prompt ends inside it.
     """
+    state: Global___ModelState.ValueType
+    """Whether it is loaded."""
+    state_detail: _builtins.str
+    """Why it is MODEL_STATE_FAILED. Empty: it is not."""
     @_builtins.property
     def cache_classes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Cache classes of its layers, in order of first appearance."""
@@ -229,6 +415,10 @@ class Model(_message.Message):
     @_builtins.property
     def reply_format(self) -> Global___ReplyFormat:
         """How its chat replies are parsed. Not set: it has no chat template."""
+
+    @_builtins.property
+    def aliases(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Other names that requests may use in `model`."""
 
     def __init__(
         self,
@@ -253,10 +443,13 @@ class Model(_message.Message):
         pass_splits: _abc.Iterable[Global___PassSplit.ValueType] | None = ...,
         runs_images_whole: _builtins.bool = ...,
         reply_format: Global___ReplyFormat | None = ...,
+        state: Global___ModelState.ValueType = ...,
+        state_detail: _builtins.str = ...,
+        aliases: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["reply_format", b"reply_format"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "architecture", b"architecture", "cache_classes", b"cache_classes", "context_tokens", b"context_tokens", "device", b"device", "dtype", b"dtype", "embedding_dimensions", b"embedding_dimensions", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "has_chat_template", b"has_chat_template", "id", b"id", "kv_bytes_per_token", b"kv_bytes_per_token", "parameter_count", b"parameter_count", "pass_splits", b"pass_splits", "quantization", b"quantization", "reads_images", b"reads_images", "reply_format", b"reply_format", "runs_images_whole", b"runs_images_whole", "vocabulary_size", b"vocabulary_size", "weight_bytes", b"weight_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "aliases", b"aliases", "architecture", b"architecture", "cache_classes", b"cache_classes", "context_tokens", b"context_tokens", "device", b"device", "dtype", b"dtype", "embedding_dimensions", b"embedding_dimensions", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "has_chat_template", b"has_chat_template", "id", b"id", "kv_bytes_per_token", b"kv_bytes_per_token", "parameter_count", b"parameter_count", "pass_splits", b"pass_splits", "quantization", b"quantization", "reads_images", b"reads_images", "reply_format", b"reply_format", "runs_images_whole", b"runs_images_whole", "state", b"state", "state_detail", b"state_detail", "vocabulary_size", b"vocabulary_size", "weight_bytes", b"weight_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -26,7 +26,10 @@ if _version_not_supported:
 
 
 class ModelServiceStub(object):
-    """Lists and describes the served models. Errors carry google.rpc details as InferenceService's do.
+    """Lists, describes, loads and unloads the served models. Errors carry google.rpc details as InferenceService's do.
+
+    A server of several models loads one when a request names it; other models that are idle leave memory for it if
+    they must. A server of one model loads that at its start and keeps it.
     """
 
     def __init__(self, channel):
@@ -45,21 +48,53 @@ class ModelServiceStub(object):
                 request_serializer=icehouse_dot_v1_dot_model__service__pb2.GetModelRequest.SerializeToString,
                 response_deserializer=icehouse_dot_v1_dot_model__service__pb2.GetModelResponse.FromString,
                 _registered_method=True)
+        self.LoadModel = channel.unary_stream(
+                '/icehouse.v1.ModelService/LoadModel',
+                request_serializer=icehouse_dot_v1_dot_model__service__pb2.LoadModelRequest.SerializeToString,
+                response_deserializer=icehouse_dot_v1_dot_model__service__pb2.LoadModelResponse.FromString,
+                _registered_method=True)
+        self.UnloadModel = channel.unary_unary(
+                '/icehouse.v1.ModelService/UnloadModel',
+                request_serializer=icehouse_dot_v1_dot_model__service__pb2.UnloadModelRequest.SerializeToString,
+                response_deserializer=icehouse_dot_v1_dot_model__service__pb2.UnloadModelResponse.FromString,
+                _registered_method=True)
 
 
 class ModelServiceServicer(object):
-    """Lists and describes the served models. Errors carry google.rpc details as InferenceService's do.
+    """Lists, describes, loads and unloads the served models. Errors carry google.rpc details as InferenceService's do.
+
+    A server of several models loads one when a request names it; other models that are idle leave memory for it if
+    they must. A server of one model loads that at its start and keeps it.
     """
 
     def ListModels(self, request, context):
-        """Lists the models that `model` may name. INVALID_ARGUMENT for a negative page size or a bad token.
+        """Lists the models that `model` may name, loaded or not; a model that is kept for other tenants is not shown.
+        INVALID_ARGUMENT for a negative page size or a bad token; UNAVAILABLE while the only model loads.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetModel(self, request, context):
-        """Describes one model. NOT_FOUND if it is not served; UNAVAILABLE while it loads.
+        """Describes one model. NOT_FOUND if it is not served; UNAVAILABLE while the only model loads.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def LoadModel(self, request, context):
+        """Loads a model, as a request for it would: any number of `progress`, and `done` once, last. When the caller
+        leaves, loading goes on. RESOURCE_EXHAUSTED (MEMORY_SHORT) if running models take the memory, FAILED_PRECONDITION
+        (MEMORY_NEVER_FITS) if pinned ones do or it can never fit. Only for operators.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnloadModel(self, request, context):
+        """Unloads a model, once its running requests have ended or the server's drain grace is over, which ends them as
+        UNAVAILABLE. Its blocks are written to SSD, and the next request that names it loads it again. Returns at once
+        if it is not loaded; FAILED_PRECONDITION (UNSUPPORTED) for the only model. Only for operators.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -78,6 +113,16 @@ def add_ModelServiceServicer_to_server(servicer, server):
                     request_deserializer=icehouse_dot_v1_dot_model__service__pb2.GetModelRequest.FromString,
                     response_serializer=icehouse_dot_v1_dot_model__service__pb2.GetModelResponse.SerializeToString,
             ),
+            'LoadModel': grpc.unary_stream_rpc_method_handler(
+                    servicer.LoadModel,
+                    request_deserializer=icehouse_dot_v1_dot_model__service__pb2.LoadModelRequest.FromString,
+                    response_serializer=icehouse_dot_v1_dot_model__service__pb2.LoadModelResponse.SerializeToString,
+            ),
+            'UnloadModel': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadModel,
+                    request_deserializer=icehouse_dot_v1_dot_model__service__pb2.UnloadModelRequest.FromString,
+                    response_serializer=icehouse_dot_v1_dot_model__service__pb2.UnloadModelResponse.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'icehouse.v1.ModelService', rpc_method_handlers)
@@ -87,7 +132,10 @@ def add_ModelServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ModelService(object):
-    """Lists and describes the served models. Errors carry google.rpc details as InferenceService's do.
+    """Lists, describes, loads and unloads the served models. Errors carry google.rpc details as InferenceService's do.
+
+    A server of several models loads one when a request names it; other models that are idle leave memory for it if
+    they must. A server of one model loads that at its start and keeps it.
     """
 
     @staticmethod
@@ -134,6 +182,60 @@ class ModelService(object):
             '/icehouse.v1.ModelService/GetModel',
             icehouse_dot_v1_dot_model__service__pb2.GetModelRequest.SerializeToString,
             icehouse_dot_v1_dot_model__service__pb2.GetModelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadModel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/icehouse.v1.ModelService/LoadModel',
+            icehouse_dot_v1_dot_model__service__pb2.LoadModelRequest.SerializeToString,
+            icehouse_dot_v1_dot_model__service__pb2.LoadModelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadModel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/icehouse.v1.ModelService/UnloadModel',
+            icehouse_dot_v1_dot_model__service__pb2.UnloadModelRequest.SerializeToString,
+            icehouse_dot_v1_dot_model__service__pb2.UnloadModelResponse.FromString,
             options,
             channel_credentials,
             insecure,

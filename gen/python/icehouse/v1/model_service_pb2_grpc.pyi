@@ -27,29 +27,65 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class ModelServiceStub:
-    """Lists and describes the served models. Errors carry google.rpc details as InferenceService's do."""
+    """Lists, describes, loads and unloads the served models. Errors carry google.rpc details as InferenceService's do.
+
+    A server of several models loads one when a request names it; other models that are idle leave memory for it if
+    they must. A server of one model loads that at its start and keeps it.
+    """
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> ModelServiceAsyncStub: ...
     ListModels: _grpc.UnaryUnaryMultiCallable[_model_service_pb2.ListModelsRequest, _model_service_pb2.ListModelsResponse]
-    """Lists the models that `model` may name. INVALID_ARGUMENT for a negative page size or a bad token."""
+    """Lists the models that `model` may name, loaded or not; a model that is kept for other tenants is not shown.
+    INVALID_ARGUMENT for a negative page size or a bad token; UNAVAILABLE while the only model loads.
+    """
     GetModel: _grpc.UnaryUnaryMultiCallable[_model_service_pb2.GetModelRequest, _model_service_pb2.GetModelResponse]
-    """Describes one model. NOT_FOUND if it is not served; UNAVAILABLE while it loads."""
+    """Describes one model. NOT_FOUND if it is not served; UNAVAILABLE while the only model loads."""
+    LoadModel: _grpc.UnaryStreamMultiCallable[_model_service_pb2.LoadModelRequest, _model_service_pb2.LoadModelResponse]
+    """Loads a model, as a request for it would: any number of `progress`, and `done` once, last. When the caller
+    leaves, loading goes on. RESOURCE_EXHAUSTED (MEMORY_SHORT) if running models take the memory, FAILED_PRECONDITION
+    (MEMORY_NEVER_FITS) if pinned ones do or it can never fit. Only for operators.
+    """
+    UnloadModel: _grpc.UnaryUnaryMultiCallable[_model_service_pb2.UnloadModelRequest, _model_service_pb2.UnloadModelResponse]
+    """Unloads a model, once its running requests have ended or the server's drain grace is over, which ends them as
+    UNAVAILABLE. Its blocks are written to SSD, and the next request that names it loads it again. Returns at once
+    if it is not loaded; FAILED_PRECONDITION (UNSUPPORTED) for the only model. Only for operators.
+    """
 
 @_typing.type_check_only
 class ModelServiceAsyncStub(ModelServiceStub):
-    """Lists and describes the served models. Errors carry google.rpc details as InferenceService's do."""
+    """Lists, describes, loads and unloads the served models. Errors carry google.rpc details as InferenceService's do.
+
+    A server of several models loads one when a request names it; other models that are idle leave memory for it if
+    they must. A server of one model loads that at its start and keeps it.
+    """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     ListModels: _aio.UnaryUnaryMultiCallable[_model_service_pb2.ListModelsRequest, _model_service_pb2.ListModelsResponse]  # type: ignore[assignment]
-    """Lists the models that `model` may name. INVALID_ARGUMENT for a negative page size or a bad token."""
+    """Lists the models that `model` may name, loaded or not; a model that is kept for other tenants is not shown.
+    INVALID_ARGUMENT for a negative page size or a bad token; UNAVAILABLE while the only model loads.
+    """
     GetModel: _aio.UnaryUnaryMultiCallable[_model_service_pb2.GetModelRequest, _model_service_pb2.GetModelResponse]  # type: ignore[assignment]
-    """Describes one model. NOT_FOUND if it is not served; UNAVAILABLE while it loads."""
+    """Describes one model. NOT_FOUND if it is not served; UNAVAILABLE while the only model loads."""
+    LoadModel: _aio.UnaryStreamMultiCallable[_model_service_pb2.LoadModelRequest, _model_service_pb2.LoadModelResponse]  # type: ignore[assignment]
+    """Loads a model, as a request for it would: any number of `progress`, and `done` once, last. When the caller
+    leaves, loading goes on. RESOURCE_EXHAUSTED (MEMORY_SHORT) if running models take the memory, FAILED_PRECONDITION
+    (MEMORY_NEVER_FITS) if pinned ones do or it can never fit. Only for operators.
+    """
+    UnloadModel: _aio.UnaryUnaryMultiCallable[_model_service_pb2.UnloadModelRequest, _model_service_pb2.UnloadModelResponse]  # type: ignore[assignment]
+    """Unloads a model, once its running requests have ended or the server's drain grace is over, which ends them as
+    UNAVAILABLE. Its blocks are written to SSD, and the next request that names it loads it again. Returns at once
+    if it is not loaded; FAILED_PRECONDITION (UNSUPPORTED) for the only model. Only for operators.
+    """
 
 class ModelServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Lists and describes the served models. Errors carry google.rpc details as InferenceService's do."""
+    """Lists, describes, loads and unloads the served models. Errors carry google.rpc details as InferenceService's do.
+
+    A server of several models loads one when a request names it; other models that are idle leave memory for it if
+    they must. A server of one model loads that at its start and keeps it.
+    """
 
     @_abc_1.abstractmethod
     def ListModels(
@@ -57,7 +93,9 @@ class ModelServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _model_service_pb2.ListModelsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_model_service_pb2.ListModelsResponse, _abc.Awaitable[_model_service_pb2.ListModelsResponse]]:
-        """Lists the models that `model` may name. INVALID_ARGUMENT for a negative page size or a bad token."""
+        """Lists the models that `model` may name, loaded or not; a model that is kept for other tenants is not shown.
+        INVALID_ARGUMENT for a negative page size or a bad token; UNAVAILABLE while the only model loads.
+        """
 
     @_abc_1.abstractmethod
     def GetModel(
@@ -65,6 +103,28 @@ class ModelServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _model_service_pb2.GetModelRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_model_service_pb2.GetModelResponse, _abc.Awaitable[_model_service_pb2.GetModelResponse]]:
-        """Describes one model. NOT_FOUND if it is not served; UNAVAILABLE while it loads."""
+        """Describes one model. NOT_FOUND if it is not served; UNAVAILABLE while the only model loads."""
+
+    @_abc_1.abstractmethod
+    def LoadModel(
+        self,
+        request: _model_service_pb2.LoadModelRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_model_service_pb2.LoadModelResponse], _abc.AsyncIterator[_model_service_pb2.LoadModelResponse]]:
+        """Loads a model, as a request for it would: any number of `progress`, and `done` once, last. When the caller
+        leaves, loading goes on. RESOURCE_EXHAUSTED (MEMORY_SHORT) if running models take the memory, FAILED_PRECONDITION
+        (MEMORY_NEVER_FITS) if pinned ones do or it can never fit. Only for operators.
+        """
+
+    @_abc_1.abstractmethod
+    def UnloadModel(
+        self,
+        request: _model_service_pb2.UnloadModelRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_model_service_pb2.UnloadModelResponse, _abc.Awaitable[_model_service_pb2.UnloadModelResponse]]:
+        """Unloads a model, once its running requests have ended or the server's drain grace is over, which ends them as
+        UNAVAILABLE. Its blocks are written to SSD, and the next request that names it loads it again. Returns at once
+        if it is not loaded; FAILED_PRECONDITION (UNSUPPORTED) for the only model. Only for operators.
+        """
 
 def add_ModelServiceServicer_to_server(servicer: ModelServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

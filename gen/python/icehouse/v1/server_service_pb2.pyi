@@ -374,6 +374,7 @@ class ServerStats(_message.Message):
     CACHE_FIELD_NUMBER: _builtins.int
     SLOWEST_REQUESTS_FIELD_NUMBER: _builtins.int
     TENANTS_FIELD_NUMBER: _builtins.int
+    MODELS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def collect_time(self) -> _timestamp_pb2.Timestamp:
         """When the counters were taken."""
@@ -396,6 +397,12 @@ class ServerStats(_message.Message):
     def tenants(self) -> _containers.RepeatedCompositeFieldContainer[_tenant_stats_pb2.TenantStats]:
         """One entry for each tenant that has sent a request, at most 1024."""
 
+    @_builtins.property
+    def models(self) -> _containers.RepeatedCompositeFieldContainer[Global___ModelStats]:
+        """One entry for each loaded model of a server of several models; `engine` and `cache` are then those of the default
+        model, if it is loaded.
+        """
+
     def __init__(
         self,
         *,
@@ -404,14 +411,49 @@ class ServerStats(_message.Message):
         cache: _cache_stats_pb2.CacheStats | None = ...,
         slowest_requests: _abc.Iterable[_slow_request_pb2.SlowRequest] | None = ...,
         tenants: _abc.Iterable[_tenant_stats_pb2.TenantStats] | None = ...,
+        models: _abc.Iterable[Global___ModelStats] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "collect_time", b"collect_time", "engine", b"engine"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "collect_time", b"collect_time", "engine", b"engine", "slowest_requests", b"slowest_requests", "tenants", b"tenants"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "collect_time", b"collect_time", "engine", b"engine", "models", b"models", "slowest_requests", b"slowest_requests", "tenants", b"tenants"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ServerStats: _TypeAlias = ServerStats  # noqa: Y015
+
+@_typing.final
+class ModelStats(_message.Message):
+    """The counters of one model."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    ENGINE_FIELD_NUMBER: _builtins.int
+    CACHE_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """The model."""
+    @_builtins.property
+    def engine(self) -> _engine_stats_pb2.EngineStats:
+        """The engine's counters."""
+
+    @_builtins.property
+    def cache(self) -> _cache_stats_pb2.CacheStats:
+        """The prefix cache's counters. Not set: the server runs without a prefix cache."""
+
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        engine: _engine_stats_pb2.EngineStats | None = ...,
+        cache: _cache_stats_pb2.CacheStats | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "engine", b"engine"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "engine", b"engine", "model", b"model"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ModelStats: _TypeAlias = ModelStats  # noqa: Y015
 
 @_typing.final
 class ListRequestsRequest(_message.Message):

@@ -6,6 +6,8 @@
 
 import type { GenEnum, GenFile, GenMessage, GenService } from "@bufbuild/protobuf/codegenv2";
 import { enumDesc, fileDesc, messageDesc, serviceDesc } from "@bufbuild/protobuf/codegenv2";
+import type { Duration } from "@bufbuild/protobuf/wkt";
+import { file_google_protobuf_duration } from "@bufbuild/protobuf/wkt";
 import type { Adapter } from "./adapter_pb.js";
 import { file_icehouse_v1_adapter } from "./adapter_pb.js";
 import type { Message } from "@bufbuild/protobuf";
@@ -14,7 +16,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file icehouse/v1/model_service.proto.
  */
 export const file_icehouse_v1_model_service: GenFile = /*@__PURE__*/
-  fileDesc("Ch9pY2Vob3VzZS92MS9tb2RlbF9zZXJ2aWNlLnByb3RvEgtpY2Vob3VzZS52MSI6ChFMaXN0TW9kZWxzUmVxdWVzdBIRCglwYWdlX3NpemUYASABKAUSEgoKcGFnZV90b2tlbhgCIAEoCSJRChJMaXN0TW9kZWxzUmVzcG9uc2USIgoGbW9kZWxzGAEgAygLMhIuaWNlaG91c2UudjEuTW9kZWwSFwoPbmV4dF9wYWdlX3Rva2VuGAIgASgJIiAKD0dldE1vZGVsUmVxdWVzdBINCgVtb2RlbBgBIAEoCSI1ChBHZXRNb2RlbFJlc3BvbnNlEiEKBW1vZGVsGAEgASgLMhIuaWNlaG91c2UudjEuTW9kZWwijAQKBU1vZGVsEgoKAmlkGAEgASgJEhQKDGFyY2hpdGVjdHVyZRgCIAEoCRIXCg92b2NhYnVsYXJ5X3NpemUYAyABKAUSFgoOY29udGV4dF90b2tlbnMYBCABKAUSDQoFZHR5cGUYBSABKAkSFAoMcXVhbnRpemF0aW9uGAYgASgJEhcKD3BhcmFtZXRlcl9jb3VudBgHIAEoAxIUCgx3ZWlnaHRfYnl0ZXMYCCABKAMSGgoSa3ZfYnl0ZXNfcGVyX3Rva2VuGAkgASgDEhUKDWNhY2hlX2NsYXNzZXMYCiADKAkSEwoLZmluZ2VycHJpbnQYCyABKAkSGQoRaGFzX2NoYXRfdGVtcGxhdGUYDCABKAgSFQoNZW9zX3Rva2VuX2lkcxgNIAMoBRIOCgZkZXZpY2UYDiABKAkSJgoIYWRhcHRlcnMYDyADKAsyFC5pY2Vob3VzZS52MS5BZGFwdGVyEhwKFGVtYmVkZGluZ19kaW1lbnNpb25zGBAgASgFEhQKDHJlYWRzX2ltYWdlcxgRIAEoCBIrCgtwYXNzX3NwbGl0cxgSIAMoDjIWLmljZWhvdXNlLnYxLlBhc3NTcGxpdBIZChFydW5zX2ltYWdlc193aG9sZRgTIAEoCBIuCgxyZXBseV9mb3JtYXQYFCABKAsyGC5pY2Vob3VzZS52MS5SZXBseUZvcm1hdCJ2CgtSZXBseUZvcm1hdBINCgVjYWxscxgBIAEoCRIXCg9yZWFzb25pbmdfc3RhcnQYAiABKAkSFQoNcmVhc29uaW5nX2VuZBgDIAEoCRIQCghldmlkZW5jZRgEIAMoCRIWCg51bnJlYWRfbWFya2VycxgFIAMoCSpuCglQYXNzU3BsaXQSGgoWUEFTU19TUExJVF9VTlNQRUNJRklFRBAAEhgKFFBBU1NfU1BMSVRfQVRURU5USU9OEAESFQoRUEFTU19TUExJVF9NT0RVTEUQAhIUChBQQVNTX1NQTElUX0FMT05FEAMypgEKDE1vZGVsU2VydmljZRJNCgpMaXN0TW9kZWxzEh4uaWNlaG91c2UudjEuTGlzdE1vZGVsc1JlcXVlc3QaHy5pY2Vob3VzZS52MS5MaXN0TW9kZWxzUmVzcG9uc2USRwoIR2V0TW9kZWwSHC5pY2Vob3VzZS52MS5HZXRNb2RlbFJlcXVlc3QaHS5pY2Vob3VzZS52MS5HZXRNb2RlbFJlc3BvbnNlQjwKD2Rldi5pY2Vob3VzZS52MVABWidpY2Vob3VzZS5kZXYvYXBpL2ljZWhvdXNlL3YxO2ljZWhvdXNldjFiBnByb3RvMw", [file_icehouse_v1_adapter]);
+  fileDesc("Ch9pY2Vob3VzZS92MS9tb2RlbF9zZXJ2aWNlLnByb3RvEgtpY2Vob3VzZS52MSI6ChFMaXN0TW9kZWxzUmVxdWVzdBIRCglwYWdlX3NpemUYASABKAUSEgoKcGFnZV90b2tlbhgCIAEoCSJRChJMaXN0TW9kZWxzUmVzcG9uc2USIgoGbW9kZWxzGAEgAygLMhIuaWNlaG91c2UudjEuTW9kZWwSFwoPbmV4dF9wYWdlX3Rva2VuGAIgASgJIiAKD0dldE1vZGVsUmVxdWVzdBINCgVtb2RlbBgBIAEoCSI1ChBHZXRNb2RlbFJlc3BvbnNlEiEKBW1vZGVsGAEgASgLMhIuaWNlaG91c2UudjEuTW9kZWwiIQoQTG9hZE1vZGVsUmVxdWVzdBINCgVtb2RlbBgBIAEoCSJvChFMb2FkTW9kZWxSZXNwb25zZRItCghwcm9ncmVzcxgBIAEoCzIZLmljZWhvdXNlLnYxLkxvYWRpbmdNb2RlbEgAEiIKBGRvbmUYAiABKAsyEi5pY2Vob3VzZS52MS5Nb2RlbEgAQgcKBWV2ZW50InEKDExvYWRpbmdNb2RlbBINCgVtb2RlbBgBIAEoCRImCgVzdGF0ZRgCIAEoDjIXLmljZWhvdXNlLnYxLk1vZGVsU3RhdGUSKgoHZWxhcHNlZBgDIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbiIjChJVbmxvYWRNb2RlbFJlcXVlc3QSDQoFbW9kZWwYASABKAkiOAoTVW5sb2FkTW9kZWxSZXNwb25zZRIhCgVtb2RlbBgBIAEoCzISLmljZWhvdXNlLnYxLk1vZGVsItsECgVNb2RlbBIKCgJpZBgBIAEoCRIUCgxhcmNoaXRlY3R1cmUYAiABKAkSFwoPdm9jYWJ1bGFyeV9zaXplGAMgASgFEhYKDmNvbnRleHRfdG9rZW5zGAQgASgFEg0KBWR0eXBlGAUgASgJEhQKDHF1YW50aXphdGlvbhgGIAEoCRIXCg9wYXJhbWV0ZXJfY291bnQYByABKAMSFAoMd2VpZ2h0X2J5dGVzGAggASgDEhoKEmt2X2J5dGVzX3Blcl90b2tlbhgJIAEoAxIVCg1jYWNoZV9jbGFzc2VzGAogAygJEhMKC2ZpbmdlcnByaW50GAsgASgJEhkKEWhhc19jaGF0X3RlbXBsYXRlGAwgASgIEhUKDWVvc190b2tlbl9pZHMYDSADKAUSDgoGZGV2aWNlGA4gASgJEiYKCGFkYXB0ZXJzGA8gAygLMhQuaWNlaG91c2UudjEuQWRhcHRlchIcChRlbWJlZGRpbmdfZGltZW5zaW9ucxgQIAEoBRIUCgxyZWFkc19pbWFnZXMYESABKAgSKwoLcGFzc19zcGxpdHMYEiADKA4yFi5pY2Vob3VzZS52MS5QYXNzU3BsaXQSGQoRcnVuc19pbWFnZXNfd2hvbGUYEyABKAgSLgoMcmVwbHlfZm9ybWF0GBQgASgLMhguaWNlaG91c2UudjEuUmVwbHlGb3JtYXQSJgoFc3RhdGUYFSABKA4yFy5pY2Vob3VzZS52MS5Nb2RlbFN0YXRlEhQKDHN0YXRlX2RldGFpbBgWIAEoCRIPCgdhbGlhc2VzGBcgAygJInYKC1JlcGx5Rm9ybWF0Eg0KBWNhbGxzGAEgASgJEhcKD3JlYXNvbmluZ19zdGFydBgCIAEoCRIVCg1yZWFzb25pbmdfZW5kGAMgASgJEhAKCGV2aWRlbmNlGAQgAygJEhYKDnVucmVhZF9tYXJrZXJzGAUgAygJKr0BCgpNb2RlbFN0YXRlEhsKF01PREVMX1NUQVRFX1VOU1BFQ0lGSUVEEAASFgoSTU9ERUxfU1RBVEVfQUJTRU5UEAESGAoUTU9ERUxfU1RBVEVfRkVUQ0hJTkcQAhIXChNNT0RFTF9TVEFURV9MT0FESU5HEAMSFQoRTU9ERUxfU1RBVEVfUkVBRFkQBBIYChRNT0RFTF9TVEFURV9EUkFJTklORxAFEhYKEk1PREVMX1NUQVRFX0ZBSUxFRBAGKm4KCVBhc3NTcGxpdBIaChZQQVNTX1NQTElUX1VOU1BFQ0lGSUVEEAASGAoUUEFTU19TUExJVF9BVFRFTlRJT04QARIVChFQQVNTX1NQTElUX01PRFVMRRACEhQKEFBBU1NfU1BMSVRfQUxPTkUQAzLGAgoMTW9kZWxTZXJ2aWNlEk0KCkxpc3RNb2RlbHMSHi5pY2Vob3VzZS52MS5MaXN0TW9kZWxzUmVxdWVzdBofLmljZWhvdXNlLnYxLkxpc3RNb2RlbHNSZXNwb25zZRJHCghHZXRNb2RlbBIcLmljZWhvdXNlLnYxLkdldE1vZGVsUmVxdWVzdBodLmljZWhvdXNlLnYxLkdldE1vZGVsUmVzcG9uc2USTAoJTG9hZE1vZGVsEh0uaWNlaG91c2UudjEuTG9hZE1vZGVsUmVxdWVzdBoeLmljZWhvdXNlLnYxLkxvYWRNb2RlbFJlc3BvbnNlMAESUAoLVW5sb2FkTW9kZWwSHy5pY2Vob3VzZS52MS5VbmxvYWRNb2RlbFJlcXVlc3QaIC5pY2Vob3VzZS52MS5VbmxvYWRNb2RlbFJlc3BvbnNlQjwKD2Rldi5pY2Vob3VzZS52MVABWidpY2Vob3VzZS5kZXYvYXBpL2ljZWhvdXNlL3YxO2ljZWhvdXNldjFiBnByb3RvMw", [file_google_protobuf_duration, file_icehouse_v1_adapter]);
 
 /**
  * Asks for a page of models.
@@ -51,7 +53,7 @@ export const ListModelsRequestSchema: GenMessage<ListModelsRequest> = /*@__PURE_
  */
 export type ListModelsResponse = Message<"icehouse.v1.ListModelsResponse"> & {
   /**
-   * The models, by id.
+   * The models, in the order of the configuration; the first one is the default.
    *
    * @generated from field: repeated icehouse.v1.Model models = 1;
    */
@@ -79,7 +81,7 @@ export const ListModelsResponseSchema: GenMessage<ListModelsResponse> = /*@__PUR
  */
 export type GetModelRequest = Message<"icehouse.v1.GetModelRequest"> & {
   /**
-   * The model's id. Default: the served model.
+   * The model's id, or an alias. Default: the default model.
    *
    * @generated from field: string model = 1;
    */
@@ -115,7 +117,143 @@ export const GetModelResponseSchema: GenMessage<GetModelResponse> = /*@__PURE__*
   messageDesc(file_icehouse_v1_model_service, 3);
 
 /**
- * A loaded model.
+ * Asks for a model to be loaded.
+ *
+ * @generated from message icehouse.v1.LoadModelRequest
+ */
+export type LoadModelRequest = Message<"icehouse.v1.LoadModelRequest"> & {
+  /**
+   * The model's id, or an alias. Default: the default model.
+   *
+   * @generated from field: string model = 1;
+   */
+  model: string;
+};
+
+/**
+ * Describes the message icehouse.v1.LoadModelRequest.
+ * Use `create(LoadModelRequestSchema)` to create a new message.
+ */
+export const LoadModelRequestSchema: GenMessage<LoadModelRequest> = /*@__PURE__*/
+  messageDesc(file_icehouse_v1_model_service, 4);
+
+/**
+ * A step of loading.
+ *
+ * @generated from message icehouse.v1.LoadModelResponse
+ */
+export type LoadModelResponse = Message<"icehouse.v1.LoadModelResponse"> & {
+  /**
+   * What happened.
+   *
+   * @generated from oneof icehouse.v1.LoadModelResponse.event
+   */
+  event: {
+    /**
+     * It is not loaded yet. About once a second.
+     *
+     * @generated from field: icehouse.v1.LoadingModel progress = 1;
+     */
+    value: LoadingModel;
+    case: "progress";
+  } | {
+    /**
+     * The loaded model. Once, last.
+     *
+     * @generated from field: icehouse.v1.Model done = 2;
+     */
+    value: Model;
+    case: "done";
+  } | { case: undefined; value?: undefined };
+};
+
+/**
+ * Describes the message icehouse.v1.LoadModelResponse.
+ * Use `create(LoadModelResponseSchema)` to create a new message.
+ */
+export const LoadModelResponseSchema: GenMessage<LoadModelResponse> = /*@__PURE__*/
+  messageDesc(file_icehouse_v1_model_service, 5);
+
+/**
+ * How far a model that is being loaded is.
+ *
+ * @generated from message icehouse.v1.LoadingModel
+ */
+export type LoadingModel = Message<"icehouse.v1.LoadingModel"> & {
+  /**
+   * The model.
+   *
+   * @generated from field: string model = 1;
+   */
+  model: string;
+
+  /**
+   * MODEL_STATE_FETCHING, MODEL_STATE_LOADING, or MODEL_STATE_DRAINING and MODEL_STATE_ABSENT while it waits for
+   * its turn: models are loaded one after the other.
+   *
+   * @generated from field: icehouse.v1.ModelState state = 2;
+   */
+  state: ModelState;
+
+  /**
+   * Time since the caller began to wait.
+   *
+   * @generated from field: google.protobuf.Duration elapsed = 3;
+   */
+  elapsed?: Duration | undefined;
+};
+
+/**
+ * Describes the message icehouse.v1.LoadingModel.
+ * Use `create(LoadingModelSchema)` to create a new message.
+ */
+export const LoadingModelSchema: GenMessage<LoadingModel> = /*@__PURE__*/
+  messageDesc(file_icehouse_v1_model_service, 6);
+
+/**
+ * Asks for a model to be unloaded.
+ *
+ * @generated from message icehouse.v1.UnloadModelRequest
+ */
+export type UnloadModelRequest = Message<"icehouse.v1.UnloadModelRequest"> & {
+  /**
+   * The model's id, or an alias. Default: the default model.
+   *
+   * @generated from field: string model = 1;
+   */
+  model: string;
+};
+
+/**
+ * Describes the message icehouse.v1.UnloadModelRequest.
+ * Use `create(UnloadModelRequestSchema)` to create a new message.
+ */
+export const UnloadModelRequestSchema: GenMessage<UnloadModelRequest> = /*@__PURE__*/
+  messageDesc(file_icehouse_v1_model_service, 7);
+
+/**
+ * The model is unloaded.
+ *
+ * @generated from message icehouse.v1.UnloadModelResponse
+ */
+export type UnloadModelResponse = Message<"icehouse.v1.UnloadModelResponse"> & {
+  /**
+   * The model, in its new state.
+   *
+   * @generated from field: icehouse.v1.Model model = 1;
+   */
+  model?: Model | undefined;
+};
+
+/**
+ * Describes the message icehouse.v1.UnloadModelResponse.
+ * Use `create(UnloadModelResponseSchema)` to create a new message.
+ */
+export const UnloadModelResponseSchema: GenMessage<UnloadModelResponse> = /*@__PURE__*/
+  messageDesc(file_icehouse_v1_model_service, 8);
+
+/**
+ * A model. Of one that is not loaded only `id`, `aliases` and its state are known.
  *
  * @generated from message icehouse.v1.Model
  */
@@ -261,6 +399,27 @@ export type Model = Message<"icehouse.v1.Model"> & {
    * @generated from field: icehouse.v1.ReplyFormat reply_format = 20;
    */
   replyFormat?: ReplyFormat | undefined;
+
+  /**
+   * Whether it is loaded.
+   *
+   * @generated from field: icehouse.v1.ModelState state = 21;
+   */
+  state: ModelState;
+
+  /**
+   * Why it is MODEL_STATE_FAILED. Empty: it is not.
+   *
+   * @generated from field: string state_detail = 22;
+   */
+  stateDetail: string;
+
+  /**
+   * Other names that requests may use in `model`.
+   *
+   * @generated from field: repeated string aliases = 23;
+   */
+  aliases: string[];
 };
 
 /**
@@ -268,7 +427,7 @@ export type Model = Message<"icehouse.v1.Model"> & {
  * Use `create(ModelSchema)` to create a new message.
  */
 export const ModelSchema: GenMessage<Model> = /*@__PURE__*/
-  messageDesc(file_icehouse_v1_model_service, 4);
+  messageDesc(file_icehouse_v1_model_service, 9);
 
 /**
  * How the replies of a model are parsed, detected when it was loaded.
@@ -319,7 +478,70 @@ export type ReplyFormat = Message<"icehouse.v1.ReplyFormat"> & {
  * Use `create(ReplyFormatSchema)` to create a new message.
  */
 export const ReplyFormatSchema: GenMessage<ReplyFormat> = /*@__PURE__*/
-  messageDesc(file_icehouse_v1_model_service, 5);
+  messageDesc(file_icehouse_v1_model_service, 10);
+
+/**
+ * Whether a model is loaded.
+ *
+ * @generated from enum icehouse.v1.ModelState
+ */
+export enum ModelState {
+  /**
+   * Never sent.
+   *
+   * @generated from enum value: MODEL_STATE_UNSPECIFIED = 0;
+   */
+  UNSPECIFIED = 0,
+
+  /**
+   * It is not; the next request that names it loads it.
+   *
+   * @generated from enum value: MODEL_STATE_ABSENT = 1;
+   */
+  ABSENT = 1,
+
+  /**
+   * Its files are looked for, or downloaded.
+   *
+   * @generated from enum value: MODEL_STATE_FETCHING = 2;
+   */
+  FETCHING = 2,
+
+  /**
+   * It is being loaded.
+   *
+   * @generated from enum value: MODEL_STATE_LOADING = 3;
+   */
+  LOADING = 3,
+
+  /**
+   * It answers.
+   *
+   * @generated from enum value: MODEL_STATE_READY = 4;
+   */
+  READY = 4,
+
+  /**
+   * It leaves memory once what runs has ended.
+   *
+   * @generated from enum value: MODEL_STATE_DRAINING = 5;
+   */
+  DRAINING = 5,
+
+  /**
+   * It could not be loaded, or failed while it ran; `state_detail` says why. A request that names it tries again,
+   * some seconds later.
+   *
+   * @generated from enum value: MODEL_STATE_FAILED = 6;
+   */
+  FAILED = 6,
+}
+
+/**
+ * Describes the enum icehouse.v1.ModelState.
+ */
+export const ModelStateSchema: GenEnum<ModelState> = /*@__PURE__*/
+  enumDesc(file_icehouse_v1_model_service, 0);
 
 /**
  * Where sequences that share a forward pass are computed separately. Everything else is computed for all of them
@@ -361,16 +583,20 @@ export enum PassSplit {
  * Describes the enum icehouse.v1.PassSplit.
  */
 export const PassSplitSchema: GenEnum<PassSplit> = /*@__PURE__*/
-  enumDesc(file_icehouse_v1_model_service, 0);
+  enumDesc(file_icehouse_v1_model_service, 1);
 
 /**
- * Lists and describes the served models. Errors carry google.rpc details as InferenceService's do.
+ * Lists, describes, loads and unloads the served models. Errors carry google.rpc details as InferenceService's do.
+ *
+ * A server of several models loads one when a request names it; other models that are idle leave memory for it if
+ * they must. A server of one model loads that at its start and keeps it.
  *
  * @generated from service icehouse.v1.ModelService
  */
 export const ModelService: GenService<{
   /**
-   * Lists the models that `model` may name. INVALID_ARGUMENT for a negative page size or a bad token.
+   * Lists the models that `model` may name, loaded or not; a model that is kept for other tenants is not shown.
+   * INVALID_ARGUMENT for a negative page size or a bad token; UNAVAILABLE while the only model loads.
    *
    * @generated from rpc icehouse.v1.ModelService.ListModels
    */
@@ -380,7 +606,7 @@ export const ModelService: GenService<{
     output: typeof ListModelsResponseSchema;
   },
   /**
-   * Describes one model. NOT_FOUND if it is not served; UNAVAILABLE while it loads.
+   * Describes one model. NOT_FOUND if it is not served; UNAVAILABLE while the only model loads.
    *
    * @generated from rpc icehouse.v1.ModelService.GetModel
    */
@@ -388,6 +614,30 @@ export const ModelService: GenService<{
     methodKind: "unary";
     input: typeof GetModelRequestSchema;
     output: typeof GetModelResponseSchema;
+  },
+  /**
+   * Loads a model, as a request for it would: any number of `progress`, and `done` once, last. When the caller
+   * leaves, loading goes on. RESOURCE_EXHAUSTED (MEMORY_SHORT) if running models take the memory, FAILED_PRECONDITION
+   * (MEMORY_NEVER_FITS) if pinned ones do or it can never fit. Only for operators.
+   *
+   * @generated from rpc icehouse.v1.ModelService.LoadModel
+   */
+  loadModel: {
+    methodKind: "server_streaming";
+    input: typeof LoadModelRequestSchema;
+    output: typeof LoadModelResponseSchema;
+  },
+  /**
+   * Unloads a model, once its running requests have ended or the server's drain grace is over, which ends them as
+   * UNAVAILABLE. Its blocks are written to SSD, and the next request that names it loads it again. Returns at once
+   * if it is not loaded; FAILED_PRECONDITION (UNSUPPORTED) for the only model. Only for operators.
+   *
+   * @generated from rpc icehouse.v1.ModelService.UnloadModel
+   */
+  unloadModel: {
+    methodKind: "unary";
+    input: typeof UnloadModelRequestSchema;
+    output: typeof UnloadModelResponseSchema;
   },
 }> = /*@__PURE__*/
   serviceDesc(file_icehouse_v1_model_service, 0);

@@ -22,7 +22,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file icehouse/v1/server_service.proto.
  */
 export const file_icehouse_v1_server_service: GenFile = /*@__PURE__*/
-  fileDesc("CiBpY2Vob3VzZS92MS9zZXJ2ZXJfc2VydmljZS5wcm90bxILaWNlaG91c2UudjEiEgoQR2V0U2VydmVyUmVxdWVzdCI4ChFHZXRTZXJ2ZXJSZXNwb25zZRIjCgZzZXJ2ZXIYASABKAsyEy5pY2Vob3VzZS52MS5TZXJ2ZXIixgEKBlNlcnZlchIPCgd2ZXJzaW9uGAEgASgJEicKBXN0YXRlGAIgASgOMhguaWNlaG91c2UudjEuU2VydmVyU3RhdGUSKQoGdXB0aW1lGAMgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEiwKCGZlYXR1cmVzGAQgAygOMhouaWNlaG91c2UudjEuU2VydmVyRmVhdHVyZRIpCgZsaW1pdHMYBSABKAsyGS5pY2Vob3VzZS52MS5TZXJ2ZXJMaW1pdHMiyQIKDFNlcnZlckxpbWl0cxIZChFtYXhfbWVzc2FnZV9ieXRlcxgBIAEoAxIZChFtYXhfb3V0cHV0X3Rva2VucxgCIAEoBRIhChlkZWZhdWx0X21heF9vdXRwdXRfdG9rZW5zGAMgASgFEhcKD21heF9jb21wbGV0aW9ucxgEIAEoBRIYChBtYXhfc3RvcF9zdHJpbmdzGAUgASgFEhYKDm1heF9zdG9wX2J5dGVzGAYgASgFEhgKEG1heF90b3BfbG9ncHJvYnMYByABKAUSIQoZbWF4X3Jlc3BvbnNlX2Zvcm1hdF9ieXRlcxgIIAEoBRIcChRtYXhfZW1iZWRkaW5nX2lucHV0cxgJIAEoBRIcChRtYXhfcmVyYW5rX2RvY3VtZW50cxgKIAEoBRIcChRtYXhfY29uY3VycmVudF9jYWxscxgLIAEoBSIRCg9HZXRTdGF0c1JlcXVlc3QiOwoQR2V0U3RhdHNSZXNwb25zZRInCgVzdGF0cxgBIAEoCzIYLmljZWhvdXNlLnYxLlNlcnZlclN0YXRzIkAKEVdhdGNoU3RhdHNSZXF1ZXN0EisKCGludGVydmFsGAEgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uIj0KEldhdGNoU3RhdHNSZXNwb25zZRInCgVzdGF0cxgBIAEoCzIYLmljZWhvdXNlLnYxLlNlcnZlclN0YXRzIvABCgtTZXJ2ZXJTdGF0cxIwCgxjb2xsZWN0X3RpbWUYASABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEigKBmVuZ2luZRgCIAEoCzIYLmljZWhvdXNlLnYxLkVuZ2luZVN0YXRzEiYKBWNhY2hlGAMgASgLMhcuaWNlaG91c2UudjEuQ2FjaGVTdGF0cxIyChBzbG93ZXN0X3JlcXVlc3RzGAQgAygLMhguaWNlaG91c2UudjEuU2xvd1JlcXVlc3QSKQoHdGVuYW50cxgFIAMoCzIYLmljZWhvdXNlLnYxLlRlbmFudFN0YXRzIjwKE0xpc3RSZXF1ZXN0c1JlcXVlc3QSEQoJcGFnZV9zaXplGAEgASgFEhIKCnBhZ2VfdG9rZW4YAiABKAkiWwoUTGlzdFJlcXVlc3RzUmVzcG9uc2USKgoIcmVxdWVzdHMYASADKAsyGC5pY2Vob3VzZS52MS5SZXF1ZXN0SW5mbxIXCg9uZXh0X3BhZ2VfdG9rZW4YAiABKAkirAIKC1JlcXVlc3RJbmZvEhIKCnJlcXVlc3RfaWQYASABKAkSDgoGbWV0aG9kGAIgASgJEg4KBnRlbmFudBgDIAEoCRISCgpzZXNzaW9uX2lkGAQgASgJEg8KB2FkYXB0ZXIYBSABKAkSKAoFcGhhc2UYBiABKA4yGS5pY2Vob3VzZS52MS5SZXF1ZXN0UGhhc2USJgoDYWdlGAcgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEhIKCnBhcnRfY291bnQYCCABKAUSFQoNcHJvbXB0X3Rva2VucxgJIAEoBRIVCg1jYWNoZWRfdG9rZW5zGAogASgFEhUKDW91dHB1dF90b2tlbnMYCyABKAUSGQoRbWF4X291dHB1dF90b2tlbnMYDCABKAUiSgoUQ2FuY2VsUmVxdWVzdFJlcXVlc3QSEgoKcmVxdWVzdF9pZBgBIAEoCRITCgZ0ZW5hbnQYAiABKAlIAIgBAUIJCgdfdGVuYW50IkIKFUNhbmNlbFJlcXVlc3RSZXNwb25zZRIpCgdyZXF1ZXN0GAEgASgLMhguaWNlaG91c2UudjEuUmVxdWVzdEluZm8q7gEKDVNlcnZlckZlYXR1cmUSHgoaU0VSVkVSX0ZFQVRVUkVfVU5TUEVDSUZJRUQQABIfChtTRVJWRVJfRkVBVFVSRV9QUkVGSVhfQ0FDSEUQARIcChhTRVJWRVJfRkVBVFVSRV9TU0RfQ0FDSEUQAhIjCh9TRVJWRVJfRkVBVFVSRV9DQUNIRV9FTkNSWVBUSU9OEAMSHgoaU0VSVkVSX0ZFQVRVUkVfQ1JFREVOVElBTFMQBBIeChpTRVJWRVJfRkVBVFVSRV9EUkFGVF9NT0RFTBAFEhkKFVNFUlZFUl9GRUFUVVJFX1dPUktFUhAGKpEBCgtTZXJ2ZXJTdGF0ZRIcChhTRVJWRVJfU1RBVEVfVU5TUEVDSUZJRUQQABIYChRTRVJWRVJfU1RBVEVfTE9BRElORxABEhYKElNFUlZFUl9TVEFURV9SRUFEWRACEhkKFVNFUlZFUl9TVEFURV9EUkFJTklORxADEhcKE1NFUlZFUl9TVEFURV9GQUlMRUQQBCqCAQoMUmVxdWVzdFBoYXNlEh0KGVJFUVVFU1RfUEhBU0VfVU5TUEVDSUZJRUQQABIZChVSRVFVRVNUX1BIQVNFX1dBSVRJTkcQARIcChhSRVFVRVNUX1BIQVNFX1BSRUZJTExJTkcQAhIaChZSRVFVRVNUX1BIQVNFX0RFQ09ESU5HEAMyogMKDVNlcnZlclNlcnZpY2USSgoJR2V0U2VydmVyEh0uaWNlaG91c2UudjEuR2V0U2VydmVyUmVxdWVzdBoeLmljZWhvdXNlLnYxLkdldFNlcnZlclJlc3BvbnNlEkcKCEdldFN0YXRzEhwuaWNlaG91c2UudjEuR2V0U3RhdHNSZXF1ZXN0Gh0uaWNlaG91c2UudjEuR2V0U3RhdHNSZXNwb25zZRJPCgpXYXRjaFN0YXRzEh4uaWNlaG91c2UudjEuV2F0Y2hTdGF0c1JlcXVlc3QaHy5pY2Vob3VzZS52MS5XYXRjaFN0YXRzUmVzcG9uc2UwARJTCgxMaXN0UmVxdWVzdHMSIC5pY2Vob3VzZS52MS5MaXN0UmVxdWVzdHNSZXF1ZXN0GiEuaWNlaG91c2UudjEuTGlzdFJlcXVlc3RzUmVzcG9uc2USVgoNQ2FuY2VsUmVxdWVzdBIhLmljZWhvdXNlLnYxLkNhbmNlbFJlcXVlc3RSZXF1ZXN0GiIuaWNlaG91c2UudjEuQ2FuY2VsUmVxdWVzdFJlc3BvbnNlQjwKD2Rldi5pY2Vob3VzZS52MVABWidpY2Vob3VzZS5kZXYvYXBpL2ljZWhvdXNlL3YxO2ljZWhvdXNldjFiBnByb3RvMw", [file_google_protobuf_duration, file_google_protobuf_timestamp, file_icehouse_v1_cache_stats, file_icehouse_v1_engine_stats, file_icehouse_v1_slow_request, file_icehouse_v1_tenant_stats]);
+  fileDesc("CiBpY2Vob3VzZS92MS9zZXJ2ZXJfc2VydmljZS5wcm90bxILaWNlaG91c2UudjEiEgoQR2V0U2VydmVyUmVxdWVzdCI4ChFHZXRTZXJ2ZXJSZXNwb25zZRIjCgZzZXJ2ZXIYASABKAsyEy5pY2Vob3VzZS52MS5TZXJ2ZXIixgEKBlNlcnZlchIPCgd2ZXJzaW9uGAEgASgJEicKBXN0YXRlGAIgASgOMhguaWNlaG91c2UudjEuU2VydmVyU3RhdGUSKQoGdXB0aW1lGAMgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEiwKCGZlYXR1cmVzGAQgAygOMhouaWNlaG91c2UudjEuU2VydmVyRmVhdHVyZRIpCgZsaW1pdHMYBSABKAsyGS5pY2Vob3VzZS52MS5TZXJ2ZXJMaW1pdHMiyQIKDFNlcnZlckxpbWl0cxIZChFtYXhfbWVzc2FnZV9ieXRlcxgBIAEoAxIZChFtYXhfb3V0cHV0X3Rva2VucxgCIAEoBRIhChlkZWZhdWx0X21heF9vdXRwdXRfdG9rZW5zGAMgASgFEhcKD21heF9jb21wbGV0aW9ucxgEIAEoBRIYChBtYXhfc3RvcF9zdHJpbmdzGAUgASgFEhYKDm1heF9zdG9wX2J5dGVzGAYgASgFEhgKEG1heF90b3BfbG9ncHJvYnMYByABKAUSIQoZbWF4X3Jlc3BvbnNlX2Zvcm1hdF9ieXRlcxgIIAEoBRIcChRtYXhfZW1iZWRkaW5nX2lucHV0cxgJIAEoBRIcChRtYXhfcmVyYW5rX2RvY3VtZW50cxgKIAEoBRIcChRtYXhfY29uY3VycmVudF9jYWxscxgLIAEoBSIRCg9HZXRTdGF0c1JlcXVlc3QiOwoQR2V0U3RhdHNSZXNwb25zZRInCgVzdGF0cxgBIAEoCzIYLmljZWhvdXNlLnYxLlNlcnZlclN0YXRzIkAKEVdhdGNoU3RhdHNSZXF1ZXN0EisKCGludGVydmFsGAEgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uIj0KEldhdGNoU3RhdHNSZXNwb25zZRInCgVzdGF0cxgBIAEoCzIYLmljZWhvdXNlLnYxLlNlcnZlclN0YXRzIpkCCgtTZXJ2ZXJTdGF0cxIwCgxjb2xsZWN0X3RpbWUYASABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEigKBmVuZ2luZRgCIAEoCzIYLmljZWhvdXNlLnYxLkVuZ2luZVN0YXRzEiYKBWNhY2hlGAMgASgLMhcuaWNlaG91c2UudjEuQ2FjaGVTdGF0cxIyChBzbG93ZXN0X3JlcXVlc3RzGAQgAygLMhguaWNlaG91c2UudjEuU2xvd1JlcXVlc3QSKQoHdGVuYW50cxgFIAMoCzIYLmljZWhvdXNlLnYxLlRlbmFudFN0YXRzEicKBm1vZGVscxgGIAMoCzIXLmljZWhvdXNlLnYxLk1vZGVsU3RhdHMibQoKTW9kZWxTdGF0cxINCgVtb2RlbBgBIAEoCRIoCgZlbmdpbmUYAiABKAsyGC5pY2Vob3VzZS52MS5FbmdpbmVTdGF0cxImCgVjYWNoZRgDIAEoCzIXLmljZWhvdXNlLnYxLkNhY2hlU3RhdHMiPAoTTGlzdFJlcXVlc3RzUmVxdWVzdBIRCglwYWdlX3NpemUYASABKAUSEgoKcGFnZV90b2tlbhgCIAEoCSJbChRMaXN0UmVxdWVzdHNSZXNwb25zZRIqCghyZXF1ZXN0cxgBIAMoCzIYLmljZWhvdXNlLnYxLlJlcXVlc3RJbmZvEhcKD25leHRfcGFnZV90b2tlbhgCIAEoCSKsAgoLUmVxdWVzdEluZm8SEgoKcmVxdWVzdF9pZBgBIAEoCRIOCgZtZXRob2QYAiABKAkSDgoGdGVuYW50GAMgASgJEhIKCnNlc3Npb25faWQYBCABKAkSDwoHYWRhcHRlchgFIAEoCRIoCgVwaGFzZRgGIAEoDjIZLmljZWhvdXNlLnYxLlJlcXVlc3RQaGFzZRImCgNhZ2UYByABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SEgoKcGFydF9jb3VudBgIIAEoBRIVCg1wcm9tcHRfdG9rZW5zGAkgASgFEhUKDWNhY2hlZF90b2tlbnMYCiABKAUSFQoNb3V0cHV0X3Rva2VucxgLIAEoBRIZChFtYXhfb3V0cHV0X3Rva2VucxgMIAEoBSJKChRDYW5jZWxSZXF1ZXN0UmVxdWVzdBISCgpyZXF1ZXN0X2lkGAEgASgJEhMKBnRlbmFudBgCIAEoCUgAiAEBQgkKB190ZW5hbnQiQgoVQ2FuY2VsUmVxdWVzdFJlc3BvbnNlEikKB3JlcXVlc3QYASABKAsyGC5pY2Vob3VzZS52MS5SZXF1ZXN0SW5mbyruAQoNU2VydmVyRmVhdHVyZRIeChpTRVJWRVJfRkVBVFVSRV9VTlNQRUNJRklFRBAAEh8KG1NFUlZFUl9GRUFUVVJFX1BSRUZJWF9DQUNIRRABEhwKGFNFUlZFUl9GRUFUVVJFX1NTRF9DQUNIRRACEiMKH1NFUlZFUl9GRUFUVVJFX0NBQ0hFX0VOQ1JZUFRJT04QAxIeChpTRVJWRVJfRkVBVFVSRV9DUkVERU5USUFMUxAEEh4KGlNFUlZFUl9GRUFUVVJFX0RSQUZUX01PREVMEAUSGQoVU0VSVkVSX0ZFQVRVUkVfV09SS0VSEAYqkQEKC1NlcnZlclN0YXRlEhwKGFNFUlZFUl9TVEFURV9VTlNQRUNJRklFRBAAEhgKFFNFUlZFUl9TVEFURV9MT0FESU5HEAESFgoSU0VSVkVSX1NUQVRFX1JFQURZEAISGQoVU0VSVkVSX1NUQVRFX0RSQUlOSU5HEAMSFwoTU0VSVkVSX1NUQVRFX0ZBSUxFRBAEKoIBCgxSZXF1ZXN0UGhhc2USHQoZUkVRVUVTVF9QSEFTRV9VTlNQRUNJRklFRBAAEhkKFVJFUVVFU1RfUEhBU0VfV0FJVElORxABEhwKGFJFUVVFU1RfUEhBU0VfUFJFRklMTElORxACEhoKFlJFUVVFU1RfUEhBU0VfREVDT0RJTkcQAzKiAwoNU2VydmVyU2VydmljZRJKCglHZXRTZXJ2ZXISHS5pY2Vob3VzZS52MS5HZXRTZXJ2ZXJSZXF1ZXN0Gh4uaWNlaG91c2UudjEuR2V0U2VydmVyUmVzcG9uc2USRwoIR2V0U3RhdHMSHC5pY2Vob3VzZS52MS5HZXRTdGF0c1JlcXVlc3QaHS5pY2Vob3VzZS52MS5HZXRTdGF0c1Jlc3BvbnNlEk8KCldhdGNoU3RhdHMSHi5pY2Vob3VzZS52MS5XYXRjaFN0YXRzUmVxdWVzdBofLmljZWhvdXNlLnYxLldhdGNoU3RhdHNSZXNwb25zZTABElMKDExpc3RSZXF1ZXN0cxIgLmljZWhvdXNlLnYxLkxpc3RSZXF1ZXN0c1JlcXVlc3QaIS5pY2Vob3VzZS52MS5MaXN0UmVxdWVzdHNSZXNwb25zZRJWCg1DYW5jZWxSZXF1ZXN0EiEuaWNlaG91c2UudjEuQ2FuY2VsUmVxdWVzdFJlcXVlc3QaIi5pY2Vob3VzZS52MS5DYW5jZWxSZXF1ZXN0UmVzcG9uc2VCPAoPZGV2LmljZWhvdXNlLnYxUAFaJ2ljZWhvdXNlLmRldi9hcGkvaWNlaG91c2UvdjE7aWNlaG91c2V2MWIGcHJvdG8z", [file_google_protobuf_duration, file_google_protobuf_timestamp, file_icehouse_v1_cache_stats, file_icehouse_v1_engine_stats, file_icehouse_v1_slow_request, file_icehouse_v1_tenant_stats]);
 
 /**
  * Asks for the server's description.
@@ -320,6 +320,14 @@ export type ServerStats = Message<"icehouse.v1.ServerStats"> & {
    * @generated from field: repeated icehouse.v1.TenantStats tenants = 5;
    */
   tenants: TenantStats[];
+
+  /**
+   * One entry for each loaded model of a server of several models; `engine` and `cache` are then those of the default
+   * model, if it is loaded.
+   *
+   * @generated from field: repeated icehouse.v1.ModelStats models = 6;
+   */
+  models: ModelStats[];
 };
 
 /**
@@ -328,6 +336,41 @@ export type ServerStats = Message<"icehouse.v1.ServerStats"> & {
  */
 export const ServerStatsSchema: GenMessage<ServerStats> = /*@__PURE__*/
   messageDesc(file_icehouse_v1_server_service, 8);
+
+/**
+ * The counters of one model.
+ *
+ * @generated from message icehouse.v1.ModelStats
+ */
+export type ModelStats = Message<"icehouse.v1.ModelStats"> & {
+  /**
+   * The model.
+   *
+   * @generated from field: string model = 1;
+   */
+  model: string;
+
+  /**
+   * The engine's counters.
+   *
+   * @generated from field: icehouse.v1.EngineStats engine = 2;
+   */
+  engine?: EngineStats | undefined;
+
+  /**
+   * The prefix cache's counters. Not set: the server runs without a prefix cache.
+   *
+   * @generated from field: icehouse.v1.CacheStats cache = 3;
+   */
+  cache?: CacheStats | undefined;
+};
+
+/**
+ * Describes the message icehouse.v1.ModelStats.
+ * Use `create(ModelStatsSchema)` to create a new message.
+ */
+export const ModelStatsSchema: GenMessage<ModelStats> = /*@__PURE__*/
+  messageDesc(file_icehouse_v1_server_service, 9);
 
 /**
  * Asks for a page of requests.
@@ -355,7 +398,7 @@ export type ListRequestsRequest = Message<"icehouse.v1.ListRequestsRequest"> & {
  * Use `create(ListRequestsRequestSchema)` to create a new message.
  */
 export const ListRequestsRequestSchema: GenMessage<ListRequestsRequest> = /*@__PURE__*/
-  messageDesc(file_icehouse_v1_server_service, 9);
+  messageDesc(file_icehouse_v1_server_service, 10);
 
 /**
  * A page of requests.
@@ -383,7 +426,7 @@ export type ListRequestsResponse = Message<"icehouse.v1.ListRequestsResponse"> &
  * Use `create(ListRequestsResponseSchema)` to create a new message.
  */
 export const ListRequestsResponseSchema: GenMessage<ListRequestsResponse> = /*@__PURE__*/
-  messageDesc(file_icehouse_v1_server_service, 10);
+  messageDesc(file_icehouse_v1_server_service, 11);
 
 /**
  * A request in the engine. Of its prompt and its output only the lengths are shown.
@@ -481,7 +524,7 @@ export type RequestInfo = Message<"icehouse.v1.RequestInfo"> & {
  * Use `create(RequestInfoSchema)` to create a new message.
  */
 export const RequestInfoSchema: GenMessage<RequestInfo> = /*@__PURE__*/
-  messageDesc(file_icehouse_v1_server_service, 11);
+  messageDesc(file_icehouse_v1_server_service, 12);
 
 /**
  * A request to cancel.
@@ -511,7 +554,7 @@ export type CancelRequestRequest = Message<"icehouse.v1.CancelRequestRequest"> &
  * Use `create(CancelRequestRequestSchema)` to create a new message.
  */
 export const CancelRequestRequestSchema: GenMessage<CancelRequestRequest> = /*@__PURE__*/
-  messageDesc(file_icehouse_v1_server_service, 12);
+  messageDesc(file_icehouse_v1_server_service, 13);
 
 /**
  * The request is cancelled.
@@ -532,7 +575,7 @@ export type CancelRequestResponse = Message<"icehouse.v1.CancelRequestResponse">
  * Use `create(CancelRequestResponseSchema)` to create a new message.
  */
 export const CancelRequestResponseSchema: GenMessage<CancelRequestResponse> = /*@__PURE__*/
-  messageDesc(file_icehouse_v1_server_service, 13);
+  messageDesc(file_icehouse_v1_server_service, 14);
 
 /**
  * Features that depend on the server's configuration.

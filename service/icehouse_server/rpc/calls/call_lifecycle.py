@@ -24,6 +24,7 @@ from icehouse_server.rpc.calls.methods import METHODS
 from icehouse_server.rpc.calls.status import code_of, internal_error, status_of, with_trailers
 from icehouse_server.rpc.calls.wire import Limit, cancel_code, current_method, received_bytes
 from icehouse_server.rpc.engine_client.answers import disconnect_as_cancel
+from icehouse_server.rpc.engine_client.seat import Seat
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Trailers = tuple[tuple[str, str | bytes], ...]
@@ -50,6 +51,16 @@ class RpcCall(CallRecord):
     deadline_time: float | None
     holds: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
     """What is released when it ends, however it ends."""
+    load_s: float = 0.0
+    """How long it waited for its model to be loaded."""
+    used: Seat | None = None
+    """Of the model that it names, once that is loaded."""
+
+    @property
+    def seat(self) -> Seat:
+        """The seat that it runs on; it has named its model."""
+        assert self.used is not None, "a call names its model first"
+        return self.used
 
     def note(self, event: Event) -> None:
         if isinstance(event, Started):

@@ -96,6 +96,9 @@ _DEADLINES_S = {
 _WHOLE_DISK_S = 24 * 3600.0
 """Reading terabytes, or removing them."""
 
+_DOWNLOAD_S = 4 * 3600.0
+"""Fetching and loading a model."""
+
 _GENERATION = Method(CallPool.WORK, WorkThread.INFERENCE, Cost.GENERATION)
 _COMMAND = Method(CallPool.COMMANDS, WorkThread.INFERENCE, Cost.PROMPT)
 _COUNTERS = Method(CallPool.COMMANDS, WorkThread.INFERENCE, message_byte_limit=4 * KIB)
@@ -127,6 +130,13 @@ _WORKER_COMMAND = Method(
     message_timeout_s=10.0,
     own_deadline_s=600.0,
 )
+_MODEL_COMMAND = Method(
+    CallPool.COMMANDS,
+    WorkThread.INFERENCE,
+    access=MethodAccess.OPERATOR,
+    message_byte_limit=4 * KIB,
+    own_deadline_s=_DOWNLOAD_S,
+)
 _REFLECTION = Method(
     CallPool.WATCHES, WorkThread.EVENT_LOOP, message_byte_limit=64 * KIB, own_deadline_s=600.0, caller_limit=8
 )
@@ -157,6 +167,8 @@ METHODS: Mapping[str, Method] = {
     "icehouse.v1.CacheService/Import": dataclasses.replace(_TRANSFER, message_byte_limit=_ARCHIVE_PART_BYTES),
     "icehouse.v1.ModelService/ListModels": _LOOKUP,
     "icehouse.v1.ModelService/GetModel": _LOOKUP,
+    "icehouse.v1.ModelService/LoadModel": _MODEL_COMMAND,
+    "icehouse.v1.ModelService/UnloadModel": _MODEL_COMMAND,
     "icehouse.v1.ServerService/GetServer": _LOOKUP,
     "icehouse.v1.ServerService/GetStats": _COUNTERS,
     "icehouse.v1.ServerService/WatchStats": dataclasses.replace(

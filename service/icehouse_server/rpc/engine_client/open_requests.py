@@ -11,10 +11,8 @@ from icehouse_server.domain.ids import RequestId, Tenant
 from icehouse_server.domain.request import GenerationRequest
 from icehouse_server.errors import InvalidRequest, NotFound, Reason
 from icehouse_server.rpc.access.caller import Caller, Role
-from icehouse_server.rpc.engine_client.engine_ports import EnginePort
 from icehouse_server.rpc.engine_client.outbox import Outbox
-from icehouse_server.rpc.engine_client.prefetcher import Prefetcher
-from icehouse_server.rpc.engine_client.router import Router
+from icehouse_server.rpc.engine_client.seat import Seat, Seats
 
 
 class RequestPhase(enum.IntEnum):
@@ -38,12 +36,10 @@ class OpenRequest:
         method: str,
         outboxes: Mapping[RequestId, Outbox],
         requests: Sequence[GenerationRequest],
-        *,
-        engine: EnginePort,
-        router: Router,
+        seat: Seat,
     ) -> None:
-        self._engine = engine
-        self._router = router
+        self._engine = seat.engine
+        self._router = seat.router
         self._outboxes = outboxes
         self.number = number
         """Higher for one that came later."""
@@ -85,51 +81,59 @@ class OpenRequest:
 
 
 class OpenRequests:
-    """All open requests. A caller may see its own, an operator everybody's."""
+    """All open requests, of every model. A caller may see its own, an operator everybody's."""
 
-    def __init__(self, *, engine: EnginePort, router: Router) -> None:
-        self._engine = engine
-        self._router = router
-        self.prefetcher = Prefetcher(engine=engine, router=router)
-        """What is computed while none is open."""
+    def __init__(self, seats: Seats) -> None:
+        self._seats = seats
         self._number = 0
         self._open: dict[int, OpenRequest] = {}
         """By number, since a name may be used again a little before its first call closes."""
 
     @contextlib.contextmanager
     def opened(
-        self, method: str, requests: Sequence[GenerationRequest], outboxes: Sequence[Outbox]
+        self, seat: Seat, method: str, requests: Sequence[GenerationRequest], outboxes: Sequence[Outbox]
     ) -> Iterator[OpenRequest]:
-        """Have the engine work on a call's requests until the block ends; raises what refuses them."""
+        """Have a seat's engine work on a call's requests until the block ends; raises what refuses them."""
         known = {request.request_id: outbox for request, outbox in zip(requests, outboxes, strict=True)}
-        with self.prefetcher.paused(requests):
-            yield from self._opened(method, requests, known)
+        with contextlib.ExitStack() as stack:
+            # They compute on one thread, so nothing is computed ahead beside another model's requests either.
+            for other in self._seats.loaded().values():
+                stack.enter_context(other.prefetcher.paused(requests if other is seat else ()))
+            yield from self._opened(seat, method, requests, known)
 
     def _opened(
-        self, method: str, requests: Sequence[GenerationRequest], known: Mapping[RequestId, Outbox]
+        self,
+        seat: Seat,
+        method: str,
+        requests: Sequence[GenerationRequest],
+        known: Mapping[RequestId, Outbox],
     ) -> Iterator[OpenRequest]:
-        self._submit(known, requests)
+        self._submit(seat, known, requests)
         self._number += 1
-        opened = OpenRequest(self._number, method, known, requests, engine=self._engine, router=self._router)
+        opened = OpenRequest(self._number, method, known, requests, seat)
         self._open[opened.number] = opened
         try:
             yield opened
         finally:
             del self._open[opened.number]
             for request_id, outbox in known.items():
-                if self._router.release(request_id, outbox):
-                    self._engine.cancel(request_id)
+                if seat.router.release(request_id, outbox):
+                    seat.engine.cancel(request_id)
 
-    def _submit(self, outboxes: Mapping[RequestId, Outbox], requests: Sequence[GenerationRequest]) -> None:
+    def _submit(
+        self, seat: Seat, outboxes: Mapping[RequestId, Outbox], requests: Sequence[GenerationRequest]
+    ) -> None:
         opened: list[RequestId] = []
         try:
             for request_id, outbox in outboxes.items():
-                self._router.open(request_id, outbox)
+                for other in self._seats.loaded().values():
+                    other.router.check_free(request_id)
+                seat.router.open(request_id, outbox)
                 opened.append(request_id)
-            self._engine.submit(requests[0], tuple(requests[1:]))
+            seat.engine.submit(requests[0], tuple(requests[1:]))
         except BaseException:
             for request_id in opened:
-                self._router.forget(request_id)
+                seat.router.forget(request_id)
             raise
 
     def visible_to(self, caller: Caller) -> tuple[OpenRequest, ...]:

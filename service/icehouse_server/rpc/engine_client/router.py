@@ -64,6 +64,11 @@ class Router:
 
     def open(self, request_id: RequestId, outbox: Outbox) -> None:
         """Route the request's events to `outbox`; raises AlreadyExists while its id is in use."""
+        self.check_free(request_id)
+        self._outboxes[request_id] = outbox
+
+    def check_free(self, request_id: RequestId) -> None:
+        """Raise AlreadyExists while a request's id is in use."""
         if request_id in self._outboxes:
             raise AlreadyExists(
                 Reason.REQUEST_ID_IN_USE,
@@ -71,7 +76,6 @@ class Router:
                 field="request_id",
                 metadata={"request_id": name_of(request_id)},
             )
-        self._outboxes[request_id] = outbox
 
     def routes(self, request_id: RequestId, outbox: Outbox) -> bool:
         """Whether this outbox is the open one of the id."""

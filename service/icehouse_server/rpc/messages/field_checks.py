@@ -58,17 +58,6 @@ def check_text_bytes(field: str, texts: Sequence[str], limit: int) -> None:
             refuse_value(f"{field}[{index}]", size_bytes, f"1 to {limit} bytes long in UTF-8", unit="bytes")
 
 
-def check_model(model_id: str, info: ModelInfo) -> None:
-    """Accept the served model's id and the empty one; raises NotFound for any other."""
-    if model_id and model_id != info.model_id:
-        raise NotFound(
-            Reason.MODEL_NOT_FOUND,
-            f"model {shown(model_id)} is not served here; use {info.model_id!r} or leave `model` empty",
-            field="model",
-            metadata={"model": model_id, "served_model": info.model_id},
-        )
-
-
 def check_adapter(name: str, info: ModelInfo, *, field: str) -> None:
     """Accept an adapter that is served and the empty name; raises NotFound for any other."""
     served = [adapter.name for adapter in info.adapters]

@@ -232,10 +232,12 @@ def verify_progress(now: Verification) -> cache_service_pb2.VerifyProgress:
 
 
 def tenant_stats_protos(
-    tenants: Tenants, accounts: Iterable[Account], cache: CacheStats | None
+    tenants: Tenants, accounts: Iterable[Account], caches: Iterable[CacheStats]
 ) -> Iterator[tenant_stats_pb2.TenantStats]:
-    """Yield one message for each account."""
-    shares = {} if cache is None else {share.tenant: share for share in cache.tenants}
+    """Yield one message for each account, with what it has in the caches of all models."""
+    shares: dict[Tenant, TenantShare] = {}
+    for share in (share for cache in caches for share in cache.tenants):
+        shares[share.tenant] = share.joined(shares.get(share.tenant, TenantShare(share.tenant)))
     for account in accounts:
         tenant = account.use.tenant
         message = tenant_stats_pb2.TenantStats(

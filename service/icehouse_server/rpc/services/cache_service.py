@@ -23,8 +23,8 @@ from icehouse_server.domain.ids import AdapterName, CacheScope
 from icehouse_server.domain.request import CacheUse
 from icehouse_server.errors import InvalidRequest, Reason
 from icehouse_server.rpc.calls.call_lifecycle import Context, RpcCall
+from icehouse_server.rpc.engine_client.seat import Seat
 from icehouse_server.rpc.messages.field_checks import (
-    check_model,
     check_name,
     pin_ttl_of,
     refuse_value,
@@ -54,9 +54,7 @@ class CacheService(Service, cache_service_pb2_grpc.CacheServiceServicer):
 
     def __init__(self, parts: ServiceParts) -> None:
         super().__init__(parts)
-        self._transfer = CacheTransfer(
-            commands=self._commands, prompts=self._prompts, timeout_s=self._config.stall_timeout_s
-        )
+        self._transfer = CacheTransfer(prompts=self._prompts, timeout_s=self._config.stall_timeout_s)
 
     async def Explain(self, request: messages.ExplainRequest, context: Context) -> messages.ExplainResponse:
         async with self._calls.call(context) as call:
@@ -64,7 +62,7 @@ class CacheService(Service, cache_service_pb2_grpc.CacheServiceServicer):
             shared = self._generation.shared_tenant_of(request.cache, call)
             shared_scope = None if shared is None else CacheScope(shared, scope.adapter)
             token_ids, notes = await self._generation.read_prompt(request, tenant=scope.tenant, call=call)
-            explanation = await self._commands.ask(Explain(token_ids, scope, shared_scope), Explanation)
+            explanation = await call.seat.commands.ask(Explain(token_ids, scope, shared_scope), Explanation)
             return explain_response(explanation, prompt=token_ids, notes=notes)
 
     # Streams are written with context.write, not as generators: otherwise a blocked write could not be timed.
@@ -82,7 +80,7 @@ class CacheService(Service, cache_service_pb2_grpc.CacheServiceServicer):
                         await timer.write(context, response)
 
     async def _prepare(self, request: messages.WarmRequest, call: RpcCall) -> Prepared:
-        model = self._router.require_model()
+        _, model = await self._generation.use(request.model, call)
         whole = self._generation.request_of(
             request, adapter=request.prompt.adapter, policy=request.cache, model=model, call=call
         )
@@ -97,24 +95,24 @@ class CacheService(Service, cache_service_pb2_grpc.CacheServiceServicer):
         async with self._calls.call(context) as call:
             scope, token_ids = await self._read_prompt(request, call)
             order = Pin(token_ids, scope, pin_ttl_of(request.ttl, present=request.HasField("ttl")))
-            return to_proto(await self._commands.ask(order, PinReport), messages.PinResponse)
+            return to_proto(await call.seat.commands.ask(order, PinReport), messages.PinResponse)
 
     async def Unpin(self, request: messages.UnpinRequest, context: Context) -> messages.UnpinResponse:
         async with self._calls.call(context) as call:
             scope, token_ids = await self._read_prompt(request, call)
-            report = await self._commands.ask(Unpin(token_ids, scope), PinReport)
+            report = await call.seat.commands.ask(Unpin(token_ids, scope), PinReport)
             return to_proto(report, messages.UnpinResponse)
 
     async def EndSession(
         self, request: messages.EndSessionRequest, context: Context
     ) -> messages.EndSessionResponse:
         async with self._calls.call(context) as call:
-            check_model(request.model, self._router.require_model().info)
+            seat, _ = await self._generation.use(request.model, call)
             tenant = tenant_of(request.cache, call.caller)
             name = request.session_id or call.session_id
             call.session_id = check_name("session_id", name)
-            self._generation.open_requests.prefetcher.forget(tenant, name)
-            report = await self._commands.ask(EndSession(name, tenant), SessionEndReport)
+            seat.prefetcher.forget(tenant, name)
+            report = await seat.commands.ask(EndSession(name, tenant), SessionEndReport)
             return to_proto(report, messages.EndSessionResponse)
 
     async def Evict(  # type: ignore[override]
@@ -122,8 +120,8 @@ class CacheService(Service, cache_service_pb2_grpc.CacheServiceServicer):
     ) -> None:
         async with self._calls.call(context) as call:
             scope, token_ids = await self._read_prompt(request, call)
-            self._generation.open_requests.prefetcher.forget_all(scope.tenant)
-            await self._evict(ListKnown(token_ids, scope), messages.EvictResponse, context)
+            call.seat.prefetcher.forget_all(scope.tenant)
+            await self._evict(call.seat, ListKnown(token_ids, scope), messages.EvictResponse, context)
 
     async def _read_prompt(
         self, request: messages.PinRequest | messages.UnpinRequest | messages.EvictRequest, call: RpcCall
@@ -136,21 +134,22 @@ class CacheService(Service, cache_service_pb2_grpc.CacheServiceServicer):
     async def EvictAll(  # type: ignore[override]
         self, request: messages.EvictAllRequest, context: Context
     ) -> None:
-        async with self._calls.call(context):
-            check_model(request.model, self._router.require_model().info)
+        async with self._calls.call(context) as call:
+            seat, _ = await self._generation.use(request.model, call)
             await self._prompts.run(self._prompts.replies.forget_all)
-            self._generation.open_requests.prefetcher.forget_all()
-            await self._evict(ListKnown(None), messages.EvictAllResponse, context)
+            seat.prefetcher.forget_all()
+            await self._evict(seat, ListKnown(None), messages.EvictAllResponse, context)
 
     async def _evict(
         self,
+        seat: Seat,
         target: ListKnown,
         response: type[messages.EvictResponse] | type[messages.EvictAllResponse],
         context: Context,
     ) -> None:
         timer = self._stall_timer()
         async with timer.guard():
-            async for now in self._commands.evict(target):
+            async for now in seat.commands.evict(target):
                 removed = now.report
                 await timer.write(context, response(progress=evict_progress(now)))
             await timer.write(context, response(done=to_proto(removed, messages.EvictResult)))
@@ -159,10 +158,11 @@ class CacheService(Service, cache_service_pb2_grpc.CacheServiceServicer):
         self, request: messages.VerifyRequest, context: Context
     ) -> None:
         timer = self._stall_timer()
-        async with self._calls.call(context), timer.guard():
+        async with self._calls.call(context) as call, timer.guard():
             if request.block_limit < 0:
                 refuse_value("block_limit", request.block_limit, ">= 0; 0 reads all")
-            async for now in self._commands.verify(ListStored(request.block_limit)):
+            seat, _ = await self._generation.use("", call)
+            async for now in seat.commands.verify(ListStored(request.block_limit)):
                 found = now.report
                 await timer.write(context, messages.VerifyResponse(progress=verify_progress(now)))
             await timer.write(context, messages.VerifyResponse(done=verify_result(found)))
@@ -172,22 +172,22 @@ class CacheService(Service, cache_service_pb2_grpc.CacheServiceServicer):
     ) -> None:
         timer = self._stall_timer()
         async with self._calls.call(context) as call, timer.guard():
-            scope, model = scope_of(request, call), self._router.require_model()
-            check_model(request.model, model.info)
+            scope = scope_of(request, call)
+            seat, _ = await self._generation.use(request.model, call)
             keys = None
             if request.HasField("prompt"):
                 keys, _ = await self._generation.read_prompt(request, tenant=scope.tenant, call=call)
-            await self._transfer.export(keys, scope, model=model, context=context, timer=timer)
+            await self._transfer.export(keys, scope, seat=seat, context=context, timer=timer)
 
     async def Import(
         self, request: AsyncIterator[messages.ImportRequest], context: Context
     ) -> messages.ImportResponse:
         async with self._calls.call(context) as call:
-            first, model = await self._transfer.next_of(request), self._router.require_model()
+            first = await self._transfer.next_of(request)
             if first is None or not first.HasField("target"):
                 raise InvalidRequest(
                     Reason.MESSAGE_MISSING, "the first message has no target; begin with one", field="target"
                 )
-            check_model(first.target.model, model.info)
+            seat, _ = await self._generation.use(first.target.model, call)
             tenant = tenant_of(first.target.cache, call.caller)
-            return await self._transfer.adopt(request, tenant, model=model)
+            return await self._transfer.adopt(request, tenant, seat=seat)

@@ -35,6 +35,7 @@ from icehouse_server.errors import DeadlineExceeded, IcehouseError, NotFound, Ov
 from icehouse_server.rpc.engine_client.answers import StallTimer, Writable
 from icehouse_server.rpc.engine_client.engine_cache import Answer, EngineCache
 from icehouse_server.rpc.engine_client.engine_ports import BlockFiles, ServedModel
+from icehouse_server.rpc.engine_client.seat import Seat
 from icehouse_server.rpc.services.prompts import PromptReader
 from icehouse_server.storage.archive import (
     ArchiveError,
@@ -73,9 +74,8 @@ class _Model:
 class CacheTransfer:
     """Exports and imports for the cache service."""
 
-    def __init__(self, *, commands: EngineCache, prompts: PromptReader, timeout_s: float) -> None:
+    def __init__(self, *, prompts: PromptReader, timeout_s: float) -> None:
         """A caller that sends nothing for `timeout_s` is given up."""
-        self._commands = commands
         self._prompts = prompts
         self._timeout_s = timeout_s
         self._running_count = 0
@@ -85,14 +85,15 @@ class CacheTransfer:
         keys: TokenKeys | None,
         scope: CacheScope,
         *,
-        model: ServedModel,
+        seat: Seat,
         context: Writable,
         timer: StallTimer,
     ) -> None:
         """Write the archive of a prompt, None: of a tenant. Within the timer's guard."""
+        model, commands = seat.router.require_model(), seat.commands
         served = _Model.of(model)
         with self._slot():
-            listed = await self._commands.ask(ListExport(keys, scope), ExportBlocks)
+            listed = await commands.ask(ListExport(keys, scope), ExportBlocks)
             if not listed.blocks:
                 raise NotFound(
                     Reason.BLOCK_NOT_FOUND, "nothing of it is cached; send it through Warm or Generate"
@@ -103,7 +104,7 @@ class CacheTransfer:
             await timer.write(context, messages.ExportResponse(chunk=writer.begin(header)))
             result = messages.ExportResult()
             for block in listed.blocks:
-                content = await self._read(block) if named.reaches(block) else None
+                content = await _read(commands, block) if named.reaches(block) else None
                 if content is None:
                     result.left_out_block_count += 1
                     continue
@@ -123,21 +124,14 @@ class CacheTransfer:
             await timer.write(context, messages.ExportResponse(chunk=writer.end()))
             await timer.write(context, messages.ExportResponse(done=result))
 
-    async def _read(self, block: ExportBlock) -> HostBlock | None:
-        """Return a block; None for one that is gone, or damaged."""
-        try:
-            return (await self._patiently(ReadBlock(block.hash), BlockContent)).block
-        except NotFound:
-            return None
-
     async def adopt(
-        self, requests: AsyncIterator[messages.ImportRequest], tenant: Tenant, *, model: ServedModel
+        self, requests: AsyncIterator[messages.ImportRequest], tenant: Tenant, *, seat: Seat
     ) -> messages.ImportResponse:
         """Adopt the archive that follows in `requests`."""
-        served = _Model.of(model)
+        served = _Model.of(seat.router.require_model())
         with self._slot():
-            terms = await self._commands.ask(BeginImport(), ImportTerms)
-            adoption = _Adoption(self, served, terms, tenant)
+            terms = await seat.commands.ask(BeginImport(), ImportTerms)
+            adoption = _Adoption(self, served, terms, tenant, seat.commands)
             async for request in self._in_time(requests):
                 items, stop_detail = await self._prompts.run(partial(adoption.feed, request.chunk))
                 for item in items:
@@ -171,18 +165,6 @@ class CacheTransfer:
         except ValueError:
             return None
 
-    async def order(self, command: AdoptBlock) -> Adoption:
-        """Have a block adopted."""
-        return await self._patiently(command, Adoption)
-
-    async def _patiently(self, command: ReadBlock | AdoptBlock, answer_type: type[Answer]) -> Answer:
-        """Give a command again where too much is queued; raises Overloaded at last."""
-        for _ in range(_TRY_COUNT - 1):
-            with contextlib.suppress(Overloaded):
-                return await self._commands.ask(command, answer_type)
-            await asyncio.sleep(_RETRY_S)
-        return await self._commands.ask(command, answer_type)
-
     @contextlib.contextmanager
     def _slot(self) -> Iterator[None]:
         if self._running_count >= _TRANSFER_LIMIT:
@@ -197,6 +179,25 @@ class CacheTransfer:
             yield
         finally:
             self._running_count -= 1
+
+
+async def _read(commands: EngineCache, block: ExportBlock) -> HostBlock | None:
+    """Return a block; None for one that is gone, or damaged."""
+    try:
+        return (await _patiently(commands, ReadBlock(block.hash), BlockContent)).block
+    except NotFound:
+        return None
+
+
+async def _patiently(
+    commands: EngineCache, command: ReadBlock | AdoptBlock, answer_type: type[Answer]
+) -> Answer:
+    """Give a command again where too much is queued; raises Overloaded at last."""
+    for _ in range(_TRY_COUNT - 1):
+        with contextlib.suppress(Overloaded):
+            return await commands.ask(command, answer_type)
+        await asyncio.sleep(_RETRY_S)
+    return await commands.ask(command, answer_type)
 
 
 class _Names:
@@ -227,8 +228,16 @@ class _Names:
 class _Adoption:
     """One archive on its way in."""
 
-    def __init__(self, transfer: CacheTransfer, model: _Model, terms: ImportTerms, tenant: Tenant) -> None:
+    def __init__(
+        self,
+        transfer: CacheTransfer,
+        model: _Model,
+        terms: ImportTerms,
+        tenant: Tenant,
+        commands: EngineCache,
+    ) -> None:
         self._transfer = transfer
+        self._commands = commands
         self._model = model
         self._terms = terms
         self._tenant = tenant
@@ -321,7 +330,7 @@ class _Adoption:
         if command is None:
             self._refused[AdoptionRefusal.DAMAGED] += 1
             return
-        answer = await self._transfer.order(command)
+        answer = await _patiently(self._commands, command, Adoption)
         if answer.refusal is not None:
             self._refused[answer.refusal] += 1
             return

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import array
+import asyncio
 import contextlib
 import dataclasses
 import functools
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 from icehouse.v1 import (
     cache_policy_pb2,
     cache_service_pb2,
     embedding_service_pb2,
     inference_service_pb2,
+    model_service_pb2,
     rerank_service_pb2,
 )
 
@@ -30,16 +32,15 @@ from icehouse_server.rpc.access import caller as callers
 from icehouse_server.rpc.access.tenants import Stay, Tenants
 from icehouse_server.rpc.calls.call_lifecycle import RpcCall, RpcCalls
 from icehouse_server.rpc.engine_client.answers import StallTimer
-from icehouse_server.rpc.engine_client.engine_cache import EngineCache
-from icehouse_server.rpc.engine_client.engine_ports import EnginePort, ServedModel
+from icehouse_server.rpc.engine_client.engine_ports import ServedModel
+from icehouse_server.rpc.engine_client.grammars import GrammarCompilers
 from icehouse_server.rpc.engine_client.open_requests import OpenRequest, OpenRequests
 from icehouse_server.rpc.engine_client.outbox import Outboxes
 from icehouse_server.rpc.engine_client.prefetcher import NextTurn
-from icehouse_server.rpc.engine_client.router import Router
+from icehouse_server.rpc.engine_client.seat import Seat, Seats
 from icehouse_server.rpc.messages.field_checks import (
     cache_use_of,
     check_adapter,
-    check_model,
     check_name,
     priority_of,
     refuse_value,
@@ -47,8 +48,8 @@ from icehouse_server.rpc.messages.field_checks import (
     tenant_of,
 )
 from icehouse_server.rpc.messages.options import spellings
+from icehouse_server.rpc.messages.proto_map import duration_proto, enum_proto
 from icehouse_server.rpc.messages.responses import ReportNotes
-from icehouse_server.rpc.services.grammars import GrammarCompilers
 from icehouse_server.rpc.services.known_replies import EndedTurn, KnownReplies
 from icehouse_server.rpc.services.observation import StatsReader
 from icehouse_server.rpc.services.prepared import Prepared, RenderedConversation
@@ -78,6 +79,9 @@ PromptMessage = (
 )
 """A request that asks the cache about a prompt."""
 
+_TELL_S = 1.0
+"""How often a caller hears that its model is being loaded."""
+
 
 class Generation:
     """Runs requests for the services. Owned by the event loop."""
@@ -86,22 +90,40 @@ class Generation:
         self,
         *,
         config: ServerConfig,
-        engine: EnginePort,
-        router: Router,
+        seats: Seats,
         prompts: PromptReader,
-        grammars: GrammarCompilers,
         tenants: Tenants,
         clock: Clock,
     ) -> None:
-        self.open_requests = OpenRequests(engine=engine, router=router)
+        self.open_requests = OpenRequests(seats)
         """What runs and waits, for all of the services."""
         self._clock = clock
         self._config = config
-        self._engine = engine
-        self._router = router
+        self._seats = seats
         self._prompts = prompts
-        self._grammars = grammars
         self._tenants = tenants
+
+    async def use(self, name: str, call: RpcCall) -> tuple[Seat, ServedModel]:
+        """Return the model that a call names and its seat, which is the call's until it ends; raises what
+        refuses the name, and what keeps the model from being loaded."""
+        if call.used is None:
+            call.used = await self._seats.use(name, call)
+        return call.used, call.used.router.require_model()
+
+    async def use_telling(
+        self, name: str, call: RpcCall, tell: Callable[[model_service_pb2.LoadingModel], Awaitable[None]]
+    ) -> None:
+        """Do as `use`, and tell about once a second how far the model is while it is not loaded."""
+        using = asyncio.ensure_future(self.use(name, call))
+        try:
+            while not (await asyncio.wait((using,), timeout=_TELL_S))[0]:
+                model = self._seats.find(name, call.caller)
+                elapsed = duration_proto(self._clock.monotonic() - call.arrival_time)
+                state = enum_proto(model.state, model_service_pb2.ModelState)
+                await tell(model_service_pb2.LoadingModel(model=model.name, state=state, elapsed=elapsed))
+            await using
+        finally:
+            using.cancel()
 
     def request_of(
         self,
@@ -118,7 +140,6 @@ class Generation:
         This is what all messages that run the engine have in common. Raises what refuses it; needs no
         tokenizer.
         """
-        check_model(message.model, model.info)
         check_adapter(adapter, model.info, field=adapter_field)
         call.model_id = model.info.model_id
         call.request_id = (
@@ -178,7 +199,7 @@ class Generation:
             stops = dict.fromkeys((*sampling.stop_token_ids, *prompt.stop_token_ids))
             sampling = dataclasses.replace(sampling, stop_token_ids=tuple(stops))
         reasoning = _reasoning_of(prompt, model, limit=max_reasoning_tokens)
-        grammar = await self._grammar(form, prompt.chat)
+        grammar = await _grammar(call.seat.grammars, form, prompt.chat)
         if reasoning is not None and (
             max_reasoning_tokens is not None or (form is not None and reasoning.is_open)
         ):
@@ -205,8 +226,10 @@ class Generation:
         notes = notes_of(prompt, model, tenant=request.tenant, call=call)
         on_end = None
         if prompt.chat is not None and completion_count == 1 and self._computes_ahead(request, prompt.chat):
-            on_end = functools.partial(self._note_turn, request, prompt.chat, model)
-        return Prepared(model, request, prompt.chat, call.start_time, completion_count, notes, on_end)
+            on_end = functools.partial(self._note_turn, call.seat, request, prompt.chat, model)
+        return Prepared(
+            model, request, prompt.chat, call.start_time, completion_count, notes, on_end, call.load_s
+        )
 
     def _computes_ahead(self, request: GenerationRequest, chat: RenderedConversation) -> bool:
         """Whether the next turn may begin otherwise than with this prompt and its reply.
@@ -221,11 +244,16 @@ class Generation:
         return chat.replies is None or (is_known and not chat.rendered.kept_token_count)
 
     def _note_turn(
-        self, request: GenerationRequest, chat: RenderedConversation, model: ServedModel, turn: EndedTurn
+        self,
+        seat: Seat,
+        request: GenerationRequest,
+        chat: RenderedConversation,
+        model: ServedModel,
+        turn: EndedTurn,
     ) -> None:
         known = array.array("i", (*request.prompt_token_ids, *turn.message.token_ids))
         make = functools.partial(self._next_turn, request, chat, model, turn.message, known)
-        self.open_requests.prefetcher.note(NextTurn(request.tenant, request.session_id, len(known), make))
+        seat.prefetcher.note(NextTurn(request.tenant, request.session_id, len(known), make))
 
     async def _next_turn(
         self,
@@ -256,28 +284,12 @@ class Generation:
             is_prefetch=True,
         )
 
-    async def _grammar(
-        self, form: ResponseFormat | None, chat: RenderedConversation | None
-    ) -> Grammar | None:
-        """Return the grammar of the response format, or of the tools that the output must call."""
-        call_form = None if chat is None else chat.rendered.call_form
-        if call_form is None:
-            return None if form is None else await self._grammars.compile(form)
-        if form is not None:
-            raise InvalidRequest(
-                Reason.RESPONSE_FORMAT_INVALID,
-                "response_format is set, and the tools constrain the output as well; leave one out",
-                field="response_format",
-            )
-        return await self._grammars.compile(call_form, field="prompt.tools")
-
     async def read_prompt(
         self, message: PromptMessage, *, tenant: Tenant, call: RpcCall
     ) -> tuple[TokenKeys, ReportNotes]:
         """Return the token keys of a prompt that the engine does not run, and the notes for its cache report;
         raises what refuses it."""
-        model = self._router.require_model()
-        check_model(message.model, model.info)
+        _, model = await self.use(message.model, call)
         prompt = message.prompt
         check_adapter(prompt.adapter, model.info, field="prompt.adapter")
         call.model_id = model.info.model_id
@@ -316,10 +328,11 @@ class Generation:
 
         The iterator ends after each request's `Finished` and raises the error of the first `Failed`.
         """
+        seat = call.seat
 
         def stalled(index: int) -> None:
             # The others are cancelled on the way out: their ends must not be reported before the reason.
-            self._engine.cancel(requests[index].request_id)
+            seat.engine.cancel(requests[index].request_id)
             on_stall()
 
         outboxes = Outboxes(
@@ -328,10 +341,10 @@ class Generation:
             byte_limit=self._config.outbox_byte_limit,
             on_stall=stalled,
         )
-        self._router.require_model()
+        seat.router.require_model()
         with (
             self._tenants.staying(requests) as stays,
-            self.open_requests.opened(call.method, requests, outboxes.all) as opened,
+            self.open_requests.opened(seat, call.method, requests, outboxes.all) as opened,
         ):
             yield _events(outboxes, stays, opened, call)
 
@@ -343,8 +356,7 @@ class ServiceParts:
     config: ServerConfig
     clock: Clock
     calls: RpcCalls
-    engine: EnginePort
-    router: Router
+    seats: Seats
     stats: StatsReader
     prompts: PromptReader
     generation: Generation
@@ -358,15 +370,30 @@ class Service:
         self._config = parts.config
         self._clock = parts.clock
         self._calls = parts.calls
-        self._router = parts.router
+        self._seats = parts.seats
         self._stats = parts.stats
         self._prompts = parts.prompts
         self._generation = parts.generation
         self._draw_seed = parts.draw_seed
-        self._commands = EngineCache(engine=parts.engine, router=parts.router)
 
     def _stall_timer(self) -> StallTimer:
         return StallTimer(timeout_s=self._config.stall_timeout_s)
+
+
+async def _grammar(
+    grammars: GrammarCompilers, form: ResponseFormat | None, chat: RenderedConversation | None
+) -> Grammar | None:
+    """Return the grammar of the response format, or of the tools that the output must call."""
+    call_form = None if chat is None else chat.rendered.call_form
+    if call_form is None:
+        return None if form is None else await grammars.compile(form)
+    if form is not None:
+        raise InvalidRequest(
+            Reason.RESPONSE_FORMAT_INVALID,
+            "response_format is set, and the tools constrain the output as well; leave one out",
+            field="response_format",
+        )
+    return await grammars.compile(call_form, field="prompt.tools")
 
 
 def _reasoning_of(prompt: ReadPrompt, model: ServedModel, *, limit: int | None) -> ReplyReasoning | None:

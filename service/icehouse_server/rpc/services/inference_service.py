@@ -22,7 +22,6 @@ from icehouse_server.rpc.calls.wire import Encoded
 from icehouse_server.rpc.engine_client import answers
 from icehouse_server.rpc.messages.field_checks import (
     check_adapter,
-    check_model,
     check_name,
     completions_of,
     logprobs_of,
@@ -81,6 +80,13 @@ class InferenceService(Service, inference_service_pb2_grpc.InferenceServiceServi
     ) -> None:
         timer = self._stall_timer()
         async with self._calls.call(context, _operation_of(request)) as call:
+            if self._seats.are_several:
+                async with timer.guard():
+                    await self._generation.use_telling(
+                        request.model,
+                        call,
+                        lambda loading: timer.write(context, messages.StreamResponse(loading_model=loading)),
+                    )
             prepared = await self.prepare(request, call)
             replies = prepared.new_replies()
             running = self._generation.run(prepared.requests, call=call, on_stall=timer.expire)
@@ -94,8 +100,7 @@ class InferenceService(Service, inference_service_pb2_grpc.InferenceServiceServi
         self, request: messages.TokenizeRequest, context: Context
     ) -> messages.TokenizeResponse:
         async with self._calls.call(context) as call:
-            model = self._router.require_model()
-            check_model(request.model, model.info)
+            _, model = await self._generation.use(request.model, call)
             check_adapter(request.prompt.adapter, model.info, field="prompt.adapter")
             tenant = call.caller.tenant or DEFAULT_TENANT
             rules = self._generation.rules_of(tenant, request.prompt.adapter)
@@ -118,8 +123,7 @@ class InferenceService(Service, inference_service_pb2_grpc.InferenceServiceServi
         self, request: messages.DetokenizeRequest, context: Context
     ) -> messages.DetokenizeResponse:
         async with self._calls.call(context) as call:
-            model = self._router.require_model()
-            check_model(request.model, model.info)
+            _, model = await self._generation.use(request.model, call)
 
             def answer() -> messages.DetokenizeResponse:
                 return messages.DetokenizeResponse(text=text_of(request.token_ids, model))
@@ -133,8 +137,8 @@ class InferenceService(Service, inference_service_pb2_grpc.InferenceServiceServi
     async def CacheStats(
         self, request: messages.CacheStatsRequest, context: Context
     ) -> messages.CacheStatsResponse:
-        async with self._calls.call(context):
-            _, cache = await self._stats.ask()
+        async with self._calls.call(context) as call:
+            _, cache = await self._seats.seat_of(request.model, call.caller).counters.ask()
             return messages.CacheStatsResponse(
                 collect_time=timestamp_proto(self._clock.wall()),
                 cache=None if cache is None else to_proto(cache, cache_stats_pb2.CacheStats),
@@ -151,7 +155,7 @@ class InferenceService(Service, inference_service_pb2_grpc.InferenceServiceServi
 
         `read_images` gives the images that the prompt's tokens stand for, if any, off the event loop.
         """
-        model = self._router.require_model()
+        _, model = await self._generation.use(request.model, call)
         if request.session_id:
             call.session_id = check_name("session_id", request.session_id)
         whole = self._generation.request_of(

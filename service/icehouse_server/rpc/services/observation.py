@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 
 from icehouse.v1 import load_report_pb2, server_service_pb2
 
 from icehouse_server.clock import Clock
 from icehouse_server.domain.cache_commands import ListRecent, RecentBlock, RecentBlocks
-from icehouse_server.domain.cache_stats import CacheStats
 from icehouse_server.domain.call import CallRecord
 from icehouse_server.domain.ids import Tenant
 from icehouse_server.domain.model import EngineState
 from icehouse_server.domain.stats import (
     EngineStats,
+    ModelStats,
     ReplyStats,
     SampleRates,
     ServerStats,
@@ -25,24 +25,19 @@ from icehouse_server.domain.stats import (
 )
 from icehouse_server.errors import IcehouseError
 from icehouse_server.rpc.access.caller import Caller, Role
-from icehouse_server.rpc.access.shares import RateLimit
 from icehouse_server.rpc.access.tenants import Tenants
 from icehouse_server.rpc.calls import background
 from icehouse_server.rpc.calls.call_lifecycle import Trailers
 from icehouse_server.rpc.calls.watchers import AccessLog, SlowRequests, Telemetry
 from icehouse_server.rpc.calls.wire import Encoded, WireInterceptor
-from icehouse_server.rpc.engine_client.engine_cache import EngineCache
-from icehouse_server.rpc.engine_client.engine_ports import EnginePort
-from icehouse_server.rpc.engine_client.router import Router
+from icehouse_server.rpc.engine_client.counter_reader import PATIENCE_S, Counters
+from icehouse_server.rpc.engine_client.seat import Seat, Seats
 from icehouse_server.rpc.messages.proto_map import to_proto
 from icehouse_server.rpc.messages.responses import tenant_stats_protos
 from icehouse_server.telemetry.call_metrics import CallMetrics
 
 BLOCK_LIMIT = 1024
 """Blocks that are asked for: a millisecond of the engine's time (2-core x86)."""
-
-_PATIENCE_S = 1.0
-"""How long an answer of the engine may take: nobody waits for ever for one that is lost."""
 
 
 class Observation:
@@ -53,19 +48,17 @@ class Observation:
         self,
         telemetry: Telemetry,
         *,
-        engine: EnginePort,
-        router: Router,
+        seats: Seats,
         tenants: Tenants,
         replies: Callable[[], ReplyStats],
         clock: Clock,
     ) -> None:
         self._telemetry = telemetry
-        self._engine = engine
-        self._router = router
+        self._seats = seats
         self._replies = replies
         self._clock = clock
         self._slow = SlowRequests(clock)
-        self.stats = StatsReader(engine=engine, router=router, tenants=tenants, slow=self._slow, clock=clock)
+        self.stats = StatsReader(seats=seats, tenants=tenants, slow=self._slow, clock=clock)
         self.interval_s = telemetry.sample_interval_s or 1.0
         """Also how long the engine may take to answer. Without one in the settings nothing is sampled."""
         self.latest = Snapshot(EngineState.LOADING, heartbeat_age_s=0.0, sample_time=clock.monotonic())
@@ -74,7 +67,6 @@ class Observation:
         self._reported: Snapshot | None = None
         self._load_report = b""
         """The report of that snapshot: it is encoded once, whatever the number of calls."""
-        self._cache = EngineCache(engine=engine, router=router)
         self._watchers: tuple[SlowRequests | CallMetrics, ...] = (self._slow, *telemetry.calls)
         self._access_log = AccessLog(clock) if telemetry.has_access_log else None
         self.interceptor = WireInterceptor(telemetry.wire, clock)
@@ -120,27 +112,27 @@ class Observation:
 
     async def sample(self) -> None:
         """Take one sample; if the engine does not answer in time, the last counters stay."""
-        answer: Counters | None = None
-        if self._router.state is EngineState.READY:
+        answers: Mapping[str, Counters] = {}
+        if self._seats.state is EngineState.READY:
             with contextlib.suppress(TimeoutError, IcehouseError):
                 async with asyncio.timeout(self.interval_s):
-                    answer = await self.stats.ask()
-        self.latest = self._snapshot(answer)
+                    answers = await self.stats.ask()
+        self.latest = self._snapshot(answers)
 
-    def _snapshot(self, answer: Counters | None) -> Snapshot:
-        last, now = self.latest, self._clock.monotonic()
-        engine, cache = answer or (last.engine, last.cache)
-        return Snapshot(
-            state=self._router.state,
-            heartbeat_age_s=max(0.0, now - self._engine.heartbeat_time),
-            sample_time=now if answer is not None else last.sample_time,
-            model=self._router.model.info if self._router.model is not None else None,
-            engine=engine,
-            cache=cache,
+    def _snapshot(self, answers: Mapping[str, Counters]) -> Snapshot:
+        now, default = self._clock.monotonic(), self._seats.default_name
+        last = self.latest.models or {default: self.latest}
+        models = {
+            name: _snapshot_of(seat, last.get(name), answers.get(name), now)
+            for name, seat in self._seats.loaded().items()
+        }
+        return dataclasses.replace(
+            models.get(default) or Snapshot(self._seats.state, heartbeat_age_s=0.0, sample_time=now),
+            state=self._seats.state,
             tenants=self.stats.tenants.uses(),
             kv_events=self._telemetry.kv_events(),
             replies=self._replies(),
-            rates=_rates(last, engine, now) if answer is not None else last.rates,
+            models=models if self._seats.are_several else {},
         )
 
     async def read_status(self, *, with_tokens: bool = False) -> ServerStatus:
@@ -151,9 +143,10 @@ class Observation:
         """
         blocks: tuple[RecentBlock, ...] | None = None
         with contextlib.suppress(TimeoutError, IcehouseError):
-            async with asyncio.timeout(_PATIENCE_S):
+            async with asyncio.timeout(PATIENCE_S):
                 command = ListRecent(BLOCK_LIMIT, with_tokens)
-                blocks = (await self._cache.ask(command, RecentBlocks)).blocks
+                if (seat := self._default_seat()) is not None:
+                    blocks = (await seat.commands.ask(command, RecentBlocks)).blocks
         return ServerStatus(
             collect_time=self._clock.wall(),
             snapshot=self.latest,
@@ -162,10 +155,28 @@ class Observation:
         )
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of a status's tokens. Any thread: a loaded model stays."""
-        model = self._router.model
-        assert model is not None, "tokens before a model"
-        return model.tokenizer.decode(token_ids)
+        """Return the text of a status's tokens, "" if their model has gone. Any thread."""
+        seat = self._default_seat()
+        model = None if seat is None else seat.router.model
+        return "" if model is None else model.tokenizer.decode(token_ids)
+
+    def _default_seat(self) -> Seat | None:
+        return self._seats.loaded().get(self._seats.default_name)
+
+
+def _snapshot_of(seat: Seat, last: Snapshot | None, answer: Counters | None, now: float) -> Snapshot:
+    """Return a model's sample after its `last` one, whose counters stay where the engine did not answer."""
+    last = last or Snapshot(EngineState.LOADING, heartbeat_age_s=0.0, sample_time=now)
+    engine, cache = answer or (last.engine, last.cache)
+    return Snapshot(
+        state=seat.router.state,
+        heartbeat_age_s=max(0.0, now - seat.engine.heartbeat_time),
+        sample_time=now if answer is not None else last.sample_time,
+        model=seat.router.model.info if seat.router.model is not None else None,
+        engine=engine,
+        cache=cache,
+        rates=_rates(last, engine, now) if answer is not None else last.rates,
+    )
 
 
 def _rates(last: Snapshot, engine: EngineStats | None, now: float) -> SampleRates:
@@ -205,28 +216,15 @@ def report_of(snapshot: Snapshot) -> load_report_pb2.LoadReport:
     )
 
 
-Counters = tuple[EngineStats, CacheStats | None]
-
-_RATE_PER_S = 20.0
-_BURST_COUNT = 64
-
-
 class StatsReader:
-    """Asks the engine for its counters between two steps, for every method that answers with some. Owned by
-    the event loop."""
+    """Answers with the counters of every model that is loaded. Owned by the event loop."""
 
-    def __init__(
-        self, *, engine: EnginePort, router: Router, tenants: Tenants, slow: SlowRequests, clock: Clock
-    ) -> None:
+    def __init__(self, *, seats: Seats, tenants: Tenants, slow: SlowRequests, clock: Clock) -> None:
         self._slow = slow
-        self._engine = engine
-        self._router = router
+        self._seats = seats
         self.tenants = tenants
         self._clock = clock
-        self._asking: asyncio.Future[Counters] | None = None
-        self._next: asyncio.Future[Counters] | None = None
-        self._rate_limit = RateLimit(rate_per_s=_RATE_PER_S, burst_count=_BURST_COUNT)
-        self._latest: Counters | None = None
+        self._latest: Mapping[str, Counters] = {}
         self._encoded: dict[Tenant | None, Encoded] = {}
         """The answers made of the latest counters, by tenant; None for those who see all."""
 
@@ -237,7 +235,7 @@ class StatsReader:
         GetStatsResponse and a WatchStatsResponse alike: both have one field of one number.
         """
         counters = await self.ask()
-        if counters is not self._latest:
+        if [*map(id, counters.values())] != [*map(id, self._latest.values())]:
             self._latest, self._encoded = counters, {}
         encoded = self._encoded.get(caller.scope)
         if encoded is None:
@@ -245,45 +243,31 @@ class StatsReader:
             encoded = self._encoded[caller.scope] = Encoded(message.SerializeToString())
         return encoded
 
-    def _stats_of(self, counters: Counters, caller: Caller) -> server_service_pb2.ServerStats:
-        engine, cache = counters
+    def _stats_of(self, counters: Mapping[str, Counters], caller: Caller) -> server_service_pb2.ServerStats:
+        engine, cache = counters.get(self._seats.default_name) or (None, None)
         is_operator = caller.role is Role.OPERATOR
         stats = ServerStats(
             collect_time=self._clock.wall(),
             engine=engine if is_operator else None,
             cache=cache if is_operator else None,
             slowest_requests=self._slow.slowest(tenant=None if is_operator else caller.tenant),
+            models=model_stats(counters) if is_operator and self._seats.are_several else (),
         )
         proto = to_proto(stats, server_service_pb2.ServerStats)
         accounts = [each for each in self.tenants if is_operator or each.use.tenant == caller.tenant]
-        proto.tenants.extend(tenant_stats_protos(self.tenants, accounts, cache))
+        caches = [cache for _, cache in counters.values() if cache is not None]
+        proto.tenants.extend(tenant_stats_protos(self.tenants, accounts, caches))
         return proto
 
-    async def ask(self) -> Counters:
-        """Return the engine's next counters; raises Unavailable or EngineFailed if it does not run.
-
-        All who come while the engine is being asked share its next answer, and the rate is limited: counting
-        takes longer the more blocks there are, on threads that everybody waits for.
-        """
-        self._router.require_model()
-        if self._next is None:
-            self._next = asyncio.ensure_future(self._ask_after(self._asking))
-            self._next.add_done_callback(_retrieve_error)
-        return await asyncio.shield(self._next)
-
-    async def _ask_after(self, before: asyncio.Future[Counters] | None) -> Counters:
-        if before is not None:
-            await asyncio.wait((before,), timeout=_PATIENCE_S)
-        # A burst at once, then only so many a second.
-        now = asyncio.get_running_loop().time()
-        if delay_s := self._rate_limit.delay_s("", now=now, longest_s=math.inf):
-            await asyncio.sleep(delay_s)
-        self._asking, self._next = self._next, None
-        send = self._engine.request_stats
-        return await self._router.ask(lambda reply: send(lambda engine, cache: reply((engine, cache))))
+    async def ask(self) -> Mapping[str, Counters]:
+        """Return the next counters of each loaded model; raises Unavailable or EngineFailed if none runs."""
+        seats = self._seats.loaded()
+        answers = await asyncio.gather(
+            *(seat.counters.ask() for seat in seats.values()), return_exceptions=self._seats.are_several
+        )
+        return {name: found for name, found in zip(seats, answers, strict=True) if isinstance(found, tuple)}
 
 
-def _retrieve_error(asked: asyncio.Future[Counters]) -> None:
-    """Retrieve its error, even if everybody who asked has left."""
-    if not asked.cancelled():
-        asked.exception()
+def model_stats(counters: Mapping[str, Counters]) -> tuple[ModelStats, ...]:
+    """Return each model's counters, as they are sent."""
+    return tuple(ModelStats(name, engine, cache) for name, (engine, cache) in counters.items())

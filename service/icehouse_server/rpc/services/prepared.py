@@ -83,6 +83,8 @@ class Prepared:
     """What its cache reports say beside what the engine reports."""
     on_end: OnEnd | None = None
     """Hears of a reply that the model ended itself."""
+    load_s: float = 0.0
+    """How long it waited for the model to be loaded."""
 
     @property
     def completions(self) -> tuple[GenerationRequest, ...]:
@@ -117,6 +119,7 @@ class Prepared:
                 request.max_output_tokens, info.context_token_limit - len(request.prompt_token_ids)
             ),
             unenforced_keywords=() if request.grammar is None else request.grammar.unenforced,
+            load_duration=duration_proto(self.load_s) if self.load_s else None,
         )
         return ReplyMessages(
             started=started,

@@ -1,4 +1,4 @@
-"""ServerService and ModelService: the server, its requests, and the one model that it serves."""
+"""ServerService: the server and its requests."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import contextlib
 import importlib.metadata
 from collections.abc import Iterator
 
-from icehouse.v1 import model_service_pb2 as models
-from icehouse.v1 import model_service_pb2_grpc, server_service_pb2_grpc
+from icehouse.v1 import server_service_pb2_grpc
 from icehouse.v1 import server_service_pb2 as messages
 
 from icehouse_server.config import Config
@@ -18,13 +17,12 @@ from icehouse_server.rpc.calls.wire import Encoded
 from icehouse_server.rpc.engine_client.open_requests import OpenRequest
 from icehouse_server.rpc.messages.field_checks import (
     TOP_LOGPROB_COUNT_LIMIT,
-    check_model,
     check_name,
     page_size_of,
     refuse_value,
     watch_interval_of,
 )
-from icehouse_server.rpc.messages.proto_map import duration_proto, enum_proto, to_proto
+from icehouse_server.rpc.messages.proto_map import duration_proto, enum_proto
 from icehouse_server.rpc.services.generation import Service, ServiceParts
 
 _STATES = {
@@ -50,7 +48,7 @@ class ServerService(Service, server_service_pb2_grpc.ServerServiceServicer):
     ) -> messages.GetServerResponse:
         async with self._calls.call(context):
             uptime = duration_proto(self._clock.monotonic() - self._start_time)
-            server = messages.Server(state=_STATES[self._router.state], uptime=uptime)
+            server = messages.Server(state=_STATES[self._seats.state], uptime=uptime)
             server.MergeFrom(self._server)
             return messages.GetServerResponse(server=server)
 
@@ -74,14 +72,14 @@ class ServerService(Service, server_service_pb2_grpc.ServerServiceServicer):
                 await timer.write(context, await self._stats.answer(call.caller))
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(interval_s):
-                        await self._router.left_ready.wait()
+                        await self._seats.ended.wait()
 
     async def ListRequests(
         self, request: messages.ListRequestsRequest, context: Context
     ) -> messages.ListRequestsResponse:
         async with self._calls.call(context) as call:
             page_size = page_size_of(request.page_size)
-            after = _number_of(request.page_token)
+            after = number_of(request.page_token)
             listed = [r for r in self._requests.visible_to(call.caller) if r.number > after]
             page = listed[:page_size]
             return messages.ListRequestsResponse(
@@ -163,30 +161,10 @@ def server_version() -> str:
         return "source"
 
 
-def _number_of(page_token: str) -> int:
-    """Return the number of the last request of the page before; 0 for the first page."""
+def number_of(page_token: str) -> int:
+    """Return the number at which the page before ended; 0 for the first page."""
     if not page_token:
         return 0
     if not (page_token.isascii() and page_token.isdecimal() and len(page_token) < 20):
         refuse_value("page_token", page_token, "the `next_page_token` of the page before, or absent")
     return int(page_token)
-
-
-class ModelService(Service, model_service_pb2_grpc.ModelServiceServicer):
-    """The model that is served."""
-
-    async def ListModels(
-        self, request: models.ListModelsRequest, context: Context
-    ) -> models.ListModelsResponse:
-        async with self._calls.call(context):
-            page_size_of(request.page_size)
-            if request.page_token:
-                refuse_value("page_token", request.page_token, "absent: there is one page")
-            model = self._router.require_model()
-            return models.ListModelsResponse(models=[to_proto(model.info, models.Model)])
-
-    async def GetModel(self, request: models.GetModelRequest, context: Context) -> models.GetModelResponse:
-        async with self._calls.call(context):
-            model = self._router.require_model()
-            check_model(request.model, model.info)
-            return models.GetModelResponse(model=to_proto(model.info, models.Model))

@@ -125,7 +125,7 @@ class VllmEngineService(Service):
     async def _prepare(
         self, request: messages.GenerateRequest, call: RpcCall, context: Context
     ) -> tuple[Prepared, WorkerRequest]:
-        model = self._router.require_model()
+        _, model = await self._generation.use("", call)
         read = worker_request_of(request, info=model.info, config=self._config)
         read.native.cache.tenant = _named_tenant(context)
         prepared = await self._inference.prepare(read.native, call, read_images=read.read_images)
@@ -154,7 +154,8 @@ class VllmEngineService(Service):
                     Reason.PROMPT_MISSING, "there is no input; set `tokenized`", field="tokenized"
                 )
             native = embedding_service_pb2.EmbedRequest(request_id=request.request_id)
-            ids = input_ids_of(request.tokenized, self._router.require_model().info)
+            _, model = await self._generation.use("", call)
+            ids = input_ids_of(request.tokenized, model.info)
             native.inputs.add().tokens.ids.extend(ids)
             response = await self._embedding.embed(native, call)
             values = response.embeddings[0].values
@@ -171,9 +172,9 @@ class VllmEngineService(Service):
         Before that it is refused: a gateway takes a server in at any answer, and never asks again for the
         name of its model.
         """
-        if self._router.state is EngineState.LOADING:
-            async with self._calls.call(context):
-                self._router.require_model()
+        if self._seats.state is EngineState.LOADING:
+            async with self._calls.call(context) as call:
+                await self._generation.use("", call)
         is_healthy = self._is_serving()
         return messages.HealthCheckResponse(
             healthy=is_healthy, message="SERVING" if is_healthy else "NOT_SERVING"
@@ -188,15 +189,17 @@ class VllmEngineService(Service):
     async def GetModelInfo(
         self, request: messages.GetModelInfoRequest, context: Context
     ) -> messages.GetModelInfoResponse:
-        async with self._calls.call(context):
-            return model_info_proto(self._router.require_model().info, self._worker.folder)
+        async with self._calls.call(context) as call:
+            _, model = await self._generation.use("", call)
+            return model_info_proto(model.info, self._worker.folder)
 
     async def GetServerInfo(
         self, request: messages.GetServerInfoRequest, context: Context
     ) -> messages.GetServerInfoResponse:
         async with self._calls.call(context) as call:
+            _, model = await self._generation.use("", call)
             return server_info_proto(
-                self._router.require_model().info,
+                model.info,
                 self._worker.folder,
                 active_count=len(self._generation.open_requests.visible_to(call.caller)),
                 uptime_s=self._clock.monotonic() - self._start_time,
@@ -250,10 +253,10 @@ class VllmEngineService(Service):
         self, request: common.FlushCacheRequest, context: Context
     ) -> common.FlushCacheResponse:
         """Remove every block of the model from both tiers; requests in flight go on."""
-        async with self._calls.call(context):
-            self._router.require_model()
+        async with self._calls.call(context) as call:
+            seat, _ = await self._generation.use("", call)
             try:
-                async for _ in self._commands.evict(ListKnown(None)):
+                async for _ in seat.commands.evict(ListKnown(None)):
                     pass
             except IcehouseError as error:
                 return common.FlushCacheResponse(success=False, message=error.message)

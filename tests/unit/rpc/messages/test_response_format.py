@@ -20,7 +20,7 @@ from icehouse_server.domain.response_format import (
 )
 from icehouse_server.errors import InvalidRequest, Reason
 from icehouse_server.rpc.messages.options import CHOICE_TEXT_LIMIT, response_format_of
-from icehouse_server.rpc.services.grammars import GrammarCompilers
+from icehouse_server.rpc.engine_client.grammars import GrammarCompilers
 
 from tests.fixtures.patience import BOUND_S
 from tests.fixtures.rpc.details import refused

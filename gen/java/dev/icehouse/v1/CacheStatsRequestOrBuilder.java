@@ -7,4 +7,24 @@ package dev.icehouse.v1;
 public interface CacheStatsRequestOrBuilder extends
     // @@protoc_insertion_point(interface_extends:icehouse.v1.CacheStatsRequest)
     com.google.protobuf.MessageOrBuilder {
+
+  /**
+   * <pre>
+   * Model whose cache it is; otherwise NOT_FOUND. Default: the default model.
+   * </pre>
+   *
+   * <code>string model = 1;</code>
+   * @return The model.
+   */
+  java.lang.String getModel();
+  /**
+   * <pre>
+   * Model whose cache it is; otherwise NOT_FOUND. Default: the default model.
+   * </pre>
+   *
+   * <code>string model = 1;</code>
+   * @return The bytes for model.
+   */
+  com.google.protobuf.ByteString
+      getModelBytes();
 }

@@ -582,4 +582,31 @@ public interface GenerateResponseOrBuilder extends
    */
   com.google.protobuf.ByteString
       getUnenforcedKeywordsBytes(int index);
+
+  /**
+   * <pre>
+   * Time that the request waited for its model to be loaded. Not set: the model was there.
+   * </pre>
+   *
+   * <code>.google.protobuf.Duration load_duration = 21;</code>
+   * @return Whether the loadDuration field is set.
+   */
+  boolean hasLoadDuration();
+  /**
+   * <pre>
+   * Time that the request waited for its model to be loaded. Not set: the model was there.
+   * </pre>
+   *
+   * <code>.google.protobuf.Duration load_duration = 21;</code>
+   * @return The loadDuration.
+   */
+  com.google.protobuf.Duration getLoadDuration();
+  /**
+   * <pre>
+   * Time that the request waited for its model to be loaded. Not set: the model was there.
+   * </pre>
+   *
+   * <code>.google.protobuf.Duration load_duration = 21;</code>
+   */
+  com.google.protobuf.DurationOrBuilder getLoadDurationOrBuilder();
 }

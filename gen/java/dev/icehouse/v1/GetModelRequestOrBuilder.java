@@ -10,7 +10,7 @@ public interface GetModelRequestOrBuilder extends
 
   /**
    * <pre>
-   * The model's id. Default: the served model.
+   * The model's id, or an alias. Default: the default model.
    * </pre>
    *
    * <code>string model = 1;</code>
@@ -19,7 +19,7 @@ public interface GetModelRequestOrBuilder extends
   java.lang.String getModel();
   /**
    * <pre>
-   * The model's id. Default: the served model.
+   * The model's id, or an alias. Default: the default model.
    * </pre>
    *
    * <code>string model = 1;</code>

@@ -99,78 +99,83 @@ public final class InferenceServiceOuterClass {
       "to\032\037google/protobuf/timestamp.proto\032\036ice" +
       "house/v1/cache_policy.proto\032\035icehouse/v1" +
       "/cache_stats.proto\032\034icehouse/v1/completi" +
-      "on.proto\032\032icehouse/v1/logprobs.proto\032\030ic" +
-      "ehouse/v1/prompt.proto\032!icehouse/v1/resp" +
-      "onse_format.proto\032\032icehouse/v1/sampling." +
-      "proto\032\035icehouse/v1/speculation.proto\032\026ic" +
-      "ehouse/v1/tool.proto\032\027icehouse/v1/usage." +
-      "proto\"\302\004\n\017GenerateRequest\022\022\n\nrequest_id\030" +
-      "\001 \001(\t\022\r\n\005model\030\002 \001(\t\022#\n\006prompt\030\003 \001(\0132\023.i" +
-      "cehouse.v1.Prompt\022\031\n\021max_output_tokens\030\004" +
-      " \001(\005\022-\n\010sampling\030\005 \001(\0132\033.icehouse.v1.Sam" +
-      "plingParams\022\014\n\004stop\030\006 \003(\t\022\026\n\016stop_token_" +
-      "ids\030\007 \003(\005\0224\n\017response_format\030\010 \001(\0132\033.ice" +
-      "house.v1.ResponseFormat\022,\n\013tool_choice\030\t" +
-      " \001(\0132\027.icehouse.v1.ToolChoice\022!\n\024max_rea" +
-      "soning_tokens\030\n \001(\005H\000\210\001\001\022.\n\010logprobs\030\013 \001" +
-      "(\0132\034.icehouse.v1.LogprobsOptions\022\023\n\013comp" +
-      "letions\030\014 \001(\005\022-\n\013speculation\030\r \001(\0132\030.ice" +
-      "house.v1.Speculation\022\'\n\005cache\030\016 \001(\0132\030.ic" +
-      "ehouse.v1.CachePolicy\022\020\n\010priority\030\017 \001(\005\022" +
-      "\022\n\nsession_id\030\020 \001(\t\022\024\n\014ends_session\030\021 \001(" +
-      "\010B\027\n\025_max_reasoning_tokens\"\270\005\n\020GenerateR" +
-      "esponse\022\022\n\nrequest_id\030\001 \001(\t\022\r\n\005model\030\002 \001" +
-      "(\t\022\014\n\004text\030\003 \001(\t\022\021\n\ttoken_ids\030\004 \003(\005\0220\n\rf" +
-      "inish_reason\030\005 \001(\0162\031.icehouse.v1.FinishR" +
-      "eason\022\023\n\013stop_string\030\006 \001(\t\022\032\n\rstop_token" +
-      "_id\030\007 \001(\005H\000\210\001\001\022!\n\005usage\030\010 \001(\0132\022.icehouse" +
-      ".v1.Usage\022\'\n\005cache\030\t \001(\0132\030.icehouse.v1.C" +
-      "acheReport\022\014\n\004seed\030\n \001(\004\022)\n\ntool_calls\030\013" +
-      " \003(\0132\025.icehouse.v1.ToolCall\022<\n\024malformed" +
-      "_tool_calls\030\014 \003(\0132\036.icehouse.v1.Malforme" +
-      "dToolCall\022\021\n\treasoning\030\r \001(\t\022,\n\010logprobs" +
-      "\030\016 \003(\0132\032.icehouse.v1.TokenLogprobs\0223\n\017pr" +
-      "ompt_logprobs\030\017 \003(\0132\032.icehouse.v1.TokenL" +
-      "ogprobs\022,\n\013completions\030\020 \003(\0132\027.icehouse." +
-      "v1.Completion\0220\n\014receive_time\030\021 \001(\0132\032.go" +
-      "ogle.protobuf.Timestamp\022\032\n\022system_finger" +
-      "print\030\022 \001(\t\022\031\n\021max_output_tokens\030\023 \001(\005\022\033" +
-      "\n\023unenforced_keywords\030\024 \003(\tB\020\n\016_stop_tok" +
-      "en_id\"\314\001\n\016StreamResponse\022\'\n\007started\030\001 \001(" +
-      "\0132\024.icehouse.v1.StartedH\000\0228\n\020prefill_pro" +
-      "gress\030\002 \001(\0132\034.icehouse.v1.PrefillProgres" +
-      "sH\000\022#\n\005delta\030\003 \001(\0132\022.icehouse.v1.DeltaH\000" +
-      "\022)\n\010finished\030\004 \001(\0132\025.icehouse.v1.Finishe" +
-      "dH\000B\007\n\005event\"\263\002\n\007Started\022\022\n\nrequest_id\030\001" +
-      " \001(\t\022\r\n\005model\030\002 \001(\t\022\025\n\rprompt_tokens\030\003 \001" +
-      "(\005\022\'\n\005cache\030\004 \001(\0132\030.icehouse.v1.CacheRep" +
-      "ort\0221\n\016queue_duration\030\005 \001(\0132\031.google.pro" +
-      "tobuf.Duration\022\014\n\004seed\030\006 \001(\004\0220\n\014receive_" +
-      "time\030\007 \001(\0132\032.google.protobuf.Timestamp\022\032" +
-      "\n\022system_fingerprint\030\010 \001(\t\022\031\n\021max_output" +
-      "_tokens\030\t \001(\005\022\033\n\023unenforced_keywords\030\n \003" +
-      "(\t\"w\n\017PrefillProgress\022\030\n\020processed_token" +
-      "s\030\001 \001(\005\022\025\n\rprompt_tokens\030\002 \001(\005\0223\n\017prompt" +
-      "_logprobs\030\003 \003(\0132\032.icehouse.v1.TokenLogpr" +
-      "obs\"\357\001\n\005Delta\022\014\n\004text\030\001 \001(\t\022\021\n\ttoken_ids" +
-      "\030\002 \003(\005\022\021\n\treasoning\030\003 \001(\t\022-\n\ttool_call\030\004" +
-      " \001(\0132\032.icehouse.v1.ToolCallDelta\022;\n\023malf" +
-      "ormed_tool_call\030\005 \001(\0132\036.icehouse.v1.Malf" +
-      "ormedToolCall\022,\n\010logprobs\030\006 \003(\0132\032.icehou" +
-      "se.v1.TokenLogprobs\022\030\n\020completion_index\030" +
-      "\007 \001(\005\"\274\001\n\010Finished\0220\n\rfinish_reason\030\001 \001(" +
-      "\0162\031.icehouse.v1.FinishReason\022\023\n\013stop_str" +
-      "ing\030\002 \001(\t\022\032\n\rstop_token_id\030\003 \001(\005H\000\210\001\001\022!\n" +
-      "\005usage\030\004 \001(\0132\022.icehouse.v1.Usage\022\030\n\020comp" +
-      "letion_index\030\005 \001(\005B\020\n\016_stop_token_id\"E\n\017" +
-      "TokenizeRequest\022\r\n\005model\030\001 \001(\t\022#\n\006prompt" +
-      "\030\002 \001(\0132\023.icehouse.v1.Prompt\"K\n\020TokenizeR" +
-      "esponse\022\"\n\006tokens\030\001 \003(\0132\022.icehouse.v1.To" +
-      "ken\022\023\n\013token_count\030\002 \001(\005\"\"\n\005Token\022\n\n\002id\030" +
-      "\001 \001(\005\022\r\n\005piece\030\002 \001(\t\"5\n\021DetokenizeReques" +
-      "t\022\r\n\005model\030\001 \001(\t\022\021\n\ttoken_ids\030\002 \003(\005\"\"\n\022D" +
-      "etokenizeResponse\022\014\n\004text\030\001 \001(\t\"\023\n\021Cache" +
-      "StatsRequest\"n\n\022CacheStatsResponse\0220\n\014co" +
+      "on.proto\032\032icehouse/v1/logprobs.proto\032\037ic" +
+      "ehouse/v1/model_service.proto\032\030icehouse/" +
+      "v1/prompt.proto\032!icehouse/v1/response_fo" +
+      "rmat.proto\032\032icehouse/v1/sampling.proto\032\035" +
+      "icehouse/v1/speculation.proto\032\026icehouse/" +
+      "v1/tool.proto\032\027icehouse/v1/usage.proto\"\302" +
+      "\004\n\017GenerateRequest\022\022\n\nrequest_id\030\001 \001(\t\022\r" +
+      "\n\005model\030\002 \001(\t\022#\n\006prompt\030\003 \001(\0132\023.icehouse" +
+      ".v1.Prompt\022\031\n\021max_output_tokens\030\004 \001(\005\022-\n" +
+      "\010sampling\030\005 \001(\0132\033.icehouse.v1.SamplingPa" +
+      "rams\022\014\n\004stop\030\006 \003(\t\022\026\n\016stop_token_ids\030\007 \003" +
+      "(\005\0224\n\017response_format\030\010 \001(\0132\033.icehouse.v" +
+      "1.ResponseFormat\022,\n\013tool_choice\030\t \001(\0132\027." +
+      "icehouse.v1.ToolChoice\022!\n\024max_reasoning_" +
+      "tokens\030\n \001(\005H\000\210\001\001\022.\n\010logprobs\030\013 \001(\0132\034.ic" +
+      "ehouse.v1.LogprobsOptions\022\023\n\013completions" +
+      "\030\014 \001(\005\022-\n\013speculation\030\r \001(\0132\030.icehouse.v" +
+      "1.Speculation\022\'\n\005cache\030\016 \001(\0132\030.icehouse." +
+      "v1.CachePolicy\022\020\n\010priority\030\017 \001(\005\022\022\n\nsess" +
+      "ion_id\030\020 \001(\t\022\024\n\014ends_session\030\021 \001(\010B\027\n\025_m" +
+      "ax_reasoning_tokens\"\352\005\n\020GenerateResponse" +
+      "\022\022\n\nrequest_id\030\001 \001(\t\022\r\n\005model\030\002 \001(\t\022\014\n\004t" +
+      "ext\030\003 \001(\t\022\021\n\ttoken_ids\030\004 \003(\005\0220\n\rfinish_r" +
+      "eason\030\005 \001(\0162\031.icehouse.v1.FinishReason\022\023" +
+      "\n\013stop_string\030\006 \001(\t\022\032\n\rstop_token_id\030\007 \001" +
+      "(\005H\000\210\001\001\022!\n\005usage\030\010 \001(\0132\022.icehouse.v1.Usa" +
+      "ge\022\'\n\005cache\030\t \001(\0132\030.icehouse.v1.CacheRep" +
+      "ort\022\014\n\004seed\030\n \001(\004\022)\n\ntool_calls\030\013 \003(\0132\025." +
+      "icehouse.v1.ToolCall\022<\n\024malformed_tool_c" +
+      "alls\030\014 \003(\0132\036.icehouse.v1.MalformedToolCa" +
+      "ll\022\021\n\treasoning\030\r \001(\t\022,\n\010logprobs\030\016 \003(\0132" +
+      "\032.icehouse.v1.TokenLogprobs\0223\n\017prompt_lo" +
+      "gprobs\030\017 \003(\0132\032.icehouse.v1.TokenLogprobs" +
+      "\022,\n\013completions\030\020 \003(\0132\027.icehouse.v1.Comp" +
+      "letion\0220\n\014receive_time\030\021 \001(\0132\032.google.pr" +
+      "otobuf.Timestamp\022\032\n\022system_fingerprint\030\022" +
+      " \001(\t\022\031\n\021max_output_tokens\030\023 \001(\005\022\033\n\023unenf" +
+      "orced_keywords\030\024 \003(\t\0220\n\rload_duration\030\025 " +
+      "\001(\0132\031.google.protobuf.DurationB\020\n\016_stop_" +
+      "token_id\"\200\002\n\016StreamResponse\022\'\n\007started\030\001" +
+      " \001(\0132\024.icehouse.v1.StartedH\000\0228\n\020prefill_" +
+      "progress\030\002 \001(\0132\034.icehouse.v1.PrefillProg" +
+      "ressH\000\022#\n\005delta\030\003 \001(\0132\022.icehouse.v1.Delt" +
+      "aH\000\022)\n\010finished\030\004 \001(\0132\025.icehouse.v1.Fini" +
+      "shedH\000\0222\n\rloading_model\030\005 \001(\0132\031.icehouse" +
+      ".v1.LoadingModelH\000B\007\n\005event\"\345\002\n\007Started\022" +
+      "\022\n\nrequest_id\030\001 \001(\t\022\r\n\005model\030\002 \001(\t\022\025\n\rpr" +
+      "ompt_tokens\030\003 \001(\005\022\'\n\005cache\030\004 \001(\0132\030.iceho" +
+      "use.v1.CacheReport\0221\n\016queue_duration\030\005 \001" +
+      "(\0132\031.google.protobuf.Duration\022\014\n\004seed\030\006 " +
+      "\001(\004\0220\n\014receive_time\030\007 \001(\0132\032.google.proto" +
+      "buf.Timestamp\022\032\n\022system_fingerprint\030\010 \001(" +
+      "\t\022\031\n\021max_output_tokens\030\t \001(\005\022\033\n\023unenforc" +
+      "ed_keywords\030\n \003(\t\0220\n\rload_duration\030\013 \001(\013" +
+      "2\031.google.protobuf.Duration\"w\n\017PrefillPr" +
+      "ogress\022\030\n\020processed_tokens\030\001 \001(\005\022\025\n\rprom" +
+      "pt_tokens\030\002 \001(\005\0223\n\017prompt_logprobs\030\003 \003(\013" +
+      "2\032.icehouse.v1.TokenLogprobs\"\357\001\n\005Delta\022\014" +
+      "\n\004text\030\001 \001(\t\022\021\n\ttoken_ids\030\002 \003(\005\022\021\n\treaso" +
+      "ning\030\003 \001(\t\022-\n\ttool_call\030\004 \001(\0132\032.icehouse" +
+      ".v1.ToolCallDelta\022;\n\023malformed_tool_call" +
+      "\030\005 \001(\0132\036.icehouse.v1.MalformedToolCall\022," +
+      "\n\010logprobs\030\006 \003(\0132\032.icehouse.v1.TokenLogp" +
+      "robs\022\030\n\020completion_index\030\007 \001(\005\"\274\001\n\010Finis" +
+      "hed\0220\n\rfinish_reason\030\001 \001(\0162\031.icehouse.v1" +
+      ".FinishReason\022\023\n\013stop_string\030\002 \001(\t\022\032\n\rst" +
+      "op_token_id\030\003 \001(\005H\000\210\001\001\022!\n\005usage\030\004 \001(\0132\022." +
+      "icehouse.v1.Usage\022\030\n\020completion_index\030\005 " +
+      "\001(\005B\020\n\016_stop_token_id\"E\n\017TokenizeRequest" +
+      "\022\r\n\005model\030\001 \001(\t\022#\n\006prompt\030\002 \001(\0132\023.icehou" +
+      "se.v1.Prompt\"K\n\020TokenizeResponse\022\"\n\006toke" +
+      "ns\030\001 \003(\0132\022.icehouse.v1.Token\022\023\n\013token_co" +
+      "unt\030\002 \001(\005\"\"\n\005Token\022\n\n\002id\030\001 \001(\005\022\r\n\005piece\030" +
+      "\002 \001(\t\"5\n\021DetokenizeRequest\022\r\n\005model\030\001 \001(" +
+      "\t\022\021\n\ttoken_ids\030\002 \003(\005\"\"\n\022DetokenizeRespon" +
+      "se\022\014\n\004text\030\001 \001(\t\"\"\n\021CacheStatsRequest\022\r\n" +
+      "\005model\030\001 \001(\t\"n\n\022CacheStatsResponse\0220\n\014co" +
       "llect_time\030\001 \001(\0132\032.google.protobuf.Times" +
       "tamp\022&\n\005cache\030\002 \001(\0132\027.icehouse.v1.CacheS" +
       "tats2\211\003\n\020InferenceService\022G\n\010Generate\022\034." +
@@ -195,6 +200,7 @@ public final class InferenceServiceOuterClass {
           dev.icehouse.v1.CacheStatsOuterClass.getDescriptor(),
           dev.icehouse.v1.CompletionOuterClass.getDescriptor(),
           dev.icehouse.v1.Logprobs.getDescriptor(),
+          dev.icehouse.v1.ModelServiceOuterClass.getDescriptor(),
           dev.icehouse.v1.PromptOuterClass.getDescriptor(),
           dev.icehouse.v1.ResponseFormatOuterClass.getDescriptor(),
           dev.icehouse.v1.Sampling.getDescriptor(),
@@ -213,19 +219,19 @@ public final class InferenceServiceOuterClass {
     internal_static_icehouse_v1_GenerateResponse_fieldAccessorTable = new
       com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
         internal_static_icehouse_v1_GenerateResponse_descriptor,
-        new java.lang.String[] { "RequestId", "Model", "Text", "TokenIds", "FinishReason", "StopString", "StopTokenId", "Usage", "Cache", "Seed", "ToolCalls", "MalformedToolCalls", "Reasoning", "Logprobs", "PromptLogprobs", "Completions", "ReceiveTime", "SystemFingerprint", "MaxOutputTokens", "UnenforcedKeywords", });
+        new java.lang.String[] { "RequestId", "Model", "Text", "TokenIds", "FinishReason", "StopString", "StopTokenId", "Usage", "Cache", "Seed", "ToolCalls", "MalformedToolCalls", "Reasoning", "Logprobs", "PromptLogprobs", "Completions", "ReceiveTime", "SystemFingerprint", "MaxOutputTokens", "UnenforcedKeywords", "LoadDuration", });
     internal_static_icehouse_v1_StreamResponse_descriptor =
       getDescriptor().getMessageTypes().get(2);
     internal_static_icehouse_v1_StreamResponse_fieldAccessorTable = new
       com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
         internal_static_icehouse_v1_StreamResponse_descriptor,
-        new java.lang.String[] { "Started", "PrefillProgress", "Delta", "Finished", "Event", });
+        new java.lang.String[] { "Started", "PrefillProgress", "Delta", "Finished", "LoadingModel", "Event", });
     internal_static_icehouse_v1_Started_descriptor =
       getDescriptor().getMessageTypes().get(3);
     internal_static_icehouse_v1_Started_fieldAccessorTable = new
       com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
         internal_static_icehouse_v1_Started_descriptor,
-        new java.lang.String[] { "RequestId", "Model", "PromptTokens", "Cache", "QueueDuration", "Seed", "ReceiveTime", "SystemFingerprint", "MaxOutputTokens", "UnenforcedKeywords", });
+        new java.lang.String[] { "RequestId", "Model", "PromptTokens", "Cache", "QueueDuration", "Seed", "ReceiveTime", "SystemFingerprint", "MaxOutputTokens", "UnenforcedKeywords", "LoadDuration", });
     internal_static_icehouse_v1_PrefillProgress_descriptor =
       getDescriptor().getMessageTypes().get(4);
     internal_static_icehouse_v1_PrefillProgress_fieldAccessorTable = new
@@ -279,7 +285,7 @@ public final class InferenceServiceOuterClass {
     internal_static_icehouse_v1_CacheStatsRequest_fieldAccessorTable = new
       com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
         internal_static_icehouse_v1_CacheStatsRequest_descriptor,
-        new java.lang.String[] { });
+        new java.lang.String[] { "Model", });
     internal_static_icehouse_v1_CacheStatsResponse_descriptor =
       getDescriptor().getMessageTypes().get(13);
     internal_static_icehouse_v1_CacheStatsResponse_fieldAccessorTable = new
@@ -292,6 +298,7 @@ public final class InferenceServiceOuterClass {
     dev.icehouse.v1.CacheStatsOuterClass.getDescriptor();
     dev.icehouse.v1.CompletionOuterClass.getDescriptor();
     dev.icehouse.v1.Logprobs.getDescriptor();
+    dev.icehouse.v1.ModelServiceOuterClass.getDescriptor();
     dev.icehouse.v1.PromptOuterClass.getDescriptor();
     dev.icehouse.v1.ResponseFormatOuterClass.getDescriptor();
     dev.icehouse.v1.Sampling.getDescriptor();

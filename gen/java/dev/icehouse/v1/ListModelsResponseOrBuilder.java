@@ -10,7 +10,7 @@ public interface ListModelsResponseOrBuilder extends
 
   /**
    * <pre>
-   * The models, by id.
+   * The models, in the order of the configuration; the first one is the default.
    * </pre>
    *
    * <code>repeated .icehouse.v1.Model models = 1;</code>
@@ -19,7 +19,7 @@ public interface ListModelsResponseOrBuilder extends
       getModelsList();
   /**
    * <pre>
-   * The models, by id.
+   * The models, in the order of the configuration; the first one is the default.
    * </pre>
    *
    * <code>repeated .icehouse.v1.Model models = 1;</code>
@@ -27,7 +27,7 @@ public interface ListModelsResponseOrBuilder extends
   dev.icehouse.v1.Model getModels(int index);
   /**
    * <pre>
-   * The models, by id.
+   * The models, in the order of the configuration; the first one is the default.
    * </pre>
    *
    * <code>repeated .icehouse.v1.Model models = 1;</code>
@@ -35,7 +35,7 @@ public interface ListModelsResponseOrBuilder extends
   int getModelsCount();
   /**
    * <pre>
-   * The models, by id.
+   * The models, in the order of the configuration; the first one is the default.
    * </pre>
    *
    * <code>repeated .icehouse.v1.Model models = 1;</code>
@@ -44,7 +44,7 @@ public interface ListModelsResponseOrBuilder extends
       getModelsOrBuilderList();
   /**
    * <pre>
-   * The models, by id.
+   * The models, in the order of the configuration; the first one is the default.
    * </pre>
    *
    * <code>repeated .icehouse.v1.Model models = 1;</code>

@@ -6,7 +6,7 @@ package dev.icehouse.v1;
 
 /**
  * <pre>
- * A loaded model.
+ * A model. Of one that is not loaded only `id`, `aliases` and its state are known.
  * </pre>
  *
  * Protobuf type {@code icehouse.v1.Model}
@@ -32,6 +32,10 @@ private static final long serialVersionUID = 0L;
     device_ = "";
     adapters_ = java.util.Collections.emptyList();
     passSplits_ = java.util.Collections.emptyList();
+    state_ = 0;
+    stateDetail_ = "";
+    aliases_ =
+        com.google.protobuf.LazyStringArrayList.emptyList();
   }
 
   @java.lang.Override
@@ -750,6 +754,132 @@ private static final long serialVersionUID = 0L;
     return replyFormat_ == null ? dev.icehouse.v1.ReplyFormat.getDefaultInstance() : replyFormat_;
   }
 
+  public static final int STATE_FIELD_NUMBER = 21;
+  private int state_ = 0;
+  /**
+   * <pre>
+   * Whether it is loaded.
+   * </pre>
+   *
+   * <code>.icehouse.v1.ModelState state = 21;</code>
+   * @return The enum numeric value on the wire for state.
+   */
+  @java.lang.Override public int getStateValue() {
+    return state_;
+  }
+  /**
+   * <pre>
+   * Whether it is loaded.
+   * </pre>
+   *
+   * <code>.icehouse.v1.ModelState state = 21;</code>
+   * @return The state.
+   */
+  @java.lang.Override public dev.icehouse.v1.ModelState getState() {
+    dev.icehouse.v1.ModelState result = dev.icehouse.v1.ModelState.forNumber(state_);
+    return result == null ? dev.icehouse.v1.ModelState.UNRECOGNIZED : result;
+  }
+
+  public static final int STATE_DETAIL_FIELD_NUMBER = 22;
+  @SuppressWarnings("serial")
+  private volatile java.lang.Object stateDetail_ = "";
+  /**
+   * <pre>
+   * Why it is MODEL_STATE_FAILED. Empty: it is not.
+   * </pre>
+   *
+   * <code>string state_detail = 22;</code>
+   * @return The stateDetail.
+   */
+  @java.lang.Override
+  public java.lang.String getStateDetail() {
+    java.lang.Object ref = stateDetail_;
+    if (ref instanceof java.lang.String) {
+      return (java.lang.String) ref;
+    } else {
+      com.google.protobuf.ByteString bs = 
+          (com.google.protobuf.ByteString) ref;
+      java.lang.String s = bs.toStringUtf8();
+      stateDetail_ = s;
+      return s;
+    }
+  }
+  /**
+   * <pre>
+   * Why it is MODEL_STATE_FAILED. Empty: it is not.
+   * </pre>
+   *
+   * <code>string state_detail = 22;</code>
+   * @return The bytes for stateDetail.
+   */
+  @java.lang.Override
+  public com.google.protobuf.ByteString
+      getStateDetailBytes() {
+    java.lang.Object ref = stateDetail_;
+    if (ref instanceof java.lang.String) {
+      com.google.protobuf.ByteString b = 
+          com.google.protobuf.ByteString.copyFromUtf8(
+              (java.lang.String) ref);
+      stateDetail_ = b;
+      return b;
+    } else {
+      return (com.google.protobuf.ByteString) ref;
+    }
+  }
+
+  public static final int ALIASES_FIELD_NUMBER = 23;
+  @SuppressWarnings("serial")
+  private com.google.protobuf.LazyStringArrayList aliases_ =
+      com.google.protobuf.LazyStringArrayList.emptyList();
+  /**
+   * <pre>
+   * Other names that requests may use in `model`.
+   * </pre>
+   *
+   * <code>repeated string aliases = 23;</code>
+   * @return A list containing the aliases.
+   */
+  public com.google.protobuf.ProtocolStringList
+      getAliasesList() {
+    return aliases_;
+  }
+  /**
+   * <pre>
+   * Other names that requests may use in `model`.
+   * </pre>
+   *
+   * <code>repeated string aliases = 23;</code>
+   * @return The count of aliases.
+   */
+  public int getAliasesCount() {
+    return aliases_.size();
+  }
+  /**
+   * <pre>
+   * Other names that requests may use in `model`.
+   * </pre>
+   *
+   * <code>repeated string aliases = 23;</code>
+   * @param index The index of the element to return.
+   * @return The aliases at the given index.
+   */
+  public java.lang.String getAliases(int index) {
+    return aliases_.get(index);
+  }
+  /**
+   * <pre>
+   * Other names that requests may use in `model`.
+   * </pre>
+   *
+   * <code>repeated string aliases = 23;</code>
+   * @param index The index of the value to return.
+   * @return The bytes of the aliases at the given index.
+   */
+  public com.google.protobuf.ByteString
+      getAliasesBytes(int index) {
+    return aliases_.getByteString(index);
+  }
+
   private byte memoizedIsInitialized = -1;
   @java.lang.Override
   public final boolean isInitialized() {
@@ -832,6 +962,15 @@ private static final long serialVersionUID = 0L;
     }
     if (((bitField0_ & 0x00000001) != 0)) {
       output.writeMessage(20, getReplyFormat());
+    }
+    if (state_ != dev.icehouse.v1.ModelState.MODEL_STATE_UNSPECIFIED.getNumber()) {
+      output.writeEnum(21, state_);
+    }
+    if (!com.google.protobuf.GeneratedMessageV3.isStringEmpty(stateDetail_)) {
+      com.google.protobuf.GeneratedMessageV3.writeString(output, 22, stateDetail_);
+    }
+    for (int i = 0; i < aliases_.size(); i++) {
+      com.google.protobuf.GeneratedMessageV3.writeString(output, 23, aliases_.getRaw(i));
     }
     getUnknownFields().writeTo(output);
   }
@@ -938,6 +1077,21 @@ private static final long serialVersionUID = 0L;
       size += com.google.protobuf.CodedOutputStream
         .computeMessageSize(20, getReplyFormat());
     }
+    if (state_ != dev.icehouse.v1.ModelState.MODEL_STATE_UNSPECIFIED.getNumber()) {
+      size += com.google.protobuf.CodedOutputStream
+        .computeEnumSize(21, state_);
+    }
+    if (!com.google.protobuf.GeneratedMessageV3.isStringEmpty(stateDetail_)) {
+      size += com.google.protobuf.GeneratedMessageV3.computeStringSize(22, stateDetail_);
+    }
+    {
+      int dataSize = 0;
+      for (int i = 0; i < aliases_.size(); i++) {
+        dataSize += computeStringSizeNoTag(aliases_.getRaw(i));
+      }
+      size += dataSize;
+      size += 2 * getAliasesList().size();
+    }
     size += getUnknownFields().getSerializedSize();
     memoizedSize = size;
     return size;
@@ -995,6 +1149,11 @@ private static final long serialVersionUID = 0L;
       if (!getReplyFormat()
           .equals(other.getReplyFormat())) return false;
     }
+    if (state_ != other.state_) return false;
+    if (!getStateDetail()
+        .equals(other.getStateDetail())) return false;
+    if (!getAliasesList()
+        .equals(other.getAliasesList())) return false;
     if (!getUnknownFields().equals(other.getUnknownFields())) return false;
     return true;
   }
@@ -1061,6 +1220,14 @@ private static final long serialVersionUID = 0L;
     if (hasReplyFormat()) {
       hash = (37 * hash) + REPLY_FORMAT_FIELD_NUMBER;
       hash = (53 * hash) + getReplyFormat().hashCode();
+    }
+    hash = (37 * hash) + STATE_FIELD_NUMBER;
+    hash = (53 * hash) + state_;
+    hash = (37 * hash) + STATE_DETAIL_FIELD_NUMBER;
+    hash = (53 * hash) + getStateDetail().hashCode();
+    if (getAliasesCount() > 0) {
+      hash = (37 * hash) + ALIASES_FIELD_NUMBER;
+      hash = (53 * hash) + getAliasesList().hashCode();
     }
     hash = (29 * hash) + getUnknownFields().hashCode();
     memoizedHashCode = hash;
@@ -1161,7 +1328,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * A loaded model.
+   * A model. Of one that is not loaded only `id`, `aliases` and its state are known.
    * </pre>
    *
    * Protobuf type {@code icehouse.v1.Model}
@@ -1236,6 +1403,10 @@ private static final long serialVersionUID = 0L;
         replyFormatBuilder_.dispose();
         replyFormatBuilder_ = null;
       }
+      state_ = 0;
+      stateDetail_ = "";
+      aliases_ =
+          com.google.protobuf.LazyStringArrayList.emptyList();
       return this;
     }
 
@@ -1346,6 +1517,16 @@ private static final long serialVersionUID = 0L;
             ? replyFormat_
             : replyFormatBuilder_.build();
         to_bitField0_ |= 0x00000001;
+      }
+      if (((from_bitField0_ & 0x00100000) != 0)) {
+        result.state_ = state_;
+      }
+      if (((from_bitField0_ & 0x00200000) != 0)) {
+        result.stateDetail_ = stateDetail_;
+      }
+      if (((from_bitField0_ & 0x00400000) != 0)) {
+        aliases_.makeImmutable();
+        result.aliases_ = aliases_;
       }
       result.bitField0_ |= to_bitField0_;
     }
@@ -1511,6 +1692,24 @@ private static final long serialVersionUID = 0L;
       if (other.hasReplyFormat()) {
         mergeReplyFormat(other.getReplyFormat());
       }
+      if (other.state_ != 0) {
+        setStateValue(other.getStateValue());
+      }
+      if (!other.getStateDetail().isEmpty()) {
+        stateDetail_ = other.stateDetail_;
+        bitField0_ |= 0x00200000;
+        onChanged();
+      }
+      if (!other.aliases_.isEmpty()) {
+        if (aliases_.isEmpty()) {
+          aliases_ = other.aliases_;
+          bitField0_ |= 0x00400000;
+        } else {
+          ensureAliasesIsMutable();
+          aliases_.addAll(other.aliases_);
+        }
+        onChanged();
+      }
       this.mergeUnknownFields(other.getUnknownFields());
       onChanged();
       return this;
@@ -1671,6 +1870,22 @@ private static final long serialVersionUID = 0L;
               bitField0_ |= 0x00080000;
               break;
             } // case 162
+            case 168: {
+              state_ = input.readEnum();
+              bitField0_ |= 0x00100000;
+              break;
+            } // case 168
+            case 178: {
+              stateDetail_ = input.readStringRequireUtf8();
+              bitField0_ |= 0x00200000;
+              break;
+            } // case 178
+            case 186: {
+              java.lang.String s = input.readStringRequireUtf8();
+              ensureAliasesIsMutable();
+              aliases_.add(s);
+              break;
+            } // case 186
             default: {
               if (!super.parseUnknownField(input, extensionRegistry, tag)) {
                 done = true; // was an endgroup tag
@@ -3565,6 +3780,318 @@ private static final long serialVersionUID = 0L;
         replyFormat_ = null;
       }
       return replyFormatBuilder_;
+    }
+
+    private int state_ = 0;
+    /**
+     * <pre>
+     * Whether it is loaded.
+     * </pre>
+     *
+     * <code>.icehouse.v1.ModelState state = 21;</code>
+     * @return The enum numeric value on the wire for state.
+     */
+    @java.lang.Override public int getStateValue() {
+      return state_;
+    }
+    /**
+     * <pre>
+     * Whether it is loaded.
+     * </pre>
+     *
+     * <code>.icehouse.v1.ModelState state = 21;</code>
+     * @param value The enum numeric value on the wire for state to set.
+     * @return This builder for chaining.
+     */
+    public Builder setStateValue(int value) {
+      state_ = value;
+      bitField0_ |= 0x00100000;
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * Whether it is loaded.
+     * </pre>
+     *
+     * <code>.icehouse.v1.ModelState state = 21;</code>
+     * @return The state.
+     */
+    @java.lang.Override
+    public dev.icehouse.v1.ModelState getState() {
+      dev.icehouse.v1.ModelState result = dev.icehouse.v1.ModelState.forNumber(state_);
+      return result == null ? dev.icehouse.v1.ModelState.UNRECOGNIZED : result;
+    }
+    /**
+     * <pre>
+     * Whether it is loaded.
+     * </pre>
+     *
+     * <code>.icehouse.v1.ModelState state = 21;</code>
+     * @param value The state to set.
+     * @return This builder for chaining.
+     */
+    public Builder setState(dev.icehouse.v1.ModelState value) {
+      if (value == null) {
+        throw new NullPointerException();
+      }
+      bitField0_ |= 0x00100000;
+      state_ = value.getNumber();
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * Whether it is loaded.
+     * </pre>
+     *
+     * <code>.icehouse.v1.ModelState state = 21;</code>
+     * @return This builder for chaining.
+     */
+    public Builder clearState() {
+      bitField0_ = (bitField0_ & ~0x00100000);
+      state_ = 0;
+      onChanged();
+      return this;
+    }
+
+    private java.lang.Object stateDetail_ = "";
+    /**
+     * <pre>
+     * Why it is MODEL_STATE_FAILED. Empty: it is not.
+     * </pre>
+     *
+     * <code>string state_detail = 22;</code>
+     * @return The stateDetail.
+     */
+    public java.lang.String getStateDetail() {
+      java.lang.Object ref = stateDetail_;
+      if (!(ref instanceof java.lang.String)) {
+        com.google.protobuf.ByteString bs =
+            (com.google.protobuf.ByteString) ref;
+        java.lang.String s = bs.toStringUtf8();
+        stateDetail_ = s;
+        return s;
+      } else {
+        return (java.lang.String) ref;
+      }
+    }
+    /**
+     * <pre>
+     * Why it is MODEL_STATE_FAILED. Empty: it is not.
+     * </pre>
+     *
+     * <code>string state_detail = 22;</code>
+     * @return The bytes for stateDetail.
+     */
+    public com.google.protobuf.ByteString
+        getStateDetailBytes() {
+      java.lang.Object ref = stateDetail_;
+      if (ref instanceof String) {
+        com.google.protobuf.ByteString b = 
+            com.google.protobuf.ByteString.copyFromUtf8(
+                (java.lang.String) ref);
+        stateDetail_ = b;
+        return b;
+      } else {
+        return (com.google.protobuf.ByteString) ref;
+      }
+    }
+    /**
+     * <pre>
+     * Why it is MODEL_STATE_FAILED. Empty: it is not.
+     * </pre>
+     *
+     * <code>string state_detail = 22;</code>
+     * @param value The stateDetail to set.
+     * @return This builder for chaining.
+     */
+    public Builder setStateDetail(
+        java.lang.String value) {
+      if (value == null) { throw new NullPointerException(); }
+      stateDetail_ = value;
+      bitField0_ |= 0x00200000;
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * Why it is MODEL_STATE_FAILED. Empty: it is not.
+     * </pre>
+     *
+     * <code>string state_detail = 22;</code>
+     * @return This builder for chaining.
+     */
+    public Builder clearStateDetail() {
+      stateDetail_ = getDefaultInstance().getStateDetail();
+      bitField0_ = (bitField0_ & ~0x00200000);
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * Why it is MODEL_STATE_FAILED. Empty: it is not.
+     * </pre>
+     *
+     * <code>string state_detail = 22;</code>
+     * @param value The bytes for stateDetail to set.
+     * @return This builder for chaining.
+     */
+    public Builder setStateDetailBytes(
+        com.google.protobuf.ByteString value) {
+      if (value == null) { throw new NullPointerException(); }
+      checkByteStringIsUtf8(value);
+      stateDetail_ = value;
+      bitField0_ |= 0x00200000;
+      onChanged();
+      return this;
+    }
+
+    private com.google.protobuf.LazyStringArrayList aliases_ =
+        com.google.protobuf.LazyStringArrayList.emptyList();
+    private void ensureAliasesIsMutable() {
+      if (!aliases_.isModifiable()) {
+        aliases_ = new com.google.protobuf.LazyStringArrayList(aliases_);
+      }
+      bitField0_ |= 0x00400000;
+    }
+    /**
+     * <pre>
+     * Other names that requests may use in `model`.
+     * </pre>
+     *
+     * <code>repeated string aliases = 23;</code>
+     * @return A list containing the aliases.
+     */
+    public com.google.protobuf.ProtocolStringList
+        getAliasesList() {
+      aliases_.makeImmutable();
+      return aliases_;
+    }
+    /**
+     * <pre>
+     * Other names that requests may use in `model`.
+     * </pre>
+     *
+     * <code>repeated string aliases = 23;</code>
+     * @return The count of aliases.
+     */
+    public int getAliasesCount() {
+      return aliases_.size();
+    }
+    /**
+     * <pre>
+     * Other names that requests may use in `model`.
+     * </pre>
+     *
+     * <code>repeated string aliases = 23;</code>
+     * @param index The index of the element to return.
+     * @return The aliases at the given index.
+     */
+    public java.lang.String getAliases(int index) {
+      return aliases_.get(index);
+    }
+    /**
+     * <pre>
+     * Other names that requests may use in `model`.
+     * </pre>
+     *
+     * <code>repeated string aliases = 23;</code>
+     * @param index The index of the value to return.
+     * @return The bytes of the aliases at the given index.
+     */
+    public com.google.protobuf.ByteString
+        getAliasesBytes(int index) {
+      return aliases_.getByteString(index);
+    }
+    /**
+     * <pre>
+     * Other names that requests may use in `model`.
+     * </pre>
+     *
+     * <code>repeated string aliases = 23;</code>
+     * @param index The index to set the value at.
+     * @param value The aliases to set.
+     * @return This builder for chaining.
+     */
+    public Builder setAliases(
+        int index, java.lang.String value) {
+      if (value == null) { throw new NullPointerException(); }
+      ensureAliasesIsMutable();
+      aliases_.set(index, value);
+      bitField0_ |= 0x00400000;
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * Other names that requests may use in `model`.
+     * </pre>
+     *
+     * <code>repeated string aliases = 23;</code>
+     * @param value The aliases to add.
+     * @return This builder for chaining.
+     */
+    public Builder addAliases(
+        java.lang.String value) {
+      if (value == null) { throw new NullPointerException(); }
+      ensureAliasesIsMutable();
+      aliases_.add(value);
+      bitField0_ |= 0x00400000;
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * Other names that requests may use in `model`.
+     * </pre>
+     *
+     * <code>repeated string aliases = 23;</code>
+     * @param values The aliases to add.
+     * @return This builder for chaining.
+     */
+    public Builder addAllAliases(
+        java.lang.Iterable<java.lang.String> values) {
+      ensureAliasesIsMutable();
+      com.google.protobuf.AbstractMessageLite.Builder.addAll(
+          values, aliases_);
+      bitField0_ |= 0x00400000;
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * Other names that requests may use in `model`.
+     * </pre>
+     *
+     * <code>repeated string aliases = 23;</code>
+     * @return This builder for chaining.
+     */
+    public Builder clearAliases() {
+      aliases_ =
+        com.google.protobuf.LazyStringArrayList.emptyList();
+      bitField0_ = (bitField0_ & ~0x00400000);;
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * Other names that requests may use in `model`.
+     * </pre>
+     *
+     * <code>repeated string aliases = 23;</code>
+     * @param value The bytes of the aliases to add.
+     * @return This builder for chaining.
+     */
+    public Builder addAliasesBytes(
+        com.google.protobuf.ByteString value) {
+      if (value == null) { throw new NullPointerException(); }
+      checkByteStringIsUtf8(value);
+      ensureAliasesIsMutable();
+      aliases_.add(value);
+      bitField0_ |= 0x00400000;
+      onChanged();
+      return this;
     }
     @java.lang.Override
     public final Builder setUnknownFields(

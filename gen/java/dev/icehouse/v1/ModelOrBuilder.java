@@ -413,4 +413,84 @@ public interface ModelOrBuilder extends
    * <code>.icehouse.v1.ReplyFormat reply_format = 20;</code>
    */
   dev.icehouse.v1.ReplyFormatOrBuilder getReplyFormatOrBuilder();
+
+  /**
+   * <pre>
+   * Whether it is loaded.
+   * </pre>
+   *
+   * <code>.icehouse.v1.ModelState state = 21;</code>
+   * @return The enum numeric value on the wire for state.
+   */
+  int getStateValue();
+  /**
+   * <pre>
+   * Whether it is loaded.
+   * </pre>
+   *
+   * <code>.icehouse.v1.ModelState state = 21;</code>
+   * @return The state.
+   */
+  dev.icehouse.v1.ModelState getState();
+
+  /**
+   * <pre>
+   * Why it is MODEL_STATE_FAILED. Empty: it is not.
+   * </pre>
+   *
+   * <code>string state_detail = 22;</code>
+   * @return The stateDetail.
+   */
+  java.lang.String getStateDetail();
+  /**
+   * <pre>
+   * Why it is MODEL_STATE_FAILED. Empty: it is not.
+   * </pre>
+   *
+   * <code>string state_detail = 22;</code>
+   * @return The bytes for stateDetail.
+   */
+  com.google.protobuf.ByteString
+      getStateDetailBytes();
+
+  /**
+   * <pre>
+   * Other names that requests may use in `model`.
+   * </pre>
+   *
+   * <code>repeated string aliases = 23;</code>
+   * @return A list containing the aliases.
+   */
+  java.util.List<java.lang.String>
+      getAliasesList();
+  /**
+   * <pre>
+   * Other names that requests may use in `model`.
+   * </pre>
+   *
+   * <code>repeated string aliases = 23;</code>
+   * @return The count of aliases.
+   */
+  int getAliasesCount();
+  /**
+   * <pre>
+   * Other names that requests may use in `model`.
+   * </pre>
+   *
+   * <code>repeated string aliases = 23;</code>
+   * @param index The index of the element to return.
+   * @return The aliases at the given index.
+   */
+  java.lang.String getAliases(int index);
+  /**
+   * <pre>
+   * Other names that requests may use in `model`.
+   * </pre>
+   *
+   * <code>repeated string aliases = 23;</code>
+   * @param index The index of the value to return.
+   * @return The bytes of the aliases at the given index.
+   */
+  com.google.protobuf.ByteString
+      getAliasesBytes(int index);
 }

@@ -4,7 +4,9 @@ import static io.grpc.MethodDescriptor.generateFullMethodName;
 
 /**
  * <pre>
- * Lists and describes the served models. Errors carry google.rpc details as InferenceService's do.
+ * Lists, describes, loads and unloads the served models. Errors carry google.rpc details as InferenceService's do.
+ * A server of several models loads one when a request names it; other models that are idle leave memory for it if
+ * they must. A server of one model loads that at its start and keeps it.
  * </pre>
  */
 @io.grpc.stub.annotations.GrpcGenerated
@@ -77,6 +79,68 @@ public final class ModelServiceGrpc {
     return getGetModelMethod;
   }
 
+  private static volatile io.grpc.MethodDescriptor<dev.icehouse.v1.LoadModelRequest,
+      dev.icehouse.v1.LoadModelResponse> getLoadModelMethod;
+
+  @io.grpc.stub.annotations.RpcMethod(
+      fullMethodName = SERVICE_NAME + '/' + "LoadModel",
+      requestType = dev.icehouse.v1.LoadModelRequest.class,
+      responseType = dev.icehouse.v1.LoadModelResponse.class,
+      methodType = io.grpc.MethodDescriptor.MethodType.SERVER_STREAMING)
+  public static io.grpc.MethodDescriptor<dev.icehouse.v1.LoadModelRequest,
+      dev.icehouse.v1.LoadModelResponse> getLoadModelMethod() {
+    io.grpc.MethodDescriptor<dev.icehouse.v1.LoadModelRequest, dev.icehouse.v1.LoadModelResponse> getLoadModelMethod;
+    if ((getLoadModelMethod = ModelServiceGrpc.getLoadModelMethod) == null) {
+      synchronized (ModelServiceGrpc.class) {
+        if ((getLoadModelMethod = ModelServiceGrpc.getLoadModelMethod) == null) {
+          ModelServiceGrpc.getLoadModelMethod = getLoadModelMethod =
+              io.grpc.MethodDescriptor.<dev.icehouse.v1.LoadModelRequest, dev.icehouse.v1.LoadModelResponse>newBuilder()
+              .setType(io.grpc.MethodDescriptor.MethodType.SERVER_STREAMING)
+              .setFullMethodName(generateFullMethodName(SERVICE_NAME, "LoadModel"))
+              .setSampledToLocalTracing(true)
+              .setRequestMarshaller(io.grpc.protobuf.ProtoUtils.marshaller(
+                  dev.icehouse.v1.LoadModelRequest.getDefaultInstance()))
+              .setResponseMarshaller(io.grpc.protobuf.ProtoUtils.marshaller(
+                  dev.icehouse.v1.LoadModelResponse.getDefaultInstance()))
+              .setSchemaDescriptor(new ModelServiceMethodDescriptorSupplier("LoadModel"))
+              .build();
+        }
+      }
+    }
+    return getLoadModelMethod;
+  }
+
+  private static volatile io.grpc.MethodDescriptor<dev.icehouse.v1.UnloadModelRequest,
+      dev.icehouse.v1.UnloadModelResponse> getUnloadModelMethod;
+
+  @io.grpc.stub.annotations.RpcMethod(
+      fullMethodName = SERVICE_NAME + '/' + "UnloadModel",
+      requestType = dev.icehouse.v1.UnloadModelRequest.class,
+      responseType = dev.icehouse.v1.UnloadModelResponse.class,
+      methodType = io.grpc.MethodDescriptor.MethodType.UNARY)
+  public static io.grpc.MethodDescriptor<dev.icehouse.v1.UnloadModelRequest,
+      dev.icehouse.v1.UnloadModelResponse> getUnloadModelMethod() {
+    io.grpc.MethodDescriptor<dev.icehouse.v1.UnloadModelRequest, dev.icehouse.v1.UnloadModelResponse> getUnloadModelMethod;
+    if ((getUnloadModelMethod = ModelServiceGrpc.getUnloadModelMethod) == null) {
+      synchronized (ModelServiceGrpc.class) {
+        if ((getUnloadModelMethod = ModelServiceGrpc.getUnloadModelMethod) == null) {
+          ModelServiceGrpc.getUnloadModelMethod = getUnloadModelMethod =
+              io.grpc.MethodDescriptor.<dev.icehouse.v1.UnloadModelRequest, dev.icehouse.v1.UnloadModelResponse>newBuilder()
+              .setType(io.grpc.MethodDescriptor.MethodType.UNARY)
+              .setFullMethodName(generateFullMethodName(SERVICE_NAME, "UnloadModel"))
+              .setSampledToLocalTracing(true)
+              .setRequestMarshaller(io.grpc.protobuf.ProtoUtils.marshaller(
+                  dev.icehouse.v1.UnloadModelRequest.getDefaultInstance()))
+              .setResponseMarshaller(io.grpc.protobuf.ProtoUtils.marshaller(
+                  dev.icehouse.v1.UnloadModelResponse.getDefaultInstance()))
+              .setSchemaDescriptor(new ModelServiceMethodDescriptorSupplier("UnloadModel"))
+              .build();
+        }
+      }
+    }
+    return getUnloadModelMethod;
+  }
+
   /**
    * Creates a new async stub that supports all call types for the service
    */
@@ -138,14 +202,17 @@ public final class ModelServiceGrpc {
 
   /**
    * <pre>
-   * Lists and describes the served models. Errors carry google.rpc details as InferenceService's do.
+   * Lists, describes, loads and unloads the served models. Errors carry google.rpc details as InferenceService's do.
+   * A server of several models loads one when a request names it; other models that are idle leave memory for it if
+   * they must. A server of one model loads that at its start and keeps it.
    * </pre>
    */
   public interface AsyncService {
 
     /**
      * <pre>
-     * Lists the models that `model` may name. INVALID_ARGUMENT for a negative page size or a bad token.
+     * Lists the models that `model` may name, loaded or not; a model that is kept for other tenants is not shown.
+     * INVALID_ARGUMENT for a negative page size or a bad token; UNAVAILABLE while the only model loads.
      * </pre>
      */
     default void listModels(dev.icehouse.v1.ListModelsRequest request,
@@ -155,19 +222,45 @@ public final class ModelServiceGrpc {
 
     /**
      * <pre>
-     * Describes one model. NOT_FOUND if it is not served; UNAVAILABLE while it loads.
+     * Describes one model. NOT_FOUND if it is not served; UNAVAILABLE while the only model loads.
      * </pre>
      */
     default void getModel(dev.icehouse.v1.GetModelRequest request,
         io.grpc.stub.StreamObserver<dev.icehouse.v1.GetModelResponse> responseObserver) {
       io.grpc.stub.ServerCalls.asyncUnimplementedUnaryCall(getGetModelMethod(), responseObserver);
     }
+
+    /**
+     * <pre>
+     * Loads a model, as a request for it would: any number of `progress`, and `done` once, last. When the caller
+     * leaves, loading goes on. RESOURCE_EXHAUSTED (MEMORY_SHORT) if running models take the memory, FAILED_PRECONDITION
+     * (MEMORY_NEVER_FITS) if pinned ones do or it can never fit. Only for operators.
+     * </pre>
+     */
+    default void loadModel(dev.icehouse.v1.LoadModelRequest request,
+        io.grpc.stub.StreamObserver<dev.icehouse.v1.LoadModelResponse> responseObserver) {
+      io.grpc.stub.ServerCalls.asyncUnimplementedUnaryCall(getLoadModelMethod(), responseObserver);
+    }
+
+    /**
+     * <pre>
+     * Unloads a model, once its running requests have ended or the server's drain grace is over, which ends them as
+     * UNAVAILABLE. Its blocks are written to SSD, and the next request that names it loads it again. Returns at once
+     * if it is not loaded; FAILED_PRECONDITION (UNSUPPORTED) for the only model. Only for operators.
+     * </pre>
+     */
+    default void unloadModel(dev.icehouse.v1.UnloadModelRequest request,
+        io.grpc.stub.StreamObserver<dev.icehouse.v1.UnloadModelResponse> responseObserver) {
+      io.grpc.stub.ServerCalls.asyncUnimplementedUnaryCall(getUnloadModelMethod(), responseObserver);
+    }
   }
 
   /**
    * Base class for the server implementation of the service ModelService.
    * <pre>
-   * Lists and describes the served models. Errors carry google.rpc details as InferenceService's do.
+   * Lists, describes, loads and unloads the served models. Errors carry google.rpc details as InferenceService's do.
+   * A server of several models loads one when a request names it; other models that are idle leave memory for it if
+   * they must. A server of one model loads that at its start and keeps it.
    * </pre>
    */
   public static abstract class ModelServiceImplBase
@@ -181,7 +274,9 @@ public final class ModelServiceGrpc {
   /**
    * A stub to allow clients to do asynchronous rpc calls to service ModelService.
    * <pre>
-   * Lists and describes the served models. Errors carry google.rpc details as InferenceService's do.
+   * Lists, describes, loads and unloads the served models. Errors carry google.rpc details as InferenceService's do.
+   * A server of several models loads one when a request names it; other models that are idle leave memory for it if
+   * they must. A server of one model loads that at its start and keeps it.
    * </pre>
    */
   public static final class ModelServiceStub
@@ -199,7 +294,8 @@ public final class ModelServiceGrpc {
 
     /**
      * <pre>
-     * Lists the models that `model` may name. INVALID_ARGUMENT for a negative page size or a bad token.
+     * Lists the models that `model` may name, loaded or not; a model that is kept for other tenants is not shown.
+     * INVALID_ARGUMENT for a negative page size or a bad token; UNAVAILABLE while the only model loads.
      * </pre>
      */
     public void listModels(dev.icehouse.v1.ListModelsRequest request,
@@ -210,7 +306,7 @@ public final class ModelServiceGrpc {
 
     /**
      * <pre>
-     * Describes one model. NOT_FOUND if it is not served; UNAVAILABLE while it loads.
+     * Describes one model. NOT_FOUND if it is not served; UNAVAILABLE while the only model loads.
      * </pre>
      */
     public void getModel(dev.icehouse.v1.GetModelRequest request,
@@ -218,12 +314,40 @@ public final class ModelServiceGrpc {
       io.grpc.stub.ClientCalls.asyncUnaryCall(
           getChannel().newCall(getGetModelMethod(), getCallOptions()), request, responseObserver);
     }
+
+    /**
+     * <pre>
+     * Loads a model, as a request for it would: any number of `progress`, and `done` once, last. When the caller
+     * leaves, loading goes on. RESOURCE_EXHAUSTED (MEMORY_SHORT) if running models take the memory, FAILED_PRECONDITION
+     * (MEMORY_NEVER_FITS) if pinned ones do or it can never fit. Only for operators.
+     * </pre>
+     */
+    public void loadModel(dev.icehouse.v1.LoadModelRequest request,
+        io.grpc.stub.StreamObserver<dev.icehouse.v1.LoadModelResponse> responseObserver) {
+      io.grpc.stub.ClientCalls.asyncServerStreamingCall(
+          getChannel().newCall(getLoadModelMethod(), getCallOptions()), request, responseObserver);
+    }
+
+    /**
+     * <pre>
+     * Unloads a model, once its running requests have ended or the server's drain grace is over, which ends them as
+     * UNAVAILABLE. Its blocks are written to SSD, and the next request that names it loads it again. Returns at once
+     * if it is not loaded; FAILED_PRECONDITION (UNSUPPORTED) for the only model. Only for operators.
+     * </pre>
+     */
+    public void unloadModel(dev.icehouse.v1.UnloadModelRequest request,
+        io.grpc.stub.StreamObserver<dev.icehouse.v1.UnloadModelResponse> responseObserver) {
+      io.grpc.stub.ClientCalls.asyncUnaryCall(
+          getChannel().newCall(getUnloadModelMethod(), getCallOptions()), request, responseObserver);
+    }
   }
 
   /**
    * A stub to allow clients to do synchronous rpc calls to service ModelService.
    * <pre>
-   * Lists and describes the served models. Errors carry google.rpc details as InferenceService's do.
+   * Lists, describes, loads and unloads the served models. Errors carry google.rpc details as InferenceService's do.
+   * A server of several models loads one when a request names it; other models that are idle leave memory for it if
+   * they must. A server of one model loads that at its start and keeps it.
    * </pre>
    */
   public static final class ModelServiceBlockingV2Stub
@@ -241,7 +365,8 @@ public final class ModelServiceGrpc {
 
     /**
      * <pre>
-     * Lists the models that `model` may name. INVALID_ARGUMENT for a negative page size or a bad token.
+     * Lists the models that `model` may name, loaded or not; a model that is kept for other tenants is not shown.
+     * INVALID_ARGUMENT for a negative page size or a bad token; UNAVAILABLE while the only model loads.
      * </pre>
      */
     public dev.icehouse.v1.ListModelsResponse listModels(dev.icehouse.v1.ListModelsRequest request) throws io.grpc.StatusException {
@@ -251,19 +376,47 @@ public final class ModelServiceGrpc {
 
     /**
      * <pre>
-     * Describes one model. NOT_FOUND if it is not served; UNAVAILABLE while it loads.
+     * Describes one model. NOT_FOUND if it is not served; UNAVAILABLE while the only model loads.
      * </pre>
      */
     public dev.icehouse.v1.GetModelResponse getModel(dev.icehouse.v1.GetModelRequest request) throws io.grpc.StatusException {
       return io.grpc.stub.ClientCalls.blockingV2UnaryCall(
           getChannel(), getGetModelMethod(), getCallOptions(), request);
     }
+
+    /**
+     * <pre>
+     * Loads a model, as a request for it would: any number of `progress`, and `done` once, last. When the caller
+     * leaves, loading goes on. RESOURCE_EXHAUSTED (MEMORY_SHORT) if running models take the memory, FAILED_PRECONDITION
+     * (MEMORY_NEVER_FITS) if pinned ones do or it can never fit. Only for operators.
+     * </pre>
+     */
+    @io.grpc.ExperimentalApi("https://github.com/grpc/grpc-java/issues/10918")
+    public io.grpc.stub.BlockingClientCall<?, dev.icehouse.v1.LoadModelResponse>
+        loadModel(dev.icehouse.v1.LoadModelRequest request) {
+      return io.grpc.stub.ClientCalls.blockingV2ServerStreamingCall(
+          getChannel(), getLoadModelMethod(), getCallOptions(), request);
+    }
+
+    /**
+     * <pre>
+     * Unloads a model, once its running requests have ended or the server's drain grace is over, which ends them as
+     * UNAVAILABLE. Its blocks are written to SSD, and the next request that names it loads it again. Returns at once
+     * if it is not loaded; FAILED_PRECONDITION (UNSUPPORTED) for the only model. Only for operators.
+     * </pre>
+     */
+    public dev.icehouse.v1.UnloadModelResponse unloadModel(dev.icehouse.v1.UnloadModelRequest request) throws io.grpc.StatusException {
+      return io.grpc.stub.ClientCalls.blockingV2UnaryCall(
+          getChannel(), getUnloadModelMethod(), getCallOptions(), request);
+    }
   }
 
   /**
    * A stub to allow clients to do limited synchronous rpc calls to service ModelService.
    * <pre>
-   * Lists and describes the served models. Errors carry google.rpc details as InferenceService's do.
+   * Lists, describes, loads and unloads the served models. Errors carry google.rpc details as InferenceService's do.
+   * A server of several models loads one when a request names it; other models that are idle leave memory for it if
+   * they must. A server of one model loads that at its start and keeps it.
    * </pre>
    */
   public static final class ModelServiceBlockingStub
@@ -281,7 +434,8 @@ public final class ModelServiceGrpc {
 
     /**
      * <pre>
-     * Lists the models that `model` may name. INVALID_ARGUMENT for a negative page size or a bad token.
+     * Lists the models that `model` may name, loaded or not; a model that is kept for other tenants is not shown.
+     * INVALID_ARGUMENT for a negative page size or a bad token; UNAVAILABLE while the only model loads.
      * </pre>
      */
     public dev.icehouse.v1.ListModelsResponse listModels(dev.icehouse.v1.ListModelsRequest request) {
@@ -291,19 +445,46 @@ public final class ModelServiceGrpc {
 
     /**
      * <pre>
-     * Describes one model. NOT_FOUND if it is not served; UNAVAILABLE while it loads.
+     * Describes one model. NOT_FOUND if it is not served; UNAVAILABLE while the only model loads.
      * </pre>
      */
     public dev.icehouse.v1.GetModelResponse getModel(dev.icehouse.v1.GetModelRequest request) {
       return io.grpc.stub.ClientCalls.blockingUnaryCall(
           getChannel(), getGetModelMethod(), getCallOptions(), request);
     }
+
+    /**
+     * <pre>
+     * Loads a model, as a request for it would: any number of `progress`, and `done` once, last. When the caller
+     * leaves, loading goes on. RESOURCE_EXHAUSTED (MEMORY_SHORT) if running models take the memory, FAILED_PRECONDITION
+     * (MEMORY_NEVER_FITS) if pinned ones do or it can never fit. Only for operators.
+     * </pre>
+     */
+    public java.util.Iterator<dev.icehouse.v1.LoadModelResponse> loadModel(
+        dev.icehouse.v1.LoadModelRequest request) {
+      return io.grpc.stub.ClientCalls.blockingServerStreamingCall(
+          getChannel(), getLoadModelMethod(), getCallOptions(), request);
+    }
+
+    /**
+     * <pre>
+     * Unloads a model, once its running requests have ended or the server's drain grace is over, which ends them as
+     * UNAVAILABLE. Its blocks are written to SSD, and the next request that names it loads it again. Returns at once
+     * if it is not loaded; FAILED_PRECONDITION (UNSUPPORTED) for the only model. Only for operators.
+     * </pre>
+     */
+    public dev.icehouse.v1.UnloadModelResponse unloadModel(dev.icehouse.v1.UnloadModelRequest request) {
+      return io.grpc.stub.ClientCalls.blockingUnaryCall(
+          getChannel(), getUnloadModelMethod(), getCallOptions(), request);
+    }
   }
 
   /**
    * A stub to allow clients to do ListenableFuture-style rpc calls to service ModelService.
    * <pre>
-   * Lists and describes the served models. Errors carry google.rpc details as InferenceService's do.
+   * Lists, describes, loads and unloads the served models. Errors carry google.rpc details as InferenceService's do.
+   * A server of several models loads one when a request names it; other models that are idle leave memory for it if
+   * they must. A server of one model loads that at its start and keeps it.
    * </pre>
    */
   public static final class ModelServiceFutureStub
@@ -321,7 +502,8 @@ public final class ModelServiceGrpc {
 
     /**
      * <pre>
-     * Lists the models that `model` may name. INVALID_ARGUMENT for a negative page size or a bad token.
+     * Lists the models that `model` may name, loaded or not; a model that is kept for other tenants is not shown.
+     * INVALID_ARGUMENT for a negative page size or a bad token; UNAVAILABLE while the only model loads.
      * </pre>
      */
     public com.google.common.util.concurrent.ListenableFuture<dev.icehouse.v1.ListModelsResponse> listModels(
@@ -332,7 +514,7 @@ public final class ModelServiceGrpc {
 
     /**
      * <pre>
-     * Describes one model. NOT_FOUND if it is not served; UNAVAILABLE while it loads.
+     * Describes one model. NOT_FOUND if it is not served; UNAVAILABLE while the only model loads.
      * </pre>
      */
     public com.google.common.util.concurrent.ListenableFuture<dev.icehouse.v1.GetModelResponse> getModel(
@@ -340,10 +522,25 @@ public final class ModelServiceGrpc {
       return io.grpc.stub.ClientCalls.futureUnaryCall(
           getChannel().newCall(getGetModelMethod(), getCallOptions()), request);
     }
+
+    /**
+     * <pre>
+     * Unloads a model, once its running requests have ended or the server's drain grace is over, which ends them as
+     * UNAVAILABLE. Its blocks are written to SSD, and the next request that names it loads it again. Returns at once
+     * if it is not loaded; FAILED_PRECONDITION (UNSUPPORTED) for the only model. Only for operators.
+     * </pre>
+     */
+    public com.google.common.util.concurrent.ListenableFuture<dev.icehouse.v1.UnloadModelResponse> unloadModel(
+        dev.icehouse.v1.UnloadModelRequest request) {
+      return io.grpc.stub.ClientCalls.futureUnaryCall(
+          getChannel().newCall(getUnloadModelMethod(), getCallOptions()), request);
+    }
   }
 
   private static final int METHODID_LIST_MODELS = 0;
   private static final int METHODID_GET_MODEL = 1;
+  private static final int METHODID_LOAD_MODEL = 2;
+  private static final int METHODID_UNLOAD_MODEL = 3;
 
   private static final class MethodHandlers<Req, Resp> implements
       io.grpc.stub.ServerCalls.UnaryMethod<Req, Resp>,
@@ -369,6 +566,14 @@ public final class ModelServiceGrpc {
         case METHODID_GET_MODEL:
           serviceImpl.getModel((dev.icehouse.v1.GetModelRequest) request,
               (io.grpc.stub.StreamObserver<dev.icehouse.v1.GetModelResponse>) responseObserver);
+          break;
+        case METHODID_LOAD_MODEL:
+          serviceImpl.loadModel((dev.icehouse.v1.LoadModelRequest) request,
+              (io.grpc.stub.StreamObserver<dev.icehouse.v1.LoadModelResponse>) responseObserver);
+          break;
+        case METHODID_UNLOAD_MODEL:
+          serviceImpl.unloadModel((dev.icehouse.v1.UnloadModelRequest) request,
+              (io.grpc.stub.StreamObserver<dev.icehouse.v1.UnloadModelResponse>) responseObserver);
           break;
         default:
           throw new AssertionError();
@@ -402,6 +607,20 @@ public final class ModelServiceGrpc {
               dev.icehouse.v1.GetModelRequest,
               dev.icehouse.v1.GetModelResponse>(
                 service, METHODID_GET_MODEL)))
+        .addMethod(
+          getLoadModelMethod(),
+          io.grpc.stub.ServerCalls.asyncServerStreamingCall(
+            new MethodHandlers<
+              dev.icehouse.v1.LoadModelRequest,
+              dev.icehouse.v1.LoadModelResponse>(
+                service, METHODID_LOAD_MODEL)))
+        .addMethod(
+          getUnloadModelMethod(),
+          io.grpc.stub.ServerCalls.asyncUnaryCall(
+            new MethodHandlers<
+              dev.icehouse.v1.UnloadModelRequest,
+              dev.icehouse.v1.UnloadModelResponse>(
+                service, METHODID_UNLOAD_MODEL)))
         .build();
   }
 
@@ -452,6 +671,8 @@ public final class ModelServiceGrpc {
               .setSchemaDescriptor(new ModelServiceFileDescriptorSupplier())
               .addMethod(getListModelsMethod())
               .addMethod(getGetModelMethod())
+              .addMethod(getLoadModelMethod())
+              .addMethod(getUnloadModelMethod())
               .build();
         }
       }

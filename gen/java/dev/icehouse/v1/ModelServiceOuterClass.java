@@ -36,6 +36,31 @@ public final class ModelServiceOuterClass {
     com.google.protobuf.GeneratedMessageV3.FieldAccessorTable
       internal_static_icehouse_v1_GetModelResponse_fieldAccessorTable;
   static final com.google.protobuf.Descriptors.Descriptor
+    internal_static_icehouse_v1_LoadModelRequest_descriptor;
+  static final 
+    com.google.protobuf.GeneratedMessageV3.FieldAccessorTable
+      internal_static_icehouse_v1_LoadModelRequest_fieldAccessorTable;
+  static final com.google.protobuf.Descriptors.Descriptor
+    internal_static_icehouse_v1_LoadModelResponse_descriptor;
+  static final 
+    com.google.protobuf.GeneratedMessageV3.FieldAccessorTable
+      internal_static_icehouse_v1_LoadModelResponse_fieldAccessorTable;
+  static final com.google.protobuf.Descriptors.Descriptor
+    internal_static_icehouse_v1_LoadingModel_descriptor;
+  static final 
+    com.google.protobuf.GeneratedMessageV3.FieldAccessorTable
+      internal_static_icehouse_v1_LoadingModel_fieldAccessorTable;
+  static final com.google.protobuf.Descriptors.Descriptor
+    internal_static_icehouse_v1_UnloadModelRequest_descriptor;
+  static final 
+    com.google.protobuf.GeneratedMessageV3.FieldAccessorTable
+      internal_static_icehouse_v1_UnloadModelRequest_fieldAccessorTable;
+  static final com.google.protobuf.Descriptors.Descriptor
+    internal_static_icehouse_v1_UnloadModelResponse_descriptor;
+  static final 
+    com.google.protobuf.GeneratedMessageV3.FieldAccessorTable
+      internal_static_icehouse_v1_UnloadModelResponse_fieldAccessorTable;
+  static final com.google.protobuf.Descriptors.Descriptor
     internal_static_icehouse_v1_Model_descriptor;
   static final 
     com.google.protobuf.GeneratedMessageV3.FieldAccessorTable
@@ -55,42 +80,64 @@ public final class ModelServiceOuterClass {
   static {
     java.lang.String[] descriptorData = {
       "\n\037icehouse/v1/model_service.proto\022\013iceho" +
-      "use.v1\032\031icehouse/v1/adapter.proto\":\n\021Lis" +
-      "tModelsRequest\022\021\n\tpage_size\030\001 \001(\005\022\022\n\npag" +
-      "e_token\030\002 \001(\t\"Q\n\022ListModelsResponse\022\"\n\006m" +
-      "odels\030\001 \003(\0132\022.icehouse.v1.Model\022\027\n\017next_" +
-      "page_token\030\002 \001(\t\" \n\017GetModelRequest\022\r\n\005m" +
-      "odel\030\001 \001(\t\"5\n\020GetModelResponse\022!\n\005model\030" +
-      "\001 \001(\0132\022.icehouse.v1.Model\"\214\004\n\005Model\022\n\n\002i" +
-      "d\030\001 \001(\t\022\024\n\014architecture\030\002 \001(\t\022\027\n\017vocabul" +
-      "ary_size\030\003 \001(\005\022\026\n\016context_tokens\030\004 \001(\005\022\r" +
-      "\n\005dtype\030\005 \001(\t\022\024\n\014quantization\030\006 \001(\t\022\027\n\017p" +
-      "arameter_count\030\007 \001(\003\022\024\n\014weight_bytes\030\010 \001" +
-      "(\003\022\032\n\022kv_bytes_per_token\030\t \001(\003\022\025\n\rcache_" +
-      "classes\030\n \003(\t\022\023\n\013fingerprint\030\013 \001(\t\022\031\n\021ha" +
-      "s_chat_template\030\014 \001(\010\022\025\n\reos_token_ids\030\r" +
-      " \003(\005\022\016\n\006device\030\016 \001(\t\022&\n\010adapters\030\017 \003(\0132\024" +
-      ".icehouse.v1.Adapter\022\034\n\024embedding_dimens" +
-      "ions\030\020 \001(\005\022\024\n\014reads_images\030\021 \001(\010\022+\n\013pass" +
-      "_splits\030\022 \003(\0162\026.icehouse.v1.PassSplit\022\031\n" +
-      "\021runs_images_whole\030\023 \001(\010\022.\n\014reply_format" +
-      "\030\024 \001(\0132\030.icehouse.v1.ReplyFormat\"v\n\013Repl" +
-      "yFormat\022\r\n\005calls\030\001 \001(\t\022\027\n\017reasoning_star" +
-      "t\030\002 \001(\t\022\025\n\rreasoning_end\030\003 \001(\t\022\020\n\010eviden" +
-      "ce\030\004 \003(\t\022\026\n\016unread_markers\030\005 \003(\t*n\n\tPass" +
-      "Split\022\032\n\026PASS_SPLIT_UNSPECIFIED\020\000\022\030\n\024PAS" +
-      "S_SPLIT_ATTENTION\020\001\022\025\n\021PASS_SPLIT_MODULE" +
-      "\020\002\022\024\n\020PASS_SPLIT_ALONE\020\0032\246\001\n\014ModelServic" +
-      "e\022M\n\nListModels\022\036.icehouse.v1.ListModels" +
-      "Request\032\037.icehouse.v1.ListModelsResponse" +
-      "\022G\n\010GetModel\022\034.icehouse.v1.GetModelReque" +
-      "st\032\035.icehouse.v1.GetModelResponseB<\n\017dev" +
-      ".icehouse.v1P\001Z\'icehouse.dev/api/icehous" +
-      "e/v1;icehousev1b\006proto3"
+      "use.v1\032\036google/protobuf/duration.proto\032\031" +
+      "icehouse/v1/adapter.proto\":\n\021ListModelsR" +
+      "equest\022\021\n\tpage_size\030\001 \001(\005\022\022\n\npage_token\030" +
+      "\002 \001(\t\"Q\n\022ListModelsResponse\022\"\n\006models\030\001 " +
+      "\003(\0132\022.icehouse.v1.Model\022\027\n\017next_page_tok" +
+      "en\030\002 \001(\t\" \n\017GetModelRequest\022\r\n\005model\030\001 \001" +
+      "(\t\"5\n\020GetModelResponse\022!\n\005model\030\001 \001(\0132\022." +
+      "icehouse.v1.Model\"!\n\020LoadModelRequest\022\r\n" +
+      "\005model\030\001 \001(\t\"o\n\021LoadModelResponse\022-\n\010pro" +
+      "gress\030\001 \001(\0132\031.icehouse.v1.LoadingModelH\000" +
+      "\022\"\n\004done\030\002 \001(\0132\022.icehouse.v1.ModelH\000B\007\n\005" +
+      "event\"q\n\014LoadingModel\022\r\n\005model\030\001 \001(\t\022&\n\005" +
+      "state\030\002 \001(\0162\027.icehouse.v1.ModelState\022*\n\007" +
+      "elapsed\030\003 \001(\0132\031.google.protobuf.Duration" +
+      "\"#\n\022UnloadModelRequest\022\r\n\005model\030\001 \001(\t\"8\n" +
+      "\023UnloadModelResponse\022!\n\005model\030\001 \001(\0132\022.ic" +
+      "ehouse.v1.Model\"\333\004\n\005Model\022\n\n\002id\030\001 \001(\t\022\024\n" +
+      "\014architecture\030\002 \001(\t\022\027\n\017vocabulary_size\030\003" +
+      " \001(\005\022\026\n\016context_tokens\030\004 \001(\005\022\r\n\005dtype\030\005 " +
+      "\001(\t\022\024\n\014quantization\030\006 \001(\t\022\027\n\017parameter_c" +
+      "ount\030\007 \001(\003\022\024\n\014weight_bytes\030\010 \001(\003\022\032\n\022kv_b" +
+      "ytes_per_token\030\t \001(\003\022\025\n\rcache_classes\030\n " +
+      "\003(\t\022\023\n\013fingerprint\030\013 \001(\t\022\031\n\021has_chat_tem" +
+      "plate\030\014 \001(\010\022\025\n\reos_token_ids\030\r \003(\005\022\016\n\006de" +
+      "vice\030\016 \001(\t\022&\n\010adapters\030\017 \003(\0132\024.icehouse." +
+      "v1.Adapter\022\034\n\024embedding_dimensions\030\020 \001(\005" +
+      "\022\024\n\014reads_images\030\021 \001(\010\022+\n\013pass_splits\030\022 " +
+      "\003(\0162\026.icehouse.v1.PassSplit\022\031\n\021runs_imag" +
+      "es_whole\030\023 \001(\010\022.\n\014reply_format\030\024 \001(\0132\030.i" +
+      "cehouse.v1.ReplyFormat\022&\n\005state\030\025 \001(\0162\027." +
+      "icehouse.v1.ModelState\022\024\n\014state_detail\030\026" +
+      " \001(\t\022\017\n\007aliases\030\027 \003(\t\"v\n\013ReplyFormat\022\r\n\005" +
+      "calls\030\001 \001(\t\022\027\n\017reasoning_start\030\002 \001(\t\022\025\n\r" +
+      "reasoning_end\030\003 \001(\t\022\020\n\010evidence\030\004 \003(\t\022\026\n" +
+      "\016unread_markers\030\005 \003(\t*\275\001\n\nModelState\022\033\n\027" +
+      "MODEL_STATE_UNSPECIFIED\020\000\022\026\n\022MODEL_STATE" +
+      "_ABSENT\020\001\022\030\n\024MODEL_STATE_FETCHING\020\002\022\027\n\023M" +
+      "ODEL_STATE_LOADING\020\003\022\025\n\021MODEL_STATE_READ" +
+      "Y\020\004\022\030\n\024MODEL_STATE_DRAINING\020\005\022\026\n\022MODEL_S" +
+      "TATE_FAILED\020\006*n\n\tPassSplit\022\032\n\026PASS_SPLIT" +
+      "_UNSPECIFIED\020\000\022\030\n\024PASS_SPLIT_ATTENTION\020\001" +
+      "\022\025\n\021PASS_SPLIT_MODULE\020\002\022\024\n\020PASS_SPLIT_AL" +
+      "ONE\020\0032\306\002\n\014ModelService\022M\n\nListModels\022\036.i" +
+      "cehouse.v1.ListModelsRequest\032\037.icehouse." +
+      "v1.ListModelsResponse\022G\n\010GetModel\022\034.iceh" +
+      "ouse.v1.GetModelRequest\032\035.icehouse.v1.Ge" +
+      "tModelResponse\022L\n\tLoadModel\022\035.icehouse.v" +
+      "1.LoadModelRequest\032\036.icehouse.v1.LoadMod" +
+      "elResponse0\001\022P\n\013UnloadModel\022\037.icehouse.v" +
+      "1.UnloadModelRequest\032 .icehouse.v1.Unloa" +
+      "dModelResponseB<\n\017dev.icehouse.v1P\001Z\'ice" +
+      "house.dev/api/icehouse/v1;icehousev1b\006pr" +
+      "oto3"
     };
     descriptor = com.google.protobuf.Descriptors.FileDescriptor
       .internalBuildGeneratedFileFrom(descriptorData,
         new com.google.protobuf.Descriptors.FileDescriptor[] {
+          com.google.protobuf.DurationProto.getDescriptor(),
           dev.icehouse.v1.AdapterOuterClass.getDescriptor(),
         });
     internal_static_icehouse_v1_ListModelsRequest_descriptor =
@@ -117,18 +164,49 @@ public final class ModelServiceOuterClass {
       com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
         internal_static_icehouse_v1_GetModelResponse_descriptor,
         new java.lang.String[] { "Model", });
-    internal_static_icehouse_v1_Model_descriptor =
+    internal_static_icehouse_v1_LoadModelRequest_descriptor =
       getDescriptor().getMessageTypes().get(4);
+    internal_static_icehouse_v1_LoadModelRequest_fieldAccessorTable = new
+      com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
+        internal_static_icehouse_v1_LoadModelRequest_descriptor,
+        new java.lang.String[] { "Model", });
+    internal_static_icehouse_v1_LoadModelResponse_descriptor =
+      getDescriptor().getMessageTypes().get(5);
+    internal_static_icehouse_v1_LoadModelResponse_fieldAccessorTable = new
+      com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
+        internal_static_icehouse_v1_LoadModelResponse_descriptor,
+        new java.lang.String[] { "Progress", "Done", "Event", });
+    internal_static_icehouse_v1_LoadingModel_descriptor =
+      getDescriptor().getMessageTypes().get(6);
+    internal_static_icehouse_v1_LoadingModel_fieldAccessorTable = new
+      com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
+        internal_static_icehouse_v1_LoadingModel_descriptor,
+        new java.lang.String[] { "Model", "State", "Elapsed", });
+    internal_static_icehouse_v1_UnloadModelRequest_descriptor =
+      getDescriptor().getMessageTypes().get(7);
+    internal_static_icehouse_v1_UnloadModelRequest_fieldAccessorTable = new
+      com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
+        internal_static_icehouse_v1_UnloadModelRequest_descriptor,
+        new java.lang.String[] { "Model", });
+    internal_static_icehouse_v1_UnloadModelResponse_descriptor =
+      getDescriptor().getMessageTypes().get(8);
+    internal_static_icehouse_v1_UnloadModelResponse_fieldAccessorTable = new
+      com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
+        internal_static_icehouse_v1_UnloadModelResponse_descriptor,
+        new java.lang.String[] { "Model", });
+    internal_static_icehouse_v1_Model_descriptor =
+      getDescriptor().getMessageTypes().get(9);
     internal_static_icehouse_v1_Model_fieldAccessorTable = new
       com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
         internal_static_icehouse_v1_Model_descriptor,
-        new java.lang.String[] { "Id", "Architecture", "VocabularySize", "ContextTokens", "Dtype", "Quantization", "ParameterCount", "WeightBytes", "KvBytesPerToken", "CacheClasses", "Fingerprint", "HasChatTemplate", "EosTokenIds", "Device", "Adapters", "EmbeddingDimensions", "ReadsImages", "PassSplits", "RunsImagesWhole", "ReplyFormat", });
+        new java.lang.String[] { "Id", "Architecture", "VocabularySize", "ContextTokens", "Dtype", "Quantization", "ParameterCount", "WeightBytes", "KvBytesPerToken", "CacheClasses", "Fingerprint", "HasChatTemplate", "EosTokenIds", "Device", "Adapters", "EmbeddingDimensions", "ReadsImages", "PassSplits", "RunsImagesWhole", "ReplyFormat", "State", "StateDetail", "Aliases", });
     internal_static_icehouse_v1_ReplyFormat_descriptor =
-      getDescriptor().getMessageTypes().get(5);
+      getDescriptor().getMessageTypes().get(10);
     internal_static_icehouse_v1_ReplyFormat_fieldAccessorTable = new
       com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
         internal_static_icehouse_v1_ReplyFormat_descriptor,
         new java.lang.String[] { "Calls", "ReasoningStart", "ReasoningEnd", "Evidence", "UnreadMarkers", });
+    com.google.protobuf.DurationProto.getDescriptor();
     dev.icehouse.v1.AdapterOuterClass.getDescriptor();
   }
 

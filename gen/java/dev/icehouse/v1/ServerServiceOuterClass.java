@@ -61,6 +61,11 @@ public final class ServerServiceOuterClass {
     com.google.protobuf.GeneratedMessageV3.FieldAccessorTable
       internal_static_icehouse_v1_ServerStats_fieldAccessorTable;
   static final com.google.protobuf.Descriptors.Descriptor
+    internal_static_icehouse_v1_ModelStats_descriptor;
+  static final 
+    com.google.protobuf.GeneratedMessageV3.FieldAccessorTable
+      internal_static_icehouse_v1_ModelStats_fieldAccessorTable;
+  static final com.google.protobuf.Descriptors.Descriptor
     internal_static_icehouse_v1_ListRequestsRequest_descriptor;
   static final 
     com.google.protobuf.GeneratedMessageV3.FieldAccessorTable
@@ -120,53 +125,57 @@ public final class ServerServiceOuterClass {
       "erverStats\"@\n\021WatchStatsRequest\022+\n\010inter" +
       "val\030\001 \001(\0132\031.google.protobuf.Duration\"=\n\022" +
       "WatchStatsResponse\022\'\n\005stats\030\001 \001(\0132\030.iceh" +
-      "ouse.v1.ServerStats\"\360\001\n\013ServerStats\0220\n\014c" +
+      "ouse.v1.ServerStats\"\231\002\n\013ServerStats\0220\n\014c" +
       "ollect_time\030\001 \001(\0132\032.google.protobuf.Time" +
       "stamp\022(\n\006engine\030\002 \001(\0132\030.icehouse.v1.Engi" +
       "neStats\022&\n\005cache\030\003 \001(\0132\027.icehouse.v1.Cac" +
       "heStats\0222\n\020slowest_requests\030\004 \003(\0132\030.iceh" +
       "ouse.v1.SlowRequest\022)\n\007tenants\030\005 \003(\0132\030.i" +
-      "cehouse.v1.TenantStats\"<\n\023ListRequestsRe" +
-      "quest\022\021\n\tpage_size\030\001 \001(\005\022\022\n\npage_token\030\002" +
-      " \001(\t\"[\n\024ListRequestsResponse\022*\n\010requests" +
-      "\030\001 \003(\0132\030.icehouse.v1.RequestInfo\022\027\n\017next" +
-      "_page_token\030\002 \001(\t\"\254\002\n\013RequestInfo\022\022\n\nreq" +
-      "uest_id\030\001 \001(\t\022\016\n\006method\030\002 \001(\t\022\016\n\006tenant\030" +
-      "\003 \001(\t\022\022\n\nsession_id\030\004 \001(\t\022\017\n\007adapter\030\005 \001" +
-      "(\t\022(\n\005phase\030\006 \001(\0162\031.icehouse.v1.RequestP" +
-      "hase\022&\n\003age\030\007 \001(\0132\031.google.protobuf.Dura" +
-      "tion\022\022\n\npart_count\030\010 \001(\005\022\025\n\rprompt_token" +
-      "s\030\t \001(\005\022\025\n\rcached_tokens\030\n \001(\005\022\025\n\routput" +
-      "_tokens\030\013 \001(\005\022\031\n\021max_output_tokens\030\014 \001(\005" +
-      "\"J\n\024CancelRequestRequest\022\022\n\nrequest_id\030\001" +
-      " \001(\t\022\023\n\006tenant\030\002 \001(\tH\000\210\001\001B\t\n\007_tenant\"B\n\025" +
-      "CancelRequestResponse\022)\n\007request\030\001 \001(\0132\030" +
-      ".icehouse.v1.RequestInfo*\356\001\n\rServerFeatu" +
-      "re\022\036\n\032SERVER_FEATURE_UNSPECIFIED\020\000\022\037\n\033SE" +
-      "RVER_FEATURE_PREFIX_CACHE\020\001\022\034\n\030SERVER_FE" +
-      "ATURE_SSD_CACHE\020\002\022#\n\037SERVER_FEATURE_CACH" +
-      "E_ENCRYPTION\020\003\022\036\n\032SERVER_FEATURE_CREDENT" +
-      "IALS\020\004\022\036\n\032SERVER_FEATURE_DRAFT_MODEL\020\005\022\031" +
-      "\n\025SERVER_FEATURE_WORKER\020\006*\221\001\n\013ServerStat" +
-      "e\022\034\n\030SERVER_STATE_UNSPECIFIED\020\000\022\030\n\024SERVE" +
-      "R_STATE_LOADING\020\001\022\026\n\022SERVER_STATE_READY\020" +
-      "\002\022\031\n\025SERVER_STATE_DRAINING\020\003\022\027\n\023SERVER_S" +
-      "TATE_FAILED\020\004*\202\001\n\014RequestPhase\022\035\n\031REQUES" +
-      "T_PHASE_UNSPECIFIED\020\000\022\031\n\025REQUEST_PHASE_W" +
-      "AITING\020\001\022\034\n\030REQUEST_PHASE_PREFILLING\020\002\022\032" +
-      "\n\026REQUEST_PHASE_DECODING\020\0032\242\003\n\rServerSer" +
-      "vice\022J\n\tGetServer\022\035.icehouse.v1.GetServe" +
-      "rRequest\032\036.icehouse.v1.GetServerResponse" +
-      "\022G\n\010GetStats\022\034.icehouse.v1.GetStatsReque" +
-      "st\032\035.icehouse.v1.GetStatsResponse\022O\n\nWat" +
-      "chStats\022\036.icehouse.v1.WatchStatsRequest\032" +
-      "\037.icehouse.v1.WatchStatsResponse0\001\022S\n\014Li" +
-      "stRequests\022 .icehouse.v1.ListRequestsReq" +
-      "uest\032!.icehouse.v1.ListRequestsResponse\022" +
-      "V\n\rCancelRequest\022!.icehouse.v1.CancelReq" +
-      "uestRequest\032\".icehouse.v1.CancelRequestR" +
-      "esponseB<\n\017dev.icehouse.v1P\001Z\'icehouse.d" +
-      "ev/api/icehouse/v1;icehousev1b\006proto3"
+      "cehouse.v1.TenantStats\022\'\n\006models\030\006 \003(\0132\027" +
+      ".icehouse.v1.ModelStats\"m\n\nModelStats\022\r\n" +
+      "\005model\030\001 \001(\t\022(\n\006engine\030\002 \001(\0132\030.icehouse." +
+      "v1.EngineStats\022&\n\005cache\030\003 \001(\0132\027.icehouse" +
+      ".v1.CacheStats\"<\n\023ListRequestsRequest\022\021\n" +
+      "\tpage_size\030\001 \001(\005\022\022\n\npage_token\030\002 \001(\t\"[\n\024" +
+      "ListRequestsResponse\022*\n\010requests\030\001 \003(\0132\030" +
+      ".icehouse.v1.RequestInfo\022\027\n\017next_page_to" +
+      "ken\030\002 \001(\t\"\254\002\n\013RequestInfo\022\022\n\nrequest_id\030" +
+      "\001 \001(\t\022\016\n\006method\030\002 \001(\t\022\016\n\006tenant\030\003 \001(\t\022\022\n" +
+      "\nsession_id\030\004 \001(\t\022\017\n\007adapter\030\005 \001(\t\022(\n\005ph" +
+      "ase\030\006 \001(\0162\031.icehouse.v1.RequestPhase\022&\n\003" +
+      "age\030\007 \001(\0132\031.google.protobuf.Duration\022\022\n\n" +
+      "part_count\030\010 \001(\005\022\025\n\rprompt_tokens\030\t \001(\005\022" +
+      "\025\n\rcached_tokens\030\n \001(\005\022\025\n\routput_tokens\030" +
+      "\013 \001(\005\022\031\n\021max_output_tokens\030\014 \001(\005\"J\n\024Canc" +
+      "elRequestRequest\022\022\n\nrequest_id\030\001 \001(\t\022\023\n\006" +
+      "tenant\030\002 \001(\tH\000\210\001\001B\t\n\007_tenant\"B\n\025CancelRe" +
+      "questResponse\022)\n\007request\030\001 \001(\0132\030.icehous" +
+      "e.v1.RequestInfo*\356\001\n\rServerFeature\022\036\n\032SE" +
+      "RVER_FEATURE_UNSPECIFIED\020\000\022\037\n\033SERVER_FEA" +
+      "TURE_PREFIX_CACHE\020\001\022\034\n\030SERVER_FEATURE_SS" +
+      "D_CACHE\020\002\022#\n\037SERVER_FEATURE_CACHE_ENCRYP" +
+      "TION\020\003\022\036\n\032SERVER_FEATURE_CREDENTIALS\020\004\022\036" +
+      "\n\032SERVER_FEATURE_DRAFT_MODEL\020\005\022\031\n\025SERVER" +
+      "_FEATURE_WORKER\020\006*\221\001\n\013ServerState\022\034\n\030SER" +
+      "VER_STATE_UNSPECIFIED\020\000\022\030\n\024SERVER_STATE_" +
+      "LOADING\020\001\022\026\n\022SERVER_STATE_READY\020\002\022\031\n\025SER" +
+      "VER_STATE_DRAINING\020\003\022\027\n\023SERVER_STATE_FAI" +
+      "LED\020\004*\202\001\n\014RequestPhase\022\035\n\031REQUEST_PHASE_" +
+      "UNSPECIFIED\020\000\022\031\n\025REQUEST_PHASE_WAITING\020\001" +
+      "\022\034\n\030REQUEST_PHASE_PREFILLING\020\002\022\032\n\026REQUES" +
+      "T_PHASE_DECODING\020\0032\242\003\n\rServerService\022J\n\t" +
+      "GetServer\022\035.icehouse.v1.GetServerRequest" +
+      "\032\036.icehouse.v1.GetServerResponse\022G\n\010GetS" +
+      "tats\022\034.icehouse.v1.GetStatsRequest\032\035.ice" +
+      "house.v1.GetStatsResponse\022O\n\nWatchStats\022" +
+      "\036.icehouse.v1.WatchStatsRequest\032\037.icehou" +
+      "se.v1.WatchStatsResponse0\001\022S\n\014ListReques" +
+      "ts\022 .icehouse.v1.ListRequestsRequest\032!.i" +
+      "cehouse.v1.ListRequestsResponse\022V\n\rCance" +
+      "lRequest\022!.icehouse.v1.CancelRequestRequ" +
+      "est\032\".icehouse.v1.CancelRequestResponseB" +
+      "<\n\017dev.icehouse.v1P\001Z\'icehouse.dev/api/i" +
+      "cehouse/v1;icehousev1b\006proto3"
     };
     descriptor = com.google.protobuf.Descriptors.FileDescriptor
       .internalBuildGeneratedFileFrom(descriptorData,
@@ -231,33 +240,39 @@ public final class ServerServiceOuterClass {
     internal_static_icehouse_v1_ServerStats_fieldAccessorTable = new
       com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
         internal_static_icehouse_v1_ServerStats_descriptor,
-        new java.lang.String[] { "CollectTime", "Engine", "Cache", "SlowestRequests", "Tenants", });
-    internal_static_icehouse_v1_ListRequestsRequest_descriptor =
+        new java.lang.String[] { "CollectTime", "Engine", "Cache", "SlowestRequests", "Tenants", "Models", });
+    internal_static_icehouse_v1_ModelStats_descriptor =
       getDescriptor().getMessageTypes().get(9);
+    internal_static_icehouse_v1_ModelStats_fieldAccessorTable = new
+      com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
+        internal_static_icehouse_v1_ModelStats_descriptor,
+        new java.lang.String[] { "Model", "Engine", "Cache", });
+    internal_static_icehouse_v1_ListRequestsRequest_descriptor =
+      getDescriptor().getMessageTypes().get(10);
     internal_static_icehouse_v1_ListRequestsRequest_fieldAccessorTable = new
       com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
         internal_static_icehouse_v1_ListRequestsRequest_descriptor,
         new java.lang.String[] { "PageSize", "PageToken", });
     internal_static_icehouse_v1_ListRequestsResponse_descriptor =
-      getDescriptor().getMessageTypes().get(10);
+      getDescriptor().getMessageTypes().get(11);
     internal_static_icehouse_v1_ListRequestsResponse_fieldAccessorTable = new
       com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
         internal_static_icehouse_v1_ListRequestsResponse_descriptor,
         new java.lang.String[] { "Requests", "NextPageToken", });
     internal_static_icehouse_v1_RequestInfo_descriptor =
-      getDescriptor().getMessageTypes().get(11);
+      getDescriptor().getMessageTypes().get(12);
     internal_static_icehouse_v1_RequestInfo_fieldAccessorTable = new
       com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
         internal_static_icehouse_v1_RequestInfo_descriptor,
         new java.lang.String[] { "RequestId", "Method", "Tenant", "SessionId", "Adapter", "Phase", "Age", "PartCount", "PromptTokens", "CachedTokens", "OutputTokens", "MaxOutputTokens", });
     internal_static_icehouse_v1_CancelRequestRequest_descriptor =
-      getDescriptor().getMessageTypes().get(12);
+      getDescriptor().getMessageTypes().get(13);
     internal_static_icehouse_v1_CancelRequestRequest_fieldAccessorTable = new
       com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
         internal_static_icehouse_v1_CancelRequestRequest_descriptor,
         new java.lang.String[] { "RequestId", "Tenant", });
     internal_static_icehouse_v1_CancelRequestResponse_descriptor =
-      getDescriptor().getMessageTypes().get(13);
+      getDescriptor().getMessageTypes().get(14);
     internal_static_icehouse_v1_CancelRequestResponse_fieldAccessorTable = new
       com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
         internal_static_icehouse_v1_CancelRequestResponse_descriptor,

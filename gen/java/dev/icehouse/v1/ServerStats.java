@@ -24,6 +24,7 @@ private static final long serialVersionUID = 0L;
   private ServerStats() {
     slowestRequests_ = java.util.Collections.emptyList();
     tenants_ = java.util.Collections.emptyList();
+    models_ = java.util.Collections.emptyList();
   }
 
   @java.lang.Override
@@ -288,6 +289,72 @@ private static final long serialVersionUID = 0L;
     return tenants_.get(index);
   }
 
+  public static final int MODELS_FIELD_NUMBER = 6;
+  @SuppressWarnings("serial")
+  private java.util.List<dev.icehouse.v1.ModelStats> models_;
+  /**
+   * <pre>
+   * One entry for each loaded model of a server of several models; `engine` and `cache` are then those of the default
+   * model, if it is loaded.
+   * </pre>
+   *
+   * <code>repeated .icehouse.v1.ModelStats models = 6;</code>
+   */
+  @java.lang.Override
+  public java.util.List<dev.icehouse.v1.ModelStats> getModelsList() {
+    return models_;
+  }
+  /**
+   * <pre>
+   * One entry for each loaded model of a server of several models; `engine` and `cache` are then those of the default
+   * model, if it is loaded.
+   * </pre>
+   *
+   * <code>repeated .icehouse.v1.ModelStats models = 6;</code>
+   */
+  @java.lang.Override
+  public java.util.List<? extends dev.icehouse.v1.ModelStatsOrBuilder> 
+      getModelsOrBuilderList() {
+    return models_;
+  }
+  /**
+   * <pre>
+   * One entry for each loaded model of a server of several models; `engine` and `cache` are then those of the default
+   * model, if it is loaded.
+   * </pre>
+   *
+   * <code>repeated .icehouse.v1.ModelStats models = 6;</code>
+   */
+  @java.lang.Override
+  public int getModelsCount() {
+    return models_.size();
+  }
+  /**
+   * <pre>
+   * One entry for each loaded model of a server of several models; `engine` and `cache` are then those of the default
+   * model, if it is loaded.
+   * </pre>
+   *
+   * <code>repeated .icehouse.v1.ModelStats models = 6;</code>
+   */
+  @java.lang.Override
+  public dev.icehouse.v1.ModelStats getModels(int index) {
+    return models_.get(index);
+  }
+  /**
+   * <pre>
+   * One entry for each loaded model of a server of several models; `engine` and `cache` are then those of the default
+   * model, if it is loaded.
+   * </pre>
+   *
+   * <code>repeated .icehouse.v1.ModelStats models = 6;</code>
+   */
+  @java.lang.Override
+  public dev.icehouse.v1.ModelStatsOrBuilder getModelsOrBuilder(
+      int index) {
+    return models_.get(index);
+  }
+
   private byte memoizedIsInitialized = -1;
   @java.lang.Override
   public final boolean isInitialized() {
@@ -317,6 +384,9 @@ private static final long serialVersionUID = 0L;
     for (int i = 0; i < tenants_.size(); i++) {
       output.writeMessage(5, tenants_.get(i));
     }
+    for (int i = 0; i < models_.size(); i++) {
+      output.writeMessage(6, models_.get(i));
+    }
     getUnknownFields().writeTo(output);
   }
 
@@ -345,6 +415,10 @@ private static final long serialVersionUID = 0L;
     for (int i = 0; i < tenants_.size(); i++) {
       size += com.google.protobuf.CodedOutputStream
         .computeMessageSize(5, tenants_.get(i));
+    }
+    for (int i = 0; i < models_.size(); i++) {
+      size += com.google.protobuf.CodedOutputStream
+        .computeMessageSize(6, models_.get(i));
     }
     size += getUnknownFields().getSerializedSize();
     memoizedSize = size;
@@ -380,6 +454,8 @@ private static final long serialVersionUID = 0L;
         .equals(other.getSlowestRequestsList())) return false;
     if (!getTenantsList()
         .equals(other.getTenantsList())) return false;
+    if (!getModelsList()
+        .equals(other.getModelsList())) return false;
     if (!getUnknownFields().equals(other.getUnknownFields())) return false;
     return true;
   }
@@ -410,6 +486,10 @@ private static final long serialVersionUID = 0L;
     if (getTenantsCount() > 0) {
       hash = (37 * hash) + TENANTS_FIELD_NUMBER;
       hash = (53 * hash) + getTenantsList().hashCode();
+    }
+    if (getModelsCount() > 0) {
+      hash = (37 * hash) + MODELS_FIELD_NUMBER;
+      hash = (53 * hash) + getModelsList().hashCode();
     }
     hash = (29 * hash) + getUnknownFields().hashCode();
     memoizedHashCode = hash;
@@ -551,6 +631,7 @@ private static final long serialVersionUID = 0L;
         getCacheFieldBuilder();
         getSlowestRequestsFieldBuilder();
         getTenantsFieldBuilder();
+        getModelsFieldBuilder();
       }
     }
     @java.lang.Override
@@ -586,6 +667,13 @@ private static final long serialVersionUID = 0L;
         tenantsBuilder_.clear();
       }
       bitField0_ = (bitField0_ & ~0x00000010);
+      if (modelsBuilder_ == null) {
+        models_ = java.util.Collections.emptyList();
+      } else {
+        models_ = null;
+        modelsBuilder_.clear();
+      }
+      bitField0_ = (bitField0_ & ~0x00000020);
       return this;
     }
 
@@ -636,6 +724,15 @@ private static final long serialVersionUID = 0L;
         result.tenants_ = tenants_;
       } else {
         result.tenants_ = tenantsBuilder_.build();
+      }
+      if (modelsBuilder_ == null) {
+        if (((bitField0_ & 0x00000020) != 0)) {
+          models_ = java.util.Collections.unmodifiableList(models_);
+          bitField0_ = (bitField0_ & ~0x00000020);
+        }
+        result.models_ = models_;
+      } else {
+        result.models_ = modelsBuilder_.build();
       }
     }
 
@@ -768,6 +865,32 @@ private static final long serialVersionUID = 0L;
           }
         }
       }
+      if (modelsBuilder_ == null) {
+        if (!other.models_.isEmpty()) {
+          if (models_.isEmpty()) {
+            models_ = other.models_;
+            bitField0_ = (bitField0_ & ~0x00000020);
+          } else {
+            ensureModelsIsMutable();
+            models_.addAll(other.models_);
+          }
+          onChanged();
+        }
+      } else {
+        if (!other.models_.isEmpty()) {
+          if (modelsBuilder_.isEmpty()) {
+            modelsBuilder_.dispose();
+            modelsBuilder_ = null;
+            models_ = other.models_;
+            bitField0_ = (bitField0_ & ~0x00000020);
+            modelsBuilder_ = 
+              com.google.protobuf.GeneratedMessageV3.alwaysUseFieldBuilders ?
+                 getModelsFieldBuilder() : null;
+          } else {
+            modelsBuilder_.addAllMessages(other.models_);
+          }
+        }
+      }
       this.mergeUnknownFields(other.getUnknownFields());
       onChanged();
       return this;
@@ -841,6 +964,19 @@ private static final long serialVersionUID = 0L;
               }
               break;
             } // case 42
+            case 50: {
+              dev.icehouse.v1.ModelStats m =
+                  input.readMessage(
+                      dev.icehouse.v1.ModelStats.parser(),
+                      extensionRegistry);
+              if (modelsBuilder_ == null) {
+                ensureModelsIsMutable();
+                models_.add(m);
+              } else {
+                modelsBuilder_.addMessage(m);
+              }
+              break;
+            } // case 50
             default: {
               if (!super.parseUnknownField(input, extensionRegistry, tag)) {
                 done = true; // was an endgroup tag
@@ -1969,6 +2105,336 @@ private static final long serialVersionUID = 0L;
         tenants_ = null;
       }
       return tenantsBuilder_;
+    }
+
+    private java.util.List<dev.icehouse.v1.ModelStats> models_ =
+      java.util.Collections.emptyList();
+    private void ensureModelsIsMutable() {
+      if (!((bitField0_ & 0x00000020) != 0)) {
+        models_ = new java.util.ArrayList<dev.icehouse.v1.ModelStats>(models_);
+        bitField0_ |= 0x00000020;
+       }
+    }
+
+    private com.google.protobuf.RepeatedFieldBuilderV3<
+        dev.icehouse.v1.ModelStats, dev.icehouse.v1.ModelStats.Builder, dev.icehouse.v1.ModelStatsOrBuilder> modelsBuilder_;
+
+    /**
+     * <pre>
+     * One entry for each loaded model of a server of several models; `engine` and `cache` are then those of the default
+     * model, if it is loaded.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.ModelStats models = 6;</code>
+     */
+    public java.util.List<dev.icehouse.v1.ModelStats> getModelsList() {
+      if (modelsBuilder_ == null) {
+        return java.util.Collections.unmodifiableList(models_);
+      } else {
+        return modelsBuilder_.getMessageList();
+      }
+    }
+    /**
+     * <pre>
+     * One entry for each loaded model of a server of several models; `engine` and `cache` are then those of the default
+     * model, if it is loaded.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.ModelStats models = 6;</code>
+     */
+    public int getModelsCount() {
+      if (modelsBuilder_ == null) {
+        return models_.size();
+      } else {
+        return modelsBuilder_.getCount();
+      }
+    }
+    /**
+     * <pre>
+     * One entry for each loaded model of a server of several models; `engine` and `cache` are then those of the default
+     * model, if it is loaded.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.ModelStats models = 6;</code>
+     */
+    public dev.icehouse.v1.ModelStats getModels(int index) {
+      if (modelsBuilder_ == null) {
+        return models_.get(index);
+      } else {
+        return modelsBuilder_.getMessage(index);
+      }
+    }
+    /**
+     * <pre>
+     * One entry for each loaded model of a server of several models; `engine` and `cache` are then those of the default
+     * model, if it is loaded.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.ModelStats models = 6;</code>
+     */
+    public Builder setModels(
+        int index, dev.icehouse.v1.ModelStats value) {
+      if (modelsBuilder_ == null) {
+        if (value == null) {
+          throw new NullPointerException();
+        }
+        ensureModelsIsMutable();
+        models_.set(index, value);
+        onChanged();
+      } else {
+        modelsBuilder_.setMessage(index, value);
+      }
+      return this;
+    }
+    /**
+     * <pre>
+     * One entry for each loaded model of a server of several models; `engine` and `cache` are then those of the default
+     * model, if it is loaded.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.ModelStats models = 6;</code>
+     */
+    public Builder setModels(
+        int index, dev.icehouse.v1.ModelStats.Builder builderForValue) {
+      if (modelsBuilder_ == null) {
+        ensureModelsIsMutable();
+        models_.set(index, builderForValue.build());
+        onChanged();
+      } else {
+        modelsBuilder_.setMessage(index, builderForValue.build());
+      }
+      return this;
+    }
+    /**
+     * <pre>
+     * One entry for each loaded model of a server of several models; `engine` and `cache` are then those of the default
+     * model, if it is loaded.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.ModelStats models = 6;</code>
+     */
+    public Builder addModels(dev.icehouse.v1.ModelStats value) {
+      if (modelsBuilder_ == null) {
+        if (value == null) {
+          throw new NullPointerException();
+        }
+        ensureModelsIsMutable();
+        models_.add(value);
+        onChanged();
+      } else {
+        modelsBuilder_.addMessage(value);
+      }
+      return this;
+    }
+    /**
+     * <pre>
+     * One entry for each loaded model of a server of several models; `engine` and `cache` are then those of the default
+     * model, if it is loaded.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.ModelStats models = 6;</code>
+     */
+    public Builder addModels(
+        int index, dev.icehouse.v1.ModelStats value) {
+      if (modelsBuilder_ == null) {
+        if (value == null) {
+          throw new NullPointerException();
+        }
+        ensureModelsIsMutable();
+        models_.add(index, value);
+        onChanged();
+      } else {
+        modelsBuilder_.addMessage(index, value);
+      }
+      return this;
+    }
+    /**
+     * <pre>
+     * One entry for each loaded model of a server of several models; `engine` and `cache` are then those of the default
+     * model, if it is loaded.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.ModelStats models = 6;</code>
+     */
+    public Builder addModels(
+        dev.icehouse.v1.ModelStats.Builder builderForValue) {
+      if (modelsBuilder_ == null) {
+        ensureModelsIsMutable();
+        models_.add(builderForValue.build());
+        onChanged();
+      } else {
+        modelsBuilder_.addMessage(builderForValue.build());
+      }
+      return this;
+    }
+    /**
+     * <pre>
+     * One entry for each loaded model of a server of several models; `engine` and `cache` are then those of the default
+     * model, if it is loaded.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.ModelStats models = 6;</code>
+     */
+    public Builder addModels(
+        int index, dev.icehouse.v1.ModelStats.Builder builderForValue) {
+      if (modelsBuilder_ == null) {
+        ensureModelsIsMutable();
+        models_.add(index, builderForValue.build());
+        onChanged();
+      } else {
+        modelsBuilder_.addMessage(index, builderForValue.build());
+      }
+      return this;
+    }
+    /**
+     * <pre>
+     * One entry for each loaded model of a server of several models; `engine` and `cache` are then those of the default
+     * model, if it is loaded.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.ModelStats models = 6;</code>
+     */
+    public Builder addAllModels(
+        java.lang.Iterable<? extends dev.icehouse.v1.ModelStats> values) {
+      if (modelsBuilder_ == null) {
+        ensureModelsIsMutable();
+        com.google.protobuf.AbstractMessageLite.Builder.addAll(
+            values, models_);
+        onChanged();
+      } else {
+        modelsBuilder_.addAllMessages(values);
+      }
+      return this;
+    }
+    /**
+     * <pre>
+     * One entry for each loaded model of a server of several models; `engine` and `cache` are then those of the default
+     * model, if it is loaded.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.ModelStats models = 6;</code>
+     */
+    public Builder clearModels() {
+      if (modelsBuilder_ == null) {
+        models_ = java.util.Collections.emptyList();
+        bitField0_ = (bitField0_ & ~0x00000020);
+        onChanged();
+      } else {
+        modelsBuilder_.clear();
+      }
+      return this;
+    }
+    /**
+     * <pre>
+     * One entry for each loaded model of a server of several models; `engine` and `cache` are then those of the default
+     * model, if it is loaded.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.ModelStats models = 6;</code>
+     */
+    public Builder removeModels(int index) {
+      if (modelsBuilder_ == null) {
+        ensureModelsIsMutable();
+        models_.remove(index);
+        onChanged();
+      } else {
+        modelsBuilder_.remove(index);
+      }
+      return this;
+    }
+    /**
+     * <pre>
+     * One entry for each loaded model of a server of several models; `engine` and `cache` are then those of the default
+     * model, if it is loaded.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.ModelStats models = 6;</code>
+     */
+    public dev.icehouse.v1.ModelStats.Builder getModelsBuilder(
+        int index) {
+      return getModelsFieldBuilder().getBuilder(index);
+    }
+    /**
+     * <pre>
+     * One entry for each loaded model of a server of several models; `engine` and `cache` are then those of the default
+     * model, if it is loaded.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.ModelStats models = 6;</code>
+     */
+    public dev.icehouse.v1.ModelStatsOrBuilder getModelsOrBuilder(
+        int index) {
+      if (modelsBuilder_ == null) {
+        return models_.get(index);  } else {
+        return modelsBuilder_.getMessageOrBuilder(index);
+      }
+    }
+    /**
+     * <pre>
+     * One entry for each loaded model of a server of several models; `engine` and `cache` are then those of the default
+     * model, if it is loaded.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.ModelStats models = 6;</code>
+     */
+    public java.util.List<? extends dev.icehouse.v1.ModelStatsOrBuilder> 
+         getModelsOrBuilderList() {
+      if (modelsBuilder_ != null) {
+        return modelsBuilder_.getMessageOrBuilderList();
+      } else {
+        return java.util.Collections.unmodifiableList(models_);
+      }
+    }
+    /**
+     * <pre>
+     * One entry for each loaded model of a server of several models; `engine` and `cache` are then those of the default
+     * model, if it is loaded.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.ModelStats models = 6;</code>
+     */
+    public dev.icehouse.v1.ModelStats.Builder addModelsBuilder() {
+      return getModelsFieldBuilder().addBuilder(
+          dev.icehouse.v1.ModelStats.getDefaultInstance());
+    }
+    /**
+     * <pre>
+     * One entry for each loaded model of a server of several models; `engine` and `cache` are then those of the default
+     * model, if it is loaded.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.ModelStats models = 6;</code>
+     */
+    public dev.icehouse.v1.ModelStats.Builder addModelsBuilder(
+        int index) {
+      return getModelsFieldBuilder().addBuilder(
+          index, dev.icehouse.v1.ModelStats.getDefaultInstance());
+    }
+    /**
+     * <pre>
+     * One entry for each loaded model of a server of several models; `engine` and `cache` are then those of the default
+     * model, if it is loaded.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.ModelStats models = 6;</code>
+     */
+    public java.util.List<dev.icehouse.v1.ModelStats.Builder> 
+         getModelsBuilderList() {
+      return getModelsFieldBuilder().getBuilderList();
+    }
+    private com.google.protobuf.RepeatedFieldBuilderV3<
+        dev.icehouse.v1.ModelStats, dev.icehouse.v1.ModelStats.Builder, dev.icehouse.v1.ModelStatsOrBuilder> 
+        getModelsFieldBuilder() {
+      if (modelsBuilder_ == null) {
+        modelsBuilder_ = new com.google.protobuf.RepeatedFieldBuilderV3<
+            dev.icehouse.v1.ModelStats, dev.icehouse.v1.ModelStats.Builder, dev.icehouse.v1.ModelStatsOrBuilder>(
+                models_,
+                ((bitField0_ & 0x00000020) != 0),
+                getParentForChildren(),
+                isClean());
+        models_ = null;
+      }
+      return modelsBuilder_;
     }
     @java.lang.Override
     public final Builder setUnknownFields(

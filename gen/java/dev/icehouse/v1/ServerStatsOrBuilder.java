@@ -181,4 +181,53 @@ public interface ServerStatsOrBuilder extends
    */
   dev.icehouse.v1.TenantStatsOrBuilder getTenantsOrBuilder(
       int index);
+
+  /**
+   * <pre>
+   * One entry for each loaded model of a server of several models; `engine` and `cache` are then those of the default
+   * model, if it is loaded.
+   * </pre>
+   *
+   * <code>repeated .icehouse.v1.ModelStats models = 6;</code>
+   */
+  java.util.List<dev.icehouse.v1.ModelStats> 
+      getModelsList();
+  /**
+   * <pre>
+   * One entry for each loaded model of a server of several models; `engine` and `cache` are then those of the default
+   * model, if it is loaded.
+   * </pre>
+   *
+   * <code>repeated .icehouse.v1.ModelStats models = 6;</code>
+   */
+  dev.icehouse.v1.ModelStats getModels(int index);
+  /**
+   * <pre>
+   * One entry for each loaded model of a server of several models; `engine` and `cache` are then those of the default
+   * model, if it is loaded.
+   * </pre>
+   *
+   * <code>repeated .icehouse.v1.ModelStats models = 6;</code>
+   */
+  int getModelsCount();
+  /**
+   * <pre>
+   * One entry for each loaded model of a server of several models; `engine` and `cache` are then those of the default
+   * model, if it is loaded.
+   * </pre>
+   *
+   * <code>repeated .icehouse.v1.ModelStats models = 6;</code>
+   */
+  java.util.List<? extends dev.icehouse.v1.ModelStatsOrBuilder> 
+      getModelsOrBuilderList();
+  /**
+   * <pre>
+   * One entry for each loaded model of a server of several models; `engine` and `cache` are then those of the default
+   * model, if it is loaded.
+   * </pre>
+   *
+   * <code>repeated .icehouse.v1.ModelStats models = 6;</code>
+   */
+  dev.icehouse.v1.ModelStatsOrBuilder getModelsOrBuilder(
+      int index);
 }

@@ -402,6 +402,44 @@ private static final long serialVersionUID = 0L;
     return unenforcedKeywords_.getByteString(index);
   }
 
+  public static final int LOAD_DURATION_FIELD_NUMBER = 11;
+  private com.google.protobuf.Duration loadDuration_;
+  /**
+   * <pre>
+   * As `load_duration` of GenerateResponse.
+   * </pre>
+   *
+   * <code>.google.protobuf.Duration load_duration = 11;</code>
+   * @return Whether the loadDuration field is set.
+   */
+  @java.lang.Override
+  public boolean hasLoadDuration() {
+    return ((bitField0_ & 0x00000008) != 0);
+  }
+  /**
+   * <pre>
+   * As `load_duration` of GenerateResponse.
+   * </pre>
+   *
+   * <code>.google.protobuf.Duration load_duration = 11;</code>
+   * @return The loadDuration.
+   */
+  @java.lang.Override
+  public com.google.protobuf.Duration getLoadDuration() {
+    return loadDuration_ == null ? com.google.protobuf.Duration.getDefaultInstance() : loadDuration_;
+  }
+  /**
+   * <pre>
+   * As `load_duration` of GenerateResponse.
+   * </pre>
+   *
+   * <code>.google.protobuf.Duration load_duration = 11;</code>
+   */
+  @java.lang.Override
+  public com.google.protobuf.DurationOrBuilder getLoadDurationOrBuilder() {
+    return loadDuration_ == null ? com.google.protobuf.Duration.getDefaultInstance() : loadDuration_;
+  }
+
   private byte memoizedIsInitialized = -1;
   @java.lang.Override
   public final boolean isInitialized() {
@@ -445,6 +483,9 @@ private static final long serialVersionUID = 0L;
     }
     for (int i = 0; i < unenforcedKeywords_.size(); i++) {
       com.google.protobuf.GeneratedMessageV3.writeString(output, 10, unenforcedKeywords_.getRaw(i));
+    }
+    if (((bitField0_ & 0x00000008) != 0)) {
+      output.writeMessage(11, getLoadDuration());
     }
     getUnknownFields().writeTo(output);
   }
@@ -496,6 +537,10 @@ private static final long serialVersionUID = 0L;
       size += dataSize;
       size += 1 * getUnenforcedKeywordsList().size();
     }
+    if (((bitField0_ & 0x00000008) != 0)) {
+      size += com.google.protobuf.CodedOutputStream
+        .computeMessageSize(11, getLoadDuration());
+    }
     size += getUnknownFields().getSerializedSize();
     memoizedSize = size;
     return size;
@@ -540,6 +585,11 @@ private static final long serialVersionUID = 0L;
         != other.getMaxOutputTokens()) return false;
     if (!getUnenforcedKeywordsList()
         .equals(other.getUnenforcedKeywordsList())) return false;
+    if (hasLoadDuration() != other.hasLoadDuration()) return false;
+    if (hasLoadDuration()) {
+      if (!getLoadDuration()
+          .equals(other.getLoadDuration())) return false;
+    }
     if (!getUnknownFields().equals(other.getUnknownFields())) return false;
     return true;
   }
@@ -579,6 +629,10 @@ private static final long serialVersionUID = 0L;
     if (getUnenforcedKeywordsCount() > 0) {
       hash = (37 * hash) + UNENFORCED_KEYWORDS_FIELD_NUMBER;
       hash = (53 * hash) + getUnenforcedKeywordsList().hashCode();
+    }
+    if (hasLoadDuration()) {
+      hash = (37 * hash) + LOAD_DURATION_FIELD_NUMBER;
+      hash = (53 * hash) + getLoadDuration().hashCode();
     }
     hash = (29 * hash) + getUnknownFields().hashCode();
     memoizedHashCode = hash;
@@ -717,6 +771,7 @@ private static final long serialVersionUID = 0L;
         getCacheFieldBuilder();
         getQueueDurationFieldBuilder();
         getReceiveTimeFieldBuilder();
+        getLoadDurationFieldBuilder();
       }
     }
     @java.lang.Override
@@ -746,6 +801,11 @@ private static final long serialVersionUID = 0L;
       maxOutputTokens_ = 0;
       unenforcedKeywords_ =
           com.google.protobuf.LazyStringArrayList.emptyList();
+      loadDuration_ = null;
+      if (loadDurationBuilder_ != null) {
+        loadDurationBuilder_.dispose();
+        loadDurationBuilder_ = null;
+      }
       return this;
     }
 
@@ -819,6 +879,12 @@ private static final long serialVersionUID = 0L;
       if (((from_bitField0_ & 0x00000200) != 0)) {
         unenforcedKeywords_.makeImmutable();
         result.unenforcedKeywords_ = unenforcedKeywords_;
+      }
+      if (((from_bitField0_ & 0x00000400) != 0)) {
+        result.loadDuration_ = loadDurationBuilder_ == null
+            ? loadDuration_
+            : loadDurationBuilder_.build();
+        to_bitField0_ |= 0x00000008;
       }
       result.bitField0_ |= to_bitField0_;
     }
@@ -910,6 +976,9 @@ private static final long serialVersionUID = 0L;
         }
         onChanged();
       }
+      if (other.hasLoadDuration()) {
+        mergeLoadDuration(other.getLoadDuration());
+      }
       this.mergeUnknownFields(other.getUnknownFields());
       onChanged();
       return this;
@@ -993,6 +1062,13 @@ private static final long serialVersionUID = 0L;
               unenforcedKeywords_.add(s);
               break;
             } // case 82
+            case 90: {
+              input.readMessage(
+                  getLoadDurationFieldBuilder().getBuilder(),
+                  extensionRegistry);
+              bitField0_ |= 0x00000400;
+              break;
+            } // case 90
             default: {
               if (!super.parseUnknownField(input, extensionRegistry, tag)) {
                 done = true; // was an endgroup tag
@@ -2034,6 +2110,163 @@ private static final long serialVersionUID = 0L;
       bitField0_ |= 0x00000200;
       onChanged();
       return this;
+    }
+
+    private com.google.protobuf.Duration loadDuration_;
+    private com.google.protobuf.SingleFieldBuilderV3<
+        com.google.protobuf.Duration, com.google.protobuf.Duration.Builder, com.google.protobuf.DurationOrBuilder> loadDurationBuilder_;
+    /**
+     * <pre>
+     * As `load_duration` of GenerateResponse.
+     * </pre>
+     *
+     * <code>.google.protobuf.Duration load_duration = 11;</code>
+     * @return Whether the loadDuration field is set.
+     */
+    public boolean hasLoadDuration() {
+      return ((bitField0_ & 0x00000400) != 0);
+    }
+    /**
+     * <pre>
+     * As `load_duration` of GenerateResponse.
+     * </pre>
+     *
+     * <code>.google.protobuf.Duration load_duration = 11;</code>
+     * @return The loadDuration.
+     */
+    public com.google.protobuf.Duration getLoadDuration() {
+      if (loadDurationBuilder_ == null) {
+        return loadDuration_ == null ? com.google.protobuf.Duration.getDefaultInstance() : loadDuration_;
+      } else {
+        return loadDurationBuilder_.getMessage();
+      }
+    }
+    /**
+     * <pre>
+     * As `load_duration` of GenerateResponse.
+     * </pre>
+     *
+     * <code>.google.protobuf.Duration load_duration = 11;</code>
+     */
+    public Builder setLoadDuration(com.google.protobuf.Duration value) {
+      if (loadDurationBuilder_ == null) {
+        if (value == null) {
+          throw new NullPointerException();
+        }
+        loadDuration_ = value;
+      } else {
+        loadDurationBuilder_.setMessage(value);
+      }
+      bitField0_ |= 0x00000400;
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * As `load_duration` of GenerateResponse.
+     * </pre>
+     *
+     * <code>.google.protobuf.Duration load_duration = 11;</code>
+     */
+    public Builder setLoadDuration(
+        com.google.protobuf.Duration.Builder builderForValue) {
+      if (loadDurationBuilder_ == null) {
+        loadDuration_ = builderForValue.build();
+      } else {
+        loadDurationBuilder_.setMessage(builderForValue.build());
+      }
+      bitField0_ |= 0x00000400;
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * As `load_duration` of GenerateResponse.
+     * </pre>
+     *
+     * <code>.google.protobuf.Duration load_duration = 11;</code>
+     */
+    public Builder mergeLoadDuration(com.google.protobuf.Duration value) {
+      if (loadDurationBuilder_ == null) {
+        if (((bitField0_ & 0x00000400) != 0) &&
+          loadDuration_ != null &&
+          loadDuration_ != com.google.protobuf.Duration.getDefaultInstance()) {
+          getLoadDurationBuilder().mergeFrom(value);
+        } else {
+          loadDuration_ = value;
+        }
+      } else {
+        loadDurationBuilder_.mergeFrom(value);
+      }
+      if (loadDuration_ != null) {
+        bitField0_ |= 0x00000400;
+        onChanged();
+      }
+      return this;
+    }
+    /**
+     * <pre>
+     * As `load_duration` of GenerateResponse.
+     * </pre>
+     *
+     * <code>.google.protobuf.Duration load_duration = 11;</code>
+     */
+    public Builder clearLoadDuration() {
+      bitField0_ = (bitField0_ & ~0x00000400);
+      loadDuration_ = null;
+      if (loadDurationBuilder_ != null) {
+        loadDurationBuilder_.dispose();
+        loadDurationBuilder_ = null;
+      }
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * As `load_duration` of GenerateResponse.
+     * </pre>
+     *
+     * <code>.google.protobuf.Duration load_duration = 11;</code>
+     */
+    public com.google.protobuf.Duration.Builder getLoadDurationBuilder() {
+      bitField0_ |= 0x00000400;
+      onChanged();
+      return getLoadDurationFieldBuilder().getBuilder();
+    }
+    /**
+     * <pre>
+     * As `load_duration` of GenerateResponse.
+     * </pre>
+     *
+     * <code>.google.protobuf.Duration load_duration = 11;</code>
+     */
+    public com.google.protobuf.DurationOrBuilder getLoadDurationOrBuilder() {
+      if (loadDurationBuilder_ != null) {
+        return loadDurationBuilder_.getMessageOrBuilder();
+      } else {
+        return loadDuration_ == null ?
+            com.google.protobuf.Duration.getDefaultInstance() : loadDuration_;
+      }
+    }
+    /**
+     * <pre>
+     * As `load_duration` of GenerateResponse.
+     * </pre>
+     *
+     * <code>.google.protobuf.Duration load_duration = 11;</code>
+     */
+    private com.google.protobuf.SingleFieldBuilderV3<
+        com.google.protobuf.Duration, com.google.protobuf.Duration.Builder, com.google.protobuf.DurationOrBuilder> 
+        getLoadDurationFieldBuilder() {
+      if (loadDurationBuilder_ == null) {
+        loadDurationBuilder_ = new com.google.protobuf.SingleFieldBuilderV3<
+            com.google.protobuf.Duration, com.google.protobuf.Duration.Builder, com.google.protobuf.DurationOrBuilder>(
+                getLoadDuration(),
+                getParentForChildren(),
+                isClean());
+        loadDuration_ = null;
+      }
+      return loadDurationBuilder_;
     }
     @java.lang.Override
     public final Builder setUnknownFields(

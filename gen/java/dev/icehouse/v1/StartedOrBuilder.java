@@ -219,4 +219,31 @@ public interface StartedOrBuilder extends
    */
   com.google.protobuf.ByteString
       getUnenforcedKeywordsBytes(int index);
+
+  /**
+   * <pre>
+   * As `load_duration` of GenerateResponse.
+   * </pre>
+   *
+   * <code>.google.protobuf.Duration load_duration = 11;</code>
+   * @return Whether the loadDuration field is set.
+   */
+  boolean hasLoadDuration();
+  /**
+   * <pre>
+   * As `load_duration` of GenerateResponse.
+   * </pre>
+   *
+   * <code>.google.protobuf.Duration load_duration = 11;</code>
+   * @return The loadDuration.
+   */
+  com.google.protobuf.Duration getLoadDuration();
+  /**
+   * <pre>
+   * As `load_duration` of GenerateResponse.
+   * </pre>
+   *
+   * <code>.google.protobuf.Duration load_duration = 11;</code>
+   */
+  com.google.protobuf.DurationOrBuilder getLoadDurationOrBuilder();
 }

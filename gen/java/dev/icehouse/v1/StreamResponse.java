@@ -53,6 +53,7 @@ private static final long serialVersionUID = 0L;
     PREFILL_PROGRESS(2),
     DELTA(3),
     FINISHED(4),
+    LOADING_MODEL(5),
     EVENT_NOT_SET(0);
     private final int value;
     private EventCase(int value) {
@@ -74,6 +75,7 @@ private static final long serialVersionUID = 0L;
         case 2: return PREFILL_PROGRESS;
         case 3: return DELTA;
         case 4: return FINISHED;
+        case 5: return LOADING_MODEL;
         case 0: return EVENT_NOT_SET;
         default: return null;
       }
@@ -264,6 +266,52 @@ private static final long serialVersionUID = 0L;
     return dev.icehouse.v1.Finished.getDefaultInstance();
   }
 
+  public static final int LOADING_MODEL_FIELD_NUMBER = 5;
+  /**
+   * <pre>
+   * The model is not loaded yet. Any number, about one a second, before `started`; only from servers of several
+   * models.
+   * </pre>
+   *
+   * <code>.icehouse.v1.LoadingModel loading_model = 5;</code>
+   * @return Whether the loadingModel field is set.
+   */
+  @java.lang.Override
+  public boolean hasLoadingModel() {
+    return eventCase_ == 5;
+  }
+  /**
+   * <pre>
+   * The model is not loaded yet. Any number, about one a second, before `started`; only from servers of several
+   * models.
+   * </pre>
+   *
+   * <code>.icehouse.v1.LoadingModel loading_model = 5;</code>
+   * @return The loadingModel.
+   */
+  @java.lang.Override
+  public dev.icehouse.v1.LoadingModel getLoadingModel() {
+    if (eventCase_ == 5) {
+       return (dev.icehouse.v1.LoadingModel) event_;
+    }
+    return dev.icehouse.v1.LoadingModel.getDefaultInstance();
+  }
+  /**
+   * <pre>
+   * The model is not loaded yet. Any number, about one a second, before `started`; only from servers of several
+   * models.
+   * </pre>
+   *
+   * <code>.icehouse.v1.LoadingModel loading_model = 5;</code>
+   */
+  @java.lang.Override
+  public dev.icehouse.v1.LoadingModelOrBuilder getLoadingModelOrBuilder() {
+    if (eventCase_ == 5) {
+       return (dev.icehouse.v1.LoadingModel) event_;
+    }
+    return dev.icehouse.v1.LoadingModel.getDefaultInstance();
+  }
+
   private byte memoizedIsInitialized = -1;
   @java.lang.Override
   public final boolean isInitialized() {
@@ -290,6 +338,9 @@ private static final long serialVersionUID = 0L;
     if (eventCase_ == 4) {
       output.writeMessage(4, (dev.icehouse.v1.Finished) event_);
     }
+    if (eventCase_ == 5) {
+      output.writeMessage(5, (dev.icehouse.v1.LoadingModel) event_);
+    }
     getUnknownFields().writeTo(output);
   }
 
@@ -314,6 +365,10 @@ private static final long serialVersionUID = 0L;
     if (eventCase_ == 4) {
       size += com.google.protobuf.CodedOutputStream
         .computeMessageSize(4, (dev.icehouse.v1.Finished) event_);
+    }
+    if (eventCase_ == 5) {
+      size += com.google.protobuf.CodedOutputStream
+        .computeMessageSize(5, (dev.icehouse.v1.LoadingModel) event_);
     }
     size += getUnknownFields().getSerializedSize();
     memoizedSize = size;
@@ -348,6 +403,10 @@ private static final long serialVersionUID = 0L;
         if (!getFinished()
             .equals(other.getFinished())) return false;
         break;
+      case 5:
+        if (!getLoadingModel()
+            .equals(other.getLoadingModel())) return false;
+        break;
       case 0:
       default:
     }
@@ -378,6 +437,10 @@ private static final long serialVersionUID = 0L;
       case 4:
         hash = (37 * hash) + FINISHED_FIELD_NUMBER;
         hash = (53 * hash) + getFinished().hashCode();
+        break;
+      case 5:
+        hash = (37 * hash) + LOADING_MODEL_FIELD_NUMBER;
+        hash = (53 * hash) + getLoadingModel().hashCode();
         break;
       case 0:
       default:
@@ -529,6 +592,9 @@ private static final long serialVersionUID = 0L;
       if (finishedBuilder_ != null) {
         finishedBuilder_.clear();
       }
+      if (loadingModelBuilder_ != null) {
+        loadingModelBuilder_.clear();
+      }
       eventCase_ = 0;
       event_ = null;
       return this;
@@ -585,6 +651,10 @@ private static final long serialVersionUID = 0L;
       if (eventCase_ == 4 &&
           finishedBuilder_ != null) {
         result.event_ = finishedBuilder_.build();
+      }
+      if (eventCase_ == 5 &&
+          loadingModelBuilder_ != null) {
+        result.event_ = loadingModelBuilder_.build();
       }
     }
 
@@ -649,6 +719,10 @@ private static final long serialVersionUID = 0L;
           mergeFinished(other.getFinished());
           break;
         }
+        case LOADING_MODEL: {
+          mergeLoadingModel(other.getLoadingModel());
+          break;
+        }
         case EVENT_NOT_SET: {
           break;
         }
@@ -707,6 +781,13 @@ private static final long serialVersionUID = 0L;
               eventCase_ = 4;
               break;
             } // case 34
+            case 42: {
+              input.readMessage(
+                  getLoadingModelFieldBuilder().getBuilder(),
+                  extensionRegistry);
+              eventCase_ = 5;
+              break;
+            } // case 42
             default: {
               if (!super.parseUnknownField(input, extensionRegistry, tag)) {
                 done = true; // was an endgroup tag
@@ -1458,6 +1539,193 @@ private static final long serialVersionUID = 0L;
       eventCase_ = 4;
       onChanged();
       return finishedBuilder_;
+    }
+
+    private com.google.protobuf.SingleFieldBuilderV3<
+        dev.icehouse.v1.LoadingModel, dev.icehouse.v1.LoadingModel.Builder, dev.icehouse.v1.LoadingModelOrBuilder> loadingModelBuilder_;
+    /**
+     * <pre>
+     * The model is not loaded yet. Any number, about one a second, before `started`; only from servers of several
+     * models.
+     * </pre>
+     *
+     * <code>.icehouse.v1.LoadingModel loading_model = 5;</code>
+     * @return Whether the loadingModel field is set.
+     */
+    @java.lang.Override
+    public boolean hasLoadingModel() {
+      return eventCase_ == 5;
+    }
+    /**
+     * <pre>
+     * The model is not loaded yet. Any number, about one a second, before `started`; only from servers of several
+     * models.
+     * </pre>
+     *
+     * <code>.icehouse.v1.LoadingModel loading_model = 5;</code>
+     * @return The loadingModel.
+     */
+    @java.lang.Override
+    public dev.icehouse.v1.LoadingModel getLoadingModel() {
+      if (loadingModelBuilder_ == null) {
+        if (eventCase_ == 5) {
+          return (dev.icehouse.v1.LoadingModel) event_;
+        }
+        return dev.icehouse.v1.LoadingModel.getDefaultInstance();
+      } else {
+        if (eventCase_ == 5) {
+          return loadingModelBuilder_.getMessage();
+        }
+        return dev.icehouse.v1.LoadingModel.getDefaultInstance();
+      }
+    }
+    /**
+     * <pre>
+     * The model is not loaded yet. Any number, about one a second, before `started`; only from servers of several
+     * models.
+     * </pre>
+     *
+     * <code>.icehouse.v1.LoadingModel loading_model = 5;</code>
+     */
+    public Builder setLoadingModel(dev.icehouse.v1.LoadingModel value) {
+      if (loadingModelBuilder_ == null) {
+        if (value == null) {
+          throw new NullPointerException();
+        }
+        event_ = value;
+        onChanged();
+      } else {
+        loadingModelBuilder_.setMessage(value);
+      }
+      eventCase_ = 5;
+      return this;
+    }
+    /**
+     * <pre>
+     * The model is not loaded yet. Any number, about one a second, before `started`; only from servers of several
+     * models.
+     * </pre>
+     *
+     * <code>.icehouse.v1.LoadingModel loading_model = 5;</code>
+     */
+    public Builder setLoadingModel(
+        dev.icehouse.v1.LoadingModel.Builder builderForValue) {
+      if (loadingModelBuilder_ == null) {
+        event_ = builderForValue.build();
+        onChanged();
+      } else {
+        loadingModelBuilder_.setMessage(builderForValue.build());
+      }
+      eventCase_ = 5;
+      return this;
+    }
+    /**
+     * <pre>
+     * The model is not loaded yet. Any number, about one a second, before `started`; only from servers of several
+     * models.
+     * </pre>
+     *
+     * <code>.icehouse.v1.LoadingModel loading_model = 5;</code>
+     */
+    public Builder mergeLoadingModel(dev.icehouse.v1.LoadingModel value) {
+      if (loadingModelBuilder_ == null) {
+        if (eventCase_ == 5 &&
+            event_ != dev.icehouse.v1.LoadingModel.getDefaultInstance()) {
+          event_ = dev.icehouse.v1.LoadingModel.newBuilder((dev.icehouse.v1.LoadingModel) event_)
+              .mergeFrom(value).buildPartial();
+        } else {
+          event_ = value;
+        }
+        onChanged();
+      } else {
+        if (eventCase_ == 5) {
+          loadingModelBuilder_.mergeFrom(value);
+        } else {
+          loadingModelBuilder_.setMessage(value);
+        }
+      }
+      eventCase_ = 5;
+      return this;
+    }
+    /**
+     * <pre>
+     * The model is not loaded yet. Any number, about one a second, before `started`; only from servers of several
+     * models.
+     * </pre>
+     *
+     * <code>.icehouse.v1.LoadingModel loading_model = 5;</code>
+     */
+    public Builder clearLoadingModel() {
+      if (loadingModelBuilder_ == null) {
+        if (eventCase_ == 5) {
+          eventCase_ = 0;
+          event_ = null;
+          onChanged();
+        }
+      } else {
+        if (eventCase_ == 5) {
+          eventCase_ = 0;
+          event_ = null;
+        }
+        loadingModelBuilder_.clear();
+      }
+      return this;
+    }
+    /**
+     * <pre>
+     * The model is not loaded yet. Any number, about one a second, before `started`; only from servers of several
+     * models.
+     * </pre>
+     *
+     * <code>.icehouse.v1.LoadingModel loading_model = 5;</code>
+     */
+    public dev.icehouse.v1.LoadingModel.Builder getLoadingModelBuilder() {
+      return getLoadingModelFieldBuilder().getBuilder();
+    }
+    /**
+     * <pre>
+     * The model is not loaded yet. Any number, about one a second, before `started`; only from servers of several
+     * models.
+     * </pre>
+     *
+     * <code>.icehouse.v1.LoadingModel loading_model = 5;</code>
+     */
+    @java.lang.Override
+    public dev.icehouse.v1.LoadingModelOrBuilder getLoadingModelOrBuilder() {
+      if ((eventCase_ == 5) && (loadingModelBuilder_ != null)) {
+        return loadingModelBuilder_.getMessageOrBuilder();
+      } else {
+        if (eventCase_ == 5) {
+          return (dev.icehouse.v1.LoadingModel) event_;
+        }
+        return dev.icehouse.v1.LoadingModel.getDefaultInstance();
+      }
+    }
+    /**
+     * <pre>
+     * The model is not loaded yet. Any number, about one a second, before `started`; only from servers of several
+     * models.
+     * </pre>
+     *
+     * <code>.icehouse.v1.LoadingModel loading_model = 5;</code>
+     */
+    private com.google.protobuf.SingleFieldBuilderV3<
+        dev.icehouse.v1.LoadingModel, dev.icehouse.v1.LoadingModel.Builder, dev.icehouse.v1.LoadingModelOrBuilder> 
+        getLoadingModelFieldBuilder() {
+      if (loadingModelBuilder_ == null) {
+        if (!(eventCase_ == 5)) {
+          event_ = dev.icehouse.v1.LoadingModel.getDefaultInstance();
+        }
+        loadingModelBuilder_ = new com.google.protobuf.SingleFieldBuilderV3<
+            dev.icehouse.v1.LoadingModel, dev.icehouse.v1.LoadingModel.Builder, dev.icehouse.v1.LoadingModelOrBuilder>(
+                (dev.icehouse.v1.LoadingModel) event_,
+                getParentForChildren(),
+                isClean());
+        event_ = null;
+      }
+      eventCase_ = 5;
+      onChanged();
+      return loadingModelBuilder_;
     }
     @java.lang.Override
     public final Builder setUnknownFields(

@@ -119,5 +119,35 @@ public interface StreamResponseOrBuilder extends
    */
   dev.icehouse.v1.FinishedOrBuilder getFinishedOrBuilder();
 
+  /**
+   * <pre>
+   * The model is not loaded yet. Any number, about one a second, before `started`; only from servers of several
+   * models.
+   * </pre>
+   *
+   * <code>.icehouse.v1.LoadingModel loading_model = 5;</code>
+   * @return Whether the loadingModel field is set.
+   */
+  boolean hasLoadingModel();
+  /**
+   * <pre>
+   * The model is not loaded yet. Any number, about one a second, before `started`; only from servers of several
+   * models.
+   * </pre>
+   *
+   * <code>.icehouse.v1.LoadingModel loading_model = 5;</code>
+   * @return The loadingModel.
+   */
+  dev.icehouse.v1.LoadingModel getLoadingModel();
+  /**
+   * <pre>
+   * The model is not loaded yet. Any number, about one a second, before `started`; only from servers of several
+   * models.
+   * </pre>
+   *
+   * <code>.icehouse.v1.LoadingModel loading_model = 5;</code>
+   */
+  dev.icehouse.v1.LoadingModelOrBuilder getLoadingModelOrBuilder();
+
   dev.icehouse.v1.StreamResponse.EventCase getEventCase();
 }

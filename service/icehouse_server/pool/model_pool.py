@@ -1,0 +1,452 @@
+"""Model pool: the `Seats` of a server of several models, each loaded when it is asked for. Event loop.
+
+Models are loaded and unloaded one after the other. Whoever asks for a model that is not loaded waits; those who
+leave meanwhile do not stop it. While a model is drained for another one, new calls for it wait too, and it is loaded
+again for them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Protocol
+
+from icehouse_server.clock import Clock
+from icehouse_server.domain.ids import Tenant
+from icehouse_server.domain.model import EngineState, ListedModel, ModelState
+from icehouse_server.errors import (
+    CannotFit,
+    EngineFailed,
+    IcehouseError,
+    Overloaded,
+    Reason,
+    Unavailable,
+)
+from icehouse_server.pool.choice import Occupant, yielding
+from icehouse_server.rpc.access.caller import Caller, Role
+from icehouse_server.rpc.calls import background
+from icehouse_server.rpc.calls.call_lifecycle import stopping
+from icehouse_server.rpc.engine_client.seat import ModelUse, Seat, unknown_model
+
+_log = logging.getLogger("icehouse.pool")
+
+RETRY_S = 5.0
+"""A model that could not be loaded is not tried again sooner."""
+GIVE_WAY_S = 60.0
+"""How long calls of other models may go on before who waits for their memory is refused."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ModelTerms:
+    """How a model is served. Without `tenants` everybody may use it; a `ttl_s` of 0 keeps it loaded."""
+
+    name: str
+    aliases: tuple[str, ...] = ()
+    tenants: frozenset[Tenant] = frozenset()
+    is_pinned: bool = False
+    """Loaded at the start, and gives way to none."""
+    ttl_s: float = 0.0
+    """It is unloaded after so long without a call."""
+
+
+class OpenedModel(Protocol):
+    """A model with an engine."""
+
+    seat: Seat
+
+    @property
+    def error(self) -> IcehouseError | None:
+        """Why its engine failed; for operators, since it may name folders."""
+
+    def start(self) -> None:
+        """Begin to load it; the seat's router hears of READY or FAILED."""
+
+    async def end(self) -> None:
+        """End what runs, write RAM's blocks to SSD, and give the memory back."""
+
+
+class ModelOpener(Protocol):
+    """Finds and opens models, by the names of their terms. Any thread; may take minutes."""
+
+    def locate(self, name: str) -> int:
+        """Have the model's files here; return the bytes of its weights. Raises IcehouseError."""
+
+    def open(self, name: str) -> OpenedModel:
+        """Return the model with its tokenizer read, not started. Raises IcehouseError."""
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Place:
+    """A model in memory."""
+
+    opened: OpenedModel
+    size_bytes: int
+    use_time: float
+    user_count: int = 0
+    idle: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
+    """Set while nobody uses it."""
+    expiry: asyncio.TimerHandle | None = None
+
+    def keep(self) -> None:
+        """Cancel its expiry."""
+        if self.expiry is not None:
+            self.expiry.cancel()
+            self.expiry = None
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Model:
+    """A model of the pool."""
+
+    terms: ModelTerms
+    state: ModelState = ModelState.ABSENT
+    place: _Place | None = None
+    loading: asyncio.Task[None] | None = None
+    waiters: list[asyncio.Future[_Place]] = dataclasses.field(default_factory=list)
+    error: IcehouseError | None = None
+    failed_time: float = 0.0
+
+    def listed(self, caller: Caller) -> ListedModel:
+        """Return what a caller sees of it."""
+        info = None
+        if self.place is not None and self.place.opened.seat.router.model is not None:
+            info = self.place.opened.seat.router.model.info
+        detail = ""
+        if self.state is ModelState.FAILED and self.error is not None:
+            detail = _shown(self.error, caller)
+        return ListedModel(self.terms.name, self.state, self.terms.aliases, detail, info)
+
+
+class ModelPool:
+    """Loads and unloads. `limit_bytes` is for the weights of all models that are loaded at a time."""
+
+    are_several = True
+
+    def __init__(
+        self,
+        models: Sequence[ModelTerms],
+        *,
+        opener: ModelOpener,
+        clock: Clock,
+        limit_bytes: int,
+        grace_s: float,
+    ) -> None:
+        self._models = {terms.name: _Model(terms) for terms in models}
+        self._by_name = {
+            name: self._models[terms.name] for terms in models for name in (terms.name, *terms.aliases)
+        }
+        self._opener = opener
+        self._clock = clock
+        self._limit_bytes = limit_bytes
+        self._grace_s = grace_s
+        self._turn = asyncio.Lock()
+        """Held by who loads or unloads."""
+        self._opened: list[OpenedModel] = []
+        """All that have not ended."""
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._listeners: list[Callable[[], None]] = []
+        self.default_name = models[0].name
+        self.state = EngineState.LOADING
+        self.ended = asyncio.Event()
+
+    async def start(self) -> None:
+        """Load the default model and the pinned ones; raises what was wrong with the first if none can be."""
+        wanted = [m for m in self._models.values() if m.terms.is_pinned or m.terms.name == self.default_name]
+        for model in wanted:
+            with contextlib.suppress(IcehouseError):
+                self._release(await self._loaded(model))
+        if all(model.state is ModelState.FAILED for model in wanted):
+            assert wanted[0].error is not None, "a failed model has its error"
+            raise wanted[0].error
+        if self.state is EngineState.LOADING:
+            self._set_state(EngineState.READY)
+
+    def begin_stop(self) -> list[OpenedModel]:
+        """Load nothing more; return what is in memory, for its owner to end."""
+        self._set_state(EngineState.DRAINING)
+        self.ended.set()
+        for task in self._tasks:
+            task.cancel()
+        for model in self._models.values():
+            self._refuse(model, stopping())
+        return list(self._opened)
+
+    def loaded(self) -> Mapping[str, Seat]:
+        return {
+            name: model.place.opened.seat
+            for name, model in self._models.items()
+            if model.place is not None and model.state in (ModelState.READY, ModelState.DRAINING)
+        }
+
+    async def use(self, name: str, call: ModelUse) -> Seat:
+        model = self._named(name, call.caller)
+        if self.state is EngineState.DRAINING:
+            raise stopping()
+        if model.place is not None and model.state is ModelState.READY:
+            place = self._taken(model.place)
+        else:
+            began = self._clock.monotonic()
+            try:
+                place = await self._loaded(model)
+            except (CannotFit, Overloaded, Unavailable):
+                raise
+            except IcehouseError as error:
+                raise _not_loaded(model, error, call.caller) from error
+            call.load_s = self._clock.monotonic() - began
+        call.holds.callback(self._release, place)
+        return place.opened.seat
+
+    def seat_of(self, name: str, caller: Caller) -> Seat:
+        model = self._named(name, caller)
+        if model.place is None or model.state is not ModelState.READY:
+            raise Unavailable(
+                Reason.MODEL_NOT_LOADED,
+                f"model {model.terms.name!r} is not loaded; a request that names it loads it",
+                field="model",
+                metadata={"model": model.terms.name},
+            )
+        return model.place.opened.seat
+
+    def listed(self, caller: Caller) -> Sequence[ListedModel]:
+        return [m.listed(caller) for m in self._models.values() if _may_use(caller, m.terms)]
+
+    def find(self, name: str, caller: Caller) -> ListedModel:
+        return self._named(name, caller).listed(caller)
+
+    async def unload(self, name: str, caller: Caller) -> ListedModel:
+        model = self._named(name, caller)
+        async with self._turn:
+            if model.place is not None:
+                await self._unload(model, model.place, grace_s=self._grace_s)
+        return model.listed(caller)
+
+    def turns(self, *, patience_s: float) -> bool:
+        ready = [m.place for m in self._models.values() if m.state is ModelState.READY and m.place]
+        return self.state is EngineState.READY and all(
+            place.opened.seat.turns(self._clock, patience_s=patience_s) for place in ready
+        )
+
+    def add_listener(self, listener: Callable[[], None]) -> None:
+        self._listeners.append(listener)
+
+    def _named(self, name: str, caller: Caller) -> _Model:
+        model = self._by_name.get(name or self.default_name)
+        if model is None or not _may_use(caller, model.terms):
+            raise unknown_model(name, [each.name for each in self.listed(caller)])
+        return model
+
+    def _taken(self, place: _Place) -> _Place:
+        place.keep()
+        place.user_count += 1
+        place.idle.clear()
+        return place
+
+    def _release(self, place: _Place) -> None:
+        place.user_count -= 1
+        place.use_time = self._clock.monotonic()
+        if not place.user_count:
+            place.idle.set()
+            for model in self._models.values():
+                if model.place is place and model.terms.ttl_s and not model.terms.is_pinned:
+                    expire = functools.partial(self._expire, model, place)
+                    place.expiry = asyncio.get_running_loop().call_later(model.terms.ttl_s, expire)
+
+    def _expire(self, model: _Model, place: _Place) -> None:
+        async def unload() -> None:
+            async with self._turn:
+                if model.place is place and place.idle.is_set() and model.state is ModelState.READY:
+                    await self._unload(model, place, grace_s=0.0)
+
+        self._begin(unload(), name=f"expiry of {model.terms.name}")
+
+    async def _loaded(self, model: _Model) -> _Place:
+        """Return a model's place, taken, once it is loaded; raises why it is not."""
+        since_s = self._clock.monotonic() - model.failed_time
+        if model.state is ModelState.FAILED and model.error is not None and since_s < RETRY_S:
+            raise model.error
+        waiter: asyncio.Future[_Place] = asyncio.get_running_loop().create_future()
+        model.waiters.append(waiter)
+        self._ensure_loading(model)
+        try:
+            return await waiter
+        except asyncio.CancelledError:
+            # It may have been taken for a caller who was leaving just then.
+            if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
+                self._release(waiter.result())
+            raise
+
+    def _ensure_loading(self, model: _Model) -> None:
+        if model.loading is None:
+            model.loading = self._begin(self._load(model), name=f"loading of {model.terms.name}")
+
+    async def _load(self, model: _Model) -> None:
+        try:
+            async with self._turn:
+                if model.place is None:
+                    await self._load_in_turn(model)
+                elif model.state is ModelState.READY:
+                    self._admit(model, model.place)
+        except IcehouseError as error:
+            self._fail(model, error)
+        finally:
+            model.loading = None
+            # Nobody waits for ever, whatever broke.
+            self._refuse(model, EngineFailed(Reason.ENGINE_FAILED, "loading broke; the server's log says why"))
+
+    async def _load_in_turn(self, model: _Model) -> None:
+        name, began = model.terms.name, self._clock.monotonic()
+        self._set(model, ModelState.FETCHING)
+        size_bytes = await asyncio.to_thread(self._opener.locate, name)
+        await self._make_room(name, size_bytes)
+        self._set(model, ModelState.LOADING)
+        opened = await asyncio.to_thread(self._opener.open, name)
+        model.place = place = _Place(opened, size_bytes, began)
+        self._opened.append(opened)
+        router, changed = opened.seat.router, asyncio.Event()
+        router.add_listener(changed.set)
+        opened.start()
+        while router.state is EngineState.LOADING:
+            changed.clear()
+            await changed.wait()
+        if router.state is not EngineState.READY or router.model is None:
+            await self._end(model, place)
+            raise opened.error or stopping()
+        router.add_listener(functools.partial(self._engine_changed, model, place))
+        place.size_bytes = router.model.info.resident_bytes
+        duration_s = round(self._clock.monotonic() - began, 3)
+        _log.info(
+            "model_loaded", extra={"model": name, "size_bytes": place.size_bytes, "duration_s": duration_s}
+        )
+        self._admit(model, place)
+
+    def _admit(self, model: _Model, place: _Place) -> None:
+        """Have all who wait for a model use it."""
+        self._set(model, ModelState.READY)
+        # One of nobody's, so that what nobody waits for any more expires, too.
+        self._taken(place)
+        waiters, model.waiters = model.waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(self._taken(place))
+        self._release(place)
+
+    async def _make_room(self, name: str, size_bytes: int) -> None:
+        """Unload what must give way; raises CannotFit, and Overloaded if running calls take too long."""
+        while chosen := yielding(name, size_bytes, self._occupants(), limit_bytes=self._limit_bytes):
+            leaving: list[tuple[_Model, _Place]] = []
+            for each in chosen:
+                model = self._models[each.name]
+                assert model.place is not None, "who gives way is in memory"
+                leaving.append((model, model.place))
+                self._set(model, ModelState.DRAINING)
+            try:
+                async with asyncio.timeout(GIVE_WAY_S):
+                    for _, place in leaving:
+                        await place.idle.wait()
+            except TimeoutError:
+                for model, place in leaving:
+                    if model.place is place:
+                        self._admit(model, place)
+                raise _no_room(name, size_bytes, chosen, limit_bytes=self._limit_bytes) from None
+            for model, place in leaving:
+                if model.place is place:
+                    await self._unload(model, place, grace_s=0.0)
+
+    def _occupants(self) -> list[Occupant]:
+        return [
+            Occupant(name, place.size_bytes, model.terms.is_pinned, place.user_count, place.use_time)
+            for name, model in self._models.items()
+            if (place := model.place) is not None
+        ]
+
+    async def _unload(self, model: _Model, place: _Place, *, grace_s: float) -> None:
+        """Unload a model once nobody uses it, or after so long. In turn."""
+        self._set(model, ModelState.DRAINING)
+        place.keep()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace_s):
+                await place.idle.wait()
+        await self._end(model, place)
+        _log.info("model_unloaded", extra={"model": model.terms.name})
+        if model.state is ModelState.DRAINING:
+            self._set(model, ModelState.ABSENT)
+        if model.waiters:
+            self._ensure_loading(model)
+
+    async def _end(self, model: _Model, place: _Place) -> None:
+        await place.opened.end()
+        self._opened.remove(place.opened)
+        if model.place is place:
+            model.place = None
+
+    def _engine_changed(self, model: _Model, place: _Place) -> None:
+        """Take a model whose engine failed out of the pool; the others go on."""
+        if place.opened.seat.router.state is EngineState.FAILED and model.place is place:
+            model.place = None
+            self._begin(self._end(model, place), name=f"end of {model.terms.name}")
+            self._fail(model, place.opened.error or EngineFailed(Reason.ENGINE_FAILED, "its engine failed"))
+
+    def _fail(self, model: _Model, error: IcehouseError) -> None:
+        _log.error("model_failed", extra={"model": model.terms.name, "detail": error.message})
+        model.error, model.failed_time = error, self._clock.monotonic()
+        self._set(model, ModelState.FAILED)
+        self._refuse(model, error)
+
+    def _refuse(self, model: _Model, error: IcehouseError) -> None:
+        waiters, model.waiters = model.waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_exception(error)
+
+    def _begin(self, work: Coroutine[None, None, None], *, name: str) -> asyncio.Task[None]:
+        task = background.start(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def _set(self, model: _Model, state: ModelState) -> None:
+        model.state = state
+        self._tell()
+
+    def _set_state(self, state: EngineState) -> None:
+        self.state = state
+        self._tell()
+
+    def _tell(self) -> None:
+        for listener in self._listeners:
+            listener()
+
+
+def _may_use(caller: Caller, terms: ModelTerms) -> bool:
+    return not terms.tenants or caller.role is Role.OPERATOR or caller.tenant in terms.tenants
+
+
+def _not_loaded(model: _Model, error: IcehouseError, caller: Caller) -> Unavailable:
+    """Return the refusal of a call whose model could not be loaded."""
+    return Unavailable(
+        Reason.MODEL_NOT_LOADED,
+        f"model {model.terms.name!r} could not be loaded: {_shown(error, caller)}",
+        field="model",
+        retry_after_s=RETRY_S,
+        metadata={"model": model.terms.name, "cause": error.reason.value},
+    )
+
+
+def _shown(error: IcehouseError, caller: Caller) -> str:
+    """Return why a model failed. It may name folders, so only operators hear that."""
+    return error.message if caller.role is Role.OPERATOR else "the server's log says why"
+
+
+def _no_room(name: str, size_bytes: int, running: Sequence[Occupant], *, limit_bytes: int) -> Overloaded:
+    names = ", ".join(repr(each.name) for each in running)
+    return Overloaded(
+        Reason.MEMORY_SHORT,
+        f"model {name!r} takes {size_bytes} bytes of the {limit_bytes} that the server may use, and calls of {names} "
+        f"did not end within {GIVE_WAY_S:g} s; try again later",
+        retry_after_s=RETRY_S,
+        metadata={"model": name, "weight_bytes": size_bytes, "limit_bytes": limit_bytes},
+    )

@@ -1,0 +1,119 @@
+"""Seat: what one loaded model has on the event loop, and the port to all that are loaded."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+from icehouse_server.clock import Clock
+from icehouse_server.domain.model import EngineState, ListedModel
+from icehouse_server.errors import NotFound, Reason
+from icehouse_server.rpc.access.caller import Caller
+from icehouse_server.rpc.engine_client.counter_reader import CounterReader
+from icehouse_server.rpc.engine_client.engine_cache import EngineCache
+from icehouse_server.rpc.engine_client.engine_ports import EnginePort
+from icehouse_server.rpc.engine_client.grammars import GrammarCompilers
+from icehouse_server.rpc.engine_client.prefetcher import Prefetcher
+from icehouse_server.rpc.engine_client.router import Router
+
+_SHOWN_LIMIT = 79
+"""Of a caller's name for a model."""
+_LISTED_LIMIT = 16
+
+
+class Seat:
+    """One model's engine, and what asks it. Owned by the event loop."""
+
+    def __init__(self, *, engine: EnginePort, router: Router, grammars: GrammarCompilers) -> None:
+        self.engine = engine
+        self.router = router
+        self.grammars = grammars
+        self.commands = EngineCache(engine=engine, router=router)
+        self.counters = CounterReader(engine=engine, router=router)
+        self.prefetcher = Prefetcher(engine=engine, router=router)
+
+    def turns(self, clock: Clock, *, patience_s: float) -> bool:
+        """Whether the engine is ready and its loop turns, or is in a step no longer than it may be."""
+        allowed_s = max(patience_s, self.engine.step_allowance_s)
+        is_ready = self.router.state is EngineState.READY
+        return is_ready and clock.monotonic() - self.engine.heartbeat_time <= allowed_s
+
+    def close(self) -> None:
+        """Compute nothing ahead and compile nothing more."""
+        self.prefetcher.close()
+        self.grammars.close()
+
+
+def unknown_model(name: str, served: Sequence[str]) -> NotFound:
+    """Return the refusal of a name that none of the served models has, or none that the caller may use."""
+    shown = repr(name) if len(repr(name)) <= _SHOWN_LIMIT else repr(name)[:_SHOWN_LIMIT] + "…"
+    names = " or ".join(map(repr, served[:_LISTED_LIMIT])) or "another server"
+    return NotFound(
+        Reason.MODEL_NOT_FOUND,
+        f"model {shown} is not served here; use {names} or leave `model` empty",
+        field="model",
+        metadata={"model": name, "served_model": ", ".join(served[:_LISTED_LIMIT])},
+    )
+
+
+class ModelUse(Protocol):
+    """A call, to the model that it uses."""
+
+    @property
+    def caller(self) -> Caller: ...
+    @property
+    def holds(self) -> contextlib.ExitStack:
+        """Closed when it ends."""
+
+    load_s: float
+    """How long it waited for the model to be loaded."""
+
+
+class Seats(Protocol):
+    """The seats of a server, for its services. On the event loop."""
+
+    ended: asyncio.Event
+    """Set when nothing more is served, for good."""
+
+    @property
+    def state(self) -> EngineState:
+        """Whether the server takes calls."""
+
+    @property
+    def are_several(self) -> bool:
+        """Whether there may be more than one."""
+
+    @property
+    def default_name(self) -> str:
+        """The name of the model that the empty one means, as in `loaded`."""
+
+    def loaded(self) -> Mapping[str, Seat]:
+        """Return the seats that have an engine, by the names of their models."""
+
+    async def use(self, name: str, call: ModelUse) -> Seat:
+        """Return the seat of the model that a call names, loading it first if need be, and keep it there for
+        the call.
+
+        Raises NotFound for a name that the caller may not use, and what keeps the model from being loaded.
+        """
+
+    def seat_of(self, name: str, caller: Caller) -> Seat:
+        """Return a model's seat if it is loaded; raises NotFound as `use`, and Unavailable."""
+
+    async def unload(self, name: str, caller: Caller) -> ListedModel:
+        """Unload a model once its calls have ended, or have had their grace; raises NotFound, and CannotFit
+        for one that stays loaded."""
+
+    def listed(self, caller: Caller) -> Sequence[ListedModel]:
+        """Return the models that a caller may use; raises Unavailable for a single one that loads."""
+
+    def find(self, name: str, caller: Caller) -> ListedModel:
+        """Return the model that a caller names; raises as `listed`, and NotFound as `use`."""
+
+    def turns(self, *, patience_s: float) -> bool:
+        """Whether the server takes calls, and no engine is stuck for longer than so long."""
+
+    def add_listener(self, listener: Callable[[], None]) -> None:
+        """Have `listener` called when `turns` or `listed` may have changed."""
