@@ -90,6 +90,7 @@ async def running_engine(
         router=router,
         clock=clock,
     )
+    server.inference.start()
     server.engine.start()
     try:
         await until(lambda: router.state is not EngineState.LOADING)
@@ -97,7 +98,8 @@ async def running_engine(
         yield DecodingEngine(server.engine, vocabulary_size=size)
     finally:
         server.engine.drain(grace_s=0.0)
-        await asyncio.to_thread(server.engine.join, timeout_s=WAIT_S)
+        server.inference.end()
+        await asyncio.to_thread(server.inference.join, timeout_s=WAIT_S)
 
 
 async def until(is_true: Callable[[], bool]) -> None:

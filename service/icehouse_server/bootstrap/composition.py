@@ -25,6 +25,7 @@ from icehouse_server.domain.model import EngineState, ModelInfo, ReplyFormatInfo
 from icehouse_server.engine.core.block_log import BlockLog
 from icehouse_server.engine.core.mailbox import Mailbox, Message
 from icehouse_server.engine.engine import Engine, EngineSettings
+from icehouse_server.engine.inference_thread import InferenceThread
 from icehouse_server.engine.kv.page_groups import PAGE_TOKEN_COUNT
 from icehouse_server.engine.runner.forward.splits import Attention
 from icehouse_server.engine.runner.identity.fingerprint import adapter_digest
@@ -99,6 +100,7 @@ GPU_DEFAULTS = DeviceDefaults(
 class Server:
     """The parts of one server, which `cli.serve` starts and stops."""
 
+    inference: InferenceThread
     engine: Engine
     rpc: RpcServer
     router: Router
@@ -126,7 +128,8 @@ def build_server(
     if digests is not None:
         source = dataclasses.replace(source, code=fingerprint.code)
     limits = engine_limits(config, device)
-    mailbox: Mailbox[Message] = Mailbox(limit=config.engine.mailbox_limit)
+    inference = InferenceThread(clock)
+    mailbox: Mailbox[Message] = Mailbox(limit=config.engine.mailbox_limit, changed=inference.changed)
     runner = ModelRunner(
         source=source,
         tokenizer=tokenizer,
@@ -156,7 +159,7 @@ def build_server(
         listener=EngineListener(
             router, tokenizer, image_reader(config, source), BlockBytes() if config.cache.has_ssd else None
         ),
-        clock=clock,
+        thread=inference,
         memory_limit_bytes=memory_limit(config.engine.memory_limit_bytes, device),
     )
     kv_events = KvEventParts(config, cache.log, engine=engine, router=router, clock=clock)
@@ -169,7 +172,7 @@ def build_server(
         telemetry=dataclasses.replace(telemetry.watchers, kv_events=kv_events.source.stats),
         worker=worker_parts(config, source, running_limit=limits.running_limit, kv_events=kv_events.source),
     )
-    return Server(engine, rpc, router, clock, cache.storage, telemetry, kv_events)
+    return Server(inference, engine, rpc, router, clock, cache.storage, telemetry, kv_events)
 
 
 def runner_settings(config: Config, device: Device) -> RunnerSettings:

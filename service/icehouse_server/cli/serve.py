@@ -138,6 +138,7 @@ async def _run(
         await server.rpc.stop(grace_s=0)
         await server.kv_events.stop()
         raise
+    server.inference.start()
     server.engine.start()
     addresses = {"address": address} if front is None else {"address": address, "http": front.url}
     try:
@@ -245,6 +246,7 @@ async def _drain(
     with narrator.phase("server_drained"):
         ending_time = server.clock.monotonic() + ending_s
         server.engine.drain(grace_s=grace_s)
+        server.inference.end()
         async with _abandoned("calls", timeout_s=grace_s + _BOUNDS.edge_s):
             if front is not None:
                 front.begin_stop()
@@ -254,7 +256,7 @@ async def _drain(
             if front is not None:
                 await front.stop(timeout_s=LAST_WORDS_S)
         left_s = max(0.0, ending_time - server.clock.monotonic())
-        ended = await asyncio.to_thread(server.engine.join, timeout_s=left_s)
+        ended = await asyncio.to_thread(server.inference.join, timeout_s=left_s)
         closed = True
         if server.storage is not None:
             server.storage.close(deadline_time=server.clock.monotonic() + _BOUNDS.close_s)

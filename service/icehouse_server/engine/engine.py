@@ -1,8 +1,7 @@
-"""Engine as other rooms see it: submit, cancel, query, drain; and the thread behind it.
+"""Engine as other rooms see it: submit, cancel, query, drain; and its life on the inference thread.
 
-`start` begins the inference thread, which loads the model, steps until drained, and drops
-everything it made. An exception out of the loop is logged once, fails every request, and
-leaves the engine FAILED; the process is expected to end.
+`start` begins that life: the model is loaded, stepped until drained, and all that was made is dropped. An
+exception is logged once, fails every request, and leaves the engine FAILED; other engines go on.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import logging
 import threading
 from collections.abc import Callable
 
-from icehouse_server.clock import Clock
 from icehouse_server.domain.cache_commands import CacheAnswer, CacheCommand
 from icehouse_server.domain.cache_stats import CacheStats
 from icehouse_server.domain.ids import RequestId
@@ -23,6 +21,7 @@ from icehouse_server.engine.core.mailbox import Cancel, Command, Drain, Mailbox,
 from icehouse_server.engine.core.ports import Decoder, Listener, Runner
 from icehouse_server.engine.core.refusals import cancelled_by_client, engine_failed, shutting_down
 from icehouse_server.engine.engine_loop import EngineLoop
+from icehouse_server.engine.inference_thread import InferenceThread, Turns
 from icehouse_server.engine.prefix_cache.controller import CacheController
 from icehouse_server.engine.scheduling.limits import SchedulerLimits
 from icehouse_server.engine.scheduling.memory_guard import MemoryGuard
@@ -33,8 +32,6 @@ from icehouse_server.errors import EngineFailed, IcehouseError, Overloaded, Reas
 
 _log = logging.getLogger("icehouse.engine")
 
-_STUCK_FACTOR = 4.0
-_FADING = 0.99
 _MEASURED_BYTES = 256 << 20
 """Logits held at once for the log probabilities of a prompt: 32 tokens of a vocabulary of 262,144."""
 
@@ -49,8 +46,8 @@ class EngineSettings:
 
 
 class Engine:
-    """Owns the inference thread. Its public methods may be called from any thread and never block; only the
-    inference thread writes its public attributes.
+    """One model's. Its public methods may be called from any thread and, but for `join`, never block; only
+    the inference thread writes its public attributes.
 
     `runner` and `make_prefix` are called on the inference thread alone. A `memory_limit_bytes` of 0 is no
     limit. `mailbox` is its only ear: the SSD tier posts its outcomes there.
@@ -65,7 +62,7 @@ class Engine:
         tokenizer: Decoder,
         mailbox: Mailbox[Message],
         listener: Listener,
-        clock: Clock,
+        thread: InferenceThread,
         memory_limit_bytes: int = 0,
     ) -> None:
         self._settings = settings
@@ -74,22 +71,29 @@ class Engine:
         self._tokenizer = tokenizer
         self._mailbox = mailbox
         self._listener = listener
-        self._clock = clock
+        self._thread = thread
+        self._clock = thread.clock
         self._memory_limit_bytes = memory_limit_bytes
-        self._thread = threading.Thread(target=self._run, name="inference", daemon=True)
+        self._ended = threading.Event()
         self.state = EngineState.LOADING
-        self.heartbeat_time = clock.monotonic()
-        """`Clock.monotonic` of the last step's start; stale means stuck or dead."""
-        self.step_allowance_s = 0.0
-        """How long a step may take before it looks stuck: a few times the longest of late."""
         self.flush_timeout_s = settings.flush_timeout_s
-        """How long the thread may take at its end to write RAM's blocks to SSD."""
+        """How long it may take at its end to write RAM's blocks to SSD."""
         self.error: IcehouseError | None = None
         """Why the engine is FAILED, for whoever started it; callers get `engine_failed` instead."""
 
     def start(self) -> None:
         """Begin loading the model on the inference thread; the listener hears of READY or FAILED."""
-        self._thread.start()
+        self._thread.add(self._turns(), self._mailbox)
+
+    @property
+    def heartbeat_time(self) -> float:
+        """`Clock.monotonic` of the inference thread's last turn; stale means stuck or dead."""
+        return self._thread.heartbeat_time
+
+    @property
+    def step_allowance_s(self) -> float:
+        """How long a turn may take before it looks stuck: a few times the longest of late."""
+        return self._thread.step_allowance_s
 
     def submit(self, request: GenerationRequest, siblings: tuple[GenerationRequest, ...] = ()) -> None:
         """Hand in a request, and others for the same prompt; their events come through the listener.
@@ -126,15 +130,15 @@ class Engine:
             reply(self._not_ready())
 
     def drain(self, *, grace_s: float) -> None:
-        """Refuse new work, finish what runs within `grace_s`, then stop the thread."""
+        """Refuse new work, finish what runs within `grace_s`, write RAM to SSD and drop everything."""
         self._mailbox.post(Drain(self._clock.monotonic() + grace_s))
 
     def join(self, *, timeout_s: float | None = None) -> bool:
-        """Wait for the thread to end; False when it still runs after `timeout_s`."""
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+        """Wait for its end, STOPPED or FAILED; False when it still runs after `timeout_s`."""
+        return self._ended.wait(timeout_s)
 
-    def _run(self) -> None:
+    def _turns(self) -> Turns:
+        """Live, a turn at a time (inference thread)."""
         loop: EngineLoop | None = None
         try:
             model = self._runner.load()
@@ -152,18 +156,19 @@ class Engine:
             self._listener.model_loaded(model)
             self._change_state(EngineState.READY)
             while not loop.is_done:
-                self.heartbeat_time = self._clock.monotonic()
+                yield loop.wait_s
+                loop.is_hurried = self._thread.is_contended
                 loop.step()
-                self._note_step(self._clock.monotonic() - self.heartbeat_time)
                 if loop.is_draining and self.state is EngineState.READY:
                     self._change_state(EngineState.DRAINING)
-            loop.flush(deadline_time=self._clock.monotonic() + self.flush_timeout_s)
+            yield from loop.flush(deadline_time=self._clock.monotonic() + self.flush_timeout_s)
             loop.fail_all(shutting_down())
             self._runner.close()
-            self._runner.end_thread()
+            self._thread.release = self._runner.end_thread
             self._change_state(EngineState.STOPPED)
-        except Exception as error:  # the thread's top: nothing above would see it
+        except Exception as error:  # the top of its life: nothing above would see it
             self._fail(error, loop)
+        self._ended.set()
 
     def _scheduling(self, model: ModelInfo, prefix: CacheController) -> SchedulingParts:
         """Return what decides who runs, with the bounds that depend on the loaded model."""
@@ -188,10 +193,6 @@ class Engine:
             measured_chunk_token_count=min(measured, limits.prefill_chunk_token_count),
         )
         return SchedulingParts(Scheduler(limits, WaitingQueue(self._settings.waiting)), guard)
-
-    def _note_step(self, elapsed_s: float) -> None:
-        # The longest step fades, so that one slow chunk long ago does not hide a stuck step for ever.
-        self.step_allowance_s = max(_STUCK_FACTOR * elapsed_s, self.step_allowance_s * _FADING)
 
     def _fail(self, error: Exception, loop: EngineLoop | None) -> None:
         if isinstance(error, IcehouseError):

@@ -1,6 +1,6 @@
 """Engine loop: the step that drains the mailbox, plans, runs one forward pass, publishes (inference thread).
 
-One thread, no locks, no waiting but in the mailbox. Tests step it with a fake runner and a fake clock.
+One thread, no locks, no waiting but for a burst. Tests step it with a fake runner and a fake clock.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from icehouse_server.averages import quantile
 from icehouse_server.clock import Clock
@@ -97,6 +97,8 @@ class EngineLoop:
         self._dispatched: PassPlan | None = None
         self.is_idle = True
         """Whether the last step found nothing to do: nothing is ready until a message comes."""
+        self.is_hurried = False
+        """Whether another engine's turn is to come before a burst could."""
         self._idle_since_time = self._clock.monotonic()
 
     @property
@@ -109,11 +111,11 @@ class EngineLoop:
         return self.is_draining and not len(self._requests) and not self._waiting_commands
 
     def step(self) -> None:
-        """Run one forward pass over all that is ready, or wait a moment for a message when nothing is."""
+        """Take in what came, and run one forward pass over all that is ready."""
         self._command_s = 0.0
         while self._waiting_commands and self._command_s < _COMMAND_S:
             self._carry_out(self._waiting_commands.popleft())
-        self._take_in(self._wait_s())
+        self._take_in()
         self._expire()
         parked_before = self.counters.stats.parked_total
         has_begun = self._admit()
@@ -142,8 +144,8 @@ class EngineLoop:
         """Whether the next step will run a pass, just before which what this one drew is published.
 
         Publishing wakes the event loop, which takes the interpreter's lock while the next pass is built.
-        Beside a restore a step publishes at its end. Reads make its passes longer, and a token of such a pass
-        that waited for the next one to be built as well came 4 ms later yet (p99; 2-core x86).
+        Beside a restore, whose reads make passes longer, a step publishes at its end: else tokens came 4 ms
+        later yet (p99; 2-core x86).
         """
         has_pass = bool(self._scheduler.decoding_count or self._scheduler.prefilling_count)
         return has_pass and not self._scheduler.loading_count
@@ -165,30 +167,28 @@ class EngineLoop:
         self._requests.abandon(error)
         self._output.publish()
 
-    def flush(self, *, deadline_time: float) -> None:
-        """Spill what RAM holds, until it is written or the deadline passes. Only when drained."""
+    def flush(self, *, deadline_time: float) -> Iterator[float]:
+        """Spill what RAM holds until all is written or the deadline passes; yields as `tiers.spill.flush`."""
         assert self.is_done
-        flush(
-            self._cache.spills,
-            self._cache.tree.in_ram(),
-            wait=self._take_in,
-            is_stalled=lambda: self._cache.waits.is_stalled,
-            clock=self._clock,
-            deadline_time=deadline_time,
-        )
+        spills, nodes = self._cache.spills, self._cache.tree.in_ram()
+        for wait_s in flush(spills, nodes, clock=self._clock, deadline_time=deadline_time):
+            yield wait_s
+            self._take_in()
 
-    def _wait_s(self) -> float:
-        """Return how long the mailbox may be waited at: what a step found decides, not what there is."""
+    @property
+    def wait_s(self) -> float | None:
+        """For how long a message may be waited for, by what the last step found; None for not at all."""
         if not self.is_idle or self._waiting_commands:
-            return 0.0
+            return None
         deadlines = [d for d in (self._requests.nearest_deadline(), self._drain_deadline) if d is not None]
         left_s = min(deadlines, default=math.inf) - self._clock.monotonic()
         return min(_IDLE_WAIT_S, max(0.0, left_s))
 
-    def _take_in(self, timeout_s: float) -> None:
-        messages = self._mailbox.take_all(timeout_s=timeout_s)
+    def _take_in(self) -> None:
+        messages = self._mailbox.take_all(timeout_s=0.0)
         if work_count := sum(isinstance(message, Submit) for message in messages):
-            messages += self._burst_wait.rest(self._mailbox, self._clock, self.is_idle, work_count)
+            may_wait = self.is_idle and not self.is_hurried
+            messages += self._burst_wait.rest(self._mailbox, self._clock, may_wait, work_count)
         self._cache.end_pins()
         for message in messages:
             self._receive(message)

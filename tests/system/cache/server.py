@@ -18,6 +18,7 @@ from icehouse_server.domain.sampling import SamplingParams
 from icehouse_server.domain.stats import EngineStats
 from icehouse_server.engine.core.mailbox import Mailbox, Message
 from icehouse_server.engine.engine import Engine, EngineSettings
+from icehouse_server.engine.inference_thread import InferenceThread
 from icehouse_server.engine.prefix_cache.controller import CacheController
 from icehouse_server.engine.prefix_cache.prefix_cache import PrefixCache
 from icehouse_server.engine.prefix_cache.tiers.prefix_settings import PrefixSettings
@@ -115,7 +116,8 @@ class CacheServer:
             draft_source=None if draft is None else model_loader.ModelSource(path=draft, model_id="draft"),
         )
         self.recorder = WatchingRecorder()
-        self.mailbox: Mailbox[Message] = Mailbox(limit=100)
+        self.thread = InferenceThread(clock)
+        self.mailbox: Mailbox[Message] = Mailbox(limit=100, changed=self.thread.changed)
         self.storage: LocalTier | None = None
         if directory is not None:
             storage_settings = StorageSettings(
@@ -175,7 +177,7 @@ class CacheServer:
             tokenizer=tokenizer,
             mailbox=self.mailbox,
             listener=self.recorder,
-            clock=clock,
+            thread=self.thread,
         )
 
     def __enter__(self) -> CacheServer:
@@ -183,6 +185,7 @@ class CacheServer:
             self.storage.start()
             # Requests come after the inventory, as they do where a model takes longer to load.
             assert self._has_inventory.wait(BOUND_S)
+        self.thread.start()
         self.engine.start()
         self.recorder.wait_for_state(EngineState.READY)
         if self.storage is not None:
@@ -191,7 +194,8 @@ class CacheServer:
 
     def __exit__(self, *exc: object) -> None:
         self.engine.drain(grace_s=BOUND_S)
-        assert self.engine.join(timeout_s=BOUND_S)
+        self.thread.end()
+        assert self.thread.join(timeout_s=BOUND_S)
         if self.storage is not None:
             self.storage.close(deadline_time=SystemClock().monotonic() + BOUND_S)
             assert self.storage.join(timeout_s=BOUND_S)

@@ -32,7 +32,6 @@ from icehouse_server.engine.prefix_cache.controller import CacheController
 from icehouse_server.engine.prefix_cache.prefix_cache import PrefixCache
 from icehouse_server.engine.prefix_cache.tiers.prefix_settings import PrefixSettings, QuotaLimits
 from icehouse_server.engine.prefix_cache.tiers.runner_port import CacheFacts
-from icehouse_server.engine.prefix_cache.tiers.spill import flush
 from icehouse_server.engine.prefix_cache.tiers.write_behind import QUIET_S
 from icehouse_server.engine.scheduling.limits import SchedulerLimits
 from icehouse_server.engine.scheduling.memory_guard import MemoryGuard
@@ -186,20 +185,8 @@ class SteppedServer:
         self.mailbox.post(Drain(self.clock.now))
         self.holds_storage = False
         self.step_until_idle()
-
-        def wait(_: float) -> None:
+        for _ in self.loop.flush(deadline_time=self.clock.now + 60):
             self.settle_storage()
-            for message in self.mailbox.take_all(timeout_s=0):
-                self.loop._receive(message)
-
-        flush(
-            self.cache.spills,
-            self.cache.tree.in_ram(),
-            wait=wait,
-            is_stalled=lambda: False,
-            clock=self.clock,
-            deadline_time=self.clock.now + 60,
-        )
         if self.storage is not None:
             self.storage.close(deadline_time=self.clock.now + 60)
             self.settle_storage()

@@ -277,7 +277,8 @@ def test_a_server_whose_directory_hangs_answers_and_ends(model_dir: Path, tmp_pa
         for number in range(3):
             assert served.ask(f"{number}", [number + 1 + i % 50 for i in range(100)]).tokens
         served.engine.drain(grace_s=BOUND_S)
-        assert served.engine.join(timeout_s=BOUND_S), "the flush goes on"
+        served.thread.end()
+        assert served.thread.join(timeout_s=BOUND_S), "the flush goes on"
         assert files.has_hung.is_set(), "nothing was written at all"
         served.storage.close(deadline_time=SystemClock().monotonic() + 1.0)
         assert not served.storage.join(timeout_s=BOUND_S), "it hangs, and says so"

@@ -20,6 +20,7 @@ from icehouse_server.domain.request import GenerationRequest
 from icehouse_server.engine.core.mailbox import Mailbox
 from icehouse_server.engine.core.ports import Chunk, Drawn, PassResult
 from icehouse_server.engine.engine import Engine, EngineSettings
+from icehouse_server.engine.inference_thread import InferenceThread
 from icehouse_server.engine.scheduling.limits import SchedulerLimits
 from icehouse_server.engine.scheduling.waiting_queue import WaitingLimits
 from icehouse_server.errors import IcehouseError
@@ -196,6 +197,7 @@ async def live_server(
     clock, runner = MovableClock(), HeldRunner()
     router = Router(asyncio.get_running_loop())
     seam = EngineSeam(router)
+    thread = InferenceThread(clock)
     seam.engine = engine = Engine(
         runner=runner,
         settings=EngineSettings(
@@ -206,9 +208,9 @@ async def live_server(
         ),
         memory_limit_bytes=memory_limit_bytes,
         tokenizer=FakeDecoder(decode),
-        mailbox=Mailbox(limit=1000),
+        mailbox=Mailbox(limit=1000, changed=thread.changed),
         listener=seam,
-        clock=clock,
+        thread=thread,
         make_prefix=lambda: no_prefix(clock),
     )
     server = RpcServer(
@@ -219,6 +221,7 @@ async def live_server(
     )
     live = LiveServer(runner=runner, clock=clock, router=router, seam=seam)
     address = await server.start()
+    thread.start()
     engine.start()
     # A window that does not grow, so that a reader who stops is felt soon.
     options = [("grpc.use_local_subchannel_pool", 1), ("grpc.http2.bdp_probe", 0)]
@@ -230,8 +233,9 @@ async def live_server(
         runner.come_free()
         runner.is_paused = False
         engine.drain(grace_s=0)
+        thread.end()
         await server.stop(grace_s=1)
-        assert await asyncio.to_thread(engine.join, timeout_s=BOUND_S)
+        assert await asyncio.to_thread(thread.join, timeout_s=BOUND_S)
 
 
 async def _until_ready(router: Router) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 
 import pytest
 from icehouse_server.clock import SystemClock
@@ -13,6 +14,7 @@ from icehouse_server.domain.model import EngineState, ModelInfo
 from icehouse_server.domain.stats import EngineStats
 from icehouse_server.engine.core.mailbox import Mailbox
 from icehouse_server.engine.engine import Engine, EngineSettings
+from icehouse_server.engine.inference_thread import InferenceThread
 from icehouse_server.engine.scheduling.limits import SchedulerLimits
 from icehouse_server.engine.scheduling.waiting_queue import WaitingLimits
 from icehouse_server.errors import EngineFailed, ModelError, Overloaded, Reason, Unavailable
@@ -23,23 +25,32 @@ from tests.fixtures.patience import BOUND_S
 LIMITS = SchedulerLimits(running_limit=8, prefilling_limit=4, prefill_chunk_token_count=4)
 
 
-def make(runner: FakeRunner, *, mailbox_limit: int = 100) -> tuple[Engine, Recorder]:
+@pytest.fixture
+def thread() -> Iterator[InferenceThread]:
+    started = InferenceThread(SystemClock())
+    started.start()
+    yield started
+    started.end()
+    assert started.join(timeout_s=BOUND_S)
+
+
+def make(runner: FakeRunner, thread: InferenceThread, *, mailbox_limit: int = 100) -> tuple[Engine, Recorder]:
     recorder = Recorder()
     engine = Engine(
         settings=EngineSettings(limits=LIMITS, waiting=WaitingLimits(request_limit=100)),
         runner=runner,
         tokenizer=FakeDecoder(),
-        mailbox=Mailbox(limit=mailbox_limit),
+        mailbox=Mailbox(limit=mailbox_limit, changed=thread.changed),
         listener=recorder,
-        clock=SystemClock(),
+        thread=thread,
         make_prefix=lambda: no_prefix(SystemClock()),
     )
     return engine, recorder
 
 
-def test_life_from_loading_to_stopped() -> None:
+def test_life_from_loading_to_stopped(thread: InferenceThread) -> None:
     runner = FakeRunner()
-    engine, recorder = make(runner)
+    engine, recorder = make(runner, thread)
     with pytest.raises(Unavailable) as refused:
         engine.submit(request("early"))
     assert refused.value.reason is Reason.LOADING
@@ -56,9 +67,9 @@ def test_life_from_loading_to_stopped() -> None:
     assert late.value.reason is Reason.DRAINING
 
 
-def test_an_exception_in_the_loop_fails_every_open_call_and_the_engine() -> None:
+def test_an_exception_in_the_loop_fails_every_open_call_and_the_engine(thread: InferenceThread) -> None:
     runner = FakeRunner()
-    engine, recorder = make(runner)
+    engine, recorder = make(runner, thread)
     engine.start()
     recorder.wait_for_state(EngineState.READY)
     both_in = threading.Event()
@@ -82,12 +93,14 @@ def test_an_exception_in_the_loop_fails_every_open_call_and_the_engine() -> None
         engine.submit(request("after"))
 
 
-def test_a_model_that_does_not_load_tells_its_starter_why_and_callers_only_that() -> None:
+def test_a_model_that_does_not_load_tells_its_starter_why_and_callers_only_that(
+    thread: InferenceThread,
+) -> None:
     class Broken(FakeRunner):
         def load(self) -> ModelInfo:
             raise ModelError(Reason.MODEL_INVALID, "no folder /secret/place")
 
-    engine, recorder = make(Broken())
+    engine, recorder = make(Broken(), thread)
     engine.start()
     recorder.wait_for_state(EngineState.FAILED)
     assert isinstance(engine.error, ModelError) and engine.error.message == "no folder /secret/place"
@@ -97,7 +110,7 @@ def test_a_model_that_does_not_load_tells_its_starter_why_and_callers_only_that(
     assert "/secret" not in refused.value.message
 
 
-def test_what_was_asked_while_a_model_did_not_load_is_answered() -> None:
+def test_what_was_asked_while_a_model_did_not_load_is_answered(thread: InferenceThread) -> None:
     is_asked = threading.Event()
 
     class Broken(FakeRunner):
@@ -105,7 +118,7 @@ def test_what_was_asked_while_a_model_did_not_load_is_answered() -> None:
             assert is_asked.wait(BOUND_S)
             raise ModelError(Reason.MODEL_INVALID, "no such folder")
 
-    engine, recorder = make(Broken())
+    engine, recorder = make(Broken(), thread)
     engine.start()
     answers: list[object] = []
     engine.request_stats(lambda stats, cache: answers.append(stats))
@@ -116,9 +129,9 @@ def test_what_was_asked_while_a_model_did_not_load_is_answered() -> None:
     assert isinstance(answers[0], EngineStats) and isinstance(answers[1], EngineFailed)
 
 
-def test_a_full_mailbox_refuses_at_once_and_cancels_still_get_in() -> None:
+def test_a_full_mailbox_refuses_at_once_and_cancels_still_get_in(thread: InferenceThread) -> None:
     runner = FakeRunner()
-    engine, recorder = make(runner, mailbox_limit=3)
+    engine, recorder = make(runner, thread, mailbox_limit=3)
     engine.start()
     recorder.wait_for_state(EngineState.READY)
     in_step, go_on = threading.Event(), threading.Event()
@@ -143,12 +156,3 @@ def test_a_full_mailbox_refuses_at_once_and_cancels_still_get_in() -> None:
         assert isinstance(recorder.wait_for_end(name), Finished)
     engine.drain(grace_s=1)
     assert engine.join(timeout_s=BOUND_S)
-
-
-def test_a_slow_step_is_allowed_for_and_forgotten() -> None:
-    engine, _ = make(FakeRunner())
-    engine._note_step(5.0)
-    assert engine.step_allowance_s == 20.0, "a step may take a few times the longest of late"
-    for _ in range(1000):
-        engine._note_step(0.01)
-    assert engine.step_allowance_s < 1.0, "one slow chunk long ago does not hide a stuck step"

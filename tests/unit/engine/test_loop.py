@@ -466,7 +466,7 @@ def test_beside_a_load_a_token_does_not_wait_for_the_next_pass_to_be_built() -> 
     served.loop.step()
     assert not served.recorder.tokens_of("decodes"), "it is published when the next pass is built"
     served.submit("loads", (3, 4), max_output_tokens=3)
-    served.loop._take_in(0.0)
+    served.loop._take_in()
     served.loop._admit()
     (loading,) = (s for s in served.scheduler.running if s.request.request_id == "loads")
     served.scheduler.move(loading, Phase.LOADING)
@@ -516,13 +516,12 @@ def test_a_loop_that_found_nothing_to_do_waits_though_somebody_is_in_the_queue()
     served = SteppedLoop(running_limit=1)
     for name in ("loads", "waits"):
         served.submit(name, (1, 2), max_output_tokens=3)
-    served.loop._take_in(0.0)
+    served.loop._take_in()
     served.loop._admit()
-    served.mailbox.waits_s.clear()
     served.scheduler.move(served.scheduler.running[0], Phase.LOADING)
     for _ in range(5):
         served.loop.step()
-    assert served.mailbox.waits_s == [0.5] * 5 and served.loop.is_idle
+        assert served.loop.wait_s == 0.5 and served.loop.is_idle
 
 
 def test_an_engine_warms_up_further_only_when_nobody_has_asked_for_anything_in_a_while() -> None:
@@ -546,13 +545,11 @@ def test_an_engine_warms_up_further_only_when_nobody_has_asked_for_anything_in_a
 def test_a_wait_ends_with_the_nearest_deadline() -> None:
     served = SteppedLoop(running_limit=1)
     served.submit("loads", (1, 2), deadline_time=served.clock.now + 0.2)
-    served.loop._take_in(0.0)
+    served.loop._take_in()
     served.loop._admit()
     served.scheduler.move(served.scheduler.running[0], Phase.LOADING)
-    served.mailbox.waits_s.clear()
     served.loop.step()
-    (wait_s,) = served.mailbox.waits_s
-    assert abs(wait_s - 0.2) < 1e-6
+    assert served.loop.wait_s is not None and abs(served.loop.wait_s - 0.2) < 1e-6
     served.clock.now += 0.3
     served.loop.step()
     assert isinstance(served.recorder.end_of("loads"), Failed)
@@ -633,11 +630,12 @@ def test_an_idle_loop_does_not_wait_while_a_command_does() -> None:
     answers: list[float] = []
     costly_commands(stepped, answers, cost_s=0.27)
     stepped.loop.step()
-    stepped.mailbox.waits_s.clear()
+    waits_s = [stepped.loop.wait_s]
     stepped.loop.step()
+    waits_s.append(stepped.loop.wait_s)
     stepped.loop.step()
     # With the last one done there is nothing left to hurry for.
-    assert len(answers) == 3 and stepped.mailbox.waits_s == [0.0, 0.5]
+    assert len(answers) == 3 and waits_s == [None, None] and stepped.loop.wait_s == 0.5
 
 
 def test_commands_that_wait_are_carried_out_before_an_orderly_end() -> None:

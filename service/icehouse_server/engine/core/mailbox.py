@@ -1,8 +1,8 @@
-"""Mailbox: the one way into the inference thread, and the messages that may come through it.
+"""Mailbox: the one way into an engine, and the messages that may come through it.
 
-Any thread puts messages in; the inference thread alone takes them out, and waits here and nowhere else. New
-work is bounded by count; control messages (cancel, a query, a storage outcome) always fit, because each of
-their senders is bounded by work that was let in.
+Any thread puts messages in; the inference thread alone takes them out. New work is bounded by count; control
+messages (cancel, a query, a storage outcome) always fit, because each of their senders is bounded by work
+that was let in.
 """
 
 from __future__ import annotations
@@ -35,45 +35,46 @@ bursts of 16 calls were cut apart, and their last first token came half again as
 
 
 class Mailbox(Generic[Item]):
-    """A queue with one reader. `limit` bounds the new-work messages that wait in it."""
+    """A queue with one reader. `limit` bounds the new-work messages that wait in it. Mailboxes with the same
+    reader share `changed`, which is notified of each message."""
 
-    def __init__(self, *, limit: int) -> None:
+    def __init__(self, *, limit: int, changed: threading.Condition | None = None) -> None:
         self.limit = limit
+        self.changed = changed or threading.Condition()
         self._messages: collections.deque[tuple[bool, Item]] = collections.deque()
         self._work_count = 0
         self._closed = False
-        self._changed = threading.Condition()
 
     def offer(self, message: Item, *, work_count: int = 1) -> bool:
         """Put new work in, which counts as `work_count`; False, and nothing stored, when more than `limit`
         would wait or it is closed."""
-        with self._changed:
+        with self.changed:
             if self._closed or self._work_count + work_count > self.limit:
                 return False
             self._work_count += work_count
             self._messages.append((True, message))
-            self._changed.notify()
+            self.changed.notify()
             return True
 
     def post(self, message: Item) -> bool:
         """Put a control message in; False when it is closed."""
-        with self._changed:
+        with self.changed:
             if self._closed:
                 return False
             self._messages.append((False, message))
-            self._changed.notify()
+            self.changed.notify()
             return True
 
     def take_all(self, *, timeout_s: float) -> list[Item]:
         """Return what waits, oldest first, after waiting at most `timeout_s` for something to come."""
-        with self._changed:
+        with self.changed:
             if not self._messages and timeout_s > 0:
-                self._changed.wait(timeout_s)
+                self.changed.wait(timeout_s)
             return self._drain()
 
     def close(self) -> list[Item]:
         """Close it for good and return what was left in it."""
-        with self._changed:
+        with self.changed:
             self._closed = True
             return self._drain()
 

@@ -258,7 +258,8 @@ class ModelRunner:
         self._model = self._images = None
         mx.clear_cache()
 
-    def end_thread(self) -> None:
+    @staticmethod
+    def end_thread() -> None:
         # What is left to the thread's own destructors may abort the process on CUDA (mlx issue 4506).
         mx.clear_streams()
 

@@ -16,6 +16,7 @@ from icehouse_server.domain.request import GenerationRequest
 from icehouse_server.domain.sampling import SamplingParams
 from icehouse_server.engine.core.mailbox import Mailbox
 from icehouse_server.engine.engine import Engine, EngineSettings
+from icehouse_server.engine.inference_thread import InferenceThread
 from icehouse_server.engine.runner import model_loader
 from icehouse_server.engine.runner.forward.splits import PassFacts
 from icehouse_server.engine.runner.runner import ModelRunner, RunnerSettings
@@ -43,6 +44,7 @@ SAMPLINGS = (
 class Running:
     engine: Engine
     recorder: Recorder
+    thread: InferenceThread
 
     def ask(self, requests: list[GenerationRequest]) -> dict[str, list[int]]:
         for item in requests:
@@ -53,13 +55,15 @@ class Running:
 
     def stop(self) -> None:
         self.engine.drain(grace_s=BOUND_S)
-        assert self.engine.join(timeout_s=BOUND_S)
+        self.thread.end()
+        assert self.thread.join(timeout_s=BOUND_S)
 
 
 def start(folder: Path, *, chunk: int = 16, is_pipelined: bool = True) -> Running:
     source = model_loader.ModelSource(path=folder, model_id="tiny")
     tokenizer = model_loader.load_tokenizer(source)
     recorder = Recorder()
+    thread = InferenceThread(SystemClock())
     engine = Engine(
         runner=ModelRunner(
             source=source,
@@ -73,13 +77,14 @@ def start(folder: Path, *, chunk: int = 16, is_pipelined: bool = True) -> Runnin
             waiting=WaitingLimits(request_limit=100),
         ),
         tokenizer=tokenizer,
-        mailbox=Mailbox(limit=100),
+        mailbox=Mailbox(limit=100, changed=thread.changed),
         listener=recorder,
-        clock=SystemClock(),
+        thread=thread,
     )
+    thread.start()
     engine.start()
     recorder.wait_for_state(EngineState.READY)
-    return Running(engine, recorder)
+    return Running(engine, recorder, thread)
 
 
 def requests(prefix: str, count: int) -> list[GenerationRequest]:

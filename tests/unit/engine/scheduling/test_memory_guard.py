@@ -487,10 +487,10 @@ def test_a_step_that_parked_somebody_is_followed_at_once() -> None:
     served.pressure_limit(served.runner.active_bytes())
     served.loop.step()
     assert (old.park_count, young.park_count) == (0, 1)
-    served.mailbox.waits_s.clear()
     before = old.processed_token_count
+    assert served.loop.wait_s is None
     served.loop.step()
-    assert served.mailbox.waits_s == [0.0] and old.processed_token_count > before
+    assert old.processed_token_count > before
     served.pressure_limit(10_000)
     served.run()
     ends = [served.recorder.end_of(name) for name in ("old", "young")]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import collections
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -82,6 +82,11 @@ class Spills:
     @property
     def is_on(self) -> bool:
         return self.storage is not None and self._settings.spill_policy != "off"
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether the storage thread hangs."""
+        return self._waits.is_stalled
 
     @property
     def under_way_count(self) -> int:
@@ -251,15 +256,13 @@ def flush(
     spills: Spills,
     nodes: Iterable[Node],
     *,
-    wait: Callable[[float], None],
-    is_stalled: Callable[[], bool],
     clock: Clock,
     deadline_time: float,
-) -> None:
+) -> Iterator[float]:
     """Spill what SSD lacks of `nodes` after a drain, the last one first, and log the result.
 
-    It ends when all is written or dropped, at the deadline, or when the storage thread `is_stalled`. `wait`
-    takes in that thread's reports, for at most so many seconds.
+    It ends when all is written or dropped, at the deadline, or when the storage thread is stalled. Yields
+    for how many seconds at most that thread's reports may be waited for; they are to be taken in then.
     """
     began_time = clock.monotonic()
     waiting = [node for node in nodes if spills.wants(node)]
@@ -273,8 +276,8 @@ def flush(
             spills.send(waiting.pop(), request_id=None)
         spills.hand_over(may_wait=True)
         left_count, left_s = len(waiting) + spills.under_way_count, deadline_time - clock.monotonic()
-        if not left_count or left_s <= 0.0 or is_stalled():
+        if not left_count or left_s <= 0.0 or spills.is_stalled:
             break
-        wait(min(_CHECK_INTERVAL_S, left_s))
+        yield min(_CHECK_INTERVAL_S, left_s)
     facts = {"block_count": block_count - left_count, "left_count": left_count}
     _log.info("flush_ended", extra={**facts, "duration_s": round(clock.monotonic() - began_time, 3)})

@@ -15,6 +15,8 @@ from tests.fixtures.engine import FakeClock
 class Spills:
     """A write queue of two places, in front of a disk that writes one block a second, or none."""
 
+    is_stalled = False
+
     def __init__(self, *, is_stuck: bool) -> None:
         self.is_stuck = is_stuck
         self.under_way_count = 0
@@ -39,21 +41,16 @@ def flushed(spills: Spills, caplog: pytest.LogCaptureFixture) -> Any:
     """Flush five of six blocks within ten seconds; return the log's record of the end."""
     clock = FakeClock()
     deadline_time = clock.now + 10.0
-
-    def wait(timeout_s: float) -> None:
-        assert timeout_s > 0.0, "waited past the deadline"
-        clock.now += 1.0
-        spills.written()
-
     caplog.set_level("INFO", logger="icehouse.engine")
-    flush(
+    for wait_s in flush(
         cast("RealSpills", spills),
         cast("list[Node]", list(range(6))),
-        wait=wait,
-        is_stalled=lambda: False,
         clock=clock,
         deadline_time=deadline_time,
-    )
+    ):
+        assert wait_s > 0.0, "waited past the deadline"
+        clock.now += 1.0
+        spills.written()
     assert clock.now <= deadline_time
     return caplog.records[-1]
 

@@ -1,0 +1,124 @@
+"""Inference thread: gives engines turns, one at a time, first to the one that has had least of it.
+
+Engines come and leave at any time. The thread waits only when none has anything to do, for all of them on
+one condition. It ends when it is told to and no engine is left.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable, Iterator
+
+from icehouse_server.clock import Clock
+from icehouse_server.engine.core.mailbox import Mailbox, Message
+
+_WAIT_S = 0.5
+"""How long it sleeps at most, so that its heartbeat stays fresh."""
+_STUCK_FACTOR = 4.0
+_FADING = 0.99
+
+Turns = Iterator[float | None]
+"""An engine's life, a turn at a time: each yields for how many seconds nothing will be ready unless a message
+comes, or None for nothing to wait for."""
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Member:
+    """An engine, as the thread knows it. Times are `Clock.monotonic` readings."""
+
+    turns: Turns
+    mailbox: Mailbox[Message]
+    charged_s: float
+    """What it was given, counted from where the others were when it was last idle."""
+    ready_time: float | None = None
+    """When it is to be stepped although no message came; None for at once."""
+
+    def is_ready(self, now: float) -> bool:
+        return self.ready_time is None or now >= self.ready_time or len(self.mailbox) > 0
+
+
+class InferenceThread:
+    """Owns the thread. Public methods may be called from any thread; the thread alone writes the attributes.
+
+    Turns go by start-time fair queueing (Goyal, 1996): who was idle is served next, but is owed nothing for
+    the time before.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.changed = threading.Condition()
+        """What the mailboxes of its engines share, and the thread waits on."""
+        self._thread = threading.Thread(target=self._run, name="inference", daemon=True)
+        self._members: list[_Member] = []
+        self._is_ending = False
+        self._served_s = 0.0
+        """What the engine that was chosen last had been charged by then."""
+        self.is_contended = False
+        """Whether more than one engine had something to do when the present turn began."""
+        self.heartbeat_time = clock.monotonic()
+        """`Clock.monotonic` of the last turn's start; stale means stuck or dead."""
+        self.step_allowance_s = 0.0
+        """How long a turn may take before it looks stuck: a few times the longest of late."""
+        self.release: Callable[[], None] = lambda: None
+        """Called at the thread's end; set by the engine that ended last."""
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def add(self, turns: Turns, mailbox: Mailbox[Message]) -> None:
+        """Give an engine turns until it has no more. Its mailbox must share `changed`."""
+        assert mailbox.changed is self.changed, "nothing would wake the thread for this mailbox"
+        with self.changed:
+            self._members.append(_Member(turns, mailbox, charged_s=self._served_s))
+            self.changed.notify()
+
+    def end(self) -> None:
+        """Have the thread end once no engine is left."""
+        with self.changed:
+            self._is_ending = True
+            self.changed.notify()
+
+    def join(self, *, timeout_s: float | None = None) -> bool:
+        """Wait for the thread to end; False when it still runs after `timeout_s`."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while (member := self._next()) is not None:
+            self._take_turn(member)
+        self.release()
+
+    def _next(self) -> _Member | None:
+        """Return whose turn it is, after waiting for somebody to be ready; None at the end."""
+        with self.changed:
+            while self._members or not self._is_ending:
+                self.heartbeat_time = now = self.clock.monotonic()
+                ready = [member for member in self._members if member.is_ready(now)]
+                if ready:
+                    self.is_contended = len(ready) > 1
+                    return min(ready, key=self._start_s)
+                times = (member.ready_time for member in self._members if member.ready_time is not None)
+                self.changed.wait(min(_WAIT_S, min(times, default=now + _WAIT_S) - now))
+        return None
+
+    def _start_s(self, member: _Member) -> float:
+        return max(member.charged_s, self._served_s)
+
+    def _take_turn(self, member: _Member) -> None:
+        began = self.heartbeat_time
+        self._served_s = self._start_s(member)
+        try:
+            wait_s = next(member.turns)
+        except StopIteration:
+            with self.changed:
+                self._members.remove(member)
+            return
+        now = self.clock.monotonic()
+        member.ready_time = None if wait_s is None else now + wait_s
+        member.charged_s = self._served_s + now - began
+        self._note_turn(now - began)
+
+    def _note_turn(self, elapsed_s: float) -> None:
+        # The longest turn fades, so that one slow chunk long ago does not hide a stuck one for ever.
+        self.step_allowance_s = max(_STUCK_FACTOR * elapsed_s, self.step_allowance_s * _FADING)
