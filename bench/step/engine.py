@@ -91,13 +91,13 @@ async def running_engine(
         clock=clock,
     )
     server.inference.start()
-    server.engine.start()
+    server.only.engine.start()
     try:
         await until(lambda: router.state is not EngineState.LOADING)
         size = router.require_model().info.vocabulary_size
-        yield DecodingEngine(server.engine, vocabulary_size=size)
+        yield DecodingEngine(server.only.engine, vocabulary_size=size)
     finally:
-        server.engine.drain(grace_s=0.0)
+        server.only.engine.drain(grace_s=0.0)
         server.inference.end()
         await asyncio.to_thread(server.inference.join, timeout_s=WAIT_S)
 

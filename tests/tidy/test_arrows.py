@@ -53,6 +53,7 @@ ROOMS = (
     "rpc.access",
     "rpc.engine_client",
     "rpc.calls",
+    "pool",
     "rpc.messages",
     "rpc.image_sources",
     "rpc.kv_events",

@@ -13,7 +13,6 @@ from pathlib import Path
 from icehouse_server.bootstrap.encryption import open_cipher
 from icehouse_server.bootstrap.machine import cache_limit
 from icehouse_server.bootstrap.room import existing_folder
-from icehouse_server.bootstrap.shared_store import open_shared_store, shared_settings
 from icehouse_server.clock import Clock
 from icehouse_server.config import CacheConfig, Config, TenantConfig
 from icehouse_server.device import Device
@@ -24,13 +23,15 @@ from icehouse_server.engine.prefix_cache.tiers.prefix_settings import PrefixSett
 from icehouse_server.engine.runner.identity.fingerprint import ModelFingerprint, model_fingerprint
 from icehouse_server.engine.runner.model_loader import AdapterSource
 from icehouse_server.engine.runner.runner import ModelRunner
-from icehouse_server.errors import Reason, StartError
-from icehouse_server.storage.api import ColdTier, Outcome
+from icehouse_server.errors import ConfigError, Reason, StartError, imports_of_extra
+from icehouse_server.storage.api import OVERHEAD_BYTES, ColdTier, Outcome
 from icehouse_server.storage.digests import DigestBook
 from icehouse_server.storage.files import Files, in_time
 from icehouse_server.storage.local.directory.lock import take_lock
 from icehouse_server.storage.local.encryption.constants import KEY_DETAIL, Cipher, encrypted_fingerprint
 from icehouse_server.storage.local.tier import LocalTier
+from icehouse_server.storage.shared.object_store import ObjectStore, make_store
+from icehouse_server.storage.shared.shared_settings import SharedSettings
 from icehouse_server.storage.shared.shared_tier import SharedTier
 from icehouse_server.storage.storage_settings import Codec, StorageSettings
 from icehouse_server.storage.store_paths import StorePaths
@@ -146,6 +147,31 @@ def _make_tier(
         cipher=cipher,
         store=open_shared_store(config),
         shared=shared_settings(config),
+    )
+
+
+_SHARED_URL = "cache.shared_url"
+
+
+def open_shared_store(cache: CacheConfig) -> ObjectStore:
+    """Return the object store, without asking it anything: one that is down stops no start. Raises
+    ConfigError for a URL that names none, or without the extra."""
+    assert cache.shared_url is not None, "an object store is configured"
+    try:
+        with imports_of_extra("shared", setting=_SHARED_URL):
+            return make_store(cache.shared_url)
+    except ValueError as error:
+        detail = f"{_SHARED_URL} = {cache.shared_url} names no object store: {error}"
+        raise ConfigError(Reason.CONFIG_INVALID, detail, field=_SHARED_URL) from error
+
+
+def shared_settings(cache: CacheConfig) -> SharedSettings:
+    """Return the limits of its traffic."""
+    return SharedSettings(
+        lookup_timeout_s=cache.shared_lookup_timeout_ms / 1000,
+        write_bytes_per_s=cache.shared_write_rate_bytes,
+        # A block that does not fit the write queue cannot have been stored by a server such as this one.
+        object_limit_bytes=cache.write_queue_bytes + OVERHEAD_BYTES,
     )
 
 

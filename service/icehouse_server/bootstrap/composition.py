@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -44,8 +46,12 @@ from icehouse_server.engine.scheduling.limits import SchedulerLimits
 from icehouse_server.engine.scheduling.policy import GPU_POLICY, POLICY, PassPolicy
 from icehouse_server.engine.scheduling.waiting_queue import WaitingLimits
 from icehouse_server.errors import IcehouseError, Reason, StartError, imports_of_extra
+from icehouse_server.pool.model_pool import ModelPool
+from icehouse_server.pool.one_seat import OneSeat
 from icehouse_server.rpc.engine_client.engine_ports import BlockFiles, EnginePort, ServedModel
+from icehouse_server.rpc.engine_client.grammars import GrammarCompilers
 from icehouse_server.rpc.engine_client.router import Router
+from icehouse_server.rpc.engine_client.seat import Seat
 from icehouse_server.rpc.kv_events.kv_event_source import CONNECT_PREFIX, KvEventSource
 from icehouse_server.rpc.listen_address import is_loopback
 from icehouse_server.rpc.rpc_server import RpcServer
@@ -63,6 +69,9 @@ if TYPE_CHECKING:
     from icehouse_server.vision.image_reader import ImageReader
 
 _log = logging.getLogger("icehouse.boot")
+
+_END_S = 10.0
+"""How long an engine may take to end, without what it writes to SSD, and how long its SSD tier may."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -101,14 +110,39 @@ class Server:
     """The parts of one server, which `cli.serve` starts and stops."""
 
     inference: InferenceThread
-    engine: Engine
     rpc: RpcServer
-    router: Router
     clock: Clock
-    storage: ColdTier | None
-    """None without an SSD tier."""
     telemetry: TelemetryParts
-    kv_events: KvEventParts
+    opened: OpenedEngine | None = None
+    """Of the only model; None where there are several."""
+    kv_events: KvEventParts | None = None
+    pool: ModelPool[OpenedEngine] | None = None
+
+    def begin_stop(self) -> Sequence[OpenedEngine]:
+        """Load nothing more; return the engines that are there."""
+        if self.pool is not None:
+            return self.pool.begin_stop()
+        return [self.only]
+
+    @property
+    def only(self) -> OpenedEngine:
+        """The only model."""
+        assert self.opened is not None, "a server has a pool or one model"
+        return self.opened
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EngineParts:
+    """What the engines of a server share."""
+
+    device: Device
+    clock: Clock
+    inference: InferenceThread
+    telemetry: TelemetryParts
+
+    @classmethod
+    def of(cls, config: Config, device: Device, clock: Clock) -> EngineParts:
+        return cls(device, clock, InferenceThread(clock), TelemetryParts(config))
 
 
 def build_server(
@@ -120,7 +154,75 @@ def build_server(
     clock: Clock,
     draft: ModelSource | None = None,
 ) -> Server:
-    """Wire the parts of a server. Reads the tokenizer; raises ModelError when the folder has none to read."""
+    """Wire a server of one model. Reads the tokenizer; raises ModelError when the folder has none to read."""
+    parts = EngineParts.of(config, device, clock)
+    opened = open_engine(config, model=model, draft=draft, router=router, parts=parts)
+    kv_events = KvEventParts(config, opened.log, engine=opened.engine, router=router, clock=clock)
+    telemetry = parts.telemetry
+    rpc = RpcServer(
+        config=config,
+        seats=OneSeat(opened.seat, clock),
+        clock=clock,
+        telemetry=dataclasses.replace(telemetry.watchers, kv_events=kv_events.source.stats),
+        worker=worker_parts(
+            config, opened.source, running_limit=opened.running_limit, kv_events=kv_events.source
+        ),
+    )
+    return Server(parts.inference, rpc, clock, telemetry, opened, kv_events)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OpenedEngine:
+    """One model's engine and what belongs to it, wired but not started."""
+
+    engine: Engine
+    seat: Seat
+    storage: ColdTier | None
+    """None without an SSD tier."""
+    log: BlockLog
+    source: ModelSource
+    running_limit: int
+    clock: Clock
+    held: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
+    """Closed at its end."""
+
+    @property
+    def router(self) -> Router:
+        return self.seat.router
+
+    @property
+    def error(self) -> IcehouseError | None:
+        return self.engine.error
+
+    def start(self) -> None:
+        """Take the cache directory and begin to load. Raises StartError."""
+        try:
+            if self.storage is not None:
+                self.storage.start()
+        except IcehouseError:
+            self.held.close()
+            raise
+        self.seat.grammars.start()
+        self.engine.start()
+
+    async def end(self) -> None:
+        """End what runs, write RAM's blocks to SSD and give the memory back. May be called again."""
+        self.seat.close()
+        self.engine.drain(grace_s=0.0)
+        is_done = await asyncio.to_thread(self.engine.join, timeout_s=_END_S + self.engine.flush_timeout_s)
+        if self.storage is not None:
+            self.storage.close(deadline_time=self.clock.monotonic() + _END_S)
+            is_done &= await asyncio.to_thread(self.storage.join, timeout_s=2 * _END_S)
+        self.held.close()
+        if not is_done:
+            _log.error("stuck_model_abandoned", extra={"model": self.source.model_id})
+
+
+def open_engine(
+    config: Config, *, model: ModelSource, draft: ModelSource | None, router: Router, parts: EngineParts
+) -> OpenedEngine:
+    """Wire the engine of one model. Any thread; reads the tokenizer, and raises ModelError."""
+    device, clock = parts.device, parts.clock
     source = model_source(config, model, dtype=weights_dtype(config.model, device))
     tokenizer = load_tokenizer(source)
     digests = open_digests(config.cache, clock)
@@ -128,8 +230,7 @@ def build_server(
     if digests is not None:
         source = dataclasses.replace(source, code=fingerprint.code)
     limits = engine_limits(config, device)
-    inference = InferenceThread(clock)
-    mailbox: Mailbox[Message] = Mailbox(limit=config.engine.mailbox_limit, changed=inference.changed)
+    mailbox: Mailbox[Message] = Mailbox(limit=config.engine.mailbox_limit, changed=parts.inference.changed)
     runner = ModelRunner(
         source=source,
         tokenizer=tokenizer,
@@ -138,7 +239,6 @@ def build_server(
         fingerprint_hex=fingerprint.value.hex(),
         draft_source=draft and dataclasses.replace(draft, dtype=source.dtype),
     )
-    telemetry = TelemetryParts(config)
     cache = build_cache_parts(
         config.cache,
         config.tenant,
@@ -146,7 +246,7 @@ def build_server(
         adapters=source.adapters,
         device=device,
         clock=clock,
-        post=telemetry.watching(mailbox.post),
+        post=parts.telemetry.watching(mailbox.post),
     )
     engine = Engine(
         settings=EngineSettings(
@@ -159,20 +259,16 @@ def build_server(
         listener=EngineListener(
             router, tokenizer, image_reader(config, source), BlockBytes() if config.cache.has_ssd else None
         ),
-        thread=inference,
+        thread=parts.inference,
         memory_limit_bytes=memory_limit(config.engine.memory_limit_bytes, device),
     )
-    kv_events = KvEventParts(config, cache.log, engine=engine, router=router, clock=clock)
-    rpc = RpcServer(
-        config=config,
-        engine=engine,
-        router=router,
-        clock=clock,
-        grammars=grammar_compiler(config, source, tokenizer),
-        telemetry=dataclasses.replace(telemetry.watchers, kv_events=kv_events.source.stats),
-        worker=worker_parts(config, source, running_limit=limits.running_limit, kv_events=kv_events.source),
+    grammars = GrammarCompilers(
+        grammar_compiler(config, source, tokenizer),
+        byte_limit=config.server.max_grammar_bytes,
+        timeout_s=config.server.grammar_timeout_s,
     )
-    return Server(inference, engine, rpc, router, clock, cache.storage, telemetry, kv_events)
+    seat = Seat(engine=engine, router=router, grammars=grammars)
+    return OpenedEngine(engine, seat, cache.storage, cache.log, source, limits.running_limit, clock)
 
 
 def runner_settings(config: Config, device: Device) -> RunnerSettings:

@@ -32,6 +32,18 @@ class ServedModels:
         return (self.model.path,) if self.draft is None else (self.model.path, self.draft.path)
 
 
+def served_name(config: ModelConfig) -> str:
+    """Return the name that callers know a model by; it need not be here yet."""
+    if config.model_name is not None:
+        return config.model_name
+    if config.model in DEMO_MODELS:
+        return DEMO_MODELS[config.model].folder_name
+    folder = Path(config.model).expanduser()
+    if not folder.is_dir() and hub.is_hub_id(config.model):
+        return config.model
+    return folder.resolve().name
+
+
 def locate_models(config: ModelConfig, *, on_progress: OnProgress, on_size: OnSize) -> ServedModels:
     """Return where the configured models are, as `locate_model` does."""
     model, draft = locate_model(config, on_progress=on_progress, on_size=on_size), None
@@ -60,12 +72,11 @@ def locate_model(
         if not is_built(demo):
             note(ModelSize(weight_bytes=0, missing_bytes=BUILT_BYTES, place=demo.folder))
         path = ensure_demo_model(demo, on_progress=on_progress)
-        name = path.name
     elif folder.is_dir():
         check_files(folder)
-        path, name = folder, folder.resolve().name
+        path = folder
     elif hub.is_hub_id(config.model):
-        path, name = hub.fetch(config.model, on_size=note), config.model
+        path = hub.fetch(config.model, on_size=note)
     else:
         raise ModelError(
             Reason.MODEL_NOT_FOUND,
@@ -75,7 +86,7 @@ def locate_model(
         )
     if not sizes:
         note(folder_size(path))
-    return ModelSource(path, config.model_name or name, trust_remote_code=config.trust_remote_code)
+    return ModelSource(path, served_name(config), trust_remote_code=config.trust_remote_code)
 
 
 def check_files(folder: Path) -> None:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any
@@ -89,17 +89,19 @@ def with_settings(command: Callable[..., None], *, takes_model: bool = False) ->
     """Give `command` an option for every setting, and `--config`, instead of its parameter `loaded`.
 
     It is called with the merged, validated configuration. With `takes_model` the model can be said without
-    its flag, too.
+    its flag, too, and several can.
     """
 
     def loaded_of(**given: Any) -> LoadedConfig:
         file = given.pop("config")
         given.pop("help_all")
-        model = given.pop("model", None)
+        models: Sequence[str] = given.pop("model", None) or ()
         flags = {_keys()[parameter]: value for parameter, value in given.items()}
-        if model is not None and flags[_MODEL_KEY] is not None:
+        if models and flags[_MODEL_KEY] is not None:
             raise typer.BadParameter("the model is said twice, as MODEL and with --model; say it once")
-        return load_config(flags={**flags, _MODEL_KEY: model or flags[_MODEL_KEY]}, file=file)
+        if len(models) == 1:
+            flags[_MODEL_KEY], models = models[0], ()
+        return load_config(flags=flags, file=file, models=models)
 
     parameters = [_config_parameter(), *(_parameter(s) for s in _ordered()), _help_all_parameter()]
     if takes_model:
@@ -143,8 +145,9 @@ def _help_all_parameter() -> inspect.Parameter:
 
 def _model_parameter() -> inspect.Parameter:
     (setting,) = [s for s in SETTINGS if s.key == _MODEL_KEY]
-    argument = typer.Argument(metavar="MODEL", help=_help_text(setting), show_default=False)
-    return _keyword("model", Annotated[str | None, argument])
+    text = f"{_help_text(setting)} Several are served by their names, each loaded when it is asked for."
+    argument = typer.Argument(metavar="MODEL…", help=text, show_default=False)
+    return _keyword("model", Annotated[list[str] | None, argument])
 
 
 def _config_parameter() -> inspect.Parameter:

@@ -16,14 +16,14 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import NoReturn
 
 import uvloop
 
 from icehouse_server import heap
 from icehouse_server.bootstrap.cache_parts import check_directory
-from icehouse_server.bootstrap.composition import Server, build_server
+from icehouse_server.bootstrap.composition import OpenedEngine, Server, build_server
 from icehouse_server.bootstrap.kept_models import held
 from icehouse_server.bootstrap.machine import (
     allow_open_files,
@@ -33,6 +33,7 @@ from icehouse_server.bootstrap.machine import (
     wanted_file_count,
 )
 from icehouse_server.bootstrap.model_source import ServedModels, locate_models
+from icehouse_server.bootstrap.pool_parts import build_pool
 from icehouse_server.bootstrap.room import Room
 from icehouse_server.cli.http_child import LAST_WORDS_S, HttpChild, http_child
 from icehouse_server.cli.service.stop_bounds import BOUNDS
@@ -43,6 +44,8 @@ from icehouse_server.config.load import environment
 from icehouse_server.device import Device, find_device
 from icehouse_server.domain.model import EngineState
 from icehouse_server.errors import EngineFailed, IcehouseError, Reason
+from icehouse_server.pool.model_pool import ModelPool
+from icehouse_server.rpc.access.caller import UNPROVED
 from icehouse_server.rpc.engine_client.router import Router
 from icehouse_server.rpc.listen_address import check_address, check_free, check_metrics_free
 
@@ -90,24 +93,30 @@ async def _serve(config: Config, clock: Clock, manager: ServiceManager, device: 
     check_metrics_free(config.telemetry)
     check_directory(config.cache)
     async with http_child(config) as front:
-        models = _located(config, device, narrator)
-        with held(*models.folders):
-            router = Router(asyncio.get_running_loop())
-            with narrator.phase("tokenizer_read"):
-                server = build_server(
-                    config,
-                    model=models.model,
-                    draft=models.draft,
-                    device=device,
-                    router=router,
-                    clock=clock,
-                )
+        with contextlib.ExitStack() as stack:
+            server = _built(config, clock, device, narrator, stack)
             await _run(server, config, front, manager=manager, narrator=narrator)
-    has_failed = server.router.state is EngineState.FAILED
+    opened = server.opened
+    has_failed = opened is not None and opened.router.state is EngineState.FAILED
     await _leave_stuck_work(1 if has_failed else 0)
     _bound_end(1 if has_failed else 0)
-    if has_failed:
-        raise server.engine.error or EngineFailed(Reason.ENGINE_FAILED, "the engine failed; see the log")
+    if opened is not None and has_failed:
+        raise opened.error or EngineFailed(Reason.ENGINE_FAILED, "the engine failed; see the log")
+
+
+def _built(
+    config: Config, clock: Clock, device: Device, narrator: Narrator, stack: contextlib.ExitStack
+) -> Server:
+    """Return the server, wired. What it must hold, `stack` does; raises IcehouseError."""
+    if config.models:
+        return build_pool(config, device=device, clock=clock)
+    models = _located(config, device, narrator)
+    stack.enter_context(held(*models.folders))
+    router = Router(asyncio.get_running_loop())
+    with narrator.phase("tokenizer_read"):
+        return build_server(
+            config, model=models.model, draft=models.draft, device=device, router=router, clock=clock
+        )
 
 
 def _located(config: Config, device: Device, narrator: Narrator) -> ServedModels:
@@ -131,23 +140,26 @@ async def _run(
     address = await server.rpc.start(private_socket=None if front is None else front.private_socket)
     try:
         server.telemetry.start(server.rpc, server.clock)
-        server.kv_events.start(address)
+        if server.kv_events is not None:
+            server.kv_events.start(address)
         _open_storage(server, config, narrator)
     except IcehouseError:
         server.telemetry.stop()
         await server.rpc.stop(grace_s=0)
-        await server.kv_events.stop()
+        if server.kv_events is not None:
+            await server.kv_events.stop()
         raise
     server.inference.start()
-    server.engine.start()
     addresses = {"address": address} if front is None else {"address": address, "http": front.url}
     try:
-        if await _has_begun(server.router, stop_signal, narrator, addresses):
-            assert server.router.model is not None, "an engine that is ready has a model"
-            model_id = server.router.model.info.model_id
-            manager.ready(f"serving {model_id} on {' and '.join(addresses.values())}")
+        names = await _has_begun(server, stop_signal, narrator, addresses)
+        if names:
+            manager.ready(f"serving {', '.join(names)} on {' and '.join(addresses.values())}")
             async with manager.watched(lambda: server.rpc.health.is_serving):
-                await _until(server.router, EngineState.STOPPED, stop_signal)
+                if server.opened is None:
+                    await stop_signal.wait()
+                else:
+                    await _until(server.opened.router, EngineState.STOPPED, stop_signal)
     finally:
         manager.stopping()
         await _drain(server, grace_s=config.server.drain_grace_s, narrator=narrator, front=front)
@@ -155,10 +167,10 @@ async def _run(
 
 def _open_storage(server: Server, config: Config, narrator: Narrator) -> None:
     """Take the cache directory; raises StartError naming its owner when another process has it."""
-    if server.storage is None:
+    if server.opened is None or server.opened.storage is None:
         return
     with narrator.phase("cache_lock_acquired") as fields:
-        server.storage.start()
+        server.opened.storage.start()
         fields.update(directory=config.cache.block_directory)
 
 
@@ -199,13 +211,24 @@ def _listen_for_signals() -> asyncio.Event:
 
 
 async def _has_begun(
-    router: Router, stop: asyncio.Event, narrator: Narrator, addresses: Mapping[str, str]
-) -> bool:
-    """Wait for the model; False when loading it failed, or `stop` was set before it was there."""
-    start_s = narrator.total_s
+    server: Server, stop: asyncio.Event, narrator: Narrator, addresses: Mapping[str, str]
+) -> Sequence[str]:
+    """Wait for what is loaded at the start; return the served names, none when loading failed, or `stop` was
+    set before."""
+    names = await _pool_names(server.pool, stop) if server.pool else await _only_name(server, stop, narrator)
+    if names:
+        _log.info(
+            "serving_started", extra={**addresses, "model": ", ".join(names), "boot_s": narrator.total_s}
+        )
+    return names
+
+
+async def _only_name(server: Server, stop: asyncio.Event, narrator: Narrator) -> Sequence[str]:
+    start_s, router = narrator.total_s, server.only.router
+    server.only.engine.start()
     await _until(router, EngineState.READY, stop)
     if router.state is not EngineState.READY or router.model is None:
-        return False
+        return ()
     info = router.model.info
     frozen_count = freeze_objects()
     _log.debug("objects_frozen", extra={"count": frozen_count})
@@ -218,9 +241,21 @@ async def _has_begun(
             "duration_s": round(narrator.total_s - start_s, 3),
         },
     )
-    facts = {**addresses, "model": info.model_id, "boot_s": narrator.total_s}
-    _log.info("serving_started", extra=facts)
-    return True
+    return (info.model_id,)
+
+
+async def _pool_names(pool: ModelPool[OpenedEngine], stop: asyncio.Event) -> Sequence[str]:
+    """Raises IcehouseError when no model that is to be loaded at the start could be."""
+    starting, stopping = asyncio.create_task(pool.start()), asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
+        if not starting.done():
+            return ()
+        starting.result()
+    finally:
+        starting.cancel()
+        stopping.cancel()
+    return [model.name for model in pool.listed(UNPROVED)]
 
 
 async def _until(router: Router, state: EngineState, stop: asyncio.Event) -> None:
@@ -241,26 +276,27 @@ async def _until(router: Router, state: EngineState, stop: asyncio.Event) -> Non
 async def _drain(
     server: Server, *, grace_s: float, narrator: Narrator, front: HttpChild | None = None
 ) -> None:
-    ending_s = _BOUNDS.engine_s(grace_s=grace_s, flush_timeout_s=server.engine.flush_timeout_s)
+    opened = server.begin_stop()
+    flush_s = max((each.engine.flush_timeout_s for each in opened), default=0.0)
+    ending_s = _BOUNDS.engine_s(grace_s=grace_s, flush_timeout_s=flush_s)
     closing_s = _BOUNDS.close_s + _BOUNDS.closed_s
     with narrator.phase("server_drained"):
         ending_time = server.clock.monotonic() + ending_s
-        server.engine.drain(grace_s=grace_s)
+        for each in opened:
+            each.engine.drain(grace_s=grace_s)
         server.inference.end()
         async with _abandoned("calls", timeout_s=grace_s + _BOUNDS.edge_s):
             if front is not None:
                 front.begin_stop()
             # The engine ends what does not finish in time, so the edge waits until it has reported that.
             await server.rpc.stop(grace_s=grace_s + 1)
-            await server.kv_events.stop()
+            if server.kv_events is not None:
+                await server.kv_events.stop()
             if front is not None:
                 await front.stop(timeout_s=LAST_WORDS_S)
         left_s = max(0.0, ending_time - server.clock.monotonic())
         ended = await asyncio.to_thread(server.inference.join, timeout_s=left_s)
-        closed = True
-        if server.storage is not None:
-            server.storage.close(deadline_time=server.clock.monotonic() + _BOUNDS.close_s)
-            closed = await asyncio.to_thread(server.storage.join, timeout_s=closing_s)
+        closed = await asyncio.to_thread(_closed, server, opened, timeout_s=closing_s)
         async with _abandoned("telemetry", timeout_s=_BOUNDS.telemetry_s):
             await asyncio.to_thread(server.telemetry.stop)
     if not ended:
@@ -269,6 +305,18 @@ async def _drain(
         _log.error("stuck_storage_abandoned", extra={"waited_s": closing_s})
     if not (ended and closed):
         _leave(1)
+
+
+def _closed(server: Server, opened: Sequence[OpenedEngine], *, timeout_s: float) -> bool:
+    """Close the SSD tiers; return whether all did in time."""
+    end_time = server.clock.monotonic() + timeout_s
+    tiers = [each.storage for each in opened if each.storage is not None]
+    for tier in tiers:
+        tier.close(deadline_time=server.clock.monotonic() + _BOUNDS.close_s)
+    open_ones = [
+        tier for tier in tiers if not tier.join(timeout_s=max(0.0, end_time - server.clock.monotonic()))
+    ]
+    return not open_ones
 
 
 @contextlib.asynccontextmanager

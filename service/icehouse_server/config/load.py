@@ -100,9 +100,9 @@ def load_config(
         value = setting.default if raw is None else setting.parse(raw, source=source)
         values[setting.section][setting.name] = value
         sources[setting.key] = source
-    if models or sources["model.model"] == "--model":
+    if models or flags.get("model.model") is not None:
         tables = [{"model": model} for model in models]
-    shared = {**values["model"], "kv_bits": values["cache"]["kv_bits"]}
+    shared = {**values["model"], "model_name": None, "kv_bits": values["cache"]["kv_bits"]}
     config = Config(
         **{name: owner(**values[name]) for name, owner in SECTIONS.items()},
         models=tuple(_pooled(table, shared, source=str(file)) for table in tables),
@@ -122,7 +122,9 @@ def _pooled(table: object, shared: Mapping[str, Any], *, source: str) -> PooledM
             near = _near(name, {each: (each,) for each in known})
             raise _unknown(f"key {name!r} in [[{MODELS}]] of {source}", name, near)
     if "model" not in table:
-        raise _invalid(f"a table [[{MODELS}]] of {source} has no `model`; say which it is", field="models.model")
+        raise _invalid(
+            f"a table [[{MODELS}]] of {source} has no `model`; say which it is", field="models.model"
+        )
     given = {name: known[name].parse(raw, source=source) for name, raw in table.items()}
     return PooledModelConfig(**{**shared, **given})
 
@@ -247,7 +249,10 @@ def _wrong_models(config: Config) -> Iterator[tuple[str, str]]:
         yield MODELS, f"are {len(config.models)}, and the limit is {_MODEL_LIMIT}"
     for model in config.models:
         if model.adapter_path is not None and model.adapters:
-            yield "models.adapters", f"and adapter_path are both set for {model.model!r}; list both in adapters"
+            yield (
+                "models.adapters",
+                f"and adapter_path are both set for {model.model!r}; list both in adapters",
+            )
         if model.tenants and not config.security.authenticates:
             yield "models.tenants", "are set, and nobody has to prove who they are; set security.token_file"
     if not config.models:

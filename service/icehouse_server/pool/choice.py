@@ -27,8 +27,8 @@ def yielding(
 ) -> tuple[Occupant, ...]:
     """Return who gives way to a model of this size, the first one first; nobody where it fits beside all.
 
-    Idle models come before running ones, which must be drained first, and among either the least recently used
-    one; pinned ones never. Raises CannotFit if even that is not enough.
+    Idle models come before running ones, which must be drained first, and among either the least
+    recently used one; pinned ones never. Raises CannotFit if even that is not enough.
     """
     missing_bytes = size_bytes + sum(each.size_bytes for each in occupants) - limit_bytes
     movable = [each for each in occupants if not each.is_pinned]
@@ -36,8 +36,8 @@ def yielding(
     if size_bytes + pinned_bytes > limit_bytes:
         raise CannotFit(
             Reason.MEMORY_NEVER_FITS,
-            f"model {name!r} takes {size_bytes} bytes, pinned models take {pinned_bytes}, and the server may use "
-            f"{limit_bytes}; pin fewer models, or raise engine.memory_limit_bytes if there is more",
+            f"model {name!r} takes {size_bytes} bytes, pinned models take {pinned_bytes}, and the server may "
+            f"use {limit_bytes}; pin fewer models, or raise engine.memory_limit_bytes if there is more",
             metadata={
                 "model": name,
                 "weight_bytes": size_bytes,

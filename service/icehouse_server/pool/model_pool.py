@@ -1,8 +1,8 @@
 """Model pool: the `Seats` of a server of several models, each loaded when it is asked for. Event loop.
 
-Models are loaded and unloaded one after the other. Whoever asks for a model that is not loaded waits; those who
-leave meanwhile do not stop it. While a model is drained for another one, new calls for it wait too, and it is loaded
-again for them.
+Models are loaded and unloaded one after the other. Whoever asks for a model that is not loaded waits; those
+who leave meanwhile do not stop it. While a model is drained for another one, new calls for it wait too, and
+it is loaded again for them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from icehouse_server.clock import Clock
 from icehouse_server.domain.ids import Tenant
@@ -56,8 +56,8 @@ class ModelTerms:
 class OpenedModel(Protocol):
     """A model with an engine."""
 
-    seat: Seat
-
+    @property
+    def seat(self) -> Seat: ...
     @property
     def error(self) -> IcehouseError | None:
         """Why its engine failed; for operators, since it may name folders."""
@@ -69,13 +69,17 @@ class OpenedModel(Protocol):
         """End what runs, write RAM's blocks to SSD, and give the memory back."""
 
 
-class ModelOpener(Protocol):
+_Opened = TypeVar("_Opened", bound=OpenedModel)
+_Opened_co = TypeVar("_Opened_co", bound=OpenedModel, covariant=True)
+
+
+class ModelOpener(Protocol[_Opened_co]):
     """Finds and opens models, by the names of their terms. Any thread; may take minutes."""
 
     def locate(self, name: str) -> int:
         """Have the model's files here; return the bytes of its weights. Raises IcehouseError."""
 
-    def open(self, name: str) -> OpenedModel:
+    def open(self, name: str) -> _Opened_co:
         """Return the model with its tokenizer read, not started. Raises IcehouseError."""
 
 
@@ -121,7 +125,7 @@ class _Model:
         return ListedModel(self.terms.name, self.state, self.terms.aliases, detail, info)
 
 
-class ModelPool:
+class ModelPool(Generic[_Opened]):
     """Loads and unloads. `limit_bytes` is for the weights of all models that are loaded at a time."""
 
     are_several = True
@@ -130,7 +134,7 @@ class ModelPool:
         self,
         models: Sequence[ModelTerms],
         *,
-        opener: ModelOpener,
+        opener: ModelOpener[_Opened],
         clock: Clock,
         limit_bytes: int,
         grace_s: float,
@@ -145,7 +149,7 @@ class ModelPool:
         self._grace_s = grace_s
         self._turn = asyncio.Lock()
         """Held by who loads or unloads."""
-        self._opened: list[OpenedModel] = []
+        self._opened: list[_Opened] = []
         """All that have not ended."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._listeners: list[Callable[[], None]] = []
@@ -165,7 +169,7 @@ class ModelPool:
         if self.state is EngineState.LOADING:
             self._set_state(EngineState.READY)
 
-    def begin_stop(self) -> list[OpenedModel]:
+    def begin_stop(self) -> list[_Opened]:
         """Load nothing more; return what is in memory, for its owner to end."""
         self._set_state(EngineState.DRAINING)
         self.ended.set()
@@ -295,7 +299,9 @@ class ModelPool:
         finally:
             model.loading = None
             # Nobody waits for ever, whatever broke.
-            self._refuse(model, EngineFailed(Reason.ENGINE_FAILED, "loading broke; the server's log says why"))
+            self._refuse(
+                model, EngineFailed(Reason.ENGINE_FAILED, "loading broke; the server's log says why")
+            )
 
     async def _load_in_turn(self, model: _Model) -> None:
         name, began = model.terms.name, self._clock.monotonic()
@@ -304,11 +310,11 @@ class ModelPool:
         await self._make_room(name, size_bytes)
         self._set(model, ModelState.LOADING)
         opened = await asyncio.to_thread(self._opener.open, name)
-        model.place = place = _Place(opened, size_bytes, began)
-        self._opened.append(opened)
         router, changed = opened.seat.router, asyncio.Event()
         router.add_listener(changed.set)
         opened.start()
+        model.place = place = _Place(opened, size_bytes, began)
+        self._opened.append(opened)
         while router.state is EngineState.LOADING:
             changed.clear()
             await changed.wait()
@@ -379,7 +385,7 @@ class ModelPool:
 
     async def _end(self, model: _Model, place: _Place) -> None:
         await place.opened.end()
-        self._opened.remove(place.opened)
+        self._opened = [each for each in self._opened if each is not place.opened]
         if model.place is place:
             model.place = None
 
@@ -445,8 +451,8 @@ def _no_room(name: str, size_bytes: int, running: Sequence[Occupant], *, limit_b
     names = ", ".join(repr(each.name) for each in running)
     return Overloaded(
         Reason.MEMORY_SHORT,
-        f"model {name!r} takes {size_bytes} bytes of the {limit_bytes} that the server may use, and calls of {names} "
-        f"did not end within {GIVE_WAY_S:g} s; try again later",
+        f"model {name!r} takes {size_bytes} bytes of the {limit_bytes} that the server may use, and calls "
+        f"of {names} did not end within {GIVE_WAY_S:g} s; try again later",
         retry_after_s=RETRY_S,
         metadata={"model": name, "weight_bytes": size_bytes, "limit_bytes": limit_bytes},
     )

@@ -45,10 +45,10 @@ from icehouse_server.rpc.services.cache_service import CacheService
 from icehouse_server.rpc.services.embedding_service import EmbeddingService
 from icehouse_server.rpc.services.generation import Generation, ServiceParts
 from icehouse_server.rpc.services.inference_service import InferenceService
+from icehouse_server.rpc.services.model_service import ModelService
 from icehouse_server.rpc.services.observation import Observation
 from icehouse_server.rpc.services.prompts import PromptReader
 from icehouse_server.rpc.services.rerank_service import RerankService
-from icehouse_server.rpc.services.model_service import ModelService
 from icehouse_server.rpc.services.server_service import ServerService, server_proto
 
 if TYPE_CHECKING:

@@ -133,10 +133,10 @@ async def test_the_archive_of_another_model_is_refused_by_both_names(tmp_path: P
     async with serving(llama, tmp_path / "a") as served:
         await ask(served, TOKENS)
         data, _ = await export(served)
-        theirs = served.served.router.require_model().info.fingerprint_hex
+        theirs = served.served.only.router.require_model().info.fingerprint_hex
     async with serving(other, tmp_path / "b") as served:
         refusal = await refused(adopt(served, data))
-        own = served.served.router.require_model().info.fingerprint_hex
+        own = served.served.only.router.require_model().info.fingerprint_hex
         assert refusal.reason == "MODEL_NOT_FOUND" and own != theirs
         assert own in refusal.message and theirs in refusal.message
 

@@ -94,7 +94,7 @@ async def test_blocks_are_told_as_they_come_and_again_after_a_restart(
         request = pb.GenerateRequest(max_output_tokens=1)
         request.prompt.tokens.ids.extend(TOKENS)
         await served.inference.Generate(request)
-        model = served.served.router.require_model().info
+        model = served.served.only.router.require_model().info
         one, two = names(Fingerprint(bytes.fromhex(model.fingerprint_hex)))
         tokens = [list(TOKENS[:BLOCK]), list(TOKENS[BLOCK : 2 * BLOCK])]
         in_ram: list[list[Any]] = [

@@ -147,7 +147,7 @@ async def test_a_model_that_does_not_load_is_told_without_its_path(
     (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 9}))
     async with whole_server(folder, tmp_path / "blocks", until=EngineState.FAILED) as served:
         refused_count, answers = await told(served)
-        assert str(folder) in served.served.engine.error.message, "whoever starts it must see where"
+        assert str(folder) in served.served.only.engine.error.message, "whoever starts it must see where"
     assert refused_count == len(answers)
     assert_discreet(answers, tmp_path)
     assert str(folder) in written(caplog)

@@ -31,6 +31,7 @@ from icehouse_server.rpc.rpc_server import RpcServer
 from tests.fixtures.engine import FakeDecoder, FakeRunner, no_prefix
 from tests.fixtures.patience import BOUND_S
 from tests.fixtures.rpc.fake_engine import FakeTokenizer
+from tests.fixtures.rpc.seats import one_seat
 
 _STEP_S = 0.001
 
@@ -215,8 +216,7 @@ async def live_server(
     )
     server = RpcServer(
         config=Config(server=ServerConfig(**{"port": 0, "stuck_timeout_s": stuck_timeout_s, **settings})),
-        engine=seam,
-        router=router,
+        seats=one_seat(seam, router, clock),
         clock=clock,
     )
     live = LiveServer(runner=runner, clock=clock, router=router, seam=seam)

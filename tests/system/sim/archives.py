@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import types
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -53,9 +54,9 @@ class ArchiveCarrier:
 
     def export(self, served: SimServer, prompt: TokenKeys, scope: CacheScope) -> None:
         """Have a prompt exported, if something of it is known."""
-        sink, transfer = _Sink(), self._transfer(served)
+        sink, transfer = _Sink(), _Transfer(prompts=_Prompts(), timeout_s=1.0)
         try:
-            _run(transfer.export(prompt, scope, model=_served(served), context=sink, timer=sink))
+            _run(transfer.export(prompt, scope, seat=self._seat(served), context=sink, timer=sink))
         except IcehouseError as error:
             self._say(f"export of {scope}: {error!r:.100}")
             return
@@ -74,7 +75,9 @@ class ArchiveCarrier:
         scope = dataclasses.replace(archive.scope, tenant=tenant)
         if is_ours:
             self._ledger.imported.append(Imported(scope, archive.model, archive.prompt))
-        adopting = self._transfer(served).adopt(_requests(data), tenant, model=_served(served))
+        adopting = _Transfer(prompts=_Prompts(), timeout_s=1.0).adopt(
+            _requests(data), tenant, seat=self._seat(served)
+        )
         try:
             answer = _run(adopting)
         except IcehouseError as error:
@@ -105,15 +108,16 @@ class ArchiveCarrier:
         data[position] ^= 1 << self._dice.randrange(8)
         return bytes(data)
 
-    def _transfer(self, served: SimServer) -> CacheTransfer:
-        return _Transfer(commands=_Commands(served, self._step), prompts=_Prompts(), timeout_s=1.0)
+    def _seat(self, served: SimServer) -> Any:
+        router = types.SimpleNamespace(require_model=lambda: _served(served))
+        return types.SimpleNamespace(router=router, commands=_Commands(served, self._step))
 
 
 class _Transfer(CacheTransfer):
     """Without an event loop: nothing here waits for a time."""
 
-    async def _patiently(self, command: Any, answer_type: Any) -> Any:
-        return await self._commands.ask(command, answer_type)
+    async def _patiently(self, commands: Any, command: Any, answer_type: Any) -> Any:
+        return await commands.ask(command, answer_type)
 
     async def next_of(self, requests: AsyncIterator[Any]) -> Any:
         return await anext(requests, None)

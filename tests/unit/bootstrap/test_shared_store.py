@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 import pytest
-from icehouse_server.bootstrap.shared_store import open_shared_store, shared_settings
+from icehouse_server.bootstrap.cache_parts import open_shared_store, shared_settings
 from icehouse_server.config import load_config
 from icehouse_server.errors import ConfigError
 

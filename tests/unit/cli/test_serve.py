@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import threading
+import types
 from pathlib import Path
 from typing import Any
 
@@ -131,16 +132,20 @@ async def test_the_log_says_that_a_model_is_served_only_where_it_is(
     router.state_changed(state, None)
     if is_stopped:
         stop.set()
+    engine = types.SimpleNamespace(start=lambda: None)
     gc.unfreeze()
     with caplog.at_level(logging.INFO, "icehouse.boot"):
         async with asyncio.timeout(BOUND_S):
-            has_begun = await serve._has_begun(
-                router, stop, serve.Narrator(SystemClock()), {"address": "localhost:1"}
+            server: Any = types.SimpleNamespace(
+                pool=None, only=types.SimpleNamespace(engine=engine, router=router)
+            )
+            names = await serve._has_begun(
+                server, stop, serve.Narrator(SystemClock()), {"address": "localhost:1"}
             )
     is_frozen = gc.get_freeze_count() > 0
     gc.unfreeze()
     assert [record.getMessage() for record in caplog.records] == lines
-    assert has_begun is is_frozen is bool(lines)
+    assert bool(names) is is_frozen is bool(lines)
 
 
 @pytest.mark.parametrize(
@@ -197,8 +202,8 @@ async def test_a_thread_that_hangs_is_left_and_the_exit_says_so(
         pass
     assert codes == [1] and line in caplog.text
     go_on.set()
-    assert server.served.engine.join(timeout_s=BOUND_S)
-    assert server.served.storage is not None and server.served.storage.join(timeout_s=BOUND_S)
+    assert server.served.only.engine.join(timeout_s=BOUND_S)
+    assert server.served.only.storage is not None and server.served.only.storage.join(timeout_s=BOUND_S)
 
 
 async def test_telemetry_that_does_not_end_is_left_to_itself(
@@ -229,8 +234,8 @@ async def test_a_background_task_that_failed_costs_nothing_of_the_end(
             messages.GenerateRequest(prompt={"tokens": tokens}, max_output_tokens=1)
         )
     assert "background_task_failed" in caplog.text
-    assert server.served.engine.join(timeout_s=0)
-    assert server.served.storage is not None and server.served.storage.join(timeout_s=0)
+    assert server.served.only.engine.join(timeout_s=0)
+    assert server.served.only.storage is not None and server.served.only.storage.join(timeout_s=0)
     assert len([*(tmp_path / "blocks").rglob("*.safetensors")]) >= 6, "RAM's blocks were not written"
 
 

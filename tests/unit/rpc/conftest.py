@@ -22,6 +22,7 @@ from icehouse_server.rpc.rpc_server import RpcServer
 from tests.fixtures.patience import BOUND_S
 from tests.fixtures.rpc.fake_engine import MODEL_INFO, FakeEngine, FakeTokenizer
 from tests.fixtures.rpc.fake_grammars import FakeGrammars
+from tests.fixtures.rpc.seats import one_seat
 from tests.fixtures.rpc.stubs import Stubs
 
 SEED = 12345
@@ -105,17 +106,16 @@ async def running(
     tokenizer = FakeTokenizer()
     if grammars is _ITS_OWN:
         grammars = FakeGrammars()
+    config = ServerConfig(**{"port": 0, "stuck_timeout_s": 30.0, **settings})
     server = RpcServer(
         config=Config(
-            server=ServerConfig(**{"port": 0, "stuck_timeout_s": 30.0, **settings}),
+            server=config,
             connection=connection or ConnectionConfig(),
             security=security or SecurityConfig(),
             tenant=tenants or TenantConfig(),
         ),
-        engine=engine,
-        router=router,
+        seats=one_seat(engine, router, clock, grammars=grammars, config=config),
         clock=clock,
-        grammars=grammars,
         telemetry=telemetry,
         worker=worker,
         draw_seed=lambda: SEED,

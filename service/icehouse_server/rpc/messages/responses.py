@@ -29,6 +29,7 @@ from icehouse_server.domain.events import (
     Started,
     Usage,
 )
+from icehouse_server.domain.ids import Tenant
 from icehouse_server.domain.request import SpeculationLimit, TokenLogprobs
 from icehouse_server.rpc.access.tenants import Account, Tenants
 from icehouse_server.rpc.engine_client.engine_cache import Eviction, Verification

@@ -104,7 +104,7 @@ class CacheTransfer:
             await timer.write(context, messages.ExportResponse(chunk=writer.begin(header)))
             result = messages.ExportResult()
             for block in listed.blocks:
-                content = await _read(commands, block) if named.reaches(block) else None
+                content = await self._read(commands, block) if named.reaches(block) else None
                 if content is None:
                     result.left_out_block_count += 1
                     continue
@@ -165,6 +165,27 @@ class CacheTransfer:
         except ValueError:
             return None
 
+    async def order(self, commands: EngineCache, command: AdoptBlock) -> Adoption:
+        """Have a block adopted."""
+        return await self._patiently(commands, command, Adoption)
+
+    async def _read(self, commands: EngineCache, block: ExportBlock) -> HostBlock | None:
+        """Return a block; None for one that is gone, or damaged."""
+        try:
+            return (await self._patiently(commands, ReadBlock(block.hash), BlockContent)).block
+        except NotFound:
+            return None
+
+    async def _patiently(
+        self, commands: EngineCache, command: ReadBlock | AdoptBlock, answer_type: type[Answer]
+    ) -> Answer:
+        """Give a command again where too much is queued; raises Overloaded at last."""
+        for _ in range(_TRY_COUNT - 1):
+            with contextlib.suppress(Overloaded):
+                return await commands.ask(command, answer_type)
+            await asyncio.sleep(_RETRY_S)
+        return await commands.ask(command, answer_type)
+
     @contextlib.contextmanager
     def _slot(self) -> Iterator[None]:
         if self._running_count >= _TRANSFER_LIMIT:
@@ -179,25 +200,6 @@ class CacheTransfer:
             yield
         finally:
             self._running_count -= 1
-
-
-async def _read(commands: EngineCache, block: ExportBlock) -> HostBlock | None:
-    """Return a block; None for one that is gone, or damaged."""
-    try:
-        return (await _patiently(commands, ReadBlock(block.hash), BlockContent)).block
-    except NotFound:
-        return None
-
-
-async def _patiently(
-    commands: EngineCache, command: ReadBlock | AdoptBlock, answer_type: type[Answer]
-) -> Answer:
-    """Give a command again where too much is queued; raises Overloaded at last."""
-    for _ in range(_TRY_COUNT - 1):
-        with contextlib.suppress(Overloaded):
-            return await commands.ask(command, answer_type)
-        await asyncio.sleep(_RETRY_S)
-    return await commands.ask(command, answer_type)
 
 
 class _Names:
@@ -330,7 +332,7 @@ class _Adoption:
         if command is None:
             self._refused[AdoptionRefusal.DAMAGED] += 1
             return
-        answer = await _patiently(self._commands, command, Adoption)
+        answer = await self._transfer.order(self._commands, command)
         if answer.refusal is not None:
             self._refused[answer.refusal] += 1
             return

@@ -7,8 +7,8 @@ import contextlib
 import importlib.metadata
 from collections.abc import Iterator
 
-from icehouse.v1 import server_service_pb2_grpc
 from icehouse.v1 import server_service_pb2 as messages
+from icehouse.v1 import server_service_pb2_grpc
 
 from icehouse_server.config import Config
 from icehouse_server.domain.model import EngineState

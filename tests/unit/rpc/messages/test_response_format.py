@@ -19,8 +19,8 @@ from icehouse_server.domain.response_format import (
     ResponseFormat,
 )
 from icehouse_server.errors import InvalidRequest, Reason
-from icehouse_server.rpc.messages.options import CHOICE_TEXT_LIMIT, response_format_of
 from icehouse_server.rpc.engine_client.grammars import GrammarCompilers
+from icehouse_server.rpc.messages.options import CHOICE_TEXT_LIMIT, response_format_of
 
 from tests.fixtures.patience import BOUND_S
 from tests.fixtures.rpc.details import refused

@@ -39,7 +39,8 @@ def question(**fields: Any) -> messages.GenerateRequest:
 
 def waiting(served: RunningServer) -> list[tuple[str, str]]:
     """Return whose next turns wait to be computed."""
-    return list(served.server._prefetcher._waiting)
+    [seat] = served.server._seats.loaded().values()
+    return list(seat.prefetcher._waiting)
 
 
 @pytest.fixture

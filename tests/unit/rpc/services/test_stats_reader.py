@@ -21,6 +21,7 @@ from icehouse_server.rpc.engine_client.router import Router
 from icehouse_server.rpc.services.observation import StatsReader
 
 from tests.fixtures.rpc.fake_engine import MODEL_INFO, FakeEngine, FakeTokenizer
+from tests.fixtures.rpc.seats import one_seat
 from tests.unit.rpc.conftest import FakeClock
 
 
@@ -44,7 +45,9 @@ async def reading() -> AsyncIterator[tuple[StatsReader, CountedEngine, Router]]:
     await asyncio.sleep(0)
     tenants = Tenants(TenantConfig(), running_limit=0, clock=clock)
     yield (
-        StatsReader(engine=engine, router=router, tenants=tenants, slow=SlowRequests(clock), clock=clock),
+        StatsReader(
+            seats=one_seat(engine, router, clock), tenants=tenants, slow=SlowRequests(clock), clock=clock
+        ),
         engine,
         router,
     )
