@@ -30,8 +30,8 @@ from icehouse_server.storage.digests import DigestBook
 from icehouse_server.storage.files import Files, in_time
 from icehouse_server.storage.local.directory.lock import take_lock
 from icehouse_server.storage.local.encryption.constants import KEY_DETAIL, Cipher, encrypted_fingerprint
-from icehouse_server.storage.local.tier import LocalTier
-from icehouse_server.storage.shared.shared_tier import SharedTier
+from icehouse_server.storage.local.model_tiers import ModelTiers
+from icehouse_server.storage.shared.shared_tier import SharedTiers
 from icehouse_server.storage.storage_settings import Codec, StorageSettings
 from icehouse_server.storage.store_paths import StorePaths
 
@@ -47,10 +47,12 @@ idle; with 0.15 it was 1.27, with readers at full speed 1.85 (`make bench CASE=c
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CacheParts:
-    """Settings and SSD tier of one model's prefix cache; `storage` is None without an SSD tier."""
+    """Settings and SSD tier of one model's prefix cache; `tiers` and `storage` are None without one."""
 
     settings: PrefixSettings
     adopt_budget_s: float
+    tiers: ModelTiers | None
+    """The directory that `storage` is in."""
     storage: ColdTier | None
     log: BlockLog = dataclasses.field(default_factory=BlockLog)
     """Blocks that enter and leave the tiers, for KV events."""
@@ -80,7 +82,7 @@ def build_cache_parts(
     clock: Clock,
     post: Callable[[Outcome], object],
 ) -> CacheParts:
-    """Wire the cache. The directory is locked and opened by `ColdTier.start`, not here.
+    """Wire the cache. The directory is locked and opened by `ModelTiers.start`, not here.
 
     With a key its data key is fetched here, since names and fingerprint depend on it; raises StartError.
     """
@@ -107,12 +109,10 @@ def build_cache_parts(
         min_reuse_token_count=_MIN_REUSE_TOKEN_COUNT,
         adapters={adapter.name: adapter.digest for adapter in adapters},
     )
-    storage = None
+    tiers = storage = None
     if config.has_ssd:
         storage_settings = StorageSettings(
             directory=str(config.block_directory),
-            fingerprint=filed_as,
-            fingerprint_details=tuple(sorted(details.items())),
             limit_bytes=config.ssd_bytes,
             free_floor_bytes=config.free_space_floor_bytes,
             daily_write_limit_bytes=config.daily_write_bytes,
@@ -123,26 +123,22 @@ def build_cache_parts(
             share_beside_decode=share_beside_decode,
             codec=codec_on(device, Codec(config.codec)),
         )
-        storage = _make_tier(config, storage_settings, files=files, clock=clock, post=post, cipher=cipher)
-    return CacheParts(settings=settings, adopt_budget_s=config.adopt_budget_ms / 1000, storage=storage)
+        tiers = _make_tiers(config, storage_settings, files=files, clock=clock, cipher=cipher)
+        storage = tiers.open(filed_as, details, post)
+    return CacheParts(
+        settings=settings, adopt_budget_s=config.adopt_budget_ms / 1000, tiers=tiers, storage=storage
+    )
 
 
-def _make_tier(
-    config: CacheConfig,
-    settings: StorageSettings,
-    *,
-    files: Files,
-    clock: Clock,
-    post: Callable[[Outcome], object],
-    cipher: Cipher | None,
-) -> ColdTier:
+def _make_tiers(
+    config: CacheConfig, settings: StorageSettings, *, files: Files, clock: Clock, cipher: Cipher | None
+) -> ModelTiers:
     if config.shared_url is None:
-        return LocalTier(settings, files=files, clock=clock, post=post, cipher=cipher)
-    return SharedTier(
+        return ModelTiers(settings, files=files, clock=clock, cipher=cipher)
+    return SharedTiers(
         settings,
         files=files,
         clock=clock,
-        post=post,
         cipher=cipher,
         store=open_shared_store(config),
         shared=shared_settings(config),

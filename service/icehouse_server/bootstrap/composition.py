@@ -50,6 +50,7 @@ from icehouse_server.rpc.listen_address import is_loopback
 from icehouse_server.rpc.rpc_server import RpcServer
 from icehouse_server.storage.api import ColdTier
 from icehouse_server.storage.local.block_format.block_bytes import BlockBytes
+from icehouse_server.storage.local.model_tiers import ModelTiers
 from icehouse_server.structured_output.compiler import GrammarCompiler
 from icehouse_server.structured_output.probe_process import ProbeLimits, ProbeProcess
 from icehouse_server.text.tokenizer import Tokenizer
@@ -103,8 +104,9 @@ class Server:
     rpc: RpcServer
     router: Router
     clock: Clock
+    tiers: ModelTiers | None
     storage: ColdTier | None
-    """None without an SSD tier."""
+    """The model's, of `tiers`; None without an SSD tier."""
     telemetry: TelemetryParts
     kv_events: KvEventParts
 
@@ -169,7 +171,7 @@ def build_server(
         telemetry=dataclasses.replace(telemetry.watchers, kv_events=kv_events.source.stats),
         worker=worker_parts(config, source, running_limit=limits.running_limit, kv_events=kv_events.source),
     )
-    return Server(engine, rpc, router, clock, cache.storage, telemetry, kv_events)
+    return Server(engine, rpc, router, clock, cache.tiers, cache.storage, telemetry, kv_events)
 
 
 def runner_settings(config: Config, device: Device) -> RunnerSettings:

@@ -154,10 +154,11 @@ async def _run(
 
 def _open_storage(server: Server, config: Config, narrator: Narrator) -> None:
     """Take the cache directory; raises StartError naming its owner when another process has it."""
-    if server.storage is None:
+    if server.tiers is None or server.storage is None:
         return
     with narrator.phase("cache_lock_acquired") as fields:
         server.storage.start()
+        server.tiers.start()
         fields.update(directory=config.cache.block_directory)
 
 
@@ -256,9 +257,12 @@ async def _drain(
         left_s = max(0.0, ending_time - server.clock.monotonic())
         ended = await asyncio.to_thread(server.engine.join, timeout_s=left_s)
         closed = True
-        if server.storage is not None:
-            server.storage.close(deadline_time=server.clock.monotonic() + _BOUNDS.close_s)
-            closed = await asyncio.to_thread(server.storage.join, timeout_s=closing_s)
+        if server.tiers is not None and server.storage is not None:
+            deadline_time = server.clock.monotonic() + _BOUNDS.close_s
+            server.storage.close(deadline_time=deadline_time)
+            server.tiers.close(deadline_time=deadline_time)
+            closed = await asyncio.to_thread(server.tiers.join, timeout_s=closing_s)
+            closed = closed and await asyncio.to_thread(server.storage.join, timeout_s=0)
         async with _abandoned("telemetry", timeout_s=_BOUNDS.telemetry_s):
             await asyncio.to_thread(server.telemetry.stop)
     if not ended:

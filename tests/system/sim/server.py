@@ -21,7 +21,6 @@ from icehouse_server.engine.scheduling.scheduler import Scheduler
 from icehouse_server.engine.scheduling.waiting_queue import WaitingQueue
 from icehouse_server.errors import Reason, Unavailable
 from icehouse_server.storage.api import Names, Outcome, StorageClosed, StorageFailed
-from icehouse_server.storage.local.tier import LocalTier
 from icehouse_server.storage.shared.shared_tier import SharedTier
 from icehouse_server.storage.storage_settings import Codec
 
@@ -29,11 +28,12 @@ from tests.fixtures.engine import FakeDecoder, Recorder, model_info
 from tests.fixtures.patience import BOUND_S
 from tests.fixtures.storage.hanging import HungReader, resume, stall
 from tests.fixtures.storage.object_store import SHARED
+from tests.fixtures.storage.sole_tier import SoleTier
 from tests.system.sim.disk import SimDisk
 from tests.system.sim.ledger import Ledger
 from tests.system.sim.model import CONTEXT_TOKEN_LIMIT
 from tests.system.sim.runner import SimRunner
-from tests.system.sim.setup import BLOCK, Setup
+from tests.system.sim.setup import BLOCK, Setup, fingerprint
 
 _REST_STEP_LIMIT = 20_000
 _PADDING_BYTES = 96
@@ -71,7 +71,7 @@ class _MailboxWithoutWaiting(Mailbox[Message]):
 class _WatchedStorage:
     """The SSD tier's port, with a note of every block that is handed over."""
 
-    def __init__(self, storage: LocalTier, ledger: Ledger) -> None:
+    def __init__(self, storage: SoleTier, ledger: Ledger) -> None:
         self._storage = storage
         self._ledger = ledger
 
@@ -115,7 +115,7 @@ class SimServer:
         self.recorder = Recorder()
         self.mailbox = _MailboxWithoutWaiting()
         self.disk = disk.heir(life.directory) if disk else SimDisk(life.directory, mtime_ns=life.mtime_ns)
-        self.storage: LocalTier | None = None
+        self.storage: SoleTier | None = None
         if setup.has_storage:
             self.storage = self._make_tier()
         self.is_storage_dead = False
@@ -171,13 +171,17 @@ class SimServer:
             clock=clock,
         )
 
-    def _make_tier(self) -> LocalTier:
-        settings = self.setup.storage_settings(str(self.life.directory), self.life.model)
-        parts: dict[str, Any] = {"files": self.disk, "clock": self.clock, "cipher": self.setup.cipher}
-        if self.setup.store is None:
-            return LocalTier(settings, post=self._post, **parts)
-        return SharedTier(
-            settings, post=self._post, store=self.setup.store, shared=SHARED, is_inline=True, **parts
+    def _make_tier(self) -> SoleTier:
+        store = self.setup.store
+        shared = {} if store is None else {"store": store, "shared": SHARED, "is_inline": True}
+        return SoleTier(
+            self.setup.storage_settings(str(self.life.directory)),
+            files=self.disk,
+            clock=self.clock,
+            post=self._post,
+            fingerprint=fingerprint(self.life.model),
+            cipher=self.setup.cipher,
+            **shared,
         )
 
     @property
@@ -287,7 +291,7 @@ class SimServer:
 
     def end_traffic(self) -> None:
         """Cancel what is under way to and from the object store."""
-        if isinstance(self.storage, SharedTier):
+        if self.storage is not None and isinstance(self.storage.model, SharedTier):
             self.storage._traffic.end()
 
     def spilling(self) -> Sequence[BlockHash]:

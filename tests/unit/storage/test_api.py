@@ -31,13 +31,12 @@ from icehouse_server.storage.api import (
 )
 from icehouse_server.storage.files import Files
 from icehouse_server.storage.local.directory.manifest import LOG_ALLOWANCE_BYTES
-from icehouse_server.storage.local.tier import LocalTier
-from icehouse_server.storage.shared.shared_tier import SharedTier
 
 from tests.fixtures.storage.blocks import BLOCK_TOKEN_LIMIT, make_block, make_chain
 from tests.fixtures.storage.loading import BlockBuffers, assert_holds, plan
 from tests.fixtures.storage.memory_tier import MemoryTier
 from tests.fixtures.storage.object_store import SHARED, MemoryStore
+from tests.fixtures.storage.sole_tier import SoleTier
 from tests.fixtures.storage.storage_thread import ManualClock, settings_for
 
 KV = frozenset({RegionKind.KV})
@@ -48,7 +47,7 @@ class Bench:
 
     def __init__(
         self,
-        make: Callable[[Callable[[Outcome], object], ManualClock], LocalTier | MemoryTier],
+        make: Callable[[Callable[[Outcome], object], ManualClock], SoleTier | MemoryTier],
         damage: Callable,
         *,
         is_started: bool,
@@ -92,7 +91,7 @@ class Bench:
             assert isinstance(self.settle()[-1], StorageClosed)
 
 
-def _flip(tier: LocalTier, header) -> None:
+def _flip(tier: SoleTier, header) -> None:
     path = Path(tier._store.paths.block(header.fingerprint, header.hash))
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
@@ -106,7 +105,7 @@ def open_bench(request, tmp_path) -> Iterator[Callable[..., Bench]]:
     def make(
         *, limit_bytes: int = 1 << 26, queue_bytes: int = 1 << 22, count: int = 16, is_started: bool = False
     ) -> Bench:
-        def on_disk(post, clock) -> LocalTier:
+        def on_disk(post, clock) -> SoleTier:
             settings = settings_for(
                 tmp_path,
                 # Beside the blocks the disk's tier keeps its manifest's log within the limit.
@@ -115,9 +114,9 @@ def open_bench(request, tmp_path) -> Iterator[Callable[..., Bench]]:
                 load_queue_limit_count=count,
                 task_queue_limit_count=count,
             )
-            return LocalTier(settings, files=Files(), clock=clock, post=post)
+            return SoleTier(settings, files=Files(), clock=clock, post=post)
 
-        def with_store(post, clock) -> SharedTier:
+        def with_store(post, clock) -> SoleTier:
             settings = settings_for(
                 tmp_path,
                 limit_bytes=limit_bytes + LOG_ALLOWANCE_BYTES,
@@ -125,8 +124,14 @@ def open_bench(request, tmp_path) -> Iterator[Callable[..., Bench]]:
                 load_queue_limit_count=count,
                 task_queue_limit_count=count,
             )
-            return SharedTier(
-                settings, files=Files(), clock=clock, post=post, store=MemoryStore(), shared=SHARED
+            return SoleTier(
+                settings,
+                files=Files(),
+                clock=clock,
+                post=post,
+                store=MemoryStore(),
+                shared=SHARED,
+                is_inline=not is_started,
             )
 
         def in_memory(post, clock) -> MemoryTier:

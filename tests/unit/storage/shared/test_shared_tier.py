@@ -69,7 +69,7 @@ def fill(store: MemoryStore, directory, blocks, **how) -> None:
 
 
 def files_of(server: SharingThread) -> list[str]:
-    folder = server.storage._store.paths.folder(server.settings.fingerprint)
+    folder = server.storage._store.paths.folder(FINGERPRINT)
     return os.listdir(folder)
 
 
