@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import gc
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from icehouse_server.domain.blocks import HostBlock
-from icehouse_server.domain.ids import BlockHash
+from icehouse_server.domain.ids import BlockHash, Fingerprint
 from icehouse_server.engine.core.mailbox import Drain, Mailbox, Message
 from icehouse_server.engine.engine_loop import EngineLoop
 from icehouse_server.engine.prefix_cache.controller import CacheController
@@ -20,7 +20,7 @@ from icehouse_server.engine.scheduling.preemption import SchedulingParts
 from icehouse_server.engine.scheduling.scheduler import Scheduler
 from icehouse_server.engine.scheduling.waiting_queue import WaitingQueue
 from icehouse_server.errors import Reason, Unavailable
-from icehouse_server.storage.api import Names, Outcome, StorageClosed, StorageFailed
+from icehouse_server.storage.api import Evicted, Names, Outcome, StorageClosed, StorageFailed
 from icehouse_server.storage.shared.shared_tier import SharedTier
 from icehouse_server.storage.storage_settings import Codec
 
@@ -35,6 +35,7 @@ from tests.system.sim.model import CONTEXT_TOKEN_LIMIT
 from tests.system.sim.runner import SimRunner
 from tests.system.sim.setup import BLOCK, Setup, fingerprint
 
+Gone = Mapping[Fingerprint, Sequence[BlockHash]]
 _REST_STEP_LIMIT = 20_000
 _PADDING_BYTES = 96
 """Makes a region shrink by a quarter in byte planes."""
@@ -118,6 +119,7 @@ class SimServer:
         self.storage: SoleTier | None = None
         if setup.has_storage:
             self.storage = self._make_tier()
+            self.storage._store.take_gone = self._note_strangers(self.storage._store.take_gone)
         self.is_storage_dead = False
         self.is_closed = False
         self.reads_hang = False
@@ -301,6 +303,18 @@ class SimServer:
     def _wait_in_flush(self) -> None:
         self.clock.now += 0.01
         self.step_storage()
+
+    def _note_strangers(self, take: Callable[[], Gone]) -> Callable[[], Gone]:
+        """Have the ledger told of the other model's blocks too when they leave: no engine is."""
+
+        def take_gone() -> Gone:
+            gone = take()
+            for name, hashes in gone.items():
+                if name != fingerprint(self.life.model):
+                    self.ledger.note_outcome(Evicted(tuple(hashes)), self)
+            return gone
+
+        return take_gone
 
     def _post(self, outcome: Outcome) -> None:
         self.is_closed = self.is_closed or isinstance(outcome, StorageClosed)

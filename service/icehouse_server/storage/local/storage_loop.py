@@ -112,13 +112,13 @@ class StorageLoop:
             try:
                 self._store.open()
                 self._log_opened()
+                self._state.open()
                 self._admit_all()
             except (OSError, sqlite3.Error, StartError) as error:
                 self._fail(error)
             else:
                 is_clean = self._store.report.clean
                 self._deferred = iter([record.hash for record in self._store.index] if is_clean else ())
-                self._state.open()
                 for model in self._model_turns:
                     model.begin_inventory(self._inventory_parts(model))
             self._announce_gone()
@@ -150,11 +150,18 @@ class StorageLoop:
             self._turns.extend(turns)
 
     def _admit_all(self) -> None:
-        """Make a place for the blocks of each model that has none. Raises `OSError` or `sqlite3.Error`."""
+        """Make a place for the blocks of each model that has none. Where there is no space for that, nobody
+        writes until there is; raises `OSError` or `sqlite3.Error` for another refusal."""
         for model in self._model_turns:
             if model.is_admitted:
                 continue
-            model.changed_code = self._store.admit(model.fingerprint, model.details)
+            try:
+                model.changed_code = self._store.admit(model.fingerprint, model.details)
+            except (OSError, sqlite3.Error) as error:
+                if classify(error) is not DiskErrorKind.FULL:
+                    raise
+                self._fail(error, is_harmless=True)
+                return
             model.is_admitted = True
             if model.changed_code:
                 _log.warning(
@@ -385,8 +392,8 @@ class StorageLoop:
         needed_bytes = self._state.needed_bytes
         free_bytes = self._store.files.free_bytes(self._store.paths.root)
         if free_bytes >= needed_bytes + self._store.settings.free_floor_bytes:
-            self._admit_all()
             self._state.open()
+            self._admit_all()
         else:
             self._state.fill(self._state.detail, now=now, needed_bytes=needed_bytes)
 
@@ -420,20 +427,21 @@ class StorageLoop:
         except (OSError, sqlite3.Error) as error:
             self._fail(error)
 
-    def _fail(self, error: OSError | sqlite3.Error | StartError) -> None:
-        """Stop writing. If only the manifest has no space, nothing it had is lost. After any other failure
-        rows and memory may differ, so the directory is given up until it is opened anew."""
+    def _fail(self, error: OSError | sqlite3.Error | StartError, *, is_harmless: bool = False) -> None:
+        """Stop writing. If only the manifest has no space, or a failure `is_harmless`, nothing is lost. After
+        any other one rows and memory may differ, so the directory is given up until it is opened anew."""
         now = self._clock.monotonic()
         is_full = classify(error) is DiskErrorKind.FULL
         reason = "Disk is full" if is_full else "Disk refused"
         # Callers see the detail, so it names no path; the log does.
         detail = f"{reason}: {outline(error)}; nothing is written until"
         is_manifest_full = is_full and isinstance(error, sqlite3.Error) and self._state.is_usable
+        stays_open = is_harmless or is_manifest_full
         _log.error(
-            "cache_directory_full" if is_manifest_full else "cache_directory_given_up",
+            "cache_directory_full" if stays_open else "cache_directory_given_up",
             extra={"directory": self._store.paths.root, "detail": str(error)},
         )
-        if is_manifest_full:
+        if stays_open:
             needed_bytes = GROWTH_ALLOWANCE_BYTES
             self._state.fill(
                 f"{detail} {needed_bytes} bytes are free above the floor", now=now, needed_bytes=needed_bytes
