@@ -26,7 +26,7 @@ from icehouse_server.storage.local.directory.store import BlockStore
 from icehouse_server.storage.local.encryption.aes_gcm import Cipher
 from icehouse_server.storage.storage_settings import Codec
 
-from bench.storage_tier import Shape, Tier, make_chain, settings, tier_read, tier_write
+from bench.storage_tier import FINGERPRINT, Shape, Tier, make_chain, settings, tier_read, tier_write
 
 LARGE = Shape(32, 8, 128)
 CIPHER = Cipher(bytes(32))
@@ -236,6 +236,7 @@ def fill(directory: Path, file_count: int) -> None:
     store = BlockStore(settings(directory), files=HastyFiles(), clock=SystemClock())
     store.lock()
     store.open()
+    store.admit(FINGERPRINT, {})
     for start in range(0, file_count, 1000):
         for block in make_chain(min(1000, file_count - start), shape=Shape(1, 1, 1), seed=start):
             store.finish(store.begin(prepare_block(block)))

@@ -31,7 +31,7 @@ from icehouse_server.storage.api import (
 )
 from icehouse_server.storage.files import Files
 from icehouse_server.storage.local.encryption.aes_gcm import Cipher
-from icehouse_server.storage.local.tier import LocalTier
+from icehouse_server.storage.local.model_tiers import ModelTiers
 from icehouse_server.storage.storage_settings import Codec, StorageSettings
 
 FINGERPRINT = Fingerprint(b"\x33" * 32)
@@ -51,8 +51,6 @@ def settings(directory: Path, codec: Codec = Codec.RAW) -> StorageSettings:
     """Return settings that never limit."""
     return StorageSettings(
         directory=os.fspath(directory),
-        fingerprint=FINGERPRINT,
-        fingerprint_details=(),
         limit_bytes=1 << 40,
         free_floor_bytes=0,
         daily_write_limit_bytes=0,
@@ -115,24 +113,22 @@ class Tier:
 
     def __init__(self, directory: Path, *, cipher: Cipher | None = None, codec: Codec = Codec.RAW) -> None:
         self.outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
-        self.storage = LocalTier(
-            settings(directory, codec),
-            files=Files(),
-            clock=SystemClock(),
-            post=self.outcomes.put,
-            cipher=cipher,
+        self._tiers = ModelTiers(
+            settings(directory, codec), files=Files(), clock=SystemClock(), cipher=cipher
         )
+        self.storage = self._tiers.open(FINGERPRINT, {}, self.outcomes.put)
 
     def __enter__(self) -> Tier:
         self.storage.start()
+        self._tiers.start()
         assert isinstance(self.outcomes.get(), Inventory)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.storage.close(deadline_time=time.monotonic() + 60)
+        self._tiers.close(deadline_time=time.monotonic() + 60)
         while not isinstance(self.outcomes.get(), StorageClosed):
             pass
-        self.storage.join(timeout_s=10)
+        self._tiers.join(timeout_s=10)
 
 
 def tier_write(tier: Tier, chain: list[HostBlock]) -> None:

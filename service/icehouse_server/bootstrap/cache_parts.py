@@ -29,10 +29,10 @@ from icehouse_server.storage.digests import DigestBook
 from icehouse_server.storage.files import Files, in_time
 from icehouse_server.storage.local.directory.lock import take_lock
 from icehouse_server.storage.local.encryption.constants import KEY_DETAIL, Cipher, encrypted_fingerprint
-from icehouse_server.storage.local.tier import LocalTier
+from icehouse_server.storage.local.model_tiers import ModelTiers
 from icehouse_server.storage.shared.object_store import ObjectStore, make_store
 from icehouse_server.storage.shared.shared_settings import SharedSettings
-from icehouse_server.storage.shared.shared_tier import SharedTier
+from icehouse_server.storage.shared.shared_tier import SharedTiers
 from icehouse_server.storage.storage_settings import Codec, StorageSettings
 from icehouse_server.storage.store_paths import StorePaths
 
@@ -71,26 +71,57 @@ class CacheParts:
         )
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class SsdParts:
+    """The SSD tier of all models, and what encrypts their blocks there."""
+
+    tiers: ModelTiers
+    cipher: Cipher | None
+
+
+def open_ssd(config: CacheConfig, *, device: Device, clock: Clock) -> SsdParts | None:
+    """Wire the SSD tier; None without one. `ModelTiers.start` locks and opens the directory.
+
+    With a key its data key is fetched here, since names and fingerprints depend on it; raises StartError.
+    """
+    if not config.has_ssd:
+        return None
+    files = Files()
+    cipher = open_cipher(config, files)
+    settings = StorageSettings(
+        directory=str(config.block_directory),
+        limit_bytes=config.ssd_bytes,
+        free_floor_bytes=config.free_space_floor_bytes,
+        daily_write_limit_bytes=config.daily_write_bytes,
+        spill_queue_limit_bytes=config.write_queue_bytes,
+        load_queue_limit_count=_LOAD_QUEUE_COUNT,
+        task_queue_limit_count=_TASK_QUEUE_COUNT,
+        reader_thread_count=config.reader_thread_count,
+        share_beside_decode=_share_beside_decode(device),
+        codec=codec_on(device, Codec(config.codec)),
+    )
+    return SsdParts(_make_tiers(config, settings, files=files, clock=clock, cipher=cipher), cipher)
+
+
+def _share_beside_decode(device: Device) -> float:
+    return 1.0 if device.is_gpu else _SHARE_ON_SHARED_CORES
+
+
 def build_cache_parts(
     config: CacheConfig,
     tenants: TenantConfig,
     fingerprint: ModelFingerprint,
+    ssd: SsdParts | None,
     *,
     adapters: Sequence[AdapterSource],
     device: Device,
-    clock: Clock,
     post: Callable[[Outcome], object],
 ) -> CacheParts:
-    """Wire the cache. The directory is locked and opened by `ColdTier.start`, not here.
-
-    With a key its data key is fetched here, since names and fingerprint depend on it; raises StartError.
-    """
-    files = Files()
-    cipher = open_cipher(config, files) if config.has_ssd else None
+    """Wire one model's cache. Raises StartError where a model with the same fingerprint is open."""
+    cipher = None if ssd is None else ssd.cipher
     # Under a key blocks are filed apart, so that nobody takes them for what another key can open.
     filed_as = encrypted_fingerprint(fingerprint.value, cipher.key_id) if cipher else fingerprint.value
     details = {**fingerprint.details, **({KEY_DETAIL: cipher.key_id.hex()} if cipher else {})}
-    share_beside_decode = 1.0 if device.is_gpu else _SHARE_ON_SHARED_CORES
     settings = PrefixSettings(
         fingerprint=filed_as,
         name_secret=cipher.name_secret if cipher else b"",
@@ -101,49 +132,26 @@ def build_cache_parts(
         session_checkpoint_limit=config.session_checkpoint_limit,
         ssd_limit_bytes=config.ssd_bytes if config.has_ssd else 0,
         spill_policy=config.spill_policy,
-        write_share_beside_passes=share_beside_decode,
+        write_share_beside_passes=_share_beside_decode(device),
         min_prefix_token_count=config.min_prefix_token_count,
         may_recompute=config.restore_or_recompute,
         quotas=QuotaLimits(ram_bytes=tenants.ram_bytes, ssd_bytes=tenants.ssd_bytes),
         min_reuse_token_count=_MIN_REUSE_TOKEN_COUNT,
         adapters={adapter.name: adapter.digest for adapter in adapters},
     )
-    storage = None
-    if config.has_ssd:
-        storage_settings = StorageSettings(
-            directory=str(config.block_directory),
-            fingerprint=filed_as,
-            fingerprint_details=tuple(sorted(details.items())),
-            limit_bytes=config.ssd_bytes,
-            free_floor_bytes=config.free_space_floor_bytes,
-            daily_write_limit_bytes=config.daily_write_bytes,
-            spill_queue_limit_bytes=config.write_queue_bytes,
-            load_queue_limit_count=_LOAD_QUEUE_COUNT,
-            task_queue_limit_count=_TASK_QUEUE_COUNT,
-            reader_thread_count=config.reader_thread_count,
-            share_beside_decode=share_beside_decode,
-            codec=codec_on(device, Codec(config.codec)),
-        )
-        storage = _make_tier(config, storage_settings, files=files, clock=clock, post=post, cipher=cipher)
+    storage = None if ssd is None else ssd.tiers.open(filed_as, details, post)
     return CacheParts(settings=settings, adopt_budget_s=config.adopt_budget_ms / 1000, storage=storage)
 
 
-def _make_tier(
-    config: CacheConfig,
-    settings: StorageSettings,
-    *,
-    files: Files,
-    clock: Clock,
-    post: Callable[[Outcome], object],
-    cipher: Cipher | None,
-) -> ColdTier:
+def _make_tiers(
+    config: CacheConfig, settings: StorageSettings, *, files: Files, clock: Clock, cipher: Cipher | None
+) -> ModelTiers:
     if config.shared_url is None:
-        return LocalTier(settings, files=files, clock=clock, post=post, cipher=cipher)
-    return SharedTier(
+        return ModelTiers(settings, files=files, clock=clock, cipher=cipher)
+    return SharedTiers(
         settings,
         files=files,
         clock=clock,
-        post=post,
         cipher=cipher,
         store=open_shared_store(config),
         shared=shared_settings(config),

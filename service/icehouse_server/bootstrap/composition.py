@@ -12,17 +12,23 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from icehouse_server.bootstrap.cache_parts import build_cache_parts, fingerprint_of, open_digests
+from icehouse_server.bootstrap.cache_parts import (
+    SsdParts,
+    build_cache_parts,
+    fingerprint_of,
+    open_digests,
+    open_ssd,
+)
 from icehouse_server.bootstrap.machine import memory_limit
 from icehouse_server.bootstrap.model_source import check_files
 from icehouse_server.bootstrap.preload import openblas_loaded
-from icehouse_server.bootstrap.telemetry import TelemetryParts
+from icehouse_server.bootstrap.telemetry import KvEventParts, TelemetryParts
 from icehouse_server.clock import Clock
 from icehouse_server.config import Config, EngineConfig, ModelConfig
 from icehouse_server.config.setting import NamedPath
 from icehouse_server.device import Device
 from icehouse_server.domain.events import Event
-from icehouse_server.domain.ids import DEFAULT_TENANT, AdapterName, RequestId, Tenant
+from icehouse_server.domain.ids import AdapterName, RequestId
 from icehouse_server.domain.model import EngineState, ModelInfo, ReplyFormatInfo
 from icehouse_server.engine.core.block_log import BlockLog
 from icehouse_server.engine.core.mailbox import Mailbox, Message
@@ -45,18 +51,18 @@ from icehouse_server.engine.runner.vision import mlx_vlm
 from icehouse_server.engine.scheduling.limits import SchedulerLimits
 from icehouse_server.engine.scheduling.policy import GPU_POLICY, POLICY, PassPolicy
 from icehouse_server.engine.scheduling.waiting_queue import WaitingLimits
-from icehouse_server.errors import IcehouseError, Reason, StartError, imports_of_extra
+from icehouse_server.errors import IcehouseError, imports_of_extra
 from icehouse_server.pool.model_pool import ModelPool
 from icehouse_server.pool.one_seat import OneSeat
-from icehouse_server.rpc.engine_client.engine_ports import BlockFiles, EnginePort, ServedModel
+from icehouse_server.rpc.engine_client.engine_ports import BlockFiles, ServedModel
 from icehouse_server.rpc.engine_client.grammars import GrammarCompilers
 from icehouse_server.rpc.engine_client.router import Router
 from icehouse_server.rpc.engine_client.seat import Seat
-from icehouse_server.rpc.kv_events.kv_event_source import CONNECT_PREFIX, KvEventSource
-from icehouse_server.rpc.listen_address import is_loopback
+from icehouse_server.rpc.kv_events.kv_event_source import KvEventSource
 from icehouse_server.rpc.rpc_server import RpcServer
 from icehouse_server.storage.api import ColdTier
 from icehouse_server.storage.local.block_format.block_bytes import BlockBytes
+from icehouse_server.storage.local.model_tiers import ModelTiers
 from icehouse_server.structured_output.compiler import GrammarCompiler
 from icehouse_server.structured_output.probe_process import ProbeLimits, ProbeProcess
 from icehouse_server.text.tokenizer import Tokenizer
@@ -64,7 +70,6 @@ from icehouse_server.text.tokenizer_archive import read_tokenizer_archive
 
 if TYPE_CHECKING:
     # Of optional extras.
-    from icehouse_server.rpc.kv_events.zmq_publisher import ZmqPublisher
     from icehouse_server.rpc.worker.worker_info import WorkerParts
     from icehouse_server.vision.image_reader import ImageReader
 
@@ -112,6 +117,8 @@ class Server:
     inference: InferenceThread
     rpc: RpcServer
     clock: Clock
+    tiers: ModelTiers | None
+    """Of all models; None without an SSD tier."""
     telemetry: TelemetryParts
     opened: OpenedEngine | None = None
     """Of the only model; None where there are several."""
@@ -138,11 +145,18 @@ class EngineParts:
     device: Device
     clock: Clock
     inference: InferenceThread
+    ssd: SsdParts | None
     telemetry: TelemetryParts
 
     @classmethod
     def of(cls, config: Config, device: Device, clock: Clock) -> EngineParts:
-        return cls(device, clock, InferenceThread(clock), TelemetryParts(config))
+        """Wire them; raises StartError."""
+        ssd = open_ssd(config.cache, device=device, clock=clock)
+        return cls(device, clock, InferenceThread(clock), ssd, TelemetryParts(config))
+
+    @property
+    def tiers(self) -> ModelTiers | None:
+        return None if self.ssd is None else self.ssd.tiers
 
 
 def build_server(
@@ -168,7 +182,7 @@ def build_server(
             config, opened.source, running_limit=opened.running_limit, kv_events=kv_events.source
         ),
     )
-    return Server(parts.inference, rpc, clock, telemetry, opened, kv_events)
+    return Server(parts.inference, rpc, clock, parts.tiers, telemetry, opened, kv_events)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -195,13 +209,9 @@ class OpenedEngine:
         return self.engine.error
 
     def start(self) -> None:
-        """Take the cache directory and begin to load. Raises StartError."""
-        try:
-            if self.storage is not None:
-                self.storage.start()
-        except IcehouseError:
-            self.held.close()
-            raise
+        """Begin to load."""
+        if self.storage is not None:
+            self.storage.start()
         self.seat.grammars.start()
         self.engine.start()
 
@@ -243,9 +253,9 @@ def open_engine(
         config.cache,
         config.tenant,
         fingerprint,
+        parts.ssd,
         adapters=source.adapters,
         device=device,
-        clock=clock,
         post=parts.telemetry.watching(mailbox.post),
     )
     engine = Engine(
@@ -414,73 +424,6 @@ def _log_replies(format: ReplyFormatInfo) -> None:
 
 
 _SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-
-
-class KvEventParts:
-    """Started when the RPC server listens. Raises ConfigError without the extra for ZeroMQ."""
-
-    def __init__(
-        self, config: Config, log: BlockLog, *, engine: EnginePort, router: Router, clock: Clock
-    ) -> None:
-        self._config = config
-        self._router = router
-        self._address = ""
-        self.source = KvEventSource(
-            log,
-            settings=config.kv_events,
-            block_token_count=config.cache.block_token_count,
-            engine=engine,
-            router=router,
-            clock=clock,
-        )
-        self._publisher = self._make_publisher(clock)
-
-    def start(self, address: str) -> None:
-        """Publish for the server at this address; raises StartError when the endpoint cannot be had."""
-        self._address = address
-        if self._publisher is not None:
-            _log.info("kv_events_opened", extra={"endpoint": self._publisher.start()})
-
-    async def stop(self) -> None:
-        await self.source.stop()
-        if self._publisher is not None:
-            await self._publisher.stop()
-
-    def _make_publisher(self, clock: Clock) -> ZmqPublisher | None:
-        settings = self._config.kv_events
-        if settings.zmq_endpoint is None:
-            return None
-        if not (self._config.security.allow_insecure_public or _is_private(settings.zmq_endpoint)):
-            raise StartError(
-                Reason.ADDRESS_INSECURE,
-                f"kv_events.zmq_endpoint = {settings.zmq_endpoint!r} reaches other machines, in the clear "
-                "and whoever they are; use one on 127.0.0.1, or say --allow-insecure-public if something "
-                "else protects it",
-                metadata={"endpoint": settings.zmq_endpoint},
-            )
-        with imports_of_extra("fleet", setting="kv_events.zmq_endpoint"):
-            from icehouse_server.rpc.kv_events.zmq_publisher import ZmqPublisher
-        return ZmqPublisher(
-            self.source,
-            endpoint=settings.zmq_endpoint,
-            topic=self._topic,
-            tenant=DEFAULT_TENANT if settings.zmq_tenant is None else Tenant(settings.zmq_tenant),
-            clock=clock,
-        )
-
-    def _topic(self) -> str:
-        """Return the topic. Called when there are events, so there is a model."""
-        model, topic = self._router.model, self._config.kv_events.zmq_topic
-        assert model is not None, "events before a model"
-        return topic or f"kv@{self._address}@{model.info.model_id}"
-
-
-def _is_private(endpoint: str) -> bool:
-    """Whether only this machine can reach what is sent to a ZeroMQ endpoint."""
-    scheme, _, address = endpoint.removeprefix(CONNECT_PREFIX).partition("://")
-    if scheme in ("ipc", "inproc"):
-        return True
-    return is_loopback(address.rpartition(":")[0].strip("[]"))
 
 
 def worker_parts(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import hashlib
 import logging
 from collections.abc import Mapping
 
@@ -51,7 +50,7 @@ def build_pool(config: Config, *, device: Device, clock: Clock) -> Server:
         grace_s=config.server.drain_grace_s,
     )
     rpc = RpcServer(config=config, seats=pool, clock=clock, telemetry=parts.telemetry.watchers)
-    return Server(parts.inference, rpc, clock, parts.telemetry, pool=pool)
+    return Server(parts.inference, rpc, clock, parts.tiers, parts.telemetry, pool=pool)
 
 
 def check_names(terms: list[ModelTerms]) -> None:
@@ -97,19 +96,10 @@ class PooledModels:
         return room.weight_bytes
 
     def open(self, name: str) -> OpenedEngine:
-        config, found = own_tier(self._configs[name], name, len(self._configs)), self._located[name]
+        config, found = self._configs[name], self._located[name]
         with contextlib.ExitStack() as stack:
             stack.enter_context(held(*found.folders))
             model = dataclasses.replace(found.model, model_id=name)
             router = Router(self._loop)
             opened = open_engine(config, model=model, draft=found.draft, router=router, parts=self._parts)
             return dataclasses.replace(opened, held=stack.pop_all())
-
-
-def own_tier(config: Config, name: str, model_count: int) -> Config:
-    """Return the configuration with an SSD tier of the model's own, and its share of the bytes."""
-    folder = config.cache.block_directory / "models" / hashlib.sha256(name.encode()).hexdigest()[:16]
-    cache = dataclasses.replace(
-        config.cache, directory=str(folder), ssd_bytes=config.cache.ssd_bytes // model_count
-    )
-    return dataclasses.replace(config, cache=cache)

@@ -1,4 +1,4 @@
-"""Telemetry as the configuration wants it: what watches calls, the metrics endpoint and its status page."""
+"""Telemetry as the configuration wants it: what watches calls, metrics endpoint, status page, KV events."""
 
 from __future__ import annotations
 
@@ -12,10 +12,15 @@ from typing import TYPE_CHECKING
 from icehouse_server.clock import Clock
 from icehouse_server.config import Config, TelemetryConfig
 from icehouse_server.domain.call import SpillRecord
+from icehouse_server.domain.ids import DEFAULT_TENANT, Tenant
 from icehouse_server.domain.request import call_of
 from icehouse_server.domain.stats import ServerStatus
+from icehouse_server.engine.core.block_log import BlockLog
 from icehouse_server.errors import Reason, StartError, imports_of_extra
 from icehouse_server.rpc.calls.watchers import Telemetry
+from icehouse_server.rpc.engine_client.engine_ports import EnginePort
+from icehouse_server.rpc.engine_client.router import Router
+from icehouse_server.rpc.kv_events.kv_event_source import CONNECT_PREFIX, KvEventSource
 from icehouse_server.rpc.listen_address import is_loopback
 from icehouse_server.rpc.rpc_server import RpcServer
 from icehouse_server.rpc.services.observation import Observation
@@ -25,6 +30,8 @@ from icehouse_server.telemetry.call_metrics import FIRST_TOKEN_BY_REUSE, CallMet
 from icehouse_server.telemetry.status_page.page import ReportRules, StatusPage
 
 if TYPE_CHECKING:
+    from icehouse_server.rpc.kv_events.zmq_publisher import ZmqPublisher
+
     # Slow to import: only who asks for metrics or traces pays for it.
     from icehouse_server.telemetry.call_spans import CallSpans
     from icehouse_server.telemetry.prometheus import MetricsServer, PrometheusMeter
@@ -177,3 +184,70 @@ def _read_on(
     except (TimeoutError, concurrent.futures.CancelledError):
         future.cancel()
         return None
+
+
+class KvEventParts:
+    """Started when the RPC server listens. Raises ConfigError without the extra for ZeroMQ."""
+
+    def __init__(
+        self, config: Config, log: BlockLog, *, engine: EnginePort, router: Router, clock: Clock
+    ) -> None:
+        self._config = config
+        self._router = router
+        self._address = ""
+        self.source = KvEventSource(
+            log,
+            settings=config.kv_events,
+            block_token_count=config.cache.block_token_count,
+            engine=engine,
+            router=router,
+            clock=clock,
+        )
+        self._publisher = self._make_publisher(clock)
+
+    def start(self, address: str) -> None:
+        """Publish for the server at this address; raises StartError when the endpoint cannot be had."""
+        self._address = address
+        if self._publisher is not None:
+            _log.info("kv_events_opened", extra={"endpoint": self._publisher.start()})
+
+    async def stop(self) -> None:
+        await self.source.stop()
+        if self._publisher is not None:
+            await self._publisher.stop()
+
+    def _make_publisher(self, clock: Clock) -> ZmqPublisher | None:
+        settings = self._config.kv_events
+        if settings.zmq_endpoint is None:
+            return None
+        if not (self._config.security.allow_insecure_public or _is_private(settings.zmq_endpoint)):
+            raise StartError(
+                Reason.ADDRESS_INSECURE,
+                f"kv_events.zmq_endpoint = {settings.zmq_endpoint!r} reaches other machines, in the clear "
+                "and whoever they are; use one on 127.0.0.1, or say --allow-insecure-public if something "
+                "else protects it",
+                metadata={"endpoint": settings.zmq_endpoint},
+            )
+        with imports_of_extra("fleet", setting="kv_events.zmq_endpoint"):
+            from icehouse_server.rpc.kv_events.zmq_publisher import ZmqPublisher
+        return ZmqPublisher(
+            self.source,
+            endpoint=settings.zmq_endpoint,
+            topic=self._topic,
+            tenant=DEFAULT_TENANT if settings.zmq_tenant is None else Tenant(settings.zmq_tenant),
+            clock=clock,
+        )
+
+    def _topic(self) -> str:
+        """Return the topic. Called when there are events, so there is a model."""
+        model, topic = self._router.model, self._config.kv_events.zmq_topic
+        assert model is not None, "events before a model"
+        return topic or f"kv@{self._address}@{model.info.model_id}"
+
+
+def _is_private(endpoint: str) -> bool:
+    """Whether only this machine can reach what is sent to a ZeroMQ endpoint."""
+    scheme, _, address = endpoint.removeprefix(CONNECT_PREFIX).partition("://")
+    if scheme in ("ipc", "inproc"):
+        return True
+    return is_loopback(address.rpartition(":")[0].strip("[]"))

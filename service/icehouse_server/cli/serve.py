@@ -167,10 +167,12 @@ async def _run(
 
 def _open_storage(server: Server, config: Config, narrator: Narrator) -> None:
     """Take the cache directory; raises StartError naming its owner when another process has it."""
-    if server.opened is None or server.opened.storage is None:
+    if server.tiers is None:
         return
     with narrator.phase("cache_lock_acquired") as fields:
-        server.opened.storage.start()
+        if server.opened is not None and server.opened.storage is not None:
+            server.opened.storage.start()
+        server.tiers.start()
         fields.update(directory=config.cache.block_directory)
 
 
@@ -309,14 +311,15 @@ async def _drain(
 
 def _closed(server: Server, opened: Sequence[OpenedEngine], *, timeout_s: float) -> bool:
     """Close the SSD tiers; return whether all did in time."""
-    end_time = server.clock.monotonic() + timeout_s
+    if server.tiers is None:
+        return True
+    deadline_time = server.clock.monotonic() + _BOUNDS.close_s
     tiers = [each.storage for each in opened if each.storage is not None]
     for tier in tiers:
-        tier.close(deadline_time=server.clock.monotonic() + _BOUNDS.close_s)
-    open_ones = [
-        tier for tier in tiers if not tier.join(timeout_s=max(0.0, end_time - server.clock.monotonic()))
-    ]
-    return not open_ones
+        tier.close(deadline_time=deadline_time)
+    server.tiers.close(deadline_time=deadline_time)
+    is_closed = server.tiers.join(timeout_s=timeout_s)
+    return is_closed and all(tier.join(timeout_s=0) for tier in tiers)
 
 
 @contextlib.asynccontextmanager

@@ -278,6 +278,11 @@ class ColdTier(Protocol):
         ...
 
     @property
+    def block_limit_bytes(self) -> int:
+        """Bytes of the largest block, with `OVERHEAD_BYTES`, that `put` ever takes."""
+        ...
+
+    @property
     def write_budget(self) -> WriteBudget | None:
         """Today's budget of writes, perhaps a moment old; None without a limit. Blocks that are queued are
         not taken off yet."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import enum
 
-from icehouse_server.domain.ids import Fingerprint
-
 CODE_DETAIL = "code "
 """How those details of a fingerprint begin that are a module and the digest of its code."""
 
@@ -24,11 +22,9 @@ class Codec(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StorageSettings:
-    """All limits are enforced before the disk is touched."""
+    """Of one directory, for all models together. All limits are enforced before the disk is touched."""
 
     directory: str
-    fingerprint: Fingerprint
-    fingerprint_details: tuple[tuple[str, str], ...]
     limit_bytes: int
     free_floor_bytes: int
     daily_write_limit_bytes: int

@@ -31,11 +31,11 @@ from icehouse_server.engine.scheduling.waiting_queue import WaitingLimits
 from icehouse_server.errors import IcehouseError
 from icehouse_server.storage.api import Inventory, Outcome
 from icehouse_server.storage.files import Files
-from icehouse_server.storage.local.tier import LocalTier
 from icehouse_server.storage.storage_settings import StorageSettings
 
 from tests.fixtures.engine import Recorder
 from tests.fixtures.patience import BOUND_S
+from tests.fixtures.storage.sole_tier import SoleTier
 
 BLOCK = 16
 
@@ -118,12 +118,11 @@ class CacheServer:
         self.recorder = WatchingRecorder()
         self.thread = InferenceThread(clock)
         self.mailbox: Mailbox[Message] = Mailbox(limit=100, changed=self.thread.changed)
-        self.storage: LocalTier | None = None
+        self.storage: SoleTier | None = None
+        filed_as = storage_changes.pop("fingerprint", fingerprint.value)
         if directory is not None:
             storage_settings = StorageSettings(
                 directory=str(directory),
-                fingerprint=fingerprint.value,
-                fingerprint_details=tuple(sorted(fingerprint.details.items())),
                 limit_bytes=1 << 30,
                 free_floor_bytes=0,
                 daily_write_limit_bytes=0,
@@ -132,14 +131,16 @@ class CacheServer:
                 task_queue_limit_count=64,
                 reader_thread_count=2,
             )
-            self.storage = LocalTier(
+            self.storage = SoleTier(
                 dataclasses.replace(storage_settings, **storage_changes),
                 files=files or Files(),
                 clock=storage_clock or clock,
                 post=self._take,
+                fingerprint=filed_as,
+                details=fingerprint.details,
             )
         settings = PrefixSettings(
-            fingerprint=storage_changes.get("fingerprint", fingerprint.value),
+            fingerprint=filed_as,
             block_token_count=BLOCK,
             is_enabled=is_enabled,
             ram_limit_bytes=ram_bytes,

@@ -41,10 +41,10 @@ from icehouse_server.engine.scheduling.waiting_queue import WaitingLimits, Waiti
 from icehouse_server.errors import IcehouseError
 from icehouse_server.storage.api import Outcome, StorageClosed
 from icehouse_server.storage.files import Files
-from icehouse_server.storage.local.tier import LocalTier
 from icehouse_server.storage.storage_settings import StorageSettings
 
 from tests.fixtures.engine import FakeClock, FakeDecoder, Recorder, memory_model, model_info
+from tests.fixtures.storage.sole_tier import SoleTier
 from tests.fixtures.tree_check import check_tree
 from tests.system.cache.token_runner import TOKEN_BYTES, TokenRunner
 
@@ -106,8 +106,6 @@ class SteppedServer:
         if directory is not None:
             settings = StorageSettings(
                 directory=str(directory),
-                fingerprint=fingerprint,
-                fingerprint_details=(("model", "tokens"),),
                 limit_bytes=1 << 30,
                 free_floor_bytes=0,
                 daily_write_limit_bytes=0,
@@ -116,11 +114,12 @@ class SteppedServer:
                 task_queue_limit_count=64,
                 reader_thread_count=1,
             )
-            self.storage = LocalTier(
+            self.storage = SoleTier(
                 dataclasses.replace(settings, **storage_changes),
                 files=files or Files(),
                 clock=self.clock,
                 post=self._take,
+                fingerprint=fingerprint,
             )
         self.cache = PrefixCache(
             settings=PrefixSettings(

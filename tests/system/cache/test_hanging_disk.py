@@ -21,11 +21,11 @@ from icehouse_server.engine.prefix_cache.tiers.storage_waits import Rates
 from icehouse_server.errors import Reason, StartError, StorageError
 from icehouse_server.storage.api import Inventory
 from icehouse_server.storage.files import Files
-from icehouse_server.storage.local.tier import LocalTier
 
 from tests.fixtures.models import tiny_model_dir
 from tests.fixtures.patience import BOUND_S
 from tests.fixtures.storage.hanging import HangingFiles, HungReader, resume, stall
+from tests.fixtures.storage.sole_tier import SoleTier
 from tests.fixtures.storage.storage_thread import StorageThread, settings_for
 from tests.system.cache.server import CacheServer
 from tests.system.cache.stepped_server import BLOCK, SteppedServer, prompt
@@ -291,7 +291,7 @@ def test_a_server_whose_directory_hangs_answers_and_ends(model_dir: Path, tmp_pa
 def test_a_disk_that_hangs_at_the_start_does_not_stop_it(tmp_path: Path) -> None:
     files = HangingFiles({"lock"})
     outcomes: queue.Queue = queue.Queue()
-    storage = LocalTier(settings_for(tmp_path), files=files, clock=SystemClock(), post=outcomes.put)
+    storage = SoleTier(settings_for(tmp_path), files=files, clock=SystemClock(), post=outcomes.put)
     files.hang()
     try:
         storage.start(lock_timeout_s=0.2)
@@ -305,7 +305,7 @@ def test_a_disk_that_hangs_at_the_start_does_not_stop_it(tmp_path: Path) -> None
 
 def test_a_directory_of_another_process_is_refused_at_the_start(tmp_path: Path) -> None:
     with StorageThread(tmp_path):
-        second = LocalTier(settings_for(tmp_path), files=Files(), clock=SystemClock(), post=print)
+        second = SoleTier(settings_for(tmp_path), files=Files(), clock=SystemClock(), post=print)
         with pytest.raises(StartError) as refused:
             second.start()
         assert refused.value.reason is Reason.STORE_LOCKED

@@ -14,10 +14,10 @@ from icehouse_server.storage.files import Files, opened
 from icehouse_server.storage.local.block_format.block_file import read_head
 from icehouse_server.storage.local.block_format.header import BlockFile
 from icehouse_server.storage.shared.block_folder import BlockFolder
-from icehouse_server.storage.shared.shared_tier import SharedTier
 
 from tests.fixtures.engine import FakeClock
 from tests.fixtures.storage.object_store import SHARED, MemoryStore
+from tests.fixtures.storage.sole_tier import SoleTier
 from tests.fixtures.storage.storage_thread import settings_for
 from tests.system.cache.stepped_server import (
     BLOCK,
@@ -41,11 +41,18 @@ def store() -> MemoryStore:
 
 def serve(directory: Path, store: MemoryStore, *, facts: CacheFacts = KV, **how) -> SteppedServer:
     clock = FakeClock()
-    settings = settings_for(directory, fingerprint=FINGERPRINT)
+    settings = settings_for(directory)
 
-    def tier(post) -> SharedTier:
-        return SharedTier(
-            settings, files=Files(), clock=clock, post=post, store=store, shared=SHARED, is_inline=True
+    def tier(post) -> SoleTier:
+        return SoleTier(
+            settings,
+            files=Files(),
+            clock=clock,
+            post=post,
+            fingerprint=FINGERPRINT,
+            store=store,
+            shared=SHARED,
+            is_inline=True,
         )
 
     return SteppedServer(facts=facts, clock=clock, tier=tier, **how)

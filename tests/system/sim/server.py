@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import gc
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from icehouse_server.domain.blocks import HostBlock
-from icehouse_server.domain.ids import BlockHash
+from icehouse_server.domain.ids import BlockHash, Fingerprint
 from icehouse_server.engine.core.mailbox import Drain, Mailbox, Message
 from icehouse_server.engine.engine_loop import EngineLoop
 from icehouse_server.engine.prefix_cache.controller import CacheController
@@ -20,8 +20,7 @@ from icehouse_server.engine.scheduling.preemption import SchedulingParts
 from icehouse_server.engine.scheduling.scheduler import Scheduler
 from icehouse_server.engine.scheduling.waiting_queue import WaitingQueue
 from icehouse_server.errors import Reason, Unavailable
-from icehouse_server.storage.api import Names, Outcome, StorageClosed, StorageFailed
-from icehouse_server.storage.local.tier import LocalTier
+from icehouse_server.storage.api import Evicted, Names, Outcome, StorageClosed, StorageFailed
 from icehouse_server.storage.shared.shared_tier import SharedTier
 from icehouse_server.storage.storage_settings import Codec
 
@@ -29,12 +28,14 @@ from tests.fixtures.engine import FakeDecoder, Recorder, model_info
 from tests.fixtures.patience import BOUND_S
 from tests.fixtures.storage.hanging import HungReader, resume, stall
 from tests.fixtures.storage.object_store import SHARED
+from tests.fixtures.storage.sole_tier import SoleTier
 from tests.system.sim.disk import SimDisk
 from tests.system.sim.ledger import Ledger
 from tests.system.sim.model import CONTEXT_TOKEN_LIMIT
 from tests.system.sim.runner import SimRunner
-from tests.system.sim.setup import BLOCK, Setup
+from tests.system.sim.setup import BLOCK, Setup, fingerprint
 
+Gone = Mapping[Fingerprint, Sequence[BlockHash]]
 _REST_STEP_LIMIT = 20_000
 _PADDING_BYTES = 96
 """Makes a region shrink by a quarter in byte planes."""
@@ -68,7 +69,7 @@ class _MailboxWithoutWaiting(Mailbox[Message]):
 class _WatchedStorage:
     """The SSD tier's port, with a note of every block that is handed over."""
 
-    def __init__(self, storage: LocalTier, ledger: Ledger) -> None:
+    def __init__(self, storage: SoleTier, ledger: Ledger) -> None:
         self._storage = storage
         self._ledger = ledger
 
@@ -112,9 +113,10 @@ class SimServer:
         self.recorder = Recorder()
         self.mailbox = _MailboxWithoutWaiting()
         self.disk = disk.heir(life.directory) if disk else SimDisk(life.directory, mtime_ns=life.mtime_ns)
-        self.storage: LocalTier | None = None
+        self.storage: SoleTier | None = None
         if setup.has_storage:
             self.storage = self._make_tier()
+            self.storage._store.take_gone = self._note_strangers(self.storage._store.take_gone)
         self.is_storage_dead = False
         self.is_closed = False
         self.reads_hang = False
@@ -168,13 +170,17 @@ class SimServer:
             clock=clock,
         )
 
-    def _make_tier(self) -> LocalTier:
-        settings = self.setup.storage_settings(str(self.life.directory), self.life.model)
-        parts: dict[str, Any] = {"files": self.disk, "clock": self.clock, "cipher": self.setup.cipher}
-        if self.setup.store is None:
-            return LocalTier(settings, post=self._post, **parts)
-        return SharedTier(
-            settings, post=self._post, store=self.setup.store, shared=SHARED, is_inline=True, **parts
+    def _make_tier(self) -> SoleTier:
+        store = self.setup.store
+        shared = {} if store is None else {"store": store, "shared": SHARED, "is_inline": True}
+        return SoleTier(
+            self.setup.storage_settings(str(self.life.directory)),
+            files=self.disk,
+            clock=self.clock,
+            post=self._post,
+            fingerprint=fingerprint(self.life.model),
+            cipher=self.setup.cipher,
+            **shared,
         )
 
     @property
@@ -285,12 +291,24 @@ class SimServer:
 
     def end_traffic(self) -> None:
         """Cancel what is under way to and from the object store."""
-        if isinstance(self.storage, SharedTier):
+        if self.storage is not None and isinstance(self.storage.model, SharedTier):
             self.storage._traffic.end()
 
     def spilling(self) -> Sequence[BlockHash]:
         """Return the blocks that wait to be written."""
         return [entry.hash for entry in self.cache.tree.spilling]
+
+    def _note_strangers(self, take: Callable[[], Gone]) -> Callable[[], Gone]:
+        """Have the ledger told of the other model's blocks too when they leave: no engine is."""
+
+        def take_gone() -> Gone:
+            gone = take()
+            for name, hashes in gone.items():
+                if name != fingerprint(self.life.model):
+                    self.ledger.note_outcome(Evicted(tuple(hashes)), self)
+            return gone
+
+        return take_gone
 
     def _post(self, outcome: Outcome) -> None:
         self.is_closed = self.is_closed or isinstance(outcome, StorageClosed)

@@ -76,12 +76,10 @@ class Setup:
             name_secret=self.cipher.name_secret if self.cipher else b"",
         )
 
-    def storage_settings(self, directory: str, model: int) -> StorageSettings:
-        """Return the SSD tier's settings for one of the models."""
+    def storage_settings(self, directory: str) -> StorageSettings:
+        """Return the SSD tier's settings."""
         return StorageSettings(
             directory=directory,
-            fingerprint=fingerprint(model),
-            fingerprint_details=(("model", str(model)),),
             limit_bytes=self.disk_limit_bytes,
             free_floor_bytes=0,
             daily_write_limit_bytes=self.daily_limit_bytes,

@@ -203,7 +203,7 @@ async def test_a_thread_that_hangs_is_left_and_the_exit_says_so(
     assert codes == [1] and line in caplog.text
     go_on.set()
     assert server.served.only.engine.join(timeout_s=BOUND_S)
-    assert server.served.only.storage is not None and server.served.only.storage.join(timeout_s=BOUND_S)
+    assert server.served.tiers is not None and server.served.tiers.join(timeout_s=BOUND_S)
 
 
 async def test_telemetry_that_does_not_end_is_left_to_itself(
@@ -235,7 +235,7 @@ async def test_a_background_task_that_failed_costs_nothing_of_the_end(
         )
     assert "background_task_failed" in caplog.text
     assert server.served.only.engine.join(timeout_s=0)
-    assert server.served.only.storage is not None and server.served.only.storage.join(timeout_s=0)
+    assert server.served.tiers is not None and server.served.tiers.join(timeout_s=0)
     assert len([*(tmp_path / "blocks").rglob("*.safetensors")]) >= 6, "RAM's blocks were not written"
 
 

@@ -1,4 +1,4 @@
-"""What every cold tier keeps to: the port's contract, against the one on disk and the one in memory."""
+"""What every cold tier keeps to: the port's contract, against the ones on disk and the one in memory."""
 
 from __future__ import annotations
 
@@ -31,13 +31,12 @@ from icehouse_server.storage.api import (
 )
 from icehouse_server.storage.files import Files
 from icehouse_server.storage.local.directory.manifest import LOG_ALLOWANCE_BYTES
-from icehouse_server.storage.local.tier import LocalTier
-from icehouse_server.storage.shared.shared_tier import SharedTier
 
 from tests.fixtures.storage.blocks import BLOCK_TOKEN_LIMIT, make_block, make_chain
 from tests.fixtures.storage.loading import BlockBuffers, assert_holds, plan
 from tests.fixtures.storage.memory_tier import MemoryTier
 from tests.fixtures.storage.object_store import SHARED, MemoryStore
+from tests.fixtures.storage.sole_tier import SoleTier, TierBeside
 from tests.fixtures.storage.storage_thread import ManualClock, settings_for
 
 KV = frozenset({RegionKind.KV})
@@ -48,7 +47,7 @@ class Bench:
 
     def __init__(
         self,
-        make: Callable[[Callable[[Outcome], object], ManualClock], LocalTier | MemoryTier],
+        make: Callable[[Callable[[Outcome], object], ManualClock], SoleTier | MemoryTier],
         damage: Callable,
         *,
         is_started: bool,
@@ -90,23 +89,25 @@ class Bench:
         if not self._is_started:
             self.tier.close(deadline_time=1e9)
             assert isinstance(self.settle()[-1], StorageClosed)
+        if isinstance(self._running, TierBeside):
+            self._running.end(is_started=self._is_started)
 
 
-def _flip(tier: LocalTier, header) -> None:
+def _flip(tier: SoleTier, header) -> None:
     path = Path(tier._store.paths.block(header.fingerprint, header.hash))
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
 
 
-@pytest.fixture(params=["disk", "memory", "shared"])
+@pytest.fixture(params=["disk", "beside another", "memory", "shared"])
 def open_bench(request, tmp_path) -> Iterator[Callable[..., Bench]]:
     opened: list[Bench] = []
 
     def make(
         *, limit_bytes: int = 1 << 26, queue_bytes: int = 1 << 22, count: int = 16, is_started: bool = False
     ) -> Bench:
-        def on_disk(post, clock) -> LocalTier:
+        def on_disk(post, clock) -> SoleTier:
             settings = settings_for(
                 tmp_path,
                 # Beside the blocks the disk's tier keeps its manifest's log within the limit.
@@ -115,19 +116,10 @@ def open_bench(request, tmp_path) -> Iterator[Callable[..., Bench]]:
                 load_queue_limit_count=count,
                 task_queue_limit_count=count,
             )
-            return LocalTier(settings, files=Files(), clock=clock, post=post)
-
-        def with_store(post, clock) -> SharedTier:
-            settings = settings_for(
-                tmp_path,
-                limit_bytes=limit_bytes + LOG_ALLOWANCE_BYTES,
-                spill_queue_limit_bytes=queue_bytes,
-                load_queue_limit_count=count,
-                task_queue_limit_count=count,
-            )
-            return SharedTier(
-                settings, files=Files(), clock=clock, post=post, store=MemoryStore(), shared=SHARED
-            )
+            kind = TierBeside if request.param == "beside another" else SoleTier
+            behind = {"store": MemoryStore(), "shared": SHARED, "is_inline": not is_started}
+            shared = behind if request.param == "shared" else {}
+            return kind(settings, files=Files(), clock=clock, post=post, **shared)
 
         def in_memory(post, clock) -> MemoryTier:
             return MemoryTier(
@@ -138,13 +130,12 @@ def open_bench(request, tmp_path) -> Iterator[Callable[..., Bench]]:
                 queue_limit_count=count,
             )
 
-        if request.param in ("disk", "shared"):
-            on_medium = on_disk if request.param == "disk" else with_store
-            opened.append(Bench(on_medium, _flip, is_started=is_started))
-        else:
+        if request.param == "memory":
             opened.append(
                 Bench(in_memory, lambda tier, header: tier.damage(header.hash), is_started=is_started)
             )
+        else:
+            opened.append(Bench(on_disk, _flip, is_started=is_started))
         return opened[-1]
 
     yield make
@@ -223,7 +214,7 @@ def test_room_is_taken_by_what_waits_and_comes_back(open_bench) -> None:
     size_bytes = block.size_bytes + OVERHEAD_BYTES
     bench = open_bench(queue_bytes=2 * size_bytes)
     bench.tier.put(block)
-    assert bench.tier.queue_space_bytes == size_bytes
+    assert bench.tier.queue_space_bytes <= size_bytes
     bench.settle()
     assert bench.tier.queue_space_bytes == 2 * size_bytes
 

@@ -50,8 +50,7 @@ class CacheExchange:
     def __init__(self, cache: PrefixCache) -> None:
         self._cache = cache
         self._tree = cache.tree
-        # Nothing is queued yet, so that is what a block may have at most.
-        self._block_limit_bytes = 0 if cache.storage is None else cache.storage.queue_space_bytes
+        self._block_limit_bytes = 0 if cache.storage is None else cache.storage.block_limit_bytes
 
     def answer(self, command: ExchangeCommand, reply: Reply) -> CacheAnswer | None:
         """Answer a command now, or by `reply` when the SSD tier has done its part. Raises what refuses it."""

@@ -40,6 +40,7 @@ from icehouse_server.storage.local.block_format.header import BlockFileError
 from icehouse_server.storage.local.block_format.region_input import ReadMeter
 from icehouse_server.storage.local.codec_choice import NO_RATES, ReadRates
 from icehouse_server.storage.local.encryption.constants import Cipher
+from icehouse_server.storage.local.open_model import OpenModel
 from icehouse_server.storage.storage_settings import StorageSettings
 from icehouse_server.storage.store_paths import StorePaths
 
@@ -140,8 +141,15 @@ class ReadJob:
     """
 
     def __init__(
-        self, blocks: Sequence[PlannedBlock], target: KvTarget | None, names: Names, *, clock: Clock
+        self,
+        model: OpenModel,
+        blocks: Sequence[PlannedBlock],
+        target: KvTarget | None,
+        names: Names,
+        *,
+        clock: Clock,
     ) -> None:
+        self.model = model
         self.blocks = blocks
         """Of a load."""
         self.target = target
@@ -191,8 +199,7 @@ class ReaderPool:
         *,
         files: Files,
         clock: Clock,
-        post: Callable[[Ticket[Any]], object],
-        report: Callable[[ReadReport], None],
+        report: Callable[[OpenModel, ReadReport], None],
         cipher: Cipher | None,
         pause: Callable[[float], object] | None = None,
     ) -> None:
@@ -202,11 +209,13 @@ class ReaderPool:
         self._is_stopping = threading.Event()
         self._has_cores = threading.Event()
         self._has_cores.set()
+        self._cores = threading.Lock()
+        self._decoding: set[OpenModel] = set()
+        """Models that the readers leave cores to."""
         self._pause = pause or self._has_cores.wait
         self._files = files
         self._paths = StorePaths(os.path.abspath(settings.directory))
         self._clock = clock
-        self._post = post
         self._report = report
         self._cipher = cipher
         self._rate = MovingAverage(weight=_RATE_WEIGHT)
@@ -217,10 +226,15 @@ class ReaderPool:
         """When any reader last made progress with anything."""
 
     def submit(
-        self, blocks: Sequence[PlannedBlock] = (), into: KvTarget | None = None, *, names: Names = ()
+        self,
+        model: OpenModel,
+        blocks: Sequence[PlannedBlock] = (),
+        into: KvTarget | None = None,
+        *,
+        names: Names = (),
     ) -> Ticket[Any]:
         """Queue a load, or a request for the headers of `names`; the caller bounds the queue."""
-        job = ReadJob(blocks, into, names, clock=self._clock)
+        job = ReadJob(model, blocks, into, names, clock=self._clock)
         self._jobs[job.ticket] = job
         self._work.put((job, 0))
         return job.ticket
@@ -247,12 +261,15 @@ class ReaderPool:
         """Jobs that were abandoned during a read from which the reader has not returned."""
         return sum(job.is_abandoned for job in list(self._jobs.values()))
 
-    def leave_cores(self, *, to_decode: bool) -> None:
-        """Read at a small share of the time from now on, or at full speed; reads under way too."""
-        if to_decode:
-            self._has_cores.clear()
-        if not to_decode or self._is_stopping.is_set():
-            self._has_cores.set()
+    def leave_cores(self, model: OpenModel, *, to_decode: bool) -> None:
+        """Read at a small share of the time from now on while any model decodes, or at full speed; reads
+        under way too."""
+        with self._cores:
+            (self._decoding.add if to_decode else self._decoding.discard)(model)
+            if self._decoding and not self._is_stopping.is_set():
+                self._has_cores.clear()
+            else:
+                self._has_cores.set()
 
     def run(self) -> None:
         """Read until `stop`; the body of each reader's thread."""
@@ -284,7 +301,7 @@ class ReaderPool:
         """Begin with a block; False when the job was abandoned while it waited."""
         job, index = work
         if index == 0 and not job.begin():
-            self._report(ReadReport())
+            self._report(job.model, ReadReport())
             return False
         self._note_progress(job)
         return True
@@ -304,10 +321,10 @@ class ReaderPool:
         """Answer a job, unless nobody waits for it, and note that the readers have finished it."""
         if outcome is not None:
             job.ticket.finish(outcome)
-            self._post(job.ticket)
+            job.model.send(job.ticket)
         self._progress_time = self._clock.monotonic()
         self._jobs.pop(job.ticket, None)
-        self._report(report)
+        self._report(job.model, report)
 
     def _read_headers(self, job: ReadJob) -> None:
         """Answer with the headers that are sound; damage is found when the others are loaded."""
@@ -317,7 +334,7 @@ class ReaderPool:
                 break
             self._note_progress(job)
             with contextlib.suppress(BlockFileError, OSError, MemoryError):
-                path = self._paths.block(self._settings.fingerprint, name)
+                path = self._paths.block(job.model.fingerprint, name)
                 headers.append(read_header(self._files, path, name, cipher=self._cipher))
         self._finish(job, tuple(headers), ReadReport())
 

@@ -10,6 +10,7 @@ import collections
 import dataclasses
 import sqlite3
 from collections.abc import Callable, Collection
+from itertools import islice
 
 from icehouse_server.averages import MovingAverage
 from icehouse_server.domain.blocks import HostBlock
@@ -22,13 +23,15 @@ from icehouse_server.storage.local.block_format.block_file import PreparedBlock,
 from icehouse_server.storage.local.directory.manifest import GROWTH_ALLOWANCE_BYTES
 from icehouse_server.storage.local.directory.space import Reclaim
 from icehouse_server.storage.local.directory.store import BlockStore, Writing
+from icehouse_server.storage.local.open_model import OpenModel
 from icehouse_server.storage.local.storage_state import StorageState
 
 
-@dataclasses.dataclass(slots=True)
+@dataclasses.dataclass(eq=False, slots=True)
 class Spill:
     """A block to persist. Its bytes in the queue are freed with the outcome."""
 
+    model: OpenModel
     ticket: Ticket[Persisted]
     block: HostBlock
     request_id: RequestId | None
@@ -38,14 +41,14 @@ class Spill:
 
 
 class Spiller:
-    """A queue of blocks to commit, bounded by the bytes that were reserved for them."""
+    """A queue of all models' blocks to commit, bounded by the bytes that were reserved for them."""
 
     def __init__(
         self,
         store: BlockStore,
         state: StorageState,
         *,
-        finish: Callable[[Ticket[Persisted], Persisted | Failure], None],
+        finish: Callable[[OpenModel, Ticket[Persisted], Persisted | Failure], None],
     ) -> None:
         self._store = store
         self._state = state
@@ -62,17 +65,8 @@ class Spiller:
     def __len__(self) -> int:
         return len(self._spills)
 
-    @property
-    def accepted_total(self) -> int:
-        return self._state.spill.accepted_block_total
-
-    @property
-    def finished_total(self) -> int:
-        """Accepted blocks that have their outcome; they finish in the order of acceptance."""
-        return self._state.spill.persisted_block_total + self._state.drops.total()
-
     def add(self, request: Spill) -> None:
-        self._state.spill.accepted_block_total += 1
+        request.model.counts.spill.accepted_block_total += 1
         self._spills.append(request)
 
     def pin(self, hashes: Collection[BlockHash], end_time: float) -> set[BlockHash]:
@@ -95,10 +89,10 @@ class Spiller:
         if self._store.index.covers(spill.block):
             self._finish_stored(spill)
         elif not self._state.takes_blocks:
-            self._drop(SpillDropCause.WRITES_OFF)
+            self._drop(spill, SpillDropCause.WRITES_OFF)
         else:
             self._prepared = self._prepared or self._prepare(spill.block)
-            self._write(self._prepared)
+            self._write(spill, self._prepared)
 
     def undo_writings(self) -> None:
         """Remove the files that are being written; their spills stay queued."""
@@ -110,7 +104,14 @@ class Spiller:
         while self._writings:
             self._commit_first()
         while self._spills:
-            self._drop(cause)
+            self._drop(self._spills[0], cause)
+
+    def drop_of(self, model: OpenModel, cause: SpillDropCause) -> None:
+        """Commit what is written of one model, and drop everything else of it. Raises as `step` does."""
+        while any(spill.model is model for spill in islice(self._spills, len(self._writings))):
+            self._commit_first()
+        while (spill := next((each for each in self._spills if each.model is model), None)) is not None:
+            self._drop(spill, cause)
 
     def _finish_stored(self, spill: Spill) -> None:
         """The first spill is stored already: pin it if it is to be."""
@@ -119,23 +120,23 @@ class Spiller:
             try:
                 self._store.pin([name], spill.pin_end_time)
             except sqlite3.Error as error:
-                self._refused(error, GROWTH_ALLOWANCE_BYTES)
+                self._refused(spill, error, GROWTH_ALLOWANCE_BYTES)
                 return
         stored = self._store.index.get(name)
         assert stored is not None, name.hex()
-        self._state.drops[SpillDropCause.DUPLICATE] += 1
-        self._finish(Persisted(stored))
+        spill.model.counts.drops[SpillDropCause.DUPLICATE] += 1
+        self._finish(spill, Persisted(stored))
 
     def _prepare(self, block: HostBlock) -> PreparedBlock:
         return prepare_block(block, cipher=self._store.cipher, has_planes=self._state.codec.has_planes)
 
-    def _write(self, prepared: PreparedBlock) -> None:
+    def _write(self, spill: Spill, prepared: PreparedBlock) -> None:
         size_bytes = prepared.file_bytes
         if not self._store.space.can_ever_fit(size_bytes):
-            self._drop(SpillDropCause.DISK_FULL)
+            self._drop(spill, SpillDropCause.DISK_FULL)
             return
         if not self._store.space.budget_allows(size_bytes, now_time=self._clock.wall()):
-            self._drop(SpillDropCause.DAILY_BUDGET)
+            self._drop(spill, SpillDropCause.DAILY_BUDGET)
             return
         try:
             reclaimed = self._store.make_space(size_bytes)
@@ -143,10 +144,10 @@ class Spiller:
                 self._writings.append(self._store.begin(prepared))
         except (OSError, sqlite3.Error) as error:
             # Where rows could not be deleted, nothing was.
-            self._refused(error, size_bytes)
+            self._refused(spill, error, size_bytes)
             return
         if reclaimed is Reclaim.FULL:
-            self._drop(SpillDropCause.DISK_FULL)
+            self._drop(spill, SpillDropCause.DISK_FULL)
 
     def _write_ahead(self) -> None:
         """Write the second spill's file if nothing stands in its way; what does is handled in its turn."""
@@ -167,30 +168,29 @@ class Spiller:
                 raise
 
     def _commit_first(self) -> None:
-        writing = self._writings.popleft()
+        spill, writing = self._spills[0], self._writings.popleft()
         size_bytes = writing.file.file_bytes
         try:
-            record = self._store.finish(writing, pin_end_time=self._spills[0].pin_end_time)
+            record = self._store.finish(writing, pin_end_time=spill.pin_end_time)
         except (OSError, sqlite3.Error) as error:
             self.undo_writings()
-            self._refused(error, size_bytes)
+            self._refused(spill, error, size_bytes)
             return
         now = self._clock.monotonic()
         self._state.note_write()
         # The next one was written meanwhile: the time that both took together is counted once.
         own_s = now - max(writing.began, self._finished_time)
         self._finished_time = now
-        spill = self._state.spill
-        spill.write_bytes_per_s = self._rate.add_rate(size_bytes, elapsed_s=own_s)
-        spill.persisted_block_total += 1
-        spill.persisted_byte_total += record.file_bytes
-        request_id = self._spills[0].request_id
-        self._finish(Persisted(record, request_id, writing.start_time, now - writing.began))
+        self._state.write_bytes_per_s = self._rate.add_rate(size_bytes, elapsed_s=own_s)
+        counts = spill.model.counts.spill
+        counts.persisted_block_total += 1
+        counts.persisted_byte_total += record.file_bytes
+        self._finish(spill, Persisted(record, spill.request_id, writing.start_time, now - writing.began))
 
-    def _refused(self, error: OSError | sqlite3.Error, size_bytes: int) -> None:
+    def _refused(self, spill: Spill, error: OSError | sqlite3.Error, size_bytes: int) -> None:
         """Free space on a full disk; on a broken one, drop the first spill and raise."""
         if not self._is_full(error):
-            self._drop(SpillDropCause.WRITE_FAILED)
+            self._drop(spill, SpillDropCause.WRITE_FAILED)
             raise error
         # The disk is full before the limits said so: evict and retry once, then stop writing.
         if not self._has_retried:
@@ -207,7 +207,7 @@ class Spiller:
             now=self._clock.monotonic(),
             needed_bytes=size_bytes,
         )
-        self._drop(SpillDropCause.DISK_FULL)
+        self._drop(spill, SpillDropCause.DISK_FULL)
 
     def _is_full(self, error: OSError | sqlite3.Error) -> bool:
         """Return whether there is no space. SQLite calls an exhausted quota an input or output error."""
@@ -216,15 +216,16 @@ class Spiller:
             return self._store.ballast.is_disk_full()
         return kind is DiskErrorKind.FULL
 
-    def _drop(self, cause: SpillDropCause) -> None:
-        self._state.drops[cause] += 1
-        self._finish(Failure(cause, self._state.detail, self._spills[0].block.header.hash))
+    def _drop(self, spill: Spill, cause: SpillDropCause) -> None:
+        spill.model.counts.drops[cause] += 1
+        self._finish(spill, Failure(cause, self._state.detail, spill.block.header.hash))
 
-    def _finish(self, outcome: Persisted | Failure) -> None:
-        ticket, size_bytes = self._spills[0].ticket, self._spills[0].block.size_bytes
-        # The block's buffers are freed here, on the storage thread, before its bytes in the queue are.
-        self._spills.popleft()
-        self._prepared = None
-        self._has_retried = False
-        self._state.spill_queue.release(size_bytes + OVERHEAD_BYTES)
-        self._finish_ticket(ticket, outcome)
+    def _finish(self, spill: Spill, outcome: Persisted | Failure) -> None:
+        model, ticket, size_bytes = spill.model, spill.ticket, spill.block.size_bytes + OVERHEAD_BYTES
+        if spill is self._spills[0]:
+            self._prepared = None
+            self._has_retried = False
+        self._spills.remove(spill)
+        model.spill_queue.release(size_bytes)
+        self._state.spill_queue.release(size_bytes)
+        self._finish_ticket(model, ticket, outcome)

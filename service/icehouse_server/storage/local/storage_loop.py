@@ -2,21 +2,21 @@
 
 Owns the `BlockStore`. A step empties the inbox, then does one piece of what is due: a spill or a
 batch of evictions for it, a batch of an ordered removal, one file of a verify, upkeep (recency, a
-slice of the deferred scan). They take turns, so that none waits for another one's queue to
-empty; an order waits only for the spills accepted before it. Reads never wait here (see
-`reader_pool`). Nothing the disk does ends the loop: after a failure nothing is written, and the
-directory is opened anew at the next retry.
+slice of the deferred scan). They take turns, and so do the open models, so that none waits for another
+one's queue to empty; an order waits only for its model's spills accepted before it. Reads never wait
+here (see `reader_pool`). Nothing the disk does ends the loop: after a failure nothing is written, and
+the directory is opened anew at the next retry.
 """
 
 from __future__ import annotations
 
 import collections
 import contextlib
-import dataclasses
 import logging
 import queue
 import sqlite3
 from collections.abc import Callable, Generator, Iterator
+from functools import partial
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -29,7 +29,6 @@ from icehouse_server.storage.api import (
     Failure,
     Inventory,
     Names,
-    Outcome,
     Persisted,
     StorageClosed,
     Ticket,
@@ -38,6 +37,7 @@ from icehouse_server.storage.api import (
 from icehouse_server.storage.disk_error import DiskErrorKind, classify, outline
 from icehouse_server.storage.local.directory.manifest import GROWTH_ALLOWANCE_BYTES
 from icehouse_server.storage.local.directory.store import BlockStore
+from icehouse_server.storage.local.open_model import OpenModel, OpenModels, Order
 from icehouse_server.storage.local.reader_pool import ReadReport
 from icehouse_server.storage.local.spiller import Spill, Spiller
 from icehouse_server.storage.local.storage_state import StorageState, StoreStatus, note_damage
@@ -57,57 +57,28 @@ Call = Callable[[], object]
 _Result = TypeVar("_Result")
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Order:
-    """Work that waits, or is done piece by piece."""
-
-    ticket: Ticket[Any]
-    work: Generator[None, None, Any]
-    spill_count: int
-    """Blocks accepted before it: they are on SSD, or dropped, before it begins."""
-
-
 class StorageLoop:
     """Everything the storage thread does, callable step by step."""
 
-    def __init__(
-        self,
-        store: BlockStore,
-        state: StorageState,
-        *,
-        inbox: queue.SimpleQueue[Call],
-        post: Callable[[Outcome], object],
-    ) -> None:
+    def __init__(self, store: BlockStore, state: StorageState) -> None:
         self.is_closed = False
+        self.store = store
+        self.state = state
+        self.models = OpenModels(store.paths.root)
         self._store = store
         self._state = state
-        self._inbox = inbox
+        self._inbox: queue.SimpleQueue[Call] = queue.SimpleQueue()
         self._clock = store.clock
-        self._post = post
         self._spiller = Spiller(store, state, finish=self._finish)
-        self._orders: collections.deque[_Order] = collections.deque()
-        self._checks: collections.deque[_Order] = collections.deque()
-        self._adoptions: collections.deque[_Order] = collections.deque()
-        self._turns = collections.deque(
-            (
-                self._step_inventory,
-                self._step_spill,
-                lambda: self._step_order(self._adoptions),
-                lambda: self._step_order(self._orders),
-                lambda: self._step_order(self._checks),
-                self._step_upkeep,
-            )
+        self._turns: collections.deque[Callable[[], bool]] = collections.deque(
+            (self._step_upkeep, self._step_inventories, self._step_spill)
         )
         """What may do the next piece; the last one to have had its turn is at the end."""
-        self._stats_tickets: list[Ticket[CacheStats]] = []
-        """Requests for the counters: all get the same copy."""
+        self._model_turns: dict[OpenModel, list[partial[bool]]] = {}
+        """Of the models that this thread works for."""
         self._close_time: float | None = None
         """Until when spills are finished (`Clock.monotonic`); None until `close`."""
         self._deferred: Iterator[BlockHash] = iter(())
-        self._inventory: Iterator[Inventory] = iter(())
-        """Parts that are yet to be posted."""
-        self._has_inventory = False
-        """Whether the engine ever got a complete one, and so waits for none."""
         self._piece_time: float | None = None
         """When the piece of work under way began (`Clock.monotonic`); None between two. Others read it."""
         self._upkeep_time = self._clock.monotonic()
@@ -127,24 +98,80 @@ class StorageLoop:
         finally:
             self._piece_time = outer_time
 
+    def send(self, call: Call) -> None:
+        """Have the storage thread call this after what was sent before. Any thread."""
+        self._inbox.put(call)
+
     def open(self) -> None:
-        """Open the directory and post the inventory; if the disk refuses, nothing is written."""
+        """Open the directory and post the inventories; if the disk refuses, nothing is written."""
         with self.piece():
+            for model in self.models:
+                model.is_admitted = False
+                if model.is_started:
+                    self._register(model)
             try:
                 self._store.open()
+                self._log_opened()
+                self._state.open()
+                self._admit_all()
             except (OSError, sqlite3.Error, StartError) as error:
                 self._fail(error)
-                if not self._has_inventory:
-                    # After later failures the engine's inventory stays: files may still be read.
-                    self._post_inventory(Inventory(()))
             else:
-                self._log_opened()
                 is_clean = self._store.report.clean
                 self._deferred = iter([record.hash for record in self._store.index] if is_clean else ())
-                self._state.open()
-                self._inventory = self._inventory_parts()
-                self._step_inventory()
+                for model in self._model_turns:
+                    model.begin_inventory(self._inventory_parts(model))
             self._announce_gone()
+
+    def attach(self, model: OpenModel) -> None:
+        """Begin to work for a model, with its inventory; that comes when the directory was opened."""
+        if model.is_attached or model.is_over:
+            return
+        self._register(model)
+        if self._state.is_usable:
+            with self._failures():
+                self._admit_all()
+        if self._state.is_usable:
+            model.begin_inventory(self._inventory_parts(model))
+        elif self._state.status is StoreStatus.BROKEN:
+            model.give_up_inventory()
+
+    def close_model(self, model: OpenModel, deadline_time: float) -> None:
+        """Finish a model's spills until the deadline (`Clock.monotonic`) and forget it; the others go on."""
+        model.close_time = deadline_time
+
+    def _register(self, model: OpenModel) -> None:
+        if not model.is_attached:
+            model.is_attached = True
+            queues = (model.adoptions, model.orders, model.checks)
+            turns = [partial(self._step_order, model, orders) for orders in queues]
+            self._model_turns[model] = turns
+            self._store.counts[model.fingerprint] = model.counts
+            self._turns.extend(turns)
+
+    def _admit_all(self) -> None:
+        """Make a place for the blocks of each model that has none. Where there is no space for that, nobody
+        writes until there is; raises `OSError` or `sqlite3.Error` for another refusal."""
+        for model in self._model_turns:
+            if model.is_admitted:
+                continue
+            try:
+                model.changed_code = self._store.admit(model.fingerprint, model.details)
+            except (OSError, sqlite3.Error) as error:
+                if classify(error) is not DiskErrorKind.FULL:
+                    raise
+                self._fail(error, is_harmless=True)
+                return
+            model.is_admitted = True
+            if model.changed_code:
+                _log.warning(
+                    "code_changed",
+                    extra={
+                        "modules": list(model.changed_code),
+                        "detail": "the model's blocks were computed by other code than it has now; they are "
+                        "not used, and are there again with that code",
+                    },
+                )
 
     def _log_opened(self) -> None:
         report = self._store.report
@@ -166,19 +193,10 @@ class StorageLoop:
                     "icehouse cache purge --unencrypted",
                 },
             )
-        if report.changed_code:
-            _log.warning(
-                "code_changed",
-                extra={
-                    "modules": list(report.changed_code),
-                    "detail": "the model's blocks were computed by other code than it has now; they are not "
-                    "used, and are there again with that code",
-                },
-            )
 
-    def _inventory_parts(self) -> Iterator[Inventory]:
+    def _inventory_parts(self, model: OpenModel) -> Iterator[Inventory]:
         """Yield what is stored; of a large tier in parts, each looked up when its turn comes."""
-        records = self._store.index.by_recency(self._store.settings.fingerprint)
+        records = self._store.index.by_recency(model.fingerprint)
         if len(records) > _INVENTORY_PART_COUNT:
             # The engine finds the owner of a block in the block before it.
             records.sort(key=lambda record: record.start_token_index)
@@ -190,15 +208,8 @@ class StorageLoop:
             stored = tuple(record for record in part if record is not None)
             yield Inventory(stored, is_first=start == 0, is_last=stop >= len(names))
 
-    def _step_inventory(self) -> bool:
-        part = next(self._inventory, None)
-        if part is not None:
-            self._post_inventory(part)
-        return part is not None
-
-    def _post_inventory(self, part: Inventory) -> None:
-        self._has_inventory |= part.is_last
-        self._post(part)
+    def _step_inventories(self) -> bool:
+        return any(model.step_inventory() for model in self._model_turns)
 
     def wait(self, timeout_s: float) -> None:
         """Handle the next message, or return when none comes in time."""
@@ -224,6 +235,10 @@ class StorageLoop:
         if self._close_time is not None and (not self._spiller or now >= self._close_time):
             self._end()
             return False
+        for model in self.models:
+            end_time = model.close_time
+            if end_time is not None and (not model.counts.queued_spill_count or now >= end_time):
+                self._end_model(model)
         if self._state.is_retry_due(now=now):
             self._retry(now)
         if not self._state.is_usable:
@@ -258,57 +273,67 @@ class StorageLoop:
     def put(self, spill: Spill) -> None:
         self._spiller.add(spill)
 
-    def touch(self, blocks: Names) -> None:
+    def touch(self, model: OpenModel, blocks: Names) -> None:
         """Note that these blocks were used now, in this order."""
-        self._state.order_queue.release(1)
+        model.order_queue.release(1)
         self._store.touch(blocks)
 
-    def demote(self, blocks: Names) -> None:
+    def demote(self, model: OpenModel, blocks: Names) -> None:
         """Make these blocks the next to go, the last one first."""
-        self._state.order_queue.release(1)
+        model.order_queue.release(1)
         for block in blocks:
             self._store.index.demote(block)
 
     def begin(
-        self, ticket: Ticket[_Result], work: Generator[None, None, _Result], *, is_check: bool = False
+        self,
+        model: OpenModel,
+        ticket: Ticket[_Result],
+        work: Generator[None, None, _Result],
+        *,
+        is_check: bool = False,
     ) -> None:
         """Do an order, after the spills accepted before it. A check removes nothing that is sound and may
         take very long; other orders do not wait for it."""
-        orders = self._checks if is_check else self._orders
-        orders.append(_Order(ticket, work, self._spiller.accepted_total))
+        orders = model.checks if is_check else model.orders
+        orders.append(Order(ticket, work, model.counts.spill.accepted_block_total))
 
-    def adopt(self, ticket: Ticket[Persisted], work: Generator[None, None, Persisted | Failure]) -> None:
+    def adopt(
+        self,
+        model: OpenModel,
+        ticket: Ticket[Persisted],
+        work: Generator[None, None, Persisted | Failure],
+    ) -> None:
         """Take in a block's file. A request waits for it, so it waits for no spill."""
-        self._adoptions.append(_Order(ticket, work, spill_count=0))
+        model.adoptions.append(Order(ticket, work, spill_count=0))
 
-    def count(self, ticket: Ticket[CacheStats]) -> None:
-        self._state.order_queue.release(1)
-        self._stats_tickets.append(ticket)
+    def count(self, model: OpenModel, ticket: Ticket[CacheStats]) -> None:
+        model.order_queue.release(1)
+        model.stats_tickets.append(ticket)
 
     def close(self, deadline_time: float) -> None:
         """Finish the spills until the deadline (`Clock.monotonic`), close the directory and end."""
         self._close_time = deadline_time
 
-    def pin(self, ticket: Ticket[Names], blocks: Names, end_time: float) -> None:
+    def pin(self, model: OpenModel, ticket: Ticket[Names], blocks: Names, end_time: float) -> None:
         """Pin or unpin, and return what is not there any more; fails where the disk refuses."""
-        self._state.order_queue.release(1)
+        model.order_queue.release(1)
         outcome: Names | None = None
         if self._state.is_usable:
             with self._failures():
                 self._store.pin(blocks, end_time)
                 queued = self._spiller.pin(frozenset(blocks), end_time)
                 outcome = tuple(n for n in blocks if n not in self._store.index and n not in queued)
-        self._finish(ticket, self._unusable() if outcome is None else outcome)
+        self._finish(model, ticket, self._unusable() if outcome is None else outcome)
 
-    def count_read(self, report: ReadReport) -> None:
+    def count_read(self, model: OpenModel, report: ReadReport) -> None:
         """Count a read, and retire the blocks that could not be used."""
-        self._state.read_queue.release(1)
-        self._store.integrity.verified_block_total += report.block_count
-        self._state.promote.read_byte_total += report.read_bytes
+        model.read_queue.release(1)
+        model.counts.integrity.verified_block_total += report.block_count
+        model.counts.promote.read_byte_total += report.read_bytes
         self._state.codec.note(report.rates)
         with self._failures():
             for failure in report.failures:
-                note_damage(self._store.integrity, failure)
+                note_damage(model.counts.integrity, failure)
                 name = failure.hash.hex() if failure.hash is not None else ""
                 _log.warning(
                     "block_not_read" if failure.cause is Damage.MEMORY else "block_retired",
@@ -317,9 +342,9 @@ class StorageLoop:
                 if self._state.is_usable:
                     self._store.retire(failure)
 
-    def _step_order(self, orders: collections.deque[_Order]) -> bool:
+    def _step_order(self, model: OpenModel, orders: collections.deque[Order]) -> bool:
         """Do a piece of the first order; False when there is none, or spills before it are not finished."""
-        if not orders or self._spiller.finished_total < orders[0].spill_count:
+        if not orders or model.counts.finished_spill_total < orders[0].spill_count:
             return False
         outcome: Any = None
         try:
@@ -330,30 +355,32 @@ class StorageLoop:
             self._fail(error)
             outcome = self._unusable()
         if outcome is not None:
-            self._finish_order(orders, outcome)
+            self._finish_order(model, orders, outcome)
         return True
 
     def _give_up_orders(self) -> None:
         """Fail all orders: nobody should wait for a directory that may never come back."""
-        for orders in (self._orders, self._checks, self._adoptions):
-            while orders:
-                self._finish_order(orders, self._unusable())
+        for model in self._model_turns:
+            for orders in (model.orders, model.checks, model.adoptions):
+                while orders:
+                    self._finish_order(model, orders, self._unusable())
 
-    def _finish_order(self, orders: collections.deque[_Order], outcome: Any) -> None:
-        if orders is not self._adoptions:
-            self._state.order_queue.release(1)
-        self._finish(orders.popleft().ticket, outcome)
+    def _finish_order(self, model: OpenModel, orders: collections.deque[Order], outcome: Any) -> None:
+        if orders is not model.adoptions:
+            model.order_queue.release(1)
+        self._finish(model, orders.popleft().ticket, outcome)
 
     def _unusable(self) -> Failure:
         return Failure(Trouble.UNUSABLE, self._state.detail)
 
     def _send_stats(self) -> None:
-        if not self._stats_tickets:
-            return
-        tickets, self._stats_tickets = self._stats_tickets, []
-        stats = self._state.stats(self._store, spill_count=len(self._spiller))
-        for ticket in tickets:
-            self._finish(ticket, stats)
+        for model in self._model_turns:
+            if not model.stats_tickets:
+                continue
+            tickets, model.stats_tickets = model.stats_tickets, []
+            stats = model.stats(self._store, self._state)
+            for ticket in tickets:
+                self._finish(model, ticket, stats)
 
     def _retry(self, now: float) -> None:
         """Check whether the disk takes writes again; open the directory anew when it was given up."""
@@ -366,6 +393,7 @@ class StorageLoop:
         free_bytes = self._store.files.free_bytes(self._store.paths.root)
         if free_bytes >= needed_bytes + self._store.settings.free_floor_bytes:
             self._state.open()
+            self._admit_all()
         else:
             self._state.fill(self._state.detail, now=now, needed_bytes=needed_bytes)
 
@@ -376,7 +404,20 @@ class StorageLoop:
         self._state.close()
         self.is_closed = True
         self._announce_gone()
-        self._post(StorageClosed(was_clean))
+        self.models.end(StorageClosed(was_clean))
+
+    def _end_model(self, model: OpenModel) -> None:
+        self._spiller.drop_of(model, SpillDropCause.SHUTDOWN)
+        was_clean = False
+        with self._failures():
+            if self._state.is_usable:
+                self._store.maintain()
+                was_clean = True
+        self._announce_gone()
+        for turn in self._model_turns.pop(model, ()):
+            self._turns.remove(turn)
+        self._store.counts.pop(model.fingerprint, None)
+        self.models.end_one(model, StorageClosed(was_clean))
 
     @contextlib.contextmanager
     def _failures(self) -> Iterator[None]:
@@ -386,20 +427,21 @@ class StorageLoop:
         except (OSError, sqlite3.Error) as error:
             self._fail(error)
 
-    def _fail(self, error: OSError | sqlite3.Error | StartError) -> None:
-        """Stop writing. If only the manifest has no space, nothing it had is lost. After any other failure
-        rows and memory may differ, so the directory is given up until it is opened anew."""
+    def _fail(self, error: OSError | sqlite3.Error | StartError, *, is_harmless: bool = False) -> None:
+        """Stop writing. If only the manifest has no space, or a failure `is_harmless`, nothing is lost. After
+        any other one rows and memory may differ, so the directory is given up until it is opened anew."""
         now = self._clock.monotonic()
         is_full = classify(error) is DiskErrorKind.FULL
         reason = "Disk is full" if is_full else "Disk refused"
         # Callers see the detail, so it names no path; the log does.
         detail = f"{reason}: {outline(error)}; nothing is written until"
         is_manifest_full = is_full and isinstance(error, sqlite3.Error) and self._state.is_usable
+        stays_open = is_harmless or is_manifest_full
         _log.error(
-            "cache_directory_full" if is_manifest_full else "cache_directory_given_up",
+            "cache_directory_full" if stays_open else "cache_directory_given_up",
             extra={"directory": self._store.paths.root, "detail": str(error)},
         )
-        if is_manifest_full:
+        if stays_open:
             needed_bytes = GROWTH_ALLOWANCE_BYTES
             self._state.fill(
                 f"{detail} {needed_bytes} bytes are free above the floor", now=now, needed_bytes=needed_bytes
@@ -408,19 +450,19 @@ class StorageLoop:
         self._state.break_down(f"{detail} the cache directory works again", now=now)
         self._spiller.undo_writings()
         self._store.abandon()
-        if next(self._inventory, None) is not None and not self._has_inventory:
-            # Requests wait for the last part, and the directory may never be opened again.
-            self._post_inventory(Inventory((), is_first=False, is_last=True))
-        self._inventory = iter(())
+        for model in self._model_turns:
+            model.give_up_inventory()
 
     def _announce_gone(self) -> None:
-        """Report to the engine which blocks left the disk."""
-        if gone := self._store.take_gone():
-            self._post(Evicted(gone))
+        """Report to each open model which of its blocks left the disk."""
+        for fingerprint, gone in self._store.take_gone().items():
+            model = self.models.get(fingerprint)
+            if model is not None and model.is_attached:
+                model.send(Evicted(tuple(gone)))
 
-    def _finish(self, ticket: Ticket[_Result], outcome: _Result | Failure) -> None:
+    def _finish(self, model: OpenModel, ticket: Ticket[_Result], outcome: _Result | Failure) -> None:
         """Post a ticket with its outcome, after what left the disk before: a block of the same name may be
         stored again, and the engine must forget blocks before it reports that they are gone."""
         self._announce_gone()
         ticket.finish(outcome)
-        self._post(ticket)
+        model.send(ticket)

@@ -1,4 +1,4 @@
-"""Storage state: whether the storage thread may write, how much waits for it, and what it has counted.
+"""Storage state: whether the storage thread may write, and how much waits to be written.
 
 The storage thread checks `status` alone to know whether there is a directory to work in. Times are
 `Clock.monotonic`.
@@ -6,24 +6,12 @@ The storage thread checks `status` alone to know whether there is a directory to
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import enum
-from collections import Counter
 
 from icehouse_server.domain.blocks import Damage
-from icehouse_server.domain.cache_stats import (
-    CacheStats,
-    DiskStats,
-    IntegrityStats,
-    PromoteStats,
-    SpillDropCause,
-    SpillDrops,
-    SpillStats,
-)
+from icehouse_server.domain.cache_stats import IntegrityStats
 from icehouse_server.storage.api import Failure
 from icehouse_server.storage.local.codec_choice import CodecChoice, try_decoder
-from icehouse_server.storage.local.directory.store import BlockStore
 from icehouse_server.storage.storage_settings import StorageSettings
 
 _FIRST_RETRY_S = 1.0
@@ -76,7 +64,7 @@ class StoreStatus(enum.Enum):
 
 
 class StorageState:
-    """The status and how it changes, the queues, and the counters beside what the store counts itself."""
+    """The status and how it changes, and what all models' writes and reads have in common."""
 
     def __init__(self, settings: StorageSettings) -> None:
         self.status = StoreStatus.CLOSED
@@ -87,17 +75,12 @@ class StorageState:
         self._retry_time = 0.0
         self._retry_s = _FIRST_RETRY_S
         self.spill_queue = QueueLimit(settings.spill_queue_limit_bytes)
-        """Bytes of blocks to be written."""
-        self.read_queue = QueueLimit(settings.load_queue_limit_count)
-        self.order_queue = QueueLimit(settings.task_queue_limit_count)
-        self.spill = SpillStats()
-        """Accepted = persisted + dropped + still queued."""
-        self.promote = PromoteStats()
+        """Bytes of all models' blocks to be written."""
+        self.write_bytes_per_s = 0.0
+        """Of the recent blocks, whoever's they were."""
         self.codec = CodecChoice(
             settings.codec, tried_bytes_per_s=try_decoder(reader_count=settings.reader_thread_count)
         )
-        self.drops: Counter[SpillDropCause] = Counter()
-        """By this thread; the engine counts blocks refused because the queue was full."""
 
     @property
     def takes_blocks(self) -> bool:
@@ -137,55 +120,6 @@ class StorageState:
         self.status, self.detail, self.needed_bytes = status, detail, needed_bytes
         self._retry_time = now + self._retry_s
         self._retry_s = min(2 * self._retry_s, _LAST_RETRY_S)
-
-    def stats(self, store: BlockStore, *, spill_count: int) -> CacheStats:
-        """Return a copy of what this thread knows; the engine fills in the rest.
-
-        Reads nothing but the free space, and looks at no more than some thousands of blocks.
-        """
-        settings, space, now = store.settings, store.space, store.clock.wall()
-        # The blocks are those of the served model; the bytes are those of all models, as is the limit.
-        tier = store.index.fill(store.tier, settings.fingerprint, now=now)
-        free_bytes = 0
-        with contextlib.suppress(OSError):
-            free_bytes = store.files.free_bytes(store.paths.root)
-        return CacheStats(
-            ssd=dataclasses.replace(
-                tier, size_bytes=store.index.block_bytes, limit_bytes=settings.limit_bytes
-            ),
-            spill=dataclasses.replace(
-                self.spill,
-                drops=SpillDrops.of(self.drops),
-                queue_count=spill_count,
-                queue_bytes=self.spill_queue.used,
-                queue_limit_bytes=self.spill_queue.limit,
-                written_today_bytes=space.written_bytes(now),
-                daily_limit_bytes=settings.daily_write_limit_bytes,
-            ),
-            promote=dataclasses.replace(
-                self.promote, queue_count=self.read_queue.used, queue_limit=self.read_queue.limit
-            ),
-            integrity=dataclasses.replace(
-                store.integrity,
-                quarantined_file_count=len(store.extras.quarantined),
-                quarantined_bytes=sum(store.extras.quarantined.values()),
-            ),
-            disk=DiskStats(
-                used_bytes=store.used_bytes(),
-                manifest_bytes=space.manifest_bytes,
-                limit_bytes=settings.limit_bytes,
-                free_bytes=free_bytes,
-                free_floor_bytes=settings.free_floor_bytes,
-                other_model_block_count=len(store.index) - tier.block_count,
-                writes_off_detail=self.detail,
-                is_encrypted=store.cipher is not None,
-                block_bytes=store.index.block_bytes,
-                raw_block_bytes=store.index.raw_bytes,
-                decompress_bytes_per_s=self.codec.decode_bytes_per_s,
-                is_compressing=self.codec.has_planes,
-            ),
-            last_reconcile=store.report,
-        )
 
 
 def note_damage(integrity: IntegrityStats, failure: Failure) -> None:

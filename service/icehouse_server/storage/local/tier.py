@@ -1,6 +1,6 @@
-"""Local tier: the cold tier on a disk of this machine, with one thread that owns it and some that read.
+"""Local tier: the cold tier of one model on a disk of this machine; `ModelTiers` opens it.
 
-The engine's thread calls the methods; `post` is called on the storage and reader threads and
+The engine's thread calls the methods; what is posted comes on the storage and reader threads and
 must not block. Every queue is bounded: blocks to be written by bytes, reads and orders by count. A call
 that finds its queue full returns so and changes nothing.
 """
@@ -8,19 +8,13 @@ that finds its queue full returns so and changes nothing.
 from __future__ import annotations
 
 import bisect
-import logging
-import queue
-import threading
-from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
 from typing import TypeVar
 
-from icehouse_server.clock import Clock
 from icehouse_server.domain.blocks import BlockHeader, Damage, HostBlock
 from icehouse_server.domain.cache_stats import CacheStats, SpillDropCause
-from icehouse_server.domain.ids import RequestId
-from icehouse_server.errors import StartError
+from icehouse_server.domain.ids import BlockHash, RequestId
 from icehouse_server.pins import NOT_PINNED
 from icehouse_server.storage.api import (
     OVERHEAD_BYTES,
@@ -32,134 +26,81 @@ from icehouse_server.storage.api import (
     KvTarget,
     Loaded,
     Names,
-    Outcome,
     Persisted,
     PlannedBlock,
     Purged,
-    StorageFailed,
     Ticket,
     Verified,
     WriteBudget,
 )
-from icehouse_server.storage.files import Files
 from icehouse_server.storage.local.block_format.block_file import verify_block
 from icehouse_server.storage.local.block_format.header import BlockFile, BlockFileError
 from icehouse_server.storage.local.directory.manifest import BlockRecord
 from icehouse_server.storage.local.directory.space import Reclaim
 from icehouse_server.storage.local.directory.store import BlockStore
-from icehouse_server.storage.local.encryption.constants import Cipher
-from icehouse_server.storage.local.reader_pool import ReaderPool, ReadReport
+from icehouse_server.storage.local.open_model import OpenModel
+from icehouse_server.storage.local.reader_pool import ReaderPool
 from icehouse_server.storage.local.spiller import Spill
-from icehouse_server.storage.local.storage_loop import Call, StorageLoop
+from icehouse_server.storage.local.storage_loop import StorageLoop
 from icehouse_server.storage.local.storage_state import StorageState, note_damage
-from icehouse_server.storage.storage_settings import StorageSettings
-
-_log = logging.getLogger(__name__)
 
 _PURGE_BATCH_COUNT = 64
 _Result = TypeVar("_Result")
-_TICK_S = 1.0
-"""Longest wait for a message, so that recency is written and a broken disk is retried."""
-_LOCK_TIMEOUT_S = 5.0
-_READERS_END_S = 1.0
 _POLL_S = 0.1
 
 
 class LocalTier:
-    """A `ColdTier`: owns the storage thread, the readers and their queues.
+    """A `ColdTier`: what a model asks of the storage thread and the readers, which serve other models too.
 
-    The first outcome after `start` is `Inventory`, the last one `StorageClosed` (after `close`) or
-    `StorageFailed`. Without `start`, `lock`, `open` and `step` do the same work on the caller's thread.
+    The first outcome after `start` is `Inventory`, the last one `StorageClosed` (after `close`, or when the
+    directory is closed) or `StorageFailed`.
 
     A disk may hang for ever, and nothing can end a thread that waits for it: `silence_s`, `hung_read_count`
-    and `stall_s` report that, `abandon` gives up on a read, and every wait here has a bound.
+    and `stall_s` report that of all models together, `abandon` gives up on a read, and every wait here has a
+    bound.
     """
 
-    def __init__(
-        self,
-        settings: StorageSettings,
-        *,
-        files: Files,
-        clock: Clock,
-        post: Callable[[Outcome], object],
-        cipher: Cipher | None = None,
-    ) -> None:
-        """With a `cipher` every block is encrypted on its way to the disk."""
-        self._post = post
-        self._clock = clock
-        self._has_failed = False
-        self._threads: list[threading.Thread] = []
-        self._reader_thread_count = settings.reader_thread_count
-        self._state = StorageState(settings)
-        self._inbox: queue.SimpleQueue[Call] = queue.SimpleQueue()
-        self._store = BlockStore(settings, files=files, clock=clock, cipher=cipher)
-        self._loop = StorageLoop(self._store, self._state, inbox=self._inbox, post=post)
-        self._readers = ReaderPool(
-            settings, files=files, clock=clock, post=post, report=self._count_read, cipher=cipher
-        )
+    def __init__(self, loop: StorageLoop, readers: ReaderPool, model: OpenModel) -> None:
+        self._loop = loop
+        self._readers = readers
+        self._model = model
+        self._store = loop.store
+        self._state = loop.state
+        self._clock = loop.store.clock
 
-    def lock(self) -> None:
-        """Make the directory this process's own.
+    def start(self) -> None:
+        """Begin; the inventory is posted when the directory is open."""
+        self._model.is_started = True
+        self._loop.send(partial(self._loop.attach, self._model))
+        self._loop.models.end_late(self._model)
 
-        Raises `StartError` naming the owner when it has one already. A disk that refuses for
-        another reason does not stop the start: the tier begins with writes off and retries.
-        """
-        try:
-            self._store.lock()
-        except OSError as error:
-            _log.error("cache_lock_refused", extra={"detail": str(error)})
-
-    def start(self, *, lock_timeout_s: float = _LOCK_TIMEOUT_S) -> None:
-        """Start the readers and the storage thread, which locks and opens the directory.
-
-        Raises what `lock` raises. A disk that does not answer in time does not stop the start: the tier
-        begins when it does.
-        """
-        # Its thread starts with the first spill.
-        self._store.syncs = ThreadPoolExecutor(max_workers=1, thread_name_prefix="storage-sync")
-        locked: Future[None] = Future()
-        self._start_thread("storage", lambda: self._run_loop(locked))
-        for number in range(self._reader_thread_count):
-            self._start_thread(f"storage-reader-{number}", self._readers.run)
-        try:
-            locked.result(lock_timeout_s)
-        except TimeoutError:
-            locked.cancel()
-            _log.error("cache_directory_hangs", extra={"waited_s": lock_timeout_s})
-        except StartError:
-            self._readers.stop()
-            raise
+    def close(self, *, deadline_time: float) -> None:
+        """Finish this model's spills until the deadline (`Clock.monotonic`), then end it; the other models
+        go on. When it has ended, its fingerprint may be opened again."""
+        self._readers.leave_cores(self._model, to_decode=False)
+        self._loop.send(partial(self._loop.close_model, self._model, deadline_time))
+        self._loop.models.end_late(self._model)
 
     def join(self, *, timeout_s: float) -> bool:
-        """Wait for the threads to end after `close`; False when the storage thread hangs or takes longer.
-        Readers that take longer are not waited for: they end with the process."""
+        """Wait for the end after `close`; False when the storage thread hangs or takes longer."""
         end_time = self._clock.monotonic() + timeout_s
-        for thread in self._threads:
-            while thread.is_alive() and self._clock.monotonic() < end_time:
-                if self.stall_s >= STALL_LIMIT_S:
-                    return False
-                thread.join(_POLL_S)
-            # The first is the storage thread; the others are readers.
-            end_time = min(end_time, self._clock.monotonic() + _READERS_END_S)
-        return not (self._threads and self._threads[0].is_alive())
-
-    def _start_thread(self, name: str, body: Callable[[], None]) -> None:
-        thread = threading.Thread(target=self._run, args=(body,), name=name, daemon=True)
-        self._threads.append(thread)
-        thread.start()
-
-    def open(self) -> None:
-        """Open the directory on the calling thread; only without `start`."""
-        self._loop.open()
-
-    def step(self) -> bool:
-        """Do one piece of work on the calling thread; False when nothing is left. Only without `start`."""
-        has_read = self._readers.step()
-        return self._loop.step() or has_read
+        while not self._model.ended.wait(_POLL_S):
+            if self.stall_s >= STALL_LIMIT_S or self._clock.monotonic() >= end_time:
+                return False
+        return True
 
     @property
     def queue_space_bytes(self) -> int:
-        return self._state.spill_queue.free
+        """Of the queue that all models share. Where several are open, one may hold no more than it leaves
+        free: so none takes more than half, and the next one always finds a part of what is left."""
+        free_bytes = self._state.spill_queue.free
+        if len(self._loop.models) > 1:
+            free_bytes -= self._model.spill_queue.used
+        return max(0, free_bytes)
+
+    @property
+    def block_limit_bytes(self) -> int:
+        return self._state.spill_queue.limit
 
     @property
     def write_budget(self) -> WriteBudget | None:
@@ -172,18 +113,26 @@ class LocalTier:
     def put(
         self, block: HostBlock, *, pin_end_time: float = NOT_PINNED, request_id: RequestId | None = None
     ) -> Ticket[Persisted]:
-        is_reserved = self._state.spill_queue.try_reserve(block.size_bytes + OVERHEAD_BYTES)
+        size_bytes = block.size_bytes + OVERHEAD_BYTES
+        # Not by its own share: that may have become smaller since the caller asked.
+        is_reserved = self._state.spill_queue.try_reserve(size_bytes)
         assert is_reserved, f"No space for {block.size_bytes} bytes in the write queue"
+        self._model.spill_queue.try_reserve(size_bytes)
         ticket: Ticket[Persisted] = Ticket()
-        self._inbox.put(partial(self._loop.put, Spill(ticket, block, request_id, pin_end_time)))
+        spill = Spill(self._model, ticket, block, request_id, pin_end_time)
+        self._loop.send(partial(self._loop.put, spill))
         return ticket
 
     def get_into(self, blocks: Sequence[PlannedBlock], into: KvTarget | None) -> Ticket[Loaded] | None:
         assert blocks, "A load asks for no block"
-        return self._readers.submit(blocks, into) if self._state.read_queue.try_reserve(1) else None
+        if not self._model.read_queue.try_reserve(1):
+            return None
+        return self._readers.submit(self._model, blocks, into)
 
     def heads(self, blocks: Names) -> Ticket[tuple[BlockHeader, ...]] | None:
-        return self._readers.submit(names=blocks) if self._state.read_queue.try_reserve(1) else None
+        if not self._model.read_queue.try_reserve(1):
+            return None
+        return self._readers.submit(self._model, names=blocks)
 
     def find(self, blocks: Names, *, limit_s: float) -> Ticket[Found] | None:
         """There is nobody to ask."""
@@ -192,31 +141,28 @@ class LocalTier:
         """There is nobody to ask."""
 
     def touch(self, blocks: Names) -> bool:
-        is_reserved = self._state.order_queue.try_reserve(1)
-        if is_reserved:
-            self._inbox.put(partial(self._loop.touch, blocks))
-        return is_reserved
+        return self._note(self._loop.touch, blocks)
 
     def demote(self, blocks: Names) -> bool:
-        is_reserved = self._state.order_queue.try_reserve(1)
-        if is_reserved:
-            self._inbox.put(partial(self._loop.demote, blocks))
-        return is_reserved
+        return self._note(self._loop.demote, blocks)
 
     def pin(self, blocks: Names, end_time: float) -> Ticket[Names] | None:
-        return self._order(lambda ticket: self._loop.pin(ticket, blocks, end_time))
+        return self._order(lambda ticket: self._loop.pin(self._model, ticket, blocks, end_time))
 
     def delete(self, blocks: Names, *, is_final: bool = False) -> Ticket[Purged] | None:
-        return self._order(lambda ticket: self._loop.begin(ticket, _purge(self._store, blocks)))
+        work = _purge(self._store, blocks)
+        return self._order(lambda ticket: self._loop.begin(self._model, ticket, work))
 
     def verify(self, blocks: Names | None = None) -> Ticket[Verified] | None:
-        return self._check(_verify(self._store, blocks))
+        """With None also those of models that are not open: nobody else looks at them."""
+        return self._check(_verify(self._loop, self._model, blocks))
 
     def names(self, *, block_limit: int) -> Ticket[Names] | None:
-        return self._check(_list_all(self._store, block_limit))
+        """Also of models that are not open."""
+        return self._check(_list_all(self._loop, self._model, block_limit))
 
     def stats(self) -> Ticket[CacheStats] | None:
-        return self._order(self._loop.count)
+        return self._order(lambda ticket: self._loop.count(self._model, ticket))
 
     def abandon(self, ticket: AnyTicket) -> None:
         self._readers.abandon(ticket)
@@ -233,70 +179,31 @@ class LocalTier:
         return self._loop.silence_s
 
     def leave_cores(self, *, to_decode: bool) -> None:
-        self._readers.leave_cores(to_decode=to_decode)
+        self._readers.leave_cores(self._model, to_decode=to_decode)
 
-    def close(self, *, deadline_time: float) -> None:
-        """Finish spills until the deadline (`Clock.monotonic`), close the directory and end the threads."""
-        self._readers.stop()
-        self._inbox.put(partial(self._loop.close, deadline_time))
-
-    def _count_read(self, report: ReadReport) -> None:
-        self._inbox.put(partial(self._loop.count_read, report))
+    def _note(self, carry_out: Callable[[OpenModel, Names], None], blocks: Names) -> bool:
+        """Have the storage thread note something; False when too much is queued."""
+        is_reserved = self._model.order_queue.try_reserve(1)
+        if is_reserved:
+            self._loop.send(partial(carry_out, self._model, blocks))
+        return is_reserved
 
     def _order(self, carry_out: Callable[[Ticket[_Result]], None]) -> Ticket[_Result] | None:
         """Have the storage thread do something for a ticket; None when too much is queued."""
-        if not self._state.order_queue.try_reserve(1):
+        if not self._model.order_queue.try_reserve(1):
             return None
         ticket: Ticket[_Result] = Ticket()
-        self._inbox.put(partial(carry_out, ticket))
+        self._loop.send(partial(carry_out, ticket))
         return ticket
 
     def _adopt(self, ticket: Ticket[Persisted], file: BlockFile, path: str) -> None:
         """Take in the durable, verified file of a block, or remove it; any thread. The caller bounds how many
         at once."""
-        self._inbox.put(partial(self._loop.adopt, ticket, _adopt(self._store, self._state, file, path)))
+        work = _adopt(self._store, self._state, file, path)
+        self._loop.send(partial(self._loop.adopt, self._model, ticket, work))
 
     def _check(self, work: Generator[None, None, _Result]) -> Ticket[_Result] | None:
-        return self._order(lambda ticket: self._loop.begin(ticket, work, is_check=True))
-
-    def _run_loop(self, locked: Future[None]) -> None:
-        try:
-            if not self._lock_first(locked):
-                return
-            self._loop.open()
-            while not self._loop.is_closed:
-                if not self._loop.step() and not self._loop.is_closed:
-                    self._loop.wait(_TICK_S)
-        finally:
-            if self._store.syncs is not None:
-                self._store.syncs.shutdown(wait=False)
-
-    def _lock_first(self, locked: Future[None]) -> bool:
-        """Lock the directory and report the result to `start`, or to the log if it stopped waiting."""
-        with self._loop.piece():
-            try:
-                self.lock()
-            except StartError as error:
-                if locked.set_running_or_notify_cancel():
-                    locked.set_exception(error)
-                else:
-                    _log.error("cache_directory_refused", extra={"detail": error.message})
-                self._post(StorageFailed(error.message))
-                return False
-        if locked.set_running_or_notify_cancel():
-            locked.set_result(None)
-        return True
-
-    def _run(self, body: Callable[[], None]) -> None:
-        """The top of each thread: an exception is reported once, and the other threads end too."""
-        try:
-            body()
-        except Exception as error:
-            _log.exception("storage_failed")
-            if not self._has_failed:
-                self._has_failed = True
-                self._post(StorageFailed(f"{type(error).__name__}: {error}"))
-            self._readers.stop()
+        return self._order(lambda ticket: self._loop.begin(self._model, ticket, work, is_check=True))
 
 
 # Orders that may take long, done piece by piece. Each is a generator that returns its result.
@@ -313,7 +220,8 @@ def _purge(store: BlockStore, names: Names) -> Generator[None, None, Purged]:
         records = map(store.index.get, stored[start : start + _PURGE_BATCH_COUNT])
         batch = [record for record in records if record is not None]
         store.remove(batch)
-        store.tier.purged_block_total += len(batch)
+        for record in batch:
+            store.counts_of(record).tier.purged_block_total += 1
         block_count += len(batch)
         size_bytes += sum(record.file_bytes for record in batch)
     return Purged(block_count, size_bytes)
@@ -346,36 +254,43 @@ def _adopt(
         yield
 
 
-def _verify(store: BlockStore, names: Names | None) -> Generator[None, None, Verified]:
+def _own_or_nobodys(loop: StorageLoop, model: OpenModel) -> Iterator[BlockHash]:
+    """Yield the blocks of a model, and those of models that are not open."""
+    for record in loop.store.index:
+        if record.fingerprint == model.fingerprint or record.fingerprint not in loop.models:
+            yield record.hash
+
+
+def _verify(loop: StorageLoop, model: OpenModel, names: Names | None) -> Generator[None, None, Verified]:
     """Read and hash one file at a time and compare it with its row; None: all of them."""
-    wanted = [record.hash for record in store.index] if names is None else list(names)
+    store, integrity = loop.store, model.counts.integrity
     checked_count = checked_bytes = 0
     damaged: list[Failure] = []
-    for number, name in enumerate(wanted):
+    for number, name in enumerate(list(_own_or_nobodys(loop, model)) if names is None else names):
         if number:
             yield
         record = store.index.get(name)
         if record is None:
             continue  # it was evicted meanwhile
-        store.last_verified = name
+        model.last_verified = name
         failure = _verify_block(store, record)
         if failure is not None and failure.cause is Damage.MEMORY:
             continue  # the file may be whole
         checked_count += 1
         checked_bytes += record.file_bytes
-        store.integrity.verified_block_total += 1
+        integrity.verified_block_total += 1
         if failure is not None:
             damaged.append(failure)
-            note_damage(store.integrity, failure)
+            note_damage(integrity, failure)
             store.retire(failure)
     return Verified(checked_count, checked_bytes, tuple(damaged))
 
 
-def _list_all(store: BlockStore, block_limit: int) -> Generator[None, None, Names]:
+def _list_all(loop: StorageLoop, model: OpenModel, block_limit: int) -> Generator[None, None, Names]:
     """Return the stored names in the order of hashes, beginning behind the last one verified. One piece."""
     yield from ()
-    hashes = sorted(record.hash for record in store.index)
-    start = 0 if store.last_verified is None else bisect.bisect_right(hashes, store.last_verified)
+    hashes = sorted(_own_or_nobodys(loop, model))
+    start = 0 if model.last_verified is None else bisect.bisect_right(hashes, model.last_verified)
     return tuple([*hashes[start:], *hashes[:start]][: block_limit or None])
 
 

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
+import threading
 from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 from icehouse_server.clock import Clock
 from icehouse_server.domain.cache_stats import CacheStats, SharedStats
-from icehouse_server.errors import StartError
 from icehouse_server.storage.api import (
     AnyTicket,
     Fetched,
@@ -25,12 +26,17 @@ from icehouse_server.storage.api import (
     Outcome,
     Persisted,
     Purged,
+    StorageClosed,
     StorageFailed,
     Ticket,
 )
 from icehouse_server.storage.files import Files
 from icehouse_server.storage.local.block_format.header import BlockFile
 from icehouse_server.storage.local.encryption.constants import Cipher
+from icehouse_server.storage.local.model_tiers import ModelTiers
+from icehouse_server.storage.local.open_model import OpenModel
+from icehouse_server.storage.local.reader_pool import ReaderPool
+from icehouse_server.storage.local.storage_loop import StorageLoop
 from icehouse_server.storage.local.tier import LocalTier
 from icehouse_server.storage.shared.block_folder import BlockFolder
 from icehouse_server.storage.shared.fetcher import Fetcher
@@ -39,6 +45,11 @@ from icehouse_server.storage.shared.shared_settings import SharedSettings
 from icehouse_server.storage.shared.traffic import Traffic
 from icehouse_server.storage.shared.uploader import Uploader
 from icehouse_server.storage.storage_settings import StorageSettings
+
+_log = logging.getLogger(__name__)
+
+_TRAFFIC_END_S = 1.0
+"""Longest wait for the store when a tier has ended."""
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -57,27 +68,32 @@ class SharedTier(LocalTier):
 
     def __init__(
         self,
-        settings: StorageSettings,
+        loop: StorageLoop,
+        readers: ReaderPool,
+        model: OpenModel,
         *,
-        files: Files,
-        clock: Clock,
-        post: Callable[[Outcome], object],
         store: ObjectStore,
         shared: SharedSettings,
-        cipher: Cipher | None = None,
         is_inline: bool = False,
     ) -> None:
         """`is_inline`: nothing is done on threads of its own, for `step`."""
-        super().__init__(settings, files=files, clock=clock, post=self._receive, cipher=cipher)
-        self._forward = post
+        super().__init__(loop, readers, model)
+        self._forward, model.post = model.post, self._receive
         self._shared_stats = SharedStats()
-        self._traffic = Traffic(clock=clock, post=post, is_inline=is_inline)
-        folder = BlockFolder(files, self._store.paths, fingerprint=settings.fingerprint, cipher=cipher)
+        self._is_inline = is_inline
+        self._thread: threading.Thread | None = None
+        self._traffic = Traffic(clock=self._clock, post=self._forward, is_inline=is_inline)
+        folder = BlockFolder(
+            self._store.files,
+            self._store.paths,
+            fingerprint=model.fingerprint,
+            cipher=self._store.cipher,
+        )
         self._fetcher = Fetcher(
             store,
             folder,
             shared,
-            clock=clock,
+            clock=self._clock,
             stats=self._shared_stats,
             adopt=self._take_in,
             offload=self._traffic.offload,
@@ -86,36 +102,36 @@ class SharedTier(LocalTier):
             store,
             folder,
             shared,
-            clock=clock,
+            clock=self._clock,
             stats=self._shared_stats,
             fetcher=self._fetcher,
             offload=self._traffic.offload,
         )
         self._traffic.is_busy = lambda: self._uploader.is_busy
 
-    def start(self, **how: Any) -> None:
+    def start(self) -> None:
         self._traffic.open(self._uploader.run)
-        try:
-            super().start(**how)
-        except StartError:
-            self._traffic.end()
-            raise
-        self._start_thread("storage-shared", self._traffic.run)
-
-    def open(self) -> None:
-        self._traffic.open(self._uploader.run)
-        super().open()
+        if not self._is_inline:
+            self._thread = threading.Thread(target=self._run_traffic, name="storage-shared", daemon=True)
+            self._thread.start()
+        super().start()
 
     def step(self) -> bool:
-        has_stored = super().step()
-        if self._loop.is_closed:
+        """Do what can be done now with the store on the calling thread; False when nothing is left."""
+        if self._model.is_over:
             self._traffic.end()
             return False
-        return self._traffic.step() or has_stored
+        return self._traffic.step()
 
     def close(self, *, deadline_time: float) -> None:
         self._traffic.close(deadline_time=deadline_time)
         super().close(deadline_time=deadline_time)
+
+    def join(self, *, timeout_s: float) -> bool:
+        has_ended = super().join(timeout_s=timeout_s)
+        if has_ended and self._thread is not None:
+            self._thread.join(_TRAFFIC_END_S)
+        return has_ended
 
     def find(self, blocks: Names, *, limit_s: float) -> Ticket[Found] | None:
         if not blocks or not self._fetcher.may_ask(blocks[0]):
@@ -170,9 +186,19 @@ class SharedTier(LocalTier):
                 self._traffic.call(self._uploader.offer, (outcome.outcome.record.hash,))
             elif isinstance(outcome.outcome, CacheStats):
                 outcome.outcome = dataclasses.replace(outcome.outcome, shared=self._copy_stats())
-        elif isinstance(outcome, StorageFailed):
+        elif isinstance(outcome, StorageFailed) or (
+            isinstance(outcome, StorageClosed) and not self._traffic.is_over
+        ):
             self._traffic.close(deadline_time=self._clock.monotonic())
         self._forward(outcome)
+
+    def _run_traffic(self) -> None:
+        """The top of the thread."""
+        try:
+            self._traffic.run()
+        except Exception as error:
+            _log.exception("storage_failed")
+            self._model.end(StorageFailed(f"{type(error).__name__}: {error}"))
 
     def _copy_stats(self) -> SharedStats:
         return dataclasses.replace(
@@ -186,3 +212,24 @@ class SharedTier(LocalTier):
 def _resolve(future: asyncio.Future[bool], result: bool) -> None:
     if not future.done():
         future.set_result(result)
+
+
+class SharedTiers(ModelTiers):
+    """The tiers of models that all have the same store behind them, each with a thread for its traffic."""
+
+    def __init__(
+        self,
+        settings: StorageSettings,
+        *,
+        files: Files,
+        clock: Clock,
+        store: ObjectStore,
+        shared: SharedSettings,
+        cipher: Cipher | None = None,
+        is_inline: bool = False,
+    ) -> None:
+        super().__init__(settings, files=files, clock=clock, cipher=cipher)
+        self._make_tier = partial(SharedTier, store=store, shared=shared, is_inline=is_inline)
+
+    def _tier(self, model: OpenModel) -> SharedTier:
+        return self._make_tier(self._loop, self._readers, model)

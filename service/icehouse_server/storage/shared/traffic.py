@@ -41,7 +41,7 @@ class Traffic:
         """Put in by the engine's thread, taken out by the loop's."""
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closing = asyncio.Event()
-        self._is_over = False
+        self.is_over = False
         """Whether no ticket is answered any more."""
         self._end_time = float("inf")
         self.is_busy: Callable[[], bool] = lambda: False
@@ -64,7 +64,7 @@ class Traffic:
             return False
         self._loop.call_soon(self._loop.stop)
         self._loop.run_forever()
-        return not self._is_over and (bool(self._jobs) or self.is_busy())
+        return not self.is_over and (bool(self._jobs) or self.is_busy())
 
     def end(self) -> None:
         """Cancel what is under way and close the loop."""
@@ -83,7 +83,7 @@ class Traffic:
     def close(self, *, deadline_time: float) -> None:
         """Answer no ticket from now on, and end at the deadline (`Clock.monotonic`) or when all is done."""
         self._end_time = deadline_time
-        self._is_over = True
+        self.is_over = True
         self.call(self._closing.set)
 
     def call(self, function: Callable[..., object], *arguments: object) -> None:
@@ -94,7 +94,7 @@ class Traffic:
 
     def submit(self, work: Callable[[FetchJob], Coroutine[Any, Any, Any]]) -> Ticket[Any] | None:
         """Do some work for a ticket; None when too much is under way. The engine's thread."""
-        if self._loop is None or self._is_over or len(self._jobs) >= _JOB_LIMIT_COUNT:
+        if self._loop is None or self.is_over or len(self._jobs) >= _JOB_LIMIT_COUNT:
             return None
         ticket: Ticket[Any] = Ticket()
         self._jobs[ticket] = FetchJob(self._clock.monotonic())
@@ -131,6 +131,6 @@ class Traffic:
             _log.exception("shared_store_failed")
         finally:
             del self._jobs[ticket]
-        if not self._is_over:
+        if not self.is_over:
             ticket.finish(outcome)
             self._post(ticket)

@@ -38,7 +38,7 @@ def fingerprint_of(cipher: Cipher | None) -> dict:
         return {}
     return {
         "fingerprint": encrypted_fingerprint(FINGERPRINT, cipher.key_id),
-        "fingerprint_details": (("architecture", "test"), (KEY_DETAIL, cipher.key_id.hex())),
+        "details": {"architecture": "test", KEY_DETAIL: cipher.key_id.hex()},
     }
 
 

@@ -12,10 +12,11 @@ import pytest
 from icehouse_server.storage.api import Loaded, Ticket
 from icehouse_server.storage.files import Files
 from icehouse_server.storage.local.block_format.region_input import GROUP_BYTES
+from icehouse_server.storage.local.open_model import OpenModel
 from icehouse_server.storage.local.reader_pool import ReaderPool, ReadLimiter, ReadSchedule
 
 from tests.fixtures.patience import BOUND_S
-from tests.fixtures.storage.blocks import make_chain
+from tests.fixtures.storage.blocks import FINGERPRINT, make_chain
 from tests.fixtures.storage.loading import assert_holds, plan
 from tests.fixtures.storage.storage_thread import ManualClock, StorageThread
 
@@ -115,18 +116,21 @@ class SlowFiles(Files):
 
 def pool_of(
     served: StorageThread, clock: ManualClock, answers: list[object], *, files: SlowFiles | None = None, **how
-) -> ReaderPool:
-    """Return a pool of one reader that leaves three quarters of the time to others, when it is to."""
-    settings = {"reader_thread_count": 1, "share_beside_decode": 0.25, **how.pop("settings", {})}
-    return ReaderPool(
-        dataclasses.replace(served.storage._store.settings, **settings),
+) -> tuple[ReaderPool, OpenModel]:
+    """Return a pool of one reader that leaves three quarters of the time to others, when it is to, and the
+    model that it reads for."""
+    changes = {"reader_thread_count": 1, "share_beside_decode": 0.25, **how.pop("settings", {})}
+    settings = dataclasses.replace(served.settings, **changes)
+    model = OpenModel(FINGERPRINT, {}, settings=settings, post=lambda ticket: answers.append(ticket.outcome))
+    pool = ReaderPool(
+        settings,
         files=files or SlowFiles(clock),
         clock=clock,
-        post=lambda ticket: answers.append(ticket.outcome),
-        report=lambda report: None,
+        report=lambda model, report: None,
         cipher=None,
         **how,
     )
+    return pool, model
 
 
 @pytest.mark.parametrize("beside_decode", [True, False])
@@ -138,9 +142,9 @@ def test_loads_are_paced_while_others_decode_and_only_then(tmp_path: Path, besid
         clock = ManualClock()
         answers: list[object] = []
         pauses: list[float] = []
-        pool = pool_of(served, clock, answers, pause=pauses.append)
-        pool.leave_cores(to_decode=beside_decode)
-        pool.submit(*plan(blocks))
+        pool, model = pool_of(served, clock, answers, pause=pauses.append)
+        pool.leave_cores(model, to_decode=beside_decode)
+        pool.submit(model, *plan(blocks))
         while pool.step():
             pass
     (loaded,) = answers
@@ -163,9 +167,9 @@ def test_a_pause_for_others_is_no_silence_of_the_disk(tmp_path: Path) -> None:
             clock.advance(seconds)
             silences.append(pool.silence_s(ticket))
 
-        pool = pool_of(served, clock, [], pause=pause)
-        pool.leave_cores(to_decode=True)
-        ticket = pool.submit(*plan(blocks))
+        pool, model = pool_of(served, clock, [], pause=pause)
+        pool.leave_cores(model, to_decode=True)
+        ticket = pool.submit(model, *plan(blocks))
         clock.advance(2.0)
         assert pool.silence_s(ticket) == 2.0, "nobody has begun"
         while pool.step():
@@ -196,16 +200,16 @@ def test_a_load_goes_on_at_full_speed_when_the_cores_are_free(tmp_path: Path) ->
         answers = Answers()
         # By this share a piece of 10 ms is followed by a pause of three hours.
         settings = {"share_beside_decode": 1e-6}
-        pool = pool_of(served, clock, answers, files=SignallingFiles(clock), settings=settings)
-        pool.leave_cores(to_decode=True)
-        pool.submit(*plan(blocks))
+        pool, model = pool_of(served, clock, answers, files=SignallingFiles(clock), settings=settings)
+        pool.leave_cores(model, to_decode=True)
+        pool.submit(model, *plan(blocks))
         thread = threading.Thread(target=pool.run, daemon=True)
         thread.start()
         assert reading.wait(BOUND_S)
-        pool.leave_cores(to_decode=False)
+        pool.leave_cores(model, to_decode=False)
         assert answered.wait(BOUND_S)
         pool.stop()
-        pool.leave_cores(to_decode=True)
+        pool.leave_cores(model, to_decode=True)
         assert pool._has_cores.is_set(), "a pool that stops leaves nothing to anybody"
         thread.join(BOUND_S)
     (loaded,) = answers
@@ -223,10 +227,10 @@ def test_the_rate_is_that_of_reading_without_pauses_and_others_loads(tmp_path: P
         for beside_decode, load_count in ((False, 1), (True, 1), (False, 3)):
             clock = ManualClock()
             answers: list[Any] = []
-            pool = pool_of(served, clock, answers, pause=clock.advance)
-            pool.leave_cores(to_decode=beside_decode)
+            pool, model = pool_of(served, clock, answers, pause=clock.advance)
+            pool.leave_cores(model, to_decode=beside_decode)
             for _ in range(load_count):
-                pool.submit(*plan(blocks))
+                pool.submit(model, *plan(blocks))
             while pool.step():
                 pass
             rates += [answer.read_bytes_per_s for answer in answers]

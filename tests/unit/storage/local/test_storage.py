@@ -27,11 +27,11 @@ from icehouse_server.storage.api import (
 from icehouse_server.storage.files import Files
 from icehouse_server.storage.local.directory.manifest import LOG_ALLOWANCE_BYTES
 from icehouse_server.storage.local.storage_state import note_damage
-from icehouse_server.storage.local.tier import LocalTier
 
 from tests.fixtures.patience import BOUND_S
 from tests.fixtures.storage.blocks import OTHER_FINGERPRINT, make_block, make_chain
 from tests.fixtures.storage.loading import assert_holds, plan
+from tests.fixtures.storage.sole_tier import SoleTier
 from tests.fixtures.storage.storage_thread import StorageThread, drops
 
 
@@ -319,25 +319,23 @@ OF_OTHER_CODE = [
 @pytest.mark.parametrize(("theirs", "changed"), OF_OTHER_CODE)
 def test_a_model_that_begins_cold_for_its_code_alone_is_told_which(tmp_path, theirs, changed, caplog):
     facts = {"architecture": "test"}
-    with StorageThread(
-        tmp_path, fingerprint=OTHER_FINGERPRINT, fingerprint_details=tuple({**facts, **theirs}.items())
-    ) as served:
+    with StorageThread(tmp_path, fingerprint=OTHER_FINGERPRINT, details={**facts, **theirs}) as served:
         served.spill(make_block(seed=1, fingerprint=OTHER_FINGERPRINT))
-    own = tuple({**facts, "code a": "1", "code b": "1"}.items())
-    with StorageThread(tmp_path, fingerprint_details=own) as served:
+    own = {**facts, "code a": "1", "code b": "1"}
+    with StorageThread(tmp_path, details=own) as served:
         assert served.stats().last_reconcile.changed_code == changed
         served.spill(make_block(seed=1))
     assert [record.modules for record in caplog.records if record.msg == "code_changed"] == (
         [list(changed)] if changed else []
     )
-    with StorageThread(tmp_path, fingerprint_details=own) as served:
+    with StorageThread(tmp_path, details=own) as served:
         assert served.stats().last_reconcile.changed_code == (), "it has blocks of its own by now"
 
 
 def test_real_threads(tmp_path):
     outcomes: queue.Queue = queue.Queue()
     served = StorageThread(tmp_path)
-    storage = LocalTier(served.settings, files=Files(), clock=served.clock, post=outcomes.put)
+    storage = SoleTier(served.settings, files=Files(), clock=served.clock, post=outcomes.put)
     storage.start()
     chain = make_chain(6)
     assert isinstance(outcomes.get(timeout=BOUND_S), Inventory)
@@ -360,7 +358,7 @@ def test_real_threads(tmp_path):
 def test_a_broken_invariant_is_told_once(tmp_path):
     outcomes: queue.Queue = queue.Queue()
     served = StorageThread(tmp_path)
-    storage = LocalTier(served.settings, files=Files(), clock=served.clock, post=outcomes.put)
+    storage = SoleTier(served.settings, files=Files(), clock=served.clock, post=outcomes.put)
     storage.start()
     assert isinstance(outcomes.get(timeout=BOUND_S), Inventory)
     block = make_block()

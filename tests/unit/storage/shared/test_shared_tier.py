@@ -8,7 +8,7 @@ import os
 import pytest
 from icehouse_server.domain.blocks import HostBlock
 from icehouse_server.domain.ids import BlockHash
-from icehouse_server.storage.api import Evicted, Fetched, Found, Inventory, Loaded
+from icehouse_server.storage.api import Evicted, Fetched, Found, Inventory, Loaded, StorageClosed
 from icehouse_server.storage.local.directory.manifest import LOG_ALLOWANCE_BYTES
 from icehouse_server.storage.local.encryption.aes_gcm import Cipher
 
@@ -20,6 +20,7 @@ from tests.fixtures.storage.blocks import (
     make_chain,
 )
 from tests.fixtures.storage.loading import assert_holds, plan
+from tests.fixtures.storage.model_house import ModelHouse
 from tests.fixtures.storage.object_store import SHARED, MemoryStore, SharingThread
 
 KEY, OTHER_KEY = Cipher(b"k" * 32), Cipher(b"o" * 32)
@@ -69,7 +70,7 @@ def fill(store: MemoryStore, directory, blocks, **how) -> None:
 
 
 def files_of(server: SharingThread) -> list[str]:
-    folder = server.storage._store.paths.folder(server.settings.fingerprint)
+    folder = server.storage._store.paths.folder(FINGERPRINT)
     return os.listdir(folder)
 
 
@@ -377,3 +378,23 @@ def test_before_the_start_and_after_the_end_nobody_is_asked(tmp_path, store) -> 
     with server:
         pass
     assert server.storage.find(names_of([block]), limit_s=1.0) is None
+
+
+def test_two_models_share_a_store_and_one_may_end_before_the_other(tmp_path, store) -> None:
+    mine, theirs = make_chain(3), make_chain(2, fingerprint=OTHER_FINGERPRINT)
+    fill(store, tmp_path / "a", mine)
+    fill(store, tmp_path / "b", theirs, fingerprint=OTHER_FINGERPRINT)
+    parts = {"store": store, "shared": SHARED, "is_inline": True}
+    house = ModelHouse(tmp_path / "c", shared=parts)
+    a, b = house.open(FINGERPRINT), house.open(OTHER_FINGERPRINT)
+    for model, chain in ((a, mine), (b, theirs)):
+        assert model.ask(model.tier.fetch(names_of(chain))).block_count == len(chain)
+        assert model.known == set(names_of(chain))
+    a.tier.close(deadline_time=house.clock.monotonic())
+    house.settle()
+    assert a.posted[-1] == StorageClosed(was_clean=True) and a.tier.fetch(names_of(mine)) is None
+    b.put(make_block(seed=9, fingerprint=OTHER_FINGERPRINT))
+    assert len(store.objects) == 6, "it still stores what it writes"
+    stats = b.ask(b.tier.stats()).shared
+    assert (stats.fetched_block_total, stats.stored_block_total) == (2, 1)
+    house.close()

@@ -71,6 +71,11 @@ class DiskIndex:
     def get(self, block_hash: BlockHash) -> BlockRecord | None:
         return self._records.get(block_hash)
 
+    def has_blocks_of(self, fingerprint: Fingerprint) -> bool:
+        """Return whether any block of this model is stored."""
+        counts = self._counts.get(fingerprint)
+        return counts is not None and counts.block_count > 0
+
     def by_recency(self, fingerprint: Fingerprint) -> list[BlockRecord]:
         """Return the blocks of one fingerprint, least recently used first."""
         own = [record for record in self if record.fingerprint == fingerprint]

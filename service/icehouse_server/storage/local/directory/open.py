@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import sqlite3
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 from icehouse_server.clock import Clock
 from icehouse_server.domain.cache_stats import UNRECORDED_CODE, ReconcileReport
@@ -16,7 +16,7 @@ from icehouse_server.storage.local.directory.lock import check_trust, take_mark
 from icehouse_server.storage.local.directory.manifest import BlockRecord, Manifest
 from icehouse_server.storage.local.directory.reconcile import Finding, Scan
 from icehouse_server.storage.local.encryption.constants import KEY_DETAIL, Cipher
-from icehouse_server.storage.storage_settings import CODE_DETAIL, StorageSettings
+from icehouse_server.storage.storage_settings import CODE_DETAIL
 from icehouse_server.storage.store_paths import StorePaths, parse_block_name
 
 _log = logging.getLogger(__name__)
@@ -36,9 +36,7 @@ class OpenedStore:
     report: ReconcileReport
 
 
-def open_store(
-    settings: StorageSettings, *, paths: StorePaths, files: Files, clock: Clock, cipher: Cipher | None = None
-) -> OpenedStore:
+def open_store(paths: StorePaths, *, files: Files, clock: Clock, cipher: Cipher | None = None) -> OpenedStore:
     """Open the manifest, reconcile it with the files and return what is usable.
 
     The directory is locked by the caller. Raises `OSError` or `sqlite3.Error` when the disk
@@ -61,11 +59,6 @@ def open_store(
             records = scan.reconcile(manifest)
             records.sort(key=lambda record: record.last_used_time)
         duration_s = clock.monotonic() - started
-        files.make_dir(paths.folder(settings.fingerprint))
-        files.fsync_dir(paths.blocks)
-        manifest.add_fingerprint(
-            settings.fingerprint, details=dict(settings.fingerprint_details), now_time=now_time
-        )
         known = manifest.fingerprints()
         quarantined = {
             block_hash: info.size_bytes
@@ -93,7 +86,6 @@ def open_store(
         unencrypted_block_count=sum(
             cipher is not None and KEY_DETAIL not in known[record.fingerprint] for record in records
         ),
-        changed_code=_changed_code(settings, known, records),
     )
     return OpenedStore(manifest, records, quarantined, scan.unknown_bytes, report)
 
@@ -112,17 +104,15 @@ def _prepare(files: Files, paths: StorePaths, cipher: Cipher | None) -> None:
         restore_key(files, paths, wrapped=cipher.wrapped_key)
 
 
-def _changed_code(
-    settings: StorageSettings,
-    known: Mapping[Fingerprint, Mapping[str, str]],
-    records: Sequence[BlockRecord],
+def changed_code(
+    own: Mapping[str, str], known: Mapping[Fingerprint, Mapping[str, str]], records: Iterable[BlockRecord]
 ) -> tuple[str, ...]:
-    """Return the changed modules, if the newest blocks of this model were computed by other code."""
-    own = dict(settings.fingerprint_details)
-    stored = dict.fromkeys(record.fingerprint for record in reversed(records))
-    if settings.fingerprint in stored:
-        return ()
-    for fingerprint in stored:
+    """Return the changed modules, if the newest blocks of the model that has these details, and no blocks of
+    its own, were computed by other code."""
+    used: dict[Fingerprint, float] = {}
+    for record in records:
+        used[record.fingerprint] = max(record.last_used_time, used.get(record.fingerprint, 0.0))
+    for fingerprint in sorted(used, key=used.__getitem__, reverse=True):
         other = known[fingerprint]
         without_code = {name: value for name, value in other.items() if not name.startswith(CODE_DETAIL)}
         if without_code.items() <= own.items():

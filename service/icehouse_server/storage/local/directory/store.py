@@ -17,13 +17,21 @@ import dataclasses
 import errno
 import os
 import sqlite3
-from collections.abc import Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Executor, Future
 
 from icehouse_server.clock import Clock
 from icehouse_server.domain.blocks import Damage
-from icehouse_server.domain.cache_stats import IntegrityStats, ReconcileReport, TierStats
-from icehouse_server.domain.ids import BlockHash
+from icehouse_server.domain.cache_stats import (
+    IntegrityStats,
+    PromoteStats,
+    ReconcileReport,
+    SpillDropCause,
+    SpillStats,
+    TierStats,
+)
+from icehouse_server.domain.ids import BlockHash, Fingerprint
 from icehouse_server.pins import NOT_PINNED, pin_end_time
 from icehouse_server.storage.api import Failure
 from icehouse_server.storage.files import Files, exists, size_at
@@ -37,7 +45,7 @@ from icehouse_server.storage.local.directory.manifest import (
     Manifest,
     record_of,
 )
-from icehouse_server.storage.local.directory.open import open_store
+from icehouse_server.storage.local.directory.open import changed_code, open_store
 from icehouse_server.storage.local.directory.reconcile import Finding, Scan
 from icehouse_server.storage.local.directory.space import (
     BALLAST_BYTES,
@@ -76,8 +84,33 @@ class Writing:
         return self.path + PARTIAL_SUFFIX
 
 
+@dataclasses.dataclass(slots=True)
+class ModelCounts:
+    """What has happened to one model's blocks since it was opened. The storage thread counts."""
+
+    spill: SpillStats = dataclasses.field(default_factory=SpillStats)
+    """Accepted = persisted + dropped + still queued."""
+    drops: Counter[SpillDropCause] = dataclasses.field(default_factory=Counter)
+    """By this thread; the engine counts blocks refused because the queue was full."""
+    promote: PromoteStats = dataclasses.field(default_factory=PromoteStats)
+    tier: TierStats = dataclasses.field(default_factory=TierStats)
+    """What left the tier."""
+    integrity: IntegrityStats = dataclasses.field(default_factory=IntegrityStats)
+    """What was found damaged."""
+
+    @property
+    def finished_spill_total(self) -> int:
+        """Accepted blocks that have their outcome; those of one model finish in the order of acceptance."""
+        return self.spill.persisted_block_total + self.drops.total()
+
+    @property
+    def queued_spill_count(self) -> int:
+        return self.spill.accepted_block_total - self.finished_spill_total
+
+
 class BlockStore:
-    """Blocks by hash on one disk. `lock`, then `open`, then anything, then `close`."""
+    """Blocks by hash on one disk. `lock`, then `open`, then `admit` for each model whose blocks are written,
+    then anything, then `close`."""
 
     def __init__(
         self, settings: StorageSettings, *, files: Files, clock: Clock, cipher: Cipher | None = None
@@ -89,12 +122,9 @@ class BlockStore:
         self.clock = clock
         self.index = DiskIndex()
         self.report = ReconcileReport()
-        self.tier = TierStats()
-        """What left the tier since start."""
-        self.integrity = IntegrityStats()
-        """What was found damaged since start."""
-        self.last_verified: BlockHash | None = None
-        """The last block that was verified; they are verified in the order of their hashes."""
+        self.counts: dict[Fingerprint, ModelCounts] = {}
+        """Of the open models, in the order of their opening."""
+        self._nobodys_counts = ModelCounts()
         self.syncs: Executor | None = None
         """Makes files durable beside the storage thread; None: the storage thread does it in turn."""
         self.extras = Extras(files, self.paths)
@@ -103,7 +133,7 @@ class BlockStore:
         self._manifest: Manifest | None = None
         self._lock: int | None = None
         self._uses: dict[BlockHash, tuple[float, int]] = {}
-        self._gone: list[BlockHash] = []
+        self._gone: defaultdict[Fingerprint, list[BlockHash]] = defaultdict(list)
         self._unrecorded: set[BlockHash] = set()
         """Blocks whose file may differ from their row, because the disk refused to write the row."""
 
@@ -115,6 +145,12 @@ class BlockStore:
     def manifest(self) -> Manifest:
         assert self._manifest is not None, "The store is not open"
         return self._manifest
+
+    def counts_of(self, record: BlockRecord) -> ModelCounts:
+        """Return where it is counted what happens to a block: with its model, or where that is not open with
+        the first that is, so that sums over the open models leave nothing out."""
+        first = next(iter(self.counts.values()), self._nobodys_counts)
+        return self.counts.get(record.fingerprint, first)
 
     def lock(self) -> None:
         """Make the directory this process's own. Raises `StartError` naming the owner, or `OSError`."""
@@ -133,9 +169,7 @@ class BlockStore:
         """
         if self._lock is None:
             self.lock()
-        opened = open_store(
-            self.settings, paths=self.paths, files=self.files, clock=self.clock, cipher=self.cipher
-        )
+        opened = open_store(self.paths, files=self.files, clock=self.clock, cipher=self.cipher)
         self._manifest = opened.manifest
         self.report = opened.report
         self.index = DiskIndex(opened.records)
@@ -150,6 +184,17 @@ class BlockStore:
             with contextlib.suppress(OSError):
                 self.ballast.write()
         self._weigh_manifest()
+
+    def admit(self, fingerprint: Fingerprint, details: Mapping[str, str]) -> tuple[str, ...]:
+        """Make the place of a model's blocks. Returns the modules of its code that have changed, if that is
+        why it has none. Raises `OSError` or `sqlite3.Error`; running it again is safe."""
+        self.files.make_dir(self.paths.folder(fingerprint))
+        self.files.fsync_dir(self.paths.blocks)
+        self.manifest.add_fingerprint(fingerprint, details=details, now_time=self.clock.wall())
+        self._weigh_manifest()
+        if self.index.has_blocks_of(fingerprint):
+            return ()
+        return changed_code(details, self.manifest.fingerprints(), self.index)
 
     def close(self) -> bool:
         """Flush recency, close the manifest and mark the directory clean; True when all of it worked."""
@@ -294,37 +339,40 @@ class BlockStore:
             for victim in reversed(victims):
                 self.index.put(victim)
             raise
-        self.tier.evicted_block_total += len(victims)
-        self.tier.evicted_byte_total += freed_bytes
+        for victim in victims:
+            tier = self.counts_of(victim).tier
+            tier.evicted_block_total += 1
+            tier.evicted_byte_total += victim.file_bytes
         return Reclaim.PROGRESS
 
     def remove(self, records: Sequence[BlockRecord]) -> None:
         """Remove blocks, pinned or not, rows first. Raises `sqlite3.Error`."""
-        self.forget([record.hash for record in records])
+        self.forget(records)
         for record in records:
             self.extras.remove(self.paths.block(record.fingerprint, record.hash))
         self._weigh_manifest()
 
     def put_in_quarantine(self, record: BlockRecord) -> None:
         """Move a damaged block's file to quarantine, after deleting its row."""
-        self.forget([record.hash])
-        self.integrity.quarantined_block_total += 1
+        self.forget([record])
+        self.counts_of(record).integrity.quarantined_block_total += 1
         with contextlib.suppress(FileNotFoundError):
             path = self.paths.block(record.fingerprint, record.hash)
             self.extras.put_in_quarantine(record.hash, path=path)
 
-    def forget(self, hashes: Sequence[BlockHash]) -> None:
+    def forget(self, records: Sequence[BlockRecord]) -> None:
         """Delete rows, before anything else of their blocks is removed; on a full disk the ballast makes
         space for that."""
+        hashes = [record.hash for record in records]
         try:
             self.manifest.delete(hashes)
         except sqlite3.Error:
             if not self.ballast.free():
                 raise
             self.manifest.delete(hashes)
-        for block_hash in hashes:
-            self.index.remove(block_hash)
-        self._gone.extend(hashes)
+        for record in records:
+            self.index.remove(record.hash)
+            self._gone[record.fingerprint].append(record.hash)
 
     def retire(self, failure: Failure) -> None:
         """Take a block that could not be used out of the store, unless it was replaced since it was read.
@@ -334,7 +382,7 @@ class BlockStore:
             return
         if failure.cause is Damage.MISSING:
             if not exists(self.files, self.paths.block(record.fingerprint, record.hash)):
-                self.forget([record.hash])
+                self.forget([record])
         elif failure.header_checksum in (None, record.header_checksum):
             self.put_in_quarantine(record)
 
@@ -348,7 +396,7 @@ class BlockStore:
         for record, item in scan.examine_rows():
             differing.append(record.hash)
             if item.finding is Finding.MISSING:
-                self.forget([record.hash])
+                self.forget([record])
             elif item.record is not None:
                 scan.repair([item], self.manifest)
                 self.index.replace(item.record)
@@ -390,10 +438,10 @@ class BlockStore:
         for block_hash, time in end_times.items():
             self.index.set_pin(block_hash, time)
 
-    def take_gone(self) -> tuple[BlockHash, ...]:
-        """Return the blocks that left since the last call, for whatever reason."""
-        gone, self._gone = self._gone, []
-        return tuple(gone)
+    def take_gone(self) -> Mapping[Fingerprint, Sequence[BlockHash]]:
+        """Return the blocks of each model that left since the last call, for whatever reason."""
+        gone, self._gone = self._gone, defaultdict(list)
+        return gone
 
     def used_bytes(self) -> int:
         return self.index.block_bytes + self.space.other_bytes()

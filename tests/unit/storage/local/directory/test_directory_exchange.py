@@ -273,7 +273,7 @@ def test_encrypted_blocks_stay_encrypted_and_need_their_key(tmp_path: Path) -> N
     how = {
         "cipher": cipher,
         "fingerprint": fingerprint,
-        "fingerprint_details": ((KEY_DETAIL, cipher.key_id.hex()),),
+        "details": {KEY_DETAIL: cipher.key_id.hex()},
     }
     fill(tmp_path / "a", chain, **how)
     parts, _ = export(tmp_path / "a")

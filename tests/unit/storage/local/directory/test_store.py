@@ -75,7 +75,7 @@ def test_tails_go_before_heads_and_pins_stay(tmp_path):
     store.pin([old[1].header.hash], UNTIL_UNPINNED)
     gone: list[BlockHash] = []
     while store.reclaim(1) is Reclaim.PROGRESS:
-        gone.extend(store.take_gone())
+        gone.extend(store.take_gone().get(FINGERPRINT, ()))
     assert gone == [old[2].header.hash, new[1].header.hash, new[0].header.hash]
     assert [record.hash for record in store.index] == [old[0].header.hash, old[1].header.hash]
 
@@ -89,7 +89,7 @@ def test_a_pin_that_has_ended_holds_nothing_back(tmp_path):
     store.pin([tail.header.hash], clock.wall() + 10.0)
     assert store.reclaim(1) is Reclaim.FULL
     clock.advance(10.0)
-    assert store.reclaim(1) is Reclaim.PROGRESS and store.take_gone() == (tail.header.hash,)
+    assert store.reclaim(1) is Reclaim.PROGRESS and store.take_gone() == {FINGERPRINT: [tail.header.hash]}
 
 
 def test_the_limit_is_never_passed(tmp_path):
@@ -104,7 +104,7 @@ def test_the_limit_is_never_passed(tmp_path):
         on_disk = sum(os.stat(f"{f}/{n}").st_size for f, _, names in os.walk(store.paths.root) for n in names)
         assert on_disk <= store.settings.limit_bytes
         assert store.used_bytes() <= store.settings.limit_bytes
-    assert store.tier.evicted_block_total > 0
+    assert store.counts[FINGERPRINT].tier.evicted_block_total > 0
 
 
 def test_recency_and_pins_survive(tmp_path):
