@@ -133,7 +133,7 @@ class ListedModel:
     detail: str = ""
     """Why it is FAILED."""
     info: ModelInfo | None = None
-    """None unless it is READY or DRAINING."""
+    """None until it was loaded once."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -123,8 +123,8 @@ class Snapshot:
     """As `rpc` counts them, in the order of their latest requests."""
     kv_events: KvEventStats = KvEventStats()
     replies: ReplyStats = ReplyStats()
-    models: Mapping[str, Snapshot] = dataclasses.field(default_factory=dict)
-    """Those that are loaded, by name, where the server may have several. The rest is the default model's."""
+    models: Mapping[str, Snapshot] | None = None
+    """Those that are loaded, by name, None where there is one only. The rest is then the default model's."""
 
 
 @dataclasses.dataclass(slots=True)

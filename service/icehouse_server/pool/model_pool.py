@@ -17,7 +17,7 @@ from typing import Generic, Protocol, TypeVar
 
 from icehouse_server.clock import Clock
 from icehouse_server.domain.ids import Tenant
-from icehouse_server.domain.model import EngineState, ListedModel, ModelState
+from icehouse_server.domain.model import EngineState, ListedModel, ModelInfo, ModelState
 from icehouse_server.errors import (
     CannotFit,
     EngineFailed,
@@ -113,16 +113,15 @@ class _Model:
     waiters: list[asyncio.Future[_Place]] = dataclasses.field(default_factory=list)
     error: IcehouseError | None = None
     failed_time: float = 0.0
+    info: ModelInfo | None = None
+    """What is known of it since it was loaded once."""
 
     def listed(self, caller: Caller) -> ListedModel:
         """Return what a caller sees of it."""
-        info = None
-        if self.place is not None and self.place.opened.seat.router.model is not None:
-            info = self.place.opened.seat.router.model.info
         detail = ""
         if self.state is ModelState.FAILED and self.error is not None:
             detail = _shown(self.error, caller)
-        return ListedModel(self.terms.name, self.state, self.terms.aliases, detail, info)
+        return ListedModel(self.terms.name, self.state, self.terms.aliases, detail, self.info)
 
 
 class ModelPool(Generic[_Opened]):
@@ -322,7 +321,8 @@ class ModelPool(Generic[_Opened]):
             await self._end(model, place)
             raise opened.error or stopping()
         router.add_listener(functools.partial(self._engine_changed, model, place))
-        place.size_bytes = router.model.info.resident_bytes
+        model.info = router.model.info
+        place.size_bytes = model.info.resident_bytes
         duration_s = round(self._clock.monotonic() - began, 3)
         _log.info(
             "model_loaded", extra={"model": name, "size_bytes": place.size_bytes, "duration_s": duration_s}

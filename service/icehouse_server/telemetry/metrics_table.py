@@ -30,6 +30,8 @@ class Observed:
 
     metric: Metric
     read: Callable[[Snapshot], Iterable[tuple[Labels, float]]]
+    is_of_model: bool = True
+    """Whether each loaded model has values of its own, where there may be several."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -38,6 +40,7 @@ class _Rows(Generic[_Part]):
 
     parts: Callable[[Snapshot], Mapping[Labels, _Part]]
     labels: Labels = ()
+    is_of_model: bool = True
 
     def counter(self, name: str, unit: str, read: _Read[_Part], description: str, *labels: str) -> Observed:
         return self._row(Metric(name, MetricKind.COUNTER, unit, description, (*self.labels, *labels)), read)
@@ -46,7 +49,7 @@ class _Rows(Generic[_Part]):
         return self._row(Metric(name, MetricKind.GAUGE, unit, description, (*self.labels, *labels)), read)
 
     def _row(self, metric: Metric, read: _Read[_Part]) -> Observed:
-        return Observed(metric, lambda s: self._values(s, read))
+        return Observed(metric, lambda s: self._values(s, read), self.is_of_model)
 
     def _values(self, s: Snapshot, read: _Read[_Part]) -> Iterator[tuple[Labels, float]]:
         for of_part, part in self.parts(s).items():
@@ -92,9 +95,11 @@ _disk: _Rows[DiskStats] = _Rows(lambda s: _known(s.cache.disk if s.cache else No
 _shared: _Rows[SharedStats] = _Rows(lambda s: _known(s.cache.shared if s.cache else None))
 _tier: _Rows[TierStats] = _Rows(_tiers, ("icehouse.tier",))
 # The edge keeps a bounded number of accounts, so there are never more tenants here than that.
-_tenant: _Rows[TenantUse] = _Rows(lambda s: {(use.tenant,): use for use in s.tenants}, ("icehouse.tenant",))
-_events: _Rows[KvEventStats] = _Rows(lambda s: {(): s.kv_events})
-_replies: _Rows[ReplyStats] = _Rows(lambda s: {(): s.replies})
+_tenant: _Rows[TenantUse] = _Rows(
+    lambda s: {(use.tenant,): use for use in s.tenants}, ("icehouse.tenant",), is_of_model=False
+)
+_events: _Rows[KvEventStats] = _Rows(lambda s: {(): s.kv_events}, is_of_model=False)
+_replies: _Rows[ReplyStats] = _Rows(lambda s: {(): s.replies}, is_of_model=False)
 
 # fmt: off
 # A row is its name, unit and reading, and below them what it means.

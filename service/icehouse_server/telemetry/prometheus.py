@@ -77,7 +77,8 @@ class PrometheusMeter:
 
 
 class SnapshotCollector(Collector):
-    """Turns the latest snapshot into metrics at every scrape."""
+    """Turns the latest snapshot into metrics at every scrape, with one more label where there may be several
+    models."""
 
     def __init__(self, latest: Callable[[], Snapshot]) -> None:
         self._latest = latest
@@ -89,9 +90,15 @@ class SnapshotCollector(Collector):
     def collect(self) -> Iterator[Family]:
         snapshot = self._latest()
         for row in OBSERVED_METRICS:
-            family = _family(row)
-            for labels, value in row.read(snapshot):
-                family.add_metric(labels, value)
+            if snapshot.models is None or not row.is_of_model:
+                family = _family(row)
+                for labels, value in row.read(snapshot):
+                    family.add_metric(labels, value)
+            else:
+                family = _family(row, MODEL_LABEL)
+                for name, part in snapshot.models.items():
+                    for labels, value in row.read(part):
+                        family.add_metric((name, *labels), value)
             yield family
 
 
@@ -127,10 +134,14 @@ def serve_metrics(
     return server
 
 
-def _family(row: Observed) -> CounterMetricFamily | GaugeMetricFamily:
+MODEL_LABEL = "icehouse_model"
+"""Of metrics of one model, on a server that may have several."""
+
+
+def _family(row: Observed, *labels: str) -> CounterMetricFamily | GaugeMetricFamily:
     metric = row.metric
     make = CounterMetricFamily if metric.kind is MetricKind.COUNTER else GaugeMetricFamily
-    return make(metric.prometheus_name, metric.description, labels=metric.prometheus_labels)
+    return make(metric.prometheus_name, metric.description, labels=(*labels, *metric.prometheus_labels))
 
 
 _log = logging.getLogger("icehouse.metrics")

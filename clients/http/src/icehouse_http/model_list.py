@@ -33,6 +33,7 @@ def one_model(models: Sequence[Model], aliases: Mapping[str, str], name: str) ->
 
 def _names(models: Sequence[Model], aliases: Mapping[str, str]) -> dict[str, Model]:
     names = {model.id: model for model in models}
+    names |= {alias: model for model in models for alias in model.aliases}
     names |= {adapter.name: model for model in models for adapter in model.adapters}
     return names | {alias: names[name] for alias, name in aliases.items() if name in names}
 

@@ -130,7 +130,7 @@ class Upstream:
             await self.models(caller)
         wanted = self._settings.aliases.get(name, name)
         for model in self._models:
-            if wanted == model.id:
+            if wanted == model.id or wanted in model.aliases:
                 return Target(model)
             if any(wanted == adapter.name for adapter in model.adapters):
                 return Target(model, wanted)

@@ -210,6 +210,20 @@ class AsyncClient:
             response = await self._calls.unary(self._models.ListModels, request, timeout_s or self._timeout_s)
         return list(response.models)
 
+    async def load_model(self, model: str, *, timeout_s: float | None = None) -> model_service_pb2.Model:
+        """Have a server of several models load one; return it once it is loaded. Operators only."""
+        request = model_service_pb2.LoadModelRequest(model=model)
+        load = self._calls.stream(self._models.LoadModel, request, timeout_s)
+        with translated(), ending(load) as call:
+            *_, last = [response async for response in call]
+        return last.done
+
+    async def unload_model(self, model: str, *, timeout_s: float | None = None) -> model_service_pb2.Model:
+        """Have a model unloaded once its requests have ended; return it. Operators only."""
+        request = model_service_pb2.UnloadModelRequest(model=model)
+        with translated():
+            return (await self._calls.unary(self._models.UnloadModel, request, timeout_s)).model
+
     async def detokenize(
         self, token_ids: Sequence[int], *, model: str = "", timeout_s: float | None = None
     ) -> str:

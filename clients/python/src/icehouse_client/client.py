@@ -222,6 +222,20 @@ class Client:
             response = self._calls.unary(self._models.ListModels, request, timeout_s or self._timeout_s)
         return list(response.models)
 
+    def load_model(self, model: str, *, timeout_s: float | None = None) -> model_service_pb2.Model:
+        """Have a server of several models load one; return it once it is loaded. Operators only."""
+        request = model_service_pb2.LoadModelRequest(model=model)
+        load = self._calls.stream(self._models.LoadModel, request, timeout_s)
+        with translated(), ending(load) as call:
+            *_, last = call
+        return last.done
+
+    def unload_model(self, model: str, *, timeout_s: float | None = None) -> model_service_pb2.Model:
+        """Have a model unloaded once its requests have ended; return it. Operators only."""
+        request = model_service_pb2.UnloadModelRequest(model=model)
+        with translated():
+            return self._calls.unary(self._models.UnloadModel, request, timeout_s).model
+
     def detokenize(self, token_ids: Sequence[int], *, model: str = "", timeout_s: float | None = None) -> str:
         """Return the text of tokens."""
         request = inference.DetokenizeRequest(model=model, token_ids=token_ids)

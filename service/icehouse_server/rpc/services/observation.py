@@ -121,7 +121,7 @@ class Observation:
 
     def _snapshot(self, answers: Mapping[str, Counters]) -> Snapshot:
         now, default = self._clock.monotonic(), self._seats.default_name
-        last = self.latest.models or {default: self.latest}
+        last = {default: self.latest} if self.latest.models is None else self.latest.models
         models = {
             name: _snapshot_of(seat, last.get(name), answers.get(name), now)
             for name, seat in self._seats.loaded().items()
@@ -132,7 +132,7 @@ class Observation:
             tenants=self.stats.tenants.uses(),
             kv_events=self._telemetry.kv_events(),
             replies=self._replies(),
-            models=models if self._seats.are_several else {},
+            models=models if self._seats.are_several else None,
         )
 
     async def read_status(self, *, with_tokens: bool = False) -> ServerStatus:

@@ -71,7 +71,7 @@ _COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
         *(prefix_cache.explain, prefix_cache.warm, prefix_cache.pin, prefix_cache.unpin),
         *(prefix_cache.end_session, prefix_cache.evict),
     ),
-    MODELS: (server.models,),
+    MODELS: (server.models, server.ps),
     LOOK_AFTER: (top, server.stats, server.info, server.health, server.requests, server.cancel),
 }
 

@@ -1,7 +1,8 @@
-"""Facts about a running server: `icehouse models`, `info`, `stats`, `requests` and `health`, and `cancel`."""
+"""Facts about a running server: `icehouse models`, `ps`, `info`, `stats`, `requests`, `health`; `cancel`."""
 
 from __future__ import annotations
 
+import enum
 from typing import Annotated
 
 import typer
@@ -31,11 +32,43 @@ from icehouse_client.results import seconds
 _asks_a_server = with_groups(server=server_of)
 
 
+class ModelsAction(enum.StrEnum):
+    """What is to become of models."""
+
+    LS = "ls"
+    LOAD = "load"
+    UNLOAD = "unload"
+
+
 @_asks_a_server
-def models(server: Server, as_json: AsJson = False) -> None:
-    """Show what a server serves: model, adapters, context, what a token's KV takes."""
+def models(
+    server: Server,
+    action: Annotated[ModelsAction, typer.Argument(help="What to do.")] = ModelsAction.LS,
+    names: Annotated[list[str] | None, typer.Argument(metavar="NAME…", help="All if absent.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show what a server serves (model, adapters, context, what a token's KV takes); load or unload some."""
     served = server.client.models()
+    wanted = names or [model.id for model in served]
+    if action is ModelsAction.LS:
+        served = [model for model in served if {model.id, *model.aliases} & {*wanted}]
+    elif action is ModelsAction.LOAD:
+        served = [server.client.load_model(name) for name in wanted]
+    else:
+        served = [server.client.unload_model(name) for name in wanted]
     show({"models": served}, Group(*map(_model_table, served)), as_json=as_json)
+
+
+@_asks_a_server
+def ps(server: Server, as_json: AsJson = False) -> None:
+    """List a server's models and which of them are loaded."""
+    served = server.client.models()
+    shown = table("model", "state", "size", "", figures=("size",))
+    for model in served:
+        size = size_text(model.weight_bytes) if model.weight_bytes else ""
+        detail = model.state_detail or ", ".join(model.aliases)
+        shown.add_row(Text(model.id), _state(model), size, Text(printable(detail)))
+    show({"models": served}, shown, as_json=as_json)
 
 
 @_asks_a_server
@@ -114,7 +147,15 @@ def health(
         raise typer.Exit(EXIT_FAILURE)
 
 
+def _state(model: Model) -> str:
+    """Return a model's state; a server of before told nothing of it."""
+    return _words(facts_of(model)["state"], "MODEL_STATE_") if model.state else "ready"
+
+
 def _model_table(model: Model) -> Table:
+    if not model.architecture:
+        # It was never loaded.
+        return facts_table(("model", model.id), ("state", f"{_state(model)} {model.state_detail}".strip()))
     told = model.reply_format
     calls = f"calls as {told.calls}" if told.calls else "no calls"
     reasoning = f"reasoning from {told.reasoning_start}" if told.reasoning_start else "no reasoning"
@@ -122,6 +163,7 @@ def _model_table(model: Model) -> Table:
     kv = size_text(model.kv_bytes_per_token) if model.kv_bytes_per_token else "not known"
     return facts_table(
         ("model", model.id),
+        ("state", _state(model)),
         ("kind", f"{model.architecture}, {model.dtype}, quantization {model.quantization}"),
         (
             "size",

@@ -7,13 +7,13 @@ import contextlib
 import dataclasses
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Annotated
 
 import typer
 from icehouse.v1.cache_stats_pb2 import CacheSharedStats, CacheStats
 from icehouse.v1.engine_stats_pb2 import EngineStats
-from icehouse.v1.server_service_pb2 import ServerStats
+from icehouse.v1.server_service_pb2 import ModelStats, ServerStats
 from icehouse.v1.slow_request_pb2 import SlowRequest
 from rich.console import Group, RenderableType
 from rich.live import Live
@@ -148,12 +148,14 @@ def screen(
     if stats.HasField("engine"):
         title.append(f" · up {age_text(seconds(stats.engine.uptime))}", style="dim")
         parts.append(_now(stats.engine, rates, history))
-    else:
+    elif not stats.models:
         parts.append(
             Text("the server shows a tenant its own requests only; an operator's token shows the rest")
         )
     if stats.HasField("cache"):
         parts += [Text(), _tiers(stats.cache), _traffic(stats.cache, rates)]
+    if stats.models:
+        parts += [Text(), _models(stats.models)]
     parts += [Text(), _slowest(stats.slowest_requests)]
     return Group(*parts)
 
@@ -191,6 +193,21 @@ def _now(engine: EngineStats, rates: Rates, history: Sequence[float]) -> Table:
     return facts_table(
         ("requests", requests), ("per second", ends), ("tokens/s", tokens), ("decode step", step)
     )
+
+
+def _models(models: Iterable[ModelStats]) -> Table:
+    shown = _table("loaded model", "up", "decoding", "waiting", "written", "RAM tier")
+    for model in models:
+        engine = model.engine
+        shown.add_row(
+            Text(printable(model.model)),
+            age_text(seconds(engine.uptime)),
+            f"{engine.decoding_count:,}",
+            f"{engine.waiting_count:,}",
+            f"{engine.output_token_total:,} tokens",
+            size_text(model.cache.ram.size_bytes),
+        )
+    return shown
 
 
 def _tiers(cache: CacheStats) -> Table:
