@@ -10,6 +10,7 @@ from pathlib import Path
 
 from icehouse_server.cli.flags import value_text
 from icehouse_server.config import SETTINGS
+from icehouse_server.config.sections import MODEL_SETTINGS
 from icehouse_server.text.replies.families import FAMILIES
 
 _WAYS = Path(__file__).resolve().parents[1] / "tests/unit/engine/runner/forward/splits.json"
@@ -66,7 +67,18 @@ def settings() -> str:
             for s in group
         ]
         lines.append("")
-    return "\n".join(lines).rstrip()
+    own = [s for s in MODEL_SETTINGS if s.name not in {each.name for each in SETTINGS if each.section == "model"}]
+    lines += [
+        "## models",
+        "",
+        "One table `[[models]]` in the file for each of [several models](howto/several-models.md). It has "
+        "`model`, any other key of `[model]`, and these:",
+        "",
+        "| key | default | meaning |",
+        "|---|---|---|",
+    ]
+    lines += [f"| `{s.name}` | {value_text(s, s.default)} | {s.help} |" for s in own]
+    return "\n".join(lines)
 
 
 def architectures() -> str:

@@ -150,7 +150,7 @@ func (ImportRefusal) EnumDescriptor() ([]byte, []int) {
 // A prompt to look up.
 type ExplainRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Model; otherwise NOT_FOUND. Default: the served model.
+	// Model; otherwise NOT_FOUND. Default: the default model.
 	Model string `protobuf:"bytes,1,opt,name=model,proto3" json:"model,omitempty"`
 	// The prompt; required (PROMPT_MISSING).
 	Prompt *Prompt `protobuf:"bytes,2,opt,name=prompt,proto3" json:"prompt,omitempty"`
@@ -482,7 +482,7 @@ type WarmRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// As for Generate.
 	RequestId string `protobuf:"bytes,1,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
-	// Model; otherwise NOT_FOUND. Default: the served model.
+	// Model; otherwise NOT_FOUND. Default: the default model.
 	Model string `protobuf:"bytes,2,opt,name=model,proto3" json:"model,omitempty"`
 	// The prompt; required (PROMPT_MISSING).
 	Prompt *Prompt `protobuf:"bytes,3,opt,name=prompt,proto3" json:"prompt,omitempty"`
@@ -798,7 +798,7 @@ func (x *WarmResult) GetComputedTokens() int32 {
 // A prompt whose blocks to pin.
 type PinRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Model; otherwise NOT_FOUND. Default: the served model.
+	// Model; otherwise NOT_FOUND. Default: the default model.
 	Model string `protobuf:"bytes,1,opt,name=model,proto3" json:"model,omitempty"`
 	// The prompt; required (PROMPT_MISSING).
 	Prompt *Prompt `protobuf:"bytes,2,opt,name=prompt,proto3" json:"prompt,omitempty"`
@@ -936,7 +936,7 @@ func (x *PinResponse) GetSizeBytes() int64 {
 // A prompt whose blocks to unpin.
 type UnpinRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Model; otherwise NOT_FOUND. Default: the served model.
+	// Model; otherwise NOT_FOUND. Default: the default model.
 	Model string `protobuf:"bytes,1,opt,name=model,proto3" json:"model,omitempty"`
 	// The prompt; required (PROMPT_MISSING).
 	Prompt *Prompt `protobuf:"bytes,2,opt,name=prompt,proto3" json:"prompt,omitempty"`
@@ -1064,7 +1064,7 @@ func (x *UnpinResponse) GetSizeBytes() int64 {
 // A session that has ended.
 type EndSessionRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Model; otherwise NOT_FOUND. Default: the served model.
+	// Model; otherwise NOT_FOUND. Default: the default model.
 	Model string `protobuf:"bytes,1,opt,name=model,proto3" json:"model,omitempty"`
 	// The session, as its requests named it; otherwise PARAMETER_OUT_OF_RANGE. Default: as in GenerateRequest,
 	// from the call's metadata; required in one of the two ways.
@@ -1193,7 +1193,7 @@ func (x *EndSessionResponse) GetSsdBytes() int64 {
 // A prompt whose blocks to remove.
 type EvictRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Model; otherwise NOT_FOUND. Default: the served model.
+	// Model; otherwise NOT_FOUND. Default: the default model.
 	Model string `protobuf:"bytes,1,opt,name=model,proto3" json:"model,omitempty"`
 	// The prompt; required (PROMPT_MISSING). All of its cached blocks are removed, from the first one.
 	Prompt *Prompt `protobuf:"bytes,2,opt,name=prompt,proto3" json:"prompt,omitempty"`
@@ -1344,7 +1344,7 @@ func (*EvictResponse_Done) isEvictResponse_Event() {}
 // Asks for the removal of all blocks.
 type EvictAllRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Model; otherwise NOT_FOUND. Default: the served model.
+	// Model; otherwise NOT_FOUND. Default: the default model.
 	Model         string `protobuf:"bytes,1,opt,name=model,proto3" json:"model,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1912,7 +1912,7 @@ func (x *VerifyResult) GetDuration() *durationpb.Duration {
 // Asks for an archive.
 type ExportRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Model; otherwise NOT_FOUND. Default: the served model.
+	// Model; otherwise NOT_FOUND. Default: the default model.
 	Model string `protobuf:"bytes,1,opt,name=model,proto3" json:"model,omitempty"`
 	// The prompt whose blocks to send. Default: all blocks of the tenant, with every adapter.
 	Prompt *Prompt `protobuf:"bytes,2,opt,name=prompt,proto3" json:"prompt,omitempty"`
@@ -2214,7 +2214,7 @@ func (*ImportRequest_Chunk) isImportRequest_Part() {}
 // Where the blocks of an archive go.
 type ImportTarget struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Model; otherwise NOT_FOUND. Default: the served model.
+	// Model; otherwise NOT_FOUND. Default: the default model.
 	Model string `protobuf:"bytes,1,opt,name=model,proto3" json:"model,omitempty"`
 	// Whose blocks they become. Default: the default tenant's.
 	Cache         *CachePolicy `protobuf:"bytes,2,opt,name=cache,proto3" json:"cache,omitempty"`

@@ -82,7 +82,7 @@ type EmbedRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The caller's name for this request, as for Generate. Default: an id is generated.
 	RequestId string `protobuf:"bytes,1,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
-	// Model to use, as ListModels names it; otherwise NOT_FOUND. Default: the served model.
+	// Model to use, as ListModels names it; otherwise NOT_FOUND. Default: the default model.
 	Model string `protobuf:"bytes,2,opt,name=model,proto3" json:"model,omitempty"`
 	// What to embed: 1 to the server's limit (64 by default; otherwise PARAMETER_OUT_OF_RANGE).
 	Inputs []*EmbedInput `protobuf:"bytes,3,rep,name=inputs,proto3" json:"inputs,omitempty"`

@@ -28,7 +28,7 @@ const (
 //
 // For semantics around ctx use and closing/ending streaming RPCs, please refer to https://pkg.go.dev/google.golang.org/grpc/?tab=doc#ClientConn.NewStream.
 //
-// Turns texts into vectors: the hidden states of the served model, pooled. Errors carry google.rpc
+// Turns texts into vectors: the hidden states of a model, pooled. Errors carry google.rpc
 // details as InferenceService's do.
 type EmbeddingServiceClient interface {
 	// Embeds several inputs. They are computed in slices between the decode steps of other requests, and
@@ -59,7 +59,7 @@ func (c *embeddingServiceClient) Embed(ctx context.Context, in *EmbedRequest, op
 // All implementations must embed UnimplementedEmbeddingServiceServer
 // for forward compatibility.
 //
-// Turns texts into vectors: the hidden states of the served model, pooled. Errors carry google.rpc
+// Turns texts into vectors: the hidden states of a model, pooled. Errors carry google.rpc
 // details as InferenceService's do.
 type EmbeddingServiceServer interface {
 	// Embeds several inputs. They are computed in slices between the decode steps of other requests, and

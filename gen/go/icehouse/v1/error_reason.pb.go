@@ -130,6 +130,8 @@ const (
 	ErrorReason_ERROR_REASON_EVENTS_LOST ErrorReason = 48
 	// The SSD tier has stopped, or its folder cannot be used.
 	ErrorReason_ERROR_REASON_STORE_UNUSABLE ErrorReason = 49
+	// The model, one of several, could not be loaded.
+	ErrorReason_ERROR_REASON_MODEL_NOT_LOADED ErrorReason = 50
 )
 
 // Enum value maps for ErrorReason.
@@ -185,6 +187,7 @@ var (
 		47: "ERROR_REASON_EVENTS_EXPIRED",
 		48: "ERROR_REASON_EVENTS_LOST",
 		49: "ERROR_REASON_STORE_UNUSABLE",
+		50: "ERROR_REASON_MODEL_NOT_LOADED",
 	}
 	ErrorReason_value = map[string]int32{
 		"ERROR_REASON_UNSPECIFIED":             0,
@@ -237,6 +240,7 @@ var (
 		"ERROR_REASON_EVENTS_EXPIRED":          47,
 		"ERROR_REASON_EVENTS_LOST":             48,
 		"ERROR_REASON_STORE_UNUSABLE":          49,
+		"ERROR_REASON_MODEL_NOT_LOADED":        50,
 	}
 )
 
@@ -271,7 +275,7 @@ var File_icehouse_v1_error_reason_proto protoreflect.FileDescriptor
 
 const file_icehouse_v1_error_reason_proto_rawDesc = "" +
 	"\n" +
-	"\x1eicehouse/v1/error_reason.proto\x12\vicehouse.v1*\xcf\r\n" +
+	"\x1eicehouse/v1/error_reason.proto\x12\vicehouse.v1*\xf2\r\n" +
 	"\vErrorReason\x12\x1c\n" +
 	"\x18ERROR_REASON_UNSPECIFIED\x10\x00\x12\x1d\n" +
 	"\x19ERROR_REASON_PROMPT_EMPTY\x10\x01\x12\x1f\n" +
@@ -323,7 +327,8 @@ const file_icehouse_v1_error_reason_proto_rawDesc = "" +
 	"\x1eERROR_REASON_CACHE_UNSUPPORTED\x10.\x12\x1f\n" +
 	"\x1bERROR_REASON_EVENTS_EXPIRED\x10/\x12\x1c\n" +
 	"\x18ERROR_REASON_EVENTS_LOST\x100\x12\x1f\n" +
-	"\x1bERROR_REASON_STORE_UNUSABLE\x101B<\n" +
+	"\x1bERROR_REASON_STORE_UNUSABLE\x101\x12!\n" +
+	"\x1dERROR_REASON_MODEL_NOT_LOADED\x102B<\n" +
 	"\x0fdev.icehouse.v1P\x01Z'icehouse.dev/api/icehouse/v1;icehousev1b\x06proto3"
 
 var (

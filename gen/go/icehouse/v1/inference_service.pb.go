@@ -36,7 +36,7 @@ type GenerateRequest struct {
 	// the same seed, or greedily, its output is the same and its prompt is found in the cache. After a broken
 	// connection the id is free one step after the server has noticed. Default: an id is generated.
 	RequestId string `protobuf:"bytes,1,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
-	// Model to use, as ListModels names it; otherwise NOT_FOUND. Default: the served model.
+	// Model to use, as ListModels names it; otherwise NOT_FOUND. Default: the default model.
 	Model string `protobuf:"bytes,2,opt,name=model,proto3" json:"model,omitempty"`
 	// What to continue; required (PROMPT_MISSING).
 	Prompt *Prompt `protobuf:"bytes,3,opt,name=prompt,proto3" json:"prompt,omitempty"`
@@ -1010,7 +1010,7 @@ func (x *Finished) GetCompletionIndex() int32 {
 // A prompt to turn into tokens.
 type TokenizeRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Model whose tokenizer to use; otherwise NOT_FOUND. Default: the served model.
+	// Model whose tokenizer to use; otherwise NOT_FOUND. Default: the default model.
 	Model string `protobuf:"bytes,1,opt,name=model,proto3" json:"model,omitempty"`
 	// What to tokenize; required (PROMPT_MISSING). `tokens` is refused with UNSUPPORTED. Unlike for Generate it
 	// may be empty text, and longer than the model's context: at most 8 characters for each of its tokens, or
@@ -1177,7 +1177,7 @@ func (x *Token) GetPiece() string {
 // Tokens to turn into text.
 type DetokenizeRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Model whose tokenizer to use; otherwise NOT_FOUND. Default: the served model.
+	// Model whose tokenizer to use; otherwise NOT_FOUND. Default: the default model.
 	Model string `protobuf:"bytes,1,opt,name=model,proto3" json:"model,omitempty"`
 	// The tokens, none to at most as many as Tokenize accepts characters (PROMPT_TOO_LONG); each in the vocabulary
 	// (TOKEN_OUT_OF_RANGE).

@@ -29,7 +29,7 @@ type RerankRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The caller's name for this request, as for Generate. Default: an id is generated.
 	RequestId string `protobuf:"bytes,1,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
-	// Model to use, as ListModels names it; otherwise NOT_FOUND. Default: the served model.
+	// Model to use, as ListModels names it; otherwise NOT_FOUND. Default: the default model.
 	Model string `protobuf:"bytes,2,opt,name=model,proto3" json:"model,omitempty"`
 	// What the documents should answer. Required (PROMPT_EMPTY).
 	Query string `protobuf:"bytes,3,opt,name=query,proto3" json:"query,omitempty"`

@@ -101,7 +101,7 @@ class ExplainRequest(_message.Message):
     PROMPT_FIELD_NUMBER: _builtins.int
     CACHE_FIELD_NUMBER: _builtins.int
     model: _builtins.str
-    """Model; otherwise NOT_FOUND. Default: the served model."""
+    """Model; otherwise NOT_FOUND. Default: the default model."""
     @_builtins.property
     def prompt(self) -> _prompt_pb2.Prompt:
         """The prompt; required (PROMPT_MISSING)."""
@@ -275,7 +275,7 @@ class WarmRequest(_message.Message):
     request_id: _builtins.str
     """As for Generate."""
     model: _builtins.str
-    """Model; otherwise NOT_FOUND. Default: the served model."""
+    """Model; otherwise NOT_FOUND. Default: the default model."""
     priority: _builtins.int
     """As for Generate."""
     @_builtins.property
@@ -424,7 +424,7 @@ class PinRequest(_message.Message):
     CACHE_FIELD_NUMBER: _builtins.int
     TTL_FIELD_NUMBER: _builtins.int
     model: _builtins.str
-    """Model; otherwise NOT_FOUND. Default: the served model."""
+    """Model; otherwise NOT_FOUND. Default: the default model."""
     @_builtins.property
     def prompt(self) -> _prompt_pb2.Prompt:
         """The prompt; required (PROMPT_MISSING)."""
@@ -495,7 +495,7 @@ class UnpinRequest(_message.Message):
     PROMPT_FIELD_NUMBER: _builtins.int
     CACHE_FIELD_NUMBER: _builtins.int
     model: _builtins.str
-    """Model; otherwise NOT_FOUND. Default: the served model."""
+    """Model; otherwise NOT_FOUND. Default: the default model."""
     @_builtins.property
     def prompt(self) -> _prompt_pb2.Prompt:
         """The prompt; required (PROMPT_MISSING)."""
@@ -559,7 +559,7 @@ class EndSessionRequest(_message.Message):
     SESSION_ID_FIELD_NUMBER: _builtins.int
     CACHE_FIELD_NUMBER: _builtins.int
     model: _builtins.str
-    """Model; otherwise NOT_FOUND. Default: the served model."""
+    """Model; otherwise NOT_FOUND. Default: the default model."""
     session_id: _builtins.str
     """The session, as its requests named it; otherwise PARAMETER_OUT_OF_RANGE. Default: as in GenerateRequest,
     from the call's metadata; required in one of the two ways.
@@ -623,7 +623,7 @@ class EvictRequest(_message.Message):
     PROMPT_FIELD_NUMBER: _builtins.int
     CACHE_FIELD_NUMBER: _builtins.int
     model: _builtins.str
-    """Model; otherwise NOT_FOUND. Default: the served model."""
+    """Model; otherwise NOT_FOUND. Default: the default model."""
     @_builtins.property
     def prompt(self) -> _prompt_pb2.Prompt:
         """The prompt; required (PROMPT_MISSING). All of its cached blocks are removed, from the first one."""
@@ -687,7 +687,7 @@ class EvictAllRequest(_message.Message):
 
     MODEL_FIELD_NUMBER: _builtins.int
     model: _builtins.str
-    """Model; otherwise NOT_FOUND. Default: the served model."""
+    """Model; otherwise NOT_FOUND. Default: the default model."""
     def __init__(
         self,
         *,
@@ -943,7 +943,7 @@ class ExportRequest(_message.Message):
     PROMPT_FIELD_NUMBER: _builtins.int
     CACHE_FIELD_NUMBER: _builtins.int
     model: _builtins.str
-    """Model; otherwise NOT_FOUND. Default: the served model."""
+    """Model; otherwise NOT_FOUND. Default: the default model."""
     @_builtins.property
     def prompt(self) -> _prompt_pb2.Prompt:
         """The prompt whose blocks to send. Default: all blocks of the tenant, with every adapter."""
@@ -1066,7 +1066,7 @@ class ImportTarget(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     CACHE_FIELD_NUMBER: _builtins.int
     model: _builtins.str
-    """Model; otherwise NOT_FOUND. Default: the served model."""
+    """Model; otherwise NOT_FOUND. Default: the default model."""
     @_builtins.property
     def cache(self) -> _cache_policy_pb2.CachePolicy:
         """Whose blocks they become. Default: the default tenant's."""

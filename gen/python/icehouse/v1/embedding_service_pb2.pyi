@@ -62,7 +62,7 @@ class EmbedRequest(_message.Message):
     request_id: _builtins.str
     """The caller's name for this request, as for Generate. Default: an id is generated."""
     model: _builtins.str
-    """Model to use, as ListModels names it; otherwise NOT_FOUND. Default: the served model."""
+    """Model to use, as ListModels names it; otherwise NOT_FOUND. Default: the default model."""
     pooling: Global___Pooling.ValueType
     """How to pool. Default: the last token."""
     normalize: _builtins.bool

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class EmbeddingServiceStub(object):
-    """Turns texts into vectors: the hidden states of the served model, pooled. Errors carry google.rpc
+    """Turns texts into vectors: the hidden states of a model, pooled. Errors carry google.rpc
     details as InferenceService's do.
     """
 
@@ -44,7 +44,7 @@ class EmbeddingServiceStub(object):
 
 
 class EmbeddingServiceServicer(object):
-    """Turns texts into vectors: the hidden states of the served model, pooled. Errors carry google.rpc
+    """Turns texts into vectors: the hidden states of a model, pooled. Errors carry google.rpc
     details as InferenceService's do.
     """
 
@@ -74,7 +74,7 @@ def add_EmbeddingServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class EmbeddingService(object):
-    """Turns texts into vectors: the hidden states of the served model, pooled. Errors carry google.rpc
+    """Turns texts into vectors: the hidden states of a model, pooled. Errors carry google.rpc
     details as InferenceService's do.
     """
 

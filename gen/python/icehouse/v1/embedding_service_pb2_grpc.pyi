@@ -27,7 +27,7 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class EmbeddingServiceStub:
-    """Turns texts into vectors: the hidden states of the served model, pooled. Errors carry google.rpc
+    """Turns texts into vectors: the hidden states of a model, pooled. Errors carry google.rpc
     details as InferenceService's do.
     """
 
@@ -43,7 +43,7 @@ class EmbeddingServiceStub:
 
 @_typing.type_check_only
 class EmbeddingServiceAsyncStub(EmbeddingServiceStub):
-    """Turns texts into vectors: the hidden states of the served model, pooled. Errors carry google.rpc
+    """Turns texts into vectors: the hidden states of a model, pooled. Errors carry google.rpc
     details as InferenceService's do.
     """
 
@@ -55,7 +55,7 @@ class EmbeddingServiceAsyncStub(EmbeddingServiceStub):
     """
 
 class EmbeddingServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Turns texts into vectors: the hidden states of the served model, pooled. Errors carry google.rpc
+    """Turns texts into vectors: the hidden states of a model, pooled. Errors carry google.rpc
     details as InferenceService's do.
     """
 

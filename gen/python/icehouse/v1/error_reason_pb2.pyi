@@ -122,6 +122,8 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """The subscriber fell too far behind; KV events were lost."""
     ERROR_REASON_STORE_UNUSABLE: _ErrorReason.ValueType  # 49
     """The SSD tier has stopped, or its folder cannot be used."""
+    ERROR_REASON_MODEL_NOT_LOADED: _ErrorReason.ValueType  # 50
+    """The model, one of several, could not be loaded."""
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """The reasons that a `google.rpc.ErrorInfo` of this server can have. `ErrorInfo.reason` is a string: the name of
@@ -230,4 +232,6 @@ ERROR_REASON_EVENTS_LOST: ErrorReason.ValueType  # 48
 """The subscriber fell too far behind; KV events were lost."""
 ERROR_REASON_STORE_UNUSABLE: ErrorReason.ValueType  # 49
 """The SSD tier has stopped, or its folder cannot be used."""
+ERROR_REASON_MODEL_NOT_LOADED: ErrorReason.ValueType  # 50
+"""The model, one of several, could not be loaded."""
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015

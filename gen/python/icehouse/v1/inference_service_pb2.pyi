@@ -64,7 +64,7 @@ class GenerateRequest(_message.Message):
     connection the id is free one step after the server has noticed. Default: an id is generated.
     """
     model: _builtins.str
-    """Model to use, as ListModels names it; otherwise NOT_FOUND. Default: the served model."""
+    """Model to use, as ListModels names it; otherwise NOT_FOUND. Default: the default model."""
     max_output_tokens: _builtins.int
     """Maximum tokens to generate, 1 or more (PARAMETER_OUT_OF_RANGE). Values above the server's limit (32768 by
     default), or above what the model's context leaves after the prompt, are lowered to it; the response's
@@ -589,7 +589,7 @@ class TokenizeRequest(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     PROMPT_FIELD_NUMBER: _builtins.int
     model: _builtins.str
-    """Model whose tokenizer to use; otherwise NOT_FOUND. Default: the served model."""
+    """Model whose tokenizer to use; otherwise NOT_FOUND. Default: the default model."""
     @_builtins.property
     def prompt(self) -> _prompt_pb2.Prompt:
         """What to tokenize; required (PROMPT_MISSING). `tokens` is refused with UNSUPPORTED. Unlike for Generate it
@@ -674,7 +674,7 @@ class DetokenizeRequest(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
-    """Model whose tokenizer to use; otherwise NOT_FOUND. Default: the served model."""
+    """Model whose tokenizer to use; otherwise NOT_FOUND. Default: the default model."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The tokens, none to at most as many as Tokenize accepts characters (PROMPT_TOO_LONG); each in the vocabulary

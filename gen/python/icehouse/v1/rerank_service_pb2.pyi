@@ -42,7 +42,7 @@ class RerankRequest(_message.Message):
     request_id: _builtins.str
     """The caller's name for this request, as for Generate. Default: an id is generated."""
     model: _builtins.str
-    """Model to use, as ListModels names it; otherwise NOT_FOUND. Default: the served model."""
+    """Model to use, as ListModels names it; otherwise NOT_FOUND. Default: the default model."""
     query: _builtins.str
     """What the documents should answer. Required (PROMPT_EMPTY)."""
     instruction: _builtins.str

@@ -29,7 +29,7 @@ export const file_icehouse_v1_cache_service: GenFile = /*@__PURE__*/
  */
 export type ExplainRequest = Message<"icehouse.v1.ExplainRequest"> & {
   /**
-   * Model; otherwise NOT_FOUND. Default: the served model.
+   * Model; otherwise NOT_FOUND. Default: the default model.
    *
    * @generated from field: string model = 1;
    */
@@ -234,7 +234,7 @@ export type WarmRequest = Message<"icehouse.v1.WarmRequest"> & {
   requestId: string;
 
   /**
-   * Model; otherwise NOT_FOUND. Default: the served model.
+   * Model; otherwise NOT_FOUND. Default: the default model.
    *
    * @generated from field: string model = 2;
    */
@@ -400,7 +400,7 @@ export const WarmResultSchema: GenMessage<WarmResult> = /*@__PURE__*/
  */
 export type PinRequest = Message<"icehouse.v1.PinRequest"> & {
   /**
-   * Model; otherwise NOT_FOUND. Default: the served model.
+   * Model; otherwise NOT_FOUND. Default: the default model.
    *
    * @generated from field: string model = 1;
    */
@@ -478,7 +478,7 @@ export const PinResponseSchema: GenMessage<PinResponse> = /*@__PURE__*/
  */
 export type UnpinRequest = Message<"icehouse.v1.UnpinRequest"> & {
   /**
-   * Model; otherwise NOT_FOUND. Default: the served model.
+   * Model; otherwise NOT_FOUND. Default: the default model.
    *
    * @generated from field: string model = 1;
    */
@@ -548,7 +548,7 @@ export const UnpinResponseSchema: GenMessage<UnpinResponse> = /*@__PURE__*/
  */
 export type EndSessionRequest = Message<"icehouse.v1.EndSessionRequest"> & {
   /**
-   * Model; otherwise NOT_FOUND. Default: the served model.
+   * Model; otherwise NOT_FOUND. Default: the default model.
    *
    * @generated from field: string model = 1;
    */
@@ -619,7 +619,7 @@ export const EndSessionResponseSchema: GenMessage<EndSessionResponse> = /*@__PUR
  */
 export type EvictRequest = Message<"icehouse.v1.EvictRequest"> & {
   /**
-   * Model; otherwise NOT_FOUND. Default: the served model.
+   * Model; otherwise NOT_FOUND. Default: the default model.
    *
    * @generated from field: string model = 1;
    */
@@ -691,7 +691,7 @@ export const EvictResponseSchema: GenMessage<EvictResponse> = /*@__PURE__*/
  */
 export type EvictAllRequest = Message<"icehouse.v1.EvictAllRequest"> & {
   /**
-   * Model; otherwise NOT_FOUND. Default: the served model.
+   * Model; otherwise NOT_FOUND. Default: the default model.
    *
    * @generated from field: string model = 1;
    */
@@ -983,7 +983,7 @@ export const VerifyResultSchema: GenMessage<VerifyResult> = /*@__PURE__*/
  */
 export type ExportRequest = Message<"icehouse.v1.ExportRequest"> & {
   /**
-   * Model; otherwise NOT_FOUND. Default: the served model.
+   * Model; otherwise NOT_FOUND. Default: the default model.
    *
    * @generated from field: string model = 1;
    */
@@ -1127,7 +1127,7 @@ export const ImportRequestSchema: GenMessage<ImportRequest> = /*@__PURE__*/
  */
 export type ImportTarget = Message<"icehouse.v1.ImportTarget"> & {
   /**
-   * Model; otherwise NOT_FOUND. Default: the served model.
+   * Model; otherwise NOT_FOUND. Default: the default model.
    *
    * @generated from field: string model = 1;
    */

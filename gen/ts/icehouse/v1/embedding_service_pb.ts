@@ -32,7 +32,7 @@ export type EmbedRequest = Message<"icehouse.v1.EmbedRequest"> & {
   requestId: string;
 
   /**
-   * Model to use, as ListModels names it; otherwise NOT_FOUND. Default: the served model.
+   * Model to use, as ListModels names it; otherwise NOT_FOUND. Default: the default model.
    *
    * @generated from field: string model = 2;
    */
@@ -241,7 +241,7 @@ export const PoolingSchema: GenEnum<Pooling> = /*@__PURE__*/
   enumDesc(file_icehouse_v1_embedding_service, 0);
 
 /**
- * Turns texts into vectors: the hidden states of the served model, pooled. Errors carry google.rpc
+ * Turns texts into vectors: the hidden states of a model, pooled. Errors carry google.rpc
  * details as InferenceService's do.
  *
  * @generated from service icehouse.v1.EmbeddingService

@@ -58,7 +58,7 @@ export type GenerateRequest = Message<"icehouse.v1.GenerateRequest"> & {
   requestId: string;
 
   /**
-   * Model to use, as ListModels names it; otherwise NOT_FOUND. Default: the served model.
+   * Model to use, as ListModels names it; otherwise NOT_FOUND. Default: the default model.
    *
    * @generated from field: string model = 2;
    */
@@ -684,7 +684,7 @@ export const FinishedSchema: GenMessage<Finished> = /*@__PURE__*/
  */
 export type TokenizeRequest = Message<"icehouse.v1.TokenizeRequest"> & {
   /**
-   * Model whose tokenizer to use; otherwise NOT_FOUND. Default: the served model.
+   * Model whose tokenizer to use; otherwise NOT_FOUND. Default: the default model.
    *
    * @generated from field: string model = 1;
    */
@@ -770,7 +770,7 @@ export const TokenSchema: GenMessage<Token> = /*@__PURE__*/
  */
 export type DetokenizeRequest = Message<"icehouse.v1.DetokenizeRequest"> & {
   /**
-   * Model whose tokenizer to use; otherwise NOT_FOUND. Default: the served model.
+   * Model whose tokenizer to use; otherwise NOT_FOUND. Default: the default model.
    *
    * @generated from field: string model = 1;
    */

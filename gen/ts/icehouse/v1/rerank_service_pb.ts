@@ -32,7 +32,7 @@ export type RerankRequest = Message<"icehouse.v1.RerankRequest"> & {
   requestId: string;
 
   /**
-   * Model to use, as ListModels names it; otherwise NOT_FOUND. Default: the served model.
+   * Model to use, as ListModels names it; otherwise NOT_FOUND. Default: the default model.
    *
    * @generated from field: string model = 2;
    */

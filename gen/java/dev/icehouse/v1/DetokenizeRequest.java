@@ -50,7 +50,7 @@ private static final long serialVersionUID = 0L;
   private volatile java.lang.Object model_ = "";
   /**
    * <pre>
-   * Model whose tokenizer to use; otherwise NOT_FOUND. Default: the served model.
+   * Model whose tokenizer to use; otherwise NOT_FOUND. Default: the default model.
    * </pre>
    *
    * <code>string model = 1;</code>
@@ -71,7 +71,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * Model whose tokenizer to use; otherwise NOT_FOUND. Default: the served model.
+   * Model whose tokenizer to use; otherwise NOT_FOUND. Default: the default model.
    * </pre>
    *
    * <code>string model = 1;</code>
@@ -530,7 +530,7 @@ private static final long serialVersionUID = 0L;
     private java.lang.Object model_ = "";
     /**
      * <pre>
-     * Model whose tokenizer to use; otherwise NOT_FOUND. Default: the served model.
+     * Model whose tokenizer to use; otherwise NOT_FOUND. Default: the default model.
      * </pre>
      *
      * <code>string model = 1;</code>
@@ -550,7 +550,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Model whose tokenizer to use; otherwise NOT_FOUND. Default: the served model.
+     * Model whose tokenizer to use; otherwise NOT_FOUND. Default: the default model.
      * </pre>
      *
      * <code>string model = 1;</code>
@@ -571,7 +571,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Model whose tokenizer to use; otherwise NOT_FOUND. Default: the served model.
+     * Model whose tokenizer to use; otherwise NOT_FOUND. Default: the default model.
      * </pre>
      *
      * <code>string model = 1;</code>
@@ -588,7 +588,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Model whose tokenizer to use; otherwise NOT_FOUND. Default: the served model.
+     * Model whose tokenizer to use; otherwise NOT_FOUND. Default: the default model.
      * </pre>
      *
      * <code>string model = 1;</code>
@@ -602,7 +602,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Model whose tokenizer to use; otherwise NOT_FOUND. Default: the served model.
+     * Model whose tokenizer to use; otherwise NOT_FOUND. Default: the default model.
      * </pre>
      *
      * <code>string model = 1;</code>

@@ -101,7 +101,7 @@ private static final long serialVersionUID = 0L;
   private volatile java.lang.Object model_ = "";
   /**
    * <pre>
-   * Model to use, as ListModels names it; otherwise NOT_FOUND. Default: the served model.
+   * Model to use, as ListModels names it; otherwise NOT_FOUND. Default: the default model.
    * </pre>
    *
    * <code>string model = 2;</code>
@@ -122,7 +122,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * Model to use, as ListModels names it; otherwise NOT_FOUND. Default: the served model.
+   * Model to use, as ListModels names it; otherwise NOT_FOUND. Default: the default model.
    * </pre>
    *
    * <code>string model = 2;</code>
@@ -982,7 +982,7 @@ private static final long serialVersionUID = 0L;
     private java.lang.Object model_ = "";
     /**
      * <pre>
-     * Model to use, as ListModels names it; otherwise NOT_FOUND. Default: the served model.
+     * Model to use, as ListModels names it; otherwise NOT_FOUND. Default: the default model.
      * </pre>
      *
      * <code>string model = 2;</code>
@@ -1002,7 +1002,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Model to use, as ListModels names it; otherwise NOT_FOUND. Default: the served model.
+     * Model to use, as ListModels names it; otherwise NOT_FOUND. Default: the default model.
      * </pre>
      *
      * <code>string model = 2;</code>
@@ -1023,7 +1023,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Model to use, as ListModels names it; otherwise NOT_FOUND. Default: the served model.
+     * Model to use, as ListModels names it; otherwise NOT_FOUND. Default: the default model.
      * </pre>
      *
      * <code>string model = 2;</code>
@@ -1040,7 +1040,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Model to use, as ListModels names it; otherwise NOT_FOUND. Default: the served model.
+     * Model to use, as ListModels names it; otherwise NOT_FOUND. Default: the default model.
      * </pre>
      *
      * <code>string model = 2;</code>
@@ -1054,7 +1054,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Model to use, as ListModels names it; otherwise NOT_FOUND. Default: the served model.
+     * Model to use, as ListModels names it; otherwise NOT_FOUND. Default: the default model.
      * </pre>
      *
      * <code>string model = 2;</code>

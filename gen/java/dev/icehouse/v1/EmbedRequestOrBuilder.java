@@ -30,7 +30,7 @@ public interface EmbedRequestOrBuilder extends
 
   /**
    * <pre>
-   * Model to use, as ListModels names it; otherwise NOT_FOUND. Default: the served model.
+   * Model to use, as ListModels names it; otherwise NOT_FOUND. Default: the default model.
    * </pre>
    *
    * <code>string model = 2;</code>
@@ -39,7 +39,7 @@ public interface EmbedRequestOrBuilder extends
   java.lang.String getModel();
   /**
    * <pre>
-   * Model to use, as ListModels names it; otherwise NOT_FOUND. Default: the served model.
+   * Model to use, as ListModels names it; otherwise NOT_FOUND. Default: the default model.
    * </pre>
    *
    * <code>string model = 2;</code>

@@ -4,7 +4,7 @@ import static io.grpc.MethodDescriptor.generateFullMethodName;
 
 /**
  * <pre>
- * Turns texts into vectors: the hidden states of the served model, pooled. Errors carry google.rpc
+ * Turns texts into vectors: the hidden states of a model, pooled. Errors carry google.rpc
  * details as InferenceService's do.
  * </pre>
  */
@@ -108,7 +108,7 @@ public final class EmbeddingServiceGrpc {
 
   /**
    * <pre>
-   * Turns texts into vectors: the hidden states of the served model, pooled. Errors carry google.rpc
+   * Turns texts into vectors: the hidden states of a model, pooled. Errors carry google.rpc
    * details as InferenceService's do.
    * </pre>
    */
@@ -130,7 +130,7 @@ public final class EmbeddingServiceGrpc {
   /**
    * Base class for the server implementation of the service EmbeddingService.
    * <pre>
-   * Turns texts into vectors: the hidden states of the served model, pooled. Errors carry google.rpc
+   * Turns texts into vectors: the hidden states of a model, pooled. Errors carry google.rpc
    * details as InferenceService's do.
    * </pre>
    */
@@ -145,7 +145,7 @@ public final class EmbeddingServiceGrpc {
   /**
    * A stub to allow clients to do asynchronous rpc calls to service EmbeddingService.
    * <pre>
-   * Turns texts into vectors: the hidden states of the served model, pooled. Errors carry google.rpc
+   * Turns texts into vectors: the hidden states of a model, pooled. Errors carry google.rpc
    * details as InferenceService's do.
    * </pre>
    */
@@ -179,7 +179,7 @@ public final class EmbeddingServiceGrpc {
   /**
    * A stub to allow clients to do synchronous rpc calls to service EmbeddingService.
    * <pre>
-   * Turns texts into vectors: the hidden states of the served model, pooled. Errors carry google.rpc
+   * Turns texts into vectors: the hidden states of a model, pooled. Errors carry google.rpc
    * details as InferenceService's do.
    * </pre>
    */
@@ -212,7 +212,7 @@ public final class EmbeddingServiceGrpc {
   /**
    * A stub to allow clients to do limited synchronous rpc calls to service EmbeddingService.
    * <pre>
-   * Turns texts into vectors: the hidden states of the served model, pooled. Errors carry google.rpc
+   * Turns texts into vectors: the hidden states of a model, pooled. Errors carry google.rpc
    * details as InferenceService's do.
    * </pre>
    */
@@ -245,7 +245,7 @@ public final class EmbeddingServiceGrpc {
   /**
    * A stub to allow clients to do ListenableFuture-style rpc calls to service EmbeddingService.
    * <pre>
-   * Turns texts into vectors: the hidden states of the served model, pooled. Errors carry google.rpc
+   * Turns texts into vectors: the hidden states of a model, pooled. Errors carry google.rpc
    * details as InferenceService's do.
    * </pre>
    */

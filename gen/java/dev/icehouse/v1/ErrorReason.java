@@ -416,6 +416,14 @@ public enum ErrorReason
    * <code>ERROR_REASON_STORE_UNUSABLE = 49;</code>
    */
   ERROR_REASON_STORE_UNUSABLE(49),
+  /**
+   * <pre>
+   * The model, one of several, could not be loaded.
+   * </pre>
+   *
+   * <code>ERROR_REASON_MODEL_NOT_LOADED = 50;</code>
+   */
+  ERROR_REASON_MODEL_NOT_LOADED(50),
   UNRECOGNIZED(-1),
   ;
 
@@ -819,6 +827,14 @@ public enum ErrorReason
    * <code>ERROR_REASON_STORE_UNUSABLE = 49;</code>
    */
   public static final int ERROR_REASON_STORE_UNUSABLE_VALUE = 49;
+  /**
+   * <pre>
+   * The model, one of several, could not be loaded.
+   * </pre>
+   *
+   * <code>ERROR_REASON_MODEL_NOT_LOADED = 50;</code>
+   */
+  public static final int ERROR_REASON_MODEL_NOT_LOADED_VALUE = 50;
 
 
   public final int getNumber() {
@@ -895,6 +911,7 @@ public enum ErrorReason
       case 47: return ERROR_REASON_EVENTS_EXPIRED;
       case 48: return ERROR_REASON_EVENTS_LOST;
       case 49: return ERROR_REASON_STORE_UNUSABLE;
+      case 50: return ERROR_REASON_MODEL_NOT_LOADED;
       default: return null;
     }
   }

@@ -49,7 +49,7 @@ private static final long serialVersionUID = 0L;
   private volatile java.lang.Object model_ = "";
   /**
    * <pre>
-   * Model; otherwise NOT_FOUND. Default: the served model.
+   * Model; otherwise NOT_FOUND. Default: the default model.
    * </pre>
    *
    * <code>string model = 1;</code>
@@ -70,7 +70,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * Model; otherwise NOT_FOUND. Default: the served model.
+   * Model; otherwise NOT_FOUND. Default: the default model.
    * </pre>
    *
    * <code>string model = 1;</code>
@@ -424,7 +424,7 @@ private static final long serialVersionUID = 0L;
     private java.lang.Object model_ = "";
     /**
      * <pre>
-     * Model; otherwise NOT_FOUND. Default: the served model.
+     * Model; otherwise NOT_FOUND. Default: the default model.
      * </pre>
      *
      * <code>string model = 1;</code>
@@ -444,7 +444,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Model; otherwise NOT_FOUND. Default: the served model.
+     * Model; otherwise NOT_FOUND. Default: the default model.
      * </pre>
      *
      * <code>string model = 1;</code>
@@ -465,7 +465,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Model; otherwise NOT_FOUND. Default: the served model.
+     * Model; otherwise NOT_FOUND. Default: the default model.
      * </pre>
      *
      * <code>string model = 1;</code>
@@ -482,7 +482,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Model; otherwise NOT_FOUND. Default: the served model.
+     * Model; otherwise NOT_FOUND. Default: the default model.
      * </pre>
      *
      * <code>string model = 1;</code>
@@ -496,7 +496,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Model; otherwise NOT_FOUND. Default: the served model.
+     * Model; otherwise NOT_FOUND. Default: the default model.
      * </pre>
      *
      * <code>string model = 1;</code>

@@ -50,7 +50,7 @@ private static final long serialVersionUID = 0L;
   private volatile java.lang.Object model_ = "";
   /**
    * <pre>
-   * Model; otherwise NOT_FOUND. Default: the served model.
+   * Model; otherwise NOT_FOUND. Default: the default model.
    * </pre>
    *
    * <code>string model = 1;</code>
@@ -71,7 +71,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * Model; otherwise NOT_FOUND. Default: the served model.
+   * Model; otherwise NOT_FOUND. Default: the default model.
    * </pre>
    *
    * <code>string model = 1;</code>
@@ -584,7 +584,7 @@ private static final long serialVersionUID = 0L;
     private java.lang.Object model_ = "";
     /**
      * <pre>
-     * Model; otherwise NOT_FOUND. Default: the served model.
+     * Model; otherwise NOT_FOUND. Default: the default model.
      * </pre>
      *
      * <code>string model = 1;</code>
@@ -604,7 +604,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Model; otherwise NOT_FOUND. Default: the served model.
+     * Model; otherwise NOT_FOUND. Default: the default model.
      * </pre>
      *
      * <code>string model = 1;</code>
@@ -625,7 +625,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Model; otherwise NOT_FOUND. Default: the served model.
+     * Model; otherwise NOT_FOUND. Default: the default model.
      * </pre>
      *
      * <code>string model = 1;</code>
@@ -642,7 +642,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Model; otherwise NOT_FOUND. Default: the served model.
+     * Model; otherwise NOT_FOUND. Default: the default model.
      * </pre>
      *
      * <code>string model = 1;</code>
@@ -656,7 +656,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Model; otherwise NOT_FOUND. Default: the served model.
+     * Model; otherwise NOT_FOUND. Default: the default model.
      * </pre>
      *
      * <code>string model = 1;</code>

@@ -114,7 +114,7 @@ private static final long serialVersionUID = 0L;
   private volatile java.lang.Object model_ = "";
   /**
    * <pre>
-   * Model to use, as ListModels names it; otherwise NOT_FOUND. Default: the served model.
+   * Model to use, as ListModels names it; otherwise NOT_FOUND. Default: the default model.
    * </pre>
    *
    * <code>string model = 2;</code>
@@ -135,7 +135,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * Model to use, as ListModels names it; otherwise NOT_FOUND. Default: the served model.
+   * Model to use, as ListModels names it; otherwise NOT_FOUND. Default: the default model.
    * </pre>
    *
    * <code>string model = 2;</code>
@@ -1698,7 +1698,7 @@ private static final long serialVersionUID = 0L;
     private java.lang.Object model_ = "";
     /**
      * <pre>
-     * Model to use, as ListModels names it; otherwise NOT_FOUND. Default: the served model.
+     * Model to use, as ListModels names it; otherwise NOT_FOUND. Default: the default model.
      * </pre>
      *
      * <code>string model = 2;</code>
@@ -1718,7 +1718,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Model to use, as ListModels names it; otherwise NOT_FOUND. Default: the served model.
+     * Model to use, as ListModels names it; otherwise NOT_FOUND. Default: the default model.
      * </pre>
      *
      * <code>string model = 2;</code>
@@ -1739,7 +1739,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Model to use, as ListModels names it; otherwise NOT_FOUND. Default: the served model.
+     * Model to use, as ListModels names it; otherwise NOT_FOUND. Default: the default model.
      * </pre>
      *
      * <code>string model = 2;</code>
@@ -1756,7 +1756,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Model to use, as ListModels names it; otherwise NOT_FOUND. Default: the served model.
+     * Model to use, as ListModels names it; otherwise NOT_FOUND. Default: the default model.
      * </pre>
      *
      * <code>string model = 2;</code>
@@ -1770,7 +1770,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Model to use, as ListModels names it; otherwise NOT_FOUND. Default: the served model.
+     * Model to use, as ListModels names it; otherwise NOT_FOUND. Default: the default model.
      * </pre>
      *
      * <code>string model = 2;</code>

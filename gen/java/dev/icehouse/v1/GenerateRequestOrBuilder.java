@@ -42,7 +42,7 @@ public interface GenerateRequestOrBuilder extends
 
   /**
    * <pre>
-   * Model to use, as ListModels names it; otherwise NOT_FOUND. Default: the served model.
+   * Model to use, as ListModels names it; otherwise NOT_FOUND. Default: the default model.
    * </pre>
    *
    * <code>string model = 2;</code>
@@ -51,7 +51,7 @@ public interface GenerateRequestOrBuilder extends
   java.lang.String getModel();
   /**
    * <pre>
-   * Model to use, as ListModels names it; otherwise NOT_FOUND. Default: the served model.
+   * Model to use, as ListModels names it; otherwise NOT_FOUND. Default: the default model.
    * </pre>
    *
    * <code>string model = 2;</code>

@@ -50,7 +50,7 @@ private static final long serialVersionUID = 0L;
   private volatile java.lang.Object model_ = "";
   /**
    * <pre>
-   * Model; otherwise NOT_FOUND. Default: the served model.
+   * Model; otherwise NOT_FOUND. Default: the default model.
    * </pre>
    *
    * <code>string model = 1;</code>
@@ -71,7 +71,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * Model; otherwise NOT_FOUND. Default: the served model.
+   * Model; otherwise NOT_FOUND. Default: the default model.
    * </pre>
    *
    * <code>string model = 1;</code>
@@ -508,7 +508,7 @@ private static final long serialVersionUID = 0L;
     private java.lang.Object model_ = "";
     /**
      * <pre>
-     * Model; otherwise NOT_FOUND. Default: the served model.
+     * Model; otherwise NOT_FOUND. Default: the default model.
      * </pre>
      *
      * <code>string model = 1;</code>
@@ -528,7 +528,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Model; otherwise NOT_FOUND. Default: the served model.
+     * Model; otherwise NOT_FOUND. Default: the default model.
      * </pre>
      *
      * <code>string model = 1;</code>
@@ -549,7 +549,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Model; otherwise NOT_FOUND. Default: the served model.
+     * Model; otherwise NOT_FOUND. Default: the default model.
      * </pre>
      *
      * <code>string model = 1;</code>
@@ -566,7 +566,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Model; otherwise NOT_FOUND. Default: the served model.
+     * Model; otherwise NOT_FOUND. Default: the default model.
      * </pre>
      *
      * <code>string model = 1;</code>
@@ -580,7 +580,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Model; otherwise NOT_FOUND. Default: the served model.
+     * Model; otherwise NOT_FOUND. Default: the default model.
      * </pre>
      *
      * <code>string model = 1;</code>

@@ -50,7 +50,7 @@ private static final long serialVersionUID = 0L;
   private volatile java.lang.Object model_ = "";
   /**
    * <pre>
-   * Model; otherwise NOT_FOUND. Default: the served model.
+   * Model; otherwise NOT_FOUND. Default: the default model.
    * </pre>
    *
    * <code>string model = 1;</code>
@@ -71,7 +71,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * Model; otherwise NOT_FOUND. Default: the served model.
+   * Model; otherwise NOT_FOUND. Default: the default model.
    * </pre>
    *
    * <code>string model = 1;</code>
@@ -663,7 +663,7 @@ private static final long serialVersionUID = 0L;
     private java.lang.Object model_ = "";
     /**
      * <pre>
-     * Model; otherwise NOT_FOUND. Default: the served model.
+     * Model; otherwise NOT_FOUND. Default: the default model.
      * </pre>
      *
      * <code>string model = 1;</code>
@@ -683,7 +683,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Model; otherwise NOT_FOUND. Default: the served model.
+     * Model; otherwise NOT_FOUND. Default: the default model.
      * </pre>
      *
      * <code>string model = 1;</code>
@@ -704,7 +704,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Model; otherwise NOT_FOUND. Default: the served model.
+     * Model; otherwise NOT_FOUND. Default: the default model.
      * </pre>
      *
      * <code>string model = 1;</code>
@@ -721,7 +721,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Model; otherwise NOT_FOUND. Default: the served model.
+     * Model; otherwise NOT_FOUND. Default: the default model.
      * </pre>
      *
      * <code>string model = 1;</code>
@@ -735,7 +735,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Model; otherwise NOT_FOUND. Default: the served model.
+     * Model; otherwise NOT_FOUND. Default: the default model.
      * </pre>
      *
      * <code>string model = 1;</code>

@@ -147,7 +147,7 @@ private static final long serialVersionUID = 0L;
   private volatile java.lang.Object model_ = "";
   /**
    * <pre>
-   * Model to use, as ListModels names it; otherwise NOT_FOUND. Default: the served model.
+   * Model to use, as ListModels names it; otherwise NOT_FOUND. Default: the default model.
    * </pre>
    *
    * <code>string model = 2;</code>
@@ -168,7 +168,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * Model to use, as ListModels names it; otherwise NOT_FOUND. Default: the served model.
+   * Model to use, as ListModels names it; otherwise NOT_FOUND. Default: the default model.
    * </pre>
    *
    * <code>string model = 2;</code>
@@ -1461,7 +1461,7 @@ private static final long serialVersionUID = 0L;
     private java.lang.Object model_ = "";
     /**
      * <pre>
-     * Model to use, as ListModels names it; otherwise NOT_FOUND. Default: the served model.
+     * Model to use, as ListModels names it; otherwise NOT_FOUND. Default: the default model.
      * </pre>
      *
      * <code>string model = 2;</code>
@@ -1481,7 +1481,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Model to use, as ListModels names it; otherwise NOT_FOUND. Default: the served model.
+     * Model to use, as ListModels names it; otherwise NOT_FOUND. Default: the default model.
      * </pre>
      *
      * <code>string model = 2;</code>
@@ -1502,7 +1502,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Model to use, as ListModels names it; otherwise NOT_FOUND. Default: the served model.
+     * Model to use, as ListModels names it; otherwise NOT_FOUND. Default: the default model.
      * </pre>
      *
      * <code>string model = 2;</code>
@@ -1519,7 +1519,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Model to use, as ListModels names it; otherwise NOT_FOUND. Default: the served model.
+     * Model to use, as ListModels names it; otherwise NOT_FOUND. Default: the default model.
      * </pre>
      *
      * <code>string model = 2;</code>
@@ -1533,7 +1533,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Model to use, as ListModels names it; otherwise NOT_FOUND. Default: the served model.
+     * Model to use, as ListModels names it; otherwise NOT_FOUND. Default: the default model.
      * </pre>
      *
      * <code>string model = 2;</code>

@@ -50,7 +50,7 @@ private static final long serialVersionUID = 0L;
   private volatile java.lang.Object model_ = "";
   /**
    * <pre>
-   * Model whose tokenizer to use; otherwise NOT_FOUND. Default: the served model.
+   * Model whose tokenizer to use; otherwise NOT_FOUND. Default: the default model.
    * </pre>
    *
    * <code>string model = 1;</code>
@@ -71,7 +71,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * Model whose tokenizer to use; otherwise NOT_FOUND. Default: the served model.
+   * Model whose tokenizer to use; otherwise NOT_FOUND. Default: the default model.
    * </pre>
    *
    * <code>string model = 1;</code>
@@ -514,7 +514,7 @@ private static final long serialVersionUID = 0L;
     private java.lang.Object model_ = "";
     /**
      * <pre>
-     * Model whose tokenizer to use; otherwise NOT_FOUND. Default: the served model.
+     * Model whose tokenizer to use; otherwise NOT_FOUND. Default: the default model.
      * </pre>
      *
      * <code>string model = 1;</code>
@@ -534,7 +534,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Model whose tokenizer to use; otherwise NOT_FOUND. Default: the served model.
+     * Model whose tokenizer to use; otherwise NOT_FOUND. Default: the default model.
      * </pre>
      *
      * <code>string model = 1;</code>
@@ -555,7 +555,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Model whose tokenizer to use; otherwise NOT_FOUND. Default: the served model.
+     * Model whose tokenizer to use; otherwise NOT_FOUND. Default: the default model.
      * </pre>
      *
      * <code>string model = 1;</code>
@@ -572,7 +572,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Model whose tokenizer to use; otherwise NOT_FOUND. Default: the served model.
+     * Model whose tokenizer to use; otherwise NOT_FOUND. Default: the default model.
      * </pre>
      *
      * <code>string model = 1;</code>
@@ -586,7 +586,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Model whose tokenizer to use; otherwise NOT_FOUND. Default: the served model.
+     * Model whose tokenizer to use; otherwise NOT_FOUND. Default: the default model.
      * </pre>
      *
      * <code>string model = 1;</code>

@@ -10,7 +10,7 @@ public interface TokenizeRequestOrBuilder extends
 
   /**
    * <pre>
-   * Model whose tokenizer to use; otherwise NOT_FOUND. Default: the served model.
+   * Model whose tokenizer to use; otherwise NOT_FOUND. Default: the default model.
    * </pre>
    *
    * <code>string model = 1;</code>
@@ -19,7 +19,7 @@ public interface TokenizeRequestOrBuilder extends
   java.lang.String getModel();
   /**
    * <pre>
-   * Model whose tokenizer to use; otherwise NOT_FOUND. Default: the served model.
+   * Model whose tokenizer to use; otherwise NOT_FOUND. Default: the default model.
    * </pre>
    *
    * <code>string model = 1;</code>

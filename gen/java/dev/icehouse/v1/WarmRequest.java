@@ -98,7 +98,7 @@ private static final long serialVersionUID = 0L;
   private volatile java.lang.Object model_ = "";
   /**
    * <pre>
-   * Model; otherwise NOT_FOUND. Default: the served model.
+   * Model; otherwise NOT_FOUND. Default: the default model.
    * </pre>
    *
    * <code>string model = 2;</code>
@@ -119,7 +119,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * Model; otherwise NOT_FOUND. Default: the served model.
+   * Model; otherwise NOT_FOUND. Default: the default model.
    * </pre>
    *
    * <code>string model = 2;</code>
@@ -789,7 +789,7 @@ private static final long serialVersionUID = 0L;
     private java.lang.Object model_ = "";
     /**
      * <pre>
-     * Model; otherwise NOT_FOUND. Default: the served model.
+     * Model; otherwise NOT_FOUND. Default: the default model.
      * </pre>
      *
      * <code>string model = 2;</code>
@@ -809,7 +809,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Model; otherwise NOT_FOUND. Default: the served model.
+     * Model; otherwise NOT_FOUND. Default: the default model.
      * </pre>
      *
      * <code>string model = 2;</code>
@@ -830,7 +830,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Model; otherwise NOT_FOUND. Default: the served model.
+     * Model; otherwise NOT_FOUND. Default: the default model.
      * </pre>
      *
      * <code>string model = 2;</code>
@@ -847,7 +847,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Model; otherwise NOT_FOUND. Default: the served model.
+     * Model; otherwise NOT_FOUND. Default: the default model.
      * </pre>
      *
      * <code>string model = 2;</code>
@@ -861,7 +861,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Model; otherwise NOT_FOUND. Default: the served model.
+     * Model; otherwise NOT_FOUND. Default: the default model.
      * </pre>
      *
      * <code>string model = 2;</code>
