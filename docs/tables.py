@@ -67,7 +67,9 @@ def settings() -> str:
             for s in group
         ]
         lines.append("")
-    own = [s for s in MODEL_SETTINGS if s.name not in {each.name for each in SETTINGS if each.section == "model"}]
+    own = [
+        s for s in MODEL_SETTINGS if s.name not in {each.name for each in SETTINGS if each.section == "model"}
+    ]
     lines += [
         "## models",
         "",

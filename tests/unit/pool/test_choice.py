@@ -1,0 +1,58 @@
+"""Who gives way for a model, by tables."""
+
+from __future__ import annotations
+
+import pytest
+from icehouse_server.errors import CannotFit, Reason
+from icehouse_server.pool.choice import Occupant, yielding
+
+
+def occupant(
+    name: str, size_bytes: int, *, users: int = 0, used: float = 0.0, pinned: bool = False
+) -> Occupant:
+    return Occupant(name, size_bytes, pinned, users, used)
+
+
+IDLE_OLD = occupant("idle-old", 40, used=1.0)
+IDLE_NEW = occupant("idle-new", 30, used=2.0)
+BUSY_OLD = occupant("busy-old", 40, users=1, used=0.5)
+BUSY_NEW = occupant("busy-new", 20, users=3, used=3.0)
+PINNED = occupant("pinned", 30, pinned=True)
+LARGE = occupant("large", 100, used=5.0)
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "occupants", "wanted"),
+    [
+        (10, [], []),
+        (100, [], []),
+        (60, [IDLE_OLD], []),
+        (61, [IDLE_OLD], ["idle-old"]),
+        # The least recently used first, and no more than are needed.
+        (50, [IDLE_NEW, IDLE_OLD], ["idle-old"]),
+        (71, [IDLE_NEW, IDLE_OLD], ["idle-old", "idle-new"]),
+        # Idle ones before running ones, however long ago those were used.
+        (20, [BUSY_OLD, IDLE_OLD, BUSY_NEW], ["idle-old"]),
+        (61, [BUSY_OLD, IDLE_OLD, BUSY_NEW], ["idle-old", "busy-old"]),
+        (100, [BUSY_OLD, IDLE_OLD, BUSY_NEW], ["idle-old", "busy-old", "busy-new"]),
+        # Pinned ones never.
+        (30, [PINNED, IDLE_OLD], []),
+        (50, [PINNED, IDLE_OLD], ["idle-old"]),
+        (70, [PINNED, IDLE_OLD], ["idle-old"]),
+        # One that is not needed any more stays.
+        (50, [LARGE, occupant("small", 1, used=0.1)], ["large"]),
+    ],
+)
+def test_who_gives_way(size_bytes: int, occupants: list[Occupant], wanted: list[str]) -> None:
+    chosen = yielding("new", size_bytes, occupants, limit_bytes=100)
+    assert [each.name for each in chosen] == wanted
+
+
+@pytest.mark.parametrize(("size_bytes", "occupants"), [(101, []), (71, [PINNED]), (71, [PINNED, IDLE_OLD])])
+def test_what_cannot_fit_is_refused_with_the_numbers(size_bytes: int, occupants: list[Occupant]) -> None:
+    with pytest.raises(CannotFit) as caught:
+        yielding("new", size_bytes, occupants, limit_bytes=100)
+    assert caught.value.reason is Reason.MEMORY_NEVER_FITS
+    told = caught.value.metadata
+    assert (told["model"], told["weight_bytes"], told["limit_bytes"]) == ("new", str(size_bytes), "100")
+    assert told["pinned_bytes"] == ("30" if PINNED in occupants else "0")

@@ -1,0 +1,309 @@
+"""The pool over models that a test loads by hand: who waits, who leaves, what fails, what expires."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import threading
+from typing import Any
+
+import pytest
+from icehouse_server.domain.ids import Tenant
+from icehouse_server.domain.model import EngineState, ModelState
+from icehouse_server.errors import (
+    CannotFit,
+    IcehouseError,
+    NotFound,
+    Overloaded,
+    Reason,
+    Unavailable,
+    model_invalid,
+)
+from icehouse_server.pool import model_pool
+from icehouse_server.pool.model_pool import ModelPool, ModelTerms
+from icehouse_server.rpc.access.caller import UNPROVED, Caller, Role
+from icehouse_server.rpc.engine_client.engine_ports import ServedModel
+from icehouse_server.rpc.engine_client.router import Router
+from icehouse_server.rpc.engine_client.seat import Seat
+
+from tests.fixtures.patience import BOUND_S
+from tests.fixtures.rpc.fake_engine import MODEL_INFO, FakeEngine, FakeTokenizer
+from tests.fixtures.rpc.seats import seat_of
+from tests.unit.rpc.conftest import FakeClock
+
+SIZE = 60
+
+
+@dataclasses.dataclass
+class FakeCall:
+    """A call that uses a model."""
+
+    caller: Caller = UNPROVED
+    holds: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
+    load_s: float = 0.0
+
+
+class FakeModel:
+    """A model that becomes ready when a test says so."""
+
+    def __init__(self, house: House, name: str) -> None:
+        self._house, self.name = house, name
+        self.router = Router(house.loop)
+        self.engine = FakeEngine(self.router)
+        self.seat: Seat = seat_of(self.engine, self.router)
+        self.error: IcehouseError | None = None
+        self.has_ended = False
+
+    def start(self) -> None:
+        self._house.started.append(self.name)
+        if self.name not in self._house.held:
+            self.succeed()
+
+    def succeed(self) -> None:
+        info = dataclasses.replace(MODEL_INFO, model_id=self.name, weight_bytes=SIZE)
+        self.router.model_loaded(ServedModel(info, FakeTokenizer()))
+        self.router.state_changed(EngineState.READY, None)
+
+    def fail(self, error: IcehouseError) -> None:
+        self.error = error
+        self.router.state_changed(EngineState.FAILED, error)
+
+    async def end(self) -> None:
+        self.has_ended = True
+        self.engine.close()
+
+
+class House:
+    """A pool with room for one and a half models, and what it did. Made in a running loop."""
+
+    def __init__(self, *terms: ModelTerms) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.held: set[str] = set()
+        """Models that do not become ready by themselves."""
+        self.broken: dict[str, IcehouseError] = {}
+        """Why models cannot be found."""
+        self.started: list[str] = []
+        self.models: dict[str, FakeModel] = {}
+        self.located = threading.Semaphore(0)
+        self.clock = FakeClock()
+        self.pool: ModelPool[FakeModel] = ModelPool(
+            terms, opener=self, clock=self.clock, limit_bytes=SIZE * 3 // 2, grace_s=BOUND_S
+        )
+
+    def locate(self, name: str) -> int:
+        if name in self.broken:
+            raise self.broken[name]
+        return SIZE
+
+    def open(self, name: str) -> FakeModel:
+        self.models[name] = FakeModel(self, name)
+        return self.models[name]
+
+    def states(self) -> dict[str, ModelState]:
+        return {model.name: model.state for model in self.pool.listed(UNPROVED)}
+
+    async def until(self, name: str, state: ModelState) -> None:
+        async with asyncio.timeout(BOUND_S):
+            while self.states()[name] is not state:
+                await asyncio.sleep(0)
+
+    async def until_started(self, *names: str) -> None:
+        async with asyncio.timeout(BOUND_S):
+            while self.started != list(names):
+                await asyncio.sleep(0)
+
+    async def use(self, name: str, call: FakeCall | None = None) -> FakeCall:
+        call = call or FakeCall()
+        async with asyncio.timeout(BOUND_S):
+            seat = await self.pool.use(name, call)
+        assert seat is self.models[name or "a"].seat
+        return call
+
+    def end(self) -> None:
+        for model in self.pool.begin_stop():
+            model.engine.close()
+
+
+A, B, C = (ModelTerms(name) for name in "abc")
+
+
+@contextlib.asynccontextmanager
+async def house_of(*terms: ModelTerms) -> Any:
+    made = House(*terms)
+    try:
+        yield made
+    finally:
+        made.end()
+
+
+async def test_the_default_and_the_pinned_are_loaded_at_the_start() -> None:
+    async with house_of(A, B, dataclasses.replace(C, is_pinned=True)) as house:
+        house.pool._limit_bytes = 1000
+        assert house.pool.state is EngineState.LOADING
+        await house.pool.start()
+        assert house.started == ["a", "c"] and house.pool.state is EngineState.READY
+        assert [*house.pool.loaded()] == ["a", "c"]
+
+
+async def test_a_start_fails_with_the_first_reason_if_nothing_could_be_loaded() -> None:
+    async with house_of(A, B) as house:
+        house.broken["a"] = model_invalid("it is damaged")
+        with pytest.raises(IcehouseError, match="it is damaged"):
+            await house.pool.start()
+    async with house_of(A, dataclasses.replace(B, is_pinned=True)) as house:
+        house.broken["a"] = model_invalid("it is damaged")
+        await house.pool.start()
+        assert house.states() == {"a": ModelState.FAILED, "b": ModelState.READY}
+
+
+async def test_those_who_wait_for_a_model_get_it_together_and_it_is_loaded_once() -> None:
+    async with house_of(A, B) as house:
+        house.held.add("b")
+        waiting = [asyncio.ensure_future(house.use("b")) for _ in range(3)]
+        await house.until_started("b")
+        house.clock.now += 7.0
+        house.models["b"].succeed()
+        calls = await asyncio.gather(*waiting)
+        assert house.started == ["b"] and [call.load_s for call in calls] == [7.0] * 3
+        assert (await house.use("b")).load_s == 0.0
+
+
+async def test_a_model_that_nobody_waits_for_any_more_becomes_ready_all_the_same() -> None:
+    async with house_of(A, B) as house:
+        house.held.add("b")
+        waiting = asyncio.ensure_future(house.use("b"))
+        await house.until_started("b")
+        waiting.cancel()
+        await asyncio.wait((waiting,))
+        house.models["b"].succeed()
+        await house.until("b", ModelState.READY)
+        # And it can give way at once: who left does not use it.
+        await house.use("a")
+        assert house.states() == {"a": ModelState.READY, "b": ModelState.ABSENT}
+
+
+async def test_idle_models_give_way_and_running_ones_when_their_calls_have_ended() -> None:
+    async with house_of(A, B) as house:
+        call = await house.use("a")
+        waiting = asyncio.ensure_future(house.use("b"))
+        await house.until("a", ModelState.DRAINING)
+        # New calls for it wait, and it is loaded again for them.
+        again = asyncio.ensure_future(house.use("a"))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert not house.models["a"].has_ended and house.started == ["a"]
+        first = house.models["a"]
+        call.holds.close()
+        used = await waiting
+        assert first.has_ended
+        await house.until("b", ModelState.DRAINING)
+        used.holds.close()
+        await again
+        assert house.started == ["a", "b", "a"]
+
+
+async def test_who_waits_for_room_too_long_is_refused_and_what_runs_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(model_pool, "GIVE_WAY_S", 0.0)
+    async with house_of(A, B) as house:
+        call = await house.use("a")
+        with pytest.raises(Overloaded) as caught:
+            await house.use("b")
+        assert caught.value.reason is Reason.MEMORY_SHORT and "'a'" in caught.value.message
+        assert house.states()["a"] is ModelState.READY and not house.models["a"].has_ended
+        await house.use("a")
+        call.holds.close()
+
+
+async def test_a_pinned_model_gives_way_to_none() -> None:
+    async with house_of(dataclasses.replace(A, is_pinned=True), B) as house:
+        await house.pool.start()
+        with pytest.raises(CannotFit):
+            await house.use("b")
+        assert house.states()["a"] is ModelState.READY
+
+
+async def test_a_failed_model_is_told_to_all_and_tried_again_only_later() -> None:
+    async with house_of(A, B) as house:
+        house.broken["b"] = model_invalid("/secret/b is damaged")
+        refusals = await asyncio.gather(house.use("b"), house.use("b"), return_exceptions=True)
+        assert {type(refusal) for refusal in refusals} == {Unavailable}
+        assert all(r.reason is Reason.MODEL_NOT_LOADED and "damaged" in r.message for r in refusals)
+        del house.broken["b"]
+        tenant = FakeCall(Caller(Tenant("t"), Role.TENANT))
+        with pytest.raises(Unavailable) as caught:
+            await house.use("b", tenant)
+        assert "secret" not in caught.value.message and not house.started
+        assert "secret" not in house.pool.find("b", tenant.caller).detail
+        house.clock.now += model_pool.RETRY_S
+        await house.use("b")
+        assert house.states()["b"] is ModelState.READY
+
+
+async def test_an_engine_that_fails_takes_its_model_out_and_no_other() -> None:
+    async with house_of(A, B) as house:
+        house.pool._limit_bytes = 1000
+        await house.pool.start()
+        await house.use("b")
+        house.models["b"].fail(model_invalid("the loop broke"))
+        await house.until("b", ModelState.FAILED)
+        assert [*house.pool.loaded()] == ["a"] and house.pool.state is EngineState.READY
+        house.models["a"].engine.heartbeat_time = house.clock.now
+        assert house.pool.turns(patience_s=1.0)
+        house.clock.now += model_pool.RETRY_S
+        await house.use("b")
+
+
+async def test_a_model_expires_after_its_time_without_a_call() -> None:
+    async with house_of(A, dataclasses.replace(B, ttl_s=0.001)) as house:
+        call = await house.use("b")
+        held = house.models["b"]
+        assert not held.has_ended
+        call.holds.close()
+        await house.until("b", ModelState.ABSENT)
+        assert held.has_ended
+
+
+async def test_an_unloaded_model_lets_its_calls_end_and_comes_back() -> None:
+    async with house_of(A, B) as house:
+        call = await house.use("b")
+        unloading = asyncio.ensure_future(house.pool.unload("b", UNPROVED))
+        await house.until("b", ModelState.DRAINING)
+        assert not house.models["b"].has_ended
+        call.holds.close()
+        assert (await unloading).state is ModelState.ABSENT and house.models["b"].has_ended
+        assert (await house.pool.unload("b", UNPROVED)).state is ModelState.ABSENT
+        await house.use("b")
+
+
+async def test_aliases_name_a_model_and_others_are_refused_with_the_names_there_are() -> None:
+    mine = dataclasses.replace(B, aliases=("other",), tenants=frozenset((Tenant("t"),)))
+    async with house_of(A, mine) as house:
+        assert house.pool.find("other", UNPROVED).name == "b"
+        owner, stranger = (Caller(Tenant(name), Role.TENANT) for name in "tu")
+        await house.use("b", FakeCall(owner))
+        for name in ("b", "other", "none"):
+            with pytest.raises(NotFound) as caught:
+                await house.pool.use(name, FakeCall(stranger))
+            assert "'a'" in caught.value.message and "or leave" in caught.value.message
+            assert name == "b" or "'b'" not in caught.value.message
+        assert [model.name for model in house.pool.listed(stranger)] == ["a"]
+
+
+async def test_a_stop_refuses_who_waits_and_gives_all_that_is_open() -> None:
+    async with house_of(A, B) as house:
+        await house.use("a")
+        house.pool._limit_bytes = 1000
+        house.held.add("b")
+        waiting = asyncio.ensure_future(house.use("b"))
+        await house.until_started("a", "b")
+        opened = house.pool.begin_stop()
+        assert [model.name for model in opened] == ["a", "b"]
+        with pytest.raises(Unavailable) as caught:
+            await waiting
+        assert caught.value.reason is Reason.DRAINING
+        with pytest.raises(Unavailable):
+            await house.pool.use("a", FakeCall())
+        assert house.pool.ended.is_set()
