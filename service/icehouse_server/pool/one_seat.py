@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from icehouse_server.clock import Clock
 from icehouse_server.domain.model import EngineState, ListedModel, ModelState
-from icehouse_server.errors import CannotFit, Reason
+from icehouse_server.errors import InvalidRequest, Reason
 from icehouse_server.rpc.access.caller import Caller
 from icehouse_server.rpc.engine_client.seat import ModelUse, Seat, unknown_model
 
@@ -38,9 +38,10 @@ class OneSeat:
 
     async def unload(self, name: str, caller: Caller) -> ListedModel:
         served = self.find(name, caller)
-        raise CannotFit(
+        raise InvalidRequest(
             Reason.UNSUPPORTED,
             f"{served.name!r} is the only model here and stays loaded; stop the server instead",
+            field="model",
             metadata={"model": served.name},
         )
 

@@ -154,6 +154,8 @@ class RpcServer:
         if private_socket is not None:
             self._private = bind_uds(self._server, private_socket)
         await self._server.start()
+        for seat in self._seats.loaded().values():
+            seat.grammars.start()
         self._refreshing = background.start(self.security.run(), name="security")
         self.observation.start()
         return self.address

@@ -13,7 +13,7 @@ import os
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -53,7 +53,7 @@ class ServerProcess:
     def __init__(
         self,
         *,
-        model: Path,
+        model: Path | Sequence[Path],
         directory: Path,
         log: Path,
         options: tuple[str, ...] = (),
@@ -67,7 +67,8 @@ class ServerProcess:
         self.address = f"unix:{socket}" if port is None else f"127.0.0.1:{port}"
         self._log = log
         listen = ["--uds", socket] if port is None else ["--port", str(port)]
-        arguments = ["--model", str(model), *listen, "--cache-directory", str(directory)]
+        models = ["--model", str(model)] if isinstance(model, Path) else [str(each) for each in model]
+        arguments = [*models, *listen, "--cache-directory", str(directory)]
         arguments += ["--no-preload", "--free-space-floor-bytes", "0", *options]
         self._process = _context.Process(target=_serve, args=(arguments, str(log), break_it), daemon=True)
 

@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
 from icehouse.v1 import inference_service_pb2 as messages
+from icehouse.v1 import inference_service_pb2_grpc
 from icehouse.v1 import model_service_pb2 as models
 
 from tests.fixtures.models import tiny_model_dir
 from tests.fixtures.patience import BOUND_S
 from tests.fixtures.rpc.details import refused
 from tests.fixtures.whole_server import whole_server
+from tests.system.crash.crashing_server import ServerProcess
 from tests.system.models.pool_server import PoolServer, entry, pool_server, question
 
 ARCHITECTURES = ("llama", "qwen3", "mamba2")
 PROMPTS = tuple(tuple((17 * n + i) % 90 + 5 for i in range(20 + 30 * n)) for n in range(3))
+
+KILLED = ("llama", "qwen3")
+BLOCK = 16
 
 Said = dict[str, list[list[int]]]
 
@@ -150,3 +158,33 @@ async def test_a_model_is_loaded_and_unloaded_on_order_and_is_warm_when_it_comes
         assert stats.cache.ssd.block_count
         unasked = await refused(served.inference.CacheStats(messages.CacheStatsRequest(model="mamba2")))
         assert unasked.reason == "MODEL_NOT_LOADED"
+
+
+def stored_tokens(inference: Any, name: str, prompt: Sequence[int]) -> messages.GenerateResponse:
+    """Ask a model, and wait until what it keeps of the prompt is on SSD."""
+    answer: messages.GenerateResponse = inference.Generate(question(name, prompt), timeout=BOUND_S)
+    end_time = time.monotonic() + BOUND_S
+    while time.monotonic() < end_time:
+        stats = inference.CacheStats(messages.CacheStatsRequest(model=name), timeout=BOUND_S)
+        if stats.cache.ssd.block_count >= len(prompt) // BLOCK:
+            return answer
+    raise AssertionError(f"the blocks of {name} were not written")
+
+
+def test_after_kill_9_every_model_finds_its_blocks(
+    folders: dict[str, Path], alone: Said, tmp_path: Path
+) -> None:
+    served = [folders[name] for name in KILLED]
+    options = ("--block-token-count", str(BLOCK), "--min-prefix-token-count", "0", "--attention", "rows")
+    for life in range(2):
+        with ServerProcess(
+            model=served, directory=tmp_path / "blocks", log=tmp_path / f"log-{life}", options=options
+        ) as process:
+            process.wait_until_serving()
+            with grpc.insecure_channel(process.address) as channel:
+                inference = inference_service_pb2_grpc.InferenceServiceStub(channel)
+                for name in KILLED:
+                    answer = stored_tokens(inference, name, PROMPTS[2])
+                    assert list(answer.token_ids) == alone[name][2], name
+                    assert (answer.cache.ssd_tokens > 0) == (life == 1), name
+            process.kill()

@@ -103,8 +103,8 @@ class Seats(Protocol):
         """Return a model's seat if it is loaded; raises NotFound as `use`, and Unavailable."""
 
     async def unload(self, name: str, caller: Caller) -> ListedModel:
-        """Unload a model once its calls have ended, or have had their grace; raises NotFound, and CannotFit
-        for one that stays loaded."""
+        """Unload a model once its calls have ended, or have had their grace; raises NotFound, and
+        InvalidRequest for the only one."""
 
     def listed(self, caller: Caller) -> Sequence[ListedModel]:
         """Return the models that a caller may use; raises Unavailable for a single one that loads."""
