@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
@@ -19,6 +20,7 @@ from icehouse_client.cli.option_groups import with_groups
 from typer.core import TyperOption
 
 from icehouse_server.config import SETTINGS, LoadedConfig, load_config
+from icehouse_server.config.sections import MODEL_SETTINGS, MODELS
 from icehouse_server.config.setting import Setting, SettingKind
 
 _PANELS = {
@@ -197,9 +199,14 @@ def show_config(loaded: LoadedConfig, as_json: AsJson = False) -> None:
     """Print the effective settings and where each came from."""
     values = {setting: attrgetter(setting.key)(loaded.config) for setting in SETTINGS}
     if as_json:
-        print_json({s.key: {"value": v, "source": loaded.sources[s.key]} for s, v in values.items()})
+        told = {s.key: {"value": v, "source": loaded.sources[s.key]} for s, v in values.items()}
+        models = [dataclasses.asdict(model) for model in loaded.config.models]
+        print_json({**told, MODELS: models} if models else told)
         return
     rows = [(s.key, value_text(s, v), loaded.sources[s.key]) for s, v in values.items()]
+    for number, model in enumerate(loaded.config.models):
+        own = {s: getattr(model, s.name) for s in MODEL_SETTINGS}
+        rows += [(f"{MODELS}[{number}].{s.name}", value_text(s, v), MODELS) for s, v in own.items()]
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     for key, value, source in rows:
         line = f"{key:{widths[0]}}  {value:{widths[1]}}  {source}"

@@ -54,6 +54,7 @@ class FirstWords(logging.Handler):
         self._console = console
         self._status: Status | None = None
         self._model = "the model"
+        self._has_begun = False
 
     def begin(self) -> None:
         """Show the spinner."""
@@ -85,6 +86,7 @@ class FirstWords(logging.Handler):
                 self._show("Warming up")
             case "serving_started":
                 self.end()
+                self._has_begun = True
                 self._say(ready_text(fields["address"], fields.get("http")))
             case "drain_started":
                 self.end()
@@ -93,6 +95,9 @@ class FirstWords(logging.Handler):
                 self._say("Stopped")
 
     def _show(self, text: str) -> None:
+        if self._has_begun:
+            # A model that is loaded later is told to who waits for it.
+            return
         if self._status is None:
             self._status = self._console.status("", spinner=_SPINNER)
             self._status.start()

@@ -174,6 +174,7 @@ def report_of(
         "prefixes": prefixes,
         "shows_text": rules.decode is not None,
         "slowest_requests": [_slow(r, shows_id=rules.shows_request_ids) for r in status.slowest_requests],
+        "models": _models(snapshot),
         "tenants": _tenants(snapshot),
         "tenant_count": len(snapshot.tenants),
     }
@@ -243,6 +244,19 @@ def _text(node: PrefixNode, decode: Decode | None) -> dict[str, str | None]:
 def _slow(request: SlowRequest, *, shows_id: bool) -> dict[str, Any]:
     shown = dataclasses.asdict(request)
     return shown if shows_id else {**shown, "request_id": ""}
+
+
+def _models(snapshot: Snapshot) -> list[dict[str, Any]]:
+    """Return the loaded models, nothing where there is one only."""
+    return [
+        {
+            "id": name,
+            "state": each.state.name.lower(),
+            **_fields(each.engine or EngineStats(), "decoding_count", "waiting_count", "output_token_total"),
+            "ram_bytes": 0 if each.cache is None else each.cache.ram.size_bytes,
+        }
+        for name, each in (snapshot.models or {}).items()
+    ]
 
 
 def _tenants(snapshot: Snapshot) -> list[dict[str, Any]]:

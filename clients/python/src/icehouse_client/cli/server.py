@@ -43,7 +43,9 @@ class ModelsAction(enum.StrEnum):
 @_asks_a_server
 def models(
     server: Server,
-    action: Annotated[ModelsAction, typer.Argument(help="What to do.")] = ModelsAction.LS,
+    action: Annotated[
+        ModelsAction, typer.Argument(metavar="[ACTION]", help="ls, load or unload.")
+    ] = ModelsAction.LS,
     names: Annotated[list[str] | None, typer.Argument(metavar="NAME…", help="All if absent.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -163,7 +165,7 @@ def _model_table(model: Model) -> Table:
     kv = size_text(model.kv_bytes_per_token) if model.kv_bytes_per_token else "not known"
     return facts_table(
         ("model", model.id),
-        ("state", _state(model)),
+        *((("state", _state(model)),) if _state(model) != "ready" else ()),
         ("kind", f"{model.architecture}, {model.dtype}, quantization {model.quantization}"),
         (
             "size",
