@@ -17,7 +17,7 @@ def test_a_model_is_called_as_it_is_once_it_is_here(tmp_path: Path) -> None:
     assert served_name(ModelConfig(model=str(tmp_path / "mine"))) == "mine"
     assert served_name(ModelConfig(model=str(tmp_path / "absent"))) == "absent"
     assert served_name(ModelConfig(model="org/name")) == "org/name"
-    assert served_name(ModelConfig(model="demo")) == "SmolLM2-135M-Instruct"
+    assert served_name(ModelConfig(model="demo")) == "smollm2-135m-instruct"
     assert served_name(ModelConfig(model="org/name", model_name="short")) == "short"
 
 
