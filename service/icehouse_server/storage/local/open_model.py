@@ -52,8 +52,6 @@ class OpenModel:
         self.read_queue = QueueLimit(settings.load_queue_limit_count)
         self.order_queue = QueueLimit(settings.task_queue_limit_count)
         self.is_started = False
-        self.is_attached = False
-        """Whether the storage thread works for it."""
         self.is_admitted = False
         """Whether the directory has a place for its blocks."""
         self.close_time: float | None = None

@@ -125,7 +125,7 @@ class StorageLoop:
 
     def attach(self, model: OpenModel) -> None:
         """Begin to work for a model, with its inventory; that comes when the directory was opened."""
-        if model.is_attached or model.is_over:
+        if model in self._model_turns or model.is_over:
             return
         self._register(model)
         if self._state.is_usable:
@@ -141,8 +141,7 @@ class StorageLoop:
         model.close_time = deadline_time
 
     def _register(self, model: OpenModel) -> None:
-        if not model.is_attached:
-            model.is_attached = True
+        if model not in self._model_turns:
             queues = (model.adoptions, model.orders, model.checks)
             turns = [partial(self._step_order, model, orders) for orders in queues]
             self._model_turns[model] = turns
@@ -242,7 +241,8 @@ class StorageLoop:
         if self._state.is_retry_due(now=now):
             self._retry(now)
         if not self._state.is_usable:
-            self._give_up_orders()
+            for model in self._model_turns:
+                self._give_up_orders(model)
             return self._step_spill()
         for _ in range(len(self._turns)):
             # Rotated before it is called: one that raises has had its turn too.
@@ -358,12 +358,11 @@ class StorageLoop:
             self._finish_order(model, orders, outcome)
         return True
 
-    def _give_up_orders(self) -> None:
+    def _give_up_orders(self, model: OpenModel) -> None:
         """Fail all orders: nobody should wait for a directory that may never come back."""
-        for model in self._model_turns:
-            for orders in (model.orders, model.checks, model.adoptions):
-                while orders:
-                    self._finish_order(model, orders, self._unusable())
+        for orders in (model.orders, model.checks, model.adoptions):
+            while orders:
+                self._finish_order(model, orders, self._unusable())
 
     def _finish_order(self, model: OpenModel, orders: collections.deque[Order], outcome: Any) -> None:
         if orders is not model.adoptions:
@@ -413,6 +412,7 @@ class StorageLoop:
             if self._state.is_usable:
                 self._store.maintain()
                 was_clean = True
+        self._give_up_orders(model)
         self._announce_gone()
         for turn in self._model_turns.pop(model, ()):
             self._turns.remove(turn)
@@ -457,7 +457,7 @@ class StorageLoop:
         """Report to each open model which of its blocks left the disk."""
         for fingerprint, gone in self._store.take_gone().items():
             model = self.models.get(fingerprint)
-            if model is not None and model.is_attached:
+            if model in self._model_turns:
                 model.send(Evicted(tuple(gone)))
 
     def _finish(self, model: OpenModel, ticket: Ticket[_Result], outcome: _Result | Failure) -> None:
