@@ -185,8 +185,9 @@ class OpenModels:
         return self._models.get(fingerprint)
 
     def claim(self, model: OpenModel) -> None:
-        """Put a model in. Raises `StartError` where its fingerprint is open already."""
-        if self._models.setdefault(model.fingerprint, model) is not model:
+        """Put a model in. Raises `StartError` where its fingerprint is open already, unless everything has
+        ended: then it will be told so."""
+        if self._last is None and self._models.setdefault(model.fingerprint, model) is not model:
             raise StartError(
                 Reason.STORE_LOCKED,
                 f"another model of this server has its blocks in {self._directory} under fingerprint "

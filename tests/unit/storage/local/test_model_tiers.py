@@ -339,9 +339,10 @@ def test_when_the_storage_thread_dies_all_are_told_and_those_that_come_later(tmp
     assert tiers.join(timeout_s=BOUND_S)
     b.start()
     posted: list[object] = []
-    late = tiers.open(Fingerprint(b"\x33" * 32), {}, posted.append)
+    a.close(deadline_time=FAR_TIME)
+    late = tiers.open(A, {}, posted.append)
     late.start()
-    assert [type(each) for each in posted] == [StorageFailed]
+    assert [type(each) for each in posted] == [StorageFailed], "a model loads all the same, without SSD"
     assert told[A].empty() and told[B].empty(), "each is told once"
     assert late.join(timeout_s=BOUND_S)
 
