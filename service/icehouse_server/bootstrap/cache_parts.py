@@ -8,6 +8,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from icehouse_server.bootstrap.encryption import open_cipher
@@ -32,7 +33,7 @@ from icehouse_server.storage.local.encryption.constants import KEY_DETAIL, Ciphe
 from icehouse_server.storage.local.model_tiers import ModelTiers
 from icehouse_server.storage.shared.object_store import ObjectStore, make_store
 from icehouse_server.storage.shared.shared_settings import SharedSettings
-from icehouse_server.storage.shared.shared_tier import SharedTiers
+from icehouse_server.storage.shared.shared_tier import SharedTier
 from icehouse_server.storage.storage_settings import Codec, StorageSettings
 from icehouse_server.storage.store_paths import StorePaths
 
@@ -146,16 +147,11 @@ def build_cache_parts(
 def _make_tiers(
     config: CacheConfig, settings: StorageSettings, *, files: Files, clock: Clock, cipher: Cipher | None
 ) -> ModelTiers:
+    open_tiers = partial(ModelTiers, settings, files=files, clock=clock, cipher=cipher)
     if config.shared_url is None:
-        return ModelTiers(settings, files=files, clock=clock, cipher=cipher)
-    return SharedTiers(
-        settings,
-        files=files,
-        clock=clock,
-        cipher=cipher,
-        store=open_shared_store(config),
-        shared=shared_settings(config),
-    )
+        return open_tiers()
+    store, shared = open_shared_store(config), shared_settings(config)
+    return open_tiers(make_tier=partial(SharedTier, store=store, shared=shared))
 
 
 _SHARED_URL = "cache.shared_url"

@@ -1,10 +1,11 @@
 """Cold tier: the port of whatever stores blocks below RAM, and the tickets of its calls.
 
 Another implementation is a class with the methods of `ColdTier`, made with the clock and with a function that
-posts an `Outcome`. The composition starts and closes it; in between the engine's thread calls it. None of the
-calls blocks, and none raises for an error of the medium: each returns a ticket, or None where too much is
-queued already. The ticket comes back through the engine's mailbox, done or failed. The tier also posts what
-nobody asked for: the inventory first, blocks that left, the end last. It may post on any thread.
+posts an `Outcome`. It is one model's. The composition starts and closes it; in between the engine's thread
+calls it. None of the calls blocks, and none raises for an error of the medium: each returns a ticket, or None
+where too much is queued already. The ticket comes back through the engine's mailbox, done or failed. The tier
+also posts what nobody asked for: the inventory first, blocks that left, the end last. It may post on any
+thread.
 
 The engine decides what is stored, for whom, and what is removed for it. The tier stores what it was given,
 completely or not at all, within its own limits. Only frozen data crosses, never an mx.array. Sizes are bytes,
@@ -257,10 +258,11 @@ class ColdTier(Protocol):
     is done."""
 
     def start(self) -> None:
-        """Take the medium for this process and begin; the inventory is posted when it is known.
+        """Begin; the inventory is posted when it is known.
 
-        Raises `StartError` where another process has the medium. One that fails, or does not answer in some
-        seconds, does not stop the start: the tier begins when it can.
+        A tier that has its medium to itself takes it for this process and raises `StartError` where another
+        one has it. A medium that fails, or does not answer in some seconds, does not stop the start: the tier
+        begins when it can.
         """
         ...
 
@@ -274,7 +276,8 @@ class ColdTier(Protocol):
 
     @property
     def queue_space_bytes(self) -> int:
-        """Bytes of blocks, with `OVERHEAD_BYTES` for each, that `put` takes now; only `put` lowers it."""
+        """Bytes of blocks, with `OVERHEAD_BYTES` for each, that `put` takes now, on the engine's thread; only
+        `put` lowers that, this tier's and those of other models."""
         ...
 
     @property

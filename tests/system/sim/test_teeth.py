@@ -324,7 +324,7 @@ def count_what_is_queued_as_persisted(patch: pytest.MonkeyPatch) -> None:
     real = spiller.Spiller.add
 
     def add(self, request):
-        self._state.spill.persisted_block_total += 1
+        request.model.counts.spill.persisted_block_total += 1
         real(self, request)
 
     patch.setattr(spiller.Spiller, "add", add)

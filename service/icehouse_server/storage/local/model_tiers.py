@@ -42,10 +42,17 @@ class ModelTiers:
     """
 
     def __init__(
-        self, settings: StorageSettings, *, files: Files, clock: Clock, cipher: Cipher | None = None
+        self,
+        settings: StorageSettings,
+        *,
+        files: Files,
+        clock: Clock,
+        cipher: Cipher | None = None,
+        make_tier: Callable[[StorageLoop, ReaderPool, OpenModel], LocalTier] = LocalTier,
     ) -> None:
         """With a `cipher` every block is encrypted on its way to the disk."""
         self._settings = settings
+        self._make_tier = make_tier
         self._clock = clock
         self._threads: list[threading.Thread] = []
         self._store = BlockStore(settings, files=files, clock=clock, cipher=cipher)
@@ -62,10 +69,7 @@ class ModelTiers:
         """
         model = OpenModel(fingerprint, details, settings=self._settings, post=post)
         self._loop.models.claim(model)
-        return self._tier(model)
-
-    def _tier(self, model: OpenModel) -> LocalTier:
-        return LocalTier(self._loop, self._readers, model)
+        return self._make_tier(self._loop, self._readers, model)
 
     def lock(self) -> None:
         """Make the directory this process's own.

@@ -52,8 +52,6 @@ class OpenModel:
         self.read_queue = QueueLimit(settings.load_queue_limit_count)
         self.order_queue = QueueLimit(settings.task_queue_limit_count)
         self.is_started = False
-        self.is_attached = False
-        """Whether the storage thread works for it."""
         self.is_admitted = False
         """Whether the directory has a place for its blocks."""
         self.close_time: float | None = None
@@ -187,8 +185,9 @@ class OpenModels:
         return self._models.get(fingerprint)
 
     def claim(self, model: OpenModel) -> None:
-        """Put a model in. Raises `StartError` where its fingerprint is open already."""
-        if self._models.setdefault(model.fingerprint, model) is not model:
+        """Put a model in. Raises `StartError` where its fingerprint is open already, unless everything has
+        ended: then it will be told so."""
+        if self._last is None and self._models.setdefault(model.fingerprint, model) is not model:
             raise StartError(
                 Reason.STORE_LOCKED,
                 f"another model of this server has its blocks in {self._directory} under fingerprint "

@@ -65,8 +65,6 @@ class StorageLoop:
         self.store = store
         self.state = state
         self.models = OpenModels(store.paths.root)
-        self._store = store
-        self._state = state
         self._inbox: queue.SimpleQueue[Call] = queue.SimpleQueue()
         self._clock = store.clock
         self._spiller = Spiller(store, state, finish=self._finish)
@@ -110,30 +108,30 @@ class StorageLoop:
                 if model.is_started:
                     self._register(model)
             try:
-                self._store.open()
+                self.store.open()
                 self._log_opened()
-                self._state.open()
+                self.state.open()
                 self._admit_all()
             except (OSError, sqlite3.Error, StartError) as error:
                 self._fail(error)
             else:
-                is_clean = self._store.report.clean
-                self._deferred = iter([record.hash for record in self._store.index] if is_clean else ())
+                is_clean = self.store.report.clean
+                self._deferred = iter([record.hash for record in self.store.index] if is_clean else ())
                 for model in self._model_turns:
                     model.begin_inventory(self._inventory_parts(model))
             self._announce_gone()
 
     def attach(self, model: OpenModel) -> None:
         """Begin to work for a model, with its inventory; that comes when the directory was opened."""
-        if model.is_attached or model.is_over:
+        if model in self._model_turns or model.is_over:
             return
         self._register(model)
-        if self._state.is_usable:
+        if self.state.is_usable:
             with self._failures():
                 self._admit_all()
-        if self._state.is_usable:
+        if self.state.is_usable:
             model.begin_inventory(self._inventory_parts(model))
-        elif self._state.status is StoreStatus.BROKEN:
+        elif self.state.status is StoreStatus.BROKEN:
             model.give_up_inventory()
 
     def close_model(self, model: OpenModel, deadline_time: float) -> None:
@@ -141,12 +139,11 @@ class StorageLoop:
         model.close_time = deadline_time
 
     def _register(self, model: OpenModel) -> None:
-        if not model.is_attached:
-            model.is_attached = True
+        if model not in self._model_turns:
             queues = (model.adoptions, model.orders, model.checks)
             turns = [partial(self._step_order, model, orders) for orders in queues]
             self._model_turns[model] = turns
-            self._store.counts[model.fingerprint] = model.counts
+            self.store.counts[model.fingerprint] = model.counts
             self._turns.extend(turns)
 
     def _admit_all(self) -> None:
@@ -156,7 +153,7 @@ class StorageLoop:
             if model.is_admitted:
                 continue
             try:
-                model.changed_code = self._store.admit(model.fingerprint, model.details)
+                model.changed_code = self.store.admit(model.fingerprint, model.details)
             except (OSError, sqlite3.Error) as error:
                 if classify(error) is not DiskErrorKind.FULL:
                     raise
@@ -174,11 +171,11 @@ class StorageLoop:
                 )
 
     def _log_opened(self) -> None:
-        report = self._store.report
+        report = self.store.report
         _log.info(
             "cache_opened",
             extra={
-                "blocks": len(self._store.index),
+                "blocks": len(self.store.index),
                 "was_clean": report.clean,
                 "repairs": report.repair_count,
                 "duration_s": round(report.duration_s, 3),
@@ -196,7 +193,7 @@ class StorageLoop:
 
     def _inventory_parts(self, model: OpenModel) -> Iterator[Inventory]:
         """Yield what is stored; of a large tier in parts, each looked up when its turn comes."""
-        records = self._store.index.by_recency(model.fingerprint)
+        records = self.store.index.by_recency(model.fingerprint)
         if len(records) > _INVENTORY_PART_COUNT:
             # The engine finds the owner of a block in the block before it.
             records.sort(key=lambda record: record.start_token_index)
@@ -204,7 +201,7 @@ class StorageLoop:
         for start in range(0, max(len(names), 1), _INVENTORY_PART_COUNT):
             stop = start + _INVENTORY_PART_COUNT
             # What left meanwhile was announced already.
-            part = map(self._store.index.get, names[start:stop])
+            part = map(self.store.index.get, names[start:stop])
             stored = tuple(record for record in part if record is not None)
             yield Inventory(stored, is_first=start == 0, is_last=stop >= len(names))
 
@@ -239,10 +236,11 @@ class StorageLoop:
             end_time = model.close_time
             if end_time is not None and (not model.counts.queued_spill_count or now >= end_time):
                 self._end_model(model)
-        if self._state.is_retry_due(now=now):
+        if self.state.is_retry_due(now=now):
             self._retry(now)
-        if not self._state.is_usable:
-            self._give_up_orders()
+        if not self.state.is_usable:
+            for model in self._model_turns:
+                self._give_up_orders(model)
             return self._step_spill()
         for _ in range(len(self._turns)):
             # Rotated before it is called: one that raises has had its turn too.
@@ -261,10 +259,10 @@ class StorageLoop:
         now = self._clock.monotonic()
         if now - self._upkeep_time >= _UPKEEP_S:
             self._upkeep_time = now
-            self._store.maintain()
+            self.store.maintain()
         # After a clean start, look at a few files until all have been looked at.
         hashes = list(islice(self._deferred, _DEFERRED_SLICE_COUNT))
-        for block_hash in self._store.check_rows(hashes):
+        for block_hash in self.store.check_rows(hashes):
             _log.warning("row_mismatch_found", extra={"block": block_hash.hex()})
         return bool(hashes)
 
@@ -276,13 +274,13 @@ class StorageLoop:
     def touch(self, model: OpenModel, blocks: Names) -> None:
         """Note that these blocks were used now, in this order."""
         model.order_queue.release(1)
-        self._store.touch(blocks)
+        self.store.touch(blocks)
 
     def demote(self, model: OpenModel, blocks: Names) -> None:
         """Make these blocks the next to go, the last one first."""
         model.order_queue.release(1)
         for block in blocks:
-            self._store.index.demote(block)
+            self.store.index.demote(block)
 
     def begin(
         self,
@@ -318,11 +316,11 @@ class StorageLoop:
         """Pin or unpin, and return what is not there any more; fails where the disk refuses."""
         model.order_queue.release(1)
         outcome: Names | None = None
-        if self._state.is_usable:
+        if self.state.is_usable:
             with self._failures():
-                self._store.pin(blocks, end_time)
+                self.store.pin(blocks, end_time)
                 queued = self._spiller.pin(frozenset(blocks), end_time)
-                outcome = tuple(n for n in blocks if n not in self._store.index and n not in queued)
+                outcome = tuple(n for n in blocks if n not in self.store.index and n not in queued)
         self._finish(model, ticket, self._unusable() if outcome is None else outcome)
 
     def count_read(self, model: OpenModel, report: ReadReport) -> None:
@@ -330,7 +328,7 @@ class StorageLoop:
         model.read_queue.release(1)
         model.counts.integrity.verified_block_total += report.block_count
         model.counts.promote.read_byte_total += report.read_bytes
-        self._state.codec.note(report.rates)
+        self.state.codec.note(report.rates)
         with self._failures():
             for failure in report.failures:
                 note_damage(model.counts.integrity, failure)
@@ -339,8 +337,8 @@ class StorageLoop:
                     "block_not_read" if failure.cause is Damage.MEMORY else "block_retired",
                     extra={"block": name, "cause": failure.cause.value, "detail": failure.detail},
                 )
-                if self._state.is_usable:
-                    self._store.retire(failure)
+                if self.state.is_usable:
+                    self.store.retire(failure)
 
     def _step_order(self, model: OpenModel, orders: collections.deque[Order]) -> bool:
         """Do a piece of the first order; False when there is none, or spills before it are not finished."""
@@ -358,12 +356,11 @@ class StorageLoop:
             self._finish_order(model, orders, outcome)
         return True
 
-    def _give_up_orders(self) -> None:
+    def _give_up_orders(self, model: OpenModel) -> None:
         """Fail all orders: nobody should wait for a directory that may never come back."""
-        for model in self._model_turns:
-            for orders in (model.orders, model.checks, model.adoptions):
-                while orders:
-                    self._finish_order(model, orders, self._unusable())
+        for orders in (model.orders, model.checks, model.adoptions):
+            while orders:
+                self._finish_order(model, orders, self._unusable())
 
     def _finish_order(self, model: OpenModel, orders: collections.deque[Order], outcome: Any) -> None:
         if orders is not model.adoptions:
@@ -371,37 +368,37 @@ class StorageLoop:
         self._finish(model, orders.popleft().ticket, outcome)
 
     def _unusable(self) -> Failure:
-        return Failure(Trouble.UNUSABLE, self._state.detail)
+        return Failure(Trouble.UNUSABLE, self.state.detail)
 
     def _send_stats(self) -> None:
         for model in self._model_turns:
             if not model.stats_tickets:
                 continue
             tickets, model.stats_tickets = model.stats_tickets, []
-            stats = model.stats(self._store, self._state)
+            stats = model.stats(self.store, self.state)
             for ticket in tickets:
                 self._finish(model, ticket, stats)
 
     def _retry(self, now: float) -> None:
         """Check whether the disk takes writes again; open the directory anew when it was given up."""
-        if self._state.status is not StoreStatus.FULL:
-            self._store.abandon()
-            self._store.unlock()
+        if self.state.status is not StoreStatus.FULL:
+            self.store.abandon()
+            self.store.unlock()
             self.open()
             return
-        needed_bytes = self._state.needed_bytes
-        free_bytes = self._store.files.free_bytes(self._store.paths.root)
-        if free_bytes >= needed_bytes + self._store.settings.free_floor_bytes:
-            self._state.open()
+        needed_bytes = self.state.needed_bytes
+        free_bytes = self.store.files.free_bytes(self.store.paths.root)
+        if free_bytes >= needed_bytes + self.store.settings.free_floor_bytes:
+            self.state.open()
             self._admit_all()
         else:
-            self._state.fill(self._state.detail, now=now, needed_bytes=needed_bytes)
+            self.state.fill(self.state.detail, now=now, needed_bytes=needed_bytes)
 
     def _end(self) -> None:
         self._spiller.drop_all(SpillDropCause.SHUTDOWN)
-        was_clean = self._store.close()
-        self._store.unlock()
-        self._state.close()
+        was_clean = self.store.close()
+        self.store.unlock()
+        self.state.close()
         self.is_closed = True
         self._announce_gone()
         self.models.end(StorageClosed(was_clean))
@@ -410,13 +407,14 @@ class StorageLoop:
         self._spiller.drop_of(model, SpillDropCause.SHUTDOWN)
         was_clean = False
         with self._failures():
-            if self._state.is_usable:
-                self._store.maintain()
+            if self.state.is_usable:
+                self.store.maintain()
                 was_clean = True
+        self._give_up_orders(model)
         self._announce_gone()
         for turn in self._model_turns.pop(model, ()):
             self._turns.remove(turn)
-        self._store.counts.pop(model.fingerprint, None)
+        self.store.counts.pop(model.fingerprint, None)
         self.models.end_one(model, StorageClosed(was_clean))
 
     @contextlib.contextmanager
@@ -435,29 +433,29 @@ class StorageLoop:
         reason = "Disk is full" if is_full else "Disk refused"
         # Callers see the detail, so it names no path; the log does.
         detail = f"{reason}: {outline(error)}; nothing is written until"
-        is_manifest_full = is_full and isinstance(error, sqlite3.Error) and self._state.is_usable
+        is_manifest_full = is_full and isinstance(error, sqlite3.Error) and self.state.is_usable
         stays_open = is_harmless or is_manifest_full
         _log.error(
             "cache_directory_full" if stays_open else "cache_directory_given_up",
-            extra={"directory": self._store.paths.root, "detail": str(error)},
+            extra={"directory": self.store.paths.root, "detail": str(error)},
         )
         if stays_open:
             needed_bytes = GROWTH_ALLOWANCE_BYTES
-            self._state.fill(
+            self.state.fill(
                 f"{detail} {needed_bytes} bytes are free above the floor", now=now, needed_bytes=needed_bytes
             )
             return
-        self._state.break_down(f"{detail} the cache directory works again", now=now)
+        self.state.break_down(f"{detail} the cache directory works again", now=now)
         self._spiller.undo_writings()
-        self._store.abandon()
+        self.store.abandon()
         for model in self._model_turns:
             model.give_up_inventory()
 
     def _announce_gone(self) -> None:
         """Report to each open model which of its blocks left the disk."""
-        for fingerprint, gone in self._store.take_gone().items():
+        for fingerprint, gone in self.store.take_gone().items():
             model = self.models.get(fingerprint)
-            if model is not None and model.is_attached:
+            if model in self._model_turns:
                 model.send(Evicted(tuple(gone)))
 
     def _finish(self, model: OpenModel, ticket: Ticket[_Result], outcome: _Result | Failure) -> None:

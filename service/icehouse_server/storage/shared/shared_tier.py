@@ -13,9 +13,7 @@ import dataclasses
 import logging
 import threading
 from collections.abc import Callable
-from functools import partial
 
-from icehouse_server.clock import Clock
 from icehouse_server.domain.cache_stats import CacheStats, SharedStats
 from icehouse_server.storage.api import (
     AnyTicket,
@@ -30,10 +28,7 @@ from icehouse_server.storage.api import (
     StorageFailed,
     Ticket,
 )
-from icehouse_server.storage.files import Files
 from icehouse_server.storage.local.block_format.header import BlockFile
-from icehouse_server.storage.local.encryption.constants import Cipher
-from icehouse_server.storage.local.model_tiers import ModelTiers
 from icehouse_server.storage.local.open_model import OpenModel
 from icehouse_server.storage.local.reader_pool import ReaderPool
 from icehouse_server.storage.local.storage_loop import StorageLoop
@@ -44,7 +39,6 @@ from icehouse_server.storage.shared.object_store import ObjectStore
 from icehouse_server.storage.shared.shared_settings import SharedSettings
 from icehouse_server.storage.shared.traffic import Traffic
 from icehouse_server.storage.shared.uploader import Uploader
-from icehouse_server.storage.storage_settings import StorageSettings
 
 _log = logging.getLogger(__name__)
 
@@ -60,7 +54,8 @@ class _Adoption(Ticket[Persisted]):
 
 
 class SharedTier(LocalTier):
-    """A `LocalTier` whose `find` and `fetch` ask an object store, and which stores its full blocks there.
+    """A `LocalTier` whose `find` and `fetch` ask an object store, and which stores its full blocks there. It
+    has a thread of its own for that.
 
     The engine never waits for the store: a lookup has a deadline, and a store that failed is left alone for a
     while, during which `find` returns None at once.
@@ -212,24 +207,3 @@ class SharedTier(LocalTier):
 def _resolve(future: asyncio.Future[bool], result: bool) -> None:
     if not future.done():
         future.set_result(result)
-
-
-class SharedTiers(ModelTiers):
-    """The tiers of models that all have the same store behind them, each with a thread for its traffic."""
-
-    def __init__(
-        self,
-        settings: StorageSettings,
-        *,
-        files: Files,
-        clock: Clock,
-        store: ObjectStore,
-        shared: SharedSettings,
-        cipher: Cipher | None = None,
-        is_inline: bool = False,
-    ) -> None:
-        super().__init__(settings, files=files, clock=clock, cipher=cipher)
-        self._make_tier = partial(SharedTier, store=store, shared=shared, is_inline=is_inline)
-
-    def _tier(self, model: OpenModel) -> SharedTier:
-        return self._make_tier(self._loop, self._readers, model)

@@ -92,8 +92,21 @@ def test_one_fingerprint_is_open_once(house: ModelHouse) -> None:
     assert house.open(A).take() == [Inventory(())]
 
 
+def test_a_close_writes_what_was_used_and_leaves_no_work_behind(house: ModelHouse) -> None:
+    turn_count = len(house.tiers._loop._turns)
+    a, block = house.open(A), make_block()
+    a.put(block)
+    a.tier.touch(names_of([block]))
+    a.tier.close(deadline_time=FAR_TIME)
+    house.settle()
+    ((row,), _) = house.tiers._store.manifest.load()
+    assert row.hit_count == 1
+    assert len(house.tiers._loop._turns) == turn_count and not house.tiers._store.counts
+
+
 def test_a_model_that_was_never_started_can_be_closed(house: ModelHouse) -> None:
-    tier = house.tiers.open(A, {}, (posted := []).append)
+    posted: list[object] = []
+    tier = house.tiers.open(A, {}, posted.append)
     tier.close(deadline_time=FAR_TIME)
     house.settle()
     assert posted == [StorageClosed(was_clean=True)] and tier.join(timeout_s=0)
@@ -178,8 +191,9 @@ def test_the_least_recently_used_goes_whoever_it_is_and_its_model_alone_is_told(
     a.put(third)
     a.tier.touch(names_of([first]))
     b.take(), a.take()
-    a.put(fourth)
-    assert b.take() == [Evicted(names_of([second]))] and a.known == set(names_of([first, third, fourth]))
+    put = a.tier.put(fourth)
+    assert a.take() == [put] and b.take() == [Evicted(names_of([second]))]
+    assert a.known == set(names_of([first, third, fourth]))
     stats = [model.ask(model.tier.stats()).ssd.evicted_block_total for model in (a, b)]
     assert stats == [0, 1]
     a.tier.close(deadline_time=FAR_TIME)
@@ -324,9 +338,11 @@ def test_when_the_storage_thread_dies_all_are_told_and_those_that_come_later(tmp
     assert told[A].get(timeout=BOUND_S) == told[B].get(timeout=BOUND_S)
     assert tiers.join(timeout_s=BOUND_S)
     b.start()
-    late = tiers.open(Fingerprint(b"\x33" * 32), {}, (posted := []).append)
+    posted: list[object] = []
+    a.close(deadline_time=FAR_TIME)
+    late = tiers.open(A, {}, posted.append)
     late.start()
-    assert [type(each) for each in posted] == [StorageFailed]
+    assert [type(each) for each in posted] == [StorageFailed], "a model loads all the same, without SSD"
     assert told[A].empty() and told[B].empty(), "each is told once"
     assert late.join(timeout_s=BOUND_S)
 
