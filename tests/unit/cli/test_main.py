@@ -179,7 +179,7 @@ def test_a_terminal_without_unicode_gets_question_marks(monkeypatch: pytest.Monk
 
 
 ASKING = (
-    *("generate", "chat", "models", "info", "stats", "requests", "cancel", "top", "health", "bench"),
+    *("generate", "chat", "models", "ps", "info", "stats", "requests", "cancel", "top", "health", "bench"),
     *(
         "explain",
         "warm",
