@@ -141,7 +141,7 @@ class Engine:
         """Live, a turn at a time (inference thread)."""
         loop: EngineLoop | None = None
         try:
-            model = self._runner.load()
+            model = yield from self._runner.load_steps(is_hurried=lambda: self._thread.is_contended)
             prefix = self._make_prefix()
             loop = EngineLoop(
                 runner=self._runner,
@@ -163,12 +163,24 @@ class Engine:
                     self._change_state(EngineState.DRAINING)
             yield from loop.flush(deadline_time=self._clock.monotonic() + self.flush_timeout_s)
             loop.fail_all(shutting_down())
+            prefix.cache.close()
             self._runner.close()
             self._thread.release = self._runner.end_thread
             self._change_state(EngineState.STOPPED)
         except Exception as error:  # the top of its life: nothing above would see it
             self._fail(error, loop)
+        # Only now does nothing refer to what was being made. Where a loop failed the device may be gone, and
+        # to free anything then can end the process: that is for others' sake alone.
+        if self.state is EngineState.FAILED and (loop is None or self._thread.engine_count > 1):
+            self._free()
         self._ended.set()
+
+    def _free(self) -> None:
+        """Free what a failed engine has made."""
+        try:
+            self._runner.close()
+        except Exception as error:  # it has failed already, and others go on
+            _log.error("arrays_not_freed", exc_info=error)
 
     def _scheduling(self, model: ModelInfo, prefix: CacheController) -> SchedulingParts:
         """Return what decides who runs, with the bounds that depend on the loaded model."""
@@ -198,7 +210,8 @@ class Engine:
         if isinstance(error, IcehouseError):
             # An operating error says what failed and what to do; where it was raised helps nobody.
             _log.error("inference_loop_failed", extra={"reason": error.reason, "detail": error.message})
-            self.error = error
+            self.error = error.with_traceback(None)  # which would keep arrays
+            self.error.__cause__ = self.error.__context__ = None
         else:
             _log.error("inference_loop_failed", exc_info=error)
             self.error = EngineFailed(

@@ -66,6 +66,11 @@ class InferenceThread:
     def start(self) -> None:
         self._thread.start()
 
+    @property
+    def engine_count(self) -> int:
+        """Engines that have turns to come."""
+        return len(self._members)
+
     def add(self, turns: Turns, mailbox: Mailbox[Message]) -> None:
         """Give an engine turns until it has no more. Its mailbox must share `changed`."""
         assert mailbox.changed is self.changed, "nothing would wake the thread for this mailbox"

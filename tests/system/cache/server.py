@@ -98,8 +98,10 @@ class CacheServer:
         adapters: Sequence[model_loader.AdapterSource] = (),
         draft: Path | None = None,
         storage_clock: Clock | None = None,
+        thread: InferenceThread | None = None,
         **storage_changes,
     ) -> None:
+        """`thread` is one that others use too, and who made it starts and ends it."""
         clock = SystemClock()
         self._has_inventory = threading.Event()
         self._has_outcome = threading.Event()
@@ -116,7 +118,8 @@ class CacheServer:
             draft_source=None if draft is None else model_loader.ModelSource(path=draft, model_id="draft"),
         )
         self.recorder = WatchingRecorder()
-        self.thread = InferenceThread(clock)
+        self._has_own_thread = thread is None
+        self.thread = thread or InferenceThread(clock)
         self.mailbox: Mailbox[Message] = Mailbox(limit=100, changed=self.thread.changed)
         self.storage: SoleTier | None = None
         filed_as = storage_changes.pop("fingerprint", fingerprint.value)
@@ -186,7 +189,8 @@ class CacheServer:
             self.storage.start()
             # Requests come after the inventory, as they do where a model takes longer to load.
             assert self._has_inventory.wait(BOUND_S)
-        self.thread.start()
+        if self._has_own_thread:
+            self.thread.start()
         self.engine.start()
         self.recorder.wait_for_state(EngineState.READY)
         if self.storage is not None:
@@ -195,8 +199,10 @@ class CacheServer:
 
     def __exit__(self, *exc: object) -> None:
         self.engine.drain(grace_s=BOUND_S)
-        self.thread.end()
-        assert self.thread.join(timeout_s=BOUND_S)
+        assert self.engine.join(timeout_s=BOUND_S)
+        if self._has_own_thread:
+            self.thread.end()
+            assert self.thread.join(timeout_s=BOUND_S)
         if self.storage is not None:
             self.storage.close(deadline_time=SystemClock().monotonic() + BOUND_S)
             assert self.storage.join(timeout_s=BOUND_S)

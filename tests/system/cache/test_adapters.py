@@ -26,6 +26,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tuner.utils import load_adapters
 from mlx_lm.utils import load_model
 
+from tests.fixtures.engine import load_at_once
 from tests.fixtures.models import tiny_model_dir
 from tests.fixtures.models.adapters import adapter_source, tiny_adapter_dir
 from tests.fixtures.models.vocabulary import EOS_ID
@@ -215,7 +216,7 @@ def test_an_adapter_takes_its_own_bytes_and_the_model_is_not_held_twice(
         mx.clear_cache()
         before_bytes = mx.get_active_memory()
         runner = runner_of(model_dir, *adapters, dtype=dtype)
-        info = runner.load()
+        info = load_at_once(runner)
         mx.clear_cache()
         taken_bytes = mx.get_active_memory() - before_bytes
         runner.close()

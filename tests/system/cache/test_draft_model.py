@@ -16,6 +16,7 @@ from icehouse_server.engine.runner.model_loader import ModelSource, load_tokeniz
 from icehouse_server.engine.runner.runner import ModelRunner, RunnerSettings
 from icehouse_server.errors import ModelError
 
+from tests.fixtures.engine import load_at_once
 from tests.fixtures.models import VOCABULARY_SIZE, build, tiny_model_dir
 from tests.system.cache.server import BLOCK, CacheServer
 from tests.system.cache.test_reuse import prompt
@@ -72,7 +73,7 @@ def test_a_bad_draft_model_costs_work_and_no_token(tmp_path: Path, is_pipelined:
 
 def test_a_row_that_gives_its_draft_model_up_keeps_no_draft_caches(tmp_path: Path) -> None:
     runner = runner_with(tiny_model_dir(tmp_path, "qwen3"), tiny_model_dir(tmp_path, "gemma3_text", seed=9))
-    runner.load()
+    load_at_once(runner)
     tokens, name = tuple(prompt(60)), SequenceId(1)
     row = DecodeRow(SamplingParams(), prompt_token_ids=tokens, speculation=DRAFT)
     runner.open(name)
@@ -106,7 +107,7 @@ def runner_with(folder: Path, draft: Path) -> ModelRunner:
 
 def load_error(folder: Path, draft: Path) -> ModelError:
     with pytest.raises(ModelError) as refused:
-        runner_with(folder, draft).load()
+        load_at_once(runner_with(folder, draft))
     return refused.value
 
 

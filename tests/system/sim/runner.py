@@ -6,7 +6,7 @@ import dataclasses
 import math
 import random
 import struct
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 
 from icehouse_server.domain.blocks import HostRegion, HostTensor, Region, RegionKind
 from icehouse_server.domain.ids import SequenceId
@@ -18,10 +18,10 @@ from icehouse_server.engine.prefix_cache.tiers.runner_port import CacheFacts, Re
 from icehouse_server.errors import Reason, StorageError
 from icehouse_server.storage.api import PlannedBlock
 
-from tests.fixtures.engine import memory_model, model_info
+from tests.fixtures.engine import memory_model
 from tests.fixtures.storage.loading import BlockBuffers
 from tests.system.sim.images import vectors_of
-from tests.system.sim.model import CONTEXT_TOKEN_LIMIT, Caches, ModelSpec
+from tests.system.sim.model import Caches, ModelSpec
 
 _NAMES = {
     RegionKind.KV: ("000.k", "000.v"),
@@ -123,8 +123,8 @@ class SimRunner:
         """Whether no sequence is left on the device."""
         return not (self.open_caches or self.restoring or self.decoding)
 
-    def load(self) -> ModelInfo:
-        return model_info(context_token_limit=CONTEXT_TOKEN_LIMIT)
+    def load_steps(self, *, is_hurried: Callable[[], bool]) -> Generator[None, None, ModelInfo]:
+        raise AssertionError("it is loaded")
 
     def open(self, sequence_id: SequenceId) -> None:
         assert sequence_id not in self.open_caches, sequence_id

@@ -202,7 +202,7 @@ async def test_a_thread_that_hangs_is_left_and_the_exit_says_so(
         pass
     assert codes == [1] and line in caplog.text
     go_on.set()
-    assert server.served.only.engine.join(timeout_s=BOUND_S)
+    assert server.served.inference.join(timeout_s=BOUND_S)
     assert server.served.tiers is not None and server.served.tiers.join(timeout_s=BOUND_S)
 
 
@@ -234,7 +234,7 @@ async def test_a_background_task_that_failed_costs_nothing_of_the_end(
             messages.GenerateRequest(prompt={"tokens": tokens}, max_output_tokens=1)
         )
     assert "background_task_failed" in caplog.text
-    assert server.served.only.engine.join(timeout_s=0)
+    assert server.served.inference.join(timeout_s=0)
     assert server.served.tiers is not None and server.served.tiers.join(timeout_s=0)
     assert len([*(tmp_path / "blocks").rglob("*.safetensors")]) >= 6, "RAM's blocks were not written"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator
 
 import pytest
 from icehouse_server.clock import SystemClock
@@ -97,7 +97,8 @@ def test_a_model_that_does_not_load_tells_its_starter_why_and_callers_only_that(
     thread: InferenceThread,
 ) -> None:
     class Broken(FakeRunner):
-        def load(self) -> ModelInfo:
+        def load_steps(self, *, is_hurried: Callable[[], bool]) -> Generator[None, None, ModelInfo]:
+            yield
             raise ModelError(Reason.MODEL_INVALID, "no folder /secret/place")
 
     engine, recorder = make(Broken(), thread)
@@ -114,7 +115,8 @@ def test_what_was_asked_while_a_model_did_not_load_is_answered(thread: Inference
     is_asked = threading.Event()
 
     class Broken(FakeRunner):
-        def load(self) -> ModelInfo:
+        def load_steps(self, *, is_hurried: Callable[[], bool]) -> Generator[None, None, ModelInfo]:
+            yield
             assert is_asked.wait(BOUND_S)
             raise ModelError(Reason.MODEL_INVALID, "no such folder")
 

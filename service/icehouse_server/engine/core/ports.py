@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from icehouse_server.domain.events import Event
@@ -164,8 +164,9 @@ class ImageUse(NamedTuple):
 class Runner(Protocol):
     """The model and its sequences. Every call is made on the inference thread."""
 
-    def load(self) -> ModelInfo:
-        """Load and warm the model. Raises ModelError when the folder cannot be served."""
+    def load_steps(self, *, is_hurried: Callable[[], bool]) -> Generator[None, None, ModelInfo]:
+        """Load and warm the model; yield between parts, and while it `is_hurried` rather than wait for a
+        disk. Raises ModelError when the folder cannot be served; `close` frees what was made by then."""
         ...
 
     def warm_up_more(self) -> bool:

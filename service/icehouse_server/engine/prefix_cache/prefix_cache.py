@@ -389,6 +389,11 @@ class PrefixCache:
         self.ram.lose_storage()
         self.behind.lose_storage()
 
+    def close(self) -> None:
+        """Drop every block in RAM: the model is going."""
+        for node in list(self.tree.in_ram()):
+            self.tree.drop(node)
+
     # What commands ask for.
 
     def known_chain(self, keys: TokenKeys, scope: CacheScope) -> list[Node]:

@@ -94,6 +94,10 @@ class DraftModel:
         known = min(facts.vocabulary_size, info.vocabulary_size)
         return cls(loaded.model, vocabulary_size=known, footprint=footprint)
 
+    def close(self) -> None:
+        """Drop the weights."""
+        self._forward.close()
+
     def open(self) -> DraftedRow:
         """Make empty draft caches for a sequence, which get as long as its own."""
         return DraftedRow(Row(make_caches(self._model)))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
-from collections.abc import Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,6 +27,7 @@ from icehouse_server.engine.kv_cache.cache_classes import leaves, make_caches
 from icehouse_server.engine.runner import mlx_lm
 from icehouse_server.engine.runner.identity.fingerprint import quantization_of, read_json
 from icehouse_server.engine.runner.identity.kv_code import KvCode
+from icehouse_server.engine.runner.read_ahead import ReadAhead
 from icehouse_server.engine.runner.vision import mlx_vlm
 from icehouse_server.engine.runner.vision.mlx_vlm import VisionTower
 from icehouse_server.errors import ModelError, extra_command, model_invalid
@@ -34,6 +35,8 @@ from icehouse_server.text.tokenizer import Tokenizer
 
 _DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 _DEFAULT_CONTEXT_TOKENS = 32_768
+_SLICE_BYTES = 256 << 20
+"""Of weights read at once: what decodes beside waits for so long."""
 _MISSING_EXTRA = (
     "reads images with the package mlx-vlm, which is not installed; install the extra, "
     f"{extra_command('vision')}"
@@ -143,7 +146,20 @@ def load_tokenizer(source: ModelSource) -> Tokenizer:
 
 
 def load(source: ModelSource) -> LoadedModel:
-    """Load weights onto the device, converted to `source.dtype` when one is named."""
+    """Load weights onto the device at once; see `load_steps`."""
+    steps = load_steps(source, is_hurried=lambda: False)
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return cast("LoadedModel", end.value)
+
+
+def load_steps(source: ModelSource, *, is_hurried: Callable[[], bool]) -> Generator[None, None, LoadedModel]:
+    """Load weights onto the device, converted to `source.dtype` when one is named.
+
+    Yields between parts of some 100 ms; while it `is_hurried`, also where it would wait for the disk.
+    """
     sees = sees_images(source.path)
     tower = None
     try:
@@ -160,7 +176,8 @@ def load(source: ModelSource) -> LoadedModel:
             for part in parts:
                 convert(part, source.dtype)
         model.eval()
-        mx.eval([part.parameters() for part in parts])
+        yield
+        yield from _read_weights(parts, source.path, is_hurried)
     except Exception as error:  # mlx-lm has no exception tree of its own for broken folders
         config = read_config(source.path)
         raise _load_error(
@@ -174,6 +191,24 @@ def load(source: ModelSource) -> LoadedModel:
         caches = leaves(make_caches(model))
         source.code.check({type(each) for each in (*(m for part in parts for m in part.modules()), *caches)})
     return LoadedModel(model, config, tower)
+
+
+def _read_weights(parts: Iterable[Any], folder: Path, is_hurried: Callable[[], bool]) -> Iterator[None]:
+    """Have parameters read from their files, so many bytes at a time."""
+    waiting: list[mx.array] = []
+    asked_bytes = slice_bytes = 0
+    with ReadAhead(sorted(folder.glob("*.safetensors"))) as ahead:
+        for array in (array for part in parts for _, array in parameters_of(part)):
+            waiting.append(array)
+            slice_bytes += array.nbytes
+            if slice_bytes >= _SLICE_BYTES:
+                asked_bytes += slice_bytes
+                while is_hurried() and not ahead.has(asked_bytes):
+                    yield
+                mx.eval(waiting)
+                waiting, slice_bytes = [], 0
+                yield
+        mx.eval(waiting)
 
 
 def _load_error(

@@ -136,7 +136,11 @@ class Pipeline:
         """Drop everything."""
         self._decoding.clear()
         self._in_flight = None
+        for forward in self.forwards.values():
+            forward.close()
         self.forwards.clear()
+        if self.draft_model is not None:
+            self.draft_model.close()
         self.draft_model = None
 
     def _built(

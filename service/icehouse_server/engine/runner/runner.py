@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -114,9 +114,9 @@ class ModelRunner:
         self._end_token_ids: tuple[int, ...] = ()
         self._freed = FreedBuffers(lambda: self._paging.free_bytes)
         self._facts = PassFacts(caches=())
-        """How passes of the model are run; true after `load`."""
+        """How passes of the model are run; true after `load_steps`."""
         self._paging = Paging(())
-        """What of the KV lies in pages; known after `load`."""
+        """What of the KV lies in pages; known after `load_steps`."""
         self._page_groups: tuple[GroupFacts, ...] = ()
         self._warm_ups: collections.deque[list[DecodeRow]] = collections.deque()
         """Batches that draw in ways whose kernels are not compiled yet."""
@@ -133,35 +133,64 @@ class ModelRunner:
             passes=self._pass_clock,
         )
 
-    def load(self) -> ModelInfo:
+    def load_steps(self, *, is_hurried: Callable[[], bool]) -> Generator[None, None, ModelInfo]:
         self._thread.claim()
-        loaded = model_loader.load(self._source)
+        loaded = yield from model_loader.load_steps(self._source, is_hurried=is_hurried)
         self._model = loaded.model
         _log.info("weights_read", extra={"path": self._source.path})
         if loaded.tower is not None:
             limit_bytes = self._settings.image_feature_limit_bytes
             self._images = ImageFeatures(loaded.tower, limit_bytes=limit_bytes, clock=self._clock)
-        adapted = [model_loader.attach(adapter, loaded, self._source) for adapter in self._source.adapters]
+        adapted: list[model_loader.AdaptedModel] = []
+        for adapter in self._source.adapters:
+            adapted.append(model_loader.attach(adapter, loaded, self._source))
+            yield
         if self._settings.is_memory_wired:
             mlx_lm.wire_memory()
         self.blocks.read_layout()
         self._facts = self._examined(loaded.model)
+        yield
         self._pipeline.forwards[NO_ADAPTER] = ForwardPass(loaded.model, self._facts)
         kv_bytes_per_token, fixed_bytes = self._warm_up(NO_ADAPTER)
+        yield
         self._page(self._page_groups, loaded)
+        yield
         if self._paging.groups:
             self._warm_up(NO_ADAPTER)
+            yield
             self._prove_replays(NO_ADAPTER)
         for adapter, model in zip(self._source.adapters, adapted, strict=True):
+            yield
             self._pipeline.forwards[adapter.name] = ForwardPass(model.tree, self._facts, self._paging)
             self._warm_up(adapter.name)
+            yield
             self._prove_replays(adapter.name)
         self._freed.bound(kv_bytes_per_token, memory_limit_bytes=self._settings.memory_limit_bytes)
         info = model_loader.describe(loaded, self._source, self._tokenizer, self._fingerprint_hex)
         if self._settings.warms_every_draw:
             self._warm_ups.extend(warm_up_rows())
+        yield
+        self._memory_model = self._predicted(
+            loaded, info, kv_bytes_per_token=kv_bytes_per_token, fixed_bytes=fixed_bytes
+        )
+        self._end_token_ids = tuple(i for i in info.eos_token_ids if i < info.vocabulary_size)
+        return dataclasses.replace(
+            info,
+            kv_bytes_per_token=kv_bytes_per_token,
+            adapters=tuple(model.info for model in adapted),
+            pass_splits=self._facts.modes,
+            embedding_size=self._facts.hidden_size,
+            system_digest_hex=system_digest_hex(
+                self._source.path, fingerprint_hex=self._fingerprint_hex, device=info.device
+            ),
+        )
+
+    def _predicted(
+        self, loaded: model_loader.LoadedModel, info: ModelInfo, *, kv_bytes_per_token: int, fixed_bytes: int
+    ) -> MemoryModel:
+        """Load the draft model, and return what sequences will take."""
         shape = model_loader.shape_of(loaded)
-        self._memory_model = MemoryModel(
+        return MemoryModel(
             shape,
             kv_bytes_per_token,
             fixed_bytes,
@@ -175,17 +204,6 @@ class ModelRunner:
             ),
             draft=self._load_draft(info),
             tower=None if loaded.tower is None else loaded.tower.shape(device=find_backend().value),
-        )
-        self._end_token_ids = tuple(i for i in info.eos_token_ids if i < info.vocabulary_size)
-        return dataclasses.replace(
-            info,
-            kv_bytes_per_token=kv_bytes_per_token,
-            adapters=tuple(model.info for model in adapted),
-            pass_splits=self._facts.modes,
-            embedding_size=self._facts.hidden_size,
-            system_digest_hex=system_digest_hex(
-                self._source.path, fingerprint_hex=self._fingerprint_hex, device=info.device
-            ),
         )
 
     def _load_draft(self, info: ModelInfo) -> DraftFootprint:
@@ -256,6 +274,7 @@ class ModelRunner:
             group.pool.close()
         self._paging = Paging(())
         self._model = self._images = None
+        self._facts = PassFacts(caches=())
         mx.clear_cache()
 
     @staticmethod

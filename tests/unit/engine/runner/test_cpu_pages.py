@@ -24,6 +24,7 @@ from icehouse_server.engine.runner.forward.splits import Attention
 from icehouse_server.engine.runner.runner import ModelRunner, RunnerSettings
 from icehouse_server.storage.api import PlannedBlock
 
+from tests.fixtures.engine import load_at_once
 from tests.fixtures.models import tiny_model_dir
 from tests.fixtures.patience import BOUND_S
 
@@ -49,7 +50,7 @@ def runner_of(folder: Path, **settings: Any) -> ModelRunner:
         settings=RunnerSettings(is_pipelined=False, kv_group_size=32, **settings),
         clock=SystemClock(),
     )
-    runner.load()
+    load_at_once(runner)
     return runner
 
 

@@ -23,6 +23,7 @@ from icehouse_server.engine.runner.forward.splits import Attention
 from icehouse_server.engine.runner.runner import ModelRunner, RunnerSettings
 from icehouse_server.engine.scheduling.memory_guard import MemoryGuard
 
+from tests.fixtures.engine import load_at_once
 from tests.fixtures.models import tiny_model_dir
 
 _MOST = 2.5
@@ -72,7 +73,7 @@ def loaded_runner(folder: Path, *, kv_bits: int = 0) -> ModelRunner:
         settings=RunnerSettings(is_pipelined=False, kv_bits=kv_bits, attention=Attention.ROWS),
         clock=SystemClock(),
     )
-    runner.load()
+    load_at_once(runner)
     gc.collect()
     return runner
 

@@ -12,6 +12,7 @@ from icehouse_server.engine.runner import mlx_lm, model_loader
 from icehouse_server.engine.runner.runner import ModelRunner, RunnerSettings
 from mlx_lm.utils import _tokenizer_defaults, load_tokenizer
 
+from tests.fixtures.engine import load_at_once
 from tests.fixtures.models import tiny_model_dir
 from tests.fixtures.models.vocabulary import TURN_END_ID, write_tokenizer
 
@@ -49,7 +50,7 @@ def test_memory_is_wired_only_where_it_is_asked_for(
     source = model_loader.ModelSource(path=tiny_model_dir(tmp_path, "llama"), model_id="tiny")
     settings = RunnerSettings(is_pipelined=False, is_memory_wired=is_memory_wired)
     tokenizer = model_loader.load_tokenizer(source)
-    ModelRunner(source=source, tokenizer=tokenizer, settings=settings, clock=SystemClock()).load()
+    load_at_once(ModelRunner(source=source, tokenizer=tokenizer, settings=settings, clock=SystemClock()))
     assert wired == [True] * is_memory_wired
 
 

@@ -25,7 +25,7 @@ from icehouse_server.engine.scheduling.waiting_queue import WaitingLimits
 from icehouse_server.errors import ModelError
 from mlx_lm.models.cache import make_prompt_cache
 
-from tests.fixtures.engine import Recorder, no_prefix
+from tests.fixtures.engine import Recorder, load_at_once, no_prefix
 from tests.fixtures.models import build, tiny_model_dir
 from tests.fixtures.patience import BOUND_S
 
@@ -132,7 +132,7 @@ def test_a_model_s_facts_say_what_sequences_share_of_a_pass(
         settings=RunnerSettings(),
         clock=SystemClock(),
     )
-    assert runner.load().pass_splits == splits
+    assert load_at_once(runner).pass_splits == splits
 
 
 def test_a_model_that_fits_no_way_is_served_row_by_row_and_says_so_in_the_log_and_in_its_facts(
@@ -148,7 +148,7 @@ def test_a_model_that_fits_no_way_is_served_row_by_row_and_says_so_in_the_log_an
         clock=SystemClock(),
     )
     with caplog.at_level("WARNING", logger="icehouse.engine"):
-        assert runner.load().pass_splits == (PassSplit.ALONE,)
+        assert load_at_once(runner).pass_splits == (PassSplit.ALONE,)
     (told,) = [record for record in caplog.records if record.message == "forward_pass_not_shared"]
     assert vars(told)["detail"] == "it reads what it should not" and vars(told)["ways"] == "alone"
 
@@ -197,7 +197,7 @@ def test_the_runner_refuses_a_second_thread(tmp_path: Path) -> None:
         settings=RunnerSettings(),
         clock=SystemClock(),
     )
-    loader = threading.Thread(target=runner.load)
+    loader = threading.Thread(target=load_at_once, args=(runner,))
     loader.start()
     loader.join(BOUND_S)
     with pytest.raises(AssertionError, match="touched the runner"):

@@ -84,6 +84,13 @@ class ForwardPass:
             self._trunk = Trunk(model)
         self._window = LayerWindow(model) if facts.layer_count else None
 
+    def close(self) -> None:
+        """Drop the weights and graphs. Hooks in the modules refer back to this, and all would stay until a
+        garbage collection, for ever where objects are frozen: so each module is emptied."""
+        self.replays.close()
+        for module in list(self._model.modules()):
+            module.clear()
+
     def page(self, paging: Paging) -> None:
         """Have what of the KV of rows to come lies in pages lie in these."""
         self.paging = paging

@@ -100,6 +100,11 @@ class Replays:
         self.replay_count += 1
         return logits
 
+    def close(self) -> None:
+        """Drop all graphs, and the arrays that they hold."""
+        self._traced.clear()
+        self._pools = []
+
     def _find(self, key: Hashable) -> _Traced | None:
         """Return the graph of such passes; None where it is not worth one yet."""
         arrays = [group.pool.array for group in self._groups]
