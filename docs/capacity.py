@@ -1,7 +1,7 @@
 """What models' KV takes, computed from the numbers of their public config.json.
 
 The formula is tested against what the server measures on tiny models of the same architectures. Tables for
-docs/capacity.md and docs/sizes.md.
+docs/capacity.md, docs/sizes.md and docs/howto/several-models.md.
 """
 
 from __future__ import annotations
@@ -163,6 +163,9 @@ def wear_table(
 
 
 PARAMETER_COUNTS: Mapping[str, float] = {
+    "Qwen3 0.6B": 0.6e9,
+    "Qwen3 Embedding 0.6B": 0.6e9,
+    "Qwen3 Reranker 0.6B": 0.6e9,
     "Llama 3.2 3B": 3.2e9,
     "Qwen3 8B": 8.2e9,
     "Llama 3.1 8B": 8.0e9,
@@ -189,6 +192,8 @@ class Mac:
     memory_bytes: int
     working_set_share: float
     models: tuple[str, ...]
+    together: tuple[str, ...]
+    """Loaded at once; the first is the largest, whose KV the rest is for."""
 
     @property
     def working_set_bytes(self) -> float:
@@ -196,11 +201,29 @@ class Mac:
         return self.working_set_share * self.memory_bytes
 
 
+_FOR_SEARCH = ("Qwen3 Embedding 0.6B", "Qwen3 Reranker 0.6B")
 MACS = (
-    Mac(16 * _GIB, 2 / 3, ("Llama 3.2 3B", "Llama 3.1 8B", "Qwen3 8B")),
-    Mac(64 * _GIB, 3 / 4, ("Qwen3 8B", "gpt-oss 20B", "Mistral Small 24B", "Qwen3 30B-A3B", "Qwen3 32B")),
-    Mac(192 * _GIB, 3 / 4, ("Qwen3 32B", "Llama 3.3 70B", "Qwen3-Next 80B-A3B", "gpt-oss 120B")),
+    Mac(
+        16 * _GIB,
+        2 / 3,
+        ("Llama 3.2 3B", "Llama 3.1 8B", "Qwen3 8B"),
+        together=("Llama 3.1 8B", "Qwen3 0.6B"),
+    ),
+    Mac(
+        64 * _GIB,
+        3 / 4,
+        ("Qwen3 8B", "gpt-oss 20B", "Mistral Small 24B", "Qwen3 30B-A3B", "Qwen3 32B"),
+        together=("Qwen3 30B-A3B", "Qwen3 0.6B", *_FOR_SEARCH),
+    ),
+    Mac(
+        192 * _GIB,
+        3 / 4,
+        ("Qwen3 32B", "Llama 3.3 70B", "Qwen3-Next 80B-A3B", "gpt-oss 120B"),
+        together=("gpt-oss 120B", "Qwen3 30B-A3B", "Qwen3 0.6B", *_FOR_SEARCH),
+    ),
 )
+_SSD_BYTES_PER_S = 5e9
+"""What a Mac's internal SSD reads; not measured here."""
 
 
 def mac_table() -> str:
@@ -227,6 +250,31 @@ def mac_table() -> str:
                 f"{tier / token:,.0f}",
             )
             lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def together_table() -> str:
+    """Return what several models of 4 bits leave for KV, and how long it takes to bring the first one in."""
+    lines = [
+        "| Mac | loaded together, 4 bits | weights | left for KV | tokens of the first in it, bf16 "
+        "| reading its weights | reading 30,000 tokens of its KV |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for mac in MACS:
+        sizes = [PARAMETER_COUNTS[name] * _WEIGHT_BYTES for name in mac.together]
+        left = _LIMIT_SHARE * mac.working_set_bytes - sum(sizes)
+        token = kv_bytes_per_token(MODELS[mac.together[0]], value_bytes=_BF16)
+        assert left > 0, f"{mac.together} leave no room on this Mac"
+        cells = (
+            f"{mac.memory_bytes // _GIB} GB",
+            ", ".join(mac.together),
+            f"{sum(sizes) / _GIB:.1f} GiB",
+            f"{left / _GIB:.1f} GiB",
+            f"{left / token:,.0f}",
+            f"{sizes[0] / _SSD_BYTES_PER_S:.1f} s",
+            f"{30_000 * token / _SSD_BYTES_PER_S:.1f} s",
+        )
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
