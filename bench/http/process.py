@@ -30,7 +30,7 @@ class Memory:
 
 
 @contextlib.contextmanager
-def door(address: str, *, log: Path, flags: Sequence[str] = ()) -> Iterator[tuple[str, int]]:
+def running_front(address: str, *, log: Path, flags: Sequence[str] = ()) -> Iterator[tuple[str, int]]:
     """Run `icehouse-http` in front of a server; give its URL and its process id."""
     port = free_port()
     command = [sys.executable, "-m", "icehouse_http.command", "--address", address, "--port", str(port)]

@@ -34,9 +34,9 @@ from icehouse_server.rpc.access.caller import Role
 from icehouse_server.rpc.access.tokens import line_of, new_token
 
 from bench.attacks import pass_time_s
-from bench.door.caller import Caller, CallFailed, Protocol, body_of
-from bench.door.hostile import ATTACKS, HostileCaller
-from bench.door.process import cpu_s, door, memory_of
+from bench.http.caller import Caller, CallFailed, Protocol, body_of
+from bench.http.hostile import ATTACKS, HostileCaller
+from bench.http.process import cpu_s, memory_of, running_front
 from bench.random_model import RandomModel, make_random_model
 from bench.replies import quantile
 from bench.report import OUT, setting, show_table, write_json
@@ -171,7 +171,7 @@ def measure(
     name: str, address: str, tokens: dict[str, str], *, seconds: float, connections_per_s: float
 ) -> tuple[Row, list[str]]:
     """Start a front, attack it and measure; return the failures too."""
-    with door(address, log=OUT / "httpattacks-front.log") as (url, pid):
+    with running_front(address, log=OUT / "httpattacks-front.log") as (url, pid):
         asyncio.run(suffer(url, tokens["good"], seconds=1.0))
         idle = asyncio.run(suffer(url, tokens["good"], seconds=_IDLE_S))
         place = urllib.parse.urlsplit(url)
