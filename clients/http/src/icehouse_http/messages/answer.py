@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from icehouse.v1.cache_service_pb2 import WarmResult
 from icehouse_client import FinishReason, Reply, StreamEvent, ToolCall
 from icehouse_client.results import started_from
 
@@ -32,11 +33,19 @@ def usage_of(
     *, prompt_tokens: int, cached_tokens: int, reuse_limit: str, output_tokens: int
 ) -> dict[str, Any]:
     """Return a cost. Prompt tokens are read from the cache, computed and kept in it, or only computed."""
-    computed = prompt_tokens - cached_tokens
-    kept = 0 if reuse_limit in _NOTHING_KEPT else computed
+    kept_tokens = 0 if reuse_limit in _NOTHING_KEPT else prompt_tokens - cached_tokens
+    return _cost(
+        prompt_tokens=prompt_tokens,
+        cached_tokens=cached_tokens,
+        kept_tokens=kept_tokens,
+        output_tokens=output_tokens,
+    )
+
+
+def _cost(*, prompt_tokens: int, cached_tokens: int, kept_tokens: int, output_tokens: int) -> dict[str, Any]:
     return {
-        "input_tokens": computed - kept,
-        "cache_creation_input_tokens": kept,
+        "input_tokens": prompt_tokens - cached_tokens - kept_tokens,
+        "cache_creation_input_tokens": kept_tokens,
         "cache_read_input_tokens": cached_tokens,
         "output_tokens": output_tokens,
     }
@@ -67,6 +76,17 @@ class MessageAnswer:
             content.append({"type": "tool_use", "id": call.id, "name": call.name, "input": arguments})
         stop = _stop_of(reply.finish_reason, reply.stop_string or "")
         return {**self._message(reply.model, _reply_usage(reply)), "content": content, **stop}
+
+    def warmed(self, model: str, result: WarmResult) -> Mapping[str, Any]:
+        """Return the body of the answer where the prompt was only brought into the cache."""
+        self._ended()
+        usage = _cost(
+            prompt_tokens=result.usage.prompt_tokens,
+            cached_tokens=result.usage.cached_tokens,
+            kept_tokens=result.computed_tokens,
+            output_tokens=0,
+        )
+        return {**self._message(model, usage), **_stop_of(FinishReason.LENGTH, "")}
 
     def ping(self) -> bytes:
         """Return what keeps a silent stream alive."""

@@ -20,7 +20,7 @@ _TEXTS = {"reasoning": "response.reasoning_text", "message": "response.output_te
 
 
 class ResponseAnswer:
-    """Writes one answer of /v1/responses. `keep` is told the reply once it is complete."""
+    """Writes one answer of /v1/responses. `keep` is told the reply and its items once it is complete."""
 
     def __init__(
         self,
@@ -29,7 +29,7 @@ class ResponseAnswer:
         functions: Functions,
         *,
         seals: bool,
-        keep: Callable[[Reply], None],
+        keep: Callable[[Reply, Sequence[Item]], None],
     ) -> None:
         self._facts = {"id": request_id, "object": "response", "created_at": int(time.time()), **told}
         self._functions = functions
@@ -45,7 +45,7 @@ class ResponseAnswer:
     def whole(self, reply: Reply) -> Mapping[str, Any]:
         """Return the body of an answer that is not streamed."""
         self._items = items_of(reply, self._functions, seals=self._seals)
-        self._keep(reply)
+        self._keep(reply, self._items)
         return self._done(reply)
 
     def ping(self) -> bytes:
@@ -74,7 +74,7 @@ class ResponseAnswer:
 
     def end(self, reply: Reply) -> Iterable[Frame]:
         """Return the whole response as the last event."""
-        self._keep(reply)
+        self._keep(reply, self._items)
         response = self._done(reply)
         yield self._event(f"response.{response['status']}", response=response)
 
