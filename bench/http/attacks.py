@@ -9,7 +9,9 @@ machine's address, a gigabit line and so many new connections a second (`--conne
 
 Wanted: every request answered, and in the median its first text after at most three times the idle time and
 one pass, which is the 99th percentile of the server's own passes under the attack (as in `bench.attacks`).
-Memory is the front's highest while it is attacked. Linux only: it reads /proc.
+Memory is the front's highest while it is attacked; its waits are those of its event loop for a processor, in
+seconds a second. `--model tiny` makes passes so short that what is left is the front's. Linux only: it reads
+/proc.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from icehouse_server.rpc.access.tokens import line_of, new_token
 from bench.attacks import pass_time_s
 from bench.http.caller import Caller, CallFailed, Protocol, body_of
 from bench.http.hostile import ATTACKS, HostileCaller
-from bench.http.process import cpu_s, memory_of, running_front
+from bench.http.process import cpu_s, memory_of, running_front, waited_s
 from bench.random_model import RandomModel, make_random_model
 from bench.replies import quantile
 from bench.report import OUT, setting, show_table, write_json
@@ -80,6 +82,7 @@ class Row:
     failed: int
     health_max_s: float
     front_cpu_share: float
+    front_wait_share: float
     hostile_cpu_share: float
     front_private_mib: float
     hostile_calls: str
@@ -182,9 +185,10 @@ def measure(
         ended = _CONTEXT.Queue()
         with _process(attack, caller, name, _BUILD_UP_S + seconds, ended):
             time.sleep(_BUILD_UP_S)
-            before_s = cpu_s(pid)
+            before_s, waited_before_s = cpu_s(pid), waited_s(pid)
             beside, memory_mib = asyncio.run(_beside(url, pid, tokens["good"], seconds=seconds))
             share = (cpu_s(pid) - before_s) / seconds
+            wait_share = (waited_s(pid) - waited_before_s) / seconds
             pass_s = asyncio.run(pass_time_s(address, tokens["operator"]))
             calls, hostile_share = ended.get(timeout=_CALL_TIMEOUT_S)
         with _process(keep_busy, min(hostile_share, 1.0)):
@@ -201,6 +205,7 @@ def measure(
         failed=len(beside.failures),
         health_max_s=max(beside.checks, default=math.nan),
         front_cpu_share=share,
+        front_wait_share=wait_share,
         hostile_cpu_share=hostile_share,
         front_private_mib=memory_mib,
         hostile_calls=", ".join(f"{count} {code}" for code, count in calls.items()) or "all open",
@@ -249,6 +254,8 @@ def main() -> None:
         default=_CONNECTIONS_PER_S,
         help="how many the hostile caller opens at most; inf: whatever it can",
     )
+    models = [which.value for which in RandomModel]
+    parser.add_argument("--model", default=RandomModel.SMALL.value, choices=models, help="which one is made")
     parser.add_argument("--only", nargs="*", default=ATTACKS, choices=ATTACKS)
     arguments = parser.parse_args()
     OUT.mkdir(parents=True, exist_ok=True)
@@ -259,7 +266,7 @@ def main() -> None:
         file = Path(scratch) / "tokens"
         file.write_text("".join(f"{_token_line(name, token)}\n" for name, token in tokens.items()))
         file.chmod(0o600)
-        model = make_random_model(Path(scratch), which=RandomModel.SMALL)
+        model = make_random_model(Path(scratch), which=RandomModel(arguments.model))
         with ServerProcess(
             model=str(model),
             cache_directory=Path(scratch) / "blocks",

@@ -8,6 +8,7 @@ from typing import Any
 
 from icehouse_client import FinishReason, Reply, StreamEvent, ToolCall
 
+from icehouse_http.chat.answer import cache_details_of
 from icehouse_http.errors import ApiError
 from icehouse_http.exchange import Frame
 from icehouse_http.held import HeldCalls, HeldSpace
@@ -100,7 +101,7 @@ class ResponseAnswer:
     def _done(self, reply: Reply) -> dict[str, Any]:
         usage = {
             "input_tokens": reply.usage.prompt_tokens,
-            "input_tokens_details": {"cached_tokens": reply.usage.cached_tokens},
+            "input_tokens_details": cache_details_of(reply),
             "output_tokens": reply.usage.output_tokens,
             "output_tokens_details": {"reasoning_tokens": reply.usage.reasoning_tokens},
             "total_tokens": reply.usage.prompt_tokens + reply.usage.output_tokens,
