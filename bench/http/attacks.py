@@ -47,7 +47,7 @@ from bench.server_process import ServerProcess
 _IDLE_FACTOR = 3.0
 _IDLE_S = 6.0
 _BUILD_UP_S = 3.0
-"""From the hostile process's start until it attacks."""
+"""From the first connection until most of them are there."""
 _CALL_TIMEOUT_S = 30.0
 _LONGEST_PAUSE_S = 0.2
 _HEALTH_PAUSE_S = 0.1
@@ -135,9 +135,10 @@ def _told(suffered: Suffered) -> Iterator[None]:
         suffered.failures.append(f"{type(error).__name__}: {error}")
 
 
-def attack(hostile: HostileCaller, name: str, seconds: float, ended: Any) -> None:
-    """Be the hostile process: attack for some seconds and tell what came back."""
+def attack(hostile: HostileCaller, name: str, seconds: float, begun: Any, ended: Any) -> None:
+    """Be the hostile process: say that it begins, attack for some seconds and tell what came back."""
     _raise_file_limit()
+    begun.set()
 
     async def run() -> None:
         began_s = time.process_time()
@@ -182,8 +183,10 @@ def measure(
         caller = HostileCaller(
             place.hostname, place.port, tokens["hostile"], connections_per_s=connections_per_s
         )
-        ended = _CONTEXT.Queue()
-        with _process(attack, caller, name, _BUILD_UP_S + seconds, ended):
+        begun, ended = _CONTEXT.Event(), _CONTEXT.Queue()
+        with _process(attack, caller, name, _BUILD_UP_S + seconds, begun, ended):
+            # A process takes seconds to start where the processor is shared.
+            assert begun.wait(_CALL_TIMEOUT_S), "the hostile process did not start"
             time.sleep(_BUILD_UP_S)
             before_s, waited_before_s = cpu_s(pid), waited_s(pid)
             beside, memory_mib = asyncio.run(_beside(url, pid, tokens["good"], seconds=seconds))
