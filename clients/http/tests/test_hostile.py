@@ -114,6 +114,7 @@ WRONG: dict[str, dict[str, list[Any]]] = {
             [{"role": "user", "content": "Hi", "name": 1}],
         ],
         "tools": [*TOOLS, [{"type": "function", "function": {"name": "a", "parameters": []}}]],
+        "functions": [1, [{"name": "a"}]],
         "tool_choice": CHOICES,
         "parallel_tool_calls": ["no"],
         "response_format": [*FORMS, {"type": "json_schema", "json_schema": {}}],

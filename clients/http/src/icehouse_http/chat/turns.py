@@ -77,6 +77,8 @@ def _call_of(call: Fields) -> ToolCall:
 
 def tools_of(fields: Fields) -> list[Tool]:
     """Return the functions that may be called."""
+    if fields.items("functions"):
+        raise fields.refusal("functions", "cannot be read; send tools, which came in their place")
     tools = []
     for tool in fields.objects("tools"):
         if (kind := tool.text("type", "function")) != "function":
