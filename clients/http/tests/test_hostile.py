@@ -209,6 +209,14 @@ async def test_unknown_fields_and_nulls_are_ignored(front: HttpFront, path: str)
     assert answer.status_code == 200, answer.text
 
 
+async def test_a_tool_may_have_as_long_a_name_as_at_anthropic(front: HttpFront) -> None:
+    """Agents put the names of plugin, server and tool together."""
+    for length, status in ((128, 200), (129, 400)):
+        tools = [{"name": "n" * length, "input_schema": {"type": "object"}}]
+        answer = await front.http.post("/v1/messages", json=CHAT | {"tools": tools})
+        assert answer.status_code == status, answer.text
+
+
 async def test_half_of_a_character_is_refused(front: HttpFront) -> None:
     for path in PATHS:
         body = json.dumps(PATHS[path]).replace("Hi", "\\ud800").replace('"q"', '"\\ud800"')

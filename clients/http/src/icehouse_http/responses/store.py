@@ -42,7 +42,7 @@ class ResponseStore:
 
     def item(self, scope: str, item_id: str) -> Item | None:
         """Return an item that a response told, or None where none is kept that did."""
-        for key, kept in self._entries.items():
+        for key, kept in reversed(self._entries.items()):
             if key[0] == scope and item_id in kept.items:
                 self._entries.move_to_end(key)
                 return kept.items[item_id]
