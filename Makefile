@@ -141,8 +141,8 @@ CASES := throughput gpu step profile lone load cache storage startup vision stru
 	tenants attacks http httpattacks fleet agents nextturn growth shared
 MODULE_profile := step.profile
 MODULE_storage := storage_bench
-MODULE_http := door.measure
-MODULE_httpattacks := door.attacks
+MODULE_http := http.measure
+MODULE_httpattacks := http.attacks
 MODULE_fleet := fleet.measure
 MODULE_growth := fleet.growth
 MODULE_nextturn := next_turn

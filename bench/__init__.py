@@ -7,8 +7,8 @@
 `lone` (make bench CASE=lone): cold time to first token of a lone prompt, beside the engine.
 `cache` (make bench CASE=cache): the prefix cache cold, from RAM, and from SSD after a restart.
 `shared` (make bench CASE=shared): a prompt that only the object store has, on a second server.
-`door.measure` (make bench CASE=http): what the way through the HTTP front costs, against gRPC.
-`door.attacks` (make bench CASE=httpattacks): what a hostile caller of it does to another one.
+`http.measure` (make bench CASE=http): what the way through the HTTP front costs, against gRPC.
+`http.attacks` (make bench CASE=httpattacks): what a hostile caller of it does to another one.
 `load` (make bench CASE=load): latency of a server that is kept busy for a while.
 `agents` (make bench CASE=agents): rules of eviction and a server under replayed sessions of agents.
 """

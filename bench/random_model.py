@@ -57,6 +57,8 @@ DEEP_SHAPE: dict[str, Any] = {
     "max_position_embeddings": 16384,
 }
 """As many layers as a model of four billion weights has and little to compute: a pass is the host's work."""
+TINY_SHAPE: dict[str, Any] = {"num_hidden_layers": 2, "max_position_embeddings": 65536}
+"""As small as those of the tests: nearly all that a request takes is the server's work."""
 
 
 class RandomModel(enum.Enum):
@@ -68,6 +70,7 @@ class RandomModel(enum.Enum):
     SMALL = "small"
     WINDOWS = "windows"
     DEEP = "deep"
+    TINY = "tiny"
 
 
 _MADE_OF = {
@@ -77,6 +80,7 @@ _MADE_OF = {
     RandomModel.SMALL: ("llama", SMALL_SHAPE),
     RandomModel.WINDOWS: ("gemma3_text", WINDOWS_SHAPE),
     RandomModel.DEEP: ("qwen3", DEEP_SHAPE),
+    RandomModel.TINY: ("llama", TINY_SHAPE),
 }
 """Architecture and sizes."""
 KV_BYTES_PER_TOKEN = 2 * 4 * SHAPE["num_hidden_layers"] * SHAPE["num_key_value_heads"] * SHAPE["head_dim"]

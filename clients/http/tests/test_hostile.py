@@ -103,6 +103,8 @@ WRONG: dict[str, dict[str, list[Any]]] = {
         **OPENAI,
         "messages": [
             *TURNS,
+            [{"role": "user"}],
+            [{"role": "system", "content": None}],
             [{"role": "user", "content": [{"type": "image_url"}]}],
             [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": 1}}]}],
             [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x", "detail": "?"}}]}],
@@ -112,6 +114,7 @@ WRONG: dict[str, dict[str, list[Any]]] = {
             [{"role": "user", "content": "Hi", "name": 1}],
         ],
         "tools": [*TOOLS, [{"type": "function", "function": {"name": "a", "parameters": []}}]],
+        "functions": [1, [{"name": "a"}]],
         "tool_choice": CHOICES,
         "parallel_tool_calls": ["no"],
         "response_format": [*FORMS, {"type": "json_schema", "json_schema": {}}],
@@ -124,6 +127,8 @@ WRONG: dict[str, dict[str, list[Any]]] = {
         **SAMPLING,
         "messages": [
             *TURNS,
+            [{"role": "user"}],
+            [{"role": "assistant", "content": None}],
             [{"role": "user", "content": [{"type": "tool_result"}]}],
             [{"role": "user", "content": [{"type": "image", "source": {"type": "base64", "data": "%"}}]}],
             [{"role": "user", "content": [{"type": "image", "source": {"type": "file"}}]}],
@@ -131,7 +136,7 @@ WRONG: dict[str, dict[str, list[Any]]] = {
             [{"role": "assistant", "content": [{"type": "image"}]}],
         ],
         "system": [1, [{"type": "image", "source": {"type": "url", "url": "x"}}], [1]],
-        "max_tokens": [0, "10", []],
+        "max_tokens": [None, -1, "10", [], False],
         "stop_sequences": [1, [1]],
         "tools": [1, [1], [{}], [{"name": "a", "input_schema": 1}], [{"type": "bash_20250124", "name": "a"}]],
         "tool_choice": ["auto", 1, {}, {"type": "tool"}, {"type": "some"}],
@@ -147,6 +152,8 @@ WRONG: dict[str, dict[str, list[Any]]] = {
             [],
             [1],
             [{"role": "robot", "content": "x"}],
+            [{"role": "user"}],
+            [{"type": "item_reference"}],
             [{"type": "item_reference", "id": "x"}],
             [{"type": "function_call", "name": "a"}],
             [{"type": "function_call_output", "output": "x"}],
@@ -162,6 +169,9 @@ WRONG: dict[str, dict[str, list[Any]]] = {
         "previous_response_id": [1, "resp_none"],
         "include": [1, [1]],
         "store": ["no"],
+        "metadata": ["x"],
+        "conversation": ["conv_1", {"id": "conv_1"}],
+        "prompt": [{"id": "pmpt_1"}],
     },
     "/v1/completions": {**OPENAI, "prompt": [None, 1, [], ["a", "b"], [1.5], [-1], [True]], "suffix": [1]},
     "/v1/embeddings": {
@@ -197,6 +207,14 @@ async def test_unknown_fields_and_nulls_are_ignored(front: HttpFront, path: str)
     body = {**nulls, **PATHS[path], "no_such_field": {"a": [1]}, "user": "u", "service_tier": "auto"}
     answer = await front.http.post(path, json=body)
     assert answer.status_code == 200, answer.text
+
+
+async def test_a_tool_may_have_as_long_a_name_as_at_anthropic(front: HttpFront) -> None:
+    """Agents put the names of plugin, server and tool together."""
+    for length, status in ((128, 200), (129, 400)):
+        tools = [{"name": "n" * length, "input_schema": {"type": "object"}}]
+        answer = await front.http.post("/v1/messages", json=CHAT | {"tools": tools})
+        assert answer.status_code == status, answer.text
 
 
 async def test_half_of_a_character_is_refused(front: HttpFront) -> None:
@@ -285,6 +303,35 @@ async def test_pages_of_other_sites_may_not_call(served: RunningServer) -> None:
         answer = await front.http.post("/v1/chat/completions", json=CHAT, headers=evil)
         assert answer.status_code == 403
     assert len(served.engine.submitted) == 1
+
+
+async def test_a_preflight_is_answered_as_a_browser_reads_it(served: RunningServer) -> None:
+    """By Fetch: a status of 200 to 299, the page's origin, and all headers that it wants to send."""
+    friend = "http://friend.example"
+    asked = {
+        "access-control-request-method": "POST",
+        "access-control-request-headers": "authorization,content-type,x-stainless-os",
+        "access-control-request-private-network": "true",
+    }
+    async with front_of(served.server.address, allow_origins=(friend,)) as front:
+        for path in PATHS:
+            told = await front.http.options(path, headers=asked | {"origin": friend})
+            assert (told.status_code, told.content) == (204, b""), told.text
+            assert told.headers["access-control-allow-origin"] == friend
+            assert "POST" in told.headers["access-control-allow-methods"]
+            names = told.headers["access-control-allow-headers"].split(",")
+            assert set(names) >= set(asked["access-control-request-headers"].split(","))
+            assert told.headers["access-control-allow-private-network"] == "true"
+            refused = await front.http.options(path, headers=asked | {"origin": "http://evil.example"})
+            assert (refused.status_code, refused.content) == (403, b"")
+            assert "access-control-allow-origin" not in refused.headers
+            assert "content-type" not in refused.headers
+        answer = await front.http.post("/v1/responses", json=RESPONSE, headers={"origin": friend})
+        assert "retry-after" in answer.headers["access-control-expose-headers"]
+    async with front_of(served.server.address) as front:
+        told = await front.http.options("/v1/messages", headers=asked | {"origin": friend})
+        error_of(told, "/v1/messages", status=405)
+        assert "access-control-allow-origin" not in told.headers
 
 
 async def test_names_that_others_may_point_here_are_refused(served: RunningServer) -> None:

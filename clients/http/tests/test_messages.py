@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import anthropic
+import pytest
 from icehouse_client import AsyncClient
 
 from clients.http.tests.fronts import HttpFront
@@ -43,6 +45,20 @@ async def test_the_cost_tells_what_was_read_and_what_was_kept(whole: HttpFront) 
         told = (usage.input_tokens, usage.cache_creation_input_tokens, usage.cache_read_input_tokens)
         assert told == (1, 0, count - 1)
     assert final.output_tokens == 8
+
+
+async def test_no_tokens_bring_the_prompt_into_the_cache(whole: HttpFront) -> None:
+    warmed = await whole.anthropic.messages.create(**ASKED | {"max_tokens": 0})
+    assert (warmed.content, warmed.stop_reason, warmed.usage.output_tokens) == ([], "max_tokens", 0)
+    assert warmed.usage.cache_read_input_tokens == 0
+    kept = warmed.usage.cache_creation_input_tokens
+    for max_tokens in (8, 0):
+        usage = (await whole.anthropic.messages.create(**ASKED | {"max_tokens": max_tokens})).usage
+        assert (usage.cache_read_input_tokens, usage.cache_creation_input_tokens) == (kept, 0)
+        # Each request computes the last token itself.
+        assert usage.input_tokens == warmed.usage.input_tokens == 1
+    with pytest.raises(anthropic.BadRequestError, match="stream must be false"):
+        await whole.anthropic.messages.create(**ASKED | {"max_tokens": 0}, stream=True)
 
 
 async def test_the_events_come_in_their_order(whole: HttpFront) -> None:

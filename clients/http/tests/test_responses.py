@@ -73,6 +73,28 @@ async def test_a_response_of_another_token_or_not_kept_is_not_found(
         )
 
 
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+async def test_items_of_earlier_responses_may_be_named_instead_of_sent(
+    front: HttpFront, served: RunningServer, stream: bool
+) -> None:
+    """As the AI SDK does wherever responses are stored."""
+    said, more = {"role": "user", "content": "Hi"}, {"role": "user", "content": "And now?"}
+    create = front.openai.responses.create
+    if stream:
+        events = [event async for event in await create(**ASKED | {"input": [said]}, stream=True)]
+        [item] = events[-1].response.output
+    else:
+        [item] = (await create(**ASKED | {"input": [said]})).output
+    named: Any = {"type": "item_reference", "id": item.id}
+    for told in (named, item.model_dump(exclude_none=True)):
+        await create(**ASKED | {"input": [said, told, more]})
+    by_name, itself = [request.prompt_token_ids for request in served.engine.submitted[1:]]
+    assert by_name == itself
+    stranger = front.openai.with_options(api_key="another")
+    with pytest.raises(openai.BadRequestError, match="send the item itself"):
+        await stranger.responses.create(**ASKED | {"input": [said, named, more]})
+
+
 def test_the_store_is_bounded() -> None:
     store = ResponseStore(max_entries=2, max_bytes=10_000)
     said = [Message("user", "x" * 500)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from icehouse_server.domain.events import Delta, Event, FinishReason
 from icehouse_server.domain.request import GenerationRequest
 from icehouse_server.errors import Overloaded, Reason
+from openai.types import chat, responses
 
 from clients.http.tests.fronts import HttpFront
 from tests.fixtures.rpc.fake_engine import finished, hanging, started
@@ -92,6 +94,45 @@ async def test_raw_answers(front: HttpFront) -> None:
     async with front.openai.responses.with_streaming_response.create(**RESPONSES, stream=True) as streamed:
         lines = [line async for line in streamed.iter_lines() if line.startswith("event: ")]
     assert (lines[0], lines[-1]) == ("event: response.created", "event: response.completed")
+
+
+def data_of(stream: str) -> list[dict[str, Any]]:
+    lines = [line.removeprefix("data: ") for line in stream.splitlines() if line.startswith("data: {")]
+    return [json.loads(line) for line in lines]
+
+
+STRICT: Any = [
+    (
+        "/v1/chat/completions",
+        CHAT | {"n": 2, "logprobs": True},
+        chat.ChatCompletion,
+        chat.ChatCompletionChunk,
+    ),
+    ("/v1/completions", {"prompt": "Hi", "logprobs": 1}, openai.types.Completion, None),
+    ("/v1/responses", RESPONSES, responses.Response, responses.ResponseStreamEvent),
+    ("/v1/messages", MESSAGES, anthropic.types.Message, anthropic.types.RawMessageStreamEvent),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "whole", "event"), STRICT, ids=[entry[0] for entry in STRICT])
+async def test_answers_are_what_the_packages_types_say(
+    front: HttpFront, path: str, body: dict[str, Any], whole: Any, event: Any
+) -> None:
+    """The packages themselves take what comes, without a field that their types require too."""
+    answer = await front.http.post(path, json=body)
+    pydantic.TypeAdapter(whole).validate_python(answer.json())
+    streamed = data_of((await front.http.post(path, json=body | {"stream": True})).text)
+    assert len(streamed) > 2
+    # A completion's chunks have no finish reason before the last one, and pings are none of the events.
+    for data in streamed if event else ():
+        if data.get("type") != "ping":
+            pydantic.TypeAdapter(event).validate_python(data)
+
+
+async def test_a_listed_model_is_one_for_both_packages(front: HttpFront) -> None:
+    [told] = (await front.http.get("/v1/models")).json()["data"]
+    for kind in (openai.types.Model, anthropic.types.ModelInfo):
+        assert pydantic.TypeAdapter(kind).validate_python(told).id == "tiny"
 
 
 async def test_tokens_are_counted_without_an_answer(whole: HttpFront) -> None:

@@ -177,7 +177,7 @@ every_answer = pytest.mark.parametrize(
     [
         lambda: ChatAnswer("c", {}, tells_usage=False),
         lambda: MessageAnswer("m", lambda: None),
-        lambda: ResponseAnswer("r", {}, Functions(), seals=False, keep=lambda reply: None),
+        lambda: ResponseAnswer("r", {}, Functions(), seals=False, keep=lambda *kept: None),
     ],
     ids=["chat", "messages", "responses"],
 )

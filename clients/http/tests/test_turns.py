@@ -71,6 +71,25 @@ def test_images_stay_where_they_are() -> None:
     ]
 
 
+def test_an_image_may_be_looked_at_as_it_is() -> None:
+    shown = {"url": DATA_URI, "detail": "original"}
+    [turn] = chat_of(
+        messages=[{"role": "user", "content": [{"type": "image_url", "image_url": shown}]}]
+    ).prompt
+    part = {"type": "input_image", "image_url": DATA_URI, "detail": "original"}
+    assert responses_of(input=[{"role": "user", "content": [part]}]).prompt == [turn]
+    assert turn.images[0].detail == "high"
+
+
+def test_a_turn_may_say_nothing() -> None:
+    nothing: list[Any] = ["", [], [{"type": "text", "text": ""}]]
+    for asked in (chat_of, messages_of):
+        for content in nothing:
+            turns = [{"role": "user", "content": content}, {"role": "assistant", "content": content}]
+            said = asked(messages=turns).prompt
+            assert said == [Message("user", ""), Message("assistant", "")]
+
+
 def test_results_are_turns_of_their_own_before_what_the_user_says() -> None:
     blocks = [
         {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "text", "text": "dry"}]},
@@ -155,7 +174,7 @@ def test_a_function_of_a_namespace_is_shown_with_it_and_called_without() -> None
     for name, fields in (("mcp__lake__go", {"name": "go", "namespace": "mcp__lake"}), ("go", {"name": "go"})):
         reply: Any = SimpleNamespace(reasoning="", text="", tool_calls=(ToolCall("1", name, "{}"),))
         piece = ToolCallDelta(id="1", name=name, arguments_json="{}")
-        answer = ResponseAnswer("r", {}, functions, seals=False, keep=lambda reply: None)
+        answer = ResponseAnswer("r", {}, functions, seals=False, keep=lambda *kept: None)
         events = (Delta(tool_call=piece), Delta(text="!"))
         frames = [frame.data for delta in events for frame in answer.feed(StreamResponse(delta=delta))]
         items = [frame["item"] for frame in frames if isinstance(frame, dict) and "item" in frame]

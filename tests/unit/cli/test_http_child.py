@@ -21,7 +21,7 @@ from tests.fixtures.patience import BOUND_S
 
 
 def config(**settings: object) -> Config:
-    """Return a config with a door; `settings` are `section__name=value`."""
+    """Return a config with an HTTP front; `settings` are `section__name=value`."""
     flags = {key.replace("__", "."): value for key, value in settings.items()}
     return load_config(flags={"http.port": 0, **flags}, environ={}).config
 
@@ -88,8 +88,8 @@ def test_delays_double_up_to_a_bound_and_begin_anew_after_a_long_life() -> None:
 
 
 @pytest.fixture
-async def door(tmp_path: Path) -> AsyncIterator[HttpChild]:
-    """A door that was not started."""
+async def child(tmp_path: Path) -> AsyncIterator[HttpChild]:
+    """A front that was not started."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         made = HttpChild(config(), listening=listening, folder=tmp_path)
         yield made
@@ -97,38 +97,38 @@ async def door(tmp_path: Path) -> AsyncIterator[HttpChild]:
 
 
 async def test_one_that_cannot_start_is_tried_again_until_the_stop(
-    door: HttpChild, caplog: pytest.LogCaptureFixture
+    child: HttpChild, caplog: pytest.LogCaptureFixture
 ) -> None:
-    door._command = ["/no/such/program"]
-    await door.start()
+    child._command = ["/no/such/program"]
+    await child.start()
     async with asyncio.timeout(BOUND_S):
         while caplog.text.count("http_not_started") < 3:
             await asyncio.sleep(0)
-        await door.stop(timeout_s=BOUND_S)
+        await child.stop(timeout_s=BOUND_S)
     assert "stuck" not in caplog.text
 
 
 async def test_one_that_does_not_end_is_killed(
-    door: HttpChild, caplog: pytest.LogCaptureFixture, tmp_path: Path
+    child: HttpChild, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     deaf = tmp_path / "deaf"
-    door._command = ["/bin/sh", "-c", f"trap '' TERM; : > {deaf}; exec sleep 1000"]
-    await door.start()
+    child._command = ["/bin/sh", "-c", f"trap '' TERM; : > {deaf}; exec sleep 1000"]
+    await child.start()
     async with asyncio.timeout(BOUND_S):
         while not deaf.exists():
             await asyncio.sleep(0)
-        await door.stop(timeout_s=0.01)
+        await child.stop(timeout_s=0.01)
     assert "stuck_http_killed" in caplog.text
 
 
 async def test_its_folder_is_closed_to_others_and_goes_with_it() -> None:
-    async with http_child.http_child(config()) as door:
-        assert door is not None
-        folder = door.private_socket.parent
+    async with http_child.http_child(config()) as child:
+        assert child is not None
+        folder = child.private_socket.parent
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert not folder.exists()
 
 
 async def test_without_a_port_there_is_none() -> None:
-    async with http_child.http_child(load_config(flags={}, environ={}).config) as door:
-        assert door is None
+    async with http_child.http_child(load_config(flags={}, environ={}).config) as child:
+        assert child is None

@@ -7,11 +7,12 @@ import contextlib
 import dataclasses
 import logging
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from icehouse_client import IcehouseClientError, Reply
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
@@ -27,7 +28,7 @@ from icehouse_http.bounds.places import Places
 from icehouse_http.bounds.reading_rate import SMALL_BYTES, ReadingRate
 from icehouse_http.chat import request as chat_request
 from icehouse_http.chat.answer import ChatAnswer
-from icehouse_http.errors import ApiError, api_error, dialect_of
+from icehouse_http.errors import ApiError, api_error, bad_request, dialect_of
 from icehouse_http.exchange import Answer, Asked, respond, until_gone
 from icehouse_http.fields import Fields, fields_of
 from icehouse_http.messages import request as message_request
@@ -37,6 +38,7 @@ from icehouse_http.messages.token_count import token_count
 from icehouse_http.model_list import model_list, one_model
 from icehouse_http.responses import request as response_request
 from icehouse_http.responses.answer import ResponseAnswer
+from icehouse_http.responses.items import Item
 from icehouse_http.responses.store import ResponseStore
 from icehouse_http.serving.access_log import AccessLog
 from icehouse_http.serving.body_budget import BodyBudget
@@ -86,10 +88,12 @@ def create_app(settings: Settings) -> Starlette:
         log=AccessLog() if settings.has_access_log else None,
     )
     pages = Middleware(
-        CORSMiddleware,
+        _Pages,
         allow_origins=settings.allow_origins,
         allow_methods=["GET", "POST"],
         allow_headers=["*"],
+        allow_private_network=True,
+        expose_headers=["retry-after", "retry-after-ms"],
     )
     return Starlette(
         routes=routes,
@@ -97,6 +101,16 @@ def create_app(settings: Settings) -> Starlette:
         exception_handlers={HTTPException: _no_such_path},
         lifespan=front.lifespan,
     )
+
+
+class _Pages(CORSMiddleware):
+    """What browsers are told about pages of other sites."""
+
+    def preflight_response(self, request_headers: Headers) -> Response:
+        """Answer without a body, which no browser shows: 204 lets the request come, 403 does not."""
+        told = super().preflight_response(request_headers)
+        headers = {name: text for name, text in told.headers.items() if not name.startswith("content-")}
+        return Response(status_code=403 if told.status_code >= 400 else 204, headers=headers)
 
 
 class Front:
@@ -258,7 +272,7 @@ class Front:
         fields = await self._fields(request, caller)
         target = await self._target(fields, caller)
         asked = chat_request.asked_of(fields, target, request.headers, self._settings)
-        name = _named("chatcmpl", asked)
+        name = _named("chatcmpl-", asked)
         answer = ChatAnswer(name, asked.options, tells_usage=_tells_usage(fields))
         return await self._respond(request, caller, asked, answer)
 
@@ -269,11 +283,11 @@ class Front:
         wanted = response_request.asked_of(
             fields, target, request.headers, self._settings, store=self._store, scope=caller.scope
         )
-        asked, name = wanted.asked, _named("resp", wanted.asked)
+        asked, name = wanted.asked, _named("resp_", wanted.asked)
 
-        def keep(reply: Reply) -> None:
+        def keep(reply: Reply, items: Sequence[Item]) -> None:
             if wanted.is_stored:
-                self._store.put(caller.scope, name, [*wanted.messages, reply.message()])
+                self._store.put(caller.scope, name, [*wanted.messages, reply.message()], items)
 
         seals = wanted.seals_reasoning
         answer = ResponseAnswer(name, wanted.told, wanted.functions, seals=seals, keep=keep)
@@ -283,9 +297,21 @@ class Front:
         """POST /v1/messages."""
         fields = await self._fields(request, caller)
         target = await self._target(fields, caller)
+        fields.require("max_tokens")
         asked = message_request.asked_of(fields, target, request.headers, self._settings)
-        answer = MessageAnswer(_named("msg", asked), lambda: self._pins.ask(caller.client, fields, asked))
+        answer = MessageAnswer(_named("msg_", asked), lambda: self._pins.ask(caller.client, fields, asked))
+        if fields.raw("max_tokens") == 0:
+            return await self._warm(request, caller, asked, answer)
         return await self._respond(request, caller, asked, answer)
+
+    async def _warm(self, request: Request, caller: Caller, asked: Asked, answer: MessageAnswer) -> Response:
+        """Bring a prompt into the cache, as Anthropic's API does for a message of no tokens."""
+        if asked.is_streamed:
+            raise bad_request("stream must be false where max_tokens is 0", param="stream")
+        prompt: Any = asked.prompt
+        options = message_request.prompt_options(asked, prompt)
+        result = await until_gone(request.receive, caller.client.cache.warm(prompt, **options))
+        return JSONResponse(answer.warmed(options["model"], result))
 
     async def count_tokens(self, request: Request, caller: Caller) -> Response:
         """POST /v1/messages/count_tokens: the tokens that the prompt of such a request would have."""
@@ -301,7 +327,7 @@ class Front:
         target = await self._target(fields, caller)
         asked = completions.asked_of(fields, target, request.headers, self._settings)
         echo = await completions.echo_of(caller.client, fields, asked)
-        name, tells_usage = _named("cmpl", asked), _tells_usage(fields)
+        name, tells_usage = _named("cmpl-", asked), _tells_usage(fields)
         answer = completions.TextAnswer(name, asked.options, echo, tells_usage)
         return await self._respond(request, caller, asked, answer)
 
@@ -315,7 +341,7 @@ class Front:
         """POST /v1/rerank."""
         fields = await self._fields(request, caller)
         target = await self._target(fields, caller)
-        work = ranking(caller.client, fields, target, name=_name("rerank"))
+        work = ranking(caller.client, fields, target, name=_name("rerank-"))
         return JSONResponse(await until_gone(request.receive, work))
 
 
@@ -335,7 +361,7 @@ def _tells_usage(fields: Fields) -> bool:
 
 
 def _name(kind: str) -> str:
-    return f"{kind}-{uuid.uuid4().hex}"
+    return f"{kind}{uuid.uuid4().hex}"
 
 
 def _named(kind: str, asked: Asked) -> str:

@@ -44,6 +44,11 @@ class Fields:
         place = self.place_of(name)
         return bad_request(f"{place} {problem}", param=place)
 
+    def require(self, name: str) -> None:
+        """Raise ApiError where a field is not there."""
+        if self.raw(name) is None:
+            raise self.refusal(name, "is required")
+
     def text(self, name: str, default: str = "") -> str:
         """Return a text."""
         value = self.raw(name)
@@ -85,9 +90,9 @@ class Fields:
             raise self.refusal(name, f"is {_shown(value)}; it must be from {least} to {most}")
         return int(value)
 
-    def token_limit(self, name: str) -> int | None:
-        """Return a number of tokens of 1 or more; the server lowers what is above its own limit."""
-        value = self.integer(name, least=1, most=1 << 62)
+    def token_limit(self, name: str, *, least: int = 1) -> int | None:
+        """Return a number of tokens; the server lowers what is above its own limit."""
+        value = self.integer(name, least=least, most=1 << 62)
         return None if value is None else min(value, INT32_MAX)
 
     def number(self, name: str) -> float | None:
@@ -112,10 +117,8 @@ class Fields:
 
     def required_object(self, name: str) -> Fields:
         """Return the fields of an object that must be there."""
-        found = self.object(name)
-        if found is None:
-            raise self.refusal(name, "is required")
-        return found
+        self.require(name)
+        return Fields(self.raw(name), self.place_of(name))
 
     def mapping(self, name: str) -> dict[str, Any] | None:
         """Return an object as it is; None where it is not there."""

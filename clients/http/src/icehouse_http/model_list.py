@@ -46,7 +46,9 @@ def _entry(name: str, model: Model) -> dict[str, Any]:
         "display_name": name,
         "created": 0,
         "created_at": "1970-01-01T00:00:00Z",
+        "lifecycle": "active",
         "owned_by": "icehouse",
         "root": model.id,
         "max_model_len": model.context_tokens,
+        "max_input_tokens": model.context_tokens,
     }

@@ -484,7 +484,7 @@ type ChatMessage struct {
 	TokenIds []int32 `protobuf:"varint,7,rep,packed,name=token_ids,json=tokenIds,proto3" json:"token_ids,omitempty"`
 	// The text of the turn in parts, joined without a separator. Refused with CHAT_INVALID beside `content`.
 	Parts []*ContentPart `protobuf:"bytes,8,rep,name=parts,proto3" json:"parts,omitempty"`
-	// The name of a role that is only the template's own, such as "ipython": 1 to 64 of [A-Za-z0-9_.-]. Legal only
+	// The name of a role that is only the template's own, such as "ipython": 1 to 128 of [A-Za-z0-9_.-]. Legal only
 	// where `role` is unspecified; the name of one of the roles above is refused. A template may refuse a role that it
 	// does not know. CHAT_INVALID in each of these cases.
 	RoleName      string `protobuf:"bytes,9,opt,name=role_name,json=roleName,proto3" json:"role_name,omitempty"`

@@ -88,7 +88,7 @@ func (ToolChoiceMode) EnumDescriptor() ([]byte, []int) {
 // A function that the caller offers. The model's chat template shows it to the model.
 type Tool struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// The name that the model uses: 1 to 64 of [A-Za-z0-9_.-], unique in a request; otherwise TOOL_INVALID.
+	// The name that the model uses: 1 to 128 of [A-Za-z0-9_.-], unique in a request; otherwise TOOL_INVALID.
 	Name string `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
 	// What it does, in words for the model. Default: none is shown.
 	Description string `protobuf:"bytes,2,opt,name=description,proto3" json:"description,omitempty"`

@@ -292,7 +292,7 @@ class ChatMessage(_message.Message):
     are put in the order of the calls.
     """
     role_name: _builtins.str
-    """The name of a role that is only the template's own, such as "ipython": 1 to 64 of [A-Za-z0-9_.-]. Legal only
+    """The name of a role that is only the template's own, such as "ipython": 1 to 128 of [A-Za-z0-9_.-]. Legal only
     where `role` is unspecified; the name of one of the roles above is refused. A template may refuse a role that it
     does not know. CHAT_INVALID in each of these cases.
     """

@@ -67,7 +67,7 @@ class Tool(_message.Message):
     STRICT_FIELD_NUMBER: _builtins.int
     FOUND_LATER_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """The name that the model uses: 1 to 64 of [A-Za-z0-9_.-], unique in a request; otherwise TOOL_INVALID."""
+    """The name that the model uses: 1 to 128 of [A-Za-z0-9_.-], unique in a request; otherwise TOOL_INVALID."""
     description: _builtins.str
     """What it does, in words for the model. Default: none is shown."""
     parameters_json: _builtins.str

@@ -21,7 +21,7 @@ export const file_icehouse_v1_tool: GenFile = /*@__PURE__*/
  */
 export type Tool = Message<"icehouse.v1.Tool"> & {
   /**
-   * The name that the model uses: 1 to 64 of [A-Za-z0-9_.-], unique in a request; otherwise TOOL_INVALID.
+   * The name that the model uses: 1 to 128 of [A-Za-z0-9_.-], unique in a request; otherwise TOOL_INVALID.
    *
    * @generated from field: string name = 1;
    */

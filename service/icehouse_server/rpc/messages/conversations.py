@@ -36,8 +36,8 @@ _ROLES = {
     if value.number
 }
 """The words in which templates know the API's roles."""
-_NAME_PATTERN = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
-_NAME_WANTED = "1 to 64 of A-Z a-z 0-9 _ . -"
+_NAME_PATTERN = re.compile(r"[A-Za-z0-9_.\-]{1,128}")
+_NAME_WANTED = "1 to 128 of A-Z a-z 0-9 _ . -"
 """Names of tools, and of roles that only a template knows."""
 MESSAGE_COUNT_LIMIT = 4096
 PART_COUNT_LIMIT = 256

@@ -197,6 +197,7 @@ NAMED = "TOOL_CHOICE_MODE_NAMED"
             "prompt.chat.continue_final_message",
         ),
         (None, {"tools": [{"name": "no spaces"}]}, "TOOL_INVALID", "prompt.tools[0].name"),
+        (None, {"tools": [{"name": "n" * 129}]}, "TOOL_INVALID", "prompt.tools[0].name"),
         (None, {"tools": [{}]}, "TOOL_INVALID", "prompt.tools[0].name"),
         (None, {"tools": [TOOL, TOOL]}, "TOOL_INVALID", "prompt.tools[1].name"),
         (

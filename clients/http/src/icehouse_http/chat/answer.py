@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from icehouse_client import Completion, FinishReason, Options, Reply, StreamEvent, ToolCall, Usage
+from icehouse_client import Completion, FinishReason, Options, Reply, StreamEvent, ToolCall
 from icehouse_client.logprobs import logprobs_from
 from icehouse_client.results import finish_reason_of
 
@@ -20,6 +20,9 @@ _REASONS = {
     FinishReason.CONTEXT_LENGTH: "length",
     FinishReason.TOOL_CALLS: "tool_calls",
 }
+
+_NOTHING_KEPT = ("NONE", "SWITCHED_OFF", "UNSUPPORTED")
+"""Limits of reuse with which a prompt adds nothing to the cache: all of it is there, or nothing is kept."""
 
 DONE = Frame("[DONE]")
 
@@ -37,19 +40,26 @@ def outputs_of(reply: Reply) -> Sequence[Completion]:
 def usage_of(reply: Reply) -> dict[str, Any]:
     """Return what a reply cost: the prompt once, and the tokens of all outputs."""
     outputs = [output.usage for output in outputs_of(reply)]
-    return usage_sum(reply.usage, outputs)
-
-
-def usage_sum(first: Usage, outputs: Sequence[Usage]) -> dict[str, Any]:
-    """Return the cost of outputs of one prompt."""
     output_tokens = sum(usage.output_tokens for usage in outputs)
     return {
-        "prompt_tokens": first.prompt_tokens,
+        "prompt_tokens": reply.usage.prompt_tokens,
         "completion_tokens": output_tokens,
-        "total_tokens": first.prompt_tokens + output_tokens,
-        "prompt_tokens_details": {"cached_tokens": first.cached_tokens},
+        "total_tokens": reply.usage.prompt_tokens + output_tokens,
+        "prompt_tokens_details": cache_details_of(reply),
         "completion_tokens_details": {"reasoning_tokens": sum(usage.reasoning_tokens for usage in outputs)},
     }
+
+
+def cache_details_of(reply: Reply) -> dict[str, int]:
+    """Return what of a prompt was in the cache, and what is there now."""
+    prompt_tokens, cached_tokens = reply.usage.prompt_tokens, reply.usage.cached_tokens
+    kept = kept_tokens(prompt_tokens - cached_tokens, reply.reuse_limit)
+    return {"cached_tokens": cached_tokens, "cache_write_tokens": kept}
+
+
+def kept_tokens(computed_tokens: int, reuse_limit: str) -> int:
+    """Return how many of a prompt's computed tokens are kept in the cache."""
+    return 0 if reuse_limit in _NOTHING_KEPT else computed_tokens
 
 
 def call_dict(call: ToolCall) -> dict[str, Any]:

@@ -8,7 +8,11 @@ from icehouse_client import Image, Message, Options, Tool, ToolCall
 
 from icehouse_http.fields import Fields
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
+_SPEAKING = ("system", "developer", "user")
+"""Roles whose turns are nothing but what they say."""
+ROLES = (*_SPEAKING, "assistant", "tool")
+_DETAILS = {"auto": "auto", "low": "low", "high": "high", "original": "high"}
+"""What the server knows of the words for how closely an image is looked at."""
 
 
 def messages_of(fields: Fields) -> list[Message]:
@@ -21,6 +25,8 @@ def messages_of(fields: Fields) -> list[Message]:
 
 def _message_of(turn: Fields) -> Message:
     role = turn.one_of("role", *ROLES, default="")
+    if role in _SPEAKING:
+        turn.require("content")
     content, images = content_of(turn, "content")
     return Message(
         role,
@@ -60,7 +66,7 @@ def _image_of(part: Fields, position: int) -> Image:
 
 def image(fields: Fields, name: str, *, position: int) -> Image:
     """Return the image whose URL is in a field, with the detail beside it."""
-    detail: Any = fields.one_of("detail", "auto", "low", "high", default="auto")
+    detail: Any = _DETAILS[fields.one_of("detail", *_DETAILS, default="auto")]
     return Image(uri=fields.required_text(name), detail=detail, position=position)
 
 
@@ -71,6 +77,8 @@ def _call_of(call: Fields) -> ToolCall:
 
 def tools_of(fields: Fields) -> list[Tool]:
     """Return the functions that may be called."""
+    if fields.items("functions"):
+        raise fields.refusal("functions", "cannot be read; send tools, which came in their place")
     tools = []
     for tool in fields.objects("tools"):
         if (kind := tool.text("type", "function")) != "function":

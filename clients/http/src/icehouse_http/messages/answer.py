@@ -6,9 +6,11 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from icehouse.v1.cache_service_pb2 import WarmResult
 from icehouse_client import FinishReason, Reply, StreamEvent, ToolCall
 from icehouse_client.results import started_from
 
+from icehouse_http.chat.answer import kept_tokens
 from icehouse_http.errors import ApiError, Dialect
 from icehouse_http.exchange import Frame
 from icehouse_http.held import HeldCalls, HeldSpace, text_beside
@@ -19,9 +21,6 @@ _REASONS = {
     FinishReason.CONTEXT_LENGTH: "model_context_window_exceeded",
     FinishReason.TOOL_CALLS: "tool_use",
 }
-_NOTHING_KEPT = ("NONE", "SWITCHED_OFF", "UNSUPPORTED")
-"""Limits of reuse with which a prompt adds nothing to the cache: all of it is there, or nothing is kept."""
-
 _SIGNATURE = "unsigned"
 """Where Anthropic signs: clients drop thinking without a signature."""
 
@@ -32,10 +31,17 @@ def usage_of(
     *, prompt_tokens: int, cached_tokens: int, reuse_limit: str, output_tokens: int
 ) -> dict[str, Any]:
     """Return a cost. Prompt tokens are read from the cache, computed and kept in it, or only computed."""
-    computed = prompt_tokens - cached_tokens
-    kept = 0 if reuse_limit in _NOTHING_KEPT else computed
+    return _cost(
+        prompt_tokens=prompt_tokens,
+        cached_tokens=cached_tokens,
+        kept=kept_tokens(prompt_tokens - cached_tokens, reuse_limit),
+        output_tokens=output_tokens,
+    )
+
+
+def _cost(*, prompt_tokens: int, cached_tokens: int, kept: int, output_tokens: int) -> dict[str, Any]:
     return {
-        "input_tokens": computed - kept,
+        "input_tokens": prompt_tokens - cached_tokens - kept,
         "cache_creation_input_tokens": kept,
         "cache_read_input_tokens": cached_tokens,
         "output_tokens": output_tokens,
@@ -67,6 +73,17 @@ class MessageAnswer:
             content.append({"type": "tool_use", "id": call.id, "name": call.name, "input": arguments})
         stop = _stop_of(reply.finish_reason, reply.stop_string or "")
         return {**self._message(reply.model, _reply_usage(reply)), "content": content, **stop}
+
+    def warmed(self, model: str, result: WarmResult) -> Mapping[str, Any]:
+        """Return the body of the answer where the prompt was only brought into the cache."""
+        self._ended()
+        usage = _cost(
+            prompt_tokens=result.usage.prompt_tokens,
+            cached_tokens=result.usage.cached_tokens,
+            kept=result.computed_tokens,
+            output_tokens=0,
+        )
+        return {**self._message(model, usage), **_stop_of(FinishReason.LENGTH, "")}
 
     def ping(self) -> bytes:
         """Return what keeps a silent stream alive."""

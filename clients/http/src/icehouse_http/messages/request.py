@@ -36,7 +36,7 @@ def asked_of(fields: Fields, target: Target, headers: Mapping[str, str], setting
     options.update(tool_options(fields))
     output = fields.object("output_config") or Fields({})
     options.update(effort_options(target, effort_of(output, "effort"), limit=_thinking_limit(fields)))
-    options["max_output_tokens"] = fields.token_limit("max_tokens") or INT32_MAX
+    options["max_output_tokens"] = fields.token_limit("max_tokens", least=0) or INT32_MAX
     if stop := fields.texts("stop_sequences"):
         options["stop"] = stop
     if (form := output.object("format") or fields.object("output_format")) is not None:

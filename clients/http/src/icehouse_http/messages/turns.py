@@ -27,6 +27,7 @@ def messages_of(fields: Fields) -> list[Message]:
     if not turns:
         raise fields.refusal("messages", "must have at least one message")
     for turn in turns:
+        turn.require("content")
         match turn.one_of("role", "user", "assistant", "system", default=""):
             case "assistant":
                 messages.append(_assistant_turn(turn))
@@ -39,16 +40,15 @@ def messages_of(fields: Fields) -> list[Message]:
 
 def _user_turns(turn: Fields) -> Iterator[Message]:
     """Return the results of tools, each a turn of its own, and what the user says beside them."""
-    said: list[Fields] = []
-    for block in turn.parts("content"):
-        if block.text("type") != "tool_result":
-            said.append(block)
-            continue
+    blocks = list(turn.parts("content"))
+    results = [block for block in blocks if block.text("type") == "tool_result"]
+    for block in results:
         content, images = _content_of(block, "content")
         if block.flag("is_error"):
             content = f"Error: {content}"
         yield Message("tool", content, tool_call_id=block.required_text("tool_use_id"), images=images)
-    if said:
+    said = [block for block in blocks if block not in results]
+    if said or not results:
         content, images = _joined(said)
         yield Message("user", content, images=images)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from icehouse_client import FinishReason, Reply, StreamEvent, ToolCall
 
+from icehouse_http.chat.answer import cache_details_of
 from icehouse_http.errors import ApiError
 from icehouse_http.exchange import Frame
 from icehouse_http.held import HeldCalls, HeldSpace
@@ -20,7 +21,7 @@ _TEXTS = {"reasoning": "response.reasoning_text", "message": "response.output_te
 
 
 class ResponseAnswer:
-    """Writes one answer of /v1/responses. `keep` is told the reply once it is complete."""
+    """Writes one answer of /v1/responses. `keep` is told the reply and its items once it is complete."""
 
     def __init__(
         self,
@@ -29,7 +30,7 @@ class ResponseAnswer:
         functions: Functions,
         *,
         seals: bool,
-        keep: Callable[[Reply], None],
+        keep: Callable[[Reply, Sequence[Item]], None],
     ) -> None:
         self._facts = {"id": request_id, "object": "response", "created_at": int(time.time()), **told}
         self._functions = functions
@@ -45,7 +46,7 @@ class ResponseAnswer:
     def whole(self, reply: Reply) -> Mapping[str, Any]:
         """Return the body of an answer that is not streamed."""
         self._items = items_of(reply, self._functions, seals=self._seals)
-        self._keep(reply)
+        self._keep(reply, self._items)
         return self._done(reply)
 
     def ping(self) -> bytes:
@@ -74,7 +75,7 @@ class ResponseAnswer:
 
     def end(self, reply: Reply) -> Iterable[Frame]:
         """Return the whole response as the last event."""
-        self._keep(reply)
+        self._keep(reply, self._items)
         response = self._done(reply)
         yield self._event(f"response.{response['status']}", response=response)
 
@@ -100,7 +101,7 @@ class ResponseAnswer:
     def _done(self, reply: Reply) -> dict[str, Any]:
         usage = {
             "input_tokens": reply.usage.prompt_tokens,
-            "input_tokens_details": {"cached_tokens": reply.usage.cached_tokens},
+            "input_tokens_details": cache_details_of(reply),
             "output_tokens": reply.usage.output_tokens,
             "output_tokens_details": {"reasoning_tokens": reply.usage.reasoning_tokens},
             "total_tokens": reply.usage.prompt_tokens + reply.usage.output_tokens,

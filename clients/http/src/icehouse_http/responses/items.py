@@ -6,7 +6,7 @@ import base64
 import binascii
 import dataclasses
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 from icehouse_client import Message, Reply, ToolCall
@@ -22,16 +22,17 @@ _SEALED: Final = "icehouse:"
 Item = dict[str, Any]
 
 
-def messages_of(fields: Fields) -> list[Message]:
+def messages_of(fields: Fields, known: Callable[[str], Item | None]) -> list[Message]:
     """Return the messages that the input is; raises ApiError for an item that cannot be read.
 
-    What the assistant thought, said and called between two other items is one message.
+    `known` returns an item of an earlier response, which the input may name instead of repeating it. What the
+    assistant thought, said and called between two other items is one message.
     """
     if isinstance(fields.raw("input"), str):
         return [Message("user", fields.text("input"))]
     messages: list[Message] = []
     for item in fields.objects("input"):
-        message = _message_of(item)
+        message = _message_of(_referenced(item, known))
         if messages and message.role == messages[-1].role == "assistant":
             messages[-1] = _joined(messages[-1], message)
         else:
@@ -39,9 +40,20 @@ def messages_of(fields: Fields) -> list[Message]:
     return messages
 
 
+def _referenced(item: Fields, known: Callable[[str], Item | None]) -> Fields:
+    """Return the item itself, or the one that it stands for."""
+    if item.text("type") != "item_reference":
+        return item
+    found = known(item.required_text("id"))
+    if found is None:
+        raise item.refusal("id", "names an item that is not kept here; send the item itself")
+    return Fields(found, item.place_of("id"))
+
+
 def _message_of(item: Fields) -> Message:
     match item.text("type", "message"):
         case "message":
+            item.require("content")
             content, images = content_of(item, "content")
             return Message(item.one_of("role", *ROLES, default=""), content, images=images)
         case "reasoning":

@@ -27,6 +27,8 @@ from icehouse_http.sampling import (
 from icehouse_http.settings import Settings
 from icehouse_http.upstream import Target
 
+_KEPT_ELSEWHERE = ("conversation", "prompt")
+"""Fields that name a part of the input; without it the answer would be to something else."""
 _SEALED_REASONING = "reasoning.encrypted_content"
 
 
@@ -66,7 +68,10 @@ def asked_of(
     text = fields.object("text") or Fields({})
     if (form := text.object("format")) is not None:
         set_format(options, form, "")
-    messages = (*_earlier(fields, store, scope), *messages_of(fields))
+    for name in _KEPT_ELSEWHERE:
+        if fields.raw(name) is not None:
+            raise fields.refusal(name, "names what is not kept here; send it with the request")
+    messages = (*_earlier(fields, store, scope), *messages_of(fields, lambda name: store.item(scope, name)))
     if not messages:
         raise fields.refusal("input", "is required")
     prompt = with_instructions(fields.text("instructions"), messages)
@@ -95,7 +100,7 @@ def _told(fields: Fields) -> dict[str, Any]:
     return {
         "instructions": fields.raw("instructions"),
         "max_output_tokens": fields.raw("max_output_tokens"),
-        "metadata": fields.raw("metadata") or {},
+        "metadata": fields.mapping("metadata") or {},
         "parallel_tool_calls": fields.flag("parallel_tool_calls", default=True),
         "previous_response_id": fields.raw("previous_response_id"),
         "reasoning": fields.raw("reasoning"),

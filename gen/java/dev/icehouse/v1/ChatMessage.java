@@ -465,7 +465,7 @@ private static final long serialVersionUID = 0L;
   private volatile java.lang.Object roleName_ = "";
   /**
    * <pre>
-   * The name of a role that is only the template's own, such as "ipython": 1 to 64 of [A-Za-z0-9_.-]. Legal only
+   * The name of a role that is only the template's own, such as "ipython": 1 to 128 of [A-Za-z0-9_.-]. Legal only
    * where `role` is unspecified; the name of one of the roles above is refused. A template may refuse a role that it
    * does not know. CHAT_INVALID in each of these cases.
    * </pre>
@@ -488,7 +488,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * The name of a role that is only the template's own, such as "ipython": 1 to 64 of [A-Za-z0-9_.-]. Legal only
+   * The name of a role that is only the template's own, such as "ipython": 1 to 128 of [A-Za-z0-9_.-]. Legal only
    * where `role` is unspecified; the name of one of the roles above is refused. A template may refuse a role that it
    * does not know. CHAT_INVALID in each of these cases.
    * </pre>
@@ -2417,7 +2417,7 @@ private static final long serialVersionUID = 0L;
     private java.lang.Object roleName_ = "";
     /**
      * <pre>
-     * The name of a role that is only the template's own, such as "ipython": 1 to 64 of [A-Za-z0-9_.-]. Legal only
+     * The name of a role that is only the template's own, such as "ipython": 1 to 128 of [A-Za-z0-9_.-]. Legal only
      * where `role` is unspecified; the name of one of the roles above is refused. A template may refuse a role that it
      * does not know. CHAT_INVALID in each of these cases.
      * </pre>
@@ -2439,7 +2439,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The name of a role that is only the template's own, such as "ipython": 1 to 64 of [A-Za-z0-9_.-]. Legal only
+     * The name of a role that is only the template's own, such as "ipython": 1 to 128 of [A-Za-z0-9_.-]. Legal only
      * where `role` is unspecified; the name of one of the roles above is refused. A template may refuse a role that it
      * does not know. CHAT_INVALID in each of these cases.
      * </pre>
@@ -2462,7 +2462,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The name of a role that is only the template's own, such as "ipython": 1 to 64 of [A-Za-z0-9_.-]. Legal only
+     * The name of a role that is only the template's own, such as "ipython": 1 to 128 of [A-Za-z0-9_.-]. Legal only
      * where `role` is unspecified; the name of one of the roles above is refused. A template may refuse a role that it
      * does not know. CHAT_INVALID in each of these cases.
      * </pre>
@@ -2481,7 +2481,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The name of a role that is only the template's own, such as "ipython": 1 to 64 of [A-Za-z0-9_.-]. Legal only
+     * The name of a role that is only the template's own, such as "ipython": 1 to 128 of [A-Za-z0-9_.-]. Legal only
      * where `role` is unspecified; the name of one of the roles above is refused. A template may refuse a role that it
      * does not know. CHAT_INVALID in each of these cases.
      * </pre>
@@ -2497,7 +2497,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The name of a role that is only the template's own, such as "ipython": 1 to 64 of [A-Za-z0-9_.-]. Legal only
+     * The name of a role that is only the template's own, such as "ipython": 1 to 128 of [A-Za-z0-9_.-]. Legal only
      * where `role` is unspecified; the name of one of the roles above is refused. A template may refuse a role that it
      * does not know. CHAT_INVALID in each of these cases.
      * </pre>

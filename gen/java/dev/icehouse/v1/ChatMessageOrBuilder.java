@@ -256,7 +256,7 @@ public interface ChatMessageOrBuilder extends
 
   /**
    * <pre>
-   * The name of a role that is only the template's own, such as "ipython": 1 to 64 of [A-Za-z0-9_.-]. Legal only
+   * The name of a role that is only the template's own, such as "ipython": 1 to 128 of [A-Za-z0-9_.-]. Legal only
    * where `role` is unspecified; the name of one of the roles above is refused. A template may refuse a role that it
    * does not know. CHAT_INVALID in each of these cases.
    * </pre>
@@ -267,7 +267,7 @@ public interface ChatMessageOrBuilder extends
   java.lang.String getRoleName();
   /**
    * <pre>
-   * The name of a role that is only the template's own, such as "ipython": 1 to 64 of [A-Za-z0-9_.-]. Legal only
+   * The name of a role that is only the template's own, such as "ipython": 1 to 128 of [A-Za-z0-9_.-]. Legal only
    * where `role` is unspecified; the name of one of the roles above is refused. A template may refuse a role that it
    * does not know. CHAT_INVALID in each of these cases.
    * </pre>

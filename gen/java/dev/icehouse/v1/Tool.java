@@ -51,7 +51,7 @@ private static final long serialVersionUID = 0L;
   private volatile java.lang.Object name_ = "";
   /**
    * <pre>
-   * The name that the model uses: 1 to 64 of [A-Za-z0-9_.-], unique in a request; otherwise TOOL_INVALID.
+   * The name that the model uses: 1 to 128 of [A-Za-z0-9_.-], unique in a request; otherwise TOOL_INVALID.
    * </pre>
    *
    * <code>string name = 1;</code>
@@ -72,7 +72,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * The name that the model uses: 1 to 64 of [A-Za-z0-9_.-], unique in a request; otherwise TOOL_INVALID.
+   * The name that the model uses: 1 to 128 of [A-Za-z0-9_.-], unique in a request; otherwise TOOL_INVALID.
    * </pre>
    *
    * <code>string name = 1;</code>
@@ -655,7 +655,7 @@ private static final long serialVersionUID = 0L;
     private java.lang.Object name_ = "";
     /**
      * <pre>
-     * The name that the model uses: 1 to 64 of [A-Za-z0-9_.-], unique in a request; otherwise TOOL_INVALID.
+     * The name that the model uses: 1 to 128 of [A-Za-z0-9_.-], unique in a request; otherwise TOOL_INVALID.
      * </pre>
      *
      * <code>string name = 1;</code>
@@ -675,7 +675,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The name that the model uses: 1 to 64 of [A-Za-z0-9_.-], unique in a request; otherwise TOOL_INVALID.
+     * The name that the model uses: 1 to 128 of [A-Za-z0-9_.-], unique in a request; otherwise TOOL_INVALID.
      * </pre>
      *
      * <code>string name = 1;</code>
@@ -696,7 +696,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The name that the model uses: 1 to 64 of [A-Za-z0-9_.-], unique in a request; otherwise TOOL_INVALID.
+     * The name that the model uses: 1 to 128 of [A-Za-z0-9_.-], unique in a request; otherwise TOOL_INVALID.
      * </pre>
      *
      * <code>string name = 1;</code>
@@ -713,7 +713,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The name that the model uses: 1 to 64 of [A-Za-z0-9_.-], unique in a request; otherwise TOOL_INVALID.
+     * The name that the model uses: 1 to 128 of [A-Za-z0-9_.-], unique in a request; otherwise TOOL_INVALID.
      * </pre>
      *
      * <code>string name = 1;</code>
@@ -727,7 +727,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The name that the model uses: 1 to 64 of [A-Za-z0-9_.-], unique in a request; otherwise TOOL_INVALID.
+     * The name that the model uses: 1 to 128 of [A-Za-z0-9_.-], unique in a request; otherwise TOOL_INVALID.
      * </pre>
      *
      * <code>string name = 1;</code>

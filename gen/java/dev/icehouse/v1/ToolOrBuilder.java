@@ -10,7 +10,7 @@ public interface ToolOrBuilder extends
 
   /**
    * <pre>
-   * The name that the model uses: 1 to 64 of [A-Za-z0-9_.-], unique in a request; otherwise TOOL_INVALID.
+   * The name that the model uses: 1 to 128 of [A-Za-z0-9_.-], unique in a request; otherwise TOOL_INVALID.
    * </pre>
    *
    * <code>string name = 1;</code>
@@ -19,7 +19,7 @@ public interface ToolOrBuilder extends
   java.lang.String getName();
   /**
    * <pre>
-   * The name that the model uses: 1 to 64 of [A-Za-z0-9_.-], unique in a request; otherwise TOOL_INVALID.
+   * The name that the model uses: 1 to 128 of [A-Za-z0-9_.-], unique in a request; otherwise TOOL_INVALID.
    * </pre>
    *
    * <code>string name = 1;</code>

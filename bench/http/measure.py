@@ -22,9 +22,9 @@ from pathlib import Path
 from icehouse.v1 import inference_service_pb2 as messages
 from icehouse.v1 import prompt_pb2
 
-from bench.door.caller import Caller, Protocol, body_of
-from bench.door.process import Memory, bare_python_memory, cpu_s, door, memory_of
 from bench.grpc_clients import READ_WRITE, Client, connected
+from bench.http.caller import Caller, Protocol, body_of
+from bench.http.process import Memory, bare_python_memory, cpu_s, memory_of, running_front
 from bench.model_folder import model_path
 from bench.prompts import short_prompts
 from bench.replies import quantile
@@ -115,7 +115,7 @@ async def _measure(arguments: argparse.Namespace) -> Found:
         stack.enter_context(server)
         if arguments.apart:
             os.sched_setaffinity(0, cores - {min(cores)})
-        url, pid = stack.enter_context(door(server.address, log=OUT / "http-front.log"))
+        url, pid = stack.enter_context(running_front(server.address, log=OUT / "http-front.log"))
         await asyncio.sleep(_SETTLE_S)
         idle, bare = memory_of(pid), bare_python_memory()
         before_s = cpu_s(pid)

@@ -1,4 +1,4 @@
-"""`icehouse serve --http-port` as a real process, and what a caller of its door needs."""
+"""`icehouse serve --http-port` as a real process, and what a caller of its HTTP front needs."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from tests.system.mesh.envoy import free_ports
 CHAT = "/v1/chat/completions"
 
 
-class ServedDoor:
-    """A server and its door on a free port of loopback."""
+class ServedFront:
+    """A server and its HTTP front on a free port of loopback."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class ServedDoor:
             assert time.monotonic() < deadline, self.log
 
     def connect(self) -> socket.socket:
-        """Return a connection to the door, on which nothing was said."""
+        """Return a connection to the front, on which nothing was said."""
         return socket.create_connection(("127.0.0.1", self.port), timeout=BOUND_S)
 
     def kill_child(self) -> int:
@@ -105,10 +105,10 @@ def body(*, max_tokens: int = 8, **fields: object) -> dict[str, object]:
 
 
 @contextlib.contextmanager
-def streaming(door: ServedDoor, *, max_tokens: int) -> Iterator[Iterator[str]]:
+def streaming(front: ServedFront, *, max_tokens: int) -> Iterator[Iterator[str]]:
     """Begin a stream; yield its remaining lines once the first one is here."""
     with (
-        httpx2.Client(base_url=door.url, timeout=BOUND_S) as http,
+        httpx2.Client(base_url=front.url, timeout=BOUND_S) as http,
         http.stream("POST", CHAT, json=body(max_tokens=max_tokens, stream=True)) as response,
     ):
         lines = response.iter_lines()

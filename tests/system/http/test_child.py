@@ -20,7 +20,7 @@ from icehouse_server.demo.build import OnProgress
 from tests.fixtures.models import tiny_model_dir
 from tests.fixtures.patience import BOUND_S
 from tests.system.crash.crashing_server import ServerProcess
-from tests.system.door.served import CHAT, ServedDoor, body, streaming, wait_for_end
+from tests.system.http.served import CHAT, ServedFront, body, streaming, wait_for_end
 
 
 @pytest.fixture(scope="module")
@@ -29,58 +29,58 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_it_answers_and_comes_back_when_it_is_killed(model: Path, tmp_path: Path) -> None:
-    door = ServedDoor(model, tmp_path, "--http-aliases", "gpt-5=llama")
-    with door.server as server, httpx2.Client(base_url=door.url, timeout=BOUND_S) as http:
+    front = ServedFront(model, tmp_path, "--http-aliases", "gpt-5=llama")
+    with front.server as server, httpx2.Client(base_url=front.url, timeout=BOUND_S) as http:
         server.wait_until_serving()
         assert http.post(CHAT, json=body()).json()["usage"]["completion_tokens"] == 8
         assert [model["id"] for model in http.get("/v1/models").json()["data"]] == ["llama", "gpt-5"]
-        killed = door.kill_child()
+        killed = front.kill_child()
         # It waits in the socket's queue until the next child takes it up.
-        assert httpx2.post(f"{door.url}{CHAT}", json=body(), timeout=BOUND_S).status_code == 200
-        assert door.child_pid != killed
-        assert f"http_died code={-signal.SIGKILL}" in door.log
+        assert httpx2.post(f"{front.url}{CHAT}", json=body(), timeout=BOUND_S).status_code == 200
+        assert front.child_pid != killed
+        assert f"http_died code={-signal.SIGKILL}" in front.log
         server.terminate()
         assert server.wait() == 0
-    assert f"http={door.url}" in door.log and "stuck" not in door.log
-    assert not door.is_listening()
+    assert f"http={front.url}" in front.log and "stuck" not in front.log
+    assert not front.is_listening()
 
 
 def test_it_goes_with_a_server_that_is_killed(model: Path, tmp_path: Path) -> None:
-    door = ServedDoor(model, tmp_path)
-    with door.server as server:
+    front = ServedFront(model, tmp_path)
+    with front.server as server:
         server.wait_until_serving()
-        assert httpx2.get(f"{door.url}/health", timeout=BOUND_S).json() == {"status": "SERVING"}
-        with door.connect() as witness:
+        assert httpx2.get(f"{front.url}/health", timeout=BOUND_S).json() == {"status": "SERVING"}
+        with front.connect() as witness:
             server.kill()
             wait_for_end(witness)
-        door.wait_until_closed()
+        front.wait_until_closed()
 
 
 def test_a_stream_ends_as_it_would_when_the_server_is_told_to_stop(model: Path, tmp_path: Path) -> None:
-    door = ServedDoor(model, tmp_path)
-    with door.server as server:
+    front = ServedFront(model, tmp_path)
+    with front.server as server:
         server.wait_until_serving()
-        with streaming(door, max_tokens=300) as lines:
+        with streaming(front, max_tokens=300) as lines:
             server.terminate()
             rest = [line for line in lines if line]
         assert rest[-1] == "data: [DONE]" and '"finish_reason": "length"' in "".join(rest)
         assert server.wait() == 0
-    assert "drain_started" in door.log and "http_stopped" in door.log and "stuck" not in door.log
+    assert "drain_started" in front.log and "http_stopped" in front.log and "stuck" not in front.log
 
 
 def test_a_signal_to_every_process_ends_no_stream_sooner(model: Path, tmp_path: Path) -> None:
     """As systemd sends it: the child has it from there and once more from the server."""
-    door = ServedDoor(model, tmp_path, "--log-format", "json")
-    with door.server as server:
+    front = ServedFront(model, tmp_path, "--log-format", "json")
+    with front.server as server:
         server.wait_until_serving()
-        with streaming(door, max_tokens=300) as lines:
-            os.kill(door.child_pid, signal.SIGTERM)
+        with streaming(front, max_tokens=300) as lines:
+            os.kill(front.child_pid, signal.SIGTERM)
             server.terminate()
             rest = [line for line in lines if line]
         assert rest[-1] == "data: [DONE]"
         assert server.wait() == 0
     # Both processes write to one log, in one form.
-    events = [json.loads(line) for line in door.log.splitlines()]
+    events = [json.loads(line) for line in front.log.splitlines()]
     by_name = {event["message"]: event for event in events}
     assert "http_died" not in by_name
     ended, call = by_name["http_request_ended"], by_name["call_ended"]
@@ -98,23 +98,23 @@ def stuck() -> None:
 
 
 def test_until_there_is_a_model_it_says_when_to_come_again(model: Path, tmp_path: Path) -> None:
-    door = ServedDoor(model, tmp_path, break_it=stuck)
-    with door.server, httpx2.Client(base_url=door.url, timeout=BOUND_S) as http:
-        door.wait_until_listening()
+    front = ServedFront(model, tmp_path, break_it=stuck)
+    with front.server, httpx2.Client(base_url=front.url, timeout=BOUND_S) as http:
+        front.wait_until_listening()
         for path in ("/v1/chat/completions", "/v1/messages"):
             answer = http.post(path, json=body())
             assert answer.status_code == 503 and int(answer.headers["retry-after"]) >= 1
         assert http.get("/health").status_code == 503
-    assert "tokenizer_read" not in door.log
+    assert "tokenizer_read" not in front.log
 
 
 def test_a_second_signal_ends_both_at_once(model: Path, tmp_path: Path) -> None:
-    door = ServedDoor(model, tmp_path)
-    with door.server as server:
+    front = ServedFront(model, tmp_path)
+    with front.server as server:
         server.wait_until_serving()
-        with streaming(door, max_tokens=4000) as lines:
+        with streaming(front, max_tokens=4000) as lines:
             server.terminate()
-            while door.is_listening():
+            while front.is_listening():
                 # New callers are turned away although the stream goes on.
                 assert next(lines) is not None
             server.terminate()
@@ -125,11 +125,11 @@ def test_a_second_signal_ends_both_at_once(model: Path, tmp_path: Path) -> None:
 
 
 def test_a_taken_port_is_refused_before_any_model_is_looked_for(model: Path, tmp_path: Path) -> None:
-    door = ServedDoor(model, tmp_path)
-    with socket.create_server(("127.0.0.1", door.port)), door.server as server:
+    front = ServedFront(model, tmp_path)
+    with socket.create_server(("127.0.0.1", front.port)), front.server as server:
         assert server.wait() == 1
-    assert f"port {door.port} on 127.0.0.1 is taken" in door.log and "--http-port" in door.log
-    assert "model_found" not in door.log
+    assert f"port {front.port} on 127.0.0.1 is taken" in front.log and "--http-port" in front.log
+    assert "model_found" not in front.log
 
 
 def test_nothing_listens_in_a_server_without_a_port_for_it(model: Path, tmp_path: Path) -> None:

@@ -9,7 +9,9 @@ machine's address, a gigabit line and so many new connections a second (`--conne
 
 Wanted: every request answered, and in the median its first text after at most three times the idle time and
 one pass, which is the 99th percentile of the server's own passes under the attack (as in `bench.attacks`).
-Memory is the front's highest while it is attacked. Linux only: it reads /proc.
+Memory is the front's highest while it is attacked; its waits are those of its event loop for a processor, in
+seconds a second. `--model tiny` makes passes so short that what is left is the front's. Linux only: it reads
+/proc.
 """
 
 from __future__ import annotations
@@ -34,9 +36,9 @@ from icehouse_server.rpc.access.caller import Role
 from icehouse_server.rpc.access.tokens import line_of, new_token
 
 from bench.attacks import pass_time_s
-from bench.door.caller import Caller, CallFailed, Protocol, body_of
-from bench.door.hostile import ATTACKS, HostileCaller
-from bench.door.process import cpu_s, door, memory_of
+from bench.http.caller import Caller, CallFailed, Protocol, body_of
+from bench.http.hostile import ATTACKS, HostileCaller
+from bench.http.process import cpu_s, memory_of, running_front, waited_s
 from bench.random_model import RandomModel, make_random_model
 from bench.replies import quantile
 from bench.report import OUT, setting, show_table, write_json
@@ -45,7 +47,7 @@ from bench.server_process import ServerProcess
 _IDLE_FACTOR = 3.0
 _IDLE_S = 6.0
 _BUILD_UP_S = 3.0
-"""From the hostile process's start until it attacks."""
+"""From the first connection until most of them are there."""
 _CALL_TIMEOUT_S = 30.0
 _LONGEST_PAUSE_S = 0.2
 _HEALTH_PAUSE_S = 0.1
@@ -80,6 +82,7 @@ class Row:
     failed: int
     health_max_s: float
     front_cpu_share: float
+    front_wait_share: float
     hostile_cpu_share: float
     front_private_mib: float
     hostile_calls: str
@@ -132,9 +135,10 @@ def _told(suffered: Suffered) -> Iterator[None]:
         suffered.failures.append(f"{type(error).__name__}: {error}")
 
 
-def attack(hostile: HostileCaller, name: str, seconds: float, ended: Any) -> None:
-    """Be the hostile process: attack for some seconds and tell what came back."""
+def attack(hostile: HostileCaller, name: str, seconds: float, begun: Any, ended: Any) -> None:
+    """Be the hostile process: say that it begins, attack for some seconds and tell what came back."""
     _raise_file_limit()
+    begun.set()
 
     async def run() -> None:
         began_s = time.process_time()
@@ -171,7 +175,7 @@ def measure(
     name: str, address: str, tokens: dict[str, str], *, seconds: float, connections_per_s: float
 ) -> tuple[Row, list[str]]:
     """Start a front, attack it and measure; return the failures too."""
-    with door(address, log=OUT / "httpattacks-front.log") as (url, pid):
+    with running_front(address, log=OUT / "httpattacks-front.log") as (url, pid):
         asyncio.run(suffer(url, tokens["good"], seconds=1.0))
         idle = asyncio.run(suffer(url, tokens["good"], seconds=_IDLE_S))
         place = urllib.parse.urlsplit(url)
@@ -179,12 +183,15 @@ def measure(
         caller = HostileCaller(
             place.hostname, place.port, tokens["hostile"], connections_per_s=connections_per_s
         )
-        ended = _CONTEXT.Queue()
-        with _process(attack, caller, name, _BUILD_UP_S + seconds, ended):
+        begun, ended = _CONTEXT.Event(), _CONTEXT.Queue()
+        with _process(attack, caller, name, _BUILD_UP_S + seconds, begun, ended):
+            # A process takes seconds to start where the processor is shared.
+            assert begun.wait(_CALL_TIMEOUT_S), "the hostile process did not start"
             time.sleep(_BUILD_UP_S)
-            before_s = cpu_s(pid)
+            before_s, waited_before_s = cpu_s(pid), waited_s(pid)
             beside, memory_mib = asyncio.run(_beside(url, pid, tokens["good"], seconds=seconds))
             share = (cpu_s(pid) - before_s) / seconds
+            wait_share = (waited_s(pid) - waited_before_s) / seconds
             pass_s = asyncio.run(pass_time_s(address, tokens["operator"]))
             calls, hostile_share = ended.get(timeout=_CALL_TIMEOUT_S)
         with _process(keep_busy, min(hostile_share, 1.0)):
@@ -201,6 +208,7 @@ def measure(
         failed=len(beside.failures),
         health_max_s=max(beside.checks, default=math.nan),
         front_cpu_share=share,
+        front_wait_share=wait_share,
         hostile_cpu_share=hostile_share,
         front_private_mib=memory_mib,
         hostile_calls=", ".join(f"{count} {code}" for code, count in calls.items()) or "all open",
@@ -249,6 +257,8 @@ def main() -> None:
         default=_CONNECTIONS_PER_S,
         help="how many the hostile caller opens at most; inf: whatever it can",
     )
+    models = [which.value for which in RandomModel]
+    parser.add_argument("--model", default=RandomModel.SMALL.value, choices=models, help="which one is made")
     parser.add_argument("--only", nargs="*", default=ATTACKS, choices=ATTACKS)
     arguments = parser.parse_args()
     OUT.mkdir(parents=True, exist_ok=True)
@@ -259,7 +269,7 @@ def main() -> None:
         file = Path(scratch) / "tokens"
         file.write_text("".join(f"{_token_line(name, token)}\n" for name, token in tokens.items()))
         file.chmod(0o600)
-        model = make_random_model(Path(scratch), which=RandomModel.SMALL)
+        model = make_random_model(Path(scratch), which=RandomModel(arguments.model))
         with ServerProcess(
             model=str(model),
             cache_directory=Path(scratch) / "blocks",

@@ -1,4 +1,4 @@
-"""Who may call through the door: the server's own tokens and certificate hold there too."""
+"""Who may call through the front: the server's own tokens and certificate hold there too."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from icehouse_server.rpc.access.tokens import line_of, new_token
 from tests.fixtures.models import tiny_model_dir
 from tests.fixtures.patience import BOUND_S
 from tests.fixtures.rpc.authority import Authority
-from tests.system.door.served import CHAT, ServedDoor, body
+from tests.system.http.served import CHAT, ServedFront, body
 
 TOKEN = new_token()
 
@@ -43,8 +43,8 @@ def tls(folder: Path) -> tuple[tuple[str, ...], ssl.SSLContext]:
 def test_a_token_decides_who_calls_and_who_may_not(
     model: Path, tmp_path: Path, tokens: tuple[str, str]
 ) -> None:
-    door = ServedDoor(model, tmp_path, *tokens)
-    with door.server as server, httpx2.Client(base_url=door.url, timeout=BOUND_S) as http:
+    front = ServedFront(model, tmp_path, *tokens)
+    with front.server as server, httpx2.Client(base_url=front.url, timeout=BOUND_S) as http:
         server.wait_until_serving()
         refused = http.post(CHAT, json=body())
         assert refused.status_code == 401 and refused.json()["error"]["code"] == "CREDENTIALS_MISSING"
@@ -52,29 +52,29 @@ def test_a_token_decides_who_calls_and_who_may_not(
         assert wrong.status_code == 401 and wrong.json()["error"]["code"] == "CREDENTIALS_INVALID"
         for known in ({"authorization": f"Bearer {TOKEN}"}, {"x-api-key": TOKEN}):
             assert http.post(CHAT, json=body(), headers=known).status_code == 200
-    assert door.log.count("tenant=search") >= 2
-    assert TOKEN not in door.log and "What is ice" not in door.log
+    assert front.log.count("tenant=search") >= 2
+    assert TOKEN not in front.log and "What is ice" not in front.log
 
 
 def test_beyond_loopback_it_speaks_https_with_the_servers_certificate(
     model: Path, tmp_path: Path, tokens: tuple[str, str]
 ) -> None:
     options, trusted = tls(tmp_path)
-    door = ServedDoor(model, tmp_path, *tokens, *options, "--http-host", "0.0.0.0", scheme="https")
-    with door.server as server, httpx2.Client(base_url=door.url, timeout=BOUND_S, verify=trusted) as http:
+    front = ServedFront(model, tmp_path, *tokens, *options, "--http-host", "0.0.0.0", scheme="https")
+    with front.server as server, httpx2.Client(base_url=front.url, timeout=BOUND_S, verify=trusted) as http:
         server.wait_until_serving()
         answer = http.post(CHAT, json=body(), headers={"x-api-key": TOKEN})
         assert answer.status_code == 200
         with pytest.raises(httpx2.RemoteProtocolError):
-            httpx2.get(f"http://127.0.0.1:{door.port}/health", timeout=BOUND_S)
+            httpx2.get(f"http://127.0.0.1:{front.port}/health", timeout=BOUND_S)
 
 
 def test_on_loopback_it_needs_no_tls_whatever_the_server_has(model: Path, tmp_path: Path) -> None:
     options, _ = tls(tmp_path)
-    door = ServedDoor(model, tmp_path, *options)
-    with door.server as server:
+    front = ServedFront(model, tmp_path, *options)
+    with front.server as server:
         server.wait_until_serving()
-        assert httpx2.post(f"{door.url}{CHAT}", json=body(), timeout=BOUND_S).status_code == 200
+        assert httpx2.post(f"{front.url}{CHAT}", json=body(), timeout=BOUND_S).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -85,10 +85,10 @@ def test_on_loopback_it_needs_no_tls_whatever_the_server_has(model: Path, tmp_pa
     ],
     ids=["an open address", "callers known by certificate alone"],
 )
-def test_a_door_that_nobody_guards_or_may_pass_is_refused_before_any_model_is_looked_for(
+def test_a_front_that_nobody_guards_or_may_pass_is_refused_before_any_model_is_looked_for(
     model: Path, tmp_path: Path, options: tuple[str, ...], reason: str
 ) -> None:
-    door = ServedDoor(model, tmp_path, *options)
-    with door.server as server:
+    front = ServedFront(model, tmp_path, *options)
+    with front.server as server:
         assert server.wait() == 1
-    assert reason in door.log and "model_found" not in door.log
+    assert reason in front.log and "model_found" not in front.log

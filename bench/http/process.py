@@ -30,7 +30,7 @@ class Memory:
 
 
 @contextlib.contextmanager
-def door(address: str, *, log: Path, flags: Sequence[str] = ()) -> Iterator[tuple[str, int]]:
+def running_front(address: str, *, log: Path, flags: Sequence[str] = ()) -> Iterator[tuple[str, int]]:
     """Run `icehouse-http` in front of a server; give its URL and its process id."""
     port = free_port()
     command = [sys.executable, "-m", "icehouse_http.command", "--address", address, "--port", str(port)]
@@ -91,3 +91,8 @@ def cpu_s(pid: int) -> float:
     """Return the processor time that a process has used, all its threads together."""
     fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def waited_s(pid: int) -> float:
+    """Return how long a process's main thread could have run and had no processor."""
+    return int(Path(f"/proc/{pid}/schedstat").read_text(encoding="ascii").split()[1]) / 1e9
