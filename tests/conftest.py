@@ -36,6 +36,12 @@ with contextlib.suppress(OSError):
     if _free_memory_bytes() >= _PLENTY_BYTES and os.access(_MEMORY, os.W_OK):
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", _MEMORY)
 
+# MLX on a CPU hands each operation to a thread of its own. Of this policy, a thread that is woken waits its
+# turn instead of pushing aside the one that wakes it, on busy cores thousands of times a second. Tests that
+# compute take a tenth to a third less CPU time with it (2 x86 cores). What tests start inherits it.
+if hasattr(os, "SCHED_BATCH"):
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
 installed_code.read_once()
 
 _LOGGERS = ("", "icehouse", "icehouse_server")

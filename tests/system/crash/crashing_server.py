@@ -27,9 +27,10 @@ from tests.fixtures.patience import BOUND_S
 
 _WATCH_LIMIT = 5
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(
-    ["icehouse_server.cli.serve", "tests.system.crash.crashing_server", "tests.system.crash.preloaded"]
-)
+_STARTED = ("icehouse_server.cli.serve", "tests.system.crash.crashing_server")
+# What a start imports only on its way; typer takes pydantic where it is, another third of a start.
+_LATER = ("typer._adapters", "numpy.random", "transformers.image_transforms", "mlx_lm.models.llama")
+_context.set_forkserver_preload([*_STARTED, *_LATER, "tests.system.crash.preloaded"])
 
 
 def _serve(arguments: list[str], log: str, break_it: Callable[[], None] | None) -> None:

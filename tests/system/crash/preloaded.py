@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 from icehouse_server.engine.runner.identity.kv_code import kv_code
@@ -10,3 +11,6 @@ from tests.fixtures import installed_code
 
 installed_code.read_once()
 kv_code(Path(), {"model_type": "llama"}, has_adapter=False)
+# No server need walk what all have in common, nor get pages of its own for it.
+gc.collect()
+gc.freeze()
