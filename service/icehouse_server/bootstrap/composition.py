@@ -24,6 +24,7 @@ from icehouse_server.domain.ids import DEFAULT_TENANT, AdapterName, RequestId, T
 from icehouse_server.domain.model import EngineState, ModelInfo, ReplyFormatInfo
 from icehouse_server.engine.core.block_log import BlockLog
 from icehouse_server.engine.core.mailbox import Mailbox, Message
+from icehouse_server.engine.core.memory_budget import MemoryBudget
 from icehouse_server.engine.engine import Engine, EngineSettings
 from icehouse_server.engine.inference_thread import InferenceThread
 from icehouse_server.engine.kv.page_groups import PAGE_TOKEN_COUNT
@@ -160,7 +161,7 @@ def build_server(
             router, tokenizer, image_reader(config, source), BlockBytes() if config.cache.has_ssd else None
         ),
         thread=inference,
-        memory_limit_bytes=memory_limit(config.engine.memory_limit_bytes, device),
+        budget=MemoryBudget(memory_limit(config.engine.memory_limit_bytes, device)),
     )
     kv_events = KvEventParts(config, cache.log, engine=engine, router=router, clock=clock)
     rpc = RpcServer(
