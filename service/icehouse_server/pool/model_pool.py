@@ -306,9 +306,29 @@ class ModelPool(Generic[_Opened]):
         name, began = model.terms.name, self._clock.monotonic()
         self._set(model, ModelState.FETCHING)
         size_bytes = await asyncio.to_thread(self._opener.locate, name)
-        await self._make_room(name, size_bytes)
+        await self._make_room(name, size_bytes, limit_bytes=self._limit_bytes)
+        place = await self._opened_place(model, size_bytes, began)
+        duration_s = round(self._clock.monotonic() - began, 3)
+        _log.info(
+            "model_loaded", extra={"model": name, "size_bytes": place.size_bytes, "duration_s": duration_s}
+        )
+        self._admit(model, place)
+
+    async def _opened_place(self, model: _Model, size_bytes: int, began: float) -> _Place:
+        """Load a model. While what others keep beside their weights leaves no memory, they give way, too."""
+        while True:
+            try:
+                return await self._open(model, size_bytes, began)
+            except Overloaded:
+                occupants = self._occupants()
+                if all(each.is_pinned for each in occupants):
+                    raise
+                taken_bytes = size_bytes + sum(each.size_bytes for each in occupants)
+                await self._make_room(model.terms.name, size_bytes, limit_bytes=taken_bytes - 1)
+
+    async def _open(self, model: _Model, size_bytes: int, began: float) -> _Place:
         self._set(model, ModelState.LOADING)
-        opened = await asyncio.to_thread(self._opener.open, name)
+        opened = await asyncio.to_thread(self._opener.open, model.terms.name)
         router, changed = opened.seat.router, asyncio.Event()
         router.add_listener(changed.set)
         opened.start()
@@ -323,11 +343,7 @@ class ModelPool(Generic[_Opened]):
         router.add_listener(functools.partial(self._engine_changed, model, place))
         model.info = router.model.info
         place.size_bytes = model.info.resident_bytes
-        duration_s = round(self._clock.monotonic() - began, 3)
-        _log.info(
-            "model_loaded", extra={"model": name, "size_bytes": place.size_bytes, "duration_s": duration_s}
-        )
-        self._admit(model, place)
+        return place
 
     def _admit(self, model: _Model, place: _Place) -> None:
         """Have all who wait for a model use it."""
@@ -340,9 +356,9 @@ class ModelPool(Generic[_Opened]):
                 waiter.set_result(self._taken(place))
         self._release(place)
 
-    async def _make_room(self, name: str, size_bytes: int) -> None:
+    async def _make_room(self, name: str, size_bytes: int, *, limit_bytes: int) -> None:
         """Unload what must give way; raises CannotFit, and Overloaded if running calls take too long."""
-        while chosen := yielding(name, size_bytes, self._occupants(), limit_bytes=self._limit_bytes):
+        while chosen := yielding(name, size_bytes, self._occupants(), limit_bytes=limit_bytes):
             leaving: list[tuple[_Model, _Place]] = []
             for each in chosen:
                 model = self._models[each.name]
@@ -357,7 +373,7 @@ class ModelPool(Generic[_Opened]):
                 for model, place in leaving:
                     if model.place is place:
                         self._admit(model, place)
-                raise _no_room(name, size_bytes, chosen, limit_bytes=self._limit_bytes) from None
+                raise _no_room(name, size_bytes, chosen, limit_bytes=limit_bytes) from None
             for model, place in leaving:
                 if model.place is place:
                     await self._unload(model, place, grace_s=0.0)
@@ -398,8 +414,10 @@ class ModelPool(Generic[_Opened]):
 
     def _fail(self, model: _Model, error: IcehouseError) -> None:
         _log.error("model_failed", extra={"model": model.terms.name, "detail": error.message})
-        model.error, model.failed_time = error, self._clock.monotonic()
-        self._set(model, ModelState.FAILED)
+        is_short = isinstance(error, Overloaded | CannotFit)
+        if not is_short:
+            model.error, model.failed_time = error, self._clock.monotonic()
+        self._set(model, ModelState.ABSENT if is_short else ModelState.FAILED)
         self._refuse(model, error)
 
     def _refuse(self, model: _Model, error: IcehouseError) -> None:

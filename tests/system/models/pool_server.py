@@ -54,7 +54,6 @@ def pool_config(directory: Path, models: Sequence[PooledModelConfig], **settings
             "cache.free_space_floor_bytes": 0,
             "cache.block_token_count": 16,
             "cache.min_prefix_token_count": 0,
-            "engine.attention": "rows",
             **flags,
         },
         environ={},
