@@ -60,7 +60,7 @@ class OpenedModel(Protocol):
     def seat(self) -> Seat: ...
     @property
     def error(self) -> IcehouseError | None:
-        """Why its engine failed; for operators, since it may name folders."""
+        """Why its engine failed; for the log, since it may name folders."""
 
     def start(self) -> None:
         """Begin to load it; the seat's router hears of READY or FAILED."""
@@ -116,11 +116,10 @@ class _Model:
     info: ModelInfo | None = None
     """What is known of it since it was loaded once."""
 
-    def listed(self, caller: Caller) -> ListedModel:
-        """Return what a caller sees of it."""
-        detail = ""
-        if self.state is ModelState.FAILED and self.error is not None:
-            detail = _shown(self.error, caller)
+    @property
+    def listed(self) -> ListedModel:
+        """What callers see of it."""
+        detail = "" if self.error is None or self.state is not ModelState.FAILED else _shown(self.error)
         return ListedModel(self.terms.name, self.state, self.terms.aliases, detail, self.info)
 
 
@@ -198,7 +197,7 @@ class ModelPool(Generic[_Opened]):
             except (CannotFit, Overloaded, Unavailable):
                 raise
             except IcehouseError as error:
-                raise _not_loaded(model, error, call.caller) from error
+                raise _not_loaded(model, error) from error
             call.load_s = self._clock.monotonic() - began
         call.holds.callback(self._release, place)
         return place.opened.seat
@@ -215,17 +214,17 @@ class ModelPool(Generic[_Opened]):
         return model.place.opened.seat
 
     def listed(self, caller: Caller) -> Sequence[ListedModel]:
-        return [m.listed(caller) for m in self._models.values() if _may_use(caller, m.terms)]
+        return [m.listed for m in self._models.values() if _may_use(caller, m.terms)]
 
     def find(self, name: str, caller: Caller) -> ListedModel:
-        return self._named(name, caller).listed(caller)
+        return self._named(name, caller).listed
 
     async def unload(self, name: str, caller: Caller) -> ListedModel:
         model = self._named(name, caller)
         async with self._turn:
             if model.place is not None:
                 await self._unload(model, model.place, grace_s=self._grace_s)
-        return model.listed(caller)
+        return model.listed
 
     def turns(self, *, patience_s: float) -> bool:
         ready = [m.place for m in self._models.values() if m.state is ModelState.READY and m.place]
@@ -449,20 +448,20 @@ def _may_use(caller: Caller, terms: ModelTerms) -> bool:
     return not terms.tenants or caller.role is Role.OPERATOR or caller.tenant in terms.tenants
 
 
-def _not_loaded(model: _Model, error: IcehouseError, caller: Caller) -> Unavailable:
+def _not_loaded(model: _Model, error: IcehouseError) -> Unavailable:
     """Return the refusal of a call whose model could not be loaded."""
     return Unavailable(
         Reason.MODEL_NOT_LOADED,
-        f"model {model.terms.name!r} could not be loaded: {_shown(error, caller)}",
+        f"model {model.terms.name!r} could not be loaded: {_shown(error)}",
         field="model",
         retry_after_s=RETRY_S,
         metadata={"model": model.terms.name, "cause": error.reason.value},
     )
 
 
-def _shown(error: IcehouseError, caller: Caller) -> str:
-    """Return why a model failed. It may name folders, so only operators hear that."""
-    return error.message if caller.role is Role.OPERATOR else "the server's log says why"
+def _shown(error: IcehouseError) -> str:
+    """Return why a model failed, for callers. The error itself may name folders."""
+    return f"{error.reason}; the server's log says more"
 
 
 def _no_room(name: str, size_bytes: int, running: Sequence[Occupant], *, limit_bytes: int) -> Overloaded:
