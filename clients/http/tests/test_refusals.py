@@ -122,6 +122,7 @@ async def test_the_callers_token_is_passed_on(tmp_path: Path) -> None:
         with pytest.raises(openai.AuthenticationError) as caught:
             await front.openai.models.list()
         assert caught.value.code == "CREDENTIALS_INVALID"
+        assert (await front.http.get("/metrics")).status_code == 200, "which needs no token"
         body = {"model": "tiny", "max_tokens": 1, "messages": SAID}
         answer = await front.http.post("/v1/messages", json=body)
         assert (answer.status_code, answer.json()["error"]["type"]) == (401, "authentication_error")

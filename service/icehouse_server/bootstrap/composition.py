@@ -32,6 +32,7 @@ from icehouse_server.domain.ids import AdapterName, RequestId
 from icehouse_server.domain.model import EngineState, ModelInfo, ReplyFormatInfo
 from icehouse_server.engine.core.block_log import BlockLog
 from icehouse_server.engine.core.mailbox import Mailbox, Message
+from icehouse_server.engine.core.memory_budget import MemoryBudget
 from icehouse_server.engine.engine import Engine, EngineSettings
 from icehouse_server.engine.inference_thread import InferenceThread
 from icehouse_server.engine.kv.page_groups import PAGE_TOKEN_COUNT
@@ -145,14 +146,20 @@ class EngineParts:
     device: Device
     clock: Clock
     inference: InferenceThread
+    budget: MemoryBudget
     ssd: SsdParts | None
     telemetry: TelemetryParts
+    are_several: bool
+    """Whether there may be more than one. Then pages are allocated as they are needed, not at once: others
+    need memory, too."""
 
     @classmethod
     def of(cls, config: Config, device: Device, clock: Clock) -> EngineParts:
         """Wire them; raises StartError."""
         ssd = open_ssd(config.cache, device=device, clock=clock)
-        return cls(device, clock, InferenceThread(clock), ssd, TelemetryParts(config))
+        budget = MemoryBudget(memory_limit(config.engine.memory_limit_bytes, device))
+        telemetry = TelemetryParts(config)
+        return cls(device, clock, InferenceThread(clock), budget, ssd, telemetry, bool(config.models))
 
     @property
     def tiers(self) -> ModelTiers | None:
@@ -229,9 +236,18 @@ class OpenedEngine:
 
 
 def open_engine(
-    config: Config, *, model: ModelSource, draft: ModelSource | None, router: Router, parts: EngineParts
+    config: Config,
+    *,
+    model: ModelSource,
+    draft: ModelSource | None,
+    router: Router,
+    parts: EngineParts,
+    expected_bytes: int = 0,
 ) -> OpenedEngine:
-    """Wire the engine of one model. Any thread; reads the tokenizer, and raises ModelError."""
+    """Wire the engine of one model. Any thread; reads the tokenizer, and raises ModelError.
+
+    `expected_bytes` are what it will take beside others, 0 where there are none.
+    """
     device, clock = parts.device, parts.clock
     source = model_source(config, model, dtype=weights_dtype(config.model, device))
     tokenizer = load_tokenizer(source)
@@ -241,10 +257,13 @@ def open_engine(
         source = dataclasses.replace(source, code=fingerprint.code)
     limits = engine_limits(config, device)
     mailbox: Mailbox[Message] = Mailbox(limit=config.engine.mailbox_limit, changed=parts.inference.changed)
+    settings = runner_settings(config, device)
+    if parts.are_several:
+        settings = dataclasses.replace(settings, memory_limit_bytes=0)
     runner = ModelRunner(
         source=source,
         tokenizer=tokenizer,
-        settings=runner_settings(config, device),
+        settings=settings,
         clock=clock,
         fingerprint_hex=fingerprint.value.hex(),
         draft_source=draft and dataclasses.replace(draft, dtype=source.dtype),
@@ -260,7 +279,10 @@ def open_engine(
     )
     engine = Engine(
         settings=EngineSettings(
-            limits=limits, waiting=waiting_limits(config.engine), flush_timeout_s=config.cache.flush_timeout_s
+            limits=limits,
+            waiting=waiting_limits(config.engine),
+            flush_timeout_s=config.cache.flush_timeout_s,
+            expected_bytes=expected_bytes,
         ),
         runner=runner,
         make_prefix=lambda: cache.open_controller(runner, clock),
@@ -270,7 +292,7 @@ def open_engine(
             router, tokenizer, image_reader(config, source), BlockBytes() if config.cache.has_ssd else None
         ),
         thread=parts.inference,
-        memory_limit_bytes=memory_limit(config.engine.memory_limit_bytes, device),
+        budget=parts.budget,
     )
     grammars = GrammarCompilers(
         grammar_compiler(config, source, tokenizer),

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 
 from icehouse_server.bootstrap.composition import EngineParts, OpenedEngine, Server, open_engine
 from icehouse_server.bootstrap.kept_models import held
-from icehouse_server.bootstrap.machine import memory_limit
 from icehouse_server.bootstrap.model_source import ServedModels, locate_models, served_name
 from icehouse_server.bootstrap.room import Room
 from icehouse_server.clock import Clock
@@ -41,10 +40,10 @@ def build_pool(config: Config, *, device: Device, clock: Clock) -> Server:
         for model in config.models
     ]
     check_names(terms)
-    limit_bytes = memory_limit(config.engine.memory_limit_bytes, device)
+    limit_bytes = parts.budget.limit_bytes
     pool = ModelPool(
         terms,
-        opener=PooledModels(configs, parts, asyncio.get_running_loop(), limit_bytes=limit_bytes),
+        opener=PooledModels(configs, parts, asyncio.get_running_loop()),
         clock=clock,
         limit_bytes=limit_bytes,
         grace_s=config.server.drain_grace_s,
@@ -76,30 +75,34 @@ class PooledModels:
         configs: Mapping[str, Config],
         parts: EngineParts,
         loop: asyncio.AbstractEventLoop,
-        *,
-        limit_bytes: int,
     ) -> None:
         self._configs = configs
         self._parts = parts
         self._loop = loop
-        self._limit_bytes = limit_bytes
-        self._located: dict[str, ServedModels] = {}
+        self._located: dict[str, tuple[ServedModels, int]] = {}
 
     def locate(self, name: str) -> int:
-        room = Room(memory_limit_bytes=self._limit_bytes)
+        room = Room(memory_limit_bytes=self._parts.budget.limit_bytes)
         began = self._parts.clock.monotonic()
         found = locate_models(self._configs[name].model, on_progress=lambda *_: None, on_size=room.check)
-        self._located[name] = found
+        self._located[name] = found, room.weight_bytes
         duration_s = round(self._parts.clock.monotonic() - began, 3)
         facts = {"model": name, "path": found.model.path, "size_bytes": room.weight_bytes}
         _log.info("model_found", extra={**facts, "duration_s": duration_s})
         return room.weight_bytes
 
     def open(self, name: str) -> OpenedEngine:
-        config, found = self._configs[name], self._located[name]
+        config, (found, weight_bytes) = self._configs[name], self._located[name]
         with contextlib.ExitStack() as stack:
             stack.enter_context(held(*found.folders))
             model = dataclasses.replace(found.model, model_id=name)
             router = Router(self._loop)
-            opened = open_engine(config, model=model, draft=found.draft, router=router, parts=self._parts)
+            opened = open_engine(
+                config,
+                model=model,
+                draft=found.draft,
+                router=router,
+                parts=self._parts,
+                expected_bytes=weight_bytes,
+            )
             return dataclasses.replace(opened, held=stack.pop_all())

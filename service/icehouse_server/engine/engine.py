@@ -9,7 +9,8 @@ from __future__ import annotations
 import dataclasses
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from typing import cast
 
 from icehouse_server.domain.cache_commands import CacheAnswer, CacheCommand
 from icehouse_server.domain.cache_stats import CacheStats
@@ -18,6 +19,7 @@ from icehouse_server.domain.model import EngineState, ModelInfo
 from icehouse_server.domain.request import GenerationRequest
 from icehouse_server.domain.stats import EngineStats
 from icehouse_server.engine.core.mailbox import Cancel, Command, Drain, Mailbox, Message, QueryStats, Submit
+from icehouse_server.engine.core.memory_budget import BudgetShare, MemoryBudget
 from icehouse_server.engine.core.ports import Decoder, Listener, Runner
 from icehouse_server.engine.core.refusals import cancelled_by_client, engine_failed, shutting_down
 from icehouse_server.engine.engine_loop import EngineLoop
@@ -43,14 +45,16 @@ class EngineSettings:
     limits: SchedulerLimits
     waiting: WaitingLimits
     flush_timeout_s: float = 0.0
+    expected_bytes: int = 0
+    """What the model will take beside others; 0 where it is not known, or there are none."""
 
 
 class Engine:
     """One model's. Its public methods may be called from any thread and, but for `join`, never block; only
     the inference thread writes its public attributes.
 
-    `runner` and `make_prefix` are called on the inference thread alone. A `memory_limit_bytes` of 0 is no
-    limit. `mailbox` is its only ear: the SSD tier posts its outcomes there.
+    `runner` and `make_prefix` are called on the inference thread alone. `mailbox` is its only ear: the SSD
+    tier posts its outcomes there.
     """
 
     def __init__(
@@ -63,7 +67,7 @@ class Engine:
         mailbox: Mailbox[Message],
         listener: Listener,
         thread: InferenceThread,
-        memory_limit_bytes: int = 0,
+        budget: MemoryBudget,
     ) -> None:
         self._settings = settings
         self._runner = runner
@@ -73,7 +77,7 @@ class Engine:
         self._listener = listener
         self._thread = thread
         self._clock = thread.clock
-        self._memory_limit_bytes = memory_limit_bytes
+        self._budget = budget
         self._ended = threading.Event()
         self.state = EngineState.LOADING
         self.flush_timeout_s = settings.flush_timeout_s
@@ -140,19 +144,23 @@ class Engine:
     def _turns(self) -> Turns:
         """Live, a turn at a time (inference thread)."""
         loop: EngineLoop | None = None
+        prefix: CacheController | None = None
+        share = self._budget.enter()
         try:
-            model = yield from self._runner.load_steps(is_hurried=lambda: self._thread.is_contended)
+            model = yield from self._load(share)
             prefix = self._make_prefix()
+            scheduling = self._scheduling(model, prefix, share)
             loop = EngineLoop(
                 runner=self._runner,
                 prefix=prefix,
-                scheduling=self._scheduling(model, prefix),
+                scheduling=scheduling,
                 model=model,
                 tokenizer=self._tokenizer,
                 mailbox=self._mailbox,
                 listener=self._listener,
                 clock=self._clock,
             )
+            self._take_share(share, model, scheduling, loop=loop, prefix=prefix)
             self._listener.model_loaded(model)
             self._change_state(EngineState.READY)
             while not loop.is_done:
@@ -172,17 +180,69 @@ class Engine:
         # Only now does nothing refer to what was being made. Where a loop failed the device may be gone, and
         # to free anything then can end the process: that is for others' sake alone.
         if self.state is EngineState.FAILED and (loop is None or self._thread.engine_count > 1):
-            self._free()
+            self._free(prefix)
+        self._budget.leave(share)
         self._ended.set()
 
-    def _free(self) -> None:
+    def _load(self, share: BudgetShare) -> Generator[None, None, ModelInfo]:
+        """Load the model, and count what it takes as it comes. Raises Overloaded without the memory."""
+        expected_bytes = self._settings.expected_bytes
+        before_bytes = self._runner.memory().active_bytes
+        if expected_bytes and (excess := share.excess_bytes(before_bytes + expected_bytes)):
+            raise Overloaded(
+                Reason.MEMORY_SHORT,
+                f"the model takes {expected_bytes} bytes, {excess} more than other models leave of "
+                f"{self._budget.limit_bytes}; unload one of them, or raise memory_limit_bytes",
+                retry_after_s=1.0,
+                metadata={"needed_bytes": expected_bytes, "limit_bytes": self._budget.limit_bytes},
+            )
+        share.reserved_bytes = expected_bytes
+        steps = self._runner.load_steps(is_hurried=lambda: self._thread.is_contended)
+        while True:
+            before_bytes = self._runner.memory().active_bytes
+            try:
+                next(steps)
+            except StopIteration as end:
+                share.reserved_bytes = 0
+                return cast("ModelInfo", end.value)
+            share.fixed_bytes += self._runner.memory().active_bytes - before_bytes
+            share.reserved_bytes = max(0, expected_bytes - share.fixed_bytes)
+            yield
+
+    def _take_share(
+        self,
+        share: BudgetShare,
+        model: ModelInfo,
+        scheduling: SchedulingParts,
+        *,
+        loop: EngineLoop,
+        prefix: CacheController,
+    ) -> None:
+        """Tell the other engines what this one holds. Pages are its own: none is free for others before the
+        model goes."""
+        memory_model, (scheduler, guard) = self._runner.memory_model(), scheduling
+        share.fixed_bytes = model.resident_bytes + memory_model.draft.weight_bytes + memory_model.pool_bytes
+        share.is_idle = lambda: loop.is_idle
+        if memory_model.pool_bytes:
+            share.varying_bytes = lambda: self._runner.image_use().size_bytes
+            return
+        share.varying_bytes = lambda: (
+            guard.held_bytes(scheduler.running)
+            + prefix.cache.tree.ram.used_bytes
+            + self._runner.image_use().size_bytes
+        )
+        share.yield_ram = prefix.yield_ram
+
+    def _free(self, prefix: CacheController | None) -> None:
         """Free what a failed engine has made."""
         try:
+            if prefix is not None:
+                prefix.cache.close()
             self._runner.close()
         except Exception as error:  # it has failed already, and others go on
             _log.error("arrays_not_freed", exc_info=error)
 
-    def _scheduling(self, model: ModelInfo, prefix: CacheController) -> SchedulingParts:
+    def _scheduling(self, model: ModelInfo, prefix: CacheController, share: BudgetShare) -> SchedulingParts:
         """Return what decides who runs, with the bounds that depend on the loaded model."""
         memory_model = self._runner.memory_model()
         measured = memory_model.measured_token_count(
@@ -195,11 +255,11 @@ class Engine:
             measured_chunk_token_count=measured,
             layer_count=self._runner.layer_count(),
         )
-        if self._memory_limit_bytes:
-            limits = limits.within(memory_model, free_bytes=self._memory_limit_bytes - model.resident_bytes)
+        if share.most_bytes:
+            limits = limits.within(memory_model, free_bytes=share.most_bytes - model.resident_bytes)
         guard = MemoryGuard(
             memory_model,
-            limit_bytes=self._memory_limit_bytes,
+            share=share,
             weight_bytes=model.resident_bytes,
             chunk_token_count=limits.prefill_chunk_token_count,
             measured_chunk_token_count=min(measured, limits.prefill_chunk_token_count),

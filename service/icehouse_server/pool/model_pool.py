@@ -60,7 +60,7 @@ class OpenedModel(Protocol):
     def seat(self) -> Seat: ...
     @property
     def error(self) -> IcehouseError | None:
-        """Why its engine failed; for operators, since it may name folders."""
+        """Why its engine failed; for the log, since it may name folders."""
 
     def start(self) -> None:
         """Begin to load it; the seat's router hears of READY or FAILED."""
@@ -116,11 +116,10 @@ class _Model:
     info: ModelInfo | None = None
     """What is known of it since it was loaded once."""
 
-    def listed(self, caller: Caller) -> ListedModel:
-        """Return what a caller sees of it."""
-        detail = ""
-        if self.state is ModelState.FAILED and self.error is not None:
-            detail = _shown(self.error, caller)
+    @property
+    def listed(self) -> ListedModel:
+        """What callers see of it."""
+        detail = "" if self.error is None or self.state is not ModelState.FAILED else _shown(self.error)
         return ListedModel(self.terms.name, self.state, self.terms.aliases, detail, self.info)
 
 
@@ -198,7 +197,7 @@ class ModelPool(Generic[_Opened]):
             except (CannotFit, Overloaded, Unavailable):
                 raise
             except IcehouseError as error:
-                raise _not_loaded(model, error, call.caller) from error
+                raise _not_loaded(model, error) from error
             call.load_s = self._clock.monotonic() - began
         call.holds.callback(self._release, place)
         return place.opened.seat
@@ -215,17 +214,17 @@ class ModelPool(Generic[_Opened]):
         return model.place.opened.seat
 
     def listed(self, caller: Caller) -> Sequence[ListedModel]:
-        return [m.listed(caller) for m in self._models.values() if _may_use(caller, m.terms)]
+        return [m.listed for m in self._models.values() if _may_use(caller, m.terms)]
 
     def find(self, name: str, caller: Caller) -> ListedModel:
-        return self._named(name, caller).listed(caller)
+        return self._named(name, caller).listed
 
     async def unload(self, name: str, caller: Caller) -> ListedModel:
         model = self._named(name, caller)
         async with self._turn:
             if model.place is not None:
                 await self._unload(model, model.place, grace_s=self._grace_s)
-        return model.listed(caller)
+        return model.listed
 
     def turns(self, *, patience_s: float) -> bool:
         ready = [m.place for m in self._models.values() if m.state is ModelState.READY and m.place]
@@ -306,9 +305,29 @@ class ModelPool(Generic[_Opened]):
         name, began = model.terms.name, self._clock.monotonic()
         self._set(model, ModelState.FETCHING)
         size_bytes = await asyncio.to_thread(self._opener.locate, name)
-        await self._make_room(name, size_bytes)
+        await self._make_room(name, size_bytes, limit_bytes=self._limit_bytes)
+        place = await self._opened_place(model, size_bytes, began)
+        duration_s = round(self._clock.monotonic() - began, 3)
+        _log.info(
+            "model_loaded", extra={"model": name, "size_bytes": place.size_bytes, "duration_s": duration_s}
+        )
+        self._admit(model, place)
+
+    async def _opened_place(self, model: _Model, size_bytes: int, began: float) -> _Place:
+        """Load a model. While what others keep beside their weights leaves no memory, they give way, too."""
+        while True:
+            try:
+                return await self._open(model, size_bytes, began)
+            except Overloaded:
+                occupants = self._occupants()
+                if all(each.is_pinned for each in occupants):
+                    raise
+                taken_bytes = size_bytes + sum(each.size_bytes for each in occupants)
+                await self._make_room(model.terms.name, size_bytes, limit_bytes=taken_bytes - 1)
+
+    async def _open(self, model: _Model, size_bytes: int, began: float) -> _Place:
         self._set(model, ModelState.LOADING)
-        opened = await asyncio.to_thread(self._opener.open, name)
+        opened = await asyncio.to_thread(self._opener.open, model.terms.name)
         router, changed = opened.seat.router, asyncio.Event()
         router.add_listener(changed.set)
         opened.start()
@@ -323,11 +342,7 @@ class ModelPool(Generic[_Opened]):
         router.add_listener(functools.partial(self._engine_changed, model, place))
         model.info = router.model.info
         place.size_bytes = model.info.resident_bytes
-        duration_s = round(self._clock.monotonic() - began, 3)
-        _log.info(
-            "model_loaded", extra={"model": name, "size_bytes": place.size_bytes, "duration_s": duration_s}
-        )
-        self._admit(model, place)
+        return place
 
     def _admit(self, model: _Model, place: _Place) -> None:
         """Have all who wait for a model use it."""
@@ -340,9 +355,9 @@ class ModelPool(Generic[_Opened]):
                 waiter.set_result(self._taken(place))
         self._release(place)
 
-    async def _make_room(self, name: str, size_bytes: int) -> None:
+    async def _make_room(self, name: str, size_bytes: int, *, limit_bytes: int) -> None:
         """Unload what must give way; raises CannotFit, and Overloaded if running calls take too long."""
-        while chosen := yielding(name, size_bytes, self._occupants(), limit_bytes=self._limit_bytes):
+        while chosen := yielding(name, size_bytes, self._occupants(), limit_bytes=limit_bytes):
             leaving: list[tuple[_Model, _Place]] = []
             for each in chosen:
                 model = self._models[each.name]
@@ -357,7 +372,7 @@ class ModelPool(Generic[_Opened]):
                 for model, place in leaving:
                     if model.place is place:
                         self._admit(model, place)
-                raise _no_room(name, size_bytes, chosen, limit_bytes=self._limit_bytes) from None
+                raise _no_room(name, size_bytes, chosen, limit_bytes=limit_bytes) from None
             for model, place in leaving:
                 if model.place is place:
                     await self._unload(model, place, grace_s=0.0)
@@ -398,8 +413,10 @@ class ModelPool(Generic[_Opened]):
 
     def _fail(self, model: _Model, error: IcehouseError) -> None:
         _log.error("model_failed", extra={"model": model.terms.name, "detail": error.message})
-        model.error, model.failed_time = error, self._clock.monotonic()
-        self._set(model, ModelState.FAILED)
+        is_short = isinstance(error, Overloaded | CannotFit)
+        if not is_short:
+            model.error, model.failed_time = error, self._clock.monotonic()
+        self._set(model, ModelState.ABSENT if is_short else ModelState.FAILED)
         self._refuse(model, error)
 
     def _refuse(self, model: _Model, error: IcehouseError) -> None:
@@ -431,20 +448,20 @@ def _may_use(caller: Caller, terms: ModelTerms) -> bool:
     return not terms.tenants or caller.role is Role.OPERATOR or caller.tenant in terms.tenants
 
 
-def _not_loaded(model: _Model, error: IcehouseError, caller: Caller) -> Unavailable:
+def _not_loaded(model: _Model, error: IcehouseError) -> Unavailable:
     """Return the refusal of a call whose model could not be loaded."""
     return Unavailable(
         Reason.MODEL_NOT_LOADED,
-        f"model {model.terms.name!r} could not be loaded: {_shown(error, caller)}",
+        f"model {model.terms.name!r} could not be loaded: {_shown(error)}",
         field="model",
         retry_after_s=RETRY_S,
         metadata={"model": model.terms.name, "cause": error.reason.value},
     )
 
 
-def _shown(error: IcehouseError, caller: Caller) -> str:
-    """Return why a model failed. It may name folders, so only operators hear that."""
-    return error.message if caller.role is Role.OPERATOR else "the server's log says why"
+def _shown(error: IcehouseError) -> str:
+    """Return why a model failed, for callers. The error itself may name folders."""
+    return f"{error.reason}; the server's log says more"
 
 
 def _no_room(name: str, size_bytes: int, running: Sequence[Occupant], *, limit_bytes: int) -> Overloaded:

@@ -17,6 +17,7 @@ from icehouse_server.domain.request import CacheUse, GenerationRequest, ImageSpa
 from icehouse_server.domain.sampling import SamplingParams
 from icehouse_server.domain.stats import EngineStats
 from icehouse_server.engine.core.mailbox import Mailbox, Message
+from icehouse_server.engine.core.memory_budget import MemoryBudget
 from icehouse_server.engine.engine import Engine, EngineSettings
 from icehouse_server.engine.inference_thread import InferenceThread
 from icehouse_server.engine.prefix_cache.controller import CacheController
@@ -99,6 +100,7 @@ class CacheServer:
         draft: Path | None = None,
         storage_clock: Clock | None = None,
         thread: InferenceThread | None = None,
+        budget: MemoryBudget | None = None,
         **storage_changes,
     ) -> None:
         """`thread` is one that others use too, and who made it starts and ends it."""
@@ -182,6 +184,7 @@ class CacheServer:
             mailbox=self.mailbox,
             listener=self.recorder,
             thread=self.thread,
+            budget=budget or MemoryBudget(),
         )
 
     def __enter__(self) -> CacheServer:

@@ -26,6 +26,7 @@ from icehouse_server.domain.ids import (
 from icehouse_server.domain.request import CacheUse, GenerationRequest
 from icehouse_server.domain.sampling import SamplingParams
 from icehouse_server.engine.core.mailbox import Cancel, Command, Drain, Mailbox, Message, QueryStats, Submit
+from icehouse_server.engine.core.memory_budget import MemoryBudget
 from icehouse_server.engine.core.refusals import cancelled_by_client
 from icehouse_server.engine.engine_loop import EngineLoop
 from icehouse_server.engine.prefix_cache.controller import CacheController
@@ -154,12 +155,15 @@ class SteppedServer:
             ),
             self.room,
         )
+        self.budget = MemoryBudget()
         self.loop = EngineLoop(
             runner=self.runner,
             prefix=self.controller,
             scheduling=SchedulingParts(
                 self.scheduler,
-                MemoryGuard(memory_model(), limit_bytes=0, weight_bytes=0, chunk_token_count=chunk),
+                MemoryGuard(
+                    memory_model(), share=self.budget.enter(), weight_bytes=0, chunk_token_count=chunk
+                ),
             ),
             model=model_info(),
             tokenizer=FakeDecoder(lambda ids: "".join(chr(i % 26 + 97) for i in ids)),

@@ -222,7 +222,7 @@ def pressed(served: SteppedServer, *, beside_tier_bytes: int) -> None:
     served.runner.active_bytes = lambda: (
         served.cache.tree.ram.used_bytes + 10 * sum(map(len, served.runner.history.values()))
     )
-    served.loop._preemption.guard.limit_bytes = served.cache.tree.ram.used_bytes + beside_tier_bytes
+    served.budget.limit_bytes = served.cache.tree.ram.used_bytes + beside_tier_bytes
 
 
 def held(served: SteppedServer) -> set[bytes]:
@@ -257,7 +257,7 @@ def test_the_tier_loses_nothing_for_a_request_that_cannot_start_anyway(
         assert served.scheduler.waiting_count == 1 and served.recorder.end_of("runs") is None
         assert before <= held(served) and served.cache.ram.stats.evicted_block_total == 0
         served.cancel("runs")
-        served.loop._preemption.guard.limit_bytes += 2000
+        served.budget.limit_bytes += 2000
         served.step_until_idle()
         assert isinstance(served.recorder.end_of("big"), Finished)
 
@@ -276,7 +276,7 @@ def test_for_one_that_may_start_others_blocks_go_by_way_of_the_ssd_and_its_own_s
         assert served.recorder.end_of("runs") is None, "nobody had to end for it"
         assert served.answer("comes").cache.ram_token_count == 4 * BLOCK
         assert served.stats().ram.evicted_block_total >= 3
-        served.loop._preemption.guard.limit_bytes = 0
+        served.budget.limit_bytes = 0
         served.step_until_idle()
         again = served.ask("other again", other, max_output_tokens=1).cache
         assert again.cached_token_count == 8 * BLOCK and again.ssd_token_count, "nothing of it was lost"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from icehouse_server.domain.events import Finished
 from icehouse_server.domain.ids import RequestId
 from icehouse_server.domain.request import GenerationRequest
 from icehouse_server.domain.sampling import SamplingParams
-from icehouse_server.engine.engine import Engine
+from icehouse_server.engine.core.memory_budget import MemoryBudget
 from icehouse_server.structured_output.reasoning_budget import FormScope, ReasoningBudget
 
 from tests.fixtures.chat.chain_model import chain_model_dir
@@ -187,9 +186,7 @@ def test_a_parked_output_goes_on_with_what_is_left_of_its_budget(
     with CacheServer(folder, None, is_pipelined=is_pipelined) as served:
         undisturbed = outputs(served)
     monkeypatch.setattr(cache_server, "ModelRunner", PressedRunner)
-    limited = functools.partial(Engine, memory_limit_bytes=1 << 30)
-    monkeypatch.setattr(cache_server, "Engine", limited)
-    with CacheServer(folder, None, is_pipelined=is_pipelined) as served:
+    with CacheServer(folder, None, is_pipelined=is_pipelined, budget=MemoryBudget(1 << 30)) as served:
         parked = outputs(served)
         assert served.stats()[0].parked_total >= 1
     assert parked == undisturbed

@@ -53,6 +53,8 @@ def wrong_calls(served: WholeServer) -> Iterator[tuple[Any, Any]]:
     yield reading(cache.Evict), cache_service_pb2.EvictRequest(prompt={"text": _TEXT})
     yield served.models.ListModels, model_service_pb2.ListModelsRequest(page_token=_MARK)
     yield served.models.GetModel, model_service_pb2.GetModelRequest()
+    yield reading(served.models.LoadModel), model_service_pb2.LoadModelRequest(model=_MARK)
+    yield served.models.UnloadModel, model_service_pb2.UnloadModelRequest()
 
 
 def reading(method: Any) -> Any:

@@ -18,6 +18,7 @@ from icehouse_server.domain.ids import RequestId
 from icehouse_server.domain.model import EngineState, ModelInfo
 from icehouse_server.domain.request import GenerationRequest
 from icehouse_server.engine.core.mailbox import Mailbox
+from icehouse_server.engine.core.memory_budget import MemoryBudget
 from icehouse_server.engine.core.ports import Chunk, Drawn, PassResult
 from icehouse_server.engine.engine import Engine, EngineSettings
 from icehouse_server.engine.inference_thread import InferenceThread
@@ -207,7 +208,7 @@ async def live_server(
             ),
             waiting=WaitingLimits(request_limit=waiting_limit),
         ),
-        memory_limit_bytes=memory_limit_bytes,
+        budget=MemoryBudget(memory_limit_bytes),
         tokenizer=FakeDecoder(decode),
         mailbox=Mailbox(limit=1000, changed=thread.changed),
         listener=seam,

@@ -6,7 +6,6 @@ is in use than is allowed, until a sequence has been parked.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,8 @@ import pytest
 from icehouse_server.domain.events import Delta, PrefillProgress
 from icehouse_server.domain.request import LogprobsWanted
 from icehouse_server.domain.sampling import SamplingParams
+from icehouse_server.engine.core.memory_budget import MemoryBudget
 from icehouse_server.engine.core.ports import Chunk, MemoryUse, PassResult
-from icehouse_server.engine.engine import Engine
 from icehouse_server.engine.runner.runner import ModelRunner
 
 from tests.fixtures.models import tiny_model_dir
@@ -87,8 +86,12 @@ def test_parked_sequences_go_on_with_the_same_tokens(
             for name, (tokens, sampling) in _REQUESTS.items()
         }
     monkeypatch.setattr(cache_server, "ModelRunner", PressedRunner)
-    monkeypatch.setattr(cache_server, "Engine", functools.partial(Engine, memory_limit_bytes=_LIMIT_BYTES))
-    with CacheServer(folder, tmp_path / "blocks" if with_ssd else None, is_pipelined=not with_ssd) as served:
+    with CacheServer(
+        folder,
+        tmp_path / "blocks" if with_ssd else None,
+        is_pipelined=not with_ssd,
+        budget=MemoryBudget(_LIMIT_BYTES),
+    ) as served:
         for name, (tokens, sampling) in _REQUESTS.items():
             served.submit(
                 name,

@@ -33,6 +33,16 @@ class PoolServer(Stubs):
     channel: Any
 
     @property
+    def address(self) -> str:
+        return self.served.rpc.address
+
+    async def last_model(self) -> str:
+        """Return the model that was used last."""
+        places = self.pool._models.items()
+        _, name = max((model.place.use_time, name) for name, model in places if model.place is not None)
+        return name
+
+    @property
     def pool(self) -> ModelPool[OpenedEngine]:
         assert self.served.pool is not None, "several are served"
         return self.served.pool
@@ -54,7 +64,6 @@ def pool_config(directory: Path, models: Sequence[PooledModelConfig], **settings
             "cache.free_space_floor_bytes": 0,
             "cache.block_token_count": 16,
             "cache.min_prefix_token_count": 0,
-            "engine.attention": "rows",
             **flags,
         },
         environ={},

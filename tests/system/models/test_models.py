@@ -175,7 +175,7 @@ def test_after_kill_9_every_model_finds_its_blocks(
     folders: dict[str, Path], alone: Said, tmp_path: Path
 ) -> None:
     served = [folders[name] for name in KILLED]
-    options = ("--block-token-count", str(BLOCK), "--min-prefix-token-count", "0", "--attention", "rows")
+    options = ("--block-token-count", str(BLOCK), "--min-prefix-token-count", "0")
     for life in range(2):
         with ServerProcess(
             model=served, directory=tmp_path / "blocks", log=tmp_path / f"log-{life}", options=options

@@ -335,7 +335,7 @@ class Scenario:
         self._say("rest")
         served = self._served
         served.disk.room_bytes = served.disk.fail_in = None
-        served.guard.limit_bytes = self.setup.memory_limit_bytes
+        served.budget.limit_bytes = self.setup.memory_limit_bytes
         if served.is_hanging:
             served.come_to_rest()
             self._collect_ends()
@@ -425,7 +425,7 @@ class Scenario:
         """Somebody else on this machine takes memory, or gives it back."""
         limit_bytes = self.dice.choice((self.setup.memory_limit_bytes, 2_500, 1_500, 1_000))
         self._say(f"memory limit {limit_bytes}")
-        self._served.guard.limit_bytes = limit_bytes
+        self._served.budget.limit_bytes = limit_bytes
 
     def _power_cut(self) -> None:
         self._die("between two steps")

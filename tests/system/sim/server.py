@@ -12,6 +12,7 @@ from typing import Any
 from icehouse_server.domain.blocks import HostBlock
 from icehouse_server.domain.ids import BlockHash, Fingerprint
 from icehouse_server.engine.core.mailbox import Drain, Mailbox, Message
+from icehouse_server.engine.core.memory_budget import MemoryBudget
 from icehouse_server.engine.engine_loop import EngineLoop
 from icehouse_server.engine.prefix_cache.controller import CacheController
 from icehouse_server.engine.prefix_cache.prefix_cache import PrefixCache
@@ -142,9 +143,10 @@ class SimServer:
         self.controller = CacheController(
             cache=self.cache, runner=self.runner, clock=clock, adopt_budget_s=0.001
         )
+        self.budget = MemoryBudget(setup.memory_limit_bytes)
         self.guard = MemoryGuard(
             self.runner.memory_model(),
-            limit_bytes=setup.memory_limit_bytes,
+            share=self.budget.enter(),
             weight_bytes=0,
             chunk_token_count=setup.limits.prefill_chunk_token_count,
         )

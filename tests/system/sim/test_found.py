@@ -388,8 +388,8 @@ def test_prompts_with_images_go_on_with_the_same_tokens_when_they_were_parked(
     for _ in range(30):
         served.step_engine()
         # Somebody else takes the memory once two decode, and gives it back.
-        served.guard.limit_bytes = 300 if len(served.runner.decoding) > 1 else 8_000
-    served.guard.limit_bytes = 8_000
+        served.budget.limit_bytes = 300 if len(served.runner.decoding) > 1 else 8_000
+    served.budget.limit_bytes = 8_000
     served.come_to_rest()
     assert served.loop.counters.stats.parked_total > 0
     for promise in promises:

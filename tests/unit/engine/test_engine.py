@@ -13,6 +13,7 @@ from icehouse_server.domain.ids import RequestId
 from icehouse_server.domain.model import EngineState, ModelInfo
 from icehouse_server.domain.stats import EngineStats
 from icehouse_server.engine.core.mailbox import Mailbox
+from icehouse_server.engine.core.memory_budget import MemoryBudget
 from icehouse_server.engine.engine import Engine, EngineSettings
 from icehouse_server.engine.inference_thread import InferenceThread
 from icehouse_server.engine.scheduling.limits import SchedulerLimits
@@ -43,6 +44,7 @@ def make(runner: FakeRunner, thread: InferenceThread, *, mailbox_limit: int = 10
         mailbox=Mailbox(limit=mailbox_limit, changed=thread.changed),
         listener=recorder,
         thread=thread,
+        budget=MemoryBudget(),
         make_prefix=lambda: no_prefix(SystemClock()),
     )
     return engine, recorder

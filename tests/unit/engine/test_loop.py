@@ -12,6 +12,7 @@ from icehouse_server.domain.events import Delta, Failed, Finished, FinishReason,
 from icehouse_server.domain.ids import CacheScope, RequestId, Tenant
 from icehouse_server.domain.request import LogprobsWanted
 from icehouse_server.engine.core.mailbox import Cancel, Command, Drain, Mailbox, Message, QueryStats, Submit
+from icehouse_server.engine.core.memory_budget import MemoryBudget
 from icehouse_server.engine.core.ports import Chunk, PassResult
 from icehouse_server.engine.core.refusals import cancelled_by_client
 from icehouse_server.engine.core.sequence import Phase
@@ -88,8 +89,9 @@ class SteppedLoop:
             self.queue,
         )
         self.prefix = no_prefix(self.clock)
+        self.budget = MemoryBudget(memory_limit_bytes)
         self.guard = MemoryGuard(
-            memory_model(), limit_bytes=memory_limit_bytes, weight_bytes=100, chunk_token_count=4
+            memory_model(), share=self.budget.enter(), weight_bytes=100, chunk_token_count=4
         )
         self.loop = EngineLoop(
             runner=self.runner,
@@ -107,7 +109,7 @@ class SteppedLoop:
 
     def pressure_limit(self, limit_bytes: int) -> None:
         """Somebody else took memory, or gave it back."""
-        self.guard.limit_bytes = limit_bytes
+        self.budget.limit_bytes = limit_bytes
 
     def run(self, bound: int = 200) -> None:
         self.loop.step()

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from icehouse_server.domain.call import WireRecord
 from icehouse_server.domain.events import CacheReport
+from icehouse_server.domain.model import EngineState
 from icehouse_server.domain.stats import Snapshot
 from icehouse_server.errors import StartError
 from icehouse_server.telemetry.call_metrics import CALL_METRICS, FIRST_TOKEN_BY_REUSE, CallMetrics
@@ -159,6 +160,16 @@ def test_each_tenant_has_its_own_series(scrape: Any) -> None:
         ("search", "ram"): share.ram_bytes,
         ("search", "ssd"): share.ssd_bytes,
     }
+
+
+def test_each_of_several_models_has_its_own_series(scrape: Any) -> None:
+    idle = dataclasses.replace(SNAPSHOT, state=EngineState.DRAINING)
+    found = scrape(dataclasses.replace(SNAPSHOT, models={"one": SNAPSHOT, "two": idle}))
+    states = {tuple(sorted(s.labels.items())): s.value for s in found["icehouse_engine_state"].samples}
+    for name, state in (("one", "ready"), ("two", "draining")):
+        assert states[(("icehouse_model", name), ("icehouse_state", state))] == 1
+    assert all("icehouse_model" not in s.labels for s in found["icehouse_tenant_requests"].samples)
+    assert not scrape(dataclasses.replace(SNAPSHOT, models={}))["icehouse_engine_running"].samples
 
 
 def test_requests_are_counted_by_stage(scrape: Any) -> None:

@@ -158,7 +158,7 @@ class Front:
                 self._check_origin(request)
                 _check_length(request)
                 caller = self.upstream.caller(request.headers, machine)
-                if endpoint == self.health:
+                if endpoint in (self.health, self.metrics_page):
                     return await endpoint(request, caller)
                 await self.upstream.admit(caller)
                 refused = caller.name

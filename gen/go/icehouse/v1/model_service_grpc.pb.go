@@ -47,7 +47,7 @@ type ModelServiceClient interface {
 	LoadModel(ctx context.Context, in *LoadModelRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[LoadModelResponse], error)
 	// Unloads a model, once its running requests have ended or the server's drain grace is over, which ends them as
 	// UNAVAILABLE. Its blocks are written to SSD, and the next request that names it loads it again. Returns at once
-	// if it is not loaded; FAILED_PRECONDITION (UNSUPPORTED) for the only model. Only for operators.
+	// if it is not loaded; INVALID_ARGUMENT (UNSUPPORTED) for the only model. Only for operators.
 	UnloadModel(ctx context.Context, in *UnloadModelRequest, opts ...grpc.CallOption) (*UnloadModelResponse, error)
 }
 
@@ -128,7 +128,7 @@ type ModelServiceServer interface {
 	LoadModel(*LoadModelRequest, grpc.ServerStreamingServer[LoadModelResponse]) error
 	// Unloads a model, once its running requests have ended or the server's drain grace is over, which ends them as
 	// UNAVAILABLE. Its blocks are written to SSD, and the next request that names it loads it again. Returns at once
-	// if it is not loaded; FAILED_PRECONDITION (UNSUPPORTED) for the only model. Only for operators.
+	// if it is not loaded; INVALID_ARGUMENT (UNSUPPORTED) for the only model. Only for operators.
 	UnloadModel(context.Context, *UnloadModelRequest) (*UnloadModelResponse, error)
 	mustEmbedUnimplementedModelServiceServer()
 }

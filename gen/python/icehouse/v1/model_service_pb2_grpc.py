@@ -94,7 +94,7 @@ class ModelServiceServicer(object):
     def UnloadModel(self, request, context):
         """Unloads a model, once its running requests have ended or the server's drain grace is over, which ends them as
         UNAVAILABLE. Its blocks are written to SSD, and the next request that names it loads it again. Returns at once
-        if it is not loaded; FAILED_PRECONDITION (UNSUPPORTED) for the only model. Only for operators.
+        if it is not loaded; INVALID_ARGUMENT (UNSUPPORTED) for the only model. Only for operators.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -51,7 +51,7 @@ class ModelServiceStub:
     UnloadModel: _grpc.UnaryUnaryMultiCallable[_model_service_pb2.UnloadModelRequest, _model_service_pb2.UnloadModelResponse]
     """Unloads a model, once its running requests have ended or the server's drain grace is over, which ends them as
     UNAVAILABLE. Its blocks are written to SSD, and the next request that names it loads it again. Returns at once
-    if it is not loaded; FAILED_PRECONDITION (UNSUPPORTED) for the only model. Only for operators.
+    if it is not loaded; INVALID_ARGUMENT (UNSUPPORTED) for the only model. Only for operators.
     """
 
 @_typing.type_check_only
@@ -77,7 +77,7 @@ class ModelServiceAsyncStub(ModelServiceStub):
     UnloadModel: _aio.UnaryUnaryMultiCallable[_model_service_pb2.UnloadModelRequest, _model_service_pb2.UnloadModelResponse]  # type: ignore[assignment]
     """Unloads a model, once its running requests have ended or the server's drain grace is over, which ends them as
     UNAVAILABLE. Its blocks are written to SSD, and the next request that names it loads it again. Returns at once
-    if it is not loaded; FAILED_PRECONDITION (UNSUPPORTED) for the only model. Only for operators.
+    if it is not loaded; INVALID_ARGUMENT (UNSUPPORTED) for the only model. Only for operators.
     """
 
 class ModelServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -124,7 +124,7 @@ class ModelServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_model_service_pb2.UnloadModelResponse, _abc.Awaitable[_model_service_pb2.UnloadModelResponse]]:
         """Unloads a model, once its running requests have ended or the server's drain grace is over, which ends them as
         UNAVAILABLE. Its blocks are written to SSD, and the next request that names it loads it again. Returns at once
-        if it is not loaded; FAILED_PRECONDITION (UNSUPPORTED) for the only model. Only for operators.
+        if it is not loaded; INVALID_ARGUMENT (UNSUPPORTED) for the only model. Only for operators.
         """
 
 def add_ModelServiceServicer_to_server(servicer: ModelServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

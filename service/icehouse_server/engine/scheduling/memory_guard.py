@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 from icehouse_server.domain.request import Drafting, GenerationRequest
+from icehouse_server.engine.core.memory_budget import BudgetShare
 from icehouse_server.engine.core.memory_model import MemoryModel
 from icehouse_server.engine.core.sequence import Phase, Sequence
 from icehouse_server.engine.scheduling.pass_plan import PrefillChunk
@@ -20,43 +21,48 @@ parked."""
 
 
 class MemoryGuard:
-    """Compares predictions with what the device is using. `limit_bytes` 0 switches it off."""
+    """Compares predictions with what the device is using. Without a limit it is off."""
 
     def __init__(
         self,
         model: MemoryModel,
         *,
-        limit_bytes: int,
+        share: BudgetShare,
         weight_bytes: int,
         chunk_token_count: int,
         measured_chunk_token_count: int = 0,
     ) -> None:
-        if model.pool_bytes:
-            pooled_bytes = weight_bytes + model.draft.weight_bytes + model.pool_bytes
-            limit_bytes = min(limit_bytes or pooled_bytes, pooled_bytes)
-        self.limit_bytes = limit_bytes
+        self._share = share
+        self._own_bytes = weight_bytes + model.draft.weight_bytes
+        self._pooled_bytes = self._own_bytes + model.pool_bytes if model.pool_bytes else 0
         self._measured_chunk_token_count = measured_chunk_token_count
         self._model = model
         self._weight_bytes = weight_bytes
         self._chunk_token_count = chunk_token_count
 
+    @property
+    def limit_bytes(self) -> int:
+        """What this engine may use now; 0 is no limit."""
+        return self._within_pool(self._share.limit_bytes)
+
     def never_fits(self, token_count: int, request: GenerationRequest | None = None) -> CannotFit | None:
         """Return the refusal of a request that could not run even alone."""
         needed = self._model.request_bytes(token_count=token_count, chunk_token_count=self._chunk_token_count)
-        needed += self._weight_bytes + self._model.draft.weight_bytes
+        needed += self._own_bytes
         if request is not None:
             needed += self._draft_bytes(request, token_count)
             if request.logprobs is not None and request.logprobs.of_prompt:
                 needed += self._model.logits_bytes(self._measured_chunk_token_count)
             needed = max(needed, self._image_start_bytes(request))
-        if not self.limit_bytes or needed <= self.limit_bytes:
+        limit_bytes = self._within_pool(self._share.most_bytes)
+        if not limit_bytes or needed <= limit_bytes:
             return None
         return CannotFit(
             Reason.MEMORY_NEVER_FITS,
             f"{token_count} tokens with the model need about {needed} bytes, and this server may use "
-            f"{self.limit_bytes}; send a shorter prompt or smaller images, ask for fewer tokens, or raise "
+            f"{limit_bytes}; send a shorter prompt or smaller images, ask for fewer tokens, or raise "
             "memory_limit_bytes",
-            metadata={"estimated_bytes": needed, "limit_bytes": self.limit_bytes, "token_count": token_count},
+            metadata={"estimated_bytes": needed, "limit_bytes": limit_bytes, "token_count": token_count},
         )
 
     def start_bytes(self, sequence: Sequence, *, beside: Collection[Sequence] = ()) -> int:
@@ -68,9 +74,8 @@ class MemoryGuard:
     @property
     def kv_limit_bytes(self) -> int:
         """What KV may take beside the weights; 0 without a limit."""
-        if not self.limit_bytes:
-            return 0
-        return max(0, self.limit_bytes - self._weight_bytes - self._model.draft.weight_bytes)
+        limit_bytes = self.limit_bytes
+        return max(0, limit_bytes - self._own_bytes) if limit_bytes else 0
 
     def held_bytes(self, sequences: Iterable[Sequence]) -> int:
         """Return what the KV of sequences takes now, with the room it has to grow into."""
@@ -101,24 +106,35 @@ class MemoryGuard:
         )
 
     def excess_bytes(self, *, active_bytes: int, needed_bytes: int) -> int:
-        """Return by how much the limit would be passed; 0 when it fits or there is no limit."""
-        if not self.limit_bytes:
-            return 0
-        return max(0, active_bytes + needed_bytes - self.limit_bytes)
+        """Return by how much the limit would be passed, once idle engines have given way; 0 when it fits or
+        there is no limit. `active_bytes` is what all engines use."""
+        used_bytes = active_bytes + needed_bytes
+        excess = self._share.excess_bytes(used_bytes)
+        if self._pooled_bytes:
+            excess = max(excess, used_bytes - self._share.others_bytes - self._pooled_bytes)
+        return excess
+
+    def yield_others(self, size_bytes: int) -> int:
+        """Have other engines give up blocks in RAM; return the bytes that are free for this one then."""
+        return 0 if self._pooled_bytes else self._share.yield_others(size_bytes)
 
     def short(self, *, needed_bytes: int, active_bytes: int) -> Overloaded:
         """Return the refusal of a request for which there is no memory now."""
+        active_bytes, limit_bytes = active_bytes - self._share.others_bytes, self.limit_bytes
         return Overloaded(
             Reason.MEMORY_SHORT,
-            f"about {needed_bytes} bytes are needed, {active_bytes} of {self.limit_bytes} are in use and "
+            f"about {needed_bytes} bytes are needed, {active_bytes} of {limit_bytes} are in use and "
             "nothing more can be freed; try again later",
             retry_after_s=1.0,
             metadata={
                 "needed_bytes": needed_bytes,
                 "active_bytes": active_bytes,
-                "limit_bytes": self.limit_bytes,
+                "limit_bytes": limit_bytes,
             },
         )
+
+    def _within_pool(self, limit_bytes: int) -> int:
+        return min(limit_bytes or self._pooled_bytes, self._pooled_bytes or limit_bytes)
 
     def _admitted_bytes(self, sequence: Sequence) -> int:
         left = sequence.output_token_limit - len(sequence.output_token_ids)

@@ -147,7 +147,8 @@ class Preemption:
         if not excess:
             return 0
         # What is let go here is free for new arrays whether or not the allocator returned it yet.
-        return max(0, excess - self._prefix.yield_ram(excess))
+        excess -= self._prefix.yield_ram(excess)
+        return max(0, excess - self.guard.yield_others(excess)) if excess > 0 else 0
 
     @property
     def _holding(self) -> list[Sequence]:

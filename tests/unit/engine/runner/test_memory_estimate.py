@@ -17,6 +17,7 @@ import pytest
 from icehouse_server.clock import SystemClock
 from icehouse_server.domain.ids import SequenceId
 from icehouse_server.domain.sampling import SamplingParams
+from icehouse_server.engine.core.memory_budget import MemoryBudget
 from icehouse_server.engine.core.ports import Chunk, DecodeRow
 from icehouse_server.engine.runner import model_loader
 from icehouse_server.engine.runner.forward.splits import Attention
@@ -93,7 +94,7 @@ def test_no_chunk_takes_more_than_estimated_nor_far_less(
 ) -> None:
     runner = loaded_runner(tiny_model_dir(tmp_path, architecture, **_MODELS[architecture]), kv_bits=kv_bits)
     model = runner.memory_model()
-    guard = MemoryGuard(model, limit_bytes=1 << 40, weight_bytes=0, chunk_token_count=chunk)
+    guard = MemoryGuard(model, share=MemoryBudget(1 << 40).enter(), weight_bytes=0, chunk_token_count=chunk)
     began_bytes = mx.get_active_memory()
     chunks = list(run_prompt(runner, guard, chunk=chunk))
     assert [c for c in chunks if c.estimated_bytes < c.peak_bytes] == []
@@ -109,7 +110,9 @@ def test_no_chunk_takes_more_than_estimated_nor_far_less(
 def test_a_whole_prompt_stays_within_what_it_was_let_in_for(tmp_path: Path, architecture: str) -> None:
     runner = loaded_runner(tiny_model_dir(tmp_path, architecture, **_MODELS[architecture]))
     began_bytes = mx.get_active_memory()
-    guard = MemoryGuard(runner.memory_model(), limit_bytes=1, weight_bytes=0, chunk_token_count=128)
+    guard = MemoryGuard(
+        runner.memory_model(), share=MemoryBudget(1).enter(), weight_bytes=0, chunk_token_count=128
+    )
     refusal = guard.never_fits(_PROMPT)
     assert refusal is not None
     estimated_bytes = int(refusal.metadata["estimated_bytes"])

@@ -15,6 +15,7 @@ from icehouse_server.domain.model import EngineState, PassSplit
 from icehouse_server.domain.request import GenerationRequest
 from icehouse_server.domain.sampling import SamplingParams
 from icehouse_server.engine.core.mailbox import Mailbox
+from icehouse_server.engine.core.memory_budget import MemoryBudget
 from icehouse_server.engine.engine import Engine, EngineSettings
 from icehouse_server.engine.inference_thread import InferenceThread
 from icehouse_server.engine.runner import model_loader
@@ -80,6 +81,7 @@ def start(folder: Path, *, chunk: int = 16, is_pipelined: bool = True) -> Runnin
         mailbox=Mailbox(limit=100, changed=thread.changed),
         listener=recorder,
         thread=thread,
+        budget=MemoryBudget(),
     )
     thread.start()
     engine.start()

@@ -18,6 +18,7 @@ from icehouse_server.domain.request import (
     image_digest,
 )
 from icehouse_server.engine.core.mailbox import Cancel
+from icehouse_server.engine.core.memory_budget import BudgetShare, MemoryBudget
 from icehouse_server.engine.core.memory_model import (
     DraftFootprint,
     MemoryModel,
@@ -71,6 +72,10 @@ def test_a_longer_context_or_chunk_needs_more() -> None:
     assert model.chunk_bytes(chunk_token_count=32, context_token_count=100) == 2 * short
 
 
+def share_of(limit_bytes: int) -> BudgetShare:
+    return MemoryBudget(limit_bytes).enter()
+
+
 def picture(shape: tuple[int, ...]) -> ImageInput:
     pixels = HostTensor("pixel_values", "F32", shape, memoryview(bytes(4 * math.prod(shape))))
     return ImageInput(image_digest(b"", (pixels,)), (pixels,), feature_count=4)
@@ -104,7 +109,7 @@ def test_an_image_that_never_fits_is_refused_before_it_waits_and_counts_before_i
     model = dataclasses.replace(memory_model(), tower=tower)
     asked = dataclasses.replace(request("r", [1] * 8), images=(ImageSpan(2, 6, image),))
     for limit_bytes, fits in ((needed + 20 + 100, True), (needed + 20 + 99, False)):
-        guard = MemoryGuard(model, limit_bytes=limit_bytes, weight_bytes=100, chunk_token_count=4)
+        guard = MemoryGuard(model, share=share_of(limit_bytes), weight_bytes=100, chunk_token_count=4)
         assert guard.never_fits(8) is None
         assert (guard.never_fits(8, asked) is None) is fits
     sequence = Sequence(
@@ -138,7 +143,7 @@ def test_arrays_that_grow_are_charged_for_their_copy_and_pages_for_themselves() 
 
 
 def test_without_a_limit_everything_fits() -> None:
-    guard = MemoryGuard(memory_model(), limit_bytes=0, weight_bytes=100, chunk_token_count=4)
+    guard = MemoryGuard(memory_model(), share=share_of(0), weight_bytes=100, chunk_token_count=4)
     assert guard.never_fits(10**9) is None
     assert guard.excess_bytes(active_bytes=10**12, needed_bytes=10**12) == 0
 
@@ -309,7 +314,10 @@ def test_measured_chunks_end_where_blocks_do(
 def test_the_logits_of_a_measured_chunk_count() -> None:
     shape = dataclasses.replace(memory_model().shape, vocabulary_size=1000)
     guard = MemoryGuard(
-        dataclasses.replace(memory_model(), shape=shape), limit_bytes=1, weight_bytes=0, chunk_token_count=4
+        dataclasses.replace(memory_model(), shape=shape),
+        share=share_of(1),
+        weight_bytes=0,
+        chunk_token_count=4,
     )
     assert guard.chunk_bytes(3, 8, is_measured=True) - guard.chunk_bytes(3, 8) >= 3 * 1000 * 4 * 2
 
@@ -327,7 +335,10 @@ def llama_8b(**changes) -> MemoryGuard:
         shape, kv_bytes_per_token=131072, fixed_bytes_per_sequence=0, room_step_token_count=64
     )
     return MemoryGuard(
-        dataclasses.replace(model, **changes), limit_bytes=1, weight_bytes=0, chunk_token_count=1024
+        dataclasses.replace(model, **changes),
+        share=share_of(1),
+        weight_bytes=0,
+        chunk_token_count=1024,
     )
 
 
@@ -386,7 +397,11 @@ def test_what_could_never_fit_with_its_logits_or_its_draft_is_told_so() -> None:
     model = dataclasses.replace(memory_model(), draft=DraftFootprint(kv_bytes_per_token=90))
     model = dataclasses.replace(model, shape=dataclasses.replace(model.shape, vocabulary_size=10))
     guard = MemoryGuard(
-        model, limit_bytes=600, weight_bytes=0, chunk_token_count=4, measured_chunk_token_count=4
+        model,
+        share=share_of(600),
+        weight_bytes=0,
+        chunk_token_count=4,
+        measured_chunk_token_count=4,
     )
     plain = request("plain", [1] * 20)
     drafted = dataclasses.replace(plain, speculation=Speculation(3, drafting=Drafting.DRAFT_MODEL))

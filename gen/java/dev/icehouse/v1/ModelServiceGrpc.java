@@ -246,7 +246,7 @@ public final class ModelServiceGrpc {
      * <pre>
      * Unloads a model, once its running requests have ended or the server's drain grace is over, which ends them as
      * UNAVAILABLE. Its blocks are written to SSD, and the next request that names it loads it again. Returns at once
-     * if it is not loaded; FAILED_PRECONDITION (UNSUPPORTED) for the only model. Only for operators.
+     * if it is not loaded; INVALID_ARGUMENT (UNSUPPORTED) for the only model. Only for operators.
      * </pre>
      */
     default void unloadModel(dev.icehouse.v1.UnloadModelRequest request,
@@ -332,7 +332,7 @@ public final class ModelServiceGrpc {
      * <pre>
      * Unloads a model, once its running requests have ended or the server's drain grace is over, which ends them as
      * UNAVAILABLE. Its blocks are written to SSD, and the next request that names it loads it again. Returns at once
-     * if it is not loaded; FAILED_PRECONDITION (UNSUPPORTED) for the only model. Only for operators.
+     * if it is not loaded; INVALID_ARGUMENT (UNSUPPORTED) for the only model. Only for operators.
      * </pre>
      */
     public void unloadModel(dev.icehouse.v1.UnloadModelRequest request,
@@ -402,7 +402,7 @@ public final class ModelServiceGrpc {
      * <pre>
      * Unloads a model, once its running requests have ended or the server's drain grace is over, which ends them as
      * UNAVAILABLE. Its blocks are written to SSD, and the next request that names it loads it again. Returns at once
-     * if it is not loaded; FAILED_PRECONDITION (UNSUPPORTED) for the only model. Only for operators.
+     * if it is not loaded; INVALID_ARGUMENT (UNSUPPORTED) for the only model. Only for operators.
      * </pre>
      */
     public dev.icehouse.v1.UnloadModelResponse unloadModel(dev.icehouse.v1.UnloadModelRequest request) throws io.grpc.StatusException {
@@ -470,7 +470,7 @@ public final class ModelServiceGrpc {
      * <pre>
      * Unloads a model, once its running requests have ended or the server's drain grace is over, which ends them as
      * UNAVAILABLE. Its blocks are written to SSD, and the next request that names it loads it again. Returns at once
-     * if it is not loaded; FAILED_PRECONDITION (UNSUPPORTED) for the only model. Only for operators.
+     * if it is not loaded; INVALID_ARGUMENT (UNSUPPORTED) for the only model. Only for operators.
      * </pre>
      */
     public dev.icehouse.v1.UnloadModelResponse unloadModel(dev.icehouse.v1.UnloadModelRequest request) {
@@ -527,7 +527,7 @@ public final class ModelServiceGrpc {
      * <pre>
      * Unloads a model, once its running requests have ended or the server's drain grace is over, which ends them as
      * UNAVAILABLE. Its blocks are written to SSD, and the next request that names it loads it again. Returns at once
-     * if it is not loaded; FAILED_PRECONDITION (UNSUPPORTED) for the only model. Only for operators.
+     * if it is not loaded; INVALID_ARGUMENT (UNSUPPORTED) for the only model. Only for operators.
      * </pre>
      */
     public com.google.common.util.concurrent.ListenableFuture<dev.icehouse.v1.UnloadModelResponse> unloadModel(
