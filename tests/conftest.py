@@ -13,7 +13,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from tests.fixtures import installed_code
+from tests.fixtures import installed_code, quick_compiler
 
 # An example may take as long as it takes: a busy machine is no fault.
 hypothesis.settings.register_profile("untimed", deadline=None)
@@ -43,6 +43,7 @@ if hasattr(os, "SCHED_BATCH"):
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 installed_code.read_once()
+quick_compiler.put_first()
 
 _LOGGERS = ("", "icehouse", "icehouse_server")
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import os
 import shutil
 import subprocess
 from collections.abc import Callable, Sequence
@@ -131,7 +132,7 @@ _TYPES = {mx.int32: "int32_t", mx.float32: "float", mx.bfloat16: "bfloat16"}
 
 
 class Emulation:
-    """Kernels compiled into a folder, each once."""
+    """Kernels compiled into a folder, each once, by whichever process needs it first."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -204,24 +205,32 @@ class Emulation:
         )
         digest = hashlib.sha256(text.encode()).hexdigest()[:16]
         if digest not in self._libraries:
-            source_path, library_path = self._folder / f"{digest}.cpp", self._folder / f"{digest}.so"
-            source_path.write_text(text)
-            _compile("-O1", "-shared", "-fPIC", str(source_path), "-o", str(library_path))
+            library_path = self._folder / f"{digest}.so"
+            if not library_path.exists():
+                source_path = self._folder / f"{digest}.{os.getpid()}.cpp"
+                source_path.write_text(text)
+                _compile(library_path, "-shared", str(source_path))
+                source_path.unlink()
             self._libraries[digest] = ctypes.CDLL(str(library_path))
         return self._libraries[digest]
 
     def _precompiled(self, header: str) -> Path:
         """Return the header's file, with a form beside it that compilers read faster."""
         path = self._folder / f"{hashlib.sha256(header.encode()).hexdigest()[:16]}.hpp"
-        if not path.exists():
+        made = path.with_name(f"{path.name}.gch")
+        if not made.exists():
             path.write_text(header)
-            _compile("-O1", "-fPIC", "-x", "c++-header", str(path), "-o", f"{path}.gch")
+            _compile(made, "-x", "c++-header", str(path))
         return path
 
 
-def _compile(*options: str) -> None:
+def _compile(target: Path, *options: str) -> None:
+    """Others may be at the same: whoever is last replaces what is whole by its like."""
     assert COMPILER is not None
-    subprocess.run([COMPILER, "-std=c++20", *options], check=True, timeout=_COMPILE_S)
+    unfinished = target.with_name(f"{target.name}.{os.getpid()}")
+    command = [COMPILER, "-std=c++20", "-O1", "-fPIC", *options, "-o", str(unfinished)]
+    subprocess.run(command, check=True, timeout=_COMPILE_S)
+    unfinished.rename(target)
 
 
 def _memory(array: mx.array) -> np.ndarray[Any, Any]:

@@ -7,8 +7,9 @@ at those that take most, it is not above `_MOST` times that.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from icehouse_server.clock import SystemClock
 from icehouse_server.domain.ids import SequenceId
 from icehouse_server.domain.sampling import SamplingParams
 from icehouse_server.engine.core.memory_budget import MemoryBudget
+from icehouse_server.engine.core.memory_model import MemoryModel
 from icehouse_server.engine.core.ports import Chunk, DecodeRow
 from icehouse_server.engine.runner import model_loader
 from icehouse_server.engine.runner.forward.splits import Attention
@@ -46,11 +48,21 @@ _MODELS: dict[str, dict[str, Any]] = {
 
 @dataclasses.dataclass(frozen=True)
 class MeasuredChunk:
-    """One chunk of a prompt: where it ended, what was estimated, what it took at its peak."""
+    """One chunk of a prompt: where it ended, what was estimated, what it took at its peak and left behind."""
 
     stop: int
     estimated_bytes: int
     peak_bytes: int
+    held_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class MeasuredPrompt:
+    """A prompt's chunks, and what was in use before it."""
+
+    model: MemoryModel
+    began_bytes: int
+    chunks: list[MeasuredChunk]
 
 
 def run_prompt(runner: ModelRunner, guard: MemoryGuard, *, chunk: int) -> Iterator[MeasuredChunk]:
@@ -61,7 +73,8 @@ def run_prompt(runner: ModelRunner, guard: MemoryGuard, *, chunk: int) -> Iterat
         before_bytes = mx.get_active_memory()
         mx.reset_peak_memory()
         runner.run([Chunk(_SEQUENCE, [5 + i % 200 for i in range(chunk)])])
-        yield MeasuredChunk(stop, estimated_bytes, mx.get_peak_memory() - before_bytes)
+        peak_bytes, held_bytes = mx.get_peak_memory() - before_bytes, mx.get_active_memory()
+        yield MeasuredChunk(stop, estimated_bytes, peak_bytes, held_bytes)
 
 
 def loaded_runner(folder: Path, *, kv_bits: int = 0) -> ModelRunner:
@@ -79,6 +92,25 @@ def loaded_runner(folder: Path, *, kv_bits: int = 0) -> ModelRunner:
     return runner
 
 
+@pytest.fixture(scope="module")
+def measure(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., MeasuredPrompt]:
+    """Run a prompt, each of its kind once."""
+
+    @functools.cache
+    def measured(architecture: str, *, chunk: int, kv_bits: int) -> MeasuredPrompt:
+        folder = tiny_model_dir(tmp_path_factory.mktemp("models"), architecture, **_MODELS[architecture])
+        runner = loaded_runner(folder, kv_bits=kv_bits)
+        model = runner.memory_model()
+        share = MemoryBudget(1 << 40).enter()
+        guard = MemoryGuard(model, share=share, weight_bytes=0, chunk_token_count=chunk)
+        began_bytes = mx.get_active_memory()
+        chunks = list(run_prompt(runner, guard, chunk=chunk))
+        runner.close()
+        return MeasuredPrompt(model, began_bytes, chunks)
+
+    return measured
+
+
 @pytest.mark.parametrize(
     ("architecture", "chunk", "kv_bits"),
     [
@@ -90,38 +122,31 @@ def loaded_runner(folder: Path, *, kv_bits: int = 0) -> ModelRunner:
     ],
 )
 def test_no_chunk_takes_more_than_estimated_nor_far_less(
-    tmp_path: Path, architecture: str, chunk: int, kv_bits: int
+    measure: Callable[..., MeasuredPrompt], architecture: str, chunk: int, kv_bits: int
 ) -> None:
-    runner = loaded_runner(tiny_model_dir(tmp_path, architecture, **_MODELS[architecture]), kv_bits=kv_bits)
-    model = runner.memory_model()
-    guard = MemoryGuard(model, share=MemoryBudget(1 << 40).enter(), weight_bytes=0, chunk_token_count=chunk)
-    began_bytes = mx.get_active_memory()
-    chunks = list(run_prompt(runner, guard, chunk=chunk))
+    found = measure(architecture, chunk=chunk, kv_bits=kv_bits)
+    chunks = found.chunks
     assert [c for c in chunks if c.estimated_bytes < c.peak_bytes] == []
     heaviest = max(chunks, key=lambda c: c.peak_bytes)
     assert heaviest.estimated_bytes <= _MOST * heaviest.peak_bytes, heaviest
-    held_bytes = mx.get_active_memory() - began_bytes
+    held_bytes = chunks[-1].held_bytes - found.began_bytes
     # A window being prefilled holds up to a chunk more than the window.
-    assert held_bytes / 1.3 <= model.kv_bytes(_PROMPT) <= 1.3 * held_bytes
-    runner.close()
+    assert held_bytes / 1.3 <= found.model.kv_bytes(_PROMPT) <= 1.3 * held_bytes
 
 
 @pytest.mark.parametrize("architecture", sorted(_MODELS))
-def test_a_whole_prompt_stays_within_what_it_was_let_in_for(tmp_path: Path, architecture: str) -> None:
-    runner = loaded_runner(tiny_model_dir(tmp_path, architecture, **_MODELS[architecture]))
-    began_bytes = mx.get_active_memory()
-    guard = MemoryGuard(
-        runner.memory_model(), share=MemoryBudget(1).enter(), weight_bytes=0, chunk_token_count=128
-    )
+def test_a_whole_prompt_stays_within_what_it_was_let_in_for(
+    measure: Callable[..., MeasuredPrompt], architecture: str
+) -> None:
+    found = measure(architecture, chunk=128, kv_bits=0)
+    guard = MemoryGuard(found.model, share=MemoryBudget(1).enter(), weight_bytes=0, chunk_token_count=128)
     refusal = guard.never_fits(_PROMPT)
     assert refusal is not None
     estimated_bytes = int(refusal.metadata["estimated_bytes"])
-    held_bytes, peak_bytes = began_bytes, 0
-    for chunk in run_prompt(runner, guard, chunk=128):
-        peak_bytes = max(peak_bytes, held_bytes + chunk.peak_bytes - began_bytes)
-        held_bytes = mx.get_active_memory()
+    before = [found.began_bytes, *(chunk.held_bytes for chunk in found.chunks)]
+    peaks = (held + chunk.peak_bytes for held, chunk in zip(before, found.chunks, strict=False))
+    peak_bytes = max(peaks) - found.began_bytes
     assert peak_bytes <= estimated_bytes <= _MOST * peak_bytes
-    runner.close()
 
 
 @pytest.mark.parametrize(
