@@ -122,7 +122,7 @@ class CacheService(Service, cache_service_pb2_grpc.CacheServiceServicer):
     ) -> None:
         async with self._calls.call(context) as call:
             scope, token_ids = await self._read_prompt(request, call)
-            self._generation.open_requests.prefetcher.forget_all(scope.tenant)
+            self._generation.open_requests.prefetcher.forget(scope.tenant)
             await self._evict(ListKnown(token_ids, scope), messages.EvictResponse, context)
 
     async def _read_prompt(
@@ -139,7 +139,7 @@ class CacheService(Service, cache_service_pb2_grpc.CacheServiceServicer):
         async with self._calls.call(context):
             check_model(request.model, self._router.require_model().info)
             await self._prompts.run(self._prompts.replies.forget_all)
-            self._generation.open_requests.prefetcher.forget_all()
+            self._generation.open_requests.prefetcher.forget()
             await self._evict(ListKnown(None), messages.EvictAllResponse, context)
 
     async def _evict(

@@ -23,6 +23,14 @@ _FIRST_WINDOW = 32
 """Tokens at a prompt's end in which the mark is looked for first."""
 
 
+def opening_of(conversation: Conversation) -> int:
+    """Return what stands for how a conversation begins, up to the user's first message: the same for each of
+    its turns in this process."""
+    messages = conversation.messages
+    end = next((i for i, message in enumerate(messages, start=1) if message.role == "user"), len(messages))
+    return hash(tuple((message.role, message.content) for message in messages[:end]))
+
+
 def with_next_turn(conversation: Conversation, reply: ChatMessage) -> Conversation:
     """Return the conversation with the reply and the mark behind it: as the user's next message, or as the
     first result of its calls.
