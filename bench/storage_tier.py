@@ -113,11 +113,18 @@ def _content(noise: np.random.Generator, count: int, *, has_values: bool) -> mem
 class Tier:
     """A running tier and its outcomes."""
 
-    def __init__(self, directory: Path, *, cipher: Cipher | None = None, codec: Codec = Codec.RAW) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        cipher: Cipher | None = None,
+        codec: Codec = Codec.RAW,
+        files: Files | None = None,
+    ) -> None:
         self.outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
         self.storage = LocalTier(
             settings(directory, codec),
-            files=Files(),
+            files=files or Files(),
             clock=SystemClock(),
             post=self.outcomes.put,
             cipher=cipher,
