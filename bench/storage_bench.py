@@ -16,6 +16,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -226,7 +227,7 @@ def time_choice(directory: Path, codec: Codec, files: Files, seed: int) -> tuple
             restores = []
             for _ in range(4):
                 forget_files(directory)
-                restores.append(elapsed(lambda chain=chain: tier_read(tier, chain)))
+                restores.append(elapsed(partial(tier_read, tier, chain)))
     file_bytes = sum(path.stat().st_size for path in {*directory.rglob("*.safetensors")} - known)
     return min(restores), file_bytes / sum(block.size_bytes for block in chain)
 

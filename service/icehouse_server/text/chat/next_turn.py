@@ -23,8 +23,8 @@ _FIRST_WINDOW = 32
 """Tokens at a prompt's end in which the mark is looked for first."""
 
 _OPENING_COUNT, _END_LENGTH = 16, 2048
-"""Messages, and characters at both ends of each: enough to tell conversations apart, and no work for the event
-loop."""
+"""Messages, and characters at both ends of each: enough to tell conversations apart, and no work for the
+event loop."""
 
 
 def opening_of(conversation: Conversation) -> int:
