@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 _QUEUE_LIMIT_COUNT = 8192
 _DELETE_LIMIT_COUNT = 1 << 16
-"""As many as are remembered not to be fetched: what nobody is to use again is not forgotten for lack of room."""
+"""As many as are remembered not to be fetched: an order to evict is not forgotten for want of room."""
 _TRY_LIMIT = 4
 """A block that the store refused so often is dropped."""
 _PAUSE_STEP_S = 0.5
