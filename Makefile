@@ -119,7 +119,8 @@ fmt: $(STAMP) ## Format the code and fix what ruff can fix.
 #   lone         time to first token of a lone cold prompt, after a tiny first request, against the engine
 #   load         Poisson arrivals at rising rates, beside mlx-lm's server: latency, goodput, a plot
 #   cache        prefix cache: cold, RAM, SSD after a restart
-#   storage      SSD tier against raw files: spill, restore, reconcile, as ratios
+#   storage      SSD tier against raw files: spill, restore, reconcile, as ratios (ARGS="--cases auto": what `auto`
+#                chooses, on this disk and on one made slow)
 #   startup      process start to SERVING with a tiny model (ARGS='--baseline "/old/.venv/bin/icehouse"' compares)
 #   vision       a conversation about one picture: cold, RAM, SSD after a restart, beside mlx-vlm's server
 #   structured   decode with a response format against without, 16 clients, as ratios

@@ -21,6 +21,7 @@ from bench.cache_durable import Durability, durable_verdicts, measure_durable
 from bench.cache_ttft import PromptTimes, measure_ttft, ttft_ratios, ttft_seconds
 from bench.plots import plot_cache
 from bench.random_model import KV_BYTES_PER_TOKEN, make_random_model
+from bench.replies import quantile
 from bench.report import (
     OUT,
     Spread,
@@ -103,17 +104,16 @@ def _report(
         verdicts += [
             Verdict("RAM hit / cold", found["RAM hit / cold"], 0.05, False),
             Verdict("SSD hit / cold", found["SSD hit after restart / cold"], 0.08, False),
-            Verdict("SSD hit / RAM hit", found["SSD hit / RAM hit"], 1.5, False),
+            Verdict("SSD hit / RAM hit", found["SSD hit / RAM hit behind it"], 1.5, False),
         ]
     if decode:
         rows = ((name, spread.text()) for name, spread in costs.items())
         show_table("Inter-token time of a neighbour", ("compared", "median (min to max)"), rows)
         verdicts += [
-            Verdict(f"decode p99, {name}", costs[f"p99, {name}"], 1.15, False)
+            Verdict(f"decode p99 of all rounds, {name}", costs[f"p99 of all rounds, {name}"], 1.1, False)
             for name in (
                 "prefill and spill / prefill",
                 "restore / idle",
-                "restore / raw read",
                 "SSD hit / RAM hit",
             )
         ]
@@ -160,9 +160,20 @@ def _decode_ratios(decode: Sequence[DecodeTimes]) -> dict[str, Spread]:
         ("restore", "raw read"),
         ("SSD hit", "RAM hit"),
     )
-    return {
+
+    def pooled_p99_s(neighbour: str) -> float:
+        return quantile(
+            [gap for times in decode if times.neighbour == neighbour for gap in times.gaps_s], 0.99
+        )
+
+    found = {
         f"{label}, {above} / {below}": ratios(of(above, name), of(below, name))
         for label, name in (("p50", "p50_s"), ("p99", "p99_s"))
+        for above, below in pairs
+    }
+    # The p99 of one round is its third longest gap: on a busy machine that of all rounds together says more.
+    return found | {
+        f"p99 of all rounds, {above} / {below}": spread_of([pooled_p99_s(above) / pooled_p99_s(below)])
         for above, below in pairs
     }
 

@@ -76,6 +76,7 @@ class DecodeTimes:
     p99_s: float
     neighbour_ssd_tokens: int
     neighbour_request_count: int
+    gaps_s: Sequence[float]
 
 
 async def measure_decode(
@@ -102,7 +103,8 @@ async def measure_decode(
                 new = [
                     await _text(neighbour, seed=100 * (round_index + 1) + i) for i in range(NEW_PROMPT_COUNT)
                 ]
-                found += await _beside_prefill(reader, neighbour, new)
+                if round_index % 2 == 0:
+                    found += await _beside_prefill(reader, neighbour, new)
                 found += await _beside_restore(
                     reader,
                     neighbour,
@@ -110,6 +112,9 @@ async def measure_decode(
                     files=scratch / "decode",
                     kv_bytes_per_token=kv_bytes_per_token,
                 )
+                # What runs late meets a machine that others have heated or left, so the order takes turns.
+                if round_index % 2:
+                    found += await _beside_prefill(reader, neighbour, new)
                 console.print(f"decode beside neighbours, round {round_index + 1} of {round_count}")
     return found
 
@@ -173,7 +178,7 @@ async def _beside(
         if sent == len(requests) and not repeat:
             break
     gaps = await reading
-    return DecodeTimes(name, quantile(gaps, 0.5), quantile(gaps, 0.99), ssd_tokens, sent)
+    return DecodeTimes(name, quantile(gaps, 0.5), quantile(gaps, 0.99), ssd_tokens, sent, gaps)
 
 
 async def _send(neighbour: Client, request: _Request) -> int:

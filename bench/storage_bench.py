@@ -1,6 +1,6 @@
 """The SSD tier against the raw file system: spill, restore and start, as ratios; with a key, and compressed.
 
-    python -m bench.storage_bench [--directory DIR] [--rounds N] [--blocks N]
+    python -m bench.storage_bench [--directory DIR] [--cases NAME ...] [--rounds N] [--blocks N]
 
 Both sides of a ratio run in turns in one process on the same bytes and the same directory,
 so that what the machine does meanwhile hits both. Medians with the quartiles beside them.
@@ -13,8 +13,10 @@ import os
 import shutil
 import statistics
 import tempfile
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +30,7 @@ from icehouse_server.storage.storage_settings import Codec
 
 from bench.storage_tier import FINGERPRINT, Shape, Tier, make_chain, settings, tier_read, tier_write
 
+CASES = ("bandwidth", "encryption", "codec", "auto", "start")
 LARGE = Shape(32, 8, 128)
 CIPHER = Cipher(bytes(32))
 
@@ -192,6 +195,64 @@ def bench_codec(root: Path, *, rounds: int) -> None:
         print(f"{name:<34} {median:5.2f} x  [{low:4.2f} .. {high:4.2f}]  {target}".rstrip())
 
 
+class PacedFiles(Files):
+    """The system's files, read no faster than a slower disk would be: all readers wait in one row for it."""
+
+    def __init__(self, bytes_per_s: float) -> None:
+        super().__init__()
+        self._bytes_per_s = bytes_per_s
+        self._lock = threading.Lock()
+        self._free_time = 0.0
+
+    def read_into(self, descriptor: int, parts: Sequence[memoryview], *, offset: int) -> int:
+        """Read, and return when such a disk would have."""
+        began = time.perf_counter()
+        got = super().read_into(descriptor, parts, offset=offset)
+        with self._lock:
+            self._free_time = max(self._free_time, began) + got / self._bytes_per_s
+            left_s = self._free_time - time.perf_counter()
+        time.sleep(max(0.0, left_s))
+        return got
+
+
+def time_choice(directory: Path, codec: Codec, files: Files, seed: int) -> tuple[float, float]:
+    """Return the seconds of the quickest restore from the disk, and the files' bytes as a share of the
+    tensors', of blocks that were written when others, in either form, had been read for a while."""
+    known: set[Path] = set()
+    with Tier(directory, codec=codec, files=files) as tier:
+        for turn in range(3):
+            known = {*directory.rglob("*.safetensors")}
+            chain = make_chain(2, shape=LARGE, seed=seed + 1000 * turn, has_values=True)
+            tier_write(tier, chain)
+            restores = []
+            for _ in range(4):
+                forget_files(directory)
+                restores.append(elapsed(partial(tier_read, tier, chain)))
+    file_bytes = sum(path.stat().st_size for path in {*directory.rglob("*.safetensors")} - known)
+    return min(restores), file_bytes / sum(block.size_bytes for block in chain)
+
+
+def bench_auto(root: Path, *, rounds: int, paced_bytes_per_s: float) -> None:
+    """Print what `auto` chooses, saves and costs against raw blocks: on this disk, and on one made slow."""
+    for disk, rate in (
+        ("this disk", 0.0),
+        (f"reads paced at {paced_bytes_per_s / 1e6:.0f} MB/s", paced_bytes_per_s),
+    ):
+        rows = []
+        for number in range(-1, rounds):
+            directory = Path(tempfile.mkdtemp(dir=root))
+            found = {}
+            for codec in (Codec.RAW, Codec.AUTO) if number % 2 else (Codec.AUTO, Codec.RAW):
+                files = PacedFiles(rate) if rate else Files()
+                found[codec] = time_choice(directory / codec, codec, files, number + 2)
+            rows.append((found[Codec.AUTO][0] / found[Codec.RAW][0], found[Codec.AUTO][1]))
+            shutil.rmtree(directory)
+        # The first round touches memory that the machine has not handed out yet; it does not count.
+        for index, what in ((0, "restore, auto / raw"), (1, "files, auto / tensors")):
+            low, median, high = statistics.quantiles([row[index] for row in rows[1:]], n=4)
+            print(f"{what + ', ' + disk:<50} {median:5.2f} x  [{low:4.2f} .. {high:4.2f}]")
+
+
 def bench_start(root: Path, *, file_count: int, rounds: int) -> None:
     """Print the seconds of a start over many small blocks: clean, full walk, and rebuilt."""
     directory = root / "start"
@@ -248,28 +309,26 @@ def main() -> None:
     """Run everything in a directory that is removed afterwards."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--directory", type=Path, default=None, help="a directory on the disk to measure")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
+    parser.add_argument(
+        "--paced-mb", type=float, default=300.0, help="of the slow disk that `auto` has, MB/s"
+    )
     parser.add_argument("--rounds", type=int, default=9, help="rounds per ratio")
     parser.add_argument("--blocks", type=int, default=100_000, help="blocks for the start")
     options = parser.parse_args()
     root = Path(tempfile.mkdtemp(prefix="icehouse-bench-", dir=options.directory))
     try:
-        bench_bandwidth(
-            root,
-            name="large",
-            rounds=options.rounds,
-            block_count=4,
-            shape=LARGE,
-        )
-        bench_bandwidth(
-            root,
-            name="small",
-            rounds=options.rounds,
-            block_count=16,
-            shape=Shape(18, 1, 256),
-        )
-        bench_encryption(root, rounds=options.rounds)
-        bench_codec(root, rounds=options.rounds)
-        bench_start(root, file_count=options.blocks, rounds=max(3, options.rounds // 3))
+        if "bandwidth" in options.cases:
+            for name, count, shape in (("large", 4, LARGE), ("small", 16, Shape(18, 1, 256))):
+                bench_bandwidth(root, name=name, rounds=options.rounds, block_count=count, shape=shape)
+        if "encryption" in options.cases:
+            bench_encryption(root, rounds=options.rounds)
+        if "codec" in options.cases:
+            bench_codec(root, rounds=options.rounds)
+        if "auto" in options.cases:
+            bench_auto(root, rounds=options.rounds, paced_bytes_per_s=1e6 * options.paced_mb)
+        if "start" in options.cases:
+            bench_start(root, file_count=options.blocks, rounds=max(3, options.rounds // 3))
     finally:
         shutil.rmtree(root)
 

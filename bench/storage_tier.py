@@ -111,10 +111,17 @@ def _content(noise: np.random.Generator, count: int, *, has_values: bool) -> mem
 class Tier:
     """A running tier and its outcomes."""
 
-    def __init__(self, directory: Path, *, cipher: Cipher | None = None, codec: Codec = Codec.RAW) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        cipher: Cipher | None = None,
+        codec: Codec = Codec.RAW,
+        files: Files | None = None,
+    ) -> None:
         self.outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
         self._tiers = ModelTiers(
-            settings(directory, codec), files=Files(), clock=SystemClock(), cipher=cipher
+            settings(directory, codec), files=files or Files(), clock=SystemClock(), cipher=cipher
         )
         self.storage = self._tiers.open(FINGERPRINT, {}, self.outcomes.put)
 

@@ -238,10 +238,6 @@ class BlockHeader:
     def end_token_index(self) -> int:
         return self.start_token_index + len(self.token_ids)
 
-    @property
-    def is_tail(self) -> bool:
-        return len(self.token_ids) < self.block_token_limit
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HostBlock:

@@ -77,6 +77,8 @@ class GenerationRequest:
     speculation: Speculation | None = None
     session_id: str = ""
     """The conversation that it is a turn of, as its caller or a gateway names it; empty if unknown."""
+    opening: int = 0
+    """Stands for how its conversation begins: a session may have several, such as subagents'."""
     ends_session: bool = False
     """Whether it is the last turn; the session ends with it, unless it fails."""
     images: tuple[ImageSpan, ...] = ()

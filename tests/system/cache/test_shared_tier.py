@@ -10,10 +10,7 @@ from icehouse_server.domain.ids import Tenant
 from icehouse_server.domain.request import CacheUse
 from icehouse_server.engine.prefix_cache.tiers.prefix_settings import QuotaLimits
 from icehouse_server.engine.prefix_cache.tiers.runner_port import CacheFacts
-from icehouse_server.storage.files import Files, opened
-from icehouse_server.storage.local.block_format.block_file import read_head
-from icehouse_server.storage.local.block_format.header import BlockFile
-from icehouse_server.storage.shared.block_folder import BlockFolder
+from icehouse_server.storage.files import Files
 
 from tests.fixtures.engine import FakeClock
 from tests.fixtures.storage.object_store import SHARED, MemoryStore
@@ -113,23 +110,6 @@ def test_an_object_of_another_block_is_computed_instead(tmp_path, store) -> None
         assert (answer.tokens, answer.cache.cached_token_count) == (expected, 0)
     with serve(tmp_path / "c", store) as third:
         assert third.ask("again", TOKENS).cache.cached_token_count > 0, "the second one has put that right"
-
-
-def test_an_object_that_was_taken_unchecked_is_found_at_its_load(tmp_path, store, monkeypatch) -> None:
-    """A planted fault: the fetcher reads heads alone. `ask` compares the text, so a wrong byte would tell."""
-
-    def sound(self: BlockFolder, path: str, name: bytes) -> BlockFile:
-        with opened(Files(), path) as descriptor:
-            return read_head(Files(), descriptor)
-
-    compute(tmp_path / "a", store)
-    store.objects = {name: data[:-1] + bytes([data[-1] ^ 1]) for name, data in store.objects.items()}
-    monkeypatch.setattr(BlockFolder, "_sound", sound)
-    with serve(tmp_path / "b", store) as second:
-        assert second.ask("again", TOKENS).cache.cached_token_count == 0
-        stats = second.stats()
-        assert stats.shared is not None and stats.shared.fetched_block_total > 0, "the fault is there"
-        assert stats.integrity.checksum_failure_total > 0, "and is noticed"
 
 
 def test_a_request_that_may_write_nothing_brings_nothing(tmp_path, store) -> None:

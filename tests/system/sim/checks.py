@@ -71,6 +71,9 @@ def check_agreement(served: SimServer) -> None:
     }
     assert theirs == mine, f"engine knows {len(theirs)} blocks on SSD, the SSD tier has {len(mine)}"
     assert {record.hash for record in served.store.index} == served.ledger.committed.keys()
+    if not served.ledger.io_errors(served):
+        back = served.ledger.ordered_away & served.ledger.committed.keys()
+        assert not back, f"removed by order, and here again: {[name.hex()[:8] for name in back]}"
 
 
 def check_pins_agree(served: SimServer) -> None:

@@ -76,6 +76,8 @@ class Ledger:
         """With the regions that the SSD tier said it has of each."""
         self.removed: set[BlockHash] = set()
         self.spilled: set[BlockHash] = set()
+        self.ordered_away: set[BlockHash] = set()
+        """What this process was ordered to remove, and has not been given again by the engine."""
         self.damaged: set[BlockHash] = set()
         """Blocks whose files were changed behind the server's back and not written anew since."""
         self.rot_count = 0
@@ -104,6 +106,7 @@ class Ledger:
         """A block was handed to the SSD tier."""
         block = header.hash
         self.spilled.add(block)
+        self.ordered_away.discard(block)
         self.spill_number += 1
         self.spill_numbers[block] = self.spill_number
 

@@ -7,6 +7,7 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from icehouse_server.domain.blocks import TokenKeys
 from icehouse_server.domain.cache_commands import (
@@ -42,15 +43,17 @@ from tests.system.sim.checks import (
     check_ram,
     check_rest,
 )
+from tests.system.sim.clock import SimClock
 from tests.system.sim.commands import CommandIssuer
 from tests.system.sim.disk import SimDisk, lose_last_transactions, rot
 from tests.system.sim.event_watch import EventWatch
 from tests.system.sim.images import closed, drawn_image, ids_and_spans, untorn, words
 from tests.system.sim.ledger import Ledger, Promise
 from tests.system.sim.model import ALPHABET, CONTEXT_TOKEN_LIMIT, reference_reply
+from tests.system.sim.neighbour import Neighbour
 from tests.system.sim.object_store import FickleStore
 from tests.system.sim.pinning import PinWatch
-from tests.system.sim.server import Life, SimClock, SimServer
+from tests.system.sim.server import Life, SimServer
 from tests.system.sim.session_watch import SessionWatch
 from tests.system.sim.setup import ADAPTER_DIGESTS, draw_quotas, make_setup
 from tests.unit.storage.local.test_crash import check_is_clean
@@ -70,12 +73,12 @@ NAMES_SEED = 4_000_000
 HANGS_SEED = 5_000_000
 """From here on the disk hangs now and then; prompts have no images and names are synced."""
 PLANES_SEED = 6_000_000
-"""From here on blocks are stored in byte planes; prompts have no images, names are synced, no disk hangs."""
+"""From here on blocks are stored in byte planes; prompts have no images and names are synced."""
 ARCHIVES_SEED = 7_000_000
 """From here on prompts are exported and imported as well."""
 SHARED_SEED = 8_000_000
-"""From here on the SSD tier has an object store behind it, which fails and lies now and then; blocks are
-stored raw, prompts have no images, names are synced, no disk hangs."""
+"""From here on the SSD tier has an object store behind it, which fails and lies now and then, and another
+server uses it as well; blocks are stored raw, prompts have no images, names are synced, no disk hangs."""
 _RECOVERY_S = 130.0
 """Longer than a write gate stays shut."""
 
@@ -110,10 +113,14 @@ class Scenario:
             session_limit=self._session_dice.choice((2, 4096, 4096)),
             cipher=CIPHER if seed % 4 == 3 else None,
             codec=Codec.PLANES if PLANES_SEED <= seed < SHARED_SEED else Codec.RAW,
-            store=FickleStore(random.Random(-9 * 10**6 - seed)) if seed >= SHARED_SEED else None,
         )
         self.ledger = Ledger()
         self.clock = SimClock()
+        self._neighbour: Neighbour | None = None
+        if seed >= SHARED_SEED:
+            store = FickleStore(random.Random(-9 * 10**6 - seed), self.setup.cipher)
+            self.setup = dataclasses.replace(self.setup, store=store)
+            self._neighbour = Neighbour(self.setup, folder, clock=self.clock, ledger=self.ledger)
         self._folder = folder
         self._live: dict[RequestId, Promise] = {}
         self._commands = CommandIssuer(self.ledger, self._say)
@@ -166,8 +173,12 @@ class Scenario:
             action = self._hang_dice.choice((self._hang, self._hang, self._hang, self._pass_time))
         if ARCHIVES_SEED <= self.seed < SHARED_SEED and self._archive_dice.random() < 0.15:
             action = self._archive_dice.choice((self._export, self._import))
+        if self._neighbour is not None and self._archive_dice.random() < 0.06:
+            action = self._have_the_neighbour_answer
         try:
             action()
+            if self._served.disk.has_crashed:
+                raise Crash  # A task of an event loop met it, and told nobody.
             self._check()
         except Crash:
             self._die("in the middle of a step")
@@ -196,7 +207,41 @@ class Scenario:
         for _ in range(self.dice.choice((1, 1, 2, 4))):
             self._submit_one()
 
-    def _submit_one(self) -> None:
+    def _submit_one(self, **changes: Any) -> None:
+        promise = self._promise(**changes)
+        request = promise.request
+        self._live[request.request_id] = promise
+        self._say(
+            f"submit {request.request_id} {words(promise.keys)} +{request.max_output_tokens} "
+            f"{request.cache_use.name} {request.scope} {request.shared_scope}"
+        )
+        assert self._served.mailbox.offer(Submit(request))
+
+    def _have_the_neighbour_answer(self) -> None:
+        assert self._neighbour is not None
+        promise = self._promise(cache_use=CacheUse.READ_WRITE, deadline_time=None)
+        request = promise.request
+        self._say(f"the neighbour answers {request.request_id} {words(promise.keys)} {request.scope}")
+        self._neighbour.answer(promise)
+        # Its caller comes here with the next turn.
+        following = {
+            "prompt_token_ids": promise.history[: CONTEXT_TOKEN_LIMIT - 1],
+            "tenant": request.tenant,
+            "adapter": request.adapter,
+            "cache_use": CacheUse.READ_WRITE,
+        }
+        # This model computes so fast that no lookup would pay.
+        self._served.cache.rates.prefill_tokens_per_s = 0.0
+        self._submit_one(**following)
+        if self._archive_dice.random() < 0.4:
+            self._served.come_to_rest()
+            self._pins.is_excused = True
+            self._commands.give(self._served, Evict(promise.history, request.scope))
+            self._served.cache.rates.prefill_tokens_per_s = 0.0
+            self._submit_one(**following)
+
+    def _promise(self, **changes: Any) -> Promise:
+        """Draw a request, but for these changes, and what it must come to."""
         keys = self._prompt()
         prompt, images = ids_and_spans(keys)
         request = GenerationRequest(
@@ -218,17 +263,13 @@ class Scenario:
             session_id=self._session_dice.choice(_SESSIONS),
             ends_session=self._session_dice.random() < 0.1,
         )
+        request = dataclasses.replace(request, **changes)
         promise = Promise(
             request, reference_reply(self.setup.specs[self._life.model], request), self._life.model
         )
         self.ledger.promises.append(promise)
         self._texts.append(promise.history)
-        self._live[request.request_id] = promise
-        self._say(
-            f"submit {request.request_id} {words(keys)} +{request.max_output_tokens} "
-            f"{request.cache_use.name} {request.scope} {request.shared_scope}"
-        )
-        assert self._served.mailbox.offer(Submit(request))
+        return promise
 
     def _shared_tenant(self) -> Tenant | None:
         """Return whose prompts a request may start from beside its own, its own among them."""
@@ -464,6 +505,7 @@ class Scenario:
     def _begin_life(self, directory: Path, *, disk: SimDisk | None) -> None:
         self.ledger.io_error_count += self._served.disk.failed_count
         self._live.clear()
+        self.ledger.ordered_away.clear()
         self._commands.begin_life()
         self._pins.begin_life()
         model = self._life.model if self.dice.random() < 0.8 else 1 - self._life.model
@@ -505,6 +547,8 @@ class Scenario:
         check_ram(self._served)
         if self._served.storage is not None:
             check_disk(self._served)
+        if isinstance(self.setup.store, FickleStore):
+            assert not self.setup.store.complaints, self.setup.store.complaints
 
     def _collect_ends(self) -> None:
         for name in list(self._live):

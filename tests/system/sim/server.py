@@ -22,14 +22,14 @@ from icehouse_server.engine.scheduling.scheduler import Scheduler
 from icehouse_server.engine.scheduling.waiting_queue import WaitingQueue
 from icehouse_server.errors import Reason, Unavailable
 from icehouse_server.storage.api import Evicted, Names, Outcome, StorageClosed, StorageFailed
+from icehouse_server.storage.shared.shared_settings import SharedSettings
 from icehouse_server.storage.shared.shared_tier import SharedTier
 from icehouse_server.storage.storage_settings import Codec
 
 from tests.fixtures.engine import FakeDecoder, Recorder, model_info
-from tests.fixtures.patience import BOUND_S
 from tests.fixtures.storage.hanging import HungReader, resume, stall
-from tests.fixtures.storage.object_store import SHARED
 from tests.fixtures.storage.sole_tier import SoleTier
+from tests.system.sim.clock import SimClock
 from tests.system.sim.disk import SimDisk
 from tests.system.sim.ledger import Ledger
 from tests.system.sim.model import CONTEXT_TOKEN_LIMIT
@@ -38,23 +38,11 @@ from tests.system.sim.setup import BLOCK, Setup, fingerprint
 
 Gone = Mapping[Fingerprint, Sequence[BlockHash]]
 _REST_STEP_LIMIT = 20_000
+_SHARED = SharedSettings(
+    lookup_timeout_s=0.5, write_bytes_per_s=0, object_limit_bytes=1 << 24, silence_s=1.0, put_timeout_s=3.0
+)
 _PADDING_BYTES = 96
 """Makes a region shrink by a quarter in byte planes."""
-_FIRST_WALL_TIME = 1_700_000_000.0
-
-
-class SimClock:
-    """Time that passes a little with every look at it, so that rates and budgets mean something."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def monotonic(self) -> float:
-        self.now += 0.0002
-        return self.now
-
-    def wall(self) -> float:
-        return _FIRST_WALL_TIME + self.now
 
 
 class _MailboxWithoutWaiting(Mailbox[Message]):
@@ -77,9 +65,10 @@ class _WatchedStorage:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._storage, name)
 
-    def find(self, blocks: Names, *, limit_s: float) -> Any:
-        # A story is the same on a slow machine: the store says by dice that it does not answer.
-        return self._storage.find(blocks, limit_s=BOUND_S)
+    def delete(self, blocks: Names, *, is_final: bool = False) -> Any:
+        ticket = self._storage.delete(blocks, is_final=is_final)
+        self._ledger.ordered_away.update(blocks if is_final and ticket is not None else ())
+        return ticket
 
     def put(self, block: HostBlock, **rest: Any) -> Any:
         self._ledger.note_spill(block.header)
@@ -174,7 +163,7 @@ class SimServer:
 
     def _make_tier(self) -> SoleTier:
         store = self.setup.store
-        shared = {} if store is None else {"store": store, "shared": SHARED, "is_inline": True}
+        shared = {} if store is None else {"store": store, "shared": _SHARED, "is_inline": True}
         return SoleTier(
             self.setup.storage_settings(str(self.life.directory)),
             files=self.disk,
@@ -197,6 +186,9 @@ class SimServer:
         if self.storage is not None:
             self.storage.lock()
             self.storage.open()
+        if isinstance(self.storage, SharedTier):
+            # A story is the same on a slow machine: its timers, too, go by its own clock.
+            vars(self.storage._traffic._loop).update(time=self.clock.monotonic)
 
     def step_engine(self) -> None:
         """Let the inference thread do one step."""
@@ -248,7 +240,7 @@ class SimServer:
             has_sequences = self.scheduler.waiting_count or self.scheduler.running
             if not (is_busy or has_sequences or len(self.mailbox)):
                 return
-            if self.is_hanging:
+            if self.is_hanging or isinstance(self.storage, SharedTier):
                 self.clock.now += 0.05
         raise AssertionError(f"the house never comes to rest; scheduler {vars(self.scheduler)}")
 

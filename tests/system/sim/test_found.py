@@ -29,11 +29,12 @@ from icehouse_server.pins import UNTIL_UNPINNED
 from icehouse_server.storage.local.directory.manifest import LOG_ALLOWANCE_BYTES
 
 from tests.system.sim.checks import check_agreement, check_pins_agree, check_ram, check_rest
+from tests.system.sim.clock import SimClock
 from tests.system.sim.event_watch import EventWatch
 from tests.system.sim.images import drawn_image, ids_and_spans
 from tests.system.sim.ledger import Ledger, Promise
 from tests.system.sim.model import ModelSpec, reference_reply
-from tests.system.sim.server import Life, SimClock, SimServer
+from tests.system.sim.server import Life, SimServer
 from tests.system.sim.setup import BLOCK, Setup, make_setup
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import os
@@ -27,9 +28,11 @@ from icehouse_server.rpc.kv_events import block_mirror, event_feed
 from icehouse_server.rpc.services import cache_transfer
 from icehouse_server.storage import archive
 from icehouse_server.storage.api import Loaded
+from icehouse_server.storage.files import Files, opened
 from icehouse_server.storage.local import spiller, storage_state
 from icehouse_server.storage.local.block_format import block_bytes, block_file, header, plane_region, planes
 from icehouse_server.storage.local.directory import reconcile, space, store
+from icehouse_server.storage.shared import block_folder, fetcher, uploader
 
 from tests.fixtures.known_blocks import record_of
 from tests.system.sim import checks
@@ -39,6 +42,7 @@ from tests.system.sim.scenario import (
     NAMES_SEED,
     PIECES_SEED,
     PLANES_SEED,
+    SHARED_SEED,
     SimulationFailed,
 )
 from tests.system.sim.setup import BLOCK
@@ -469,6 +473,46 @@ def adopt_what_was_altered(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(block_bytes, "xxhash", blind)
 
 
+def trust_what_the_store_sends(patch: pytest.MonkeyPatch) -> None:
+    """Read heads alone of what is fetched: a wrong byte is found at the load, in a block that was sound."""
+
+    def sound(self, path, name):
+        with opened(Files(), path) as descriptor:
+            return block_file.read_head(Files(), descriptor)
+
+    patch.setattr(block_folder.BlockFolder, "_sound", sound)
+
+
+def adopt_what_is_fetched_without_a_sync(patch: pytest.MonkeyPatch) -> None:
+    real = block_folder.BlockFolder.finish
+
+    def finish(self, descriptor, path, name):
+        with _without(self, "_files", "fsync"):
+            return real(self, descriptor, path, name)
+
+    patch.setattr(block_folder.BlockFolder, "finish", finish)
+
+
+def wait_for_a_store_that_does_not_answer(patch: pytest.MonkeyPatch) -> None:
+    async def wait_for(work, timeout):
+        return await work
+
+    async def wait(tasks, **how):
+        return await asyncio.wait(tasks)
+
+    blind = {name: getattr(asyncio, name) for name in ("create_task", "shield", "Semaphore", "Task")}
+    blind |= {"wait_for": wait_for, "wait": wait, "timeout": lambda s: contextlib.AsyncExitStack()}
+    patch.setattr(fetcher, "asyncio", types.SimpleNamespace(**blind))
+
+
+def leave_in_the_store_what_is_ordered_away(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(uploader.Uploader, "delete", lambda self, names: None)
+
+
+def keep_what_came_in_part(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(block_folder.BlockFolder, "remove", lambda self, path: None)
+
+
 BREAKS: list[Break] = [
     believe_every_token_equal,
     forget_windows,
@@ -517,6 +561,11 @@ BREAKS: list[Break] = [
     adopt_the_archive_of_another_model,
     adopt_for_another_tenant,
     adopt_what_was_altered,
+    trust_what_the_store_sends,
+    adopt_what_is_fetched_without_a_sync,
+    wait_for_a_store_that_does_not_answer,
+    leave_in_the_store_what_is_ordered_away,
+    keep_what_came_in_part,
 ]
 
 
@@ -540,6 +589,11 @@ FIRST_SEEDS: dict[Break, int] = {
     adopt_the_archive_of_another_model: ARCHIVES_SEED,
     adopt_for_another_tenant: ARCHIVES_SEED + 10,
     adopt_what_was_altered: ARCHIVES_SEED + 15,
+    trust_what_the_store_sends: SHARED_SEED + 5,
+    adopt_what_is_fetched_without_a_sync: SHARED_SEED + 10,
+    wait_for_a_store_that_does_not_answer: SHARED_SEED,
+    leave_in_the_store_what_is_ordered_away: SHARED_SEED + 13,
+    keep_what_came_in_part: SHARED_SEED + 23,
 }
 """Where the search begins for what is noticed late, or in some stories alone: each takes 0.1 s."""
 

@@ -1,4 +1,4 @@
-"""Prefetcher: computes how sessions' next prompts begin, while the engine has nothing else to do. Event loop.
+"""Prefetcher: computes how next prompts begin, while the engine has nothing else to do. Event loop.
 
 One prompt at a time, the latest reply's first. A call that makes the engine run has what is computed given up
 before it is submitted, so that it waits for one pass at most; what was computed by then stays in the cache.
@@ -13,6 +13,7 @@ import contextvars
 import dataclasses
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import NamedTuple
 
 from icehouse_server.domain.events import Failed
 from icehouse_server.domain.ids import RequestId, Tenant
@@ -24,7 +25,7 @@ from icehouse_server.rpc.engine_client.outbox import Outbox
 from icehouse_server.rpc.engine_client.router import Router
 
 WAITING_LIMIT = 64
-"""Sessions whose next turn waits to be computed."""
+"""Conversations whose next turn waits to be computed."""
 WAITING_TOKEN_LIMIT = 1 << 20
 """Tokens of their histories together, which are held meanwhile."""
 _IDLE_S = 0.1
@@ -34,15 +35,25 @@ _ATTEMPT_LIMIT = 3
 _EVENT_LIMIT, _BYTE_LIMIT = 8, 1 << 16
 """Of what the engine reports of a prompt, whose progress is merged into one event."""
 
-Key = tuple[Tenant, str]
+
+class TurnKey(NamedTuple):
+    """Whose next turn it is. Subagents work in their agent's session and begin otherwise."""
+
+    tenant: Tenant
+    session_id: str
+    opening: int
+
+
+def conversation_of(request: GenerationRequest) -> TurnKey:
+    """Return the conversation that a request is a turn of."""
+    return TurnKey(request.tenant, request.session_id, request.opening)
 
 
 @dataclasses.dataclass(slots=True)
 class NextTurn:
-    """A session's next prompt, as far as it is known."""
+    """A conversation's next prompt, as far as it is known."""
 
-    tenant: Tenant
-    session_id: str
+    key: TurnKey
     token_count: int
     """Of the prompt and the reply that it follows."""
     make: Callable[[RequestId], Awaitable[GenerationRequest | None]]
@@ -51,19 +62,15 @@ class NextTurn:
     """The call's, whose caller the tokenizer's work counts against."""
     attempt_count: int = 0
 
-    @property
-    def key(self) -> Key:
-        return self.tenant, self.session_id
-
 
 class Prefetcher:
-    """Bounded by WAITING_LIMIT sessions. Beyond it the tenant with the most loses its oldest."""
+    """Bounded by WAITING_LIMIT conversations. Beyond it the tenant with the most loses its oldest."""
 
     def __init__(self, *, engine: EnginePort, router: Router) -> None:
         self._engine = engine
         self._router = router
-        self._waiting: dict[Key, NextTurn] = {}
-        """By session, the oldest first."""
+        self._waiting: dict[TurnKey, NextTurn] = {}
+        """The oldest first."""
         self._busy_count = 0
         self._timer: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[None] | None = None
@@ -75,15 +82,15 @@ class Prefetcher:
         self._is_closed = False
 
     def note(self, turn: NextTurn) -> None:
-        """Have a next turn computed when nothing else runs, in place of its session's last one."""
+        """Have a next turn computed when nothing else runs, in place of its conversation's last one."""
         if self._is_closed or turn.token_count > WAITING_TOKEN_LIMIT:
             return
         self._waiting.pop(turn.key, None)
         self._waiting[turn.key] = turn
         while len(self._waiting) > WAITING_LIMIT or self._waiting_token_count > WAITING_TOKEN_LIMIT:
-            counts = Counter(tenant for tenant, _ in self._waiting)
+            counts = Counter(key.tenant for key in self._waiting)
             [(greediest, _)] = counts.most_common(1)
-            del self._waiting[next(key for key in self._waiting if key[0] == greediest)]
+            del self._waiting[next(key for key in self._waiting if key.tenant == greediest)]
         self._resume()
 
     @property
@@ -92,10 +99,12 @@ class Prefetcher:
 
     @contextlib.contextmanager
     def paused(self, requests: Sequence[GenerationRequest]) -> Iterator[None]:
-        """Compute nothing until the block ends. What is being computed is given up, and for the sessions of
-        these requests nothing is computed any more: their next turn is here."""
+        """Compute nothing until the block ends. What is being computed is given up, and for the
+        conversations of these requests nothing is computed any more: their next turn is here."""
         for request in requests:
-            self.forget(request.tenant, request.session_id)
+            if request.ends_session:
+                self.forget(request.tenant, request.session_id)
+            self._forget(conversation_of(request))
         self._busy_count += 1
         self._give_up()
         try:
@@ -104,24 +113,23 @@ class Prefetcher:
             self._busy_count -= 1
             self._resume()
 
-    def forget(self, tenant: Tenant, session_id: str) -> None:
-        """Compute nothing for a session: it has ended, or goes on."""
-        self._waiting.pop((tenant, session_id), None)
-        if self._current is not None and self._current.key == (tenant, session_id):
-            self._current = None
-            self._give_up()
-
-    def forget_all(self, tenant: Tenant | None = None) -> None:
-        """Compute nothing of what waits: of a tenant, None: of all."""
+    def forget(self, tenant: Tenant | None = None, session_id: str | None = None) -> None:
+        """Compute nothing of what waits: of a tenant's session, of all of a tenant's, or of all."""
         current = () if self._current is None else (self._current.key,)
         for key in (*self._waiting, *current):
-            if tenant is None or key[0] == tenant:
-                self.forget(*key)
+            if tenant in (None, key.tenant) and session_id in (None, key.session_id):
+                self._forget(key)
+
+    def _forget(self, key: TurnKey) -> None:
+        self._waiting.pop(key, None)
+        if self._current is not None and self._current.key == key:
+            self._current = None
+            self._give_up()
 
     def close(self) -> None:
         """Give everything up, for good."""
         self._is_closed = True
-        self.forget_all()
+        self.forget()
         if self._timer is not None:
             self._timer.cancel()
         if self._task is not None:
@@ -162,7 +170,9 @@ class Prefetcher:
         if self._busy_count:
             return
         self._number += 1
-        request_id = request_id_of(f"~prefetch-{self._number}", turn.tenant)  # no caller's name has the sign
+        request_id = request_id_of(
+            f"~prefetch-{self._number}", turn.key.tenant
+        )  # no caller's name has the sign
         request = None
         with contextlib.suppress(IcehouseError):  # the next turn's own call will be told why
             request = await turn.make(request_id)

@@ -120,7 +120,7 @@ class CacheService(Service, cache_service_pb2_grpc.CacheServiceServicer):
     ) -> None:
         async with self._calls.call(context) as call:
             scope, token_ids = await self._read_prompt(request, call)
-            call.seat.prefetcher.forget_all(scope.tenant)
+            call.seat.prefetcher.forget(scope.tenant)
             await self._evict(call.seat, ListKnown(token_ids, scope), messages.EvictResponse, context)
 
     async def _read_prompt(
@@ -137,7 +137,7 @@ class CacheService(Service, cache_service_pb2_grpc.CacheServiceServicer):
         async with self._calls.call(context) as call:
             seat, _ = await self._generation.use(request.model, call)
             await self._prompts.run(self._prompts.replies.forget_all)
-            seat.prefetcher.forget_all()
+            seat.prefetcher.forget()
             await self._evict(seat, ListKnown(None), messages.EvictAllResponse, context)
 
     async def _evict(

@@ -36,7 +36,7 @@ from icehouse_server.rpc.engine_client.engine_ports import ServedModel
 from icehouse_server.rpc.engine_client.grammars import GrammarCompilers
 from icehouse_server.rpc.engine_client.open_requests import OpenRequest, OpenRequests
 from icehouse_server.rpc.engine_client.outbox import Outboxes
-from icehouse_server.rpc.engine_client.prefetcher import NextTurn
+from icehouse_server.rpc.engine_client.prefetcher import NextTurn, conversation_of
 from icehouse_server.rpc.engine_client.seat import Seat, Seats
 from icehouse_server.rpc.messages.field_checks import (
     cache_use_of,
@@ -61,6 +61,7 @@ from icehouse_server.rpc.services.prompts import (
     prompt_of,
 )
 from icehouse_server.structured_output.reasoning_budget import FormScope, ReasoningBudget
+from icehouse_server.text.chat.next_turn import opening_of
 from icehouse_server.text.reasoning import ReplyReasoning
 
 RunMessage = (
@@ -218,6 +219,7 @@ class Generation:
             prompt_token_ids=prompt.token_ids,
             images=prompt.images,
             border_token_indices=() if prompt.chat is None else prompt.chat.rendered.border_token_indices,
+            opening=0 if prompt.chat is None else opening_of(prompt.chat.conversation),
             sampling=sampling,
             grammar=grammar,
             reasoning=reasoning,
@@ -253,7 +255,7 @@ class Generation:
     ) -> None:
         known = array.array("i", (*request.prompt_token_ids, *turn.message.token_ids))
         make = functools.partial(self._next_turn, request, chat, model, turn.message, known)
-        seat.prefetcher.note(NextTurn(request.tenant, request.session_id, len(known), make))
+        seat.prefetcher.note(NextTurn(conversation_of(request), len(known), make))
 
     async def _next_turn(
         self,

@@ -33,24 +33,6 @@ from icehouse_server.rpc.messages.field_checks import (
 from icehouse_server.rpc.messages.options import CHOICE_TEXT_LIMIT, LOGIT_BIAS_COUNT_LIMIT
 from icehouse_server.rpc.services.prompts import check_length
 
-NO_EFFECT = frozenset(
-    {
-        "stream",
-        "tokenized.original_text",
-        # The gateway makes the text.
-        "sampling_params.spaces_between_special_tokens",
-        "sampling_params.include_stop_str_in_output",
-        # A constraint always begins with the first token.
-        "sampling_params.grammar_from_first_token",
-        # An image is identified by its tensors, and the model knows their layout.
-        "mm_inputs.mm_hashes",
-        "mm_inputs.batched_keys",
-        "mm_inputs.flat_keys",
-        "mm_inputs.keep_on_cpu_keys",
-    }
-)
-"""Fields that have no effect here."""
-
 REFUSED = {
     "kv_transfer_params": "KV comes from no other worker",
     "kv_transfer_params_json": "KV comes from no other worker",

@@ -34,6 +34,8 @@ from icehouse_server.storage.shared.shared_settings import SharedSettings
 _log = logging.getLogger(__name__)
 
 _QUEUE_LIMIT_COUNT = 8192
+_DELETE_LIMIT_COUNT = 1 << 16
+"""As many as are remembered not to be fetched: an order to evict is not forgotten for want of room."""
 _TRY_LIMIT = 4
 """A block that the store refused so often is dropped."""
 _PAUSE_STEP_S = 0.5
@@ -96,7 +98,7 @@ class Uploader:
             self._fetcher.stored.discard(name)
             self._fetcher.refused.add(name)
             self._to_delete.setdefault(name, 0)
-        while len(self._to_delete) > _QUEUE_LIMIT_COUNT:
+        while len(self._to_delete) > _DELETE_LIMIT_COUNT:
             self._to_delete.popitem(last=False)
         self._note_work()
 

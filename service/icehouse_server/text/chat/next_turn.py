@@ -22,6 +22,22 @@ _LEAST_COUNT = 64
 _FIRST_WINDOW = 32
 """Tokens at a prompt's end in which the mark is looked for first."""
 
+_OPENING_COUNT, _END_LENGTH = 16, 2048
+"""Messages, and characters at both ends of each: enough to tell conversations apart, and no work for the
+event loop."""
+
+
+def opening_of(conversation: Conversation) -> int:
+    """Return what stands for how a conversation begins, up to the user's first message: the same for each of
+    its turns in this process."""
+    opening = []
+    for message in conversation.messages[:_OPENING_COUNT]:
+        text = message.content
+        opening.append((message.role, len(text), text[:_END_LENGTH], text[-_END_LENGTH:]))
+        if message.role == "user":
+            break
+    return hash(tuple(opening))
+
 
 def with_next_turn(conversation: Conversation, reply: ChatMessage) -> Conversation:
     """Return the conversation with the reply and the mark behind it: as the user's next message, or as the

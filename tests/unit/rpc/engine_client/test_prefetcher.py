@@ -15,7 +15,7 @@ from icehouse_server.domain.request import GenerationRequest
 from icehouse_server.domain.sampling import SamplingParams
 from icehouse_server.errors import InvalidRequest, Reason
 from icehouse_server.rpc.engine_client import prefetcher
-from icehouse_server.rpc.engine_client.prefetcher import NextTurn, Prefetcher
+from icehouse_server.rpc.engine_client.prefetcher import NextTurn, Prefetcher, TurnKey
 from icehouse_server.rpc.engine_client.router import Router
 
 from tests.fixtures.patience import BOUND_S
@@ -33,14 +33,14 @@ class House:
         self.made: list[str] = []
         self.refuses = False
 
-    def turn(self, session_id: str, *, tenant: str = "", token_count: int = 10) -> NextTurn:
+    def turn(self, session_id: str, *, tenant: str = "", token_count: int = 10, opening: int = 0) -> NextTurn:
         async def make(request_id: RequestId) -> GenerationRequest | None:
             self.made.append(session_id)
             if self.refuses:
                 raise InvalidRequest(Reason.PROMPT_TOO_LONG, "it is too long", field="prompt")
             return None if session_id == "nothing new" else request(request_id, session_id, tenant)
 
-        return NextTurn(Tenant(tenant), session_id, token_count, make)
+        return NextTurn(TurnKey(Tenant(tenant), session_id, opening), token_count, make)
 
     @property
     def ran(self) -> list[str]:
@@ -135,17 +135,27 @@ async def test_a_session_that_goes_on_or_ends_is_computed_no_more(house: House, 
         if how == "its end":
             house.prefetcher.forget(Tenant("t"), "a")
         elif how != "its next turn":
-            house.prefetcher.forget_all(Tenant("t") if how == "all of its tenant" else None)
+            house.prefetcher.forget(Tenant("t") if how == "all of its tenant" else None)
         house.engine.cancelled.get(timeout=BOUND_S)
     await house.until_made("a")
     assert house.prefetcher._waiting == {}
+
+
+async def test_the_conversations_of_a_session_do_not_replace_each_other(house: House) -> None:
+    with house.prefetcher.paused([]):
+        for opening in (1, 2, 3, 2):
+            house.prefetcher.note(house.turn("a", opening=opening))
+        with house.prefetcher.paused([dataclasses.replace(call("a"), opening=3)]):
+            assert [key.opening for key in house.prefetcher._waiting] == [1, 2]
+        with house.prefetcher.paused([dataclasses.replace(call("a"), opening=4, ends_session=True)]):
+            assert not house.prefetcher._waiting
 
 
 async def test_another_tenants_session_of_the_same_name_is_another_one(house: House) -> None:
     with house.prefetcher.paused([]):
         house.prefetcher.note(house.turn("a", tenant="t"))
         house.prefetcher.forget(Tenant("u"), "a")
-        house.prefetcher.forget_all(Tenant("u"))
+        house.prefetcher.forget(Tenant("u"))
     await house.until_ran("a")
 
 
@@ -155,14 +165,14 @@ async def test_millions_of_sessions_are_bounded_and_a_tenant_floods_only_itself(
         for number in range(10_000):
             house.prefetcher.note(house.turn(f"s{number}", tenant="large"))
         waiting = list(house.prefetcher._waiting)
-        assert len(waiting) == prefetcher.WAITING_LIMIT and (Tenant("small"), "small") in waiting
-        assert waiting[-1] == ("large", "s9999")
+        assert len(waiting) == prefetcher.WAITING_LIMIT and TurnKey(Tenant("small"), "small", 0) in waiting
+        assert waiting[-1] == ("large", "s9999", 0)
         for number in range(10):
             house.prefetcher.note(house.turn(f"long{number}", tenant="large", token_count=500_000))
         house.prefetcher.note(house.turn("too long", token_count=prefetcher.WAITING_TOKEN_LIMIT + 1))
         assert house.prefetcher._waiting_token_count <= prefetcher.WAITING_TOKEN_LIMIT
-        assert [name for _, name in house.prefetcher._waiting][-2:] == ["long8", "long9"]
-        house.prefetcher.forget_all()
+        assert [key.session_id for key in house.prefetcher._waiting][-2:] == ["long8", "long9"]
+        house.prefetcher.forget()
 
 
 async def test_what_is_refused_is_not_tried_again(house: House) -> None:

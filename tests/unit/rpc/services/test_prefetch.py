@@ -40,7 +40,7 @@ def question(**fields: Any) -> messages.GenerateRequest:
 def waiting(served: RunningServer) -> list[tuple[str, str]]:
     """Return whose next turns wait to be computed."""
     [seat] = served.server._seats.loaded().values()
-    return list(seat.prefetcher._waiting)
+    return [(key.tenant, key.session_id) for key in seat.prefetcher._waiting]
 
 
 @pytest.fixture
@@ -149,6 +149,15 @@ async def test_a_stable_prompt_that_could_not_begin_with_the_reply_is_computed_a
     assert waiting(resting) == []
     await resting.inference.Generate(asked("Rain?", LONG, "Sure?", form=STABLE, session_id="s"))
     assert waiting(resting) == [("", "s")]
+
+
+async def test_a_subagent_does_not_replace_its_agents_next_turn(resting: RunningServer) -> None:
+    await resting.inference.Generate(question())
+    task: messages.GenerateRequest = asked("Look it up.", form=EXACT, session_id="s")
+    await resting.inference.Generate(task)
+    assert waiting(resting) == [("", "s"), ("", "s")]
+    await resting.inference.Generate(asked("Look it up.", LONG, "And?", form=EXACT, session_id="s"))
+    assert waiting(resting) == [("", "s"), ("", "s")], "its own was replaced"
 
 
 async def test_who_ends_a_session_or_evicts_has_nothing_computed_any_more(resting: RunningServer) -> None:

@@ -312,6 +312,15 @@ def test_blocks_that_nobody_is_to_use_again_go_from_the_store_too(tmp_path, stor
         assert key_of(chain[0]) in store.objects, "computed again, it is another matter"
 
 
+def test_all_of_a_large_cache_is_deleted_by_order(tmp_path, store) -> None:
+    names = [BlockHash(number.to_bytes(32)) for number in range(9000)]
+    with SharingThread(tmp_path / "a", store=store) as server:
+        for first in range(0, len(names), 1000):
+            server.storage.delete(tuple(names[first : first + 1000]), is_final=True)
+        server.settle()
+        assert shared_stats(server).deleted_block_total == len(names)
+
+
 def test_what_was_to_be_deleted_is_not_fetched_while_the_store_is_down(tmp_path, store) -> None:
     block = make_block()
     fill(store, tmp_path / "a", [block])

@@ -9,7 +9,7 @@ import dataclasses
 
 import pytest
 from icehouse_server.domain.chat import ChatMessage, Conversation, ToolChoice, ToolMode
-from icehouse_server.text.chat.next_turn import before_mark, new_beginning, with_next_turn
+from icehouse_server.text.chat.next_turn import before_mark, new_beginning, opening_of, with_next_turn
 
 from tests.fixtures.chat.families import CALL, CLOCK, WEATHER
 from tests.fixtures.chat.histories import REAL_TEMPLATES_FILE, result, system, user
@@ -29,6 +29,15 @@ def begun(kind: Kind, conversation: Conversation, reply: ChatMessage) -> tuple[i
     """Return how the next prompt begins."""
     token_ids = kind.tokenizer.render_chat(with_next_turn(conversation, reply)).token_ids
     return token_ids[: before_mark(token_ids, kind.tokenizer.decode_with_markers)]
+
+
+def test_a_conversation_begins_the_same_in_each_turn_and_otherwise_than_a_subagents() -> None:
+    rules, long = system("Be kind. " * 10_000), "Look around. " * 10_000
+    turns = (rules, user(long), REASONED, user("Two?"))
+    openings = {opening_of(Conversation(turns[:count])) for count in (2, 3, 4)}
+    others = ((rules, user("One?")), (rules, user(long + "!")), (rules, user("!" + long[1:])), (user(long),))
+    assert len(openings) == 1
+    assert len(openings | {opening_of(Conversation(each)) for each in others}) == 5
 
 
 @pytest.mark.parametrize("kind", ALL.values(), ids=ALL.keys())
