@@ -20,7 +20,6 @@ from tests.system.sim.scenario import ARCHIVES_SEED, IMAGES_SEED, NAMES_SEED, PI
 from tests.system.sim.stories import play
 
 _CHUNK_COUNT = 7
-_FAST_CHUNK_COUNT = 4
 _CHUNK_SEED_COUNT = 30
 _SLOW_CHUNK_COUNT = int(os.environ.get("SIM_CHUNKS", "50"))
 _SLOW_CHUNK_SEED_COUNT = 100
@@ -46,13 +45,7 @@ def test_one_story() -> None:
 
 
 @pytest.mark.skipif(_ONE is not None, reason="one story was asked for")
-@pytest.mark.parametrize(
-    "chunk",
-    [
-        *range(_FAST_CHUNK_COUNT),
-        *(pytest.param(n, marks=pytest.mark.slow) for n in range(_FAST_CHUNK_COUNT, _CHUNK_COUNT)),
-    ],
-)
+@pytest.mark.parametrize("chunk", range(_CHUNK_COUNT))
 def test_stories(chunk: int, coverage: Coverage) -> None:
     seen = coverage.play(chunk * _CHUNK_SEED_COUNT, _CHUNK_SEED_COUNT)
     assert seen["restart"] > 0
