@@ -82,6 +82,7 @@ async def test_a_request_id_is_one_of_the_whole_server_and_requests_of_all_model
         while (await call.read()).WhichOneof("event") != "delta":
             pass
     listed = await served.serving.ListRequests(server_service_pb2.ListRequestsRequest())
-    assert [request.request_id for request in listed.requests] == ["of-llama", "of-qwen3"]
+    told = [(request.request_id, request.model) for request in listed.requests]
+    assert told == [("of-llama", "llama"), ("of-qwen3", "qwen3")]
     for call in calls:
         call.cancel()
