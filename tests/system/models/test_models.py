@@ -139,10 +139,8 @@ async def test_a_model_that_is_damaged_refuses_with_its_reason_and_harms_nobody(
 async def test_a_model_that_can_never_fit_is_refused_with_the_numbers(
     folders: dict[str, Path], tmp_path: Path
 ) -> None:
-    entries = [
-        entry(folders["llama"]),
-        entry(tiny_model_dir(tmp_path, "llama", name="large", hidden_size=256)),
-    ]
+    large = tiny_model_dir(tmp_path, "llama", name="large", hidden_size=256)
+    entries = [entry(folders["llama"]), entry(large)]
     limit_bytes = (size_of(folders["llama"]) + size_of(large)) // 2
     async with pool_server(tmp_path / "blocks", entries, engine__memory_limit_bytes=limit_bytes) as served:
         refusal = await refused(served.inference.Generate(question("large", PROMPTS[0])))
