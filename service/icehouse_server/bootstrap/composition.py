@@ -294,12 +294,7 @@ def open_engine(
         thread=parts.inference,
         budget=parts.budget,
     )
-    grammars = GrammarCompilers(
-        grammar_compiler(config, source, tokenizer),
-        byte_limit=config.server.max_grammar_bytes,
-        timeout_s=config.server.grammar_timeout_s,
-    )
-    seat = Seat(engine=engine, router=router, grammars=grammars)
+    seat = Seat(engine=engine, router=router, grammars=grammar_compilers(config, source, tokenizer))
     return OpenedEngine(engine, seat, cache.storage, cache.log, source, limits.running_limit, clock)
 
 
@@ -319,18 +314,21 @@ def runner_settings(config: Config, device: Device) -> RunnerSettings:
     )
 
 
-def grammar_compiler(config: Config, source: ModelSource, tokenizer: Tokenizer) -> GrammarCompiler:
-    """Return the compiler of response formats for the model's vocabulary."""
+def grammar_compilers(config: Config, source: ModelSource, tokenizer: Tokenizer) -> GrammarCompilers:
+    """Return what compiles response formats for the model's vocabulary."""
     # A form is compiled twice, and may wait for another one.
     limits = ProbeLimits(
         cpu_s=max(1, round(config.server.grammar_timeout_s / 4)),
         stack_bytes=GrammarCompiler.stack_bytes(config.server.max_grammar_bytes),
     )
-    return GrammarCompiler(
+    compiler = GrammarCompiler(
         tokenizer,
         vocabulary_size=vocabulary_size(read_config(source.path), tokenizer),
         cache_limit=config.server.grammar_cache_count,
         make_probe=lambda setup: ProbeProcess(setup, limits),
+    )
+    return GrammarCompilers(
+        compiler, byte_limit=config.server.max_grammar_bytes, timeout_s=config.server.grammar_timeout_s
     )
 
 

@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from icehouse_server.bootstrap.composition import EngineParts, OpenedEngine, Server, open_engine
 from icehouse_server.bootstrap.kept_models import held
 from icehouse_server.bootstrap.model_source import ServedModels, locate_models, served_name
-from icehouse_server.bootstrap.room import Room
+from icehouse_server.bootstrap.room import ModelSize, Room
 from icehouse_server.clock import Clock
 from icehouse_server.config import Config
 from icehouse_server.device import Device
 from icehouse_server.domain.ids import Tenant
-from icehouse_server.errors import ConfigError, Reason
+from icehouse_server.errors import CannotFit, ConfigError, Reason, StartError
 from icehouse_server.pool.model_pool import ModelPool, ModelTerms
 from icehouse_server.rpc.engine_client.router import Router
 from icehouse_server.rpc.rpc_server import RpcServer
@@ -83,8 +83,15 @@ class PooledModels:
 
     def locate(self, name: str) -> int:
         room = Room(memory_limit_bytes=self._parts.budget.limit_bytes)
+
+        def check(_: str, size: ModelSize) -> None:
+            try:
+                room.check(name, size)
+            except StartError as error:
+                raise CannotFit(error.reason, error.message, metadata=error.metadata) from error
+
         began = self._parts.clock.monotonic()
-        found = locate_models(self._configs[name].model, on_progress=lambda *_: None, on_size=room.check)
+        found = locate_models(self._configs[name].model, on_progress=lambda *_: None, on_size=check)
         self._located[name] = found, room.weight_bytes
         duration_s = round(self._parts.clock.monotonic() - began, 3)
         facts = {"model": name, "path": found.model.path, "size_bytes": room.weight_bytes}

@@ -70,7 +70,9 @@ _PACKAGES = ("mlx", "mlx-lm", "grpcio", "safetensors", "sqlite-utils")
 
 def doctor(config: Config, *, as_json: bool = False) -> bool:
     """Print every check; return whether `icehouse serve` could start with this configuration."""
-    answers = {name: check(config) for name, check in CHECKS.items()}
+    first, *others = [config.of_model(model) for model in config.models] or [config]
+    answers = {name: check(first) for name, check in CHECKS.items()}
+    answers |= {f"model {number}": check_model(each) for number, each in enumerate(others, 2)}
     is_ready = all(answer.verdict is not CheckVerdict.FAIL for answer in answers.values())
     if as_json:
         print_json([{"name": name, **dataclasses.asdict(answer)} for name, answer in answers.items()])

@@ -36,6 +36,8 @@ _log = logging.getLogger("icehouse.pool")
 
 RETRY_S = 5.0
 """A model that could not be loaded is not tried again sooner."""
+LOADING_PATIENCE_S = 60.0
+"""How long a step of the inference thread may take while a model is loaded there, before it looks stuck."""
 GIVE_WAY_S = 60.0
 """How long calls of other models may go on before who waits for their memory is refused."""
 
@@ -228,6 +230,8 @@ class ModelPool(Generic[_Opened]):
 
     def turns(self, *, patience_s: float) -> bool:
         ready = [m.place for m in self._models.values() if m.state is ModelState.READY and m.place]
+        if any(m.state is ModelState.LOADING for m in self._models.values()):
+            patience_s = max(patience_s, LOADING_PATIENCE_S)
         return self.state is EngineState.READY and all(
             place.opened.seat.turns(self._clock, patience_s=patience_s) for place in ready
         )

@@ -136,6 +136,22 @@ async def test_a_model_that_is_damaged_refuses_with_its_reason_and_harms_nobody(
         assert list(answer.token_ids) == alone["llama"][1]
 
 
+async def test_a_model_that_can_never_fit_is_refused_with_the_numbers(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    large = tiny_model_dir(tmp_path, "llama", name="large", hidden_size=256)
+    entries = [entry(folders["llama"]), entry(large)]
+    limit_bytes = (size_of(folders["llama"]) + size_of(large)) // 2
+    async with pool_server(tmp_path / "blocks", entries, engine__memory_limit_bytes=limit_bytes) as served:
+        refusal = await refused(served.inference.Generate(question("large", PROMPTS[0])))
+        assert (refusal.code, refusal.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "MEMORY_NEVER_FITS")
+        assert refusal.info.metadata == {
+            "weight_bytes": str(size_of(large)),
+            "limit_bytes": str(limit_bytes),
+        }
+        assert str(tmp_path) not in refusal.message
+
+
 async def test_a_model_is_loaded_and_unloaded_on_order_and_is_warm_when_it_comes_back(
     folders: dict[str, Path], alone: Said, tmp_path: Path
 ) -> None:

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 from icehouse.v1 import inference_service_pb2 as messages
-from icehouse.v1 import server_service_pb2
+from icehouse.v1 import model_service_pb2, server_service_pb2
 from icehouse_client import AsyncClient
+from icehouse_server.rpc.services import generation
 
 from tests.fixtures.models import tiny_model_dir
 from tests.fixtures.terminal import invoke
@@ -82,6 +83,34 @@ async def test_a_request_id_is_one_of_the_whole_server_and_requests_of_all_model
         while (await call.read()).WhichOneof("event") != "delta":
             pass
     listed = await served.serving.ListRequests(server_service_pb2.ListRequestsRequest())
-    assert [request.request_id for request in listed.requests] == ["of-llama", "of-qwen3"]
+    told = [(request.request_id, request.model) for request in listed.requests]
+    assert told == [("of-llama", "llama"), ("of-qwen3", "qwen3")]
     for call in calls:
         call.cancel()
+
+
+async def test_who_streams_is_told_that_the_model_is_loaded_and_how_long_that_took(
+    served: PoolServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generation, "_TELL_S", 0.001)
+    events = [event async for event in served.inference.Stream(question("second", TOKENS))]
+    kinds = [event.WhichOneof("event") for event in events]
+    loading = [event.loading_model for event in events if event.HasField("loading_model")]
+    assert kinds[: len(loading) + 1] == ["loading_model"] * len(loading) + ["started"] and loading
+    assert {told.model for told in loading} == {"qwen3"}
+    assert {told.state for told in loading} <= {
+        model_service_pb2.MODEL_STATE_ABSENT,
+        model_service_pb2.MODEL_STATE_FETCHING,
+        model_service_pb2.MODEL_STATE_LOADING,
+    }
+    elapsed = [told.elapsed.ToNanoseconds() for told in loading]
+    assert elapsed == sorted(elapsed)
+    assert events[len(loading)].started.load_duration.ToNanoseconds() > 0
+    await served.models.UnloadModel(model_service_pb2.UnloadModelRequest(model="second"))
+    async with AsyncClient(served.address) as client:
+        assert (await client.generate(TOKENS, model="second", max_output_tokens=3)).token_ids
+        await client.unload_model("second")
+        stream = client.stream(TOKENS, model="second", max_output_tokens=3)
+        assert "".join([piece async for piece in stream]) == stream.reply.text
+    progress = [event async for event in served.models.LoadModel(model_service_pb2.LoadModelRequest())]
+    assert [event.WhichOneof("event") for event in progress] == ["done"]

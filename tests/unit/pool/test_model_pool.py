@@ -169,6 +169,22 @@ async def test_those_who_wait_for_a_model_get_it_together_and_it_is_loaded_once(
         assert (await house.use("b")).load_s == 0.0
 
 
+async def test_a_long_step_of_loading_is_not_taken_for_stuck() -> None:
+    async with house_of(A, B) as house:
+        house.pool._limit_bytes = 1000
+        await house.pool.start()
+        house.models["a"].engine.heartbeat_time = house.clock.now
+        house.held.add("b")
+        waiting = asyncio.ensure_future(house.use("b"))
+        await house.until_started("a", "b")
+        house.clock.now += model_pool.LOADING_PATIENCE_S
+        assert house.pool.turns(patience_s=1.0)
+        house.clock.now += 1.0
+        assert not house.pool.turns(patience_s=1.0)
+        house.models["b"].succeed()
+        await waiting
+
+
 async def test_a_model_that_nobody_waits_for_any_more_becomes_ready_all_the_same() -> None:
     async with house_of(A, B) as house:
         house.held.add("b")
@@ -252,6 +268,8 @@ async def test_an_engine_that_fails_takes_its_model_out_and_no_other() -> None:
         assert [*house.pool.loaded()] == ["a"] and house.pool.state is EngineState.READY
         house.models["a"].engine.heartbeat_time = house.clock.now
         assert house.pool.turns(patience_s=1.0)
+        house.clock.now += 2.0
+        assert not house.pool.turns(patience_s=1.0), "its loop is stuck"
         house.clock.now += model_pool.RETRY_S
         await house.use("b")
 

@@ -983,8 +983,10 @@ type RequestInfo struct {
 	OutputTokens int32 `protobuf:"varint,11,opt,name=output_tokens,json=outputTokens,proto3" json:"output_tokens,omitempty"`
 	// Maximum tokens of one output. 0 where none is generated.
 	MaxOutputTokens int32 `protobuf:"varint,12,opt,name=max_output_tokens,json=maxOutputTokens,proto3" json:"max_output_tokens,omitempty"`
-	unknownFields   protoimpl.UnknownFields
-	sizeCache       protoimpl.SizeCache
+	// The model that it runs on.
+	Model         string `protobuf:"bytes,13,opt,name=model,proto3" json:"model,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *RequestInfo) Reset() {
@@ -1099,6 +1101,13 @@ func (x *RequestInfo) GetMaxOutputTokens() int32 {
 		return x.MaxOutputTokens
 	}
 	return 0
+}
+
+func (x *RequestInfo) GetModel() string {
+	if x != nil {
+		return x.Model
+	}
+	return ""
 }
 
 // A request to cancel.
@@ -1256,7 +1265,7 @@ const file_icehouse_v1_server_service_proto_rawDesc = "" +
 	"page_token\x18\x02 \x01(\tR\tpageToken\"t\n" +
 	"\x14ListRequestsResponse\x124\n" +
 	"\brequests\x18\x01 \x03(\v2\x18.icehouse.v1.RequestInfoR\brequests\x12&\n" +
-	"\x0fnext_page_token\x18\x02 \x01(\tR\rnextPageToken\"\xad\x03\n" +
+	"\x0fnext_page_token\x18\x02 \x01(\tR\rnextPageToken\"\xc3\x03\n" +
 	"\vRequestInfo\x12\x1d\n" +
 	"\n" +
 	"request_id\x18\x01 \x01(\tR\trequestId\x12\x16\n" +
@@ -1273,7 +1282,8 @@ const file_icehouse_v1_server_service_proto_rawDesc = "" +
 	"\rcached_tokens\x18\n" +
 	" \x01(\x05R\fcachedTokens\x12#\n" +
 	"\routput_tokens\x18\v \x01(\x05R\foutputTokens\x12*\n" +
-	"\x11max_output_tokens\x18\f \x01(\x05R\x0fmaxOutputTokens\"]\n" +
+	"\x11max_output_tokens\x18\f \x01(\x05R\x0fmaxOutputTokens\x12\x14\n" +
+	"\x05model\x18\r \x01(\tR\x05model\"]\n" +
 	"\x14CancelRequestRequest\x12\x1d\n" +
 	"\n" +
 	"request_id\x18\x01 \x01(\tR\trequestId\x12\x1b\n" +

@@ -527,6 +527,7 @@ class RequestInfo(_message.Message):
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     MAX_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The caller's request id, or the generated one."""
     method: _builtins.str
@@ -549,6 +550,8 @@ class RequestInfo(_message.Message):
     """Tokens generated so far, of all outputs."""
     max_output_tokens: _builtins.int
     """Maximum tokens of one output. 0 where none is generated."""
+    model: _builtins.str
+    """The model that it runs on."""
     @_builtins.property
     def age(self) -> _duration_pb2.Duration:
         """Time since it was received."""
@@ -568,10 +571,11 @@ class RequestInfo(_message.Message):
         cached_tokens: _builtins.int = ...,
         output_tokens: _builtins.int = ...,
         max_output_tokens: _builtins.int = ...,
+        model: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["age", b"age"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "age", b"age", "cached_tokens", b"cached_tokens", "max_output_tokens", b"max_output_tokens", "method", b"method", "output_tokens", b"output_tokens", "part_count", b"part_count", "phase", b"phase", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "session_id", b"session_id", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "age", b"age", "cached_tokens", b"cached_tokens", "max_output_tokens", b"max_output_tokens", "method", b"method", "model", b"model", "output_tokens", b"output_tokens", "part_count", b"part_count", "phase", b"phase", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "session_id", b"session_id", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -40,6 +40,8 @@ class OpenRequest:
     ) -> None:
         self._engine = seat.engine
         self._router = seat.router
+        model = seat.router.model
+        self.model_id = "" if model is None else model.info.model_id
         self._outboxes = outboxes
         self.number = number
         """Higher for one that came later."""

@@ -113,6 +113,7 @@ class ServerService(Service, server_service_pb2_grpc.ServerServiceServicer):
             cached_tokens=request.cached_token_count,
             output_tokens=request.output_token_count,
             max_output_tokens=first.max_output_tokens,
+            model=request.model_id,
         )
 
 

@@ -27,6 +27,7 @@ private static final long serialVersionUID = 0L;
     sessionId_ = "";
     adapter_ = "";
     phase_ = 0;
+    model_ = "";
   }
 
   @java.lang.Override
@@ -424,6 +425,53 @@ private static final long serialVersionUID = 0L;
     return maxOutputTokens_;
   }
 
+  public static final int MODEL_FIELD_NUMBER = 13;
+  @SuppressWarnings("serial")
+  private volatile java.lang.Object model_ = "";
+  /**
+   * <pre>
+   * The model that it runs on.
+   * </pre>
+   *
+   * <code>string model = 13;</code>
+   * @return The model.
+   */
+  @java.lang.Override
+  public java.lang.String getModel() {
+    java.lang.Object ref = model_;
+    if (ref instanceof java.lang.String) {
+      return (java.lang.String) ref;
+    } else {
+      com.google.protobuf.ByteString bs = 
+          (com.google.protobuf.ByteString) ref;
+      java.lang.String s = bs.toStringUtf8();
+      model_ = s;
+      return s;
+    }
+  }
+  /**
+   * <pre>
+   * The model that it runs on.
+   * </pre>
+   *
+   * <code>string model = 13;</code>
+   * @return The bytes for model.
+   */
+  @java.lang.Override
+  public com.google.protobuf.ByteString
+      getModelBytes() {
+    java.lang.Object ref = model_;
+    if (ref instanceof java.lang.String) {
+      com.google.protobuf.ByteString b = 
+          com.google.protobuf.ByteString.copyFromUtf8(
+              (java.lang.String) ref);
+      model_ = b;
+      return b;
+    } else {
+      return (com.google.protobuf.ByteString) ref;
+    }
+  }
+
   private byte memoizedIsInitialized = -1;
   @java.lang.Override
   public final boolean isInitialized() {
@@ -473,6 +521,9 @@ private static final long serialVersionUID = 0L;
     }
     if (maxOutputTokens_ != 0) {
       output.writeInt32(12, maxOutputTokens_);
+    }
+    if (!com.google.protobuf.GeneratedMessageV3.isStringEmpty(model_)) {
+      com.google.protobuf.GeneratedMessageV3.writeString(output, 13, model_);
     }
     getUnknownFields().writeTo(output);
   }
@@ -526,6 +577,9 @@ private static final long serialVersionUID = 0L;
       size += com.google.protobuf.CodedOutputStream
         .computeInt32Size(12, maxOutputTokens_);
     }
+    if (!com.google.protobuf.GeneratedMessageV3.isStringEmpty(model_)) {
+      size += com.google.protobuf.GeneratedMessageV3.computeStringSize(13, model_);
+    }
     size += getUnknownFields().getSerializedSize();
     memoizedSize = size;
     return size;
@@ -567,6 +621,8 @@ private static final long serialVersionUID = 0L;
         != other.getOutputTokens()) return false;
     if (getMaxOutputTokens()
         != other.getMaxOutputTokens()) return false;
+    if (!getModel()
+        .equals(other.getModel())) return false;
     if (!getUnknownFields().equals(other.getUnknownFields())) return false;
     return true;
   }
@@ -604,6 +660,8 @@ private static final long serialVersionUID = 0L;
     hash = (53 * hash) + getOutputTokens();
     hash = (37 * hash) + MAX_OUTPUT_TOKENS_FIELD_NUMBER;
     hash = (53 * hash) + getMaxOutputTokens();
+    hash = (37 * hash) + MODEL_FIELD_NUMBER;
+    hash = (53 * hash) + getModel().hashCode();
     hash = (29 * hash) + getUnknownFields().hashCode();
     memoizedHashCode = hash;
     return hash;
@@ -761,6 +819,7 @@ private static final long serialVersionUID = 0L;
       cachedTokens_ = 0;
       outputTokens_ = 0;
       maxOutputTokens_ = 0;
+      model_ = "";
       return this;
     }
 
@@ -833,6 +892,9 @@ private static final long serialVersionUID = 0L;
       }
       if (((from_bitField0_ & 0x00000800) != 0)) {
         result.maxOutputTokens_ = maxOutputTokens_;
+      }
+      if (((from_bitField0_ & 0x00001000) != 0)) {
+        result.model_ = model_;
       }
       result.bitField0_ |= to_bitField0_;
     }
@@ -927,6 +989,11 @@ private static final long serialVersionUID = 0L;
       if (other.getMaxOutputTokens() != 0) {
         setMaxOutputTokens(other.getMaxOutputTokens());
       }
+      if (!other.getModel().isEmpty()) {
+        model_ = other.model_;
+        bitField0_ |= 0x00001000;
+        onChanged();
+      }
       this.mergeUnknownFields(other.getUnknownFields());
       onChanged();
       return this;
@@ -1015,6 +1082,11 @@ private static final long serialVersionUID = 0L;
               bitField0_ |= 0x00000800;
               break;
             } // case 96
+            case 106: {
+              model_ = input.readStringRequireUtf8();
+              bitField0_ |= 0x00001000;
+              break;
+            } // case 106
             default: {
               if (!super.parseUnknownField(input, extensionRegistry, tag)) {
                 done = true; // was an endgroup tag
@@ -1938,6 +2010,98 @@ private static final long serialVersionUID = 0L;
     public Builder clearMaxOutputTokens() {
       bitField0_ = (bitField0_ & ~0x00000800);
       maxOutputTokens_ = 0;
+      onChanged();
+      return this;
+    }
+
+    private java.lang.Object model_ = "";
+    /**
+     * <pre>
+     * The model that it runs on.
+     * </pre>
+     *
+     * <code>string model = 13;</code>
+     * @return The model.
+     */
+    public java.lang.String getModel() {
+      java.lang.Object ref = model_;
+      if (!(ref instanceof java.lang.String)) {
+        com.google.protobuf.ByteString bs =
+            (com.google.protobuf.ByteString) ref;
+        java.lang.String s = bs.toStringUtf8();
+        model_ = s;
+        return s;
+      } else {
+        return (java.lang.String) ref;
+      }
+    }
+    /**
+     * <pre>
+     * The model that it runs on.
+     * </pre>
+     *
+     * <code>string model = 13;</code>
+     * @return The bytes for model.
+     */
+    public com.google.protobuf.ByteString
+        getModelBytes() {
+      java.lang.Object ref = model_;
+      if (ref instanceof String) {
+        com.google.protobuf.ByteString b = 
+            com.google.protobuf.ByteString.copyFromUtf8(
+                (java.lang.String) ref);
+        model_ = b;
+        return b;
+      } else {
+        return (com.google.protobuf.ByteString) ref;
+      }
+    }
+    /**
+     * <pre>
+     * The model that it runs on.
+     * </pre>
+     *
+     * <code>string model = 13;</code>
+     * @param value The model to set.
+     * @return This builder for chaining.
+     */
+    public Builder setModel(
+        java.lang.String value) {
+      if (value == null) { throw new NullPointerException(); }
+      model_ = value;
+      bitField0_ |= 0x00001000;
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * The model that it runs on.
+     * </pre>
+     *
+     * <code>string model = 13;</code>
+     * @return This builder for chaining.
+     */
+    public Builder clearModel() {
+      model_ = getDefaultInstance().getModel();
+      bitField0_ = (bitField0_ & ~0x00001000);
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * The model that it runs on.
+     * </pre>
+     *
+     * <code>string model = 13;</code>
+     * @param value The bytes for model to set.
+     * @return This builder for chaining.
+     */
+    public Builder setModelBytes(
+        com.google.protobuf.ByteString value) {
+      if (value == null) { throw new NullPointerException(); }
+      checkByteStringIsUtf8(value);
+      model_ = value;
+      bitField0_ |= 0x00001000;
       onChanged();
       return this;
     }

@@ -203,4 +203,24 @@ public interface RequestInfoOrBuilder extends
    * @return The maxOutputTokens.
    */
   int getMaxOutputTokens();
+
+  /**
+   * <pre>
+   * The model that it runs on.
+   * </pre>
+   *
+   * <code>string model = 13;</code>
+   * @return The model.
+   */
+  java.lang.String getModel();
+  /**
+   * <pre>
+   * The model that it runs on.
+   * </pre>
+   *
+   * <code>string model = 13;</code>
+   * @return The bytes for model.
+   */
+  com.google.protobuf.ByteString
+      getModelBytes();
 }

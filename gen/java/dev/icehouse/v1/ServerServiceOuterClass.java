@@ -139,43 +139,44 @@ public final class ServerServiceOuterClass {
       "\tpage_size\030\001 \001(\005\022\022\n\npage_token\030\002 \001(\t\"[\n\024" +
       "ListRequestsResponse\022*\n\010requests\030\001 \003(\0132\030" +
       ".icehouse.v1.RequestInfo\022\027\n\017next_page_to" +
-      "ken\030\002 \001(\t\"\254\002\n\013RequestInfo\022\022\n\nrequest_id\030" +
+      "ken\030\002 \001(\t\"\273\002\n\013RequestInfo\022\022\n\nrequest_id\030" +
       "\001 \001(\t\022\016\n\006method\030\002 \001(\t\022\016\n\006tenant\030\003 \001(\t\022\022\n" +
       "\nsession_id\030\004 \001(\t\022\017\n\007adapter\030\005 \001(\t\022(\n\005ph" +
       "ase\030\006 \001(\0162\031.icehouse.v1.RequestPhase\022&\n\003" +
       "age\030\007 \001(\0132\031.google.protobuf.Duration\022\022\n\n" +
       "part_count\030\010 \001(\005\022\025\n\rprompt_tokens\030\t \001(\005\022" +
       "\025\n\rcached_tokens\030\n \001(\005\022\025\n\routput_tokens\030" +
-      "\013 \001(\005\022\031\n\021max_output_tokens\030\014 \001(\005\"J\n\024Canc" +
-      "elRequestRequest\022\022\n\nrequest_id\030\001 \001(\t\022\023\n\006" +
-      "tenant\030\002 \001(\tH\000\210\001\001B\t\n\007_tenant\"B\n\025CancelRe" +
-      "questResponse\022)\n\007request\030\001 \001(\0132\030.icehous" +
-      "e.v1.RequestInfo*\356\001\n\rServerFeature\022\036\n\032SE" +
-      "RVER_FEATURE_UNSPECIFIED\020\000\022\037\n\033SERVER_FEA" +
-      "TURE_PREFIX_CACHE\020\001\022\034\n\030SERVER_FEATURE_SS" +
-      "D_CACHE\020\002\022#\n\037SERVER_FEATURE_CACHE_ENCRYP" +
-      "TION\020\003\022\036\n\032SERVER_FEATURE_CREDENTIALS\020\004\022\036" +
-      "\n\032SERVER_FEATURE_DRAFT_MODEL\020\005\022\031\n\025SERVER" +
-      "_FEATURE_WORKER\020\006*\221\001\n\013ServerState\022\034\n\030SER" +
-      "VER_STATE_UNSPECIFIED\020\000\022\030\n\024SERVER_STATE_" +
-      "LOADING\020\001\022\026\n\022SERVER_STATE_READY\020\002\022\031\n\025SER" +
-      "VER_STATE_DRAINING\020\003\022\027\n\023SERVER_STATE_FAI" +
-      "LED\020\004*\202\001\n\014RequestPhase\022\035\n\031REQUEST_PHASE_" +
-      "UNSPECIFIED\020\000\022\031\n\025REQUEST_PHASE_WAITING\020\001" +
-      "\022\034\n\030REQUEST_PHASE_PREFILLING\020\002\022\032\n\026REQUES" +
-      "T_PHASE_DECODING\020\0032\242\003\n\rServerService\022J\n\t" +
-      "GetServer\022\035.icehouse.v1.GetServerRequest" +
-      "\032\036.icehouse.v1.GetServerResponse\022G\n\010GetS" +
-      "tats\022\034.icehouse.v1.GetStatsRequest\032\035.ice" +
-      "house.v1.GetStatsResponse\022O\n\nWatchStats\022" +
-      "\036.icehouse.v1.WatchStatsRequest\032\037.icehou" +
-      "se.v1.WatchStatsResponse0\001\022S\n\014ListReques" +
-      "ts\022 .icehouse.v1.ListRequestsRequest\032!.i" +
-      "cehouse.v1.ListRequestsResponse\022V\n\rCance" +
-      "lRequest\022!.icehouse.v1.CancelRequestRequ" +
-      "est\032\".icehouse.v1.CancelRequestResponseB" +
-      "<\n\017dev.icehouse.v1P\001Z\'icehouse.dev/api/i" +
-      "cehouse/v1;icehousev1b\006proto3"
+      "\013 \001(\005\022\031\n\021max_output_tokens\030\014 \001(\005\022\r\n\005mode" +
+      "l\030\r \001(\t\"J\n\024CancelRequestRequest\022\022\n\nreque" +
+      "st_id\030\001 \001(\t\022\023\n\006tenant\030\002 \001(\tH\000\210\001\001B\t\n\007_ten" +
+      "ant\"B\n\025CancelRequestResponse\022)\n\007request\030" +
+      "\001 \001(\0132\030.icehouse.v1.RequestInfo*\356\001\n\rServ" +
+      "erFeature\022\036\n\032SERVER_FEATURE_UNSPECIFIED\020" +
+      "\000\022\037\n\033SERVER_FEATURE_PREFIX_CACHE\020\001\022\034\n\030SE" +
+      "RVER_FEATURE_SSD_CACHE\020\002\022#\n\037SERVER_FEATU" +
+      "RE_CACHE_ENCRYPTION\020\003\022\036\n\032SERVER_FEATURE_" +
+      "CREDENTIALS\020\004\022\036\n\032SERVER_FEATURE_DRAFT_MO" +
+      "DEL\020\005\022\031\n\025SERVER_FEATURE_WORKER\020\006*\221\001\n\013Ser" +
+      "verState\022\034\n\030SERVER_STATE_UNSPECIFIED\020\000\022\030" +
+      "\n\024SERVER_STATE_LOADING\020\001\022\026\n\022SERVER_STATE" +
+      "_READY\020\002\022\031\n\025SERVER_STATE_DRAINING\020\003\022\027\n\023S" +
+      "ERVER_STATE_FAILED\020\004*\202\001\n\014RequestPhase\022\035\n" +
+      "\031REQUEST_PHASE_UNSPECIFIED\020\000\022\031\n\025REQUEST_" +
+      "PHASE_WAITING\020\001\022\034\n\030REQUEST_PHASE_PREFILL" +
+      "ING\020\002\022\032\n\026REQUEST_PHASE_DECODING\020\0032\242\003\n\rSe" +
+      "rverService\022J\n\tGetServer\022\035.icehouse.v1.G" +
+      "etServerRequest\032\036.icehouse.v1.GetServerR" +
+      "esponse\022G\n\010GetStats\022\034.icehouse.v1.GetSta" +
+      "tsRequest\032\035.icehouse.v1.GetStatsResponse" +
+      "\022O\n\nWatchStats\022\036.icehouse.v1.WatchStatsR" +
+      "equest\032\037.icehouse.v1.WatchStatsResponse0" +
+      "\001\022S\n\014ListRequests\022 .icehouse.v1.ListRequ" +
+      "estsRequest\032!.icehouse.v1.ListRequestsRe" +
+      "sponse\022V\n\rCancelRequest\022!.icehouse.v1.Ca" +
+      "ncelRequestRequest\032\".icehouse.v1.CancelR" +
+      "equestResponseB<\n\017dev.icehouse.v1P\001Z\'ice" +
+      "house.dev/api/icehouse/v1;icehousev1b\006pr" +
+      "oto3"
     };
     descriptor = com.google.protobuf.Descriptors.FileDescriptor
       .internalBuildGeneratedFileFrom(descriptorData,
@@ -264,7 +265,7 @@ public final class ServerServiceOuterClass {
     internal_static_icehouse_v1_RequestInfo_fieldAccessorTable = new
       com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
         internal_static_icehouse_v1_RequestInfo_descriptor,
-        new java.lang.String[] { "RequestId", "Method", "Tenant", "SessionId", "Adapter", "Phase", "Age", "PartCount", "PromptTokens", "CachedTokens", "OutputTokens", "MaxOutputTokens", });
+        new java.lang.String[] { "RequestId", "Method", "Tenant", "SessionId", "Adapter", "Phase", "Age", "PartCount", "PromptTokens", "CachedTokens", "OutputTokens", "MaxOutputTokens", "Model", });
     internal_static_icehouse_v1_CancelRequestRequest_descriptor =
       getDescriptor().getMessageTypes().get(13);
     internal_static_icehouse_v1_CancelRequestRequest_fieldAccessorTable = new
