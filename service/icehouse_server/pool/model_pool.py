@@ -223,9 +223,14 @@ class ModelPool(Generic[_Opened]):
 
     async def unload(self, name: str, caller: Caller) -> ListedModel:
         model = self._named(name, caller)
-        async with self._turn:
-            if model.place is not None:
-                await self._unload(model, model.place, grace_s=self._grace_s)
+
+        async def unload() -> None:
+            async with self._turn:
+                if model.place is not None:
+                    await self._unload(model, model.place, grace_s=self._grace_s)
+
+        # A caller who leaves does not stop it half-way.
+        await asyncio.shield(self._begin(unload(), name=f"unloading of {model.terms.name}"))
         return model.listed
 
     def turns(self, *, patience_s: float) -> bool:

@@ -296,6 +296,18 @@ async def test_an_unloaded_model_lets_its_calls_end_and_comes_back() -> None:
         await house.use("b")
 
 
+async def test_an_unloading_whose_caller_leaves_goes_on() -> None:
+    async with house_of(A, B) as house:
+        call = await house.use("b")
+        unloading = asyncio.ensure_future(house.pool.unload("b", UNPROVED))
+        await house.until("b", ModelState.DRAINING)
+        unloading.cancel()
+        await asyncio.wait((unloading,))
+        call.holds.close()
+        await house.until("b", ModelState.ABSENT)
+        await house.use("b")
+
+
 async def test_aliases_name_a_model_and_others_are_refused_with_the_names_there_are() -> None:
     mine = dataclasses.replace(B, aliases=("other",), tenants=frozenset((Tenant("t"),)))
     async with house_of(A, mine) as house:
