@@ -151,6 +151,10 @@ async def test_a_start_fails_with_the_first_reason_if_nothing_could_be_loaded() 
         house.broken["a"] = model_invalid("it is damaged")
         with pytest.raises(IcehouseError, match="it is damaged"):
             await house.pool.start()
+    async with house_of(A, B) as house:
+        house.pool._limit_bytes = SIZE - 1
+        with pytest.raises(CannotFit):
+            await house.pool.start()
     async with house_of(A, dataclasses.replace(B, is_pinned=True)) as house:
         house.broken["a"] = model_invalid("it is damaged")
         await house.pool.start()
