@@ -160,12 +160,14 @@ class ModelPool(Generic[_Opened]):
     async def start(self) -> None:
         """Load the default model and the pinned ones; raises what was wrong with the first if none can be."""
         wanted = [m for m in self._models.values() if m.terms.is_pinned or m.terms.name == self.default_name]
+        errors: list[IcehouseError] = []
         for model in wanted:
-            with contextlib.suppress(IcehouseError):
+            try:
                 self._release(await self._loaded(model))
-        if all(model.state is ModelState.FAILED for model in wanted):
-            assert wanted[0].error is not None, "a failed model has its error"
-            raise wanted[0].error
+            except IcehouseError as error:
+                errors.append(error)
+        if len(errors) == len(wanted):
+            raise errors[0]
         if self.state is EngineState.LOADING:
             self._set_state(EngineState.READY)
 
@@ -223,9 +225,14 @@ class ModelPool(Generic[_Opened]):
 
     async def unload(self, name: str, caller: Caller) -> ListedModel:
         model = self._named(name, caller)
-        async with self._turn:
-            if model.place is not None:
-                await self._unload(model, model.place, grace_s=self._grace_s)
+
+        async def unload() -> None:
+            async with self._turn:
+                if model.place is not None:
+                    await self._unload(model, model.place, grace_s=self._grace_s)
+
+        # A caller who leaves does not stop it half-way.
+        await asyncio.shield(self._begin(unload(), name=f"unloading of {model.terms.name}"))
         return model.listed
 
     def turns(self, *, patience_s: float) -> bool:

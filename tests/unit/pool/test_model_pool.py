@@ -151,6 +151,10 @@ async def test_a_start_fails_with_the_first_reason_if_nothing_could_be_loaded() 
         house.broken["a"] = model_invalid("it is damaged")
         with pytest.raises(IcehouseError, match="it is damaged"):
             await house.pool.start()
+    async with house_of(A, B) as house:
+        house.pool._limit_bytes = SIZE - 1
+        with pytest.raises(CannotFit):
+            await house.pool.start()
     async with house_of(A, dataclasses.replace(B, is_pinned=True)) as house:
         house.broken["a"] = model_invalid("it is damaged")
         await house.pool.start()
@@ -293,6 +297,18 @@ async def test_an_unloaded_model_lets_its_calls_end_and_comes_back() -> None:
         call.holds.close()
         assert (await unloading).state is ModelState.ABSENT and house.models["b"].has_ended
         assert (await house.pool.unload("b", UNPROVED)).state is ModelState.ABSENT
+        await house.use("b")
+
+
+async def test_an_unloading_whose_caller_leaves_goes_on() -> None:
+    async with house_of(A, B) as house:
+        call = await house.use("b")
+        unloading = asyncio.ensure_future(house.pool.unload("b", UNPROVED))
+        await house.until("b", ModelState.DRAINING)
+        unloading.cancel()
+        await asyncio.wait((unloading,))
+        call.holds.close()
+        await house.until("b", ModelState.ABSENT)
         await house.use("b")
 
 
