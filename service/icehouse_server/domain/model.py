@@ -19,6 +19,16 @@ class EngineState(enum.Enum):
     FAILED = enum.auto()
 
 
+class ModelKind(enum.Enum):
+    """What a model is for."""
+
+    CHAT = enum.auto()
+    """It continues texts; its hidden states and first tokens serve embeddings and reranking too."""
+    EMBEDDING = enum.auto()
+    RERANK = enum.auto()
+    """It has a head that scores pairs of texts."""
+
+
 class PassSplit(enum.Enum):
     """Where the sequences of a forward pass are split."""
 
