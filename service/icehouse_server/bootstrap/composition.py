@@ -26,6 +26,7 @@ from icehouse_server.engine.core.block_log import BlockLog
 from icehouse_server.engine.core.mailbox import Mailbox, Message
 from icehouse_server.engine.engine import Engine, EngineSettings
 from icehouse_server.engine.kv.page_groups import PAGE_TOKEN_COUNT
+from icehouse_server.engine.runner.encoder_runner import EncoderRunner
 from icehouse_server.engine.runner.forward.splits import Attention
 from icehouse_server.engine.runner.identity.fingerprint import adapter_digest
 from icehouse_server.engine.runner.model_loader import (
@@ -34,6 +35,7 @@ from icehouse_server.engine.runner.model_loader import (
     load_tokenizer,
     read_config,
     read_generation_config,
+    reads_whole,
     sees_images,
     vocabulary_size,
 )
@@ -119,6 +121,10 @@ def build_server(
     draft: ModelSource | None = None,
 ) -> Server:
     """Wire the parts of a server. Reads the tokenizer; raises ModelError when the folder has none to read."""
+    is_encoder = reads_whole(model.path)
+    if is_encoder:
+        # It keeps nothing of a text.
+        config = dataclasses.replace(config, cache=dataclasses.replace(config.cache, enabled=False))
     source = model_source(config, model, dtype=weights_dtype(config.model, device))
     tokenizer = load_tokenizer(source)
     digests = open_digests(config.cache, clock)
@@ -127,13 +133,15 @@ def build_server(
         source = dataclasses.replace(source, code=fingerprint.code)
     limits = engine_limits(config, device)
     mailbox: Mailbox[Message] = Mailbox(limit=config.engine.mailbox_limit)
-    runner = ModelRunner(
+    if draft is not None:
+        draft = dataclasses.replace(draft, dtype=source.dtype)
+    make_runner = EncoderRunner if is_encoder else functools.partial(ModelRunner, draft_source=draft)
+    runner = make_runner(
         source=source,
         tokenizer=tokenizer,
         settings=runner_settings(config, device),
         clock=clock,
         fingerprint_hex=fingerprint.value.hex(),
-        draft_source=draft and dataclasses.replace(draft, dtype=source.dtype),
     )
     telemetry = TelemetryParts(config)
     cache = build_cache_parts(

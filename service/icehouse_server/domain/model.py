@@ -7,6 +7,7 @@ import enum
 import hashlib
 
 from icehouse_server.domain.ids import AdapterDigest, AdapterName
+from icehouse_server.domain.request import Pooling
 
 
 class EngineState(enum.Enum):
@@ -103,6 +104,11 @@ class ModelInfo:
     """Adapters that requests may name, in the config's order."""
     reply_format: ReplyFormatInfo | None = None
     """None without a chat template."""
+    kind: ModelKind = ModelKind.CHAT
+    pooling: Pooling = Pooling.LAST_TOKEN
+    """How hidden states become a vector where a request does not say."""
+    embedding_prompts: tuple[EmbeddingPrompt, ...] = ()
+    """Texts before an input that the model was trained with; requests may name one."""
     system_digest_hex: str = ""
     """Digest of all that outputs depend on, except the request and its adapter."""
 
@@ -113,9 +119,29 @@ class ModelInfo:
         return hashlib.sha256(parts).hexdigest()[:16]
 
     @property
+    def runs_whole(self) -> bool:
+        """Whether each prompt runs in one pass, of which nothing is kept: it is an encoder."""
+        return self.pooling is Pooling.OWN
+
+    @property
+    def prompt_token_limit(self) -> int:
+        """How long a prompt may be; a model that generates needs space for one token more."""
+        return self.context_token_limit - (self.kind is ModelKind.CHAT)
+
+    @property
     def resident_bytes(self) -> int:
         """Bytes of all weights, those of the adapters included."""
         return self.weight_bytes + sum(adapter.weight_bytes for adapter in self.adapters)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EmbeddingPrompt:
+    """A text that a model was trained to see before some inputs, by its name in the model's folder."""
+
+    name: str
+    text: str
+    is_default: bool = False
+    """Whether it stands before inputs that name none."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

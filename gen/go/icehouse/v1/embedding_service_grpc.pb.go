@@ -28,12 +28,12 @@ const (
 //
 // For semantics around ctx use and closing/ending streaming RPCs, please refer to https://pkg.go.dev/google.golang.org/grpc/?tab=doc#ClientConn.NewStream.
 //
-// Turns texts into vectors: the hidden states of the served model, pooled. Errors carry google.rpc
-// details as InferenceService's do.
+// Turns texts into vectors: the hidden states of the served model, pooled, and what the model's folder puts
+// behind that. Errors carry google.rpc details as InferenceService's do.
 type EmbeddingServiceClient interface {
 	// Embeds several inputs. They are computed in slices between the decode steps of other requests, and
 	// accepted or refused together. FAILED_PRECONDITION (EMBEDDING_UNSUPPORTED) where the model does not expose its
-	// hidden states; otherwise the errors of InferenceService.Generate.
+	// hidden states or is a reranker; otherwise the errors of InferenceService.Generate.
 	Embed(ctx context.Context, in *EmbedRequest, opts ...grpc.CallOption) (*EmbedResponse, error)
 }
 
@@ -59,12 +59,12 @@ func (c *embeddingServiceClient) Embed(ctx context.Context, in *EmbedRequest, op
 // All implementations must embed UnimplementedEmbeddingServiceServer
 // for forward compatibility.
 //
-// Turns texts into vectors: the hidden states of the served model, pooled. Errors carry google.rpc
-// details as InferenceService's do.
+// Turns texts into vectors: the hidden states of the served model, pooled, and what the model's folder puts
+// behind that. Errors carry google.rpc details as InferenceService's do.
 type EmbeddingServiceServer interface {
 	// Embeds several inputs. They are computed in slices between the decode steps of other requests, and
 	// accepted or refused together. FAILED_PRECONDITION (EMBEDDING_UNSUPPORTED) where the model does not expose its
-	// hidden states; otherwise the errors of InferenceService.Generate.
+	// hidden states or is a reranker; otherwise the errors of InferenceService.Generate.
 	Embed(context.Context, *EmbedRequest) (*EmbedResponse, error)
 	mustEmbedUnimplementedEmbeddingServiceServer()
 }

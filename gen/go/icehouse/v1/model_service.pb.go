@@ -23,6 +23,63 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
+// What a model is for.
+type ModelKind int32
+
+const (
+	// Never sent.
+	ModelKind_MODEL_KIND_UNSPECIFIED ModelKind = 0
+	// Generates text. EmbeddingService and RerankService work as well, as far as its training goes.
+	ModelKind_MODEL_KIND_CHAT ModelKind = 1
+	// Makes vectors of texts: EmbeddingService alone. It is an encoder, or its folder says how to pool.
+	ModelKind_MODEL_KIND_EMBEDDING ModelKind = 2
+	// Has a head that scores pairs of texts: RerankService alone.
+	ModelKind_MODEL_KIND_RERANK ModelKind = 3
+)
+
+// Enum value maps for ModelKind.
+var (
+	ModelKind_name = map[int32]string{
+		0: "MODEL_KIND_UNSPECIFIED",
+		1: "MODEL_KIND_CHAT",
+		2: "MODEL_KIND_EMBEDDING",
+		3: "MODEL_KIND_RERANK",
+	}
+	ModelKind_value = map[string]int32{
+		"MODEL_KIND_UNSPECIFIED": 0,
+		"MODEL_KIND_CHAT":        1,
+		"MODEL_KIND_EMBEDDING":   2,
+		"MODEL_KIND_RERANK":      3,
+	}
+)
+
+func (x ModelKind) Enum() *ModelKind {
+	p := new(ModelKind)
+	*p = x
+	return p
+}
+
+func (x ModelKind) String() string {
+	return protoimpl.X.EnumStringOf(x.Descriptor(), protoreflect.EnumNumber(x))
+}
+
+func (ModelKind) Descriptor() protoreflect.EnumDescriptor {
+	return file_icehouse_v1_model_service_proto_enumTypes[0].Descriptor()
+}
+
+func (ModelKind) Type() protoreflect.EnumType {
+	return &file_icehouse_v1_model_service_proto_enumTypes[0]
+}
+
+func (x ModelKind) Number() protoreflect.EnumNumber {
+	return protoreflect.EnumNumber(x)
+}
+
+// Deprecated: Use ModelKind.Descriptor instead.
+func (ModelKind) EnumDescriptor() ([]byte, []int) {
+	return file_icehouse_v1_model_service_proto_rawDescGZIP(), []int{0}
+}
+
 // Where sequences that share a forward pass are computed separately. Everything else is computed for all of them
 // at once.
 type PassSplit int32
@@ -65,11 +122,11 @@ func (x PassSplit) String() string {
 }
 
 func (PassSplit) Descriptor() protoreflect.EnumDescriptor {
-	return file_icehouse_v1_model_service_proto_enumTypes[0].Descriptor()
+	return file_icehouse_v1_model_service_proto_enumTypes[1].Descriptor()
 }
 
 func (PassSplit) Type() protoreflect.EnumType {
-	return &file_icehouse_v1_model_service_proto_enumTypes[0]
+	return &file_icehouse_v1_model_service_proto_enumTypes[1]
 }
 
 func (x PassSplit) Number() protoreflect.EnumNumber {
@@ -78,7 +135,7 @@ func (x PassSplit) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use PassSplit.Descriptor instead.
 func (PassSplit) EnumDescriptor() ([]byte, []int) {
-	return file_icehouse_v1_model_service_proto_rawDescGZIP(), []int{0}
+	return file_icehouse_v1_model_service_proto_rawDescGZIP(), []int{1}
 }
 
 // Asks for a page of models.
@@ -327,9 +384,13 @@ type Model struct {
 	// no chunk of a prompt ends inside it.
 	RunsImagesWhole bool `protobuf:"varint,19,opt,name=runs_images_whole,json=runsImagesWhole,proto3" json:"runs_images_whole,omitempty"`
 	// How its chat replies are parsed. Not set: it has no chat template.
-	ReplyFormat   *ReplyFormat `protobuf:"bytes,20,opt,name=reply_format,json=replyFormat,proto3" json:"reply_format,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	ReplyFormat *ReplyFormat `protobuf:"bytes,20,opt,name=reply_format,json=replyFormat,proto3" json:"reply_format,omitempty"`
+	// What it is for.
+	Kind ModelKind `protobuf:"varint,21,opt,name=kind,proto3,enum=icehouse.v1.ModelKind" json:"kind,omitempty"`
+	// Texts that it was trained to see before some of the inputs of EmbeddingService, which `prompt_name` may name.
+	EmbeddingPrompts []*EmbeddingPrompt `protobuf:"bytes,22,rep,name=embedding_prompts,json=embeddingPrompts,proto3" json:"embedding_prompts,omitempty"`
+	unknownFields    protoimpl.UnknownFields
+	sizeCache        protoimpl.SizeCache
 }
 
 func (x *Model) Reset() {
@@ -502,6 +563,84 @@ func (x *Model) GetReplyFormat() *ReplyFormat {
 	return nil
 }
 
+func (x *Model) GetKind() ModelKind {
+	if x != nil {
+		return x.Kind
+	}
+	return ModelKind_MODEL_KIND_UNSPECIFIED
+}
+
+func (x *Model) GetEmbeddingPrompts() []*EmbeddingPrompt {
+	if x != nil {
+		return x.EmbeddingPrompts
+	}
+	return nil
+}
+
+// A text before inputs.
+type EmbeddingPrompt struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Its name in the model's folder, for example "query".
+	Name string `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
+	// The text.
+	Text string `protobuf:"bytes,2,opt,name=text,proto3" json:"text,omitempty"`
+	// Whether it is put before inputs of requests that name none.
+	IsDefault     bool `protobuf:"varint,3,opt,name=is_default,json=isDefault,proto3" json:"is_default,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *EmbeddingPrompt) Reset() {
+	*x = EmbeddingPrompt{}
+	mi := &file_icehouse_v1_model_service_proto_msgTypes[5]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *EmbeddingPrompt) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*EmbeddingPrompt) ProtoMessage() {}
+
+func (x *EmbeddingPrompt) ProtoReflect() protoreflect.Message {
+	mi := &file_icehouse_v1_model_service_proto_msgTypes[5]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use EmbeddingPrompt.ProtoReflect.Descriptor instead.
+func (*EmbeddingPrompt) Descriptor() ([]byte, []int) {
+	return file_icehouse_v1_model_service_proto_rawDescGZIP(), []int{5}
+}
+
+func (x *EmbeddingPrompt) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+func (x *EmbeddingPrompt) GetText() string {
+	if x != nil {
+		return x.Text
+	}
+	return ""
+}
+
+func (x *EmbeddingPrompt) GetIsDefault() bool {
+	if x != nil {
+		return x.IsDefault
+	}
+	return false
+}
+
 // How the replies of a model are parsed, detected when it was loaded.
 type ReplyFormat struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -523,7 +662,7 @@ type ReplyFormat struct {
 
 func (x *ReplyFormat) Reset() {
 	*x = ReplyFormat{}
-	mi := &file_icehouse_v1_model_service_proto_msgTypes[5]
+	mi := &file_icehouse_v1_model_service_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -535,7 +674,7 @@ func (x *ReplyFormat) String() string {
 func (*ReplyFormat) ProtoMessage() {}
 
 func (x *ReplyFormat) ProtoReflect() protoreflect.Message {
-	mi := &file_icehouse_v1_model_service_proto_msgTypes[5]
+	mi := &file_icehouse_v1_model_service_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -548,7 +687,7 @@ func (x *ReplyFormat) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReplyFormat.ProtoReflect.Descriptor instead.
 func (*ReplyFormat) Descriptor() ([]byte, []int) {
-	return file_icehouse_v1_model_service_proto_rawDescGZIP(), []int{5}
+	return file_icehouse_v1_model_service_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *ReplyFormat) GetCalls() string {
@@ -601,7 +740,7 @@ const file_icehouse_v1_model_service_proto_rawDesc = "" +
 	"\x0fGetModelRequest\x12\x14\n" +
 	"\x05model\x18\x01 \x01(\tR\x05model\"<\n" +
 	"\x10GetModelResponse\x12(\n" +
-	"\x05model\x18\x01 \x01(\v2\x12.icehouse.v1.ModelR\x05model\"\x97\x06\n" +
+	"\x05model\x18\x01 \x01(\v2\x12.icehouse.v1.ModelR\x05model\"\x8e\a\n" +
 	"\x05Model\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x12\"\n" +
 	"\farchitecture\x18\x02 \x01(\tR\farchitecture\x12'\n" +
@@ -624,13 +763,25 @@ const file_icehouse_v1_model_service_proto_rawDesc = "" +
 	"\vpass_splits\x18\x12 \x03(\x0e2\x16.icehouse.v1.PassSplitR\n" +
 	"passSplits\x12*\n" +
 	"\x11runs_images_whole\x18\x13 \x01(\bR\x0frunsImagesWhole\x12;\n" +
-	"\freply_format\x18\x14 \x01(\v2\x18.icehouse.v1.ReplyFormatR\vreplyFormat\"\xb4\x01\n" +
+	"\freply_format\x18\x14 \x01(\v2\x18.icehouse.v1.ReplyFormatR\vreplyFormat\x12*\n" +
+	"\x04kind\x18\x15 \x01(\x0e2\x16.icehouse.v1.ModelKindR\x04kind\x12I\n" +
+	"\x11embedding_prompts\x18\x16 \x03(\v2\x1c.icehouse.v1.EmbeddingPromptR\x10embeddingPrompts\"X\n" +
+	"\x0fEmbeddingPrompt\x12\x12\n" +
+	"\x04name\x18\x01 \x01(\tR\x04name\x12\x12\n" +
+	"\x04text\x18\x02 \x01(\tR\x04text\x12\x1d\n" +
+	"\n" +
+	"is_default\x18\x03 \x01(\bR\tisDefault\"\xb4\x01\n" +
 	"\vReplyFormat\x12\x14\n" +
 	"\x05calls\x18\x01 \x01(\tR\x05calls\x12'\n" +
 	"\x0freasoning_start\x18\x02 \x01(\tR\x0ereasoningStart\x12#\n" +
 	"\rreasoning_end\x18\x03 \x01(\tR\freasoningEnd\x12\x1a\n" +
 	"\bevidence\x18\x04 \x03(\tR\bevidence\x12%\n" +
-	"\x0eunread_markers\x18\x05 \x03(\tR\runreadMarkers*n\n" +
+	"\x0eunread_markers\x18\x05 \x03(\tR\runreadMarkers*m\n" +
+	"\tModelKind\x12\x1a\n" +
+	"\x16MODEL_KIND_UNSPECIFIED\x10\x00\x12\x13\n" +
+	"\x0fMODEL_KIND_CHAT\x10\x01\x12\x18\n" +
+	"\x14MODEL_KIND_EMBEDDING\x10\x02\x12\x15\n" +
+	"\x11MODEL_KIND_RERANK\x10\x03*n\n" +
 	"\tPassSplit\x12\x1a\n" +
 	"\x16PASS_SPLIT_UNSPECIFIED\x10\x00\x12\x18\n" +
 	"\x14PASS_SPLIT_ATTENTION\x10\x01\x12\x15\n" +
@@ -654,33 +805,37 @@ func file_icehouse_v1_model_service_proto_rawDescGZIP() []byte {
 	return file_icehouse_v1_model_service_proto_rawDescData
 }
 
-var file_icehouse_v1_model_service_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_icehouse_v1_model_service_proto_msgTypes = make([]protoimpl.MessageInfo, 6)
+var file_icehouse_v1_model_service_proto_enumTypes = make([]protoimpl.EnumInfo, 2)
+var file_icehouse_v1_model_service_proto_msgTypes = make([]protoimpl.MessageInfo, 7)
 var file_icehouse_v1_model_service_proto_goTypes = []any{
-	(PassSplit)(0),             // 0: icehouse.v1.PassSplit
-	(*ListModelsRequest)(nil),  // 1: icehouse.v1.ListModelsRequest
-	(*ListModelsResponse)(nil), // 2: icehouse.v1.ListModelsResponse
-	(*GetModelRequest)(nil),    // 3: icehouse.v1.GetModelRequest
-	(*GetModelResponse)(nil),   // 4: icehouse.v1.GetModelResponse
-	(*Model)(nil),              // 5: icehouse.v1.Model
-	(*ReplyFormat)(nil),        // 6: icehouse.v1.ReplyFormat
-	(*Adapter)(nil),            // 7: icehouse.v1.Adapter
+	(ModelKind)(0),             // 0: icehouse.v1.ModelKind
+	(PassSplit)(0),             // 1: icehouse.v1.PassSplit
+	(*ListModelsRequest)(nil),  // 2: icehouse.v1.ListModelsRequest
+	(*ListModelsResponse)(nil), // 3: icehouse.v1.ListModelsResponse
+	(*GetModelRequest)(nil),    // 4: icehouse.v1.GetModelRequest
+	(*GetModelResponse)(nil),   // 5: icehouse.v1.GetModelResponse
+	(*Model)(nil),              // 6: icehouse.v1.Model
+	(*EmbeddingPrompt)(nil),    // 7: icehouse.v1.EmbeddingPrompt
+	(*ReplyFormat)(nil),        // 8: icehouse.v1.ReplyFormat
+	(*Adapter)(nil),            // 9: icehouse.v1.Adapter
 }
 var file_icehouse_v1_model_service_proto_depIdxs = []int32{
-	5, // 0: icehouse.v1.ListModelsResponse.models:type_name -> icehouse.v1.Model
-	5, // 1: icehouse.v1.GetModelResponse.model:type_name -> icehouse.v1.Model
-	7, // 2: icehouse.v1.Model.adapters:type_name -> icehouse.v1.Adapter
-	0, // 3: icehouse.v1.Model.pass_splits:type_name -> icehouse.v1.PassSplit
-	6, // 4: icehouse.v1.Model.reply_format:type_name -> icehouse.v1.ReplyFormat
-	1, // 5: icehouse.v1.ModelService.ListModels:input_type -> icehouse.v1.ListModelsRequest
-	3, // 6: icehouse.v1.ModelService.GetModel:input_type -> icehouse.v1.GetModelRequest
-	2, // 7: icehouse.v1.ModelService.ListModels:output_type -> icehouse.v1.ListModelsResponse
-	4, // 8: icehouse.v1.ModelService.GetModel:output_type -> icehouse.v1.GetModelResponse
-	7, // [7:9] is the sub-list for method output_type
-	5, // [5:7] is the sub-list for method input_type
-	5, // [5:5] is the sub-list for extension type_name
-	5, // [5:5] is the sub-list for extension extendee
-	0, // [0:5] is the sub-list for field type_name
+	6, // 0: icehouse.v1.ListModelsResponse.models:type_name -> icehouse.v1.Model
+	6, // 1: icehouse.v1.GetModelResponse.model:type_name -> icehouse.v1.Model
+	9, // 2: icehouse.v1.Model.adapters:type_name -> icehouse.v1.Adapter
+	1, // 3: icehouse.v1.Model.pass_splits:type_name -> icehouse.v1.PassSplit
+	8, // 4: icehouse.v1.Model.reply_format:type_name -> icehouse.v1.ReplyFormat
+	0, // 5: icehouse.v1.Model.kind:type_name -> icehouse.v1.ModelKind
+	7, // 6: icehouse.v1.Model.embedding_prompts:type_name -> icehouse.v1.EmbeddingPrompt
+	2, // 7: icehouse.v1.ModelService.ListModels:input_type -> icehouse.v1.ListModelsRequest
+	4, // 8: icehouse.v1.ModelService.GetModel:input_type -> icehouse.v1.GetModelRequest
+	3, // 9: icehouse.v1.ModelService.ListModels:output_type -> icehouse.v1.ListModelsResponse
+	5, // 10: icehouse.v1.ModelService.GetModel:output_type -> icehouse.v1.GetModelResponse
+	9, // [9:11] is the sub-list for method output_type
+	7, // [7:9] is the sub-list for method input_type
+	7, // [7:7] is the sub-list for extension type_name
+	7, // [7:7] is the sub-list for extension extendee
+	0, // [0:7] is the sub-list for field type_name
 }
 
 func init() { file_icehouse_v1_model_service_proto_init() }
@@ -694,8 +849,8 @@ func file_icehouse_v1_model_service_proto_init() {
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_icehouse_v1_model_service_proto_rawDesc), len(file_icehouse_v1_model_service_proto_rawDesc)),
-			NumEnums:      1,
-			NumMessages:   6,
+			NumEnums:      2,
+			NumMessages:   7,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -26,8 +26,8 @@ if _version_not_supported:
 
 
 class EmbeddingServiceStub(object):
-    """Turns texts into vectors: the hidden states of the served model, pooled. Errors carry google.rpc
-    details as InferenceService's do.
+    """Turns texts into vectors: the hidden states of the served model, pooled, and what the model's folder puts
+    behind that. Errors carry google.rpc details as InferenceService's do.
     """
 
     def __init__(self, channel):
@@ -44,14 +44,14 @@ class EmbeddingServiceStub(object):
 
 
 class EmbeddingServiceServicer(object):
-    """Turns texts into vectors: the hidden states of the served model, pooled. Errors carry google.rpc
-    details as InferenceService's do.
+    """Turns texts into vectors: the hidden states of the served model, pooled, and what the model's folder puts
+    behind that. Errors carry google.rpc details as InferenceService's do.
     """
 
     def Embed(self, request, context):
         """Embeds several inputs. They are computed in slices between the decode steps of other requests, and
         accepted or refused together. FAILED_PRECONDITION (EMBEDDING_UNSUPPORTED) where the model does not expose its
-        hidden states; otherwise the errors of InferenceService.Generate.
+        hidden states or is a reranker; otherwise the errors of InferenceService.Generate.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -74,8 +74,8 @@ def add_EmbeddingServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class EmbeddingService(object):
-    """Turns texts into vectors: the hidden states of the served model, pooled. Errors carry google.rpc
-    details as InferenceService's do.
+    """Turns texts into vectors: the hidden states of the served model, pooled, and what the model's folder puts
+    behind that. Errors carry google.rpc details as InferenceService's do.
     """
 
     @staticmethod

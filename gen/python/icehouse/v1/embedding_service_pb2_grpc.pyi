@@ -27,8 +27,8 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class EmbeddingServiceStub:
-    """Turns texts into vectors: the hidden states of the served model, pooled. Errors carry google.rpc
-    details as InferenceService's do.
+    """Turns texts into vectors: the hidden states of the served model, pooled, and what the model's folder puts
+    behind that. Errors carry google.rpc details as InferenceService's do.
     """
 
     @_typing.overload
@@ -38,25 +38,25 @@ class EmbeddingServiceStub:
     Embed: _grpc.UnaryUnaryMultiCallable[_embedding_service_pb2.EmbedRequest, _embedding_service_pb2.EmbedResponse]
     """Embeds several inputs. They are computed in slices between the decode steps of other requests, and
     accepted or refused together. FAILED_PRECONDITION (EMBEDDING_UNSUPPORTED) where the model does not expose its
-    hidden states; otherwise the errors of InferenceService.Generate.
+    hidden states or is a reranker; otherwise the errors of InferenceService.Generate.
     """
 
 @_typing.type_check_only
 class EmbeddingServiceAsyncStub(EmbeddingServiceStub):
-    """Turns texts into vectors: the hidden states of the served model, pooled. Errors carry google.rpc
-    details as InferenceService's do.
+    """Turns texts into vectors: the hidden states of the served model, pooled, and what the model's folder puts
+    behind that. Errors carry google.rpc details as InferenceService's do.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Embed: _aio.UnaryUnaryMultiCallable[_embedding_service_pb2.EmbedRequest, _embedding_service_pb2.EmbedResponse]  # type: ignore[assignment]
     """Embeds several inputs. They are computed in slices between the decode steps of other requests, and
     accepted or refused together. FAILED_PRECONDITION (EMBEDDING_UNSUPPORTED) where the model does not expose its
-    hidden states; otherwise the errors of InferenceService.Generate.
+    hidden states or is a reranker; otherwise the errors of InferenceService.Generate.
     """
 
 class EmbeddingServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Turns texts into vectors: the hidden states of the served model, pooled. Errors carry google.rpc
-    details as InferenceService's do.
+    """Turns texts into vectors: the hidden states of the served model, pooled, and what the model's folder puts
+    behind that. Errors carry google.rpc details as InferenceService's do.
     """
 
     @_abc_1.abstractmethod
@@ -67,7 +67,7 @@ class EmbeddingServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_embedding_service_pb2.EmbedResponse, _abc.Awaitable[_embedding_service_pb2.EmbedResponse]]:
         """Embeds several inputs. They are computed in slices between the decode steps of other requests, and
         accepted or refused together. FAILED_PRECONDITION (EMBEDDING_UNSUPPORTED) where the model does not expose its
-        hidden states; otherwise the errors of InferenceService.Generate.
+        hidden states or is a reranker; otherwise the errors of InferenceService.Generate.
         """
 
 def add_EmbeddingServiceServicer_to_server(servicer: EmbeddingServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from icehouse.v1 import adapter_pb2 as icehouse_dot_v1_dot_adapter__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ficehouse/v1/model_service.proto\x12\x0bicehouse.v1\x1a\x19icehouse/v1/adapter.proto\":\n\x11ListModelsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\"Q\n\x12ListModelsResponse\x12\"\n\x06models\x18\x01 \x03(\x0b\x32\x12.icehouse.v1.Model\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\" \n\x0fGetModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\"5\n\x10GetModelResponse\x12!\n\x05model\x18\x01 \x01(\x0b\x32\x12.icehouse.v1.Model\"\x8c\x04\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x17\n\x0fvocabulary_size\x18\x03 \x01(\x05\x12\x16\n\x0e\x63ontext_tokens\x18\x04 \x01(\x05\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x14\n\x0cquantization\x18\x06 \x01(\t\x12\x17\n\x0fparameter_count\x18\x07 \x01(\x03\x12\x14\n\x0cweight_bytes\x18\x08 \x01(\x03\x12\x1a\n\x12kv_bytes_per_token\x18\t \x01(\x03\x12\x15\n\rcache_classes\x18\n \x03(\t\x12\x13\n\x0b\x66ingerprint\x18\x0b \x01(\t\x12\x19\n\x11has_chat_template\x18\x0c \x01(\x08\x12\x15\n\reos_token_ids\x18\r \x03(\x05\x12\x0e\n\x06\x64\x65vice\x18\x0e \x01(\t\x12&\n\x08\x61\x64\x61pters\x18\x0f \x03(\x0b\x32\x14.icehouse.v1.Adapter\x12\x1c\n\x14\x65mbedding_dimensions\x18\x10 \x01(\x05\x12\x14\n\x0creads_images\x18\x11 \x01(\x08\x12+\n\x0bpass_splits\x18\x12 \x03(\x0e\x32\x16.icehouse.v1.PassSplit\x12\x19\n\x11runs_images_whole\x18\x13 \x01(\x08\x12.\n\x0creply_format\x18\x14 \x01(\x0b\x32\x18.icehouse.v1.ReplyFormat\"v\n\x0bReplyFormat\x12\r\n\x05\x63\x61lls\x18\x01 \x01(\t\x12\x17\n\x0freasoning_start\x18\x02 \x01(\t\x12\x15\n\rreasoning_end\x18\x03 \x01(\t\x12\x10\n\x08\x65vidence\x18\x04 \x03(\t\x12\x16\n\x0eunread_markers\x18\x05 \x03(\t*n\n\tPassSplit\x12\x1a\n\x16PASS_SPLIT_UNSPECIFIED\x10\x00\x12\x18\n\x14PASS_SPLIT_ATTENTION\x10\x01\x12\x15\n\x11PASS_SPLIT_MODULE\x10\x02\x12\x14\n\x10PASS_SPLIT_ALONE\x10\x03\x32\xa6\x01\n\x0cModelService\x12M\n\nListModels\x12\x1e.icehouse.v1.ListModelsRequest\x1a\x1f.icehouse.v1.ListModelsResponse\x12G\n\x08GetModel\x12\x1c.icehouse.v1.GetModelRequest\x1a\x1d.icehouse.v1.GetModelResponseB<\n\x0f\x64\x65v.icehouse.v1P\x01Z\'icehouse.dev/api/icehouse/v1;icehousev1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ficehouse/v1/model_service.proto\x12\x0bicehouse.v1\x1a\x19icehouse/v1/adapter.proto\":\n\x11ListModelsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\"Q\n\x12ListModelsResponse\x12\"\n\x06models\x18\x01 \x03(\x0b\x32\x12.icehouse.v1.Model\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\" \n\x0fGetModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\"5\n\x10GetModelResponse\x12!\n\x05model\x18\x01 \x01(\x0b\x32\x12.icehouse.v1.Model\"\xeb\x04\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x17\n\x0fvocabulary_size\x18\x03 \x01(\x05\x12\x16\n\x0e\x63ontext_tokens\x18\x04 \x01(\x05\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x14\n\x0cquantization\x18\x06 \x01(\t\x12\x17\n\x0fparameter_count\x18\x07 \x01(\x03\x12\x14\n\x0cweight_bytes\x18\x08 \x01(\x03\x12\x1a\n\x12kv_bytes_per_token\x18\t \x01(\x03\x12\x15\n\rcache_classes\x18\n \x03(\t\x12\x13\n\x0b\x66ingerprint\x18\x0b \x01(\t\x12\x19\n\x11has_chat_template\x18\x0c \x01(\x08\x12\x15\n\reos_token_ids\x18\r \x03(\x05\x12\x0e\n\x06\x64\x65vice\x18\x0e \x01(\t\x12&\n\x08\x61\x64\x61pters\x18\x0f \x03(\x0b\x32\x14.icehouse.v1.Adapter\x12\x1c\n\x14\x65mbedding_dimensions\x18\x10 \x01(\x05\x12\x14\n\x0creads_images\x18\x11 \x01(\x08\x12+\n\x0bpass_splits\x18\x12 \x03(\x0e\x32\x16.icehouse.v1.PassSplit\x12\x19\n\x11runs_images_whole\x18\x13 \x01(\x08\x12.\n\x0creply_format\x18\x14 \x01(\x0b\x32\x18.icehouse.v1.ReplyFormat\x12$\n\x04kind\x18\x15 \x01(\x0e\x32\x16.icehouse.v1.ModelKind\x12\x37\n\x11\x65mbedding_prompts\x18\x16 \x03(\x0b\x32\x1c.icehouse.v1.EmbeddingPrompt\"A\n\x0f\x45mbeddingPrompt\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x12\n\nis_default\x18\x03 \x01(\x08\"v\n\x0bReplyFormat\x12\r\n\x05\x63\x61lls\x18\x01 \x01(\t\x12\x17\n\x0freasoning_start\x18\x02 \x01(\t\x12\x15\n\rreasoning_end\x18\x03 \x01(\t\x12\x10\n\x08\x65vidence\x18\x04 \x03(\t\x12\x16\n\x0eunread_markers\x18\x05 \x03(\t*m\n\tModelKind\x12\x1a\n\x16MODEL_KIND_UNSPECIFIED\x10\x00\x12\x13\n\x0fMODEL_KIND_CHAT\x10\x01\x12\x18\n\x14MODEL_KIND_EMBEDDING\x10\x02\x12\x15\n\x11MODEL_KIND_RERANK\x10\x03*n\n\tPassSplit\x12\x1a\n\x16PASS_SPLIT_UNSPECIFIED\x10\x00\x12\x18\n\x14PASS_SPLIT_ATTENTION\x10\x01\x12\x15\n\x11PASS_SPLIT_MODULE\x10\x02\x12\x14\n\x10PASS_SPLIT_ALONE\x10\x03\x32\xa6\x01\n\x0cModelService\x12M\n\nListModels\x12\x1e.icehouse.v1.ListModelsRequest\x1a\x1f.icehouse.v1.ListModelsResponse\x12G\n\x08GetModel\x12\x1c.icehouse.v1.GetModelRequest\x1a\x1d.icehouse.v1.GetModelResponseB<\n\x0f\x64\x65v.icehouse.v1P\x01Z\'icehouse.dev/api/icehouse/v1;icehousev1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,8 +33,10 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'icehouse.v1.model_service_p
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\017dev.icehouse.v1P\001Z\'icehouse.dev/api/icehouse/v1;icehousev1'
-  _globals['_PASSSPLIT']._serialized_start=954
-  _globals['_PASSSPLIT']._serialized_end=1064
+  _globals['_MODELKIND']._serialized_start=1116
+  _globals['_MODELKIND']._serialized_end=1225
+  _globals['_PASSSPLIT']._serialized_start=1227
+  _globals['_PASSSPLIT']._serialized_end=1337
   _globals['_LISTMODELSREQUEST']._serialized_start=75
   _globals['_LISTMODELSREQUEST']._serialized_end=133
   _globals['_LISTMODELSRESPONSE']._serialized_start=135
@@ -44,9 +46,11 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETMODELRESPONSE']._serialized_start=252
   _globals['_GETMODELRESPONSE']._serialized_end=305
   _globals['_MODEL']._serialized_start=308
-  _globals['_MODEL']._serialized_end=832
-  _globals['_REPLYFORMAT']._serialized_start=834
-  _globals['_REPLYFORMAT']._serialized_end=952
-  _globals['_MODELSERVICE']._serialized_start=1067
-  _globals['_MODELSERVICE']._serialized_end=1233
+  _globals['_MODEL']._serialized_end=927
+  _globals['_EMBEDDINGPROMPT']._serialized_start=929
+  _globals['_EMBEDDINGPROMPT']._serialized_end=994
+  _globals['_REPLYFORMAT']._serialized_start=996
+  _globals['_REPLYFORMAT']._serialized_end=1114
+  _globals['_MODELSERVICE']._serialized_start=1340
+  _globals['_MODELSERVICE']._serialized_end=1506
 # @@protoc_insertion_point(module_scope)

@@ -20,6 +20,34 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _ModelKind:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ModelKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ModelKind.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    MODEL_KIND_UNSPECIFIED: _ModelKind.ValueType  # 0
+    """Never sent."""
+    MODEL_KIND_CHAT: _ModelKind.ValueType  # 1
+    """Generates text. EmbeddingService and RerankService work as well, as far as its training goes."""
+    MODEL_KIND_EMBEDDING: _ModelKind.ValueType  # 2
+    """Makes vectors of texts: EmbeddingService alone. It is an encoder, or its folder says how to pool."""
+    MODEL_KIND_RERANK: _ModelKind.ValueType  # 3
+    """Has a head that scores pairs of texts: RerankService alone."""
+
+class ModelKind(_ModelKind, metaclass=_ModelKindEnumTypeWrapper):
+    """What a model is for."""
+
+MODEL_KIND_UNSPECIFIED: ModelKind.ValueType  # 0
+"""Never sent."""
+MODEL_KIND_CHAT: ModelKind.ValueType  # 1
+"""Generates text. EmbeddingService and RerankService work as well, as far as its training goes."""
+MODEL_KIND_EMBEDDING: ModelKind.ValueType  # 2
+"""Makes vectors of texts: EmbeddingService alone. It is an encoder, or its folder says how to pool."""
+MODEL_KIND_RERANK: ModelKind.ValueType  # 3
+"""Has a head that scores pairs of texts: RerankService alone."""
+Global___ModelKind: _TypeAlias = ModelKind  # noqa: Y015
+
 class _PassSplit:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -176,6 +204,8 @@ class Model(_message.Message):
     PASS_SPLITS_FIELD_NUMBER: _builtins.int
     RUNS_IMAGES_WHOLE_FIELD_NUMBER: _builtins.int
     REPLY_FORMAT_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    EMBEDDING_PROMPTS_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     """The name that requests use in `model`."""
     architecture: _builtins.str
@@ -208,6 +238,8 @@ class Model(_message.Message):
     """Whether each token of an image attends to all of it: such an image runs in one pass, whatever else waits, and
     no chunk of a prompt ends inside it.
     """
+    kind: Global___ModelKind.ValueType
+    """What it is for."""
     @_builtins.property
     def cache_classes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Cache classes of its layers, in order of first appearance."""
@@ -229,6 +261,10 @@ class Model(_message.Message):
     @_builtins.property
     def reply_format(self) -> Global___ReplyFormat:
         """How its chat replies are parsed. Not set: it has no chat template."""
+
+    @_builtins.property
+    def embedding_prompts(self) -> _containers.RepeatedCompositeFieldContainer[Global___EmbeddingPrompt]:
+        """Texts that it was trained to see before some of the inputs of EmbeddingService, which `prompt_name` may name."""
 
     def __init__(
         self,
@@ -253,14 +289,46 @@ class Model(_message.Message):
         pass_splits: _abc.Iterable[Global___PassSplit.ValueType] | None = ...,
         runs_images_whole: _builtins.bool = ...,
         reply_format: Global___ReplyFormat | None = ...,
+        kind: Global___ModelKind.ValueType = ...,
+        embedding_prompts: _abc.Iterable[Global___EmbeddingPrompt] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["reply_format", b"reply_format"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "architecture", b"architecture", "cache_classes", b"cache_classes", "context_tokens", b"context_tokens", "device", b"device", "dtype", b"dtype", "embedding_dimensions", b"embedding_dimensions", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "has_chat_template", b"has_chat_template", "id", b"id", "kv_bytes_per_token", b"kv_bytes_per_token", "parameter_count", b"parameter_count", "pass_splits", b"pass_splits", "quantization", b"quantization", "reads_images", b"reads_images", "reply_format", b"reply_format", "runs_images_whole", b"runs_images_whole", "vocabulary_size", b"vocabulary_size", "weight_bytes", b"weight_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "architecture", b"architecture", "cache_classes", b"cache_classes", "context_tokens", b"context_tokens", "device", b"device", "dtype", b"dtype", "embedding_dimensions", b"embedding_dimensions", "embedding_prompts", b"embedding_prompts", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "has_chat_template", b"has_chat_template", "id", b"id", "kind", b"kind", "kv_bytes_per_token", b"kv_bytes_per_token", "parameter_count", b"parameter_count", "pass_splits", b"pass_splits", "quantization", b"quantization", "reads_images", b"reads_images", "reply_format", b"reply_format", "runs_images_whole", b"runs_images_whole", "vocabulary_size", b"vocabulary_size", "weight_bytes", b"weight_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Model: _TypeAlias = Model  # noqa: Y015
+
+@_typing.final
+class EmbeddingPrompt(_message.Message):
+    """A text before inputs."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    IS_DEFAULT_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Its name in the model's folder, for example "query"."""
+    text: _builtins.str
+    """The text."""
+    is_default: _builtins.bool
+    """Whether it is put before inputs of requests that name none."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        text: _builtins.str = ...,
+        is_default: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_default", b"is_default", "name", b"name", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EmbeddingPrompt: _TypeAlias = EmbeddingPrompt  # noqa: Y015
 
 @_typing.final
 class ReplyFormat(_message.Message):

@@ -14,7 +14,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file icehouse/v1/model_service.proto.
  */
 export const file_icehouse_v1_model_service: GenFile = /*@__PURE__*/
-  fileDesc("Ch9pY2Vob3VzZS92MS9tb2RlbF9zZXJ2aWNlLnByb3RvEgtpY2Vob3VzZS52MSI6ChFMaXN0TW9kZWxzUmVxdWVzdBIRCglwYWdlX3NpemUYASABKAUSEgoKcGFnZV90b2tlbhgCIAEoCSJRChJMaXN0TW9kZWxzUmVzcG9uc2USIgoGbW9kZWxzGAEgAygLMhIuaWNlaG91c2UudjEuTW9kZWwSFwoPbmV4dF9wYWdlX3Rva2VuGAIgASgJIiAKD0dldE1vZGVsUmVxdWVzdBINCgVtb2RlbBgBIAEoCSI1ChBHZXRNb2RlbFJlc3BvbnNlEiEKBW1vZGVsGAEgASgLMhIuaWNlaG91c2UudjEuTW9kZWwijAQKBU1vZGVsEgoKAmlkGAEgASgJEhQKDGFyY2hpdGVjdHVyZRgCIAEoCRIXCg92b2NhYnVsYXJ5X3NpemUYAyABKAUSFgoOY29udGV4dF90b2tlbnMYBCABKAUSDQoFZHR5cGUYBSABKAkSFAoMcXVhbnRpemF0aW9uGAYgASgJEhcKD3BhcmFtZXRlcl9jb3VudBgHIAEoAxIUCgx3ZWlnaHRfYnl0ZXMYCCABKAMSGgoSa3ZfYnl0ZXNfcGVyX3Rva2VuGAkgASgDEhUKDWNhY2hlX2NsYXNzZXMYCiADKAkSEwoLZmluZ2VycHJpbnQYCyABKAkSGQoRaGFzX2NoYXRfdGVtcGxhdGUYDCABKAgSFQoNZW9zX3Rva2VuX2lkcxgNIAMoBRIOCgZkZXZpY2UYDiABKAkSJgoIYWRhcHRlcnMYDyADKAsyFC5pY2Vob3VzZS52MS5BZGFwdGVyEhwKFGVtYmVkZGluZ19kaW1lbnNpb25zGBAgASgFEhQKDHJlYWRzX2ltYWdlcxgRIAEoCBIrCgtwYXNzX3NwbGl0cxgSIAMoDjIWLmljZWhvdXNlLnYxLlBhc3NTcGxpdBIZChFydW5zX2ltYWdlc193aG9sZRgTIAEoCBIuCgxyZXBseV9mb3JtYXQYFCABKAsyGC5pY2Vob3VzZS52MS5SZXBseUZvcm1hdCJ2CgtSZXBseUZvcm1hdBINCgVjYWxscxgBIAEoCRIXCg9yZWFzb25pbmdfc3RhcnQYAiABKAkSFQoNcmVhc29uaW5nX2VuZBgDIAEoCRIQCghldmlkZW5jZRgEIAMoCRIWCg51bnJlYWRfbWFya2VycxgFIAMoCSpuCglQYXNzU3BsaXQSGgoWUEFTU19TUExJVF9VTlNQRUNJRklFRBAAEhgKFFBBU1NfU1BMSVRfQVRURU5USU9OEAESFQoRUEFTU19TUExJVF9NT0RVTEUQAhIUChBQQVNTX1NQTElUX0FMT05FEAMypgEKDE1vZGVsU2VydmljZRJNCgpMaXN0TW9kZWxzEh4uaWNlaG91c2UudjEuTGlzdE1vZGVsc1JlcXVlc3QaHy5pY2Vob3VzZS52MS5MaXN0TW9kZWxzUmVzcG9uc2USRwoIR2V0TW9kZWwSHC5pY2Vob3VzZS52MS5HZXRNb2RlbFJlcXVlc3QaHS5pY2Vob3VzZS52MS5HZXRNb2RlbFJlc3BvbnNlQjwKD2Rldi5pY2Vob3VzZS52MVABWidpY2Vob3VzZS5kZXYvYXBpL2ljZWhvdXNlL3YxO2ljZWhvdXNldjFiBnByb3RvMw", [file_icehouse_v1_adapter]);
+  fileDesc("Ch9pY2Vob3VzZS92MS9tb2RlbF9zZXJ2aWNlLnByb3RvEgtpY2Vob3VzZS52MSI6ChFMaXN0TW9kZWxzUmVxdWVzdBIRCglwYWdlX3NpemUYASABKAUSEgoKcGFnZV90b2tlbhgCIAEoCSJRChJMaXN0TW9kZWxzUmVzcG9uc2USIgoGbW9kZWxzGAEgAygLMhIuaWNlaG91c2UudjEuTW9kZWwSFwoPbmV4dF9wYWdlX3Rva2VuGAIgASgJIiAKD0dldE1vZGVsUmVxdWVzdBINCgVtb2RlbBgBIAEoCSI1ChBHZXRNb2RlbFJlc3BvbnNlEiEKBW1vZGVsGAEgASgLMhIuaWNlaG91c2UudjEuTW9kZWwi6wQKBU1vZGVsEgoKAmlkGAEgASgJEhQKDGFyY2hpdGVjdHVyZRgCIAEoCRIXCg92b2NhYnVsYXJ5X3NpemUYAyABKAUSFgoOY29udGV4dF90b2tlbnMYBCABKAUSDQoFZHR5cGUYBSABKAkSFAoMcXVhbnRpemF0aW9uGAYgASgJEhcKD3BhcmFtZXRlcl9jb3VudBgHIAEoAxIUCgx3ZWlnaHRfYnl0ZXMYCCABKAMSGgoSa3ZfYnl0ZXNfcGVyX3Rva2VuGAkgASgDEhUKDWNhY2hlX2NsYXNzZXMYCiADKAkSEwoLZmluZ2VycHJpbnQYCyABKAkSGQoRaGFzX2NoYXRfdGVtcGxhdGUYDCABKAgSFQoNZW9zX3Rva2VuX2lkcxgNIAMoBRIOCgZkZXZpY2UYDiABKAkSJgoIYWRhcHRlcnMYDyADKAsyFC5pY2Vob3VzZS52MS5BZGFwdGVyEhwKFGVtYmVkZGluZ19kaW1lbnNpb25zGBAgASgFEhQKDHJlYWRzX2ltYWdlcxgRIAEoCBIrCgtwYXNzX3NwbGl0cxgSIAMoDjIWLmljZWhvdXNlLnYxLlBhc3NTcGxpdBIZChFydW5zX2ltYWdlc193aG9sZRgTIAEoCBIuCgxyZXBseV9mb3JtYXQYFCABKAsyGC5pY2Vob3VzZS52MS5SZXBseUZvcm1hdBIkCgRraW5kGBUgASgOMhYuaWNlaG91c2UudjEuTW9kZWxLaW5kEjcKEWVtYmVkZGluZ19wcm9tcHRzGBYgAygLMhwuaWNlaG91c2UudjEuRW1iZWRkaW5nUHJvbXB0IkEKD0VtYmVkZGluZ1Byb21wdBIMCgRuYW1lGAEgASgJEgwKBHRleHQYAiABKAkSEgoKaXNfZGVmYXVsdBgDIAEoCCJ2CgtSZXBseUZvcm1hdBINCgVjYWxscxgBIAEoCRIXCg9yZWFzb25pbmdfc3RhcnQYAiABKAkSFQoNcmVhc29uaW5nX2VuZBgDIAEoCRIQCghldmlkZW5jZRgEIAMoCRIWCg51bnJlYWRfbWFya2VycxgFIAMoCSptCglNb2RlbEtpbmQSGgoWTU9ERUxfS0lORF9VTlNQRUNJRklFRBAAEhMKD01PREVMX0tJTkRfQ0hBVBABEhgKFE1PREVMX0tJTkRfRU1CRURESU5HEAISFQoRTU9ERUxfS0lORF9SRVJBTksQAypuCglQYXNzU3BsaXQSGgoWUEFTU19TUExJVF9VTlNQRUNJRklFRBAAEhgKFFBBU1NfU1BMSVRfQVRURU5USU9OEAESFQoRUEFTU19TUExJVF9NT0RVTEUQAhIUChBQQVNTX1NQTElUX0FMT05FEAMypgEKDE1vZGVsU2VydmljZRJNCgpMaXN0TW9kZWxzEh4uaWNlaG91c2UudjEuTGlzdE1vZGVsc1JlcXVlc3QaHy5pY2Vob3VzZS52MS5MaXN0TW9kZWxzUmVzcG9uc2USRwoIR2V0TW9kZWwSHC5pY2Vob3VzZS52MS5HZXRNb2RlbFJlcXVlc3QaHS5pY2Vob3VzZS52MS5HZXRNb2RlbFJlc3BvbnNlQjwKD2Rldi5pY2Vob3VzZS52MVABWidpY2Vob3VzZS5kZXYvYXBpL2ljZWhvdXNlL3YxO2ljZWhvdXNldjFiBnByb3RvMw", [file_icehouse_v1_adapter]);
 
 /**
  * Asks for a page of models.
@@ -261,6 +261,20 @@ export type Model = Message<"icehouse.v1.Model"> & {
    * @generated from field: icehouse.v1.ReplyFormat reply_format = 20;
    */
   replyFormat?: ReplyFormat | undefined;
+
+  /**
+   * What it is for.
+   *
+   * @generated from field: icehouse.v1.ModelKind kind = 21;
+   */
+  kind: ModelKind;
+
+  /**
+   * Texts that it was trained to see before some of the inputs of EmbeddingService, which `prompt_name` may name.
+   *
+   * @generated from field: repeated icehouse.v1.EmbeddingPrompt embedding_prompts = 22;
+   */
+  embeddingPrompts: EmbeddingPrompt[];
 };
 
 /**
@@ -269,6 +283,41 @@ export type Model = Message<"icehouse.v1.Model"> & {
  */
 export const ModelSchema: GenMessage<Model> = /*@__PURE__*/
   messageDesc(file_icehouse_v1_model_service, 4);
+
+/**
+ * A text before inputs.
+ *
+ * @generated from message icehouse.v1.EmbeddingPrompt
+ */
+export type EmbeddingPrompt = Message<"icehouse.v1.EmbeddingPrompt"> & {
+  /**
+   * Its name in the model's folder, for example "query".
+   *
+   * @generated from field: string name = 1;
+   */
+  name: string;
+
+  /**
+   * The text.
+   *
+   * @generated from field: string text = 2;
+   */
+  text: string;
+
+  /**
+   * Whether it is put before inputs of requests that name none.
+   *
+   * @generated from field: bool is_default = 3;
+   */
+  isDefault: boolean;
+};
+
+/**
+ * Describes the message icehouse.v1.EmbeddingPrompt.
+ * Use `create(EmbeddingPromptSchema)` to create a new message.
+ */
+export const EmbeddingPromptSchema: GenMessage<EmbeddingPrompt> = /*@__PURE__*/
+  messageDesc(file_icehouse_v1_model_service, 5);
 
 /**
  * How the replies of a model are parsed, detected when it was loaded.
@@ -319,7 +368,48 @@ export type ReplyFormat = Message<"icehouse.v1.ReplyFormat"> & {
  * Use `create(ReplyFormatSchema)` to create a new message.
  */
 export const ReplyFormatSchema: GenMessage<ReplyFormat> = /*@__PURE__*/
-  messageDesc(file_icehouse_v1_model_service, 5);
+  messageDesc(file_icehouse_v1_model_service, 6);
+
+/**
+ * What a model is for.
+ *
+ * @generated from enum icehouse.v1.ModelKind
+ */
+export enum ModelKind {
+  /**
+   * Never sent.
+   *
+   * @generated from enum value: MODEL_KIND_UNSPECIFIED = 0;
+   */
+  UNSPECIFIED = 0,
+
+  /**
+   * Generates text. EmbeddingService and RerankService work as well, as far as its training goes.
+   *
+   * @generated from enum value: MODEL_KIND_CHAT = 1;
+   */
+  CHAT = 1,
+
+  /**
+   * Makes vectors of texts: EmbeddingService alone. It is an encoder, or its folder says how to pool.
+   *
+   * @generated from enum value: MODEL_KIND_EMBEDDING = 2;
+   */
+  EMBEDDING = 2,
+
+  /**
+   * Has a head that scores pairs of texts: RerankService alone.
+   *
+   * @generated from enum value: MODEL_KIND_RERANK = 3;
+   */
+  RERANK = 3,
+}
+
+/**
+ * Describes the enum icehouse.v1.ModelKind.
+ */
+export const ModelKindSchema: GenEnum<ModelKind> = /*@__PURE__*/
+  enumDesc(file_icehouse_v1_model_service, 0);
 
 /**
  * Where sequences that share a forward pass are computed separately. Everything else is computed for all of them
@@ -361,7 +451,7 @@ export enum PassSplit {
  * Describes the enum icehouse.v1.PassSplit.
  */
 export const PassSplitSchema: GenEnum<PassSplit> = /*@__PURE__*/
-  enumDesc(file_icehouse_v1_model_service, 0);
+  enumDesc(file_icehouse_v1_model_service, 1);
 
 /**
  * Lists and describes the served models. Errors carry google.rpc details as InferenceService's do.

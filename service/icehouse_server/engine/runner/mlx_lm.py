@@ -6,7 +6,7 @@ mlx-lm >= 0.32, < 0.33. Each function here says what it relies on;
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +31,20 @@ def knows(config: Mapping[str, Any]) -> bool:
     return True
 
 
-def read_model(path: Path, *, lazy: bool, trust_remote_code: bool) -> tuple[Any, dict[str, Any]]:
-    """Load weights and config of an MLX model folder. Raises what mlx-lm raises."""
-    model, config = load_model(path, lazy=lazy, trust_remote_code=trust_remote_code)
+def read_model(
+    path: Path,
+    *,
+    lazy: bool,
+    trust_remote_code: bool,
+    classes: Callable[[dict[str, Any]], tuple[Any, Any]] = _get_classes,
+) -> tuple[Any, dict[str, Any]]:
+    """Load weights and config of an MLX model folder. Raises what mlx-lm raises.
+
+    `classes` returns what the model and its arguments are made of.
+    """
+    model, config = load_model(
+        path, lazy=lazy, get_model_classes=classes, trust_remote_code=trust_remote_code
+    )
     return model, dict(config)
 
 

@@ -10,7 +10,7 @@ from icehouse.v1 import cache_policy_pb2, logprobs_pb2
 
 from icehouse_server.config import ServerConfig
 from icehouse_server.domain.ids import CALLER_NAME_PATTERN, DEFAULT_TENANT, Tenant
-from icehouse_server.domain.model import ModelInfo
+from icehouse_server.domain.model import ModelInfo, ModelKind
 from icehouse_server.domain.request import CacheUse, LogprobsWanted
 from icehouse_server.errors import Forbidden, InvalidRequest, NotFound, Reason
 from icehouse_server.rpc.access.caller import Caller, Role
@@ -67,6 +67,24 @@ def check_model(model_id: str, info: ModelInfo) -> None:
             field="model",
             metadata={"model": model_id, "served_model": info.model_id},
         )
+
+
+def check_generates(info: ModelInfo) -> None:
+    """Refuse to have texts continued, or kept, by a model that is made for something else."""
+    if info.kind is ModelKind.CHAT:
+        return
+    raise InvalidRequest(
+        Reason.UNSUPPORTED,
+        f"model {info.model_id!r} generates no text: {_USES[info.kind]}",
+        field="model",
+        metadata={"model": info.model_id, "kind": info.kind.name},
+    )
+
+
+_USES = {
+    ModelKind.EMBEDDING: "it makes vectors of texts; use EmbeddingService.Embed, or /v1/embeddings over HTTP",
+    ModelKind.RERANK: "it scores documents for a query; use RerankService.Rerank, or /v1/rerank over HTTP",
+}
 
 
 def check_adapter(name: str, info: ModelInfo, *, field: str) -> None:

@@ -39,6 +39,7 @@ from icehouse_server.rpc.engine_client.router import Router
 from icehouse_server.rpc.messages.field_checks import (
     cache_use_of,
     check_adapter,
+    check_generates,
     check_model,
     check_name,
     priority_of,
@@ -119,6 +120,8 @@ class Generation:
         tokenizer.
         """
         check_model(message.model, model.info)
+        if not isinstance(message, embedding_service_pb2.EmbedRequest | rerank_service_pb2.RerankRequest):
+            check_generates(model.info)
         check_adapter(adapter, model.info, field=adapter_field)
         call.model_id = model.info.model_id
         call.request_id = (

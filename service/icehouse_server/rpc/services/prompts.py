@@ -23,7 +23,7 @@ from icehouse_server.domain.chat import (
     PromptChangeKind,
     RenderedChat,
 )
-from icehouse_server.domain.model import ModelInfo
+from icehouse_server.domain.model import ModelInfo, ModelKind
 from icehouse_server.domain.request import ImageSpan, SentImages, keys_of
 from icehouse_server.errors import InvalidRequest, Reason
 from icehouse_server.rpc.access import caller as callers
@@ -107,7 +107,20 @@ class InfillText:
         return len(self.prefix) + len(self.suffix)
 
 
-TextPrompt = Text | Chat | InfillText
+@dataclasses.dataclass(frozen=True, slots=True)
+class Pair:
+    """A query and a document, for a model that scores pairs."""
+
+    query: str
+    document: str
+    field: str = "documents"
+
+    @property
+    def size_bytes(self) -> int:
+        return len(self.query) + len(self.document)
+
+
+TextPrompt = Text | Chat | InfillText | Pair
 """What is tokenized here. `size_bytes` is at least the number of bytes: one for each character."""
 Prompt = TextPrompt | Tokens
 ImageWork = Callable[[TextPrompt, "PromptImages | None"], Result]
@@ -211,8 +224,8 @@ def with_sent_images(prompt: UncheckedPrompt, read: Callable[[], SentImages]) ->
     return UncheckedPrompt(check, max(prompt.size_bytes, _LONG_BYTES + 1))
 
 
-def input_of(message: embedding_service_pb2.EmbedInput, info: ModelInfo) -> Text | Tokens:
-    """Return the input, not empty; raises InvalidRequest."""
+def input_of(message: embedding_service_pb2.EmbedInput, info: ModelInfo, *, before: str) -> Text | Tokens:
+    """Return the input, not empty, `before` in front of its text; raises InvalidRequest."""
     kind = message.WhichOneof("input")
     if kind is None:
         raise _missing("`text` or `tokens`")
@@ -220,7 +233,7 @@ def input_of(message: embedding_service_pb2.EmbedInput, info: ModelInfo) -> Text
         return _tokens_of(message.tokens, info, field="tokens")
     if not message.text:
         raise _empty("text")
-    return Text(message.text, field="text")
+    return Text(before + message.text, field="text")
 
 
 @contextlib.contextmanager
@@ -343,13 +356,13 @@ class PromptReader:
 
 
 def check_length(token_count: int, info: ModelInfo, *, field: str) -> None:
-    """Refuse a prompt that leaves no space for one output token."""
-    if token_count < info.context_token_limit:
+    """Refuse a prompt that leaves no space for one output token, if the model generates any."""
+    if token_count <= info.prompt_token_limit:
         return
+    held = f"{info.context_token_limit}{', output included' if info.kind is ModelKind.CHAT else ''}"
     raise InvalidRequest(
         Reason.PROMPT_TOO_LONG,
-        f"the prompt has {token_count} tokens; the model's context holds {info.context_token_limit}, "
-        "output included; shorten the prompt",
+        f"the prompt has {token_count} tokens; the model's context holds {held}; shorten the prompt",
         field=field,
         metadata={"prompt_tokens": token_count, "context_tokens": info.context_token_limit},
     )
@@ -429,6 +442,8 @@ def _check_known(token_ids: Sequence[int], model: ServedModel, *, field: str) ->
 def _tokens(prompt: TextPrompt, model: ServedModel, images: PromptImages | None) -> ReadPrompt:
     if isinstance(prompt, Text):
         return ReadPrompt(tuple(model.tokenizer.encode(prompt.text)))
+    if isinstance(prompt, Pair):
+        return ReadPrompt(tuple(model.tokenizer.encode_pair(prompt.query, prompt.document)))
     if isinstance(prompt, InfillText):
         infill = model.tokenizer.render_infill(prefix=prompt.prefix, suffix=prompt.suffix)
         stops = tuple(i for i in infill.stop_token_ids if i < model.info.vocabulary_size)
@@ -467,7 +482,7 @@ def _rendered(
     return _rendered(conversation, model, images, None)
 
 
-def _check_bytes(prompt: Text | Chat | InfillText, *, limit_bytes: int) -> None:
+def _check_bytes(prompt: TextPrompt, *, limit_bytes: int) -> None:
     if prompt.size_bytes <= limit_bytes:
         return
     raise InvalidRequest(

@@ -4,8 +4,8 @@ import static io.grpc.MethodDescriptor.generateFullMethodName;
 
 /**
  * <pre>
- * Turns texts into vectors: the hidden states of the served model, pooled. Errors carry google.rpc
- * details as InferenceService's do.
+ * Turns texts into vectors: the hidden states of the served model, pooled, and what the model's folder puts
+ * behind that. Errors carry google.rpc details as InferenceService's do.
  * </pre>
  */
 @io.grpc.stub.annotations.GrpcGenerated
@@ -108,8 +108,8 @@ public final class EmbeddingServiceGrpc {
 
   /**
    * <pre>
-   * Turns texts into vectors: the hidden states of the served model, pooled. Errors carry google.rpc
-   * details as InferenceService's do.
+   * Turns texts into vectors: the hidden states of the served model, pooled, and what the model's folder puts
+   * behind that. Errors carry google.rpc details as InferenceService's do.
    * </pre>
    */
   public interface AsyncService {
@@ -118,7 +118,7 @@ public final class EmbeddingServiceGrpc {
      * <pre>
      * Embeds several inputs. They are computed in slices between the decode steps of other requests, and
      * accepted or refused together. FAILED_PRECONDITION (EMBEDDING_UNSUPPORTED) where the model does not expose its
-     * hidden states; otherwise the errors of InferenceService.Generate.
+     * hidden states or is a reranker; otherwise the errors of InferenceService.Generate.
      * </pre>
      */
     default void embed(dev.icehouse.v1.EmbedRequest request,
@@ -130,8 +130,8 @@ public final class EmbeddingServiceGrpc {
   /**
    * Base class for the server implementation of the service EmbeddingService.
    * <pre>
-   * Turns texts into vectors: the hidden states of the served model, pooled. Errors carry google.rpc
-   * details as InferenceService's do.
+   * Turns texts into vectors: the hidden states of the served model, pooled, and what the model's folder puts
+   * behind that. Errors carry google.rpc details as InferenceService's do.
    * </pre>
    */
   public static abstract class EmbeddingServiceImplBase
@@ -145,8 +145,8 @@ public final class EmbeddingServiceGrpc {
   /**
    * A stub to allow clients to do asynchronous rpc calls to service EmbeddingService.
    * <pre>
-   * Turns texts into vectors: the hidden states of the served model, pooled. Errors carry google.rpc
-   * details as InferenceService's do.
+   * Turns texts into vectors: the hidden states of the served model, pooled, and what the model's folder puts
+   * behind that. Errors carry google.rpc details as InferenceService's do.
    * </pre>
    */
   public static final class EmbeddingServiceStub
@@ -166,7 +166,7 @@ public final class EmbeddingServiceGrpc {
      * <pre>
      * Embeds several inputs. They are computed in slices between the decode steps of other requests, and
      * accepted or refused together. FAILED_PRECONDITION (EMBEDDING_UNSUPPORTED) where the model does not expose its
-     * hidden states; otherwise the errors of InferenceService.Generate.
+     * hidden states or is a reranker; otherwise the errors of InferenceService.Generate.
      * </pre>
      */
     public void embed(dev.icehouse.v1.EmbedRequest request,
@@ -179,8 +179,8 @@ public final class EmbeddingServiceGrpc {
   /**
    * A stub to allow clients to do synchronous rpc calls to service EmbeddingService.
    * <pre>
-   * Turns texts into vectors: the hidden states of the served model, pooled. Errors carry google.rpc
-   * details as InferenceService's do.
+   * Turns texts into vectors: the hidden states of the served model, pooled, and what the model's folder puts
+   * behind that. Errors carry google.rpc details as InferenceService's do.
    * </pre>
    */
   public static final class EmbeddingServiceBlockingV2Stub
@@ -200,7 +200,7 @@ public final class EmbeddingServiceGrpc {
      * <pre>
      * Embeds several inputs. They are computed in slices between the decode steps of other requests, and
      * accepted or refused together. FAILED_PRECONDITION (EMBEDDING_UNSUPPORTED) where the model does not expose its
-     * hidden states; otherwise the errors of InferenceService.Generate.
+     * hidden states or is a reranker; otherwise the errors of InferenceService.Generate.
      * </pre>
      */
     public dev.icehouse.v1.EmbedResponse embed(dev.icehouse.v1.EmbedRequest request) throws io.grpc.StatusException {
@@ -212,8 +212,8 @@ public final class EmbeddingServiceGrpc {
   /**
    * A stub to allow clients to do limited synchronous rpc calls to service EmbeddingService.
    * <pre>
-   * Turns texts into vectors: the hidden states of the served model, pooled. Errors carry google.rpc
-   * details as InferenceService's do.
+   * Turns texts into vectors: the hidden states of the served model, pooled, and what the model's folder puts
+   * behind that. Errors carry google.rpc details as InferenceService's do.
    * </pre>
    */
   public static final class EmbeddingServiceBlockingStub
@@ -233,7 +233,7 @@ public final class EmbeddingServiceGrpc {
      * <pre>
      * Embeds several inputs. They are computed in slices between the decode steps of other requests, and
      * accepted or refused together. FAILED_PRECONDITION (EMBEDDING_UNSUPPORTED) where the model does not expose its
-     * hidden states; otherwise the errors of InferenceService.Generate.
+     * hidden states or is a reranker; otherwise the errors of InferenceService.Generate.
      * </pre>
      */
     public dev.icehouse.v1.EmbedResponse embed(dev.icehouse.v1.EmbedRequest request) {
@@ -245,8 +245,8 @@ public final class EmbeddingServiceGrpc {
   /**
    * A stub to allow clients to do ListenableFuture-style rpc calls to service EmbeddingService.
    * <pre>
-   * Turns texts into vectors: the hidden states of the served model, pooled. Errors carry google.rpc
-   * details as InferenceService's do.
+   * Turns texts into vectors: the hidden states of the served model, pooled, and what the model's folder puts
+   * behind that. Errors carry google.rpc details as InferenceService's do.
    * </pre>
    */
   public static final class EmbeddingServiceFutureStub
@@ -266,7 +266,7 @@ public final class EmbeddingServiceGrpc {
      * <pre>
      * Embeds several inputs. They are computed in slices between the decode steps of other requests, and
      * accepted or refused together. FAILED_PRECONDITION (EMBEDDING_UNSUPPORTED) where the model does not expose its
-     * hidden states; otherwise the errors of InferenceService.Generate.
+     * hidden states or is a reranker; otherwise the errors of InferenceService.Generate.
      * </pre>
      */
     public com.google.common.util.concurrent.ListenableFuture<dev.icehouse.v1.EmbedResponse> embed(

@@ -41,6 +41,11 @@ public final class ModelServiceOuterClass {
     com.google.protobuf.GeneratedMessageV3.FieldAccessorTable
       internal_static_icehouse_v1_Model_fieldAccessorTable;
   static final com.google.protobuf.Descriptors.Descriptor
+    internal_static_icehouse_v1_EmbeddingPrompt_descriptor;
+  static final 
+    com.google.protobuf.GeneratedMessageV3.FieldAccessorTable
+      internal_static_icehouse_v1_EmbeddingPrompt_fieldAccessorTable;
+  static final com.google.protobuf.Descriptors.Descriptor
     internal_static_icehouse_v1_ReplyFormat_descriptor;
   static final 
     com.google.protobuf.GeneratedMessageV3.FieldAccessorTable
@@ -61,7 +66,7 @@ public final class ModelServiceOuterClass {
       "odels\030\001 \003(\0132\022.icehouse.v1.Model\022\027\n\017next_" +
       "page_token\030\002 \001(\t\" \n\017GetModelRequest\022\r\n\005m" +
       "odel\030\001 \001(\t\"5\n\020GetModelResponse\022!\n\005model\030" +
-      "\001 \001(\0132\022.icehouse.v1.Model\"\214\004\n\005Model\022\n\n\002i" +
+      "\001 \001(\0132\022.icehouse.v1.Model\"\353\004\n\005Model\022\n\n\002i" +
       "d\030\001 \001(\t\022\024\n\014architecture\030\002 \001(\t\022\027\n\017vocabul" +
       "ary_size\030\003 \001(\005\022\026\n\016context_tokens\030\004 \001(\005\022\r" +
       "\n\005dtype\030\005 \001(\t\022\024\n\014quantization\030\006 \001(\t\022\027\n\017p" +
@@ -74,19 +79,26 @@ public final class ModelServiceOuterClass {
       "ions\030\020 \001(\005\022\024\n\014reads_images\030\021 \001(\010\022+\n\013pass" +
       "_splits\030\022 \003(\0162\026.icehouse.v1.PassSplit\022\031\n" +
       "\021runs_images_whole\030\023 \001(\010\022.\n\014reply_format" +
-      "\030\024 \001(\0132\030.icehouse.v1.ReplyFormat\"v\n\013Repl" +
-      "yFormat\022\r\n\005calls\030\001 \001(\t\022\027\n\017reasoning_star" +
-      "t\030\002 \001(\t\022\025\n\rreasoning_end\030\003 \001(\t\022\020\n\010eviden" +
-      "ce\030\004 \003(\t\022\026\n\016unread_markers\030\005 \003(\t*n\n\tPass" +
-      "Split\022\032\n\026PASS_SPLIT_UNSPECIFIED\020\000\022\030\n\024PAS" +
-      "S_SPLIT_ATTENTION\020\001\022\025\n\021PASS_SPLIT_MODULE" +
-      "\020\002\022\024\n\020PASS_SPLIT_ALONE\020\0032\246\001\n\014ModelServic" +
-      "e\022M\n\nListModels\022\036.icehouse.v1.ListModels" +
-      "Request\032\037.icehouse.v1.ListModelsResponse" +
-      "\022G\n\010GetModel\022\034.icehouse.v1.GetModelReque" +
-      "st\032\035.icehouse.v1.GetModelResponseB<\n\017dev" +
-      ".icehouse.v1P\001Z\'icehouse.dev/api/icehous" +
-      "e/v1;icehousev1b\006proto3"
+      "\030\024 \001(\0132\030.icehouse.v1.ReplyFormat\022$\n\004kind" +
+      "\030\025 \001(\0162\026.icehouse.v1.ModelKind\0227\n\021embedd" +
+      "ing_prompts\030\026 \003(\0132\034.icehouse.v1.Embeddin" +
+      "gPrompt\"A\n\017EmbeddingPrompt\022\014\n\004name\030\001 \001(\t" +
+      "\022\014\n\004text\030\002 \001(\t\022\022\n\nis_default\030\003 \001(\010\"v\n\013Re" +
+      "plyFormat\022\r\n\005calls\030\001 \001(\t\022\027\n\017reasoning_st" +
+      "art\030\002 \001(\t\022\025\n\rreasoning_end\030\003 \001(\t\022\020\n\010evid" +
+      "ence\030\004 \003(\t\022\026\n\016unread_markers\030\005 \003(\t*m\n\tMo" +
+      "delKind\022\032\n\026MODEL_KIND_UNSPECIFIED\020\000\022\023\n\017M" +
+      "ODEL_KIND_CHAT\020\001\022\030\n\024MODEL_KIND_EMBEDDING" +
+      "\020\002\022\025\n\021MODEL_KIND_RERANK\020\003*n\n\tPassSplit\022\032" +
+      "\n\026PASS_SPLIT_UNSPECIFIED\020\000\022\030\n\024PASS_SPLIT" +
+      "_ATTENTION\020\001\022\025\n\021PASS_SPLIT_MODULE\020\002\022\024\n\020P" +
+      "ASS_SPLIT_ALONE\020\0032\246\001\n\014ModelService\022M\n\nLi" +
+      "stModels\022\036.icehouse.v1.ListModelsRequest" +
+      "\032\037.icehouse.v1.ListModelsResponse\022G\n\010Get" +
+      "Model\022\034.icehouse.v1.GetModelRequest\032\035.ic" +
+      "ehouse.v1.GetModelResponseB<\n\017dev.icehou" +
+      "se.v1P\001Z\'icehouse.dev/api/icehouse/v1;ic" +
+      "ehousev1b\006proto3"
     };
     descriptor = com.google.protobuf.Descriptors.FileDescriptor
       .internalBuildGeneratedFileFrom(descriptorData,
@@ -122,9 +134,15 @@ public final class ModelServiceOuterClass {
     internal_static_icehouse_v1_Model_fieldAccessorTable = new
       com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
         internal_static_icehouse_v1_Model_descriptor,
-        new java.lang.String[] { "Id", "Architecture", "VocabularySize", "ContextTokens", "Dtype", "Quantization", "ParameterCount", "WeightBytes", "KvBytesPerToken", "CacheClasses", "Fingerprint", "HasChatTemplate", "EosTokenIds", "Device", "Adapters", "EmbeddingDimensions", "ReadsImages", "PassSplits", "RunsImagesWhole", "ReplyFormat", });
-    internal_static_icehouse_v1_ReplyFormat_descriptor =
+        new java.lang.String[] { "Id", "Architecture", "VocabularySize", "ContextTokens", "Dtype", "Quantization", "ParameterCount", "WeightBytes", "KvBytesPerToken", "CacheClasses", "Fingerprint", "HasChatTemplate", "EosTokenIds", "Device", "Adapters", "EmbeddingDimensions", "ReadsImages", "PassSplits", "RunsImagesWhole", "ReplyFormat", "Kind", "EmbeddingPrompts", });
+    internal_static_icehouse_v1_EmbeddingPrompt_descriptor =
       getDescriptor().getMessageTypes().get(5);
+    internal_static_icehouse_v1_EmbeddingPrompt_fieldAccessorTable = new
+      com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
+        internal_static_icehouse_v1_EmbeddingPrompt_descriptor,
+        new java.lang.String[] { "Name", "Text", "IsDefault", });
+    internal_static_icehouse_v1_ReplyFormat_descriptor =
+      getDescriptor().getMessageTypes().get(6);
     internal_static_icehouse_v1_ReplyFormat_fieldAccessorTable = new
       com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
         internal_static_icehouse_v1_ReplyFormat_descriptor,

@@ -82,7 +82,6 @@ class Encoder(Module):
             if size != step.input_size:
                 raise ValueError(f"{step.path.name} takes {step.input_size} numbers, and gets {size}")
         self.vector_size = 1 if self.has_head else sizes[-1]
-        self.token_limit = min(self.body.token_limit, recipe.token_limit or self.body.token_limit)
 
     def __call__(self, texts: Sequence[Sequence[int]]) -> mx.array:
         """Return what each text comes to: [texts, vector_size] in float32. The shortest comes first."""
@@ -128,6 +127,11 @@ class Encoder(Module):
                 held: Any = mx.load(str(file))
                 own |= {f"dense.{index}.{name.rpartition('.')[2]}": array for name, array in held.items()}
         return found | own
+
+    def context_token_limit(self, wanted: int | None) -> int:
+        """Return how long a text may be: `wanted`, or what the recipe says; no more than the model takes."""
+        most: int = self.body.token_limit
+        return min(most, wanted or self._recipe.token_limit or most)
 
     def make_cache(self) -> list[Any]:
         """Return nothing: of a text nothing is kept."""

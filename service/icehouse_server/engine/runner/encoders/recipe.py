@@ -1,4 +1,4 @@
-"""Recipe: what a model's folder says of how its hidden states become a vector, and what it is for.
+"""Recipe: what a model's folder says of how its hidden states become a vector or a score.
 
 As sentence-transformers writes it: modules.json names the steps, each with a folder of its own. A folder
 without one is taken as sentence-transformers takes it: the mean over all tokens. What is not known here is
@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from icehouse_server.domain.model import ModelKind
+from icehouse_server.domain.model import EmbeddingPrompt
 from icehouse_server.engine.runner.encoders.config_values import size_of
 
 _CLASSIFIER: Final = "ForSequenceClassification"
@@ -59,17 +59,7 @@ class Recipe:
     dense: tuple[DenseStep, ...] = ()
     token_limit: int | None = None
     """Texts are no longer than this, whatever the model could take."""
-    prompts: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Texts that stand before an input, by their names."""
-    default_prompt: str = ""
-    """That before an input which names none."""
-
-
-def kind_of(folder: Path, config: Mapping[str, Any], *, is_encoder: bool) -> ModelKind:
-    """Return what a model is for. Raises ValueError for a modules.json that cannot be read."""
-    if is_encoder:
-        return ModelKind.RERANK if has_head(config) else ModelKind.EMBEDDING
-    return ModelKind.CHAT if recipe_of(folder).gather is None else ModelKind.EMBEDDING
+    prompts: tuple[EmbeddingPrompt, ...] = ()
 
 
 def has_head(config: Mapping[str, Any]) -> bool:
@@ -99,19 +89,11 @@ def recipe_of(folder: Path) -> Recipe:
     limits = folder / "sentence_bert_config.json"
     limit = _object(limits).get("max_seq_length") if limits.exists() else None
     named = folder / "config_sentence_transformers.json"
-    prompts, default = {}, None
-    if named.exists():
-        options = _object(named)
-        prompts = {str(name): str(text) for name, text in (options.get("prompts") or {}).items()}
-        default = options.get("default_prompt_name")
-    if default is not None and default not in prompts:
-        raise ValueError(f"{named.name} has no prompt of its default_prompt_name {default!r}")
     return Recipe(
         gather=gather,
         dense=tuple(dense),
         token_limit=limit if isinstance(limit, int) and limit > 0 else None,
-        prompts=prompts,
-        default_prompt="" if default is None else prompts[default],
+        prompts=_prompts_of(_object(named)) if named.exists() else (),
     )
 
 
@@ -130,6 +112,13 @@ def _steps(folder: Path) -> Sequence[tuple[str, Path]]:
             raise ValueError(f"modules.json has a step in {name!r}, which is not a folder beside it")
         steps.append((str(each.get("type", "")).rpartition(".")[2], folder / name))
     return steps
+
+
+def _prompts_of(options: Mapping[str, Any]) -> tuple[EmbeddingPrompt, ...]:
+    prompts, default = options.get("prompts") or {}, options.get("default_prompt_name")
+    if default is not None and default not in prompts:
+        raise ValueError(f"it has no prompt of its default_prompt_name {default!r}")
+    return tuple(EmbeddingPrompt(str(name), str(text), name == default) for name, text in prompts.items())
 
 
 def _gather_of(options: Mapping[str, Any]) -> Gather:
