@@ -44,7 +44,7 @@ from icehouse_server.engine.runner.vision import mlx_vlm
 from icehouse_server.engine.scheduling.limits import SchedulerLimits
 from icehouse_server.engine.scheduling.policy import GPU_POLICY, POLICY, PassPolicy
 from icehouse_server.engine.scheduling.waiting_queue import WaitingLimits
-from icehouse_server.errors import IcehouseError, Reason, StartError, imports_of_extra
+from icehouse_server.errors import IcehouseError, Reason, StartError, imports_of_extra, model_invalid
 from icehouse_server.rpc.engine_client.engine_ports import BlockFiles, EnginePort, ServedModel
 from icehouse_server.rpc.engine_client.router import Router
 from icehouse_server.rpc.kv_events.kv_event_source import CONNECT_PREFIX, KvEventSource
@@ -121,8 +121,7 @@ def build_server(
     draft: ModelSource | None = None,
 ) -> Server:
     """Wire the parts of a server. Reads the tokenizer; raises ModelError when the folder has none to read."""
-    is_encoder = reads_whole(model.path)
-    if is_encoder:
+    if reads_whole(model.path):
         # It keeps nothing of a text.
         config = dataclasses.replace(config, cache=dataclasses.replace(config.cache, enabled=False))
     source = model_source(config, model, dtype=weights_dtype(config.model, device))
@@ -133,15 +132,8 @@ def build_server(
         source = dataclasses.replace(source, code=fingerprint.code)
     limits = engine_limits(config, device)
     mailbox: Mailbox[Message] = Mailbox(limit=config.engine.mailbox_limit)
-    if draft is not None:
-        draft = dataclasses.replace(draft, dtype=source.dtype)
-    make_runner = EncoderRunner if is_encoder else functools.partial(ModelRunner, draft_source=draft)
-    runner = make_runner(
-        source=source,
-        tokenizer=tokenizer,
-        settings=runner_settings(config, device),
-        clock=clock,
-        fingerprint_hex=fingerprint.value.hex(),
+    runner = build_runner(
+        config, source, draft, tokenizer, device=device, clock=clock, fingerprint_hex=fingerprint.value.hex()
     )
     telemetry = TelemetryParts(config)
     cache = build_cache_parts(
@@ -178,6 +170,32 @@ def build_server(
         worker=worker_parts(config, source, running_limit=limits.running_limit, kv_events=kv_events.source),
     )
     return Server(engine, rpc, router, clock, cache.storage, telemetry, kv_events)
+
+
+def build_runner(
+    config: Config,
+    source: ModelSource,
+    draft: ModelSource | None,
+    tokenizer: Tokenizer,
+    *,
+    device: Device,
+    clock: Clock,
+    fingerprint_hex: str,
+) -> ModelRunner | EncoderRunner:
+    """Make what runs the model in a folder. Raises ModelError for a draft model beside an encoder."""
+    is_encoder = reads_whole(source.path)
+    if draft is not None:
+        if is_encoder:
+            raise model_invalid(f"the model in {source.path} decodes nothing; serve it without a draft model")
+        draft = dataclasses.replace(draft, dtype=source.dtype)
+    make = EncoderRunner if is_encoder else functools.partial(ModelRunner, draft_source=draft)
+    return make(
+        source=source,
+        tokenizer=tokenizer,
+        settings=runner_settings(config, device),
+        clock=clock,
+        fingerprint_hex=fingerprint_hex,
+    )
 
 
 def runner_settings(config: Config, device: Device) -> RunnerSettings:

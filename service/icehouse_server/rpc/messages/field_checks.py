@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NoReturn
 
 from google.protobuf.duration_pb2 import Duration
@@ -45,6 +46,20 @@ def refuse_value(field: str, value: object, wanted: str, *, unit: str = "") -> N
     )
 
 
+@contextlib.contextmanager
+def names_item(item: str, *, names_field: bool = True) -> Iterator[None]:
+    """Have a refusal name the list's item at fault, such as `inputs[3]`, and the field in it."""
+    try:
+        yield
+    except InvalidRequest as error:
+        raise InvalidRequest(
+            error.reason,
+            f"{item}: {error.message}",
+            field=f"{item}.{error.field}" if names_field else item,
+            metadata=error.metadata,
+        ) from error
+
+
 def check_count(field: str, count: int, limit: int, unit: str) -> None:
     """Refuse more than `limit` of what `unit` names."""
     if count > limit:
@@ -69,13 +84,13 @@ def check_model(model_id: str, info: ModelInfo) -> None:
         )
 
 
-def check_generates(info: ModelInfo) -> None:
-    """Refuse to have texts continued, or kept, by a model that is made for something else."""
-    if info.kind is ModelKind.CHAT:
+def check_kind(info: ModelInfo, wanted: ModelKind) -> None:
+    """Refuse a use that a model is not made for; one that generates text serves all."""
+    if info.kind in (ModelKind.CHAT, wanted):
         return
     raise InvalidRequest(
         Reason.UNSUPPORTED,
-        f"model {info.model_id!r} generates no text: {_USES[info.kind]}",
+        f"model {info.model_id!r} is not made for this: {_USES[info.kind]}",
         field="model",
         metadata={"model": info.model_id, "kind": info.kind.name},
     )
@@ -245,6 +260,19 @@ def page_size_of(value: int) -> int:
     if value < 0:
         refuse_value("page_size", value, "0 or more")
     return min(value or DEFAULT_PAGE_SIZE, PAGE_SIZE_LIMIT)
+
+
+def check_length(token_count: int, info: ModelInfo, *, field: str) -> None:
+    """Refuse a prompt that leaves no space for one output token, if the model generates any."""
+    if token_count <= info.prompt_token_limit:
+        return
+    held = f"{info.context_token_limit}{', output included' if info.kind is ModelKind.CHAT else ''}"
+    raise InvalidRequest(
+        Reason.PROMPT_TOO_LONG,
+        f"the prompt has {token_count} tokens; the model's context holds {held}; shorten the prompt",
+        field=field,
+        metadata={"prompt_tokens": token_count, "context_tokens": info.context_token_limit},
+    )
 
 
 def check_token_ids(token_ids: Sequence[int], info: ModelInfo, *, field: str) -> None:

@@ -15,11 +15,11 @@ from icehouse_server.domain.request import Pooling, Vector, finished
 from icehouse_server.errors import CannotFit, Reason
 from icehouse_server.rpc.calls.call_lifecycle import Context, RpcCall
 from icehouse_server.rpc.engine_client.engine_ports import ServedModel
-from icehouse_server.rpc.messages.field_checks import refuse_value
+from icehouse_server.rpc.messages.field_checks import names_item, refuse_value
 from icehouse_server.rpc.messages.proto_map import duration_proto
 from icehouse_server.rpc.services.generation import Service
 from icehouse_server.rpc.services.prepared import requests_together
-from icehouse_server.rpc.services.prompts import UncheckedPrompt, input_of, names_item
+from icehouse_server.rpc.services.prompts import UncheckedPrompt, input_of
 
 _POOLINGS = {
     messages.POOLING_LAST_TOKEN: Pooling.LAST_TOKEN,
@@ -48,6 +48,7 @@ class EmbeddingService(Service, embedding_service_pb2_grpc.EmbeddingServiceServi
             policy=_NO_CACHE,
             model=model,
             call=call,
+            wanted=ModelKind.EMBEDDING,
         )
         dimension_count = self._check(request, model.info)
         whole = dataclasses.replace(whole, pooling=_pooling_of(request.pooling, model.info))
@@ -82,13 +83,9 @@ class EmbeddingService(Service, embedding_service_pb2_grpc.EmbeddingServiceServi
     def _check(self, request: messages.EmbedRequest, info: ModelInfo) -> int:
         """Refuse what can be refused without the tokenizer; return the number of dimensions."""
         if not info.embedding_size:
-            is_reranker = info.kind is ModelKind.RERANK
-            why = (
-                "scores documents, and makes no vectors" if is_reranker else "shows no hidden states to pool"
-            )
             raise CannotFit(
                 Reason.EMBEDDING_UNSUPPORTED,
-                f"model {info.model_id!r} ({info.architecture}) {why}",
+                f"model {info.model_id!r} ({info.architecture}) shows no hidden states to pool",
                 metadata={"model": info.model_id, "architecture": info.architecture},
             )
         limit = self._config.max_embedding_inputs
@@ -106,7 +103,7 @@ class EmbeddingService(Service, embedding_service_pb2_grpc.EmbeddingServiceServi
         inputs: list[tuple[int, ...]] = []
         for index, message in enumerate(request.inputs):
             with names_item(f"inputs[{index}]"):
-                check = functools.partial(input_of, message, model.info, before=before)
+                check = functools.partial(input_of, message, model.info, before)
                 prompt = UncheckedPrompt(check, message.ByteSize())
                 inputs.append((await self._prompts.read(prompt, model)).token_ids)
         call.prompt_token_count = sum(map(len, inputs))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from icehouse.v1 import embedding_service_pb2, prompt_pb2, tool_pb2
@@ -23,7 +23,7 @@ from icehouse_server.domain.chat import (
     PromptChangeKind,
     RenderedChat,
 )
-from icehouse_server.domain.model import ModelInfo, ModelKind
+from icehouse_server.domain.model import ModelInfo
 from icehouse_server.domain.request import ImageSpan, SentImages, keys_of
 from icehouse_server.errors import InvalidRequest, Reason
 from icehouse_server.rpc.access import caller as callers
@@ -31,7 +31,7 @@ from icehouse_server.rpc.access.shares import FairQueue, FairShare, ended
 from icehouse_server.rpc.engine_client.engine_ports import ServedModel
 from icehouse_server.rpc.image_sources.image_fetcher import ImageFetcher
 from icehouse_server.rpc.messages.conversations import check_no_tools, conversation_of, is_stable
-from icehouse_server.rpc.messages.field_checks import check_token_ids, shown
+from icehouse_server.rpc.messages.field_checks import check_length, check_token_ids, shown
 from icehouse_server.rpc.services.known_replies import KnownReplies
 from icehouse_server.rpc.services.prepared import RenderedConversation
 from icehouse_server.text.chat.kept_reply import KeptReply
@@ -224,7 +224,7 @@ def with_sent_images(prompt: UncheckedPrompt, read: Callable[[], SentImages]) ->
     return UncheckedPrompt(check, max(prompt.size_bytes, _LONG_BYTES + 1))
 
 
-def input_of(message: embedding_service_pb2.EmbedInput, info: ModelInfo, *, before: str) -> Text | Tokens:
+def input_of(message: embedding_service_pb2.EmbedInput, info: ModelInfo, before: str) -> Text | Tokens:
     """Return the input, not empty, `before` in front of its text; raises InvalidRequest."""
     kind = message.WhichOneof("input")
     if kind is None:
@@ -234,20 +234,6 @@ def input_of(message: embedding_service_pb2.EmbedInput, info: ModelInfo, *, befo
     if not message.text:
         raise _empty("text")
     return Text(before + message.text, field="text")
-
-
-@contextlib.contextmanager
-def names_item(item: str, *, names_field: bool = True) -> Iterator[None]:
-    """Have a refusal name the list's item at fault, such as `inputs[3]`, and the field in it."""
-    try:
-        yield
-    except InvalidRequest as error:
-        raise InvalidRequest(
-            error.reason,
-            f"{item}: {error.message}",
-            field=f"{item}.{error.field}" if names_field else item,
-            metadata=error.metadata,
-        ) from error
 
 
 class PromptReader:
@@ -353,19 +339,6 @@ class PromptReader:
     def close(self) -> None:
         """Take no more work; what runs goes on to its end."""
         self._executor.shutdown(wait=False, cancel_futures=True)
-
-
-def check_length(token_count: int, info: ModelInfo, *, field: str) -> None:
-    """Refuse a prompt that leaves no space for one output token, if the model generates any."""
-    if token_count <= info.prompt_token_limit:
-        return
-    held = f"{info.context_token_limit}{', output included' if info.kind is ModelKind.CHAT else ''}"
-    raise InvalidRequest(
-        Reason.PROMPT_TOO_LONG,
-        f"the prompt has {token_count} tokens; the model's context holds {held}; shorten the prompt",
-        field=field,
-        metadata={"prompt_tokens": token_count, "context_tokens": info.context_token_limit},
-    )
 
 
 def pieces(prompt: TextPrompt, model: ServedModel, images: PromptImages | None) -> list[tuple[int, str]]:

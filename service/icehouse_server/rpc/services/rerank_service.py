@@ -19,11 +19,11 @@ from icehouse_server.domain.sampling import SamplingParams
 from icehouse_server.errors import InvalidRequest, Reason
 from icehouse_server.rpc.calls.call_lifecycle import Context, RpcCall
 from icehouse_server.rpc.engine_client.engine_ports import ServedModel
-from icehouse_server.rpc.messages.field_checks import refuse_value
+from icehouse_server.rpc.messages.field_checks import names_item, refuse_value
 from icehouse_server.rpc.messages.proto_map import duration_proto
 from icehouse_server.rpc.services.generation import Service
 from icehouse_server.rpc.services.prepared import requests_together
-from icehouse_server.rpc.services.prompts import Chat, Pair, ReadPrompt, Text, UncheckedPrompt, names_item
+from icehouse_server.rpc.services.prompts import Chat, Pair, ReadPrompt, Text, UncheckedPrompt
 
 
 class RerankService(Service, rerank_service_pb2_grpc.RerankServiceServicer):
@@ -39,6 +39,7 @@ class RerankService(Service, rerank_service_pb2_grpc.RerankServiceServicer):
                 policy=request.cache,
                 model=model,
                 call=call,
+                wanted=ModelKind.RERANK,
             )
             form = self._check(request, model)
             if isinstance(form, PairForm):
