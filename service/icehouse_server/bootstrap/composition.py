@@ -183,19 +183,19 @@ def build_runner(
     fingerprint_hex: str,
 ) -> ModelRunner | EncoderRunner:
     """Make what runs the model in a folder. Raises ModelError for a draft model beside an encoder."""
-    is_encoder = reads_whole(source.path)
+    settings = runner_settings(config, device)
+    if not reads_whole(source.path):
+        return ModelRunner(
+            source=source,
+            tokenizer=tokenizer,
+            settings=settings,
+            clock=clock,
+            fingerprint_hex=fingerprint_hex,
+            draft_source=draft and dataclasses.replace(draft, dtype=source.dtype),
+        )
     if draft is not None:
-        if is_encoder:
-            raise model_invalid(f"the model in {source.path} decodes nothing; serve it without a draft model")
-        draft = dataclasses.replace(draft, dtype=source.dtype)
-    make = EncoderRunner if is_encoder else functools.partial(ModelRunner, draft_source=draft)
-    return make(
-        source=source,
-        tokenizer=tokenizer,
-        settings=runner_settings(config, device),
-        clock=clock,
-        fingerprint_hex=fingerprint_hex,
-    )
+        raise model_invalid(f"the model in {source.path} decodes nothing; serve it without a draft model")
+    return EncoderRunner(source=source, tokenizer=tokenizer, settings=settings, clock=clock)
 
 
 def runner_settings(config: Config, device: Device) -> RunnerSettings:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import mlx.core as mx
 import numpy as np
 import pytest
 from icehouse.v1 import cache_service_pb2 as cache_messages
@@ -175,6 +176,23 @@ async def test_a_decoder_pools_as_its_folder_says_and_is_for_embeddings_alone(tm
     assert answer.reason == Reason.UNSUPPORTED
     np.testing.assert_allclose(own.values, mean.values, atol=1e-5)
     assert not np.allclose(own.values, last.values, atol=0.05)
+
+
+async def test_a_decoder_may_be_published_as_its_body_alone(tmp_path: Path) -> None:
+    whole = tiny_model_dir(tmp_path, "qwen3", name="whole", tie_word_embeddings=True)
+    bare = tiny_model_dir(tmp_path, "qwen3", name="bare", tie_word_embeddings=True)
+    file = str(bare / "model.safetensors")
+    weights = {name.removeprefix("model."): array for name, array in mx.load(file).items()}  # type: ignore[union-attr]
+    mx.save_safetensors(file, weights)
+    (bare / "1_Pooling").mkdir()
+    write_json(bare / "1_Pooling" / "config.json", {"pooling_mode_lasttoken": True})
+    write_json(bare / "modules.json", [{"path": "1_Pooling", "type": "sentence_transformers.models.Pooling"}])
+    request = embedding.EmbedRequest(inputs=[embedding.EmbedInput(text="The ice house")])
+    found = []
+    for folder in (whole, bare):
+        async with whole_server(folder, tmp_path / "blocks") as served:
+            found.append((await served.embeddings.Embed(request)).embeddings[0].values)
+    assert list(found[0]) == list(found[1])
 
 
 async def test_a_thousand_requests_leave_no_memory_behind(tmp_path: Path) -> None:

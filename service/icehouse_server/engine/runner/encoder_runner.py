@@ -49,13 +49,11 @@ class EncoderRunner:
         tokenizer: Tokenizer,
         settings: RunnerSettings,
         clock: Clock,
-        fingerprint_hex: str = "",
     ) -> None:
         self._source = source
         self._tokenizer = tokenizer
         self._settings = settings
         self._clock = clock
-        self._fingerprint_hex = fingerprint_hex
         self._thread = OneThread()
         self._freed = FreedBuffers()
         self._model: Encoder | None = None
@@ -82,7 +80,7 @@ class EncoderRunner:
         _log.info("weights_read", extra={"path": self._source.path})
         if self._settings.is_memory_wired:
             mlx_lm.wire_memory()
-        info = model_loader.describe(loaded, self._source, self._tokenizer, self._fingerprint_hex)
+        info = model_loader.describe(loaded, self._source, self._tokenizer, fingerprint_hex="")
         shape = dataclasses.replace(model_loader.shape_of(loaded), keeps_scores=False)
         self._memory_model = MemoryModel(
             shape,

@@ -157,13 +157,12 @@ def load(source: ModelSource) -> LoadedModel:
     try:
         if sees:
             model, tower, config = mlx_vlm.read_model(source.path, lazy=True)
-        elif is_encoder(read_config(source.path)):
-            model, config = mlx_lm.read_model(
-                source.path, lazy=True, trust_remote_code=False, classes=encoder_classes(source.path)
-            )
         else:
             model, config = mlx_lm.read_model(
-                source.path, lazy=True, trust_remote_code=source.trust_remote_code
+                source.path,
+                lazy=True,
+                trust_remote_code=source.trust_remote_code,
+                classes=_classes_for(source.path),
             )
         if source.adapter_path:
             model = mlx_lm.read_adapter(model, source.adapter_path)
@@ -186,6 +185,13 @@ def load(source: ModelSource) -> LoadedModel:
         caches = leaves(make_caches(model))
         source.code.check({type(each) for each in (*(m for part in parts for m in part.modules()), *caches)})
     return LoadedModel(model, config, tower)
+
+
+def _classes_for(path: Path) -> mlx_lm.Classes | None:
+    """Return what a folder's model is made of, where that is not what mlx-lm makes of it by itself."""
+    if reads_whole(path):
+        return encoder_classes(path)
+    return None if recipe_of(path).gather is None else mlx_lm.bare_classes
 
 
 def _load_error(

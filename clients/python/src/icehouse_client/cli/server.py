@@ -122,6 +122,7 @@ def _model_table(model: Model) -> Table:
     kv = size_text(model.kv_bytes_per_token) if model.kv_bytes_per_token else "not known"
     return facts_table(
         ("model", model.id),
+        ("made for", facts_of(model)["kind"].removeprefix("MODEL_KIND_").lower()),
         ("kind", f"{model.architecture}, {model.dtype}, quantization {model.quantization}"),
         (
             "size",
