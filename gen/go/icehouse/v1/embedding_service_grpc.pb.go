@@ -33,7 +33,7 @@ const (
 type EmbeddingServiceClient interface {
 	// Embeds several inputs. They are computed in slices between the decode steps of other requests, and
 	// accepted or refused together. FAILED_PRECONDITION (EMBEDDING_UNSUPPORTED) where the model does not expose its
-	// hidden states or is a reranker; otherwise the errors of InferenceService.Generate.
+	// hidden states; otherwise the errors of InferenceService.Generate.
 	Embed(ctx context.Context, in *EmbedRequest, opts ...grpc.CallOption) (*EmbedResponse, error)
 }
 
@@ -64,7 +64,7 @@ func (c *embeddingServiceClient) Embed(ctx context.Context, in *EmbedRequest, op
 type EmbeddingServiceServer interface {
 	// Embeds several inputs. They are computed in slices between the decode steps of other requests, and
 	// accepted or refused together. FAILED_PRECONDITION (EMBEDDING_UNSUPPORTED) where the model does not expose its
-	// hidden states or is a reranker; otherwise the errors of InferenceService.Generate.
+	// hidden states; otherwise the errors of InferenceService.Generate.
 	Embed(context.Context, *EmbedRequest) (*EmbedResponse, error)
 	mustEmbedUnimplementedEmbeddingServiceServer()
 }

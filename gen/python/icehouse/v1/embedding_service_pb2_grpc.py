@@ -51,7 +51,7 @@ class EmbeddingServiceServicer(object):
     def Embed(self, request, context):
         """Embeds several inputs. They are computed in slices between the decode steps of other requests, and
         accepted or refused together. FAILED_PRECONDITION (EMBEDDING_UNSUPPORTED) where the model does not expose its
-        hidden states or is a reranker; otherwise the errors of InferenceService.Generate.
+        hidden states; otherwise the errors of InferenceService.Generate.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -38,7 +38,7 @@ class EmbeddingServiceStub:
     Embed: _grpc.UnaryUnaryMultiCallable[_embedding_service_pb2.EmbedRequest, _embedding_service_pb2.EmbedResponse]
     """Embeds several inputs. They are computed in slices between the decode steps of other requests, and
     accepted or refused together. FAILED_PRECONDITION (EMBEDDING_UNSUPPORTED) where the model does not expose its
-    hidden states or is a reranker; otherwise the errors of InferenceService.Generate.
+    hidden states; otherwise the errors of InferenceService.Generate.
     """
 
 @_typing.type_check_only
@@ -51,7 +51,7 @@ class EmbeddingServiceAsyncStub(EmbeddingServiceStub):
     Embed: _aio.UnaryUnaryMultiCallable[_embedding_service_pb2.EmbedRequest, _embedding_service_pb2.EmbedResponse]  # type: ignore[assignment]
     """Embeds several inputs. They are computed in slices between the decode steps of other requests, and
     accepted or refused together. FAILED_PRECONDITION (EMBEDDING_UNSUPPORTED) where the model does not expose its
-    hidden states or is a reranker; otherwise the errors of InferenceService.Generate.
+    hidden states; otherwise the errors of InferenceService.Generate.
     """
 
 class EmbeddingServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -67,7 +67,7 @@ class EmbeddingServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_embedding_service_pb2.EmbedResponse, _abc.Awaitable[_embedding_service_pb2.EmbedResponse]]:
         """Embeds several inputs. They are computed in slices between the decode steps of other requests, and
         accepted or refused together. FAILED_PRECONDITION (EMBEDDING_UNSUPPORTED) where the model does not expose its
-        hidden states or is a reranker; otherwise the errors of InferenceService.Generate.
+        hidden states; otherwise the errors of InferenceService.Generate.
         """
 
 def add_EmbeddingServiceServicer_to_server(servicer: EmbeddingServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

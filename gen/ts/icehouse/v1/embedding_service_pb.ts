@@ -260,7 +260,7 @@ export const EmbeddingService: GenService<{
   /**
    * Embeds several inputs. They are computed in slices between the decode steps of other requests, and
    * accepted or refused together. FAILED_PRECONDITION (EMBEDDING_UNSUPPORTED) where the model does not expose its
-   * hidden states or is a reranker; otherwise the errors of InferenceService.Generate.
+   * hidden states; otherwise the errors of InferenceService.Generate.
    *
    * @generated from rpc icehouse.v1.EmbeddingService.Embed
    */

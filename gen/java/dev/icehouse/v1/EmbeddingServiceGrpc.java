@@ -118,7 +118,7 @@ public final class EmbeddingServiceGrpc {
      * <pre>
      * Embeds several inputs. They are computed in slices between the decode steps of other requests, and
      * accepted or refused together. FAILED_PRECONDITION (EMBEDDING_UNSUPPORTED) where the model does not expose its
-     * hidden states or is a reranker; otherwise the errors of InferenceService.Generate.
+     * hidden states; otherwise the errors of InferenceService.Generate.
      * </pre>
      */
     default void embed(dev.icehouse.v1.EmbedRequest request,
@@ -166,7 +166,7 @@ public final class EmbeddingServiceGrpc {
      * <pre>
      * Embeds several inputs. They are computed in slices between the decode steps of other requests, and
      * accepted or refused together. FAILED_PRECONDITION (EMBEDDING_UNSUPPORTED) where the model does not expose its
-     * hidden states or is a reranker; otherwise the errors of InferenceService.Generate.
+     * hidden states; otherwise the errors of InferenceService.Generate.
      * </pre>
      */
     public void embed(dev.icehouse.v1.EmbedRequest request,
@@ -200,7 +200,7 @@ public final class EmbeddingServiceGrpc {
      * <pre>
      * Embeds several inputs. They are computed in slices between the decode steps of other requests, and
      * accepted or refused together. FAILED_PRECONDITION (EMBEDDING_UNSUPPORTED) where the model does not expose its
-     * hidden states or is a reranker; otherwise the errors of InferenceService.Generate.
+     * hidden states; otherwise the errors of InferenceService.Generate.
      * </pre>
      */
     public dev.icehouse.v1.EmbedResponse embed(dev.icehouse.v1.EmbedRequest request) throws io.grpc.StatusException {
@@ -233,7 +233,7 @@ public final class EmbeddingServiceGrpc {
      * <pre>
      * Embeds several inputs. They are computed in slices between the decode steps of other requests, and
      * accepted or refused together. FAILED_PRECONDITION (EMBEDDING_UNSUPPORTED) where the model does not expose its
-     * hidden states or is a reranker; otherwise the errors of InferenceService.Generate.
+     * hidden states; otherwise the errors of InferenceService.Generate.
      * </pre>
      */
     public dev.icehouse.v1.EmbedResponse embed(dev.icehouse.v1.EmbedRequest request) {
@@ -266,7 +266,7 @@ public final class EmbeddingServiceGrpc {
      * <pre>
      * Embeds several inputs. They are computed in slices between the decode steps of other requests, and
      * accepted or refused together. FAILED_PRECONDITION (EMBEDDING_UNSUPPORTED) where the model does not expose its
-     * hidden states or is a reranker; otherwise the errors of InferenceService.Generate.
+     * hidden states; otherwise the errors of InferenceService.Generate.
      * </pre>
      */
     public com.google.common.util.concurrent.ListenableFuture<dev.icehouse.v1.EmbedResponse> embed(
