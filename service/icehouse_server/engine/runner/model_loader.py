@@ -191,7 +191,11 @@ def _classes_for(path: Path) -> mlx_lm.Classes | None:
     """Return what a folder's model is made of, where that is not what mlx-lm makes of it by itself."""
     if reads_whole(path):
         return encoder_classes(path)
-    return None if recipe_of(path).gather is None else mlx_lm.bare_classes
+    recipe = recipe_of(path)
+    if recipe.gather is None:
+        return None
+    recipe.check_steps()
+    return mlx_lm.bare_classes
 
 
 def _load_error(

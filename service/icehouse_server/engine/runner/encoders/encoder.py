@@ -74,6 +74,8 @@ class Encoder(Module):
         self.has_head = has_head(config)
         self.body = family(config, has_head=self.has_head)
         self._recipe = recipe
+        if not self.has_head:
+            recipe.check_steps()
         steps = () if self.has_head else recipe.dense
         self.dense = [Linear(step.input_size, step.output_size, bias=step.has_bias) for step in steps]
         self._activations = tuple(activation_of(step.activation) for step in steps)

@@ -60,6 +60,13 @@ class Recipe:
     token_limit: int | None = None
     """Texts are no longer than this, whatever the model could take."""
     prompts: tuple[EmbeddingPrompt, ...] = ()
+    unknown_step: str = ""
+    """One that is not known here. A reranker is served without it, whose score is not made by steps."""
+
+    def check_steps(self) -> None:
+        """Raise ValueError where vectors are made by a step that is not known here."""
+        if self.unknown_step:
+            raise ValueError(f"modules.json has a step {self.unknown_step!r}, which is not known here")
 
 
 def has_head(config: Mapping[str, Any]) -> bool:
@@ -77,19 +84,20 @@ def has_head(config: Mapping[str, Any]) -> bool:
 
 
 def recipe_of(folder: Path) -> Recipe:
-    """Read a folder's recipe. Raises ValueError for a step that is not known here, and for damaged files."""
-    gather, dense = None, []
+    """Read a folder's recipe. Raises ValueError for pooling that is not known here, and for damaged files."""
+    gather, dense, unknown = None, [], ""
     for step, path in _steps(folder):
         if step == "Pooling":
             gather = _gather_of(_object(path / "config.json"))
         elif step == "Dense":
             dense.append(_dense_of(path))
         elif step not in ("Transformer", "Normalize"):
-            raise ValueError(f"modules.json has a step {step!r}, which is not known here")
+            unknown = unknown or step
     limits = folder / "sentence_bert_config.json"
     limit = _object(limits).get("max_seq_length") if limits.exists() else None
     named = folder / "config_sentence_transformers.json"
     return Recipe(
+        unknown_step=unknown,
         gather=gather,
         dense=tuple(dense),
         token_limit=limit if isinstance(limit, int) and limit > 0 else None,

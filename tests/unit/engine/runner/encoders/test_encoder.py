@@ -11,6 +11,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from icehouse_server.domain.model import ModelKind
 from icehouse_server.engine.runner import model_loader
 from icehouse_server.engine.runner.encoders.encoder import ENCODER_KINDS, Encoder, encoder_classes
 from icehouse_server.engine.runner.encoders.recipe import Gather, Recipe
@@ -172,6 +173,10 @@ def steps(*listed: tuple[str, str]) -> list[dict[str, str]]:
         (text_in("modules.json", "{}"), "list of steps"),
         (file_with("modules.json", steps(("../elsewhere", "Pooling"))), "'../elsewhere'"),
         (file_with("modules.json", steps(("", "Transformer"), ("1_CNN", "CNN"))), "'CNN'"),
+        (
+            file_with("modules.json", steps(("", "MLMTransformer"), ("1_x", "SpladePooling"))),
+            "'MLMTransformer'",
+        ),
         (file_with("modules.json", steps(("1_None", "Pooling"))), "1_None"),
         (file_with("1_Pooling/config.json", {"pooling_mode_max_tokens": True}), "max"),
         (file_with("1_Pooling/config.json", {"pooling_mode": ["cls", "mean"]}), "cls"),
@@ -224,6 +229,16 @@ def test_a_decoder_with_steps_of_encoders_is_refused(tmp_path: Path) -> None:
     loaded, tokenizer = model_loader.load(source), model_loader.load_tokenizer(source)
     with pytest.raises(ModelError, match="encoders alone"):
         model_loader.describe(loaded, source, tokenizer, fingerprint_hex="")
+
+
+def test_a_decoder_or_a_head_that_scores_needs_no_steps(tmp_path: Path) -> None:
+    decoder = tiny_model_dir(tmp_path, "qwen3")
+    head = tiny_encoder_dir(tmp_path, "bert", scores=True)
+    for folder, kind in ((decoder, ModelKind.CHAT), (head, ModelKind.RERANK)):
+        write_json(folder / "modules.json", steps(("", "Transformer"), ("1_LogitScore", "LogitScore")))
+        source = ModelSource(folder, "tiny")
+        loaded, tokenizer = model_loader.load(source), model_loader.load_tokenizer(source)
+        assert model_loader.describe(loaded, source, tokenizer, fingerprint_hex="").kind is kind
 
 
 @pytest.mark.parametrize(("wanted", "limit"), [(None, 600), (100, 100), (5000, 1100)])
