@@ -46,6 +46,7 @@ ROOMS = (
     "engine.sampling",
     "engine.runner.forward",
     "engine.runner.vision",
+    "engine.runner.encoders",
     "engine.runner.identity",
     "engine.runner",
     "engine.scheduling",

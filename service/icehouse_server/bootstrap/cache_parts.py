@@ -21,6 +21,7 @@ from icehouse_server.engine.core.block_log import BlockLog
 from icehouse_server.engine.prefix_cache.controller import CacheController
 from icehouse_server.engine.prefix_cache.prefix_cache import PrefixCache
 from icehouse_server.engine.prefix_cache.tiers.prefix_settings import PrefixSettings, QuotaLimits
+from icehouse_server.engine.runner.encoder_runner import EncoderRunner
 from icehouse_server.engine.runner.identity.fingerprint import ModelFingerprint, model_fingerprint
 from icehouse_server.engine.runner.model_loader import AdapterSource
 from icehouse_server.engine.runner.runner import ModelRunner
@@ -57,7 +58,7 @@ class CacheParts:
     log: BlockLog = dataclasses.field(default_factory=BlockLog)
     """Blocks that enter and leave the tiers, for KV events."""
 
-    def open_controller(self, runner: ModelRunner, clock: Clock) -> CacheController:
+    def open_controller(self, runner: ModelRunner | EncoderRunner, clock: Clock) -> CacheController:
         """Make the engine's side; on the inference thread, after the model was loaded."""
         cache = PrefixCache(
             settings=self.settings,

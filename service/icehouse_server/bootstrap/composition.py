@@ -19,12 +19,11 @@ from icehouse_server.bootstrap.cache_parts import (
     open_digests,
     open_ssd,
 )
-from icehouse_server.bootstrap.machine import memory_limit
+from icehouse_server.bootstrap.machine import memory_limit, weights_dtype
 from icehouse_server.bootstrap.model_source import check_files
-from icehouse_server.bootstrap.preload import openblas_loaded
 from icehouse_server.bootstrap.telemetry import KvEventParts, TelemetryParts
 from icehouse_server.clock import Clock
-from icehouse_server.config import Config, EngineConfig, ModelConfig
+from icehouse_server.config import Config, EngineConfig
 from icehouse_server.config.setting import NamedPath
 from icehouse_server.device import Device
 from icehouse_server.domain.events import Event
@@ -36,6 +35,7 @@ from icehouse_server.engine.core.memory_budget import MemoryBudget
 from icehouse_server.engine.engine import Engine, EngineSettings
 from icehouse_server.engine.inference_thread import InferenceThread
 from icehouse_server.engine.kv.page_groups import PAGE_TOKEN_COUNT
+from icehouse_server.engine.runner.encoder_runner import EncoderRunner
 from icehouse_server.engine.runner.forward.splits import Attention
 from icehouse_server.engine.runner.identity.fingerprint import adapter_digest
 from icehouse_server.engine.runner.model_loader import (
@@ -44,6 +44,7 @@ from icehouse_server.engine.runner.model_loader import (
     load_tokenizer,
     read_config,
     read_generation_config,
+    reads_whole,
     sees_images,
     vocabulary_size,
 )
@@ -52,7 +53,7 @@ from icehouse_server.engine.runner.vision import mlx_vlm
 from icehouse_server.engine.scheduling.limits import SchedulerLimits
 from icehouse_server.engine.scheduling.policy import GPU_POLICY, POLICY, PassPolicy
 from icehouse_server.engine.scheduling.waiting_queue import WaitingLimits
-from icehouse_server.errors import IcehouseError, imports_of_extra
+from icehouse_server.errors import IcehouseError, imports_of_extra, model_invalid
 from icehouse_server.pool.model_pool import ModelPool
 from icehouse_server.pool.one_seat import OneSeat
 from icehouse_server.rpc.engine_client.engine_ports import BlockFiles, ServedModel
@@ -249,6 +250,9 @@ def open_engine(
     `expected_bytes` are what it will take beside others, 0 where there are none.
     """
     device, clock = parts.device, parts.clock
+    if reads_whole(model.path):
+        # It keeps nothing of a text.
+        config = dataclasses.replace(config, cache=dataclasses.replace(config.cache, enabled=False))
     source = model_source(config, model, dtype=weights_dtype(config.model, device))
     tokenizer = load_tokenizer(source)
     digests = open_digests(config.cache, clock)
@@ -260,13 +264,8 @@ def open_engine(
     settings = runner_settings(config, device)
     if parts.are_several:
         settings = dataclasses.replace(settings, memory_limit_bytes=0)
-    runner = ModelRunner(
-        source=source,
-        tokenizer=tokenizer,
-        settings=settings,
-        clock=clock,
-        fingerprint_hex=fingerprint.value.hex(),
-        draft_source=draft and dataclasses.replace(draft, dtype=source.dtype),
+    runner = build_runner(
+        source, draft, tokenizer, settings=settings, clock=clock, fingerprint_hex=fingerprint.value.hex()
     )
     cache = build_cache_parts(
         config.cache,
@@ -296,6 +295,30 @@ def open_engine(
     )
     seat = Seat(engine=engine, router=router, grammars=grammar_compilers(config, source, tokenizer))
     return OpenedEngine(engine, seat, cache.storage, cache.log, source, limits.running_limit, clock)
+
+
+def build_runner(
+    source: ModelSource,
+    draft: ModelSource | None,
+    tokenizer: Tokenizer,
+    *,
+    settings: RunnerSettings,
+    clock: Clock,
+    fingerprint_hex: str,
+) -> ModelRunner | EncoderRunner:
+    """Make what runs the model in a folder. Raises ModelError for a draft model beside an encoder."""
+    if not reads_whole(source.path):
+        return ModelRunner(
+            source=source,
+            tokenizer=tokenizer,
+            settings=settings,
+            clock=clock,
+            fingerprint_hex=fingerprint_hex,
+            draft_source=draft and dataclasses.replace(draft, dtype=source.dtype),
+        )
+    if draft is not None:
+        raise model_invalid(f"the model in {source.path} decodes nothing; serve it without a draft model")
+    return EncoderRunner(source=source, tokenizer=tokenizer, settings=settings, clock=clock)
 
 
 def runner_settings(config: Config, device: Device) -> RunnerSettings:
@@ -372,16 +395,6 @@ def image_reader(config: Config, source: ModelSource) -> ImageReader | None:
     model = read_config(source.path)
     processor = open_processor(source.path, str(model["model_type"]))
     return ImageReader(processor, limits, image_token_id=mlx_vlm.image_token_id(model))
-
-
-def weights_dtype(config: ModelConfig, device: Device) -> str:
-    """Return the type to load weights in, "" for the model's own.
-
-    On a CPU with OpenBLAS float32 is by far the fastest type; the reference BLAS is slower with it.
-    """
-    if config.dtype != "auto":
-        return config.dtype
-    return "float32" if not device.is_gpu and openblas_loaded() else ""
 
 
 def engine_limits(whole: Config, device: Device) -> SchedulerLimits:

@@ -19,7 +19,10 @@ from icehouse_server.errors import IcehouseError, ModelError, Reason
 _log = logging.getLogger("icehouse.boot")
 
 _ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$", re.ASCII)
-_FILES = ["*.json", WEIGHT_FILES, "*.py", "tokenizer.model", "*.tiktoken", "*.txt", "*.jinja"]
+_DENSE_FILES = "*_Dense/model.safetensors"
+"""Layers behind the pooling of an embedding model, each in a folder of its own."""
+_TEXTS = ("*.json", "*.py", "tokenizer.model", "*.tiktoken", "*.txt", "*.jinja")
+_FILES = [*_TEXTS, WEIGHT_FILES, _DENSE_FILES]
 
 
 def is_hub_id(name: str) -> bool:

@@ -7,6 +7,7 @@ import enum
 import hashlib
 
 from icehouse_server.domain.ids import AdapterDigest, AdapterName
+from icehouse_server.domain.request import Pooling
 
 
 class EngineState(enum.Enum):
@@ -32,6 +33,16 @@ class ModelState(enum.Enum):
     """What runs ends, and then it leaves memory."""
     FAILED = enum.auto()
     """It could not be loaded, or its engine failed; it is tried again when it is asked for."""
+
+
+class ModelKind(enum.Enum):
+    """What a model is for."""
+
+    CHAT = enum.auto()
+    """It continues texts; its hidden states and first tokens serve embeddings and reranking too."""
+    EMBEDDING = enum.auto()
+    RERANK = enum.auto()
+    """It has a head that scores pairs of texts."""
 
 
 class PassSplit(enum.Enum):
@@ -108,6 +119,11 @@ class ModelInfo:
     """Adapters that requests may name, in the config's order."""
     reply_format: ReplyFormatInfo | None = None
     """None without a chat template."""
+    kind: ModelKind = ModelKind.CHAT
+    pooling: Pooling = Pooling.LAST_TOKEN
+    """How hidden states become a vector where a request does not say."""
+    embedding_prompts: tuple[EmbeddingPrompt, ...] = ()
+    """Texts before an input that the model was trained with; requests may name one."""
     system_digest_hex: str = ""
     """Digest of all that outputs depend on, except the request and its adapter."""
 
@@ -116,6 +132,16 @@ class ModelInfo:
         digests = (each.digest for each in self.adapters if each.name == adapter)
         parts = bytes.fromhex(self.system_digest_hex) + b"".join(digests)
         return hashlib.sha256(parts).hexdigest()[:16]
+
+    @property
+    def runs_whole(self) -> bool:
+        """Whether each prompt runs in one pass, of which nothing is kept: it is an encoder."""
+        return self.pooling is Pooling.OWN
+
+    @property
+    def prompt_token_limit(self) -> int:
+        """How long a prompt may be; a model that generates needs space for one token more."""
+        return self.context_token_limit - (self.kind is ModelKind.CHAT)
 
     @property
     def resident_bytes(self) -> int:
@@ -134,6 +160,16 @@ class ListedModel:
     """Why it is FAILED."""
     info: ModelInfo | None = None
     """None until it was loaded once."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EmbeddingPrompt:
+    """A text that a model was trained to see before some inputs, by its name in the model's folder."""
+
+    name: str
+    text: str
+    is_default: bool = False
+    """Whether it stands before inputs that name none."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -175,6 +175,8 @@ class Pooling(enum.Enum):
 
     LAST_TOKEN = enum.auto()
     MEAN = enum.auto()
+    OWN = enum.auto()
+    """What an encoder makes of a whole prompt, which runs in one pass: its vector, or its score alone."""
 
 
 def finished(vector: Vector, *, dimension_count: int, is_normalized: bool) -> Vector:

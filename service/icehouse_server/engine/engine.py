@@ -248,8 +248,9 @@ class Engine:
         measured = memory_model.measured_token_count(
             budget_bytes=_MEASURED_BYTES, block_token_count=prefix.cache.settings.block_token_count
         )
+        given = self._settings.limits
         limits = dataclasses.replace(
-            self._settings.limits,
+            given.whole(model.context_token_limit) if model.runs_whole else given,
             cuts_before_last_token=prefix.cuts_before_last_token,
             chunk_ends_at_last_block=prefix.cache.checkpoint_block_token_count,
             measured_chunk_token_count=measured,

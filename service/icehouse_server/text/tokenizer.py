@@ -67,8 +67,9 @@ class Tokenizer:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end an output, from generation_config.json, config.json and the tokenizer."""
-        return tuple(sorted(int(i) for i in self._wrapper.eos_token_ids))
+        """Tokens that end an output, from generation_config.json, config.json and the tokenizer; those of
+        encoders have none."""
+        return tuple(sorted(int(i) for i in self._wrapper.eos_token_ids if i is not None))
 
     @property
     def has_chat_template(self) -> bool:
@@ -107,6 +108,15 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """Return the token ids of `text` with the model's own special tokens around it (`<bos>`)."""
         return self._encode(text, add_special_tokens=True)
+
+    def encode_pair(self, first: str, second: str) -> list[int]:
+        """Return the token ids of two texts, parted and surrounded as the model was trained to see pairs."""
+        if self._fast is not None:
+            # As `_encoding`: in a batch of one, so that others run meanwhile.
+            [encoding] = self._fast.encode_batch([(first, second)])
+            return list(encoding.ids)
+        with self._wrapper_lock:
+            return [int(i) for i in self._wrapper.encode(first, second)]
 
     def spell(self, text: str) -> list[int]:
         """Return the token ids of a piece of text by itself, without a start token."""

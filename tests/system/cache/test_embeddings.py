@@ -76,8 +76,8 @@ def test_vectors_are_those_of_a_direct_computation(
     model_dir = tiny_model_dir(tmp_path, architecture)
     with CacheServer(model_dir, None, is_pipelined=is_pipelined) as served:
         assert served.recorder.model.embedding_size == 64
-        told = {pooling: vectors_of(served, pooling) for pooling in Pooling}
-    for pooling in Pooling:
+        told = {pooling: vectors_of(served, pooling) for pooling in (Pooling.LAST_TOKEN, Pooling.MEAN)}
+    for pooling in told:
         for mine, theirs in zip(told[pooling], direct(model_dir, pooling), strict=True):
             np.testing.assert_allclose(mine, theirs, rtol=2e-4, atol=2e-4)
     assert not np.allclose(told[Pooling.MEAN][-1], told[Pooling.LAST_TOKEN][-1], atol=0.05)

@@ -47,6 +47,7 @@ from icehouse_server.domain.cache_commands import (
 from icehouse_server.domain.events import CacheReport, Delta, Finished, PrefillProgress
 from icehouse_server.domain.events import FinishReason as EngineFinishReason
 from icehouse_server.domain.ids import BlockHash, CacheScope, Tenant
+from icehouse_server.domain.model import EmbeddingPrompt
 from icehouse_server.domain.request import CacheUse
 from icehouse_server.domain.response_format import Choice, JsonObject, JsonSchema, LarkGrammar, Regex
 
@@ -549,14 +550,17 @@ async def test_the_prefix_key_goes_with_every_call_whose_cache_it_concerns() -> 
 
 
 async def test_embeddings_come_in_the_order_of_their_inputs() -> None:
-    async with running(info=EMBEDDING) as served:
+    info = dataclasses.replace(EMBEDDING, embedding_prompts=(EmbeddingPrompt("query", "find: "),))
+    async with running(info=info) as served:
         served.engine.script = embedding
 
         def use(client: Client) -> Any:
             inputs = ["ab", [7, 8, 9, 10], "a"]
+            client.embed(["ab"], prompt_name="query")
             return client.embed(inputs, normalize=False), client.embed(["ab"], pooling="mean", dimensions=1)
 
         several, one = await threaded(served, use)
+        assert bytes(served.engine.submitted[0].prompt_token_ids) == b"find: ab"
         async with AsyncClient(served.server.address) as client:
             assert await client.embed(["ab"], normalize=False) == [vector_of(2).tolist()]
     assert several == [vector_of(length).tolist() for length in (2, 4, 1)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from icehouse_server.bootstrap import composition as server
+from icehouse_server.bootstrap import machine
 from icehouse_server.config import Config, EngineConfig
 from icehouse_server.device import Backend, Device
 from icehouse_server.engine.runner.forward.splits import Attention
@@ -14,13 +15,13 @@ CPU = Device("EPYC", Backend.CPU)
 @pytest.mark.parametrize("backend", Backend)
 def test_the_device_decides_how_passes_run(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ahead on Metal and CUDA, whatever packages are there; the dispatch of MLX's CPU build waits."""
-    monkeypatch.setattr(server, "openblas_loaded", lambda: True)
+    monkeypatch.setattr(machine, "openblas_loaded", lambda: True)
     device, config = Device("X", backend), Config()
     on_cpu = backend is Backend.CPU
     assert server.runner_settings(config, device).is_pipelined is not on_cpu
     defaults = server.CPU_DEFAULTS if on_cpu else server.GPU_DEFAULTS
     assert server.engine_limits(config, device).running_limit == defaults.decode_batch_limit
-    assert server.weights_dtype(config.model, device) == ("float32" if on_cpu else "")
+    assert machine.weights_dtype(config.model, device) == ("float32" if on_cpu else "")
     limits = server.engine_limits(config, device)
     assert limits.most_pass_token_count == (512 if on_cpu else 8192)
     assert limits.pads_attention is (backend is Backend.CUDA)

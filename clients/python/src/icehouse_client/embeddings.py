@@ -21,6 +21,8 @@ class EmbedOptions(TypedDict, total=False):
     pooling: Pooling
     normalize: bool
     dimensions: int
+    prompt_name: str
+    """One of the model's own prompts, such as "query", whose text is put before each text."""
     model: str
     adapter: str
     request_id: str
@@ -57,6 +59,7 @@ def embed_request(inputs: Sequence[str | Sequence[int]], options: EmbedOptions) 
         adapter=options.get("adapter", ""),
         dimensions=options.get("dimensions", 0),
         priority=options.get("priority", 0),
+        prompt_name=options.get("prompt_name", ""),
         normalize=options.get("normalize"),
     )
     if "pooling" in options:

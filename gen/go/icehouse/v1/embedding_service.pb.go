@@ -28,7 +28,8 @@ const (
 type Pooling int32
 
 const (
-	// Same as POOLING_LAST_TOKEN, which causal models are trained for.
+	// As the model's folder says (1_Pooling/config.json); otherwise POOLING_LAST_TOKEN for models that generate text,
+	// and the mean for encoders.
 	Pooling_POOLING_UNSPECIFIED Pooling = 0
 	// That of the last token, the only one that attends to the whole input.
 	Pooling_POOLING_LAST_TOKEN Pooling = 1
@@ -86,7 +87,8 @@ type EmbedRequest struct {
 	Model string `protobuf:"bytes,2,opt,name=model,proto3" json:"model,omitempty"`
 	// What to embed: 1 to the server's limit (64 by default; otherwise PARAMETER_OUT_OF_RANGE).
 	Inputs []*EmbedInput `protobuf:"bytes,3,rep,name=inputs,proto3" json:"inputs,omitempty"`
-	// How to pool. Default: the last token.
+	// How to pool. Encoders have a rule of their own: for them anything but the default is refused
+	// (PARAMETER_OUT_OF_RANGE). Default: the model's rule.
 	Pooling Pooling `protobuf:"varint,4,opt,name=pooling,proto3,enum=icehouse.v1.Pooling" json:"pooling,omitempty"`
 	// Whether vectors are scaled to length 1, so that their dot product is the cosine of their angle.
 	// Default: true.
@@ -97,7 +99,10 @@ type EmbedRequest struct {
 	// Higher runs first among a tenant's waiting requests, -100 to 100; tenants take turns. Default: 0.
 	Priority int32 `protobuf:"varint,7,opt,name=priority,proto3" json:"priority,omitempty"`
 	// The LoRA adapter to compute with; otherwise ADAPTER_NOT_FOUND. Default: the model without an adapter.
-	Adapter       string `protobuf:"bytes,8,opt,name=adapter,proto3" json:"adapter,omitempty"`
+	Adapter string `protobuf:"bytes,8,opt,name=adapter,proto3" json:"adapter,omitempty"`
+	// One of the model's `embedding_prompts`, whose text is put before each `text`; otherwise
+	// PARAMETER_OUT_OF_RANGE. Default: the one that the model's folder marks as such, if any.
+	PromptName    string `protobuf:"bytes,9,opt,name=prompt_name,json=promptName,proto3" json:"prompt_name,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -188,11 +193,18 @@ func (x *EmbedRequest) GetAdapter() string {
 	return ""
 }
 
+func (x *EmbedRequest) GetPromptName() string {
+	if x != nil {
+		return x.PromptName
+	}
+	return ""
+}
+
 // One input.
 type EmbedInput struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// What to embed; one of these is required (PROMPT_MISSING) and must not be empty (PROMPT_EMPTY).
-	// An input that fills the model's context is refused with PROMPT_TOO_LONG.
+	// An input that does not fit into the model's context is refused with PROMPT_TOO_LONG.
 	//
 	// Types that are valid to be assigned to Input:
 	//
@@ -418,7 +430,7 @@ var File_icehouse_v1_embedding_service_proto protoreflect.FileDescriptor
 
 const file_icehouse_v1_embedding_service_proto_rawDesc = "" +
 	"\n" +
-	"#icehouse/v1/embedding_service.proto\x12\vicehouse.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x18icehouse/v1/prompt.proto\"\xab\x02\n" +
+	"#icehouse/v1/embedding_service.proto\x12\vicehouse.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x18icehouse/v1/prompt.proto\"\xcc\x02\n" +
 	"\fEmbedRequest\x12\x1d\n" +
 	"\n" +
 	"request_id\x18\x01 \x01(\tR\trequestId\x12\x14\n" +
@@ -430,7 +442,9 @@ const file_icehouse_v1_embedding_service_proto_rawDesc = "" +
 	"dimensions\x18\x06 \x01(\x05R\n" +
 	"dimensions\x12\x1a\n" +
 	"\bpriority\x18\a \x01(\x05R\bpriority\x12\x18\n" +
-	"\aadapter\x18\b \x01(\tR\aadapterB\f\n" +
+	"\aadapter\x18\b \x01(\tR\aadapter\x12\x1f\n" +
+	"\vprompt_name\x18\t \x01(\tR\n" +
+	"promptNameB\f\n" +
 	"\n" +
 	"_normalize\"_\n" +
 	"\n" +

@@ -28,8 +28,8 @@ const (
 //
 // For semantics around ctx use and closing/ending streaming RPCs, please refer to https://pkg.go.dev/google.golang.org/grpc/?tab=doc#ClientConn.NewStream.
 //
-// Turns texts into vectors: the hidden states of a model, pooled. Errors carry google.rpc
-// details as InferenceService's do.
+// Turns texts into vectors: the hidden states of a model, pooled, and what the model's folder puts behind that.
+// Errors carry google.rpc details as InferenceService's do.
 type EmbeddingServiceClient interface {
 	// Embeds several inputs. They are computed in slices between the decode steps of other requests, and
 	// accepted or refused together. FAILED_PRECONDITION (EMBEDDING_UNSUPPORTED) where the model does not expose its
@@ -59,8 +59,8 @@ func (c *embeddingServiceClient) Embed(ctx context.Context, in *EmbedRequest, op
 // All implementations must embed UnimplementedEmbeddingServiceServer
 // for forward compatibility.
 //
-// Turns texts into vectors: the hidden states of a model, pooled. Errors carry google.rpc
-// details as InferenceService's do.
+// Turns texts into vectors: the hidden states of a model, pooled, and what the model's folder puts behind that.
+// Errors carry google.rpc details as InferenceService's do.
 type EmbeddingServiceServer interface {
 	// Embeds several inputs. They are computed in slices between the decode steps of other requests, and
 	// accepted or refused together. FAILED_PRECONDITION (EMBEDDING_UNSUPPORTED) where the model does not expose its

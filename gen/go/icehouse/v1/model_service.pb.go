@@ -94,6 +94,63 @@ func (ModelState) EnumDescriptor() ([]byte, []int) {
 	return file_icehouse_v1_model_service_proto_rawDescGZIP(), []int{0}
 }
 
+// What a model is for.
+type ModelKind int32
+
+const (
+	// Never sent.
+	ModelKind_MODEL_KIND_UNSPECIFIED ModelKind = 0
+	// Generates text. EmbeddingService and RerankService work as well, as far as its training goes.
+	ModelKind_MODEL_KIND_CHAT ModelKind = 1
+	// Makes vectors of texts: EmbeddingService alone. It is an encoder, or its folder says how to pool.
+	ModelKind_MODEL_KIND_EMBEDDING ModelKind = 2
+	// Has a head that scores pairs of texts: RerankService alone.
+	ModelKind_MODEL_KIND_RERANK ModelKind = 3
+)
+
+// Enum value maps for ModelKind.
+var (
+	ModelKind_name = map[int32]string{
+		0: "MODEL_KIND_UNSPECIFIED",
+		1: "MODEL_KIND_CHAT",
+		2: "MODEL_KIND_EMBEDDING",
+		3: "MODEL_KIND_RERANK",
+	}
+	ModelKind_value = map[string]int32{
+		"MODEL_KIND_UNSPECIFIED": 0,
+		"MODEL_KIND_CHAT":        1,
+		"MODEL_KIND_EMBEDDING":   2,
+		"MODEL_KIND_RERANK":      3,
+	}
+)
+
+func (x ModelKind) Enum() *ModelKind {
+	p := new(ModelKind)
+	*p = x
+	return p
+}
+
+func (x ModelKind) String() string {
+	return protoimpl.X.EnumStringOf(x.Descriptor(), protoreflect.EnumNumber(x))
+}
+
+func (ModelKind) Descriptor() protoreflect.EnumDescriptor {
+	return file_icehouse_v1_model_service_proto_enumTypes[1].Descriptor()
+}
+
+func (ModelKind) Type() protoreflect.EnumType {
+	return &file_icehouse_v1_model_service_proto_enumTypes[1]
+}
+
+func (x ModelKind) Number() protoreflect.EnumNumber {
+	return protoreflect.EnumNumber(x)
+}
+
+// Deprecated: Use ModelKind.Descriptor instead.
+func (ModelKind) EnumDescriptor() ([]byte, []int) {
+	return file_icehouse_v1_model_service_proto_rawDescGZIP(), []int{1}
+}
+
 // Where sequences that share a forward pass are computed separately. Everything else is computed for all of them
 // at once.
 type PassSplit int32
@@ -136,11 +193,11 @@ func (x PassSplit) String() string {
 }
 
 func (PassSplit) Descriptor() protoreflect.EnumDescriptor {
-	return file_icehouse_v1_model_service_proto_enumTypes[1].Descriptor()
+	return file_icehouse_v1_model_service_proto_enumTypes[2].Descriptor()
 }
 
 func (PassSplit) Type() protoreflect.EnumType {
-	return &file_icehouse_v1_model_service_proto_enumTypes[1]
+	return &file_icehouse_v1_model_service_proto_enumTypes[2]
 }
 
 func (x PassSplit) Number() protoreflect.EnumNumber {
@@ -149,7 +206,7 @@ func (x PassSplit) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use PassSplit.Descriptor instead.
 func (PassSplit) EnumDescriptor() ([]byte, []int) {
-	return file_icehouse_v1_model_service_proto_rawDescGZIP(), []int{1}
+	return file_icehouse_v1_model_service_proto_rawDescGZIP(), []int{2}
 }
 
 // Asks for a page of models.
@@ -694,9 +751,13 @@ type Model struct {
 	// Why it is MODEL_STATE_FAILED. Empty: it is not.
 	StateDetail string `protobuf:"bytes,22,opt,name=state_detail,json=stateDetail,proto3" json:"state_detail,omitempty"`
 	// Other names that requests may use in `model`.
-	Aliases       []string `protobuf:"bytes,23,rep,name=aliases,proto3" json:"aliases,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	Aliases []string `protobuf:"bytes,23,rep,name=aliases,proto3" json:"aliases,omitempty"`
+	// What it is for.
+	Kind ModelKind `protobuf:"varint,24,opt,name=kind,proto3,enum=icehouse.v1.ModelKind" json:"kind,omitempty"`
+	// Texts that it was trained to see before some of the inputs of EmbeddingService, which `prompt_name` may name.
+	EmbeddingPrompts []*EmbeddingPrompt `protobuf:"bytes,25,rep,name=embedding_prompts,json=embeddingPrompts,proto3" json:"embedding_prompts,omitempty"`
+	unknownFields    protoimpl.UnknownFields
+	sizeCache        protoimpl.SizeCache
 }
 
 func (x *Model) Reset() {
@@ -890,6 +951,84 @@ func (x *Model) GetAliases() []string {
 	return nil
 }
 
+func (x *Model) GetKind() ModelKind {
+	if x != nil {
+		return x.Kind
+	}
+	return ModelKind_MODEL_KIND_UNSPECIFIED
+}
+
+func (x *Model) GetEmbeddingPrompts() []*EmbeddingPrompt {
+	if x != nil {
+		return x.EmbeddingPrompts
+	}
+	return nil
+}
+
+// A text before inputs.
+type EmbeddingPrompt struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Its name in the model's folder, for example "query".
+	Name string `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
+	// The text.
+	Text string `protobuf:"bytes,2,opt,name=text,proto3" json:"text,omitempty"`
+	// Whether it is put before inputs of requests that name none.
+	IsDefault     bool `protobuf:"varint,3,opt,name=is_default,json=isDefault,proto3" json:"is_default,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *EmbeddingPrompt) Reset() {
+	*x = EmbeddingPrompt{}
+	mi := &file_icehouse_v1_model_service_proto_msgTypes[10]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *EmbeddingPrompt) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*EmbeddingPrompt) ProtoMessage() {}
+
+func (x *EmbeddingPrompt) ProtoReflect() protoreflect.Message {
+	mi := &file_icehouse_v1_model_service_proto_msgTypes[10]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use EmbeddingPrompt.ProtoReflect.Descriptor instead.
+func (*EmbeddingPrompt) Descriptor() ([]byte, []int) {
+	return file_icehouse_v1_model_service_proto_rawDescGZIP(), []int{10}
+}
+
+func (x *EmbeddingPrompt) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+func (x *EmbeddingPrompt) GetText() string {
+	if x != nil {
+		return x.Text
+	}
+	return ""
+}
+
+func (x *EmbeddingPrompt) GetIsDefault() bool {
+	if x != nil {
+		return x.IsDefault
+	}
+	return false
+}
+
 // How the replies of a model are parsed, detected when it was loaded.
 type ReplyFormat struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -911,7 +1050,7 @@ type ReplyFormat struct {
 
 func (x *ReplyFormat) Reset() {
 	*x = ReplyFormat{}
-	mi := &file_icehouse_v1_model_service_proto_msgTypes[10]
+	mi := &file_icehouse_v1_model_service_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -923,7 +1062,7 @@ func (x *ReplyFormat) String() string {
 func (*ReplyFormat) ProtoMessage() {}
 
 func (x *ReplyFormat) ProtoReflect() protoreflect.Message {
-	mi := &file_icehouse_v1_model_service_proto_msgTypes[10]
+	mi := &file_icehouse_v1_model_service_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -936,7 +1075,7 @@ func (x *ReplyFormat) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReplyFormat.ProtoReflect.Descriptor instead.
 func (*ReplyFormat) Descriptor() ([]byte, []int) {
-	return file_icehouse_v1_model_service_proto_rawDescGZIP(), []int{10}
+	return file_icehouse_v1_model_service_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *ReplyFormat) GetCalls() string {
@@ -1003,7 +1142,7 @@ const file_icehouse_v1_model_service_proto_rawDesc = "" +
 	"\x12UnloadModelRequest\x12\x14\n" +
 	"\x05model\x18\x01 \x01(\tR\x05model\"?\n" +
 	"\x13UnloadModelResponse\x12(\n" +
-	"\x05model\x18\x01 \x01(\v2\x12.icehouse.v1.ModelR\x05model\"\x83\a\n" +
+	"\x05model\x18\x01 \x01(\v2\x12.icehouse.v1.ModelR\x05model\"\xfa\a\n" +
 	"\x05Model\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x12\"\n" +
 	"\farchitecture\x18\x02 \x01(\tR\farchitecture\x12'\n" +
@@ -1029,7 +1168,14 @@ const file_icehouse_v1_model_service_proto_rawDesc = "" +
 	"\freply_format\x18\x14 \x01(\v2\x18.icehouse.v1.ReplyFormatR\vreplyFormat\x12-\n" +
 	"\x05state\x18\x15 \x01(\x0e2\x17.icehouse.v1.ModelStateR\x05state\x12!\n" +
 	"\fstate_detail\x18\x16 \x01(\tR\vstateDetail\x12\x18\n" +
-	"\aaliases\x18\x17 \x03(\tR\aaliases\"\xb4\x01\n" +
+	"\aaliases\x18\x17 \x03(\tR\aaliases\x12*\n" +
+	"\x04kind\x18\x18 \x01(\x0e2\x16.icehouse.v1.ModelKindR\x04kind\x12I\n" +
+	"\x11embedding_prompts\x18\x19 \x03(\v2\x1c.icehouse.v1.EmbeddingPromptR\x10embeddingPrompts\"X\n" +
+	"\x0fEmbeddingPrompt\x12\x12\n" +
+	"\x04name\x18\x01 \x01(\tR\x04name\x12\x12\n" +
+	"\x04text\x18\x02 \x01(\tR\x04text\x12\x1d\n" +
+	"\n" +
+	"is_default\x18\x03 \x01(\bR\tisDefault\"\xb4\x01\n" +
 	"\vReplyFormat\x12\x14\n" +
 	"\x05calls\x18\x01 \x01(\tR\x05calls\x12'\n" +
 	"\x0freasoning_start\x18\x02 \x01(\tR\x0ereasoningStart\x12#\n" +
@@ -1044,7 +1190,12 @@ const file_icehouse_v1_model_service_proto_rawDesc = "" +
 	"\x13MODEL_STATE_LOADING\x10\x03\x12\x15\n" +
 	"\x11MODEL_STATE_READY\x10\x04\x12\x18\n" +
 	"\x14MODEL_STATE_DRAINING\x10\x05\x12\x16\n" +
-	"\x12MODEL_STATE_FAILED\x10\x06*n\n" +
+	"\x12MODEL_STATE_FAILED\x10\x06*m\n" +
+	"\tModelKind\x12\x1a\n" +
+	"\x16MODEL_KIND_UNSPECIFIED\x10\x00\x12\x13\n" +
+	"\x0fMODEL_KIND_CHAT\x10\x01\x12\x18\n" +
+	"\x14MODEL_KIND_EMBEDDING\x10\x02\x12\x15\n" +
+	"\x11MODEL_KIND_RERANK\x10\x03*n\n" +
 	"\tPassSplit\x12\x1a\n" +
 	"\x16PASS_SPLIT_UNSPECIFIED\x10\x00\x12\x18\n" +
 	"\x14PASS_SPLIT_ATTENTION\x10\x01\x12\x15\n" +
@@ -1070,50 +1221,54 @@ func file_icehouse_v1_model_service_proto_rawDescGZIP() []byte {
 	return file_icehouse_v1_model_service_proto_rawDescData
 }
 
-var file_icehouse_v1_model_service_proto_enumTypes = make([]protoimpl.EnumInfo, 2)
-var file_icehouse_v1_model_service_proto_msgTypes = make([]protoimpl.MessageInfo, 11)
+var file_icehouse_v1_model_service_proto_enumTypes = make([]protoimpl.EnumInfo, 3)
+var file_icehouse_v1_model_service_proto_msgTypes = make([]protoimpl.MessageInfo, 12)
 var file_icehouse_v1_model_service_proto_goTypes = []any{
 	(ModelState)(0),             // 0: icehouse.v1.ModelState
-	(PassSplit)(0),              // 1: icehouse.v1.PassSplit
-	(*ListModelsRequest)(nil),   // 2: icehouse.v1.ListModelsRequest
-	(*ListModelsResponse)(nil),  // 3: icehouse.v1.ListModelsResponse
-	(*GetModelRequest)(nil),     // 4: icehouse.v1.GetModelRequest
-	(*GetModelResponse)(nil),    // 5: icehouse.v1.GetModelResponse
-	(*LoadModelRequest)(nil),    // 6: icehouse.v1.LoadModelRequest
-	(*LoadModelResponse)(nil),   // 7: icehouse.v1.LoadModelResponse
-	(*LoadingModel)(nil),        // 8: icehouse.v1.LoadingModel
-	(*UnloadModelRequest)(nil),  // 9: icehouse.v1.UnloadModelRequest
-	(*UnloadModelResponse)(nil), // 10: icehouse.v1.UnloadModelResponse
-	(*Model)(nil),               // 11: icehouse.v1.Model
-	(*ReplyFormat)(nil),         // 12: icehouse.v1.ReplyFormat
-	(*durationpb.Duration)(nil), // 13: google.protobuf.Duration
-	(*Adapter)(nil),             // 14: icehouse.v1.Adapter
+	(ModelKind)(0),              // 1: icehouse.v1.ModelKind
+	(PassSplit)(0),              // 2: icehouse.v1.PassSplit
+	(*ListModelsRequest)(nil),   // 3: icehouse.v1.ListModelsRequest
+	(*ListModelsResponse)(nil),  // 4: icehouse.v1.ListModelsResponse
+	(*GetModelRequest)(nil),     // 5: icehouse.v1.GetModelRequest
+	(*GetModelResponse)(nil),    // 6: icehouse.v1.GetModelResponse
+	(*LoadModelRequest)(nil),    // 7: icehouse.v1.LoadModelRequest
+	(*LoadModelResponse)(nil),   // 8: icehouse.v1.LoadModelResponse
+	(*LoadingModel)(nil),        // 9: icehouse.v1.LoadingModel
+	(*UnloadModelRequest)(nil),  // 10: icehouse.v1.UnloadModelRequest
+	(*UnloadModelResponse)(nil), // 11: icehouse.v1.UnloadModelResponse
+	(*Model)(nil),               // 12: icehouse.v1.Model
+	(*EmbeddingPrompt)(nil),     // 13: icehouse.v1.EmbeddingPrompt
+	(*ReplyFormat)(nil),         // 14: icehouse.v1.ReplyFormat
+	(*durationpb.Duration)(nil), // 15: google.protobuf.Duration
+	(*Adapter)(nil),             // 16: icehouse.v1.Adapter
 }
 var file_icehouse_v1_model_service_proto_depIdxs = []int32{
-	11, // 0: icehouse.v1.ListModelsResponse.models:type_name -> icehouse.v1.Model
-	11, // 1: icehouse.v1.GetModelResponse.model:type_name -> icehouse.v1.Model
-	8,  // 2: icehouse.v1.LoadModelResponse.progress:type_name -> icehouse.v1.LoadingModel
-	11, // 3: icehouse.v1.LoadModelResponse.done:type_name -> icehouse.v1.Model
+	12, // 0: icehouse.v1.ListModelsResponse.models:type_name -> icehouse.v1.Model
+	12, // 1: icehouse.v1.GetModelResponse.model:type_name -> icehouse.v1.Model
+	9,  // 2: icehouse.v1.LoadModelResponse.progress:type_name -> icehouse.v1.LoadingModel
+	12, // 3: icehouse.v1.LoadModelResponse.done:type_name -> icehouse.v1.Model
 	0,  // 4: icehouse.v1.LoadingModel.state:type_name -> icehouse.v1.ModelState
-	13, // 5: icehouse.v1.LoadingModel.elapsed:type_name -> google.protobuf.Duration
-	11, // 6: icehouse.v1.UnloadModelResponse.model:type_name -> icehouse.v1.Model
-	14, // 7: icehouse.v1.Model.adapters:type_name -> icehouse.v1.Adapter
-	1,  // 8: icehouse.v1.Model.pass_splits:type_name -> icehouse.v1.PassSplit
-	12, // 9: icehouse.v1.Model.reply_format:type_name -> icehouse.v1.ReplyFormat
+	15, // 5: icehouse.v1.LoadingModel.elapsed:type_name -> google.protobuf.Duration
+	12, // 6: icehouse.v1.UnloadModelResponse.model:type_name -> icehouse.v1.Model
+	16, // 7: icehouse.v1.Model.adapters:type_name -> icehouse.v1.Adapter
+	2,  // 8: icehouse.v1.Model.pass_splits:type_name -> icehouse.v1.PassSplit
+	14, // 9: icehouse.v1.Model.reply_format:type_name -> icehouse.v1.ReplyFormat
 	0,  // 10: icehouse.v1.Model.state:type_name -> icehouse.v1.ModelState
-	2,  // 11: icehouse.v1.ModelService.ListModels:input_type -> icehouse.v1.ListModelsRequest
-	4,  // 12: icehouse.v1.ModelService.GetModel:input_type -> icehouse.v1.GetModelRequest
-	6,  // 13: icehouse.v1.ModelService.LoadModel:input_type -> icehouse.v1.LoadModelRequest
-	9,  // 14: icehouse.v1.ModelService.UnloadModel:input_type -> icehouse.v1.UnloadModelRequest
-	3,  // 15: icehouse.v1.ModelService.ListModels:output_type -> icehouse.v1.ListModelsResponse
-	5,  // 16: icehouse.v1.ModelService.GetModel:output_type -> icehouse.v1.GetModelResponse
-	7,  // 17: icehouse.v1.ModelService.LoadModel:output_type -> icehouse.v1.LoadModelResponse
-	10, // 18: icehouse.v1.ModelService.UnloadModel:output_type -> icehouse.v1.UnloadModelResponse
-	15, // [15:19] is the sub-list for method output_type
-	11, // [11:15] is the sub-list for method input_type
-	11, // [11:11] is the sub-list for extension type_name
-	11, // [11:11] is the sub-list for extension extendee
-	0,  // [0:11] is the sub-list for field type_name
+	1,  // 11: icehouse.v1.Model.kind:type_name -> icehouse.v1.ModelKind
+	13, // 12: icehouse.v1.Model.embedding_prompts:type_name -> icehouse.v1.EmbeddingPrompt
+	3,  // 13: icehouse.v1.ModelService.ListModels:input_type -> icehouse.v1.ListModelsRequest
+	5,  // 14: icehouse.v1.ModelService.GetModel:input_type -> icehouse.v1.GetModelRequest
+	7,  // 15: icehouse.v1.ModelService.LoadModel:input_type -> icehouse.v1.LoadModelRequest
+	10, // 16: icehouse.v1.ModelService.UnloadModel:input_type -> icehouse.v1.UnloadModelRequest
+	4,  // 17: icehouse.v1.ModelService.ListModels:output_type -> icehouse.v1.ListModelsResponse
+	6,  // 18: icehouse.v1.ModelService.GetModel:output_type -> icehouse.v1.GetModelResponse
+	8,  // 19: icehouse.v1.ModelService.LoadModel:output_type -> icehouse.v1.LoadModelResponse
+	11, // 20: icehouse.v1.ModelService.UnloadModel:output_type -> icehouse.v1.UnloadModelResponse
+	17, // [17:21] is the sub-list for method output_type
+	13, // [13:17] is the sub-list for method input_type
+	13, // [13:13] is the sub-list for extension type_name
+	13, // [13:13] is the sub-list for extension extendee
+	0,  // [0:13] is the sub-list for field type_name
 }
 
 func init() { file_icehouse_v1_model_service_proto_init() }
@@ -1131,8 +1286,8 @@ func file_icehouse_v1_model_service_proto_init() {
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_icehouse_v1_model_service_proto_rawDesc), len(file_icehouse_v1_model_service_proto_rawDesc)),
-			NumEnums:      2,
-			NumMessages:   11,
+			NumEnums:      3,
+			NumMessages:   12,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -368,10 +368,11 @@ type RerankResult struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Its index in `RerankRequest.documents`, from 0.
 	Index int32 `protobuf:"varint,1,opt,name=index,proto3" json:"index,omitempty"`
-	// The probability of the positive answer against the negative one, 0 to 1.
+	// The probability of the positive answer against the negative one, 0 to 1; of a head, the logistic function of
+	// its number.
 	Score float64 `protobuf:"fixed64,2,opt,name=score,proto3" json:"score,omitempty"`
 	// The difference of the two answers' logits, of which `score` is the logistic function; it still
-	// distinguishes documents whose `score` rounds to 0 or 1. Qwen3-Reranker's raw score.
+	// distinguishes documents whose `score` rounds to 0 or 1. Qwen3-Reranker's raw score; of a head, its number.
 	LogOdds float64 `protobuf:"fixed64,3,opt,name=log_odds,json=logOdds,proto3" json:"log_odds,omitempty"`
 	// Tokens of its prompt.
 	PromptTokens  int32 `protobuf:"varint,4,opt,name=prompt_tokens,json=promptTokens,proto3" json:"prompt_tokens,omitempty"`

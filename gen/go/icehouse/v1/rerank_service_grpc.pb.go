@@ -30,8 +30,8 @@ const (
 //
 // Ranks documents with a model that is asked for each document whether it answers the query: rerankers
 // such as Qwen3-Reranker, trained to answer "yes" or "no", and any other model that follows instructions.
-// Models with a scoring head (cross-encoders, sequence classifiers) cannot be served: mlx-lm
-// loads language models. Errors carry google.rpc details as InferenceService's do.
+// Models with a scoring head (cross-encoders such as bge-reranker, `kind` MODEL_KIND_RERANK) read query and
+// document as a pair instead, keep nothing in the cache and refuse instruction, form and answers. Errors carry google.rpc details as InferenceService's do.
 type RerankServiceClient interface {
 	// Scores each document by the probabilities of two answers as the model's first token, and returns the documents
 	// best first. Every document is one short request in the batch; they are accepted or refused together. Each
@@ -64,8 +64,8 @@ func (c *rerankServiceClient) Rerank(ctx context.Context, in *RerankRequest, opt
 //
 // Ranks documents with a model that is asked for each document whether it answers the query: rerankers
 // such as Qwen3-Reranker, trained to answer "yes" or "no", and any other model that follows instructions.
-// Models with a scoring head (cross-encoders, sequence classifiers) cannot be served: mlx-lm
-// loads language models. Errors carry google.rpc details as InferenceService's do.
+// Models with a scoring head (cross-encoders such as bge-reranker, `kind` MODEL_KIND_RERANK) read query and
+// document as a pair instead, keep nothing in the cache and refuse instruction, form and answers. Errors carry google.rpc details as InferenceService's do.
 type RerankServiceServer interface {
 	// Scores each document by the probabilities of two answers as the model's first token, and returns the documents
 	// best first. Every document is one short request in the batch; they are accepted or refused together. Each

@@ -26,7 +26,7 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from icehouse.v1 import prompt_pb2 as icehouse_dot_v1_dot_prompt__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#icehouse/v1/embedding_service.proto\x12\x0bicehouse.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x18icehouse/v1/prompt.proto\"\xde\x01\n\x0c\x45mbedRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\'\n\x06inputs\x18\x03 \x03(\x0b\x32\x17.icehouse.v1.EmbedInput\x12%\n\x07pooling\x18\x04 \x01(\x0e\x32\x14.icehouse.v1.Pooling\x12\x16\n\tnormalize\x18\x05 \x01(\x08H\x00\x88\x01\x01\x12\x12\n\ndimensions\x18\x06 \x01(\x05\x12\x10\n\x08priority\x18\x07 \x01(\x05\x12\x0f\n\x07\x61\x64\x61pter\x18\x08 \x01(\tB\x0c\n\n_normalize\"Q\n\nEmbedInput\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12*\n\x06tokens\x18\x02 \x01(\x0b\x32\x18.icehouse.v1.TokenPromptH\x00\x42\x07\n\x05input\"\xa8\x01\n\rEmbedResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12*\n\nembeddings\x18\x03 \x03(\x0b\x32\x16.icehouse.v1.Embedding\x12\x15\n\rprompt_tokens\x18\x04 \x01(\x05\x12\x31\n\x0etotal_duration\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\"2\n\tEmbedding\x12\x0e\n\x06values\x18\x01 \x03(\x02\x12\x15\n\rprompt_tokens\x18\x02 \x01(\x05*L\n\x07Pooling\x12\x17\n\x13POOLING_UNSPECIFIED\x10\x00\x12\x16\n\x12POOLING_LAST_TOKEN\x10\x01\x12\x10\n\x0cPOOLING_MEAN\x10\x02\x32R\n\x10\x45mbeddingService\x12>\n\x05\x45mbed\x12\x19.icehouse.v1.EmbedRequest\x1a\x1a.icehouse.v1.EmbedResponseB<\n\x0f\x64\x65v.icehouse.v1P\x01Z\'icehouse.dev/api/icehouse/v1;icehousev1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#icehouse/v1/embedding_service.proto\x12\x0bicehouse.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x18icehouse/v1/prompt.proto\"\xf3\x01\n\x0c\x45mbedRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\'\n\x06inputs\x18\x03 \x03(\x0b\x32\x17.icehouse.v1.EmbedInput\x12%\n\x07pooling\x18\x04 \x01(\x0e\x32\x14.icehouse.v1.Pooling\x12\x16\n\tnormalize\x18\x05 \x01(\x08H\x00\x88\x01\x01\x12\x12\n\ndimensions\x18\x06 \x01(\x05\x12\x10\n\x08priority\x18\x07 \x01(\x05\x12\x0f\n\x07\x61\x64\x61pter\x18\x08 \x01(\t\x12\x13\n\x0bprompt_name\x18\t \x01(\tB\x0c\n\n_normalize\"Q\n\nEmbedInput\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12*\n\x06tokens\x18\x02 \x01(\x0b\x32\x18.icehouse.v1.TokenPromptH\x00\x42\x07\n\x05input\"\xa8\x01\n\rEmbedResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12*\n\nembeddings\x18\x03 \x03(\x0b\x32\x16.icehouse.v1.Embedding\x12\x15\n\rprompt_tokens\x18\x04 \x01(\x05\x12\x31\n\x0etotal_duration\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\"2\n\tEmbedding\x12\x0e\n\x06values\x18\x01 \x03(\x02\x12\x15\n\rprompt_tokens\x18\x02 \x01(\x05*L\n\x07Pooling\x12\x17\n\x13POOLING_UNSPECIFIED\x10\x00\x12\x16\n\x12POOLING_LAST_TOKEN\x10\x01\x12\x10\n\x0cPOOLING_MEAN\x10\x02\x32R\n\x10\x45mbeddingService\x12>\n\x05\x45mbed\x12\x19.icehouse.v1.EmbedRequest\x1a\x1a.icehouse.v1.EmbedResponseB<\n\x0f\x64\x65v.icehouse.v1P\x01Z\'icehouse.dev/api/icehouse/v1;icehousev1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,16 +34,16 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'icehouse.v1.embedding_servi
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\017dev.icehouse.v1P\001Z\'icehouse.dev/api/icehouse/v1;icehousev1'
-  _globals['_POOLING']._serialized_start=641
-  _globals['_POOLING']._serialized_end=717
+  _globals['_POOLING']._serialized_start=662
+  _globals['_POOLING']._serialized_end=738
   _globals['_EMBEDREQUEST']._serialized_start=111
-  _globals['_EMBEDREQUEST']._serialized_end=333
-  _globals['_EMBEDINPUT']._serialized_start=335
-  _globals['_EMBEDINPUT']._serialized_end=416
-  _globals['_EMBEDRESPONSE']._serialized_start=419
-  _globals['_EMBEDRESPONSE']._serialized_end=587
-  _globals['_EMBEDDING']._serialized_start=589
-  _globals['_EMBEDDING']._serialized_end=639
-  _globals['_EMBEDDINGSERVICE']._serialized_start=719
-  _globals['_EMBEDDINGSERVICE']._serialized_end=801
+  _globals['_EMBEDREQUEST']._serialized_end=354
+  _globals['_EMBEDINPUT']._serialized_start=356
+  _globals['_EMBEDINPUT']._serialized_end=437
+  _globals['_EMBEDRESPONSE']._serialized_start=440
+  _globals['_EMBEDRESPONSE']._serialized_end=608
+  _globals['_EMBEDDING']._serialized_start=610
+  _globals['_EMBEDDING']._serialized_end=660
+  _globals['_EMBEDDINGSERVICE']._serialized_start=740
+  _globals['_EMBEDDINGSERVICE']._serialized_end=822
 # @@protoc_insertion_point(module_scope)

@@ -28,7 +28,9 @@ class _Pooling:
 class _PoolingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Pooling.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     POOLING_UNSPECIFIED: _Pooling.ValueType  # 0
-    """Same as POOLING_LAST_TOKEN, which causal models are trained for."""
+    """As the model's folder says (1_Pooling/config.json); otherwise POOLING_LAST_TOKEN for models that generate text,
+    and the mean for encoders.
+    """
     POOLING_LAST_TOKEN: _Pooling.ValueType  # 1
     """That of the last token, the only one that attends to the whole input."""
     POOLING_MEAN: _Pooling.ValueType  # 2
@@ -38,7 +40,9 @@ class Pooling(_Pooling, metaclass=_PoolingEnumTypeWrapper):
     """How the hidden states of an input's tokens become one vector."""
 
 POOLING_UNSPECIFIED: Pooling.ValueType  # 0
-"""Same as POOLING_LAST_TOKEN, which causal models are trained for."""
+"""As the model's folder says (1_Pooling/config.json); otherwise POOLING_LAST_TOKEN for models that generate text,
+and the mean for encoders.
+"""
 POOLING_LAST_TOKEN: Pooling.ValueType  # 1
 """That of the last token, the only one that attends to the whole input."""
 POOLING_MEAN: Pooling.ValueType  # 2
@@ -59,12 +63,15 @@ class EmbedRequest(_message.Message):
     DIMENSIONS_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
+    PROMPT_NAME_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The caller's name for this request, as for Generate. Default: an id is generated."""
     model: _builtins.str
     """Model to use, as ListModels names it; otherwise NOT_FOUND. Default: the default model."""
     pooling: Global___Pooling.ValueType
-    """How to pool. Default: the last token."""
+    """How to pool. Encoders have a rule of their own: for them anything but the default is refused
+    (PARAMETER_OUT_OF_RANGE). Default: the model's rule.
+    """
     normalize: _builtins.bool
     """Whether vectors are scaled to length 1, so that their dot product is the cosine of their angle.
     Default: true.
@@ -77,6 +84,10 @@ class EmbedRequest(_message.Message):
     """Higher runs first among a tenant's waiting requests, -100 to 100; tenants take turns. Default: 0."""
     adapter: _builtins.str
     """The LoRA adapter to compute with; otherwise ADAPTER_NOT_FOUND. Default: the model without an adapter."""
+    prompt_name: _builtins.str
+    """One of the model's `embedding_prompts`, whose text is put before each `text`; otherwise
+    PARAMETER_OUT_OF_RANGE. Default: the one that the model's folder marks as such, if any.
+    """
     @_builtins.property
     def inputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___EmbedInput]:
         """What to embed: 1 to the server's limit (64 by default; otherwise PARAMETER_OUT_OF_RANGE)."""
@@ -92,10 +103,11 @@ class EmbedRequest(_message.Message):
         dimensions: _builtins.int = ...,
         priority: _builtins.int = ...,
         adapter: _builtins.str = ...,
+        prompt_name: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_normalize", b"_normalize", "normalize", b"normalize"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_normalize", b"_normalize", "adapter", b"adapter", "dimensions", b"dimensions", "inputs", b"inputs", "model", b"model", "normalize", b"normalize", "pooling", b"pooling", "priority", b"priority", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_normalize", b"_normalize", "adapter", b"adapter", "dimensions", b"dimensions", "inputs", b"inputs", "model", b"model", "normalize", b"normalize", "pooling", b"pooling", "priority", b"priority", "prompt_name", b"prompt_name", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__normalize: _TypeAlias = _typing.Literal["normalize"]  # noqa: Y015
     _WhichOneofArgType__normalize: _TypeAlias = _typing.Literal["_normalize", b"_normalize"]  # noqa: Y015

@@ -26,8 +26,8 @@ if _version_not_supported:
 
 
 class EmbeddingServiceStub(object):
-    """Turns texts into vectors: the hidden states of a model, pooled. Errors carry google.rpc
-    details as InferenceService's do.
+    """Turns texts into vectors: the hidden states of a model, pooled, and what the model's folder puts behind that.
+    Errors carry google.rpc details as InferenceService's do.
     """
 
     def __init__(self, channel):
@@ -44,8 +44,8 @@ class EmbeddingServiceStub(object):
 
 
 class EmbeddingServiceServicer(object):
-    """Turns texts into vectors: the hidden states of a model, pooled. Errors carry google.rpc
-    details as InferenceService's do.
+    """Turns texts into vectors: the hidden states of a model, pooled, and what the model's folder puts behind that.
+    Errors carry google.rpc details as InferenceService's do.
     """
 
     def Embed(self, request, context):
@@ -74,8 +74,8 @@ def add_EmbeddingServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class EmbeddingService(object):
-    """Turns texts into vectors: the hidden states of a model, pooled. Errors carry google.rpc
-    details as InferenceService's do.
+    """Turns texts into vectors: the hidden states of a model, pooled, and what the model's folder puts behind that.
+    Errors carry google.rpc details as InferenceService's do.
     """
 
     @staticmethod

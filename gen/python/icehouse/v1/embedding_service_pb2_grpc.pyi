@@ -27,8 +27,8 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class EmbeddingServiceStub:
-    """Turns texts into vectors: the hidden states of a model, pooled. Errors carry google.rpc
-    details as InferenceService's do.
+    """Turns texts into vectors: the hidden states of a model, pooled, and what the model's folder puts behind that.
+    Errors carry google.rpc details as InferenceService's do.
     """
 
     @_typing.overload
@@ -43,8 +43,8 @@ class EmbeddingServiceStub:
 
 @_typing.type_check_only
 class EmbeddingServiceAsyncStub(EmbeddingServiceStub):
-    """Turns texts into vectors: the hidden states of a model, pooled. Errors carry google.rpc
-    details as InferenceService's do.
+    """Turns texts into vectors: the hidden states of a model, pooled, and what the model's folder puts behind that.
+    Errors carry google.rpc details as InferenceService's do.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -55,8 +55,8 @@ class EmbeddingServiceAsyncStub(EmbeddingServiceStub):
     """
 
 class EmbeddingServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Turns texts into vectors: the hidden states of a model, pooled. Errors carry google.rpc
-    details as InferenceService's do.
+    """Turns texts into vectors: the hidden states of a model, pooled, and what the model's folder puts behind that.
+    Errors carry google.rpc details as InferenceService's do.
     """
 
     @_abc_1.abstractmethod

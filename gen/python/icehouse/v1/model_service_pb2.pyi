@@ -65,6 +65,34 @@ some seconds later.
 """
 Global___ModelState: _TypeAlias = ModelState  # noqa: Y015
 
+class _ModelKind:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ModelKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ModelKind.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    MODEL_KIND_UNSPECIFIED: _ModelKind.ValueType  # 0
+    """Never sent."""
+    MODEL_KIND_CHAT: _ModelKind.ValueType  # 1
+    """Generates text. EmbeddingService and RerankService work as well, as far as its training goes."""
+    MODEL_KIND_EMBEDDING: _ModelKind.ValueType  # 2
+    """Makes vectors of texts: EmbeddingService alone. It is an encoder, or its folder says how to pool."""
+    MODEL_KIND_RERANK: _ModelKind.ValueType  # 3
+    """Has a head that scores pairs of texts: RerankService alone."""
+
+class ModelKind(_ModelKind, metaclass=_ModelKindEnumTypeWrapper):
+    """What a model is for."""
+
+MODEL_KIND_UNSPECIFIED: ModelKind.ValueType  # 0
+"""Never sent."""
+MODEL_KIND_CHAT: ModelKind.ValueType  # 1
+"""Generates text. EmbeddingService and RerankService work as well, as far as its training goes."""
+MODEL_KIND_EMBEDDING: ModelKind.ValueType  # 2
+"""Makes vectors of texts: EmbeddingService alone. It is an encoder, or its folder says how to pool."""
+MODEL_KIND_RERANK: ModelKind.ValueType  # 3
+"""Has a head that scores pairs of texts: RerankService alone."""
+Global___ModelKind: _TypeAlias = ModelKind  # noqa: Y015
+
 class _PassSplit:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -358,6 +386,8 @@ class Model(_message.Message):
     STATE_FIELD_NUMBER: _builtins.int
     STATE_DETAIL_FIELD_NUMBER: _builtins.int
     ALIASES_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    EMBEDDING_PROMPTS_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     """The name that requests use in `model`."""
     architecture: _builtins.str
@@ -394,6 +424,8 @@ class Model(_message.Message):
     """Whether it is loaded."""
     state_detail: _builtins.str
     """Why it is MODEL_STATE_FAILED. Empty: it is not."""
+    kind: Global___ModelKind.ValueType
+    """What it is for."""
     @_builtins.property
     def cache_classes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Cache classes of its layers, in order of first appearance."""
@@ -419,6 +451,10 @@ class Model(_message.Message):
     @_builtins.property
     def aliases(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Other names that requests may use in `model`."""
+
+    @_builtins.property
+    def embedding_prompts(self) -> _containers.RepeatedCompositeFieldContainer[Global___EmbeddingPrompt]:
+        """Texts that it was trained to see before some of the inputs of EmbeddingService, which `prompt_name` may name."""
 
     def __init__(
         self,
@@ -446,14 +482,46 @@ class Model(_message.Message):
         state: Global___ModelState.ValueType = ...,
         state_detail: _builtins.str = ...,
         aliases: _abc.Iterable[_builtins.str] | None = ...,
+        kind: Global___ModelKind.ValueType = ...,
+        embedding_prompts: _abc.Iterable[Global___EmbeddingPrompt] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["reply_format", b"reply_format"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "aliases", b"aliases", "architecture", b"architecture", "cache_classes", b"cache_classes", "context_tokens", b"context_tokens", "device", b"device", "dtype", b"dtype", "embedding_dimensions", b"embedding_dimensions", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "has_chat_template", b"has_chat_template", "id", b"id", "kv_bytes_per_token", b"kv_bytes_per_token", "parameter_count", b"parameter_count", "pass_splits", b"pass_splits", "quantization", b"quantization", "reads_images", b"reads_images", "reply_format", b"reply_format", "runs_images_whole", b"runs_images_whole", "state", b"state", "state_detail", b"state_detail", "vocabulary_size", b"vocabulary_size", "weight_bytes", b"weight_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "aliases", b"aliases", "architecture", b"architecture", "cache_classes", b"cache_classes", "context_tokens", b"context_tokens", "device", b"device", "dtype", b"dtype", "embedding_dimensions", b"embedding_dimensions", "embedding_prompts", b"embedding_prompts", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "has_chat_template", b"has_chat_template", "id", b"id", "kind", b"kind", "kv_bytes_per_token", b"kv_bytes_per_token", "parameter_count", b"parameter_count", "pass_splits", b"pass_splits", "quantization", b"quantization", "reads_images", b"reads_images", "reply_format", b"reply_format", "runs_images_whole", b"runs_images_whole", "state", b"state", "state_detail", b"state_detail", "vocabulary_size", b"vocabulary_size", "weight_bytes", b"weight_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Model: _TypeAlias = Model  # noqa: Y015
+
+@_typing.final
+class EmbeddingPrompt(_message.Message):
+    """A text before inputs."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    IS_DEFAULT_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Its name in the model's folder, for example "query"."""
+    text: _builtins.str
+    """The text."""
+    is_default: _builtins.bool
+    """Whether it is put before inputs of requests that name none."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        text: _builtins.str = ...,
+        is_default: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_default", b"is_default", "name", b"name", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EmbeddingPrompt: _TypeAlias = EmbeddingPrompt  # noqa: Y015
 
 @_typing.final
 class ReplyFormat(_message.Message):

@@ -193,10 +193,12 @@ class RerankResult(_message.Message):
     index: _builtins.int
     """Its index in `RerankRequest.documents`, from 0."""
     score: _builtins.float
-    """The probability of the positive answer against the negative one, 0 to 1."""
+    """The probability of the positive answer against the negative one, 0 to 1; of a head, the logistic function of
+    its number.
+    """
     log_odds: _builtins.float
     """The difference of the two answers' logits, of which `score` is the logistic function; it still
-    distinguishes documents whose `score` rounds to 0 or 1. Qwen3-Reranker's raw score.
+    distinguishes documents whose `score` rounds to 0 or 1. Qwen3-Reranker's raw score; of a head, its number.
     """
     prompt_tokens: _builtins.int
     """Tokens of its prompt."""

@@ -28,8 +28,8 @@ if _version_not_supported:
 class RerankServiceStub(object):
     """Ranks documents with a model that is asked for each document whether it answers the query: rerankers
     such as Qwen3-Reranker, trained to answer "yes" or "no", and any other model that follows instructions.
-    Models with a scoring head (cross-encoders, sequence classifiers) cannot be served: mlx-lm
-    loads language models. Errors carry google.rpc details as InferenceService's do.
+    Models with a scoring head (cross-encoders such as bge-reranker, `kind` MODEL_KIND_RERANK) read query and
+    document as a pair instead, keep nothing in the cache and refuse instruction, form and answers. Errors carry google.rpc details as InferenceService's do.
     """
 
     def __init__(self, channel):
@@ -48,8 +48,8 @@ class RerankServiceStub(object):
 class RerankServiceServicer(object):
     """Ranks documents with a model that is asked for each document whether it answers the query: rerankers
     such as Qwen3-Reranker, trained to answer "yes" or "no", and any other model that follows instructions.
-    Models with a scoring head (cross-encoders, sequence classifiers) cannot be served: mlx-lm
-    loads language models. Errors carry google.rpc details as InferenceService's do.
+    Models with a scoring head (cross-encoders such as bge-reranker, `kind` MODEL_KIND_RERANK) read query and
+    document as a pair instead, keep nothing in the cache and refuse instruction, form and answers. Errors carry google.rpc details as InferenceService's do.
     """
 
     def Rerank(self, request, context):
@@ -81,8 +81,8 @@ def add_RerankServiceServicer_to_server(servicer, server):
 class RerankService(object):
     """Ranks documents with a model that is asked for each document whether it answers the query: rerankers
     such as Qwen3-Reranker, trained to answer "yes" or "no", and any other model that follows instructions.
-    Models with a scoring head (cross-encoders, sequence classifiers) cannot be served: mlx-lm
-    loads language models. Errors carry google.rpc details as InferenceService's do.
+    Models with a scoring head (cross-encoders such as bge-reranker, `kind` MODEL_KIND_RERANK) read query and
+    document as a pair instead, keep nothing in the cache and refuse instruction, form and answers. Errors carry google.rpc details as InferenceService's do.
     """
 
     @staticmethod

@@ -29,8 +29,8 @@ GRPC_VERSION: str
 class RerankServiceStub:
     """Ranks documents with a model that is asked for each document whether it answers the query: rerankers
     such as Qwen3-Reranker, trained to answer "yes" or "no", and any other model that follows instructions.
-    Models with a scoring head (cross-encoders, sequence classifiers) cannot be served: mlx-lm
-    loads language models. Errors carry google.rpc details as InferenceService's do.
+    Models with a scoring head (cross-encoders such as bge-reranker, `kind` MODEL_KIND_RERANK) read query and
+    document as a pair instead, keep nothing in the cache and refuse instruction, form and answers. Errors carry google.rpc details as InferenceService's do.
     """
 
     @_typing.overload
@@ -48,8 +48,8 @@ class RerankServiceStub:
 class RerankServiceAsyncStub(RerankServiceStub):
     """Ranks documents with a model that is asked for each document whether it answers the query: rerankers
     such as Qwen3-Reranker, trained to answer "yes" or "no", and any other model that follows instructions.
-    Models with a scoring head (cross-encoders, sequence classifiers) cannot be served: mlx-lm
-    loads language models. Errors carry google.rpc details as InferenceService's do.
+    Models with a scoring head (cross-encoders such as bge-reranker, `kind` MODEL_KIND_RERANK) read query and
+    document as a pair instead, keep nothing in the cache and refuse instruction, form and answers. Errors carry google.rpc details as InferenceService's do.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -63,8 +63,8 @@ class RerankServiceAsyncStub(RerankServiceStub):
 class RerankServiceServicer(metaclass=_abc_1.ABCMeta):
     """Ranks documents with a model that is asked for each document whether it answers the query: rerankers
     such as Qwen3-Reranker, trained to answer "yes" or "no", and any other model that follows instructions.
-    Models with a scoring head (cross-encoders, sequence classifiers) cannot be served: mlx-lm
-    loads language models. Errors carry google.rpc details as InferenceService's do.
+    Models with a scoring head (cross-encoders such as bge-reranker, `kind` MODEL_KIND_RERANK) read query and
+    document as a pair instead, keep nothing in the cache and refuse instruction, form and answers. Errors carry google.rpc details as InferenceService's do.
     """
 
     @_abc_1.abstractmethod

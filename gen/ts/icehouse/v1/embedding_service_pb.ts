@@ -16,7 +16,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file icehouse/v1/embedding_service.proto.
  */
 export const file_icehouse_v1_embedding_service: GenFile = /*@__PURE__*/
-  fileDesc("CiNpY2Vob3VzZS92MS9lbWJlZGRpbmdfc2VydmljZS5wcm90bxILaWNlaG91c2UudjEi3gEKDEVtYmVkUmVxdWVzdBISCgpyZXF1ZXN0X2lkGAEgASgJEg0KBW1vZGVsGAIgASgJEicKBmlucHV0cxgDIAMoCzIXLmljZWhvdXNlLnYxLkVtYmVkSW5wdXQSJQoHcG9vbGluZxgEIAEoDjIULmljZWhvdXNlLnYxLlBvb2xpbmcSFgoJbm9ybWFsaXplGAUgASgISACIAQESEgoKZGltZW5zaW9ucxgGIAEoBRIQCghwcmlvcml0eRgHIAEoBRIPCgdhZGFwdGVyGAggASgJQgwKCl9ub3JtYWxpemUiUQoKRW1iZWRJbnB1dBIOCgR0ZXh0GAEgASgJSAASKgoGdG9rZW5zGAIgASgLMhguaWNlaG91c2UudjEuVG9rZW5Qcm9tcHRIAEIHCgVpbnB1dCKoAQoNRW1iZWRSZXNwb25zZRISCgpyZXF1ZXN0X2lkGAEgASgJEg0KBW1vZGVsGAIgASgJEioKCmVtYmVkZGluZ3MYAyADKAsyFi5pY2Vob3VzZS52MS5FbWJlZGRpbmcSFQoNcHJvbXB0X3Rva2VucxgEIAEoBRIxCg50b3RhbF9kdXJhdGlvbhgFIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbiIyCglFbWJlZGRpbmcSDgoGdmFsdWVzGAEgAygCEhUKDXByb21wdF90b2tlbnMYAiABKAUqTAoHUG9vbGluZxIXChNQT09MSU5HX1VOU1BFQ0lGSUVEEAASFgoSUE9PTElOR19MQVNUX1RPS0VOEAESEAoMUE9PTElOR19NRUFOEAIyUgoQRW1iZWRkaW5nU2VydmljZRI+CgVFbWJlZBIZLmljZWhvdXNlLnYxLkVtYmVkUmVxdWVzdBoaLmljZWhvdXNlLnYxLkVtYmVkUmVzcG9uc2VCPAoPZGV2LmljZWhvdXNlLnYxUAFaJ2ljZWhvdXNlLmRldi9hcGkvaWNlaG91c2UvdjE7aWNlaG91c2V2MWIGcHJvdG8z", [file_google_protobuf_duration, file_icehouse_v1_prompt]);
+  fileDesc("CiNpY2Vob3VzZS92MS9lbWJlZGRpbmdfc2VydmljZS5wcm90bxILaWNlaG91c2UudjEi8wEKDEVtYmVkUmVxdWVzdBISCgpyZXF1ZXN0X2lkGAEgASgJEg0KBW1vZGVsGAIgASgJEicKBmlucHV0cxgDIAMoCzIXLmljZWhvdXNlLnYxLkVtYmVkSW5wdXQSJQoHcG9vbGluZxgEIAEoDjIULmljZWhvdXNlLnYxLlBvb2xpbmcSFgoJbm9ybWFsaXplGAUgASgISACIAQESEgoKZGltZW5zaW9ucxgGIAEoBRIQCghwcmlvcml0eRgHIAEoBRIPCgdhZGFwdGVyGAggASgJEhMKC3Byb21wdF9uYW1lGAkgASgJQgwKCl9ub3JtYWxpemUiUQoKRW1iZWRJbnB1dBIOCgR0ZXh0GAEgASgJSAASKgoGdG9rZW5zGAIgASgLMhguaWNlaG91c2UudjEuVG9rZW5Qcm9tcHRIAEIHCgVpbnB1dCKoAQoNRW1iZWRSZXNwb25zZRISCgpyZXF1ZXN0X2lkGAEgASgJEg0KBW1vZGVsGAIgASgJEioKCmVtYmVkZGluZ3MYAyADKAsyFi5pY2Vob3VzZS52MS5FbWJlZGRpbmcSFQoNcHJvbXB0X3Rva2VucxgEIAEoBRIxCg50b3RhbF9kdXJhdGlvbhgFIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbiIyCglFbWJlZGRpbmcSDgoGdmFsdWVzGAEgAygCEhUKDXByb21wdF90b2tlbnMYAiABKAUqTAoHUG9vbGluZxIXChNQT09MSU5HX1VOU1BFQ0lGSUVEEAASFgoSUE9PTElOR19MQVNUX1RPS0VOEAESEAoMUE9PTElOR19NRUFOEAIyUgoQRW1iZWRkaW5nU2VydmljZRI+CgVFbWJlZBIZLmljZWhvdXNlLnYxLkVtYmVkUmVxdWVzdBoaLmljZWhvdXNlLnYxLkVtYmVkUmVzcG9uc2VCPAoPZGV2LmljZWhvdXNlLnYxUAFaJ2ljZWhvdXNlLmRldi9hcGkvaWNlaG91c2UvdjE7aWNlaG91c2V2MWIGcHJvdG8z", [file_google_protobuf_duration, file_icehouse_v1_prompt]);
 
 /**
  * Inputs to embed.
@@ -46,7 +46,8 @@ export type EmbedRequest = Message<"icehouse.v1.EmbedRequest"> & {
   inputs: EmbedInput[];
 
   /**
-   * How to pool. Default: the last token.
+   * How to pool. Encoders have a rule of their own: for them anything but the default is refused
+   * (PARAMETER_OUT_OF_RANGE). Default: the model's rule.
    *
    * @generated from field: icehouse.v1.Pooling pooling = 4;
    */
@@ -81,6 +82,14 @@ export type EmbedRequest = Message<"icehouse.v1.EmbedRequest"> & {
    * @generated from field: string adapter = 8;
    */
   adapter: string;
+
+  /**
+   * One of the model's `embedding_prompts`, whose text is put before each `text`; otherwise
+   * PARAMETER_OUT_OF_RANGE. Default: the one that the model's folder marks as such, if any.
+   *
+   * @generated from field: string prompt_name = 9;
+   */
+  promptName: string;
 };
 
 /**
@@ -98,7 +107,7 @@ export const EmbedRequestSchema: GenMessage<EmbedRequest> = /*@__PURE__*/
 export type EmbedInput = Message<"icehouse.v1.EmbedInput"> & {
   /**
    * What to embed; one of these is required (PROMPT_MISSING) and must not be empty (PROMPT_EMPTY).
-   * An input that fills the model's context is refused with PROMPT_TOO_LONG.
+   * An input that does not fit into the model's context is refused with PROMPT_TOO_LONG.
    *
    * @generated from oneof icehouse.v1.EmbedInput.input
    */
@@ -213,7 +222,8 @@ export const EmbeddingSchema: GenMessage<Embedding> = /*@__PURE__*/
  */
 export enum Pooling {
   /**
-   * Same as POOLING_LAST_TOKEN, which causal models are trained for.
+   * As the model's folder says (1_Pooling/config.json); otherwise POOLING_LAST_TOKEN for models that generate text,
+   * and the mean for encoders.
    *
    * @generated from enum value: POOLING_UNSPECIFIED = 0;
    */
@@ -241,8 +251,8 @@ export const PoolingSchema: GenEnum<Pooling> = /*@__PURE__*/
   enumDesc(file_icehouse_v1_embedding_service, 0);
 
 /**
- * Turns texts into vectors: the hidden states of a model, pooled. Errors carry google.rpc
- * details as InferenceService's do.
+ * Turns texts into vectors: the hidden states of a model, pooled, and what the model's folder puts behind that.
+ * Errors carry google.rpc details as InferenceService's do.
  *
  * @generated from service icehouse.v1.EmbeddingService
  */

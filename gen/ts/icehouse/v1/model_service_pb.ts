@@ -16,7 +16,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file icehouse/v1/model_service.proto.
  */
 export const file_icehouse_v1_model_service: GenFile = /*@__PURE__*/
-  fileDesc("Ch9pY2Vob3VzZS92MS9tb2RlbF9zZXJ2aWNlLnByb3RvEgtpY2Vob3VzZS52MSI6ChFMaXN0TW9kZWxzUmVxdWVzdBIRCglwYWdlX3NpemUYASABKAUSEgoKcGFnZV90b2tlbhgCIAEoCSJRChJMaXN0TW9kZWxzUmVzcG9uc2USIgoGbW9kZWxzGAEgAygLMhIuaWNlaG91c2UudjEuTW9kZWwSFwoPbmV4dF9wYWdlX3Rva2VuGAIgASgJIiAKD0dldE1vZGVsUmVxdWVzdBINCgVtb2RlbBgBIAEoCSI1ChBHZXRNb2RlbFJlc3BvbnNlEiEKBW1vZGVsGAEgASgLMhIuaWNlaG91c2UudjEuTW9kZWwiIQoQTG9hZE1vZGVsUmVxdWVzdBINCgVtb2RlbBgBIAEoCSJvChFMb2FkTW9kZWxSZXNwb25zZRItCghwcm9ncmVzcxgBIAEoCzIZLmljZWhvdXNlLnYxLkxvYWRpbmdNb2RlbEgAEiIKBGRvbmUYAiABKAsyEi5pY2Vob3VzZS52MS5Nb2RlbEgAQgcKBWV2ZW50InEKDExvYWRpbmdNb2RlbBINCgVtb2RlbBgBIAEoCRImCgVzdGF0ZRgCIAEoDjIXLmljZWhvdXNlLnYxLk1vZGVsU3RhdGUSKgoHZWxhcHNlZBgDIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbiIjChJVbmxvYWRNb2RlbFJlcXVlc3QSDQoFbW9kZWwYASABKAkiOAoTVW5sb2FkTW9kZWxSZXNwb25zZRIhCgVtb2RlbBgBIAEoCzISLmljZWhvdXNlLnYxLk1vZGVsItsECgVNb2RlbBIKCgJpZBgBIAEoCRIUCgxhcmNoaXRlY3R1cmUYAiABKAkSFwoPdm9jYWJ1bGFyeV9zaXplGAMgASgFEhYKDmNvbnRleHRfdG9rZW5zGAQgASgFEg0KBWR0eXBlGAUgASgJEhQKDHF1YW50aXphdGlvbhgGIAEoCRIXCg9wYXJhbWV0ZXJfY291bnQYByABKAMSFAoMd2VpZ2h0X2J5dGVzGAggASgDEhoKEmt2X2J5dGVzX3Blcl90b2tlbhgJIAEoAxIVCg1jYWNoZV9jbGFzc2VzGAogAygJEhMKC2ZpbmdlcnByaW50GAsgASgJEhkKEWhhc19jaGF0X3RlbXBsYXRlGAwgASgIEhUKDWVvc190b2tlbl9pZHMYDSADKAUSDgoGZGV2aWNlGA4gASgJEiYKCGFkYXB0ZXJzGA8gAygLMhQuaWNlaG91c2UudjEuQWRhcHRlchIcChRlbWJlZGRpbmdfZGltZW5zaW9ucxgQIAEoBRIUCgxyZWFkc19pbWFnZXMYESABKAgSKwoLcGFzc19zcGxpdHMYEiADKA4yFi5pY2Vob3VzZS52MS5QYXNzU3BsaXQSGQoRcnVuc19pbWFnZXNfd2hvbGUYEyABKAgSLgoMcmVwbHlfZm9ybWF0GBQgASgLMhguaWNlaG91c2UudjEuUmVwbHlGb3JtYXQSJgoFc3RhdGUYFSABKA4yFy5pY2Vob3VzZS52MS5Nb2RlbFN0YXRlEhQKDHN0YXRlX2RldGFpbBgWIAEoCRIPCgdhbGlhc2VzGBcgAygJInYKC1JlcGx5Rm9ybWF0Eg0KBWNhbGxzGAEgASgJEhcKD3JlYXNvbmluZ19zdGFydBgCIAEoCRIVCg1yZWFzb25pbmdfZW5kGAMgASgJEhAKCGV2aWRlbmNlGAQgAygJEhYKDnVucmVhZF9tYXJrZXJzGAUgAygJKr0BCgpNb2RlbFN0YXRlEhsKF01PREVMX1NUQVRFX1VOU1BFQ0lGSUVEEAASFgoSTU9ERUxfU1RBVEVfQUJTRU5UEAESGAoUTU9ERUxfU1RBVEVfRkVUQ0hJTkcQAhIXChNNT0RFTF9TVEFURV9MT0FESU5HEAMSFQoRTU9ERUxfU1RBVEVfUkVBRFkQBBIYChRNT0RFTF9TVEFURV9EUkFJTklORxAFEhYKEk1PREVMX1NUQVRFX0ZBSUxFRBAGKm4KCVBhc3NTcGxpdBIaChZQQVNTX1NQTElUX1VOU1BFQ0lGSUVEEAASGAoUUEFTU19TUExJVF9BVFRFTlRJT04QARIVChFQQVNTX1NQTElUX01PRFVMRRACEhQKEFBBU1NfU1BMSVRfQUxPTkUQAzLGAgoMTW9kZWxTZXJ2aWNlEk0KCkxpc3RNb2RlbHMSHi5pY2Vob3VzZS52MS5MaXN0TW9kZWxzUmVxdWVzdBofLmljZWhvdXNlLnYxLkxpc3RNb2RlbHNSZXNwb25zZRJHCghHZXRNb2RlbBIcLmljZWhvdXNlLnYxLkdldE1vZGVsUmVxdWVzdBodLmljZWhvdXNlLnYxLkdldE1vZGVsUmVzcG9uc2USTAoJTG9hZE1vZGVsEh0uaWNlaG91c2UudjEuTG9hZE1vZGVsUmVxdWVzdBoeLmljZWhvdXNlLnYxLkxvYWRNb2RlbFJlc3BvbnNlMAESUAoLVW5sb2FkTW9kZWwSHy5pY2Vob3VzZS52MS5VbmxvYWRNb2RlbFJlcXVlc3QaIC5pY2Vob3VzZS52MS5VbmxvYWRNb2RlbFJlc3BvbnNlQjwKD2Rldi5pY2Vob3VzZS52MVABWidpY2Vob3VzZS5kZXYvYXBpL2ljZWhvdXNlL3YxO2ljZWhvdXNldjFiBnByb3RvMw", [file_google_protobuf_duration, file_icehouse_v1_adapter]);
+  fileDesc("Ch9pY2Vob3VzZS92MS9tb2RlbF9zZXJ2aWNlLnByb3RvEgtpY2Vob3VzZS52MSI6ChFMaXN0TW9kZWxzUmVxdWVzdBIRCglwYWdlX3NpemUYASABKAUSEgoKcGFnZV90b2tlbhgCIAEoCSJRChJMaXN0TW9kZWxzUmVzcG9uc2USIgoGbW9kZWxzGAEgAygLMhIuaWNlaG91c2UudjEuTW9kZWwSFwoPbmV4dF9wYWdlX3Rva2VuGAIgASgJIiAKD0dldE1vZGVsUmVxdWVzdBINCgVtb2RlbBgBIAEoCSI1ChBHZXRNb2RlbFJlc3BvbnNlEiEKBW1vZGVsGAEgASgLMhIuaWNlaG91c2UudjEuTW9kZWwiIQoQTG9hZE1vZGVsUmVxdWVzdBINCgVtb2RlbBgBIAEoCSJvChFMb2FkTW9kZWxSZXNwb25zZRItCghwcm9ncmVzcxgBIAEoCzIZLmljZWhvdXNlLnYxLkxvYWRpbmdNb2RlbEgAEiIKBGRvbmUYAiABKAsyEi5pY2Vob3VzZS52MS5Nb2RlbEgAQgcKBWV2ZW50InEKDExvYWRpbmdNb2RlbBINCgVtb2RlbBgBIAEoCRImCgVzdGF0ZRgCIAEoDjIXLmljZWhvdXNlLnYxLk1vZGVsU3RhdGUSKgoHZWxhcHNlZBgDIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbiIjChJVbmxvYWRNb2RlbFJlcXVlc3QSDQoFbW9kZWwYASABKAkiOAoTVW5sb2FkTW9kZWxSZXNwb25zZRIhCgVtb2RlbBgBIAEoCzISLmljZWhvdXNlLnYxLk1vZGVsIroFCgVNb2RlbBIKCgJpZBgBIAEoCRIUCgxhcmNoaXRlY3R1cmUYAiABKAkSFwoPdm9jYWJ1bGFyeV9zaXplGAMgASgFEhYKDmNvbnRleHRfdG9rZW5zGAQgASgFEg0KBWR0eXBlGAUgASgJEhQKDHF1YW50aXphdGlvbhgGIAEoCRIXCg9wYXJhbWV0ZXJfY291bnQYByABKAMSFAoMd2VpZ2h0X2J5dGVzGAggASgDEhoKEmt2X2J5dGVzX3Blcl90b2tlbhgJIAEoAxIVCg1jYWNoZV9jbGFzc2VzGAogAygJEhMKC2ZpbmdlcnByaW50GAsgASgJEhkKEWhhc19jaGF0X3RlbXBsYXRlGAwgASgIEhUKDWVvc190b2tlbl9pZHMYDSADKAUSDgoGZGV2aWNlGA4gASgJEiYKCGFkYXB0ZXJzGA8gAygLMhQuaWNlaG91c2UudjEuQWRhcHRlchIcChRlbWJlZGRpbmdfZGltZW5zaW9ucxgQIAEoBRIUCgxyZWFkc19pbWFnZXMYESABKAgSKwoLcGFzc19zcGxpdHMYEiADKA4yFi5pY2Vob3VzZS52MS5QYXNzU3BsaXQSGQoRcnVuc19pbWFnZXNfd2hvbGUYEyABKAgSLgoMcmVwbHlfZm9ybWF0GBQgASgLMhguaWNlaG91c2UudjEuUmVwbHlGb3JtYXQSJgoFc3RhdGUYFSABKA4yFy5pY2Vob3VzZS52MS5Nb2RlbFN0YXRlEhQKDHN0YXRlX2RldGFpbBgWIAEoCRIPCgdhbGlhc2VzGBcgAygJEiQKBGtpbmQYGCABKA4yFi5pY2Vob3VzZS52MS5Nb2RlbEtpbmQSNwoRZW1iZWRkaW5nX3Byb21wdHMYGSADKAsyHC5pY2Vob3VzZS52MS5FbWJlZGRpbmdQcm9tcHQiQQoPRW1iZWRkaW5nUHJvbXB0EgwKBG5hbWUYASABKAkSDAoEdGV4dBgCIAEoCRISCgppc19kZWZhdWx0GAMgASgIInYKC1JlcGx5Rm9ybWF0Eg0KBWNhbGxzGAEgASgJEhcKD3JlYXNvbmluZ19zdGFydBgCIAEoCRIVCg1yZWFzb25pbmdfZW5kGAMgASgJEhAKCGV2aWRlbmNlGAQgAygJEhYKDnVucmVhZF9tYXJrZXJzGAUgAygJKr0BCgpNb2RlbFN0YXRlEhsKF01PREVMX1NUQVRFX1VOU1BFQ0lGSUVEEAASFgoSTU9ERUxfU1RBVEVfQUJTRU5UEAESGAoUTU9ERUxfU1RBVEVfRkVUQ0hJTkcQAhIXChNNT0RFTF9TVEFURV9MT0FESU5HEAMSFQoRTU9ERUxfU1RBVEVfUkVBRFkQBBIYChRNT0RFTF9TVEFURV9EUkFJTklORxAFEhYKEk1PREVMX1NUQVRFX0ZBSUxFRBAGKm0KCU1vZGVsS2luZBIaChZNT0RFTF9LSU5EX1VOU1BFQ0lGSUVEEAASEwoPTU9ERUxfS0lORF9DSEFUEAESGAoUTU9ERUxfS0lORF9FTUJFRERJTkcQAhIVChFNT0RFTF9LSU5EX1JFUkFOSxADKm4KCVBhc3NTcGxpdBIaChZQQVNTX1NQTElUX1VOU1BFQ0lGSUVEEAASGAoUUEFTU19TUExJVF9BVFRFTlRJT04QARIVChFQQVNTX1NQTElUX01PRFVMRRACEhQKEFBBU1NfU1BMSVRfQUxPTkUQAzLGAgoMTW9kZWxTZXJ2aWNlEk0KCkxpc3RNb2RlbHMSHi5pY2Vob3VzZS52MS5MaXN0TW9kZWxzUmVxdWVzdBofLmljZWhvdXNlLnYxLkxpc3RNb2RlbHNSZXNwb25zZRJHCghHZXRNb2RlbBIcLmljZWhvdXNlLnYxLkdldE1vZGVsUmVxdWVzdBodLmljZWhvdXNlLnYxLkdldE1vZGVsUmVzcG9uc2USTAoJTG9hZE1vZGVsEh0uaWNlaG91c2UudjEuTG9hZE1vZGVsUmVxdWVzdBoeLmljZWhvdXNlLnYxLkxvYWRNb2RlbFJlc3BvbnNlMAESUAoLVW5sb2FkTW9kZWwSHy5pY2Vob3VzZS52MS5VbmxvYWRNb2RlbFJlcXVlc3QaIC5pY2Vob3VzZS52MS5VbmxvYWRNb2RlbFJlc3BvbnNlQjwKD2Rldi5pY2Vob3VzZS52MVABWidpY2Vob3VzZS5kZXYvYXBpL2ljZWhvdXNlL3YxO2ljZWhvdXNldjFiBnByb3RvMw", [file_google_protobuf_duration, file_icehouse_v1_adapter]);
 
 /**
  * Asks for a page of models.
@@ -420,6 +420,20 @@ export type Model = Message<"icehouse.v1.Model"> & {
    * @generated from field: repeated string aliases = 23;
    */
   aliases: string[];
+
+  /**
+   * What it is for.
+   *
+   * @generated from field: icehouse.v1.ModelKind kind = 24;
+   */
+  kind: ModelKind;
+
+  /**
+   * Texts that it was trained to see before some of the inputs of EmbeddingService, which `prompt_name` may name.
+   *
+   * @generated from field: repeated icehouse.v1.EmbeddingPrompt embedding_prompts = 25;
+   */
+  embeddingPrompts: EmbeddingPrompt[];
 };
 
 /**
@@ -428,6 +442,41 @@ export type Model = Message<"icehouse.v1.Model"> & {
  */
 export const ModelSchema: GenMessage<Model> = /*@__PURE__*/
   messageDesc(file_icehouse_v1_model_service, 9);
+
+/**
+ * A text before inputs.
+ *
+ * @generated from message icehouse.v1.EmbeddingPrompt
+ */
+export type EmbeddingPrompt = Message<"icehouse.v1.EmbeddingPrompt"> & {
+  /**
+   * Its name in the model's folder, for example "query".
+   *
+   * @generated from field: string name = 1;
+   */
+  name: string;
+
+  /**
+   * The text.
+   *
+   * @generated from field: string text = 2;
+   */
+  text: string;
+
+  /**
+   * Whether it is put before inputs of requests that name none.
+   *
+   * @generated from field: bool is_default = 3;
+   */
+  isDefault: boolean;
+};
+
+/**
+ * Describes the message icehouse.v1.EmbeddingPrompt.
+ * Use `create(EmbeddingPromptSchema)` to create a new message.
+ */
+export const EmbeddingPromptSchema: GenMessage<EmbeddingPrompt> = /*@__PURE__*/
+  messageDesc(file_icehouse_v1_model_service, 10);
 
 /**
  * How the replies of a model are parsed, detected when it was loaded.
@@ -478,7 +527,7 @@ export type ReplyFormat = Message<"icehouse.v1.ReplyFormat"> & {
  * Use `create(ReplyFormatSchema)` to create a new message.
  */
 export const ReplyFormatSchema: GenMessage<ReplyFormat> = /*@__PURE__*/
-  messageDesc(file_icehouse_v1_model_service, 10);
+  messageDesc(file_icehouse_v1_model_service, 11);
 
 /**
  * Whether a model is loaded.
@@ -544,6 +593,47 @@ export const ModelStateSchema: GenEnum<ModelState> = /*@__PURE__*/
   enumDesc(file_icehouse_v1_model_service, 0);
 
 /**
+ * What a model is for.
+ *
+ * @generated from enum icehouse.v1.ModelKind
+ */
+export enum ModelKind {
+  /**
+   * Never sent.
+   *
+   * @generated from enum value: MODEL_KIND_UNSPECIFIED = 0;
+   */
+  UNSPECIFIED = 0,
+
+  /**
+   * Generates text. EmbeddingService and RerankService work as well, as far as its training goes.
+   *
+   * @generated from enum value: MODEL_KIND_CHAT = 1;
+   */
+  CHAT = 1,
+
+  /**
+   * Makes vectors of texts: EmbeddingService alone. It is an encoder, or its folder says how to pool.
+   *
+   * @generated from enum value: MODEL_KIND_EMBEDDING = 2;
+   */
+  EMBEDDING = 2,
+
+  /**
+   * Has a head that scores pairs of texts: RerankService alone.
+   *
+   * @generated from enum value: MODEL_KIND_RERANK = 3;
+   */
+  RERANK = 3,
+}
+
+/**
+ * Describes the enum icehouse.v1.ModelKind.
+ */
+export const ModelKindSchema: GenEnum<ModelKind> = /*@__PURE__*/
+  enumDesc(file_icehouse_v1_model_service, 1);
+
+/**
  * Where sequences that share a forward pass are computed separately. Everything else is computed for all of them
  * at once.
  *
@@ -583,7 +673,7 @@ export enum PassSplit {
  * Describes the enum icehouse.v1.PassSplit.
  */
 export const PassSplitSchema: GenEnum<PassSplit> = /*@__PURE__*/
-  enumDesc(file_icehouse_v1_model_service, 1);
+  enumDesc(file_icehouse_v1_model_service, 2);
 
 /**
  * Lists, describes, loads and unloads the served models. Errors carry google.rpc details as InferenceService's do.

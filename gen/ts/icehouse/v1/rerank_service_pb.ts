@@ -237,7 +237,8 @@ export type RerankResult = Message<"icehouse.v1.RerankResult"> & {
   index: number;
 
   /**
-   * The probability of the positive answer against the negative one, 0 to 1.
+   * The probability of the positive answer against the negative one, 0 to 1; of a head, the logistic function of
+   * its number.
    *
    * @generated from field: double score = 2;
    */
@@ -245,7 +246,7 @@ export type RerankResult = Message<"icehouse.v1.RerankResult"> & {
 
   /**
    * The difference of the two answers' logits, of which `score` is the logistic function; it still
-   * distinguishes documents whose `score` rounds to 0 or 1. Qwen3-Reranker's raw score.
+   * distinguishes documents whose `score` rounds to 0 or 1. Qwen3-Reranker's raw score; of a head, its number.
    *
    * @generated from field: double log_odds = 3;
    */
@@ -269,8 +270,8 @@ export const RerankResultSchema: GenMessage<RerankResult> = /*@__PURE__*/
 /**
  * Ranks documents with a model that is asked for each document whether it answers the query: rerankers
  * such as Qwen3-Reranker, trained to answer "yes" or "no", and any other model that follows instructions.
- * Models with a scoring head (cross-encoders, sequence classifiers) cannot be served: mlx-lm
- * loads language models. Errors carry google.rpc details as InferenceService's do.
+ * Models with a scoring head (cross-encoders such as bge-reranker, `kind` MODEL_KIND_RERANK) read query and
+ * document as a pair instead, keep nothing in the cache and refuse instruction, form and answers. Errors carry google.rpc details as InferenceService's do.
  *
  * @generated from service icehouse.v1.RerankService
  */

@@ -126,7 +126,7 @@ class PassResult:
     """For chunks with `wanted`, in the order of a sequence's chunks: what the tokens say of
     `next_token_ids`."""
     pooled: Mapping[SequenceId, Vector] = dataclasses.field(default_factory=dict)
-    """For chunks with `pooling`: the sum of the hidden states, or the last token's."""
+    """For chunks with `pooling`: the sum of the hidden states, or the last token's, or what is to be told."""
     went_through: Mapping[SequenceId, LayerSpan] = dataclasses.field(default_factory=dict)
     """For chunks with `layers` whose time was over before the last of these: those that they went through."""
     layers_began_s: float = 0.0

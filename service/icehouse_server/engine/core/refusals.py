@@ -69,6 +69,15 @@ def logits_not_finite(drawn_count: int) -> ModelOutputInvalid:
     )
 
 
+def vector_not_finite() -> ModelOutputInvalid:
+    """An encoder's numbers for a text are NaN or without bounds."""
+    return ModelOutputInvalid(
+        Reason.LOGITS_NOT_FINITE,
+        "the model's numbers for this text are NaN or infinite; a model with damaged weights does this, or "
+        "one whose numbers outgrow its type",
+    )
+
+
 def too_many_completions(count: int, limit: int) -> InvalidRequest:
     """A request's completions wait together, and even an empty queue does not hold so many."""
     return InvalidRequest(

@@ -6,7 +6,7 @@ mlx-lm >= 0.32, < 0.33. Each function here says what it relies on;
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,9 @@ from mlx_lm.utils import (
 )
 from transformers import AutoTokenizer
 
+Classes = Callable[[dict[str, Any]], tuple[Any, Any]]
+"""From config.json to what a model and its arguments are made of."""
+
 
 def knows(config: Mapping[str, Any]) -> bool:
     """Return whether the installed mlx-lm has a class for what config.json names."""
@@ -31,10 +34,38 @@ def knows(config: Mapping[str, Any]) -> bool:
     return True
 
 
-def read_model(path: Path, *, lazy: bool, trust_remote_code: bool) -> tuple[Any, dict[str, Any]]:
+def read_model(
+    path: Path,
+    *,
+    lazy: bool,
+    trust_remote_code: bool,
+    classes: Classes | None = None,
+) -> tuple[Any, dict[str, Any]]:
     """Load weights and config of an MLX model folder. Raises what mlx-lm raises."""
-    model, config = load_model(path, lazy=lazy, trust_remote_code=trust_remote_code)
+    model, config = load_model(
+        path, lazy=lazy, get_model_classes=classes or _get_classes, trust_remote_code=trust_remote_code
+    )
     return model, dict(config)
+
+
+def bare_classes(config: dict[str, Any]) -> tuple[Any, Any]:
+    """As mlx-lm finds them, for embedding models: some are published as the model's body alone, and no weight
+    has its name in front."""
+    model_class, args_class = _get_classes(config)
+
+    def make(args: Any) -> Any:
+        model = model_class(args)
+        sanitize = getattr(model, "sanitize", lambda weights: weights)
+
+        def with_names(weights: dict[str, Any]) -> dict[str, Any]:
+            is_bare = hasattr(model, "model") and not any(name.startswith("model.") for name in weights)
+            named = {f"model.{name}": w for name, w in weights.items()} if is_bare else weights
+            return dict(sanitize(named))
+
+        model.sanitize = with_names
+        return model
+
+    return make, args_class
 
 
 def read_adapter(model: Any, path: str) -> Any:

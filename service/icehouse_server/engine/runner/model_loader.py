@@ -16,7 +16,8 @@ from mlx.utils import tree_flatten, tree_map
 
 from icehouse_server.device import find_backend, find_device
 from icehouse_server.domain.ids import AdapterDigest, AdapterName
-from icehouse_server.domain.model import AdapterInfo, ModelInfo, Sight
+from icehouse_server.domain.model import AdapterInfo, ModelInfo, ModelKind, Sight
+from icehouse_server.domain.request import Pooling
 from icehouse_server.engine.core.memory_model import (
     ModelShape,
     find_int,
@@ -25,6 +26,8 @@ from icehouse_server.engine.core.memory_model import (
 )
 from icehouse_server.engine.kv_cache.cache_classes import leaves, make_caches
 from icehouse_server.engine.runner import mlx_lm
+from icehouse_server.engine.runner.encoders.encoder import Encoder, encoder_classes, is_encoder
+from icehouse_server.engine.runner.encoders.recipe import Gather, Recipe, recipe_of
 from icehouse_server.engine.runner.identity.fingerprint import quantization_of, read_json
 from icehouse_server.engine.runner.identity.kv_code import KvCode
 from icehouse_server.engine.runner.read_ahead import ReadAhead
@@ -125,6 +128,11 @@ def sees_images(path: Path) -> bool:
     return sight is Sight.SERVED
 
 
+def reads_whole(path: Path) -> bool:
+    """Whether the model in a folder is an encoder; raises ModelError for a folder that is no model's."""
+    return is_encoder(read_config(path))
+
+
 def needs_flat_layers(model: Any) -> bool:
     """Whether a loaded model's positions or masks depend on where images are."""
     return isinstance(model, mlx_vlm.GridTextModel | mlx_vlm.WholeImageTextModel)
@@ -167,7 +175,10 @@ def load_steps(source: ModelSource, *, is_hurried: Callable[[], bool]) -> Genera
             model, tower, config = mlx_vlm.read_model(source.path, lazy=True)
         else:
             model, config = mlx_lm.read_model(
-                source.path, lazy=True, trust_remote_code=source.trust_remote_code
+                source.path,
+                lazy=True,
+                trust_remote_code=source.trust_remote_code,
+                classes=_classes_for(source.path),
             )
         if source.adapter_path:
             model = mlx_lm.read_adapter(model, source.adapter_path)
@@ -211,11 +222,23 @@ def _read_weights(parts: Iterable[Any], folder: Path, is_hurried: Callable[[], b
         mx.eval(waiting)
 
 
+def _classes_for(path: Path) -> mlx_lm.Classes | None:
+    """Return what a folder's model is made of, where that is not what mlx-lm makes of it by itself."""
+    if reads_whole(path):
+        return encoder_classes(path)
+    recipe = recipe_of(path)
+    if recipe.gather is None:
+        return None
+    recipe.check_steps()
+    return mlx_lm.bare_classes
+
+
 def _load_error(
     source: ModelSource, config: Mapping[str, Any], complaint: str, error: Exception, *, hint: str = ""
 ) -> ModelError:
     """Return why a folder cannot be loaded: that nobody knows its kind, or else the library's own words."""
-    if "model_file" in config or mlx_vlm.is_needed(config) or mlx_lm.knows(config):
+    is_known = is_encoder(config) or mlx_vlm.is_needed(config) or mlx_lm.knows(config)
+    if "model_file" in config or is_known:
         return model_invalid(f"{complaint}: {one_line(error)}{hint}")
     kind, version = config["model_type"], importlib.metadata.version("mlx-lm")
     return model_invalid(
@@ -235,6 +258,10 @@ def describe(
     floating = [a.dtype for a in weights if mx.issubdtype(a.dtype, mx.floating)]
     caches, device = make_caches(loaded.model), find_device()
     context = source.context_token_limit or find_int(loaded.config, _CONTEXT_KEYS) or _DEFAULT_CONTEXT_TOKENS
+    if isinstance(loaded.model, Encoder):
+        context = loaded.model.context_token_limit(source.context_token_limit)
+    recipe = _recipe(source.path)
+    kind, pooling = _purpose(loaded.model, recipe, source.path)
     return ModelInfo(
         model_id=source.model_id,
         architecture=str(loaded.config["model_type"]),
@@ -254,7 +281,34 @@ def describe(
         sees_images=loaded.tower is not None,
         runs_images_whole=loaded.tower is not None and mlx_vlm.runs_images_whole(loaded.config),
         image_refusal=mlx_vlm.refusal(source.path, loaded.config) or _MISSING_EXTRA,
+        kind=kind,
+        pooling=pooling,
+        embedding_prompts=recipe.prompts,
     )
+
+
+def _recipe(path: Path) -> Recipe:
+    """Return what a model's folder says of its vectors; raises ModelError."""
+    try:
+        return recipe_of(path)
+    except (OSError, ValueError) as error:
+        raise model_invalid(f"the model in {path} cannot be served: {one_line(error)}") from error
+
+
+def _purpose(model: Any, recipe: Recipe, path: Path) -> tuple[ModelKind, Pooling]:
+    """Return what a model is for, and how a vector is made of its hidden states; raises ModelError where a
+    decoder's folder asks for what only encoders do here."""
+    if isinstance(model, Encoder):
+        return (ModelKind.RERANK if model.has_head else ModelKind.EMBEDDING), Pooling.OWN
+    if recipe.gather is None:
+        return ModelKind.CHAT, Pooling.LAST_TOKEN
+    if recipe.dense or recipe.gather is Gather.FIRST:
+        raise model_invalid(
+            f"the model in {path} makes vectors of its first token or through dense layers (modules.json), "
+            "which is served for encoders alone"
+        )
+    is_mean = recipe.gather is Gather.MEAN
+    return ModelKind.EMBEDDING, Pooling.MEAN if is_mean else Pooling.LAST_TOKEN
 
 
 def vocabulary_size(config: Mapping[str, Any], tokenizer: Tokenizer) -> int:

@@ -154,6 +154,15 @@ class PassBudget:
             self._size = self._size + self._limits.size_of_chunk(start, count)
         return start + max(0, count)
 
+    def take_whole(self, start: int, end: int) -> int:
+        """Give a prompt all its tokens, or none where there is something in the pass and too little is left;
+        return where its chunk stops."""
+        if self._has_begun and end - start > self._tokens_left(start):
+            return start
+        self._has_begun = True
+        self._size = self._size + self._limits.size_of_chunk(start, end - start)
+        return end
+
     def take_layered(self, start: int, end: int, *, layer_count: int) -> int:
         """Return where a prompt's chunk stops that begins to go through the layers in turns of passes; that
         is `start` where it is to go through all at once."""

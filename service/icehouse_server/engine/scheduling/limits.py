@@ -42,7 +42,20 @@ class SchedulerLimits:
     """Layers of the model that a chunk may go through in turns of passes; 0 where it must go through all."""
     whole_token_count: int = 128
     """Prompts of fewer tokens go through all layers at once: they hold little that each chunk reads."""
+    runs_whole: bool = False
+    """Whether each prompt runs in one pass, whatever that takes: an encoder keeps nothing between passes."""
     policy: PassPolicy = POLICY
+
+    def whole(self, context_token_count: int) -> SchedulerLimits:
+        """Return the same for a model whose prompts run whole, as long as its context."""
+        return dataclasses.replace(
+            self,
+            prefill_chunk_token_count=context_token_count,
+            prefill_grid_token_count=1,
+            pass_token_count=max(context_token_count, self.pass_token_count),
+            pads_attention=False,
+            runs_whole=True,
+        )
 
     @property
     def most_pass_token_count(self) -> int:

@@ -288,7 +288,10 @@ class Scheduler:
         if start >= end:
             stops[sequence.sequence_id] = start
             return
-        stop = budget.take(start, end, share=share)
+        if self.limits.runs_whole:
+            stop = budget.take_whole(start, end)
+        else:
+            stop = budget.take(start, end, share=share)
         if stop == sequence.prefill_target < end and start < stop:
             # One token more, instead of a chunk of its own for it.
             stop = end

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NoReturn
 
 from google.protobuf.duration_pb2 import Duration
@@ -10,7 +11,7 @@ from icehouse.v1 import cache_policy_pb2, logprobs_pb2
 
 from icehouse_server.config import ServerConfig
 from icehouse_server.domain.ids import CALLER_NAME_PATTERN, DEFAULT_TENANT, Tenant
-from icehouse_server.domain.model import ModelInfo
+from icehouse_server.domain.model import ModelInfo, ModelKind
 from icehouse_server.domain.request import CacheUse, LogprobsWanted
 from icehouse_server.errors import Forbidden, InvalidRequest, NotFound, Reason
 from icehouse_server.rpc.access.caller import Caller, Role
@@ -45,6 +46,20 @@ def refuse_value(field: str, value: object, wanted: str, *, unit: str = "") -> N
     )
 
 
+@contextlib.contextmanager
+def names_item(item: str, *, names_field: bool = True) -> Iterator[None]:
+    """Have a refusal name the list's item at fault, such as `inputs[3]`, and the field in it."""
+    try:
+        yield
+    except InvalidRequest as error:
+        raise InvalidRequest(
+            error.reason,
+            f"{item}: {error.message}",
+            field=f"{item}.{error.field}" if names_field else item,
+            metadata=error.metadata,
+        ) from error
+
+
 def check_count(field: str, count: int, limit: int, unit: str) -> None:
     """Refuse more than `limit` of what `unit` names."""
     if count > limit:
@@ -56,6 +71,24 @@ def check_text_bytes(field: str, texts: Sequence[str], limit: int) -> None:
     for index, text in enumerate(texts):
         if not 1 <= (size_bytes := len(text.encode("utf-8"))) <= limit:
             refuse_value(f"{field}[{index}]", size_bytes, f"1 to {limit} bytes long in UTF-8", unit="bytes")
+
+
+def check_kind(info: ModelInfo, wanted: ModelKind) -> None:
+    """Refuse a use that a model is not made for; one that generates text serves all."""
+    if info.kind in (ModelKind.CHAT, wanted):
+        return
+    raise InvalidRequest(
+        Reason.UNSUPPORTED,
+        f"model {info.model_id!r} is not made for this: {_USES[info.kind]}",
+        field="model",
+        metadata={"model": info.model_id, "kind": info.kind.name},
+    )
+
+
+_USES = {
+    ModelKind.EMBEDDING: "it makes vectors of texts; use EmbeddingService.Embed, or /v1/embeddings over HTTP",
+    ModelKind.RERANK: "it scores documents for a query; use RerankService.Rerank, or /v1/rerank over HTTP",
+}
 
 
 def check_adapter(name: str, info: ModelInfo, *, field: str) -> None:
@@ -216,6 +249,19 @@ def page_size_of(value: int) -> int:
     if value < 0:
         refuse_value("page_size", value, "0 or more")
     return min(value or DEFAULT_PAGE_SIZE, PAGE_SIZE_LIMIT)
+
+
+def check_length(token_count: int, info: ModelInfo, *, field: str) -> None:
+    """Refuse a prompt that leaves no space for one output token, if the model generates any."""
+    if token_count <= info.prompt_token_limit:
+        return
+    held = f"{info.context_token_limit}{', output included' if info.kind is ModelKind.CHAT else ''}"
+    raise InvalidRequest(
+        Reason.PROMPT_TOO_LONG,
+        f"the prompt has {token_count} tokens; the model's context holds {held}; shorten the prompt",
+        field=field,
+        metadata={"prompt_tokens": token_count, "context_tokens": info.context_token_limit},
+    )
 
 
 def check_token_ids(token_ids: Sequence[int], info: ModelInfo, *, field: str) -> None:

@@ -43,7 +43,7 @@ DERIVED: dict[type[Any], tuple[str, ...]] = {LookupStats: ("miss_token_total",)}
 NOT_SENT: dict[type[Any], tuple[str, ...]] = {
     # A tenant's are sent with the rest of its numbers.
     CacheStats: ("tenants",),
-    ModelInfo: ("image_refusal", "system_digest_hex"),
+    ModelInfo: ("image_refusal", "system_digest_hex", "pooling"),
 }
 """Fields that the message lacks."""
 _SUFFIXES = (("_per_s", "_per_second"), ("_token_count", "_tokens"), ("_token_limit", "_tokens"), ("_s", ""))

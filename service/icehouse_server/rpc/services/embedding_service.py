@@ -10,24 +10,24 @@ from icehouse.v1 import embedding_service_pb2 as messages
 
 from icehouse_server.domain.call import Operation
 from icehouse_server.domain.events import Finished
-from icehouse_server.domain.model import ModelInfo
+from icehouse_server.domain.model import ModelInfo, ModelKind
 from icehouse_server.domain.request import Pooling, Vector, finished
 from icehouse_server.errors import CannotFit, Reason
 from icehouse_server.rpc.calls.call_lifecycle import Context, RpcCall
 from icehouse_server.rpc.engine_client.engine_ports import ServedModel
-from icehouse_server.rpc.messages.field_checks import refuse_value
+from icehouse_server.rpc.messages.field_checks import names_item, refuse_value
 from icehouse_server.rpc.messages.proto_map import duration_proto
 from icehouse_server.rpc.services.generation import Service
 from icehouse_server.rpc.services.prepared import requests_together
-from icehouse_server.rpc.services.prompts import UncheckedPrompt, input_of, names_item
+from icehouse_server.rpc.services.prompts import UncheckedPrompt, input_of
 
 _POOLINGS = {
-    messages.POOLING_UNSPECIFIED: Pooling.LAST_TOKEN,
     messages.POOLING_LAST_TOKEN: Pooling.LAST_TOKEN,
     messages.POOLING_MEAN: Pooling.MEAN,
 }
 
 
+_LISTED_LIMIT = 16
 _NO_CACHE = cache_policy_pb2.CachePolicy(use=cache_policy_pb2.CACHE_USE_OFF)
 """A vector needs every token's hidden state, and nobody continues such a text."""
 
@@ -48,9 +48,10 @@ class EmbeddingService(Service, embedding_service_pb2_grpc.EmbeddingServiceServi
             policy=_NO_CACHE,
             model=model,
             call=call,
+            wanted=ModelKind.EMBEDDING,
         )
         dimension_count = self._check(request, model.info)
-        whole = dataclasses.replace(whole, pooling=_POOLINGS[request.pooling])
+        whole = dataclasses.replace(whole, pooling=_pooling_of(request.pooling, model.info))
         inputs = await self._read(request, model, call)
         order, requests = requests_together(whole, inputs)
         vectors: dict[int, Vector] = {}
@@ -90,8 +91,6 @@ class EmbeddingService(Service, embedding_service_pb2_grpc.EmbeddingServiceServi
         limit = self._config.max_embedding_inputs
         if not 1 <= len(request.inputs) <= limit:
             refuse_value("inputs", len(request.inputs), f"1 to {limit} inputs", unit="inputs")
-        if request.pooling not in _POOLINGS:
-            refuse_value("pooling", int(request.pooling), "a Pooling of this API version")
         if not 0 <= request.dimensions <= info.embedding_size:
             refuse_value("dimensions", request.dimensions, f"1 to {info.embedding_size}, or absent")
         return request.dimensions or info.embedding_size
@@ -100,11 +99,34 @@ class EmbeddingService(Service, embedding_service_pb2_grpc.EmbeddingServiceServi
         self, request: messages.EmbedRequest, model: ServedModel, call: RpcCall
     ) -> list[tuple[int, ...]]:
         """Return the tokens of every input; raises InvalidRequest that names the one at fault."""
+        before = _text_before(request.prompt_name, model.info)
         inputs: list[tuple[int, ...]] = []
         for index, message in enumerate(request.inputs):
             with names_item(f"inputs[{index}]"):
-                check = functools.partial(input_of, message, model.info)
+                check = functools.partial(input_of, message, model.info, before)
                 prompt = UncheckedPrompt(check, message.ByteSize())
                 inputs.append((await self._prompts.read(prompt, model)).token_ids)
         call.prompt_token_count = sum(map(len, inputs))
         return inputs
+
+
+def _pooling_of(pooling: messages.Pooling.ValueType, info: ModelInfo) -> Pooling:
+    """Return how to pool; raises InvalidRequest where the model has a rule and another one is asked for."""
+    if pooling == messages.POOLING_UNSPECIFIED:
+        return info.pooling
+    if pooling not in _POOLINGS:
+        refuse_value("pooling", int(pooling), "a Pooling of this API version")
+    if info.runs_whole:
+        refuse_value("pooling", int(pooling), "absent: this model was trained with a rule of its own")
+    return _POOLINGS[pooling]
+
+
+def _text_before(name: str, info: ModelInfo) -> str:
+    """Return what stands before each text, by its name or by default; raises InvalidRequest."""
+    for prompt in info.embedding_prompts:
+        if prompt.name == name if name else prompt.is_default:
+            return prompt.text
+    if name:
+        known = ", ".join(prompt.name for prompt in info.embedding_prompts[:_LISTED_LIMIT])
+        refuse_value("prompt_name", name, f"absent, or one that ListModels shows: {known or 'none'}")
+    return ""

@@ -24,6 +24,7 @@ from icehouse_server.domain.blocks import TokenKeys
 from icehouse_server.domain.chat import ChatMessage
 from icehouse_server.domain.events import Event, Failed
 from icehouse_server.domain.ids import AdapterName, RequestId, Tenant
+from icehouse_server.domain.model import ModelKind
 from icehouse_server.domain.request import CacheUse, GenerationRequest, request_id_of
 from icehouse_server.domain.response_format import Grammar, ResponseFormat
 from icehouse_server.domain.sampling import SamplingParams
@@ -41,6 +42,7 @@ from icehouse_server.rpc.engine_client.seat import Seat, Seats
 from icehouse_server.rpc.messages.field_checks import (
     cache_use_of,
     check_adapter,
+    check_kind,
     check_name,
     priority_of,
     refuse_value,
@@ -135,12 +137,14 @@ class Generation:
         policy: cache_policy_pb2.CachePolicy,
         model: ServedModel,
         call: RpcCall,
+        wanted: ModelKind = ModelKind.CHAT,
     ) -> GenerationRequest:
         """Return a request without a prompt and output; the call learns its names.
 
-        This is what all messages that run the engine have in common. Raises what refuses it; needs no
-        tokenizer.
+        This is what all messages that run the engine have in common. Raises what refuses it, also by a
+        model that is not for what is wanted; needs no tokenizer.
         """
+        check_kind(model.info, wanted)
         check_adapter(adapter, model.info, field=adapter_field)
         call.model_id = model.info.model_id
         call.request_id = (

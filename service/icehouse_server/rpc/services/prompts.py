@@ -9,7 +9,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from icehouse.v1 import embedding_service_pb2, prompt_pb2, tool_pb2
@@ -31,7 +31,7 @@ from icehouse_server.rpc.access.shares import FairQueue, FairShare, ended
 from icehouse_server.rpc.engine_client.engine_ports import ServedModel
 from icehouse_server.rpc.image_sources.image_fetcher import ImageFetcher
 from icehouse_server.rpc.messages.conversations import check_no_tools, conversation_of, is_stable
-from icehouse_server.rpc.messages.field_checks import check_token_ids, shown
+from icehouse_server.rpc.messages.field_checks import check_length, check_token_ids, shown
 from icehouse_server.rpc.services.known_replies import KnownReplies
 from icehouse_server.rpc.services.prepared import RenderedConversation
 from icehouse_server.text.chat.kept_reply import KeptReply
@@ -107,7 +107,20 @@ class InfillText:
         return len(self.prefix) + len(self.suffix)
 
 
-TextPrompt = Text | Chat | InfillText
+@dataclasses.dataclass(frozen=True, slots=True)
+class Pair:
+    """A query and a document, for a model that scores pairs."""
+
+    query: str
+    document: str
+    field: str = "documents"
+
+    @property
+    def size_bytes(self) -> int:
+        return len(self.query) + len(self.document)
+
+
+TextPrompt = Text | Chat | InfillText | Pair
 """What is tokenized here. `size_bytes` is at least the number of bytes: one for each character."""
 Prompt = TextPrompt | Tokens
 ImageWork = Callable[[TextPrompt, "PromptImages | None"], Result]
@@ -211,8 +224,8 @@ def with_sent_images(prompt: UncheckedPrompt, read: Callable[[], SentImages]) ->
     return UncheckedPrompt(check, max(prompt.size_bytes, _LONG_BYTES + 1))
 
 
-def input_of(message: embedding_service_pb2.EmbedInput, info: ModelInfo) -> Text | Tokens:
-    """Return the input, not empty; raises InvalidRequest."""
+def input_of(message: embedding_service_pb2.EmbedInput, info: ModelInfo, before: str) -> Text | Tokens:
+    """Return the input, not empty, `before` in front of its text; raises InvalidRequest."""
     kind = message.WhichOneof("input")
     if kind is None:
         raise _missing("`text` or `tokens`")
@@ -220,21 +233,7 @@ def input_of(message: embedding_service_pb2.EmbedInput, info: ModelInfo) -> Text
         return _tokens_of(message.tokens, info, field="tokens")
     if not message.text:
         raise _empty("text")
-    return Text(message.text, field="text")
-
-
-@contextlib.contextmanager
-def names_item(item: str, *, names_field: bool = True) -> Iterator[None]:
-    """Have a refusal name the list's item at fault, such as `inputs[3]`, and the field in it."""
-    try:
-        yield
-    except InvalidRequest as error:
-        raise InvalidRequest(
-            error.reason,
-            f"{item}: {error.message}",
-            field=f"{item}.{error.field}" if names_field else item,
-            metadata=error.metadata,
-        ) from error
+    return Text(before + message.text, field="text")
 
 
 class PromptReader:
@@ -342,19 +341,6 @@ class PromptReader:
         self._executor.shutdown(wait=False, cancel_futures=True)
 
 
-def check_length(token_count: int, info: ModelInfo, *, field: str) -> None:
-    """Refuse a prompt that leaves no space for one output token."""
-    if token_count < info.context_token_limit:
-        return
-    raise InvalidRequest(
-        Reason.PROMPT_TOO_LONG,
-        f"the prompt has {token_count} tokens; the model's context holds {info.context_token_limit}, "
-        "output included; shorten the prompt",
-        field=field,
-        metadata={"prompt_tokens": token_count, "context_tokens": info.context_token_limit},
-    )
-
-
 def pieces(prompt: TextPrompt, model: ServedModel, images: PromptImages | None) -> list[tuple[int, str]]:
     """Return each token's id and spelling, also for more tokens than the context holds. Any thread."""
     _check_bytes(prompt, limit_bytes=_tokenized_limit(model.info))
@@ -429,6 +415,8 @@ def _check_known(token_ids: Sequence[int], model: ServedModel, *, field: str) ->
 def _tokens(prompt: TextPrompt, model: ServedModel, images: PromptImages | None) -> ReadPrompt:
     if isinstance(prompt, Text):
         return ReadPrompt(tuple(model.tokenizer.encode(prompt.text)))
+    if isinstance(prompt, Pair):
+        return ReadPrompt(tuple(model.tokenizer.encode_pair(prompt.query, prompt.document)))
     if isinstance(prompt, InfillText):
         infill = model.tokenizer.render_infill(prefix=prompt.prefix, suffix=prompt.suffix)
         stops = tuple(i for i in infill.stop_token_ids if i < model.info.vocabulary_size)
@@ -467,7 +455,7 @@ def _rendered(
     return _rendered(conversation, model, images, None)
 
 
-def _check_bytes(prompt: Text | Chat | InfillText, *, limit_bytes: int) -> None:
+def _check_bytes(prompt: TextPrompt, *, limit_bytes: int) -> None:
     if prompt.size_bytes <= limit_bytes:
         return
     raise InvalidRequest(

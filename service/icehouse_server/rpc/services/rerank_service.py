@@ -13,17 +13,17 @@ from icehouse.v1 import rerank_service_pb2_grpc
 from icehouse_server.domain.call import Operation
 from icehouse_server.domain.chat import ChatMessage, Conversation
 from icehouse_server.domain.events import Delta, Finished
-from icehouse_server.domain.model import ModelInfo
-from icehouse_server.domain.request import LogprobsWanted
+from icehouse_server.domain.model import ModelInfo, ModelKind
+from icehouse_server.domain.request import CacheUse, LogprobsWanted, Pooling
 from icehouse_server.domain.sampling import SamplingParams
 from icehouse_server.errors import InvalidRequest, Reason
 from icehouse_server.rpc.calls.call_lifecycle import Context, RpcCall
 from icehouse_server.rpc.engine_client.engine_ports import ServedModel
-from icehouse_server.rpc.messages.field_checks import refuse_value
+from icehouse_server.rpc.messages.field_checks import names_item, refuse_value
 from icehouse_server.rpc.messages.proto_map import duration_proto
 from icehouse_server.rpc.services.generation import Service
 from icehouse_server.rpc.services.prepared import requests_together
-from icehouse_server.rpc.services.prompts import Chat, ReadPrompt, Text, UncheckedPrompt, names_item
+from icehouse_server.rpc.services.prompts import Chat, Pair, ReadPrompt, Text, UncheckedPrompt
 
 
 class RerankService(Service, rerank_service_pb2_grpc.RerankServiceServicer):
@@ -39,15 +39,19 @@ class RerankService(Service, rerank_service_pb2_grpc.RerankServiceServicer):
                 policy=request.cache,
                 model=model,
                 call=call,
+                wanted=ModelKind.RERANK,
             )
             form = self._check(request, model)
-            whole = dataclasses.replace(
-                whole,
-                max_output_tokens=1,
-                # An end token is not shown; here it only means that neither answer was the most likely token.
-                sampling=SamplingParams(ignores_end_tokens=True),
-                logprobs=LogprobsWanted(token_ids=await self._answers(request, model)),
-            )
+            if isinstance(form, PairForm):
+                whole = dataclasses.replace(whole, cache_use=CacheUse.OFF, pooling=Pooling.OWN)
+            else:
+                whole = dataclasses.replace(
+                    whole,
+                    max_output_tokens=1,
+                    # An end token is not shown; here it means that neither answer was the most likely token.
+                    sampling=SamplingParams(ignores_end_tokens=True),
+                    logprobs=LogprobsWanted(token_ids=await self._answers(request, model)),
+                )
             prompts = await self._read(request, form, model, call)
             order, requests = requests_together(whole, prompts)
             log_odds: dict[int, float] = {}
@@ -58,6 +62,8 @@ class RerankService(Service, rerank_service_pb2_grpc.RerankServiceServicer):
                         positive, negative = event.logprobs[0].asked
                         log_odds[order[rank]] = positive.logprob - negative.logprob
                     if isinstance(event, Finished):
+                        if event.embedding is not None:
+                            log_odds[order[rank]] = float(event.embedding[0])
                         assert order[rank] in log_odds, "a document ended without its score"
                         cached_token_count += event.usage.cache.cached_token_count
                         total_s = max(total_s, event.usage.total_s)
@@ -76,13 +82,16 @@ class RerankService(Service, rerank_service_pb2_grpc.RerankServiceServicer):
                 total_duration=duration_proto(total_s),
             )
 
-    def _check(self, request: messages.RerankRequest, model: ServedModel) -> RerankForm:
+    def _check(self, request: messages.RerankRequest, model: ServedModel) -> RerankForm | PairForm:
         limit = self._config.max_rerank_documents
         if not 1 <= len(request.documents) <= limit:
             refuse_value("documents", len(request.documents), f"1 to {limit} documents", unit="documents")
         if request.top_count < 0:
             refuse_value("top_count", request.top_count, "1 or more, or absent")
-        return form_of(request, model.info)
+        if not request.query:
+            raise InvalidRequest(Reason.PROMPT_EMPTY, "`query` is empty; say what to rank for", field="query")
+        is_scored = model.info.kind is ModelKind.RERANK
+        return pair_form_of(request) if is_scored else form_of(request, model.info)
 
     async def _answers(self, request: messages.RerankRequest, model: ServedModel) -> tuple[int, int]:
         texts = (request.positive_answer or DEFAULT_ANSWERS[0], request.negative_answer or DEFAULT_ANSWERS[1])
@@ -90,7 +99,7 @@ class RerankService(Service, rerank_service_pb2_grpc.RerankServiceServicer):
         return answers_of(positive, negative, vocabulary_size=model.info.vocabulary_size)
 
     async def _read(
-        self, request: messages.RerankRequest, form: RerankForm, model: ServedModel, call: RpcCall
+        self, request: messages.RerankRequest, form: RerankForm | PairForm, model: ServedModel, call: RpcCall
     ) -> list[tuple[int, ...]]:
         """Return the tokens of every prompt; raises InvalidRequest that names the document at fault."""
         prompts: list[tuple[int, ...]] = []
@@ -164,8 +173,7 @@ class RerankForm:
 
     def prompt(self, document: str) -> Text | Chat:
         """Return the prompt that asks about one document; raises InvalidRequest for an empty one."""
-        if not document:
-            raise InvalidRequest(Reason.PROMPT_EMPTY, "it is empty; leave it out", field="documents")
+        _check_document(document)
         values = self._values(document)
         if self.turns is None:
             return Text(_filled(self.text, values))
@@ -174,10 +182,39 @@ class RerankForm:
         return Chat(Conversation(said, template_arguments=_NO_THINKING))
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class PairForm:
+    """The request's query, for a model whose head scores pairs."""
+
+    query: str
+
+    def unchecked(self, document: str) -> UncheckedPrompt:
+        """Return the pair with one document; its check raises InvalidRequest for an empty one."""
+
+        def check() -> Pair:
+            _check_document(document)
+            return Pair(self.query, document)
+
+        return UncheckedPrompt(check, len(self.query) + len(document))
+
+
+def _check_document(document: str) -> None:
+    if not document:
+        raise InvalidRequest(Reason.PROMPT_EMPTY, "it is empty; leave it out", field="documents")
+
+
+def pair_form_of(request: messages.RerankRequest) -> PairForm:
+    """Return how documents are scored; raises InvalidRequest for what only models that answer read."""
+    given = {field.name: value for field, value in request.ListFields()}
+    for name in ("instruction", "turns", "text", "positive_answer", "negative_answer"):
+        if name in given:
+            value = "set" if name == "turns" else given[name]
+            refuse_value(name, value, "absent: this model has a head that scores query and document alone")
+    return PairForm(request.query)
+
+
 def form_of(request: messages.RerankRequest, info: ModelInfo) -> RerankForm:
     """Return how documents are asked about; raises InvalidRequest."""
-    if not request.query:
-        raise InvalidRequest(Reason.PROMPT_EMPTY, "`query` is empty; say what to rank for", field="query")
     kind = request.WhichOneof("form")
     known = {"instruction": request.instruction or DEFAULT_INSTRUCTION, "query": request.query}
     if kind == "text":

@@ -26,12 +26,12 @@ from icehouse_server.errors import InvalidRequest, Reason
 from icehouse_server.rpc.messages.field_checks import (
     STOP_TOKEN_COUNT_LIMIT,
     check_count,
+    check_length,
     check_token_ids,
     refuse_value,
     shown,
 )
 from icehouse_server.rpc.messages.options import CHOICE_TEXT_LIMIT, LOGIT_BIAS_COUNT_LIMIT
-from icehouse_server.rpc.services.prompts import check_length
 
 REFUSED = {
     "kv_transfer_params": "KV comes from no other worker",

@@ -10,7 +10,7 @@ from collections.abc import Sequence as ReadSequence
 
 import pytest
 from icehouse_server.domain.ids import ImageDigest, SequenceId, Tenant
-from icehouse_server.domain.request import ImageInput, ImageSpan
+from icehouse_server.domain.request import ImageInput, ImageSpan, Pooling
 from icehouse_server.engine.core.sequence import Phase, Sequence
 from icehouse_server.engine.scheduling.limits import SchedulerLimits
 from icehouse_server.engine.scheduling.pass_cost import PassSize
@@ -605,3 +605,40 @@ def test_nobody_runs_when_nothing_is_there() -> None:
     assert not scheduler.plan().chunks and scheduler.decoding_count
     scheduler.remove(s)
     assert not (scheduler.waiting_count or scheduler.running)
+
+
+def to_embed(number: int, token_count: int) -> Sequence:
+    s = without_output(number, token_count)
+    s.request = dataclasses.replace(s.request, pooling=Pooling.OWN)
+    return s
+
+
+@pytest.mark.parametrize("token_s", [0.00001, 0.001, 0.1])
+def test_where_prompts_run_whole_none_is_cut_and_no_pass_holds_more_than_it_may(token_s: float) -> None:
+    device, limits = Device(fixed_s=0.01, token_s=token_s), WIDE.whole(600)
+    lengths = [600, 3, 3, 41, 599, 600, 7]
+    scheduler = WatchedScheduler(limits)
+    for number, length in enumerate(lengths):
+        scheduler.queue.add(to_embed(number, length))
+    scheduler.admit_all()
+    ran: list[PrefillChunk] = []
+    while any(s.remaining_token_count for s in scheduler.running):
+        _, chunks = device.run_one(scheduler)
+        assert sum(chunk.token_count for chunk in chunks) <= limits.most_pass_token_count
+        ran += chunks
+    assert sorted(chunk.token_count for chunk in ran) == sorted(lengths)
+    assert all(chunk.start == 0 for chunk in ran)
+
+
+def test_where_prompts_run_whole_shorter_ones_without_end_do_not_keep_the_oldest_waiting() -> None:
+    long, device = to_embed(0, 600), Device(fixed_s=0.01, token_s=0.1)
+    scheduler = one_admitted(WIDE.whole(600), long)
+    for number in range(1, 20):
+        scheduler.queue.add(to_embed(number, 5))
+        scheduler.admit_all()
+        for chunk in device.run_one(scheduler)[1]:
+            if not chunk.sequence.remaining_token_count:
+                scheduler.remove(chunk.sequence)
+        if not long.remaining_token_count:
+            break
+    assert long.phase is Phase.ENDED and number < 3

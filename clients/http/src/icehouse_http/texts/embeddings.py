@@ -15,12 +15,13 @@ from icehouse_http.upstream import Target
 
 
 async def embeddings(client: AsyncClient, fields: Fields, target: Target) -> dict[str, Any]:
-    """Return the answer of /v1/embeddings."""
+    """Return the answer of /v1/embeddings; `prompt_name` is Icehouse's own field."""
     inputs = _inputs_of(fields)
     is_float = fields.one_of("encoding_format", "float", "base64", default="float") == "float"
     options: EmbedOptions = {"model": target.model.id, "adapter": target.adapter}
     if (dimensions := fields.integer("dimensions", least=1, most=INT32_MAX)) is not None:
         options["dimensions"] = dimensions
+    options["prompt_name"] = fields.text("prompt_name")
     try:
         found = await client.embed(inputs, **options)
     except ValueError as error:

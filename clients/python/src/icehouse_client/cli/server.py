@@ -166,6 +166,7 @@ def _model_table(model: Model) -> Table:
     return facts_table(
         ("model", model.id),
         *((("state", _state(model)),) if _state(model) != "ready" else ()),
+        ("made for", facts_of(model)["kind"].removeprefix("MODEL_KIND_").lower()),
         ("kind", f"{model.architecture}, {model.dtype}, quantization {model.quantization}"),
         (
             "size",

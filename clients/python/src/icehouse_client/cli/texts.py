@@ -86,13 +86,23 @@ def embed(
     normalize: Annotated[
         bool | None, typer.Option(help="Whether vectors have length 1; by default so.")
     ] = None,
+    prompt_name: Annotated[
+        str, typer.Option(help="One of the model's own prompts, put before each text.")
+    ] = "",
     model: Model = "",
     adapter: Adapter = "",
     as_json: AsJson = False,
 ) -> None:
     """Print the vector of each text: a line for each, or with --json a list with the texts."""
     inputs = given_text("-").splitlines() if texts == ["-"] else texts
-    options = said(model=model, adapter=adapter, pooling=pooling, dimensions=dimensions, normalize=normalize)
+    options = said(
+        model=model,
+        adapter=adapter,
+        pooling=pooling,
+        dimensions=dimensions,
+        normalize=normalize,
+        prompt_name=prompt_name,
+    )
     vectors = server.client.embed(inputs, **options)
     pairs = [{"text": text, "vector": v} for text, v in zip(inputs, vectors, strict=True)]
     for each in [pairs] if as_json else vectors:

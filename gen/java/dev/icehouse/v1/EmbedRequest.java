@@ -26,6 +26,7 @@ private static final long serialVersionUID = 0L;
     inputs_ = java.util.Collections.emptyList();
     pooling_ = 0;
     adapter_ = "";
+    promptName_ = "";
   }
 
   @java.lang.Override
@@ -208,7 +209,8 @@ private static final long serialVersionUID = 0L;
   private int pooling_ = 0;
   /**
    * <pre>
-   * How to pool. Default: the last token.
+   * How to pool. Encoders have a rule of their own: for them anything but the default is refused
+   * (PARAMETER_OUT_OF_RANGE). Default: the model's rule.
    * </pre>
    *
    * <code>.icehouse.v1.Pooling pooling = 4;</code>
@@ -219,7 +221,8 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * How to pool. Default: the last token.
+   * How to pool. Encoders have a rule of their own: for them anything but the default is refused
+   * (PARAMETER_OUT_OF_RANGE). Default: the model's rule.
    * </pre>
    *
    * <code>.icehouse.v1.Pooling pooling = 4;</code>
@@ -337,6 +340,55 @@ private static final long serialVersionUID = 0L;
     }
   }
 
+  public static final int PROMPT_NAME_FIELD_NUMBER = 9;
+  @SuppressWarnings("serial")
+  private volatile java.lang.Object promptName_ = "";
+  /**
+   * <pre>
+   * One of the model's `embedding_prompts`, whose text is put before each `text`; otherwise
+   * PARAMETER_OUT_OF_RANGE. Default: the one that the model's folder marks as such, if any.
+   * </pre>
+   *
+   * <code>string prompt_name = 9;</code>
+   * @return The promptName.
+   */
+  @java.lang.Override
+  public java.lang.String getPromptName() {
+    java.lang.Object ref = promptName_;
+    if (ref instanceof java.lang.String) {
+      return (java.lang.String) ref;
+    } else {
+      com.google.protobuf.ByteString bs = 
+          (com.google.protobuf.ByteString) ref;
+      java.lang.String s = bs.toStringUtf8();
+      promptName_ = s;
+      return s;
+    }
+  }
+  /**
+   * <pre>
+   * One of the model's `embedding_prompts`, whose text is put before each `text`; otherwise
+   * PARAMETER_OUT_OF_RANGE. Default: the one that the model's folder marks as such, if any.
+   * </pre>
+   *
+   * <code>string prompt_name = 9;</code>
+   * @return The bytes for promptName.
+   */
+  @java.lang.Override
+  public com.google.protobuf.ByteString
+      getPromptNameBytes() {
+    java.lang.Object ref = promptName_;
+    if (ref instanceof java.lang.String) {
+      com.google.protobuf.ByteString b = 
+          com.google.protobuf.ByteString.copyFromUtf8(
+              (java.lang.String) ref);
+      promptName_ = b;
+      return b;
+    } else {
+      return (com.google.protobuf.ByteString) ref;
+    }
+  }
+
   private byte memoizedIsInitialized = -1;
   @java.lang.Override
   public final boolean isInitialized() {
@@ -374,6 +426,9 @@ private static final long serialVersionUID = 0L;
     }
     if (!com.google.protobuf.GeneratedMessageV3.isStringEmpty(adapter_)) {
       com.google.protobuf.GeneratedMessageV3.writeString(output, 8, adapter_);
+    }
+    if (!com.google.protobuf.GeneratedMessageV3.isStringEmpty(promptName_)) {
+      com.google.protobuf.GeneratedMessageV3.writeString(output, 9, promptName_);
     }
     getUnknownFields().writeTo(output);
   }
@@ -413,6 +468,9 @@ private static final long serialVersionUID = 0L;
     if (!com.google.protobuf.GeneratedMessageV3.isStringEmpty(adapter_)) {
       size += com.google.protobuf.GeneratedMessageV3.computeStringSize(8, adapter_);
     }
+    if (!com.google.protobuf.GeneratedMessageV3.isStringEmpty(promptName_)) {
+      size += com.google.protobuf.GeneratedMessageV3.computeStringSize(9, promptName_);
+    }
     size += getUnknownFields().getSerializedSize();
     memoizedSize = size;
     return size;
@@ -446,6 +504,8 @@ private static final long serialVersionUID = 0L;
         != other.getPriority()) return false;
     if (!getAdapter()
         .equals(other.getAdapter())) return false;
+    if (!getPromptName()
+        .equals(other.getPromptName())) return false;
     if (!getUnknownFields().equals(other.getUnknownFields())) return false;
     return true;
   }
@@ -478,6 +538,8 @@ private static final long serialVersionUID = 0L;
     hash = (53 * hash) + getPriority();
     hash = (37 * hash) + ADAPTER_FIELD_NUMBER;
     hash = (53 * hash) + getAdapter().hashCode();
+    hash = (37 * hash) + PROMPT_NAME_FIELD_NUMBER;
+    hash = (53 * hash) + getPromptName().hashCode();
     hash = (29 * hash) + getUnknownFields().hashCode();
     memoizedHashCode = hash;
     return hash;
@@ -627,6 +689,7 @@ private static final long serialVersionUID = 0L;
       dimensions_ = 0;
       priority_ = 0;
       adapter_ = "";
+      promptName_ = "";
       return this;
     }
 
@@ -695,6 +758,9 @@ private static final long serialVersionUID = 0L;
       }
       if (((from_bitField0_ & 0x00000080) != 0)) {
         result.adapter_ = adapter_;
+      }
+      if (((from_bitField0_ & 0x00000100) != 0)) {
+        result.promptName_ = promptName_;
       }
       result.bitField0_ |= to_bitField0_;
     }
@@ -796,6 +862,11 @@ private static final long serialVersionUID = 0L;
         bitField0_ |= 0x00000080;
         onChanged();
       }
+      if (!other.getPromptName().isEmpty()) {
+        promptName_ = other.promptName_;
+        bitField0_ |= 0x00000100;
+        onChanged();
+      }
       this.mergeUnknownFields(other.getUnknownFields());
       onChanged();
       return this;
@@ -870,6 +941,11 @@ private static final long serialVersionUID = 0L;
               bitField0_ |= 0x00000080;
               break;
             } // case 66
+            case 74: {
+              promptName_ = input.readStringRequireUtf8();
+              bitField0_ |= 0x00000100;
+              break;
+            } // case 74
             default: {
               if (!super.parseUnknownField(input, extensionRegistry, tag)) {
                 done = true; // was an endgroup tag
@@ -1386,7 +1462,8 @@ private static final long serialVersionUID = 0L;
     private int pooling_ = 0;
     /**
      * <pre>
-     * How to pool. Default: the last token.
+     * How to pool. Encoders have a rule of their own: for them anything but the default is refused
+     * (PARAMETER_OUT_OF_RANGE). Default: the model's rule.
      * </pre>
      *
      * <code>.icehouse.v1.Pooling pooling = 4;</code>
@@ -1397,7 +1474,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * How to pool. Default: the last token.
+     * How to pool. Encoders have a rule of their own: for them anything but the default is refused
+     * (PARAMETER_OUT_OF_RANGE). Default: the model's rule.
      * </pre>
      *
      * <code>.icehouse.v1.Pooling pooling = 4;</code>
@@ -1412,7 +1490,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * How to pool. Default: the last token.
+     * How to pool. Encoders have a rule of their own: for them anything but the default is refused
+     * (PARAMETER_OUT_OF_RANGE). Default: the model's rule.
      * </pre>
      *
      * <code>.icehouse.v1.Pooling pooling = 4;</code>
@@ -1425,7 +1504,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * How to pool. Default: the last token.
+     * How to pool. Encoders have a rule of their own: for them anything but the default is refused
+     * (PARAMETER_OUT_OF_RANGE). Default: the model's rule.
      * </pre>
      *
      * <code>.icehouse.v1.Pooling pooling = 4;</code>
@@ -1443,7 +1523,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * How to pool. Default: the last token.
+     * How to pool. Encoders have a rule of their own: for them anything but the default is refused
+     * (PARAMETER_OUT_OF_RANGE). Default: the model's rule.
      * </pre>
      *
      * <code>.icehouse.v1.Pooling pooling = 4;</code>
@@ -1695,6 +1776,103 @@ private static final long serialVersionUID = 0L;
       checkByteStringIsUtf8(value);
       adapter_ = value;
       bitField0_ |= 0x00000080;
+      onChanged();
+      return this;
+    }
+
+    private java.lang.Object promptName_ = "";
+    /**
+     * <pre>
+     * One of the model's `embedding_prompts`, whose text is put before each `text`; otherwise
+     * PARAMETER_OUT_OF_RANGE. Default: the one that the model's folder marks as such, if any.
+     * </pre>
+     *
+     * <code>string prompt_name = 9;</code>
+     * @return The promptName.
+     */
+    public java.lang.String getPromptName() {
+      java.lang.Object ref = promptName_;
+      if (!(ref instanceof java.lang.String)) {
+        com.google.protobuf.ByteString bs =
+            (com.google.protobuf.ByteString) ref;
+        java.lang.String s = bs.toStringUtf8();
+        promptName_ = s;
+        return s;
+      } else {
+        return (java.lang.String) ref;
+      }
+    }
+    /**
+     * <pre>
+     * One of the model's `embedding_prompts`, whose text is put before each `text`; otherwise
+     * PARAMETER_OUT_OF_RANGE. Default: the one that the model's folder marks as such, if any.
+     * </pre>
+     *
+     * <code>string prompt_name = 9;</code>
+     * @return The bytes for promptName.
+     */
+    public com.google.protobuf.ByteString
+        getPromptNameBytes() {
+      java.lang.Object ref = promptName_;
+      if (ref instanceof String) {
+        com.google.protobuf.ByteString b = 
+            com.google.protobuf.ByteString.copyFromUtf8(
+                (java.lang.String) ref);
+        promptName_ = b;
+        return b;
+      } else {
+        return (com.google.protobuf.ByteString) ref;
+      }
+    }
+    /**
+     * <pre>
+     * One of the model's `embedding_prompts`, whose text is put before each `text`; otherwise
+     * PARAMETER_OUT_OF_RANGE. Default: the one that the model's folder marks as such, if any.
+     * </pre>
+     *
+     * <code>string prompt_name = 9;</code>
+     * @param value The promptName to set.
+     * @return This builder for chaining.
+     */
+    public Builder setPromptName(
+        java.lang.String value) {
+      if (value == null) { throw new NullPointerException(); }
+      promptName_ = value;
+      bitField0_ |= 0x00000100;
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * One of the model's `embedding_prompts`, whose text is put before each `text`; otherwise
+     * PARAMETER_OUT_OF_RANGE. Default: the one that the model's folder marks as such, if any.
+     * </pre>
+     *
+     * <code>string prompt_name = 9;</code>
+     * @return This builder for chaining.
+     */
+    public Builder clearPromptName() {
+      promptName_ = getDefaultInstance().getPromptName();
+      bitField0_ = (bitField0_ & ~0x00000100);
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * One of the model's `embedding_prompts`, whose text is put before each `text`; otherwise
+     * PARAMETER_OUT_OF_RANGE. Default: the one that the model's folder marks as such, if any.
+     * </pre>
+     *
+     * <code>string prompt_name = 9;</code>
+     * @param value The bytes for promptName to set.
+     * @return This builder for chaining.
+     */
+    public Builder setPromptNameBytes(
+        com.google.protobuf.ByteString value) {
+      if (value == null) { throw new NullPointerException(); }
+      checkByteStringIsUtf8(value);
+      promptName_ = value;
+      bitField0_ |= 0x00000100;
       onChanged();
       return this;
     }

@@ -94,7 +94,8 @@ public interface EmbedRequestOrBuilder extends
 
   /**
    * <pre>
-   * How to pool. Default: the last token.
+   * How to pool. Encoders have a rule of their own: for them anything but the default is refused
+   * (PARAMETER_OUT_OF_RANGE). Default: the model's rule.
    * </pre>
    *
    * <code>.icehouse.v1.Pooling pooling = 4;</code>
@@ -103,7 +104,8 @@ public interface EmbedRequestOrBuilder extends
   int getPoolingValue();
   /**
    * <pre>
-   * How to pool. Default: the last token.
+   * How to pool. Encoders have a rule of their own: for them anything but the default is refused
+   * (PARAMETER_OUT_OF_RANGE). Default: the model's rule.
    * </pre>
    *
    * <code>.icehouse.v1.Pooling pooling = 4;</code>
@@ -172,4 +174,26 @@ public interface EmbedRequestOrBuilder extends
    */
   com.google.protobuf.ByteString
       getAdapterBytes();
+
+  /**
+   * <pre>
+   * One of the model's `embedding_prompts`, whose text is put before each `text`; otherwise
+   * PARAMETER_OUT_OF_RANGE. Default: the one that the model's folder marks as such, if any.
+   * </pre>
+   *
+   * <code>string prompt_name = 9;</code>
+   * @return The promptName.
+   */
+  java.lang.String getPromptName();
+  /**
+   * <pre>
+   * One of the model's `embedding_prompts`, whose text is put before each `text`; otherwise
+   * PARAMETER_OUT_OF_RANGE. Default: the one that the model's folder marks as such, if any.
+   * </pre>
+   *
+   * <code>string prompt_name = 9;</code>
+   * @return The bytes for promptName.
+   */
+  com.google.protobuf.ByteString
+      getPromptNameBytes();
 }

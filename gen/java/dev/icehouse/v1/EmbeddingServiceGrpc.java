@@ -4,8 +4,8 @@ import static io.grpc.MethodDescriptor.generateFullMethodName;
 
 /**
  * <pre>
- * Turns texts into vectors: the hidden states of a model, pooled. Errors carry google.rpc
- * details as InferenceService's do.
+ * Turns texts into vectors: the hidden states of a model, pooled, and what the model's folder puts behind that.
+ * Errors carry google.rpc details as InferenceService's do.
  * </pre>
  */
 @io.grpc.stub.annotations.GrpcGenerated
@@ -108,8 +108,8 @@ public final class EmbeddingServiceGrpc {
 
   /**
    * <pre>
-   * Turns texts into vectors: the hidden states of a model, pooled. Errors carry google.rpc
-   * details as InferenceService's do.
+   * Turns texts into vectors: the hidden states of a model, pooled, and what the model's folder puts behind that.
+   * Errors carry google.rpc details as InferenceService's do.
    * </pre>
    */
   public interface AsyncService {
@@ -130,8 +130,8 @@ public final class EmbeddingServiceGrpc {
   /**
    * Base class for the server implementation of the service EmbeddingService.
    * <pre>
-   * Turns texts into vectors: the hidden states of a model, pooled. Errors carry google.rpc
-   * details as InferenceService's do.
+   * Turns texts into vectors: the hidden states of a model, pooled, and what the model's folder puts behind that.
+   * Errors carry google.rpc details as InferenceService's do.
    * </pre>
    */
   public static abstract class EmbeddingServiceImplBase
@@ -145,8 +145,8 @@ public final class EmbeddingServiceGrpc {
   /**
    * A stub to allow clients to do asynchronous rpc calls to service EmbeddingService.
    * <pre>
-   * Turns texts into vectors: the hidden states of a model, pooled. Errors carry google.rpc
-   * details as InferenceService's do.
+   * Turns texts into vectors: the hidden states of a model, pooled, and what the model's folder puts behind that.
+   * Errors carry google.rpc details as InferenceService's do.
    * </pre>
    */
   public static final class EmbeddingServiceStub
@@ -179,8 +179,8 @@ public final class EmbeddingServiceGrpc {
   /**
    * A stub to allow clients to do synchronous rpc calls to service EmbeddingService.
    * <pre>
-   * Turns texts into vectors: the hidden states of a model, pooled. Errors carry google.rpc
-   * details as InferenceService's do.
+   * Turns texts into vectors: the hidden states of a model, pooled, and what the model's folder puts behind that.
+   * Errors carry google.rpc details as InferenceService's do.
    * </pre>
    */
   public static final class EmbeddingServiceBlockingV2Stub
@@ -212,8 +212,8 @@ public final class EmbeddingServiceGrpc {
   /**
    * A stub to allow clients to do limited synchronous rpc calls to service EmbeddingService.
    * <pre>
-   * Turns texts into vectors: the hidden states of a model, pooled. Errors carry google.rpc
-   * details as InferenceService's do.
+   * Turns texts into vectors: the hidden states of a model, pooled, and what the model's folder puts behind that.
+   * Errors carry google.rpc details as InferenceService's do.
    * </pre>
    */
   public static final class EmbeddingServiceBlockingStub
@@ -245,8 +245,8 @@ public final class EmbeddingServiceGrpc {
   /**
    * A stub to allow clients to do ListenableFuture-style rpc calls to service EmbeddingService.
    * <pre>
-   * Turns texts into vectors: the hidden states of a model, pooled. Errors carry google.rpc
-   * details as InferenceService's do.
+   * Turns texts into vectors: the hidden states of a model, pooled, and what the model's folder puts behind that.
+   * Errors carry google.rpc details as InferenceService's do.
    * </pre>
    */
   public static final class EmbeddingServiceFutureStub

@@ -46,26 +46,27 @@ public final class EmbeddingServiceOuterClass {
     java.lang.String[] descriptorData = {
       "\n#icehouse/v1/embedding_service.proto\022\013i" +
       "cehouse.v1\032\036google/protobuf/duration.pro" +
-      "to\032\030icehouse/v1/prompt.proto\"\336\001\n\014EmbedRe" +
+      "to\032\030icehouse/v1/prompt.proto\"\363\001\n\014EmbedRe" +
       "quest\022\022\n\nrequest_id\030\001 \001(\t\022\r\n\005model\030\002 \001(\t" +
       "\022\'\n\006inputs\030\003 \003(\0132\027.icehouse.v1.EmbedInpu" +
       "t\022%\n\007pooling\030\004 \001(\0162\024.icehouse.v1.Pooling" +
       "\022\026\n\tnormalize\030\005 \001(\010H\000\210\001\001\022\022\n\ndimensions\030\006" +
-      " \001(\005\022\020\n\010priority\030\007 \001(\005\022\017\n\007adapter\030\010 \001(\tB" +
-      "\014\n\n_normalize\"Q\n\nEmbedInput\022\016\n\004text\030\001 \001(" +
-      "\tH\000\022*\n\006tokens\030\002 \001(\0132\030.icehouse.v1.TokenP" +
-      "romptH\000B\007\n\005input\"\250\001\n\rEmbedResponse\022\022\n\nre" +
-      "quest_id\030\001 \001(\t\022\r\n\005model\030\002 \001(\t\022*\n\nembeddi" +
-      "ngs\030\003 \003(\0132\026.icehouse.v1.Embedding\022\025\n\rpro" +
-      "mpt_tokens\030\004 \001(\005\0221\n\016total_duration\030\005 \001(\013" +
-      "2\031.google.protobuf.Duration\"2\n\tEmbedding" +
-      "\022\016\n\006values\030\001 \003(\002\022\025\n\rprompt_tokens\030\002 \001(\005*" +
-      "L\n\007Pooling\022\027\n\023POOLING_UNSPECIFIED\020\000\022\026\n\022P" +
-      "OOLING_LAST_TOKEN\020\001\022\020\n\014POOLING_MEAN\020\0022R\n" +
-      "\020EmbeddingService\022>\n\005Embed\022\031.icehouse.v1" +
-      ".EmbedRequest\032\032.icehouse.v1.EmbedRespons" +
-      "eB<\n\017dev.icehouse.v1P\001Z\'icehouse.dev/api" +
-      "/icehouse/v1;icehousev1b\006proto3"
+      " \001(\005\022\020\n\010priority\030\007 \001(\005\022\017\n\007adapter\030\010 \001(\t\022" +
+      "\023\n\013prompt_name\030\t \001(\tB\014\n\n_normalize\"Q\n\nEm" +
+      "bedInput\022\016\n\004text\030\001 \001(\tH\000\022*\n\006tokens\030\002 \001(\013" +
+      "2\030.icehouse.v1.TokenPromptH\000B\007\n\005input\"\250\001" +
+      "\n\rEmbedResponse\022\022\n\nrequest_id\030\001 \001(\t\022\r\n\005m" +
+      "odel\030\002 \001(\t\022*\n\nembeddings\030\003 \003(\0132\026.icehous" +
+      "e.v1.Embedding\022\025\n\rprompt_tokens\030\004 \001(\005\0221\n" +
+      "\016total_duration\030\005 \001(\0132\031.google.protobuf." +
+      "Duration\"2\n\tEmbedding\022\016\n\006values\030\001 \003(\002\022\025\n" +
+      "\rprompt_tokens\030\002 \001(\005*L\n\007Pooling\022\027\n\023POOLI" +
+      "NG_UNSPECIFIED\020\000\022\026\n\022POOLING_LAST_TOKEN\020\001" +
+      "\022\020\n\014POOLING_MEAN\020\0022R\n\020EmbeddingService\022>" +
+      "\n\005Embed\022\031.icehouse.v1.EmbedRequest\032\032.ice" +
+      "house.v1.EmbedResponseB<\n\017dev.icehouse.v" +
+      "1P\001Z\'icehouse.dev/api/icehouse/v1;icehou" +
+      "sev1b\006proto3"
     };
     descriptor = com.google.protobuf.Descriptors.FileDescriptor
       .internalBuildGeneratedFileFrom(descriptorData,
@@ -78,7 +79,7 @@ public final class EmbeddingServiceOuterClass {
     internal_static_icehouse_v1_EmbedRequest_fieldAccessorTable = new
       com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
         internal_static_icehouse_v1_EmbedRequest_descriptor,
-        new java.lang.String[] { "RequestId", "Model", "Inputs", "Pooling", "Normalize", "Dimensions", "Priority", "Adapter", });
+        new java.lang.String[] { "RequestId", "Model", "Inputs", "Pooling", "Normalize", "Dimensions", "Priority", "Adapter", "PromptName", });
     internal_static_icehouse_v1_EmbedInput_descriptor =
       getDescriptor().getMessageTypes().get(1);
     internal_static_icehouse_v1_EmbedInput_fieldAccessorTable = new

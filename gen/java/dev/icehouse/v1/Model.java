@@ -36,6 +36,8 @@ private static final long serialVersionUID = 0L;
     stateDetail_ = "";
     aliases_ =
         com.google.protobuf.LazyStringArrayList.emptyList();
+    kind_ = 0;
+    embeddingPrompts_ = java.util.Collections.emptyList();
   }
 
   @java.lang.Override
@@ -880,6 +882,93 @@ private static final long serialVersionUID = 0L;
     return aliases_.getByteString(index);
   }
 
+  public static final int KIND_FIELD_NUMBER = 24;
+  private int kind_ = 0;
+  /**
+   * <pre>
+   * What it is for.
+   * </pre>
+   *
+   * <code>.icehouse.v1.ModelKind kind = 24;</code>
+   * @return The enum numeric value on the wire for kind.
+   */
+  @java.lang.Override public int getKindValue() {
+    return kind_;
+  }
+  /**
+   * <pre>
+   * What it is for.
+   * </pre>
+   *
+   * <code>.icehouse.v1.ModelKind kind = 24;</code>
+   * @return The kind.
+   */
+  @java.lang.Override public dev.icehouse.v1.ModelKind getKind() {
+    dev.icehouse.v1.ModelKind result = dev.icehouse.v1.ModelKind.forNumber(kind_);
+    return result == null ? dev.icehouse.v1.ModelKind.UNRECOGNIZED : result;
+  }
+
+  public static final int EMBEDDING_PROMPTS_FIELD_NUMBER = 25;
+  @SuppressWarnings("serial")
+  private java.util.List<dev.icehouse.v1.EmbeddingPrompt> embeddingPrompts_;
+  /**
+   * <pre>
+   * Texts that it was trained to see before some of the inputs of EmbeddingService, which `prompt_name` may name.
+   * </pre>
+   *
+   * <code>repeated .icehouse.v1.EmbeddingPrompt embedding_prompts = 25;</code>
+   */
+  @java.lang.Override
+  public java.util.List<dev.icehouse.v1.EmbeddingPrompt> getEmbeddingPromptsList() {
+    return embeddingPrompts_;
+  }
+  /**
+   * <pre>
+   * Texts that it was trained to see before some of the inputs of EmbeddingService, which `prompt_name` may name.
+   * </pre>
+   *
+   * <code>repeated .icehouse.v1.EmbeddingPrompt embedding_prompts = 25;</code>
+   */
+  @java.lang.Override
+  public java.util.List<? extends dev.icehouse.v1.EmbeddingPromptOrBuilder> 
+      getEmbeddingPromptsOrBuilderList() {
+    return embeddingPrompts_;
+  }
+  /**
+   * <pre>
+   * Texts that it was trained to see before some of the inputs of EmbeddingService, which `prompt_name` may name.
+   * </pre>
+   *
+   * <code>repeated .icehouse.v1.EmbeddingPrompt embedding_prompts = 25;</code>
+   */
+  @java.lang.Override
+  public int getEmbeddingPromptsCount() {
+    return embeddingPrompts_.size();
+  }
+  /**
+   * <pre>
+   * Texts that it was trained to see before some of the inputs of EmbeddingService, which `prompt_name` may name.
+   * </pre>
+   *
+   * <code>repeated .icehouse.v1.EmbeddingPrompt embedding_prompts = 25;</code>
+   */
+  @java.lang.Override
+  public dev.icehouse.v1.EmbeddingPrompt getEmbeddingPrompts(int index) {
+    return embeddingPrompts_.get(index);
+  }
+  /**
+   * <pre>
+   * Texts that it was trained to see before some of the inputs of EmbeddingService, which `prompt_name` may name.
+   * </pre>
+   *
+   * <code>repeated .icehouse.v1.EmbeddingPrompt embedding_prompts = 25;</code>
+   */
+  @java.lang.Override
+  public dev.icehouse.v1.EmbeddingPromptOrBuilder getEmbeddingPromptsOrBuilder(
+      int index) {
+    return embeddingPrompts_.get(index);
+  }
+
   private byte memoizedIsInitialized = -1;
   @java.lang.Override
   public final boolean isInitialized() {
@@ -971,6 +1060,12 @@ private static final long serialVersionUID = 0L;
     }
     for (int i = 0; i < aliases_.size(); i++) {
       com.google.protobuf.GeneratedMessageV3.writeString(output, 23, aliases_.getRaw(i));
+    }
+    if (kind_ != dev.icehouse.v1.ModelKind.MODEL_KIND_UNSPECIFIED.getNumber()) {
+      output.writeEnum(24, kind_);
+    }
+    for (int i = 0; i < embeddingPrompts_.size(); i++) {
+      output.writeMessage(25, embeddingPrompts_.get(i));
     }
     getUnknownFields().writeTo(output);
   }
@@ -1092,6 +1187,14 @@ private static final long serialVersionUID = 0L;
       size += dataSize;
       size += 2 * getAliasesList().size();
     }
+    if (kind_ != dev.icehouse.v1.ModelKind.MODEL_KIND_UNSPECIFIED.getNumber()) {
+      size += com.google.protobuf.CodedOutputStream
+        .computeEnumSize(24, kind_);
+    }
+    for (int i = 0; i < embeddingPrompts_.size(); i++) {
+      size += com.google.protobuf.CodedOutputStream
+        .computeMessageSize(25, embeddingPrompts_.get(i));
+    }
     size += getUnknownFields().getSerializedSize();
     memoizedSize = size;
     return size;
@@ -1154,6 +1257,9 @@ private static final long serialVersionUID = 0L;
         .equals(other.getStateDetail())) return false;
     if (!getAliasesList()
         .equals(other.getAliasesList())) return false;
+    if (kind_ != other.kind_) return false;
+    if (!getEmbeddingPromptsList()
+        .equals(other.getEmbeddingPromptsList())) return false;
     if (!getUnknownFields().equals(other.getUnknownFields())) return false;
     return true;
   }
@@ -1228,6 +1334,12 @@ private static final long serialVersionUID = 0L;
     if (getAliasesCount() > 0) {
       hash = (37 * hash) + ALIASES_FIELD_NUMBER;
       hash = (53 * hash) + getAliasesList().hashCode();
+    }
+    hash = (37 * hash) + KIND_FIELD_NUMBER;
+    hash = (53 * hash) + kind_;
+    if (getEmbeddingPromptsCount() > 0) {
+      hash = (37 * hash) + EMBEDDING_PROMPTS_FIELD_NUMBER;
+      hash = (53 * hash) + getEmbeddingPromptsList().hashCode();
     }
     hash = (29 * hash) + getUnknownFields().hashCode();
     memoizedHashCode = hash;
@@ -1365,6 +1477,7 @@ private static final long serialVersionUID = 0L;
               .alwaysUseFieldBuilders) {
         getAdaptersFieldBuilder();
         getReplyFormatFieldBuilder();
+        getEmbeddingPromptsFieldBuilder();
       }
     }
     @java.lang.Override
@@ -1407,6 +1520,14 @@ private static final long serialVersionUID = 0L;
       stateDetail_ = "";
       aliases_ =
           com.google.protobuf.LazyStringArrayList.emptyList();
+      kind_ = 0;
+      if (embeddingPromptsBuilder_ == null) {
+        embeddingPrompts_ = java.util.Collections.emptyList();
+      } else {
+        embeddingPrompts_ = null;
+        embeddingPromptsBuilder_.clear();
+      }
+      bitField0_ = (bitField0_ & ~0x01000000);
       return this;
     }
 
@@ -1454,6 +1575,15 @@ private static final long serialVersionUID = 0L;
         bitField0_ = (bitField0_ & ~0x00020000);
       }
       result.passSplits_ = passSplits_;
+      if (embeddingPromptsBuilder_ == null) {
+        if (((bitField0_ & 0x01000000) != 0)) {
+          embeddingPrompts_ = java.util.Collections.unmodifiableList(embeddingPrompts_);
+          bitField0_ = (bitField0_ & ~0x01000000);
+        }
+        result.embeddingPrompts_ = embeddingPrompts_;
+      } else {
+        result.embeddingPrompts_ = embeddingPromptsBuilder_.build();
+      }
     }
 
     private void buildPartial0(dev.icehouse.v1.Model result) {
@@ -1527,6 +1657,9 @@ private static final long serialVersionUID = 0L;
       if (((from_bitField0_ & 0x00400000) != 0)) {
         aliases_.makeImmutable();
         result.aliases_ = aliases_;
+      }
+      if (((from_bitField0_ & 0x00800000) != 0)) {
+        result.kind_ = kind_;
       }
       result.bitField0_ |= to_bitField0_;
     }
@@ -1710,6 +1843,35 @@ private static final long serialVersionUID = 0L;
         }
         onChanged();
       }
+      if (other.kind_ != 0) {
+        setKindValue(other.getKindValue());
+      }
+      if (embeddingPromptsBuilder_ == null) {
+        if (!other.embeddingPrompts_.isEmpty()) {
+          if (embeddingPrompts_.isEmpty()) {
+            embeddingPrompts_ = other.embeddingPrompts_;
+            bitField0_ = (bitField0_ & ~0x01000000);
+          } else {
+            ensureEmbeddingPromptsIsMutable();
+            embeddingPrompts_.addAll(other.embeddingPrompts_);
+          }
+          onChanged();
+        }
+      } else {
+        if (!other.embeddingPrompts_.isEmpty()) {
+          if (embeddingPromptsBuilder_.isEmpty()) {
+            embeddingPromptsBuilder_.dispose();
+            embeddingPromptsBuilder_ = null;
+            embeddingPrompts_ = other.embeddingPrompts_;
+            bitField0_ = (bitField0_ & ~0x01000000);
+            embeddingPromptsBuilder_ = 
+              com.google.protobuf.GeneratedMessageV3.alwaysUseFieldBuilders ?
+                 getEmbeddingPromptsFieldBuilder() : null;
+          } else {
+            embeddingPromptsBuilder_.addAllMessages(other.embeddingPrompts_);
+          }
+        }
+      }
       this.mergeUnknownFields(other.getUnknownFields());
       onChanged();
       return this;
@@ -1886,6 +2048,24 @@ private static final long serialVersionUID = 0L;
               aliases_.add(s);
               break;
             } // case 186
+            case 192: {
+              kind_ = input.readEnum();
+              bitField0_ |= 0x00800000;
+              break;
+            } // case 192
+            case 202: {
+              dev.icehouse.v1.EmbeddingPrompt m =
+                  input.readMessage(
+                      dev.icehouse.v1.EmbeddingPrompt.parser(),
+                      extensionRegistry);
+              if (embeddingPromptsBuilder_ == null) {
+                ensureEmbeddingPromptsIsMutable();
+                embeddingPrompts_.add(m);
+              } else {
+                embeddingPromptsBuilder_.addMessage(m);
+              }
+              break;
+            } // case 202
             default: {
               if (!super.parseUnknownField(input, extensionRegistry, tag)) {
                 done = true; // was an endgroup tag
@@ -4092,6 +4272,391 @@ private static final long serialVersionUID = 0L;
       bitField0_ |= 0x00400000;
       onChanged();
       return this;
+    }
+
+    private int kind_ = 0;
+    /**
+     * <pre>
+     * What it is for.
+     * </pre>
+     *
+     * <code>.icehouse.v1.ModelKind kind = 24;</code>
+     * @return The enum numeric value on the wire for kind.
+     */
+    @java.lang.Override public int getKindValue() {
+      return kind_;
+    }
+    /**
+     * <pre>
+     * What it is for.
+     * </pre>
+     *
+     * <code>.icehouse.v1.ModelKind kind = 24;</code>
+     * @param value The enum numeric value on the wire for kind to set.
+     * @return This builder for chaining.
+     */
+    public Builder setKindValue(int value) {
+      kind_ = value;
+      bitField0_ |= 0x00800000;
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * What it is for.
+     * </pre>
+     *
+     * <code>.icehouse.v1.ModelKind kind = 24;</code>
+     * @return The kind.
+     */
+    @java.lang.Override
+    public dev.icehouse.v1.ModelKind getKind() {
+      dev.icehouse.v1.ModelKind result = dev.icehouse.v1.ModelKind.forNumber(kind_);
+      return result == null ? dev.icehouse.v1.ModelKind.UNRECOGNIZED : result;
+    }
+    /**
+     * <pre>
+     * What it is for.
+     * </pre>
+     *
+     * <code>.icehouse.v1.ModelKind kind = 24;</code>
+     * @param value The kind to set.
+     * @return This builder for chaining.
+     */
+    public Builder setKind(dev.icehouse.v1.ModelKind value) {
+      if (value == null) {
+        throw new NullPointerException();
+      }
+      bitField0_ |= 0x00800000;
+      kind_ = value.getNumber();
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * What it is for.
+     * </pre>
+     *
+     * <code>.icehouse.v1.ModelKind kind = 24;</code>
+     * @return This builder for chaining.
+     */
+    public Builder clearKind() {
+      bitField0_ = (bitField0_ & ~0x00800000);
+      kind_ = 0;
+      onChanged();
+      return this;
+    }
+
+    private java.util.List<dev.icehouse.v1.EmbeddingPrompt> embeddingPrompts_ =
+      java.util.Collections.emptyList();
+    private void ensureEmbeddingPromptsIsMutable() {
+      if (!((bitField0_ & 0x01000000) != 0)) {
+        embeddingPrompts_ = new java.util.ArrayList<dev.icehouse.v1.EmbeddingPrompt>(embeddingPrompts_);
+        bitField0_ |= 0x01000000;
+       }
+    }
+
+    private com.google.protobuf.RepeatedFieldBuilderV3<
+        dev.icehouse.v1.EmbeddingPrompt, dev.icehouse.v1.EmbeddingPrompt.Builder, dev.icehouse.v1.EmbeddingPromptOrBuilder> embeddingPromptsBuilder_;
+
+    /**
+     * <pre>
+     * Texts that it was trained to see before some of the inputs of EmbeddingService, which `prompt_name` may name.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.EmbeddingPrompt embedding_prompts = 25;</code>
+     */
+    public java.util.List<dev.icehouse.v1.EmbeddingPrompt> getEmbeddingPromptsList() {
+      if (embeddingPromptsBuilder_ == null) {
+        return java.util.Collections.unmodifiableList(embeddingPrompts_);
+      } else {
+        return embeddingPromptsBuilder_.getMessageList();
+      }
+    }
+    /**
+     * <pre>
+     * Texts that it was trained to see before some of the inputs of EmbeddingService, which `prompt_name` may name.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.EmbeddingPrompt embedding_prompts = 25;</code>
+     */
+    public int getEmbeddingPromptsCount() {
+      if (embeddingPromptsBuilder_ == null) {
+        return embeddingPrompts_.size();
+      } else {
+        return embeddingPromptsBuilder_.getCount();
+      }
+    }
+    /**
+     * <pre>
+     * Texts that it was trained to see before some of the inputs of EmbeddingService, which `prompt_name` may name.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.EmbeddingPrompt embedding_prompts = 25;</code>
+     */
+    public dev.icehouse.v1.EmbeddingPrompt getEmbeddingPrompts(int index) {
+      if (embeddingPromptsBuilder_ == null) {
+        return embeddingPrompts_.get(index);
+      } else {
+        return embeddingPromptsBuilder_.getMessage(index);
+      }
+    }
+    /**
+     * <pre>
+     * Texts that it was trained to see before some of the inputs of EmbeddingService, which `prompt_name` may name.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.EmbeddingPrompt embedding_prompts = 25;</code>
+     */
+    public Builder setEmbeddingPrompts(
+        int index, dev.icehouse.v1.EmbeddingPrompt value) {
+      if (embeddingPromptsBuilder_ == null) {
+        if (value == null) {
+          throw new NullPointerException();
+        }
+        ensureEmbeddingPromptsIsMutable();
+        embeddingPrompts_.set(index, value);
+        onChanged();
+      } else {
+        embeddingPromptsBuilder_.setMessage(index, value);
+      }
+      return this;
+    }
+    /**
+     * <pre>
+     * Texts that it was trained to see before some of the inputs of EmbeddingService, which `prompt_name` may name.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.EmbeddingPrompt embedding_prompts = 25;</code>
+     */
+    public Builder setEmbeddingPrompts(
+        int index, dev.icehouse.v1.EmbeddingPrompt.Builder builderForValue) {
+      if (embeddingPromptsBuilder_ == null) {
+        ensureEmbeddingPromptsIsMutable();
+        embeddingPrompts_.set(index, builderForValue.build());
+        onChanged();
+      } else {
+        embeddingPromptsBuilder_.setMessage(index, builderForValue.build());
+      }
+      return this;
+    }
+    /**
+     * <pre>
+     * Texts that it was trained to see before some of the inputs of EmbeddingService, which `prompt_name` may name.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.EmbeddingPrompt embedding_prompts = 25;</code>
+     */
+    public Builder addEmbeddingPrompts(dev.icehouse.v1.EmbeddingPrompt value) {
+      if (embeddingPromptsBuilder_ == null) {
+        if (value == null) {
+          throw new NullPointerException();
+        }
+        ensureEmbeddingPromptsIsMutable();
+        embeddingPrompts_.add(value);
+        onChanged();
+      } else {
+        embeddingPromptsBuilder_.addMessage(value);
+      }
+      return this;
+    }
+    /**
+     * <pre>
+     * Texts that it was trained to see before some of the inputs of EmbeddingService, which `prompt_name` may name.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.EmbeddingPrompt embedding_prompts = 25;</code>
+     */
+    public Builder addEmbeddingPrompts(
+        int index, dev.icehouse.v1.EmbeddingPrompt value) {
+      if (embeddingPromptsBuilder_ == null) {
+        if (value == null) {
+          throw new NullPointerException();
+        }
+        ensureEmbeddingPromptsIsMutable();
+        embeddingPrompts_.add(index, value);
+        onChanged();
+      } else {
+        embeddingPromptsBuilder_.addMessage(index, value);
+      }
+      return this;
+    }
+    /**
+     * <pre>
+     * Texts that it was trained to see before some of the inputs of EmbeddingService, which `prompt_name` may name.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.EmbeddingPrompt embedding_prompts = 25;</code>
+     */
+    public Builder addEmbeddingPrompts(
+        dev.icehouse.v1.EmbeddingPrompt.Builder builderForValue) {
+      if (embeddingPromptsBuilder_ == null) {
+        ensureEmbeddingPromptsIsMutable();
+        embeddingPrompts_.add(builderForValue.build());
+        onChanged();
+      } else {
+        embeddingPromptsBuilder_.addMessage(builderForValue.build());
+      }
+      return this;
+    }
+    /**
+     * <pre>
+     * Texts that it was trained to see before some of the inputs of EmbeddingService, which `prompt_name` may name.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.EmbeddingPrompt embedding_prompts = 25;</code>
+     */
+    public Builder addEmbeddingPrompts(
+        int index, dev.icehouse.v1.EmbeddingPrompt.Builder builderForValue) {
+      if (embeddingPromptsBuilder_ == null) {
+        ensureEmbeddingPromptsIsMutable();
+        embeddingPrompts_.add(index, builderForValue.build());
+        onChanged();
+      } else {
+        embeddingPromptsBuilder_.addMessage(index, builderForValue.build());
+      }
+      return this;
+    }
+    /**
+     * <pre>
+     * Texts that it was trained to see before some of the inputs of EmbeddingService, which `prompt_name` may name.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.EmbeddingPrompt embedding_prompts = 25;</code>
+     */
+    public Builder addAllEmbeddingPrompts(
+        java.lang.Iterable<? extends dev.icehouse.v1.EmbeddingPrompt> values) {
+      if (embeddingPromptsBuilder_ == null) {
+        ensureEmbeddingPromptsIsMutable();
+        com.google.protobuf.AbstractMessageLite.Builder.addAll(
+            values, embeddingPrompts_);
+        onChanged();
+      } else {
+        embeddingPromptsBuilder_.addAllMessages(values);
+      }
+      return this;
+    }
+    /**
+     * <pre>
+     * Texts that it was trained to see before some of the inputs of EmbeddingService, which `prompt_name` may name.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.EmbeddingPrompt embedding_prompts = 25;</code>
+     */
+    public Builder clearEmbeddingPrompts() {
+      if (embeddingPromptsBuilder_ == null) {
+        embeddingPrompts_ = java.util.Collections.emptyList();
+        bitField0_ = (bitField0_ & ~0x01000000);
+        onChanged();
+      } else {
+        embeddingPromptsBuilder_.clear();
+      }
+      return this;
+    }
+    /**
+     * <pre>
+     * Texts that it was trained to see before some of the inputs of EmbeddingService, which `prompt_name` may name.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.EmbeddingPrompt embedding_prompts = 25;</code>
+     */
+    public Builder removeEmbeddingPrompts(int index) {
+      if (embeddingPromptsBuilder_ == null) {
+        ensureEmbeddingPromptsIsMutable();
+        embeddingPrompts_.remove(index);
+        onChanged();
+      } else {
+        embeddingPromptsBuilder_.remove(index);
+      }
+      return this;
+    }
+    /**
+     * <pre>
+     * Texts that it was trained to see before some of the inputs of EmbeddingService, which `prompt_name` may name.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.EmbeddingPrompt embedding_prompts = 25;</code>
+     */
+    public dev.icehouse.v1.EmbeddingPrompt.Builder getEmbeddingPromptsBuilder(
+        int index) {
+      return getEmbeddingPromptsFieldBuilder().getBuilder(index);
+    }
+    /**
+     * <pre>
+     * Texts that it was trained to see before some of the inputs of EmbeddingService, which `prompt_name` may name.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.EmbeddingPrompt embedding_prompts = 25;</code>
+     */
+    public dev.icehouse.v1.EmbeddingPromptOrBuilder getEmbeddingPromptsOrBuilder(
+        int index) {
+      if (embeddingPromptsBuilder_ == null) {
+        return embeddingPrompts_.get(index);  } else {
+        return embeddingPromptsBuilder_.getMessageOrBuilder(index);
+      }
+    }
+    /**
+     * <pre>
+     * Texts that it was trained to see before some of the inputs of EmbeddingService, which `prompt_name` may name.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.EmbeddingPrompt embedding_prompts = 25;</code>
+     */
+    public java.util.List<? extends dev.icehouse.v1.EmbeddingPromptOrBuilder> 
+         getEmbeddingPromptsOrBuilderList() {
+      if (embeddingPromptsBuilder_ != null) {
+        return embeddingPromptsBuilder_.getMessageOrBuilderList();
+      } else {
+        return java.util.Collections.unmodifiableList(embeddingPrompts_);
+      }
+    }
+    /**
+     * <pre>
+     * Texts that it was trained to see before some of the inputs of EmbeddingService, which `prompt_name` may name.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.EmbeddingPrompt embedding_prompts = 25;</code>
+     */
+    public dev.icehouse.v1.EmbeddingPrompt.Builder addEmbeddingPromptsBuilder() {
+      return getEmbeddingPromptsFieldBuilder().addBuilder(
+          dev.icehouse.v1.EmbeddingPrompt.getDefaultInstance());
+    }
+    /**
+     * <pre>
+     * Texts that it was trained to see before some of the inputs of EmbeddingService, which `prompt_name` may name.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.EmbeddingPrompt embedding_prompts = 25;</code>
+     */
+    public dev.icehouse.v1.EmbeddingPrompt.Builder addEmbeddingPromptsBuilder(
+        int index) {
+      return getEmbeddingPromptsFieldBuilder().addBuilder(
+          index, dev.icehouse.v1.EmbeddingPrompt.getDefaultInstance());
+    }
+    /**
+     * <pre>
+     * Texts that it was trained to see before some of the inputs of EmbeddingService, which `prompt_name` may name.
+     * </pre>
+     *
+     * <code>repeated .icehouse.v1.EmbeddingPrompt embedding_prompts = 25;</code>
+     */
+    public java.util.List<dev.icehouse.v1.EmbeddingPrompt.Builder> 
+         getEmbeddingPromptsBuilderList() {
+      return getEmbeddingPromptsFieldBuilder().getBuilderList();
+    }
+    private com.google.protobuf.RepeatedFieldBuilderV3<
+        dev.icehouse.v1.EmbeddingPrompt, dev.icehouse.v1.EmbeddingPrompt.Builder, dev.icehouse.v1.EmbeddingPromptOrBuilder> 
+        getEmbeddingPromptsFieldBuilder() {
+      if (embeddingPromptsBuilder_ == null) {
+        embeddingPromptsBuilder_ = new com.google.protobuf.RepeatedFieldBuilderV3<
+            dev.icehouse.v1.EmbeddingPrompt, dev.icehouse.v1.EmbeddingPrompt.Builder, dev.icehouse.v1.EmbeddingPromptOrBuilder>(
+                embeddingPrompts_,
+                ((bitField0_ & 0x01000000) != 0),
+                getParentForChildren(),
+                isClean());
+        embeddingPrompts_ = null;
+      }
+      return embeddingPromptsBuilder_;
     }
     @java.lang.Override
     public final Builder setUnknownFields(

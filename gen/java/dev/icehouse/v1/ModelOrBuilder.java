@@ -493,4 +493,67 @@ public interface ModelOrBuilder extends
    */
   com.google.protobuf.ByteString
       getAliasesBytes(int index);
+
+  /**
+   * <pre>
+   * What it is for.
+   * </pre>
+   *
+   * <code>.icehouse.v1.ModelKind kind = 24;</code>
+   * @return The enum numeric value on the wire for kind.
+   */
+  int getKindValue();
+  /**
+   * <pre>
+   * What it is for.
+   * </pre>
+   *
+   * <code>.icehouse.v1.ModelKind kind = 24;</code>
+   * @return The kind.
+   */
+  dev.icehouse.v1.ModelKind getKind();
+
+  /**
+   * <pre>
+   * Texts that it was trained to see before some of the inputs of EmbeddingService, which `prompt_name` may name.
+   * </pre>
+   *
+   * <code>repeated .icehouse.v1.EmbeddingPrompt embedding_prompts = 25;</code>
+   */
+  java.util.List<dev.icehouse.v1.EmbeddingPrompt> 
+      getEmbeddingPromptsList();
+  /**
+   * <pre>
+   * Texts that it was trained to see before some of the inputs of EmbeddingService, which `prompt_name` may name.
+   * </pre>
+   *
+   * <code>repeated .icehouse.v1.EmbeddingPrompt embedding_prompts = 25;</code>
+   */
+  dev.icehouse.v1.EmbeddingPrompt getEmbeddingPrompts(int index);
+  /**
+   * <pre>
+   * Texts that it was trained to see before some of the inputs of EmbeddingService, which `prompt_name` may name.
+   * </pre>
+   *
+   * <code>repeated .icehouse.v1.EmbeddingPrompt embedding_prompts = 25;</code>
+   */
+  int getEmbeddingPromptsCount();
+  /**
+   * <pre>
+   * Texts that it was trained to see before some of the inputs of EmbeddingService, which `prompt_name` may name.
+   * </pre>
+   *
+   * <code>repeated .icehouse.v1.EmbeddingPrompt embedding_prompts = 25;</code>
+   */
+  java.util.List<? extends dev.icehouse.v1.EmbeddingPromptOrBuilder> 
+      getEmbeddingPromptsOrBuilderList();
+  /**
+   * <pre>
+   * Texts that it was trained to see before some of the inputs of EmbeddingService, which `prompt_name` may name.
+   * </pre>
+   *
+   * <code>repeated .icehouse.v1.EmbeddingPrompt embedding_prompts = 25;</code>
+   */
+  dev.icehouse.v1.EmbeddingPromptOrBuilder getEmbeddingPromptsOrBuilder(
+      int index);
 }

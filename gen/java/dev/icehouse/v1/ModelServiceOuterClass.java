@@ -66,6 +66,11 @@ public final class ModelServiceOuterClass {
     com.google.protobuf.GeneratedMessageV3.FieldAccessorTable
       internal_static_icehouse_v1_Model_fieldAccessorTable;
   static final com.google.protobuf.Descriptors.Descriptor
+    internal_static_icehouse_v1_EmbeddingPrompt_descriptor;
+  static final 
+    com.google.protobuf.GeneratedMessageV3.FieldAccessorTable
+      internal_static_icehouse_v1_EmbeddingPrompt_fieldAccessorTable;
+  static final com.google.protobuf.Descriptors.Descriptor
     internal_static_icehouse_v1_ReplyFormat_descriptor;
   static final 
     com.google.protobuf.GeneratedMessageV3.FieldAccessorTable
@@ -96,7 +101,7 @@ public final class ModelServiceOuterClass {
       "elapsed\030\003 \001(\0132\031.google.protobuf.Duration" +
       "\"#\n\022UnloadModelRequest\022\r\n\005model\030\001 \001(\t\"8\n" +
       "\023UnloadModelResponse\022!\n\005model\030\001 \001(\0132\022.ic" +
-      "ehouse.v1.Model\"\333\004\n\005Model\022\n\n\002id\030\001 \001(\t\022\024\n" +
+      "ehouse.v1.Model\"\272\005\n\005Model\022\n\n\002id\030\001 \001(\t\022\024\n" +
       "\014architecture\030\002 \001(\t\022\027\n\017vocabulary_size\030\003" +
       " \001(\005\022\026\n\016context_tokens\030\004 \001(\005\022\r\n\005dtype\030\005 " +
       "\001(\t\022\024\n\014quantization\030\006 \001(\t\022\027\n\017parameter_c" +
@@ -111,28 +116,34 @@ public final class ModelServiceOuterClass {
       "es_whole\030\023 \001(\010\022.\n\014reply_format\030\024 \001(\0132\030.i" +
       "cehouse.v1.ReplyFormat\022&\n\005state\030\025 \001(\0162\027." +
       "icehouse.v1.ModelState\022\024\n\014state_detail\030\026" +
-      " \001(\t\022\017\n\007aliases\030\027 \003(\t\"v\n\013ReplyFormat\022\r\n\005" +
-      "calls\030\001 \001(\t\022\027\n\017reasoning_start\030\002 \001(\t\022\025\n\r" +
-      "reasoning_end\030\003 \001(\t\022\020\n\010evidence\030\004 \003(\t\022\026\n" +
-      "\016unread_markers\030\005 \003(\t*\275\001\n\nModelState\022\033\n\027" +
-      "MODEL_STATE_UNSPECIFIED\020\000\022\026\n\022MODEL_STATE" +
-      "_ABSENT\020\001\022\030\n\024MODEL_STATE_FETCHING\020\002\022\027\n\023M" +
-      "ODEL_STATE_LOADING\020\003\022\025\n\021MODEL_STATE_READ" +
-      "Y\020\004\022\030\n\024MODEL_STATE_DRAINING\020\005\022\026\n\022MODEL_S" +
-      "TATE_FAILED\020\006*n\n\tPassSplit\022\032\n\026PASS_SPLIT" +
-      "_UNSPECIFIED\020\000\022\030\n\024PASS_SPLIT_ATTENTION\020\001" +
-      "\022\025\n\021PASS_SPLIT_MODULE\020\002\022\024\n\020PASS_SPLIT_AL" +
-      "ONE\020\0032\306\002\n\014ModelService\022M\n\nListModels\022\036.i" +
-      "cehouse.v1.ListModelsRequest\032\037.icehouse." +
-      "v1.ListModelsResponse\022G\n\010GetModel\022\034.iceh" +
-      "ouse.v1.GetModelRequest\032\035.icehouse.v1.Ge" +
-      "tModelResponse\022L\n\tLoadModel\022\035.icehouse.v" +
-      "1.LoadModelRequest\032\036.icehouse.v1.LoadMod" +
-      "elResponse0\001\022P\n\013UnloadModel\022\037.icehouse.v" +
-      "1.UnloadModelRequest\032 .icehouse.v1.Unloa" +
-      "dModelResponseB<\n\017dev.icehouse.v1P\001Z\'ice" +
-      "house.dev/api/icehouse/v1;icehousev1b\006pr" +
-      "oto3"
+      " \001(\t\022\017\n\007aliases\030\027 \003(\t\022$\n\004kind\030\030 \001(\0162\026.ic" +
+      "ehouse.v1.ModelKind\0227\n\021embedding_prompts" +
+      "\030\031 \003(\0132\034.icehouse.v1.EmbeddingPrompt\"A\n\017" +
+      "EmbeddingPrompt\022\014\n\004name\030\001 \001(\t\022\014\n\004text\030\002 " +
+      "\001(\t\022\022\n\nis_default\030\003 \001(\010\"v\n\013ReplyFormat\022\r" +
+      "\n\005calls\030\001 \001(\t\022\027\n\017reasoning_start\030\002 \001(\t\022\025" +
+      "\n\rreasoning_end\030\003 \001(\t\022\020\n\010evidence\030\004 \003(\t\022" +
+      "\026\n\016unread_markers\030\005 \003(\t*\275\001\n\nModelState\022\033" +
+      "\n\027MODEL_STATE_UNSPECIFIED\020\000\022\026\n\022MODEL_STA" +
+      "TE_ABSENT\020\001\022\030\n\024MODEL_STATE_FETCHING\020\002\022\027\n" +
+      "\023MODEL_STATE_LOADING\020\003\022\025\n\021MODEL_STATE_RE" +
+      "ADY\020\004\022\030\n\024MODEL_STATE_DRAINING\020\005\022\026\n\022MODEL" +
+      "_STATE_FAILED\020\006*m\n\tModelKind\022\032\n\026MODEL_KI" +
+      "ND_UNSPECIFIED\020\000\022\023\n\017MODEL_KIND_CHAT\020\001\022\030\n" +
+      "\024MODEL_KIND_EMBEDDING\020\002\022\025\n\021MODEL_KIND_RE" +
+      "RANK\020\003*n\n\tPassSplit\022\032\n\026PASS_SPLIT_UNSPEC" +
+      "IFIED\020\000\022\030\n\024PASS_SPLIT_ATTENTION\020\001\022\025\n\021PAS" +
+      "S_SPLIT_MODULE\020\002\022\024\n\020PASS_SPLIT_ALONE\020\0032\306" +
+      "\002\n\014ModelService\022M\n\nListModels\022\036.icehouse" +
+      ".v1.ListModelsRequest\032\037.icehouse.v1.List" +
+      "ModelsResponse\022G\n\010GetModel\022\034.icehouse.v1" +
+      ".GetModelRequest\032\035.icehouse.v1.GetModelR" +
+      "esponse\022L\n\tLoadModel\022\035.icehouse.v1.LoadM" +
+      "odelRequest\032\036.icehouse.v1.LoadModelRespo" +
+      "nse0\001\022P\n\013UnloadModel\022\037.icehouse.v1.Unloa" +
+      "dModelRequest\032 .icehouse.v1.UnloadModelR" +
+      "esponseB<\n\017dev.icehouse.v1P\001Z\'icehouse.d" +
+      "ev/api/icehouse/v1;icehousev1b\006proto3"
     };
     descriptor = com.google.protobuf.Descriptors.FileDescriptor
       .internalBuildGeneratedFileFrom(descriptorData,
@@ -199,9 +210,15 @@ public final class ModelServiceOuterClass {
     internal_static_icehouse_v1_Model_fieldAccessorTable = new
       com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
         internal_static_icehouse_v1_Model_descriptor,
-        new java.lang.String[] { "Id", "Architecture", "VocabularySize", "ContextTokens", "Dtype", "Quantization", "ParameterCount", "WeightBytes", "KvBytesPerToken", "CacheClasses", "Fingerprint", "HasChatTemplate", "EosTokenIds", "Device", "Adapters", "EmbeddingDimensions", "ReadsImages", "PassSplits", "RunsImagesWhole", "ReplyFormat", "State", "StateDetail", "Aliases", });
-    internal_static_icehouse_v1_ReplyFormat_descriptor =
+        new java.lang.String[] { "Id", "Architecture", "VocabularySize", "ContextTokens", "Dtype", "Quantization", "ParameterCount", "WeightBytes", "KvBytesPerToken", "CacheClasses", "Fingerprint", "HasChatTemplate", "EosTokenIds", "Device", "Adapters", "EmbeddingDimensions", "ReadsImages", "PassSplits", "RunsImagesWhole", "ReplyFormat", "State", "StateDetail", "Aliases", "Kind", "EmbeddingPrompts", });
+    internal_static_icehouse_v1_EmbeddingPrompt_descriptor =
       getDescriptor().getMessageTypes().get(10);
+    internal_static_icehouse_v1_EmbeddingPrompt_fieldAccessorTable = new
+      com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
+        internal_static_icehouse_v1_EmbeddingPrompt_descriptor,
+        new java.lang.String[] { "Name", "Text", "IsDefault", });
+    internal_static_icehouse_v1_ReplyFormat_descriptor =
+      getDescriptor().getMessageTypes().get(11);
     internal_static_icehouse_v1_ReplyFormat_fieldAccessorTable = new
       com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
         internal_static_icehouse_v1_ReplyFormat_descriptor,

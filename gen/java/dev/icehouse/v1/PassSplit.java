@@ -141,7 +141,7 @@ public enum PassSplit
   }
   public static final com.google.protobuf.Descriptors.EnumDescriptor
       getDescriptor() {
-    return dev.icehouse.v1.ModelServiceOuterClass.getDescriptor().getEnumTypes().get(1);
+    return dev.icehouse.v1.ModelServiceOuterClass.getDescriptor().getEnumTypes().get(2);
   }
 
   private static final PassSplit[] VALUES = values();

@@ -15,7 +15,8 @@ public enum Pooling
     implements com.google.protobuf.ProtocolMessageEnum {
   /**
    * <pre>
-   * Same as POOLING_LAST_TOKEN, which causal models are trained for.
+   * As the model's folder says (1_Pooling/config.json); otherwise POOLING_LAST_TOKEN for models that generate text,
+   * and the mean for encoders.
    * </pre>
    *
    * <code>POOLING_UNSPECIFIED = 0;</code>
@@ -42,7 +43,8 @@ public enum Pooling
 
   /**
    * <pre>
-   * Same as POOLING_LAST_TOKEN, which causal models are trained for.
+   * As the model's folder says (1_Pooling/config.json); otherwise POOLING_LAST_TOKEN for models that generate text,
+   * and the mean for encoders.
    * </pre>
    *
    * <code>POOLING_UNSPECIFIED = 0;</code>

@@ -62,7 +62,8 @@ private static final long serialVersionUID = 0L;
   private double score_ = 0D;
   /**
    * <pre>
-   * The probability of the positive answer against the negative one, 0 to 1.
+   * The probability of the positive answer against the negative one, 0 to 1; of a head, the logistic function of
+   * its number.
    * </pre>
    *
    * <code>double score = 2;</code>
@@ -78,7 +79,7 @@ private static final long serialVersionUID = 0L;
   /**
    * <pre>
    * The difference of the two answers' logits, of which `score` is the logistic function; it still
-   * distinguishes documents whose `score` rounds to 0 or 1. Qwen3-Reranker's raw score.
+   * distinguishes documents whose `score` rounds to 0 or 1. Qwen3-Reranker's raw score; of a head, its number.
    * </pre>
    *
    * <code>double log_odds = 3;</code>
@@ -553,7 +554,8 @@ private static final long serialVersionUID = 0L;
     private double score_ ;
     /**
      * <pre>
-     * The probability of the positive answer against the negative one, 0 to 1.
+     * The probability of the positive answer against the negative one, 0 to 1; of a head, the logistic function of
+     * its number.
      * </pre>
      *
      * <code>double score = 2;</code>
@@ -565,7 +567,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The probability of the positive answer against the negative one, 0 to 1.
+     * The probability of the positive answer against the negative one, 0 to 1; of a head, the logistic function of
+     * its number.
      * </pre>
      *
      * <code>double score = 2;</code>
@@ -581,7 +584,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The probability of the positive answer against the negative one, 0 to 1.
+     * The probability of the positive answer against the negative one, 0 to 1; of a head, the logistic function of
+     * its number.
      * </pre>
      *
      * <code>double score = 2;</code>
@@ -598,7 +602,7 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * The difference of the two answers' logits, of which `score` is the logistic function; it still
-     * distinguishes documents whose `score` rounds to 0 or 1. Qwen3-Reranker's raw score.
+     * distinguishes documents whose `score` rounds to 0 or 1. Qwen3-Reranker's raw score; of a head, its number.
      * </pre>
      *
      * <code>double log_odds = 3;</code>
@@ -611,7 +615,7 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * The difference of the two answers' logits, of which `score` is the logistic function; it still
-     * distinguishes documents whose `score` rounds to 0 or 1. Qwen3-Reranker's raw score.
+     * distinguishes documents whose `score` rounds to 0 or 1. Qwen3-Reranker's raw score; of a head, its number.
      * </pre>
      *
      * <code>double log_odds = 3;</code>
@@ -628,7 +632,7 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * The difference of the two answers' logits, of which `score` is the logistic function; it still
-     * distinguishes documents whose `score` rounds to 0 or 1. Qwen3-Reranker's raw score.
+     * distinguishes documents whose `score` rounds to 0 or 1. Qwen3-Reranker's raw score; of a head, its number.
      * </pre>
      *
      * <code>double log_odds = 3;</code>

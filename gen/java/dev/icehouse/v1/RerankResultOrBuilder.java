@@ -20,7 +20,8 @@ public interface RerankResultOrBuilder extends
 
   /**
    * <pre>
-   * The probability of the positive answer against the negative one, 0 to 1.
+   * The probability of the positive answer against the negative one, 0 to 1; of a head, the logistic function of
+   * its number.
    * </pre>
    *
    * <code>double score = 2;</code>
@@ -31,7 +32,7 @@ public interface RerankResultOrBuilder extends
   /**
    * <pre>
    * The difference of the two answers' logits, of which `score` is the logistic function; it still
-   * distinguishes documents whose `score` rounds to 0 or 1. Qwen3-Reranker's raw score.
+   * distinguishes documents whose `score` rounds to 0 or 1. Qwen3-Reranker's raw score; of a head, its number.
    * </pre>
    *
    * <code>double log_odds = 3;</code>

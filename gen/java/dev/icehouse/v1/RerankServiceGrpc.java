@@ -6,8 +6,8 @@ import static io.grpc.MethodDescriptor.generateFullMethodName;
  * <pre>
  * Ranks documents with a model that is asked for each document whether it answers the query: rerankers
  * such as Qwen3-Reranker, trained to answer "yes" or "no", and any other model that follows instructions.
- * Models with a scoring head (cross-encoders, sequence classifiers) cannot be served: mlx-lm
- * loads language models. Errors carry google.rpc details as InferenceService's do.
+ * Models with a scoring head (cross-encoders such as bge-reranker, `kind` MODEL_KIND_RERANK) read query and
+ * document as a pair instead, keep nothing in the cache and refuse instruction, form and answers. Errors carry google.rpc details as InferenceService's do.
  * </pre>
  */
 @io.grpc.stub.annotations.GrpcGenerated
@@ -112,8 +112,8 @@ public final class RerankServiceGrpc {
    * <pre>
    * Ranks documents with a model that is asked for each document whether it answers the query: rerankers
    * such as Qwen3-Reranker, trained to answer "yes" or "no", and any other model that follows instructions.
-   * Models with a scoring head (cross-encoders, sequence classifiers) cannot be served: mlx-lm
-   * loads language models. Errors carry google.rpc details as InferenceService's do.
+   * Models with a scoring head (cross-encoders such as bge-reranker, `kind` MODEL_KIND_RERANK) read query and
+   * document as a pair instead, keep nothing in the cache and refuse instruction, form and answers. Errors carry google.rpc details as InferenceService's do.
    * </pre>
    */
   public interface AsyncService {
@@ -137,8 +137,8 @@ public final class RerankServiceGrpc {
    * <pre>
    * Ranks documents with a model that is asked for each document whether it answers the query: rerankers
    * such as Qwen3-Reranker, trained to answer "yes" or "no", and any other model that follows instructions.
-   * Models with a scoring head (cross-encoders, sequence classifiers) cannot be served: mlx-lm
-   * loads language models. Errors carry google.rpc details as InferenceService's do.
+   * Models with a scoring head (cross-encoders such as bge-reranker, `kind` MODEL_KIND_RERANK) read query and
+   * document as a pair instead, keep nothing in the cache and refuse instruction, form and answers. Errors carry google.rpc details as InferenceService's do.
    * </pre>
    */
   public static abstract class RerankServiceImplBase
@@ -154,8 +154,8 @@ public final class RerankServiceGrpc {
    * <pre>
    * Ranks documents with a model that is asked for each document whether it answers the query: rerankers
    * such as Qwen3-Reranker, trained to answer "yes" or "no", and any other model that follows instructions.
-   * Models with a scoring head (cross-encoders, sequence classifiers) cannot be served: mlx-lm
-   * loads language models. Errors carry google.rpc details as InferenceService's do.
+   * Models with a scoring head (cross-encoders such as bge-reranker, `kind` MODEL_KIND_RERANK) read query and
+   * document as a pair instead, keep nothing in the cache and refuse instruction, form and answers. Errors carry google.rpc details as InferenceService's do.
    * </pre>
    */
   public static final class RerankServiceStub
@@ -191,8 +191,8 @@ public final class RerankServiceGrpc {
    * <pre>
    * Ranks documents with a model that is asked for each document whether it answers the query: rerankers
    * such as Qwen3-Reranker, trained to answer "yes" or "no", and any other model that follows instructions.
-   * Models with a scoring head (cross-encoders, sequence classifiers) cannot be served: mlx-lm
-   * loads language models. Errors carry google.rpc details as InferenceService's do.
+   * Models with a scoring head (cross-encoders such as bge-reranker, `kind` MODEL_KIND_RERANK) read query and
+   * document as a pair instead, keep nothing in the cache and refuse instruction, form and answers. Errors carry google.rpc details as InferenceService's do.
    * </pre>
    */
   public static final class RerankServiceBlockingV2Stub
@@ -227,8 +227,8 @@ public final class RerankServiceGrpc {
    * <pre>
    * Ranks documents with a model that is asked for each document whether it answers the query: rerankers
    * such as Qwen3-Reranker, trained to answer "yes" or "no", and any other model that follows instructions.
-   * Models with a scoring head (cross-encoders, sequence classifiers) cannot be served: mlx-lm
-   * loads language models. Errors carry google.rpc details as InferenceService's do.
+   * Models with a scoring head (cross-encoders such as bge-reranker, `kind` MODEL_KIND_RERANK) read query and
+   * document as a pair instead, keep nothing in the cache and refuse instruction, form and answers. Errors carry google.rpc details as InferenceService's do.
    * </pre>
    */
   public static final class RerankServiceBlockingStub
@@ -263,8 +263,8 @@ public final class RerankServiceGrpc {
    * <pre>
    * Ranks documents with a model that is asked for each document whether it answers the query: rerankers
    * such as Qwen3-Reranker, trained to answer "yes" or "no", and any other model that follows instructions.
-   * Models with a scoring head (cross-encoders, sequence classifiers) cannot be served: mlx-lm
-   * loads language models. Errors carry google.rpc details as InferenceService's do.
+   * Models with a scoring head (cross-encoders such as bge-reranker, `kind` MODEL_KIND_RERANK) read query and
+   * document as a pair instead, keep nothing in the cache and refuse instruction, form and answers. Errors carry google.rpc details as InferenceService's do.
    * </pre>
    */
   public static final class RerankServiceFutureStub

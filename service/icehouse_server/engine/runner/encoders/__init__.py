@@ -1,0 +1,1 @@
+"""Encoders: models that read a text whole, in both directions, and make one vector or score of it."""
