@@ -20,7 +20,7 @@ from icehouse_server.bootstrap.cache_parts import (
     open_ssd,
 )
 from icehouse_server.bootstrap.machine import memory_limit, weights_dtype
-from icehouse_server.bootstrap.model_source import check_files
+from icehouse_server.bootstrap.model_source import check_files, suited
 from icehouse_server.bootstrap.telemetry import KvEventParts, TelemetryParts
 from icehouse_server.clock import Clock
 from icehouse_server.config import Config, EngineConfig
@@ -177,6 +177,7 @@ def build_server(
     draft: ModelSource | None = None,
 ) -> Server:
     """Wire a server of one model. Reads the tokenizer; raises ModelError when the folder has none to read."""
+    config = suited(config, model)
     parts = EngineParts.of(config, device, clock)
     opened = open_engine(config, model=model, draft=draft, router=router, parts=parts)
     kv_events = KvEventParts(config, opened.log, engine=opened.engine, router=router, clock=clock)
@@ -250,9 +251,7 @@ def open_engine(
     `expected_bytes` are what it will take beside others, 0 where there are none.
     """
     device, clock = parts.device, parts.clock
-    if reads_whole(model.path):
-        # It keeps nothing of a text.
-        config = dataclasses.replace(config, cache=dataclasses.replace(config.cache, enabled=False))
+    config = suited(config, model)
     source = model_source(config, model, dtype=weights_dtype(config.model, device))
     tokenizer = load_tokenizer(source)
     digests = open_digests(config.cache, clock)
@@ -271,7 +270,7 @@ def open_engine(
         config.cache,
         config.tenant,
         fingerprint,
-        parts.ssd,
+        parts.ssd if config.cache.has_ssd else None,
         adapters=source.adapters,
         device=device,
         post=parts.telemetry.watching(mailbox.post),

@@ -8,11 +8,11 @@ from pathlib import Path
 
 from icehouse_server.bootstrap import hub
 from icehouse_server.bootstrap.room import ModelSize, folder_size
-from icehouse_server.config import ModelConfig
+from icehouse_server.config import Config, ModelConfig
 from icehouse_server.demo.build import BUILT_BYTES, OnProgress, ensure_demo_model, is_built
 from icehouse_server.demo.models import DEMO_MODELS
 from icehouse_server.domain.model import ReplyFormatInfo, Sight
-from icehouse_server.engine.runner.model_loader import ModelSource, load_tokenizer, sight_of
+from icehouse_server.engine.runner.model_loader import ModelSource, load_tokenizer, reads_whole, sight_of
 from icehouse_server.errors import ModelError, Reason
 
 OnSize = Callable[[str, ModelSize], None]
@@ -111,3 +111,10 @@ def find_sight(path: Path) -> Sight:
 def find_reply_format(path: Path) -> ReplyFormatInfo | None:
     """Return how replies of the model would be parsed; None without a chat template. Raises ModelError."""
     return load_tokenizer(ModelSource(path, model_id=path.name)).reply_format
+
+
+def suited(config: Config, model: ModelSource) -> Config:
+    """Return the settings that suit a model: an encoder, which keeps nothing of a text, needs no cache."""
+    if not reads_whole(model.path):
+        return config
+    return dataclasses.replace(config, cache=dataclasses.replace(config.cache, enabled=False))

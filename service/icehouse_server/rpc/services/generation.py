@@ -24,7 +24,7 @@ from icehouse_server.domain.blocks import TokenKeys
 from icehouse_server.domain.chat import ChatMessage
 from icehouse_server.domain.events import Event, Failed
 from icehouse_server.domain.ids import AdapterName, RequestId, Tenant
-from icehouse_server.domain.model import ModelKind
+from icehouse_server.domain.model import ModelKind, ModelState
 from icehouse_server.domain.request import CacheUse, GenerationRequest, request_id_of
 from icehouse_server.domain.response_format import Grammar, ResponseFormat
 from icehouse_server.domain.sampling import SamplingParams
@@ -121,6 +121,8 @@ class Generation:
         try:
             while not (await asyncio.wait((using,), timeout=_TELL_S))[0]:
                 model = self._seats.find(name, call.caller)
+                if model.state is ModelState.READY:
+                    continue  # it has just become so, and the call goes on
                 elapsed = duration_proto(self._clock.monotonic() - call.arrival_time)
                 state = enum_proto(model.state, model_service_pb2.ModelState)
                 await tell(model_service_pb2.LoadingModel(model=model.name, state=state, elapsed=elapsed))
