@@ -186,7 +186,7 @@ class SimServer:
         if self.storage is not None:
             self.storage.lock()
             self.storage.open()
-        if isinstance(self.storage, SharedTier):
+        if self.storage is not None and self.setup.store is not None:
             # A story is the same on a slow machine: its timers, too, go by its own clock.
             vars(self.storage._traffic._loop).update(time=self.clock.monotonic)
 
@@ -240,7 +240,7 @@ class SimServer:
             has_sequences = self.scheduler.waiting_count or self.scheduler.running
             if not (is_busy or has_sequences or len(self.mailbox)):
                 return
-            if self.is_hanging or isinstance(self.storage, SharedTier):
+            if self.is_hanging or self.setup.store is not None:
                 self.clock.now += 0.05
         raise AssertionError(f"the house never comes to rest; scheduler {vars(self.scheduler)}")
 
