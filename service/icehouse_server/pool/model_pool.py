@@ -291,6 +291,9 @@ class ModelPool(Generic[_Opened]):
             if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
                 self._release(waiter.result())
             raise
+        finally:
+            if waiter in model.waiters:
+                model.waiters.remove(waiter)
 
     def _ensure_loading(self, model: _Model) -> None:
         if model.loading is None:
@@ -303,14 +306,15 @@ class ModelPool(Generic[_Opened]):
                     await self._load_in_turn(model)
                 elif model.state is ModelState.READY:
                     self._admit(model, model.place)
+                else:
+                    raise EngineFailed(Reason.ENGINE_FAILED, "its last engine could not be ended")
         except IcehouseError as error:
             self._fail(model, error)
+        except Exception:  # nobody waits for ever, whatever broke; who began it logs it
+            self._fail(model, EngineFailed(Reason.ENGINE_FAILED, "loading broke; the server's log says why"))
+            raise
         finally:
             model.loading = None
-            # Nobody waits for ever, whatever broke.
-            self._refuse(
-                model, EngineFailed(Reason.ENGINE_FAILED, "loading broke; the server's log says why")
-            )
 
     async def _load_in_turn(self, model: _Model) -> None:
         name, began = model.terms.name, self._clock.monotonic()

@@ -81,7 +81,7 @@ class House:
         self.loop = asyncio.get_running_loop()
         self.held: set[str] = set()
         """Models that do not become ready by themselves."""
-        self.broken: dict[str, IcehouseError] = {}
+        self.broken: dict[str, Exception] = {}
         """Why models cannot be found."""
         self.started: list[str] = []
         self.models: dict[str, FakeModel] = {}
@@ -260,6 +260,51 @@ async def test_a_failed_model_is_told_to_all_and_tried_again_only_later() -> Non
         house.clock.now += model_pool.RETRY_S
         await house.use("b")
         assert house.states()["b"] is ModelState.READY
+
+
+async def test_what_nobody_expects_of_a_load_fails_it_like_any_other_reason() -> None:
+    async with house_of(A, B) as house:
+        house.broken["b"] = OSError("the disk of /secret/b is gone")
+        with pytest.raises(Unavailable) as caught:
+            await house.use("b")
+        assert "secret" not in caught.value.message
+        assert house.states()["b"] is ModelState.FAILED
+        del house.broken["b"]
+        house.clock.now += model_pool.RETRY_S
+        await house.use("b")
+
+
+async def test_an_engine_that_cannot_be_ended_refuses_its_callers_and_none_hangs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with house_of(A, B) as house:
+        house.held.add("b")
+        waiting = asyncio.ensure_future(house.use("b"))
+        await house.until_started("b")
+
+        async def end() -> None:
+            raise OSError("it is stuck")
+
+        monkeypatch.setattr(house.models["b"], "end", end)
+        house.models["b"].fail(model_invalid("damaged"))
+        with pytest.raises(Unavailable):
+            await waiting
+        house.clock.now += model_pool.RETRY_S
+        with pytest.raises(Unavailable):
+            await house.use("b")
+
+
+async def test_callers_who_leave_are_not_kept_until_a_load_ends() -> None:
+    async with house_of(A, B) as house:
+        house.held.add("b")
+        waiting = [asyncio.ensure_future(house.use("b")) for _ in range(50)]
+        await house.until_started("b")
+        for each in waiting[1:]:
+            each.cancel()
+        await asyncio.wait(waiting[1:])
+        assert len(house.pool._models["b"].waiters) == 1
+        house.models["b"].succeed()
+        await waiting[0]
 
 
 async def test_an_engine_that_fails_takes_its_model_out_and_no_other() -> None:
