@@ -41,6 +41,7 @@ func ReplyOf(response *icehousev1.GenerateResponse) *Reply {
 			SystemFingerprint:  response.GetSystemFingerprint(),
 			MaxOutputTokens:    response.GetMaxOutputTokens(),
 			UnenforcedKeywords: response.GetUnenforcedKeywords(),
+			LoadDuration:       response.GetLoadDuration(),
 		},
 		Finished: &icehousev1.Finished{
 			FinishReason: response.GetFinishReason(),

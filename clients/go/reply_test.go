@@ -65,11 +65,12 @@ func TestAnAnswerHasWhatAStreamSaysAtItsEnds(t *testing.T) {
 	reply := ReplyOf(&icehousev1.GenerateResponse{
 		RequestId: "r", Model: "m", FinishReason: icehousev1.FinishReason_FINISH_REASON_STOP_STRING, StopString: "s",
 		StopTokenId: new(int32(2)), Usage: usage, Cache: cache, Seed: 7, ReceiveTime: now, SystemFingerprint: "f",
-		MaxOutputTokens: 9, UnenforcedKeywords: []string{"k"},
+		MaxOutputTokens: 9, UnenforcedKeywords: []string{"k"}, LoadDuration: durationpb.New(time.Minute),
 	})
 	started := &icehousev1.Started{
 		RequestId: "r", Model: "m", PromptTokens: 3, Cache: cache, QueueDuration: usage.GetQueueDuration(), Seed: 7,
 		ReceiveTime: now, SystemFingerprint: "f", MaxOutputTokens: 9, UnenforcedKeywords: []string{"k"},
+		LoadDuration: durationpb.New(time.Minute),
 	}
 	finished := &icehousev1.Finished{
 		FinishReason: icehousev1.FinishReason_FINISH_REASON_STOP_STRING, StopString: "s", StopTokenId: new(int32(2)),
