@@ -119,6 +119,10 @@ def held(group: PageGroup, place: PageDestination) -> list[bytes]:
         copied = region.copied_out(group, NAMES)
         mx.eval(copied.buffers)
         found.append(b"".join(bytes(memoryview(array.view(mx.uint8))) for _, array in copied.arrays))
+        if (memory := group.pool.memory()) is not None:
+            on_host = region.copied_to_host(group, NAMES, memory)
+            assert [tensor.name for tensor in on_host.tensors] == list(NAMES)
+            assert b"".join(tensor.data for tensor in on_host.tensors) == found[-1]
     return found
 
 
