@@ -170,12 +170,13 @@ async def test_what_names_the_conversation_is_its_session(front: HttpFront, serv
     assert [request.session_id for request in served.engine.submitted] == ["talk-1", "talk-2", ""]
 
 
-async def test_agents_headers_name_session_and_agent() -> None:
+async def test_agents_headers_name_session_agent_and_parent() -> None:
     named = [
-        ({"x-claude-code-session-id": "s1", "x-claude-code-agent-id": "a1"}, ("s1", "a1")),
-        ({"session-id": "s2", "thread-id": "t2"}, ("s2", "t2")),
-        ({"x-session-affinity": "s3"}, ("s3", "")),
-        ({"x-opencode-session": "s4", "thread-id": "no name"}, ("s4", "")),
+        ({"x-claude-code-session-id": "s1", "x-claude-code-agent-id": "a1"}, ("s1", "a1", "")),
+        ({"session-id": "s2", "thread-id": "t2"}, ("s2", "t2", "")),
+        ({"x-session-affinity": "s3"}, ("s3", "", "")),
+        ({"x-opencode-session": "s4", "thread-id": "no name"}, ("s4", "", "")),
+        ({"x-session-affinity": "s5", "x-parent-session-id": "s3"}, ("s5", "", "s3")),
     ]
     async with watched_server() as (served, notes), front_of(served.server.address) as front:
         for headers, _ in named:
@@ -185,7 +186,8 @@ async def test_agents_headers_name_session_and_agent() -> None:
         # Beside these, the front asks for the models once.
         await notes.ended(2 * len(named) + 1)
         calls = [call for call in notes.calls if call.method.endswith("/Stream")]
-        assert [(call.session_id, call.agent_id) for call in calls] == 2 * [told for _, told in named]
+        found = [(call.session_id, call.agent_id, call.parent_session_id) for call in calls]
+        assert found == 2 * [told for _, told in named]
 
 
 async def test_options_arrive(served: RunningServer) -> None:

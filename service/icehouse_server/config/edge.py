@@ -65,8 +65,13 @@ class ServerConfig:
     )
     agent_metadata: str = setting(
         "agent-id,x-claude-code-agent-id,thread-id",
-        "Metadata keys, comma-separated; the first of them that the call has names the agent of a session "
-        "in the access log. `none` switches this off.",
+        "Metadata keys, comma-separated; the first of them that the call has names the agent that calls "
+        "within a session. `none` switches this off.",
+    )
+    parent_metadata: str = setting(
+        "parent-session-id,x-parent-session-id",
+        "Metadata keys, comma-separated; if a request names no parent of its session, the first of them that "
+        "the call has is used. `none` switches this off.",
     )
     reflection_enabled: bool = setting(True, "Offer gRPC server reflection, for grpcurl and similar tools.")
     channelz_enabled: bool = setting(
@@ -155,6 +160,11 @@ class ServerConfig:
     def agent_keys(self) -> tuple[str, ...]:
         """`agent_metadata` as gRPC has metadata's keys: in lower case."""
         return _keys_in(self.agent_metadata)
+
+    @property
+    def parent_keys(self) -> tuple[str, ...]:
+        """`parent_metadata` as gRPC has metadata's keys: in lower case."""
+        return _keys_in(self.parent_metadata)
 
 
 def _keys_in(text: str) -> tuple[str, ...]:

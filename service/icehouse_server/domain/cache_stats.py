@@ -258,6 +258,8 @@ class SessionStats:
     """Remembered now."""
     ended_count: int = 0
     """Of these, sessions that have ended."""
+    child_count: int = 0
+    """Sessions remembered that another one started."""
     ended_total: int = 0
     released_block_total: int = 0
     """Blocks that became the first to be evicted when their session ended."""

@@ -66,6 +66,8 @@ class CallRecord:
     """The conversation that the call is a turn of, from the metadata or the request; empty if unknown."""
     agent_id: str = ""
     """The agent of the session that calls, from the metadata; empty if unknown."""
+    parent_session_id: str = ""
+    """The session that started this one, from the metadata or the request; empty if unknown."""
     operation: Operation | None = None
     """None for calls that use no model, such as those for statistics or the cache."""
 

@@ -76,7 +76,10 @@ class GenerationRequest:
     """None: no log probabilities."""
     speculation: Speculation | None = None
     session_id: str = ""
-    """The conversation that it is a turn of, as its caller or a gateway names it; empty if unknown."""
+    """The conversation that it is a turn of, as its caller or a gateway names it, and behind a slash the
+    agent that calls within it; empty if unknown."""
+    parent_session_id: str = ""
+    """The session of the agent that started this one; empty if there is none."""
     opening: int = 0
     """Stands for how its conversation begins: a session may have several, such as subagents'."""
     ends_session: bool = False

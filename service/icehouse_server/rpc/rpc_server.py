@@ -111,6 +111,7 @@ class RpcServer:
             on_end=self.observation.call_ended,
             session_keys=config.server.session_keys,
             agent_keys=config.server.agent_keys,
+            parent_keys=config.server.parent_keys,
         )
         self.health = Health(
             seats=seats,

@@ -260,6 +260,8 @@ OBSERVED_METRICS: tuple[Observed, ...] = (
         "Sessions remembered."),
     _cache.gauge("icehouse.cache.sessions.over", "{session}", lambda c: c.sessions.ended_count,
         "Of these, sessions that have ended."),
+    _cache.gauge("icehouse.cache.sessions.children", "{session}", lambda c: c.sessions.child_count,
+        "Of these, sessions that another one started."),
     _cache.counter("icehouse.cache.sessions.ended", "{session}", lambda c: c.sessions.ended_total,
         "Times a session ended, by EndSession or with its last request."),
     _cache.counter("icehouse.cache.sessions.forgotten", "{session}", lambda c: c.sessions.forgotten_total,

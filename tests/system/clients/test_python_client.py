@@ -108,6 +108,7 @@ async def test_options_and_prompts_of_every_kind_arrive(served: RunningServer) -
             model="tiny",
             request_id="o",
             session_id="s",
+            parent_session_id="p",
             ends_session=True,
             cache_use="off",
             tenant="blue",

@@ -16,7 +16,7 @@ import pytest
 from icehouse.v1 import cache_service_pb2, prompt_pb2
 from icehouse.v1 import inference_service_pb2 as messages
 from icehouse_http.sampling import _SESSION_HEADERS
-from icehouse_http.upstream import _AGENT_HEADERS
+from icehouse_http.upstream import _AGENT_HEADERS, _PARENT_HEADERS
 from icehouse_server.config import ServerConfig
 from icehouse_server.engine.prefix_cache import sessions
 from icehouse_server.rpc.access.caller import Role
@@ -30,8 +30,8 @@ _BLOCK = 16
 _SESSION_LIMIT = 6
 """Instead of 4,096, so that few requests are as many sessions as millions are there."""
 _PROMPT = list(range(10, 10 + 3 * _BLOCK + 1))
-_NAMES = (*ServerConfig().session_keys, *ServerConfig().agent_keys)
-_HEADERS = (*_SESSION_HEADERS, *_AGENT_HEADERS)
+_NAMES = (*ServerConfig().session_keys, *ServerConfig().agent_keys, *ServerConfig().parent_keys)
+_HEADERS = (*_SESSION_HEADERS, *_AGENT_HEADERS, *_PARENT_HEADERS)
 _GOOD_NAME = "the-good-one"
 _GOOD_BLOCK_COUNT = 4
 """Three, and the last tokens."""
@@ -144,6 +144,20 @@ async def test_another_tenants_session_over_each_way(attacked: House) -> None:
         )
         assert answer.status_code == 200
     assert await attacked.end("hostile", _GOOD_NAME) > 0, "its own"
+    assert await attacked.end("good", _GOOD_NAME) == _GOOD_BLOCK_COUNT
+
+
+async def test_another_tenants_session_as_parent_and_circles_of_parents(attacked: House) -> None:
+    """Each is a session of the caller's own, and neither its end nor what began it reaches the good one's."""
+    prompt = {"tokens": prompt_pb2.TokenPrompt(ids=_PROMPT)}
+    ring = [f"s{number}" for number in range(2 * _SESSION_LIMIT)]
+    for name, parent in itertools.chain(
+        [("child", _GOOD_NAME), (_GOOD_NAME, "child")], zip(ring, [*ring[1:], ring[0]], strict=True)
+    ):
+        answer = await attacked.generate("hostile", prompt=prompt, session_id=name, parent_session_id=parent)
+        assert answer.usage.ram_tokens in (0, 3 * _BLOCK), "its own blocks at most"
+        await attacked.generate("hostile", ("x-parent-session-id", parent), prompt=prompt, session_id=name)
+        await attacked.end("hostile", parent)
     assert await attacked.end("good", _GOOD_NAME) == _GOOD_BLOCK_COUNT
 
 

@@ -54,7 +54,7 @@ from tests.system.sim.neighbour import Neighbour
 from tests.system.sim.object_store import FickleStore
 from tests.system.sim.pinning import PinWatch
 from tests.system.sim.server import Life, SimServer
-from tests.system.sim.session_watch import SessionWatch
+from tests.system.sim.session_watch import PARENTS, SessionWatch
 from tests.system.sim.setup import ADAPTER_DIGESTS, draw_quotas, make_setup
 from tests.unit.storage.local.test_crash import check_is_clean
 
@@ -263,7 +263,8 @@ class Scenario:
             session_id=self._session_dice.choice(_SESSIONS),
             ends_session=self._session_dice.random() < 0.1,
         )
-        request = dataclasses.replace(request, **changes)
+        parent = PARENTS.get(request.session_id, "")
+        request = dataclasses.replace(request, parent_session_id=parent, **changes)
         promise = Promise(
             request, reference_reply(self.setup.specs[self._life.model], request), self._life.model
         )

@@ -17,6 +17,9 @@ from icehouse_server.engine.prefix_cache.tiers.node import Node
 from tests.system.sim.ledger import Ledger
 from tests.system.sim.server import SimServer
 
+PARENTS = {"two": "one"}
+"""Who started which session."""
+
 
 class SessionWatch:
     """Listens to one house's plans and captures."""
@@ -39,7 +42,9 @@ class SessionWatch:
         order = self._cache.tree.ram.oldest
         before = list(order())
         ended = self._end_session(tenant, session_id)
-        others = {node for node in before if self._users[node] - {(tenant, session_id)}}
+        ending = {session_id, *(child for child, parent in PARENTS.items() if parent == session_id)}
+        own = {(tenant, name) for name in ending}
+        others = {node for node in before if self._users[node] - own}
         after = [node for node in order() if node in others]
         assert after == [node for node in before if node in others], f"the end of {session_id} moved others"
         self._ledger.seen["moved by the end of a session"] += list(order()) != before
@@ -71,9 +76,11 @@ class SessionWatch:
         assert self._capturing is not None, "a checkpoint went, and none came"
         sequence, reached = self._capturing
         request = sequence.request
-        mine = _user_of(request)
+        mine = {_user_of(request)}
+        for pair in PARENTS.items():
+            mine |= {(request.tenant, name) for name in pair} if request.session_id in pair else set()
         self._ledger.seen["dropped checkpoint"] += 1
-        assert not node.is_pinned and not self._users[node] - {mine}, f"{node} is not this session's alone"
+        assert not node.is_pinned and not self._users[node] - mine, f"{node} is not this session's alone"
         keys = request.keys(request.prompt_token_ids)[: reached + 1]
         found = match(
             self._cache.tree,

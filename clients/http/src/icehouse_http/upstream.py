@@ -23,6 +23,8 @@ from icehouse_http.settings import Settings
 
 _AGENT_HEADERS = ("x-claude-code-agent-id", "thread-id")
 """Of Claude Code's subagents, and of Codex's threads."""
+_PARENT_HEADERS = ("parent-session-id", "x-parent-session-id")
+"""The second is OpenCode's, of subagents."""
 NAME = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 """What the server takes as the name of a session or an agent."""
 _KNOWN_FOR_S = 10.0
@@ -97,7 +99,7 @@ class Upstream:
 
     def caller(self, headers: Mapping[str, str], host: str) -> Caller:
         """Return the view of whoever sent these headers; raises ApiError for a token that cannot be sent."""
-        token, metadata = _token_of(headers), _agent_of(headers)
+        token, metadata = _token_of(headers), _names_of(headers)
         if not (token.isascii() and token.isprintable()):
             raise ApiError(
                 401, "the token has characters that no header can carry", code="CREDENTIALS_INVALID"
@@ -143,10 +145,12 @@ class Upstream:
         return Target(self._models[0])
 
 
-def _agent_of(headers: Mapping[str, str]) -> dict[str, str]:
-    """Return the metadata that names which of a session's agents calls."""
-    names = (headers.get(header, "") for header in _AGENT_HEADERS)
-    return next(({"agent-id": name} for name in names if NAME.fullmatch(name)), {})
+def _names_of(headers: Mapping[str, str]) -> dict[str, str]:
+    """Return the metadata that names which of a session's agents calls, and the session's parent."""
+    keys = {"agent-id": _AGENT_HEADERS, "parent-session-id": _PARENT_HEADERS}
+    named = {key: [headers.get(header, "") for header in of] for key, of in keys.items()}
+    found = {key: next(filter(NAME.fullmatch, names), "") for key, names in named.items()}
+    return {key: name for key, name in found.items() if name}
 
 
 def _token_of(headers: Mapping[str, str]) -> str:

@@ -62,6 +62,8 @@ class Options(SamplingOptions, PromptOptions, total=False):
     request_id: str
     session_id: str
     """The conversation that this is a turn of, for gateways, logs and traces."""
+    parent_session_id: str
+    """The conversation that started this one: a subagent's."""
     ends_session: bool
     """This is its last turn: the server then evicts first what only this conversation has used."""
     priority: int
@@ -84,6 +86,7 @@ def generate_request(prompt: Prompt, options: Options) -> inference.GenerateRequ
     request = inference.GenerateRequest(
         request_id=options.get("request_id", ""),
         session_id=options.get("session_id", ""),
+        parent_session_id=options.get("parent_session_id", ""),
         ends_session=options.get("ends_session", False),
         max_output_tokens=options.get("max_output_tokens", 0),
         sampling=sampling_proto(options),

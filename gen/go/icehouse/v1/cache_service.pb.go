@@ -1067,7 +1067,8 @@ type EndSessionRequest struct {
 	// Model; otherwise NOT_FOUND. Default: the default model.
 	Model string `protobuf:"bytes,1,opt,name=model,proto3" json:"model,omitempty"`
 	// The session, as its requests named it; otherwise PARAMETER_OUT_OF_RANGE. Default: as in GenerateRequest,
-	// from the call's metadata; required in one of the two ways.
+	// from the call's metadata; required in one of the two ways. Sessions that it started end with it. Where the
+	// metadata names an agent (`server.agent_metadata`), only that agent's session ends.
 	SessionId string `protobuf:"bytes,2,opt,name=session_id,json=sessionId,proto3" json:"session_id,omitempty"`
 	// Whose session it is. Default: the default tenant's.
 	Cache         *CachePolicy `protobuf:"bytes,3,opt,name=cache,proto3" json:"cache,omitempty"`
@@ -1129,7 +1130,7 @@ func (x *EndSessionRequest) GetCache() *CachePolicy {
 // What is evicted first now.
 type EndSessionResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Blocks that only this session has used. 0: none, or the server does not know the session.
+	// Blocks that only this session and those that it started have used. 0: none, or the server does not know the session.
 	BlockCount int64 `protobuf:"varint,1,opt,name=block_count,json=blockCount,proto3" json:"block_count,omitempty"`
 	// Their bytes in RAM.
 	RamBytes int64 `protobuf:"varint,2,opt,name=ram_bytes,json=ramBytes,proto3" json:"ram_bytes,omitempty"`

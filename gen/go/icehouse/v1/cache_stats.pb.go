@@ -530,8 +530,10 @@ type CacheSessionStats struct {
 	ForgottenTotal int64 `protobuf:"varint,5,opt,name=forgotten_total,json=forgottenTotal,proto3" json:"forgotten_total,omitempty"`
 	// Checkpoints dropped because their session had more than `cache.session_checkpoint_limit`.
 	DroppedCheckpointTotal int64 `protobuf:"varint,6,opt,name=dropped_checkpoint_total,json=droppedCheckpointTotal,proto3" json:"dropped_checkpoint_total,omitempty"`
-	unknownFields          protoimpl.UnknownFields
-	sizeCache              protoimpl.SizeCache
+	// Sessions remembered that another one started.
+	ChildCount    int64 `protobuf:"varint,7,opt,name=child_count,json=childCount,proto3" json:"child_count,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *CacheSessionStats) Reset() {
@@ -602,6 +604,13 @@ func (x *CacheSessionStats) GetForgottenTotal() int64 {
 func (x *CacheSessionStats) GetDroppedCheckpointTotal() int64 {
 	if x != nil {
 		return x.DroppedCheckpointTotal
+	}
+	return 0
+}
+
+func (x *CacheSessionStats) GetChildCount() int64 {
+	if x != nil {
+		return x.ChildCount
 	}
 	return 0
 }
@@ -1795,7 +1804,7 @@ const file_icehouse_v1_cache_stats_proto_rawDesc = "" +
 	"done_total\x18\x01 \x01(\x03R\tdoneTotal\x12$\n" +
 	"\x0egiven_up_total\x18\x02 \x01(\x03R\fgivenUpTotal\x120\n" +
 	"\x14computed_token_total\x18\x03 \x01(\x03R\x12computedTokenTotal\x12(\n" +
-	"\x10used_token_total\x18\x04 \x01(\x03R\x0eusedTokenTotal\"\x8f\x02\n" +
+	"\x10used_token_total\x18\x04 \x01(\x03R\x0eusedTokenTotal\"\xb0\x02\n" +
 	"\x11CacheSessionStats\x12#\n" +
 	"\rsession_count\x18\x01 \x01(\x03R\fsessionCount\x12\x1f\n" +
 	"\vended_count\x18\x02 \x01(\x03R\n" +
@@ -1804,7 +1813,9 @@ const file_icehouse_v1_cache_stats_proto_rawDesc = "" +
 	"endedTotal\x120\n" +
 	"\x14released_block_total\x18\x04 \x01(\x03R\x12releasedBlockTotal\x12'\n" +
 	"\x0fforgotten_total\x18\x05 \x01(\x03R\x0eforgottenTotal\x128\n" +
-	"\x18dropped_checkpoint_total\x18\x06 \x01(\x03R\x16droppedCheckpointTotal\"\x9a\x03\n" +
+	"\x18dropped_checkpoint_total\x18\x06 \x01(\x03R\x16droppedCheckpointTotal\x12\x1f\n" +
+	"\vchild_count\x18\a \x01(\x03R\n" +
+	"childCount\"\x9a\x03\n" +
 	"\x0eCacheTierStats\x12\x1f\n" +
 	"\vblock_count\x18\x01 \x01(\x03R\n" +
 	"blockCount\x12\x1d\n" +

@@ -92,9 +92,15 @@ type GenerateRequest struct {
 	SessionId string `protobuf:"bytes,16,opt,name=session_id,json=sessionId,proto3" json:"session_id,omitempty"`
 	// Whether this is the last turn of its session. Once it is answered in full the session ends, as by EndSession.
 	// Without a session it has no effect.
-	EndsSession   bool `protobuf:"varint,17,opt,name=ends_session,json=endsSession,proto3" json:"ends_session,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	EndsSession bool `protobuf:"varint,17,opt,name=ends_session,json=endsSession,proto3" json:"ends_session,omitempty"`
+	// The session that started this one, such as that of the agent whose subagent asks; as `session_id`, otherwise
+	// PARAMETER_OUT_OF_RANGE. What the two have in common stays the parent's, and this one ends with it. A session
+	// keeps the first parent that it had. Default: the call's metadata under the keys in the setting
+	// `server.parent_metadata`, otherwise none. An agent that the metadata names (`server.agent_metadata`) has a
+	// session of its own within that of the request, which is its parent.
+	ParentSessionId string `protobuf:"bytes,18,opt,name=parent_session_id,json=parentSessionId,proto3" json:"parent_session_id,omitempty"`
+	unknownFields   protoimpl.UnknownFields
+	sizeCache       protoimpl.SizeCache
 }
 
 func (x *GenerateRequest) Reset() {
@@ -244,6 +250,13 @@ func (x *GenerateRequest) GetEndsSession() bool {
 		return x.EndsSession
 	}
 	return false
+}
+
+func (x *GenerateRequest) GetParentSessionId() string {
+	if x != nil {
+		return x.ParentSessionId
+	}
+	return ""
 }
 
 // The complete output; with several completions the first one, except for `completions`.
@@ -1382,7 +1395,7 @@ var File_icehouse_v1_inference_service_proto protoreflect.FileDescriptor
 
 const file_icehouse_v1_inference_service_proto_rawDesc = "" +
 	"\n" +
-	"#icehouse/v1/inference_service.proto\x12\vicehouse.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1eicehouse/v1/cache_policy.proto\x1a\x1dicehouse/v1/cache_stats.proto\x1a\x1cicehouse/v1/completion.proto\x1a\x1aicehouse/v1/logprobs.proto\x1a\x1ficehouse/v1/model_service.proto\x1a\x18icehouse/v1/prompt.proto\x1a!icehouse/v1/response_format.proto\x1a\x1aicehouse/v1/sampling.proto\x1a\x1dicehouse/v1/speculation.proto\x1a\x16icehouse/v1/tool.proto\x1a\x17icehouse/v1/usage.proto\"\x88\x06\n" +
+	"#icehouse/v1/inference_service.proto\x12\vicehouse.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1eicehouse/v1/cache_policy.proto\x1a\x1dicehouse/v1/cache_stats.proto\x1a\x1cicehouse/v1/completion.proto\x1a\x1aicehouse/v1/logprobs.proto\x1a\x1ficehouse/v1/model_service.proto\x1a\x18icehouse/v1/prompt.proto\x1a!icehouse/v1/response_format.proto\x1a\x1aicehouse/v1/sampling.proto\x1a\x1dicehouse/v1/speculation.proto\x1a\x16icehouse/v1/tool.proto\x1a\x17icehouse/v1/usage.proto\"\xb4\x06\n" +
 	"\x0fGenerateRequest\x12\x1d\n" +
 	"\n" +
 	"request_id\x18\x01 \x01(\tR\trequestId\x12\x14\n" +
@@ -1404,7 +1417,8 @@ const file_icehouse_v1_inference_service_proto_rawDesc = "" +
 	"\bpriority\x18\x0f \x01(\x05R\bpriority\x12\x1d\n" +
 	"\n" +
 	"session_id\x18\x10 \x01(\tR\tsessionId\x12!\n" +
-	"\fends_session\x18\x11 \x01(\bR\vendsSessionB\x17\n" +
+	"\fends_session\x18\x11 \x01(\bR\vendsSession\x12*\n" +
+	"\x11parent_session_id\x18\x12 \x01(\tR\x0fparentSessionIdB\x17\n" +
 	"\x15_max_reasoning_tokens\"\xeb\a\n" +
 	"\x10GenerateResponse\x12\x1d\n" +
 	"\n" +

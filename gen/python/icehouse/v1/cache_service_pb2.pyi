@@ -562,7 +562,8 @@ class EndSessionRequest(_message.Message):
     """Model; otherwise NOT_FOUND. Default: the default model."""
     session_id: _builtins.str
     """The session, as its requests named it; otherwise PARAMETER_OUT_OF_RANGE. Default: as in GenerateRequest,
-    from the call's metadata; required in one of the two ways.
+    from the call's metadata; required in one of the two ways. Sessions that it started end with it. Where the
+    metadata names an agent (`server.agent_metadata`), only that agent's session ends.
     """
     @_builtins.property
     def cache(self) -> _cache_policy_pb2.CachePolicy:
@@ -593,7 +594,7 @@ class EndSessionResponse(_message.Message):
     RAM_BYTES_FIELD_NUMBER: _builtins.int
     SSD_BYTES_FIELD_NUMBER: _builtins.int
     block_count: _builtins.int
-    """Blocks that only this session has used. 0: none, or the server does not know the session."""
+    """Blocks that only this session and those that it started have used. 0: none, or the server does not know the session."""
     ram_bytes: _builtins.int
     """Their bytes in RAM."""
     ssd_bytes: _builtins.int

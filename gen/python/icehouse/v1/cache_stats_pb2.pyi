@@ -296,6 +296,7 @@ class CacheSessionStats(_message.Message):
     RELEASED_BLOCK_TOTAL_FIELD_NUMBER: _builtins.int
     FORGOTTEN_TOTAL_FIELD_NUMBER: _builtins.int
     DROPPED_CHECKPOINT_TOTAL_FIELD_NUMBER: _builtins.int
+    CHILD_COUNT_FIELD_NUMBER: _builtins.int
     session_count: _builtins.int
     """Sessions remembered, at most 4096."""
     ended_count: _builtins.int
@@ -308,6 +309,8 @@ class CacheSessionStats(_message.Message):
     """Sessions forgotten because there were too many: their blocks are evicted like any others."""
     dropped_checkpoint_total: _builtins.int
     """Checkpoints dropped because their session had more than `cache.session_checkpoint_limit`."""
+    child_count: _builtins.int
+    """Sessions remembered that another one started."""
     def __init__(
         self,
         *,
@@ -317,10 +320,11 @@ class CacheSessionStats(_message.Message):
         released_block_total: _builtins.int = ...,
         forgotten_total: _builtins.int = ...,
         dropped_checkpoint_total: _builtins.int = ...,
+        child_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dropped_checkpoint_total", b"dropped_checkpoint_total", "ended_count", b"ended_count", "ended_total", b"ended_total", "forgotten_total", b"forgotten_total", "released_block_total", b"released_block_total", "session_count", b"session_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["child_count", b"child_count", "dropped_checkpoint_total", b"dropped_checkpoint_total", "ended_count", b"ended_count", "ended_total", b"ended_total", "forgotten_total", b"forgotten_total", "released_block_total", b"released_block_total", "session_count", b"session_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

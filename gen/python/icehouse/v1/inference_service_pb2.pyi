@@ -54,6 +54,7 @@ class GenerateRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     SESSION_ID_FIELD_NUMBER: _builtins.int
     ENDS_SESSION_FIELD_NUMBER: _builtins.int
+    PARENT_SESSION_ID_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The caller's name for this request, shown in logs and errors: 1 to 128 of [A-Za-z0-9._:-].
     Refused with ALREADY_EXISTS (REQUEST_ID_IN_USE) while a request with this id and tenant waits or runs on
@@ -100,6 +101,13 @@ class GenerateRequest(_message.Message):
     ends_session: _builtins.bool
     """Whether this is the last turn of its session. Once it is answered in full the session ends, as by EndSession.
     Without a session it has no effect.
+    """
+    parent_session_id: _builtins.str
+    """The session that started this one, such as that of the agent whose subagent asks; as `session_id`, otherwise
+    PARAMETER_OUT_OF_RANGE. What the two have in common stays the parent's, and this one ends with it. A session
+    keeps the first parent that it had. Default: the call's metadata under the keys in the setting
+    `server.parent_metadata`, otherwise none. An agent that the metadata names (`server.agent_metadata`) has a
+    session of its own within that of the request, which is its parent.
     """
     @_builtins.property
     def prompt(self) -> _prompt_pb2.Prompt:
@@ -166,10 +174,11 @@ class GenerateRequest(_message.Message):
         priority: _builtins.int = ...,
         session_id: _builtins.str = ...,
         ends_session: _builtins.bool = ...,
+        parent_session_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_reasoning_tokens", b"_max_reasoning_tokens", "cache", b"cache", "logprobs", b"logprobs", "max_reasoning_tokens", b"max_reasoning_tokens", "prompt", b"prompt", "response_format", b"response_format", "sampling", b"sampling", "speculation", b"speculation", "tool_choice", b"tool_choice"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_reasoning_tokens", b"_max_reasoning_tokens", "cache", b"cache", "completions", b"completions", "ends_session", b"ends_session", "logprobs", b"logprobs", "max_output_tokens", b"max_output_tokens", "max_reasoning_tokens", b"max_reasoning_tokens", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "response_format", b"response_format", "sampling", b"sampling", "session_id", b"session_id", "speculation", b"speculation", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "tool_choice", b"tool_choice"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_reasoning_tokens", b"_max_reasoning_tokens", "cache", b"cache", "completions", b"completions", "ends_session", b"ends_session", "logprobs", b"logprobs", "max_output_tokens", b"max_output_tokens", "max_reasoning_tokens", b"max_reasoning_tokens", "model", b"model", "parent_session_id", b"parent_session_id", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "response_format", b"response_format", "sampling", b"sampling", "session_id", b"session_id", "speculation", b"speculation", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "tool_choice", b"tool_choice"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_reasoning_tokens: _TypeAlias = _typing.Literal["max_reasoning_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_reasoning_tokens: _TypeAlias = _typing.Literal["_max_reasoning_tokens", b"_max_reasoning_tokens"]  # noqa: Y015

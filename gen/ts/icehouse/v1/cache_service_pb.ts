@@ -556,7 +556,8 @@ export type EndSessionRequest = Message<"icehouse.v1.EndSessionRequest"> & {
 
   /**
    * The session, as its requests named it; otherwise PARAMETER_OUT_OF_RANGE. Default: as in GenerateRequest,
-   * from the call's metadata; required in one of the two ways.
+   * from the call's metadata; required in one of the two ways. Sessions that it started end with it. Where the
+   * metadata names an agent (`server.agent_metadata`), only that agent's session ends.
    *
    * @generated from field: string session_id = 2;
    */
@@ -584,7 +585,7 @@ export const EndSessionRequestSchema: GenMessage<EndSessionRequest> = /*@__PURE_
  */
 export type EndSessionResponse = Message<"icehouse.v1.EndSessionResponse"> & {
   /**
-   * Blocks that only this session has used. 0: none, or the server does not know the session.
+   * Blocks that only this session and those that it started have used. 0: none, or the server does not know the session.
    *
    * @generated from field: int64 block_count = 1;
    */

@@ -171,7 +171,8 @@ class PrefixCache:
             own = (node for node in own if node.parent in parents)
         self.tree.claim(own, prompt.root)
         self.ram.note_use(made.nodes, now=self._clock.monotonic(), request_id=request.request_id)
-        self.sessions.note_use(request.tenant, self._session_of(sequence), made.nodes)
+        parent = self.sessions.key_of(request.tenant, request.parent_session_id)
+        self.sessions.note_use(request.tenant, self._session_of(sequence), made.nodes, parent=parent)
         self.behind.note(made.nodes, Turn.LIKELY)
         self.prefetched.note_use(sequence, made)
         return made
@@ -305,7 +306,7 @@ class PrefixCache:
         self.tree.drop(node)
 
     def end_session(self, tenant: Tenant, session_id: str) -> SessionEndReport:
-        """Have the blocks that only this session has used evicted first."""
+        """Have the blocks that only this session and its children have used evicted first."""
         key = self.sessions.key_of(tenant, session_id)
         nodes = [] if key is None else self.sessions.end(key)
         self.spills.demote(nodes)

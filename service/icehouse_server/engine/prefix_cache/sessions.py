@@ -3,6 +3,10 @@
 Inference thread only, pure data, no mlx. A session is known by a hash of its tenant and its name, and the
 name is kept nowhere. `Node.session` says which session computed a block, as long as nobody else has used it.
 What is remembered beside that is bounded, and to forget it costs nothing but the order of eviction.
+
+A session may have a parent: the agent that started it. The two, and whatever else that agent started, are a
+family, and blocks that several of a family have used are its parent's. Families have two generations: who
+names a child as its parent joins the child's parent. So no chain of names leads anywhere far, or around.
 """
 
 from __future__ import annotations
@@ -10,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 
 from icehouse_server.domain.blocks import RegionKind
@@ -34,6 +38,9 @@ class _Session:
     """What is remembered of one session. The names may be of blocks that are gone."""
 
     tenant: Tenant
+    parent: SessionKey | None = None
+    """A session that has none itself."""
+    children: dict[SessionKey, None] = dataclasses.field(default_factory=dict)
     is_ended: bool = False
     ends: dict[BlockHash, None] = dataclasses.field(default_factory=dict)
     """The last blocks of its chains, in the order in which they were computed."""
@@ -67,21 +74,32 @@ class Sessions:
         spelled = f"{session_id}\0{tenant}".encode()
         return SessionKey(hashlib.blake2b(spelled, key=self._secret, digest_size=_KEY_BYTES).digest())
 
-    def note_use(self, tenant: Tenant, key: SessionKey | None, nodes: Sequence[Node]) -> None:
-        """Record that a request begins with this chain, and resumes from its end."""
+    def note_use(
+        self,
+        tenant: Tenant,
+        key: SessionKey | None,
+        nodes: Sequence[Node],
+        *,
+        parent: SessionKey | None = None,
+    ) -> None:
+        """Record that a request begins with this chain, and resumes from its end; who started its session."""
+        if key is not None:
+            self._open(tenant, key)
+            if parent is not None:
+                self._join(tenant, key, parent)
         self.share(key, nodes)
         self._request_number += 1
-        if key is None:
-            return
-        session = self._open(tenant, key)
-        if nodes and nodes[-1].hash in session.checkpoints:
-            session.checkpoints[nodes[-1].hash] = self._request_number
+        owner = None if not nodes or nodes[-1].session is None else self._known.get(nodes[-1].session)
+        if owner is not None and nodes[-1].hash in owner.checkpoints:
+            owner.checkpoints[nodes[-1].hash] = self._request_number
 
     def share(self, key: SessionKey | None, nodes: Iterable[Node]) -> None:
-        """Record that a session, or a request without one, uses these blocks: others' are nobody's alone."""
+        """Record that a session, or a request without one, uses these blocks: what is another's is its
+        family's, if it is the same, or else nobody's."""
         for node in nodes:
-            if node.session != key:
-                node.session = None
+            if node.session is not None and node.session != key:
+                top = self._top(node.session)
+                node.session = top if key is not None and self._top(key) == top else None
 
     def note_computed(self, tenant: Tenant, key: SessionKey | None, node: Node, *, is_new: bool) -> None:
         """Record that a request has computed a block, which may have been known."""
@@ -146,17 +164,20 @@ class Sessions:
         return node.end_token_index - max(earlier, default=0)
 
     def end(self, key: SessionKey) -> list[Node]:
-        """Make the blocks that only this session has used the next to go, the ends of its chains before their
-        beginnings; return them, beginnings first. Who uses one later makes it the most recently used one."""
+        """Make the blocks that only this session and its children have used the next to go, the ends of their
+        chains before their beginnings; return them, beginnings first. All of them have ended then. Who uses
+        a block later makes it the most recently used one."""
         session = self._known.get(key)
         if session is None:
             return []
-        nodes = [node for node in self._own(session, key) if not node.is_pinned]
+        ending = {key: session} | {child: self._known[child] for child in session.children}
+        nodes = [node for node in self._own(ending) if not node.is_pinned]
         nodes.sort(key=lambda node: node.start_token_index)
         for node in nodes:
             self._tree.demote(node)
-        session.is_ended = True
-        self._stats.ended_total += 1
+        self._stats.ended_total += sum(not each.is_ended for each in ending.values())
+        for each in ending.values():
+            each.is_ended = True
         self._stats.released_block_total += len(nodes)
         return nodes
 
@@ -167,8 +188,13 @@ class Sessions:
 
     def snapshot(self) -> SessionStats:
         """Return the counters."""
-        ended_count = sum(session.is_ended for session in self._known.values())
-        return dataclasses.replace(self._stats, session_count=len(self), ended_count=ended_count)
+        known = self._known.values()
+        return dataclasses.replace(
+            self._stats,
+            session_count=len(known),
+            child_count=sum(session.parent is not None for session in known),
+            ended_count=sum(session.is_ended for session in known),
+        )
 
     def _open(self, tenant: Tenant, key: SessionKey) -> _Session:
         """Return a session that is used now, known from now on; one that had ended goes on."""
@@ -182,12 +208,33 @@ class Sessions:
         self._of[tenant].move_to_end(key)
         return session
 
+    def _join(self, tenant: Tenant, key: SessionKey, parent: SessionKey) -> None:
+        """Have a session that is used now belong to the family of `parent`, which is used with it."""
+        top = self._top(parent)
+        session = self._known[key]
+        if top == key or session.children:
+            return  # it is the parent itself
+        if session.parent is None:
+            session.parent = top
+        above = self._open(tenant, session.parent)
+        if self._known.get(key) is session:  # one is remembered at least, and that is the parent then
+            above.children[key] = None
+
+    def _top(self, key: SessionKey) -> SessionKey:
+        """Return the session whose family this one belongs to: its parent, or itself."""
+        session = self._known.get(key)
+        return key if session is None or session.parent is None else session.parent
+
     def _forget_one(self) -> None:
         tenant = max(self._of, key=lambda tenant: len(self._of[tenant]))
         key, _ = self._of[tenant].popitem(last=False)
         if not self._of[tenant]:
             del self._of[tenant]
-        del self._known[key]
+        session = self._known.pop(key)
+        for child in session.children:
+            self._known[child].parent = None
+        if session.parent is not None:
+            self._known[session.parent].children.pop(key, None)
         self._stats.forgotten_total += 1
 
     def _note_end(self, session: _Session, node: Node) -> None:
@@ -198,12 +245,12 @@ class Sessions:
             for name in list(session.ends)[:-END_LIMIT]:
                 del session.ends[name]
 
-    def _own(self, session: _Session, key: SessionKey) -> list[Node]:
-        """Return the known blocks that only this session has used, as far as its ends lead to them."""
+    def _own(self, sessions: Mapping[SessionKey, _Session]) -> list[Node]:
+        """Return the known blocks that only these sessions have used, as far as their ends lead to them."""
         own: dict[BlockHash, Node] = {}
-        for name in session.ends:
+        for name in chain.from_iterable(session.ends for session in sessions.values()):
             node = self._tree.get(name)
-            while node is not None and node.session == key and node.hash not in own:
+            while node is not None and node.session in sessions and node.hash not in own:
                 own[node.hash] = node
                 node = self._tree.get(node.parent)
         return list(own.values())

@@ -62,6 +62,22 @@ class RpcCall(CallRecord):
         assert self.used is not None, "a call names its model first"
         return self.used
 
+    @property
+    def own_session_id(self) -> str:
+        """The session whose blocks are the call's. An agent within a session has one of its own, with a slash
+        in its name, which no caller's name has."""
+        return f"{self.session_id}/{self.agent_id}" if self._is_agents else self.session_id
+
+    @property
+    def own_parent_id(self) -> str:
+        """The session that started it; empty if there is none."""
+        return self.session_id if self._is_agents else self.parent_session_id
+
+    @property
+    def _is_agents(self) -> bool:
+        """Whether an agent within a session calls; some programs name the session's first one like itself."""
+        return bool(self.session_id and self.agent_id) and self.agent_id != self.session_id
+
     def note(self, event: Event) -> None:
         if isinstance(event, Started):
             self.started = self.started or event
@@ -82,10 +98,12 @@ class RpcCalls:
         on_end: Callable[[CallRecord], Trailers],
         session_keys: Sequence[str] = (),
         agent_keys: Sequence[str] = (),
+        parent_keys: Sequence[str] = (),
     ) -> None:
         self._clock = clock
         self._session_keys = session_keys
         self._agent_keys = agent_keys
+        self._parent_keys = parent_keys
         self._on_end = on_end
         self._rate_limit = RateLimit(rate_per_s=REFUSALS_PER_S, burst_count=REFUSAL_BURST_COUNT)
         self._running_count = 0
@@ -149,6 +167,7 @@ class RpcCalls:
             tracestate=metadata.get("tracestate", ""),
             session_id=_caller_name(metadata, self._session_keys),
             agent_id=_caller_name(metadata, self._agent_keys),
+            parent_session_id=_caller_name(metadata, self._parent_keys),
             caller=callers.current.get(),
             arrival_time=self._clock.monotonic(),
             deadline_time=self._deadline_time(context),

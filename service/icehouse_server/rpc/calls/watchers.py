@@ -88,6 +88,7 @@ def log_fields_of(record: CallRecord, *, trace_id: str) -> dict[str, object]:
         "tenant": record.tenant,
         "session_id": record.session_id,
         "agent_id": record.agent_id,
+        "parent_session_id": record.parent_session_id,
         "prompt_tokens": record.prompt_token_count,
     }
     facts |= {name: value for name, value in known.items() if value}

@@ -37,16 +37,17 @@ _EVENT_LIMIT, _BYTE_LIMIT = 8, 1 << 16
 
 
 class TurnKey(NamedTuple):
-    """Whose next turn it is. Subagents work in their agent's session and begin otherwise."""
+    """Whose next turn it is. Conversations of one session begin otherwise."""
 
     tenant: Tenant
     session_id: str
     opening: int
+    parent_session_id: str = ""
 
 
 def conversation_of(request: GenerationRequest) -> TurnKey:
     """Return the conversation that a request is a turn of."""
-    return TurnKey(request.tenant, request.session_id, request.opening)
+    return TurnKey(request.tenant, request.session_id, request.opening, request.parent_session_id)
 
 
 @dataclasses.dataclass(slots=True)
@@ -114,10 +115,11 @@ class Prefetcher:
             self._resume()
 
     def forget(self, tenant: Tenant | None = None, session_id: str | None = None) -> None:
-        """Compute nothing of what waits: of a tenant's session, of all of a tenant's, or of all."""
+        """Compute nothing of what waits: of a tenant's session and its children, of all of a tenant's, or of
+        all."""
         current = () if self._current is None else (self._current.key,)
         for key in (*self._waiting, *current):
-            if tenant in (None, key.tenant) and session_id in (None, key.session_id):
+            if tenant in (None, key.tenant) and session_id in (None, key.session_id, key.parent_session_id):
                 self._forget(key)
 
     def _forget(self, key: TurnKey) -> None:

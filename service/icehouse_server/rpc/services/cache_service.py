@@ -109,8 +109,8 @@ class CacheService(Service, cache_service_pb2_grpc.CacheServiceServicer):
         async with self._calls.call(context) as call:
             seat, _ = await self._generation.use(request.model, call)
             tenant = tenant_of(request.cache, call.caller)
-            name = request.session_id or call.session_id
-            call.session_id = check_name("session_id", name)
+            call.session_id = check_name("session_id", request.session_id or call.session_id)
+            name = call.own_session_id
             seat.prefetcher.forget(tenant, name)
             report = await seat.commands.ask(EndSession(name, tenant), SessionEndReport)
             return to_proto(report, messages.EndSessionResponse)

@@ -167,7 +167,8 @@ class Generation:
             adapter=AdapterName(adapter),
             shared_tenant=self.shared_tenant_of(policy, call),
             priority=priority_of(message.priority),
-            session_id=call.session_id,
+            session_id=call.own_session_id,
+            parent_session_id=call.own_parent_id,
         )
 
     def shared_tenant_of(self, policy: cache_policy_pb2.CachePolicy, call: RpcCall) -> Tenant | None:
@@ -289,6 +290,7 @@ class Generation:
             adapter=request.adapter,
             shared_tenant=request.shared_tenant,
             session_id=request.session_id,
+            parent_session_id=request.parent_session_id,
             is_prefetch=True,
         )
 

@@ -158,6 +158,8 @@ class InferenceService(Service, inference_service_pb2_grpc.InferenceServiceServi
         _, model = await self._generation.use(request.model, call)
         if request.session_id:
             call.session_id = check_name("session_id", request.session_id)
+        if request.parent_session_id:
+            call.parent_session_id = check_name("parent_session_id", request.parent_session_id)
         whole = self._generation.request_of(
             request, adapter=request.prompt.adapter, policy=request.cache, model=model, call=call
         )

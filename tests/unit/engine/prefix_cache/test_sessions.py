@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from icehouse_server.domain.blocks import RegionKind
 from icehouse_server.domain.ids import SessionKey, Tenant
@@ -29,13 +31,19 @@ class Bench:
         return self.sessions.key_of(tenant, name)
 
     def run(
-        self, name: str, tokens: range | list[int], *, tenant: Tenant = ALICE, ssd: bool = False
+        self,
+        name: str,
+        tokens: range | list[int],
+        *,
+        tenant: Tenant = ALICE,
+        ssd: bool = False,
+        parent: str = "",
     ) -> list[Node]:
         """Have a request of a session use what is known of these tokens and compute the rest."""
         known = {node.hash for node in self.tree}
         nodes = self.shelf.chain(list(tokens), ram=True, ssd=ssd)
         old = [node for node in nodes if node.hash in known]
-        self.sessions.note_use(tenant, self.key(name, tenant), old)
+        self.sessions.note_use(tenant, self.key(name, tenant), old, parent=self.key(parent, tenant))
         for node in nodes[len(old) :]:
             self.sessions.note_computed(tenant, self.key(name, tenant), node, is_new=True)
         self.tree.touch(nodes, now=1.0)
@@ -155,6 +163,98 @@ def test_ends_that_are_gone_are_forgotten_before_those_that_are_there() -> None:
     assert len(bench.end("agent")) == 1 and bench.sessions.has_ended(stays[0])
 
 
+# Families.
+
+
+def _told(bench: Bench) -> dict[str, int]:
+    """Return how many sessions there are, children and ended ones; none of them is a child of a child."""
+    known = bench.sessions._known
+    for key, session in known.items():
+        assert session.parent is None or not session.children
+        assert session.parent is None or key in known[session.parent].children
+        assert all(known[child].parent == key for child in session.children)
+    stats = bench.sessions.snapshot()
+    return {"known": stats.session_count, "children": stats.child_count, "ended": stats.ended_count}
+
+
+def test_a_childs_end_leaves_what_its_parent_has_used_and_its_parents_end_takes_all() -> None:
+    bench = Bench()
+    stem = list(range(2 * SIZE))
+    above = bench.run("agent", stem)
+    below = bench.run("sub", [*stem, *range(50, 50 + SIZE)], parent="agent")
+    before = bench.order()
+    assert bench.end("sub") == below[2:]
+    assert bench.order() == [below[2], *(node for node in before if node is not below[2])]
+    assert not any(map(bench.sessions.has_ended, above)) and bench.sessions.has_ended(below[2])
+    assert bench.end("agent") == below, "the parent's beginning counts for the child"
+    assert all(map(bench.sessions.has_ended, below)) and _told(bench) == {
+        "known": 2,
+        "children": 1,
+        "ended": 2,
+    }
+    assert bench.sessions.snapshot().ended_total == 2, "each of them once"
+
+
+def test_children_end_with_their_parent_and_what_they_have_in_common_is_its() -> None:
+    bench = Bench()
+    stem = list(range(2 * SIZE))
+    common = bench.run("one", stem, parent="agent")
+    chains = [bench.run(name, [*stem, ord(name[0])], parent="agent") for name in ("one", "two")]
+    assert {node.session for node in common} == {bench.key("agent")}
+    assert bench.end("two") == chains[1][2:]
+    assert len(bench.end("agent")) == 4 and all(map(bench.sessions.has_ended, chains[0]))
+
+
+def test_what_a_child_and_a_stranger_have_used_is_nobodys() -> None:
+    bench = Bench()
+    nodes = bench.run("sub", range(2 * SIZE), parent="agent")
+    bench.run("stranger", range(2 * SIZE))
+    bench.run("other", range(2 * SIZE), parent="stranger")
+    assert bench.end("agent") == bench.end("stranger") == [] and {node.session for node in nodes} == {None}
+
+
+def test_a_child_that_goes_on_has_its_parent_go_on() -> None:
+    bench = Bench()
+    nodes = bench.run("agent", range(2 * SIZE))
+    bench.end("agent")
+    bench.run("sub", range(3 * SIZE), parent="agent")
+    assert not any(map(bench.sessions.has_ended, nodes))
+
+
+def test_chains_and_circles_of_parents_lead_to_one_family_of_two_generations() -> None:
+    bench = Bench()
+    for number in range(200):
+        bench.run(str(number), [1_000 + number], parent=str(number - 1))
+        _told(bench)
+    assert _told(bench) == {"known": 201, "children": 200, "ended": 0}
+    bench.run("-1", [7], parent="199")
+    bench.run("itself", [8], parent="itself")
+    bench.run("5", [9], parent="itself")
+    assert _told(bench) == {"known": 202, "children": 200, "ended": 0}, "a session keeps its first parent"
+    assert len(bench.end("-1")) == 202 and bench.end("itself")
+
+
+def test_a_parent_of_another_tenant_is_another_session() -> None:
+    bench = Bench()
+    nodes = bench.run("agent", range(2 * SIZE), tenant=BOB)
+    bench.run("sub", range(50, 50 + SIZE), parent="agent")
+    assert len(bench.end("agent")) == 1 and not any(map(bench.sessions.has_ended, nodes))
+    assert len(bench.end("agent", BOB)) == 2
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, 50])
+def test_families_are_forgotten_like_any_sessions(limit: int) -> None:
+    bench = Bench()
+    bench.sessions.session_limit = limit
+    dice = random.Random(limit)
+    for _ in range(2_000):
+        name, parent = (str(dice.randrange(2 * limit + 2)) for _ in range(2))
+        bench.sessions.note_use(ALICE, bench.key(name), [], parent=bench.key(parent))
+        if not dice.randrange(10):
+            bench.end(name)
+        assert _told(bench)["known"] <= limit
+
+
 # The budget of checkpoints.
 
 
@@ -229,6 +329,18 @@ def test_those_that_others_have_used_or_that_are_pinned_count_for_nobody() -> No
     bench.tree.set_pin(pinned, UNTIL_UNPINNED)
     assert bench.compute(range(5 * SIZE)) == [[], [], [3 * SIZE]]
     assert RegionKind.CHECKPOINT in shared.ram and RegionKind.CHECKPOINT in pinned.ram
+
+
+def test_a_parents_checkpoint_that_a_child_resumes_from_is_the_parents_and_used_by_then() -> None:
+    bench = Checkpoints(HYBRID, checkpoint_limit=3)
+    bench.compute(range(3 * SIZE))
+    for _ in range(3):
+        bench.sessions.note_use(ALICE, bench.key("agent"), [])
+    forked = bench.shelf.chain(list(range(SIZE)))
+    bench.sessions.note_use(ALICE, bench.key("sub"), forked, parent=bench.key("agent"))
+    assert bench.compute([*range(SIZE), 50], name="sub") == [[]], "a child has a budget of its own"
+    told = bench.compute([*range(SIZE), *range(60, 60 + 2 * SIZE)])
+    assert told == [[2 * SIZE], [3 * SIZE]], "as one that its own session resumed from"
 
 
 def test_without_a_budget_or_a_session_all_stay() -> None:

@@ -33,14 +33,23 @@ class House:
         self.made: list[str] = []
         self.refuses = False
 
-    def turn(self, session_id: str, *, tenant: str = "", token_count: int = 10, opening: int = 0) -> NextTurn:
+    def turn(
+        self,
+        session_id: str,
+        *,
+        tenant: str = "",
+        token_count: int = 10,
+        opening: int = 0,
+        parent_session_id: str = "",
+    ) -> NextTurn:
         async def make(request_id: RequestId) -> GenerationRequest | None:
             self.made.append(session_id)
             if self.refuses:
                 raise InvalidRequest(Reason.PROMPT_TOO_LONG, "it is too long", field="prompt")
             return None if session_id == "nothing new" else request(request_id, session_id, tenant)
 
-        return NextTurn(TurnKey(Tenant(tenant), session_id, opening), token_count, make)
+        key = TurnKey(Tenant(tenant), session_id, opening, parent_session_id)
+        return NextTurn(key, token_count, make)
 
     @property
     def ran(self) -> list[str]:
@@ -151,6 +160,17 @@ async def test_the_conversations_of_a_session_do_not_replace_each_other(house: H
             assert not house.prefetcher._waiting
 
 
+async def test_a_child_ends_with_its_parent_and_not_the_other_way_round(house: House) -> None:
+    with house.prefetcher.paused([]):
+        for turn in (house.turn("a"), house.turn("a/b", parent_session_id="a"), house.turn("b")):
+            house.prefetcher.note(turn)
+        house.prefetcher.forget(Tenant(""), "a/b")
+        assert [key.session_id for key in house.prefetcher._waiting] == ["a", "b"]
+        house.prefetcher.note(house.turn("a/b", parent_session_id="a"))
+        house.prefetcher.forget(Tenant(""), "a")
+        assert [key.session_id for key in house.prefetcher._waiting] == ["b"]
+
+
 async def test_another_tenants_session_of_the_same_name_is_another_one(house: House) -> None:
     with house.prefetcher.paused([]):
         house.prefetcher.note(house.turn("a", tenant="t"))
@@ -166,7 +186,7 @@ async def test_millions_of_sessions_are_bounded_and_a_tenant_floods_only_itself(
             house.prefetcher.note(house.turn(f"s{number}", tenant="large"))
         waiting = list(house.prefetcher._waiting)
         assert len(waiting) == prefetcher.WAITING_LIMIT and TurnKey(Tenant("small"), "small", 0) in waiting
-        assert waiting[-1] == ("large", "s9999", 0)
+        assert waiting[-1] == ("large", "s9999", 0, "")
         for number in range(10):
             house.prefetcher.note(house.turn(f"long{number}", tenant="large", token_count=500_000))
         house.prefetcher.note(house.turn("too long", token_count=prefetcher.WAITING_TOKEN_LIMIT + 1))

@@ -12,7 +12,7 @@ from google.protobuf import json_format
 from icehouse.v1 import cache_service_pb2, tool_pb2, usage_pb2
 from icehouse.v1 import inference_service_pb2 as messages
 from icehouse_server.config import ServerConfig, TenantConfig
-from icehouse_server.domain.cache_commands import Explanation
+from icehouse_server.domain.cache_commands import EndSession, Explanation, SessionEndReport
 from icehouse_server.domain.events import CacheReport, Divergence
 from icehouse_server.domain.request import GenerationRequest
 from icehouse_server.rpc.calls.watchers import log_fields_of
@@ -132,6 +132,46 @@ async def test_an_agent_comes_from_the_metadata(metadata: tuple[tuple[str, str],
     [record] = notes.calls
     assert record.agent_id == agent
     assert log_fields_of(record, trace_id="").get("agent_id", "") == agent
+
+
+@pytest.mark.parametrize(
+    ("metadata", "session", "parent"),
+    [
+        ((("x-claude-code-session-id", "s"),), "s", ""),
+        ((("x-claude-code-session-id", "s"), ("x-claude-code-agent-id", "a")), "s/a", "s"),
+        ((("session-id", "s"), ("thread-id", "s")), "s", ""),
+        ((("session-id", "s"), ("thread-id", "t"), ("x-parent-session-id", "p")), "s/t", "s"),
+        ((("x-session-affinity", "s"), ("x-parent-session-id", "p")), "s", "p"),
+        ((("parent-session-id", "not a name"), ("session-id", "s")), "s", ""),
+        ((("agent-id", "a"), ("parent-session-id", "p")), "", "p"),
+    ],
+)
+async def test_an_agent_has_a_session_of_its_own_within_its_session(
+    metadata: tuple[tuple[str, str], ...], session: str, parent: str
+) -> None:
+    async with watched_server() as (served, notes):
+        await served.inference.Generate(short(), metadata=metadata)
+        served.engine.order_answer = SessionEndReport()
+        if session:
+            await served.cache.EndSession(cache_service_pb2.EndSessionRequest(), metadata=metadata)
+        await notes.ended(1)
+    [submitted], told = served.engine.submitted, dict(metadata)
+    assert (submitted.session_id, submitted.parent_session_id) == (session, parent)
+    assert served.engine.orders == ([EndSession(session)] if session else [])
+    fields = log_fields_of(notes.calls[0], trace_id="")
+    assert fields.get("session_id", "") == session.partition("/")[0], "the log has the names that were told"
+    assert fields.get("parent_session_id", "") == told.get("x-parent-session-id", "p" * (parent == "p"))
+
+
+async def test_a_parent_of_the_request_counts_before_the_metadata() -> None:
+    metadata = (("parent-session-id", "other"),)
+    async with running() as served:
+        await served.inference.Generate(short(session_id="s", parent_session_id="p"), metadata=metadata)
+        refusal = await refused(served.inference.Generate(short(parent_session_id="not a name")))
+        [submitted] = served.engine.submitted
+    assert (refusal.reason, refusal.field) == ("PARAMETER_OUT_OF_RANGE", "parent_session_id")
+    assert (submitted.session_id, submitted.parent_session_id) == ("s", "p")
+    assert ServerConfig(parent_metadata="none").parent_keys == ()
 
 
 def test_who_is_normalised() -> None:

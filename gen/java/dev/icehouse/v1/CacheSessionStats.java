@@ -133,6 +133,21 @@ private static final long serialVersionUID = 0L;
     return droppedCheckpointTotal_;
   }
 
+  public static final int CHILD_COUNT_FIELD_NUMBER = 7;
+  private long childCount_ = 0L;
+  /**
+   * <pre>
+   * Sessions remembered that another one started.
+   * </pre>
+   *
+   * <code>int64 child_count = 7;</code>
+   * @return The childCount.
+   */
+  @java.lang.Override
+  public long getChildCount() {
+    return childCount_;
+  }
+
   private byte memoizedIsInitialized = -1;
   @java.lang.Override
   public final boolean isInitialized() {
@@ -164,6 +179,9 @@ private static final long serialVersionUID = 0L;
     }
     if (droppedCheckpointTotal_ != 0L) {
       output.writeInt64(6, droppedCheckpointTotal_);
+    }
+    if (childCount_ != 0L) {
+      output.writeInt64(7, childCount_);
     }
     getUnknownFields().writeTo(output);
   }
@@ -198,6 +216,10 @@ private static final long serialVersionUID = 0L;
       size += com.google.protobuf.CodedOutputStream
         .computeInt64Size(6, droppedCheckpointTotal_);
     }
+    if (childCount_ != 0L) {
+      size += com.google.protobuf.CodedOutputStream
+        .computeInt64Size(7, childCount_);
+    }
     size += getUnknownFields().getSerializedSize();
     memoizedSize = size;
     return size;
@@ -225,6 +247,8 @@ private static final long serialVersionUID = 0L;
         != other.getForgottenTotal()) return false;
     if (getDroppedCheckpointTotal()
         != other.getDroppedCheckpointTotal()) return false;
+    if (getChildCount()
+        != other.getChildCount()) return false;
     if (!getUnknownFields().equals(other.getUnknownFields())) return false;
     return true;
   }
@@ -254,6 +278,9 @@ private static final long serialVersionUID = 0L;
     hash = (37 * hash) + DROPPED_CHECKPOINT_TOTAL_FIELD_NUMBER;
     hash = (53 * hash) + com.google.protobuf.Internal.hashLong(
         getDroppedCheckpointTotal());
+    hash = (37 * hash) + CHILD_COUNT_FIELD_NUMBER;
+    hash = (53 * hash) + com.google.protobuf.Internal.hashLong(
+        getChildCount());
     hash = (29 * hash) + getUnknownFields().hashCode();
     memoizedHashCode = hash;
     return hash;
@@ -395,6 +422,7 @@ private static final long serialVersionUID = 0L;
       releasedBlockTotal_ = 0L;
       forgottenTotal_ = 0L;
       droppedCheckpointTotal_ = 0L;
+      childCount_ = 0L;
       return this;
     }
 
@@ -445,6 +473,9 @@ private static final long serialVersionUID = 0L;
       }
       if (((from_bitField0_ & 0x00000020) != 0)) {
         result.droppedCheckpointTotal_ = droppedCheckpointTotal_;
+      }
+      if (((from_bitField0_ & 0x00000040) != 0)) {
+        result.childCount_ = childCount_;
       }
     }
 
@@ -510,6 +541,9 @@ private static final long serialVersionUID = 0L;
       if (other.getDroppedCheckpointTotal() != 0L) {
         setDroppedCheckpointTotal(other.getDroppedCheckpointTotal());
       }
+      if (other.getChildCount() != 0L) {
+        setChildCount(other.getChildCount());
+      }
       this.mergeUnknownFields(other.getUnknownFields());
       onChanged();
       return this;
@@ -566,6 +600,11 @@ private static final long serialVersionUID = 0L;
               bitField0_ |= 0x00000020;
               break;
             } // case 48
+            case 56: {
+              childCount_ = input.readInt64();
+              bitField0_ |= 0x00000040;
+              break;
+            } // case 56
             default: {
               if (!super.parseUnknownField(input, extensionRegistry, tag)) {
                 done = true; // was an endgroup tag
@@ -843,6 +882,50 @@ private static final long serialVersionUID = 0L;
     public Builder clearDroppedCheckpointTotal() {
       bitField0_ = (bitField0_ & ~0x00000020);
       droppedCheckpointTotal_ = 0L;
+      onChanged();
+      return this;
+    }
+
+    private long childCount_ ;
+    /**
+     * <pre>
+     * Sessions remembered that another one started.
+     * </pre>
+     *
+     * <code>int64 child_count = 7;</code>
+     * @return The childCount.
+     */
+    @java.lang.Override
+    public long getChildCount() {
+      return childCount_;
+    }
+    /**
+     * <pre>
+     * Sessions remembered that another one started.
+     * </pre>
+     *
+     * <code>int64 child_count = 7;</code>
+     * @param value The childCount to set.
+     * @return This builder for chaining.
+     */
+    public Builder setChildCount(long value) {
+
+      childCount_ = value;
+      bitField0_ |= 0x00000040;
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * Sessions remembered that another one started.
+     * </pre>
+     *
+     * <code>int64 child_count = 7;</code>
+     * @return This builder for chaining.
+     */
+    public Builder clearChildCount() {
+      bitField0_ = (bitField0_ & ~0x00000040);
+      childCount_ = 0L;
       onChanged();
       return this;
     }

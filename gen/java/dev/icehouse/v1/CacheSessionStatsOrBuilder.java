@@ -67,4 +67,14 @@ public interface CacheSessionStatsOrBuilder extends
    * @return The droppedCheckpointTotal.
    */
   long getDroppedCheckpointTotal();
+
+  /**
+   * <pre>
+   * Sessions remembered that another one started.
+   * </pre>
+   *
+   * <code>int64 child_count = 7;</code>
+   * @return The childCount.
+   */
+  long getChildCount();
 }

@@ -126,87 +126,87 @@ public final class CacheStatsOuterClass {
       "e_detail\030\020 \001(\t\"x\n\022CachePrefetchStats\022\022\n\n" +
       "done_total\030\001 \001(\003\022\026\n\016given_up_total\030\002 \001(\003" +
       "\022\034\n\024computed_token_total\030\003 \001(\003\022\030\n\020used_t" +
-      "oken_total\030\004 \001(\003\"\255\001\n\021CacheSessionStats\022\025" +
+      "oken_total\030\004 \001(\003\"\302\001\n\021CacheSessionStats\022\025" +
       "\n\rsession_count\030\001 \001(\003\022\023\n\013ended_count\030\002 \001" +
       "(\003\022\023\n\013ended_total\030\003 \001(\003\022\034\n\024released_bloc" +
       "k_total\030\004 \001(\003\022\027\n\017forgotten_total\030\005 \001(\003\022 " +
-      "\n\030dropped_checkpoint_total\030\006 \001(\003\"\222\002\n\016Cac" +
-      "heTierStats\022\023\n\013block_count\030\001 \001(\003\022\022\n\ntail" +
-      "_count\030\002 \001(\003\022\032\n\022pinned_block_count\030\003 \001(\003" +
-      "\022\023\n\013token_count\030\004 \001(\003\022\022\n\nsize_bytes\030\005 \001(" +
-      "\003\022\023\n\013limit_bytes\030\006 \001(\003\022\033\n\023evicted_block_" +
-      "total\030\007 \001(\003\022\032\n\022evicted_byte_total\030\010 \001(\003\022" +
-      "\032\n\022purged_block_total\030\t \001(\003\022(\n\003age\030\n \001(\013" +
-      "2\033.icehouse.v1.AgePercentiles\"\210\001\n\016AgePer" +
-      "centiles\022&\n\003p50\030\001 \001(\0132\031.google.protobuf." +
-      "Duration\022&\n\003p90\030\002 \001(\0132\031.google.protobuf." +
-      "Duration\022&\n\003p99\030\003 \001(\0132\031.google.protobuf." +
-      "Duration\"\272\001\n\020CacheLookupStats\022\024\n\014lookup_" +
-      "total\030\001 \001(\003\022\021\n\thit_total\030\002 \001(\003\022\027\n\017ram_to" +
-      "ken_total\030\003 \001(\003\022\027\n\017ssd_token_total\030\004 \001(\003" +
-      "\022\030\n\020miss_token_total\030\005 \001(\003\0221\n\013miss_token" +
-      "s\030\006 \003(\0132\034.icehouse.v1.CacheMissTokens\"O\n" +
-      "\017CacheMissTokens\022\'\n\006reason\030\001 \001(\0162\027.iceho" +
-      "use.v1.ReuseLimit\022\023\n\013token_total\030\002 \001(\003\"M" +
-      "\n\nSpillDrops\022*\n\005cause\030\001 \001(\0162\033.icehouse.v" +
-      "1.SpillDropCause\022\023\n\013block_total\030\002 \001(\003\"\226\003" +
-      "\n\017CacheSpillStats\022\016\n\006policy\030\001 \001(\t\022\034\n\024acc" +
-      "epted_block_total\030\002 \001(\003\022\035\n\025persisted_blo" +
-      "ck_total\030\003 \001(\003\022\034\n\024persisted_byte_total\030\004" +
-      " \001(\003\022&\n\005drops\030\005 \003(\0132\027.icehouse.v1.SpillD" +
-      "rops\022\023\n\013queue_count\030\006 \001(\003\022\023\n\013queue_bytes" +
-      "\030\007 \001(\003\022\031\n\021queue_limit_bytes\030\010 \001(\003\022\033\n\023wri" +
-      "tten_today_bytes\030\t \001(\003\022\031\n\021daily_limit_by" +
-      "tes\030\n \001(\003\022\036\n\026write_bytes_per_second\030\013 \001(" +
-      "\001\022\032\n\022behind_block_total\030\014 \001(\003\022\031\n\021behind_" +
-      "byte_total\030\r \001(\003\022\034\n\024behind_waiting_count" +
-      "\030\016 \001(\003\"\346\002\n\021CachePromoteStats\022\022\n\nload_tot" +
-      "al\030\001 \001(\003\022\031\n\021failed_load_total\030\002 \001(\003\022\034\n\024p" +
-      "romoted_block_total\030\003 \001(\003\022\034\n\024promoted_to" +
-      "ken_total\030\004 \001(\003\022\027\n\017read_byte_total\030\005 \001(\003" +
-      "\022\023\n\013queue_count\030\006 \001(\003\022\023\n\013queue_limit\030\007 \001" +
-      "(\003\022\035\n\025read_bytes_per_second\030\010 \001(\001\022!\n\031res" +
-      "tore_tokens_per_second\030\t \001(\001\022#\n\033recomput" +
-      "e_tokens_per_second\030\n \001(\001\022\036\n\026recompute_c" +
-      "hosen_total\030\013 \001(\003\022\034\n\024failed_restore_tota" +
-      "l\030\014 \001(\003\"\206\002\n\023CacheIntegrityStats\022\034\n\024verif" +
-      "ied_block_total\030\001 \001(\003\022\036\n\026checksum_failur" +
-      "e_total\030\002 \001(\003\022\035\n\025header_mismatch_total\030\003" +
-      " \001(\003\022\032\n\022missing_file_total\030\004 \001(\003\022\036\n\026quar" +
-      "antined_file_count\030\005 \001(\003\022\031\n\021quarantined_" +
-      "bytes\030\006 \001(\003\022\032\n\022seal_failure_total\030\007 \001(\003\022" +
-      "\037\n\027quarantined_block_total\030\010 \001(\003\"\313\002\n\016Cac" +
-      "heDiskStats\022\022\n\nused_bytes\030\001 \001(\003\022\026\n\016manif" +
-      "est_bytes\030\002 \001(\003\022\023\n\013limit_bytes\030\003 \001(\003\022\022\n\n" +
-      "free_bytes\030\004 \001(\003\022\030\n\020free_floor_bytes\030\005 \001" +
-      "(\003\022\037\n\027other_model_block_count\030\006 \001(\003\022\031\n\021w" +
-      "rites_off_detail\030\007 \001(\t\022\021\n\tencrypted\030\010 \001(" +
-      "\010\022\023\n\013hang_detail\030\t \001(\t\022\023\n\013block_bytes\030\n " +
-      "\001(\003\022\027\n\017raw_block_bytes\030\013 \001(\003\022#\n\033decompre" +
-      "ss_bytes_per_second\030\014 \001(\001\022\023\n\013compressing" +
-      "\030\r \001(\010\"\303\003\n\024CacheReconcileReport\0222\n\016recon" +
-      "cile_time\030\001 \001(\0132\032.google.protobuf.Timest" +
-      "amp\022+\n\010duration\030\002 \001(\0132\031.google.protobuf." +
-      "Duration\022\r\n\005clean\030\003 \001(\010\022\030\n\020manifest_rebu" +
-      "ilt\030\004 \001(\010\022\022\n\nfile_count\030\005 \001(\003\022\021\n\trow_cou" +
-      "nt\030\006 \001(\003\022\035\n\025partial_deleted_count\030\007 \001(\003\022" +
-      "\025\n\radopted_count\030\010 \001(\003\022\031\n\021quarantined_co" +
-      "unt\030\t \001(\003\022\031\n\021row_deleted_count\030\n \001(\003\022\"\n\032" +
-      "other_layout_deleted_count\030\013 \001(\003\022\032\n\022unkn" +
-      "own_file_count\030\014 \001(\003\022\027\n\017restamped_count\030" +
-      "\r \001(\003\022\037\n\027unencrypted_block_count\030\016 \001(\003\022\024" +
-      "\n\014changed_code\030\017 \003(\t*\336\002\n\016SpillDropCause\022" +
-      " \n\034SPILL_DROP_CAUSE_UNSPECIFIED\020\000\022\036\n\032SPI" +
-      "LL_DROP_CAUSE_NO_CREDIT\020\001\022!\n\035SPILL_DROP_" +
-      "CAUSE_DAILY_BUDGET\020\002\022\036\n\032SPILL_DROP_CAUSE" +
-      "_DISK_FULL\020\003\022!\n\035SPILL_DROP_CAUSE_WRITE_F" +
-      "AILED\020\004\022\037\n\033SPILL_DROP_CAUSE_WRITES_OFF\020\005" +
-      "\022!\n\035SPILL_DROP_CAUSE_PREFIX_SHORT\020\006\022\036\n\032S" +
-      "PILL_DROP_CAUSE_DUPLICATE\020\007\022\035\n\031SPILL_DRO" +
-      "P_CAUSE_SHUTDOWN\020\010\022!\n\035SPILL_DROP_CAUSE_T" +
-      "ENANT_SHARE\020\tB<\n\017dev.icehouse.v1P\001Z\'iceh" +
-      "ouse.dev/api/icehouse/v1;icehousev1b\006pro" +
-      "to3"
+      "\n\030dropped_checkpoint_total\030\006 \001(\003\022\023\n\013chil" +
+      "d_count\030\007 \001(\003\"\222\002\n\016CacheTierStats\022\023\n\013bloc" +
+      "k_count\030\001 \001(\003\022\022\n\ntail_count\030\002 \001(\003\022\032\n\022pin" +
+      "ned_block_count\030\003 \001(\003\022\023\n\013token_count\030\004 \001" +
+      "(\003\022\022\n\nsize_bytes\030\005 \001(\003\022\023\n\013limit_bytes\030\006 " +
+      "\001(\003\022\033\n\023evicted_block_total\030\007 \001(\003\022\032\n\022evic" +
+      "ted_byte_total\030\010 \001(\003\022\032\n\022purged_block_tot" +
+      "al\030\t \001(\003\022(\n\003age\030\n \001(\0132\033.icehouse.v1.AgeP" +
+      "ercentiles\"\210\001\n\016AgePercentiles\022&\n\003p50\030\001 \001" +
+      "(\0132\031.google.protobuf.Duration\022&\n\003p90\030\002 \001" +
+      "(\0132\031.google.protobuf.Duration\022&\n\003p99\030\003 \001" +
+      "(\0132\031.google.protobuf.Duration\"\272\001\n\020CacheL" +
+      "ookupStats\022\024\n\014lookup_total\030\001 \001(\003\022\021\n\thit_" +
+      "total\030\002 \001(\003\022\027\n\017ram_token_total\030\003 \001(\003\022\027\n\017" +
+      "ssd_token_total\030\004 \001(\003\022\030\n\020miss_token_tota" +
+      "l\030\005 \001(\003\0221\n\013miss_tokens\030\006 \003(\0132\034.icehouse." +
+      "v1.CacheMissTokens\"O\n\017CacheMissTokens\022\'\n" +
+      "\006reason\030\001 \001(\0162\027.icehouse.v1.ReuseLimit\022\023" +
+      "\n\013token_total\030\002 \001(\003\"M\n\nSpillDrops\022*\n\005cau" +
+      "se\030\001 \001(\0162\033.icehouse.v1.SpillDropCause\022\023\n" +
+      "\013block_total\030\002 \001(\003\"\226\003\n\017CacheSpillStats\022\016" +
+      "\n\006policy\030\001 \001(\t\022\034\n\024accepted_block_total\030\002" +
+      " \001(\003\022\035\n\025persisted_block_total\030\003 \001(\003\022\034\n\024p" +
+      "ersisted_byte_total\030\004 \001(\003\022&\n\005drops\030\005 \003(\013" +
+      "2\027.icehouse.v1.SpillDrops\022\023\n\013queue_count" +
+      "\030\006 \001(\003\022\023\n\013queue_bytes\030\007 \001(\003\022\031\n\021queue_lim" +
+      "it_bytes\030\010 \001(\003\022\033\n\023written_today_bytes\030\t " +
+      "\001(\003\022\031\n\021daily_limit_bytes\030\n \001(\003\022\036\n\026write_" +
+      "bytes_per_second\030\013 \001(\001\022\032\n\022behind_block_t" +
+      "otal\030\014 \001(\003\022\031\n\021behind_byte_total\030\r \001(\003\022\034\n" +
+      "\024behind_waiting_count\030\016 \001(\003\"\346\002\n\021CachePro" +
+      "moteStats\022\022\n\nload_total\030\001 \001(\003\022\031\n\021failed_" +
+      "load_total\030\002 \001(\003\022\034\n\024promoted_block_total" +
+      "\030\003 \001(\003\022\034\n\024promoted_token_total\030\004 \001(\003\022\027\n\017" +
+      "read_byte_total\030\005 \001(\003\022\023\n\013queue_count\030\006 \001" +
+      "(\003\022\023\n\013queue_limit\030\007 \001(\003\022\035\n\025read_bytes_pe" +
+      "r_second\030\010 \001(\001\022!\n\031restore_tokens_per_sec" +
+      "ond\030\t \001(\001\022#\n\033recompute_tokens_per_second" +
+      "\030\n \001(\001\022\036\n\026recompute_chosen_total\030\013 \001(\003\022\034" +
+      "\n\024failed_restore_total\030\014 \001(\003\"\206\002\n\023CacheIn" +
+      "tegrityStats\022\034\n\024verified_block_total\030\001 \001" +
+      "(\003\022\036\n\026checksum_failure_total\030\002 \001(\003\022\035\n\025he" +
+      "ader_mismatch_total\030\003 \001(\003\022\032\n\022missing_fil" +
+      "e_total\030\004 \001(\003\022\036\n\026quarantined_file_count\030" +
+      "\005 \001(\003\022\031\n\021quarantined_bytes\030\006 \001(\003\022\032\n\022seal" +
+      "_failure_total\030\007 \001(\003\022\037\n\027quarantined_bloc" +
+      "k_total\030\010 \001(\003\"\313\002\n\016CacheDiskStats\022\022\n\nused" +
+      "_bytes\030\001 \001(\003\022\026\n\016manifest_bytes\030\002 \001(\003\022\023\n\013" +
+      "limit_bytes\030\003 \001(\003\022\022\n\nfree_bytes\030\004 \001(\003\022\030\n" +
+      "\020free_floor_bytes\030\005 \001(\003\022\037\n\027other_model_b" +
+      "lock_count\030\006 \001(\003\022\031\n\021writes_off_detail\030\007 " +
+      "\001(\t\022\021\n\tencrypted\030\010 \001(\010\022\023\n\013hang_detail\030\t " +
+      "\001(\t\022\023\n\013block_bytes\030\n \001(\003\022\027\n\017raw_block_by" +
+      "tes\030\013 \001(\003\022#\n\033decompress_bytes_per_second" +
+      "\030\014 \001(\001\022\023\n\013compressing\030\r \001(\010\"\303\003\n\024CacheRec" +
+      "oncileReport\0222\n\016reconcile_time\030\001 \001(\0132\032.g" +
+      "oogle.protobuf.Timestamp\022+\n\010duration\030\002 \001" +
+      "(\0132\031.google.protobuf.Duration\022\r\n\005clean\030\003" +
+      " \001(\010\022\030\n\020manifest_rebuilt\030\004 \001(\010\022\022\n\nfile_c" +
+      "ount\030\005 \001(\003\022\021\n\trow_count\030\006 \001(\003\022\035\n\025partial" +
+      "_deleted_count\030\007 \001(\003\022\025\n\radopted_count\030\010 " +
+      "\001(\003\022\031\n\021quarantined_count\030\t \001(\003\022\031\n\021row_de" +
+      "leted_count\030\n \001(\003\022\"\n\032other_layout_delete" +
+      "d_count\030\013 \001(\003\022\032\n\022unknown_file_count\030\014 \001(" +
+      "\003\022\027\n\017restamped_count\030\r \001(\003\022\037\n\027unencrypte" +
+      "d_block_count\030\016 \001(\003\022\024\n\014changed_code\030\017 \003(" +
+      "\t*\336\002\n\016SpillDropCause\022 \n\034SPILL_DROP_CAUSE" +
+      "_UNSPECIFIED\020\000\022\036\n\032SPILL_DROP_CAUSE_NO_CR" +
+      "EDIT\020\001\022!\n\035SPILL_DROP_CAUSE_DAILY_BUDGET\020" +
+      "\002\022\036\n\032SPILL_DROP_CAUSE_DISK_FULL\020\003\022!\n\035SPI" +
+      "LL_DROP_CAUSE_WRITE_FAILED\020\004\022\037\n\033SPILL_DR" +
+      "OP_CAUSE_WRITES_OFF\020\005\022!\n\035SPILL_DROP_CAUS" +
+      "E_PREFIX_SHORT\020\006\022\036\n\032SPILL_DROP_CAUSE_DUP" +
+      "LICATE\020\007\022\035\n\031SPILL_DROP_CAUSE_SHUTDOWN\020\010\022" +
+      "!\n\035SPILL_DROP_CAUSE_TENANT_SHARE\020\tB<\n\017de" +
+      "v.icehouse.v1P\001Z\'icehouse.dev/api/icehou" +
+      "se/v1;icehousev1b\006proto3"
     };
     descriptor = com.google.protobuf.Descriptors.FileDescriptor
       .internalBuildGeneratedFileFrom(descriptorData,
@@ -238,7 +238,7 @@ public final class CacheStatsOuterClass {
     internal_static_icehouse_v1_CacheSessionStats_fieldAccessorTable = new
       com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
         internal_static_icehouse_v1_CacheSessionStats_descriptor,
-        new java.lang.String[] { "SessionCount", "EndedCount", "EndedTotal", "ReleasedBlockTotal", "ForgottenTotal", "DroppedCheckpointTotal", });
+        new java.lang.String[] { "SessionCount", "EndedCount", "EndedTotal", "ReleasedBlockTotal", "ForgottenTotal", "DroppedCheckpointTotal", "ChildCount", });
     internal_static_icehouse_v1_CacheTierStats_descriptor =
       getDescriptor().getMessageTypes().get(4);
     internal_static_icehouse_v1_CacheTierStats_fieldAccessorTable = new

@@ -99,7 +99,8 @@ private static final long serialVersionUID = 0L;
   /**
    * <pre>
    * The session, as its requests named it; otherwise PARAMETER_OUT_OF_RANGE. Default: as in GenerateRequest,
-   * from the call's metadata; required in one of the two ways.
+   * from the call's metadata; required in one of the two ways. Sessions that it started end with it. Where the
+   * metadata names an agent (`server.agent_metadata`), only that agent's session ends.
    * </pre>
    *
    * <code>string session_id = 2;</code>
@@ -121,7 +122,8 @@ private static final long serialVersionUID = 0L;
   /**
    * <pre>
    * The session, as its requests named it; otherwise PARAMETER_OUT_OF_RANGE. Default: as in GenerateRequest,
-   * from the call's metadata; required in one of the two ways.
+   * from the call's metadata; required in one of the two ways. Sessions that it started end with it. Where the
+   * metadata names an agent (`server.agent_metadata`), only that agent's session ends.
    * </pre>
    *
    * <code>string session_id = 2;</code>
@@ -675,7 +677,8 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * The session, as its requests named it; otherwise PARAMETER_OUT_OF_RANGE. Default: as in GenerateRequest,
-     * from the call's metadata; required in one of the two ways.
+     * from the call's metadata; required in one of the two ways. Sessions that it started end with it. Where the
+     * metadata names an agent (`server.agent_metadata`), only that agent's session ends.
      * </pre>
      *
      * <code>string session_id = 2;</code>
@@ -696,7 +699,8 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * The session, as its requests named it; otherwise PARAMETER_OUT_OF_RANGE. Default: as in GenerateRequest,
-     * from the call's metadata; required in one of the two ways.
+     * from the call's metadata; required in one of the two ways. Sessions that it started end with it. Where the
+     * metadata names an agent (`server.agent_metadata`), only that agent's session ends.
      * </pre>
      *
      * <code>string session_id = 2;</code>
@@ -718,7 +722,8 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * The session, as its requests named it; otherwise PARAMETER_OUT_OF_RANGE. Default: as in GenerateRequest,
-     * from the call's metadata; required in one of the two ways.
+     * from the call's metadata; required in one of the two ways. Sessions that it started end with it. Where the
+     * metadata names an agent (`server.agent_metadata`), only that agent's session ends.
      * </pre>
      *
      * <code>string session_id = 2;</code>
@@ -736,7 +741,8 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * The session, as its requests named it; otherwise PARAMETER_OUT_OF_RANGE. Default: as in GenerateRequest,
-     * from the call's metadata; required in one of the two ways.
+     * from the call's metadata; required in one of the two ways. Sessions that it started end with it. Where the
+     * metadata names an agent (`server.agent_metadata`), only that agent's session ends.
      * </pre>
      *
      * <code>string session_id = 2;</code>
@@ -751,7 +757,8 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * The session, as its requests named it; otherwise PARAMETER_OUT_OF_RANGE. Default: as in GenerateRequest,
-     * from the call's metadata; required in one of the two ways.
+     * from the call's metadata; required in one of the two ways. Sessions that it started end with it. Where the
+     * metadata names an agent (`server.agent_metadata`), only that agent's session ends.
      * </pre>
      *
      * <code>string session_id = 2;</code>

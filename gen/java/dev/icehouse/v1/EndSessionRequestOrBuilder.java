@@ -31,7 +31,8 @@ public interface EndSessionRequestOrBuilder extends
   /**
    * <pre>
    * The session, as its requests named it; otherwise PARAMETER_OUT_OF_RANGE. Default: as in GenerateRequest,
-   * from the call's metadata; required in one of the two ways.
+   * from the call's metadata; required in one of the two ways. Sessions that it started end with it. Where the
+   * metadata names an agent (`server.agent_metadata`), only that agent's session ends.
    * </pre>
    *
    * <code>string session_id = 2;</code>
@@ -41,7 +42,8 @@ public interface EndSessionRequestOrBuilder extends
   /**
    * <pre>
    * The session, as its requests named it; otherwise PARAMETER_OUT_OF_RANGE. Default: as in GenerateRequest,
-   * from the call's metadata; required in one of the two ways.
+   * from the call's metadata; required in one of the two ways. Sessions that it started end with it. Where the
+   * metadata names an agent (`server.agent_metadata`), only that agent's session ends.
    * </pre>
    *
    * <code>string session_id = 2;</code>

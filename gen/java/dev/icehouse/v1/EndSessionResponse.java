@@ -47,7 +47,7 @@ private static final long serialVersionUID = 0L;
   private long blockCount_ = 0L;
   /**
    * <pre>
-   * Blocks that only this session has used. 0: none, or the server does not know the session.
+   * Blocks that only this session and those that it started have used. 0: none, or the server does not know the session.
    * </pre>
    *
    * <code>int64 block_count = 1;</code>
@@ -469,7 +469,7 @@ private static final long serialVersionUID = 0L;
     private long blockCount_ ;
     /**
      * <pre>
-     * Blocks that only this session has used. 0: none, or the server does not know the session.
+     * Blocks that only this session and those that it started have used. 0: none, or the server does not know the session.
      * </pre>
      *
      * <code>int64 block_count = 1;</code>
@@ -481,7 +481,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Blocks that only this session has used. 0: none, or the server does not know the session.
+     * Blocks that only this session and those that it started have used. 0: none, or the server does not know the session.
      * </pre>
      *
      * <code>int64 block_count = 1;</code>
@@ -497,7 +497,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Blocks that only this session has used. 0: none, or the server does not know the session.
+     * Blocks that only this session and those that it started have used. 0: none, or the server does not know the session.
      * </pre>
      *
      * <code>int64 block_count = 1;</code>

@@ -27,6 +27,7 @@ private static final long serialVersionUID = 0L;
         com.google.protobuf.LazyStringArrayList.emptyList();
     stopTokenIds_ = emptyIntList();
     sessionId_ = "";
+    parentSessionId_ = "";
   }
 
   @java.lang.Override
@@ -701,6 +702,61 @@ private static final long serialVersionUID = 0L;
     return endsSession_;
   }
 
+  public static final int PARENT_SESSION_ID_FIELD_NUMBER = 18;
+  @SuppressWarnings("serial")
+  private volatile java.lang.Object parentSessionId_ = "";
+  /**
+   * <pre>
+   * The session that started this one, such as that of the agent whose subagent asks; as `session_id`, otherwise
+   * PARAMETER_OUT_OF_RANGE. What the two have in common stays the parent's, and this one ends with it. A session
+   * keeps the first parent that it had. Default: the call's metadata under the keys in the setting
+   * `server.parent_metadata`, otherwise none. An agent that the metadata names (`server.agent_metadata`) has a
+   * session of its own within that of the request, which is its parent.
+   * </pre>
+   *
+   * <code>string parent_session_id = 18;</code>
+   * @return The parentSessionId.
+   */
+  @java.lang.Override
+  public java.lang.String getParentSessionId() {
+    java.lang.Object ref = parentSessionId_;
+    if (ref instanceof java.lang.String) {
+      return (java.lang.String) ref;
+    } else {
+      com.google.protobuf.ByteString bs = 
+          (com.google.protobuf.ByteString) ref;
+      java.lang.String s = bs.toStringUtf8();
+      parentSessionId_ = s;
+      return s;
+    }
+  }
+  /**
+   * <pre>
+   * The session that started this one, such as that of the agent whose subagent asks; as `session_id`, otherwise
+   * PARAMETER_OUT_OF_RANGE. What the two have in common stays the parent's, and this one ends with it. A session
+   * keeps the first parent that it had. Default: the call's metadata under the keys in the setting
+   * `server.parent_metadata`, otherwise none. An agent that the metadata names (`server.agent_metadata`) has a
+   * session of its own within that of the request, which is its parent.
+   * </pre>
+   *
+   * <code>string parent_session_id = 18;</code>
+   * @return The bytes for parentSessionId.
+   */
+  @java.lang.Override
+  public com.google.protobuf.ByteString
+      getParentSessionIdBytes() {
+    java.lang.Object ref = parentSessionId_;
+    if (ref instanceof java.lang.String) {
+      com.google.protobuf.ByteString b = 
+          com.google.protobuf.ByteString.copyFromUtf8(
+              (java.lang.String) ref);
+      parentSessionId_ = b;
+      return b;
+    } else {
+      return (com.google.protobuf.ByteString) ref;
+    }
+  }
+
   private byte memoizedIsInitialized = -1;
   @java.lang.Override
   public final boolean isInitialized() {
@@ -770,6 +826,9 @@ private static final long serialVersionUID = 0L;
     }
     if (endsSession_ != false) {
       output.writeBool(17, endsSession_);
+    }
+    if (!com.google.protobuf.GeneratedMessageV3.isStringEmpty(parentSessionId_)) {
+      com.google.protobuf.GeneratedMessageV3.writeString(output, 18, parentSessionId_);
     }
     getUnknownFields().writeTo(output);
   }
@@ -859,6 +918,9 @@ private static final long serialVersionUID = 0L;
       size += com.google.protobuf.CodedOutputStream
         .computeBoolSize(17, endsSession_);
     }
+    if (!com.google.protobuf.GeneratedMessageV3.isStringEmpty(parentSessionId_)) {
+      size += com.google.protobuf.GeneratedMessageV3.computeStringSize(18, parentSessionId_);
+    }
     size += getUnknownFields().getSerializedSize();
     memoizedSize = size;
     return size;
@@ -932,6 +994,8 @@ private static final long serialVersionUID = 0L;
         .equals(other.getSessionId())) return false;
     if (getEndsSession()
         != other.getEndsSession()) return false;
+    if (!getParentSessionId()
+        .equals(other.getParentSessionId())) return false;
     if (!getUnknownFields().equals(other.getUnknownFields())) return false;
     return true;
   }
@@ -998,6 +1062,8 @@ private static final long serialVersionUID = 0L;
     hash = (37 * hash) + ENDS_SESSION_FIELD_NUMBER;
     hash = (53 * hash) + com.google.protobuf.Internal.hashBoolean(
         getEndsSession());
+    hash = (37 * hash) + PARENT_SESSION_ID_FIELD_NUMBER;
+    hash = (53 * hash) + getParentSessionId().hashCode();
     hash = (29 * hash) + getUnknownFields().hashCode();
     memoizedHashCode = hash;
     return hash;
@@ -1191,6 +1257,7 @@ private static final long serialVersionUID = 0L;
       priority_ = 0;
       sessionId_ = "";
       endsSession_ = false;
+      parentSessionId_ = "";
       return this;
     }
 
@@ -1299,6 +1366,9 @@ private static final long serialVersionUID = 0L;
       }
       if (((from_bitField0_ & 0x00010000) != 0)) {
         result.endsSession_ = endsSession_;
+      }
+      if (((from_bitField0_ & 0x00020000) != 0)) {
+        result.parentSessionId_ = parentSessionId_;
       }
       result.bitField0_ |= to_bitField0_;
     }
@@ -1418,6 +1488,11 @@ private static final long serialVersionUID = 0L;
       }
       if (other.getEndsSession() != false) {
         setEndsSession(other.getEndsSession());
+      }
+      if (!other.getParentSessionId().isEmpty()) {
+        parentSessionId_ = other.parentSessionId_;
+        bitField0_ |= 0x00020000;
+        onChanged();
       }
       this.mergeUnknownFields(other.getUnknownFields());
       onChanged();
@@ -1556,6 +1631,11 @@ private static final long serialVersionUID = 0L;
               bitField0_ |= 0x00010000;
               break;
             } // case 136
+            case 146: {
+              parentSessionId_ = input.readStringRequireUtf8();
+              bitField0_ |= 0x00020000;
+              break;
+            } // case 146
             default: {
               if (!super.parseUnknownField(input, extensionRegistry, tag)) {
                 done = true; // was an endgroup tag
@@ -3586,6 +3666,118 @@ private static final long serialVersionUID = 0L;
     public Builder clearEndsSession() {
       bitField0_ = (bitField0_ & ~0x00010000);
       endsSession_ = false;
+      onChanged();
+      return this;
+    }
+
+    private java.lang.Object parentSessionId_ = "";
+    /**
+     * <pre>
+     * The session that started this one, such as that of the agent whose subagent asks; as `session_id`, otherwise
+     * PARAMETER_OUT_OF_RANGE. What the two have in common stays the parent's, and this one ends with it. A session
+     * keeps the first parent that it had. Default: the call's metadata under the keys in the setting
+     * `server.parent_metadata`, otherwise none. An agent that the metadata names (`server.agent_metadata`) has a
+     * session of its own within that of the request, which is its parent.
+     * </pre>
+     *
+     * <code>string parent_session_id = 18;</code>
+     * @return The parentSessionId.
+     */
+    public java.lang.String getParentSessionId() {
+      java.lang.Object ref = parentSessionId_;
+      if (!(ref instanceof java.lang.String)) {
+        com.google.protobuf.ByteString bs =
+            (com.google.protobuf.ByteString) ref;
+        java.lang.String s = bs.toStringUtf8();
+        parentSessionId_ = s;
+        return s;
+      } else {
+        return (java.lang.String) ref;
+      }
+    }
+    /**
+     * <pre>
+     * The session that started this one, such as that of the agent whose subagent asks; as `session_id`, otherwise
+     * PARAMETER_OUT_OF_RANGE. What the two have in common stays the parent's, and this one ends with it. A session
+     * keeps the first parent that it had. Default: the call's metadata under the keys in the setting
+     * `server.parent_metadata`, otherwise none. An agent that the metadata names (`server.agent_metadata`) has a
+     * session of its own within that of the request, which is its parent.
+     * </pre>
+     *
+     * <code>string parent_session_id = 18;</code>
+     * @return The bytes for parentSessionId.
+     */
+    public com.google.protobuf.ByteString
+        getParentSessionIdBytes() {
+      java.lang.Object ref = parentSessionId_;
+      if (ref instanceof String) {
+        com.google.protobuf.ByteString b = 
+            com.google.protobuf.ByteString.copyFromUtf8(
+                (java.lang.String) ref);
+        parentSessionId_ = b;
+        return b;
+      } else {
+        return (com.google.protobuf.ByteString) ref;
+      }
+    }
+    /**
+     * <pre>
+     * The session that started this one, such as that of the agent whose subagent asks; as `session_id`, otherwise
+     * PARAMETER_OUT_OF_RANGE. What the two have in common stays the parent's, and this one ends with it. A session
+     * keeps the first parent that it had. Default: the call's metadata under the keys in the setting
+     * `server.parent_metadata`, otherwise none. An agent that the metadata names (`server.agent_metadata`) has a
+     * session of its own within that of the request, which is its parent.
+     * </pre>
+     *
+     * <code>string parent_session_id = 18;</code>
+     * @param value The parentSessionId to set.
+     * @return This builder for chaining.
+     */
+    public Builder setParentSessionId(
+        java.lang.String value) {
+      if (value == null) { throw new NullPointerException(); }
+      parentSessionId_ = value;
+      bitField0_ |= 0x00020000;
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * The session that started this one, such as that of the agent whose subagent asks; as `session_id`, otherwise
+     * PARAMETER_OUT_OF_RANGE. What the two have in common stays the parent's, and this one ends with it. A session
+     * keeps the first parent that it had. Default: the call's metadata under the keys in the setting
+     * `server.parent_metadata`, otherwise none. An agent that the metadata names (`server.agent_metadata`) has a
+     * session of its own within that of the request, which is its parent.
+     * </pre>
+     *
+     * <code>string parent_session_id = 18;</code>
+     * @return This builder for chaining.
+     */
+    public Builder clearParentSessionId() {
+      parentSessionId_ = getDefaultInstance().getParentSessionId();
+      bitField0_ = (bitField0_ & ~0x00020000);
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * The session that started this one, such as that of the agent whose subagent asks; as `session_id`, otherwise
+     * PARAMETER_OUT_OF_RANGE. What the two have in common stays the parent's, and this one ends with it. A session
+     * keeps the first parent that it had. Default: the call's metadata under the keys in the setting
+     * `server.parent_metadata`, otherwise none. An agent that the metadata names (`server.agent_metadata`) has a
+     * session of its own within that of the request, which is its parent.
+     * </pre>
+     *
+     * <code>string parent_session_id = 18;</code>
+     * @param value The bytes for parentSessionId to set.
+     * @return This builder for chaining.
+     */
+    public Builder setParentSessionIdBytes(
+        com.google.protobuf.ByteString value) {
+      if (value == null) { throw new NullPointerException(); }
+      checkByteStringIsUtf8(value);
+      parentSessionId_ = value;
+      bitField0_ |= 0x00020000;
       onChanged();
       return this;
     }

@@ -447,4 +447,32 @@ public interface GenerateRequestOrBuilder extends
    * @return The endsSession.
    */
   boolean getEndsSession();
+
+  /**
+   * <pre>
+   * The session that started this one, such as that of the agent whose subagent asks; as `session_id`, otherwise
+   * PARAMETER_OUT_OF_RANGE. What the two have in common stays the parent's, and this one ends with it. A session
+   * keeps the first parent that it had. Default: the call's metadata under the keys in the setting
+   * `server.parent_metadata`, otherwise none. An agent that the metadata names (`server.agent_metadata`) has a
+   * session of its own within that of the request, which is its parent.
+   * </pre>
+   *
+   * <code>string parent_session_id = 18;</code>
+   * @return The parentSessionId.
+   */
+  java.lang.String getParentSessionId();
+  /**
+   * <pre>
+   * The session that started this one, such as that of the agent whose subagent asks; as `session_id`, otherwise
+   * PARAMETER_OUT_OF_RANGE. What the two have in common stays the parent's, and this one ends with it. A session
+   * keeps the first parent that it had. Default: the call's metadata under the keys in the setting
+   * `server.parent_metadata`, otherwise none. An agent that the metadata names (`server.agent_metadata`) has a
+   * session of its own within that of the request, which is its parent.
+   * </pre>
+   *
+   * <code>string parent_session_id = 18;</code>
+   * @return The bytes for parentSessionId.
+   */
+  com.google.protobuf.ByteString
+      getParentSessionIdBytes();
 }

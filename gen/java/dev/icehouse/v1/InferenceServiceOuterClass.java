@@ -104,7 +104,7 @@ public final class InferenceServiceOuterClass {
       "v1/prompt.proto\032!icehouse/v1/response_fo" +
       "rmat.proto\032\032icehouse/v1/sampling.proto\032\035" +
       "icehouse/v1/speculation.proto\032\026icehouse/" +
-      "v1/tool.proto\032\027icehouse/v1/usage.proto\"\302" +
+      "v1/tool.proto\032\027icehouse/v1/usage.proto\"\335" +
       "\004\n\017GenerateRequest\022\022\n\nrequest_id\030\001 \001(\t\022\r" +
       "\n\005model\030\002 \001(\t\022#\n\006prompt\030\003 \001(\0132\023.icehouse" +
       ".v1.Prompt\022\031\n\021max_output_tokens\030\004 \001(\005\022-\n" +
@@ -118,78 +118,79 @@ public final class InferenceServiceOuterClass {
       "\030\014 \001(\005\022-\n\013speculation\030\r \001(\0132\030.icehouse.v" +
       "1.Speculation\022\'\n\005cache\030\016 \001(\0132\030.icehouse." +
       "v1.CachePolicy\022\020\n\010priority\030\017 \001(\005\022\022\n\nsess" +
-      "ion_id\030\020 \001(\t\022\024\n\014ends_session\030\021 \001(\010B\027\n\025_m" +
-      "ax_reasoning_tokens\"\352\005\n\020GenerateResponse" +
-      "\022\022\n\nrequest_id\030\001 \001(\t\022\r\n\005model\030\002 \001(\t\022\014\n\004t" +
-      "ext\030\003 \001(\t\022\021\n\ttoken_ids\030\004 \003(\005\0220\n\rfinish_r" +
-      "eason\030\005 \001(\0162\031.icehouse.v1.FinishReason\022\023" +
-      "\n\013stop_string\030\006 \001(\t\022\032\n\rstop_token_id\030\007 \001" +
-      "(\005H\000\210\001\001\022!\n\005usage\030\010 \001(\0132\022.icehouse.v1.Usa" +
-      "ge\022\'\n\005cache\030\t \001(\0132\030.icehouse.v1.CacheRep" +
-      "ort\022\014\n\004seed\030\n \001(\004\022)\n\ntool_calls\030\013 \003(\0132\025." +
-      "icehouse.v1.ToolCall\022<\n\024malformed_tool_c" +
-      "alls\030\014 \003(\0132\036.icehouse.v1.MalformedToolCa" +
-      "ll\022\021\n\treasoning\030\r \001(\t\022,\n\010logprobs\030\016 \003(\0132" +
-      "\032.icehouse.v1.TokenLogprobs\0223\n\017prompt_lo" +
-      "gprobs\030\017 \003(\0132\032.icehouse.v1.TokenLogprobs" +
-      "\022,\n\013completions\030\020 \003(\0132\027.icehouse.v1.Comp" +
-      "letion\0220\n\014receive_time\030\021 \001(\0132\032.google.pr" +
-      "otobuf.Timestamp\022\032\n\022system_fingerprint\030\022" +
-      " \001(\t\022\031\n\021max_output_tokens\030\023 \001(\005\022\033\n\023unenf" +
-      "orced_keywords\030\024 \003(\t\0220\n\rload_duration\030\025 " +
-      "\001(\0132\031.google.protobuf.DurationB\020\n\016_stop_" +
-      "token_id\"\200\002\n\016StreamResponse\022\'\n\007started\030\001" +
-      " \001(\0132\024.icehouse.v1.StartedH\000\0228\n\020prefill_" +
-      "progress\030\002 \001(\0132\034.icehouse.v1.PrefillProg" +
-      "ressH\000\022#\n\005delta\030\003 \001(\0132\022.icehouse.v1.Delt" +
-      "aH\000\022)\n\010finished\030\004 \001(\0132\025.icehouse.v1.Fini" +
-      "shedH\000\0222\n\rloading_model\030\005 \001(\0132\031.icehouse" +
-      ".v1.LoadingModelH\000B\007\n\005event\"\345\002\n\007Started\022" +
-      "\022\n\nrequest_id\030\001 \001(\t\022\r\n\005model\030\002 \001(\t\022\025\n\rpr" +
-      "ompt_tokens\030\003 \001(\005\022\'\n\005cache\030\004 \001(\0132\030.iceho" +
-      "use.v1.CacheReport\0221\n\016queue_duration\030\005 \001" +
-      "(\0132\031.google.protobuf.Duration\022\014\n\004seed\030\006 " +
-      "\001(\004\0220\n\014receive_time\030\007 \001(\0132\032.google.proto" +
-      "buf.Timestamp\022\032\n\022system_fingerprint\030\010 \001(" +
-      "\t\022\031\n\021max_output_tokens\030\t \001(\005\022\033\n\023unenforc" +
-      "ed_keywords\030\n \003(\t\0220\n\rload_duration\030\013 \001(\013" +
-      "2\031.google.protobuf.Duration\"w\n\017PrefillPr" +
-      "ogress\022\030\n\020processed_tokens\030\001 \001(\005\022\025\n\rprom" +
-      "pt_tokens\030\002 \001(\005\0223\n\017prompt_logprobs\030\003 \003(\013" +
-      "2\032.icehouse.v1.TokenLogprobs\"\357\001\n\005Delta\022\014" +
-      "\n\004text\030\001 \001(\t\022\021\n\ttoken_ids\030\002 \003(\005\022\021\n\treaso" +
-      "ning\030\003 \001(\t\022-\n\ttool_call\030\004 \001(\0132\032.icehouse" +
-      ".v1.ToolCallDelta\022;\n\023malformed_tool_call" +
-      "\030\005 \001(\0132\036.icehouse.v1.MalformedToolCall\022," +
-      "\n\010logprobs\030\006 \003(\0132\032.icehouse.v1.TokenLogp" +
-      "robs\022\030\n\020completion_index\030\007 \001(\005\"\274\001\n\010Finis" +
-      "hed\0220\n\rfinish_reason\030\001 \001(\0162\031.icehouse.v1" +
-      ".FinishReason\022\023\n\013stop_string\030\002 \001(\t\022\032\n\rst" +
-      "op_token_id\030\003 \001(\005H\000\210\001\001\022!\n\005usage\030\004 \001(\0132\022." +
-      "icehouse.v1.Usage\022\030\n\020completion_index\030\005 " +
-      "\001(\005B\020\n\016_stop_token_id\"E\n\017TokenizeRequest" +
-      "\022\r\n\005model\030\001 \001(\t\022#\n\006prompt\030\002 \001(\0132\023.icehou" +
-      "se.v1.Prompt\"K\n\020TokenizeResponse\022\"\n\006toke" +
-      "ns\030\001 \003(\0132\022.icehouse.v1.Token\022\023\n\013token_co" +
-      "unt\030\002 \001(\005\"\"\n\005Token\022\n\n\002id\030\001 \001(\005\022\r\n\005piece\030" +
-      "\002 \001(\t\"5\n\021DetokenizeRequest\022\r\n\005model\030\001 \001(" +
-      "\t\022\021\n\ttoken_ids\030\002 \003(\005\"\"\n\022DetokenizeRespon" +
-      "se\022\014\n\004text\030\001 \001(\t\"\"\n\021CacheStatsRequest\022\r\n" +
-      "\005model\030\001 \001(\t\"n\n\022CacheStatsResponse\0220\n\014co" +
-      "llect_time\030\001 \001(\0132\032.google.protobuf.Times" +
-      "tamp\022&\n\005cache\030\002 \001(\0132\027.icehouse.v1.CacheS" +
-      "tats2\211\003\n\020InferenceService\022G\n\010Generate\022\034." +
-      "icehouse.v1.GenerateRequest\032\035.icehouse.v" +
-      "1.GenerateResponse\022E\n\006Stream\022\034.icehouse." +
-      "v1.GenerateRequest\032\033.icehouse.v1.StreamR" +
-      "esponse0\001\022G\n\010Tokenize\022\034.icehouse.v1.Toke" +
-      "nizeRequest\032\035.icehouse.v1.TokenizeRespon" +
-      "se\022M\n\nDetokenize\022\036.icehouse.v1.Detokeniz" +
-      "eRequest\032\037.icehouse.v1.DetokenizeRespons" +
-      "e\022M\n\nCacheStats\022\036.icehouse.v1.CacheStats" +
-      "Request\032\037.icehouse.v1.CacheStatsResponse" +
-      "B<\n\017dev.icehouse.v1P\001Z\'icehouse.dev/api/" +
-      "icehouse/v1;icehousev1b\006proto3"
+      "ion_id\030\020 \001(\t\022\024\n\014ends_session\030\021 \001(\010\022\031\n\021pa" +
+      "rent_session_id\030\022 \001(\tB\027\n\025_max_reasoning_" +
+      "tokens\"\352\005\n\020GenerateResponse\022\022\n\nrequest_i" +
+      "d\030\001 \001(\t\022\r\n\005model\030\002 \001(\t\022\014\n\004text\030\003 \001(\t\022\021\n\t" +
+      "token_ids\030\004 \003(\005\0220\n\rfinish_reason\030\005 \001(\0162\031" +
+      ".icehouse.v1.FinishReason\022\023\n\013stop_string" +
+      "\030\006 \001(\t\022\032\n\rstop_token_id\030\007 \001(\005H\000\210\001\001\022!\n\005us" +
+      "age\030\010 \001(\0132\022.icehouse.v1.Usage\022\'\n\005cache\030\t" +
+      " \001(\0132\030.icehouse.v1.CacheReport\022\014\n\004seed\030\n" +
+      " \001(\004\022)\n\ntool_calls\030\013 \003(\0132\025.icehouse.v1.T" +
+      "oolCall\022<\n\024malformed_tool_calls\030\014 \003(\0132\036." +
+      "icehouse.v1.MalformedToolCall\022\021\n\treasoni" +
+      "ng\030\r \001(\t\022,\n\010logprobs\030\016 \003(\0132\032.icehouse.v1" +
+      ".TokenLogprobs\0223\n\017prompt_logprobs\030\017 \003(\0132" +
+      "\032.icehouse.v1.TokenLogprobs\022,\n\013completio" +
+      "ns\030\020 \003(\0132\027.icehouse.v1.Completion\0220\n\014rec" +
+      "eive_time\030\021 \001(\0132\032.google.protobuf.Timest" +
+      "amp\022\032\n\022system_fingerprint\030\022 \001(\t\022\031\n\021max_o" +
+      "utput_tokens\030\023 \001(\005\022\033\n\023unenforced_keyword" +
+      "s\030\024 \003(\t\0220\n\rload_duration\030\025 \001(\0132\031.google." +
+      "protobuf.DurationB\020\n\016_stop_token_id\"\200\002\n\016" +
+      "StreamResponse\022\'\n\007started\030\001 \001(\0132\024.icehou" +
+      "se.v1.StartedH\000\0228\n\020prefill_progress\030\002 \001(" +
+      "\0132\034.icehouse.v1.PrefillProgressH\000\022#\n\005del" +
+      "ta\030\003 \001(\0132\022.icehouse.v1.DeltaH\000\022)\n\010finish" +
+      "ed\030\004 \001(\0132\025.icehouse.v1.FinishedH\000\0222\n\rloa" +
+      "ding_model\030\005 \001(\0132\031.icehouse.v1.LoadingMo" +
+      "delH\000B\007\n\005event\"\345\002\n\007Started\022\022\n\nrequest_id" +
+      "\030\001 \001(\t\022\r\n\005model\030\002 \001(\t\022\025\n\rprompt_tokens\030\003" +
+      " \001(\005\022\'\n\005cache\030\004 \001(\0132\030.icehouse.v1.CacheR" +
+      "eport\0221\n\016queue_duration\030\005 \001(\0132\031.google.p" +
+      "rotobuf.Duration\022\014\n\004seed\030\006 \001(\004\0220\n\014receiv" +
+      "e_time\030\007 \001(\0132\032.google.protobuf.Timestamp" +
+      "\022\032\n\022system_fingerprint\030\010 \001(\t\022\031\n\021max_outp" +
+      "ut_tokens\030\t \001(\005\022\033\n\023unenforced_keywords\030\n" +
+      " \003(\t\0220\n\rload_duration\030\013 \001(\0132\031.google.pro" +
+      "tobuf.Duration\"w\n\017PrefillProgress\022\030\n\020pro" +
+      "cessed_tokens\030\001 \001(\005\022\025\n\rprompt_tokens\030\002 \001" +
+      "(\005\0223\n\017prompt_logprobs\030\003 \003(\0132\032.icehouse.v" +
+      "1.TokenLogprobs\"\357\001\n\005Delta\022\014\n\004text\030\001 \001(\t\022" +
+      "\021\n\ttoken_ids\030\002 \003(\005\022\021\n\treasoning\030\003 \001(\t\022-\n" +
+      "\ttool_call\030\004 \001(\0132\032.icehouse.v1.ToolCallD" +
+      "elta\022;\n\023malformed_tool_call\030\005 \001(\0132\036.iceh" +
+      "ouse.v1.MalformedToolCall\022,\n\010logprobs\030\006 " +
+      "\003(\0132\032.icehouse.v1.TokenLogprobs\022\030\n\020compl" +
+      "etion_index\030\007 \001(\005\"\274\001\n\010Finished\0220\n\rfinish" +
+      "_reason\030\001 \001(\0162\031.icehouse.v1.FinishReason" +
+      "\022\023\n\013stop_string\030\002 \001(\t\022\032\n\rstop_token_id\030\003" +
+      " \001(\005H\000\210\001\001\022!\n\005usage\030\004 \001(\0132\022.icehouse.v1.U" +
+      "sage\022\030\n\020completion_index\030\005 \001(\005B\020\n\016_stop_" +
+      "token_id\"E\n\017TokenizeRequest\022\r\n\005model\030\001 \001" +
+      "(\t\022#\n\006prompt\030\002 \001(\0132\023.icehouse.v1.Prompt\"" +
+      "K\n\020TokenizeResponse\022\"\n\006tokens\030\001 \003(\0132\022.ic" +
+      "ehouse.v1.Token\022\023\n\013token_count\030\002 \001(\005\"\"\n\005" +
+      "Token\022\n\n\002id\030\001 \001(\005\022\r\n\005piece\030\002 \001(\t\"5\n\021Deto" +
+      "kenizeRequest\022\r\n\005model\030\001 \001(\t\022\021\n\ttoken_id" +
+      "s\030\002 \003(\005\"\"\n\022DetokenizeResponse\022\014\n\004text\030\001 " +
+      "\001(\t\"\"\n\021CacheStatsRequest\022\r\n\005model\030\001 \001(\t\"" +
+      "n\n\022CacheStatsResponse\0220\n\014collect_time\030\001 " +
+      "\001(\0132\032.google.protobuf.Timestamp\022&\n\005cache" +
+      "\030\002 \001(\0132\027.icehouse.v1.CacheStats2\211\003\n\020Infe" +
+      "renceService\022G\n\010Generate\022\034.icehouse.v1.G" +
+      "enerateRequest\032\035.icehouse.v1.GenerateRes" +
+      "ponse\022E\n\006Stream\022\034.icehouse.v1.GenerateRe" +
+      "quest\032\033.icehouse.v1.StreamResponse0\001\022G\n\010" +
+      "Tokenize\022\034.icehouse.v1.TokenizeRequest\032\035" +
+      ".icehouse.v1.TokenizeResponse\022M\n\nDetoken" +
+      "ize\022\036.icehouse.v1.DetokenizeRequest\032\037.ic" +
+      "ehouse.v1.DetokenizeResponse\022M\n\nCacheSta" +
+      "ts\022\036.icehouse.v1.CacheStatsRequest\032\037.ice" +
+      "house.v1.CacheStatsResponseB<\n\017dev.iceho" +
+      "use.v1P\001Z\'icehouse.dev/api/icehouse/v1;i" +
+      "cehousev1b\006proto3"
     };
     descriptor = com.google.protobuf.Descriptors.FileDescriptor
       .internalBuildGeneratedFileFrom(descriptorData,
@@ -213,7 +214,7 @@ public final class InferenceServiceOuterClass {
     internal_static_icehouse_v1_GenerateRequest_fieldAccessorTable = new
       com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
         internal_static_icehouse_v1_GenerateRequest_descriptor,
-        new java.lang.String[] { "RequestId", "Model", "Prompt", "MaxOutputTokens", "Sampling", "Stop", "StopTokenIds", "ResponseFormat", "ToolChoice", "MaxReasoningTokens", "Logprobs", "Completions", "Speculation", "Cache", "Priority", "SessionId", "EndsSession", });
+        new java.lang.String[] { "RequestId", "Model", "Prompt", "MaxOutputTokens", "Sampling", "Stop", "StopTokenIds", "ResponseFormat", "ToolChoice", "MaxReasoningTokens", "Logprobs", "Completions", "Speculation", "Cache", "Priority", "SessionId", "EndsSession", "ParentSessionId", });
     internal_static_icehouse_v1_GenerateResponse_descriptor =
       getDescriptor().getMessageTypes().get(1);
     internal_static_icehouse_v1_GenerateResponse_fieldAccessorTable = new
