@@ -21,7 +21,7 @@ from bench.agents.readers import Arrangement, read_trace
 from bench.agents.report import EVERYTHING, Findings, describe, report, report_live
 from bench.agents.rules import Rule
 from bench.agents.simulation import Outcome, Replay, budgets, limits_of
-from bench.agents.trace import Trace
+from bench.agents.trace import Trace, beside
 from bench.model_folder import model_path
 from bench.report import OUT, console
 
@@ -46,6 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="make bench CASE=agents", description=__doc__)
     add, usual = parser.add_argument, Arrangement()
     add("--trace", type=Path, nargs="+", help="files or folders of one format; generated without it")
+    add("--beside", type=Path, nargs="+", help="a second tenant's trace, stretched over the same time")
     add("--requests", type=int, default=20_000, help="requests to generate, or to take of a trace")
     add("--shared", type=float, default=usual.shared, help="share of tools and instructions in common")
     add("--open", type=float, default=usual.open_count, help="sessions open at once, on average")
@@ -73,6 +74,8 @@ def _trace(arguments: argparse.Namespace, seed: int) -> Trace:
         return generate(arguments.requests, shape, seed=seed)
     arrangement = Arrangement(shared=arguments.shared, open_count=arguments.open, seed=seed)
     found = read_trace(arguments.trace, arrangement)
+    if arguments.beside is not None:
+        found = beside(found, read_trace(arguments.beside, arrangement))
     return dataclasses.replace(found, requests=found.requests[: arguments.requests])
 
 

@@ -23,8 +23,14 @@ class Rule(enum.Enum):
     ENDS_FIRST = "LRU, ended sessions first"
     ENDS_DROPPED = "LRU, ended sessions dropped"
     IDLE_SESSION = "idle session first"
+    BEYOND_90 = "LRU, sessions idle beyond 90 % of gaps first"
+    BEYOND_99 = "LRU, sessions idle beyond 99 % of gaps first"
     SECOND_HIT = "LRU, SSD at the second use"
     BELADY = "Belady (knows the future)"
+
+
+IDLE_SHARES = {Rule.BEYOND_90: 0.9, Rule.BEYOND_99: 0.99}
+"""The share of its tenant's gaps that a session's pause is longer than when it goes first."""
 
 
 class Order(Protocol):
@@ -85,6 +91,36 @@ class SessionOrder(LruOrder):
             if segment in self._order:
                 self._order.move_to_end(segment)
         super().use(path, own, request)
+
+
+class IdleOrder(LruOrder):
+    """Segments of sessions that have paused for too long go before all others, the longest idle first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._idle: collections.OrderedDict[int, None] = collections.OrderedDict()
+
+    def use(self, path: Sequence[int], own: Sequence[int], request: int) -> None:
+        """Make the path the most recently used one, whoever paused."""
+        for segment in path:
+            self._idle.pop(segment, None)
+        super().use(path, own, request)
+
+    def put_next(self, segments: Sequence[int]) -> None:
+        """Let these go behind those that were put here before, the last one of them first."""
+        for segment in reversed(segments):
+            if segment in self._order:
+                del self._order[segment]
+                self._idle[segment] = None
+
+    def first(self) -> int:
+        """Return a segment of the session that has been idle for longest, or else the least recently used."""
+        return next(iter(self._idle)) if self._idle else super().first()
+
+    def remove(self, segment: int) -> None:
+        """Forget a segment."""
+        if self._idle.pop(segment, self) is self:
+            super().remove(segment)
 
 
 class BeladyOrder:
@@ -154,4 +190,6 @@ def order_of(rule: Rule, paths: Paths) -> Order:
     """Return a rule's order, with nothing in it."""
     if rule is Rule.BELADY:
         return BeladyOrder(paths)
+    if rule in IDLE_SHARES:
+        return IdleOrder()
     return SessionOrder() if rule is Rule.IDLE_SESSION else LruOrder()

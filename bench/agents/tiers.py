@@ -11,9 +11,10 @@ import dataclasses
 from collections.abc import Sequence
 
 from bench.agents.checkpoints import Checkpoints
+from bench.agents.gaps import IdleSessions
 from bench.agents.owners import Owners
 from bench.agents.paths import Paths
-from bench.agents.rules import LruOrder, Rule, order_of
+from bench.agents.rules import IDLE_SHARES, IdleOrder, LruOrder, Rule, order_of
 from bench.agents.trace import Request
 
 _USES_FOR_SSD = 2
@@ -48,11 +49,13 @@ class Cache:
         self._limits = limits
         self._rule = rule
         self._checkpoints = checkpoints
-        self._order, self._ram_order = order_of(rule, paths), LruOrder()
+        self._order = order_of(rule, paths)
+        self._ram_order = IdleOrder() if rule in IDLE_SHARES else LruOrder()
         self._held, self._in_ram, self._use_counts = [0] * size, [0] * size, [0] * size
         self._on_ssd = [0] * size
         """A bit for each block of the segment."""
         self._owners = Owners(size)
+        self._idle = IdleSessions(IDLE_SHARES[rule]) if rule in IDLE_SHARES else None
         self._used_count = self._ram_used_count = 0
         self.written_count = 0
         """Blocks written to SSD, and what checkpoints took there, as blocks."""
@@ -70,6 +73,10 @@ class Cache:
         self._keep(path, number, request)
         if request.is_last and self._rule in (Rule.ENDS_FIRST, Rule.ENDS_DROPPED):
             self._end(request.session)
+        for session in () if self._idle is None else self._idle.note(request):
+            for order in (self._order, self._ram_order):
+                assert isinstance(order, IdleOrder)
+                order.put_next(self._owners.of(session))
         self._shrink_ram()
         self._shrink(self._weight - self._limits.block_count)
         return hit

@@ -36,6 +36,7 @@ class Request:
     """Tokens of tools and instructions at the prompt's beginning; 0 where the trace does not say."""
     is_last: bool
     """Whether the session ends with it."""
+    tenant: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -55,6 +56,38 @@ class Trace:
     def prompt_token_count(self) -> int:
         """Tokens of all prompts together."""
         return sum(request.token_count for request in self.requests)
+
+
+def beside(one: Trace, other: Trace) -> Trace:
+    """Return the requests of two tenants over the same time: the second one's is stretched. Blocks have the
+    smaller size of the two, which the larger one is a multiple of."""
+    size = min(one.block_token_count, other.block_token_count)
+    sessions = 1 + max(request.session for request in one.requests)
+    streams = 1 + max((span.stream for request in one.requests for span in request.prompt), default=0)
+    stretch = one.requests[-1].time_s / max(other.requests[-1].time_s, 1e-9)
+    requests = [
+        *(_moved(each, one.block_token_count // size) for each in one.requests),
+        *(
+            _moved(each, other.block_token_count // size, sessions=sessions, streams=streams, stretch=stretch)
+            for each in other.requests
+        ),
+    ]
+    name = f"{one.name} beside {other.name}"
+    return Trace(name, size, tuple(sorted(requests, key=lambda request: request.time_s)))
+
+
+def _moved(
+    request: Request, block_factor: int, *, sessions: int = 0, streams: int = 0, stretch: float = 1.0
+) -> Request:
+    """Return a request with numbers behind those of another trace, if any, as a tenant of its own then."""
+    return dataclasses.replace(
+        request,
+        session=request.session + sessions,
+        parent=None if request.parent is None else request.parent + sessions,
+        time_s=request.time_s * stretch,
+        prompt=tuple(Span(s.stream + streams, s.block_count * block_factor) for s in request.prompt),
+        tenant=int(sessions > 0),
+    )
 
 
 @dataclasses.dataclass(slots=True)

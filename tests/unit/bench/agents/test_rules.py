@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
 from icehouse_server.domain.blocks import RegionKind
 from icehouse_server.domain.ids import RequestId
 
-from bench.agents.rules import Rule
+from bench.agents.gaps import IdleSessions
+from bench.agents.rules import IDLE_SHARES, Rule
 from bench.agents.simulation import Replay, limits_of
 from bench.agents.tiers import Cache, Limits
-from bench.agents.trace import StreamIndex, Trace
+from bench.agents.trace import StreamIndex, Trace, beside
 from tests.fixtures.agent_traces import BLOCK, Block, blocks_of, random_trace, request
 from tests.fixtures.known_blocks import ROOT, SIZE, SizedRegion
 from tests.unit.engine.prefix_cache.tiers.test_spill import bench as tier_bench
@@ -118,7 +120,7 @@ class PlainCache:
             self.ram.remove(block)
 
 
-@pytest.mark.parametrize("rule", [rule for rule in Rule if rule is not Rule.IDLE_SESSION])
+@pytest.mark.parametrize("rule", [rule for rule in Rule if rule not in (Rule.IDLE_SESSION, *IDLE_SHARES)])
 @pytest.mark.parametrize("seed", range(4))
 def test_segments_are_as_good_as_blocks(rule: Rule, seed: int) -> None:
     trace, prompts = random_trace(seed)
@@ -168,3 +170,31 @@ def test_what_an_active_session_has_left_behind_stays_longer_than_an_idle_ones_b
     trace = Trace("corner", BLOCK, tuple(requests))
     lru, idle = (sum(hits_of(trace, Limits(7, 7), rule)[-1]) for rule in (Rule.LRU, Rule.IDLE_SESSION))
     assert (lru, idle) == (1, 3)
+
+
+def test_a_session_goes_first_once_it_pauses_for_longer_than_its_tenants_usually_do() -> None:
+    index = StreamIndex()
+    steady = [request(index, [1, 3], session=0, time_s=float(number)) for number in range(30)]
+    pauses = request(index, [7, 8], session=1, time_s=29.5)
+    later = [request(index, [1], session=0, time_s=time_s) for time_s in (30.0, 31.0)]
+    idle = IdleSessions(0.9)
+    assert [idle.note(each) for each in (*steady, pauses, *later)] == [[]] * 32 + [[1]], "a second is usual"
+    assert idle.note(dataclasses.replace(pauses, time_s=40.0)) == [0]
+    grows = request(index, [1, 2], session=0, time_s=31.5)
+    again = request(index, [1, 3], session=0, time_s=32.0)
+    trace = Trace("corner", BLOCK, (*steady, pauses, *later, grows, again))
+    found = {rule: sum(hits_of(trace, Limits(4, 4), rule)[-1]) for rule in (Rule.LRU, Rule.BEYOND_90)}
+    assert found == {Rule.LRU: 1, Rule.BEYOND_90: 2}
+
+
+def test_another_tenants_pauses_are_not_usual_here() -> None:
+    index = StreamIndex()
+    one = Trace("one", BLOCK, tuple(request(index, [n], session=0, time_s=float(n)) for n in range(41)))
+    index = StreamIndex()
+    asked = tuple(request(index, [n, 50], session=n % 2, time_s=float(n)) for n in range(21))
+    both = beside(one, Trace("other", 2 * BLOCK, asked))
+    assert (both.block_token_count, both.session_count) == (BLOCK, 3)
+    assert [each.time_s for each in both.requests if each.tenant] == [2.0 * n for n in range(21)]
+    assert Replay(both).paths.block_count == 41 + 21 * 4
+    idle = IdleSessions(0.5)
+    assert all(idle.note(each) == [] for each in both.requests), "each pauses as its tenant's usually do"
