@@ -316,6 +316,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9, help="rounds per ratio")
     parser.add_argument("--blocks", type=int, default=100_000, help="blocks for the start")
     options = parser.parse_args()
+    if options.rounds < 2:
+        parser.error("--rounds is 2 at least: one round has no quartiles")
     root = Path(tempfile.mkdtemp(prefix="icehouse-bench-", dir=options.directory))
     try:
         if "bandwidth" in options.cases:

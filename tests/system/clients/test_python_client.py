@@ -124,7 +124,7 @@ async def test_options_and_prompts_of_every_kind_arrive(served: RunningServer) -
     assert (sampling.min_p, sampling.seed) == (0.1, 7)
     assert (full.stop, full.name, full.cache_use) == (("x",), "o", CacheUse.OFF)
     assert sampling.stop_token_ids == (9,)
-    assert (full.tenant, full.priority, full.session_id) == ("blue", 2, "s")
+    assert (full.tenant, full.priority, full.session_id, full.parent_session_id) == ("blue", 2, "s", "p")
     assert full.ends_session and not chat.ends_session
     assert chat.prompt_token_ids == tuple(b"user:Hi;")
     assert tokens.prompt_token_ids == (1, 2, 3)
