@@ -384,8 +384,9 @@ type BlockMatch struct {
 	HasCheckpoint bool `protobuf:"varint,6,opt,name=has_checkpoint,json=hasCheckpoint,proto3" json:"has_checkpoint,omitempty"`
 	// Whether it is pinned.
 	Pinned bool `protobuf:"varint,7,opt,name=pinned,proto3" json:"pinned,omitempty"`
-	// The session that computed it and alone has used it: 32 hex digits, made of its name and tenant. Empty: others
-	// have used it too, or it was computed without a session or before the server started.
+	// The session that computed it and alone has used it, or the parent of those that have: 32 hex digits, made of
+	// its name and tenant. Empty: others have used it too, or it was computed without a session or before the
+	// server started.
 	Session       string `protobuf:"bytes,8,opt,name=session,proto3" json:"session,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1130,7 +1131,8 @@ func (x *EndSessionRequest) GetCache() *CachePolicy {
 // What is evicted first now.
 type EndSessionResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Blocks that only this session and those that it started have used. 0: none, or the server does not know the session.
+	// Blocks that only this session and those that it started have used. 0: none, or the server does not know the
+	// session.
 	BlockCount int64 `protobuf:"varint,1,opt,name=block_count,json=blockCount,proto3" json:"block_count,omitempty"`
 	// Their bytes in RAM.
 	RamBytes int64 `protobuf:"varint,2,opt,name=ram_bytes,json=ramBytes,proto3" json:"ram_bytes,omitempty"`

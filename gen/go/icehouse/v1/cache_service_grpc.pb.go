@@ -57,9 +57,9 @@ type CacheServiceClient interface {
 	// Removes the protection of Pin. Blocks that are not pinned are left as they are.
 	Unpin(ctx context.Context, in *UnpinRequest, opts ...grpc.CallOption) (*UnpinResponse, error)
 	// Says that a session, the conversation that `session_id` of a request names, has ended. Blocks that only its
-	// requests have used are evicted before all others from now on, and stay until then. If the session goes on
-	// nevertheless, it reuses what is left, which is then as recently used as any other. Nothing happens for a
-	// session that the server does not know; it remembers the last 4096.
+	// requests and those of sessions that it started have used are evicted before all others from now on, and stay
+	// until then. If the session goes on nevertheless, it reuses what is left, which is then as recently used as any
+	// other. Nothing happens for a session that the server does not know; it remembers the last 4096.
 	EndSession(ctx context.Context, in *EndSessionRequest, opts ...grpc.CallOption) (*EndSessionResponse, error)
 	// Removes the blocks of a prompt from both tiers, including pinned ones: those that are cached when it begins,
 	// 256 at a time, the ends of prompts before their beginnings. Requests run in between; running ones keep their
@@ -266,9 +266,9 @@ type CacheServiceServer interface {
 	// Removes the protection of Pin. Blocks that are not pinned are left as they are.
 	Unpin(context.Context, *UnpinRequest) (*UnpinResponse, error)
 	// Says that a session, the conversation that `session_id` of a request names, has ended. Blocks that only its
-	// requests have used are evicted before all others from now on, and stay until then. If the session goes on
-	// nevertheless, it reuses what is left, which is then as recently used as any other. Nothing happens for a
-	// session that the server does not know; it remembers the last 4096.
+	// requests and those of sessions that it started have used are evicted before all others from now on, and stay
+	// until then. If the session goes on nevertheless, it reuses what is left, which is then as recently used as any
+	// other. Nothing happens for a session that the server does not know; it remembers the last 4096.
 	EndSession(context.Context, *EndSessionRequest) (*EndSessionResponse, error)
 	// Removes the blocks of a prompt from both tiers, including pinned ones: those that are cached when it begins,
 	// 256 at a time, the ends of prompts before their beginnings. Requests run in between; running ones keep their

@@ -965,7 +965,7 @@ type RequestInfo struct {
 	Method string `protobuf:"bytes,2,opt,name=method,proto3" json:"method,omitempty"`
 	// Its tenant. Empty: the default tenant.
 	Tenant string `protobuf:"bytes,3,opt,name=tenant,proto3" json:"tenant,omitempty"`
-	// The conversation that it is a turn of. Empty: none is named.
+	// The conversation that it is a turn of, and behind a slash the agent within it, if one is named. Empty: none is.
 	SessionId string `protobuf:"bytes,4,opt,name=session_id,json=sessionId,proto3" json:"session_id,omitempty"`
 	// The adapter that it runs with. Empty: none.
 	Adapter string `protobuf:"bytes,5,opt,name=adapter,proto3" json:"adapter,omitempty"`

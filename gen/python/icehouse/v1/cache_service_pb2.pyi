@@ -238,8 +238,9 @@ class BlockMatch(_message.Message):
     pinned: _builtins.bool
     """Whether it is pinned."""
     session: _builtins.str
-    """The session that computed it and alone has used it: 32 hex digits, made of its name and tenant. Empty: others
-    have used it too, or it was computed without a session or before the server started.
+    """The session that computed it and alone has used it, or the parent of those that have: 32 hex digits, made of
+    its name and tenant. Empty: others have used it too, or it was computed without a session or before the
+    server started.
     """
     def __init__(
         self,
@@ -594,7 +595,9 @@ class EndSessionResponse(_message.Message):
     RAM_BYTES_FIELD_NUMBER: _builtins.int
     SSD_BYTES_FIELD_NUMBER: _builtins.int
     block_count: _builtins.int
-    """Blocks that only this session and those that it started have used. 0: none, or the server does not know the session."""
+    """Blocks that only this session and those that it started have used. 0: none, or the server does not know the
+    session.
+    """
     ram_bytes: _builtins.int
     """Their bytes in RAM."""
     ssd_bytes: _builtins.int

@@ -136,9 +136,9 @@ class CacheServiceServicer(object):
 
     def EndSession(self, request, context):
         """Says that a session, the conversation that `session_id` of a request names, has ended. Blocks that only its
-        requests have used are evicted before all others from now on, and stay until then. If the session goes on
-        nevertheless, it reuses what is left, which is then as recently used as any other. Nothing happens for a
-        session that the server does not know; it remembers the last 4096.
+        requests and those of sessions that it started have used are evicted before all others from now on, and stay
+        until then. If the session goes on nevertheless, it reuses what is left, which is then as recently used as any
+        other. Nothing happens for a session that the server does not know; it remembers the last 4096.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

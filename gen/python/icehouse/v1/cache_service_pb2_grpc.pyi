@@ -55,9 +55,9 @@ class CacheServiceStub:
     """Removes the protection of Pin. Blocks that are not pinned are left as they are."""
     EndSession: _grpc.UnaryUnaryMultiCallable[_cache_service_pb2.EndSessionRequest, _cache_service_pb2.EndSessionResponse]
     """Says that a session, the conversation that `session_id` of a request names, has ended. Blocks that only its
-    requests have used are evicted before all others from now on, and stay until then. If the session goes on
-    nevertheless, it reuses what is left, which is then as recently used as any other. Nothing happens for a
-    session that the server does not know; it remembers the last 4096.
+    requests and those of sessions that it started have used are evicted before all others from now on, and stay
+    until then. If the session goes on nevertheless, it reuses what is left, which is then as recently used as any
+    other. Nothing happens for a session that the server does not know; it remembers the last 4096.
     """
     Evict: _grpc.UnaryStreamMultiCallable[_cache_service_pb2.EvictRequest, _cache_service_pb2.EvictResponse]
     """Removes the blocks of a prompt from both tiers, including pinned ones: those that are cached when it begins,
@@ -115,9 +115,9 @@ class CacheServiceAsyncStub(CacheServiceStub):
     """Removes the protection of Pin. Blocks that are not pinned are left as they are."""
     EndSession: _aio.UnaryUnaryMultiCallable[_cache_service_pb2.EndSessionRequest, _cache_service_pb2.EndSessionResponse]  # type: ignore[assignment]
     """Says that a session, the conversation that `session_id` of a request names, has ended. Blocks that only its
-    requests have used are evicted before all others from now on, and stay until then. If the session goes on
-    nevertheless, it reuses what is left, which is then as recently used as any other. Nothing happens for a
-    session that the server does not know; it remembers the last 4096.
+    requests and those of sessions that it started have used are evicted before all others from now on, and stay
+    until then. If the session goes on nevertheless, it reuses what is left, which is then as recently used as any
+    other. Nothing happens for a session that the server does not know; it remembers the last 4096.
     """
     Evict: _aio.UnaryStreamMultiCallable[_cache_service_pb2.EvictRequest, _cache_service_pb2.EvictResponse]  # type: ignore[assignment]
     """Removes the blocks of a prompt from both tiers, including pinned ones: those that are cached when it begins,
@@ -202,9 +202,9 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_cache_service_pb2.EndSessionResponse, _abc.Awaitable[_cache_service_pb2.EndSessionResponse]]:
         """Says that a session, the conversation that `session_id` of a request names, has ended. Blocks that only its
-        requests have used are evicted before all others from now on, and stay until then. If the session goes on
-        nevertheless, it reuses what is left, which is then as recently used as any other. Nothing happens for a
-        session that the server does not know; it remembers the last 4096.
+        requests and those of sessions that it started have used are evicted before all others from now on, and stay
+        until then. If the session goes on nevertheless, it reuses what is left, which is then as recently used as any
+        other. Nothing happens for a session that the server does not know; it remembers the last 4096.
         """
 
     @_abc_1.abstractmethod

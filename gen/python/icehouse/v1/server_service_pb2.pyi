@@ -535,7 +535,7 @@ class RequestInfo(_message.Message):
     tenant: _builtins.str
     """Its tenant. Empty: the default tenant."""
     session_id: _builtins.str
-    """The conversation that it is a turn of. Empty: none is named."""
+    """The conversation that it is a turn of, and behind a slash the agent within it, if one is named. Empty: none is."""
     adapter: _builtins.str
     """The adapter that it runs with. Empty: none."""
     phase: Global___RequestPhase.ValueType

@@ -205,8 +205,9 @@ export type BlockMatch = Message<"icehouse.v1.BlockMatch"> & {
   pinned: boolean;
 
   /**
-   * The session that computed it and alone has used it: 32 hex digits, made of its name and tenant. Empty: others
-   * have used it too, or it was computed without a session or before the server started.
+   * The session that computed it and alone has used it, or the parent of those that have: 32 hex digits, made of
+   * its name and tenant. Empty: others have used it too, or it was computed without a session or before the
+   * server started.
    *
    * @generated from field: string session = 8;
    */
@@ -585,7 +586,8 @@ export const EndSessionRequestSchema: GenMessage<EndSessionRequest> = /*@__PURE_
  */
 export type EndSessionResponse = Message<"icehouse.v1.EndSessionResponse"> & {
   /**
-   * Blocks that only this session and those that it started have used. 0: none, or the server does not know the session.
+   * Blocks that only this session and those that it started have used. 0: none, or the server does not know the
+   * session.
    *
    * @generated from field: int64 block_count = 1;
    */
@@ -1380,9 +1382,9 @@ export const CacheService: GenService<{
   },
   /**
    * Says that a session, the conversation that `session_id` of a request names, has ended. Blocks that only its
-   * requests have used are evicted before all others from now on, and stay until then. If the session goes on
-   * nevertheless, it reuses what is left, which is then as recently used as any other. Nothing happens for a
-   * session that the server does not know; it remembers the last 4096.
+   * requests and those of sessions that it started have used are evicted before all others from now on, and stay
+   * until then. If the session goes on nevertheless, it reuses what is left, which is then as recently used as any
+   * other. Nothing happens for a session that the server does not know; it remembers the last 4096.
    *
    * @generated from rpc icehouse.v1.CacheService.EndSession
    */

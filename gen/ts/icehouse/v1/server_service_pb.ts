@@ -456,7 +456,7 @@ export type RequestInfo = Message<"icehouse.v1.RequestInfo"> & {
   tenant: string;
 
   /**
-   * The conversation that it is a turn of. Empty: none is named.
+   * The conversation that it is a turn of, and behind a slash the agent within it, if one is named. Empty: none is.
    *
    * @generated from field: string session_id = 4;
    */

@@ -199,8 +199,9 @@ private static final long serialVersionUID = 0L;
   private volatile java.lang.Object session_ = "";
   /**
    * <pre>
-   * The session that computed it and alone has used it: 32 hex digits, made of its name and tenant. Empty: others
-   * have used it too, or it was computed without a session or before the server started.
+   * The session that computed it and alone has used it, or the parent of those that have: 32 hex digits, made of
+   * its name and tenant. Empty: others have used it too, or it was computed without a session or before the
+   * server started.
    * </pre>
    *
    * <code>string session = 8;</code>
@@ -221,8 +222,9 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * The session that computed it and alone has used it: 32 hex digits, made of its name and tenant. Empty: others
-   * have used it too, or it was computed without a session or before the server started.
+   * The session that computed it and alone has used it, or the parent of those that have: 32 hex digits, made of
+   * its name and tenant. Empty: others have used it too, or it was computed without a session or before the
+   * server started.
    * </pre>
    *
    * <code>string session = 8;</code>
@@ -1125,8 +1127,9 @@ private static final long serialVersionUID = 0L;
     private java.lang.Object session_ = "";
     /**
      * <pre>
-     * The session that computed it and alone has used it: 32 hex digits, made of its name and tenant. Empty: others
-     * have used it too, or it was computed without a session or before the server started.
+     * The session that computed it and alone has used it, or the parent of those that have: 32 hex digits, made of
+     * its name and tenant. Empty: others have used it too, or it was computed without a session or before the
+     * server started.
      * </pre>
      *
      * <code>string session = 8;</code>
@@ -1146,8 +1149,9 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The session that computed it and alone has used it: 32 hex digits, made of its name and tenant. Empty: others
-     * have used it too, or it was computed without a session or before the server started.
+     * The session that computed it and alone has used it, or the parent of those that have: 32 hex digits, made of
+     * its name and tenant. Empty: others have used it too, or it was computed without a session or before the
+     * server started.
      * </pre>
      *
      * <code>string session = 8;</code>
@@ -1168,8 +1172,9 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The session that computed it and alone has used it: 32 hex digits, made of its name and tenant. Empty: others
-     * have used it too, or it was computed without a session or before the server started.
+     * The session that computed it and alone has used it, or the parent of those that have: 32 hex digits, made of
+     * its name and tenant. Empty: others have used it too, or it was computed without a session or before the
+     * server started.
      * </pre>
      *
      * <code>string session = 8;</code>
@@ -1186,8 +1191,9 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The session that computed it and alone has used it: 32 hex digits, made of its name and tenant. Empty: others
-     * have used it too, or it was computed without a session or before the server started.
+     * The session that computed it and alone has used it, or the parent of those that have: 32 hex digits, made of
+     * its name and tenant. Empty: others have used it too, or it was computed without a session or before the
+     * server started.
      * </pre>
      *
      * <code>string session = 8;</code>
@@ -1201,8 +1207,9 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The session that computed it and alone has used it: 32 hex digits, made of its name and tenant. Empty: others
-     * have used it too, or it was computed without a session or before the server started.
+     * The session that computed it and alone has used it, or the parent of those that have: 32 hex digits, made of
+     * its name and tenant. Empty: others have used it too, or it was computed without a session or before the
+     * server started.
      * </pre>
      *
      * <code>string session = 8;</code>

@@ -99,8 +99,9 @@ public interface BlockMatchOrBuilder extends
 
   /**
    * <pre>
-   * The session that computed it and alone has used it: 32 hex digits, made of its name and tenant. Empty: others
-   * have used it too, or it was computed without a session or before the server started.
+   * The session that computed it and alone has used it, or the parent of those that have: 32 hex digits, made of
+   * its name and tenant. Empty: others have used it too, or it was computed without a session or before the
+   * server started.
    * </pre>
    *
    * <code>string session = 8;</code>
@@ -109,8 +110,9 @@ public interface BlockMatchOrBuilder extends
   java.lang.String getSession();
   /**
    * <pre>
-   * The session that computed it and alone has used it: 32 hex digits, made of its name and tenant. Empty: others
-   * have used it too, or it was computed without a session or before the server started.
+   * The session that computed it and alone has used it, or the parent of those that have: 32 hex digits, made of
+   * its name and tenant. Empty: others have used it too, or it was computed without a session or before the
+   * server started.
    * </pre>
    *
    * <code>string session = 8;</code>

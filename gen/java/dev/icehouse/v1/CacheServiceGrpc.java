@@ -447,9 +447,9 @@ public final class CacheServiceGrpc {
     /**
      * <pre>
      * Says that a session, the conversation that `session_id` of a request names, has ended. Blocks that only its
-     * requests have used are evicted before all others from now on, and stay until then. If the session goes on
-     * nevertheless, it reuses what is left, which is then as recently used as any other. Nothing happens for a
-     * session that the server does not know; it remembers the last 4096.
+     * requests and those of sessions that it started have used are evicted before all others from now on, and stay
+     * until then. If the session goes on nevertheless, it reuses what is left, which is then as recently used as any
+     * other. Nothing happens for a session that the server does not know; it remembers the last 4096.
      * </pre>
      */
     default void endSession(dev.icehouse.v1.EndSessionRequest request,
@@ -614,9 +614,9 @@ public final class CacheServiceGrpc {
     /**
      * <pre>
      * Says that a session, the conversation that `session_id` of a request names, has ended. Blocks that only its
-     * requests have used are evicted before all others from now on, and stay until then. If the session goes on
-     * nevertheless, it reuses what is left, which is then as recently used as any other. Nothing happens for a
-     * session that the server does not know; it remembers the last 4096.
+     * requests and those of sessions that it started have used are evicted before all others from now on, and stay
+     * until then. If the session goes on nevertheless, it reuses what is left, which is then as recently used as any
+     * other. Nothing happens for a session that the server does not know; it remembers the last 4096.
      * </pre>
      */
     public void endSession(dev.icehouse.v1.EndSessionRequest request,
@@ -766,9 +766,9 @@ public final class CacheServiceGrpc {
     /**
      * <pre>
      * Says that a session, the conversation that `session_id` of a request names, has ended. Blocks that only its
-     * requests have used are evicted before all others from now on, and stay until then. If the session goes on
-     * nevertheless, it reuses what is left, which is then as recently used as any other. Nothing happens for a
-     * session that the server does not know; it remembers the last 4096.
+     * requests and those of sessions that it started have used are evicted before all others from now on, and stay
+     * until then. If the session goes on nevertheless, it reuses what is left, which is then as recently used as any
+     * other. Nothing happens for a session that the server does not know; it remembers the last 4096.
      * </pre>
      */
     public dev.icehouse.v1.EndSessionResponse endSession(dev.icehouse.v1.EndSessionRequest request) throws io.grpc.StatusException {
@@ -921,9 +921,9 @@ public final class CacheServiceGrpc {
     /**
      * <pre>
      * Says that a session, the conversation that `session_id` of a request names, has ended. Blocks that only its
-     * requests have used are evicted before all others from now on, and stay until then. If the session goes on
-     * nevertheless, it reuses what is left, which is then as recently used as any other. Nothing happens for a
-     * session that the server does not know; it remembers the last 4096.
+     * requests and those of sessions that it started have used are evicted before all others from now on, and stay
+     * until then. If the session goes on nevertheless, it reuses what is left, which is then as recently used as any
+     * other. Nothing happens for a session that the server does not know; it remembers the last 4096.
      * </pre>
      */
     public dev.icehouse.v1.EndSessionResponse endSession(dev.icehouse.v1.EndSessionRequest request) {
@@ -1046,9 +1046,9 @@ public final class CacheServiceGrpc {
     /**
      * <pre>
      * Says that a session, the conversation that `session_id` of a request names, has ended. Blocks that only its
-     * requests have used are evicted before all others from now on, and stay until then. If the session goes on
-     * nevertheless, it reuses what is left, which is then as recently used as any other. Nothing happens for a
-     * session that the server does not know; it remembers the last 4096.
+     * requests and those of sessions that it started have used are evicted before all others from now on, and stay
+     * until then. If the session goes on nevertheless, it reuses what is left, which is then as recently used as any
+     * other. Nothing happens for a session that the server does not know; it remembers the last 4096.
      * </pre>
      */
     public com.google.common.util.concurrent.ListenableFuture<dev.icehouse.v1.EndSessionResponse> endSession(

@@ -10,7 +10,8 @@ public interface EndSessionResponseOrBuilder extends
 
   /**
    * <pre>
-   * Blocks that only this session and those that it started have used. 0: none, or the server does not know the session.
+   * Blocks that only this session and those that it started have used. 0: none, or the server does not know the
+   * session.
    * </pre>
    *
    * <code>int64 block_count = 1;</code>

@@ -197,7 +197,7 @@ private static final long serialVersionUID = 0L;
   private volatile java.lang.Object sessionId_ = "";
   /**
    * <pre>
-   * The conversation that it is a turn of. Empty: none is named.
+   * The conversation that it is a turn of, and behind a slash the agent within it, if one is named. Empty: none is.
    * </pre>
    *
    * <code>string session_id = 4;</code>
@@ -218,7 +218,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * The conversation that it is a turn of. Empty: none is named.
+   * The conversation that it is a turn of, and behind a slash the agent within it, if one is named. Empty: none is.
    * </pre>
    *
    * <code>string session_id = 4;</code>
@@ -1383,7 +1383,7 @@ private static final long serialVersionUID = 0L;
     private java.lang.Object sessionId_ = "";
     /**
      * <pre>
-     * The conversation that it is a turn of. Empty: none is named.
+     * The conversation that it is a turn of, and behind a slash the agent within it, if one is named. Empty: none is.
      * </pre>
      *
      * <code>string session_id = 4;</code>
@@ -1403,7 +1403,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The conversation that it is a turn of. Empty: none is named.
+     * The conversation that it is a turn of, and behind a slash the agent within it, if one is named. Empty: none is.
      * </pre>
      *
      * <code>string session_id = 4;</code>
@@ -1424,7 +1424,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The conversation that it is a turn of. Empty: none is named.
+     * The conversation that it is a turn of, and behind a slash the agent within it, if one is named. Empty: none is.
      * </pre>
      *
      * <code>string session_id = 4;</code>
@@ -1441,7 +1441,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The conversation that it is a turn of. Empty: none is named.
+     * The conversation that it is a turn of, and behind a slash the agent within it, if one is named. Empty: none is.
      * </pre>
      *
      * <code>string session_id = 4;</code>
@@ -1455,7 +1455,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The conversation that it is a turn of. Empty: none is named.
+     * The conversation that it is a turn of, and behind a slash the agent within it, if one is named. Empty: none is.
      * </pre>
      *
      * <code>string session_id = 4;</code>

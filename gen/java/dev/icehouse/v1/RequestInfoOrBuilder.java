@@ -70,7 +70,7 @@ public interface RequestInfoOrBuilder extends
 
   /**
    * <pre>
-   * The conversation that it is a turn of. Empty: none is named.
+   * The conversation that it is a turn of, and behind a slash the agent within it, if one is named. Empty: none is.
    * </pre>
    *
    * <code>string session_id = 4;</code>
@@ -79,7 +79,7 @@ public interface RequestInfoOrBuilder extends
   java.lang.String getSessionId();
   /**
    * <pre>
-   * The conversation that it is a turn of. Empty: none is named.
+   * The conversation that it is a turn of, and behind a slash the agent within it, if one is named. Empty: none is.
    * </pre>
    *
    * <code>string session_id = 4;</code>
