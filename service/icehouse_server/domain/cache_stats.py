@@ -258,8 +258,6 @@ class SessionStats:
     """Remembered now."""
     ended_count: int = 0
     """Of these, sessions that have ended."""
-    child_count: int = 0
-    """Sessions remembered that another one started."""
     ended_total: int = 0
     released_block_total: int = 0
     """Blocks that became the first to be evicted when their session ended."""
@@ -267,6 +265,8 @@ class SessionStats:
     """Sessions forgotten because there were too many."""
     dropped_checkpoint_total: int = 0
     """Checkpoints dropped because their session had too many."""
+    child_count: int = 0
+    """Sessions remembered that another one started."""
 
 
 @dataclasses.dataclass(slots=True)
