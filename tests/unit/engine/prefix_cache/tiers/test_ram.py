@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import pytest
+from icehouse_server.domain.blocks import RegionKind
 from icehouse_server.domain.cache_stats import TierStats
+from icehouse_server.engine.prefix_cache.tiers import ram as ram_tier
 from icehouse_server.engine.prefix_cache.tiers.node import Node
 from icehouse_server.engine.prefix_cache.tiers.ram import RamTier
 from icehouse_server.pins import UNTIL_UNPINNED
 
-from tests.fixtures.known_blocks import SIZE
-from tests.unit.engine.prefix_cache.tiers.test_spill import Bench, bench
+from tests.fixtures.known_blocks import SIZE, record_of
+from tests.unit.engine.prefix_cache.tiers.test_spill import Bench, bench, settled
 
 
 def made(count: int, *, limit_bytes: int) -> tuple[Bench, RamTier, list[Node]]:
@@ -57,3 +60,18 @@ def test_evicted_purged_and_superseded_are_three_things() -> None:
     ram.purge(nodes[0])
     assert ram.stats == TierStats(evicted_block_total=1, evicted_byte_total=10, purged_block_total=1)
     assert list(tier.shelf.tree.in_ram()) == [nodes[2]] and tier.shelf.tree.ram.used_bytes == 10
+
+
+def test_of_a_burst_of_blocks_that_are_copied_a_step_copies_a_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that decode wait for the copies. What is on SSD already is not copied, and takes no share."""
+    tier = bench()
+    tier.runner.copies_apart = True
+    nodes = [tier.block(start) for start in range(0, 12 * SIZE, SIZE)]
+    size_bytes = nodes[0].ram_bytes
+    for node in nodes[-4:]:
+        tier.shelf.tree.store(record_of(node, RegionKind.KV))
+    tier.shelf.tree.touch(nodes, now=1.0)  # those on SSD are the end of the chain, and go first
+    monkeypatch.setattr(ram_tier, "COPIED_BYTES", 2 * size_bytes)
+    steps = [tier.ram.yield_bytes(7 * size_bytes, by_spilling=True) // size_bytes for _ in range(4)]
+    assert steps == [6, 2, 2, 2] and tier.spills.drop_totals.total() == 0
+    assert len(settled(tier)) == 8 and not tier.shelf.tree.ram.used_bytes
