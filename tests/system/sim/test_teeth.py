@@ -419,11 +419,25 @@ def keep_a_chunk_that_is_half_through(patch: pytest.MonkeyPatch) -> None:
 
 
 def put_first_what_others_have_used_too(patch: pytest.MonkeyPatch) -> None:
-    def own(self, session, key):
-        ends = [node for name in session.ends if (node := self._tree.get(name)) is not None]
+    def own(self, ending):
+        names = [name for session in ending.values() for name in session.ends]
+        ends = [node for name in names if (node := self._tree.get(name)) is not None]
         return list(dict.fromkeys(above for end in ends for above in (end, *self._tree.ancestors(end))))
 
     patch.setattr(sessions.Sessions, "_own", own)
+
+
+def give_a_child_what_it_uses_of_its_parents(patch: pytest.MonkeyPatch) -> None:
+    real = sessions.Sessions.share
+
+    def share(self, key, nodes):
+        nodes = list(nodes)
+        real(self, key, nodes)
+        for node in nodes:
+            if node.session is not None and node.session == self._top(key):
+                node.session = key
+
+    patch.setattr(sessions.Sessions, "share", share)
 
 
 def end_the_session_of_another_tenant(patch: pytest.MonkeyPatch) -> None:
@@ -556,6 +570,7 @@ BREAKS: list[Break] = [
     go_on_with_the_chunk_of_one_that_was_parked,
     keep_a_chunk_that_is_half_through,
     put_first_what_others_have_used_too,
+    give_a_child_what_it_uses_of_its_parents,
     end_the_session_of_another_tenant,
     drop_the_checkpoint_that_a_prompt_resumes_from,
     adopt_the_archive_of_another_model,
