@@ -205,6 +205,8 @@ class Engine:
             except StopIteration as end:
                 share.reserved_bytes = 0
                 return cast("ModelInfo", end.value)
+            finally:
+                self._thread.device_clock.note_other(self._clock.monotonic())
             share.fixed_bytes += self._runner.memory().active_bytes - before_bytes
             share.reserved_bytes = max(0, expected_bytes - share.fixed_bytes)
             yield

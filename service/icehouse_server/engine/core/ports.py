@@ -136,7 +136,7 @@ class PassResult:
     elapsed_s: float = 0.0
     """How long the device was at the pass: from the end of the pass before it, or from its dispatch where
     that was later, to its own end, each as the host saw it. Where the device is faster than the host, the
-    time between two passes. 0 where no pass was waited for."""
+    time between two passes. 0 where no pass was waited for, or another model's work hid its end."""
     is_behind: bool = False
     """What was drawn, measured and pooled, the guesses and the time are of the pass before this one: the
     device runs ahead. With nothing to feed they are of the last one."""

@@ -17,6 +17,7 @@ from icehouse_server.clock import Clock
 from icehouse_server.domain.ids import SequenceId
 from icehouse_server.domain.model import ModelInfo
 from icehouse_server.domain.request import ImagePart, Pooling
+from icehouse_server.engine.core.device_clock import DeviceClock
 from icehouse_server.engine.core.memory_model import MemoryModel
 from icehouse_server.engine.core.ports import Chunk, Drawn, ImageUse, MemoryUse, PassResult
 from icehouse_server.engine.core.refusals import vector_not_finite
@@ -49,11 +50,14 @@ class EncoderRunner:
         tokenizer: Tokenizer,
         settings: RunnerSettings,
         clock: Clock,
+        device_clock: DeviceClock | None = None,
     ) -> None:
+        """`device_clock` is that of all models of the process, where there are others."""
         self._source = source
         self._tokenizer = tokenizer
         self._settings = settings
         self._clock = clock
+        self._device_clock = device_clock or DeviceClock()
         self._thread = OneThread()
         self._freed = FreedBuffers()
         self._model: Encoder | None = None
@@ -132,6 +136,7 @@ class EncoderRunner:
         """Return [texts, size] in float32, on the host; the shortest text comes first."""
         numbers = self._loaded(texts)
         mx.eval(numbers)
+        self._device_clock.note_other(self._clock.monotonic())
         return np.array(numbers)
 
     def layer_count(self) -> int:

@@ -17,6 +17,7 @@ from icehouse_server.domain.model import ModelInfo, PassSplit
 from icehouse_server.domain.request import Drafting, ImageKey, ImagePart
 from icehouse_server.domain.sampling import SamplingParams
 from icehouse_server.engine.attention.cpu.quantized import float_bytes
+from icehouse_server.engine.core.device_clock import DeviceClock
 from icehouse_server.engine.core.memory_model import DraftFootprint, MemoryModel
 from icehouse_server.engine.core.ports import Chunk, DecodeRow, ImageUse, MemoryUse, PassResult
 from icehouse_server.engine.core.thread_guard import OneThread
@@ -98,7 +99,9 @@ class ModelRunner:
         clock: Clock,
         fingerprint_hex: str = "",
         draft_source: model_loader.ModelSource | None = None,
+        device_clock: DeviceClock | None = None,
     ) -> None:
+        """`device_clock` is that of all models of the process, where there are others."""
         self._source = source
         self._tokenizer = tokenizer
         self._settings = settings
@@ -122,7 +125,10 @@ class ModelRunner:
         """Batches that draw in ways whose kernels are not compiled yet."""
         self._pass_clock = PassClock()
         self._pipeline = Pipeline(
-            is_pipelined=settings.is_pipelined, clock=clock, pass_clock=self._pass_clock
+            is_pipelined=settings.is_pipelined,
+            clock=clock,
+            pass_clock=self._pass_clock,
+            device_clock=device_clock or DeviceClock(),
         )
         self.blocks = RunnerBlocks(
             self,
