@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import logging
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -17,6 +17,7 @@ from icehouse_server.domain.model import ModelInfo, PassSplit
 from icehouse_server.domain.request import Drafting, ImageKey, ImagePart
 from icehouse_server.domain.sampling import SamplingParams
 from icehouse_server.engine.attention.cpu.quantized import float_bytes
+from icehouse_server.engine.attention.port import PagedAttention
 from icehouse_server.engine.core.device_clock import DeviceClock
 from icehouse_server.engine.core.memory_model import DraftFootprint, MemoryModel
 from icehouse_server.engine.core.ports import Chunk, DecodeRow, ImageUse, MemoryUse, PassResult
@@ -159,7 +160,7 @@ class ModelRunner:
         self._pipeline.forwards[NO_ADAPTER] = ForwardPass(loaded.model, self._facts)
         kv_bytes_per_token, fixed_bytes = self._warm_up(NO_ADAPTER)
         yield
-        self._page(self._page_groups, loaded)
+        yield from self._page(self._page_groups, loaded)
         yield
         if self._paging.groups:
             self._warm_up(NO_ADAPTER)
@@ -176,8 +177,9 @@ class ModelRunner:
         if self._settings.warms_every_draw:
             self._warm_ups.extend(warm_up_rows())
         yield
+        draft = yield from self._load_draft(info, is_hurried)
         self._memory_model = self._predicted(
-            loaded, info, kv_bytes_per_token=kv_bytes_per_token, fixed_bytes=fixed_bytes
+            loaded, draft, kv_bytes_per_token=kv_bytes_per_token, fixed_bytes=fixed_bytes
         )
         self._end_token_ids = tuple(i for i in info.eos_token_ids if i < info.vocabulary_size)
         return dataclasses.replace(
@@ -192,9 +194,14 @@ class ModelRunner:
         )
 
     def _predicted(
-        self, loaded: model_loader.LoadedModel, info: ModelInfo, *, kv_bytes_per_token: int, fixed_bytes: int
+        self,
+        loaded: model_loader.LoadedModel,
+        draft: DraftFootprint,
+        *,
+        kv_bytes_per_token: int,
+        fixed_bytes: int,
     ) -> MemoryModel:
-        """Load the draft model, and return what sequences will take."""
+        """Return what sequences will take."""
         shape = model_loader.shape_of(loaded)
         return MemoryModel(
             shape,
@@ -208,14 +215,18 @@ class ModelRunner:
             attended_bytes_per_token=self._attended_bytes(
                 kv_bytes_per_token, number_bytes=shape.compute_bytes
             ),
-            draft=self._load_draft(info),
+            draft=draft,
             tower=None if loaded.tower is None else loaded.tower.shape(device=find_backend().value),
         )
 
-    def _load_draft(self, info: ModelInfo) -> DraftFootprint:
+    def _load_draft(
+        self, info: ModelInfo, is_hurried: Callable[[], bool]
+    ) -> Generator[None, None, DraftFootprint]:
         if self._draft_source is None:
             return DraftFootprint()
-        draft = DraftModel.load(self._draft_source, info=info, tokenizer=self._tokenizer)
+        draft = yield from DraftModel.load_steps(
+            self._draft_source, info=info, tokenizer=self._tokenizer, is_hurried=is_hurried
+        )
         self._pipeline.draft_model = draft
         return draft.footprint
 
@@ -390,15 +401,16 @@ class ModelRunner:
         self.run([])
         return bool(self._warm_ups)
 
-    def _page(self, facts: Sequence[GroupFacts], loaded: model_loader.LoadedModel) -> None:
+    def _page(self, facts: Sequence[GroupFacts], loaded: model_loader.LoadedModel) -> Iterator[None]:
         """Put the KV of rows to come into pages, where that is wanted and can be."""
         if self._settings.attention is Attention.ROWS:
             return
         head_count = model_loader.shape_of(loaded).head_count
         has_sinks = model_loader.has_sinks(loaded.model)
-        backends = [
-            kernels_for(each.shape, query_head_count=head_count, has_sinks=has_sinks) for each in facts
-        ]
+        backends: list[PagedAttention | None] = []
+        for each in facts:
+            kernels = yield from kernels_for(each.shape, query_head_count=head_count, has_sinks=has_sinks)
+            backends.append(kernels)
         if not all(backends) or not backends:
             why = "no kernels are proved here" if backends else "the model's KV is not of one kind"
             _log.info("pages_unused", extra={"detail": why})

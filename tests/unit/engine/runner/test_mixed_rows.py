@@ -21,7 +21,7 @@ from icehouse_server.engine.runner import runner as runner_module
 from icehouse_server.engine.runner.forward.splits import Attention
 from icehouse_server.engine.runner.runner import ModelRunner, RunnerSettings
 
-from tests.fixtures.engine import load_at_once
+from tests.fixtures.engine import load_at_once, with_kernels
 from tests.fixtures.models import VOCABULARY_SIZE, tiny_model_dir
 
 STEPS = 14
@@ -120,7 +120,7 @@ def runner_of(
     )
     with pytest.MonkeyPatch.context() as patched:
         if kernels is not None:
-            patched.setattr(runner_module, "kernels_for", lambda shape, **_: kernels)
+            patched.setattr(runner_module, "kernels_for", with_kernels(kernels))
         load_at_once(runner)
     return runner
 
