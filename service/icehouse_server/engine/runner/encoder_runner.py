@@ -23,6 +23,7 @@ from icehouse_server.engine.core.ports import Chunk, Drawn, ImageUse, MemoryUse,
 from icehouse_server.engine.core.refusals import vector_not_finite
 from icehouse_server.engine.core.thread_guard import OneThread
 from icehouse_server.engine.kv.pass_clock import PassClock
+from icehouse_server.engine.kv.pool_memory import PoolMemory
 from icehouse_server.engine.kv.runner_blocks import RunnerBlocks
 from icehouse_server.engine.kv_cache.cache_classes import Cache
 from icehouse_server.engine.prefix_cache.tiers.runner_port import CacheFacts
@@ -59,6 +60,7 @@ class EncoderRunner:
         self._clock = clock
         self._device_clock = device_clock or DeviceClock()
         self._thread = OneThread()
+        self.pages = PoolMemory()
         self._freed = FreedBuffers()
         self._model: Encoder | None = None
         self._memory_model: MemoryModel | None = None

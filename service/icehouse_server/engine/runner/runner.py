@@ -22,12 +22,12 @@ from icehouse_server.engine.core.device_clock import DeviceClock
 from icehouse_server.engine.core.memory_model import DraftFootprint, MemoryModel
 from icehouse_server.engine.core.ports import Chunk, DecodeRow, ImageUse, MemoryUse, PassResult
 from icehouse_server.engine.core.thread_guard import OneThread
-from icehouse_server.engine.kv.backend_choice import kernels_for, shapes_are_costly
+from icehouse_server.engine.kv.backend_choice import kernels_for
 from icehouse_server.engine.kv.page_groups import GroupFacts, groups_of, page_token_count_for, pool_sizes
-from icehouse_server.engine.kv.page_table import PageGroup
 from icehouse_server.engine.kv.paged_cache import Paging
 from icehouse_server.engine.kv.pass_clock import PassClock
-from icehouse_server.engine.kv.pool import PagePool, can_reserve
+from icehouse_server.engine.kv.pool import can_reserve
+from icehouse_server.engine.kv.pool_memory import PoolMemory, make_groups
 from icehouse_server.engine.kv.runner_blocks import RunnerBlocks
 from icehouse_server.engine.kv_cache.cache_classes import (
     Cache,
@@ -121,6 +121,7 @@ class ModelRunner:
         """How passes of the model are run; true after `load_steps`."""
         self._paging = Paging(())
         """What of the KV lies in pages; known after `load_steps`."""
+        self.pages = PoolMemory()
         self._page_groups: tuple[GroupFacts, ...] = ()
         self._warm_ups: collections.deque[list[DecodeRow]] = collections.deque()
         """Batches that draw in ways whose kernels are not compiled yet."""
@@ -280,7 +281,7 @@ class ModelRunner:
 
     def memory(self) -> MemoryUse:
         free = self._paging.free_bytes
-        return MemoryUse(mx.get_active_memory() - free, mx.get_peak_memory() - free)
+        return MemoryUse(mx.get_active_memory() - free, mx.get_peak_memory() - free, free)
 
     def close(self) -> None:
         self._thread.check()
@@ -289,7 +290,7 @@ class ModelRunner:
         self._pipeline.clear()
         for group in self._paging.groups:
             group.pool.close()
-        self._paging = Paging(())
+        self._paging, self.pages = Paging(()), PoolMemory()
         self._model = self._images = None
         self._facts = PassFacts(caches=())
         mx.clear_cache()
@@ -422,21 +423,14 @@ class ModelRunner:
         if sum(sizes) and not self._settings.is_pipelined and not can_reserve(sum(sizes)):
             _log.warning("page_pool_not_reserved", extra={"size_bytes": sum(sizes)})
             sizes = [0] * len(sizes)
-        self._paging = Paging(
-            tuple(
-                PageGroup(
-                    PagePool(each.shape, passes=self._pass_clock, size_bytes=size_bytes),
-                    backend,
-                    each.layers,
-                    each.window,
-                    shapes_are_costly(each.shape),
-                )
-                for each, backend, size_bytes in zip(facts, backends, sizes, strict=True)
-                if backend is not None
-            ),
-        )
+        chosen = [(one, kernels) for one, kernels in zip(facts, backends, strict=True) if kernels]
+        self._paging = Paging(make_groups(chosen, sizes, passes=self._pass_clock))
+        self.pages = PoolMemory(self._paging.groups, has_rows=self._has_rows)
         self._pipeline.forwards[NO_ADAPTER].page(self._paging)
         self.blocks.page(self._paging)
+
+    def _has_rows(self) -> bool:
+        return bool(self._sequences) or self.blocks.is_restoring
 
     def _attended_bytes(self, kv_bytes_per_token: int, *, number_bytes: int) -> int:
         """Return what attention makes of a token's KV in one layer."""

@@ -91,10 +91,19 @@ class MemoryGuard:
             self.chunk_bytes(chunk.stop - chunk.start, chunk.stop, is_measured=chunk.sequence.measures_prompt)
             for chunk in chunks
         )
-        for sequence in decoding:
-            held = sequence.kv_token_count
-            needed += self._model.kv_bytes(held + 1) - self._model.kv_bytes(held)
-        return needed
+        return needed + self._row_bytes(decoding)
+
+    def pass_kv_bytes(self, chunks: Collection[PrefillChunk], *, decoding: Iterable[Sequence]) -> int:
+        """Return the KV that a pass adds: of its chunks, and of its rows."""
+        added = sum(
+            self._model.growth_bytes(chunk_token_count=each.stop - each.start, context_token_count=each.stop)
+            for each in chunks
+        )
+        return added + self._row_bytes(decoding)
+
+    def _row_bytes(self, decoding: Iterable[Sequence]) -> int:
+        held = (sequence.kv_token_count for sequence in decoding)
+        return sum(self._model.kv_bytes(count + 1) - self._model.kv_bytes(count) for count in held)
 
     def chunk_bytes(
         self, chunk_token_count: int, context_token_count: int, *, is_measured: bool = False

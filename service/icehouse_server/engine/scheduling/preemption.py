@@ -53,9 +53,16 @@ class Preemption:
         if not self.guard.limit_bytes:
             return True
         running = self._scheduler.running
-        excess = self._excess_bytes(self.guard.start_bytes(sequence, beside=running))
-        if not excess:
-            return True
+        kv_bytes = self.guard.growth_bytes((sequence, *running))
+        excess = self._excess_bytes(self.guard.start_bytes(sequence, beside=running), kv_bytes)
+        may_start = not excess or self._is_given(sequence, excess)
+        if may_start:
+            self._runner.pages.reserve(kv_bytes)
+        return may_start
+
+    def _is_given(self, sequence: Sequence, excess: int) -> bool:
+        """Whether the RAM tier has made so much free for a sequence."""
+        running = self._scheduler.running
         protected = self._prefix.cache.planned_blocks(sequence)
         if not running and self._prefix.yieldable_bytes(protected=protected) < excess:
             protected = frozenset()
@@ -95,7 +102,10 @@ class Preemption:
 
     def _fitting(self, fitting: list[PrefillChunk]) -> list[PrefillChunk]:
         decoding = self._scheduler.decoding
-        while self._excess_after_yield(needed := self.guard.pass_bytes(fitting, decoding=decoding)):
+        while self._excess_after_yield(
+            needed := self.guard.pass_bytes(fitting, decoding=decoding),
+            self.guard.pass_kv_bytes(fitting, decoding=decoding),
+        ):
             if len(fitting) > 1:
                 del fitting[-1]
                 continue
@@ -138,12 +148,22 @@ class Preemption:
             active_bytes = self._runner.memory().active_bytes
             self._fail(sequence, self.guard.short(needed_bytes=needed_bytes, active_bytes=active_bytes))
 
-    def _excess_bytes(self, needed_bytes: int) -> int:
+    def _excess_bytes(self, needed_bytes: int, kv_bytes: int = 0) -> int:
+        """Return by how much the limit would be passed by what is needed, `kv_bytes` of it for KV."""
+        pages = self._runner.pages
+        excess = self._excess(needed_bytes)
+        copied_bytes = pages.copied_bytes(kv_bytes)
+        if not copied_bytes:
+            return excess
+        # Either pages can grow, or enough of them come free.
+        return min(self._excess(needed_bytes + copied_bytes), max(excess, pages.missing_bytes(kv_bytes)))
+
+    def _excess(self, needed_bytes: int) -> int:
         active_bytes = self._runner.memory().active_bytes
         return self.guard.excess_bytes(active_bytes=active_bytes, needed_bytes=needed_bytes)
 
-    def _excess_after_yield(self, needed_bytes: int) -> int:
-        excess = self._excess_bytes(needed_bytes)
+    def _excess_after_yield(self, needed_bytes: int, kv_bytes: int = 0) -> int:
+        excess = self._excess_bytes(needed_bytes, kv_bytes)
         if not excess:
             return 0
         # What is let go here is free for new arrays whether or not the allocator returned it yet.
