@@ -47,7 +47,8 @@ private static final long serialVersionUID = 0L;
   private long blockCount_ = 0L;
   /**
    * <pre>
-   * Blocks that only this session has used. 0: none, or the server does not know the session.
+   * Blocks that only this session has used. 0: none, or the server does not know the session. It knows no
+   * session of a model that is not loaded, and does not load one for this.
    * </pre>
    *
    * <code>int64 block_count = 1;</code>
@@ -469,7 +470,8 @@ private static final long serialVersionUID = 0L;
     private long blockCount_ ;
     /**
      * <pre>
-     * Blocks that only this session has used. 0: none, or the server does not know the session.
+     * Blocks that only this session has used. 0: none, or the server does not know the session. It knows no
+     * session of a model that is not loaded, and does not load one for this.
      * </pre>
      *
      * <code>int64 block_count = 1;</code>
@@ -481,7 +483,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Blocks that only this session has used. 0: none, or the server does not know the session.
+     * Blocks that only this session has used. 0: none, or the server does not know the session. It knows no
+     * session of a model that is not loaded, and does not load one for this.
      * </pre>
      *
      * <code>int64 block_count = 1;</code>
@@ -497,7 +500,8 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * Blocks that only this session has used. 0: none, or the server does not know the session.
+     * Blocks that only this session has used. 0: none, or the server does not know the session. It knows no
+     * session of a model that is not loaded, and does not load one for this.
      * </pre>
      *
      * <code>int64 block_count = 1;</code>

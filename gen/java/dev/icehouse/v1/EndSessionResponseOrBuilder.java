@@ -10,7 +10,8 @@ public interface EndSessionResponseOrBuilder extends
 
   /**
    * <pre>
-   * Blocks that only this session has used. 0: none, or the server does not know the session.
+   * Blocks that only this session has used. 0: none, or the server does not know the session. It knows no
+   * session of a model that is not loaded, and does not load one for this.
    * </pre>
    *
    * <code>int64 block_count = 1;</code>
