@@ -243,6 +243,7 @@ class Engine:
             return share.room_bytes(memory.active_bytes + memory.spare_bytes)
 
         share.varying_bytes = varying_bytes
+        share.promised_bytes = lambda: guard.growth_bytes(scheduler.running)
         share.yield_pages = pages.give_back
         share.yield_ram = lambda size_bytes: _yield_ram(prefix, pages, size_bytes, room_bytes=room_bytes())
         if self._budget.limit_bytes:

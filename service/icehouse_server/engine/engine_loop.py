@@ -268,7 +268,7 @@ class EngineLoop:
                 blocked.append(sequence)
                 continue
             has_begun = True
-        self._prefix.lacks_memory = bool(blocked)
+        self._preemption.note_blocked(is_blocked=bool(blocked), now=self._clock.monotonic())
         return has_begun
 
     def _begin(self, sequence: Sequence) -> None:

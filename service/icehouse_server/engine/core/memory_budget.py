@@ -5,6 +5,7 @@ Inference thread only.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 
@@ -42,12 +43,37 @@ class BudgetShare:
         """What is still to be loaded."""
         self.varying_bytes: Callable[[], int] = lambda: 0
         """KV of sequences and blocks that is not in pages, and images' vectors."""
+        self.promised_bytes: Callable[[], int] = lambda: 0
+        """KV that its running sequences were admitted for and do not hold yet."""
         self.is_idle: Callable[[], bool] = lambda: False
         self.yield_pages: Callable[[int], int] = lambda size_bytes: 0
         """Gives back pages that nobody refers to, of this size if there are so many; returns how much."""
         self.yield_ram: Callable[[int], int] = lambda size_bytes: 0
         """Drops blocks of at least this size, the oldest first; returns the bytes that are free for other
         engines then."""
+
+        self.waits_since: float | None = None
+        """Since when nothing runs here for want of memory; None while that is not so. `Clock.monotonic`."""
+
+    @property
+    def others_promised_bytes(self) -> int:
+        """What the running sequences of all other engines may still take."""
+        return sum(other.promised_bytes() for other in self.budget.others(self))
+
+    @property
+    def others_work(self) -> bool:
+        """Whether another engine is at work, which will give memory back."""
+        return any(not other.is_idle() for other in self.budget.others(self))
+
+    @property
+    def must_wait(self) -> bool:
+        """Whether what comes free is another engine's, which has waited longer and can run nothing. This one
+        starts nothing new until then, or whoever is always at work would keep all."""
+        since = math.inf if self.waits_since is None else self.waits_since
+        return any(
+            other.waits_since is not None and other.waits_since < since and other.is_idle()
+            for other in self.budget.others(self)
+        )
 
     @property
     def others_bytes(self) -> int:
