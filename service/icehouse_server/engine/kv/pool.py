@@ -70,6 +70,8 @@ class PagePool:
         self._live: weakref.WeakValueDictionary[int, Page] = weakref.WeakValueDictionary()
         self.generation = 0
         """How often the array was replaced."""
+        self.before_replaced: list[Callable[[], None]] = []
+        """Called before that: those who hold the array must let go of it, or its memory would not be free."""
         self.room_bytes: Callable[[], int] | None = None
         """What may be allocated now besides; None where that is not known."""
         self.is_bounded = size_bytes > 0
@@ -122,6 +124,7 @@ class PagePool:
     def close(self) -> None:
         """Free the memory, even if pages are still referred to; nobody reads or writes any more."""
         self.array, self.view = self._new_array(0), None
+        self.before_replaced.clear()
         self._free.clear()
         self._waiting.clear()
 
@@ -188,6 +191,8 @@ class PagePool:
         # The pass in flight writes into the array that is copied.
         mx.eval(self.order, self.array)
         self.view = None
+        for drop in self.before_replaced:
+            drop()
         if numbers:
             self._copy(page_count, np.array(numbers, np.int32))
         else:
