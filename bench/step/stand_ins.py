@@ -7,7 +7,7 @@ What building a custom kernel's call costs in MLX itself is not in it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 from unittest.mock import patch
 
@@ -48,7 +48,12 @@ def have_page_kernels() -> None:
     from icehouse_server.engine.attention.gpu.launch import GpuAttention
 
     backend = "icehouse_server.engine.runner.runner.kernels_for"
-    patch(backend, lambda shape, **_: GpuAttention(make_kernel, CUDA)).start()
+
+    def kernels(*_: Any, **__: Any) -> Generator[None, None, GpuAttention]:
+        yield
+        return GpuAttention(make_kernel, CUDA)
+
+    patch(backend, kernels).start()
 
 
 def make_kernel(**_: Any) -> Callable[..., list[mx.array]]:

@@ -260,11 +260,10 @@ def open_engine(
         source = dataclasses.replace(source, code=fingerprint.code)
     limits = engine_limits(config, device)
     mailbox: Mailbox[Message] = Mailbox(limit=config.engine.mailbox_limit, changed=parts.inference.changed)
-    settings = runner_settings(config, device)
-    if parts.are_several:
-        settings = dataclasses.replace(settings, memory_limit_bytes=0)
+    settings = runner_settings(config, device, are_several=parts.are_several)
+    name = fingerprint.value.hex()
     runner = build_runner(
-        source, draft, tokenizer, settings=settings, clock=clock, fingerprint_hex=fingerprint.value.hex()
+        source, draft, tokenizer, settings=settings, thread=parts.inference, fingerprint_hex=name
     )
     cache = build_cache_parts(
         config.cache,
@@ -302,25 +301,29 @@ def build_runner(
     tokenizer: Tokenizer,
     *,
     settings: RunnerSettings,
-    clock: Clock,
+    thread: InferenceThread,
     fingerprint_hex: str,
 ) -> ModelRunner | EncoderRunner:
     """Make what runs the model in a folder. Raises ModelError for a draft model beside an encoder."""
+    clock, device_clock = thread.clock, thread.device_clock
     if not reads_whole(source.path):
         return ModelRunner(
             source=source,
             tokenizer=tokenizer,
             settings=settings,
             clock=clock,
+            device_clock=device_clock,
             fingerprint_hex=fingerprint_hex,
             draft_source=draft and dataclasses.replace(draft, dtype=source.dtype),
         )
     if draft is not None:
         raise model_invalid(f"the model in {source.path} decodes nothing; serve it without a draft model")
-    return EncoderRunner(source=source, tokenizer=tokenizer, settings=settings, clock=clock)
+    return EncoderRunner(
+        source=source, tokenizer=tokenizer, settings=settings, clock=clock, device_clock=device_clock
+    )
 
 
-def runner_settings(config: Config, device: Device) -> RunnerSettings:
+def runner_settings(config: Config, device: Device, *, are_several: bool = False) -> RunnerSettings:
     """Return the settings by which the model runs on this device."""
     return RunnerSettings(
         is_pipelined=device.runs_ahead,
@@ -328,7 +331,7 @@ def runner_settings(config: Config, device: Device) -> RunnerSettings:
         warms_every_draw=device.compiles_at_first_use,
         joins_layers=device.products_are_costly,
         is_memory_wired=config.engine.wired_memory,
-        memory_limit_bytes=memory_limit(config.engine.memory_limit_bytes, device),
+        memory_limit_bytes=0 if are_several else memory_limit(config.engine.memory_limit_bytes, device),
         image_feature_limit_bytes=config.engine.image_feature_bytes,
         block_token_count=config.cache.block_token_count,
         kv_bits=config.cache.kv_bits,

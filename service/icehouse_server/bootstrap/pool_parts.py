@@ -8,16 +8,28 @@ import dataclasses
 import logging
 from collections.abc import Mapping
 
-from icehouse_server.bootstrap.composition import EngineParts, OpenedEngine, Server, open_engine
+from icehouse_server.bootstrap.composition import (
+    EngineParts,
+    OpenedEngine,
+    Server,
+    engine_limits,
+    open_engine,
+)
 from icehouse_server.bootstrap.kept_models import held
+from icehouse_server.bootstrap.machine import weights_dtype
 from icehouse_server.bootstrap.model_source import ServedModels, locate_models, served_name
 from icehouse_server.bootstrap.room import ModelSize, Room
 from icehouse_server.clock import Clock
 from icehouse_server.config import Config
 from icehouse_server.device import Device
 from icehouse_server.domain.ids import Tenant
+from icehouse_server.engine.core.memory_model import MemoryModel, value_bytes
+from icehouse_server.engine.runner.identity.fingerprint import quantization_of
+from icehouse_server.engine.runner.model_loader import read_config
 from icehouse_server.errors import CannotFit, ConfigError, Reason, StartError
-from icehouse_server.pool.model_pool import ModelPool, ModelTerms
+from icehouse_server.pool.choice import ModelNeeds
+from icehouse_server.pool.model_pool import ModelPool
+from icehouse_server.pool.places import ModelTerms
 from icehouse_server.rpc.engine_client.router import Router
 from icehouse_server.rpc.rpc_server import RpcServer
 
@@ -81,7 +93,7 @@ class PooledModels:
         self._loop = loop
         self._located: dict[str, tuple[ServedModels, int]] = {}
 
-    def locate(self, name: str) -> int:
+    def locate(self, name: str) -> ModelNeeds:
         room = Room(memory_limit_bytes=self._parts.budget.limit_bytes)
 
         def check(_: str, size: ModelSize) -> None:
@@ -92,11 +104,26 @@ class PooledModels:
 
         began = self._parts.clock.monotonic()
         found = locate_models(self._configs[name].model, on_progress=lambda *_: None, on_size=check)
-        self._located[name] = found, room.weight_bytes
+        needs = self._needs(name, found, file_bytes=room.weight_bytes)
+        self._located[name] = found, needs.weight_bytes
         duration_s = round(self._parts.clock.monotonic() - began, 3)
-        facts = {"model": name, "path": found.model.path, "size_bytes": room.weight_bytes}
+        facts = {"model": name, "path": found.model.path, "size_bytes": needs.weight_bytes}
         _log.info("model_found", extra={**facts, "duration_s": duration_s})
-        return room.weight_bytes
+        return needs
+
+    def _needs(self, name: str, found: ServedModels, *, file_bytes: int) -> ModelNeeds:
+        """Return what a model takes, and a prompt of one chunk, as far as its config.json says."""
+        whole, device = self._configs[name], self._parts.device
+        config, wanted = read_config(found.model.path), weights_dtype(whole.model, device)
+        stored_bytes = value_bytes(config)
+        compute_bytes = 4 if wanted == "float32" else stored_bytes
+        is_wider = compute_bytes > stored_bytes and quantization_of(config) == "none"
+        model = MemoryModel.by_config(config, compute_bytes=compute_bytes, device=device.backend.value)
+        chunk = engine_limits(whole, device).prefill_chunk_token_count
+        return ModelNeeds(
+            weight_bytes=file_bytes * (compute_bytes // stored_bytes if is_wider else 1),
+            run_bytes=model.request_bytes(token_count=chunk, chunk_token_count=chunk),
+        )
 
     def open(self, name: str) -> OpenedEngine:
         config, (found, weight_bytes) = self._configs[name], self._located[name]

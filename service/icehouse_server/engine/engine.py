@@ -20,7 +20,7 @@ from icehouse_server.domain.request import GenerationRequest
 from icehouse_server.domain.stats import EngineStats
 from icehouse_server.engine.core.mailbox import Cancel, Command, Drain, Mailbox, Message, QueryStats, Submit
 from icehouse_server.engine.core.memory_budget import BudgetShare, MemoryBudget
-from icehouse_server.engine.core.ports import Decoder, Listener, Runner
+from icehouse_server.engine.core.ports import Decoder, Listener, Pages, Runner
 from icehouse_server.engine.core.refusals import cancelled_by_client, engine_failed, shutting_down
 from icehouse_server.engine.engine_loop import EngineLoop
 from icehouse_server.engine.inference_thread import InferenceThread, Turns
@@ -205,6 +205,8 @@ class Engine:
             except StopIteration as end:
                 share.reserved_bytes = 0
                 return cast("ModelInfo", end.value)
+            finally:
+                self._thread.device_clock.note_other(self._clock.monotonic())
             share.fixed_bytes += self._runner.memory().active_bytes - before_bytes
             share.reserved_bytes = max(0, expected_bytes - share.fixed_bytes)
             yield
@@ -218,20 +220,34 @@ class Engine:
         loop: EngineLoop,
         prefix: CacheController,
     ) -> None:
-        """Tell the other engines what this one holds. Pages are its own: none is free for others before the
-        model goes."""
+        """Tell the other engines what this one holds. Pages of a pool of a fixed size are its own: none is
+        free for others before the model goes."""
         memory_model, (scheduler, guard) = self._runner.memory_model(), scheduling
         share.fixed_bytes = model.resident_bytes + memory_model.draft.weight_bytes + memory_model.pool_bytes
         share.is_idle = lambda: loop.is_idle
         if memory_model.pool_bytes:
             share.varying_bytes = lambda: self._runner.image_use().size_bytes
             return
-        share.varying_bytes = lambda: (
-            guard.held_bytes(scheduler.running)
-            + prefix.cache.tree.ram.used_bytes
-            + self._runner.image_use().size_bytes
-        )
-        share.yield_ram = prefix.yield_ram
+        pages, ram = self._runner.pages, prefix.cache.tree.ram
+
+        def varying_bytes() -> int:
+            held_bytes, image_bytes = guard.held_bytes(scheduler.running), self._runner.image_use().size_bytes
+            if not pages.held_bytes:
+                return held_bytes + ram.used_bytes + image_bytes
+            # Rows and blocks share pages; what is more than these lies elsewhere.
+            besides_bytes = max(0, max(held_bytes, ram.used_bytes) - pages.used_bytes)
+            return pages.held_bytes + besides_bytes + image_bytes
+
+        def room_bytes() -> int:
+            memory = self._runner.memory()
+            return share.room_bytes(memory.active_bytes + memory.spare_bytes)
+
+        share.varying_bytes = varying_bytes
+        share.promised_bytes = lambda: guard.growth_bytes(scheduler.running)
+        share.yield_pages = pages.give_back
+        share.yield_ram = lambda size_bytes: _yield_ram(prefix, pages, size_bytes, room_bytes=room_bytes())
+        if self._budget.limit_bytes:
+            pages.bound(room_bytes)
 
     def _free(self, prefix: CacheController | None) -> None:
         """Free what a failed engine has made."""
@@ -304,3 +320,18 @@ class Engine:
         if self.state is EngineState.FAILED:
             return engine_failed()
         return shutting_down()
+
+
+def _yield_ram(prefix: CacheController, pages: Pages, size_bytes: int, *, room_bytes: int) -> int:
+    """Drop blocks in RAM so that others have so much more memory, if possible; return how much they have.
+
+    Where blocks lie in pages these are given back, too, which takes room for a copy of what stays. So a
+    quarter of it goes at least: not each small need makes a copy.
+    """
+    if not pages.held_bytes:
+        return prefix.yield_ram(size_bytes)
+    if not pages.can_move:
+        return 0
+    used_bytes = pages.used_bytes
+    freed_bytes = prefix.yield_ram(max(size_bytes, used_bytes // 4, used_bytes - room_bytes))
+    return freed_bytes - (used_bytes - pages.used_bytes) + pages.give_back(size_bytes)

@@ -268,7 +268,7 @@ class EngineLoop:
                 blocked.append(sequence)
                 continue
             has_begun = True
-        self._prefix.lacks_memory = bool(blocked)
+        self._preemption.note_blocked(is_blocked=bool(blocked), now=self._clock.monotonic())
         return has_begun
 
     def _begin(self, sequence: Sequence) -> None:
@@ -373,16 +373,15 @@ class EngineLoop:
         stats.output_token_total += len(result.drawn)
         timed, self._dispatched = self._dispatched if result.is_behind else plan, plan
         elapsed_s = result.elapsed_s
-        if timed is None:
+        if timed is None or not elapsed_s:
             return
         if timed.advanced_token_count:
             tokens_per_s = timed.advanced_token_count / max(timed.prefill_s(elapsed_s), 1e-9)
             stats.prefill_tokens_per_s = counters.prefill_rate.add(tokens_per_s)
             self._cache.rates.prefill_tokens_per_s = stats.prefill_tokens_per_s
-        if elapsed_s > 0.0:
-            self._scheduler.note_time(
-                timed, elapsed_s, guess_count=result.drafted_count, layers_began_s=result.layers_began_s
-            )
+        self._scheduler.note_time(
+            timed, elapsed_s, guess_count=result.drafted_count, layers_began_s=result.layers_began_s
+        )
         counters.passes_s.append(elapsed_s)
         if timed.rows.token_count:
             counters.decode_steps_s.append(elapsed_s)

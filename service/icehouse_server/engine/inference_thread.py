@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 from icehouse_server.clock import Clock
+from icehouse_server.engine.core.device_clock import DeviceClock
 from icehouse_server.engine.core.mailbox import Mailbox, Message
 
 _WAIT_S = 0.5
@@ -49,6 +50,8 @@ class InferenceThread:
         self.clock = clock
         self.changed = threading.Condition()
         """What the mailboxes of its engines share, and the thread waits on."""
+        self.device_clock = DeviceClock()
+        """Of all its engines."""
         self._thread = threading.Thread(target=self._run, name="inference", daemon=True)
         self._members: list[_Member] = []
         self._is_ending = False

@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from icehouse_server.errors import CannotFit, Reason
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ModelNeeds:
+    """What a model takes of the memory."""
+
+    weight_bytes: int
+    """As long as it is loaded."""
+    run_bytes: int = 0
+    """What a small request takes besides. Idle models give back what they keep, so it must be there once."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -13,8 +23,7 @@ class Occupant:
     """A model in memory."""
 
     name: str
-    size_bytes: int
-    """Of its weights; what it keeps beside them, it gives back when others need it."""
+    needs: ModelNeeds
     is_pinned: bool
     user_count: int
     """Calls that use it."""
@@ -22,38 +31,51 @@ class Occupant:
     """When it was last used."""
 
 
+def taken_bytes(needs: ModelNeeds, staying: Iterable[Occupant]) -> int:
+    """Return what a model needs beside others: all weights, and that any of them can run."""
+    together = [needs, *(each.needs for each in staying)]
+    return sum(each.weight_bytes for each in together) + max(each.run_bytes for each in together)
+
+
 def yielding(
-    name: str, size_bytes: int, occupants: Sequence[Occupant], *, limit_bytes: int
+    name: str, needs: ModelNeeds, occupants: Sequence[Occupant], *, limit_bytes: int
 ) -> tuple[Occupant, ...]:
-    """Return who gives way to a model of this size, the first one first; nobody where it fits beside all.
+    """Return who gives way to a model, the first one first; nobody where it fits beside all.
 
     Idle models come before running ones, which must be drained first, and among either the least
     recently used one; pinned ones never. Raises CannotFit if even that is not enough.
     """
-    missing_bytes = size_bytes + sum(each.size_bytes for each in occupants) - limit_bytes
-    movable = [each for each in occupants if not each.is_pinned]
-    pinned_bytes = sum(each.size_bytes for each in occupants if each.is_pinned)
-    if size_bytes + pinned_bytes > limit_bytes:
-        raise CannotFit(
-            Reason.MEMORY_NEVER_FITS,
-            f"model {name!r} takes {size_bytes} bytes, pinned models take {pinned_bytes}, and the server may "
-            f"use {limit_bytes}; pin fewer models, or raise engine.memory_limit_bytes if there is more",
-            metadata={
-                "model": name,
-                "weight_bytes": size_bytes,
-                "pinned_bytes": pinned_bytes,
-                "limit_bytes": limit_bytes,
-            },
-        )
-    chosen: list[Occupant] = []
+    pinned = [each for each in occupants if each.is_pinned]
+    if taken_bytes(needs, pinned) > limit_bytes:
+        raise _never_fits(name, needs, pinned, limit_bytes=limit_bytes)
+    staying, chosen = list(occupants), list[Occupant]()
+    movable = (each for each in occupants if not each.is_pinned)
     for each in sorted(movable, key=lambda each: (each.user_count > 0, each.use_time)):
-        if missing_bytes <= 0:
+        if taken_bytes(needs, staying) <= limit_bytes:
             break
         chosen.append(each)
-        missing_bytes -= each.size_bytes
+        staying.remove(each)
     # An idle one that is not needed any more, now that larger ones go, stays.
     for each in tuple(chosen):
-        if missing_bytes + each.size_bytes <= 0:
+        if taken_bytes(needs, [*staying, each]) <= limit_bytes:
             chosen.remove(each)
-            missing_bytes += each.size_bytes
+            staying.append(each)
     return tuple(chosen)
+
+
+def _never_fits(name: str, needs: ModelNeeds, pinned: Sequence[Occupant], *, limit_bytes: int) -> CannotFit:
+    pinned_bytes = sum(each.needs.weight_bytes for each in pinned)
+    run_bytes = taken_bytes(needs, pinned) - needs.weight_bytes - pinned_bytes
+    return CannotFit(
+        Reason.MEMORY_NEVER_FITS,
+        f"model {name!r} takes {needs.weight_bytes} bytes, pinned models take {pinned_bytes}, a small "
+        f"request takes about {run_bytes}, and the server may use {limit_bytes}; pin fewer models, or raise "
+        "engine.memory_limit_bytes if there is more",
+        metadata={
+            "model": name,
+            "weight_bytes": needs.weight_bytes,
+            "pinned_bytes": pinned_bytes,
+            "run_bytes": run_bytes,
+            "limit_bytes": limit_bytes,
+        },
+    )

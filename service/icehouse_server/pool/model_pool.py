@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from icehouse_server.clock import Clock
-from icehouse_server.domain.ids import Tenant
-from icehouse_server.domain.model import EngineState, ListedModel, ModelInfo, ModelState
+from icehouse_server.domain.model import EngineState, ListedModel, ModelState
 from icehouse_server.errors import (
     CannotFit,
     EngineFailed,
@@ -26,7 +24,8 @@ from icehouse_server.errors import (
     Reason,
     Unavailable,
 )
-from icehouse_server.pool.choice import Occupant, yielding
+from icehouse_server.pool.choice import ModelNeeds, Occupant, taken_bytes, yielding
+from icehouse_server.pool.places import ModelOpener, ModelTerms, OpenedModel, Place, PooledModel, shown
 from icehouse_server.rpc.access.caller import Caller, Role
 from icehouse_server.rpc.calls import background
 from icehouse_server.rpc.calls.call_lifecycle import stopping
@@ -42,91 +41,11 @@ GIVE_WAY_S = 60.0
 """How long calls of other models may go on before who waits for their memory is refused."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ModelTerms:
-    """How a model is served. Without `tenants` everybody may use it; a `ttl_s` of 0 keeps it loaded."""
-
-    name: str
-    aliases: tuple[str, ...] = ()
-    tenants: frozenset[Tenant] = frozenset()
-    is_pinned: bool = False
-    """Loaded at the start, and gives way to none."""
-    ttl_s: float = 0.0
-    """It is unloaded after so long without a call."""
-
-
-class OpenedModel(Protocol):
-    """A model with an engine."""
-
-    @property
-    def seat(self) -> Seat: ...
-    @property
-    def error(self) -> IcehouseError | None:
-        """Why its engine failed; for the log, since it may name folders."""
-
-    def start(self) -> None:
-        """Begin to load it; the seat's router hears of READY or FAILED."""
-
-    async def end(self) -> None:
-        """End what runs, write RAM's blocks to SSD, and give the memory back."""
-
-
 _Opened = TypeVar("_Opened", bound=OpenedModel)
-_Opened_co = TypeVar("_Opened_co", bound=OpenedModel, covariant=True)
-
-
-class ModelOpener(Protocol[_Opened_co]):
-    """Finds and opens models, by the names of their terms. Any thread; may take minutes."""
-
-    def locate(self, name: str) -> int:
-        """Have the model's files here; return the bytes of its weights. Raises IcehouseError."""
-
-    def open(self, name: str) -> _Opened_co:
-        """Return the model with its tokenizer read, not started. Raises IcehouseError."""
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class _Place:
-    """A model in memory."""
-
-    opened: OpenedModel
-    size_bytes: int
-    use_time: float
-    user_count: int = 0
-    idle: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
-    """Set while nobody uses it."""
-    expiry: asyncio.TimerHandle | None = None
-
-    def keep(self) -> None:
-        """Cancel its expiry."""
-        if self.expiry is not None:
-            self.expiry.cancel()
-            self.expiry = None
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class _Model:
-    """A model of the pool."""
-
-    terms: ModelTerms
-    state: ModelState = ModelState.ABSENT
-    place: _Place | None = None
-    loading: asyncio.Task[None] | None = None
-    waiters: list[asyncio.Future[_Place]] = dataclasses.field(default_factory=list)
-    error: IcehouseError | None = None
-    failed_time: float = 0.0
-    info: ModelInfo | None = None
-    """What is known of it since it was loaded once."""
-
-    @property
-    def listed(self) -> ListedModel:
-        """What callers see of it."""
-        detail = "" if self.error is None or self.state is not ModelState.FAILED else _shown(self.error)
-        return ListedModel(self.terms.name, self.state, self.terms.aliases, detail, self.info)
 
 
 class ModelPool(Generic[_Opened]):
-    """Loads and unloads. `limit_bytes` is for the weights of all models that are loaded at a time."""
+    """Loads and unloads. `limit_bytes` is for all models that are loaded at a time."""
 
     are_several = True
 
@@ -139,7 +58,7 @@ class ModelPool(Generic[_Opened]):
         limit_bytes: int,
         grace_s: float,
     ) -> None:
-        self._models = {terms.name: _Model(terms) for terms in models}
+        self._models = {terms.name: PooledModel(terms) for terms in models}
         self._by_name = {
             name: self._models[terms.name] for terms in models for name in (terms.name, *terms.aliases)
         }
@@ -246,21 +165,22 @@ class ModelPool(Generic[_Opened]):
     def add_listener(self, listener: Callable[[], None]) -> None:
         self._listeners.append(listener)
 
-    def _named(self, name: str, caller: Caller) -> _Model:
+    def _named(self, name: str, caller: Caller) -> PooledModel:
         model = self._by_name.get(name or self.default_name)
         if model is None or not _may_use(caller, model.terms):
             raise unknown_model(name, [each.name for each in self.listed(caller)])
         return model
 
-    def _taken(self, place: _Place) -> _Place:
+    def _taken(self, place: Place) -> Place:
         place.keep()
         place.user_count += 1
         place.idle.clear()
         return place
 
-    def _release(self, place: _Place) -> None:
+    def _release(self, place: Place) -> None:
         place.user_count -= 1
         place.use_time = self._clock.monotonic()
+        place.released.set()
         if not place.user_count:
             place.idle.set()
             for model in self._models.values():
@@ -268,7 +188,7 @@ class ModelPool(Generic[_Opened]):
                     expire = functools.partial(self._expire, model, place)
                     place.expiry = asyncio.get_running_loop().call_later(model.terms.ttl_s, expire)
 
-    def _expire(self, model: _Model, place: _Place) -> None:
+    def _expire(self, model: PooledModel, place: Place) -> None:
         async def unload() -> None:
             async with self._turn:
                 if model.place is place and place.idle.is_set() and model.state is ModelState.READY:
@@ -276,12 +196,12 @@ class ModelPool(Generic[_Opened]):
 
         self._begin(unload(), name=f"expiry of {model.terms.name}")
 
-    async def _loaded(self, model: _Model) -> _Place:
+    async def _loaded(self, model: PooledModel) -> Place:
         """Return a model's place, taken, once it is loaded; raises why it is not."""
         since_s = self._clock.monotonic() - model.failed_time
         if model.state is ModelState.FAILED and model.error is not None and since_s < RETRY_S:
             raise model.error
-        waiter: asyncio.Future[_Place] = asyncio.get_running_loop().create_future()
+        waiter: asyncio.Future[Place] = asyncio.get_running_loop().create_future()
         model.waiters.append(waiter)
         self._ensure_loading(model)
         try:
@@ -295,11 +215,11 @@ class ModelPool(Generic[_Opened]):
             if waiter in model.waiters:
                 model.waiters.remove(waiter)
 
-    def _ensure_loading(self, model: _Model) -> None:
+    def _ensure_loading(self, model: PooledModel) -> None:
         if model.loading is None:
             model.loading = self._begin(self._load(model), name=f"loading of {model.terms.name}")
 
-    async def _load(self, model: _Model) -> None:
+    async def _load(self, model: PooledModel) -> None:
         try:
             async with self._turn:
                 if model.place is None:
@@ -316,37 +236,37 @@ class ModelPool(Generic[_Opened]):
         finally:
             model.loading = None
 
-    async def _load_in_turn(self, model: _Model) -> None:
+    async def _load_in_turn(self, model: PooledModel) -> None:
         name, began = model.terms.name, self._clock.monotonic()
         self._set(model, ModelState.FETCHING)
-        size_bytes = await asyncio.to_thread(self._opener.locate, name)
-        await self._make_room(name, size_bytes, limit_bytes=self._limit_bytes)
-        place = await self._opened_place(model, size_bytes, began)
+        needs = await asyncio.to_thread(self._opener.locate, name)
+        await self._make_room(name, needs, limit_bytes=self._limit_bytes)
+        place = await self._opened_place(model, needs)
         duration_s = round(self._clock.monotonic() - began, 3)
-        _log.info(
-            "model_loaded", extra={"model": name, "size_bytes": place.size_bytes, "duration_s": duration_s}
-        )
+        size_bytes = place.needs.weight_bytes
+        _log.info("model_loaded", extra={"model": name, "size_bytes": size_bytes, "duration_s": duration_s})
         self._admit(model, place)
 
-    async def _opened_place(self, model: _Model, size_bytes: int, began: float) -> _Place:
+    async def _opened_place(self, model: PooledModel, needs: ModelNeeds) -> Place:
         """Load a model. While what others keep beside their weights leaves no memory, they give way, too."""
         while True:
             try:
-                return await self._open(model, size_bytes, began)
+                return await self._open(model, needs)
             except Overloaded:
                 occupants = self._occupants()
                 if all(each.is_pinned for each in occupants):
                     raise
-                taken_bytes = size_bytes + sum(each.size_bytes for each in occupants)
-                await self._make_room(model.terms.name, size_bytes, limit_bytes=taken_bytes - 1)
+                limit_bytes = taken_bytes(needs, occupants) - 1
+                await self._make_room(model.terms.name, needs, limit_bytes=limit_bytes)
 
-    async def _open(self, model: _Model, size_bytes: int, began: float) -> _Place:
+    async def _open(self, model: PooledModel, needs: ModelNeeds) -> Place:
         self._set(model, ModelState.LOADING)
+        began = self._clock.monotonic()
         opened = await asyncio.to_thread(self._opener.open, model.terms.name)
         router, changed = opened.seat.router, asyncio.Event()
         router.add_listener(changed.set)
         opened.start()
-        model.place = place = _Place(opened, size_bytes, began)
+        model.place = place = Place(opened, needs, began)
         self._opened.append(opened)
         while router.state is EngineState.LOADING:
             changed.clear()
@@ -356,10 +276,13 @@ class ModelPool(Generic[_Opened]):
             raise opened.error or stopping()
         router.add_listener(functools.partial(self._engine_changed, model, place))
         model.info = router.model.info
-        place.size_bytes = model.info.resident_bytes
+        weight_bytes = max(needs.weight_bytes, model.info.resident_bytes)
+        place.needs = ModelNeeds(weight_bytes, needs.run_bytes)
+        place.ready_time = self._clock.monotonic()
+        place.load_s = place.ready_time - began
         return place
 
-    def _admit(self, model: _Model, place: _Place) -> None:
+    def _admit(self, model: PooledModel, place: Place) -> None:
         """Have all who wait for a model use it."""
         self._set(model, ModelState.READY)
         # One of nobody's, so that what nobody waits for any more expires, too.
@@ -370,10 +293,13 @@ class ModelPool(Generic[_Opened]):
                 waiter.set_result(self._taken(place))
         self._release(place)
 
-    async def _make_room(self, name: str, size_bytes: int, *, limit_bytes: int) -> None:
-        """Unload what must give way; raises CannotFit, and Overloaded if running calls take too long."""
-        while chosen := yielding(name, size_bytes, self._occupants(), limit_bytes=limit_bytes):
-            leaving: list[tuple[_Model, _Place]] = []
+    async def _make_room(self, name: str, needs: ModelNeeds, *, limit_bytes: int) -> None:
+        """Unload what must give way, once it need not stay any more; raises CannotFit, and Overloaded if
+        running calls take too long."""
+        while chosen := yielding(name, needs, self._occupants(), limit_bytes=limit_bytes):
+            if await self._has_stayed(chosen):
+                continue  # who gives way may be another one by now
+            leaving: list[tuple[PooledModel, Place]] = []
             for each in chosen:
                 model = self._models[each.name]
                 assert model.place is not None, "who gives way is in memory"
@@ -387,19 +313,28 @@ class ModelPool(Generic[_Opened]):
                 for model, place in leaving:
                     if model.place is place:
                         self._admit(model, place)
-                raise _no_room(name, size_bytes, chosen, limit_bytes=limit_bytes) from None
+                raise _no_room(name, needs, chosen, limit_bytes=limit_bytes) from None
             for model, place in leaving:
                 if model.place is place:
                     await self._unload(model, place, grace_s=0.0)
 
     def _occupants(self) -> list[Occupant]:
-        return [
-            Occupant(name, place.size_bytes, model.terms.is_pinned, place.user_count, place.use_time)
-            for name, model in self._models.items()
-            if (place := model.place) is not None
-        ]
+        return [each for model in self._models.values() if (each := model.occupant) is not None]
 
-    async def _unload(self, model: _Model, place: _Place, *, grace_s: float) -> None:
+    async def _has_stayed(self, chosen: Sequence[Occupant]) -> bool:
+        """Wait while one of these is not to give way yet, or until a call of it has ended; False where all
+        may go."""
+        for place in (self._models[each.name].place for each in chosen):
+            stay_s = 0.0 if place is None else place.stay_s(self._clock.monotonic())
+            if place is not None and stay_s:
+                place.released.clear()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(stay_s):
+                        await place.released.wait()
+                return True
+        return False
+
+    async def _unload(self, model: PooledModel, place: Place, *, grace_s: float) -> None:
         """Unload a model once nobody uses it, or after so long. In turn."""
         self._set(model, ModelState.DRAINING)
         place.keep()
@@ -413,20 +348,20 @@ class ModelPool(Generic[_Opened]):
         if model.waiters:
             self._ensure_loading(model)
 
-    async def _end(self, model: _Model, place: _Place) -> None:
+    async def _end(self, model: PooledModel, place: Place) -> None:
         await place.opened.end()
         self._opened = [each for each in self._opened if each is not place.opened]
         if model.place is place:
             model.place = None
 
-    def _engine_changed(self, model: _Model, place: _Place) -> None:
+    def _engine_changed(self, model: PooledModel, place: Place) -> None:
         """Take a model whose engine failed out of the pool; the others go on."""
         if place.opened.seat.router.state is EngineState.FAILED and model.place is place:
             model.place = None
             self._begin(self._end(model, place), name=f"end of {model.terms.name}")
             self._fail(model, place.opened.error or EngineFailed(Reason.ENGINE_FAILED, "its engine failed"))
 
-    def _fail(self, model: _Model, error: IcehouseError) -> None:
+    def _fail(self, model: PooledModel, error: IcehouseError) -> None:
         _log.error("model_failed", extra={"model": model.terms.name, "detail": error.message})
         is_short = isinstance(error, Overloaded | CannotFit)
         if not is_short:
@@ -434,7 +369,7 @@ class ModelPool(Generic[_Opened]):
         self._set(model, ModelState.ABSENT if is_short else ModelState.FAILED)
         self._refuse(model, error)
 
-    def _refuse(self, model: _Model, error: IcehouseError) -> None:
+    def _refuse(self, model: PooledModel, error: IcehouseError) -> None:
         waiters, model.waiters = model.waiters, []
         for waiter in waiters:
             if not waiter.done():
@@ -446,7 +381,7 @@ class ModelPool(Generic[_Opened]):
         task.add_done_callback(self._tasks.discard)
         return task
 
-    def _set(self, model: _Model, state: ModelState) -> None:
+    def _set(self, model: PooledModel, state: ModelState) -> None:
         model.state = state
         self._tell()
 
@@ -463,28 +398,23 @@ def _may_use(caller: Caller, terms: ModelTerms) -> bool:
     return not terms.tenants or caller.role is Role.OPERATOR or caller.tenant in terms.tenants
 
 
-def _not_loaded(model: _Model, error: IcehouseError) -> Unavailable:
+def _not_loaded(model: PooledModel, error: IcehouseError) -> Unavailable:
     """Return the refusal of a call whose model could not be loaded."""
     return Unavailable(
         Reason.MODEL_NOT_LOADED,
-        f"model {model.terms.name!r} could not be loaded: {_shown(error)}",
+        f"model {model.terms.name!r} could not be loaded: {shown(error)}",
         field="model",
         retry_after_s=RETRY_S,
         metadata={"model": model.terms.name, "cause": error.reason.value},
     )
 
 
-def _shown(error: IcehouseError) -> str:
-    """Return why a model failed, for callers. The error itself may name folders."""
-    return f"{error.reason}; the server's log says more"
-
-
-def _no_room(name: str, size_bytes: int, running: Sequence[Occupant], *, limit_bytes: int) -> Overloaded:
+def _no_room(name: str, needs: ModelNeeds, running: Sequence[Occupant], *, limit_bytes: int) -> Overloaded:
     names = ", ".join(repr(each.name) for each in running)
     return Overloaded(
         Reason.MEMORY_SHORT,
-        f"model {name!r} takes {size_bytes} bytes of the {limit_bytes} that the server may use, and calls "
-        f"of {names} did not end within {GIVE_WAY_S:g} s; try again later",
+        f"model {name!r} takes {needs.weight_bytes} bytes of the {limit_bytes} that the server may use, and "
+        f"calls of {names} did not end within {GIVE_WAY_S:g} s; try again later",
         retry_after_s=RETRY_S,
-        metadata={"model": name, "weight_bytes": size_bytes, "limit_bytes": limit_bytes},
+        metadata={"model": name, "weight_bytes": needs.weight_bytes, "limit_bytes": limit_bytes},
     )

@@ -11,8 +11,9 @@ from icehouse_server.domain.request import DraftCounts, Drafting, Speculation, S
 from icehouse_server.domain.sampling import SamplingParams
 from icehouse_server.engine.core.memory_model import DraftFootprint
 from icehouse_server.engine.core.ports import Chunk, DecodeRow
+from icehouse_server.engine.runner import model_loader
 from icehouse_server.engine.runner.draft_model import DraftModel
-from icehouse_server.engine.runner.model_loader import ModelSource, load_tokenizer
+from icehouse_server.engine.runner.model_loader import ModelSource, load_tokenizer, parameters_of
 from icehouse_server.engine.runner.runner import ModelRunner, RunnerSettings
 from icehouse_server.errors import ModelError
 
@@ -94,14 +95,14 @@ def test_without_a_draft_model_the_request_decodes_plainly_and_says_why(tmp_path
         assert drafts == DraftCounts(0, 0, SpeculationLimit.NO_DRAFT_MODEL)
 
 
-def runner_with(folder: Path, draft: Path) -> ModelRunner:
+def runner_with(folder: Path, draft: Path | None) -> ModelRunner:
     source = ModelSource(path=folder, model_id="tiny")
     return ModelRunner(
         source=source,
         tokenizer=load_tokenizer(source),
         settings=RunnerSettings(),
         clock=SystemClock(),
-        draft_source=ModelSource(path=draft, model_id="draft"),
+        draft_source=None if draft is None else ModelSource(path=draft, model_id="draft"),
     )
 
 
@@ -109,6 +110,19 @@ def load_error(folder: Path, draft: Path) -> ModelError:
     with pytest.raises(ModelError) as refused:
         load_at_once(runner_with(folder, draft))
     return refused.value
+
+
+def test_others_go_on_between_the_parts_of_a_draft_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_loader, "_SLICE_BYTES", 1)
+    folder = tiny_model_dir(tmp_path, "llama")
+    counts = [
+        len(list(runner.load_steps(is_hurried=lambda: False)))
+        for runner in (runner_with(folder, None), runner_with(folder, folder))
+    ]
+    weight_count = len(parameters_of(model_loader.load(ModelSource(path=folder, model_id="tiny")).model))
+    assert counts[1] - counts[0] > weight_count
 
 
 @pytest.mark.parametrize("room", [1, 2, 7])

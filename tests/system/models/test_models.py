@@ -102,7 +102,9 @@ async def test_models_give_way_to_each_other_and_every_answer_is_what_it_is_alon
     dice = random.Random(7)
     async with pool_server(tmp_path, entries) as served:
         # Such small models need more memory to run in than for their weights.
-        served.pool._limit_bytes = room_for(folders, 1.5)
+        run_bytes = max(served.pool._opener.locate(name).run_bytes for name in folders)
+        assert run_bytes > room_for(folders, 1.5)
+        served.pool._limit_bytes = run_bytes + room_for(folders, 1.5)
         for _ in range(3):
             async with asyncio.timeout(BOUND_S), asyncio.TaskGroup() as group:
                 for _ in range(5):
@@ -142,7 +144,9 @@ async def test_a_model_that_can_never_fit_is_refused_with_the_numbers(
     large = tiny_model_dir(tmp_path, "llama", name="large", hidden_size=256)
     entries = [entry(folders["llama"]), entry(large)]
     limit_bytes = (size_of(folders["llama"]) + size_of(large)) // 2
-    async with pool_server(tmp_path / "blocks", entries, engine__memory_limit_bytes=limit_bytes) as served:
+    # A small request, in small chunks, fits beside the other one.
+    settings = {"engine__memory_limit_bytes": limit_bytes, "engine__prefill_chunk_token_count": BLOCK}
+    async with pool_server(tmp_path / "blocks", entries, **settings) as served:
         refusal = await refused(served.inference.Generate(question("large", PROMPTS[0])))
         assert (refusal.code, refusal.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "MEMORY_NEVER_FITS")
         assert refusal.info.metadata == {

@@ -14,6 +14,7 @@ from icehouse_server.domain.model import ModelInfo
 from icehouse_server.domain.request import ImageKey, ImagePart
 from icehouse_server.engine.core.memory_model import MemoryModel
 from icehouse_server.engine.core.ports import Chunk, Drawn, ImageUse, LayerSpan, MemoryUse, PassResult
+from icehouse_server.engine.kv.pool_memory import PoolMemory
 from icehouse_server.engine.prefix_cache.tiers.runner_port import CacheFacts, RestoreInput
 from icehouse_server.errors import Reason, StorageError
 from icehouse_server.storage.api import PlannedBlock
@@ -97,6 +98,7 @@ class SimRunner:
         self._has_pages = spec.weights % 3 > 0 and spec.has_kv
         self.copies_apart = spec.weights % 4 > 1
         """Whether what is to be written is copied, and no view of what RAM holds."""
+        self.pages = PoolMemory()
         self.pass_count = 0
         self.open_caches: dict[SequenceId, Caches] = {}
         self.restoring: dict[SequenceId, RestoreInput] = {}

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 from icehouse_server.errors import CannotFit, Reason
-from icehouse_server.pool.choice import Occupant, yielding
+from icehouse_server.pool.choice import ModelNeeds, Occupant, yielding
 
 
 def occupant(
-    name: str, size_bytes: int, *, users: int = 0, used: float = 0.0, pinned: bool = False
+    name: str, size_bytes: int, *, runs: int = 0, users: int = 0, used: float = 0.0, pinned: bool = False
 ) -> Occupant:
-    return Occupant(name, size_bytes, pinned, users, used)
+    return Occupant(name, ModelNeeds(size_bytes, runs), pinned, users, used)
 
 
 IDLE_OLD = occupant("idle-old", 40, used=1.0)
@@ -44,15 +44,44 @@ LARGE = occupant("large", 100, used=5.0)
     ],
 )
 def test_who_gives_way(size_bytes: int, occupants: list[Occupant], wanted: list[str]) -> None:
-    chosen = yielding("new", size_bytes, occupants, limit_bytes=100)
+    chosen = yielding("new", ModelNeeds(size_bytes), occupants, limit_bytes=100)
     assert [each.name for each in chosen] == wanted
 
 
 @pytest.mark.parametrize(("size_bytes", "occupants"), [(101, []), (71, [PINNED]), (71, [PINNED, IDLE_OLD])])
 def test_what_cannot_fit_is_refused_with_the_numbers(size_bytes: int, occupants: list[Occupant]) -> None:
     with pytest.raises(CannotFit) as caught:
-        yielding("new", size_bytes, occupants, limit_bytes=100)
+        yielding("new", ModelNeeds(size_bytes), occupants, limit_bytes=100)
     assert caught.value.reason is Reason.MEMORY_NEVER_FITS
     told = caught.value.metadata
     assert (told["model"], told["weight_bytes"], told["limit_bytes"]) == ("new", str(size_bytes), "100")
     assert told["pinned_bytes"] == ("30" if PINNED in occupants else "0")
+
+
+@pytest.mark.parametrize(
+    ("run_bytes", "occupants", "wanted"),
+    [
+        # There must be room for any of them to run, but not for all at once: idle ones give back the rest.
+        (30, [IDLE_OLD], []),
+        (31, [IDLE_OLD], ["idle-old"]),
+        (0, [occupant("runs", 40, runs=30)], []),
+        (0, [occupant("runs", 40, runs=31)], ["runs"]),
+        (30, [occupant("runs", 40, runs=30)], []),
+        (20, [occupant("runs", 20, runs=40, used=2.0), occupant("old", 20, used=1.0)], ["old"]),
+    ],
+)
+def test_what_is_loaded_can_also_run(run_bytes: int, occupants: list[Occupant], wanted: list[str]) -> None:
+    chosen = yielding("new", ModelNeeds(30, run_bytes), occupants, limit_bytes=100)
+    assert [each.name for each in chosen] == wanted
+
+
+@pytest.mark.parametrize(
+    ("run_bytes", "occupants"),
+    [(71, []), (41, [PINNED]), (0, [occupant("pinned", 30, runs=41, pinned=True)])],
+)
+def test_what_could_never_run_is_refused_before_it_is_loaded(
+    run_bytes: int, occupants: list[Occupant]
+) -> None:
+    with pytest.raises(CannotFit) as caught:
+        yielding("new", ModelNeeds(30, run_bytes), occupants, limit_bytes=100)
+    assert caught.value.metadata["run_bytes"] == ("71" if not occupants else "41")

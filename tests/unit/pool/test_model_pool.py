@@ -21,7 +21,9 @@ from icehouse_server.errors import (
     model_invalid,
 )
 from icehouse_server.pool import model_pool
-from icehouse_server.pool.model_pool import ModelPool, ModelTerms
+from icehouse_server.pool.choice import ModelNeeds
+from icehouse_server.pool.model_pool import ModelPool
+from icehouse_server.pool.places import LONGEST_STAY_S, ModelTerms
 from icehouse_server.rpc.access.caller import UNPROVED, Caller, Role
 from icehouse_server.rpc.engine_client.engine_ports import ServedModel
 from icehouse_server.rpc.engine_client.router import Router
@@ -83,6 +85,8 @@ class House:
         """Models that do not become ready by themselves."""
         self.broken: dict[str, Exception] = {}
         """Why models cannot be found."""
+        self.needs: dict[str, ModelNeeds] = {}
+        """Of models that take something else than the others."""
         self.started: list[str] = []
         self.models: dict[str, FakeModel] = {}
         self.located = threading.Semaphore(0)
@@ -91,10 +95,10 @@ class House:
             terms, opener=self, clock=self.clock, limit_bytes=SIZE * 3 // 2, grace_s=BOUND_S
         )
 
-    def locate(self, name: str) -> int:
+    def locate(self, name: str) -> ModelNeeds:
         if name in self.broken:
             raise self.broken[name]
-        return SIZE
+        return self.needs.get(name, ModelNeeds(SIZE))
 
     def open(self, name: str) -> FakeModel:
         self.models[name] = FakeModel(self, name)
@@ -221,6 +225,95 @@ async def test_idle_models_give_way_and_running_ones_when_their_calls_have_ended
         used.holds.close()
         await again
         assert house.started == ["a", "b", "a"]
+
+
+async def loaded_in(house: House, name: str, load_s: float) -> FakeCall:
+    """Load a model, which takes so long, and return the call that uses it."""
+    house.held.add(name)
+    using = asyncio.ensure_future(house.use(name))
+    await house.until_started(*house.started, name)
+    house.clock.now += load_s
+    house.models[name].succeed()
+    return await using
+
+
+async def settled() -> None:
+    """Let all that can go on now do so."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+async def test_a_model_serves_for_as_long_as_its_loading_took_before_it_gives_way() -> None:
+    async with house_of(A, B) as house:
+        call = await loaded_in(house, "a", 8.0)
+        waiting = asyncio.ensure_future(house.use("b"))
+        for _ in range(3):
+            await house.until("b", ModelState.FETCHING)
+            await settled()
+            assert house.states()["a"] is ModelState.READY
+            # Its callers come back in time, so it takes their calls at once.
+            house.clock.now += 2.0
+            again = await house.use("a")
+            call.holds.close()
+            call = again
+        house.clock.now += 2.0
+        (await house.use("a")).holds.close()
+        await house.until("a", ModelState.DRAINING)
+        call.holds.close()
+        await waiting
+        assert house.started == ["a", "b"]
+
+
+async def test_a_model_whose_callers_have_left_gives_way_soon() -> None:
+    async with house_of(A, B) as house:
+        call = await loaded_in(house, "a", 0.01)
+        waiting = asyncio.ensure_future(house.use("b"))
+        await settled()
+        call.holds.close()
+        await settled()
+        assert house.states()["a"] is ModelState.READY and not waiting.done()
+        house.clock.now += 0.0011
+        await waiting
+        assert house.models["a"].has_ended
+
+
+async def test_a_slow_load_does_not_make_others_wait_for_ever() -> None:
+    async with house_of(A, B) as house:
+        call = await loaded_in(house, "a", 100 * LONGEST_STAY_S)
+        waiting = asyncio.ensure_future(house.use("b"))
+        await settled()
+        assert house.states()["a"] is ModelState.READY
+        house.clock.now += LONGEST_STAY_S
+        (await house.use("a")).holds.close()
+        await house.until("a", ModelState.DRAINING)
+        call.holds.close()
+        await waiting
+
+
+async def test_those_of_two_models_in_turns_are_served_in_batches() -> None:
+    """Each swap serves all who came by then, and who waits longest is next."""
+    async with house_of(A, B, C) as house:
+        ended: list[str] = []
+
+        async def ask(name: str) -> None:
+            call = await house.use(name)
+            await asyncio.sleep(0)
+            call.holds.close()
+            ended.append(name)
+
+        async with asyncio.timeout(BOUND_S), asyncio.TaskGroup() as group:
+            for name in "abcabcabc":
+                group.create_task(ask(name))
+        assert house.started == ["a", "b", "c"] and "".join(ended) == "aaabbbccc"
+
+
+async def test_a_draft_model_counts_with_its_model() -> None:
+    async with house_of(A, B) as house:
+        house.needs["a"] = ModelNeeds(SIZE + 10)
+        house.pool._limit_bytes = 2 * SIZE
+        await house.use("a")
+        occupant = house.pool._models["a"].occupant
+        assert occupant is not None and occupant.needs.weight_bytes == SIZE + 10
 
 
 async def test_who_waits_for_room_too_long_is_refused_and_what_runs_goes_on(

@@ -45,6 +45,8 @@ class PinOptions(PromptOptions, total=False):
 class VerifyOptions(TypedDict, total=False):
     """What may be said about a check of the SSD tier."""
 
+    model: str
+    """Its blocks are checked, and those of models that are not loaded."""
     block_limit: int
     """Maximum blocks to read; the next check continues from there."""
     timeout_s: float | None
@@ -376,7 +378,7 @@ def pin_request(prompt: Prompt, options: PinOptions) -> messages.PinRequest:
 def verify_request(options: VerifyOptions) -> messages.VerifyRequest:
     """Return the message of Verify."""
     refuse_unknown(options, VerifyOptions)
-    return messages.VerifyRequest(block_limit=options.get("block_limit", 0))
+    return messages.VerifyRequest(model=options.get("model", ""), block_limit=options.get("block_limit", 0))
 
 
 @names_bad_texts

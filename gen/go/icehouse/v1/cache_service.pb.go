@@ -1132,7 +1132,7 @@ func (x *EndSessionRequest) GetCache() *CachePolicy {
 type EndSessionResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Blocks that only this session and those that it started have used. 0: none, or the server does not know the
-	// session.
+	// session. It knows no session of a model that is not loaded, and does not load one for this.
 	BlockCount int64 `protobuf:"varint,1,opt,name=block_count,json=blockCount,proto3" json:"block_count,omitempty"`
 	// Their bytes in RAM.
 	RamBytes int64 `protobuf:"varint,2,opt,name=ram_bytes,json=ramBytes,proto3" json:"ram_bytes,omitempty"`
@@ -1628,7 +1628,11 @@ type VerifyRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Maximum blocks to read, 0 or more (PARAMETER_OUT_OF_RANGE). Blocks come first that have not been read by a
 	// check since the server started, then those whose check is longest ago. Default: all.
-	BlockLimit    int64 `protobuf:"varint,1,opt,name=block_limit,json=blockLimit,proto3" json:"block_limit,omitempty"`
+	BlockLimit int64 `protobuf:"varint,1,opt,name=block_limit,json=blockLimit,proto3" json:"block_limit,omitempty"`
+	// Model whose blocks to check; otherwise NOT_FOUND. Those of models that are not loaded are checked with it,
+	// and with any other one where it is not loaded itself. Where none is: MODEL_NOT_LOADED (gRPC status
+	// UNAVAILABLE). Default: the default model.
+	Model         string `protobuf:"bytes,2,opt,name=model,proto3" json:"model,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1668,6 +1672,13 @@ func (x *VerifyRequest) GetBlockLimit() int64 {
 		return x.BlockLimit
 	}
 	return 0
+}
+
+func (x *VerifyRequest) GetModel() string {
+	if x != nil {
+		return x.Model
+	}
+	return ""
 }
 
 // One event of a check.
@@ -2523,10 +2534,11 @@ const file_icehouse_v1_cache_service_proto_rawDesc = "" +
 	"\x0fram_block_count\x18\x01 \x01(\x03R\rramBlockCount\x12\x1b\n" +
 	"\tram_bytes\x18\x02 \x01(\x03R\bramBytes\x12&\n" +
 	"\x0fssd_block_count\x18\x03 \x01(\x03R\rssdBlockCount\x12\x1b\n" +
-	"\tssd_bytes\x18\x04 \x01(\x03R\bssdBytes\"0\n" +
+	"\tssd_bytes\x18\x04 \x01(\x03R\bssdBytes\"F\n" +
 	"\rVerifyRequest\x12\x1f\n" +
 	"\vblock_limit\x18\x01 \x01(\x03R\n" +
-	"blockLimit\"\x85\x01\n" +
+	"blockLimit\x12\x14\n" +
+	"\x05model\x18\x02 \x01(\tR\x05model\"\x85\x01\n" +
 	"\x0eVerifyResponse\x129\n" +
 	"\bprogress\x18\x01 \x01(\v2\x1b.icehouse.v1.VerifyProgressH\x00R\bprogress\x12/\n" +
 	"\x04done\x18\x02 \x01(\v2\x19.icehouse.v1.VerifyResultH\x00R\x04doneB\a\n" +

@@ -69,8 +69,8 @@ type CacheServiceClient interface {
 	// Removes all blocks of a model, of every tenant, as Evict does, and forgets the earlier replies that stable
 	// prompts (PROMPT_FORM_STABLE) begin with. Only for operators.
 	EvictAll(ctx context.Context, in *EvictAllRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[EvictAllResponse], error)
-	// Reads blocks on SSD, of all models, and compares their checksums. Damaged ones go into quarantine. Only for
-	// operators. Reads at the full speed of the disk, so a large cache takes many minutes: with
+	// Reads blocks on SSD, of one loaded model and of all that are not loaded, and compares their checksums.
+	// Damaged ones go into quarantine. Loads no model. Only for operators. Reads at the full speed of the disk, so a large cache takes many minutes: with
 	// `block_limit` it is checked a part at a time. When the caller cancels or
 	// its deadline passes, it ends within 64 blocks, and the next check continues from there.
 	Verify(ctx context.Context, in *VerifyRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[VerifyResponse], error)
@@ -278,8 +278,8 @@ type CacheServiceServer interface {
 	// Removes all blocks of a model, of every tenant, as Evict does, and forgets the earlier replies that stable
 	// prompts (PROMPT_FORM_STABLE) begin with. Only for operators.
 	EvictAll(*EvictAllRequest, grpc.ServerStreamingServer[EvictAllResponse]) error
-	// Reads blocks on SSD, of all models, and compares their checksums. Damaged ones go into quarantine. Only for
-	// operators. Reads at the full speed of the disk, so a large cache takes many minutes: with
+	// Reads blocks on SSD, of one loaded model and of all that are not loaded, and compares their checksums.
+	// Damaged ones go into quarantine. Loads no model. Only for operators. Reads at the full speed of the disk, so a large cache takes many minutes: with
 	// `block_limit` it is checked a part at a time. When the caller cancels or
 	// its deadline passes, it ends within 64 blocks, and the next check continues from there.
 	Verify(*VerifyRequest, grpc.ServerStreamingServer[VerifyResponse]) error

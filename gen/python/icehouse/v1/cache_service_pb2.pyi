@@ -596,7 +596,7 @@ class EndSessionResponse(_message.Message):
     SSD_BYTES_FIELD_NUMBER: _builtins.int
     block_count: _builtins.int
     """Blocks that only this session and those that it started have used. 0: none, or the server does not know the
-    session.
+    session. It knows no session of a model that is not loaded, and does not load one for this.
     """
     ram_bytes: _builtins.int
     """Their bytes in RAM."""
@@ -812,18 +812,25 @@ class VerifyRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     BLOCK_LIMIT_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
     block_limit: _builtins.int
     """Maximum blocks to read, 0 or more (PARAMETER_OUT_OF_RANGE). Blocks come first that have not been read by a
     check since the server started, then those whose check is longest ago. Default: all.
+    """
+    model: _builtins.str
+    """Model whose blocks to check; otherwise NOT_FOUND. Those of models that are not loaded are checked with it,
+    and with any other one where it is not loaded itself. Where none is: MODEL_NOT_LOADED (gRPC status
+    UNAVAILABLE). Default: the default model.
     """
     def __init__(
         self,
         *,
         block_limit: _builtins.int = ...,
+        model: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_limit", b"block_limit"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_limit", b"block_limit", "model", b"model"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

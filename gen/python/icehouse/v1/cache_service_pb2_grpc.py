@@ -163,8 +163,8 @@ class CacheServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Verify(self, request, context):
-        """Reads blocks on SSD, of all models, and compares their checksums. Damaged ones go into quarantine. Only for
-        operators. Reads at the full speed of the disk, so a large cache takes many minutes: with
+        """Reads blocks on SSD, of one loaded model and of all that are not loaded, and compares their checksums.
+        Damaged ones go into quarantine. Loads no model. Only for operators. Reads at the full speed of the disk, so a large cache takes many minutes: with
         `block_limit` it is checked a part at a time. When the caller cancels or
         its deadline passes, it ends within 64 blocks, and the next check continues from there.
         """

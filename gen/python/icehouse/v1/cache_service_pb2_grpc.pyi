@@ -70,8 +70,8 @@ class CacheServiceStub:
     prompts (PROMPT_FORM_STABLE) begin with. Only for operators.
     """
     Verify: _grpc.UnaryStreamMultiCallable[_cache_service_pb2.VerifyRequest, _cache_service_pb2.VerifyResponse]
-    """Reads blocks on SSD, of all models, and compares their checksums. Damaged ones go into quarantine. Only for
-    operators. Reads at the full speed of the disk, so a large cache takes many minutes: with
+    """Reads blocks on SSD, of one loaded model and of all that are not loaded, and compares their checksums.
+    Damaged ones go into quarantine. Loads no model. Only for operators. Reads at the full speed of the disk, so a large cache takes many minutes: with
     `block_limit` it is checked a part at a time. When the caller cancels or
     its deadline passes, it ends within 64 blocks, and the next check continues from there.
     """
@@ -130,8 +130,8 @@ class CacheServiceAsyncStub(CacheServiceStub):
     prompts (PROMPT_FORM_STABLE) begin with. Only for operators.
     """
     Verify: _aio.UnaryStreamMultiCallable[_cache_service_pb2.VerifyRequest, _cache_service_pb2.VerifyResponse]  # type: ignore[assignment]
-    """Reads blocks on SSD, of all models, and compares their checksums. Damaged ones go into quarantine. Only for
-    operators. Reads at the full speed of the disk, so a large cache takes many minutes: with
+    """Reads blocks on SSD, of one loaded model and of all that are not loaded, and compares their checksums.
+    Damaged ones go into quarantine. Loads no model. Only for operators. Reads at the full speed of the disk, so a large cache takes many minutes: with
     `block_limit` it is checked a part at a time. When the caller cancels or
     its deadline passes, it ends within 64 blocks, and the next check continues from there.
     """
@@ -235,8 +235,8 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _cache_service_pb2.VerifyRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_cache_service_pb2.VerifyResponse], _abc.AsyncIterator[_cache_service_pb2.VerifyResponse]]:
-        """Reads blocks on SSD, of all models, and compares their checksums. Damaged ones go into quarantine. Only for
-        operators. Reads at the full speed of the disk, so a large cache takes many minutes: with
+        """Reads blocks on SSD, of one loaded model and of all that are not loaded, and compares their checksums.
+        Damaged ones go into quarantine. Loads no model. Only for operators. Reads at the full speed of the disk, so a large cache takes many minutes: with
         `block_limit` it is checked a part at a time. When the caller cancels or
         its deadline passes, it ends within 64 blocks, and the next check continues from there.
         """

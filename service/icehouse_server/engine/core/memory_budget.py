@@ -5,6 +5,7 @@ Inference thread only.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 
@@ -42,9 +43,37 @@ class BudgetShare:
         """What is still to be loaded."""
         self.varying_bytes: Callable[[], int] = lambda: 0
         """KV of sequences and blocks that is not in pages, and images' vectors."""
+        self.promised_bytes: Callable[[], int] = lambda: 0
+        """KV that its running sequences were admitted for and do not hold yet."""
         self.is_idle: Callable[[], bool] = lambda: False
+        self.yield_pages: Callable[[int], int] = lambda size_bytes: 0
+        """Gives back pages that nobody refers to, of this size if there are so many; returns how much."""
         self.yield_ram: Callable[[int], int] = lambda size_bytes: 0
-        """Drops blocks of at least this size, the oldest first; returns the bytes that are free then."""
+        """Drops blocks of at least this size, the oldest first; returns the bytes that are free for other
+        engines then."""
+
+        self.waits_since: float | None = None
+        """Since when nothing runs here for want of memory; None while that is not so. `Clock.monotonic`."""
+
+    @property
+    def others_promised_bytes(self) -> int:
+        """What the running sequences of all other engines may still take."""
+        return sum(other.promised_bytes() for other in self.budget.others(self))
+
+    @property
+    def others_work(self) -> bool:
+        """Whether another engine is at work, which will give memory back."""
+        return any(not other.is_idle() for other in self.budget.others(self))
+
+    @property
+    def must_wait(self) -> bool:
+        """Whether what comes free is another engine's, which has waited longer and can run nothing. This one
+        starts nothing new until then, or whoever is always at work would keep all."""
+        since = math.inf if self.waits_since is None else self.waits_since
+        return any(
+            other.waits_since is not None and other.waits_since < since and other.is_idle()
+            for other in self.budget.others(self)
+        )
 
     @property
     def others_bytes(self) -> int:
@@ -67,15 +96,23 @@ class BudgetShare:
         return max(1, self.budget.limit_bytes - fixed)
 
     def excess_bytes(self, used_bytes: int) -> int:
-        """Return by how much the limit would be passed if all engines together used so much, once idle ones
-        have given up blocks in RAM."""
+        """Return by how much the limit would be passed if all engines together used so much, once others have
+        given back free pages, and idle ones blocks in RAM."""
         if not self.budget.limit_bytes:
             return 0
         excess = used_bytes + self._loading_bytes - self.budget.limit_bytes
-        for other in self.budget.others(self):
-            if excess > 0 and other.is_idle():
-                excess -= other.yield_ram(excess)
+        if excess <= 0:
+            return 0
+        others = self.budget.others(self)
+        givers = [other.yield_pages for other in others]
+        for give in (*givers, *(other.yield_ram for other in others if other.is_idle())):
+            if excess > 0:
+                excess -= give(excess)
         return max(0, excess)
+
+    def room_bytes(self, active_bytes: int) -> int:
+        """Return what may be allocated at once where all engines use so much, and none gives way."""
+        return max(0, self.budget.limit_bytes - self._loading_bytes - active_bytes)
 
     def yield_others(self, size_bytes: int) -> int:
         """Have other engines that are at work give up blocks in RAM; return the bytes that are free then."""

@@ -18,6 +18,7 @@ _NESTED = ("text_config", "language_config", "llm_config")
 _HIDDEN = ("hidden_size", "n_embd", "d_model", "dim", "model_dim")
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _HEADS = ("num_attention_heads", "n_head", "n_heads")
+_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "multi_query_group_num")
 _HEAD_SIZE = ("head_dim", "attention_head_dim", "head_size")
 _FEED_FORWARD = ("intermediate_size", "ffn_dim", "n_inner", "hidden_dim", "ffn_hidden_size")
 _VOCABULARY = ("vocab_size", "padded_vocab_size", "n_vocab")
@@ -147,6 +148,20 @@ class MemoryModel:
     tower: TowerShape | None = None
     """What makes vectors of images, where the model sees any."""
 
+    @classmethod
+    def by_config(cls, config: Mapping[str, Any], *, compute_bytes: int, device: str) -> MemoryModel:
+        """Return what config.json lets expect before the model is loaded: never too little where all layers
+        keep every token, and too much where some do not."""
+        head_size = head_size_of(config)
+        is_kept = keeps_scores(device=device, head_size=head_size, compute_bytes=compute_bytes)
+        shape = ModelShape.of(config, compute_bytes=compute_bytes, keeps_scores=is_kept)
+        kv_head_count = find_int(config, _KV_HEADS) or shape.head_count
+        return cls(
+            shape,
+            kv_bytes_per_token=2 * shape.layer_count * kv_head_count * head_size * compute_bytes,
+            fixed_bytes_per_sequence=0,
+        )
+
     def image_bytes(self, image: ImageInput) -> int:
         """Return what the largest step of an image's encoding takes, its vectors included."""
         return 0 if self.tower is None else self.tower.encode_bytes(image)
@@ -210,6 +225,13 @@ class MemoryModel:
             + self.growth_bytes(chunk_token_count=chunk, context_token_count=token_count)
             + self.chunk_bytes(chunk_token_count=chunk, context_token_count=token_count)
         )
+
+
+def value_bytes(config: Mapping[str, Any]) -> int:
+    """Return the bytes of a floating number as config.json has it, or of 16 bits where it does not say."""
+    scopes = [config, *(config[key] for key in _NESTED if isinstance(config.get(key), dict))]
+    named = (scope.get(key) for scope in scopes for key in ("torch_dtype", "dtype"))
+    return 4 if "float32" in named else 2
 
 
 def find_int(config: Mapping[str, Any], names: tuple[str, ...]) -> int | None:

@@ -136,7 +136,7 @@ class PassResult:
     elapsed_s: float = 0.0
     """How long the device was at the pass: from the end of the pass before it, or from its dispatch where
     that was later, to its own end, each as the host saw it. Where the device is faster than the host, the
-    time between two passes. 0 where no pass was waited for."""
+    time between two passes. 0 where no pass was waited for, or another model's work hid its end."""
     is_behind: bool = False
     """What was drawn, measured and pooled, the guesses and the time are of the pass before this one: the
     device runs ahead. With nothing to feed they are of the last one."""
@@ -148,7 +148,10 @@ class MemoryUse(NamedTuple):
     """Device memory in bytes."""
 
     active_bytes: int
+    """Without the free pages of the model that is asked, which its KV may fill."""
     peak_bytes: int
+    spare_bytes: int = 0
+    """Of these free pages."""
 
 
 class ImageUse(NamedTuple):
@@ -161,8 +164,52 @@ class ImageUse(NamedTuple):
     limit_bytes: int = 0
 
 
+class Pages(Protocol):
+    """Memory of the pages of a model that shares the device with others: it grows and shrinks. All of it is 0
+    where KV is not in pages, or in a pool of a fixed size. Sizes in bytes."""
+
+    def bound(self, room_bytes: Callable[[], int]) -> None:
+        """Grow only into what `room_bytes` returns, as far as that is a matter of choice."""
+        ...
+
+    @property
+    def held_bytes(self) -> int:
+        """All of it."""
+        ...
+
+    @property
+    def used_bytes(self) -> int:
+        """Of pages that somebody refers to."""
+        ...
+
+    @property
+    def can_move(self) -> bool:
+        """Whether no sequence has pages: those of blocks can be moved together then."""
+        ...
+
+    def missing_bytes(self, kv_bytes: int) -> int:
+        """Return what there is too little of for so much more KV."""
+        ...
+
+    def copied_bytes(self, kv_bytes: int) -> int:
+        """Return what there is twice while it grows for so much more KV; 0 where it need not."""
+        ...
+
+    def reserve(self, kv_bytes: int) -> None:
+        """Have free pages for so much more KV: to grow once is better than at every doubling."""
+        ...
+
+    def give_back(self, size_bytes: int) -> int:
+        """Give the memory of free pages back, so much if possible; return how much. Nothing while a sequence
+        has pages, or without enough room for a copy of the others."""
+        ...
+
+
 class Runner(Protocol):
     """The model and its sequences. Every call is made on the inference thread."""
+
+    @property
+    def pages(self) -> Pages: ...
 
     def load_steps(self, *, is_hurried: Callable[[], bool]) -> Generator[None, None, ModelInfo]:
         """Load and warm the model; yield between parts, and while it `is_hurried` rather than wait for a

@@ -15,7 +15,8 @@ import logging
 import math
 import mmap
 import struct
-from collections.abc import Iterable
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, cast
 
 import mlx.core as mx
@@ -35,7 +36,7 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 class Page:
     """One page, for as long as somebody refers to it."""
 
-    __slots__ = ("_freed", "number")
+    __slots__ = ("__weakref__", "_freed", "number")
 
     def __init__(self, number: int, freed: collections.deque[int]) -> None:
         self.number = number
@@ -44,13 +45,18 @@ class Page:
     def __del__(self) -> None:
         self._freed.append(self.number)
 
+    def move(self, number: int, freed: collections.deque[int]) -> None:
+        """Lie elsewhere from now on."""
+        self.number, self._freed = number, freed
+
 
 class PagePool:
     """Pages of one geometry.
 
     It is allocated at once, with all the memory that KV may take: growing means copying, which needs the old
     and the new array at the same time, so the pool could never use more than half of the memory. The memory
-    guard admits nobody who would not fit. Where the limit is not known, it begins small and doubles.
+    guard admits nobody who would not fit. Where the limit is not known, or other models need memory too, it
+    begins small and doubles, as far as there is room.
     """
 
     def __init__(self, shape: PoolShape, *, passes: PassClock, size_bytes: int = 0) -> None:
@@ -61,16 +67,27 @@ class PagePool:
         self._waiting: collections.deque[tuple[int, int]] = collections.deque()
         """(pass, page): freed when so many passes had been dispatched."""
         self._free: list[int] = []
+        self._live: weakref.WeakValueDictionary[int, Page] = weakref.WeakValueDictionary()
+        self.generation = 0
+        """How often the array was replaced."""
+        self.before_replaced: list[Callable[[], None]] = []
+        """Called before that: those who hold the array must let go of it, or its memory would not be free."""
+        self.room_bytes: Callable[[], int] | None = None
+        """What may be allocated now besides; None where that is not known."""
         self.is_bounded = size_bytes > 0
         """Whether it has all the memory that it may take."""
         self.array = self._new_array(0)
         self.order = mx.zeros((1,), mx.int32)
         self.view: mx.array | None = None
-        self._grow(max(_LEAST_PAGES, size_bytes // shape.page_bytes))
+        self.grow(max(_LEAST_PAGES, size_bytes // shape.page_bytes))
 
     @property
     def page_count(self) -> int:
         return int(self.array.shape[0])
+
+    @property
+    def held_bytes(self) -> int:
+        return self.page_count * self.shape.page_bytes
 
     @property
     def free_bytes(self) -> int:
@@ -96,23 +113,50 @@ class PagePool:
     def take(self, count: int) -> list[Page]:
         """Return free pages, with undefined content. The pool grows where it must."""
         if not self._has_free(count):
-            self._grow(count - len(self._free))
+            self.grow(count - len(self._free))
         # In ascending order: attention reads adjacent pages at once.
         taken = sorted(self._free[len(self._free) - count :] if count else [])
         del self._free[len(self._free) - len(taken) :]
-        return [Page(number, self._freed) for number in taken]
+        pages = [Page(number, self._freed) for number in taken]
+        self._live.update(zip(taken, pages, strict=True))
+        return pages
 
     def close(self) -> None:
         """Free the memory, even if pages are still referred to; nobody reads or writes any more."""
         self.array, self.view = self._new_array(0), None
+        self.before_replaced.clear()
         self._free.clear()
         self._waiting.clear()
 
     def take_spare(self, count: int) -> list[Page] | None:
         """Return free pages for something optional; None where there are too few and it may not grow."""
-        if self.is_bounded and not self._has_free(count):
+        if not self._has_free(count) and not self._may_grow(count - len(self._free)):
             return None
         return self.take(count)
+
+    def _may_grow(self, count: int) -> bool:
+        if self.is_bounded or self.room_bytes is None:
+            return not self.is_bounded
+        return self.held_bytes + count * self.shape.page_bytes <= self.room_bytes()
+
+    def shrink(self) -> int:
+        """Give back the memory of free pages, if there is enough for a copy of the others meanwhile; return
+        how much. Pages move, so nobody else may know their numbers, and all writes are settled."""
+        count = max(_LEAST_PAGES, len(self._live))
+        before_bytes, size_bytes = self.held_bytes, count * self.shape.page_bytes
+        has_room = not self._live or self.room_bytes is None or size_bytes <= self.room_bytes()
+        if size_bytes >= before_bytes or not has_room:
+            return 0
+        # A page that goes just now on another thread tells the old list, which nobody reads any more.
+        pages = sorted(self._live.values(), key=lambda page: page.number)
+        self._replace(count, [page.number for page in pages])
+        self._freed = collections.deque()
+        for number, page in enumerate(pages):
+            page.move(number, self._freed)
+        self._live = weakref.WeakValueDictionary({page.number: page for page in pages})
+        self._waiting.clear()
+        self._free = list(range(count - 1, len(pages) - 1, -1))
+        return before_bytes - self.held_bytes
 
     def _has_free(self, count: int) -> bool:
         self._collect()
@@ -134,30 +178,52 @@ class PagePool:
             while self._waiting and self._waiting[0][0] < self._passes.dispatched:
                 self._free.append(self._waiting.popleft()[1])
 
-    def _grow(self, least_count: int) -> None:
-        """Add at least this many pages, and double the pool at least."""
+    def grow(self, least_count: int) -> None:
+        """Add at least this many pages, and double the pool if there is room for that beside the copy."""
         before = self.page_count
-        added = max(least_count, before)
+        spare = before if self.room_bytes is None else self.room_bytes() // self.shape.page_bytes - before
+        added = max(least_count, min(before, spare))
+        self._replace(before + added, range(before))
+        self._free[:0] = range(before + added - 1, before - 1, -1)
+
+    def _replace(self, page_count: int, numbers: Sequence[int]) -> None:
+        """Make an array of so many pages, of which the first are these of the old one."""
         # The pass in flight writes into the array that is copied.
         mx.eval(self.order, self.array)
-        self.array = (
-            mx.concatenate([self.array, self._new_array(added)]) if before else self._new_array(added)
-        )
-        mx.eval(self.array)
         self.view = None
-        self._free[:0] = range(before + added - 1, before - 1, -1)
-        _log.info(
-            "page_pool_grown",
-            extra={"page_count": before + added, "size_bytes": (before + added) * self.shape.page_bytes},
-        )
+        for drop in self.before_replaced:
+            drop()
+        if numbers:
+            self._copy(page_count, np.array(numbers, np.int32))
+        else:
+            self.array = self._new_array(0)  # the old one goes first
+            self.array = self._new_array(page_count)
+        mx.eval(self.array)
+        self.generation += 1
+        facts = {"page_count": page_count, "size_bytes": self.held_bytes}
+        _log.info("page_pool_replaced", extra=facts)
+
+    def _copy(self, page_count: int, numbers: Ints) -> None:
+        before, source = self.array, self.memory()
+        if source is None:
+            rest = mx.broadcast_to(mx.zeros((), self.shape.dtype), self._size(page_count - len(numbers)))
+            self.array = mx.concatenate([before[mx.array(numbers)], rest])
+            return
+        self.array = self._new_array(page_count)
+        target, size_bytes = self.memory(), self.shape.page_bytes
+        assert target is not None, "it is memory of the host as the old one was"
+        pages = target.reshape(-1, size_bytes)[: len(numbers)]
+        np.take(source.reshape(-1, size_bytes), numbers, axis=0, out=pages, mode="clip")
+
+    def _size(self, page_count: int) -> tuple[int, ...]:
+        kind = self.shape
+        return page_count, kind.layer_count, 2, kind.kv_head_count, kind.page_token_count, kind.head_size
 
     def _new_array(self, page_count: int) -> mx.array:
         """Return new pages. The system provides host memory, Metal's too, only where it is written to."""
-        kind = self.shape
-        shape = (page_count, kind.layer_count, 2, kind.kv_head_count, kind.page_token_count, kind.head_size)
         if find_backend() is Backend.CUDA:
-            return mx.zeros(shape, kind.dtype)
-        return uninitialised(shape, dtype=kind.dtype)
+            return mx.zeros(self._size(page_count), self.shape.dtype)
+        return uninitialised(self._size(page_count), dtype=self.shape.dtype)
 
 
 def numbers_of(pages: Iterable[Page]) -> Ints:

@@ -190,6 +190,11 @@ class RunnerBlocks:
         for sequence_id in sequence_ids:
             self._restoring.pop(sequence_id, None)
 
+    @property
+    def is_restoring(self) -> bool:
+        """Whether rows are being rebuilt."""
+        return bool(self._restoring)
+
     def clear(self) -> None:
         """Drop every restore."""
         self._restoring.clear()
@@ -345,7 +350,7 @@ class PageRegion:
         return HostRegion(RegionKind.KV, tuple(tensors))
 
 
-class _PageMemory(np.ndarray[Any, np.dtype[np.uint8]]):
+class _PoolMemory(np.ndarray[Any, np.dtype[np.uint8]]):
     """Bytes of pages. It refers to the pages for as long as anybody has a view: the system may return from an
     abandoned read long after the page would have been another row's."""
 
@@ -369,13 +374,13 @@ class PageDestination:
             own = None
         self._shape = pool.shape
         self._names = names
-        self._page_count = None if own is None else pool.page_count
-        """Of the pool whose memory this is: a pool that has grown since has other memory."""
+        self._generation = None if own is None else pool.generation
+        """Of the pool whose memory this is: a pool that has grown or shrunk since has other memory."""
         self._numbers = np.arange(len(pages), dtype=np.int32) if own is None else numbers_of(pages)
         """Where each page lies in the memory, counted in pages."""
         if own is None:
             own = np.empty(len(pages) * pool.shape.page_bytes, np.uint8)
-        self._memory = own.view(_PageMemory)
+        self._memory = own.view(_PoolMemory)
         self._memory.pages = pages
         self._spans: dict[int, tuple[slice, int]] = {}
         """Which of the pages a block has, and its token count, by its first token."""
@@ -412,9 +417,9 @@ class PageDestination:
 
     def regions(self, group: PageGroup) -> list[PageRegion]:
         """Return the blocks, once all of them are verified. What was read to other memory is copied: the pool
-        may have grown meanwhile."""
+        may have other memory by now."""
         pages = self._memory.pages
-        if self._page_count != group.pool.page_count:
+        if self._generation != group.pool.generation:
             group.attention.fill_pages(group.pool, self._content(), numbers_of(pages))
             mx.async_eval(group.pool.order)  # type: ignore[no-untyped-call]
         return [PageRegion.of(group, pages[span], token_count=count) for span, count in self._spans.values()]
@@ -423,7 +428,7 @@ class PageDestination:
         """Return copies of the pages, [pages, layers, 2, KV heads, page tokens, head size]."""
         shape = self._shape
         by_page = np.asarray(self._memory).reshape(-1, shape.page_bytes)
-        content = by_page if self._page_count is None else by_page[self._numbers]
+        content = by_page if self._generation is None else by_page[self._numbers]
         return (
             mx.array(content)
             .view(shape.dtype)

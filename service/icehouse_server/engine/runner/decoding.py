@@ -152,6 +152,8 @@ class DispatchedPass:
     """When the device was given it; where computing begins while a pass is built, when that began."""
     number: int
     """By the pass clock."""
+    device_number: int
+    """By the device's clock, which has the passes of all models."""
     measured: dict[SequenceId, LogprobArrays] = dataclasses.field(default_factory=dict)
     pooled: dict[SequenceId, mx.array] = dataclasses.field(default_factory=dict)
     layered: list[tuple[OpenSequence, Chunk]] = dataclasses.field(default_factory=list)
@@ -165,9 +167,10 @@ class DispatchedPass:
     indices: dict[int, int] = dataclasses.field(default_factory=dict)
     """Of each sequence's first one in `token_ids`, by the identity of the sequence."""
     elapsed_s: float = 0.0
-    """Once it was waited for: from where the pass before it was seen to end, or from `began_time` where that
-    was later, until its own end was seen. A device that is faster than the host has ended it before, and then
-    this is how long the host took between two passes: what a pass costs, all the same."""
+    """Once it was waited for: from where the pass before it, of any model, was seen to end, or from
+    `began_time` where that was later, until its own end was seen; 0 where that was not seen. A device that
+    is faster than the host has ended it before, and then this is how long the host took between two passes:
+    what a pass costs, all the same."""
     _finite: mx.array | None = None
     """Whether the logits of each drawn token were numbers."""
     _logprobs: tuple[list[int], LogprobArrays] | None = None

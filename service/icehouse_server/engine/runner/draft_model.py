@@ -7,7 +7,7 @@ cache, they catch up with by one bounded chunk a pass, beside its plain decoding
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -58,8 +58,15 @@ class DraftModel:
         self.footprint = footprint
 
     @classmethod
-    def load(cls, source: model_loader.ModelSource, *, info: ModelInfo, tokenizer: Tokenizer) -> DraftModel:
-        """Load what guesses for the model of `info`.
+    def load_steps(
+        cls,
+        source: model_loader.ModelSource,
+        *,
+        info: ModelInfo,
+        tokenizer: Tokenizer,
+        is_hurried: Callable[[], bool],
+    ) -> Generator[None, None, DraftModel]:
+        """Load what guesses for the model of `info`; yields as `model_loader.load_steps`.
 
         Raises ModelError when the folder cannot be served, spells other tokens, or has caches from which
         guesses cannot be taken back.
@@ -70,7 +77,8 @@ class DraftModel:
                 f"the draft model {source.model_id} has another vocabulary than {info.model_id}, so its "
                 "guesses mean nothing there; choose a smaller model of the same family"
             )
-        loaded = model_loader.load(source)
+        yield
+        loaded = yield from model_loader.load_steps(source, is_hurried=is_hurried)
         caches = make_caches(loaded.model)
         found = list(leaves(caches))
         if not found or not all(class_of(leaf).can_rewind(leaf) for leaf in found):
@@ -88,6 +96,7 @@ class DraftModel:
             loaded.model(mx.zeros((1, token_count), dtype=mx.int32), cache=caches)
             mx.eval([cache.state for cache in caches])
             sizes.append(sum(int(cache.nbytes) for cache in caches))
+            yield
         footprint = DraftFootprint(
             weight_bytes=facts.weight_bytes, kv_bytes_per_token=max(1, (sizes[1] - sizes[0]) // step)
         )

@@ -17,11 +17,13 @@ from icehouse_server.clock import Clock
 from icehouse_server.domain.ids import SequenceId
 from icehouse_server.domain.model import ModelInfo
 from icehouse_server.domain.request import ImagePart, Pooling
+from icehouse_server.engine.core.device_clock import DeviceClock
 from icehouse_server.engine.core.memory_model import MemoryModel
 from icehouse_server.engine.core.ports import Chunk, Drawn, ImageUse, MemoryUse, PassResult
 from icehouse_server.engine.core.refusals import vector_not_finite
 from icehouse_server.engine.core.thread_guard import OneThread
 from icehouse_server.engine.kv.pass_clock import PassClock
+from icehouse_server.engine.kv.pool_memory import PoolMemory
 from icehouse_server.engine.kv.runner_blocks import RunnerBlocks
 from icehouse_server.engine.kv_cache.cache_classes import Cache
 from icehouse_server.engine.prefix_cache.tiers.runner_port import CacheFacts
@@ -49,12 +51,16 @@ class EncoderRunner:
         tokenizer: Tokenizer,
         settings: RunnerSettings,
         clock: Clock,
+        device_clock: DeviceClock | None = None,
     ) -> None:
+        """`device_clock` is that of all models of the process, where there are others."""
         self._source = source
         self._tokenizer = tokenizer
         self._settings = settings
         self._clock = clock
+        self._device_clock = device_clock or DeviceClock()
         self._thread = OneThread()
+        self.pages = PoolMemory()
         self._freed = FreedBuffers()
         self._model: Encoder | None = None
         self._memory_model: MemoryModel | None = None
@@ -132,6 +138,7 @@ class EncoderRunner:
         """Return [texts, size] in float32, on the host; the shortest text comes first."""
         numbers = self._loaded(texts)
         mx.eval(numbers)
+        self._device_clock.note_other(self._clock.monotonic())
         return np.array(numbers)
 
     def layer_count(self) -> int:

@@ -29,6 +29,7 @@ from icehouse_server.clock import Clock
 from icehouse_server.domain.ids import AdapterName, SequenceId
 from icehouse_server.domain.request import Pooling
 from icehouse_server.engine.attention.build_hooks import EARLY_START, FIRST_WAIT
+from icehouse_server.engine.core.device_clock import DeviceClock
 from icehouse_server.engine.core.ports import Chunk, Drawn, LayerSpan, PassResult
 from icehouse_server.engine.kv.pass_clock import PassClock
 from icehouse_server.engine.runner.decoding import DispatchedPass, Draw, OpenSequence
@@ -60,16 +61,18 @@ _LIKELY = 0.75
 class Pipeline:
     """Runs passes one behind the other."""
 
-    def __init__(self, *, is_pipelined: bool, clock: Clock, pass_clock: PassClock) -> None:
+    def __init__(
+        self, *, is_pipelined: bool, clock: Clock, pass_clock: PassClock, device_clock: DeviceClock
+    ) -> None:
         self._is_pipelined = is_pipelined
         self._clock = clock
         self._pass_clock = pass_clock
+        self._device_clock = device_clock
         self.forwards: dict[AdapterName, ForwardPass] = {}
         """One for each module tree: the model by itself, and with each adapter."""
         self.draft_model: DraftModel | None = None
         self._decoding: dict[SequenceId, OpenSequence] = {}
         self._in_flight: DispatchedPass | None = None
-        self._last_end_time = 0.0
 
     def run(
         self,
@@ -162,7 +165,7 @@ class Pipeline:
         fed += [_of_chunk(sequence, chunk) for sequence, chunk in parts if chunk.layers is None]
         # Rows of one token lie first in a pass, so that nothing is put in another order there.
         fed.sort(key=lambda each: each.share.token_count > 1 or not each.share.row.token_count)
-        current = DispatchedPass([], None, arrays, began_time, number)
+        current = DispatchedPass([], None, arrays, began_time, number, self._device_clock.begin())
         logits: list[mx.array] = []
         for adapter, own in _by_adapter(fed).items():
             first = sum(part.shape[0] for part in logits)
@@ -268,8 +271,7 @@ class Pipeline:
         ended.wait()
         self._pass_clock.end(ended.number)
         now = self._clock.monotonic()
-        ended.elapsed_s = now - max(ended.began_time, self._last_end_time)
-        self._last_end_time = now
+        ended.elapsed_s = self._device_clock.end(ended.device_number, began_time=ended.began_time, now=now)
         fed = set() if behind is None else {id(draw.sequence) for draw in behind.draws}
         return ended.read(
             is_current=lambda sequence: self._decoding.get(sequence.sequence_id) is sequence,

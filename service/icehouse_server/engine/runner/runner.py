@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import logging
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -17,15 +17,17 @@ from icehouse_server.domain.model import ModelInfo, PassSplit
 from icehouse_server.domain.request import Drafting, ImageKey, ImagePart
 from icehouse_server.domain.sampling import SamplingParams
 from icehouse_server.engine.attention.cpu.quantized import float_bytes
+from icehouse_server.engine.attention.port import PagedAttention
+from icehouse_server.engine.core.device_clock import DeviceClock
 from icehouse_server.engine.core.memory_model import DraftFootprint, MemoryModel
 from icehouse_server.engine.core.ports import Chunk, DecodeRow, ImageUse, MemoryUse, PassResult
 from icehouse_server.engine.core.thread_guard import OneThread
-from icehouse_server.engine.kv.backend_choice import kernels_for, shapes_are_costly
+from icehouse_server.engine.kv.backend_choice import kernels_for
 from icehouse_server.engine.kv.page_groups import GroupFacts, groups_of, page_token_count_for, pool_sizes
-from icehouse_server.engine.kv.page_table import PageGroup
 from icehouse_server.engine.kv.paged_cache import Paging
 from icehouse_server.engine.kv.pass_clock import PassClock
-from icehouse_server.engine.kv.pool import PagePool, can_reserve
+from icehouse_server.engine.kv.pool import can_reserve
+from icehouse_server.engine.kv.pool_memory import PoolMemory, make_groups
 from icehouse_server.engine.kv.runner_blocks import RunnerBlocks
 from icehouse_server.engine.kv_cache.cache_classes import (
     Cache,
@@ -98,7 +100,9 @@ class ModelRunner:
         clock: Clock,
         fingerprint_hex: str = "",
         draft_source: model_loader.ModelSource | None = None,
+        device_clock: DeviceClock | None = None,
     ) -> None:
+        """`device_clock` is that of all models of the process, where there are others."""
         self._source = source
         self._tokenizer = tokenizer
         self._settings = settings
@@ -117,12 +121,16 @@ class ModelRunner:
         """How passes of the model are run; true after `load_steps`."""
         self._paging = Paging(())
         """What of the KV lies in pages; known after `load_steps`."""
+        self.pages = PoolMemory()
         self._page_groups: tuple[GroupFacts, ...] = ()
         self._warm_ups: collections.deque[list[DecodeRow]] = collections.deque()
         """Batches that draw in ways whose kernels are not compiled yet."""
         self._pass_clock = PassClock()
         self._pipeline = Pipeline(
-            is_pipelined=settings.is_pipelined, clock=clock, pass_clock=self._pass_clock
+            is_pipelined=settings.is_pipelined,
+            clock=clock,
+            pass_clock=self._pass_clock,
+            device_clock=device_clock or DeviceClock(),
         )
         self.blocks = RunnerBlocks(
             self,
@@ -153,7 +161,7 @@ class ModelRunner:
         self._pipeline.forwards[NO_ADAPTER] = ForwardPass(loaded.model, self._facts)
         kv_bytes_per_token, fixed_bytes = self._warm_up(NO_ADAPTER)
         yield
-        self._page(self._page_groups, loaded)
+        yield from self._page(self._page_groups, loaded)
         yield
         if self._paging.groups:
             self._warm_up(NO_ADAPTER)
@@ -170,8 +178,9 @@ class ModelRunner:
         if self._settings.warms_every_draw:
             self._warm_ups.extend(warm_up_rows())
         yield
+        draft = yield from self._load_draft(info, is_hurried)
         self._memory_model = self._predicted(
-            loaded, info, kv_bytes_per_token=kv_bytes_per_token, fixed_bytes=fixed_bytes
+            loaded, draft, kv_bytes_per_token=kv_bytes_per_token, fixed_bytes=fixed_bytes
         )
         self._end_token_ids = tuple(i for i in info.eos_token_ids if i < info.vocabulary_size)
         return dataclasses.replace(
@@ -186,9 +195,14 @@ class ModelRunner:
         )
 
     def _predicted(
-        self, loaded: model_loader.LoadedModel, info: ModelInfo, *, kv_bytes_per_token: int, fixed_bytes: int
+        self,
+        loaded: model_loader.LoadedModel,
+        draft: DraftFootprint,
+        *,
+        kv_bytes_per_token: int,
+        fixed_bytes: int,
     ) -> MemoryModel:
-        """Load the draft model, and return what sequences will take."""
+        """Return what sequences will take."""
         shape = model_loader.shape_of(loaded)
         return MemoryModel(
             shape,
@@ -202,14 +216,18 @@ class ModelRunner:
             attended_bytes_per_token=self._attended_bytes(
                 kv_bytes_per_token, number_bytes=shape.compute_bytes
             ),
-            draft=self._load_draft(info),
+            draft=draft,
             tower=None if loaded.tower is None else loaded.tower.shape(device=find_backend().value),
         )
 
-    def _load_draft(self, info: ModelInfo) -> DraftFootprint:
+    def _load_draft(
+        self, info: ModelInfo, is_hurried: Callable[[], bool]
+    ) -> Generator[None, None, DraftFootprint]:
         if self._draft_source is None:
             return DraftFootprint()
-        draft = DraftModel.load(self._draft_source, info=info, tokenizer=self._tokenizer)
+        draft = yield from DraftModel.load_steps(
+            self._draft_source, info=info, tokenizer=self._tokenizer, is_hurried=is_hurried
+        )
         self._pipeline.draft_model = draft
         return draft.footprint
 
@@ -263,7 +281,7 @@ class ModelRunner:
 
     def memory(self) -> MemoryUse:
         free = self._paging.free_bytes
-        return MemoryUse(mx.get_active_memory() - free, mx.get_peak_memory() - free)
+        return MemoryUse(mx.get_active_memory() - free, mx.get_peak_memory() - free, free)
 
     def close(self) -> None:
         self._thread.check()
@@ -272,7 +290,7 @@ class ModelRunner:
         self._pipeline.clear()
         for group in self._paging.groups:
             group.pool.close()
-        self._paging = Paging(())
+        self._paging, self.pages = Paging(()), PoolMemory()
         self._model = self._images = None
         self._facts = PassFacts(caches=())
         mx.clear_cache()
@@ -384,15 +402,16 @@ class ModelRunner:
         self.run([])
         return bool(self._warm_ups)
 
-    def _page(self, facts: Sequence[GroupFacts], loaded: model_loader.LoadedModel) -> None:
+    def _page(self, facts: Sequence[GroupFacts], loaded: model_loader.LoadedModel) -> Iterator[None]:
         """Put the KV of rows to come into pages, where that is wanted and can be."""
         if self._settings.attention is Attention.ROWS:
             return
         head_count = model_loader.shape_of(loaded).head_count
         has_sinks = model_loader.has_sinks(loaded.model)
-        backends = [
-            kernels_for(each.shape, query_head_count=head_count, has_sinks=has_sinks) for each in facts
-        ]
+        backends: list[PagedAttention | None] = []
+        for each in facts:
+            kernels = yield from kernels_for(each.shape, query_head_count=head_count, has_sinks=has_sinks)
+            backends.append(kernels)
         if not all(backends) or not backends:
             why = "no kernels are proved here" if backends else "the model's KV is not of one kind"
             _log.info("pages_unused", extra={"detail": why})
@@ -404,21 +423,14 @@ class ModelRunner:
         if sum(sizes) and not self._settings.is_pipelined and not can_reserve(sum(sizes)):
             _log.warning("page_pool_not_reserved", extra={"size_bytes": sum(sizes)})
             sizes = [0] * len(sizes)
-        self._paging = Paging(
-            tuple(
-                PageGroup(
-                    PagePool(each.shape, passes=self._pass_clock, size_bytes=size_bytes),
-                    backend,
-                    each.layers,
-                    each.window,
-                    shapes_are_costly(each.shape),
-                )
-                for each, backend, size_bytes in zip(facts, backends, sizes, strict=True)
-                if backend is not None
-            ),
-        )
+        chosen = [(one, kernels) for one, kernels in zip(facts, backends, strict=True) if kernels]
+        self._paging = Paging(make_groups(chosen, sizes, passes=self._pass_clock))
+        self.pages = PoolMemory(self._paging.groups, has_rows=self._has_rows)
         self._pipeline.forwards[NO_ADAPTER].page(self._paging)
         self.blocks.page(self._paging)
+
+    def _has_rows(self) -> bool:
+        return bool(self._sequences) or self.blocks.is_restoring
 
     def _attended_bytes(self, kv_bytes_per_token: int, *, number_bytes: int) -> int:
         """Return what attention makes of a token's KV in one layer."""

@@ -66,10 +66,12 @@ class MemoryGuard:
         )
 
     def start_bytes(self, sequence: Sequence, *, beside: Collection[Sequence] = ()) -> int:
-        """Return what must be free before a sequence may start: the KV that it and the running ones are
-        admitted for and do not hold yet, and the largest pass that any of their inputs needs."""
+        """Return what must be free before a sequence may start: the KV that it and the running ones, also of
+        other engines, are admitted for and do not hold yet, and the largest pass that any of their inputs
+        needs."""
         together = (sequence, *beside)
-        return self.growth_bytes(together) + max(self._input_pass_bytes(s) for s in together)
+        kv_bytes = self.growth_bytes(together) + self._share.others_promised_bytes
+        return kv_bytes + max(self._input_pass_bytes(s) for s in together)
 
     @property
     def kv_limit_bytes(self) -> int:
@@ -91,10 +93,19 @@ class MemoryGuard:
             self.chunk_bytes(chunk.stop - chunk.start, chunk.stop, is_measured=chunk.sequence.measures_prompt)
             for chunk in chunks
         )
-        for sequence in decoding:
-            held = sequence.kv_token_count
-            needed += self._model.kv_bytes(held + 1) - self._model.kv_bytes(held)
-        return needed
+        return needed + self._row_bytes(decoding)
+
+    def pass_kv_bytes(self, chunks: Collection[PrefillChunk], *, decoding: Iterable[Sequence]) -> int:
+        """Return the KV that a pass adds: of its chunks, and of its rows."""
+        added = sum(
+            self._model.growth_bytes(chunk_token_count=each.stop - each.start, context_token_count=each.stop)
+            for each in chunks
+        )
+        return added + self._row_bytes(decoding)
+
+    def _row_bytes(self, decoding: Iterable[Sequence]) -> int:
+        held = (sequence.kv_token_count for sequence in decoding)
+        return sum(self._model.kv_bytes(count + 1) - self._model.kv_bytes(count) for count in held)
 
     def chunk_bytes(
         self, chunk_token_count: int, context_token_count: int, *, is_measured: bool = False
@@ -117,6 +128,21 @@ class MemoryGuard:
     def yield_others(self, size_bytes: int) -> int:
         """Have other engines give up blocks in RAM; return the bytes that are free for this one then."""
         return 0 if self._pooled_bytes else self._share.yield_others(size_bytes)
+
+    @property
+    def others_work(self) -> bool:
+        """Whether another engine is at work, which will give memory back."""
+        return self._share.others_work
+
+    @property
+    def must_wait(self) -> bool:
+        """Whether another engine has waited longer for memory and can run nothing."""
+        return self._share.must_wait
+
+    def note_waiting(self, now: float | None) -> None:
+        """Note that nothing runs here for want of memory, from now on if not before; None: it is not so."""
+        since = self._share.waits_since
+        self._share.waits_since = now if now is None or since is None else since
 
     def short(self, *, needed_bytes: int, active_bytes: int) -> Overloaded:
         """Return the refusal of a request for which there is no memory now."""

@@ -52,10 +52,19 @@ class Preemption:
         by way of the SSD while others run, so that it is there in a later step; else nothing is let go."""
         if not self.guard.limit_bytes:
             return True
+        if self.guard.must_wait:
+            return False
         running = self._scheduler.running
-        excess = self._excess_bytes(self.guard.start_bytes(sequence, beside=running))
-        if not excess:
-            return True
+        kv_bytes = self.guard.growth_bytes((sequence, *running))
+        excess = self._excess_bytes(self.guard.start_bytes(sequence, beside=running), kv_bytes)
+        may_start = not excess or self._is_given(sequence, excess)
+        if may_start:
+            self._runner.pages.reserve(kv_bytes)
+        return may_start
+
+    def _is_given(self, sequence: Sequence, excess: int) -> bool:
+        """Whether the RAM tier has made so much free for a sequence."""
+        running = self._scheduler.running
         protected = self._prefix.cache.planned_blocks(sequence)
         if not running and self._prefix.yieldable_bytes(protected=protected) < excess:
             protected = frozenset()
@@ -67,6 +76,8 @@ class Preemption:
         """Make a slot, or its memory, for a sequence of a tenant that runs nothing: park the last comer of
         the tenant that runs most, if that is more than one."""
         tenant = self._queue.greediest
+        if self.guard.must_wait:
+            return False  # what it gave up would be another engine's
         if tenant is None or self._queue.running_count(sequence.request.tenant):
             return False
         if self._queue.running_count(tenant) < 2:
@@ -78,13 +89,22 @@ class Preemption:
         return True
 
     def hopeless(self, sequence: Sequence) -> Overloaded | None:
-        """Return the refusal of a sequence that does not fit although nothing runs that could end, and
-        nothing is being written that could go then."""
-        if self._scheduler.running or self._prefix.is_writing:
+        """Return the refusal of a sequence that does not fit although nothing runs that could end, here or in
+        another engine, and nothing is being written that could go then."""
+        if self._scheduler.running or self._prefix.is_writing or self._others_give:
             return None
         return self.guard.short(
             needed_bytes=self.guard.start_bytes(sequence), active_bytes=self._runner.memory().active_bytes
         )
+
+    @property
+    def _others_give(self) -> bool:
+        return self.guard.others_work or self.guard.must_wait
+
+    def note_blocked(self, *, is_blocked: bool, now: float) -> None:
+        """Note whether a sequence waits for memory."""
+        self._prefix.lacks_memory = is_blocked
+        self.guard.note_waiting(now if is_blocked and not self._scheduler.running else None)
 
     def make_fit(self, plan: PassPlan) -> PassPlan:
         """Free memory for a planned pass; return as much of it as fits. A sequence that does not fit even
@@ -95,7 +115,10 @@ class Preemption:
 
     def _fitting(self, fitting: list[PrefillChunk]) -> list[PrefillChunk]:
         decoding = self._scheduler.decoding
-        while self._excess_after_yield(needed := self.guard.pass_bytes(fitting, decoding=decoding)):
+        while self._excess_after_yield(
+            needed := self.guard.pass_bytes(fitting, decoding=decoding),
+            self.guard.pass_kv_bytes(fitting, decoding=decoding),
+        ):
             if len(fitting) > 1:
                 del fitting[-1]
                 continue
@@ -133,17 +156,30 @@ class Preemption:
 
     def _fail_if_alone(self, sequence: Sequence, needed_bytes: int) -> None:
         """End a sequence, unless others load blocks or blocks are being written: they hold memory, and can
-        give it back in a later step."""
-        if not (self._scheduler.loading_count or self._prefix.is_writing):
+        give it back in a later step. While another engine is at work it is parked: if both held what they
+        have, neither might go on."""
+        if self.guard.others_work:
+            self._park(sequence)
+        elif not (self._scheduler.loading_count or self._prefix.is_writing):
             active_bytes = self._runner.memory().active_bytes
             self._fail(sequence, self.guard.short(needed_bytes=needed_bytes, active_bytes=active_bytes))
 
-    def _excess_bytes(self, needed_bytes: int) -> int:
+    def _excess_bytes(self, needed_bytes: int, kv_bytes: int = 0) -> int:
+        """Return by how much the limit would be passed by what is needed, `kv_bytes` of it for KV."""
+        pages = self._runner.pages
+        excess = self._excess(needed_bytes)
+        copied_bytes = pages.copied_bytes(kv_bytes)
+        if not copied_bytes:
+            return excess
+        # Either pages can grow, or enough of them come free.
+        return min(self._excess(needed_bytes + copied_bytes), max(excess, pages.missing_bytes(kv_bytes)))
+
+    def _excess(self, needed_bytes: int) -> int:
         active_bytes = self._runner.memory().active_bytes
         return self.guard.excess_bytes(active_bytes=active_bytes, needed_bytes=needed_bytes)
 
-    def _excess_after_yield(self, needed_bytes: int) -> int:
-        excess = self._excess_bytes(needed_bytes)
+    def _excess_after_yield(self, needed_bytes: int, kv_bytes: int = 0) -> int:
+        excess = self._excess_bytes(needed_bytes, kv_bytes)
         if not excess:
             return 0
         # What is let go here is free for new arrays whether or not the allocator returned it yet.

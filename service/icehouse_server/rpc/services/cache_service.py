@@ -20,8 +20,10 @@ from icehouse_server.domain.cache_commands import (
     Unpin,
 )
 from icehouse_server.domain.ids import AdapterName, CacheScope
+from icehouse_server.domain.model import ModelState
 from icehouse_server.domain.request import CacheUse
-from icehouse_server.errors import InvalidRequest, Reason
+from icehouse_server.errors import InvalidRequest, Reason, Unavailable
+from icehouse_server.rpc.access.caller import Caller
 from icehouse_server.rpc.calls.call_lifecycle import Context, RpcCall
 from icehouse_server.rpc.engine_client.seat import Seat
 from icehouse_server.rpc.messages.field_checks import (
@@ -107,10 +109,13 @@ class CacheService(Service, cache_service_pb2_grpc.CacheServiceServicer):
         self, request: messages.EndSessionRequest, context: Context
     ) -> messages.EndSessionResponse:
         async with self._calls.call(context) as call:
-            seat, _ = await self._generation.use(request.model, call)
+            served = self._seats.find(request.model, call.caller)
             tenant = tenant_of(request.cache, call.caller)
             call.session_id = check_name("session_id", request.session_id or call.session_id)
             name = call.own_session_id
+            if served.state is not ModelState.READY:
+                return messages.EndSessionResponse()  # sessions are forgotten with the engine
+            seat, _ = await self._generation.use(served.name, call)
             seat.prefetcher.forget(tenant, name)
             report = await seat.commands.ask(EndSession(name, tenant), SessionEndReport)
             return to_proto(report, messages.EndSessionResponse)
@@ -161,11 +166,26 @@ class CacheService(Service, cache_service_pb2_grpc.CacheServiceServicer):
         async with self._calls.call(context) as call, timer.guard():
             if request.block_limit < 0:
                 refuse_value("block_limit", request.block_limit, ">= 0; 0 reads all")
-            seat, _ = await self._generation.use("", call)
+            seat, _ = await self._generation.use(self._reader_of(request.model, call.caller), call)
             async for now in seat.commands.verify(ListStored(request.block_limit)):
                 found = now.report
                 await timer.write(context, messages.VerifyResponse(progress=verify_progress(now)))
             await timer.write(context, messages.VerifyResponse(done=verify_result(found)))
+
+    def _reader_of(self, name: str, caller: Caller) -> str:
+        """Return the loaded model whose engine checks the blocks of another: its own, or any if it is not
+        loaded. Raises NotFound, and Unavailable if none is."""
+        wanted = self._seats.find(name, caller).name
+        ready = [each.name for each in self._seats.listed(caller) if each.state is ModelState.READY]
+        if not ready:
+            raise Unavailable(
+                Reason.MODEL_NOT_LOADED,
+                "no model is loaded, and blocks are checked by a loaded one; load one, or run "
+                "`icehouse cache verify` beside the server",
+                field="model",
+                metadata={"model": wanted},
+            )
+        return wanted if wanted in ready else ready[0]
 
     async def Export(  # type: ignore[override]
         self, request: messages.ExportRequest, context: Context

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from icehouse_server.engine.attention.gpu.launch import GpuAttention
 from icehouse_server.engine.attention.port import PoolShape, TokenPlaces
 from icehouse_server.engine.kv.backend_choice import kernels_for, prove
 
+from tests.fixtures.engine import at_once
 from tests.unit.engine.attention.emulation import HEADER, Emulation
 
 SHAPE = PoolShape(5, 2, 64, 16, mx.float32)
@@ -28,7 +30,8 @@ HEADS = 4
 )
 def test_kernels_are_proved(shape: PoolShape, has_sinks: bool, emulation: Emulation) -> None:
     kernels = GpuAttention(emulation.make_kernel, Language(header=HEADER))
-    assert prove(shape, HEADS, backend=kernels, reference=GatherAttention(), has_sinks=has_sinks) == ""
+    why = at_once(prove(shape, HEADS, backend=kernels, reference=GatherAttention(), has_sinks=has_sinks))
+    assert why == ""
     assert {"icehouse_attend", "icehouse_attend_split"} <= set(emulation.launches)
 
 
@@ -75,7 +78,8 @@ def _calling(**changed: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
     ],
 )
 def test_faults_are_found(verb: str, change: Callable[[dict[str, Any]], dict[str, Any]], said: str) -> None:
-    why = prove(SHAPE, HEADS, backend=_Faulty(verb, change), reference=GatherAttention(), has_sinks=True)
+    faulty = _Faulty(verb, change)
+    why = at_once(prove(SHAPE, HEADS, backend=faulty, reference=GatherAttention(), has_sinks=True))
     assert said in why
 
 
@@ -85,14 +89,15 @@ class _NotCompiled(GatherAttention):
 
 
 def test_kernels_that_do_not_compile_are_not_used() -> None:
-    why = prove(SHAPE, HEADS, backend=_NotCompiled(), reference=GatherAttention())
+    why = at_once(prove(SHAPE, HEADS, backend=_NotCompiled(), reference=GatherAttention()))
     assert why == "attention over pages failed: no such instruction"
 
 
 def test_a_cpu_has_a_way_of_its_own() -> None:
     if mx.default_device().type == mx.DeviceType.gpu:
         pytest.skip("there is a GPU here")
-    assert isinstance(kernels_for(SHAPE, query_head_count=HEADS, has_sinks=True), CpuAttention)
+    chosen = at_once(kernels_for(SHAPE, query_head_count=HEADS, has_sinks=True))
+    assert isinstance(chosen, CpuAttention)
 
 
 @pytest.mark.parametrize("page_token_count", [1, 2, 8])
@@ -100,6 +105,26 @@ def test_blocks_of_few_tokens_have_small_pages(page_token_count: int, emulation:
     shape = dataclasses.replace(SHAPE, page_token_count=page_token_count)
     kernels = GpuAttention(emulation.make_kernel, Language(header=HEADER))
     assert [
-        prove(shape, HEADS, backend=backend, reference=GatherAttention(), has_sinks=True)
+        at_once(prove(shape, HEADS, backend=backend, reference=GatherAttention(), has_sinks=True))
         for backend in (CpuAttention(), kernels)
     ] == ["", ""]
+
+
+def test_others_go_on_between_the_parts_of_a_trial() -> None:
+    """But not between the passes of what is tried, which would hide a wait that is missing."""
+    seen: list[str] = []
+
+    class Watched(GatherAttention):
+        def __init__(self, name: str) -> None:
+            self._name = name
+
+        def attend(self, *given: Any, **named: Any) -> mx.array:
+            seen.append(self._name)
+            return super().attend(*given, **named)
+
+    steps = prove(SHAPE, HEADS, backend=Watched("tried"), reference=Watched("known"))
+    for _ in steps:
+        seen.append("others")
+    runs = [name for name, _ in itertools.groupby(seen)]
+    assert [name for name in runs if name != "others"] == ["known"] * 3 + ["tried"], "three passes"
+    assert runs == ["others"] + ["known", "others"] * 3 + ["tried", "others"]

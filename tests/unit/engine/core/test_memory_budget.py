@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Generator
 
 import pytest
+from icehouse_server.domain.events import Finished
 from icehouse_server.domain.model import EngineState, ModelInfo
 from icehouse_server.engine.core.mailbox import Mailbox
 from icehouse_server.engine.core.memory_budget import BudgetShare, MemoryBudget
@@ -99,6 +100,7 @@ class House:
         self.budget = MemoryBudget(_LIMIT_BYTES)
         self.clock = FakeClock()
         self.thread = InferenceThread(self.clock)
+        self.recorder = Recorder()
         self.engines: list[tuple[Engine, LoadedRunner]] = []
         self.runners: list[LoadedRunner] = []
         self.request_count = self.loaded_count = self.peak_bytes = 0
@@ -106,8 +108,8 @@ class House:
     def used_bytes(self) -> int:
         return sum(runner.held_bytes for runner in self.runners)
 
-    def load(self) -> None:
-        weight_bytes = self.dice.randrange(100, 8000)
+    def load(self, weight_bytes: int = 0) -> Engine:
+        weight_bytes = weight_bytes or self.dice.randrange(100, 8000)
         runner = LoadedRunner(weight_bytes, self.used_bytes)
         engine = Engine(
             settings=EngineSettings(
@@ -118,7 +120,7 @@ class House:
             runner=runner,
             tokenizer=FakeDecoder(),
             mailbox=Mailbox(limit=100, changed=self.thread.changed),
-            listener=Recorder(),
+            listener=self.recorder,
             thread=self.thread,
             budget=self.budget,
             make_prefix=lambda: no_prefix(self.clock),
@@ -126,6 +128,11 @@ class House:
         self.runners.append(runner)
         self.engines.append((engine, runner))
         engine.start()
+        return engine
+
+    def ask(self, engine: Engine, name: str, token_count: int, output_count: int = 20) -> None:
+        tokens = [1 + i % 100 for i in range(token_count)]
+        engine.submit(request(name, tokens, max_output_tokens=output_count))
 
     def act(self) -> None:
         chance = self.dice.random()
@@ -154,6 +161,13 @@ class House:
         except IcehouseError as error:
             assert error.reason in (Reason.LOADING, Reason.DRAINING), error
 
+    def step_until(self, is_so: Callable[[], bool]) -> None:
+        for _ in range(3000):
+            if is_so():
+                return
+            self.step()
+        raise AssertionError("it never comes to that")
+
     def step(self) -> None:
         if not self.engines:
             return
@@ -161,8 +175,8 @@ class House:
             self.clock.now += 1.0  # nobody is waited for
         member = self.thread._next()
         assert member is not None
+        self.clock.now += 0.01  # a turn takes time
         self.thread._take_turn(member)
-        self.clock.now += 0.01
         self.peak_bytes = max(self.peak_bytes, self.used_bytes())
         assert self.peak_bytes <= _LIMIT_BYTES
         for each in list(self.engines):
@@ -188,3 +202,44 @@ def test_whatever_is_loaded_asked_and_drained_the_sum_is_never_above_the_limit(s
         house.step()
     assert house.used_bytes() == 0 and not house.budget._shares
     assert house.loaded_count > 3 and house.peak_bytes > 0.6 * _LIMIT_BYTES, "the story has nothing to tell"
+
+
+def test_who_finds_another_engine_at_work_waits_for_its_memory() -> None:
+    house = House(random.Random(0))
+    first, second = (house.load(weight_bytes=500) for _ in range(2))
+    house.step_until(lambda: first.state is second.state is EngineState.READY)
+    house.ask(first, "holds", 500, 200)
+    house.step_until(lambda: bool(house.recorder.tokens_of("holds")))
+    house.ask(second, "waits", 700)
+    house.step_until(lambda: house.recorder.end_of("waits") is not None)
+    for name in ("holds", "waits"):
+        assert isinstance(house.recorder.end_of(name), Finished), house.recorder.end_of(name)
+
+
+def test_who_is_always_at_work_does_not_keep_another_from_memory() -> None:
+    house = House(random.Random(0))
+    busy, waiting = (house.load(weight_bytes=500) for _ in range(2))
+    house.step_until(lambda: busy.state is waiting.state is EngineState.READY)
+    for number in range(40):
+        house.ask(busy, f"{number}", 300)
+    house.step_until(lambda: bool(house.recorder.tokens_of("1")))
+    house.ask(waiting, "waits", 700)
+    house.step_until(lambda: house.recorder.end_of("waits") is not None)
+    ended = [number for number in range(40) if house.recorder.end_of(f"{number}") is not None]
+    assert isinstance(house.recorder.end_of("waits"), Finished)
+    assert len(ended) < 10, "it came behind all that others had to do"
+    house.step_until(lambda: all(house.recorder.end_of(f"{number}") is not None for number in range(40)))
+    assert all(isinstance(house.recorder.end_of(f"{number}"), Finished) for number in range(40))
+
+
+def test_what_cannot_be_had_although_nobody_is_at_work_is_refused() -> None:
+    """Two wait for each other's memory in vain where neither gives any: who waited first is told."""
+    budget = MemoryBudget(1000)
+    first, second = budget.enter(), budget.enter()
+    for share in (first, second):
+        share.is_idle = lambda: True
+    first.waits_since, second.waits_since = 1.0, 2.0
+    assert not first.must_wait and second.must_wait
+    assert not (first.others_work or second.others_work)
+    second.is_idle = lambda: False
+    assert first.others_work and not first.must_wait

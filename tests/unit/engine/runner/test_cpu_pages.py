@@ -24,7 +24,7 @@ from icehouse_server.engine.runner.forward.splits import Attention
 from icehouse_server.engine.runner.runner import ModelRunner, RunnerSettings
 from icehouse_server.storage.api import PlannedBlock
 
-from tests.fixtures.engine import load_at_once
+from tests.fixtures.engine import load_at_once, with_kernels
 from tests.fixtures.models import tiny_model_dir
 from tests.fixtures.patience import BOUND_S
 
@@ -127,7 +127,7 @@ def test_who_has_pages(
     are_paged: bool,
 ) -> None:
     if not is_proved:
-        monkeypatch.setattr(runner_module, "kernels_for", lambda *args, **how: None)
+        monkeypatch.setattr(runner_module, "kernels_for", with_kernels(None))
     runner = runner_of(tiny_model_dir(tmp_path, architecture), attention=attention)
     runner.open(COLD)
     runner.run([Chunk(COLD, PROMPT[:5])])

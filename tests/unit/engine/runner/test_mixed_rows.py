@@ -14,13 +14,14 @@ from icehouse_server.domain.sampling import SamplingParams
 from icehouse_server.engine.attention.cpu.softmax import computes_on_cpu
 from icehouse_server.engine.attention.gather import GatherAttention
 from icehouse_server.engine.attention.port import PagedAttention
+from icehouse_server.engine.core.device_clock import DeviceClock
 from icehouse_server.engine.core.ports import Chunk, DecodeRow
 from icehouse_server.engine.runner import model_loader
 from icehouse_server.engine.runner import runner as runner_module
 from icehouse_server.engine.runner.forward.splits import Attention
 from icehouse_server.engine.runner.runner import ModelRunner, RunnerSettings
 
-from tests.fixtures.engine import load_at_once
+from tests.fixtures.engine import load_at_once, with_kernels
 from tests.fixtures.models import VOCABULARY_SIZE, tiny_model_dir
 
 STEPS = 14
@@ -97,6 +98,7 @@ def runner_of(
     kernels: PagedAttention | None = None,
     warms_every_draw: bool = False,
     clock: Clock | None = None,
+    device_clock: DeviceClock | None = None,
 ) -> ModelRunner:
     """Load a runner. `kernels` attend to pages in the place of the device's: plain MLX does where a CPU is to
     run ahead, since a CPU's own compute while a pass is built."""
@@ -114,10 +116,11 @@ def runner_of(
             warms_every_draw=warms_every_draw,
         ),
         clock=clock or SystemClock(),
+        device_clock=device_clock,
     )
     with pytest.MonkeyPatch.context() as patched:
         if kernels is not None:
-            patched.setattr(runner_module, "kernels_for", lambda shape, **_: kernels)
+            patched.setattr(runner_module, "kernels_for", with_kernels(kernels))
         load_at_once(runner)
     return runner
 

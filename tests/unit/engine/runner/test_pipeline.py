@@ -16,6 +16,7 @@ from icehouse_server.domain.blocks import RegionKind
 from icehouse_server.domain.ids import SequenceId
 from icehouse_server.domain.request import LogprobsWanted, Pooling, Speculation
 from icehouse_server.domain.sampling import SamplingParams
+from icehouse_server.engine.core.device_clock import DeviceClock
 from icehouse_server.engine.core.ports import Chunk, DecodeRow, PassResult
 from icehouse_server.engine.runner import speculation
 from icehouse_server.engine.runner.decoding import DispatchedPass
@@ -114,6 +115,28 @@ def test_the_times_of_passes_never_overlap(tmp_path: Path, is_pipelined: bool) -
     assert min(passes) >= 1.0 and sum(passes) <= clock.monotonic() - began
     # Each look at the clock is a second: one as a pass is built, one as it ends.
     assert max(passes[1:]) <= 2.0, passes
+
+
+def test_a_pass_is_not_charged_with_the_turns_of_another_model(tmp_path: Path) -> None:
+    """The device does what two models give it in turns, so each is timed from the end of the other's."""
+    clock, device = SteppedClock(), DeviceClock()
+    path = tiny_model_dir(tmp_path, "llama")
+    runners = [runner_of(path, is_pipelined=True, clock=clock, device_clock=device) for _ in range(2)]
+    clock.now = began = 100.0
+    row = DecodeRow(SamplingParams(), prompt_token_ids=PROMPT)
+    for runner in runners:
+        runner.open(SequenceId(1))
+    told: list[list[float]] = [[], []]
+    for turn in range(5):
+        for runner, own in zip(runners, told, strict=True):
+            own.append(runner.run([] if turn else [Chunk(SequenceId(1), PROMPT, row=row)]).elapsed_s)
+            clock.now += 1.0
+    assert [own[2:] for own in told] == [[1.0] * 3, [1.0] * 3]
+    assert sum(map(sum, told)) <= clock.now - began
+    # The second one is waited for twice meanwhile: the pass before that ended who knows when.
+    runners[1].run([])
+    clock.now += 1.0
+    assert runners[0].run([]).elapsed_s == 0.0
 
 
 @pytest.mark.parametrize("is_pipelined", [True, False])

@@ -241,63 +241,63 @@ public final class CacheServiceOuterClass {
       "ock_count\030\002 \001(\003\022\021\n\tram_bytes\030\003 \001(\003\022\021\n\tss" +
       "d_bytes\030\004 \001(\003\"e\n\013EvictResult\022\027\n\017ram_bloc" +
       "k_count\030\001 \001(\003\022\021\n\tram_bytes\030\002 \001(\003\022\027\n\017ssd_" +
-      "block_count\030\003 \001(\003\022\021\n\tssd_bytes\030\004 \001(\003\"$\n\r" +
-      "VerifyRequest\022\023\n\013block_limit\030\001 \001(\003\"u\n\016Ve" +
-      "rifyResponse\022/\n\010progress\030\001 \001(\0132\033.icehous" +
-      "e.v1.VerifyProgressH\000\022)\n\004done\030\002 \001(\0132\031.ic" +
-      "ehouse.v1.VerifyResultH\000B\007\n\005event\"x\n\016Ver" +
-      "ifyProgress\022\034\n\024verified_block_count\030\001 \001(" +
-      "\003\022\026\n\016verified_bytes\030\002 \001(\003\022\033\n\023damaged_blo" +
-      "ck_count\030\003 \001(\003\022\023\n\013block_count\030\004 \001(\003\"\246\001\n\014" +
-      "VerifyResult\022\034\n\024verified_block_count\030\001 \001" +
-      "(\003\022\026\n\016verified_bytes\030\002 \001(\003\022\026\n\016damaged_ha" +
-      "shes\030\003 \003(\t\022\033\n\023damaged_block_count\030\004 \001(\003\022" +
-      "+\n\010duration\030\005 \001(\0132\031.google.protobuf.Dura" +
-      "tion\"l\n\rExportRequest\022\r\n\005model\030\001 \001(\t\022#\n\006" +
-      "prompt\030\002 \001(\0132\023.icehouse.v1.Prompt\022\'\n\005cac" +
-      "he\030\003 \001(\0132\030.icehouse.v1.CachePolicy\"U\n\016Ex" +
-      "portResponse\022\017\n\005chunk\030\001 \001(\014H\000\022)\n\004done\030\002 " +
-      "\001(\0132\031.icehouse.v1.ExportResultH\000B\007\n\005even" +
-      "t\"U\n\014ExportResult\022\023\n\013block_count\030\001 \001(\003\022\022" +
-      "\n\nsize_bytes\030\002 \001(\003\022\034\n\024left_out_block_cou" +
-      "nt\030\003 \001(\003\"U\n\rImportRequest\022+\n\006target\030\001 \001(" +
-      "\0132\031.icehouse.v1.ImportTargetH\000\022\017\n\005chunk\030" +
-      "\002 \001(\014H\000B\006\n\004part\"F\n\014ImportTarget\022\r\n\005model" +
-      "\030\001 \001(\t\022\'\n\005cache\030\002 \001(\0132\030.icehouse.v1.Cach" +
-      "ePolicy\"U\n\022ImportRefusalCount\022*\n\006reason\030" +
-      "\001 \001(\0162\032.icehouse.v1.ImportRefusal\022\023\n\013blo" +
-      "ck_count\030\002 \001(\003\"\247\001\n\016ImportResponse\022\033\n\023ado" +
-      "pted_block_count\030\001 \001(\003\022\025\n\radopted_bytes\030" +
-      "\002 \001(\003\022\031\n\021known_block_count\030\003 \001(\003\0221\n\010refu" +
-      "sals\030\004 \003(\0132\037.icehouse.v1.ImportRefusalCo" +
-      "unt\022\023\n\013stop_detail\030\005 \001(\t*O\n\tCacheTier\022\032\n" +
-      "\026CACHE_TIER_UNSPECIFIED\020\000\022\022\n\016CACHE_TIER_" +
-      "RAM\020\001\022\022\n\016CACHE_TIER_SSD\020\002*\332\001\n\rImportRefu" +
-      "sal\022\036\n\032IMPORT_REFUSAL_UNSPECIFIED\020\000\022\032\n\026I" +
-      "MPORT_REFUSAL_DAMAGED\020\001\022\031\n\025IMPORT_REFUSA" +
-      "L_LAYOUT\020\002\022\030\n\024IMPORT_REFUSAL_SCOPE\020\003\022!\n\035" +
-      "IMPORT_REFUSAL_PARENT_MISSING\020\004\022\030\n\024IMPOR" +
-      "T_REFUSAL_QUOTA\020\005\022\033\n\027IMPORT_REFUSAL_SSD_" +
-      "FULL\020\0062\270\005\n\014CacheService\022D\n\007Explain\022\033.ice" +
-      "house.v1.ExplainRequest\032\034.icehouse.v1.Ex" +
-      "plainResponse\022=\n\004Warm\022\030.icehouse.v1.Warm" +
-      "Request\032\031.icehouse.v1.WarmResponse0\001\0228\n\003" +
-      "Pin\022\027.icehouse.v1.PinRequest\032\030.icehouse." +
-      "v1.PinResponse\022>\n\005Unpin\022\031.icehouse.v1.Un" +
-      "pinRequest\032\032.icehouse.v1.UnpinResponse\022M" +
-      "\n\nEndSession\022\036.icehouse.v1.EndSessionReq" +
-      "uest\032\037.icehouse.v1.EndSessionResponse\022@\n" +
-      "\005Evict\022\031.icehouse.v1.EvictRequest\032\032.iceh" +
-      "ouse.v1.EvictResponse0\001\022I\n\010EvictAll\022\034.ic" +
-      "ehouse.v1.EvictAllRequest\032\035.icehouse.v1." +
-      "EvictAllResponse0\001\022C\n\006Verify\022\032.icehouse." +
-      "v1.VerifyRequest\032\033.icehouse.v1.VerifyRes" +
-      "ponse0\001\022C\n\006Export\022\032.icehouse.v1.ExportRe" +
-      "quest\032\033.icehouse.v1.ExportResponse0\001\022C\n\006" +
-      "Import\022\032.icehouse.v1.ImportRequest\032\033.ice" +
-      "house.v1.ImportResponse(\001B<\n\017dev.icehous" +
-      "e.v1P\001Z\'icehouse.dev/api/icehouse/v1;ice" +
-      "housev1b\006proto3"
+      "block_count\030\003 \001(\003\022\021\n\tssd_bytes\030\004 \001(\003\"3\n\r" +
+      "VerifyRequest\022\023\n\013block_limit\030\001 \001(\003\022\r\n\005mo" +
+      "del\030\002 \001(\t\"u\n\016VerifyResponse\022/\n\010progress\030" +
+      "\001 \001(\0132\033.icehouse.v1.VerifyProgressH\000\022)\n\004" +
+      "done\030\002 \001(\0132\031.icehouse.v1.VerifyResultH\000B" +
+      "\007\n\005event\"x\n\016VerifyProgress\022\034\n\024verified_b" +
+      "lock_count\030\001 \001(\003\022\026\n\016verified_bytes\030\002 \001(\003" +
+      "\022\033\n\023damaged_block_count\030\003 \001(\003\022\023\n\013block_c" +
+      "ount\030\004 \001(\003\"\246\001\n\014VerifyResult\022\034\n\024verified_" +
+      "block_count\030\001 \001(\003\022\026\n\016verified_bytes\030\002 \001(" +
+      "\003\022\026\n\016damaged_hashes\030\003 \003(\t\022\033\n\023damaged_blo" +
+      "ck_count\030\004 \001(\003\022+\n\010duration\030\005 \001(\0132\031.googl" +
+      "e.protobuf.Duration\"l\n\rExportRequest\022\r\n\005" +
+      "model\030\001 \001(\t\022#\n\006prompt\030\002 \001(\0132\023.icehouse.v" +
+      "1.Prompt\022\'\n\005cache\030\003 \001(\0132\030.icehouse.v1.Ca" +
+      "chePolicy\"U\n\016ExportResponse\022\017\n\005chunk\030\001 \001" +
+      "(\014H\000\022)\n\004done\030\002 \001(\0132\031.icehouse.v1.ExportR" +
+      "esultH\000B\007\n\005event\"U\n\014ExportResult\022\023\n\013bloc" +
+      "k_count\030\001 \001(\003\022\022\n\nsize_bytes\030\002 \001(\003\022\034\n\024lef" +
+      "t_out_block_count\030\003 \001(\003\"U\n\rImportRequest" +
+      "\022+\n\006target\030\001 \001(\0132\031.icehouse.v1.ImportTar" +
+      "getH\000\022\017\n\005chunk\030\002 \001(\014H\000B\006\n\004part\"F\n\014Import" +
+      "Target\022\r\n\005model\030\001 \001(\t\022\'\n\005cache\030\002 \001(\0132\030.i" +
+      "cehouse.v1.CachePolicy\"U\n\022ImportRefusalC" +
+      "ount\022*\n\006reason\030\001 \001(\0162\032.icehouse.v1.Impor" +
+      "tRefusal\022\023\n\013block_count\030\002 \001(\003\"\247\001\n\016Import" +
+      "Response\022\033\n\023adopted_block_count\030\001 \001(\003\022\025\n" +
+      "\radopted_bytes\030\002 \001(\003\022\031\n\021known_block_coun" +
+      "t\030\003 \001(\003\0221\n\010refusals\030\004 \003(\0132\037.icehouse.v1." +
+      "ImportRefusalCount\022\023\n\013stop_detail\030\005 \001(\t*" +
+      "O\n\tCacheTier\022\032\n\026CACHE_TIER_UNSPECIFIED\020\000" +
+      "\022\022\n\016CACHE_TIER_RAM\020\001\022\022\n\016CACHE_TIER_SSD\020\002" +
+      "*\332\001\n\rImportRefusal\022\036\n\032IMPORT_REFUSAL_UNS" +
+      "PECIFIED\020\000\022\032\n\026IMPORT_REFUSAL_DAMAGED\020\001\022\031" +
+      "\n\025IMPORT_REFUSAL_LAYOUT\020\002\022\030\n\024IMPORT_REFU" +
+      "SAL_SCOPE\020\003\022!\n\035IMPORT_REFUSAL_PARENT_MIS" +
+      "SING\020\004\022\030\n\024IMPORT_REFUSAL_QUOTA\020\005\022\033\n\027IMPO" +
+      "RT_REFUSAL_SSD_FULL\020\0062\270\005\n\014CacheService\022D" +
+      "\n\007Explain\022\033.icehouse.v1.ExplainRequest\032\034" +
+      ".icehouse.v1.ExplainResponse\022=\n\004Warm\022\030.i" +
+      "cehouse.v1.WarmRequest\032\031.icehouse.v1.War" +
+      "mResponse0\001\0228\n\003Pin\022\027.icehouse.v1.PinRequ" +
+      "est\032\030.icehouse.v1.PinResponse\022>\n\005Unpin\022\031" +
+      ".icehouse.v1.UnpinRequest\032\032.icehouse.v1." +
+      "UnpinResponse\022M\n\nEndSession\022\036.icehouse.v" +
+      "1.EndSessionRequest\032\037.icehouse.v1.EndSes" +
+      "sionResponse\022@\n\005Evict\022\031.icehouse.v1.Evic" +
+      "tRequest\032\032.icehouse.v1.EvictResponse0\001\022I" +
+      "\n\010EvictAll\022\034.icehouse.v1.EvictAllRequest" +
+      "\032\035.icehouse.v1.EvictAllResponse0\001\022C\n\006Ver" +
+      "ify\022\032.icehouse.v1.VerifyRequest\032\033.icehou" +
+      "se.v1.VerifyResponse0\001\022C\n\006Export\022\032.iceho" +
+      "use.v1.ExportRequest\032\033.icehouse.v1.Expor" +
+      "tResponse0\001\022C\n\006Import\022\032.icehouse.v1.Impo" +
+      "rtRequest\032\033.icehouse.v1.ImportResponse(\001" +
+      "B<\n\017dev.icehouse.v1P\001Z\'icehouse.dev/api/" +
+      "icehouse/v1;icehousev1b\006proto3"
     };
     descriptor = com.google.protobuf.Descriptors.FileDescriptor
       .internalBuildGeneratedFileFrom(descriptorData,
@@ -432,7 +432,7 @@ public final class CacheServiceOuterClass {
     internal_static_icehouse_v1_VerifyRequest_fieldAccessorTable = new
       com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
         internal_static_icehouse_v1_VerifyRequest_descriptor,
-        new java.lang.String[] { "BlockLimit", });
+        new java.lang.String[] { "BlockLimit", "Model", });
     internal_static_icehouse_v1_VerifyResponse_descriptor =
       getDescriptor().getMessageTypes().get(21);
     internal_static_icehouse_v1_VerifyResponse_fieldAccessorTable = new

@@ -48,7 +48,7 @@ private static final long serialVersionUID = 0L;
   /**
    * <pre>
    * Blocks that only this session and those that it started have used. 0: none, or the server does not know the
-   * session.
+   * session. It knows no session of a model that is not loaded, and does not load one for this.
    * </pre>
    *
    * <code>int64 block_count = 1;</code>
@@ -471,7 +471,7 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * Blocks that only this session and those that it started have used. 0: none, or the server does not know the
-     * session.
+     * session. It knows no session of a model that is not loaded, and does not load one for this.
      * </pre>
      *
      * <code>int64 block_count = 1;</code>
@@ -484,7 +484,7 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * Blocks that only this session and those that it started have used. 0: none, or the server does not know the
-     * session.
+     * session. It knows no session of a model that is not loaded, and does not load one for this.
      * </pre>
      *
      * <code>int64 block_count = 1;</code>
@@ -501,7 +501,7 @@ private static final long serialVersionUID = 0L;
     /**
      * <pre>
      * Blocks that only this session and those that it started have used. 0: none, or the server does not know the
-     * session.
+     * session. It knows no session of a model that is not loaded, and does not load one for this.
      * </pre>
      *
      * <code>int64 block_count = 1;</code>

@@ -11,7 +11,7 @@ public interface EndSessionResponseOrBuilder extends
   /**
    * <pre>
    * Blocks that only this session and those that it started have used. 0: none, or the server does not know the
-   * session.
+   * session. It knows no session of a model that is not loaded, and does not load one for this.
    * </pre>
    *
    * <code>int64 block_count = 1;</code>

@@ -21,6 +21,7 @@ private static final long serialVersionUID = 0L;
     super(builder);
   }
   private VerifyRequest() {
+    model_ = "";
   }
 
   @java.lang.Override
@@ -59,6 +60,57 @@ private static final long serialVersionUID = 0L;
     return blockLimit_;
   }
 
+  public static final int MODEL_FIELD_NUMBER = 2;
+  @SuppressWarnings("serial")
+  private volatile java.lang.Object model_ = "";
+  /**
+   * <pre>
+   * Model whose blocks to check; otherwise NOT_FOUND. Those of models that are not loaded are checked with it,
+   * and with any other one where it is not loaded itself. Where none is: MODEL_NOT_LOADED (gRPC status
+   * UNAVAILABLE). Default: the default model.
+   * </pre>
+   *
+   * <code>string model = 2;</code>
+   * @return The model.
+   */
+  @java.lang.Override
+  public java.lang.String getModel() {
+    java.lang.Object ref = model_;
+    if (ref instanceof java.lang.String) {
+      return (java.lang.String) ref;
+    } else {
+      com.google.protobuf.ByteString bs = 
+          (com.google.protobuf.ByteString) ref;
+      java.lang.String s = bs.toStringUtf8();
+      model_ = s;
+      return s;
+    }
+  }
+  /**
+   * <pre>
+   * Model whose blocks to check; otherwise NOT_FOUND. Those of models that are not loaded are checked with it,
+   * and with any other one where it is not loaded itself. Where none is: MODEL_NOT_LOADED (gRPC status
+   * UNAVAILABLE). Default: the default model.
+   * </pre>
+   *
+   * <code>string model = 2;</code>
+   * @return The bytes for model.
+   */
+  @java.lang.Override
+  public com.google.protobuf.ByteString
+      getModelBytes() {
+    java.lang.Object ref = model_;
+    if (ref instanceof java.lang.String) {
+      com.google.protobuf.ByteString b = 
+          com.google.protobuf.ByteString.copyFromUtf8(
+              (java.lang.String) ref);
+      model_ = b;
+      return b;
+    } else {
+      return (com.google.protobuf.ByteString) ref;
+    }
+  }
+
   private byte memoizedIsInitialized = -1;
   @java.lang.Override
   public final boolean isInitialized() {
@@ -76,6 +128,9 @@ private static final long serialVersionUID = 0L;
     if (blockLimit_ != 0L) {
       output.writeInt64(1, blockLimit_);
     }
+    if (!com.google.protobuf.GeneratedMessageV3.isStringEmpty(model_)) {
+      com.google.protobuf.GeneratedMessageV3.writeString(output, 2, model_);
+    }
     getUnknownFields().writeTo(output);
   }
 
@@ -88,6 +143,9 @@ private static final long serialVersionUID = 0L;
     if (blockLimit_ != 0L) {
       size += com.google.protobuf.CodedOutputStream
         .computeInt64Size(1, blockLimit_);
+    }
+    if (!com.google.protobuf.GeneratedMessageV3.isStringEmpty(model_)) {
+      size += com.google.protobuf.GeneratedMessageV3.computeStringSize(2, model_);
     }
     size += getUnknownFields().getSerializedSize();
     memoizedSize = size;
@@ -106,6 +164,8 @@ private static final long serialVersionUID = 0L;
 
     if (getBlockLimit()
         != other.getBlockLimit()) return false;
+    if (!getModel()
+        .equals(other.getModel())) return false;
     if (!getUnknownFields().equals(other.getUnknownFields())) return false;
     return true;
   }
@@ -120,6 +180,8 @@ private static final long serialVersionUID = 0L;
     hash = (37 * hash) + BLOCK_LIMIT_FIELD_NUMBER;
     hash = (53 * hash) + com.google.protobuf.Internal.hashLong(
         getBlockLimit());
+    hash = (37 * hash) + MODEL_FIELD_NUMBER;
+    hash = (53 * hash) + getModel().hashCode();
     hash = (29 * hash) + getUnknownFields().hashCode();
     memoizedHashCode = hash;
     return hash;
@@ -256,6 +318,7 @@ private static final long serialVersionUID = 0L;
       super.clear();
       bitField0_ = 0;
       blockLimit_ = 0L;
+      model_ = "";
       return this;
     }
 
@@ -291,6 +354,9 @@ private static final long serialVersionUID = 0L;
       int from_bitField0_ = bitField0_;
       if (((from_bitField0_ & 0x00000001) != 0)) {
         result.blockLimit_ = blockLimit_;
+      }
+      if (((from_bitField0_ & 0x00000002) != 0)) {
+        result.model_ = model_;
       }
     }
 
@@ -341,6 +407,11 @@ private static final long serialVersionUID = 0L;
       if (other.getBlockLimit() != 0L) {
         setBlockLimit(other.getBlockLimit());
       }
+      if (!other.getModel().isEmpty()) {
+        model_ = other.model_;
+        bitField0_ |= 0x00000002;
+        onChanged();
+      }
       this.mergeUnknownFields(other.getUnknownFields());
       onChanged();
       return this;
@@ -372,6 +443,11 @@ private static final long serialVersionUID = 0L;
               bitField0_ |= 0x00000001;
               break;
             } // case 8
+            case 18: {
+              model_ = input.readStringRequireUtf8();
+              bitField0_ |= 0x00000002;
+              break;
+            } // case 18
             default: {
               if (!super.parseUnknownField(input, extensionRegistry, tag)) {
                 done = true; // was an endgroup tag
@@ -432,6 +508,108 @@ private static final long serialVersionUID = 0L;
     public Builder clearBlockLimit() {
       bitField0_ = (bitField0_ & ~0x00000001);
       blockLimit_ = 0L;
+      onChanged();
+      return this;
+    }
+
+    private java.lang.Object model_ = "";
+    /**
+     * <pre>
+     * Model whose blocks to check; otherwise NOT_FOUND. Those of models that are not loaded are checked with it,
+     * and with any other one where it is not loaded itself. Where none is: MODEL_NOT_LOADED (gRPC status
+     * UNAVAILABLE). Default: the default model.
+     * </pre>
+     *
+     * <code>string model = 2;</code>
+     * @return The model.
+     */
+    public java.lang.String getModel() {
+      java.lang.Object ref = model_;
+      if (!(ref instanceof java.lang.String)) {
+        com.google.protobuf.ByteString bs =
+            (com.google.protobuf.ByteString) ref;
+        java.lang.String s = bs.toStringUtf8();
+        model_ = s;
+        return s;
+      } else {
+        return (java.lang.String) ref;
+      }
+    }
+    /**
+     * <pre>
+     * Model whose blocks to check; otherwise NOT_FOUND. Those of models that are not loaded are checked with it,
+     * and with any other one where it is not loaded itself. Where none is: MODEL_NOT_LOADED (gRPC status
+     * UNAVAILABLE). Default: the default model.
+     * </pre>
+     *
+     * <code>string model = 2;</code>
+     * @return The bytes for model.
+     */
+    public com.google.protobuf.ByteString
+        getModelBytes() {
+      java.lang.Object ref = model_;
+      if (ref instanceof String) {
+        com.google.protobuf.ByteString b = 
+            com.google.protobuf.ByteString.copyFromUtf8(
+                (java.lang.String) ref);
+        model_ = b;
+        return b;
+      } else {
+        return (com.google.protobuf.ByteString) ref;
+      }
+    }
+    /**
+     * <pre>
+     * Model whose blocks to check; otherwise NOT_FOUND. Those of models that are not loaded are checked with it,
+     * and with any other one where it is not loaded itself. Where none is: MODEL_NOT_LOADED (gRPC status
+     * UNAVAILABLE). Default: the default model.
+     * </pre>
+     *
+     * <code>string model = 2;</code>
+     * @param value The model to set.
+     * @return This builder for chaining.
+     */
+    public Builder setModel(
+        java.lang.String value) {
+      if (value == null) { throw new NullPointerException(); }
+      model_ = value;
+      bitField0_ |= 0x00000002;
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * Model whose blocks to check; otherwise NOT_FOUND. Those of models that are not loaded are checked with it,
+     * and with any other one where it is not loaded itself. Where none is: MODEL_NOT_LOADED (gRPC status
+     * UNAVAILABLE). Default: the default model.
+     * </pre>
+     *
+     * <code>string model = 2;</code>
+     * @return This builder for chaining.
+     */
+    public Builder clearModel() {
+      model_ = getDefaultInstance().getModel();
+      bitField0_ = (bitField0_ & ~0x00000002);
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * Model whose blocks to check; otherwise NOT_FOUND. Those of models that are not loaded are checked with it,
+     * and with any other one where it is not loaded itself. Where none is: MODEL_NOT_LOADED (gRPC status
+     * UNAVAILABLE). Default: the default model.
+     * </pre>
+     *
+     * <code>string model = 2;</code>
+     * @param value The bytes for model to set.
+     * @return This builder for chaining.
+     */
+    public Builder setModelBytes(
+        com.google.protobuf.ByteString value) {
+      if (value == null) { throw new NullPointerException(); }
+      checkByteStringIsUtf8(value);
+      model_ = value;
+      bitField0_ |= 0x00000002;
       onChanged();
       return this;
     }

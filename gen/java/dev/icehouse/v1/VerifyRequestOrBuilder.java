@@ -18,4 +18,28 @@ public interface VerifyRequestOrBuilder extends
    * @return The blockLimit.
    */
   long getBlockLimit();
+
+  /**
+   * <pre>
+   * Model whose blocks to check; otherwise NOT_FOUND. Those of models that are not loaded are checked with it,
+   * and with any other one where it is not loaded itself. Where none is: MODEL_NOT_LOADED (gRPC status
+   * UNAVAILABLE). Default: the default model.
+   * </pre>
+   *
+   * <code>string model = 2;</code>
+   * @return The model.
+   */
+  java.lang.String getModel();
+  /**
+   * <pre>
+   * Model whose blocks to check; otherwise NOT_FOUND. Those of models that are not loaded are checked with it,
+   * and with any other one where it is not loaded itself. Where none is: MODEL_NOT_LOADED (gRPC status
+   * UNAVAILABLE). Default: the default model.
+   * </pre>
+   *
+   * <code>string model = 2;</code>
+   * @return The bytes for model.
+   */
+  com.google.protobuf.ByteString
+      getModelBytes();
 }

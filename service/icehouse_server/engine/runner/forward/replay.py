@@ -53,6 +53,8 @@ class Replays:
         """The pools' arrays that the traces hold."""
         self._tracing: tuple[Spans, Sequence[TokenPlaces]] | None = None
         self._proofs_left = _PROOF_COUNT
+        for group in groups:
+            group.pool.before_replaced.append(self.close)
         self.is_usable = bool(groups) and len(self._attentions) == len(groups)
         self.replay_count = 0
 

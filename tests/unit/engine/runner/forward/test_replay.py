@@ -156,3 +156,24 @@ def test_graphs_and_what_was_seen_are_bounded(monkeypatch: pytest.MonkeyPatch) -
             assert len(forward.replays._traced) <= 2
             assert len(forward.replays._seen) <= 2
     assert forward.replays.replay_count
+
+
+def test_a_pool_that_is_given_back_is_held_by_no_trace() -> None:
+    forward = _forward("qwen3")
+    group = forward.paging.groups[0]
+    rows = _rows(forward, "qwen3", (12, 20))
+    list(_decode(forward, rows, 4))
+    group.pool.take(group.pool.page_count)  # of nobody: a larger pool, all of it free
+    list(_decode(forward, rows, 4))
+    assert forward.replays.replay_count and forward.replays._pools[0] is group.pool.array
+    rows.clear()
+    group.attention.settle(group.pool)
+    assert group.pool.shrink()
+    assert not forward.replays._pools and not forward.replays._traced
+    # What is traced then is right for the pages as they lie now.
+    again, fresh = _forward("qwen3"), forward
+    drawn = [
+        [mx.argmax(logits, axis=-1).tolist() for logits in _decode(each, _rows(each, "qwen3", (9, 30)), 6)]
+        for each in (fresh, again)
+    ]
+    assert drawn[0] == drawn[1]

@@ -1,0 +1,127 @@
+"""Places: the models of a pool, how each is served, and which of them are in memory. Event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from typing import Protocol, TypeVar
+
+from icehouse_server.domain.ids import Tenant
+from icehouse_server.domain.model import ListedModel, ModelInfo, ModelState
+from icehouse_server.errors import IcehouseError
+from icehouse_server.pool.choice import ModelNeeds, Occupant
+from icehouse_server.rpc.engine_client.seat import Seat
+
+LONGEST_STAY_S = 10.0
+_IDLE_SHARE = 0.1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ModelTerms:
+    """How a model is served. Without `tenants` everybody may use it; a `ttl_s` of 0 keeps it loaded."""
+
+    name: str
+    aliases: tuple[str, ...] = ()
+    tenants: frozenset[Tenant] = frozenset()
+    is_pinned: bool = False
+    """Loaded at the start, and gives way to none."""
+    ttl_s: float = 0.0
+    """It is unloaded after so long without a call."""
+
+
+class OpenedModel(Protocol):
+    """A model with an engine."""
+
+    @property
+    def seat(self) -> Seat: ...
+    @property
+    def error(self) -> IcehouseError | None:
+        """Why its engine failed; for the log, since it may name folders."""
+
+    def start(self) -> None:
+        """Begin to load it; the seat's router hears of READY or FAILED."""
+
+    async def end(self) -> None:
+        """End what runs, write RAM's blocks to SSD, and give the memory back."""
+
+
+_Opened_co = TypeVar("_Opened_co", bound=OpenedModel, covariant=True)
+
+
+class ModelOpener(Protocol[_Opened_co]):
+    """Finds and opens models, by the names of their terms. Any thread; may take minutes."""
+
+    def locate(self, name: str) -> ModelNeeds:
+        """Have the model's files here; return what it takes. Raises IcehouseError."""
+
+    def open(self, name: str) -> _Opened_co:
+        """Return the model with its tokenizer read, not started. Raises IcehouseError."""
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Place:
+    """A model in memory. Times are `Clock.monotonic` readings."""
+
+    opened: OpenedModel
+    needs: ModelNeeds
+    use_time: float
+    user_count: int = 0
+    idle: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
+    """Set while nobody uses it."""
+    released: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
+    """Set by whoever stops using it."""
+    expiry: asyncio.TimerHandle | None = None
+    ready_time: float = 0.0
+    load_s: float = 0.0
+    """How long loading it took."""
+
+    def keep(self) -> None:
+        """Cancel its expiry."""
+        if self.expiry is not None:
+            self.expiry.cancel()
+            self.expiry = None
+
+    def stay_s(self, now: float) -> float:
+        """Return for how long it gives way to none yet, unless a call changes that; 0 where it does now.
+
+        It stays for as long as its loading took, so that no more time goes into loading than into serving;
+        but where nobody has asked it for a tenth of that, its callers seem to have left.
+        """
+        left_s = self.ready_time + min(self.load_s, LONGEST_STAY_S) - now
+        if not self.user_count:
+            left_s = min(left_s, self.use_time + _IDLE_SHARE * self.load_s - now)
+        return max(0.0, left_s)
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class PooledModel:
+    """A model of the pool."""
+
+    terms: ModelTerms
+    state: ModelState = ModelState.ABSENT
+    place: Place | None = None
+    loading: asyncio.Task[None] | None = None
+    waiters: list[asyncio.Future[Place]] = dataclasses.field(default_factory=list)
+    error: IcehouseError | None = None
+    failed_time: float = 0.0
+    info: ModelInfo | None = None
+    """What is known of it since it was loaded once."""
+
+    @property
+    def listed(self) -> ListedModel:
+        """What callers see of it."""
+        detail = "" if self.error is None or self.state is not ModelState.FAILED else shown(self.error)
+        return ListedModel(self.terms.name, self.state, self.terms.aliases, detail, self.info)
+
+    @property
+    def occupant(self) -> Occupant | None:
+        """Return it as one that may have to give way; None where it is not in memory."""
+        place = self.place
+        if place is None:
+            return None
+        return Occupant(self.terms.name, place.needs, self.terms.is_pinned, place.user_count, place.use_time)
+
+
+def shown(error: IcehouseError) -> str:
+    """Return why a model failed, for callers. The error itself may name folders."""
+    return f"{error.reason}; the server's log says more"
