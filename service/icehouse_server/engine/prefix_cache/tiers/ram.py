@@ -67,11 +67,10 @@ class RamTier:
         """
         freed_bytes = 0
         for node in self._to_yield(size_bytes - by_spilling * self.leaving_bytes, protected):
-            is_queue_busy = self._spills.under_way_count > 0
             before_bytes = node.ram_bytes
             if not by_spilling:
                 self._evict(node)  # from a copy it may still be written
-            elif is_queue_busy and self._spills.wants(node) and not self._spills.has_credit(node):
+            elif self._spills.wants(node) and self._spills.must_wait(node):
                 break  # there will be credit once the queue is written
             else:
                 self._release(node, protected=protected, request_id=None)
