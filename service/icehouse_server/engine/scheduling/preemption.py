@@ -78,9 +78,9 @@ class Preemption:
         return True
 
     def hopeless(self, sequence: Sequence) -> Overloaded | None:
-        """Return the refusal of a sequence that does not fit although nothing runs that could end, and
-        nothing is being written that could go then."""
-        if self._scheduler.running or self._prefix.is_writing:
+        """Return the refusal of a sequence that does not fit although nothing runs that could end, of no
+        model, and nothing is being written that could go then."""
+        if self._scheduler.running or self._prefix.is_writing or self.guard.others_work:
             return None
         return self.guard.short(
             needed_bytes=self.guard.start_bytes(sequence), active_bytes=self._runner.memory().active_bytes
@@ -101,7 +101,8 @@ class Preemption:
                 continue
             own = fitting[0].sequence if fitting else None
             victim = self._victim()
-            if own is None and self._scheduler.decoding_count <= 1:
+            # Who decodes alone on the machine was let in because it fits; beside other models it may not.
+            if own is None and self._scheduler.decoding_count <= (not self.guard.has_company):
                 break
             if victim is None or self._holding == [own]:
                 assert own is not None, "those who decode can be parked"
