@@ -265,6 +265,9 @@ def open_engine(
     runner = build_runner(
         source, draft, tokenizer, settings=settings, thread=parts.inference, fingerprint_hex=name
     )
+    images = image_reader(config, source)
+    grammars = grammar_compilers(config, source, tokenizer)
+    # Last: nothing may fail behind it, since the model's place in the SSD tier is taken until it has ended.
     cache = build_cache_parts(
         config.cache,
         config.tenant,
@@ -285,13 +288,11 @@ def open_engine(
         make_prefix=lambda: cache.open_controller(runner, clock),
         tokenizer=tokenizer,
         mailbox=mailbox,
-        listener=EngineListener(
-            router, tokenizer, image_reader(config, source), BlockBytes() if config.cache.has_ssd else None
-        ),
+        listener=EngineListener(router, tokenizer, images, BlockBytes() if config.cache.has_ssd else None),
         thread=parts.inference,
         budget=parts.budget,
     )
-    seat = Seat(engine=engine, router=router, grammars=grammar_compilers(config, source, tokenizer))
+    seat = Seat(engine=engine, router=router, grammars=grammars)
     return OpenedEngine(engine, seat, cache.storage, cache.log, source, limits.running_limit, clock)
 
 

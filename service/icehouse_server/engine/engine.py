@@ -178,8 +178,8 @@ class Engine:
         except Exception as error:  # the top of its life: nothing above would see it
             self._fail(error, loop)
         # Only now does nothing refer to what was being made. Where a loop failed the device may be gone, and
-        # to free anything then can end the process: that is for others' sake alone.
-        if self.state is EngineState.FAILED and (loop is None or self._thread.engine_count > 1):
+        # to free anything then can end the process: that is for others' sake alone, who are there or come.
+        if self.state is EngineState.FAILED and (loop is None or self._settings.expected_bytes):
             self._free(prefix)
         self._budget.leave(share)
         self._ended.set()
@@ -187,15 +187,7 @@ class Engine:
     def _load(self, share: BudgetShare) -> Generator[None, None, ModelInfo]:
         """Load the model, and count what it takes as it comes. Raises Overloaded without the memory."""
         expected_bytes = self._settings.expected_bytes
-        before_bytes = self._runner.memory().active_bytes
-        if expected_bytes and (excess := share.excess_bytes(before_bytes + expected_bytes)):
-            raise Overloaded(
-                Reason.MEMORY_SHORT,
-                f"the model takes {expected_bytes} bytes, {excess} more than other models leave of "
-                f"{self._budget.limit_bytes}; unload one of them, or raise memory_limit_bytes",
-                retry_after_s=1.0,
-                metadata={"needed_bytes": expected_bytes, "limit_bytes": self._budget.limit_bytes},
-            )
+        self._check_room(share, self._runner.memory().active_bytes, missing_bytes=expected_bytes)
         share.reserved_bytes = expected_bytes
         steps = self._runner.load_steps(is_hurried=lambda: self._thread.is_contended)
         while True:
@@ -207,9 +199,27 @@ class Engine:
                 return cast("ModelInfo", end.value)
             finally:
                 self._thread.device_clock.note_other(self._clock.monotonic())
-            share.fixed_bytes += self._runner.memory().active_bytes - before_bytes
+            active_bytes = self._runner.memory().active_bytes
+            share.fixed_bytes += active_bytes - before_bytes
             share.reserved_bytes = max(0, expected_bytes - share.fixed_bytes)
+            if share.fixed_bytes > expected_bytes:
+                self._check_room(share, active_bytes)
             yield
+
+    def _check_room(self, share: BudgetShare, active_bytes: int, *, missing_bytes: int = 0) -> None:
+        """Raise Overloaded where other models do not leave what this one is to take beside what is in use, or
+        what it has taken beyond that."""
+        if not self._settings.expected_bytes:
+            return
+        if excess := share.excess_bytes(active_bytes + missing_bytes):
+            needed_bytes = share.fixed_bytes + missing_bytes
+            raise Overloaded(
+                Reason.MEMORY_SHORT,
+                f"the model takes {needed_bytes} bytes, {excess} more than other models leave of "
+                f"{self._budget.limit_bytes}; unload one of them, or raise memory_limit_bytes",
+                retry_after_s=1.0,
+                metadata={"needed_bytes": needed_bytes, "limit_bytes": self._budget.limit_bytes},
+            )
 
     def _take_share(
         self,

@@ -294,8 +294,9 @@ class ColdTier(Protocol):
     def put(
         self, block: HostBlock, *, pin_end_time: float = NOT_PINNED, request_id: RequestId | None = None
     ) -> Ticket[Persisted]:
-        """Store a block, for this request; there must be queue space for it. Done without a write where all
-        its regions are stored. Fails for a `SpillDropCause`."""
+        """Store a block, for this request; there must have been queue space for it. Done without a write
+        where all its regions are stored. Fails for a `SpillDropCause`, also where other models have filled
+        the queue since."""
         ...
 
     def get_into(self, blocks: Sequence[PlannedBlock], into: KvTarget | None) -> Ticket[Loaded] | None:

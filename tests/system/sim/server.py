@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import random
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from icehouse_server.engine.scheduling.scheduler import Scheduler
 from icehouse_server.engine.scheduling.waiting_queue import WaitingQueue
 from icehouse_server.errors import Reason, Unavailable
 from icehouse_server.storage.api import Evicted, Names, Outcome, StorageClosed, StorageFailed
+from icehouse_server.storage.local.tier import LocalTier
 from icehouse_server.storage.shared.shared_settings import SharedSettings
 from icehouse_server.storage.shared.shared_tier import SharedTier
 from icehouse_server.storage.storage_settings import Codec
@@ -45,20 +47,20 @@ _PADDING_BYTES = 96
 """Makes a region shrink by a quarter in byte planes."""
 
 
-class _MailboxWithoutWaiting(Mailbox[Message]):
+class MailboxWithoutWaiting(Mailbox[Message]):
     """A mailbox at which nobody waits for a burst."""
 
-    def __init__(self) -> None:
-        super().__init__(limit=1000)
+    def __init__(self, *, changed: threading.Condition | None = None) -> None:
+        super().__init__(limit=1000, changed=changed)
 
     def take_all(self, *, timeout_s: float) -> list[Message]:
         return super().take_all(timeout_s=0.0)
 
 
-class _WatchedStorage:
+class WatchedStorage:
     """The SSD tier's port, with a note of every block that is handed over."""
 
-    def __init__(self, storage: SoleTier, ledger: Ledger) -> None:
+    def __init__(self, storage: SoleTier | LocalTier, ledger: Ledger) -> None:
         self._storage = storage
         self._ledger = ledger
 
@@ -101,7 +103,7 @@ class SimServer:
         """`disk` is that of the process before on this machine; without one all that is there is durable."""
         self.setup, self.life, self.clock, self.ledger = setup, life, clock, ledger
         self.recorder = Recorder()
-        self.mailbox = _MailboxWithoutWaiting()
+        self.mailbox = MailboxWithoutWaiting()
         self.disk = disk.heir(life.directory) if disk else SimDisk(life.directory, mtime_ns=life.mtime_ns)
         self.storage: SoleTier | None = None
         if setup.has_storage:
@@ -123,7 +125,7 @@ class SimServer:
             settings=setup.prefix_settings(life.model),
             facts=self.runner.facts(),
             runner=self.runner,
-            storage=_WatchedStorage(self.storage, ledger) if self.storage is not None else None,
+            storage=WatchedStorage(self.storage, ledger) if self.storage is not None else None,
             clock=clock,
         )
         self.cache.sessions.session_limit = setup.session_limit

@@ -21,7 +21,7 @@ ADAPTER_DIGESTS = {
     AdapterName("formal"): AdapterDigest(b"1" * 32),
     AdapterName("terse"): AdapterDigest(b"2" * 32),
 }
-_CREDIT_BYTES = 66_000
+CREDIT_BYTES = 66_000
 """What one small block takes of the write queue."""
 _MANIFEST_BYTES = 60_000
 _FILE_BYTES = 1_100
@@ -135,7 +135,7 @@ def make_setup(dice: random.Random) -> Setup:
         + _MANIFEST_BYTES
         + _FILE_BYTES * dice.choice((0, 5, 12, 30, 500)),
         daily_limit_bytes=dice.choice((0,) * 7 + (15 * _FILE_BYTES,)),
-        spill_queue_bytes=_CREDIT_BYTES * dice.choice((1, 3, 60)),
+        spill_queue_bytes=CREDIT_BYTES * dice.choice((1, 3, 60)),
         load_queue_count=dice.choice((1, 16)),
         task_queue_count=dice.choice((1, 64, 64)),
         quotas=QuotaLimits(),
@@ -154,4 +154,4 @@ def draw_quotas(setup: Setup, dice: random.Random) -> QuotaLimits:
     ram_bytes = dice.choice((0, 0, 0, setup.ram_limit_bytes // 2, setup.ram_limit_bytes // 5))
     blocks = dice.choice((0, 0, 0, 3, 10))
     # What a block on its way to SSD may take at most is more than it takes there in the end.
-    return QuotaLimits(ram_bytes, _CREDIT_BYTES + blocks * _FILE_BYTES if blocks else 0)
+    return QuotaLimits(ram_bytes, CREDIT_BYTES + blocks * _FILE_BYTES if blocks else 0)

@@ -7,12 +7,23 @@ import logging
 import os
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Protocol
 
 from tests.system.sim.scenario import Scenario
 
 _MEMORY = Path("/dev/shm")
+
+
+class Story(Protocol):
+    """What happens to a house by one seed."""
+
+    log: list[str]
+
+    @property
+    def seen(self) -> Counter[str]: ...
+    def play(self) -> None: ...
 
 
 @contextlib.contextmanager
@@ -25,18 +36,20 @@ def _quiet() -> Iterator[None]:
         logging.disable(logging.NOTSET)
 
 
-def play(seeds: Iterable[int], *, is_told: bool = False) -> Counter[str]:
+def play(
+    seeds: Iterable[int], *, is_told: bool = False, make: Callable[[int, Path], Story] = Scenario
+) -> Counter[str]:
     """Play stories one after the other and return what happened in them; raises `SimulationFailed`."""
     base = _MEMORY if _MEMORY.is_dir() and os.access(_MEMORY, os.W_OK) else None
     seen: Counter[str] = Counter()
     with _quiet():
         for seed in seeds:
             with tempfile.TemporaryDirectory(prefix="icehouse-sim-", dir=base) as folder:
-                scenario = Scenario(seed, Path(folder))
+                story = make(seed, Path(folder))
                 try:
-                    scenario.play()
+                    story.play()
                 finally:
                     if is_told:
-                        print("\n".join(scenario.log))
-                seen += scenario.seen
+                        print("\n".join(story.log))
+                seen += story.seen
     return seen

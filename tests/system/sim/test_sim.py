@@ -16,7 +16,15 @@ from collections.abc import Iterator
 import pytest
 
 from tests.system.sim.coverage import ONE_IN, Coverage
-from tests.system.sim.scenario import ARCHIVES_SEED, IMAGES_SEED, NAMES_SEED, PIECES_SEED, PLANES_SEED
+from tests.system.sim.pool.pool_story import POOL_SEED, PoolStory
+from tests.system.sim.scenario import (
+    ARCHIVES_SEED,
+    IMAGES_SEED,
+    NAMES_SEED,
+    PIECES_SEED,
+    PLANES_SEED,
+    Scenario,
+)
 from tests.system.sim.stories import play
 
 _CHUNK_COUNT = 7
@@ -41,7 +49,9 @@ def coverage() -> Iterator[Coverage]:
 
 @pytest.mark.skipif(_ONE is None, reason="ICEHOUSE_SIM_SEED names no story to play alone")
 def test_one_story() -> None:
-    assert play([int(_ONE or 0)], is_told=True)["Inventory"] >= 0
+    seed = int(_ONE or 0)
+    make = PoolStory if seed >= POOL_SEED else Scenario
+    assert play([seed], is_told=True, make=make)["Inventory"] >= 0
 
 
 @pytest.mark.skipif(_ONE is not None, reason="one story was asked for")

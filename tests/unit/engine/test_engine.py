@@ -35,16 +35,25 @@ def thread() -> Iterator[InferenceThread]:
     assert started.join(timeout_s=BOUND_S)
 
 
-def make(runner: FakeRunner, thread: InferenceThread, *, mailbox_limit: int = 100) -> tuple[Engine, Recorder]:
+def make(
+    runner: FakeRunner,
+    thread: InferenceThread,
+    *,
+    mailbox_limit: int = 100,
+    expected_bytes: int = 0,
+    budget: MemoryBudget | None = None,
+) -> tuple[Engine, Recorder]:
     recorder = Recorder()
     engine = Engine(
-        settings=EngineSettings(limits=LIMITS, waiting=WaitingLimits(request_limit=100)),
+        settings=EngineSettings(
+            limits=LIMITS, waiting=WaitingLimits(request_limit=100), expected_bytes=expected_bytes
+        ),
         runner=runner,
         tokenizer=FakeDecoder(),
         mailbox=Mailbox(limit=mailbox_limit, changed=thread.changed),
         listener=recorder,
         thread=thread,
-        budget=MemoryBudget(),
+        budget=budget or MemoryBudget(),
         make_prefix=lambda: no_prefix(SystemClock()),
     )
     return engine, recorder
@@ -93,6 +102,56 @@ def test_an_exception_in_the_loop_fails_every_open_call_and_the_engine(thread: I
     assert engine.state is EngineState.FAILED
     with pytest.raises(EngineFailed):
         engine.submit(request("after"))
+
+
+@pytest.mark.parametrize("has_others", [False, True])
+def test_an_engine_that_fails_frees_its_memory_where_other_models_are_or_come(
+    thread: InferenceThread, has_others: bool
+) -> None:
+    """Also if it is the only one just then. A server of one model ends, and its device may be gone."""
+    runner, budget = FakeRunner(), MemoryBudget(1000)
+    engine, recorder = make(runner, thread, expected_bytes=4 if has_others else 0, budget=budget)
+    engine.start()
+    recorder.wait_for_state(EngineState.READY)
+
+    def explode() -> None:
+        raise RuntimeError("injected")
+
+    runner.on_decode = explode
+    engine.submit(request("a"))
+    assert isinstance(recorder.wait_for_end("a"), Failed)
+    assert engine.join(timeout_s=BOUND_S)
+    assert engine.state is EngineState.FAILED and runner.closed is has_others and not budget._shares
+
+
+def test_a_load_that_takes_more_than_was_said_is_given_up_where_there_is_no_more(
+    thread: InferenceThread,
+) -> None:
+    loaded_bytes = 0
+
+    class Lying(FakeRunner):
+        def load_steps(self, *, is_hurried: Callable[[], bool]) -> Generator[None, None, ModelInfo]:
+            nonlocal loaded_bytes
+            for _ in range(10):
+                loaded_bytes += 50
+                yield
+            raise AssertionError("it went on beyond the limit")
+
+        def close(self) -> None:
+            nonlocal loaded_bytes
+            loaded_bytes = 0
+            super().close()
+
+    runner, budget = Lying(), MemoryBudget(300)
+    budget.enter().fixed_bytes = 100
+    runner.active_bytes = lambda: 100 + loaded_bytes
+    engine, recorder = make(runner, thread, expected_bytes=80, budget=budget)
+    engine.start()
+    recorder.wait_for_state(EngineState.FAILED)
+    assert engine.join(timeout_s=BOUND_S)
+    assert isinstance(engine.error, Overloaded) and engine.error.reason is Reason.MEMORY_SHORT
+    assert engine.error.metadata == {"needed_bytes": "250", "limit_bytes": "300"}
+    assert loaded_bytes == 0 and len(budget._shares) == 1
 
 
 def test_a_model_that_does_not_load_tells_its_starter_why_and_callers_only_that(

@@ -45,6 +45,16 @@ class MemoryGuard:
         """What this engine may use now; 0 is no limit."""
         return self._within_pool(self._share.limit_bytes)
 
+    @property
+    def has_company(self) -> bool:
+        """Whether other models hold memory, too."""
+        return self._share.others_bytes > 0
+
+    @property
+    def others_work(self) -> bool:
+        """Whether another model has something to do, behind which there may be memory."""
+        return self._share.others_work
+
     def never_fits(self, token_count: int, request: GenerationRequest | None = None) -> CannotFit | None:
         """Return the refusal of a request that could not run even alone."""
         needed = self._model.request_bytes(token_count=token_count, chunk_token_count=self._chunk_token_count)
@@ -128,11 +138,6 @@ class MemoryGuard:
     def yield_others(self, size_bytes: int) -> int:
         """Have other engines give up blocks in RAM; return the bytes that are free for this one then."""
         return 0 if self._pooled_bytes else self._share.yield_others(size_bytes)
-
-    @property
-    def others_work(self) -> bool:
-        """Whether another engine is at work, which will give memory back."""
-        return self._share.others_work
 
     @property
     def must_wait(self) -> bool:

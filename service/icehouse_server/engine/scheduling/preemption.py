@@ -124,7 +124,8 @@ class Preemption:
                 continue
             own = fitting[0].sequence if fitting else None
             victim = self._victim()
-            if own is None and self._scheduler.decoding_count <= 1:
+            # Who decodes alone on the machine was let in because it fits; beside other models it may not.
+            if own is None and self._scheduler.decoding_count <= (not self.guard.has_company):
                 break
             if victim is None or self._holding == [own]:
                 assert own is not None, "those who decode can be parked"

@@ -69,6 +69,13 @@ class Spiller:
         request.model.counts.spill.accepted_block_total += 1
         self._spills.append(request)
 
+    def refuse(self, request: Spill) -> None:
+        """Drop one for which nothing could be reserved."""
+        model, cause = request.model, SpillDropCause.NO_CREDIT
+        model.counts.spill.accepted_block_total += 1
+        model.counts.drops[cause] += 1
+        self._finish_ticket(model, request.ticket, Failure(cause, hash=request.block.header.hash))
+
     def pin(self, hashes: Collection[BlockHash], end_time: float) -> set[BlockHash]:
         """Pin or unpin those of these blocks that are queued, and return their names."""
         queued = [spill for spill in self._spills if spill.block.header.hash in hashes]

@@ -271,6 +271,9 @@ class StorageLoop:
     def put(self, spill: Spill) -> None:
         self._spiller.add(spill)
 
+    def refuse(self, spill: Spill) -> None:
+        self._spiller.refuse(spill)
+
     def touch(self, model: OpenModel, blocks: Names) -> None:
         """Note that these blocks were used now, in this order."""
         model.order_queue.release(1)

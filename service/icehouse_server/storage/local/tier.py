@@ -114,13 +114,15 @@ class LocalTier:
         self, block: HostBlock, *, pin_end_time: float = NOT_PINNED, request_id: RequestId | None = None
     ) -> Ticket[Persisted]:
         size_bytes = block.size_bytes + OVERHEAD_BYTES
-        # Not by its own share: that may have become smaller since the caller asked.
-        is_reserved = self._state.spill_queue.try_reserve(size_bytes)
-        assert is_reserved, f"No space for {block.size_bytes} bytes in the write queue"
-        self._model.spill_queue.try_reserve(size_bytes)
         ticket: Ticket[Persisted] = Ticket()
         spill = Spill(self._model, ticket, block, request_id, pin_end_time)
-        self._loop.send(partial(self._loop.put, spill))
+        # Not by its own share: that may have become smaller since the caller asked. Where another model has
+        # filled the queue since, while this block was being copied, it is dropped.
+        if self._state.spill_queue.try_reserve(size_bytes):
+            self._model.spill_queue.try_reserve(size_bytes)
+            self._loop.send(partial(self._loop.put, spill))
+        else:
+            self._loop.send(partial(self._loop.refuse, spill))
         return ticket
 
     def get_into(self, blocks: Sequence[PlannedBlock], into: KvTarget | None) -> Ticket[Loaded] | None:

@@ -256,6 +256,46 @@ def test_one_that_decodes_alone_is_let_go_on() -> None:
     assert served.loop.stats().parked_total == 0
 
 
+def test_one_that_decodes_alone_gives_way_to_another_model_and_goes_on_when_that_has_ended() -> None:
+    alone = SteppedLoop(context_token_limit=1000)
+    alone.submit("grows", [1] * 6, max_output_tokens=40)
+    alone.run()
+
+    served = SteppedLoop(memory_limit_bytes=1000, context_token_limit=1000)
+    other, is_at_work = served.budget.enter(), True
+    other.is_idle = lambda: not is_at_work
+    served.runner.active_bytes = lambda: (
+        100 + other.fixed_bytes + 10 * sum(len(h) for h in served.runner.history.values())
+    )
+    served.submit("grows", [1] * 6, max_output_tokens=40)
+    while not served.scheduler.decoding_count:
+        served.loop.step()
+    other.fixed_bytes = 600  # loaded since it was let in
+    for _ in range(60):
+        served.loop.step()
+        assert served.runner.active_bytes() <= 1000
+    assert served.loop.stats().parked_total == 1 and served.recorder.end_of("grows") is None
+    other.fixed_bytes, is_at_work = 0, False
+    served.run()
+    assert isinstance(served.recorder.end_of("grows"), Finished)
+    assert served.recorder.tokens_of("grows") == alone.recorder.tokens_of("grows")
+
+
+def test_behind_an_idle_model_nobody_waits_for_memory() -> None:
+    served = SteppedLoop(memory_limit_bytes=400, context_token_limit=1000)
+    other = served.budget.enter()
+    other.varying_bytes, other.is_idle = (lambda: 290), (lambda: False)
+    served.runner.active_bytes = lambda: 390
+    served.submit("a", [1] * 8, max_output_tokens=1)
+    for _ in range(3):
+        served.loop.step()
+    assert served.recorder.end_of("a") is None
+    other.is_idle = lambda: True
+    served.run()
+    end = served.recorder.end_of("a")
+    assert isinstance(end, Failed) and end.error.reason is Reason.MEMORY_SHORT
+
+
 def test_an_overrun_ends_one_request_and_not_the_engine() -> None:
     served = SteppedLoop(memory_limit_bytes=1000, context_token_limit=1000)
     counted(served)

@@ -251,6 +251,27 @@ def test_no_model_takes_the_whole_queue_from_another(tmp_path: Path) -> None:
     house.close()
 
 
+def test_a_block_is_dropped_where_another_model_has_filled_the_queue_since_there_was_space(
+    tmp_path: Path,
+) -> None:
+    """A block is copied for some steps between the question whether there is space and `put`."""
+    block, late = make_block(), make_block(fingerprint=B, seed=1)
+    size_bytes = block.size_bytes + OVERHEAD_BYTES
+    house = ModelHouse(tmp_path, spill_queue_limit_bytes=2 * size_bytes)
+    a, b = house.open(A), house.open(B)
+    house.settle()
+    assert a.tier.queue_space_bytes == b.tier.queue_space_bytes == 2 * size_bytes
+    first, second = a.tier.put(block), a.tier.put(make_block(seed=2))
+    refused = b.ask(b.tier.put(late))
+    assert refused == Failure(SpillDropCause.NO_CREDIT, hash=late.header.hash)
+    assert isinstance(first.outcome, Persisted) and isinstance(second.outcome, Persisted)
+    counts = b.ask(b.tier.stats()).spill
+    assert counts.accepted_block_total == sum(drop.block_total for drop in counts.drops) == 1
+    assert a.tier.queue_space_bytes == b.tier.queue_space_bytes == 2 * size_bytes
+    assert isinstance(b.put(late)[0], Persisted)
+    house.close()
+
+
 def test_names_and_checks_are_of_ones_own_blocks_and_of_nobodys(house: ModelHouse) -> None:
     a, b, c = house.open(A), house.open(B), house.open(Fingerprint(b"\x33" * 32))
     mine, theirs = make_chain(2), make_chain(3, fingerprint=B)

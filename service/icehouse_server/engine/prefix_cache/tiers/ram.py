@@ -73,8 +73,7 @@ class RamTier:
         freed_bytes = copied_bytes = 0
         for node in self._to_yield(size_bytes - by_spilling * self.leaving_bytes, protected):
             before_bytes, is_copied = node.ram_bytes, by_spilling and self._spills.wants(node)
-            is_full = self._spills.under_way_count > 0 and not self._spills.has_credit(node)
-            if is_copied and (is_full or copied_bytes >= COPIED_BYTES):
+            if is_copied and (self._spills.must_wait(node) or copied_bytes >= COPIED_BYTES):
                 break  # there will be credit once the queue is written, and later steps copy more
             if by_spilling:
                 self._release(node, protected=protected, request_id=None)

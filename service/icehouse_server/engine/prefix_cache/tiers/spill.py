@@ -168,6 +168,13 @@ class Spills:
         wanted_bytes = self._copying_bytes + size_bytes
         return self.storage is not None and wanted_bytes <= self.storage.queue_space_bytes
 
+    def must_wait(self, node: Node) -> bool:
+        """Whether the write queue has no space for this block now, and will have: this model's blocks are in
+        it, or those of others."""
+        size_bytes = _queue_bytes(node)
+        can_fit = self.storage is not None and size_bytes <= self.storage.block_limit_bytes
+        return can_fit and not self.has_queue_space(size_bytes)
+
     def offer(self, node: Node, *, request_id: RequestId | None) -> None:
         """Send a block before RAM needs its space; where the write queue is full, it can wait."""
         if self.wants(node) and self.has_credit(node):
@@ -271,8 +278,7 @@ def flush(
         return
     _log.info("flush_started", extra={"block_count": block_count})
     while True:
-        # With nothing under way the queue is empty: a block that does not fit then never will.
-        while waiting and (not spills.under_way_count or spills.has_credit(waiting[-1])):
+        while waiting and not spills.must_wait(waiting[-1]):
             spills.send(waiting.pop(), request_id=None)
         spills.hand_over(may_wait=True)
         left_count, left_s = len(waiting) + spills.under_way_count, deadline_time - clock.monotonic()

@@ -173,6 +173,20 @@ def test_without_credit_nothing_is_copied(monkeypatch: pytest.MonkeyPatch) -> No
     assert made.spills.under_way_count == 0 and not node.is_spilling
 
 
+def test_what_others_have_filled_is_waited_for_and_what_never_fits_is_not() -> None:
+    made = bench()
+    node = made.block()
+    assert not made.spills.must_wait(node)
+    room, made.tier.queue_space_bytes = made.tier.queue_space_bytes, 0
+    assert made.spills.must_wait(node)
+    assert made.ram.yield_bytes(1, by_spilling=True) == 0 and made.spills.drop_totals.total() == 0
+    assert node.ram, "it can still be written"
+    made.tier.queue_space_bytes = room
+    assert made.ram.yield_bytes(1, by_spilling=True) == 0 and node.is_spilling
+    small = bench(limit_bytes=100)
+    assert not small.spills.must_wait(small.block())
+
+
 def test_asking_for_credit_takes_none() -> None:
     made = bench()
     for _ in range(100):
