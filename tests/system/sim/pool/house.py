@@ -25,6 +25,7 @@ from icehouse_server.engine.prefix_cache.controller import CacheController
 from icehouse_server.engine.prefix_cache.prefix_cache import PrefixCache
 from icehouse_server.engine.runner.model_loader import ModelSource
 from icehouse_server.errors import IcehouseError, ModelError, Reason
+from icehouse_server.pool.choice import ModelNeeds
 from icehouse_server.pool.model_pool import ModelPool
 from icehouse_server.pool.places import ModelTerms
 from icehouse_server.rpc.engine_client.engine_ports import ServedModel
@@ -183,11 +184,11 @@ class PoolHouse:
 
     # What the pool asks of its opener.
 
-    def locate(self, name: str) -> int:
+    def locate(self, name: str) -> ModelNeeds:
         member = self.members[name]
         if member.is_unknown:
             raise ModelError(Reason.MODEL_INVALID, "injected: nobody knows this type")
-        return member.size_bytes if member.told_bytes is None else member.told_bytes
+        return ModelNeeds(member.size_bytes if member.told_bytes is None else member.told_bytes)
 
     def open(self, name: str) -> OpenedEngine:
         member, router = self.members[name], Router(self.loop)
