@@ -214,7 +214,7 @@ class PoolHouse:
                 limits=self.setup.limits,
                 waiting=self.setup.waiting,
                 flush_timeout_s=FLUSH_S,
-                expected_bytes=self.locate(name),
+                expected_bytes=self.locate(name).weight_bytes,
             ),
             runner=runner,
             make_prefix=make_prefix,
