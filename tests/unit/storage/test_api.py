@@ -213,9 +213,12 @@ def test_room_is_taken_by_what_waits_and_comes_back(open_bench) -> None:
     block = make_block()
     size_bytes = block.size_bytes + OVERHEAD_BYTES
     bench = open_bench(queue_bytes=2 * size_bytes)
-    bench.tier.put(block)
+    first = bench.tier.put(block)
     assert bench.tier.queue_space_bytes <= size_bytes
+    second, third = bench.tier.put(block), bench.tier.put(block)
     bench.settle()
+    assert isinstance(first.outcome, Persisted) and isinstance(second.outcome, Persisted)
+    assert third.outcome == Failure(SpillDropCause.NO_CREDIT, hash=block.header.hash)
     assert bench.tier.queue_space_bytes == 2 * size_bytes
 
 
