@@ -85,6 +85,7 @@ async def pool_server(
     narrator = command.Narrator(SystemClock())
     served = build_pool(config, device=find_device(), clock=SystemClock())
     address = await served.rpc.start()
+    served.kv_events.start(lambda model: served.rpc.worker_addresses.get(model, address))
     command._open_storage(served, config, narrator)
     served.inference.start()
     try:
