@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import threading
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,18 @@ class PoolServer(Stubs):
     def pool(self) -> ModelPool[OpenedEngine]:
         assert self.served.pool is not None, "several are served"
         return self.served.pool
+
+    def hold(self, held: str) -> threading.Event:
+        """Have a model's files not be found before the event is set."""
+        found, opener = threading.Event(), self.pool._opener
+        locate = opener.locate
+
+        def locate_later(name: str) -> int:
+            assert name != held or found.wait(BOUND_S), "it was never let go"
+            return locate(name)
+
+        opener.locate = locate_later  # type: ignore[method-assign]
+        return found
 
     async def states(self) -> dict[str, str]:
         """Return each model's state."""
