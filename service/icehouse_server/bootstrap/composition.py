@@ -1,16 +1,15 @@
-"""Composition root: from a configuration to a server that is wired but not started, gateways included."""
+"""Composition root: from a configuration to a server that is wired but not started."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import dataclasses
-import functools
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from icehouse_server.bootstrap.cache_parts import (
     SsdParts,
@@ -21,7 +20,13 @@ from icehouse_server.bootstrap.cache_parts import (
 )
 from icehouse_server.bootstrap.machine import memory_limit, weights_dtype
 from icehouse_server.bootstrap.model_source import check_files, suited
-from icehouse_server.bootstrap.telemetry import KvEventParts, TelemetryParts
+from icehouse_server.bootstrap.telemetry import (
+    KvEventParts,
+    TelemetryParts,
+    kv_event_source,
+    worker_models,
+    worker_parts,
+)
 from icehouse_server.clock import Clock
 from icehouse_server.config import Config, EngineConfig
 from icehouse_server.config.setting import NamedPath
@@ -29,7 +34,6 @@ from icehouse_server.device import Device
 from icehouse_server.domain.events import Event
 from icehouse_server.domain.ids import AdapterName, RequestId
 from icehouse_server.domain.model import EngineState, ModelInfo, ReplyFormatInfo
-from icehouse_server.engine.core.block_log import BlockLog
 from icehouse_server.engine.core.mailbox import Mailbox, Message
 from icehouse_server.engine.core.memory_budget import MemoryBudget
 from icehouse_server.engine.engine import Engine, EngineSettings
@@ -43,7 +47,6 @@ from icehouse_server.engine.runner.model_loader import (
     ModelSource,
     load_tokenizer,
     read_config,
-    read_generation_config,
     reads_whole,
     sees_images,
     vocabulary_size,
@@ -53,9 +56,10 @@ from icehouse_server.engine.runner.vision import mlx_vlm
 from icehouse_server.engine.scheduling.limits import SchedulerLimits
 from icehouse_server.engine.scheduling.policy import GPU_POLICY, POLICY, PassPolicy
 from icehouse_server.engine.scheduling.waiting_queue import WaitingLimits
-from icehouse_server.errors import IcehouseError, imports_of_extra, model_invalid
+from icehouse_server.errors import IcehouseError, model_invalid
 from icehouse_server.pool.model_pool import ModelPool
 from icehouse_server.pool.one_seat import OneSeat
+from icehouse_server.rpc.calls.watchers import Telemetry
 from icehouse_server.rpc.engine_client.engine_ports import BlockFiles, ServedModel
 from icehouse_server.rpc.engine_client.grammars import GrammarCompilers
 from icehouse_server.rpc.engine_client.router import Router
@@ -68,7 +72,6 @@ from icehouse_server.storage.local.model_tiers import ModelTiers
 from icehouse_server.structured_output.compiler import GrammarCompiler
 from icehouse_server.structured_output.probe_process import ProbeLimits, ProbeProcess
 from icehouse_server.text.tokenizer import Tokenizer
-from icehouse_server.text.tokenizer_archive import read_tokenizer_archive
 
 if TYPE_CHECKING:
     # Of optional extras.
@@ -122,9 +125,9 @@ class Server:
     tiers: ModelTiers | None
     """Of all models; None without an SSD tier."""
     telemetry: TelemetryParts
+    kv_events: KvEventParts
     opened: OpenedEngine | None = None
     """Of the only model; None where there are several."""
-    kv_events: KvEventParts | None = None
     pool: ModelPool[OpenedEngine] | None = None
 
     def begin_stop(self) -> Sequence[OpenedEngine]:
@@ -150,6 +153,7 @@ class EngineParts:
     budget: MemoryBudget
     ssd: SsdParts | None
     telemetry: TelemetryParts
+    kv_events: KvEventParts
     are_several: bool
     """Whether there may be more than one. Then pages are allocated as they are needed, not at once: others
     need memory, too."""
@@ -159,12 +163,19 @@ class EngineParts:
         """Wire them; raises StartError."""
         ssd = open_ssd(config.cache, device=device, clock=clock)
         budget = MemoryBudget(memory_limit(config.engine.memory_limit_bytes, device))
-        telemetry = TelemetryParts(config)
-        return cls(device, clock, InferenceThread(clock), budget, ssd, telemetry, bool(config.models))
+        telemetry, kv_events = TelemetryParts(config), KvEventParts(config, clock)
+        return cls(
+            device, clock, InferenceThread(clock), budget, ssd, telemetry, kv_events, bool(config.models)
+        )
 
     @property
     def tiers(self) -> ModelTiers | None:
         return None if self.ssd is None else self.ssd.tiers
+
+    @property
+    def watchers(self) -> Telemetry:
+        """What watches calls and takes samples."""
+        return dataclasses.replace(self.telemetry.watchers, kv_events=self.kv_events.stats)
 
 
 def build_server(
@@ -180,18 +191,13 @@ def build_server(
     config = suited(config, model)
     parts = EngineParts.of(config, device, clock)
     opened = open_engine(config, model=model, draft=draft, router=router, parts=parts)
-    kv_events = KvEventParts(config, opened.log, engine=opened.engine, router=router, clock=clock)
-    telemetry = parts.telemetry
-    rpc = RpcServer(
-        config=config,
-        seats=OneSeat(opened.seat, clock),
-        clock=clock,
-        telemetry=dataclasses.replace(telemetry.watchers, kv_events=kv_events.source.stats),
-        worker=worker_parts(
-            config, opened.source, running_limit=opened.running_limit, kv_events=kv_events.source
-        ),
-    )
-    return Server(parts.inference, rpc, clock, parts.tiers, telemetry, opened, kv_events)
+    parts.kv_events.add(opened.source.model_id, opened.kv_events)
+    seats = OneSeat(opened.seat, clock)
+    worker = worker_models(config, ports={})
+    if worker is not None:
+        worker.parts[seats.default_name] = opened.worker_parts(config)
+    rpc = RpcServer(config=config, seats=seats, clock=clock, telemetry=parts.watchers, worker=worker)
+    return Server(parts.inference, rpc, clock, parts.tiers, parts.telemetry, parts.kv_events, opened)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -202,7 +208,8 @@ class OpenedEngine:
     seat: Seat
     storage: ColdTier | None
     """None without an SSD tier."""
-    log: BlockLog
+    kv_events: KvEventSource
+    publishing: KvEventParts
     source: ModelSource
     running_limit: int
     clock: Clock
@@ -217,11 +224,16 @@ class OpenedEngine:
     def error(self) -> IcehouseError | None:
         return self.engine.error
 
+    def worker_parts(self, config: Config) -> WorkerParts:
+        """Return what gateways may know of it."""
+        return worker_parts(config, self.source, running_limit=self.running_limit, kv_events=self.kv_events)
+
     def start(self) -> None:
         """Begin to load."""
         if self.storage is not None:
             self.storage.start()
         self.seat.grammars.start()
+        self.publishing.add(self.source.model_id, self.kv_events)
         self.engine.start()
 
     async def end(self) -> None:
@@ -232,6 +244,7 @@ class OpenedEngine:
         if self.storage is not None:
             self.storage.close(deadline_time=self.clock.monotonic() + _END_S)
             is_done &= await asyncio.to_thread(self.storage.join, timeout_s=2 * _END_S)
+        await self.publishing.remove(self.source.model_id)
         self.held.close()
         if not is_done:
             _log.error("stuck_model_abandoned", extra={"model": self.source.model_id})
@@ -293,7 +306,10 @@ def open_engine(
         budget=parts.budget,
     )
     seat = Seat(engine=engine, router=router, grammars=grammars)
-    return OpenedEngine(engine, seat, cache.storage, cache.log, source, limits.running_limit, clock)
+    kv_events = kv_event_source(config, cache.log, engine=engine, router=router, clock=clock)
+    return OpenedEngine(
+        engine, seat, cache.storage, kv_events, parts.kv_events, source, limits.running_limit, clock
+    )
 
 
 def build_runner(
@@ -457,45 +473,3 @@ def _log_replies(format: ReplyFormatInfo) -> None:
     _log.info("reply_format_found", extra={**facts, "evidence": "; ".join(format.evidence) or "none"})
     if format.unread_markers:
         _log.warning("reply_markers_unread", extra={"markers": " ".join(format.unread_markers)})
-
-
-_SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-
-
-def worker_parts(
-    config: Config, source: ModelSource, *, running_limit: int, kv_events: KvEventSource | None = None
-) -> WorkerParts | None:
-    """Return the parts of the worker protocol, None if it is off. Raises ConfigError without its extra."""
-    if not config.fleet.worker_enabled:
-        return None
-    with imports_of_extra("fleet", setting="fleet.worker_enabled"):
-        from icehouse_server.rpc.worker.kv_event_streams import KvEventStreams
-        from icehouse_server.rpc.worker.worker_info import ServedFolder, WorkerParts
-    model = read_config(source.path)
-    generation = read_generation_config(source.path)
-    return WorkerParts(
-        ServedFolder(
-            path=str(source.path),
-            architectures=tuple(str(name) for name in model.get("architectures") or ()),
-            bos_token_id=_token_id(model, "bos_token_id"),
-            pad_token_id=_token_id(model, "pad_token_id"),
-            block_token_count=config.cache.block_token_count,
-            running_limit=running_limit,
-            default_sampling={
-                key: float(generation[key])
-                for key in _SAMPLING_KEYS
-                if isinstance(generation.get(key), int | float)
-            },
-            read_archive=functools.partial(read_tokenizer_archive, source.path),
-        ),
-        kv_events=None
-        if kv_events is None
-        else KvEventStreams(kv_events, operators_see_tokens=config.fleet.operator_kv_tokens_enabled),
-    )
-
-
-def _token_id(model: Mapping[str, Any], key: str) -> int:
-    """Return a token of the model's configuration; 0 if it has none, as the protocol wants it."""
-    found = model.get(key)
-    first = found[0] if isinstance(found, list) and found else found
-    return first if isinstance(first, int) and first >= 0 else 0

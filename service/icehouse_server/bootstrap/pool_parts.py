@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import logging
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from icehouse_server.bootstrap.composition import (
     EngineParts,
@@ -19,6 +20,7 @@ from icehouse_server.bootstrap.kept_models import held
 from icehouse_server.bootstrap.machine import weights_dtype
 from icehouse_server.bootstrap.model_source import ServedModels, locate_models, served_name
 from icehouse_server.bootstrap.room import ModelSize, Room
+from icehouse_server.bootstrap.telemetry import worker_models
 from icehouse_server.clock import Clock
 from icehouse_server.config import Config
 from icehouse_server.device import Device
@@ -32,6 +34,10 @@ from icehouse_server.pool.model_pool import ModelPool
 from icehouse_server.pool.places import ModelTerms
 from icehouse_server.rpc.engine_client.router import Router
 from icehouse_server.rpc.rpc_server import RpcServer
+
+if TYPE_CHECKING:
+    # Of an optional extra.
+    from icehouse_server.rpc.worker.worker_info import WorkerModels
 
 _log = logging.getLogger("icehouse.boot")
 
@@ -52,16 +58,19 @@ def build_pool(config: Config, *, device: Device, clock: Clock) -> Server:
         for model in config.models
     ]
     check_names(terms)
-    limit_bytes = parts.budget.limit_bytes
+    ports = {
+        served_name(model): model.worker_port for model in config.models if model.worker_port is not None
+    }
+    worker = worker_models(config, ports=ports)
     pool = ModelPool(
         terms,
-        opener=PooledModels(configs, parts, asyncio.get_running_loop()),
+        opener=PooledModels(configs, parts, asyncio.get_running_loop(), worker),
         clock=clock,
-        limit_bytes=limit_bytes,
+        limit_bytes=parts.budget.limit_bytes,
         grace_s=config.server.drain_grace_s,
     )
-    rpc = RpcServer(config=config, seats=pool, clock=clock, telemetry=parts.telemetry.watchers)
-    return Server(parts.inference, rpc, clock, parts.tiers, parts.telemetry, pool=pool)
+    rpc = RpcServer(config=config, seats=pool, clock=clock, telemetry=parts.watchers, worker=worker)
+    return Server(parts.inference, rpc, clock, parts.tiers, parts.telemetry, parts.kv_events, pool=pool)
 
 
 def check_names(terms: list[ModelTerms]) -> None:
@@ -87,10 +96,13 @@ class PooledModels:
         configs: Mapping[str, Config],
         parts: EngineParts,
         loop: asyncio.AbstractEventLoop,
+        worker: WorkerModels | None,
     ) -> None:
+        """`worker` learns of each model that is opened."""
         self._configs = configs
         self._parts = parts
         self._loop = loop
+        self._worker = worker
         self._located: dict[str, tuple[ServedModels, int]] = {}
 
     def locate(self, name: str) -> ModelNeeds:
@@ -139,4 +151,9 @@ class PooledModels:
                 parts=self._parts,
                 expected_bytes=weight_bytes,
             )
+            if self._worker is not None:
+                known = self._worker.parts
+                known[name] = opened.worker_parts(config)
+                # What it had in memory goes with its engine; gateways may still ask what it is.
+                stack.callback(lambda: known.update({name: dataclasses.replace(known[name], kv_events=None)}))
             return dataclasses.replace(opened, held=stack.pop_all())

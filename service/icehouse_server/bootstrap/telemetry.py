@@ -1,21 +1,25 @@
-"""Telemetry as the configuration wants it: what watches calls, metrics endpoint, status page, KV events."""
+"""Telemetry as the configuration wants it: what watches calls, metrics endpoint, status page; and what
+gateways are told of each model and its blocks."""
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import dataclasses
+import functools
 import logging
 import secrets
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from icehouse_server.clock import Clock
 from icehouse_server.config import Config, TelemetryConfig
 from icehouse_server.domain.call import SpillRecord
 from icehouse_server.domain.ids import DEFAULT_TENANT, Tenant
 from icehouse_server.domain.request import call_of
-from icehouse_server.domain.stats import ServerStatus
+from icehouse_server.domain.stats import KvEventStats, ServerStatus
 from icehouse_server.engine.core.block_log import BlockLog
+from icehouse_server.engine.runner.model_loader import ModelSource, read_config, read_generation_config
 from icehouse_server.errors import Reason, StartError, imports_of_extra
 from icehouse_server.rpc.calls.watchers import Telemetry
 from icehouse_server.rpc.engine_client.engine_ports import EnginePort
@@ -28,9 +32,12 @@ from icehouse_server.rpc.services.server_service import server_version
 from icehouse_server.storage.api import Outcome, Persisted, Ticket
 from icehouse_server.telemetry.call_metrics import FIRST_TOKEN_BY_REUSE, CallMetrics
 from icehouse_server.telemetry.status_page.page import ReportRules, StatusPage
+from icehouse_server.text.tokenizer_archive import read_tokenizer_archive
 
 if TYPE_CHECKING:
+    # Of an optional extra.
     from icehouse_server.rpc.kv_events.zmq_publisher import ZmqPublisher
+    from icehouse_server.rpc.worker.worker_info import WorkerModels, WorkerParts
 
     # Slow to import: only who asks for metrics or traces pays for it.
     from icehouse_server.telemetry.call_spans import CallSpans
@@ -186,63 +193,98 @@ def _read_on(
         return None
 
 
+def kv_event_source(
+    config: Config, log: BlockLog, *, engine: EnginePort, router: Router, clock: Clock
+) -> KvEventSource:
+    """Return what follows the blocks of a model, once somebody asks."""
+    return KvEventSource(
+        log,
+        settings=config.kv_events,
+        block_token_count=config.cache.block_token_count,
+        engine=engine,
+        router=router,
+        clock=clock,
+    )
+
+
 class KvEventParts:
-    """Started when the RPC server listens. Raises ConfigError without the extra for ZeroMQ."""
+    """KV events over ZeroMQ, as the configuration wants them. Raises StartError for an endpoint that reaches
+    others, and ConfigError without the extra."""
 
-    def __init__(
-        self, config: Config, log: BlockLog, *, engine: EnginePort, router: Router, clock: Clock
-    ) -> None:
-        self._config = config
-        self._router = router
-        self._address = ""
-        self.source = KvEventSource(
-            log,
-            settings=config.kv_events,
-            block_token_count=config.cache.block_token_count,
-            engine=engine,
-            router=router,
-            clock=clock,
-        )
-        self._publisher = self._make_publisher(clock)
+    def __init__(self, config: Config, clock: Clock) -> None:
+        self._settings = config.kv_events
+        self._address_of: Callable[[str], str] | None = None
+        """Set while it publishes."""
+        self._sources: dict[str, KvEventSource] = {}
+        """Of the models that have an engine."""
+        self._past = KvEventStats()
+        """Totals of engines that have ended."""
+        self._publisher = _zmq_publisher(config, clock)
 
-    def start(self, address: str) -> None:
-        """Publish for the server at this address; raises StartError when the endpoint cannot be had."""
-        self._address = address
+    def start(self, address_of: Callable[[str], str]) -> None:
+        """Publish for the server at these addresses of its models; raises StartError when the endpoint cannot
+        be had."""
         if self._publisher is not None:
             _log.info("kv_events_opened", extra={"endpoint": self._publisher.start()})
+            self._address_of = address_of
+            for model, source in self._sources.items():
+                self._publisher.add(self._topic(model), source)
+
+    def add(self, model: str, source: KvEventSource) -> None:
+        """Publish what a model with a new engine has. Event loop only."""
+        self._sources[model] = source
+        if self._publisher is not None and self._address_of is not None:
+            self._publisher.add(self._topic(model), source)
+
+    async def remove(self, model: str) -> None:
+        """Follow a model no longer, whose engine ends."""
+        source = self._sources.pop(model, None)
+        if source is None:
+            return
+        if self._publisher is not None and self._address_of is not None:
+            self._publisher.remove(self._topic(model))
+        await source.stop()
+        self._past = dataclasses.replace(_sum((self._past, source.stats())), block_count=0, replay_bytes=0)
+
+    def stats(self) -> KvEventStats:
+        """Return the counters of all models."""
+        return _sum((self._past, *(source.stats() for source in self._sources.values())))
 
     async def stop(self) -> None:
-        await self.source.stop()
+        for source in self._sources.values():
+            await source.stop()
         if self._publisher is not None:
             await self._publisher.stop()
 
-    def _make_publisher(self, clock: Clock) -> ZmqPublisher | None:
-        settings = self._config.kv_events
-        if settings.zmq_endpoint is None:
-            return None
-        if not (self._config.security.allow_insecure_public or _is_private(settings.zmq_endpoint)):
-            raise StartError(
-                Reason.ADDRESS_INSECURE,
-                f"kv_events.zmq_endpoint = {settings.zmq_endpoint!r} reaches other machines, in the clear "
-                "and whoever they are; use one on 127.0.0.1, or say --allow-insecure-public if something "
-                "else protects it",
-                metadata={"endpoint": settings.zmq_endpoint},
-            )
-        with imports_of_extra("fleet", setting="kv_events.zmq_endpoint"):
-            from icehouse_server.rpc.kv_events.zmq_publisher import ZmqPublisher
-        return ZmqPublisher(
-            self.source,
-            endpoint=settings.zmq_endpoint,
-            topic=self._topic,
-            tenant=DEFAULT_TENANT if settings.zmq_tenant is None else Tenant(settings.zmq_tenant),
-            clock=clock,
-        )
+    def _topic(self, model: str) -> str:
+        assert self._address_of is not None, "a topic has the server's address"
+        return self._settings.zmq_topic or f"kv@{self._address_of(model)}@{model}"
 
-    def _topic(self) -> str:
-        """Return the topic. Called when there are events, so there is a model."""
-        model, topic = self._router.model, self._config.kv_events.zmq_topic
-        assert model is not None, "events before a model"
-        return topic or f"kv@{self._address}@{model.info.model_id}"
+
+def _sum(stats: Sequence[KvEventStats]) -> KvEventStats:
+    return KvEventStats(*map(sum, zip(*map(dataclasses.astuple, stats), strict=True)))
+
+
+def _zmq_publisher(config: Config, clock: Clock) -> ZmqPublisher | None:
+    settings = config.kv_events
+    if settings.zmq_endpoint is None:
+        return None
+    if not (config.security.allow_insecure_public or _is_private(settings.zmq_endpoint)):
+        raise StartError(
+            Reason.ADDRESS_INSECURE,
+            f"kv_events.zmq_endpoint = {settings.zmq_endpoint!r} reaches other machines, in the clear "
+            "and whoever they are; use one on 127.0.0.1, or say --allow-insecure-public if something "
+            "else protects it",
+            metadata={"endpoint": settings.zmq_endpoint},
+        )
+    with imports_of_extra("fleet", setting="kv_events.zmq_endpoint"):
+        from icehouse_server.rpc.kv_events.zmq_publisher import ZmqPublisher
+    return ZmqPublisher(
+        endpoint=settings.zmq_endpoint,
+        tenant=DEFAULT_TENANT if settings.zmq_tenant is None else Tenant(settings.zmq_tenant),
+        interval_s=settings.interval_ms / 1000,
+        clock=clock,
+    )
 
 
 def _is_private(endpoint: str) -> bool:
@@ -251,3 +293,52 @@ def _is_private(endpoint: str) -> bool:
     if scheme in ("ipc", "inproc"):
         return True
     return is_loopback(address.rpartition(":")[0].strip("[]"))
+
+
+_SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+def worker_models(config: Config, *, ports: Mapping[str, int]) -> WorkerModels | None:
+    """Return what gateways may use, None if the worker protocol is off. Raises ConfigError without its
+    extra."""
+    if not config.fleet.worker_enabled:
+        return None
+    with imports_of_extra("fleet", setting="fleet.worker_enabled"):
+        from icehouse_server.rpc.worker.worker_info import WorkerModels
+    return WorkerModels(ports)
+
+
+def worker_parts(
+    config: Config, source: ModelSource, *, running_limit: int, kv_events: KvEventSource
+) -> WorkerParts:
+    """Return the parts of the worker protocol of a model."""
+    # Of an optional extra.
+    from icehouse_server.rpc.worker.kv_event_streams import KvEventStreams
+    from icehouse_server.rpc.worker.worker_info import ServedFolder, WorkerParts
+
+    model = read_config(source.path)
+    generation = read_generation_config(source.path)
+    return WorkerParts(
+        ServedFolder(
+            path=str(source.path),
+            architectures=tuple(str(name) for name in model.get("architectures") or ()),
+            bos_token_id=_token_id(model, "bos_token_id"),
+            pad_token_id=_token_id(model, "pad_token_id"),
+            block_token_count=config.cache.block_token_count,
+            running_limit=running_limit,
+            default_sampling={
+                key: float(generation[key])
+                for key in _SAMPLING_KEYS
+                if isinstance(generation.get(key), int | float)
+            },
+            read_archive=functools.partial(read_tokenizer_archive, source.path),
+        ),
+        kv_events=KvEventStreams(kv_events, operators_see_tokens=config.fleet.operator_kv_tokens_enabled),
+    )
+
+
+def _token_id(model: Mapping[str, Any], key: str) -> int:
+    """Return a token of the model's configuration; 0 if it has none, as the protocol wants it."""
+    found = model.get(key)
+    first = found[0] if isinstance(found, list) and found else found
+    return first if isinstance(first, int) and first >= 0 else 0

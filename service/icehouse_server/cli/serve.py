@@ -39,7 +39,7 @@ from icehouse_server.cli.http_child import LAST_WORDS_S, HttpChild, http_child
 from icehouse_server.cli.service.stop_bounds import BOUNDS
 from icehouse_server.cli.terminal.build_progress import build_progress
 from icehouse_server.clock import Clock, SystemClock
-from icehouse_server.config import Config, ConnectionConfig, LoadedConfig
+from icehouse_server.config import Config, LoadedConfig
 from icehouse_server.config.load import environment
 from icehouse_server.device import Device, find_device
 from icehouse_server.domain.model import EngineState
@@ -47,7 +47,7 @@ from icehouse_server.errors import EngineFailed, IcehouseError, Reason
 from icehouse_server.pool.model_pool import ModelPool
 from icehouse_server.rpc.access.caller import UNPROVED
 from icehouse_server.rpc.engine_client.router import Router
-from icehouse_server.rpc.listen_address import check_address, check_free, check_metrics_free
+from icehouse_server.rpc.listen_address import check_address, check_free, check_metrics_free, check_port_free
 
 _log = logging.getLogger("icehouse.boot")
 
@@ -67,15 +67,16 @@ def serve(loaded: LoadedConfig) -> None:
     if not device.is_gpu:
         heap.keep_freed()
     give_back_large_arrays()
-    _allow_open_files(loaded.config.connection)
+    _allow_open_files(loaded.config)
     # Its loop is woken without giving the interpreter's lock away, and each message costs less.
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         manager = manager_of(environment(), pid=os.getpid())
         runner.run(_serve(loaded.config, SystemClock(), manager, device))
 
 
-def _allow_open_files(connection: ConnectionConfig) -> None:
-    wanted = wanted_file_count(connection_limit=connection.connection_limit)
+def _allow_open_files(config: Config) -> None:
+    port_count = 1 + len(config.worker_ports)
+    wanted = wanted_file_count(connection_limit=port_count * config.connection.connection_limit)
     allowed = allow_open_files(wanted)
     if allowed >= wanted:
         _log.info("open_files_allowed", extra={"limit": allowed})
@@ -90,6 +91,8 @@ async def _serve(config: Config, clock: Clock, manager: ServiceManager, device: 
     # Finding and loading a model may take minutes, after which nobody wants to hear of these.
     check_address(config.server, config.security)
     check_free(config.server)
+    for port in config.worker_ports:
+        check_port_free(config.server.host, port, flags="worker_")
     check_metrics_free(config.telemetry)
     check_directory(config.cache)
     async with http_child(config) as front:
@@ -140,14 +143,15 @@ async def _run(
     address = await server.rpc.start(private_socket=None if front is None else front.private_socket)
     try:
         server.telemetry.start(server.rpc, server.clock)
-        if server.kv_events is not None:
-            server.kv_events.start(address)
+        own = server.rpc.worker_addresses
+        for model, worker_address in own.items():
+            _log.info("worker_opened", extra={"model": model, "address": worker_address})
+        server.kv_events.start(lambda model: own.get(model, address))
         _open_storage(server, config, narrator)
     except IcehouseError:
         server.telemetry.stop()
         await server.rpc.stop(grace_s=0)
-        if server.kv_events is not None:
-            await server.kv_events.stop()
+        await server.kv_events.stop()
         raise
     server.inference.start()
     addresses = {"address": address} if front is None else {"address": address, "http": front.url}
@@ -292,8 +296,7 @@ async def _drain(
                 front.begin_stop()
             # The engine ends what does not finish in time, so the edge waits until it has reported that.
             await server.rpc.stop(grace_s=grace_s + 1)
-            if server.kv_events is not None:
-                await server.kv_events.stop()
+            await server.kv_events.stop()
             if front is not None:
                 await front.stop(timeout_s=LAST_WORDS_S)
         left_s = max(0.0, ending_time - server.clock.monotonic())

@@ -255,14 +255,14 @@ def _wrong_models(config: Config) -> Iterator[tuple[str, str]]:
             )
         if model.tenants and not config.security.authenticates:
             yield "models.tenants", "are set, and nobody has to prove who they are; set security.token_file"
-    if not config.models:
-        return
-    for key, is_set in (
-        ("fleet.worker_enabled", config.fleet.worker_enabled),
-        ("kv_events.zmq_endpoint", config.kv_events.zmq_endpoint is not None),
-    ):
-        if is_set:
-            yield key, f"is set, and gateways see one model of a server; leave out [[{MODELS}]], or this"
+    if config.worker_ports and not config.fleet.worker_enabled:
+        yield "models.worker_port", "is set, and no gateway is served; set fleet.worker_enabled"
+    ports = [port for port in (config.server.port, *config.worker_ports, config.http.port) if port]
+    for port in config.worker_ports:
+        if ports.count(port) > 1:
+            yield "models.worker_port", f"= {port} is another port, too; each needs its own"
+    if len(config.models) > 1 and config.kv_events.zmq_topic is not None:
+        yield "kv_events.zmq_topic", "is set, and each of several models has a topic of its own; leave it out"
 
 
 def _half_sharing(cache: CacheConfig) -> Iterator[tuple[str, str]]:

@@ -55,6 +55,12 @@ class PooledModelConfig(ModelConfig):
         (), "Tenants that may use it; to others it is as if it were not there. Default: all."
     )
     pinned: bool = setting(False, "Load it at the start, and let it give way to no other model.")
+    worker_port: int | None = setting(
+        None,
+        "Port where gateways find this model as a worker of its own, with fleet.worker_enabled; 0 lets the "
+        "system choose a free one. Default: none, or the server's own port for the first model.",
+        maximum=65535,
+    )
     ttl_s: float = setting(0.0, "Unload it after so long without a call; 0 keeps it until others need room.")
 
 
@@ -232,7 +238,7 @@ class FleetConfig:
     worker_enabled: bool = setting(
         False,
         "Serve vllm.grpc.engine.VllmEngine beside the API, on the same port, for gateways such as SMG; needs "
-        "the extra `fleet`.",
+        "the extra `fleet`. Of several models that is the first one; others have their `worker_port`.",
     )
     operator_kv_tokens_enabled: bool = setting(
         False,
@@ -370,6 +376,11 @@ class Config:
     models: tuple[PooledModelConfig, ...] = ()
     """Where there are several, or where one is not kept for good; the first one is the default. Else `model`
     alone is served."""
+
+    @property
+    def worker_ports(self) -> tuple[int, ...]:
+        """Ports of models that gateways find as workers of their own."""
+        return tuple(model.worker_port for model in self.models if model.worker_port is not None)
 
     def of_model(self, model: PooledModelConfig) -> Config:
         """Return the configuration of one of `models`."""

@@ -142,6 +142,9 @@ class ModelPool(Generic[_Opened]):
     def find(self, name: str, caller: Caller) -> ListedModel:
         return self._named(name, caller).listed
 
+    def takes(self, name: str, caller: Caller) -> bool:
+        return not self._is_given_up(self._named(name, caller))
+
     async def unload(self, name: str, caller: Caller) -> ListedModel:
         model = self._named(name, caller)
 
@@ -198,8 +201,7 @@ class ModelPool(Generic[_Opened]):
 
     async def _loaded(self, model: PooledModel) -> Place:
         """Return a model's place, taken, once it is loaded; raises why it is not."""
-        since_s = self._clock.monotonic() - model.failed_time
-        if model.state is ModelState.FAILED and model.error is not None and since_s < RETRY_S:
+        if model.error is not None and self._is_given_up(model):
             raise model.error
         waiter: asyncio.Future[Place] = asyncio.get_running_loop().create_future()
         model.waiters.append(waiter)
@@ -214,6 +216,11 @@ class ModelPool(Generic[_Opened]):
         finally:
             if waiter in model.waiters:
                 model.waiters.remove(waiter)
+
+    def _is_given_up(self, model: PooledModel) -> bool:
+        """Whether a model failed, and so lately that it is not tried again yet."""
+        since_s = self._clock.monotonic() - model.failed_time
+        return model.state is ModelState.FAILED and since_s < RETRY_S
 
     def _ensure_loading(self, model: PooledModel) -> None:
         if model.loading is None:

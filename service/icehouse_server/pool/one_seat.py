@@ -54,6 +54,10 @@ class OneSeat:
             raise unknown_model(name, [info.model_id])
         return ListedModel(info.model_id, ModelState.READY, info=info)
 
+    def takes(self, name: str, caller: Caller) -> bool:
+        self.find(name, caller)
+        return True
+
     def turns(self, *, patience_s: float) -> bool:
         return self._seat.turns(self._clock, patience_s=patience_s)
 

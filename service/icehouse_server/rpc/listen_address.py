@@ -70,9 +70,34 @@ def bind(
     """
     if config.uds is not None:
         return bind_uds(server, Path(config.uds).expanduser())
-    check_address(config, security)
-    _warn_of_open_door(config.host, security)
-    return Bound(_bind_tcp(server, host=config.host, port=config.port, credentials=credentials))
+    address = bind_tcp(server, host=config.host, port=config.port, security=security, credentials=credentials)
+    return Bound(address)
+
+
+def bind_tcp(
+    server: grpc.aio.Server,
+    *,
+    host: str,
+    port: int,
+    security: SecurityConfig,
+    credentials: grpc.ServerCredentials | None,
+    flags: str = "--",
+) -> str:
+    """Bind a port and return the address; raises StartError as `bind` does. `flags` is as in `_tcp_error`."""
+    _check_host(host, security)
+    _warn_of_open_door(host, security)
+    shown_host = f"[{host}]" if ":" in host else host
+    address = f"{shown_host}:{port}"
+    try:
+        if credentials is None:
+            bound_port = server.add_insecure_port(address)
+        else:
+            bound_port = server.add_secure_port(address, credentials)
+    except RuntimeError as error:
+        # gRPC says only that it failed, so the system is asked why.
+        cause = _try_to_listen(host=host, port=port)
+        raise _tcp_error(cause, host=host, port=port, flags=flags) from error
+    return f"{shown_host}:{bound_port}"
 
 
 def is_loopback(host: str) -> bool:
@@ -143,17 +168,21 @@ def check_free(config: ServerConfig) -> None:
     """
     if config.uds is not None:
         _check_socket(Path(config.uds).expanduser())
-    elif (cause := _try_to_listen(host=config.host, port=config.port)) is not None:
-        raise _tcp_error(cause, host=config.host, port=config.port)
+    else:
+        check_port_free(config.host, config.port)
+
+
+def check_port_free(host: str, port: int, *, flags: str = "--") -> None:
+    """Raise StartError for a port that cannot be bound, as `check_free` does; `flags` as in `_tcp_error`."""
+    if (cause := _try_to_listen(host=host, port=port)) is not None:
+        raise _tcp_error(cause, host=host, port=port, flags=flags)
 
 
 def check_metrics_free(config: TelemetryConfig) -> None:
     """Raise StartError where the Prometheus endpoint cannot listen, as `check_free` does."""
     if config.metrics_port is None:
         return
-    host, port = config.metrics_host, config.metrics_port
-    if (cause := _try_to_listen(host=host, port=port)) is not None:
-        raise _tcp_error(cause, host=host, port=port, flags="--metrics-")
+    check_port_free(config.metrics_host, config.metrics_port, flags="--metrics-")
 
 
 def _missing_at(host: str, security: SecurityConfig) -> str:
@@ -166,23 +195,6 @@ def _missing_at(host: str, security: SecurityConfig) -> str:
     if not security.authenticates:
         missing.append("callers that prove who they are (--token-file or --tls-client-ca)")
     return " and ".join(missing)
-
-
-def _bind_tcp(
-    server: grpc.aio.Server, *, host: str, port: int, credentials: grpc.ServerCredentials | None
-) -> str:
-    shown_host = f"[{host}]" if ":" in host else host
-    address = f"{shown_host}:{port}"
-    try:
-        if credentials is None:
-            bound_port = server.add_insecure_port(address)
-        else:
-            bound_port = server.add_secure_port(address, credentials)
-    except RuntimeError as error:
-        # gRPC says only that it failed, so the system is asked why.
-        cause = _try_to_listen(host=host, port=port)
-        raise _tcp_error(cause, host=host, port=port) from error
-    return f"{shown_host}:{bound_port}"
 
 
 def _tcp_error(cause: OSError | None, *, host: str, port: int, flags: str = "--") -> StartError:

@@ -1,5 +1,7 @@
-"""gRPC server: wires the services together, begins to listen, and stops in order. Health and reflection
-too."""
+"""gRPC server: wires the services together, begins to listen, and stops in order. Reflection too.
+
+A model that gateways find at a port of its own has a second server there, behind the same interceptors.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +17,7 @@ import grpc
 from google.protobuf import descriptor_pb2, descriptor_pool, text_format
 from google.protobuf.descriptor import FileDescriptor
 from grpc_channelz.v1 import channelz, channelz_pb2
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
+from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_grpc
 from icehouse.v1 import (
     cache_service_pb2_grpc,
@@ -29,18 +30,16 @@ from icehouse.v1 import (
 
 from icehouse_server.clock import Clock
 from icehouse_server.config import Config
-from icehouse_server.errors import IcehouseError
 from icehouse_server.rpc.access.credentials import ServerSecurity
 from icehouse_server.rpc.access.tenants import Tenants
 from icehouse_server.rpc.auth_interceptor import AuthInterceptor
 from icehouse_server.rpc.calls import background
-from icehouse_server.rpc.calls.call_lifecycle import Context, RpcCalls, end
+from icehouse_server.rpc.calls.call_lifecycle import RpcCalls
 from icehouse_server.rpc.calls.methods import METHODS
-from icehouse_server.rpc.calls.status import status_of
 from icehouse_server.rpc.calls.watchers import Telemetry
-from icehouse_server.rpc.engine_client.answers import StallTimer
 from icehouse_server.rpc.engine_client.seat import Seats
-from icehouse_server.rpc.listen_address import Bound, bind, bind_uds, server_options
+from icehouse_server.rpc.health import Health
+from icehouse_server.rpc.listen_address import Bound, bind, bind_tcp, bind_uds, server_options
 from icehouse_server.rpc.services.cache_service import CacheService
 from icehouse_server.rpc.services.embedding_service import EmbeddingService
 from icehouse_server.rpc.services.generation import Generation, ServiceParts
@@ -52,7 +51,7 @@ from icehouse_server.rpc.services.rerank_service import RerankService
 from icehouse_server.rpc.services.server_service import ServerService, server_proto
 
 if TYPE_CHECKING:
-    from icehouse_server.rpc.worker.worker_info import WorkerParts
+    from icehouse_server.rpc.worker.worker_info import WorkerModels
 
 
 SERVICE_NAMES = tuple(
@@ -89,9 +88,10 @@ class RpcServer:
         seats: Seats,
         clock: Clock,
         telemetry: Telemetry | None = None,
-        worker: WorkerParts | None = None,
+        worker: WorkerModels | None = None,
         draw_seed: Callable[[], int] = draw_seed,
     ) -> None:
+        """`worker` makes it a gateways' worker."""
         self._about = server_proto(config)
         self._config = config.server
         self._security_config = config.security
@@ -120,7 +120,15 @@ class RpcServer:
             stall_timeout_s=config.server.stall_timeout_s,
         )
         """The health service, by the engine's state and heartbeat."""
+        self._interceptors = self._make_interceptors(config)
         self._server = self._grpc_server(config)
+        self._worker_servers = {
+            model: (port, self._grpc_server(config))
+            for model, port in (worker.ports if worker else {}).items()
+        }
+        """Of the models with a port of their own for gateways."""
+        self.worker_addresses: Mapping[str, str] = {}
+        """Where these are found, once started."""
         self._refreshing: asyncio.Task[None] | None = None
         """Reads certificates and tokens again."""
         self._bound = Bound("")
@@ -128,7 +136,7 @@ class RpcServer:
         self._seats = seats
         self._add_services(self._parts(seats, clock, draw_seed), worker)
 
-    def _grpc_server(self, config: Config) -> grpc.aio.Server:
+    def _make_interceptors(self, config: Config) -> Sequence[grpc.aio.ServerInterceptor]:
         auth_interceptor = AuthInterceptor(
             config,
             authenticator=self.security.authenticator,
@@ -137,10 +145,15 @@ class RpcServer:
         )
         # The first is the outermost: the wire watcher also sees refusals, and callers are authenticated
         # before anything else.
-        return grpc.aio.server(
-            options=server_options(config.server, config.connection),
-            interceptors=(self.observation.interceptor, auth_interceptor),
-        )
+        return (self.observation.interceptor, auth_interceptor)
+
+    def _grpc_server(self, config: Config) -> grpc.aio.Server:
+        options = server_options(config.server, config.connection)
+        return grpc.aio.server(options=options, interceptors=self._interceptors)
+
+    @property
+    def _servers(self) -> Sequence[grpc.aio.Server]:
+        return (self._server, *(server for _, server in self._worker_servers.values()))
 
     async def start(self, *, private_socket: Path | None = None) -> str:
         """Listen and return the address; raises StartError when it cannot be had.
@@ -154,7 +167,19 @@ class RpcServer:
         )
         if private_socket is not None:
             self._private = bind_uds(self._server, private_socket)
-        await self._server.start()
+        self.worker_addresses = {
+            model: bind_tcp(
+                server,
+                host=self._config.host,
+                port=port,
+                security=self._security_config,
+                credentials=self.security.credentials,
+                flags="worker_",
+            )
+            for model, (port, server) in self._worker_servers.items()
+        }
+        for server in self._servers:
+            await server.start()
         for seat in self._seats.loaded().values():
             seat.grammars.start()
         self._refreshing = background.start(self.security.run(), name="security")
@@ -183,7 +208,7 @@ class RpcServer:
             await self._refuse_latecomers()
         self._calls.cut()
         await self._flush()
-        await self._server.stop(_CLOSE_S)
+        await asyncio.gather(*(server.stop(_CLOSE_S) for server in self._servers))
         await self.observation.stop()
         self._prompts.close()
         for seat in self._seats.loaded().values():
@@ -216,7 +241,7 @@ class RpcServer:
     async def wait(self) -> None:
         await self._server.wait_for_termination()
 
-    def _add_services(self, parts: ServiceParts, worker: WorkerParts | None) -> None:
+    def _add_services(self, parts: ServiceParts, worker: WorkerModels | None) -> None:
         server, inference, embedding = self._server, InferenceService(parts), EmbeddingService(parts)
         inference_service_pb2_grpc.add_InferenceServiceServicer_to_server(inference, server)
         cache_service_pb2_grpc.add_CacheServiceServicer_to_server(CacheService(parts), server)
@@ -230,14 +255,19 @@ class RpcServer:
             # Part of an optional extra: only a gateway's worker has it.
             from icehouse_server.rpc.worker.vllm_engine_service import SERVICE_NAME, VllmEngineService
 
-            VllmEngineService(
-                parts,
-                is_serving=lambda: self.health.is_serving,
-                observation=self.observation,
-                inference=inference,
-                embedding=embedding,
-                worker=worker,
-            ).add_to(server)
+            at_ports = {model: server for model, (_, server) in self._worker_servers.items()}
+            for model, door in ((self._seats.default_name, server), *at_ports.items()):
+                VllmEngineService(
+                    parts,
+                    model=model,
+                    serves=self.health.serves,
+                    observation=self.observation,
+                    inference=inference,
+                    embedding=embedding,
+                    parts_of=worker.parts,
+                ).add_to(door)
+            for door in at_ports.values():
+                health_pb2_grpc.add_HealthServicer_to_server(self.health, door)
             names = (*names, SERVICE_NAME)
         if self._config.reflection_enabled:
             channelz_names = (CHANNELZ_NAME,) if self._config.channelz_enabled else ()
@@ -342,84 +372,3 @@ def pool_with_v1() -> descriptor_pool.DescriptorPool:
     file.name = "grpc/reflection/v1/reflection.proto"
     pool.Add(file)
     return pool
-
-
-_LOOK_INTERVAL_S = 0.5
-"""How often watchers look at the heartbeat. Changes of state do not wait for it."""
-
-
-class Health(health_pb2_grpc.HealthServicer):
-    """The standard health service, by the engines' states and heartbeats. Owned by the event loop.
-
-    A check is answered by the state at that moment. Each watcher looks at it in its own task, without a lock:
-    grpc_health's own servicer writes under one, so that a reader who takes nothing stops everybody's updates.
-    """
-
-    def __init__(
-        self,
-        *,
-        seats: Seats,
-        service_names: Sequence[str],
-        heartbeat_timeout_s: float,
-        stall_timeout_s: float,
-    ) -> None:
-        self._seats = seats
-        self._heartbeat_timeout_s = heartbeat_timeout_s
-        self._is_stopping = False
-        self._changed = asyncio.Event()
-        """Set at the next change of state; later changes have an event of their own."""
-        self._names = frozenset(("", *service_names))
-        self._stall_timeout_s = stall_timeout_s
-        seats.add_listener(self._wake_watchers)
-
-    @property
-    def is_serving(self) -> bool:
-        """The server takes calls, nobody ordered a stop, and the inference loop turns."""
-        return not self._is_stopping and self._seats.turns(patience_s=self._heartbeat_timeout_s)
-
-    def stop_serving(self) -> None:
-        """NOT_SERVING from now on, whatever the engine says."""
-        self._is_stopping = True
-        self._wake_watchers()
-
-    def _wake_watchers(self) -> None:
-        # Those who wait have the old event; others get the new one, which is not set.
-        changed, self._changed = self._changed, asyncio.Event()
-        changed.set()
-
-    async def Check(self, request: HealthCheckRequest, context: Context) -> HealthCheckResponse:
-        if request.service not in self._names:
-            await context.abort(grpc.StatusCode.NOT_FOUND)
-        return HealthCheckResponse(status=self._status(request.service))
-
-    async def List(self, request: Any, context: Context) -> Any:
-        """Answer for all services. grpc_health's stubs lack this method."""
-        messages: Any = health_pb2
-        return messages.HealthListResponse(
-            statuses={name: HealthCheckResponse(status=self._status(name)) for name in self._names}
-        )
-
-    async def Watch(self, request: HealthCheckRequest, context: Context) -> None:
-        """Send the status now and at each change, until the caller ends the call."""
-        timer = StallTimer(timeout_s=self._stall_timeout_s)
-        sent: object = None
-        try:
-            async with timer.guard():
-                while True:
-                    # Taken before the status is read, so that no change in between is missed.
-                    changed = self._changed
-                    status = self._status(request.service)
-                    if status != sent:
-                        await timer.write(context, HealthCheckResponse(status=status))
-                        sent = status
-                    # Also without a change of state: the heartbeat may have gone stale.
-                    with contextlib.suppress(TimeoutError):
-                        async with asyncio.timeout(_LOOK_INTERVAL_S):
-                            await changed.wait()
-        except IcehouseError as error:
-            await end(context, status_of(error))
-
-    def _status(self, name: str) -> Any:
-        if name not in self._names:
-            return HealthCheckResponse.SERVICE_UNKNOWN
-        return HealthCheckResponse.SERVING if self.is_serving else HealthCheckResponse.NOT_SERVING

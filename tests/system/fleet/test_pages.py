@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,8 @@ from tests.tidy.tree import ROOT
 
 pytestmark = [pytest.mark.fleet, pytest.mark.timeout(600)]
 
-SHOWN_PORTS = (50051, 50052, 30000)
+SHOWN_PORTS = (50051, 50052, 50061, 50062, 30000)
+_WORKER_URL = "grpc://"
 MARKED = {page: [block for block in blocks_of(page) if block.mark == "run: gateway"] for page in PAGES}
 MARKED = {page: blocks for page, blocks in MARKED.items() if blocks}
 TOURS = [
@@ -75,6 +77,9 @@ class Tour:
         if block.language == "python":
             self.answers.append(self._desk.run([sys.executable, "-c", self._here(block.text)], {}))
             return
+        if block.language == "toml":
+            self._put_settings(block.text)
+            return
         for line in block.commands:
             if starts_a_server(line):
                 self._start_worker(line)
@@ -83,7 +88,7 @@ class Tour:
                 self._stack.enter_context(gateway)
                 # Asked to end, it takes seconds.
                 self._stack.callback(gateway.kill)
-                gateway.wait_until_healthy(len(self._servers))
+                gateway.wait_until_healthy(line.count(_WORKER_URL))
             elif not line.startswith("make fleet"):
                 answer = json.loads(self._desk.shell(self._here(line), {}))
                 self.answers.append(answer["choices"][0]["message"]["content"])
@@ -92,6 +97,16 @@ class Tour:
         """Stop them in order; each must end with 0."""
         for server in self._servers:
             server.stop()
+
+    def _put_settings(self, text: str) -> None:
+        """Have a file of settings, which its first line names, and the models that it names."""
+        name, *_ = text.removeprefix("# ").splitlines()
+        (self._desk.folder / name).write_text(self._here(text), encoding="utf-8")
+        models = tomllib.loads(text)["models"]
+        # Not the same weights twice, which no server serves.
+        for model, kind in zip(models, ("llama", "qwen3"), strict=True):
+            tiny = tiny_model_dir(self._desk.folder / "tiny", kind, name=model["model_name"])
+            self._desk.put_model(model["model"], tiny)
 
     def _start_worker(self, line: str) -> None:
         self._desk.put_model(models_named(line), self._model)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import threading
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from icehouse_server.clock import SystemClock
 from icehouse_server.config import Config, load_config
 from icehouse_server.config.sections import PooledModelConfig
 from icehouse_server.device import find_device
+from icehouse_server.pool.choice import ModelNeeds
 from icehouse_server.pool.model_pool import ModelPool
 
 from tests.fixtures.patience import BOUND_S
@@ -46,6 +48,18 @@ class PoolServer(Stubs):
     def pool(self) -> ModelPool[OpenedEngine]:
         assert self.served.pool is not None, "several are served"
         return self.served.pool
+
+    def hold(self, held: str) -> threading.Event:
+        """Have a model's files not be found before the event is set."""
+        found, opener = threading.Event(), self.pool._opener
+        locate = opener.locate
+
+        def locate_later(name: str) -> ModelNeeds:
+            assert name != held or found.wait(BOUND_S), "it was never let go"
+            return locate(name)
+
+        opener.locate = locate_later  # type: ignore[method-assign]
+        return found
 
     async def states(self) -> dict[str, str]:
         """Return each model's state."""
@@ -85,6 +99,7 @@ async def pool_server(
     narrator = command.Narrator(SystemClock())
     served = build_pool(config, device=find_device(), clock=SystemClock())
     address = await served.rpc.start()
+    served.kv_events.start(lambda model: served.rpc.worker_addresses.get(model, address))
     command._open_storage(served, config, narrator)
     served.inference.start()
     try:

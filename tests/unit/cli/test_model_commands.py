@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import shutil
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator, Mapping
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -19,77 +15,23 @@ from icehouse_server.bootstrap.room import ModelSize, Room, check_disk
 from icehouse_server.demo.models import SMOLLM2
 from icehouse_server.errors import ModelError, StartError
 
+from tests.fixtures.hub import HUB_ID, REVISION, environment_of, hub_of
 from tests.fixtures.patience import BOUND_S
 
-HUB_ID = "org/tiny"
-REVISION = "1" * 40
 FILES: Mapping[str, bytes] = {"config.json": b"{}", "model.safetensors": b"w" * 3000, "README.md": b"unasked"}
-
-
-class _Hub(BaseHTTPRequestHandler):
-    """The few answers of a hub that a download asks for, about one model."""
-
-    def do_HEAD(self) -> None:
-        self._answer(is_head=True)
-
-    def do_GET(self) -> None:
-        self._answer(is_head=False)
-
-    def _answer(self, *, is_head: bool) -> None:
-        path = self.path.partition("?")[0]
-        if path.startswith(f"/{HUB_ID}/resolve/"):
-            content = FILES[path.rpartition("/")[2]]
-        elif path.startswith(f"/api/models/{HUB_ID}/tree/"):
-            content = json.dumps([_entry(name) for name in FILES]).encode()
-        elif path.startswith(f"/api/models/{HUB_ID}"):
-            siblings = [{"rfilename": name, "size": len(content)} for name, content in FILES.items()]
-            content = json.dumps({"id": HUB_ID, "sha": REVISION, "siblings": siblings}).encode()
-        else:
-            self.send_response(404)
-            self.send_header("X-Error-Code", "RepoNotFound")
-            self.end_headers()
-            return
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(content)))
-        self.send_header("X-Repo-Commit", REVISION)
-        self.send_header("ETag", f'"{hashlib.sha256(content).hexdigest()}"')
-        self.end_headers()
-        if not is_head:
-            self.wfile.write(content)
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Keep the test's output for the test."""
-
-
-def _entry(name: str) -> dict[str, object]:
-    oid = hashlib.sha1(FILES[name]).hexdigest()
-    return {"type": "file", "path": name, "size": len(FILES[name]), "oid": oid}
 
 
 @pytest.fixture
 def hub() -> Iterator[str]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), _Hub) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
+    with hub_of(FILES) as endpoint:
+        yield endpoint
 
 
 class Home:
     """A user's folder, with a hub that is asked from there."""
 
     def __init__(self, folder: Path, endpoint: str) -> None:
-        kept = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "ICEHOUSE_"))}
-        self._environ = {
-            **kept,
-            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-            "HF_HOME": str(folder / "hf"),
-            "XDG_CACHE_HOME": str(folder / "cache"),
-            "HF_ENDPOINT": endpoint,
-            "HF_HUB_DISABLE_XET": "1",
-            "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-        }
+        self._environ = environment_of(folder, endpoint)
         self.snapshot = folder / "hf" / "hub" / "models--org--tiny" / "snapshots" / REVISION
 
     def run(self, *arguments: str, typed: str = "", **environ: str) -> tuple[int, str]:

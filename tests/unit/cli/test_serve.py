@@ -24,7 +24,7 @@ from icehouse_server.bootstrap.telemetry import TelemetryParts
 from icehouse_server.cli import serve
 from icehouse_server.cli.serve import ServiceManager
 from icehouse_server.clock import SystemClock
-from icehouse_server.config import CacheConfig, ConnectionConfig, load_config
+from icehouse_server.config import CacheConfig, Config, ConnectionConfig, load_config
 from icehouse_server.device import find_device
 from icehouse_server.domain.model import EngineState
 from icehouse_server.engine.runner.runner import ModelRunner
@@ -155,7 +155,7 @@ def test_the_log_says_where_fewer_connections_can_be_open_than_are_let_in(
     connection_limit: int, event: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, "icehouse.boot"):
-        serve._allow_open_files(ConnectionConfig(connection_limit=connection_limit))
+        serve._allow_open_files(Config(connection=ConnectionConfig(connection_limit=connection_limit)))
     assert [record.getMessage() for record in caplog.records] == [event]
 
 

@@ -73,8 +73,15 @@ def test_what_the_command_line_says_replaces_the_tables(tmp_path: Path) -> None:
         ("models = [1]", "must be tables"),
         ("[[models]]\nmodel = 'x'\nadapter_path = 'a'\nadapters = 'b=c'", "both set"),
         ("[[models]]\nmodel = 'x'\ntenants = ['t']", "nobody has to prove who they are"),
-        ("[fleet]\nworker_enabled = true\n[[models]]\nmodel = 'x'", "gateways see one model"),
-        ("[kv_events]\nzmq_endpoint = 'tcp://127.0.0.1:1'\n[[models]]\nmodel = 'x'", "gateways see one"),
+        ("[[models]]\nmodel = 'x'\nworker_port = 1", "set fleet.worker_enabled"),
+        (
+            "[server]\nport = 5\n[fleet]\nworker_enabled = true\n[[models]]\nmodel = 'x'\nworker_port = 5",
+            "= 5 is another port, too",
+        ),
+        (
+            "[kv_events]\nzmq_topic = 't'\n[[models]]\nmodel = 'x'\n[[models]]\nmodel = 'y'",
+            "has a topic of its own",
+        ),
         ("[[models]]\nmodel = 'x'\n" * 65, "the limit is 64"),
     ],
 )

@@ -347,10 +347,12 @@ async def test_a_failed_model_is_told_to_all_and_tried_again_only_later() -> Non
         with pytest.raises(Unavailable) as caught:
             await house.use("b")
         assert not house.started
+        assert house.pool.takes("a", UNPROVED) and not house.pool.takes("b", UNPROVED)
         detail = house.pool.find("b", UNPROVED).detail
         for told in (*(str(refusal) for refusal in refusals), caught.value.message, detail):
             assert "MODEL_INVALID" in told and "secret" not in told
         house.clock.now += model_pool.RETRY_S
+        assert house.pool.takes("b", UNPROVED), "nobody would send the call that tries it again"
         await house.use("b")
         assert house.states()["b"] is ModelState.READY
 

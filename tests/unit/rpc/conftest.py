@@ -24,6 +24,7 @@ from tests.fixtures.rpc.fake_engine import MODEL_INFO, FakeEngine, FakeTokenizer
 from tests.fixtures.rpc.fake_grammars import FakeGrammars
 from tests.fixtures.rpc.seats import one_seat
 from tests.fixtures.rpc.stubs import Stubs
+from tests.fixtures.rpc.worker import only
 
 SEED = 12345
 _ITS_OWN = FakeGrammars()
@@ -117,7 +118,7 @@ async def running(
         seats=one_seat(engine, router, clock, grammars=grammars, config=config),
         clock=clock,
         telemetry=telemetry,
-        worker=worker,
+        worker=None if worker is None else only(worker),
         draw_seed=lambda: SEED,
     )
     try:

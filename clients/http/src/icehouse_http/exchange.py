@@ -119,7 +119,7 @@ async def _cancelled(*tasks: asyncio.Future[Any]) -> None:
 
 
 class EventStream(Response):
-    """The response of a stream. `begin` waits for the first event, so that a refusal has its own status."""
+    """The response of a stream. `begin` waits for its request to run: a refusal has its own status."""
 
     media_type = "text/event-stream"
 
@@ -137,8 +137,8 @@ class EventStream(Response):
         self._is_writing = False
 
     async def begin(self) -> None:
-        """Wait for the first event, or until a ping is due; raises what the call raises."""
-        self._first = asyncio.ensure_future(anext(self._events))
+        """Wait until the request runs, or until a ping is due; raises what the call raises."""
+        self._first = asyncio.ensure_future(self._begun())
         try:
             await asyncio.wait({self._first}, timeout=self._ping_interval_s)
             if self._first.done() and (error := self._first.exception()) is not None:
@@ -146,6 +146,12 @@ class EventStream(Response):
         except BaseException:
             await self._close()
             raise
+
+    async def _begun(self) -> StreamEvent:
+        """Return the first event behind those of a model that is being loaded."""
+        while (event := await anext(self._events)).HasField("loading_model"):
+            pass
+        return event
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         start = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}

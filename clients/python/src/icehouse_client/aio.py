@@ -34,6 +34,7 @@ from icehouse_client.readiness import ReadinessWait
 from icehouse_client.requests import (
     DEFAULT_COMMAND_TIMEOUT_S,
     DEFAULT_TIMEOUT_S,
+    OnProgress,
     Options,
     Prompt,
     generate_request,
@@ -210,12 +211,24 @@ class AsyncClient:
             response = await self._calls.unary(self._models.ListModels, request, timeout_s or self._timeout_s)
         return list(response.models)
 
-    async def load_model(self, model: str, *, timeout_s: float | None = None) -> model_service_pb2.Model:
-        """Have a server of several models load one; return it once it is loaded. Operators only."""
+    async def load_model(
+        self,
+        model: str,
+        *,
+        timeout_s: float | None = None,
+        on_progress: OnProgress = lambda loading: None,
+    ) -> model_service_pb2.Model:
+        """Have a server of several models load one; return it once it is loaded. Operators only.
+
+        `on_progress` is told about once a second how far it is.
+        """
         request = model_service_pb2.LoadModelRequest(model=model)
         load = self._calls.stream(self._models.LoadModel, request, timeout_s)
         with translated(), ending(load) as call:
-            *_, last = [response async for response in call]
+            last = model_service_pb2.LoadModelResponse()
+            async for last in call:
+                if last.HasField("progress"):
+                    on_progress(last.progress)
         return last.done
 
     async def unload_model(self, model: str, *, timeout_s: float | None = None) -> model_service_pb2.Model:

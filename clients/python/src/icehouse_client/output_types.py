@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from icehouse_client import formats
+from icehouse_client.formats import json_schema
 from icehouse_client.requests import Options
 
 
@@ -36,7 +36,7 @@ def typed_options(options: Options, output_type: object) -> Options:
     schema = schema_of(output_type)
     if "response_format" in options:
         return options
-    return {**options, "response_format": formats.json_schema(schema)}
+    return {**options, "response_format": json_schema(schema)}
 
 
 def read_json(text: str, output_type: object) -> Any:

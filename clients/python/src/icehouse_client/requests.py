@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeGuard
 
 from icehouse.v1 import inference_service_pb2 as inference
-from icehouse.v1 import prompt_pb2, server_service_pb2
+from icehouse.v1 import model_service_pb2, prompt_pb2, server_service_pb2
 
 from icehouse_client.affinity import PromptRequest
 from icehouse_client.cache import CacheOptions, cache_policy
@@ -19,6 +19,9 @@ from icehouse_client.sampling import SamplingOptions, sampling_proto
 from icehouse_client.speculation import Speculation
 from icehouse_client.texts import names_bad_texts
 from icehouse_client.tool_dicts import GivenTool, ToolChoice, choice_proto, tools_of
+
+OnProgress = Callable[[model_service_pb2.LoadingModel], None]
+"""Is told how far a model is that is being loaded."""
 
 DEFAULT_TIMEOUT_S = 120.0
 """The deadline of a call that names none. Every call has one unless `timeout_s` is None."""

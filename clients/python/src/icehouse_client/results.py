@@ -10,7 +10,7 @@ from typing import Any, TypeVar, overload
 
 from google.protobuf.descriptor import EnumDescriptor
 from google.protobuf.duration_pb2 import Duration
-from icehouse.v1 import completion_pb2, usage_pb2
+from icehouse.v1 import completion_pb2, speculation_pb2, usage_pb2
 from icehouse.v1 import inference_service_pb2 as inference
 
 from icehouse_client.chat import MalformedToolCall, Message, ToolCall
@@ -54,6 +54,8 @@ class Usage:
     """Of `prompt_tokens`, those that stand for images."""
     reasoning_tokens: int = 0
     """Of the output tokens, those that the model thought with."""
+    speculation_limit: str = ""
+    """Why less was guessed than was asked for, in the API's word; empty where all of it was."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,8 +148,12 @@ class Reply(Completion):
     """When the server received the request, by its clock, in UTC."""
     system_fingerprint: str
     """Changes when the same request may give another output."""
+    max_output_tokens: int = 0
+    """What was asked for, or less where the server's limit or the context is less; 0 of an older server."""
     unenforced_keywords: tuple[str, ...] = ()
     """JSON pointers of what of the schema the output was not held to, such as `uniqueItems`."""
+    load_s: float = 0.0
+    """How long it waited for its model to be loaded; 0 where that was there."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     completions: tuple[Completion, ...] = ()
 
@@ -167,6 +173,9 @@ class Started:
     max_output_tokens: int = 0
     """What was asked for, or less where the server's limit or the context is less; 0 of an older server."""
     unenforced_keywords: tuple[str, ...] = ()
+    load_s: float = 0.0
+    """How long it waited for its model to be loaded; 0 where that was there."""
+    queue_s: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -181,13 +190,8 @@ def reply_from(response: inference.GenerateResponse) -> Reply:
     """Return the answer of Generate."""
     return reply_of(
         _completion(response),
+        begun=response,
         completions=tuple(_completion(completion) for completion in response.completions),
-        reuse_limit=reuse_limit_name(response.cache),
-        request_id=response.request_id,
-        model=response.model,
-        receive_time=response.receive_time.ToDatetime(datetime.UTC),
-        system_fingerprint=response.system_fingerprint,
-        unenforced_keywords=tuple(response.unenforced_keywords),
         prompt_logprobs=logprobs_from(response.prompt_logprobs),
     )
 
@@ -195,27 +199,31 @@ def reply_from(response: inference.GenerateResponse) -> Reply:
 def reply_of(
     first: Completion,
     *,
+    begun: inference.Started | inference.GenerateResponse,
     completions: tuple[Completion, ...],
-    reuse_limit: str,
-    request_id: str,
-    model: str,
-    receive_time: datetime.datetime,
-    system_fingerprint: str,
-    unenforced_keywords: tuple[str, ...],
     prompt_logprobs: tuple[TokenLogprobs, ...],
 ) -> Reply:
-    """Return an answer whose own output is `first`."""
+    """Return an answer whose own output is `first`; `begun` has what is known from its beginning on."""
     return Reply(
         **{field.name: getattr(first, field.name) for field in dataclasses.fields(Completion)},
-        reuse_limit=reuse_limit,
-        request_id=request_id,
-        model=model,
-        receive_time=receive_time,
-        system_fingerprint=system_fingerprint,
-        unenforced_keywords=unenforced_keywords,
+        **_beginning(begun),
         prompt_logprobs=prompt_logprobs,
         completions=completions,
     )
+
+
+def _beginning(message: inference.Started | inference.GenerateResponse) -> dict[str, Any]:
+    """Return the fields of `Reply` and of `Started` that both messages have."""
+    return {
+        "reuse_limit": reuse_limit_name(message.cache),
+        "request_id": message.request_id,
+        "model": message.model,
+        "receive_time": message.receive_time.ToDatetime(datetime.UTC),
+        "system_fingerprint": message.system_fingerprint,
+        "max_output_tokens": message.max_output_tokens,
+        "unenforced_keywords": tuple(message.unenforced_keywords),
+        "load_s": seconds(message.load_duration),
+    }
 
 
 def _completion(output: inference.GenerateResponse | completion_pb2.Completion) -> Completion:
@@ -244,16 +252,11 @@ def tokens_from(response: inference.TokenizeResponse) -> list[Token]:
 def started_from(started: inference.Started) -> Started:
     """Return the first event of a stream."""
     return Started(
-        request_id=started.request_id,
-        model=started.model,
+        **_beginning(started),
         prompt_tokens=started.prompt_tokens,
         cached_tokens=started.cache.cached_tokens,
-        reuse_limit=reuse_limit_name(started.cache),
         seed=started.seed,
-        receive_time=started.receive_time.ToDatetime(datetime.UTC),
-        system_fingerprint=started.system_fingerprint,
-        max_output_tokens=started.max_output_tokens,
-        unenforced_keywords=tuple(started.unenforced_keywords),
+        queue_s=seconds(started.queue_duration),
     )
 
 
@@ -275,6 +278,7 @@ def usage_from(usage: usage_pb2.Usage) -> Usage:
         accepted_draft_tokens=usage.accepted_draft_tokens,
         image_tokens=usage.image_tokens,
         reasoning_tokens=usage.reasoning_tokens,
+        speculation_limit=_speculation_limit_name(usage.speculation_limit),
     )
 
 
@@ -292,6 +296,13 @@ def finish_reason_of(value: int) -> FinishReason:
 def reuse_limit_name(report: usage_pb2.CacheReport) -> str:
     """Return why no more was reused, in the API's word."""
     return _enum_name(usage_pb2.ReuseLimit.DESCRIPTOR, report.limit).removeprefix("REUSE_LIMIT_")
+
+
+def _speculation_limit_name(value: int) -> str:
+    if not value:
+        return ""
+    name = _enum_name(speculation_pb2.SpeculationLimit.DESCRIPTOR, value)
+    return name.removeprefix("SPECULATION_LIMIT_")
 
 
 def _enum_name(descriptor: EnumDescriptor, value: int) -> str:

@@ -27,6 +27,7 @@ class StreamSum:
 
     def __init__(self, completion_count: int) -> None:
         self.started: Started | None = None
+        self._begun: inference.Started | None = None
         self._lists_completions = completion_count > 0
         self._outputs = [_OutputSum() for _ in range(max(1, completion_count))]
         self._prompt_logprobs: list[TokenLogprobs] = []
@@ -35,6 +36,7 @@ class StreamSum:
         """Take one event."""
         kind = response.WhichOneof("event")
         if kind == "started":
+            self._begun = response.started
             self.started = started_from(response.started)
         elif kind == "prefill_progress":
             self._prompt_logprobs += logprobs_from(response.prefill_progress.prompt_logprobs)
@@ -46,24 +48,19 @@ class StreamSum:
     @property
     def reply(self) -> Reply | None:
         """The whole answer; None before each completion has ended."""
-        started = self.started
-        if started is None:
+        begun = self._begun
+        if begun is None:
             return None
         completions: list[Completion] = []
         for index, output in enumerate(self._outputs):
             if output.finished is None:
                 return None
-            seed = (started.seed + index) % _SEED_RANGE
+            seed = (begun.seed + index) % _SEED_RANGE
             completions.append(output.completion(output.finished, seed=seed))
         return reply_of(
             completions[0],
+            begun=begun,
             completions=tuple(completions) if self._lists_completions else (),
-            reuse_limit=started.reuse_limit,
-            request_id=started.request_id,
-            model=started.model,
-            receive_time=started.receive_time,
-            system_fingerprint=started.system_fingerprint,
-            unenforced_keywords=started.unenforced_keywords,
             prompt_logprobs=tuple(self._prompt_logprobs),
         )
 

@@ -112,6 +112,10 @@ class Seats(Protocol):
     def find(self, name: str, caller: Caller) -> ListedModel:
         """Return the model that a caller names; raises as `listed`, and NotFound as `use`."""
 
+    def takes(self, name: str, caller: Caller) -> bool:
+        """Whether a call for the model that a caller names would be tried now: it is there, or would be
+        loaded. Raises as `find`."""
+
     def turns(self, *, patience_s: float) -> bool:
         """Whether the server takes calls, and no engine is stuck for longer than so long."""
 

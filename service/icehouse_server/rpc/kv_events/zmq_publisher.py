@@ -1,7 +1,7 @@
-"""ZeroMQ publisher: one tenant's KV events as llm-d reads them, three frames a batch.
+"""ZeroMQ publisher: one tenant's KV events of each model as llm-d reads them, three frames a batch.
 
-Owned by the event loop, and one subscriber of the feed. Publishing never waits: a slow subscriber loses
-messages in its bounded queue, and sees that numbers are missing. For each new subscriber the state is
+Owned by the event loop, and one subscriber of each model's feed. Publishing never waits: a slow subscriber
+loses messages in its bounded queue, and sees that numbers are missing. For each new subscriber the state is
 published again, a part at a time, and then what has changed since. That is harmless for the others.
 
 Frames are topic, number of 8 bytes (big-endian), and msgpack of [time, events, rank]. An event is an array
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import msgpack
 import zmq
@@ -25,6 +25,7 @@ from icehouse_server.engine.core.block_log import KvTier
 from icehouse_server.errors import EventsLost, Reason, StartError
 from icehouse_server.rpc.calls import background
 from icehouse_server.rpc.kv_events.block_mirror import BlockRemoved, BlocksCleared, BlockStored, KvEvent
+from icehouse_server.rpc.kv_events.event_feed import EventFeed
 from icehouse_server.rpc.kv_events.kv_event_source import CONNECT_PREFIX, KvEventSource
 
 _QUEUE_LIMIT = 1_000
@@ -43,24 +44,28 @@ _MASK = (1 << 64) - 1
 
 
 class ZmqPublisher:
-    """Listens, or connects to a subscriber that does."""
+    """Listens, or connects to a subscriber that does. Each model has a topic, with numbers of its own."""
 
-    def __init__(
-        self, source: KvEventSource, *, endpoint: str, topic: Callable[[], str], tenant: Tenant, clock: Clock
-    ) -> None:
-        self._source = source
+    def __init__(self, *, endpoint: str, tenant: Tenant, interval_s: float, clock: Clock) -> None:
         self._endpoint = endpoint
-        self._topic = topic
         self._tenant = tenant
+        self._interval_s = interval_s
         self._clock = clock
-        self._number = 0
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._socket = self._context.socket(zmq.XPUB)
-        channel = source.feed.channel_of(tenant)
-        self._subscription = channel.subscribe(after_number=channel.last_number)
+        self._topics: dict[str, _Topic] = {}
         self._is_republish_due = False
         self._republish_time = -_REPUBLISH_S
         self._task: asyncio.Task[None] | None = None
+
+    def add(self, topic: str, source: KvEventSource) -> None:
+        """Publish what there is of a model, and what changes. After `open`."""
+        source.follow(self._tenant)
+        self._topics[topic] = _Topic(topic.encode(), source.feed, self._tenant)
+
+    def remove(self, topic: str) -> None:
+        """Publish nothing more of a model. What it has on SSD is still there when it is loaded again."""
+        self._topics.pop(topic, None)
 
     def start(self) -> str:
         """Open the endpoint and publish everything to new subscribers; return its address."""
@@ -88,7 +93,6 @@ class ZmqPublisher:
                 "choose another kv_events.zmq_endpoint",
                 metadata={"endpoint": self._endpoint},
             ) from error
-        self._source.follow(self._tenant)
         endpoint: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         return endpoint
 
@@ -100,34 +104,35 @@ class ZmqPublisher:
 
     async def _run(self) -> None:
         while True:
-            if self.turn():
-                await asyncio.sleep(_PAUSE_S)
-                continue
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._source.interval_s):
-                    await self._subscription.wait()
+            await asyncio.sleep(_PAUSE_S if self.turn() else self._interval_s)
 
     def turn(self) -> bool:
-        """Look for new subscribers and publish the next batch; return whether there may be more.
+        """Look for new subscribers and publish each model's next batch; return whether there may be more.
 
         The state that was begun is finished before it is begun again: whoever keeps coming must not keep the
         last blocks from others.
         """
         self._is_republish_due |= self.hear()
+        if sum(self._publish(topic) for topic in self._topics.values()):
+            return True
+        if self._is_republish_due and self._clock.monotonic() - self._republish_time >= _REPUBLISH_S:
+            self.republish()
+            return True
+        return False
+
+    def _publish(self, topic: _Topic) -> bool:
+        """Publish a model's next batch; return whether there may be more."""
         try:
-            batch = self._subscription.take()
+            batch = topic.subscription.take()
         except EventsLost:
             # All have to forget what they know: some of what is gone was never told.
-            self._send([BlocksCleared()], time=self._clock.wall())
-            self.republish()
+            self._send(topic, [BlocksCleared()], time=self._clock.wall())
+            topic.begin()
             return True
         if batch is not None:
             # Only a state has this event, and whoever knows blocks already need not forget them.
             events = [event for event in batch.events if not isinstance(event, BlocksCleared)]
-            self._send(events, time=batch.time)
-        elif self._is_republish_due and self._clock.monotonic() - self._republish_time >= _REPUBLISH_S:
-            self.republish()
-            return True
+            self._send(topic, events, time=batch.time)
         return batch is not None
 
     def hear(self) -> bool:
@@ -139,19 +144,40 @@ class ZmqPublisher:
         return has_come
 
     def republish(self) -> None:
-        """Begin with the whole state again."""
+        """Begin with the whole state of each model again."""
         self._is_republish_due = False
         self._republish_time = self._clock.monotonic()
-        self._subscription = self._source.feed.subscribe(after_number=0, tenant=self._tenant)
+        for topic in self._topics.values():
+            topic.begin()
 
-    def _send(self, events: Iterable[KvEvent], *, time: float) -> None:
+    def _send(self, topic: _Topic, events: Iterable[KvEvent], *, time: float) -> None:
         packed = pack_batch(events, time=time)
         if packed is None:
             return
-        frames = [self._topic().encode(), self._number.to_bytes(8, "big"), packed]
-        self._number += 1
+        frames = [topic.name, topic.next_number(), packed]
         with contextlib.suppress(zmq.Again):  # nobody there that connects, or its queue is full
             self._socket.send_multipart(frames, zmq.NOBLOCK)
+
+
+class _Topic:
+    """What is published of one model: first its state, then what changes."""
+
+    def __init__(self, name: bytes, feed: EventFeed, tenant: Tenant) -> None:
+        self.name = name
+        self._feed = feed
+        self._tenant = tenant
+        self._number = 0
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin with the state."""
+        self.subscription = self._feed.subscribe(after_number=0, tenant=self._tenant)
+
+    def next_number(self) -> bytes:
+        """Return the next message's number, as its frame."""
+        number = self._number.to_bytes(8, "big")
+        self._number += 1
+        return number
 
 
 def pack_batch(events: Iterable[KvEvent], *, time: float) -> bytes | None:

@@ -1,7 +1,8 @@
 """VllmEngine service: the worker protocol that gateways speak (SMG, llm-d), over the API's own services.
 
 It turns a request into the API's words and lets the API's services check and run it. What only this protocol
-has is written here. The protocol is https://github.com/smg-project/smg's.
+has is written here. The protocol is https://github.com/smg-project/smg's. Its requests name no model, so each
+model has a service of its own.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import contextlib
 import dataclasses
 import datetime
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NoReturn
 
 import grpc
@@ -23,7 +24,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 from icehouse_server.domain.cache_commands import ListKnown
 from icehouse_server.domain.call import Operation
 from icehouse_server.domain.ids import Tenant
-from icehouse_server.domain.model import EngineState
+from icehouse_server.domain.model import EngineState, ModelInfo
 from icehouse_server.errors import Cancelled, IcehouseError, InvalidRequest, Reason, Unimplemented
 from icehouse_server.rpc.access.caller import Caller
 from icehouse_server.rpc.calls.call_lifecycle import Context, RpcCall
@@ -67,18 +68,20 @@ class VllmEngineService(Service):
         self,
         parts: ServiceParts,
         *,
-        is_serving: Callable[[], bool],
+        model: str,
+        serves: Callable[[str], bool],
         observation: Observation,
         inference: InferenceService,
         embedding: EmbeddingService,
-        worker: WorkerParts,
+        parts_of: Mapping[str, WorkerParts],
     ) -> None:
         super().__init__(parts)
-        self._is_serving = is_serving
+        self._model = model
+        self._serves = serves
         self._observation = observation
         self._inference = inference
         self._embedding = embedding
-        self._worker = worker
+        self._parts_of = parts_of
         self._start_time = parts.clock.monotonic()
         self._request_times: dict[Tenant | None, float] = {}
         """When each tenant last sent a request; tenants without credentials count as one."""
@@ -125,8 +128,9 @@ class VllmEngineService(Service):
     async def _prepare(
         self, request: messages.GenerateRequest, call: RpcCall, context: Context
     ) -> tuple[Prepared, WorkerRequest]:
-        _, model = await self._generation.use("", call)
+        _, model = await self._generation.use(self._model, call)
         read = worker_request_of(request, info=model.info, config=self._config)
+        read.native.model = self._model
         read.native.cache.tenant = _named_tenant(context)
         prepared = await self._inference.prepare(read.native, call, read_images=read.read_images)
         whole = dataclasses.replace(prepared.request, shows_markers=read.shows_markers)
@@ -153,8 +157,8 @@ class VllmEngineService(Service):
                 raise InvalidRequest(
                     Reason.PROMPT_MISSING, "there is no input; set `tokenized`", field="tokenized"
                 )
-            native = embedding_service_pb2.EmbedRequest(request_id=request.request_id)
-            _, model = await self._generation.use("", call)
+            native = embedding_service_pb2.EmbedRequest(request_id=request.request_id, model=self._model)
+            _, model = await self._generation.use(self._model, call)
             ids = input_ids_of(request.tokenized, model.info)
             native.inputs.add().tokens.ids.extend(ids)
             response = await self._embedding.embed(native, call)
@@ -167,15 +171,17 @@ class VllmEngineService(Service):
     async def HealthCheck(
         self, request: messages.HealthCheckRequest, context: Context
     ) -> messages.HealthCheckResponse:
-        """Answer as the standard health service would, once the model is loaded.
+        """Answer as the standard health service would for the model, once it was loaded.
 
-        Before that it is refused: a gateway takes a server in at any answer, and never asks again for the
+        Before that it is refused: a gateway takes a worker in at any answer, and never asks again for the
         name of its model.
         """
-        if self._seats.state is EngineState.LOADING:
+        if self._seats.state in (EngineState.LOADING, EngineState.READY):
             async with self._calls.call(context) as call:
-                await self._generation.use("", call)
-        is_healthy = self._is_serving()
+                await self._info(call)
+                is_healthy = self._serves(self._model)
+        else:
+            is_healthy = False
         return messages.HealthCheckResponse(
             healthy=is_healthy, message="SERVING" if is_healthy else "NOT_SERVING"
         )
@@ -190,22 +196,33 @@ class VllmEngineService(Service):
         self, request: messages.GetModelInfoRequest, context: Context
     ) -> messages.GetModelInfoResponse:
         async with self._calls.call(context) as call:
-            _, model = await self._generation.use("", call)
-            return model_info_proto(model.info, self._worker.folder)
+            return model_info_proto(await self._info(call), self._parts.folder)
 
     async def GetServerInfo(
         self, request: messages.GetServerInfoRequest, context: Context
     ) -> messages.GetServerInfoResponse:
         async with self._calls.call(context) as call:
-            _, model = await self._generation.use("", call)
             return server_info_proto(
-                model.info,
-                self._worker.folder,
+                await self._info(call),
+                self._parts.folder,
                 active_count=len(self._generation.open_requests.visible_to(call.caller)),
                 uptime_s=self._clock.monotonic() - self._start_time,
                 request_time=self._request_time(call.caller),
                 image_limit=self._config.max_images,
             )
+
+    async def _info(self, call: RpcCall) -> ModelInfo:
+        """Return what is known of the model. It is loaded if it never was; later it need not be there."""
+        info = self._seats.find(self._model, call.caller).info
+        if info is None:
+            _, model = await self._generation.use(self._model, call)
+            info = model.info
+        return info
+
+    @property
+    def _parts(self) -> WorkerParts:
+        """Of the model, which was loaded."""
+        return self._parts_of[self._model]
 
     def _request_time(self, caller: Caller) -> float:
         if caller.scope is None:
@@ -217,19 +234,22 @@ class VllmEngineService(Service):
     ) -> messages.GetLoadsResponse:
         async with self._calls.call(context) as call:
             now = datetime.datetime.fromtimestamp(self._clock.wall(), datetime.UTC)
+            await self._info(call)
             loads = [self._load(call.caller.scope)]
             return messages.GetLoadsResponse(timestamp=now.isoformat(), dp_rank_count=1, loads=loads)
 
     def _load(self, scope: Tenant | None) -> messages.SchedulerLoad:
-        """Return how busy one tenant keeps the server, or all do."""
+        """Return how busy one tenant keeps the server, or all do. Models compute in turns, so the others'
+        requests count, too."""
         tenants = self._observation.stats.tenants
         waiting_token_count = self._generation.open_requests.waiting_token_count(scope)
         if scope is not None:
             use = tenants.use_of(scope)
-            return own_load_proto(use, self._worker.folder, waiting_token_count=waiting_token_count)
+            return own_load_proto(use, self._parts.folder, waiting_token_count=waiting_token_count)
+        latest = self._observation.latest
         return load_proto(
-            self._observation.latest,
-            self._worker.folder,
+            latest if latest.models is None else latest.models.get(self._model, latest),
+            self._parts.folder,
             tenants.total(),
             waiting_token_count=waiting_token_count,
         )
@@ -237,7 +257,8 @@ class VllmEngineService(Service):
     async def GetTokenizer(self, request: common.GetTokenizerRequest, context: Context) -> None:
         """Answer with the tokenizer's files as a zip in chunks, the last one with its SHA-256."""
         timer = self._stall_timer()
-        async with self._calls.call(context), timer.guard():
+        async with self._calls.call(context) as call, timer.guard():
+            await self._info(call)
             for chunk in await self._read_archive():
                 await timer.write(context, chunk)
 
@@ -245,7 +266,7 @@ class VllmEngineService(Service):
         """Return the archive's messages, made at the first call; calls meanwhile wait for the same ones."""
         if self._archive is None or (self._archive.done() and self._archive.exception() is not None):
             self._archive = asyncio.ensure_future(
-                self._prompts.run(lambda: archive_chunks(self._worker.folder.read_archive()))
+                self._prompts.run(lambda: archive_chunks(self._parts.folder.read_archive()))
             )
         return await asyncio.shield(self._archive)
 
@@ -254,7 +275,7 @@ class VllmEngineService(Service):
     ) -> common.FlushCacheResponse:
         """Remove every block of the model from both tiers; requests in flight go on."""
         async with self._calls.call(context) as call:
-            seat, _ = await self._generation.use("", call)
+            seat, _ = await self._generation.use(self._model, call)
             try:
                 async for _ in seat.commands.evict(ListKnown(None)):
                     pass
@@ -263,10 +284,15 @@ class VllmEngineService(Service):
             return common.FlushCacheResponse(success=True, message="")
 
     async def SubscribeKvEvents(self, request: common.SubscribeKvEventsRequest, context: Context) -> None:
-        """Send what the block store holds, and how that changes."""
+        """Send what the block store holds, and how that changes, while the model is loaded.
+
+        Whoever subscribes does not keep it there. A gateway comes back with the number that it had: while the
+        model is away it is refused, and keeps what it knows; once it is there again, it begins anew.
+        """
         timer = self._stall_timer()
         async with self._calls.call(context) as call, timer.guard():
-            source = self._worker.kv_events
+            self._seats.seat_of(self._model, call.caller)
+            source = self._parts.kv_events
             if source is None:
                 _unsupported("KV events")
             load = functools.partial(self._load, call.caller.scope)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 
 from smg_grpc_proto.generated import vllm_engine_pb2 as worker
 
-from icehouse_server.domain.model import ModelInfo
+from icehouse_server.domain.model import ModelInfo, ModelKind
 from icehouse_server.domain.stats import EngineStats, Snapshot, TenantUse
 from icehouse_server.rpc.worker.kv_event_streams import KvEventStreams
 from icehouse_server.text.tokenizer_archive import TokenizerArchive
@@ -33,11 +33,22 @@ class ServedFolder:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WorkerParts:
-    """What the worker protocol needs beside the API's services."""
+    """What the worker protocol needs of a model beside the API's services."""
 
     folder: ServedFolder
     kv_events: KvEventStreams | None = None
     """None if there are no events: gateways then guess what is cached."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WorkerModels:
+    """The models that gateways may use. One worker is one model to them: requests of their protocol name
+    none."""
+
+    ports: Mapping[str, int]
+    """By the names of models that have a worker of their own. The server's own port has the default model."""
+    parts: dict[str, WorkerParts] = dataclasses.field(default_factory=dict)
+    """By their names, as far as they were opened."""
 
 
 SERVER_TYPE = "vllm-grpc"
@@ -51,7 +62,7 @@ def model_info_proto(info: ModelInfo, folder: ServedFolder) -> worker.GetModelIn
     defaults = dict(folder.default_sampling)
     return worker.GetModelInfoResponse(
         model_path=folder.path,
-        is_generation=True,
+        is_generation=info.kind is ModelKind.CHAT,
         max_context_length=info.context_token_limit,
         vocab_size=info.vocabulary_size,
         supports_vision=info.sees_images,

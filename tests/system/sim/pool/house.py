@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from icehouse_server.bootstrap.composition import OpenedEngine
+from icehouse_server.bootstrap.telemetry import KvEventParts, kv_event_source
+from icehouse_server.config import Config
 from icehouse_server.domain.events import Event, Failed, Finished
 from icehouse_server.domain.ids import RequestId
 from icehouse_server.domain.model import EngineState, ModelInfo
@@ -137,6 +139,7 @@ class PoolHouse:
         self.device = PoolDevice(setup.memory_limit_bytes)
         self.budget = MemoryBudget(setup.memory_limit_bytes)
         self.inference = InferenceThread(clock)
+        self.publishing = KvEventParts(Config(), clock)
         self.tiers = ModelTiers(
             setup.storage_settings(str(directory)), files=disk, clock=clock, cipher=setup.cipher
         )
@@ -228,7 +231,8 @@ class PoolHouse:
             engine,
             self.within(seat_of, engine, router),
             storage,
-            BlockLog(),
+            kv_event_source(Config(), BlockLog(), engine=engine, router=router, clock=self.clock),
+            self.publishing,
             ModelSource(self.directory, model_id=name),
             self.setup.limits.running_limit,
             self.clock,

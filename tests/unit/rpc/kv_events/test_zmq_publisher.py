@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from icehouse_server.clock import SystemClock
+from icehouse_server.clock import Clock, SystemClock
 from icehouse_server.domain.blocks import pack_tokens
 from icehouse_server.domain.ids import AdapterName, BlockHash, CacheScope, Tenant
 from icehouse_server.engine.core.block_log import BlockLog, Came, Change, KvTier, Left, RootsKnown
@@ -88,20 +88,24 @@ def block(number: int, tenant: str = "") -> Came:
     return Came(KvTier.RAM, name, ROOTS[Tenant(tenant)], True, 4, (number,) * 4)
 
 
+TOPIC = "kv@here@model"
+
+
+def publisher_at(endpoint: str, clock: Clock | None = None) -> ZmqPublisher:
+    return ZmqPublisher(endpoint=endpoint, tenant=Tenant(""), interval_s=0.001, clock=clock or SystemClock())
+
+
 class Published:
     """A publisher on a loopback port and what its source is fed with."""
 
     def __init__(self) -> None:
         self.source = source_of(BlockLog(), block_token_count=4)
-        self.publisher = ZmqPublisher(
-            self.source,
-            endpoint="tcp://127.0.0.1:*",
-            topic=lambda: "kv@here@model",
-            tenant=Tenant(""),
-            clock=SystemClock(),
-        )
+        self.publisher = publisher_at("tcp://127.0.0.1:*")
         self.tell(RootsKnown(tuple((root, CacheScope(tenant)) for tenant, root in ROOTS.items())))
         self.endpoint = self.publisher.open()
+        self.publisher.add(TOPIC, self.source)
+        while self.publisher.turn():
+            pass
         self.sockets: list[Any] = []
         self.context = zmq.Context()
 
@@ -124,7 +128,7 @@ class Published:
             self.publisher.turn()
             await asyncio.sleep(0)
         topic, number, packed = socket.recv_multipart()
-        assert topic == b"kv@here@model" and len(number) == 8
+        assert topic.decode() == TOPIC and len(number) == 8
         _, events, rank = msgpack.unpackb(packed)
         assert rank == 0
         return int.from_bytes(number, "big"), events
@@ -225,10 +229,12 @@ def beside(peers: Peers, clock: FakeClock, *, block_count: int) -> ZmqPublisher:
     source = source_of(BlockLog(), block_token_count=4)
     roots = RootsKnown(((ROOTS[Tenant("")], CacheScope()),))
     source.feed.publish(source.mirror.apply([roots, *(block(number) for number in range(block_count))]))
-    publisher = ZmqPublisher(
-        source, endpoint="inproc://here", topic=lambda: "kv@a@b", tenant=Tenant(""), clock=clock
-    )
+    publisher = publisher_at("inproc://here", clock)
     publisher._context.destroy(linger=0)
+    publisher._socket = Peers()  # type: ignore[assignment]
+    publisher.add(TOPIC, source)
+    while publisher.turn():
+        pass
     publisher._socket = peers  # type: ignore[assignment]
     return publisher
 
@@ -269,13 +275,7 @@ async def test_who_subscribes_to_more_than_a_topic_is_sent_away(published: Publi
 
 
 async def test_an_endpoint_that_is_taken_is_named(published: Published) -> None:
-    second = ZmqPublisher(
-        published.source,
-        endpoint=published.endpoint,
-        topic=lambda: "kv@a@b",
-        tenant=Tenant(""),
-        clock=SystemClock(),
-    )
+    second = publisher_at(published.endpoint)
     with pytest.raises(StartError, match=r"127\.0\.0\.1"):
         second.open()
 
@@ -287,14 +287,9 @@ async def test_it_connects_to_a_subscriber_that_listens() -> None:
     port = socket.bind_to_random_port("tcp://127.0.0.1")
     source = source_of(BlockLog(), block_token_count=4)
     source.feed.publish(source.mirror.apply([RootsKnown(((ROOTS[Tenant("")], CacheScope()),))]))
-    publisher = ZmqPublisher(
-        source,
-        endpoint=f"connect:tcp://127.0.0.1:{port}",
-        topic=lambda: "kv@a@b",
-        tenant=Tenant(""),
-        clock=SystemClock(),
-    )
+    publisher = publisher_at(f"connect:tcp://127.0.0.1:{port}")
     publisher.open()
+    publisher.add(TOPIC, source)
     while not publisher.hear():
         # A socket subscribes with its new connections when it is looked at.
         assert not socket.poll(0)
@@ -307,3 +302,25 @@ async def test_it_connects_to_a_subscriber_that_listens() -> None:
     socket.close(linger=0)
     context.term()
     await publisher.stop()
+
+
+async def test_each_model_has_its_topic_and_numbers_and_comes_back_with_what_it_has(
+    published: Published,
+) -> None:
+    socket = await published.subscriber()
+    published.tell(block(1))
+    assert (await published.read(socket))[0] == 0
+    other = source_of(BlockLog(), block_token_count=4)
+    other.feed.publish(other.mirror.apply([RootsKnown(((ROOTS[Tenant("")], CacheScope()),)), block(7)]))
+    for _ in range(2):
+        # Loaded for the first time, and again.
+        published.publisher.add("kv@here@other", other)
+        while not socket.poll(0):
+            published.publisher.turn()
+        topic, number, packed = socket.recv_multipart()
+        assert (topic, number) == (b"kv@here@other", bytes(8))
+        assert [event[:2] for event in msgpack.unpackb(packed)[1]] == [["BlockStored", [7]]]
+        published.publisher.remove("kv@here@other")
+        other.feed.publish(other.mirror.apply([block(8), Left(KvTier.RAM, block(8).name)]))
+    published.tell(block(2))
+    assert (await published.read(socket))[0] == 1

@@ -15,7 +15,6 @@ from typing import Annotated, TextIO
 
 import typer
 from rich.markup import escape
-from rich.status import Status
 
 from icehouse_client.cli.connection import Server, failure_text, server_of
 from icehouse_client.cli.console import (
@@ -31,7 +30,7 @@ from icehouse_client.cli.console import (
     out,
     print_json,
 )
-from icehouse_client.cli.generate import answer_options_of, cost_text, reply_facts
+from icehouse_client.cli.generate import Waiting, answer_options_of, reply_cost_text, reply_facts
 from icehouse_client.cli.option_groups import said, with_groups
 from icehouse_client.cli.prompt import Adapter, Model, read_conversation
 from icehouse_client.conversation import Conversation
@@ -99,8 +98,10 @@ def converse(
     """Go on with a conversation on the terminal, or through a pipe, until its end."""
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     screen = Screen(is_terminal=is_terminal, is_json=as_json, is_quiet=is_quiet)
-    [served, *_] = server.client.models()
-    screen.greet(served.id, served.context_tokens)
+    served = server.client.models()
+    named = [model for model in served if options.get("model") in (model.id, *model.aliases)]
+    [model, *_] = named or served
+    screen.greet(model.id, model.context_tokens)
     session = ChatSession(server, talk, options, screen, save_to)
     session.run(TurnReader(sys.stdin, is_terminal=is_terminal))
 
@@ -282,10 +283,11 @@ class Screen:
     is_quiet: bool = False
 
     def greet(self, model: str, context_tokens: int) -> None:
-        """Say with whom one talks."""
+        """Say with whom one talks; of a model that was never loaded the context is not known."""
         if self.is_terminal and not self.is_quiet:
+            context = f"{context_tokens:,} tokens of context" if context_tokens else "not loaded yet"
             err.print(
-                f"[dim]{escape(model)}, {context_tokens:,} tokens of context · /help lists commands, "
+                f"[dim]{escape(model)}, {context} · /help lists commands, "
                 f"{QUOTES} begins and ends several lines, Ctrl-D ends[/]"
             )
 
@@ -303,7 +305,7 @@ class Screen:
         if self.is_json:
             print_json(reply_facts(reply), indent=None)
         elif not self.is_quiet:
-            err.print(cost_text(reply.usage, reply.finish_reason), style="dim", markup=False)
+            err.print(reply_cost_text(reply), style="dim", markup=False)
 
 
 class AnswerView:
@@ -313,18 +315,12 @@ class AnswerView:
         self._screen = screen
         self._has_written = False
         self._is_reasoning = False
-        self._status: Status | None = None
-        if screen.is_terminal:
-            self._status = err.status("reading the prompt")
-            self._status.start()
+        self._waiting = Waiting(is_shown=screen.is_terminal).__enter__()
 
     def take(self, event: StreamEvent) -> None:
         """Show what an event brings."""
-        if event.HasField("prefill_progress") and self._status is not None:
-            done = event.prefill_progress
-            words = f"reading the prompt: {done.processed_tokens:,} of {done.prompt_tokens:,} tokens"
-            self._status.update(words)
-        elif event.HasField("delta"):
+        self._waiting.take(event)
+        if event.HasField("delta"):
             if event.delta.reasoning and self._screen.is_terminal:
                 self._write(event.delta.reasoning, is_reasoning=True)
             if event.delta.text and not self._screen.is_json:
@@ -332,12 +328,11 @@ class AnswerView:
 
     def close(self) -> None:
         """End the answer's last line."""
-        self._end_status()
+        self._waiting.end()
         if self._has_written:
             print(flush=True)
 
     def _write(self, text: str, *, is_reasoning: bool) -> None:
-        self._end_status()
         if self._is_reasoning and not is_reasoning:
             print(flush=True)
         self._is_reasoning = is_reasoning
@@ -346,8 +341,3 @@ class AnswerView:
             out.print(harmless(text), style="dim", end="", markup=False)
         else:
             print(harmless(text) if self._screen.is_terminal else text, end="", flush=True)
-
-    def _end_status(self) -> None:
-        if self._status is not None:
-            self._status.stop()
-            self._status = None

@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Annotated
+from typing import Annotated, Self
 
 import typer
+from icehouse.v1.model_service_pb2 import LoadingModel
+from rich.markup import escape
+from rich.status import Status
 
 from icehouse_client.cli.connection import Server, server_of
-from icehouse_client.cli.console import AsJson, err, print_json, print_text
+from icehouse_client.cli.console import AsJson, err, facts_of, print_json, print_text, printable
 from icehouse_client.cli.figures import duration_text
 from icehouse_client.cli.option_groups import said, with_groups
 from icehouse_client.cli.prompt import GivenPrompt, Suffix, prompt_of
 from icehouse_client.requests import Options
-from icehouse_client.results import Reply, Usage
+from icehouse_client.results import Reply, Usage, seconds
+from icehouse_client.stream_sum import StreamEvent
 
 _count = functools.partial(typer.Option, max=2**31 - 1)
 """A number that a request can say; the server's own limit is far below."""
@@ -55,16 +59,68 @@ def generate(
 ) -> None:
     """Stream a continuation of TEXT from a running server."""
     options: Options = {**answer, **prompt.options}
-    with server.client.stream(prompt.read(suffix), **options) as stream:
-        for text in stream:
-            if not as_json:
-                print_text(text)
+    stream = server.client.stream(prompt.read(suffix), **options)
+    with stream, Waiting(is_shown=err.is_terminal) as waiting:
+        for event in stream.events():
+            waiting.take(event)
+            if event.delta.text and not (event.delta.completion_index or as_json):
+                print_text(event.delta.text)
     if as_json:
         print_json(reply_facts(stream.reply))
         return
     print(flush=True)
     if not quiet:
-        err.print(cost_text(stream.reply.usage, stream.reply.finish_reason), style="dim", markup=False)
+        err.print(reply_cost_text(stream.reply), style="dim", markup=False)
+
+
+class Waiting:
+    """What an answer waits for, on a terminal until its first tokens come. Used with `with`."""
+
+    def __init__(self, *, is_shown: bool) -> None:
+        self._status: Status | None = err.status("reading the prompt") if is_shown else None
+
+    def __enter__(self) -> Self:
+        if self._status is not None:
+            self._status.start()
+        return self
+
+    def __exit__(self, *reason: object) -> None:
+        self.end()
+
+    def take(self, event: StreamEvent) -> None:
+        """Show what an event says of it; the first delta ends it."""
+        if self._status is None:
+            return
+        if event.HasField("loading_model"):
+            self._status.update(loading_text(event.loading_model))
+        elif event.HasField("started"):
+            self._status.update("reading the prompt")
+        elif event.HasField("prefill_progress"):
+            done = event.prefill_progress
+            self._status.update(
+                f"reading the prompt: {done.processed_tokens:,} of {done.prompt_tokens:,} tokens"
+            )
+        elif event.HasField("delta"):
+            self.end()
+
+    def end(self) -> None:
+        """Take it off the screen."""
+        if self._status is not None:
+            self._status.stop()
+            self._status = None
+
+
+def loading_text(loading: LoadingModel) -> str:
+    """Return how far a model is that is being loaded, in one line."""
+    state = facts_of(loading)["state"].removeprefix("MODEL_STATE_")
+    words = {"FETCHING": "fetching", "LOADING": "loading"}.get(state, "waiting to load")
+    return f"{words} {escape(printable(loading.model))}, {duration_text(seconds(loading.elapsed))} so far"
+
+
+def reply_cost_text(reply: Reply) -> str:
+    """Return what an answer cost, in one line, with the time that its model took to load."""
+    loaded = f"model loaded in {duration_text(reply.load_s)} · " if reply.load_s else ""
+    return loaded + cost_text(reply.usage, reply.finish_reason)
 
 
 def cost_text(usage: Usage, finish_reason: str) -> str:
@@ -84,5 +140,5 @@ def cost_text(usage: Usage, finish_reason: str) -> str:
 
 def reply_facts(reply: Reply) -> dict[str, object]:
     """Return an answer for JSON."""
-    names = ("request_id", "model", "text", "reasoning", "finish_reason", "reuse_limit", "seed")
+    names = ("request_id", "model", "text", "reasoning", "finish_reason", "reuse_limit", "seed", "load_s")
     return {name: getattr(reply, name) for name in names} | {"usage": dataclasses.asdict(reply.usage)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 from typing import Annotated
 
@@ -25,6 +26,7 @@ from icehouse_client.cli.console import (
     table,
 )
 from icehouse_client.cli.figures import age_text, size_text
+from icehouse_client.cli.generate import loading_text
 from icehouse_client.cli.option_groups import with_groups
 from icehouse_client.cli.top import rates_between, screen
 from icehouse_client.results import seconds
@@ -55,7 +57,13 @@ def models(
     if action is ModelsAction.LS:
         served = [model for model in served if {model.id, *model.aliases} & {*wanted}]
     elif action is ModelsAction.LOAD:
-        served = [server.client.load_model(name) for name in wanted]
+        with contextlib.ExitStack() as stack:
+            status = stack.enter_context(err.status("loading")) if err.is_terminal else None
+            tell = (lambda loading: None) if status is None else status.update
+            served = [
+                server.client.load_model(name, on_progress=lambda loading: tell(loading_text(loading)))
+                for name in wanted
+            ]
     else:
         served = [server.client.unload_model(name) for name in wanted]
     show({"models": served}, Group(*map(_model_table, served)), as_json=as_json)
