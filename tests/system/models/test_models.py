@@ -143,7 +143,7 @@ async def test_a_model_that_can_never_fit_is_refused_with_the_numbers(
 ) -> None:
     large = tiny_model_dir(tmp_path, "llama", name="large", hidden_size=256)
     entries = [entry(folders["llama"]), entry(large)]
-    limit_bytes = size_of(large)
+    limit_bytes = size_of(large) - 1
     # A small request, in small chunks, fits beside the other one.
     settings = {"engine__memory_limit_bytes": limit_bytes, "engine__prefill_chunk_token_count": BLOCK}
     async with pool_server(tmp_path / "blocks", entries, **settings) as served:
