@@ -9,7 +9,6 @@ import functools
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from icehouse_server.bootstrap.cache_parts import (
@@ -20,14 +19,13 @@ from icehouse_server.bootstrap.cache_parts import (
     open_ssd,
 )
 from icehouse_server.bootstrap.machine import memory_limit, weights_dtype
-from icehouse_server.bootstrap.model_source import check_files, suited
+from icehouse_server.bootstrap.model_source import KeptTokenizers, model_source, suited
 from icehouse_server.bootstrap.telemetry import KvEventParts, TelemetryParts
 from icehouse_server.clock import Clock
 from icehouse_server.config import Config, EngineConfig
-from icehouse_server.config.setting import NamedPath
 from icehouse_server.device import Device
 from icehouse_server.domain.events import Event
-from icehouse_server.domain.ids import AdapterName, RequestId
+from icehouse_server.domain.ids import RequestId
 from icehouse_server.domain.model import EngineState, ModelInfo, ReplyFormatInfo
 from icehouse_server.engine.core.block_log import BlockLog
 from icehouse_server.engine.core.mailbox import Mailbox, Message
@@ -36,19 +34,16 @@ from icehouse_server.engine.engine import Engine, EngineSettings
 from icehouse_server.engine.inference_thread import InferenceThread
 from icehouse_server.engine.kv.page_groups import PAGE_TOKEN_COUNT
 from icehouse_server.engine.runner.encoder_runner import EncoderRunner
-from icehouse_server.engine.runner.forward.splits import Attention
-from icehouse_server.engine.runner.identity.fingerprint import adapter_digest
+from icehouse_server.engine.runner.forward.splits import Attention, PassFacts
 from icehouse_server.engine.runner.model_loader import (
-    AdapterSource,
     ModelSource,
-    load_tokenizer,
     read_config,
     read_generation_config,
     reads_whole,
     sees_images,
     vocabulary_size,
 )
-from icehouse_server.engine.runner.runner import ModelRunner, RunnerSettings
+from icehouse_server.engine.runner.runner import ModelKey, ModelRunner, RunnerSettings
 from icehouse_server.engine.runner.vision import mlx_vlm
 from icehouse_server.engine.scheduling.limits import SchedulerLimits
 from icehouse_server.engine.scheduling.policy import GPU_POLICY, POLICY, PassPolicy
@@ -153,6 +148,9 @@ class EngineParts:
     are_several: bool
     """Whether there may be more than one. Then pages are allocated as they are needed, not at once: others
     need memory, too."""
+    known: dict[ModelKey, PassFacts] = dataclasses.field(default_factory=dict)
+    """What was found about models that were loaded before; the inference thread's."""
+    tokenizers: KeptTokenizers = dataclasses.field(default_factory=KeptTokenizers)
 
     @classmethod
     def of(cls, config: Config, device: Device, clock: Clock) -> EngineParts:
@@ -253,7 +251,7 @@ def open_engine(
     device, clock = parts.device, parts.clock
     config = suited(config, model)
     source = model_source(config, model, dtype=weights_dtype(config.model, device))
-    tokenizer = load_tokenizer(source)
+    tokenizer = parts.tokenizers.read(source)
     digests = open_digests(config.cache, clock)
     fingerprint = fingerprint_of(model.path, config, dtype=source.dtype, digests=digests)
     if digests is not None:
@@ -263,8 +261,9 @@ def open_engine(
     settings = runner_settings(config, device)
     if parts.are_several:
         settings = dataclasses.replace(settings, memory_limit_bytes=0)
+    name = fingerprint.value.hex()
     runner = build_runner(
-        source, draft, tokenizer, settings=settings, clock=clock, fingerprint_hex=fingerprint.value.hex()
+        source, draft, tokenizer, settings=settings, clock=clock, fingerprint_hex=name, known=parts.known
     )
     cache = build_cache_parts(
         config.cache,
@@ -304,6 +303,7 @@ def build_runner(
     settings: RunnerSettings,
     clock: Clock,
     fingerprint_hex: str,
+    known: dict[ModelKey, PassFacts],
 ) -> ModelRunner | EncoderRunner:
     """Make what runs the model in a folder. Raises ModelError for a draft model beside an encoder."""
     if not reads_whole(source.path):
@@ -314,6 +314,7 @@ def build_runner(
             clock=clock,
             fingerprint_hex=fingerprint_hex,
             draft_source=draft and dataclasses.replace(draft, dtype=source.dtype),
+            known=known,
         )
     if draft is not None:
         raise model_invalid(f"the model in {source.path} decodes nothing; serve it without a draft model")
@@ -352,25 +353,6 @@ def grammar_compilers(config: Config, source: ModelSource, tokenizer: Tokenizer)
     return GrammarCompilers(
         compiler, byte_limit=config.server.max_grammar_bytes, timeout_s=config.server.grammar_timeout_s
     )
-
-
-def model_source(config: Config, model: ModelSource, *, dtype: str) -> ModelSource:
-    """Return what to load; raises ModelError when an adapter's folder holds none."""
-    return dataclasses.replace(
-        model,
-        dtype=dtype,
-        adapter_path=config.model.adapter_path,
-        adapters=tuple(adapter_source(named) for named in config.model.adapters),
-        context_token_limit=config.model.context_token_limit,
-    )
-
-
-def adapter_source(named: NamedPath) -> AdapterSource:
-    """Return an adapter of the config; raises ModelError when its folder holds none."""
-    path = Path(named.path).expanduser()
-    if path.is_dir():
-        check_files(path)
-    return AdapterSource(AdapterName(named.name), path, adapter_digest(path))
 
 
 def image_reader(config: Config, source: ModelSource) -> ImageReader | None:

@@ -9,11 +9,22 @@ from pathlib import Path
 from icehouse_server.bootstrap import hub
 from icehouse_server.bootstrap.room import ModelSize, folder_size
 from icehouse_server.config import Config, ModelConfig
+from icehouse_server.config.setting import NamedPath
 from icehouse_server.demo.build import BUILT_BYTES, OnProgress, ensure_demo_model, is_built
 from icehouse_server.demo.models import DEMO_MODELS
+from icehouse_server.domain.ids import AdapterName
 from icehouse_server.domain.model import ReplyFormatInfo, Sight
-from icehouse_server.engine.runner.model_loader import ModelSource, load_tokenizer, reads_whole, sight_of
+from icehouse_server.engine.runner.identity.fingerprint import adapter_digest
+from icehouse_server.engine.runner.model_loader import (
+    AdapterSource,
+    ModelSource,
+    load_tokenizer,
+    reads_whole,
+    sight_of,
+)
 from icehouse_server.errors import ModelError, Reason
+from icehouse_server.text.tokenizer import Tokenizer
+from icehouse_server.text.tokenizer_archive import tokenizer_digest_hex
 
 OnSize = Callable[[str, ModelSize], None]
 """Told a model's name and size as soon as that is known, before anything is fetched. It may raise an
@@ -118,3 +129,40 @@ def suited(config: Config, model: ModelSource) -> Config:
     if not reads_whole(model.path):
         return config
     return dataclasses.replace(config, cache=dataclasses.replace(config.cache, enabled=False))
+
+
+class KeptTokenizers:
+    """The tokenizers of models that were opened, for when they come back. For one caller at a time."""
+
+    def __init__(self) -> None:
+        self._kept: dict[Path, tuple[str, Tokenizer]] = {}
+        """With the digest of their files."""
+
+    def read(self, source: ModelSource) -> Tokenizer:
+        """Return a model's tokenizer, read again where a file of it has changed. Raises ModelError."""
+        if source.trust_remote_code:
+            # It may be made by any file of the folder.
+            return load_tokenizer(source)
+        digest, kept = tokenizer_digest_hex(source.path), self._kept.get(source.path)
+        if kept is None or kept[0] != digest:
+            self._kept[source.path] = kept = digest, load_tokenizer(source)
+        return kept[1]
+
+
+def model_source(config: Config, model: ModelSource, *, dtype: str) -> ModelSource:
+    """Return what to load; raises ModelError when an adapter's folder holds none."""
+    return dataclasses.replace(
+        model,
+        dtype=dtype,
+        adapter_path=config.model.adapter_path,
+        adapters=tuple(adapter_source(named) for named in config.model.adapters),
+        context_token_limit=config.model.context_token_limit,
+    )
+
+
+def adapter_source(named: NamedPath) -> AdapterSource:
+    """Return an adapter of the config; raises ModelError when its folder holds none."""
+    path = Path(named.path).expanduser()
+    if path.is_dir():
+        check_files(path)
+    return AdapterSource(AdapterName(named.name), path, adapter_digest(path))

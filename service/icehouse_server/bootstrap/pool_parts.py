@@ -100,6 +100,7 @@ class PooledModels:
 
     def open(self, name: str) -> OpenedEngine:
         config, (found, weight_bytes) = self._configs[name], self._located[name]
+        began = self._parts.clock.monotonic()
         with contextlib.ExitStack() as stack:
             stack.enter_context(held(*found.folders))
             model = dataclasses.replace(found.model, model_id=name)
@@ -112,4 +113,6 @@ class PooledModels:
                 parts=self._parts,
                 expected_bytes=weight_bytes,
             )
+            duration_s = round(self._parts.clock.monotonic() - began, 3)
+            _log.info("model_opened", extra={"model": name, "duration_s": duration_s})
             return dataclasses.replace(opened, held=stack.pop_all())

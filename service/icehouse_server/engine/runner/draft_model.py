@@ -7,7 +7,7 @@ cache, they catch up with by one bounded chunk a pass, beside its plain decoding
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -24,8 +24,9 @@ from icehouse_server.engine.kv_cache.cache_classes import (
 )
 from icehouse_server.engine.runner import model_loader
 from icehouse_server.engine.runner.forward.forward_pass import ForwardPass
-from icehouse_server.engine.runner.forward.probe import examine
+from icehouse_server.engine.runner.forward.probe import examine_steps
 from icehouse_server.engine.runner.forward.row import Row, Share
+from icehouse_server.engine.runner.forward.splits import PassFacts
 from icehouse_server.errors import model_invalid
 from icehouse_server.text.tokenizer import Tokenizer
 
@@ -51,15 +52,24 @@ class DraftedRow:
 class DraftModel:
     """The loaded draft model, which guesses for all sequences that ask in the same passes."""
 
-    def __init__(self, model: Any, *, vocabulary_size: int, footprint: DraftFootprint) -> None:
+    def __init__(
+        self, model: Any, *, facts: PassFacts, vocabulary_size: int, footprint: DraftFootprint
+    ) -> None:
         self._model = model
-        self._forward = ForwardPass(model, examine(model))
+        self._forward = ForwardPass(model, facts)
         self._vocabulary_size = vocabulary_size
         self.footprint = footprint
 
     @classmethod
-    def load(cls, source: model_loader.ModelSource, *, info: ModelInfo, tokenizer: Tokenizer) -> DraftModel:
-        """Load what guesses for the model of `info`.
+    def load_steps(
+        cls,
+        source: model_loader.ModelSource,
+        *,
+        info: ModelInfo,
+        tokenizer: Tokenizer,
+        is_hurried: Callable[[], bool],
+    ) -> Generator[None, None, DraftModel]:
+        """Load what guesses for the model of `info`, a part of it at a time.
 
         Raises ModelError when the folder cannot be served, spells other tokens, or has caches from which
         guesses cannot be taken back.
@@ -70,7 +80,8 @@ class DraftModel:
                 f"the draft model {source.model_id} has another vocabulary than {info.model_id}, so its "
                 "guesses mean nothing there; choose a smaller model of the same family"
             )
-        loaded = model_loader.load(source)
+        yield
+        loaded = yield from model_loader.load_steps(source, is_hurried=is_hurried)
         caches = make_caches(loaded.model)
         found = list(leaves(caches))
         if not found or not all(class_of(leaf).can_rewind(leaf) for leaf in found):
@@ -88,11 +99,13 @@ class DraftModel:
             loaded.model(mx.zeros((1, token_count), dtype=mx.int32), cache=caches)
             mx.eval([cache.state for cache in caches])
             sizes.append(sum(int(cache.nbytes) for cache in caches))
+            yield
         footprint = DraftFootprint(
             weight_bytes=facts.weight_bytes, kv_bytes_per_token=max(1, (sizes[1] - sizes[0]) // step)
         )
         known = min(facts.vocabulary_size, info.vocabulary_size)
-        return cls(loaded.model, vocabulary_size=known, footprint=footprint)
+        passes = yield from examine_steps(loaded.model)
+        return cls(loaded.model, facts=passes, vocabulary_size=known, footprint=footprint)
 
     def close(self) -> None:
         """Drop the weights."""

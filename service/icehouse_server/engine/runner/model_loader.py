@@ -24,6 +24,7 @@ from icehouse_server.engine.core.memory_model import (
     head_size_of,
     keeps_scores,
 )
+from icehouse_server.engine.core.steps import whole
 from icehouse_server.engine.kv_cache.cache_classes import leaves, make_caches
 from icehouse_server.engine.runner import mlx_lm
 from icehouse_server.engine.runner.encoders.encoder import Encoder, encoder_classes, is_encoder
@@ -155,12 +156,7 @@ def load_tokenizer(source: ModelSource) -> Tokenizer:
 
 def load(source: ModelSource) -> LoadedModel:
     """Load weights onto the device at once; see `load_steps`."""
-    steps = load_steps(source, is_hurried=lambda: False)
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            return cast("LoadedModel", end.value)
+    return whole(load_steps(source, is_hurried=lambda: False))
 
 
 def load_steps(source: ModelSource, *, is_hurried: Callable[[], bool]) -> Generator[None, None, LoadedModel]:
