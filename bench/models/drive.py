@@ -22,9 +22,10 @@ from icehouse.v1 import model_service_pb2 as models
 from icehouse.v1 import prompt_pb2
 
 from bench.grpc_clients import NO_CACHE, READ_WRITE, Client, connected
-from bench.models.served import pool_process, resident_bytes, weight_bytes
+from bench.models.served import pool_process, weight_bytes
 from bench.report import console, show_table, spread_of
 from bench.server_process import ServerProcess
+from bench.soak import Sample, sample_of, trend_of
 from tests.fixtures.models.folder import tiny_model_dir
 
 CALLER_COUNT = 50
@@ -51,12 +52,11 @@ _PATIENCE_S = 300.0
 """A call that has not ended by then is lost. Models give way within a minute, several times over."""
 _SAMPLE_S = 1.0
 _MAY_REFUSE = frozenset({"MEMORY_SHORT", "QUEUE_FULL"})
-_ENDS_EARLY = "left"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Case:
-    """A request, whatever the model, and how often its prompt's beginning is shared does not matter."""
+    """A request to any of the models."""
 
     prompt: prompt_pb2.Prompt
     output_token_count: int
@@ -95,6 +95,8 @@ class Tally:
     rss_bytes: int = 0
     """The most above what it took before anyone came."""
     limit_bytes: int = 0
+    samples: list[Sample] = dataclasses.field(default_factory=list)
+    """The server process, about once a second."""
 
     @property
     def is_good(self) -> bool:
@@ -163,13 +165,15 @@ async def _said_alone(folder: Path, asked: Sequence[Case], blocks: Path, log_fil
 
 
 async def _watch(client: Client, server: ServerProcess, tally: Tally) -> None:
-    before_bytes = resident_bytes(server.process_id)
+    began = time.monotonic()
     while True:
         stats = await client.stats()
         # Each model leaves out its own free pages.
         counted = [model.engine.active_memory_bytes for model in stats.models]
         tally.active_bytes = max(tally.active_bytes, min(counted, default=0))
-        tally.rss_bytes = max(tally.rss_bytes, resident_bytes(server.process_id) - before_bytes)
+        sample = sample_of(server.process_id, time.monotonic() - began, sum(tally.ended.values()))
+        tally.samples.append(sample)
+        tally.rss_bytes = max(tally.rss_bytes, sample.rss_bytes - tally.samples[0].rss_bytes)
         await asyncio.sleep(_SAMPLE_S)
 
 
@@ -224,7 +228,7 @@ class _Caller:
                 break
             left -= 1
         call.cancel()
-        return _ENDS_EARLY
+        return "left"
 
     async def _load(self, name: str, _: int) -> str:
         async for _event in self.client.models.LoadModel(models.LoadModelRequest(model=name)):
@@ -262,6 +266,10 @@ def show_drive(tally: Tally) -> None:
         ("most in arrays, MiB", f"{tally.active_bytes / 2**20:.1f}"),
         ("most resident above the start, MiB", f"{tally.rss_bytes / 2**20:.1f}"),
     ]
+    if len(tally.samples) >= 8:
+        trend = trend_of(tally.samples)
+        rows.append(("resident, last quarter over third", f"{trend.rss_ratio:.3f}"))
+        rows.append(("open files, the same", f"{trend.descriptor_growth:+d}"))
     show_table(f"{CALLER_COUNT} callers, {len(_SHAPES)} models, room for {_ROOM} of them", ("", ""), rows)
     for wrong in tally.wrong[:20]:
         console.print(wrong)

@@ -59,9 +59,3 @@ def logged_times(log_file: Path, *, start: int) -> dict[str, float]:
         log.seek(start)
         lines = [json.loads(line) for line in log]
     return {line["message"]: datetime.datetime.fromisoformat(line["time"]).timestamp() for line in lines}
-
-
-def resident_bytes(process_id: int) -> int:
-    """Return what a process has in memory (Linux)."""
-    lines = Path(f"/proc/{process_id}/status").read_text(encoding="ascii").splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmRSS:"))

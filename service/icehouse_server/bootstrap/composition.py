@@ -19,7 +19,7 @@ from icehouse_server.bootstrap.cache_parts import (
     open_ssd,
 )
 from icehouse_server.bootstrap.machine import memory_limit, weights_dtype
-from icehouse_server.bootstrap.model_source import KeptTokenizers, model_source, suited
+from icehouse_server.bootstrap.model_source import KeptTexts, model_source, suited
 from icehouse_server.bootstrap.telemetry import KvEventParts, TelemetryParts
 from icehouse_server.clock import Clock
 from icehouse_server.config import Config, EngineConfig
@@ -150,7 +150,7 @@ class EngineParts:
     need memory, too."""
     known: dict[ModelKey, PassFacts] = dataclasses.field(default_factory=dict)
     """What was found about models that were loaded before; the inference thread's."""
-    tokenizers: KeptTokenizers = dataclasses.field(default_factory=KeptTokenizers)
+    texts: KeptTexts = dataclasses.field(default_factory=KeptTexts)
 
     @classmethod
     def of(cls, config: Config, device: Device, clock: Clock) -> EngineParts:
@@ -251,7 +251,8 @@ def open_engine(
     device, clock = parts.device, parts.clock
     config = suited(config, model)
     source = model_source(config, model, dtype=weights_dtype(config.model, device))
-    tokenizer = parts.tokenizers.read(source)
+    text = parts.texts.read(source, functools.partial(grammar_compiler, config, source))
+    tokenizer = text.tokenizer
     digests = open_digests(config.cache, clock)
     fingerprint = fingerprint_of(model.path, config, dtype=source.dtype, digests=digests)
     if digests is not None:
@@ -291,7 +292,7 @@ def open_engine(
         thread=parts.inference,
         budget=parts.budget,
     )
-    seat = Seat(engine=engine, router=router, grammars=grammar_compilers(config, source, tokenizer))
+    seat = Seat(engine=engine, router=router, grammars=grammar_compilers(config, text.compiler))
     return OpenedEngine(engine, seat, cache.storage, cache.log, source, limits.running_limit, clock)
 
 
@@ -337,19 +338,23 @@ def runner_settings(config: Config, device: Device) -> RunnerSettings:
     )
 
 
-def grammar_compilers(config: Config, source: ModelSource, tokenizer: Tokenizer) -> GrammarCompilers:
+def grammar_compiler(config: Config, source: ModelSource, tokenizer: Tokenizer) -> GrammarCompiler:
     """Return what compiles response formats for the model's vocabulary."""
     # A form is compiled twice, and may wait for another one.
     limits = ProbeLimits(
         cpu_s=max(1, round(config.server.grammar_timeout_s / 4)),
         stack_bytes=GrammarCompiler.stack_bytes(config.server.max_grammar_bytes),
     )
-    compiler = GrammarCompiler(
+    return GrammarCompiler(
         tokenizer,
         vocabulary_size=vocabulary_size(read_config(source.path), tokenizer),
         cache_limit=config.server.grammar_cache_count,
         make_probe=lambda setup: ProbeProcess(setup, limits),
     )
+
+
+def grammar_compilers(config: Config, compiler: GrammarCompiler) -> GrammarCompilers:
+    """Return the threads in which response formats are compiled."""
     return GrammarCompilers(
         compiler, byte_limit=config.server.max_grammar_bytes, timeout_s=config.server.grammar_timeout_s
     )

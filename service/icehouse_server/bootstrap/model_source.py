@@ -23,6 +23,7 @@ from icehouse_server.engine.runner.model_loader import (
     sight_of,
 )
 from icehouse_server.errors import ModelError, Reason
+from icehouse_server.structured_output.compiler import GrammarCompiler
 from icehouse_server.text.tokenizer import Tokenizer
 from icehouse_server.text.tokenizer_archive import tokenizer_digest_hex
 
@@ -131,22 +132,34 @@ def suited(config: Config, model: ModelSource) -> Config:
     return dataclasses.replace(config, cache=dataclasses.replace(config.cache, enabled=False))
 
 
-class KeptTokenizers:
-    """The tokenizers of models that were opened, for when they come back. For one caller at a time."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class ModelText:
+    """What reads and writes a model's text."""
+
+    tokenizer: Tokenizer
+    compiler: GrammarCompiler
+
+
+class KeptTexts:
+    """The texts of models that were opened, for when they come back. For one caller at a time.
+
+    Reading 262,144 tokens for the compiler holds Python's lock for two seconds: all models' tokens wait.
+    """
 
     def __init__(self) -> None:
-        self._kept: dict[Path, tuple[str, Tokenizer]] = {}
-        """With the digest of their files."""
+        self._kept: dict[str, tuple[str, ModelText]] = {}
+        """By the models' names, with the digest of the tokenizer's files."""
 
-    def read(self, source: ModelSource) -> Tokenizer:
-        """Return a model's tokenizer, read again where a file of it has changed. Raises ModelError."""
-        if source.trust_remote_code:
-            # It may be made by any file of the folder.
-            return load_tokenizer(source)
-        digest, kept = tokenizer_digest_hex(source.path), self._kept.get(source.path)
-        if kept is None or kept[0] != digest:
-            self._kept[source.path] = kept = digest, load_tokenizer(source)
-        return kept[1]
+    def read(self, source: ModelSource, make_compiler: Callable[[Tokenizer], GrammarCompiler]) -> ModelText:
+        """Return a model's text, read again where a file of its tokenizer has changed. Raises ModelError."""
+        digest, kept = tokenizer_digest_hex(source.path), self._kept.get(source.model_id)
+        # What comes with code of its own may be made of any file of the folder.
+        if kept is not None and kept[0] == digest and not source.trust_remote_code:
+            return kept[1]
+        tokenizer = load_tokenizer(source)
+        text = ModelText(tokenizer, make_compiler(tokenizer))
+        self._kept[source.model_id] = digest, text
+        return text
 
 
 def model_source(config: Config, model: ModelSource, *, dtype: str) -> ModelSource:

@@ -7,11 +7,18 @@ import os
 from pathlib import Path
 
 import pytest
-from icehouse_server.bootstrap.model_source import KeptTokenizers, adapter_source, locate_model, locate_models
+from icehouse_server.bootstrap.model_source import (
+    KeptTexts,
+    ModelText,
+    adapter_source,
+    locate_model,
+    locate_models,
+)
 from icehouse_server.config import ModelConfig
 from icehouse_server.config.setting import NamedPath
 from icehouse_server.engine.runner.model_loader import ModelSource
 from icehouse_server.errors import ModelError, Reason
+from icehouse_server.structured_output.compiler import GrammarCompiler
 
 from tests.fixtures.models import tiny_model_dir
 
@@ -51,16 +58,18 @@ def test_links_and_folders_are_part_of_a_models_folder(tmp_path: Path) -> None:
     assert found.path == tmp_path / "model"
 
 
-def test_the_tokenizer_of_a_model_that_comes_back_is_read_again_only_where_a_file_changed(
-    tmp_path: Path,
-) -> None:
+def test_the_text_of_a_model_that_comes_back_is_read_again_only_where_a_file_changed(tmp_path: Path) -> None:
     source = ModelSource(path=tiny_model_dir(tmp_path, "llama"), model_id="tiny")
-    kept = KeptTokenizers()
-    first = kept.read(source)
-    assert kept.read(source) is first
+    kept = KeptTexts()
+
+    def read(source: ModelSource) -> ModelText:
+        return kept.read(source, lambda read: GrammarCompiler(read, vocabulary_size=320, cache_limit=1))
+
+    first = read(source)
+    assert read(source) is first
     settings = source.path / "tokenizer_config.json"
     settings.write_text(settings.read_text(encoding="utf-8") + "\n", encoding="utf-8")
-    changed = kept.read(source)
-    assert changed is not first and kept.read(source) is changed
+    changed = read(source)
+    assert changed is not first and read(source) is changed
     custom = dataclasses.replace(source, trust_remote_code=True)
-    assert kept.read(custom) is not kept.read(custom)
+    assert read(custom) is not read(custom)

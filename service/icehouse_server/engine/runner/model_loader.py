@@ -39,7 +39,7 @@ from icehouse_server.text.tokenizer import Tokenizer
 
 _DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 _DEFAULT_CONTEXT_TOKENS = 32_768
-_SLICE_BYTES = 256 << 20
+_SLICE_BYTES = 64 << 20
 """Of weights read at once: what decodes beside waits for so long."""
 _MISSING_EXTRA = (
     "reads images with the package mlx-vlm, which is not installed; install the extra, "

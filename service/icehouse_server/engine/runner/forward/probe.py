@@ -157,8 +157,8 @@ def _try(
             chunks: list[LayeredChunk] = []
             for i, (row, count) in enumerate(zip(rows, counts, strict=True)):
                 if count > 1 and facts.layer_count:
-                    chunks.append(_begun_chunk(forward, row, _tokens(i, begun[i], count)))
-                    yield
+                    chunk = yield from _begun_chunk(forward, row, _tokens(i, begun[i], count))
+                    chunks.append(chunk)
             layered = {id(chunk.row) for chunk in chunks}
             flat = [i for i, count in enumerate(counts) if count and id(rows[i]) not in layered]
             shares = [Share(rows[i], counts[i], logit_count=counts[i]) for i in flat]
@@ -185,13 +185,16 @@ def _try(
     return ""
 
 
-def _begun_chunk(forward: ForwardPass, row: Row, token_ids: Sequence[int]) -> LayeredChunk:
+def _begun_chunk(
+    forward: ForwardPass, row: Row, token_ids: Sequence[int]
+) -> Generator[None, None, LayeredChunk]:
     """Return a chunk that is through some layers, behind one that was dropped there."""
     for _ in range(2):
         chunk = forward.begin_layers(row, token_ids)
         for last in (1, forward.facts.layer_count // 2):
             if last > chunk.layer:
                 mx.eval(forward.run_layers(chunk, last))
+        yield
     return chunk
 
 
