@@ -13,11 +13,11 @@ from icehouse.v1 import model_service_pb2 as models
 from bench.grpc_clients import NO_CACHE, Client, connected, stream_together, token_request
 from bench.models.served import pool_process
 from bench.replies import Reply, quantile
-from bench.report import Verdict, console, ratios, show_table, spread_of
+from bench.report import Verdict, console, show_table, spread_of
 
 STREAM_COUNTS = (1, 8)
 P99_TARGET = 2.0
-_OUTPUT_TOKEN_COUNT = 128
+_OUTPUT_TOKEN_COUNT = 96
 _PROMPT_TOKEN_COUNT = 24
 
 
@@ -96,22 +96,25 @@ def beside_verdicts(found: Sequence[GapTimes]) -> list[Verdict]:
     """Return how much longer the longest gaps become."""
     verdicts = []
     for count in STREAM_COUNTS:
-        own = [times for times in found if times.stream_count == count]
-        compared = ratios([_p99(t.beside_s) for t in own], [_p99(t.alone_s) for t in own])
-        name = f"gaps of {count} streams beside loads / alone, p99"
+        alone_s, beside_s = _all_gaps_s(found, count)
+        # Of one round it is its longest gap or two: on a busy machine that of all rounds together says more.
+        compared = spread_of([_p99(beside_s) / _p99(alone_s)])
+        name = f"gaps of {count} streams beside loads / alone, p99 of all rounds"
         verdicts.append(Verdict(name, compared, P99_TARGET, at_least=False))
     return verdicts
+
+
+def _all_gaps_s(found: Sequence[GapTimes], stream_count: int) -> tuple[list[float], list[float]]:
+    """Return the gaps of all rounds, alone and beside."""
+    own = [times for times in found if times.stream_count == stream_count]
+    return [gap for times in own for gap in times.alone_s], [gap for times in own for gap in times.beside_s]
 
 
 def show_beside(found: Sequence[GapTimes]) -> None:
     """Print the gaps of all rounds together."""
     rows = []
     for count in STREAM_COUNTS:
-        own = [times for times in found if times.stream_count == count]
-        for name, gaps in (
-            ("alone", [gap for times in own for gap in times.alone_s]),
-            ("beside loads", [gap for times in own for gap in times.beside_s]),
-        ):
+        for name, gaps in zip(("alone", "beside loads"), _all_gaps_s(found, count), strict=True):
             numbers = (quantile(gaps, 0.5), _p99(gaps), max(gaps))
             rows.append((f"{count} streams, {name}", *(f"{1000 * number:.0f}" for number in numbers)))
     show_table("Milliseconds between two tokens, all rounds", ("", "p50", "p99", "longest"), rows)

@@ -69,7 +69,7 @@ class DraftModel:
         tokenizer: Tokenizer,
         is_hurried: Callable[[], bool],
     ) -> Generator[None, None, DraftModel]:
-        """Load what guesses for the model of `info`, a part of it at a time.
+        """Load what guesses for the model of `info`; yields as `model_loader.load_steps`.
 
         Raises ModelError when the folder cannot be served, spells other tokens, or has caches from which
         guesses cannot be taken back.

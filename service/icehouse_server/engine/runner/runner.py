@@ -181,8 +181,9 @@ class ModelRunner:
         if self._settings.warms_every_draw:
             self._warm_ups.extend(warm_up_rows())
         yield
-        self._memory_model = yield from self._predicted(
-            loaded, info, is_hurried, kv_bytes_per_token=kv_bytes_per_token, fixed_bytes=fixed_bytes
+        draft = yield from self._load_draft(info, is_hurried)
+        self._memory_model = self._predicted(
+            loaded, draft, kv_bytes_per_token=kv_bytes_per_token, fixed_bytes=fixed_bytes
         )
         self._end_token_ids = tuple(i for i in info.eos_token_ids if i < info.vocabulary_size)
         return dataclasses.replace(
@@ -199,14 +200,12 @@ class ModelRunner:
     def _predicted(
         self,
         loaded: model_loader.LoadedModel,
-        info: ModelInfo,
-        is_hurried: Callable[[], bool],
+        draft: DraftFootprint,
         *,
         kv_bytes_per_token: int,
         fixed_bytes: int,
-    ) -> Generator[None, None, MemoryModel]:
-        """Load the draft model, and return what sequences will take."""
-        draft = yield from self._load_draft(info, is_hurried)
+    ) -> MemoryModel:
+        """Return what sequences will take."""
         shape = model_loader.shape_of(loaded)
         return MemoryModel(
             shape,
