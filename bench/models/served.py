@@ -59,3 +59,10 @@ def logged_times(log_file: Path, *, start: int) -> dict[str, float]:
         log.seek(start)
         lines = [json.loads(line) for line in log]
     return {line["message"]: datetime.datetime.fromisoformat(line["time"]).timestamp() for line in lines}
+
+
+def cpu_s(process_id: int) -> float:
+    """Return the seconds of processor time that a process has had (Linux)."""
+    fields = Path(f"/proc/{process_id}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
+    user_ticks, system_ticks = int(fields[11]), int(fields[12])
+    return (user_ticks + system_ticks) / os.sysconf("SC_CLK_TCK")

@@ -33,8 +33,9 @@ def test_gaps_are_judged_by_the_round_that_they_are_of() -> None:
 
 
 def test_a_pool_of_one_is_judged_by_the_rate_beside_it() -> None:
-    verdicts = one_verdicts([Rates(1, plain=100.0, pool=99.0), Rates(16, plain=500.0, pool=480.0)])
-    assert [v.is_met for v in verdicts] == [True, False]
+    one = Rates(1, plain=100.0, pool=99.0, plain_per_cpu_s=50.0, pool_per_cpu_s=48.0)
+    many = Rates(16, plain=500.0, pool=480.0, plain_per_cpu_s=250.0, pool_per_cpu_s=249.0)
+    assert [v.is_met for v in one_verdicts([one, many])] == [True, False, False, True]
 
 
 def test_times_are_read_from_where_the_log_had_got_to(tmp_path: Path) -> None:
