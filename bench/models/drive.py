@@ -8,7 +8,6 @@ queue; memory must stay within the budget; nothing may be left running at the en
 from __future__ import annotations
 
 import asyncio
-import collections
 import dataclasses
 import random
 import time
@@ -84,7 +83,7 @@ Said = dict[tuple[str, int], tuple[int, ...]]
 class Tally:
     """What callers met."""
 
-    ended: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    ended: dict[str, int] = dataclasses.field(default_factory=dict)
     """Calls by what they were, and refusals by their reasons."""
     wrong: list[str] = dataclasses.field(default_factory=list)
     """What must not be."""
@@ -97,6 +96,10 @@ class Tally:
     limit_bytes: int = 0
     samples: list[Sample] = dataclasses.field(default_factory=list)
     """The server process, about once a second."""
+
+    def note(self, kind: str) -> None:
+        """Count a call that ended."""
+        self.ended[kind] = self.ended.get(kind, 0) + 1
 
     @property
     def is_good(self) -> bool:
@@ -201,9 +204,9 @@ class _Caller:
                 kind = _reason(error)
                 if kind not in _MAY_REFUSE:
                     self.tally.wrong.append(f"{what}: {error.code().name} {kind}: {error.details()}")
-                self.tally.ended[kind] += 1
+                self.tally.note(kind)
             else:
-                self.tally.ended[kind] += 1
+                self.tally.note(kind)
 
     async def _generate(self, name: str, index: int) -> str:
         request = self.asked[index].request(name, reads_cache=True)
@@ -258,7 +261,7 @@ def _reason(error: grpc.aio.AioRpcError) -> str:
 def show_drive(tally: Tally) -> None:
     """Print what callers met."""
     waits = spread_of(tally.waits_s)
-    rows = [(kind, str(count)) for kind, count in tally.ended.most_common()]
+    rows = [(kind, str(count)) for kind, count in sorted(tally.ended.items())]
     rows += [
         ("wrong", str(len(tally.wrong))),
         ("first token, s", waits.text()),

@@ -5,13 +5,15 @@ DRIVE_S shortens or lengthens it, in seconds.
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
 from pathlib import Path
 
 import pytest
 
 from bench.models.beside import GapTimes, beside_verdicts
-from bench.models.drive import CALLER_COUNT, drive
+from bench.models.drive import CALLER_COUNT, Tally, drive
 from bench.models.one import Rates, one_verdicts
 from bench.models.served import logged_times
 from bench.models.swap import SwapTimes, swap_verdicts
@@ -43,6 +45,16 @@ def test_times_are_read_from_where_the_log_had_got_to(tmp_path: Path) -> None:
     line = '{"time": "2026-01-02T03:04:05.500Z", "message": "model_loaded"}\n'
     log.write_text("no JSON\n" + line, encoding="utf-8")
     assert logged_times(log, start=len("no JSON\n")) == {"model_loaded": 1767323045.5}
+
+
+def test_what_callers_met_can_be_written_down() -> None:
+    tally = Tally(limit_bytes=10)
+    for kind in ("streamed", "left", "streamed"):
+        tally.note(kind)
+    assert json.loads(json.dumps(dataclasses.asdict(tally)))["ended"] == {"streamed": 2, "left": 1}
+    assert tally.is_good
+    tally.active_bytes = 11
+    assert not tally.is_good
 
 
 @pytest.mark.slow

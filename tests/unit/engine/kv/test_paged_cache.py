@@ -1,4 +1,4 @@
-"""A row whose window was restored: its first page has tokens that nobody sees, and that no memory may spoil."""
+"""A row whose window was restored: what its first page has before that nobody sees, and it is a number."""
 
 from __future__ import annotations
 
