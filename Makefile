@@ -136,10 +136,12 @@ fmt: $(STAMP) ## Format the code and fix what ruff can fix.
 #                budgets of checkpoints against LRU and Belady; with ARGS=--server against a real server
 #   nextturn     a session's second question where the template rewrites the history (ARGS="--templates FILE.json"):
 #                what is computed and the first token, with the next turn computed ahead and without
+#   models       several models in one server: how long one takes to come back, the tokens of another one beside it,
+#                a pool of one, fifty callers at random on three (ARGS="--parts drive --seconds 60")
 #   growth       when one worker is enough, what 64 keep of its hits: simulated from what one costs
 CASE = throughput
 CASES := throughput gpu step profile lone load cache storage startup vision structured speculation blas telemetry \
-	tenants attacks http httpattacks fleet agents nextturn growth shared
+	tenants attacks http httpattacks fleet agents nextturn growth shared models
 MODULE_profile := step.profile
 MODULE_storage := storage_bench
 MODULE_http := http.measure

@@ -34,6 +34,16 @@ THIN_SHAPE: dict[str, Any] = {**SHAPE, "hidden_size": 256, "intermediate_size": 
 """As much KV per token from 20 million weights: a step is short beside what a server adds to it."""
 FLAT_SHAPE: dict[str, Any] = {**SHAPE, "hidden_size": 64, "intermediate_size": 64}
 """As much KV again, for almost no work."""
+MEDIUM_SHAPE: dict[str, Any] = {
+    "hidden_size": 768,
+    "num_hidden_layers": 12,
+    "intermediate_size": 2560,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "max_position_embeddings": 16384,
+}
+"""Ninety million weights beside 24 KiB of KV per token: as real models, it is larger than a conversation."""
 SMALL_SHAPE: dict[str, Any] = {
     "hidden_size": 256,
     "num_hidden_layers": 6,
@@ -65,6 +75,8 @@ class RandomModel(enum.Enum):
     """Which one is made."""
 
     LARGE = "large"
+    MEDIUM = "medium"
+    MEDIUM_QWEN = "medium-qwen"
     THIN = "thin"
     FLAT = "flat"
     SMALL = "small"
@@ -75,6 +87,8 @@ class RandomModel(enum.Enum):
 
 _MADE_OF = {
     RandomModel.LARGE: ("llama", SHAPE),
+    RandomModel.MEDIUM: ("llama", MEDIUM_SHAPE),
+    RandomModel.MEDIUM_QWEN: ("qwen3", MEDIUM_SHAPE),
     RandomModel.THIN: ("llama", THIN_SHAPE),
     RandomModel.FLAT: ("llama", FLAT_SHAPE),
     RandomModel.SMALL: ("llama", SMALL_SHAPE),

@@ -27,7 +27,8 @@ _CONNECT_POLL_S = 0.005
 class ServerProcess:
     """`icehouse serve` with extra flags; ready when `__enter__` returns, stopped with SIGTERM.
 
-    `cache_directory` keeps the bench out of the user's own cache. `command` is another tree's, up to and
+    Without a `model` the flags name a file that does. `cache_directory` keeps the bench out of the user's own
+    cache. `command` is another tree's, up to and
     without `serve`; it runs in the cache directory's parent and with this process's own environment, so that
     neither side imports the other's tree; `module` is what this tree's command line is run by. Without a
     `port` it is a free one.
@@ -36,7 +37,7 @@ class ServerProcess:
     def __init__(
         self,
         *,
-        model: str,
+        model: str | None = None,
         cache_directory: Path,
         log_file: Path,
         flags: Sequence[str] = (),
@@ -47,7 +48,8 @@ class ServerProcess:
         boot_timeout_s: float = 180.0,
         stop_timeout_s: float = 90.0,
     ) -> None:
-        self._arguments = ["--model", model, "--cache-directory", str(cache_directory), *flags]
+        models = [] if model is None else ["--model", model]
+        self._arguments = [*models, "--cache-directory", str(cache_directory), *flags]
         self._command = list(command) or [sys.executable, "-m", module]
         self._folder = cache_directory.parent if command else ROOT
         self._environment = (

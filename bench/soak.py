@@ -107,7 +107,7 @@ async def soak(
     async def watch() -> list[Sample]:
         samples = []
         while (elapsed_s := time.monotonic() - began) < duration_s:
-            samples.append(_sample(process_id, elapsed_s, sum(counts)))
+            samples.append(sample_of(process_id, elapsed_s, sum(counts)))
             on_sample(samples[-1])
             await asyncio.sleep(duration_s / _SAMPLE_COUNT)
         return samples
@@ -154,7 +154,8 @@ async def _call(client: Client, source: random.Random) -> None:
     assert finished.usage.output_tokens > 0, "a stream ended without its finish"
 
 
-def _sample(process_id: int, elapsed_s: float, finished_count: int) -> Sample:
+def sample_of(process_id: int, elapsed_s: float, finished_count: int) -> Sample:
+    """Return a process's memory and open files now."""
     process = Path(f"/proc/{process_id}")
     lines = (process / "status").read_text(encoding="ascii").splitlines()
     rss_kib = next(int(line.split()[1]) for line in lines if line.startswith("VmRSS:"))

@@ -13,7 +13,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from tests.fixtures import installed_code, quick_compiler
+from tests.fixtures import quick_compiler
 
 # An example may take as long as it takes: a busy machine is no fault.
 hypothesis.settings.register_profile("untimed", deadline=None)
@@ -42,7 +42,6 @@ with contextlib.suppress(OSError):
 if hasattr(os, "SCHED_BATCH"):
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
-installed_code.read_once()
 quick_compiler.put_first()
 
 _LOGGERS = ("", "icehouse", "icehouse_server")

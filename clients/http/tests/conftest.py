@@ -7,12 +7,9 @@ from collections.abc import AsyncIterator
 import pytest
 
 from clients.http.tests.fronts import HttpFront, front_of
-from tests.fixtures import installed_code
 from tests.fixtures.models import tiny_model_dir
 from tests.fixtures.whole_server import whole_server
 from tests.unit.rpc.conftest import RunningServer, running
-
-installed_code.read_once()
 
 
 @pytest.fixture

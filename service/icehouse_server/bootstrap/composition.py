@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import logging
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from icehouse_server.bootstrap.cache_parts import (
@@ -19,7 +19,7 @@ from icehouse_server.bootstrap.cache_parts import (
     open_ssd,
 )
 from icehouse_server.bootstrap.machine import memory_limit, weights_dtype
-from icehouse_server.bootstrap.model_source import check_files, suited
+from icehouse_server.bootstrap.model_source import KeptTexts, model_source, suited
 from icehouse_server.bootstrap.telemetry import (
     KvEventParts,
     TelemetryParts,
@@ -29,10 +29,9 @@ from icehouse_server.bootstrap.telemetry import (
 )
 from icehouse_server.clock import Clock
 from icehouse_server.config import Config, EngineConfig
-from icehouse_server.config.setting import NamedPath
 from icehouse_server.device import Device
 from icehouse_server.domain.events import Event
-from icehouse_server.domain.ids import AdapterName, RequestId
+from icehouse_server.domain.ids import RequestId
 from icehouse_server.domain.model import EngineState, ModelInfo, ReplyFormatInfo
 from icehouse_server.engine.core.mailbox import Mailbox, Message
 from icehouse_server.engine.core.memory_budget import MemoryBudget
@@ -40,18 +39,15 @@ from icehouse_server.engine.engine import Engine, EngineSettings
 from icehouse_server.engine.inference_thread import InferenceThread
 from icehouse_server.engine.kv.page_groups import PAGE_TOKEN_COUNT
 from icehouse_server.engine.runner.encoder_runner import EncoderRunner
-from icehouse_server.engine.runner.forward.splits import Attention
-from icehouse_server.engine.runner.identity.fingerprint import adapter_digest
+from icehouse_server.engine.runner.forward.splits import Attention, PassFacts
 from icehouse_server.engine.runner.model_loader import (
-    AdapterSource,
     ModelSource,
-    load_tokenizer,
     read_config,
     reads_whole,
     sees_images,
     vocabulary_size,
 )
-from icehouse_server.engine.runner.runner import ModelRunner, RunnerSettings
+from icehouse_server.engine.runner.runner import ModelKey, ModelRunner, RunnerSettings
 from icehouse_server.engine.runner.vision import mlx_vlm
 from icehouse_server.engine.scheduling.limits import SchedulerLimits
 from icehouse_server.engine.scheduling.policy import GPU_POLICY, POLICY, PassPolicy
@@ -157,6 +153,9 @@ class EngineParts:
     are_several: bool
     """Whether there may be more than one. Then pages are allocated as they are needed, not at once: others
     need memory, too."""
+    known: dict[ModelKey, PassFacts] = dataclasses.field(default_factory=dict)
+    """What was found about models that were loaded before; the inference thread's."""
+    texts: KeptTexts = dataclasses.field(default_factory=KeptTexts)
 
     @classmethod
     def of(cls, config: Config, device: Device, clock: Clock) -> EngineParts:
@@ -266,7 +265,8 @@ def open_engine(
     device, clock = parts.device, parts.clock
     config = suited(config, model)
     source = model_source(config, model, dtype=weights_dtype(config.model, device))
-    tokenizer = load_tokenizer(source)
+    text = parts.texts.read(source, functools.partial(grammar_compiler, config, source))
+    tokenizer = text.tokenizer
     digests = open_digests(config.cache, clock)
     fingerprint = fingerprint_of(model.path, config, dtype=source.dtype, digests=digests)
     if digests is not None:
@@ -276,10 +276,16 @@ def open_engine(
     settings = runner_settings(config, device, are_several=parts.are_several)
     name = fingerprint.value.hex()
     runner = build_runner(
-        source, draft, tokenizer, settings=settings, thread=parts.inference, fingerprint_hex=name
+        source,
+        draft,
+        tokenizer,
+        settings=settings,
+        thread=parts.inference,
+        fingerprint_hex=name,
+        known=parts.known,
     )
     images = image_reader(config, source)
-    grammars = grammar_compilers(config, source, tokenizer)
+    grammars = grammar_compilers(config, text.compiler)
     # Last: nothing may fail behind it, since the model's place in the SSD tier is taken until it has ended.
     cache = build_cache_parts(
         config.cache,
@@ -320,6 +326,7 @@ def build_runner(
     settings: RunnerSettings,
     thread: InferenceThread,
     fingerprint_hex: str,
+    known: dict[ModelKey, PassFacts],
 ) -> ModelRunner | EncoderRunner:
     """Make what runs the model in a folder. Raises ModelError for a draft model beside an encoder."""
     clock, device_clock = thread.clock, thread.device_clock
@@ -332,6 +339,7 @@ def build_runner(
             device_clock=device_clock,
             fingerprint_hex=fingerprint_hex,
             draft_source=draft and dataclasses.replace(draft, dtype=source.dtype),
+            known=known,
         )
     if draft is not None:
         raise model_invalid(f"the model in {source.path} decodes nothing; serve it without a draft model")
@@ -356,41 +364,26 @@ def runner_settings(config: Config, device: Device, *, are_several: bool = False
     )
 
 
-def grammar_compilers(config: Config, source: ModelSource, tokenizer: Tokenizer) -> GrammarCompilers:
+def grammar_compiler(config: Config, source: ModelSource, tokenizer: Tokenizer) -> GrammarCompiler:
     """Return what compiles response formats for the model's vocabulary."""
     # A form is compiled twice, and may wait for another one.
     limits = ProbeLimits(
         cpu_s=max(1, round(config.server.grammar_timeout_s / 4)),
         stack_bytes=GrammarCompiler.stack_bytes(config.server.max_grammar_bytes),
     )
-    compiler = GrammarCompiler(
+    return GrammarCompiler(
         tokenizer,
         vocabulary_size=vocabulary_size(read_config(source.path), tokenizer),
         cache_limit=config.server.grammar_cache_count,
         make_probe=lambda setup: ProbeProcess(setup, limits),
     )
+
+
+def grammar_compilers(config: Config, compiler: GrammarCompiler) -> GrammarCompilers:
+    """Return the threads in which response formats are compiled."""
     return GrammarCompilers(
         compiler, byte_limit=config.server.max_grammar_bytes, timeout_s=config.server.grammar_timeout_s
     )
-
-
-def model_source(config: Config, model: ModelSource, *, dtype: str) -> ModelSource:
-    """Return what to load; raises ModelError when an adapter's folder holds none."""
-    return dataclasses.replace(
-        model,
-        dtype=dtype,
-        adapter_path=config.model.adapter_path,
-        adapters=tuple(adapter_source(named) for named in config.model.adapters),
-        context_token_limit=config.model.context_token_limit,
-    )
-
-
-def adapter_source(named: NamedPath) -> AdapterSource:
-    """Return an adapter of the config; raises ModelError when its folder holds none."""
-    path = Path(named.path).expanduser()
-    if path.is_dir():
-        check_files(path)
-    return AdapterSource(AdapterName(named.name), path, adapter_digest(path))
 
 
 def image_reader(config: Config, source: ModelSource) -> ImageReader | None:

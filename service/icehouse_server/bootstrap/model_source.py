@@ -9,11 +9,23 @@ from pathlib import Path
 from icehouse_server.bootstrap import hub
 from icehouse_server.bootstrap.room import ModelSize, folder_size
 from icehouse_server.config import Config, ModelConfig
+from icehouse_server.config.setting import NamedPath
 from icehouse_server.demo.build import BUILT_BYTES, OnProgress, ensure_demo_model, is_built
 from icehouse_server.demo.models import DEMO_MODELS
+from icehouse_server.domain.ids import AdapterName
 from icehouse_server.domain.model import ReplyFormatInfo, Sight
-from icehouse_server.engine.runner.model_loader import ModelSource, load_tokenizer, reads_whole, sight_of
+from icehouse_server.engine.runner.identity.fingerprint import adapter_digest
+from icehouse_server.engine.runner.model_loader import (
+    AdapterSource,
+    ModelSource,
+    load_tokenizer,
+    reads_whole,
+    sight_of,
+)
 from icehouse_server.errors import ModelError, Reason
+from icehouse_server.structured_output.compiler import GrammarCompiler
+from icehouse_server.text.tokenizer import Tokenizer
+from icehouse_server.text.tokenizer_archive import tokenizer_digest_hex
 
 OnSize = Callable[[str, ModelSize], None]
 """Told a model's name and size as soon as that is known, before anything is fetched. It may raise an
@@ -118,3 +130,52 @@ def suited(config: Config, model: ModelSource) -> Config:
     if not reads_whole(model.path):
         return config
     return dataclasses.replace(config, cache=dataclasses.replace(config.cache, enabled=False))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ModelText:
+    """What reads and writes a model's text."""
+
+    tokenizer: Tokenizer
+    compiler: GrammarCompiler
+
+
+class KeptTexts:
+    """The texts of models that were opened, for when they come back. For one caller at a time.
+
+    Reading 262,144 tokens for the compiler holds Python's lock for two seconds: all models' tokens wait.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[str, tuple[str, ModelText]] = {}
+        """By the models' names, with the digest of the tokenizer's files."""
+
+    def read(self, source: ModelSource, make_compiler: Callable[[Tokenizer], GrammarCompiler]) -> ModelText:
+        """Return a model's text, read again where a file of its tokenizer has changed. Raises ModelError."""
+        digest, kept = tokenizer_digest_hex(source.path), self._kept.get(source.model_id)
+        # What comes with code of its own may be made of any file of the folder.
+        if kept is not None and kept[0] == digest and not source.trust_remote_code:
+            return kept[1]
+        tokenizer = load_tokenizer(source)
+        text = ModelText(tokenizer, make_compiler(tokenizer))
+        self._kept[source.model_id] = digest, text
+        return text
+
+
+def model_source(config: Config, model: ModelSource, *, dtype: str) -> ModelSource:
+    """Return what to load; raises ModelError when an adapter's folder holds none."""
+    return dataclasses.replace(
+        model,
+        dtype=dtype,
+        adapter_path=config.model.adapter_path,
+        adapters=tuple(adapter_source(named) for named in config.model.adapters),
+        context_token_limit=config.model.context_token_limit,
+    )
+
+
+def adapter_source(named: NamedPath) -> AdapterSource:
+    """Return an adapter of the config; raises ModelError when its folder holds none."""
+    path = Path(named.path).expanduser()
+    if path.is_dir():
+        check_files(path)
+    return AdapterSource(AdapterName(named.name), path, adapter_digest(path))

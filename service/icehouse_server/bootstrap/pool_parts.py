@@ -139,6 +139,7 @@ class PooledModels:
 
     def open(self, name: str) -> OpenedEngine:
         config, (found, weight_bytes) = self._configs[name], self._located[name]
+        began = self._parts.clock.monotonic()
         with contextlib.ExitStack() as stack:
             stack.enter_context(held(*found.folders))
             model = dataclasses.replace(found.model, model_id=name)
@@ -156,4 +157,6 @@ class PooledModels:
                 known[name] = opened.worker_parts(config)
                 # What it had in memory goes with its engine; gateways may still ask what it is.
                 stack.callback(lambda: known.update({name: dataclasses.replace(known[name], kv_events=None)}))
+            duration_s = round(self._parts.clock.monotonic() - began, 3)
+            _log.info("model_opened", extra={"model": name, "duration_s": duration_s})
             return dataclasses.replace(opened, held=stack.pop_all())

@@ -236,8 +236,7 @@ async def _only_name(server: Server, stop: asyncio.Event, narrator: Narrator) ->
     if router.state is not EngineState.READY or router.model is None:
         return ()
     info = router.model.info
-    frozen_count = freeze_objects()
-    _log.debug("objects_frozen", extra={"count": frozen_count})
+    _freeze()
     _log.info(
         "model_loaded",
         extra={
@@ -250,8 +249,14 @@ async def _only_name(server: Server, stop: asyncio.Event, narrator: Narrator) ->
     return (info.model_id,)
 
 
+def _freeze() -> None:
+    _log.debug("objects_frozen", extra={"count": freeze_objects()})
+
+
 async def _pool_names(pool: ModelPool[OpenedEngine], stop: asyncio.Event) -> Sequence[str]:
     """Raises IcehouseError when no model that is to be loaded at the start could be."""
+    # Before any model is there: what is frozen and refers to itself is never freed.
+    _freeze()
     starting, stopping = asyncio.create_task(pool.start()), asyncio.create_task(stop.wait())
     try:
         await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)

@@ -32,6 +32,8 @@ class _Member:
     mailbox: Mailbox[Message]
     charged_s: float
     """What it was given, counted from where the others were when it was last idle."""
+    cost: Callable[[], float] = lambda: 1.0
+    """By what its next turn's time is multiplied where it is charged."""
     ready_time: float | None = None
     """When it is to be stepped although no message came; None for at once."""
 
@@ -74,11 +76,16 @@ class InferenceThread:
         """Engines that have turns to come."""
         return len(self._members)
 
-    def add(self, turns: Turns, mailbox: Mailbox[Message]) -> None:
-        """Give an engine turns until it has no more. Its mailbox must share `changed`."""
+    def add(
+        self, turns: Turns, mailbox: Mailbox[Message], *, cost: Callable[[], float] = lambda: 1.0
+    ) -> None:
+        """Give an engine turns until it has no more. Its mailbox must share `changed`.
+
+        What has a `cost` of 2 gets half as much time as others that have work.
+        """
         assert mailbox.changed is self.changed, "nothing would wake the thread for this mailbox"
         with self.changed:
-            self._members.append(_Member(turns, mailbox, charged_s=self._served_s))
+            self._members.append(_Member(turns, mailbox, charged_s=self._served_s, cost=cost))
             self.changed.notify()
 
     def end(self) -> None:
@@ -114,7 +121,7 @@ class InferenceThread:
         return max(member.charged_s, self._served_s)
 
     def _take_turn(self, member: _Member) -> None:
-        began = self.heartbeat_time
+        began, cost = self.heartbeat_time, member.cost()
         self._served_s = self._start_s(member)
         try:
             wait_s = next(member.turns)
@@ -124,7 +131,7 @@ class InferenceThread:
             return
         now = self.clock.monotonic()
         member.ready_time = None if wait_s is None else now + wait_s
-        member.charged_s = self._served_s + now - began
+        member.charged_s = self._served_s + cost * (now - began)
         self._note_turn(now - began)
 
     def _note_turn(self, elapsed_s: float) -> None:

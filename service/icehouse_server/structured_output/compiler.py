@@ -153,22 +153,24 @@ class GrammarCompiler:
             return cached
 
     def close(self) -> None:
-        """End the probe processes; a form that is being probed is refused."""
-        for probe in self._probes:
+        """End the probe processes; a form that is being probed is refused. It may be used again."""
+        probes, self._probes, self._idle_probes = self._probes, [], queue.LifoQueue()
+        for probe in probes:
             probe.close()
 
     def _probe(self, form: ResponseFormat) -> None:
         if self._make_probe is None:
             return
+        idle = self._idle_probes  # others once it is closed, to which this one must not return
         try:
-            probe = self._idle_probes.get_nowait()
+            probe = idle.get_nowait()
         except queue.Empty:
             probe = self._make_probe(self._setup())
             self._probes.append(probe)
         try:
             probe.check(form, field=_FIELDS[type(form)])
         finally:
-            self._idle_probes.put(probe)
+            idle.put(probe)
 
     def _compile(self, form: ResponseFormat) -> CompiledGrammar:
         field = _FIELDS[type(form)]

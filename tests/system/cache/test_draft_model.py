@@ -13,6 +13,7 @@ from icehouse_server.engine.core.memory_model import DraftFootprint
 from icehouse_server.engine.core.ports import Chunk, DecodeRow
 from icehouse_server.engine.runner import model_loader
 from icehouse_server.engine.runner.draft_model import DraftModel
+from icehouse_server.engine.runner.forward.probe import examine
 from icehouse_server.engine.runner.model_loader import ModelSource, load_tokenizer, parameters_of
 from icehouse_server.engine.runner.runner import ModelRunner, RunnerSettings
 from icehouse_server.errors import ModelError
@@ -127,7 +128,10 @@ def test_others_go_on_between_the_parts_of_a_draft_model(
 
 @pytest.mark.parametrize("room", [1, 2, 7])
 def test_a_draft_row_forgets_what_was_not_kept(room: int) -> None:
-    draft = DraftModel(build("gemma3_text"), vocabulary_size=VOCABULARY_SIZE, footprint=DraftFootprint())
+    model = build("gemma3_text")
+    draft = DraftModel(
+        model, facts=examine(model), vocabulary_size=VOCABULARY_SIZE, footprint=DraftFootprint()
+    )
     told = draft.open(), draft.open()
     tokens = [prompt(30), prompt(33)]
     for step in range(6):

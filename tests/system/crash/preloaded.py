@@ -7,9 +7,7 @@ from pathlib import Path
 
 from icehouse_server.engine.runner.identity.kv_code import kv_code
 
-from tests.fixtures import installed_code
-
-installed_code.read_once()
+# What it reads is kept.
 kv_code(Path(), {"model_type": "llama"}, has_adapter=False)
 # No server need walk what all have in common, nor get pages of its own for it.
 gc.collect()

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from pathlib import Path
 
 import pytest
-from icehouse_server.bootstrap.composition import adapter_source
-from icehouse_server.bootstrap.model_source import locate_model, locate_models
+from icehouse_server.bootstrap.model_source import (
+    KeptTexts,
+    ModelText,
+    adapter_source,
+    locate_model,
+    locate_models,
+)
 from icehouse_server.config import ModelConfig
 from icehouse_server.config.setting import NamedPath
+from icehouse_server.engine.runner.model_loader import ModelSource
 from icehouse_server.errors import ModelError, Reason
+from icehouse_server.structured_output.compiler import GrammarCompiler
+
+from tests.fixtures.models import tiny_model_dir
 
 NAMES = ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "model.safetensors")
 
@@ -46,3 +56,20 @@ def test_links_and_folders_are_part_of_a_models_folder(tmp_path: Path) -> None:
     (tmp_path / "model" / "gone.json").symlink_to("nowhere")
     found = locate_model(ModelConfig(model=str(tmp_path / "model")), on_progress=lambda *_: None)
     assert found.path == tmp_path / "model"
+
+
+def test_the_text_of_a_model_that_comes_back_is_read_again_only_where_a_file_changed(tmp_path: Path) -> None:
+    source = ModelSource(path=tiny_model_dir(tmp_path, "llama"), model_id="tiny")
+    kept = KeptTexts()
+
+    def read(source: ModelSource) -> ModelText:
+        return kept.read(source, lambda read: GrammarCompiler(read, vocabulary_size=320, cache_limit=1))
+
+    first = read(source)
+    assert read(source) is first
+    settings = source.path / "tokenizer_config.json"
+    settings.write_text(settings.read_text(encoding="utf-8") + "\n", encoding="utf-8")
+    changed = read(source)
+    assert changed is not first and read(source) is changed
+    custom = dataclasses.replace(source, trust_remote_code=True)
+    assert read(custom) is not read(custom)

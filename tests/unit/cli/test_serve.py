@@ -321,3 +321,16 @@ async def test_the_log_says_that_the_cache_is_had_only_where_it_is(
             with pytest.raises(StartError, match=f"is in use by process {os.getpid()}"):
                 await serve._serve(config, SystemClock(), ServiceManager(None), find_device())
             assert told() == []
+
+
+async def test_what_a_pool_imports_is_frozen_before_any_model_is_there() -> None:
+    frozen_counts = []
+
+    async def start() -> None:
+        frozen_counts.append(gc.get_freeze_count())
+
+    pool: Any = types.SimpleNamespace(start=start, listed=lambda _: [types.SimpleNamespace(name="a")])
+    gc.unfreeze()
+    assert await serve._pool_names(pool, asyncio.Event()) == ["a"]
+    gc.unfreeze()
+    assert frozen_counts > [0]

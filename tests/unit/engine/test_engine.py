@@ -20,7 +20,7 @@ from icehouse_server.engine.scheduling.limits import SchedulerLimits
 from icehouse_server.engine.scheduling.waiting_queue import WaitingLimits
 from icehouse_server.errors import EngineFailed, ModelError, Overloaded, Reason, Unavailable
 
-from tests.fixtures.engine import FakeDecoder, FakeRunner, Recorder, no_prefix, request
+from tests.fixtures.engine import FakeClock, FakeDecoder, FakeRunner, Recorder, no_prefix, request
 from tests.fixtures.patience import BOUND_S
 
 LIMITS = SchedulerLimits(running_limit=8, prefilling_limit=4, prefill_chunk_token_count=4)
@@ -76,6 +76,30 @@ def test_life_from_loading_to_stopped(thread: InferenceThread) -> None:
     with pytest.raises(Unavailable) as late:
         engine.submit(request("late"))
     assert late.value.reason is Reason.DRAINING
+
+
+def test_a_model_that_is_loaded_gets_half_the_time_of_one_that_has_requests() -> None:
+    clock, parts = FakeClock(), list[str]()
+    thread = InferenceThread(clock)
+
+    def turns(name: str) -> Iterator[None]:
+        for _ in range(100):
+            parts.append(name)
+            clock.now += 1.0
+            yield
+
+    class Slow(FakeRunner):
+        def load_steps(self, *, is_hurried: Callable[[], bool]) -> Generator[None, None, ModelInfo]:
+            yield from turns("loading")
+            raise AssertionError("it is still loading when the test ends")
+
+    make(Slow(), thread)[0].start()
+    thread.add(turns("busy"), Mailbox(limit=1, changed=thread.changed))
+    for _ in range(90):
+        member = thread._next()
+        assert member is not None
+        thread._take_turn(member)
+    assert abs(parts.count("busy") - 2 * parts.count("loading")) <= 2
 
 
 def test_an_exception_in_the_loop_fails_every_open_call_and_the_engine(thread: InferenceThread) -> None:

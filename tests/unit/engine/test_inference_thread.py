@@ -27,14 +27,22 @@ class SteppedThread(InferenceThread):
     def mailbox(self) -> Mailbox[Message]:
         return Mailbox(limit=10, changed=self.changed)
 
-    def join_in(self, name: str, *, step_s: float, count: int, wait_s: Callable[[], float | None]) -> None:
+    def join_in(
+        self,
+        name: str,
+        *,
+        step_s: float,
+        count: int,
+        wait_s: Callable[[], float | None],
+        cost: Callable[[], float] = lambda: 1.0,
+    ) -> None:
         def turns() -> Iterator[float | None]:
             for _ in range(count):
                 self.turns.append(name)
                 self.fake.now += step_s
                 yield wait_s()
 
-        self.add(turns(), self.mailbox())
+        self.add(turns(), self.mailbox(), cost=cost)
 
     def take(self, count: int) -> str:
         """Take so many turns; return whose they were."""
@@ -53,6 +61,18 @@ def test_engines_get_the_same_time_however_long_their_turns_are() -> None:
     turns = thread.take(400)
     assert abs(3 * turns.count("a") - turns.count("b")) <= 3
     assert "bbbb" not in turns and "aa" not in turns, "nobody waits longer than for the other's turn"
+
+
+def test_what_costs_double_gets_half_the_time_until_it_costs_as_much() -> None:
+    thread, cost = SteppedThread(), 2.0
+    thread.join_in("a", step_s=1.0, count=1000, wait_s=lambda: None)
+    thread.join_in("b", step_s=0.25, count=1000, wait_s=lambda: None, cost=lambda: cost)
+    turns = thread.take(300)
+    assert abs(2 * turns.count("a") - turns.count("b")) <= 2
+    assert "bbb" not in turns and "aa" not in turns
+    cost = 1.0
+    turns = thread.take(300)
+    assert abs(4 * turns.count("a") - turns.count("b")) <= 4
 
 
 def test_who_was_idle_is_next_and_is_owed_nothing() -> None:

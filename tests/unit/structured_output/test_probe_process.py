@@ -111,6 +111,25 @@ def test_closing_ends_the_process(probe: ProbeProcess) -> None:
     assert process.poll() is not None
 
 
+def test_a_model_that_comes_back_has_its_forms_probed_in_another_process() -> None:
+    made: list[ProbeProcess] = []
+
+    def make_probe(setup: ProbeSetup) -> ProbeProcess:
+        made.append(ProbeProcess(setup, LIMITS))
+        return made[-1]
+
+    by: GrammarCompiler = compiler(make_probe=make_probe)
+    vocabulary = by.prepare()
+    by.compile(GOOD)
+    by.close()
+    by.compile(Regex("a+"))
+    assert by.prepare() is vocabulary, "it was read again"
+    first, second = made
+    assert first._process is None and second._process is not None
+    by.close()
+    assert second._process is None
+
+
 def test_without_a_process_forms_are_accepted_without_a_probe(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

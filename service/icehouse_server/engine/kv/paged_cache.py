@@ -88,6 +88,11 @@ class PagedWindowCache(PagedCache):
 
     def put(self, keys: mx.array, values: mx.array, *, token_count: int) -> None:
         """Write the last of so many tokens, [1, heads, tokens, size], to new pages."""
+        # What its page has before them nobody sees. But it is read with a weight of 0, and memory that nobody
+        # has written may hold what is no number.
+        unseen = (token_count - keys.shape[2]) % self.run.group.pool.shape.page_token_count
+        before = [(0, 0), (0, 0), (unseen, 0), (0, 0)]
+        keys, values = mx.pad(keys, before), mx.pad(values, before)
         count = keys.shape[2]
         run = self.run
         if not run.pages:  # the first of the layers that share them allocates

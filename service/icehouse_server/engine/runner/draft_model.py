@@ -24,8 +24,9 @@ from icehouse_server.engine.kv_cache.cache_classes import (
 )
 from icehouse_server.engine.runner import model_loader
 from icehouse_server.engine.runner.forward.forward_pass import ForwardPass
-from icehouse_server.engine.runner.forward.probe import examine
+from icehouse_server.engine.runner.forward.probe import examine_steps
 from icehouse_server.engine.runner.forward.row import Row, Share
+from icehouse_server.engine.runner.forward.splits import PassFacts
 from icehouse_server.errors import model_invalid
 from icehouse_server.text.tokenizer import Tokenizer
 
@@ -51,9 +52,11 @@ class DraftedRow:
 class DraftModel:
     """The loaded draft model, which guesses for all sequences that ask in the same passes."""
 
-    def __init__(self, model: Any, *, vocabulary_size: int, footprint: DraftFootprint) -> None:
+    def __init__(
+        self, model: Any, *, facts: PassFacts, vocabulary_size: int, footprint: DraftFootprint
+    ) -> None:
         self._model = model
-        self._forward = ForwardPass(model, examine(model))
+        self._forward = ForwardPass(model, facts)
         self._vocabulary_size = vocabulary_size
         self.footprint = footprint
 
@@ -101,7 +104,8 @@ class DraftModel:
             weight_bytes=facts.weight_bytes, kv_bytes_per_token=max(1, (sizes[1] - sizes[0]) // step)
         )
         known = min(facts.vocabulary_size, info.vocabulary_size)
-        return cls(loaded.model, vocabulary_size=known, footprint=footprint)
+        passes = yield from examine_steps(loaded.model)
+        return cls(loaded.model, facts=passes, vocabulary_size=known, footprint=footprint)
 
     def close(self) -> None:
         """Drop the weights."""

@@ -24,6 +24,7 @@ from icehouse_server.engine.core.memory_model import (
     head_size_of,
     keeps_scores,
 )
+from icehouse_server.engine.core.steps import whole
 from icehouse_server.engine.kv_cache.cache_classes import leaves, make_caches
 from icehouse_server.engine.runner import mlx_lm
 from icehouse_server.engine.runner.encoders.encoder import Encoder, encoder_classes, is_encoder
@@ -38,7 +39,7 @@ from icehouse_server.text.tokenizer import Tokenizer
 
 _DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 _DEFAULT_CONTEXT_TOKENS = 32_768
-_SLICE_BYTES = 256 << 20
+_SLICE_BYTES = 64 << 20
 """Of weights read at once: what decodes beside waits for so long."""
 _MISSING_EXTRA = (
     "reads images with the package mlx-vlm, which is not installed; install the extra, "
@@ -155,12 +156,7 @@ def load_tokenizer(source: ModelSource) -> Tokenizer:
 
 def load(source: ModelSource) -> LoadedModel:
     """Load weights onto the device at once; see `load_steps`."""
-    steps = load_steps(source, is_hurried=lambda: False)
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            return cast("LoadedModel", end.value)
+    return whole(load_steps(source, is_hurried=lambda: False))
 
 
 def load_steps(source: ModelSource, *, is_hurried: Callable[[], bool]) -> Generator[None, None, LoadedModel]:

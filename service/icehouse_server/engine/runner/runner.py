@@ -15,7 +15,6 @@ from icehouse_server.device import find_backend, find_device
 from icehouse_server.domain.ids import NO_ADAPTER, AdapterName, SequenceId
 from icehouse_server.domain.model import ModelInfo, PassSplit
 from icehouse_server.domain.request import Drafting, ImageKey, ImagePart
-from icehouse_server.domain.sampling import SamplingParams
 from icehouse_server.engine.attention.cpu.quantized import float_bytes
 from icehouse_server.engine.attention.port import PagedAttention
 from icehouse_server.engine.core.device_clock import DeviceClock
@@ -40,22 +39,30 @@ from icehouse_server.engine.runner.decoding import OpenSequence
 from icehouse_server.engine.runner.draft_model import DraftModel
 from icehouse_server.engine.runner.forward.forward_pass import ForwardPass
 from icehouse_server.engine.runner.forward.joined_layers import JoinedLayers
-from icehouse_server.engine.runner.forward.probe import examine
+from icehouse_server.engine.runner.forward.probe import examine_steps
 from icehouse_server.engine.runner.forward.row import Features, Row
 from icehouse_server.engine.runner.forward.splits import Attention, PassFacts
 from icehouse_server.engine.runner.freed_buffers import FreedBuffers
 from icehouse_server.engine.runner.identity.fingerprint import system_digest_hex
 from icehouse_server.engine.runner.pipeline import Pipeline
 from icehouse_server.engine.runner.vision.features import ImageFeatures
-from icehouse_server.engine.runner.warm_up import warm_up_rows
+from icehouse_server.engine.runner.warm_up import (
+    TRIED,
+    draw_batch,
+    end_trial,
+    proving_steps,
+    warm_up_rows,
+    warm_up_steps,
+)
 from icehouse_server.engine.sampling.sampling_row import SamplingRow
 from icehouse_server.errors import ConfigError, Reason, model_invalid
 from icehouse_server.text.tokenizer import Tokenizer
 
 _log = logging.getLogger("icehouse.engine")
 
-_PROVING_PASSES = 8
-"""More than are seen before one is traced, and then proved."""
+ModelKey = tuple[str, bool]
+"""A model's fingerprint, and whether layers of it may be joined."""
+
 _POOL_SHARE = 3 / 4
 """Of what may be used beside the weights: the rest is for what passes compute."""
 
@@ -88,7 +95,8 @@ class RunnerSettings:
 class ModelRunner:
     """Implements the engine's Runner with mlx-lm. Refuses every thread but its own.
 
-    `blocks` is the prefix cache's side of it.
+    `blocks` is the prefix cache's side of it; `known` is what was found about models that this process has
+    loaded before, and what they need was compiled then.
     """
 
     def __init__(
@@ -101,6 +109,7 @@ class ModelRunner:
         fingerprint_hex: str = "",
         draft_source: model_loader.ModelSource | None = None,
         device_clock: DeviceClock | None = None,
+        known: dict[ModelKey, PassFacts] | None = None,
     ) -> None:
         """`device_clock` is that of all models of the process, where there are others."""
         self._source = source
@@ -108,6 +117,7 @@ class ModelRunner:
         self._settings = settings
         self._fingerprint_hex = fingerprint_hex
         self._draft_source = draft_source
+        self._known = {} if known is None else known
         self._clock = clock
         self._memory_model: MemoryModel | None = None
         self._thread = OneThread()
@@ -156,23 +166,24 @@ class ModelRunner:
         if self._settings.is_memory_wired:
             mlx_lm.wire_memory()
         self.blocks.read_layout()
-        self._facts = self._examined(loaded.model)
-        yield
+        has_run = self._key in self._known
+        self._facts = yield from self._examined(loaded.model)
         self._pipeline.forwards[NO_ADAPTER] = ForwardPass(loaded.model, self._facts)
-        kv_bytes_per_token, fixed_bytes = self._warm_up(NO_ADAPTER)
+        kv_bytes_per_token, fixed_bytes = self._measure()
         yield
+        if not has_run:
+            yield from warm_up_steps(self, NO_ADAPTER)
         yield from self._page(self._page_groups, loaded)
         yield
         if self._paging.groups:
-            self._warm_up(NO_ADAPTER)
-            yield
-            self._prove_replays(NO_ADAPTER)
+            if not has_run:
+                yield from warm_up_steps(self, NO_ADAPTER)
+            yield from self._proof_of_replays(NO_ADAPTER)
         for adapter, model in zip(self._source.adapters, adapted, strict=True):
-            yield
             self._pipeline.forwards[adapter.name] = ForwardPass(model.tree, self._facts, self._paging)
-            self._warm_up(adapter.name)
-            yield
-            self._prove_replays(adapter.name)
+            if not has_run:
+                yield from warm_up_steps(self, adapter.name)
+            yield from self._proof_of_replays(adapter.name)
         self._freed.bound(kv_bytes_per_token, memory_limit_bytes=self._settings.memory_limit_bytes)
         info = model_loader.describe(loaded, self._source, self._tokenizer, self._fingerprint_hex)
         if self._settings.warms_every_draw:
@@ -349,57 +360,33 @@ class ModelRunner:
         assert self._images is not None, "this model sees no images, and the edge refuses them"
         return self._images
 
-    def _warm_up(self, adapter: AdapterName) -> tuple[int, int]:
-        """Run one prompt and draw from it, so that kernels are compiled before anyone waits for them. Returns
-        the bytes of kv a token takes and the bytes a sequence takes whatever its length."""
-        sequence_id = SequenceId(-1)
-        self.open(sequence_id)
-        row = DecodeRow(SamplingParams(), prompt_token_ids=(0, 0))
-        self.run([Chunk(sequence_id, [0, 0], adapter)])
-        footprint = self.blocks.measure(self.caches(sequence_id), token_count=2)
-        if self._facts.caches and not self._paging.groups:
+    def _measure(self) -> tuple[int, int]:
+        """Run two tokens. Returns the bytes of kv a token takes and the bytes a sequence takes whatever its
+        length."""
+        self.open(TRIED)
+        self.run([Chunk(TRIED, [0, 0])])
+        footprint = self.blocks.measure(self.caches(TRIED), token_count=2)
+        if self._facts.caches:
             self._page_groups = groups_of(
-                self.caches(sequence_id),
+                self.caches(TRIED),
                 attending=self._facts.attending_indices,
                 page_token_count=page_token_count_for(self._settings.block_token_count),
             )
-        self.run([Chunk(sequence_id, [0], adapter, row=row)])
-        self.run([])
-        self.release([sequence_id])
-        self.run([])
-        mx.reset_peak_memory()
+        end_trial(self, [TRIED])
         return footprint
 
-    def _prove_replays(self, adapter: AdapterName) -> None:
-        """Have two rows decode until replayed passes have been compared with built ones."""
+    def _proof_of_replays(self, adapter: AdapterName) -> Iterator[None]:
         replays = self._pipeline.forwards[adapter].replays
-        if not replays.is_usable:
-            return
-        ids = [SequenceId(-1), SequenceId(-2)]
-        for length, sequence_id in enumerate(ids, start=1):
-            self.open(sequence_id)
-            row = DecodeRow(SamplingParams(), prompt_token_ids=(0,) * length)
-            self.run([Chunk(sequence_id, row.prompt_token_ids, adapter, row=row)])
-        for _ in range(_PROVING_PASSES):
-            self.run([])
-        self.release(ids)
-        self.run([])
-        _log.info("replays_proved" if replays.is_proved else "replays_not_proved", extra={"adapter": adapter})
+        if replays.is_usable:
+            yield from proving_steps(self, adapter)
+            event = "replays_proved" if replays.is_proved else "replays_not_proved"
+            _log.info(event, extra={"adapter": adapter})
 
     def warm_up_more(self) -> bool:
         self._thread.check()
         if not self._warm_ups:
             return False
-        batch = self._warm_ups.popleft()
-        rows = {SequenceId(-1 - index): row for index, row in enumerate(batch)}
-        for sequence_id, row in rows.items():
-            self.open(sequence_id)
-            self.run([Chunk(sequence_id, row.prompt_token_ids[:-1])])
-        self.run([Chunk(each, row.prompt_token_ids[-1:], row=row) for each, row in rows.items()])
-        for _ in range(3):
-            self.run([])
-        self.release(list(rows))
-        self.run([])
+        draw_batch(self, self._warm_ups.popleft())
         return bool(self._warm_ups)
 
     def _page(self, facts: Sequence[GroupFacts], loaded: model_loader.LoadedModel) -> Iterator[None]:
@@ -446,17 +433,30 @@ class ModelRunner:
             number_bytes=number_bytes,
         )
 
-    def _examined(self, model: Any) -> PassFacts:
-        """Find out how passes of this model are run, and say so.
+    @property
+    def _joins(self) -> bool:
+        return self._settings.joins_layers and not self._source.adapters
+
+    @property
+    def _key(self) -> ModelKey:
+        return self._fingerprint_hex, self._joins
+
+    def _examined(self, model: Any) -> Generator[None, None, PassFacts]:
+        """Find out how passes of this model are run, and say so; of one that was here before it is known.
 
         Raises ConfigError when the KV cannot be quantized as the settings ask.
         """
+        known = self._known.get(self._key)
+        if known is not None:
+            if known.layers_are_joined:
+                JoinedLayers(model)
+            return known
         try:
-            facts = examine(
+            facts = yield from examine_steps(
                 model,
                 make_caches=self.fresh_caches,
                 goes_layered=not self._settings.is_pipelined,
-                join=JoinedLayers if self._settings.joins_layers and not self._source.adapters else None,
+                join=JoinedLayers if self._joins else None,
             )
         except ValueError as error:
             if not self._settings.kv_bits:
@@ -479,6 +479,8 @@ class ModelRunner:
             _log.info("forward_pass_examined", extra=detail)
         else:
             _log.warning("forward_pass_not_shared", extra=detail)
+        if self._fingerprint_hex:
+            self._known[self._key] = facts
         return facts
 
 

@@ -1,4 +1,4 @@
-"""Warm-up rows: between them they draw with every option that a request can have (inference thread).
+"""Warm-up: what a runner runs of a new model before anyone asks for it (inference thread).
 
 A device that compiles a kernel when it first runs would do so in front of a caller, and of all others in the
 pass. CUDA compiles gathers, scatters and fused kernels so, each of them by its types.
@@ -6,14 +6,22 @@ pass. CUDA compiles gathers, scatters and fused kernels so, each of them by its 
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Iterator, Sequence
+from typing import Any, Final, Protocol
 
+import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
+from icehouse_server.domain.ids import AdapterName, SequenceId
 from icehouse_server.domain.request import LogprobsWanted, Speculation
 from icehouse_server.domain.sampling import SamplingParams
-from icehouse_server.engine.core.ports import DecodeRow
+from icehouse_server.engine.core.ports import Chunk, DecodeRow
+
+TRIED: Final = SequenceId(-1)
+"""The first of the sequences that are run before there are any."""
+_PROVING_PASSES: Final = 8
+"""More than are seen before one is traced, and then proved."""
 
 _TOKEN: Final = 0
 """What prompts are made of: every vocabulary has it."""
@@ -36,8 +44,64 @@ _REPEATING: Final = SamplingParams(logit_bias=((_TOKEN, 1e4),))
 """What it draws is what it guessed from its prompt."""
 
 
+class Runs(Protocol):
+    """What a runner does with sequences."""
+
+    def open(self, sequence_id: SequenceId) -> None: ...
+    def run(self, chunks: Sequence[Chunk]) -> Any: ...
+    def release(self, sequence_ids: Sequence[SequenceId]) -> None: ...
+
+
+def warm_up_steps(runner: Runs, adapter: AdapterName) -> Iterator[None]:
+    """Run one prompt and draw from it, so that kernels are compiled before anyone waits for them."""
+    row = DecodeRow(SamplingParams(), prompt_token_ids=(0, 0))
+    runner.open(TRIED)
+    runner.run([Chunk(TRIED, [0, 0], adapter)])
+    yield
+    runner.run([Chunk(TRIED, [0], adapter, row=row)])
+    yield
+    runner.run([])
+    end_trial(runner, [TRIED])
+    yield
+
+
+def proving_steps(runner: Runs, adapter: AdapterName) -> Iterator[None]:
+    """Have two rows decode until replayed passes have been compared with built ones."""
+    ids = [TRIED, SequenceId(TRIED - 1)]
+    for length, sequence_id in enumerate(ids, start=1):
+        runner.open(sequence_id)
+        row = DecodeRow(SamplingParams(), prompt_token_ids=(0,) * length)
+        runner.run([Chunk(sequence_id, row.prompt_token_ids, adapter, row=row)])
+        yield
+    for _ in range(_PROVING_PASSES):
+        runner.run([])
+        yield
+    end_trial(runner, ids)
+    yield
+
+
+def draw_batch(runner: Runs, batch: Sequence[DecodeRow]) -> None:
+    """Draw a few tokens of each row."""
+    rows = {SequenceId(TRIED - index): row for index, row in enumerate(batch)}
+    for sequence_id, row in rows.items():
+        runner.open(sequence_id)
+        runner.run([Chunk(sequence_id, row.prompt_token_ids[:-1])])
+    runner.run([Chunk(each, row.prompt_token_ids[-1:], row=row) for each, row in rows.items()])
+    for _ in range(3):
+        runner.run([])
+    end_trial(runner, list(rows))
+
+
+def end_trial(runner: Runs, sequence_ids: Sequence[SequenceId]) -> None:
+    """Release sequences, and have no pass left to be read."""
+    runner.release(sequence_ids)
+    runner.run([])
+    mx.reset_peak_memory()
+
+
 def warm_up_rows() -> list[list[DecodeRow]]:
-    """Return the rows of several batches. In a batch no two prompts are as long.
+    """Return the rows of several batches. Between them they draw with every option that a request can have.
+    In a batch no two prompts are as long.
 
     Filters are by themselves, where logits stay in the model's type; beside a greedy row, for which the
     others are gathered and put back; and beside rows whose options make all logits float32.

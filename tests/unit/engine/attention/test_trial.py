@@ -15,9 +15,9 @@ from icehouse_server.engine.attention.gather import GatherAttention
 from icehouse_server.engine.attention.gpu.kernels import Language
 from icehouse_server.engine.attention.gpu.launch import GpuAttention
 from icehouse_server.engine.attention.port import PoolShape, TokenPlaces
+from icehouse_server.engine.core.steps import whole
 from icehouse_server.engine.kv.backend_choice import kernels_for, prove
 
-from tests.fixtures.engine import at_once
 from tests.unit.engine.attention.emulation import HEADER, Emulation
 
 SHAPE = PoolShape(5, 2, 64, 16, mx.float32)
@@ -30,7 +30,7 @@ HEADS = 4
 )
 def test_kernels_are_proved(shape: PoolShape, has_sinks: bool, emulation: Emulation) -> None:
     kernels = GpuAttention(emulation.make_kernel, Language(header=HEADER))
-    why = at_once(prove(shape, HEADS, backend=kernels, reference=GatherAttention(), has_sinks=has_sinks))
+    why = whole(prove(shape, HEADS, backend=kernels, reference=GatherAttention(), has_sinks=has_sinks))
     assert why == ""
     assert {"icehouse_attend", "icehouse_attend_split"} <= set(emulation.launches)
 
@@ -79,7 +79,7 @@ def _calling(**changed: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
 )
 def test_faults_are_found(verb: str, change: Callable[[dict[str, Any]], dict[str, Any]], said: str) -> None:
     faulty = _Faulty(verb, change)
-    why = at_once(prove(SHAPE, HEADS, backend=faulty, reference=GatherAttention(), has_sinks=True))
+    why = whole(prove(SHAPE, HEADS, backend=faulty, reference=GatherAttention(), has_sinks=True))
     assert said in why
 
 
@@ -89,14 +89,14 @@ class _NotCompiled(GatherAttention):
 
 
 def test_kernels_that_do_not_compile_are_not_used() -> None:
-    why = at_once(prove(SHAPE, HEADS, backend=_NotCompiled(), reference=GatherAttention()))
+    why = whole(prove(SHAPE, HEADS, backend=_NotCompiled(), reference=GatherAttention()))
     assert why == "attention over pages failed: no such instruction"
 
 
 def test_a_cpu_has_a_way_of_its_own() -> None:
     if mx.default_device().type == mx.DeviceType.gpu:
         pytest.skip("there is a GPU here")
-    chosen = at_once(kernels_for(SHAPE, query_head_count=HEADS, has_sinks=True))
+    chosen = whole(kernels_for(SHAPE, query_head_count=HEADS, has_sinks=True))
     assert isinstance(chosen, CpuAttention)
 
 
@@ -105,7 +105,7 @@ def test_blocks_of_few_tokens_have_small_pages(page_token_count: int, emulation:
     shape = dataclasses.replace(SHAPE, page_token_count=page_token_count)
     kernels = GpuAttention(emulation.make_kernel, Language(header=HEADER))
     assert [
-        at_once(prove(shape, HEADS, backend=backend, reference=GatherAttention(), has_sinks=True))
+        whole(prove(shape, HEADS, backend=backend, reference=GatherAttention(), has_sinks=True))
         for backend in (CpuAttention(), kernels)
     ] == ["", ""]
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import pytest
 from icehouse_server.clock import SystemClock
 from icehouse_server.domain.events import Failed, Finished
 from icehouse_server.domain.ids import RequestId
-from icehouse_server.domain.model import EngineState, PassSplit
+from icehouse_server.domain.model import EngineState, ModelInfo, PassSplit
 from icehouse_server.domain.request import GenerationRequest
 from icehouse_server.domain.sampling import SamplingParams
 from icehouse_server.engine.core.mailbox import Mailbox
@@ -20,7 +22,7 @@ from icehouse_server.engine.engine import Engine, EngineSettings
 from icehouse_server.engine.inference_thread import InferenceThread
 from icehouse_server.engine.runner import model_loader
 from icehouse_server.engine.runner.forward.splits import PassFacts
-from icehouse_server.engine.runner.runner import ModelRunner, RunnerSettings
+from icehouse_server.engine.runner.runner import ModelKey, ModelRunner, RunnerSettings
 from icehouse_server.engine.scheduling.limits import SchedulerLimits
 from icehouse_server.engine.scheduling.waiting_queue import WaitingLimits
 from icehouse_server.errors import ModelError
@@ -141,7 +143,12 @@ def test_a_model_that_fits_no_way_is_served_row_by_row_and_says_so_in_the_log_an
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     fits_none = PassFacts(caches=(), hidden_size=1, reason="it reads what it should not")
-    monkeypatch.setattr("icehouse_server.engine.runner.runner.examine", lambda *_, **__: fits_none)
+
+    def examine_steps(*_: Any, **__: Any) -> Generator[None, None, PassFacts]:
+        yield
+        return fits_none
+
+    monkeypatch.setattr("icehouse_server.engine.runner.runner.examine_steps", examine_steps)
     source = model_loader.ModelSource(path=tiny_model_dir(tmp_path, "llama"), model_id="tiny")
     runner = ModelRunner(
         source=source,
@@ -153,6 +160,42 @@ def test_a_model_that_fits_no_way_is_served_row_by_row_and_says_so_in_the_log_an
         assert load_at_once(runner).pass_splits == (PassSplit.ALONE,)
     (told,) = [record for record in caplog.records if record.message == "forward_pass_not_shared"]
     assert vars(told)["detail"] == "it reads what it should not" and vars(told)["ways"] == "alone"
+
+
+def test_a_model_that_comes_back_is_not_examined_again(tmp_path: Path) -> None:
+    folder = tiny_model_dir(tmp_path, "llama")
+    known: dict[ModelKey, PassFacts] = {}
+
+    def loaded(fingerprint: str) -> tuple[ModelInfo, int]:
+        source = model_loader.ModelSource(path=folder, model_id="tiny")
+        runner = ModelRunner(
+            source=source,
+            tokenizer=model_loader.load_tokenizer(source),
+            settings=RunnerSettings(),
+            clock=SystemClock(),
+            fingerprint_hex=fingerprint,
+            known=known,
+        )
+        steps = runner.load_steps(is_hurried=lambda: False)
+        count = 0
+        while True:
+            try:
+                next(steps)
+                count += 1
+            except StopIteration as end:
+                runner.close()
+                return end.value, count
+
+    first, first_count = loaded("ab")
+    (kept,) = known.values()
+    # What is kept is what counts, so that it shows whether it was looked at.
+    known[next(iter(known))] = dataclasses.replace(kept, reason="known")
+    again, again_count = loaded("ab")
+    assert dataclasses.replace(again, system_digest_hex=first.system_digest_hex) == first
+    assert again_count < first_count
+    assert [facts.reason for facts in known.values()] == ["known"]
+    loaded("cd")
+    assert [facts.reason for facts in known.values()] == ["known", kept.reason]
 
 
 def test_greedy_text_is_what_the_model_says_by_itself(tmp_path: Path) -> None:

@@ -11,11 +11,12 @@ import dataclasses
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, Final
 
 import mlx.core as mx
 
+from icehouse_server.engine.core.steps import whole
 from icehouse_server.engine.kv_cache import cache_classes
 from icehouse_server.engine.kv_cache.cache_classes import leaves
 from icehouse_server.engine.runner.forward.forward_pass import ForwardPass
@@ -34,15 +35,22 @@ _LEAST_TOLERANCE: Final = 1e-3
 _MOST_TOLERANCE: Final = 0.1
 
 
-def examine(
+def examine(model: Any, **settings: Any) -> PassFacts:
+    """Return at once how passes of this model are run; see `examine_steps`."""
+    return whole(examine_steps(model, **settings))
+
+
+def examine_steps(
     model: Any,
     *,
     make_caches: Callable[[], list[Any]] | None = None,
     schedule: Schedule = _SCHEDULE,
     goes_layered: bool = True,
     join: Callable[[Any], JoinedLayers] | None = None,
-) -> PassFacts:
+) -> Generator[None, None, PassFacts]:
     """Return how passes of this model are run. Raises what the model raises when called by itself.
+
+    Yields between passes, so that other models can run theirs.
 
     `make_caches` makes the caches that rows will have, if they are others than the model's own; `schedule`
     is for tests, whose windows are short. `goes_layered`: find out as well whether chunks may go through the
@@ -50,21 +58,25 @@ def examine(
     model, where it then gives what it gave before.
     """
     make = make_caches or functools.partial(cache_classes.make_caches, model)
-    reference = _Reference.of(model, make, schedule)
+    reference = yield from _Reference.steps(model, make, schedule)
+    is_joined = False
     if join is not None:
-        _join(model, join, make, reference)
+        is_joined = yield from _join(model, join, make, reference)
     caches = make()
     alone = PassFacts(
-        caches=(), hidden_size=_hidden_size(model, make, reference), can_take_back=can_take_back(caches)
+        caches=(),
+        hidden_size=_hidden_size(model, make, reference),
+        can_take_back=can_take_back(caches),
+        layers_are_joined=is_joined,
     )
+    yield
     errors: dict[str, None] = {}
     for splits in candidates(caches):
         facts = dataclasses.replace(alone, caches=splits, reason="; ".join(errors))
-        error = _try(model, facts, make, reference)
+        error = yield from _try(model, facts, make, reference)
         if not error:
-            return dataclasses.replace(
-                facts, layer_count=_layer_count(model, facts, make, reference) if goes_layered else 0
-            )
+            count = (yield from _layer_count(model, facts, make, reference)) if goes_layered else 0
+            return dataclasses.replace(facts, layer_count=count)
         errors[error] = None
     return dataclasses.replace(alone, reason="; ".join(errors))
 
@@ -81,7 +93,9 @@ class _Reference:
     tolerance: float
 
     @classmethod
-    def of(cls, model: Any, make: Callable[[], list[Any]], schedule: Schedule) -> _Reference:
+    def steps(
+        cls, model: Any, make: Callable[[], list[Any]], schedule: Schedule
+    ) -> Generator[None, None, _Reference]:
         rows = [make() for _ in schedule[0]]
         begun = [0] * len(rows)
         logits, facts = [], []
@@ -92,11 +106,16 @@ class _Reference:
                     ids = mx.array(_tokens(number, begun[number], count))
                     outputs.append(model(ids[None], cache=rows[number])[0])
                     begun[number] += count
-            mx.eval(outputs)
+                    mx.eval(outputs[-1])
+                    yield
             logits.append(outputs)
             facts.append([_facts_of(row) for row in rows])
         caches = make()
-        singly = [model(mx.array([[t]]), cache=caches)[0] for t in _tokens(0, 0, schedule[0][0])]
+        singly = []
+        for token in _tokens(0, 0, schedule[0][0]):
+            singly.append(model(mx.array([[token]]), cache=caches)[0])
+            mx.eval(singly[-1])
+            yield
         moved = _distance(mx.concatenate(singly), logits[0][0])
         tolerance = min(_MOST_TOLERANCE, max(_LEAST_TOLERANCE, 4 * moved))
         return cls(schedule, logits, facts, tolerance)
@@ -111,31 +130,35 @@ class _Reference:
 
 def _join(
     model: Any, join: Callable[[Any], JoinedLayers], make: Callable[[], list[Any]], reference: _Reference
-) -> None:
-    """Join layers, and separate them again where the model gives something else then."""
+) -> Generator[None, None, bool]:
+    """Join layers, and separate them again where the model gives something else then; return which it is."""
     joined = join(model)
-    after = _Reference.of(model, make, reference.schedule)
+    after = yield from _Reference.steps(model, make, reference.schedule)
     both = zip(itertools.chain(*after.logits), itertools.chain(*reference.logits), strict=True)
     moved = max(itertools.starmap(_distance, both))
     if not moved <= reference.tolerance:
         joined.separate()
         _log.warning("layers_not_joined", extra={"detail": f"outputs differ by {moved:.2g} of their size"})
-    elif len(joined):
+        return False
+    if len(joined):
         _log.info("layers_joined", extra={"product_count": len(joined)})
+    return True
 
 
-def _try(model: Any, facts: PassFacts, make: Callable[[], list[Any]], reference: _Reference) -> str:
+def _try(
+    model: Any, facts: PassFacts, make: Callable[[], list[Any]], reference: _Reference
+) -> Generator[None, None, str]:
     """Run the schedule with this split; return what is wrong with it, nothing if all is well."""
     try:
         forward = ForwardPass(model, facts)
         rows = [Row(make()) for _ in reference.schedule[0]]
         for number, begun in reference.passes():
             counts = reference.schedule[number]
-            chunks = [
-                _begun_chunk(forward, row, _tokens(i, begun[i], count))
-                for i, (row, count) in enumerate(zip(rows, counts, strict=True))
-                if count > 1 and facts.layer_count
-            ]
+            chunks: list[LayeredChunk] = []
+            for i, (row, count) in enumerate(zip(rows, counts, strict=True)):
+                if count > 1 and facts.layer_count:
+                    chunk = yield from _begun_chunk(forward, row, _tokens(i, begun[i], count))
+                    chunks.append(chunk)
             layered = {id(chunk.row) for chunk in chunks}
             flat = [i for i, count in enumerate(counts) if count and id(rows[i]) not in layered]
             shares = [Share(rows[i], counts[i], logit_count=counts[i]) for i in flat]
@@ -150,8 +173,10 @@ def _try(model: Any, facts: PassFacts, make: Callable[[], list[Any]], reference:
                     moved = _distance(output.logits[first:last], reference.logits[number][here.index(i)])
                     if not moved <= reference.tolerance:
                         return f"outputs differ by {moved:.2g} of their size"
+                yield
             for chunk in chunks:
                 mx.eval(forward.run_layers(chunk, facts.layer_count))
+                yield
             if [_facts_of(row.caches) for row in rows] != reference.facts[number]:
                 return "caches hold something else than a row's alone"
     except Exception as error:  # whatever a model makes of caches that are not what it knows
@@ -160,22 +185,27 @@ def _try(model: Any, facts: PassFacts, make: Callable[[], list[Any]], reference:
     return ""
 
 
-def _begun_chunk(forward: ForwardPass, row: Row, token_ids: Sequence[int]) -> LayeredChunk:
+def _begun_chunk(
+    forward: ForwardPass, row: Row, token_ids: Sequence[int]
+) -> Generator[None, None, LayeredChunk]:
     """Return a chunk that is through some layers, behind one that was dropped there."""
     for _ in range(2):
         chunk = forward.begin_layers(row, token_ids)
         for last in (1, forward.facts.layer_count // 2):
             if last > chunk.layer:
                 mx.eval(forward.run_layers(chunk, last))
+        yield
     return chunk
 
 
-def _layer_count(model: Any, facts: PassFacts, make: Callable[[], list[Any]], reference: _Reference) -> int:
+def _layer_count(
+    model: Any, facts: PassFacts, make: Callable[[], list[Any]], reference: _Reference
+) -> Generator[None, None, int]:
     """Return through how many layers a chunk may go a few at a time; 0 where they run together."""
     count = len(model.layers)
     if count < 2:
         return 0
-    error = _try(model, dataclasses.replace(facts, layer_count=count), make, reference)
+    error = yield from _try(model, dataclasses.replace(facts, layer_count=count), make, reference)
     if error:
         _log.info("layers_run_together", extra={"detail": error})
     return 0 if error else count

@@ -64,6 +64,8 @@ class PassFacts:
     """Speculation is possible: every cache class can give tokens back."""
     layer_count: int = 0
     """Layers that a chunk may go through a few in each pass; 0 where it goes through all in one."""
+    layers_are_joined: bool = False
+    """Layers that read the same input are computed as one product (`joined_layers`)."""
     reason: str = ""
     """Why it is not a better split: the error of each one that was tried before."""
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import hashlib
 import os
 import sys
@@ -112,8 +113,28 @@ def stamp_of(path: str | None) -> Stamp | None:
 
 
 def source_of(spec: ModuleSpec) -> Source:
-    """Return a module that was found. Raises UnreadableSource."""
+    """Return a module that was found; what has a file is read again only where that has changed, or what was
+    compiled of it. Raises UnreadableSource."""
     stamp = stamp_of(spec.origin)
+    found = _Found(spec.name, stamp, stamp_of(spec.cached), spec)
+    return _read_source(found) if stamp is None else _source_in_file(found)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Found:
+    name: str
+    stamp: Stamp | None
+    compiled: Stamp | None
+    spec: ModuleSpec = dataclasses.field(compare=False)
+
+
+@functools.lru_cache(maxsize=1024)
+def _source_in_file(found: _Found) -> Source:
+    return _read_source(found)
+
+
+def _read_source(found: _Found) -> Source:
+    spec, stamp = found.spec, found.stamp
     is_package = spec.submodule_search_locations is not None
     loader: Any = spec.loader
     if loader is None or spec.origin is None:

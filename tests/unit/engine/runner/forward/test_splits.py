@@ -8,7 +8,7 @@ import mlx.core as mx
 import pytest
 from icehouse_server.domain.model import PassSplit
 from icehouse_server.engine.runner.forward.forward_pass import ForwardPass
-from icehouse_server.engine.runner.forward.probe import examine
+from icehouse_server.engine.runner.forward.probe import examine, examine_steps
 from icehouse_server.engine.runner.forward.row import Row
 from icehouse_server.engine.runner.forward.splits import CacheSplit, PassFacts
 from mlx_lm.models.cache import make_prompt_cache
@@ -57,6 +57,33 @@ def test_a_wrong_way_is_found_out() -> None:
     assert facts.modes == (PassSplit.MODULE,)
     assert facts.reason
     assert all(cache == CacheSplit(PassSplit.MODULE) for cache in facts.caches)
+
+
+def test_others_have_their_turn_between_two_passes_of_a_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, calls = build("llama"), 0
+    kind = type(model.layers[0])
+    really = kind.__call__
+
+    def counted(*arguments: Any, **settings: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return really(*arguments, **settings)
+
+    monkeypatch.setattr(kind, "__call__", counted)
+    at_once = examine(model)
+    monkeypatch.undo()
+    monkeypatch.setattr(kind, "__call__", counted)
+    steps, most = examine_steps(model), 0
+    while True:
+        calls = 0
+        try:
+            next(steps)
+        except StopIteration as end:
+            assert end.value == at_once
+            break
+        most = max(most, calls)
+    # A chunk that is begun twice goes through half of the layers each time.
+    assert 0 < most <= 2 * len(model.layers)
 
 
 def test_state_layers_stack_and_the_rest_is_split_at_attention() -> None:

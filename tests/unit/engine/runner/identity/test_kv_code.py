@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import importlib
 import json
@@ -180,6 +181,22 @@ def test_an_edit_changes_what_it_reaches(
     after = packages.code(config)
     assert changed(before, after) == expected
     assert changed(after, packages.code(config)) == set()
+
+
+def test_what_was_read_is_read_again_only_where_it_changed(
+    packages: Packages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = packages.code(LLAMA)
+    really, parsed = ast.parse, list[str]()
+
+    def parse(text: str) -> Any:
+        parsed.append(text)
+        return really(text)
+
+    monkeypatch.setattr(ast, "parse", parse)
+    assert packages.code(LLAMA) == first and not parsed
+    packages.edit("models/llama.py", SCALE, f"{SCALE}  # the same")
+    assert packages.code(LLAMA) != first and len(parsed) == 1
 
 
 def test_layers_of_an_adapter_count_where_there_is_one(packages: Packages) -> None:

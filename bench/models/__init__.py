@@ -1,0 +1,1 @@
+"""`make bench CASE=models`: what several models in one server cost."""
