@@ -26,6 +26,7 @@ from icehouse_server.engine.runner.identity.fingerprint import ModelFingerprint,
 from icehouse_server.engine.runner.model_loader import AdapterSource
 from icehouse_server.engine.runner.runner import ModelRunner
 from icehouse_server.errors import ConfigError, Reason, StartError, imports_of_extra
+from icehouse_server.group.leader_runner import LeaderRunner
 from icehouse_server.storage.api import OVERHEAD_BYTES, ColdTier, Outcome
 from icehouse_server.storage.digests import DigestBook
 from icehouse_server.storage.files import Files, in_time
@@ -37,6 +38,9 @@ from icehouse_server.storage.shared.shared_settings import SharedSettings
 from icehouse_server.storage.shared.shared_tier import SharedTier
 from icehouse_server.storage.storage_settings import Codec, StorageSettings
 from icehouse_server.storage.store_paths import StorePaths
+
+_Post = Callable[[Outcome], object]
+_AsGroup = Callable[[Callable[[_Post], ColdTier | None], _Post], ColdTier | None]
 
 _log = logging.getLogger("icehouse.boot")
 
@@ -58,7 +62,9 @@ class CacheParts:
     log: BlockLog = dataclasses.field(default_factory=BlockLog)
     """Blocks that enter and leave the tiers, for KV events."""
 
-    def open_controller(self, runner: ModelRunner | EncoderRunner, clock: Clock) -> CacheController:
+    def open_controller(
+        self, runner: ModelRunner | EncoderRunner | LeaderRunner, clock: Clock
+    ) -> CacheController:
         """Make the engine's side; on the inference thread, after the model was loaded."""
         cache = PrefixCache(
             settings=self.settings,
@@ -118,8 +124,10 @@ def build_cache_parts(
     adapters: Sequence[AdapterSource],
     device: Device,
     post: Callable[[Outcome], object],
+    as_group: _AsGroup | None = None,
 ) -> CacheParts:
-    """Wire one model's cache. Raises StartError where a model with the same fingerprint is open."""
+    """Wire one model's cache. `as_group` makes of this rank's tier the whole group's. Raises StartError where
+    a model with the same fingerprint is open."""
     cipher = None if ssd is None else ssd.cipher
     # Under a key blocks are filed apart, so that nobody takes them for what another key can open.
     filed_as = encrypted_fingerprint(fingerprint.value, cipher.key_id) if cipher else fingerprint.value
@@ -141,7 +149,11 @@ def build_cache_parts(
         min_reuse_token_count=_MIN_REUSE_TOKEN_COUNT,
         adapters={adapter.name: adapter.digest for adapter in adapters},
     )
-    storage = None if ssd is None else ssd.tiers.open(filed_as, details, post)
+
+    def open_own(post: _Post) -> ColdTier | None:
+        return None if ssd is None else ssd.tiers.open(filed_as, details, post)
+
+    storage = open_own(post) if as_group is None else as_group(open_own, post)
     return CacheParts(settings=settings, adopt_budget_s=config.adopt_budget_ms / 1000, storage=storage)
 
 

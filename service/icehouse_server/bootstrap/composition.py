@@ -19,6 +19,7 @@ from icehouse_server.bootstrap.cache_parts import (
     open_digests,
     open_ssd,
 )
+from icehouse_server.bootstrap.group_parts import LeaderParts, check_shardable, group_facts, with_rank
 from icehouse_server.bootstrap.machine import memory_limit, weights_dtype
 from icehouse_server.bootstrap.model_source import check_files, suited
 from icehouse_server.bootstrap.telemetry import KvEventParts, TelemetryParts
@@ -48,12 +49,15 @@ from icehouse_server.engine.runner.model_loader import (
     sees_images,
     vocabulary_size,
 )
+from icehouse_server.engine.runner.rank import Rank
 from icehouse_server.engine.runner.runner import ModelRunner, RunnerSettings
 from icehouse_server.engine.runner.vision import mlx_vlm
 from icehouse_server.engine.scheduling.limits import SchedulerLimits
 from icehouse_server.engine.scheduling.policy import GPU_POLICY, POLICY, PassPolicy
 from icehouse_server.engine.scheduling.waiting_queue import WaitingLimits
 from icehouse_server.errors import IcehouseError, imports_of_extra, model_invalid
+from icehouse_server.group.leader_runner import LeaderRunner
+from icehouse_server.group.membership import Membership
 from icehouse_server.pool.model_pool import ModelPool
 from icehouse_server.pool.one_seat import OneSeat
 from icehouse_server.rpc.engine_client.engine_ports import BlockFiles, ServedModel
@@ -126,6 +130,8 @@ class Server:
     """Of the only model; None where there are several."""
     kv_events: KvEventParts | None = None
     pool: ModelPool[OpenedEngine] | None = None
+    leader: LeaderParts | None = None
+    """Of a server that is rank 0 of a group."""
 
     def begin_stop(self) -> Sequence[OpenedEngine]:
         """Load nothing more; return the engines that are there."""
@@ -175,11 +181,17 @@ def build_server(
     router: Router,
     clock: Clock,
     draft: ModelSource | None = None,
+    membership: Membership | None = None,
 ) -> Server:
-    """Wire a server of one model. Reads the tokenizer; raises ModelError when the folder has none to read."""
+    """Wire a server of one model, on its own or as rank 0 of a group. Reads the tokenizer; raises ModelError
+    when the folder has none to read."""
     config = suited(config, model)
     parts = EngineParts.of(config, device, clock)
-    opened = open_engine(config, model=model, draft=draft, router=router, parts=parts)
+    leader = None
+    if membership is not None:
+        check_shardable(model, config)
+        leader = LeaderParts(membership, config, clock=clock, router=router)
+    opened = open_engine(config, model=model, draft=draft, router=router, parts=parts, leader=leader)
     kv_events = KvEventParts(config, opened.log, engine=opened.engine, router=router, clock=clock)
     telemetry = parts.telemetry
     rpc = RpcServer(
@@ -191,7 +203,7 @@ def build_server(
             config, opened.source, running_limit=opened.running_limit, kv_events=kv_events.source
         ),
     )
-    return Server(parts.inference, rpc, clock, parts.tiers, telemetry, opened, kv_events)
+    return Server(parts.inference, rpc, clock, parts.tiers, telemetry, opened, kv_events, leader=leader)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -245,6 +257,7 @@ def open_engine(
     router: Router,
     parts: EngineParts,
     expected_bytes: int = 0,
+    leader: LeaderParts | None = None,
 ) -> OpenedEngine:
     """Wire the engine of one model. Any thread; reads the tokenizer, and raises ModelError.
 
@@ -263,8 +276,17 @@ def open_engine(
     settings = runner_settings(config, device)
     if parts.are_several:
         settings = dataclasses.replace(settings, memory_limit_bytes=0)
-    runner = build_runner(
-        source, draft, tokenizer, settings=settings, clock=clock, fingerprint_hex=fingerprint.value.hex()
+    if leader is not None:
+        leader.start(group_facts(config, fingerprint, dtype=source.dtype))
+        fingerprint = with_rank(fingerprint, leader.membership)
+    own_runner = build_runner(
+        source,
+        draft,
+        tokenizer,
+        settings=settings,
+        clock=clock,
+        fingerprint_hex=fingerprint.value.hex(),
+        rank=None if leader is None else leader.rank,
     )
     cache = build_cache_parts(
         config.cache,
@@ -274,7 +296,14 @@ def open_engine(
         adapters=source.adapters,
         device=device,
         post=parts.telemetry.watching(mailbox.post),
+        as_group=None if leader is None else leader.open_tier,
     )
+    runner: ModelRunner | EncoderRunner | LeaderRunner = own_runner
+    if leader is not None:
+        assert isinstance(own_runner, ModelRunner), "a group shards no encoder"
+        runner = leader.leading(own_runner)
+    # A group's blocks are in parts, on as many machines.
+    block_files = BlockBytes() if config.cache.has_ssd and leader is None else None
     engine = Engine(
         settings=EngineSettings(
             limits=limits,
@@ -286,9 +315,7 @@ def open_engine(
         make_prefix=lambda: cache.open_controller(runner, clock),
         tokenizer=tokenizer,
         mailbox=mailbox,
-        listener=EngineListener(
-            router, tokenizer, image_reader(config, source), BlockBytes() if config.cache.has_ssd else None
-        ),
+        listener=EngineListener(router, tokenizer, image_reader(config, source), block_files),
         thread=parts.inference,
         budget=parts.budget,
     )
@@ -304,6 +331,7 @@ def build_runner(
     settings: RunnerSettings,
     clock: Clock,
     fingerprint_hex: str,
+    rank: Rank | None = None,
 ) -> ModelRunner | EncoderRunner:
     """Make what runs the model in a folder. Raises ModelError for a draft model beside an encoder."""
     if not reads_whole(source.path):
@@ -314,7 +342,10 @@ def build_runner(
             clock=clock,
             fingerprint_hex=fingerprint_hex,
             draft_source=draft and dataclasses.replace(draft, dtype=source.dtype),
+            rank=rank,
         )
+    if rank is not None:
+        raise model_invalid(f"the model in {source.path} is an encoder, which a group does not serve")
     if draft is not None:
         raise model_invalid(f"the model in {source.path} decodes nothing; serve it without a draft model")
     return EncoderRunner(source=source, tokenizer=tokenizer, settings=settings, clock=clock)

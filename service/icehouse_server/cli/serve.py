@@ -23,7 +23,14 @@ import uvloop
 
 from icehouse_server import heap
 from icehouse_server.bootstrap.cache_parts import check_directory
-from icehouse_server.bootstrap.composition import OpenedEngine, Server, build_server
+from icehouse_server.bootstrap.composition import (
+    OpenedEngine,
+    Server,
+    build_server,
+    model_source,
+    runner_settings,
+)
+from icehouse_server.bootstrap.group_parts import find_membership, follow
 from icehouse_server.bootstrap.kept_models import held
 from icehouse_server.bootstrap.machine import (
     allow_open_files,
@@ -31,8 +38,9 @@ from icehouse_server.bootstrap.machine import (
     give_back_large_arrays,
     memory_limit,
     wanted_file_count,
+    weights_dtype,
 )
-from icehouse_server.bootstrap.model_source import ServedModels, locate_models
+from icehouse_server.bootstrap.model_source import ServedModels, locate_models, suited
 from icehouse_server.bootstrap.pool_parts import build_pool
 from icehouse_server.bootstrap.room import Room
 from icehouse_server.cli.http_child import LAST_WORDS_S, HttpChild, http_child
@@ -44,6 +52,7 @@ from icehouse_server.config.load import environment
 from icehouse_server.device import Device, find_device
 from icehouse_server.domain.model import EngineState
 from icehouse_server.errors import EngineFailed, IcehouseError, Reason
+from icehouse_server.group.membership import Membership
 from icehouse_server.pool.model_pool import ModelPool
 from icehouse_server.rpc.access.caller import UNPROVED
 from icehouse_server.rpc.engine_client.router import Router
@@ -68,10 +77,14 @@ def serve(loaded: LoadedConfig) -> None:
         heap.keep_freed()
     give_back_large_arrays()
     _allow_open_files(loaded.config.connection)
+    membership = find_membership(loaded.config)
+    if membership is not None and membership.rank:
+        _follow(loaded.config, membership, SystemClock(), device)
+        return
     # Its loop is woken without giving the interpreter's lock away, and each message costs less.
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         manager = manager_of(environment(), pid=os.getpid())
-        runner.run(_serve(loaded.config, SystemClock(), manager, device))
+        runner.run(_serve(loaded.config, SystemClock(), manager, device, membership))
 
 
 def _allow_open_files(connection: ConnectionConfig) -> None:
@@ -84,7 +97,13 @@ def _allow_open_files(connection: ConnectionConfig) -> None:
     _log.warning("open_files_short", extra={"limit": allowed, "wanted": wanted, "detail": detail})
 
 
-async def _serve(config: Config, clock: Clock, manager: ServiceManager, device: Device) -> None:
+async def _serve(
+    config: Config,
+    clock: Clock,
+    manager: ServiceManager,
+    device: Device,
+    membership: Membership | None = None,
+) -> None:
     _name_loop_threads()
     narrator = Narrator(clock)
     # Finding and loading a model may take minutes, after which nobody wants to hear of these.
@@ -94,7 +113,7 @@ async def _serve(config: Config, clock: Clock, manager: ServiceManager, device: 
     check_directory(config.cache)
     async with http_child(config) as front:
         with contextlib.ExitStack() as stack:
-            server = _built(config, clock, device, narrator, stack)
+            server = _built(config, clock, device, narrator, stack, membership)
             await _run(server, config, front, manager=manager, narrator=narrator)
     opened = server.opened
     has_failed = opened is not None and opened.router.state is EngineState.FAILED
@@ -105,23 +124,49 @@ async def _serve(config: Config, clock: Clock, manager: ServiceManager, device: 
 
 
 def _built(
-    config: Config, clock: Clock, device: Device, narrator: Narrator, stack: contextlib.ExitStack
+    config: Config,
+    clock: Clock,
+    device: Device,
+    narrator: Narrator,
+    stack: contextlib.ExitStack,
+    membership: Membership | None,
 ) -> Server:
     """Return the server, wired. What it must hold, `stack` does; raises IcehouseError."""
     if config.models:
         return build_pool(config, device=device, clock=clock)
-    models = _located(config, device, narrator)
+    models = _located(config, device, narrator, membership)
     stack.enter_context(held(*models.folders))
     router = Router(asyncio.get_running_loop())
     with narrator.phase("tokenizer_read"):
         return build_server(
-            config, model=models.model, draft=models.draft, device=device, router=router, clock=clock
+            config,
+            model=models.model,
+            draft=models.draft,
+            device=device,
+            router=router,
+            clock=clock,
+            membership=membership,
         )
 
 
-def _located(config: Config, device: Device, narrator: Narrator) -> ServedModels:
+def _follow(config: Config, membership: Membership, clock: Clock, device: Device) -> None:
+    """Be a rank of a group that others' calls never reach. Raises IcehouseError."""
+    check_directory(config.cache)
+    with contextlib.ExitStack() as stack:
+        models = _located(config, device, Narrator(clock), membership)
+        stack.enter_context(held(*models.folders))
+        config = suited(config, models.model)
+        source = model_source(config, models.model, dtype=weights_dtype(config.model, device))
+        settings = runner_settings(config, device)
+        follow(config, membership, model=source, settings=settings, device=device, clock=clock)
+
+
+def _located(
+    config: Config, device: Device, narrator: Narrator, membership: Membership | None
+) -> ServedModels:
     """Return the models; raises IcehouseError, for lack of room before any download."""
-    room = Room(memory_limit_bytes=memory_limit(config.engine.memory_limit_bytes, device))
+    world = 1 if membership is None else membership.world
+    room = Room(memory_limit_bytes=world * memory_limit(config.engine.memory_limit_bytes, device))
     with narrator.phase("model_found") as fields, build_progress() as on_progress:
         models = locate_models(config.model, on_progress=on_progress, on_size=room.check)
         fields.update(model=models.model.model_id, path=models.model.path)
@@ -298,6 +343,8 @@ async def _drain(
                 await front.stop(timeout_s=LAST_WORDS_S)
         left_s = max(0.0, ending_time - server.clock.monotonic())
         ended = await asyncio.to_thread(server.inference.join, timeout_s=left_s)
+        if server.leader is not None:
+            await asyncio.to_thread(server.leader.stop)
         closed = await asyncio.to_thread(_closed, server, opened, timeout_s=closing_s)
         async with _abandoned("telemetry", timeout_s=_BOUNDS.telemetry_s):
             await asyncio.to_thread(server.telemetry.stop)

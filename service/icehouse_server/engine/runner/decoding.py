@@ -16,6 +16,7 @@ from icehouse_server.engine.core.refusals import logits_not_finite
 from icehouse_server.engine.kv_cache.cache_classes import class_of, leaves
 from icehouse_server.engine.runner.draft_model import DraftedRow, DraftModel
 from icehouse_server.engine.runner.forward.row import Features, LayeredChunk, Row
+from icehouse_server.engine.runner.rank import Rank
 from icehouse_server.engine.runner.speculation import Guesses, SpeculatingRow, limit_of
 from icehouse_server.engine.sampling.logprobs import LogprobArrays, measure
 from icehouse_server.engine.sampling.sampler import are_finite, sample
@@ -152,6 +153,8 @@ class DispatchedPass:
     """When the device was given it; where computing begins while a pass is built, when that began."""
     number: int
     """By the pass clock."""
+    rank: Rank | None = None
+    """Of a group, which draws the same tokens everywhere."""
     measured: dict[SequenceId, LogprobArrays] = dataclasses.field(default_factory=dict)
     pooled: dict[SequenceId, mx.array] = dataclasses.field(default_factory=dict)
     layered: list[tuple[OpenSequence, Chunk]] = dataclasses.field(default_factory=list)
@@ -221,6 +224,8 @@ class DispatchedPass:
             is_all = where == list(range(self.logits.shape[0]))
             logits = self.logits if is_all else self.logits[mx.array(where)]
             self.token_ids = sample(logits, rows, may_wait=may_wait).astype(mx.uint32)
+            if self.rank is not None:
+                self.token_ids = self.rank.share(self.token_ids)
             self._finite = are_finite(logits, self.token_ids, rows)
             self.arrays += [self.token_ids, self._finite]
             wanted = {index: row.logprobs for index, row in enumerate(rows) if row.logprobs is not None}

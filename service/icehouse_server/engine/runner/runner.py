@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import hashlib
 import logging
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
@@ -44,6 +45,7 @@ from icehouse_server.engine.runner.forward.splits import Attention, PassFacts
 from icehouse_server.engine.runner.freed_buffers import FreedBuffers
 from icehouse_server.engine.runner.identity.fingerprint import system_digest_hex
 from icehouse_server.engine.runner.pipeline import Pipeline
+from icehouse_server.engine.runner.rank import Rank
 from icehouse_server.engine.runner.vision.features import ImageFeatures
 from icehouse_server.engine.runner.warm_up import warm_up_rows
 from icehouse_server.engine.sampling.sampling_row import SamplingRow
@@ -98,7 +100,12 @@ class ModelRunner:
         clock: Clock,
         fingerprint_hex: str = "",
         draft_source: model_loader.ModelSource | None = None,
+        rank: Rank | None = None,
     ) -> None:
+        """`rank` is set where the model is sharded over a group."""
+        self._rank = rank
+        self.before_pass: Callable[[Sequence[tuple[OpenSequence, Chunk]]], None] = lambda parts: None
+        """Called with what a pass is asked for, just before it is built."""
         self._source = source
         self._tokenizer = tokenizer
         self._settings = settings
@@ -122,7 +129,7 @@ class ModelRunner:
         """Batches that draw in ways whose kernels are not compiled yet."""
         self._pass_clock = PassClock()
         self._pipeline = Pipeline(
-            is_pipelined=settings.is_pipelined, clock=clock, pass_clock=self._pass_clock
+            is_pipelined=settings.is_pipelined, clock=clock, pass_clock=self._pass_clock, rank=rank
         )
         self.blocks = RunnerBlocks(
             self,
@@ -135,7 +142,9 @@ class ModelRunner:
 
     def load_steps(self, *, is_hurried: Callable[[], bool]) -> Generator[None, None, ModelInfo]:
         self._thread.claim()
-        loaded = yield from model_loader.load_steps(self._source, is_hurried=is_hurried)
+        if self._rank is not None:
+            self._rank.join()
+        loaded = yield from model_loader.load_steps(self._source, is_hurried=is_hurried, rank=self._rank)
         self._model = loaded.model
         _log.info("weights_read", extra={"path": self._source.path})
         if loaded.tower is not None:
@@ -227,13 +236,19 @@ class ModelRunner:
     ) -> PassResult:
         self._thread.check()
         parts = [(self._prepared(chunk), chunk) for chunk in chunks]
+        self.before_pass(parts)
         result = self._pipeline.run(parts, before_wait, reads_at_once=reads_at_once)
         if not self._settings.is_pipelined:
             self._freed.trim()
         return result
 
+    def digest(self) -> int:
+        """Return 64 bits that stand for the tokens of all sequences that are open or decode."""
+        states = [(key, each.row.token_count, each.behind) for key, each in self._sequences.items()]
+        return int.from_bytes(hashlib.blake2b(repr(states).encode(), digest_size=8).digest())
+
     def layer_count(self) -> int:
-        return 0 if self._settings.is_pipelined else self._facts.layer_count
+        return 0 if self._rank is not None or self._settings.is_pipelined else self._facts.layer_count
 
     def encode(self, sequence_id: SequenceId, image: ImagePart, *, budget_s: float) -> bool:
         self._thread.check()

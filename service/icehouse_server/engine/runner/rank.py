@@ -1,0 +1,68 @@
+"""Rank: a model runner's part of a model that is sharded over a group of machines (inference thread).
+
+Each rank computes its share of every layer and adds it to the others'. So all ranks must run the same
+passes in the same order, on the same tokens; what they draw is rank 0's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+
+from icehouse_server.errors import model_invalid
+
+Group = Any
+"""mx.distributed.Group, which mlx's type hints do not name."""
+
+
+class Rank:
+    """One rank. `join` waits for the others, so it is called once all are there."""
+
+    def __init__(self, join: Callable[[], Group]) -> None:
+        self._join = join
+        self._group: Group = None
+
+    @property
+    def world(self) -> int:
+        """How many ranks there are; after `join`."""
+        return int(self._group.size())
+
+    @property
+    def is_first(self) -> bool:
+        return int(self._group.rank()) == 0
+
+    def join(self) -> None:
+        """Connect with the other ranks."""
+        self._group = self._join()
+
+    def shard(self, model: Any) -> None:
+        """Keep this rank's share of a model whose weights are not read yet. Raises ModelError."""
+        if not hasattr(model, "shard"):
+            raise model_invalid(
+                f"mlx-lm cannot shard this model: {type(model).__module__} has no `shard`; serve it on one "
+                "machine"
+            )
+        before = _size(model)
+        try:
+            model.shard(self._group)
+        except (ValueError, ZeroDivisionError) as error:
+            raise model_invalid(
+                f"this model cannot be sharded over {self.world} ranks: {' '.join(str(error).split())}; its "
+                "heads and widths must be multiples of that"
+            ) from error
+        if _size(model) >= before:
+            raise model_invalid("mlx-lm shards no weight of this model; serve it on one machine")
+
+    def share(self, token_ids: mx.array) -> mx.array:
+        """Return the tokens that rank 0 drew, [count]."""
+        own = token_ids if self.is_first else mx.zeros_like(token_ids)
+        return mx.distributed.all_sum(own, group=self._group)
+
+
+def _size(model: Any) -> int:
+    """Return how many numbers a model's weights are."""
+    weights = cast("list[tuple[str, mx.array]]", tree_flatten(model.parameters()))
+    return sum(array.size for _, array in weights)

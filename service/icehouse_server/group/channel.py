@@ -1,0 +1,266 @@
+"""Channel of a group: one gRPC call from each follower to rank 0, orders one way and reports the other.
+
+Rank 0 listens; a follower waits until it does. Each side learns that the other is gone when the call ends,
+or when nothing came for a while. gRPC's own threads run here; nothing here waits on the inference thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import cast
+
+import grpc
+from icehouse.group.v1 import group_service_pb2 as group
+from icehouse.group.v1 import group_service_pb2_grpc as stubs
+
+from icehouse_server.clock import Clock
+from icehouse_server.errors import Reason, StartError
+from icehouse_server.group.membership import Membership, difference
+from icehouse_server.group.order_log import OrderLog
+
+_log = logging.getLogger("icehouse.boot")
+
+BEAT_S = 0.5
+"""How often a follower reports at least."""
+SILENCE_S = 3.0
+"""A rank that reports nothing for so long is lost."""
+_TELL_S = 5.0
+"""How often it is said who is waited for."""
+_MOMENT_S = 0.1
+_MESSAGE_BYTES = 64 << 20
+
+
+class GroupServer(stubs.GroupServiceServicer):
+    """Rank 0's end. `on_report` and `on_lost` are called on gRPC's threads."""
+
+    def __init__(
+        self,
+        membership: Membership,
+        facts: Mapping[str, str],
+        log: OrderLog,
+        *,
+        clock: Clock,
+        on_report: Callable[[int, group.FollowRequest], None],
+        on_lost: Callable[[str], None],
+        credentials: grpc.ServerCredentials | None,
+    ) -> None:
+        self._membership = membership
+        self._facts = facts
+        self._log = log
+        self._clock = clock
+        self._on_report = on_report
+        self._on_lost = on_lost
+        self._credentials = credentials
+        self._lock = threading.Lock()
+        self._heard: dict[int, float] = {}
+        """When each rank reported last."""
+        self._gone: set[int] = set()
+        """Ranks that ended in order."""
+        self._joining: set[int] = set()
+        """Ranks that wait for the ring."""
+        self._has_begun = False
+        self._changed = threading.Event()
+        self._ended = threading.Event()
+        self._told_time = clock.monotonic()
+        workers = ThreadPoolExecutor(4 * membership.world, thread_name_prefix="group")
+        self._server = grpc.server(workers, options=_OPTIONS)
+
+    def start(self) -> None:
+        """Listen for the followers. Raises StartError."""
+        stubs.add_GroupServiceServicer_to_server(self, self._server)
+        address = self._membership.control
+        try:
+            if self._credentials is None:
+                self._server.add_insecure_port(address)
+            else:
+                self._server.add_secure_port(address, self._credentials)
+        except RuntimeError as error:
+            raise StartError(
+                Reason.ADDRESS_IN_USE, f"rank 0 cannot listen for its group at {address}: {error}"
+            ) from error
+        self._server.start()
+        threading.Thread(target=self._watch, name="group-watch", daemon=True).start()
+
+    def wait_for_all(self) -> bool:
+        """Wait a moment; return whether all ranks are there and about to join the ring. Says from time to time
+        who is missing.
+
+        MLX holds the interpreter's lock while it joins, so nobody may begin before all have heard that."""
+        self._changed.wait(_MOMENT_S)
+        self._changed.clear()
+        if len(self._joining) == self._membership.world - 1:
+            return True
+        if len(self._heard) == self._membership.world - 1 and not self._has_begun:
+            self._has_begun = True
+            self._log.add(group.Order(begin=group.Begin()))
+        now = self._clock.monotonic()
+        if now - self._told_time >= _TELL_S:
+            self._told_time = now
+            missing = [rank for rank in self._membership.followers if rank not in self._joining]
+            hosts = ", ".join(f"{rank} ({self._membership.ring[rank][0]})" for rank in missing)
+            _log.warning("ranks_missing", extra={"ranks": hosts, "control": self._membership.control})
+        return False
+
+    def stop(self, *, timeout_s: float) -> None:
+        """Wait for the followers to end in order, and close."""
+        deadline_time = self._clock.monotonic() + timeout_s
+        while len(self._gone) < len(self._heard) and self._clock.monotonic() < deadline_time:
+            self._ended.wait(0.05)
+        self._ended.set()
+        self._server.stop(grace=0)
+
+    def Follow(
+        self, request_iterator: Iterator[group.FollowRequest], context: grpc.ServicerContext
+    ) -> Iterator[group.FollowResponse]:
+        hello = next(request_iterator).hello
+        refusal = self._refusal(hello)
+        if refusal:
+            _log.warning("rank_refused", extra={"rank": hello.rank, "detail": refusal})
+            context.abort(grpc.StatusCode.FAILED_PRECONDITION, refusal)
+        _log.info("rank_joined", extra={"rank": hello.rank})
+        threading.Thread(
+            target=self._read, args=(hello.rank, request_iterator), name="group-reports", daemon=True
+        ).start()
+        self._changed.set()
+        sequence = 0
+        while context.is_active() and not self._ended.is_set():
+            response = self._log.take(hello.rank, sequence, timeout_s=BEAT_S)
+            if response is not None:
+                sequence += len(response.orders)
+                yield response
+
+    def _refusal(self, hello: group.Hello) -> str:
+        """Return why a rank cannot join, and count it in where it can."""
+        with self._lock:
+            if hello.world != self._membership.world or hello.rank not in self._membership.followers:
+                return f"rank {hello.rank} of {hello.world} is none of {self._membership.world}"
+            if unlike := difference(self._facts, hello.facts):
+                return f"rank {hello.rank} does not fit: {unlike}"
+            if hello.rank in self._heard:
+                return f"there is a rank {hello.rank} already"
+            self._heard[hello.rank] = self._clock.monotonic()
+        return ""
+
+    def _read(self, rank: int, reports: Iterator[group.FollowRequest]) -> None:
+        try:
+            for report in reports:
+                self._heard[rank] = self._clock.monotonic()
+                kind = report.WhichOneof("report")
+                if kind == "bye":
+                    self._gone.add(rank)
+                elif kind == "joining":
+                    self._joining.add(rank)
+                    self._changed.set()
+                elif kind == "failed":
+                    self._lose(rank, report.failed.detail)
+                elif kind != "heartbeat":
+                    self._on_report(rank, report)
+        except grpc.RpcError as error:
+            self._lose(rank, f"its connection broke: {error!r}")
+        except Exception as error:  # in what took the report
+            _log.error("report_failed", exc_info=error)
+            self._lose(rank, "its report could not be taken")
+        else:
+            self._lose(rank, "it ended its connection")
+
+    def _watch(self) -> None:
+        """Notice ranks that are silent."""
+        while not self._ended.wait(BEAT_S):
+            now = self._clock.monotonic()
+            for rank, heard_time in list(self._heard.items()):
+                if now - heard_time > SILENCE_S:
+                    self._lose(rank, f"nothing came from it for {now - heard_time:.1f} s")
+
+    def _lose(self, rank: int, why: str) -> None:
+        if rank in self._gone or self._ended.is_set():
+            return
+        self._gone.add(rank)
+        _log.error("rank_lost", extra={"rank": rank, "detail": why})
+        self._on_lost(f"rank {rank}: {why}")
+
+
+class GroupClient:
+    """A follower's end."""
+
+    def __init__(
+        self,
+        membership: Membership,
+        facts: Mapping[str, str],
+        *,
+        credentials: grpc.ChannelCredentials | None,
+    ) -> None:
+        self._membership = membership
+        self._hello = group.Hello(rank=membership.rank, world=membership.world, facts=facts)
+        self._reports: queue.SimpleQueue[group.FollowRequest | None] = queue.SimpleQueue()
+        self._sent = threading.Event()
+        address = membership.control
+        self._channel = (
+            grpc.insecure_channel(address, options=_OPTIONS)
+            if credentials is None
+            else grpc.secure_channel(address, credentials, options=_OPTIONS)
+        )
+
+    def report(self, report: group.FollowRequest) -> None:
+        """Have a report sent; any thread."""
+        self._reports.put(report)
+
+    def send(self, report: group.FollowRequest) -> None:
+        """Send a report, and wait until gRPC has."""
+        self._sent.clear()
+        self.report(report)
+        self._sent.wait()
+
+    def orders(self) -> Iterator[group.Order]:
+        """Connect, and yield orders as they come. Raises StartError where rank 0 refuses this one, and
+        grpc.RpcError when it is gone."""
+        self._connect()
+        expected = 0
+        try:
+            for response in stubs.GroupServiceStub(self._channel).Follow(self._outgoing()):
+                assert response.sequence == expected, "orders were lost"
+                expected += len(response.orders)
+                yield from response.orders
+        except grpc.RpcError as error:
+            if cast("grpc.Call", error).code() is grpc.StatusCode.FAILED_PRECONDITION:
+                raise StartError(
+                    Reason.CONFIG_INVALID, f"rank 0 refused: {cast('grpc.Call', error).details()}"
+                ) from error
+            raise
+
+    def _connect(self) -> None:
+        ready = grpc.channel_ready_future(self._channel)
+        while True:
+            try:
+                ready.result(timeout=_TELL_S)
+                return
+            except grpc.FutureTimeoutError:
+                _log.warning("rank_0_missing", extra={"control": self._membership.control})
+
+    def _outgoing(self) -> Iterator[group.FollowRequest]:
+        yield group.FollowRequest(hello=self._hello)
+        while True:
+            try:
+                report = self._reports.get(timeout=BEAT_S)
+            except queue.Empty:
+                report = group.FollowRequest(heartbeat=group.Heartbeat())
+            if report is None:
+                return
+            yield report
+            # gRPC asks for the next one when this one was sent.
+            if self._reports.empty():
+                self._sent.set()
+
+    def close(self) -> None:
+        """Say goodbye and close."""
+        self.report(group.FollowRequest(bye=group.Bye()))
+        self._reports.put(None)
+
+
+_OPTIONS = [
+    ("grpc.max_receive_message_length", _MESSAGE_BYTES),
+    ("grpc.max_send_message_length", _MESSAGE_BYTES),
+]

@@ -1,0 +1,108 @@
+"""Membership: which machines are a group, which one this is, and what must be equal on all of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from icehouse_server.domain.ids import Fingerprint
+from icehouse_server.errors import ConfigError, Reason
+
+_RING_PORT = 32323
+"""As mlx.launch counts from."""
+CONTROL_PORT = 32322
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Membership:
+    """A group as one of its ranks knows it."""
+
+    rank: int
+    ring: tuple[tuple[str, ...], ...]
+    """Addresses of each rank for the ring, "host:port"."""
+    control: str
+    """Where rank 0 listens for the others."""
+
+    @property
+    def world(self) -> int:
+        return len(self.ring)
+
+    @property
+    def followers(self) -> range:
+        return range(1, self.world)
+
+    def join(self) -> Any:
+        """Connect with the other ranks over MLX's ring, and return the mx.distributed.Group. Raises what MLX
+        raises."""
+        with tempfile.NamedTemporaryFile("w", suffix=".json", delete=False) as file:
+            json.dump([list(addresses) for addresses in self.ring], file)
+        try:
+            os.environ["MLX_HOSTFILE"], os.environ["MLX_RANK"] = file.name, str(self.rank)
+            return mx.distributed.init(strict=True, backend="ring")
+        finally:
+            Path(file.name).unlink()
+
+
+def membership_of(hosts: str, *, rank: int | None, control: str | None) -> Membership:
+    """Read a file of hosts in one of the forms that MLX knows; raises ConfigError.
+
+    Either mlx.launch's, a list of {"ssh": name, "ips": [address, ...]}, or the ring's, a list with a list of
+    "host:port" for each rank.
+    """
+    try:
+        entries = json.loads(Path(hosts).expanduser().read_text(encoding="utf-8"))
+        ring = tuple(_addresses(entry, number) for number, entry in enumerate(entries))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _invalid(f"the hosts in {hosts} cannot be read: {error!r}") from error
+    if len(ring) < 2:
+        raise _invalid(f"{hosts} names {len(ring)} hosts; a group has at least two")
+    if rank is None:
+        rank = int(os.environ.get("MLX_RANK", "-1"))
+    if not 0 <= rank < len(ring):
+        raise _invalid(
+            f"which of the {len(ring)} hosts is this? Say --group-rank 0 to {len(ring) - 1}, or let "
+            "mlx.launch set MLX_RANK"
+        )
+    first_host = ring[0][0].rpartition(":")[0]
+    return Membership(rank, ring, control or f"{first_host}:{CONTROL_PORT}")
+
+
+def _addresses(entry: Any, number: int) -> tuple[str, ...]:
+    if isinstance(entry, Mapping):
+        return (f"{entry['ips'][0]}:{_RING_PORT + number}",)
+    addresses = tuple(entry)
+    if not all(isinstance(address, str) and address.rpartition(":")[2].isdigit() for address in addresses):
+        raise ValueError(f"{entry!r} is no list of host:port")
+    return addresses
+
+
+def _invalid(message: str) -> ConfigError:
+    return ConfigError(Reason.CONFIG_INVALID, message, field="group.hosts")
+
+
+def rank_fingerprint(model: Fingerprint, membership: Membership) -> Fingerprint:
+    """Return the fingerprint of one rank's part of a model: no other rank can take its blocks for its own."""
+    part = f"icehouse.rank.v1\0{membership.rank} of {membership.world}".encode()
+    return Fingerprint(hashlib.sha256(part + model).digest())
+
+
+def releases() -> dict[str, str]:
+    """Return the releases that must be equal on all ranks."""
+    return {name: importlib.metadata.version(name) for name in ("icehouse", "mlx", "mlx-lm")}
+
+
+def difference(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str:
+    """Return the first fact that differs between rank 0 and another one; empty where they agree."""
+    for name in sorted({*ours, *theirs}):
+        if ours.get(name) != theirs.get(name):
+            return f"{name} is {theirs.get(name, 'nothing')} there and {ours.get(name, 'nothing')} on rank 0"
+    return ""

@@ -1,0 +1,72 @@
+"""Order log: what the followers are to do, in the order in which rank 0 did it.
+
+Orders are added on the inference thread, which never waits here; one thread for each follower sends what has
+been added since it last looked. What rank 0 drops (a region, a copy, a read) is ordered dropped with the
+next order.
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import queue
+
+from icehouse.group.v1.group_service_pb2 import FollowResponse, Order
+
+_ORDERS_AT_ONCE = 256
+
+
+class OrderLog:
+    """Any thread may drop a number; the inference thread adds."""
+
+    def __init__(self, world: int) -> None:
+        self._queues = {rank: queue.SimpleQueue[Order]() for rank in range(1, world)}
+        self._numbers = itertools.count(1)
+        self._dropped: collections.deque[int] = collections.deque()
+
+    def number(self) -> int:
+        """Return a number for something that the followers are to keep."""
+        return next(self._numbers)
+
+    def drop(self, number: int) -> None:
+        """Have the followers drop what they kept under a number."""
+        self._dropped.append(number)
+
+    def add(self, order: Order) -> None:
+        """Have an order carried out behind all others."""
+        if self._dropped:
+            dropping = Order()
+            while self._dropped:
+                dropping.drop.numbers.append(self._dropped.popleft())
+            self._put(dropping)
+        self._put(order)
+
+    def _put(self, order: Order) -> None:
+        for each in self._queues.values():
+            each.put(order)
+
+    def take(self, rank: int, sequence: int, *, timeout_s: float) -> FollowResponse | None:
+        """Return what a follower is to do next, the first order of which has this number; None where
+        nothing came for so long."""
+        orders = self._queues[rank]
+        try:
+            response = FollowResponse(sequence=sequence, orders=[orders.get(timeout=timeout_s)])
+        except queue.Empty:
+            return None
+        while len(response.orders) < _ORDERS_AT_ONCE:
+            try:
+                response.orders.append(orders.get_nowait())
+            except queue.Empty:
+                break
+        return response
+
+
+class Kept:
+    """Something on rank 0 that the followers keep, too, for as long as this exists."""
+
+    def __init__(self, log: OrderLog) -> None:
+        self._log = log
+        self.number = log.number()
+
+    def __del__(self) -> None:
+        self._log.drop(self.number)
