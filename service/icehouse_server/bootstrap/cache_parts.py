@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from icehouse_server.bootstrap.encryption import open_cipher
+from icehouse_server.bootstrap.group.leading import LeaderParts, group_facts, with_rank
 from icehouse_server.bootstrap.machine import cache_limit
 from icehouse_server.bootstrap.room import existing_folder
 from icehouse_server.clock import Clock
@@ -23,7 +24,7 @@ from icehouse_server.engine.prefix_cache.prefix_cache import PrefixCache
 from icehouse_server.engine.prefix_cache.tiers.prefix_settings import PrefixSettings, QuotaLimits
 from icehouse_server.engine.runner.encoder_runner import EncoderRunner
 from icehouse_server.engine.runner.identity.fingerprint import ModelFingerprint, model_fingerprint
-from icehouse_server.engine.runner.model_loader import AdapterSource
+from icehouse_server.engine.runner.model_loader import AdapterSource, ModelSource
 from icehouse_server.engine.runner.runner import ModelRunner
 from icehouse_server.errors import ConfigError, Reason, StartError, imports_of_extra
 from icehouse_server.group.leader_runner import LeaderRunner
@@ -258,3 +259,18 @@ def fingerprint_of(path: Path, config: Config, *, dtype: str, digests: DigestBoo
         adapter_dir=Path(model.adapter_path) if model.adapter_path else None,
         book=digests,
     )
+
+
+def identified(
+    source: ModelSource, config: Config, *, clock: Clock, leader: LeaderParts | None
+) -> tuple[ModelSource, ModelFingerprint]:
+    """Return the model with its fingerprint, of rank 0's part where it leads a group. It
+    listens for the others then; raises StartError."""
+    digests = open_digests(config.cache, clock)
+    fingerprint = fingerprint_of(source.path, config, dtype=source.dtype, digests=digests)
+    if digests is not None:
+        source = dataclasses.replace(source, code=fingerprint.code)
+    if leader is None:
+        return source, fingerprint
+    leader.start(group_facts(config, fingerprint, dtype=source.dtype))
+    return source, with_rank(fingerprint, leader.membership)

@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Any
 from icehouse_server.bootstrap.cache_parts import (
     SsdParts,
     build_cache_parts,
-    fingerprint_of,
-    open_digests,
+    identified,
     open_ssd,
 )
-from icehouse_server.bootstrap.group_parts import LeaderParts, check_shardable, group_facts, with_rank
+from icehouse_server.bootstrap.group.leading import LeaderParts, check_shardable
 from icehouse_server.bootstrap.machine import memory_limit, weights_dtype
 from icehouse_server.bootstrap.model_source import check_files, suited
 from icehouse_server.bootstrap.telemetry import KvEventParts, TelemetryParts
@@ -27,9 +26,7 @@ from icehouse_server.clock import Clock
 from icehouse_server.config import Config, EngineConfig
 from icehouse_server.config.setting import NamedPath
 from icehouse_server.device import Device
-from icehouse_server.domain.events import Event
-from icehouse_server.domain.ids import AdapterName, RequestId
-from icehouse_server.domain.model import EngineState, ModelInfo, ReplyFormatInfo
+from icehouse_server.domain.ids import AdapterName
 from icehouse_server.engine.core.block_log import BlockLog
 from icehouse_server.engine.core.mailbox import Mailbox, Message
 from icehouse_server.engine.core.memory_budget import MemoryBudget
@@ -49,7 +46,6 @@ from icehouse_server.engine.runner.model_loader import (
     sees_images,
     vocabulary_size,
 )
-from icehouse_server.engine.runner.rank import Rank
 from icehouse_server.engine.runner.runner import ModelRunner, RunnerSettings
 from icehouse_server.engine.runner.vision import mlx_vlm
 from icehouse_server.engine.scheduling.limits import SchedulerLimits
@@ -60,8 +56,8 @@ from icehouse_server.group.leader_runner import LeaderRunner
 from icehouse_server.group.membership import Membership
 from icehouse_server.pool.model_pool import ModelPool
 from icehouse_server.pool.one_seat import OneSeat
-from icehouse_server.rpc.engine_client.engine_ports import BlockFiles, ServedModel
 from icehouse_server.rpc.engine_client.grammars import GrammarCompilers
+from icehouse_server.rpc.engine_client.listener import EngineListener
 from icehouse_server.rpc.engine_client.router import Router
 from icehouse_server.rpc.engine_client.seat import Seat
 from icehouse_server.rpc.kv_events.kv_event_source import KvEventSource
@@ -267,26 +263,20 @@ def open_engine(
     config = suited(config, model)
     source = model_source(config, model, dtype=weights_dtype(config.model, device))
     tokenizer = load_tokenizer(source)
-    digests = open_digests(config.cache, clock)
-    fingerprint = fingerprint_of(model.path, config, dtype=source.dtype, digests=digests)
-    if digests is not None:
-        source = dataclasses.replace(source, code=fingerprint.code)
+    source, fingerprint = identified(source, config, clock=clock, leader=leader)
     limits = engine_limits(config, device)
     mailbox: Mailbox[Message] = Mailbox(limit=config.engine.mailbox_limit, changed=parts.inference.changed)
     settings = runner_settings(config, device)
     if parts.are_several:
         settings = dataclasses.replace(settings, memory_limit_bytes=0)
-    if leader is not None:
-        leader.start(group_facts(config, fingerprint, dtype=source.dtype))
-        fingerprint = with_rank(fingerprint, leader.membership)
-    own_runner = build_runner(
+    runner = build_runner(
         source,
         draft,
         tokenizer,
         settings=settings,
         clock=clock,
         fingerprint_hex=fingerprint.value.hex(),
-        rank=None if leader is None else leader.rank,
+        leader=leader,
     )
     cache = build_cache_parts(
         config.cache,
@@ -298,10 +288,6 @@ def open_engine(
         post=parts.telemetry.watching(mailbox.post),
         as_group=None if leader is None else leader.open_tier,
     )
-    runner: ModelRunner | EncoderRunner | LeaderRunner = own_runner
-    if leader is not None:
-        assert isinstance(own_runner, ModelRunner), "a group shards no encoder"
-        runner = leader.leading(own_runner)
     # A group's blocks are in parts, on as many machines.
     block_files = BlockBytes() if config.cache.has_ssd and leader is None else None
     engine = Engine(
@@ -331,20 +317,22 @@ def build_runner(
     settings: RunnerSettings,
     clock: Clock,
     fingerprint_hex: str,
-    rank: Rank | None = None,
-) -> ModelRunner | EncoderRunner:
-    """Make what runs the model in a folder. Raises ModelError for a draft model beside an encoder."""
+    leader: LeaderParts | None = None,
+) -> ModelRunner | EncoderRunner | LeaderRunner:
+    """Make what runs the model in a folder. Raises ModelError for a draft model beside an encoder, and for a
+    group's encoder."""
     if not reads_whole(source.path):
-        return ModelRunner(
+        own = ModelRunner(
             source=source,
             tokenizer=tokenizer,
             settings=settings,
             clock=clock,
             fingerprint_hex=fingerprint_hex,
             draft_source=draft and dataclasses.replace(draft, dtype=source.dtype),
-            rank=rank,
+            rank=None if leader is None else leader.rank,
         )
-    if rank is not None:
+        return own if leader is None else leader.leading(own)
+    if leader is not None:
         raise model_invalid(f"the model in {source.path} is an encoder, which a group does not serve")
     if draft is not None:
         raise model_invalid(f"the model in {source.path} decodes nothing; serve it without a draft model")
@@ -455,35 +443,6 @@ def waiting_limits(config: EngineConfig) -> WaitingLimits:
         tenant_running_limit=config.tenant_running_limit,
         aging_s=config.aging_s,
     )
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class EngineListener:
-    """Passes the engine's events to the router, and the model together with what its callers need of it."""
-
-    router: Router
-    tokenizer: Tokenizer
-    images: ImageReader | None
-    block_files: BlockFiles | None
-
-    def publish(self, events: Sequence[tuple[RequestId, Event]]) -> None:
-        self.router.publish(events)
-
-    def model_loaded(self, info: ModelInfo) -> None:
-        if info.reply_format is not None:
-            _log_replies(info.reply_format)
-        self.router.model_loaded(ServedModel(info, self.tokenizer, self.images, self.block_files))
-
-    def state_changed(self, state: EngineState, error: IcehouseError | None) -> None:
-        self.router.state_changed(state, error)
-
-
-def _log_replies(format: ReplyFormatInfo) -> None:
-    """Log how chat replies will be parsed, and markers that nothing parses."""
-    facts = {"calls": format.calls or "none", "reasoning": format.reasoning_start or "none"}
-    _log.info("reply_format_found", extra={**facts, "evidence": "; ".join(format.evidence) or "none"})
-    if format.unread_markers:
-        _log.warning("reply_markers_unread", extra={"markers": " ".join(format.unread_markers)})
 
 
 _SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")

@@ -20,9 +20,9 @@ from icehouse_client.cli.figures import size_text
 from rich.markup import escape
 
 from icehouse_server.bootstrap.encryption import find_cipher
+from icehouse_server.bootstrap.imports.openblas import find_openblas, openblas_loaded, runs_on_cpu
 from icehouse_server.bootstrap.machine import allow_open_files, memory_limit, wanted_file_count
 from icehouse_server.bootstrap.model_source import find_reply_format, find_sight
-from icehouse_server.bootstrap.preload import find_openblas, openblas_loaded, runs_on_cpu
 from icehouse_server.bootstrap.room import Room, existing_folder, folder_size
 from icehouse_server.config import Config
 from icehouse_server.demo.build import is_built

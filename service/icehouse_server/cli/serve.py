@@ -23,14 +23,9 @@ import uvloop
 
 from icehouse_server import heap
 from icehouse_server.bootstrap.cache_parts import check_directory
-from icehouse_server.bootstrap.composition import (
-    OpenedEngine,
-    Server,
-    build_server,
-    model_source,
-    runner_settings,
-)
-from icehouse_server.bootstrap.group_parts import find_membership, follow
+from icehouse_server.bootstrap.composition import OpenedEngine, Server, build_server
+from icehouse_server.bootstrap.follower_parts import follow
+from icehouse_server.bootstrap.group.leading import find_membership
 from icehouse_server.bootstrap.kept_models import held
 from icehouse_server.bootstrap.machine import (
     allow_open_files,
@@ -38,9 +33,8 @@ from icehouse_server.bootstrap.machine import (
     give_back_large_arrays,
     memory_limit,
     wanted_file_count,
-    weights_dtype,
 )
-from icehouse_server.bootstrap.model_source import ServedModels, locate_models, suited
+from icehouse_server.bootstrap.model_source import ServedModels, locate_models
 from icehouse_server.bootstrap.pool_parts import build_pool
 from icehouse_server.bootstrap.room import Room
 from icehouse_server.cli.http_child import LAST_WORDS_S, HttpChild, http_child
@@ -79,7 +73,10 @@ def serve(loaded: LoadedConfig) -> None:
     _allow_open_files(loaded.config.connection)
     membership = find_membership(loaded.config)
     if membership is not None and membership.rank:
-        _follow(loaded.config, membership, SystemClock(), device)
+        check_directory(loaded.config.cache)
+        models = _located(loaded.config, device, Narrator(SystemClock()), membership)
+        with held(*models.folders):
+            follow(loaded.config, membership, models=models, device=device, clock=SystemClock())
         return
     # Its loop is woken without giving the interpreter's lock away, and each message costs less.
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -147,18 +144,6 @@ def _built(
             clock=clock,
             membership=membership,
         )
-
-
-def _follow(config: Config, membership: Membership, clock: Clock, device: Device) -> None:
-    """Be a rank of a group that others' calls never reach. Raises IcehouseError."""
-    check_directory(config.cache)
-    with contextlib.ExitStack() as stack:
-        models = _located(config, device, Narrator(clock), membership)
-        stack.enter_context(held(*models.folders))
-        config = suited(config, models.model)
-        source = model_source(config, models.model, dtype=weights_dtype(config.model, device))
-        settings = runner_settings(config, device)
-        follow(config, membership, model=source, settings=settings, device=device, clock=clock)
 
 
 def _located(

@@ -6,10 +6,13 @@ server's only readers of the environment.
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import difflib
+import json
 import os
 import re
+import tempfile
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -66,6 +69,14 @@ def enlarge_attention_plan_cache() -> None:
     """Have MLX keep more of the plans that attention on CUDA needs, one for each shape: building one takes
     50 ms, and of its own accord MLX keeps 64. Before its import."""
     os.environ.setdefault("MLX_CUDA_SDPA_CACHE_SIZE", "512")
+
+
+def name_ring(ring: Sequence[Sequence[str]], rank: int) -> None:
+    """Tell MLX the addresses of a group's ranks, and which of them this process is. Before it joins them."""
+    with tempfile.NamedTemporaryFile("w", prefix="icehouse-ring-", suffix=".json", delete=False) as file:
+        json.dump([list(addresses) for addresses in ring], file)
+    os.environ.update(MLX_HOSTFILE=file.name, MLX_RANK=str(rank))
+    atexit.register(Path(file.name).unlink, missing_ok=True)
 
 
 def load_config(

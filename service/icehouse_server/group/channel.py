@@ -6,6 +6,7 @@ or when nothing came for a while. gRPC's own threads run here; nothing here wait
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import queue
 import threading
@@ -19,6 +20,7 @@ from icehouse.group.v1 import group_service_pb2_grpc as stubs
 
 from icehouse_server.clock import Clock
 from icehouse_server.errors import Reason, StartError
+from icehouse_server.group.leader_tier import LeaderTier
 from icehouse_server.group.membership import Membership, difference
 from icehouse_server.group.order_log import OrderLog
 
@@ -34,8 +36,35 @@ _MOMENT_S = 0.1
 _MESSAGE_BYTES = 64 << 20
 
 
+class ChannelBroken(Exception):
+    """Rank 0 is gone."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ChannelTls:
+    """A rank's certificates, in PEM: it shows them to the others, and they to it."""
+
+    certificate: bytes
+    key: bytes
+    authorities: bytes
+
+    def server(self) -> grpc.ServerCredentials:
+        """Return what rank 0 listens with."""
+        return grpc.ssl_server_credentials(
+            [(self.key, self.certificate)],
+            root_certificates=self.authorities,
+            require_client_auth=True,
+        )
+
+    def channel(self) -> grpc.ChannelCredentials:
+        """Return what a follower connects with."""
+        return grpc.ssl_channel_credentials(
+            root_certificates=self.authorities, private_key=self.key, certificate_chain=self.certificate
+        )
+
+
 class GroupServer(stubs.GroupServiceServicer):
-    """Rank 0's end. `on_report` and `on_lost` are called on gRPC's threads."""
+    """Rank 0's end. `on_lost` is called on its threads."""
 
     def __init__(
         self,
@@ -44,17 +73,17 @@ class GroupServer(stubs.GroupServiceServicer):
         log: OrderLog,
         *,
         clock: Clock,
-        on_report: Callable[[int, group.FollowRequest], None],
+        tier: Callable[[], LeaderTier | None],
         on_lost: Callable[[str], None],
-        credentials: grpc.ServerCredentials | None,
+        tls: ChannelTls | None,
     ) -> None:
         self._membership = membership
         self._facts = facts
         self._log = log
         self._clock = clock
-        self._on_report = on_report
+        self._tier = tier
         self._on_lost = on_lost
-        self._credentials = credentials
+        self._tls = tls
         self._lock = threading.Lock()
         self._heard: dict[int, float] = {}
         """When each rank reported last."""
@@ -74,10 +103,10 @@ class GroupServer(stubs.GroupServiceServicer):
         stubs.add_GroupServiceServicer_to_server(self, self._server)
         address = self._membership.control
         try:
-            if self._credentials is None:
+            if self._tls is None:
                 self._server.add_insecure_port(address)
             else:
-                self._server.add_secure_port(address, self._credentials)
+                self._server.add_secure_port(address, self._tls.server())
         except RuntimeError as error:
             raise StartError(
                 Reason.ADDRESS_IN_USE, f"rank 0 cannot listen for its group at {address}: {error}"
@@ -86,8 +115,8 @@ class GroupServer(stubs.GroupServiceServicer):
         threading.Thread(target=self._watch, name="group-watch", daemon=True).start()
 
     def wait_for_all(self) -> bool:
-        """Wait a moment; return whether all ranks are there and about to join the ring. Says from time to time
-        who is missing.
+        """Wait a moment; return whether all ranks are there and about to join the ring. Says from time to
+        time who is missing.
 
         MLX holds the interpreter's lock while it joins, so nobody may begin before all have heard that."""
         self._changed.wait(_MOMENT_S)
@@ -157,8 +186,8 @@ class GroupServer(stubs.GroupServiceServicer):
                     self._changed.set()
                 elif kind == "failed":
                     self._lose(rank, report.failed.detail)
-                elif kind != "heartbeat":
-                    self._on_report(rank, report)
+                elif kind != "heartbeat" and (tier := self._tier()) is not None:
+                    tier.report(rank, report)
         except grpc.RpcError as error:
             self._lose(rank, f"its connection broke: {error!r}")
         except Exception as error:  # in what took the report
@@ -191,7 +220,7 @@ class GroupClient:
         membership: Membership,
         facts: Mapping[str, str],
         *,
-        credentials: grpc.ChannelCredentials | None,
+        tls: ChannelTls | None,
     ) -> None:
         self._membership = membership
         self._hello = group.Hello(rank=membership.rank, world=membership.world, facts=facts)
@@ -200,8 +229,8 @@ class GroupClient:
         address = membership.control
         self._channel = (
             grpc.insecure_channel(address, options=_OPTIONS)
-            if credentials is None
-            else grpc.secure_channel(address, credentials, options=_OPTIONS)
+            if tls is None
+            else grpc.secure_channel(address, tls.channel(), options=_OPTIONS)
         )
 
     def report(self, report: group.FollowRequest) -> None:
@@ -216,7 +245,7 @@ class GroupClient:
 
     def orders(self) -> Iterator[group.Order]:
         """Connect, and yield orders as they come. Raises StartError where rank 0 refuses this one, and
-        grpc.RpcError when it is gone."""
+        ChannelBroken when it is gone."""
         self._connect()
         expected = 0
         try:
@@ -225,11 +254,11 @@ class GroupClient:
                 expected += len(response.orders)
                 yield from response.orders
         except grpc.RpcError as error:
-            if cast("grpc.Call", error).code() is grpc.StatusCode.FAILED_PRECONDITION:
-                raise StartError(
-                    Reason.CONFIG_INVALID, f"rank 0 refused: {cast('grpc.Call', error).details()}"
-                ) from error
-            raise
+            call = cast("grpc.Call", error)
+            if call.code() is grpc.StatusCode.FAILED_PRECONDITION:
+                refusal = f"rank 0 refused: {call.details()}"
+                raise StartError(Reason.CONFIG_INVALID, refusal) from error
+            raise ChannelBroken(f"{call.code().name}: {call.details()}") from error
 
     def _connect(self) -> None:
         ready = grpc.channel_ready_future(self._channel)

@@ -73,6 +73,10 @@ class Follower:
         self.pass_count = 0
         self.has_ended = False
 
+    def report_no_tier(self) -> None:
+        """Tell rank 0 that this rank has no SSD tier, and so no blocks."""
+        self._stored([], is_last=True)
+
     def load(self) -> None:
         """Load this rank's share of the model; all ranks do at once. Raises ModelError."""
         if self.tier is not None:

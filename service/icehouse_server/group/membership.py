@@ -6,13 +6,9 @@ import dataclasses
 import hashlib
 import importlib.metadata
 import json
-import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-import mlx.core as mx
 
 from icehouse_server.domain.ids import Fingerprint
 from icehouse_server.errors import ConfigError, Reason
@@ -40,23 +36,14 @@ class Membership:
     def followers(self) -> range:
         return range(1, self.world)
 
-    def join(self) -> Any:
-        """Connect with the other ranks over MLX's ring, and return the mx.distributed.Group. Raises what MLX
-        raises."""
-        with tempfile.NamedTemporaryFile("w", suffix=".json", delete=False) as file:
-            json.dump([list(addresses) for addresses in self.ring], file)
-        try:
-            os.environ["MLX_HOSTFILE"], os.environ["MLX_RANK"] = file.name, str(self.rank)
-            return mx.distributed.init(strict=True, backend="ring")
-        finally:
-            Path(file.name).unlink()
 
-
-def membership_of(hosts: str, *, rank: int | None, control: str | None) -> Membership:
+def membership_of(
+    hosts: str, *, rank: int | None, launched_as: str | None, control: str | None
+) -> Membership:
     """Read a file of hosts in one of the forms that MLX knows; raises ConfigError.
 
     Either mlx.launch's, a list of {"ssh": name, "ips": [address, ...]}, or the ring's, a list with a list of
-    "host:port" for each rank.
+    "host:port" for each rank. `launched_as` is the rank by mlx.launch, for which nobody names one.
     """
     try:
         entries = json.loads(Path(hosts).expanduser().read_text(encoding="utf-8"))
@@ -65,9 +52,9 @@ def membership_of(hosts: str, *, rank: int | None, control: str | None) -> Membe
         raise _invalid(f"the hosts in {hosts} cannot be read: {error!r}") from error
     if len(ring) < 2:
         raise _invalid(f"{hosts} names {len(ring)} hosts; a group has at least two")
-    if rank is None:
-        rank = int(os.environ.get("MLX_RANK", "-1"))
-    if not 0 <= rank < len(ring):
+    if rank is None and launched_as is not None and launched_as.isdigit():
+        rank = int(launched_as)
+    if rank is None or not 0 <= rank < len(ring):
         raise _invalid(
             f"which of the {len(ring)} hosts is this? Say --group-rank 0 to {len(ring) - 1}, or let "
             "mlx.launch set MLX_RANK"

@@ -21,8 +21,9 @@ Group = Any
 class Rank:
     """One rank. `join` waits for the others, so it is called once all are there."""
 
-    def __init__(self, join: Callable[[], Group]) -> None:
-        self._join = join
+    def __init__(self, name_ring: Callable[[], None]) -> None:
+        """`name_ring` tells MLX who the ranks are."""
+        self._name_ring = name_ring
         self._group: Group = None
 
     @property
@@ -36,7 +37,8 @@ class Rank:
 
     def join(self) -> None:
         """Connect with the other ranks."""
-        self._group = self._join()
+        self._name_ring()
+        self._group = mx.distributed.init(strict=True, backend="ring")
 
     def shard(self, model: Any) -> None:
         """Keep this rank's share of a model whose weights are not read yet. Raises ModelError."""
