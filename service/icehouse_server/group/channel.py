@@ -238,10 +238,10 @@ class GroupClient:
         self._reports.put(report)
 
     def send(self, report: group.FollowRequest) -> None:
-        """Send a report, and wait until gRPC has."""
+        """Send a report, and wait until gRPC has, or cannot."""
         self._sent.clear()
         self.report(report)
-        self._sent.wait()
+        self._sent.wait(SILENCE_S)
 
     def orders(self) -> Iterator[group.Order]:
         """Connect, and yield orders as they come. Raises StartError where rank 0 refuses this one, and

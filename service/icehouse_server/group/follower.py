@@ -16,9 +16,9 @@ from icehouse.group.v1 import group_service_pb2 as group
 from icehouse_server.clock import Clock
 from icehouse_server.domain.blocks import Damage, HostBlock, Region, RegionKind
 from icehouse_server.domain.ids import BlockHash, Fingerprint, SequenceId
+from icehouse_server.engine.core.refusals import rank_lost
 from icehouse_server.engine.prefix_cache.tiers.runner_port import HostCopy, PlacedBlock, RestoreInput
 from icehouse_server.engine.runner.runner import ModelRunner
-from icehouse_server.errors import EngineFailed, Reason
 from icehouse_server.group.messages import chunk_from, header_from, names_from, planned_from
 from icehouse_server.storage.api import (
     OVERHEAD_BYTES,
@@ -85,7 +85,7 @@ class Follower:
             pass
 
     def carry_out(self, order: group.Order) -> None:
-        """Do what rank 0 did. Raises EngineFailed where this rank knows something else than rank 0."""
+        """Do what rank 0 did. Raises Unavailable where this rank knows something else than rank 0."""
         kind = order.WhichOneof("order")
         assert kind is not None, "rank 0 is of another release"
         getattr(self, f"_do_{kind}")(getattr(order, kind))
@@ -95,11 +95,7 @@ class Follower:
 
     def _do_run(self, order: group.Run) -> None:
         if order.number != self.pass_count or order.digest != self._runner.digest():
-            raise EngineFailed(
-                Reason.RANK_LOST,
-                f"this rank disagrees with rank 0 about pass {order.number}; the group ends, since its text "
-                "could be wrong",
-            )
+            raise rank_lost(f"this rank disagrees with rank 0 about pass {order.number}")
         self.pass_count += 1
         self._runner.run([chunk_from(chunk) for chunk in order.chunks], reads_at_once=order.reads_at_once)
 

@@ -28,21 +28,24 @@ class FollowerLoop:
     def run(self) -> None:
         """Do as rank 0 does until it ends. Raises IcehouseError; a broken channel ends the process."""
         threading.Thread(target=self._receive, name="group-orders", daemon=True).start()
+        while not self._follower.has_ended:
+            order = self._orders.get()
+            if isinstance(order, IcehouseError):
+                raise order
+            self._carry_out(order)
+
+    def _carry_out(self, order: group.Order) -> None:
         try:
-            while not self._follower.has_ended:
-                order = self._orders.get()
-                if isinstance(order, IcehouseError):
-                    raise order
-                if order.HasField("begin"):
-                    self._client.send(group.FollowRequest(joining=group.Joining()))
-                    self._follower.load()
-                    _log.info("rank_loaded")
-                else:
-                    self._follower.carry_out(order)
+            if order.HasField("begin"):
+                self._client.send(group.FollowRequest(joining=group.Joining()))
+                self._follower.load()
+                _log.info("rank_loaded")
+            else:
+                self._follower.carry_out(order)
         except Exception as error:  # rank 0 is told, and the group ends
             detail = error.message if isinstance(error, IcehouseError) else repr(error)
-            self._client.report(group.FollowRequest(failed=group.Failed(detail=detail)))
             leave_later(1)
+            self._client.send(group.FollowRequest(failed=group.Failed(detail=detail)))
             raise
 
     def _receive(self) -> None:

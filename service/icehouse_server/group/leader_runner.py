@@ -13,6 +13,7 @@ from icehouse_server.domain.model import ModelInfo
 from icehouse_server.domain.request import ImagePart
 from icehouse_server.engine.core.memory_model import MemoryModel
 from icehouse_server.engine.core.ports import Chunk, ImageUse, MemoryUse, PassResult
+from icehouse_server.engine.core.refusals import rank_lost
 from icehouse_server.engine.kv.runner_blocks import RunnerBlocks
 from icehouse_server.engine.prefix_cache.tiers.runner_port import (
     CacheFacts,
@@ -22,7 +23,6 @@ from icehouse_server.engine.prefix_cache.tiers.runner_port import (
 )
 from icehouse_server.engine.runner.decoding import OpenSequence
 from icehouse_server.engine.runner.runner import ModelRunner
-from icehouse_server.errors import Reason, Unavailable
 from icehouse_server.group.messages import chunk_message
 from icehouse_server.group.order_log import Kept, OrderLog
 from icehouse_server.group.reads import CopiedRegion, GroupRead, GroupTarget, ReadRegion
@@ -116,15 +116,6 @@ class LeaderRunner:
 
     def end_thread(self) -> None:
         self._own.end_thread()
-
-
-def rank_lost(detail: str) -> Unavailable:
-    """A rank of the group does not answer, so nothing can be computed until all are back."""
-    return Unavailable(
-        Reason.RANK_LOST,
-        f"a machine of this group was lost ({' '.join(detail.split())}); the group starts again by itself",
-        retry_after_s=5.0,
-    )
 
 
 class KeptRegion(Kept):

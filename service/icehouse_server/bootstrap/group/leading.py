@@ -10,6 +10,7 @@ from icehouse_server.clock import Clock
 from icehouse_server.config import Config, SecurityConfig
 from icehouse_server.config.load import environment, name_ring
 from icehouse_server.domain.model import EngineState
+from icehouse_server.engine.core.refusals import rank_lost
 from icehouse_server.engine.runner.identity.fingerprint import ModelFingerprint
 from icehouse_server.engine.runner.model_loader import ModelSource, sees_images
 from icehouse_server.engine.runner.rank import Rank
@@ -17,7 +18,7 @@ from icehouse_server.engine.runner.runner import ModelRunner
 from icehouse_server.errors import ConfigError, Reason, model_invalid
 from icehouse_server.group.channel import ChannelTls, GroupServer
 from icehouse_server.group.ending import FOLLOWERS_END_S, leave_later
-from icehouse_server.group.leader_runner import LeaderRunner, rank_lost
+from icehouse_server.group.leader_runner import LeaderRunner
 from icehouse_server.group.leader_tier import LeaderTier
 from icehouse_server.group.membership import Membership, membership_of, rank_fingerprint, releases
 from icehouse_server.group.order_log import OrderLog

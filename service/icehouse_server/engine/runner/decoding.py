@@ -173,6 +173,8 @@ class DispatchedPass:
     this is how long the host took between two passes: what a pass costs, all the same."""
     _finite: mx.array | None = None
     """Whether the logits of each drawn token were numbers."""
+    _deviation: mx.array | None = None
+    """From what other ranks computed, where that is compared."""
     _logprobs: tuple[list[int], LogprobArrays] | None = None
     """Those of some drawn tokens, with their indices in `token_ids`."""
 
@@ -200,7 +202,7 @@ class DispatchedPass:
         A view of a cache that is held while the next pass writes makes that write copy the whole cache.
         """
         self.logits = None
-        results = [array for array in (self.token_ids, self._finite) if array is not None]
+        results = [array for array in (self.token_ids, self._finite, self._deviation) if array is not None]
         logprobs = [*self.measured.values(), *([] if self._logprobs is None else [self._logprobs[1]])]
         results += [array for each in logprobs for array in each.arrays]
         results += self.pooled.values()
@@ -226,6 +228,9 @@ class DispatchedPass:
             self.token_ids = sample(logits, rows, may_wait=may_wait).astype(mx.uint32)
             if self.rank is not None:
                 self.token_ids = self.rank.share(self.token_ids)
+                if self.rank.is_checked(self.number):
+                    self._deviation = self.rank.deviation(logits)
+                    self.arrays.append(self._deviation)
             self._finite = are_finite(logits, self.token_ids, rows)
             self.arrays += [self.token_ids, self._finite]
             wanted = {index: row.logprobs for index, row in enumerate(rows) if row.logprobs is not None}
@@ -249,6 +254,8 @@ class DispatchedPass:
         if self.token_ids is None:
             return []
         assert self._finite is not None
+        if self._deviation is not None and self.rank is not None:
+            self.rank.check(self._deviation)
         ids = cast("list[int]", self.token_ids.tolist())
         finite = cast("list[bool]", self._finite.tolist())
         logprobs: list[TokenLogprobs | None] = [None] * len(ids)

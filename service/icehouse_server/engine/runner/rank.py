@@ -10,9 +10,15 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import mlx.core as mx
+import numpy as np
 from mlx.utils import tree_flatten
 
+from icehouse_server.engine.core.refusals import rank_lost
 from icehouse_server.errors import model_invalid
+
+_CHECK_INTERVAL = 64
+_DEVIATION_LIMIT = 0.02
+"""Devices of different kinds round differently."""
 
 Group = Any
 """mx.distributed.Group, which mlx's type hints do not name."""
@@ -57,6 +63,23 @@ class Rank:
             ) from error
         if _size(model) >= before:
             raise model_invalid("mlx-lm shards no weight of this model; serve it on one machine")
+
+    def is_checked(self, number: int) -> bool:
+        """Whether the ranks compare what they computed in the pass of this number."""
+        return number % _CHECK_INTERVAL == 0
+
+    def deviation(self, logits: mx.array) -> mx.array:
+        """Return how far this rank's logits, [rows, vocabulary], are from the mean of all ranks', as a share
+        of it: the mean size of a logit stands for them."""
+        own = mx.abs(logits.astype(mx.float32)).mean()
+        mean = mx.distributed.all_sum(own, group=self._group) / self.world
+        return mx.abs(own - mean) / mean
+
+    def check(self, deviation: mx.array) -> None:
+        """Raise Unavailable where this rank computed something else than the others."""
+        share = float(np.array(deviation))
+        if not share <= _DEVIATION_LIMIT:
+            raise rank_lost(f"the ranks' logits differ by {share:.3f} of their size")
 
     def share(self, token_ids: mx.array) -> mx.array:
         """Return the tokens that rank 0 drew, [count]."""
