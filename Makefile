@@ -33,7 +33,7 @@ INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo fleet serve test test-slow test-processors test-fleet test-docs test-clients test-agents check gen fmt lint types proto fresh bench soak fuzz smoke audit packages release docs clean
+.PHONY: help env demo fleet group serve test test-slow test-processors test-fleet test-group test-docs test-clients test-agents check gen fmt lint types proto fresh bench soak fuzz smoke audit packages release docs clean
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' Makefile
@@ -51,6 +51,9 @@ $(STAMP) $(VENV)/.stamp-serving: $(PACKAGES) constraints.txt
 demo: $(SERVING) ## Watch a real model answer over gRPC: make the model once, start a server, ask, stream, stop.
 	@$(BIN)/icehouse demo
 
+group: $(STAMP) # Watch three ranks of one model: one is killed, the group comes back (ARGS="--ranks 2 --model FOLDER").
+	@$(BIN)/python -m bench.group.tour $(ARGS)
+
 fleet: $(STAMP) ## Watch two workers behind a gateway (SMG): one is killed, conversations go on (ARGS="--stay").
 	@$(BIN)/python -m bench.fleet.tour $(ARGS)
 
@@ -58,7 +61,7 @@ serve: $(SERVING) ## Serve the demo model on localhost:50051 (ARGS="--port 50052
 	@$(BIN)/icehouse serve $(ARGS)
 
 # What is compiled is kept, whatever the environment says: the tests start hundreds of processes.
-test test-slow test-processors test-fleet test-docs test-clients test-agents: export PYTHONDONTWRITEBYTECODE :=
+test test-slow test-processors test-fleet test-group test-docs test-clients test-agents: export PYTHONDONTWRITEBYTECODE :=
 
 test: $(STAMP) ## Run the fast test suite (ARGS="tests/unit/storage -k spill" narrows it).
 	@$(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
@@ -72,6 +75,9 @@ test-processors: $(STAMP) # Run the tests that compute as on other processors: h
 
 test-fleet: $(STAMP) ## Test workers behind a real gateway (SMG), with OpenAI's and Anthropic's clients: a minute or two.
 	@$(PYTEST) -m fleet tests/system/fleet $(ARGS)
+
+test-group: $(STAMP) # Test one model over several processes: equal tokens, lost ranks and disks, planted faults: a few minutes.
+	@$(PYTEST) -m group -n $(WORKERS) --dist worksteal tests/system/group $(ARGS)
 
 test-docs: $(STAMP) ## Run the Python and the commands that the pages show, beside live servers: a few minutes.
 	@$(PYTEST) -m docs tests/system/docs $(ARGS)

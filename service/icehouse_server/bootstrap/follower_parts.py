@@ -14,7 +14,7 @@ from icehouse_server.bootstrap.machine import weights_dtype
 from icehouse_server.bootstrap.model_source import ServedModels, suited
 from icehouse_server.clock import Clock
 from icehouse_server.config import Config
-from icehouse_server.config.load import name_ring
+from icehouse_server.config.load import name_ranks
 from icehouse_server.device import Device
 from icehouse_server.engine.runner.model_loader import load_tokenizer
 from icehouse_server.engine.runner.rank import Rank
@@ -44,7 +44,7 @@ def follow(
         tokenizer=load_tokenizer(source),
         settings=runner_settings(config, device),
         clock=clock,
-        rank=Rank(lambda: name_ring(membership.ring, membership.rank)),
+        rank=Rank(lambda: name_ranks(membership.ring, membership.rank)),
     )
     facts = group_facts(config, fingerprint, dtype=source.dtype)
     client = GroupClient(membership, facts, tls=tls_of(config.security))

@@ -71,12 +71,16 @@ def enlarge_attention_plan_cache() -> None:
     os.environ.setdefault("MLX_CUDA_SDPA_CACHE_SIZE", "512")
 
 
-def name_ring(ring: Sequence[Sequence[str]], rank: int) -> None:
-    """Tell MLX the addresses of a group's ranks, and which of them this process is. Before it joins them."""
+def name_ranks(ring: Sequence[Sequence[str]], rank: int) -> str:
+    """Tell MLX the addresses of a group's ranks, and which one this process is; return its backend for them.
+    Under `mlx.launch --backend jaccl`, RDMA over Thunderbolt, MLX has been told all that."""
+    if "MLX_JACCL_COORDINATOR" in os.environ:
+        return "jaccl"
     with tempfile.NamedTemporaryFile("w", prefix="icehouse-ring-", suffix=".json", delete=False) as file:
         json.dump([list(addresses) for addresses in ring], file)
     os.environ.update(MLX_HOSTFILE=file.name, MLX_RANK=str(rank))
     atexit.register(Path(file.name).unlink, missing_ok=True)
+    return "ring"
 
 
 def load_config(

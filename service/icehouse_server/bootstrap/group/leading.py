@@ -8,7 +8,7 @@ from pathlib import Path
 
 from icehouse_server.clock import Clock
 from icehouse_server.config import Config, SecurityConfig
-from icehouse_server.config.load import environment, name_ring
+from icehouse_server.config.load import environment, name_ranks
 from icehouse_server.domain.model import EngineState
 from icehouse_server.engine.core.refusals import rank_lost
 from icehouse_server.engine.runner.identity.fingerprint import ModelFingerprint
@@ -66,7 +66,7 @@ class LeaderParts:
 
     def __init__(self, membership: Membership, config: Config, *, clock: Clock, router: Router) -> None:
         self.membership = membership
-        self.rank = Rank(lambda: name_ring(membership.ring, membership.rank))
+        self.rank = Rank(lambda: name_ranks(membership.ring, membership.rank))
         self._security = config.security
         self._clock = clock
         self._router = router

@@ -27,9 +27,9 @@ Group = Any
 class Rank:
     """One rank. `join` waits for the others, so it is called once all are there."""
 
-    def __init__(self, name_ring: Callable[[], None]) -> None:
-        """`name_ring` tells MLX who the ranks are."""
-        self._name_ring = name_ring
+    def __init__(self, name_ranks: Callable[[], str]) -> None:
+        """`name_ranks` tells MLX who the ranks are, and returns which of its backends connects them."""
+        self._name_ranks = name_ranks
         self._group: Group = None
 
     @property
@@ -43,8 +43,7 @@ class Rank:
 
     def join(self) -> None:
         """Connect with the other ranks."""
-        self._name_ring()
-        self._group = mx.distributed.init(strict=True, backend="ring")
+        self._group = mx.distributed.init(strict=True, backend=self._name_ranks())
 
     def shard(self, model: Any) -> None:
         """Keep this rank's share of a model whose weights are not read yet. Raises ModelError."""
