@@ -142,15 +142,17 @@ fmt: $(STAMP) ## Format the code and fix what ruff can fix.
 #                budgets of checkpoints against LRU and Belady; with ARGS=--server against a real server
 #   nextturn     a session's second question where the template rewrites the history (ARGS="--templates FILE.json"):
 #                what is computed and the first token, with the next turn computed ahead and without
+#   group        one model over two processes beside one process: what a group costs, and the bytes of its orders
 #   growth       when one worker is enough, what 64 keep of its hits: simulated from what one costs
 CASE = throughput
 CASES := throughput gpu step profile lone load cache storage startup vision structured speculation blas telemetry \
-	tenants attacks http httpattacks fleet agents nextturn growth shared
+	tenants attacks http httpattacks fleet agents nextturn group growth shared
 MODULE_profile := step.profile
 MODULE_storage := storage_bench
 MODULE_http := http.measure
 MODULE_httpattacks := http.attacks
 MODULE_fleet := fleet.measure
+MODULE_group := group.measure
 MODULE_growth := fleet.growth
 MODULE_nextturn := next_turn
 

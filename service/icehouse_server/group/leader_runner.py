@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from typing import Any, cast
 
 from icehouse.group.v1 import group_service_pb2 as group
 
+from icehouse_server.clock import Clock
 from icehouse_server.domain.blocks import HostRegion, Region, RegionKind
 from icehouse_server.domain.ids import SequenceId
 from icehouse_server.domain.model import ModelInfo
@@ -28,17 +30,24 @@ from icehouse_server.group.order_log import Kept, OrderLog
 from icehouse_server.group.reads import CopiedRegion, GroupRead, GroupTarget, ReadRegion
 from icehouse_server.storage.api import KvTarget, PlannedBlock
 
+_log = logging.getLogger("icehouse.engine")
+
 
 class LeaderRunner:
     """Implements the engine's Runner; `blocks` is the prefix cache's side of it."""
 
-    def __init__(self, own: ModelRunner, log: OrderLog, *, wait_for_all: Callable[[], bool]) -> None:
+    def __init__(
+        self, own: ModelRunner, log: OrderLog, *, clock: Clock, wait_for_all: Callable[[], bool]
+    ) -> None:
         """`wait_for_all` waits a moment; True once all ranks are there and agree."""
         self._own = own
         self._log = log
+        self._clock = clock
         self._wait_for_all = wait_for_all
         self.blocks = LeaderBlocks(own.blocks, log)
         self._pass_count = 0
+        self._announced_s = 0.0
+        """What it took to make the orders of passes."""
         self._reads_at_once = False
 
     def load_steps(self, *, is_hurried: Callable[[], bool]) -> Generator[None, None, ModelInfo]:
@@ -76,6 +85,7 @@ class LeaderRunner:
 
     def _announce(self, parts: Sequence[tuple[OpenSequence, Chunk]]) -> None:
         """Order the pass that is about to be built."""
+        began = self._clock.monotonic()
         run = group.Run(
             number=self._pass_count,
             digest=self._own.digest(),
@@ -84,6 +94,7 @@ class LeaderRunner:
         )
         self._pass_count += 1
         self._log.add(group.Order(run=run))
+        self._announced_s += self._clock.monotonic() - began
 
     def layer_count(self) -> int:
         return self._own.layer_count()
@@ -113,6 +124,9 @@ class LeaderRunner:
         self.blocks.clear()
         self._log.add(group.Order(end=group.End()))
         self._own.close()
+        facts = {"passes": self._pass_count, "orders_s": round(self._announced_s, 4)}
+        messages = {"messages": self._log.sent_count, "bytes": self._log.sent_bytes}
+        _log.info("group_ended", extra={**facts, **messages})
 
     def end_thread(self) -> None:
         self._own.end_thread()

@@ -23,6 +23,9 @@ class OrderLog:
         self._queues = {rank: queue.SimpleQueue[Order]() for rank in range(1, world)}
         self._numbers = itertools.count(1)
         self._dropped: collections.deque[int] = collections.deque()
+        self.sent_count = 0
+        """Messages, to all followers."""
+        self.sent_bytes = 0
 
     def number(self) -> int:
         """Return a number for something that the followers are to keep."""
@@ -58,6 +61,8 @@ class OrderLog:
                 response.orders.append(orders.get_nowait())
             except queue.Empty:
                 break
+        self.sent_count += 1
+        self.sent_bytes += response.ByteSize()
         return response
 
 

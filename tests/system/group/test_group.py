@@ -160,6 +160,10 @@ def test_rows_decode_together(group: RankGroup, said: list[list[int]]) -> None:
         ]
         answers = [list(call.result().token_ids) for call in calls]
     assert answers == [expected for expected in said for _ in range(4)]
+    group.stop()
+    (line,) = [line for line in group.log(0).splitlines() if "group_ended" in line]
+    facts = dict(part.split("=") for part in line.split() if "=" in part)
+    assert int(facts["bytes"]) / int(facts["passes"]) <= 4096
 
 
 def test_what_one_server_does_holds_for_a_group(group: RankGroup, folder: Path, tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ class LeaderParts:
     def leading(self, runner: ModelRunner) -> LeaderRunner:
         """Return the runner that the others repeat."""
         assert self._server is not None
-        return LeaderRunner(runner, self._log, wait_for_all=self._server.wait_for_all)
+        return LeaderRunner(runner, self._log, clock=self._clock, wait_for_all=self._server.wait_for_all)
 
     def open_tier(self, open_own: Callable[[_Post], ColdTier | None], post: _Post) -> ColdTier | None:
         """Return the tiers of all ranks as one. `open_own` opens rank 0's; None without an SSD tier."""
