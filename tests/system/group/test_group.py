@@ -232,9 +232,10 @@ def compute_something_else() -> None:
     """Plant a fault: this rank's last norm is not what it should be."""
     shard = Rank.shard
 
-    def damage(self: Rank, model: Any) -> None:
-        shard(self, model)
+    def damage(self: Rank, model: Any) -> int:
+        whole_count = shard(self, model)
         model.model.norm.weight = 1.5 * model.model.norm.weight
+        return whole_count
 
     Rank.shard = damage  # type: ignore[method-assign]
 

@@ -85,6 +85,8 @@ class LoadedModel:
     """What makes vectors of images."""
     world: int = 1
     """Ranks that the model is sharded over."""
+    whole_count: int = 0
+    """Parameters of the whole model, where this is a share of it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -191,8 +193,7 @@ def load_steps(
         if source.dtype:
             for part in parts:
                 convert(part, source.dtype)
-        if rank is not None:
-            rank.shard(model)
+        whole_count = 0 if rank is None else rank.shard(model)
         model.eval()
         yield
         yield from _read_weights(parts, source.path, is_hurried)
@@ -210,7 +211,7 @@ def load_steps(
     if source.code is not None:
         caches = leaves(make_caches(model))
         source.code.check({type(each) for each in (*(m for part in parts for m in part.modules()), *caches)})
-    return LoadedModel(model, config, tower, 1 if rank is None else rank.world)
+    return LoadedModel(model, config, tower, 1 if rank is None else rank.world, whole_count)
 
 
 def _read_weights(parts: Iterable[Any], folder: Path, is_hurried: Callable[[], bool]) -> Iterator[None]:
@@ -278,7 +279,7 @@ def describe(
         context_token_limit=int(context),
         dtype=str(floating[0]).removeprefix("mlx.core.") if floating else "unknown",
         quantization=quantization_of(loaded.config),
-        parameter_count=sum(a.size for a in weights),
+        parameter_count=loaded.whole_count or sum(a.size for a in weights),
         weight_bytes=sum(a.nbytes for a in weights),
         kv_bytes_per_token=0,
         cache_classes=tuple(dict.fromkeys(type(c).__name__ for c in caches)),

@@ -45,8 +45,9 @@ class Rank:
         """Connect with the other ranks."""
         self._group = mx.distributed.init(strict=True, backend=self._name_ranks())
 
-    def shard(self, model: Any) -> None:
-        """Keep this rank's share of a model whose weights are not read yet. Raises ModelError."""
+    def shard(self, model: Any) -> int:
+        """Keep this rank's share of a model whose weights are not read yet; return how many numbers the whole
+        model has. Raises ModelError."""
         if not hasattr(model, "shard"):
             raise model_invalid(
                 f"mlx-lm cannot shard this model: {type(model).__module__} has no `shard`; serve it on one "
@@ -62,6 +63,7 @@ class Rank:
             ) from error
         if _size(model) >= before:
             raise model_invalid("mlx-lm shards no weight of this model; serve it on one machine")
+        return before
 
     def is_checked(self, number: int) -> bool:
         """Whether the ranks compare what they computed in the pass of this number."""
