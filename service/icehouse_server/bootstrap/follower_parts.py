@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import threading
+from typing import NoReturn
 
 from icehouse_server.bootstrap.cache_parts import fingerprint_of, open_digests, open_ssd
 from icehouse_server.bootstrap.composition import model_source, runner_settings
@@ -20,7 +21,7 @@ from icehouse_server.engine.runner.model_loader import load_tokenizer
 from icehouse_server.engine.runner.rank import Rank
 from icehouse_server.engine.runner.runner import ModelRunner
 from icehouse_server.group.channel import GroupClient
-from icehouse_server.group.ending import FOLLOWERS_END_S, LEAVE_S, leave_later
+from icehouse_server.group.ending import FOLLOWERS_END_S, LEAVE_S, leave, leave_later
 from icehouse_server.group.follower import Follower
 from icehouse_server.group.follower_loop import FollowerLoop
 from icehouse_server.group.membership import Membership
@@ -30,7 +31,7 @@ _log = logging.getLogger("icehouse.boot")
 
 def follow(
     config: Config, membership: Membership, *, models: ServedModels, device: Device, clock: Clock
-) -> None:
+) -> NoReturn:
     """Follow rank 0 until it ends the group, on the main thread. Raises IcehouseError."""
     check_shardable(models.model, config)
     config = suited(config, models.model)
@@ -63,7 +64,7 @@ def follow(
         ssd.tiers.join(timeout_s=LEAVE_S)
     client.close()
     _log.info("group_ended", extra={"rank": membership.rank})
-    leave_later(0)
+    leave(0)
 
 
 def _leave_end_to_rank_0(*, grace_s: float) -> None:

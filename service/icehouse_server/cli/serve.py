@@ -17,7 +17,6 @@ import signal
 import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from typing import NoReturn
 
 import uvloop
 
@@ -46,6 +45,7 @@ from icehouse_server.config.load import environment
 from icehouse_server.device import Device, find_device
 from icehouse_server.domain.model import EngineState
 from icehouse_server.errors import EngineFailed, IcehouseError, Reason
+from icehouse_server.group.ending import leave
 from icehouse_server.group.membership import Membership
 from icehouse_server.pool.model_pool import ModelPool
 from icehouse_server.rpc.access.caller import UNPROVED
@@ -77,11 +77,12 @@ def serve(loaded: LoadedConfig) -> None:
         models = _located(loaded.config, device, Narrator(SystemClock()), membership)
         with held(*models.folders):
             follow(loaded.config, membership, models=models, device=device, clock=SystemClock())
-        return
     # Its loop is woken without giving the interpreter's lock away, and each message costs less.
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         manager = manager_of(environment(), pid=os.getpid())
         runner.run(_serve(loaded.config, SystemClock(), manager, device, membership))
+    if membership is not None:
+        leave(0)
 
 
 def _allow_open_files(connection: ConnectionConfig) -> None:
@@ -338,7 +339,7 @@ async def _drain(
     if not closed:
         _log.error("stuck_storage_abandoned", extra={"waited_s": closing_s})
     if not (ended and closed):
-        _leave(1)
+        leave(1)
 
 
 def _closed(server: Server, opened: Sequence[OpenedEngine], *, timeout_s: float) -> bool:
@@ -373,7 +374,7 @@ async def _leave_stuck_work(code: int) -> None:
             _log.error(
                 "stuck_work_abandoned", extra={"threads": ", ".join(names), "waited_s": _BOUNDS.work_s}
             )
-            _leave(code)
+            leave(code)
         await asyncio.sleep(_LOOK_S)
 
 
@@ -382,7 +383,7 @@ def _bound_end(code: int) -> None:
 
     def abandon() -> None:
         _log.error("stuck_end_abandoned", extra={"waited_s": _BOUNDS.end_s})
-        _leave(code)
+        leave(code)
 
     timer = threading.Timer(_BOUNDS.end_s, abandon)
     timer.daemon = True
@@ -398,12 +399,6 @@ def _is_waited_for(thread: threading.Thread) -> bool:
     # The loop's own have ended what they were given; they are waited for when the loop closes.
     is_own = thread is threading.main_thread() or thread.name.startswith(_LOOP_THREADS)
     return not thread.daemon and not is_own
-
-
-def _leave(code: int) -> NoReturn:
-    for handler in logging.getLogger().handlers:
-        handler.flush()
-    os._exit(code)
 
 
 _manager_log = logging.getLogger("icehouse.service_manager")

@@ -285,7 +285,7 @@ class GroupClient:
 
     def close(self) -> None:
         """Say goodbye and close."""
-        self.report(group.FollowRequest(bye=group.Bye()))
+        self.send(group.FollowRequest(bye=group.Bye()))
         self._reports.put(None)
 
 
