@@ -6,7 +6,7 @@ server's only readers of the environment.
 
 from __future__ import annotations
 
-import atexit
+import contextlib
 import dataclasses
 import difflib
 import json
@@ -71,16 +71,18 @@ def enlarge_attention_plan_cache() -> None:
     os.environ.setdefault("MLX_CUDA_SDPA_CACHE_SIZE", "512")
 
 
-def name_ranks(ring: Sequence[Sequence[str]], rank: int) -> str:
-    """Tell MLX the addresses of a group's ranks, and which one this process is; return its backend for them.
-    Under `mlx.launch --backend jaccl`, RDMA over Thunderbolt, MLX has been told all that."""
+@contextlib.contextmanager
+def named_ranks(ring: Sequence[Sequence[str]], rank: int) -> Iterator[str]:
+    """Tell MLX the addresses of a group's ranks, and which one this process is, while it joins them; yield
+    its backend for that. Under `mlx.launch --backend jaccl`, RDMA over Thunderbolt, MLX has been told."""
     if "MLX_JACCL_COORDINATOR" in os.environ:
-        return "jaccl"
-    with tempfile.NamedTemporaryFile("w", prefix="icehouse-ring-", suffix=".json", delete=False) as file:
+        yield "jaccl"
+        return
+    with tempfile.NamedTemporaryFile("w", prefix="icehouse-ring-", suffix=".json") as file:
         json.dump([list(addresses) for addresses in ring], file)
-    os.environ.update(MLX_HOSTFILE=file.name, MLX_RANK=str(rank))
-    atexit.register(Path(file.name).unlink, missing_ok=True)
-    return "ring"
+        file.flush()
+        os.environ.update(MLX_HOSTFILE=file.name, MLX_RANK=str(rank))
+        yield "ring"
 
 
 def load_config(
