@@ -182,11 +182,13 @@ def build_server(
     """Wire a server of one model, on its own or as rank 0 of a group. Reads the tokenizer; raises ModelError
     when the folder has none to read."""
     config = suited(config, model)
+    if membership is not None:
+        check_shardable(model, config)
     parts = EngineParts.of(config, device, clock)
     leader = None
     if membership is not None:
-        check_shardable(model, config)
-        leader = LeaderParts(membership, config, clock=clock, router=router)
+        limit_bytes = memory_limit(config.engine.memory_limit_bytes, device)
+        leader = LeaderParts(membership, config, memory_limit_bytes=limit_bytes, clock=clock, router=router)
     opened = open_engine(config, model=model, draft=draft, router=router, parts=parts, leader=leader)
     kv_events = KvEventParts(config, opened.log, engine=opened.engine, router=router, clock=clock)
     telemetry = parts.telemetry

@@ -15,7 +15,7 @@ from icehouse_server.bootstrap.machine import weights_dtype
 from icehouse_server.bootstrap.model_source import ServedModels, suited
 from icehouse_server.clock import Clock
 from icehouse_server.config import Config
-from icehouse_server.config.load import name_ranks
+from icehouse_server.config.load import named_ranks
 from icehouse_server.device import Device
 from icehouse_server.engine.runner.model_loader import load_tokenizer
 from icehouse_server.engine.runner.rank import Rank
@@ -40,29 +40,31 @@ def follow(
         source.path, config, dtype=source.dtype, digests=open_digests(config.cache, clock)
     )
     part = with_rank(fingerprint, membership)
+    settings = runner_settings(config, device)
     runner = ModelRunner(
         source=source,
         tokenizer=load_tokenizer(source),
-        settings=runner_settings(config, device),
+        settings=settings,
         clock=clock,
-        rank=Rank(lambda: name_ranks(membership.ring, membership.rank)),
+        rank=Rank(lambda: named_ranks(membership.ring, membership.rank)),
     )
     facts = group_facts(config, fingerprint, dtype=source.dtype)
-    client = GroupClient(membership, facts, tls=tls_of(config.security))
+    client = GroupClient(
+        membership, facts, tls=tls_of(config.security), memory_limit_bytes=settings.memory_limit_bytes
+    )
     follower = Follower(runner, fingerprint=part.value, clock=clock, report=client.report)
     ssd = open_ssd(config.cache, device=device, clock=clock)
-    if ssd is None:
-        follower.report_no_tier()
-    else:
+    if ssd is not None:
         follower.tier = ssd.tiers.open(part.value, part.details, follower.take)
         ssd.tiers.start()
     _leave_end_to_rank_0(grace_s=config.server.drain_grace_s + FOLLOWERS_END_S)
-    FollowerLoop(follower, client).run()
+    loop = FollowerLoop(follower, client)
+    loop.run()
     if ssd is not None and follower.tier is not None:
         follower.tier.join(timeout_s=FOLLOWERS_END_S)
         ssd.tiers.close(deadline_time=clock.monotonic() + LEAVE_S)
         ssd.tiers.join(timeout_s=LEAVE_S)
-    client.close()
+    loop.close()
     _log.info("group_ended", extra={"rank": membership.rank})
     leave(0)
 

@@ -114,11 +114,12 @@ async def _serve(
             server = _built(config, clock, device, narrator, stack, membership)
             await _run(server, config, front, manager=manager, narrator=narrator)
     opened = server.opened
-    has_failed = opened is not None and opened.router.state is EngineState.FAILED
+    lost = None if server.leader is None else server.leader.lost
+    has_failed = lost is not None or (opened is not None and opened.router.state is EngineState.FAILED)
     await _leave_stuck_work(1 if has_failed else 0)
     _bound_end(1 if has_failed else 0)
     if opened is not None and has_failed:
-        raise opened.error or EngineFailed(Reason.ENGINE_FAILED, "the engine failed; see the log")
+        raise lost or opened.error or EngineFailed(Reason.ENGINE_FAILED, "the engine failed; see the log")
 
 
 def _built(

@@ -1,7 +1,8 @@
 """Channel of a group: one gRPC call from each follower to rank 0, orders one way and reports the other.
 
-Rank 0 listens; a follower waits until it does. Each side learns that the other is gone when the call ends,
-or when nothing came for a while. gRPC's own threads run here; nothing here waits on the inference thread.
+Rank 0 listens; a follower waits until it does. Each side says every moment that it lives, and learns that the
+other is gone when the call ends, or when nothing came for a while. gRPC's own threads run here; nothing here
+waits on the inference thread.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import dataclasses
 import logging
 import queue
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import cast
 
@@ -23,17 +24,20 @@ from icehouse_server.errors import Reason, StartError
 from icehouse_server.group.leader_tier import LeaderTier
 from icehouse_server.group.membership import Membership, difference
 from icehouse_server.group.order_log import OrderLog
+from icehouse_server.group.silence import BEAT_S, SILENCE_S, Silence
 
 _log = logging.getLogger("icehouse.boot")
 
-BEAT_S = 0.5
-"""How often a follower reports at least."""
-SILENCE_S = 3.0
-"""A rank that reports nothing for so long is lost."""
 _TELL_S = 5.0
 """How often it is said who is waited for."""
 _MOMENT_S = 0.1
-_MESSAGE_BYTES = 64 << 20
+_ORDERS_BYTES = 64 << 20
+"""An order may have a whole prompt."""
+_REPORT_BYTES = 1 << 20
+_LEAST_SHARE = 0.98
+"""Of rank 0's memory, what every rank must have: machines of one kind differ a little."""
+_TEXT_LIMIT = 200
+"""Characters of what a rank says that are logged."""
 
 
 class ChannelBroken(Exception):
@@ -76,7 +80,9 @@ class GroupServer(stubs.GroupServiceServicer):
         tier: Callable[[], LeaderTier | None],
         on_lost: Callable[[str], None],
         tls: ChannelTls | None,
+        memory_limit_bytes: int,
     ) -> None:
+        self._memory_limit_bytes = memory_limit_bytes
         self._membership = membership
         self._facts = facts
         self._log = log
@@ -85,18 +91,24 @@ class GroupServer(stubs.GroupServiceServicer):
         self._on_lost = on_lost
         self._tls = tls
         self._lock = threading.Lock()
-        self._heard: dict[int, float] = {}
-        """When each rank reported last."""
+        self._silence: Silence[int] = Silence()
+        self._strangers: Silence[grpc.ServicerContext] = Silence()
+        """Calls that have not said yet who they are."""
+        self._joined: set[int] = set()
         self._gone: set[int] = set()
-        """Ranks that ended in order."""
+        """Ranks that ended in order, or were lost."""
         self._joining: set[int] = set()
         """Ranks that wait for the ring."""
         self._has_begun = False
+        self._broken = ""
+        """Which rank was lost and why."""
         self._changed = threading.Event()
         self._ended = threading.Event()
         self._told_time = clock.monotonic()
         workers = ThreadPoolExecutor(4 * membership.world, thread_name_prefix="group")
-        self._server = grpc.server(workers, options=_OPTIONS)
+        self._server = grpc.server(
+            workers, options=[*_limits(receive=_REPORT_BYTES, send=_ORDERS_BYTES), _ONE_LISTENER]
+        )
 
     def start(self) -> None:
         """Listen for the followers. Raises StartError."""
@@ -123,21 +135,21 @@ class GroupServer(stubs.GroupServiceServicer):
         self._changed.clear()
         if len(self._joining) == self._membership.world - 1:
             return True
-        if len(self._heard) == self._membership.world - 1 and not self._has_begun:
+        if len(self._joined) == self._membership.world - 1 and not self._has_begun:
             self._has_begun = True
             self._log.add(group.Order(begin=group.Begin()))
         now = self._clock.monotonic()
         if now - self._told_time >= _TELL_S:
             self._told_time = now
             missing = [rank for rank in self._membership.followers if rank not in self._joining]
-            hosts = ", ".join(f"{rank} ({self._membership.ring[rank][0]})" for rank in missing)
+            hosts = ", ".join(f"{rank} ({self._membership.host(rank)})" for rank in missing)
             _log.warning("ranks_missing", extra={"ranks": hosts, "control": self._membership.control})
         return False
 
     def stop(self, *, timeout_s: float) -> None:
         """Wait for the followers to end in order, and close."""
         deadline_time = self._clock.monotonic() + timeout_s
-        while len(self._gone) < len(self._heard) and self._clock.monotonic() < deadline_time:
+        while len(self._gone) < len(self._joined) and self._clock.monotonic() < deadline_time:
             self._ended.wait(0.05)
         self._ended.set()
         self._server.stop(grace=0)
@@ -145,8 +157,11 @@ class GroupServer(stubs.GroupServiceServicer):
     def Follow(
         self, request_iterator: Iterator[group.FollowRequest], context: grpc.ServicerContext
     ) -> Iterator[group.FollowResponse]:
-        hello = next(request_iterator).hello
-        refusal = self._refusal(hello)
+        self._strangers.hear(context)
+        first = next(request_iterator, group.FollowRequest())
+        self._strangers.excuse(context)
+        hello = first.hello
+        refusal = self._refusal(hello, context)
         if refusal:
             _log.warning("rank_refused", extra={"rank": hello.rank, "detail": refusal})
             context.abort(grpc.StatusCode.FAILED_PRECONDITION, refusal)
@@ -158,35 +173,52 @@ class GroupServer(stubs.GroupServiceServicer):
         sequence = 0
         while context.is_active() and not self._ended.is_set():
             response = self._log.take(hello.rank, sequence, timeout_s=BEAT_S)
-            if response is not None:
-                sequence += len(response.orders)
-                yield response
+            if self._broken:
+                # What rank 0 orders at its end would end this one as if all were well.
+                context.abort(grpc.StatusCode.UNAVAILABLE, self._broken)
+            response = response or group.FollowResponse(sequence=sequence)
+            sequence += len(response.orders)
+            yield response
 
-    def _refusal(self, hello: group.Hello) -> str:
+    def _refusal(self, hello: group.Hello, context: grpc.ServicerContext) -> str:
         """Return why a rank cannot join, and count it in where it can."""
         with self._lock:
             if hello.world != self._membership.world or hello.rank not in self._membership.followers:
                 return f"rank {hello.rank} of {hello.world} is none of {self._membership.world}"
+            host = self._membership.host(hello.rank).strip("[]")
+            names = [*context.auth_context().get("x509_subject_alternative_name", ())]
+            if self._tls is not None and host.encode() not in names:
+                # Callers may have certificates of the same authority, and are no rank.
+                return f"the certificate of rank {hello.rank} is not for {host}"
             if unlike := difference(self._facts, hello.facts):
-                return f"rank {hello.rank} does not fit: {unlike}"
-            if hello.rank in self._heard:
+                return f"rank {hello.rank} does not fit: {unlike[:_TEXT_LIMIT]}"
+            if hello.memory_limit_bytes < _LEAST_SHARE * self._memory_limit_bytes:
+                return (
+                    f"rank {hello.rank} may take {hello.memory_limit_bytes} bytes, and rank 0, which plans "
+                    f"for all, {self._memory_limit_bytes}; set engine.memory_limit_bytes to the least of all"
+                )
+            if hello.rank in self._joined:
                 return f"there is a rank {hello.rank} already"
-            self._heard[hello.rank] = self._clock.monotonic()
+            self._joined.add(hello.rank)
+        self._silence.hear(hello.rank)
         return ""
 
     def _read(self, rank: int, reports: Iterator[group.FollowRequest]) -> None:
         try:
             for report in reports:
-                self._heard[rank] = self._clock.monotonic()
+                self._silence.hear(rank)
                 kind = report.WhichOneof("report")
                 if kind == "bye":
+                    self._silence.excuse(rank)
                     self._gone.add(rank)
                 elif kind == "joining":
+                    # MLX holds the interpreter's lock there until all have joined.
+                    self._silence.excuse(rank)
                     self._joining.add(rank)
                     self._changed.set()
                 elif kind == "failed":
-                    self._lose(rank, report.failed.detail)
-                elif kind != "heartbeat" and (tier := self._tier()) is not None:
+                    self._lose(rank, report.failed.detail[:_TEXT_LIMIT])
+                elif (tier := self._tier()) is not None:
                     tier.report(rank, report)
         except grpc.RpcError as error:
             self._lose(rank, f"its connection broke: {error!r}")
@@ -197,19 +229,22 @@ class GroupServer(stubs.GroupServiceServicer):
             self._lose(rank, "it ended its connection")
 
     def _watch(self) -> None:
-        """Notice ranks that are silent."""
+        """Notice ranks that are silent, and calls that do not say who they are."""
         while not self._ended.wait(BEAT_S):
-            now = self._clock.monotonic()
-            for rank, heard_time in list(self._heard.items()):
-                if now - heard_time > SILENCE_S:
-                    self._lose(rank, f"nothing came from it for {now - heard_time:.1f} s")
+            for rank in self._silence.beat():
+                self._lose(rank, f"nothing came from it for {SILENCE_S:.1f} s")
+            for context in self._strangers.beat():
+                self._strangers.excuse(context)
+                context.cancel()
 
     def _lose(self, rank: int, why: str) -> None:
         if rank in self._gone or self._ended.is_set():
             return
         self._gone.add(rank)
+        self._silence.excuse(rank)
+        self._broken = f"rank {rank}: {why}"
         _log.error("rank_lost", extra={"rank": rank, "detail": why})
-        self._on_lost(f"rank {rank}: {why}")
+        self._on_lost(self._broken)
 
 
 class GroupClient:
@@ -221,38 +256,46 @@ class GroupClient:
         facts: Mapping[str, str],
         *,
         tls: ChannelTls | None,
+        memory_limit_bytes: int,
     ) -> None:
         self._membership = membership
-        self._hello = group.Hello(rank=membership.rank, world=membership.world, facts=facts)
-        self._reports: queue.SimpleQueue[group.FollowRequest | None] = queue.SimpleQueue()
-        self._sent = threading.Event()
-        address = membership.control
+        self._hello = group.Hello(
+            rank=membership.rank,
+            world=membership.world,
+            facts=facts,
+            memory_limit_bytes=memory_limit_bytes,
+        )
+        self._reports: queue.SimpleQueue[tuple[group.FollowRequest, threading.Event] | None] = (
+            queue.SimpleQueue()
+        )
+        address, options = membership.control, _limits(receive=_ORDERS_BYTES, send=_REPORT_BYTES)
         self._channel = (
-            grpc.insecure_channel(address, options=_OPTIONS)
+            grpc.insecure_channel(address, options=options)
             if tls is None
-            else grpc.secure_channel(address, tls.channel(), options=_OPTIONS)
+            else grpc.secure_channel(address, tls.channel(), options=options)
         )
 
-    def report(self, report: group.FollowRequest) -> None:
-        """Have a report sent; any thread."""
-        self._reports.put(report)
+    def report(self, report: group.FollowRequest) -> threading.Event:
+        """Have a report sent; any thread. The event is set when gRPC has sent it."""
+        is_sent = threading.Event()
+        self._reports.put((report, is_sent))
+        return is_sent
 
     def send(self, report: group.FollowRequest) -> None:
         """Send a report, and wait until gRPC has, or cannot."""
-        self._sent.clear()
-        self.report(report)
-        self._sent.wait(SILENCE_S)
+        self.report(report).wait(SILENCE_S)
 
-    def orders(self) -> Iterator[group.Order]:
-        """Connect, and yield orders as they come. Raises StartError where rank 0 refuses this one, and
-        ChannelBroken when it is gone."""
+    def orders(self) -> Iterator[Sequence[group.Order]]:
+        """Connect, and yield orders as they come; none at all says that rank 0 lives. Raises StartError where
+        rank 0 refuses this one, and ChannelBroken when it is gone."""
         self._connect()
         expected = 0
         try:
             for response in stubs.GroupServiceStub(self._channel).Follow(self._outgoing()):
-                assert response.sequence == expected, "orders were lost"
+                if response.sequence != expected:
+                    raise ChannelBroken(f"order {response.sequence} came where {expected} was due")
                 expected += len(response.orders)
-                yield from response.orders
+                yield response.orders
         except grpc.RpcError as error:
             call = cast("grpc.Call", error)
             if call.code() is grpc.StatusCode.FAILED_PRECONDITION:
@@ -271,17 +314,11 @@ class GroupClient:
 
     def _outgoing(self) -> Iterator[group.FollowRequest]:
         yield group.FollowRequest(hello=self._hello)
-        while True:
-            try:
-                report = self._reports.get(timeout=BEAT_S)
-            except queue.Empty:
-                report = group.FollowRequest(heartbeat=group.Heartbeat())
-            if report is None:
-                return
+        while (waiting := self._reports.get()) is not None:
+            report, is_sent = waiting
             yield report
             # gRPC asks for the next one when this one was sent.
-            if self._reports.empty():
-                self._sent.set()
+            is_sent.set()
 
     def close(self) -> None:
         """Say goodbye and close."""
@@ -289,7 +326,8 @@ class GroupClient:
         self._reports.put(None)
 
 
-_OPTIONS = [
-    ("grpc.max_receive_message_length", _MESSAGE_BYTES),
-    ("grpc.max_send_message_length", _MESSAGE_BYTES),
-]
+_ONE_LISTENER = ("grpc.so_reuseport", 0)
+
+
+def _limits(*, receive: int, send: int) -> list[tuple[str, int]]:
+    return [("grpc.max_receive_message_length", receive), ("grpc.max_send_message_length", send)]

@@ -6,6 +6,7 @@ SSD tier under rank 0's names, with its own fingerprint.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import logging
 from collections.abc import Callable, Sequence
@@ -30,13 +31,14 @@ from icehouse_server.storage.api import (
     Loaded,
     Outcome,
     PlannedBlock,
+    StorageFailed,
     Ticket,
     Trouble,
 )
 
 _log = logging.getLogger("icehouse.engine")
 
-_STORED_AT_ONCE = 4096
+_NAMES_AT_ONCE = 4096
 _CLOSE_S = 20.0
 
 
@@ -70,17 +72,23 @@ class Follower:
         self._puts: dict[Ticket[Any], BlockHash] = {}
         self._removed: set[BlockHash] = set()
         """By order: nobody needs to hear that they are gone."""
+        self._removals: dict[Ticket[Any], Sequence[BlockHash]] = {}
+        self._postponed: collections.deque[group.Mark] = collections.deque()
+        """Removals and pins for which the tier had no room."""
         self.pass_count = 0
+        self._is_loaded = False
         self.has_ended = False
 
-    def report_no_tier(self) -> None:
-        """Tell rank 0 that this rank has no SSD tier, and so no blocks."""
-        self._stored([], is_last=True)
+    def open(self) -> None:
+        """Open the SSD tier, before rank 0 hears of this rank. Raises StartError."""
+        if self.tier is None:
+            self._stored([], is_last=True)
+        else:
+            self.tier.start()
 
     def load(self) -> None:
         """Load this rank's share of the model; all ranks do at once. Raises ModelError."""
-        if self.tier is not None:
-            self.tier.start()
+        self._is_loaded = True
         for _ in self._runner.load_steps(is_hurried=lambda: False):
             pass
 
@@ -88,6 +96,8 @@ class Follower:
         """Do what rank 0 did. Raises Unavailable where this rank knows something else than rank 0."""
         kind = order.WhichOneof("order")
         assert kind is not None, "rank 0 is of another release"
+        if self._postponed and self.tier is not None:
+            self._catch_up(self.tier)
         getattr(self, f"_do_{kind}")(getattr(order, kind))
 
     def _do_open(self, order: group.Open) -> None:
@@ -191,15 +201,34 @@ class Follower:
             self.tier.touch(names)
         elif order.what == "demote":
             self.tier.demote(names)
-        elif order.what == "pin":
-            self.tier.pin(names, order.end_time)
+        elif order.what in ("verify", "verify_all"):
+            self.tier.verify(None if order.what == "verify_all" else names)
         else:
-            self._removed.update(names)
-            self.tier.delete(names, is_final=order.what == "delete_final")
+            self._postponed.append(order)
+            self._catch_up(self.tier)
+
+    def _catch_up(self, tier: ColdTier) -> None:
+        """Pin and remove as far as the tier has room: neither may be forgotten."""
+        while self._postponed:
+            mark = self._postponed[0]
+            names = names_from(mark.names)
+            if mark.what == "pin":
+                ticket: Ticket[Any] | None = tier.pin(names, mark.end_time)
+            else:
+                self._removed.update(names)
+                ticket = tier.delete(names, is_final=mark.what == "delete_final")
+                if ticket is not None:
+                    self._removals[ticket] = names
+                    if ticket.outcome is not None:
+                        self._removal_ended(ticket)
+            if ticket is None:
+                return
+            self._postponed.popleft()
 
     def _do_end(self, order: group.End) -> None:
         self._kept.clear()
-        self._runner.close()
+        if self._is_loaded:
+            self._runner.close()
         if self.tier is not None:
             self.tier.close(deadline_time=self._clock.monotonic() + _CLOSE_S)
         self.has_ended = True
@@ -213,9 +242,24 @@ class Follower:
             self._stored([record.hash for record in outcome.records], is_last=outcome.is_last)
         elif isinstance(outcome, Evicted):
             self._lost([name for name in outcome.hashes if name not in self._removed])
-            self._removed.difference_update(outcome.hashes)
+        elif isinstance(outcome, StorageFailed):
+            self._report(group.FollowRequest(tier_lost=group.TierLost(detail=outcome.error)))
         elif isinstance(outcome, Ticket):
             self._ticket_came(outcome)
+            self._removal_ended(outcome)
+
+    def heartbeat(self) -> group.FollowRequest:
+        """Return a report that this rank lives, and how its tier does. Any thread."""
+        beat = group.Heartbeat()
+        if self.tier is not None:
+            beat.hung_read_count, beat.stall_s = self.tier.hung_read_count, self.tier.stall_s
+            for ticket, number in list(self._read_numbers.items()):
+                beat.silences.add(load=number, silent_s=self.tier.silence_s(ticket))
+        return group.FollowRequest(heartbeat=beat)
+
+    def _removal_ended(self, ticket: Ticket[Any]) -> None:
+        # The blocks were named by `Evicted` before; those that were not there never are.
+        self._removed.difference_update(self._removals.pop(ticket, ()))
 
     def _ticket_came(self, ticket: Ticket[Any]) -> None:
         name = self._puts.pop(ticket, None)
@@ -243,11 +287,12 @@ class Follower:
         self._report(group.FollowRequest(load_ended=ended))
 
     def _stored(self, names: Sequence[BlockHash], *, is_last: bool) -> None:
-        for first in range(0, max(1, len(names)), _STORED_AT_ONCE):
-            part = names[first : first + _STORED_AT_ONCE]
-            ends = is_last and first + _STORED_AT_ONCE >= len(names)
+        for first in range(0, max(1, len(names)), _NAMES_AT_ONCE):
+            part = names[first : first + _NAMES_AT_ONCE]
+            ends = is_last and first + _NAMES_AT_ONCE >= len(names)
             self._report(group.FollowRequest(stored=group.Stored(names=part, is_last=ends)))
 
     def _lost(self, names: Sequence[BlockHash]) -> None:
-        if names:
-            self._report(group.FollowRequest(lost=group.Lost(names=names)))
+        for first in range(0, len(names), _NAMES_AT_ONCE):
+            lost = group.Lost(names=names[first : first + _NAMES_AT_ONCE])
+            self._report(group.FollowRequest(lost=lost))

@@ -46,6 +46,8 @@ class LeaderRunner:
         self._wait_for_all = wait_for_all
         self.blocks = LeaderBlocks(own.blocks, log)
         self._pass_count = 0
+        self._is_alone = True
+        """Until all ranks are there."""
         self._announced_s = 0.0
         """What it took to make the orders of passes."""
         self._reads_at_once = False
@@ -53,6 +55,7 @@ class LeaderRunner:
     def load_steps(self, *, is_hurried: Callable[[], bool]) -> Generator[None, None, ModelInfo]:
         while not self._wait_for_all():
             yield
+        self._is_alone = False
         info = yield from self._own.load_steps(is_hurried=is_hurried)
         # What was run while loading, the followers ran by themselves.
         self._own.before_pass = self._announce
@@ -123,7 +126,8 @@ class LeaderRunner:
     def close(self) -> None:
         self.blocks.clear()
         self._log.add(group.Order(end=group.End()))
-        self._own.close()
+        if not self._is_alone:
+            self._own.close()
         facts = {"passes": self._pass_count, "orders_s": round(self._announced_s, 4)}
         messages = {"messages": self._log.sent_count, "bytes": self._log.sent_bytes}
         _log.info("group_ended", extra={**facts, **messages})

@@ -2,14 +2,15 @@
 
 Each rank stores its part of a block under the same name, in its own directory. Rank 0's manifest is what
 the engine knows. A block that some rank does not have is taken off it: at the start by comparing names,
-later when a read ends. So a rank that lost its directory costs recomputation, never wrong text.
+later when a read ends. So a rank that lost its directory costs recomputation, never wrong text. A tier that
+hangs on one rank hangs, and one that is gone on one rank is gone.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 
 from icehouse.group.v1 import group_service_pb2 as group
 
@@ -23,6 +24,7 @@ from icehouse_server.pins import NOT_PINNED
 from icehouse_server.storage.api import (
     AnyTicket,
     ColdTier,
+    Evicted,
     Failure,
     Fetched,
     Found,
@@ -35,10 +37,24 @@ from icehouse_server.storage.api import (
     Persisted,
     PlannedBlock,
     Purged,
+    StorageFailed,
+    StoredBlock,
     Ticket,
     Verified,
     WriteBudget,
 )
+
+_NAMES_AT_ONCE = 4096
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Health:
+    """How a follower's tier does, as it said last."""
+
+    silent_s: Mapping[int, float] = dataclasses.field(default_factory=dict)
+    """Of its reads, by number."""
+    hung_read_count: int = 0
+    stall_s: float = 0.0
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -74,64 +90,103 @@ class LeaderTier:
         self._reads: dict[int, _Read] = {}
         self._reads_by_own: dict[AnyTicket, _Read] = {}
         self._reads_by_whole: dict[AnyTicket, _Read] = {}
-        self._stored: dict[int, set[bytes]] = {rank: set() for rank in followers}
+        self._stored: dict[int, set[BlockHash]] = {rank: set() for rank in followers}
         self._unlisted = set(followers)
         """Followers that have not said yet what they have."""
         self._held_back: list[Inventory] = []
+        """Rank 0's, until then."""
+        self._come: dict[BlockHash, StoredBlock] = {}
+        """Blocks that were stored since it was made."""
+        self._gone: set[BlockHash] = set()
+        """Blocks that left since."""
+        self._health = dict.fromkeys(followers, _Health())
+        self._is_lost = False
+        """Whether some follower's tier is gone for good."""
 
     def take(self, outcome: Outcome) -> None:
         """Take what rank 0's tier posts. Any thread."""
         with self._lock:
-            posted = self._taken(outcome)
-        for each in posted:
-            self._post(each)
+            for each in self._taken(outcome):
+                self._post(each)
 
     def _taken(self, outcome: Outcome) -> list[Outcome]:
-        if isinstance(outcome, Inventory) and (self._unlisted or self._held_back):
-            self._held_back.append(outcome)
-            return self._listed()
+        if self._is_lost:
+            return []
         read = self._reads_by_own.pop(outcome, None) if isinstance(outcome, Ticket) else None
-        if read is None:
-            return [outcome]
-        read.has_own = True
-        return self._ended(read)
+        if read is not None:
+            read.has_own = True
+            return self._ended(read)
+        if self._unlisted or self._held_back:
+            if isinstance(outcome, Inventory):
+                self._held_back.append(outcome)
+                return self._listed()
+            self._note_change(outcome)
+        return [outcome]
+
+    def _note_change(self, outcome: Outcome) -> None:
+        """Note what came and went behind the inventory, for it replaces what the engine knows."""
+        if isinstance(outcome, Evicted):
+            self._gone.update(outcome.hashes)
+            for name in outcome.hashes:
+                self._come.pop(name, None)
+        elif isinstance(outcome, Ticket) and isinstance(outcome.outcome, Persisted):
+            record = outcome.outcome.record
+            self._come[record.hash] = record
+            self._gone.discard(record.hash)
 
     def report(self, rank: int, report: group.FollowRequest) -> None:
         """Take what a follower reports of its tier. The channel's threads."""
-        posted: list[Outcome] = []
         with self._lock:
-            kind = report.WhichOneof("report")
-            if kind == "stored" and rank in self._unlisted:
-                self._stored[rank].update(report.stored.names)
-                if report.stored.is_last:
-                    self._unlisted.remove(rank)
-                    posted = self._listed()
-            elif kind == "load_ended":
-                posted = self._load_ended(rank, report.load_ended)
-        if kind == "lost":
-            self._forget(names_from(report.lost.names))
-        for each in posted:
-            self._post(each)
+            for each in self._reported(rank, report):
+                self._post(each)
+
+    def _reported(self, rank: int, report: group.FollowRequest) -> list[Outcome]:
+        kind = report.WhichOneof("report")
+        if kind == "stored" and rank in self._unlisted:
+            self._stored[rank].update(names_from(report.stored.names))
+            if report.stored.is_last:
+                self._unlisted.remove(rank)
+                return self._listed()
+        elif kind == "load_ended":
+            return self._load_ended(rank, report.load_ended)
+        elif kind == "lost":
+            self.delete(names_from(report.lost.names))
+        elif kind == "heartbeat":
+            beat = report.heartbeat
+            silent_s = {each.load: each.silent_s for each in beat.silences}
+            self._health[rank] = _Health(silent_s, beat.hung_read_count, beat.stall_s)
+        elif kind == "tier_lost" and not self._is_lost:
+            self._is_lost = True
+            return [StorageFailed(f"rank {rank}: {report.tier_lost.detail}")]
+        return []
 
     def _listed(self) -> list[Outcome]:
         """Return rank 0's inventory of what all ranks have, once it is known."""
         parts = self._held_back
         if self._unlisted or not (parts and parts[-1].is_last):
             return []
-        self._held_back = []
-        common = set.intersection(*self._stored.values())
         known = {record.hash for part in parts for record in part.records}
-        if lacking := tuple(known - common):
-            self.own.delete(lacking)
-        if lacking or any(stored - known for stored in self._stored.values()):
-            gone = [*lacking, *sorted(set().union(*self._stored.values()) - (known & common))]
-            self._mark("delete", tuple(map(BlockHash, gone)))
-        for stored in self._stored.values():
-            stored.clear()
-        return [
-            dataclasses.replace(part, records=tuple(r for r in part.records if r.hash in common))
+        common = known.intersection(*self._stored.values())
+        if known and all(self._stored.values()):
+            self._remove_all_but(common | self._come.keys(), known)
+        # Otherwise some directory is new, or is not open yet: nothing is removed for its sake.
+        wanted = common - self._gone - self._come.keys()
+        listed = [
+            dataclasses.replace(part, records=tuple(r for r in part.records if r.hash in wanted))
             for part in parts
         ]
+        listed[-1] = dataclasses.replace(listed[-1], records=(*listed[-1].records, *self._come.values()))
+        self._stored = {rank: set() for rank in self._followers}
+        self._held_back, self._come, self._gone = [], {}, set()
+        return list(listed)
+
+    def _remove_all_but(self, common: Set[BlockHash], known: Set[BlockHash]) -> None:
+        """Remove what some rank does not have from those that do; rank 0 has what is `known`."""
+        if lacking := tuple(known - common):
+            self.own.delete(lacking)
+        theirs: list[BlockHash] = sorted(set().union(*self._stored.values()) - common)
+        for first in range(0, len(theirs), _NAMES_AT_ONCE):
+            self._mark("delete", tuple(theirs[first : first + _NAMES_AT_ONCE]))
 
     def _load_ended(self, rank: int, ended: group.LoadEnded) -> list[Outcome]:
         read = self._reads.get(ended.load)
@@ -154,21 +209,26 @@ class LeaderTier:
     def _ended(self, read: _Read) -> list[Outcome]:
         if not read.is_done:
             return []
-        del self._reads[read.read.number], self._reads_by_whole[read.whole]
+        self._drop(read)
         outcome = read.own.outcome
         assert outcome is not None
+        missing = read.missing
         if isinstance(outcome, Loaded) and outcome.failure is None:
             blocks = tuple(_remembered(block, read.read) for block in outcome.blocks)
-            outcome = dataclasses.replace(outcome, blocks=blocks, failure=read.missing)
+            outcome = dataclasses.replace(outcome, blocks=blocks)
+            if missing is not None and read.missing_at:
+                outcome = dataclasses.replace(outcome, blocks=blocks[: read.missing_at], failure=missing)
+            elif missing is not None:
+                outcome = missing
         read.whole.finish(outcome)
-        if read.missing is not None and read.missing.hash is not None:
-            self._forget((read.missing.hash,))
+        if missing is not None and missing.hash is not None:
+            self.delete((missing.hash,))
         return [read.whole]
 
-    def _forget(self, names: Names) -> None:
-        """Remove what some rank does not have from all."""
-        self.own.delete(names)
-        self._mark("delete", names)
+    def _drop(self, read: _Read) -> None:
+        """Forget a read, so that the followers drop theirs once nobody else uses it."""
+        del self._reads[read.read.number], self._reads_by_whole[read.whole]
+        self._reads_by_own.pop(read.own, None)
 
     def _mark(self, what: str, names: Names, *, end_time: float = NOT_PINNED) -> None:
         self._log.add(group.Order(mark=group.Mark(what=what, names=names, end_time=end_time)))
@@ -197,29 +257,54 @@ class LeaderTier:
         self._log.add(group.Order(put=put))
         return self.own.put(block, pin_end_time=pin_end_time, request_id=request_id)
 
+    # What rank 0's tier has no room for is ordered nowhere.
+
     def touch(self, blocks: Names) -> bool:
-        self._mark("touch", blocks)
-        return self.own.touch(blocks)
+        is_taken = self.own.touch(blocks)
+        if is_taken:
+            self._mark("touch", blocks)
+        return is_taken
 
     def demote(self, blocks: Names) -> bool:
-        self._mark("demote", blocks)
-        return self.own.demote(blocks)
+        is_taken = self.own.demote(blocks)
+        if is_taken:
+            self._mark("demote", blocks)
+        return is_taken
 
     def pin(self, blocks: Names, end_time: float) -> Ticket[Names] | None:
-        self._mark("pin", blocks, end_time=end_time)
-        return self.own.pin(blocks, end_time)
+        ticket = self.own.pin(blocks, end_time)
+        if ticket is not None:
+            self._mark("pin", blocks, end_time=end_time)
+        return ticket
 
     def delete(self, blocks: Names, *, is_final: bool = False) -> Ticket[Purged] | None:
-        self._mark("delete_final" if is_final else "delete", blocks)
-        return self.own.delete(blocks, is_final=is_final)
+        ticket = self.own.delete(blocks, is_final=is_final)
+        if ticket is not None and blocks:
+            self._mark("delete_final" if is_final else "delete", blocks)
+        return ticket
+
+    def verify(self, blocks: Names | None = None) -> Ticket[Verified] | None:
+        """The result is rank 0's; what is damaged on others leaves all ranks as it is found."""
+        ticket = self.own.verify(blocks)
+        if ticket is not None:
+            self._mark("verify_all" if blocks is None else "verify", blocks or ())
+        return ticket
 
     def abandon(self, ticket: AnyTicket) -> None:
-        read = self._reads_by_whole.get(ticket)
+        with self._lock:
+            read = self._reads_by_whole.get(ticket)
+            if read is not None:
+                self._drop(read)
         self.own.abandon(ticket if read is None else read.own)
 
     def silence_s(self, ticket: AnyTicket) -> float:
-        read = self._reads_by_whole.get(ticket)
-        return self.own.silence_s(ticket if read is None else read.own)
+        with self._lock:
+            read = self._reads_by_whole.get(ticket)
+            waiting = () if read is None else tuple(read.waiting)
+        if read is None:
+            return self.own.silence_s(ticket)
+        theirs = (self._health[rank].silent_s.get(read.read.number, 0.0) for rank in waiting)
+        return max(self.own.silence_s(read.own), *theirs, 0.0)
 
     def start(self) -> None:
         self.own.start()
@@ -251,9 +336,6 @@ class LeaderTier:
     def fetch(self, blocks: Names) -> Ticket[Fetched] | None:
         return None
 
-    def verify(self, blocks: Names | None = None) -> Ticket[Verified] | None:
-        return self.own.verify(blocks)
-
     def names(self, *, block_limit: int) -> Ticket[Names] | None:
         return self.own.names(block_limit=block_limit)
 
@@ -262,11 +344,11 @@ class LeaderTier:
 
     @property
     def hung_read_count(self) -> int:
-        return self.own.hung_read_count
+        return self.own.hung_read_count + sum(each.hung_read_count for each in self._health.values())
 
     @property
     def stall_s(self) -> float:
-        return self.own.stall_s
+        return max(self.own.stall_s, *(each.stall_s for each in self._health.values()))
 
     def leave_cores(self, *, to_decode: bool) -> None:
         self.own.leave_cores(to_decode=to_decode)

@@ -36,6 +36,10 @@ class Membership:
     def followers(self) -> range:
         return range(1, self.world)
 
+    def host(self, rank: int) -> str:
+        """Return the name or address of a rank's machine."""
+        return self.ring[rank][0].rpartition(":")[0]
+
 
 def membership_of(
     hosts: str, *, rank: int | None, launched_as: str | None, control: str | None
@@ -48,7 +52,7 @@ def membership_of(
     try:
         entries = json.loads(Path(hosts).expanduser().read_text(encoding="utf-8"))
         ring = tuple(_addresses(entry, number) for number, entry in enumerate(entries))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise _invalid(f"the hosts in {hosts} cannot be read: {error!r}") from error
     if len(ring) < 2:
         raise _invalid(f"{hosts} names {len(ring)} hosts; a group has at least two")
@@ -59,17 +63,25 @@ def membership_of(
             f"which of the {len(ring)} hosts is this? Say --group-rank 0 to {len(ring) - 1}, or let "
             "mlx.launch set MLX_RANK"
         )
-    first_host = ring[0][0].rpartition(":")[0]
-    return Membership(rank, ring, control or f"{first_host}:{CONTROL_PORT}")
+    return Membership(rank, ring, control or f"{ring[0][0].rpartition(':')[0]}:{CONTROL_PORT}")
 
 
 def _addresses(entry: Any, number: int) -> tuple[str, ...]:
+    addresses = entry
     if isinstance(entry, Mapping):
-        return (f"{entry['ips'][0]}:{_RING_PORT + number}",)
-    addresses = tuple(entry)
-    if not all(isinstance(address, str) and address.rpartition(":")[2].isdigit() for address in addresses):
-        raise ValueError(f"{entry!r} is no list of host:port")
-    return addresses
+        ips = entry["ips"]
+        addresses = [f"{ip}:{_RING_PORT + number}" for ip in ips[:1] if isinstance(ip, str)]
+        addresses = addresses if isinstance(ips, list) else []
+    if not isinstance(addresses, list) or not addresses or not all(map(_is_address, addresses)):
+        raise ValueError(f"{entry!r} names no host:port")
+    return tuple(addresses)
+
+
+def _is_address(address: Any) -> bool:
+    if not isinstance(address, str):
+        return False
+    host, _, port = address.rpartition(":")
+    return bool(host) and port.isdigit() and 0 < int(port) < 1 << 16
 
 
 def _invalid(message: str) -> ConfigError:

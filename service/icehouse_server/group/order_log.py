@@ -1,8 +1,8 @@
 """Order log: what the followers are to do, in the order in which rank 0 did it.
 
-Orders are added on the inference thread, which never waits here; one thread for each follower sends what has
-been added since it last looked. What rank 0 drops (a region, a copy, a read) is ordered dropped with the
-next order.
+The inference thread adds, and threads of the channel and of storage that remove what some rank does not have.
+One thread for each follower sends what has been added since it last looked. What rank 0 drops (a region, a
+copy, a read) is ordered dropped with the next order.
 """
 
 from __future__ import annotations
@@ -10,19 +10,24 @@ from __future__ import annotations
 import collections
 import itertools
 import queue
+import threading
 
 from icehouse.group.v1.group_service_pb2 import FollowResponse, Order
 
 _ORDERS_AT_ONCE = 256
+_BYTES_AT_ONCE = 4 << 20
+"""An order with a long prompt may be larger."""
 
 
 class OrderLog:
-    """Any thread may drop a number; the inference thread adds."""
+    """Any thread. All followers get the same orders in the same sequence."""
 
     def __init__(self, world: int) -> None:
         self._queues = {rank: queue.SimpleQueue[Order]() for rank in range(1, world)}
         self._numbers = itertools.count(1)
+        self._adding = threading.Lock()
         self._dropped: collections.deque[int] = collections.deque()
+        """Appended to without the lock, for what holds it may drop something."""
         self.sent_count = 0
         """Messages, to all followers."""
         self.sent_bytes = 0
@@ -37,12 +42,13 @@ class OrderLog:
 
     def add(self, order: Order) -> None:
         """Have an order carried out behind all others."""
-        if self._dropped:
-            dropping = Order()
-            while self._dropped:
-                dropping.drop.numbers.append(self._dropped.popleft())
-            self._put(dropping)
-        self._put(order)
+        with self._adding:
+            if self._dropped:
+                dropping = Order()
+                while self._dropped:
+                    dropping.drop.numbers.append(self._dropped.popleft())
+                self._put(dropping)
+            self._put(order)
 
     def _put(self, order: Order) -> None:
         for each in self._queues.values():
@@ -56,13 +62,17 @@ class OrderLog:
             response = FollowResponse(sequence=sequence, orders=[orders.get(timeout=timeout_s)])
         except queue.Empty:
             return None
-        while len(response.orders) < _ORDERS_AT_ONCE:
+        size_bytes = response.ByteSize()
+        while len(response.orders) < _ORDERS_AT_ONCE and size_bytes < _BYTES_AT_ONCE:
             try:
-                response.orders.append(orders.get_nowait())
+                order = orders.get_nowait()
             except queue.Empty:
                 break
-        self.sent_count += 1
-        self.sent_bytes += response.ByteSize()
+            size_bytes += order.ByteSize()
+            response.orders.append(order)
+        with self._adding:
+            self.sent_count += 1
+            self.sent_bytes += size_bytes
         return response
 
 

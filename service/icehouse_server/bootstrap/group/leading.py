@@ -8,14 +8,14 @@ from pathlib import Path
 
 from icehouse_server.clock import Clock
 from icehouse_server.config import Config, SecurityConfig
-from icehouse_server.config.load import environment, name_ranks
+from icehouse_server.config.load import environment, named_ranks
 from icehouse_server.domain.model import EngineState
 from icehouse_server.engine.core.refusals import rank_lost
 from icehouse_server.engine.runner.identity.fingerprint import ModelFingerprint
 from icehouse_server.engine.runner.model_loader import ModelSource, sees_images
 from icehouse_server.engine.runner.rank import Rank
 from icehouse_server.engine.runner.runner import ModelRunner
-from icehouse_server.errors import ConfigError, Reason, model_invalid
+from icehouse_server.errors import ConfigError, IcehouseError, Reason, model_invalid
 from icehouse_server.group.channel import ChannelTls, GroupServer
 from icehouse_server.group.ending import FOLLOWERS_END_S, leave_later
 from icehouse_server.group.leader_runner import LeaderRunner
@@ -52,6 +52,9 @@ def check_shardable(model: ModelSource, config: Config) -> None:
         ("model.adapters", bool(config.model.adapters)),
         ("model.adapter_path", config.model.adapter_path is not None),
         ("cache.shared_url", config.cache.shared_url is not None),
+        # Each directory has a secret of its own in its blocks' names, which are rank 0's everywhere.
+        ("cache.key_file", config.cache.key_file is not None),
+        ("cache.key_command", config.cache.key_command is not None),
     ):
         if is_set:
             raise ConfigError(
@@ -64,15 +67,26 @@ def check_shardable(model: ModelSource, config: Config) -> None:
 class LeaderParts:
     """What makes an engine rank 0's."""
 
-    def __init__(self, membership: Membership, config: Config, *, clock: Clock, router: Router) -> None:
+    def __init__(
+        self,
+        membership: Membership,
+        config: Config,
+        *,
+        memory_limit_bytes: int,
+        clock: Clock,
+        router: Router,
+    ) -> None:
+        self._memory_limit_bytes = memory_limit_bytes
         self.membership = membership
-        self.rank = Rank(lambda: name_ranks(membership.ring, membership.rank))
+        self.rank = Rank(lambda: named_ranks(membership.ring, membership.rank))
         self._security = config.security
         self._clock = clock
         self._router = router
         self._log = OrderLog(membership.world)
         self._tier: LeaderTier | None = None
         self._server: GroupServer | None = None
+        self.lost: IcehouseError | None = None
+        """Why the group is broken. The engine may know nothing of it, and end in order."""
 
     def start(self, facts: dict[str, str]) -> None:
         """Listen for the others. Raises StartError."""
@@ -84,6 +98,7 @@ class LeaderParts:
             tier=lambda: self._tier,
             on_lost=self._lost,
             tls=tls_of(self._security),
+            memory_limit_bytes=self._memory_limit_bytes,
         )
         self._server.start()
 
@@ -107,7 +122,8 @@ class LeaderParts:
             self._server.stop(timeout_s=FOLLOWERS_END_S)
 
     def _lost(self, detail: str) -> None:
-        self._router.state_changed(EngineState.FAILED, rank_lost(detail))
+        self.lost = rank_lost(detail)
+        self._router.state_changed(EngineState.FAILED, self.lost)
         leave_later(1)
 
 

@@ -32,6 +32,7 @@ class FollowRequest(_message.Message):
     FAILED_FIELD_NUMBER: _builtins.int
     BYE_FIELD_NUMBER: _builtins.int
     JOINING_FIELD_NUMBER: _builtins.int
+    TIER_LOST_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello:
         """Who it is. First, once."""
@@ -64,6 +65,10 @@ class FollowRequest(_message.Message):
     def joining(self) -> Global___Joining:
         """It is about to join the ring, and hears nothing until it has."""
 
+    @_builtins.property
+    def tier_lost(self) -> Global___TierLost:
+        """Its SSD tier is gone for good."""
+
     def __init__(
         self,
         *,
@@ -75,12 +80,13 @@ class FollowRequest(_message.Message):
         failed: Global___Failed | None = ...,
         bye: Global___Bye | None = ...,
         joining: Global___Joining | None = ...,
+        tier_lost: Global___TierLost | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["bye", b"bye", "failed", b"failed", "heartbeat", b"heartbeat", "hello", b"hello", "joining", b"joining", "load_ended", b"load_ended", "lost", b"lost", "report", b"report", "stored", b"stored"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["bye", b"bye", "failed", b"failed", "heartbeat", b"heartbeat", "hello", b"hello", "joining", b"joining", "load_ended", b"load_ended", "lost", b"lost", "report", b"report", "stored", b"stored", "tier_lost", b"tier_lost"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bye", b"bye", "failed", b"failed", "heartbeat", b"heartbeat", "hello", b"hello", "joining", b"joining", "load_ended", b"load_ended", "lost", b"lost", "report", b"report", "stored", b"stored"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bye", b"bye", "failed", b"failed", "heartbeat", b"heartbeat", "hello", b"hello", "joining", b"joining", "load_ended", b"load_ended", "lost", b"lost", "report", b"report", "stored", b"stored", "tier_lost", b"tier_lost"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_report: _TypeAlias = _typing.Literal["hello", "heartbeat", "stored", "load_ended", "lost", "failed", "bye", "joining"]  # noqa: Y015
+    _WhichOneofReturnType_report: _TypeAlias = _typing.Literal["hello", "heartbeat", "stored", "load_ended", "lost", "failed", "bye", "joining", "tier_lost"]  # noqa: Y015
     _WhichOneofArgType_report: _TypeAlias = _typing.Literal["report", b"report"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_report) -> _WhichOneofReturnType_report | None: ...
 
@@ -115,10 +121,13 @@ class Hello(_message.Message):
     RANK_FIELD_NUMBER: _builtins.int
     WORLD_FIELD_NUMBER: _builtins.int
     FACTS_FIELD_NUMBER: _builtins.int
+    MEMORY_LIMIT_BYTES_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     """Its rank, from 1."""
     world: _builtins.int
     """Ranks of the group."""
+    memory_limit_bytes: _builtins.int
+    """What model, KV and cache may take on it. Rank 0 plans for all with its own limit, so this may not be less."""
     @_builtins.property
     def facts(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """What must be equal on all ranks, by name: releases, the model, settings."""
@@ -129,10 +138,11 @@ class Hello(_message.Message):
         rank: _builtins.int = ...,
         world: _builtins.int = ...,
         facts: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        memory_limit_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["facts", b"facts", "rank", b"rank", "world", b"world"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["facts", b"facts", "memory_limit_bytes", b"memory_limit_bytes", "rank", b"rank", "world", b"world"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -140,20 +150,83 @@ Global___Hello: _TypeAlias = Hello  # noqa: Y015
 
 @_typing.final
 class Heartbeat(_message.Message):
-    """A follower lives."""
+    """A follower lives, and how its SSD tier does."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    SILENCES_FIELD_NUMBER: _builtins.int
+    HUNG_READ_COUNT_FIELD_NUMBER: _builtins.int
+    STALL_S_FIELD_NUMBER: _builtins.int
+    hung_read_count: _builtins.int
+    """Reads that were abandoned and from which the medium has not returned."""
+    stall_s: _builtins.float
+    """For how many seconds the tier has been at one piece of work."""
+    @_builtins.property
+    def silences(self) -> _containers.RepeatedCompositeFieldContainer[Global___Silence]:
+        """Reads under way."""
+
     def __init__(
         self,
+        *,
+        silences: _abc.Iterable[Global___Silence] | None = ...,
+        hung_read_count: _builtins.int = ...,
+        stall_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hung_read_count", b"hung_read_count", "silences", b"silences", "stall_s", b"stall_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Heartbeat: _TypeAlias = Heartbeat  # noqa: Y015
+
+@_typing.final
+class Silence(_message.Message):
+    """How a read goes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LOAD_FIELD_NUMBER: _builtins.int
+    SILENT_S_FIELD_NUMBER: _builtins.int
+    load: _builtins.int
+    """Which one, by the number in `BeginLoad`."""
+    silent_s: _builtins.float
+    """For how many seconds it has made no progress."""
+    def __init__(
+        self,
+        *,
+        load: _builtins.int = ...,
+        silent_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "silent_s", b"silent_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Silence: _TypeAlias = Silence  # noqa: Y015
+
+@_typing.final
+class TierLost(_message.Message):
+    """A follower's SSD tier is gone for good: it stores and reads nothing more."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DETAIL_FIELD_NUMBER: _builtins.int
+    detail: _builtins.str
+    """Why."""
+    def __init__(
+        self,
+        *,
+        detail: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TierLost: _TypeAlias = TierLost  # noqa: Y015
 
 @_typing.final
 class Stored(_message.Message):
@@ -295,7 +368,7 @@ Global___Joining: _TypeAlias = Joining  # noqa: Y015
 
 @_typing.final
 class FollowResponse(_message.Message):
-    """Orders, in sequence."""
+    """Orders, in sequence; none of them says that rank 0 lives."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1009,7 +1082,7 @@ class Mark(_message.Message):
     NAMES_FIELD_NUMBER: _builtins.int
     END_TIME_FIELD_NUMBER: _builtins.int
     what: _builtins.str
-    """"touch", "demote", "pin", "delete" or "delete_final"."""
+    """"touch", "demote", "pin", "delete", "delete_final", "verify" or "verify_all"."""
     end_time: _builtins.float
     """With "pin": until when, in seconds since 1970."""
     @_builtins.property
