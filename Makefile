@@ -77,7 +77,7 @@ test-fleet: $(STAMP) ## Test workers behind a real gateway (SMG), with OpenAI's 
 	@$(PYTEST) -m fleet tests/system/fleet $(ARGS)
 
 test-group: $(STAMP) # Test one model over several processes: equal tokens, lost ranks and disks, planted faults: a few minutes.
-	@$(PYTEST) -m group -n $(WORKERS) --dist worksteal tests/system/group $(ARGS)
+	@$(PYTEST) -m "group and not slow" -n $(WORKERS) --dist worksteal tests/system/group $(ARGS)
 
 test-docs: $(STAMP) ## Run the Python and the commands that the pages show, beside live servers: a few minutes.
 	@$(PYTEST) -m docs tests/system/docs $(ARGS)

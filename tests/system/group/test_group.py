@@ -15,13 +15,14 @@ from icehouse_server.engine.runner.rank import Rank
 from icehouse_server.group.follower import Follower
 
 from tests.fixtures.models import tiny_model_dir
+from tests.fixtures.models.configs import SHARDED
 from tests.fixtures.patience import BOUND_S
 from tests.fixtures.whole_server import whole_server
 from tests.system.group.rank_group import BLOCK, RankGroup, question
 
 pytestmark = pytest.mark.group
 
-SHARDABLE = ("llama", "qwen3", "gpt_oss", "deepseek_v3")
+OF_THREE = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3}
 PROMPTS = tuple(tuple((31 * n + 7 * i) % 90 + 5 for i in range(40 + 35 * n)) for n in range(4))
 
 
@@ -58,7 +59,7 @@ def tokens(group: RankGroup) -> list[list[int]]:
     return [list(group.ask(prompt).token_ids) for prompt in PROMPTS]
 
 
-@pytest.mark.parametrize("architecture", SHARDABLE)
+@pytest.mark.parametrize("architecture", SHARDED)
 def test_a_group_says_what_one_process_says_from_every_tier(architecture: str, tmp_path: Path) -> None:
     folder = tiny_model_dir(tmp_path, architecture)
     expected = alone(folder, tmp_path / "alone")
@@ -70,6 +71,35 @@ def test_a_group_says_what_one_process_says_from_every_tier(architecture: str, t
         group.restart()
         assert group.ask(PROMPTS[-1]).cache.ssd_tokens > 0
         assert tokens(group) == expected
+
+
+def test_three_ranks_say_what_one_process_says(tmp_path: Path) -> None:
+    folder = tiny_model_dir(tmp_path, "llama", **OF_THREE)
+    expected = alone(folder, tmp_path / "alone")
+    with RankGroup(folder, tmp_path, world=3) as group:
+        group.serving.wait_until_serving()
+        assert tokens(group) == expected
+        group.ranks[2].kill()
+        assert all(process.wait() != 0 for process in group.ranks)
+        group.start()
+        group.serving.wait_until_serving()
+        assert tokens(group) == expected
+
+
+def test_heads_that_the_ranks_do_not_divide_are_refused(tmp_path: Path) -> None:
+    folder = tiny_model_dir(tmp_path, "llama", **OF_THREE)
+    with RankGroup(folder, tmp_path) as group:
+        assert all(process.wait() != 0 for process in group.ranks)
+    for rank in (0, 1):
+        assert "self_attn.n_kv_heads is 3; its heads and widths must be multiples" in group.log(rank)
+
+
+def test_encrypted_blocks_are_refused(folder: Path, tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.touch()
+    with RankGroup(folder, tmp_path, options=("--cache-key-file", str(key))) as group:
+        assert all(process.wait() != 0 for process in group.ranks)
+    assert "cache.key_file is set, which a group does not serve" in group.log(0)
 
 
 def test_each_rank_stores_its_part(
