@@ -33,7 +33,7 @@ INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo fleet serve test test-slow test-processors test-fleet test-docs test-clients test-agents check gen fmt lint types proto fresh bench soak fuzz smoke audit packages release docs clean
+.PHONY: help env demo fleet group serve test test-slow test-processors test-fleet test-group test-docs test-clients test-agents check gen fmt lint types proto fresh bench soak fuzz smoke audit packages release docs clean
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' Makefile
@@ -51,6 +51,9 @@ $(STAMP) $(VENV)/.stamp-serving: $(PACKAGES) constraints.txt
 demo: $(SERVING) ## Watch a real model answer over gRPC: make the model once, start a server, ask, stream, stop.
 	@$(BIN)/icehouse demo
 
+group: $(STAMP) # Watch three ranks of one model: one is killed, the group comes back (ARGS="--ranks 2 --model FOLDER").
+	@$(BIN)/python -m bench.group.tour $(ARGS)
+
 fleet: $(STAMP) ## Watch two workers behind a gateway (SMG): one is killed, conversations go on (ARGS="--stay").
 	@$(BIN)/python -m bench.fleet.tour $(ARGS)
 
@@ -58,7 +61,7 @@ serve: $(SERVING) ## Serve the demo model on localhost:50051 (ARGS="--port 50052
 	@$(BIN)/icehouse serve $(ARGS)
 
 # What is compiled is kept, whatever the environment says: the tests start hundreds of processes.
-test test-slow test-processors test-fleet test-docs test-clients test-agents: export PYTHONDONTWRITEBYTECODE :=
+test test-slow test-processors test-fleet test-group test-docs test-clients test-agents: export PYTHONDONTWRITEBYTECODE :=
 
 test: $(STAMP) ## Run the fast test suite (ARGS="tests/unit/storage -k spill" narrows it).
 	@$(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
@@ -72,6 +75,9 @@ test-processors: $(STAMP) # Run the tests that compute as on other processors: h
 
 test-fleet: $(STAMP) ## Test workers behind a real gateway (SMG), with OpenAI's and Anthropic's clients: a minute or two.
 	@$(PYTEST) -m fleet tests/system/fleet $(ARGS)
+
+test-group: $(STAMP) # Test one model over several processes: equal tokens, lost ranks and disks, planted faults: a few minutes.
+	@$(PYTEST) -m "group and not slow" -n $(WORKERS) --dist worksteal tests/system/group $(ARGS)
 
 test-docs: $(STAMP) ## Run the Python and the commands that the pages show, beside live servers: a few minutes.
 	@$(PYTEST) -m docs tests/system/docs $(ARGS)
@@ -136,17 +142,19 @@ fmt: $(STAMP) ## Format the code and fix what ruff can fix.
 #                budgets of checkpoints against LRU and Belady; with ARGS=--server against a real server
 #   nextturn     a session's second question where the template rewrites the history (ARGS="--templates FILE.json"):
 #                what is computed and the first token, with the next turn computed ahead and without
+#   group        one model over two processes beside one process: what a group costs, and the bytes of its orders
 #   models       several models in one server: how long one takes to come back, the tokens of another one beside it,
 #                a pool of one, fifty callers at random on three (ARGS="--parts drive --seconds 60")
 #   growth       when one worker is enough, what 64 keep of its hits: simulated from what one costs
 CASE = throughput
 CASES := throughput gpu step profile lone load cache storage startup vision structured speculation blas telemetry \
-	tenants attacks http httpattacks fleet agents nextturn growth shared models
+	tenants attacks http httpattacks fleet agents nextturn group growth shared models
 MODULE_profile := step.profile
 MODULE_storage := storage_bench
 MODULE_http := http.measure
 MODULE_httpattacks := http.attacks
 MODULE_fleet := fleet.measure
+MODULE_group := group.measure
 MODULE_growth := fleet.growth
 MODULE_nextturn := next_turn
 

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any, TextIO
 
-from icehouse_server.bootstrap.preload import load_openblas
+from icehouse_server.bootstrap.imports.openblas import load_openblas
 
 
 def main() -> None:

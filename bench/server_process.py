@@ -16,7 +16,7 @@ from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from icehouse_server.bootstrap.preload import find_openblas, runs_on_cpu
+from icehouse_server.bootstrap.imports.openblas import find_openblas, runs_on_cpu
 
 ROOT = Path(__file__).resolve().parent.parent
 """The project's folder: children run here, so that they import what the parent imports."""

@@ -1,7 +1,7 @@
 """What models' KV takes, computed from the numbers of their public config.json.
 
 The formula is tested against what the server measures on tiny models of the same architectures. Tables for
-docs/capacity.md, docs/sizes.md and docs/howto/several-models.md.
+docs/capacity.md, docs/sizes.md, docs/howto/several-models.md and docs/howto/group.md.
 """
 
 from __future__ import annotations
@@ -111,6 +111,7 @@ MODELS: Mapping[str, dict[str, Any]] = {
     "Qwen3 8B": _dense(36, 8, 128),
     "Qwen3 32B": _dense(64, 8, 128),
     "Qwen3 30B-A3B": _dense(48, 4, 128),
+    "Qwen3 235B-A22B": _dense(94, 4, 128),
     "Qwen3-Next 80B-A3B": _dense(48, 2, 256, full_attention_interval=4),
     "DeepSeek V3": {"num_hidden_layers": 61, "kv_lora_rank": 512, "qk_rope_head_dim": 64},
 }
@@ -176,6 +177,7 @@ PARAMETER_COUNTS: Mapping[str, float] = {
     "Llama 3.3 70B": 70.6e9,
     "Qwen3-Next 80B-A3B": 80e9,
     "gpt-oss 120B": 117e9,
+    "Qwen3 235B-A22B": 235e9,
 }
 """As their makers give them."""
 
@@ -274,6 +276,42 @@ def together_table() -> str:
             f"{sizes[0] / _SSD_BYTES_PER_S:.1f} s",
             f"{30_000 * token / _SSD_BYTES_PER_S:.1f} s",
         )
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+_MEMORY_BYTES_PER_S = 546e9
+"""What an M4 Max reads from its memory, by its maker."""
+_SUM_S = {"TCP": 100e-6, "RDMA": 10e-6}
+"""A sum over two ranks: measured over TCP on loopback (MLX's ring, two x86 cores), assumed for RDMA."""
+_READ_COUNTS: Mapping[str, float] = {"Qwen3 8B": 8.2e9, "Llama 3.3 70B": 70.6e9, "Qwen3 235B-A22B": 22e9}
+"""Parameters that are read for a token."""
+_WORLDS = (1, 2, 4)
+_SUMS_PER_LAYER = 2
+"""Behind the attention and behind the feed-forward network."""
+
+
+def group_table() -> str:
+    """Return what each of several Macs holds of a model, and how many tokens a second one stream may get."""
+    lines = [
+        "| model, 4 bits | layers | weights on each of 1, 2, 4 | tokens/s on 1, 2, 4 over TCP | over RDMA |",
+        "|---|---|---|---|---|",
+    ]
+    for name, read_count in _READ_COUNTS.items():
+        layer_count = int(MODELS[name]["num_hidden_layers"])
+        weights = PARAMETER_COUNTS[name] * _WEIGHT_BYTES
+        read_s = read_count * _WEIGHT_BYTES / _MEMORY_BYTES_PER_S
+        cells = [
+            name,
+            str(layer_count),
+            ", ".join(f"{weights / world / _GIB:.1f}" for world in _WORLDS) + " GiB",
+        ]
+        for sum_s in _SUM_S.values():
+            # A sum passes round the ring: every rank sends to the next one, world - 1 times.
+            times = [
+                read_s / world + layer_count * _SUMS_PER_LAYER * (world - 1) * sum_s for world in _WORLDS
+            ]
+            cells.append(", ".join(f"{1 / each:.0f}" for each in times))
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -25,6 +25,7 @@ def _with_tables(page: Path, makers: Mapping[str, Callable[[], str]]) -> str:
 
 TABLES: Mapping[str, Mapping[str, Callable[[], str]]] = {
     "agents.md": {"programs": tables.agent_programs},
+    "howto/group.md": {"group": capacity.group_table},
     "howto/several-models.md": {"together": capacity.together_table},
     "howto/tools.md": {"families": tables.reply_families},
     "capacity.md": {"kv": capacity.kv_table, "wear": capacity.wear_table},

@@ -143,6 +143,11 @@ REASONS: Mapping[Reason, ReasonRow] = {
     Reason.CANCELLED: ReasonRow(
         grpc.StatusCode.CANCELLED, "The client cancelled the call, or CancelRequest ended it.", "Nothing."
     ),
+    Reason.RANK_LOST: ReasonRow(
+        grpc.StatusCode.UNAVAILABLE,
+        "A machine of the group that serves the model was lost.",
+        "Try again after the delay that the error says; the group starts again by itself.",
+    ),
     Reason.ENGINE_FAILED: ReasonRow(
         grpc.StatusCode.INTERNAL,
         "The server has a fault.",

@@ -33,6 +33,9 @@ import grpc_tools
 PROTO_DIR = pathlib.Path(__file__).resolve().parent
 OUTPUT_DIR = PROTO_DIR.parent / "gen"
 PACKAGE_DIR = pathlib.Path("icehouse")
+API_DIR = PACKAGE_DIR / "v1"
+GROUP_DIR = PACKAGE_DIR / "group" / "v1"
+"""What the ranks of a group say to each other: no caller's, so it is made for Python alone."""
 PLUGIN_DIR = PROTO_DIR / "plugins"
 TS_PLUGIN = "@bufbuild/protoc-gen-es@2.17.0"
 """The npm package; clients/node has the runtime of the same version."""
@@ -71,9 +74,12 @@ def generate(output_dir: pathlib.Path) -> None:
         ]
         _answer_of([*command, "--only-binary=:all:", f"--target={tools}", PYTHON_PROTOC])
     output_dir.mkdir(parents=True, exist_ok=True)
-    _run_protoc(["python", "mypy"], _proto_files(), output_dir, tools)
-    _run_protoc(["grpc_python", "mypy_grpc"], _proto_files("*_service.proto"), output_dir, tools)
-    for folder in (PACKAGE_DIR, PACKAGE_DIR / "v1"):
+    for folder in (API_DIR, GROUP_DIR):
+        _run_protoc(["python", "mypy"], _proto_files(folder=folder), output_dir, tools)
+        _run_protoc(
+            ["grpc_python", "mypy_grpc"], _proto_files("*_service.proto", folder=folder), output_dir, tools
+        )
+    for folder in (PACKAGE_DIR, API_DIR, GROUP_DIR.parent, GROUP_DIR):
         (output_dir / folder / "__init__.py").write_text('"""Generated from protos/; never edited."""\n')
     (output_dir / PACKAGE_DIR / "py.typed").write_text("")
 
@@ -135,8 +141,8 @@ LANGUAGES = {"python": generate, "go": generate_go, "ts": generate_ts, "java": g
 """Folder in gen/ -> what fills it."""
 
 
-def _proto_files(pattern: str = "*.proto") -> list[str]:
-    return sorted(str(path.relative_to(PROTO_DIR)) for path in (PROTO_DIR / PACKAGE_DIR).rglob(pattern))
+def _proto_files(pattern: str = "*.proto", *, folder: pathlib.Path = API_DIR) -> list[str]:
+    return sorted(str(path.relative_to(PROTO_DIR)) for path in (PROTO_DIR / folder).glob(pattern))
 
 
 def _run_protoc(

@@ -20,7 +20,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from icehouse_server.bootstrap.preload import find_openblas, runs_on_cpu
+from icehouse_server.bootstrap.imports.openblas import find_openblas, runs_on_cpu
 
 from bench.cases.figure import Figure, FigureKey, Unit, spreads
 from bench.cases.target import judge, show_results

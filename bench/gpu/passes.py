@@ -102,7 +102,7 @@ def note_passes(file: Path) -> None:
 
 
 if __name__ == "__main__":
-    from icehouse_server.bootstrap.preload import load_openblas
+    from icehouse_server.bootstrap.imports.openblas import load_openblas
     from icehouse_server.cli.main import main
 
     load_openblas()

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from icehouse_server.bootstrap.preload import load_openblas
+from icehouse_server.bootstrap.imports.openblas import load_openblas
 
 from bench.replies import quantile
 from bench.report import console, setting, show_table, write_json

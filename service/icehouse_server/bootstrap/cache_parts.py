@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from icehouse_server.bootstrap.encryption import open_cipher
+from icehouse_server.bootstrap.group.leading import LeaderParts, group_facts, with_rank
 from icehouse_server.bootstrap.machine import cache_limit
 from icehouse_server.bootstrap.room import existing_folder
 from icehouse_server.clock import Clock
@@ -23,9 +24,10 @@ from icehouse_server.engine.prefix_cache.prefix_cache import PrefixCache
 from icehouse_server.engine.prefix_cache.tiers.prefix_settings import PrefixSettings, QuotaLimits
 from icehouse_server.engine.runner.encoder_runner import EncoderRunner
 from icehouse_server.engine.runner.identity.fingerprint import ModelFingerprint, model_fingerprint
-from icehouse_server.engine.runner.model_loader import AdapterSource
+from icehouse_server.engine.runner.model_loader import AdapterSource, ModelSource
 from icehouse_server.engine.runner.runner import ModelRunner
 from icehouse_server.errors import ConfigError, Reason, StartError, imports_of_extra
+from icehouse_server.group.leader_runner import LeaderRunner
 from icehouse_server.storage.api import OVERHEAD_BYTES, ColdTier, Outcome
 from icehouse_server.storage.digests import DigestBook
 from icehouse_server.storage.files import Files, in_time
@@ -37,6 +39,9 @@ from icehouse_server.storage.shared.shared_settings import SharedSettings
 from icehouse_server.storage.shared.shared_tier import SharedTier
 from icehouse_server.storage.storage_settings import Codec, StorageSettings
 from icehouse_server.storage.store_paths import StorePaths
+
+_Post = Callable[[Outcome], object]
+_AsGroup = Callable[[Callable[[_Post], ColdTier | None], _Post], ColdTier | None]
 
 _log = logging.getLogger("icehouse.boot")
 
@@ -58,7 +63,9 @@ class CacheParts:
     log: BlockLog = dataclasses.field(default_factory=BlockLog)
     """Blocks that enter and leave the tiers, for KV events."""
 
-    def open_controller(self, runner: ModelRunner | EncoderRunner, clock: Clock) -> CacheController:
+    def open_controller(
+        self, runner: ModelRunner | EncoderRunner | LeaderRunner, clock: Clock
+    ) -> CacheController:
         """Make the engine's side; on the inference thread, after the model was loaded."""
         cache = PrefixCache(
             settings=self.settings,
@@ -118,8 +125,10 @@ def build_cache_parts(
     adapters: Sequence[AdapterSource],
     device: Device,
     post: Callable[[Outcome], object],
+    as_group: _AsGroup | None = None,
 ) -> CacheParts:
-    """Wire one model's cache. Raises StartError where a model with the same fingerprint is open."""
+    """Wire one model's cache. `as_group` makes of this rank's tier the whole group's. Raises StartError where
+    a model with the same fingerprint is open."""
     cipher = None if ssd is None else ssd.cipher
     # Under a key blocks are filed apart, so that nobody takes them for what another key can open.
     filed_as = encrypted_fingerprint(fingerprint.value, cipher.key_id) if cipher else fingerprint.value
@@ -141,7 +150,11 @@ def build_cache_parts(
         min_reuse_token_count=_MIN_REUSE_TOKEN_COUNT,
         adapters={adapter.name: adapter.digest for adapter in adapters},
     )
-    storage = None if ssd is None else ssd.tiers.open(filed_as, details, post)
+
+    def open_own(post: _Post) -> ColdTier | None:
+        return None if ssd is None else ssd.tiers.open(filed_as, details, post)
+
+    storage = open_own(post) if as_group is None else as_group(open_own, post)
     return CacheParts(settings=settings, adopt_budget_s=config.adopt_budget_ms / 1000, storage=storage)
 
 
@@ -246,3 +259,18 @@ def fingerprint_of(path: Path, config: Config, *, dtype: str, digests: DigestBoo
         adapter_dir=Path(model.adapter_path) if model.adapter_path else None,
         book=digests,
     )
+
+
+def identified(
+    source: ModelSource, config: Config, *, clock: Clock, leader: LeaderParts | None
+) -> tuple[ModelSource, ModelFingerprint]:
+    """Return the model with its fingerprint, of rank 0's part where it leads a group. It
+    listens for the others then; raises StartError."""
+    digests = open_digests(config.cache, clock)
+    fingerprint = fingerprint_of(source.path, config, dtype=source.dtype, digests=digests)
+    if digests is not None:
+        source = dataclasses.replace(source, code=fingerprint.code)
+    if leader is None:
+        return source, fingerprint
+    leader.start(group_facts(config, fingerprint, dtype=source.dtype))
+    return source, with_rank(fingerprint, leader.membership)

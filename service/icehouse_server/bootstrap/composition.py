@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 from icehouse_server.bootstrap.cache_parts import (
     SsdParts,
     build_cache_parts,
-    fingerprint_of,
-    open_digests,
+    identified,
     open_ssd,
 )
+from icehouse_server.bootstrap.group.leading import LeaderParts, check_shardable
 from icehouse_server.bootstrap.machine import memory_limit, weights_dtype
 from icehouse_server.bootstrap.model_source import KeptTexts, model_source, suited
 from icehouse_server.bootstrap.telemetry import (
@@ -30,16 +30,13 @@ from icehouse_server.bootstrap.telemetry import (
 from icehouse_server.clock import Clock
 from icehouse_server.config import Config, EngineConfig
 from icehouse_server.device import Device
-from icehouse_server.domain.events import Event
-from icehouse_server.domain.ids import RequestId
-from icehouse_server.domain.model import EngineState, ModelInfo, ReplyFormatInfo
 from icehouse_server.engine.core.mailbox import Mailbox, Message
 from icehouse_server.engine.core.memory_budget import MemoryBudget
 from icehouse_server.engine.engine import Engine, EngineSettings
 from icehouse_server.engine.inference_thread import InferenceThread
 from icehouse_server.engine.kv.page_groups import PAGE_TOKEN_COUNT
 from icehouse_server.engine.runner.encoder_runner import EncoderRunner
-from icehouse_server.engine.runner.forward.splits import Attention, PassFacts
+from icehouse_server.engine.runner.forward.splits import Attention
 from icehouse_server.engine.runner.model_loader import (
     ModelSource,
     read_config,
@@ -47,17 +44,20 @@ from icehouse_server.engine.runner.model_loader import (
     sees_images,
     vocabulary_size,
 )
-from icehouse_server.engine.runner.runner import ModelKey, ModelRunner, RunnerSettings
+from icehouse_server.engine.runner.runner import ModelRunner, RunnerSettings
 from icehouse_server.engine.runner.vision import mlx_vlm
+from icehouse_server.engine.runner.warm_up import CommonParts
 from icehouse_server.engine.scheduling.limits import SchedulerLimits
 from icehouse_server.engine.scheduling.policy import GPU_POLICY, POLICY, PassPolicy
 from icehouse_server.engine.scheduling.waiting_queue import WaitingLimits
 from icehouse_server.errors import IcehouseError, model_invalid
+from icehouse_server.group.leader_runner import LeaderRunner
+from icehouse_server.group.membership import Membership
 from icehouse_server.pool.model_pool import ModelPool
 from icehouse_server.pool.one_seat import OneSeat
 from icehouse_server.rpc.calls.watchers import Telemetry
-from icehouse_server.rpc.engine_client.engine_ports import BlockFiles, ServedModel
 from icehouse_server.rpc.engine_client.grammars import GrammarCompilers
+from icehouse_server.rpc.engine_client.listener import EngineListener
 from icehouse_server.rpc.engine_client.router import Router
 from icehouse_server.rpc.engine_client.seat import Seat
 from icehouse_server.rpc.kv_events.kv_event_source import KvEventSource
@@ -125,6 +125,8 @@ class Server:
     opened: OpenedEngine | None = None
     """Of the only model; None where there are several."""
     pool: ModelPool[OpenedEngine] | None = None
+    leader: LeaderParts | None = None
+    """Of a server that is rank 0 of a group."""
 
     def begin_stop(self) -> Sequence[OpenedEngine]:
         """Load nothing more; return the engines that are there."""
@@ -153,8 +155,8 @@ class EngineParts:
     are_several: bool
     """Whether there may be more than one. Then pages are allocated as they are needed, not at once: others
     need memory, too."""
-    known: dict[ModelKey, PassFacts] = dataclasses.field(default_factory=dict)
-    """What was found about models that were loaded before; the inference thread's."""
+    common: CommonParts
+    """The inference thread's."""
     texts: KeptTexts = dataclasses.field(default_factory=KeptTexts)
 
     @classmethod
@@ -163,9 +165,9 @@ class EngineParts:
         ssd = open_ssd(config.cache, device=device, clock=clock)
         budget = MemoryBudget(memory_limit(config.engine.memory_limit_bytes, device))
         telemetry, kv_events = TelemetryParts(config), KvEventParts(config, clock)
-        return cls(
-            device, clock, InferenceThread(clock), budget, ssd, telemetry, kv_events, bool(config.models)
-        )
+        inference, are_several = InferenceThread(clock), bool(config.models)
+        common = CommonParts(inference.device_clock)
+        return cls(device, clock, inference, budget, ssd, telemetry, kv_events, are_several, common)
 
     @property
     def tiers(self) -> ModelTiers | None:
@@ -185,18 +187,28 @@ def build_server(
     router: Router,
     clock: Clock,
     draft: ModelSource | None = None,
+    membership: Membership | None = None,
 ) -> Server:
-    """Wire a server of one model. Reads the tokenizer; raises ModelError when the folder has none to read."""
+    """Wire a server of one model, on its own or as rank 0 of a group. Reads the tokenizer; raises ModelError
+    when the folder has none to read."""
     config = suited(config, model)
+    if membership is not None:
+        check_shardable(model, config)
     parts = EngineParts.of(config, device, clock)
-    opened = open_engine(config, model=model, draft=draft, router=router, parts=parts)
+    leader = None
+    if membership is not None:
+        limit_bytes = memory_limit(config.engine.memory_limit_bytes, device)
+        leader = LeaderParts(membership, config, memory_limit_bytes=limit_bytes, clock=clock, router=router)
+    opened = open_engine(config, model=model, draft=draft, router=router, parts=parts, leader=leader)
     parts.kv_events.add(opened.source.model_id, opened.kv_events)
     seats = OneSeat(opened.seat, clock)
     worker = worker_models(config, ports={})
     if worker is not None:
         worker.parts[seats.default_name] = opened.worker_parts(config)
     rpc = RpcServer(config=config, seats=seats, clock=clock, telemetry=parts.watchers, worker=worker)
-    return Server(parts.inference, rpc, clock, parts.tiers, parts.telemetry, parts.kv_events, opened)
+    return Server(
+        parts.inference, rpc, clock, parts.tiers, parts.telemetry, parts.kv_events, opened, leader=leader
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -257,6 +269,7 @@ def open_engine(
     router: Router,
     parts: EngineParts,
     expected_bytes: int = 0,
+    leader: LeaderParts | None = None,
 ) -> OpenedEngine:
     """Wire the engine of one model. Any thread; reads the tokenizer, and raises ModelError.
 
@@ -267,22 +280,18 @@ def open_engine(
     source = model_source(config, model, dtype=weights_dtype(config.model, device))
     text = parts.texts.read(source, functools.partial(grammar_compiler, config, source))
     tokenizer = text.tokenizer
-    digests = open_digests(config.cache, clock)
-    fingerprint = fingerprint_of(model.path, config, dtype=source.dtype, digests=digests)
-    if digests is not None:
-        source = dataclasses.replace(source, code=fingerprint.code)
+    source, fingerprint = identified(source, config, clock=clock, leader=leader)
     limits = engine_limits(config, device)
     mailbox: Mailbox[Message] = Mailbox(limit=config.engine.mailbox_limit, changed=parts.inference.changed)
-    settings = runner_settings(config, device, are_several=parts.are_several)
-    name = fingerprint.value.hex()
     runner = build_runner(
         source,
         draft,
         tokenizer,
-        settings=settings,
-        thread=parts.inference,
-        fingerprint_hex=name,
-        known=parts.known,
+        settings=runner_settings(config, device, are_several=parts.are_several),
+        clock=clock,
+        common=parts.common,
+        fingerprint_hex=fingerprint.value.hex(),
+        leader=leader,
     )
     images = image_reader(config, source)
     grammars = grammar_compilers(config, text.compiler)
@@ -295,19 +304,17 @@ def open_engine(
         adapters=source.adapters,
         device=device,
         post=parts.telemetry.watching(mailbox.post),
+        as_group=None if leader is None else leader.open_tier,
     )
+    # A group's blocks are in parts, on as many machines.
+    block_files = BlockBytes() if config.cache.has_ssd and leader is None else None
     engine = Engine(
-        settings=EngineSettings(
-            limits=limits,
-            waiting=waiting_limits(config.engine),
-            flush_timeout_s=config.cache.flush_timeout_s,
-            expected_bytes=expected_bytes,
-        ),
+        settings=engine_settings(config, limits, expected_bytes=expected_bytes),
         runner=runner,
         make_prefix=lambda: cache.open_controller(runner, clock),
         tokenizer=tokenizer,
         mailbox=mailbox,
-        listener=EngineListener(router, tokenizer, images, BlockBytes() if config.cache.has_ssd else None),
+        listener=EngineListener(router, tokenizer, images, block_files),
         thread=parts.inference,
         budget=parts.budget,
     )
@@ -318,33 +325,51 @@ def open_engine(
     )
 
 
+def engine_settings(config: Config, limits: SchedulerLimits, *, expected_bytes: int) -> EngineSettings:
+    """Return how the engine serves what its runner runs."""
+    return EngineSettings(
+        limits=limits,
+        waiting=waiting_limits(config.engine),
+        flush_timeout_s=config.cache.flush_timeout_s,
+        expected_bytes=expected_bytes,
+    )
+
+
 def build_runner(
     source: ModelSource,
     draft: ModelSource | None,
     tokenizer: Tokenizer,
     *,
     settings: RunnerSettings,
-    thread: InferenceThread,
+    clock: Clock,
+    common: CommonParts,
     fingerprint_hex: str,
-    known: dict[ModelKey, PassFacts],
-) -> ModelRunner | EncoderRunner:
-    """Make what runs the model in a folder. Raises ModelError for a draft model beside an encoder."""
-    clock, device_clock = thread.clock, thread.device_clock
+    leader: LeaderParts | None = None,
+) -> ModelRunner | EncoderRunner | LeaderRunner:
+    """Make what runs the model in a folder. Raises ModelError for a draft model beside an encoder, and for a
+    group's encoder."""
     if not reads_whole(source.path):
-        return ModelRunner(
+        own = ModelRunner(
             source=source,
             tokenizer=tokenizer,
             settings=settings,
             clock=clock,
-            device_clock=device_clock,
+            common=common,
             fingerprint_hex=fingerprint_hex,
             draft_source=draft and dataclasses.replace(draft, dtype=source.dtype),
-            known=known,
+            rank=None if leader is None else leader.rank,
         )
+        return own if leader is None else leader.leading(own)
+    if leader is not None:
+        raise model_invalid(f"the model in {source.path} is an encoder, which a group does not serve")
     if draft is not None:
         raise model_invalid(f"the model in {source.path} decodes nothing; serve it without a draft model")
     return EncoderRunner(
-        source=source, tokenizer=tokenizer, settings=settings, clock=clock, device_clock=device_clock
+        source=source,
+        tokenizer=tokenizer,
+        settings=settings,
+        clock=clock,
+        device_clock=common.device_clock,
     )
 
 
@@ -437,32 +462,3 @@ def waiting_limits(config: EngineConfig) -> WaitingLimits:
         tenant_running_limit=config.tenant_running_limit,
         aging_s=config.aging_s,
     )
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class EngineListener:
-    """Passes the engine's events to the router, and the model together with what its callers need of it."""
-
-    router: Router
-    tokenizer: Tokenizer
-    images: ImageReader | None
-    block_files: BlockFiles | None
-
-    def publish(self, events: Sequence[tuple[RequestId, Event]]) -> None:
-        self.router.publish(events)
-
-    def model_loaded(self, info: ModelInfo) -> None:
-        if info.reply_format is not None:
-            _log_replies(info.reply_format)
-        self.router.model_loaded(ServedModel(info, self.tokenizer, self.images, self.block_files))
-
-    def state_changed(self, state: EngineState, error: IcehouseError | None) -> None:
-        self.router.state_changed(state, error)
-
-
-def _log_replies(format: ReplyFormatInfo) -> None:
-    """Log how chat replies will be parsed, and markers that nothing parses."""
-    facts = {"calls": format.calls or "none", "reasoning": format.reasoning_start or "none"}
-    _log.info("reply_format_found", extra={**facts, "evidence": "; ".join(format.evidence) or "none"})
-    if format.unread_markers:
-        _log.warning("reply_markers_unread", extra={"markers": " ".join(format.unread_markers)})

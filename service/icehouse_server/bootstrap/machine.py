@@ -10,7 +10,7 @@ import platform
 import resource
 from pathlib import Path
 
-from icehouse_server.bootstrap.preload import openblas_loaded
+from icehouse_server.bootstrap.imports.openblas import openblas_loaded
 from icehouse_server.config import ModelConfig
 from icehouse_server.config.load import environment
 from icehouse_server.device import USABLE_SHARE, Device

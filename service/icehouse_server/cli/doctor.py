@@ -10,6 +10,7 @@ import importlib.metadata
 import os
 import platform
 import shutil
+import socket
 import stat
 import sys
 from collections.abc import Callable, Mapping
@@ -20,16 +21,17 @@ from icehouse_client.cli.figures import size_text
 from rich.markup import escape
 
 from icehouse_server.bootstrap.encryption import find_cipher
+from icehouse_server.bootstrap.group.leading import find_membership
+from icehouse_server.bootstrap.imports.openblas import find_openblas, openblas_loaded, runs_on_cpu
 from icehouse_server.bootstrap.machine import allow_open_files, memory_limit, wanted_file_count
 from icehouse_server.bootstrap.model_source import find_reply_format, find_sight
-from icehouse_server.bootstrap.preload import find_openblas, openblas_loaded, runs_on_cpu
 from icehouse_server.bootstrap.room import Room, existing_folder, folder_size
 from icehouse_server.config import Config
 from icehouse_server.demo.build import is_built
 from icehouse_server.demo.models import DEMO_MODELS
 from icehouse_server.device import Device, find_device
 from icehouse_server.domain.model import Sight
-from icehouse_server.errors import ModelError, Reason, StartError, extra_command
+from icehouse_server.errors import IcehouseError, ModelError, Reason, StartError, extra_command
 from icehouse_server.rpc.listen_address import check_free, listen_for_http
 from icehouse_server.rpc.own_server import OwnServer, find_own_server, is_own_http
 from icehouse_server.storage.files import Files, read_text
@@ -58,12 +60,13 @@ _warn = functools.partial(Answer, CheckVerdict.WARN)
 _fail = functools.partial(Answer, CheckVerdict.FAIL)
 
 
-def _refused(error: StartError) -> Answer:
+def _refused(error: IcehouseError) -> Answer:
     """Return why a server would not start, whose own words end with what to do."""
     what, _, advice = error.message.partition("; ")
     return _fail(what, advice)
 
 
+_CONNECT_S = 2.0
 _MEMORY_WANTED_BYTES = 4 << 30
 _PACKAGES = ("mlx", "mlx-lm", "grpcio", "safetensors", "sqlite-utils")
 
@@ -260,6 +263,34 @@ def check_http(config: Config) -> Answer:
     return _ok(f"{address} is free")
 
 
+def check_group(config: Config) -> Answer:
+    """Are the other machines of the group there?"""
+    try:
+        membership = find_membership(config)
+    except IcehouseError as error:
+        return _refused(error)
+    if membership is None:
+        return _ok("none; --group serves one model over several machines")
+    hosts = [addresses[0].rpartition(":")[0] for addresses in membership.ring]
+    for rank, host in enumerate(hosts):
+        try:
+            socket.getaddrinfo(host, None)
+        except OSError:
+            return _fail(f"nobody knows the address {host} of rank {rank}", "correct the file of hosts")
+    shown = f"rank {membership.rank} of {membership.world}, {hosts[membership.rank]}"
+    if membership.rank == 0:
+        return _ok(f"{shown}; the others connect to {membership.control}")
+    host, _, port = membership.control.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()
+    except OSError as error:
+        return _warn(
+            f"{shown}; rank 0 does not answer at {membership.control}: {error}",
+            "start it, and see whether a firewall keeps this machine from it",
+        )
+    return _ok(f"{shown}; rank 0 answers at {membership.control}")
+
+
 def _shown_address(config: Config) -> str:
     server = config.server
     return f"{server.host}:{server.port}" if server.uds is None else f"unix:{server.uds}"
@@ -377,6 +408,7 @@ CHECKS: Mapping[str, Callable[[Config], Answer]] = {
     "replies": check_replies,
     "address": check_address,
     "http": check_http,
+    "group": check_group,
     "disk": check_disk,
     "cache": check_cache,
     "at rest": check_encryption,

@@ -33,6 +33,7 @@ _PANELS = {
     "engine": "Engine",
     "cache": "Prefix cache",
     "fleet": "Fleet",
+    "group": "Group of machines",
     "kv_events": "KV events",
     "telemetry": "Telemetry",
     "log": "Log",

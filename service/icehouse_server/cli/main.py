@@ -13,8 +13,8 @@ from icehouse_client.cli import main as client
 from icehouse_client.cli.console import EXIT_FAILURE, EXIT_USAGE, AsJson, complain
 from icehouse_client.cli.main import CACHE, LOOK_AFTER, MODELS, CommandLine
 
-from icehouse_server.bootstrap.lean_transformers import import_mlx_lm
-from icehouse_server.bootstrap.preload import load_openblas
+from icehouse_server.bootstrap.imports.lean_transformers import import_mlx_lm
+from icehouse_server.bootstrap.imports.openblas import load_openblas
 from icehouse_server.cli import model_commands, token
 from icehouse_server.cli.flags import SettingsCommand, show_config, with_settings
 from icehouse_server.cli.later_group import group_in

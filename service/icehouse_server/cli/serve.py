@@ -17,13 +17,14 @@ import signal
 import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from typing import NoReturn
 
 import uvloop
 
 from icehouse_server import heap
 from icehouse_server.bootstrap.cache_parts import check_directory
 from icehouse_server.bootstrap.composition import OpenedEngine, Server, build_server
+from icehouse_server.bootstrap.follower_parts import follow
+from icehouse_server.bootstrap.group.leading import find_membership
 from icehouse_server.bootstrap.kept_models import held
 from icehouse_server.bootstrap.machine import (
     allow_open_files,
@@ -44,6 +45,8 @@ from icehouse_server.config.load import environment
 from icehouse_server.device import Device, find_device
 from icehouse_server.domain.model import EngineState
 from icehouse_server.errors import EngineFailed, IcehouseError, Reason
+from icehouse_server.group.ending import leave
+from icehouse_server.group.membership import Membership
 from icehouse_server.pool.model_pool import ModelPool
 from icehouse_server.rpc.access.caller import UNPROVED
 from icehouse_server.rpc.engine_client.router import Router
@@ -68,10 +71,18 @@ def serve(loaded: LoadedConfig) -> None:
         heap.keep_freed()
     give_back_large_arrays()
     _allow_open_files(loaded.config)
+    membership = find_membership(loaded.config)
+    if membership is not None and membership.rank:
+        check_directory(loaded.config.cache)
+        models = _located(loaded.config, device, Narrator(SystemClock()), membership)
+        with held(*models.folders):
+            follow(loaded.config, membership, models=models, device=device, clock=SystemClock())
     # Its loop is woken without giving the interpreter's lock away, and each message costs less.
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         manager = manager_of(environment(), pid=os.getpid())
-        runner.run(_serve(loaded.config, SystemClock(), manager, device))
+        runner.run(_serve(loaded.config, SystemClock(), manager, device, membership))
+    if membership is not None:
+        leave(0)
 
 
 def _allow_open_files(config: Config) -> None:
@@ -85,7 +96,13 @@ def _allow_open_files(config: Config) -> None:
     _log.warning("open_files_short", extra={"limit": allowed, "wanted": wanted, "detail": detail})
 
 
-async def _serve(config: Config, clock: Clock, manager: ServiceManager, device: Device) -> None:
+async def _serve(
+    config: Config,
+    clock: Clock,
+    manager: ServiceManager,
+    device: Device,
+    membership: Membership | None = None,
+) -> None:
     _name_loop_threads()
     narrator = Narrator(clock)
     # Finding and loading a model may take minutes, after which nobody wants to hear of these.
@@ -97,34 +114,49 @@ async def _serve(config: Config, clock: Clock, manager: ServiceManager, device: 
     check_directory(config.cache)
     async with http_child(config) as front:
         with contextlib.ExitStack() as stack:
-            server = _built(config, clock, device, narrator, stack)
+            server = _built(config, clock, device, narrator, stack, membership)
             await _run(server, config, front, manager=manager, narrator=narrator)
     opened = server.opened
-    has_failed = opened is not None and opened.router.state is EngineState.FAILED
+    lost = None if server.leader is None else server.leader.lost
+    has_failed = lost is not None or (opened is not None and opened.router.state is EngineState.FAILED)
     await _leave_stuck_work(1 if has_failed else 0)
     _bound_end(1 if has_failed else 0)
     if opened is not None and has_failed:
-        raise opened.error or EngineFailed(Reason.ENGINE_FAILED, "the engine failed; see the log")
+        raise lost or opened.error or EngineFailed(Reason.ENGINE_FAILED, "the engine failed; see the log")
 
 
 def _built(
-    config: Config, clock: Clock, device: Device, narrator: Narrator, stack: contextlib.ExitStack
+    config: Config,
+    clock: Clock,
+    device: Device,
+    narrator: Narrator,
+    stack: contextlib.ExitStack,
+    membership: Membership | None,
 ) -> Server:
     """Return the server, wired. What it must hold, `stack` does; raises IcehouseError."""
     if config.models:
         return build_pool(config, device=device, clock=clock)
-    models = _located(config, device, narrator)
+    models = _located(config, device, narrator, membership)
     stack.enter_context(held(*models.folders))
     router = Router(asyncio.get_running_loop())
     with narrator.phase("tokenizer_read"):
         return build_server(
-            config, model=models.model, draft=models.draft, device=device, router=router, clock=clock
+            config,
+            model=models.model,
+            draft=models.draft,
+            device=device,
+            router=router,
+            clock=clock,
+            membership=membership,
         )
 
 
-def _located(config: Config, device: Device, narrator: Narrator) -> ServedModels:
+def _located(
+    config: Config, device: Device, narrator: Narrator, membership: Membership | None
+) -> ServedModels:
     """Return the models; raises IcehouseError, for lack of room before any download."""
-    room = Room(memory_limit_bytes=memory_limit(config.engine.memory_limit_bytes, device))
+    world = 1 if membership is None else membership.world
+    room = Room(memory_limit_bytes=world * memory_limit(config.engine.memory_limit_bytes, device))
     with narrator.phase("model_found") as fields, build_progress() as on_progress:
         models = locate_models(config.model, on_progress=on_progress, on_size=room.check)
         fields.update(model=models.model.model_id, path=models.model.path)
@@ -306,6 +338,8 @@ async def _drain(
                 await front.stop(timeout_s=LAST_WORDS_S)
         left_s = max(0.0, ending_time - server.clock.monotonic())
         ended = await asyncio.to_thread(server.inference.join, timeout_s=left_s)
+        if server.leader is not None:
+            await asyncio.to_thread(server.leader.stop)
         closed = await asyncio.to_thread(_closed, server, opened, timeout_s=closing_s)
         async with _abandoned("telemetry", timeout_s=_BOUNDS.telemetry_s):
             await asyncio.to_thread(server.telemetry.stop)
@@ -314,7 +348,7 @@ async def _drain(
     if not closed:
         _log.error("stuck_storage_abandoned", extra={"waited_s": closing_s})
     if not (ended and closed):
-        _leave(1)
+        leave(1)
 
 
 def _closed(server: Server, opened: Sequence[OpenedEngine], *, timeout_s: float) -> bool:
@@ -349,7 +383,7 @@ async def _leave_stuck_work(code: int) -> None:
             _log.error(
                 "stuck_work_abandoned", extra={"threads": ", ".join(names), "waited_s": _BOUNDS.work_s}
             )
-            _leave(code)
+            leave(code)
         await asyncio.sleep(_LOOK_S)
 
 
@@ -358,7 +392,7 @@ def _bound_end(code: int) -> None:
 
     def abandon() -> None:
         _log.error("stuck_end_abandoned", extra={"waited_s": _BOUNDS.end_s})
-        _leave(code)
+        leave(code)
 
     timer = threading.Timer(_BOUNDS.end_s, abandon)
     timer.daemon = True
@@ -374,12 +408,6 @@ def _is_waited_for(thread: threading.Thread) -> bool:
     # The loop's own have ended what they were given; they are waited for when the loop closes.
     is_own = thread is threading.main_thread() or thread.name.startswith(_LOOP_THREADS)
     return not thread.daemon and not is_own
-
-
-def _leave(code: int) -> NoReturn:
-    for handler in logging.getLogger().handlers:
-        handler.flush()
-    os._exit(code)
 
 
 _manager_log = logging.getLogger("icehouse.service_manager")

@@ -6,10 +6,13 @@ server's only readers of the environment.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
+import json
 import os
 import re
+import tempfile
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -66,6 +69,20 @@ def enlarge_attention_plan_cache() -> None:
     """Have MLX keep more of the plans that attention on CUDA needs, one for each shape: building one takes
     50 ms, and of its own accord MLX keeps 64. Before its import."""
     os.environ.setdefault("MLX_CUDA_SDPA_CACHE_SIZE", "512")
+
+
+@contextlib.contextmanager
+def named_ranks(ring: Sequence[Sequence[str]], rank: int) -> Iterator[str]:
+    """Tell MLX the addresses of a group's ranks, and which one this process is, while it joins them; yield
+    its backend for that. Under `mlx.launch --backend jaccl`, RDMA over Thunderbolt, MLX has been told."""
+    if "MLX_JACCL_COORDINATOR" in os.environ:
+        yield "jaccl"
+        return
+    with tempfile.NamedTemporaryFile("w", prefix="icehouse-ring-", suffix=".json") as file:
+        json.dump([list(addresses) for addresses in ring], file)
+        file.flush()
+        os.environ.update(MLX_HOSTFILE=file.name, MLX_RANK=str(rank))
+        yield "ring"
 
 
 def load_config(

@@ -11,7 +11,16 @@ from typing import Any
 from icehouse_server.config import user_paths
 from icehouse_server.config.edge import ConnectionConfig, SecurityConfig, ServerConfig, TenantConfig
 from icehouse_server.config.http import HttpConfig
-from icehouse_server.config.setting import GIB, MIB, NamedPath, Setting, names_in, setting, settings_of
+from icehouse_server.config.setting import (
+    GIB,
+    MIB,
+    NamedPath,
+    Setting,
+    SettingKind,
+    names_in,
+    setting,
+    settings_of,
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -249,6 +258,26 @@ class FleetConfig:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class GroupConfig:
+    """Machines that serve one model together, each a part of every layer. All have the same settings."""
+
+    hosts: str | None = setting(
+        None,
+        "File with the group's hosts, as mlx.launch reads it; rank 0 serves, others follow. Default: none.",
+        flag="--group",
+        kind=SettingKind.PATH,
+    )
+    rank: int | None = setting(
+        None, "Which of the hosts this machine is, from 0. Default: MLX_RANK.", minimum=0, flag="--group-rank"
+    )
+    control: str | None = setting(
+        None,
+        "Where rank 0 listens for the others, host:port. Default: port 32322 at the first host's address.",
+        flag="--group-control",
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class KvEventsConfig:
     """Events over gRPC are there for whoever may subscribe; over ZeroMQ they are off unless asked for."""
 
@@ -370,6 +399,7 @@ class Config:
     engine: EngineConfig = dataclasses.field(default_factory=EngineConfig)
     cache: CacheConfig = dataclasses.field(default_factory=CacheConfig)
     fleet: FleetConfig = dataclasses.field(default_factory=FleetConfig)
+    group: GroupConfig = dataclasses.field(default_factory=GroupConfig)
     kv_events: KvEventsConfig = dataclasses.field(default_factory=KvEventsConfig)
     telemetry: TelemetryConfig = dataclasses.field(default_factory=TelemetryConfig)
     log: LogConfig = dataclasses.field(default_factory=LogConfig)

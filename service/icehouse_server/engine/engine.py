@@ -313,11 +313,12 @@ class Engine:
                 f"the inference loop failed: {type(error).__name__}; the server is ending",
             )
         self.state = EngineState.FAILED
+        told = error if isinstance(error, Unavailable) else engine_failed()
         if loop is not None:
-            loop.fail_all(engine_failed())
+            loop.fail_all(told)
         else:
-            self._refuse_all(engine_failed())
-        self._listener.state_changed(EngineState.FAILED, engine_failed())
+            self._refuse_all(told)
+        self._listener.state_changed(EngineState.FAILED, told)
 
     def _refuse_all(self, error: IcehouseError) -> None:
         """Answer what came while the model was loading; requests were refused before they came here."""

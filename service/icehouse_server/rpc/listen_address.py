@@ -116,6 +116,21 @@ def check_address(config: ServerConfig, security: SecurityConfig) -> None:
         _check_host(config.host, security)
 
 
+def check_control_address(address: str, security: SecurityConfig) -> None:
+    """Raise StartError for a group's channel that others could read or join."""
+    host = address.rpartition(":")[0].strip("[]")
+    has_both = security.tls_certificate is not None and security.tls_client_ca is not None
+    if has_both or is_loopback(host) or security.allow_insecure_public:
+        return
+    raise StartError(
+        Reason.ADDRESS_INSECURE,
+        f"the group's channel at {address} carries prompts, and others could read or join it; set "
+        "security.tls_certificate, tls_key and tls_client_ca on all ranks, or, where only these machines "
+        "reach each other there, security.allow_insecure_public",
+        metadata={"host": host},
+    )
+
+
 def _check_http_address(config: HttpConfig, security: SecurityConfig) -> None:
     """Raise StartError for what `check_address` refuses, and where callers of HTTP could prove nothing."""
     _check_host(config.host, security)

@@ -6,6 +6,7 @@ import concurrent.futures
 import dataclasses
 import random
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import grpc
@@ -31,9 +32,15 @@ class Seen:
     """What the callers of one round got."""
 
     finished_count: int = 0
-    cut_count: int = 0
+    cut_codes: Counter[grpc.StatusCode] = dataclasses.field(default_factory=Counter)
+    """What callers of calls that were cut off were told."""
     cached_token_count: int = 0
     ssd_token_count: int = 0
+
+    @property
+    def cut_count(self) -> int:
+        """Calls that were cut off."""
+        return self.cut_codes.total()
 
 
 class EventTrigger:
@@ -72,7 +79,7 @@ def ask(address: str, reference: Reference, seen: Seen, *, on_event: Callable[[]
                     seen.ssd_token_count += answer.started.cache.ssd_tokens
         except grpc.RpcError as error:
             assert error.code() in _GONE, error
-            seen.cut_count += 1
+            seen.cut_codes[error.code()] += 1
             return False
     assert tuple(tokens) == reference.reply, "the reply ended early"
     seen.finished_count += 1

@@ -18,6 +18,7 @@ from icehouse_server.config import (
     Config,
     ConnectionConfig,
     EngineConfig,
+    GroupConfig,
     HttpConfig,
     ModelConfig,
     ServerConfig,
@@ -43,6 +44,27 @@ def test_a_free_port_is_ok_and_a_taken_one_is_not() -> None:
         check = doctor.check_address(config)
         assert check.verdict is CheckVerdict.FAIL and str(port) in check.detail and "--port" in check.advice
     assert doctor.check_address(config).verdict is CheckVerdict.OK
+
+
+def test_a_group_is_checked_from_each_of_its_ranks(tmp_path: Path) -> None:
+    hosts = tmp_path / "hosts.json"
+    assert doctor.check_group(Config()).verdict is CheckVerdict.OK
+    assert doctor.check_group(Config(group=GroupConfig(hosts=str(hosts)))).verdict is CheckVerdict.FAIL
+    hosts.write_text('[["127.0.0.1:1"], ["127.0.0.1:2"]]')
+    with socket.socket() as control:
+        control.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{control.getsockname()[1]}"
+        first, second = (
+            Config(group=GroupConfig(hosts=str(hosts), rank=rank, control=address)) for rank in (0, 1)
+        )
+        assert doctor.check_group(first).detail == f"rank 0 of 2, 127.0.0.1; the others connect to {address}"
+        away = doctor.check_group(second)
+        assert away.verdict is CheckVerdict.WARN and address in away.detail and "rank 0" in away.detail
+        control.listen()
+        assert doctor.check_group(second).verdict is CheckVerdict.OK
+    hosts.write_text('[["127.0.0.1:1"], ["nowhere.invalid:2"]]')
+    unknown = doctor.check_group(second)
+    assert unknown.verdict is CheckVerdict.FAIL and "nowhere.invalid" in unknown.detail
 
 
 @pytest.mark.parametrize("ready", [True, False])

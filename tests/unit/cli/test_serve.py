@@ -165,7 +165,7 @@ async def test_writing_what_ram_holds_is_not_taken_for_stuck_work(
     # Each has a bound of its own, which the wait for its thread does not cut short.
     monkeypatch.setattr(serve, "_BOUNDS", dataclasses.replace(serve._BOUNDS, step_s=0.0, close_s=0.0))
     codes: list[int] = []
-    monkeypatch.setattr(serve, "_leave", codes.append)
+    monkeypatch.setattr(serve, "leave", codes.append)
     model = tiny_model_dir(tmp_path, "llama")
     async with whole_server(
         model, tmp_path / "blocks", cache__block_token_count=16, cache__min_prefix_token_count=0
@@ -195,7 +195,7 @@ async def test_a_thread_that_hangs_is_left_and_the_exit_says_so(
     bounds = dataclasses.replace(serve._BOUNDS, step_s=0.0, edge_s=1.0, close_s=0.0, closed_s=0.2)
     monkeypatch.setattr(serve, "_BOUNDS", bounds)
     codes: list[int] = []
-    monkeypatch.setattr(serve, "_leave", codes.append)
+    monkeypatch.setattr(serve, "leave", codes.append)
     flush_s = 20.0 if owner is BlockStore else 0.0
     model = tiny_model_dir(tmp_path, "llama")
     async with whole_server(model, tmp_path / "blocks", cache__flush_timeout_s=flush_s) as server:

@@ -132,6 +132,8 @@ const (
 	ErrorReason_ERROR_REASON_STORE_UNUSABLE ErrorReason = 49
 	// The model, one of several, could not be loaded.
 	ErrorReason_ERROR_REASON_MODEL_NOT_LOADED ErrorReason = 50
+	// A machine of the group that serves the model was lost.
+	ErrorReason_ERROR_REASON_RANK_LOST ErrorReason = 51
 )
 
 // Enum value maps for ErrorReason.
@@ -188,6 +190,7 @@ var (
 		48: "ERROR_REASON_EVENTS_LOST",
 		49: "ERROR_REASON_STORE_UNUSABLE",
 		50: "ERROR_REASON_MODEL_NOT_LOADED",
+		51: "ERROR_REASON_RANK_LOST",
 	}
 	ErrorReason_value = map[string]int32{
 		"ERROR_REASON_UNSPECIFIED":             0,
@@ -241,6 +244,7 @@ var (
 		"ERROR_REASON_EVENTS_LOST":             48,
 		"ERROR_REASON_STORE_UNUSABLE":          49,
 		"ERROR_REASON_MODEL_NOT_LOADED":        50,
+		"ERROR_REASON_RANK_LOST":               51,
 	}
 )
 
@@ -275,7 +279,7 @@ var File_icehouse_v1_error_reason_proto protoreflect.FileDescriptor
 
 const file_icehouse_v1_error_reason_proto_rawDesc = "" +
 	"\n" +
-	"\x1eicehouse/v1/error_reason.proto\x12\vicehouse.v1*\xf2\r\n" +
+	"\x1eicehouse/v1/error_reason.proto\x12\vicehouse.v1*\x8e\x0e\n" +
 	"\vErrorReason\x12\x1c\n" +
 	"\x18ERROR_REASON_UNSPECIFIED\x10\x00\x12\x1d\n" +
 	"\x19ERROR_REASON_PROMPT_EMPTY\x10\x01\x12\x1f\n" +
@@ -328,7 +332,8 @@ const file_icehouse_v1_error_reason_proto_rawDesc = "" +
 	"\x1bERROR_REASON_EVENTS_EXPIRED\x10/\x12\x1c\n" +
 	"\x18ERROR_REASON_EVENTS_LOST\x100\x12\x1f\n" +
 	"\x1bERROR_REASON_STORE_UNUSABLE\x101\x12!\n" +
-	"\x1dERROR_REASON_MODEL_NOT_LOADED\x102B<\n" +
+	"\x1dERROR_REASON_MODEL_NOT_LOADED\x102\x12\x1a\n" +
+	"\x16ERROR_REASON_RANK_LOST\x103B<\n" +
 	"\x0fdev.icehouse.v1P\x01Z'icehouse.dev/api/icehouse/v1;icehousev1b\x06proto3"
 
 var (

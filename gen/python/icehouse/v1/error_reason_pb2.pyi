@@ -124,6 +124,8 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """The SSD tier has stopped, or its folder cannot be used."""
     ERROR_REASON_MODEL_NOT_LOADED: _ErrorReason.ValueType  # 50
     """The model, one of several, could not be loaded."""
+    ERROR_REASON_RANK_LOST: _ErrorReason.ValueType  # 51
+    """A machine of the group that serves the model was lost."""
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """The reasons that a `google.rpc.ErrorInfo` of this server can have. `ErrorInfo.reason` is a string: the name of
@@ -234,4 +236,6 @@ ERROR_REASON_STORE_UNUSABLE: ErrorReason.ValueType  # 49
 """The SSD tier has stopped, or its folder cannot be used."""
 ERROR_REASON_MODEL_NOT_LOADED: ErrorReason.ValueType  # 50
 """The model, one of several, could not be loaded."""
+ERROR_REASON_RANK_LOST: ErrorReason.ValueType  # 51
+"""A machine of the group that serves the model was lost."""
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015

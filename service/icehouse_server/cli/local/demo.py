@@ -23,7 +23,7 @@ from rich.bar import Bar
 from rich.table import Table
 from rich.text import Text
 
-from icehouse_server.bootstrap.preload import find_openblas, runs_on_cpu
+from icehouse_server.bootstrap.imports.openblas import find_openblas, runs_on_cpu
 from icehouse_server.cli.local.child_server import serving
 from icehouse_server.cli.terminal.build_progress import build_progress
 from icehouse_server.demo.build import ensure_demo_model

@@ -59,6 +59,15 @@ def engine_failed() -> EngineFailed:
     )
 
 
+def rank_lost(detail: str) -> Unavailable:
+    """A rank of the group does not answer, so nothing can be computed until all are back."""
+    return Unavailable(
+        Reason.RANK_LOST,
+        f"a machine of this group was lost ({' '.join(detail.split())}); the group starts again by itself",
+        retry_after_s=5.0,
+    )
+
+
 def logits_not_finite(drawn_count: int) -> ModelOutputInvalid:
     """The model's logits for a token are NaN or without bounds, so nothing can be drawn from them."""
     return ModelOutputInvalid(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import mlx.core as mx
@@ -16,6 +17,7 @@ from icehouse_server.engine.core.refusals import logits_not_finite
 from icehouse_server.engine.kv_cache.cache_classes import class_of, leaves
 from icehouse_server.engine.runner.draft_model import DraftedRow, DraftModel
 from icehouse_server.engine.runner.forward.row import Features, LayeredChunk, Row
+from icehouse_server.engine.runner.rank import Rank
 from icehouse_server.engine.runner.speculation import Guesses, SpeculatingRow, limit_of
 from icehouse_server.engine.sampling.logprobs import LogprobArrays, measure
 from icehouse_server.engine.sampling.sampler import are_finite, sample
@@ -154,6 +156,8 @@ class DispatchedPass:
     """By the pass clock."""
     device_number: int
     """By the device's clock, which has the passes of all models."""
+    rank: Rank | None = None
+    """Of a group, which draws the same tokens everywhere."""
     measured: dict[SequenceId, LogprobArrays] = dataclasses.field(default_factory=dict)
     pooled: dict[SequenceId, mx.array] = dataclasses.field(default_factory=dict)
     layered: list[tuple[OpenSequence, Chunk]] = dataclasses.field(default_factory=list)
@@ -173,6 +177,8 @@ class DispatchedPass:
     what a pass costs, all the same."""
     _finite: mx.array | None = None
     """Whether the logits of each drawn token were numbers."""
+    _deviation: mx.array | None = None
+    """From what other ranks computed, where that is compared."""
     _logprobs: tuple[list[int], LogprobArrays] | None = None
     """Those of some drawn tokens, with their indices in `token_ids`."""
 
@@ -200,7 +206,7 @@ class DispatchedPass:
         A view of a cache that is held while the next pass writes makes that write copy the whole cache.
         """
         self.logits = None
-        results = [array for array in (self.token_ids, self._finite) if array is not None]
+        results = [array for array in (self.token_ids, self._finite, self._deviation) if array is not None]
         logprobs = [*self.measured.values(), *([] if self._logprobs is None else [self._logprobs[1]])]
         results += [array for each in logprobs for array in each.arrays]
         results += self.pooled.values()
@@ -224,6 +230,11 @@ class DispatchedPass:
             is_all = where == list(range(self.logits.shape[0]))
             logits = self.logits if is_all else self.logits[mx.array(where)]
             self.token_ids = sample(logits, rows, may_wait=may_wait).astype(mx.uint32)
+            if self.rank is not None:
+                self.token_ids = self.rank.share(self.token_ids)
+                if self.rank.is_checked(self.number):
+                    self._deviation = self.rank.deviation(logits)
+                    self.arrays.append(self._deviation)
             self._finite = are_finite(logits, self.token_ids, rows)
             self.arrays += [self.token_ids, self._finite]
             wanted = {index: row.logprobs for index, row in enumerate(rows) if row.logprobs is not None}
@@ -247,6 +258,8 @@ class DispatchedPass:
         if self.token_ids is None:
             return []
         assert self._finite is not None
+        if self._deviation is not None and self.rank is not None:
+            self.rank.check(self._deviation)
         ids = cast("list[int]", self.token_ids.tolist())
         finite = cast("list[bool]", self._finite.tolist())
         logprobs: list[TokenLogprobs | None] = [None] * len(ids)
@@ -260,3 +273,21 @@ class DispatchedPass:
             if is_current(draw.sequence):
                 drawn += draw.result(ids[own], finite[own], logprobs[own], is_fed=is_fed(draw.sequence))
         return drawn
+
+
+def digest_of(sequences: Mapping[SequenceId, OpenSequence]) -> int:
+    """Return 64 bits that stand for the tokens of these sequences."""
+    states = [(key, each.row.token_count, each.behind) for key, each in sequences.items()]
+    return int.from_bytes(hashlib.blake2b(repr(states).encode(), digest_size=8).digest())
+
+
+def features_of(chunk: Chunk, vectors: Mapping[ImageKey, mx.array]) -> tuple[Features, ...]:
+    """Return what replaces the chunk's tokens of images."""
+    return tuple(
+        Features(
+            part.start,
+            vectors[part.key][part.place : part.place + part.count],
+            part.start - part.place if part.image.is_seen_whole else None,
+        )
+        for part in chunk.images
+    )

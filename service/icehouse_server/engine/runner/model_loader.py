@@ -31,6 +31,7 @@ from icehouse_server.engine.runner.encoders.encoder import Encoder, encoder_clas
 from icehouse_server.engine.runner.encoders.recipe import Gather, Recipe, recipe_of
 from icehouse_server.engine.runner.identity.fingerprint import quantization_of, read_json
 from icehouse_server.engine.runner.identity.kv_code import KvCode
+from icehouse_server.engine.runner.rank import Rank
 from icehouse_server.engine.runner.read_ahead import ReadAhead
 from icehouse_server.engine.runner.vision import mlx_vlm
 from icehouse_server.engine.runner.vision.mlx_vlm import VisionTower
@@ -83,6 +84,10 @@ class LoadedModel:
     config: dict[str, Any]
     tower: VisionTower | None = None
     """What makes vectors of images."""
+    world: int = 1
+    """Ranks that the model is sharded over."""
+    whole_count: int = 0
+    """Parameters of the whole model, where this is a share of it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -159,8 +164,10 @@ def load(source: ModelSource) -> LoadedModel:
     return whole(load_steps(source, is_hurried=lambda: False))
 
 
-def load_steps(source: ModelSource, *, is_hurried: Callable[[], bool]) -> Generator[None, None, LoadedModel]:
-    """Load weights onto the device, converted to `source.dtype` when one is named.
+def load_steps(
+    source: ModelSource, *, is_hurried: Callable[[], bool], rank: Rank | None = None
+) -> Generator[None, None, LoadedModel]:
+    """Load weights onto the device, converted to `source.dtype` when one is named; of a `rank`, its share.
 
     Yields between parts of some 100 ms; while it `is_hurried`, also where it would wait for the disk.
     """
@@ -182,9 +189,12 @@ def load_steps(source: ModelSource, *, is_hurried: Callable[[], bool]) -> Genera
         if source.dtype:
             for part in parts:
                 convert(part, source.dtype)
+        whole_count = 0 if rank is None else rank.shard(model)
         model.eval()
         yield
         yield from _read_weights(parts, source.path, is_hurried)
+    except ModelError:
+        raise
     except Exception as error:  # mlx-lm has no exception tree of its own for broken folders
         config = read_config(source.path)
         raise _load_error(
@@ -197,7 +207,7 @@ def load_steps(source: ModelSource, *, is_hurried: Callable[[], bool]) -> Genera
     if source.code is not None:
         caches = leaves(make_caches(model))
         source.code.check({type(each) for each in (*(m for part in parts for m in part.modules()), *caches)})
-    return LoadedModel(model, config, tower)
+    return LoadedModel(model, config, tower, 1 if rank is None else rank.world, whole_count)
 
 
 def _read_weights(parts: Iterable[Any], folder: Path, is_hurried: Callable[[], bool]) -> Iterator[None]:
@@ -265,7 +275,7 @@ def describe(
         context_token_limit=int(context),
         dtype=str(floating[0]).removeprefix("mlx.core.") if floating else "unknown",
         quantization=quantization_of(loaded.config),
-        parameter_count=sum(a.size for a in weights),
+        parameter_count=loaded.whole_count or sum(a.size for a in weights),
         weight_bytes=sum(a.nbytes for a in weights),
         kv_bytes_per_token=0,
         cache_classes=tuple(dict.fromkeys(type(c).__name__ for c in caches)),
@@ -348,7 +358,8 @@ def shape_of(loaded: LoadedModel) -> ModelShape:
     is_kept = keeps_scores(
         device=find_backend().value, head_size=head_size_of(loaded.config), compute_bytes=compute_bytes
     )
-    return ModelShape.of(loaded.config, compute_bytes=compute_bytes, keeps_scores=is_kept)
+    shape = ModelShape.of(loaded.config, compute_bytes=compute_bytes, keeps_scores=is_kept)
+    return dataclasses.replace(shape, head_count=max(1, shape.head_count // loaded.world))
 
 
 def has_sinks(model: Any) -> bool:

@@ -36,6 +36,7 @@ from icehouse_server.engine.runner.decoding import DispatchedPass, Draw, OpenSeq
 from icehouse_server.engine.runner.draft_model import DraftModel
 from icehouse_server.engine.runner.forward.forward_pass import ForwardPass
 from icehouse_server.engine.runner.forward.row import Row, Share
+from icehouse_server.engine.runner.rank import Rank
 from icehouse_server.engine.runner.speculation import Guesses, guesses_of
 from icehouse_server.engine.sampling.logprobs import measure
 
@@ -62,8 +63,15 @@ class Pipeline:
     """Runs passes one behind the other."""
 
     def __init__(
-        self, *, is_pipelined: bool, clock: Clock, pass_clock: PassClock, device_clock: DeviceClock
+        self,
+        *,
+        is_pipelined: bool,
+        clock: Clock,
+        pass_clock: PassClock,
+        device_clock: DeviceClock,
+        rank: Rank | None = None,
     ) -> None:
+        self._rank = rank
         self._is_pipelined = is_pipelined
         self._clock = clock
         self._pass_clock = pass_clock
@@ -165,7 +173,8 @@ class Pipeline:
         fed += [_of_chunk(sequence, chunk) for sequence, chunk in parts if chunk.layers is None]
         # Rows of one token lie first in a pass, so that nothing is put in another order there.
         fed.sort(key=lambda each: each.share.token_count > 1 or not each.share.row.token_count)
-        current = DispatchedPass([], None, arrays, began_time, number, self._device_clock.begin())
+        device_number = self._device_clock.begin()
+        current = DispatchedPass([], None, arrays, began_time, number, device_number, self._rank)
         logits: list[mx.array] = []
         for adapter, own in _by_adapter(fed).items():
             first = sum(part.shape[0] for part in logits)

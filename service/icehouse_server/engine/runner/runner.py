@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import logging
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -14,10 +14,9 @@ from icehouse_server.clock import Clock
 from icehouse_server.device import find_backend, find_device
 from icehouse_server.domain.ids import NO_ADAPTER, AdapterName, SequenceId
 from icehouse_server.domain.model import ModelInfo, PassSplit
-from icehouse_server.domain.request import Drafting, ImageKey, ImagePart
+from icehouse_server.domain.request import Drafting, ImagePart
 from icehouse_server.engine.attention.cpu.quantized import float_bytes
 from icehouse_server.engine.attention.port import PagedAttention
-from icehouse_server.engine.core.device_clock import DeviceClock
 from icehouse_server.engine.core.memory_model import DraftFootprint, MemoryModel
 from icehouse_server.engine.core.ports import Chunk, DecodeRow, ImageUse, MemoryUse, PassResult
 from icehouse_server.engine.core.thread_guard import OneThread
@@ -35,19 +34,22 @@ from icehouse_server.engine.kv_cache.cache_classes import (
     step_token_count,
 )
 from icehouse_server.engine.runner import mlx_lm, model_loader
-from icehouse_server.engine.runner.decoding import OpenSequence
+from icehouse_server.engine.runner.decoding import OpenSequence, digest_of, features_of
 from icehouse_server.engine.runner.draft_model import DraftModel
 from icehouse_server.engine.runner.forward.forward_pass import ForwardPass
 from icehouse_server.engine.runner.forward.joined_layers import JoinedLayers
 from icehouse_server.engine.runner.forward.probe import examine_steps
-from icehouse_server.engine.runner.forward.row import Features, Row
+from icehouse_server.engine.runner.forward.row import Row
 from icehouse_server.engine.runner.forward.splits import Attention, PassFacts
 from icehouse_server.engine.runner.freed_buffers import FreedBuffers
 from icehouse_server.engine.runner.identity.fingerprint import system_digest_hex
 from icehouse_server.engine.runner.pipeline import Pipeline
+from icehouse_server.engine.runner.rank import Rank
 from icehouse_server.engine.runner.vision.features import ImageFeatures
 from icehouse_server.engine.runner.warm_up import (
     TRIED,
+    CommonParts,
+    ModelKey,
     draw_batch,
     end_trial,
     proving_steps,
@@ -60,8 +62,6 @@ from icehouse_server.text.tokenizer import Tokenizer
 
 _log = logging.getLogger("icehouse.engine")
 
-ModelKey = tuple[str, bool]
-"""A model's fingerprint, and whether layers of it may be joined."""
 
 _POOL_SHARE = 3 / 4
 """Of what may be used beside the weights: the rest is for what passes compute."""
@@ -95,8 +95,7 @@ class RunnerSettings:
 class ModelRunner:
     """Implements the engine's Runner with mlx-lm. Refuses every thread but its own.
 
-    `blocks` is the prefix cache's side of it; `known` is what was found about models that this process has
-    loaded before, and what they need was compiled then.
+    `blocks` is the prefix cache's side of it.
     """
 
     def __init__(
@@ -108,16 +107,21 @@ class ModelRunner:
         clock: Clock,
         fingerprint_hex: str = "",
         draft_source: model_loader.ModelSource | None = None,
-        device_clock: DeviceClock | None = None,
-        known: dict[ModelKey, PassFacts] | None = None,
+        common: CommonParts | None = None,
+        rank: Rank | None = None,
     ) -> None:
-        """`device_clock` is that of all models of the process, where there are others."""
+        """`common` is that of all models of the process, where there are others; `rank` is set where a group
+        shards the model."""
+        common = CommonParts() if common is None else common
+        self._rank = rank
+        self.before_pass: Callable[[Sequence[tuple[OpenSequence, Chunk]]], None] = lambda parts: None
+        """Called with what a pass is asked for, just before it is built."""
         self._source = source
         self._tokenizer = tokenizer
         self._settings = settings
         self._fingerprint_hex = fingerprint_hex
         self._draft_source = draft_source
-        self._known = {} if known is None else known
+        self._known = common.known
         self._clock = clock
         self._memory_model: MemoryModel | None = None
         self._thread = OneThread()
@@ -140,7 +144,8 @@ class ModelRunner:
             is_pipelined=settings.is_pipelined,
             clock=clock,
             pass_clock=self._pass_clock,
-            device_clock=device_clock or DeviceClock(),
+            device_clock=common.device_clock,
+            rank=rank,
         )
         self.blocks = RunnerBlocks(
             self,
@@ -153,7 +158,9 @@ class ModelRunner:
 
     def load_steps(self, *, is_hurried: Callable[[], bool]) -> Generator[None, None, ModelInfo]:
         self._thread.claim()
-        loaded = yield from model_loader.load_steps(self._source, is_hurried=is_hurried)
+        if self._rank is not None:
+            self._rank.join()
+        loaded = yield from model_loader.load_steps(self._source, is_hurried=is_hurried, rank=self._rank)
         self._model = loaded.model
         _log.info("weights_read", extra={"path": self._source.path})
         if loaded.tower is not None:
@@ -256,13 +263,18 @@ class ModelRunner:
     ) -> PassResult:
         self._thread.check()
         parts = [(self._prepared(chunk), chunk) for chunk in chunks]
+        self.before_pass(parts)
         result = self._pipeline.run(parts, before_wait, reads_at_once=reads_at_once)
         if not self._settings.is_pipelined:
             self._freed.trim()
         return result
 
+    def digest(self) -> int:
+        """Return 64 bits that stand for the tokens of all sequences that are open or decode."""
+        return digest_of(self._sequences)
+
     def layer_count(self) -> int:
-        return 0 if self._settings.is_pipelined else self._facts.layer_count
+        return 0 if self._rank is not None or self._settings.is_pipelined else self._facts.layer_count
 
     def encode(self, sequence_id: SequenceId, image: ImagePart, *, budget_s: float) -> bool:
         self._thread.check()
@@ -344,7 +356,7 @@ class ModelRunner:
                 sequence.drafted = draft_model.open()
             if sequence.drafted is not None:
                 sequence.drafted.behind += chunk.token_ids
-        sequence.features = _features_of(chunk, sequence.vectors)
+        sequence.features = features_of(chunk, sequence.vectors)
         if chunk.row is not None:
             sequence.vectors.clear()
             sequence.start_decoding(
@@ -482,15 +494,3 @@ class ModelRunner:
         if self._fingerprint_hex:
             self._known[self._key] = facts
         return facts
-
-
-def _features_of(chunk: Chunk, vectors: Mapping[ImageKey, mx.array]) -> tuple[Features, ...]:
-    """Return what replaces the chunk's tokens of images."""
-    return tuple(
-        Features(
-            part.start,
-            vectors[part.key][part.place : part.place + part.count],
-            part.start - part.place if part.image.is_seen_whole else None,
-        )
-        for part in chunk.images
-    )

@@ -6,6 +6,7 @@ pass. CUDA compiles gathers, scatters and fused kernels so, each of them by its 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any, Final, Protocol
 
@@ -16,7 +17,12 @@ import numpy.typing as npt
 from icehouse_server.domain.ids import AdapterName, SequenceId
 from icehouse_server.domain.request import LogprobsWanted, Speculation
 from icehouse_server.domain.sampling import SamplingParams
+from icehouse_server.engine.core.device_clock import DeviceClock
 from icehouse_server.engine.core.ports import Chunk, DecodeRow
+from icehouse_server.engine.runner.forward.splits import PassFacts
+
+ModelKey = tuple[str, bool]
+"""A model's fingerprint, and whether layers of it may be joined."""
 
 TRIED: Final = SequenceId(-1)
 """The first of the sequences that are run before there are any."""
@@ -149,3 +155,12 @@ def _row(
         logprobs=logprobs,
         speculation=speculation,
     )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CommonParts:
+    """What the runners of a process have in common."""
+
+    device_clock: DeviceClock = dataclasses.field(default_factory=DeviceClock)
+    known: dict[ModelKey, PassFacts] = dataclasses.field(default_factory=dict)
+    """How passes of models are run that were loaded before, and what they need was compiled then."""

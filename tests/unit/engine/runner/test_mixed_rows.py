@@ -20,6 +20,7 @@ from icehouse_server.engine.runner import model_loader
 from icehouse_server.engine.runner import runner as runner_module
 from icehouse_server.engine.runner.forward.splits import Attention
 from icehouse_server.engine.runner.runner import ModelRunner, RunnerSettings
+from icehouse_server.engine.runner.warm_up import CommonParts
 
 from tests.fixtures.engine import load_at_once, with_kernels
 from tests.fixtures.models import VOCABULARY_SIZE, tiny_model_dir
@@ -116,7 +117,7 @@ def runner_of(
             warms_every_draw=warms_every_draw,
         ),
         clock=clock or SystemClock(),
-        device_clock=device_clock,
+        common=CommonParts(device_clock or DeviceClock()),
     )
     with pytest.MonkeyPatch.context() as patched:
         if kernels is not None:

@@ -22,7 +22,8 @@ from icehouse_server.engine.engine import Engine, EngineSettings
 from icehouse_server.engine.inference_thread import InferenceThread
 from icehouse_server.engine.runner import model_loader
 from icehouse_server.engine.runner.forward.splits import PassFacts
-from icehouse_server.engine.runner.runner import ModelKey, ModelRunner, RunnerSettings
+from icehouse_server.engine.runner.runner import ModelRunner, RunnerSettings
+from icehouse_server.engine.runner.warm_up import CommonParts, ModelKey
 from icehouse_server.engine.scheduling.limits import SchedulerLimits
 from icehouse_server.engine.scheduling.waiting_queue import WaitingLimits
 from icehouse_server.errors import ModelError
@@ -174,7 +175,7 @@ def test_a_model_that_comes_back_is_not_examined_again(tmp_path: Path) -> None:
             settings=RunnerSettings(),
             clock=SystemClock(),
             fingerprint_hex=fingerprint,
-            known=known,
+            common=CommonParts(known=known),
         )
         steps = runner.load_steps(is_hurried=lambda: False)
         count = 0

@@ -424,6 +424,14 @@ public enum ErrorReason
    * <code>ERROR_REASON_MODEL_NOT_LOADED = 50;</code>
    */
   ERROR_REASON_MODEL_NOT_LOADED(50),
+  /**
+   * <pre>
+   * A machine of the group that serves the model was lost.
+   * </pre>
+   *
+   * <code>ERROR_REASON_RANK_LOST = 51;</code>
+   */
+  ERROR_REASON_RANK_LOST(51),
   UNRECOGNIZED(-1),
   ;
 
@@ -835,6 +843,14 @@ public enum ErrorReason
    * <code>ERROR_REASON_MODEL_NOT_LOADED = 50;</code>
    */
   public static final int ERROR_REASON_MODEL_NOT_LOADED_VALUE = 50;
+  /**
+   * <pre>
+   * A machine of the group that serves the model was lost.
+   * </pre>
+   *
+   * <code>ERROR_REASON_RANK_LOST = 51;</code>
+   */
+  public static final int ERROR_REASON_RANK_LOST_VALUE = 51;
 
 
   public final int getNumber() {
@@ -912,6 +928,7 @@ public enum ErrorReason
       case 48: return ERROR_REASON_EVENTS_LOST;
       case 49: return ERROR_REASON_STORE_UNUSABLE;
       case 50: return ERROR_REASON_MODEL_NOT_LOADED;
+      case 51: return ERROR_REASON_RANK_LOST;
       default: return null;
     }
   }

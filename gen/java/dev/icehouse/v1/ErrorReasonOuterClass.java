@@ -25,7 +25,7 @@ public final class ErrorReasonOuterClass {
   static {
     java.lang.String[] descriptorData = {
       "\n\036icehouse/v1/error_reason.proto\022\013icehou" +
-      "se.v1*\362\r\n\013ErrorReason\022\034\n\030ERROR_REASON_UN" +
+      "se.v1*\216\016\n\013ErrorReason\022\034\n\030ERROR_REASON_UN" +
       "SPECIFIED\020\000\022\035\n\031ERROR_REASON_PROMPT_EMPTY" +
       "\020\001\022\037\n\033ERROR_REASON_PROMPT_MISSING\020\002\022!\n\035E" +
       "RROR_REASON_PROMPT_AMBIGUOUS\020\003\022 \n\034ERROR_" +
@@ -69,9 +69,10 @@ public final class ErrorReasonOuterClass {
       "E_UNSUPPORTED\020.\022\037\n\033ERROR_REASON_EVENTS_E" +
       "XPIRED\020/\022\034\n\030ERROR_REASON_EVENTS_LOST\0200\022\037" +
       "\n\033ERROR_REASON_STORE_UNUSABLE\0201\022!\n\035ERROR" +
-      "_REASON_MODEL_NOT_LOADED\0202B<\n\017dev.icehou" +
-      "se.v1P\001Z\'icehouse.dev/api/icehouse/v1;ic" +
-      "ehousev1b\006proto3"
+      "_REASON_MODEL_NOT_LOADED\0202\022\032\n\026ERROR_REAS" +
+      "ON_RANK_LOST\0203B<\n\017dev.icehouse.v1P\001Z\'ice" +
+      "house.dev/api/icehouse/v1;icehousev1b\006pr" +
+      "oto3"
     };
     descriptor = com.google.protobuf.Descriptors.FileDescriptor
       .internalBuildGeneratedFileFrom(descriptorData,

@@ -6,25 +6,25 @@ import sys
 from pathlib import Path
 
 import pytest
-from icehouse_server.bootstrap import preload
+from icehouse_server.bootstrap.imports import openblas
 
 
 def test_a_library_that_cannot_be_loaded_is_told_and_nothing_more(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(preload, "runs_on_cpu", lambda: True)
-    monkeypatch.setattr(preload, "openblas_loaded", lambda: False)
-    monkeypatch.setattr(preload, "find_openblas", lambda: Path("/nowhere/libopenblas.so.0"))
+    monkeypatch.setattr(openblas, "runs_on_cpu", lambda: True)
+    monkeypatch.setattr(openblas, "openblas_loaded", lambda: False)
+    monkeypatch.setattr(openblas, "find_openblas", lambda: Path("/nowhere/libopenblas.so.0"))
     monkeypatch.delitem(sys.modules, "mlx.core", raising=False)
-    preload.load_openblas()
+    openblas.load_openblas()
     assert [record.message for record in caplog.records] == ["openblas_not_loaded"]
 
 
 _BOUND_TO = """
 import ctypes, os, sys
-from icehouse_server.bootstrap import preload
+from icehouse_server.bootstrap.imports import openblas
 if sys.argv[1] == "load":
-    preload.load_openblas()
+    openblas.load_openblas()
 import mlx.core
 # Whose sgemm a library finds that is loaded later: asked of the loader as libmlx's relocations ask it.
 named = ctypes.CDLL(None)
@@ -41,7 +41,7 @@ print(os.path.basename((info.file or b"").decode()))
 
 @pytest.mark.parametrize(("order", "owner"), [("load", "openblas"), ("leave", "")])
 def test_what_is_loaded_later_finds_openblas_first(order: str, owner: str) -> None:
-    if not preload.runs_on_cpu() or preload.find_openblas() is None:
+    if not openblas.runs_on_cpu() or openblas.find_openblas() is None:
         pytest.skip("no CPU build of MLX, or no OpenBLAS on this machine")
     environ = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
     environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)

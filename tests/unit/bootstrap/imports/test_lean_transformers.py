@@ -15,7 +15,7 @@ import pytest
 from tests.fixtures.models.folder import tiny_model_dir
 from tests.fixtures.patience import BOUND_S
 
-LEAN = "from icehouse_server.bootstrap.lean_transformers import import_mlx_lm; import_mlx_lm()"
+LEAN = "from icehouse_server.bootstrap.imports.lean_transformers import import_mlx_lm; import_mlx_lm()"
 PLAIN = "import mlx_lm"
 TORCH = 'raise ImportError("PyTorch was imported")'
 

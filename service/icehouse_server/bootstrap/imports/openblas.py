@@ -1,4 +1,4 @@
-"""OpenBLAS for MLX's CPU build on Linux: loaded before MLX, so that MLX's calls find it first.
+"""OpenBLAS: loaded before MLX, so that MLX's calls find it first (MLX's CPU build on Linux).
 
 The CPU wheel links a slow reference BLAS. With OpenBLAS in front of it and float32 weights, prefill of
 Gemma 3 270M ran 6.4 times faster (`make bench CASE=blas`, 2 x86 cores, mlx 0.32.4). Nothing here happens on

@@ -1,0 +1,1 @@
+"""Composition of a group's ranks."""

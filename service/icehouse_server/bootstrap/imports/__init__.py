@@ -1,0 +1,1 @@
+"""What must be done before MLX and transformers are imported."""

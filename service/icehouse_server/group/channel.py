@@ -1,0 +1,333 @@
+"""Channel of a group: one gRPC call from each follower to rank 0, orders one way and reports the other.
+
+Rank 0 listens; a follower waits until it does. Each side says every moment that it lives, and learns that the
+other is gone when the call ends, or when nothing came for a while. gRPC's own threads run here; nothing here
+waits on the inference thread.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import queue
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import cast
+
+import grpc
+from icehouse.group.v1 import group_service_pb2 as group
+from icehouse.group.v1 import group_service_pb2_grpc as stubs
+
+from icehouse_server.clock import Clock
+from icehouse_server.errors import Reason, StartError
+from icehouse_server.group.leader_tier import LeaderTier
+from icehouse_server.group.membership import Membership, difference
+from icehouse_server.group.order_log import OrderLog
+from icehouse_server.group.silence import BEAT_S, SILENCE_S, Silence
+
+_log = logging.getLogger("icehouse.boot")
+
+_TELL_S = 5.0
+"""How often it is said who is waited for."""
+_MOMENT_S = 0.1
+_ORDERS_BYTES = 64 << 20
+"""An order may have a whole prompt."""
+_REPORT_BYTES = 1 << 20
+_LEAST_SHARE = 0.98
+"""Of rank 0's memory, what every rank must have: machines of one kind differ a little."""
+_TEXT_LIMIT = 200
+"""Characters of what a rank says that are logged."""
+
+
+class ChannelBroken(Exception):
+    """Rank 0 is gone."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ChannelTls:
+    """A rank's certificates, in PEM: it shows them to the others, and they to it."""
+
+    certificate: bytes
+    key: bytes
+    authorities: bytes
+
+    def server(self) -> grpc.ServerCredentials:
+        """Return what rank 0 listens with."""
+        return grpc.ssl_server_credentials(
+            [(self.key, self.certificate)],
+            root_certificates=self.authorities,
+            require_client_auth=True,
+        )
+
+    def channel(self) -> grpc.ChannelCredentials:
+        """Return what a follower connects with."""
+        return grpc.ssl_channel_credentials(
+            root_certificates=self.authorities, private_key=self.key, certificate_chain=self.certificate
+        )
+
+
+class GroupServer(stubs.GroupServiceServicer):
+    """Rank 0's end. `on_lost` is called on its threads."""
+
+    def __init__(
+        self,
+        membership: Membership,
+        facts: Mapping[str, str],
+        log: OrderLog,
+        *,
+        clock: Clock,
+        tier: Callable[[], LeaderTier | None],
+        on_lost: Callable[[str], None],
+        tls: ChannelTls | None,
+        memory_limit_bytes: int,
+    ) -> None:
+        self._memory_limit_bytes = memory_limit_bytes
+        self._membership = membership
+        self._facts = facts
+        self._log = log
+        self._clock = clock
+        self._tier = tier
+        self._on_lost = on_lost
+        self._tls = tls
+        self._lock = threading.Lock()
+        self._silence: Silence[int] = Silence()
+        self._strangers: Silence[grpc.ServicerContext] = Silence()
+        """Calls that have not said yet who they are."""
+        self._joined: set[int] = set()
+        self._gone: set[int] = set()
+        """Ranks that ended in order, or were lost."""
+        self._joining: set[int] = set()
+        """Ranks that wait for the ring."""
+        self._has_begun = False
+        self._broken = ""
+        """Which rank was lost and why."""
+        self._changed = threading.Event()
+        self._ended = threading.Event()
+        self._told_time = clock.monotonic()
+        workers = ThreadPoolExecutor(4 * membership.world, thread_name_prefix="group")
+        self._server = grpc.server(
+            workers, options=[*_limits(receive=_REPORT_BYTES, send=_ORDERS_BYTES), _ONE_LISTENER]
+        )
+
+    def start(self) -> None:
+        """Listen for the followers. Raises StartError."""
+        stubs.add_GroupServiceServicer_to_server(self, self._server)
+        address = self._membership.control
+        try:
+            if self._tls is None:
+                self._server.add_insecure_port(address)
+            else:
+                self._server.add_secure_port(address, self._tls.server())
+        except RuntimeError as error:
+            raise StartError(
+                Reason.ADDRESS_IN_USE, f"rank 0 cannot listen for its group at {address}: {error}"
+            ) from error
+        self._server.start()
+        threading.Thread(target=self._watch, name="group-watch", daemon=True).start()
+
+    def wait_for_all(self) -> bool:
+        """Wait a moment; return whether all ranks are there and about to join the ring. Says from time to
+        time who is missing.
+
+        MLX holds the interpreter's lock while it joins, so nobody may begin before all have heard that."""
+        self._changed.wait(_MOMENT_S)
+        self._changed.clear()
+        if len(self._joining) == self._membership.world - 1:
+            return True
+        if len(self._joined) == self._membership.world - 1 and not self._has_begun:
+            self._has_begun = True
+            self._log.add(group.Order(begin=group.Begin()))
+        now = self._clock.monotonic()
+        if now - self._told_time >= _TELL_S:
+            self._told_time = now
+            missing = [rank for rank in self._membership.followers if rank not in self._joining]
+            hosts = ", ".join(f"{rank} ({self._membership.host(rank)})" for rank in missing)
+            _log.warning("ranks_missing", extra={"ranks": hosts, "control": self._membership.control})
+        return False
+
+    def stop(self, *, timeout_s: float) -> None:
+        """Wait for the followers to end in order, and close."""
+        deadline_time = self._clock.monotonic() + timeout_s
+        while len(self._gone) < len(self._joined) and self._clock.monotonic() < deadline_time:
+            self._ended.wait(0.05)
+        self._ended.set()
+        self._server.stop(grace=0)
+
+    def Follow(
+        self, request_iterator: Iterator[group.FollowRequest], context: grpc.ServicerContext
+    ) -> Iterator[group.FollowResponse]:
+        self._strangers.hear(context)
+        first = next(request_iterator, group.FollowRequest())
+        self._strangers.excuse(context)
+        hello = first.hello
+        refusal = self._refusal(hello, context)
+        if refusal:
+            _log.warning("rank_refused", extra={"rank": hello.rank, "detail": refusal})
+            context.abort(grpc.StatusCode.FAILED_PRECONDITION, refusal)
+        _log.info("rank_joined", extra={"rank": hello.rank})
+        threading.Thread(
+            target=self._read, args=(hello.rank, request_iterator), name="group-reports", daemon=True
+        ).start()
+        self._changed.set()
+        sequence = 0
+        while context.is_active() and not self._ended.is_set():
+            response = self._log.take(hello.rank, sequence, timeout_s=BEAT_S)
+            if self._broken:
+                # What rank 0 orders at its end would end this one as if all were well.
+                context.abort(grpc.StatusCode.UNAVAILABLE, self._broken)
+            response = response or group.FollowResponse(sequence=sequence)
+            sequence += len(response.orders)
+            yield response
+
+    def _refusal(self, hello: group.Hello, context: grpc.ServicerContext) -> str:
+        """Return why a rank cannot join, and count it in where it can."""
+        with self._lock:
+            if hello.world != self._membership.world or hello.rank not in self._membership.followers:
+                return f"rank {hello.rank} of {hello.world} is none of {self._membership.world}"
+            host = self._membership.host(hello.rank).strip("[]")
+            names = [*context.auth_context().get("x509_subject_alternative_name", ())]
+            if self._tls is not None and host.encode() not in names:
+                # Callers may have certificates of the same authority, and are no rank.
+                return f"the certificate of rank {hello.rank} is not for {host}"
+            if unlike := difference(self._facts, hello.facts):
+                return f"rank {hello.rank} does not fit: {unlike[:_TEXT_LIMIT]}"
+            if hello.memory_limit_bytes < _LEAST_SHARE * self._memory_limit_bytes:
+                return (
+                    f"rank {hello.rank} may take {hello.memory_limit_bytes} bytes, and rank 0, which plans "
+                    f"for all, {self._memory_limit_bytes}; set engine.memory_limit_bytes to the least of all"
+                )
+            if hello.rank in self._joined:
+                return f"there is a rank {hello.rank} already"
+            self._joined.add(hello.rank)
+        self._silence.hear(hello.rank)
+        return ""
+
+    def _read(self, rank: int, reports: Iterator[group.FollowRequest]) -> None:
+        try:
+            for report in reports:
+                self._silence.hear(rank)
+                kind = report.WhichOneof("report")
+                if kind == "bye":
+                    self._silence.excuse(rank)
+                    self._gone.add(rank)
+                elif kind == "joining":
+                    # MLX holds the interpreter's lock there until all have joined.
+                    self._silence.excuse(rank)
+                    self._joining.add(rank)
+                    self._changed.set()
+                elif kind == "failed":
+                    self._lose(rank, report.failed.detail[:_TEXT_LIMIT])
+                elif (tier := self._tier()) is not None:
+                    tier.report(rank, report)
+        except grpc.RpcError as error:
+            self._lose(rank, f"its connection broke: {error!r}")
+        except Exception as error:  # in what took the report
+            _log.error("report_failed", exc_info=error)
+            self._lose(rank, "its report could not be taken")
+        else:
+            self._lose(rank, "it ended its connection")
+
+    def _watch(self) -> None:
+        """Notice ranks that are silent, and calls that do not say who they are."""
+        while not self._ended.wait(BEAT_S):
+            for rank in self._silence.beat():
+                self._lose(rank, f"nothing came from it for {SILENCE_S:.1f} s")
+            for context in self._strangers.beat():
+                self._strangers.excuse(context)
+                context.cancel()
+
+    def _lose(self, rank: int, why: str) -> None:
+        if rank in self._gone or self._ended.is_set():
+            return
+        self._gone.add(rank)
+        self._silence.excuse(rank)
+        self._broken = f"rank {rank}: {why}"
+        _log.error("rank_lost", extra={"rank": rank, "detail": why})
+        self._on_lost(self._broken)
+
+
+class GroupClient:
+    """A follower's end."""
+
+    def __init__(
+        self,
+        membership: Membership,
+        facts: Mapping[str, str],
+        *,
+        tls: ChannelTls | None,
+        memory_limit_bytes: int,
+    ) -> None:
+        self._membership = membership
+        self._hello = group.Hello(
+            rank=membership.rank,
+            world=membership.world,
+            facts=facts,
+            memory_limit_bytes=memory_limit_bytes,
+        )
+        self._reports: queue.SimpleQueue[tuple[group.FollowRequest, threading.Event] | None] = (
+            queue.SimpleQueue()
+        )
+        address, options = membership.control, _limits(receive=_ORDERS_BYTES, send=_REPORT_BYTES)
+        self._channel = (
+            grpc.insecure_channel(address, options=options)
+            if tls is None
+            else grpc.secure_channel(address, tls.channel(), options=options)
+        )
+
+    def report(self, report: group.FollowRequest) -> threading.Event:
+        """Have a report sent; any thread. The event is set when gRPC has sent it."""
+        is_sent = threading.Event()
+        self._reports.put((report, is_sent))
+        return is_sent
+
+    def send(self, report: group.FollowRequest) -> None:
+        """Send a report, and wait until gRPC has, or cannot."""
+        self.report(report).wait(SILENCE_S)
+
+    def orders(self) -> Iterator[Sequence[group.Order]]:
+        """Connect, and yield orders as they come; none at all says that rank 0 lives. Raises StartError where
+        rank 0 refuses this one, and ChannelBroken when it is gone."""
+        self._connect()
+        expected = 0
+        try:
+            for response in stubs.GroupServiceStub(self._channel).Follow(self._outgoing()):
+                if response.sequence != expected:
+                    raise ChannelBroken(f"order {response.sequence} came where {expected} was due")
+                expected += len(response.orders)
+                yield response.orders
+        except grpc.RpcError as error:
+            call = cast("grpc.Call", error)
+            if call.code() is grpc.StatusCode.FAILED_PRECONDITION:
+                refusal = f"rank 0 refused: {call.details()}"
+                raise StartError(Reason.CONFIG_INVALID, refusal) from error
+            raise ChannelBroken(f"{call.code().name}: {call.details()}") from error
+
+    def _connect(self) -> None:
+        ready = grpc.channel_ready_future(self._channel)
+        while True:
+            try:
+                ready.result(timeout=_TELL_S)
+                return
+            except grpc.FutureTimeoutError:
+                _log.warning("rank_0_missing", extra={"control": self._membership.control})
+
+    def _outgoing(self) -> Iterator[group.FollowRequest]:
+        yield group.FollowRequest(hello=self._hello)
+        while (waiting := self._reports.get()) is not None:
+            report, is_sent = waiting
+            yield report
+            # gRPC asks for the next one when this one was sent.
+            is_sent.set()
+
+    def close(self) -> None:
+        """Say goodbye and close."""
+        self.send(group.FollowRequest(bye=group.Bye()))
+        self._reports.put(None)
+
+
+_ONE_LISTENER = ("grpc.so_reuseport", 0)
+
+
+def _limits(*, receive: int, send: int) -> list[tuple[str, int]]:
+    return [("grpc.max_receive_message_length", receive), ("grpc.max_send_message_length", send)]

@@ -1,0 +1,107 @@
+"""Membership: which machines are a group, which one this is, and what must be equal on all of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from icehouse_server.domain.ids import Fingerprint
+from icehouse_server.errors import ConfigError, Reason
+
+_RING_PORT = 32323
+"""As mlx.launch counts from."""
+CONTROL_PORT = 32322
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Membership:
+    """A group as one of its ranks knows it."""
+
+    rank: int
+    ring: tuple[tuple[str, ...], ...]
+    """Addresses of each rank for the ring, "host:port"."""
+    control: str
+    """Where rank 0 listens for the others."""
+
+    @property
+    def world(self) -> int:
+        return len(self.ring)
+
+    @property
+    def followers(self) -> range:
+        return range(1, self.world)
+
+    def host(self, rank: int) -> str:
+        """Return the name or address of a rank's machine."""
+        return self.ring[rank][0].rpartition(":")[0]
+
+
+def membership_of(
+    hosts: str, *, rank: int | None, launched_as: str | None, control: str | None
+) -> Membership:
+    """Read a file of hosts in one of the forms that MLX knows; raises ConfigError.
+
+    Either mlx.launch's, a list of {"ssh": name, "ips": [address, ...]}, or the ring's, a list with a list of
+    "host:port" for each rank. `launched_as` is the rank by mlx.launch, for which nobody names one.
+    """
+    try:
+        entries = json.loads(Path(hosts).expanduser().read_text(encoding="utf-8"))
+        ring = tuple(_addresses(entry, number) for number, entry in enumerate(entries))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise _invalid(f"the hosts in {hosts} cannot be read: {error!r}") from error
+    if len(ring) < 2:
+        raise _invalid(f"{hosts} names {len(ring)} hosts; a group has at least two")
+    if rank is None and launched_as is not None and launched_as.isdigit():
+        rank = int(launched_as)
+    if rank is None or not 0 <= rank < len(ring):
+        raise _invalid(
+            f"which of the {len(ring)} hosts is this? Say --group-rank 0 to {len(ring) - 1}, or let "
+            "mlx.launch set MLX_RANK"
+        )
+    return Membership(rank, ring, control or f"{ring[0][0].rpartition(':')[0]}:{CONTROL_PORT}")
+
+
+def _addresses(entry: Any, number: int) -> tuple[str, ...]:
+    addresses = entry
+    if isinstance(entry, Mapping):
+        ips = entry["ips"]
+        addresses = [f"{ip}:{_RING_PORT + number}" for ip in ips[:1] if isinstance(ip, str)]
+        addresses = addresses if isinstance(ips, list) else []
+    if not isinstance(addresses, list) or not addresses or not all(map(_is_address, addresses)):
+        raise ValueError(f"{entry!r} names no host:port")
+    return tuple(addresses)
+
+
+def _is_address(address: Any) -> bool:
+    if not isinstance(address, str):
+        return False
+    host, _, port = address.rpartition(":")
+    return bool(host) and port.isdigit() and 0 < int(port) < 1 << 16
+
+
+def _invalid(message: str) -> ConfigError:
+    return ConfigError(Reason.CONFIG_INVALID, message, field="group.hosts")
+
+
+def rank_fingerprint(model: Fingerprint, membership: Membership) -> Fingerprint:
+    """Return the fingerprint of one rank's part of a model: no other rank can take its blocks for its own."""
+    part = f"icehouse.rank.v1\0{membership.rank} of {membership.world}".encode()
+    return Fingerprint(hashlib.sha256(part + model).digest())
+
+
+def releases() -> dict[str, str]:
+    """Return the releases that must be equal on all ranks."""
+    return {name: importlib.metadata.version(name) for name in ("icehouse", "mlx", "mlx-lm")}
+
+
+def difference(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str:
+    """Return the first fact that differs between rank 0 and another one; empty where they agree."""
+    for name in sorted({*ours, *theirs}):
+        if ours.get(name) != theirs.get(name):
+            return f"{name} is {theirs.get(name, 'nothing')} there and {ours.get(name, 'nothing')} on rank 0"
+    return ""

@@ -1,0 +1,87 @@
+"""Order log: what the followers are to do, in the order in which rank 0 did it.
+
+The inference thread adds, and threads of the channel and of storage that remove what some rank does not have.
+One thread for each follower sends what has been added since it last looked. What rank 0 drops (a region, a
+copy, a read) is ordered dropped with the next order.
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import queue
+import threading
+
+from icehouse.group.v1.group_service_pb2 import FollowResponse, Order
+
+_ORDERS_AT_ONCE = 256
+_BYTES_AT_ONCE = 4 << 20
+"""An order with a long prompt may be larger."""
+
+
+class OrderLog:
+    """Any thread. All followers get the same orders in the same sequence."""
+
+    def __init__(self, world: int) -> None:
+        self._queues = {rank: queue.SimpleQueue[Order]() for rank in range(1, world)}
+        self._numbers = itertools.count(1)
+        self._adding = threading.Lock()
+        self._dropped: collections.deque[int] = collections.deque()
+        """Appended to without the lock, for what holds it may drop something."""
+        self.sent_count = 0
+        """Messages, to all followers."""
+        self.sent_bytes = 0
+
+    def number(self) -> int:
+        """Return a number for something that the followers are to keep."""
+        return next(self._numbers)
+
+    def drop(self, number: int) -> None:
+        """Have the followers drop what they kept under a number."""
+        self._dropped.append(number)
+
+    def add(self, order: Order) -> None:
+        """Have an order carried out behind all others."""
+        with self._adding:
+            if self._dropped:
+                dropping = Order()
+                while self._dropped:
+                    dropping.drop.numbers.append(self._dropped.popleft())
+                self._put(dropping)
+            self._put(order)
+
+    def _put(self, order: Order) -> None:
+        for each in self._queues.values():
+            each.put(order)
+
+    def take(self, rank: int, sequence: int, *, timeout_s: float) -> FollowResponse | None:
+        """Return what a follower is to do next, the first order of which has this number; None where
+        nothing came for so long."""
+        orders = self._queues[rank]
+        try:
+            response = FollowResponse(sequence=sequence, orders=[orders.get(timeout=timeout_s)])
+        except queue.Empty:
+            return None
+        size_bytes = response.ByteSize()
+        while len(response.orders) < _ORDERS_AT_ONCE and size_bytes < _BYTES_AT_ONCE:
+            try:
+                order = orders.get_nowait()
+            except queue.Empty:
+                break
+            size_bytes += order.ByteSize()
+            response.orders.append(order)
+        with self._adding:
+            self.sent_count += 1
+            self.sent_bytes += size_bytes
+        return response
+
+
+class Kept:
+    """Something on rank 0 that the followers keep, too, for as long as this exists."""
+
+    def __init__(self, log: OrderLog) -> None:
+        self._log = log
+        self.number = log.number()
+
+    def __del__(self) -> None:
+        self._log.drop(self.number)

@@ -1,0 +1,338 @@
+"""The channel: who may join and who may not, orders one way and reports the other, and who is gone."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from icehouse.group.v1 import group_service_pb2 as group
+from icehouse.group.v1 import group_service_pb2_grpc as stubs
+from icehouse_server.clock import SystemClock
+from icehouse_server.errors import Reason, StartError
+from icehouse_server.group import channel
+from icehouse_server.group.channel import ChannelBroken, ChannelTls, GroupClient, GroupServer
+from icehouse_server.group.leader_tier import LeaderTier
+from icehouse_server.group.membership import Membership
+from icehouse_server.group.order_log import OrderLog
+from icehouse_server.storage.api import StorageFailed
+
+from tests.fixtures.patience import BOUND_S
+from tests.fixtures.rpc.authority import LOOPBACK, Authority, uri
+from tests.system.mesh.envoy import free_ports
+
+MEMORY = 1 << 30
+FACTS = {"mlx": "1", "the model": "a"}
+
+
+class Served:
+    """Rank 0's end, and what it notices."""
+
+    def __init__(self, world: int, tls: ChannelTls | None) -> None:
+        ring = tuple((f"127.0.0.1:{5000 + rank}",) for rank in range(world))
+        self.ring, self.control = ring, f"127.0.0.1:{free_ports(1)[0]}"
+        self.tls = tls
+        self.log = OrderLog(world)
+        self.lost: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self.posted: queue.SimpleQueue[object] = queue.SimpleQueue()
+        self.tier = LeaderTier(self.log, followers=range(1, world), post=self.posted.put)
+        self.server = GroupServer(
+            Membership(0, ring, self.control),
+            FACTS,
+            self.log,
+            clock=SystemClock(),
+            tier=lambda: self.tier,
+            on_lost=self.lost.put,
+            tls=tls,
+            memory_limit_bytes=MEMORY,
+        )
+
+    def client(
+        self, rank: int, *, world: int | None = None, facts: dict[str, str] | None = None, **how: object
+    ) -> GroupClient:
+        ring = (*self.ring, ("127.0.0.1:6000",))[: world or len(self.ring)]
+        tls: ChannelTls | None = how.get("tls", self.tls)  # type: ignore[assignment]
+        memory: int = how.get("memory", MEMORY)  # type: ignore[assignment]
+        return GroupClient(
+            Membership(rank, ring, self.control), facts or FACTS, tls=tls, memory_limit_bytes=memory
+        )
+
+
+@contextlib.contextmanager
+def serving(world: int = 2, *, tls: ChannelTls | None = None) -> Iterator[Served]:
+    served = Served(world, tls)
+    served.server.start()
+    try:
+        yield served
+    finally:
+        served.server.stop(timeout_s=0)
+
+
+class Following:
+    """A follower's end, read on a thread of its own."""
+
+    def __init__(self, client: GroupClient) -> None:
+        self.client = client
+        self.come: queue.SimpleQueue[object] = queue.SimpleQueue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        try:
+            for orders in self.client.orders():
+                for order in orders:
+                    self.come.put(order)
+        except (ChannelBroken, StartError) as error:
+            self.come.put(error)
+        else:
+            self.come.put(None)
+
+    def next(self) -> object:
+        return self.come.get(timeout=BOUND_S)
+
+
+def joined(served: Served, *ranks: int) -> list[Following]:
+    """Return followers that have joined, told to begin."""
+    following = [Following(served.client(rank)) for rank in ranks]
+    while not served.server.wait_for_all():
+        with contextlib.suppress(queue.Empty):
+            for each in following:
+                order = each.come.get_nowait()
+                assert isinstance(order, group.Order) and order.HasField("begin")
+                each.client.send(group.FollowRequest(joining=group.Joining()))
+    return following
+
+
+def test_all_begin_once_all_are_there_and_orders_come_in_sequence() -> None:
+    with serving(3) as served:
+        first = Following(served.client(1))
+        assert not served.server.wait_for_all()
+        second = Following(served.client(2))
+        begun = 0
+        while not served.server.wait_for_all():
+            for each in (first, second):
+                with contextlib.suppress(queue.Empty):
+                    order = each.come.get_nowait()
+                    assert isinstance(order, group.Order) and order.HasField("begin")
+                    begun += 1
+                    each.client.send(group.FollowRequest(joining=group.Joining()))
+        assert begun == 2
+        for number in range(300):
+            served.log.add(group.Order(run=group.Run(number=number)))
+        for each in (first, second):
+            orders = [each.next() for _ in range(300)]
+            assert [order.run.number for order in orders if isinstance(order, group.Order)] == list(
+                range(300)
+            )
+
+
+@pytest.mark.parametrize(
+    ("rank", "world", "facts", "told"),
+    [
+        (1, None, {**FACTS, "mlx": "2"}, "rank 1 does not fit: mlx is 2 there and 1 on rank 0"),
+        (1, None, {"mlx": "1"}, "the model is nothing there and a on rank 0"),
+        (1, None, {**FACTS, "a": "x" * 100_000}, "rank 1 does not fit: a is xxx"),
+        (1, 3, None, "rank 1 of 3 is none of 2"),
+        (0, None, None, "rank 0 of 2 is none of 2"),
+        (2, None, None, "rank 2 of 2 is none of 2"),
+    ],
+)
+def test_who_does_not_fit_is_refused_by_name(
+    rank: int, world: int | None, facts: dict[str, str] | None, told: str
+) -> None:
+    with serving() as served:
+        refused = Following(served.client(rank, world=world, facts=facts)).next()
+        assert isinstance(refused, StartError) and told in refused.message
+        assert refused.reason is Reason.CONFIG_INVALID and len(refused.message) < 1000
+        joined(served, 1)
+
+
+def test_a_second_follower_of_a_rank_is_refused_and_the_first_goes_on() -> None:
+    with serving() as served:
+        (first,) = joined(served, 1)
+        refused = Following(served.client(1)).next()
+        assert isinstance(refused, StartError) and "there is a rank 1 already" in refused.message
+        served.log.add(group.Order(warm_up=group.WarmUp()))
+        order = first.next()
+        assert isinstance(order, group.Order) and order.HasField("warm_up")
+        assert served.lost.empty()
+
+
+@pytest.mark.parametrize(
+    ("memory", "fits"), [(2 * MEMORY, True), (MEMORY - 4096, True), (MEMORY // 2, False)]
+)
+def test_a_rank_with_less_memory_than_rank_0_plans_for_is_refused(memory: int, fits: bool) -> None:
+    with serving() as served:
+        first = Following(served.client(1, memory=memory))
+        while fits and not served.server._has_begun:
+            served.server.wait_for_all()
+        answer = first.next()
+        if fits:
+            assert isinstance(answer, group.Order)
+        else:
+            assert isinstance(answer, StartError)
+            assert (
+                f"rank 1 may take {memory} bytes, and rank 0, which plans for all, {MEMORY}" in answer.message
+            )
+
+
+def test_an_address_that_another_one_has_is_refused() -> None:
+    with serving() as served:
+        second = GroupServer(
+            Membership(0, served.ring, served.control),
+            FACTS,
+            OrderLog(2),
+            clock=SystemClock(),
+            tier=lambda: None,
+            on_lost=print,
+            tls=None,
+            memory_limit_bytes=MEMORY,
+        )
+        with pytest.raises(StartError) as refused:
+            second.start()
+        assert refused.value.reason is Reason.ADDRESS_IN_USE
+
+
+def test_reports_come_to_the_tier_and_a_failure_ends_the_group() -> None:
+    with serving() as served:
+        (follower,) = joined(served, 1)
+        follower.client.report(group.FollowRequest(tier_lost=group.TierLost(detail="no disk")))
+        assert served.posted.get(timeout=BOUND_S) == StorageFailed("rank 1: no disk")
+        follower.client.report(group.FollowRequest(failed=group.Failed(detail="out of memory" * 1000)))
+        lost = served.lost.get(timeout=BOUND_S)
+        assert lost.startswith("rank 1: out of memory") and len(lost) < 1000
+
+
+def test_a_report_that_makes_no_sense_loses_its_rank() -> None:
+    with serving() as served:
+        (follower,) = joined(served, 1)
+        follower.client.report(group.FollowRequest(lost=group.Lost(names=[b"x"])))
+        assert served.lost.get(timeout=BOUND_S) == "rank 1: its report could not be taken"
+
+
+def test_a_rank_whose_connection_ends_is_lost() -> None:
+    with serving() as served:
+        (follower,) = joined(served, 1)
+        follower.client._channel.close()
+        assert served.lost.get(timeout=BOUND_S).startswith("rank 1: ")
+
+
+def test_when_a_rank_is_lost_the_others_are_told_and_do_not_end_in_order() -> None:
+    with serving(3) as served:
+        first, second = joined(served, 1, 2)
+        second.client.report(group.FollowRequest(failed=group.Failed(detail="no memory")))
+        assert served.lost.get(timeout=BOUND_S) == "rank 2: no memory"
+        served.log.add(group.Order(end=group.End()))
+        broken = first.next()
+        assert isinstance(broken, ChannelBroken) and "rank 2: no memory" in str(broken)
+
+
+def test_a_rank_that_ends_in_order_is_not_lost() -> None:
+    with serving() as served:
+        (follower,) = joined(served, 1)
+        follower.client.close()
+        served.server.stop(timeout_s=BOUND_S)
+        assert served.lost.empty()
+
+
+def test_a_rank_that_says_nothing_is_lost_and_one_that_joins_may_be_silent() -> None:
+    with serving() as served:
+        (follower,) = joined(served, 1)
+        silence = served.server._silence
+        for _ in range(100):
+            assert silence.beat() == [], "it joins the ring, and cannot speak"
+        follower.client.send(group.FollowRequest(heartbeat=group.Heartbeat()))
+        assert served.lost.get(timeout=BOUND_S).startswith("rank 1: nothing came from it for 3.0 s")
+
+
+def test_rank_0_says_that_it_lives() -> None:
+    with serving() as served:
+        beats = served.client(1).orders()
+        for _ in range(2):
+            assert list(next(beats)) == []
+
+
+def test_a_follower_learns_that_rank_0_is_gone() -> None:
+    with serving() as served:
+        (follower,) = joined(served, 1)
+        served.server._server.stop(grace=0)
+        end = follower.next()
+        assert end is None or isinstance(end, ChannelBroken)
+
+
+@pytest.fixture
+def stranger() -> Iterator[Callable[[Served], grpc.Channel]]:
+    with contextlib.ExitStack() as stack:
+        yield lambda served: stack.enter_context(grpc.insecure_channel(served.control))
+
+
+def code_of(call: Iterator[object]) -> grpc.StatusCode:
+    with pytest.raises(grpc.RpcError) as refused:
+        while True:
+            next(call)
+    return refused.value.code()  # type: ignore[no-any-return]
+
+
+def test_who_does_not_say_who_they_are_is_refused(stranger: Callable[[Served], grpc.Channel]) -> None:
+    with serving() as served:
+        follow = stubs.GroupServiceStub(stranger(served)).Follow
+        for first in ([], [group.FollowRequest()], [group.FollowRequest(bye=group.Bye())]):
+            assert code_of(follow(iter(first), timeout=BOUND_S)) is grpc.StatusCode.FAILED_PRECONDITION
+        joined(served, 1)
+
+
+def test_garbage_and_what_is_too_large_is_refused(stranger: Callable[[Served], grpc.Channel]) -> None:
+    with serving() as served:
+        raw: Any = stranger(served).stream_stream("/icehouse.group.v1.GroupService/Follow")
+        assert code_of(raw(iter([b"\xff" * 100]), timeout=BOUND_S)) is not grpc.StatusCode.OK
+        large = group.FollowRequest(hello=group.Hello(facts={"a": "x" * (2 << 20)})).SerializeToString()
+        assert code_of(raw(iter([large]), timeout=BOUND_S)) is grpc.StatusCode.RESOURCE_EXHAUSTED
+        joined(served, 1)
+
+
+def test_many_who_say_nothing_keep_no_rank_out(stranger: Callable[[Served], grpc.Channel]) -> None:
+    with serving() as served:
+        is_over = threading.Event()
+
+        def say_nothing() -> Iterator[group.FollowRequest]:
+            is_over.wait(BOUND_S)
+            yield from ()
+
+        stub = stubs.GroupServiceStub(stranger(served))
+        calls = [stub.Follow(say_nothing(), timeout=BOUND_S) for _ in range(20)]
+        joined(served, 1)
+        assert {code_of(call) for call in calls} <= {grpc.StatusCode.CANCELLED, grpc.StatusCode.UNKNOWN}
+        is_over.set()
+        assert served.lost.empty()
+
+
+def tls_of(authority: Authority, *names: object) -> ChannelTls:
+    certificate, key = authority.issue("a rank", *(names or LOOPBACK))  # type: ignore[arg-type]
+    return ChannelTls(certificate, key, authority.pem)
+
+
+def test_ranks_show_each_other_certificates() -> None:
+    authority = Authority()
+    with serving(tls=tls_of(authority)) as served:
+        joined(served, 1)
+
+
+def test_a_callers_certificate_makes_no_rank() -> None:
+    authority = Authority()
+    with serving(tls=tls_of(authority)) as served:
+        caller = tls_of(authority, uri("spiffe://tenants/one"))
+        refused = Following(served.client(1, tls=caller)).next()
+        assert isinstance(refused, StartError)
+        assert "the certificate of rank 1 is not for 127.0.0.1" in refused.message
+
+
+def test_another_authoritys_certificate_is_not_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel, "_TELL_S", 0.01)
+    with serving(tls=tls_of(Authority())) as served:
+        follower = Following(served.client(1, tls=tls_of(Authority("another"))))
+        assert not any(served.server.wait_for_all() for _ in range(5))
+        assert follower.come.empty()

@@ -1,0 +1,113 @@
+"""Which machines are a group: both forms of MLX's files, each wrong one, and what must be equal."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from icehouse_server.domain.ids import Fingerprint
+from icehouse_server.errors import ConfigError, Reason
+from icehouse_server.group.membership import (
+    Membership,
+    difference,
+    membership_of,
+    rank_fingerprint,
+    releases,
+)
+
+RING = [["10.0.0.1:5000", "10.0.1.1:5000"], ["10.0.0.2:5001"], ["[fe80::1]:5002"]]
+LAUNCHED = [{"ssh": "one", "ips": ["10.0.0.1"]}, {"ssh": "two", "ips": ["10.0.0.2", "10.0.1.2"]}]
+
+
+def read(
+    folder: Path,
+    content: Any,
+    *,
+    rank: int | None = 0,
+    launched_as: str | None = None,
+    control: str | None = None,
+) -> Membership:
+    file = folder / "hosts.json"
+    file.write_text(content if isinstance(content, str) else json.dumps(content))
+    return membership_of(str(file), rank=rank, launched_as=launched_as, control=control)
+
+
+def test_the_rings_form(tmp_path: Path) -> None:
+    group = read(tmp_path, RING, rank=2)
+    assert (group.rank, group.world, list(group.followers)) == (2, 3, [1, 2])
+    assert group.ring == tuple(map(tuple, RING))
+    assert group.control == "10.0.0.1:32322"
+    assert [group.host(rank) for rank in range(3)] == ["10.0.0.1", "10.0.0.2", "[fe80::1]"]
+
+
+def test_the_launchers_form(tmp_path: Path) -> None:
+    group = read(tmp_path, LAUNCHED, rank=1, control="10.0.9.1:7")
+    assert group.ring == (("10.0.0.1:32323",), ("10.0.0.2:32324",))
+    assert group.control == "10.0.9.1:7"
+
+
+def test_the_launcher_names_the_rank_where_nobody_does(tmp_path: Path) -> None:
+    assert read(tmp_path, RING, rank=None, launched_as="2").rank == 2
+    assert read(tmp_path, RING, rank=0, launched_as="2").rank == 0
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ("{", "cannot be read"),
+        ("\xff", "cannot be read"),
+        ("7", "cannot be read"),
+        ("null", "cannot be read"),
+        ([], "names 0 hosts"),
+        ([["10.0.0.1:5000"]], "names 1 hosts"),
+        ([[], ["10.0.0.1:5000"]], "cannot be read"),
+        ([["10.0.0.1"], ["10.0.0.2"]], "cannot be read"),
+        ([["10.0.0.1:x"], ["10.0.0.2:5"]], "cannot be read"),
+        ([[":5000"], ["10.0.0.2:5"]], "cannot be read"),
+        ([["10.0.0.1:99999"], ["10.0.0.2:5"]], "cannot be read"),
+        (["10.0.0.1:5000", "10.0.0.2:5000"], "cannot be read"),
+        ([[5000], [5001]], "cannot be read"),
+        ([{"ssh": "one"}, {"ssh": "two"}], "cannot be read"),
+        ([{"ssh": "one", "ips": []}, {"ssh": "two", "ips": []}], "cannot be read"),
+        ([{"ips": [5]}, {"ips": [6]}], "cannot be read"),
+        ([{"ips": "10.0.0.1"}, {"ips": "10.0.0.2"}], "cannot be read"),
+        ({"hosts": RING}, "cannot be read"),
+    ],
+)
+def test_a_wrong_file_is_refused(tmp_path: Path, content: Any, told: str) -> None:
+    with pytest.raises(ConfigError, match=told) as refused:
+        read(tmp_path, content)
+    assert refused.value.reason is Reason.CONFIG_INVALID
+    assert str(tmp_path) in refused.value.message
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        membership_of(str(tmp_path / "none"), rank=0, launched_as=None, control=None)
+
+
+@pytest.mark.parametrize(
+    ("rank", "launched_as"), [(None, None), (None, "x"), (None, "-1"), (3, None), (None, "3")]
+)
+def test_a_rank_that_is_none_is_refused(tmp_path: Path, rank: int | None, launched_as: str | None) -> None:
+    with pytest.raises(ConfigError, match="which of the 3 hosts is this"):
+        read(tmp_path, RING, rank=rank, launched_as=launched_as)
+
+
+def test_every_rank_of_every_world_has_a_fingerprint_of_its_own() -> None:
+    ring = (("a:1",), ("b:2",), ("c:3",))
+    members = [Membership(rank, ring[:world], "a:1") for world in (2, 3) for rank in range(world)]
+    models = [Fingerprint(bytes([n]) * 32) for n in range(2)]
+    prints = {rank_fingerprint(model, member) for model in models for member in members}
+    assert len(prints) == len(models) * len(members)
+
+
+def test_the_first_fact_that_differs_is_named() -> None:
+    ours = releases()
+    assert set(ours) == {"icehouse", "mlx", "mlx-lm"}
+    assert difference(ours, dict(ours)) == ""
+    assert difference(ours, {**ours, "mlx": "0.1"}) == f"mlx is 0.1 there and {ours['mlx']} on rank 0"
+    assert difference(ours, {**ours, "a": "1"}) == "a is 1 there and nothing on rank 0"
+    assert difference({**ours, "a": "1"}, ours) == "a is nothing there and 1 on rank 0"
