@@ -145,6 +145,36 @@ class ModelPool(Generic[_Opened]):
     def takes(self, name: str, caller: Caller) -> bool:
         return not self._is_given_up(self._named(name, caller))
 
+    async def fetch(self, name: str, caller: Caller) -> None:
+        model = self._named(name, caller)
+        if self.state is EngineState.DRAINING:
+            raise stopping()
+        if model.fetching is None:
+            model.fetching = self._begin(self._fetch(model), name=f"fetching of {model.terms.name}")
+        # A caller who leaves does not stop it half-way.
+        await asyncio.wait((model.fetching,))
+        if model.fetch_error is not None:
+            raise (
+                model.fetch_error
+                if isinstance(model.fetch_error, CannotFit)
+                else _not_loaded(model, model.fetch_error)
+            )
+
+    async def _fetch(self, model: PooledModel) -> None:
+        """Have a model's files here. Not in turn: it may take an hour."""
+        model.fetch_error, before = None, model.state
+        if model.place is None and model.loading is None:
+            self._set(model, ModelState.FETCHING)
+        try:
+            await asyncio.to_thread(self._opener.locate, model.terms.name)
+        except IcehouseError as error:
+            _log.error("model_not_fetched", extra={"model": model.terms.name, "detail": error.message})
+            model.fetch_error = error
+        finally:
+            model.fetching = None
+            if model.place is None and model.loading is None:
+                self._set(model, ModelState.ABSENT if model.fetch_error is None else before)
+
     async def unload(self, name: str, caller: Caller) -> ListedModel:
         model = self._named(name, caller)
 

@@ -36,6 +36,9 @@ class OneSeat:
         self.find(name, caller)
         return self._seat
 
+    async def fetch(self, name: str, caller: Caller) -> None:
+        self.find(name, caller)
+
     async def unload(self, name: str, caller: Caller) -> ListedModel:
         served = self.find(name, caller)
         raise InvalidRequest(

@@ -101,6 +101,10 @@ class PooledModel:
     state: ModelState = ModelState.ABSENT
     place: Place | None = None
     loading: asyncio.Task[None] | None = None
+    fetching: asyncio.Task[None] | None = None
+    """Of its files alone."""
+    fetch_error: IcehouseError | None = None
+    """What kept them away last time."""
     waiters: list[asyncio.Future[Place]] = dataclasses.field(default_factory=list)
     error: IcehouseError | None = None
     failed_time: float = 0.0

@@ -75,6 +75,33 @@ def test_a_request_waits_for_the_download_and_whoever_leaves_does_not_end_it(tmp
         assert state_of(channel, HUB_ID).state == models.MODEL_STATE_READY
 
 
+def test_files_are_fetched_ahead_without_loading_the_model(tmp_path: Path) -> None:
+    shown = tiny_model_dir(tmp_path, "qwen3", name="shown")
+    files = {path.name: path.read_bytes() for path in shown.iterdir()}
+    opened = threading.Event()
+    with hub_of(files, opened=opened) as endpoint, serving(tmp_path, endpoint, HUB_ID) as channel:
+        stub: Any = model_service_pb2_grpc.ModelServiceStub(channel)
+        inference: Any = inference_service_pb2_grpc.InferenceServiceStub(channel)
+        asked = models.LoadModelRequest(model=HUB_ID, fetch_only=True)
+        try:
+            fetching = stub.LoadModel(asked, timeout=BOUND_S, wait_for_ready=True)
+            assert next(fetching).progress.state == models.MODEL_STATE_FETCHING
+            # Others are served and loaded meanwhile.
+            assert inference.Generate(question("", PROMPT, output_count=2), timeout=BOUND_S).token_ids
+            other = models.LoadModelRequest(model="small")
+            assert list(stub.LoadModel(other, timeout=BOUND_S))[-1].done.state == models.MODEL_STATE_READY
+        finally:
+            opened.set()
+        assert list(fetching)[-1].done.state == models.MODEL_STATE_ABSENT
+        answer = inference.Generate(question(HUB_ID, PROMPT, output_count=2), timeout=BOUND_S)
+        assert len(answer.token_ids) == 2
+    with serving(tmp_path / "again", "http://127.0.0.1:1", HUB_ID) as channel:
+        stub = model_service_pb2_grpc.ModelServiceStub(channel)
+        with pytest.raises(grpc.RpcError) as refused:
+            list(stub.LoadModel(asked, timeout=BOUND_S, wait_for_ready=True))
+        assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
 @pytest.mark.parametrize(
     ("name", "is_there", "why"),
     [

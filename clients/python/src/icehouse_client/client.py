@@ -227,14 +227,16 @@ class Client:
         self,
         model: str,
         *,
+        fetch_only: bool = False,
         timeout_s: float | None = None,
         on_progress: OnProgress = lambda loading: None,
     ) -> model_service_pb2.Model:
-        """Have a server of several models load one; return it once it is loaded. Operators only.
+        """Have a server of several models load one, or `fetch_only` its files; return it once that is done.
+        Operators only.
 
         `on_progress` is told about once a second how far it is.
         """
-        request = model_service_pb2.LoadModelRequest(model=model)
+        request = model_service_pb2.LoadModelRequest(model=model, fetch_only=fetch_only)
         load = self._calls.stream(self._models.LoadModel, request, timeout_s)
         with translated(), ending(load) as call:
             last = model_service_pb2.LoadModelResponse()

@@ -415,7 +415,10 @@ func (x *GetModelResponse) GetModel() *Model {
 type LoadModelRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The model's id, or an alias. Default: the default model.
-	Model         string `protobuf:"bytes,1,opt,name=model,proto3" json:"model,omitempty"`
+	Model string `protobuf:"bytes,1,opt,name=model,proto3" json:"model,omitempty"`
+	// Only have its files here, from the hub where it is none of this machine's folders. Its state is
+	// MODEL_STATE_FETCHING meanwhile. Nothing gives way to it, and other models are loaded beside it.
+	FetchOnly     bool `protobuf:"varint,2,opt,name=fetch_only,json=fetchOnly,proto3" json:"fetch_only,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -455,6 +458,13 @@ func (x *LoadModelRequest) GetModel() string {
 		return x.Model
 	}
 	return ""
+}
+
+func (x *LoadModelRequest) GetFetchOnly() bool {
+	if x != nil {
+		return x.FetchOnly
+	}
+	return false
 }
 
 // A step of loading.
@@ -536,7 +546,7 @@ type LoadModelResponse_Progress struct {
 }
 
 type LoadModelResponse_Done struct {
-	// The loaded model. Once, last.
+	// The model, loaded unless only its files were asked for. Once, last.
 	Done *Model `protobuf:"bytes,2,opt,name=done,proto3,oneof"`
 }
 
@@ -1128,9 +1138,11 @@ const file_icehouse_v1_model_service_proto_rawDesc = "" +
 	"\x0fGetModelRequest\x12\x14\n" +
 	"\x05model\x18\x01 \x01(\tR\x05model\"<\n" +
 	"\x10GetModelResponse\x12(\n" +
-	"\x05model\x18\x01 \x01(\v2\x12.icehouse.v1.ModelR\x05model\"(\n" +
+	"\x05model\x18\x01 \x01(\v2\x12.icehouse.v1.ModelR\x05model\"G\n" +
 	"\x10LoadModelRequest\x12\x14\n" +
-	"\x05model\x18\x01 \x01(\tR\x05model\"\x7f\n" +
+	"\x05model\x18\x01 \x01(\tR\x05model\x12\x1d\n" +
+	"\n" +
+	"fetch_only\x18\x02 \x01(\bR\tfetchOnly\"\x7f\n" +
 	"\x11LoadModelResponse\x127\n" +
 	"\bprogress\x18\x01 \x01(\v2\x19.icehouse.v1.LoadingModelH\x00R\bprogress\x12(\n" +
 	"\x04done\x18\x02 \x01(\v2\x12.icehouse.v1.ModelH\x00R\x04doneB\a\n" +

@@ -26,7 +26,7 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from icehouse.v1 import adapter_pb2 as icehouse_dot_v1_dot_adapter__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ficehouse/v1/model_service.proto\x12\x0bicehouse.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x19icehouse/v1/adapter.proto\":\n\x11ListModelsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\"Q\n\x12ListModelsResponse\x12\"\n\x06models\x18\x01 \x03(\x0b\x32\x12.icehouse.v1.Model\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\" \n\x0fGetModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\"5\n\x10GetModelResponse\x12!\n\x05model\x18\x01 \x01(\x0b\x32\x12.icehouse.v1.Model\"!\n\x10LoadModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\"o\n\x11LoadModelResponse\x12-\n\x08progress\x18\x01 \x01(\x0b\x32\x19.icehouse.v1.LoadingModelH\x00\x12\"\n\x04\x64one\x18\x02 \x01(\x0b\x32\x12.icehouse.v1.ModelH\x00\x42\x07\n\x05\x65vent\"q\n\x0cLoadingModel\x12\r\n\x05model\x18\x01 \x01(\t\x12&\n\x05state\x18\x02 \x01(\x0e\x32\x17.icehouse.v1.ModelState\x12*\n\x07\x65lapsed\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"#\n\x12UnloadModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\"8\n\x13UnloadModelResponse\x12!\n\x05model\x18\x01 \x01(\x0b\x32\x12.icehouse.v1.Model\"\xba\x05\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x17\n\x0fvocabulary_size\x18\x03 \x01(\x05\x12\x16\n\x0e\x63ontext_tokens\x18\x04 \x01(\x05\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x14\n\x0cquantization\x18\x06 \x01(\t\x12\x17\n\x0fparameter_count\x18\x07 \x01(\x03\x12\x14\n\x0cweight_bytes\x18\x08 \x01(\x03\x12\x1a\n\x12kv_bytes_per_token\x18\t \x01(\x03\x12\x15\n\rcache_classes\x18\n \x03(\t\x12\x13\n\x0b\x66ingerprint\x18\x0b \x01(\t\x12\x19\n\x11has_chat_template\x18\x0c \x01(\x08\x12\x15\n\reos_token_ids\x18\r \x03(\x05\x12\x0e\n\x06\x64\x65vice\x18\x0e \x01(\t\x12&\n\x08\x61\x64\x61pters\x18\x0f \x03(\x0b\x32\x14.icehouse.v1.Adapter\x12\x1c\n\x14\x65mbedding_dimensions\x18\x10 \x01(\x05\x12\x14\n\x0creads_images\x18\x11 \x01(\x08\x12+\n\x0bpass_splits\x18\x12 \x03(\x0e\x32\x16.icehouse.v1.PassSplit\x12\x19\n\x11runs_images_whole\x18\x13 \x01(\x08\x12.\n\x0creply_format\x18\x14 \x01(\x0b\x32\x18.icehouse.v1.ReplyFormat\x12&\n\x05state\x18\x15 \x01(\x0e\x32\x17.icehouse.v1.ModelState\x12\x14\n\x0cstate_detail\x18\x16 \x01(\t\x12\x0f\n\x07\x61liases\x18\x17 \x03(\t\x12$\n\x04kind\x18\x18 \x01(\x0e\x32\x16.icehouse.v1.ModelKind\x12\x37\n\x11\x65mbedding_prompts\x18\x19 \x03(\x0b\x32\x1c.icehouse.v1.EmbeddingPrompt\"A\n\x0f\x45mbeddingPrompt\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x12\n\nis_default\x18\x03 \x01(\x08\"v\n\x0bReplyFormat\x12\r\n\x05\x63\x61lls\x18\x01 \x01(\t\x12\x17\n\x0freasoning_start\x18\x02 \x01(\t\x12\x15\n\rreasoning_end\x18\x03 \x01(\t\x12\x10\n\x08\x65vidence\x18\x04 \x03(\t\x12\x16\n\x0eunread_markers\x18\x05 \x03(\t*\xbd\x01\n\nModelState\x12\x1b\n\x17MODEL_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12MODEL_STATE_ABSENT\x10\x01\x12\x18\n\x14MODEL_STATE_FETCHING\x10\x02\x12\x17\n\x13MODEL_STATE_LOADING\x10\x03\x12\x15\n\x11MODEL_STATE_READY\x10\x04\x12\x18\n\x14MODEL_STATE_DRAINING\x10\x05\x12\x16\n\x12MODEL_STATE_FAILED\x10\x06*m\n\tModelKind\x12\x1a\n\x16MODEL_KIND_UNSPECIFIED\x10\x00\x12\x13\n\x0fMODEL_KIND_CHAT\x10\x01\x12\x18\n\x14MODEL_KIND_EMBEDDING\x10\x02\x12\x15\n\x11MODEL_KIND_RERANK\x10\x03*n\n\tPassSplit\x12\x1a\n\x16PASS_SPLIT_UNSPECIFIED\x10\x00\x12\x18\n\x14PASS_SPLIT_ATTENTION\x10\x01\x12\x15\n\x11PASS_SPLIT_MODULE\x10\x02\x12\x14\n\x10PASS_SPLIT_ALONE\x10\x03\x32\xc6\x02\n\x0cModelService\x12M\n\nListModels\x12\x1e.icehouse.v1.ListModelsRequest\x1a\x1f.icehouse.v1.ListModelsResponse\x12G\n\x08GetModel\x12\x1c.icehouse.v1.GetModelRequest\x1a\x1d.icehouse.v1.GetModelResponse\x12L\n\tLoadModel\x12\x1d.icehouse.v1.LoadModelRequest\x1a\x1e.icehouse.v1.LoadModelResponse0\x01\x12P\n\x0bUnloadModel\x12\x1f.icehouse.v1.UnloadModelRequest\x1a .icehouse.v1.UnloadModelResponseB<\n\x0f\x64\x65v.icehouse.v1P\x01Z\'icehouse.dev/api/icehouse/v1;icehousev1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ficehouse/v1/model_service.proto\x12\x0bicehouse.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x19icehouse/v1/adapter.proto\":\n\x11ListModelsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\"Q\n\x12ListModelsResponse\x12\"\n\x06models\x18\x01 \x03(\x0b\x32\x12.icehouse.v1.Model\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\" \n\x0fGetModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\"5\n\x10GetModelResponse\x12!\n\x05model\x18\x01 \x01(\x0b\x32\x12.icehouse.v1.Model\"5\n\x10LoadModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x12\n\nfetch_only\x18\x02 \x01(\x08\"o\n\x11LoadModelResponse\x12-\n\x08progress\x18\x01 \x01(\x0b\x32\x19.icehouse.v1.LoadingModelH\x00\x12\"\n\x04\x64one\x18\x02 \x01(\x0b\x32\x12.icehouse.v1.ModelH\x00\x42\x07\n\x05\x65vent\"q\n\x0cLoadingModel\x12\r\n\x05model\x18\x01 \x01(\t\x12&\n\x05state\x18\x02 \x01(\x0e\x32\x17.icehouse.v1.ModelState\x12*\n\x07\x65lapsed\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"#\n\x12UnloadModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\"8\n\x13UnloadModelResponse\x12!\n\x05model\x18\x01 \x01(\x0b\x32\x12.icehouse.v1.Model\"\xba\x05\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x17\n\x0fvocabulary_size\x18\x03 \x01(\x05\x12\x16\n\x0e\x63ontext_tokens\x18\x04 \x01(\x05\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x14\n\x0cquantization\x18\x06 \x01(\t\x12\x17\n\x0fparameter_count\x18\x07 \x01(\x03\x12\x14\n\x0cweight_bytes\x18\x08 \x01(\x03\x12\x1a\n\x12kv_bytes_per_token\x18\t \x01(\x03\x12\x15\n\rcache_classes\x18\n \x03(\t\x12\x13\n\x0b\x66ingerprint\x18\x0b \x01(\t\x12\x19\n\x11has_chat_template\x18\x0c \x01(\x08\x12\x15\n\reos_token_ids\x18\r \x03(\x05\x12\x0e\n\x06\x64\x65vice\x18\x0e \x01(\t\x12&\n\x08\x61\x64\x61pters\x18\x0f \x03(\x0b\x32\x14.icehouse.v1.Adapter\x12\x1c\n\x14\x65mbedding_dimensions\x18\x10 \x01(\x05\x12\x14\n\x0creads_images\x18\x11 \x01(\x08\x12+\n\x0bpass_splits\x18\x12 \x03(\x0e\x32\x16.icehouse.v1.PassSplit\x12\x19\n\x11runs_images_whole\x18\x13 \x01(\x08\x12.\n\x0creply_format\x18\x14 \x01(\x0b\x32\x18.icehouse.v1.ReplyFormat\x12&\n\x05state\x18\x15 \x01(\x0e\x32\x17.icehouse.v1.ModelState\x12\x14\n\x0cstate_detail\x18\x16 \x01(\t\x12\x0f\n\x07\x61liases\x18\x17 \x03(\t\x12$\n\x04kind\x18\x18 \x01(\x0e\x32\x16.icehouse.v1.ModelKind\x12\x37\n\x11\x65mbedding_prompts\x18\x19 \x03(\x0b\x32\x1c.icehouse.v1.EmbeddingPrompt\"A\n\x0f\x45mbeddingPrompt\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x12\n\nis_default\x18\x03 \x01(\x08\"v\n\x0bReplyFormat\x12\r\n\x05\x63\x61lls\x18\x01 \x01(\t\x12\x17\n\x0freasoning_start\x18\x02 \x01(\t\x12\x15\n\rreasoning_end\x18\x03 \x01(\t\x12\x10\n\x08\x65vidence\x18\x04 \x03(\t\x12\x16\n\x0eunread_markers\x18\x05 \x03(\t*\xbd\x01\n\nModelState\x12\x1b\n\x17MODEL_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12MODEL_STATE_ABSENT\x10\x01\x12\x18\n\x14MODEL_STATE_FETCHING\x10\x02\x12\x17\n\x13MODEL_STATE_LOADING\x10\x03\x12\x15\n\x11MODEL_STATE_READY\x10\x04\x12\x18\n\x14MODEL_STATE_DRAINING\x10\x05\x12\x16\n\x12MODEL_STATE_FAILED\x10\x06*m\n\tModelKind\x12\x1a\n\x16MODEL_KIND_UNSPECIFIED\x10\x00\x12\x13\n\x0fMODEL_KIND_CHAT\x10\x01\x12\x18\n\x14MODEL_KIND_EMBEDDING\x10\x02\x12\x15\n\x11MODEL_KIND_RERANK\x10\x03*n\n\tPassSplit\x12\x1a\n\x16PASS_SPLIT_UNSPECIFIED\x10\x00\x12\x18\n\x14PASS_SPLIT_ATTENTION\x10\x01\x12\x15\n\x11PASS_SPLIT_MODULE\x10\x02\x12\x14\n\x10PASS_SPLIT_ALONE\x10\x03\x32\xc6\x02\n\x0cModelService\x12M\n\nListModels\x12\x1e.icehouse.v1.ListModelsRequest\x1a\x1f.icehouse.v1.ListModelsResponse\x12G\n\x08GetModel\x12\x1c.icehouse.v1.GetModelRequest\x1a\x1d.icehouse.v1.GetModelResponse\x12L\n\tLoadModel\x12\x1d.icehouse.v1.LoadModelRequest\x1a\x1e.icehouse.v1.LoadModelResponse0\x01\x12P\n\x0bUnloadModel\x12\x1f.icehouse.v1.UnloadModelRequest\x1a .icehouse.v1.UnloadModelResponseB<\n\x0f\x64\x65v.icehouse.v1P\x01Z\'icehouse.dev/api/icehouse/v1;icehousev1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,12 +34,12 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'icehouse.v1.model_service_p
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\017dev.icehouse.v1P\001Z\'icehouse.dev/api/icehouse/v1;icehousev1'
-  _globals['_MODELSTATE']._serialized_start=1586
-  _globals['_MODELSTATE']._serialized_end=1775
-  _globals['_MODELKIND']._serialized_start=1777
-  _globals['_MODELKIND']._serialized_end=1886
-  _globals['_PASSSPLIT']._serialized_start=1888
-  _globals['_PASSSPLIT']._serialized_end=1998
+  _globals['_MODELSTATE']._serialized_start=1606
+  _globals['_MODELSTATE']._serialized_end=1795
+  _globals['_MODELKIND']._serialized_start=1797
+  _globals['_MODELKIND']._serialized_end=1906
+  _globals['_PASSSPLIT']._serialized_start=1908
+  _globals['_PASSSPLIT']._serialized_end=2018
   _globals['_LISTMODELSREQUEST']._serialized_start=107
   _globals['_LISTMODELSREQUEST']._serialized_end=165
   _globals['_LISTMODELSRESPONSE']._serialized_start=167
@@ -49,21 +49,21 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETMODELRESPONSE']._serialized_start=284
   _globals['_GETMODELRESPONSE']._serialized_end=337
   _globals['_LOADMODELREQUEST']._serialized_start=339
-  _globals['_LOADMODELREQUEST']._serialized_end=372
-  _globals['_LOADMODELRESPONSE']._serialized_start=374
-  _globals['_LOADMODELRESPONSE']._serialized_end=485
-  _globals['_LOADINGMODEL']._serialized_start=487
-  _globals['_LOADINGMODEL']._serialized_end=600
-  _globals['_UNLOADMODELREQUEST']._serialized_start=602
-  _globals['_UNLOADMODELREQUEST']._serialized_end=637
-  _globals['_UNLOADMODELRESPONSE']._serialized_start=639
-  _globals['_UNLOADMODELRESPONSE']._serialized_end=695
-  _globals['_MODEL']._serialized_start=698
-  _globals['_MODEL']._serialized_end=1396
-  _globals['_EMBEDDINGPROMPT']._serialized_start=1398
-  _globals['_EMBEDDINGPROMPT']._serialized_end=1463
-  _globals['_REPLYFORMAT']._serialized_start=1465
-  _globals['_REPLYFORMAT']._serialized_end=1583
-  _globals['_MODELSERVICE']._serialized_start=2001
-  _globals['_MODELSERVICE']._serialized_end=2327
+  _globals['_LOADMODELREQUEST']._serialized_end=392
+  _globals['_LOADMODELRESPONSE']._serialized_start=394
+  _globals['_LOADMODELRESPONSE']._serialized_end=505
+  _globals['_LOADINGMODEL']._serialized_start=507
+  _globals['_LOADINGMODEL']._serialized_end=620
+  _globals['_UNLOADMODELREQUEST']._serialized_start=622
+  _globals['_UNLOADMODELREQUEST']._serialized_end=657
+  _globals['_UNLOADMODELRESPONSE']._serialized_start=659
+  _globals['_UNLOADMODELRESPONSE']._serialized_end=715
+  _globals['_MODEL']._serialized_start=718
+  _globals['_MODEL']._serialized_end=1416
+  _globals['_EMBEDDINGPROMPT']._serialized_start=1418
+  _globals['_EMBEDDINGPROMPT']._serialized_end=1483
+  _globals['_REPLYFORMAT']._serialized_start=1485
+  _globals['_REPLYFORMAT']._serialized_end=1603
+  _globals['_MODELSERVICE']._serialized_start=2021
+  _globals['_MODELSERVICE']._serialized_end=2347
 # @@protoc_insertion_point(module_scope)

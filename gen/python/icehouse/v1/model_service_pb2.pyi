@@ -230,16 +230,22 @@ class LoadModelRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     MODEL_FIELD_NUMBER: _builtins.int
+    FETCH_ONLY_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """The model's id, or an alias. Default: the default model."""
+    fetch_only: _builtins.bool
+    """Only have its files here, from the hub where it is none of this machine's folders. Its state is
+    MODEL_STATE_FETCHING meanwhile. Nothing gives way to it, and other models are loaded beside it.
+    """
     def __init__(
         self,
         *,
         model: _builtins.str = ...,
+        fetch_only: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fetch_only", b"fetch_only", "model", b"model"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -259,7 +265,7 @@ class LoadModelResponse(_message.Message):
 
     @_builtins.property
     def done(self) -> Global___Model:
-        """The loaded model. Once, last."""
+        """The model, loaded unless only its files were asked for. Once, last."""
 
     def __init__(
         self,

@@ -102,6 +102,9 @@ class Seats(Protocol):
     def seat_of(self, name: str, caller: Caller) -> Seat:
         """Return a model's seat if it is loaded; raises NotFound as `use`, and Unavailable."""
 
+    async def fetch(self, name: str, caller: Caller) -> None:
+        """Have a model's files here, without loading it; raises NotFound, and what keeps them away."""
+
     async def unload(self, name: str, caller: Caller) -> ListedModel:
         """Unload a model once its calls have ended, or have had their grace; raises NotFound, and
         InvalidRequest for the only one."""

@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 
 from icehouse.v1 import (
     cache_policy_pb2,
@@ -117,7 +117,17 @@ class Generation:
         self, name: str, call: RpcCall, tell: Callable[[model_service_pb2.LoadingModel], Awaitable[None]]
     ) -> None:
         """Do as `use`, and tell about once a second how far the model is while it is not loaded."""
-        using = asyncio.ensure_future(self.use(name, call))
+        await self.telling(self.use(name, call), name, call, tell)
+
+    async def telling(
+        self,
+        work: Coroutine[None, None, object],
+        name: str,
+        call: RpcCall,
+        tell: Callable[[model_service_pb2.LoadingModel], Awaitable[None]],
+    ) -> None:
+        """Do something for a model that takes a while, and tell about once a second how far it is."""
+        using = asyncio.ensure_future(work)
         try:
             while not (await asyncio.wait((using,), timeout=_TELL_S))[0]:
                 model = self._seats.find(name, call.caller)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable
+
 from icehouse.v1 import model_service_pb2 as messages
 from icehouse.v1 import model_service_pb2_grpc
 
@@ -40,11 +42,15 @@ class ModelService(Service, model_service_pb2_grpc.ModelServiceServicer):
     ) -> None:
         timer = self._stall_timer()
         async with self._calls.call(context) as call, timer.guard():
-            await self._generation.use_telling(
-                request.model,
-                call,
-                lambda loading: timer.write(context, messages.LoadModelResponse(progress=loading)),
-            )
+
+            def tell(loading: messages.LoadingModel) -> Awaitable[None]:
+                return timer.write(context, messages.LoadModelResponse(progress=loading))
+
+            if request.fetch_only:
+                fetching = self._seats.fetch(request.model, call.caller)
+                await self._generation.telling(fetching, request.model, call, tell)
+            else:
+                await self._generation.use_telling(request.model, call, tell)
             model = model_proto(self._seats.find(request.model, call.caller))
             await timer.write(context, messages.LoadModelResponse(done=model))
 

@@ -38,6 +38,7 @@ class ModelsAction(enum.StrEnum):
     """What is to become of models."""
 
     LS = "ls"
+    PULL = "pull"
     LOAD = "load"
     UNLOAD = "unload"
 
@@ -46,22 +47,29 @@ class ModelsAction(enum.StrEnum):
 def models(
     server: Server,
     action: Annotated[
-        ModelsAction, typer.Argument(metavar="[ACTION]", help="ls, load or unload.")
+        ModelsAction, typer.Argument(metavar="[ACTION]", help="ls, pull, load or unload.")
     ] = ModelsAction.LS,
     names: Annotated[list[str] | None, typer.Argument(metavar="NAME…", help="All if absent.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show what a server serves (model, adapters, context, what a token's KV takes); load or unload some."""
+    """Show what a server serves (adapters, context, what a token's KV takes); fetch, load or unload some."""
     served = server.client.models()
     wanted = names or [model.id for model in served]
     if action is ModelsAction.LS:
         served = [model for model in served if {model.id, *model.aliases} & {*wanted}]
-    elif action is ModelsAction.LOAD:
+    elif action in (ModelsAction.PULL, ModelsAction.LOAD):
+        fetch_only = action is ModelsAction.PULL
         with contextlib.ExitStack() as stack:
-            status = stack.enter_context(err.status("loading")) if err.is_terminal else None
+            status = (
+                stack.enter_context(err.status("fetching" if fetch_only else "loading"))
+                if err.is_terminal
+                else None
+            )
             tell = (lambda loading: None) if status is None else status.update
             served = [
-                server.client.load_model(name, on_progress=lambda loading: tell(loading_text(loading)))
+                server.client.load_model(
+                    name, fetch_only=fetch_only, on_progress=lambda loading: tell(loading_text(loading))
+                )
                 for name in wanted
             ]
     else:

@@ -91,6 +91,22 @@ private static final long serialVersionUID = 0L;
     }
   }
 
+  public static final int FETCH_ONLY_FIELD_NUMBER = 2;
+  private boolean fetchOnly_ = false;
+  /**
+   * <pre>
+   * Only have its files here, from the hub where it is none of this machine's folders. Its state is
+   * MODEL_STATE_FETCHING meanwhile. Nothing gives way to it, and other models are loaded beside it.
+   * </pre>
+   *
+   * <code>bool fetch_only = 2;</code>
+   * @return The fetchOnly.
+   */
+  @java.lang.Override
+  public boolean getFetchOnly() {
+    return fetchOnly_;
+  }
+
   private byte memoizedIsInitialized = -1;
   @java.lang.Override
   public final boolean isInitialized() {
@@ -108,6 +124,9 @@ private static final long serialVersionUID = 0L;
     if (!com.google.protobuf.GeneratedMessageV3.isStringEmpty(model_)) {
       com.google.protobuf.GeneratedMessageV3.writeString(output, 1, model_);
     }
+    if (fetchOnly_ != false) {
+      output.writeBool(2, fetchOnly_);
+    }
     getUnknownFields().writeTo(output);
   }
 
@@ -119,6 +138,10 @@ private static final long serialVersionUID = 0L;
     size = 0;
     if (!com.google.protobuf.GeneratedMessageV3.isStringEmpty(model_)) {
       size += com.google.protobuf.GeneratedMessageV3.computeStringSize(1, model_);
+    }
+    if (fetchOnly_ != false) {
+      size += com.google.protobuf.CodedOutputStream
+        .computeBoolSize(2, fetchOnly_);
     }
     size += getUnknownFields().getSerializedSize();
     memoizedSize = size;
@@ -137,6 +160,8 @@ private static final long serialVersionUID = 0L;
 
     if (!getModel()
         .equals(other.getModel())) return false;
+    if (getFetchOnly()
+        != other.getFetchOnly()) return false;
     if (!getUnknownFields().equals(other.getUnknownFields())) return false;
     return true;
   }
@@ -150,6 +175,9 @@ private static final long serialVersionUID = 0L;
     hash = (19 * hash) + getDescriptor().hashCode();
     hash = (37 * hash) + MODEL_FIELD_NUMBER;
     hash = (53 * hash) + getModel().hashCode();
+    hash = (37 * hash) + FETCH_ONLY_FIELD_NUMBER;
+    hash = (53 * hash) + com.google.protobuf.Internal.hashBoolean(
+        getFetchOnly());
     hash = (29 * hash) + getUnknownFields().hashCode();
     memoizedHashCode = hash;
     return hash;
@@ -286,6 +314,7 @@ private static final long serialVersionUID = 0L;
       super.clear();
       bitField0_ = 0;
       model_ = "";
+      fetchOnly_ = false;
       return this;
     }
 
@@ -321,6 +350,9 @@ private static final long serialVersionUID = 0L;
       int from_bitField0_ = bitField0_;
       if (((from_bitField0_ & 0x00000001) != 0)) {
         result.model_ = model_;
+      }
+      if (((from_bitField0_ & 0x00000002) != 0)) {
+        result.fetchOnly_ = fetchOnly_;
       }
     }
 
@@ -373,6 +405,9 @@ private static final long serialVersionUID = 0L;
         bitField0_ |= 0x00000001;
         onChanged();
       }
+      if (other.getFetchOnly() != false) {
+        setFetchOnly(other.getFetchOnly());
+      }
       this.mergeUnknownFields(other.getUnknownFields());
       onChanged();
       return this;
@@ -404,6 +439,11 @@ private static final long serialVersionUID = 0L;
               bitField0_ |= 0x00000001;
               break;
             } // case 10
+            case 16: {
+              fetchOnly_ = input.readBool();
+              bitField0_ |= 0x00000002;
+              break;
+            } // case 16
             default: {
               if (!super.parseUnknownField(input, extensionRegistry, tag)) {
                 done = true; // was an endgroup tag
@@ -509,6 +549,53 @@ private static final long serialVersionUID = 0L;
       checkByteStringIsUtf8(value);
       model_ = value;
       bitField0_ |= 0x00000001;
+      onChanged();
+      return this;
+    }
+
+    private boolean fetchOnly_ ;
+    /**
+     * <pre>
+     * Only have its files here, from the hub where it is none of this machine's folders. Its state is
+     * MODEL_STATE_FETCHING meanwhile. Nothing gives way to it, and other models are loaded beside it.
+     * </pre>
+     *
+     * <code>bool fetch_only = 2;</code>
+     * @return The fetchOnly.
+     */
+    @java.lang.Override
+    public boolean getFetchOnly() {
+      return fetchOnly_;
+    }
+    /**
+     * <pre>
+     * Only have its files here, from the hub where it is none of this machine's folders. Its state is
+     * MODEL_STATE_FETCHING meanwhile. Nothing gives way to it, and other models are loaded beside it.
+     * </pre>
+     *
+     * <code>bool fetch_only = 2;</code>
+     * @param value The fetchOnly to set.
+     * @return This builder for chaining.
+     */
+    public Builder setFetchOnly(boolean value) {
+
+      fetchOnly_ = value;
+      bitField0_ |= 0x00000002;
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * Only have its files here, from the hub where it is none of this machine's folders. Its state is
+     * MODEL_STATE_FETCHING meanwhile. Nothing gives way to it, and other models are loaded beside it.
+     * </pre>
+     *
+     * <code>bool fetch_only = 2;</code>
+     * @return This builder for chaining.
+     */
+    public Builder clearFetchOnly() {
+      bitField0_ = (bitField0_ & ~0x00000002);
+      fetchOnly_ = false;
       onChanged();
       return this;
     }

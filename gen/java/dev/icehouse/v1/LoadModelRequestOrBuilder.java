@@ -27,4 +27,15 @@ public interface LoadModelRequestOrBuilder extends
    */
   com.google.protobuf.ByteString
       getModelBytes();
+
+  /**
+   * <pre>
+   * Only have its files here, from the hub where it is none of this machine's folders. Its state is
+   * MODEL_STATE_FETCHING meanwhile. Nothing gives way to it, and other models are loaded beside it.
+   * </pre>
+   *
+   * <code>bool fetch_only = 2;</code>
+   * @return The fetchOnly.
+   */
+  boolean getFetchOnly();
 }

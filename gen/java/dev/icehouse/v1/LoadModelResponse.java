@@ -131,7 +131,7 @@ private static final long serialVersionUID = 0L;
   public static final int DONE_FIELD_NUMBER = 2;
   /**
    * <pre>
-   * The loaded model. Once, last.
+   * The model, loaded unless only its files were asked for. Once, last.
    * </pre>
    *
    * <code>.icehouse.v1.Model done = 2;</code>
@@ -143,7 +143,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * The loaded model. Once, last.
+   * The model, loaded unless only its files were asked for. Once, last.
    * </pre>
    *
    * <code>.icehouse.v1.Model done = 2;</code>
@@ -158,7 +158,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * The loaded model. Once, last.
+   * The model, loaded unless only its files were asked for. Once, last.
    * </pre>
    *
    * <code>.icehouse.v1.Model done = 2;</code>
@@ -762,7 +762,7 @@ private static final long serialVersionUID = 0L;
         dev.icehouse.v1.Model, dev.icehouse.v1.Model.Builder, dev.icehouse.v1.ModelOrBuilder> doneBuilder_;
     /**
      * <pre>
-     * The loaded model. Once, last.
+     * The model, loaded unless only its files were asked for. Once, last.
      * </pre>
      *
      * <code>.icehouse.v1.Model done = 2;</code>
@@ -774,7 +774,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The loaded model. Once, last.
+     * The model, loaded unless only its files were asked for. Once, last.
      * </pre>
      *
      * <code>.icehouse.v1.Model done = 2;</code>
@@ -796,7 +796,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The loaded model. Once, last.
+     * The model, loaded unless only its files were asked for. Once, last.
      * </pre>
      *
      * <code>.icehouse.v1.Model done = 2;</code>
@@ -816,7 +816,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The loaded model. Once, last.
+     * The model, loaded unless only its files were asked for. Once, last.
      * </pre>
      *
      * <code>.icehouse.v1.Model done = 2;</code>
@@ -834,7 +834,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The loaded model. Once, last.
+     * The model, loaded unless only its files were asked for. Once, last.
      * </pre>
      *
      * <code>.icehouse.v1.Model done = 2;</code>
@@ -861,7 +861,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The loaded model. Once, last.
+     * The model, loaded unless only its files were asked for. Once, last.
      * </pre>
      *
      * <code>.icehouse.v1.Model done = 2;</code>
@@ -884,7 +884,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The loaded model. Once, last.
+     * The model, loaded unless only its files were asked for. Once, last.
      * </pre>
      *
      * <code>.icehouse.v1.Model done = 2;</code>
@@ -894,7 +894,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The loaded model. Once, last.
+     * The model, loaded unless only its files were asked for. Once, last.
      * </pre>
      *
      * <code>.icehouse.v1.Model done = 2;</code>
@@ -912,7 +912,7 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The loaded model. Once, last.
+     * The model, loaded unless only its files were asked for. Once, last.
      * </pre>
      *
      * <code>.icehouse.v1.Model done = 2;</code>

@@ -37,7 +37,7 @@ public interface LoadModelResponseOrBuilder extends
 
   /**
    * <pre>
-   * The loaded model. Once, last.
+   * The model, loaded unless only its files were asked for. Once, last.
    * </pre>
    *
    * <code>.icehouse.v1.Model done = 2;</code>
@@ -46,7 +46,7 @@ public interface LoadModelResponseOrBuilder extends
   boolean hasDone();
   /**
    * <pre>
-   * The loaded model. Once, last.
+   * The model, loaded unless only its files were asked for. Once, last.
    * </pre>
    *
    * <code>.icehouse.v1.Model done = 2;</code>
@@ -55,7 +55,7 @@ public interface LoadModelResponseOrBuilder extends
   dev.icehouse.v1.Model getDone();
   /**
    * <pre>
-   * The loaded model. Once, last.
+   * The model, loaded unless only its files were asked for. Once, last.
    * </pre>
    *
    * <code>.icehouse.v1.Model done = 2;</code>

@@ -92,58 +92,59 @@ public final class ModelServiceOuterClass {
       "\003(\0132\022.icehouse.v1.Model\022\027\n\017next_page_tok" +
       "en\030\002 \001(\t\" \n\017GetModelRequest\022\r\n\005model\030\001 \001" +
       "(\t\"5\n\020GetModelResponse\022!\n\005model\030\001 \001(\0132\022." +
-      "icehouse.v1.Model\"!\n\020LoadModelRequest\022\r\n" +
-      "\005model\030\001 \001(\t\"o\n\021LoadModelResponse\022-\n\010pro" +
-      "gress\030\001 \001(\0132\031.icehouse.v1.LoadingModelH\000" +
-      "\022\"\n\004done\030\002 \001(\0132\022.icehouse.v1.ModelH\000B\007\n\005" +
-      "event\"q\n\014LoadingModel\022\r\n\005model\030\001 \001(\t\022&\n\005" +
-      "state\030\002 \001(\0162\027.icehouse.v1.ModelState\022*\n\007" +
-      "elapsed\030\003 \001(\0132\031.google.protobuf.Duration" +
-      "\"#\n\022UnloadModelRequest\022\r\n\005model\030\001 \001(\t\"8\n" +
-      "\023UnloadModelResponse\022!\n\005model\030\001 \001(\0132\022.ic" +
-      "ehouse.v1.Model\"\272\005\n\005Model\022\n\n\002id\030\001 \001(\t\022\024\n" +
-      "\014architecture\030\002 \001(\t\022\027\n\017vocabulary_size\030\003" +
-      " \001(\005\022\026\n\016context_tokens\030\004 \001(\005\022\r\n\005dtype\030\005 " +
-      "\001(\t\022\024\n\014quantization\030\006 \001(\t\022\027\n\017parameter_c" +
-      "ount\030\007 \001(\003\022\024\n\014weight_bytes\030\010 \001(\003\022\032\n\022kv_b" +
-      "ytes_per_token\030\t \001(\003\022\025\n\rcache_classes\030\n " +
-      "\003(\t\022\023\n\013fingerprint\030\013 \001(\t\022\031\n\021has_chat_tem" +
-      "plate\030\014 \001(\010\022\025\n\reos_token_ids\030\r \003(\005\022\016\n\006de" +
-      "vice\030\016 \001(\t\022&\n\010adapters\030\017 \003(\0132\024.icehouse." +
-      "v1.Adapter\022\034\n\024embedding_dimensions\030\020 \001(\005" +
-      "\022\024\n\014reads_images\030\021 \001(\010\022+\n\013pass_splits\030\022 " +
-      "\003(\0162\026.icehouse.v1.PassSplit\022\031\n\021runs_imag" +
-      "es_whole\030\023 \001(\010\022.\n\014reply_format\030\024 \001(\0132\030.i" +
-      "cehouse.v1.ReplyFormat\022&\n\005state\030\025 \001(\0162\027." +
-      "icehouse.v1.ModelState\022\024\n\014state_detail\030\026" +
-      " \001(\t\022\017\n\007aliases\030\027 \003(\t\022$\n\004kind\030\030 \001(\0162\026.ic" +
-      "ehouse.v1.ModelKind\0227\n\021embedding_prompts" +
-      "\030\031 \003(\0132\034.icehouse.v1.EmbeddingPrompt\"A\n\017" +
-      "EmbeddingPrompt\022\014\n\004name\030\001 \001(\t\022\014\n\004text\030\002 " +
-      "\001(\t\022\022\n\nis_default\030\003 \001(\010\"v\n\013ReplyFormat\022\r" +
-      "\n\005calls\030\001 \001(\t\022\027\n\017reasoning_start\030\002 \001(\t\022\025" +
-      "\n\rreasoning_end\030\003 \001(\t\022\020\n\010evidence\030\004 \003(\t\022" +
-      "\026\n\016unread_markers\030\005 \003(\t*\275\001\n\nModelState\022\033" +
-      "\n\027MODEL_STATE_UNSPECIFIED\020\000\022\026\n\022MODEL_STA" +
-      "TE_ABSENT\020\001\022\030\n\024MODEL_STATE_FETCHING\020\002\022\027\n" +
-      "\023MODEL_STATE_LOADING\020\003\022\025\n\021MODEL_STATE_RE" +
-      "ADY\020\004\022\030\n\024MODEL_STATE_DRAINING\020\005\022\026\n\022MODEL" +
-      "_STATE_FAILED\020\006*m\n\tModelKind\022\032\n\026MODEL_KI" +
-      "ND_UNSPECIFIED\020\000\022\023\n\017MODEL_KIND_CHAT\020\001\022\030\n" +
-      "\024MODEL_KIND_EMBEDDING\020\002\022\025\n\021MODEL_KIND_RE" +
-      "RANK\020\003*n\n\tPassSplit\022\032\n\026PASS_SPLIT_UNSPEC" +
-      "IFIED\020\000\022\030\n\024PASS_SPLIT_ATTENTION\020\001\022\025\n\021PAS" +
-      "S_SPLIT_MODULE\020\002\022\024\n\020PASS_SPLIT_ALONE\020\0032\306" +
-      "\002\n\014ModelService\022M\n\nListModels\022\036.icehouse" +
-      ".v1.ListModelsRequest\032\037.icehouse.v1.List" +
-      "ModelsResponse\022G\n\010GetModel\022\034.icehouse.v1" +
-      ".GetModelRequest\032\035.icehouse.v1.GetModelR" +
-      "esponse\022L\n\tLoadModel\022\035.icehouse.v1.LoadM" +
-      "odelRequest\032\036.icehouse.v1.LoadModelRespo" +
-      "nse0\001\022P\n\013UnloadModel\022\037.icehouse.v1.Unloa" +
-      "dModelRequest\032 .icehouse.v1.UnloadModelR" +
-      "esponseB<\n\017dev.icehouse.v1P\001Z\'icehouse.d" +
-      "ev/api/icehouse/v1;icehousev1b\006proto3"
+      "icehouse.v1.Model\"5\n\020LoadModelRequest\022\r\n" +
+      "\005model\030\001 \001(\t\022\022\n\nfetch_only\030\002 \001(\010\"o\n\021Load" +
+      "ModelResponse\022-\n\010progress\030\001 \001(\0132\031.icehou" +
+      "se.v1.LoadingModelH\000\022\"\n\004done\030\002 \001(\0132\022.ice" +
+      "house.v1.ModelH\000B\007\n\005event\"q\n\014LoadingMode" +
+      "l\022\r\n\005model\030\001 \001(\t\022&\n\005state\030\002 \001(\0162\027.icehou" +
+      "se.v1.ModelState\022*\n\007elapsed\030\003 \001(\0132\031.goog" +
+      "le.protobuf.Duration\"#\n\022UnloadModelReque" +
+      "st\022\r\n\005model\030\001 \001(\t\"8\n\023UnloadModelResponse" +
+      "\022!\n\005model\030\001 \001(\0132\022.icehouse.v1.Model\"\272\005\n\005" +
+      "Model\022\n\n\002id\030\001 \001(\t\022\024\n\014architecture\030\002 \001(\t\022" +
+      "\027\n\017vocabulary_size\030\003 \001(\005\022\026\n\016context_toke" +
+      "ns\030\004 \001(\005\022\r\n\005dtype\030\005 \001(\t\022\024\n\014quantization\030" +
+      "\006 \001(\t\022\027\n\017parameter_count\030\007 \001(\003\022\024\n\014weight" +
+      "_bytes\030\010 \001(\003\022\032\n\022kv_bytes_per_token\030\t \001(\003" +
+      "\022\025\n\rcache_classes\030\n \003(\t\022\023\n\013fingerprint\030\013" +
+      " \001(\t\022\031\n\021has_chat_template\030\014 \001(\010\022\025\n\reos_t" +
+      "oken_ids\030\r \003(\005\022\016\n\006device\030\016 \001(\t\022&\n\010adapte" +
+      "rs\030\017 \003(\0132\024.icehouse.v1.Adapter\022\034\n\024embedd" +
+      "ing_dimensions\030\020 \001(\005\022\024\n\014reads_images\030\021 \001" +
+      "(\010\022+\n\013pass_splits\030\022 \003(\0162\026.icehouse.v1.Pa" +
+      "ssSplit\022\031\n\021runs_images_whole\030\023 \001(\010\022.\n\014re" +
+      "ply_format\030\024 \001(\0132\030.icehouse.v1.ReplyForm" +
+      "at\022&\n\005state\030\025 \001(\0162\027.icehouse.v1.ModelSta" +
+      "te\022\024\n\014state_detail\030\026 \001(\t\022\017\n\007aliases\030\027 \003(" +
+      "\t\022$\n\004kind\030\030 \001(\0162\026.icehouse.v1.ModelKind\022" +
+      "7\n\021embedding_prompts\030\031 \003(\0132\034.icehouse.v1" +
+      ".EmbeddingPrompt\"A\n\017EmbeddingPrompt\022\014\n\004n" +
+      "ame\030\001 \001(\t\022\014\n\004text\030\002 \001(\t\022\022\n\nis_default\030\003 " +
+      "\001(\010\"v\n\013ReplyFormat\022\r\n\005calls\030\001 \001(\t\022\027\n\017rea" +
+      "soning_start\030\002 \001(\t\022\025\n\rreasoning_end\030\003 \001(" +
+      "\t\022\020\n\010evidence\030\004 \003(\t\022\026\n\016unread_markers\030\005 " +
+      "\003(\t*\275\001\n\nModelState\022\033\n\027MODEL_STATE_UNSPEC" +
+      "IFIED\020\000\022\026\n\022MODEL_STATE_ABSENT\020\001\022\030\n\024MODEL" +
+      "_STATE_FETCHING\020\002\022\027\n\023MODEL_STATE_LOADING" +
+      "\020\003\022\025\n\021MODEL_STATE_READY\020\004\022\030\n\024MODEL_STATE" +
+      "_DRAINING\020\005\022\026\n\022MODEL_STATE_FAILED\020\006*m\n\tM" +
+      "odelKind\022\032\n\026MODEL_KIND_UNSPECIFIED\020\000\022\023\n\017" +
+      "MODEL_KIND_CHAT\020\001\022\030\n\024MODEL_KIND_EMBEDDIN" +
+      "G\020\002\022\025\n\021MODEL_KIND_RERANK\020\003*n\n\tPassSplit\022" +
+      "\032\n\026PASS_SPLIT_UNSPECIFIED\020\000\022\030\n\024PASS_SPLI" +
+      "T_ATTENTION\020\001\022\025\n\021PASS_SPLIT_MODULE\020\002\022\024\n\020" +
+      "PASS_SPLIT_ALONE\020\0032\306\002\n\014ModelService\022M\n\nL" +
+      "istModels\022\036.icehouse.v1.ListModelsReques" +
+      "t\032\037.icehouse.v1.ListModelsResponse\022G\n\010Ge" +
+      "tModel\022\034.icehouse.v1.GetModelRequest\032\035.i" +
+      "cehouse.v1.GetModelResponse\022L\n\tLoadModel" +
+      "\022\035.icehouse.v1.LoadModelRequest\032\036.icehou" +
+      "se.v1.LoadModelResponse0\001\022P\n\013UnloadModel" +
+      "\022\037.icehouse.v1.UnloadModelRequest\032 .iceh" +
+      "ouse.v1.UnloadModelResponseB<\n\017dev.iceho" +
+      "use.v1P\001Z\'icehouse.dev/api/icehouse/v1;i" +
+      "cehousev1b\006proto3"
     };
     descriptor = com.google.protobuf.Descriptors.FileDescriptor
       .internalBuildGeneratedFileFrom(descriptorData,
@@ -180,7 +181,7 @@ public final class ModelServiceOuterClass {
     internal_static_icehouse_v1_LoadModelRequest_fieldAccessorTable = new
       com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
         internal_static_icehouse_v1_LoadModelRequest_descriptor,
-        new java.lang.String[] { "Model", });
+        new java.lang.String[] { "Model", "FetchOnly", });
     internal_static_icehouse_v1_LoadModelResponse_descriptor =
       getDescriptor().getMessageTypes().get(5);
     internal_static_icehouse_v1_LoadModelResponse_fieldAccessorTable = new
