@@ -36,6 +36,8 @@ async def test_models_are_listed_loaded_and_unloaded_at_the_terminal(served: Poo
     assert before.exit_code == 0, before.output
     for words in ("llama", "ready", "qwen3", "absent", "second"):
         assert words in before.stdout, words
+    pulled = await invoke("models", "pull", "second", "--json", *at)
+    assert json.loads(pulled.output)["models"][0]["state"] == "MODEL_STATE_ABSENT"
     loaded = await invoke("models", "load", "second", "--json", *at)
     assert json.loads(loaded.stdout)["models"][0]["state"] == "MODEL_STATE_READY"
     assert "could not be loaded: MODEL_NOT_FOUND" in (await invoke("models", "load", "absent", *at)).output
