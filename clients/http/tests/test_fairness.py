@@ -9,6 +9,7 @@ import gc
 import json
 
 import pytest
+from icehouse.v1.inference_service_pb2 import StreamResponse
 from icehouse_client import AsyncClient
 from icehouse_http.bounds import places
 from icehouse_http.bounds.admission import Admission
@@ -245,14 +246,14 @@ class Source:
     async def events(self):
         while True:
             self.taken_count += 1
-            yield self.taken_count
+            yield StreamResponse()
 
     def cancel(self) -> None:
         pass
 
 
 class Echo:
-    def feed(self, event: int):
+    def feed(self, event: StreamResponse):
         return (Text(),)
 
 
