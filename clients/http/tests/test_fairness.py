@@ -242,6 +242,7 @@ class Source:
 
     def __init__(self) -> None:
         self.taken_count = 0
+        self.is_cancelled = False
 
     async def events(self):
         while True:
@@ -249,7 +250,7 @@ class Source:
             yield StreamResponse()
 
     def cancel(self) -> None:
-        pass
+        self.is_cancelled = True
 
 
 class Echo:
@@ -262,19 +263,20 @@ class Text:
         return b"text"
 
 
+async def never_gone() -> dict[str, str]:
+    await asyncio.Event().wait()
+    return {"type": "http.disconnect"}
+
+
 async def test_what_nobody_reads_is_not_taken_from_the_server() -> None:
     source, sent = Source(), asyncio.Semaphore(3)
 
     async def send(message: dict[str, object]) -> None:
         await sent.acquire()
 
-    async def receive() -> dict[str, str]:
-        await asyncio.Event().wait()
-        return {"type": "http.disconnect"}
-
     response = EventStream(source, Echo(), ping_interval_s=60.0)
     await response.begin()
-    answering = asyncio.create_task(response({}, receive, send))
+    answering = asyncio.create_task(response({}, never_gone, send))
     await turns(100)
     assert source.taken_count == 3, "one waits to be written"
     sent.release()
@@ -283,6 +285,26 @@ async def test_what_nobody_reads_is_not_taken_from_the_server() -> None:
     answering.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await answering
+
+
+@pytest.mark.parametrize("turn_count", range(8))
+async def test_a_second_cancel_does_not_keep_the_call(turn_count: int) -> None:
+    """Wherever the first one has got to when the other comes."""
+    source = Source()
+
+    async def send(message: dict[str, object]) -> None:
+        await asyncio.sleep(0)
+
+    response = EventStream(source, Echo(), ping_interval_s=60.0)
+    await response.begin()
+    answering = asyncio.create_task(response({}, never_gone, send))
+    await turns()
+    for _ in range(2):
+        answering.cancel()
+        await turns(turn_count)
+    with pytest.raises(asyncio.CancelledError):
+        await answering
+    assert source.is_cancelled
 
 
 def test_a_pace_lets_some_go_at_once_and_the_others_one_by_one() -> None:

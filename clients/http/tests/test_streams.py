@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -18,11 +19,14 @@ from icehouse_http.exchange import Answer
 from icehouse_http.messages.answer import MessageAnswer
 from icehouse_http.responses.answer import ResponseAnswer
 from icehouse_http.responses.functions import Functions
+from icehouse_server.domain.chat import Conversation, RenderedChat
 from icehouse_server.domain.events import Delta, Event, Failed
 from icehouse_server.domain.request import GenerationRequest
-from icehouse_server.errors import EngineFailed, Reason
+from icehouse_server.errors import EngineFailed, InvalidRequest, Reason
+from icehouse_server.text.chat.kept_reply import KeptReply
 
 from clients.http.tests.fronts import HttpFront, front_of
+from tests.fixtures.patience import BOUND_S
 from tests.fixtures.rpc.fake_engine import counting, finished, hanging, started
 from tests.unit.rpc.conftest import RunningServer
 
@@ -111,12 +115,56 @@ async def test_a_silent_stream_is_kept_alive(served: RunningServer, path: str, s
                 and (script is waiting or "hello" in str(seen))
             ):
                 break
+        else:
+            pytest.fail(f"the stream ended by itself: {seen}")
         await answer.aclose()
         await served.cancelled()
     assert ("hello" in str(seen)) == (script is hanging)
     if path == "/v1/responses":
         kinds = [line for line in seen if line.startswith("event: ")]
         assert (kinds[0], kinds.count(kinds[0])) == ("event: response.created", 1)
+
+
+@pytest.mark.parametrize(
+    ("path", "wish"),
+    [
+        ("/v1/messages", {}),
+        (
+            "/v1/responses",
+            {
+                "parallel_tool_calls": False,
+                "tools": [{"type": "function", "name": "look", "parameters": {"type": "object"}}],
+            },
+        ),
+    ],
+    ids=["no reasoning", "one call at a time"],
+)
+async def test_a_wish_is_dropped_however_late_its_refusal_comes(
+    served: RunningServer, path: str, wish: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a model is loaded first: the answer has begun by then, with a ping."""
+    pinged, render = threading.Event(), served.tokenizer.render_chat
+    read = list[Conversation]()
+
+    def render_late(conversation: Conversation, kept: KeptReply | None = None) -> RenderedChat:
+        assert pinged.wait(BOUND_S)
+        read.append(conversation)
+        if conversation.constrains_calls:
+            raise InvalidRequest(Reason.TOOLS_UNSUPPORTED, "calls are no JSON here", field="tool_choice")
+        return render(conversation, kept)
+
+    monkeypatch.setattr(served.tokenizer, "render_chat", render_late)
+    seen = list[str]()
+    async with (
+        front_of(served.server.address, ping_interval_s=0.02) as front,
+        front.http.stream("POST", path, json=ASKED[path] | wish) as answer,
+    ):
+        async for line in answer.aiter_lines():
+            seen.append(line)
+            if line == PINGS[path]:
+                pinged.set()
+    assert len(read) == 2, "the first try was refused"
+    assert "w1" in str(seen), seen
 
 
 @each_protocol

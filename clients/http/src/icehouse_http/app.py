@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 from icehouse_client import IcehouseClientError, Reply
@@ -29,7 +28,7 @@ from icehouse_http.bounds.reading_rate import SMALL_BYTES, ReadingRate
 from icehouse_http.chat import request as chat_request
 from icehouse_http.chat.answer import ChatAnswer
 from icehouse_http.errors import ApiError, api_error, bad_request, dialect_of
-from icehouse_http.exchange import Answer, Asked, respond, until_gone
+from icehouse_http.exchange import Answer, Asked, Wishes, respond, until_gone
 from icehouse_http.fields import Fields, fields_of
 from icehouse_http.messages import request as message_request
 from icehouse_http.messages.answer import MessageAnswer
@@ -58,9 +57,8 @@ Endpoint = Callable[[Request, Caller], Awaitable[Response]]
 _PACED = frozenset({401, 408, 413, 429})
 """Refusals for what a caller does, as opposed to what it asks. Who has many is told of them later and later:
 each takes the event loop half a millisecond, and who waits for an answer does not ask again meanwhile."""
-_WISHES = {("UNSUPPORTED", "max_reasoning_tokens"): "max_reasoning_tokens"}
-"""Options that do without where the model cannot keep to them, by the refusal's reason and field."""
-_CODEX_WISHES = {("TOOLS_UNSUPPORTED", "tool_choice"): "parallel_tool_calls"}
+_WISHES: Wishes = {("UNSUPPORTED", "max_reasoning_tokens"): "max_reasoning_tokens"}
+_CODEX_WISHES: Wishes = {**_WISHES, ("TOOLS_UNSUPPORTED", "tool_choice"): "parallel_tool_calls"}
 """Codex asks every model for one call at a time. Where calls are no JSON nothing can hold a model to that."""
 
 
@@ -223,26 +221,11 @@ class Front:
         return await self.upstream.target(caller, fields.text("model"))
 
     async def _respond(
-        self,
-        request: Request,
-        caller: Caller,
-        asked: Asked,
-        answer: Answer,
-        *,
-        wishes: Mapping[tuple[str, str], str] = _WISHES,
+        self, request: Request, caller: Caller, asked: Asked, answer: Answer, *, wishes: Wishes = _WISHES
     ) -> Response:
-        """Answer a request; a wish that this model cannot be held to is dropped, and the rest asked again."""
-        options: Any = {**asked.options}
-        request.scope[REQUEST_ID] = options["request_id"]
-        while True:
-            try:
-                again = dataclasses.replace(asked, options=options)
-                interval_s = self._settings.ping_interval_s
-                return await respond(request, caller.client, again, answer, ping_interval_s=interval_s)
-            except IcehouseClientError as error:
-                wish = wishes.get((error.reason, error.field or ""))
-                if wish is None or options.pop(wish, None) is None:
-                    raise
+        request.scope[REQUEST_ID] = asked.options["request_id"]
+        interval_s = self._settings.ping_interval_s
+        return await respond(request, caller.client, asked, answer, wishes=wishes, ping_interval_s=interval_s)
 
     async def health(self, request: Request, caller: Caller) -> Response:
         """GET /health: 200 while the server takes requests, 503 otherwise."""
@@ -291,7 +274,7 @@ class Front:
 
         seals = wanted.seals_reasoning
         answer = ResponseAnswer(name, wanted.told, wanted.functions, seals=seals, keep=keep)
-        return await self._respond(request, caller, asked, answer, wishes=_WISHES | _CODEX_WISHES)
+        return await self._respond(request, caller, asked, answer, wishes=_CODEX_WISHES)
 
     async def messages(self, request: Request, caller: Caller) -> Response:
         """POST /v1/messages."""

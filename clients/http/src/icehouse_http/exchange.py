@@ -1,7 +1,8 @@
 """Exchange of one request with the server: the output as a whole, or as server-sent events.
 
-A caller who has gone ends the call on the server. A stream is never silent for longer than the ping interval:
-its protocol's ping is written while the request waits, while its prompt is computed and while a call is held.
+A caller who has gone ends the call on the server. A wish that the model cannot be held to is dropped, and the
+rest asked again. A stream is never silent for longer than the ping interval: its protocol's ping is written
+while the request waits, while its prompt is computed and while a call is held.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import asyncio
 import contextlib
 import dataclasses
 import json
-from collections.abc import Coroutine, Iterable, Mapping
+from collections.abc import AsyncGenerator, Coroutine, Iterable, Mapping
 from typing import Any, Protocol, TypeVar
 
 from icehouse_client import AsyncClient, AsyncStream, IcehouseClientError, Options, Prompt, Reply, StreamEvent
@@ -48,6 +49,9 @@ class Frame:
         return f"{head}data: {data}\n\n".encode()
 
 
+Wishes = Mapping[tuple[str, str], str]
+"""Options that are done without where the model cannot keep to them, by the refusal's reason and field."""
+
 COMMENT = b": ping\n\n"
 """A ping that no client sees as an event."""
 
@@ -71,15 +75,64 @@ class Answer(Protocol):
         """Return what to write when the request fails after the stream began."""
 
 
+class LenientStream:
+    """A stream of the server, begun again without a wish that it was refused for.
+
+    That refusal may be late, since a model is loaded first, but nothing of the output comes before it.
+    """
+
+    def __init__(self, client: AsyncClient, asked: Asked, wishes: Wishes) -> None:
+        """Raises ApiError for what cannot be sent."""
+        self._client = client
+        self._prompt = asked.prompt
+        self._options: Any = {**asked.options}
+        self._wishes = wishes
+        try:
+            self._stream = self._begin()
+        except (TypeError, ValueError) as error:
+            # What no message can hold, such as half of a surrogate pair.
+            raise bad_request(str(error)) from error
+
+    @property
+    def reply(self) -> Reply:
+        """The whole output, after the last event."""
+        return self._stream.reply
+
+    async def events(self) -> AsyncGenerator[StreamEvent, None]:
+        """Iterate over what happens from the request's start; leaving the iteration ends the call too."""
+        while True:
+            try:
+                async with contextlib.aclosing(self._stream.events()) as events:
+                    async for event in events:
+                        if not event.HasField("loading_model"):
+                            yield event
+                return
+            except IcehouseClientError as error:
+                wish = self._wishes.get((error.reason, error.field or ""))
+                if wish is None or self._options.pop(wish, None) is None:
+                    raise
+            self._stream = self._begin()
+
+    def cancel(self) -> None:
+        """End it on the server too. Harmless after the end."""
+        self._stream.cancel()
+
+    def _begin(self) -> AsyncStream:
+        return self._client.stream(self._prompt, **self._options)
+
+
 async def respond(
-    request: Request, client: AsyncClient, asked: Asked, answer: Answer, *, ping_interval_s: float
+    request: Request,
+    client: AsyncClient,
+    asked: Asked,
+    answer: Answer,
+    *,
+    wishes: Wishes,
+    ping_interval_s: float,
 ) -> Response:
-    """Ask the server and answer the caller; raises ApiError for a refusal before the first event."""
-    try:
-        stream = client.stream(asked.prompt, **asked.options)
-    except (TypeError, ValueError) as error:
-        # What no message can hold, such as half of a surrogate pair.
-        raise bad_request(str(error)) from error
+    """Ask the server and answer the caller; raises ApiError for what cannot be sent, and what the call raises
+    before its first event or ping."""
+    stream = LenientStream(client, asked, wishes)
     if not asked.is_streamed:
         reply = await until_gone(request.receive, _whole(stream))
         return JSONResponse(answer.whole(reply))
@@ -100,8 +153,8 @@ async def until_gone(receive: Receive, work: Coroutine[Any, Any, Result]) -> Res
         await _cancelled(task, gone)
 
 
-async def _whole(stream: AsyncStream) -> Reply:
-    async with stream, contextlib.aclosing(stream.events()) as events:
+async def _whole(stream: LenientStream) -> Reply:
+    async with contextlib.aclosing(stream.events()) as events:
         async for _ in events:
             pass
     return stream.reply
@@ -123,7 +176,7 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, stream: AsyncStream, answer: Answer, *, ping_interval_s: float) -> None:
+    def __init__(self, stream: LenientStream, answer: Answer, *, ping_interval_s: float) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         # It is not known, and the empty body that it tells of is not this one's.
         del self.headers["content-length"]
@@ -138,7 +191,7 @@ class EventStream(Response):
 
     async def begin(self) -> None:
         """Wait until the request runs, or until a ping is due; raises what the call raises."""
-        self._first = asyncio.ensure_future(self._begun())
+        self._first = asyncio.ensure_future(anext(self._events))
         try:
             await asyncio.wait({self._first}, timeout=self._ping_interval_s)
             if self._first.done() and (error := self._first.exception()) is not None:
@@ -146,12 +199,6 @@ class EventStream(Response):
         except BaseException:
             await self._close()
             raise
-
-    async def _begun(self) -> StreamEvent:
-        """Return the first event behind those of a model that is being loaded."""
-        while (event := await anext(self._events)).HasField("loading_model"):
-            pass
-        return event
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         start = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
@@ -194,11 +241,11 @@ class EventStream(Response):
         self._written_time = self._loop.time()
 
     async def _close(self) -> None:
-        """End the call on the server too."""
+        """End the call on the server too, first of all: what follows may be broken off."""
+        self._stream.cancel()
         if self._first is not None:
             await _cancelled(self._first)
         await self._events.aclose()
-        self._stream.cancel()
 
 
 def _encoded(frames: Iterable[Frame]) -> bytes:
