@@ -28,12 +28,12 @@ DEPLOY = ROOT / "deploy"
 UNIT = DEPLOY / "systemd" / "icehouse.service"
 PLIST = DEPLOY / "launchd" / "dev.icehouse.serve.plist"
 IMAGES = [path for path in sorted((DEPLOY / "docker").iterdir()) if path.suffix != ".dockerignore"]
-GATEWAY_OPTIONS = {"--reasoning-parser", "--tool-call-parser", "--balance-abs-threshold"}
+GATEWAY_OPTIONS = {"--reasoning-parser", "--tool-call-parser", "--balance-abs-threshold", "--model-alias"}
 """Of SMG, as the page on more machines names them."""
 TYPERS_OPTIONS = {"--install-completion", "--show-completion", "--help"}
 """Typer's own; the first two only where it can tell the shell."""
 BENCH_OPTIONS = {"--quick", "--cases", "--parts", "--clients", "--as-gpu", "--shape", "--minutes"} | {
-    *("--rounds", "--state-tokens", "--ssd-mib"),
+    *("--rounds", "--state-tokens", "--ssd-mib", "--beside", "--trace", "--requests"),
 }
 """Of `make bench` and others, as the page of figures names them."""
 HTTP_OPTIONS = {
@@ -50,6 +50,8 @@ HTTP_OPTIONS = {
 """Of icehouse-http, as its page names them."""
 RELEASE_OPTIONS = {"--without", "--artifact-url", "--pages-url"}
 """Of `make release`, as the page of releases names them."""
+LAUNCH_OPTIONS = {"--backend"}
+"""Of mlx.launch, as the page on one model on several machines names it."""
 PIP_OPTIONS = {"--no-compile"}
 AGENT_OPTIONS = {"--autocompact"}
 """Of agent programs, as their page names them."""
@@ -168,7 +170,7 @@ def test_every_setting_that_is_named_exists(path: Path) -> None:
     named = set(re.findall(r"`(--[a-z-]+)[ `]", text))
     switches = {f"--no-{flag[2:]}" for flag in own}
     others = GATEWAY_OPTIONS | TYPERS_OPTIONS | BENCH_OPTIONS | RELEASE_OPTIONS | HTTP_OPTIONS
-    others |= PIP_OPTIONS | AGENT_OPTIONS
+    others |= PIP_OPTIONS | AGENT_OPTIONS | LAUNCH_OPTIONS
     assert named - own - switches - others == set()
 
 
