@@ -31,6 +31,10 @@ class ServedPair:
         self.ports = ports
         self._client = openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0)
 
+    def close(self) -> None:
+        """Close its client's connections."""
+        self._client.close()
+
     def listed(self) -> set[str]:
         return {model.id for model in self._client.models.list().data}
 
@@ -83,7 +87,9 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedPair]:
         stack.enter_context(gateway)
         stack.callback(gateway.kill)
         gateway.wait_until_healthy(len(worker_ports))
-        yield ServedPair(gateway, ports)
+        served = ServedPair(gateway, ports)
+        stack.callback(served.close)
+        yield served
 
 
 def test_the_gateway_lists_both_and_each_answers_by_its_name(pair: ServedPair) -> None:
