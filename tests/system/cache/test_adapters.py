@@ -229,7 +229,8 @@ def test_an_adapter_takes_its_own_bytes_and_the_model_is_not_held_twice(
     assert info.resident_bytes == bare.weight_bytes + own_bytes
     slack_bytes = bare.weight_bytes // 20
     assert 0 < own_bytes < bare.weight_bytes // 3, "else the next line could not tell"
-    assert own_bytes <= taken_bytes - bare_bytes <= own_bytes + slack_bytes
+    # A trial of the model's passes leaves a few small arrays, and need not run twice in a process.
+    assert own_bytes - 1024 <= taken_bytes - bare_bytes <= own_bytes + slack_bytes
 
 
 @pytest.mark.parametrize(
