@@ -170,6 +170,12 @@ class ModelPool(Generic[_Opened]):
         except IcehouseError as error:
             _log.error("model_not_fetched", extra={"model": model.terms.name, "detail": error.message})
             model.fetch_error = error
+        except asyncio.CancelledError:
+            model.fetch_error = stopping()
+            raise
+        except Exception:  # nobody is told that the files are here; who began it logs it
+            model.fetch_error = EngineFailed(Reason.ENGINE_FAILED, "fetching broke; the log says why")
+            raise
         finally:
             model.fetching = None
             if model.place is None and model.loading is None:

@@ -369,6 +369,19 @@ async def test_what_nobody_expects_of_a_load_fails_it_like_any_other_reason() ->
         await house.use("b")
 
 
+@pytest.mark.parametrize("error", [OSError("the disk of /secret/b is gone"), model_invalid("no such model")])
+async def test_files_that_cannot_be_fetched_are_not_said_to_be_here(error: Exception) -> None:
+    async with house_of(A, B) as house:
+        house.broken["b"] = error
+        with pytest.raises(Unavailable) as caught:
+            await house.pool.fetch("b", UNPROVED)
+        assert "secret" not in caught.value.message
+        assert house.states()["b"] is ModelState.ABSENT
+        del house.broken["b"]
+        await house.pool.fetch("b", UNPROVED)
+        assert house.states()["b"] is ModelState.ABSENT and "b" not in house.models
+
+
 async def test_an_engine_that_cannot_be_ended_refuses_its_callers_and_none_hangs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
