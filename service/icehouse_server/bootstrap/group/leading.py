@@ -122,7 +122,8 @@ class LeaderParts:
             self._server.stop(timeout_s=FOLLOWERS_END_S)
 
     def _lost(self, detail: str) -> None:
-        self.lost = rank_lost(detail)
+        # Why may name folders of that machine, so only the log says it.
+        self.lost = rank_lost(detail.partition(":")[0])
         self._router.state_changed(EngineState.FAILED, self.lost)
         leave_later(1)
 
