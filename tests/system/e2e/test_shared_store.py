@@ -166,5 +166,6 @@ async def test_other_keys_and_models_have_other_names(model, tmp_path, s3) -> No
             assert (await ask(other)).cache.ssd_tokens == 0
             stats = await shared(other)
             assert (stats.lookup_total, stats.hit_total) == (1, 0)
+            await until_stored(other, 20)
     text = b"".join(path.read_bytes() for path in s3.objects.rglob("*") if path.is_file())
     assert b"token_ids" in text, "the one without a key wrote in the clear"
