@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from typing import cast
 
 from icehouse_server.domain.cache_commands import CacheAnswer, CacheCommand
@@ -22,6 +22,7 @@ from icehouse_server.engine.core.mailbox import Cancel, Command, Drain, Mailbox,
 from icehouse_server.engine.core.memory_budget import BudgetShare, MemoryBudget
 from icehouse_server.engine.core.ports import Decoder, Listener, Pages, Runner
 from icehouse_server.engine.core.refusals import cancelled_by_client, engine_failed, shutting_down
+from icehouse_server.engine.core.steps import Steps
 from icehouse_server.engine.engine_loop import EngineLoop
 from icehouse_server.engine.inference_thread import InferenceThread, Turns
 from icehouse_server.engine.prefix_cache.controller import CacheController
@@ -191,7 +192,7 @@ class Engine:
         self._budget.leave(share)
         self._ended.set()
 
-    def _load(self, share: BudgetShare) -> Generator[None, None, ModelInfo]:
+    def _load(self, share: BudgetShare) -> Steps[ModelInfo]:
         """Load the model, and count what it takes as it comes. Raises Overloaded without the memory."""
         expected_bytes = self._settings.expected_bytes
         self._check_room(share, self._runner.memory().active_bytes, missing_bytes=expected_bytes)
@@ -200,7 +201,7 @@ class Engine:
         while True:
             before_bytes = self._runner.memory().active_bytes
             try:
-                next(steps)
+                wait_s = next(steps)
             except StopIteration as end:
                 share.reserved_bytes = 0
                 return cast("ModelInfo", end.value)
@@ -211,7 +212,7 @@ class Engine:
             share.reserved_bytes = max(0, expected_bytes - share.fixed_bytes)
             if share.fixed_bytes > expected_bytes:
                 self._check_room(share, active_bytes)
-            yield
+            yield wait_s
 
     def _check_room(self, share: BudgetShare, active_bytes: int, *, missing_bytes: int = 0) -> None:
         """Raise Overloaded where other models do not leave what this one is to take beside what is in use, or

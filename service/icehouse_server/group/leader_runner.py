@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, cast
 
 from icehouse.group.v1 import group_service_pb2 as group
@@ -16,6 +16,7 @@ from icehouse_server.domain.request import ImagePart
 from icehouse_server.engine.core.memory_model import MemoryModel
 from icehouse_server.engine.core.ports import Chunk, ImageUse, MemoryUse, Pages, PassResult
 from icehouse_server.engine.core.refusals import rank_lost
+from icehouse_server.engine.core.steps import Steps
 from icehouse_server.engine.kv.runner_blocks import RunnerBlocks
 from icehouse_server.engine.prefix_cache.tiers.runner_port import (
     CacheFacts,
@@ -52,9 +53,9 @@ class LeaderRunner:
         """What it took to make the orders of passes."""
         self._reads_at_once = False
 
-    def load_steps(self, *, is_hurried: Callable[[], bool]) -> Generator[None, None, ModelInfo]:
+    def load_steps(self, *, is_hurried: Callable[[], bool]) -> Steps[ModelInfo]:
         while not self._wait_for_all():
-            yield
+            yield None
         self._is_alone = False
         info = yield from self._own.load_steps(is_hurried=is_hurried)
         # What was run while loading, the followers ran by themselves.

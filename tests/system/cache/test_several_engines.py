@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,6 +12,7 @@ import pytest
 from icehouse_server.clock import SystemClock
 from icehouse_server.domain.ids import RequestId
 from icehouse_server.domain.model import EngineState, ModelInfo
+from icehouse_server.engine.core.steps import Steps
 from icehouse_server.engine.inference_thread import InferenceThread
 from icehouse_server.engine.runner import model_loader
 from icehouse_server.engine.runner.forward.splits import Attention
@@ -81,7 +82,7 @@ def test_a_model_loads_and_goes_while_another_decodes(
         counts: list[int] = []
         load_steps = ModelRunner.load_steps
 
-        def watched_steps(runner: ModelRunner, **kwargs: Any) -> Generator[None, None, ModelInfo]:
+        def watched_steps(runner: ModelRunner, **kwargs: Any) -> Steps[ModelInfo]:
             steps = load_steps(runner, **kwargs)
             while True:
                 counts.append(len(first.recorder.tokens_of("endless")))

@@ -14,6 +14,7 @@ from icehouse_server.domain.model import EngineState, ModelInfo
 from icehouse_server.domain.stats import EngineStats
 from icehouse_server.engine.core.mailbox import Mailbox
 from icehouse_server.engine.core.memory_budget import MemoryBudget
+from icehouse_server.engine.core.steps import Steps
 from icehouse_server.engine.engine import Engine, EngineSettings
 from icehouse_server.engine.inference_thread import InferenceThread
 from icehouse_server.engine.scheduling.limits import SchedulerLimits
@@ -100,6 +101,32 @@ def test_a_model_that_is_loaded_gets_half_the_time_of_one_that_has_requests() ->
         assert member is not None
         thread._take_turn(member)
     assert abs(parts.count("busy") - 2 * parts.count("loading")) <= 2
+
+
+def test_a_load_that_waits_for_its_disk_takes_no_time_from_others() -> None:
+    clock, parts = FakeClock(), list[str]()
+    thread = InferenceThread(clock)
+
+    class FromSlowDisk(FakeRunner):
+        def load_steps(self, *, is_hurried: Callable[[], bool]) -> Steps[ModelInfo]:
+            for _ in range(100):
+                parts.append("loading")
+                yield 2.5
+            raise AssertionError("it is still loading when the test ends")
+
+    def passes() -> Iterator[None]:
+        while True:
+            parts.append("busy")
+            clock.now += 1.0
+            yield
+
+    make(FromSlowDisk(), thread)[0].start()
+    thread.add(passes(), Mailbox(limit=1, changed=thread.changed))
+    for _ in range(41):
+        member = thread._next()
+        assert member is not None
+        thread._take_turn(member)
+    assert parts.count("loading") in (10, 11), "it asks again once its time has come, between two passes"
 
 
 def test_an_exception_in_the_loop_fails_every_open_call_and_the_engine(thread: InferenceThread) -> None:

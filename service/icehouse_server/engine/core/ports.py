@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from icehouse_server.domain.events import Event
@@ -23,6 +23,7 @@ from icehouse_server.domain.request import (
 from icehouse_server.domain.response_format import Constraint
 from icehouse_server.domain.sampling import SamplingParams
 from icehouse_server.engine.core.memory_model import MemoryModel
+from icehouse_server.engine.core.steps import Steps
 from icehouse_server.errors import IcehouseError
 
 
@@ -211,7 +212,7 @@ class Runner(Protocol):
     @property
     def pages(self) -> Pages: ...
 
-    def load_steps(self, *, is_hurried: Callable[[], bool]) -> Generator[None, None, ModelInfo]:
+    def load_steps(self, *, is_hurried: Callable[[], bool]) -> Steps[ModelInfo]:
         """Load and warm the model; yield between parts, and while it `is_hurried` rather than wait for a
         disk. Raises ModelError when the folder cannot be served; `close` frees what was made by then."""
         ...

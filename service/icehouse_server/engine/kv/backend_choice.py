@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 
 import mlx.core as mx
 import numpy as np
@@ -55,19 +55,40 @@ def shapes_are_costly(shape: PoolShape) -> bool:
     return is_cudnn and shape.head_size % 8 == 0 and find_backend() is Backend.CUDA
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Geometry:
+    """What kernels are proved for."""
+
+    shape: PoolShape
+    query_head_count: int
+    has_sinks: bool
+
+
 def kernels_for(
-    shape: PoolShape, *, query_head_count: int, has_sinks: bool
+    shape: PoolShape, *, query_head_count: int, has_sinks: bool, proved: dict[Geometry, int]
 ) -> Generator[None, None, PagedAttention | None]:
     """Return the device's kernels, where it has some and they are proved for such layers. Yields as `prove`
-    does."""
+    does.
+
+    `proved` says which of them were proved for what in this process, and is added to.
+    """
     if query_head_count % shape.kv_head_count:
         query_head_count = shape.kv_head_count  # config.json does not say
+    geometry = Geometry(shape, query_head_count, has_sinks)
     gather = GatherAttention()
-    for kernels in [CpuAttention()] if find_backend() is Backend.CPU else gpu_attentions():
+    offered: Iterable[PagedAttention] = (
+        [CpuAttention()] if find_backend() is Backend.CPU else gpu_attentions()
+    )
+    for number, kernels in enumerate(offered):
+        if number != proved.get(geometry, number):
+            continue
+        if geometry in proved:
+            return kernels
         why = yield from prove(
             shape, query_head_count, backend=kernels, reference=gather, has_sinks=has_sinks
         )
         if not why:
+            proved[geometry] = number
             return kernels
         _log.warning("pages_unproved", extra={"detail": why})
     return None

@@ -7,13 +7,14 @@ cache, they catch up with by one bounded chunk a pass, beside its plain decoding
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
 
 from icehouse_server.domain.model import ModelInfo
 from icehouse_server.engine.core.memory_model import DraftFootprint
+from icehouse_server.engine.core.steps import Steps
 from icehouse_server.engine.kv_cache.cache_classes import (
     Undo,
     class_of,
@@ -68,7 +69,7 @@ class DraftModel:
         info: ModelInfo,
         tokenizer: Tokenizer,
         is_hurried: Callable[[], bool],
-    ) -> Generator[None, None, DraftModel]:
+    ) -> Steps[DraftModel]:
         """Load what guesses for the model of `info`; yields as `model_loader.load_steps`.
 
         Raises ModelError when the folder cannot be served, spells other tokens, or has caches from which
@@ -80,7 +81,7 @@ class DraftModel:
                 f"the draft model {source.model_id} has another vocabulary than {info.model_id}, so its "
                 "guesses mean nothing there; choose a smaller model of the same family"
             )
-        yield
+        yield None
         loaded = yield from model_loader.load_steps(source, is_hurried=is_hurried)
         caches = make_caches(loaded.model)
         found = list(leaves(caches))
@@ -99,7 +100,7 @@ class DraftModel:
             loaded.model(mx.zeros((1, token_count), dtype=mx.int32), cache=caches)
             mx.eval([cache.state for cache in caches])
             sizes.append(sum(int(cache.nbytes) for cache in caches))
-            yield
+            yield None
         footprint = DraftFootprint(
             weight_bytes=facts.weight_bytes, kv_bytes_per_token=max(1, (sizes[1] - sizes[0]) // step)
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 import numpy as np
@@ -21,6 +21,7 @@ from icehouse_server.engine.core.device_clock import DeviceClock
 from icehouse_server.engine.core.memory_model import MemoryModel
 from icehouse_server.engine.core.ports import Chunk, Drawn, ImageUse, MemoryUse, PassResult
 from icehouse_server.engine.core.refusals import vector_not_finite
+from icehouse_server.engine.core.steps import Steps
 from icehouse_server.engine.core.thread_guard import OneThread
 from icehouse_server.engine.kv.pass_clock import PassClock
 from icehouse_server.engine.kv.pool_memory import PoolMemory
@@ -74,7 +75,7 @@ class EncoderRunner:
         )
         self.blocks.facts = CacheFacts(unsupported_detail="an encoder keeps nothing of a text")
 
-    def load_steps(self, *, is_hurried: Callable[[], bool]) -> Generator[None, None, ModelInfo]:
+    def load_steps(self, *, is_hurried: Callable[[], bool]) -> Steps[ModelInfo]:
         self._thread.claim()
         if self._source.adapters or self._source.adapter_path:
             raise model_invalid(
@@ -96,7 +97,7 @@ class EncoderRunner:
             attended_bytes_per_token=_SCORE_COPIES * QUERY_SLICE * shape.head_count * shape.compute_bytes,
         )
         # So that what it needs is compiled before anyone waits for it.
-        yield
+        yield None
         self._vectors([(0,), (0, 0)])
         mx.reset_peak_memory()
         self._freed.bound(0, memory_limit_bytes=self._settings.memory_limit_bytes)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,7 +24,7 @@ from icehouse_server.engine.core.memory_model import (
     head_size_of,
     keeps_scores,
 )
-from icehouse_server.engine.core.steps import whole
+from icehouse_server.engine.core.steps import Steps, whole
 from icehouse_server.engine.kv_cache.cache_classes import leaves, make_caches
 from icehouse_server.engine.runner import mlx_lm
 from icehouse_server.engine.runner.encoders.encoder import Encoder, encoder_classes, is_encoder
@@ -40,8 +40,10 @@ from icehouse_server.text.tokenizer import Tokenizer
 
 _DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 _DEFAULT_CONTEXT_TOKENS = 32_768
-_SLICE_BYTES = 64 << 20
+_SLICE_BYTES = 16 << 20
 """Of weights read at once: what decodes beside waits for so long."""
+_DISK_WAIT_S = 0.002
+"""Until it asks again whether a slice has been read."""
 _MISSING_EXTRA = (
     "reads images with the package mlx-vlm, which is not installed; install the extra, "
     f"{extra_command('vision')}"
@@ -166,10 +168,10 @@ def load(source: ModelSource) -> LoadedModel:
 
 def load_steps(
     source: ModelSource, *, is_hurried: Callable[[], bool], rank: Rank | None = None
-) -> Generator[None, None, LoadedModel]:
+) -> Steps[LoadedModel]:
     """Load weights onto the device, converted to `source.dtype` when one is named; of a `rank`, its share.
 
-    Yields between parts of some 100 ms; while it `is_hurried`, also where it would wait for the disk.
+    While it `is_hurried`, it yields where it would wait for the disk.
     """
     sees = sees_images(source.path)
     tower = None
@@ -191,7 +193,7 @@ def load_steps(
                 convert(part, source.dtype)
         whole_count = 0 if rank is None else rank.shard(model)
         model.eval()
-        yield
+        yield None
         yield from _read_weights(parts, source.path, is_hurried)
     except ModelError:
         raise
@@ -210,7 +212,9 @@ def load_steps(
     return LoadedModel(model, config, tower, 1 if rank is None else rank.world, whole_count)
 
 
-def _read_weights(parts: Iterable[Any], folder: Path, is_hurried: Callable[[], bool]) -> Iterator[None]:
+def _read_weights(
+    parts: Iterable[Any], folder: Path, is_hurried: Callable[[], bool]
+) -> Iterator[float | None]:
     """Have parameters read from their files, so many bytes at a time."""
     waiting: list[mx.array] = []
     asked_bytes = slice_bytes = 0
@@ -221,11 +225,12 @@ def _read_weights(parts: Iterable[Any], folder: Path, is_hurried: Callable[[], b
             if slice_bytes >= _SLICE_BYTES:
                 asked_bytes += slice_bytes
                 while is_hurried() and not ahead.has(asked_bytes):
-                    yield
+                    yield _DISK_WAIT_S
                 mx.eval(waiting)
                 waiting, slice_bytes = [], 0
-                yield
+                yield None
         mx.eval(waiting)
+        yield None
 
 
 def _classes_for(path: Path) -> mlx_lm.Classes | None:

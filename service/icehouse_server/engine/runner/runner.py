@@ -19,6 +19,7 @@ from icehouse_server.engine.attention.cpu.quantized import float_bytes
 from icehouse_server.engine.attention.port import PagedAttention
 from icehouse_server.engine.core.memory_model import DraftFootprint, MemoryModel
 from icehouse_server.engine.core.ports import Chunk, DecodeRow, ImageUse, MemoryUse, PassResult
+from icehouse_server.engine.core.steps import Steps
 from icehouse_server.engine.core.thread_guard import OneThread
 from icehouse_server.engine.kv.backend_choice import kernels_for
 from icehouse_server.engine.kv.page_groups import GroupFacts, groups_of, page_token_count_for, pool_sizes
@@ -121,7 +122,7 @@ class ModelRunner:
         self._settings = settings
         self._fingerprint_hex = fingerprint_hex
         self._draft_source = draft_source
-        self._known = common.known
+        self._known, self._proved = common.known, common.proved
         self._clock = clock
         self._memory_model: MemoryModel | None = None
         self._thread = OneThread()
@@ -156,7 +157,7 @@ class ModelRunner:
             passes=self._pass_clock,
         )
 
-    def load_steps(self, *, is_hurried: Callable[[], bool]) -> Generator[None, None, ModelInfo]:
+    def load_steps(self, *, is_hurried: Callable[[], bool]) -> Steps[ModelInfo]:
         self._thread.claim()
         if self._rank is not None:
             self._rank.join()
@@ -169,19 +170,20 @@ class ModelRunner:
         adapted: list[model_loader.AdaptedModel] = []
         for adapter in self._source.adapters:
             adapted.append(model_loader.attach(adapter, loaded, self._source))
-            yield
+            yield None
         if self._settings.is_memory_wired:
             mlx_lm.wire_memory()
         self.blocks.read_layout()
+        yield None
         has_run = self._key in self._known
         self._facts = yield from self._examined(loaded.model)
         self._pipeline.forwards[NO_ADAPTER] = ForwardPass(loaded.model, self._facts)
         kv_bytes_per_token, fixed_bytes = self._measure()
-        yield
+        yield None
         if not has_run:
             yield from warm_up_steps(self, NO_ADAPTER)
         yield from self._page(self._page_groups, loaded)
-        yield
+        yield None
         if self._paging.groups:
             if not has_run:
                 yield from warm_up_steps(self, NO_ADAPTER)
@@ -195,7 +197,7 @@ class ModelRunner:
         info = model_loader.describe(loaded, self._source, self._tokenizer, self._fingerprint_hex)
         if self._settings.warms_every_draw:
             self._warm_ups.extend(warm_up_rows())
-        yield
+        yield None
         draft = yield from self._load_draft(info, is_hurried)
         self._memory_model = self._predicted(
             loaded, draft, kv_bytes_per_token=kv_bytes_per_token, fixed_bytes=fixed_bytes
@@ -238,9 +240,7 @@ class ModelRunner:
             tower=None if loaded.tower is None else loaded.tower.shape(device=find_backend().value),
         )
 
-    def _load_draft(
-        self, info: ModelInfo, is_hurried: Callable[[], bool]
-    ) -> Generator[None, None, DraftFootprint]:
+    def _load_draft(self, info: ModelInfo, is_hurried: Callable[[], bool]) -> Steps[DraftFootprint]:
         if self._draft_source is None:
             return DraftFootprint()
         draft = yield from DraftModel.load_steps(
@@ -409,7 +409,9 @@ class ModelRunner:
         has_sinks = model_loader.has_sinks(loaded.model)
         backends: list[PagedAttention | None] = []
         for each in facts:
-            kernels = yield from kernels_for(each.shape, query_head_count=head_count, has_sinks=has_sinks)
+            kernels = yield from kernels_for(
+                each.shape, query_head_count=head_count, has_sinks=has_sinks, proved=self._proved
+            )
             backends.append(kernels)
         if not all(backends) or not backends:
             why = "no kernels are proved here" if backends else "the model's KV is not of one kind"

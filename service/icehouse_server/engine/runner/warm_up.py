@@ -19,6 +19,7 @@ from icehouse_server.domain.request import LogprobsWanted, Speculation
 from icehouse_server.domain.sampling import SamplingParams
 from icehouse_server.engine.core.device_clock import DeviceClock
 from icehouse_server.engine.core.ports import Chunk, DecodeRow
+from icehouse_server.engine.kv.backend_choice import Geometry
 from icehouse_server.engine.runner.forward.splits import PassFacts
 
 ModelKey = tuple[str, bool]
@@ -164,3 +165,5 @@ class CommonParts:
     device_clock: DeviceClock = dataclasses.field(default_factory=DeviceClock)
     known: dict[ModelKey, PassFacts] = dataclasses.field(default_factory=dict)
     """How passes of models are run that were loaded before, and what they need was compiled then."""
+    proved: dict[Geometry, int] = dataclasses.field(default_factory=dict)
+    """Which of the device's kernels are proved for which layers."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any
 
 import mlx.core as mx
@@ -16,7 +16,8 @@ from icehouse_server.engine.attention.gpu.kernels import Language
 from icehouse_server.engine.attention.gpu.launch import GpuAttention
 from icehouse_server.engine.attention.port import PoolShape, TokenPlaces
 from icehouse_server.engine.core.steps import whole
-from icehouse_server.engine.kv.backend_choice import kernels_for, prove
+from icehouse_server.engine.kv import backend_choice
+from icehouse_server.engine.kv.backend_choice import Geometry, kernels_for, prove
 
 from tests.unit.engine.attention.emulation import HEADER, Emulation
 
@@ -96,8 +97,28 @@ def test_kernels_that_do_not_compile_are_not_used() -> None:
 def test_a_cpu_has_a_way_of_its_own() -> None:
     if mx.default_device().type == mx.DeviceType.gpu:
         pytest.skip("there is a GPU here")
-    chosen = whole(kernels_for(SHAPE, query_head_count=HEADS, has_sinks=True))
+    chosen = whole(kernels_for(SHAPE, query_head_count=HEADS, has_sinks=True, proved={}))
     assert isinstance(chosen, CpuAttention)
+
+
+def test_what_is_proved_is_not_tried_again_nor_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    proved: dict[Geometry, int] = {}
+    first = whole(kernels_for(SHAPE, query_head_count=HEADS, has_sinks=False, proved=proved))
+    assert first is not None
+    tried: list[PoolShape] = []
+
+    def refuse(shape: PoolShape, *_: Any, **__: Any) -> Generator[None, None, str]:
+        tried.append(shape)
+        yield
+        return "not this time"
+
+    monkeypatch.setattr(backend_choice, "prove", refuse)
+    again = whole(kernels_for(SHAPE, query_head_count=HEADS, has_sinks=False, proved=proved))
+    assert type(again) is type(first)
+    assert again is not first, "what one model has not written yet is none of another's business"
+    other = dataclasses.replace(SHAPE, page_token_count=2 * SHAPE.page_token_count)
+    assert whole(kernels_for(other, query_head_count=HEADS, has_sinks=False, proved=proved)) is None
+    assert set(tried) == {other}
 
 
 @pytest.mark.parametrize("page_token_count", [1, 2, 8])
