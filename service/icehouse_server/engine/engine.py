@@ -35,9 +35,6 @@ from icehouse_server.errors import EngineFailed, IcehouseError, Overloaded, Reas
 
 _log = logging.getLogger("icehouse.engine")
 
-_LOADING_COST = 2.0
-"""While a model is loaded it gets half as much time as one that has requests: with as much, the gaps between
-their tokens would double."""
 _MEASURED_BYTES = 256 << 20
 """Logits held at once for the log probabilities of a prompt: 32 tokens of a vocabulary of 262,144."""
 
@@ -91,11 +88,7 @@ class Engine:
 
     def start(self) -> None:
         """Begin loading the model on the inference thread; the listener hears of READY or FAILED."""
-        self._thread.add(
-            self._turns(),
-            self._mailbox,
-            cost=lambda: _LOADING_COST if self.state is EngineState.LOADING else 1.0,
-        )
+        self._thread.add(self._turns(), self._mailbox, is_loading=lambda: self.state is EngineState.LOADING)
 
     @property
     def heartbeat_time(self) -> float:

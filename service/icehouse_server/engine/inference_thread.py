@@ -18,6 +18,9 @@ _WAIT_S = 0.5
 """How long it sleeps at most, so that its heartbeat stays fresh."""
 _STUCK_FACTOR = 4.0
 _FADING = 0.99
+_LOADING_COST = 2.0
+"""By what the time of an engine is multiplied while it loads its model: it gets half as much as one that has
+requests. With as much, the gaps between their tokens would double."""
 
 Turns = Iterator[float | None]
 """An engine's life, a turn at a time: each yields for how many seconds nothing will be ready unless a message
@@ -32,13 +35,15 @@ class _Member:
     mailbox: Mailbox[Message]
     charged_s: float
     """What it was given, counted from where the others were when it was last idle."""
-    cost: Callable[[], float] = lambda: 1.0
-    """By what its next turn's time is multiplied where it is charged."""
+    is_loading: Callable[[], bool] = lambda: False
+    """Whether it is charged for loading, and reads no messages."""
     ready_time: float | None = None
     """When it is to be stepped although no message came; None for at once."""
 
     def is_ready(self, now: float) -> bool:
-        return self.ready_time is None or now >= self.ready_time or len(self.mailbox) > 0
+        if self.ready_time is None or now >= self.ready_time:
+            return True
+        return len(self.mailbox) > 0 and not self.is_loading()
 
 
 class InferenceThread:
@@ -77,15 +82,15 @@ class InferenceThread:
         return len(self._members)
 
     def add(
-        self, turns: Turns, mailbox: Mailbox[Message], *, cost: Callable[[], float] = lambda: 1.0
+        self, turns: Turns, mailbox: Mailbox[Message], *, is_loading: Callable[[], bool] = lambda: False
     ) -> None:
         """Give an engine turns until it has no more. Its mailbox must share `changed`.
 
-        What has a `cost` of 2 gets half as much time as others that have work.
+        While it `is_loading` it gets half as much time as others that have work, and no message wakes it.
         """
         assert mailbox.changed is self.changed, "nothing would wake the thread for this mailbox"
         with self.changed:
-            self._members.append(_Member(turns, mailbox, charged_s=self._served_s, cost=cost))
+            self._members.append(_Member(turns, mailbox, charged_s=self._served_s, is_loading=is_loading))
             self.changed.notify()
 
     def end(self) -> None:
@@ -121,7 +126,7 @@ class InferenceThread:
         return max(member.charged_s, self._served_s)
 
     def _take_turn(self, member: _Member) -> None:
-        began, cost = self.heartbeat_time, member.cost()
+        began, cost = self.heartbeat_time, _LOADING_COST if member.is_loading() else 1.0
         self._served_s = self._start_s(member)
         try:
             wait_s = next(member.turns)

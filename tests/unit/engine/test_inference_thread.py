@@ -34,7 +34,7 @@ class SteppedThread(InferenceThread):
         step_s: float,
         count: int,
         wait_s: Callable[[], float | None],
-        cost: Callable[[], float] = lambda: 1.0,
+        is_loading: Callable[[], bool] = lambda: False,
     ) -> None:
         def turns() -> Iterator[float | None]:
             for _ in range(count):
@@ -42,7 +42,7 @@ class SteppedThread(InferenceThread):
                 self.fake.now += step_s
                 yield wait_s()
 
-        self.add(turns(), self.mailbox(), cost=cost)
+        self.add(turns(), self.mailbox(), is_loading=is_loading)
 
     def take(self, count: int) -> str:
         """Take so many turns; return whose they were."""
@@ -63,14 +63,14 @@ def test_engines_get_the_same_time_however_long_their_turns_are() -> None:
     assert "bbbb" not in turns and "aa" not in turns, "nobody waits longer than for the other's turn"
 
 
-def test_what_costs_double_gets_half_the_time_until_it_costs_as_much() -> None:
-    thread, cost = SteppedThread(), 2.0
+def test_what_loads_gets_half_the_time_until_it_has_loaded() -> None:
+    thread, is_loading = SteppedThread(), True
     thread.join_in("a", step_s=1.0, count=1000, wait_s=lambda: None)
-    thread.join_in("b", step_s=0.25, count=1000, wait_s=lambda: None, cost=lambda: cost)
+    thread.join_in("b", step_s=0.25, count=1000, wait_s=lambda: None, is_loading=lambda: is_loading)
     turns = thread.take(300)
     assert abs(2 * turns.count("a") - turns.count("b")) <= 2
     assert "bbb" not in turns and "aa" not in turns
-    cost = 1.0
+    is_loading = False
     turns = thread.take(300)
     assert abs(4 * turns.count("a") - turns.count("b")) <= 4
 
@@ -94,6 +94,17 @@ def test_who_waits_for_a_message_is_stepped_when_one_comes_or_its_time_is_over()
     assert thread.take(3).count("b") == 1, "its time is over"
     thread._members[1].mailbox.post(QUESTION)
     assert "b" in thread.take(2), "a message came"
+
+
+def test_no_message_wakes_what_loads() -> None:
+    thread, is_loading = SteppedThread(), True
+    thread.join_in("a", step_s=1.0, count=1000, wait_s=lambda: None)
+    thread.join_in("b", step_s=0.0, count=1000, wait_s=lambda: 10.0, is_loading=lambda: is_loading)
+    thread.take(2)
+    thread._members[1].mailbox.post(QUESTION)
+    assert thread.take(9) == "a" * 9, "b would not read it"
+    is_loading = False
+    assert "b" in thread.take(2)
 
 
 def test_a_turn_is_hurried_only_while_another_engine_has_something_to_do() -> None:
