@@ -11,7 +11,7 @@ import contextlib
 import functools
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from icehouse_server.domain.chat import Conversation, PromptChange, RenderedChat
@@ -47,9 +47,8 @@ class Tokenizer:
         is_jinja = self._fast is not None and getattr(wrapper, "_chat_template", None) is None
         self._template_lock = contextlib.nullcontext() if is_jinja else self._wrapper_lock
         template = ChatTemplate(wrapper)
-        self._format = find_reply_format(
-            template if self.has_chat_template else None, _vocabulary_of(wrapper)
-        )
+        vocabulary = _vocabulary_of(wrapper)
+        self._format = find_reply_format(template if self.has_chat_template else None, vocabulary)
         named = (getattr(wrapper, name, None) for name in _HIDDEN_NAMES)
         self._hidden_ids = frozenset(i for i in (*named, *self.eos_token_ids) if i is not None)
         self._renderer = ChatRenderer(
@@ -62,7 +61,7 @@ class Tokenizer:
             ),
             format=self._format,
             common_tokens=self._common_tokens,
-            turn_marks=self._turn_marks(),
+            turn_marks=self._turn_marks(vocabulary.special),
         )
 
     @property
@@ -214,13 +213,13 @@ class Tokenizer:
             except Exception:  # of an id that is unknown to it, each kind raises something else
                 return ""
 
-    def _turn_marks(self) -> re.Pattern[str]:
+    def _turn_marks(self, special: Collection[str]) -> re.Pattern[str]:
         """Return a pattern of the special tokens that are no part of a reply."""
         format = self._format
         family = format.family
         own = {*family.call_markers, *family.dropped, format.think_start, format.think_end}
         ends = {self.piece(token_id) for token_id in self.eos_token_ids}
-        return marks_of(_vocabulary_of(self._wrapper).special, without=own - ends)
+        return marks_of(special, without=own - ends)
 
     def _marker(self, text: str) -> tuple[int, ...]:
         """Return the tokens that spell exactly a marker; none where that is not possible."""
