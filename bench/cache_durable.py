@@ -117,19 +117,18 @@ def _time_stop(server: ServerProcess, directory: Path) -> tuple[float, float]:
 
 
 def _plain_write_s(directory: Path, size_bytes: int) -> float:
-    """Write and sync files as large as blocks."""
+    """Write and sync files as large as blocks. They stay until the end, as blocks do: what a file that goes
+    leaves in memory is written to faster, above all where the machine is a virtual one."""
     data = random.Random(0).randbytes(_FILE_BYTES)
-    path = directory / "plain"
-    spent_s = 0.0
-    while size_bytes > 0:
-        began_s = time.perf_counter()
-        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
-        written = os.write(descriptor, memoryview(data)[:size_bytes])
-        os.fsync(descriptor)
-        os.close(descriptor)
-        spent_s += time.perf_counter() - began_s
-        path.unlink()
-        size_bytes -= written
+    folder = directory / "plain"
+    folder.mkdir()
+    began_s = time.perf_counter()
+    for number, start in enumerate(range(0, size_bytes, _FILE_BYTES)):
+        with (folder / f"{number}").open("xb", buffering=0) as file:
+            file.write(memoryview(data)[: size_bytes - start])
+            os.fsync(file)
+    spent_s = time.perf_counter() - began_s
+    shutil.rmtree(folder)
     return spent_s
 
 
