@@ -14,6 +14,7 @@ import pytest
 from icehouse.group.v1 import group_service_pb2 as group
 from icehouse.group.v1 import group_service_pb2_grpc as stubs
 from icehouse_server.clock import SystemClock
+from icehouse_server.domain.stats import RankState, RankTierStats
 from icehouse_server.errors import Reason, StartError
 from icehouse_server.group import channel
 from icehouse_server.group.channel import ChannelBroken, ChannelTls, GroupClient, GroupServer
@@ -205,6 +206,56 @@ def test_reports_come_to_the_tier_and_a_failure_ends_the_group() -> None:
         follower.client.report(group.FollowRequest(failed=group.Failed(detail="out of memory" * 1000)))
         lost = served.lost.get(timeout=BOUND_S)
         assert lost.startswith("rank 1: out of memory") and len(lost) < 1000
+
+
+def beat_of(**rank: object) -> group.FollowRequest:
+    """Return a follower's report of itself."""
+    return group.FollowRequest(heartbeat=group.Heartbeat(rank=group.RankReport(**rank)))  # type: ignore[arg-type]
+
+
+def test_what_each_rank_is_at_is_known() -> None:
+    with serving(3) as served:
+        assert [each.state for each in served.server.ranks()] == [RankState.MISSING] * 2
+        first, second = joined(served, 1, 2)
+        assert [each.state for each in served.server.ranks()] == [RankState.LOADING] * 2
+        served.log.add(group.Order(warm_up=group.WarmUp()))
+        assert served.log.order_count == 2
+        ssd = group.TierReport(block_count=4, written_byte_total=5)
+        heard(first, served, beat_of(order_total=1, active_memory_bytes=3, ssd=ssd, ssd_trouble="It hangs"))
+        one, two = served.server.ranks()
+        assert (one.rank, one.host, one.state) == (1, "127.0.0.1", RankState.READY)
+        assert (one.order_total, one.behind_order_count) == (1, 1)
+        assert (one.active_memory_bytes, one.memory_limit_bytes) == (3, MEMORY)
+        assert one.ssd == RankTierStats(block_count=4, written_byte_total=5)
+        assert one.ssd_trouble == "It hangs"
+        assert one.report_age_s is not None and two.report_age_s is None and two.ssd is None
+        second.client.report(group.FollowRequest(failed=group.Failed(detail="no memory")))
+        served.lost.get(timeout=BOUND_S)
+        assert served.server.ranks()[1].state is RankState.GONE
+
+
+def heard(follower: Following, served: Served, report: group.FollowRequest) -> None:
+    """Bring a report to rank 0, which takes reports in turn."""
+    follower.client.send(report)
+    follower.client.report(group.FollowRequest(tier_lost=group.TierLost(detail="now")))
+    served.posted.get(timeout=BOUND_S)
+
+
+def test_numbers_that_cannot_be_and_long_texts_harm_nobody() -> None:
+    with serving() as served:
+        (follower,) = joined(served, 1)
+        never = -(2**63)
+        ssd = group.TierReport(block_count=never)
+        text = "x" * 100_000
+        heard(
+            follower,
+            served,
+            beat_of(order_total=2**62, active_memory_bytes=never, ssd=ssd, ssd_trouble=text),
+        )
+        (one,) = served.server.ranks()
+        assert (one.active_memory_bytes, one.behind_order_count, one.ssd) == (0, 0, RankTierStats())
+        assert len(one.ssd_trouble) == 200
+        assert served.lost.empty()
 
 
 def test_a_report_that_makes_no_sense_loses_its_rank() -> None:
