@@ -339,12 +339,7 @@ class GroupClient:
         self._reports: queue.SimpleQueue[tuple[group.FollowRequest, threading.Event] | None] = (
             queue.SimpleQueue()
         )
-        address, options = membership.control, _limits(receive=_ORDERS_BYTES, send=_REPORT_BYTES)
-        self._channel = (
-            grpc.insecure_channel(address, options=options)
-            if tls is None
-            else grpc.secure_channel(address, tls.channel(), options=options)
-        )
+        self._channel = open_channel(membership, tls)
 
     def report(self, report: group.FollowRequest) -> threading.Event:
         """Have a report sent; any thread. The event is set when gRPC has sent it."""
@@ -368,11 +363,7 @@ class GroupClient:
                 expected += len(response.orders)
                 yield response.orders
         except grpc.RpcError as error:
-            call = cast("grpc.Call", error)
-            if call.code() is grpc.StatusCode.FAILED_PRECONDITION:
-                refusal = f"rank 0 refused: {call.details()}"
-                raise StartError(Reason.CONFIG_INVALID, refusal) from error
-            raise ChannelBroken(f"{call.code().name}: {call.details()}") from error
+            raise error_of(error) from error
 
     def _connect(self) -> None:
         ready = grpc.channel_ready_future(self._channel)
@@ -395,6 +386,22 @@ class GroupClient:
         """Say goodbye and close."""
         self.send(group.FollowRequest(bye=group.Bye()))
         self._reports.put(None)
+
+
+def open_channel(membership: Membership, tls: ChannelTls | None) -> grpc.Channel:
+    """Return a channel to rank 0."""
+    address, options = membership.control, _limits(receive=_ORDERS_BYTES, send=_REPORT_BYTES)
+    if tls is None:
+        return grpc.insecure_channel(address, options=options)
+    return grpc.secure_channel(address, tls.channel(), options=options)
+
+
+def error_of(error: grpc.RpcError) -> StartError | ChannelBroken:
+    """Return what a call's end says of rank 0: it refused this one, or it is gone."""
+    call = cast("grpc.Call", error)
+    if call.code() is grpc.StatusCode.FAILED_PRECONDITION:
+        return StartError(Reason.CONFIG_INVALID, f"rank 0 refused: {call.details()}")
+    return ChannelBroken(f"{call.code().name}: {call.details()}")
 
 
 _ONE_LISTENER = ("grpc.so_reuseport", 0)

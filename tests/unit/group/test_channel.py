@@ -17,61 +17,14 @@ from icehouse_server.clock import SystemClock
 from icehouse_server.domain.stats import RankState, RankTierStats
 from icehouse_server.errors import Reason, StartError
 from icehouse_server.group import channel
-from icehouse_server.group.channel import ChannelBroken, ChannelTls, GroupClient, GroupServer
-from icehouse_server.group.leader_tier import LeaderTier
+from icehouse_server.group.channel import ChannelBroken, GroupClient, GroupServer
 from icehouse_server.group.membership import Membership
 from icehouse_server.group.order_log import OrderLog
 from icehouse_server.storage.api import StorageFailed
 
 from tests.fixtures.patience import BOUND_S
-from tests.fixtures.rpc.authority import LOOPBACK, Authority, uri
-from tests.system.mesh.envoy import free_ports
-
-MEMORY = 1 << 30
-FACTS = {"mlx": "1", "the model": "a"}
-
-
-class Served:
-    """Rank 0's end, and what it notices."""
-
-    def __init__(self, world: int, tls: ChannelTls | None) -> None:
-        ring = tuple((f"127.0.0.1:{5000 + rank}",) for rank in range(world))
-        self.ring, self.control = ring, f"127.0.0.1:{free_ports(1)[0]}"
-        self.tls = tls
-        self.log = OrderLog(world)
-        self.lost: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self.posted: queue.SimpleQueue[object] = queue.SimpleQueue()
-        self.tier = LeaderTier(self.log, followers=range(1, world), post=self.posted.put)
-        self.server = GroupServer(
-            Membership(0, ring, self.control),
-            FACTS,
-            self.log,
-            clock=SystemClock(),
-            tier=lambda: self.tier,
-            on_lost=self.lost.put,
-            tls=tls,
-            memory_limit_bytes=MEMORY,
-        )
-
-    def client(
-        self, rank: int, *, world: int | None = None, facts: dict[str, str] | None = None, **how: object
-    ) -> GroupClient:
-        ring = (*self.ring, ("127.0.0.1:6000",))[: world or len(self.ring)]
-        tls: ChannelTls | None = how.get("tls", self.tls)  # type: ignore[assignment]
-        memory: int = how.get("memory", MEMORY)  # type: ignore[assignment]
-        return GroupClient(
-            Membership(rank, ring, self.control), facts or FACTS, tls=tls, memory_limit_bytes=memory
-        )
-
-
-@contextlib.contextmanager
-def serving(world: int = 2, *, tls: ChannelTls | None = None) -> Iterator[Served]:
-    served = Served(world, tls)
-    served.server.start()
-    try:
-        yield served
-    finally:
-        served.server.stop(timeout_s=0)
+from tests.fixtures.rpc.authority import Authority, uri
+from tests.unit.group.served import FACTS, MEMORY, Served, serving, tls_of
 
 
 class Following:
@@ -359,11 +312,6 @@ def test_many_who_say_nothing_keep_no_rank_out(stranger: Callable[[Served], grpc
         assert {code_of(call) for call in calls} <= {grpc.StatusCode.CANCELLED, grpc.StatusCode.UNKNOWN}
         is_over.set()
         assert served.lost.empty()
-
-
-def tls_of(authority: Authority, *names: object) -> ChannelTls:
-    certificate, key = authority.issue("a rank", *(names or LOOPBACK))  # type: ignore[arg-type]
-    return ChannelTls(certificate, key, authority.pem)
 
 
 def test_ranks_show_each_other_certificates() -> None:
