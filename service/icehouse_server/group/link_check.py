@@ -1,7 +1,7 @@
 """Link check: how a machine that is to be a rank compares with rank 0, and what lies between them.
 
-For `icehouse doctor`; it asks rank 0, which answers as soon as it waits for its group. Measured is the group's
-own channel, gRPC over TCP. MLX's connections have another port, and may have another cable.
+For `icehouse doctor`; it asks rank 0, which answers as soon as it waits for its group. What is measured is
+the group's own channel, gRPC over TCP. MLX's connections have another port, and may have another cable.
 """
 
 from __future__ import annotations

@@ -141,7 +141,7 @@ def test_each_rank_of_a_group_has_a_line() -> None:
     (first,) = [line for line in lines if "0 mac-a" in line]
     assert first.split() == ["0", "mac-a", "ready", "1", "GiB", "none"]
     (second,) = [line for line in lines if "1 mac-b" in line]
-    assert " ".join(second.split()) == "1 mac-b gone 2 s 1,234 3 GiB 20 2 MiB 3 MiB 5 MiB 7"
+    assert " ".join(second.split()) == "1 mac-b gone 1,234 3 GiB 20 2 MiB 3 MiB 5 MiB 7"
     assert [line for line in lines if "rank 1: nothing is written" in line and "it is full" in line]
 
 

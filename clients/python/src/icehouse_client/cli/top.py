@@ -205,9 +205,7 @@ def _now(engine: EngineStats, rates: Rates, history: Sequence[float]) -> Table:
 
 def _ranks(ranks: Iterable[RankStats]) -> Table:
     """Return a line for each machine of the group."""
-    shown = _table(
-        "rank", "state", "heard", "behind", "memory", "SSD blocks", "size", "written", "read", "lost"
-    )
+    shown = _table("rank", "state", "behind", "memory", "blocks", "on SSD", "written", "read", "lost")
     for rank in ranks:
         is_ready, ssd = rank.state == RankState.RANK_STATE_READY, rank.ssd
         lost = ssd.dropped_block_total + ssd.evicted_block_total + ssd.damaged_block_total
@@ -219,7 +217,6 @@ def _ranks(ranks: Iterable[RankStats]) -> Table:
         shown.add_row(
             Text(f"{rank.rank} {printable(rank.host)}"),
             Text(_state_text(rank), style="" if is_ready else _ALARM),
-            age_text(seconds(rank.report_age)) if rank.HasField("report_age") else "",
             f"{rank.behind_order_count:,}" if rank.rank else "",
             size_text(rank.active_memory_bytes),
             *(tier if rank.HasField("ssd") else ("none", "", "", "", "")),
