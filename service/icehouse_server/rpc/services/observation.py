@@ -229,7 +229,7 @@ class StatsReader:
         seats: Seats,
         tenants: Tenants,
         slow: SlowRequests,
-        group: ReadGroup | None = None,
+        group: ReadGroup | None,
         clock: Clock,
     ) -> None:
         self._slow = slow
