@@ -93,7 +93,7 @@ def test_a_tier_that_does_not_answer_is_asked_once(ranks: Ranks) -> None:
 
 
 def test_a_tier_that_is_gone_is_told_without_its_folders(ranks: Ranks) -> None:
-    ranks.one.follower.take(StorageFailed("/home/somebody/blocks: broken"))
+    ranks.one.follower.take(StorageFailed("/srv/blocks: broken"))
     assert told(ranks).ssd_trouble == "it is gone until the next start, and the log says why"
 
 
