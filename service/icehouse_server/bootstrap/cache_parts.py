@@ -262,7 +262,7 @@ def fingerprint_of(path: Path, config: Config, *, dtype: str, digests: DigestBoo
 
 
 def identified(
-    source: ModelSource, config: Config, *, clock: Clock, leader: LeaderParts | None
+    source: ModelSource, config: Config, *, device: Device, clock: Clock, leader: LeaderParts | None
 ) -> tuple[ModelSource, ModelFingerprint]:
     """Return the model with its fingerprint, of rank 0's part where it leads a group. It
     listens for the others then; raises StartError."""
@@ -272,5 +272,5 @@ def identified(
         source = dataclasses.replace(source, code=fingerprint.code)
     if leader is None:
         return source, fingerprint
-    leader.start(group_facts(config, fingerprint, dtype=source.dtype))
+    leader.start(group_facts(config, fingerprint, dtype=source.dtype, device=device))
     return source, with_rank(fingerprint, leader.membership)

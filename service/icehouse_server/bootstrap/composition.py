@@ -205,7 +205,10 @@ def build_server(
     worker = worker_models(config, ports={})
     if worker is not None:
         worker.parts[seats.default_name] = opened.worker_parts(config)
-    rpc = RpcServer(config=config, seats=seats, clock=clock, telemetry=parts.watchers, worker=worker)
+    watchers = parts.watchers
+    if leader is not None:
+        watchers = dataclasses.replace(watchers, group=leader.stats)
+    rpc = RpcServer(config=config, seats=seats, clock=clock, telemetry=watchers, worker=worker)
     return Server(
         parts.inference, rpc, clock, parts.tiers, parts.telemetry, parts.kv_events, opened, leader=leader
     )
@@ -280,7 +283,7 @@ def open_engine(
     source = model_source(config, model, dtype=weights_dtype(config.model, device))
     text = parts.texts.read(source, functools.partial(grammar_compiler, config, source))
     tokenizer = text.tokenizer
-    source, fingerprint = identified(source, config, clock=clock, leader=leader)
+    source, fingerprint = identified(source, config, device=device, clock=clock, leader=leader)
     limits = engine_limits(config, device)
     mailbox: Mailbox[Message] = Mailbox(limit=config.engine.mailbox_limit, changed=parts.inference.changed)
     runner = build_runner(

@@ -21,17 +21,21 @@ from icehouse_client.cli.figures import size_text
 from rich.markup import escape
 
 from icehouse_server.bootstrap.encryption import find_cipher
-from icehouse_server.bootstrap.group.leading import find_membership
+from icehouse_server.bootstrap.group.leading import find_membership, known_facts, tls_of
 from icehouse_server.bootstrap.imports.openblas import find_openblas, openblas_loaded, runs_on_cpu
 from icehouse_server.bootstrap.machine import allow_open_files, memory_limit, wanted_file_count
 from icehouse_server.bootstrap.model_source import find_reply_format, find_sight
 from icehouse_server.bootstrap.room import Room, existing_folder, folder_size
+from icehouse_server.clock import SystemClock
 from icehouse_server.config import Config
 from icehouse_server.demo.build import is_built
 from icehouse_server.demo.models import DEMO_MODELS
 from icehouse_server.device import Device, find_device
 from icehouse_server.domain.model import Sight
 from icehouse_server.errors import IcehouseError, ModelError, Reason, StartError, extra_command
+from icehouse_server.group.channel import ChannelBroken
+from icehouse_server.group.link_check import MESSAGE_BYTES, check_link
+from icehouse_server.group.membership import Membership
 from icehouse_server.rpc.listen_address import check_free, listen_for_http
 from icehouse_server.rpc.own_server import OwnServer, find_own_server, is_own_http
 from icehouse_server.storage.files import Files, read_text
@@ -66,7 +70,8 @@ def _refused(error: IcehouseError) -> Answer:
     return _fail(what, advice)
 
 
-_CONNECT_S = 2.0
+_SKEW_LIMIT_S = 1.0
+"""Between two machines of a group."""
 _MEMORY_WANTED_BYTES = 4 << 30
 _PACKAGES = ("mlx", "mlx-lm", "grpcio", "safetensors", "sqlite-utils")
 
@@ -271,24 +276,55 @@ def check_group(config: Config) -> Answer:
         return _refused(error)
     if membership is None:
         return _ok("none; --group serves one model over several machines")
-    hosts = [addresses[0].rpartition(":")[0] for addresses in membership.ring]
+    hosts = [membership.host(rank).strip("[]") for rank in range(membership.world)]
     for rank, host in enumerate(hosts):
         try:
-            socket.getaddrinfo(host, None)
-        except OSError:
+            family, kind, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+            if rank == membership.rank:
+                with socket.socket(family, kind) as own:
+                    own.bind(address)
+        except socket.gaierror:
             return _fail(f"nobody knows the address {host} of rank {rank}", "correct the file of hosts")
+        except OSError as error:
+            return _fail(
+                f"this machine, rank {rank}, does not have the address {host}: {error}",
+                "correct the file of hosts, or --group-rank",
+            )
     shown = f"rank {membership.rank} of {membership.world}, {hosts[membership.rank]}"
     if membership.rank == 0:
         return _ok(f"{shown}; the others connect to {membership.control}")
-    host, _, port = membership.control.rpartition(":")
+    return _check_link(config, membership, shown)
+
+
+def _check_link(config: Config, membership: Membership, shown: str) -> Answer:
+    """Does rank 0 have the same versions, settings and time, and how fast is the way there?"""
+    device = _device()
+    facts = {} if device is None else known_facts(config, device)
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()
-    except OSError as error:
+        link = check_link(membership, facts, tls=tls_of(config.security), clock=SystemClock())
+    except ChannelBroken as error:
         return _warn(
             f"{shown}; rank 0 does not answer at {membership.control}: {error}",
             "start it, and see whether a firewall keeps this machine from it",
         )
-    return _ok(f"{shown}; rank 0 answers at {membership.control}")
+    except OSError as error:  # of the certificate's files
+        return _fail(str(error), "correct security.tls_certificate, tls_key and tls_client_ca")
+    except StartError as error:
+        return _refused(error)
+    if link.difference:
+        return _fail(f"{shown} does not fit rank 0: {link.difference}", "make both alike")
+    shown += (
+        f"; rank 0 answers at {membership.control} in {1000 * link.round_trip_s:.2f} ms, "
+        f"{size_text(round(link.bytes_per_s))}/s by messages of {size_text(MESSAGE_BYTES)} there and back on "
+        "the group's own channel (MLX's connections are not measured)"
+    )
+    if not abs(link.skew_s) <= _SKEW_LIMIT_S + link.round_trip_s:
+        ahead = "ahead of" if link.skew_s > 0 else "behind"
+        return _warn(
+            f"{shown}; its clock is {abs(link.skew_s):.1f} s {ahead} this one",
+            "set both by NTP: protected blocks and log lines go by each machine's own",
+        )
+    return _ok(f"{shown}; clocks agree within {1000 * (abs(link.skew_s) + link.round_trip_s / 2):.1f} ms")
 
 
 def _shown_address(config: Config) -> str:

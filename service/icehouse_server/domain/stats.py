@@ -1,4 +1,4 @@
-"""Counters of the engine, the tenants and the slowest requests, and a snapshot of all of them.
+"""Counters of the engine, the tenants, a group and the slowest requests, and a snapshot of all of them.
 
 As in `cache_stats`, the owning thread counts in place and gives out copies.
 """
@@ -6,6 +6,7 @@ As in `cache_stats`, the owning thread counts in place and gives out copies.
 from __future__ import annotations
 
 import dataclasses
+import enum
 from collections.abc import Mapping
 
 from icehouse_server.domain.cache_commands import RecentBlock
@@ -106,6 +107,77 @@ class ReplyStats:
     """Prompts in which one was found."""
 
 
+class RankState(enum.Enum):
+    """What a rank is at."""
+
+    MISSING = enum.auto()
+    LOADING = enum.auto()
+    """Also while it waits for the others."""
+    READY = enum.auto()
+    GONE = enum.auto()
+    """It ended or was lost, and the group ends too."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RankTierStats:
+    """A rank's SSD tier: its parts of the group's blocks."""
+
+    block_count: int = 0
+    size_bytes: int = 0
+    limit_bytes: int = 0
+    written_block_total: int = 0
+    written_byte_total: int = 0
+    dropped_block_total: int = 0
+    """To be written, and not written."""
+    read_byte_total: int = 0
+    evicted_block_total: int = 0
+    damaged_block_total: int = 0
+
+    @classmethod
+    def of(cls, cache: CacheStats) -> RankTierStats | None:
+        """Return what a tier has counted; None without one."""
+        if cache.ssd is None:
+            return None
+        return cls(
+            block_count=cache.ssd.block_count,
+            size_bytes=cache.ssd.size_bytes,
+            limit_bytes=cache.ssd.limit_bytes,
+            written_block_total=cache.spill.persisted_block_total,
+            written_byte_total=cache.spill.persisted_byte_total,
+            dropped_block_total=sum(drop.block_total for drop in cache.spill.drops),
+            read_byte_total=cache.promote.read_byte_total,
+            evicted_block_total=cache.ssd.evicted_block_total,
+            damaged_block_total=cache.integrity.damaged_block_total,
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RankStats:
+    """One machine of a group. Its own numbers are 0 until it has reported."""
+
+    rank: int
+    host: str
+    state: RankState
+    report_age_s: float | None = None
+    """None before the first report, and on rank 0."""
+    order_total: int = 0
+    """Carried out; on rank 0: given."""
+    behind_order_count: int = 0
+    """Given, and not carried out when it reported."""
+    active_memory_bytes: int = 0
+    memory_limit_bytes: int = 0
+    ssd: RankTierStats | None = None
+    ssd_trouble: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GroupStats:
+    """The machines that serve one model together."""
+
+    rank_count: int
+    ranks: tuple[RankStats, ...]
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Snapshot:
     """One sample. `engine` and `cache` are the engine's latest, None before the first."""
@@ -123,6 +195,8 @@ class Snapshot:
     """As `rpc` counts them, in the order of their latest requests."""
     kv_events: KvEventStats = KvEventStats()
     replies: ReplyStats = ReplyStats()
+    group: GroupStats | None = None
+    """None where one machine serves."""
     models: Mapping[str, Snapshot] | None = None
     """Those that are loaded, by name, None where there is one only. The rest is then the default model's."""
 
@@ -172,6 +246,8 @@ class ServerStats:
     slowest_requests: tuple[SlowRequest, ...] = ()
     models: tuple[ModelStats, ...] = ()
     """Of each loaded model, where the server may have several."""
+    group: GroupStats | None = None
+    """None where one machine serves, and for a tenant."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

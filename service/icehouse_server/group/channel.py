@@ -20,9 +20,11 @@ from icehouse.group.v1 import group_service_pb2 as group
 from icehouse.group.v1 import group_service_pb2_grpc as stubs
 
 from icehouse_server.clock import Clock
+from icehouse_server.domain.stats import RankState, RankStats
 from icehouse_server.errors import Reason, StartError
 from icehouse_server.group.leader_tier import LeaderTier
 from icehouse_server.group.membership import Membership, difference
+from icehouse_server.group.messages import tier_from
 from icehouse_server.group.order_log import OrderLog
 from icehouse_server.group.silence import BEAT_S, SILENCE_S, Silence
 
@@ -38,6 +40,15 @@ _LEAST_SHARE = 0.98
 """Of rank 0's memory, what every rank must have: machines of one kind differ a little."""
 _TEXT_LIMIT = 200
 """Characters of what a rank says that are logged."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Report:
+    """What a rank said of itself."""
+
+    report: group.RankReport
+    behind_order_count: int
+    come_time: float
 
 
 class ChannelBroken(Exception):
@@ -94,7 +105,10 @@ class GroupServer(stubs.GroupServiceServicer):
         self._silence: Silence[int] = Silence()
         self._strangers: Silence[grpc.ServicerContext] = Silence()
         """Calls that have not said yet who they are."""
-        self._joined: set[int] = set()
+        self._joined: dict[int, int] = {}
+        """Ranks that are there, and what each may take of its memory."""
+        self._reports: dict[int, _Report] = {}
+        """What each said of itself last."""
         self._gone: set[int] = set()
         """Ranks that ended in order, or were lost."""
         self._joining: set[int] = set()
@@ -180,16 +194,33 @@ class GroupServer(stubs.GroupServiceServicer):
             sequence += len(response.orders)
             yield response
 
+    def Compare(self, request: group.CompareRequest, context: grpc.ServicerContext) -> group.CompareResponse:
+        if unproved := self._unproved(request, context):
+            context.abort(grpc.StatusCode.FAILED_PRECONDITION, unproved)
+        # It does not know all that a rank does: the model is not read for it.
+        ours = {name: self._facts[name] for name in request.facts if name in self._facts}
+        return group.CompareResponse(
+            difference=difference(ours, request.facts)[:_TEXT_LIMIT],
+            wall_time=self._clock.wall(),
+            padding=request.padding,
+        )
+
+    def _unproved(self, who: group.Hello | group.CompareRequest, context: grpc.ServicerContext) -> str:
+        """Return why somebody is not the rank that they say; empty where they may be."""
+        if who.world != self._membership.world or who.rank not in self._membership.followers:
+            return f"rank {who.rank} of {who.world} is none of {self._membership.world}"
+        host = self._membership.host(who.rank).strip("[]")
+        names = [*context.auth_context().get("x509_subject_alternative_name", ())]
+        if self._tls is not None and host.encode() not in names:
+            # Callers may have certificates of the same authority, and are no rank.
+            return f"the certificate of rank {who.rank} is not for {host}"
+        return ""
+
     def _refusal(self, hello: group.Hello, context: grpc.ServicerContext) -> str:
         """Return why a rank cannot join, and count it in where it can."""
         with self._lock:
-            if hello.world != self._membership.world or hello.rank not in self._membership.followers:
-                return f"rank {hello.rank} of {hello.world} is none of {self._membership.world}"
-            host = self._membership.host(hello.rank).strip("[]")
-            names = [*context.auth_context().get("x509_subject_alternative_name", ())]
-            if self._tls is not None and host.encode() not in names:
-                # Callers may have certificates of the same authority, and are no rank.
-                return f"the certificate of rank {hello.rank} is not for {host}"
+            if unproved := self._unproved(hello, context):
+                return unproved
             if unlike := difference(self._facts, hello.facts):
                 return f"rank {hello.rank} does not fit: {unlike[:_TEXT_LIMIT]}"
             if hello.memory_limit_bytes < _LEAST_SHARE * self._memory_limit_bytes:
@@ -199,7 +230,7 @@ class GroupServer(stubs.GroupServiceServicer):
                 )
             if hello.rank in self._joined:
                 return f"there is a rank {hello.rank} already"
-            self._joined.add(hello.rank)
+            self._joined[hello.rank] = hello.memory_limit_bytes
         self._silence.hear(hello.rank)
         return ""
 
@@ -218,8 +249,11 @@ class GroupServer(stubs.GroupServiceServicer):
                     self._changed.set()
                 elif kind == "failed":
                     self._lose(rank, report.failed.detail[:_TEXT_LIMIT])
-                elif (tier := self._tier()) is not None:
-                    tier.report(rank, report)
+                else:
+                    if kind == "heartbeat":
+                        self._note(rank, report.heartbeat.rank)
+                    if (tier := self._tier()) is not None:
+                        tier.report(rank, report)
         except grpc.RpcError as error:
             self._lose(rank, f"its connection broke: {error!r}")
         except Exception as error:  # in what took the report
@@ -227,6 +261,43 @@ class GroupServer(stubs.GroupServiceServicer):
             self._lose(rank, "its report could not be taken")
         else:
             self._lose(rank, "it ended its connection")
+
+    def _note(self, rank: int, report: group.RankReport) -> None:
+        behind_count = self._log.order_count - report.order_total
+        self._reports[rank] = _Report(report, max(0, behind_count), self._clock.monotonic())
+
+    def ranks(self) -> tuple[RankStats, ...]:
+        """Return what is known of the followers. Any thread."""
+        return tuple(map(self._stats_of, self._membership.followers))
+
+    def _stats_of(self, rank: int) -> RankStats:
+        said = self._reports.get(rank)
+        stats = RankStats(
+            rank,
+            self._membership.host(rank),
+            self._state_of(rank, said),
+            memory_limit_bytes=max(0, self._joined.get(rank, 0)),
+        )
+        if said is None:
+            return stats
+        report = said.report
+        return dataclasses.replace(
+            stats,
+            report_age_s=max(0.0, self._clock.monotonic() - said.come_time),
+            order_total=max(0, report.order_total),
+            behind_order_count=said.behind_order_count,
+            active_memory_bytes=max(0, report.active_memory_bytes),
+            ssd=tier_from(report.ssd) if report.HasField("ssd") else None,
+            ssd_trouble=report.ssd_trouble[:_TEXT_LIMIT],
+        )
+
+    def _state_of(self, rank: int, said: _Report | None) -> RankState:
+        if rank in self._gone:
+            return RankState.GONE
+        if rank not in self._joined:
+            return RankState.MISSING
+        has_loaded = said is not None and said.report.order_total > 0
+        return RankState.READY if has_loaded else RankState.LOADING
 
     def _watch(self) -> None:
         """Notice ranks that are silent, and calls that do not say who they are."""
@@ -268,12 +339,7 @@ class GroupClient:
         self._reports: queue.SimpleQueue[tuple[group.FollowRequest, threading.Event] | None] = (
             queue.SimpleQueue()
         )
-        address, options = membership.control, _limits(receive=_ORDERS_BYTES, send=_REPORT_BYTES)
-        self._channel = (
-            grpc.insecure_channel(address, options=options)
-            if tls is None
-            else grpc.secure_channel(address, tls.channel(), options=options)
-        )
+        self._channel = open_channel(membership, tls)
 
     def report(self, report: group.FollowRequest) -> threading.Event:
         """Have a report sent; any thread. The event is set when gRPC has sent it."""
@@ -297,11 +363,7 @@ class GroupClient:
                 expected += len(response.orders)
                 yield response.orders
         except grpc.RpcError as error:
-            call = cast("grpc.Call", error)
-            if call.code() is grpc.StatusCode.FAILED_PRECONDITION:
-                refusal = f"rank 0 refused: {call.details()}"
-                raise StartError(Reason.CONFIG_INVALID, refusal) from error
-            raise ChannelBroken(f"{call.code().name}: {call.details()}") from error
+            raise error_of(error) from error
 
     def _connect(self) -> None:
         ready = grpc.channel_ready_future(self._channel)
@@ -324,6 +386,22 @@ class GroupClient:
         """Say goodbye and close."""
         self.send(group.FollowRequest(bye=group.Bye()))
         self._reports.put(None)
+
+
+def open_channel(membership: Membership, tls: ChannelTls | None) -> grpc.Channel:
+    """Return a channel to rank 0."""
+    address, options = membership.control, _limits(receive=_ORDERS_BYTES, send=_REPORT_BYTES)
+    if tls is None:
+        return grpc.insecure_channel(address, options=options)
+    return grpc.secure_channel(address, tls.channel(), options=options)
+
+
+def error_of(error: grpc.RpcError) -> StartError | ChannelBroken:
+    """Return what a call's end says of rank 0: it refused this one, or it is gone."""
+    call = cast("grpc.Call", error)
+    if call.code() is grpc.StatusCode.FAILED_PRECONDITION:
+        return StartError(Reason.CONFIG_INVALID, f"rank 0 refused: {call.details()}")
+    return ChannelBroken(f"{call.code().name}: {call.details()}")
 
 
 _ONE_LISTENER = ("grpc.so_reuseport", 0)

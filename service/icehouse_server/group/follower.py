@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import logging
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -16,11 +17,14 @@ from icehouse.group.v1 import group_service_pb2 as group
 
 from icehouse_server.clock import Clock
 from icehouse_server.domain.blocks import Damage, HostBlock, Region, RegionKind
+from icehouse_server.domain.cache_stats import CacheStats
 from icehouse_server.domain.ids import BlockHash, Fingerprint, SequenceId
+from icehouse_server.domain.stats import RankTierStats
 from icehouse_server.engine.core.refusals import rank_lost
 from icehouse_server.engine.prefix_cache.tiers.runner_port import HostCopy, PlacedBlock, RestoreInput
 from icehouse_server.engine.runner.runner import ModelRunner
-from icehouse_server.group.messages import chunk_from, header_from, names_from, planned_from
+from icehouse_server.group.messages import chunk_from, header_from, names_from, planned_from, tier_report
+from icehouse_server.group.silence import BEAT_S
 from icehouse_server.storage.api import (
     OVERHEAD_BYTES,
     ColdTier,
@@ -34,6 +38,7 @@ from icehouse_server.storage.api import (
     StorageFailed,
     Ticket,
     Trouble,
+    hang_detail,
 )
 
 _log = logging.getLogger("icehouse.engine")
@@ -78,6 +83,17 @@ class Follower:
         self.pass_count = 0
         self._is_loaded = False
         self.has_ended = False
+        self._order_count = 0
+        """That it has carried out."""
+        self._counted_time = -math.inf
+        self._active_memory_bytes = 0
+        self._asked: Ticket[CacheStats] | None = None
+        """The tier, for its counters."""
+        self._tier_stats: RankTierStats | None = None
+        self._refused_count = 0
+        """Blocks for which the tier's queue had no room."""
+        self._tier_trouble = ""
+        """Why it writes nothing, as it said last."""
 
     def open(self) -> None:
         """Open the SSD tier, before rank 0 hears of this rank. Raises StartError."""
@@ -91,6 +107,8 @@ class Follower:
         self._is_loaded = True
         for _ in self._runner.load_steps(is_hurried=lambda: False):
             pass
+        self._order_count += 1
+        self.count()
 
     def carry_out(self, order: group.Order) -> None:
         """Do what rank 0 did. Raises Unavailable where this rank knows something else than rank 0."""
@@ -99,6 +117,18 @@ class Follower:
         if self._postponed and self.tier is not None:
             self._catch_up(self.tier)
         getattr(self, f"_do_{kind}")(getattr(order, kind))
+        self._order_count += 1
+        self.count()
+
+    def count(self) -> None:
+        """Bring up to date what `heartbeat` says of this rank's memory and its tier, at most once a beat."""
+        now = self._clock.monotonic()
+        if not self._order_count or self.has_ended or now - self._counted_time < BEAT_S:
+            return
+        self._counted_time = now
+        self._active_memory_bytes = self._runner.memory().active_bytes
+        if self.tier is not None and (self._asked is None or self._asked.outcome is not None):
+            self._asked = self.tier.stats()
 
     def _do_open(self, order: group.Open) -> None:
         self._runner.open(SequenceId(order.sequence_id))
@@ -185,6 +215,7 @@ class Follower:
         copy: Any = self._kept[order.copy]
         block = HostBlock(header, copy.take())
         if self.tier is None or self.tier.queue_space_bytes < block.size_bytes + OVERHEAD_BYTES:
+            self._refused_count += 1
             self._lost([header.hash])
             return
         self._removed.discard(header.hash)
@@ -243,15 +274,25 @@ class Follower:
         elif isinstance(outcome, Evicted):
             self._lost([name for name in outcome.hashes if name not in self._removed])
         elif isinstance(outcome, StorageFailed):
+            # Why may name folders, so only the log says it.
+            self._tier_trouble = "it is gone until the next start, and the log says why"
             self._report(group.FollowRequest(tier_lost=group.TierLost(detail=outcome.error)))
+        elif isinstance(outcome, Ticket) and isinstance(outcome.outcome, CacheStats):
+            self._tier_stats = RankTierStats.of(outcome.outcome)
+            self._tier_trouble = outcome.outcome.disk.writes_off_detail if outcome.outcome.disk else ""
         elif isinstance(outcome, Ticket):
             self._ticket_came(outcome)
             self._removal_ended(outcome)
 
     def heartbeat(self) -> group.FollowRequest:
-        """Return a report that this rank lives, and how its tier does. Any thread."""
+        """Return a report that this rank lives, and how it and its tier do. Any thread."""
         beat = group.Heartbeat()
+        beat.rank.order_total, beat.rank.active_memory_bytes = self._order_count, self._active_memory_bytes
         if self.tier is not None:
+            beat.rank.ssd_trouble = hang_detail(self.tier) or self._tier_trouble
+            if self._tier_stats is not None:
+                beat.rank.ssd.CopyFrom(tier_report(self._tier_stats))
+                beat.rank.ssd.dropped_block_total += self._refused_count
             beat.hung_read_count, beat.stall_s = self.tier.hung_read_count, self.tier.stall_s
             for ticket, number in list(self._read_numbers.items()):
                 beat.silences.add(load=number, silent_s=self.tier.silence_s(ticket))

@@ -40,7 +40,11 @@ class FollowerLoop:
         threading.Thread(target=self._receive, name="group-orders", daemon=True).start()
         threading.Thread(target=self._beat, name="group-beats", daemon=True).start()
         while not self._follower.has_ended:
-            order = self._orders.get()
+            try:
+                order = self._orders.get(timeout=BEAT_S)
+            except queue.Empty:
+                self._follower.count()
+                continue
             if isinstance(order, IcehouseError):
                 raise order
             self._carry_out(order)

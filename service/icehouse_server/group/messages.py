@@ -1,7 +1,8 @@
-"""Messages of a group: chunks, blocks and their headers as protos, and back."""
+"""Messages of a group: chunks, blocks and their headers, and numbers of tiers, as protos and back."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 
 from icehouse.group.v1 import group_service_pb2 as group
@@ -10,6 +11,7 @@ from icehouse_server.domain.blocks import BlockHeader, RegionKind
 from icehouse_server.domain.ids import BlockHash, Fingerprint, SequenceId
 from icehouse_server.domain.request import LogprobsWanted, Pooling, Speculation
 from icehouse_server.domain.sampling import SamplingParams
+from icehouse_server.domain.stats import RankTierStats
 from icehouse_server.engine.core.ports import Chunk, DecodeRow
 from icehouse_server.engine.runner.decoding import OpenSequence
 from icehouse_server.storage.api import PlannedBlock
@@ -90,3 +92,14 @@ def planned_from(messages: Sequence[group.Planned], fingerprint: Fingerprint) ->
 def names_from(names: Iterable[bytes]) -> tuple[BlockHash, ...]:
     """Return names of blocks."""
     return tuple(map(BlockHash, names))
+
+
+def tier_report(stats: RankTierStats) -> group.TierReport:
+    """Return what a follower says of its tier."""
+    return group.TierReport(**dataclasses.asdict(stats))
+
+
+def tier_from(report: group.TierReport) -> RankTierStats:
+    """Return what a follower said of its tier. Nothing can be fewer than none."""
+    names = (field.name for field in dataclasses.fields(RankTierStats))
+    return RankTierStats(**{name: max(0, getattr(report, name)) for name in names})

@@ -28,6 +28,8 @@ class OrderLog:
         self._adding = threading.Lock()
         self._dropped: collections.deque[int] = collections.deque()
         """Appended to without the lock, for what holds it may drop something."""
+        self.order_count = 0
+        """Of each follower, from the start."""
         self.sent_count = 0
         """Messages, to all followers."""
         self.sent_bytes = 0
@@ -51,6 +53,7 @@ class OrderLog:
             self._put(order)
 
     def _put(self, order: Order) -> None:
+        self.order_count += 1
         for each in self._queues.values():
             each.put(order)
 

@@ -372,3 +372,13 @@ class ColdTier(Protocol):
     def leave_cores(self, *, to_decode: bool) -> None:
         """Read at a small share of a core from now on, or at full speed; reads under way too."""
         ...
+
+
+def hang_detail(tier: ColdTier) -> str:
+    """Say which part of a tier does not answer, and what follows; empty where all is well."""
+    parts = []
+    if tier.hung_read_count:
+        parts.append(f"{tier.hung_read_count} reads hang; prompts are computed until they return")
+    if tier.stall_s >= STALL_LIMIT_S:
+        parts.append(f"the storage thread hangs for {tier.stall_s:.0f} s; nothing is written meanwhile")
+    return f"The disk does not answer: {'; '.join(parts)}" if parts else ""

@@ -11,7 +11,16 @@ from typing import Generic, TypeVar
 
 from icehouse_server.domain.cache_stats import CacheStats, DiskStats, SharedStats, SpillStats, TierStats
 from icehouse_server.domain.model import EngineState
-from icehouse_server.domain.stats import EngineStats, KvEventStats, ReplyStats, Snapshot, TenantUse
+from icehouse_server.domain.stats import (
+    EngineStats,
+    KvEventStats,
+    RankState,
+    RankStats,
+    RankTierStats,
+    ReplyStats,
+    Snapshot,
+    TenantUse,
+)
 from icehouse_server.telemetry.call_metrics import CALL_METRICS
 from icehouse_server.telemetry.metric import Metric, MetricKind
 
@@ -70,6 +79,10 @@ def _tiers(s: Snapshot) -> Mapping[Labels, TierStats]:
     return {label: tier for label, tier in tiers.items() if tier is not None}
 
 
+def _ranks(s: Snapshot) -> Mapping[Labels, RankStats]:
+    return {} if s.group is None else {(str(rank.rank),): rank for rank in s.group.ranks}
+
+
 def _stored(s: Snapshot) -> Reading:
     # The cache remembers as many tenants again; those without an account are left out, to keep the bound.
     known = {use.tenant for use in s.tenants}
@@ -97,6 +110,12 @@ _tier: _Rows[TierStats] = _Rows(_tiers, ("icehouse.tier",))
 # The edge keeps a bounded number of accounts, so there are never more tenants here than that.
 _tenant: _Rows[TenantUse] = _Rows(
     lambda s: {(use.tenant,): use for use in s.tenants}, ("icehouse.tenant",), is_of_model=False
+)
+_rank: _Rows[RankStats] = _Rows(_ranks, ("icehouse.rank",), is_of_model=False)
+_rank_tier: _Rows[RankTierStats] = _Rows(
+    lambda s: {label: rank.ssd for label, rank in _ranks(s).items() if rank.ssd is not None},
+    ("icehouse.rank",),
+    is_of_model=False,
 )
 _events: _Rows[KvEventStats] = _Rows(lambda s: {(): s.kv_events}, is_of_model=False)
 _replies: _Rows[ReplyStats] = _Rows(lambda s: {(): s.replies}, is_of_model=False)
@@ -342,6 +361,42 @@ OBSERVED_METRICS: tuple[Observed, ...] = (
         "Tokens of prompts, tokens of them that were reused, and tokens drawn.", "icehouse.token.kind"),
     _server.gauge("icehouse.tenant.stored", "By", _stored,
         "Bytes of its blocks.", "icehouse.tenant", "icehouse.tier"),
+
+    _rank.gauge("icehouse.rank.state", "{state}",
+        lambda r: {state.name.lower(): float(r.state is state) for state in RankState},
+        "1 for the state that a machine of a group is in. Without a group there are no metrics of ranks.",
+        "icehouse.state"),
+    _rank.gauge("icehouse.rank.report.age", "s",
+        lambda r: {} if r.report_age_s is None else r.report_age_s,
+        "Since a rank's last report; not of rank 0."),
+    _rank.counter("icehouse.rank.orders", "{order}", lambda r: r.order_total,
+        "Orders that a rank has carried out; those of rank 0 are all that it gave."),
+    _rank.gauge("icehouse.rank.orders.behind", "{order}", lambda r: r.behind_order_count,
+        "Orders that a rank had not carried out when it reported."),
+    _rank.gauge("icehouse.rank.memory.active", "By", lambda r: r.active_memory_bytes,
+        "Device memory in use on a rank."),
+    _rank.gauge("icehouse.rank.memory.limit", "By", lambda r: r.memory_limit_bytes,
+        "Of it, what a rank may take; 0 is unlimited."),
+    _rank.gauge("icehouse.rank.ssd.sound", "{state}", lambda r: float(not r.ssd_trouble),
+        "1 while nothing is known to be wrong with a rank's SSD tier."),
+    _rank_tier.gauge("icehouse.rank.ssd.blocks", "{block}", lambda t: t.block_count,
+        "Blocks of the model on a rank's SSD."),
+    _rank_tier.gauge("icehouse.rank.ssd.size", "By", lambda t: t.size_bytes,
+        "Bytes of all models' blocks there."),
+    _rank_tier.gauge("icehouse.rank.ssd.limit", "By", lambda t: t.limit_bytes,
+        "Most that they may take."),
+    _rank_tier.counter("icehouse.rank.ssd.written.blocks", "{block}", lambda t: t.written_block_total,
+        "Blocks that a rank wrote to its SSD."),
+    _rank_tier.counter("icehouse.rank.ssd.written", "By", lambda t: t.written_byte_total,
+        "Bytes that it wrote there."),
+    _rank_tier.counter("icehouse.rank.ssd.dropped.blocks", "{block}", lambda t: t.dropped_block_total,
+        "Blocks that it was to write and did not."),
+    _rank_tier.counter("icehouse.rank.ssd.read", "By", lambda t: t.read_byte_total,
+        "Bytes that it read from there."),
+    _rank_tier.counter("icehouse.rank.ssd.evicted.blocks", "{block}", lambda t: t.evicted_block_total,
+        "Blocks that it removed there to stay within its limits."),
+    _rank_tier.counter("icehouse.rank.ssd.damaged.blocks", "{block}", lambda t: t.damaged_block_total,
+        "Blocks that it found damaged or missing there."),
 
     _events.gauge("icehouse.kv_events.blocks", "{block}", lambda v: v.block_count,
         "Whole blocks known of for subscribers, in either tier; `kv_events.block_limit` bounds them."),

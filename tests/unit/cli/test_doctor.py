@@ -11,6 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from icehouse_server.bootstrap.group.leading import known_facts
 from icehouse_server.cli import doctor
 from icehouse_server.cli.doctor import Answer, CheckVerdict
 from icehouse_server.config import (
@@ -23,11 +24,13 @@ from icehouse_server.config import (
     ModelConfig,
     ServerConfig,
 )
-from icehouse_server.device import Backend, Device
+from icehouse_server.device import Backend, Device, find_device
 
 from tests.fixtures.models.chat_templates import HEADERS, THINKING, write_family
 from tests.fixtures.storage.blocks import make_chain
-from tests.fixtures.storage.storage_thread import StorageThread
+from tests.fixtures.storage.storage_thread import ManualClock, StorageThread
+from tests.system.mesh.envoy import free_ports
+from tests.unit.group.served import serving
 from tests.unit.rpc.conftest import running
 
 
@@ -51,20 +54,48 @@ def test_a_group_is_checked_from_each_of_its_ranks(tmp_path: Path) -> None:
     assert doctor.check_group(Config()).verdict is CheckVerdict.OK
     assert doctor.check_group(Config(group=GroupConfig(hosts=str(hosts)))).verdict is CheckVerdict.FAIL
     hosts.write_text('[["127.0.0.1:1"], ["127.0.0.1:2"]]')
-    with socket.socket() as control:
-        control.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{control.getsockname()[1]}"
-        first, second = (
-            Config(group=GroupConfig(hosts=str(hosts), rank=rank, control=address)) for rank in (0, 1)
-        )
-        assert doctor.check_group(first).detail == f"rank 0 of 2, 127.0.0.1; the others connect to {address}"
-        away = doctor.check_group(second)
-        assert away.verdict is CheckVerdict.WARN and address in away.detail and "rank 0" in away.detail
-        control.listen()
-        assert doctor.check_group(second).verdict is CheckVerdict.OK
+    address = f"127.0.0.1:{free_ports(1)[0]}"
+    first, second = ranks_of(hosts, address)
+    assert doctor.check_group(first).detail == f"rank 0 of 2, 127.0.0.1; the others connect to {address}"
+    away = doctor.check_group(second)
+    assert away.verdict is CheckVerdict.WARN and address in away.detail and "rank 0" in away.detail
     hosts.write_text('[["127.0.0.1:1"], ["nowhere.invalid:2"]]')
     unknown = doctor.check_group(second)
     assert unknown.verdict is CheckVerdict.FAIL and "nowhere.invalid" in unknown.detail
+    hosts.write_text('[["127.0.0.1:1"], ["192.0.2.7:2"]]')
+    elsewhere = doctor.check_group(second)
+    assert elsewhere.verdict is CheckVerdict.FAIL
+    assert "this machine, rank 1, does not have the address 192.0.2.7" in elsewhere.detail
+
+
+def ranks_of(hosts: Path, control: str) -> tuple[Config, Config]:
+    """Return the settings of both ranks of a group."""
+    first, second = (
+        Config(group=GroupConfig(hosts=str(hosts), rank=rank, control=control)) for rank in (0, 1)
+    )
+    return first, second
+
+
+def test_a_rank_is_compared_with_rank_0_and_the_link_measured(tmp_path: Path) -> None:
+    hosts, clock = tmp_path / "hosts.json", ManualClock()
+    hosts.write_text('[["127.0.0.1:1"], ["127.0.0.1:2"]]')
+    facts = known_facts(Config(), find_device())
+    with serving(facts=facts) as served:
+        _, second = ranks_of(hosts, served.control)
+        fine = doctor.check_group(second)
+        assert fine.verdict is CheckVerdict.OK
+        assert "/s by messages of 512 KiB" in fine.detail and "clocks agree within" in fine.detail
+        other = dataclasses.replace(second, cache=CacheConfig(block_token_count=64))
+        misfit = doctor.check_group(other)
+        assert misfit.verdict is CheckVerdict.FAIL and "cache.block_token_count is 64 there" in misfit.detail
+    with serving(facts=facts, clock=clock) as served:
+        _, second = ranks_of(hosts, served.control)
+        late = doctor.check_group(second)
+        assert late.verdict is CheckVerdict.WARN
+        assert "its clock is" in late.detail and "behind this one" in late.detail and "NTP" in late.advice
+    with serving(facts={**facts, "the kind of device": "another"}) as served:
+        _, second = ranks_of(hosts, served.control)
+        assert "the kind of device is" in doctor.check_group(second).detail
 
 
 @pytest.mark.parametrize("ready", [True, False])

@@ -11,6 +11,7 @@ from typing import Any
 from icehouse.group.v1 import group_service_pb2 as group
 from icehouse_server.domain.blocks import HostBlock, HostRegion
 from icehouse_server.domain.ids import Fingerprint
+from icehouse_server.engine.core.ports import MemoryUse
 from icehouse_server.group.follower import Follower
 from icehouse_server.group.leader_runner import GroupCopy
 from icehouse_server.group.leader_tier import LeaderTier
@@ -63,6 +64,10 @@ class ScriptedRunner:
     def __init__(self) -> None:
         self.blocks: Any = ScriptedBlocks()
         self.is_closed = False
+        self.active_bytes = 0
+
+    def memory(self) -> MemoryUse:
+        return MemoryUse(self.active_bytes, self.active_bytes)
 
     def close(self) -> None:
         self.is_closed = True

@@ -14,63 +14,17 @@ import pytest
 from icehouse.group.v1 import group_service_pb2 as group
 from icehouse.group.v1 import group_service_pb2_grpc as stubs
 from icehouse_server.clock import SystemClock
+from icehouse_server.domain.stats import RankState, RankTierStats
 from icehouse_server.errors import Reason, StartError
 from icehouse_server.group import channel
-from icehouse_server.group.channel import ChannelBroken, ChannelTls, GroupClient, GroupServer
-from icehouse_server.group.leader_tier import LeaderTier
+from icehouse_server.group.channel import ChannelBroken, GroupClient, GroupServer
 from icehouse_server.group.membership import Membership
 from icehouse_server.group.order_log import OrderLog
 from icehouse_server.storage.api import StorageFailed
 
 from tests.fixtures.patience import BOUND_S
-from tests.fixtures.rpc.authority import LOOPBACK, Authority, uri
-from tests.system.mesh.envoy import free_ports
-
-MEMORY = 1 << 30
-FACTS = {"mlx": "1", "the model": "a"}
-
-
-class Served:
-    """Rank 0's end, and what it notices."""
-
-    def __init__(self, world: int, tls: ChannelTls | None) -> None:
-        ring = tuple((f"127.0.0.1:{5000 + rank}",) for rank in range(world))
-        self.ring, self.control = ring, f"127.0.0.1:{free_ports(1)[0]}"
-        self.tls = tls
-        self.log = OrderLog(world)
-        self.lost: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self.posted: queue.SimpleQueue[object] = queue.SimpleQueue()
-        self.tier = LeaderTier(self.log, followers=range(1, world), post=self.posted.put)
-        self.server = GroupServer(
-            Membership(0, ring, self.control),
-            FACTS,
-            self.log,
-            clock=SystemClock(),
-            tier=lambda: self.tier,
-            on_lost=self.lost.put,
-            tls=tls,
-            memory_limit_bytes=MEMORY,
-        )
-
-    def client(
-        self, rank: int, *, world: int | None = None, facts: dict[str, str] | None = None, **how: object
-    ) -> GroupClient:
-        ring = (*self.ring, ("127.0.0.1:6000",))[: world or len(self.ring)]
-        tls: ChannelTls | None = how.get("tls", self.tls)  # type: ignore[assignment]
-        memory: int = how.get("memory", MEMORY)  # type: ignore[assignment]
-        return GroupClient(
-            Membership(rank, ring, self.control), facts or FACTS, tls=tls, memory_limit_bytes=memory
-        )
-
-
-@contextlib.contextmanager
-def serving(world: int = 2, *, tls: ChannelTls | None = None) -> Iterator[Served]:
-    served = Served(world, tls)
-    served.server.start()
-    try:
-        yield served
-    finally:
-        served.server.stop(timeout_s=0)
+from tests.fixtures.rpc.authority import Authority, uri
+from tests.unit.group.served import FACTS, MEMORY, Served, serving, tls_of
 
 
 class Following:
@@ -207,6 +161,56 @@ def test_reports_come_to_the_tier_and_a_failure_ends_the_group() -> None:
         assert lost.startswith("rank 1: out of memory") and len(lost) < 1000
 
 
+def beat_of(**rank: object) -> group.FollowRequest:
+    """Return a follower's report of itself."""
+    return group.FollowRequest(heartbeat=group.Heartbeat(rank=group.RankReport(**rank)))  # type: ignore[arg-type]
+
+
+def test_what_each_rank_is_at_is_known() -> None:
+    with serving(3) as served:
+        assert [each.state for each in served.server.ranks()] == [RankState.MISSING] * 2
+        first, second = joined(served, 1, 2)
+        assert [each.state for each in served.server.ranks()] == [RankState.LOADING] * 2
+        served.log.add(group.Order(warm_up=group.WarmUp()))
+        assert served.log.order_count == 2
+        ssd = group.TierReport(block_count=4, written_byte_total=5)
+        heard(first, served, beat_of(order_total=1, active_memory_bytes=3, ssd=ssd, ssd_trouble="It hangs"))
+        one, two = served.server.ranks()
+        assert (one.rank, one.host, one.state) == (1, "127.0.0.1", RankState.READY)
+        assert (one.order_total, one.behind_order_count) == (1, 1)
+        assert (one.active_memory_bytes, one.memory_limit_bytes) == (3, MEMORY)
+        assert one.ssd == RankTierStats(block_count=4, written_byte_total=5)
+        assert one.ssd_trouble == "It hangs"
+        assert one.report_age_s is not None and two.report_age_s is None and two.ssd is None
+        second.client.report(group.FollowRequest(failed=group.Failed(detail="no memory")))
+        served.lost.get(timeout=BOUND_S)
+        assert served.server.ranks()[1].state is RankState.GONE
+
+
+def heard(follower: Following, served: Served, report: group.FollowRequest) -> None:
+    """Bring a report to rank 0, which takes reports in turn."""
+    follower.client.send(report)
+    follower.client.report(group.FollowRequest(tier_lost=group.TierLost(detail="now")))
+    served.posted.get(timeout=BOUND_S)
+
+
+def test_numbers_that_cannot_be_and_long_texts_harm_nobody() -> None:
+    with serving() as served:
+        (follower,) = joined(served, 1)
+        never = -(2**63)
+        ssd = group.TierReport(block_count=never)
+        text = "x" * 100_000
+        heard(
+            follower,
+            served,
+            beat_of(order_total=2**62, active_memory_bytes=never, ssd=ssd, ssd_trouble=text),
+        )
+        (one,) = served.server.ranks()
+        assert (one.active_memory_bytes, one.behind_order_count, one.ssd) == (0, 0, RankTierStats())
+        assert len(one.ssd_trouble) == 200
+        assert served.lost.empty()
+
+
 def test_a_report_that_makes_no_sense_loses_its_rank() -> None:
     with serving() as served:
         (follower,) = joined(served, 1)
@@ -308,11 +312,6 @@ def test_many_who_say_nothing_keep_no_rank_out(stranger: Callable[[Served], grpc
         assert {code_of(call) for call in calls} <= {grpc.StatusCode.CANCELLED, grpc.StatusCode.UNKNOWN}
         is_over.set()
         assert served.lost.empty()
-
-
-def tls_of(authority: Authority, *names: object) -> ChannelTls:
-    certificate, key = authority.issue("a rank", *(names or LOOPBACK))  # type: ignore[arg-type]
-    return ChannelTls(certificate, key, authority.pem)
 
 
 def test_ranks_show_each_other_certificates() -> None:

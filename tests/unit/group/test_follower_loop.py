@@ -59,12 +59,16 @@ class ScriptedFollower:
         self.done: list[object] = []
         self.has_ended = False
         self.fails_at: int | None = None
+        self.counted = threading.Semaphore(0)
 
     def open(self) -> None:
         self.done.append("open")
 
     def load(self) -> None:
         self.done.append("load")
+
+    def count(self) -> None:
+        self.counted.release()
 
     def heartbeat(self) -> group.FollowRequest:
         return group.FollowRequest(heartbeat=group.Heartbeat())
@@ -142,6 +146,14 @@ def test_a_rank_0_that_goes_after_the_end_ends_nothing() -> None:
             thread.join(BOUND_S)
     loop.close()
     assert follower.has_ended and left.empty()
+
+
+def test_a_rank_without_orders_counts_what_its_tier_does_still() -> None:
+    follower, client = ScriptedFollower(), ScriptedClient([BEGIN])
+    loop = loop_of(follower, client)
+    threading.Thread(target=loop.run, daemon=True).start()
+    assert all(follower.counted.acquire(timeout=BOUND_S) for _ in range(2))
+    loop.close()
 
 
 def test_a_rank_0_that_is_silent_ends_the_process_and_this_rank_speaks_all_the_time() -> None:

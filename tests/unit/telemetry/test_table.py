@@ -23,6 +23,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.fixtures.patience import BOUND_S
 from tests.fixtures.telemetry.facts import EMPTY, SNAPSHOT, USAGE, call_record
 
+assert SNAPSHOT.group is not None
+RANKS = SNAPSHOT.group.ranks
 UNITS = {"s", "By", "By/s", "{token}/s", "1"}
 
 # Numbers of the snapshots that no metric shows, and why.
@@ -41,6 +43,7 @@ NOT_SHOWN = {
     "verified_block_total": "promoted blocks, once more",
     "quarantined_bytes": "part of icehouse.cache.disk.used",
     "manifest_bytes": "part of icehouse.cache.disk.used",
+    "rank": "a label",
     "other_model_block_count": "a matter of `icehouse cache ls`",
 }
 
@@ -61,7 +64,7 @@ def test_every_counter_of_the_engine_and_the_cache_is_a_metric_or_left_out_for_a
     shown = {value for row in OBSERVED_METRICS for _, value in row.read(SNAPSHOT)}
     missing = [
         name
-        for part in (SNAPSHOT.engine, SNAPSHOT.cache, SNAPSHOT.kv_events, *SNAPSHOT.tenants)
+        for part in (SNAPSHOT.engine, SNAPSHOT.cache, SNAPSHOT.kv_events, *SNAPSHOT.tenants, *RANKS)
         for name, value in numbers_in(part)
         if value not in shown and name not in NOT_SHOWN
     ]
@@ -160,6 +163,27 @@ def test_each_tenant_has_its_own_series(scrape: Any) -> None:
         ("search", "ram"): share.ram_bytes,
         ("search", "ssd"): share.ssd_bytes,
     }
+
+
+def test_each_rank_of_a_group_has_its_own_series(scrape: Any) -> None:
+    found = scrape(SNAPSHOT)
+    first, second = RANKS
+    assert samples(found["icehouse_rank_memory_active_bytes"]) == {
+        ("0",): first.active_memory_bytes,
+        ("1",): second.active_memory_bytes,
+    }
+    states = {tuple(sorted(s.labels.items())): s.value for s in found["icehouse_rank_state"].samples}
+    assert states[(("icehouse_rank", "1"), ("icehouse_state", "loading"))] == 1
+    assert states[(("icehouse_rank", "1"), ("icehouse_state", "ready"))] == 0
+    assert samples(found["icehouse_rank_report_age_seconds"]) == {("1",): 0.5}
+    assert samples(found["icehouse_rank_ssd_sound"]) == {("0",): 1, ("1",): 0}
+    assert first.ssd is not None
+    assert samples(found["icehouse_rank_ssd_written_bytes"]) == {("0",): first.ssd.written_byte_total}
+
+
+def test_without_a_group_there_are_no_ranks(scrape: Any) -> None:
+    found = scrape(dataclasses.replace(SNAPSHOT, group=None))
+    assert not [s for name, family in found.items() if "_rank_" in name for s in family.samples]
 
 
 def test_each_of_several_models_has_its_own_series(scrape: Any) -> None:

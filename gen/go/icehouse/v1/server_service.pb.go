@@ -705,7 +705,9 @@ type ServerStats struct {
 	Tenants []*TenantStats `protobuf:"bytes,5,rep,name=tenants,proto3" json:"tenants,omitempty"`
 	// One entry for each loaded model of a server of several models; `engine` and `cache` are then those of the default
 	// model, if it is loaded.
-	Models        []*ModelStats `protobuf:"bytes,6,rep,name=models,proto3" json:"models,omitempty"`
+	Models []*ModelStats `protobuf:"bytes,6,rep,name=models,proto3" json:"models,omitempty"`
+	// The machines of the group whose rank 0 the server is. Not set: one machine serves.
+	Group         *GroupStats `protobuf:"bytes,7,opt,name=group,proto3" json:"group,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -778,6 +780,13 @@ func (x *ServerStats) GetTenants() []*TenantStats {
 func (x *ServerStats) GetModels() []*ModelStats {
 	if x != nil {
 		return x.Models
+	}
+	return nil
+}
+
+func (x *ServerStats) GetGroup() *GroupStats {
+	if x != nil {
+		return x.Group
 	}
 	return nil
 }
@@ -1217,7 +1226,7 @@ var File_icehouse_v1_server_service_proto protoreflect.FileDescriptor
 
 const file_icehouse_v1_server_service_proto_rawDesc = "" +
 	"\n" +
-	" icehouse/v1/server_service.proto\x12\vicehouse.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1dicehouse/v1/cache_stats.proto\x1a\x1eicehouse/v1/engine_stats.proto\x1a\x1eicehouse/v1/slow_request.proto\x1a\x1eicehouse/v1/tenant_stats.proto\"\x12\n" +
+	" icehouse/v1/server_service.proto\x12\vicehouse.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1dicehouse/v1/cache_stats.proto\x1a\x1eicehouse/v1/engine_stats.proto\x1a\x1dicehouse/v1/group_stats.proto\x1a\x1eicehouse/v1/slow_request.proto\x1a\x1eicehouse/v1/tenant_stats.proto\"\x12\n" +
 	"\x10GetServerRequest\"@\n" +
 	"\x11GetServerResponse\x12+\n" +
 	"\x06server\x18\x01 \x01(\v2\x13.icehouse.v1.ServerR\x06server\"\xf0\x01\n" +
@@ -1246,14 +1255,15 @@ const file_icehouse_v1_server_service_proto_rawDesc = "" +
 	"\x11WatchStatsRequest\x125\n" +
 	"\binterval\x18\x01 \x01(\v2\x19.google.protobuf.DurationR\binterval\"D\n" +
 	"\x12WatchStatsResponse\x12.\n" +
-	"\x05stats\x18\x01 \x01(\v2\x18.icehouse.v1.ServerStatsR\x05stats\"\xd7\x02\n" +
+	"\x05stats\x18\x01 \x01(\v2\x18.icehouse.v1.ServerStatsR\x05stats\"\x86\x03\n" +
 	"\vServerStats\x12=\n" +
 	"\fcollect_time\x18\x01 \x01(\v2\x1a.google.protobuf.TimestampR\vcollectTime\x120\n" +
 	"\x06engine\x18\x02 \x01(\v2\x18.icehouse.v1.EngineStatsR\x06engine\x12-\n" +
 	"\x05cache\x18\x03 \x01(\v2\x17.icehouse.v1.CacheStatsR\x05cache\x12C\n" +
 	"\x10slowest_requests\x18\x04 \x03(\v2\x18.icehouse.v1.SlowRequestR\x0fslowestRequests\x122\n" +
 	"\atenants\x18\x05 \x03(\v2\x18.icehouse.v1.TenantStatsR\atenants\x12/\n" +
-	"\x06models\x18\x06 \x03(\v2\x17.icehouse.v1.ModelStatsR\x06models\"\x83\x01\n" +
+	"\x06models\x18\x06 \x03(\v2\x17.icehouse.v1.ModelStatsR\x06models\x12-\n" +
+	"\x05group\x18\a \x01(\v2\x17.icehouse.v1.GroupStatsR\x05group\"\x83\x01\n" +
 	"\n" +
 	"ModelStats\x12\x14\n" +
 	"\x05model\x18\x01 \x01(\tR\x05model\x120\n" +
@@ -1358,6 +1368,7 @@ var file_icehouse_v1_server_service_proto_goTypes = []any{
 	(*CacheStats)(nil),            // 21: icehouse.v1.CacheStats
 	(*SlowRequest)(nil),           // 22: icehouse.v1.SlowRequest
 	(*TenantStats)(nil),           // 23: icehouse.v1.TenantStats
+	(*GroupStats)(nil),            // 24: icehouse.v1.GroupStats
 }
 var file_icehouse_v1_server_service_proto_depIdxs = []int32{
 	5,  // 0: icehouse.v1.GetServerResponse.server:type_name -> icehouse.v1.Server
@@ -1374,27 +1385,28 @@ var file_icehouse_v1_server_service_proto_depIdxs = []int32{
 	22, // 11: icehouse.v1.ServerStats.slowest_requests:type_name -> icehouse.v1.SlowRequest
 	23, // 12: icehouse.v1.ServerStats.tenants:type_name -> icehouse.v1.TenantStats
 	12, // 13: icehouse.v1.ServerStats.models:type_name -> icehouse.v1.ModelStats
-	20, // 14: icehouse.v1.ModelStats.engine:type_name -> icehouse.v1.EngineStats
-	21, // 15: icehouse.v1.ModelStats.cache:type_name -> icehouse.v1.CacheStats
-	15, // 16: icehouse.v1.ListRequestsResponse.requests:type_name -> icehouse.v1.RequestInfo
-	2,  // 17: icehouse.v1.RequestInfo.phase:type_name -> icehouse.v1.RequestPhase
-	18, // 18: icehouse.v1.RequestInfo.age:type_name -> google.protobuf.Duration
-	15, // 19: icehouse.v1.CancelRequestResponse.request:type_name -> icehouse.v1.RequestInfo
-	3,  // 20: icehouse.v1.ServerService.GetServer:input_type -> icehouse.v1.GetServerRequest
-	7,  // 21: icehouse.v1.ServerService.GetStats:input_type -> icehouse.v1.GetStatsRequest
-	9,  // 22: icehouse.v1.ServerService.WatchStats:input_type -> icehouse.v1.WatchStatsRequest
-	13, // 23: icehouse.v1.ServerService.ListRequests:input_type -> icehouse.v1.ListRequestsRequest
-	16, // 24: icehouse.v1.ServerService.CancelRequest:input_type -> icehouse.v1.CancelRequestRequest
-	4,  // 25: icehouse.v1.ServerService.GetServer:output_type -> icehouse.v1.GetServerResponse
-	8,  // 26: icehouse.v1.ServerService.GetStats:output_type -> icehouse.v1.GetStatsResponse
-	10, // 27: icehouse.v1.ServerService.WatchStats:output_type -> icehouse.v1.WatchStatsResponse
-	14, // 28: icehouse.v1.ServerService.ListRequests:output_type -> icehouse.v1.ListRequestsResponse
-	17, // 29: icehouse.v1.ServerService.CancelRequest:output_type -> icehouse.v1.CancelRequestResponse
-	25, // [25:30] is the sub-list for method output_type
-	20, // [20:25] is the sub-list for method input_type
-	20, // [20:20] is the sub-list for extension type_name
-	20, // [20:20] is the sub-list for extension extendee
-	0,  // [0:20] is the sub-list for field type_name
+	24, // 14: icehouse.v1.ServerStats.group:type_name -> icehouse.v1.GroupStats
+	20, // 15: icehouse.v1.ModelStats.engine:type_name -> icehouse.v1.EngineStats
+	21, // 16: icehouse.v1.ModelStats.cache:type_name -> icehouse.v1.CacheStats
+	15, // 17: icehouse.v1.ListRequestsResponse.requests:type_name -> icehouse.v1.RequestInfo
+	2,  // 18: icehouse.v1.RequestInfo.phase:type_name -> icehouse.v1.RequestPhase
+	18, // 19: icehouse.v1.RequestInfo.age:type_name -> google.protobuf.Duration
+	15, // 20: icehouse.v1.CancelRequestResponse.request:type_name -> icehouse.v1.RequestInfo
+	3,  // 21: icehouse.v1.ServerService.GetServer:input_type -> icehouse.v1.GetServerRequest
+	7,  // 22: icehouse.v1.ServerService.GetStats:input_type -> icehouse.v1.GetStatsRequest
+	9,  // 23: icehouse.v1.ServerService.WatchStats:input_type -> icehouse.v1.WatchStatsRequest
+	13, // 24: icehouse.v1.ServerService.ListRequests:input_type -> icehouse.v1.ListRequestsRequest
+	16, // 25: icehouse.v1.ServerService.CancelRequest:input_type -> icehouse.v1.CancelRequestRequest
+	4,  // 26: icehouse.v1.ServerService.GetServer:output_type -> icehouse.v1.GetServerResponse
+	8,  // 27: icehouse.v1.ServerService.GetStats:output_type -> icehouse.v1.GetStatsResponse
+	10, // 28: icehouse.v1.ServerService.WatchStats:output_type -> icehouse.v1.WatchStatsResponse
+	14, // 29: icehouse.v1.ServerService.ListRequests:output_type -> icehouse.v1.ListRequestsResponse
+	17, // 30: icehouse.v1.ServerService.CancelRequest:output_type -> icehouse.v1.CancelRequestResponse
+	26, // [26:31] is the sub-list for method output_type
+	21, // [21:26] is the sub-list for method input_type
+	21, // [21:21] is the sub-list for extension type_name
+	21, // [21:21] is the sub-list for extension extendee
+	0,  // [0:21] is the sub-list for field type_name
 }
 
 func init() { file_icehouse_v1_server_service_proto_init() }
@@ -1404,6 +1416,7 @@ func file_icehouse_v1_server_service_proto_init() {
 	}
 	file_icehouse_v1_cache_stats_proto_init()
 	file_icehouse_v1_engine_stats_proto_init()
+	file_icehouse_v1_group_stats_proto_init()
 	file_icehouse_v1_slow_request_proto_init()
 	file_icehouse_v1_tenant_stats_proto_init()
 	file_icehouse_v1_server_service_proto_msgTypes[13].OneofWrappers = []any{}

@@ -26,11 +26,12 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 from icehouse.v1 import cache_stats_pb2 as icehouse_dot_v1_dot_cache__stats__pb2
 from icehouse.v1 import engine_stats_pb2 as icehouse_dot_v1_dot_engine__stats__pb2
+from icehouse.v1 import group_stats_pb2 as icehouse_dot_v1_dot_group__stats__pb2
 from icehouse.v1 import slow_request_pb2 as icehouse_dot_v1_dot_slow__request__pb2
 from icehouse.v1 import tenant_stats_pb2 as icehouse_dot_v1_dot_tenant__stats__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n icehouse/v1/server_service.proto\x12\x0bicehouse.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1dicehouse/v1/cache_stats.proto\x1a\x1eicehouse/v1/engine_stats.proto\x1a\x1eicehouse/v1/slow_request.proto\x1a\x1eicehouse/v1/tenant_stats.proto\"\x12\n\x10GetServerRequest\"8\n\x11GetServerResponse\x12#\n\x06server\x18\x01 \x01(\x0b\x32\x13.icehouse.v1.Server\"\xc6\x01\n\x06Server\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\'\n\x05state\x18\x02 \x01(\x0e\x32\x18.icehouse.v1.ServerState\x12)\n\x06uptime\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12,\n\x08\x66\x65\x61tures\x18\x04 \x03(\x0e\x32\x1a.icehouse.v1.ServerFeature\x12)\n\x06limits\x18\x05 \x01(\x0b\x32\x19.icehouse.v1.ServerLimits\"\xc9\x02\n\x0cServerLimits\x12\x19\n\x11max_message_bytes\x18\x01 \x01(\x03\x12\x19\n\x11max_output_tokens\x18\x02 \x01(\x05\x12!\n\x19\x64\x65\x66\x61ult_max_output_tokens\x18\x03 \x01(\x05\x12\x17\n\x0fmax_completions\x18\x04 \x01(\x05\x12\x18\n\x10max_stop_strings\x18\x05 \x01(\x05\x12\x16\n\x0emax_stop_bytes\x18\x06 \x01(\x05\x12\x18\n\x10max_top_logprobs\x18\x07 \x01(\x05\x12!\n\x19max_response_format_bytes\x18\x08 \x01(\x05\x12\x1c\n\x14max_embedding_inputs\x18\t \x01(\x05\x12\x1c\n\x14max_rerank_documents\x18\n \x01(\x05\x12\x1c\n\x14max_concurrent_calls\x18\x0b \x01(\x05\"\x11\n\x0fGetStatsRequest\";\n\x10GetStatsResponse\x12\'\n\x05stats\x18\x01 \x01(\x0b\x32\x18.icehouse.v1.ServerStats\"@\n\x11WatchStatsRequest\x12+\n\x08interval\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"=\n\x12WatchStatsResponse\x12\'\n\x05stats\x18\x01 \x01(\x0b\x32\x18.icehouse.v1.ServerStats\"\x99\x02\n\x0bServerStats\x12\x30\n\x0c\x63ollect_time\x18\x01 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12(\n\x06\x65ngine\x18\x02 \x01(\x0b\x32\x18.icehouse.v1.EngineStats\x12&\n\x05\x63\x61\x63he\x18\x03 \x01(\x0b\x32\x17.icehouse.v1.CacheStats\x12\x32\n\x10slowest_requests\x18\x04 \x03(\x0b\x32\x18.icehouse.v1.SlowRequest\x12)\n\x07tenants\x18\x05 \x03(\x0b\x32\x18.icehouse.v1.TenantStats\x12\'\n\x06models\x18\x06 \x03(\x0b\x32\x17.icehouse.v1.ModelStats\"m\n\nModelStats\x12\r\n\x05model\x18\x01 \x01(\t\x12(\n\x06\x65ngine\x18\x02 \x01(\x0b\x32\x18.icehouse.v1.EngineStats\x12&\n\x05\x63\x61\x63he\x18\x03 \x01(\x0b\x32\x17.icehouse.v1.CacheStats\"<\n\x13ListRequestsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\"[\n\x14ListRequestsResponse\x12*\n\x08requests\x18\x01 \x03(\x0b\x32\x18.icehouse.v1.RequestInfo\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\xbb\x02\n\x0bRequestInfo\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06method\x18\x02 \x01(\t\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x12\x12\n\nsession_id\x18\x04 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x05 \x01(\t\x12(\n\x05phase\x18\x06 \x01(\x0e\x32\x19.icehouse.v1.RequestPhase\x12&\n\x03\x61ge\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x12\n\npart_count\x18\x08 \x01(\x05\x12\x15\n\rprompt_tokens\x18\t \x01(\x05\x12\x15\n\rcached_tokens\x18\n \x01(\x05\x12\x15\n\routput_tokens\x18\x0b \x01(\x05\x12\x19\n\x11max_output_tokens\x18\x0c \x01(\x05\x12\r\n\x05model\x18\r \x01(\t\"J\n\x14\x43\x61ncelRequestRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x13\n\x06tenant\x18\x02 \x01(\tH\x00\x88\x01\x01\x42\t\n\x07_tenant\"B\n\x15\x43\x61ncelRequestResponse\x12)\n\x07request\x18\x01 \x01(\x0b\x32\x18.icehouse.v1.RequestInfo*\xee\x01\n\rServerFeature\x12\x1e\n\x1aSERVER_FEATURE_UNSPECIFIED\x10\x00\x12\x1f\n\x1bSERVER_FEATURE_PREFIX_CACHE\x10\x01\x12\x1c\n\x18SERVER_FEATURE_SSD_CACHE\x10\x02\x12#\n\x1fSERVER_FEATURE_CACHE_ENCRYPTION\x10\x03\x12\x1e\n\x1aSERVER_FEATURE_CREDENTIALS\x10\x04\x12\x1e\n\x1aSERVER_FEATURE_DRAFT_MODEL\x10\x05\x12\x19\n\x15SERVER_FEATURE_WORKER\x10\x06*\x91\x01\n\x0bServerState\x12\x1c\n\x18SERVER_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14SERVER_STATE_LOADING\x10\x01\x12\x16\n\x12SERVER_STATE_READY\x10\x02\x12\x19\n\x15SERVER_STATE_DRAINING\x10\x03\x12\x17\n\x13SERVER_STATE_FAILED\x10\x04*\x82\x01\n\x0cRequestPhase\x12\x1d\n\x19REQUEST_PHASE_UNSPECIFIED\x10\x00\x12\x19\n\x15REQUEST_PHASE_WAITING\x10\x01\x12\x1c\n\x18REQUEST_PHASE_PREFILLING\x10\x02\x12\x1a\n\x16REQUEST_PHASE_DECODING\x10\x03\x32\xa2\x03\n\rServerService\x12J\n\tGetServer\x12\x1d.icehouse.v1.GetServerRequest\x1a\x1e.icehouse.v1.GetServerResponse\x12G\n\x08GetStats\x12\x1c.icehouse.v1.GetStatsRequest\x1a\x1d.icehouse.v1.GetStatsResponse\x12O\n\nWatchStats\x12\x1e.icehouse.v1.WatchStatsRequest\x1a\x1f.icehouse.v1.WatchStatsResponse0\x01\x12S\n\x0cListRequests\x12 .icehouse.v1.ListRequestsRequest\x1a!.icehouse.v1.ListRequestsResponse\x12V\n\rCancelRequest\x12!.icehouse.v1.CancelRequestRequest\x1a\".icehouse.v1.CancelRequestResponseB<\n\x0f\x64\x65v.icehouse.v1P\x01Z\'icehouse.dev/api/icehouse/v1;icehousev1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n icehouse/v1/server_service.proto\x12\x0bicehouse.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1dicehouse/v1/cache_stats.proto\x1a\x1eicehouse/v1/engine_stats.proto\x1a\x1dicehouse/v1/group_stats.proto\x1a\x1eicehouse/v1/slow_request.proto\x1a\x1eicehouse/v1/tenant_stats.proto\"\x12\n\x10GetServerRequest\"8\n\x11GetServerResponse\x12#\n\x06server\x18\x01 \x01(\x0b\x32\x13.icehouse.v1.Server\"\xc6\x01\n\x06Server\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\'\n\x05state\x18\x02 \x01(\x0e\x32\x18.icehouse.v1.ServerState\x12)\n\x06uptime\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12,\n\x08\x66\x65\x61tures\x18\x04 \x03(\x0e\x32\x1a.icehouse.v1.ServerFeature\x12)\n\x06limits\x18\x05 \x01(\x0b\x32\x19.icehouse.v1.ServerLimits\"\xc9\x02\n\x0cServerLimits\x12\x19\n\x11max_message_bytes\x18\x01 \x01(\x03\x12\x19\n\x11max_output_tokens\x18\x02 \x01(\x05\x12!\n\x19\x64\x65\x66\x61ult_max_output_tokens\x18\x03 \x01(\x05\x12\x17\n\x0fmax_completions\x18\x04 \x01(\x05\x12\x18\n\x10max_stop_strings\x18\x05 \x01(\x05\x12\x16\n\x0emax_stop_bytes\x18\x06 \x01(\x05\x12\x18\n\x10max_top_logprobs\x18\x07 \x01(\x05\x12!\n\x19max_response_format_bytes\x18\x08 \x01(\x05\x12\x1c\n\x14max_embedding_inputs\x18\t \x01(\x05\x12\x1c\n\x14max_rerank_documents\x18\n \x01(\x05\x12\x1c\n\x14max_concurrent_calls\x18\x0b \x01(\x05\"\x11\n\x0fGetStatsRequest\";\n\x10GetStatsResponse\x12\'\n\x05stats\x18\x01 \x01(\x0b\x32\x18.icehouse.v1.ServerStats\"@\n\x11WatchStatsRequest\x12+\n\x08interval\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"=\n\x12WatchStatsResponse\x12\'\n\x05stats\x18\x01 \x01(\x0b\x32\x18.icehouse.v1.ServerStats\"\xc1\x02\n\x0bServerStats\x12\x30\n\x0c\x63ollect_time\x18\x01 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12(\n\x06\x65ngine\x18\x02 \x01(\x0b\x32\x18.icehouse.v1.EngineStats\x12&\n\x05\x63\x61\x63he\x18\x03 \x01(\x0b\x32\x17.icehouse.v1.CacheStats\x12\x32\n\x10slowest_requests\x18\x04 \x03(\x0b\x32\x18.icehouse.v1.SlowRequest\x12)\n\x07tenants\x18\x05 \x03(\x0b\x32\x18.icehouse.v1.TenantStats\x12\'\n\x06models\x18\x06 \x03(\x0b\x32\x17.icehouse.v1.ModelStats\x12&\n\x05group\x18\x07 \x01(\x0b\x32\x17.icehouse.v1.GroupStats\"m\n\nModelStats\x12\r\n\x05model\x18\x01 \x01(\t\x12(\n\x06\x65ngine\x18\x02 \x01(\x0b\x32\x18.icehouse.v1.EngineStats\x12&\n\x05\x63\x61\x63he\x18\x03 \x01(\x0b\x32\x17.icehouse.v1.CacheStats\"<\n\x13ListRequestsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\"[\n\x14ListRequestsResponse\x12*\n\x08requests\x18\x01 \x03(\x0b\x32\x18.icehouse.v1.RequestInfo\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\xbb\x02\n\x0bRequestInfo\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06method\x18\x02 \x01(\t\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x12\x12\n\nsession_id\x18\x04 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x05 \x01(\t\x12(\n\x05phase\x18\x06 \x01(\x0e\x32\x19.icehouse.v1.RequestPhase\x12&\n\x03\x61ge\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x12\n\npart_count\x18\x08 \x01(\x05\x12\x15\n\rprompt_tokens\x18\t \x01(\x05\x12\x15\n\rcached_tokens\x18\n \x01(\x05\x12\x15\n\routput_tokens\x18\x0b \x01(\x05\x12\x19\n\x11max_output_tokens\x18\x0c \x01(\x05\x12\r\n\x05model\x18\r \x01(\t\"J\n\x14\x43\x61ncelRequestRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x13\n\x06tenant\x18\x02 \x01(\tH\x00\x88\x01\x01\x42\t\n\x07_tenant\"B\n\x15\x43\x61ncelRequestResponse\x12)\n\x07request\x18\x01 \x01(\x0b\x32\x18.icehouse.v1.RequestInfo*\xee\x01\n\rServerFeature\x12\x1e\n\x1aSERVER_FEATURE_UNSPECIFIED\x10\x00\x12\x1f\n\x1bSERVER_FEATURE_PREFIX_CACHE\x10\x01\x12\x1c\n\x18SERVER_FEATURE_SSD_CACHE\x10\x02\x12#\n\x1fSERVER_FEATURE_CACHE_ENCRYPTION\x10\x03\x12\x1e\n\x1aSERVER_FEATURE_CREDENTIALS\x10\x04\x12\x1e\n\x1aSERVER_FEATURE_DRAFT_MODEL\x10\x05\x12\x19\n\x15SERVER_FEATURE_WORKER\x10\x06*\x91\x01\n\x0bServerState\x12\x1c\n\x18SERVER_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14SERVER_STATE_LOADING\x10\x01\x12\x16\n\x12SERVER_STATE_READY\x10\x02\x12\x19\n\x15SERVER_STATE_DRAINING\x10\x03\x12\x17\n\x13SERVER_STATE_FAILED\x10\x04*\x82\x01\n\x0cRequestPhase\x12\x1d\n\x19REQUEST_PHASE_UNSPECIFIED\x10\x00\x12\x19\n\x15REQUEST_PHASE_WAITING\x10\x01\x12\x1c\n\x18REQUEST_PHASE_PREFILLING\x10\x02\x12\x1a\n\x16REQUEST_PHASE_DECODING\x10\x03\x32\xa2\x03\n\rServerService\x12J\n\tGetServer\x12\x1d.icehouse.v1.GetServerRequest\x1a\x1e.icehouse.v1.GetServerResponse\x12G\n\x08GetStats\x12\x1c.icehouse.v1.GetStatsRequest\x1a\x1d.icehouse.v1.GetStatsResponse\x12O\n\nWatchStats\x12\x1e.icehouse.v1.WatchStatsRequest\x1a\x1f.icehouse.v1.WatchStatsResponse0\x01\x12S\n\x0cListRequests\x12 .icehouse.v1.ListRequestsRequest\x1a!.icehouse.v1.ListRequestsResponse\x12V\n\rCancelRequest\x12!.icehouse.v1.CancelRequestRequest\x1a\".icehouse.v1.CancelRequestResponseB<\n\x0f\x64\x65v.icehouse.v1P\x01Z\'icehouse.dev/api/icehouse/v1;icehousev1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,42 +39,42 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'icehouse.v1.server_service_
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\017dev.icehouse.v1P\001Z\'icehouse.dev/api/icehouse/v1;icehousev1'
-  _globals['_SERVERFEATURE']._serialized_start=2074
-  _globals['_SERVERFEATURE']._serialized_end=2312
-  _globals['_SERVERSTATE']._serialized_start=2315
-  _globals['_SERVERSTATE']._serialized_end=2460
-  _globals['_REQUESTPHASE']._serialized_start=2463
-  _globals['_REQUESTPHASE']._serialized_end=2593
-  _globals['_GETSERVERREQUEST']._serialized_start=241
-  _globals['_GETSERVERREQUEST']._serialized_end=259
-  _globals['_GETSERVERRESPONSE']._serialized_start=261
-  _globals['_GETSERVERRESPONSE']._serialized_end=317
-  _globals['_SERVER']._serialized_start=320
-  _globals['_SERVER']._serialized_end=518
-  _globals['_SERVERLIMITS']._serialized_start=521
-  _globals['_SERVERLIMITS']._serialized_end=850
-  _globals['_GETSTATSREQUEST']._serialized_start=852
-  _globals['_GETSTATSREQUEST']._serialized_end=869
-  _globals['_GETSTATSRESPONSE']._serialized_start=871
-  _globals['_GETSTATSRESPONSE']._serialized_end=930
-  _globals['_WATCHSTATSREQUEST']._serialized_start=932
-  _globals['_WATCHSTATSREQUEST']._serialized_end=996
-  _globals['_WATCHSTATSRESPONSE']._serialized_start=998
-  _globals['_WATCHSTATSRESPONSE']._serialized_end=1059
-  _globals['_SERVERSTATS']._serialized_start=1062
-  _globals['_SERVERSTATS']._serialized_end=1343
-  _globals['_MODELSTATS']._serialized_start=1345
-  _globals['_MODELSTATS']._serialized_end=1454
-  _globals['_LISTREQUESTSREQUEST']._serialized_start=1456
-  _globals['_LISTREQUESTSREQUEST']._serialized_end=1516
-  _globals['_LISTREQUESTSRESPONSE']._serialized_start=1518
-  _globals['_LISTREQUESTSRESPONSE']._serialized_end=1609
-  _globals['_REQUESTINFO']._serialized_start=1612
-  _globals['_REQUESTINFO']._serialized_end=1927
-  _globals['_CANCELREQUESTREQUEST']._serialized_start=1929
-  _globals['_CANCELREQUESTREQUEST']._serialized_end=2003
-  _globals['_CANCELREQUESTRESPONSE']._serialized_start=2005
-  _globals['_CANCELREQUESTRESPONSE']._serialized_end=2071
-  _globals['_SERVERSERVICE']._serialized_start=2596
-  _globals['_SERVERSERVICE']._serialized_end=3014
+  _globals['_SERVERFEATURE']._serialized_start=2145
+  _globals['_SERVERFEATURE']._serialized_end=2383
+  _globals['_SERVERSTATE']._serialized_start=2386
+  _globals['_SERVERSTATE']._serialized_end=2531
+  _globals['_REQUESTPHASE']._serialized_start=2534
+  _globals['_REQUESTPHASE']._serialized_end=2664
+  _globals['_GETSERVERREQUEST']._serialized_start=272
+  _globals['_GETSERVERREQUEST']._serialized_end=290
+  _globals['_GETSERVERRESPONSE']._serialized_start=292
+  _globals['_GETSERVERRESPONSE']._serialized_end=348
+  _globals['_SERVER']._serialized_start=351
+  _globals['_SERVER']._serialized_end=549
+  _globals['_SERVERLIMITS']._serialized_start=552
+  _globals['_SERVERLIMITS']._serialized_end=881
+  _globals['_GETSTATSREQUEST']._serialized_start=883
+  _globals['_GETSTATSREQUEST']._serialized_end=900
+  _globals['_GETSTATSRESPONSE']._serialized_start=902
+  _globals['_GETSTATSRESPONSE']._serialized_end=961
+  _globals['_WATCHSTATSREQUEST']._serialized_start=963
+  _globals['_WATCHSTATSREQUEST']._serialized_end=1027
+  _globals['_WATCHSTATSRESPONSE']._serialized_start=1029
+  _globals['_WATCHSTATSRESPONSE']._serialized_end=1090
+  _globals['_SERVERSTATS']._serialized_start=1093
+  _globals['_SERVERSTATS']._serialized_end=1414
+  _globals['_MODELSTATS']._serialized_start=1416
+  _globals['_MODELSTATS']._serialized_end=1525
+  _globals['_LISTREQUESTSREQUEST']._serialized_start=1527
+  _globals['_LISTREQUESTSREQUEST']._serialized_end=1587
+  _globals['_LISTREQUESTSRESPONSE']._serialized_start=1589
+  _globals['_LISTREQUESTSRESPONSE']._serialized_end=1680
+  _globals['_REQUESTINFO']._serialized_start=1683
+  _globals['_REQUESTINFO']._serialized_end=1998
+  _globals['_CANCELREQUESTREQUEST']._serialized_start=2000
+  _globals['_CANCELREQUESTREQUEST']._serialized_end=2074
+  _globals['_CANCELREQUESTRESPONSE']._serialized_start=2076
+  _globals['_CANCELREQUESTRESPONSE']._serialized_end=2142
+  _globals['_SERVERSERVICE']._serialized_start=2667
+  _globals['_SERVERSERVICE']._serialized_end=3085
 # @@protoc_insertion_point(module_scope)

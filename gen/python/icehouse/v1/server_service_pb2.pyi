@@ -12,6 +12,7 @@ from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from icehouse.v1 import cache_stats_pb2 as _cache_stats_pb2
 from icehouse.v1 import engine_stats_pb2 as _engine_stats_pb2
+from icehouse.v1 import group_stats_pb2 as _group_stats_pb2
 from icehouse.v1 import slow_request_pb2 as _slow_request_pb2
 from icehouse.v1 import tenant_stats_pb2 as _tenant_stats_pb2
 import builtins as _builtins
@@ -375,6 +376,7 @@ class ServerStats(_message.Message):
     SLOWEST_REQUESTS_FIELD_NUMBER: _builtins.int
     TENANTS_FIELD_NUMBER: _builtins.int
     MODELS_FIELD_NUMBER: _builtins.int
+    GROUP_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def collect_time(self) -> _timestamp_pb2.Timestamp:
         """When the counters were taken."""
@@ -403,6 +405,10 @@ class ServerStats(_message.Message):
         model, if it is loaded.
         """
 
+    @_builtins.property
+    def group(self) -> _group_stats_pb2.GroupStats:
+        """The machines of the group whose rank 0 the server is. Not set: one machine serves."""
+
     def __init__(
         self,
         *,
@@ -412,10 +418,11 @@ class ServerStats(_message.Message):
         slowest_requests: _abc.Iterable[_slow_request_pb2.SlowRequest] | None = ...,
         tenants: _abc.Iterable[_tenant_stats_pb2.TenantStats] | None = ...,
         models: _abc.Iterable[Global___ModelStats] | None = ...,
+        group: _group_stats_pb2.GroupStats | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "collect_time", b"collect_time", "engine", b"engine"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "collect_time", b"collect_time", "engine", b"engine", "group", b"group"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "collect_time", b"collect_time", "engine", b"engine", "models", b"models", "slowest_requests", b"slowest_requests", "tenants", b"tenants"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "collect_time", b"collect_time", "engine", b"engine", "group", b"group", "models", b"models", "slowest_requests", b"slowest_requests", "tenants", b"tenants"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -9,7 +9,10 @@ from pathlib import Path
 from icehouse_server.clock import Clock
 from icehouse_server.config import Config, SecurityConfig
 from icehouse_server.config.load import environment, named_ranks
+from icehouse_server.device import Device
+from icehouse_server.domain.cache_stats import CacheStats
 from icehouse_server.domain.model import EngineState
+from icehouse_server.domain.stats import EngineStats, GroupStats, RankState, RankStats, RankTierStats
 from icehouse_server.engine.core.refusals import rank_lost
 from icehouse_server.engine.runner.identity.fingerprint import ModelFingerprint
 from icehouse_server.engine.runner.model_loader import ModelSource, sees_images
@@ -24,7 +27,7 @@ from icehouse_server.group.membership import Membership, membership_of, rank_fin
 from icehouse_server.group.order_log import OrderLog
 from icehouse_server.rpc.engine_client.router import Router
 from icehouse_server.rpc.listen_address import check_control_address
-from icehouse_server.storage.api import ColdTier, Outcome
+from icehouse_server.storage.api import ColdTier, Outcome, hang_detail
 
 _Post = Callable[[Outcome], object]
 
@@ -116,6 +119,24 @@ class LeaderParts:
         tier.own, self._tier = own, tier
         return tier
 
+    def stats(self, engine: EngineStats | None, cache: CacheStats | None) -> GroupStats:
+        """Return the numbers of all ranks; those of rank 0 are its engine's and its cache's. Any thread."""
+        assert self._server is not None
+        membership, tier = self.membership, self._tier
+        own = RankStats(
+            0,
+            membership.host(0),
+            RankState.LOADING if engine is None else RankState.READY,
+            order_total=self._log.order_count,
+            active_memory_bytes=0 if engine is None else engine.active_memory_bytes,
+            memory_limit_bytes=self._memory_limit_bytes,
+            ssd=None if cache is None or tier is None else RankTierStats.of(cache),
+        )
+        if own.ssd is not None and tier is not None:
+            writes_off = cache.disk.writes_off_detail if cache is not None and cache.disk is not None else ""
+            own = dataclasses.replace(own, ssd_trouble=hang_detail(tier.own) or writes_off)
+        return GroupStats(membership.world, (own, *self._server.ranks()))
+
     def stop(self) -> None:
         """Wait until the others have ended in order."""
         if self._server is not None:
@@ -128,12 +149,23 @@ class LeaderParts:
         leave_later(1)
 
 
-def group_facts(config: Config, fingerprint: ModelFingerprint, *, dtype: str) -> dict[str, str]:
+def group_facts(
+    config: Config, fingerprint: ModelFingerprint, *, dtype: str, device: Device
+) -> dict[str, str]:
     """Return what must be equal on all ranks."""
     return {
-        **releases(),
+        **known_facts(config, device),
         "the model": fingerprint.value.hex()[:16],
         "dtype": dtype or "stored",
+    }
+
+
+def known_facts(config: Config, device: Device) -> dict[str, str]:
+    """Return those of them for which the model need not be read. Devices of different kinds round
+    differently, and warm up by passes of their own."""
+    return {
+        **releases(),
+        "the kind of device": device.backend.value,
         "cache.block_token_count": str(config.cache.block_token_count),
         "cache.kv_bits": str(config.cache.kv_bits),
         "cache.ssd_enabled": str(config.cache.has_ssd),

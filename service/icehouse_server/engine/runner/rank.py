@@ -19,7 +19,7 @@ from icehouse_server.errors import ModelError, model_invalid
 
 _CHECK_INTERVAL = 64
 _DEVIATION_LIMIT = 0.02
-"""Devices of different kinds round differently."""
+"""Devices of one kind round alike, but those of different generations need not."""
 _LEAST = 1e-30
 """What is divided by where all logits are 0."""
 

@@ -13,8 +13,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from icehouse_server.clock import Clock
+from icehouse_server.domain.cache_stats import CacheStats
 from icehouse_server.domain.call import CallRecord
-from icehouse_server.domain.stats import KvEventStats, SlowRequest
+from icehouse_server.domain.stats import EngineStats, GroupStats, KvEventStats, SlowRequest
 from icehouse_server.rpc.access import caller as callers
 from icehouse_server.rpc.access.shares import RateLimit
 from icehouse_server.telemetry.call_metrics import CallMetrics
@@ -22,6 +23,10 @@ from icehouse_server.telemetry.call_metrics import CallMetrics
 if TYPE_CHECKING:
     # Needs an optional extra.
     from icehouse_server.telemetry.call_spans import CallSpans
+
+
+ReadGroup = Callable[[EngineStats | None, CacheStats | None], GroupStats]
+"""Makes a group's counters of those of the model on rank 0."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -37,6 +42,8 @@ class Telemetry:
     """None: nothing wants samples."""
     kv_events: Callable[[], KvEventStats] = KvEventStats
     """Asked for each sample."""
+    group: ReadGroup | None = None
+    """None where one machine serves."""
 
 
 _logger = logging.getLogger("icehouse.access")

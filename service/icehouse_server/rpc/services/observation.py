@@ -28,7 +28,7 @@ from icehouse_server.rpc.access.caller import Caller, Role
 from icehouse_server.rpc.access.tenants import Tenants
 from icehouse_server.rpc.calls import background
 from icehouse_server.rpc.calls.call_lifecycle import Trailers
-from icehouse_server.rpc.calls.watchers import AccessLog, SlowRequests, Telemetry
+from icehouse_server.rpc.calls.watchers import AccessLog, ReadGroup, SlowRequests, Telemetry
 from icehouse_server.rpc.calls.wire import Encoded, WireInterceptor
 from icehouse_server.rpc.engine_client.counter_reader import PATIENCE_S, Counters
 from icehouse_server.rpc.engine_client.seat import Seat, Seats
@@ -58,7 +58,9 @@ class Observation:
         self._replies = replies
         self._clock = clock
         self._slow = SlowRequests(clock)
-        self.stats = StatsReader(seats=seats, tenants=tenants, slow=self._slow, clock=clock)
+        self.stats = StatsReader(
+            seats=seats, tenants=tenants, slow=self._slow, group=telemetry.group, clock=clock
+        )
         self.interval_s = telemetry.sample_interval_s or 1.0
         """Also how long the engine may take to answer. Without one in the settings nothing is sampled."""
         self.latest = Snapshot(EngineState.LOADING, heartbeat_age_s=0.0, sample_time=clock.monotonic())
@@ -126,12 +128,14 @@ class Observation:
             name: _snapshot_of(seat, last.get(name), answers.get(name), now)
             for name, seat in self._seats.loaded().items()
         }
+        found = models.get(default) or Snapshot(self._seats.state, heartbeat_age_s=0.0, sample_time=now)
         return dataclasses.replace(
-            models.get(default) or Snapshot(self._seats.state, heartbeat_age_s=0.0, sample_time=now),
+            found,
             state=self._seats.state,
             tenants=self.stats.tenants.uses(),
             kv_events=self._telemetry.kv_events(),
             replies=self._replies(),
+            group=None if self._telemetry.group is None else self._telemetry.group(found.engine, found.cache),
             models=models if self._seats.are_several else None,
         )
 
@@ -219,8 +223,17 @@ def report_of(snapshot: Snapshot) -> load_report_pb2.LoadReport:
 class StatsReader:
     """Answers with the counters of every model that is loaded. Owned by the event loop."""
 
-    def __init__(self, *, seats: Seats, tenants: Tenants, slow: SlowRequests, clock: Clock) -> None:
+    def __init__(
+        self,
+        *,
+        seats: Seats,
+        tenants: Tenants,
+        slow: SlowRequests,
+        group: ReadGroup | None,
+        clock: Clock,
+    ) -> None:
         self._slow = slow
+        self._group = group
         self._seats = seats
         self.tenants = tenants
         self._clock = clock
@@ -252,6 +265,7 @@ class StatsReader:
             cache=cache if is_operator else None,
             slowest_requests=self._slow.slowest(tenant=None if is_operator else caller.tenant),
             models=model_stats(counters) if is_operator and self._seats.are_several else (),
+            group=self._group(engine, cache) if is_operator and self._group is not None else None,
         )
         proto = to_proto(stats, server_service_pb2.ServerStats)
         accounts = [each for each in self.tenants if is_operator or each.use.tenant == caller.tenant]

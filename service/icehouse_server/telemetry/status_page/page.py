@@ -175,6 +175,7 @@ def report_of(
         "shows_text": rules.decode is not None,
         "slowest_requests": [_slow(r, shows_id=rules.shows_request_ids) for r in status.slowest_requests],
         "models": _models(snapshot),
+        "ranks": _ranks(snapshot),
         "tenants": _tenants(snapshot),
         "tenant_count": len(snapshot.tenants),
     }
@@ -256,6 +257,19 @@ def _models(snapshot: Snapshot) -> list[dict[str, Any]]:
             "ram_bytes": 0 if each.cache is None else each.cache.ram.size_bytes,
         }
         for name, each in (snapshot.models or {}).items()
+    ]
+
+
+def _ranks(snapshot: Snapshot) -> list[dict[str, Any]]:
+    """Return the machines of a group, nothing where one serves. Their names are no visitor's."""
+    return [
+        {
+            "state": rank.state.name.lower(),
+            **_fields(rank, "rank", "behind_order_count", "active_memory_bytes", "memory_limit_bytes"),
+            "has_ssd_trouble": bool(rank.ssd_trouble),
+            "ssd": None if rank.ssd is None else dataclasses.asdict(rank.ssd),
+        }
+        for rank in (() if snapshot.group is None else snapshot.group.ranks)
     ]
 
 

@@ -17,6 +17,7 @@ from icehouse.v1.cache_stats_pb2 import (
     CacheTierStats,
 )
 from icehouse.v1.engine_stats_pb2 import EngineStats
+from icehouse.v1.group_stats_pb2 import GroupStats, RankState, RankStats, RankTierStats
 from icehouse.v1.server_service_pb2 import ServerStats
 from icehouse.v1.slow_request_pb2 import SlowRequest
 from icehouse_client.cli.connection import Server, open_client
@@ -115,6 +116,33 @@ def shown(
     console.print(screen(found, rates or rates_between(None, found), **settings))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
+
+
+def test_each_rank_of_a_group_has_a_line() -> None:
+    found = stats()
+    assert "rank" not in shown(found)
+    ssd = RankTierStats(
+        block_count=20,
+        size_bytes=2 * MIB,
+        written_byte_total=3 * MIB,
+        read_byte_total=5 * MIB,
+        dropped_block_total=1,
+        evicted_block_total=2,
+        damaged_block_total=4,
+    )
+    ready, lost = RankState.RANK_STATE_READY, RankState.RANK_STATE_GONE
+    one = RankStats(rank=1, host="mac-b", state=lost, report_age=duration_proto(2.0), behind_order_count=1234)
+    one.active_memory_bytes, one.memory_limit_bytes = 3 * GIB, 8 * GIB
+    one.ssd.CopyFrom(ssd)
+    one.ssd_trouble = "nothing is written:\nit is full"
+    zero = RankStats(rank=0, host="mac-a", state=ready, active_memory_bytes=GIB)
+    found.group.CopyFrom(GroupStats(rank_count=2, ranks=[zero, one]))
+    lines = shown(found, width=140).splitlines()
+    (first,) = [line for line in lines if "0 mac-a" in line]
+    assert first.split() == ["0", "mac-a", "ready", "1", "GiB", "none"]
+    (second,) = [line for line in lines if "1 mac-b" in line]
+    assert " ".join(second.split()) == "1 mac-b gone 1,234 3 GiB 20 2 MiB 3 MiB 5 MiB 7"
+    assert [line for line in lines if "rank 1: nothing is written" in line and "it is full" in line]
 
 
 def test_rates_are_what_happened_between_two_looks() -> None:

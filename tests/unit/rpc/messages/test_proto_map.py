@@ -17,6 +17,7 @@ from icehouse.v1 import (
     cache_service_pb2,
     cache_stats_pb2,
     engine_stats_pb2,
+    group_stats_pb2,
     model_service_pb2,
     prompt_pb2,
     server_service_pb2,
@@ -42,6 +43,9 @@ from tests.fixtures.rpc.fake_engine import MODEL_INFO
 
 PAIRS: list[tuple[type[Any], type[Message]]] = [
     (stats.EngineStats, engine_stats_pb2.EngineStats),
+    (stats.GroupStats, group_stats_pb2.GroupStats),
+    (stats.RankStats, group_stats_pb2.RankStats),
+    (stats.RankTierStats, group_stats_pb2.RankTierStats),
     (stats.SlowRequest, slow_request_pb2.SlowRequest),
     (stats.ModelStats, server_service_pb2.ModelStats),
     (cache_stats.CacheStats, cache_stats_pb2.CacheStats),
@@ -175,6 +179,7 @@ ENUMS: list[tuple[type[enum.Enum], Any]] = [
     (chat.ToolMode, tool_pb2.ToolChoiceMode),
     (events.FinishReason, usage_pb2.FinishReason),
     (events.ReuseLimit, usage_pb2.ReuseLimit),
+    (stats.RankState, group_stats_pb2.RankState),
     (RequestPhase, server_service_pb2.RequestPhase),
     (request.CacheUse, cache_policy_pb2.CacheUse),
 ]

@@ -12,10 +12,11 @@ from icehouse.v1.server_service_pb2 import WatchStatsResponse
 from icehouse_server.config import TenantConfig
 from icehouse_server.domain.ids import Tenant
 from icehouse_server.domain.model import EngineState
+from icehouse_server.domain.stats import GroupStats, RankState, RankStats
 from icehouse_server.errors import IcehouseError
 from icehouse_server.rpc.access.caller import UNPROVED, Caller, Role
 from icehouse_server.rpc.access.tenants import Tenants
-from icehouse_server.rpc.calls.watchers import SlowRequests
+from icehouse_server.rpc.calls.watchers import ReadGroup, SlowRequests
 from icehouse_server.rpc.engine_client.engine_ports import ServedModel, StatsReply
 from icehouse_server.rpc.engine_client.router import Router
 from icehouse_server.rpc.services.observation import StatsReader
@@ -36,7 +37,9 @@ class CountedEngine(FakeEngine):
 
 
 @contextlib.asynccontextmanager
-async def reading() -> AsyncIterator[tuple[StatsReader, CountedEngine, Router]]:
+async def reading(
+    *, group: ReadGroup | None = None
+) -> AsyncIterator[tuple[StatsReader, CountedEngine, Router]]:
     clock = FakeClock()
     router = Router(asyncio.get_running_loop())
     engine = CountedEngine(router)
@@ -46,7 +49,11 @@ async def reading() -> AsyncIterator[tuple[StatsReader, CountedEngine, Router]]:
     tenants = Tenants(TenantConfig(), running_limit=0, clock=clock)
     yield (
         StatsReader(
-            seats=one_seat(engine, router, clock), tenants=tenants, slow=SlowRequests(clock), clock=clock
+            seats=one_seat(engine, router, clock),
+            tenants=tenants,
+            slow=SlowRequests(clock),
+            group=group,
+            clock=clock,
         ),
         engine,
         router,
@@ -86,6 +93,20 @@ async def test_all_who_are_told_the_same_get_one_message() -> None:
             [whole, own] = [WatchStatsResponse.FromString(told[n].data).stats for n in (0, 1)]
             assert whole.HasField("engine") and not own.HasField("engine")
         assert (await reader.answer(UNPROVED)).data is not told[0].data, "what was told before is over"
+
+
+async def test_a_group_is_shown_to_operators_alone_and_only_where_there_is_one() -> None:
+    ranks = GroupStats(1, (RankStats(0, "a", RankState.READY),))
+    tenant, operator = (Caller(Tenant("blue"), role) for role in (Role.TENANT, Role.OPERATOR))
+    for group in (lambda engine, cache: ranks, None):
+        async with reading(group=group) as (reader, _, _):
+            own, whole = [
+                WatchStatsResponse.FromString((await reader.answer(caller)).data).stats
+                for caller in (tenant, operator)
+            ]
+            assert not own.HasField("group")
+            assert whole.HasField("group") == (group is not None)
+            assert [rank.host for rank in whole.group.ranks] == (["a"] if group is not None else [])
 
 
 async def test_an_engine_that_ends_tells_all_of_them() -> None:

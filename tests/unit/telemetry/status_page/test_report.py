@@ -90,6 +90,16 @@ def test_ids_of_requests_are_left_out_where_callers_prove_who_they_are() -> None
     assert (slow["request_id"], slow["total_duration_s"]) == ("", 4.0)
 
 
+def test_ranks_of_a_group_are_told_without_their_names() -> None:
+    first, second = told()["ranks"]
+    assert SNAPSHOT.group is not None and SNAPSHOT.group.ranks[0].ssd is not None
+    assert (first["rank"], first["state"], first["has_ssd_trouble"]) == (0, "ready", False)
+    assert first["ssd"]["block_count"] == SNAPSHOT.group.ranks[0].ssd.block_count
+    assert (second["rank"], second["state"], second["has_ssd_trouble"]) == (1, "loading", True)
+    assert second["ssd"] is None and "host" not in second and "It hangs" not in json.dumps(second)
+    assert told(EMPTY)["ranks"] == []
+
+
 def test_tenants_are_those_of_the_metrics_and_no_more_than_fit() -> None:
     stored = {each["tenant"]: each["ram_bytes"] for each in told()["tenants"]}
     [share] = SNAPSHOT.cache.tenants

@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 from icehouse.v1.cache_stats_pb2 import CacheSharedStats, CacheStats
 from icehouse.v1.engine_stats_pb2 import EngineStats
+from icehouse.v1.group_stats_pb2 import RankState, RankStats
 from icehouse.v1.server_service_pb2 import ModelStats, ServerStats
 from icehouse.v1.slow_request_pb2 import SlowRequest
 from rich.console import Group, RenderableType
@@ -154,6 +155,13 @@ def screen(
         )
     if stats.HasField("cache"):
         parts += [Text(), _tiers(stats.cache), _traffic(stats.cache, rates)]
+    if stats.HasField("group"):
+        parts += [Text(), _ranks(stats.group.ranks)]
+        parts += [
+            Text(f"rank {rank.rank}: {printable(rank.ssd_trouble)}", style=_ALARM)
+            for rank in stats.group.ranks
+            if rank.ssd_trouble
+        ]
     if stats.models:
         parts += [Text(), _models(stats.models)]
     parts += [Text(), _slowest(stats.slowest_requests)]
@@ -193,6 +201,32 @@ def _now(engine: EngineStats, rates: Rates, history: Sequence[float]) -> Table:
     return facts_table(
         ("requests", requests), ("per second", ends), ("tokens/s", tokens), ("decode step", step)
     )
+
+
+def _ranks(ranks: Iterable[RankStats]) -> Table:
+    """Return a line for each machine of the group."""
+    shown = _table("rank", "state", "behind", "memory", "blocks", "on SSD", "written", "read", "lost")
+    for rank in ranks:
+        is_ready, ssd = rank.state == RankState.RANK_STATE_READY, rank.ssd
+        lost = ssd.dropped_block_total + ssd.evicted_block_total + ssd.damaged_block_total
+        tier = [
+            f"{ssd.block_count:,}",
+            *map(size_text, (ssd.size_bytes, ssd.written_byte_total, ssd.read_byte_total)),
+            Text(f"{lost:,}", style=_ALARM if ssd.damaged_block_total else ""),
+        ]
+        shown.add_row(
+            Text(f"{rank.rank} {printable(rank.host)}"),
+            Text(_state_text(rank), style="" if is_ready else _ALARM),
+            f"{rank.behind_order_count:,}" if rank.rank else "",
+            size_text(rank.active_memory_bytes),
+            *(tier if rank.HasField("ssd") else ("none", "", "", "", "")),
+        )
+    return shown
+
+
+def _state_text(rank: RankStats) -> str:
+    known = RankState.DESCRIPTOR.values_by_number.get(rank.state)
+    return known.name.removeprefix("RANK_STATE_").lower() if known else str(rank.state)
 
 
 def _models(models: Iterable[ModelStats]) -> Table:

@@ -103,80 +103,81 @@ public final class ServerServiceOuterClass {
       "ouse.v1\032\036google/protobuf/duration.proto\032" +
       "\037google/protobuf/timestamp.proto\032\035icehou" +
       "se/v1/cache_stats.proto\032\036icehouse/v1/eng" +
-      "ine_stats.proto\032\036icehouse/v1/slow_reques" +
-      "t.proto\032\036icehouse/v1/tenant_stats.proto\"" +
-      "\022\n\020GetServerRequest\"8\n\021GetServerResponse" +
-      "\022#\n\006server\030\001 \001(\0132\023.icehouse.v1.Server\"\306\001" +
-      "\n\006Server\022\017\n\007version\030\001 \001(\t\022\'\n\005state\030\002 \001(\016" +
-      "2\030.icehouse.v1.ServerState\022)\n\006uptime\030\003 \001" +
-      "(\0132\031.google.protobuf.Duration\022,\n\010feature" +
-      "s\030\004 \003(\0162\032.icehouse.v1.ServerFeature\022)\n\006l" +
-      "imits\030\005 \001(\0132\031.icehouse.v1.ServerLimits\"\311" +
-      "\002\n\014ServerLimits\022\031\n\021max_message_bytes\030\001 \001" +
-      "(\003\022\031\n\021max_output_tokens\030\002 \001(\005\022!\n\031default" +
-      "_max_output_tokens\030\003 \001(\005\022\027\n\017max_completi" +
-      "ons\030\004 \001(\005\022\030\n\020max_stop_strings\030\005 \001(\005\022\026\n\016m" +
-      "ax_stop_bytes\030\006 \001(\005\022\030\n\020max_top_logprobs\030" +
-      "\007 \001(\005\022!\n\031max_response_format_bytes\030\010 \001(\005" +
-      "\022\034\n\024max_embedding_inputs\030\t \001(\005\022\034\n\024max_re" +
-      "rank_documents\030\n \001(\005\022\034\n\024max_concurrent_c" +
-      "alls\030\013 \001(\005\"\021\n\017GetStatsRequest\";\n\020GetStat" +
+      "ine_stats.proto\032\035icehouse/v1/group_stats" +
+      ".proto\032\036icehouse/v1/slow_request.proto\032\036" +
+      "icehouse/v1/tenant_stats.proto\"\022\n\020GetSer" +
+      "verRequest\"8\n\021GetServerResponse\022#\n\006serve" +
+      "r\030\001 \001(\0132\023.icehouse.v1.Server\"\306\001\n\006Server\022" +
+      "\017\n\007version\030\001 \001(\t\022\'\n\005state\030\002 \001(\0162\030.icehou" +
+      "se.v1.ServerState\022)\n\006uptime\030\003 \001(\0132\031.goog" +
+      "le.protobuf.Duration\022,\n\010features\030\004 \003(\0162\032" +
+      ".icehouse.v1.ServerFeature\022)\n\006limits\030\005 \001" +
+      "(\0132\031.icehouse.v1.ServerLimits\"\311\002\n\014Server" +
+      "Limits\022\031\n\021max_message_bytes\030\001 \001(\003\022\031\n\021max" +
+      "_output_tokens\030\002 \001(\005\022!\n\031default_max_outp" +
+      "ut_tokens\030\003 \001(\005\022\027\n\017max_completions\030\004 \001(\005" +
+      "\022\030\n\020max_stop_strings\030\005 \001(\005\022\026\n\016max_stop_b" +
+      "ytes\030\006 \001(\005\022\030\n\020max_top_logprobs\030\007 \001(\005\022!\n\031" +
+      "max_response_format_bytes\030\010 \001(\005\022\034\n\024max_e" +
+      "mbedding_inputs\030\t \001(\005\022\034\n\024max_rerank_docu" +
+      "ments\030\n \001(\005\022\034\n\024max_concurrent_calls\030\013 \001(" +
+      "\005\"\021\n\017GetStatsRequest\";\n\020GetStatsResponse" +
+      "\022\'\n\005stats\030\001 \001(\0132\030.icehouse.v1.ServerStat" +
+      "s\"@\n\021WatchStatsRequest\022+\n\010interval\030\001 \001(\013" +
+      "2\031.google.protobuf.Duration\"=\n\022WatchStat" +
       "sResponse\022\'\n\005stats\030\001 \001(\0132\030.icehouse.v1.S" +
-      "erverStats\"@\n\021WatchStatsRequest\022+\n\010inter" +
-      "val\030\001 \001(\0132\031.google.protobuf.Duration\"=\n\022" +
-      "WatchStatsResponse\022\'\n\005stats\030\001 \001(\0132\030.iceh" +
-      "ouse.v1.ServerStats\"\231\002\n\013ServerStats\0220\n\014c" +
-      "ollect_time\030\001 \001(\0132\032.google.protobuf.Time" +
-      "stamp\022(\n\006engine\030\002 \001(\0132\030.icehouse.v1.Engi" +
-      "neStats\022&\n\005cache\030\003 \001(\0132\027.icehouse.v1.Cac" +
-      "heStats\0222\n\020slowest_requests\030\004 \003(\0132\030.iceh" +
-      "ouse.v1.SlowRequest\022)\n\007tenants\030\005 \003(\0132\030.i" +
-      "cehouse.v1.TenantStats\022\'\n\006models\030\006 \003(\0132\027" +
-      ".icehouse.v1.ModelStats\"m\n\nModelStats\022\r\n" +
-      "\005model\030\001 \001(\t\022(\n\006engine\030\002 \001(\0132\030.icehouse." +
-      "v1.EngineStats\022&\n\005cache\030\003 \001(\0132\027.icehouse" +
-      ".v1.CacheStats\"<\n\023ListRequestsRequest\022\021\n" +
-      "\tpage_size\030\001 \001(\005\022\022\n\npage_token\030\002 \001(\t\"[\n\024" +
-      "ListRequestsResponse\022*\n\010requests\030\001 \003(\0132\030" +
-      ".icehouse.v1.RequestInfo\022\027\n\017next_page_to" +
-      "ken\030\002 \001(\t\"\273\002\n\013RequestInfo\022\022\n\nrequest_id\030" +
-      "\001 \001(\t\022\016\n\006method\030\002 \001(\t\022\016\n\006tenant\030\003 \001(\t\022\022\n" +
-      "\nsession_id\030\004 \001(\t\022\017\n\007adapter\030\005 \001(\t\022(\n\005ph" +
-      "ase\030\006 \001(\0162\031.icehouse.v1.RequestPhase\022&\n\003" +
-      "age\030\007 \001(\0132\031.google.protobuf.Duration\022\022\n\n" +
-      "part_count\030\010 \001(\005\022\025\n\rprompt_tokens\030\t \001(\005\022" +
-      "\025\n\rcached_tokens\030\n \001(\005\022\025\n\routput_tokens\030" +
-      "\013 \001(\005\022\031\n\021max_output_tokens\030\014 \001(\005\022\r\n\005mode" +
-      "l\030\r \001(\t\"J\n\024CancelRequestRequest\022\022\n\nreque" +
-      "st_id\030\001 \001(\t\022\023\n\006tenant\030\002 \001(\tH\000\210\001\001B\t\n\007_ten" +
-      "ant\"B\n\025CancelRequestResponse\022)\n\007request\030" +
-      "\001 \001(\0132\030.icehouse.v1.RequestInfo*\356\001\n\rServ" +
-      "erFeature\022\036\n\032SERVER_FEATURE_UNSPECIFIED\020" +
-      "\000\022\037\n\033SERVER_FEATURE_PREFIX_CACHE\020\001\022\034\n\030SE" +
-      "RVER_FEATURE_SSD_CACHE\020\002\022#\n\037SERVER_FEATU" +
-      "RE_CACHE_ENCRYPTION\020\003\022\036\n\032SERVER_FEATURE_" +
-      "CREDENTIALS\020\004\022\036\n\032SERVER_FEATURE_DRAFT_MO" +
-      "DEL\020\005\022\031\n\025SERVER_FEATURE_WORKER\020\006*\221\001\n\013Ser" +
-      "verState\022\034\n\030SERVER_STATE_UNSPECIFIED\020\000\022\030" +
-      "\n\024SERVER_STATE_LOADING\020\001\022\026\n\022SERVER_STATE" +
-      "_READY\020\002\022\031\n\025SERVER_STATE_DRAINING\020\003\022\027\n\023S" +
-      "ERVER_STATE_FAILED\020\004*\202\001\n\014RequestPhase\022\035\n" +
-      "\031REQUEST_PHASE_UNSPECIFIED\020\000\022\031\n\025REQUEST_" +
-      "PHASE_WAITING\020\001\022\034\n\030REQUEST_PHASE_PREFILL" +
-      "ING\020\002\022\032\n\026REQUEST_PHASE_DECODING\020\0032\242\003\n\rSe" +
-      "rverService\022J\n\tGetServer\022\035.icehouse.v1.G" +
-      "etServerRequest\032\036.icehouse.v1.GetServerR" +
-      "esponse\022G\n\010GetStats\022\034.icehouse.v1.GetSta" +
-      "tsRequest\032\035.icehouse.v1.GetStatsResponse" +
-      "\022O\n\nWatchStats\022\036.icehouse.v1.WatchStatsR" +
-      "equest\032\037.icehouse.v1.WatchStatsResponse0" +
-      "\001\022S\n\014ListRequests\022 .icehouse.v1.ListRequ" +
-      "estsRequest\032!.icehouse.v1.ListRequestsRe" +
-      "sponse\022V\n\rCancelRequest\022!.icehouse.v1.Ca" +
-      "ncelRequestRequest\032\".icehouse.v1.CancelR" +
-      "equestResponseB<\n\017dev.icehouse.v1P\001Z\'ice" +
-      "house.dev/api/icehouse/v1;icehousev1b\006pr" +
-      "oto3"
+      "erverStats\"\301\002\n\013ServerStats\0220\n\014collect_ti" +
+      "me\030\001 \001(\0132\032.google.protobuf.Timestamp\022(\n\006" +
+      "engine\030\002 \001(\0132\030.icehouse.v1.EngineStats\022&" +
+      "\n\005cache\030\003 \001(\0132\027.icehouse.v1.CacheStats\0222" +
+      "\n\020slowest_requests\030\004 \003(\0132\030.icehouse.v1.S" +
+      "lowRequest\022)\n\007tenants\030\005 \003(\0132\030.icehouse.v" +
+      "1.TenantStats\022\'\n\006models\030\006 \003(\0132\027.icehouse" +
+      ".v1.ModelStats\022&\n\005group\030\007 \001(\0132\027.icehouse" +
+      ".v1.GroupStats\"m\n\nModelStats\022\r\n\005model\030\001 " +
+      "\001(\t\022(\n\006engine\030\002 \001(\0132\030.icehouse.v1.Engine" +
+      "Stats\022&\n\005cache\030\003 \001(\0132\027.icehouse.v1.Cache" +
+      "Stats\"<\n\023ListRequestsRequest\022\021\n\tpage_siz" +
+      "e\030\001 \001(\005\022\022\n\npage_token\030\002 \001(\t\"[\n\024ListReque" +
+      "stsResponse\022*\n\010requests\030\001 \003(\0132\030.icehouse" +
+      ".v1.RequestInfo\022\027\n\017next_page_token\030\002 \001(\t" +
+      "\"\273\002\n\013RequestInfo\022\022\n\nrequest_id\030\001 \001(\t\022\016\n\006" +
+      "method\030\002 \001(\t\022\016\n\006tenant\030\003 \001(\t\022\022\n\nsession_" +
+      "id\030\004 \001(\t\022\017\n\007adapter\030\005 \001(\t\022(\n\005phase\030\006 \001(\016" +
+      "2\031.icehouse.v1.RequestPhase\022&\n\003age\030\007 \001(\013" +
+      "2\031.google.protobuf.Duration\022\022\n\npart_coun" +
+      "t\030\010 \001(\005\022\025\n\rprompt_tokens\030\t \001(\005\022\025\n\rcached" +
+      "_tokens\030\n \001(\005\022\025\n\routput_tokens\030\013 \001(\005\022\031\n\021" +
+      "max_output_tokens\030\014 \001(\005\022\r\n\005model\030\r \001(\t\"J" +
+      "\n\024CancelRequestRequest\022\022\n\nrequest_id\030\001 \001" +
+      "(\t\022\023\n\006tenant\030\002 \001(\tH\000\210\001\001B\t\n\007_tenant\"B\n\025Ca" +
+      "ncelRequestResponse\022)\n\007request\030\001 \001(\0132\030.i" +
+      "cehouse.v1.RequestInfo*\356\001\n\rServerFeature" +
+      "\022\036\n\032SERVER_FEATURE_UNSPECIFIED\020\000\022\037\n\033SERV" +
+      "ER_FEATURE_PREFIX_CACHE\020\001\022\034\n\030SERVER_FEAT" +
+      "URE_SSD_CACHE\020\002\022#\n\037SERVER_FEATURE_CACHE_" +
+      "ENCRYPTION\020\003\022\036\n\032SERVER_FEATURE_CREDENTIA" +
+      "LS\020\004\022\036\n\032SERVER_FEATURE_DRAFT_MODEL\020\005\022\031\n\025" +
+      "SERVER_FEATURE_WORKER\020\006*\221\001\n\013ServerState\022" +
+      "\034\n\030SERVER_STATE_UNSPECIFIED\020\000\022\030\n\024SERVER_" +
+      "STATE_LOADING\020\001\022\026\n\022SERVER_STATE_READY\020\002\022" +
+      "\031\n\025SERVER_STATE_DRAINING\020\003\022\027\n\023SERVER_STA" +
+      "TE_FAILED\020\004*\202\001\n\014RequestPhase\022\035\n\031REQUEST_" +
+      "PHASE_UNSPECIFIED\020\000\022\031\n\025REQUEST_PHASE_WAI" +
+      "TING\020\001\022\034\n\030REQUEST_PHASE_PREFILLING\020\002\022\032\n\026" +
+      "REQUEST_PHASE_DECODING\020\0032\242\003\n\rServerServi" +
+      "ce\022J\n\tGetServer\022\035.icehouse.v1.GetServerR" +
+      "equest\032\036.icehouse.v1.GetServerResponse\022G" +
+      "\n\010GetStats\022\034.icehouse.v1.GetStatsRequest" +
+      "\032\035.icehouse.v1.GetStatsResponse\022O\n\nWatch" +
+      "Stats\022\036.icehouse.v1.WatchStatsRequest\032\037." +
+      "icehouse.v1.WatchStatsResponse0\001\022S\n\014List" +
+      "Requests\022 .icehouse.v1.ListRequestsReque" +
+      "st\032!.icehouse.v1.ListRequestsResponse\022V\n" +
+      "\rCancelRequest\022!.icehouse.v1.CancelReque" +
+      "stRequest\032\".icehouse.v1.CancelRequestRes" +
+      "ponseB<\n\017dev.icehouse.v1P\001Z\'icehouse.dev" +
+      "/api/icehouse/v1;icehousev1b\006proto3"
     };
     descriptor = com.google.protobuf.Descriptors.FileDescriptor
       .internalBuildGeneratedFileFrom(descriptorData,
@@ -185,6 +186,7 @@ public final class ServerServiceOuterClass {
           com.google.protobuf.TimestampProto.getDescriptor(),
           dev.icehouse.v1.CacheStatsOuterClass.getDescriptor(),
           dev.icehouse.v1.EngineStatsOuterClass.getDescriptor(),
+          dev.icehouse.v1.GroupStatsOuterClass.getDescriptor(),
           dev.icehouse.v1.SlowRequestOuterClass.getDescriptor(),
           dev.icehouse.v1.TenantStatsOuterClass.getDescriptor(),
         });
@@ -241,7 +243,7 @@ public final class ServerServiceOuterClass {
     internal_static_icehouse_v1_ServerStats_fieldAccessorTable = new
       com.google.protobuf.GeneratedMessageV3.FieldAccessorTable(
         internal_static_icehouse_v1_ServerStats_descriptor,
-        new java.lang.String[] { "CollectTime", "Engine", "Cache", "SlowestRequests", "Tenants", "Models", });
+        new java.lang.String[] { "CollectTime", "Engine", "Cache", "SlowestRequests", "Tenants", "Models", "Group", });
     internal_static_icehouse_v1_ModelStats_descriptor =
       getDescriptor().getMessageTypes().get(9);
     internal_static_icehouse_v1_ModelStats_fieldAccessorTable = new
@@ -282,6 +284,7 @@ public final class ServerServiceOuterClass {
     com.google.protobuf.TimestampProto.getDescriptor();
     dev.icehouse.v1.CacheStatsOuterClass.getDescriptor();
     dev.icehouse.v1.EngineStatsOuterClass.getDescriptor();
+    dev.icehouse.v1.GroupStatsOuterClass.getDescriptor();
     dev.icehouse.v1.SlowRequestOuterClass.getDescriptor();
     dev.icehouse.v1.TenantStatsOuterClass.getDescriptor();
   }

@@ -355,6 +355,44 @@ private static final long serialVersionUID = 0L;
     return models_.get(index);
   }
 
+  public static final int GROUP_FIELD_NUMBER = 7;
+  private dev.icehouse.v1.GroupStats group_;
+  /**
+   * <pre>
+   * The machines of the group whose rank 0 the server is. Not set: one machine serves.
+   * </pre>
+   *
+   * <code>.icehouse.v1.GroupStats group = 7;</code>
+   * @return Whether the group field is set.
+   */
+  @java.lang.Override
+  public boolean hasGroup() {
+    return ((bitField0_ & 0x00000008) != 0);
+  }
+  /**
+   * <pre>
+   * The machines of the group whose rank 0 the server is. Not set: one machine serves.
+   * </pre>
+   *
+   * <code>.icehouse.v1.GroupStats group = 7;</code>
+   * @return The group.
+   */
+  @java.lang.Override
+  public dev.icehouse.v1.GroupStats getGroup() {
+    return group_ == null ? dev.icehouse.v1.GroupStats.getDefaultInstance() : group_;
+  }
+  /**
+   * <pre>
+   * The machines of the group whose rank 0 the server is. Not set: one machine serves.
+   * </pre>
+   *
+   * <code>.icehouse.v1.GroupStats group = 7;</code>
+   */
+  @java.lang.Override
+  public dev.icehouse.v1.GroupStatsOrBuilder getGroupOrBuilder() {
+    return group_ == null ? dev.icehouse.v1.GroupStats.getDefaultInstance() : group_;
+  }
+
   private byte memoizedIsInitialized = -1;
   @java.lang.Override
   public final boolean isInitialized() {
@@ -386,6 +424,9 @@ private static final long serialVersionUID = 0L;
     }
     for (int i = 0; i < models_.size(); i++) {
       output.writeMessage(6, models_.get(i));
+    }
+    if (((bitField0_ & 0x00000008) != 0)) {
+      output.writeMessage(7, getGroup());
     }
     getUnknownFields().writeTo(output);
   }
@@ -419,6 +460,10 @@ private static final long serialVersionUID = 0L;
     for (int i = 0; i < models_.size(); i++) {
       size += com.google.protobuf.CodedOutputStream
         .computeMessageSize(6, models_.get(i));
+    }
+    if (((bitField0_ & 0x00000008) != 0)) {
+      size += com.google.protobuf.CodedOutputStream
+        .computeMessageSize(7, getGroup());
     }
     size += getUnknownFields().getSerializedSize();
     memoizedSize = size;
@@ -456,6 +501,11 @@ private static final long serialVersionUID = 0L;
         .equals(other.getTenantsList())) return false;
     if (!getModelsList()
         .equals(other.getModelsList())) return false;
+    if (hasGroup() != other.hasGroup()) return false;
+    if (hasGroup()) {
+      if (!getGroup()
+          .equals(other.getGroup())) return false;
+    }
     if (!getUnknownFields().equals(other.getUnknownFields())) return false;
     return true;
   }
@@ -490,6 +540,10 @@ private static final long serialVersionUID = 0L;
     if (getModelsCount() > 0) {
       hash = (37 * hash) + MODELS_FIELD_NUMBER;
       hash = (53 * hash) + getModelsList().hashCode();
+    }
+    if (hasGroup()) {
+      hash = (37 * hash) + GROUP_FIELD_NUMBER;
+      hash = (53 * hash) + getGroup().hashCode();
     }
     hash = (29 * hash) + getUnknownFields().hashCode();
     memoizedHashCode = hash;
@@ -632,6 +686,7 @@ private static final long serialVersionUID = 0L;
         getSlowestRequestsFieldBuilder();
         getTenantsFieldBuilder();
         getModelsFieldBuilder();
+        getGroupFieldBuilder();
       }
     }
     @java.lang.Override
@@ -674,6 +729,11 @@ private static final long serialVersionUID = 0L;
         modelsBuilder_.clear();
       }
       bitField0_ = (bitField0_ & ~0x00000020);
+      group_ = null;
+      if (groupBuilder_ != null) {
+        groupBuilder_.dispose();
+        groupBuilder_ = null;
+      }
       return this;
     }
 
@@ -756,6 +816,12 @@ private static final long serialVersionUID = 0L;
             ? cache_
             : cacheBuilder_.build();
         to_bitField0_ |= 0x00000004;
+      }
+      if (((from_bitField0_ & 0x00000040) != 0)) {
+        result.group_ = groupBuilder_ == null
+            ? group_
+            : groupBuilder_.build();
+        to_bitField0_ |= 0x00000008;
       }
       result.bitField0_ |= to_bitField0_;
     }
@@ -891,6 +957,9 @@ private static final long serialVersionUID = 0L;
           }
         }
       }
+      if (other.hasGroup()) {
+        mergeGroup(other.getGroup());
+      }
       this.mergeUnknownFields(other.getUnknownFields());
       onChanged();
       return this;
@@ -977,6 +1046,13 @@ private static final long serialVersionUID = 0L;
               }
               break;
             } // case 50
+            case 58: {
+              input.readMessage(
+                  getGroupFieldBuilder().getBuilder(),
+                  extensionRegistry);
+              bitField0_ |= 0x00000040;
+              break;
+            } // case 58
             default: {
               if (!super.parseUnknownField(input, extensionRegistry, tag)) {
                 done = true; // was an endgroup tag
@@ -2435,6 +2511,163 @@ private static final long serialVersionUID = 0L;
         models_ = null;
       }
       return modelsBuilder_;
+    }
+
+    private dev.icehouse.v1.GroupStats group_;
+    private com.google.protobuf.SingleFieldBuilderV3<
+        dev.icehouse.v1.GroupStats, dev.icehouse.v1.GroupStats.Builder, dev.icehouse.v1.GroupStatsOrBuilder> groupBuilder_;
+    /**
+     * <pre>
+     * The machines of the group whose rank 0 the server is. Not set: one machine serves.
+     * </pre>
+     *
+     * <code>.icehouse.v1.GroupStats group = 7;</code>
+     * @return Whether the group field is set.
+     */
+    public boolean hasGroup() {
+      return ((bitField0_ & 0x00000040) != 0);
+    }
+    /**
+     * <pre>
+     * The machines of the group whose rank 0 the server is. Not set: one machine serves.
+     * </pre>
+     *
+     * <code>.icehouse.v1.GroupStats group = 7;</code>
+     * @return The group.
+     */
+    public dev.icehouse.v1.GroupStats getGroup() {
+      if (groupBuilder_ == null) {
+        return group_ == null ? dev.icehouse.v1.GroupStats.getDefaultInstance() : group_;
+      } else {
+        return groupBuilder_.getMessage();
+      }
+    }
+    /**
+     * <pre>
+     * The machines of the group whose rank 0 the server is. Not set: one machine serves.
+     * </pre>
+     *
+     * <code>.icehouse.v1.GroupStats group = 7;</code>
+     */
+    public Builder setGroup(dev.icehouse.v1.GroupStats value) {
+      if (groupBuilder_ == null) {
+        if (value == null) {
+          throw new NullPointerException();
+        }
+        group_ = value;
+      } else {
+        groupBuilder_.setMessage(value);
+      }
+      bitField0_ |= 0x00000040;
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * The machines of the group whose rank 0 the server is. Not set: one machine serves.
+     * </pre>
+     *
+     * <code>.icehouse.v1.GroupStats group = 7;</code>
+     */
+    public Builder setGroup(
+        dev.icehouse.v1.GroupStats.Builder builderForValue) {
+      if (groupBuilder_ == null) {
+        group_ = builderForValue.build();
+      } else {
+        groupBuilder_.setMessage(builderForValue.build());
+      }
+      bitField0_ |= 0x00000040;
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * The machines of the group whose rank 0 the server is. Not set: one machine serves.
+     * </pre>
+     *
+     * <code>.icehouse.v1.GroupStats group = 7;</code>
+     */
+    public Builder mergeGroup(dev.icehouse.v1.GroupStats value) {
+      if (groupBuilder_ == null) {
+        if (((bitField0_ & 0x00000040) != 0) &&
+          group_ != null &&
+          group_ != dev.icehouse.v1.GroupStats.getDefaultInstance()) {
+          getGroupBuilder().mergeFrom(value);
+        } else {
+          group_ = value;
+        }
+      } else {
+        groupBuilder_.mergeFrom(value);
+      }
+      if (group_ != null) {
+        bitField0_ |= 0x00000040;
+        onChanged();
+      }
+      return this;
+    }
+    /**
+     * <pre>
+     * The machines of the group whose rank 0 the server is. Not set: one machine serves.
+     * </pre>
+     *
+     * <code>.icehouse.v1.GroupStats group = 7;</code>
+     */
+    public Builder clearGroup() {
+      bitField0_ = (bitField0_ & ~0x00000040);
+      group_ = null;
+      if (groupBuilder_ != null) {
+        groupBuilder_.dispose();
+        groupBuilder_ = null;
+      }
+      onChanged();
+      return this;
+    }
+    /**
+     * <pre>
+     * The machines of the group whose rank 0 the server is. Not set: one machine serves.
+     * </pre>
+     *
+     * <code>.icehouse.v1.GroupStats group = 7;</code>
+     */
+    public dev.icehouse.v1.GroupStats.Builder getGroupBuilder() {
+      bitField0_ |= 0x00000040;
+      onChanged();
+      return getGroupFieldBuilder().getBuilder();
+    }
+    /**
+     * <pre>
+     * The machines of the group whose rank 0 the server is. Not set: one machine serves.
+     * </pre>
+     *
+     * <code>.icehouse.v1.GroupStats group = 7;</code>
+     */
+    public dev.icehouse.v1.GroupStatsOrBuilder getGroupOrBuilder() {
+      if (groupBuilder_ != null) {
+        return groupBuilder_.getMessageOrBuilder();
+      } else {
+        return group_ == null ?
+            dev.icehouse.v1.GroupStats.getDefaultInstance() : group_;
+      }
+    }
+    /**
+     * <pre>
+     * The machines of the group whose rank 0 the server is. Not set: one machine serves.
+     * </pre>
+     *
+     * <code>.icehouse.v1.GroupStats group = 7;</code>
+     */
+    private com.google.protobuf.SingleFieldBuilderV3<
+        dev.icehouse.v1.GroupStats, dev.icehouse.v1.GroupStats.Builder, dev.icehouse.v1.GroupStatsOrBuilder> 
+        getGroupFieldBuilder() {
+      if (groupBuilder_ == null) {
+        groupBuilder_ = new com.google.protobuf.SingleFieldBuilderV3<
+            dev.icehouse.v1.GroupStats, dev.icehouse.v1.GroupStats.Builder, dev.icehouse.v1.GroupStatsOrBuilder>(
+                getGroup(),
+                getParentForChildren(),
+                isClean());
+        group_ = null;
+      }
+      return groupBuilder_;
     }
     @java.lang.Override
     public final Builder setUnknownFields(

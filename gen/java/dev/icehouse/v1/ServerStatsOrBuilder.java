@@ -230,4 +230,31 @@ public interface ServerStatsOrBuilder extends
    */
   dev.icehouse.v1.ModelStatsOrBuilder getModelsOrBuilder(
       int index);
+
+  /**
+   * <pre>
+   * The machines of the group whose rank 0 the server is. Not set: one machine serves.
+   * </pre>
+   *
+   * <code>.icehouse.v1.GroupStats group = 7;</code>
+   * @return Whether the group field is set.
+   */
+  boolean hasGroup();
+  /**
+   * <pre>
+   * The machines of the group whose rank 0 the server is. Not set: one machine serves.
+   * </pre>
+   *
+   * <code>.icehouse.v1.GroupStats group = 7;</code>
+   * @return The group.
+   */
+  dev.icehouse.v1.GroupStats getGroup();
+  /**
+   * <pre>
+   * The machines of the group whose rank 0 the server is. Not set: one machine serves.
+   * </pre>
+   *
+   * <code>.icehouse.v1.GroupStats group = 7;</code>
+   */
+  dev.icehouse.v1.GroupStatsOrBuilder getGroupOrBuilder();
 }

@@ -19,6 +19,92 @@ else:
 DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
+class CompareRequest(_message.Message):
+    """What a machine that is to be a rank knows of itself."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class FactsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    RANK_FIELD_NUMBER: _builtins.int
+    WORLD_FIELD_NUMBER: _builtins.int
+    FACTS_FIELD_NUMBER: _builtins.int
+    PADDING_FIELD_NUMBER: _builtins.int
+    rank: _builtins.int
+    """Its rank."""
+    world: _builtins.int
+    """Ranks of the group, by its file of hosts."""
+    padding: _builtins.bytes
+    """Whatever: to see how long it takes."""
+    @_builtins.property
+    def facts(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """What must be equal on all ranks, as far as it knows."""
+
+    def __init__(
+        self,
+        *,
+        rank: _builtins.int = ...,
+        world: _builtins.int = ...,
+        facts: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        padding: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["facts", b"facts", "padding", b"padding", "rank", b"rank", "world", b"world"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CompareRequest: _TypeAlias = CompareRequest  # noqa: Y015
+
+@_typing.final
+class CompareResponse(_message.Message):
+    """How that compares with rank 0."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DIFFERENCE_FIELD_NUMBER: _builtins.int
+    WALL_TIME_FIELD_NUMBER: _builtins.int
+    PADDING_FIELD_NUMBER: _builtins.int
+    difference: _builtins.str
+    """The first difference, for people. Empty: there is none."""
+    wall_time: _builtins.float
+    """Rank 0's clock, in seconds since 1970."""
+    padding: _builtins.bytes
+    """As many bytes as came."""
+    def __init__(
+        self,
+        *,
+        difference: _builtins.str = ...,
+        wall_time: _builtins.float = ...,
+        padding: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["difference", b"difference", "padding", b"padding", "wall_time", b"wall_time"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CompareResponse: _TypeAlias = CompareResponse  # noqa: Y015
+
+@_typing.final
 class FollowRequest(_message.Message):
     """A follower's report."""
 
@@ -157,6 +243,7 @@ class Heartbeat(_message.Message):
     SILENCES_FIELD_NUMBER: _builtins.int
     HUNG_READ_COUNT_FIELD_NUMBER: _builtins.int
     STALL_S_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
     hung_read_count: _builtins.int
     """Reads that were abandoned and from which the medium has not returned."""
     stall_s: _builtins.float
@@ -165,20 +252,115 @@ class Heartbeat(_message.Message):
     def silences(self) -> _containers.RepeatedCompositeFieldContainer[Global___Silence]:
         """Reads under way."""
 
+    @_builtins.property
+    def rank(self) -> Global___RankReport:
+        """How the rank does, for those who watch the group."""
+
     def __init__(
         self,
         *,
         silences: _abc.Iterable[Global___Silence] | None = ...,
         hung_read_count: _builtins.int = ...,
         stall_s: _builtins.float = ...,
+        rank: Global___RankReport | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["rank", b"rank"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["hung_read_count", b"hung_read_count", "silences", b"silences", "stall_s", b"stall_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hung_read_count", b"hung_read_count", "rank", b"rank", "silences", b"silences", "stall_s", b"stall_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Heartbeat: _TypeAlias = Heartbeat  # noqa: Y015
+
+@_typing.final
+class RankReport(_message.Message):
+    """How a follower does."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ORDER_TOTAL_FIELD_NUMBER: _builtins.int
+    ACTIVE_MEMORY_BYTES_FIELD_NUMBER: _builtins.int
+    SSD_FIELD_NUMBER: _builtins.int
+    SSD_TROUBLE_FIELD_NUMBER: _builtins.int
+    order_total: _builtins.int
+    """Orders that it has carried out; with the first one it has loaded its part of the model."""
+    active_memory_bytes: _builtins.int
+    """Memory in use on its device."""
+    ssd_trouble: _builtins.str
+    """What is wrong with the tier. Empty: nothing is known to be."""
+    @_builtins.property
+    def ssd(self) -> Global___TierReport:
+        """Its SSD tier. Not set: it has none, or the tier has not told its numbers yet."""
+
+    def __init__(
+        self,
+        *,
+        order_total: _builtins.int = ...,
+        active_memory_bytes: _builtins.int = ...,
+        ssd: Global___TierReport | None = ...,
+        ssd_trouble: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ssd", b"ssd"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_memory_bytes", b"active_memory_bytes", "order_total", b"order_total", "ssd", b"ssd", "ssd_trouble", b"ssd_trouble"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RankReport: _TypeAlias = RankReport  # noqa: Y015
+
+@_typing.final
+class TierReport(_message.Message):
+    """Numbers of an SSD tier, as `icehouse.v1.RankTierStats` has them."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    LIMIT_BYTES_FIELD_NUMBER: _builtins.int
+    WRITTEN_BLOCK_TOTAL_FIELD_NUMBER: _builtins.int
+    WRITTEN_BYTE_TOTAL_FIELD_NUMBER: _builtins.int
+    DROPPED_BLOCK_TOTAL_FIELD_NUMBER: _builtins.int
+    READ_BYTE_TOTAL_FIELD_NUMBER: _builtins.int
+    EVICTED_BLOCK_TOTAL_FIELD_NUMBER: _builtins.int
+    DAMAGED_BLOCK_TOTAL_FIELD_NUMBER: _builtins.int
+    block_count: _builtins.int
+    """Blocks of the model."""
+    size_bytes: _builtins.int
+    """Bytes of all blocks."""
+    limit_bytes: _builtins.int
+    """What they may take."""
+    written_block_total: _builtins.int
+    """Blocks that were written."""
+    written_byte_total: _builtins.int
+    """Their bytes."""
+    dropped_block_total: _builtins.int
+    """Blocks that were to be written and were not."""
+    read_byte_total: _builtins.int
+    """Bytes that were read."""
+    evicted_block_total: _builtins.int
+    """Blocks that were removed to stay within the limits."""
+    damaged_block_total: _builtins.int
+    """Blocks that were damaged or missing."""
+    def __init__(
+        self,
+        *,
+        block_count: _builtins.int = ...,
+        size_bytes: _builtins.int = ...,
+        limit_bytes: _builtins.int = ...,
+        written_block_total: _builtins.int = ...,
+        written_byte_total: _builtins.int = ...,
+        dropped_block_total: _builtins.int = ...,
+        read_byte_total: _builtins.int = ...,
+        evicted_block_total: _builtins.int = ...,
+        damaged_block_total: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_count", b"block_count", "damaged_block_total", b"damaged_block_total", "dropped_block_total", b"dropped_block_total", "evicted_block_total", b"evicted_block_total", "limit_bytes", b"limit_bytes", "read_byte_total", b"read_byte_total", "size_bytes", b"size_bytes", "written_block_total", b"written_block_total", "written_byte_total", b"written_byte_total"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TierReport: _TypeAlias = TierReport  # noqa: Y015
 
 @_typing.final
 class Silence(_message.Message):

@@ -41,6 +41,11 @@ class GroupServiceStub(object):
                 request_serializer=icehouse_dot_group_dot_v1_dot_group__service__pb2.FollowRequest.SerializeToString,
                 response_deserializer=icehouse_dot_group_dot_v1_dot_group__service__pb2.FollowResponse.FromString,
                 _registered_method=True)
+        self.Compare = channel.unary_unary(
+                '/icehouse.group.v1.GroupService/Compare',
+                request_serializer=icehouse_dot_group_dot_v1_dot_group__service__pb2.CompareRequest.SerializeToString,
+                response_deserializer=icehouse_dot_group_dot_v1_dot_group__service__pb2.CompareResponse.FromString,
+                _registered_method=True)
 
 
 class GroupServiceServicer(object):
@@ -56,6 +61,13 @@ class GroupServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Compare(self, request, context):
+        """Compares a machine with rank 0, for `icehouse doctor`: nothing of the group changes.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_GroupServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -63,6 +75,11 @@ def add_GroupServiceServicer_to_server(servicer, server):
                     servicer.Follow,
                     request_deserializer=icehouse_dot_group_dot_v1_dot_group__service__pb2.FollowRequest.FromString,
                     response_serializer=icehouse_dot_group_dot_v1_dot_group__service__pb2.FollowResponse.SerializeToString,
+            ),
+            'Compare': grpc.unary_unary_rpc_method_handler(
+                    servicer.Compare,
+                    request_deserializer=icehouse_dot_group_dot_v1_dot_group__service__pb2.CompareRequest.FromString,
+                    response_serializer=icehouse_dot_group_dot_v1_dot_group__service__pb2.CompareResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -94,6 +111,33 @@ class GroupService(object):
             '/icehouse.group.v1.GroupService/Follow',
             icehouse_dot_group_dot_v1_dot_group__service__pb2.FollowRequest.SerializeToString,
             icehouse_dot_group_dot_v1_dot_group__service__pb2.FollowResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Compare(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/icehouse.group.v1.GroupService/Compare',
+            icehouse_dot_group_dot_v1_dot_group__service__pb2.CompareRequest.SerializeToString,
+            icehouse_dot_group_dot_v1_dot_group__service__pb2.CompareResponse.FromString,
             options,
             channel_credentials,
             insecure,

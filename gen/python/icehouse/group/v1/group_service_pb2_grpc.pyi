@@ -39,6 +39,8 @@ class GroupServiceStub:
     """One call for each follower, for as long as the group lives. The follower introduces itself, then carries out
     its orders in their sequence, and reports.
     """
+    Compare: _grpc.UnaryUnaryMultiCallable[_group_service_pb2.CompareRequest, _group_service_pb2.CompareResponse]
+    """Compares a machine with rank 0, for `icehouse doctor`: nothing of the group changes."""
 
 @_typing.type_check_only
 class GroupServiceAsyncStub(GroupServiceStub):
@@ -51,6 +53,8 @@ class GroupServiceAsyncStub(GroupServiceStub):
     """One call for each follower, for as long as the group lives. The follower introduces itself, then carries out
     its orders in their sequence, and reports.
     """
+    Compare: _aio.UnaryUnaryMultiCallable[_group_service_pb2.CompareRequest, _group_service_pb2.CompareResponse]  # type: ignore[assignment]
+    """Compares a machine with rank 0, for `icehouse doctor`: nothing of the group changes."""
 
 class GroupServiceServicer(metaclass=_abc_1.ABCMeta):
     """What the ranks of a tensor-parallel group say to each other. Rank 0 serves callers and decides everything; the
@@ -66,5 +70,13 @@ class GroupServiceServicer(metaclass=_abc_1.ABCMeta):
         """One call for each follower, for as long as the group lives. The follower introduces itself, then carries out
         its orders in their sequence, and reports.
         """
+
+    @_abc_1.abstractmethod
+    def Compare(
+        self,
+        request: _group_service_pb2.CompareRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_group_service_pb2.CompareResponse, _abc.Awaitable[_group_service_pb2.CompareResponse]]:
+        """Compares a machine with rank 0, for `icehouse doctor`: nothing of the group changes."""
 
 def add_GroupServiceServicer_to_server(servicer: GroupServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

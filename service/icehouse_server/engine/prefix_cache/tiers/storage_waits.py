@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from icehouse_server.averages import MovingAverage
 from icehouse_server.clock import Clock
-from icehouse_server.storage.api import STALL_LIMIT_S, ColdTier, Failure, Found, Ticket, Trouble
+from icehouse_server.storage.api import STALL_LIMIT_S, ColdTier, Failure, Found, Ticket, Trouble, hang_detail
 
 _log = logging.getLogger("icehouse.engine")
 
@@ -175,16 +175,7 @@ class StorageWaits:
 
     def hang_detail(self) -> str:
         """Say which part of the tier does not answer, and what follows; empty where all is well."""
-        if self.storage is None:
-            return ""
-        parts = []
-        if self.storage.hung_read_count:
-            parts.append(f"{self.storage.hung_read_count} reads hang; prompts are computed until they return")
-        if self.is_stalled:
-            parts.append(
-                f"the storage thread hangs for {self.storage.stall_s:.0f} s; nothing is written meanwhile"
-            )
-        return f"The disk does not answer: {'; '.join(parts)}" if parts else ""
+        return "" if self.storage is None else hang_detail(self.storage)
 
     def _end(self, ticket: Ticket[Any], outcome: object) -> None:
         for wait in self._waiting.pop(ticket, ()):

@@ -1,0 +1,85 @@
+"""Leading: what must be alike on all ranks, and the numbers of rank 0 beside the others'."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from icehouse.group.v1 import group_service_pb2 as group
+from icehouse_server.bootstrap.group.leading import LeaderParts, group_facts
+from icehouse_server.config import Config
+from icehouse_server.device import Backend, Device
+from icehouse_server.domain.cache_stats import CacheStats, DiskStats, SpillStats, TierStats
+from icehouse_server.domain.stats import EngineStats, RankState
+from icehouse_server.engine.runner.identity.fingerprint import ModelFingerprint
+from icehouse_server.group.membership import Membership, difference
+from icehouse_server.storage.api import STALL_LIMIT_S
+
+from tests.fixtures.storage.blocks import FINGERPRINT
+from tests.fixtures.storage.memory_tier import MemoryTier
+from tests.fixtures.storage.storage_thread import ManualClock
+from tests.system.mesh.envoy import free_ports
+
+ENGINE = EngineStats(active_memory_bytes=5)
+CACHE = CacheStats(
+    ssd=TierStats(block_count=2, size_bytes=3),
+    spill=SpillStats(persisted_block_total=4),
+    disk=DiskStats(),
+)
+
+
+def test_ranks_of_different_kinds_of_device_do_not_fit() -> None:
+    code: Any = None
+    fingerprint = ModelFingerprint(FINGERPRINT, {}, code)
+    facts = [
+        group_facts(Config(), fingerprint, dtype="bfloat16", device=Device(name, backend))
+        for name, backend in (("M4", Backend.METAL), ("M3", Backend.METAL), ("H100", Backend.CUDA))
+    ]
+    assert difference(facts[0], facts[1]) == ""
+    told = difference(facts[0], facts[2])
+    assert told == "the kind of device is cuda there and metal on rank 0"
+
+
+@pytest.fixture
+def parts() -> Iterator[LeaderParts]:
+    ring = (("127.0.0.1:5000",), ("127.0.0.1:5001",))
+    membership = Membership(0, ring, f"127.0.0.1:{free_ports(1)[0]}")
+    router: Any = None
+    made = LeaderParts(membership, Config(), memory_limit_bytes=7, clock=ManualClock(), router=router)
+    made.start({})
+    yield made
+    assert made._server is not None
+    made._server.stop(timeout_s=0)
+
+
+def test_rank_0_is_the_first_of_them(parts: LeaderParts) -> None:
+    loading = parts.stats(None, None)
+    assert loading.rank_count == 2
+    assert [(rank.rank, rank.state) for rank in loading.ranks] == [
+        (0, RankState.LOADING),
+        (1, RankState.MISSING),
+    ]
+    parts.open_tier(lambda post: MemoryTier(clock=ManualClock(), post=post), post=lambda outcome: None)
+    own = parts.stats(ENGINE, CACHE).ranks[0]
+    assert (own.state, own.active_memory_bytes, own.memory_limit_bytes) == (RankState.READY, 5, 7)
+    assert own.ssd is not None
+    assert (own.ssd.block_count, own.ssd.size_bytes, own.ssd.written_block_total) == (2, 3, 4)
+    assert own.report_age_s is None and own.behind_order_count == 0
+
+
+def test_without_an_ssd_tier_rank_0_has_none(parts: LeaderParts) -> None:
+    assert parts.stats(ENGINE, CACHE).ranks[0].ssd is None
+
+
+def test_trouble_is_told_of_the_rank_that_has_it(parts: LeaderParts) -> None:
+    own = MemoryTier(clock=ManualClock(), post=lambda outcome: None)
+    tier: Any = parts.open_tier(lambda post: own, post=lambda outcome: None)
+    tier.report(1, group.FollowRequest(heartbeat=group.Heartbeat(stall_s=2 * STALL_LIMIT_S)))
+    assert tier.stall_s == 2 * STALL_LIMIT_S
+    assert parts.stats(ENGINE, CACHE).ranks[0].ssd_trouble == ""
+    full = dataclasses.replace(CACHE, disk=DiskStats(writes_off_detail="it is full"))
+    assert parts.stats(ENGINE, full).ranks[0].ssd_trouble == "it is full"
+    own.stall_s = STALL_LIMIT_S
+    assert "The disk does not answer" in parts.stats(ENGINE, full).ranks[0].ssd_trouble
