@@ -272,5 +272,5 @@ def identified(
         source = dataclasses.replace(source, code=fingerprint.code)
     if leader is None:
         return source, fingerprint
-    leader.start(group_facts(config, fingerprint, dtype=source.dtype))
+    leader.start(group_facts(config, fingerprint, source))
     return source, with_rank(fingerprint, leader.membership)

@@ -48,7 +48,7 @@ def follow(
         clock=clock,
         rank=Rank(lambda: named_ranks(membership.ring, membership.rank)),
     )
-    facts = group_facts(config, fingerprint, dtype=source.dtype)
+    facts = group_facts(config, fingerprint, source)
     client = GroupClient(
         membership, facts, tls=tls_of(config.security), memory_limit_bytes=settings.memory_limit_bytes
     )
