@@ -50,9 +50,6 @@ def check_shardable(model: ModelSource, config: Config) -> None:
         ("models", bool(config.models)),
         ("model.draft_model", config.model.draft_model is not None),
         ("cache.shared_url", config.cache.shared_url is not None),
-        # Each directory has a secret of its own in its blocks' names, which are rank 0's everywhere.
-        ("cache.key_file", config.cache.key_file is not None),
-        ("cache.key_command", config.cache.key_command is not None),
     ):
         if is_set:
             raise ConfigError(
@@ -134,7 +131,9 @@ class LeaderParts:
         leave_later(1)
 
 
-def group_facts(config: Config, fingerprint: ModelFingerprint, source: ModelSource) -> dict[str, str]:
+def group_facts(
+    config: Config, fingerprint: ModelFingerprint, source: ModelSource, *, key_id: str
+) -> dict[str, str]:
     """Return what must be equal on all ranks."""
     adapters = [f"{adapter.name}={adapter.digest.hex()[:16]}" for adapter in source.adapters]
     return {
@@ -143,6 +142,7 @@ def group_facts(config: Config, fingerprint: ModelFingerprint, source: ModelSour
         "model.adapters": ",".join(adapters),
         "dtype": source.dtype or "stored",
         "cache.block_token_count": str(config.cache.block_token_count),
+        "the key of the cache": key_id,
         "cache.kv_bits": str(config.cache.kv_bits),
         "cache.ssd_enabled": str(config.cache.has_ssd),
         "engine.attention": config.engine.attention,

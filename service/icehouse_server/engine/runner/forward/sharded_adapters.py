@@ -109,5 +109,5 @@ def _over(layer: Any, lora: Any, group: Any) -> Any:
     # The layer below does not sum by itself then.
     bias = layer.pop("bias", None)
     del lora.linear["bias"]
-    lora.linear.update(layer.parameters())
+    lora.linear.update(layer.parameters())  # type: ignore[no-untyped-call]
     return SummedLinear(lora, bias, group)
