@@ -11,7 +11,6 @@ from icehouse.v1 import inference_service_pb2 as messages
 
 from tests.fixtures.models import tiny_model_dir
 from tests.fixtures.models.adapters import tiny_adapter_dir
-from tests.fixtures.models.configs import SHARDED
 from tests.fixtures.patience import BOUND_S
 from tests.fixtures.whole_server import whole_server
 from tests.system.group.rank_group import RankGroup, question
@@ -63,7 +62,7 @@ def adapters_of(folder: Path, parent: Path, *kinds: str) -> str:
     return ",".join(f"{name}={path}" for name, path in zip(NAMES[1:], paths, strict=True))
 
 
-@pytest.mark.parametrize("architecture", SHARDED)
+@pytest.mark.parametrize("architecture", ["llama", "gpt_oss", "deepseek_v3", "qwen3_moe"])
 def test_each_adapter_says_what_one_process_says_from_every_tier(architecture: str, tmp_path: Path) -> None:
     folder = tiny_model_dir(tmp_path, architecture)
     adapters = adapters_of(folder, tmp_path, "lora", "full" if architecture == "llama" else "lora")
