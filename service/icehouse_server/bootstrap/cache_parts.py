@@ -88,15 +88,15 @@ class SsdParts:
     cipher: Cipher | None
 
 
-def open_ssd(config: CacheConfig, *, device: Device, clock: Clock) -> SsdParts | None:
+def open_ssd(whole: Config, *, device: Device, clock: Clock) -> SsdParts | None:
     """Wire the SSD tier; None without one. `ModelTiers.start` locks and opens the directory.
 
     With a key its data key is fetched here, since names and fingerprints depend on it; raises StartError.
     """
+    config, files = whole.cache, Files()
     if not config.has_ssd:
         return None
-    files = Files()
-    cipher = open_cipher(config, files)
+    cipher = open_cipher(config, files, in_group=whole.group.hosts is not None)
     settings = StorageSettings(
         directory=str(config.block_directory),
         limit_bytes=config.ssd_bytes,
@@ -110,6 +110,23 @@ def open_ssd(config: CacheConfig, *, device: Device, clock: Clock) -> SsdParts |
         codec=codec_on(device, Codec(config.codec)),
     )
     return SsdParts(_make_tiers(config, settings, files=files, clock=clock, cipher=cipher), cipher)
+
+
+def key_id_of(ssd: SsdParts | None) -> str:
+    """Return which data key blocks are encrypted under; not secret."""
+    return "none" if ssd is None or ssd.cipher is None else ssd.cipher.key_id.hex()
+
+
+def with_key(fingerprint: ModelFingerprint, cipher: Cipher | None) -> ModelFingerprint:
+    """Return what blocks are filed under: apart where they are encrypted, so that nobody takes them for what
+    another key can open."""
+    if cipher is None:
+        return fingerprint
+    return dataclasses.replace(
+        fingerprint,
+        value=encrypted_fingerprint(fingerprint.value, cipher.key_id),
+        details={**fingerprint.details, KEY_DETAIL: cipher.key_id.hex()},
+    )
 
 
 def _share_beside_decode(device: Device) -> float:
@@ -130,11 +147,9 @@ def build_cache_parts(
     """Wire one model's cache. `as_group` makes of this rank's tier the whole group's. Raises StartError where
     a model with the same fingerprint is open."""
     cipher = None if ssd is None else ssd.cipher
-    # Under a key blocks are filed apart, so that nobody takes them for what another key can open.
-    filed_as = encrypted_fingerprint(fingerprint.value, cipher.key_id) if cipher else fingerprint.value
-    details = {**fingerprint.details, **({KEY_DETAIL: cipher.key_id.hex()} if cipher else {})}
+    filed_as = with_key(fingerprint, cipher)
     settings = PrefixSettings(
-        fingerprint=filed_as,
+        fingerprint=filed_as.value,
         name_secret=cipher.name_secret if cipher else b"",
         block_token_count=config.block_token_count,
         is_enabled=config.enabled,
@@ -152,7 +167,7 @@ def build_cache_parts(
     )
 
     def open_own(post: _Post) -> ColdTier | None:
-        return None if ssd is None else ssd.tiers.open(filed_as, details, post)
+        return None if ssd is None else ssd.tiers.open(filed_as.value, filed_as.details, post)
 
     storage = open_own(post) if as_group is None else as_group(open_own, post)
     return CacheParts(settings=settings, adopt_budget_s=config.adopt_budget_ms / 1000, storage=storage)
@@ -262,7 +277,13 @@ def fingerprint_of(path: Path, config: Config, *, dtype: str, digests: DigestBoo
 
 
 def identified(
-    source: ModelSource, config: Config, *, device: Device, clock: Clock, leader: LeaderParts | None
+    source: ModelSource,
+    config: Config,
+    ssd: SsdParts | None,
+    *,
+    device: Device,
+    clock: Clock,
+    leader: LeaderParts | None,
 ) -> tuple[ModelSource, ModelFingerprint]:
     """Return the model with its fingerprint, of rank 0's part where it leads a group. It
     listens for the others then; raises StartError."""
@@ -272,5 +293,5 @@ def identified(
         source = dataclasses.replace(source, code=fingerprint.code)
     if leader is None:
         return source, fingerprint
-    leader.start(group_facts(config, fingerprint, dtype=source.dtype, device=device))
+    leader.start(group_facts(config, fingerprint, source, device=device, key_id=key_id_of(ssd)))
     return source, with_rank(fingerprint, leader.membership)

@@ -162,7 +162,7 @@ class EngineParts:
     @classmethod
     def of(cls, config: Config, device: Device, clock: Clock) -> EngineParts:
         """Wire them; raises StartError."""
-        ssd = open_ssd(config.cache, device=device, clock=clock)
+        ssd = open_ssd(config, device=device, clock=clock)
         budget = MemoryBudget(memory_limit(config.engine.memory_limit_bytes, device))
         telemetry, kv_events = TelemetryParts(config), KvEventParts(config, clock)
         inference, are_several = InferenceThread(clock), bool(config.models)
@@ -283,7 +283,7 @@ def open_engine(
     source = model_source(config, model, dtype=weights_dtype(config.model, device))
     text = parts.texts.read(source, functools.partial(grammar_compiler, config, source))
     tokenizer = text.tokenizer
-    source, fingerprint = identified(source, config, device=device, clock=clock, leader=leader)
+    source, fingerprint = identified(source, config, parts.ssd, device=device, clock=clock, leader=leader)
     limits = engine_limits(config, device)
     mailbox: Mailbox[Message] = Mailbox(limit=config.engine.mailbox_limit, changed=parts.inference.changed)
     runner = build_runner(

@@ -31,8 +31,9 @@ if TYPE_CHECKING:
 _log = logging.getLogger("icehouse.boot")
 
 
-def open_cipher(cache: CacheConfig, files: Files) -> Cipher | None:
-    """Return what a server encrypts its blocks with; None when no key is configured.
+def open_cipher(cache: CacheConfig, files: Files, *, in_group: bool = False) -> Cipher | None:
+    """Return what a server encrypts its blocks with; None when no key is configured. The ranks of a group
+    share a data key, since the names of rank 0's blocks are those of all.
 
     Makes the directory and its data key at the first start. Raises StartError: better no server
     than one that writes prompts in the clear where a key was configured.
@@ -42,7 +43,7 @@ def open_cipher(cache: CacheConfig, files: Files) -> Cipher | None:
     data_keys, master_key = encryption(), read_master_key(cache)
     assert master_key is not None, "an encrypted cache has a key"
     paths = StorePaths(str(cache.block_directory.absolute()))
-    is_shared = cache.shared_url is not None
+    is_shared = cache.shared_url is not None or in_group
 
     def open_key() -> Any:
         lock = take_lock(files, paths)

@@ -8,7 +8,13 @@ import signal
 import threading
 from typing import NoReturn
 
-from icehouse_server.bootstrap.cache_parts import fingerprint_of, open_digests, open_ssd
+from icehouse_server.bootstrap.cache_parts import (
+    fingerprint_of,
+    key_id_of,
+    open_digests,
+    open_ssd,
+    with_key,
+)
 from icehouse_server.bootstrap.composition import runner_settings
 from icehouse_server.bootstrap.group.leading import check_shardable, group_facts, tls_of, with_rank
 from icehouse_server.bootstrap.machine import weights_dtype
@@ -39,7 +45,6 @@ def follow(
     fingerprint = fingerprint_of(
         source.path, config, dtype=source.dtype, digests=open_digests(config.cache, clock)
     )
-    part = with_rank(fingerprint, membership)
     settings = runner_settings(config, device)
     runner = ModelRunner(
         source=source,
@@ -48,12 +53,13 @@ def follow(
         clock=clock,
         rank=Rank(lambda: named_ranks(membership.ring, membership.rank)),
     )
-    facts = group_facts(config, fingerprint, dtype=source.dtype, device=device)
+    ssd = open_ssd(config, device=device, clock=clock)
+    part = with_key(with_rank(fingerprint, membership), None if ssd is None else ssd.cipher)
+    facts = group_facts(config, fingerprint, source, device=device, key_id=key_id_of(ssd))
     client = GroupClient(
         membership, facts, tls=tls_of(config.security), memory_limit_bytes=settings.memory_limit_bytes
     )
     follower = Follower(runner, fingerprint=part.value, clock=clock, report=client.report)
-    ssd = open_ssd(config.cache, device=device, clock=clock)
     if ssd is not None:
         follower.tier = ssd.tiers.open(part.value, part.details, follower.take)
         ssd.tiers.start()

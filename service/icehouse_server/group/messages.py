@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from icehouse.group.v1 import group_service_pb2 as group
 
 from icehouse_server.domain.blocks import BlockHeader, RegionKind
-from icehouse_server.domain.ids import BlockHash, Fingerprint, SequenceId
+from icehouse_server.domain.ids import AdapterName, BlockHash, Fingerprint, SequenceId
 from icehouse_server.domain.request import LogprobsWanted, Pooling, Speculation
 from icehouse_server.domain.sampling import SamplingParams
 from icehouse_server.domain.stats import RankTierStats
@@ -22,6 +22,7 @@ def chunk_message(sequence: OpenSequence, chunk: Chunk) -> group.Chunk:
     message = group.Chunk(
         sequence_id=chunk.sequence_id,
         token_ids=chunk.token_ids,
+        adapter=chunk.adapter,
         draws=chunk.row is not None,
         next_token_ids=chunk.next_token_ids if chunk.wanted is not None else (),
         pooling=0 if chunk.pooling is None else chunk.pooling.value,
@@ -46,6 +47,7 @@ def chunk_from(message: group.Chunk) -> Chunk:
     return Chunk(
         SequenceId(message.sequence_id),
         list(message.token_ids),
+        AdapterName(message.adapter),
         row=row if message.draws else None,
         next_token_ids=list(message.next_token_ids),
         wanted=LogprobsWanted() if message.next_token_ids else None,

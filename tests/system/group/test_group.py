@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 import pytest
 from icehouse.v1 import inference_service_pb2 as messages
+from icehouse_server.bootstrap.encryption import new_key_text
 from icehouse_server.engine.runner.rank import Rank
 from icehouse_server.group.follower import Follower
 
@@ -94,12 +95,33 @@ def test_heads_that_the_ranks_do_not_divide_are_refused(tmp_path: Path) -> None:
         assert "self_attn.n_kv_heads is 3; its heads and widths must be multiples" in group.log(rank)
 
 
-def test_encrypted_blocks_are_refused(folder: Path, tmp_path: Path) -> None:
-    key = tmp_path / "key"
-    key.touch()
-    with RankGroup(folder, tmp_path, options=("--cache-key-file", str(key))) as group:
-        assert all(process.wait() != 0 for process in group.ranks)
-    assert "cache.key_file is set, which a group does not serve" in group.log(0)
+def key_file(path: Path) -> tuple[str, str]:
+    """Write a new key; return the option that names it."""
+    path.write_text(new_key_text())
+    path.chmod(0o600)
+    return "--cache-key-file", str(path)
+
+
+def test_encrypted_blocks_are_read_again_on_every_rank(
+    folder: Path, said: list[list[int]], tmp_path: Path
+) -> None:
+    with RankGroup(folder, tmp_path, options=key_file(tmp_path / "key")) as group:
+        group.serving.wait_until_serving()
+        assert tokens(group) == said
+        group.restart()
+        assert group.ask(PROMPTS[-1]).cache.ssd_tokens > 0
+        assert tokens(group) == said
+        group.stop()
+        for rank in (0, 1):
+            files = list(group.directory(rank).rglob("*.safetensors"))
+            assert files and not any(b"token_ids" in file.read_bytes() for file in files)
+
+
+def test_a_rank_with_another_key_is_refused_by_name(folder: Path, tmp_path: Path) -> None:
+    options = {rank: key_file(tmp_path / f"key-{rank}") for rank in (0, 1)}
+    with RankGroup(folder, tmp_path, rank_options=options) as group:
+        assert group.ranks[1].wait() != 0
+        assert "rank 1 does not fit: the key of the cache is" in group.log(1)
 
 
 def test_each_rank_stores_its_part(
@@ -263,8 +285,8 @@ def compute_something_else() -> None:
     """Plant a fault: this rank's last norm is not what it should be."""
     shard = Rank.shard
 
-    def damage(self: Rank, model: Any) -> int:
-        whole_count = shard(self, model)
+    def damage(self: Rank, model: Any, **options: Any) -> int:
+        whole_count = shard(self, model, **options)
         model.model.norm.weight = 1.5 * model.model.norm.weight
         return whole_count
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from icehouse_server.device import Backend, Device
 from icehouse_server.domain.cache_stats import CacheStats, DiskStats, SpillStats, TierStats
 from icehouse_server.domain.stats import EngineStats, RankState
 from icehouse_server.engine.runner.identity.fingerprint import ModelFingerprint
+from icehouse_server.engine.runner.model_loader import ModelSource
 from icehouse_server.group.membership import Membership, difference
 from icehouse_server.storage.api import STALL_LIMIT_S
 
@@ -33,8 +35,9 @@ CACHE = CacheStats(
 def test_ranks_of_different_kinds_of_device_do_not_fit() -> None:
     code: Any = None
     fingerprint = ModelFingerprint(FINGERPRINT, {}, code)
+    source = ModelSource(Path("model"), "tiny")
     facts = [
-        group_facts(Config(), fingerprint, dtype="bfloat16", device=Device(name, backend))
+        group_facts(Config(), fingerprint, source, device=Device(name, backend), key_id="")
         for name, backend in (("M4", Backend.METAL), ("M3", Backend.METAL), ("H100", Backend.CUDA))
     ]
     assert difference(facts[0], facts[1]) == ""

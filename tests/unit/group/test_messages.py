@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from icehouse.group.v1 import group_service_pb2 as group
 from icehouse_server.domain.blocks import BlockHeader, RegionKind
-from icehouse_server.domain.ids import BlockHash, Fingerprint, SequenceId
+from icehouse_server.domain.ids import AdapterName, BlockHash, Fingerprint, SequenceId
 from icehouse_server.domain.request import LogprobsWanted, Pooling, Speculation
 from icehouse_server.domain.sampling import SamplingParams
 from icehouse_server.engine.core.ports import Chunk, DecodeRow
@@ -48,6 +48,7 @@ CHUNKS = st.builds(
     Chunk,
     st.integers(-(2**40), 2**40).map(SequenceId),
     TOKENS.filter(bool),
+    st.text(max_size=9).map(AdapterName),
     row=st.none() | ROWS,
     next_token_ids=TOKENS,
     wanted=st.none() | st.just(LogprobsWanted()),
@@ -80,6 +81,7 @@ def test_a_chunk_has_what_a_pass_needs(chunk: Chunk, is_guessing: bool) -> None:
     come = chunk_from(sent(chunk_message(sequence, chunk)))
     assert come.sequence_id == chunk.sequence_id
     assert list(come.token_ids) == list(chunk.token_ids)
+    assert come.adapter == chunk.adapter
     assert (come.row is None) == (chunk.row is None)
     assert come.pooling == chunk.pooling
     wants = chunk.wanted is not None

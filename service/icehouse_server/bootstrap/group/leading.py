@@ -14,7 +14,7 @@ from icehouse_server.domain.cache_stats import CacheStats
 from icehouse_server.domain.model import EngineState
 from icehouse_server.domain.stats import EngineStats, GroupStats, RankState, RankStats, RankTierStats
 from icehouse_server.engine.core.refusals import rank_lost
-from icehouse_server.engine.runner.identity.fingerprint import ModelFingerprint
+from icehouse_server.engine.runner.identity.fingerprint import ModelFingerprint, read_json
 from icehouse_server.engine.runner.model_loader import ModelSource, sees_images
 from icehouse_server.engine.runner.rank import Rank
 from icehouse_server.engine.runner.runner import ModelRunner
@@ -52,12 +52,7 @@ def check_shardable(model: ModelSource, config: Config) -> None:
     for key, is_set in (
         ("models", bool(config.models)),
         ("model.draft_model", config.model.draft_model is not None),
-        ("model.adapters", bool(config.model.adapters)),
-        ("model.adapter_path", config.model.adapter_path is not None),
         ("cache.shared_url", config.cache.shared_url is not None),
-        # Each directory has a secret of its own in its blocks' names, which are rank 0's everywhere.
-        ("cache.key_file", config.cache.key_file is not None),
-        ("cache.key_command", config.cache.key_command is not None),
     ):
         if is_set:
             raise ConfigError(
@@ -65,6 +60,14 @@ def check_shardable(model: ModelSource, config: Config) -> None:
             )
     if sees_images(model.path):
         raise model_invalid(f"the model in {model.path} sees images, which a group does not serve")
+    paths = [named.path for named in config.model.adapters]
+    for path in (*paths, *filter(None, [config.model.adapter_path])):
+        config_file = Path(path).expanduser() / "adapter_config.json"
+        if read_json(config_file).get("fine_tune_type") == "dora":
+            raise model_invalid(
+                f"the adapter in {path} is a DoRA adapter, which needs the lengths of whole rows, and a rank "
+                "has parts of them; serve it on one machine, or train it as LoRA"
+            )
 
 
 class LeaderParts:
@@ -150,13 +153,16 @@ class LeaderParts:
 
 
 def group_facts(
-    config: Config, fingerprint: ModelFingerprint, *, dtype: str, device: Device
+    config: Config, fingerprint: ModelFingerprint, source: ModelSource, *, device: Device, key_id: str
 ) -> dict[str, str]:
     """Return what must be equal on all ranks."""
+    adapters = [f"{adapter.name}={adapter.digest.hex()[:16]}" for adapter in source.adapters]
     return {
         **known_facts(config, device),
         "the model": fingerprint.value.hex()[:16],
-        "dtype": dtype or "stored",
+        "model.adapters": ",".join(adapters),
+        "dtype": source.dtype or "stored",
+        "the key of the cache": key_id,
     }
 
 

@@ -372,28 +372,35 @@ def has_sinks(model: Any) -> bool:
     return any("sink" in name for name, _ in parameters_of(model))
 
 
-def attach(adapter: AdapterSource, base: LoadedModel, source: ModelSource) -> AdaptedModel:
-    """Load a LoRA adapter beside the model; raises ModelError where it does not fit it.
+def attach(
+    adapter: AdapterSource, base: LoadedModel, source: ModelSource, *, rank: Rank | None = None
+) -> AdaptedModel:
+    """Load a LoRA adapter beside the model, of a `rank` its share; raises ModelError where it does not fit.
 
     It gets a module tree of its own: a second tree of the same class is made from the folder, lazily, and
-    given the loaded model's own arrays before the adapter's layers are put in. What was not loaded twice is
-    not held twice.
+    given the loaded model's own arrays, where it is sharded once it is. What was not loaded twice is not held
+    twice.
     """
     try:
         tree, _ = mlx_lm.read_model(source.path, lazy=True, trust_remote_code=source.trust_remote_code)
-        tree.update(base.model.parameters())
+        if rank is None:
+            tree.update(base.model.parameters())
+        bare = parameters_of(tree)
         tree = mlx_lm.read_adapter(tree, str(adapter.path))
         config = read_json(adapter.path / "adapter_config.json")
         kind = str(config.get("fine_tune_type", "lora"))
         # mlx-lm lets an adapter have fewer tensors than its layers need.
         held = cast("dict[str, mx.array]", mx.load(str(adapter.path / "adapters.safetensors")))
-        missing = _own(tree, base).keys() - held.keys()
+        missing = _own(tree, bare).keys() - held.keys()
         if missing:
             raise ValueError(f"adapters.safetensors lacks {len(missing)} tensors, one is {min(missing)}")
         if source.dtype:
             convert(tree, source.dtype)
+        loaded = parameters_of(base.model)
+        if rank is not None:
+            rank.shard(tree, given={name: array for name, array in loaded if name not in held})
         tree.eval()
-        own = _own(tree, base)
+        own = _own(tree, loaded)
         mx.eval(list(own.values()))
     except Exception as error:  # mlx-lm raises whatever a folder makes it raise
         raise model_invalid(
@@ -404,13 +411,13 @@ def attach(adapter: AdapterSource, base: LoadedModel, source: ModelSource) -> Ad
         name=adapter.name,
         kind=kind,
         digest=adapter.digest,
-        parameter_count=sum(array.size for array in own.values()),
+        parameter_count=sum(array.size for array in held.values()),
         weight_bytes=sum(array.nbytes for array in own.values()),
     )
     return AdaptedModel(tree, info)
 
 
-def _own(tree: Any, base: LoadedModel) -> dict[str, mx.array]:
-    """Return the arrays of a tree that are not the model's."""
-    shared = {id(array) for _, array in parameters_of(base.model)}
+def _own(tree: Any, others: Iterable[tuple[str, mx.array]]) -> dict[str, mx.array]:
+    """Return the arrays of a tree that are none of the others."""
+    shared = {id(array) for _, array in others}
     return {name: array for name, array in parameters_of(tree) if id(array) not in shared}

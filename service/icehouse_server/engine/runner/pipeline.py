@@ -176,11 +176,15 @@ class Pipeline:
         device_number = self._device_clock.begin()
         current = DispatchedPass([], None, arrays, began_time, number, device_number, self._rank)
         logits: list[mx.array] = []
-        for adapter, own in _by_adapter(fed).items():
+        by_adapter = _by_adapter(fed)
+        for adapter, own in by_adapter.items():
             first = sum(part.shape[0] for part in logits)
             own_logits = self._forward(adapter, own, current, before, first=first)
             if own_logits is not None:
                 logits.append(own_logits)
+            if self._rank is not None and len(by_adapter) > 1:
+                # Computed together, their sums might be in another order on each rank.
+                current.dispatch()
         if logits:
             current.logits = logits[0] if len(logits) == 1 else mx.concatenate(logits)
         for sequence, chunk in parts:

@@ -6,15 +6,16 @@ passes in the same order, on the same tokens; what they draw is rank 0's.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
-from mlx.utils import tree_flatten
+from mlx.utils import tree_flatten, tree_unflatten
 
 from icehouse_server.engine.core.refusals import rank_lost
+from icehouse_server.engine.runner.forward.sharded_adapters import TakenAdapters
 from icehouse_server.errors import ModelError, model_invalid
 
 _CHECK_INTERVAL = 64
@@ -49,14 +50,19 @@ class Rank:
         with self._named_ranks() as backend:
             self._group = mx.distributed.init(strict=True, backend=backend)
 
-    def shard(self, model: Any) -> int:
+    def shard(self, model: Any, *, given: Mapping[str, mx.array] | None = None) -> int:
         """Keep this rank's share of a model whose weights are not read yet; return how many numbers the whole
-        model has. Raises ModelError."""
+        model has. Raises ModelError, or ValueError for a LoRA layer.
+
+        `given` are arrays of a share that was loaded before, by the names they have without an adapter.
+        """
         if not hasattr(model, "shard"):
             raise model_invalid(
                 f"mlx-lm cannot shard this model: {type(model).__module__} has no `shard`; serve it on one "
                 "machine"
             )
+        whole_count = _size(model)
+        adapters = TakenAdapters(model)
         before, counts = _size(model), _counts(model)
         try:
             model.shard(self._group)
@@ -70,7 +76,10 @@ class Rank:
             is_repeated = count == 1 and whole and self.world % whole == 0
             if count != whole and count * self.world != whole and not is_repeated:
                 raise self._indivisible(f"{place} is {whole}")
-        return before
+        rows = adapters.uncount(model)
+        model.update(tree_unflatten(list((given or {}).items())))
+        adapters.put_back(model, rows, self._group)
+        return whole_count
 
     def _indivisible(self, detail: str) -> ModelError:
         return model_invalid(

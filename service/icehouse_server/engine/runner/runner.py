@@ -169,7 +169,7 @@ class ModelRunner:
             self._images = ImageFeatures(loaded.tower, limit_bytes=limit_bytes, clock=self._clock)
         adapted: list[model_loader.AdaptedModel] = []
         for adapter in self._source.adapters:
-            adapted.append(model_loader.attach(adapter, loaded, self._source))
+            adapted.append(model_loader.attach(adapter, loaded, self._source, rank=self._rank))
             yield None
         if self._settings.is_memory_wired:
             mlx_lm.wire_memory()

@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx_lm.models.llama
 import pytest
+from icehouse_server.clock import SystemClock
+from icehouse_server.domain.ids import AdapterName, SequenceId
+from icehouse_server.engine.core.device_clock import DeviceClock
+from icehouse_server.engine.core.ports import Chunk
+from icehouse_server.engine.kv.pass_clock import PassClock
+from icehouse_server.engine.runner.decoding import DispatchedPass, OpenSequence
+from icehouse_server.engine.runner.forward.forward_pass import PassOutput
+from icehouse_server.engine.runner.forward.row import Row, Share
+from icehouse_server.engine.runner.pipeline import Pipeline
 from icehouse_server.engine.runner.rank import Rank
 from icehouse_server.errors import ModelError, Unavailable
 from mlx.nn.layers.quantized import quantize
@@ -161,3 +171,36 @@ def test_logits_that_differ_end_the_group() -> None:
 def test_rank_0_draws_for_all() -> None:
     drawn = mx.array([5, 7], dtype=mx.uint32)
     assert alone().share(drawn).tolist() == [5, 7]
+
+
+class NotingForward:
+    """A forward pass that notes when it is built, and whose output notes when it is computed."""
+
+    def __init__(self, name: str, events: list[str]) -> None:
+        self._name, self._events = name, events
+
+    def run(self, token_ids: mx.array, shares: Sequence[Share]) -> PassOutput:
+        self._events.append(f"{self._name} built")
+        return PassOutput(None, ((0, 0),), None, ((0, 0),), [self._name])
+
+
+def test_each_adapter_s_pass_is_dispatched_before_the_next_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    monkeypatch.setattr(DispatchedPass, "dispatch", lambda self: events.append(f"{self.arrays} dispatched"))
+    monkeypatch.setattr(DispatchedPass, "wait", lambda self: None)
+    monkeypatch.setattr(DispatchedPass, "_drop_arrays", lambda self: None)
+    pipeline = Pipeline(
+        is_pipelined=False,
+        clock=SystemClock(),
+        pass_clock=PassClock(),
+        device_clock=DeviceClock(),
+        rank=alone(),
+    )
+    parts = []
+    for number, name in enumerate(("one", "two")):
+        forward: Any = NotingForward(name, events)
+        pipeline.forwards[AdapterName(name)] = forward
+        sequence = OpenSequence(SequenceId(number), Row([]), AdapterName(name))
+        parts.append((sequence, Chunk(SequenceId(number), [3, 4], AdapterName(name))))
+    pipeline.run(parts)
+    assert events[:3] == ["one built", "['one'] dispatched", "two built"]

@@ -773,12 +773,15 @@ class Chunk(_message.Message):
     LOOKUP_FIELD_NUMBER: _builtins.int
     NEXT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     POOLING_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     sequence_id: _builtins.int
     """Which one."""
     draws: _builtins.bool
     """Whether the first output token is drawn from the last of them."""
     pooling: _builtins.int
     """How hidden states are pooled; 0: they are not."""
+    adapter: _builtins.str
+    """Name of the LoRA adapter that the sequence runs with; empty: the bare model."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The tokens."""
@@ -800,10 +803,11 @@ class Chunk(_message.Message):
         lookup: Global___Lookup | None = ...,
         next_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         pooling: _builtins.int = ...,
+        adapter: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["lookup", b"lookup"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draws", b"draws", "lookup", b"lookup", "next_token_ids", b"next_token_ids", "pooling", b"pooling", "sequence_id", b"sequence_id", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "draws", b"draws", "lookup", b"lookup", "next_token_ids", b"next_token_ids", "pooling", b"pooling", "sequence_id", b"sequence_id", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
