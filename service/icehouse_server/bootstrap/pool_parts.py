@@ -89,7 +89,7 @@ def check_names(terms: list[ModelTerms]) -> None:
 
 
 class PooledModels:
-    """The `ModelOpener` of a server. Methods are called in any thread, for one model at a time."""
+    """The `ModelOpener` of a server."""
 
     def __init__(
         self,

@@ -175,8 +175,11 @@ def keep_a_model_whose_engine_failed(patch: pytest.MonkeyPatch) -> None:
 
 
 def load_a_model_twice_at_once(patch: pytest.MonkeyPatch) -> None:
+    async def load(self, model):
+        await self._load_in_turn(model, await self._located(model))
+
     def ensure_loading(self, model):
-        model.loading = self._begin(self._load_in_turn(model), name="loading")
+        model.loading = self._begin(load(self, model), name="loading")
 
     patch.setattr(ModelPool, "_ensure_loading", ensure_loading)
 
