@@ -95,10 +95,12 @@ def locate_model(
     elif hub.is_hub_id(config.model):
         path = hub.fetch(config.model, on_size=note)
     else:
+        is_file = folder.is_file()
+        what = f"{config.model!r} is a file" if is_file else f"there is no model folder at {config.model!r}"
         raise ModelError(
             Reason.MODEL_NOT_FOUND,
-            f"there is no model folder at {config.model!r}; name a folder with an MLX model, a hub id such "
-            f"as mlx-community/Qwen3-0.6B-4bit, or one of: {', '.join(DEMO_MODELS)}",
+            f"{what}; name a folder with an MLX model, a hub id such as mlx-community/Qwen3-0.6B-4bit, or "
+            f"one of: {', '.join(DEMO_MODELS)}",
             metadata={"model": config.model},
         )
     note(folder_size(path, dtype=dtype))

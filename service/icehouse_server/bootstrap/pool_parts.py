@@ -74,17 +74,18 @@ def build_pool(config: Config, *, device: Device, clock: Clock) -> Server:
 
 def check_names(terms: list[ModelTerms]) -> None:
     """Raise ConfigError for a name that two models have, or one model twice."""
-    seen: dict[str, str] = {}
+    seen: set[str] = set()
     for each in terms:
         for name in (each.name, *each.aliases):
             if name in seen:
                 raise ConfigError(
                     Reason.CONFIG_INVALID,
-                    f"models: {name!r} names {seen[name]!r} and {each.name!r}; give each a `model_name`",
+                    f"models: {name!r} names more than one model, or one twice; give each its own "
+                    "`model_name` and `aliases`",
                     field="models",
                     metadata={"name": name},
                 )
-            seen[name] = each.name
+            seen.add(name)
 
 
 class PooledModels:

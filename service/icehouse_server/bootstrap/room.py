@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from icehouse_server.errors import ModelError, Reason, StartError
+from icehouse_server.errors import ModelError, Reason, StartError, size_text
 
 WEIGHT_FILES = "model*.safetensors"
 _FLOAT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1}
@@ -52,9 +52,9 @@ class Room:
         if self.weight_bytes > self._memory_limit_bytes:
             raise StartError(
                 Reason.MEMORY_NEVER_FITS,
-                f"the weights of {model} take {_text(size.weight_bytes)} in memory, and this server may use "
-                f"{_text(self._memory_limit_bytes)} of memory for model, KV and cache; serve a smaller model "
-                "or one with fewer bits, or raise --memory-limit-bytes if there is more",
+                f"the weights of {model} take {size_text(size.weight_bytes)} in memory, and this server may "
+                f"use {size_text(self._memory_limit_bytes)} for model, KV and cache; serve a smaller model or "
+                "one with fewer bits, or raise --memory-limit-bytes if there is more",
                 metadata={"weight_bytes": size.weight_bytes, "limit_bytes": self._memory_limit_bytes},
             )
         check_disk(model, size)
@@ -67,8 +67,8 @@ def check_disk(model: str, size: ModelSize) -> None:
     if size.missing_bytes > free_bytes:
         raise ModelError(
             Reason.MODEL_NOT_FOUND,
-            f"{model} needs {_text(size.missing_bytes)} more on disk, and {_text(free_bytes)} are free in "
-            f"{folder}; make room (`icehouse ls` shows the models that are there, `icehouse rm` removes "
+            f"{model} needs {size_text(size.missing_bytes)} more on disk, and {size_text(free_bytes)} are free "
+            f"in {folder}; make room (`icehouse ls` shows the models that are there, `icehouse rm` removes "
             "one), or move the models' folder with HF_HOME or XDG_CACHE_HOME",
             metadata={"missing_bytes": size.missing_bytes, "free_bytes": free_bytes},
         )
@@ -122,8 +122,3 @@ def _tensors(file: Path) -> Iterator[tuple[str, str, int]]:
         if name != "__metadata__":
             begin, end = tensor["data_offsets"]
             yield name, tensor["dtype"], end - begin
-
-
-def _text(size_bytes: int) -> str:
-    gib = size_bytes / (1 << 30)
-    return f"{gib:.1f} GiB" if gib >= 1 else f"{size_bytes / (1 << 20):.1f} MiB"

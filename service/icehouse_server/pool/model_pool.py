@@ -24,6 +24,7 @@ from icehouse_server.errors import (
     Overloaded,
     Reason,
     Unavailable,
+    size_text,
 )
 from icehouse_server.pool.choice import ModelNeeds, Occupant, taken_bytes, yielding
 from icehouse_server.pool.places import ModelOpener, ModelTerms, OpenedModel, Place, PooledModel, shown
@@ -158,7 +159,7 @@ class ModelPool(Generic[_Opened]):
         except CannotFit:
             raise
         except IcehouseError as error:
-            raise _not_loaded(model, error) from error
+            raise _not_loaded(model, error, what="fetched") from error
 
     async def _located(self, model: PooledModel) -> ModelNeeds:
         """Return what a model takes, once its files are here. One fetch is for all who wait meanwhile."""
@@ -455,11 +456,11 @@ def _may_use(caller: Caller, terms: ModelTerms) -> bool:
     return not terms.tenants or caller.role is Role.OPERATOR or caller.tenant in terms.tenants
 
 
-def _not_loaded(model: PooledModel, error: IcehouseError) -> Unavailable:
-    """Return the refusal of a call whose model could not be loaded."""
+def _not_loaded(model: PooledModel, error: IcehouseError, *, what: str = "loaded") -> Unavailable:
+    """Return the refusal of a call whose model could not be loaded, or fetched."""
     return Unavailable(
         Reason.MODEL_NOT_LOADED,
-        f"model {model.terms.name!r} could not be loaded: {shown(error)}",
+        f"model {model.terms.name!r} could not be {what}: {shown(error)}",
         field="model",
         retry_after_s=RETRY_S,
         metadata={"model": model.terms.name, "cause": error.reason.value},
@@ -470,8 +471,8 @@ def _no_room(name: str, needs: ModelNeeds, running: Sequence[Occupant], *, limit
     names = ", ".join(repr(each.name) for each in running)
     return Overloaded(
         Reason.MEMORY_SHORT,
-        f"model {name!r} takes {needs.weight_bytes} bytes of the {limit_bytes} that the server may use, and "
-        f"calls of {names} did not end within {GIVE_WAY_S:g} s; try again later",
+        f"model {name!r} takes {size_text(needs.weight_bytes)} of the {size_text(limit_bytes)} that the "
+        f"server may use, and calls of {names} did not end within {GIVE_WAY_S:g} s; try again later",
         retry_after_s=RETRY_S,
         metadata={"model": name, "weight_bytes": needs.weight_bytes, "limit_bytes": limit_bytes},
     )

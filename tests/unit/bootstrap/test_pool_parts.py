@@ -41,7 +41,7 @@ def test_a_model_is_called_as_it_is_once_it_is_here(tmp_path: Path) -> None:
     ],
 )
 def test_a_name_is_one_models(terms: list[ModelTerms]) -> None:
-    with pytest.raises(ConfigError, match="give each a `model_name`"):
+    with pytest.raises(ConfigError, match="names more than one model, or one twice"):
         check_names(terms)
     check_names([ModelTerms("a", aliases=("b",)), ModelTerms("c")])
 
