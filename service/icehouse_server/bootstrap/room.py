@@ -53,8 +53,8 @@ class Room:
             raise StartError(
                 Reason.MEMORY_NEVER_FITS,
                 f"the weights of {model} take {size_text(size.weight_bytes)} in memory, and this server may "
-                f"use {size_text(self._memory_limit_bytes)} for model, KV and cache; serve a smaller model or "
-                "one with fewer bits, or raise --memory-limit-bytes if there is more",
+                f"use {size_text(self._memory_limit_bytes)} for model, KV and cache; serve a smaller model "
+                "or one with fewer bits, or raise --memory-limit-bytes if there is more",
                 metadata={"weight_bytes": size.weight_bytes, "limit_bytes": self._memory_limit_bytes},
             )
         check_disk(model, size)
@@ -67,8 +67,8 @@ def check_disk(model: str, size: ModelSize) -> None:
     if size.missing_bytes > free_bytes:
         raise ModelError(
             Reason.MODEL_NOT_FOUND,
-            f"{model} needs {size_text(size.missing_bytes)} more on disk, and {size_text(free_bytes)} are free "
-            f"in {folder}; make room (`icehouse ls` shows the models that are there, `icehouse rm` removes "
+            f"{model} needs {size_text(size.missing_bytes)} more on disk, and {size_text(free_bytes)} are "
+            f"free in {folder}; make room (`icehouse ls` shows the models that are there, `icehouse rm` removes "
             "one), or move the models' folder with HF_HOME or XDG_CACHE_HOME",
             metadata={"missing_bytes": size.missing_bytes, "free_bytes": free_bytes},
         )
