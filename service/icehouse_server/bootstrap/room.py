@@ -68,8 +68,8 @@ def check_disk(model: str, size: ModelSize) -> None:
         raise ModelError(
             Reason.MODEL_NOT_FOUND,
             f"{model} needs {size_text(size.missing_bytes)} more on disk, and {size_text(free_bytes)} are "
-            f"free in {folder}; make room (`icehouse ls` shows the models that are there, `icehouse rm` removes "
-            "one), or move the models' folder with HF_HOME or XDG_CACHE_HOME",
+            f"free in {folder}; make room (`icehouse ls` shows the models that are there, `icehouse rm` "
+            "removes one), or move the models' folder with HF_HOME or XDG_CACHE_HOME",
             metadata={"missing_bytes": size.missing_bytes, "free_bytes": free_bytes},
         )
 

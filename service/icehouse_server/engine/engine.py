@@ -223,7 +223,8 @@ class Engine:
             raise Overloaded(
                 Reason.MEMORY_SHORT,
                 f"the model takes {size_text(needed_bytes)}, {size_text(excess)} more than other models "
-                f"leave of {size_text(self._budget.limit_bytes)}; unload one of them, or raise memory_limit_bytes",
+                f"leave of {size_text(self._budget.limit_bytes)}; unload one of them, or raise "
+                "memory_limit_bytes",
                 retry_after_s=1.0,
                 metadata={"needed_bytes": needed_bytes, "limit_bytes": self._budget.limit_bytes},
             )
