@@ -191,6 +191,7 @@ def load_steps(
                 convert(part, source.dtype)
         whole_count = 0 if rank is None else rank.shard(model)
         model.eval()
+        _forget_draws()
         yield
         yield from _read_weights(parts, source.path, is_hurried)
     except ModelError:
@@ -226,6 +227,12 @@ def _read_weights(parts: Iterable[Any], folder: Path, is_hurried: Callable[[], b
                 waiting, slice_bytes = [], 0
                 yield
         mx.eval(waiting)
+
+
+def _forget_draws() -> None:
+    """Compute MLX's next random key. Each layer draws weights before it gets its own, and without this the
+    key keeps a record of every draw in memory: some 2 kB a layer, each time that a model is loaded."""
+    mx.eval(mx.random.state)
 
 
 def _classes_for(path: Path) -> mlx_lm.Classes | None:
@@ -388,6 +395,7 @@ def attach(adapter: AdapterSource, base: LoadedModel, source: ModelSource) -> Ad
         if source.dtype:
             convert(tree, source.dtype)
         tree.eval()
+        _forget_draws()
         own = _own(tree, base)
         mx.eval(list(own.values()))
     except Exception as error:  # mlx-lm raises whatever a folder makes it raise
