@@ -106,16 +106,17 @@ class PooledModels:
         self._located: dict[str, tuple[ServedModels, int]] = {}
 
     def locate(self, name: str) -> ModelNeeds:
-        room = Room(memory_limit_bytes=self._parts.budget.limit_bytes)
+        room, model = Room(memory_limit_bytes=self._parts.budget.limit_bytes), self._configs[name].model
 
-        def check(_: str, size: ModelSize) -> None:
+        def check(asked: str, size: ModelSize) -> None:
+            # Callers hear of it, so no folder is named.
+            what = name if asked == model.model else f"the draft model of {name}"
             try:
-                room.check(name, size)
+                room.check(what, size)
             except StartError as error:
                 raise CannotFit(error.reason, error.message, metadata=error.metadata) from error
 
         began = self._parts.clock.monotonic()
-        model = self._configs[name].model
         dtype = weights_dtype(model, self._parts.device)
         found = locate_models(model, on_progress=lambda *_: None, on_size=check, dtype=dtype)
         needs = self._needs(name, found, dtype)

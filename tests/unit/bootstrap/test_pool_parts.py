@@ -10,16 +10,18 @@ import mlx.core as mx
 import pytest
 from icehouse_server.bootstrap.composition import CPU_DEFAULTS
 from icehouse_server.bootstrap.model_source import locate_model, served_name
-from icehouse_server.bootstrap.pool_parts import check_names
+from icehouse_server.bootstrap.pool_parts import build_pool, check_names
 from icehouse_server.bootstrap.room import Room, held_bytes
+from icehouse_server.clock import SystemClock
 from icehouse_server.config import ModelConfig
+from icehouse_server.device import find_device
 from icehouse_server.engine.runner.model_loader import ModelSource, load, parameters_of
-from icehouse_server.errors import ConfigError, StartError
+from icehouse_server.errors import CannotFit, ConfigError, StartError
 from icehouse_server.pool.places import ModelTerms
 from icehouse_server.rpc.access.caller import UNPROVED
 
 from tests.fixtures.models import tiny_model_dir
-from tests.system.models.pool_server import entry, pool_server
+from tests.system.models.pool_server import entry, pool_config, pool_server
 
 
 def test_a_model_is_called_as_it_is_once_it_is_here(tmp_path: Path) -> None:
@@ -59,6 +61,19 @@ async def test_what_a_model_takes_is_known_before_it_is_loaded(
     assert info is not None
     assert info.resident_bytes <= needs.weight_bytes <= 1.01 * info.resident_bytes
     assert needs.run_bytes >= CPU_DEFAULTS.prefill_chunk_token_count * info.kv_bytes_per_token
+
+
+async def test_a_draft_model_counts_beside_its_model_before_anything_is_fetched(tmp_path: Path) -> None:
+    folder, draft = (tiny_model_dir(tmp_path, "llama", name=name) for name in ("large", "draft"))
+    both_bytes = held_bytes(folder, dtype="float32") + held_bytes(draft, dtype="float32")
+    guessed = entry(folder, draft_model=str(draft))
+    limits = {"engine__memory_limit_bytes": both_bytes - 1, "server__port": 0}
+    config = pool_config(tmp_path / "blocks", [guessed], **limits)
+    served = build_pool(config, device=find_device(), clock=SystemClock())
+    assert served.pool is not None
+    with pytest.raises(CannotFit, match="draft") as refused:
+        served.pool._opener.locate("large")
+    assert str(tmp_path) not in refused.value.message
 
 
 @pytest.mark.parametrize(
