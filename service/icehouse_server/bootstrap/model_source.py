@@ -56,6 +56,11 @@ def served_name(config: ModelConfig) -> str:
     return folder.resolve().name
 
 
+def may_be_found(name: str) -> bool:
+    """Whether this is a folder that is here, a demo model, or of the form of a hub id."""
+    return name in DEMO_MODELS or Path(name).expanduser().is_dir() or hub.is_hub_id(name)
+
+
 def locate_models(
     config: ModelConfig, *, on_progress: OnProgress, on_size: OnSize, dtype: str = ""
 ) -> ServedModels:

@@ -18,7 +18,7 @@ from icehouse_server.bootstrap.composition import (
 )
 from icehouse_server.bootstrap.kept_models import held
 from icehouse_server.bootstrap.machine import weights_dtype
-from icehouse_server.bootstrap.model_source import ServedModels, locate_models, served_name
+from icehouse_server.bootstrap.model_source import ServedModels, locate_models, may_be_found, served_name
 from icehouse_server.bootstrap.room import ModelSize, Room, held_bytes
 from icehouse_server.bootstrap.telemetry import worker_models
 from icehouse_server.clock import Clock
@@ -57,6 +57,10 @@ def build_pool(config: Config, *, device: Device, clock: Clock) -> Server:
         for model in config.models
     ]
     check_names(terms)
+    for name, own in configs.items():
+        if not may_be_found(own.model.model):
+            detail = f"there is no model folder at {own.model.model!r}; until there is, requests for it fail"
+            _log.warning("model_not_here", extra={"model": name, "detail": detail})
     ports = {
         served_name(model): model.worker_port for model in config.models if model.worker_port is not None
     }

@@ -14,6 +14,7 @@ from icehouse_server.bootstrap.pool_parts import build_pool, check_names
 from icehouse_server.bootstrap.room import Room, held_bytes
 from icehouse_server.clock import SystemClock
 from icehouse_server.config import ModelConfig
+from icehouse_server.config.sections import PooledModelConfig
 from icehouse_server.device import find_device
 from icehouse_server.engine.runner.model_loader import ModelSource, load, parameters_of
 from icehouse_server.errors import CannotFit, ConfigError, StartError
@@ -61,6 +62,21 @@ async def test_what_a_model_takes_is_known_before_it_is_loaded(
     assert info is not None
     assert info.resident_bytes <= needs.weight_bytes <= 1.01 * info.resident_bytes
     assert needs.run_bytes >= CPU_DEFAULTS.prefill_chunk_token_count * info.kv_bytes_per_token
+
+
+async def test_a_model_that_is_not_here_is_told_at_the_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    here = entry(tiny_model_dir(tmp_path, "llama"))
+    others = (
+        entry(tmp_path / "nowhere"),
+        PooledModelConfig(model="org/name"),
+        PooledModelConfig(model="demo"),
+    )
+    config = pool_config(tmp_path / "blocks", [here, *others])
+    build_pool(config, device=find_device(), clock=SystemClock())
+    told = [record for record in caplog.records if record.message == "model_not_here"]
+    assert [vars(record)["model"] for record in told] == ["nowhere"]
 
 
 async def test_a_draft_model_counts_beside_its_model_before_anything_is_fetched(tmp_path: Path) -> None:
