@@ -202,6 +202,12 @@ def extra_command(extra: str) -> str:
     )
 
 
+def size_text(size_bytes: int) -> str:
+    """Return a size for people."""
+    gib = size_bytes / (1 << 30)
+    return f"{gib:.1f} GiB" if gib >= 1 else f"{size_bytes / (1 << 20):.1f} MiB"
+
+
 @contextlib.contextmanager
 def imports_of_extra(extra: str, *, setting: str) -> Iterator[None]:
     """Raise ConfigError where the block cannot import what `setting` needs, saying which extra has it."""

@@ -56,27 +56,37 @@ def served_name(config: ModelConfig) -> str:
     return folder.resolve().name
 
 
-def locate_models(config: ModelConfig, *, on_progress: OnProgress, on_size: OnSize) -> ServedModels:
+def may_be_found(name: str) -> bool:
+    """Whether this is a folder that is here, a demo model, or of the form of a hub id."""
+    return name in DEMO_MODELS or Path(name).expanduser().is_dir() or hub.is_hub_id(name)
+
+
+def locate_models(
+    config: ModelConfig, *, on_progress: OnProgress, on_size: OnSize, dtype: str = ""
+) -> ServedModels:
     """Return where the configured models are, as `locate_model` does."""
-    model, draft = locate_model(config, on_progress=on_progress, on_size=on_size), None
+    model, draft = locate_model(config, on_progress=on_progress, on_size=on_size, dtype=dtype), None
     if config.draft_model is not None:
         asked = dataclasses.replace(config, model=config.draft_model, model_name=None)
-        draft = locate_model(asked, on_progress=on_progress, on_size=on_size)
+        draft = locate_model(asked, on_progress=on_progress, on_size=on_size, dtype=dtype)
     return ServedModels(model, draft)
 
 
 def locate_model(
-    config: ModelConfig, *, on_progress: OnProgress, on_size: OnSize = lambda model, size: None
+    config: ModelConfig,
+    *,
+    on_progress: OnProgress,
+    on_size: OnSize = lambda model, size: None,
+    dtype: str = "",
 ) -> ModelSource:
     """Return where `config.model` is, and its name; makes (demo) or downloads (hub id) it when needed.
 
-    Raises ModelError saying what to do, and what `on_size` raises.
+    `on_size` is told the size before that, and then what is here when it is loaded as `dtype`. Raises
+    ModelError saying what to do, and what `on_size` raises.
     """
     folder = Path(config.model).expanduser()
-    sizes: list[ModelSize] = []
 
     def note(size: ModelSize) -> None:
-        sizes.append(size)
         on_size(config.model, size)
 
     if config.model in DEMO_MODELS:
@@ -90,14 +100,15 @@ def locate_model(
     elif hub.is_hub_id(config.model):
         path = hub.fetch(config.model, on_size=note)
     else:
+        is_file = folder.is_file()
+        what = f"{config.model!r} is a file" if is_file else f"there is no model folder at {config.model!r}"
         raise ModelError(
             Reason.MODEL_NOT_FOUND,
-            f"there is no model folder at {config.model!r}; name a folder with an MLX model, a hub id such "
-            f"as mlx-community/Qwen3-0.6B-4bit, or one of: {', '.join(DEMO_MODELS)}",
+            f"{what}; name a folder with an MLX model, a hub id such as mlx-community/Qwen3-0.6B-4bit, or "
+            f"one of: {', '.join(DEMO_MODELS)}",
             metadata={"model": config.model},
         )
-    if not sizes:
-        note(folder_size(path))
+    note(folder_size(path, dtype=dtype))
     return ModelSource(path, served_name(config), trust_remote_code=config.trust_remote_code)
 
 

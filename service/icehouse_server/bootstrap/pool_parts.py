@@ -18,15 +18,14 @@ from icehouse_server.bootstrap.composition import (
 )
 from icehouse_server.bootstrap.kept_models import held
 from icehouse_server.bootstrap.machine import weights_dtype
-from icehouse_server.bootstrap.model_source import ServedModels, locate_models, served_name
-from icehouse_server.bootstrap.room import ModelSize, Room
+from icehouse_server.bootstrap.model_source import ServedModels, locate_models, may_be_found, served_name
+from icehouse_server.bootstrap.room import ModelSize, Room, held_bytes
 from icehouse_server.bootstrap.telemetry import worker_models
 from icehouse_server.clock import Clock
 from icehouse_server.config import Config
 from icehouse_server.device import Device
 from icehouse_server.domain.ids import Tenant
 from icehouse_server.engine.core.memory_model import MemoryModel, value_bytes
-from icehouse_server.engine.runner.identity.fingerprint import quantization_of
 from icehouse_server.engine.runner.model_loader import read_config
 from icehouse_server.errors import CannotFit, ConfigError, Reason, StartError
 from icehouse_server.pool.choice import ModelNeeds
@@ -58,6 +57,10 @@ def build_pool(config: Config, *, device: Device, clock: Clock) -> Server:
         for model in config.models
     ]
     check_names(terms)
+    for name, own in configs.items():
+        if not may_be_found(own.model.model):
+            detail = f"there is no model folder at {own.model.model!r}; until there is, requests for it fail"
+            _log.warning("model_not_here", extra={"model": name, "detail": detail})
     ports = {
         served_name(model): model.worker_port for model in config.models if model.worker_port is not None
     }
@@ -75,21 +78,22 @@ def build_pool(config: Config, *, device: Device, clock: Clock) -> Server:
 
 def check_names(terms: list[ModelTerms]) -> None:
     """Raise ConfigError for a name that two models have, or one model twice."""
-    seen: dict[str, str] = {}
+    seen: set[str] = set()
     for each in terms:
         for name in (each.name, *each.aliases):
             if name in seen:
                 raise ConfigError(
                     Reason.CONFIG_INVALID,
-                    f"models: {name!r} names {seen[name]!r} and {each.name!r}; give each a `model_name`",
+                    f"models: {name!r} names more than one model, or one twice; give each its own "
+                    "`model_name` and `aliases`",
                     field="models",
                     metadata={"name": name},
                 )
-            seen[name] = each.name
+            seen.add(name)
 
 
 class PooledModels:
-    """The `ModelOpener` of a server. Methods are called in any thread, for one model at a time."""
+    """The `ModelOpener` of a server."""
 
     def __init__(
         self,
@@ -106,34 +110,35 @@ class PooledModels:
         self._located: dict[str, tuple[ServedModels, int]] = {}
 
     def locate(self, name: str) -> ModelNeeds:
-        room = Room(memory_limit_bytes=self._parts.budget.limit_bytes)
+        room, model = Room(memory_limit_bytes=self._parts.budget.limit_bytes), self._configs[name].model
 
-        def check(_: str, size: ModelSize) -> None:
+        def check(asked: str, size: ModelSize) -> None:
+            # Callers hear of it, so no folder is named.
+            what = name if asked == model.model else f"the draft model of {name}"
             try:
-                room.check(name, size)
+                room.check(what, size)
             except StartError as error:
                 raise CannotFit(error.reason, error.message, metadata=error.metadata) from error
 
         began = self._parts.clock.monotonic()
-        found = locate_models(self._configs[name].model, on_progress=lambda *_: None, on_size=check)
-        needs = self._needs(name, found, file_bytes=room.weight_bytes)
+        dtype = weights_dtype(model, self._parts.device)
+        found = locate_models(model, on_progress=lambda *_: None, on_size=check, dtype=dtype)
+        needs = self._needs(name, found, dtype)
         self._located[name] = found, needs.weight_bytes
         duration_s = round(self._parts.clock.monotonic() - began, 3)
         facts = {"model": name, "path": found.model.path, "size_bytes": needs.weight_bytes}
         _log.info("model_found", extra={**facts, "duration_s": duration_s})
         return needs
 
-    def _needs(self, name: str, found: ServedModels, *, file_bytes: int) -> ModelNeeds:
+    def _needs(self, name: str, found: ServedModels, dtype: str) -> ModelNeeds:
         """Return what a model takes, and a prompt of one chunk, as far as its config.json says."""
         whole, device = self._configs[name], self._parts.device
-        config, wanted = read_config(found.model.path), weights_dtype(whole.model, device)
-        stored_bytes = value_bytes(config)
-        compute_bytes = 4 if wanted == "float32" else stored_bytes
-        is_wider = compute_bytes > stored_bytes and quantization_of(config) == "none"
+        config = read_config(found.model.path)
+        compute_bytes = 4 if dtype == "float32" else value_bytes(config)
         model = MemoryModel.by_config(config, compute_bytes=compute_bytes, device=device.backend.value)
         chunk = engine_limits(whole, device).prefill_chunk_token_count
         return ModelNeeds(
-            weight_bytes=file_bytes * (compute_bytes // stored_bytes if is_wider else 1),
+            weight_bytes=sum(held_bytes(folder, dtype=dtype) for folder in found.folders),
             run_bytes=model.request_bytes(token_count=chunk, chunk_token_count=chunk),
         )
 

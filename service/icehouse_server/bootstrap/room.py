@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import os
+import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from icehouse_server.errors import ModelError, Reason, StartError
+from icehouse_server.errors import ModelError, Reason, StartError, size_text
 
 WEIGHT_FILES = "model*.safetensors"
+_FLOAT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1}
+"""Of one value, by the names that safetensors has for types."""
+_HELD_FLOAT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+_TOWER_WEIGHT = re.compile("vision|visual|projector|connector")
+"""What weights of a vision tower are called."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -16,7 +26,7 @@ class ModelSize:
     """What a model takes, as far as that is known before it is there."""
 
     weight_bytes: int
-    """Of its files; 0 where it is not known. In memory they take as much, or more in a wider type."""
+    """In memory, where its files are here; else of its files, and 0 where that is not known."""
     missing_bytes: int
     """Of files that are not here yet."""
     place: Path
@@ -28,17 +38,22 @@ class Room:
 
     def __init__(self, *, memory_limit_bytes: int) -> None:
         self._memory_limit_bytes = memory_limit_bytes
-        self.weight_bytes = 0
+        self._weight_bytes: dict[str, int] = {}
+
+    @property
+    def weight_bytes(self) -> int:
         """Of all models so far."""
+        return sum(self._weight_bytes.values())
 
     def check(self, model: str, size: ModelSize) -> None:
-        """Raise StartError when memory cannot hold the weights, and what `check_disk` raises."""
-        self.weight_bytes += size.weight_bytes
+        """Raise StartError when memory cannot hold the weights, and what `check_disk` raises. What is told
+        again of a model replaces what was told before."""
+        self._weight_bytes[model] = size.weight_bytes
         if self.weight_bytes > self._memory_limit_bytes:
             raise StartError(
                 Reason.MEMORY_NEVER_FITS,
-                f"the weights of {model} take {_text(size.weight_bytes)}, and this server may use "
-                f"{_text(self._memory_limit_bytes)} of memory for model, KV and cache; serve a smaller model "
+                f"the weights of {model} take {size_text(size.weight_bytes)} in memory, and this server may "
+                f"use {size_text(self._memory_limit_bytes)} for model, KV and cache; serve a smaller model "
                 "or one with fewer bits, or raise --memory-limit-bytes if there is more",
                 metadata={"weight_bytes": size.weight_bytes, "limit_bytes": self._memory_limit_bytes},
             )
@@ -52,9 +67,9 @@ def check_disk(model: str, size: ModelSize) -> None:
     if size.missing_bytes > free_bytes:
         raise ModelError(
             Reason.MODEL_NOT_FOUND,
-            f"{model} needs {_text(size.missing_bytes)} more on disk, and {_text(free_bytes)} are free in "
-            f"{folder}; make room (`icehouse ls` shows the models that are there, `icehouse rm` removes "
-            "one), or move the models' folder with HF_HOME or XDG_CACHE_HOME",
+            f"{model} needs {size_text(size.missing_bytes)} more on disk, and {size_text(free_bytes)} are "
+            f"free in {folder}; make room (`icehouse ls` shows the models that are there, `icehouse rm` "
+            "removes one), or move the models' folder with HF_HOME or XDG_CACHE_HOME",
             metadata={"missing_bytes": size.missing_bytes, "free_bytes": free_bytes},
         )
 
@@ -64,11 +79,46 @@ def existing_folder(path: Path) -> Path:
     return next(folder for folder in (path, *path.absolute().parents) if folder.exists())
 
 
-def folder_size(folder: Path) -> ModelSize:
-    """Return the size of a model's folder, of which nothing is missing."""
-    return ModelSize(sum(shard.stat().st_size for shard in folder.glob(WEIGHT_FILES)), 0, folder)
+def folder_size(folder: Path, *, dtype: str = "") -> ModelSize:
+    """Return the size of a model's folder, of which nothing is missing, when it is loaded in this type; ""
+    is the model's own."""
+    return ModelSize(held_bytes(folder, dtype=dtype), 0, folder)
 
 
-def _text(size_bytes: int) -> str:
-    gib = size_bytes / (1 << 30)
-    return f"{gib:.1f} GiB" if gib >= 1 else f"{size_bytes / (1 << 20):.1f} MiB"
+def held_bytes(folder: Path, *, dtype: str) -> int:
+    """Return what the weights of a folder take in memory: never too little, as far as their files say.
+
+    Loading converts floating numbers to `dtype`, but no language model that is quantized; beside one there
+    may be a vision tower that is not.
+    """
+    try:
+        tensors = [each for file in folder.glob(WEIGHT_FILES) for each in _tensors(file)]
+    except (OSError, ValueError, AttributeError, LookupError, TypeError):
+        # Whoever loads it says what is wrong with it.
+        return sum(file.stat().st_size for file in folder.glob(WEIGHT_FILES))
+    is_quantized = any(name.endswith(".scales") for name, _, _ in tensors)
+    total_bytes = 0
+    for name, stored_dtype, size_bytes in tensors:
+        value_bytes = _FLOAT_BYTES.get(stored_dtype)
+        is_kept = is_quantized and not _TOWER_WEIGHT.search(name)
+        if value_bytes is None or is_kept:
+            total_bytes += size_bytes
+        else:
+            # MLX has no type of eight bits: these become the model's own of sixteen.
+            own_bytes = max(2, value_bytes)
+            total_bytes += size_bytes // value_bytes * _HELD_FLOAT_BYTES.get(dtype, own_bytes)
+    return total_bytes
+
+
+def _tensors(file: Path) -> Iterator[tuple[str, str, int]]:
+    """Yield name, type and bytes of each tensor in a file of weights. Raises ValueError where it is none, and
+    others for a header of another form."""
+    with file.open("rb") as opened:
+        header_bytes = int.from_bytes(opened.read(8), "little")
+        if header_bytes > os.fstat(opened.fileno()).st_size:
+            raise ValueError(f"{file} is no safetensors file")
+        header: dict[str, Any] = json.loads(opened.read(header_bytes))
+    for name, tensor in header.items():
+        if name != "__metadata__":
+            begin, end = tensor["data_offsets"]
+            yield name, tensor["dtype"], end - begin

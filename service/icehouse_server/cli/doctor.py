@@ -23,7 +23,7 @@ from rich.markup import escape
 from icehouse_server.bootstrap.encryption import find_cipher
 from icehouse_server.bootstrap.group.leading import find_membership, known_facts, tls_of
 from icehouse_server.bootstrap.imports.openblas import find_openblas, openblas_loaded, runs_on_cpu
-from icehouse_server.bootstrap.machine import allow_open_files, memory_limit, wanted_file_count
+from icehouse_server.bootstrap.machine import allow_open_files, memory_limit, wanted_file_count, weights_dtype
 from icehouse_server.bootstrap.model_source import find_reply_format, find_sight
 from icehouse_server.bootstrap.room import Room, existing_folder, folder_size
 from icehouse_server.clock import SystemClock
@@ -132,7 +132,8 @@ def check_memory(config: Config) -> Answer:
     try:
         device = _device()
         limit_bytes = memory_limit(config.engine.memory_limit_bytes, device) if device else sys.maxsize
-        Room(memory_limit_bytes=limit_bytes).check(name, folder_size(folder))
+        dtype = weights_dtype(config.model, device) if device else ""
+        Room(memory_limit_bytes=limit_bytes).check(name, folder_size(folder, dtype=dtype))
     except StartError as error:
         return _refused(error)
     if total < _MEMORY_WANTED_BYTES:

@@ -32,6 +32,7 @@ from icehouse_server.bootstrap.machine import (
     give_back_large_arrays,
     memory_limit,
     wanted_file_count,
+    weights_dtype,
 )
 from icehouse_server.bootstrap.model_source import ServedModels, locate_models
 from icehouse_server.bootstrap.pool_parts import build_pool
@@ -158,7 +159,8 @@ def _located(
     world = 1 if membership is None else membership.world
     room = Room(memory_limit_bytes=world * memory_limit(config.engine.memory_limit_bytes, device))
     with narrator.phase("model_found") as fields, build_progress() as on_progress:
-        models = locate_models(config.model, on_progress=on_progress, on_size=room.check)
+        dtype = weights_dtype(config.model, device)
+        models = locate_models(config.model, on_progress=on_progress, on_size=room.check, dtype=dtype)
         fields.update(model=models.model.model_id, path=models.model.path)
         if models.draft is not None:
             fields.update(draft_model=models.draft.model_id, draft_path=models.draft.path)

@@ -31,7 +31,7 @@ from icehouse_server.engine.scheduling.memory_guard import MemoryGuard
 from icehouse_server.engine.scheduling.preemption import SchedulingParts
 from icehouse_server.engine.scheduling.scheduler import Scheduler
 from icehouse_server.engine.scheduling.waiting_queue import WaitingLimits, WaitingQueue
-from icehouse_server.errors import EngineFailed, IcehouseError, Overloaded, Reason, Unavailable
+from icehouse_server.errors import EngineFailed, IcehouseError, Overloaded, Reason, Unavailable, size_text
 
 _log = logging.getLogger("icehouse.engine")
 
@@ -216,8 +216,9 @@ class Engine:
             needed_bytes = share.fixed_bytes + missing_bytes
             raise Overloaded(
                 Reason.MEMORY_SHORT,
-                f"the model takes {needed_bytes} bytes, {excess} more than other models leave of "
-                f"{self._budget.limit_bytes}; unload one of them, or raise memory_limit_bytes",
+                f"the model takes {size_text(needed_bytes)}, {size_text(excess)} more than other models "
+                f"leave of {size_text(self._budget.limit_bytes)}; unload one of them, or raise "
+                "memory_limit_bytes",
                 retry_after_s=1.0,
                 metadata={"needed_bytes": needed_bytes, "limit_bytes": self._budget.limit_bytes},
             )

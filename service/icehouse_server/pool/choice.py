@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 
-from icehouse_server.errors import CannotFit, Reason
+from icehouse_server.errors import CannotFit, Reason, size_text
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -66,10 +66,13 @@ def yielding(
 def _never_fits(name: str, needs: ModelNeeds, pinned: Sequence[Occupant], *, limit_bytes: int) -> CannotFit:
     pinned_bytes = sum(each.needs.weight_bytes for each in pinned)
     run_bytes = taken_bytes(needs, pinned) - needs.weight_bytes - pinned_bytes
+    beside, advice = "", ""
+    if pinned:
+        beside, advice = f", pinned models take {size_text(pinned_bytes)}", "pin fewer models, or "
     return CannotFit(
         Reason.MEMORY_NEVER_FITS,
-        f"model {name!r} takes {needs.weight_bytes} bytes, pinned models take {pinned_bytes}, a small "
-        f"request takes about {run_bytes}, and the server may use {limit_bytes}; pin fewer models, or raise "
+        f"model {name!r} takes {size_text(needs.weight_bytes)} of memory, a small request takes about "
+        f"{size_text(run_bytes)}{beside}, and the server may use {size_text(limit_bytes)}; {advice}raise "
         "engine.memory_limit_bytes if there is more",
         metadata={
             "model": name,

@@ -1,13 +1,14 @@
 """Model pool: the `Seats` of a server of several models, each loaded when it is asked for. Event loop.
 
-Models are loaded and unloaded one after the other. Whoever asks for a model that is not loaded waits; those
-who leave meanwhile do not stop it. While a model is drained for another one, new calls for it wait too, and
-it is loaded again for them.
+Models are loaded and unloaded one after the other; their files are fetched before that, at any time. Whoever
+asks for a model that is not loaded waits; those who leave meanwhile do not stop it. While a model is drained
+for another one, new calls for it wait too, and it is loaded again for them.
 """
 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import functools
 import logging
@@ -23,6 +24,7 @@ from icehouse_server.errors import (
     Overloaded,
     Reason,
     Unavailable,
+    size_text,
 )
 from icehouse_server.pool.choice import ModelNeeds, Occupant, taken_bytes, yielding
 from icehouse_server.pool.places import ModelOpener, ModelTerms, OpenedModel, Place, PooledModel, shown
@@ -68,6 +70,8 @@ class ModelPool(Generic[_Opened]):
         self._grace_s = grace_s
         self._turn = asyncio.Lock()
         """Held by who loads or unloads."""
+        # A download may take an hour; other work of the event loop's threads must not wait for some of them.
+        self._fetchers = concurrent.futures.ThreadPoolExecutor(len(models), thread_name_prefix="model-fetch")
         self._opened: list[_Opened] = []
         """All that have not ended."""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -94,6 +98,7 @@ class ModelPool(Generic[_Opened]):
         """Load nothing more; return what is in memory, for its owner to end."""
         self._set_state(EngineState.DRAINING)
         self.ended.set()
+        self._fetchers.shutdown(wait=False)
         for task in self._tasks:
             task.cancel()
         for model in self._models.values():
@@ -149,37 +154,48 @@ class ModelPool(Generic[_Opened]):
         model = self._named(name, caller)
         if self.state is EngineState.DRAINING:
             raise stopping()
-        if model.fetching is None:
-            model.fetching = self._begin(self._fetch(model), name=f"fetching of {model.terms.name}")
+        try:
+            await self._located(model)
+        except CannotFit:
+            raise
+        except IcehouseError as error:
+            raise _not_loaded(model, error, what="fetched") from error
+
+    async def _located(self, model: PooledModel) -> ModelNeeds:
+        """Return what a model takes, once its files are here. One fetch is for all who wait meanwhile."""
+        fetching = model.fetching
+        if fetching is None:
+            fetching = self._begin(self._fetch(model), name=f"fetching of {model.terms.name}")
+            model.fetching = fetching
         # A caller who leaves does not stop it half-way.
-        await asyncio.wait((model.fetching,))
-        if model.fetch_error is not None:
-            raise (
-                model.fetch_error
-                if isinstance(model.fetch_error, CannotFit)
-                else _not_loaded(model, model.fetch_error)
-            )
+        await asyncio.wait((fetching,))
+        if fetching.cancelled():
+            raise stopping()
+        assert model.found is not None, "fetching ends with what it found"
+        if isinstance(model.found, IcehouseError):
+            raise model.found
+        return model.found
 
     async def _fetch(self, model: PooledModel) -> None:
         """Have a model's files here. Not in turn: it may take an hour."""
-        model.fetch_error, before = None, model.state
-        if model.place is None and model.loading is None:
+        before = model.state
+        if before in (ModelState.ABSENT, ModelState.FAILED):
             self._set(model, ModelState.FETCHING)
         try:
-            await asyncio.to_thread(self._opener.locate, model.terms.name)
+            model.found = await asyncio.get_running_loop().run_in_executor(
+                self._fetchers, self._opener.locate, model.terms.name
+            )
         except IcehouseError as error:
-            _log.error("model_not_fetched", extra={"model": model.terms.name, "detail": error.message})
-            model.fetch_error = error
-        except asyncio.CancelledError:
-            model.fetch_error = stopping()
-            raise
+            if model.loading is None:
+                _log.error("model_not_fetched", extra={"model": model.terms.name, "detail": error.message})
+            model.found = error
         except Exception:  # nobody is told that the files are here; who began it logs it
-            model.fetch_error = EngineFailed(Reason.ENGINE_FAILED, "fetching broke; the log says why")
+            model.found = EngineFailed(Reason.ENGINE_FAILED, "fetching broke; the log says why")
             raise
         finally:
             model.fetching = None
-            if model.place is None and model.loading is None:
-                self._set(model, ModelState.ABSENT if model.fetch_error is None else before)
+            if model.state is ModelState.FETCHING:
+                self._set(model, before if isinstance(model.found, ModelNeeds) else ModelState.ABSENT)
 
     async def unload(self, name: str, caller: Caller) -> ListedModel:
         model = self._named(name, caller)
@@ -264,9 +280,10 @@ class ModelPool(Generic[_Opened]):
 
     async def _load(self, model: PooledModel) -> None:
         try:
+            needs = await self._located(model)
             async with self._turn:
                 if model.place is None:
-                    await self._load_in_turn(model)
+                    await self._load_in_turn(model, needs)
                 elif model.state is ModelState.READY:
                     self._admit(model, model.place)
                 else:
@@ -279,10 +296,8 @@ class ModelPool(Generic[_Opened]):
         finally:
             model.loading = None
 
-    async def _load_in_turn(self, model: PooledModel) -> None:
+    async def _load_in_turn(self, model: PooledModel, needs: ModelNeeds) -> None:
         name, began = model.terms.name, self._clock.monotonic()
-        self._set(model, ModelState.FETCHING)
-        needs = await asyncio.to_thread(self._opener.locate, name)
         await self._make_room(name, needs, limit_bytes=self._limit_bytes)
         place = await self._opened_place(model, needs)
         duration_s = round(self._clock.monotonic() - began, 3)
@@ -441,11 +456,11 @@ def _may_use(caller: Caller, terms: ModelTerms) -> bool:
     return not terms.tenants or caller.role is Role.OPERATOR or caller.tenant in terms.tenants
 
 
-def _not_loaded(model: PooledModel, error: IcehouseError) -> Unavailable:
-    """Return the refusal of a call whose model could not be loaded."""
+def _not_loaded(model: PooledModel, error: IcehouseError, *, what: str = "loaded") -> Unavailable:
+    """Return the refusal of a call whose model could not be loaded, or fetched."""
     return Unavailable(
         Reason.MODEL_NOT_LOADED,
-        f"model {model.terms.name!r} could not be loaded: {shown(error)}",
+        f"model {model.terms.name!r} could not be {what}: {shown(error)}",
         field="model",
         retry_after_s=RETRY_S,
         metadata={"model": model.terms.name, "cause": error.reason.value},
@@ -456,8 +471,8 @@ def _no_room(name: str, needs: ModelNeeds, running: Sequence[Occupant], *, limit
     names = ", ".join(repr(each.name) for each in running)
     return Overloaded(
         Reason.MEMORY_SHORT,
-        f"model {name!r} takes {needs.weight_bytes} bytes of the {limit_bytes} that the server may use, and "
-        f"calls of {names} did not end within {GIVE_WAY_S:g} s; try again later",
+        f"model {name!r} takes {size_text(needs.weight_bytes)} of the {size_text(limit_bytes)} that the "
+        f"server may use, and calls of {names} did not end within {GIVE_WAY_S:g} s; try again later",
         retry_after_s=RETRY_S,
         metadata={"model": name, "weight_bytes": needs.weight_bytes, "limit_bytes": limit_bytes},
     )

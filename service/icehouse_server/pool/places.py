@@ -49,13 +49,14 @@ _Opened_co = TypeVar("_Opened_co", bound=OpenedModel, covariant=True)
 
 
 class ModelOpener(Protocol[_Opened_co]):
-    """Finds and opens models, by the names of their terms. Any thread; may take minutes."""
+    """Finds and opens models, by the names of their terms. Any thread."""
 
     def locate(self, name: str) -> ModelNeeds:
-        """Have the model's files here; return what it takes. Raises IcehouseError."""
+        """Have the model's files here, which may take an hour; return what it takes. Several models may be
+        located at a time. Raises IcehouseError."""
 
     def open(self, name: str) -> _Opened_co:
-        """Return the model with its tokenizer read, not started. Raises IcehouseError."""
+        """Return the model with its tokenizer read, not started; one at a time. Raises IcehouseError."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -102,9 +103,9 @@ class PooledModel:
     place: Place | None = None
     loading: asyncio.Task[None] | None = None
     fetching: asyncio.Task[None] | None = None
-    """Of its files alone."""
-    fetch_error: IcehouseError | None = None
-    """What kept them away last time."""
+    """Of its files."""
+    found: ModelNeeds | IcehouseError | None = None
+    """What came of that last time: what it takes, or why it is not here."""
     waiters: list[asyncio.Future[Place]] = dataclasses.field(default_factory=list)
     error: IcehouseError | None = None
     failed_time: float = 0.0

@@ -182,6 +182,25 @@ def test_a_full_quota_or_tier_refuses_and_evicts_nothing(tmp_path: Path) -> None
         assert served.stats().ssd.evicted_block_total == served.stats().ssd.purged_block_total == 0
 
 
+def test_a_write_queue_that_others_have_filled_is_no_full_ssd(tmp_path: Path) -> None:
+    orders = filled(tmp_path / "a")
+    with SteppedServer(tmp_path / "b") as served:
+        queue = served.storage._state.spill_queue
+        others_bytes = queue.free
+        assert queue.try_reserve(others_bytes)
+        answer = served.order(orders[0])
+        assert isinstance(answer, Overloaded) and answer.reason is Reason.QUEUE_FULL
+        assert "queue" in answer.message
+        queue.release(others_bytes)
+        assert adopt(served, orders[0]).is_new
+
+
+def test_a_block_that_the_write_queue_never_takes_is_refused(tmp_path: Path) -> None:
+    orders = filled(tmp_path / "a")
+    with SteppedServer(tmp_path / "b", spill_queue_limit_bytes=1000) as served:
+        assert adopt(served, orders[0]).refusal is AdoptionRefusal.SSD_FULL
+
+
 @pytest.mark.parametrize("verb", ["create", "write", "fsync", "rename"])
 def test_a_full_disk_in_the_middle_refuses_the_rest_and_leaves_nothing(tmp_path: Path, verb: str) -> None:
     orders = filled(tmp_path / "a")

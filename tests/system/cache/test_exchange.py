@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from icehouse.v1 import cache_service_pb2 as messages
 from icehouse.v1 import inference_service_pb2 as inference
 from icehouse_server.bootstrap.encryption import new_key_text
 from icehouse_server.cli.cache_archive import import_directory
+from icehouse_server.engine.prefix_cache.tiers.spill import Spills
+from icehouse_server.rpc.services import cache_transfer
 from icehouse_server.storage import archive
 from icehouse_server.storage.archive import ArchiveReader, BlockEntry
 
@@ -235,6 +238,31 @@ async def test_the_quota_and_the_ssd_limit_are_kept_and_nothing_goes_for_an_impo
         found = refusals(answer)
         assert answer.adopted_block_count + sum(found.values()) == told.block_count
         assert found["QUOTA"] == 1
+
+
+async def test_an_import_waits_while_blocks_of_others_fill_the_write_queue(
+    tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache_transfer, "_RETRY_S", 0.0)
+    async with serving(llama, tmp_path / "a") as served:
+        await ask(served, TOKENS)
+        data, told = await export(served, TOKENS)
+    async with serving(llama, tmp_path / "b") as served:
+        assert served.served.tiers is not None
+        queue = served.served.tiers._loop.state.spill_queue
+        others_bytes = queue.free
+        assert queue.try_reserve(others_bytes)
+        looks = itertools.count(1)
+        has_queue_space = Spills.has_queue_space
+
+        def leave_at_last(self: Spills, size_bytes: int) -> bool:
+            if next(looks) == 50:
+                queue.release(others_bytes)
+            return has_queue_space(self, size_bytes)
+
+        monkeypatch.setattr(Spills, "has_queue_space", leave_at_last)
+        answer = await adopt(served, data)
+        assert (answer.adopted_block_count, refusals(answer)) == (told.block_count, {})
 
 
 async def test_a_caller_who_sends_nothing_more_is_given_up_and_leaves_no_file(

@@ -90,7 +90,9 @@ def test_a_signal_to_every_process_ends_no_stream_sooner(model: Path, tmp_path: 
 def stuck() -> None:
     """Have the server look for its model without an end."""
 
-    def wait(config: ModelConfig, *, on_progress: OnProgress, on_size: OnSize) -> ServedModels:
+    def wait(
+        config: ModelConfig, *, on_progress: OnProgress, on_size: OnSize, dtype: str = ""
+    ) -> ServedModels:
         threading.Event().wait()
         raise AssertionError("nobody sets it")
 

@@ -26,7 +26,16 @@ PROMPT = (5, 6, 7)
 
 @contextlib.contextmanager
 def serving(folder: Path, endpoint: str, *names: str) -> Iterator[grpc.Channel]:
-    """Serve a small model, and these of the hub, in a process of its own."""
+    """Serve a small model, and these, in a process of its own."""
+    with started(folder, endpoint, *names) as (_, channel):
+        yield channel
+
+
+@contextlib.contextmanager
+def started(
+    folder: Path, endpoint: str, *names: str
+) -> Iterator[tuple[subprocess.Popen[bytes], grpc.Channel]]:
+    """Start such a process."""
     small = tiny_model_dir(folder, "llama", name="small")
     (port,) = free_ports(1)
     command = [sys.executable, "-m", "icehouse_server.cli.main", "serve", str(small), *names]
@@ -39,7 +48,7 @@ def serving(folder: Path, endpoint: str, *names: str) -> Iterator[grpc.Channel]:
         )
     try:
         with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
-            yield channel
+            yield process, channel
     finally:
         process.kill()
         process.wait()
@@ -56,7 +65,10 @@ def test_a_request_waits_for_the_download_and_whoever_leaves_does_not_end_it(tmp
     shown = tiny_model_dir(tmp_path, "qwen3", name="shown")
     files = {path.name: path.read_bytes() for path in shown.iterdir()}
     opened = threading.Event()
-    with hub_of(files, opened=opened) as endpoint, serving(tmp_path, endpoint, HUB_ID) as channel:
+    with (
+        hub_of(files, opened=opened) as endpoint,
+        serving(tmp_path, endpoint, HUB_ID, str(shown)) as channel,
+    ):
         inference: Any = inference_service_pb2_grpc.InferenceServiceStub(channel)
         asked = question(HUB_ID, PROMPT, output_count=2)
         try:
@@ -68,11 +80,33 @@ def test_a_request_waits_for_the_download_and_whoever_leaves_does_not_end_it(tmp
             left.cancel()
             assert state_of(channel, HUB_ID).state == models.MODEL_STATE_FETCHING
             waiting = inference.Generate.future(asked, timeout=BOUND_S)
+            # Another model is loaded meanwhile.
+            assert inference.Generate(question("shown", PROMPT, output_count=2), timeout=BOUND_S).token_ids
+            assert state_of(channel, HUB_ID).state == models.MODEL_STATE_FETCHING
         finally:
             opened.set()
         answer = waiting.result()
         assert len(answer.token_ids) == 2 and answer.HasField("load_duration")
         assert state_of(channel, HUB_ID).state == models.MODEL_STATE_READY
+
+
+def test_a_server_that_stops_in_a_download_ends(tmp_path: Path) -> None:
+    shown = tiny_model_dir(tmp_path, "qwen3", name="shown")
+    files = {path.name: path.read_bytes() for path in shown.iterdir()}
+    opened = threading.Event()
+    with hub_of(files, opened=opened) as endpoint, started(tmp_path, endpoint, HUB_ID) as (process, channel):
+        inference: Any = inference_service_pb2_grpc.InferenceServiceStub(channel)
+        asking = inference.Stream(question(HUB_ID, PROMPT), timeout=BOUND_S, wait_for_ready=True)
+        try:
+            while next(asking).loading_model.state != models.MODEL_STATE_FETCHING:
+                pass
+            process.terminate()
+            with pytest.raises(grpc.RpcError) as refused:
+                list(asking)
+            assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+            process.wait(BOUND_S)
+        finally:
+            opened.set()
 
 
 def test_files_are_fetched_ahead_without_loading_the_model(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import pytest
 from icehouse.v1 import inference_service_pb2 as messages
 from icehouse.v1 import inference_service_pb2_grpc
 from icehouse.v1 import model_service_pb2 as models
+from icehouse_server.bootstrap.room import held_bytes
 
 from tests.fixtures.models import tiny_model_dir
 from tests.fixtures.patience import BOUND_S
@@ -38,7 +39,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def size_of(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    return held_bytes(folder, dtype="float32")
 
 
 @pytest.fixture(scope="module")

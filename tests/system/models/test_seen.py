@@ -10,6 +10,7 @@ import pytest
 from icehouse.v1 import inference_service_pb2 as messages
 from icehouse.v1 import model_service_pb2, server_service_pb2
 from icehouse_client import AsyncClient
+from icehouse_client.cli.console import UsageError
 from icehouse_server.rpc.services import generation
 
 from tests.fixtures.models import tiny_model_dir
@@ -47,6 +48,8 @@ async def test_models_are_listed_loaded_and_unloaded_at_the_terminal(served: Poo
     assert json.loads(unloaded.stdout)["models"][0]["state"] == "MODEL_STATE_ABSENT"
     shown = await invoke("models", "ls", "second", "absent", *at)
     assert "qwen3" in shown.stdout and "failed" in shown.stdout and "llama" not in shown.stdout
+    unknown = await invoke("models", "ls", "nosuch", *at)
+    assert isinstance(unknown.exception, UsageError) and "'nosuch'" in str(unknown.exception)
 
 
 async def test_the_client_loads_and_unloads(served: PoolServer) -> None:

@@ -58,6 +58,14 @@ def test_links_and_folders_are_part_of_a_models_folder(tmp_path: Path) -> None:
     assert found.path == tmp_path / "model"
 
 
+def test_a_file_is_said_to_be_none(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    file.write_text("")
+    with pytest.raises(ModelError, match=r"model\.gguf' is a file") as refused:
+        locate_model(ModelConfig(model=str(file)), on_progress=lambda *_: None)
+    assert refused.value.reason is Reason.MODEL_NOT_FOUND
+
+
 def test_the_text_of_a_model_that_comes_back_is_read_again_only_where_a_file_changed(tmp_path: Path) -> None:
     source = ModelSource(path=tiny_model_dir(tmp_path, "llama"), model_id="tiny")
     kept = KeptTexts()

@@ -85,3 +85,11 @@ def test_what_could_never_run_is_refused_before_it_is_loaded(
     with pytest.raises(CannotFit) as caught:
         yielding("new", ModelNeeds(30, run_bytes), occupants, limit_bytes=100)
     assert caught.value.metadata["run_bytes"] == ("71" if not occupants else "41")
+
+
+def test_the_refusal_has_sizes_for_people_and_speaks_of_pinned_models_where_there_are_some() -> None:
+    gib = 1 << 30
+    for occupants, is_told in (([], False), ([occupant("pinned", 2 * gib, pinned=True)], True)):
+        with pytest.raises(CannotFit, match=r"takes 3\.0 GiB .* may use 4\.0 GiB") as caught:
+            yielding("new", ModelNeeds(3 * gib, 2 * gib), occupants, limit_bytes=4 * gib)
+        assert ("pin" in caught.value.message) == is_told

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
-import threading
-from typing import Any
 
 import pytest
 from icehouse_server.domain.ids import Tenant
@@ -22,123 +19,11 @@ from icehouse_server.errors import (
 )
 from icehouse_server.pool import model_pool
 from icehouse_server.pool.choice import ModelNeeds
-from icehouse_server.pool.model_pool import ModelPool
-from icehouse_server.pool.places import LONGEST_STAY_S, ModelTerms
+from icehouse_server.pool.places import LONGEST_STAY_S
 from icehouse_server.rpc.access.caller import UNPROVED, Caller, Role
-from icehouse_server.rpc.engine_client.engine_ports import ServedModel
-from icehouse_server.rpc.engine_client.router import Router
-from icehouse_server.rpc.engine_client.seat import Seat
 
 from tests.fixtures.patience import BOUND_S
-from tests.fixtures.rpc.fake_engine import MODEL_INFO, FakeEngine, FakeTokenizer
-from tests.fixtures.rpc.seats import seat_of
-from tests.unit.rpc.conftest import FakeClock
-
-SIZE = 60
-
-
-@dataclasses.dataclass
-class FakeCall:
-    """A call that uses a model."""
-
-    caller: Caller = UNPROVED
-    holds: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
-    load_s: float = 0.0
-
-
-class FakeModel:
-    """A model that becomes ready when a test says so."""
-
-    def __init__(self, house: House, name: str) -> None:
-        self._house, self.name = house, name
-        self.router = Router(house.loop)
-        self.engine = FakeEngine(self.router)
-        self.seat: Seat = seat_of(self.engine, self.router)
-        self.error: IcehouseError | None = None
-        self.has_ended = False
-
-    def start(self) -> None:
-        self._house.started.append(self.name)
-        if self.name not in self._house.held:
-            self.succeed()
-
-    def succeed(self) -> None:
-        info = dataclasses.replace(MODEL_INFO, model_id=self.name, weight_bytes=SIZE)
-        self.router.model_loaded(ServedModel(info, FakeTokenizer()))
-        self.router.state_changed(EngineState.READY, None)
-
-    def fail(self, error: IcehouseError) -> None:
-        self.error = error
-        self.router.state_changed(EngineState.FAILED, error)
-
-    async def end(self) -> None:
-        self.has_ended = True
-        self.engine.close()
-
-
-class House:
-    """A pool with room for one and a half models, and what it did. Made in a running loop."""
-
-    def __init__(self, *terms: ModelTerms) -> None:
-        self.loop = asyncio.get_running_loop()
-        self.held: set[str] = set()
-        """Models that do not become ready by themselves."""
-        self.broken: dict[str, Exception] = {}
-        """Why models cannot be found."""
-        self.needs: dict[str, ModelNeeds] = {}
-        """Of models that take something else than the others."""
-        self.started: list[str] = []
-        self.models: dict[str, FakeModel] = {}
-        self.located = threading.Semaphore(0)
-        self.clock = FakeClock()
-        self.pool: ModelPool[FakeModel] = ModelPool(
-            terms, opener=self, clock=self.clock, limit_bytes=SIZE * 3 // 2, grace_s=BOUND_S
-        )
-
-    def locate(self, name: str) -> ModelNeeds:
-        if name in self.broken:
-            raise self.broken[name]
-        return self.needs.get(name, ModelNeeds(SIZE))
-
-    def open(self, name: str) -> FakeModel:
-        self.models[name] = FakeModel(self, name)
-        return self.models[name]
-
-    def states(self) -> dict[str, ModelState]:
-        return {model.name: model.state for model in self.pool.listed(UNPROVED)}
-
-    async def until(self, name: str, state: ModelState) -> None:
-        async with asyncio.timeout(BOUND_S):
-            while self.states()[name] is not state:
-                await asyncio.sleep(0)
-
-    async def until_started(self, *names: str) -> None:
-        async with asyncio.timeout(BOUND_S):
-            while self.started != list(names):
-                await asyncio.sleep(0)
-
-    async def use(self, name: str, call: FakeCall | None = None) -> FakeCall:
-        call = call or FakeCall()
-        async with asyncio.timeout(BOUND_S):
-            seat = await self.pool.use(name, call)
-        assert seat is self.models[name or "a"].seat
-        return call
-
-    def end(self) -> None:
-        for model in self.pool.begin_stop():
-            model.engine.close()
-
-
-A, B, C = (ModelTerms(name) for name in "abc")
-
-
-@contextlib.asynccontextmanager
-async def house_of(*terms: ModelTerms) -> Any:
-    made = House(*terms)
-    try:
-        yield made
-    finally:
-        made.end()
+from tests.unit.pool.house import SIZE, A, B, C, FakeCall, House, house_of, settled
 
 
 async def test_the_default_and_the_pinned_are_loaded_at_the_start() -> None:
@@ -237,20 +122,13 @@ async def loaded_in(house: House, name: str, load_s: float) -> FakeCall:
     return await using
 
 
-async def settled() -> None:
-    """Let all that can go on now do so."""
-    for _ in range(20):
-        await asyncio.sleep(0)
-
-
 async def test_a_model_serves_for_as_long_as_its_loading_took_before_it_gives_way() -> None:
     async with house_of(A, B) as house:
         call = await loaded_in(house, "a", 8.0)
         waiting = asyncio.ensure_future(house.use("b"))
         for _ in range(3):
-            await house.until("b", ModelState.FETCHING)
-            await settled()
-            assert house.states()["a"] is ModelState.READY
+            await house.until_waiting_for_room("b")
+            assert house.states() == {"a": ModelState.READY, "b": ModelState.ABSENT}
             # Its callers come back in time, so it takes their calls at once.
             house.clock.now += 2.0
             again = await house.use("a")
@@ -367,19 +245,6 @@ async def test_what_nobody_expects_of_a_load_fails_it_like_any_other_reason() ->
         del house.broken["b"]
         house.clock.now += model_pool.RETRY_S
         await house.use("b")
-
-
-@pytest.mark.parametrize("error", [OSError("the disk of /secret/b is gone"), model_invalid("no such model")])
-async def test_files_that_cannot_be_fetched_are_not_said_to_be_here(error: Exception) -> None:
-    async with house_of(A, B) as house:
-        house.broken["b"] = error
-        with pytest.raises(Unavailable) as caught:
-            await house.pool.fetch("b", UNPROVED)
-        assert "secret" not in caught.value.message
-        assert house.states()["b"] is ModelState.ABSENT
-        del house.broken["b"]
-        await house.pool.fetch("b", UNPROVED)
-        assert house.states()["b"] is ModelState.ABSENT and "b" not in house.models
 
 
 async def test_an_engine_that_cannot_be_ended_refuses_its_callers_and_none_hangs(

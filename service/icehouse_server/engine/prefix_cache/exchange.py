@@ -158,7 +158,7 @@ class CacheExchange:
         spills = self._cache.spills
         if not spills.has_queue_space(size_bytes):
             if not may_wait:
-                return Adoption(name, refusal=AdoptionRefusal.SSD_FULL)
+                raise _busy("the SSD tier's write queue is full of other models' blocks")
             self._wait(spills.settle(()), partial(self._adopt_again, command, reply), reply)
             return None
         node = self._tree.insert(
@@ -200,6 +200,8 @@ class CacheExchange:
             return AdoptionRefusal.QUOTA
         coming_bytes = sum(node.spill.size_bytes for node in tree.spilling if node.spill)
         limit_bytes = settings.ssd_limit_bytes
+        if size_bytes > self._block_limit_bytes:
+            return AdoptionRefusal.SSD_FULL
         if limit_bytes and tree.ssd.used_bytes + coming_bytes + size_bytes > limit_bytes:
             return AdoptionRefusal.SSD_FULL
         return None

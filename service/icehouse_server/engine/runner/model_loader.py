@@ -193,6 +193,7 @@ def load_steps(
                 convert(part, source.dtype)
         whole_count = 0 if rank is None else rank.shard(model)
         model.eval()
+        _forget_draws()
         yield None
         yield from _read_weights(parts, source.path, is_hurried)
     except ModelError:
@@ -231,6 +232,12 @@ def _read_weights(
                 yield None
         mx.eval(waiting)
         yield None
+
+
+def _forget_draws() -> None:
+    """Compute MLX's next random key. Each layer draws weights before it gets its own, and without this the
+    key keeps a record of every draw in memory: some 2 kB a layer, each time that a model is loaded."""
+    mx.eval(mx.random.state)
 
 
 def _classes_for(path: Path) -> mlx_lm.Classes | None:
@@ -400,6 +407,7 @@ def attach(
         if rank is not None:
             rank.shard(tree, given={name: array for name, array in loaded if name not in held})
         tree.eval()
+        _forget_draws()
         own = _own(tree, loaded)
         mx.eval(list(own.values()))
     except Exception as error:  # mlx-lm raises whatever a folder makes it raise

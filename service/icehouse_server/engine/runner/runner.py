@@ -463,14 +463,14 @@ class ModelRunner:
         known = self._known.get(self._key)
         if known is not None:
             if known.layers_are_joined:
-                JoinedLayers(model)
+                yield from JoinedLayers.steps(model)
             return known
         try:
             facts = yield from examine_steps(
                 model,
                 make_caches=self.fresh_caches,
                 goes_layered=not self._settings.is_pipelined,
-                join=JoinedLayers if self._joins else None,
+                join=JoinedLayers.steps if self._joins else None,
             )
         except ValueError as error:
             if not self._settings.kv_bits:

@@ -13,7 +13,7 @@ from icehouse_server.engine.core.memory_budget import BudgetShare
 from icehouse_server.engine.core.memory_model import MemoryModel
 from icehouse_server.engine.core.sequence import Phase, Sequence
 from icehouse_server.engine.scheduling.pass_plan import PrefillChunk
-from icehouse_server.errors import CannotFit, Overloaded, Reason
+from icehouse_server.errors import CannotFit, Overloaded, Reason, size_text
 
 _OUTPUT_ALLOWANCE = 256
 """Output tokens a sequence is admitted for; memory for more is freed as they come, or the sequence is
@@ -69,9 +69,9 @@ class MemoryGuard:
             return None
         return CannotFit(
             Reason.MEMORY_NEVER_FITS,
-            f"{token_count} tokens with the model need about {needed} bytes, and this server may use "
-            f"{limit_bytes}; send a shorter prompt or smaller images, ask for fewer tokens, or raise "
-            "memory_limit_bytes",
+            f"{token_count} tokens with the model need about {size_text(needed)}, and this server may use "
+            f"{size_text(limit_bytes)}; send a shorter prompt or smaller images, ask for fewer tokens, or "
+            "raise memory_limit_bytes",
             metadata={"estimated_bytes": needed, "limit_bytes": limit_bytes, "token_count": token_count},
         )
 

@@ -33,7 +33,7 @@ from icehouse_server.domain.cache_commands import (
 from icehouse_server.domain.ids import AdapterDigest, BlockHash, CacheScope, Fingerprint, Tenant
 from icehouse_server.errors import DeadlineExceeded, IcehouseError, NotFound, Overloaded, Reason
 from icehouse_server.rpc.engine_client.answers import StallTimer, Writable
-from icehouse_server.rpc.engine_client.engine_cache import Answer, EngineCache
+from icehouse_server.rpc.engine_client.engine_cache import EngineCache
 from icehouse_server.rpc.engine_client.engine_ports import BlockFiles, ServedModel
 from icehouse_server.rpc.engine_client.seat import Seat
 from icehouse_server.rpc.services.prompts import PromptReader
@@ -52,7 +52,7 @@ _TRANSFER_LIMIT = 4
 """Exports and imports at once, each with a block in memory."""
 _RETRY_S = 1.0
 _TRY_COUNT = 5
-"""How often a command is given where the SSD tier's queue is full."""
+"""How often a block is asked for where too much is queued."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -166,25 +166,27 @@ class CacheTransfer:
             return None
 
     async def order(self, commands: EngineCache, command: AdoptBlock) -> Adoption:
-        """Have a block adopted."""
-        return await self._patiently(commands, command, Adoption)
+        """Have a block adopted. While other models' blocks fill the write queue, only the call's deadline
+        bounds the wait."""
+        while True:
+            with contextlib.suppress(Overloaded):
+                return await commands.ask(command, Adoption)
+            await asyncio.sleep(_RETRY_S)
 
     async def _read(self, commands: EngineCache, block: ExportBlock) -> HostBlock | None:
         """Return a block; None for one that is gone, or damaged."""
         try:
-            return (await self._patiently(commands, ReadBlock(block.hash), BlockContent)).block
+            return (await self._patiently(commands, ReadBlock(block.hash))).block
         except NotFound:
             return None
 
-    async def _patiently(
-        self, commands: EngineCache, command: ReadBlock | AdoptBlock, answer_type: type[Answer]
-    ) -> Answer:
+    async def _patiently(self, commands: EngineCache, command: ReadBlock) -> BlockContent:
         """Give a command again where too much is queued; raises Overloaded at last."""
         for _ in range(_TRY_COUNT - 1):
             with contextlib.suppress(Overloaded):
-                return await commands.ask(command, answer_type)
+                return await commands.ask(command, BlockContent)
             await asyncio.sleep(_RETRY_S)
-        return await commands.ask(command, answer_type)
+        return await commands.ask(command, BlockContent)
 
     @contextlib.contextmanager
     def _slot(self) -> Iterator[None]:

@@ -59,7 +59,7 @@ class ThreadJob:
 
     @property
     def _function(self) -> Callable[..., Any]:
-        """Of `asyncio.to_thread`, which hands over `context.run` of it."""
+        """Of `asyncio.to_thread`, which hands over `context.run` of it; of others their first argument."""
         return self.work.args[0]
 
 
@@ -85,7 +85,7 @@ class StoryLoop(asyncio.SelectorEventLoop):
 
     def run_in_executor(self, executor: Any, func: Any, *args: Any) -> Any:  # type: ignore[override]
         future: asyncio.Future[Any] = self.create_future()
-        self.jobs.append(ThreadJob(func, future, self.time()))
+        self.jobs.append(ThreadJob(functools.partial(func, *args), future, self.time()))
         return future
 
     @property

@@ -175,8 +175,11 @@ def keep_a_model_whose_engine_failed(patch: pytest.MonkeyPatch) -> None:
 
 
 def load_a_model_twice_at_once(patch: pytest.MonkeyPatch) -> None:
+    async def load(self, model):
+        await self._load_in_turn(model, await self._located(model))
+
     def ensure_loading(self, model):
-        model.loading = self._begin(self._load_in_turn(model), name="loading")
+        model.loading = self._begin(load(self, model), name="loading")
 
     patch.setattr(ModelPool, "_ensure_loading", ensure_loading)
 
@@ -247,6 +250,7 @@ BREAKS = (
 )
 FIRST_SEEDS = {
     look_at_memory_only_before_a_load: POOL_SEED + 50,
+    let_who_decodes_alone_go_on: POOL_SEED + 100,
     drop_what_a_full_queue_does_not_take_at_the_end: POOL_SEED + 105,
 }
 """Where the search begins for what is noticed late: each story takes 0.2 s."""

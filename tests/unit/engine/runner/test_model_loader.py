@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import builtins
 import importlib.metadata
+import io
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import mlx.core as mx
 import pytest
 from icehouse_server.engine.runner import mlx_lm
 from icehouse_server.engine.runner.model_loader import ModelSource, load, load_tokenizer, sees_images
@@ -118,3 +120,11 @@ def test_a_model_that_sees_needs_all_of_the_extra(
     monkeypatch.undo()
     rewrite(folder / "config.json", lambda config: config.update(model_type="llama"))
     assert not sees_images(folder)
+
+
+def test_loading_leaves_no_record_of_what_layers_have_drawn(tmp_path: Path) -> None:
+    source = ModelSource(tiny_model_dir(tmp_path, "llama"), "llama")
+    load(source)
+    graph, state = io.StringIO(), cast("list[mx.array]", mx.random.state)
+    mx.export_to_dot(graph, *state)
+    assert "label" not in graph.getvalue()

@@ -16,6 +16,7 @@ from icehouse_client.cli.connection import Server, server_of
 from icehouse_client.cli.console import (
     EXIT_FAILURE,
     AsJson,
+    UsageError,
     err,
     facts_of,
     facts_table,
@@ -56,6 +57,9 @@ def models(
     served = server.client.models()
     wanted = names or [model.id for model in served]
     if action is ModelsAction.LS:
+        by_name = {name: model for model in served for name in (model.id, *model.aliases)}
+        if unknown := [name for name in wanted if name not in by_name]:
+            raise UsageError(f"no model {unknown[0]!r} is served here; use one of: {', '.join(by_name)}")
         served = [model for model in served if {model.id, *model.aliases} & {*wanted}]
     elif action in (ModelsAction.PULL, ModelsAction.LOAD):
         fetch_only = action is ModelsAction.PULL

@@ -12,7 +12,7 @@ layer that gets another input than the others, or a single token, still computes
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -30,9 +30,18 @@ _KINDS = {Linear, QuantizedLinear}
 class JoinedLayers:
     """The layers of one model that are computed together, until `separate`."""
 
-    def __init__(self, model: Any) -> None:
-        """Join what can be joined. A layer's weights are in memory twice only while it is its turn."""
-        self._products = [_Product(layers) for layers in _joinable(model)]
+    def __init__(self) -> None:
+        self._products: list[_Product] = []
+
+    @classmethod
+    def steps(cls, model: Any) -> Generator[None, None, JoinedLayers]:
+        """Join what can be joined; yields after each product, so that other models can run their passes. A
+        layer's weights are in memory twice only while it is its turn."""
+        joined = cls()
+        for layers in list(_joinable(model)):
+            joined._products.append(_Product(layers))
+            yield
+        return joined
 
     def __len__(self) -> int:
         return len(self._products)

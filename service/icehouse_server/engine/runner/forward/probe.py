@@ -27,6 +27,7 @@ from icehouse_server.engine.runner.forward.splits import NotSplittable, PassFact
 
 _log = logging.getLogger("icehouse.engine")
 
+JoinSteps = Callable[[Any], Generator[None, None, JoinedLayers]]
 Schedule = Sequence[Sequence[int]]
 """For each pass, how many tokens each of the rows brings; 0 where a row is not in it."""
 
@@ -46,7 +47,7 @@ def examine_steps(
     make_caches: Callable[[], list[Any]] | None = None,
     schedule: Schedule = _SCHEDULE,
     goes_layered: bool = True,
-    join: Callable[[Any], JoinedLayers] | None = None,
+    join: JoinSteps | None = None,
 ) -> Generator[None, None, PassFacts]:
     """Return how passes of this model are run. Raises what the model raises when called by itself.
 
@@ -129,10 +130,10 @@ class _Reference:
 
 
 def _join(
-    model: Any, join: Callable[[Any], JoinedLayers], make: Callable[[], list[Any]], reference: _Reference
+    model: Any, join: JoinSteps, make: Callable[[], list[Any]], reference: _Reference
 ) -> Generator[None, None, bool]:
     """Join layers, and separate them again where the model gives something else then; return which it is."""
-    joined = join(model)
+    joined = yield from join(model)
     after = yield from _Reference.steps(model, make, reference.schedule)
     both = zip(itertools.chain(*after.logits), itertools.chain(*reference.logits), strict=True)
     moved = max(itertools.starmap(_distance, both))

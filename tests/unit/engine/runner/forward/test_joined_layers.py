@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 import io
+import itertools
 from typing import Any
 
 import mlx.core as mx
 import pytest
+from icehouse_server.engine.core.steps import whole
 from icehouse_server.engine.runner.forward.forward_pass import ForwardPass
 from icehouse_server.engine.runner.forward.joined_layers import JoinedLayers
 from icehouse_server.engine.runner.forward.probe import examine
@@ -56,14 +58,14 @@ def test_joined_layers_give_what_each_gives_alone(bias: bool, is_quantized: bool
     x = inputs(5)
     alone = mlp(x)
     mx.eval(alone)
-    assert len(JoinedLayers(mlp)) == 1
+    assert len(whole(JoinedLayers.steps(mlp))) == 1
     for ours, wanted in zip(mlp(x), alone, strict=True):
         assert mx.allclose(ours, wanted, atol=1e-5)
 
 
 def test_they_are_one_product_for_several_rows_and_their_own_for_one() -> None:
     mlp = Mlp()
-    JoinedLayers(mlp)
+    whole(JoinedLayers.steps(mlp))
     assert product_count(*mlp(inputs(5))) == 1
     assert product_count(*mlp(inputs(1))) == 2
 
@@ -74,7 +76,7 @@ def test_weights_are_in_memory_once() -> None:
     weight_bytes = mlp.gate_proj.weight.nbytes + mlp.up_proj.weight.nbytes
     gc.collect()  # what other tests left is not freed meanwhile
     before = mx.get_active_memory()
-    joined = JoinedLayers(mlp)
+    joined = whole(JoinedLayers.steps(mlp))
     assert len(joined) == 1 and mx.get_active_memory() - before < weight_bytes // 2
 
 
@@ -83,7 +85,7 @@ def test_a_layer_that_gets_another_input_computes_by_itself() -> None:
     x, other = inputs(5), inputs(5) + 1.0
     wanted = mlp.gate_proj(x), mlp.up_proj(other), mlp.gate_proj(x)
     mx.eval(wanted)
-    JoinedLayers(mlp)
+    whole(JoinedLayers.steps(mlp))
     found = mlp.gate_proj(x), mlp.up_proj(other), mlp.gate_proj(x)
     for ours, alone in zip(found, wanted, strict=True):
         assert mx.allclose(ours, alone, atol=1e-5)
@@ -92,10 +94,20 @@ def test_a_layer_that_gets_another_input_computes_by_itself() -> None:
 def test_layers_of_different_kinds_are_not_joined() -> None:
     mlp = Mlp()
     mlp.up_proj = mlp.up_proj.to_quantized(group_size=32, bits=4)
-    assert len(JoinedLayers(mlp)) == 0
+    assert len(whole(JoinedLayers.steps(mlp))) == 0
     mlp = Mlp()
     mlp.up_proj = Linear(_WIDTH, 128)  # with a bias
-    assert len(JoinedLayers(mlp)) == 0
+    assert len(whole(JoinedLayers.steps(mlp))) == 0
+
+
+def test_other_models_have_their_turn_after_each_product() -> None:
+    model = build("qwen3")
+    steps, seen = JoinedLayers.steps(model), []
+    for _ in steps:
+        modules = [module for _, module in model.named_modules()]
+        seen.append(sum("joined" in getattr(module, "_forward_purposes", ()) for module in modules))
+    # Queries, keys and values of a layer, then the halves of its MLP.
+    assert sorted(b - a for a, b in itertools.pairwise([0, *seen])) == sorted([2, 3] * len(model.layers))
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -104,7 +116,7 @@ def test_a_model_gives_what_it_gave(architecture: str) -> None:
     prompt = mx.array(prompt_of(5, 1))[None]
     alone = model(prompt, cache=make_prompt_cache(model))
     mx.eval(alone)
-    joined = JoinedLayers(model)
+    joined = whole(JoinedLayers.steps(model))
     assert mx.allclose(model(prompt, cache=make_prompt_cache(model)), alone, atol=1e-4)
     joined.separate()
     assert mx.allclose(model(prompt, cache=make_prompt_cache(model)), alone, atol=1e-5)
@@ -112,7 +124,7 @@ def test_a_model_gives_what_it_gave(architecture: str) -> None:
 
 def test_rows_of_a_joined_model_take_fewer_products() -> None:
     counts = []
-    for join in (None, JoinedLayers):
+    for join in (None, JoinedLayers.steps):
         model = build("qwen3")
         forward = ForwardPass(model, examine(model, goes_layered=False, join=join))
         output = forward.run(mx.array([5, 6, 7]), [Share(Row(make_prompt_cache(model)), 3, logit_count=1)])
@@ -140,6 +152,6 @@ def test_a_model_that_joining_would_change_is_left_as_it_is() -> None:
     prompt = mx.array(prompt_of(5, 1))[None]
     alone = model(prompt, cache=make_prompt_cache(model))
     mx.eval(alone)
-    facts = examine(model, join=JoinedLayers)
+    facts = examine(model, join=JoinedLayers.steps)
     assert facts.caches, "its rows share a pass all the same"
     assert mx.allclose(model(prompt, cache=make_prompt_cache(model)), alone, atol=1e-5)
