@@ -332,6 +332,8 @@ _PENDING_CALL_LIMIT = 1 << 14
 
 _UNLIMITED_MS = 2**31 - 1
 """What gRPC takes for "never"."""
+_UNLIMITED_S = 2**31 - 1
+"""The same, of an argument in seconds."""
 
 
 def server_options(server: ServerConfig, connection: ConnectionConfig) -> list[tuple[str, int]]:
@@ -351,6 +353,8 @@ def server_options(server: ServerConfig, connection: ConnectionConfig) -> list[t
         ("grpc.server.max_pending_requests", _PENDING_CALL_LIMIT),
         ("grpc.server.max_pending_requests_hard_limit", _PENDING_CALL_LIMIT),
         # From half of the hard limit on, the soft limit refuses calls at random. One limit is enough.
+        # What has waited for 30 s would be ended as cancelled too, when the machine is busy or was asleep.
+        ("grpc.server_max_unrequested_time_in_server", _UNLIMITED_S),
         ("grpc.max_metadata_size", connection.max_metadata_bytes),
         ("grpc.absolute_max_metadata_size", connection.max_metadata_bytes),
         ("grpc.server_handshake_timeout_ms", _ms(connection.handshake_timeout_s)),

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from icehouse_server.domain.cache_commands import Verify, VerifyReport
 from icehouse_server.domain.events import ReuseLimit
+from icehouse_server.engine.prefix_cache.tiers import write_behind
 
 from tests.fixtures.models import tiny_model_dir
 from tests.fixtures.storage.faults import FaultyFiles
@@ -124,8 +125,12 @@ def test_a_directory_that_cannot_be_opened_still_serves(models, filled, tmp_path
 
 @pytest.mark.parametrize("error_number", [errno.ENOSPC, errno.EIO, errno.EROFS], ids=errno.errorcode.get)
 @pytest.mark.parametrize("verb", ["create", "write", "fsync", "rename"])
-def test_a_disk_that_takes_nothing(models, filled, tmp_path: Path, verb: str, error_number: int) -> None:
+def test_a_disk_that_takes_nothing(
+    models, filled, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str, error_number: int
+) -> None:
     _, cold = filled["llama"]
+    # What still waits is tried at once. How long it waits is what the tests of write-behind tell.
+    monkeypatch.setattr(write_behind, "FAILURE_PAUSE_S", 0.0)
     files = FaultyFiles(verb, 1, error_number, times=1000)
     with CacheServer(
         models["llama"],

@@ -10,6 +10,7 @@ import grpc
 import pytest
 from icehouse_client import AsyncClient, Client, IcehouseClientError, Security
 
+from tests.fixtures.patience import BOUND_S
 from tests.system.clients.test_token_source import REFUSED, Guard, Source, guarded
 
 SENT = ("x-sent-by", "test")
@@ -73,11 +74,13 @@ async def test_every_attempt_goes_through_them() -> None:
     def use(guard: Guard, address: str) -> None:
         guard.token = "t2"
         both = [Marking("outer", log), Marking("inner", log)]
-        with Client(address, security=Security(token=Source()), interceptors=both, timeout_s=20) as client:
+        with Client(
+            address, security=Security(token=Source()), interceptors=both, timeout_s=BOUND_S
+        ) as client:
             assert client.generate("Hi").text == "done"
             assert list(client.stream("Hi")) == ["done"]
             client.with_metadata({"x-team": "search"}).cache.warm("Hi", on_progress=print)
-        refused = Client(address, security=Security(token="t9"), interceptors=both[:1], timeout_s=20)
+        refused = Client(address, security=Security(token="t9"), interceptors=both[:1], timeout_s=BOUND_S)
         with refused, pytest.raises(IcehouseClientError) as caught:
             refused.generate("Hi")
         assert caught.value.code is REFUSED and caught.value.message == "not you"
@@ -95,12 +98,12 @@ async def test_also_on_an_event_loop() -> None:
     async with guarded() as (guard, address):
         guard.token = "t2"
         security = Security(token=Source())
-        async with AsyncClient(address, security=security, interceptors=both, timeout_s=20) as client:
+        async with AsyncClient(address, security=security, interceptors=both, timeout_s=BOUND_S) as client:
             assert (await client.generate("Hi")).text == "done"
             assert [text async for text in client.stream("Hi")] == ["done"]
             await client.cache.warm("Hi", on_progress=print)
         security = Security(token="t9")
-        async with AsyncClient(address, security=security, interceptors=both, timeout_s=20) as client:
+        async with AsyncClient(address, security=security, interceptors=both, timeout_s=BOUND_S) as client:
             with pytest.raises(IcehouseClientError) as caught:
                 await client.generate("Hi")
     assert caught.value.code is REFUSED and caught.value.message == "not you"

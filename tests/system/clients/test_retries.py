@@ -15,6 +15,8 @@ from icehouse.v1 import inference_service_pb2_grpc
 from icehouse_client import AsyncClient, IcehouseClientError
 from icehouse_client.channel import SERVICE_CONFIG
 
+from tests.fixtures.patience import BOUND_S
+
 SERVICE = "icehouse.v1.InferenceService"
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 PUBLISHED = Path(__file__).parents[3] / "clients/service_config.json"
@@ -79,11 +81,11 @@ async def replica(
 async def call(client: AsyncClient, method: str) -> object:
     match method:
         case "Generate":
-            return await client.generate("Hi", timeout_s=20)
+            return await client.generate("Hi", timeout_s=BOUND_S)
         case "Stream":
-            return [text async for text in client.stream("Hi", timeout_s=20)]
+            return [text async for text in client.stream("Hi", timeout_s=BOUND_S)]
         case _:
-            return await client.tokenize("Hi", timeout_s=20)
+            return await client.tokenize("Hi", timeout_s=BOUND_S)
 
 
 async def refused(client: AsyncClient, method: str) -> grpc.StatusCode:
@@ -94,7 +96,7 @@ async def refused(client: AsyncClient, method: str) -> grpc.StatusCode:
 
 async def test_a_generate_that_no_server_took_is_tried_again() -> None:
     async with replica(refusals=2) as (server, address), AsyncClient(address) as client:
-        assert (await client.generate("Hi", timeout_s=20)).text == "one"
+        assert (await client.generate("Hi", timeout_s=BOUND_S)).text == "one"
         assert server.counts["Generate"] == 3
 
 
@@ -121,7 +123,7 @@ async def test_trying_again_ends() -> None:
 async def test_a_server_that_says_it_does_not_serve_is_passed_over() -> None:
     async with replica("well") as (_, well), replica("ill", status=NOT_SERVING) as (ill_server, ill):
         async with AsyncClient(f"ipv4:{ill},{well}") as client:
-            assert {(await client.generate("Hi", timeout_s=20)).text for _ in range(6)} == {"well"}
+            assert {(await client.generate("Hi", timeout_s=BOUND_S)).text for _ in range(6)} == {"well"}
         assert ill_server.counts["Generate"] == 0
 
 
@@ -130,12 +132,12 @@ async def test_health_may_be_left_unwatched() -> None:
         replica(status=NOT_SERVING) as (_, address),
         AsyncClient(address, watches_health=False) as client,
     ):
-        assert (await client.generate("Hi", timeout_s=20)).text == "one"
+        assert (await client.generate("Hi", timeout_s=BOUND_S)).text == "one"
 
 
 async def test_a_server_without_health_is_used() -> None:
     async with replica(status=None) as (_, address), AsyncClient(address) as client:
-        assert (await client.generate("Hi", timeout_s=20)).text == "one"
+        assert (await client.generate("Hi", timeout_s=BOUND_S)).text == "one"
 
 
 def test_the_client_carries_the_published_config() -> None:

@@ -14,6 +14,8 @@ from icehouse.v1 import cache_service_pb2_grpc, inference_service_pb2_grpc
 from icehouse.v1 import inference_service_pb2 as inference
 from icehouse_client import AsyncClient, Client, IcehouseClientError, Security
 
+from tests.fixtures.patience import BOUND_S
+
 REFUSED = grpc.StatusCode.UNAUTHENTICATED
 
 
@@ -69,21 +71,21 @@ async def guarded() -> AsyncIterator[tuple[Guard, str]]:
 
 
 CALLS: dict[str, Callable[[Client], object]] = {
-    "generate": lambda client: client.generate("Hi", timeout_s=20),
-    "stream": lambda client: list(client.stream("Hi", timeout_s=20)),
-    "warm": lambda client: client.cache.warm("Hi", on_progress=print, timeout_s=20),
+    "generate": lambda client: client.generate("Hi", timeout_s=BOUND_S),
+    "stream": lambda client: list(client.stream("Hi", timeout_s=BOUND_S)),
+    "warm": lambda client: client.cache.warm("Hi", on_progress=print, timeout_s=BOUND_S),
 }
 
 
 async def stream_of(client: AsyncClient) -> None:
-    async for _ in client.stream("Hi", timeout_s=20):
+    async for _ in client.stream("Hi", timeout_s=BOUND_S):
         pass
 
 
 ASYNC_CALLS: dict[str, Callable[[AsyncClient], Awaitable[object]]] = {
-    "generate": lambda client: client.generate("Hi", timeout_s=20),
+    "generate": lambda client: client.generate("Hi", timeout_s=BOUND_S),
     "stream": stream_of,
-    "warm": lambda client: client.cache.warm("Hi", on_progress=print, timeout_s=20),
+    "warm": lambda client: client.cache.warm("Hi", on_progress=print, timeout_s=BOUND_S),
 }
 
 
@@ -135,7 +137,7 @@ async def test_also_on_an_event_loop_where_a_source_may_be_awaited(
 async def test_a_token_without_a_source_is_refused_for_good() -> None:
     async with guarded() as (guard, address), AsyncClient(address, security=Security(token="t0")) as client:
         with pytest.raises(IcehouseClientError):
-            await client.generate("Hi", timeout_s=20)
+            await client.generate("Hi", timeout_s=BOUND_S)
         assert len(guard.seen) == 1
 
 
@@ -147,7 +149,7 @@ async def test_a_view_of_a_client_adds_its_metadata_to_every_call() -> None:
                 call(view)
             assert [seen["x-team"] for seen in guard.seen] == ["search"] * 3
             with pytest.raises(IcehouseClientError):
-                client.generate("Hi", timeout_s=20)
+                client.generate("Hi", timeout_s=BOUND_S)
             assert "x-team" not in guard.seen[-1]
 
     async with guarded() as (guard, address):
@@ -166,4 +168,4 @@ def test_a_source_that_is_to_be_awaited_is_for_the_async_client() -> None:
         Client("127.0.0.1:1", security=Security(token=awaited)) as client,
         pytest.raises(TypeError, match="coroutine"),
     ):
-        client.generate("Hi", timeout_s=20)
+        client.generate("Hi", timeout_s=BOUND_S)

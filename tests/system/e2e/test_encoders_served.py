@@ -196,7 +196,7 @@ async def test_a_decoder_may_be_published_as_its_body_alone(tmp_path: Path) -> N
     assert list(found[0]) == list(found[1])
 
 
-async def test_a_thousand_requests_leave_no_memory_behind(tmp_path: Path) -> None:
+async def test_hundreds_of_requests_leave_no_memory_behind(tmp_path: Path) -> None:
     folder = tiny_encoder_dir(tmp_path, "modernbert", pooling="mean")
     gc.collect()
     mx.clear_cache()  # a larger buffer that another test gave back would count whole
@@ -213,7 +213,7 @@ async def test_a_thousand_requests_leave_no_memory_behind(tmp_path: Path) -> Non
         async def active_bytes() -> int:
             return int((await served.serving.GetStats(GetStatsRequest())).stats.engine.active_memory_bytes)
 
-        await asyncio.gather(*(ask(lane * 7, 125) for lane in range(8)))
+        await asyncio.gather(*(ask(lane * 25, 50) for lane in range(8)))
         weight_bytes = (await served.models.GetModel(models.GetModelRequest())).model.weight_bytes
         async with asyncio.timeout(BOUND_S):
             # MLX's own thread gives a pass's arrays back a moment after the pass.

@@ -16,7 +16,7 @@ from icehouse.v1 import rerank_service_pb2 as messages
 from tests.fixtures.models import build, tiny_model_dir
 from tests.fixtures.whole_server import WholeServer, whole_server
 
-QUERY = "What does an ice house keep, and for how long does it keep it? " * 12
+QUERY = "What does an ice house keep, and for how long does it keep it? " * 4
 DOCUMENTS = ("Ice, until late summer.", "Tea.", "It stands by the lake. " * 20, "Straw.", "Tea.")
 FORM = "{query}\n\nIs this an answer: {document}\n"
 
@@ -49,7 +49,9 @@ async def test_scores_are_the_models_own_in_any_company_and_from_any_tier(
     uncached = messages.RerankRequest()
     uncached.CopyFrom(request)
     uncached.cache.use = cache_policy_pb2.CACHE_USE_OFF
-    async with whole_server(tiny_model_dir(tmp_path, architecture), tmp_path / "blocks") as served:
+    async with whole_server(
+        tiny_model_dir(tmp_path, architecture), tmp_path / "blocks", cache__block_token_count=32
+    ) as served:
         log_odds = await expected(served, architecture)
         beside = [
             asyncio.ensure_future(

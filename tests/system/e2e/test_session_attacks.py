@@ -142,7 +142,7 @@ async def test_another_tenants_session_over_each_way(attacked: House) -> None:
             json=_CHAT,
             headers={"authorization": f"Bearer {attacked.tokens['hostile']}", header: _GOOD_NAME},
         )
-        assert answer.status_code == 200
+        assert answer.status_code == 200, answer.text
     assert await attacked.end("hostile", _GOOD_NAME) > 0, "its own"
     assert await attacked.end("good", _GOOD_NAME) == _GOOD_BLOCK_COUNT
 

@@ -76,7 +76,7 @@ class Loaded:
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
 
 
-@pytest.mark.parametrize("grace_s", [30.0, 0.2], ids=["time to finish", "no time"])
+@pytest.mark.parametrize("grace_s", [BOUND_S, 0.2], ids=["time to finish", "no time"])
 async def test_streams_end_with_a_finish_or_a_status_and_blocks_are_flushed(
     model: Path, tmp_path: Path, grace_s: float
 ) -> None:

@@ -68,13 +68,13 @@ def test_numbers_that_are_none_fail_their_own_text_alone(tmp_path: Path) -> None
 @pytest.mark.parametrize("lengths", [(1000,), (512, 512), (17,) * 60])
 @pytest.mark.parametrize("kind", ["bert", "modernbert", "gemma3_text"])
 def test_a_pass_takes_no_more_than_its_estimate(tmp_path: Path, kind: str, lengths: tuple[int, ...]) -> None:
-    sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_attention_heads": 8}
+    sizes = {"hidden_size": 128, "intermediate_size": 512, "num_attention_heads": 4}
     if kind == "gemma3_text":
         sizes |= {"num_key_value_heads": 2, "head_dim": 32}
     runner = runner_of(tiny_encoder_dir(tmp_path, kind, pooling="mean", **sizes))
     load_at_once(runner)
     chunks = [chunk(number, length) for number, length in enumerate(lengths)]
-    runner.run(chunks)
+    runner.run([chunk(0, 1)])  # what a first pass makes and keeps
     mx.reset_peak_memory()
     before = mx.get_active_memory()
     runner.run(chunks)

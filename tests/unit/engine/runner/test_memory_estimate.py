@@ -33,16 +33,16 @@ _MOST = 2.5
 _PROMPT = 640
 _SEQUENCE = SequenceId(1)
 _SMALL: dict[str, Any] = {
-    "hidden_size": 256,
-    "intermediate_size": 768,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 8,
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
     "head_dim": 64,
 }
 _MODELS: dict[str, dict[str, Any]] = {
     "llama": {**_SMALL, "num_hidden_layers": 3},
     "gemma3_text": {**_SMALL, "num_hidden_layers": 6, "sliding_window": 256},
-    "lfm2": {**_SMALL, "block_dim": 256, "block_ff_dim": 768, "num_key_value_heads": 4, "head_dim": 32},
+    "lfm2": {**_SMALL, "block_dim": 128, "block_ff_dim": 384, "num_key_value_heads": 2, "head_dim": 32},
 }
 
 

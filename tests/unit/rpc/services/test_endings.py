@@ -66,7 +66,7 @@ async def test_cancelled_unary_reaches_the_engine(served: RunningServer) -> None
 
 async def test_passed_deadline_reaches_the_engine(served: RunningServer) -> None:
     served.engine.script = hanging
-    stream = served.inference.Stream(REQUEST, timeout=0.2)
+    stream = served.inference.Stream(REQUEST, timeout=1.0)
     error = await read_to_error(stream)
     assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     assert await served.cancelled() == "r"

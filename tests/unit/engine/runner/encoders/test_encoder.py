@@ -72,7 +72,7 @@ def test_numbers_are_those_of_transformers(folders: dict[str, Path], name: str) 
 def test_a_text_comes_to_the_same_in_any_company(folders: dict[str, Path], name: str) -> None:
     model = load(folders[name])
     random = np.random.default_rng(1)
-    inputs = [random.integers(5, 300, n).tolist() for n in (1, 1, 2, 3, 3, 3, 17, 64, 513, 1025)]
+    inputs = [random.integers(5, 300, n).tolist() for n in (1, 1, 2, 3, 3, 3, 17, 64, 513)]
     together = np.array(model(inputs))
     alone = np.concatenate([np.array(model([text])) for text in inputs])
     # Products of more rows are rounded otherwise on some processors.
