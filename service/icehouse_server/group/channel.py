@@ -268,7 +268,8 @@ class GroupClient:
         self._reports: queue.SimpleQueue[tuple[group.FollowRequest, threading.Event] | None] = (
             queue.SimpleQueue()
         )
-        address, options = membership.control, _limits(receive=_ORDERS_BYTES, send=_REPORT_BYTES)
+        address = membership.control
+        options = [*_limits(receive=_ORDERS_BYTES, send=_REPORT_BYTES), *_SOON]
         self._channel = (
             grpc.insecure_channel(address, options=options)
             if tls is None
@@ -327,6 +328,8 @@ class GroupClient:
 
 
 _ONE_LISTENER = ("grpc.so_reuseport", 0)
+_SOON = (("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 500))
+"""How soon a follower tries again: all ranks start at the same time, and each second counts at a restart."""
 
 
 def _limits(*, receive: int, send: int) -> list[tuple[str, int]]:

@@ -1,18 +1,24 @@
-"""kill -9 of a random rank at random moments, under load: callers are told, and no token is wrong.
+"""kill -9 of a rank at random moments, of its start and under load: callers are told, and no token is wrong.
 
 ICEHOUSE_KILL_ROUNDS is how often the long test kills, ICEHOUSE_KILL_SEED its dice; with -s it tells what came
-of it.
+of it. What was killed is started again, and what lives on is not, as under a service manager.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
+import logging
 import os
 import random
+import signal
+import time
 from collections import Counter
 from pathlib import Path
 
 import grpc
 import pytest
+from icehouse_server.engine.runner.rank import Rank
 
 from tests.fixtures.models import tiny_model_dir
 from tests.system.cache.server import CacheServer
@@ -52,38 +58,67 @@ def references(model: Path) -> list[Reference]:
         ]
 
 
+def die_at_record(number: int) -> None:
+    """Kill this process as it is about to log so many records; with 0 as it joins the ring."""
+
+    def die(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if number == 0:
+        Rank.join = die  # type: ignore[method-assign]
+    count, make = itertools.count(1), logging.getLogRecordFactory()
+
+    def make_or_die(*args: object, **fields: object) -> logging.LogRecord:
+        if next(count) == number:
+            die()
+        return make(*args, **fields)  # type: ignore[arg-type]
+
+    logging.setLogRecordFactory(make_or_die)
+
+
 def kill_ranks(model: Path, references: list[Reference], folder: Path, *, count: int, seed: int) -> None:
-    """Kill so often; then let a group live, and end in order."""
+    """Kill so often; then let a group live, and end in order. Every other time it is killed at its start."""
     dice = random.Random(seed)
-    total, killed = Seen(), Counter[int]()
-    group = RankGroup(model, folder, options=_OPTIONS)
-    for _ in range(count):
+    total, killed, told_s = Seen(), Counter[tuple[str, int]](), 0.0
+    while killed.total() < count:
+        rank, at_start = dice.randrange(2), dice.randrange(2)
+        broken = {dice.randrange(2): functools.partial(die_at_record, dice.randrange(11))} if at_start else {}
+        group = RankGroup(model, folder, options=_OPTIONS, break_rank=broken)
         with group:
-            group.serving.wait_until_serving()
-            rank = dice.randrange(len(group.ranks))
-            trigger = EventTrigger(event_count=dice.randint(1, _EVENT_LIMIT), action=group.ranks[rank].kill)
+            if group.start_again_until_serving():
+                killed["start", *broken] += 1
+            kill_times: list[float] = []
+
+            def kill(group: RankGroup = group, rank: int = rank, times: list[float] = kill_times) -> None:
+                times.append(time.monotonic())
+                group.ranks[rank].kill()
+
+            trigger = EventTrigger(event_count=dice.randint(1, _EVENT_LIMIT), action=kill)
             seen = run_until_gone(
                 group.serving.address, references, rng=dice, trigger=trigger, callers=_CALLER_COUNT
             )
+            told_s = max(told_s, time.monotonic() - kill_times[0]) if kill_times else told_s
             assert all(process.wait() != 0 for process in group.ranks)
-        if rank:
+        if rank and kill_times:
             assert set(seen.cut_codes) == {grpc.StatusCode.UNAVAILABLE}
-        killed[rank] += 1
+        for victim in [rank] if kill_times else broken:
+            killed["load", victim] += 1
         total.finished_count += seen.finished_count
         total.ssd_token_count += seen.ssd_token_count
         total.cut_codes += seen.cut_codes
-    with group:
+        print(f"{dict(killed)}, told within {told_s:.2f} s, {total.finished_count} answers", flush=True)
+    with RankGroup(model, folder, options=_OPTIONS) as group:
         group.serving.wait_until_serving()
         for reference in references:
             assert ask(group.serving.address, reference, total, on_event=lambda: None)
         group.serving.terminate()
         assert [process.wait() for process in group.ranks] == [0, 0]
-    print(f"\n{count} kills, seed {seed}, by rank {dict(killed)}: {total}")
+    print(f"{killed.total()} kills, seed {seed}: {total}")
     assert total.finished_count > len(references) and total.ssd_token_count > 0
 
 
-def test_killed_three_times(model: Path, references: list[Reference], tmp_path: Path) -> None:
-    kill_ranks(model, references, tmp_path, count=3, seed=1)
+def test_killed_four_times(model: Path, references: list[Reference], tmp_path: Path) -> None:
+    kill_ranks(model, references, tmp_path, count=4, seed=1)
 
 
 @pytest.mark.slow
