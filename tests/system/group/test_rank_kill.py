@@ -7,24 +7,23 @@ of it. What was killed is started again, and what lives on is not, as under a se
 from __future__ import annotations
 
 import functools
-import itertools
-import logging
 import os
 import random
 import signal
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import grpc
 import pytest
-from icehouse_server.engine.runner.rank import Rank
 
 from tests.fixtures.models import tiny_model_dir
 from tests.system.cache.server import CacheServer
 from tests.system.cache.test_reuse import prompt
 from tests.system.crash.generate_load import EventTrigger, Reference, Seen, ask, run_until_gone
 from tests.system.group.rank_group import RankGroup
+from tests.system.group.signals import die_in_join, signal_at_record
 
 pytestmark = pytest.mark.group
 
@@ -58,22 +57,9 @@ def references(model: Path) -> list[Reference]:
         ]
 
 
-def die_at_record(number: int) -> None:
-    """Kill this process as it is about to log so many records; with 0 as it joins the ring."""
-
-    def die(*_: object) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    if number == 0:
-        Rank.join = die  # type: ignore[method-assign]
-    count, make = itertools.count(1), logging.getLogRecordFactory()
-
-    def make_or_die(*args: object, **fields: object) -> logging.LogRecord:
-        if next(count) == number:
-            die()
-        return make(*args, **fields)  # type: ignore[arg-type]
-
-    logging.setLogRecordFactory(make_or_die)
+def at_start(moment: int) -> Callable[[], None]:
+    """Return what kills a rank as it logs so many records, as it joins the ring with 0."""
+    return functools.partial(signal_at_record, signal.SIGKILL, moment) if moment else die_in_join
 
 
 def kill_ranks(model: Path, references: list[Reference], folder: Path, *, count: int, seed: int) -> None:
@@ -81,8 +67,8 @@ def kill_ranks(model: Path, references: list[Reference], folder: Path, *, count:
     dice = random.Random(seed)
     total, killed, told_s = Seen(), Counter[tuple[str, int]](), 0.0
     while killed.total() < count:
-        rank, at_start = dice.randrange(2), dice.randrange(2)
-        broken = {dice.randrange(2): functools.partial(die_at_record, dice.randrange(11))} if at_start else {}
+        rank = dice.randrange(2)
+        broken = {dice.randrange(2): at_start(dice.randrange(11))} if dice.randrange(2) else {}
         group = RankGroup(model, folder, options=_OPTIONS, break_rank=broken)
         with group:
             if group.start_again_until_serving():

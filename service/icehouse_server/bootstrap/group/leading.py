@@ -116,6 +116,11 @@ class LeaderParts:
         tier.own, self._tier = own, tier
         return tier
 
+    def call_off(self) -> None:
+        """Wait for no more ranks."""
+        if self._server is not None:
+            self._server.call_off()
+
     def stop(self) -> None:
         """Wait until the others have ended in order."""
         if self._server is not None:
