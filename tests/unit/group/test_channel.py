@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import socket
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -373,11 +373,26 @@ def test_a_callers_certificate_makes_no_rank() -> None:
         assert "the certificate of rank 1 is not for 127.0.0.1" in refused.message
 
 
-def test_another_authoritys_certificate_is_not_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("has_one", [True, False])
+def test_who_has_no_certificate_of_the_authority_is_not_heard(
+    monkeypatch: pytest.MonkeyPatch, has_one: bool
+) -> None:
     monkeypatch.setattr(channel, "_TELL_S", 0.01)
     with serving(tls=tls_of(Authority())) as served:
-        follower = Following(served.client(1, tls=tls_of(Authority("another"))))
+        follower = Following(served.client(1, tls=tls_of(Authority("another")) if has_one else None))
         assert not any(served.server.wait_for_all() for _ in range(5))
         assert follower.come.empty()
         follower.client.close()
         assert isinstance(follower.next(), ChannelBroken), "it goes on waiting"
+
+
+@pytest.mark.parametrize("is_secured", [True, False])
+def test_strangers_that_send_junk_keep_no_rank_out(is_secured: bool) -> None:
+    with serving(tls=tls_of(Authority()) if is_secured else None) as served, contextlib.ExitStack() as stack:
+        host, _, port = served.control.rpartition(":")
+        for number in range(50):
+            stranger = stack.enter_context(socket.create_connection((host, int(port)), timeout=BOUND_S))
+            with contextlib.suppress(OSError):  # the other end may have closed it
+                stranger.sendall(bytes([number, 255 - number]) * 5000)
+        joined(served, 1)
+        assert served.lost.empty()
