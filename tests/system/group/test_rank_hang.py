@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -96,11 +97,14 @@ def test_a_follower_that_hangs_and_still_says_that_it_lives_ends_the_streams(
 
 def hang_reads(fifo: Path) -> None:
     """Plant a fault: what this rank reads of blocks does not come."""
+    read = Files.read_into
 
-    def hang(self: Files, *args: object, **kwargs: object) -> object:
-        return fifo.read_bytes()
+    def hang(self: Files, descriptor: int, parts: Any, *, offset: int) -> int:
+        if threading.current_thread().name.startswith("storage-reader"):
+            fifo.read_bytes()
+        return read(self, descriptor, parts, offset=offset)
 
-    Files.read_into = hang  # type: ignore[method-assign, assignment]
+    Files.read_into = hang  # type: ignore[method-assign]
 
 
 def test_a_followers_disk_that_hangs_costs_recomputation_and_rank_0_says_whose(
