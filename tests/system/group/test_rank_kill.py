@@ -64,16 +64,17 @@ def at_start(moment: int) -> Callable[[], None]:
 
 
 def kill_ranks(model: Path, references: list[Reference], folder: Path, *, count: int, seed: int) -> None:
-    """Kill so often; then let a group live, and end in order. A group is killed at its start, comes back, and is
-    killed under load."""
+    """Kill so often; then let a group live, and end in order. Each group is killed at its start, comes back,
+    and is killed under load."""
     dice = random.Random(seed)
     total, killed, told_s = Seen(), Counter[tuple[str, int]](), 0.0
     while killed.total() < count:
-        rank, broken = dice.randrange(2), {dice.randrange(2): at_start(dice.randrange(11))}
+        rank, first = dice.randrange(2), dice.randrange(2)
+        broken = {first: at_start(dice.randrange(11))}
         group = RankGroup(model, folder, options=_OPTIONS, break_rank=broken)
         with group:
             if group.start_again_until_serving():
-                killed["start", *broken] += 1
+                killed["start", first] += 1
             kill_times: list[float] = []
 
             def kill(group: RankGroup = group, rank: int = rank, times: list[float] = kill_times) -> None:
@@ -88,8 +89,7 @@ def kill_ranks(model: Path, references: list[Reference], folder: Path, *, count:
             assert all(process.wait() != 0 for process in group.ranks)
         if rank and kill_times:
             assert set(seen.cut_codes) == {grpc.StatusCode.UNAVAILABLE}
-        for victim in [rank] if kill_times else broken:
-            killed["load", victim] += 1
+        killed["load", rank if kill_times else first] += 1
         total.finished_count += seen.finished_count
         total.ssd_token_count += seen.ssd_token_count
         total.cut_codes += seen.cut_codes
