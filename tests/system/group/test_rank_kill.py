@@ -101,7 +101,7 @@ def kill_ranks(model: Path, references: list[Reference], folder: Path, *, count:
         group.serving.terminate()
         assert [process.wait() for process in group.ranks] == [0, 0]
     print(f"{killed.total()} kills, seed {seed}: {total}")
-    assert total.finished_count > len(references) and total.ssd_token_count > 0
+    assert total.ssd_token_count > 0, "no start was warm"
 
 
 def test_killed_four_times(model: Path, references: list[Reference], tmp_path: Path) -> None:
