@@ -129,7 +129,9 @@ class Server:
     """Of a server that is rank 0 of a group."""
 
     def begin_stop(self) -> Sequence[OpenedEngine]:
-        """Load nothing more; return the engines that are there."""
+        """Load nothing more, and wait for no rank; return the engines that are there."""
+        if self.leader is not None:
+            self.leader.call_off()
         if self.pool is not None:
             return self.pool.begin_stop()
         return [self.only]

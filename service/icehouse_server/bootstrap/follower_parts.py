@@ -63,8 +63,8 @@ def follow(
     if ssd is not None:
         follower.tier = ssd.tiers.open(part.value, part.details, follower.take)
         ssd.tiers.start()
-    _leave_end_to_rank_0(grace_s=config.server.drain_grace_s + FOLLOWERS_END_S)
     loop = FollowerLoop(follower, client)
+    _leave_end_to_rank_0(loop, grace_s=config.server.drain_grace_s + FOLLOWERS_END_S)
     loop.run()
     if ssd is not None and follower.tier is not None:
         follower.tier.join(timeout_s=FOLLOWERS_END_S)
@@ -75,14 +75,17 @@ def follow(
     leave(0)
 
 
-def _leave_end_to_rank_0(*, grace_s: float) -> None:
-    """After a signal let rank 0 end the group, for so long; a second one ends this rank at once."""
+def _leave_end_to_rank_0(loop: FollowerLoop, *, grace_s: float) -> None:
+    """After a signal let rank 0 end the group, for so long, if it has begun; a second one ends this rank at
+    once."""
     told = threading.Event()
 
     def on_signal(number: int, frame: object) -> None:
         if told.is_set():
             os._exit(128 + number)
         told.set()
+        if loop.call_off():
+            return
         _log.info("group_end_awaited", extra={"detail": "a second signal ends at once"})
         leave_later(1, after_s=grace_s)
 

@@ -20,7 +20,7 @@ from icehouse_server.domain.request import GenerationRequest
 from icehouse_server.domain.stats import EngineStats
 from icehouse_server.engine.core.mailbox import Cancel, Command, Drain, Mailbox, Message, QueryStats, Submit
 from icehouse_server.engine.core.memory_budget import BudgetShare, MemoryBudget
-from icehouse_server.engine.core.ports import Decoder, Listener, Pages, Runner
+from icehouse_server.engine.core.ports import Decoder, Listener, LoadCalledOff, Pages, Runner
 from icehouse_server.engine.core.refusals import cancelled_by_client, engine_failed, shutting_down
 from icehouse_server.engine.core.steps import Steps
 from icehouse_server.engine.engine_loop import EngineLoop
@@ -175,6 +175,10 @@ class Engine:
             prefix.cache.close()
             self._runner.close()
             self._thread.release = self._runner.end_thread
+            self._change_state(EngineState.STOPPED)
+        except LoadCalledOff:
+            self._refuse_all(shutting_down())
+            self._runner.close()
             self._change_state(EngineState.STOPPED)
         except Exception as error:  # the top of its life: nothing above would see it
             self._fail(error, loop)

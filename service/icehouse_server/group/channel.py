@@ -21,11 +21,12 @@ from icehouse.group.v1 import group_service_pb2_grpc as stubs
 
 from icehouse_server.clock import Clock
 from icehouse_server.domain.stats import RankState, RankStats
+from icehouse_server.engine.core.ports import LoadCalledOff
 from icehouse_server.errors import Reason, StartError
 from icehouse_server.group.leader_tier import LeaderTier
 from icehouse_server.group.membership import Membership, difference
 from icehouse_server.group.messages import tier_from
-from icehouse_server.group.order_log import OrderLog
+from icehouse_server.group.order_log import ORDER_LIMIT, OrderLog
 from icehouse_server.group.silence import BEAT_S, SILENCE_S, Silence
 
 _log = logging.getLogger("icehouse.boot")
@@ -114,6 +115,7 @@ class GroupServer(stubs.GroupServiceServicer):
         self._joining: set[int] = set()
         """Ranks that wait for the ring."""
         self._has_begun = False
+        self._is_called_off = False
         self._broken = ""
         """Which rank was lost and why."""
         self._changed = threading.Event()
@@ -144,9 +146,12 @@ class GroupServer(stubs.GroupServiceServicer):
         """Wait a moment; return whether all ranks are there and about to join the ring. Says from time to
         time who is missing.
 
-        MLX holds the interpreter's lock while it joins, so nobody may begin before all have heard that."""
+        MLX holds the interpreter's lock while it joins, so nobody may begin before all have heard that.
+        Raises LoadCalledOff; once the ranks begin to join, they can only end together."""
         self._changed.wait(_MOMENT_S)
         self._changed.clear()
+        if self._is_called_off and not self._has_begun:
+            raise LoadCalledOff
         if len(self._joining) == self._membership.world - 1:
             return True
         if len(self._joined) == self._membership.world - 1 and not self._has_begun:
@@ -159,6 +164,11 @@ class GroupServer(stubs.GroupServiceServicer):
             hosts = ", ".join(f"{rank} ({self._membership.host(rank)})" for rank in missing)
             _log.warning("ranks_missing", extra={"ranks": hosts, "control": self._membership.control})
         return False
+
+    def call_off(self) -> None:
+        """Wait for no more ranks: the server stops."""
+        self._is_called_off = True
+        self._changed.set()
 
     def stop(self, *, timeout_s: float) -> None:
         """Wait for the followers to end in order, and close."""
@@ -175,6 +185,8 @@ class GroupServer(stubs.GroupServiceServicer):
         first = next(request_iterator, group.FollowRequest())
         self._strangers.excuse(context)
         hello = first.hello
+        if self._broken:
+            context.abort(grpc.StatusCode.UNAVAILABLE, f"rank 0 ends, for it lost {self._broken}")
         refusal = self._refusal(hello, context)
         if refusal:
             _log.warning("rank_refused", extra={"rank": hello.rank, "detail": refusal})
@@ -300,10 +312,12 @@ class GroupServer(stubs.GroupServiceServicer):
         return RankState.READY if has_loaded else RankState.LOADING
 
     def _watch(self) -> None:
-        """Notice ranks that are silent, and calls that do not say who they are."""
+        """Notice ranks that are silent or too slow, and calls that do not say who they are."""
         while not self._ended.wait(BEAT_S):
             for rank in self._silence.beat():
                 self._lose(rank, f"nothing came from it for {SILENCE_S:.1f} s")
+            for rank in [*self._log.behind]:
+                self._lose(rank, f"it is {ORDER_LIMIT} orders behind")
             for context in self._strangers.beat():
                 self._strangers.excuse(context)
                 context.cancel()
@@ -340,6 +354,7 @@ class GroupClient:
             queue.SimpleQueue()
         )
         self._channel = open_channel(membership, tls)
+        self._ready = grpc.channel_ready_future(self._channel)
 
     def report(self, report: group.FollowRequest) -> threading.Event:
         """Have a report sent; any thread. The event is set when gRPC has sent it."""
@@ -366,11 +381,12 @@ class GroupClient:
             raise error_of(error) from error
 
     def _connect(self) -> None:
-        ready = grpc.channel_ready_future(self._channel)
         while True:
             try:
-                ready.result(timeout=_TELL_S)
+                self._ready.result(timeout=_TELL_S)
                 return
+            except grpc.FutureCancelledError as error:
+                raise ChannelBroken("it was not there, and is waited for no more") from error
             except grpc.FutureTimeoutError:
                 _log.warning("rank_0_missing", extra={"control": self._membership.control})
 
@@ -383,14 +399,17 @@ class GroupClient:
             is_sent.set()
 
     def close(self) -> None:
-        """Say goodbye and close."""
-        self.send(group.FollowRequest(bye=group.Bye()))
+        """Say goodbye, where rank 0 was there, and close."""
+        if self._ready.done():
+            self.send(group.FollowRequest(bye=group.Bye()))
+        self._ready.cancel()
         self._reports.put(None)
 
 
 def open_channel(membership: Membership, tls: ChannelTls | None) -> grpc.Channel:
     """Return a channel to rank 0."""
-    address, options = membership.control, _limits(receive=_ORDERS_BYTES, send=_REPORT_BYTES)
+    address = membership.control
+    options = [*_limits(receive=_ORDERS_BYTES, send=_REPORT_BYTES), *_SOON]
     if tls is None:
         return grpc.insecure_channel(address, options=options)
     return grpc.secure_channel(address, tls.channel(), options=options)
@@ -405,6 +424,8 @@ def error_of(error: grpc.RpcError) -> StartError | ChannelBroken:
 
 
 _ONE_LISTENER = ("grpc.so_reuseport", 0)
+_SOON = (("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 500))
+"""How soon a follower tries again: all ranks start at the same time, and each second counts at a restart."""
 
 
 def _limits(*, receive: int, send: int) -> list[tuple[str, int]]:

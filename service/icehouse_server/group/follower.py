@@ -315,16 +315,24 @@ class Follower:
             return
         outcome = cast("Loaded | Failure", ticket.outcome)
         failure = outcome if isinstance(outcome, Failure) else outcome.failure
-        if failure is None:
-            self._load_ended(number, len(read.blocks))
+        if isinstance(outcome, Loaded) and failure is None:
+            self._load_ended(number, len(read.blocks), read_bytes_per_s=outcome.read_bytes_per_s)
             return
+        assert failure is not None
         names = [each.header.hash for each in read.blocks]
         at = names.index(failure.hash) if failure.hash in names else 0
         is_there = failure.hash is None or failure.cause in (Damage.MEMORY, *Trouble)
         self._load_ended(number, at, lacks_memory=is_there)
 
-    def _load_ended(self, number: int, block_count: int, *, lacks_memory: bool = False) -> None:
-        ended = group.LoadEnded(load=number, block_count=block_count, lacks_memory=lacks_memory)
+    def _load_ended(
+        self, number: int, block_count: int, *, lacks_memory: bool = False, read_bytes_per_s: float = 0.0
+    ) -> None:
+        ended = group.LoadEnded(
+            load=number,
+            block_count=block_count,
+            lacks_memory=lacks_memory,
+            read_bytes_per_s=read_bytes_per_s,
+        )
         self._report(group.FollowRequest(load_ended=ended))
 
     def _stored(self, names: Sequence[BlockHash], *, is_last: bool) -> None:

@@ -14,9 +14,13 @@ from icehouse_server.errors import IcehouseError
 from icehouse_server.group.channel import GroupClient
 from icehouse_server.group.ending import leave_later
 from icehouse_server.group.follower import Follower
+from icehouse_server.group.order_log import ORDER_LIMIT
 from icehouse_server.group.silence import BEAT_S, SILENCE_S, Silence
 
 _log = logging.getLogger("icehouse.boot")
+
+ORDER_S = 60.0
+"""How long one order may take, longer than any pass: a rank whose device or disk hangs lives, and says so."""
 
 
 class FollowerLoop:
@@ -32,7 +36,11 @@ class FollowerLoop:
         self._leave = leave
         self._orders: queue.SimpleQueue[group.Order | IcehouseError] = queue.SimpleQueue()
         self._silence: Silence[int] = Silence()
+        self._at_hand: Silence[str] = Silence(ORDER_S)
+        """The order at hand, by its kind. Loading may take any time, and the end has bounds of its own."""
         self._is_over = threading.Event()
+        self._has_begun = False
+        self._is_called_off = False
 
     def run(self) -> None:
         """Do as rank 0 does until it ends. Raises IcehouseError; a broken channel ends the process."""
@@ -49,14 +57,26 @@ class FollowerLoop:
                 raise order
             self._carry_out(order)
 
+    def call_off(self) -> bool:
+        """End as soon as possible; False where rank 0 has begun, whose group can only end as a whole."""
+        if not self._has_begun:
+            self._is_called_off = True
+            self._orders.put(group.Order(end=group.End()))
+        return self._is_called_off
+
     def close(self) -> None:
-        """Say goodbye, once all is written."""
-        self._client.close()
+        """Say goodbye, once all is written. Rank 0 has lost a rank that ends by itself."""
+        if not self._is_called_off:
+            self._client.close()
         self._is_over.set()
 
     def _carry_out(self, order: group.Order) -> None:
+        kind = order.WhichOneof("order") or ""
+        if kind not in ("begin", "end"):
+            self._at_hand.hear(kind)
         try:
             if order.HasField("begin"):
+                self._has_begun = True
                 self._client.send(group.FollowRequest(joining=group.Joining()))
                 self._follower.load()
                 _log.info("rank_loaded")
@@ -67,6 +87,8 @@ class FollowerLoop:
             leave_later(1)
             self._client.send(group.FollowRequest(failed=group.Failed(detail=detail)))
             raise
+        finally:
+            self._at_hand.excuse(kind)
 
     def _receive(self) -> None:
         is_ending = False
@@ -76,6 +98,8 @@ class FollowerLoop:
                     is_ending |= order.HasField("end")
                     self._orders.put(order)
                 (self._silence.excuse if is_ending else self._silence.hear)(0)
+                if self._orders.qsize() > ORDER_LIMIT:
+                    self._fail(f"it is {self._orders.qsize()} orders behind")
         except IcehouseError as error:
             self._orders.put(error)
             return
@@ -87,10 +111,20 @@ class FollowerLoop:
             self._leave(1)
 
     def _beat(self) -> None:
-        """Say that this rank lives, and notice where rank 0 does not."""
+        """Say that this rank lives, and notice where rank 0 does not, or this one hangs."""
+        is_sent = None
         while not self._is_over.wait(BEAT_S):
-            self._client.report(self._follower.heartbeat())
+            if is_sent is None or is_sent.is_set():  # while rank 0 is missing, one waits for it
+                is_sent = self._client.report(self._follower.heartbeat())
+            for kind in self._at_hand.beat():
+                self._fail(f"it has been at one order ({kind}) for {ORDER_S:.0f} s")
             if self._silence.beat():
                 _log.error("rank_0_lost", extra={"detail": f"nothing came from it for {SILENCE_S:.1f} s"})
                 self._silence.excuse(0)
                 self._leave(1)
+
+    def _fail(self, detail: str) -> None:
+        """Tell rank 0, and end: the main thread cannot."""
+        _log.error("rank_failed", extra={"detail": detail})
+        self._client.send(group.FollowRequest(failed=group.Failed(detail=detail)))
+        self._leave(1)

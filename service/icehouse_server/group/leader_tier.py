@@ -9,6 +9,8 @@ hangs on one rank hangs, and one that is gone on one rank is gone.
 from __future__ import annotations
 
 import dataclasses
+import logging
+import math
 import threading
 from collections.abc import Callable, Mapping, Sequence, Set
 
@@ -22,6 +24,7 @@ from icehouse_server.group.order_log import OrderLog
 from icehouse_server.group.reads import CopiedRegion, GroupRead, GroupTarget, ReadRegion
 from icehouse_server.pins import NOT_PINNED
 from icehouse_server.storage.api import (
+    STALL_LIMIT_S,
     AnyTicket,
     ColdTier,
     Evicted,
@@ -44,7 +47,11 @@ from icehouse_server.storage.api import (
     WriteBudget,
 )
 
+_log = logging.getLogger("icehouse.engine")
+
 _NAMES_AT_ONCE = 4096
+_NAMES_LIMIT = 1 << 21
+"""Blocks that a follower may list: more than any disk holds of a model that is served by a group."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -55,6 +62,14 @@ class _Health:
     """Of its reads, by number."""
     hung_read_count: int = 0
     stall_s: float = 0.0
+
+    @property
+    def detail(self) -> str:
+        """Which part of it does not answer; empty where all is well."""
+        parts = [f"{self.hung_read_count} reads hang"] if self.hung_read_count else []
+        if self.stall_s >= STALL_LIMIT_S:
+            parts.append("its storage thread hangs")
+        return "; ".join(parts)
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -71,6 +86,8 @@ class _Read:
     missing: Failure | None = None
     """Of the first block that some follower does not have."""
     missing_at: int = 0
+    slowest_bytes_per_s: float = math.inf
+    """How fast the slowest follower reads, as far as it is known."""
 
     @property
     def is_done(self) -> bool:
@@ -144,6 +161,8 @@ class LeaderTier:
         kind = report.WhichOneof("report")
         if kind == "stored" and rank in self._unlisted:
             self._stored[rank].update(names_from(report.stored.names))
+            if len(self._stored[rank]) > _NAMES_LIMIT:
+                raise ValueError(f"rank {rank} lists more than {_NAMES_LIMIT} blocks")
             if report.stored.is_last:
                 self._unlisted.remove(rank)
                 return self._listed()
@@ -154,11 +173,19 @@ class LeaderTier:
         elif kind == "heartbeat":
             beat = report.heartbeat
             silent_s = {each.load: each.silent_s for each in beat.silences}
-            self._health[rank] = _Health(silent_s, beat.hung_read_count, beat.stall_s)
+            self._note_health(rank, _Health(silent_s, beat.hung_read_count, beat.stall_s))
         elif kind == "tier_lost" and not self._is_lost:
             self._is_lost = True
             return [StorageFailed(f"rank {rank}: {report.tier_lost.detail}")]
         return []
+
+    def _note_health(self, rank: int, health: _Health) -> None:
+        """Take how a follower's tier does. What the cache says of a disk that hangs names no rank."""
+        had_trouble, self._health[rank] = bool(self._health[rank].detail), health
+        if health.detail and not had_trouble:
+            _log.error("rank_ssd_hangs", extra={"rank": rank, "detail": health.detail})
+        elif had_trouble and not health.detail:
+            _log.warning("rank_ssd_answers_again", extra={"rank": rank})
 
     def _listed(self) -> list[Outcome]:
         """Return rank 0's inventory of what all ranks have, once it is known."""
@@ -193,6 +220,8 @@ class LeaderTier:
         if read is None:
             return []
         read.waiting.discard(rank)
+        if ended.read_bytes_per_s > 0.0:
+            read.slowest_bytes_per_s = min(read.slowest_bytes_per_s, ended.read_bytes_per_s)
         if ended.block_count < len(read.blocks) and (
             read.missing is None or ended.block_count < read.missing_at
         ):
@@ -215,7 +244,8 @@ class LeaderTier:
         missing = read.missing
         if isinstance(outcome, Loaded) and outcome.failure is None:
             blocks = tuple(_remembered(block, read.read) for block in outcome.blocks)
-            outcome = dataclasses.replace(outcome, blocks=blocks)
+            rate = min(outcome.read_bytes_per_s, read.slowest_bytes_per_s)
+            outcome = dataclasses.replace(outcome, blocks=blocks, read_bytes_per_s=rate)
             if missing is not None and read.missing_at:
                 outcome = dataclasses.replace(outcome, blocks=blocks[: read.missing_at], failure=missing)
             elif missing is not None:

@@ -14,6 +14,9 @@ import threading
 
 from icehouse.group.v1.group_service_pb2 import FollowResponse, Order
 
+ORDER_LIMIT = 16_384
+"""How many orders a rank may be behind: far more than rank 0 gives from one pass to the next, which all ranks
+run together."""
 _ORDERS_AT_ONCE = 256
 _BYTES_AT_ONCE = 4 << 20
 """An order with a long prompt may be larger."""
@@ -26,6 +29,8 @@ class OrderLog:
         self._queues = {rank: queue.SimpleQueue[Order]() for rank in range(1, world)}
         self._numbers = itertools.count(1)
         self._adding = threading.Lock()
+        self.behind: set[int] = set()
+        """Ranks that take their orders too slowly, and get no more."""
         self._dropped: collections.deque[int] = collections.deque()
         """Appended to without the lock, for what holds it may drop something."""
         self.order_count = 0
@@ -54,8 +59,11 @@ class OrderLog:
 
     def _put(self, order: Order) -> None:
         self.order_count += 1
-        for each in self._queues.values():
-            each.put(order)
+        for rank, orders in self._queues.items():
+            if orders.qsize() >= ORDER_LIMIT:
+                self.behind.add(rank)
+            if rank not in self.behind:
+                orders.put(order)
 
     def take(self, rank: int, sequence: int, *, timeout_s: float) -> FollowResponse | None:
         """Return what a follower is to do next, the first order of which has this number; None where

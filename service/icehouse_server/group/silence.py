@@ -20,7 +20,8 @@ SILENCE_S = 3.0
 class Silence(Generic[Rank]):
     """Who has said nothing for how long. Any thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, limit_s: float = SILENCE_S) -> None:
+        self._limit_s = limit_s
         self._lock = threading.Lock()
         self._missed: dict[Rank, int] = {}
         """Beats without a word."""
@@ -40,4 +41,4 @@ class Silence(Generic[Rank]):
         with self._lock:
             for rank in self._missed:
                 self._missed[rank] += 1
-            return [rank for rank, missed in self._missed.items() if missed * BEAT_S > SILENCE_S]
+            return [rank for rank, missed in self._missed.items() if missed * BEAT_S > self._limit_s]

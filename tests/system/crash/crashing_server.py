@@ -130,6 +130,11 @@ class ServerProcess:
         assert self._process.pid is not None, "not started"
         return self._process.pid
 
+    @property
+    def sentinel(self) -> int:
+        """What `multiprocessing.connection.wait` takes to wait for the process's end."""
+        return self._process.sentinel
+
     def kill(self) -> None:
         """Take the process away at once, as a crash would."""
         self._process.kill()

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import multiprocessing
+import multiprocessing.connection
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Self
@@ -17,6 +20,7 @@ from tests.system.crash.crashing_server import ServerProcess
 from tests.system.mesh.envoy import free_ports
 
 BLOCK = 16
+_RESTART_LIMIT = 20
 
 
 class RankGroup:
@@ -39,6 +43,7 @@ class RankGroup:
         self._rank_options = rank_options or {}
         self._break_rank = break_rank or {}
         self._stack = contextlib.ExitStack()
+        self._control = 0
         self.ranks: list[ServerProcess] = []
 
     def directory(self, rank: int) -> Path:
@@ -55,27 +60,53 @@ class RankGroup:
 
     def start(self) -> None:
         """Start all ranks, the followers first."""
-        control, *ring = free_ports(1 + len(self._models))
-        hosts = self._folder / "hosts.json"
-        hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in ring]))
-        self.ranks = [
-            ServerProcess(
-                model=model,
-                directory=self.directory(rank),
-                log=self._folder / f"log-{rank}",
-                options=(
-                    *("--group", str(hosts), "--group-rank", str(rank)),
-                    *("--group-control", f"127.0.0.1:{control}"),
-                    *("--block-token-count", str(BLOCK), "--memory-limit-bytes", "1GiB"),
-                    *self._options,
-                    *self._rank_options.get(rank, ()),
-                ),
-                break_it=self._break_rank.get(rank),
-            )
-            for rank, model in enumerate(self._models)
-        ]
+        self._control, *ring = free_ports(1 + len(self._models))
+        hosts = [[f"127.0.0.1:{port}"] for port in ring]
+        (self._folder / "hosts.json").write_text(json.dumps(hosts))
+        self.ranks = [self._process(rank, self._break_rank.get(rank)) for rank in range(len(self._models))]
         for process in reversed(self.ranks):
             self._stack.enter_context(process)
+
+    def _process(self, rank: int, break_it: Callable[[], None] | None = None) -> ServerProcess:
+        hosts = self._folder / "hosts.json"
+        return ServerProcess(
+            model=self._models[rank],
+            directory=self.directory(rank),
+            log=self._folder / f"log-{rank}",
+            options=(
+                *("--group", str(hosts), "--group-rank", str(rank)),
+                *("--group-control", f"127.0.0.1:{self._control}"),
+                *("--block-token-count", str(BLOCK), "--memory-limit-bytes", "1GiB"),
+                *self._options,
+                *self._rank_options.get(rank, ()),
+            ),
+            break_it=break_it,
+        )
+
+    def start_again_until_serving(self) -> int:
+        """Start each rank that ends again, unbroken, as a service manager does, until the group serves;
+        return how often."""
+        serving, told = multiprocessing.Pipe(duplex=False)
+        self._look(self.serving, told)
+        for restart_count in range(_RESTART_LIMIT):
+            ended = [serving, *(process.sentinel for process in self.ranks)]
+            happened = multiprocessing.connection.wait(ended, timeout=BOUND_S)
+            assert happened, f"the group neither serves nor ends: {self.log(0)}"
+            if serving in happened:
+                return restart_count
+            rank = next(r for r, process in enumerate(self.ranks) if process.sentinel in happened)
+            self.ranks[rank] = self._stack.enter_context(self._process(rank))
+            if rank == 0:
+                self._look(self.serving, told)
+        raise AssertionError(f"the group does not come back: {self.log(0)}")
+
+    def _look(self, process: ServerProcess, told: multiprocessing.connection.Connection) -> None:
+        def look() -> None:
+            with contextlib.suppress(AssertionError):
+                process.wait_until_serving()
+                told.send(None)
+
+        threading.Thread(target=look, daemon=True).start()
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()

@@ -14,6 +14,7 @@ from icehouse_server.domain.model import EngineState, ModelInfo
 from icehouse_server.domain.stats import EngineStats
 from icehouse_server.engine.core.mailbox import Mailbox
 from icehouse_server.engine.core.memory_budget import MemoryBudget
+from icehouse_server.engine.core.ports import LoadCalledOff
 from icehouse_server.engine.core.steps import Steps
 from icehouse_server.engine.engine import Engine, EngineSettings
 from icehouse_server.engine.inference_thread import InferenceThread
@@ -221,6 +222,22 @@ def test_a_model_that_does_not_load_tells_its_starter_why_and_callers_only_that(
     with pytest.raises(EngineFailed) as refused:
         engine.submit(request("after"))
     assert "/secret" not in refused.value.message
+
+
+def test_a_load_that_is_called_off_is_an_end_in_order(thread: InferenceThread) -> None:
+    class Waiting(FakeRunner):
+        def load_steps(self, *, is_hurried: Callable[[], bool]) -> Generator[None, None, ModelInfo]:
+            yield
+            raise LoadCalledOff
+
+    runner = Waiting()
+    engine, recorder = make(runner, thread)
+    answers: list[object] = []
+    engine.submit_command(Unpin((1, 2)), answers.append)
+    engine.start()
+    assert engine.join(timeout_s=BOUND_S)
+    assert recorder.states == [EngineState.STOPPED] and engine.error is None and runner.closed
+    assert isinstance(answers[0], Unavailable) and answers[0].reason is Reason.DRAINING
 
 
 def test_what_was_asked_while_a_model_did_not_load_is_answered(thread: InferenceThread) -> None:

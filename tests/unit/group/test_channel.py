@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import socket
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -15,8 +15,9 @@ from icehouse.group.v1 import group_service_pb2 as group
 from icehouse.group.v1 import group_service_pb2_grpc as stubs
 from icehouse_server.clock import SystemClock
 from icehouse_server.domain.stats import RankState, RankTierStats
+from icehouse_server.engine.core.ports import LoadCalledOff
 from icehouse_server.errors import Reason, StartError
-from icehouse_server.group import channel
+from icehouse_server.group import channel, order_log
 from icehouse_server.group.channel import ChannelBroken, GroupClient, GroupServer
 from icehouse_server.group.membership import Membership
 from icehouse_server.group.order_log import OrderLog
@@ -114,6 +115,16 @@ def test_a_second_follower_of_a_rank_is_refused_and_the_first_goes_on() -> None:
         order = first.next()
         assert isinstance(order, group.Order) and order.HasField("warm_up")
         assert served.lost.empty()
+
+
+def test_who_comes_when_a_rank_was_lost_hears_that_rank_0_ends() -> None:
+    with serving() as served:
+        (first,) = joined(served, 1)
+        first.client.report(group.FollowRequest(failed=group.Failed(detail="no memory")))
+        assert served.lost.get(timeout=BOUND_S) == "rank 1: no memory"
+        refused = Following(served.client(1)).next()
+        assert isinstance(refused, ChannelBroken)
+        assert "rank 0 ends, for it lost rank 1: no memory" in str(refused)
 
 
 @pytest.mark.parametrize(
@@ -235,6 +246,38 @@ def test_when_a_rank_is_lost_the_others_are_told_and_do_not_end_in_order() -> No
         assert isinstance(broken, ChannelBroken) and "rank 2: no memory" in str(broken)
 
 
+def test_a_rank_that_takes_no_orders_is_lost_and_the_others_get_theirs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(order_log, "ORDER_LIMIT", 100)
+    with serving(3) as served:
+        first = Following(served.client(1))
+        for number in range(101):
+            served.log.add(group.Order(run=group.Run(number=number)))
+            order = first.next()
+            assert isinstance(order, group.Order) and order.run.number == number
+        assert served.lost.get(timeout=BOUND_S).startswith("rank 2: it is")
+
+
+def test_what_waits_for_ranks_is_called_off_until_they_begin() -> None:
+    with serving(3) as served:
+        joined_one = Following(served.client(1))
+        assert not served.server.wait_for_all()
+        served.server.call_off()
+        with pytest.raises(LoadCalledOff):
+            served.server.wait_for_all()
+        joined_one.client.close()
+    with serving() as served:
+        begun = Following(served.client(1))
+        while not served.server._has_begun:
+            served.server.wait_for_all()
+        served.server.call_off()
+        assert not served.server.wait_for_all(), "it began to join the ring"
+        begun.client.send(group.FollowRequest(joining=group.Joining()))
+        while not served.server.wait_for_all():
+            pass
+
+
 def test_a_rank_that_ends_in_order_is_not_lost() -> None:
     with serving() as served:
         (follower,) = joined(served, 1)
@@ -329,9 +372,26 @@ def test_a_callers_certificate_makes_no_rank() -> None:
         assert "the certificate of rank 1 is not for 127.0.0.1" in refused.message
 
 
-def test_another_authoritys_certificate_is_not_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("has_one", [True, False])
+def test_who_has_no_certificate_of_the_authority_is_not_heard(
+    monkeypatch: pytest.MonkeyPatch, has_one: bool
+) -> None:
     monkeypatch.setattr(channel, "_TELL_S", 0.01)
     with serving(tls=tls_of(Authority())) as served:
-        follower = Following(served.client(1, tls=tls_of(Authority("another"))))
+        follower = Following(served.client(1, tls=tls_of(Authority("another")) if has_one else None))
         assert not any(served.server.wait_for_all() for _ in range(5))
         assert follower.come.empty()
+        follower.client.close()
+        assert isinstance(follower.next(), ChannelBroken), "it goes on waiting"
+
+
+@pytest.mark.parametrize("is_secured", [True, False])
+def test_strangers_that_send_junk_keep_no_rank_out(is_secured: bool) -> None:
+    with serving(tls=tls_of(Authority()) if is_secured else None) as served, contextlib.ExitStack() as stack:
+        host, _, port = served.control.rpartition(":")
+        for number in range(50):
+            stranger = stack.enter_context(socket.create_connection((host, int(port)), timeout=BOUND_S))
+            with contextlib.suppress(OSError):  # the other end may have closed it
+                stranger.sendall(bytes([number, 255 - number]) * 5000)
+        joined(served, 1)
+        assert served.lost.empty()

@@ -31,6 +31,8 @@ class ScriptedClient:
         self._parts = parts
         self.sent: list[str | None] = []
         self.beats: queue.SimpleQueue[group.FollowRequest] = queue.SimpleQueue()
+        self.has_sent = threading.Event()
+        self.has_sent.set()
         self.is_broken = threading.Event()
         """Nothing more comes, and the call does not end, until a test says so."""
 
@@ -44,8 +46,9 @@ class ScriptedClient:
     def send(self, report: group.FollowRequest) -> None:
         self.sent.append(report.WhichOneof("report"))
 
-    def report(self, report: group.FollowRequest) -> None:
+    def report(self, report: group.FollowRequest) -> threading.Event:
         self.beats.put(report)
+        return self.has_sent
 
     def close(self) -> None:
         self.sent.append("bye")
@@ -60,6 +63,9 @@ class ScriptedFollower:
         self.has_ended = False
         self.fails_at: int | None = None
         self.counted = threading.Semaphore(0)
+        self.hangs = threading.Event()
+        """Set: it does not."""
+        self.hangs.set()
 
     def open(self) -> None:
         self.done.append("open")
@@ -74,6 +80,7 @@ class ScriptedFollower:
         return group.FollowRequest(heartbeat=group.Heartbeat())
 
     def carry_out(self, order: group.Order) -> None:
+        self.hangs.wait(BOUND_S)
         if order.open.sequence_id == self.fails_at:
             raise ValueError("it does not fit")
         self.done.append(order.open.sequence_id if order.HasField("open") else "end")
@@ -164,3 +171,65 @@ def test_a_rank_0_that_is_silent_ends_the_process_and_this_rank_speaks_all_the_t
     assert left.get(timeout=BOUND_S) == 1
     loop.close()
     assert client.beats.qsize() >= 6
+
+
+def test_while_rank_0_takes_no_report_one_beat_waits_for_it() -> None:
+    client = ScriptedClient([BEGIN])
+    client.has_sent.clear()
+    left: queue.SimpleQueue[int] = queue.SimpleQueue()
+    loop = loop_of(ScriptedFollower(), client, left)
+    threading.Thread(target=loop.run, daemon=True).start()
+    assert left.get(timeout=BOUND_S) == 1, "six beats later"
+    loop.close()
+    assert client.beats.qsize() == 1
+
+
+@pytest.mark.parametrize("hangs_at", [BEGIN, open_of(1)])
+def test_a_rank_that_hangs_in_an_order_tells_rank_0_and_ends(
+    monkeypatch: pytest.MonkeyPatch, hangs_at: group.Order
+) -> None:
+    monkeypatch.setattr(follower_loop, "ORDER_S", 1.0)
+    follower, client = ScriptedFollower(), ScriptedClient([BEGIN, hangs_at])
+    follower.hangs.clear()
+    if hangs_at is BEGIN:
+        follower.load = lambda: follower.hangs.wait(BOUND_S)  # type: ignore[assignment,method-assign,return-value]
+    left: queue.SimpleQueue[int] = queue.SimpleQueue()
+    loop = loop_of(follower, client, left)
+    threading.Thread(target=loop.run, daemon=True).start()
+    assert left.get(timeout=BOUND_S) == 1
+    # Loading takes as long as it takes: there it was rank 0's silence that was noticed.
+    assert ("failed" in client.sent) is (hangs_at is not BEGIN)
+    follower.hangs.set()
+    loop.close()
+
+
+def test_a_rank_that_is_too_far_behind_tells_rank_0_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(follower_loop, "ORDER_LIMIT", 8)
+    follower, client = ScriptedFollower(), ScriptedClient([BEGIN], [open_of(n) for n in range(20)])
+    follower.hangs.clear()
+    left: queue.SimpleQueue[int] = queue.SimpleQueue()
+    loop = loop_of(follower, client, left)
+    threading.Thread(target=loop.run, daemon=True).start()
+    assert left.get(timeout=BOUND_S) == 1
+    assert "failed" in client.sent
+    follower.hangs.set()
+    loop.close()
+
+
+def test_a_rank_that_nobody_has_told_to_begin_ends_when_it_is_asked_to() -> None:
+    follower, client = ScriptedFollower(), ScriptedClient([])
+    loop = loop_of(follower, client)
+    assert loop.call_off()
+    loop.run()
+    loop.close()
+    assert follower.done == ["open", "end"] and client.sent == []
+    client.is_broken.set()
+
+
+def test_a_rank_that_has_begun_ends_with_the_group() -> None:
+    follower, client = ScriptedFollower(), ScriptedClient([BEGIN, END])
+    loop = loop_of(follower, client)
+    loop.run()
+    assert not loop.call_off()
+    loop.close()
+    assert client.sent == ["joining", "bye"]

@@ -8,6 +8,7 @@ import pytest
 from icehouse.group.v1 import group_service_pb2 as group
 from icehouse_server.domain.blocks import Damage, RegionKind
 from icehouse_server.domain.ids import BlockHash
+from icehouse_server.group import leader_tier
 from icehouse_server.storage.api import (
     AnyTicket,
     Evicted,
@@ -257,6 +258,44 @@ def test_a_tier_that_hangs_on_a_follower_hangs(ranks: Ranks) -> None:
     ranks.one.reported.append(ranks.one.follower.heartbeat())
     ranks.one.deliver()
     assert (ranks.leader.hung_read_count, ranks.leader.stall_s) == (0, 0.0)
+
+
+def test_the_log_names_the_rank_whose_disk_hangs_once(ranks: Ranks, caplog: pytest.LogCaptureFixture) -> None:
+    def beat(*, hung_read_count: int = 0, stall_s: float = 0.0) -> list[str]:
+        caplog.clear()
+        ranks.one.tier.hung_read_count, ranks.one.tier.stall_s = hung_read_count, stall_s
+        ranks.one.reported.append(ranks.one.follower.heartbeat())
+        ranks.one.deliver()
+        facts = [vars(record) for record in caplog.records]
+        return [f"{each['msg']} {each['rank']} {each.get('detail', '')}" for each in facts]
+
+    assert beat(stall_s=0.5) == []
+    assert beat(hung_read_count=2) == ["rank_ssd_hangs 1 2 reads hang"]
+    assert beat(hung_read_count=1) == []
+    with caplog.at_level("WARNING"):
+        assert beat() == ["rank_ssd_answers_again 1 "]
+    assert beat(stall_s=60.0) == ["rank_ssd_hangs 1 its storage thread hangs"]
+
+
+@pytest.mark.parametrize(("own", "theirs", "known"), [(5e8, 2e9, 5e8), (2e9, 5e8, 5e8), (2e9, 0.0, 2e9)])
+def test_a_read_is_as_fast_as_on_the_slowest_rank(
+    ranks: Ranks, own: float, theirs: float, known: float
+) -> None:
+    ranks.own.read_bytes_per_s, ranks.one.tier.read_bytes_per_s = own, theirs
+    ticket = ranks.read(ranks.stored())
+    ranks.settle()
+    assert isinstance(ticket.outcome, Loaded) and ticket.outcome.read_bytes_per_s == known
+
+
+def test_a_rank_that_lists_blocks_without_end_is_not_listened_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(leader_tier, "_NAMES_LIMIT", 10)
+    ranks = Ranks()
+    with pytest.raises(ValueError, match="rank 1 lists more than 10 blocks"):
+        for number in range(11):
+            names = [number.to_bytes(32, "big")]
+            ranks.leader.report(1, group.FollowRequest(stored=group.Stored(names=names)))
 
 
 def test_a_tier_that_is_gone_on_a_follower_is_gone(ranks: Ranks) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 
+import pytest
 from icehouse.group.v1.group_service_pb2 import Begin, Chunk, Order, Run
+from icehouse_server.group import order_log
 from icehouse_server.group.order_log import Kept, OrderLog
 
 
@@ -60,6 +62,21 @@ def test_large_orders_go_alone() -> None:
     while (response := log.take(1, len(sizes), timeout_s=0)) is not None:
         sizes.append(response.ByteSize())
     assert len(sizes) == 4 and max(sizes) < 8 << 20
+
+
+def test_a_rank_that_is_too_far_behind_gets_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(order_log, "ORDER_LIMIT", 5)
+    log = OrderLog(3)
+    theirs: list[Order] = []
+    for number in range(8):
+        log.add(Order(run=Run(number=number)))
+        response = log.take(2, len(theirs), timeout_s=0)
+        assert response is not None
+        theirs += response.orders
+    assert log.behind == {1} and passes(theirs) == list(range(8))
+    assert passes(taken(log, 1)) == list(range(5))
+    log.add(Order(run=Run(number=8)))
+    assert taken(log, 1) == [], "it has missed some"
 
 
 def test_many_threads_add_and_drop() -> None:

@@ -140,6 +140,11 @@ class LeaderParts:
             own = dataclasses.replace(own, ssd_trouble=hang_detail(tier.own) or writes_off)
         return GroupStats(membership.world, (own, *self._server.ranks()))
 
+    def call_off(self) -> None:
+        """Wait for no more ranks."""
+        if self._server is not None:
+            self._server.call_off()
+
     def stop(self) -> None:
         """Wait until the others have ended in order."""
         if self._server is not None:

@@ -206,6 +206,10 @@ class Pages(Protocol):
         ...
 
 
+class LoadCalledOff(Exception):
+    """The server stops before what loading waits for was there."""
+
+
 class Runner(Protocol):
     """The model and its sequences. Every call is made on the inference thread."""
 
@@ -214,7 +218,8 @@ class Runner(Protocol):
 
     def load_steps(self, *, is_hurried: Callable[[], bool]) -> Steps[ModelInfo]:
         """Load and warm the model; yield between parts, and while it `is_hurried` rather than wait for a
-        disk. Raises ModelError when the folder cannot be served; `close` frees what was made by then."""
+        disk. Raises ModelError when the folder cannot be served; `close` frees what was made by then. Raises
+        LoadCalledOff where the server stops while it waits for something."""
         ...
 
     def warm_up_more(self) -> bool:

@@ -6,6 +6,7 @@ passes in the same order, on the same tokens; what they draw is rank 0's.
 
 from __future__ import annotations
 
+import faulthandler
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, cast
@@ -18,6 +19,8 @@ from icehouse_server.engine.core.refusals import rank_lost
 from icehouse_server.engine.runner.forward.sharded_adapters import TakenAdapters
 from icehouse_server.errors import ModelError, model_invalid
 
+_JOIN_S = 30.0
+"""How long joining may take: all ranks do it at the same time, once they have said that they will."""
 _CHECK_INTERVAL = 64
 _DEVIATION_LIMIT = 0.02
 """Devices of one kind round alike, but those of different generations need not."""
@@ -46,9 +49,15 @@ class Rank:
         return int(self._group.rank()) == 0
 
     def join(self) -> None:
-        """Connect with the other ranks."""
-        with self._named_ranks() as backend:
-            self._group = mx.distributed.init(strict=True, backend=backend)
+        """Connect with the other ranks. Ends the process where that takes too long."""
+        # MLX waits for a rank that died meanwhile for ever, and holds the interpreter's lock: neither a
+        # signal nor a thread of ours would be heard. This timer needs no lock.
+        faulthandler.dump_traceback_later(_JOIN_S, exit=True)
+        try:
+            with self._named_ranks() as backend:
+                self._group = mx.distributed.init(strict=True, backend=backend)
+        finally:
+            faulthandler.cancel_dump_traceback_later()
 
     def shard(self, model: Any, *, given: Mapping[str, mx.array] | None = None) -> int:
         """Keep this rank's share of a model whose weights are not read yet; return how many numbers the whole

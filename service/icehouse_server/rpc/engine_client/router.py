@@ -129,6 +129,9 @@ class Router:
         self.model = model
 
     def _set_state(self, state: EngineState, error: IcehouseError | None) -> None:
+        if self.state is EngineState.FAILED:
+            # For good: an engine that does not know that a rank was lost may load to the end, or drain.
+            return
         self.state = state
         self._error = error or self._error
         if state not in (EngineState.LOADING, EngineState.READY):

@@ -104,6 +104,17 @@ async def test_failure_reaches_outboxes_questions_and_newcomers() -> None:
     assert router.left_ready.is_set()
 
 
+@pytest.mark.parametrize("state", [EngineState.READY, EngineState.DRAINING, EngineState.STOPPED])
+async def test_a_failure_that_the_engine_does_not_know_of_stays(state: EngineState) -> None:
+    router = Router(asyncio.get_running_loop())
+    router.state_changed(EngineState.FAILED, Unavailable(Reason.RANK_LOST, "rank 1"))
+    router.state_changed(state, None)
+    await asyncio.sleep(0)
+    with pytest.raises(Unavailable) as refused:
+        router.require_model()
+    assert router.state is EngineState.FAILED and refused.value.reason is Reason.RANK_LOST
+
+
 async def test_a_stopped_engine_leaves_nobody_waiting() -> None:
     router, box = Router(asyncio.get_running_loop()), outbox()
     router.open(A, box)

@@ -447,22 +447,26 @@ class LoadEnded(_message.Message):
     LOAD_FIELD_NUMBER: _builtins.int
     BLOCK_COUNT_FIELD_NUMBER: _builtins.int
     LACKS_MEMORY_FIELD_NUMBER: _builtins.int
+    READ_BYTES_PER_S_FIELD_NUMBER: _builtins.int
     load: _builtins.int
     """Which one, by the number in `BeginLoad`."""
     block_count: _builtins.int
     """How many of its blocks are there, from the beginning."""
     lacks_memory: _builtins.bool
     """Whether memory was short, so that the next block is not at fault."""
+    read_bytes_per_s: _builtins.float
+    """Moving average over the recent reads; 0 where none was measured."""
     def __init__(
         self,
         *,
         load: _builtins.int = ...,
         block_count: _builtins.int = ...,
         lacks_memory: _builtins.bool = ...,
+        read_bytes_per_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_count", b"block_count", "lacks_memory", b"lacks_memory", "load", b"load"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_count", b"block_count", "lacks_memory", b"lacks_memory", "load", b"load", "read_bytes_per_s", b"read_bytes_per_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
