@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import xxhash
 from sqlite_utils import Database
 
-from icehouse_server.domain.blocks import Damage, RegionKind, pack_tokens
+from icehouse_server.domain.blocks import LAYOUT_ABI, Damage, RegionKind, pack_tokens
 from icehouse_server.domain.ids import BlockHash, Fingerprint
 from icehouse_server.pins import NOT_PINNED, UNTIL_UNPINNED
 from icehouse_server.storage.files import FileInfo
@@ -117,7 +117,7 @@ def record_of(file: BlockFile, *, mtime_ns: int, inode: int, used_time: float) -
         file_bytes=file.file_bytes,
         mtime_ns=mtime_ns,
         inode=inode,
-        layout_abi=file.layout_abi,
+        layout_abi=LAYOUT_ABI,
         header_checksum=file.header_checksum,
         created_time=used_time,
         last_used_time=used_time,

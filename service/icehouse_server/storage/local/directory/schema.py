@@ -40,9 +40,9 @@ _FIRST_TABLES = (
 )
 
 _MIGRATIONS_TABLE = "_sqlite_migrations"
-"""Of sqlite-utils, whose versions define it differently."""
-_MIGRATIONS_BRACKETS = 2
-"""Most brackets in that definition: computed columns and checks stand in brackets."""
+"""Of sqlite-utils, whose versions define it and its index differently."""
+_MIGRATIONS_BRACKETS = {"table": 2, "index": 1}
+"""Most brackets in their definitions: what is computed stands in more."""
 
 
 def check_schema(database: Database, *, is_complete: bool) -> None:
@@ -52,16 +52,16 @@ def check_schema(database: Database, *, is_complete: bool) -> None:
     Reads only its list of contents, and so runs nothing of it.
     """
     missing = dict(_own_definitions())
-    for kind, name, page, definition in database.execute(
-        "SELECT type, name, rootpage, sql FROM sqlite_master"
+    for kind, name, table, page, definition in database.execute(
+        "SELECT type, name, tbl_name, rootpage, sql FROM sqlite_master"
     ):
         if definition is None and kind == "index":
             continue  # SQLite's own, of a key
-        if (kind, name) == ("table", _MIGRATIONS_TABLE):
+        if table == _MIGRATIONS_TABLE:
             # A table without a page is virtual.
-            is_ours = bool(page) and definition.count("(") <= _MIGRATIONS_BRACKETS
+            is_ours = bool(page) and definition.count("(") <= _MIGRATIONS_BRACKETS.get(kind, 0)
         else:
-            is_ours = missing.pop((kind, name), None) == definition
+            is_ours = missing.pop((kind, name), None) == _plain(definition)
         if not is_ours:
             raise ForeignManifest(f"The {kind} {str(name)[:64]!r} is not of this version")
     if is_complete and missing:
@@ -70,11 +70,19 @@ def check_schema(database: Database, *, is_complete: bool) -> None:
 
 @functools.cache
 def _own_definitions() -> dict[tuple[str, str], str]:
-    """Return what each of our tables and indices is created by, as SQLite keeps it."""
+    """Return what each of our tables and indices is created by."""
     database = Database(memory=True, execute_plugins=False, strict=True)
     try:
         migrations.apply(database)
-        found = database.execute("SELECT type, name, sql FROM sqlite_master WHERE sql IS NOT NULL")
-        return {(kind, name): definition for kind, name, definition in found if name != _MIGRATIONS_TABLE}
+        found = database.execute(
+            "SELECT type, name, sql FROM sqlite_master WHERE sql IS NOT NULL AND tbl_name != ?",
+            (_MIGRATIONS_TABLE,),
+        )
+        return {(kind, name): _plain(definition) for kind, name, definition in found}
     finally:
         database.close()
+
+
+def _plain(definition: str) -> str:
+    """Return a definition without white space and the quotes of names."""
+    return "".join(definition.replace('"', "").split())
