@@ -22,7 +22,7 @@ from icehouse_server.engine.core.memory_model import MemoryModel
 from icehouse_server.engine.core.ports import Chunk, Drawn, ImageUse, MemoryUse, PassResult
 from icehouse_server.engine.core.refusals import vector_not_finite
 from icehouse_server.engine.core.thread_guard import OneThread
-from icehouse_server.engine.kv.pass_clock import PassClock
+from icehouse_server.engine.kv.pool import PassClock
 from icehouse_server.engine.kv.pool_memory import PoolMemory
 from icehouse_server.engine.kv.runner_blocks import RunnerBlocks
 from icehouse_server.engine.kv_cache.cache_classes import Cache

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -23,11 +24,7 @@ from icehouse_server.domain.ids import BlockHash
 from icehouse_server.storage.api import Fetched, Found, Names
 from icehouse_server.storage.local.block_format.header import BlockFile, BlockFileError
 from icehouse_server.storage.shared.block_folder import BlockFolder
-from icehouse_server.storage.shared.breaker import Breaker
-from icehouse_server.storage.shared.object_store import ObjectStore, StoreError
-from icehouse_server.storage.shared.reach import ChainReach
-from icehouse_server.storage.shared.recent_names import RecentNames
-from icehouse_server.storage.shared.shared_settings import SharedSettings
+from icehouse_server.storage.shared.object_store import ObjectStore, SharedSettings, StoreError
 
 _log = logging.getLogger(__name__)
 
@@ -243,3 +240,134 @@ class Fetcher:
         self._stats.failure_total += 1
         if self.breaker.fail(detail):
             _log.warning("shared_reads_paused", extra={"detail": detail})
+
+
+_FAILURE_LIMIT = 3
+_FIRST_PAUSE_S = 1.0
+_LAST_PAUSE_S = 60.0
+
+
+class Breaker:
+    """Whether a store that failed may be asked again: closed until three failures in a row; then it opens for
+    one trial after each pause. Any thread may look; one thread records."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._failure_count = 0
+        self._pause_s = _FIRST_PAUSE_S
+        self._trial_time = 0.0
+        self._detail = ""
+
+    @property
+    def pause_detail(self) -> str:
+        """Why nothing is asked at present; empty while all is well."""
+        return self._detail if self._failure_count >= _FAILURE_LIMIT else ""
+
+    @property
+    def pause_left_s(self) -> float:
+        """For how long nothing may be asked; 0 when something may."""
+        if self._failure_count < _FAILURE_LIMIT:
+            return 0.0
+        return max(0.0, self._trial_time - self._clock.monotonic())
+
+    def begin(self) -> bool:
+        """Return whether a request may be sent now; while all is not well, one for each pause."""
+        if self.pause_left_s > 0.0:
+            return False
+        if self._failure_count >= _FAILURE_LIMIT:
+            self._trial_time = self._clock.monotonic() + self._pause_s
+        return True
+
+    def succeed(self) -> None:
+        """Note an answer."""
+        self._failure_count, self._pause_s, self._detail = 0, _FIRST_PAUSE_S, ""
+
+    def fail(self, detail: str) -> bool:
+        """Note a failure; True where it begins a pause after all had been well."""
+        self._failure_count += 1
+        self._detail = detail
+        if self._failure_count < _FAILURE_LIMIT:
+            return False
+        self._trial_time = self._clock.monotonic() + self._pause_s
+        self._pause_s = min(2.0 * self._pause_s, _LAST_PAUSE_S)
+        return self._failure_count == _FAILURE_LIMIT
+
+
+_PROBE_COUNT = 8
+"""Names that are asked for at once."""
+
+
+class ChainReach:
+    """A search for how many blocks of a chain, from its first, an object store has. What it knows is there
+    for whoever stops it early.
+
+    It asks for names, without a listing: a few at once, first at doubling distances, then within the gap that
+    is left. A chain of 1,000 blocks takes three rounds of some ten requests.
+    """
+
+    def __init__(self, count: int, size_of: Callable[[int], Awaitable[int | None]]) -> None:
+        """`size_of` returns the bytes of the block with an index; None where it is not there."""
+        self._size_of = size_of
+        self._limit = count
+        self.found_count = 0
+        """Blocks that are there as far as is known: a hole between two that are is not looked for."""
+        self._sizes: list[int] = []
+        self._answer_count = 0
+
+    @property
+    def has_answers(self) -> bool:
+        """Whether the store has answered at all."""
+        return self._answer_count > 0
+
+    @property
+    def size_bytes(self) -> int:
+        """About, of all that were found together."""
+        return self.found_count * sum(self._sizes) // len(self._sizes) if self._sizes else 0
+
+    async def run(self) -> None:
+        """Search until the end is known. Raises what `size_of` raises."""
+        probes = [count for power in range(self._limit.bit_length()) if (count := 1 << power) < self._limit]
+        probes.append(self._limit)
+        while self.found_count < self._limit:
+            answers = await asyncio.gather(*map(self._ask, probes))
+            absent = next((count for count, is_there in zip(probes, answers, strict=True) if not is_there), 0)
+            if absent:
+                self._limit = absent - 1
+                self.found_count = min(self.found_count, self._limit)
+            gap = self._limit - self.found_count
+            steps = min(_PROBE_COUNT, gap)
+            probes = [self.found_count + gap * step // steps for step in range(1, steps + 1)]
+
+    async def _ask(self, count: int) -> bool:
+        size_bytes = await self._size_of(count - 1)
+        self._answer_count += 1
+        if size_bytes is None:
+            return False
+        self._sizes.append(size_bytes)
+        self.found_count = max(self.found_count, count)
+        return True
+
+
+_LIMIT_COUNT = 1 << 16
+"""Some 10 MB."""
+
+
+class RecentNames:
+    """The latest so many names, each with the time until which it is remembered. One thread adds; any thread
+    may look."""
+
+    def __init__(self) -> None:
+        self._end_times: OrderedDict[BlockHash, float] = OrderedDict()
+
+    def add(self, name: BlockHash, *, end_time: float = float("inf")) -> None:
+        self._end_times[name] = end_time
+        self._end_times.move_to_end(name)
+        if len(self._end_times) > _LIMIT_COUNT:
+            self._end_times.popitem(last=False)
+
+    def discard(self, name: BlockHash) -> None:
+        self._end_times.pop(name, None)
+
+    def has(self, name: BlockHash, now: float) -> bool:
+        """Whether a name is remembered at this time."""
+        return self._end_times.get(name, 0.0) > now

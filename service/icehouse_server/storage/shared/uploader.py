@@ -26,10 +26,8 @@ from icehouse_server.storage.local.block_format.header import (
     parse_head,
 )
 from icehouse_server.storage.shared.block_folder import BlockFolder
-from icehouse_server.storage.shared.breaker import Breaker
-from icehouse_server.storage.shared.fetcher import Fetcher
-from icehouse_server.storage.shared.object_store import ObjectStore, StoreError
-from icehouse_server.storage.shared.shared_settings import SharedSettings
+from icehouse_server.storage.shared.fetcher import Breaker, Fetcher
+from icehouse_server.storage.shared.object_store import ObjectStore, SharedSettings, StoreError
 
 _log = logging.getLogger(__name__)
 

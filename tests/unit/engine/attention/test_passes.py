@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 from icehouse_server.engine.attention.gpu.kernels import Language
 from icehouse_server.engine.attention.gpu.launch import GpuAttention
-from icehouse_server.engine.kv.pass_clock import PassClock
+from icehouse_server.engine.kv.pool import PassClock
 from icehouse_server.engine.runner.forward.forward_pass import ForwardPass
 from icehouse_server.engine.runner.forward.probe import examine
 from icehouse_server.engine.runner.forward.row import Row
