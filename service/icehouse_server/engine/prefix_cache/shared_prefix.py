@@ -75,8 +75,8 @@ class SharedPrefixes:
         return True
 
     def _steps(self, prompt: Prompt) -> Generator[_Step, Any, None]:
-        """Ask for the chain below each root that lacks something until somebody has a beginning of it, and have
-        that brought."""
+        """Ask for the chain below each root that lacks something until somebody has its beginning; have that
+        brought."""
         rates = self._cache.rates
         for root in prompt.roots:
             storage, missing = self._cache.storage, self._missing(prompt, root)

@@ -40,8 +40,7 @@ from icehouse_server.storage.local.open_model import OpenModel
 from icehouse_server.storage.local.reader_pool import ReaderPool
 from icehouse_server.storage.local.storage_loop import StorageLoop
 from icehouse_server.storage.local.tier import LocalTier
-from icehouse_server.storage.shared.block_folder import BlockFolder
-from icehouse_server.storage.shared.fetcher import Fetcher, FetchJob
+from icehouse_server.storage.shared.fetcher import BlockFolder, Fetcher, FetchJob
 from icehouse_server.storage.shared.object_store import ObjectStore, SharedSettings
 from icehouse_server.storage.shared.uploader import Uploader
 
@@ -98,15 +97,7 @@ class SharedTier(LocalTier):
             adopt=self._take_in,
             offload=self._traffic.offload,
         )
-        self._uploader = Uploader(
-            store,
-            folder,
-            shared,
-            clock=self._clock,
-            stats=self._shared_stats,
-            fetcher=self._fetcher,
-            offload=self._traffic.offload,
-        )
+        self._uploader = Uploader(self._fetcher)
         self._traffic.is_busy = lambda: self._uploader.is_busy
 
     def start(self) -> None:
