@@ -197,7 +197,9 @@ def test_what_is_damaged_or_not_known_is_refused_by_name(tmp_path: Path, change:
     change(folder, encoder_config("bert"))
     source = ModelSource(folder, "tiny")
     with pytest.raises(ModelError) as caught:
-        model_loader.describe(load(source), source, model_loader.load_tokenizer(source), fingerprint_hex="")
+        model_loader.describe(
+            at_once.load(source), source, model_loader.load_tokenizer(source), fingerprint_hex=""
+        )
     assert told in caught.value.message and str(folder) in caught.value.message
 
 
