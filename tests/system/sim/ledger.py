@@ -132,12 +132,10 @@ class Ledger:
         self.seen[type(outcome).__name__] += 1
         if isinstance(outcome, Persisted):
             self.committed[outcome.record.hash] = _kinds(outcome.record)
-            record = outcome.record
-            assert isinstance(record, BlockRecord), record
-            raw_bytes = record.kv_bytes + record.window_bytes + record.checkpoint_bytes
-            self.seen["blocks in planes"] += record.file_bytes < raw_bytes
+            file = _file_of(served, outcome.record.hash)
+            self.seen["blocks in planes"] += b"stored_bytes" in file
             # A file may rot behind its last sync, before its row and the word of it.
-            if self._rotten.pop(outcome.record.hash, None) != _file_of(served, outcome.record.hash):
+            if self._rotten.pop(outcome.record.hash, None) != file:
                 self.damaged.discard(outcome.record.hash)
             self._check_size(served)
         elif isinstance(outcome, Evicted):
