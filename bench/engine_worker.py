@@ -18,6 +18,8 @@ from typing import Any, TextIO
 
 from icehouse_server.bootstrap.imports.openblas import load_openblas
 
+from tests.fixtures.models.at_once import load
+
 
 def main() -> None:
     """Load the model, say so, and work until standard input ends."""
@@ -36,7 +38,7 @@ def main() -> None:
     from icehouse_server.engine.runner import model_loader
 
     source = model_loader.ModelSource(path=arguments.model, model_id="bench", dtype=arguments.dtype)
-    loaded = model_loader.load(source)
+    loaded = load(source)
     config = loaded.config
     eos = config.get("eos_token_id", [])
     eos_token_ids = [eos] if isinstance(eos, int) else list(eos)

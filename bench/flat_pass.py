@@ -22,13 +22,13 @@ from typing import Any
 
 import mlx.core as mx
 from icehouse_server.engine.runner.forward.forward_pass import ForwardPass
-from icehouse_server.engine.runner.forward.probe import examine
 from icehouse_server.engine.runner.forward.row import Row, Share
 from mlx_lm import load
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import make_prompt_cache
 
 from bench.random_model import RandomModel, make_random_model
+from tests.fixtures.models.at_once import examine
 
 CASES = {
     "1 x 40": ([40] * 1, 48),

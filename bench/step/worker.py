@@ -20,6 +20,7 @@ from icehouse_server.device import find_device
 
 from bench.step.primitives import counted_primitives
 from bench.step.stand_ins import GPU, have_one_primitive_each, have_page_kernels, take_gpu_ways
+from tests.fixtures.models.at_once import load
 
 ENGINE = "mlx-lm"
 _OUTPUT_LIMIT = 8000
@@ -131,7 +132,7 @@ def _be_engine(path: Path, answers: TextIO, *, is_gpu: bool) -> None:
 
     from bench.prompts import FreshPrompts
 
-    model: Any = model_loader.load(model_loader.ModelSource(path=path, model_id="bench")).model
+    model: Any = load(model_loader.ModelSource(path=path, model_id="bench")).model
     if not is_gpu:
         have_one_primitive_each()
     watch = Watch()

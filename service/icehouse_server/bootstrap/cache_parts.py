@@ -34,8 +34,7 @@ from icehouse_server.storage.files import Files, in_time
 from icehouse_server.storage.local.directory.lock import take_lock
 from icehouse_server.storage.local.encryption.constants import KEY_DETAIL, Cipher, encrypted_fingerprint
 from icehouse_server.storage.local.model_tiers import ModelTiers
-from icehouse_server.storage.shared.object_store import ObjectStore, make_store
-from icehouse_server.storage.shared.shared_settings import SharedSettings
+from icehouse_server.storage.shared.object_store import ObjectStore, SharedSettings, make_store
 from icehouse_server.storage.shared.shared_tier import SharedTier
 from icehouse_server.storage.storage_settings import Codec, StorageSettings
 from icehouse_server.storage.store_paths import StorePaths

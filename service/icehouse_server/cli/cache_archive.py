@@ -23,7 +23,6 @@ from icehouse_server.storage.local.directory.directory_exchange import (
     CHUNK_BYTES,
     ExportReport,
     ExportSource,
-    ImportLimits,
     ImportReport,
     ImportTarget,
 )
@@ -122,9 +121,14 @@ def _parts(
 
 def _target(directory: Path) -> ImportTarget:
     config, files, cipher = _settings_of(directory)
-    limits = ImportLimits(config.ssd_bytes, config.free_space_floor_bytes)
-    place = str(config.block_directory)
-    return ImportTarget(place, files=files, clock=SystemClock(), limits=limits, cipher=cipher)
+    return ImportTarget(
+        str(config.block_directory),
+        files=files,
+        clock=SystemClock(),
+        limit_bytes=config.ssd_bytes,
+        free_floor_bytes=config.free_space_floor_bytes,
+        cipher=cipher,
+    )
 
 
 def _settings_of(directory: Path) -> tuple[CacheConfig, Files, Cipher | None]:

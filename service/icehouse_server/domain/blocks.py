@@ -28,8 +28,6 @@ from icehouse_server.domain.ids import AdapterDigest, BlockHash, Fingerprint, Im
 
 LAYOUT_ABI = 1
 """Version of the block file's layout. Files of another ABI are deleted, never read."""
-PLANES_LAYOUT_ABI = 2
-"""That of block files with a region in byte planes. Both are read and written."""
 
 _ROOT_TAG = b"icehouse.block.root.v1\x00"
 _ADAPTED_ROOT_TAG = b"icehouse.block.root.adapted.v1\x00"

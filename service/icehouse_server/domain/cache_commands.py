@@ -23,12 +23,10 @@ from icehouse_server.domain.ids import (
 
 
 class Tier(enum.Enum):
-    """Where a block is."""
+    """Where a block is kept."""
 
     RAM = enum.auto()
-    """In RAM, perhaps on SSD too."""
     SSD = enum.auto()
-    """On SSD only."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -50,6 +48,7 @@ class BlockMatch:
     token_count: int
     size_bytes: int
     tier: Tier
+    """RAM where both have it."""
     has_checkpoint: bool
     pinned: bool
     session: SessionKey | None = None

@@ -29,6 +29,7 @@ from mlx_lm.utils import load_model
 from tests.fixtures.engine import load_at_once
 from tests.fixtures.models import tiny_model_dir
 from tests.fixtures.models.adapters import adapter_source, tiny_adapter_dir
+from tests.fixtures.models.at_once import load
 from tests.fixtures.models.vocabulary import EOS_ID
 from tests.system.cache.server import BLOCK, CacheServer
 
@@ -263,7 +264,7 @@ def test_an_adapter_that_does_not_fit_says_so(tmp_path: Path, breakage: str, com
         (path / "adapter_config.json").write_text("{")
     source = model_loader.ModelSource(path=model_dir, model_id="tiny")
     with pytest.raises(ModelError) as refused:
-        attach(adapter_source("legal", path), model_loader.load(source), source)
+        attach(adapter_source("legal", path), load(source), source)
     assert refused.value.reason is Reason.MODEL_INVALID
     assert complaint in refused.value.message and str(path) in refused.value.message
     assert "\n" not in refused.value.message

@@ -13,13 +13,13 @@ from icehouse_server.engine.core.memory_model import DraftFootprint
 from icehouse_server.engine.core.ports import Chunk, DecodeRow
 from icehouse_server.engine.runner import model_loader
 from icehouse_server.engine.runner.draft_model import DraftModel
-from icehouse_server.engine.runner.forward.probe import examine
 from icehouse_server.engine.runner.model_loader import ModelSource, load_tokenizer, parameters_of
 from icehouse_server.engine.runner.runner import ModelRunner, RunnerSettings
 from icehouse_server.errors import ModelError
 
 from tests.fixtures.engine import load_at_once
 from tests.fixtures.models import VOCABULARY_SIZE, build, tiny_model_dir
+from tests.fixtures.models.at_once import examine, load
 from tests.system.cache.server import BLOCK, CacheServer
 from tests.system.cache.test_reuse import prompt
 from tests.system.cache.test_speculation import SAMPLINGS, outcome, submit
@@ -122,7 +122,7 @@ def test_others_go_on_between_the_parts_of_a_draft_model(
         len(list(runner.load_steps(is_hurried=lambda: False)))
         for runner in (runner_with(folder, None), runner_with(folder, folder))
     ]
-    weight_count = len(parameters_of(model_loader.load(ModelSource(path=folder, model_id="tiny")).model))
+    weight_count = len(parameters_of(load(ModelSource(path=folder, model_id="tiny")).model))
     assert counts[1] - counts[0] > weight_count
 
 

@@ -6,9 +6,8 @@ import random
 from collections.abc import Iterable
 
 from icehouse_server.domain.blocks import pack_tokens, split_keys
-from icehouse_server.domain.cache_commands import CacheAnswer
+from icehouse_server.domain.cache_commands import CacheAnswer, Tier
 from icehouse_server.domain.ids import BlockHash, CacheScope, Tenant
-from icehouse_server.engine.core.block_log import KvTier
 from icehouse_server.engine.core.mailbox import Command
 from icehouse_server.engine.prefix_cache.tiers.node import Node
 from icehouse_server.errors import IcehouseError
@@ -132,6 +131,6 @@ def _known(entry: Node, scope: CacheScope, tokens: Tokens | None) -> Iterable[Kn
     assert tokens is not None
     parent = None if entry.start_token_index == 0 else cut(BlockHash(entry.parent))
     if entry.ram:
-        yield Known(cut(entry.hash), parent, *tokens, scope, KvTier.RAM)
+        yield Known(cut(entry.hash), parent, *tokens, scope, Tier.RAM)
     if entry.ssd:
-        yield Known(cut(entry.hash), parent, *tokens, scope, KvTier.SSD)
+        yield Known(cut(entry.hash), parent, *tokens, scope, Tier.SSD)

@@ -6,7 +6,7 @@ import dataclasses
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from icehouse_server.domain.blocks import PLANES_LAYOUT_ABI, BlockHeader, Damage, RegionKind, TokenKeys
+from icehouse_server.domain.blocks import BlockHeader, Damage, RegionKind, TokenKeys
 from icehouse_server.domain.cache_stats import CacheStats
 from icehouse_server.domain.events import CacheReport, Delta, Event, Failed, Finished, Started
 from icehouse_server.domain.ids import BlockHash, CacheScope
@@ -132,10 +132,10 @@ class Ledger:
         self.seen[type(outcome).__name__] += 1
         if isinstance(outcome, Persisted):
             self.committed[outcome.record.hash] = _kinds(outcome.record)
-            assert isinstance(outcome.record, BlockRecord), outcome.record
-            self.seen["blocks in planes"] += outcome.record.layout_abi == PLANES_LAYOUT_ABI
+            file = _file_of(served, outcome.record.hash)
+            self.seen["blocks in planes"] += b"stored_bytes" in file
             # A file may rot behind its last sync, before its row and the word of it.
-            if self._rotten.pop(outcome.record.hash, None) != _file_of(served, outcome.record.hash):
+            if self._rotten.pop(outcome.record.hash, None) != file:
                 self.damaged.discard(outcome.record.hash)
             self._check_size(served)
         elif isinstance(outcome, Evicted):

@@ -24,7 +24,7 @@ from icehouse_server.engine.scheduling.waiting_queue import WaitingQueue
 from icehouse_server.errors import Reason, Unavailable
 from icehouse_server.storage.api import Evicted, Names, Outcome, StorageClosed, StorageFailed
 from icehouse_server.storage.local.tier import LocalTier
-from icehouse_server.storage.shared.shared_settings import SharedSettings
+from icehouse_server.storage.shared.object_store import SharedSettings
 from icehouse_server.storage.shared.shared_tier import SharedTier
 from icehouse_server.storage.storage_settings import Codec
 

@@ -32,7 +32,7 @@ from icehouse_server.storage.files import Files, opened
 from icehouse_server.storage.local import spiller, storage_state
 from icehouse_server.storage.local.block_format import block_bytes, block_file, header, plane_region, planes
 from icehouse_server.storage.local.directory import reconcile, space, store
-from icehouse_server.storage.shared import block_folder, fetcher, uploader
+from icehouse_server.storage.shared import fetcher, uploader
 
 from tests.fixtures.known_blocks import record_of
 from tests.system.sim import checks
@@ -494,17 +494,17 @@ def trust_what_the_store_sends(patch: pytest.MonkeyPatch) -> None:
         with opened(Files(), path) as descriptor:
             return block_file.read_head(Files(), descriptor)
 
-    patch.setattr(block_folder.BlockFolder, "_sound", sound)
+    patch.setattr(fetcher.BlockFolder, "_sound", sound)
 
 
 def adopt_what_is_fetched_without_a_sync(patch: pytest.MonkeyPatch) -> None:
-    real = block_folder.BlockFolder.finish
+    real = fetcher.BlockFolder.finish
 
     def finish(self, descriptor, path, name):
         with _without(self, "_files", "fsync"):
             return real(self, descriptor, path, name)
 
-    patch.setattr(block_folder.BlockFolder, "finish", finish)
+    patch.setattr(fetcher.BlockFolder, "finish", finish)
 
 
 def wait_for_a_store_that_does_not_answer(patch: pytest.MonkeyPatch) -> None:
@@ -514,7 +514,8 @@ def wait_for_a_store_that_does_not_answer(patch: pytest.MonkeyPatch) -> None:
     async def wait(tasks, **how):
         return await asyncio.wait(tasks)
 
-    blind = {name: getattr(asyncio, name) for name in ("create_task", "shield", "Semaphore", "Task")}
+    untouched = ("create_task", "gather", "shield", "Semaphore", "Task")
+    blind = {name: getattr(asyncio, name) for name in untouched}
     blind |= {"wait_for": wait_for, "wait": wait, "timeout": lambda s: contextlib.AsyncExitStack()}
     patch.setattr(fetcher, "asyncio", types.SimpleNamespace(**blind))
 
@@ -524,7 +525,7 @@ def leave_in_the_store_what_is_ordered_away(patch: pytest.MonkeyPatch) -> None:
 
 
 def keep_what_came_in_part(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(block_folder.BlockFolder, "remove", lambda self, path: None)
+    patch.setattr(fetcher.BlockFolder, "remove", lambda self, path: None)
 
 
 BREAKS: list[Break] = [

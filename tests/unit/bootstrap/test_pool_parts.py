@@ -16,12 +16,13 @@ from icehouse_server.clock import SystemClock
 from icehouse_server.config import ModelConfig
 from icehouse_server.config.sections import PooledModelConfig
 from icehouse_server.device import find_device
-from icehouse_server.engine.runner.model_loader import ModelSource, load, parameters_of
+from icehouse_server.engine.runner.model_loader import ModelSource, parameters_of
 from icehouse_server.errors import CannotFit, ConfigError, StartError
 from icehouse_server.pool.places import ModelTerms
 from icehouse_server.rpc.access.caller import UNPROVED
 
 from tests.fixtures.models import tiny_model_dir
+from tests.fixtures.models.at_once import load
 from tests.system.models.pool_server import entry, pool_config, pool_server
 
 

@@ -9,22 +9,15 @@ is found again by a listing of all blocks (`PrefixTree.listing`), never by waiti
 from __future__ import annotations
 
 import collections
-import enum
 from collections.abc import Mapping
 from typing import NamedTuple
 
 from icehouse_server.domain.blocks import TokenKeys
+from icehouse_server.domain.cache_commands import Tier
 from icehouse_server.domain.ids import BlockHash, CacheScope
 
 LOG_LIMIT = 16_384
 """Changes that may wait: of many steps, since a step seldom makes more than a few."""
-
-
-class KvTier(enum.Enum):
-    """A tier that holds a block, whatever the other one does."""
-
-    RAM = enum.auto()
-    SSD = enum.auto()
 
 
 class Came(NamedTuple):
@@ -33,7 +26,7 @@ class Came(NamedTuple):
     `parent` is its chain's root where it is the first one.
     """
 
-    tier: KvTier
+    tier: Tier
     name: BlockHash
     parent: BlockHash
     is_first: bool
@@ -45,7 +38,7 @@ class Came(NamedTuple):
 class Left(NamedTuple):
     """A block left a tier."""
 
-    tier: KvTier
+    tier: Tier
     name: BlockHash
 
 

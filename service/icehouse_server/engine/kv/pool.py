@@ -24,7 +24,6 @@ import numpy as np
 
 from icehouse_server.device import Backend, find_backend
 from icehouse_server.engine.attention.port import Ints, PoolShape
-from icehouse_server.engine.kv.pass_clock import PassClock
 
 _log = logging.getLogger("icehouse.engine")
 
@@ -292,3 +291,30 @@ class _Unwritten(io.RawIOBase):
         buffer[: len(piece)] = piece
         self._position += len(buffer)
         return len(buffer)
+
+
+class PassClock:
+    """Which passes the device was given, from 1 on, and which of them have ended. The pipeline moves it;
+    others only read it.
+
+    A device does its work in the order it came in. So whatever was dispatched before pass N has ended once N
+    has, and memory that nobody but passes up to N reads may be written to once N has ended.
+    """
+
+    __slots__ = ("dispatched", "ended")
+
+    def __init__(self) -> None:
+        self.dispatched = 0
+        """Number of the last pass that was dispatched or is being built; 0 before the first one."""
+        self.ended = 0
+        """All passes up to this number have ended."""
+
+    def dispatch(self) -> int:
+        """Count a pass that is built and then given to the device; return its number."""
+        self.dispatched += 1
+        return self.dispatched
+
+    def end(self, number: int) -> None:
+        """Note that a pass, and with it all before, has been waited for."""
+        assert self.ended < number <= self.dispatched, (self.ended, number, self.dispatched)
+        self.ended = number

@@ -13,8 +13,7 @@ from icehouse_server.engine.attention.port import PagedAttention
 from icehouse_server.engine.kv.backend_choice import shapes_are_costly
 from icehouse_server.engine.kv.page_groups import GroupFacts
 from icehouse_server.engine.kv.page_table import PageGroup
-from icehouse_server.engine.kv.pass_clock import PassClock
-from icehouse_server.engine.kv.pool import PagePool
+from icehouse_server.engine.kv.pool import PagePool, PassClock
 
 
 def make_groups(

@@ -23,8 +23,7 @@ from icehouse_server.domain.ids import SequenceId
 from icehouse_server.engine.core.thread_guard import OneThread
 from icehouse_server.engine.kv.page_table import PageGroup, PageRun
 from icehouse_server.engine.kv.paged_cache import Paging, table_of
-from icehouse_server.engine.kv.pass_clock import PassClock
-from icehouse_server.engine.kv.pool import Bytes, Page, numbers_of
+from icehouse_server.engine.kv.pool import Bytes, Page, PassClock, numbers_of
 from icehouse_server.engine.kv_cache.cache_classes import Cache, CacheUnsupported
 from icehouse_server.engine.kv_cache.cache_layout import (
     CacheLayout,

@@ -7,11 +7,11 @@ Whoever asks has one block under way at a time, which bounds the memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from functools import partial
 from typing import Any
 
-from icehouse_server.domain.blocks import BlockHeader, Damage, HostBlock
+from icehouse_server.domain.blocks import Damage, HostBlock
 from icehouse_server.domain.cache_commands import (
     AdoptBlock,
     Adoption,
@@ -41,6 +41,8 @@ from icehouse_server.storage.api import (
 
 Reply = Callable[[CacheAnswer | IcehouseError], None]
 ExchangeCommand = ListExport | ReadBlock | BeginImport | AdoptBlock
+_Steps = Generator[tuple[Ticket[Any] | None, int | None], Any, CacheAnswer]
+"""An exchange of one block: what it waits for, with the tokens by which `StorageWaits.add` bounds a read."""
 _BUSY_RETRY_S = 1.0
 
 
@@ -63,11 +65,11 @@ class CacheExchange:
             case ListExport():
                 return self._list(command)
             case ReadBlock():
-                self._read(command.block_hash, reply, may_wait=True)
+                self._go_on(self._read(command.block_hash), reply)
             case BeginImport():
                 return ImportTerms(self._cache.settings.block_token_count, self._block_limit_bytes)
             case AdoptBlock():
-                return self._adopt(command, reply, may_wait=True)
+                self._go_on(self._adopt(command), reply)
         return None
 
     def _list(self, command: ListExport) -> ExportBlocks:
@@ -86,100 +88,67 @@ class CacheExchange:
                 blocks[node.hash] = ExportBlock(node.hash, node.parent, node.start_token_index, adapter)
         return ExportBlocks(tuple(blocks.values()), cache.settings.block_token_count)
 
-    # A block that leaves.
-
-    def _read(self, name: BlockHash, reply: Reply, *, may_wait: bool) -> None:
+    def _read(self, name: BlockHash) -> _Steps:
         """Read a block; one that RAM alone has is written first, once."""
-        node, spills = self._tree.get(name), self._cache.spills
-        if node is None:
-            raise _not_found(name)
-        if may_wait and not node.is_safe:
+        node, spills = self._node(name), self._cache.spills
+        if not node.is_safe:
             # A block that cannot be sent now may be once the queue is empty.
             if not node.is_spilling:
                 spills.send(node, request_id=None)
-            self._wait(spills.settle((name,)), partial(self._read_again, name, reply), reply)
-        elif node.ssd:
-            self._load(node, reply)
-        elif may_wait or not spills.send(node, request_id=None):
+            _checked((yield spills.settle((name,)), None))
+            node = self._node(name)
+            if not node.ssd and spills.send(node, request_id=None):
+                _checked((yield spills.settle((name,)), None))
+                node = self._node(name)
+        if not node.ssd:
             raise _not_found(name)
-        else:
-            self._wait(spills.settle((name,)), partial(self._read_written, name, reply), reply)
-
-    def _read_again(self, name: BlockHash, reply: Reply) -> None:
-        self._read(name, reply, may_wait=False)
-
-    def _read_written(self, name: BlockHash, reply: Reply) -> None:
-        node = self._tree.get(name)
-        if node is None or not node.ssd:
-            raise _not_found(name)
-        self._load(node, reply)
-
-    def _load(self, node: Node, reply: Reply) -> None:
         if node.token_ids is not None:
-            self._load_with(self._tree.header_of(node, node.token_ids), node, reply)
-            return
-        ticket = self._storage.heads((node.hash,))
-
-        def learn() -> None:
-            headers = ticket.outcome if ticket is not None else ()
-            assert isinstance(headers, tuple)
+            header = self._tree.header_of(node, node.token_ids)
+        else:
+            headers = _checked((yield self._storage.heads((name,)), 0))
             if not headers:
-                raise _not_found(node.hash)
-            self._load_with(headers[0], node, reply)
+                raise _not_found(name)
+            header = headers[0]
+        loaded = _checked(
+            (yield self._storage.get_into([PlannedBlock(header, frozenset(node.ssd))], None), 0)
+        )
+        assert isinstance(loaded, Loaded)
+        return BlockContent(HostBlock(header, loaded.blocks[0].regions))
 
-        self._wait(ticket, learn, reply, is_read=True)
+    def _node(self, name: BlockHash) -> Node:
+        node = self._tree.get(name)
+        if node is None:
+            raise _not_found(name)
+        return node
 
-    def _load_with(self, header: BlockHeader, node: Node, reply: Reply) -> None:
-        ticket = self._storage.get_into([PlannedBlock(header, frozenset(node.ssd))], None)
-
-        def loaded() -> None:
-            outcome = ticket.outcome if ticket is not None else None
-            assert isinstance(outcome, Loaded)
-            reply(BlockContent(HostBlock(header, outcome.blocks[0].regions)))
-
-        self._wait(ticket, loaded, reply, is_read=True)
-
-    # A block that comes.
-
-    def _adopt(self, command: AdoptBlock, reply: Reply, *, may_wait: bool) -> CacheAnswer | None:
+    def _adopt(self, command: AdoptBlock) -> _Steps:
+        """Write a block that comes; where the queue is full, once it is empty."""
         roots = self._cache.quotas.roots_of(command.tenant)
         root = next((name for name, digest in roots.items() if digest == command.adapter), None)
         parent = command.parent or root
         if root is None or parent is None:
             return Adoption(BlockHash(b""), refusal=AdoptionRefusal.SCOPE)
-        name = self._tree.name_of(parent, command.keys)
-        node = self._tree.get(name)
-        if node is not None and (node.ram or node.ssd or node.is_spilling):
-            return Adoption(name)
+        name, spills = self._tree.name_of(parent, command.keys), self._cache.spills
         size_bytes = sum(region.size_bytes for region in command.regions) + OVERHEAD_BYTES
-        refusal = self._refusal_of(command, root, parent, size_bytes)
-        if refusal is not None:
-            return Adoption(name, refusal=refusal)
-        spills = self._cache.spills
-        if not spills.has_queue_space(size_bytes):
+        for may_wait in (True, False):
+            node = self._tree.get(name)
+            if node is not None and (node.ram or node.ssd or node.is_spilling):
+                return Adoption(name)
+            refusal = self._refusal_of(command, root, parent, size_bytes)
+            if refusal is not None:
+                return Adoption(name, refusal=refusal)
+            if spills.has_queue_space(size_bytes):
+                break
             if not may_wait:
                 raise _busy("the SSD tier's write queue is full of other models' blocks")
-            self._wait(spills.settle(()), partial(self._adopt_again, command, reply), reply)
-            return None
+            _checked((yield spills.settle(()), None))
         node = self._tree.insert(
             parent=parent, start_token_index=command.start_token_index, keys=command.keys
         )
         self._tree.claim([node], root)
         block = HostBlock(self._tree.header_of(node, command.keys), command.regions)
-        ticket = spills.adopt(node, block)
-
-        def ended(outcome: Persisted | Failure) -> None:
-            is_written = isinstance(outcome, Persisted)
-            refusal = None if is_written else AdoptionRefusal.SSD_FULL
-            reply(Adoption(name, is_new=is_written, refusal=refusal))
-
-        self._cache.waits.add(ticket, ended)
-        return None
-
-    def _adopt_again(self, command: AdoptBlock, reply: Reply) -> None:
-        answer = self._adopt(command, reply, may_wait=False)
-        if answer is not None:
-            reply(answer)
+        is_written = isinstance((yield spills.adopt(node, block), None), Persisted)
+        return Adoption(name, is_new=is_written, refusal=None if is_written else AdoptionRefusal.SSD_FULL)
 
     def _refusal_of(
         self, command: AdoptBlock, root: BlockHash, parent: BlockHash, size_bytes: int
@@ -206,8 +175,6 @@ class CacheExchange:
             return AdoptionRefusal.SSD_FULL
         return None
 
-    # Tickets.
-
     @property
     def _storage(self) -> ColdTier:
         storage = self._cache.storage
@@ -215,29 +182,27 @@ class CacheExchange:
             raise _busy("the SSD tier has stopped")
         return storage
 
-    def _wait(
-        self,
-        ticket: Ticket[Any] | None,
-        then: Callable[[], object],
-        reply: Reply,
-        *,
-        is_read: bool = False,
-    ) -> None:
-        """Go on when a ticket has come. What fails, or raises, is the reply."""
-        if ticket is None:
-            raise _busy("the SSD tier has too much queued")
+    def _go_on(self, steps: _Steps, reply: Reply, outcome: object = None) -> None:
+        """Go on to the next ticket; the steps get its outcome. What they return, or raise, is the reply."""
+        try:
+            ticket, token_count = steps.send(outcome)
+            if ticket is None:
+                raise _busy("the SSD tier has too much queued")
+        except StopIteration as end:
+            reply(end.value)
+        except IcehouseError as error:
+            reply(error)
+        else:
+            self._cache.waits.add(ticket, partial(self._go_on, steps, reply), token_count=token_count)
 
-        def go_on(outcome: object) -> None:
-            try:
-                if isinstance(outcome, Failure):
-                    if isinstance(outcome.cause, Damage):
-                        raise _not_found(outcome.hash or BlockHash(b""))
-                    raise _busy(f"the SSD tier cannot do this now: {outcome.detail or outcome.cause}")
-                then()
-            except IcehouseError as error:
-                reply(error)
 
-        self._cache.waits.add(ticket, go_on, token_count=0 if is_read else None)
+def _checked(outcome: Any) -> Any:
+    """Return the outcome of a ticket; raises why it failed."""
+    if isinstance(outcome, Failure):
+        if isinstance(outcome.cause, Damage):
+            raise _not_found(outcome.hash or BlockHash(b""))
+        raise _busy(f"the SSD tier cannot do this now: {outcome.detail or outcome.cause}")
+    return outcome
 
 
 def _not_found(name: BlockHash) -> NotFound:

@@ -7,16 +7,15 @@ plan counts with what has come by then.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import NamedTuple
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Any
 
 from icehouse_server.domain.ids import BlockHash, SequenceId
 from icehouse_server.engine.core.sequence import Sequence as Row
 from icehouse_server.engine.prefix_cache.prefix_cache import PrefixCache
 from icehouse_server.engine.prefix_cache.tiers.matching import Prompt
 from icehouse_server.engine.prefix_cache.tiers.node import Node
-from icehouse_server.storage.api import Failure, Fetched, Found
+from icehouse_server.storage.api import Found, Ticket
 
 _LOOKUP_SHARE = 0.1
 _FETCH_SHARE = 0.5
@@ -31,12 +30,8 @@ _SSD_SHARE = 0.5
 """Of the SSD tier, what one prompt's fetch may fill."""
 
 
-class _Missing(NamedTuple):
-    """A full block of a prompt that this server lacks."""
-
-    name: BlockHash
-    parent: BlockHash
-    start_token_index: int
+_Step = tuple[Ticket[Any], float]
+"""A ticket, and how long it is waited for."""
 
 
 class SharedPrefixes:
@@ -58,46 +53,43 @@ class SharedPrefixes:
             return False
         if not (self._cache.spills.is_on and self._cache.may_write(sequence)):
             return False
-        prompt = self._cache.prompt_of(sequence)
-        if not self._find(prompt, prompt.roots, then):
+        if not self._go_on(self._steps(self._cache.prompt_of(sequence)), then):
             return False
         self._asked.add(sequence.sequence_id)
         return True
 
-    def _find(self, prompt: Prompt, roots: Sequence[BlockHash], then: Callable[[], object]) -> bool:
-        """Ask for the chain below the first of these roots that lacks something and can be asked for."""
-        storage, rates = self._cache.storage, self._cache.rates
-        for number, root in enumerate(roots):
-            missing = self._missing(prompt, root)
+    def _go_on(
+        self, steps: Generator[_Step, Any, None], then: Callable[[], object], outcome: object = None
+    ) -> bool:
+        """Go on to the next ticket, which the steps get the outcome of; False at their end."""
+        try:
+            ticket, limit_s = steps.send(outcome)
+        except StopIteration:
+            return False
+
+        def come(outcome: object) -> None:
+            if not self._go_on(steps, then, outcome):
+                then()
+
+        self._cache.waits.add(ticket, come, limit_s=limit_s)
+        return True
+
+    def _steps(self, prompt: Prompt) -> Generator[_Step, Any, None]:
+        """Ask for the chain below each root that lacks something until somebody has its beginning; have that
+        brought."""
+        rates = self._cache.rates
+        for root in prompt.roots:
+            storage, missing = self._cache.storage, self._missing(prompt, root)
             limit_s = rates.prefill_s(self._token_count(missing)) * _LOOKUP_SHARE or _MOST_LOOKUP_S
             if storage is None or not missing or limit_s < _LEAST_LOOKUP_S:
                 continue
-            ticket = storage.find(tuple(each.name for each in missing), limit_s=min(limit_s, _MOST_LOOKUP_S))
-            if ticket is not None:
-                rest = roots[number + 1 :]
-                self._cache.waits.add(
-                    ticket, partial(self._found, prompt, rest, missing, then), limit_s=_MOST_LOOKUP_S
-                )
-                return True
-        return False
-
-    def _found(
-        self,
-        prompt: Prompt,
-        rest: Sequence[BlockHash],
-        missing: Sequence[_Missing],
-        then: Callable[[], object],
-        outcome: Found | Failure,
-    ) -> None:
-        if isinstance(outcome, Found) and outcome.block_count:
-            found = missing[: outcome.block_count]
-            if self._is_worth_it(prompt, outcome, found) and self._fetch(found, then):
+            ticket = storage.find(tuple(each.hash for each in missing), limit_s=min(limit_s, _MOST_LOOKUP_S))
+            found = (yield ticket, _MOST_LOOKUP_S) if ticket is not None else None
+            if isinstance(found, Found) and found.block_count:
+                yield from self._fetch(found, missing[: found.block_count])
                 return
-        elif self._find(prompt, rest, then):
-            return
-        then()
 
-    def _is_worth_it(self, prompt: Prompt, found: Found, blocks: Sequence[_Missing]) -> bool:
+    def _is_worth_it(self, found: Found, blocks: Sequence[Node]) -> bool:
         """Whether fetching is predicted to be faster than computing, and there is space for it; older blocks
         of the same tenant go for it where its quota requires it."""
         settings, rates = self._cache.settings, self._cache.rates
@@ -106,51 +98,40 @@ class SharedPrefixes:
             return False
         if settings.ssd_limit_bytes and found.size_bytes > settings.ssd_limit_bytes * _SSD_SHARE:
             return False
-        first = blocks[0]
-        node = Node(
-            first.name, first.parent, first.start_token_index, settings.block_token_count, owner=prompt.root
-        )
-        return self._cache.spills.fits_quota(node, found.size_bytes, ())
+        return self._cache.spills.fits_quota(blocks[0], found.size_bytes, ())
 
-    def _fetch(self, blocks: Sequence[_Missing], then: Callable[[], object]) -> bool:
+    def _fetch(self, found: Found, blocks: Sequence[Node]) -> Iterator[_Step]:
         storage, rates = self._cache.storage, self._cache.rates
-        if storage is None:
-            return False
+        if not self._is_worth_it(found, blocks) or storage is None:
+            return
         if not self._cache.facts.has_kv and self._cache.facts.needs_checkpoint:
             # One checkpoint stands for everything before it.
             blocks = blocks[-1:]
-        ticket = storage.fetch(tuple(each.name for each in blocks if not self._is_here(each.name)))
-        if ticket is None:
-            return False
-        rates.unfetched_count = 0
-        prefill_s = rates.prefill_s(self._token_count(blocks))
-        limit_s = max(prefill_s * _FETCH_SHARE, _LEAST_FETCH_S) if prefill_s else _UNMEASURED_FETCH_S
+        ticket = storage.fetch(tuple(each.hash for each in blocks if not self._is_here(each.hash)))
+        if ticket is not None:
+            rates.unfetched_count = 0
+            prefill_s = rates.prefill_s(self._token_count(blocks))
+            yield ticket, max(prefill_s * _FETCH_SHARE, _LEAST_FETCH_S) if prefill_s else _UNMEASURED_FETCH_S
 
-        def come(outcome: Fetched | Failure) -> None:
-            then()
-
-        self._cache.waits.add(ticket, come, limit_s=limit_s)
-        return True
-
-    def _missing(self, prompt: Prompt, root: BlockHash) -> list[_Missing]:
+    def _missing(self, prompt: Prompt, root: BlockHash) -> list[Node]:
         """Return the full blocks of a prompt from the first that is not here; of a model whose blocks have
         nothing but checkpoints, those where one is due."""
         settings, facts = self._cache.settings, self._cache.facts
         size = settings.block_token_count
         names = self._cache.tree.chain_names(root, prompt.keys[: prompt.limit])
         parents = (root, *names)
-        blocks = [_Missing(name, parents[i], i * size) for i, name in enumerate(names)]
+        blocks = [Node(name, parents[i], i * size, size, owner=prompt.root) for i, name in enumerate(names)]
         if not facts.has_kv and facts.needs_checkpoint:
             interval = settings.checkpoint_interval_tokens
             blocks = [each for each in blocks if (each.start_token_index + size) % interval == 0]
-        first = next((i for i, each in enumerate(blocks) if not self._is_here(each.name)), len(blocks))
+        first = next((i for i, each in enumerate(blocks) if not self._is_here(each.hash)), len(blocks))
         return blocks[first:]
 
     def _is_here(self, name: BlockHash) -> bool:
         node = self._cache.tree.get(name)
         return node is not None and bool(node.ram or node.ssd)
 
-    def _token_count(self, blocks: Sequence[_Missing]) -> int:
+    def _token_count(self, blocks: Sequence[Node]) -> int:
         """Return the tokens that would have to be computed without these."""
         size = self._cache.settings.block_token_count
         if not blocks:

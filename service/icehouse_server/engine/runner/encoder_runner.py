@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -23,10 +24,7 @@ from icehouse_server.engine.core.ports import Chunk, Drawn, ImageUse, MemoryUse,
 from icehouse_server.engine.core.refusals import vector_not_finite
 from icehouse_server.engine.core.steps import Steps
 from icehouse_server.engine.core.thread_guard import OneThread
-from icehouse_server.engine.kv.pass_clock import PassClock
 from icehouse_server.engine.kv.pool_memory import PoolMemory
-from icehouse_server.engine.kv.runner_blocks import RunnerBlocks
-from icehouse_server.engine.kv_cache.cache_classes import Cache
 from icehouse_server.engine.prefix_cache.tiers.runner_port import CacheFacts
 from icehouse_server.engine.runner import mlx_lm, model_loader
 from icehouse_server.engine.runner.encoders.encoder import Encoder
@@ -40,6 +38,12 @@ _log = logging.getLogger("icehouse.engine")
 
 _SCORE_COPIES = 2
 """Attention scores of a slice of queries, and their softmax."""
+
+
+class NoBlocks:
+    """The prefix cache's side of it, of which nothing is asked once it knows why."""
+
+    facts = CacheFacts(unsupported_detail="an encoder keeps nothing of a text")
 
 
 class EncoderRunner:
@@ -65,15 +69,7 @@ class EncoderRunner:
         self._freed = FreedBuffers()
         self._model: Encoder | None = None
         self._memory_model: MemoryModel | None = None
-        self.blocks = RunnerBlocks(
-            self,
-            block_token_count=settings.block_token_count,
-            is_pipelined=False,
-            clock=clock,
-            thread=self._thread,
-            passes=PassClock(),
-        )
-        self.blocks.facts = CacheFacts(unsupported_detail="an encoder keeps nothing of a text")
+        self.blocks: Any = NoBlocks()
 
     def load_steps(self, *, is_hurried: Callable[[], bool]) -> Steps[ModelInfo]:
         self._thread.claim()
@@ -172,18 +168,6 @@ class EncoderRunner:
     def end_thread(self) -> None:
         # What is left to the thread's own destructors may abort the process on CUDA (mlx issue 4506).
         mx.clear_streams()
-
-    def caches(self, sequence_id: SequenceId) -> list[Cache]:
-        """Return none: a sequence has no caches."""
-        return []
-
-    def row_caches(self) -> list[Cache]:
-        """Return none, as `caches`."""
-        return []
-
-    def adopt(self, sequence_id: SequenceId, caches: list[Cache], *, token_count: int) -> None:
-        """Never called: nothing of a text is kept, so nothing is rebuilt."""
-        raise AssertionError("nothing of a text is kept")
 
     @property
     def _loaded(self) -> Encoder:

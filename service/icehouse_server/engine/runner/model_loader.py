@@ -24,7 +24,7 @@ from icehouse_server.engine.core.memory_model import (
     head_size_of,
     keeps_scores,
 )
-from icehouse_server.engine.core.steps import Steps, whole
+from icehouse_server.engine.core.steps import Steps
 from icehouse_server.engine.kv_cache.cache_classes import leaves, make_caches
 from icehouse_server.engine.runner import mlx_lm
 from icehouse_server.engine.runner.encoders.encoder import Encoder, encoder_classes, is_encoder
@@ -159,11 +159,6 @@ def load_tokenizer(source: ModelSource) -> Tokenizer:
             source, config, f"the tokenizer in {source.path} cannot be loaded", error
         ) from error
     return Tokenizer(wrapper)
-
-
-def load(source: ModelSource) -> LoadedModel:
-    """Load weights onto the device at once; see `load_steps`."""
-    return whole(load_steps(source, is_hurried=lambda: False))
 
 
 def load_steps(

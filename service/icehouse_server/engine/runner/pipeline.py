@@ -31,7 +31,7 @@ from icehouse_server.domain.request import Pooling
 from icehouse_server.engine.attention.build_hooks import EARLY_START, FIRST_WAIT
 from icehouse_server.engine.core.device_clock import DeviceClock
 from icehouse_server.engine.core.ports import Chunk, Drawn, LayerSpan, PassResult
-from icehouse_server.engine.kv.pass_clock import PassClock
+from icehouse_server.engine.kv.pool import PassClock
 from icehouse_server.engine.runner.decoding import DispatchedPass, Draw, OpenSequence
 from icehouse_server.engine.runner.draft_model import DraftModel
 from icehouse_server.engine.runner.forward.forward_pass import ForwardPass

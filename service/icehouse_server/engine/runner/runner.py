@@ -24,8 +24,7 @@ from icehouse_server.engine.core.thread_guard import OneThread
 from icehouse_server.engine.kv.backend_choice import kernels_for
 from icehouse_server.engine.kv.page_groups import GroupFacts, groups_of, page_token_count_for, pool_sizes
 from icehouse_server.engine.kv.paged_cache import Paging
-from icehouse_server.engine.kv.pass_clock import PassClock
-from icehouse_server.engine.kv.pool import can_reserve
+from icehouse_server.engine.kv.pool import PassClock, can_reserve
 from icehouse_server.engine.kv.pool_memory import PoolMemory, make_groups
 from icehouse_server.engine.kv.runner_blocks import RunnerBlocks
 from icehouse_server.engine.kv_cache.cache_classes import (

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any, Final, Protocol
+from typing import Final
 
 import mlx.core as mx
 import numpy as np
@@ -18,7 +18,7 @@ from icehouse_server.domain.ids import AdapterName, SequenceId
 from icehouse_server.domain.request import LogprobsWanted, Speculation
 from icehouse_server.domain.sampling import SamplingParams
 from icehouse_server.engine.core.device_clock import DeviceClock
-from icehouse_server.engine.core.ports import Chunk, DecodeRow
+from icehouse_server.engine.core.ports import Chunk, DecodeRow, Runner
 from icehouse_server.engine.kv.backend_choice import Geometry
 from icehouse_server.engine.runner.forward.splits import PassFacts
 
@@ -51,15 +51,7 @@ _REPEATING: Final = SamplingParams(logit_bias=((_TOKEN, 1e4),))
 """What it draws is what it guessed from its prompt."""
 
 
-class Runs(Protocol):
-    """What a runner does with sequences."""
-
-    def open(self, sequence_id: SequenceId) -> None: ...
-    def run(self, chunks: Sequence[Chunk]) -> Any: ...
-    def release(self, sequence_ids: Sequence[SequenceId]) -> None: ...
-
-
-def warm_up_steps(runner: Runs, adapter: AdapterName) -> Iterator[None]:
+def warm_up_steps(runner: Runner, adapter: AdapterName) -> Iterator[None]:
     """Run one prompt and draw from it, so that kernels are compiled before anyone waits for them."""
     row = DecodeRow(SamplingParams(), prompt_token_ids=(0, 0))
     runner.open(TRIED)
@@ -72,7 +64,7 @@ def warm_up_steps(runner: Runs, adapter: AdapterName) -> Iterator[None]:
     yield
 
 
-def proving_steps(runner: Runs, adapter: AdapterName) -> Iterator[None]:
+def proving_steps(runner: Runner, adapter: AdapterName) -> Iterator[None]:
     """Have two rows decode until replayed passes have been compared with built ones."""
     ids = [TRIED, SequenceId(TRIED - 1)]
     for length, sequence_id in enumerate(ids, start=1):
@@ -87,7 +79,7 @@ def proving_steps(runner: Runs, adapter: AdapterName) -> Iterator[None]:
     yield
 
 
-def draw_batch(runner: Runs, batch: Sequence[DecodeRow]) -> None:
+def draw_batch(runner: Runner, batch: Sequence[DecodeRow]) -> None:
     """Draw a few tokens of each row."""
     rows = {SequenceId(TRIED - index): row for index, row in enumerate(batch)}
     for sequence_id, row in rows.items():
@@ -99,7 +91,7 @@ def draw_batch(runner: Runs, batch: Sequence[DecodeRow]) -> None:
     end_trial(runner, list(rows))
 
 
-def end_trial(runner: Runs, sequence_ids: Sequence[SequenceId]) -> None:
+def end_trial(runner: Runner, sequence_ids: Sequence[SequenceId]) -> None:
     """Release sequences, and have no pass left to be read."""
     runner.release(sequence_ids)
     runner.run([])

@@ -13,12 +13,11 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from icehouse_server.domain.blocks import pack_tokens, runs_of, split_keys
-from icehouse_server.domain.cache_commands import KnownTokens
+from icehouse_server.domain.cache_commands import KnownTokens, Tier
 from icehouse_server.domain.ids import BlockHash, CacheScope, Tenant
 from icehouse_server.engine.core.block_log import (
     Came,
     Change,
-    KvTier,
     Left,
     ListingBegan,
     ListingEnded,
@@ -63,7 +62,7 @@ class BlockStored:
     """A tier holds the block now."""
 
     block: KvBlock
-    tier: KvTier
+    tier: Tier
 
     @property
     def tenant(self) -> Tenant:
@@ -75,7 +74,7 @@ class BlockRemoved:
     """A tier holds the block no longer."""
 
     hash: int
-    tier: KvTier
+    tier: Tier
     tenant: Tenant
 
 
@@ -118,7 +117,7 @@ def cut(name: BlockHash) -> int:
     return int.from_bytes(name[:CUT_BYTES], "big", signed=True)
 
 
-Held = tuple[KvTier, ...]
+Held = tuple[Tier, ...]
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -148,7 +147,7 @@ class BlockMirror:
         """Each tenant's blocks in the order in which they were published: parents first."""
         self._unread: dict[BlockHash, None] = {}
         """Blocks whose tokens must be read, in order."""
-        self._unlisted: dict[tuple[BlockHash, KvTier], None] = {}
+        self._unlisted: dict[tuple[BlockHash, Tier], None] = {}
         """Blocks that were known before the current listing and that it has not named yet."""
         self.unpublished_total = 0
         """Blocks that were not published because the mirror was full."""
@@ -229,7 +228,7 @@ class BlockMirror:
         elif known.packed is None:
             self._unread[change.name] = None
 
-    def _left(self, name: BlockHash, tier: KvTier) -> Iterator[KvEvent]:
+    def _left(self, name: BlockHash, tier: Tier) -> Iterator[KvEvent]:
         known = self._known.get(name)
         if known is None or tier not in known.held:
             return

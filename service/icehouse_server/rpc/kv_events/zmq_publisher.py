@@ -20,8 +20,8 @@ import zmq
 
 from icehouse_server.clock import Clock
 from icehouse_server.domain.blocks import unpack_tokens
+from icehouse_server.domain.cache_commands import Tier
 from icehouse_server.domain.ids import Tenant
-from icehouse_server.engine.core.block_log import KvTier
 from icehouse_server.errors import EventsLost, Reason, StartError
 from icehouse_server.rpc.calls import background
 from icehouse_server.rpc.kv_events.block_mirror import BlockRemoved, BlocksCleared, BlockStored, KvEvent
@@ -38,7 +38,7 @@ _RECEIVE_LIMIT = 64
 """Messages of subscribers that are read in one turn: they may send without end."""
 _SUBSCRIPTION_BYTE_LIMIT = 4 << 10
 """Longest message of a subscriber, which names the beginning of a topic. Who sends more is disconnected."""
-_MEDIA = {KvTier.RAM: "GPU", KvTier.SSD: "CPU"}
+_MEDIA = {Tier.RAM: "GPU", Tier.SSD: "CPU"}
 """By this name llm-d gives the second tier less weight."""
 _MASK = (1 << 64) - 1
 

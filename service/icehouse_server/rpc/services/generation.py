@@ -52,9 +52,8 @@ from icehouse_server.rpc.messages.field_checks import (
 from icehouse_server.rpc.messages.options import spellings
 from icehouse_server.rpc.messages.proto_map import duration_proto, enum_proto
 from icehouse_server.rpc.messages.responses import ReportNotes
-from icehouse_server.rpc.services.known_replies import EndedTurn, KnownReplies
 from icehouse_server.rpc.services.observation import StatsReader
-from icehouse_server.rpc.services.prepared import Prepared, RenderedConversation
+from icehouse_server.rpc.services.prepared import EndedTurn, KnownReplies, Prepared, RenderedConversation
 from icehouse_server.rpc.services.prompts import (
     PromptReader,
     PromptRules,

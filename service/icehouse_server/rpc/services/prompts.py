@@ -32,8 +32,7 @@ from icehouse_server.rpc.engine_client.engine_ports import ServedModel
 from icehouse_server.rpc.image_sources.image_fetcher import ImageFetcher
 from icehouse_server.rpc.messages.conversations import check_no_tools, conversation_of, is_stable
 from icehouse_server.rpc.messages.field_checks import check_length, check_token_ids, shown
-from icehouse_server.rpc.services.known_replies import KnownReplies
-from icehouse_server.rpc.services.prepared import RenderedConversation
+from icehouse_server.rpc.services.prepared import KnownReplies, RenderedConversation
 from icehouse_server.text.chat.kept_reply import KeptReply
 from icehouse_server.text.chat.next_turn import new_beginning, with_next_turn
 from icehouse_server.text.prompt_normalizer import normalized

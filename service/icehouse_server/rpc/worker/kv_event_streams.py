@@ -21,8 +21,8 @@ from smg_grpc_proto.generated import common_pb2 as common
 from smg_grpc_proto.generated import vllm_engine_pb2 as worker
 
 from icehouse_server.domain.blocks import unpack_tokens
+from icehouse_server.domain.cache_commands import Tier
 from icehouse_server.domain.ids import DEFAULT_TENANT, Tenant
-from icehouse_server.engine.core.block_log import KvTier
 from icehouse_server.rpc.access import caller as callers
 from icehouse_server.rpc.access.caller import Caller
 from icehouse_server.rpc.access.shares import RateLimit
@@ -36,7 +36,7 @@ BEGINNINGS_PER_S = 4.0
 BEGINNING_BURST_COUNT = 8
 _LONGEST_S = 30.0
 
-_TIERS = {KvTier.RAM: (common.KV_CACHE_TIER_DEVICE, "GPU"), KvTier.SSD: (common.KV_CACHE_TIER_HOST, "CPU")}
+_TIERS = {Tier.RAM: (common.KV_CACHE_TIER_DEVICE, "GPU"), Tier.SSD: (common.KV_CACHE_TIER_HOST, "CPU")}
 
 _DEFAULT_SALT = "(default)"
 """Salt of the default tenant's blocks, for another tenant's operator."""

@@ -39,7 +39,7 @@ from icehouse_server.storage.local.directory.manifest import GROWTH_ALLOWANCE_BY
 from icehouse_server.storage.local.directory.store import BlockStore
 from icehouse_server.storage.local.open_model import OpenModel, OpenModels, Order
 from icehouse_server.storage.local.reader_pool import ReadReport
-from icehouse_server.storage.local.spiller import Spill, Spiller
+from icehouse_server.storage.local.spiller import Spiller
 from icehouse_server.storage.local.storage_state import StorageState, StoreStatus, note_damage
 
 _log = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ class StorageLoop:
         self.models = OpenModels(store.paths.root)
         self._inbox: queue.SimpleQueue[Call] = queue.SimpleQueue()
         self._clock = store.clock
-        self._spiller = Spiller(store, state, finish=self._finish)
+        self.spiller = Spiller(store, state, finish=self._finish)
         self._turns: collections.deque[Callable[[], bool]] = collections.deque(
             (self._step_upkeep, self._step_inventories, self._step_spill)
         )
@@ -229,7 +229,7 @@ class StorageLoop:
 
     def _work(self) -> bool:
         now = self._clock.monotonic()
-        if self._close_time is not None and (not self._spiller or now >= self._close_time):
+        if self._close_time is not None and (not self.spiller or now >= self._close_time):
             self._end()
             return False
         for model in self.models:
@@ -250,9 +250,9 @@ class StorageLoop:
         return False
 
     def _step_spill(self) -> bool:
-        if not self._spiller:
+        if not self.spiller:
             return False
-        self._spiller.step()
+        self.spiller.step()
         return True
 
     def _step_upkeep(self) -> bool:
@@ -267,12 +267,6 @@ class StorageLoop:
         return bool(hashes)
 
     # What comes through the inbox.
-
-    def put(self, spill: Spill) -> None:
-        self._spiller.add(spill)
-
-    def refuse(self, spill: Spill) -> None:
-        self._spiller.refuse(spill)
 
     def touch(self, model: OpenModel, blocks: Names) -> None:
         """Note that these blocks were used now, in this order."""
@@ -322,7 +316,7 @@ class StorageLoop:
         if self.state.is_usable:
             with self._failures():
                 self.store.pin(blocks, end_time)
-                queued = self._spiller.pin(frozenset(blocks), end_time)
+                queued = self.spiller.pin(frozenset(blocks), end_time)
                 outcome = tuple(n for n in blocks if n not in self.store.index and n not in queued)
         self._finish(model, ticket, self._unusable() if outcome is None else outcome)
 
@@ -398,7 +392,7 @@ class StorageLoop:
             self.state.fill(self.state.detail, now=now, needed_bytes=needed_bytes)
 
     def _end(self) -> None:
-        self._spiller.drop_all(SpillDropCause.SHUTDOWN)
+        self.spiller.drop_all(SpillDropCause.SHUTDOWN)
         was_clean = self.store.close()
         self.store.unlock()
         self.state.close()
@@ -407,7 +401,7 @@ class StorageLoop:
         self.models.end(StorageClosed(was_clean))
 
     def _end_model(self, model: OpenModel) -> None:
-        self._spiller.drop_of(model, SpillDropCause.SHUTDOWN)
+        self.spiller.drop_of(model, SpillDropCause.SHUTDOWN)
         was_clean = False
         with self._failures():
             if self.state.is_usable:
@@ -449,7 +443,7 @@ class StorageLoop:
             )
             return
         self.state.break_down(f"{detail} the cache directory works again", now=now)
-        self._spiller.undo_writings()
+        self.spiller.undo_writings()
         self.store.abandon()
         for model in self._model_turns:
             model.give_up_inventory()

@@ -120,9 +120,9 @@ class LocalTier:
         # filled the queue since, while this block was being copied, it is dropped.
         if self._state.spill_queue.try_reserve(size_bytes):
             self._model.spill_queue.try_reserve(size_bytes)
-            self._loop.send(partial(self._loop.put, spill))
+            self._loop.send(partial(self._loop.spiller.add, spill))
         else:
-            self._loop.send(partial(self._loop.refuse, spill))
+            self._loop.send(partial(self._loop.spiller.refuse, spill))
         return ticket
 
     def get_into(self, blocks: Sequence[PlannedBlock], into: KvTarget | None) -> Ticket[Loaded] | None:

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -19,15 +20,14 @@ from icehouse_server.averages import MovingAverage
 from icehouse_server.clock import Clock
 from icehouse_server.domain.blocks import Damage
 from icehouse_server.domain.cache_stats import SharedStats
-from icehouse_server.domain.ids import BlockHash
+from icehouse_server.domain.ids import BlockHash, Fingerprint
 from icehouse_server.storage.api import Fetched, Found, Names
+from icehouse_server.storage.files import Files, opened, remove
+from icehouse_server.storage.local.block_format.block_file import verify_block
 from icehouse_server.storage.local.block_format.header import BlockFile, BlockFileError
-from icehouse_server.storage.shared.block_folder import BlockFolder
-from icehouse_server.storage.shared.breaker import Breaker
-from icehouse_server.storage.shared.object_store import ObjectStore, StoreError
-from icehouse_server.storage.shared.reach import ChainReach
-from icehouse_server.storage.shared.recent_names import RecentNames
-from icehouse_server.storage.shared.shared_settings import SharedSettings
+from icehouse_server.storage.local.encryption.constants import Cipher
+from icehouse_server.storage.shared.object_store import ObjectStore, SharedSettings, StoreError
+from icehouse_server.storage.store_paths import StorePaths
 
 _log = logging.getLogger(__name__)
 
@@ -66,13 +66,13 @@ class Fetcher:
     ) -> None:
         """`adopt` gives a checked file to the storage thread and says whether it became a block; `offload`
         calls a function that may take long."""
-        self._store = store
-        self._folder = folder
-        self._settings = settings
-        self._clock = clock
-        self._stats = stats
+        self.store = store
+        self.folder = folder
+        self.settings = settings
+        self.clock = clock
+        self.stats = stats
         self._adopt = adopt
-        self._offload = offload
+        self.offload = offload
         self.breaker = Breaker(clock)
         self._absent = RecentNames()
         self.stored = RecentNames()
@@ -98,7 +98,7 @@ class Fetcher:
 
     async def find(self, names: Names, *, limit_s: float) -> Found:
         """Return how much of a chain is there, as far as is known when the time is over."""
-        self._stats.lookup_total += 1
+        self.stats.lookup_total += 1
         reach = ChainReach(len(names), lambda index: self._size_of(names[index]))
         if self.breaker.begin():
             search = asyncio.create_task(self._search(reach))
@@ -106,15 +106,15 @@ class Fetcher:
             search.add_done_callback(self._searches.discard)
             # Nobody waits for the rest of it, but how it ends says how the store is.
             await asyncio.wait({search}, timeout=limit_s)
-            self._stats.late_lookup_total += not (search.done() and search.result())
-        self._stats.hit_total += reach.found_count > 0
+            self.stats.late_lookup_total += not (search.done() and search.result())
+        self.stats.hit_total += reach.found_count > 0
         rate = self._rate.value if self._fetch_count >= _LEAST_FETCHES else 0.0
         return Found(reach.found_count, reach.size_bytes, rate)
 
     async def _search(self, reach: ChainReach) -> bool:
         """Search, and note how the store is; return whether it answered everything in time."""
         try:
-            async with asyncio.timeout(self._settings.lookup_timeout_s):
+            async with asyncio.timeout(self.settings.lookup_timeout_s):
                 await reach.run()
             self.breaker.succeed()
             return True
@@ -127,7 +127,7 @@ class Fetcher:
 
     async def fetch(self, names: Names, job: FetchJob) -> Fetched:
         """Bring blocks into the SSD tier, several at once; the first that cannot be had ends it."""
-        began_time = self._clock.monotonic()
+        began_time = self.clock.monotonic()
         tasks = [self._download(name, job) for name in names]
         block_count = size_bytes = 0
         for task in tasks:
@@ -138,24 +138,24 @@ class Fetcher:
             size_bytes += got_bytes
         # What is not begun by now is of no use.
         job.is_abandoned = True
-        elapsed_s = self._clock.monotonic() - began_time
+        elapsed_s = self.clock.monotonic() - began_time
         if block_count and elapsed_s > 0.0:
             self._fetch_count += 1
-            self._stats.fetch_bytes_per_s = self._rate.add(size_bytes / elapsed_s)
+            self.stats.fetch_bytes_per_s = self._rate.add(size_bytes / elapsed_s)
         return Fetched(block_count, size_bytes)
 
     def _is_absent(self, name: BlockHash) -> bool:
-        now = self._clock.monotonic()
+        now = self.clock.monotonic()
         return self._absent.has(name, now) or self.refused.has(name, now)
 
     def _note_absent(self, name: BlockHash) -> None:
-        self._absent.add(name, end_time=self._clock.monotonic() + _ABSENT_S)
+        self._absent.add(name, end_time=self.clock.monotonic() + _ABSENT_S)
 
     async def _size_of(self, name: BlockHash) -> int | None:
         if self._is_absent(name):
             return None
         async with self._heads:
-            size_bytes = await self._store.size_bytes(self._folder.object_name(name))
+            size_bytes = await self.store.size_bytes(self.folder.object_name(name))
         if size_bytes is None:
             self._note_absent(name)
         return size_bytes
@@ -174,22 +174,22 @@ class Fetcher:
             if job.is_abandoned or self._is_absent(name) or not self.breaker.begin():
                 return 0
             try:
-                path, descriptor = await self._offload(self._folder.create, name)
+                path, descriptor = await self.offload(self.folder.create, name)
             except OSError as error:
                 _log.warning("fetched_block_not_written", extra={"detail": str(error)})
                 return 0
             file = await self._receive(name, job, path, descriptor)
         # It may have been ordered meanwhile that nobody uses it again.
-        is_wanted = file is not None and not self.refused.has(name, self._clock.monotonic())
+        is_wanted = file is not None and not self.refused.has(name, self.clock.monotonic())
         if file is None or not is_wanted or not await self._adopt(file, path):
             with contextlib.suppress(OSError):
                 # Where it was adopted or refused by the storage thread, it is gone already.
-                await self._offload(self._folder.remove, path)
+                await self.offload(self.folder.remove, path)
             return 0
-        job.progress_time = self._clock.monotonic()
+        job.progress_time = self.clock.monotonic()
         self.stored.add(name)
-        self._stats.fetched_block_total += 1
-        self._stats.fetched_byte_total += file.file_bytes
+        self.stats.fetched_block_total += 1
+        self.stats.fetched_byte_total += file.file_bytes
         return file.file_bytes
 
     async def _receive(self, name: BlockHash, job: FetchJob, path: str, descriptor: int) -> BlockFile | None:
@@ -200,7 +200,7 @@ class Fetcher:
             self.breaker.succeed()
             if size_bytes:
                 has_closed = True
-                file: BlockFile = await self._offload(self._folder.finish, descriptor, path, name)
+                file: BlockFile = await self.offload(self.folder.finish, descriptor, path, name)
                 return file
             self._note_absent(name)
         except TimeoutError:
@@ -215,31 +215,223 @@ class Fetcher:
         finally:
             if not has_closed:
                 with contextlib.suppress(OSError):
-                    await self._offload(self._folder.close, descriptor)
+                    await self.offload(self.folder.close, descriptor)
         return None
 
     async def _copy(self, name: BlockHash, job: FetchJob, descriptor: int) -> int:
         """Return the bytes that were written. Raises `TimeoutError`, `StoreError`, `BlockFileError` for
         more of them than a block has, and `OSError` from the disk."""
         offset = 0
-        async with contextlib.aclosing(self._store.read(self._folder.object_name(name))) as chunks:
+        async with contextlib.aclosing(self.store.read(self.folder.object_name(name))) as chunks:
             while True:
                 try:
-                    chunk = await asyncio.wait_for(anext(chunks), self._settings.silence_s)
+                    chunk = await asyncio.wait_for(anext(chunks), self.settings.silence_s)
                 except StopAsyncIteration:
                     return offset
-                if offset + chunk.nbytes > self._settings.object_limit_bytes:
+                if offset + chunk.nbytes > self.settings.object_limit_bytes:
                     raise BlockFileError(Damage.MISMATCH, "The object is larger than any block")
-                await self._offload(self._folder.write, descriptor, chunk, offset=offset)
+                await self.offload(self.folder.write, descriptor, chunk, offset=offset)
                 offset += chunk.nbytes
-                job.progress_time = self._clock.monotonic()
+                job.progress_time = self.clock.monotonic()
 
     def _refuse(self, name: BlockHash, error: BlockFileError) -> None:
-        self._stats.refused_block_total += 1
+        self.stats.refused_block_total += 1
         self.refused.add(name)
         _log.warning("shared_block_refused", extra={"block": name.hex(), "cause": error.damage.value})
 
     def _fail(self, detail: str) -> None:
-        self._stats.failure_total += 1
+        self.stats.failure_total += 1
         if self.breaker.fail(detail):
             _log.warning("shared_reads_paused", extra={"detail": detail})
+
+
+_FAILURE_LIMIT = 3
+_FIRST_PAUSE_S = 1.0
+_LAST_PAUSE_S = 60.0
+
+
+class Breaker:
+    """Whether a store that failed may be asked again: closed until three failures in a row; then it opens for
+    one trial after each pause. Any thread may look; one thread records."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._failure_count = 0
+        self._pause_s = _FIRST_PAUSE_S
+        self._trial_time = 0.0
+        self._detail = ""
+
+    @property
+    def pause_detail(self) -> str:
+        """Why nothing is asked at present; empty while all is well."""
+        return self._detail if self._failure_count >= _FAILURE_LIMIT else ""
+
+    @property
+    def pause_left_s(self) -> float:
+        """For how long nothing may be asked; 0 when something may."""
+        if self._failure_count < _FAILURE_LIMIT:
+            return 0.0
+        return max(0.0, self._trial_time - self._clock.monotonic())
+
+    def begin(self) -> bool:
+        """Return whether a request may be sent now; while all is not well, one for each pause."""
+        if self.pause_left_s > 0.0:
+            return False
+        if self._failure_count >= _FAILURE_LIMIT:
+            self._trial_time = self._clock.monotonic() + self._pause_s
+        return True
+
+    def succeed(self) -> None:
+        """Note an answer."""
+        self._failure_count, self._pause_s, self._detail = 0, _FIRST_PAUSE_S, ""
+
+    def fail(self, detail: str) -> bool:
+        """Note a failure; True where it begins a pause after all had been well."""
+        self._failure_count += 1
+        self._detail = detail
+        if self._failure_count < _FAILURE_LIMIT:
+            return False
+        self._trial_time = self._clock.monotonic() + self._pause_s
+        self._pause_s = min(2.0 * self._pause_s, _LAST_PAUSE_S)
+        return self._failure_count == _FAILURE_LIMIT
+
+
+_PROBE_COUNT = 8
+"""Names that are asked for at once."""
+
+
+class ChainReach:
+    """A search for how many blocks of a chain, from its first, an object store has. What it knows is there
+    for whoever stops it early.
+
+    It asks for names, without a listing: a few at once, first at doubling distances, then within the gap that
+    is left. A chain of 1,000 blocks takes three rounds of some ten requests.
+    """
+
+    def __init__(self, count: int, size_of: Callable[[int], Awaitable[int | None]]) -> None:
+        """`size_of` returns the bytes of the block with an index; None where it is not there."""
+        self._size_of = size_of
+        self._limit = count
+        self.found_count = 0
+        """Blocks that are there as far as is known: a hole between two that are is not looked for."""
+        self._sizes: list[int] = []
+        self._answer_count = 0
+
+    @property
+    def has_answers(self) -> bool:
+        """Whether the store has answered at all."""
+        return self._answer_count > 0
+
+    @property
+    def size_bytes(self) -> int:
+        """About, of all that were found together."""
+        return self.found_count * sum(self._sizes) // len(self._sizes) if self._sizes else 0
+
+    async def run(self) -> None:
+        """Search until the end is known. Raises what `size_of` raises."""
+        probes = [count for power in range(self._limit.bit_length()) if (count := 1 << power) < self._limit]
+        probes.append(self._limit)
+        while self.found_count < self._limit:
+            answers = await asyncio.gather(*map(self._ask, probes))
+            absent = next((count for count, is_there in zip(probes, answers, strict=True) if not is_there), 0)
+            if absent:
+                self._limit = absent - 1
+                self.found_count = min(self.found_count, self._limit)
+            gap = self._limit - self.found_count
+            steps = min(_PROBE_COUNT, gap)
+            probes = [self.found_count + gap * step // steps for step in range(1, steps + 1)]
+
+    async def _ask(self, count: int) -> bool:
+        size_bytes = await self._size_of(count - 1)
+        self._answer_count += 1
+        if size_bytes is None:
+            return False
+        self._sizes.append(size_bytes)
+        self.found_count = max(self.found_count, count)
+        return True
+
+
+_LIMIT_COUNT = 1 << 16
+"""Some 10 MB."""
+
+
+class RecentNames:
+    """The latest so many names, each with the time until which it is remembered. One thread adds; any thread
+    may look."""
+
+    def __init__(self) -> None:
+        self._end_times: OrderedDict[BlockHash, float] = OrderedDict()
+
+    def add(self, name: BlockHash, *, end_time: float = float("inf")) -> None:
+        self._end_times[name] = end_time
+        self._end_times.move_to_end(name)
+        if len(self._end_times) > _LIMIT_COUNT:
+            self._end_times.popitem(last=False)
+
+    def discard(self, name: BlockHash) -> None:
+        self._end_times.pop(name, None)
+
+    def has(self, name: BlockHash, now: float) -> bool:
+        """Whether a name is remembered at this time."""
+        return self._end_times.get(name, 0.0) > now
+
+
+class BlockFolder:
+    """The served model's block files on this server, by name. Any thread; every method may take long."""
+
+    def __init__(
+        self, files: Files, paths: StorePaths, *, fingerprint: Fingerprint, cipher: Cipher | None
+    ) -> None:
+        self._files = files
+        self._paths = paths
+        self.fingerprint = fingerprint
+        self.cipher = cipher
+
+    def object_name(self, name: BlockHash) -> str:
+        """Return a block's name in the store. The fingerprint and the block's name stand for all that its
+        KV depends on; under a key both also depend on that."""
+        return f"{self.fingerprint.hex()}/{name.hex()}"
+
+    def read(self, name: BlockHash) -> tuple[BlockFile, bytes]:
+        """Return a sound block's facts and its file. Raises `BlockFileError` or `OSError`."""
+        path = self._paths.block(self.fingerprint, name)
+        file = self._sound(path, name)
+        data = bytearray(file.file_bytes)
+        with opened(self._files, path) as descriptor:
+            got = self._files.read_into(descriptor, [memoryview(data)], offset=0)
+        if got != len(data):
+            raise BlockFileError(Damage.TRUNCATED, f"{path} became shorter while it was read")
+        return file, bytes(data)
+
+    def create(self, name: BlockHash) -> tuple[str, int]:
+        """Return path and descriptor of a new file for a block that is fetched. Raises `OSError`."""
+        path = self._paths.fetched(self.fingerprint, name)
+        remove(self._files, path)
+        return path, self._files.create(path)
+
+    def write(self, descriptor: int, data: memoryview, *, offset: int) -> None:
+        self._files.write(descriptor, [data], offset=offset)
+
+    def close(self, descriptor: int) -> None:
+        self._files.close(descriptor)
+
+    def finish(self, descriptor: int, path: str, name: BlockHash) -> BlockFile:
+        """Make a fetched file durable and return its facts, every byte checked. Raises `BlockFileError`
+        where it is not the block of this name, whole and sound; `OSError`."""
+        try:
+            self._files.fsync(descriptor)
+        finally:
+            self._files.close(descriptor)
+        return self._sound(path, name)
+
+    def remove(self, path: str) -> None:
+        """Remove a fetched file; one that is gone is fine. Raises `OSError`."""
+        remove(self._files, path)
+
+    def _sound(self, path: str, name: BlockHash) -> BlockFile:
+        file = verify_block(self._files, path, cipher=self.cipher)
+        if file.header is None or (file.cipher is None) != (self.cipher is None):
+            raise BlockFileError(Damage.AUTH_TAG, f"{path} is not encrypted under the key in use")
+        if (file.outline.fingerprint, file.outline.hash) != (self.fingerprint, name):
+            raise BlockFileError(Damage.MISMATCH, f"{path} holds another block than its name says")
+        return file

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 from collections.abc import AsyncGenerator, Callable, Iterator
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -150,3 +151,18 @@ def _store_errors() -> Iterator[None]:
         if "No space left" in str(error) or "507" in str(error):
             raise StoreError("the object store is full") from error
         raise StoreError(f"the object store answers with {type(error).__name__}") from error
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SharedSettings:
+    """Limits of the traffic with the store."""
+
+    lookup_timeout_s: float
+    """Maximum time of one lookup, and so of what a slow store costs a request."""
+    write_bytes_per_s: int
+    """Of all blocks that are stored, on average; 0 is unlimited."""
+    object_limit_bytes: int
+    """A larger object is no block of this server's model."""
+    silence_s: float = 2.0
+    """A read of which nothing comes for so long is given up."""
+    put_timeout_s: float = 60.0

@@ -11,12 +11,9 @@ import asyncio
 import contextlib
 import logging
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import Callable
 
-from icehouse_server.clock import Clock
 from icehouse_server.domain.blocks import RegionKind
-from icehouse_server.domain.cache_stats import SharedStats
 from icehouse_server.domain.ids import BlockHash
 from icehouse_server.storage.api import Names
 from icehouse_server.storage.local.block_format.header import (
@@ -25,11 +22,8 @@ from icehouse_server.storage.local.block_format.header import (
     head_length,
     parse_head,
 )
-from icehouse_server.storage.shared.block_folder import BlockFolder
-from icehouse_server.storage.shared.breaker import Breaker
-from icehouse_server.storage.shared.fetcher import Fetcher
-from icehouse_server.storage.shared.object_store import ObjectStore, StoreError
-from icehouse_server.storage.shared.shared_settings import SharedSettings
+from icehouse_server.storage.shared.fetcher import Breaker, Fetcher
+from icehouse_server.storage.shared.object_store import StoreError
 
 _log = logging.getLogger(__name__)
 
@@ -44,25 +38,12 @@ _PAUSE_STEP_S = 0.5
 class Uploader:
     """What waits to be stored or deleted. On the event loop."""
 
-    def __init__(
-        self,
-        store: ObjectStore,
-        folder: BlockFolder,
-        settings: SharedSettings,
-        *,
-        clock: Clock,
-        stats: SharedStats,
-        fetcher: Fetcher,
-        offload: Callable[..., Awaitable[Any]],
-    ) -> None:
-        self._store = store
-        self._folder = folder
-        self._settings = settings
-        self._clock = clock
-        self._stats = stats
+    def __init__(self, fetcher: Fetcher) -> None:
+        """It stores where this one looks."""
         self._fetcher = fetcher
-        self._offload = offload
-        self.breaker = Breaker(clock)
+        self._store, self._folder, self._settings = fetcher.store, fetcher.folder, fetcher.settings
+        self._clock, self._stats, self._offload = fetcher.clock, fetcher.stats, fetcher.offload
+        self.breaker = Breaker(fetcher.clock)
         self._offered: OrderedDict[BlockHash, int] = OrderedDict()
         """How often each was tried."""
         self._to_delete: OrderedDict[BlockHash, int] = OrderedDict()

@@ -7,13 +7,13 @@ import dataclasses
 import pytest
 from icehouse_server.engine.attention.gpu.kernels import Language
 from icehouse_server.engine.attention.gpu.launch import GpuAttention
-from icehouse_server.engine.kv.pass_clock import PassClock
+from icehouse_server.engine.kv.pool import PassClock
 from icehouse_server.engine.runner.forward.forward_pass import ForwardPass
-from icehouse_server.engine.runner.forward.probe import examine
 from icehouse_server.engine.runner.forward.row import Row
 from mlx_lm.models.cache import make_prompt_cache
 
 from tests.fixtures.models import build
+from tests.fixtures.models.at_once import examine
 from tests.unit.engine.attention.emulation import HEADER, Emulation
 from tests.unit.engine.runner.forward.company import Company, Guest, alone, prompt_of
 from tests.unit.engine.runner.forward.test_pages import paging_of

@@ -10,11 +10,11 @@ import mlx.core as mx
 import pytest
 from icehouse_server.engine.attention.cpu.rope import PASS_ANGLES, rope_over
 from icehouse_server.engine.runner.forward.forward_pass import ForwardPass
-from icehouse_server.engine.runner.forward.probe import examine
 from icehouse_server.engine.runner.forward.row import Row, Share
 from mlx_lm.models.cache import make_prompt_cache
 
 from tests.fixtures.models import build
+from tests.fixtures.models.at_once import examine
 from tests.unit.engine.runner.forward.company import prompt_of
 
 ON_CPU = mx.default_device() == mx.Device(mx.cpu)

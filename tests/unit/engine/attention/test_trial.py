@@ -15,10 +15,10 @@ from icehouse_server.engine.attention.gather import GatherAttention
 from icehouse_server.engine.attention.gpu.kernels import Language
 from icehouse_server.engine.attention.gpu.launch import GpuAttention
 from icehouse_server.engine.attention.port import PoolShape, TokenPlaces
-from icehouse_server.engine.core.steps import whole
 from icehouse_server.engine.kv import backend_choice
 from icehouse_server.engine.kv.backend_choice import Geometry, kernels_for, prove
 
+from tests.fixtures.steps import whole
 from tests.unit.engine.attention.emulation import HEADER, Emulation
 
 SHAPE = PoolShape(5, 2, 64, 16, mx.float32)

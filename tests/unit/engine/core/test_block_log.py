@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from icehouse_server.domain.cache_commands import Tier
 from icehouse_server.domain.ids import DEFAULT_SCOPE, BlockHash
 from icehouse_server.engine.core.block_log import (
     BlockLog,
-    KvTier,
     Left,
     ListingBegan,
     RootForgotten,
@@ -16,7 +16,7 @@ ROOT = BlockHash(b"r" * 32)
 
 
 def left(number: int) -> Left:
-    return Left(KvTier.RAM, BlockHash(bytes([number]) * 32))
+    return Left(Tier.RAM, BlockHash(bytes([number]) * 32))
 
 
 def test_it_begins_with_the_roots_that_are_known() -> None:

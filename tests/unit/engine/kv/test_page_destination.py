@@ -17,8 +17,7 @@ from icehouse_server.engine.attention.gather import GatherAttention
 from icehouse_server.engine.attention.port import PagedAttention, PoolShape
 from icehouse_server.engine.kv import pool as kv_pool
 from icehouse_server.engine.kv.page_table import PageGroup, PageRun, places_of
-from icehouse_server.engine.kv.pass_clock import PassClock
-from icehouse_server.engine.kv.pool import PagePool
+from icehouse_server.engine.kv.pool import PagePool, PassClock
 from icehouse_server.engine.kv.runner_blocks import PageDestination
 from icehouse_server.storage.api import LayoutMismatch, PlannedBlock
 

@@ -9,8 +9,7 @@ from icehouse_server.engine.attention.gather import GatherAttention
 from icehouse_server.engine.attention.port import PoolShape
 from icehouse_server.engine.kv.page_table import PageGroup
 from icehouse_server.engine.kv.paged_cache import PagedWindowCache, Paging
-from icehouse_server.engine.kv.pass_clock import PassClock
-from icehouse_server.engine.kv.pool import PagePool
+from icehouse_server.engine.kv.pool import PagePool, PassClock
 from mlx_lm.models.cache import RotatingKVCache
 
 WINDOW, PAGE = 24, 16

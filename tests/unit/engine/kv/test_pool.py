@@ -13,8 +13,7 @@ import pytest
 from icehouse_server.device import Backend
 from icehouse_server.engine.attention.port import PoolShape
 from icehouse_server.engine.kv import pool as kv_pool
-from icehouse_server.engine.kv.pass_clock import PassClock
-from icehouse_server.engine.kv.pool import PagePool, can_reserve, uninitialised
+from icehouse_server.engine.kv.pool import PagePool, PassClock, can_reserve, uninitialised
 
 SHAPE = PoolShape(layer_count=2, kv_head_count=3, head_size=4, page_token_count=8, dtype=mx.float32)
 

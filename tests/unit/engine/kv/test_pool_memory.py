@@ -13,8 +13,7 @@ from icehouse_server.engine.attention.port import PagedAttention, PoolShape
 from icehouse_server.engine.kv import pool as kv_pool
 from icehouse_server.engine.kv.page_groups import GroupFacts
 from icehouse_server.engine.kv.page_table import PageGroup
-from icehouse_server.engine.kv.pass_clock import PassClock
-from icehouse_server.engine.kv.pool import Page, numbers_of
+from icehouse_server.engine.kv.pool import Page, PassClock, numbers_of
 from icehouse_server.engine.kv.pool_memory import PoolMemory, make_groups
 
 SHAPE = PoolShape(layer_count=2, kv_head_count=3, head_size=4, page_token_count=8, dtype=mx.float32)

@@ -13,10 +13,11 @@ from typing import Any, cast
 import mlx.core as mx
 import pytest
 from icehouse_server.engine.runner import mlx_lm
-from icehouse_server.engine.runner.model_loader import ModelSource, load, load_tokenizer, sees_images
+from icehouse_server.engine.runner.model_loader import ModelSource, load_tokenizer, sees_images
 from icehouse_server.errors import ModelError, Reason
 
 from tests.fixtures.models import tiny_model_dir
+from tests.fixtures.models.at_once import load
 
 _RAN = "ran"
 

@@ -15,7 +15,7 @@ from icehouse_server.clock import SystemClock
 from icehouse_server.domain.ids import AdapterName, SequenceId
 from icehouse_server.engine.core.device_clock import DeviceClock
 from icehouse_server.engine.core.ports import Chunk
-from icehouse_server.engine.kv.pass_clock import PassClock
+from icehouse_server.engine.kv.pool import PassClock
 from icehouse_server.engine.runner.decoding import DispatchedPass, OpenSequence
 from icehouse_server.engine.runner.forward.forward_pass import PassOutput
 from icehouse_server.engine.runner.forward.row import Row, Share

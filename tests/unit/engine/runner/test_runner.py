@@ -31,6 +31,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from tests.fixtures.engine import Recorder, load_at_once, no_prefix
 from tests.fixtures.models import build, tiny_model_dir
+from tests.fixtures.models.at_once import load
 from tests.fixtures.patience import BOUND_S
 
 SAMPLINGS = (
@@ -266,7 +267,7 @@ def test_a_broken_folder_says_what_is_wrong(tmp_path: Path, breakage: str) -> No
     source = model_loader.ModelSource(path=folder, model_id="tiny")
     with pytest.raises(ModelError) as refused:
         model_loader.load_tokenizer(source)
-        model_loader.load(source)
+        load(source)
     assert str(folder) in refused.value.message and "\n" not in refused.value.message
 
 
@@ -274,7 +275,7 @@ def test_a_broken_folder_says_what_is_wrong(tmp_path: Path, breakage: str) -> No
 def test_dtype_is_converted_on_load(tmp_path: Path, dtype: str) -> None:
     folder = tiny_model_dir(tmp_path, "llama", dtype="bfloat16")
     source = model_loader.ModelSource(path=folder, model_id="tiny", dtype=dtype)
-    loaded = model_loader.load(source)
+    loaded = load(source)
     info = model_loader.describe(loaded, source, model_loader.load_tokenizer(source), "")
     assert info.dtype == dtype
     assert info.context_token_limit > 0 and info.vocabulary_size > 100

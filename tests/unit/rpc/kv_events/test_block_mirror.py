@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from icehouse_server.domain.blocks import image_keys, split_keys, unpack_tokens
-from icehouse_server.domain.cache_commands import KnownTokens
+from icehouse_server.domain.cache_commands import KnownTokens, Tier
 from icehouse_server.domain.ids import BlockHash, CacheScope, ImageDigest, Tenant
 from icehouse_server.engine.core.block_log import (
     Came,
-    KvTier,
     Left,
     ListingBegan,
     ListingEnded,
@@ -25,7 +24,7 @@ from icehouse_server.rpc.kv_events.block_mirror import (
     cut,
 )
 
-RAM, SSD = KvTier.RAM, KvTier.SSD
+RAM, SSD = Tier.RAM, Tier.SSD
 ROOT = BlockHash(b"r" * 32)
 SCOPE = CacheScope(Tenant("t"))
 KNOWN = RootsKnown(((ROOT, SCOPE),))
@@ -35,9 +34,7 @@ def name(letter: str) -> BlockHash:
     return BlockHash(letter.encode() * 32)
 
 
-def came(
-    letter: str, above: str = "", *, tier: KvTier = RAM, count: int = 2, has_tokens: bool = True
-) -> Came:
+def came(letter: str, above: str = "", *, tier: Tier = RAM, count: int = 2, has_tokens: bool = True) -> Came:
     tokens = (ord(letter), 7)[:count] if has_tokens else None
     return Came(tier, name(letter), name(above) if above else ROOT, not above, count, tokens)
 

@@ -6,8 +6,9 @@ import asyncio
 from typing import Any
 
 import pytest
+from icehouse_server.domain.cache_commands import Tier
 from icehouse_server.domain.ids import BlockHash, CacheScope, Tenant
-from icehouse_server.engine.core.block_log import Came, Change, KvTier, Left, RootsKnown
+from icehouse_server.engine.core.block_log import Came, Change, Left, RootsKnown
 from icehouse_server.errors import EventsExpired, EventsLost
 from icehouse_server.rpc.kv_events.block_mirror import (
     BlockMirror,
@@ -51,7 +52,7 @@ class Source:
 
 def block(number: int, tenant: Tenant = OWN) -> Came:
     name = BlockHash(number.to_bytes(8, "big") * 4)
-    return Came(KvTier.RAM, name, ROOTS[tenant], True, SIZE, (number,) * SIZE)
+    return Came(Tier.RAM, name, ROOTS[tenant], True, SIZE, (number,) * SIZE)
 
 
 def drain(subscription: Subscription) -> list[KvBatch]:
@@ -91,7 +92,7 @@ def test_live_events_follow_a_snapshot_that_is_still_read() -> None:
         source.store(number)
     gateway = Gateway(source.feed)
     gateway.read(limit=2)
-    source.tell([Left(KvTier.RAM, block(0).name), block(1000)])
+    source.tell([Left(Tier.RAM, block(0).name), block(1000)])
     gateway.read(limit=None)
     fresh = Gateway(source.feed)
     fresh.read(limit=None)

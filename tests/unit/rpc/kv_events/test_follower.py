@@ -9,9 +9,10 @@ from icehouse_server.domain.cache_commands import (
     KnownTokens,
     Listing,
     ReadTokens,
+    Tier,
 )
 from icehouse_server.domain.ids import DEFAULT_TENANT, BlockHash, CacheScope, Tenant
-from icehouse_server.engine.core.block_log import BlockLog, Came, KvTier, ListingEnded
+from icehouse_server.engine.core.block_log import BlockLog, Came, ListingEnded
 from icehouse_server.errors import IcehouseError, Overloaded, Reason
 from icehouse_server.rpc.kv_events.block_mirror import BlockMirror
 from icehouse_server.rpc.kv_events.event_feed import EventFeed
@@ -37,7 +38,7 @@ class Follower:
     def came(self, number: int, *, has_tokens: bool = True) -> BlockHash:
         name = BlockHash(bytes([number]) * 32)
         tokens = (number, number) if has_tokens else None
-        self.log.note(Came(KvTier.SSD, name, ROOT, True, 2, tokens))
+        self.log.note(Came(Tier.SSD, name, ROOT, True, 2, tokens))
         return name
 
     def publish(self) -> int:

@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
-from icehouse_server.domain.cache_commands import BeginListing, Listing
+from icehouse_server.domain.cache_commands import BeginListing, Listing, Tier
 from icehouse_server.domain.ids import BlockHash, CacheScope
-from icehouse_server.engine.core.block_log import BlockLog, Came, KvTier, ListingEnded
+from icehouse_server.engine.core.block_log import BlockLog, Came, ListingEnded
 from icehouse_server.errors import IcehouseError, Reason
 from icehouse_server.rpc.engine_client.router import Router
 from icehouse_server.rpc.kv_events.block_mirror import BlockStored
@@ -40,7 +40,7 @@ class ListingEngine:
         def note_and_submit(command: object, reply: object) -> None:
             if isinstance(command, BeginListing):
                 log.begin()
-                log.note(Came(KvTier.RAM, BlockHash(b"a" * 32), ROOT, True, 4, (1, 2, 3, 4)))
+                log.note(Came(Tier.RAM, BlockHash(b"a" * 32), ROOT, True, 4, (1, 2, 3, 4)))
                 log.note(ListingEnded())
             submit(command, reply)  # type: ignore[arg-type]
 

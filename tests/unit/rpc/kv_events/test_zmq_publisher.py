@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from icehouse_server.clock import Clock, SystemClock
 from icehouse_server.domain.blocks import pack_tokens
+from icehouse_server.domain.cache_commands import Tier
 from icehouse_server.domain.ids import AdapterName, BlockHash, CacheScope, Tenant
-from icehouse_server.engine.core.block_log import BlockLog, Came, Change, KvTier, Left, RootsKnown
+from icehouse_server.engine.core.block_log import BlockLog, Came, Change, Left, RootsKnown
 from icehouse_server.errors import StartError
 from icehouse_server.rpc.kv_events import event_feed
 from icehouse_server.rpc.kv_events.block_mirror import (
@@ -58,9 +59,9 @@ GOLDEN = bytes.fromhex(
 
 def test_a_batch_is_these_bytes() -> None:
     events = [
-        BlockStored(FIRST, KvTier.RAM),
-        BlockStored(SECOND, KvTier.SSD),
-        BlockRemoved(FIRST.hash, KvTier.RAM, Tenant("")),
+        BlockStored(FIRST, Tier.RAM),
+        BlockStored(SECOND, Tier.SSD),
+        BlockRemoved(FIRST.hash, Tier.RAM, Tenant("")),
     ]
     assert pack_batch(events, time=1_700_000_000.25) == GOLDEN
 
@@ -68,7 +69,7 @@ def test_a_batch_is_these_bytes() -> None:
 def test_images_are_the_last_field_of_their_block() -> None:
     """As vLLM has `extra_keys`: for each block of the event a list, of an identifier and an offset each."""
     images = (BlockImage("ca", -3), BlockImage("d0", 2))
-    packed = pack_batch([BlockStored(dataclasses.replace(SECOND, images=images), KvTier.RAM)], time=0.0)
+    packed = pack_batch([BlockStored(dataclasses.replace(SECOND, images=images), Tier.RAM)], time=0.0)
     assert packed is not None
     (row,) = msgpack.unpackb(packed)[1]
     assert row[7:] == ["formal", [[["ca", -3], ["d0", 2]]]] and row[0] == "BlockStored"
@@ -85,7 +86,7 @@ ROOTS = {Tenant(""): BlockHash(b"o" * 32), Tenant("other"): BlockHash(b"p" * 32)
 
 def block(number: int, tenant: str = "") -> Came:
     name = BlockHash(number.to_bytes(8, "big") * 4)
-    return Came(KvTier.RAM, name, ROOTS[Tenant(tenant)], True, 4, (number,) * 4)
+    return Came(Tier.RAM, name, ROOTS[Tenant(tenant)], True, 4, (number,) * 4)
 
 
 TOPIC = "kv@here@model"
@@ -151,7 +152,7 @@ async def test_a_subscriber_reads_one_tenants_events_in_order(published: Publish
     socket = await published.subscriber()
     published.tell(block(1), block(2, "other"))
     published.tell(block(3, "other"))
-    published.tell(Left(KvTier.RAM, block(1).name), Left(KvTier.RAM, block(2, "other").name))
+    published.tell(Left(Tier.RAM, block(1).name), Left(Tier.RAM, block(2, "other").name))
     first = await published.read(socket)
     assert first == (0, [["BlockStored", [1], None, [1, 1, 1, 1], 4, None, "GPU", None]])
     assert await published.read(socket) == (1, [["BlockRemoved", [1], "GPU"]])
@@ -161,7 +162,7 @@ async def test_whoever_comes_late_is_told_everything_as_it_is_then(published: Pu
     published.tell(block(1), block(2), block(3), block(4, "other"))
     socket = await published.subscriber()
     published.publisher.republish()
-    published.tell(Left(KvTier.RAM, block(2).name))
+    published.tell(Left(Tier.RAM, block(2).name))
     _, events = await published.read(socket)
     assert [event[:2] for event in events] == [["BlockStored", [number]] for number in (1, 2, 3)]
     _, removed = await published.read(socket)
@@ -174,7 +175,7 @@ async def test_what_comes_while_everything_is_told_again_is_told_behind_its_pare
     published.tell(block(1))
     socket = await published.subscriber()
     published.publisher.republish()
-    published.tell(Came(KvTier.RAM, block(2).name, block(1).name, False, 4, (2,) * 4))
+    published.tell(Came(Tier.RAM, block(2).name, block(1).name, False, 4, (2,) * 4))
     told: list[list[int]] = []
     while len(told) < 2:
         _, events = await published.read(socket)
@@ -321,6 +322,6 @@ async def test_each_model_has_its_topic_and_numbers_and_comes_back_with_what_it_
         assert (topic, number) == (b"kv@here@other", bytes(8))
         assert [event[:2] for event in msgpack.unpackb(packed)[1]] == [["BlockStored", [7]]]
         published.publisher.remove("kv@here@other")
-        other.feed.publish(other.mirror.apply([block(8), Left(KvTier.RAM, block(8).name)]))
+        other.feed.publish(other.mirror.apply([block(8), Left(Tier.RAM, block(8).name)]))
     published.tell(block(2))
     assert (await published.read(socket))[0] == 1

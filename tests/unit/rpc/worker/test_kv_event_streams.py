@@ -11,8 +11,9 @@ import grpc
 import pytest
 from hyperframe.frame import HeadersFrame
 from icehouse_server.domain.blocks import pack_tokens
+from icehouse_server.domain.cache_commands import Tier
 from icehouse_server.domain.ids import AdapterName, BlockHash, CacheScope, Tenant
-from icehouse_server.engine.core.block_log import BlockLog, Came, KvTier, Left, RootsKnown
+from icehouse_server.engine.core.block_log import BlockLog, Came, Left, RootsKnown
 from icehouse_server.errors import EventsExpired, EventsLost
 from icehouse_server.rpc.access.caller import UNPROVED, Caller, Role
 from icehouse_server.rpc.calls.wire import Encoded
@@ -62,9 +63,9 @@ def load(**changes: Any) -> worker.SchedulerLoad:
 def test_an_event_is_told_with_its_place() -> None:
     events = (
         BlocksCleared(),
-        BlockStored(FIRST, KvTier.SSD),
-        BlockStored(SECOND, KvTier.RAM),
-        BlockRemoved(6, KvTier.RAM, OWN),
+        BlockStored(FIRST, Tier.SSD),
+        BlockStored(SECOND, Tier.RAM),
+        BlockRemoved(6, Tier.RAM, OWN),
     )
     cleared, first, second, removed = batch_proto(KvBatch(9, 1.5, events), UNPROVED_READER).events
     assert cleared.WhichOneof("data") == "cleared"
@@ -85,7 +86,7 @@ def test_an_event_is_told_with_its_place() -> None:
 
 def test_a_block_with_images_names_them_beside_its_tokens() -> None:
     images = (BlockImage("ca" * 32, -3), BlockImage("d0" * 32, 2))
-    batch = KvBatch(9, 1.5, (BlockStored(dataclasses.replace(SECOND, images=images), KvTier.RAM),))
+    batch = KvBatch(9, 1.5, (BlockStored(dataclasses.replace(SECOND, images=images), Tier.RAM),))
     (block,) = batch_proto(batch, UNPROVED_READER).events[0].stored.blocks
     assert [(key.multimodal.identifier, key.multimodal.offset) for key in block.extra_keys] == list(images)
     assert not FIRST.images and not batch_proto(batch, UNPROVED_READER).events[0].stored.HasField(
@@ -94,7 +95,7 @@ def test_a_block_with_images_names_them_beside_its_tokens() -> None:
 
 
 def test_what_is_not_the_subscribers_own_has_a_salt() -> None:
-    batch = KvBatch(9, 1.5, (BlockStored(FIRST, KvTier.RAM), BlockStored(SECOND, KvTier.RAM)))
+    batch = KvBatch(9, 1.5, (BlockStored(FIRST, Tier.RAM), BlockStored(SECOND, Tier.RAM)))
     readers = {own: Reader(own, sees_all_tokens=True) for own in (OWN, OTHER)}
     salts = {
         own: [e.stored.cache_salt for e in batch_proto(batch, reader).events]
@@ -106,7 +107,7 @@ def test_what_is_not_the_subscribers_own_has_a_salt() -> None:
 def test_of_blocks_that_are_not_the_readers_own_the_hashes_are_told() -> None:
     images = (BlockImage("ca" * 32, -3),)
     foreign = dataclasses.replace(FIRST, images=images)
-    batch = KvBatch(9, 1.5, (BlockStored(foreign, KvTier.RAM), BlockStored(SECOND, KvTier.RAM)))
+    batch = KvBatch(9, 1.5, (BlockStored(foreign, Tier.RAM), BlockStored(SECOND, Tier.RAM)))
     first, second = (event.stored for event in batch_proto(batch, Reader(OWN, sees_all_tokens=False)).events)
     assert first == common.KvBlocksStored(
         blocks=[common.KvBlock(block_hash=-5, block_size=4)],
@@ -151,7 +152,7 @@ def read(message: Encoded) -> common.KvEventBatch:
 
 def block(number: int, tenant: Tenant = OWN) -> Came:
     name = BlockHash(number.to_bytes(8, "big") * 4)
-    return Came(KvTier.RAM, name, ROOTS[tenant], True, 4, (number,) * 4)
+    return Came(Tier.RAM, name, ROOTS[tenant], True, 4, (number,) * 4)
 
 
 @pytest.fixture
@@ -171,7 +172,7 @@ async def test_a_subscriber_gets_the_state_then_what_changes(source: KvEventSour
     state = await stream.next()
     assert state.snapshot.blocks == 2 and len(state.events) == 3 and state.load.sample == 1
     assert not state.load.load_only
-    tell(source, Left(KvTier.RAM, block(1).name))
+    tell(source, Left(Tier.RAM, block(1).name))
     change = await stream.next()
     assert change.sequence_number == state.sequence_number + 1
     assert change.events[0].removed.block_hashes == [1] and not change.HasField("snapshot")
@@ -226,7 +227,7 @@ async def test_operators_see_others_tokens_only_where_a_setting_says_so(
 
     assert tokens(await stream.next()) == seen
     # As they happen, as in the state.
-    tell(source, *(Left(KvTier.RAM, block(number).name) for number in (1, 2)), block(1), block(2, OTHER))
+    tell(source, *(Left(Tier.RAM, block(number).name) for number in (1, 2)), block(1), block(2, OTHER))
     assert tokens(await stream.next()) == seen
     await stream.batches.aclose()
 
@@ -239,7 +240,7 @@ async def test_events_are_encoded_once_for_all_who_are_told_the_same(source: KvE
     for _ in range(2):
         for each in readers:
             await each.next()
-        tell(source, Left(KvTier.RAM, block(1).name))
+        tell(source, Left(Tier.RAM, block(1).name))
     assert streams.encoded_total == 2 * 2, "states and changes, of two kinds of readers"
     for each in readers:
         await each.batches.aclose()

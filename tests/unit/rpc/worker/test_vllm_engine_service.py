@@ -12,14 +12,14 @@ import grpc
 import numpy as np
 import pytest
 from icehouse.v1 import inference_service_pb2 as native
-from icehouse_server.domain.cache_commands import EvictBlocks, EvictReport, ListKnown
+from icehouse_server.domain.cache_commands import EvictBlocks, EvictReport, ListKnown, Tier
 from icehouse_server.domain.events import Delta, Event, Failed, Finished, FinishReason, PrefillProgress
 from icehouse_server.domain.ids import Tenant
 from icehouse_server.domain.model import EngineState
 from icehouse_server.domain.request import CacheUse, GenerationRequest, Logprob, Pooling, TokenLogprobs
 from icehouse_server.domain.response_format import Choice
 from icehouse_server.domain.stats import EngineStats
-from icehouse_server.engine.core.block_log import BlockLog, KvTier
+from icehouse_server.engine.core.block_log import BlockLog
 from icehouse_server.errors import CannotFit, Reason
 from icehouse_server.text.tokenizer_archive import TokenizerArchive
 
@@ -557,8 +557,8 @@ async def test_a_tenant_is_told_nothing_of_what_another_does(tmp_path: Path) -> 
             received.append(info.last_receive_timestamp)
         assert running == [0, 1, 1]
         assert received == [0.0, served.clock.wall(), served.clock.wall()]
-        source.feed.publish([BlockRemoved(1, KvTier.RAM, Tenant("ads"))])
-        source.feed.publish([BlockRemoved(2, KvTier.RAM, Tenant("search"))])
+        source.feed.publish([BlockRemoved(1, Tier.RAM, Tenant("ads"))])
+        source.feed.publish([BlockRemoved(2, Tier.RAM, Tenant("search"))])
         for token, hashes in ((SEARCH, [2]), (ADS, [1]), (BOSS, [1, 2])):
             assert [await next_removed(streams[token]) for _ in hashes] == hashes
         call.cancel()

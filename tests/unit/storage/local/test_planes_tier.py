@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from icehouse_server.domain.blocks import LAYOUT_ABI, PLANES_LAYOUT_ABI, Damage, HostBlock
+from icehouse_server.domain.blocks import Damage, HostBlock
 from icehouse_server.storage.api import Failure, Loaded, Persisted
 from icehouse_server.storage.local.directory.manifest import LOG_ALLOWANCE_BYTES
 from icehouse_server.storage.local.encryption.aes_gcm import Cipher
@@ -24,8 +24,10 @@ def chain_of(count: int = 3, *, cipher: Cipher | None = None, **how) -> list[Hos
     return make_chain(count, row_width=64, checkpoint=True, cipher=cipher, has_values=True, **how)
 
 
-def layouts(served: StorageThread) -> list[int]:
-    return [record.layout_abi for record in served.storage._store.index]
+def gains(served: StorageThread) -> list[bool]:
+    """Return which files have fewer bytes than their tensors."""
+    index = served.storage._store.index
+    return [r.file_bytes < r.kv_bytes + r.window_bytes + r.checkpoint_bytes for r in index]
 
 
 def load(served: StorageThread, chain: list[HostBlock]) -> Loaded:
@@ -48,7 +50,7 @@ def test_smaller_on_disk_and_the_same_after_a_restart(tmp_path: Path, cipher: Ci
     check_is_clean(tmp_path)
     with StorageThread(tmp_path, cipher=cipher) as served:
         records = served.take_inventory()
-        assert {record.layout_abi for record in records} == {PLANES_LAYOUT_ABI}
+        assert gains(served) == [True] * 3
         assert [record.kv_bytes for record in records] == [block.regions[0].size_bytes for block in chain]
         loaded = load(served, chain)
         assert_holds(loaded, chain)
@@ -68,7 +70,7 @@ def test_raw_blocks_and_planes_lie_side_by_side(tmp_path: Path, codecs: tuple[Co
             served.spill(*blocks)
     with StorageThread(tmp_path, codec=codecs[0]) as served:
         assert_holds(load(served, chain), chain)
-        assert sorted(layouts(served)) == [LAYOUT_ABI] * 2 + [PLANES_LAYOUT_ABI] * 2
+        assert sorted(gains(served)) == [False] * 2 + [True] * 2
         # In memory of the caller's, as pages are.
         planned, _ = plan(chain)
         target = BlockBuffers(planned)
@@ -93,20 +95,6 @@ def test_a_flipped_bit_is_a_miss_and_the_blocks_before_it_are_used(tmp_path: Pat
         assert loaded.failure is not None and loaded.failure.cause is Damage.CHECKSUM
         integrity = served.stats().integrity
         assert (integrity.checksum_failure_total, integrity.quarantined_block_total) == (1, 1)
-
-
-def test_a_version_without_planes_deletes_them_as_another_versions(tmp_path: Path, monkeypatch) -> None:
-    """Without planes the only layout is the first, so that is what both names stand for then."""
-    with StorageThread(tmp_path, codec=Codec.PLANES) as served:
-        served.spill(*chain_of())
-    with StorageThread(tmp_path, codec=Codec.RAW) as served:
-        served.spill(make_block(seed=9))
-    for module in ("block_format.header", "directory.reconcile", "directory.lock"):
-        monkeypatch.setattr(f"icehouse_server.storage.local.{module}.PLANES_LAYOUT_ABI", LAYOUT_ABI)
-    with StorageThread(tmp_path) as served:
-        assert [record.hash for record in served.take_inventory()] == [make_block(seed=9).header.hash]
-        report = served.stats().last_reconcile
-        assert (report.other_layout_deleted_count, report.quarantined_count, report.clean) == (3, 0, False)
 
 
 def test_the_size_limit_holds_and_more_blocks_fit_below_it(tmp_path: Path) -> None:

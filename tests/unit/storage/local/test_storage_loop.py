@@ -31,7 +31,7 @@ def keep_spilling(served: StorageThread) -> Iterator[HostBlock]:
     for block in blocks:
         served.storage.put(block)
         waiting.append(block)
-        while len(served.storage._loop._spiller) + served.storage._loop._inbox.qsize() > 2:
+        while len(served.storage._loop.spiller) + served.storage._loop._inbox.qsize() > 2:
             served.storage.step()
         yield block
 

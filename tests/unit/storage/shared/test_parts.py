@@ -11,9 +11,7 @@ from icehouse_server.engine.prefix_cache.tiers.storage_waits import Rates
 from icehouse_server.storage.api import Found
 from icehouse_server.storage.files import Files
 from icehouse_server.storage.local.directory.data_keys import find_key, open_key
-from icehouse_server.storage.shared.breaker import Breaker
-from icehouse_server.storage.shared.reach import ChainReach
-from icehouse_server.storage.shared.recent_names import RecentNames
+from icehouse_server.storage.shared.fetcher import Breaker, ChainReach, RecentNames
 from icehouse_server.storage.store_paths import StorePaths
 
 from tests.fixtures.storage.storage_thread import ManualClock

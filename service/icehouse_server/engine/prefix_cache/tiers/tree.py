@@ -23,8 +23,9 @@ from icehouse_server.domain.blocks import (
     prefix_key_hashes,
     split_keys,
 )
+from icehouse_server.domain.cache_commands import Tier
 from icehouse_server.domain.ids import BlockHash
-from icehouse_server.engine.core.block_log import BlockLog, Came, KvTier, Left, ListingEnded
+from icehouse_server.engine.core.block_log import BlockLog, Came, Left, ListingEnded
 from icehouse_server.engine.prefix_cache.tiers.account import TierAccount
 from icehouse_server.engine.prefix_cache.tiers.node import NO_REGIONS, NO_SIZES, Node, Regions, Spilling
 from icehouse_server.engine.prefix_cache.tiers.prefix_settings import PrefixSettings
@@ -233,7 +234,7 @@ class PrefixTree:
         if node.token_ids is None:
             node.token_ids = keys
             if node.ssd:
-                self._note_came(KvTier.SSD, node)
+                self._note_came(Tier.SSD, node)
 
     def learn_header(self, header: BlockHeader) -> None:
         """Record the tokens in a block's header, if they are in a format that this version writes."""
@@ -265,7 +266,7 @@ class PrefixTree:
         node.ram_sizes = {**node.ram_sizes, **sizes}
         self.ram.add(node)
         if is_new:
-            self._note_came(KvTier.RAM, node)
+            self._note_came(Tier.RAM, node)
 
     def drop(self, node: Node) -> bool:
         """Drop a block's regions in RAM; False when it had none."""
@@ -273,7 +274,7 @@ class PrefixTree:
             return False
         self.ram.remove(node)
         node.ram, node.ram_sizes = NO_REGIONS, NO_SIZES
-        self._note_left(KvTier.RAM, node)
+        self._note_left(Tier.RAM, node)
         self.prune(node)
         return True
 
@@ -302,7 +303,7 @@ class PrefixTree:
         # A block that nobody has used since the start is older than all that were used.
         self.ssd.add(node, is_oldest=not node.last_used_time)
         if is_new:
-            self._note_came(KvTier.SSD, node)
+            self._note_came(Tier.SSD, node)
         return node
 
     def forget_stored(self, block: BlockHash) -> None:
@@ -311,7 +312,7 @@ class PrefixTree:
         if node is not None and node.ssd:
             self.ssd.remove(node)
             node.ssd, node.ssd_bytes = NO_SIZES, 0
-            self._note_left(KvTier.SSD, node)
+            self._note_left(Tier.SSD, node)
             self.prune(node)
 
     def begin_spill(self, node: Node, *, size_bytes: int) -> None:
@@ -373,7 +374,7 @@ class PrefixTree:
         while left and self.log.is_on:
             for _ in range(min(slice_count, len(left))):
                 node = left.pop()
-                for tier, is_there in ((KvTier.RAM, node.ram), (KvTier.SSD, node.ssd)):
+                for tier, is_there in ((Tier.RAM, node.ram), (Tier.SSD, node.ssd)):
                     if is_there and self._nodes.get(node.hash) is node:
                         self._note_came(tier, node)
             if left:
@@ -416,11 +417,11 @@ class PrefixTree:
             self._sizes[sizes] = {kind: size for kind, size in zip(RegionKind, sizes, strict=True) if size}
         return self._sizes[sizes]
 
-    def _note_came(self, tier: KvTier, node: Node) -> None:
+    def _note_came(self, tier: Tier, node: Node) -> None:
         if self.log.is_on:
             is_first = node.start_token_index == 0
             self.log.note(Came(tier, node.hash, node.parent, is_first, node.token_count, node.token_ids))
 
-    def _note_left(self, tier: KvTier, node: Node) -> None:
+    def _note_left(self, tier: Tier, node: Node) -> None:
         if self.log.is_on:
             self.log.note(Left(tier, node.hash))

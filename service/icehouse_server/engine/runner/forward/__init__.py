@@ -2,7 +2,7 @@
 
 How it is used, one ForwardPass for each module tree (the model, each LoRA adapter), all on one thread:
 
-    facts = examine(model, make_caches=...)      # once at load: how rows are split; log facts.reason
+    facts = yield from examine_steps(model, ...) # once at load: how rows are split; log facts.reason
     forward = ForwardPass(model, facts)
     row = Row(make_caches())                     # or Row(restored_caches, token_count=n)
     output = forward.run(token_ids, [Share(row, count, logit_count=1), ...])

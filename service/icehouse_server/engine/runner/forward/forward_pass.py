@@ -67,7 +67,7 @@ class ForwardPass:
     """Runs passes of one module tree: a model by itself, or with one LoRA adapter."""
 
     def __init__(self, model: Any, facts: PassFacts, paging: Paging | None = None) -> None:
-        """`facts` come from `probe.examine` of this model, or of one of the same architecture."""
+        """`facts` come from `probe.examine_steps` of this model, or of one of the same architecture."""
         self._model = model
         self.facts = facts
         self._group = StateGroup((), ())

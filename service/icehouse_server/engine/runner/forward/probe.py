@@ -16,7 +16,6 @@ from typing import Any, Final
 
 import mlx.core as mx
 
-from icehouse_server.engine.core.steps import whole
 from icehouse_server.engine.kv_cache import cache_classes
 from icehouse_server.engine.kv_cache.cache_classes import leaves
 from icehouse_server.engine.runner.forward.forward_pass import ForwardPass
@@ -34,11 +33,6 @@ Schedule = Sequence[Sequence[int]]
 _SCHEDULE: Final[Schedule] = ((5, 3, 0), (1, 6, 2), (1, 1, 1), (1, 3, 1), (1, 1, 1))
 _LEAST_TOLERANCE: Final = 1e-3
 _MOST_TOLERANCE: Final = 0.1
-
-
-def examine(model: Any, **settings: Any) -> PassFacts:
-    """Return at once how passes of this model are run; see `examine_steps`."""
-    return whole(examine_steps(model, **settings))
 
 
 def examine_steps(

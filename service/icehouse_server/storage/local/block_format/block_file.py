@@ -38,12 +38,7 @@ from icehouse_server.domain.blocks import (
 from icehouse_server.domain.ids import BlockHash
 from icehouse_server.storage.api import KvTarget, LoadedBlock, PlannedBlock, TensorShape
 from icehouse_server.storage.files import Files
-from icehouse_server.storage.local.block_format.file_region import (
-    REGION_ORDER,
-    FileRegion,
-    Planes,
-    layout_abi_of,
-)
+from icehouse_server.storage.local.block_format.file_region import REGION_ORDER, FileRegion, Planes
 from icehouse_server.storage.local.block_format.header import (
     DTYPE_BYTES,
     BlockFile,
@@ -112,7 +107,7 @@ def prepare_block(
         # Checksums, tags and salts have fixed widths, so the head's length is known before they are.
         offset = regions[-1].offset + regions[-1].stored_bytes if regions else 0
         regions.append(_planned_region(region, offset, cipher=cipher, has_planes=has_planes))
-    head, _ = encode_head(header, regions, _new_file_cipher(block, cipher, regions))
+    head, _ = encode_head(header, regions, _new_file_cipher(block, cipher))
     file_bytes = len(head) + sum(region.stored_bytes for region in regions)
     return PreparedBlock(block, cipher, tuple(regions), head_bytes=len(head), file_bytes=file_bytes)
 
@@ -125,7 +120,7 @@ def write_block(files: Files, descriptor: int, prepared: PreparedBlock) -> Block
     """
     block = prepared.block
     # A new salt for every attempt: one file key never encrypts two files.
-    file_cipher = _new_file_cipher(block, prepared.cipher, prepared.regions)
+    file_cipher = _new_file_cipher(block, prepared.cipher)
     scratch = memoryview(bytearray(2 * GROUP_BYTES if file_cipher else 0))
     regions: list[FileRegion] = []
     offset = prepared.head_bytes
@@ -261,13 +256,10 @@ def verify_block(files: Files, path: str, *, cipher: Cipher | None = None) -> Bl
     return file
 
 
-def _new_file_cipher(
-    block: HostBlock, cipher: Cipher | None, regions: Sequence[FileRegion]
-) -> FileCipher | None:
+def _new_file_cipher(block: HostBlock, cipher: Cipher | None) -> FileCipher | None:
     if cipher is None:
         return None
-    outline, layout_abi = BlockOutline.of(block.header), layout_abi_of(regions)
-    return file_cipher_of(cipher, outline, salt=cipher.new_salt(), layout_abi=layout_abi)
+    return file_cipher_of(cipher, BlockOutline.of(block.header), salt=cipher.new_salt())
 
 
 def _planned_region(

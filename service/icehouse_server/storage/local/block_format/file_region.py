@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
-from icehouse_server.domain.blocks import LAYOUT_ABI, PLANES_LAYOUT_ABI, RegionKind
+from icehouse_server.domain.blocks import RegionKind
 from icehouse_server.storage.api import TensorShape
 from icehouse_server.storage.local.block_format.planes import RATIO_LIMIT
 
@@ -46,11 +46,6 @@ class FileRegion:
         return self.planes.stored_bytes if self.planes else self.size_bytes
 
 
-def layout_abi_of(regions: Sequence[FileRegion]) -> int:
-    """Return the layout ABI of a file with these regions."""
-    return PLANES_LAYOUT_ABI if any(region.planes for region in regions) else LAYOUT_ABI
-
-
 def regions_to_json(regions: Sequence[FileRegion], *, begin: int = 0, is_public: bool = False) -> str:
     """Return offsets (from `begin` of the file), bytes, checksums and tags of regions as text; if it is
     public, without checksums of what is encrypted."""
@@ -73,7 +68,7 @@ def regions_to_json(regions: Sequence[FileRegion], *, begin: int = 0, is_public:
     return json.dumps(items, separators=(",", ":"))
 
 
-def parse_regions(text: str, *, data_offset: int, layout_abi: int) -> tuple[FileRegion, ...]:
+def parse_regions(text: str, *, data_offset: int) -> tuple[FileRegion, ...]:
     """Return regions, in order and without a gap, without their tensors. Raises what damaged text does."""
     regions: list[FileRegion] = []
     offset = data_offset
@@ -92,8 +87,6 @@ def parse_regions(text: str, *, data_offset: int, layout_abi: int) -> tuple[File
             raise ValueError(f"{region.stored_bytes} bytes of region {region.kind} cannot be so much")
         offset += region.stored_bytes
         regions.append(region)
-    if layout_abi_of(regions) != layout_abi:
-        raise ValueError(f"no file of layout ABI {layout_abi} has such regions")
     if any(REGION_ORDER.index(a.kind) >= REGION_ORDER.index(b.kind) for a, b in pairwise(regions)):
         raise ValueError("regions are out of order")
     return tuple(regions)

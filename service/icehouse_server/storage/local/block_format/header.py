@@ -9,8 +9,8 @@ encrypted bytes, and the tag. So without the key one can still weigh, list, chec
 is the header as it would be in the clear (tokens, tensors), encrypted, with the outline as additional
 authenticated data. Outside and inside must agree, so no change goes unnoticed by those who have the key.
 
-A block file with a region in byte planes has a layout ABI of its own, so that earlier versions delete it as
-another version's. To safetensors each of its regions is one opaque tensor; the metadata has the tensors.
+To safetensors each region of a block file with a region in byte planes is one opaque tensor; the metadata has
+the tensors.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ import xxhash
 
 from icehouse_server.domain.blocks import (
     LAYOUT_ABI,
-    PLANES_LAYOUT_ABI,
     BlockHeader,
     Damage,
     RegionKind,
@@ -39,7 +38,6 @@ from icehouse_server.domain.ids import BlockHash, Fingerprint
 from icehouse_server.storage.api import TensorShape
 from icehouse_server.storage.local.block_format.file_region import (
     FileRegion,
-    layout_abi_of,
     parse_regions,
     regions_to_json,
 )
@@ -114,18 +112,14 @@ class BlockFile:
     cipher: FileCipher | None = dataclasses.field(default=None, repr=False, compare=False)
     """Decrypts its regions."""
 
-    @property
-    def layout_abi(self) -> int:
-        return layout_abi_of(self.regions)
-
     def region_bytes(self, kind: RegionKind) -> int:
         """Return the tensors' bytes in the region of this kind; 0 when the block has none."""
         return sum(region.size_bytes for region in self.regions if region.kind is kind)
 
 
-def file_cipher_of(cipher: Cipher, outline: BlockOutline, *, salt: bytes, layout_abi: int) -> FileCipher:
+def file_cipher_of(cipher: Cipher, outline: BlockOutline, *, salt: bytes) -> FileCipher:
     """Return the encryption of one file, with every part of it bound to the public facts."""
-    public = _public(outline, key_id=cipher.key_id, salt=salt, layout_abi=layout_abi)
+    public = _public(outline, key_id=cipher.key_id, salt=salt)
     return cipher.file(salt=salt, facts=json.dumps(public, separators=(",", ":")).encode())
 
 
@@ -141,9 +135,8 @@ def encode_head(
     if cipher is None:
         return _encode_clear(header, regions, begin=begin, head_bytes=head_bytes)
     inside, _ = _encode_clear(header, regions, begin=begin)
-    outline, layout_abi = BlockOutline.of(header), layout_abi_of(regions)
     metadata = {
-        **_public(outline, key_id=cipher.key_id, salt=cipher.salt, layout_abi=layout_abi),
+        **_public(BlockOutline.of(header), key_id=cipher.key_id, salt=cipher.salt),
         "regions": regions_to_json(regions, begin=begin, is_public=True),
         "sealed": base64.b64encode(cipher.encrypt_header(inside)).decode(),
     }
@@ -177,7 +170,7 @@ def _encode_clear(
             offset += tensor.size_bytes
     metadata = {
         "format": _FORMAT,
-        "layout_abi": str(layout_abi_of(regions)),
+        "layout_abi": str(LAYOUT_ABI),
         "hash": header.hash.hex(),
         "parent": header.parent.hex(),
         "fingerprint": header.fingerprint.hex(),
@@ -187,16 +180,16 @@ def _encode_clear(
         "extra": header.extra.hex(),
         "regions": regions_to_json(regions, begin=begin),
     }
-    if layout_abi_of(regions) == PLANES_LAYOUT_ABI:
+    if any(region.planes for region in regions):
         metadata["tensors"] = json.dumps(tensors, separators=(",", ":"))
         tensors = _opaque(regions, begin=begin)
     return assemble_head(metadata, tensors, head_bytes=head_bytes)
 
 
-def _public(outline: BlockOutline, *, key_id: bytes, salt: bytes, layout_abi: int) -> dict[str, str]:
+def _public(outline: BlockOutline, *, key_id: bytes, salt: bytes) -> dict[str, str]:
     return {
         "format": _ENCRYPTED_FORMAT,
-        "layout_abi": str(layout_abi),
+        "layout_abi": str(LAYOUT_ABI),
         "hash": outline.hash.hex(),
         "parent": outline.parent.hex(),
         "fingerprint": outline.fingerprint.hex(),
@@ -233,11 +226,11 @@ def parse_head(head: bytes, *, file_bytes: int, cipher: Cipher | None = None) ->
     checksum = _check_head(head, file_bytes=file_bytes)
     with _parsing_errors():
         metadata = json.loads(head[8:])["__metadata__"]
-        layout_abi = _parse_abi(metadata)
+        _check_abi(metadata)
         outline = _parse_outline(metadata, token_count=int(metadata["token_count"]))
         key_id = _parse_bytes(metadata["key"], size_bytes=KEY_ID_BYTES)
         salt = _parse_bytes(metadata["salt"], size_bytes=SALT_BYTES)
-        regions = parse_regions(metadata["regions"], data_offset=len(head), layout_abi=layout_abi)
+        regions = parse_regions(metadata["regions"], data_offset=len(head))
         if any(len(region.tag) != TAG_BYTES for region in regions):
             raise ValueError("a tag has the wrong length")
         encrypted = base64.b64decode(metadata["sealed"], validate=True)
@@ -245,7 +238,7 @@ def parse_head(head: bytes, *, file_bytes: int, cipher: Cipher | None = None) ->
     outside = BlockFile(outline, None, regions, file_bytes, checksum, key_id)
     if cipher is None or cipher.key_id != key_id:
         return outside
-    file_cipher = file_cipher_of(cipher, outline, salt=salt, layout_abi=layout_abi)
+    file_cipher = file_cipher_of(cipher, outline, salt=salt)
     text = file_cipher.decrypt_header(encrypted)
     if text is None:
         raise BlockFileError(Damage.AUTH_TAG, "Header is not what was encrypted under this key")
@@ -269,7 +262,7 @@ def _parse_clear(head: bytes, *, file_bytes: int, data_offset: int, name_secret:
         metadata, tensors_text = _split(head)
         if metadata["format"] != _FORMAT:
             raise BlockFileError(Damage.HEADER, f"Format is {metadata['format']!r}, not {_FORMAT!r}")
-        layout_abi = _parse_abi(metadata)
+        _check_abi(metadata)
         token_ids = unpack_tokens(bytes.fromhex(metadata["token_ids"]))
         outline = _parse_outline(metadata, token_count=len(token_ids))
         header = BlockHeader(
@@ -281,10 +274,10 @@ def _parse_clear(head: bytes, *, file_bytes: int, data_offset: int, name_secret:
             block_token_limit=outline.block_token_limit,
             extra=bytes.fromhex(metadata["extra"]),
         )
-        regions = parse_regions(metadata["regions"], data_offset=data_offset, layout_abi=layout_abi)
+        regions = parse_regions(metadata["regions"], data_offset=data_offset)
         if any(region.planes and region.planes.checksum is None for region in regions):
             raise ValueError("a region in byte planes lacks the checksum of its tensors")
-        if layout_abi == PLANES_LAYOUT_ABI:
+        if any(region.planes for region in regions):
             tensors_text = metadata["tensors"].encode()
         regions = _with_tensors(regions, _parse_tensors(tensors_text))
     _check_end(regions, data_offset=data_offset, file_bytes=file_bytes)
@@ -330,15 +323,10 @@ def _check_head(head: bytes, *, file_bytes: int) -> int:
     return checksum
 
 
-def _parse_abi(metadata: Mapping[str, str]) -> int:
-    """Return the layout ABI. Raises `BlockFileError` for one that cannot be read."""
-    for layout_abi in (LAYOUT_ABI, PLANES_LAYOUT_ABI):
-        if metadata["layout_abi"] == str(layout_abi):
-            return layout_abi
-    raise BlockFileError(
-        Damage.OTHER_ABI,
-        f"Layout ABI is {metadata['layout_abi']}, neither {LAYOUT_ABI} nor {PLANES_LAYOUT_ABI}",
-    )
+def _check_abi(metadata: Mapping[str, str]) -> None:
+    """Raise `BlockFileError` for another layout ABI."""
+    if metadata["layout_abi"] != str(LAYOUT_ABI):
+        raise BlockFileError(Damage.OTHER_ABI, f"Layout ABI is {metadata['layout_abi']}, not {LAYOUT_ABI}")
 
 
 def _check_end(regions: Sequence[FileRegion], *, data_offset: int, file_bytes: int) -> None:

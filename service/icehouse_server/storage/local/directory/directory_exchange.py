@@ -2,7 +2,7 @@
 
 For the `icehouse cache` commands. Both take the directory's lock, so no server may use it. Block files are
 copied as they are: what is encrypted stays encrypted, and only a directory with the same key can use it.
-An imported block is committed as a spilled one is, so a crash leaves whole blocks, and a partial file
+An imported block is committed by the store of a server, so a crash leaves whole blocks, and a partial file
 that the next start removes.
 """
 
@@ -12,7 +12,6 @@ import contextlib
 import dataclasses
 import enum
 import itertools
-import os
 import sqlite3
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -33,16 +32,11 @@ from icehouse_server.storage.files import Files, opened, remove
 from icehouse_server.storage.local.block_format.block_file import verify_block
 from icehouse_server.storage.local.block_format.header import BlockFile, BlockFileError
 from icehouse_server.storage.local.directory.lock import take_lock
-from icehouse_server.storage.local.directory.manifest import (
-    LOG_ALLOWANCE_BYTES,
-    BlockRecord,
-    Manifest,
-    record_of,
-)
+from icehouse_server.storage.local.directory.manifest import BlockRecord
 from icehouse_server.storage.local.directory.offline import OfflineStore, Rows
-from icehouse_server.storage.local.directory.open import create_private
-from icehouse_server.storage.local.directory.space import day_of
+from icehouse_server.storage.local.directory.store import BlockStore
 from icehouse_server.storage.local.encryption.constants import KEY_DETAIL, Cipher
+from icehouse_server.storage.storage_settings import StorageSettings
 from icehouse_server.storage.store_paths import PARTIAL_SUFFIX, StorePaths
 
 CHUNK_BYTES = 1 << 20
@@ -82,16 +76,6 @@ class ImportReport:
     refused: Counter[Refusal] = dataclasses.field(default_factory=Counter)
     stop_detail: str = ""
     """Why the rest of the archive was not read; empty when all of it was."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class ImportLimits:
-    """What a directory may take; in bytes."""
-
-    size_bytes: int
-    """Of all block files and the manifest."""
-    free_floor_bytes: int
-    """What stays free on the disk."""
 
 
 class ExportSource:
@@ -164,12 +148,8 @@ class _Writing:
     entry: BlockEntry
     descriptor: int
     path: str
-    """The final name."""
+    """Of the partial file."""
     offset: int = 0
-
-    @property
-    def partial(self) -> str:
-        return self.path + PARTIAL_SUFFIX
 
 
 class ImportTarget:
@@ -181,16 +161,22 @@ class ImportTarget:
         *,
         files: Files,
         clock: Clock,
-        limits: ImportLimits,
+        limit_bytes: int,
+        free_floor_bytes: int,
         cipher: Cipher | None = None,
     ) -> None:
-        self._paths = StorePaths(os.path.abspath(directory))
-        self._files = files
-        self._clock = clock
-        self._limits = limits
-        self._cipher = cipher
-        self._stored: set[BlockHash] = set()
-        self._used_bytes = 0
+        """`limit_bytes` is for all block files and the manifest, and so much stays free on the disk."""
+        settings = StorageSettings(
+            directory=directory,
+            limit_bytes=limit_bytes,
+            free_floor_bytes=free_floor_bytes,
+            daily_write_limit_bytes=0,
+            spill_queue_limit_bytes=0,
+            load_queue_limit_count=0,
+            task_queue_limit_count=0,
+            reader_thread_count=0,
+        )
+        self._store = BlockStore(settings, files=files, clock=clock, cipher=cipher)
         self._fingerprint: Fingerprint | None = None
         """The archive's model, once it was admitted."""
         self._writing: _Writing | None = None
@@ -202,32 +188,23 @@ class ImportTarget:
         Raises `StorageError` for an archive of a model that is not this directory's, and where the disk
         refuses from the start; `StartError` when a server has the directory.
         """
-        lock = take_lock(self._files, self._paths)
+        store = self._store
         try:
-            self._prepare()
-            with contextlib.closing(Manifest.open(self._paths.manifest)) as manifest:
-                records, _ = manifest.load()
-                self._stored.update(record.hash for record in records)
-                self._used_bytes = sum(record.file_bytes for record in records)
-                self._read(stream, manifest, progress)
+            store.lock()
+            store.open()
+            self._read(stream, progress)
         except (OSError, sqlite3.Error) as error:
-            raise _unusable(self._paths, error) from error
+            raise _unusable(store.paths, error) from error
         finally:
-            self._files.close(lock)
+            store.close()
+            store.unlock()
         return self._report
 
-    def _prepare(self) -> None:
-        for path in (self._paths.root, self._paths.blocks, self._paths.quarantine):
-            self._files.make_dir(path)
-        # Whatever happens now, the next start has to look.
-        remove(self._files, self._paths.clean_mark)
-        create_private(self._files, self._paths)
-
-    def _read(self, stream: Iterable[bytes], manifest: Manifest, progress: Progress) -> None:
+    def _read(self, stream: Iterable[bytes], progress: Progress) -> None:
         reader = ArchiveReader()
         try:
             for item in itertools.chain.from_iterable(map(reader.feed, stream)):
-                self._take(item, manifest)
+                self._take(item)
                 if isinstance(item, BlockEnd):
                     progress(self._report.adopted_count + self._report.known_count)
             reader.finish()
@@ -241,104 +218,88 @@ class ImportTarget:
             if self._writing is not None:
                 self._discard(self._writing)
 
-    def _take(self, item: object, manifest: Manifest) -> None:
+    def _take(self, item: object) -> None:
         writing = self._writing
         if isinstance(item, ArchiveHeader):
-            self._admit(item, manifest)
+            self._admit(item)
         elif isinstance(item, BlockEntry):
             self._begin(item)
         elif isinstance(item, bytes) and writing is not None:
-            self._files.write(writing.descriptor, [item], offset=writing.offset)
+            self._store.files.write(writing.descriptor, [item], offset=writing.offset)
             writing.offset += len(item)
         elif isinstance(item, BlockEnd) and writing is not None:
-            self._end(writing, manifest)
+            self._end(writing)
 
-    def _admit(self, header: ArchiveHeader, manifest: Manifest) -> None:
+    def _admit(self, header: ArchiveHeader) -> None:
         """Make the folder for an archive's model; raises `StorageError` where it is not this directory's."""
-        known = manifest.fingerprints()
+        known, cipher = self._store.manifest.fingerprints(), self._store.cipher
         key_id = header.details.get(KEY_DETAIL, "")
         # A new directory takes any model; but nothing in it could open what is encrypted under another key,
         # and nobody wants blocks in the clear beside a key.
         is_foreign = header.fingerprint not in known and (known or key_id)
-        if is_foreign or (self._cipher is not None and not key_id):
-            own = ", ".join(fingerprint.hex() for fingerprint in known) or "none yet"
+        if is_foreign or (cipher is not None and not key_id):
+            directory, own = self._store.paths.root, ", ".join(each.hex() for each in known) or "none yet"
             raise StorageError(
                 Reason.STORE_UNUSABLE,
                 f"the archive is of model {header.fingerprint.hex()}, "
                 + (f"encrypted under key {key_id}" if key_id else "in the clear")
-                + f"; the directory {self._paths.root} is of {own}"
-                + ("" if self._cipher is None else f" with key {self._cipher.key_id.hex()}")
+                + f"; the directory {directory} is of {own}"
+                + ("" if cipher is None else f" with key {cipher.key_id.hex()}")
                 + "; take another directory, or let servers do it (`icehouse export` and `import`), which "
                 "encrypt anew",
                 metadata={"archive": header.fingerprint.hex(), "directory": own},
             )
-        self._files.make_dir(self._paths.folder(header.fingerprint))
-        self._files.fsync_dir(self._paths.blocks)
-        if header.fingerprint not in known:
-            # Somebody else's words, which commands print.
-            details = {_printable(name): _printable(value) for name, value in header.details.items()}
-            manifest.add_fingerprint(header.fingerprint, details=details, now_time=self._clock.wall())
+        # Somebody else's words, which commands print; they replace nothing.
+        words = {} if header.fingerprint in known else header.details
+        details = {_printable(name): _printable(value) for name, value in words.items()}
+        self._store.admit(header.fingerprint, details)
         self._fingerprint = header.fingerprint
 
     def _begin(self, entry: BlockEntry) -> None:
         assert self._fingerprint is not None
-        if entry.hash in self._stored:
+        store = self._store
+        if entry.hash in store.index:
             self._report.known_count += 1
-        elif entry.start_token_index and entry.parent not in self._stored:
+        elif entry.start_token_index and entry.parent not in store.index:
             self._report.refused[Refusal.PARENT_MISSING] += 1
-        elif not self._has_space(entry.file_bytes):
+        elif not store.has_space(entry.file_bytes):
             self._report.refused[Refusal.SSD_FULL] += 1
         else:
-            path = self._paths.block(self._fingerprint, entry.hash)
-            remove(self._files, path + PARTIAL_SUFFIX)  # what a crash left
-            self._writing = _Writing(entry, self._files.create(path + PARTIAL_SUFFIX), path)
+            path = store.paths.block(self._fingerprint, entry.hash) + PARTIAL_SUFFIX
+            self._writing = _Writing(entry, store.files.create(path), path)
 
-    def _has_space(self, size_bytes: int) -> bool:
-        """Return whether a block still fits the limits."""
-        manifest_bytes = self._files.stat(self._paths.manifest).size_bytes + LOG_ALLOWANCE_BYTES
-        free_bytes = self._files.free_bytes(self._paths.root)
-        return (
-            self._used_bytes + manifest_bytes + size_bytes <= self._limits.size_bytes
-            and size_bytes + self._limits.free_floor_bytes <= free_bytes
-        )
-
-    def _end(self, writing: _Writing, manifest: Manifest) -> None:
-        is_adopted = self._commit(writing, manifest)
+    def _end(self, writing: _Writing) -> None:
+        is_adopted = self._commit(writing)
         # Removes nothing of a block that was adopted: it has its name by now.
         self._discard(writing)
         self._writing = None
         if not is_adopted:
             self._report.refused[Refusal.DAMAGED] += 1
             return
-        self._stored.add(writing.entry.hash)
-        self._used_bytes += writing.entry.file_bytes
         self._report.adopted_count += 1
         self._report.adopted_bytes += writing.entry.file_bytes
 
-    def _commit(self, writing: _Writing, manifest: Manifest) -> bool:
-        """Make a written file durable, verify it, give it its name and insert its row; False when it is not
-        the block that its entry names."""
+    def _commit(self, writing: _Writing) -> bool:
+        """Make a written file durable, verify it and commit it; False when it is not the block that its entry
+        names."""
         assert self._fingerprint is not None
-        self._files.fsync(writing.descriptor)
+        store = self._store
+        store.files.fsync(writing.descriptor)
         try:
-            file = verify_block(self._files, writing.partial, cipher=self._cipher)
+            file = verify_block(store.files, writing.path, cipher=store.cipher)
         except BlockFileError:
             return False
         if not _is_entry(file, writing.entry, self._fingerprint):
             return False
-        self._files.rename(writing.partial, writing.path)
-        self._files.fsync_dir(self._paths.folder(self._fingerprint))
-        info, now_time = self._files.stat(writing.path), self._clock.wall()
-        record = record_of(file, mtime_ns=info.mtime_ns, inode=info.inode, used_time=now_time)
-        manifest.insert([(record, file)], day=day_of(now_time), written_bytes=record.file_bytes)
+        store.commit(file, writing.path)
         return True
 
     def _discard(self, writing: _Writing) -> None:
         """Close and remove a partial file."""
         with contextlib.suppress(OSError):
-            self._files.close(writing.descriptor)
+            self._store.files.close(writing.descriptor)
         with contextlib.suppress(OSError):
-            remove(self._files, writing.partial)
+            remove(self._store.files, writing.path)
 
 
 def _chosen(rows: Rows, fingerprint: str) -> list[BlockRecord]:

@@ -13,7 +13,7 @@ import contextlib
 import json
 import os
 
-from icehouse_server.domain.blocks import PLANES_LAYOUT_ABI
+from icehouse_server.domain.blocks import LAYOUT_ABI
 from icehouse_server.errors import Reason, StartError
 from icehouse_server.storage.files import FileInfo, Files, distrust, read_text, write_anew
 from icehouse_server.storage.store_paths import StorePaths, is_folder_name, is_root_file_name
@@ -98,7 +98,7 @@ def _snapshot(files: Files, paths: StorePaths) -> dict[str, int]:
     manifest = files.stat(paths.manifest)
     return {
         # Another version of this program must look at everything: it may delete what this one retains.
-        "layout_abi": PLANES_LAYOUT_ABI,
+        "layout_abi": LAYOUT_ABI,
         "manifest.size_bytes": manifest.size_bytes,
         "manifest.mtime_ns": manifest.mtime_ns,
         "blocks.mtime_ns": files.stat(paths.blocks).mtime_ns,

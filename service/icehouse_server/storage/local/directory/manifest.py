@@ -23,13 +23,13 @@ from typing import Any, NamedTuple
 import xxhash
 from sqlite_utils import Database
 
-from icehouse_server.domain.blocks import Damage, RegionKind, pack_tokens
+from icehouse_server.domain.blocks import LAYOUT_ABI, Damage, RegionKind, pack_tokens
 from icehouse_server.domain.ids import BlockHash, Fingerprint
 from icehouse_server.pins import NOT_PINNED, UNTIL_UNPINNED
 from icehouse_server.storage.files import FileInfo
 from icehouse_server.storage.local.block_format.file_region import regions_to_json
 from icehouse_server.storage.local.block_format.header import BlockFile, BlockFileError
-from icehouse_server.storage.local.directory.schema import check_objects, check_schema, migrations
+from icehouse_server.storage.local.directory.schema import check_schema, migrations
 from icehouse_server.storage.store_paths import StorePaths
 
 _FACTS = struct.Struct("<32s32s32s10qQ")
@@ -117,7 +117,7 @@ def record_of(file: BlockFile, *, mtime_ns: int, inode: int, used_time: float) -
         file_bytes=file.file_bytes,
         mtime_ns=mtime_ns,
         inode=inode,
-        layout_abi=file.layout_abi,
+        layout_abi=LAYOUT_ABI,
         header_checksum=file.header_checksum,
         created_time=used_time,
         last_used_time=used_time,
@@ -130,7 +130,6 @@ _RENAMED = {"fingerprint": "fingerprint_id", "header_checksum": "header_xxh3", "
 _COLUMNS = [_RENAMED.get(field, field) for field in BlockRecord._fields]
 """Of table `blocks`, in the order of a record's fields."""
 _INSERTED = [*_COLUMNS, "depth", "file", "row_xxh3"]
-# By name: a column that a later version added, and that may be empty, does no harm.
 _INSERT = f"INSERT OR REPLACE INTO blocks ({', '.join(_INSERTED)}) VALUES ({', '.join('?' * len(_INSERTED))})"
 LOG_ALLOWANCE_BYTES = 4 << 20
 """What the size limit reserves for the write-ahead log, its index and the next rows."""
@@ -166,7 +165,7 @@ class Manifest:
             # Nothing here takes long, unless the file was made to harm.
             connection.set_progress_handler(lambda: 1, _OPENING_LIMIT_STEPS)
             database = Database(connection, execute_plugins=False, strict=True)
-            check_objects(database)
+            check_schema(database, is_complete=False)
             database.enable_wal()
             connection.execute("PRAGMA synchronous = NORMAL")
             connection.execute(f"PRAGMA wal_autocheckpoint = {_LOG_LIMIT_PAGES}")
@@ -174,7 +173,7 @@ class Manifest:
             # On: a page that becomes free is overwritten too. Not every build of SQLite does so by itself.
             connection.execute("PRAGMA secure_delete = ON")
             migrations.apply(database)
-            check_schema(database)
+            check_schema(database, is_complete=True)
             connection.set_progress_handler(None, 0)
         except BaseException:
             connection.close()
@@ -190,7 +189,7 @@ class Manifest:
         connection = _connect(f"file:{urllib.parse.quote(path)}?mode=ro", uri=True)
         database = Database(connection, execute_plugins=False)
         try:
-            check_objects(database)
+            check_schema(database, is_complete=False)
         except BaseException:
             connection.close()
             raise

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby, islice
 from operator import attrgetter
 
-from icehouse_server.domain.blocks import LAYOUT_ABI, PLANES_LAYOUT_ABI, Damage
+from icehouse_server.domain.blocks import LAYOUT_ABI, Damage
 from icehouse_server.domain.ids import BlockHash
 from icehouse_server.storage.disk_error import is_shortage
 from icehouse_server.storage.files import FileInfo, Files, opened
@@ -177,7 +177,7 @@ class Scan:
             self.file_count += 1
             if self.file_count % 1000 == 0:
                 self._progress(self.file_count)
-            if row is not None and row.layout_abi not in (LAYOUT_ABI, PLANES_LAYOUT_ABI):
+            if row is not None and row.layout_abi != LAYOUT_ABI:
                 yield Discrepancy(Finding.OTHER_ABI, path, info.size_bytes, row.hash)
             elif row is not None and row.is_stamped(info):
                 self.sound.append(row)

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from icehouse_server.domain.blocks import RegionKind, image_keys, key_hash
+from icehouse_server.domain.cache_commands import Tier
 from icehouse_server.domain.ids import BlockHash, ImageDigest
-from icehouse_server.engine.core.block_log import Came, KvTier, Left
+from icehouse_server.engine.core.block_log import Came, Left
 from icehouse_server.engine.prefix_cache.tiers.node import Node
 from icehouse_server.engine.prefix_cache.tiers.prefix_settings import QuotaLimits
 from icehouse_server.engine.prefix_cache.tiers.tree import NAMES_LIMIT
@@ -56,7 +57,7 @@ def test_tokens_that_become_known_of_a_stored_block_are_noted_once(is_computed: 
     shelf.log.begin()
     stored = shelf.tree.store(record_of(made, KV))
     (*_, came) = shelf.log.take(limit=10)
-    assert came == Came(KvTier.SSD, stored.hash, ROOT, True, SIZE, None)
+    assert came == Came(Tier.SSD, stored.hash, ROOT, True, SIZE, None)
     for _ in range(2):
         if is_computed:
             shelf.block(ROOT, 0, LONG[:SIZE], ram=False, ssd=False)
@@ -72,12 +73,12 @@ def test_tokens_that_become_known_are_not_noted_while_nobody_listens() -> None:
     assert stored.token_ids == tuple(LONG[:SIZE]) and len(shelf.log) == 0
 
 
-@pytest.mark.parametrize("tier", list(KvTier))
-def test_a_block_with_an_image_is_noted_with_the_keys_that_tell_it_apart(tier: KvTier) -> None:
+@pytest.mark.parametrize("tier", list(Tier))
+def test_a_block_with_an_image_is_noted_with_the_keys_that_tell_it_apart(tier: Tier) -> None:
     shelf = Shelf()
     shelf.log.begin()
     keys = image_keys(ImageDigest(bytes(32)), [7] * SIZE)
-    text, image = shelf.chain([*LONG[:SIZE], *keys], ram=tier is KvTier.RAM, ssd=tier is KvTier.SSD)
+    text, image = shelf.chain([*LONG[:SIZE], *keys], ram=tier is Tier.RAM, ssd=tier is Tier.SSD)
     assert shelf.log.take(limit=10)[2:] == [
         Came(tier, text.hash, ROOT, True, SIZE, tuple(LONG[:SIZE])),
         Came(tier, image.hash, text.hash, False, SIZE, keys),
@@ -92,8 +93,8 @@ def test_a_block_comes_to_a_tier_and_leaves_it_once() -> None:
     shelf.hold(node, WINDOW)
     assert shelf.tree.drop(node) and not shelf.tree.drop(node)
     assert shelf.log.take(limit=10)[2:] == [
-        Came(KvTier.RAM, node.hash, ROOT, True, SIZE, tuple(LONG[:SIZE])),
-        Left(KvTier.RAM, node.hash),
+        Came(Tier.RAM, node.hash, ROOT, True, SIZE, tuple(LONG[:SIZE])),
+        Left(Tier.RAM, node.hash),
     ]
 
 

@@ -8,8 +8,9 @@ from hypothesis import settings as bounds
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from icehouse_server.domain.blocks import RegionKind
+from icehouse_server.domain.cache_commands import Tier
 from icehouse_server.domain.ids import BlockHash
-from icehouse_server.engine.core.block_log import Came, KvTier, Left
+from icehouse_server.engine.core.block_log import Came, Left
 from icehouse_server.engine.prefix_cache.tiers.node import Node
 from icehouse_server.engine.prefix_cache.tiers.prefix_settings import QuotaLimits
 from icehouse_server.pins import NOT_PINNED, UNTIL_UNPINNED
@@ -43,13 +44,13 @@ class TreeAgainstModel(RuleBasedStateMachine):
         self.shelf = Shelf(quotas=QuotaLimits(1 << 30, 1 << 30) if has_quotas else QuotaLimits())
         self.tree = self.shelf.tree
         self.blocks: dict[BlockHash, Facts] = {}
-        self.order: dict[KvTier, list[BlockHash]] = {tier: [] for tier in KvTier}
+        self.order: dict[Tier, list[BlockHash]] = {tier: [] for tier in Tier}
         self.log: list[Came | Left] = []
         self.shelf.log.begin()
         self.shelf.log.take(limit=10)
         self.time = 0.0
 
-    def _moved(self, tier: KvTier, name: BlockHash, *, is_there: bool, to_front: bool = False) -> None:
+    def _moved(self, tier: Tier, name: BlockHash, *, is_there: bool, to_front: bool = False) -> None:
         order = self.order[tier]
         if name in order:
             order.remove(name)
@@ -59,7 +60,7 @@ class TreeAgainstModel(RuleBasedStateMachine):
     def _forget_empty(self) -> None:
         self.blocks = {name: facts for name, facts in self.blocks.items() if facts.is_known}
 
-    def _came(self, tier: KvTier, name: BlockHash) -> None:
+    def _came(self, tier: Tier, name: BlockHash) -> None:
         facts = self.blocks[name]
         keys = tuple(facts.tokens)
         self.log.append(Came(tier, name, facts.parent, facts.start == 0, len(keys), keys))
@@ -85,23 +86,23 @@ class TreeAgainstModel(RuleBasedStateMachine):
         node = self.tree.insert(parent=parent, start_token_index=start, keys=tuple(tokens))
         if in_ram:
             if not facts.ram_bytes:
-                self._came(KvTier.RAM, name)
+                self._came(Tier.RAM, name)
             facts.ram_bytes = size_bytes
             self.shelf.hold(node, RegionKind.KV, size_bytes=size_bytes)
-            self._moved(KvTier.RAM, name, is_there=True)
+            self._moved(Tier.RAM, name, is_there=True)
         else:
             if not facts.ssd_bytes:
-                self._came(KvTier.SSD, name)
+                self._came(Tier.SSD, name)
             facts.ssd_bytes = size_bytes
             self.tree.store(record_of(node, RegionKind.KV)._replace(file_bytes=size_bytes))
-            self._moved(KvTier.SSD, name, is_there=True, to_front=not facts.is_used)
+            self._moved(Tier.SSD, name, is_there=True, to_front=not facts.is_used)
 
     @precondition(lambda self: self.blocks)
-    @rule(data=st.data(), tier=st.sampled_from(KvTier))
-    def leave(self, data: Any, tier: KvTier) -> None:
+    @rule(data=st.data(), tier=st.sampled_from(Tier))
+    def leave(self, data: Any, tier: Tier) -> None:
         name = data.draw(st.sampled_from(sorted(self.blocks)))
         facts, node = self.blocks[name], self._node(name)
-        if tier is KvTier.RAM:
+        if tier is Tier.RAM:
             assert self.tree.drop(node) is bool(facts.ram_bytes)
             was_there, facts.ram_bytes = facts.ram_bytes, 0
         else:
@@ -118,8 +119,8 @@ class TreeAgainstModel(RuleBasedStateMachine):
         facts = self.blocks[name]
         facts.is_pinned = not facts.is_pinned
         self.tree.set_pin(self._node(name), UNTIL_UNPINNED if facts.is_pinned else NOT_PINNED)
-        self._moved(KvTier.RAM, name, is_there=bool(facts.ram_bytes))
-        self._moved(KvTier.SSD, name, is_there=bool(facts.ssd_bytes))
+        self._moved(Tier.RAM, name, is_there=bool(facts.ram_bytes))
+        self._moved(Tier.SSD, name, is_there=bool(facts.ssd_bytes))
 
     @precondition(lambda self: self.blocks)
     @rule(data=st.data())
@@ -206,9 +207,9 @@ class TreeAgainstModel(RuleBasedStateMachine):
             )
             below = [other for other, each in self.blocks.items() if each.parent == name]
             assert {child.hash for child in self.tree.children(name)} == set(below)
-        assert [node.hash for node in self.tree.ram.oldest()] == self.order[KvTier.RAM]
-        assert [node.hash for node in self.tree.ram.latest()] == self.order[KvTier.RAM][::-1]
-        for tier, account in ((KvTier.RAM, self.tree.ram), (KvTier.SSD, self.tree.ssd)):
+        assert [node.hash for node in self.tree.ram.oldest()] == self.order[Tier.RAM]
+        assert [node.hash for node in self.tree.ram.latest()] == self.order[Tier.RAM][::-1]
+        for tier, account in ((Tier.RAM, self.tree.ram), (Tier.SSD, self.tree.ssd)):
             for owners in ({ROOT}, {*ROOTS, None}) if self.has_quotas else ():
                 owned = [name for name in self.order[tier] if self.blocks[name].owner in owners]
                 assert [node.hash for node in account.oldest(owners)] == owned

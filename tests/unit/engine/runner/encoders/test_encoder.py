@@ -19,7 +19,7 @@ from icehouse_server.engine.runner.model_loader import ModelSource
 from icehouse_server.errors import ModelError
 from mlx_lm.utils import load_model
 
-from tests.fixtures.models import tiny_model_dir
+from tests.fixtures.models import at_once, tiny_model_dir
 from tests.fixtures.models.encoders import (
     ENCODER_CONFIGS,
     SCORING,
@@ -198,7 +198,7 @@ def test_what_is_damaged_or_not_known_is_refused_by_name(tmp_path: Path, change:
     source = ModelSource(folder, "tiny")
     with pytest.raises(ModelError) as caught:
         model_loader.describe(
-            model_loader.load(source), source, model_loader.load_tokenizer(source), fingerprint_hex=""
+            at_once.load(source), source, model_loader.load_tokenizer(source), fingerprint_hex=""
         )
     assert told in caught.value.message and str(folder) in caught.value.message
 
@@ -217,7 +217,7 @@ def test_a_family_refuses_what_it_does_not_compute(
 ) -> None:
     folder = tiny_encoder_dir(tmp_path, kind, **values)
     with pytest.raises(ModelError, match=told):
-        model_loader.load(ModelSource(folder, "tiny"))
+        at_once.load(ModelSource(folder, "tiny"))
 
 
 def test_a_decoder_with_steps_of_encoders_is_refused(tmp_path: Path) -> None:
@@ -226,7 +226,7 @@ def test_a_decoder_with_steps_of_encoders_is_refused(tmp_path: Path) -> None:
     write_json(folder / "1_Pooling" / "config.json", {"pooling_mode": "cls"})
     write_json(folder / "modules.json", steps(("", "Transformer"), ("1_Pooling", "Pooling")))
     source = ModelSource(folder, "tiny")
-    loaded, tokenizer = model_loader.load(source), model_loader.load_tokenizer(source)
+    loaded, tokenizer = at_once.load(source), model_loader.load_tokenizer(source)
     with pytest.raises(ModelError, match="encoders alone"):
         model_loader.describe(loaded, source, tokenizer, fingerprint_hex="")
 
@@ -237,7 +237,7 @@ def test_a_decoder_or_a_head_that_scores_needs_no_steps(tmp_path: Path) -> None:
     for folder, kind in ((decoder, ModelKind.CHAT), (head, ModelKind.RERANK)):
         write_json(folder / "modules.json", steps(("", "Transformer"), ("1_LogitScore", "LogitScore")))
         source = ModelSource(folder, "tiny")
-        loaded, tokenizer = model_loader.load(source), model_loader.load_tokenizer(source)
+        loaded, tokenizer = at_once.load(source), model_loader.load_tokenizer(source)
         assert model_loader.describe(loaded, source, tokenizer, fingerprint_hex="").kind is kind
 
 

@@ -15,12 +15,12 @@ from typing import Any
 
 import mlx.core as mx
 from icehouse_server.engine.runner.forward.forward_pass import ForwardPass
-from icehouse_server.engine.runner.forward.probe import examine
 from icehouse_server.engine.runner.forward.row import LayeredChunk, Row, Share
 from icehouse_server.engine.runner.forward.splits import PassFacts
 from mlx_lm.models.cache import make_prompt_cache
 
 from tests.fixtures.models import build
+from tests.fixtures.models.at_once import examine
 from tests.fixtures.models.vocabulary import SPECIAL_TOKENS
 
 MakeCaches = Callable[[], list[Any]]

@@ -12,8 +12,7 @@ import json
 from pathlib import Path
 from typing import Any, Final
 
-from icehouse_server.engine.runner.forward.probe import examine
-
+from tests.fixtures.models.at_once import examine
 from tests.unit.engine.runner.forward.small_models import SCHEDULE, architectures, small_model
 
 FILE: Final = Path(__file__).with_name("splits.json")

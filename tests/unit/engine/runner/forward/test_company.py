@@ -10,11 +10,11 @@ import pytest
 from icehouse_server.domain.model import PassSplit
 from icehouse_server.engine.kv_cache.cache_classes import quantize_caches
 from icehouse_server.engine.runner.forward.forward_pass import ForwardPass
-from icehouse_server.engine.runner.forward.probe import examine
 from icehouse_server.engine.runner.forward.row import Row, Share
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
 
 from tests.fixtures.models import ARCHITECTURES, build
+from tests.fixtures.models.at_once import examine
 from tests.unit.engine.runner.forward.company import (
     DRAW_COUNT,
     Company,

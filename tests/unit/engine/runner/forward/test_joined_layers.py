@@ -9,10 +9,8 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from icehouse_server.engine.core.steps import whole
 from icehouse_server.engine.runner.forward.forward_pass import ForwardPass
 from icehouse_server.engine.runner.forward.joined_layers import JoinedLayers
-from icehouse_server.engine.runner.forward.probe import examine
 from icehouse_server.engine.runner.forward.row import Row, Share
 from mlx.nn.layers.activations import silu
 from mlx.nn.layers.base import Module
@@ -21,6 +19,8 @@ from mlx.nn.layers.quantized import quantize
 from mlx_lm.models.cache import make_prompt_cache
 
 from tests.fixtures.models import ARCHITECTURES, build
+from tests.fixtures.models.at_once import examine
+from tests.fixtures.steps import whole
 from tests.unit.engine.runner.forward.company import prompt_of
 
 _WIDTH = 64

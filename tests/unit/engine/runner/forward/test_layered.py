@@ -10,12 +10,12 @@ import pytest
 from icehouse_server.domain.blocks import RegionKind
 from icehouse_server.engine.kv_cache.cache_classes import class_of, leaves
 from icehouse_server.engine.runner.forward.forward_pass import ForwardPass
-from icehouse_server.engine.runner.forward.probe import examine
 from icehouse_server.engine.runner.forward.row import Row, Share
 from icehouse_server.engine.runner.forward.splits import NotSplittable
 from mlx_lm.models.cache import make_prompt_cache
 
 from tests.fixtures.models import ARCHITECTURES, build
+from tests.fixtures.models.at_once import examine
 from tests.unit.engine.runner.forward.company import prompt_of
 from tests.unit.engine.runner.forward.small_models import SCHEDULE, small_model
 

@@ -15,14 +15,13 @@ from icehouse_server.engine.attention.port import PagedAttention
 from icehouse_server.engine.kv.page_groups import groups_of
 from icehouse_server.engine.kv.page_table import PageGroup
 from icehouse_server.engine.kv.paged_cache import Paging
-from icehouse_server.engine.kv.pass_clock import PassClock
-from icehouse_server.engine.kv.pool import PagePool
+from icehouse_server.engine.kv.pool import PagePool, PassClock
 from icehouse_server.engine.runner.forward.forward_pass import ForwardPass
-from icehouse_server.engine.runner.forward.probe import examine
 from icehouse_server.engine.runner.forward.row import Row
 from mlx_lm.models.cache import make_prompt_cache
 
 from tests.fixtures.models import ARCHITECTURES, build
+from tests.fixtures.models.at_once import examine
 from tests.unit.engine.runner.forward.company import Company, Guest, alone, examined, guests_of, prompt_of
 
 PAGE_TOKEN_COUNT = 16

@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from icehouse_server.domain.model import PassSplit
-from icehouse_server.engine.kv.pass_clock import PassClock
+from icehouse_server.engine.kv.pool import PassClock
 from icehouse_server.engine.runner.forward import replay
 from icehouse_server.engine.runner.forward.forward_pass import ForwardPass
 from icehouse_server.engine.runner.forward.row import Row, Share

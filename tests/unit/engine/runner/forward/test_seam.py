@@ -10,7 +10,6 @@ import pytest
 from icehouse_server.domain.model import PassSplit
 from icehouse_server.engine.runner.forward.forward_pass import ForwardPass
 from icehouse_server.engine.runner.forward.model_seam import attention_over
-from icehouse_server.engine.runner.forward.probe import examine
 from icehouse_server.engine.runner.forward.row import Row, Share
 from icehouse_server.engine.runner.forward.splits import CacheSplit, NotSplittable, PassFacts
 from mlx.utils import tree_flatten, tree_map_with_path
@@ -19,6 +18,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from tests.fixtures.models import build
+from tests.fixtures.models.at_once import examine
 from tests.unit.engine.runner.forward.company import Company, Guest, alone, prompt_of
 
 

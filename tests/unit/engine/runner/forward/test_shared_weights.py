@@ -8,13 +8,13 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from icehouse_server.engine.runner.forward.forward_pass import ForwardPass
-from icehouse_server.engine.runner.forward.probe import examine
 from icehouse_server.engine.runner.forward.row import Row, Share
 from mlx.nn.layers.embedding import Embedding
 from mlx.nn.layers.linear import Linear
 from mlx_lm.models.cache import make_prompt_cache
 
 from tests.fixtures.models import ARCHITECTURES, build
+from tests.fixtures.models.at_once import examine
 from tests.unit.engine.runner.forward.company import prompt_of
 
 FEED_FORWARD = ("mlp", "feed_forward")

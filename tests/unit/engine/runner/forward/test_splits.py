@@ -8,12 +8,13 @@ import mlx.core as mx
 import pytest
 from icehouse_server.domain.model import PassSplit
 from icehouse_server.engine.runner.forward.forward_pass import ForwardPass
-from icehouse_server.engine.runner.forward.probe import examine, examine_steps
+from icehouse_server.engine.runner.forward.probe import examine_steps
 from icehouse_server.engine.runner.forward.row import Row
 from icehouse_server.engine.runner.forward.splits import CacheSplit, PassFacts
 from mlx_lm.models.cache import make_prompt_cache
 
 from tests.fixtures.models import build
+from tests.fixtures.models.at_once import examine
 from tests.unit.engine.runner.forward import splits_table
 from tests.unit.engine.runner.forward.company import Company, Guest, alone, prompt_of
 from tests.unit.engine.runner.forward.small_models import architectures

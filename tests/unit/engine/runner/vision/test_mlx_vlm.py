@@ -10,7 +10,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from icehouse_server.engine.kv_cache.regions import array_of
-from icehouse_server.engine.runner.model_loader import ModelSource, describe, load, load_tokenizer
+from icehouse_server.engine.runner.model_loader import ModelSource, describe, load_tokenizer
+
+from tests.fixtures.models.at_once import load
 
 Image = pytest.importorskip("PIL.Image", reason="the extra `vision` is not installed")
 pytest.importorskip("mlx_vlm", reason="the extra `vision` is not installed")

@@ -10,8 +10,6 @@ import pytest
 import safetensors
 import xxhash
 from icehouse_server.domain.blocks import (
-    LAYOUT_ABI,
-    PLANES_LAYOUT_ABI,
     Damage,
     HostBlock,
     RegionKind,
@@ -198,13 +196,9 @@ def test_bytes_made_to_fit_the_checksum_fail_by_their_tag(path: Path) -> None:
 def test_every_part_is_bound_to_the_public_facts() -> None:
     outline = BlockOutline.of(BLOCK.header)
     other = dataclasses.replace(outline, start_token_index=outline.start_token_index + 16)
-    facts = ((outline, LAYOUT_ABI), (other, LAYOUT_ABI), (outline, PLANES_LAYOUT_ABI))
-    mine, theirs, in_planes = (
-        file_cipher_of(CIPHER, item, salt=bytes(32), layout_abi=layout_abi) for item, layout_abi in facts
-    )
+    mine, theirs = (file_cipher_of(CIPHER, item, salt=bytes(32)) for item in (outline, other))
     encrypted = mine.encrypt_header(b"text")
     assert mine.decrypt_header(encrypted) == b"text" and theirs.decrypt_header(encrypted) is None
-    assert in_planes.decrypt_header(encrypted) is None
     room = memoryview(bytearray(8))
     encryptor = mine.encryptor(RegionKind.KV)
     encryptor.update(memoryview(b"8 bytes."), room)

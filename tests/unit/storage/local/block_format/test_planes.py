@@ -12,8 +12,6 @@ import pytest
 import safetensors
 import zstandard
 from icehouse_server.domain.blocks import (
-    LAYOUT_ABI,
-    PLANES_LAYOUT_ABI,
     Damage,
     HostBlock,
     HostRegion,
@@ -92,7 +90,7 @@ def test_every_dtype_comes_back_bit_for_bit(tmp_path, dtype, cipher):
         block = dataclasses.replace(block, header=make_block(cipher=cipher).header)
     written = write(block, tmp_path / "b", cipher=cipher)
     assert written.file_bytes == os.path.getsize(tmp_path / "b") < block.size_bytes
-    assert written.layout_abi == PLANES_LAYOUT_ABI
+    assert all(region.planes for region in written.regions)
     assert verify_block(FILES, str(tmp_path / "b"), cipher=cipher) == written
     (region,) = load(block, tmp_path / "b", cipher=cipher).regions
     assert [tensor.data.tobytes() for tensor in region.tensors] == [
@@ -121,17 +119,17 @@ def test_frames_of_other_levels_are_read(tmp_path, monkeypatch, level):
     """Earlier versions wrote level 1."""
     monkeypatch.setattr(planes, "_PARAMETERS", zstandard.ZstdCompressionParameters.from_level(level))
     block = block_of(values("BF16", 300_000))
-    assert write(block, tmp_path / "b").layout_abi == PLANES_LAYOUT_ABI
+    assert write(block, tmp_path / "b").regions[0].planes
     (region,) = load(block, tmp_path / "b").regions
     assert region.tensors[0].data.tobytes() == block.regions[0].tensors[0].data.tobytes()
 
 
 def test_what_gains_nothing_is_stored_as_it_is(tmp_path):
-    """And the file is the one that an earlier version writes, to the bit."""
+    """And the file is the raw one, to the bit."""
     block = make_block(head_count=8, row_width=64)
     written = write(block, tmp_path / "planes")
     write(block, tmp_path / "raw", has_planes=False)
-    assert written.layout_abi == LAYOUT_ABI
+    assert not any(region.planes for region in written.regions)
     assert (tmp_path / "planes").read_bytes() == (tmp_path / "raw").read_bytes()
 
 
@@ -181,7 +179,7 @@ def test_kv_goes_straight_into_the_callers_memory(tmp_path):
 @pytest.mark.parametrize("cipher", **BOTH_WAYS)
 def test_every_flipped_bit_is_seen(tmp_path, cipher):
     block = make_block(cipher=cipher, token_ids=(1, 2, 3), has_values=True, **SMALL)
-    assert write(block, tmp_path / "whole", cipher=cipher).layout_abi == PLANES_LAYOUT_ABI
+    assert any(region.planes for region in write(block, tmp_path / "whole", cipher=cipher).regions)
     text = bytearray((tmp_path / "whole").read_bytes())
     path = tmp_path / "flipped"
     for position in range(len(text)):
@@ -223,10 +221,9 @@ def test_lies_about_planes_are_damage(tmp_path, key, value):
     assert damage_of(tmp_path / "b") in (Damage.HEADER, Damage.TRUNCATED, Damage.CHECKSUM)
 
 
-@pytest.mark.parametrize("layout_abi", ["1", "2"])
-def test_planes_and_layout_belong_together(tmp_path, layout_abi):
-    write(make_block(has_values=layout_abi == "1", **SMALL), tmp_path / "b")
-    forge(tmp_path / "b", metadata=lambda facts: facts.update(layout_abi=layout_abi))
+def test_planes_without_their_tensors_are_damage(tmp_path):
+    write(make_block(has_values=True, **SMALL), tmp_path / "b")
+    forge(tmp_path / "b", metadata=lambda facts: facts.pop("tensors"))
     assert damage_of(tmp_path / "b") is Damage.HEADER
 
 

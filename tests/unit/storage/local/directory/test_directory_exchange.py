@@ -15,7 +15,6 @@ from icehouse_server.storage.files import Files
 from icehouse_server.storage.local.directory.directory_exchange import (
     ExportReport,
     ExportSource,
-    ImportLimits,
     ImportReport,
     ImportTarget,
     Refusal,
@@ -56,7 +55,8 @@ def adopt(
         str(directory),
         files=files or Files(),  # type: ignore[arg-type]
         clock=ManualClock(),
-        limits=ImportLimits(limit_bytes, 0),
+        limit_bytes=limit_bytes,
+        free_floor_bytes=0,
     )
     return target.adopt(parts)
 
@@ -202,7 +202,7 @@ def test_the_size_limit_holds(tmp_path: Path) -> None:
     assert adopt(tmp_path / "c", parts, limit_bytes=limit_bytes).adopted_count == 3
 
 
-@pytest.mark.parametrize("verb, number", [("write", 2), ("fsync", 2), ("rename", 2), ("create", 3)])
+@pytest.mark.parametrize("verb, number", [("write", 3), ("fsync", 2), ("rename", 2), ("create", 4)])
 def test_a_disk_that_is_full_in_the_middle_keeps_what_was_adopted(
     tmp_path: Path, verb: str, number: int
 ) -> None:
@@ -259,7 +259,8 @@ def test_blocks_in_the_clear_do_not_come_beside_a_key(tmp_path: Path) -> None:
         str(tmp_path / "b"),
         files=Files(),
         clock=ManualClock(),
-        limits=ImportLimits(1 << 30, 0),
+        limit_bytes=1 << 30,
+        free_floor_bytes=0,
         cipher=CIPHER,
     )
     with pytest.raises(StorageError, match="in the clear"):

@@ -144,11 +144,9 @@ def test_an_edited_row_of_contents_is_seen_by_verify(place):
 
 
 def another_version(monkeypatch) -> None:
-    """Become a version that has other layouts."""
-    for module in ("block_format.header", "directory.reconcile"):
-        monkeypatch.setattr(f"icehouse_server.storage.local.{module}.LAYOUT_ABI", 3)
+    """Become a version that has another layout."""
     for module in ("block_format.header", "directory.reconcile", "directory.lock"):
-        monkeypatch.setattr(f"icehouse_server.storage.local.{module}.PLANES_LAYOUT_ABI", 4)
+        monkeypatch.setattr(f"icehouse_server.storage.local.{module}.LAYOUT_ABI", 3)
 
 
 def test_other_abi_is_deleted_with_its_row(place, monkeypatch):
