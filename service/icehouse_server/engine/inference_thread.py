@@ -18,9 +18,9 @@ _WAIT_S = 0.5
 """How long it sleeps at most, so that its heartbeat stays fresh."""
 _STUCK_FACTOR = 4.0
 _FADING = 0.99
-_LOADING_COST = 2.0
-"""By what the time of an engine is multiplied while it loads its model: it gets half as much as one that has
-requests. With as much, the gaps between their tokens would double."""
+_LOADING_COST = 3.0
+"""By what the time of an engine is multiplied while it loads its model: it gets a third as much as one that
+has requests. With as much, the gaps between their tokens would double."""
 
 Turns = Iterator[float | None]
 """An engine's life, a turn at a time: each yields for how many seconds nothing will be ready unless a message
@@ -86,7 +86,7 @@ class InferenceThread:
     ) -> None:
         """Give an engine turns until it has no more. Its mailbox must share `changed`.
 
-        While it `is_loading` it gets half as much time as others that have work, and no message wakes it.
+        While it `is_loading` it gets a third as much time as others that have work, and no message wakes it.
         """
         assert mailbox.changed is self.changed, "nothing would wake the thread for this mailbox"
         with self.changed:

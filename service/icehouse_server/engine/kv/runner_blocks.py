@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol, cast
 
 import mlx.core as mx
@@ -58,6 +58,17 @@ class Sequences(Protocol):
         ...
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Footprint:
+    """What a model's kv takes."""
+
+    bytes_per_token: int
+    bytes_per_sequence: int
+    """Whatever its length."""
+    token_shapes: Mapping[RegionKind, tuple[TokenShape, ...]] = dataclasses.field(default_factory=dict)
+    """Of kv and windows."""
+
+
 class RunnerBlocks:
     """Implements the prefix cache's CacheRunner. Refuses every thread but the runner's.
 
@@ -84,8 +95,8 @@ class RunnerBlocks:
         self._layout = CacheLayout((), block_token_count)
         self._group: PageGroup | None = None
         """Set where kv lies in pages."""
-        self._token_shapes: dict[RegionKind, tuple[TokenShape, ...]] = {}
-        """Of this model's kv and windows, once measured."""
+        self.footprint = Footprint(0, 0)
+        """Of this model, once it is measured."""
         self._restoring: dict[SequenceId, CacheRebuild] = {}
         self.facts = CacheFacts(unsupported_detail="no model is loaded")
         """What the model's cache classes allow; true after `read_layout`."""
@@ -103,25 +114,21 @@ class RunnerBlocks:
         self.facts = self._layout.facts
 
     def page(self, paging: Paging) -> None:
-        """Cut and restore kv by pages from now on. After `measure`."""
+        """Cut and restore kv by pages from now on."""
         self._group = paging.unlimited
         self.facts = dataclasses.replace(self.facts, shares_blocks=self._group is not None)
 
-    def measure(self, caches: list[Cache], *, token_count: int) -> tuple[int, int]:
-        """Return the bytes of kv that a token takes, and the bytes that a sequence takes whatever its length.
-
-        Measured on caches of `token_count` tokens.
-        """
+    def measure(self, caches: list[Cache], *, token_count: int) -> Footprint:
+        """Return what caches of `token_count` tokens show. After `read_layout`."""
         layout = self._layout
         if self.facts.unsupported_detail:
-            return sum(cache.nbytes for cache in caches) // token_count, 0
-        for kind in (RegionKind.KV, RegionKind.WINDOW):
-            self._token_shapes[kind] = layout.token_shapes(kind, caches)
+            return Footprint(sum(cache.nbytes for cache in caches) // token_count, 0)
         window = (
             layout.cut_tokens(RegionKind.WINDOW, caches, start=0, stop=token_count).size_bytes // token_count
         )
         fixed = window * self.facts.window_token_count + layout.cut_checkpoint(caches).size_bytes
-        return layout.kv_bytes_per_token(caches), fixed
+        shapes = {kind: layout.token_shapes(kind, caches) for kind in (RegionKind.KV, RegionKind.WINDOW)}
+        return Footprint(layout.kv_bytes_per_token(caches), fixed, shapes)
 
     def cut(
         self, sequence_id: SequenceId, *, start: int, stop: int, kinds: Collection[RegionKind]
@@ -227,7 +234,7 @@ class RunnerBlocks:
         for region in regions:
             expected = [
                 (each.name, dtype_name(each.dtype), each.of(token_count))
-                for each in self._token_shapes.get(region.kind, ())
+                for each in self.footprint.token_shapes.get(region.kind, ())
             ]
             if [(each.name, each.dtype, each.shape) for each in region.tensors] != expected:
                 return f"its {region.kind} is not this model's"

@@ -14,8 +14,9 @@ from types import TracebackType
 from typing import Final, Self
 
 _PIECE_BYTES: Final = 4 << 20
-_AHEAD_BYTES: Final = 1 << 30
-"""Read beyond what was asked for at most: the system may forget what it has no room for."""
+_AHEAD_BYTES: Final = 64 << 20
+"""Read beyond what was asked for at most, so that a disk is never idle. Reading it all at once would take a
+processor from what others compute."""
 
 
 class ReadAhead:

@@ -26,7 +26,7 @@ from icehouse_server.engine.kv.page_groups import GroupFacts, groups_of, page_to
 from icehouse_server.engine.kv.paged_cache import Paging
 from icehouse_server.engine.kv.pool import PassClock, can_reserve
 from icehouse_server.engine.kv.pool_memory import PoolMemory, make_groups
-from icehouse_server.engine.kv.runner_blocks import RunnerBlocks
+from icehouse_server.engine.kv.runner_blocks import Footprint, RunnerBlocks
 from icehouse_server.engine.kv_cache.cache_classes import (
     Cache,
     make_caches,
@@ -49,6 +49,7 @@ from icehouse_server.engine.runner.vision.features import ImageFeatures
 from icehouse_server.engine.runner.warm_up import (
     TRIED,
     CommonParts,
+    KnownModel,
     ModelKey,
     draw_batch,
     end_trial,
@@ -136,7 +137,6 @@ class ModelRunner:
         self._paging = Paging(())
         """What of the KV lies in pages; known after `load_steps`."""
         self.pages = PoolMemory()
-        self._page_groups: tuple[GroupFacts, ...] = ()
         self._warm_ups: collections.deque[list[DecodeRow]] = collections.deque()
         """Batches that draw in ways whose kernels are not compiled yet."""
         self._pass_clock = PassClock()
@@ -174,33 +174,38 @@ class ModelRunner:
             mlx_lm.wire_memory()
         self.blocks.read_layout()
         yield None
-        has_run = self._key in self._known
-        self._facts = yield from self._examined(loaded.model)
+        known = self._known.get(self._key)
+        if known is None:
+            self._facts = yield from self._examined(loaded.model)
+        else:
+            self._facts = known.passes
+            if known.passes.layers_are_joined:
+                yield from JoinedLayers.steps(loaded.model)
         self._pipeline.forwards[NO_ADAPTER] = ForwardPass(loaded.model, self._facts)
-        kv_bytes_per_token, fixed_bytes = self._measure()
+        seen = known or self._measured()
+        self.blocks.footprint = seen.footprint
         yield None
-        if not has_run:
+        if known is None:
             yield from warm_up_steps(self, NO_ADAPTER)
-        yield from self._page(self._page_groups, loaded)
+        yield from self._page(seen.page_groups, loaded)
         yield None
         if self._paging.groups:
-            if not has_run:
+            if known is None:
                 yield from warm_up_steps(self, NO_ADAPTER)
             yield from self._proof_of_replays(NO_ADAPTER)
         for adapter, model in zip(self._source.adapters, adapted, strict=True):
             self._pipeline.forwards[adapter.name] = ForwardPass(model.tree, self._facts, self._paging)
-            if not has_run:
+            if known is None:
                 yield from warm_up_steps(self, adapter.name)
             yield from self._proof_of_replays(adapter.name)
+        kv_bytes_per_token = seen.footprint.bytes_per_token
         self._freed.bound(kv_bytes_per_token, memory_limit_bytes=self._settings.memory_limit_bytes)
         info = model_loader.describe(loaded, self._source, self._tokenizer, self._fingerprint_hex)
         if self._settings.warms_every_draw:
             self._warm_ups.extend(warm_up_rows())
         yield None
         draft = yield from self._load_draft(info, is_hurried)
-        self._memory_model = self._predicted(
-            loaded, draft, kv_bytes_per_token=kv_bytes_per_token, fixed_bytes=fixed_bytes
-        )
+        self._memory_model = self._predicted(loaded, draft, seen.footprint)
         self._end_token_ids = tuple(i for i in info.eos_token_ids if i < info.vocabulary_size)
         return dataclasses.replace(
             info,
@@ -214,26 +219,21 @@ class ModelRunner:
         )
 
     def _predicted(
-        self,
-        loaded: model_loader.LoadedModel,
-        draft: DraftFootprint,
-        *,
-        kv_bytes_per_token: int,
-        fixed_bytes: int,
+        self, loaded: model_loader.LoadedModel, draft: DraftFootprint, footprint: Footprint
     ) -> MemoryModel:
         """Return what sequences will take."""
         shape = model_loader.shape_of(loaded)
         return MemoryModel(
             shape,
-            kv_bytes_per_token,
-            fixed_bytes,
+            footprint.bytes_per_token,
+            footprint.bytes_per_sequence,
             room_step_token_count=self._paging.groups[0].pool.shape.page_token_count
             if self._paging.groups
             else step_token_count(self.fresh_caches()),
             copies_to_grow=not self._paging.groups,
             pool_bytes=self._paging.bounded_bytes,
             attended_bytes_per_token=self._attended_bytes(
-                kv_bytes_per_token, number_bytes=shape.compute_bytes
+                footprint.bytes_per_token, number_bytes=shape.compute_bytes
             ),
             draft=draft,
             tower=None if loaded.tower is None else loaded.tower.shape(device=find_backend().value),
@@ -371,20 +371,22 @@ class ModelRunner:
         assert self._images is not None, "this model sees no images, and the edge refuses them"
         return self._images
 
-    def _measure(self) -> tuple[int, int]:
-        """Run two tokens. Returns the bytes of kv a token takes and the bytes a sequence takes whatever its
-        length."""
+    def _measured(self) -> KnownModel:
+        """Run two tokens, and keep what they show."""
         self.open(TRIED)
         self.run([Chunk(TRIED, [0, 0])])
-        footprint = self.blocks.measure(self.caches(TRIED), token_count=2)
+        caches, groups = self.caches(TRIED), tuple[GroupFacts, ...]()
         if self._facts.caches:
-            self._page_groups = groups_of(
-                self.caches(TRIED),
+            groups = groups_of(
+                caches,
                 attending=self._facts.attending_indices,
                 page_token_count=page_token_count_for(self._settings.block_token_count),
             )
+        known = KnownModel(self._facts, self.blocks.measure(caches, token_count=2), groups)
         end_trial(self, [TRIED])
-        return footprint
+        if self._fingerprint_hex:
+            self._known[self._key] = known
+        return known
 
     def _proof_of_replays(self, adapter: AdapterName) -> Iterator[None]:
         replays = self._pipeline.forwards[adapter].replays
@@ -455,15 +457,10 @@ class ModelRunner:
         return self._fingerprint_hex, self._joins
 
     def _examined(self, model: Any) -> Generator[None, None, PassFacts]:
-        """Find out how passes of this model are run, and say so; of one that was here before it is known.
+        """Find out how passes of this model are run, and say so.
 
         Raises ConfigError when the KV cannot be quantized as the settings ask.
         """
-        known = self._known.get(self._key)
-        if known is not None:
-            if known.layers_are_joined:
-                yield from JoinedLayers.steps(model)
-            return known
         try:
             facts = yield from examine_steps(
                 model,
@@ -492,6 +489,4 @@ class ModelRunner:
             _log.info("forward_pass_examined", extra=detail)
         else:
             _log.warning("forward_pass_not_shared", extra=detail)
-        if self._fingerprint_hex:
-            self._known[self._key] = facts
         return facts

@@ -20,6 +20,8 @@ from icehouse_server.domain.sampling import SamplingParams
 from icehouse_server.engine.core.device_clock import DeviceClock
 from icehouse_server.engine.core.ports import Chunk, DecodeRow, Runner
 from icehouse_server.engine.kv.backend_choice import Geometry
+from icehouse_server.engine.kv.page_groups import GroupFacts
+from icehouse_server.engine.kv.runner_blocks import Footprint
 from icehouse_server.engine.runner.forward.splits import PassFacts
 
 ModelKey = tuple[str, bool]
@@ -151,11 +153,20 @@ def _row(
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class KnownModel:
+    """What is found out about a model the first time that it is loaded. What it needs was compiled then."""
+
+    passes: PassFacts
+    footprint: Footprint
+    page_groups: tuple[GroupFacts, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class CommonParts:
     """What the runners of a process have in common."""
 
     device_clock: DeviceClock = dataclasses.field(default_factory=DeviceClock)
-    known: dict[ModelKey, PassFacts] = dataclasses.field(default_factory=dict)
-    """How passes of models are run that were loaded before, and what they need was compiled then."""
+    known: dict[ModelKey, KnownModel] = dataclasses.field(default_factory=dict)
+    """Models that were loaded before."""
     proved: dict[Geometry, int] = dataclasses.field(default_factory=dict)
     """Which of the device's kernels are proved for which layers."""

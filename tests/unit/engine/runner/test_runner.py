@@ -23,7 +23,7 @@ from icehouse_server.engine.inference_thread import InferenceThread
 from icehouse_server.engine.runner import model_loader
 from icehouse_server.engine.runner.forward.splits import PassFacts
 from icehouse_server.engine.runner.runner import ModelRunner, RunnerSettings
-from icehouse_server.engine.runner.warm_up import CommonParts, ModelKey
+from icehouse_server.engine.runner.warm_up import CommonParts, KnownModel, ModelKey
 from icehouse_server.engine.scheduling.limits import SchedulerLimits
 from icehouse_server.engine.scheduling.waiting_queue import WaitingLimits
 from icehouse_server.errors import ModelError
@@ -166,7 +166,7 @@ def test_a_model_that_fits_no_way_is_served_row_by_row_and_says_so_in_the_log_an
 
 def test_a_model_that_comes_back_is_not_examined_again(tmp_path: Path) -> None:
     folder = tiny_model_dir(tmp_path, "llama")
-    known: dict[ModelKey, PassFacts] = {}
+    known: dict[ModelKey, KnownModel] = {}
 
     def loaded(fingerprint: str) -> tuple[ModelInfo, int]:
         source = model_loader.ModelSource(path=folder, model_id="tiny")
@@ -191,13 +191,14 @@ def test_a_model_that_comes_back_is_not_examined_again(tmp_path: Path) -> None:
     first, first_count = loaded("ab")
     (kept,) = known.values()
     # What is kept is what counts, so that it shows whether it was looked at.
-    known[next(iter(known))] = dataclasses.replace(kept, reason="known")
+    seen = dataclasses.replace(kept.passes, reason="known")
+    known[next(iter(known))] = dataclasses.replace(kept, passes=seen)
     again, again_count = loaded("ab")
     assert dataclasses.replace(again, system_digest_hex=first.system_digest_hex) == first
     assert again_count < first_count
-    assert [facts.reason for facts in known.values()] == ["known"]
+    assert [each.passes.reason for each in known.values()] == ["known"]
     loaded("cd")
-    assert [facts.reason for facts in known.values()] == ["known", kept.reason]
+    assert [each.passes.reason for each in known.values()] == ["known", kept.passes.reason]
 
 
 def test_greedy_text_is_what_the_model_says_by_itself(tmp_path: Path) -> None:
