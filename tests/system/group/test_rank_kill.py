@@ -94,14 +94,18 @@ def kill_ranks(model: Path, references: list[Reference], folder: Path, *, count:
         total.ssd_token_count += seen.ssd_token_count
         total.cut_codes += seen.cut_codes
         print(f"{dict(killed)}, told within {told_s:.2f} s, {total.finished_count} answers", flush=True)
-    with RankGroup(model, folder, options=_OPTIONS) as group:
-        group.serving.wait_until_serving()
-        for reference in references:
-            assert ask(group.serving.address, reference, total, on_event=lambda: None)
-        group.serving.terminate()
-        assert [process.wait() for process in group.ranks] == [0, 0]
     print(f"{killed.total()} kills, seed {seed}: {total}")
-    assert total.ssd_token_count > 0, "no start was warm"
+    # A few kills may all come before anything is written.
+    assert count < 20 or total.ssd_token_count > 0, "no start was warm"
+    last = Seen()
+    for _ in range(2):
+        with RankGroup(model, folder, options=_OPTIONS) as group:
+            group.serving.wait_until_serving()
+            for reference in references:
+                assert ask(group.serving.address, reference, last, on_event=lambda: None)
+            group.serving.terminate()
+            assert [process.wait() for process in group.ranks] == [0, 0]
+    assert last.ssd_token_count > 0, "what was written as it ended in order was not found again"
 
 
 def test_killed_four_times(model: Path, references: list[Reference], tmp_path: Path) -> None:
