@@ -265,6 +265,22 @@ async def test_an_import_waits_while_blocks_of_others_fill_the_write_queue(
         assert (answer.adopted_block_count, refusals(answer)) == (told.block_count, {})
 
 
+async def test_an_import_without_a_deadline_does_not_wait_for_ever(
+    tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache_transfer, "_RETRY_S", 0.0)
+    async with serving(llama, tmp_path / "a") as served:
+        await ask(served, TOKENS)
+        data, _ = await export(served, TOKENS)
+    async with serving(llama, tmp_path / "b") as served:
+        assert served.served.tiers is not None
+        queue = served.served.tiers._loop.state.spill_queue
+        assert queue.try_reserve(queue.free)
+        with pytest.raises(grpc.aio.AioRpcError, match="write queue is full") as refused:
+            await adopt(served, data)
+        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
 async def test_a_caller_who_sends_nothing_more_is_given_up_and_leaves_no_file(
     tmp_path: Path, llama: Path
 ) -> None:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from icehouse.v1 import cache_service_pb2 as messages
 from icehouse_server.domain.blocks import TokenKeys
-from icehouse_server.domain.cache_commands import Adoption, BlockContent, CacheAnswer, CacheCommand
+from icehouse_server.domain.cache_commands import CacheAnswer, CacheCommand
 from icehouse_server.domain.ids import CacheScope, Tenant
 from icehouse_server.domain.model import AdapterInfo
 from icehouse_server.engine.core.mailbox import Command
@@ -116,11 +116,8 @@ class ArchiveCarrier:
 class _Transfer(CacheTransfer):
     """Without an event loop: nothing here waits for a time."""
 
-    async def order(self, commands: Any, command: Any) -> Any:
-        return await commands.ask(command, Adoption)
-
-    async def _patiently(self, commands: Any, command: Any) -> Any:
-        return await commands.ask(command, BlockContent)
+    async def _patiently(self, commands: Any, command: Any, answer_type: Any, **_: Any) -> Any:
+        return await commands.ask(command, answer_type)
 
     async def next_of(self, requests: AsyncIterator[Any]) -> Any:
         return await anext(requests, None)

@@ -33,7 +33,7 @@ from icehouse_server.domain.cache_commands import (
 from icehouse_server.domain.ids import AdapterDigest, BlockHash, CacheScope, Fingerprint, Tenant
 from icehouse_server.errors import DeadlineExceeded, IcehouseError, NotFound, Overloaded, Reason
 from icehouse_server.rpc.engine_client.answers import StallTimer, Writable
-from icehouse_server.rpc.engine_client.engine_cache import EngineCache
+from icehouse_server.rpc.engine_client.engine_cache import Answer, EngineCache
 from icehouse_server.rpc.engine_client.engine_ports import BlockFiles, ServedModel
 from icehouse_server.rpc.engine_client.seat import Seat
 from icehouse_server.rpc.services.prompts import PromptReader
@@ -53,6 +53,8 @@ _TRANSFER_LIMIT = 4
 _RETRY_S = 1.0
 _TRY_COUNT = 5
 """How often a block is asked for where too much is queued."""
+_ADOPT_TRY_COUNT = 60
+"""The same of a block that comes: a caller may have no deadline."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -166,27 +168,31 @@ class CacheTransfer:
             return None
 
     async def order(self, commands: EngineCache, command: AdoptBlock) -> Adoption:
-        """Have a block adopted. While other models' blocks fill the write queue, only the call's deadline
-        bounds the wait."""
-        while True:
-            with contextlib.suppress(Overloaded):
-                return await commands.ask(command, Adoption)
-            await asyncio.sleep(_RETRY_S)
+        """Have a block adopted. It waits while other models' blocks fill the write queue; raises Overloaded
+        where that takes too long, as on a disk that hangs."""
+        return await self._patiently(commands, command, Adoption, try_count=_ADOPT_TRY_COUNT)
 
     async def _read(self, commands: EngineCache, block: ExportBlock) -> HostBlock | None:
         """Return a block; None for one that is gone, or damaged."""
         try:
-            return (await self._patiently(commands, ReadBlock(block.hash))).block
+            return (await self._patiently(commands, ReadBlock(block.hash), BlockContent)).block
         except NotFound:
             return None
 
-    async def _patiently(self, commands: EngineCache, command: ReadBlock) -> BlockContent:
+    async def _patiently(
+        self,
+        commands: EngineCache,
+        command: ReadBlock | AdoptBlock,
+        answer_type: type[Answer],
+        *,
+        try_count: int = _TRY_COUNT,
+    ) -> Answer:
         """Give a command again where too much is queued; raises Overloaded at last."""
-        for _ in range(_TRY_COUNT - 1):
+        for _ in range(try_count - 1):
             with contextlib.suppress(Overloaded):
-                return await commands.ask(command, BlockContent)
+                return await commands.ask(command, answer_type)
             await asyncio.sleep(_RETRY_S)
-        return await commands.ask(command, BlockContent)
+        return await commands.ask(command, answer_type)
 
     @contextlib.contextmanager
     def _slot(self) -> Iterator[None]:
