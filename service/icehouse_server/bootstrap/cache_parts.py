@@ -284,13 +284,12 @@ def identified(
     clock: Clock,
     leader: LeaderParts | None,
 ) -> tuple[ModelSource, ModelFingerprint]:
-    """Return the model with its fingerprint, of rank 0's part where it leads a group. It
-    listens for the others then; raises StartError."""
+    """Return the model with its fingerprint, of rank 0's part where it leads a group."""
     digests = open_digests(config.cache, clock)
     fingerprint = fingerprint_of(source.path, config, dtype=source.dtype, digests=digests)
     if digests is not None:
         source = dataclasses.replace(source, code=fingerprint.code)
     if leader is None:
         return source, fingerprint
-    leader.start(group_facts(config, fingerprint, source, device=device, key_id=key_id_of(ssd)))
+    leader.open_channel(group_facts(config, fingerprint, source, device=device, key_id=key_id_of(ssd)))
     return source, with_rank(fingerprint, leader.membership)

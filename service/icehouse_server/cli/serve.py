@@ -181,6 +181,8 @@ async def _run(
         for model, worker_address in own.items():
             _log.info("worker_opened", extra={"model": model, "address": worker_address})
         server.kv_events.start(lambda model: own.get(model, address))
+        if server.leader is not None:
+            server.leader.listen()
         _open_storage(server, config, narrator)
     except IcehouseError:
         server.telemetry.stop()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -51,10 +53,18 @@ def parts() -> Iterator[LeaderParts]:
     membership = Membership(0, ring, f"127.0.0.1:{free_ports(1)[0]}")
     router: Any = None
     made = LeaderParts(membership, Config(), memory_limit_bytes=7, clock=ManualClock(), router=router)
-    made.start({})
+    made.open_channel({})
     yield made
     assert made._server is not None
     made._server.stop(timeout_s=0)
+
+
+def test_no_rank_can_join_before_rank_0_hears_signals(parts: LeaderParts) -> None:
+    host, port = parts.membership.control.split(":")
+    with socket.socket() as early, socket.socket() as late:
+        assert early.connect_ex((host, int(port))) == errno.ECONNREFUSED
+        parts.listen()
+        assert late.connect_ex((host, int(port))) == 0
 
 
 def test_rank_0_is_the_first_of_them(parts: LeaderParts) -> None:

@@ -94,8 +94,8 @@ class LeaderParts:
         self.lost: IcehouseError | None = None
         """Why the group is broken. The engine may know nothing of it, and end in order."""
 
-    def start(self, facts: dict[str, str]) -> None:
-        """Listen for the others. Raises StartError."""
+    def open_channel(self, facts: dict[str, str]) -> None:
+        """Make the channel, which hears nobody yet. `facts` are what must be equal on all ranks."""
         self._server = GroupServer(
             self.membership,
             facts,
@@ -106,6 +106,11 @@ class LeaderParts:
             tls=tls_of(self._security),
             memory_limit_bytes=self._memory_limit_bytes,
         )
+
+    def listen(self) -> None:
+        """Let the others join. Raises StartError. A signal must be heard by then: the ranks that have joined
+        end in order only if rank 0 does."""
+        assert self._server is not None
         self._server.start()
 
     def leading(self, runner: ModelRunner) -> LeaderRunner:
