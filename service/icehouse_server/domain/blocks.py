@@ -255,7 +255,6 @@ class Region(Protocol):
     @property
     def size_bytes(self) -> int:
         """Bytes of all arrays."""
-        ...
 
 
 class Damage(enum.StrEnum):

@@ -272,11 +272,9 @@ class ReasoningMeter(Protocol):
     @property
     def is_open(self) -> bool:
         """Whether the next token belongs to reasoning."""
-        ...
 
     def push(self, text: str) -> None:
         """Add a token, with the text that it completes, which may be empty."""
-        ...
 
 
 class Reasoning(Protocol):
@@ -284,4 +282,3 @@ class Reasoning(Protocol):
 
     def meter(self) -> ReasoningMeter:
         """Return a meter at the beginning of an output."""
-        ...

@@ -113,17 +113,14 @@ class Constraint(Protocol):
     @property
     def is_finished(self) -> bool:
         """Whether the output is complete: nothing may follow, and `allowed_tokens` is not asked again."""
-        ...
 
     @property
     def error(self) -> IcehouseError | None:
         """Why it cannot continue; its sequence then ends with this error."""
-        ...
 
     @property
     def allows_any(self) -> bool:
         """Whether every token may come next; `allowed_tokens` is then not asked."""
-        ...
 
     def allows(self, token_id: int) -> bool:
         """Return whether one token may come next, at far less cost than `allowed_tokens`.
@@ -131,7 +128,6 @@ class Constraint(Protocol):
         Where only one text can follow, `allowed_tokens` may name one spelling of it and this allow others;
         what `allowed_tokens` names is always allowed.
         """
-        ...
 
     def allowed_tokens(self) -> npt.NDArray[np.uint32]:
         """Return the tokens that may come next, one bit each: token i is bit i % 32 of word i // 32.
@@ -139,11 +135,9 @@ class Constraint(Protocol):
         At least one bit is set. Tokens behind the last word are not allowed. The array is read before
         the next call.
         """
-        ...
 
     def accept(self, token_id: int) -> None:
         """Go on behind a token that was drawn."""
-        ...
 
 
 class Grammar(Protocol):
@@ -152,8 +146,6 @@ class Grammar(Protocol):
     @property
     def unenforced(self) -> tuple[str, ...]:
         """Keywords of the form's schemas that outputs are not held to, by their JSON pointers."""
-        ...
 
     def start(self) -> Constraint:
         """Return a constraint at the beginning of an output, owned by the caller's thread."""
-        ...

@@ -123,7 +123,6 @@ class KvTarget(Protocol):
     ) -> list[memoryview]:
         """Return writable memory for all bytes of a block's kv region, in the order of its tensors, each a
         C-contiguous array. Raises `LayoutMismatch` where it is not for these tensors."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -264,32 +263,26 @@ class ColdTier(Protocol):
         one has it. A medium that fails, or does not answer in some seconds, does not stop the start: the tier
         begins when it can.
         """
-        ...
 
     def close(self, *, deadline_time: float) -> None:
         """Write what was put until the deadline (`Clock.monotonic`), then end; returns at once."""
-        ...
 
     def join(self, *, timeout_s: float) -> bool:
         """Wait for the end after `close`; False when the tier hangs or takes longer."""
-        ...
 
     @property
     def queue_space_bytes(self) -> int:
         """Bytes of blocks, with `OVERHEAD_BYTES` for each, that `put` takes now, on the engine's thread; only
         `put` lowers that, this tier's and those of other models."""
-        ...
 
     @property
     def block_limit_bytes(self) -> int:
         """Bytes of the largest block, with `OVERHEAD_BYTES`, that `put` ever takes."""
-        ...
 
     @property
     def write_budget(self) -> WriteBudget | None:
         """Today's budget of writes, perhaps a moment old; None without a limit. Blocks that are queued are
         not taken off yet."""
-        ...
 
     def put(
         self, block: HostBlock, *, pin_end_time: float = NOT_PINNED, request_id: RequestId | None = None
@@ -297,81 +290,64 @@ class ColdTier(Protocol):
         """Store a block, for this request; there must have been queue space for it. Done without a write
         where all its regions are stored. Fails for a `SpillDropCause`, also where other models have filled
         the queue since."""
-        ...
 
     def get_into(self, blocks: Sequence[PlannedBlock], into: KvTarget | None) -> Ticket[Loaded] | None:
         """Read and verify blocks of one chain, in its order, their kv into this memory; without it the tier
         makes some. Fails for the `Damage` of the first; where another is damaged, those before are there."""
-        ...
 
     def heads(self, blocks: Names) -> Ticket[tuple[BlockHeader, ...]] | None:
         """Read the headers of blocks, token ids included; those that are not sound are left out."""
-        ...
 
     def find(self, blocks: Names, *, limit_s: float) -> Ticket[Found] | None:
         """Ask how much of a chain other servers have stored, answered within `limit_s` as far as it is known
         by then. None where there is nobody to ask, who was asked for it just now or does not answer."""
-        ...
 
     def fetch(self, blocks: Names) -> Ticket[Fetched] | None:
         """Bring blocks that were found into this tier, verified, in the order of their chain. What cannot be
         had ends it: that is no failure. None where there is nobody to ask, or too much is under way."""
-        ...
 
     def touch(self, blocks: Names) -> bool:
         """Note that blocks were used, a chain from its end to its beginning. False: too much is queued."""
-        ...
 
     def demote(self, blocks: Names) -> bool:
         """Have blocks go before all others until they are used, the last of these first. A restart forgets
         this. False: too much is queued."""
-        ...
 
     def pin(self, blocks: Names, end_time: float) -> Ticket[Names] | None:
         """Protect blocks, queued ones too, from removal for the tier's limits until then (`Clock.wall`), or
         with NOT_PINNED no longer; a pin that ends later stays. The result names those that are neither
         stored nor queued."""
-        ...
 
     def delete(self, blocks: Names, *, is_final: bool = False) -> Ticket[Purged] | None:
         """Remove blocks, pinned ones too; `Evicted` names them before the ticket comes. With none named it is
         done when everything put before is written or dropped. `is_final`: nobody is to use them again, so
         they also go from where other servers could fetch them, as soon as that answers."""
-        ...
 
     def verify(self, blocks: Names | None = None) -> Ticket[Verified] | None:
         """Read and check every byte of blocks, None for all."""
-        ...
 
     def names(self, *, block_limit: int) -> Ticket[Names] | None:
         """Name the blocks, least recently verified first; 0 is all."""
-        ...
 
     def stats(self) -> Ticket[CacheStats] | None:
         """Return the counters, as far as the tier knows them."""
-        ...
 
     def abandon(self, ticket: AnyTicket) -> None:
         """Stop waiting for a read or a fetch. The ticket may come all the same."""
-        ...
 
     def silence_s(self, ticket: AnyTicket) -> float:
         """Return for how long a read has made no progress; 0 once answered."""
-        ...
 
     @property
     def hung_read_count(self) -> int:
         """Reads that were abandoned and from which the medium has not returned."""
-        ...
 
     @property
     def stall_s(self) -> float:
         """For how long the tier has been at one piece of work; 0 while it waits for some."""
-        ...
 
     def leave_cores(self, *, to_decode: bool) -> None:
         """Read at a small share of a core from now on, or at full speed; reads under way too."""
-        ...
 
 
 def hang_detail(tier: ColdTier) -> str:

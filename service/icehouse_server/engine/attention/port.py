@@ -93,7 +93,6 @@ class PagedAttention(Protocol):
 
     def write(self, pool: Pool, keys: mx.array, values: mx.array, places: TokenPlaces, *, layer: int) -> None:
         """Put the tokens' keys and values, [tokens, KV heads, 1, head size], where they belong."""
-        ...
 
     def attend(
         self,
@@ -109,7 +108,6 @@ class PagedAttention(Protocol):
         device can, in the same launch. Without them it may be called for the first tokens of the pass alone:
         `queries` then has fewer of them than `places`.
         """
-        ...
 
     def gather_row(
         self, pool: Pool, places: TokenPlaces, *, row: int, layer: int, first_token: int, key_count: int
@@ -119,24 +117,19 @@ class PagedAttention(Protocol):
         They are those of the row's tokens from `first_token` on, for long chunks to attend to. Where the row
         ends before, its last token of this pass is repeated.
         """
-        ...
 
     def settle(self, pool: Pool) -> bool:
         """Wait until all writes are done; return whether the pool's array stays where it is in memory when it
         is written to. Other threads may then write into pages that nobody else has."""
-        ...
 
     def copy_pages(self, pool: Pool, sources: Ints, targets: Ints) -> None:
         """Copy whole pages to other ones; no page is in both."""
-        ...
 
     def fill_pages(self, pool: Pool, content: mx.array, pages: Ints) -> None:
         """Write `content`, [pages, layers, 2, KV heads, page tokens, head size], into these pages."""
-        ...
 
     def read_pages(self, pool: Pool, pages: Ints) -> mx.array:
         """Return copies of these pages, [pages, layers, 2, KV heads, page tokens, head size]."""
-        ...
 
 
 @runtime_checkable
@@ -146,12 +139,9 @@ class ReplayedAttention(PagedAttention, Protocol):
 
     def array_of(self, places: TokenPlaces) -> mx.array:
         """Return the places as its launches take them; of one length for about as many pages."""
-        ...
 
     def launch_of(self, places: TokenPlaces, window: int | None) -> Hashable:
         """Return what else its launches depend on: places with equal ones can be replayed for each other."""
-        ...
 
     def placed(self, places: TokenPlaces, array: mx.array) -> TokenPlaces:
         """Return these places, whose launches take another array."""
-        ...

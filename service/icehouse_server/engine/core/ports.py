@@ -171,39 +171,31 @@ class Pages(Protocol):
 
     def bound(self, room_bytes: Callable[[], int]) -> None:
         """Grow only into what `room_bytes` returns, as far as that is a matter of choice."""
-        ...
 
     @property
     def held_bytes(self) -> int:
         """All of it."""
-        ...
 
     @property
     def used_bytes(self) -> int:
         """Of pages that somebody refers to."""
-        ...
 
     @property
     def can_move(self) -> bool:
         """Whether no sequence has pages: those of blocks can be moved together then."""
-        ...
 
     def missing_bytes(self, kv_bytes: int) -> int:
         """Return what there is too little of for so much more KV."""
-        ...
 
     def copied_bytes(self, kv_bytes: int) -> int:
         """Return what there is twice while it grows for so much more KV; 0 where it need not."""
-        ...
 
     def reserve(self, kv_bytes: int) -> None:
         """Have free pages for so much more KV: to grow once is better than at every doubling."""
-        ...
 
     def give_back(self, size_bytes: int) -> int:
         """Give the memory of free pages back, so much if possible; return how much. Nothing while a sequence
         has pages, or without enough room for a copy of the others."""
-        ...
 
 
 class LoadCalledOff(Exception):
@@ -220,15 +212,12 @@ class Runner(Protocol):
         """Load and warm the model; yield between parts, and while it `is_hurried` rather than wait for a
         disk. Raises ModelError when the folder cannot be served; `close` frees what was made by then. Raises
         LoadCalledOff where the server stops while it waits for something."""
-        ...
 
     def warm_up_more(self) -> bool:
         """Have some of what a request may ask for compiled, while nobody has one; False once all of it is."""
-        ...
 
     def open(self, sequence_id: SequenceId) -> None:
         """Make empty caches for a new sequence."""
-        ...
 
     def run(
         self,
@@ -245,47 +234,37 @@ class Runner(Protocol):
         `reads_at_once`: return the pass's own tokens, wherever it runs; a first token that nobody decodes
         beside is not to wait until another pass is built and dispatched.
         """
-        ...
 
     def layer_count(self) -> int:
         """Return through how many layers a chunk may go some in each pass, which `LayerSpan.within_s` ends; 0
         where it must go through all in one, as on a device that runs ahead; after `load`."""
-        ...
 
     def encode(self, sequence_id: SequenceId, image: ImagePart, *, budget_s: float) -> bool:
         """Go on making the vectors of a whole image for an open sequence, for about so long, a layer at
         least; True once they are there. They stay with the sequence until it decodes.
 
         Raises InvalidRequest where the tower fails on the image; the others go on."""
-        ...
 
     def encode_bytes(self, image: ImagePart) -> int:
         """Return what is needed more to make an image's vectors; 0 once that has begun."""
-        ...
 
     def image_use(self) -> ImageUse:
         """Read the vision tower's counters."""
-        ...
 
     def release(self, sequence_ids: Sequence[SequenceId]) -> None:
         """Forget sequences, in whatever phase they are. Unknown ids are ignored."""
-        ...
 
     def memory_model(self) -> MemoryModel:
         """Return what sequences of this model take; after `load`."""
-        ...
 
     def memory(self) -> MemoryUse:
         """Read the device's memory counters."""
-        ...
 
     def close(self) -> None:
         """Drop every array, on this thread."""
-        ...
 
     def end_thread(self) -> None:
         """Release what the device holds for this thread, which computes nothing from now on."""
-        ...
 
 
 class Decoder(Protocol):
@@ -293,11 +272,9 @@ class Decoder(Protocol):
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text without special tokens."""
-        ...
 
     def decode_with_markers(self, token_ids: Sequence[int]) -> str:
         """Return the text with the special tokens that set off a reply's parts."""
-        ...
 
 
 class Listener(Protocol):
@@ -305,12 +282,9 @@ class Listener(Protocol):
 
     def publish(self, events: Sequence[tuple[RequestId, Event]]) -> None:
         """Take the events of one step, in order."""
-        ...
 
     def model_loaded(self, info: ModelInfo) -> None:
         """Hear what was loaded, once, just before READY."""
-        ...
 
     def state_changed(self, state: EngineState, error: IcehouseError | None) -> None:
         """Hear of a new state; `error` is what callers get when it is FAILED."""
-        ...

@@ -47,15 +47,12 @@ class Sequences(Protocol):
 
     def row_caches(self) -> list[Cache]:
         """Make the empty caches of a new row, with a page table of its own where KV is in pages."""
-        ...
 
     def caches(self, sequence_id: SequenceId) -> list[Cache]:
         """Return a sequence's own caches, to be read; valid until the next pass."""
-        ...
 
     def adopt(self, sequence_id: SequenceId, caches: list[Cache], *, token_count: int) -> None:
         """Open a sequence with rebuilt caches of so many tokens."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -34,20 +34,16 @@ class ObjectStore(Protocol):
 
     async def size_bytes(self, name: str) -> int | None:
         """Return how large an object is; None where there is none."""
-        ...
 
     def read(self, name: str) -> AsyncGenerator[memoryview]:
         """Yield an object's bytes, as far as somebody asks for them; nothing where there is none."""
-        ...
 
     async def put(self, name: str, data: bytes, *, replaces: bool) -> bool:
         """Put a whole object; False where one has that name and is not to be replaced. Stores without such a
         condition replace it."""
-        ...
 
     async def delete(self, name: str) -> None:
         """Delete an object; one that is gone is fine."""
-        ...
 
 
 class ObstoreStore:

@@ -68,16 +68,13 @@ class HostCopy(Protocol):
     @property
     def is_done(self) -> bool:
         """Whether `take` would not wait for a pass of the device."""
-        ...
 
     def take(self) -> tuple[HostRegion, ...]:
         """Return the bytes, which another thread may read and drop; waits for them if necessary."""
-        ...
 
     @property
     def is_apart(self) -> bool:
         """Whether the bytes are a copy, so that the regions' memory can be freed first."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -95,33 +92,25 @@ class CacheRunner(Protocol):
         self, sequence_id: SequenceId, *, start: int, stop: int, kinds: Collection[RegionKind]
     ) -> dict[RegionKind, Region]:
         """Return evaluated copies of these regions of an open or decoding sequence."""
-        ...
 
     def begin_load(self, blocks: Sequence[PlannedBlock]) -> KvTarget | None:
         """Return memory for the kv of these blocks, where it lies in pages; None without enough of it."""
-        ...
 
     def end_load(self, place: KvTarget) -> Sequence[Region]:
         """Return the kv of the blocks that the memory was for, all of which were read and verified."""
-        ...
 
     def begin_restore(self, sequence_id: SequenceId, restore: RestoreInput) -> None:
         """Begin to rebuild a sequence's caches. Raises StorageError when the input is not enough."""
-        ...
 
     def continue_restore(self, sequence_id: SequenceId, *, budget_s: float) -> bool:
         """Rebuild for about `budget_s`; True once the sequence is open. Raises StorageError."""
-        ...
 
     def misfit(self, regions: Sequence[HostRegion], *, token_count: int) -> str:
         """Return why these regions cannot be those of a block of so many tokens that was computed elsewhere;
         "" where they can."""
-        ...
 
     def from_host(self, region: HostRegion) -> Region:
         """Copy host memory onto the device, evaluated."""
-        ...
 
     def begin_to_host(self, regions: Sequence[Region]) -> HostCopy:
         """Have regions copied to host memory, behind the device's current work."""
-        ...
