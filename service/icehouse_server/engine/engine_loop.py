@@ -189,7 +189,7 @@ class EngineLoop:
         if work_count := sum(isinstance(message, Submit) for message in messages):
             may_wait = self.is_idle and not self.is_hurried
             messages += self._burst_wait.rest(self._mailbox, self._clock, may_wait, work_count)
-        self._cache.end_pins()
+        self._cache.tree.end_pins(self._clock.wall())
         for message in messages:
             self._receive(message)
         if not self._has_pass_to_run:

@@ -163,7 +163,7 @@ class CacheExchange:
         token_count = len(command.keys)
         if not 0 < token_count <= settings.block_token_count:
             return AdoptionRefusal.DAMAGED
-        if self._cache.misfit(command.regions, token_count=token_count):
+        if self._cache.runner.misfit(command.regions, token_count=token_count):
             return AdoptionRefusal.LAYOUT
         if not self._cache.quotas.has_ssd_space(root, size_bytes):
             return AdoptionRefusal.QUOTA

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as ReadSequence
 
 from icehouse_server.clock import Clock
-from icehouse_server.domain.blocks import BlockHeader, HostRegion, RegionKind, TokenKeys
+from icehouse_server.domain.blocks import BlockHeader, RegionKind, TokenKeys
 from icehouse_server.domain.cache_commands import BlockMatch, Explain, Explanation, SessionEndReport, Tier
 from icehouse_server.domain.cache_stats import (
     CacheStats,
@@ -62,7 +62,7 @@ class PrefixCache:
     ) -> None:
         self.settings = settings
         self.facts = facts
-        self._runner = runner
+        self.runner = runner
         self._clock = clock
         self.tree = PrefixTree(settings, facts, BlockLog() if log is None else log)
         self.rates = Rates()
@@ -263,7 +263,7 @@ class PrefixCache:
         self.tree.claim([node], root)
         missing = [kind for kind in kinds if kind not in node.ram]
         if missing:
-            regions = self._runner.cut(sequence.sequence_id, start=start, stop=stop, kinds=missing)
+            regions = self.runner.cut(sequence.sequence_id, start=start, stop=stop, kinds=missing)
             self._put(sequence, node, regions)
         self.ram.supersede(node)
         if is_new:
@@ -401,10 +401,6 @@ class PrefixCache:
         """Return every known block that is wholly part of this prompt, in order."""
         return known_chain(self.tree, self.prompt(keys, scope=scope))
 
-    def misfit(self, regions: ReadSequence[HostRegion], *, token_count: int) -> str:
-        """Return why these cannot be the regions of a block of so many tokens; "" where they can."""
-        return self._runner.misfit(regions, token_count=token_count)
-
     def pin(self, nodes: ReadSequence[Node], end_time: float) -> None:
         """Pin or unpin blocks in the tree; the SSD tier does so by itself."""
         # The head of a chain last, so that once unpinned it goes after its tail.
@@ -412,10 +408,6 @@ class PrefixCache:
             self.tree.set_pin(node, pin_end_time(node.pin_end_time, end_time))
         if end_time != NOT_PINNED:
             self.behind.note(nodes, Turn.PINNED)
-
-    def end_pins(self) -> None:
-        """Take off the pins in the tree whose time is over; the SSD tier does so by itself."""
-        self.tree.end_pins(self._clock.wall())
 
     def remove(self, nodes: ReadSequence[Node]) -> None:
         """Remove blocks from all tiers, pinned ones too, and from what other servers share."""

@@ -32,7 +32,7 @@ class MemoryGuard:
         chunk_token_count: int,
         measured_chunk_token_count: int = 0,
     ) -> None:
-        self._share = share
+        self.share = share
         self._own_bytes = weight_bytes + model.draft.weight_bytes
         self._pooled_bytes = self._own_bytes + model.pool_bytes if model.pool_bytes else 0
         self._measured_chunk_token_count = measured_chunk_token_count
@@ -43,17 +43,12 @@ class MemoryGuard:
     @property
     def limit_bytes(self) -> int:
         """What this engine may use now; 0 is no limit."""
-        return self._within_pool(self._share.limit_bytes)
+        return self._within_pool(self.share.limit_bytes)
 
     @property
     def has_company(self) -> bool:
         """Whether other models hold memory, too."""
-        return self._share.others_bytes > 0
-
-    @property
-    def others_work(self) -> bool:
-        """Whether another model has something to do, behind which there may be memory."""
-        return self._share.others_work
+        return self.share.others_bytes > 0
 
     def never_fits(self, token_count: int, request: GenerationRequest | None = None) -> CannotFit | None:
         """Return the refusal of a request that could not run even alone."""
@@ -64,7 +59,7 @@ class MemoryGuard:
             if request.logprobs is not None and request.logprobs.of_prompt:
                 needed += self._model.logits_bytes(self._measured_chunk_token_count)
             needed = max(needed, self._image_start_bytes(request))
-        limit_bytes = self._within_pool(self._share.most_bytes)
+        limit_bytes = self._within_pool(self.share.most_bytes)
         if not limit_bytes or needed <= limit_bytes:
             return None
         return CannotFit(
@@ -80,7 +75,7 @@ class MemoryGuard:
         other engines, are admitted for and do not hold yet, and the largest pass that any of their inputs
         needs."""
         together = (sequence, *beside)
-        kv_bytes = self.growth_bytes(together) + self._share.others_promised_bytes
+        kv_bytes = self.growth_bytes(together) + self.share.others_promised_bytes
         return kv_bytes + max(self._input_pass_bytes(s) for s in together)
 
     @property
@@ -130,28 +125,23 @@ class MemoryGuard:
         """Return by how much the limit would be passed, once idle engines have given way; 0 when it fits or
         there is no limit. `active_bytes` is what all engines use."""
         used_bytes = active_bytes + needed_bytes
-        excess = self._share.excess_bytes(used_bytes)
+        excess = self.share.excess_bytes(used_bytes)
         if self._pooled_bytes:
-            excess = max(excess, used_bytes - self._share.others_bytes - self._pooled_bytes)
+            excess = max(excess, used_bytes - self.share.others_bytes - self._pooled_bytes)
         return excess
 
     def yield_others(self, size_bytes: int) -> int:
         """Have other engines give up blocks in RAM; return the bytes that are free for this one then."""
-        return 0 if self._pooled_bytes else self._share.yield_others(size_bytes)
-
-    @property
-    def must_wait(self) -> bool:
-        """Whether another engine has waited longer for memory and can run nothing."""
-        return self._share.must_wait
+        return 0 if self._pooled_bytes else self.share.yield_others(size_bytes)
 
     def note_waiting(self, now: float | None) -> None:
         """Note that nothing runs here for want of memory, from now on if not before; None: it is not so."""
-        since = self._share.waits_since
-        self._share.waits_since = now if now is None or since is None else since
+        since = self.share.waits_since
+        self.share.waits_since = now if now is None or since is None else since
 
     def short(self, *, needed_bytes: int, active_bytes: int) -> Overloaded:
         """Return the refusal of a request for which there is no memory now."""
-        active_bytes, limit_bytes = active_bytes - self._share.others_bytes, self.limit_bytes
+        active_bytes, limit_bytes = active_bytes - self.share.others_bytes, self.limit_bytes
         return Overloaded(
             Reason.MEMORY_SHORT,
             f"about {needed_bytes} bytes are needed, {active_bytes} of {limit_bytes} are in use and "

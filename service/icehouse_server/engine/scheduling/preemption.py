@@ -52,7 +52,7 @@ class Preemption:
         by way of the SSD while others run, so that it is there in a later step; else nothing is let go."""
         if not self.guard.limit_bytes:
             return True
-        if self.guard.must_wait:
+        if self.guard.share.must_wait:
             return False
         running = self._scheduler.running
         kv_bytes = self.guard.growth_bytes((sequence, *running))
@@ -76,7 +76,7 @@ class Preemption:
         """Make a slot, or its memory, for a sequence of a tenant that runs nothing: park the last comer of
         the tenant that runs most, if that is more than one."""
         tenant = self._queue.greediest
-        if self.guard.must_wait:
+        if self.guard.share.must_wait:
             return False  # what it gave up would be another engine's
         if tenant is None or self._queue.running_count(sequence.request.tenant):
             return False
@@ -91,15 +91,12 @@ class Preemption:
     def hopeless(self, sequence: Sequence) -> Overloaded | None:
         """Return the refusal of a sequence that does not fit although nothing runs that could end, here or in
         another engine, and nothing is being written that could go then."""
-        if self._scheduler.running or self._prefix.is_writing or self._others_give:
+        share = self.guard.share
+        if self._scheduler.running or self._prefix.is_writing or share.others_work or share.must_wait:
             return None
         return self.guard.short(
             needed_bytes=self.guard.start_bytes(sequence), active_bytes=self._runner.memory().active_bytes
         )
-
-    @property
-    def _others_give(self) -> bool:
-        return self.guard.others_work or self.guard.must_wait
 
     def note_blocked(self, *, is_blocked: bool, now: float) -> None:
         """Note whether a sequence waits for memory."""
@@ -159,7 +156,7 @@ class Preemption:
         """End a sequence, unless others load blocks or blocks are being written: they hold memory, and can
         give it back in a later step. While another engine is at work it is parked: if both held what they
         have, neither might go on."""
-        if self.guard.others_work:
+        if self.guard.share.others_work:
             self._park(sequence)
         elif not (self._scheduler.loading_count or self._prefix.is_writing):
             active_bytes = self._runner.memory().active_bytes

@@ -375,7 +375,9 @@ class LayeredPrefill:
         self._layer_count = layer_count
         self._chunk_end = chunk_end
         self._sequence: Sequence | None = None
-        self._start = self._stop = self._layer = 0
+        self._start = self._layer = 0
+        self.stop = 0
+        """Where the chunk ends."""
 
     def check(self) -> None:
         """Before a pass is planned: forget the chunk if it may not go as far as it was to go."""
@@ -383,7 +385,7 @@ class LayeredPrefill:
         if sequence is not None:
             at = sequence.processed_token_count
             assert sequence.phase is Phase.PREFILLING and at == self._start, (sequence.phase, at)
-            if self._end(sequence) < self._stop:
+            if self._end(sequence) < self.stop:
                 self._sequence = None
 
     def forget(self, sequence: Sequence) -> None:
@@ -394,11 +396,6 @@ class LayeredPrefill:
     def is_of(self, sequence: Sequence) -> bool:
         return self._sequence is sequence
 
-    @property
-    def stop(self) -> int:
-        """Where the chunk ends."""
-        return self._stop
-
     def begin(self, sequence: Sequence, budget: PassBudget) -> None:
         """Begin with a sequence's next tokens, if no chunk is in progress and that is better."""
         if not self._layer_count or self._sequence is not None or not _may_go_layered(sequence):
@@ -406,7 +403,7 @@ class LayeredPrefill:
         start = sequence.processed_token_count
         stop = budget.take_layered(start, self._end(sequence), layer_count=self._layer_count)
         if stop >= start + 2:
-            self._sequence, self._start, self._stop, self._layer = sequence, start, stop, 0
+            self._sequence, self._start, self.stop, self._layer = sequence, start, stop, 0
 
     def layers(self, budget: PassBudget) -> LayerSpan:
         """Return the layers that are left; the pass's time ends them, after the first one."""

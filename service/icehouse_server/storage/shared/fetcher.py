@@ -215,7 +215,7 @@ class Fetcher:
         finally:
             if not has_closed:
                 with contextlib.suppress(OSError):
-                    await self.offload(self.folder.close, descriptor)
+                    await self.offload(self.folder.files.close, descriptor)
         return None
 
     async def _copy(self, name: BlockHash, job: FetchJob, descriptor: int) -> int:
@@ -230,7 +230,7 @@ class Fetcher:
                     return offset
                 if offset + chunk.nbytes > self.settings.object_limit_bytes:
                     raise BlockFileError(Damage.MISMATCH, "The object is larger than any block")
-                await self.offload(self.folder.write, descriptor, chunk, offset=offset)
+                await self.offload(self.folder.files.write, descriptor, [chunk], offset=offset)
                 offset += chunk.nbytes
                 job.progress_time = self.clock.monotonic()
 
@@ -382,7 +382,7 @@ class BlockFolder:
     def __init__(
         self, files: Files, paths: StorePaths, *, fingerprint: Fingerprint, cipher: Cipher | None
     ) -> None:
-        self._files = files
+        self.files = files
         self._paths = paths
         self.fingerprint = fingerprint
         self.cipher = cipher
@@ -397,8 +397,8 @@ class BlockFolder:
         path = self._paths.block(self.fingerprint, name)
         file = self._sound(path, name)
         data = bytearray(file.file_bytes)
-        with opened(self._files, path) as descriptor:
-            got = self._files.read_into(descriptor, [memoryview(data)], offset=0)
+        with opened(self.files, path) as descriptor:
+            got = self.files.read_into(descriptor, [memoryview(data)], offset=0)
         if got != len(data):
             raise BlockFileError(Damage.TRUNCATED, f"{path} became shorter while it was read")
         return file, bytes(data)
@@ -406,30 +406,24 @@ class BlockFolder:
     def create(self, name: BlockHash) -> tuple[str, int]:
         """Return path and descriptor of a new file for a block that is fetched. Raises `OSError`."""
         path = self._paths.fetched(self.fingerprint, name)
-        remove(self._files, path)
-        return path, self._files.create(path)
-
-    def write(self, descriptor: int, data: memoryview, *, offset: int) -> None:
-        self._files.write(descriptor, [data], offset=offset)
-
-    def close(self, descriptor: int) -> None:
-        self._files.close(descriptor)
+        remove(self.files, path)
+        return path, self.files.create(path)
 
     def finish(self, descriptor: int, path: str, name: BlockHash) -> BlockFile:
         """Make a fetched file durable and return its facts, every byte checked. Raises `BlockFileError`
         where it is not the block of this name, whole and sound; `OSError`."""
         try:
-            self._files.fsync(descriptor)
+            self.files.fsync(descriptor)
         finally:
-            self._files.close(descriptor)
+            self.files.close(descriptor)
         return self._sound(path, name)
 
     def remove(self, path: str) -> None:
         """Remove a fetched file; one that is gone is fine. Raises `OSError`."""
-        remove(self._files, path)
+        remove(self.files, path)
 
     def _sound(self, path: str, name: BlockHash) -> BlockFile:
-        file = verify_block(self._files, path, cipher=self.cipher)
+        file = verify_block(self.files, path, cipher=self.cipher)
         if file.header is None or (file.cipher is None) != (self.cipher is None):
             raise BlockFileError(Damage.AUTH_TAG, f"{path} is not encrypted under the key in use")
         if (file.outline.fingerprint, file.outline.hash) != (self.fingerprint, name):

@@ -205,8 +205,6 @@ def _resolve(future: asyncio.Future[bool], result: bool) -> None:
         future.set_result(result)
 
 
-_log = logging.getLogger(__name__)
-
 _JOB_LIMIT_COUNT = 64
 """Lookups and fetches under way."""
 _WORKER_COUNT = 4
