@@ -24,7 +24,7 @@ from icehouse_server.storage.local.directory.manifest import GROWTH_ALLOWANCE_BY
 from icehouse_server.storage.local.directory.space import Reclaim
 from icehouse_server.storage.local.directory.store import BlockStore, Writing
 from icehouse_server.storage.local.open_model import OpenModel
-from icehouse_server.storage.local.storage_state import StorageState
+from icehouse_server.storage.local.storage_state import StorageState, StoreStatus
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -208,7 +208,8 @@ class Spiller:
             except sqlite3.Error as again:
                 if not self._is_full(again):
                     raise
-        self._state.fill(
+        self._state.fail(
+            StoreStatus.FULL,
             f"Disk is full: {outline(error)} after evicting; writes resume when {size_bytes} bytes are free "
             f"above the floor of {self._store.settings.free_floor_bytes}",
             now=self._clock.monotonic(),

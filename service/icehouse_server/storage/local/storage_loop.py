@@ -389,7 +389,7 @@ class StorageLoop:
             self.state.open()
             self._admit_all()
         else:
-            self.state.fill(self.state.detail, now=now, needed_bytes=needed_bytes)
+            self.state.fail(StoreStatus.FULL, self.state.detail, now=now, needed_bytes=needed_bytes)
 
     def _end(self) -> None:
         self.spiller.drop_all(SpillDropCause.SHUTDOWN)
@@ -438,11 +438,10 @@ class StorageLoop:
         )
         if stays_open:
             needed_bytes = GROWTH_ALLOWANCE_BYTES
-            self.state.fill(
-                f"{detail} {needed_bytes} bytes are free above the floor", now=now, needed_bytes=needed_bytes
-            )
+            detail = f"{detail} {needed_bytes} bytes are free above the floor"
+            self.state.fail(StoreStatus.FULL, detail, now=now, needed_bytes=needed_bytes)
             return
-        self.state.break_down(f"{detail} the cache directory works again", now=now)
+        self.state.fail(StoreStatus.BROKEN, f"{detail} the cache directory works again", now=now)
         self.spiller.undo_writings()
         self.store.abandon()
         for model in self._model_turns:

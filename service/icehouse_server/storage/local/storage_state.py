@@ -99,14 +99,6 @@ class StorageState:
         """Note that the directory was closed for good."""
         self.status, self.detail, self.needed_bytes = StoreStatus.CLOSED, "", 0
 
-    def fill(self, detail: str, *, now: float, needed_bytes: int) -> None:
-        """Stop writing until so many bytes are free."""
-        self._fail(StoreStatus.FULL, detail, now=now, needed_bytes=needed_bytes)
-
-    def break_down(self, detail: str, *, now: float) -> None:
-        """Note that the directory was given up."""
-        self._fail(StoreStatus.BROKEN, detail, now=now, needed_bytes=0)
-
     def note_write(self) -> None:
         """Note a success: the next failure is a new one."""
         self._retry_s = _FIRST_RETRY_S
@@ -115,8 +107,9 @@ class StorageState:
         """Whether it is time to check whether the disk has recovered."""
         return self.status in (StoreStatus.FULL, StoreStatus.BROKEN) and now >= self._retry_time
 
-    def _fail(self, status: StoreStatus, detail: str, *, now: float, needed_bytes: int) -> None:
-        """Retry later; every further failure doubles the wait up to a minute."""
+    def fail(self, status: StoreStatus, detail: str, *, now: float, needed_bytes: int = 0) -> None:
+        """Note that the directory is FULL until so many bytes are free, or was given up as BROKEN, and retry
+        later; every further failure doubles the wait up to a minute."""
         self.status, self.detail, self.needed_bytes = status, detail, needed_bytes
         self._retry_time = now + self._retry_s
         self._retry_s = min(2 * self._retry_s, _LAST_RETRY_S)

@@ -6,14 +6,14 @@ of a file on disk are.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import xxhash
 
-from icehouse_server.domain.blocks import HostBlock, HostRegion, HostTensor
-from icehouse_server.storage.api import TensorShape
+from icehouse_server.domain.blocks import HostBlock, HostRegion
 from icehouse_server.storage.files import Files
-from icehouse_server.storage.local.block_format.block_file import prepare_block
+from icehouse_server.storage.local.block_format.block_file import host_region, prepare_block
 from icehouse_server.storage.local.block_format.file_region import FileRegion
 from icehouse_server.storage.local.block_format.header import (
     BlockFileError,
@@ -30,15 +30,13 @@ class BlockBytes:
 
     def encode(self, block: HostBlock) -> list[memoryview]:
         """Return the parts of a block's file, in order. Its header's name is without a secret."""
-        offset = prepare_block(block).head_bytes
-        regions = []
-        for region in block.regions:
+        prepared, regions = prepare_block(block), []
+        for region, planned in zip(block.regions, prepared.regions, strict=True):
             digest = xxhash.xxh3_64()
             for tensor in region.tensors:
                 digest.update(tensor.data)
-            shapes = tuple(TensorShape(t.name, t.dtype, t.shape, t.data.nbytes) for t in region.tensors)
-            regions.append(FileRegion(region.kind, offset, region.size_bytes, digest.intdigest(), shapes))
-            offset += region.size_bytes
+            offset = prepared.head_bytes + planned.offset
+            regions.append(dataclasses.replace(planned, offset=offset, checksum=digest.intdigest()))
         head, _ = encode_head(block.header, regions)
         return [memoryview(head), *(t.data for region in block.regions for t in region.tensors)]
 
@@ -48,11 +46,11 @@ class BlockBytes:
         try:
             head_bytes = head_length(bytes(data[:8]), file_bytes=data.nbytes)
             file = parse_head(bytes(data[:head_bytes]), file_bytes=data.nbytes)
+            if file.header is None:
+                raise ValueError("it is encrypted")
+            return HostBlock(file.header, tuple(_region(data, region) for region in file.regions))
         except BlockFileError as error:
             raise ValueError(str(error)) from error
-        if file.header is None:
-            raise ValueError("it is encrypted")
-        return HostBlock(file.header, tuple(_region(data, region) for region in file.regions))
 
 
 class _InMemory(Files):
@@ -78,13 +76,5 @@ def _region(data: memoryview, region: FileRegion) -> HostRegion:
             raise ValueError(f"region {region.kind} does not have the checksum of its header")
     else:
         whole = memoryview(bytearray(region.size_bytes))
-        try:
-            read_planes(RegionInput(_InMemory(data), 0, region, cipher=None), [whole])
-        except BlockFileError as error:
-            raise ValueError(str(error)) from error
-    tensors, begin = [], 0
-    for tensor in region.tensors:
-        part = whole[begin : begin + tensor.size_bytes]
-        tensors.append(HostTensor(tensor.name, tensor.dtype, tensor.shape, part))
-        begin += tensor.size_bytes
-    return HostRegion(region.kind, tuple(tensors))
+        read_planes(RegionInput(_InMemory(data), 0, region, cipher=None), [whole])
+    return host_region(region, whole)
