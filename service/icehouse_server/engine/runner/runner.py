@@ -427,12 +427,11 @@ class ModelRunner:
             sizes = [0] * len(sizes)
         chosen = [(one, kernels) for one, kernels in zip(facts, backends, strict=True) if kernels]
         self._paging = Paging(make_groups(chosen, sizes, passes=self._pass_clock))
-        self.pages = PoolMemory(self._paging.groups, has_rows=self._has_rows)
+        self.pages = PoolMemory(
+            self._paging.groups, has_rows=lambda: bool(self._sequences) or self.blocks.is_restoring
+        )
         self._pipeline.forwards[NO_ADAPTER].page(self._paging)
         self.blocks.page(self._paging)
-
-    def _has_rows(self) -> bool:
-        return bool(self._sequences) or self.blocks.is_restoring
 
     def _attended_bytes(self, kv_bytes_per_token: int, *, number_bytes: int) -> int:
         """Return what attention makes of a token's KV in one layer."""

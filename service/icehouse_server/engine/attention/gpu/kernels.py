@@ -285,7 +285,7 @@ _ATTEND = r"""
     }
 """
 
-_ATTEND_WHOLE = (
+ATTEND_WHOLE = (
     _ATTEND
     + r"""
     TAKE_SINK
@@ -293,6 +293,7 @@ _ATTEND_WHOLE = (
   }
 """
 )
+"""Attends to each token's keys in one split and gives the result itself."""
 
 ATTEND_SPLIT = (
     _ATTEND
@@ -307,7 +308,7 @@ ATTEND_SPLIT = (
 """
 )
 
-_MERGE = r"""
+MERGE = r"""
   // A block a token and query head, D threads.
   const int head = GROUP_X % HEADS, e = THREAD, part_count = settings[3];
   const size_t first = (size_t)GROUP_X * part_count;
@@ -324,6 +325,7 @@ _MERGE = r"""
   TAKE_SINK
   out[(size_t)GROUP_X * D + e] = (Q)(number / total);
 """
+"""Joins what the splits gave."""
 
 _TAKE_SINK = r"""
     const float sink = (float)sinks[head] * 1.44269504f;
@@ -333,11 +335,6 @@ _TAKE_SINK = r"""
 """
 
 
-def attend_whole(*, has_sinks: bool) -> str:
-    """Return the body that attends to each token's keys in one split and gives the result itself."""
-    return _ATTEND_WHOLE.replace("TAKE_SINK", _TAKE_SINK if has_sinks else "")
-
-
-def merge(*, has_sinks: bool) -> str:
-    """Return the body that joins what the splits gave."""
-    return _MERGE.replace("TAKE_SINK", _TAKE_SINK if has_sinks else "")
+def with_sinks(body: str, *, has_sinks: bool) -> str:
+    """Return `ATTEND_WHOLE` or `MERGE` for models with sinks, or without."""
+    return body.replace("TAKE_SINK", _TAKE_SINK if has_sinks else "")

@@ -126,13 +126,13 @@ class GpuAttention:
                 f"attend{ending}",
                 attend_inputs + sinks,
                 "out new_order",
-                kernels.attend_whole(has_sinks=has_sinks),
+                kernels.with_sinks(kernels.ATTEND_WHOLE, has_sinks=has_sinks),
             )
             self._merge[has_sinks] = kernel(
                 f"merge{ending}",
                 "parts part_sums settings" + sinks,
                 "out",
-                kernels.merge(has_sinks=has_sinks),
+                kernels.with_sinks(kernels.MERGE, has_sinks=has_sinks),
             )
 
     def write(self, pool: Pool, keys: mx.array, values: mx.array, places: TokenPlaces, *, layer: int) -> None:

@@ -52,11 +52,9 @@ class TenantQuotas:
         """Return all roots of a tenant, each with its adapter; None for the bare model."""
         return {self.root(CacheScope(tenant, name)): digest for name, digest in self._adapters.items()}
 
-    def has_ssd_space(self, owner: BlockHash, size_bytes: int) -> bool:
+    def has_ssd_space(self, owner: Owner, size_bytes: int) -> bool:
         """Whether the SSD quota of the tenant with this root has space for so much, with nothing removed."""
-        tree, limit, kin = self._tree, self._limits.ssd_bytes, self.kin_of(owner)
-        coming_bytes = sum(n.spill.size_bytes for n in tree.spilling if n.spill and n.owner in kin)
-        return not limit or sum(tree.ssd.used_by[root] for root in kin) + coming_bytes + size_bytes <= limit
+        return not self._limits.ssd_bytes or self._ssd_excess_bytes(owner, size_bytes) <= 0
 
     def kin_of(self, owner: Owner) -> frozenset[Owner]:
         """Return all roots of the tenant with this root; this one alone before the tenant's first request."""
@@ -78,19 +76,23 @@ class TenantQuotas:
 
         Least recently used first, tails before heads, and never the blocks before this one.
         """
+        if self.has_ssd_space(node.owner, size_bytes):
+            return []
         tree, limit, kin = self._tree, self._limits.ssd_bytes, self.kin_of(node.owner)
-        if not limit:
-            return []
-        coming_bytes = sum(n.spill.size_bytes for n in tree.spilling if n.spill and n.owner in kin)
-        excess = sum(tree.ssd.used_by[root] for root in kin) + coming_bytes + size_bytes - limit
-        if excess <= 0:
-            return []
+        excess = self._ssd_excess_bytes(node.owner, size_bytes)
         stay = {node.hash, *protected, *(above.hash for above in tree.ancestors(node))}
         for needed_bytes in (excess + limit * _SLACK, excess):
             chosen = tree.ssd.victims(needed_bytes, may_go=lambda other: other.hash not in stay, owners=kin)
             if chosen is not None:
                 return chosen
         return None
+
+    def _ssd_excess_bytes(self, owner: Owner, size_bytes: int) -> int:
+        """Return by how much the tenant with this root would pass its SSD quota with so much more."""
+        tree, kin = self._tree, self.kin_of(owner)
+        coming_bytes = sum(n.spill.size_bytes for n in tree.spilling if n.spill and n.owner in kin)
+        used_bytes = sum(tree.ssd.used_by[root] for root in kin)
+        return used_bytes + coming_bytes + size_bytes - self._limits.ssd_bytes
 
     def check_pins(self, nodes: Iterable[Node]) -> None:
         """Raise Overloaded when these pins would take too much of a tier, for their tenant or for all."""

@@ -27,8 +27,8 @@ _FAMILIES: Final[Mapping[str, type[Any]]] = {
     **dict.fromkeys(("bert", "roberta", "xlm-roberta", "camembert", "mpnet", "distilbert"), Bert),
     "modernbert": ModernBert,
 }
-ENCODER_KINDS: Final = (*_FAMILIES, "gemma3_text")
-"""`model_type` of config.json; the last one where its config says that it sees in both directions."""
+"""By `model_type` of config.json; a `gemma3_text` is one, too, where its config says that it sees in both
+directions."""
 
 
 def is_encoder(config: Mapping[str, Any]) -> bool:
