@@ -94,17 +94,6 @@ class PinReport:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Evict:
-    """Remove the known blocks of this prompt from both tiers; None: all of the model, every scope.
-
-    Pinned blocks go too. Answered by `EvictReport`.
-    """
-
-    prompt_token_ids: tuple[int, ...] | None
-    scope: CacheScope = DEFAULT_SCOPE
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class EvictReport:
     """What was removed, by tier. A block in both tiers counts in both."""
 
@@ -114,7 +103,6 @@ class EvictReport:
     ssd_bytes: int = 0
 
     def joined(self, other: EvictReport) -> EvictReport:
-        """Return both removals as one."""
         return EvictReport(
             ram_block_count=self.ram_block_count + other.ram_block_count,
             ram_bytes=self.ram_bytes + other.ram_bytes,
@@ -235,7 +223,6 @@ class VerifyReport:
     duration_s: float
 
     def joined(self, other: VerifyReport) -> VerifyReport:
-        """Return both checks as one."""
         return VerifyReport(
             verified_block_count=self.verified_block_count + other.verified_block_count,
             verified_bytes=self.verified_bytes + other.verified_bytes,
@@ -392,7 +379,6 @@ CacheCommand = (
     Explain
     | Pin
     | Unpin
-    | Evict
     | EndSession
     | ListKnown
     | ListRecent

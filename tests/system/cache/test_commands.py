@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from icehouse_server.domain.blocks import TokenKeys
 from icehouse_server.domain.cache_commands import (
-    Evict,
     EvictBlocks,
     EvictReport,
     Explain,
@@ -31,6 +30,7 @@ from icehouse_server.domain.ids import BlockHash, Tenant
 from icehouse_server.errors import IcehouseError, Overloaded, Reason
 from icehouse_server.storage.api import StorageFailed
 
+from tests.fixtures.known_blocks import removal_of
 from tests.fixtures.storage.faults import FaultyFiles
 from tests.system.cache.stepped_server import BLOCK, SteppedServer, prompt
 
@@ -235,7 +235,7 @@ def test_evict_takes_a_prompt_out_of_both_tiers(tmp_path: Path) -> None:
         served.ask("a", tokens, max_output_tokens=0)
         served.ask("b", other, max_output_tokens=0)
         served.write_behind()
-        report = served.order(Evict(tuple(tokens)))
+        report = served.order(removal_of(served.cache, tuple(tokens)))
         assert isinstance(report, EvictReport)
         assert (report.ram_block_count, report.ssd_block_count) == (3, 3)
         assert report.ram_bytes > 0 and report.ssd_bytes > 0
@@ -254,7 +254,7 @@ def test_evict_reaches_a_block_on_its_way_to_ssd(tmp_path: Path) -> None:
         served.holds_storage = True
         served.write_behind()
         assert served.cache.spills.under_way_count == 3
-        answers = served.give(Evict(None))
+        answers = served.give(removal_of(served.cache))
         served.loop.step()
         served.holds_storage = False
         served.step_until_idle()
@@ -267,7 +267,7 @@ def test_evicting_everything_reaches_every_tenant(tmp_path: Path) -> None:
     with SteppedServer(tmp_path) as served:
         served.ask("a", prompt(2 * BLOCK + 1), tenant=Tenant("one"), max_output_tokens=0)
         served.ask("b", prompt(2 * BLOCK + 1), tenant=Tenant("two"), max_output_tokens=0)
-        report = served.order(Evict(None))
+        report = served.order(removal_of(served.cache))
         assert isinstance(report, EvictReport) and report.ram_block_count == 4
         assert len(served.cache.tree) == 0
 
@@ -393,7 +393,7 @@ def test_listed_are_those_first_that_were_not_verified_last(tmp_path: Path) -> N
         assert listed(served) == (*first[2:], *first[:2])
         assert listed(served, block_limit=4) == (*first[2:], *first[:1])
         # Those that are gone are passed over.
-        served.order(Evict(tuple(tokens)))
+        served.order(removal_of(served.cache, tuple(tokens)))
         assert listed(served) == ()
         report = served.order(Verify(first))
         assert isinstance(report, VerifyReport) and report.verified_block_count == 0

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from icehouse_server.clock import SystemClock
 from icehouse_server.domain.cache_commands import (
-    Evict,
+    EvictBlocks,
     Explain,
     Explanation,
     Pin,
@@ -201,7 +201,7 @@ def test_counters_come_without_a_storage_thread_that_hangs(served: SteppedServer
 def test_orders_that_need_a_storage_thread_that_hangs_are_refused(served: SteppedServer) -> None:
     stall(served.storage)
     served.clock.now += LATE_S
-    for order in (Evict(tuple(TOKENS)), Pin(tuple(TOKENS)), Verify()):
+    for order in (EvictBlocks(()), Pin(tuple(TOKENS)), Verify()):
         refusal = served.order(order)
         assert isinstance(refusal, StorageError) and refusal.reason is Reason.STORE_UNUSABLE, order
     resume(served.storage)

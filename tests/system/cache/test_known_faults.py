@@ -11,13 +11,13 @@ import threading
 from pathlib import Path
 
 import pytest
-from icehouse_server.domain.cache_commands import Evict
 from icehouse_server.domain.cache_stats import SpillDropCause
 from icehouse_server.domain.events import ReuseLimit
 from icehouse_server.engine.kv.paged_cache import PagedWindowCache
 from icehouse_server.engine.kv.runner_blocks import RunnerBlocks
 from mlx_lm.models.cache import QuantizedKVCache, RotatingKVCache
 
+from tests.fixtures.known_blocks import removal_of
 from tests.fixtures.models import tiny_model_dir
 from tests.system.cache.server import BLOCK as REAL_BLOCK
 from tests.system.cache.server import CacheServer
@@ -127,7 +127,7 @@ def test_evictions_never_wait_in_the_write_queue_and_every_credit_comes_back(tmp
         served.ask("busy", prompt(4 * BLOCK, salt=9))
         space = served.storage._state.spill_queue.free
         assert served.storage._state.spill_queue.try_reserve(space)
-        answers = served.give(Evict(None))
+        answers = served.give(removal_of(served.cache))
         served.loop.step()
         served.holds_storage = False
         served.step_until_idle()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from icehouse_server.domain.cache_commands import Evict, Pin, Verify, VerifyReport
+from icehouse_server.domain.cache_commands import Pin, Verify, VerifyReport
 from icehouse_server.domain.cache_stats import SpillDropCause
 from icehouse_server.domain.events import ReuseLimit
 from icehouse_server.domain.ids import CacheScope, Tenant
@@ -12,6 +12,7 @@ from icehouse_server.pins import NOT_PINNED
 from icehouse_server.storage.api import StorageFailed
 
 from tests.fixtures.engine import FakeClock
+from tests.fixtures.known_blocks import removal_of
 from tests.fixtures.storage.memory_tier import MemoryTier
 from tests.system.cache.stepped_server import BLOCK, HYBRID, KV, WINDOWS, SteppedServer, prompt
 
@@ -69,7 +70,7 @@ def test_orders_reach_it_and_its_counters_come_back() -> None:
         assert checked.verified_block_count == len(served.storage.kept) > 0
         stats = served.stats()
         assert stats.ssd is not None and stats.ssd.block_count == len(served.storage.kept)
-        served.order(Evict(None))
+        served.order(removal_of(served.cache))
         assert served.storage.kept == {}
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from icehouse_server.domain.blocks import Damage
 from icehouse_server.domain.cache_commands import (
-    Evict,
-    EvictReport,
     Explain,
     Explanation,
+    KnownBlocks,
+    ListKnown,
     Pin,
     PinReport,
     Verify,
@@ -26,6 +26,7 @@ from icehouse_server.errors import IcehouseError, Overloaded, Reason
 from icehouse_server.storage.api import StorageFailed
 from icehouse_server.storage.local.block_format.header import BlockFileError
 
+from tests.fixtures.known_blocks import removal_of
 from tests.fixtures.storage.faults import FaultyFiles
 from tests.system.cache.stepped_server import (
     BLOCK,
@@ -91,7 +92,7 @@ def test_a_load_that_storage_never_answers_ends_with_the_storage(tmp_path: Path)
         served.submit("a", TOKENS)
         served.submit("b", [*TOKENS[: 3 * BLOCK], *prompt(BLOCK, salt=3)])
         served.step_until_idle()
-        orders = [*served.give(Verify()), *served.give(Evict(None))]
+        orders = [*served.give(Verify()), *served.give(removal_of(served.cache))]
         served.mailbox.post(StorageFailed("the test broke it"))
         served.is_storage_alive = False
         served.step_until_idle()
@@ -126,7 +127,7 @@ def test_orders_are_answered_when_the_storage_goes_away(tmp_path: Path) -> None:
     fill(tmp_path)
     with SteppedServer(tmp_path) as served:
         served.holds_storage = True
-        waiting = [served.give(Verify()), served.give(Evict(None))]
+        waiting = [served.give(Verify()), served.give(removal_of(served.cache))]
         served.loop.step()
         served.mailbox.post(StorageFailed("the test broke it"))
         served.is_storage_alive = False
@@ -365,15 +366,14 @@ def test_orders_that_come_before_the_inventory_wait_for_it(tmp_path: Path) -> No
     assert served.storage is not None
     served.storage.lock()
     served.holds_storage = True
-    explained, evicted = served.give(Explain(tuple(TOKENS))), served.give(Evict(None))
+    explained, listed = served.give(Explain(tuple(TOKENS))), served.give(ListKnown(None))
     served.step_until_idle()
-    assert not explained and not evicted
+    assert not explained and not listed
     served.holds_storage = False
     served.storage.open()
     served.step_until_idle()
     assert isinstance(explained[0], Explanation) and explained[0].cache.ssd_token_count == 4 * BLOCK
-    assert isinstance(evicted[0], EvictReport) and evicted[0].ssd_block_count == 5, "a tail too"
-    assert served.ask("later", TOKENS).cache.limit is ReuseLimit.NO_MATCH
+    assert isinstance(listed[0], KnownBlocks) and len(listed[0].block_hashes) == 5, "a tail too"
     served.check()
     served.stop()
 
@@ -391,7 +391,7 @@ def test_orders_that_wait_for_an_inventory_that_never_comes(tmp_path: Path) -> N
 def test_early_orders_are_bounded_and_answered_when_the_engine_ends(tmp_path: Path) -> None:
     served = SteppedServer(tmp_path)
     served.holds_storage = True
-    answers = [served.give(Evict(None)) for _ in range(300)]
+    answers = [served.give(ListKnown(None)) for _ in range(300)]
     served.step_until_idle()
     refused = [a[0] for a in answers if a]
     assert len(refused) == 44

@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from icehouse_server.domain.cache_commands import Evict, Explain
+from icehouse_server.domain.cache_commands import Explain
 from icehouse_server.domain.cache_stats import TenantShare
 from icehouse_server.domain.ids import CacheScope, Tenant
 from icehouse_server.domain.request import CacheUse
 
+from tests.fixtures.known_blocks import removal_of
 from tests.system.cache.stepped_server import BLOCK, HYBRID, KV, STATE_ONLY, WINDOWS, SteppedServer, prompt
 from tests.system.cache.test_tenant_quotas import A, B, share_of
 
@@ -79,7 +80,7 @@ def test_without_it_the_same_text_is_computed_again_and_then_found(facts) -> Non
     with SteppedServer(facts=facts) as served:
         warm(served)
         served.ask("a", question(1), tenant=A, shared_tenant=HANDBOOK)
-        served.order(Evict((*SHARED, 1), CacheScope(HANDBOOK)))
+        served.order(removal_of(served.cache, (*SHARED, 1), CacheScope(HANDBOOK)))
         served.check()
         served.ask("a alone", question(1), tenant=A, shared_tenant=HANDBOOK)
         assert served.ask("a at last", question(1), tenant=A).cache.cached_token_count == 7 * BLOCK
@@ -113,7 +114,7 @@ def test_explain_tells_of_it_and_a_tenant_evicts_its_own_only() -> None:
             served.order(Explain(asked, CacheScope(A), CacheScope(HANDBOOK))).cache.cached_token_count
             == 4 * BLOCK
         )
-        served.order(Evict(asked, CacheScope(A)))
+        served.order(removal_of(served.cache, asked, CacheScope(A)))
         assert (
             served.order(Explain(asked, CacheScope(A), CacheScope(HANDBOOK))).cache.cached_token_count
             == 4 * BLOCK

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from icehouse_server.domain.cache_commands import Evict
 from icehouse_server.domain.ids import Tenant
 from icehouse_server.domain.request import CacheUse
 from icehouse_server.engine.prefix_cache.tiers.prefix_settings import QuotaLimits
@@ -13,6 +12,7 @@ from icehouse_server.engine.prefix_cache.tiers.runner_port import CacheFacts
 from icehouse_server.storage.files import Files
 
 from tests.fixtures.engine import FakeClock
+from tests.fixtures.known_blocks import removal_of
 from tests.fixtures.storage.object_store import SHARED, MemoryStore
 from tests.fixtures.storage.sole_tier import SoleTier
 from tests.fixtures.storage.storage_thread import settings_for
@@ -158,5 +158,5 @@ def test_evicted_by_order_it_is_gone_for_all(tmp_path, store) -> None:
         first.ask("first", TOKENS)
         first.write_behind()
         assert store.objects
-        first.order(Evict(None))
+        first.order(removal_of(first.cache))
     assert not store.objects

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from icehouse_server.domain.cache_commands import Evict
+from icehouse_server.domain.cache_commands import EvictBlocks, KnownBlocks, ListKnown
 from icehouse_server.domain.events import Failed
 from icehouse_server.domain.ids import RequestId
 from icehouse_server.domain.request import Speculation
@@ -62,7 +62,9 @@ def _cancels(served: CacheServer, name: str) -> Callable[[], None]:
 
 def _active_bytes(served: CacheServer) -> int:
     """Return what MLX holds once both tiers are empty and nothing runs."""
-    served.order(Evict(None))
+    known = served.order(ListKnown(None))
+    assert isinstance(known, KnownBlocks)
+    served.order(EvictBlocks(known.block_hashes))
     gc.collect()
     engine, cache = served.stats()
     assert (engine.decoding_count, engine.prefilling_count, engine.waiting_count) == (0, 0, 0)

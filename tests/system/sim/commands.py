@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from icehouse_server.domain.cache_commands import (
     CacheAnswer,
     CacheCommand,
-    Evict,
     EvictBlocks,
     EvictReport,
     Explain,
@@ -60,7 +59,7 @@ class CommandIssuer:
         self.open_count += 1
         is_open = True
         doom = _Doom()
-        self._change_count += isinstance(order, Pin | Unpin | Evict | EvictBlocks)
+        self._change_count += isinstance(order, Pin | Unpin | EvictBlocks)
         change_number, order_time = self._change_count, served.clock.wall()
 
         def reply(answer: CacheAnswer | IcehouseError) -> None:
@@ -81,7 +80,7 @@ class CommandIssuer:
                 # What was damaged while it ran may have been read before.
                 self._check_verified(served, may_miss=self._ledger.rot_count > rot_count)
 
-        if isinstance(order, Evict | EvictBlocks):
+        if isinstance(order, EvictBlocks):
             # Answered at once, right before the order is carried out.
             served.mailbox.post(Command(Unpin((1, 2)), lambda _: self._pronounce(doom, served, order)))
         served.mailbox.post(Command(order, reply))
@@ -97,19 +96,10 @@ class CommandIssuer:
 
         served.mailbox.post(QueryStats(reply))
 
-    def _pronounce(self, doom: _Doom, served: SimServer, order: Evict | EvictBlocks) -> None:
+    def _pronounce(self, doom: _Doom, served: SimServer, order: EvictBlocks) -> None:
         """Note the blocks that an order to evict is about to remove, and the last spill before it."""
         doom.spill_number = self._ledger.spill_number
-        if isinstance(order, EvictBlocks):
-            doom.blocks |= {name for name in order.block_hashes if served.cache.tree.get(name) is not None}
-            return
-        is_all = order.prompt_token_ids is None
-        known = list(served.cache.tree) if is_all else _known(served, order)
-        doom.blocks |= {entry.hash for entry in known}
-        if is_all and served.storage is not None and served.store.is_open:
-            # What a quota or an order before has made go is known to the engine no more, and there still.
-            mine = served.cache.settings.fingerprint
-            doom.blocks |= {record.hash for record in served.store.index if record.fingerprint == mine}
+        doom.blocks |= {name for name in order.block_hashes if served.cache.tree.get(name) is not None}
 
     def _check(
         self, served: SimServer, order: CacheCommand, answer: CacheAnswer | IcehouseError, doom: _Doom
@@ -147,7 +137,6 @@ class CommandIssuer:
         assert not old, f"evicted by order and still there: {old}"
 
 
-def _known(served: SimServer, order: Evict | Pin | Unpin) -> Sequence[Node]:
+def _known(served: SimServer, order: Pin | Unpin) -> Sequence[Node]:
     """Return the blocks that are wholly part of an order's prompt."""
-    assert order.prompt_token_ids is not None
     return served.cache.known_chain(order.prompt_token_ids, order.scope)

@@ -13,7 +13,6 @@ from icehouse_server.domain.blocks import TokenKeys
 from icehouse_server.domain.cache_commands import (
     CacheCommand,
     EndSession,
-    Evict,
     EvictBlocks,
     Explain,
     ListKnown,
@@ -32,6 +31,7 @@ from icehouse_server.engine.core.refusals import cancelled_by_client
 from icehouse_server.storage.storage_settings import Codec
 from icehouse_server.storage.store_paths import StorePaths
 
+from tests.fixtures.known_blocks import removal_of
 from tests.fixtures.storage.ciphers import CIPHER
 from tests.fixtures.storage.faults import Crash
 from tests.system.sim.archives import ArchiveCarrier
@@ -65,7 +65,7 @@ _SESSIONS = ("", "", "one", "one", "two", "three")
 _KILL_SHARE = 0.35
 """Of the ends of a process that nobody ordered; the power goes in the others."""
 PIECES_SEED = 2_000_000
-"""From here on commands to evict come in slices, as Evict sends them."""
+"""From here on commands to evict come in slices, as the Evict call sends them."""
 IMAGES_SEED = 3_000_000
 """From here on prompts have images in them."""
 NAMES_SEED = 4_000_000
@@ -236,7 +236,7 @@ class Scenario:
         if self._archive_dice.random() < 0.4:
             self._served.come_to_rest()
             self._pins.is_excused = True
-            self._commands.give(self._served, Evict(promise.history, request.scope))
+            self._commands.give(self._served, removal_of(self._served.cache, promise.history, request.scope))
             self._served.cache.rates.prefill_tokens_per_s = 0.0
             self._submit_one(**following)
 
@@ -305,31 +305,32 @@ class Scenario:
             Pin(text, scope),
             Pin(text[:12], scope),
             Unpin(text, scope),
-            Evict(text, scope),
-            Evict(text[:8], scope),
-            Evict(None),
+            ListKnown(text, scope),
+            ListKnown(text[:8], scope),
+            ListKnown(None),
             Verify(),
             ListStored(block_limit=2),
         )
         order = self.dice.choice(orders)
         if isinstance(order, Pin) and self.seed >= PIECES_SEED and self._pin_dice.random() < 0.5:
             order = dataclasses.replace(order, ttl_s=self._pin_dice.choice((0.01, 0.1)))
-        if isinstance(order, Evict) and self.seed >= PIECES_SEED:
-            order = self._piece_of(order)
+        if isinstance(order, ListKnown):
+            order = self._removal(order)
         if self._session_dice.random() < 0.3:
             order = EndSession(self._session_dice.choice(_SESSIONS[2:]), scope.tenant)
-        self._pins.is_excused |= isinstance(order, Unpin | Evict | EvictBlocks)
+        self._pins.is_excused |= isinstance(order, Unpin | EvictBlocks)
         self._commands.give(self._served, order)
 
-    def _piece_of(self, order: Evict) -> CacheCommand:
-        """Return a piece of a removal: of what is known now, or was when one began that goes on."""
+    def _removal(self, asked: ListKnown) -> CacheCommand:
+        """Return the order to evict what is known now, or a piece of that or of what was when one began that
+        goes on."""
+        whole = removal_of(self._served.cache, asked.prompt_token_ids, asked.scope)
+        if self.seed < PIECES_SEED:
+            return whole
         if not self._pieces:
-            cache = self._served.cache
-            of_prompt = order.prompt_token_ids
-            known = list(cache.tree) if of_prompt is None else cache.known_chain(of_prompt, order.scope)
-            self._pieces = [entry.hash for entry in reversed(known)]
+            self._pieces = list(whole.block_hashes)
             if self._sharing_dice.random() < 0.3:
-                return ListKnown(of_prompt, order.scope)
+                return asked
         count = self._sharing_dice.choice((1, 2, 5, 100))
         piece, self._pieces = self._pieces[:count], self._pieces[count:]
         return EvictBlocks(tuple(piece))
@@ -344,7 +345,7 @@ class Scenario:
         if self._archive_dice.random() < 0.5:
             # Otherwise most blocks that come are there already.
             self._pins.is_excused = True
-            self._commands.give(self._served, Evict(None))
+            self._commands.give(self._served, removal_of(self._served.cache))
         self._archives.adopt(self._served, self._archive_dice.choice(_TENANTS))
 
     # What time does.

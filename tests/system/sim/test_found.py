@@ -11,7 +11,6 @@ import pytest
 from icehouse_server.domain.cache_commands import (
     CacheAnswer,
     CacheCommand,
-    Evict,
     EvictReport,
     Pin,
     PinReport,
@@ -28,6 +27,7 @@ from icehouse_server.errors import IcehouseError, NotFound, Overloaded
 from icehouse_server.pins import UNTIL_UNPINNED
 from icehouse_server.storage.local.directory.manifest import LOG_ALLOWANCE_BYTES
 
+from tests.fixtures.known_blocks import removal_of
 from tests.system.sim.checks import check_agreement, check_pins_agree, check_ram, check_rest
 from tests.system.sim.clock import SimClock
 from tests.system.sim.event_watch import EventWatch
@@ -269,7 +269,7 @@ def test_a_pin_right_after_an_order_to_evict_finds_nothing(directory: Path) -> N
     bench.ask(prompt, max_output_tokens=0)
     bench.restart()
     answers: list[CacheAnswer | IcehouseError] = []
-    for order in (Evict(tuple(prompt)), Pin(tuple(prompt))):
+    for order in (removal_of(bench.served.cache, tuple(prompt)), Pin(tuple(prompt))):
         bench.served.mailbox.post(Command(order, answers.append))
     bench.served.come_to_rest()
     assert isinstance(answers[0], NotFound), answers
@@ -285,7 +285,7 @@ def test_a_block_computed_and_pinned_again_behind_an_order_to_evict_it_stays(dir
         for _ in range(10):
             served.step_engine()
     (block,) = served.spilling()
-    served.mailbox.post(Command(Evict(None), lambda _: None))
+    served.mailbox.post(Command(removal_of(served.cache), lambda _: None))
     bench.submit(b"aaaabbbbc", max_output_tokens=0)
     for _ in range(10):
         served.step_engine()
@@ -301,8 +301,9 @@ def test_an_order_to_evict_is_answered_when_what_another_one_removes_is_gone(dir
     bench.ask(prompt, max_output_tokens=0)
     bench.restart()
     answers: list[CacheAnswer | IcehouseError] = []
+    order = removal_of(bench.served.cache, tuple(prompt))
     for _ in range(2):
-        bench.served.mailbox.post(Command(Evict(tuple(prompt)), answers.append))
+        bench.served.mailbox.post(Command(order, answers.append))
     bench.served.step_engine()
     assert answers == [] and len(bench.served.store.index) == 2
     bench.served.come_to_rest()

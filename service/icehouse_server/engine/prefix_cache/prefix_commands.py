@@ -21,7 +21,6 @@ from icehouse_server.domain.cache_commands import (
     CacheCommand,
     ContinueListing,
     EndSession,
-    Evict,
     EvictBlocks,
     EvictReport,
     Explain,
@@ -47,7 +46,7 @@ from icehouse_server.domain.cache_commands import (
 from icehouse_server.domain.cache_stats import CacheStats
 from icehouse_server.domain.ids import CacheScope
 from icehouse_server.engine.core.mailbox import Command
-from icehouse_server.engine.prefix_cache.exchange import CacheExchange
+from icehouse_server.engine.prefix_cache.exchange import CacheExchange, Reply
 from icehouse_server.engine.prefix_cache.prefix_cache import PrefixCache
 from icehouse_server.engine.prefix_cache.tiers.node import Node
 from icehouse_server.errors import IcehouseError, NotFound, Overloaded, Reason, StorageError
@@ -55,7 +54,6 @@ from icehouse_server.pins import NOT_PINNED, UNTIL_UNPINNED
 from icehouse_server.storage.api import Failure, Names, Purged, Ticket, Trouble, Verified
 
 _Result = TypeVar("_Result")
-_Reply = Callable[[CacheAnswer | IcehouseError], None]
 _BUSY_RETRY_S = 1.0
 _EARLY_LIMIT = 256
 """Commands that wait for the first inventory."""
@@ -63,7 +61,7 @@ _SLICE_COUNT = 256
 """Blocks in a slice of a listing; the log has space for so many changes."""
 _STATS_S = 1.0
 """How long to wait for the storage thread's counters; then its last ones are used."""
-_STORAGE_ORDERS = (Pin, Unpin, Evict, EvictBlocks, ListStored, Verify, ReadBlock, AdoptBlock)
+_STORAGE_ORDERS = (Pin, Unpin, EvictBlocks, ListStored, Verify, ReadBlock, AdoptBlock)
 
 
 class CacheCommands:
@@ -138,7 +136,7 @@ class CacheCommands:
         else:
             self._waits.add(ticket, report, limit_s=_STATS_S)
 
-    def _answer(self, command: CacheCommand, reply: _Reply) -> CacheAnswer | None:
+    def _answer(self, command: CacheCommand, reply: Reply) -> CacheAnswer | None:
         if self._waits.is_stalled and isinstance(command, _STORAGE_ORDERS):
             raise _unanswered()
         match command:
@@ -149,8 +147,6 @@ class CacheCommands:
                 return self._pin(self._known(command), end_time, reply)
             case Unpin():
                 return self._pin(self._known(command), NOT_PINNED, reply)
-            case Evict():
-                return self._evict(self._known(command), reply)
             case EvictBlocks():
                 nodes = [self._cache.tree.get(name) for name in command.block_hashes]
                 return self._evict([node for node in nodes if node is not None], reply)
@@ -184,7 +180,7 @@ class CacheCommands:
         return None
 
     def _await(
-        self, ticket: Ticket[_Result] | None, reply: _Reply, answer: Callable[[_Result], CacheAnswer]
+        self, ticket: Ticket[_Result] | None, reply: Reply, answer: Callable[[_Result], CacheAnswer]
     ) -> None:
         """Have an order answered when the storage thread has carried it out; only the caller's deadline
         bounds the wait. Raises `Overloaded` without a ticket: the queue is full."""
@@ -203,14 +199,14 @@ class CacheCommands:
             duration_s=self._clock.monotonic() - began,
         )
 
-    def _explain(self, command: Explain, reply: _Reply) -> Explanation | None:
+    def _explain(self, command: Explain, reply: Reply) -> Explanation | None:
         """Answer now, or when the headers of blocks with unknown tokens are read."""
         keys, cache = command.prompt_token_ids, self._cache
         prompt = cache.prompt(keys, scope=command.scope, shared_scope=command.shared_scope)
         is_waiting = cache.fetch_headers(prompt, lambda: reply(cache.explain(command)), token_count=0)
         return None if is_waiting else cache.explain(command)
 
-    def _read_tokens(self, command: ReadTokens, reply: _Reply) -> BlockTokens | None:
+    def _read_tokens(self, command: ReadTokens, reply: Reply) -> BlockTokens | None:
         if self._cache.storage is None or not command.block_hashes:
             return BlockTokens(())
         if self._cache.rates.reads_hang:
@@ -228,7 +224,7 @@ class CacheCommands:
         self._waits.add(ticket, read, token_count=0)
         return None
 
-    def _pin(self, nodes: list[Node], end_time: float, reply: _Reply) -> PinReport | None:
+    def _pin(self, nodes: list[Node], end_time: float, reply: Reply) -> PinReport | None:
         """Answer now where all is in RAM alone, else when the storage thread reports what is there."""
         cache, is_pin = self._cache, end_time != NOT_PINNED
         nodes = [node for node in nodes if node.ram or node.ssd]
@@ -276,13 +272,13 @@ class CacheCommands:
                 retry_after_s=_BUSY_RETRY_S,
             )
 
-    def _known(self, command: Pin | Unpin | Evict | ListKnown) -> list[Node]:
+    def _known(self, command: Pin | Unpin | ListKnown) -> list[Node]:
         """Return the blocks that a command is about: all as they became known, or the prompt's in order."""
         if command.prompt_token_ids is None:
             return list(self._cache.tree)
         return self._cache.known_chain(command.prompt_token_ids, command.scope)
 
-    def _evict(self, nodes: list[Node], reply: _Reply) -> EvictReport | None:
+    def _evict(self, nodes: list[Node], reply: Reply) -> EvictReport | None:
         cache = self._cache
         in_ram = [node for node in nodes if node.ram]
         # A block on its way to SSD is there before this command is carried out.

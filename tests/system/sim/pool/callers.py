@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 
-from icehouse_server.domain.cache_commands import CacheCommand
+from icehouse_server.domain.cache_commands import CacheCommand, EvictBlocks, KnownBlocks
 from icehouse_server.domain.events import Event, Failed, Finished, Started
 from icehouse_server.errors import IcehouseError
 from icehouse_server.rpc.access.caller import Caller, Role
@@ -103,13 +103,15 @@ class Asking(PoolCaller):
 
 @dataclasses.dataclass(eq=False)
 class Ordering(PoolCaller):
-    """A command to a model's prefix cache."""
+    """A command to a model's prefix cache; what it says is known is evicted."""
 
     order: CacheCommand = None  # type: ignore[assignment]
     answer: object = None
 
     async def _go_on(self, seat: Seat) -> None:
         self.answer = await seat.commands.ask(self.order, object)
+        if isinstance(self.answer, KnownBlocks):
+            self.answer = await seat.commands.ask(EvictBlocks(self.answer.block_hashes), object)
 
 
 @dataclasses.dataclass(eq=False)

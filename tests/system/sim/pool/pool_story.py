@@ -11,8 +11,8 @@ from pathlib import Path
 from icehouse_server.domain.cache_commands import (
     CacheCommand,
     EndSession,
-    Evict,
     Explain,
+    ListKnown,
     ListStored,
     Pin,
     Unpin,
@@ -290,7 +290,7 @@ class PoolStory:
             Explain(text, scope),
             Pin(text[:12], scope),
             Unpin(text, scope),
-            Evict(text[:8], scope),
+            ListKnown(text[:8], scope),
             Verify(),
             ListStored(block_limit=2),
             EndSession("one", scope.tenant),

@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from icehouse_server.domain.cache_commands import Evict, Pin
+from icehouse_server.domain.cache_commands import Pin
 from icehouse_server.domain.cache_stats import AgePercentiles, MissTokens, SpillDropCause
 from icehouse_server.domain.events import ReuseLimit
 from icehouse_server.domain.request import CacheUse
 
+from tests.fixtures.known_blocks import removal_of
 from tests.system.cache.stepped_server import BLOCK, BLOCK_BYTES, SteppedServer, prompt
 
 
@@ -47,7 +48,7 @@ def test_tiers_count_blocks_tails_pins_tokens_and_bytes(tmp_path: Path) -> None:
         assert ssd is not None
         assert (ssd.block_count, ssd.tail_count, ssd.pinned_block_count, ssd.token_count) == (3, 1, 1, 10)
         assert ssd.size_bytes == sum(path.stat().st_size for path in tmp_path.rglob("*.safetensors"))
-        served.order(Evict(None))
+        served.order(removal_of(served.cache))
         ssd = served.stats().ssd
         assert ssd is not None
         assert (ssd.block_count, ssd.size_bytes, ssd.purged_block_total) == (0, 0, 3)
