@@ -26,7 +26,6 @@ class AgePercentiles:
 
     @classmethod
     def of(cls, ages_s: Iterable[float]) -> AgePercentiles:
-        """Return the percentiles of ages in seconds."""
         ordered = sorted(ages_s)
         return cls(*(quantile(ordered, share) for share in (0.5, 0.9, 0.99)))
 

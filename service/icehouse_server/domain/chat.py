@@ -63,7 +63,6 @@ class ImageTexts:
     """What the model sees of each image."""
 
     def behind(self, count: int) -> ImageTexts:
-        """Return those behind the first `count` images."""
         return ImageTexts(self.mark, self.texts[count:], self.digests[count:])
 
 
@@ -166,7 +165,6 @@ class Conversation:
 
     @property
     def images(self) -> tuple[ImageSource, ...]:
-        """All images, in order."""
         return tuple(placed.source for message in self.messages for placed in message.images)
 
     @property

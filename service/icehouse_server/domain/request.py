@@ -124,7 +124,6 @@ class GenerationRequest:
         return tuple(parts)
 
     def whole_image(self, span: ImageSpan) -> ImagePart:
-        """Return all of one of its images."""
         return self.image_parts(span.start_token_index, span.end_token_index)[0]
 
     def rope_positions(self) -> RopePositions | None:

@@ -136,7 +136,6 @@ class ArchiveWriter:
         return self._noted(_record(_Kind.BLOCK_END, {DIGEST_NAME: self._file.hexdigest()}))
 
     def end(self) -> bytes:
-        """Return the trailer."""
         fields = {"block_count": self._block_count, DIGEST_NAME: self._whole.hexdigest()}
         return _record(_Kind.TRAILER, fields)
 

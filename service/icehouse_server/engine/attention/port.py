@@ -11,7 +11,8 @@ Inference thread only. Everything is lazy until somebody evaluates it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable
+import itertools
+from collections.abc import Hashable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import mlx.core as mx
@@ -65,6 +66,17 @@ class TokenPlaces:
     tokens from the first visible one up to itself."""
     derived: dict[Hashable, Any] = dataclasses.field(default_factory=dict, compare=False, repr=False)
     """What a backend computed of them, for all layers of the pass."""
+
+    @classmethod
+    def of(cls, tables: Sequence[Sequence[int]], begins: Sequence[int], counts: Sequence[int]) -> TokenPlaces:
+        """Return them of a pass: of each row its pages, where it goes on, and how many tokens it brings."""
+        starts = np.array(list(itertools.accumulate(map(len, tables[:-1]), initial=0)), np.int32)
+        pages = np.array(list(itertools.chain.from_iterable(tables)), np.int32)
+        rows = np.repeat(np.arange(len(tables), dtype=np.int32), counts)
+        if len(rows) == len(tables):
+            return cls(pages, starts, rows, np.array(begins, np.int32))
+        spans = [np.arange(b, b + count, dtype=np.int32) for b, count in zip(begins, counts, strict=True)]
+        return cls(pages, starts, rows, np.concatenate(spans))
 
     @property
     def token_count(self) -> int:

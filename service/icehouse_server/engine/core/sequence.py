@@ -238,7 +238,6 @@ class Sequence:
         self.park_count += 1
 
     def decode_row(self) -> DecodeRow:
-        """Return what the sequence joins decoding with."""
         return DecodeRow(
             sampling=self.request.sampling,
             prompt_token_ids=self.request.prompt_token_ids,

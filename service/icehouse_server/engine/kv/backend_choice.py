@@ -24,7 +24,6 @@ from icehouse_server.engine.attention.gather import GatherAttention
 from icehouse_server.engine.attention.gpu.launch import gpu_attentions
 from icehouse_server.engine.attention.port import (
     AttentionCall,
-    Ints,
     PagedAttention,
     Pool,
     PoolShape,
@@ -210,7 +209,7 @@ def _prepare(shape: PoolShape, query_head_count: int, *, has_sinks: bool) -> Gen
     kv_heads, size = shape.kv_head_count, shape.head_size
     passes = []
     for step in range(_PASS_COUNT):
-        places = _places(rows, [b + step * n for b, n in zip(begins, counts, strict=True)], counts)
+        places = TokenPlaces.of(rows, [b + step * n for b, n in zip(begins, counts, strict=True)], counts)
         token_count = places.token_count
         keys, values = (normal(token_count, kv_heads, 1, size) for _ in range(2))
         passes.append(_Pass(places, keys, values, normal(token_count, query_head_count, 1, size)))
@@ -237,13 +236,3 @@ def _rows(page: int) -> tuple[list[list[int]], list[int], list[int]]:
         page_count = -(-(begin + _PASS_COUNT * count) // page)
         rows.append([*first, *itertools.islice(unused, page_count - len(first))])
     return rows, begins, counts
-
-
-def _places(rows: list[list[int]], begins: list[int], counts: list[int]) -> TokenPlaces:
-    starts = np.cumsum([0, *(len(pages) for pages in rows[:-1])], dtype=np.int32)
-    pages: Ints = np.array([number for each in rows for number in each], np.int32)
-    numbers: Ints = np.repeat(np.arange(len(rows), dtype=np.int32), counts)
-    positions: Ints = np.concatenate(
-        [np.arange(b, b + n, dtype=np.int32) for b, n in zip(begins, counts, strict=True)]
-    )
-    return TokenPlaces(pages, starts, numbers, positions)

@@ -7,12 +7,9 @@ pages; runs of a sliding window release those that the window has passed.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Mapping, Sequence
 
-import numpy as np
-
-from icehouse_server.engine.attention.port import Ints, PagedAttention, TokenPlaces
+from icehouse_server.engine.attention.port import PagedAttention, TokenPlaces
 from icehouse_server.engine.kv.pool import Page, PagePool
 
 
@@ -49,7 +46,6 @@ class PageRun:
             self.add(self.group.pool.take(missing))
 
     def add(self, pages: Sequence[Page]) -> None:
-        """Append these pages."""
         self.pages += pages
         self.numbers += [page.number for page in pages]
 
@@ -97,16 +93,8 @@ class PageTable:
 def places_of(runs: Sequence[PageRun], begins: Sequence[int], counts: Sequence[int]) -> TokenPlaces:
     """Return where a pass's tokens lie in their pages: `counts` of each row, from `begins` on."""
     pool = runs[0].group.pool
-    numbers = [
+    tables = [
         run.numbers[: pool.pages_for(begin + count)]
         for run, begin, count in zip(runs, begins, counts, strict=True)
     ]
-    starts = np.array(list(itertools.accumulate(map(len, numbers[:-1]), initial=0)), np.int32)
-    pages = np.array(list(itertools.chain.from_iterable(numbers)), np.int32)
-    rows = np.repeat(np.arange(len(runs), dtype=np.int32), counts)
-    if len(rows) == len(runs):
-        positions: Ints = np.array(begins, np.int32)
-    else:
-        spans = [np.arange(b, b + count, dtype=np.int32) for b, count in zip(begins, counts, strict=True)]
-        positions = np.concatenate(spans)
-    return TokenPlaces(pages, starts, rows, positions)
+    return TokenPlaces.of(tables, begins, counts)

@@ -179,7 +179,6 @@ class Paging:
 
     @property
     def free_bytes(self) -> int:
-        """Of free pages."""
         return sum(group.pool.free_bytes for group in self.groups)
 
 

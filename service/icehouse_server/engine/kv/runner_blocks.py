@@ -319,7 +319,6 @@ class PageRegion:
 
     @classmethod
     def of(cls, group: PageGroup, pages: Sequence[Page], *, token_count: int) -> PageRegion:
-        """Return a region of these pages."""
         return cls(tuple(pages), token_count, len(pages) * group.pool.shape.page_bytes)
 
     def copied_out(self, group: PageGroup, names: Sequence[str]) -> ArrayRegion:

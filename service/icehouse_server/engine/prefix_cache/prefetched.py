@@ -38,12 +38,10 @@ class PrefetchedTokens:
             node.prefetched_token_count = 0
 
     def end(self, sequence: Sequence) -> None:
-        """Count a prefetch that is over."""
         self._stats.done_total += sequence.has_finished
         self._stats.given_up_total += not sequence.has_finished
         computed = sequence.processed_token_count - sequence.cache.cached_token_count
         self._stats.computed_token_total += max(0, computed)
 
     def snapshot(self) -> PrefetchStats:
-        """Return the counters."""
         return dataclasses.replace(self._stats)

@@ -187,7 +187,6 @@ class Sessions:
         return session is not None and session.is_ended
 
     def snapshot(self) -> SessionStats:
-        """Return the counters."""
         known = self._known.values()
         return dataclasses.replace(
             self._stats,

@@ -109,7 +109,6 @@ class DraftModel:
         return cls(loaded.model, facts=passes, vocabulary_size=known, footprint=footprint)
 
     def close(self) -> None:
-        """Drop the weights."""
         self._forward.close()
 
     def open(self) -> DraftedRow:

@@ -421,6 +421,5 @@ def attach(
 
 
 def _own(tree: Any, others: Iterable[tuple[str, mx.array]]) -> dict[str, mx.array]:
-    """Return the arrays of a tree that are none of the others."""
     shared = {id(array) for _, array in others}
     return {name: array for name, array in parameters_of(tree) if id(array) not in shared}

@@ -144,7 +144,6 @@ class Pipeline:
         sequence.row = Row([])
 
     def clear(self) -> None:
-        """Drop everything."""
         self._decoding.clear()
         self._in_flight = None
         for forward in self.forwards.values():

@@ -64,7 +64,6 @@ class PromptLookup:
         self._tokens[: self._count] = token_ids
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """Add what was generated."""
         stop = self._count + len(token_ids)
         if stop > len(self._tokens):
             self._tokens = np.concatenate([self._tokens, np.empty(max(stop, 256), dtype=np.int64)])

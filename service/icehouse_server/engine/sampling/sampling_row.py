@@ -144,7 +144,6 @@ class LogitEdits:
         ).astype(np.int32)
 
     def accept(self, token_id: int) -> None:
-        """Count a token that was drawn."""
         for kind, window in enumerate(self._windows):
             if not window.is_on:
                 continue
@@ -228,7 +227,6 @@ class Bans:
         return not self._last_ids
 
     def accept(self, token_id: int) -> None:
-        """Remember a token that was drawn."""
         self._tail.append(token_id)
 
     def tokens(self, drawn_count: int) -> list[int]:

@@ -204,7 +204,6 @@ class PassBudget:
         return max(fitting, key=rates.__getitem__)
 
     def _with(self, count: int, start: int) -> PassSize:
-        """Return the size of the pass with one chunk more."""
         return self._size + self._limits.size_of_chunk(start, count)
 
     def _fits(self, count: int, start: int) -> bool:

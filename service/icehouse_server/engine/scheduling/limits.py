@@ -59,7 +59,6 @@ class SchedulerLimits:
 
     @property
     def most_pass_token_count(self) -> int:
-        """Prompt tokens of a pass at most."""
         return self.pass_token_count or self.prefill_chunk_token_count
 
     def within(self, model: MemoryModel, *, free_bytes: int) -> SchedulerLimits:

@@ -44,7 +44,6 @@ class PrefillChunk:
         return max(0, min(self.stop, self.sequence.prefill_target) - self.start) if self.is_through else 0
 
     def for_runner(self) -> Chunk:
-        """Return the chunk as the runner takes it."""
         sequence = self.sequence
         request, tokens = sequence.request, sequence.input_token_ids
         is_measured = sequence.measures_prompt

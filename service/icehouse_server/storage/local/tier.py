@@ -297,7 +297,6 @@ def _list_all(loop: StorageLoop, model: OpenModel, block_limit: int) -> Generato
 
 
 def _verify_block(store: BlockStore, record: BlockRecord) -> Failure | None:
-    """Return what is wrong with a stored block."""
     path = store.paths.block(record.fingerprint, record.hash)
     try:
         file = verify_block(store.files, path, cipher=store.cipher)

@@ -43,7 +43,6 @@ class PassAngles:
         self._positions = positions
 
     def end(self) -> None:
-        """Let go of them."""
         self._positions = None
         self._angles.clear()
 
@@ -55,7 +54,6 @@ class PassAngles:
         return array.ndim == 4 and array.shape[2] == 1 and array.shape[0] == known.size
 
     def of(self, kind: RopeKind, freqs: mx.array | None) -> Angles:
-        """Return the angles of one kind of layer."""
         key = (kind, id(freqs))
         if key not in self._angles:
             self._angles[key] = self._computed(kind, freqs), freqs

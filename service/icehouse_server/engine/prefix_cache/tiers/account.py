@@ -60,7 +60,6 @@ class TierAccount:
                 order.move_to_end(node, last=False)
 
     def remove(self, node: Node) -> None:
-        """Stop counting a node."""
         self._count(node, -1)
         for order in self._orders_of(node):
             order.pop(node, None)

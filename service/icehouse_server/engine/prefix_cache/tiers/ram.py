@@ -129,7 +129,6 @@ class RamTier:
         return sum(node.ram_bytes for node in self._leaving)
 
     def snapshot(self, *, now: float) -> TierStats:
-        """Return the tier's statistics."""
         account = self._tree.ram
         sample = islice(self._tree.in_ram(), None, None, account.block_count // _SAMPLE_LIMIT + 1)
         return dataclasses.replace(

@@ -110,7 +110,6 @@ class TenantQuotas:
             _check_pinned_share(tier, all_bytes, tier_bytes, whose="all tenants")
 
     def snapshot(self) -> tuple[TenantShare, ...]:
-        """Return what each known tenant uses."""
         ram, ssd = self._tree.ram.used_by, self._tree.ssd.used_by
         return tuple(
             TenantShare(

@@ -73,7 +73,6 @@ class Children:
         known.counts[node.token_count] += 1
 
     def remove(self, node: Node) -> None:
-        """Remove a block that was added."""
         known = self._of[node.parent]
         if isinstance(known, _Siblings):
             del known[node.hash]
@@ -138,7 +137,6 @@ class PrefixTree:
         return iter(self._nodes.values())
 
     def get(self, block: BlockHash) -> Node | None:
-        """Return the node of this name."""
         return self._nodes.get(block)
 
     def recent(self, limit: int) -> list[Node]:
@@ -152,7 +150,6 @@ class PrefixTree:
 
     @property
     def pinned_in_ram(self) -> list[Node]:
-        """The pinned nodes in RAM."""
         return [node for node in self._pinned.values() if node.ram]
 
     @property

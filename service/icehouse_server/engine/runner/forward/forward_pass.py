@@ -349,7 +349,6 @@ def _as_given(laid: tuple[tuple[int, int], ...], spans: Spans) -> tuple[tuple[in
 
 
 def _leaf_splits(splits: Sequence[CacheSplit], caches: Sequence[Any]) -> list[CacheSplit]:
-    """Return one split for each leaf of the caches."""
     by_leaf: list[CacheSplit] = []
     for split, cache in zip(splits, caches, strict=True):
         if split.parts:

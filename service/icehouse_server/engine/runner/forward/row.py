@@ -102,7 +102,6 @@ class Row:
         return taken - count
 
     def forget_mark(self) -> None:
-        """Drop what `mark` remembered."""
         self._mark = None
 
 

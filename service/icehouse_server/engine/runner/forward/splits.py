@@ -47,7 +47,6 @@ class CacheSplit:
         return self.is_entered or self.mode is PassSplit.MODULE
 
     def leaf_modes(self) -> tuple[PassSplit, ...]:
-        """Return the modes of all parts."""
         return tuple(mode for part in self.parts for mode in part.leaf_modes()) or (self.mode,)
 
 

@@ -26,7 +26,7 @@ import hashlib
 import importlib.util
 import os
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -112,7 +112,7 @@ def kv_code(model_dir: Path, config: Mapping[str, Any], *, has_adapter: bool) ->
     """
     try:
         custom = _custom_source(model_dir, config)
-        reach = Reach(_PACKAGES, given=custom, without=_NOT_FOLLOWED)
+        reach = Reach(custom)
         reach.follow(_roots(model_dir, config))
         if has_adapter:
             reach.follow([_ADAPTERS])
@@ -134,7 +134,7 @@ def kv_code(model_dir: Path, config: Mapping[str, Any], *, has_adapter: bool) ->
 
 def adapter_code_digest() -> str:
     """Return the digest of the code of LoRA layers. Raises ModelError."""
-    reach = Reach(_PACKAGES, without=_NOT_FOLLOWED)
+    reach = Reach()
     try:
         reach.follow([_ADAPTERS])
     except UnreadableSource as error:
@@ -152,15 +152,12 @@ class Reach:
     (`getattr`, `importlib`) are not seen: the caller names them.
     """
 
-    def __init__(
-        self, packages: Collection[str], *, given: Iterable[Source] = (), without: Collection[Import] = ()
-    ) -> None:
-        """`given` are modules that no import finds, `without` names that are not followed."""
-        self._packages = packages
+    def __init__(self, given: Iterable[Source] = ()) -> None:
+        """`given` are modules that no import finds."""
         self._sources: dict[str, Source | None] = {source.name: source for source in given}
         self._statements: dict[str, set[Statement]] = {}
         self._imports: dict[str, set[str]] = {}
-        self._seen: set[Import] = set(without)
+        self._seen: set[Import] = set(_NOT_FOLLOWED)
 
     def follow(self, roots: Iterable[Import]) -> None:
         """Add all that these names reach."""
@@ -187,7 +184,6 @@ class Reach:
         return digests
 
     def names(self) -> frozenset[Import]:
-        """Return what the reached statements bind."""
         return frozenset(
             Import(module, name)
             for module, statements in self._statements.items()
@@ -202,7 +198,7 @@ class Reach:
 
     def _source(self, module: str) -> Source | None:
         if module not in self._sources:
-            is_followed = module.partition(".")[0] in self._packages
+            is_followed = module.partition(".")[0] in _PACKAGES
             self._sources[module] = read_source(module) if is_followed else None
         return self._sources[module]
 

@@ -40,7 +40,6 @@ class Stamp:
     mtime_ns: int
 
     def is_current(self) -> bool:
-        """Whether the file is still what it was."""
         return stamp_of(self.path) == self
 
 
