@@ -101,7 +101,10 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         async def serve(requests: Any, context: Context) -> None:
             with contextlib.ExitStack() as held:
                 async with self._limited(method, context):
-                    await self._enter(method, context, held)
+                    try:
+                        self._let_in(method, context, held)
+                    except Exception as error:
+                        await self._refuse(context, error)
                     if handler.request_streaming:
                         request = parsed(requests)
                     else:
@@ -205,13 +208,6 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
             metadata={"request_memory_bytes": self._memory.capacity},
         )
 
-    async def _enter(self, method: str, context: Context, held: contextlib.ExitStack) -> None:
-        """Let the call in, or end it with a status and a log line."""
-        try:
-            held.enter_context(self._let_in(method, context))
-        except Exception as error:
-            await self._refuse(context, error)
-
     @contextlib.asynccontextmanager
     async def _limited(self, method: str, context: Context) -> AsyncIterator[None]:
         """End a call without a deadline when its method's has passed, and any call when the server stops."""
@@ -242,9 +238,8 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         async with self._calls.call(context):
             raise error
 
-    @contextlib.contextmanager
-    def _let_in(self, method: str, context: Context) -> Iterator[None]:
-        """Hold the call's slot until it ends; raises what refuses it."""
+    def _let_in(self, method: str, context: Context, held: contextlib.ExitStack) -> None:
+        """Find out who calls, and have `held` keep the call's slots until it ends; raises what refuses it."""
         row = METHODS[method]
         caller = self._caller_of(row, context)
         if row.access is MethodAccess.OPERATOR:
@@ -252,19 +247,15 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         origin = origin_of(caller, context.peer())
         # Before the slot is taken, so that a refusal counts against this caller.
         callers.origin.set(origin)
-        with contextlib.ExitStack() as held:
-            if (own := self._caller_shares.get(method)) is not None:
-                held.enter_context(own.hold(origin))
-            held.enter_context(self._shares[row.pool].hold(origin))
-            unread = answers.Answers(self._answer_memory, origin=origin)
-            held.callback(unread.close)
-            answers.current.set(unread)
-            callers.current.set(caller)
-            yield
+        if (own := self._caller_shares.get(method)) is not None:
+            held.enter_context(own.hold(origin))
+        held.enter_context(self._shares[row.pool].hold(origin))
+        unread = answers.Answers(self._answer_memory, origin=origin)
+        held.callback(unread.close)
+        answers.current.set(unread)
+        callers.current.set(caller)
 
     def _caller_of(self, row: Method, context: Context) -> Caller:
-        if not self._authenticator.is_on:
-            return UNPROVED
         if self._health_is_open and row.access is MethodAccess.OPEN:
             return UNPROVED
         return self._authenticator.identify(context.invocation_metadata() or (), context.auth_context())
@@ -374,20 +365,11 @@ def clashing_fields(data: bytes, descriptor: Descriptor) -> tuple[str, ...]:
 
 
 def _clash(present: Set[int], descriptor: Descriptor) -> tuple[str, ...]:
-    for names_by_number in _oneofs(descriptor):
-        names = tuple(name for number, name in names_by_number.items() if number in present)
+    for oneof in descriptor.oneofs:
+        names = tuple(field.name for field in oneof.fields if field.number in present)
         if len(names) > 1:
             return names
     return ()
-
-
-def _oneofs(descriptor: Descriptor) -> list[dict[int, str]]:
-    """Return name by number for each oneof; the one-field oneofs of `optional` are not among them."""
-    return [
-        {field.number: field.name for field in oneof.fields}
-        for oneof in descriptor.oneofs
-        if len(oneof.fields) > 1
-    ]
 
 
 _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5

@@ -153,10 +153,6 @@ class Authenticator:
         self._operator_names = operator_names
         self._clock = clock
 
-    @property
-    def is_on(self) -> bool:
-        return self._tokens is not None or self._by_certificate
-
     def identify(self, metadata: Metadata, auth_context: AuthContext) -> Caller:
         if self._tokens is not None:
             return self._by_token(self._tokens, metadata)

@@ -14,7 +14,7 @@ import concurrent.futures
 import contextlib
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from icehouse_server.errors import Overloaded, Reason
 
@@ -229,6 +229,13 @@ def start_daemon(work: Callable[[], Result], *, name: str) -> concurrent.futures
     except RuntimeError as error:  # the system gives no thread
         future.set_exception(error)
     return future
+
+
+def retrieve_error(work: asyncio.Future[Any]) -> None:
+    """Keep asyncio from reporting work that failed after everybody stopped waiting for it. Whoever still
+    waits gets the error."""
+    if not work.cancelled():
+        work.exception()
 
 
 _CALLER_LIMIT = 1024

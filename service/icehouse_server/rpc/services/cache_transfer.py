@@ -134,19 +134,13 @@ class CacheTransfer:
         with self._slot():
             terms = await seat.commands.ask(BeginImport(), ImportTerms)
             adoption = _Adoption(self, served, terms, tenant, seat.commands)
-            async for request in self._in_time(requests):
+            while (request := await self.next_of(requests)) is not None:
                 items, stop_detail = await self._prompts.run(partial(adoption.feed, request.chunk))
                 for item in items:
                     await adoption.take(item)
                 if stop_detail:
                     return adoption.response(stop_detail)
             return adoption.response(adoption.end_detail())
-
-    async def _in_time(
-        self, requests: AsyncIterator[messages.ImportRequest]
-    ) -> AsyncIterator[messages.ImportRequest]:
-        while (request := await self.next_of(requests)) is not None:
-            yield request
 
     async def next_of(self, requests: AsyncIterator[messages.ImportRequest]) -> messages.ImportRequest | None:
         """Return the next message; None at the end. Raises DeadlineExceeded where none comes in time."""
@@ -170,29 +164,14 @@ class CacheTransfer:
     async def order(self, commands: EngineCache, command: AdoptBlock) -> Adoption:
         """Have a block adopted. It waits while other models' blocks fill the write queue; raises Overloaded
         where that takes too long, as on a disk that hangs."""
-        return await self._patiently(commands, command, Adoption, try_count=_ADOPT_TRY_COUNT)
+        return await _patiently(commands, command, Adoption, try_count=_ADOPT_TRY_COUNT)
 
     async def _read(self, commands: EngineCache, block: ExportBlock) -> HostBlock | None:
         """Return a block; None for one that is gone, or damaged."""
         try:
-            return (await self._patiently(commands, ReadBlock(block.hash), BlockContent)).block
+            return (await _patiently(commands, ReadBlock(block.hash), BlockContent)).block
         except NotFound:
             return None
-
-    async def _patiently(
-        self,
-        commands: EngineCache,
-        command: ReadBlock | AdoptBlock,
-        answer_type: type[Answer],
-        *,
-        try_count: int = _TRY_COUNT,
-    ) -> Answer:
-        """Give a command again where too much is queued; raises Overloaded at last."""
-        for _ in range(try_count - 1):
-            with contextlib.suppress(Overloaded):
-                return await commands.ask(command, answer_type)
-            await asyncio.sleep(_RETRY_S)
-        return await commands.ask(command, answer_type)
 
     @contextlib.contextmanager
     def _slot(self) -> Iterator[None]:
@@ -208,6 +187,21 @@ class CacheTransfer:
             yield
         finally:
             self._running_count -= 1
+
+
+async def _patiently(
+    commands: EngineCache,
+    command: ReadBlock | AdoptBlock,
+    answer_type: type[Answer],
+    *,
+    try_count: int = _TRY_COUNT,
+) -> Answer:
+    """Give a command again where too much is queued; raises Overloaded at last."""
+    for _ in range(try_count - 1):
+        with contextlib.suppress(Overloaded):
+            return await commands.ask(command, answer_type)
+        await asyncio.sleep(_RETRY_S)
+    return await commands.ask(command, answer_type)
 
 
 class _Names:
@@ -252,6 +246,11 @@ class _Adoption:
         self._terms = terms
         self._tenant = tenant
         self._reader = ArchiveReader(block_limit_bytes=max(1, terms.block_limit_bytes))
+        self._roots = {
+            root_hash(fingerprint=model.fingerprint, tenant=tenant, adapter=adapter): adapter
+            for adapter in (None, *model.adapters)
+        }
+        """Adapter, None for the bare model, by its root of this tenant."""
         self._here: dict[BlockHash, tuple[BlockHash, AdapterDigest | None]] = {}
         """Name here and adapter, by the name in the archive."""
         self._entry: BlockEntry | None = None
@@ -323,16 +322,8 @@ class _Adoption:
     def _refusal_of(self, entry: BlockEntry) -> AdoptionRefusal | None:
         if entry.start_token_index:
             return None if entry.parent in self._here else AdoptionRefusal.PARENT_MISSING
-        has_root = entry.adapter is not None or self._adapter_below(entry.parent) is not _UNKNOWN
+        has_root = entry.adapter is not None or entry.parent in self._roots
         return None if has_root else AdoptionRefusal.SCOPE
-
-    def _adapter_below(self, root: BlockHash) -> AdapterDigest | _Unknown | None:
-        """Return the adapter whose root of this tenant this is; None for the bare model's."""
-        for adapter in (None, *self._model.adapters):
-            own = root_hash(fingerprint=self._model.fingerprint, tenant=self._tenant, adapter=adapter)
-            if root == own:
-                return adapter
-        return _UNKNOWN
 
     async def _adopt(self, entry: BlockEntry, data: bytearray) -> None:
         block = await self._transfer.decode(self._model.files, data)
@@ -362,21 +353,12 @@ class _Adoption:
         elif entry.adapter is not None:
             adapter = AdapterDigest(entry.adapter) if entry.adapter else None
         else:
-            found = self._adapter_below(entry.parent)
-            assert not isinstance(found, _Unknown), "a block without a root is refused before its bytes"
-            adapter = found
+            adapter = self._roots[entry.parent]  # one without a root is refused before its bytes
         try:
             keys = join_keys(header.token_ids, header.extra)
         except ValueError:
             return None
         return AdoptBlock(self._tenant, adapter, parent, entry.start_token_index, keys, block.regions)
-
-
-class _Unknown:
-    """No adapter, nor the bare model."""
-
-
-_UNKNOWN = _Unknown()
 
 
 def _entry(header: BlockHeader, size_bytes: int, adapter: AdapterDigest | None) -> BlockEntry:

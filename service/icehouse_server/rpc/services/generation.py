@@ -112,12 +112,6 @@ class Generation:
             call.used = await self._seats.use(name, call)
         return call.used, call.used.router.require_model()
 
-    async def use_telling(
-        self, name: str, call: RpcCall, tell: Callable[[model_service_pb2.LoadingModel], Awaitable[None]]
-    ) -> None:
-        """Do as `use`, and tell about once a second how far the model is while it is not loaded."""
-        await self.telling(self.use(name, call), name, call, tell)
-
     async def telling(
         self,
         work: Coroutine[None, None, object],

@@ -82,7 +82,8 @@ class InferenceService(Service, inference_service_pb2_grpc.InferenceServiceServi
         async with self._calls.call(context, _operation_of(request)) as call:
             if self._seats.are_several:
                 async with timer.guard():
-                    await self._generation.use_telling(
+                    await self._generation.telling(
+                        self._generation.use(request.model, call),
                         request.model,
                         call,
                         lambda loading: timer.write(context, messages.StreamResponse(loading_model=loading)),

@@ -30,8 +30,7 @@ from icehouse_server.rpc.calls import background
 from icehouse_server.rpc.calls.call_lifecycle import Trailers
 from icehouse_server.rpc.calls.watchers import AccessLog, ReadGroup, SlowRequests, Telemetry
 from icehouse_server.rpc.calls.wire import Encoded, WireInterceptor
-from icehouse_server.rpc.engine_client.counter_reader import PATIENCE_S, Counters
-from icehouse_server.rpc.engine_client.seat import Seat, Seats
+from icehouse_server.rpc.engine_client.seat import PATIENCE_S, Counters, Seat, Seats
 from icehouse_server.rpc.messages.proto_map import to_proto
 from icehouse_server.rpc.messages.responses import tenant_stats_protos
 from icehouse_server.telemetry.call_metrics import CallMetrics
@@ -264,7 +263,9 @@ class StatsReader:
             engine=engine if is_operator else None,
             cache=cache if is_operator else None,
             slowest_requests=self._slow.slowest(tenant=None if is_operator else caller.tenant),
-            models=model_stats(counters) if is_operator and self._seats.are_several else (),
+            models=tuple(ModelStats(name, *each) for name, each in counters.items())
+            if is_operator and self._seats.are_several
+            else (),
             group=self._group(engine, cache) if is_operator and self._group is not None else None,
         )
         proto = to_proto(stats, server_service_pb2.ServerStats)
@@ -280,8 +281,3 @@ class StatsReader:
             *(seat.counters.ask() for seat in seats.values()), return_exceptions=self._seats.are_several
         )
         return {name: found for name, found in zip(seats, answers, strict=True) if isinstance(found, tuple)}
-
-
-def model_stats(counters: Mapping[str, Counters]) -> tuple[ModelStats, ...]:
-    """Return each model's counters, as they are sent."""
-    return tuple(ModelStats(name, engine, cache) for name, (engine, cache) in counters.items())

@@ -304,9 +304,10 @@ class PromptReader:
             return await self.run(lambda: work(prompt, None), size_bytes=size_bytes)
         async with self._images.fetched(prompt.conversation) as conversation:
             sources, opened = conversation.images, None
-            size_bytes = work_bytes(prompt, size_bytes)
             with contextlib.ExitStack() as held:
                 if sources:
+                    # Long work, however few bytes it has: a small file may have millions of pixels.
+                    size_bytes = max(size_bytes, _LONG_BYTES + 1)
                     images = model.images
                     assert images is not None, "a model that reads text alone refuses images before"
                     opened = await self.run(lambda: images.open(sources), size_bytes=size_bytes)
@@ -345,12 +346,6 @@ def pieces(prompt: TextPrompt, model: ServedModel, images: PromptImages | None) 
     _check_bytes(prompt, limit_bytes=_tokenized_limit(model.info))
     tokenizer = model.tokenizer
     return [(token_id, tokenizer.piece(token_id)) for token_id in _tokens(prompt, model, images).token_ids]
-
-
-def work_bytes(prompt: Prompt, size_bytes: int) -> int:
-    """Return the size that a prompt's work counts as. One with images is long work, however few bytes it has:
-    a small file may have millions of pixels."""
-    return max(size_bytes, _LONG_BYTES + 1) if _has_images(prompt) else size_bytes
 
 
 def _has_images(prompt: Prompt) -> bool:
