@@ -150,11 +150,12 @@ class ReplyMemory:
         """
         key = _root_key(conversation, scope)
         images = conversation.image_texts
-        seen = () if images is None else zip(images.texts, images.digests, strict=True)
-        digests = list(_message_digests(conversation.messages, seen))
+        shown = () if images is None else zip(images.texts, (d.hex() for d in images.digests), strict=True)
+        digests = list(_message_digests(conversation.messages, shown))
         known: tuple[int, _Key] | None = None
         with self._lock:
-            self._take_notes()
+            while self._notes:
+                self._add(self._notes.popleft())
             replies = self._tenants.get(scope.tenant, _TenantReplies())
             for index, (message, digest) in enumerate(zip(conversation.messages, digests, strict=True)):
                 key = _joined(key, digest)
@@ -174,10 +175,6 @@ class ReplyMemory:
             end_token_id = replies.entries[found].end_token_id
             kept = KeptReply(index, replies.token_ids(found), end_token_id)
             return ReplyPlace(scope.tenant, key, found, kept)
-
-    def _take_notes(self) -> None:
-        while self._notes:
-            self._add(self._notes.popleft())
 
     def _add(self, reply: EndedReply) -> None:
         place = reply.place
@@ -228,11 +225,10 @@ def _root_key(conversation: Conversation, scope: ReplyScope) -> _Key:
     return _text_digest(json.dumps(facts))
 
 
-def _message_digests(
-    messages: Iterable[ChatMessage], images: Iterable[tuple[str, ImageDigest]]
-) -> Iterator[bytes]:
+def _message_digests(messages: Iterable[ChatMessage], images: Iterable[tuple[str, str]]) -> Iterator[bytes]:
     """Yield what each message says, without reasoning. Calls count by their place and not by their ids, which
-    clients replace; around an assistant's text spaces do not count. `images` are those of all messages."""
+    clients replace; around an assistant's text spaces do not count. `images` are the texts and digests of
+    those of all messages."""
     places: dict[str, int] = {}
     shown = iter(images)
     for message in messages:
@@ -245,14 +241,9 @@ def _message_digests(
             message.content.strip() if is_reply else message.content,
             [[call.name, _arguments(call)] for call in message.tool_calls],
             places.get(message.tool_call_id, message.tool_call_id),
-            [[placed.position, *_image_facts(next(shown))] for placed in message.images],
+            [[placed.position, *next(shown)] for placed in message.images],
         ]
         yield _text_digest(json.dumps(facts))
-
-
-def _image_facts(image: tuple[str, ImageDigest]) -> tuple[str, str]:
-    text, digest = image
-    return text, digest.hex()
 
 
 def _arguments(call: ToolCall) -> str:

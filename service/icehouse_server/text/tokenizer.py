@@ -54,8 +54,8 @@ class Tokenizer:
         self._renderer = ChatRenderer(
             template=template,
             turns=TurnTokens(
-                encode=lambda text: self._encode(text, add_special_tokens=False),
-                decode=lambda ids: self._decode(ids, hides_special_tokens=False),
+                encode=self.spell,
+                decode=self._decode_all,
                 eos_token_ids=frozenset(self.eos_token_ids),
                 added_token_ids=frozenset(wrapper.added_tokens_decoder),
             ),
@@ -100,7 +100,7 @@ class Tokenizer:
         return normalized_tokens(
             token_ids,
             encode=self.spell,
-            decode=lambda ids: self._decode(ids, hides_special_tokens=False),
+            decode=self._decode_all,
             added_token_ids=self._wrapper.added_tokens_decoder.keys(),
         )
 
@@ -188,7 +188,10 @@ class Tokenizer:
     def decode_with_markers(self, token_ids: Sequence[int]) -> str:
         """As `decode`, hiding only those special tokens that begin, end or pad a text."""
         shown = [token_id for token_id in token_ids if token_id not in self._hidden_ids]
-        return self._decode(shown, hides_special_tokens=False)
+        return self._decode_all(shown)
+
+    def _decode_all(self, token_ids: Sequence[int]) -> str:
+        return self._decode(token_ids, hides_special_tokens=False)
 
     def vocabulary_json(self) -> str | None:
         """Return the vocabulary as tokenizer.json writes it, without the merges; None for a slow tokenizer.

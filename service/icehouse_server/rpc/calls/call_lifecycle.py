@@ -156,7 +156,8 @@ class RpcCalls:
     async def call(self, context: Context, operation: Operation | None = None) -> AsyncIterator[RpcCall]:
         """Wrap one servicer method: an error out of the block becomes a status, and all watchers are
         notified."""
-        metadata = _texts_of(context)
+        given = context.invocation_metadata() or ()
+        metadata = {key: value for key, value in given if isinstance(value, str)}
         call = RpcCall(
             method=current_method.get(),
             peer=peer_kind(context.peer()),
@@ -249,10 +250,6 @@ async def end(context: Context, status: grpc.Status) -> None:
     """
     with disconnect_as_cancel():
         await context.abort_with_status(status)
-
-
-def _texts_of(context: Context) -> dict[str, str]:
-    return {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
 
 
 def _caller_name(metadata: Mapping[str, str], keys: Sequence[str]) -> str:

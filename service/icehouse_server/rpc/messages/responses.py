@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
 
 from icehouse.v1 import (
     cache_service_pb2,
@@ -97,13 +96,11 @@ def usage_proto(usage: Usage) -> usage_pb2.Usage:
         image_tokens=usage.image_token_count,
         draft_tokens=usage.drafts.proposed_count,
         accepted_draft_tokens=usage.drafts.accepted_count,
-        speculation_limit=_speculation_limit(usage.drafts.limit),
+        speculation_limit=speculation_pb2.SPECULATION_LIMIT_UNSPECIFIED
+        if usage.drafts.limit is SpeculationLimit.NONE
+        else enum_proto(usage.drafts.limit, speculation_pb2.SpeculationLimit),
         reasoning_tokens=usage.reasoning_token_count,
     )
-
-
-def _speculation_limit(limit: SpeculationLimit) -> Any:
-    return None if limit is SpeculationLimit.NONE else enum_proto(limit, speculation_pb2.SpeculationLimit)
 
 
 def finished_proto(event: Finished) -> inference.Finished:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from smg_grpc_proto.generated import vllm_engine_pb2 as worker
 
 from icehouse_server.domain.model import ModelInfo, ModelKind
-from icehouse_server.domain.stats import EngineStats, Snapshot, TenantUse
+from icehouse_server.domain.stats import Snapshot, TenantUse
 from icehouse_server.rpc.worker.kv_event_streams import KvEventStreams
 from icehouse_server.text.tokenizer_archive import TokenizerArchive
 
@@ -105,36 +105,18 @@ def server_info_proto(
     )
 
 
-def own_load_proto(use: TenantUse, folder: ServedFolder, *, waiting_token_count: int) -> worker.SchedulerLoad:
-    """Return how busy one tenant keeps the server; other tenants do not change it."""
-    return _load_proto(use, use, folder, waiting_token_count)
-
-
 def load_proto(
-    snapshot: Snapshot, folder: ServedFolder, queues: TenantUse, *, waiting_token_count: int
+    queues: TenantUse, folder: ServedFolder, snapshot: Snapshot | None, *, waiting_token_count: int
 ) -> worker.SchedulerLoad:
-    """Return how busy the server is: queues as of now, the rest of the last sample."""
-    engine = snapshot.engine
-    load = _load_proto(queues, engine, folder, waiting_token_count)
-    load.gen_throughput = snapshot.rates.output_tokens_per_s
-    if engine is not None and engine.kv_limit_bytes:
-        # Cached blocks give way to requests, so they do not count as used.
-        load.token_usage = load.utilization = engine.kv_usage_ratio
-        if snapshot.model is not None and (token_bytes := snapshot.model.kv_bytes_per_token):
-            load.max_total_num_tokens = engine.kv_limit_bytes // token_bytes
-            load.num_used_tokens = engine.kv_used_bytes // token_bytes
-    return load
+    """Return how busy the server is: queues as of now, the rest of the last sample.
 
-
-def _load_proto(
-    queues: TenantUse,
-    totals: TenantUse | EngineStats | None,
-    folder: ServedFolder,
-    waiting_token_count: int,
-) -> worker.SchedulerLoad:
+    Without one it is how busy one tenant keeps it, which other tenants do not change.
+    """
+    engine = None if snapshot is None else snapshot.engine
+    totals = queues if snapshot is None else engine
     has_prompts = totals is not None and totals.prompt_token_total
     hit_ratio = totals.cached_token_total / totals.prompt_token_total if totals and has_prompts else 0.0
-    return worker.SchedulerLoad(
+    load = worker.SchedulerLoad(
         num_running_reqs=queues.running_count,
         num_waiting_reqs=queues.waiting_count,
         num_total_reqs=queues.running_count + queues.waiting_count,
@@ -143,3 +125,13 @@ def _load_proto(
         max_running_requests=folder.running_limit,
         cache_hit_rate=hit_ratio,
     )
+    if snapshot is None:
+        return load
+    load.gen_throughput = snapshot.rates.output_tokens_per_s
+    if engine is not None and engine.kv_limit_bytes:
+        # Cached blocks give way to requests, so they do not count as used.
+        load.token_usage = load.utilization = engine.kv_usage_ratio
+        if snapshot.model is not None and (token_bytes := snapshot.model.kv_bytes_per_token):
+            load.max_total_num_tokens = engine.kv_limit_bytes // token_bytes
+            load.num_used_tokens = engine.kv_used_bytes // token_bytes
+    return load

@@ -180,7 +180,14 @@ def form_of(message: ChatMessage, traits: TemplateTraits) -> dict[str, Any]:
     if message.reasoning and traits.reasoning_key:
         form[traits.reasoning_key] = message.reasoning
     if message.tool_calls:
-        form["tool_calls"] = [_form_of_call(call, traits) for call in message.tool_calls]
+        form["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": _arguments_of(call, traits.arguments)},
+            }
+            for call in message.tool_calls
+        ]
     if message.tool_call_id:
         form["tool_call_id"] = message.tool_call_id
     return form
@@ -197,16 +204,9 @@ def offer(tool: Tool, form: ToolForm = ToolForm.WRAPPED) -> dict[str, Any]:
     return function if form is ToolForm.PLAIN else {"type": "function", "function": function}
 
 
-def _form_of_call(call: ToolCall, traits: TemplateTraits) -> dict[str, Any]:
-    return {
-        "id": call.id,
-        "type": "function",
-        "function": {"name": call.name, "arguments": _arguments_of(call.arguments_json, traits.arguments)},
-    }
-
-
-def _arguments_of(text: str, form: Arguments) -> str | dict[str, Any]:
+def _arguments_of(call: ToolCall, form: Arguments) -> str | dict[str, Any]:
     """Return a call's arguments; where they must be an object, any other text is put into one."""
+    text = call.arguments_json
     if form is Arguments.VERBATIM:
         return text
     try:

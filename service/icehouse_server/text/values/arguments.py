@@ -131,7 +131,8 @@ def _readings(argument: Argument, *, is_python: bool) -> Iterator[ReadValue]:
     if argument.is_text:
         yield ReadValue(quoted(text))
         return
-    if _is_json(bare):
+    with contextlib.suppress(ValueError):
+        strict(bare)
         yield ReadValue(bare)
     if is_python and bare in PYTHON_LITERALS:
         yield ReadValue(PYTHON_LITERALS[bare])
@@ -144,14 +145,6 @@ def _readings(argument: Argument, *, is_python: bool) -> Iterator[ReadValue]:
             yield python_literal(bare)
     if bare != text or argument.is_text is False:
         yield ReadValue(quoted(bare), is_repaired=True)
-
-
-def _is_json(text: str) -> bool:
-    try:
-        strict(text)
-    except ValueError:
-        return False
-    return True
 
 
 def _description(error: ValidationError) -> str:
