@@ -27,8 +27,7 @@ from icehouse_server.engine.prefix_cache.tiers.runner_port import (
 from icehouse_server.engine.runner.decoding import OpenSequence
 from icehouse_server.engine.runner.runner import ModelRunner
 from icehouse_server.group.messages import chunk_message
-from icehouse_server.group.order_log import Kept, OrderLog
-from icehouse_server.group.reads import CopiedRegion, GroupRead, GroupTarget, ReadRegion
+from icehouse_server.group.order_log import CopiedRegion, GroupRead, GroupTarget, Kept, OrderLog, ReadRegion
 from icehouse_server.storage.api import KvTarget, PlannedBlock
 
 _log = logging.getLogger("icehouse.engine")

@@ -29,7 +29,7 @@ from icehouse_server.config import Config
 from icehouse_server.errors import CannotFit, DeadlineExceeded, InvalidRequest, Overloaded, Reason
 from icehouse_server.rpc.access import caller as callers
 from icehouse_server.rpc.access.caller import UNPROVED, Caller, origin_of
-from icehouse_server.rpc.access.credentials import Authenticator
+from icehouse_server.rpc.access.credentials import ServerSecurity
 from icehouse_server.rpc.access.shares import RETRY_S, FairQueue, FairShare, Hold
 from icehouse_server.rpc.calls.call_lifecycle import Context, RpcCalls, end, stopping
 from icehouse_server.rpc.calls.methods import (
@@ -57,12 +57,12 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         self,
         config: Config,
         *,
-        authenticator: Authenticator,
+        security: ServerSecurity,
         calls: RpcCalls,
         run_long: Callable[..., Awaitable[Any]],
     ) -> None:
         """`run_long` runs work off the event loop: it takes a function and `size_bytes`."""
-        self._authenticator = authenticator
+        self._security = security
         self._calls = calls
         self._health_is_open = config.security.health_open
         self._shares = shares_of(
@@ -258,7 +258,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
     def _caller_of(self, row: Method, context: Context) -> Caller:
         if self._health_is_open and row.access is MethodAccess.OPEN:
             return UNPROVED
-        return self._authenticator.identify(context.invocation_metadata() or (), context.auth_context())
+        return self._security.identify(context.invocation_metadata() or (), context.auth_context())
 
 
 def _endless(deadline_s: float | None) -> DeadlineExceeded:

@@ -139,7 +139,7 @@ class RpcServer:
     def _make_interceptors(self, config: Config) -> Sequence[grpc.aio.ServerInterceptor]:
         auth_interceptor = AuthInterceptor(
             config,
-            authenticator=self.security.authenticator,
+            security=self.security,
             calls=self._calls,
             run_long=self._prompts.run,
         )

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from icehouse_server.domain.chat import ChatMessage, Conversation, ToolCall
-from icehouse_server.domain.ids import AdapterName, ImageDigest, Tenant
+from icehouse_server.domain.ids import AdapterName, Tenant
 from icehouse_server.domain.stats import ReplyStats
 from icehouse_server.text.chat.kept_reply import KeptReply
 

@@ -15,7 +15,9 @@ from icehouse.v1 import (
     embedding_service_pb2,
     inference_service_pb2,
     model_service_pb2,
+    prompt_pb2,
     rerank_service_pb2,
+    tool_pb2,
 )
 
 from icehouse_server.clock import Clock
@@ -25,7 +27,7 @@ from icehouse_server.domain.chat import ChatMessage
 from icehouse_server.domain.events import Event, Failed
 from icehouse_server.domain.ids import AdapterName, RequestId, Tenant
 from icehouse_server.domain.model import ModelKind, ModelState
-from icehouse_server.domain.request import CacheUse, GenerationRequest, request_id_of
+from icehouse_server.domain.request import CacheUse, GenerationRequest, part_of, request_id_of
 from icehouse_server.domain.response_format import Grammar, ResponseFormat
 from icehouse_server.domain.sampling import SamplingParams
 from icehouse_server.errors import Cancelled, InvalidRequest, Reason
@@ -178,6 +180,19 @@ class Generation:
         """Return the tenant whose prompts the call may start from too; raises what refuses it."""
         return shared_tenant_of(policy, call.caller, self._tenants.limits.shared_prefix_grants)
 
+    def unchecked(
+        self,
+        prompt: prompt_pb2.Prompt,
+        model: ServedModel,
+        choice: tool_pb2.ToolChoice | None = None,
+        *,
+        tenant: Tenant,
+    ) -> UncheckedPrompt:
+        """Return a tenant's prompt as it came."""
+        rules = self.rules_of(tenant, prompt.adapter)
+        check = functools.partial(prompt_of, prompt, model.info, choice, rules=rules)
+        return UncheckedPrompt(check, prompt.ByteSize())
+
     def rules_of(self, tenant: Tenant, adapter: str) -> PromptRules:
         """Return how a tenant's prompts become stable."""
         replies = KnownReplies(self._prompts.replies, tenant, AdapterName(adapter))
@@ -303,13 +318,10 @@ class Generation:
         """Return the token keys of a prompt that the engine does not run, and the notes for its cache report;
         raises what refuses it."""
         _, model = await self.use(message.model, call)
-        prompt = message.prompt
-        check_adapter(prompt.adapter, model.info, field="prompt.adapter")
+        check_adapter(message.prompt.adapter, model.info, field="prompt.adapter")
         call.model_id = model.info.model_id
-        rules = self.rules_of(tenant, prompt.adapter)
-        check = functools.partial(prompt_of, prompt, model.info, rules=rules)
         self.charge(0, call=call)
-        read = await self._read(UncheckedPrompt(check, prompt.ByteSize()), model, call)
+        read = await self._read(self.unchecked(message.prompt, model, tenant=tenant), model, call)
         self.charge(len(read.token_ids), call=call)
         return read.keys, notes_of(read, model, tenant=tenant, call=call)
 
@@ -360,6 +372,24 @@ class Generation:
             self.open_requests.opened(seat, call.method, requests, outboxes.all) as opened,
         ):
             yield _events(outboxes, stays, opened, call)
+
+    @contextlib.asynccontextmanager
+    async def run_each(
+        self, whole: GenerationRequest, prompts: Sequence[tuple[int, ...]], *, call: RpcCall
+    ) -> AsyncIterator[AsyncIterator[tuple[int, Event]]]:
+        """As `run`, with a request for each prompt, otherwise like `whole`; indices are those of prompts.
+
+        The engine decides on requests that come together by the first one, so that is the longest.
+        """
+        order = sorted(range(len(prompts)), key=lambda index: -len(prompts[index]))
+        requests = [
+            dataclasses.replace(
+                whole, request_id=part_of(whole.request_id, rank), prompt_token_ids=prompts[index]
+            )
+            for rank, index in enumerate(order)
+        ]
+        async with self.run(requests, call=call) as events:
+            yield ((order[rank], event) async for rank, event in events)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -37,9 +37,7 @@ from icehouse_server.rpc.services.generation import Service
 from icehouse_server.rpc.services.prepared import Prepared
 from icehouse_server.rpc.services.prompts import (
     TextPrompt,
-    UncheckedPrompt,
     pieces,
-    prompt_of,
     text_of,
     text_prompt_of,
     with_sent_images,
@@ -162,7 +160,6 @@ class InferenceService(Service, inference_service_pb2_grpc.InferenceServiceServi
         whole = self._generation.request_of(
             request, adapter=request.prompt.adapter, policy=request.cache, model=model, call=call
         )
-        rules = self._generation.rules_of(whole.tenant, whole.adapter)
         max_output_tokens = max_output_tokens_of(request.max_output_tokens, self._config)
         sampling = sampling_of(
             request.sampling,
@@ -173,8 +170,7 @@ class InferenceService(Service, inference_service_pb2_grpc.InferenceServiceServi
         )
         wants_logprobs = request.HasField("logprobs")
         choice = request.tool_choice if request.HasField("tool_choice") else None
-        check = functools.partial(prompt_of, request.prompt, model.info, choice, rules=rules)
-        prompt = UncheckedPrompt(check, request.prompt.ByteSize())
+        prompt = self._generation.unchecked(request.prompt, model, choice, tenant=whole.tenant)
         return await self._generation.prepare(
             dataclasses.replace(
                 whole,

@@ -33,7 +33,7 @@ from icehouse_server.domain.events import (
 )
 from icehouse_server.domain.ids import AdapterName, Tenant
 from icehouse_server.domain.model import ModelInfo
-from icehouse_server.domain.request import GenerationRequest, part_of
+from icehouse_server.domain.request import GenerationRequest
 from icehouse_server.rpc.engine_client.engine_ports import ServedModel
 from icehouse_server.rpc.messages.proto_map import duration_proto, timestamp_proto
 from icehouse_server.rpc.messages.responses import (
@@ -139,23 +139,6 @@ class Prepared:
             self.chat.rendered,
             make_call_id=call_id_maker(request.name, request.prompt_token_ids),
         )
-
-
-def requests_together(
-    whole: GenerationRequest, prompts: Sequence[tuple[int, ...]]
-) -> tuple[list[int], list[GenerationRequest]]:
-    """Return a request for each prompt, otherwise like `whole`, and which prompt each one is for.
-
-    The engine decides on requests that come together by the first one, so that is the longest.
-    """
-    order = sorted(range(len(prompts)), key=lambda index: -len(prompts[index]))
-    requests = [
-        dataclasses.replace(
-            whole, request_id=part_of(whole.request_id, rank), prompt_token_ids=prompts[index]
-        )
-        for rank, index in enumerate(order)
-    ]
-    return order, requests
 
 
 _CUT = (FinishReason.LENGTH, FinishReason.CONTEXT_LENGTH)

@@ -22,7 +22,6 @@ from icehouse_server.rpc.engine_client.engine_ports import ServedModel
 from icehouse_server.rpc.messages.field_checks import names_item, refuse_value
 from icehouse_server.rpc.messages.proto_map import duration_proto
 from icehouse_server.rpc.services.generation import Service
-from icehouse_server.rpc.services.prepared import requests_together
 from icehouse_server.rpc.services.prompts import Chat, Pair, ReadPrompt, Text, UncheckedPrompt
 
 
@@ -53,18 +52,17 @@ class RerankService(Service, rerank_service_pb2_grpc.RerankServiceServicer):
                     logprobs=LogprobsWanted(token_ids=await self._answers(request, model)),
                 )
             prompts = await self._read(request, form, model, call)
-            order, requests = requests_together(whole, prompts)
             log_odds: dict[int, float] = {}
             cached_token_count, total_s = 0, 0.0
-            async with self._generation.run(requests, call=call) as events:
-                async for rank, event in events:
+            async with self._generation.run_each(whole, prompts, call=call) as events:
+                async for index, event in events:
                     if isinstance(event, Delta) and event.logprobs:
                         positive, negative = event.logprobs[0].asked
-                        log_odds[order[rank]] = positive.logprob - negative.logprob
+                        log_odds[index] = positive.logprob - negative.logprob
                     if isinstance(event, Finished):
                         if event.embedding is not None:
-                            log_odds[order[rank]] = float(event.embedding[0])
-                        assert order[rank] in log_odds, "a document ended without its score"
+                            log_odds[index] = float(event.embedding[0])
+                        assert index in log_odds, "a document ended without its score"
                         cached_token_count += event.usage.cache.cached_token_count
                         total_s = max(total_s, event.usage.total_s)
             best = sorted(log_odds.items(), key=lambda item: (-item[1], item[0]))

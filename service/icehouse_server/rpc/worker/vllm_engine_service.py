@@ -193,7 +193,7 @@ class VllmEngineService(Service):
         self, request: messages.GetModelInfoRequest, context: Context
     ) -> messages.GetModelInfoResponse:
         async with self._calls.call(context) as call:
-            return model_info_proto(await self._info(call), self._parts.folder)
+            return model_info_proto(await self._info(call), self._parts)
 
     async def GetServerInfo(
         self, request: messages.GetServerInfoRequest, context: Context
@@ -201,7 +201,7 @@ class VllmEngineService(Service):
         async with self._calls.call(context) as call:
             return server_info_proto(
                 await self._info(call),
-                self._parts.folder,
+                self._parts,
                 active_count=len(self._generation.open_requests.visible_to(call.caller)),
                 uptime_s=self._clock.monotonic() - self._start_time,
                 request_time=self._request_time(call.caller),
@@ -242,7 +242,7 @@ class VllmEngineService(Service):
         latest = self._observation.latest
         return load_proto(
             tenants.total() if scope is None else tenants.use_of(scope),
-            self._parts.folder,
+            self._parts,
             None if scope is not None else (latest.models or {}).get(self._model, latest),
             waiting_token_count=self._generation.open_requests.waiting_token_count(scope),
         )
@@ -259,7 +259,7 @@ class VllmEngineService(Service):
         """Return the archive's messages, made at the first call; calls meanwhile wait for the same ones."""
         if self._archive is None or (self._archive.done() and self._archive.exception() is not None):
             self._archive = asyncio.ensure_future(
-                self._prompts.run(lambda: archive_chunks(self._parts.folder.read_archive()))
+                self._prompts.run(lambda: archive_chunks(self._parts.read_archive()))
             )
         return await asyncio.shield(self._archive)
 
