@@ -261,7 +261,6 @@ class RpcServer:
                     parts,
                     model=model,
                     serves=self.health.serves,
-                    observation=self.observation,
                     inference=inference,
                     embedding=embedding,
                     parts_of=worker.parts,
@@ -281,7 +280,7 @@ class RpcServer:
             clock=clock,
             calls=self._calls,
             seats=seats,
-            stats=self.observation.stats,
+            observation=self.observation,
             prompts=self._prompts,
             generation=Generation(
                 config=self._config,

@@ -12,7 +12,7 @@ from icehouse_server.clock import Clock
 from icehouse_server.domain.cache_stats import CacheStats
 from icehouse_server.domain.model import EngineState, ListedModel
 from icehouse_server.domain.stats import EngineStats
-from icehouse_server.errors import NotFound, Reason
+from icehouse_server.errors import NotFound, Reason, clipped
 from icehouse_server.rpc.access.caller import Caller
 from icehouse_server.rpc.access.shares import RateLimit, retrieve_error
 from icehouse_server.rpc.engine_client.engine_cache import EngineCache
@@ -21,7 +21,7 @@ from icehouse_server.rpc.engine_client.grammars import GrammarCompilers
 from icehouse_server.rpc.engine_client.prefetcher import Prefetcher
 from icehouse_server.rpc.engine_client.router import Router
 
-_SHOWN_LIMIT = 79
+_SHOWN_LIMIT = 80
 """Of a caller's name for a model."""
 _LISTED_LIMIT = 16
 
@@ -90,11 +90,10 @@ class CounterReader:
 
 def unknown_model(name: str, served: Sequence[str]) -> NotFound:
     """Return the refusal of a name that none of the served models has, or none that the caller may use."""
-    shown = repr(name) if len(repr(name)) <= _SHOWN_LIMIT else repr(name)[:_SHOWN_LIMIT] + "…"
     names = " or ".join(map(repr, served[:_LISTED_LIMIT])) or "another server"
     return NotFound(
         Reason.MODEL_NOT_FOUND,
-        f"model {shown} is not served here; use {names} or leave `model` empty",
+        f"model {clipped(repr(name), _SHOWN_LIMIT)} is not served here; use {names} or leave `model` empty",
         field="model",
         metadata={"model": name, "served_model": ", ".join(served[:_LISTED_LIMIT])},
     )

@@ -54,8 +54,8 @@ from icehouse_server.rpc.messages.field_checks import (
 from icehouse_server.rpc.messages.options import spellings
 from icehouse_server.rpc.messages.proto_map import duration_proto, enum_proto
 from icehouse_server.rpc.messages.responses import ReportNotes
-from icehouse_server.rpc.services.observation import StatsReader
-from icehouse_server.rpc.services.prepared import EndedTurn, KnownReplies, Prepared, RenderedConversation
+from icehouse_server.rpc.services.observation import Observation
+from icehouse_server.rpc.services.prepared import KnownReplies, Prepared, RenderedConversation
 from icehouse_server.rpc.services.prompts import (
     PromptReader,
     PromptRules,
@@ -276,10 +276,11 @@ class Generation:
         request: GenerationRequest,
         chat: RenderedConversation,
         model: ServedModel,
-        turn: EndedTurn,
+        reply: ChatMessage,
+        _: int | None,
     ) -> None:
-        known = array.array("i", (*request.prompt_token_ids, *turn.message.token_ids))
-        make = functools.partial(self._next_turn, request, chat, model, turn.message, known)
+        known = array.array("i", (*request.prompt_token_ids, *reply.token_ids))
+        make = functools.partial(self._next_turn, request, chat, model, reply, known)
         seat.prefetcher.note(NextTurn(conversation_of(request), len(known), make))
 
     async def _next_turn(
@@ -400,7 +401,7 @@ class ServiceParts:
     clock: Clock
     calls: RpcCalls
     seats: Seats
-    stats: StatsReader
+    observation: Observation
     prompts: PromptReader
     generation: Generation
     draw_seed: Callable[[], int]
@@ -414,7 +415,7 @@ class Service:
         self._clock = parts.clock
         self._calls = parts.calls
         self._seats = parts.seats
-        self._stats = parts.stats
+        self._observation = parts.observation
         self._prompts = parts.prompts
         self._generation = parts.generation
         self._draw_seed = parts.draw_seed

@@ -296,22 +296,20 @@ class KnownReplies:
         """Return the place of the conversation's reply; takes time in proportion to its size."""
         return self.memory.place(conversation, ReplyScope(info.fingerprint_hex, self.tenant, self.adapter))
 
-    def remember(self, place: ReplyPlace, prompt_token_ids: tuple[int, ...], turn: EndedTurn) -> None:
+    def remember(
+        self,
+        place: ReplyPlace,
+        prompt_token_ids: tuple[int, ...],
+        message: ChatMessage,
+        end_token_id: int | None,
+    ) -> None:
         """Note a reply. Any thread; takes no time."""
-        drawn = turn.message.token_ids
-        self.memory.remember(EndedReply(place, prompt_token_ids, drawn, turn.end_token_id, turn.message))
+        self.memory.remember(EndedReply(place, prompt_token_ids, message.token_ids, end_token_id, message))
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class EndedTurn:
-    """A reply that the model ended itself."""
-
-    message: ChatMessage
-    """As its caller read it; `token_ids` are those that were drawn, without the one that ended it."""
-    end_token_id: int | None
-
-
-OnEnd = Callable[[EndedTurn], None]
+OnEnd = Callable[[ChatMessage, int | None], None]
+"""Takes a reply that the model ended itself, as its caller read it, and the token that ended it. Its
+`token_ids` are those that were drawn, without that one."""
 
 
 class ReplyNote:
@@ -362,4 +360,4 @@ class ReplyNote:
             token_ids=tuple(self._token_ids),
         )
         for tell in self._on_end:
-            tell(EndedTurn(message, end_token_id))
+            tell(message, end_token_id)

@@ -56,7 +56,7 @@ class ServerService(Service, server_service_pb2_grpc.ServerServiceServicer):
         self, request: messages.GetStatsRequest, context: Context
     ) -> Encoded:
         async with self._calls.call(context) as call:
-            return await self._stats.answer(call.caller)
+            return await self._observation.answer(call.caller)
 
     # Written with context.write, not as a generator: otherwise a write that blocks could not be timed.
     async def WatchStats(  # type: ignore[override]
@@ -67,7 +67,7 @@ class ServerService(Service, server_service_pb2_grpc.ServerServiceServicer):
         async with self._calls.call(context) as call, timer.guard():
             interval_s = watch_interval_of(request.interval, present=request.HasField("interval"))
             while True:
-                await timer.write(context, await self._stats.answer(call.caller))
+                await timer.write(context, await self._observation.answer(call.caller))
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(interval_s):
                         await self._seats.ended.wait()

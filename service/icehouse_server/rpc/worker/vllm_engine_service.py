@@ -37,7 +37,6 @@ from icehouse_server.rpc.messages.field_checks import check_count
 from icehouse_server.rpc.services.embedding_service import EmbeddingService
 from icehouse_server.rpc.services.generation import Service, ServiceParts
 from icehouse_server.rpc.services.inference_service import InferenceService
-from icehouse_server.rpc.services.observation import Observation
 from icehouse_server.rpc.services.prepared import Prepared
 from icehouse_server.rpc.worker.gateway_request import (
     LogprobsShown,
@@ -71,7 +70,6 @@ class VllmEngineService(Service):
         *,
         model: str,
         serves: Callable[[str], bool],
-        observation: Observation,
         inference: InferenceService,
         embedding: EmbeddingService,
         parts_of: Mapping[str, WorkerParts],
@@ -79,7 +77,6 @@ class VllmEngineService(Service):
         super().__init__(parts)
         self._model = model
         self._serves = serves
-        self._observation = observation
         self._inference = inference
         self._embedding = embedding
         self._parts_of = parts_of
@@ -238,7 +235,7 @@ class VllmEngineService(Service):
     def _load(self, scope: Tenant | None) -> messages.SchedulerLoad:
         """Return how busy one tenant keeps the server, or all do. Models compute in turns, so the others'
         requests count, too."""
-        tenants = self._observation.stats.tenants
+        tenants = self._observation.tenants
         latest = self._observation.latest
         return load_proto(
             tenants.total() if scope is None else tenants.use_of(scope),
