@@ -71,7 +71,7 @@ class KvEventSource:
         if self._task is not None:
             await background.end(self._task)
 
-    def follow(self, tenant: Tenant = DEFAULT_TENANT) -> None:
+    def follow(self, tenant: Tenant) -> None:
         """Have the feed hear of a tenant's blocks; the default one's are always among them."""
         self._follower.begin(tenant)
         if self._task is None:
