@@ -46,7 +46,7 @@ from icehouse_server.rpc.messages.responses import (
     progress_proto,
 )
 from icehouse_server.text.replies.reply_splitter import ReplySplitter
-from icehouse_server.text.reply_memory import EndedReply, ReplyMemory, ReplyPlace, ReplyScope
+from icehouse_server.text.reply_memory import ReplyMemory, ReplyPlace, ReplyScope
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -64,7 +64,9 @@ class RenderedConversation:
         """Return what a reply is noted with, if anybody wants it. One that continues a turn is not noted."""
         wanted = [] if on_end is None else [on_end]
         if self.replies is not None and self.place is not None:
-            wanted.append(functools.partial(self.replies.remember, self.place, self.rendered.token_ids))
+            wanted.append(
+                functools.partial(self.replies.memory.remember, self.place, self.rendered.token_ids)
+            )
         if not wanted or not self.conversation.adds_generation_prompt:
             return None
         return ReplyNote(wanted, end_token_ids=frozenset(info.eos_token_ids))
@@ -295,16 +297,6 @@ class KnownReplies:
     def place(self, conversation: Conversation, info: ModelInfo) -> ReplyPlace:
         """Return the place of the conversation's reply; takes time in proportion to its size."""
         return self.memory.place(conversation, ReplyScope(info.fingerprint_hex, self.tenant, self.adapter))
-
-    def remember(
-        self,
-        place: ReplyPlace,
-        prompt_token_ids: tuple[int, ...],
-        message: ChatMessage,
-        end_token_id: int | None,
-    ) -> None:
-        """Note a reply. Any thread; takes no time."""
-        self.memory.remember(EndedReply(place, prompt_token_ids, message.token_ids, end_token_id, message))
 
 
 OnEnd = Callable[[ChatMessage, int | None], None]
