@@ -10,7 +10,7 @@ import numpy as np
 from icehouse_server.domain.chat import ImageSource, ImageTexts
 from icehouse_server.domain.request import ImageInput, ImageSpan, SentImages
 from icehouse_server.errors import InvalidRequest, Reason
-from icehouse_server.vision.decoder import ImageLimits, decode_image, decoding_bytes
+from icehouse_server.vision.decoder import ImageLimits, decode_image, decoding_bytes, words_of
 from icehouse_server.vision.processor import ImageProcessor, PreparedImage
 from icehouse_server.vision.sent_tensors import SentTensors, check_bytes, locate_images
 
@@ -103,7 +103,7 @@ class PromptImages:
             raise InvalidRequest(
                 Reason.IMAGE_INVALID,
                 f"the image in {source.field}, {width} x {height} pixels, cannot be prepared for this model: "
-                f"{' '.join(str(error).split())[:160]}",
+                f"{words_of(error)}",
                 field=source.field,
                 metadata={"width": width, "height": height},
             ) from error

@@ -66,6 +66,7 @@ from icehouse_server.rpc.services.prompts import (
 from icehouse_server.structured_output.reasoning_budget import FormScope, ReasoningBudget
 from icehouse_server.text.chat.next_turn import opening_of
 from icehouse_server.text.reasoning import ReplyReasoning
+from icehouse_server.text.reply_memory import ReplyScope
 
 RunMessage = (
     inference_service_pb2.GenerateRequest
@@ -189,14 +190,16 @@ class Generation:
         tenant: Tenant,
     ) -> UncheckedPrompt:
         """Return a tenant's prompt as it came."""
-        rules = self.rules_of(tenant, prompt.adapter)
+        rules = self.rules_of(tenant, prompt.adapter, model)
         check = functools.partial(prompt_of, prompt, model.info, choice, rules=rules)
         return UncheckedPrompt(check, prompt.ByteSize())
 
-    def rules_of(self, tenant: Tenant, adapter: str) -> PromptRules:
+    def rules_of(self, tenant: Tenant, adapter: str, model: ServedModel) -> PromptRules:
         """Return how a tenant's prompts become stable."""
-        replies = KnownReplies(self._prompts.replies, tenant, AdapterName(adapter))
-        return PromptRules(replies, is_stable=self._tenants.limits.normalizes(tenant))
+        scope = ReplyScope(model.info.fingerprint_hex, tenant, AdapterName(adapter))
+        return PromptRules(
+            KnownReplies(self._prompts.replies, scope), is_stable=self._tenants.limits.normalizes(tenant)
+        )
 
     async def prepare(
         self,

@@ -100,7 +100,7 @@ class InferenceService(Service, inference_service_pb2_grpc.InferenceServiceServi
             _, model = await self._generation.use(request.model, call)
             check_adapter(request.prompt.adapter, model.info, field="prompt.adapter")
             tenant = call.caller.tenant or DEFAULT_TENANT
-            rules = self._generation.rules_of(tenant, request.prompt.adapter)
+            rules = self._generation.rules_of(tenant, request.prompt.adapter, model)
             check = functools.partial(text_prompt_of, request.prompt, model.info, rules=rules)
 
             def answer(prompt: TextPrompt, images: PromptImages | None) -> messages.TokenizeResponse:

@@ -31,7 +31,6 @@ from icehouse_server.domain.events import (
     PrefillProgress,
     Started,
 )
-from icehouse_server.domain.ids import AdapterName, Tenant
 from icehouse_server.domain.model import ModelInfo
 from icehouse_server.domain.request import GenerationRequest
 from icehouse_server.rpc.engine_client.engine_ports import ServedModel
@@ -287,16 +286,10 @@ def call_id_maker(request_id: str, token_ids: Sequence[int]) -> Callable[[int], 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KnownReplies:
-    """The replies to one tenant, with one adapter. `place` runs in a tokenizer thread; everything else is for
-    the event loop and only takes notes."""
+    """The replies of one model to one tenant, with one adapter."""
 
     memory: ReplyMemory
-    tenant: Tenant
-    adapter: AdapterName
-
-    def place(self, conversation: Conversation, info: ModelInfo) -> ReplyPlace:
-        """Return the place of the conversation's reply; takes time in proportion to its size."""
-        return self.memory.place(conversation, ReplyScope(info.fingerprint_hex, self.tenant, self.adapter))
+    scope: ReplyScope
 
 
 OnEnd = Callable[[ChatMessage, int | None], None]

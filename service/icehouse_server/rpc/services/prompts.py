@@ -419,7 +419,7 @@ def _tokens(prompt: TextPrompt, model: ServedModel, images: PromptImages | None)
     if images is not None:
         conversation = dataclasses.replace(conversation, image_texts=images.texts)
     replies = prompt.replies
-    place = None if replies is None else replies.place(conversation, model.info)
+    place = None if replies is None else replies.memory.place(conversation, replies.scope)
     rendered, spans = _rendered(conversation, model, images, None if place is None else place.kept)
     changes = prompt.changes
     if rendered.kept_token_count:

@@ -136,13 +136,10 @@ class TextSource:
     def word(self, pattern: re.Pattern[str], *, limit: int) -> Reading[str]:
         """As `run`, and return what was read; raises TooLong beyond `limit` characters."""
         parts: list[str] = []
-        length = 0
 
         def emit(part: str) -> None:
-            nonlocal length
             parts.append(part)
-            length += len(part)
-            if length > limit:
+            if sum(map(len, parts)) > limit:
                 raise TooLong(f"a name or number in it is longer than {limit} characters")
 
         yield from self.run(pattern, emit)
