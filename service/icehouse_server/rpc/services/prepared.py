@@ -111,6 +111,12 @@ class Prepared:
 
     def _new_reply(self, request: GenerationRequest) -> ReplyMessages:
         info = self.model.info
+        splitter = None
+        if self.chat is not None:
+            make_call_id = call_id_maker(request.name, request.prompt_token_ids)
+            splitter = self.model.tokenizer.reply_splitter(
+                self.chat.conversation, self.chat.rendered, make_call_id=make_call_id
+            )
         started = inference.Started(
             request_id=request.name,
             model=info.model_id,
@@ -126,19 +132,10 @@ class Prepared:
         )
         return ReplyMessages(
             started=started,
-            splitter=self._new_splitter(request),
+            splitter=splitter,
             piece=self.model.tokenizer.piece,
             notes=self.notes,
             note=None if self.chat is None else self.chat.new_note(info, self.on_end),
-        )
-
-    def _new_splitter(self, request: GenerationRequest) -> ReplySplitter | None:
-        if self.chat is None:
-            return None
-        return self.model.tokenizer.reply_splitter(
-            self.chat.conversation,
-            self.chat.rendered,
-            make_call_id=call_id_maker(request.name, request.prompt_token_ids),
         )
 
 

@@ -138,18 +138,16 @@ def server_proto(config: Config) -> messages.Server:
 
 
 def _features_of(config: Config) -> Iterator[messages.ServerFeature.ValueType]:
-    if config.cache.enabled:
-        yield messages.SERVER_FEATURE_PREFIX_CACHE
-    if config.cache.has_ssd:
-        yield messages.SERVER_FEATURE_SSD_CACHE
-    if config.cache.has_ssd and config.cache.is_encrypted:
-        yield messages.SERVER_FEATURE_CACHE_ENCRYPTION
-    if config.security.authenticates:
-        yield messages.SERVER_FEATURE_CREDENTIALS
-    if config.model.draft_model is not None:
-        yield messages.SERVER_FEATURE_DRAFT_MODEL
-    if config.fleet.worker_enabled:
-        yield messages.SERVER_FEATURE_WORKER
+    cache = config.cache
+    features = {
+        messages.SERVER_FEATURE_PREFIX_CACHE: cache.enabled,
+        messages.SERVER_FEATURE_SSD_CACHE: cache.has_ssd,
+        messages.SERVER_FEATURE_CACHE_ENCRYPTION: cache.has_ssd and cache.is_encrypted,
+        messages.SERVER_FEATURE_CREDENTIALS: config.security.authenticates,
+        messages.SERVER_FEATURE_DRAFT_MODEL: config.model.draft_model is not None,
+        messages.SERVER_FEATURE_WORKER: config.fleet.worker_enabled,
+    }
+    return (feature for feature, is_there in features.items() if is_there)
 
 
 def server_version() -> str:
