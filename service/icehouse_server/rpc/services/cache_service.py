@@ -65,7 +65,6 @@ class CacheService(Service, cache_service_pb2_grpc.CacheServiceServicer):
             explanation = await call.seat.commands.ask(Explain(token_ids, scope, shared_scope), Explanation)
             return explain_response(explanation, prompt=token_ids, notes=notes)
 
-    # Streams are written with context.write, not as generators: otherwise a blocked write could not be timed.
     async def Warm(  # type: ignore[override]
         self, request: messages.WarmRequest, context: Context
     ) -> None:

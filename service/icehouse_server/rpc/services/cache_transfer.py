@@ -78,7 +78,7 @@ class CacheTransfer:
 
     def __init__(self, *, prompts: PromptReader, timeout_s: float) -> None:
         """A caller that sends nothing for `timeout_s` is given up."""
-        self._prompts = prompts
+        self.prompts = prompts
         self._timeout_s = timeout_s
         self._running_count = 0
 
@@ -113,12 +113,12 @@ class CacheTransfer:
                 named_block = named.name(block, content)
                 # Read already: nothing of it is kept while the next one is read.
                 del content
-                parts = await self._prompts.run(partial(served.files.encode, named_block))
+                parts = await self.prompts.run(partial(served.files.encode, named_block))
                 size_bytes = sum(part.nbytes for part in parts)
                 entry = _entry(named_block.header, size_bytes, block.adapter)
                 await timer.write(context, messages.ExportResponse(chunk=writer.block(entry)))
                 for chunk in _chunks(parts):
-                    await self._prompts.run(partial(writer.part, chunk))
+                    await self.prompts.run(partial(writer.part, chunk))
                     await timer.write(context, messages.ExportResponse(chunk=chunk))
                 await timer.write(context, messages.ExportResponse(chunk=writer.end_block()))
                 result.block_count += 1
@@ -135,7 +135,7 @@ class CacheTransfer:
             terms = await seat.commands.ask(BeginImport(), ImportTerms)
             adoption = _Adoption(self, served, terms, tenant, seat.commands)
             while (request := await self.next_of(requests)) is not None:
-                items, stop_detail = await self._prompts.run(partial(adoption.feed, request.chunk))
+                items, stop_detail = await self.prompts.run(partial(adoption.feed, request.chunk))
                 for item in items:
                     await adoption.take(item)
                 if stop_detail:
@@ -154,24 +154,27 @@ class CacheTransfer:
                 metadata={"stall_timeout_s": f"{self._timeout_s:g}"},
             ) from None
 
-    async def decode(self, files: BlockFiles, data: bytearray) -> HostBlock | None:
-        """Return the block of a file, verified; None for what is none."""
-        try:
-            return await self._prompts.run(lambda: files.decode(memoryview(data).toreadonly()))
-        except ValueError:
-            return None
-
-    async def order(self, commands: EngineCache, command: AdoptBlock) -> Adoption:
-        """Have a block adopted. It waits while other models' blocks fill the write queue; raises Overloaded
-        where that takes too long, as on a disk that hangs."""
-        return await _patiently(commands, command, Adoption, try_count=_ADOPT_TRY_COUNT)
-
     async def _read(self, commands: EngineCache, block: ExportBlock) -> HostBlock | None:
         """Return a block; None for one that is gone, or damaged."""
         try:
-            return (await _patiently(commands, ReadBlock(block.hash), BlockContent)).block
+            return (await self.patiently(commands, ReadBlock(block.hash), BlockContent)).block
         except NotFound:
             return None
+
+    async def patiently(
+        self,
+        commands: EngineCache,
+        command: ReadBlock | AdoptBlock,
+        answer_type: type[Answer],
+        *,
+        try_count: int = _TRY_COUNT,
+    ) -> Answer:
+        """Give a command again where too much is queued; raises Overloaded at last."""
+        for _ in range(try_count - 1):
+            with contextlib.suppress(Overloaded):
+                return await commands.ask(command, answer_type)
+            await asyncio.sleep(_RETRY_S)
+        return await commands.ask(command, answer_type)
 
     @contextlib.contextmanager
     def _slot(self) -> Iterator[None]:
@@ -187,21 +190,6 @@ class CacheTransfer:
             yield
         finally:
             self._running_count -= 1
-
-
-async def _patiently(
-    commands: EngineCache,
-    command: ReadBlock | AdoptBlock,
-    answer_type: type[Answer],
-    *,
-    try_count: int = _TRY_COUNT,
-) -> Answer:
-    """Give a command again where too much is queued; raises Overloaded at last."""
-    for _ in range(try_count - 1):
-        with contextlib.suppress(Overloaded):
-            return await commands.ask(command, answer_type)
-        await asyncio.sleep(_RETRY_S)
-    return await commands.ask(command, answer_type)
 
 
 class _Names:
@@ -326,12 +314,17 @@ class _Adoption:
         return None if has_root else AdoptionRefusal.SCOPE
 
     async def _adopt(self, entry: BlockEntry, data: bytearray) -> None:
-        block = await self._transfer.decode(self._model.files, data)
-        command = None if block is None else self._command(entry, block, len(data))
+        try:
+            file = memoryview(data).toreadonly()
+            block = await self._transfer.prompts.run(partial(self._model.files.decode, file))
+            command = self._command(entry, block, len(data))
+        except ValueError:  # no block, or none that can be verified
+            command = None
         if command is None:
             self._refused[AdoptionRefusal.DAMAGED] += 1
             return
-        answer = await self._transfer.order(self._commands, command)
+        # It waits while other models' blocks fill the write queue, but not for ever for a disk that hangs.
+        answer = await self._transfer.patiently(self._commands, command, Adoption, try_count=_ADOPT_TRY_COUNT)
         if answer.refusal is not None:
             self._refused[answer.refusal] += 1
             return
@@ -341,7 +334,10 @@ class _Adoption:
         self._adopted_bytes += len(data) if answer.is_new else 0
 
     def _command(self, entry: BlockEntry, block: HostBlock, size_bytes: int) -> AdoptBlock | None:
-        """Return the order to adopt a verified block; None where it is not the one that its entry names."""
+        """Return the order to adopt a verified block; None where it is not the one that its entry names.
+
+        Raises ValueError for keys that cannot be joined.
+        """
         header, limit = block.header, self._terms.block_token_limit
         if _entry(header, size_bytes, None) != dataclasses.replace(entry, adapter=b""):
             return None
@@ -354,10 +350,7 @@ class _Adoption:
             adapter = AdapterDigest(entry.adapter) if entry.adapter else None
         else:
             adapter = self._roots[entry.parent]  # one without a root is refused before its bytes
-        try:
-            keys = join_keys(header.token_ids, header.extra)
-        except ValueError:
-            return None
+        keys = join_keys(header.token_ids, header.extra)
         return AdoptBlock(self._tenant, adapter, parent, entry.start_token_index, keys, block.regions)
 
 

@@ -411,7 +411,10 @@ class ServiceParts:
 
 
 class Service:
-    """What every servicer is made of."""
+    """What every servicer is made of.
+
+    Streams are written with context.write, not as generators, so that a write that blocks can be timed.
+    """
 
     def __init__(self, parts: ServiceParts) -> None:
         self._config = parts.config

@@ -70,7 +70,6 @@ class InferenceService(Service, inference_service_pb2_grpc.InferenceServiceServi
                 lists_completions=request.completions > 0,
             )
 
-    # Written with context.write, not as a generator: otherwise a write that blocks could not be timed.
     async def Stream(  # type: ignore[override]
         self, request: messages.GenerateRequest, context: Context
     ) -> None:

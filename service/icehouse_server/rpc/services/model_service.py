@@ -36,7 +36,6 @@ class ModelService(Service, model_service_pb2_grpc.ModelServiceServicer):
         async with self._calls.call(context) as call:
             return messages.GetModelResponse(model=model_proto(self._seats.find(request.model, call.caller)))
 
-    # Written with context.write, not as a generator: otherwise a write that blocks could not be timed.
     async def LoadModel(  # type: ignore[override]
         self, request: messages.LoadModelRequest, context: Context
     ) -> None:

@@ -58,7 +58,6 @@ class ServerService(Service, server_service_pb2_grpc.ServerServiceServicer):
         async with self._calls.call(context) as call:
             return await self._observation.answer(call.caller)
 
-    # Written with context.write, not as a generator: otherwise a write that blocks could not be timed.
     async def WatchStats(  # type: ignore[override]
         self, request: messages.WatchStatsRequest, context: Context
     ) -> None:

@@ -89,7 +89,6 @@ class VllmEngineService(Service):
     def add_to(self, server: grpc.aio.Server) -> None:
         vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(self, server)
 
-    # Written with context.write, not as a generator: otherwise a write that blocks could not be timed.
     async def Generate(self, request: messages.GenerateRequest, context: Context) -> None:
         """Answer with chunks if the request is streamed, and with each whole output at its end."""
         timer = self._stall_timer()
