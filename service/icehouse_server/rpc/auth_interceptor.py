@@ -104,6 +104,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
                     try:
                         self._let_in(method, context, held)
                     except Exception as error:
+                        held.close()  # its status may be long in being read
                         await self._refuse(context, error)
                     if handler.request_streaming:
                         request = parsed(requests)
@@ -153,7 +154,13 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         if memory is not None and data is not grpc.aio.EOF:
             memory.shrink(len(data))
         try:
-            return await self._message_of(handler, data, method)
+            if data is grpc.aio.EOF:
+                what = "the call ended without a request message; send one"
+                raise InvalidRequest(Reason.MESSAGE_MISSING, what)
+            received_bytes.set(len(data))
+            if len(data) <= LONG_MESSAGE_BYTES:
+                return self._parse(handler, data, method)
+            return await self._run_long(lambda: self._parse(handler, data, method), size_bytes=len(data))
         except Exception as error:
             await self._refuse(context, error)
 
@@ -162,14 +169,6 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         if row.pool is CallPool.HEALTH:
             return contextlib.nullcontext()
         return self._calls.admission(timer)
-
-    async def _message_of(self, handler: Any, data: Any, method: str) -> Any:
-        if data is grpc.aio.EOF:
-            raise InvalidRequest(Reason.MESSAGE_MISSING, "the call ended without a request message; send one")
-        received_bytes.set(len(data))
-        if len(data) <= LONG_MESSAGE_BYTES:
-            return self._parse(handler, data, method)
-        return await self._run_long(lambda: self._parse(handler, data, method), size_bytes=len(data))
 
     def _parse(self, handler: Any, data: bytes, method: str) -> Any:
         """Return the message; raises InvalidRequest. Any thread."""

@@ -52,7 +52,6 @@ class ReplySplitter:
         return self._calls.good_count
 
     def push(self, text: str) -> list[Piece]:
-        """Add text."""
         self._feed(text)
         return self._emitted()
 

@@ -38,7 +38,6 @@ class TextSource:
         self._put_back_length = 0
 
     def push(self, text: str) -> None:
-        """Add text."""
         self.rest += text
 
     def end(self, *, is_cut: bool = False) -> None:
@@ -60,7 +59,6 @@ class TextSource:
         return text
 
     def stop_recording(self) -> None:
-        """Discard the record and stop."""
         self._record = None
 
     def take(self, length: int) -> str:
