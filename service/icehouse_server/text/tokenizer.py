@@ -137,14 +137,9 @@ class Tokenizer:
     def render_chat(self, conversation: Conversation, kept: KeptReply | None = None) -> RenderedChat:
         """Return the prompt of a conversation, which begins with the tokens of `kept` where that is possible.
 
-        Raises InvalidRequest when the model has no chat template or the template refuses.
+        Raises InvalidRequest when the model's chat template refuses.
         """
-        if not self.has_chat_template:
-            raise InvalidRequest(
-                Reason.CHAT_TEMPLATE_MISSING,
-                "this model has no chat template; send `text` or `tokens` instead of `chat`",
-                field="prompt.chat",
-            )
+        assert self.has_chat_template, "a chat is refused before where there is none"
         with self._template_lock:
             return self._renderer.render(conversation, kept)
 

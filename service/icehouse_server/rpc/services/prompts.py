@@ -323,18 +323,15 @@ class PromptReader:
         Decoding takes `pixel_bytes` meanwhile; raises Overloaded if the caller may have no more.
         """
         origin = callers.origin.get()
-        held = contextlib.ExitStack()
-        try:
+        with contextlib.ExitStack() as held:
             if size_bytes > _LONG_BYTES:
                 held.callback((await self._long_turns.take(origin)).release)
             held.callback((await self._turns.take(origin)).release)
             if pixel_bytes:
                 held.enter_context(self.image_memory.hold(origin, pixel_bytes))
             task = self._executor.submit(work)
-        except BaseException:
-            held.close()
-            raise
-        return await ended(task, held.close)
+            release = held.pop_all().close
+        return await ended(task, release)
 
     def close(self) -> None:
         """Take no more work; what runs goes on to its end."""
