@@ -300,19 +300,6 @@ def _behind(text: str, base: str) -> str:
     return text[len(base) :] if text.startswith(base) else ""
 
 
-def common_text_length(texts: Sequence[str], ends: Sequence[Sequence[int]] | None) -> int:
-    """Return the length of the common beginning, up to a token's end in every text, as `ends` lists them.
-
-    Without `ends`, for unknown tokens, the whole common beginning counts.
-    """
-    different = (i for i, characters in enumerate(zip(*texts, strict=False)) if len(set(characters)) > 1)
-    common = next(different, min(map(len, texts)))
-    if ends is None:
-        return common
-    shared = set(ends[0]).intersection(*ends[1:])
-    return max((end for end in shared if end <= common), default=0)
-
-
 def _with_images(text: str, images: ImageTexts | None) -> str:
     """Return the text with each image's mark replaced by its own text."""
     if images is None:

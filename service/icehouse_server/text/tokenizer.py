@@ -17,9 +17,9 @@ from typing import Any
 from icehouse_server.domain.chat import Conversation, PromptChange, RenderedChat
 from icehouse_server.domain.model import ReplyFormatInfo
 from icehouse_server.errors import InvalidRequest, Reason
-from icehouse_server.text.chat.kept_reply import KeptReply, marks_of
+from icehouse_server.text.chat.kept_reply import KeptReply
 from icehouse_server.text.chat.template import ChatTemplate, offer
-from icehouse_server.text.chat_renderer import ChatRenderer, TurnTokens, common_text_length
+from icehouse_server.text.chat_renderer import ChatRenderer, TurnTokens
 from icehouse_server.text.infill import InfillFormat, InfillTokens, infill_format_of
 from icehouse_server.text.prompt_normalizer import normalized_tokens
 from icehouse_server.text.reasoning import ReplyReasoning
@@ -217,7 +217,8 @@ class Tokenizer:
         family = format.family
         own = {*family.call_markers, *family.dropped, format.think_start, format.think_end}
         ends = {self.piece(token_id) for token_id in self.eos_token_ids}
-        return marks_of(special, without=own - ends)
+        marks = sorted(set(special) - (own - ends), key=lambda token: (-len(token), token))
+        return re.compile("|".join(map(re.escape, marks)) or r"(?!)")
 
     def _marker(self, text: str) -> tuple[int, ...]:
         """Return the tokens that spell exactly a marker; none where that is not possible."""
@@ -253,10 +254,14 @@ class Tokenizer:
         return encoding
 
     def _common_tokens(self, texts: Sequence[str]) -> int:
+        """Return the length of the common beginning, up to a token's end in each text if tokens are known."""
+        different = (i for i, characters in enumerate(zip(*texts, strict=False)) if len(set(characters)) > 1)
+        common = next(different, min(map(len, texts)))
         if self._fast is None:
-            return common_text_length(texts, None)
-        encodings = [self._encoding(text, add_special_tokens=False) for text in texts]
-        return common_text_length(texts, [[end for _, end in encoding.offsets] for encoding in encodings])
+            return common
+        encodings = (self._encoding(text, add_special_tokens=False) for text in texts)
+        ends = set.intersection(*({end for _, end in encoding.offsets} for encoding in encodings))
+        return max((end for end in ends if end <= common), default=0)
 
 
 def _vocabulary_of(wrapper: Any) -> Vocabulary:

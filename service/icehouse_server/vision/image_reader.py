@@ -64,7 +64,15 @@ class PromptImages:
         source = self._sources[len(self._prepared)]
         prepared = self._prepare(source)
         self._size_bytes += prepared.image.size_bytes
-        self._check_size(source, self._size_bytes)
+        limit = self._reader.limits.prepared_bytes
+        if self._size_bytes > limit:
+            raise InvalidRequest(
+                Reason.IMAGE_INVALID,
+                f"the images up to {source.field} take {self._size_bytes} bytes as the model takes them, and "
+                f"those of one request may take {limit}; send fewer or smaller ones",
+                field=source.field,
+                metadata={"size_bytes": self._size_bytes, "limit_bytes": limit},
+            )
         self._prepared.append(prepared)
         return prepared.image.size_bytes
 
@@ -81,18 +89,6 @@ class PromptImages:
         """Return where the images are in a prompt's tokens; raises InvalidRequest where texts have marks."""
         images = [each.image for each in self._prepared]
         return spans_of(token_ids, images, image_token_id=self._reader.image_token_id)
-
-    def _check_size(self, source: ImageSource, size_bytes: int) -> None:
-        """Refuse images that together take more memory than a request is ever given."""
-        limit = self._reader.limits.prepared_bytes
-        if size_bytes > limit:
-            raise InvalidRequest(
-                Reason.IMAGE_INVALID,
-                f"the images up to {source.field} take {size_bytes} bytes as the model takes them, and those "
-                f"of one request may take {limit}; send fewer or smaller ones",
-                field=source.field,
-                metadata={"size_bytes": size_bytes, "limit_bytes": limit},
-            )
 
     def _prepare(self, source: ImageSource) -> PreparedImage:
         image = decode_image(source, self._reader.limits)
