@@ -28,7 +28,7 @@ from icehouse.v1 import prompt_pb2
 from icehouse_server.config import Config
 from icehouse_server.errors import CannotFit, DeadlineExceeded, InvalidRequest, Overloaded, Reason
 from icehouse_server.rpc.access import caller as callers
-from icehouse_server.rpc.access.caller import UNPROVED, Caller, origin_of
+from icehouse_server.rpc.access.caller import UNPROVED, Caller
 from icehouse_server.rpc.access.credentials import ServerSecurity
 from icehouse_server.rpc.access.shares import RETRY_S, FairQueue, FairShare, Hold
 from icehouse_server.rpc.calls.call_lifecycle import Context, RpcCalls, end, stopping
@@ -243,7 +243,8 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         caller = self._caller_of(row, context)
         if row.access is MethodAccess.OPERATOR:
             caller.require_operator(method.rpartition("/")[2])
-        origin = origin_of(caller, context.peer())
+        is_proved = caller.tenant is not None
+        origin = f"tenant:{caller.tenant}" if is_proved else f"peer:{context.peer() or ''}"
         # Before the slot is taken, so that a refusal counts against this caller.
         callers.origin.set(origin)
         if (own := self._caller_shares.get(method)) is not None:

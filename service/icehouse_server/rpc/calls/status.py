@@ -80,13 +80,6 @@ def with_trailers(status: grpc.Status, trailers: tuple[tuple[str, str | bytes], 
     return replaced
 
 
-def internal_error() -> IcehouseError:
-    """Return what a caller may know of an unexpected exception: nothing."""
-    return errors.EngineFailed(
-        Reason.ENGINE_FAILED, "an internal error; the server's log has the details under this request_id"
-    )
-
-
 def _details(error: IcehouseError, *, code: grpc.StatusCode, message: str) -> list[Message]:
     metadata = {name: clipped(value, VALUE_LENGTH_LIMIT) for name, value in error.metadata.items()}
     info = error_details_pb2.ErrorInfo(reason=error.reason.value, domain=ERROR_DOMAIN, metadata=metadata)

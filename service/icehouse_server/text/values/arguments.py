@@ -119,11 +119,6 @@ class ArgumentsSchema:
             return None
 
 
-def as_object(members: Mapping[str, str]) -> str:
-    """Return an object whose values are JSON already."""
-    return "{" + ", ".join(f"{quoted(name)}: {value}" for name, value in members.items()) + "}"
-
-
 def _readings(argument: Argument, *, is_python: bool) -> Iterator[ReadValue]:
     """Yield what a text may mean, the likeliest first."""
     text = argument.text
