@@ -107,6 +107,11 @@ def _raw(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
+def clipped(text: str, length_limit: int) -> str:
+    """Return a text for a message, cut where it is longer than that."""
+    return text if len(text) <= length_limit else text[: length_limit - 1] + "…"
+
+
 class InvalidRequest(IcehouseError):
     """The request can never succeed as written (INVALID_ARGUMENT)."""
 

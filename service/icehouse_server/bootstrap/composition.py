@@ -57,8 +57,7 @@ from icehouse_server.pool.model_pool import ModelPool
 from icehouse_server.pool.one_seat import OneSeat
 from icehouse_server.rpc.calls.watchers import Telemetry
 from icehouse_server.rpc.engine_client.grammars import GrammarCompilers
-from icehouse_server.rpc.engine_client.listener import EngineListener
-from icehouse_server.rpc.engine_client.router import Router
+from icehouse_server.rpc.engine_client.router import EngineListener, Router
 from icehouse_server.rpc.engine_client.seat import Seat
 from icehouse_server.rpc.kv_events.kv_event_source import KvEventSource
 from icehouse_server.rpc.rpc_server import RpcServer

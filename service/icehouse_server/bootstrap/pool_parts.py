@@ -28,9 +28,8 @@ from icehouse_server.domain.ids import Tenant
 from icehouse_server.engine.core.memory_model import MemoryModel, value_bytes
 from icehouse_server.engine.runner.model_loader import read_config
 from icehouse_server.errors import CannotFit, ConfigError, Reason, StartError
-from icehouse_server.pool.choice import ModelNeeds
 from icehouse_server.pool.model_pool import ModelPool
-from icehouse_server.pool.places import ModelTerms
+from icehouse_server.pool.places import ModelNeeds, ModelTerms
 from icehouse_server.rpc.engine_client.router import Router
 from icehouse_server.rpc.rpc_server import RpcServer
 

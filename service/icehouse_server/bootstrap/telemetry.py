@@ -314,25 +314,23 @@ def worker_parts(
     """Return the parts of the worker protocol of a model."""
     # Of an optional extra.
     from icehouse_server.rpc.worker.kv_event_streams import KvEventStreams
-    from icehouse_server.rpc.worker.worker_info import ServedFolder, WorkerParts
+    from icehouse_server.rpc.worker.worker_info import WorkerParts
 
     model = read_config(source.path)
     generation = read_generation_config(source.path)
     return WorkerParts(
-        ServedFolder(
-            path=str(source.path),
-            architectures=tuple(str(name) for name in model.get("architectures") or ()),
-            bos_token_id=_token_id(model, "bos_token_id"),
-            pad_token_id=_token_id(model, "pad_token_id"),
-            block_token_count=config.cache.block_token_count,
-            running_limit=running_limit,
-            default_sampling={
-                key: float(generation[key])
-                for key in _SAMPLING_KEYS
-                if isinstance(generation.get(key), int | float)
-            },
-            read_archive=functools.partial(read_tokenizer_archive, source.path),
-        ),
+        path=str(source.path),
+        architectures=tuple(str(name) for name in model.get("architectures") or ()),
+        bos_token_id=_token_id(model, "bos_token_id"),
+        pad_token_id=_token_id(model, "pad_token_id"),
+        block_token_count=config.cache.block_token_count,
+        running_limit=running_limit,
+        default_sampling={
+            key: float(generation[key])
+            for key in _SAMPLING_KEYS
+            if isinstance(generation.get(key), int | float)
+        },
+        read_archive=functools.partial(read_tokenizer_archive, source.path),
         kv_events=KvEventStreams(kv_events, operators_see_tokens=config.fleet.operator_kv_tokens_enabled),
     )
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, cast
+from typing import cast
 
 from icehouse.group.v1 import group_service_pb2 as group
 
@@ -21,14 +22,12 @@ from icehouse_server.engine.kv.runner_blocks import RunnerBlocks
 from icehouse_server.engine.prefix_cache.tiers.runner_port import (
     CacheFacts,
     HostCopy,
-    PlacedBlock,
     RestoreInput,
 )
 from icehouse_server.engine.runner.decoding import OpenSequence
 from icehouse_server.engine.runner.runner import ModelRunner
 from icehouse_server.group.messages import chunk_message
-from icehouse_server.group.order_log import Kept, OrderLog
-from icehouse_server.group.reads import CopiedRegion, GroupRead, GroupTarget, ReadRegion
+from icehouse_server.group.order_log import CopiedRegion, GroupRead, GroupTarget, Kept, OrderLog, ReadRegion
 from icehouse_server.storage.api import KvTarget, PlannedBlock
 
 _log = logging.getLogger("icehouse.engine")
@@ -201,8 +200,11 @@ class LeaderBlocks:
         return kept
 
     def begin_restore(self, sequence_id: SequenceId, restore: RestoreInput) -> None:
-        own = [_with_own(block) for block in restore.blocks]
-        self._own.begin_restore(sequence_id, RestoreInput(tuple(own), restore.token_count))
+        own = tuple(
+            dataclasses.replace(block, regions={k: each.own for k, each in _kept(block.regions).items()})
+            for block in restore.blocks
+        )
+        self._own.begin_restore(sequence_id, RestoreInput(own, restore.token_count))
         placed = [
             group.Placed(
                 start_token_index=block.start_token_index,
@@ -262,11 +264,6 @@ class GroupCopy(Kept):
     @property
     def is_apart(self) -> bool:
         return self._own.is_apart
-
-
-def _with_own(block: PlacedBlock) -> PlacedBlock:
-    regions: Mapping[RegionKind, Any] = {kind: each.own for kind, each in _kept(block.regions).items()}
-    return PlacedBlock(block.start_token_index, block.token_count, regions)
 
 
 def _kept(regions: Mapping[RegionKind, Region]) -> Mapping[RegionKind, KeptRegion]:

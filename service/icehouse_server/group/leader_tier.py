@@ -20,8 +20,7 @@ from icehouse_server.domain.blocks import BlockHeader, Damage, HostBlock
 from icehouse_server.domain.cache_stats import CacheStats
 from icehouse_server.domain.ids import BlockHash, RequestId
 from icehouse_server.group.messages import header_message, names_from, planned_messages
-from icehouse_server.group.order_log import OrderLog
-from icehouse_server.group.reads import CopiedRegion, GroupRead, GroupTarget, ReadRegion
+from icehouse_server.group.order_log import CopiedRegion, GroupRead, GroupTarget, OrderLog, ReadRegion
 from icehouse_server.pins import NOT_PINNED
 from icehouse_server.storage.api import (
     STALL_LIMIT_S,

@@ -2,17 +2,23 @@
 
 The inference thread adds, and threads of the channel and of storage that remove what some rank does not have.
 One thread for each follower sends what has been added since it last looked. What rank 0 drops (a region, a
-copy, a read) is ordered dropped with the next order.
+copy, a read) is ordered dropped with the next order: its host memory remembers which of theirs it goes with.
 """
 
 from __future__ import annotations
 
 import collections
+import dataclasses
 import itertools
 import queue
 import threading
+from collections.abc import Sequence
 
 from icehouse.group.v1.group_service_pb2 import FollowResponse, Order
+
+from icehouse_server.domain.blocks import HostRegion
+from icehouse_server.domain.ids import BlockHash
+from icehouse_server.storage.api import KvTarget, TensorShape
 
 ORDER_LIMIT = 16_384
 """How many orders a rank may be behind: far more than rank 0 gives from one pass to the next, which all ranks
@@ -96,3 +102,35 @@ class Kept:
 
     def __del__(self) -> None:
         self._log.drop(self.number)
+
+
+class GroupRead(Kept):
+    """A read from the SSD tiers of all ranks."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GroupTarget:
+    """Implements KvTarget: pages of rank 0, and with the followers those of the same read."""
+
+    own: KvTarget
+    read: GroupRead
+
+    def segments(
+        self, tensors: Sequence[TensorShape], *, start_token_index: int, token_count: int
+    ) -> list[memoryview]:
+        return self.own.segments(tensors, start_token_index=start_token_index, token_count=token_count)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ReadRegion(HostRegion):
+    """A region that was read on every rank."""
+
+    read: GroupRead
+    hash: BlockHash
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CopiedRegion(HostRegion):
+    """A region that was copied to host memory on every rank."""
+
+    copy: Kept

@@ -26,8 +26,17 @@ from icehouse_server.errors import (
     Unavailable,
     size_text,
 )
-from icehouse_server.pool.choice import ModelNeeds, Occupant, taken_bytes, yielding
-from icehouse_server.pool.places import ModelOpener, ModelTerms, OpenedModel, Place, PooledModel, shown
+from icehouse_server.pool.places import (
+    ModelNeeds,
+    ModelOpener,
+    ModelTerms,
+    OpenedModel,
+    Place,
+    PooledModel,
+    shown,
+    taken_bytes,
+    yielding,
+)
 from icehouse_server.rpc.access.caller import Caller, Role
 from icehouse_server.rpc.calls import background
 from icehouse_server.rpc.calls.call_lifecycle import stopping
@@ -238,10 +247,10 @@ class ModelPool(Generic[_Opened]):
         place.released.set()
         if not place.user_count:
             place.idle.set()
-            for model in self._models.values():
-                if model.place is place and model.terms.ttl_s and not model.terms.is_pinned:
-                    expire = functools.partial(self._expire, model, place)
-                    place.expiry = asyncio.get_running_loop().call_later(model.terms.ttl_s, expire)
+            model = self._models[place.terms.name]
+            if model.place is place and place.terms.ttl_s and not place.terms.is_pinned:
+                expire = functools.partial(self._expire, model, place)
+                place.expiry = asyncio.get_running_loop().call_later(place.terms.ttl_s, expire)
 
     def _expire(self, model: PooledModel, place: Place) -> None:
         async def unload() -> None:
@@ -312,7 +321,7 @@ class ModelPool(Generic[_Opened]):
                 return await self._open(model, needs)
             except Overloaded:
                 occupants = self._occupants()
-                if all(each.is_pinned for each in occupants):
+                if all(each.terms.is_pinned for each in occupants):
                     raise
                 limit_bytes = taken_bytes(needs, occupants) - 1
                 await self._make_room(model.terms.name, needs, limit_bytes=limit_bytes)
@@ -324,7 +333,7 @@ class ModelPool(Generic[_Opened]):
         router, changed = opened.seat.router, asyncio.Event()
         router.add_listener(changed.set)
         opened.start()
-        model.place = place = Place(opened, needs, began)
+        model.place = place = Place(model.terms, opened, needs, began)
         self._opened.append(opened)
         while router.state is EngineState.LOADING:
             changed.clear()
@@ -357,11 +366,8 @@ class ModelPool(Generic[_Opened]):
         while chosen := yielding(name, needs, self._occupants(), limit_bytes=limit_bytes):
             if await self._has_stayed(chosen):
                 continue  # who gives way may be another one by now
-            leaving: list[tuple[PooledModel, Place]] = []
-            for each in chosen:
-                model = self._models[each.name]
-                assert model.place is not None, "who gives way is in memory"
-                leaving.append((model, model.place))
+            leaving = [(self._models[place.terms.name], place) for place in chosen]
+            for model, _ in leaving:
                 self._set(model, ModelState.DRAINING)
             try:
                 async with asyncio.timeout(GIVE_WAY_S):
@@ -376,15 +382,14 @@ class ModelPool(Generic[_Opened]):
                 if model.place is place:
                     await self._unload(model, place, grace_s=0.0)
 
-    def _occupants(self) -> list[Occupant]:
-        return [each for model in self._models.values() if (each := model.occupant) is not None]
+    def _occupants(self) -> list[Place]:
+        return [model.place for model in self._models.values() if model.place is not None]
 
-    async def _has_stayed(self, chosen: Sequence[Occupant]) -> bool:
+    async def _has_stayed(self, chosen: Sequence[Place]) -> bool:
         """Wait while one of these is not to give way yet, or until a call of it has ended; False where all
         may go."""
-        for place in (self._models[each.name].place for each in chosen):
-            stay_s = 0.0 if place is None else place.stay_s(self._clock.monotonic())
-            if place is not None and stay_s:
+        for place in chosen:
+            if stay_s := place.stay_s(self._clock.monotonic()):
                 place.released.clear()
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(stay_s):
@@ -467,8 +472,8 @@ def _not_loaded(model: PooledModel, error: IcehouseError, *, what: str = "loaded
     )
 
 
-def _no_room(name: str, needs: ModelNeeds, running: Sequence[Occupant], *, limit_bytes: int) -> Overloaded:
-    names = ", ".join(repr(each.name) for each in running)
+def _no_room(name: str, needs: ModelNeeds, running: Sequence[Place], *, limit_bytes: int) -> Overloaded:
+    names = ", ".join(repr(each.terms.name) for each in running)
     return Overloaded(
         Reason.MEMORY_SHORT,
         f"model {name!r} takes {size_text(needs.weight_bytes)} of the {size_text(limit_bytes)} that the "

@@ -1,15 +1,16 @@
-"""Places: the models of a pool, how each is served, and which of them are in memory. Event loop."""
+"""Places: the models of a pool, how each is served, which of them are in memory, and who gives way to whom.
+Event loop."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+from collections.abc import Iterable, Sequence
 from typing import Protocol, TypeVar
 
 from icehouse_server.domain.ids import Tenant
 from icehouse_server.domain.model import ListedModel, ModelInfo, ModelState
-from icehouse_server.errors import IcehouseError
-from icehouse_server.pool.choice import ModelNeeds, Occupant
+from icehouse_server.errors import CannotFit, IcehouseError, Reason, size_text
 from icehouse_server.rpc.engine_client.seat import Seat
 
 LONGEST_STAY_S = 10.0
@@ -27,6 +28,16 @@ class ModelTerms:
     """Loaded at the start, and gives way to none."""
     ttl_s: float = 0.0
     """It is unloaded after so long without a call."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ModelNeeds:
+    """What a model takes of the memory."""
+
+    weight_bytes: int
+    """As long as it is loaded."""
+    run_bytes: int = 0
+    """What a small request takes besides. Idle models give back what they keep, so it must be there once."""
 
 
 class OpenedModel(Protocol):
@@ -63,10 +74,13 @@ class ModelOpener(Protocol[_Opened_co]):
 class Place:
     """A model in memory. Times are `Clock.monotonic` readings."""
 
+    terms: ModelTerms
     opened: OpenedModel
     needs: ModelNeeds
     use_time: float
+    """When it was last used."""
     user_count: int = 0
+    """Calls that use it."""
     idle: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
     """Set while nobody uses it."""
     released: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
@@ -118,15 +132,60 @@ class PooledModel:
         detail = "" if self.error is None or self.state is not ModelState.FAILED else shown(self.error)
         return ListedModel(self.terms.name, self.state, self.terms.aliases, detail, self.info)
 
-    @property
-    def occupant(self) -> Occupant | None:
-        """Return it as one that may have to give way; None where it is not in memory."""
-        place = self.place
-        if place is None:
-            return None
-        return Occupant(self.terms.name, place.needs, self.terms.is_pinned, place.user_count, place.use_time)
-
 
 def shown(error: IcehouseError) -> str:
     """Return why a model failed, for callers. The error itself may name folders."""
     return f"{error.reason}; the server's log says more"
+
+
+def taken_bytes(needs: ModelNeeds, staying: Iterable[Place]) -> int:
+    """Return what a model needs beside others: all weights, and that any of them can run."""
+    together = [needs, *(each.needs for each in staying)]
+    return sum(each.weight_bytes for each in together) + max(each.run_bytes for each in together)
+
+
+def yielding(
+    name: str, needs: ModelNeeds, occupants: Sequence[Place], *, limit_bytes: int
+) -> tuple[Place, ...]:
+    """Return who gives way to a model, the first one first; nobody where it fits beside all.
+
+    Idle models come before running ones, which must be drained first, and among either the least
+    recently used one; pinned ones never. Raises CannotFit if even that is not enough.
+    """
+    pinned = [each for each in occupants if each.terms.is_pinned]
+    if taken_bytes(needs, pinned) > limit_bytes:
+        raise _never_fits(name, needs, pinned, limit_bytes=limit_bytes)
+    staying, chosen = list(occupants), list[Place]()
+    movable = (each for each in occupants if not each.terms.is_pinned)
+    for each in sorted(movable, key=lambda each: (each.user_count > 0, each.use_time)):
+        if taken_bytes(needs, staying) <= limit_bytes:
+            break
+        chosen.append(each)
+        staying.remove(each)
+    # An idle one that is not needed any more, now that larger ones go, stays.
+    for each in tuple(chosen):
+        if taken_bytes(needs, [*staying, each]) <= limit_bytes:
+            chosen.remove(each)
+            staying.append(each)
+    return tuple(chosen)
+
+
+def _never_fits(name: str, needs: ModelNeeds, pinned: Sequence[Place], *, limit_bytes: int) -> CannotFit:
+    pinned_bytes = sum(each.needs.weight_bytes for each in pinned)
+    run_bytes = taken_bytes(needs, pinned) - needs.weight_bytes - pinned_bytes
+    beside, advice = "", ""
+    if pinned:
+        beside, advice = f", pinned models take {size_text(pinned_bytes)}", "pin fewer models, or "
+    return CannotFit(
+        Reason.MEMORY_NEVER_FITS,
+        f"model {name!r} takes {size_text(needs.weight_bytes)} of memory, a small request takes about "
+        f"{size_text(run_bytes)}{beside}, and the server may use {size_text(limit_bytes)}; {advice}raise "
+        "engine.memory_limit_bytes if there is more",
+        metadata={
+            "model": name,
+            "weight_bytes": needs.weight_bytes,
+            "pinned_bytes": pinned_bytes,
+            "run_bytes": run_bytes,
+            "limit_bytes": limit_bytes,
+        },
+    )

@@ -28,8 +28,8 @@ from icehouse.v1 import prompt_pb2
 from icehouse_server.config import Config
 from icehouse_server.errors import CannotFit, DeadlineExceeded, InvalidRequest, Overloaded, Reason
 from icehouse_server.rpc.access import caller as callers
-from icehouse_server.rpc.access.caller import UNPROVED, Caller, origin_of
-from icehouse_server.rpc.access.credentials import Authenticator
+from icehouse_server.rpc.access.caller import UNPROVED, Caller
+from icehouse_server.rpc.access.credentials import ServerSecurity
 from icehouse_server.rpc.access.shares import RETRY_S, FairQueue, FairShare, Hold
 from icehouse_server.rpc.calls.call_lifecycle import Context, RpcCalls, end, stopping
 from icehouse_server.rpc.calls.methods import (
@@ -57,12 +57,12 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         self,
         config: Config,
         *,
-        authenticator: Authenticator,
+        security: ServerSecurity,
         calls: RpcCalls,
         run_long: Callable[..., Awaitable[Any]],
     ) -> None:
         """`run_long` runs work off the event loop: it takes a function and `size_bytes`."""
-        self._authenticator = authenticator
+        self._security = security
         self._calls = calls
         self._health_is_open = config.security.health_open
         self._shares = shares_of(
@@ -101,7 +101,11 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         async def serve(requests: Any, context: Context) -> None:
             with contextlib.ExitStack() as held:
                 async with self._limited(method, context):
-                    await self._enter(method, context, held)
+                    try:
+                        self._let_in(method, context, held)
+                    except Exception as error:
+                        held.close()  # its status may be long in being read
+                        await self._refuse(context, error)
                     if handler.request_streaming:
                         request = parsed(requests)
                     else:
@@ -150,7 +154,13 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         if memory is not None and data is not grpc.aio.EOF:
             memory.shrink(len(data))
         try:
-            return await self._message_of(handler, data, method)
+            if data is grpc.aio.EOF:
+                what = "the call ended without a request message; send one"
+                raise InvalidRequest(Reason.MESSAGE_MISSING, what)
+            received_bytes.set(len(data))
+            if len(data) <= LONG_MESSAGE_BYTES:
+                return self._parse(handler, data, method)
+            return await self._run_long(lambda: self._parse(handler, data, method), size_bytes=len(data))
         except Exception as error:
             await self._refuse(context, error)
 
@@ -159,14 +169,6 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         if row.pool is CallPool.HEALTH:
             return contextlib.nullcontext()
         return self._calls.admission(timer)
-
-    async def _message_of(self, handler: Any, data: Any, method: str) -> Any:
-        if data is grpc.aio.EOF:
-            raise InvalidRequest(Reason.MESSAGE_MISSING, "the call ended without a request message; send one")
-        received_bytes.set(len(data))
-        if len(data) <= LONG_MESSAGE_BYTES:
-            return self._parse(handler, data, method)
-        return await self._run_long(lambda: self._parse(handler, data, method), size_bytes=len(data))
 
     def _parse(self, handler: Any, data: bytes, method: str) -> Any:
         """Return the message; raises InvalidRequest. Any thread."""
@@ -205,13 +207,6 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
             metadata={"request_memory_bytes": self._memory.capacity},
         )
 
-    async def _enter(self, method: str, context: Context, held: contextlib.ExitStack) -> None:
-        """Let the call in, or end it with a status and a log line."""
-        try:
-            held.enter_context(self._let_in(method, context))
-        except Exception as error:
-            await self._refuse(context, error)
-
     @contextlib.asynccontextmanager
     async def _limited(self, method: str, context: Context) -> AsyncIterator[None]:
         """End a call without a deadline when its method's has passed, and any call when the server stops."""
@@ -242,32 +237,28 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         async with self._calls.call(context):
             raise error
 
-    @contextlib.contextmanager
-    def _let_in(self, method: str, context: Context) -> Iterator[None]:
-        """Hold the call's slot until it ends; raises what refuses it."""
+    def _let_in(self, method: str, context: Context, held: contextlib.ExitStack) -> None:
+        """Find out who calls, and have `held` keep the call's slots until it ends; raises what refuses it."""
         row = METHODS[method]
         caller = self._caller_of(row, context)
         if row.access is MethodAccess.OPERATOR:
             caller.require_operator(method.rpartition("/")[2])
-        origin = origin_of(caller, context.peer())
+        is_proved = caller.tenant is not None
+        origin = f"tenant:{caller.tenant}" if is_proved else f"peer:{context.peer() or ''}"
         # Before the slot is taken, so that a refusal counts against this caller.
         callers.origin.set(origin)
-        with contextlib.ExitStack() as held:
-            if (own := self._caller_shares.get(method)) is not None:
-                held.enter_context(own.hold(origin))
-            held.enter_context(self._shares[row.pool].hold(origin))
-            unread = answers.Answers(self._answer_memory, origin=origin)
-            held.callback(unread.close)
-            answers.current.set(unread)
-            callers.current.set(caller)
-            yield
+        if (own := self._caller_shares.get(method)) is not None:
+            held.enter_context(own.hold(origin))
+        held.enter_context(self._shares[row.pool].hold(origin))
+        unread = answers.Answers(self._answer_memory, origin=origin)
+        held.callback(unread.close)
+        answers.current.set(unread)
+        callers.current.set(caller)
 
     def _caller_of(self, row: Method, context: Context) -> Caller:
-        if not self._authenticator.is_on:
-            return UNPROVED
         if self._health_is_open and row.access is MethodAccess.OPEN:
             return UNPROVED
-        return self._authenticator.identify(context.invocation_metadata() or (), context.auth_context())
+        return self._security.identify(context.invocation_metadata() or (), context.auth_context())
 
 
 def _endless(deadline_s: float | None) -> DeadlineExceeded:
@@ -374,20 +365,11 @@ def clashing_fields(data: bytes, descriptor: Descriptor) -> tuple[str, ...]:
 
 
 def _clash(present: Set[int], descriptor: Descriptor) -> tuple[str, ...]:
-    for names_by_number in _oneofs(descriptor):
-        names = tuple(name for number, name in names_by_number.items() if number in present)
+    for oneof in descriptor.oneofs:
+        names = tuple(field.name for field in oneof.fields if field.number in present)
         if len(names) > 1:
             return names
     return ()
-
-
-def _oneofs(descriptor: Descriptor) -> list[dict[int, str]]:
-    """Return name by number for each oneof; the one-field oneofs of `optional` are not among them."""
-    return [
-        {field.number: field.name for field in oneof.fields}
-        for oneof in descriptor.oneofs
-        if len(oneof.fields) > 1
-    ]
 
 
 _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5

@@ -131,8 +131,13 @@ def check_control_address(address: str, security: SecurityConfig) -> None:
     )
 
 
-def _check_http_address(config: HttpConfig, security: SecurityConfig) -> None:
-    """Raise StartError for what `check_address` refuses, and where callers of HTTP could prove nothing."""
+def listen_for_http(config: HttpConfig, security: SecurityConfig) -> socket.socket:
+    """Return a socket that listens at the configured address.
+
+    Raises StartError for an address that `check_address` refuses or that cannot be had, and where callers of
+    HTTP could prove nothing.
+    """
+    assert config.port is not None, "there is no port for HTTP"
     _check_host(config.host, security)
     if security.tls_client_ca is not None and security.token_file is None:
         raise StartError(
@@ -141,12 +146,6 @@ def _check_http_address(config: HttpConfig, security: SecurityConfig) -> None:
             "HTTP; add tokens with --token-file, or leave --http-port out",
             metadata={"host": config.host},
         )
-
-
-def listen_for_http(config: HttpConfig, security: SecurityConfig) -> socket.socket:
-    """Return a socket that listens at the configured address; raises StartError when it cannot be had."""
-    assert config.port is not None, "there is no port for HTTP"
-    _check_http_address(config, security)
     _warn_of_open_door(config.host, security)
     try:
         return _listening(host=config.host, port=config.port)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -60,6 +61,8 @@ SERVICE_NAMES = tuple(
 
 CHANNELZ_NAME = channelz_pb2.DESCRIPTOR.services_by_name["Channelz"].full_name
 
+_draw_seed = functools.partial(secrets.randbits, 64)
+
 _TURN_S = 0.02
 """A stop counts turns of the event loop, so that a blocked loop does not use up the time."""
 _FLUSH_TURNS = 25
@@ -73,11 +76,6 @@ _CLOSE_S = 0.5
 """How long gRPC may wait for calls whose answers nobody reads."""
 
 
-def draw_seed() -> int:
-    """Return 64 random bits from the system."""
-    return secrets.randbits(64)
-
-
 class RpcServer:
     """The edge of the server. Constructed, started and stopped on the event loop."""
 
@@ -89,7 +87,7 @@ class RpcServer:
         clock: Clock,
         telemetry: Telemetry | None = None,
         worker: WorkerModels | None = None,
-        draw_seed: Callable[[], int] = draw_seed,
+        draw_seed: Callable[[], int] = _draw_seed,
     ) -> None:
         """`worker` makes it a gateways' worker."""
         self._about = server_proto(config)
@@ -139,7 +137,7 @@ class RpcServer:
     def _make_interceptors(self, config: Config) -> Sequence[grpc.aio.ServerInterceptor]:
         auth_interceptor = AuthInterceptor(
             config,
-            authenticator=self.security.authenticator,
+            security=self.security,
             calls=self._calls,
             run_long=self._prompts.run,
         )
@@ -261,7 +259,6 @@ class RpcServer:
                     parts,
                     model=model,
                     serves=self.health.serves,
-                    observation=self.observation,
                     inference=inference,
                     embedding=embedding,
                     parts_of=worker.parts,
@@ -281,7 +278,7 @@ class RpcServer:
             clock=clock,
             calls=self._calls,
             seats=seats,
-            stats=self.observation.stats,
+            observation=self.observation,
             prompts=self._prompts,
             generation=Generation(
                 config=self._config,

@@ -33,7 +33,7 @@ from icehouse_server.domain.response_format import (
     ResponseFormat,
     TaggedJson,
 )
-from icehouse_server.errors import InvalidRequest, Reason
+from icehouse_server.errors import InvalidRequest, Reason, clipped
 from icehouse_server.structured_output.grammar_source import grammar_source, unenforced
 from icehouse_server.structured_output.matcher import CompiledGrammar
 from icehouse_server.structured_output.probe_process import ProbeProcess, ProbeSetup
@@ -424,5 +424,4 @@ def _children(schema: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _one_line(message: str) -> str:
-    text = " ".join(message.replace("<non-verbose/>", "").split())
-    return text if len(text) <= _DETAIL_LENGTH_LIMIT else text[: _DETAIL_LENGTH_LIMIT - 1] + "…"
+    return clipped(" ".join(message.replace("<non-verbose/>", "").split()), _DETAIL_LENGTH_LIMIT)

@@ -39,18 +39,17 @@ def grammar_source(form: ResponseFormat, *, pieces: Pieces) -> str:
     Raises UnusableSchema, and ValueError for what Python takes for JSON and llguidance does not.
     """
     match form:
-        case JsonSchema():
-            schema = _held(form.schema, is_compact=form.is_compact)
-            return LLMatcher.grammar_from_json_schema(schema)
-        case JsonObject():
-            schema = _held('{"type":"object"}', is_compact=form.is_compact)
-            return LLMatcher.grammar_from_json_schema(schema)
+        case JsonSchema() | JsonObject():
+            schema = form.schema if isinstance(form, JsonSchema) else '{"type":"object"}'
+            return LLMatcher.grammar_from_json_schema(_held(schema, is_compact=form.is_compact))
         case Regex():
             return LLMatcher.grammar_from_regex(form.pattern)
         case LarkGrammar():
             return LLMatcher.grammar_from_lark(form.grammar)
         case Choice():
-            return LLMatcher.grammar_from_lark(_choice_lark(form.texts))
+            # One token, not one rule a text: a rule's alternatives are limited to 2,000.
+            texts = " | ".join(map(json.dumps, dict.fromkeys(form.texts)))
+            return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}")
         case TaggedJson():
             return LLMatcher.grammar_from_lark(_tagged_lark(form, pieces))
 
@@ -77,11 +76,6 @@ def _held(schema: str, *, is_compact: bool = False) -> str:
     """Return a schema for llguidance, with the white space that an output may have."""
     options = {"whitespace_flexible": False} if is_compact else {"whitespace_pattern": _WHITE_SPACE}
     return json.dumps({**rewritten(json.loads(schema)).schema, _OPTIONS_KEY: options}, allow_nan=False)
-
-
-def _choice_lark(texts: Iterable[str]) -> str:
-    # One token, not one rule a text: a rule's alternatives are limited to 2,000.
-    return "start: CHOICE\nCHOICE: " + " | ".join(json.dumps(text) for text in dict.fromkeys(texts))
 
 
 def _tagged_lark(form: TaggedJson, pieces: Pieces) -> str:
@@ -125,12 +119,8 @@ def _triggered_lark(form: TaggedJson, pieces: Pieces) -> str:
 
 
 def _body(item: JsonTag, pieces: Pieces, *, begin: str) -> str:
-    parts = [*_literals(begin, pieces), f"%json {_held(item.schema)}", *_literals(item.end, pieces)]
-    return " ".join(parts)
-
-
-def _literals(text: str, pieces: Pieces) -> list[str]:
-    return [_literal(piece) for piece in pieces(text)]
+    before, behind = map(_literal, pieces(begin)), map(_literal, pieces(item.end))
+    return " ".join([*before, f"%json {_held(item.schema)}", *behind])
 
 
 def _literal(piece: int | str) -> str:

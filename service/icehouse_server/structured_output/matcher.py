@@ -47,17 +47,13 @@ class MatcherConstraint:
         self.matcher = matcher
         self.executor = executor
         self.word_count = -(-vocabulary_size // MASK_BITS)
-        self._error: InvalidRequest | None = None
+        self.error: InvalidRequest | None = None
+        """Set once a step passed llguidance's limits, or the output left the grammar."""
 
     @property
     def is_finished(self) -> bool:
         """Whether nothing may follow but an end token; also once it has failed."""
         return self.matcher.is_stopped()
-
-    @property
-    def error(self) -> InvalidRequest | None:
-        """Set once a step passed llguidance's limits, or the output left the grammar."""
-        return self._error
 
     def allows(self, token_id: int) -> bool:
         """Take a microsecond, where the mask of 262,144 tokens takes 500 (llguidance 1.9.1, one x86 core)."""
@@ -78,13 +74,9 @@ class MatcherConstraint:
         In that state llguidance allows the end tokens, so an unfinished output would look finished.
         """
         matcher = self.matcher
-        if (
-            self._error is None
-            and matcher.is_stopped()
-            and (matcher.is_error() or not matcher.is_accepting())
-        ):
+        if self.error is None and matcher.is_stopped() and (matcher.is_error() or not matcher.is_accepting()):
             detail = matcher.get_error().partition("\n")[0] or "no token of the vocabulary can follow"
-            self._error = InvalidRequest(
+            self.error = InvalidRequest(
                 Reason.GRAMMAR_TOO_COMPLEX,
                 f"the output cannot go on in its response_format: {detail}; simplify the format",
                 field="response_format",

@@ -52,11 +52,6 @@ class ReasoningBudget:
         """Keywords of the form's schemas that outputs are not held to."""
         return () if self.form is None else self.form.unenforced
 
-    @property
-    def may_begin_reasoning(self) -> bool:
-        """Whether an answer with a form may be preceded by reasoning that the output itself begins."""
-        return bool(self.token_limit) and bool(self.reasoning.start_token_ids)
-
 
 class ReasoningConstraint:
     """The state of one sequence's reasoning and of its form."""
@@ -68,8 +63,9 @@ class ReasoningConstraint:
         self._form: Constraint | None = None if budget.form is None else budget.form.start()
         self._forced: list[int] = []
         """Tokens that must come next, in order."""
-        is_answer = budget.scope is FormScope.WHOLE or not (self._meter.is_open or budget.may_begin_reasoning)
-        self._has_form_begun = is_answer
+        may_begin_reasoning = budget.token_limit and budget.reasoning.start_token_ids
+        may_reason = self._meter.is_open or may_begin_reasoning
+        self._has_form_begun = budget.scope is FormScope.WHOLE or not may_reason
         """Whether the next token is the form's, or the form has no say at all."""
         self._close_when_spent()
 

@@ -73,7 +73,8 @@ class ChatRenderer:
         self._check(conversation, self._traits(conversation))
         text = None if kept is None else self._behind_kept(conversation, kept)
         if kept is None or text is None:
-            kept, text = None, self._whole(conversation)
+            kept, text = None, self._prompt_text(conversation)
+            text = dataclasses.replace(text, shown=self._shown(conversation))
         tokens = self.turns.tokens(
             _with_images(text.text, text.image_texts),
             turns=text.drawn,
@@ -110,11 +111,6 @@ class ChatRenderer:
         )
         mark_ids = {self.turns.encode(mark)[0] for mark in borders.marks}
         return borders.token_indices(token_ids, mark_ids)
-
-    def _whole(self, conversation: Conversation) -> _PromptText:
-        """Return the text of all turns; raises InvalidRequest."""
-        text = self._prompt_text(conversation)
-        return dataclasses.replace(text, shown=self._shown(conversation))
 
     def _behind_kept(self, conversation: Conversation, kept: KeptReply) -> _PromptText | None:
         """Return the text behind a kept reply; None where it is not certain what that is."""
@@ -167,7 +163,8 @@ class ChatRenderer:
         if conversation.continues_final_message:
             text = self._text(conversation, messages, continues=True)
             header = self._header(conversation, messages[:-1]) if drawn else ""
-            is_reasoning = self._is_open_in(messages[-1])
+            last = messages[-1]
+            is_reasoning = bool(last.reasoning and not last.content) or self._is_open(last.content)
         elif not conversation.adds_generation_prompt:
             text, is_reasoning = base, False
             header = self._header(conversation, messages) if drawn else ""
@@ -219,10 +216,6 @@ class ChatRenderer:
         if not self.format.marks_reasoning:
             return False
         return text.rfind(self.format.think_start) > text.rfind(self.format.think_end)
-
-    def _is_open_in(self, message: ChatMessage) -> bool:
-        continues_reasoning = bool(message.reasoning) and not message.content
-        return continues_reasoning or self._is_open(message.content)
 
     def _called(self, conversation: Conversation, arguments_json: str) -> str:
         """Return the conversation's text with a call of `_NAME` behind it."""
@@ -305,19 +298,6 @@ def _is_split(order: Sequence[int], index: int) -> bool:
 
 def _behind(text: str, base: str) -> str:
     return text[len(base) :] if text.startswith(base) else ""
-
-
-def common_text_length(texts: Sequence[str], ends: Sequence[Sequence[int]] | None) -> int:
-    """Return the length of the common beginning, up to a token's end in every text, as `ends` lists them.
-
-    Without `ends`, for unknown tokens, the whole common beginning counts.
-    """
-    different = (i for i, characters in enumerate(zip(*texts, strict=False)) if len(set(characters)) > 1)
-    common = next(different, min(map(len, texts)))
-    if ends is None:
-        return common
-    shared = set(ends[0]).intersection(*ends[1:])
-    return max((end for end in shared if end <= common), default=0)
 
 
 def _with_images(text: str, images: ImageTexts | None) -> str:

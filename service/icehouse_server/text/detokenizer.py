@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from icehouse_server.domain.chat import ReasoningMeter
+from icehouse_server.text.values.text_source import certain_length
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -163,7 +164,7 @@ class StopFilter:
             end, _, stop = min(matches)
             sent, self._held = self._held[: end - len(stop)], ""
             return TextStep(sent, stop)
-        cut = len(self._held) - self._longest_stop_prefix()
+        cut = certain_length(self._held, self._stops)
         sent, self._held = self._held[:cut], self._held[cut:]
         return TextStep(sent, None)
 
@@ -171,14 +172,6 @@ class StopFilter:
         """Return what was held back: the output ended, so it is no stop string."""
         held, self._held = self._held, ""
         return held
-
-    def _longest_stop_prefix(self) -> int:
-        longest = max((len(stop) for stop in self._stops), default=0) - 1
-        for length in range(min(longest, len(self._held)), 0, -1):
-            tail = self._held[-length:]
-            if any(stop.startswith(tail) for stop in self._stops):
-                return length
-        return 0
 
 
 class TextStream:

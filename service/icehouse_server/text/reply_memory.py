@@ -13,15 +13,16 @@ from __future__ import annotations
 import array
 import collections
 import dataclasses
+import functools
 import hashlib
 import itertools
 import json
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from icehouse_server.domain.chat import ChatMessage, Conversation, ToolCall
-from icehouse_server.domain.ids import AdapterName, ImageDigest, Tenant
+from icehouse_server.domain.ids import AdapterName, Tenant
 from icehouse_server.domain.stats import ReplyStats
 from icehouse_server.text.chat.kept_reply import KeptReply
 
@@ -58,18 +59,6 @@ class ReplyPlace:
     """The last earlier reply that is known."""
     kept: KeptReply | None = None
     """The same reply, for the prompt."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class EndedReply:
-    """A reply that the model ended itself, as its caller read it."""
-
-    place: ReplyPlace
-    prompt_token_ids: tuple[int, ...]
-    output_token_ids: tuple[int, ...]
-    """Without the token that ended it."""
-    end_token_id: int | None
-    message: ChatMessage
 
 
 @dataclasses.dataclass(slots=True)
@@ -122,7 +111,8 @@ class ReplyMemory:
         self._limit_bytes = limit_bytes
         self._entry_limit = entry_limit
         self._lock = threading.Lock()
-        self._notes: collections.deque[EndedReply] = collections.deque(maxlen=_NOTE_LIMIT)
+        self._notes: collections.deque[Callable[[], None]] = collections.deque(maxlen=_NOTE_LIMIT)
+        """Each adds a reply."""
         self._tenants: dict[Tenant, _TenantReplies] = {}
         self._size_bytes = 0
         self._entry_count = 0
@@ -139,9 +129,18 @@ class ReplyMemory:
             self._tenants.clear()
             self._size_bytes = self._entry_count = 0
 
-    def remember(self, reply: EndedReply) -> None:
-        """Note a reply. Any thread; takes no time."""
-        self._notes.append(reply)
+    def remember(
+        self,
+        place: ReplyPlace,
+        prompt_token_ids: tuple[int, ...],
+        message: ChatMessage,
+        end_token_id: int | None,
+    ) -> None:
+        """Note a reply that the model ended itself, as its caller read it. Any thread; takes no time.
+
+        The message's `token_ids` are those that were drawn, without the one that ended it.
+        """
+        self._notes.append(functools.partial(self._add, place, prompt_token_ids, message, end_token_id))
 
     def place(self, conversation: Conversation, scope: ReplyScope) -> ReplyPlace:
         """Return the place of a conversation's reply, with the last earlier reply of it that is known.
@@ -150,11 +149,12 @@ class ReplyMemory:
         """
         key = _root_key(conversation, scope)
         images = conversation.image_texts
-        seen = () if images is None else zip(images.texts, images.digests, strict=True)
-        digests = list(_message_digests(conversation.messages, seen))
+        shown = () if images is None else zip(images.texts, (d.hex() for d in images.digests), strict=True)
+        digests = list(_message_digests(conversation.messages, shown))
         known: tuple[int, _Key] | None = None
         with self._lock:
-            self._take_notes()
+            while self._notes:
+                self._notes.popleft()()
             replies = self._tenants.get(scope.tenant, _TenantReplies())
             for index, (message, digest) in enumerate(zip(conversation.messages, digests, strict=True)):
                 key = _joined(key, digest)
@@ -175,26 +175,27 @@ class ReplyMemory:
             kept = KeptReply(index, replies.token_ids(found), end_token_id)
             return ReplyPlace(scope.tenant, key, found, kept)
 
-    def _take_notes(self) -> None:
-        while self._notes:
-            self._add(self._notes.popleft())
-
-    def _add(self, reply: EndedReply) -> None:
-        place = reply.place
+    def _add(
+        self,
+        place: ReplyPlace,
+        prompt_token_ids: tuple[int, ...],
+        message: ChatMessage,
+        end_token_id: int | None,
+    ) -> None:
         replies = self._tenants.setdefault(place.tenant, _TenantReplies())
-        key = _joined(place.key, next(_message_digests((reply.message,), ())))
+        key = _joined(place.key, next(_message_digests((message,), ())))
         parent = None if place.known is None else replies.entries.get(place.known)
         if place.known is None or parent is not None:
             # If the reply that its name builds on was dropped meanwhile, nobody would find it.
-            token_ids = (*reply.prompt_token_ids, *reply.output_token_ids)
+            token_ids = (*prompt_token_ids, *message.token_ids)
             earlier = replies.token_ids(place.known)
             shares_parent = parent is not None and token_ids[: len(earlier)] == earlier
             entry = _Entry(
                 parent=place.known,
                 shares_parent=shares_parent,
                 tokens=array.array("i", token_ids[len(earlier) :] if shares_parent else token_ids),
-                end_token_id=reply.end_token_id,
-                reasoning=_text_digest(reply.message.reasoning),
+                end_token_id=end_token_id,
+                reasoning=_text_digest(message.reasoning),
             )
             self._put(replies, key, entry)
         if not replies.entries:
@@ -228,11 +229,10 @@ def _root_key(conversation: Conversation, scope: ReplyScope) -> _Key:
     return _text_digest(json.dumps(facts))
 
 
-def _message_digests(
-    messages: Iterable[ChatMessage], images: Iterable[tuple[str, ImageDigest]]
-) -> Iterator[bytes]:
+def _message_digests(messages: Iterable[ChatMessage], images: Iterable[tuple[str, str]]) -> Iterator[bytes]:
     """Yield what each message says, without reasoning. Calls count by their place and not by their ids, which
-    clients replace; around an assistant's text spaces do not count. `images` are those of all messages."""
+    clients replace; around an assistant's text spaces do not count. `images` are the texts and digests of
+    those of all messages."""
     places: dict[str, int] = {}
     shown = iter(images)
     for message in messages:
@@ -245,14 +245,9 @@ def _message_digests(
             message.content.strip() if is_reply else message.content,
             [[call.name, _arguments(call)] for call in message.tool_calls],
             places.get(message.tool_call_id, message.tool_call_id),
-            [[placed.position, *_image_facts(next(shown))] for placed in message.images],
+            [[placed.position, *next(shown)] for placed in message.images],
         ]
         yield _text_digest(json.dumps(facts))
-
-
-def _image_facts(image: tuple[str, ImageDigest]) -> tuple[str, str]:
-    text, digest = image
-    return text, digest.hex()
 
 
 def _arguments(call: ToolCall) -> str:

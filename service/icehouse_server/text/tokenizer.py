@@ -17,9 +17,9 @@ from typing import Any
 from icehouse_server.domain.chat import Conversation, PromptChange, RenderedChat
 from icehouse_server.domain.model import ReplyFormatInfo
 from icehouse_server.errors import InvalidRequest, Reason
-from icehouse_server.text.chat.kept_reply import KeptReply, marks_of
+from icehouse_server.text.chat.kept_reply import KeptReply
 from icehouse_server.text.chat.template import ChatTemplate, offer
-from icehouse_server.text.chat_renderer import ChatRenderer, TurnTokens, common_text_length
+from icehouse_server.text.chat_renderer import ChatRenderer, TurnTokens
 from icehouse_server.text.infill import InfillFormat, InfillTokens, infill_format_of
 from icehouse_server.text.prompt_normalizer import normalized_tokens
 from icehouse_server.text.reasoning import ReplyReasoning
@@ -54,8 +54,8 @@ class Tokenizer:
         self._renderer = ChatRenderer(
             template=template,
             turns=TurnTokens(
-                encode=lambda text: self._encode(text, add_special_tokens=False),
-                decode=lambda ids: self._decode(ids, hides_special_tokens=False),
+                encode=self.spell,
+                decode=self._decode_all,
                 eos_token_ids=frozenset(self.eos_token_ids),
                 added_token_ids=frozenset(wrapper.added_tokens_decoder),
             ),
@@ -100,7 +100,7 @@ class Tokenizer:
         return normalized_tokens(
             token_ids,
             encode=self.spell,
-            decode=lambda ids: self._decode(ids, hides_special_tokens=False),
+            decode=self._decode_all,
             added_token_ids=self._wrapper.added_tokens_decoder.keys(),
         )
 
@@ -137,14 +137,9 @@ class Tokenizer:
     def render_chat(self, conversation: Conversation, kept: KeptReply | None = None) -> RenderedChat:
         """Return the prompt of a conversation, which begins with the tokens of `kept` where that is possible.
 
-        Raises InvalidRequest when the model has no chat template or the template refuses.
+        Raises InvalidRequest when the model's chat template refuses.
         """
-        if not self.has_chat_template:
-            raise InvalidRequest(
-                Reason.CHAT_TEMPLATE_MISSING,
-                "this model has no chat template; send `text` or `tokens` instead of `chat`",
-                field="prompt.chat",
-            )
+        assert self.has_chat_template, "a chat is refused before where there is none"
         with self._template_lock:
             return self._renderer.render(conversation, kept)
 
@@ -188,7 +183,10 @@ class Tokenizer:
     def decode_with_markers(self, token_ids: Sequence[int]) -> str:
         """As `decode`, hiding only those special tokens that begin, end or pad a text."""
         shown = [token_id for token_id in token_ids if token_id not in self._hidden_ids]
-        return self._decode(shown, hides_special_tokens=False)
+        return self._decode_all(shown)
+
+    def _decode_all(self, token_ids: Sequence[int]) -> str:
+        return self._decode(token_ids, hides_special_tokens=False)
 
     def vocabulary_json(self) -> str | None:
         """Return the vocabulary as tokenizer.json writes it, without the merges; None for a slow tokenizer.
@@ -219,7 +217,8 @@ class Tokenizer:
         family = format.family
         own = {*family.call_markers, *family.dropped, format.think_start, format.think_end}
         ends = {self.piece(token_id) for token_id in self.eos_token_ids}
-        return marks_of(special, without=own - ends)
+        marks = sorted(set(special) - (own - ends), key=lambda token: (-len(token), token))
+        return re.compile("|".join(map(re.escape, marks)) or r"(?!)")
 
     def _marker(self, text: str) -> tuple[int, ...]:
         """Return the tokens that spell exactly a marker; none where that is not possible."""
@@ -255,10 +254,14 @@ class Tokenizer:
         return encoding
 
     def _common_tokens(self, texts: Sequence[str]) -> int:
+        """Return the length of the common beginning, up to a token's end in each text if tokens are known."""
+        different = (i for i, characters in enumerate(zip(*texts, strict=False)) if len(set(characters)) > 1)
+        common = next(different, min(map(len, texts)))
         if self._fast is None:
-            return common_text_length(texts, None)
-        encodings = [self._encoding(text, add_special_tokens=False) for text in texts]
-        return common_text_length(texts, [[end for _, end in encoding.offsets] for encoding in encodings])
+            return common
+        encodings = (self._encoding(text, add_special_tokens=False) for text in texts)
+        ends = set.intersection(*({end for _, end in encoding.offsets} for encoding in encodings))
+        return max((end for end in ends if end <= common), default=0)
 
 
 def _vocabulary_of(wrapper: Any) -> Vocabulary:

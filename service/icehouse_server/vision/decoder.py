@@ -151,9 +151,9 @@ def _with_header(source: ImageSource) -> Image.Image:
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise _too_many_pixels(source, f"more than {PIXEL_LIMIT}", limit=PIXEL_LIMIT) from error
     except Exception as error:  # as above
-        raise _invalid(
-            source, f"is no PNG, JPEG, WebP or GIF{_media_type_hint(source)}{_detail(source, error)}"
-        ) from error
+        # The sender's media type hints at what the image really is.
+        hint = f" (it is called {source.media_type[:_SHOWN_LENGTH]!r})" if source.media_type else ""
+        raise _invalid(source, f"is no PNG, JPEG, WebP or GIF{hint}{_detail(source, error)}") from error
 
 
 def _too_many_pixels(
@@ -172,16 +172,16 @@ def _invalid(source: ImageSource, complaint: str, **facts: object) -> InvalidReq
     return InvalidRequest(Reason.IMAGE_INVALID, message, field=source.field, metadata=facts)
 
 
-def _media_type_hint(source: ImageSource) -> str:
-    """Return the sender's media type, which hints at what the image really is."""
-    return f" (it is called {source.media_type[:_SHOWN_LENGTH]!r})" if source.media_type else ""
-
-
 def _detail(source: ImageSource, error: Exception) -> str:
     """Return the decoder's message. It may quote the file, so it is left out for an image from a URI."""
     if source.uri or isinstance(error, UnidentifiedImageError):  # whose message names an object in memory
         return ""
-    return f": {' '.join(str(error).split())[:160] or type(error).__name__}"
+    return f": {words_of(error)}"
+
+
+def words_of(error: Exception) -> str:
+    """Return the message of somebody else's error, on one line and cut."""
+    return " ".join(str(error).split())[:160] or type(error).__name__
 
 
 def is_read_in_one_scan(data: bytes) -> bool:

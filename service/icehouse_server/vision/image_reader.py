@@ -10,7 +10,7 @@ import numpy as np
 from icehouse_server.domain.chat import ImageSource, ImageTexts
 from icehouse_server.domain.request import ImageInput, ImageSpan, SentImages
 from icehouse_server.errors import InvalidRequest, Reason
-from icehouse_server.vision.decoder import ImageLimits, decode_image, decoding_bytes
+from icehouse_server.vision.decoder import ImageLimits, decode_image, decoding_bytes, words_of
 from icehouse_server.vision.processor import ImageProcessor, PreparedImage
 from icehouse_server.vision.sent_tensors import SentTensors, check_bytes, locate_images
 
@@ -64,7 +64,15 @@ class PromptImages:
         source = self._sources[len(self._prepared)]
         prepared = self._prepare(source)
         self._size_bytes += prepared.image.size_bytes
-        self._check_size(source, self._size_bytes)
+        limit = self._reader.limits.prepared_bytes
+        if self._size_bytes > limit:
+            raise InvalidRequest(
+                Reason.IMAGE_INVALID,
+                f"the images up to {source.field} take {self._size_bytes} bytes as the model takes them, and "
+                f"those of one request may take {limit}; send fewer or smaller ones",
+                field=source.field,
+                metadata={"size_bytes": self._size_bytes, "limit_bytes": limit},
+            )
         self._prepared.append(prepared)
         return prepared.image.size_bytes
 
@@ -82,18 +90,6 @@ class PromptImages:
         images = [each.image for each in self._prepared]
         return spans_of(token_ids, images, image_token_id=self._reader.image_token_id)
 
-    def _check_size(self, source: ImageSource, size_bytes: int) -> None:
-        """Refuse images that together take more memory than a request is ever given."""
-        limit = self._reader.limits.prepared_bytes
-        if size_bytes > limit:
-            raise InvalidRequest(
-                Reason.IMAGE_INVALID,
-                f"the images up to {source.field} take {size_bytes} bytes as the model takes them, and those "
-                f"of one request may take {limit}; send fewer or smaller ones",
-                field=source.field,
-                metadata={"size_bytes": size_bytes, "limit_bytes": limit},
-            )
-
     def _prepare(self, source: ImageSource) -> PreparedImage:
         image = decode_image(source, self._reader.limits)
         try:
@@ -103,7 +99,7 @@ class PromptImages:
             raise InvalidRequest(
                 Reason.IMAGE_INVALID,
                 f"the image in {source.field}, {width} x {height} pixels, cannot be prepared for this model: "
-                f"{' '.join(str(error).split())[:160]}",
+                f"{words_of(error)}",
                 field=source.field,
                 metadata={"width": width, "height": height},
             ) from error

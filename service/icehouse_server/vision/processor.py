@@ -23,6 +23,7 @@ from icehouse_server.domain.blocks import HostTensor
 from icehouse_server.domain.chat import ImageDetail
 from icehouse_server.domain.request import ImageInput, image_digest
 from icehouse_server.errors import ModelError, Reason
+from icehouse_server.vision.decoder import words_of
 from icehouse_server.vision.sent_tensors import PIXELS, Integers, Pixels, SentTensors
 
 _DTYPES: Final = {"float32": "F32", "int64": "I64", "int32": "I32", "uint8": "U8", "bool": "BOOL"}
@@ -99,7 +100,7 @@ def open_processor(path: Path, model_type: str) -> ImageProcessor:
         inner: Any = AutoImageProcessor.from_pretrained(path, backend="pil")  # type: ignore[no-untyped-call]
     except Exception as error:  # its parsers may raise anything
         raise ModelError(
-            Reason.MODEL_INVALID, f"the image processor in {path} cannot be loaded: {_words(error)}"
+            Reason.MODEL_INVALID, f"the image processor in {path} cannot be loaded: {words_of(error)}"
         ) from error
     versions = [importlib.metadata.version(name) for name in ("transformers", "pillow")]
     facts = [model_type, type(inner).__name__, inner.to_dict(), configs, versions]
@@ -457,7 +458,3 @@ def _read(path: Path) -> Mapping[str, Any]:
         return {}
     content = json.loads(path.read_text(encoding="utf-8"))
     return content if isinstance(content, dict) else {}
-
-
-def _words(error: Exception) -> str:
-    return " ".join(str(error).split())[:160] or type(error).__name__

@@ -173,7 +173,6 @@ class SentTensors:
             )
 
     def refuse(self, name: str, complaint: str) -> NoReturn:
-        """Refuse one of the tensors."""
         raise _invalid(self._tensors[name].field, complaint)
 
 

@@ -20,8 +20,8 @@ from icehouse_server.clock import SystemClock
 from icehouse_server.config import Config, load_config
 from icehouse_server.config.sections import PooledModelConfig
 from icehouse_server.device import find_device
-from icehouse_server.pool.choice import ModelNeeds
 from icehouse_server.pool.model_pool import ModelPool
+from icehouse_server.pool.places import ModelNeeds
 
 from tests.fixtures.patience import BOUND_S
 from tests.fixtures.rpc.stubs import Stubs

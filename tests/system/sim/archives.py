@@ -116,7 +116,7 @@ class ArchiveCarrier:
 class _Transfer(CacheTransfer):
     """Without an event loop: nothing here waits for a time."""
 
-    async def _patiently(self, commands: Any, command: Any, answer_type: Any, **_: Any) -> Any:
+    async def patiently(self, commands: Any, command: Any, answer_type: Any, **_: Any) -> Any:
         return await commands.ask(command, answer_type)
 
     async def next_of(self, requests: AsyncIterator[Any]) -> Any:

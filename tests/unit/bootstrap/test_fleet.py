@@ -35,12 +35,11 @@ async def test_the_folder_s_facts_are_told(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps(defaults), encoding="utf-8")
     events = source_of(BlockLog(), block_token_count=4)
     parts = worker_parts(ON, source(tmp_path, **config), running_limit=4, kv_events=events)
-    folder = parts.folder
-    assert (folder.path, folder.architectures) == (str(tmp_path), ("LlamaForCausalLM",))
-    assert (folder.bos_token_id, folder.pad_token_id, folder.running_limit) == (3, 0, 4)
-    assert folder.default_sampling == {"temperature": 0.5, "top_k": 20.0}
-    assert folder.block_token_count == ON.cache.block_token_count
-    assert len(folder.read_archive().data) > 0
+    assert (parts.path, parts.architectures) == (str(tmp_path), ("LlamaForCausalLM",))
+    assert (parts.bos_token_id, parts.pad_token_id, parts.running_limit) == (3, 0, 4)
+    assert parts.default_sampling == {"temperature": 0.5, "top_k": 20.0}
+    assert parts.block_token_count == ON.cache.block_token_count
+    assert len(parts.read_archive().data) > 0
 
 
 @needs_protocol

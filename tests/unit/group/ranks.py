@@ -15,8 +15,7 @@ from icehouse_server.engine.core.ports import MemoryUse
 from icehouse_server.group.follower import Follower
 from icehouse_server.group.leader_runner import GroupCopy
 from icehouse_server.group.leader_tier import LeaderTier
-from icehouse_server.group.order_log import OrderLog
-from icehouse_server.group.reads import CopiedRegion, GroupRead, GroupTarget
+from icehouse_server.group.order_log import CopiedRegion, GroupRead, GroupTarget, OrderLog
 from icehouse_server.storage.api import AnyTicket, Evicted, Inventory, Outcome, PlannedBlock
 
 from tests.fixtures.storage.blocks import FINGERPRINT, OTHER_FINGERPRINT, make_chain

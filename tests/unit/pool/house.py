@@ -10,9 +10,8 @@ from typing import Any
 
 from icehouse_server.domain.model import EngineState, ModelState
 from icehouse_server.errors import IcehouseError
-from icehouse_server.pool.choice import ModelNeeds
 from icehouse_server.pool.model_pool import ModelPool
-from icehouse_server.pool.places import ModelTerms
+from icehouse_server.pool.places import ModelNeeds, ModelTerms
 from icehouse_server.rpc.access.caller import UNPROVED, Caller
 from icehouse_server.rpc.engine_client.engine_ports import ServedModel
 from icehouse_server.rpc.engine_client.router import Router

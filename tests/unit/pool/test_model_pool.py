@@ -18,8 +18,7 @@ from icehouse_server.errors import (
     model_invalid,
 )
 from icehouse_server.pool import model_pool
-from icehouse_server.pool.choice import ModelNeeds
-from icehouse_server.pool.places import LONGEST_STAY_S
+from icehouse_server.pool.places import LONGEST_STAY_S, ModelNeeds
 from icehouse_server.rpc.access.caller import UNPROVED, Caller, Role
 
 from tests.fixtures.patience import BOUND_S
@@ -190,8 +189,8 @@ async def test_a_draft_model_counts_with_its_model() -> None:
         house.needs["a"] = ModelNeeds(SIZE + 10)
         house.pool._limit_bytes = 2 * SIZE
         await house.use("a")
-        occupant = house.pool._models["a"].occupant
-        assert occupant is not None and occupant.needs.weight_bytes == SIZE + 10
+        place = house.pool._models["a"].place
+        assert place is not None and place.needs.weight_bytes == SIZE + 10
 
 
 async def test_who_waits_for_room_too_long_is_refused_and_what_runs_goes_on(

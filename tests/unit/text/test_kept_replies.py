@@ -28,7 +28,7 @@ from icehouse_server.domain.chat import (
 from icehouse_server.domain.ids import DEFAULT_TENANT, NO_ADAPTER, ImageDigest
 from icehouse_server.errors import InvalidRequest
 from icehouse_server.text.chat.kept_reply import KeptReply
-from icehouse_server.text.reply_memory import EndedReply, ReplyMemory, ReplyScope
+from icehouse_server.text.reply_memory import ReplyMemory, ReplyScope
 from icehouse_server.text.tokenizer import Tokenizer
 
 from tests.fixtures.chat.agent_loop import FAMILIES
@@ -174,13 +174,10 @@ class Loop:
         [end_token_id] = tokenizer.spell(end)
         self.known = (*rendered.token_ids, *output)
         self.memory.remember(
-            EndedReply(
-                place=place,
-                prompt_token_ids=rendered.token_ids,
-                output_token_ids=tuple(output),
-                end_token_id=end_token_id,
-                message=said,
-            )
+            place,
+            rendered.token_ids,
+            dataclasses.replace(said, token_ids=tuple(output)),
+            end_token_id,
         )
         self.messages += (as_sent_back(said) if self.kind.is_rewriting else said, *following)
         return rendered.kept_token_count
@@ -513,6 +510,6 @@ def test_a_reply_is_known_by_the_images_before_it() -> None:
     memory = ReplyMemory(limit_bytes=1 << 20)
     before = seen(1, texts="A")
     place = memory.place(before, SCOPE)
-    memory.remember(EndedReply(place, (1, 2), (3,), 4, assistant("I see.")))
+    memory.remember(place, (1, 2), assistant("I see."), 4)
     for texts, is_known in (("AB", True), ("AC", True), ("BB", False)):
         assert (memory.place(seen(1, 1, texts=texts), SCOPE).kept is not None) is is_known

@@ -11,13 +11,14 @@ from icehouse_server.domain.chat import ChatMessage, Conversation, Tool, ToolCal
 from icehouse_server.domain.ids import NO_ADAPTER, AdapterName, Tenant
 from icehouse_server.domain.stats import ReplyStats
 from icehouse_server.text.chat.kept_reply import KeptReply
-from icehouse_server.text.reply_memory import ENTRY_BYTES, EndedReply, ReplyMemory, ReplyPlace, ReplyScope
+from icehouse_server.text.reply_memory import ENTRY_BYTES, ReplyMemory, ReplyPlace, ReplyScope
 
 from tests.fixtures.chat.histories import assistant, result, system, user
 
 ANN, BOB = (ReplyScope("model", Tenant(name), NO_ADAPTER) for name in ("ann", "bob"))
 ASKED = (system("Be kind."), user("Rain?"))
 SAID = assistant("Dry. ")
+DRAWN = dataclasses.replace(SAID, token_ids=(4,))
 END = 7
 
 
@@ -32,7 +33,7 @@ def answer(
     """Answer a conversation; return its prompt, which begins with what is known, and its reply."""
     place = memory.place(Conversation(tuple(messages)), scope)
     prompt = (*(place.kept.token_ids if place.kept else ()), *tokens)
-    memory.remember(EndedReply(place, prompt, (4, 5), END, said))
+    memory.remember(place, prompt, dataclasses.replace(said, token_ids=(4, 5)), END)
     return (*prompt, 4, 5)
 
 
@@ -221,7 +222,7 @@ def test_a_reply_to_what_was_dropped_meanwhile_is_forgotten() -> None:
     for number in range(2):
         answer(memory, (user(f"Question {number}"),))
     memory.place(Conversation(ASKED), ANN)
-    memory.remember(EndedReply(place, (1, 2, 3, 4, 5, 6), (4,), END, SAID))
+    memory.remember(place, (1, 2, 3, 4, 5, 6), DRAWN, END)
     memory.place(Conversation(ASKED), ANN)
     assert memory.stats().reply_count == 2
 
@@ -232,7 +233,7 @@ def test_a_prompt_that_does_not_begin_as_the_reply_before_is_kept_whole() -> Non
     answer(memory, ASKED)
     asked = (*ASKED, SAID, user("Sure?"))
     place = memory.place(Conversation(asked), ANN)
-    memory.remember(EndedReply(place, (9, 9, 9, 9, 9, 9), (4,), END, SAID))
+    memory.remember(place, (9, 9, 9, 9, 9, 9), DRAWN, END)
     found = known(memory, (*asked, SAID, user("Why?")))
     assert found == KeptReply(4, (9, 9, 9, 9, 9, 9, 4), END)
 
@@ -242,8 +243,7 @@ def test_notes_are_bounded() -> None:
     memory = roomy()
     place = ReplyPlace(Tenant("ann"), b"key")
     for number in range(2000):
-        said = assistant(f"Answer {number}")
-        memory.remember(EndedReply(place, (1,), (2,), END, said))
+        memory.remember(place, (1,), assistant(f"Answer {number}"), END)
     known(memory, ASKED)
     assert memory.stats().reply_count == 256
 

@@ -52,7 +52,8 @@ current: contextvars.ContextVar[Caller] = contextvars.ContextVar("caller", defau
 """Set by the interceptor for the task of one call, before its message is read."""
 
 origin: contextvars.ContextVar[str] = contextvars.ContextVar("origin", default="")
-"""Whose shares this task's call counts against; set with `current`."""
+"""Whose shares this task's call counts against: a proved tenant's, else those of its connection. Set with
+`current`."""
 
 
 def peer_kind(peer: str | None) -> PeerKind:
@@ -76,8 +77,3 @@ def _kind_of_host(host: str) -> PeerKind:
         return PeerKind.UNKNOWN
     mapped = getattr(address, "ipv4_mapped", None) or address
     return PeerKind.LOOPBACK if mapped.is_loopback else PeerKind.NETWORK
-
-
-def origin_of(caller: Caller, peer: str | None) -> str:
-    """Return whose shares a call counts against: a proved tenant's, else those of its connection."""
-    return f"tenant:{caller.tenant}" if caller.tenant is not None else f"peer:{peer or ''}"

@@ -33,6 +33,11 @@ from icehouse_server.small_file import read_small_file
 
 _logger = logging.getLogger("icehouse_server.rpc.access.credentials")
 
+Metadata = Iterable[tuple[str, str | bytes]]
+AuthContext = Mapping[str, Iterable[bytes]]
+
+_SCHEME = "bearer "
+_NAME_BYTE_LIMIT = 128
 _SLOW_S = 10.0
 """A refresh that takes longer is logged."""
 
@@ -59,12 +64,9 @@ class ServerSecurity:
         self._logged: dict[str, str] = {}
         self.credentials: grpc.ServerCredentials | None = None
         """What to listen with, once loaded; None is plain text."""
-        self.authenticator = Authenticator(
-            tokens=self._tokens,
-            by_certificate=config.tls_client_ca is not None,
-            operator_names=config.operator_names,
-            clock=clock,
-        )
+        self._by_certificate = config.tls_client_ca is not None
+        self._operator_names = config.operator_names
+        self._clock = clock
 
     def load(self) -> None:
         """Read all files for the first time; raises StartError when one cannot be used."""
@@ -134,30 +136,8 @@ class ServerSecurity:
             )
         return await answer
 
-
-Metadata = Iterable[tuple[str, str | bytes]]
-AuthContext = Mapping[str, Iterable[bytes]]
-
-_SCHEME = "bearer "
-_NAME_BYTE_LIMIT = 128
-
-
-class Authenticator:
-    """Finds out who calls. Owned by the event loop."""
-
-    def __init__(
-        self, *, tokens: TokenFile | None, by_certificate: bool, operator_names: frozenset[str], clock: Clock
-    ) -> None:
-        self._tokens = tokens
-        self._by_certificate = by_certificate
-        self._operator_names = operator_names
-        self._clock = clock
-
-    @property
-    def is_on(self) -> bool:
-        return self._tokens is not None or self._by_certificate
-
     def identify(self, metadata: Metadata, auth_context: AuthContext) -> Caller:
+        """Return who calls; raises Unauthenticated."""
         if self._tokens is not None:
             return self._by_token(self._tokens, metadata)
         return self._by_name(auth_context) if self._by_certificate else UNPROVED

@@ -14,7 +14,7 @@ import concurrent.futures
 import contextlib
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from icehouse_server.errors import Overloaded, Reason
 
@@ -24,20 +24,38 @@ RETRY_S = 1.0
 """When to try again after a refusal; calls last seconds."""
 
 
-class FairShare:
+class _Held:
+    """What callers hold of an amount."""
+
+    def __init__(self) -> None:
+        self._held: collections.Counter[str] = collections.Counter()
+        self._total = 0
+
+    def _grant(self, origin: str, amount: int) -> None:
+        self._held[origin] += amount
+        self._total += amount
+
+    def give_back(self, origin: str, amount: int = 1) -> None:
+        """Take back what a caller held."""
+        self._total -= amount
+        self._held[origin] -= amount
+        if not self._held[origin]:
+            del self._held[origin]
+
+
+class FairShare(_Held):
     """Places, or bytes, that a caller gets or is refused; nobody waits for them.
 
     With `most` no caller gets more than that, however much is free.
     """
 
     def __init__(self, *, limit: int, factor: float, what: str, most: int | None = None) -> None:
+        super().__init__()
         assert limit >= 1 and factor > 0, (limit, factor)
         self.limit = limit
         self._factor = factor
         self._most = limit if most is None else most
         self._what = what
-        self._held: collections.Counter[str] = collections.Counter()
-        self._total = 0
 
     @contextlib.contextmanager
     def hold(self, origin: str, amount: int = 1) -> Iterator[None]:
@@ -54,14 +72,7 @@ class FairShare:
         free = self.limit - self._total - more
         if free <= 0 or held + more >= min(self._factor * free, self._most):
             raise self._full(held=held)
-        self._held[origin] += amount
-        self._total += amount
-
-    def give_back(self, origin: str, amount: int = 1) -> None:
-        self._total -= amount
-        self._held[origin] -= amount
-        if not self._held[origin]:
-            del self._held[origin]
+        self._grant(origin, amount)
 
     def _full(self, *, held: int) -> Overloaded:
         if held >= self._most:
@@ -98,7 +109,7 @@ class Hold:
         self.shrink(0)
 
 
-class FairQueue:
+class FairQueue(_Held):
     """An amount that callers share, waiting for their turns: round-robin over callers, first come first
     served for each.
 
@@ -106,11 +117,10 @@ class FairQueue:
     """
 
     def __init__(self, *, capacity: int, factor: float | None = None) -> None:
+        super().__init__()
         assert capacity >= 1, capacity
         self.capacity = capacity
         self._factor = factor
-        self._held: collections.Counter[str] = collections.Counter()
-        self._total = 0
         self._waiting: collections.OrderedDict[str, collections.deque[tuple[int, asyncio.Future[None]]]] = (
             collections.OrderedDict()
         )
@@ -147,12 +157,9 @@ class FairQueue:
         finally:
             hold.release()
 
-    def give_back(self, origin: str, amount: int) -> None:
+    def give_back(self, origin: str, amount: int = 1) -> None:
         """Take back what a caller held and give it to those who wait."""
-        self._total -= amount
-        self._held[origin] -= amount
-        if not self._held[origin]:
-            del self._held[origin]
+        super().give_back(origin, amount)
         self._hand_out()
 
     def _fits(self, origin: str, amount: int) -> bool:
@@ -161,10 +168,6 @@ class FairQueue:
         if amount > free:
             return False
         return self._factor is None or not held or held + amount <= self._factor * free
-
-    def _grant(self, origin: str, amount: int) -> None:
-        self._held[origin] += amount
-        self._total += amount
 
     def _hand_out(self) -> None:
         passed = 0
@@ -229,6 +232,13 @@ def start_daemon(work: Callable[[], Result], *, name: str) -> concurrent.futures
     except RuntimeError as error:  # the system gives no thread
         future.set_exception(error)
     return future
+
+
+def retrieve_error(work: asyncio.Future[Any]) -> None:
+    """Keep asyncio from reporting work that failed after everybody stopped waiting for it. Whoever still
+    waits gets the error."""
+    if not work.cancelled():
+        work.exception()
 
 
 _CALLER_LIMIT = 1024

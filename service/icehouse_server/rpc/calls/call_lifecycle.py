@@ -16,12 +16,20 @@ from icehouse_server.clock import Clock
 from icehouse_server.domain.call import CallRecord, Operation
 from icehouse_server.domain.events import Event, Finished, Started
 from icehouse_server.domain.ids import CALLER_NAME_PATTERN
-from icehouse_server.errors import Forbidden, IcehouseError, Overloaded, Reason, Unauthenticated, Unavailable
+from icehouse_server.errors import (
+    EngineFailed,
+    Forbidden,
+    IcehouseError,
+    Overloaded,
+    Reason,
+    Unauthenticated,
+    Unavailable,
+)
 from icehouse_server.rpc.access import caller as callers
 from icehouse_server.rpc.access.caller import Caller, peer_kind
 from icehouse_server.rpc.access.shares import RateLimit
 from icehouse_server.rpc.calls.methods import METHODS
-from icehouse_server.rpc.calls.status import code_of, internal_error, status_of, with_trailers
+from icehouse_server.rpc.calls.status import code_of, status_of, with_trailers
 from icehouse_server.rpc.calls.wire import Limit, cancel_code, current_method, received_bytes
 from icehouse_server.rpc.engine_client.answers import disconnect_as_cancel
 from icehouse_server.rpc.engine_client.seat import Seat
@@ -156,7 +164,8 @@ class RpcCalls:
     async def call(self, context: Context, operation: Operation | None = None) -> AsyncIterator[RpcCall]:
         """Wrap one servicer method: an error out of the block becomes a status, and all watchers are
         notified."""
-        metadata = _texts_of(context)
+        given = context.invocation_metadata() or ()
+        metadata = {key: value for key, value in given if isinstance(value, str)}
         call = RpcCall(
             method=current_method.get(),
             peer=peer_kind(context.peer()),
@@ -191,7 +200,8 @@ class RpcCalls:
         except Exception:
             # The caller learns that something broke, the log learns what.
             _logger.exception("call_broke", extra={"method": call.method, "request_id": call.request_id})
-            broken = internal_error()
+            what = "an internal error; the server's log has the details under this request_id"
+            broken = EngineFailed(Reason.ENGINE_FAILED, what)
             trailers = self._end_call(call, code_of(broken), reason=broken.reason.value)
             await end(context, with_trailers(status_of(broken), trailers))
 
@@ -249,10 +259,6 @@ async def end(context: Context, status: grpc.Status) -> None:
     """
     with disconnect_as_cancel():
         await context.abort_with_status(status)
-
-
-def _texts_of(context: Context) -> dict[str, str]:
-    return {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
 
 
 def _caller_name(metadata: Mapping[str, str], keys: Sequence[str]) -> str:

@@ -12,7 +12,7 @@ from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-unty
 from grpc_status import rpc_status
 
 from icehouse_server import errors
-from icehouse_server.errors import IcehouseError, Reason
+from icehouse_server.errors import IcehouseError, Reason, clipped
 
 ERROR_DOMAIN = "icehouse.dev"
 """`domain` of every ErrorInfo."""
@@ -58,7 +58,7 @@ def code_of(error: IcehouseError) -> grpc.StatusCode:
 def status_of(error: IcehouseError) -> grpc.Status:
     """Return the status with ErrorInfo and the other details that the error has facts for."""
     code = code_of(error)
-    message = _clipped(error.message, MESSAGE_LENGTH_LIMIT)
+    message = clipped(error.message, MESSAGE_LENGTH_LIMIT)
     proto = status_pb2.Status(code=code.value[0], message=message)
     for detail in _details(error, code=code, message=message):
         packed = AnyMessage()
@@ -80,15 +80,8 @@ def with_trailers(status: grpc.Status, trailers: tuple[tuple[str, str | bytes], 
     return replaced
 
 
-def internal_error() -> IcehouseError:
-    """Return what a caller may know of an unexpected exception: nothing."""
-    return errors.EngineFailed(
-        Reason.ENGINE_FAILED, "an internal error; the server's log has the details under this request_id"
-    )
-
-
 def _details(error: IcehouseError, *, code: grpc.StatusCode, message: str) -> list[Message]:
-    metadata = {name: _clipped(value, VALUE_LENGTH_LIMIT) for name, value in error.metadata.items()}
+    metadata = {name: clipped(value, VALUE_LENGTH_LIMIT) for name, value in error.metadata.items()}
     info = error_details_pb2.ErrorInfo(reason=error.reason.value, domain=ERROR_DOMAIN, metadata=metadata)
     details: list[Message] = [info]
     if error.field is not None:
@@ -105,7 +98,3 @@ def _details(error: IcehouseError, *, code: grpc.StatusCode, message: str) -> li
         quota = error_details_pb2.QuotaFailure.Violation(subject=subject, description=message)
         details.append(error_details_pb2.QuotaFailure(violations=[quota]))
     return details
-
-
-def _clipped(text: str, length_limit: int) -> str:
-    return text if len(text) <= length_limit else text[: length_limit - 1] + "…"

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import contextvars
 import dataclasses
+import functools
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -122,10 +123,11 @@ class _WatchedCall:
 
     def wrap(self, handler: Any) -> Any:
         assert handler.stream_stream is not None, "the interceptor inside makes streams of all methods"
+        assert handler.request_deserializer is None, "and parses their messages"
         return grpc.stream_stream_rpc_method_handler(
-            self._serving(handler.stream_stream),
-            request_deserializer=self._reader(handler.request_deserializer),
-            response_serializer=self._writer(handler.response_serializer),
+            functools.partial(self._serve, handler.stream_stream),
+            request_deserializer=self._read,
+            response_serializer=functools.partial(self._write, handler.response_serializer),
         )
 
     def end(self, code: str) -> None:
@@ -139,38 +141,29 @@ class _WatchedCall:
         for watcher in self._watchers:
             watcher.wire_ended(record)
 
-    def _serving(self, behavior: Any) -> Any:
-        async def serve(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-            current_method.set(self._method)
-            code = "UNKNOWN"
-            try:
-                await behavior(request, context)
-                code = _code_name(context, otherwise="OK")
-            except asyncio.CancelledError:
-                code = cancel_code(context).name
-                raise
-            except BaseException:
-                code = _code_name(context, otherwise="UNKNOWN")
-                raise
-            finally:
-                self.end(code)
+    async def _serve(self, behavior: Any, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        current_method.set(self._method)
+        code = "UNKNOWN"
+        try:
+            await behavior(request, context)
+            code = _code_name(context, otherwise="OK")
+        except asyncio.CancelledError:
+            code = cancel_code(context).name
+            raise
+        except BaseException:
+            code = _code_name(context, otherwise="UNKNOWN")
+            raise
+        finally:
+            self.end(code)
 
-        return serve
+    def _read(self, data: bytes) -> bytes:
+        self._received_bytes += len(data)
+        return data
 
-    def _reader(self, parse: Any) -> Any:
-        def read(data: bytes) -> Any:
-            self._received_bytes += len(data)
-            return data if parse is None else parse(data)
-
-        return read
-
-    def _writer(self, serialize: Any) -> Any:
-        def write(message: Any) -> bytes:
-            data: bytes = message.data if isinstance(message, Encoded) else serialize(message)
-            self._sent_bytes += len(data)
-            return data
-
-        return write
+    def _write(self, serialize: Any, message: Any) -> bytes:
+        data: bytes = message.data if isinstance(message, Encoded) else serialize(message)
+        self._sent_bytes += len(data)
+        return data
 
 
 def _code_name(context: Any, *, otherwise: str) -> str:

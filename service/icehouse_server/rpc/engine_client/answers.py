@@ -15,7 +15,7 @@ from typing import Any, Final, Protocol
 import grpc
 
 from icehouse_server.errors import CannotFit, Overloaded, Reason
-from icehouse_server.rpc.access.shares import FairShare
+from icehouse_server.rpc.access.shares import FairShare, retrieve_error
 
 FREE_BYTES: Final = 4 << 10
 """Less than this is not counted."""
@@ -132,7 +132,7 @@ class StallTimer:
         if not self._has_begun:
             self._has_begun = True
             sending = asyncio.ensure_future(context.send_initial_metadata(()))
-            sending.add_done_callback(_note_failure)
+            sending.add_done_callback(retrieve_error)
             try:
                 with disconnect_as_cancel():
                     await asyncio.shield(sending)
@@ -160,13 +160,6 @@ class StallTimer:
 
     def expire(self) -> None:
         self._reschedule(asyncio.get_running_loop().time())
-
-
-def _note_failure(sending: asyncio.Future[None]) -> None:
-    """Keep asyncio from reporting headers that failed after everybody stopped waiting for them: the caller is
-    gone. Whoever still waits gets the error."""
-    if not sending.cancelled():
-        sending.exception()
 
 
 @contextlib.contextmanager

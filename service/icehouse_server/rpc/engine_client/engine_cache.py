@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import AsyncIterator
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from icehouse_server.domain.cache_commands import (
     CacheCommand,
@@ -35,21 +35,12 @@ _EVICT_SLICE_COUNT = 256
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Eviction:
-    """How far a removal is."""
+class CommandProgress(Generic[Answer]):
+    """How far a long command is."""
 
-    report: EvictReport
-    """What is removed so far."""
+    report: Answer
+    """What is done so far."""
     processed_block_count: int
-    block_count: int
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Verification:
-    """How far a check is."""
-
-    report: VerifyReport
-    """What is found so far."""
     block_count: int
 
 
@@ -70,23 +61,23 @@ class EngineCache:
         assert isinstance(answer, answer_type), f"{command} was answered by {answer}"
         return answer
 
-    async def evict(self, target: ListKnown) -> AsyncIterator[Eviction]:
+    async def evict(self, target: ListKnown) -> AsyncIterator[CommandProgress[EvictReport]]:
         """Remove the blocks that `target` names; yields before the first slice and after each."""
         known = (await self.ask(target, KnownBlocks)).block_hashes
         removed = EvictReport()
-        yield Eviction(removed, processed_block_count=0, block_count=len(known))
+        yield CommandProgress(removed, 0, len(known))
         # Also one slice if nothing is known: it waits for earlier removals to finish.
         for start in range(0, max(1, len(known)), _EVICT_SLICE_COUNT):
             part = known[start : start + _EVICT_SLICE_COUNT]
             removed = removed.joined(await self.ask(EvictBlocks(part), EvictReport))
-            yield Eviction(removed, processed_block_count=start + len(part), block_count=len(known))
+            yield CommandProgress(removed, start + len(part), len(known))
 
-    async def verify(self, target: ListStored) -> AsyncIterator[Verification]:
+    async def verify(self, target: ListStored) -> AsyncIterator[CommandProgress[VerifyReport]]:
         """Read the blocks that `target` names; yields before the first slice and after each."""
         stored = (await self.ask(target, StoredBlocks)).block_hashes
         found = VerifyReport(verified_block_count=0, verified_bytes=0, damaged_hashes=(), duration_s=0.0)
-        yield Verification(found, len(stored))
+        yield CommandProgress(found, 0, len(stored))
         for start in range(0, len(stored), _VERIFY_SLICE_COUNT):
-            part = await self.ask(Verify(stored[start : start + _VERIFY_SLICE_COUNT]), VerifyReport)
-            found = found.joined(part)
-            yield Verification(found, len(stored))
+            part = stored[start : start + _VERIFY_SLICE_COUNT]
+            found = found.joined(await self.ask(Verify(part), VerifyReport))
+            yield CommandProgress(found, start + len(part), len(stored))

@@ -101,26 +101,17 @@ class OpenRequests:
             # They compute on one thread, so nothing is computed ahead beside another model's requests either.
             for other in self._seats.loaded().values():
                 stack.enter_context(other.prefetcher.paused(requests if other is seat else ()))
-            yield from self._opened(seat, method, requests, known)
-
-    def _opened(
-        self,
-        seat: Seat,
-        method: str,
-        requests: Sequence[GenerationRequest],
-        known: Mapping[RequestId, Outbox],
-    ) -> Iterator[OpenRequest]:
-        self._submit(seat, known, requests)
-        self._number += 1
-        opened = OpenRequest(self._number, method, known, requests, seat)
-        self._open[opened.number] = opened
-        try:
-            yield opened
-        finally:
-            del self._open[opened.number]
-            for request_id, outbox in known.items():
-                if seat.router.release(request_id, outbox):
-                    seat.engine.cancel(request_id)
+            self._submit(seat, known, requests)
+            self._number += 1
+            opened = OpenRequest(self._number, method, known, requests, seat)
+            self._open[opened.number] = opened
+            try:
+                yield opened
+            finally:
+                del self._open[opened.number]
+                for request_id, outbox in known.items():
+                    if seat.router.release(request_id, outbox):
+                        seat.engine.cancel(request_id)
 
     def _submit(
         self, seat: Seat, outboxes: Mapping[RequestId, Outbox], requests: Sequence[GenerationRequest]

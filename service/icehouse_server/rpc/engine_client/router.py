@@ -1,23 +1,32 @@
 """Router: from the inference thread to the event loop, and what the loop knows of the engine.
 
 `publish`, `state_changed` and `model_loaded` are for other threads; each wakes the loop once, whatever it
-carries. Everything else belongs to the event loop.
+carries. Everything else belongs to the event loop, but for the listener, which the engine calls.
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import logging
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from icehouse_server.domain.events import Event, Failed, Finished
 from icehouse_server.domain.ids import RequestId
-from icehouse_server.domain.model import EngineState
+from icehouse_server.domain.model import EngineState, ModelInfo, ReplyFormatInfo
 from icehouse_server.domain.request import name_of
 from icehouse_server.engine.core.refusals import engine_failed
 from icehouse_server.errors import AlreadyExists, IcehouseError, Reason, Unavailable
-from icehouse_server.rpc.engine_client.engine_ports import ServedModel
+from icehouse_server.rpc.engine_client.engine_ports import BlockFiles, ServedModel
 from icehouse_server.rpc.engine_client.outbox import Outbox
+
+if TYPE_CHECKING:
+    # The first is slow to import, the second needs an optional extra.
+    from icehouse_server.text.tokenizer import Tokenizer
+    from icehouse_server.vision.image_reader import ImageReader
+
+_log = logging.getLogger("icehouse.boot")
 
 Answer = TypeVar("Answer")
 
@@ -47,7 +56,7 @@ class Router:
 
     def model_loaded(self, model: ServedModel) -> None:
         """Note the model, before the state becomes READY. Any thread."""
-        self._hand_over(self._set_model, model)
+        self._hand_over(setattr, self, "model", model)
 
     def add_listener(self, listener: Callable[[], None]) -> None:
         self._listeners.append(listener)
@@ -125,9 +134,6 @@ class Router:
             if outbox is not None:
                 outbox.put(event)
 
-    def _set_model(self, model: ServedModel) -> None:
-        self.model = model
-
     def _set_state(self, state: EngineState, error: IcehouseError | None) -> None:
         if self.state is EngineState.FAILED:
             # For good: an engine that does not know that a rank was lost may load to the end, or drain.
@@ -156,3 +162,32 @@ class Router:
 def _resolve(future: asyncio.Future[Any], answer: object) -> None:
     if not future.done():
         future.set_result(answer)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EngineListener:
+    """Passes the engine's events to the router, and the model together with what its callers need of it."""
+
+    router: Router
+    tokenizer: Tokenizer
+    images: ImageReader | None
+    block_files: BlockFiles | None
+
+    def publish(self, events: Sequence[tuple[RequestId, Event]]) -> None:
+        self.router.publish(events)
+
+    def model_loaded(self, info: ModelInfo) -> None:
+        if info.reply_format is not None:
+            _log_replies(info.reply_format)
+        self.router.model_loaded(ServedModel(info, self.tokenizer, self.images, self.block_files))
+
+    def state_changed(self, state: EngineState, error: IcehouseError | None) -> None:
+        self.router.state_changed(state, error)
+
+
+def _log_replies(format: ReplyFormatInfo) -> None:
+    """Log how chat replies will be parsed, and markers that nothing parses."""
+    facts = {"calls": format.calls or "none", "reasoning": format.reasoning_start or "none"}
+    _log.info("reply_format_found", extra={**facts, "evidence": "; ".join(format.evidence) or "none"})
+    if format.unread_markers:
+        _log.warning("reply_markers_unread", extra={"markers": " ".join(format.unread_markers)})

@@ -10,7 +10,8 @@ import ipaddress
 import os
 import re
 import urllib.parse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from pathlib import PurePosixPath
 from typing import Final, TypeVar
 
 from icehouse_server.config import ServerConfig
@@ -123,12 +124,14 @@ class SourceRules:
         parts = _split(uri, field)
         if parts.netloc.lower() not in ("", "localhost") or parts.query or "?" in uri or "#" in uri:
             raise refused(field, "is no file: URL of a path, such as file:///srv/pictures/cat.png")
-        path = urllib.parse.unquote(parts.path, errors="surrogateescape")
-        names = [name for name in path.split("/") if name not in ("", ".")]
-        folder = _folder_of(names, self.folders)
-        if folder is None or not path.startswith("/") or ".." in names or "\0" in path:
+        name = urllib.parse.unquote(parts.path, errors="surrogateescape")
+        # Two slashes at the beginning are one here, though POSIX leaves them to the system.
+        path = PurePosixPath(f"/{name.lstrip('/')}")
+        above = [each for each in self.folders if PurePosixPath(each) in path.parents]
+        if not above or not name.startswith("/") or ".." in path.parts or "\0" in name:
             raise refused(field, "is in no folder that the server reads images from")
-        return FileAddress(folder, tuple(names[len(_names(folder)) :]))
+        folder = max(above, key=len)
+        return FileAddress(folder, path.relative_to(folder).parts)
 
 
 def ip_address_of(host: str) -> IpAddress | None:
@@ -161,17 +164,6 @@ def _split(uri: str, field: str) -> urllib.parse.SplitResult:
         return urllib.parse.urlsplit(uri)
     except ValueError:
         raise refused(field, "has a URL that cannot be read") from None
-
-
-def _names(path: str) -> list[str]:
-    return [name for name in path.split("/") if name]
-
-
-def _folder_of(names: Sequence[str], folders: Sequence[str]) -> str | None:
-    """Return the innermost folder that the path is in."""
-    above = [each for each in folders if _names(each) == list(names[: len(_names(each))])]
-    found = max(above, key=len, default=None)
-    return found if found is not None and len(names) > len(_names(found)) else None
 
 
 Item = TypeVar("Item")

@@ -29,7 +29,7 @@ import httpcore2
 
 from icehouse_server.config import ServerConfig
 from icehouse_server.domain.chat import ChatMessage, Conversation, ImageSource, PlacedImage
-from icehouse_server.errors import InvalidRequest, SourceUnreachable
+from icehouse_server.errors import SourceUnreachable
 from icehouse_server.rpc.access import caller as callers
 from icehouse_server.rpc.access.shares import FairQueue, ended, start_daemon
 from icehouse_server.rpc.image_sources.image_address import (
@@ -57,7 +57,9 @@ class ImageFetcher:
         self._config = config
         self._turns = FairQueue(capacity=_THREAD_COUNT, factor=1.0)
         """For threads, which are daemons: one that hangs does not keep the process from ending."""
-        self._web = WebReader(self._rules, resolve=self._resolve)
+        self._web = WebReader(
+            self._rules, resolve=lambda host: self._in_thread(functools.partial(addresses_of, host))
+        )
         self._memory = FairQueue(capacity=config.request_memory_bytes, factor=1.0)
 
     @contextlib.asynccontextmanager
@@ -81,7 +83,10 @@ class ImageFetcher:
                     held.callback(memory.release)
                     found = await self._read_all([(addresses[uri], named[uri]) for uri in named])
             except TimeoutError as error:
-                raise self._late(next(iter(named.values()))) from error
+                timeout_s = f"{self._config.image_fetch_timeout_s:g}"
+                complaint = f"and those after it were not read within {timeout_s} s"
+                first = next(iter(named.values()))
+                raise unreachable(_field(first), complaint, timeout_s=timeout_s) from error
             memory.shrink(sum(len(data) for data in found))
             yield _with_bytes(conversation, dict(zip(named, found, strict=True)))
 
@@ -104,18 +109,10 @@ class ImageFetcher:
             return await self._in_thread(read)
         return await self._web.read(address, limit_bytes=limit_bytes, field=field)
 
-    async def _resolve(self, host: str) -> Sequence[IpAddress]:
-        return await self._in_thread(functools.partial(addresses_of, host))
-
     async def _in_thread(self, work: Callable[[], Result]) -> Result:
         """Return what `work` returns; callers take turns."""
         hold = await self._turns.take(callers.origin.get())
         return await ended(start_daemon(work, name="image-source"), hold.release)
-
-    def _late(self, source: ImageSource) -> SourceUnreachable:
-        timeout_s = self._config.image_fetch_timeout_s
-        complaint = f"and those after it were not read within {timeout_s:g} s"
-        return unreachable(_field(source), complaint, timeout_s=f"{timeout_s:g}")
 
 
 def _field(source: ImageSource) -> str:
@@ -147,46 +144,38 @@ def read_file(address: FileAddress, *, limit_bytes: int, field: str) -> bytes:
     the folder must not choose what else the server reads. A file that is missing, forbidden or no file is
     refused in the same words. Not on the event loop.
     """
+    unreadable = refused(field, "is no file that the server can read; links, hard ones too, are not followed")
     with contextlib.ExitStack() as opened:
+
+        def opening(path: str, flags: int, *, folder: int | None = None) -> int:
+            descriptor = os.open(path, flags, dir_fd=folder)
+            opened.callback(os.close, descriptor)
+            return descriptor
+
         try:
-            return _read_opened(opened, address, limit_bytes=limit_bytes, field=field)
+            folder = opening(address.folder, _FOLDER_FLAGS)
+            *above, name = address.names
+            for each in above:
+                folder = opening(each, _FOLDER_FLAGS | os.O_NOFOLLOW, folder=folder)
+            # Checked before it is opened: opening a device may do something.
+            if not stat.S_ISREG(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
+                raise unreadable
+            file = opening(name, _FILE_FLAGS, folder=folder)
+            facts = os.fstat(file)
+            # A file with another name may be from elsewhere: somebody may have linked one of ours here.
+            if not stat.S_ISREG(facts.st_mode) or facts.st_nlink > 1:
+                raise unreadable
+            if facts.st_size > limit_bytes:
+                raise too_long(field, limit_bytes)
+            data = bytearray()
+            # The file may grow meanwhile.
+            while chunk := os.read(file, min(_CHUNK_BYTES, limit_bytes + 1 - len(data))):
+                data += chunk
+                if len(data) > limit_bytes:
+                    raise too_long(field, limit_bytes)
+            return bytes(data)
         except OSError as error:
-            raise _unreadable(field) from error
-
-
-def _read_opened(
-    opened: contextlib.ExitStack, address: FileAddress, *, limit_bytes: int, field: str
-) -> bytes:
-    def opening(path: str, flags: int, *, folder: int | None = None) -> int:
-        descriptor = os.open(path, flags, dir_fd=folder)
-        opened.callback(os.close, descriptor)
-        return descriptor
-
-    folder = opening(address.folder, _FOLDER_FLAGS)
-    *above, name = address.names
-    for each in above:
-        folder = opening(each, _FOLDER_FLAGS | os.O_NOFOLLOW, folder=folder)
-    # Checked before it is opened: opening a device may do something.
-    if not stat.S_ISREG(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
-        raise _unreadable(field)
-    file = opening(name, _FILE_FLAGS, folder=folder)
-    facts = os.fstat(file)
-    # A file with another name may be from elsewhere: somebody may have linked one of ours here.
-    if not stat.S_ISREG(facts.st_mode) or facts.st_nlink > 1:
-        raise _unreadable(field)
-    if facts.st_size > limit_bytes:
-        raise too_long(field, limit_bytes)
-    data = bytearray()
-    # The file may grow meanwhile.
-    while chunk := os.read(file, min(_CHUNK_BYTES, limit_bytes + 1 - len(data))):
-        data += chunk
-        if len(data) > limit_bytes:
-            raise too_long(field, limit_bytes)
-    return bytes(data)
-
-
-def _unreadable(field: str) -> InvalidRequest:
-    return refused(field, "is no file that the server can read; links, hard ones too, are not followed")
+            raise unreadable from error
 
 
 Resolve = Callable[[str], Awaitable[Sequence[IpAddress]]]
@@ -198,6 +187,12 @@ _CONNECT_S: Final = 4.0
 _REDIRECT_COUNT: Final = 3
 _MEDIA_TYPE: Final = re.compile(r"image/.*|(application|binary)/octet-stream|", re.IGNORECASE)
 """The types of answers that may be images; the bytes say which kind it is."""
+_HEADERS: Final[Mapping[bytes | str, bytes | str]] = {
+    "User-Agent": "icehouse",
+    "Accept": "image/png, image/jpeg, image/webp, image/gif",
+    "Accept-Encoding": "identity",
+    "Connection": "close",
+}
 _REDIRECTS: Final = frozenset({301, 302, 303, 307, 308})
 _LATER: Final = frozenset({408, 425, 429})
 
@@ -230,7 +225,7 @@ class WebReader:
         try:
             async with (
                 httpcore2.AsyncConnectionPool(ssl_context=self._tls, network_backend=backend) as pool,
-                pool.stream("GET", url, headers=_headers(address)) as response,
+                pool.stream("GET", url, headers={"Host": address.authority, **_HEADERS}) as response,
             ):
                 headers = {
                     name.decode("latin-1").lower(): value.decode("latin-1")
@@ -298,16 +293,6 @@ def addresses_of(host: str) -> list[IpAddress]:
         raise OSError(f"{host!r} is no name") from error
     addresses = (ip_address_of(str(address[0])) for *_, address in found)
     return list(dict.fromkeys(address for address in addresses if address is not None))
-
-
-def _headers(address: WebAddress) -> dict[bytes | str, bytes | str]:
-    return {
-        "Host": address.authority,
-        "User-Agent": "icehouse",
-        "Accept": "image/png, image/jpeg, image/webp, image/gif",
-        "Accept-Encoding": "identity",
-        "Connection": "close",
-    }
 
 
 def _check(status: int, headers: Mapping[str, str], *, limit_bytes: int, field: str) -> None:

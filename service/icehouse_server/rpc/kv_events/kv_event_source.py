@@ -27,7 +27,7 @@ from icehouse_server.rpc.calls import background
 from icehouse_server.rpc.engine_client.engine_ports import EnginePort
 from icehouse_server.rpc.engine_client.router import Router
 from icehouse_server.rpc.kv_events.block_mirror import BlockMirror
-from icehouse_server.rpc.kv_events.event_feed import EventFeed, Subscription
+from icehouse_server.rpc.kv_events.event_feed import EventFeed
 
 CONNECT_PREFIX = "connect:"
 """Prefix of a ZeroMQ endpoint to connect to, instead of listening there."""
@@ -71,13 +71,9 @@ class KvEventSource:
         if self._task is not None:
             await background.end(self._task)
 
-    def subscribe(self, *, after_number: int, tenant: Tenant | None) -> Subscription:
-        """Return what follows `after_number`, of one tenant or of all; raises EventsExpired."""
-        self.follow(tenant)
-        return self.feed.subscribe(after_number=after_number, tenant=tenant)
-
-    def follow(self, tenant: Tenant | None) -> None:
-        self._follower.begin(DEFAULT_TENANT if tenant is None else tenant)
+    def follow(self, tenant: Tenant) -> None:
+        """Have the feed hear of a tenant's blocks; the default one's are always among them."""
+        self._follower.begin(tenant)
         if self._task is None:
             self._task = background.start(self._run(), name="kv-events")
 

@@ -154,7 +154,8 @@ class ZmqPublisher:
         packed = pack_batch(events, time=time)
         if packed is None:
             return
-        frames = [topic.name, topic.next_number(), packed]
+        frames = [topic.name, topic.number.to_bytes(8, "big"), packed]
+        topic.number += 1
         with contextlib.suppress(zmq.Again):  # nobody there that connects, or its queue is full
             self._socket.send_multipart(frames, zmq.NOBLOCK)
 
@@ -166,18 +167,13 @@ class _Topic:
         self.name = name
         self._feed = feed
         self._tenant = tenant
-        self._number = 0
+        self.number = 0
+        """Of the next message."""
         self.begin()
 
     def begin(self) -> None:
         """Begin with the state."""
         self.subscription = self._feed.subscribe(after_number=0, tenant=self._tenant)
-
-    def next_number(self) -> bytes:
-        """Return the next message's number, as its frame."""
-        number = self._number.to_bytes(8, "big")
-        self._number += 1
-        return number
 
 
 def pack_batch(events: Iterable[KvEvent], *, time: float) -> bytes | None:

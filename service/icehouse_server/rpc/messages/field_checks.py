@@ -13,7 +13,7 @@ from icehouse_server.config import ServerConfig
 from icehouse_server.domain.ids import CALLER_NAME_PATTERN, DEFAULT_TENANT, Tenant
 from icehouse_server.domain.model import ModelInfo, ModelKind
 from icehouse_server.domain.request import CacheUse, LogprobsWanted
-from icehouse_server.errors import Forbidden, InvalidRequest, NotFound, Reason
+from icehouse_server.errors import Forbidden, InvalidRequest, NotFound, Reason, clipped
 from icehouse_server.rpc.access.caller import Caller, Role
 from icehouse_server.rpc.messages.proto_map import enum_of
 
@@ -32,8 +32,7 @@ _LISTED_LIMIT = 16
 
 def shown(value: object) -> str:
     """Return a caller's value for a message: quoted if text, and at most one line long."""
-    text = repr(value)
-    return text if len(text) <= _SHOWN_LENGTH_LIMIT else text[: _SHOWN_LENGTH_LIMIT - 1] + "…"
+    return clipped(repr(value), _SHOWN_LENGTH_LIMIT)
 
 
 def refuse_value(field: str, value: object, wanted: str, *, unit: str = "") -> NoReturn:
@@ -161,11 +160,11 @@ def logprobs_of(proto: logprobs_pb2.LogprobsOptions, info: ModelInfo) -> Logprob
     return LogprobsWanted(proto.top_count, of_prompt=proto.prompt, token_ids=tuple(proto.token_ids))
 
 
-def cache_use_of(proto: cache_policy_pb2.CachePolicy, *, field: str = "cache.use") -> CacheUse:
+def cache_use_of(proto: cache_policy_pb2.CachePolicy) -> CacheUse:
     """Return what may be done with the cache; enum values from a newer API are refused."""
     use = enum_of(proto.use, cache_policy_pb2.CacheUse, CacheUse, unset=CacheUse.READ_WRITE)
     if use is None:
-        refuse_value(field, int(proto.use), "a CacheUse of this API version")
+        refuse_value("cache.use", int(proto.use), "a CacheUse of this API version")
     return use
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
 
 from icehouse.v1 import (
     cache_service_pb2,
@@ -16,7 +15,7 @@ from icehouse.v1 import (
 from icehouse.v1 import inference_service_pb2 as inference
 
 from icehouse_server.domain.blocks import TokenKeys, image_runs
-from icehouse_server.domain.cache_commands import Explanation, VerifyReport
+from icehouse_server.domain.cache_commands import EvictReport, Explanation, VerifyReport
 from icehouse_server.domain.cache_stats import CacheStats, TenantShare
 from icehouse_server.domain.chat import PromptChange
 from icehouse_server.domain.events import (
@@ -32,7 +31,7 @@ from icehouse_server.domain.events import (
 from icehouse_server.domain.ids import Tenant
 from icehouse_server.domain.request import SpeculationLimit, TokenLogprobs
 from icehouse_server.rpc.access.tenants import Account, Tenants
-from icehouse_server.rpc.engine_client.engine_cache import Eviction, Verification
+from icehouse_server.rpc.engine_client.engine_cache import CommandProgress
 from icehouse_server.rpc.messages.proto_map import duration_proto, enum_proto, fill, to_proto
 
 Spell = Callable[[int], str]
@@ -97,13 +96,11 @@ def usage_proto(usage: Usage) -> usage_pb2.Usage:
         image_tokens=usage.image_token_count,
         draft_tokens=usage.drafts.proposed_count,
         accepted_draft_tokens=usage.drafts.accepted_count,
-        speculation_limit=_speculation_limit(usage.drafts.limit),
+        speculation_limit=speculation_pb2.SPECULATION_LIMIT_UNSPECIFIED
+        if usage.drafts.limit is SpeculationLimit.NONE
+        else enum_proto(usage.drafts.limit, speculation_pb2.SpeculationLimit),
         reasoning_tokens=usage.reasoning_token_count,
     )
-
-
-def _speculation_limit(limit: SpeculationLimit) -> Any:
-    return None if limit is SpeculationLimit.NONE else enum_proto(limit, speculation_pb2.SpeculationLimit)
 
 
 def finished_proto(event: Finished) -> inference.Finished:
@@ -201,7 +198,7 @@ def warm_response(
     return cache_service_pb2.WarmResponse(progress=progress)
 
 
-def evict_progress(now: Eviction) -> cache_service_pb2.EvictProgress:
+def evict_progress(now: CommandProgress[EvictReport]) -> cache_service_pb2.EvictProgress:
     """Return how far a removal is."""
     return cache_service_pb2.EvictProgress(
         processed_block_count=now.processed_block_count,
@@ -222,7 +219,7 @@ def verify_result(report: VerifyReport) -> cache_service_pb2.VerifyResult:
     )
 
 
-def verify_progress(now: Verification) -> cache_service_pb2.VerifyProgress:
+def verify_progress(now: CommandProgress[VerifyReport]) -> cache_service_pb2.VerifyProgress:
     """Return how far a check is."""
     return cache_service_pb2.VerifyProgress(
         verified_block_count=now.report.verified_block_count,

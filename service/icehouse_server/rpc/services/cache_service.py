@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import AsyncIterator
 
 from icehouse.v1 import cache_service_pb2 as messages
@@ -43,7 +42,6 @@ from icehouse_server.rpc.messages.responses import (
 from icehouse_server.rpc.services.cache_transfer import CacheTransfer
 from icehouse_server.rpc.services.generation import PromptMessage, Service, ServiceParts
 from icehouse_server.rpc.services.prepared import Prepared
-from icehouse_server.rpc.services.prompts import UncheckedPrompt, prompt_of
 
 
 def scope_of(request: PromptMessage, call: RpcCall) -> CacheScope:
@@ -67,7 +65,6 @@ class CacheService(Service, cache_service_pb2_grpc.CacheServiceServicer):
             explanation = await call.seat.commands.ask(Explain(token_ids, scope, shared_scope), Explanation)
             return explain_response(explanation, prompt=token_ids, notes=notes)
 
-    # Streams are written with context.write, not as generators: otherwise a blocked write could not be timed.
     async def Warm(  # type: ignore[override]
         self, request: messages.WarmRequest, context: Context
     ) -> None:
@@ -88,9 +85,7 @@ class CacheService(Service, cache_service_pb2_grpc.CacheServiceServicer):
         )
         if whole.cache_use in (CacheUse.READ_ONLY, CacheUse.OFF):
             refuse_value("cache.use", whole.cache_use.name, "one that writes, for a warm-up")
-        rules = self._generation.rules_of(whole.tenant, whole.adapter)
-        check = functools.partial(prompt_of, request.prompt, model.info, rules=rules)
-        prompt = UncheckedPrompt(check, request.prompt.ByteSize())
+        prompt = self._generation.unchecked(request.prompt, model, tenant=whole.tenant)
         return await self._generation.prepare(whole, prompt, model, call)
 
     async def Pin(self, request: messages.PinRequest, context: Context) -> messages.PinResponse:

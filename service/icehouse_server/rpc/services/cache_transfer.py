@@ -78,7 +78,7 @@ class CacheTransfer:
 
     def __init__(self, *, prompts: PromptReader, timeout_s: float) -> None:
         """A caller that sends nothing for `timeout_s` is given up."""
-        self._prompts = prompts
+        self.prompts = prompts
         self._timeout_s = timeout_s
         self._running_count = 0
 
@@ -113,12 +113,12 @@ class CacheTransfer:
                 named_block = named.name(block, content)
                 # Read already: nothing of it is kept while the next one is read.
                 del content
-                parts = await self._prompts.run(partial(served.files.encode, named_block))
+                parts = await self.prompts.run(partial(served.files.encode, named_block))
                 size_bytes = sum(part.nbytes for part in parts)
                 entry = _entry(named_block.header, size_bytes, block.adapter)
                 await timer.write(context, messages.ExportResponse(chunk=writer.block(entry)))
                 for chunk in _chunks(parts):
-                    await self._prompts.run(partial(writer.part, chunk))
+                    await self.prompts.run(partial(writer.part, chunk))
                     await timer.write(context, messages.ExportResponse(chunk=chunk))
                 await timer.write(context, messages.ExportResponse(chunk=writer.end_block()))
                 result.block_count += 1
@@ -134,19 +134,13 @@ class CacheTransfer:
         with self._slot():
             terms = await seat.commands.ask(BeginImport(), ImportTerms)
             adoption = _Adoption(self, served, terms, tenant, seat.commands)
-            async for request in self._in_time(requests):
-                items, stop_detail = await self._prompts.run(partial(adoption.feed, request.chunk))
+            while (request := await self.next_of(requests)) is not None:
+                items, stop_detail = await self.prompts.run(partial(adoption.feed, request.chunk))
                 for item in items:
                     await adoption.take(item)
                 if stop_detail:
                     return adoption.response(stop_detail)
             return adoption.response(adoption.end_detail())
-
-    async def _in_time(
-        self, requests: AsyncIterator[messages.ImportRequest]
-    ) -> AsyncIterator[messages.ImportRequest]:
-        while (request := await self.next_of(requests)) is not None:
-            yield request
 
     async def next_of(self, requests: AsyncIterator[messages.ImportRequest]) -> messages.ImportRequest | None:
         """Return the next message; None at the end. Raises DeadlineExceeded where none comes in time."""
@@ -160,26 +154,14 @@ class CacheTransfer:
                 metadata={"stall_timeout_s": f"{self._timeout_s:g}"},
             ) from None
 
-    async def decode(self, files: BlockFiles, data: bytearray) -> HostBlock | None:
-        """Return the block of a file, verified; None for what is none."""
-        try:
-            return await self._prompts.run(lambda: files.decode(memoryview(data).toreadonly()))
-        except ValueError:
-            return None
-
-    async def order(self, commands: EngineCache, command: AdoptBlock) -> Adoption:
-        """Have a block adopted. It waits while other models' blocks fill the write queue; raises Overloaded
-        where that takes too long, as on a disk that hangs."""
-        return await self._patiently(commands, command, Adoption, try_count=_ADOPT_TRY_COUNT)
-
     async def _read(self, commands: EngineCache, block: ExportBlock) -> HostBlock | None:
         """Return a block; None for one that is gone, or damaged."""
         try:
-            return (await self._patiently(commands, ReadBlock(block.hash), BlockContent)).block
+            return (await self.patiently(commands, ReadBlock(block.hash), BlockContent)).block
         except NotFound:
             return None
 
-    async def _patiently(
+    async def patiently(
         self,
         commands: EngineCache,
         command: ReadBlock | AdoptBlock,
@@ -252,6 +234,11 @@ class _Adoption:
         self._terms = terms
         self._tenant = tenant
         self._reader = ArchiveReader(block_limit_bytes=max(1, terms.block_limit_bytes))
+        self._roots = {
+            root_hash(fingerprint=model.fingerprint, tenant=tenant, adapter=adapter): adapter
+            for adapter in (None, *model.adapters)
+        }
+        """Adapter, None for the bare model, by its root of this tenant."""
         self._here: dict[BlockHash, tuple[BlockHash, AdapterDigest | None]] = {}
         """Name here and adapter, by the name in the archive."""
         self._entry: BlockEntry | None = None
@@ -323,24 +310,21 @@ class _Adoption:
     def _refusal_of(self, entry: BlockEntry) -> AdoptionRefusal | None:
         if entry.start_token_index:
             return None if entry.parent in self._here else AdoptionRefusal.PARENT_MISSING
-        has_root = entry.adapter is not None or self._adapter_below(entry.parent) is not _UNKNOWN
+        has_root = entry.adapter is not None or entry.parent in self._roots
         return None if has_root else AdoptionRefusal.SCOPE
 
-    def _adapter_below(self, root: BlockHash) -> AdapterDigest | _Unknown | None:
-        """Return the adapter whose root of this tenant this is; None for the bare model's."""
-        for adapter in (None, *self._model.adapters):
-            own = root_hash(fingerprint=self._model.fingerprint, tenant=self._tenant, adapter=adapter)
-            if root == own:
-                return adapter
-        return _UNKNOWN
-
     async def _adopt(self, entry: BlockEntry, data: bytearray) -> None:
-        block = await self._transfer.decode(self._model.files, data)
-        command = None if block is None else self._command(entry, block, len(data))
+        try:
+            file = memoryview(data).toreadonly()
+            block = await self._transfer.prompts.run(partial(self._model.files.decode, file))
+            command = self._command(entry, block, len(data))
+        except ValueError:  # no block, or none that can be verified
+            command = None
         if command is None:
             self._refused[AdoptionRefusal.DAMAGED] += 1
             return
-        answer = await self._transfer.order(self._commands, command)
+        # It waits while other models' blocks fill the write queue, but not for ever for a disk that hangs.
+        answer = await self._transfer.patiently(self._commands, command, Adoption, try_count=_ADOPT_TRY_COUNT)
         if answer.refusal is not None:
             self._refused[answer.refusal] += 1
             return
@@ -350,7 +334,10 @@ class _Adoption:
         self._adopted_bytes += len(data) if answer.is_new else 0
 
     def _command(self, entry: BlockEntry, block: HostBlock, size_bytes: int) -> AdoptBlock | None:
-        """Return the order to adopt a verified block; None where it is not the one that its entry names."""
+        """Return the order to adopt a verified block; None where it is not the one that its entry names.
+
+        Raises ValueError for keys that cannot be joined.
+        """
         header, limit = block.header, self._terms.block_token_limit
         if _entry(header, size_bytes, None) != dataclasses.replace(entry, adapter=b""):
             return None
@@ -362,21 +349,9 @@ class _Adoption:
         elif entry.adapter is not None:
             adapter = AdapterDigest(entry.adapter) if entry.adapter else None
         else:
-            found = self._adapter_below(entry.parent)
-            assert not isinstance(found, _Unknown), "a block without a root is refused before its bytes"
-            adapter = found
-        try:
-            keys = join_keys(header.token_ids, header.extra)
-        except ValueError:
-            return None
+            adapter = self._roots[entry.parent]  # one without a root is refused before its bytes
+        keys = join_keys(header.token_ids, header.extra)
         return AdoptBlock(self._tenant, adapter, parent, entry.start_token_index, keys, block.regions)
-
-
-class _Unknown:
-    """No adapter, nor the bare model."""
-
-
-_UNKNOWN = _Unknown()
 
 
 def _entry(header: BlockHeader, size_bytes: int, adapter: AdapterDigest | None) -> BlockEntry:

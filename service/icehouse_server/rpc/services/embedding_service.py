@@ -18,7 +18,6 @@ from icehouse_server.rpc.engine_client.engine_ports import ServedModel
 from icehouse_server.rpc.messages.field_checks import names_item, refuse_value
 from icehouse_server.rpc.messages.proto_map import duration_proto
 from icehouse_server.rpc.services.generation import Service
-from icehouse_server.rpc.services.prepared import requests_together
 from icehouse_server.rpc.services.prompts import UncheckedPrompt, input_of
 
 _POOLINGS = {
@@ -53,14 +52,13 @@ class EmbeddingService(Service, embedding_service_pb2_grpc.EmbeddingServiceServi
         dimension_count = self._check(request, model.info)
         whole = dataclasses.replace(whole, pooling=_pooling_of(request.pooling, model.info))
         inputs = await self._read(request, model, call)
-        order, requests = requests_together(whole, inputs)
         vectors: dict[int, Vector] = {}
         total_s = 0.0
-        async with self._generation.run(requests, call=call) as events:
-            async for rank, event in events:
+        async with self._generation.run_each(whole, inputs, call=call) as events:
+            async for index, event in events:
                 if isinstance(event, Finished):
                     assert event.embedding is not None, "an input ended without its vector"
-                    vectors[order[rank]] = event.embedding
+                    vectors[index] = event.embedding
                     total_s = max(total_s, event.usage.total_s)
         return messages.EmbedResponse(
             request_id=whole.name,

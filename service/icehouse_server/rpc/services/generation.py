@@ -15,7 +15,9 @@ from icehouse.v1 import (
     embedding_service_pb2,
     inference_service_pb2,
     model_service_pb2,
+    prompt_pb2,
     rerank_service_pb2,
+    tool_pb2,
 )
 
 from icehouse_server.clock import Clock
@@ -25,7 +27,7 @@ from icehouse_server.domain.chat import ChatMessage
 from icehouse_server.domain.events import Event, Failed
 from icehouse_server.domain.ids import AdapterName, RequestId, Tenant
 from icehouse_server.domain.model import ModelKind, ModelState
-from icehouse_server.domain.request import CacheUse, GenerationRequest, request_id_of
+from icehouse_server.domain.request import CacheUse, GenerationRequest, part_of, request_id_of
 from icehouse_server.domain.response_format import Grammar, ResponseFormat
 from icehouse_server.domain.sampling import SamplingParams
 from icehouse_server.errors import Cancelled, InvalidRequest, Reason
@@ -52,8 +54,8 @@ from icehouse_server.rpc.messages.field_checks import (
 from icehouse_server.rpc.messages.options import spellings
 from icehouse_server.rpc.messages.proto_map import duration_proto, enum_proto
 from icehouse_server.rpc.messages.responses import ReportNotes
-from icehouse_server.rpc.services.observation import StatsReader
-from icehouse_server.rpc.services.prepared import EndedTurn, KnownReplies, Prepared, RenderedConversation
+from icehouse_server.rpc.services.observation import Observation
+from icehouse_server.rpc.services.prepared import KnownReplies, Prepared, RenderedConversation
 from icehouse_server.rpc.services.prompts import (
     PromptReader,
     PromptRules,
@@ -64,6 +66,7 @@ from icehouse_server.rpc.services.prompts import (
 from icehouse_server.structured_output.reasoning_budget import FormScope, ReasoningBudget
 from icehouse_server.text.chat.next_turn import opening_of
 from icehouse_server.text.reasoning import ReplyReasoning
+from icehouse_server.text.reply_memory import ReplyScope
 
 RunMessage = (
     inference_service_pb2.GenerateRequest
@@ -111,12 +114,6 @@ class Generation:
         if call.used is None:
             call.used = await self._seats.use(name, call)
         return call.used, call.used.router.require_model()
-
-    async def use_telling(
-        self, name: str, call: RpcCall, tell: Callable[[model_service_pb2.LoadingModel], Awaitable[None]]
-    ) -> None:
-        """Do as `use`, and tell about once a second how far the model is while it is not loaded."""
-        await self.telling(self.use(name, call), name, call, tell)
 
     async def telling(
         self,
@@ -184,10 +181,25 @@ class Generation:
         """Return the tenant whose prompts the call may start from too; raises what refuses it."""
         return shared_tenant_of(policy, call.caller, self._tenants.limits.shared_prefix_grants)
 
-    def rules_of(self, tenant: Tenant, adapter: str) -> PromptRules:
+    def unchecked(
+        self,
+        prompt: prompt_pb2.Prompt,
+        model: ServedModel,
+        choice: tool_pb2.ToolChoice | None = None,
+        *,
+        tenant: Tenant,
+    ) -> UncheckedPrompt:
+        """Return a tenant's prompt as it came."""
+        rules = self.rules_of(tenant, prompt.adapter, model)
+        check = functools.partial(prompt_of, prompt, model.info, choice, rules=rules)
+        return UncheckedPrompt(check, prompt.ByteSize())
+
+    def rules_of(self, tenant: Tenant, adapter: str, model: ServedModel) -> PromptRules:
         """Return how a tenant's prompts become stable."""
-        replies = KnownReplies(self._prompts.replies, tenant, AdapterName(adapter))
-        return PromptRules(replies, is_stable=self._tenants.limits.normalizes(tenant))
+        scope = ReplyScope(model.info.fingerprint_hex, tenant, AdapterName(adapter))
+        return PromptRules(
+            KnownReplies(self._prompts.replies, scope), is_stable=self._tenants.limits.normalizes(tenant)
+        )
 
     async def prepare(
         self,
@@ -267,10 +279,11 @@ class Generation:
         request: GenerationRequest,
         chat: RenderedConversation,
         model: ServedModel,
-        turn: EndedTurn,
+        reply: ChatMessage,
+        _: int | None,
     ) -> None:
-        known = array.array("i", (*request.prompt_token_ids, *turn.message.token_ids))
-        make = functools.partial(self._next_turn, request, chat, model, turn.message, known)
+        known = array.array("i", (*request.prompt_token_ids, *reply.token_ids))
+        make = functools.partial(self._next_turn, request, chat, model, reply, known)
         seat.prefetcher.note(NextTurn(conversation_of(request), len(known), make))
 
     async def _next_turn(
@@ -309,13 +322,10 @@ class Generation:
         """Return the token keys of a prompt that the engine does not run, and the notes for its cache report;
         raises what refuses it."""
         _, model = await self.use(message.model, call)
-        prompt = message.prompt
-        check_adapter(prompt.adapter, model.info, field="prompt.adapter")
+        check_adapter(message.prompt.adapter, model.info, field="prompt.adapter")
         call.model_id = model.info.model_id
-        rules = self.rules_of(tenant, prompt.adapter)
-        check = functools.partial(prompt_of, prompt, model.info, rules=rules)
         self.charge(0, call=call)
-        read = await self._read(UncheckedPrompt(check, prompt.ByteSize()), model, call)
+        read = await self._read(self.unchecked(message.prompt, model, tenant=tenant), model, call)
         self.charge(len(read.token_ids), call=call)
         return read.keys, notes_of(read, model, tenant=tenant, call=call)
 
@@ -367,6 +377,24 @@ class Generation:
         ):
             yield _events(outboxes, stays, opened, call)
 
+    @contextlib.asynccontextmanager
+    async def run_each(
+        self, whole: GenerationRequest, prompts: Sequence[tuple[int, ...]], *, call: RpcCall
+    ) -> AsyncIterator[AsyncIterator[tuple[int, Event]]]:
+        """As `run`, with a request for each prompt, otherwise like `whole`; indices are those of prompts.
+
+        The engine decides on requests that come together by the first one, so that is the longest.
+        """
+        order = sorted(range(len(prompts)), key=lambda index: -len(prompts[index]))
+        requests = [
+            dataclasses.replace(
+                whole, request_id=part_of(whole.request_id, rank), prompt_token_ids=prompts[index]
+            )
+            for rank, index in enumerate(order)
+        ]
+        async with self.run(requests, call=call) as events:
+            yield ((order[rank], event) async for rank, event in events)
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ServiceParts:
@@ -376,21 +404,24 @@ class ServiceParts:
     clock: Clock
     calls: RpcCalls
     seats: Seats
-    stats: StatsReader
+    observation: Observation
     prompts: PromptReader
     generation: Generation
     draw_seed: Callable[[], int]
 
 
 class Service:
-    """What every servicer is made of."""
+    """What every servicer is made of.
+
+    Streams are written with context.write, not as generators, so that a write that blocks can be timed.
+    """
 
     def __init__(self, parts: ServiceParts) -> None:
         self._config = parts.config
         self._clock = parts.clock
         self._calls = parts.calls
         self._seats = parts.seats
-        self._stats = parts.stats
+        self._observation = parts.observation
         self._prompts = parts.prompts
         self._generation = parts.generation
         self._draw_seed = parts.draw_seed

@@ -37,9 +37,7 @@ from icehouse_server.rpc.services.generation import Service
 from icehouse_server.rpc.services.prepared import Prepared
 from icehouse_server.rpc.services.prompts import (
     TextPrompt,
-    UncheckedPrompt,
     pieces,
-    prompt_of,
     text_of,
     text_prompt_of,
     with_sent_images,
@@ -71,10 +69,7 @@ class InferenceService(Service, inference_service_pb2_grpc.InferenceServiceServi
                 [cache_report_proto(cache, prepared.notes) for cache in caches],
                 lists_completions=request.completions > 0,
             )
-        # `RpcCalls` turns every error into a status and raises that.
-        raise AssertionError("a call that answered nothing ended well")
 
-    # Written with context.write, not as a generator: otherwise a write that blocks could not be timed.
     async def Stream(  # type: ignore[override]
         self, request: messages.GenerateRequest, context: Context
     ) -> None:
@@ -82,7 +77,8 @@ class InferenceService(Service, inference_service_pb2_grpc.InferenceServiceServi
         async with self._calls.call(context, _operation_of(request)) as call:
             if self._seats.are_several:
                 async with timer.guard():
-                    await self._generation.use_telling(
+                    await self._generation.telling(
+                        self._generation.use(request.model, call),
                         request.model,
                         call,
                         lambda loading: timer.write(context, messages.StreamResponse(loading_model=loading)),
@@ -103,7 +99,7 @@ class InferenceService(Service, inference_service_pb2_grpc.InferenceServiceServi
             _, model = await self._generation.use(request.model, call)
             check_adapter(request.prompt.adapter, model.info, field="prompt.adapter")
             tenant = call.caller.tenant or DEFAULT_TENANT
-            rules = self._generation.rules_of(tenant, request.prompt.adapter)
+            rules = self._generation.rules_of(tenant, request.prompt.adapter, model)
             check = functools.partial(text_prompt_of, request.prompt, model.info, rules=rules)
 
             def answer(prompt: TextPrompt, images: PromptImages | None) -> messages.TokenizeResponse:
@@ -163,7 +159,6 @@ class InferenceService(Service, inference_service_pb2_grpc.InferenceServiceServi
         whole = self._generation.request_of(
             request, adapter=request.prompt.adapter, policy=request.cache, model=model, call=call
         )
-        rules = self._generation.rules_of(whole.tenant, whole.adapter)
         max_output_tokens = max_output_tokens_of(request.max_output_tokens, self._config)
         sampling = sampling_of(
             request.sampling,
@@ -174,8 +169,7 @@ class InferenceService(Service, inference_service_pb2_grpc.InferenceServiceServi
         )
         wants_logprobs = request.HasField("logprobs")
         choice = request.tool_choice if request.HasField("tool_choice") else None
-        check = functools.partial(prompt_of, request.prompt, model.info, choice, rules=rules)
-        prompt = UncheckedPrompt(check, request.prompt.ByteSize())
+        prompt = self._generation.unchecked(request.prompt, model, choice, tenant=whole.tenant)
         return await self._generation.prepare(
             dataclasses.replace(
                 whole,

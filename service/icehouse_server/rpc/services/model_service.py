@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Coroutine
 
 from icehouse.v1 import model_service_pb2 as messages
 from icehouse.v1 import model_service_pb2_grpc
@@ -36,7 +36,6 @@ class ModelService(Service, model_service_pb2_grpc.ModelServiceServicer):
         async with self._calls.call(context) as call:
             return messages.GetModelResponse(model=model_proto(self._seats.find(request.model, call.caller)))
 
-    # Written with context.write, not as a generator: otherwise a write that blocks could not be timed.
     async def LoadModel(  # type: ignore[override]
         self, request: messages.LoadModelRequest, context: Context
     ) -> None:
@@ -47,10 +46,10 @@ class ModelService(Service, model_service_pb2_grpc.ModelServiceServicer):
                 return timer.write(context, messages.LoadModelResponse(progress=loading))
 
             if request.fetch_only:
-                fetching = self._seats.fetch(request.model, call.caller)
-                await self._generation.telling(fetching, request.model, call, tell)
+                work: Coroutine[None, None, object] = self._seats.fetch(request.model, call.caller)
             else:
-                await self._generation.use_telling(request.model, call, tell)
+                work = self._generation.use(request.model, call)
+            await self._generation.telling(work, request.model, call, tell)
             model = model_proto(self._seats.find(request.model, call.caller))
             await timer.write(context, messages.LoadModelResponse(done=model))
 

@@ -28,10 +28,9 @@ from icehouse_server.rpc.access.caller import Caller, Role
 from icehouse_server.rpc.access.tenants import Tenants
 from icehouse_server.rpc.calls import background
 from icehouse_server.rpc.calls.call_lifecycle import Trailers
-from icehouse_server.rpc.calls.watchers import AccessLog, ReadGroup, SlowRequests, Telemetry
+from icehouse_server.rpc.calls.watchers import AccessLog, SlowRequests, Telemetry
 from icehouse_server.rpc.calls.wire import Encoded, WireInterceptor
-from icehouse_server.rpc.engine_client.counter_reader import PATIENCE_S, Counters
-from icehouse_server.rpc.engine_client.seat import Seat, Seats
+from icehouse_server.rpc.engine_client.seat import PATIENCE_S, Counters, Seat, Seats
 from icehouse_server.rpc.messages.proto_map import to_proto
 from icehouse_server.rpc.messages.responses import tenant_stats_protos
 from icehouse_server.telemetry.call_metrics import CallMetrics
@@ -58,9 +57,11 @@ class Observation:
         self._replies = replies
         self._clock = clock
         self._slow = SlowRequests(clock)
-        self.stats = StatsReader(
-            seats=seats, tenants=tenants, slow=self._slow, group=telemetry.group, clock=clock
-        )
+        self.tenants = tenants
+        self._counters: Mapping[str, Counters] = {}
+        """The last that somebody asked for."""
+        self._encoded: dict[Tenant | None, Encoded] = {}
+        """The answers made of these, by tenant; None for those who see all."""
         self.interval_s = telemetry.sample_interval_s or 1.0
         """Also how long the engine may take to answer. Without one in the settings nothing is sampled."""
         self.latest = Snapshot(EngineState.LOADING, heartbeat_age_s=0.0, sample_time=clock.monotonic())
@@ -118,7 +119,7 @@ class Observation:
         if self._seats.state is EngineState.READY:
             with contextlib.suppress(TimeoutError, IcehouseError):
                 async with asyncio.timeout(self.interval_s):
-                    answers = await self.stats.ask()
+                    answers = await self.ask()
         self.latest = self._snapshot(answers)
 
     def _snapshot(self, answers: Mapping[str, Counters]) -> Snapshot:
@@ -132,12 +133,56 @@ class Observation:
         return dataclasses.replace(
             found,
             state=self._seats.state,
-            tenants=self.stats.tenants.uses(),
+            tenants=self.tenants.uses(),
             kv_events=self._telemetry.kv_events(),
             replies=self._replies(),
             group=None if self._telemetry.group is None else self._telemetry.group(found.engine, found.cache),
             models=models if self._seats.are_several else None,
         )
+
+    async def answer(self, caller: Caller) -> Encoded:
+        """Return the counters encoded, one message for all who see the same; raises as `ask`.
+
+        Only operators see the whole server's: they would show one tenant what the others do. The bytes are a
+        GetStatsResponse and a WatchStatsResponse alike: both have one field of one number.
+        """
+        counters = await self.ask()
+        if [*map(id, counters.values())] != [*map(id, self._counters.values())]:
+            self._counters, self._encoded = counters, {}
+        encoded = self._encoded.get(caller.scope)
+        if encoded is None:
+            message = server_service_pb2.WatchStatsResponse(stats=self._stats_of(counters, caller))
+            encoded = self._encoded[caller.scope] = Encoded(message.SerializeToString())
+        return encoded
+
+    def _stats_of(self, counters: Mapping[str, Counters], caller: Caller) -> server_service_pb2.ServerStats:
+        engine, cache = counters.get(self._seats.default_name) or (None, None)
+        is_operator = caller.role is Role.OPERATOR
+        stats = ServerStats(
+            collect_time=self._clock.wall(),
+            engine=engine if is_operator else None,
+            cache=cache if is_operator else None,
+            slowest_requests=self._slow.slowest(tenant=None if is_operator else caller.tenant),
+            models=tuple(ModelStats(name, *each) for name, each in counters.items())
+            if is_operator and self._seats.are_several
+            else (),
+            group=self._telemetry.group(engine, cache)
+            if is_operator and self._telemetry.group is not None
+            else None,
+        )
+        proto = to_proto(stats, server_service_pb2.ServerStats)
+        accounts = [each for each in self.tenants if is_operator or each.use.tenant == caller.tenant]
+        caches = [cache for _, cache in counters.values() if cache is not None]
+        proto.tenants.extend(tenant_stats_protos(self.tenants, accounts, caches))
+        return proto
+
+    async def ask(self) -> Mapping[str, Counters]:
+        """Return the next counters of each loaded model; raises Unavailable or EngineFailed if none runs."""
+        seats = self._seats.loaded()
+        answers = await asyncio.gather(
+            *(seat.counters.ask() for seat in seats.values()), return_exceptions=self._seats.are_several
+        )
+        return {name: found for name, found in zip(seats, answers, strict=True) if isinstance(found, tuple)}
 
     async def read_status(self, *, with_tokens: bool = False) -> ServerStatus:
         """Return the status for the status page, without blocks if the engine does not answer in time.
@@ -218,70 +263,3 @@ def report_of(snapshot: Snapshot) -> load_report_pb2.LoadReport:
         named_metrics=named,
         application_utilization=(running_count + engine.waiting_count) / max(1, engine.decoding_limit),
     )
-
-
-class StatsReader:
-    """Answers with the counters of every model that is loaded. Owned by the event loop."""
-
-    def __init__(
-        self,
-        *,
-        seats: Seats,
-        tenants: Tenants,
-        slow: SlowRequests,
-        group: ReadGroup | None,
-        clock: Clock,
-    ) -> None:
-        self._slow = slow
-        self._group = group
-        self._seats = seats
-        self.tenants = tenants
-        self._clock = clock
-        self._latest: Mapping[str, Counters] = {}
-        self._encoded: dict[Tenant | None, Encoded] = {}
-        """The answers made of the latest counters, by tenant; None for those who see all."""
-
-    async def answer(self, caller: Caller) -> Encoded:
-        """Return the counters encoded, one message for all who see the same; raises as `ask`.
-
-        Only operators see the whole server's: they would show one tenant what the others do. The bytes are a
-        GetStatsResponse and a WatchStatsResponse alike: both have one field of one number.
-        """
-        counters = await self.ask()
-        if [*map(id, counters.values())] != [*map(id, self._latest.values())]:
-            self._latest, self._encoded = counters, {}
-        encoded = self._encoded.get(caller.scope)
-        if encoded is None:
-            message = server_service_pb2.WatchStatsResponse(stats=self._stats_of(counters, caller))
-            encoded = self._encoded[caller.scope] = Encoded(message.SerializeToString())
-        return encoded
-
-    def _stats_of(self, counters: Mapping[str, Counters], caller: Caller) -> server_service_pb2.ServerStats:
-        engine, cache = counters.get(self._seats.default_name) or (None, None)
-        is_operator = caller.role is Role.OPERATOR
-        stats = ServerStats(
-            collect_time=self._clock.wall(),
-            engine=engine if is_operator else None,
-            cache=cache if is_operator else None,
-            slowest_requests=self._slow.slowest(tenant=None if is_operator else caller.tenant),
-            models=model_stats(counters) if is_operator and self._seats.are_several else (),
-            group=self._group(engine, cache) if is_operator and self._group is not None else None,
-        )
-        proto = to_proto(stats, server_service_pb2.ServerStats)
-        accounts = [each for each in self.tenants if is_operator or each.use.tenant == caller.tenant]
-        caches = [cache for _, cache in counters.values() if cache is not None]
-        proto.tenants.extend(tenant_stats_protos(self.tenants, accounts, caches))
-        return proto
-
-    async def ask(self) -> Mapping[str, Counters]:
-        """Return the next counters of each loaded model; raises Unavailable or EngineFailed if none runs."""
-        seats = self._seats.loaded()
-        answers = await asyncio.gather(
-            *(seat.counters.ask() for seat in seats.values()), return_exceptions=self._seats.are_several
-        )
-        return {name: found for name, found in zip(seats, answers, strict=True) if isinstance(found, tuple)}
-
-
-def model_stats(counters: Mapping[str, Counters]) -> tuple[ModelStats, ...]:
-    """Return each model's counters, as they are sent."""
-    return tuple(ModelStats(name, engine, cache) for name, (engine, cache) in counters.items())

@@ -31,9 +31,8 @@ from icehouse_server.domain.events import (
     PrefillProgress,
     Started,
 )
-from icehouse_server.domain.ids import AdapterName, Tenant
 from icehouse_server.domain.model import ModelInfo
-from icehouse_server.domain.request import GenerationRequest, part_of
+from icehouse_server.domain.request import GenerationRequest
 from icehouse_server.rpc.engine_client.engine_ports import ServedModel
 from icehouse_server.rpc.messages.proto_map import duration_proto, timestamp_proto
 from icehouse_server.rpc.messages.responses import (
@@ -46,7 +45,7 @@ from icehouse_server.rpc.messages.responses import (
     progress_proto,
 )
 from icehouse_server.text.replies.reply_splitter import ReplySplitter
-from icehouse_server.text.reply_memory import EndedReply, ReplyMemory, ReplyPlace, ReplyScope
+from icehouse_server.text.reply_memory import ReplyMemory, ReplyPlace, ReplyScope
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -64,7 +63,9 @@ class RenderedConversation:
         """Return what a reply is noted with, if anybody wants it. One that continues a turn is not noted."""
         wanted = [] if on_end is None else [on_end]
         if self.replies is not None and self.place is not None:
-            wanted.append(functools.partial(self.replies.remember, self.place, self.rendered.token_ids))
+            wanted.append(
+                functools.partial(self.replies.memory.remember, self.place, self.rendered.token_ids)
+            )
         if not wanted or not self.conversation.adds_generation_prompt:
             return None
         return ReplyNote(wanted, end_token_ids=frozenset(info.eos_token_ids))
@@ -110,6 +111,12 @@ class Prepared:
 
     def _new_reply(self, request: GenerationRequest) -> ReplyMessages:
         info = self.model.info
+        splitter = None
+        if self.chat is not None:
+            make_call_id = call_id_maker(request.name, request.prompt_token_ids)
+            splitter = self.model.tokenizer.reply_splitter(
+                self.chat.conversation, self.chat.rendered, make_call_id=make_call_id
+            )
         started = inference.Started(
             request_id=request.name,
             model=info.model_id,
@@ -125,37 +132,11 @@ class Prepared:
         )
         return ReplyMessages(
             started=started,
-            splitter=self._new_splitter(request),
+            splitter=splitter,
             piece=self.model.tokenizer.piece,
             notes=self.notes,
             note=None if self.chat is None else self.chat.new_note(info, self.on_end),
         )
-
-    def _new_splitter(self, request: GenerationRequest) -> ReplySplitter | None:
-        if self.chat is None:
-            return None
-        return self.model.tokenizer.reply_splitter(
-            self.chat.conversation,
-            self.chat.rendered,
-            make_call_id=call_id_maker(request.name, request.prompt_token_ids),
-        )
-
-
-def requests_together(
-    whole: GenerationRequest, prompts: Sequence[tuple[int, ...]]
-) -> tuple[list[int], list[GenerationRequest]]:
-    """Return a request for each prompt, otherwise like `whole`, and which prompt each one is for.
-
-    The engine decides on requests that come together by the first one, so that is the longest.
-    """
-    order = sorted(range(len(prompts)), key=lambda index: -len(prompts[index]))
-    requests = [
-        dataclasses.replace(
-            whole, request_id=part_of(whole.request_id, rank), prompt_token_ids=prompts[index]
-        )
-        for rank, index in enumerate(order)
-    ]
-    return order, requests
 
 
 _CUT = (FinishReason.LENGTH, FinishReason.CONTEXT_LENGTH)
@@ -302,33 +283,15 @@ def call_id_maker(request_id: str, token_ids: Sequence[int]) -> Callable[[int], 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KnownReplies:
-    """The replies to one tenant, with one adapter. `place` runs in a tokenizer thread; everything else is for
-    the event loop and only takes notes."""
+    """The replies of one model to one tenant, with one adapter."""
 
     memory: ReplyMemory
-    tenant: Tenant
-    adapter: AdapterName
-
-    def place(self, conversation: Conversation, info: ModelInfo) -> ReplyPlace:
-        """Return the place of the conversation's reply; takes time in proportion to its size."""
-        return self.memory.place(conversation, ReplyScope(info.fingerprint_hex, self.tenant, self.adapter))
-
-    def remember(self, place: ReplyPlace, prompt_token_ids: tuple[int, ...], turn: EndedTurn) -> None:
-        """Note a reply. Any thread; takes no time."""
-        drawn = turn.message.token_ids
-        self.memory.remember(EndedReply(place, prompt_token_ids, drawn, turn.end_token_id, turn.message))
+    scope: ReplyScope
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class EndedTurn:
-    """A reply that the model ended itself."""
-
-    message: ChatMessage
-    """As its caller read it; `token_ids` are those that were drawn, without the one that ended it."""
-    end_token_id: int | None
-
-
-OnEnd = Callable[[EndedTurn], None]
+OnEnd = Callable[[ChatMessage, int | None], None]
+"""Takes a reply that the model ended itself, as its caller read it, and the token that ended it. Its
+`token_ids` are those that were drawn, without that one."""
 
 
 class ReplyNote:
@@ -379,4 +342,4 @@ class ReplyNote:
             token_ids=tuple(self._token_ids),
         )
         for tell in self._on_end:
-            tell(EndedTurn(message, end_token_id))
+            tell(message, end_token_id)

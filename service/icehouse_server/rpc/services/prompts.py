@@ -304,9 +304,10 @@ class PromptReader:
             return await self.run(lambda: work(prompt, None), size_bytes=size_bytes)
         async with self._images.fetched(prompt.conversation) as conversation:
             sources, opened = conversation.images, None
-            size_bytes = work_bytes(prompt, size_bytes)
             with contextlib.ExitStack() as held:
                 if sources:
+                    # Long work, however few bytes it has: a small file may have millions of pixels.
+                    size_bytes = max(size_bytes, _LONG_BYTES + 1)
                     images = model.images
                     assert images is not None, "a model that reads text alone refuses images before"
                     opened = await self.run(lambda: images.open(sources), size_bytes=size_bytes)
@@ -322,18 +323,15 @@ class PromptReader:
         Decoding takes `pixel_bytes` meanwhile; raises Overloaded if the caller may have no more.
         """
         origin = callers.origin.get()
-        held = contextlib.ExitStack()
-        try:
+        with contextlib.ExitStack() as held:
             if size_bytes > _LONG_BYTES:
                 held.callback((await self._long_turns.take(origin)).release)
             held.callback((await self._turns.take(origin)).release)
             if pixel_bytes:
                 held.enter_context(self.image_memory.hold(origin, pixel_bytes))
             task = self._executor.submit(work)
-        except BaseException:
-            held.close()
-            raise
-        return await ended(task, held.close)
+            release = held.pop_all().close
+        return await ended(task, release)
 
     def close(self) -> None:
         """Take no more work; what runs goes on to its end."""
@@ -345,12 +343,6 @@ def pieces(prompt: TextPrompt, model: ServedModel, images: PromptImages | None) 
     _check_bytes(prompt, limit_bytes=_tokenized_limit(model.info))
     tokenizer = model.tokenizer
     return [(token_id, tokenizer.piece(token_id)) for token_id in _tokens(prompt, model, images).token_ids]
-
-
-def work_bytes(prompt: Prompt, size_bytes: int) -> int:
-    """Return the size that a prompt's work counts as. One with images is long work, however few bytes it has:
-    a small file may have millions of pixels."""
-    return max(size_bytes, _LONG_BYTES + 1) if _has_images(prompt) else size_bytes
 
 
 def _has_images(prompt: Prompt) -> bool:
@@ -424,7 +416,7 @@ def _tokens(prompt: TextPrompt, model: ServedModel, images: PromptImages | None)
     if images is not None:
         conversation = dataclasses.replace(conversation, image_texts=images.texts)
     replies = prompt.replies
-    place = None if replies is None else replies.place(conversation, model.info)
+    place = None if replies is None else replies.memory.place(conversation, replies.scope)
     rendered, spans = _rendered(conversation, model, images, None if place is None else place.kept)
     changes = prompt.changes
     if rendered.kept_token_count:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from icehouse.v1 import rerank_service_pb2 as messages
 from icehouse.v1 import rerank_service_pb2_grpc
@@ -22,8 +22,7 @@ from icehouse_server.rpc.engine_client.engine_ports import ServedModel
 from icehouse_server.rpc.messages.field_checks import names_item, refuse_value
 from icehouse_server.rpc.messages.proto_map import duration_proto
 from icehouse_server.rpc.services.generation import Service
-from icehouse_server.rpc.services.prepared import requests_together
-from icehouse_server.rpc.services.prompts import Chat, Pair, ReadPrompt, Text, UncheckedPrompt
+from icehouse_server.rpc.services.prompts import Chat, Pair, Text, UncheckedPrompt
 
 
 class RerankService(Service, rerank_service_pb2_grpc.RerankServiceServicer):
@@ -53,18 +52,17 @@ class RerankService(Service, rerank_service_pb2_grpc.RerankServiceServicer):
                     logprobs=LogprobsWanted(token_ids=await self._answers(request, model)),
                 )
             prompts = await self._read(request, form, model, call)
-            order, requests = requests_together(whole, prompts)
             log_odds: dict[int, float] = {}
             cached_token_count, total_s = 0, 0.0
-            async with self._generation.run(requests, call=call) as events:
-                async for rank, event in events:
+            async with self._generation.run_each(whole, prompts, call=call) as events:
+                async for index, event in events:
                     if isinstance(event, Delta) and event.logprobs:
                         positive, negative = event.logprobs[0].asked
-                        log_odds[order[rank]] = positive.logprob - negative.logprob
+                        log_odds[index] = positive.logprob - negative.logprob
                     if isinstance(event, Finished):
                         if event.embedding is not None:
-                            log_odds[order[rank]] = float(event.embedding[0])
-                        assert order[rank] in log_odds, "a document ended without its score"
+                            log_odds[index] = float(event.embedding[0])
+                        assert index in log_odds, "a document ended without its score"
                         cached_token_count += event.usage.cache.cached_token_count
                         total_s = max(total_s, event.usage.total_s)
             best = sorted(log_odds.items(), key=lambda item: (-item[1], item[0]))
@@ -94,9 +92,18 @@ class RerankService(Service, rerank_service_pb2_grpc.RerankServiceServicer):
         return pair_form_of(request) if is_scored else form_of(request, model.info)
 
     async def _answers(self, request: messages.RerankRequest, model: ServedModel) -> tuple[int, int]:
+        """Return the answers' tokens; raises InvalidRequest unless each is one token."""
         texts = (request.positive_answer or DEFAULT_ANSWERS[0], request.negative_answer or DEFAULT_ANSWERS[1])
         positive, negative = await self._prompts.run(lambda: [model.tokenizer.spell(text) for text in texts])
-        return answers_of(positive, negative, vocabulary_size=model.info.vocabulary_size)
+        size = model.info.vocabulary_size
+        for field, spelling in (("positive_answer", positive), ("negative_answer", negative)):
+            if len(spelling) != 1:
+                refuse_value(field, len(spelling), "spelled by one token of the model", unit="tokens")
+            if spelling[0] >= size:
+                refuse_value(field, spelling[0], f"spelled by a token below {size}")
+        if positive == negative:
+            refuse_value("negative_answer", negative[0], "another token than the positive answer")
+        return positive[0], negative[0]
 
     async def _read(
         self, request: messages.RerankRequest, form: RerankForm | PairForm, model: ServedModel, call: RpcCall
@@ -106,8 +113,14 @@ class RerankService(Service, rerank_service_pb2_grpc.RerankServiceServicer):
         for index, document in enumerate(request.documents):
             with names_item(f"documents[{index}]", names_field=False):
                 prompt = await self._prompts.read(form.unchecked(document), model)
-            # A fault of the form, not of the document.
-            check_begins_with_answer(prompt)
+            if prompt.chat is not None and prompt.chat.rendered.is_reasoning:
+                # A fault of the form, not of the document.
+                raise InvalidRequest(
+                    Reason.CHAT_INVALID,
+                    "the model's chat template lets every reply begin with reasoning, so its first token is "
+                    "no answer; say in `text` how a prompt is made",
+                    field="turns",
+                )
             prompts.append(prompt.token_ids)
         call.prompt_token_count = sum(map(len, prompts))
         return prompts
@@ -231,29 +244,6 @@ def form_of(request: messages.RerankRequest, info: ModelInfo) -> RerankForm:
         refuse_value("turns.user", "", "the user's turn: no conversation is without one")
     _check_placeholders("turns", f"{turns.system}\n{turns.user}")
     return RerankForm(turns, "", known)
-
-
-def check_begins_with_answer(prompt: ReadPrompt) -> None:
-    """Refuse a prompt after which the model would reason first."""
-    if prompt.chat is not None and prompt.chat.rendered.is_reasoning:
-        raise InvalidRequest(
-            Reason.CHAT_INVALID,
-            "the model's chat template lets every reply begin with reasoning, so its first token is no "
-            "answer; say in `text` how a prompt is made",
-            field="turns",
-        )
-
-
-def answers_of(positive: Sequence[int], negative: Sequence[int], *, vocabulary_size: int) -> tuple[int, int]:
-    """Return the answers' tokens, by their spellings; raises InvalidRequest unless each is one token."""
-    for field, spelling in (("positive_answer", positive), ("negative_answer", negative)):
-        if len(spelling) != 1:
-            refuse_value(field, len(spelling), "spelled by one token of the model", unit="tokens")
-        if spelling[0] >= vocabulary_size:
-            refuse_value(field, spelling[0], f"spelled by a token below {vocabulary_size}")
-    if positive == negative:
-        refuse_value("negative_answer", negative[0], "another token than the positive answer")
-    return positive[0], negative[0]
 
 
 def _check_placeholders(field: str, template: str) -> None:

@@ -56,11 +56,8 @@ class ServerService(Service, server_service_pb2_grpc.ServerServiceServicer):
         self, request: messages.GetStatsRequest, context: Context
     ) -> Encoded:
         async with self._calls.call(context) as call:
-            return await self._stats.answer(call.caller)
-        # `RpcCalls` turns every error into a status and raises that.
-        raise AssertionError("a call that answered nothing ended well")
+            return await self._observation.answer(call.caller)
 
-    # Written with context.write, not as a generator: otherwise a write that blocks could not be timed.
     async def WatchStats(  # type: ignore[override]
         self, request: messages.WatchStatsRequest, context: Context
     ) -> None:
@@ -69,7 +66,7 @@ class ServerService(Service, server_service_pb2_grpc.ServerServiceServicer):
         async with self._calls.call(context) as call, timer.guard():
             interval_s = watch_interval_of(request.interval, present=request.HasField("interval"))
             while True:
-                await timer.write(context, await self._stats.answer(call.caller))
+                await timer.write(context, await self._observation.answer(call.caller))
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(interval_s):
                         await self._seats.ended.wait()
@@ -140,18 +137,16 @@ def server_proto(config: Config) -> messages.Server:
 
 
 def _features_of(config: Config) -> Iterator[messages.ServerFeature.ValueType]:
-    if config.cache.enabled:
-        yield messages.SERVER_FEATURE_PREFIX_CACHE
-    if config.cache.has_ssd:
-        yield messages.SERVER_FEATURE_SSD_CACHE
-    if config.cache.has_ssd and config.cache.is_encrypted:
-        yield messages.SERVER_FEATURE_CACHE_ENCRYPTION
-    if config.security.authenticates:
-        yield messages.SERVER_FEATURE_CREDENTIALS
-    if config.model.draft_model is not None:
-        yield messages.SERVER_FEATURE_DRAFT_MODEL
-    if config.fleet.worker_enabled:
-        yield messages.SERVER_FEATURE_WORKER
+    cache = config.cache
+    features = {
+        messages.SERVER_FEATURE_PREFIX_CACHE: cache.enabled,
+        messages.SERVER_FEATURE_SSD_CACHE: cache.has_ssd,
+        messages.SERVER_FEATURE_CACHE_ENCRYPTION: cache.has_ssd and cache.is_encrypted,
+        messages.SERVER_FEATURE_CREDENTIALS: config.security.authenticates,
+        messages.SERVER_FEATURE_DRAFT_MODEL: config.model.draft_model is not None,
+        messages.SERVER_FEATURE_WORKER: config.fleet.worker_enabled,
+    }
+    return (feature for feature, is_there in features.items() if is_there)
 
 
 def server_version() -> str:

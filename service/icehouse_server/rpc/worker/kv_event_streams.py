@@ -94,7 +94,7 @@ class KvEventStreams:
         now = self._source.clock.monotonic()
         delay_s = self._rate_limit.delay_s(callers.origin.get(), now=now, longest_s=_LONGEST_S)
         number = request.start_sequence_number
-        subscription = self._source.subscribe(after_number=number, tenant=caller.scope)
+        subscription = self._source.feed.subscribe(after_number=number, tenant=caller.scope)
         return self._batches(subscription, reader, load, number=number, delay_s=delay_s)
 
     async def _batches(

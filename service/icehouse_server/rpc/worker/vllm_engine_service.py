@@ -19,7 +19,6 @@ import grpc
 from icehouse.v1 import embedding_service_pb2
 from smg_grpc_proto.generated import common_pb2 as common
 from smg_grpc_proto.generated import vllm_engine_pb2 as messages
-from smg_grpc_proto.generated import vllm_engine_pb2 as worker
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 
 from icehouse_server.domain.cache_commands import ListKnown
@@ -38,7 +37,6 @@ from icehouse_server.rpc.messages.field_checks import check_count
 from icehouse_server.rpc.services.embedding_service import EmbeddingService
 from icehouse_server.rpc.services.generation import Service, ServiceParts
 from icehouse_server.rpc.services.inference_service import InferenceService
-from icehouse_server.rpc.services.observation import Observation
 from icehouse_server.rpc.services.prepared import Prepared
 from icehouse_server.rpc.worker.gateway_request import (
     LogprobsShown,
@@ -50,7 +48,6 @@ from icehouse_server.rpc.worker.worker_info import (
     WorkerParts,
     load_proto,
     model_info_proto,
-    own_load_proto,
     server_info_proto,
 )
 from icehouse_server.text.tokenizer_archive import TokenizerArchive
@@ -73,7 +70,6 @@ class VllmEngineService(Service):
         *,
         model: str,
         serves: Callable[[str], bool],
-        observation: Observation,
         inference: InferenceService,
         embedding: EmbeddingService,
         parts_of: Mapping[str, WorkerParts],
@@ -81,7 +77,6 @@ class VllmEngineService(Service):
         super().__init__(parts)
         self._model = model
         self._serves = serves
-        self._observation = observation
         self._inference = inference
         self._embedding = embedding
         self._parts_of = parts_of
@@ -94,14 +89,22 @@ class VllmEngineService(Service):
     def add_to(self, server: grpc.aio.Server) -> None:
         vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(self, server)
 
-    # Written with context.write, not as a generator: otherwise a write that blocks could not be timed.
     async def Generate(self, request: messages.GenerateRequest, context: Context) -> None:
         """Answer with chunks if the request is streamed, and with each whole output at its end."""
         timer = self._stall_timer()
         async with self._calls.call(context, Operation.TEXT_COMPLETION) as call:
             self._request_times[call.caller.tenant] = self._clock.wall()
             prepared, read = await self._prepare(request, call, context)
-            replies = self._replies(request, prepared, read)
+            replies = [
+                WorkerReply(
+                    each,
+                    index=index,
+                    is_streamed=request.stream,
+                    shown=read.logprobs,
+                    eos_token_ids=prepared.model.info.eos_token_ids,
+                )
+                for index, each in enumerate(prepared.completions)
+            ]
             async with timer.guard():
                 try:
                     await self._stream(prepared, replies, call=call, timer=timer, context=context)
@@ -134,24 +137,12 @@ class VllmEngineService(Service):
         _, model = await self._generation.use(self._model, call)
         read = worker_request_of(request, info=model.info, config=self._config)
         read.native.model = self._model
-        read.native.cache.tenant = _named_tenant(context)
+        # Checked like `cache.tenant` of the API.
+        metadata = context.invocation_metadata() or ()
+        read.native.cache.tenant = next((str(value) for key, value in metadata if key == TENANT_KEY), "")
         prepared = await self._inference.prepare(read.native, call, read_images=read.read_images)
         whole = dataclasses.replace(prepared.request, shows_markers=read.shows_markers)
         return dataclasses.replace(prepared, request=whole), read
-
-    def _replies(
-        self, request: messages.GenerateRequest, prepared: Prepared, read: WorkerRequest
-    ) -> list[WorkerReply]:
-        return [
-            WorkerReply(
-                each,
-                index=index,
-                is_streamed=request.stream,
-                shown=read.logprobs,
-                eos_token_ids=prepared.model.info.eos_token_ids,
-            )
-            for index, each in enumerate(prepared.completions)
-        ]
 
     async def Embed(self, request: messages.EmbedRequest, context: Context) -> messages.EmbedResponse:
         async with self._calls.call(context, Operation.EMBEDDINGS) as call:
@@ -169,7 +160,6 @@ class VllmEngineService(Service):
             return messages.EmbedResponse(
                 embedding=values, prompt_tokens=response.prompt_tokens, embedding_dim=len(values)
             )
-        raise AssertionError("a call that answered nothing ended well")
 
     async def HealthCheck(
         self, request: messages.HealthCheckRequest, context: Context
@@ -199,7 +189,7 @@ class VllmEngineService(Service):
         self, request: messages.GetModelInfoRequest, context: Context
     ) -> messages.GetModelInfoResponse:
         async with self._calls.call(context) as call:
-            return model_info_proto(await self._info(call), self._parts.folder)
+            return model_info_proto(await self._info(call), self._parts)
 
     async def GetServerInfo(
         self, request: messages.GetServerInfoRequest, context: Context
@@ -207,7 +197,7 @@ class VllmEngineService(Service):
         async with self._calls.call(context) as call:
             return server_info_proto(
                 await self._info(call),
-                self._parts.folder,
+                self._parts,
                 active_count=len(self._generation.open_requests.visible_to(call.caller)),
                 uptime_s=self._clock.monotonic() - self._start_time,
                 request_time=self._request_time(call.caller),
@@ -244,17 +234,13 @@ class VllmEngineService(Service):
     def _load(self, scope: Tenant | None) -> messages.SchedulerLoad:
         """Return how busy one tenant keeps the server, or all do. Models compute in turns, so the others'
         requests count, too."""
-        tenants = self._observation.stats.tenants
-        waiting_token_count = self._generation.open_requests.waiting_token_count(scope)
-        if scope is not None:
-            use = tenants.use_of(scope)
-            return own_load_proto(use, self._parts.folder, waiting_token_count=waiting_token_count)
+        tenants = self._observation.tenants
         latest = self._observation.latest
         return load_proto(
-            latest if latest.models is None else latest.models.get(self._model, latest),
-            self._parts.folder,
-            tenants.total(),
-            waiting_token_count=waiting_token_count,
+            tenants.total() if scope is None else tenants.use_of(scope),
+            self._parts,
+            None if scope is not None else (latest.models or {}).get(self._model, latest),
+            waiting_token_count=self._generation.open_requests.waiting_token_count(scope),
         )
 
     async def GetTokenizer(self, request: common.GetTokenizerRequest, context: Context) -> None:
@@ -269,7 +255,7 @@ class VllmEngineService(Service):
         """Return the archive's messages, made at the first call; calls meanwhile wait for the same ones."""
         if self._archive is None or (self._archive.done() and self._archive.exception() is not None):
             self._archive = asyncio.ensure_future(
-                self._prompts.run(lambda: archive_chunks(self._parts.folder.read_archive()))
+                self._prompts.run(lambda: archive_chunks(self._parts.read_archive()))
             )
         return await asyncio.shield(self._archive)
 
@@ -327,14 +313,6 @@ def _unsupported(what: str) -> NoReturn:
     raise Unimplemented(Reason.METHOD_UNSUPPORTED, f"this worker has no {what}")
 
 
-def _named_tenant(context: Context) -> str:
-    """Return the tenant that the call's metadata names; it is checked like `cache.tenant`."""
-    for key, value in context.invocation_metadata() or ():
-        if key == TENANT_KEY and isinstance(value, str):
-            return value
-    return ""
-
-
 FINISH_REASONS = {
     FinishReason.STOP_TOKEN: "stop",
     FinishReason.STOP_STRING: "stop",
@@ -375,7 +353,7 @@ class WorkerReply:
         self.is_complete = False
         """Whether the last message was made."""
 
-    def responses(self, event: Event) -> list[worker.GenerateResponse]:
+    def responses(self, event: Event) -> list[messages.GenerateResponse]:
         match event:
             case Started():
                 self._cached_token_count = event.cache.cached_token_count
@@ -386,14 +364,14 @@ class WorkerReply:
                 if not self._is_streamed:
                     self._buffer(self._logprobs, event.logprobs)
                 else:
-                    return [worker.GenerateResponse(chunk=self._chunk(event))]
+                    return [messages.GenerateResponse(chunk=self._chunk(event))]
             case Finished():
                 self._cached_token_count = event.usage.cache.cached_token_count
-                return [worker.GenerateResponse(complete=self._finished(event))]
+                return [messages.GenerateResponse(complete=self._finished(event))]
         return []
 
-    def aborted(self) -> worker.GenerateResponse:
-        return worker.GenerateResponse(complete=self._complete(ABORTED))
+    def aborted(self) -> messages.GenerateResponse:
+        return messages.GenerateResponse(complete=self._complete(ABORTED))
 
     def _buffer(self, buffer: list[TokenLogprobs], entries: Sequence[TokenLogprobs]) -> None:
         buffer += entries
@@ -401,9 +379,9 @@ class WorkerReply:
             1 + len(entry.top) + len(entry.asked) for entry in entries
         )
 
-    def _chunk(self, delta: Delta) -> worker.GenerateStreamChunk:
+    def _chunk(self, delta: Delta) -> messages.GenerateStreamChunk:
         is_first, self._has_chunk = not self._has_chunk, True
-        return worker.GenerateStreamChunk(
+        return messages.GenerateStreamChunk(
             token_ids=delta.token_ids,
             prompt_tokens=len(self._request.prompt_token_ids),
             # Of this chunk: the gateway adds them up.
@@ -414,7 +392,7 @@ class WorkerReply:
             index=self._index,
         )
 
-    def _finished(self, event: Finished) -> worker.GenerateComplete:
+    def _finished(self, event: Finished) -> messages.GenerateComplete:
         complete = self._complete(FINISH_REASONS[event.reason])
         complete.spec_accepted_tokens = event.usage.drafts.accepted_count
         complete.spec_draft_tokens = event.usage.drafts.proposed_count
@@ -425,9 +403,9 @@ class WorkerReply:
             complete.matched_token_id = event.stop_token_id
         return complete
 
-    def _complete(self, finish_reason: str) -> worker.GenerateComplete:
+    def _complete(self, finish_reason: str) -> messages.GenerateComplete:
         self.is_complete = True
-        return worker.GenerateComplete(
+        return messages.GenerateComplete(
             output_ids=self._token_ids,
             finish_reason=finish_reason,
             prompt_tokens=len(self._request.prompt_token_ids),
@@ -438,36 +416,36 @@ class WorkerReply:
             index=self._index,
         )
 
-    def _output_logprobs(self, entries: Sequence[TokenLogprobs]) -> worker.OutputLogProbs | None:
+    def _output_logprobs(self, entries: Sequence[TokenLogprobs]) -> messages.OutputLogProbs | None:
         count = self._shown.output_top_count
         if count is None or not entries:
             return None
-        return worker.OutputLogProbs(
+        return messages.OutputLogProbs(
             token_logprobs=[entry.logprob for entry in entries],
             token_ids=[entry.token_id for entry in entries],
             top_logprobs=[_top(entry.top[:count]) for entry in entries] if count else (),
         )
 
-    def _input_logprobs(self) -> worker.InputLogProbs | None:
+    def _input_logprobs(self) -> messages.InputLogProbs | None:
         count = self._shown.prompt_top_count
         if count is None:
             return None
         # Nothing comes before the first token, so it has no log probability.
         first = self._request.prompt_token_ids[0]
         entries = self._prompt_logprobs
-        return worker.InputLogProbs(
+        return messages.InputLogProbs(
             token_logprobs=[
-                worker.InputTokenLogProb(),
-                *(worker.InputTokenLogProb(value=entry.logprob) for entry in entries),
+                messages.InputTokenLogProb(),
+                *(messages.InputTokenLogProb(value=entry.logprob) for entry in entries),
             ],
             token_ids=[first, *(entry.token_id for entry in entries)],
-            top_logprobs=[worker.TopLogProbs(), *(_top(entry.top[:count]) for entry in entries)]
+            top_logprobs=[messages.TopLogProbs(), *(_top(entry.top[:count]) for entry in entries)]
             if count
             else (),
         )
 
 
-def _top(entries: Sequence[Logprob]) -> worker.TopLogProbs:
-    return worker.TopLogProbs(
+def _top(entries: Sequence[Logprob]) -> messages.TopLogProbs:
+    return messages.TopLogProbs(
         values=[entry.logprob for entry in entries], token_ids=[entry.token_id for entry in entries]
     )

@@ -9,16 +9,17 @@ from collections.abc import Callable, Mapping
 from smg_grpc_proto.generated import vllm_engine_pb2 as worker
 
 from icehouse_server.domain.model import ModelInfo, ModelKind
-from icehouse_server.domain.stats import EngineStats, Snapshot, TenantUse
+from icehouse_server.domain.stats import Snapshot, TenantUse
 from icehouse_server.rpc.worker.kv_event_streams import KvEventStreams
 from icehouse_server.text.tokenizer_archive import TokenizerArchive
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class ServedFolder:
-    """What gateways may know of the model's folder."""
+class WorkerParts:
+    """What the worker protocol needs of a model beside the API's services."""
 
     path: str
+    """Of its parts."""
     architectures: tuple[str, ...]
     bos_token_id: int
     pad_token_id: int
@@ -28,14 +29,7 @@ class ServedFolder:
     default_sampling: Mapping[str, float]
     """What the model's authors recommend, by this protocol's field names."""
     read_archive: Callable[[], TokenizerArchive]
-    """Any thread; may take a second."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class WorkerParts:
-    """What the worker protocol needs of a model beside the API's services."""
-
-    folder: ServedFolder
+    """Of its tokenizer. Any thread; may take a second."""
     kv_events: KvEventStreams | None = None
     """None if there are no events: gateways then guess what is cached."""
 
@@ -57,22 +51,22 @@ CONSTRAINT_START = "first_token"
 """Where a constraint begins if the prompt lets the model reason first."""
 
 
-def model_info_proto(info: ModelInfo, folder: ServedFolder) -> worker.GetModelInfoResponse:
+def model_info_proto(info: ModelInfo, parts: WorkerParts) -> worker.GetModelInfoResponse:
     """Return what is served."""
-    defaults = dict(folder.default_sampling)
+    defaults = dict(parts.default_sampling)
     return worker.GetModelInfoResponse(
-        model_path=folder.path,
+        model_path=parts.path,
         is_generation=info.kind is ModelKind.CHAT,
         max_context_length=info.context_token_limit,
         vocab_size=info.vocabulary_size,
         supports_vision=info.sees_images,
         served_model_name=info.model_id,
-        tokenizer_path=folder.path,
+        tokenizer_path=parts.path,
         model_type=info.architecture,
-        architectures=folder.architectures,
+        architectures=parts.architectures,
         eos_token_ids=info.eos_token_ids,
-        pad_token_id=folder.pad_token_id,
-        bos_token_id=folder.bos_token_id,
+        pad_token_id=parts.pad_token_id,
+        bos_token_id=parts.bos_token_id,
         # One token of the context is left to the output.
         max_req_input_len=info.context_token_limit - 1,
         default_sampling_params_json=json.dumps(defaults, separators=(",", ":")) if defaults else "",
@@ -81,7 +75,7 @@ def model_info_proto(info: ModelInfo, folder: ServedFolder) -> worker.GetModelIn
 
 def server_info_proto(
     info: ModelInfo,
-    folder: ServedFolder,
+    parts: WorkerParts,
     *,
     active_count: int,
     uptime_s: float,
@@ -97,25 +91,36 @@ def server_info_proto(
         server_type=SERVER_TYPE,
         data_parallel_size=1,
         kv_cache_dtype="auto",
-        block_size=folder.block_token_count,
+        block_size=parts.block_token_count,
         model_dtype=info.dtype,
-        max_num_seqs=folder.running_limit,
+        max_num_seqs=parts.running_limit,
         constrained_decoding_start=CONSTRAINT_START,
         mm_item_limits=f"image={image_limit}" if info.sees_images else "",
     )
 
 
-def own_load_proto(use: TenantUse, folder: ServedFolder, *, waiting_token_count: int) -> worker.SchedulerLoad:
-    """Return how busy one tenant keeps the server; other tenants do not change it."""
-    return _load_proto(use, use, folder, waiting_token_count)
-
-
 def load_proto(
-    snapshot: Snapshot, folder: ServedFolder, queues: TenantUse, *, waiting_token_count: int
+    queues: TenantUse, parts: WorkerParts, snapshot: Snapshot | None, *, waiting_token_count: int
 ) -> worker.SchedulerLoad:
-    """Return how busy the server is: queues as of now, the rest of the last sample."""
-    engine = snapshot.engine
-    load = _load_proto(queues, engine, folder, waiting_token_count)
+    """Return how busy the server is: queues as of now, the rest of the last sample.
+
+    Without one it is how busy one tenant keeps it, which other tenants do not change.
+    """
+    engine = None if snapshot is None else snapshot.engine
+    totals = queues if snapshot is None else engine
+    has_prompts = totals is not None and totals.prompt_token_total
+    hit_ratio = totals.cached_token_total / totals.prompt_token_total if totals and has_prompts else 0.0
+    load = worker.SchedulerLoad(
+        num_running_reqs=queues.running_count,
+        num_waiting_reqs=queues.waiting_count,
+        num_total_reqs=queues.running_count + queues.waiting_count,
+        # How much of them is cached is known when they start; probably as much as of the others.
+        num_waiting_uncached_tokens=round(waiting_token_count * (1 - hit_ratio)),
+        max_running_requests=parts.running_limit,
+        cache_hit_rate=hit_ratio,
+    )
+    if snapshot is None:
+        return load
     load.gen_throughput = snapshot.rates.output_tokens_per_s
     if engine is not None and engine.kv_limit_bytes:
         # Cached blocks give way to requests, so they do not count as used.
@@ -124,22 +129,3 @@ def load_proto(
             load.max_total_num_tokens = engine.kv_limit_bytes // token_bytes
             load.num_used_tokens = engine.kv_used_bytes // token_bytes
     return load
-
-
-def _load_proto(
-    queues: TenantUse,
-    totals: TenantUse | EngineStats | None,
-    folder: ServedFolder,
-    waiting_token_count: int,
-) -> worker.SchedulerLoad:
-    has_prompts = totals is not None and totals.prompt_token_total
-    hit_ratio = totals.cached_token_total / totals.prompt_token_total if totals and has_prompts else 0.0
-    return worker.SchedulerLoad(
-        num_running_reqs=queues.running_count,
-        num_waiting_reqs=queues.waiting_count,
-        num_total_reqs=queues.running_count + queues.waiting_count,
-        # How much of them is cached is known when they start; probably as much as of the others.
-        num_waiting_uncached_tokens=round(waiting_token_count * (1 - hit_ratio)),
-        max_running_requests=folder.running_limit,
-        cache_hit_rate=hit_ratio,
-    )

@@ -126,13 +126,14 @@ def _split(pattern: str) -> tuple[str, ...] | None:
         return None
     rest, parts = pattern[1:], []
     while rest.startswith(_LOOK_AHEAD):
-        end = _group_end(rest)
-        if end is None:
+        closings = (index for index, character, depth in _depths(rest) if character == ")" and not depth)
+        if (end := next(closings, None)) is None:
             return None
         parts.append(f"^(?:{rest[len(_LOOK_AHEAD) : end]})")
         rest = rest[end + 1 :]
     parts.append(f"^{rest}")
-    if any(map(_looks_around, parts)) or _has_alternatives(rest):
+    has_alternatives = any(character == "|" and not depth for _, character, depth in _depths(rest))
+    if any(map(_looks_around, parts)) or has_alternatives:
         return None
     return tuple(parts)
 
@@ -154,22 +155,11 @@ def _depths(pattern: str) -> list[tuple[int, str, int]]:
     return depths
 
 
-def _group_end(pattern: str) -> int | None:
-    """Return the index at which the first group of a pattern closes."""
-    return next(
-        (index for index, character, depth in _depths(pattern) if character == ")" and not depth), None
-    )
-
-
 def _looks_around(pattern: str) -> bool:
     if not any(sign in pattern for sign in _LOOK_AROUND):
         return False
     groups = (index for index, character, _ in _depths(pattern) if character == "(")
     return any(pattern.startswith(_LOOK_AROUND, index) for index in groups)
-
-
-def _has_alternatives(pattern: str) -> bool:
-    return any(character == "|" and not depth for _, character, depth in _depths(pattern))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

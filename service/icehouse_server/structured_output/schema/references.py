@@ -6,6 +6,8 @@ import urllib.parse
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from icehouse_server.errors import clipped
+
 _SHOWN_LENGTH = 80
 
 
@@ -38,15 +40,16 @@ class References:
         if not isinstance(reference, str):
             raise UnusableSchema("$ref must be a string", f"{pointer}/$ref")
         document, _, fragment = reference.partition("#")
+        shown = clipped(reference, _SHOWN_LENGTH)
         if document and document != self._own_name:
             raise UnusableSchema(
-                f"$ref {_shown(reference)} is in another document, which is not fetched; put it into $defs",
+                f"$ref {shown} is in another document, which is not fetched; put it into $defs",
                 f"{pointer}/$ref",
             )
         target_pointer = self._pointer(fragment)
         target = None if target_pointer is None else self._at(target_pointer)
         if target is None:
-            raise UnusableSchema(f"$ref {_shown(reference)} points to no schema", f"{pointer}/$ref")
+            raise UnusableSchema(f"$ref {shown} points to no schema", f"{pointer}/$ref")
         return target
 
     def _pointer(self, fragment: str) -> str | None:
@@ -106,7 +109,3 @@ def _anchors(document: Any) -> dict[str, str]:
 def _text(part: Any, key: str) -> str:
     value = part.get(key) if isinstance(part, Mapping) else None
     return value if isinstance(value, str) else ""
-
-
-def _shown(reference: str) -> str:
-    return reference if len(reference) <= _SHOWN_LENGTH else reference[: _SHOWN_LENGTH - 1] + "…"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Collection
 
 from icehouse_server.domain.chat import Conversation
 
@@ -90,9 +89,3 @@ class TurnEnd:
     def _mark_index(self, text: str) -> int | None:
         match = self.marks.search(text)
         return None if match is None else match.start()
-
-
-def marks_of(special_tokens: Collection[str], *, without: Collection[str]) -> re.Pattern[str]:
-    """Return a pattern of these tokens, except those that a reply consists of."""
-    found = sorted(set(special_tokens) - set(without), key=lambda token: (-len(token), token))
-    return re.compile("|".join(map(re.escape, found)) or r"(?!)")

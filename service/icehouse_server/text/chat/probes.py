@@ -88,39 +88,32 @@ def skeleton_of(messages: Sequence[ChatMessage]) -> Skeleton:
     fields: dict[str, str] = {}
     message_indices: dict[str, int] = {}
 
-    def word(field: str) -> str:
+    def word(index: int, field: str) -> str:
         made = f"qz{len(fields)}qz"
-        fields[made] = field
-        message_indices[made] = int(field[len("messages[") : field.index("]")])
+        fields[made] = f"messages[{index}].{field}"
+        message_indices[made] = index
         return made
 
-    return Skeleton(
-        tuple(
-            _skeleton_message(message, f"messages[{index}]", word) for index, message in enumerate(messages)
-        ),
-        fields,
-        message_indices,
-    )
+    def skeleton(index: int, message: ChatMessage) -> ChatMessage:
+        return dataclasses.replace(
+            message,
+            content=word(index, "content") if message.content else "",
+            images=tuple(dataclasses.replace(placed, position=0) for placed in message.images),
+            reasoning="qz" if message.reasoning else "",
+            tool_calls=tuple(
+                ToolCall(
+                    call.id,
+                    word(index, f"tool_calls[{number}].name"),
+                    # The odd space shows whether the text is copied or serialized again.
+                    f'{{"qzkey":  "{word(index, f"tool_calls[{number}].arguments_json")}"}}',
+                )
+                for number, call in enumerate(message.tool_calls)
+            ),
+            name="qzname" if message.name else message.name,
+            token_ids=(),
+        )
 
-
-def _skeleton_message(message: ChatMessage, field: str, word: Callable[[str], str]) -> ChatMessage:
-    return dataclasses.replace(
-        message,
-        content=word(f"{field}.content") if message.content else "",
-        images=tuple(dataclasses.replace(placed, position=0) for placed in message.images),
-        reasoning="qz" if message.reasoning else "",
-        tool_calls=tuple(
-            ToolCall(
-                call.id,
-                word(f"{field}.tool_calls[{number}].name"),
-                # The odd space shows whether the text is copied or serialized again.
-                f'{{"qzkey":  "{word(f"{field}.tool_calls[{number}].arguments_json")}"}}',
-            )
-            for number, call in enumerate(message.tool_calls)
-        ),
-        name="qzname" if message.name else message.name,
-        token_ids=(),
-    )
+    return Skeleton(tuple(itertools.starmap(skeleton, enumerate(messages))), fields, message_indices)
 
 
 def find_traits(render: Render, *, has_tools: bool) -> TemplateTraits:

@@ -5,6 +5,7 @@ Runs in the small executor of `rpc`, one caller at a time.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 from collections.abc import Mapping, Sequence
@@ -33,7 +34,9 @@ class ChatTemplate:
         The first look renders some dozens of tiny ones. Raises InvalidRequest for a template without an end.
         """
         if has_tools not in self._traits:
-            self._traits[has_tools] = self._find_traits(has_tools=has_tools)
+            self._traits[has_tools] = None
+            with contextlib.suppress(TemplateTooLong):
+                self._traits[has_tools] = find_traits(self._probe, has_tools=has_tools)
         traits = self._traits[has_tools]
         if traits is None:
             raise _invalid(
@@ -42,16 +45,10 @@ class ChatTemplate:
             )
         return traits
 
-    def _find_traits(self, *, has_tools: bool) -> TemplateTraits | None:
-        def render(messages: Sequence[ChatMessage], tools: Sequence[Tool], traits: TemplateTraits) -> str:
-            # As a prompt ends: with the header of a reply, unless one comes last.
-            is_answered = messages[-1].role == "assistant"
-            return self._render(messages, tools=tools, traits=traits, adds_generation_prompt=not is_answered)
-
-        try:
-            return find_traits(render, has_tools=has_tools)
-        except TemplateTooLong:
-            return None
+    def _probe(self, messages: Sequence[ChatMessage], tools: Sequence[Tool], traits: TemplateTraits) -> str:
+        # As a prompt ends: with the header of a reply, unless one comes last.
+        is_answered = messages[-1].role == "assistant"
+        return self._render(messages, tools=tools, traits=traits, adds_generation_prompt=not is_answered)
 
     def text(
         self,
@@ -180,7 +177,14 @@ def form_of(message: ChatMessage, traits: TemplateTraits) -> dict[str, Any]:
     if message.reasoning and traits.reasoning_key:
         form[traits.reasoning_key] = message.reasoning
     if message.tool_calls:
-        form["tool_calls"] = [_form_of_call(call, traits) for call in message.tool_calls]
+        form["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": _arguments_of(call, traits.arguments)},
+            }
+            for call in message.tool_calls
+        ]
     if message.tool_call_id:
         form["tool_call_id"] = message.tool_call_id
     return form
@@ -197,16 +201,9 @@ def offer(tool: Tool, form: ToolForm = ToolForm.WRAPPED) -> dict[str, Any]:
     return function if form is ToolForm.PLAIN else {"type": "function", "function": function}
 
 
-def _form_of_call(call: ToolCall, traits: TemplateTraits) -> dict[str, Any]:
-    return {
-        "id": call.id,
-        "type": "function",
-        "function": {"name": call.name, "arguments": _arguments_of(call.arguments_json, traits.arguments)},
-    }
-
-
-def _arguments_of(text: str, form: Arguments) -> str | dict[str, Any]:
+def _arguments_of(call: ToolCall, form: Arguments) -> str | dict[str, Any]:
     """Return a call's arguments; where they must be an object, any other text is put into one."""
+    text = call.arguments_json
     if form is Arguments.VERBATIM:
         return text
     try:

@@ -234,7 +234,6 @@ _NAMED = (
             JsonCalls(("[TOOL_CALLS]",), is_list=True, has_late_id=True),
         ),
         tokens=("[TOOL_CALLS]", "[ARGS]"),
-        aliases=("mistral",),
     ),
     Family(
         name="kimi",
@@ -310,7 +309,6 @@ _PYTHON = (
         models="Gemma 4",
         notation=GemmaCalls(("<|tool_call>",), ("<tool_call|>",), quote='<|"|>'),
         tokens=("<|tool_call>", "<tool_call|>"),
-        aliases=("gemma4",),
     ),
     Family(
         name="llama4",

@@ -76,7 +76,6 @@ class PythonCalls(Notation):
         return count
 
     def _call(self, source: TextSource, calls: ReplyCalls, *, is_irregular: bool) -> Reading[None]:
-        """Read one call."""
         calls.begin_call()
         head = yield from source.ahead(_CALL)
         assert head is not None, "looked at before"

@@ -13,8 +13,8 @@ from typing import Any
 from icehouse_server.domain.chat import CallPiece, MalformedPiece, Piece, ReasoningPiece, TextPiece
 from icehouse_server.text.replies.notation import ReplyCalls
 from icehouse_server.text.replies.reply_format import ReplyFormat
-from icehouse_server.text.values.arguments import Argument, ArgumentsSchema, TooCostly, as_object
-from icehouse_server.text.values.literals import sendable, strict
+from icehouse_server.text.values.arguments import Argument, ArgumentsSchema, TooCostly
+from icehouse_server.text.values.literals import quoted, sendable, strict
 from icehouse_server.text.values.text_source import TextSource
 
 
@@ -52,7 +52,6 @@ class ReplySplitter:
         return self._calls.good_count
 
     def push(self, text: str) -> list[Piece]:
-        """Add text."""
         self._feed(text)
         return self._emitted()
 
@@ -207,7 +206,8 @@ class _CheckedCalls(ReplyCalls):
             self._problem = self._problem or problem
             return
         self.name_tool(name)
-        self.add_arguments(as_object(texts))
+        members = ", ".join(f"{quoted(member)}: {text}" for member, text in texts.items())
+        self.add_arguments(f"{{{members}}}")
         self.end_call(is_repaired=is_repaired)
 
     def _misfit(self, call: _OpenCall) -> str:

@@ -119,11 +119,6 @@ class ArgumentsSchema:
             return None
 
 
-def as_object(members: Mapping[str, str]) -> str:
-    """Return an object whose values are JSON already."""
-    return "{" + ", ".join(f"{quoted(name)}: {value}" for name, value in members.items()) + "}"
-
-
 def _readings(argument: Argument, *, is_python: bool) -> Iterator[ReadValue]:
     """Yield what a text may mean, the likeliest first."""
     text = argument.text
@@ -131,7 +126,8 @@ def _readings(argument: Argument, *, is_python: bool) -> Iterator[ReadValue]:
     if argument.is_text:
         yield ReadValue(quoted(text))
         return
-    if _is_json(bare):
+    with contextlib.suppress(ValueError):
+        strict(bare)
         yield ReadValue(bare)
     if is_python and bare in PYTHON_LITERALS:
         yield ReadValue(PYTHON_LITERALS[bare])
@@ -144,14 +140,6 @@ def _readings(argument: Argument, *, is_python: bool) -> Iterator[ReadValue]:
             yield python_literal(bare)
     if bare != text or argument.is_text is False:
         yield ReadValue(quoted(bare), is_repaired=True)
-
-
-def _is_json(text: str) -> bool:
-    try:
-        strict(text)
-    except ValueError:
-        return False
-    return True
 
 
 def _description(error: ValidationError) -> str:

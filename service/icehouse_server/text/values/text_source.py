@@ -38,7 +38,6 @@ class TextSource:
         self._put_back_length = 0
 
     def push(self, text: str) -> None:
-        """Add text."""
         self.rest += text
 
     def end(self, *, is_cut: bool = False) -> None:
@@ -60,7 +59,6 @@ class TextSource:
         return text
 
     def stop_recording(self) -> None:
-        """Discard the record and stop."""
         self._record = None
 
     def take(self, length: int) -> str:
@@ -136,13 +134,10 @@ class TextSource:
     def word(self, pattern: re.Pattern[str], *, limit: int) -> Reading[str]:
         """As `run`, and return what was read; raises TooLong beyond `limit` characters."""
         parts: list[str] = []
-        length = 0
 
         def emit(part: str) -> None:
-            nonlocal length
             parts.append(part)
-            length += len(part)
-            if length > limit:
+            if sum(map(len, parts)) > limit:
                 raise TooLong(f"a name or number in it is longer than {limit} characters")
 
         yield from self.run(pattern, emit)
@@ -178,7 +173,7 @@ class TextSource:
         """Emit all text before the first marker; read and return the marker, "" at the end."""
         while True:
             index, marker = self._first(markers)
-            certain = len(self.rest) if self.has_ended else self._certain_length(markers)
+            certain = len(self.rest) if self.has_ended else certain_length(self.rest, markers)
             is_match = bool(marker) and (self.has_ended or index < certain)
             if is_match and not index:
                 return self.take(len(marker))
@@ -195,16 +190,17 @@ class TextSource:
         index, _, marker = min((match for match in matches if match[0] >= 0), default=(0, 0, ""))
         return index, marker
 
-    def _certain_length(self, markers: Sequence[str]) -> int:
-        """Return the length of the text before what may be the beginning of a marker."""
-        longest = max(map(len, markers), default=0)
-        firsts = {marker[0] for marker in markers}
-        for start in range(max(0, len(self.rest) - longest + 1), len(self.rest)):
-            if self.rest[start] in firsts:
-                tail = self.rest[start:]
-                if any(len(marker) > len(tail) and marker.startswith(tail) for marker in markers):
-                    return start
-        return len(self.rest)
+
+def certain_length(text: str, markers: Sequence[str]) -> int:
+    """Return the length of a text before what may be the beginning of a marker."""
+    longest = max(map(len, markers), default=0)
+    firsts = {marker[0] for marker in markers}
+    for start in range(max(0, len(text) - longest + 1), len(text)):
+        if text[start] in firsts:
+            tail = text[start:]
+            if any(len(marker) > len(tail) and marker.startswith(tail) for marker in markers):
+                return start
+    return len(text)
 
 
 class Malformed(Exception):

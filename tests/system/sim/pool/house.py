@@ -27,9 +27,8 @@ from icehouse_server.engine.prefix_cache.controller import CacheController
 from icehouse_server.engine.prefix_cache.prefix_cache import PrefixCache
 from icehouse_server.engine.runner.model_loader import ModelSource
 from icehouse_server.errors import IcehouseError, ModelError, Reason
-from icehouse_server.pool.choice import ModelNeeds
 from icehouse_server.pool.model_pool import ModelPool
-from icehouse_server.pool.places import ModelTerms
+from icehouse_server.pool.places import ModelNeeds, ModelTerms
 from icehouse_server.rpc.engine_client.engine_ports import ServedModel
 from icehouse_server.rpc.engine_client.open_requests import OpenRequests
 from icehouse_server.rpc.engine_client.router import Router

@@ -14,7 +14,7 @@ from icehouse_server.engine.engine_loop import EngineLoop
 from icehouse_server.engine.prefix_cache.tiers.spill import Spills
 from icehouse_server.engine.prefix_cache.tiers.tenant_quota import TenantQuotas
 from icehouse_server.engine.scheduling.memory_guard import MemoryGuard
-from icehouse_server.pool import choice, model_pool, places
+from icehouse_server.pool import model_pool, places
 from icehouse_server.pool.model_pool import ModelPool
 from icehouse_server.rpc.engine_client.router import Router
 from icehouse_server.storage.local.open_model import OpenModels
@@ -110,11 +110,15 @@ class _NothingRemoved(list[Any]):
 
 
 def give_way_although_pinned(patch: pytest.MonkeyPatch) -> None:
-    real = choice.yielding
+    real = places.yielding
 
-    def yielding(name, size_bytes, occupants, **limit):
-        loose = [dataclasses.replace(each, is_pinned=False) for each in occupants]
-        return real(name, size_bytes, loose, **limit)
+    def yielding(name, needs, occupants, **limit):
+        own = {each.terms.name: each for each in occupants}
+        loose = [
+            dataclasses.replace(each, terms=dataclasses.replace(each.terms, is_pinned=False))
+            for each in occupants
+        ]
+        return tuple(own[each.terms.name] for each in real(name, needs, loose, **limit))
 
     patch.setattr(model_pool, "yielding", yielding)
 

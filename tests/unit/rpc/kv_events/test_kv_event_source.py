@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 from icehouse_server.domain.cache_commands import BeginListing, Listing, Tier
-from icehouse_server.domain.ids import BlockHash, CacheScope
+from icehouse_server.domain.ids import DEFAULT_TENANT, BlockHash, CacheScope
 from icehouse_server.engine.core.block_log import BlockLog, Came, ListingEnded
 from icehouse_server.errors import IcehouseError, Reason
 from icehouse_server.rpc.engine_client.router import Router
@@ -52,7 +52,8 @@ async def test_nothing_is_asked_before_somebody_subscribes(engine: FakeEngine) -
     source = source_of(log, block_token_count=4, engine=engine)
     ListingEngine(engine, log)
     assert engine.orders == [] and not log.is_on
-    subscription = source.subscribe(after_number=0, tenant=None)
+    source.follow(DEFAULT_TENANT)
+    subscription = source.feed.subscribe(after_number=0, tenant=None)
     assert subscription.take() is not None, "the state as it is known comes at once"
     async with asyncio.timeout(BOUND_S):
         await subscription.wait()

@@ -12,14 +12,14 @@ from icehouse.v1.server_service_pb2 import WatchStatsResponse
 from icehouse_server.config import TenantConfig
 from icehouse_server.domain.ids import Tenant
 from icehouse_server.domain.model import EngineState
-from icehouse_server.domain.stats import GroupStats, RankState, RankStats
+from icehouse_server.domain.stats import GroupStats, RankState, RankStats, ReplyStats
 from icehouse_server.errors import IcehouseError
 from icehouse_server.rpc.access.caller import UNPROVED, Caller, Role
 from icehouse_server.rpc.access.tenants import Tenants
-from icehouse_server.rpc.calls.watchers import ReadGroup, SlowRequests
+from icehouse_server.rpc.calls.watchers import ReadGroup, Telemetry
 from icehouse_server.rpc.engine_client.engine_ports import ServedModel, StatsReply
 from icehouse_server.rpc.engine_client.router import Router
-from icehouse_server.rpc.services.observation import StatsReader
+from icehouse_server.rpc.services.observation import Observation
 
 from tests.fixtures.rpc.fake_engine import MODEL_INFO, FakeEngine, FakeTokenizer
 from tests.fixtures.rpc.seats import one_seat
@@ -39,7 +39,7 @@ class CountedEngine(FakeEngine):
 @contextlib.asynccontextmanager
 async def reading(
     *, group: ReadGroup | None = None
-) -> AsyncIterator[tuple[StatsReader, CountedEngine, Router]]:
+) -> AsyncIterator[tuple[Observation, CountedEngine, Router]]:
     clock = FakeClock()
     router = Router(asyncio.get_running_loop())
     engine = CountedEngine(router)
@@ -48,11 +48,11 @@ async def reading(
     await asyncio.sleep(0)
     tenants = Tenants(TenantConfig(), running_limit=0, clock=clock)
     yield (
-        StatsReader(
+        Observation(
+            Telemetry(group=group),
             seats=one_seat(engine, router, clock),
             tenants=tenants,
-            slow=SlowRequests(clock),
-            group=group,
+            replies=lambda: ReplyStats(0, 0, 0),
             clock=clock,
         ),
         engine,

@@ -451,8 +451,7 @@ async def test_the_archive_is_there_once_for_all_callers() -> None:
         read_count += 1
         return ARCHIVE
 
-    folder = dataclasses.replace(parts.folder, read_archive=read_archive)
-    async with running(worker=dataclasses.replace(parts, folder=folder)) as served:
+    async with running(worker=dataclasses.replace(parts, read_archive=read_archive)) as served:
         calls = [served.worker.GetTokenizer(common.GetTokenizerRequest()) for _ in range(3)]
         assert len({b"".join([chunk.data async for chunk in call]) for call in calls}) == 1
         assert read_count == 1
