@@ -39,19 +39,6 @@ _PANELS = {
     "log": "Log",
 }
 
-_METAVARS = {
-    SettingKind.TEXT: "TEXT",
-    SettingKind.PATH: "PATH",
-    SettingKind.NAMED_PATHS: "NAME=PATH,…",
-    SettingKind.COUNT: "N",
-    SettingKind.SECONDS: "SECONDS",
-    SettingKind.MILLISECONDS: "MS",
-    SettingKind.RATIO: "0..1",
-    SettingKind.NUMBER: "X",
-    SettingKind.BYTES: "SIZE",
-}
-
-
 OFTEN_SET: Mapping[str, tuple[str, ...]] = {
     "Model": ("model.model", "engine.memory_limit_bytes"),
     "Addresses and callers": ("server.host", "server.port", "http.port", "security.token_file"),
@@ -168,7 +155,7 @@ def _parameter(setting: Setting) -> inspect.Parameter:
     name = f"{setting.flag}/--no-{setting.flag.removeprefix('--')}" if switch else setting.flag
     option = typer.Option(
         name,
-        metavar=None if switch else _METAVARS.get(setting.kind, "|".join(map(str, setting.choices))),
+        metavar=None if switch else "|".join(map(str, setting.choices)) or setting.kind.value,
         help=_help_text(setting),
         show_default=False,
     )
