@@ -208,8 +208,8 @@ class SpeedBench:
         if not self.fits(len(prompt)):
             raise _NotMeasuredError(f"the model's context is {self._context_token_count:,} tokens")
         late = _NotMeasuredError("no time was left; allow more with --limit-s")
-        options["timeout_s"] = self.left_s
-        if options["timeout_s"] <= 0:
+        options["timeout_s"] = left_s = self.left_s
+        if left_s <= 0:
             raise late
         try:
             return self._client.generate(prompt, **options).usage

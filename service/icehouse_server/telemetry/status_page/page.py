@@ -35,7 +35,6 @@ from icehouse_server.telemetry.metric import HistogramSeries
 PAGE_PATH = "/"
 REPORT_PATH = "/status.json"
 
-_WRONG_METHOD = "405 Method Not Allowed"
 _REPORT_INTERVAL_S = 1.0
 _WAITING_LIMIT = 16
 """Requests that wait for a report together; more are sent away."""
@@ -69,17 +68,14 @@ class StatusPage:
 
     @property
     def pages(self) -> Mapping[str, WSGIApplication]:
-        return {PAGE_PATH: self._answer_page, REPORT_PATH: self._answer_report}
+        return dict.fromkeys((PAGE_PATH, REPORT_PATH), self._answer)
 
-    def _answer_page(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+    def _answer(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
         if environ["REQUEST_METHOD"] != "GET":
-            return _send(start_response, _WRONG_METHOD)
-        headers = {"Content-Type": "text/html; charset=utf-8", "Content-Security-Policy": self._policy}
-        return _send(start_response, "200 OK", self._page.encode(), headers)
-
-    def _answer_report(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
-        if environ["REQUEST_METHOD"] != "GET":
-            return _send(start_response, _WRONG_METHOD)
+            return _send(start_response, "405 Method Not Allowed")
+        if environ["PATH_INFO"] == PAGE_PATH:
+            headers = {"Content-Type": "text/html; charset=utf-8", "Content-Security-Policy": self._policy}
+            return _send(start_response, "200 OK", self._page.encode(), headers)
         report = self._latest_report()
         if report is None:
             return _send(start_response, "503 Service Unavailable", headers={"Retry-After": "1"})
