@@ -129,10 +129,8 @@ def load_config(
     return LoadedConfig(config=config, sources=sources)
 
 
-def _pooled(table: object, shared: Mapping[str, Any], *, source: str) -> PooledModelConfig:
+def _pooled(table: Mapping[str, object], shared: Mapping[str, Any], *, source: str) -> PooledModelConfig:
     """Return one of the tables [[models]]; what it leaves out is as `shared` says."""
-    if not isinstance(table, dict):
-        raise _invalid(f"{MODELS} in {source} must be tables: [[{MODELS}]]", field=MODELS)
     known = {s.name: s for s in MODEL_SETTINGS}
     for name in table:
         if name not in known:
@@ -145,7 +143,7 @@ def _pooled(table: object, shared: Mapping[str, Any], *, source: str) -> PooledM
     return PooledModelConfig(**{**shared, **given})
 
 
-def _read_file(file: Path) -> tuple[dict[str, object], list[object]]:
+def _read_file(file: Path) -> tuple[dict[str, object], list[dict[str, object]]]:
     """Return the values of the file's sections, and its tables of models."""
     try:
         document = tomllib.loads(read_small_file(file.expanduser()).content.decode("utf-8"))
@@ -161,7 +159,7 @@ def _read_file(file: Path) -> tuple[dict[str, object], list[object]]:
     known = {s.key for s in SETTINGS}
     found: dict[str, object] = {}
     tables = document.pop(MODELS, [])
-    if not isinstance(tables, list):
+    if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
         raise _invalid(f"{MODELS} in {file} must be tables: [[{MODELS}]]", field=MODELS)
     for section, table in document.items():
         if section not in SECTIONS:

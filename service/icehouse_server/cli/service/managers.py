@@ -232,9 +232,8 @@ class Systemd:
         return ServiceStatus(is_running=facts.get("ActiveState") == "active", facts=facts)
 
 
-def _systemctl(*arguments: str, timeout_s: float | None = None) -> str:
-    command = ("systemctl", "--user", "--no-pager", *arguments)
-    return answer_of(command) if timeout_s is None else answer_of(command, timeout_s=timeout_s)
+def _systemctl(*arguments: str, timeout_s: float = _ANSWER_TIMEOUT_S) -> str:
+    return answer_of(("systemctl", "--user", "--no-pager", *arguments), timeout_s=timeout_s)
 
 
 def _quoted(word: str) -> str:
