@@ -28,7 +28,7 @@ from icehouse_server.bootstrap.telemetry import (
     worker_parts,
 )
 from icehouse_server.clock import Clock
-from icehouse_server.config import Config, EngineConfig
+from icehouse_server.config import Config
 from icehouse_server.device import Device
 from icehouse_server.engine.core.mailbox import Mailbox, Message
 from icehouse_server.engine.core.memory_budget import MemoryBudget
@@ -333,7 +333,12 @@ def engine_settings(config: Config, limits: SchedulerLimits, *, expected_bytes: 
     """Return how the engine serves what its runner runs."""
     return EngineSettings(
         limits=limits,
-        waiting=waiting_limits(config.engine),
+        waiting=WaitingLimits(
+            request_limit=config.engine.waiting_limit,
+            token_limit=config.engine.waiting_token_limit,
+            tenant_running_limit=config.engine.tenant_running_limit,
+            aging_s=config.engine.aging_s,
+        ),
         flush_timeout_s=config.cache.flush_timeout_s,
         expected_bytes=expected_bytes,
     )
@@ -455,14 +460,4 @@ def engine_limits(whole: Config, device: Device) -> SchedulerLimits:
         prefill_chunk_s=config.prefill_chunk_ms / 1000,
         prefill_slice_s=config.prefill_slice_ms / 1000,
         policy=defaults.policy,
-    )
-
-
-def waiting_limits(config: EngineConfig) -> WaitingLimits:
-    """Return the limits on waiting requests."""
-    return WaitingLimits(
-        request_limit=config.waiting_limit,
-        token_limit=config.waiting_token_limit,
-        tenant_running_limit=config.tenant_running_limit,
-        aging_s=config.aging_s,
     )

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from icehouse_client.archive_files import opened, written
-from icehouse_client.cli.console import EXIT_FAILURE, AsJson, UsageError, bar, err, harmless, out, print_json
+from icehouse_client.cli.console import EXIT_FAILURE, AsJson, UsageError, bar, err, harmless, show
 from icehouse_client.cli.figures import size_text
 from rich.progress import TaskProgressColumn
 
@@ -157,29 +157,23 @@ def _show_export(report: ExportReport, *, as_json: bool, to_pipe: bool) -> None:
     if to_pipe:
         # Standard output is the archive.
         err.print(text, markup=False)
-    elif as_json:
-        print_json(facts)
     else:
-        out.print(text, markup=False)
+        show(facts, text, as_json=as_json)
 
 
 def _show_import(report: ImportReport, *, as_json: bool) -> None:
     refused = {str(why): count for why, count in report.refused.items()}
-    if as_json:
-        print_json(
-            {
-                "adopted": report.adopted_count,
-                "size_bytes": report.adopted_bytes,
-                "known": report.known_count,
-                "refused": refused,
-                "stopped": report.stop_detail,
-            }
-        )
-    else:
-        parts: Iterable[str] = (f"{count} refused ({why})" for why, count in refused.items())
-        known = f"{report.known_count} were there already"
-        size = size_text(report.adopted_bytes)
-        out.print(", ".join([f"{report.adopted_count} blocks adopted, {size}", known, *parts]), markup=False)
+    facts = {
+        "adopted": report.adopted_count,
+        "size_bytes": report.adopted_bytes,
+        "known": report.known_count,
+        "refused": refused,
+        "stopped": report.stop_detail,
+    }
+    parts = [f"{report.adopted_count} blocks adopted", size_text(report.adopted_bytes)]
+    parts.append(f"{report.known_count} were there already")
+    parts += [f"{count} refused ({why})" for why, count in refused.items()]
+    show(facts, ", ".join(parts), as_json=as_json)
     if report.stop_detail:
         err.print(harmless(f"the rest of the archive was not read: {report.stop_detail}"), markup=False)
     if report.stop_detail or refused:

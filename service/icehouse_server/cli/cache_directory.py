@@ -26,7 +26,7 @@ from icehouse_server.errors import Reason, StorageError
 from icehouse_server.storage.files import Files
 from icehouse_server.storage.local.directory.manifest import BlockRecord
 from icehouse_server.storage.local.directory.offline import OfflineStore, PurgeScope, Rows, Verdict
-from icehouse_server.storage.local.directory.reconcile import Discrepancy, Finding
+from icehouse_server.storage.local.directory.reconcile import Finding
 from icehouse_server.storage.local.encryption.constants import KEY_DETAIL
 
 app = CommandLine()
@@ -124,7 +124,11 @@ def check(directory: Directory = None, as_json: AsJson = False) -> None:
     with bar("looking at files", TaskProgressColumn(), total=len(store.rows().records)) as advance_to:
         found, file_count = store.check(progress=advance_to)
     if as_json:
-        print_json({"files": file_count, "discrepancies": [discrepancy_facts(item) for item in found]})
+        told = [
+            {**{name: getattr(item, name) for name in _FOUND}, "hash": item.hash and item.hash.hex()}
+            for item in found
+        ]
+        print_json({"files": file_count, "discrepancies": told})
     else:
         for item in found:
             detail = f" ({item.detail})" if item.detail else ""
@@ -278,6 +282,7 @@ _FACTS = (
     *("created_time", "last_used_time", "hit_count"),
 )
 _TIMES = ("created_time", "last_used_time")
+_FOUND = ("finding", "path", "hash", "size_bytes", "detail")
 
 
 def record_facts(record: BlockRecord) -> dict[str, object]:
@@ -285,17 +290,6 @@ def record_facts(record: BlockRecord) -> dict[str, object]:
     facts = {name: getattr(record, name) for name in _FACTS}
     facts["pinned"] = record.pin_end_time > SystemClock().wall()
     return {name: value.hex() if isinstance(value, bytes) else value for name, value in facts.items()}
-
-
-def discrepancy_facts(item: Discrepancy) -> dict[str, object]:
-    """Return a finding of `check` for JSON."""
-    return {
-        "finding": str(item.finding),
-        "path": item.path,
-        "hash": item.hash.hex() if item.hash else None,
-        "size_bytes": item.size_bytes,
-        "detail": item.detail,
-    }
 
 
 def fact_text(name: str, value: object) -> str:

@@ -39,19 +39,6 @@ _PANELS = {
     "log": "Log",
 }
 
-_METAVARS = {
-    SettingKind.TEXT: "TEXT",
-    SettingKind.PATH: "PATH",
-    SettingKind.NAMED_PATHS: "NAME=PATH,…",
-    SettingKind.COUNT: "N",
-    SettingKind.SECONDS: "SECONDS",
-    SettingKind.MILLISECONDS: "MS",
-    SettingKind.RATIO: "0..1",
-    SettingKind.NUMBER: "X",
-    SettingKind.BYTES: "SIZE",
-}
-
-
 OFTEN_SET: Mapping[str, tuple[str, ...]] = {
     "Model": ("model.model", "engine.memory_limit_bytes"),
     "Addresses and callers": ("server.host", "server.port", "http.port", "security.token_file"),
@@ -80,7 +67,8 @@ class SettingsCommand(PlainCommand):
             is_said_before = setting.key == _MODEL_KEY and any(p.name == "model" for p in self.params)
             option.hidden = not shows_all and (is_said_before or setting.key not in _OFTEN_SET_PANELS)
             option.help = f"{text} (env: {setting.variable})" if shows_all else text
-            option.rich_help_panel = _panel(setting, shows_all=shows_all)
+            often = _OFTEN_SET_PANELS.get(setting.key, "")
+            option.rich_help_panel = _PANELS[setting.section] if shows_all else often
         try:
             super().format_help(ctx, formatter)
         finally:
@@ -99,7 +87,7 @@ def with_settings(command: Callable[..., None], *, takes_model: bool = False) ->
         file = given.pop("config")
         given.pop("help_all")
         models: Sequence[str] = given.pop("model", None) or ()
-        flags = {_keys()[parameter]: value for parameter, value in given.items()}
+        flags = {s.key: given[_parameter_name(s)] for s in SETTINGS}
         if models and flags[_MODEL_KEY] is not None:
             raise typer.BadParameter("the model is said twice, as MODEL and with --model; say it once")
         if len(models) == 1:
@@ -116,10 +104,6 @@ def with_settings(command: Callable[..., None], *, takes_model: bool = False) ->
 _MODEL_KEY = "model.model"
 
 
-def _keys() -> Mapping[str, str]:
-    return {_parameter_name(s): s.key for s in SETTINGS}
-
-
 def _parameter_name(setting: Setting) -> str:
     return setting.key.replace(".", "_")
 
@@ -128,10 +112,6 @@ def _ordered() -> list[Setting]:
     """Return the settings with those that are often set before all others, in the order of their groups."""
     often = list(_OFTEN_SET_PANELS)
     return sorted(SETTINGS, key=lambda s: often.index(s.key) if s.key in often else len(often))
-
-
-def _panel(setting: Setting, *, shows_all: bool) -> str:
-    return _PANELS[setting.section] if shows_all else _OFTEN_SET_PANELS.get(setting.key, "")
 
 
 def _show_all(context: typer.Context, is_asked: bool) -> None:
@@ -168,7 +148,7 @@ def _parameter(setting: Setting) -> inspect.Parameter:
     name = f"{setting.flag}/--no-{setting.flag.removeprefix('--')}" if switch else setting.flag
     option = typer.Option(
         name,
-        metavar=None if switch else _METAVARS.get(setting.kind, "|".join(map(str, setting.choices))),
+        metavar=None if switch else "|".join(map(str, setting.choices)) or setting.kind.value,
         help=_help_text(setting),
         show_default=False,
     )

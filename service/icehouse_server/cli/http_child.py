@@ -153,35 +153,35 @@ async def http_child(config: Config) -> AsyncIterator[HttpChild | None]:
 
 def _command(config: Config, *, descriptor: int, private_socket: Path) -> list[str]:
     http, security = config.http, config.security
-    # Without -P a file of the working folder could be imported in the place of a library.
-    command = [sys.executable, "-P", "-m", "icehouse_http.command", "--ends-with-stdin"]
-    command += ["--address", f"unix:{private_socket}", "--fd", str(descriptor)]
-    command += ["--log-format", config.log.format, "--log-level", config.log.level]
-    command += ["--grace-s", str(config.server.drain_grace_s + LAST_WORDS_S)]
-    command += ["--max-body-bytes", str(http.max_body_bytes)]
-    command += ["--body-memory-bytes", str(http.body_memory_bytes)]
-    for name, model in http.alias_pairs:
-        command += ["--alias", f"{name}={model}"]
-    for origin in http.origins:
-        command += ["--allow-origin", origin]
-    command += ["--host", http.host]
-    for name in http.own_names:
-        command += ["--name", name]
-    if http.strict_models:
-        command.append("--strict-models")
-    if http.exact_prompts:
-        command.append("--exact-prompts")
+    options = [
+        ("--address", f"unix:{private_socket}"),
+        ("--fd", descriptor),
+        ("--log-format", config.log.format),
+        ("--log-level", config.log.level),
+        ("--grace-s", config.server.drain_grace_s + LAST_WORDS_S),
+        ("--max-body-bytes", http.max_body_bytes),
+        ("--body-memory-bytes", http.body_memory_bytes),
+        ("--host", http.host),
+        *(("--alias", f"{name}={model}") for name, model in http.alias_pairs),
+        *(("--allow-origin", origin) for origin in http.origins),
+        *(("--name", name) for name in http.own_names),
+    ]
     if http.temperature is not None:
-        command += ["--temperature", str(http.temperature)]
-    if not config.log.access_enabled:
-        command.append("--no-access-log")
-    if not security.health_open:
-        command.append("--no-health-watch")
+        options.append(("--temperature", http.temperature))
     if speaks_tls(http, security):
-        for option, file in (
-            ("--tls-certificate", security.tls_certificate),
-            ("--tls-key", security.tls_key),
-        ):
-            assert file is not None, "TLS has a certificate and its key"
-            command += [option, str(Path(file).expanduser())]
-    return command
+        assert security.tls_certificate and security.tls_key, "TLS has a certificate and its key"
+        options.append(("--tls-certificate", Path(security.tls_certificate).expanduser()))
+        options.append(("--tls-key", Path(security.tls_key).expanduser()))
+    switches = {
+        "--ends-with-stdin": True,
+        "--strict-models": http.strict_models,
+        "--exact-prompts": http.exact_prompts,
+        "--no-access-log": not config.log.access_enabled,
+        "--no-health-watch": not security.health_open,
+    }
+    return [
+        # Without -P a file of the working folder could be imported in the place of a library.
+        *(sys.executable, "-P", "-m", "icehouse_http.command"),
+        *(switch for switch, is_on in switches.items() if is_on),
+        *(word for option, value in options for word in (option, str(value))),
+    ]

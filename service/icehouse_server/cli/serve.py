@@ -57,9 +57,6 @@ _log = logging.getLogger("icehouse.boot")
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
-_BOUNDS = BOUNDS
-"""Documented for whoever stops the server."""
-
 _LOOK_S = 0.02
 _LOOP_THREADS = "event_loop"
 """What the threads of the event loop's own executor are called; each loop has another name for them."""
@@ -325,14 +322,14 @@ async def _drain(
 ) -> None:
     opened = server.begin_stop()
     flush_s = max((each.engine.flush_timeout_s for each in opened), default=0.0)
-    ending_s = _BOUNDS.engine_s(grace_s=grace_s, flush_timeout_s=flush_s)
-    closing_s = _BOUNDS.close_s + _BOUNDS.closed_s
+    ending_s = BOUNDS.engine_s(grace_s=grace_s, flush_timeout_s=flush_s)
+    closing_s = BOUNDS.close_s + BOUNDS.closed_s
     with narrator.phase("server_drained"):
         ending_time = server.clock.monotonic() + ending_s
         for each in opened:
             each.engine.drain(grace_s=grace_s)
         server.inference.end()
-        async with _abandoned("calls", timeout_s=grace_s + _BOUNDS.edge_s):
+        async with _abandoned("calls", timeout_s=grace_s + BOUNDS.edge_s):
             if front is not None:
                 front.begin_stop()
             # The engine ends what does not finish in time, so the edge waits until it has reported that.
@@ -345,7 +342,7 @@ async def _drain(
         if server.leader is not None:
             await asyncio.to_thread(server.leader.stop)
         closed = await asyncio.to_thread(_closed, server, opened, timeout_s=closing_s)
-        async with _abandoned("telemetry", timeout_s=_BOUNDS.telemetry_s):
+        async with _abandoned("telemetry", timeout_s=BOUNDS.telemetry_s):
             await asyncio.to_thread(server.telemetry.stop)
     if not ended:
         _log.error("stuck_inference_abandoned", extra={"waited_s": ending_s})
@@ -359,7 +356,7 @@ def _closed(server: Server, opened: Sequence[OpenedEngine], *, timeout_s: float)
     """Close the SSD tiers; return whether all did in time."""
     if server.tiers is None:
         return True
-    deadline_time = server.clock.monotonic() + _BOUNDS.close_s
+    deadline_time = server.clock.monotonic() + BOUNDS.close_s
     tiers = [each.storage for each in opened if each.storage is not None]
     for tier in tiers:
         tier.close(deadline_time=deadline_time)
@@ -381,12 +378,10 @@ async def _abandoned(what: str, *, timeout_s: float) -> AsyncIterator[None]:
 async def _leave_stuck_work(code: int) -> None:
     """End the process when work goes on that nothing can stop: Python would wait for it without an end."""
     loop = asyncio.get_running_loop()
-    deadline = loop.time() + _BOUNDS.work_s
+    deadline = loop.time() + BOUNDS.work_s
     while names := [thread.name for thread in threading.enumerate() if _is_waited_for(thread)]:
         if loop.time() >= deadline:
-            _log.error(
-                "stuck_work_abandoned", extra={"threads": ", ".join(names), "waited_s": _BOUNDS.work_s}
-            )
+            _log.error("stuck_work_abandoned", extra={"threads": ", ".join(names), "waited_s": BOUNDS.work_s})
             leave(code)
         await asyncio.sleep(_LOOK_S)
 
@@ -395,10 +390,10 @@ def _bound_end(code: int) -> None:
     """Have the process end soon, whatever closing the event loop and gRPC's own teardown wait for."""
 
     def abandon() -> None:
-        _log.error("stuck_end_abandoned", extra={"waited_s": _BOUNDS.end_s})
+        _log.error("stuck_end_abandoned", extra={"waited_s": BOUNDS.end_s})
         leave(code)
 
-    timer = threading.Timer(_BOUNDS.end_s, abandon)
+    timer = threading.Timer(BOUNDS.end_s, abandon)
     timer.daemon = True
     timer.start()
 

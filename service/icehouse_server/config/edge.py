@@ -253,23 +253,16 @@ class SecurityConfig:
 class TenantConfig:
     """Limits for each tenant. How many requests of one run at once is `engine.tenant_running_limit`."""
 
-    waiting_limit: int = setting(
-        0, "Maximum waiting requests of one tenant; 0 is unlimited.", flag="--tenant-waiting-limit"
-    )
+    waiting_limit: int = setting(0, "Maximum waiting requests of one tenant; 0 is unlimited.")
     tokens_per_minute: int = setting(
-        0,
-        "Maximum prompt and output tokens of one tenant per minute; 0 is unlimited.",
-        flag="--tenant-tokens-per-minute",
+        0, "Maximum prompt and output tokens of one tenant per minute; 0 is unlimited."
     )
-    ram_bytes: int = setting(
-        0, "Maximum bytes of the RAM tier for one tenant's blocks; 0 is all of it.", flag="--tenant-ram-bytes"
-    )
-    ssd_bytes: int = setting(
-        0, "Maximum bytes of the SSD tier for one tenant's blocks; 0 is all of it.", flag="--tenant-ssd-bytes"
-    )
+    ram_bytes: int = setting(0, "Maximum bytes of the RAM tier for one tenant's blocks; 0 is all of it.")
+    ssd_bytes: int = setting(0, "Maximum bytes of the SSD tier for one tenant's blocks; 0 is all of it.")
     shared_prefixes: str | None = setting(
         None,
         "Tenants, comma-separated, whose cached prompts others may start from; `a=b+c` allows b and c only.",
+        flag="--shared-prefixes",
     )
 
     normalized_prompts: str | None = setting(
@@ -277,6 +270,7 @@ class TenantConfig:
         "Tenants, comma-separated, whose prompts are stable unless a request says otherwise: volatile "
         "billing lines are removed, tools put in a stable order, and earlier replies kept as they were "
         "generated. `*` is every tenant.",
+        flag="--normalized-prompts",
     )
 
     def normalizes(self, tenant: str) -> bool:

@@ -16,56 +16,42 @@ class HttpConfig:
         "TCP port of OpenAI's and Anthropic's HTTP APIs; 0 lets the system choose a free one. Default: no "
         "HTTP.",
         maximum=65535,
-        flag="--http-port",
     )
     host: str = setting(
         "127.0.0.1",
         "Address of the HTTP APIs. One that other machines reach needs TLS and tokens, and then speaks "
         "HTTPS with the server's certificate.",
-        flag="--http-host",
     )
     aliases: str | None = setting(
-        None,
-        "More names for the model and its adapters, comma-separated: gpt-5=qwen3-4b,fast=my-adapter.",
-        flag="--http-aliases",
+        None, "More names for the model and its adapters, comma-separated: gpt-5=qwen3-4b,fast=my-adapter."
     )
     strict_models: bool = setting(
-        False,
-        "Refuse names of models that are not served; otherwise the model answers to any name.",
-        flag="--http-strict-models",
+        False, "Refuse names of models that are not served; otherwise the model answers to any name."
     )
     temperature: float | None = setting(
         None,
         "Temperature of requests that name none. Default: the likeliest token is taken.",
         kind=SettingKind.NUMBER,
-        flag="--http-temperature",
     )
     exact_prompts: bool = setting(
         False,
         "Give the model each conversation exactly as it was sent. Otherwise lines that change with every "
         "request are removed, tools are sorted, and earlier replies stay as they were generated.",
-        flag="--http-exact-prompts",
     )
     allow_origins: str | None = setting(
-        None,
-        "Origins, comma-separated, whose web pages may call; * is every origin. Default: no web page.",
-        flag="--http-allow-origins",
+        None, "Origins, comma-separated, whose web pages may call; * is every origin. Default: no web page."
     )
     names: str | None = setting(
         None,
         "Host names, comma-separated, that the HTTP APIs answer to, such as gpu-1.internal, beside "
         "addresses, localhost and http.host. Requests for other names get 421, so that no web page can call "
         "under a name of its own. `*` allows any. HTTPS needs none: its certificate has the names.",
-        flag="--http-names",
     )
-    max_body_bytes: int = setting(
-        32 * MIB, "Maximum size of a request's body.", minimum=1024, flag="--http-max-body-bytes"
-    )
+    max_body_bytes: int = setting(32 * MIB, "Maximum size of a request's body.", minimum=1024)
     body_memory_bytes: int = setting(
         256 * MIB,
         "Memory for the bodies of all requests until they are answered; more are refused with status 503.",
         minimum=MIB,
-        flag="--http-body-memory-bytes",
     )
 
     @property

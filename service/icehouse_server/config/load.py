@@ -129,15 +129,12 @@ def load_config(
     return LoadedConfig(config=config, sources=sources)
 
 
-def _pooled(table: object, shared: Mapping[str, Any], *, source: str) -> PooledModelConfig:
+def _pooled(table: Mapping[str, object], shared: Mapping[str, Any], *, source: str) -> PooledModelConfig:
     """Return one of the tables [[models]]; what it leaves out is as `shared` says."""
-    if not isinstance(table, dict):
-        raise _invalid(f"{MODELS} in {source} must be tables: [[{MODELS}]]", field=MODELS)
     known = {s.name: s for s in MODEL_SETTINGS}
     for name in table:
         if name not in known:
-            near = _near(name, {each: (each,) for each in known})
-            raise _unknown(f"key {name!r} in [[{MODELS}]] of {source}", name, near)
+            raise _unknown(f"key {name!r} in [[{MODELS}]] of {source}", name, [*known])
     if "model" not in table:
         raise _invalid(
             f"a table [[{MODELS}]] of {source} has no `model`; say which it is", field="models.model"
@@ -146,7 +143,7 @@ def _pooled(table: object, shared: Mapping[str, Any], *, source: str) -> PooledM
     return PooledModelConfig(**{**shared, **given})
 
 
-def _read_file(file: Path) -> tuple[dict[str, object], list[object]]:
+def _read_file(file: Path) -> tuple[dict[str, object], list[dict[str, object]]]:
     """Return the values of the file's sections, and its tables of models."""
     try:
         document = tomllib.loads(read_small_file(file.expanduser()).content.decode("utf-8"))
@@ -162,21 +159,19 @@ def _read_file(file: Path) -> tuple[dict[str, object], list[object]]:
     known = {s.key for s in SETTINGS}
     found: dict[str, object] = {}
     tables = document.pop(MODELS, [])
-    if not isinstance(tables, list):
+    if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
         raise _invalid(f"{MODELS} in {file} must be tables: [[{MODELS}]]", field=MODELS)
     for section, table in document.items():
         if section not in SECTIONS:
-            near = _near(section, {name: (name,) for name in SECTIONS})
-            raise _unknown(f"section [{repr(section)[1:-1]}] in {file}", section, near)
+            raise _unknown(f"section [{repr(section)[1:-1]}] in {file}", section, [*SECTIONS])
         if not isinstance(table, dict):
             raise _invalid(
                 f"{section} in {file} is a value, but must be a section: [{section}]", field=section
             )
         for name, value in table.items():
             if f"{section}.{name}" not in known:
-                names = [k.partition(".")[2] for k in known if k.startswith(f"{section}.")]
-                near = _near(name, {known_name: (known_name,) for known_name in names})
-                raise _unknown(f"key {name!r} in section [{section}] of {file}", name, near)
+                names = [s.name for s in SETTINGS if s.section == section]
+                raise _unknown(f"key {name!r} in section [{section}] of {file}", name, names)
             found[f"{section}.{name}"] = value
     return found, tables
 
@@ -204,8 +199,7 @@ def _refuse_unknown_variables(environ: Mapping[str, str]) -> None:
     known = {s.variable for s in SETTINGS} | set(_OTHER_VARIABLES)
     for variable in sorted(environ):
         if variable.startswith(_PREFIX) and variable not in known:
-            near = _near(variable.removeprefix(_PREFIX), _names_of(known))
-            raise _unknown(f"environment variable {variable}", variable, near)
+            raise _unknown(f"environment variable {variable}", variable, _names_of(known))
 
 
 def _names_of(variables: Iterable[str]) -> dict[str, list[str]]:
@@ -213,7 +207,7 @@ def _names_of(variables: Iterable[str]) -> dict[str, list[str]]:
     names: dict[str, list[str]] = {}
     for setting in SETTINGS:
         names.setdefault(setting.key.partition(".")[2].upper(), []).append(setting.variable)
-    return names | {variable.removeprefix(_PREFIX): [str(variable)] for variable in variables}
+    return names | {variable.removeprefix(_PREFIX): [variable] for variable in variables}
 
 
 def _contradictions(config: Config) -> Iterator[tuple[str, str]]:
@@ -316,14 +310,11 @@ def _half_security(security: SecurityConfig) -> Iterator[tuple[str, str]]:
         )
 
 
-def _near(word: str, known: Mapping[str, Sequence[str]]) -> Sequence[str]:
-    """Return what a word may mean, of which `known` has all by their names; nothing where none is near."""
-    found = difflib.get_close_matches(word, sorted(known), n=1, cutoff=0.7)
-    return known[found[0]] if found else ()
-
-
-def _unknown(what: str, word: str, near: Sequence[str]) -> ConfigError:
-    hint = f"did you mean {' or '.join(map(repr, near))}?" if near else _ALL_SETTINGS
+def _unknown(what: str, word: str, known: Sequence[str] | Mapping[str, Sequence[str]]) -> ConfigError:
+    """Return the refusal of a word, with the known ones that may be meant; a mapping has them by name."""
+    found = difflib.get_close_matches(word.removeprefix(_PREFIX), sorted(known), n=1, cutoff=0.7)
+    meant = [each for name in found for each in (known[name] if isinstance(known, Mapping) else [name])]
+    hint = f"did you mean {' or '.join(map(repr, meant))}?" if meant else _ALL_SETTINGS
     return _invalid(f"unknown {what}; {hint}", field=word)
 
 

@@ -268,12 +268,11 @@ class GroupConfig:
         kind=SettingKind.PATH,
     )
     rank: int | None = setting(
-        None, "Which of the hosts this machine is, from 0. Default: MLX_RANK.", minimum=0, flag="--group-rank"
+        None, "Which of the hosts this machine is, from 0. Default: MLX_RANK.", minimum=0
     )
     control: str | None = setting(
         None,
         "Where rank 0 listens for the others, host:port. Default: port 32322 at the first host's address.",
-        flag="--group-control",
     )
 
 
@@ -286,35 +285,28 @@ class KvEventsConfig:
         "ZeroMQ endpoint for KV events, as llm-d reads them: `tcp://127.0.0.1:5557` or `tcp://*:5557` "
         "listens, `connect:tcp://host:5557` connects to a listening subscriber. Default: none. It asks for "
         "no credentials, so whoever reaches it can read prompts' tokens.",
-        flag="--kv-events-zmq-endpoint",
     )
     zmq_topic: str | None = setting(
         None,
         "Topic of the ZeroMQ messages. Default: `kv@<address>@<model>`, with the server's address and the "
         "model's name.",
-        flag="--kv-events-zmq-topic",
     )
     zmq_tenant: str | None = setting(
         None,
         "Tenant whose blocks are published over ZeroMQ, whose messages cannot name one. "
         "Default: the default one.",
-        flag="--kv-events-zmq-tenant",
     )
-    interval_ms: float = setting(
-        50.0, "How often changes are sent to subscribers.", minimum=1, flag="--kv-events-interval-ms"
-    )
+    interval_ms: float = setting(50.0, "How often changes are sent to subscribers.", minimum=1)
     replay_bytes: int = setting(
         32 * MIB,
         "Memory for events kept for subscribers that fall behind or reconnect; too slow a "
         "subscriber starts over.",
         minimum=64 * 1024,
-        flag="--kv-events-replay-bytes",
     )
     block_limit: int = setting(
         262_144,
         "Maximum blocks that are reported; each takes some 1.5 kB while there are subscribers.",
         minimum=1,
-        flag="--kv-events-block-limit",
     )
 
 
@@ -372,16 +364,10 @@ class LogConfig:
     """What the server says, on standard error."""
 
     format: str = setting(
-        "text",
-        "Format of log lines: text for people, json for machines.",
-        choices=("text", "json"),
-        flag="--log-format",
+        "text", "Format of log lines: text for people, json for machines.", choices=("text", "json")
     )
     level: str = setting(
-        "info",
-        "The lowest level that is logged.",
-        choices=("debug", "info", "warning", "error"),
-        flag="--log-level",
+        "info", "The lowest level that is logged.", choices=("debug", "info", "warning", "error")
     )
     access_enabled: bool = setting(True, "Log one line for every call, when it ends.", flag="--access-log")
 

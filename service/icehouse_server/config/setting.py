@@ -19,6 +19,7 @@ KIB = 1 << 10
 MIB = 1 << 20
 GIB = 1 << 30
 
+_SECTIONS_IN_FLAGS = ("group", "http", "kv_events", "log", "tenant")
 _GREATEST = (1 << 63) - 1
 _SHOWN_LIMIT = 200
 _PATH_NAME = re.compile(r"[A-Za-z0-9._:\-]{1,64}")
@@ -51,24 +52,24 @@ Value = str | int | float | bool | tuple[NamedPath, ...] | tuple[str, ...] | Non
 
 
 class SettingKind(enum.Enum):
-    """What a setting holds and how its text is read."""
+    """What a setting holds and how its text is read. Help has a flag's value by these words."""
 
-    TEXT = "text"
-    PATH = "path"
-    COUNT = "count"
+    TEXT = "TEXT"
+    PATH = "PATH"
+    COUNT = "N"
     """A whole number."""
-    SECONDS = "seconds"
-    MILLISECONDS = "milliseconds"
-    RATIO = "ratio"
-    """From 0 to 1."""
-    NUMBER = "number"
-    BYTES = "bytes"
+    SECONDS = "SECONDS"
+    MILLISECONDS = "MS"
+    RATIO = "0..1"
+    NUMBER = "X"
+    BYTES = "SIZE"
     """A whole number of bytes; "4GiB" and "500 MB" are read too."""
-    SWITCH = "switch"
-    CHOICE = "choice"
-    NAMED_PATHS = "named paths"
+    SWITCH = "SWITCH"
+    CHOICE = "CHOICE"
+    """Help names the choices."""
+    NAMED_PATHS = "NAME=PATH,…"
     """Folders by name: a TOML table, or "name=folder,name=folder"."""
-    NAMES = "names"
+    NAMES = "NAME,…"
     """A list of texts, or "name,name"."""
 
 
@@ -120,7 +121,8 @@ class Setting:
         """The command line's name for it; a switch has `--no-...` beside it."""
         if self.flag_override is not None:
             return self.flag_override
-        return "--" + self.name.removesuffix("_enabled").replace("_", "-")
+        name = f"{self.section}_{self.name}" if self.section in _SECTIONS_IN_FLAGS else self.name
+        return "--" + name.removesuffix("_enabled").replace("_", "-")
 
     @property
     def variable(self) -> str:

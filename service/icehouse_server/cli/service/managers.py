@@ -6,7 +6,6 @@ left alone unless that is asked for.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import enum
 import hashlib
@@ -65,7 +64,7 @@ def is_untouched(text: str) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DefinitionFile:
-    """The one file that makes a service known to its manager."""
+    """The one file that makes a service known to its manager. Its methods raise OSError, too."""
 
     path: Path
 
@@ -75,9 +74,7 @@ class DefinitionFile:
             return FileState.ABSENT
         try:
             text = self.path.read_text(encoding="utf-8")
-        except OSError as error:
-            raise ServiceError(f"cannot read {self.path}: {error.strerror}") from error
-        except UnicodeDecodeError:
+        except (UnicodeDecodeError, FileNotFoundError):
             return FileState.CHANGED
         if text == wanted:
             return FileState.SAME
@@ -88,16 +85,14 @@ class DefinitionFile:
     def write(self, text: str, *, is_forced: bool) -> None:
         """Put `text` there, whole or not at all; raises ServiceError where a changed file would be lost."""
         self._guard(self.state(text), is_forced=is_forced, verb="replaces")
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         draft = self.path.with_name(f".{self.path.name}.{os.getpid()}")
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
             draft.write_text(text, encoding="utf-8")
             draft.chmod(0o644)
             draft.replace(self.path)
-        except OSError as error:
-            with contextlib.suppress(OSError):
-                draft.unlink()
-            raise ServiceError(f"cannot write {self.path}: {error.strerror}") from error
+        finally:
+            draft.unlink(missing_ok=True)
 
     def guard_removal(self, *, is_forced: bool) -> None:
         """Raise ServiceError where there is no file, or a changed one that nobody said may go."""
@@ -105,13 +100,6 @@ class DefinitionFile:
         if state is FileState.ABSENT:
             raise ServiceError(f"no service is installed: there is no {self.path}")
         self._guard(state, is_forced=is_forced, verb="removes")
-
-    def remove(self) -> None:
-        """Remove the file; raises ServiceError where it cannot be."""
-        try:
-            self.path.unlink(missing_ok=True)
-        except OSError as error:
-            raise ServiceError(f"cannot remove {self.path}: {error.strerror}") from error
 
     def _guard(self, state: FileState, *, is_forced: bool, verb: str) -> None:
         if state is FileState.CHANGED and not is_forced:
@@ -244,9 +232,8 @@ class Systemd:
         return ServiceStatus(is_running=facts.get("ActiveState") == "active", facts=facts)
 
 
-def _systemctl(*arguments: str, timeout_s: float | None = None) -> str:
-    command = ("systemctl", "--user", "--no-pager", *arguments)
-    return answer_of(command) if timeout_s is None else answer_of(command, timeout_s=timeout_s)
+def _systemctl(*arguments: str, timeout_s: float = _ANSWER_TIMEOUT_S) -> str:
+    return answer_of(("systemctl", "--user", "--no-pager", *arguments), timeout_s=timeout_s)
 
 
 def _quoted(word: str) -> str:

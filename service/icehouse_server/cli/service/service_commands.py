@@ -85,7 +85,7 @@ def uninstall(force: Force = False) -> None:
         file.guard_removal(is_forced=force)
         # Whatever its settings were; the manager ends it by its own bound long before.
         manager.stop(timeout_s=3600)
-        file.remove()
+        file.path.unlink(missing_ok=True)
         manager.forget()
         out.print(f"removed: {file.path}", markup=False)
 
@@ -178,6 +178,7 @@ def _failing() -> Iterator[None]:
     """Have what cannot be done be one line and exit code 1."""
     try:
         yield
-    except ServiceError as error:
-        complain(str(error))
+    except (ServiceError, OSError) as error:
+        said = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
+        complain(said)
         raise typer.Exit(EXIT_FAILURE) from error

@@ -35,7 +35,6 @@ from icehouse_server.telemetry.metric import HistogramSeries
 PAGE_PATH = "/"
 REPORT_PATH = "/status.json"
 
-_WRONG_METHOD = "405 Method Not Allowed"
 _REPORT_INTERVAL_S = 1.0
 _WAITING_LIMIT = 16
 """Requests that wait for a report together; more are sent away."""
@@ -69,17 +68,14 @@ class StatusPage:
 
     @property
     def pages(self) -> Mapping[str, WSGIApplication]:
-        return {PAGE_PATH: self._answer_page, REPORT_PATH: self._answer_report}
+        return dict.fromkeys((PAGE_PATH, REPORT_PATH), self._answer)
 
-    def _answer_page(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+    def _answer(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
         if environ["REQUEST_METHOD"] != "GET":
-            return _send(start_response, _WRONG_METHOD)
-        headers = {"Content-Type": "text/html; charset=utf-8", "Content-Security-Policy": self._policy}
-        return _send(start_response, "200 OK", self._page.encode(), headers)
-
-    def _answer_report(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
-        if environ["REQUEST_METHOD"] != "GET":
-            return _send(start_response, _WRONG_METHOD)
+            return _send(start_response, "405 Method Not Allowed")
+        if environ["PATH_INFO"] == PAGE_PATH:
+            headers = {"Content-Type": "text/html; charset=utf-8", "Content-Security-Policy": self._policy}
+            return _send(start_response, "200 OK", self._page.encode(), headers)
         report = self._latest_report()
         if report is None:
             return _send(start_response, "503 Service Unavailable", headers={"Retry-After": "1"})
@@ -226,11 +222,21 @@ def _first_token(series: HistogramSeries) -> dict[str, Any]:
 
 
 def _prefix(node: PrefixNode, rules: ReportRules) -> dict[str, Any]:
+    first, last = node.blocks[0], node.blocks[-1]
     return {
-        "name": hashlib.blake2b(node.hash, key=rules.name_key, digest_size=_NAME_BYTES).hexdigest(),
+        # The last block stands for all before it.
+        "name": hashlib.blake2b(last.hash, key=rules.name_key, digest_size=_NAME_BYTES).hexdigest(),
         **_text(node, rules.decode),
-        **_fields(node, "start_token_index", "end_token_index", "block_count", "ram_block_count"),
-        **_fields(node, "ssd_block_count", "hit_count", "reused_token_total", "branch_count"),
+        "start_token_index": first.start_token_index,
+        "end_token_index": last.end_token_index,
+        "block_count": len(node.blocks),
+        "ram_block_count": sum(block.is_in_ram for block in node.blocks),
+        "ssd_block_count": sum(block.is_on_ssd for block in node.blocks),
+        # Prompts that reused its first block.
+        "hit_count": first.hit_count,
+        # Tokens that were not computed again thanks to these blocks.
+        "reused_token_total": sum(map(_saved_tokens, node.blocks)),
+        "branch_count": node.branch_count,
         "children": [_prefix(child, rules) for child in node.children],
     }
 
@@ -239,7 +245,9 @@ def _text(node: PrefixNode, decode: Decode | None) -> dict[str, str | None]:
     """Return how the node's own text begins, null where its tokens are not known."""
     if decode is None:
         return {}
-    return {"text": None if node.head is None else excerpt(node.head, decode, is_whole=node.is_all_head)}
+    head = node.head
+    is_whole = head is not None and len(head) == sum(block.token_count for block in node.blocks)
+    return {"text": None if head is None else excerpt(head, decode, is_whole=is_whole)}
 
 
 def _slow(request: SlowRequest, *, shows_id: bool) -> dict[str, Any]:
@@ -349,31 +357,24 @@ DEPTH_LIMIT = 6
 class PrefixNode:
     """Blocks one behind the other that are reused together."""
 
-    hash: BlockHash
-    """Of the last block, which stands for all before it."""
-    start_token_index: int
-    end_token_index: int
-    block_count: int
-    ram_block_count: int
-    ssd_block_count: int
-    hit_count: int
-    """Prompts that reused its first block."""
-    reused_token_total: int
-    """Tokens that were not computed again thanks to these blocks."""
+    blocks: Sequence[RecentBlock]
     branch_count: int
     """Known continuations of prompts behind it, including those that were never reused."""
     children: tuple[PrefixNode, ...]
-    head: TokenKeys | None = dataclasses.field(default=None, repr=False)
-    """Its first tokens, `HEAD_TOKEN_LIMIT` at most; None where those of its first block are not known."""
 
     @property
-    def is_all_head(self) -> bool:
-        return self.head is not None and len(self.head) == self.end_token_index - self.start_token_index
+    def head(self) -> TokenKeys | None:
+        """Its first tokens, `HEAD_TOKEN_LIMIT` at most; None where those of its first block are not known."""
+        if self.blocks[0].token_keys is None:
+            return None
+        known = itertools.takewhile(lambda keys: keys is not None, (b.token_keys for b in self.blocks))
+        tokens = itertools.chain.from_iterable(keys or () for keys in known)
+        return tuple(itertools.islice(tokens, HEAD_TOKEN_LIMIT))
 
 
-def shared_prefixes(blocks: Iterable[RecentBlock], *, node_limit: int = NODE_LIMIT) -> tuple[PrefixNode, ...]:
+def shared_prefixes(blocks: Iterable[RecentBlock]) -> tuple[PrefixNode, ...]:
     """Return the trees of reused blocks that saved the most tokens, the greatest first."""
-    return _Forest(blocks).nodes(node_limit)
+    return _Forest(blocks).nodes()
 
 
 class _Forest:
@@ -393,12 +394,12 @@ class _Forest:
             self._saved[block.hash] += _saved_tokens(block)
             self._saved[block.parent] += self._saved[block.hash]
 
-    def nodes(self, limit: int) -> tuple[PrefixNode, ...]:
+    def nodes(self) -> tuple[PrefixNode, ...]:
         """Choose the nodes best first, so that no tree displaces a larger one's branches."""
         chosen: dict[BlockHash, list[RecentBlock]] = {}
         waiting = [(-self._saved[top.hash], 0, top.hash, top) for top in self._shared(self._roots)]
         heapq.heapify(waiting)
-        while waiting and len(chosen) < limit:
+        while waiting and len(chosen) < NODE_LIMIT:
             _, depth, _, first = heapq.heappop(waiting)
             chosen[first.hash] = run = self._run(first)
             if depth + 1 < DEPTH_LIMIT:
@@ -425,30 +426,8 @@ class _Forest:
             if (run := chosen.get(first.hash)) is None:
                 continue
             behind = self._children[run[-1].hash]
-            yield PrefixNode(
-                hash=run[-1].hash,
-                start_token_index=first.start_token_index,
-                end_token_index=run[-1].end_token_index,
-                block_count=len(run),
-                ram_block_count=sum(block.is_in_ram for block in run),
-                ssd_block_count=sum(block.is_on_ssd for block in run),
-                hit_count=first.hit_count,
-                reused_token_total=sum(_saved_tokens(block) for block in run),
-                branch_count=len(behind),
-                children=tuple(self._built(behind, chosen)),
-                head=_head(run),
-            )
+            yield PrefixNode(run, len(behind), tuple(self._built(behind, chosen)))
 
 
 def _saved_tokens(block: RecentBlock) -> int:
     return block.token_count * block.hit_count
-
-
-def _head(run: list[RecentBlock]) -> TokenKeys | None:
-    """Return the first tokens of these blocks, as far as they are known."""
-    if run[0].token_keys is None:
-        return None
-    known = itertools.takewhile(lambda keys: keys is not None, (block.token_keys for block in run))
-    return tuple(
-        itertools.islice(itertools.chain.from_iterable(keys or () for keys in known), HEAD_TOKEN_LIMIT)
-    )

@@ -8,7 +8,7 @@ import json
 
 import pytest
 from icehouse_client import Client
-from icehouse_server.cli.local.bench import SpeedBench
+from icehouse_server.cli.local.bench import Speed, SpeedBench
 from icehouse_server.cli.main import app
 from icehouse_server.clock import SystemClock
 from icehouse_server.domain.cache_commands import EvictBlocks, EvictReport, ListKnown
@@ -61,12 +61,26 @@ async def test_nothing_measured_is_cached_before_and_what_is_kept_goes() -> None
 async def test_no_time_is_no_measurement_and_no_error() -> None:
     async with running(info=LONG) as served:
 
-        def late() -> list[str]:
+        def late() -> list[Speed]:
             with Client(served.server.address, watches_health=False) as client:
-                bench = SpeedBench(client, clock=SystemClock(), deadline_time=0.0)
-                assert bench.cache_prompt(512) is None
-                return [speed.note for speed in (bench.prefill(512), bench.decode(8))]
+                bench = SpeedBench(client, clock=SystemClock(), limit_s=0.0)
+                measures = (
+                    lambda: bench.prefill(512),
+                    lambda: bench.decode(8),
+                    lambda: bench.restore(bench.fresh_prompt(512), tier="RAM"),
+                )
+                return [bench.speed("late", measure) for measure in measures]
 
-        notes = await asyncio.to_thread(late)
-    assert all("--limit-s" in note for note in notes)
+        speeds = await asyncio.to_thread(late)
+    assert all("--limit-s" in speed.note and speed.tokens_per_s is None for speed in speeds)
     assert served.engine.submitted == []
+
+
+async def test_a_context_too_short_for_any_prompt_is_said() -> None:
+    async with running(info=dataclasses.replace(MODEL_INFO, context_token_limit=128)) as served:
+        result = await invoke("bench", "--json", "--address", served.server.address, app=app)
+    assert result.exit_code == 0, result.output
+    speeds = {speed["name"]: speed for speed in json.loads(result.stdout)["speeds"]}
+    assert all("context" in speeds[name]["note"] for name in ("prefill 512", "restore from RAM"))
+    assert speeds["decode, 8 rows"]["tokens_per_s"] > 0
+    assert served.engine.orders == []

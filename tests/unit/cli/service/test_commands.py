@@ -121,6 +121,13 @@ def test_a_changed_file_stays_unless_forced(machine: Machine) -> None:
     assert machine.unit.read_text() != changed
 
 
+def test_a_file_that_cannot_be_written_is_one_line(machine: Machine) -> None:
+    (machine.home / ".config").write_text("")
+    refused = run("install", "demo")
+    assert refused.exit_code == 1 and "Not a directory" in refused.output and ".config" in refused.output
+    assert "Traceback" not in refused.output
+
+
 def test_no_variable_and_no_secret_reaches_the_file(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
@@ -36,7 +37,7 @@ def test_a_file_is_written_and_an_older_one_replaced(file: DefinitionFile) -> No
     assert file.path.read_text() == NEW
     assert [path.name for path in file.path.parent.iterdir()] == [file.path.name]
     file.guard_removal(is_forced=False)
-    file.remove()
+    file.path.unlink()
     assert file.state() is FileState.ABSENT
 
 
@@ -65,10 +66,16 @@ def test_a_link_is_somebodys_own(file: DefinitionFile, target: str) -> None:
         assert not file.path.is_symlink() and own.read_text() == OLD
 
 
-def test_what_cannot_be_written_is_said(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ServiceError, match=r"cannot write .*: File exists"):
-        DefinitionFile(tmp_path / "file" / "icehouse.service").write(NEW, is_forced=False)
+def test_a_write_that_fails_leaves_nothing_behind(
+    file: DefinitionFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_path: Path, _target: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(file.path))
+
+    monkeypatch.setattr(Path, "replace", fail)
+    with pytest.raises(OSError, match="No space left"):
+        file.write(NEW, is_forced=False)
+    assert list(file.path.parent.iterdir()) == []
 
 
 def test_nothing_is_removed_where_nothing_is(file: DefinitionFile) -> None:

@@ -76,6 +76,17 @@ def test_before_the_engine_has_told_anything_there_is_nothing_to_tell() -> None:
     assert report["prefixes"] is None and report["tenants"] == []
 
 
+def test_a_prefix_is_told_with_where_its_blocks_are_and_what_they_saved() -> None:
+    after = dataclasses.replace(
+        BLOCK, hash=BlockHash(b"after"), parent=NAME, start_token_index=256, is_on_ssd=True, is_in_ram=False
+    )
+    unused = dataclasses.replace(after, hash=BlockHash(b"x"), parent=after.hash, hit_count=0)
+    [top] = told(recent_blocks=(after, BLOCK, unused))["prefixes"]
+    assert (top["start_token_index"], top["end_token_index"]) == (0, 512)
+    assert (top["block_count"], top["ram_block_count"], top["ssd_block_count"]) == (2, 1, 1)
+    assert (top["hit_count"], top["reused_token_total"], top["branch_count"]) == (3, 2 * 256 * 3, 1)
+
+
 def test_a_name_of_a_block_proves_no_guess_of_its_tokens() -> None:
     [prefix] = told()["prefixes"]
     assert (prefix["end_token_index"], prefix["hit_count"]) == (256, 3)
@@ -125,3 +136,10 @@ def test_the_text_of_a_prefix_is_told_where_the_rules_can_read_it_and_its_tokens
     [top] = report["prefixes"]
     assert report["shows_text"] is True and top["text"] == "<b> hush</b>…"
     assert [child["text"] for child in top["children"]] == [None]
+
+
+def test_a_text_that_is_shown_whole_has_no_ellipsis() -> None:
+    rules = dataclasses.replace(RULES, decode=lambda token_ids: bytes(token_ids).decode())
+    short = dataclasses.replace(BLOCK, token_keys=tuple(b"hush"), token_count=4)
+    [top] = told(recent_blocks=(short,), rules=rules)["prefixes"]
+    assert top["text"] == "hush"
