@@ -33,13 +33,14 @@ _log = logging.getLogger("icehouse.boot")
 
 _TELL_S = 5.0
 """How often it is said who is waited for."""
+_ASK_S = 1.0
 _MOMENT_S = 0.1
 _ORDERS_BYTES = 64 << 20
 """An order may have a whole prompt."""
 _REPORT_BYTES = 1 << 20
 _LEAST_SHARE = 0.98
 """Of rank 0's memory, what every rank must have: machines of one kind differ a little."""
-_TEXT_LIMIT = 200
+_TEXT_LIMIT = 300
 """Characters of what a rank says that are logged."""
 
 
@@ -388,7 +389,20 @@ class GroupClient:
             except grpc.FutureCancelledError as error:
                 raise ChannelBroken("it was not there, and is waited for no more") from error
             except grpc.FutureTimeoutError:
-                _log.warning("rank_0_missing", extra={"control": self._membership.control})
+                _log.warning(
+                    "rank_0_missing",
+                    extra={"control": self._membership.control, "detail": self._why_missing()},
+                )
+
+    def _why_missing(self) -> str:
+        """Return why rank 0 cannot be reached: it is not there yet, or a certificate is not taken."""
+        hello = self._hello
+        try:
+            known = group.CompareRequest(rank=hello.rank, world=hello.world)
+            stubs.GroupServiceStub(self._channel).Compare(known, timeout=_ASK_S)
+        except grpc.RpcError as error:
+            return str(error_of(error))[:_TEXT_LIMIT]
+        return "it has just come"
 
     def _outgoing(self) -> Iterator[group.FollowRequest]:
         yield group.FollowRequest(hello=self._hello)

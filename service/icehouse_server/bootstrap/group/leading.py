@@ -25,6 +25,7 @@ from icehouse_server.group.leader_runner import LeaderRunner
 from icehouse_server.group.leader_tier import LeaderTier
 from icehouse_server.group.membership import Membership, membership_of, rank_fingerprint, releases
 from icehouse_server.group.order_log import OrderLog
+from icehouse_server.rpc.access.credentials import Certificates
 from icehouse_server.rpc.engine_client.router import Router
 from icehouse_server.rpc.listen_address import check_control_address
 from icehouse_server.storage.api import ColdTier, Outcome, hang_detail
@@ -34,7 +35,7 @@ _Post = Callable[[Outcome], object]
 
 def find_membership(config: Config) -> Membership | None:
     """Return the group that the settings name; None without one. Raises ConfigError, or StartError for a
-    channel that others could read."""
+    channel that others could read and for certificates that cannot be used."""
     if config.group.hosts is None:
         return None
     membership = membership_of(
@@ -44,6 +45,8 @@ def find_membership(config: Config) -> Membership | None:
         control=config.group.control,
     )
     check_control_address(membership.control, config.security)
+    # Here because reading the model may take minutes, after which nobody wants to hear of these.
+    tls_of(config.security)
     return membership
 
 
@@ -200,8 +203,9 @@ def with_rank(fingerprint: ModelFingerprint, membership: Membership) -> ModelFin
 
 
 def tls_of(security: SecurityConfig) -> ChannelTls | None:
-    """Return the certificates of a rank, for both ends of the channel; None for plain text."""
+    """Return the certificates of a rank, for both ends of the channel; None for plain text. Raises
+    StartError."""
     if security.tls_certificate is None or security.tls_key is None or security.tls_client_ca is None:
         return None
-    paths = (security.tls_certificate, security.tls_key, security.tls_client_ca)
-    return ChannelTls(*(Path(path).expanduser().read_bytes() for path in paths))
+    certificates = Certificates(security.tls_certificate, security.tls_key, client_ca=security.tls_client_ca)
+    return ChannelTls(*certificates.read())
