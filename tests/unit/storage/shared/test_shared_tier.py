@@ -281,6 +281,30 @@ def test_a_full_store_is_still_read_and_gets_the_blocks_once_there_is_room(tmp_p
         assert shared_stats(server).stored_block_total == 1 and key_of(new) in store.objects
 
 
+@pytest.mark.parametrize("fault", [MemoryError(), RuntimeError("a fault of the store's library")])
+def test_what_fails_in_an_unforeseen_way_is_logged_and_costs_one_block(
+    tmp_path, store, caplog, fault
+) -> None:
+    chain = make_chain(3)
+    put = store.put
+
+    async def fail_once(name: str, data: bytes, *, replaces: bool) -> bool:
+        store.put = put
+        raise fault
+
+    store.put = fail_once
+    with SharingThread(tmp_path, store=store) as server:
+        server.spill(*chain)
+        assert len(store.objects) == 2
+        stats = shared_stats(server)
+        assert (stats.dropped_block_total, stats.queue_count) == (1, 0)
+        (lost,) = [block for block in chain if key_of(block) not in store.objects]
+        server.storage.touch(names_of([lost]))
+        server.settle()
+        assert len(store.objects) == 3
+    assert [record.message for record in caplog.records].count("shared_store_failed") == 1
+
+
 def test_what_could_not_be_stored_is_offered_again_when_it_is_used(tmp_path, store) -> None:
     block = make_block()
     with SharingThread(tmp_path / "a", store=store) as server:
