@@ -40,6 +40,7 @@ from icehouse_server.bootstrap.room import Room
 from icehouse_server.cli.http_child import LAST_WORDS_S, HttpChild, http_child
 from icehouse_server.cli.service.stop_bounds import BOUNDS
 from icehouse_server.cli.terminal.build_progress import build_progress
+from icehouse_server.cli.terminal.raised_signals import signals_raised
 from icehouse_server.clock import Clock, SystemClock
 from icehouse_server.config import Config, LoadedConfig
 from icehouse_server.config.load import environment
@@ -113,10 +114,11 @@ async def _serve(
         check_port_free(config.server.host, port, flags="worker_")
     check_metrics_free(config.telemetry)
     check_directory(config.cache)
-    async with http_child(config) as front:
-        with contextlib.ExitStack() as stack:
-            server = _built(config, clock, device, narrator, stack, membership)
-            await _run(server, config, front, manager=manager, narrator=narrator)
+    with signals_raised(signal.SIGTERM, code=0):  # until they are heard
+        async with http_child(config) as front:
+            with contextlib.ExitStack() as stack:
+                server = _built(config, clock, device, narrator, stack, membership)
+                await _run(server, config, front, manager=manager, narrator=narrator)
     opened = server.opened
     lost = None if server.leader is None else server.leader.lost
     has_failed = lost is not None or (opened is not None and opened.router.state is EngineState.FAILED)
