@@ -24,7 +24,7 @@ from icehouse_server import heap
 from icehouse_server.bootstrap.cache_parts import check_directory
 from icehouse_server.bootstrap.composition import OpenedEngine, Server, build_server
 from icehouse_server.bootstrap.follower_parts import follow
-from icehouse_server.bootstrap.group.leading import find_membership
+from icehouse_server.bootstrap.group.leading import own_membership
 from icehouse_server.bootstrap.kept_models import held
 from icehouse_server.bootstrap.machine import (
     allow_open_files,
@@ -73,7 +73,7 @@ def serve(loaded: LoadedConfig) -> None:
         heap.keep_freed()
     give_back_large_arrays()
     _allow_open_files(loaded.config)
-    membership = find_membership(loaded.config)
+    membership = own_membership(loaded.config)
     if membership is not None and membership.rank:
         check_directory(loaded.config.cache)
         models = _located(loaded.config, device, Narrator(SystemClock()), membership)

@@ -70,6 +70,10 @@ def membership_of(
             f"which of the {len(ring)} hosts is this? Say --group-rank 0 to {len(ring) - 1}, or let "
             "mlx.launch set MLX_RANK"
         )
+    if control is not None and not _is_address(control):
+        raise ConfigError(
+            Reason.CONFIG_INVALID, f"group.control = {control!r} is no host:port", field="group.control"
+        )
     return Membership(rank, ring, control or f"{ring[0][0].rpartition(':')[0]}:{CONTROL_PORT}")
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import json
+import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +13,7 @@ from typing import Any
 
 import pytest
 from icehouse.group.v1 import group_service_pb2 as group
-from icehouse_server.bootstrap.group.leading import LeaderParts, find_membership, group_facts
+from icehouse_server.bootstrap.group.leading import LeaderParts, find_membership, group_facts, own_membership
 from icehouse_server.config import Config, SecurityConfig
 from icehouse_server.config.sections import GroupConfig
 from icehouse_server.device import Backend, Device
@@ -78,6 +80,34 @@ def test_certificates_that_cannot_be_used_are_told_before_the_model_is_read(
     with pytest.raises(StartError, match=told) as refused:
         find_membership(config)
     assert refused.value.reason is Reason.CERTIFICATE_INVALID
+
+
+@pytest.mark.parametrize(
+    ("rank", "taken"),
+    [(0, 0), (1, 1), (0, 2)],
+    ids=["rank 0 of the ring", "rank 1 of the ring", "the channel"],
+)
+def test_an_address_that_is_taken_is_told_before_the_model_is_read(
+    tmp_path: Path, rank: int, taken: int
+) -> None:
+    addresses = [f"127.0.0.1:{port}" for port in free_ports(3)]
+    (tmp_path / "hosts.json").write_text(json.dumps([[address] for address in addresses[:2]]))
+    config = Config(group=GroupConfig(str(tmp_path / "hosts.json"), rank, addresses[2]))
+    assert own_membership(config) is not None
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", int(addresses[taken].rpartition(":")[2])))
+        other.listen()
+        with pytest.raises(StartError, match=f"{addresses[taken]}: {os.strerror(errno.EADDRINUSE)}"):
+            own_membership(config)
+        others = Config(group=GroupConfig(str(tmp_path / "hosts.json"), 1 - rank, "127.0.0.1:1"))
+        assert find_membership(others) is not None
+
+
+def test_a_rank_that_does_not_have_its_address_is_told_so(tmp_path: Path) -> None:
+    (tmp_path / "hosts.json").write_text('[["192.0.2.1:5000"], ["127.0.0.1:5001"]]')
+    config = Config(group=GroupConfig(str(tmp_path / "hosts.json"), 0, "127.0.0.1:5002"))
+    with pytest.raises(StartError, match=f"5000: {os.strerror(errno.EADDRNOTAVAIL)}"):
+        own_membership(config)
 
 
 @pytest.fixture

@@ -114,6 +114,12 @@ def test_the_home_of_nobody_is_told_in_plain_words() -> None:
         membership_of("~nobody-here/hosts.json", rank=0, launched_as=None, control=None)
 
 
+@pytest.mark.parametrize("control", ["10.0.0.1", "10.0.0.1:", ":7", "10.0.0.1:x", "10.0.0.1:65536", ""])
+def test_what_is_no_address_of_the_channel_is_refused(tmp_path: Path, control: str) -> None:
+    with pytest.raises(ConfigError, match=f"group.control = '{control}' is no host:port"):
+        read(tmp_path, RING, control=control)
+
+
 @pytest.mark.parametrize(
     ("rank", "launched_as"),
     [(None, None), (None, "x"), (None, "-1"), (None, "\u00b2"), (3, None), (None, "3"), (None, "9" * 5000)],

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from icehouse_server.clock import Clock
 from icehouse_server.config import Config, SecurityConfig
-from icehouse_server.config.load import environment, named_ranks
+from icehouse_server.config.load import environment, has_rdma, named_ranks
 from icehouse_server.device import Device
 from icehouse_server.domain.cache_stats import CacheStats
 from icehouse_server.domain.model import EngineState
@@ -27,7 +27,7 @@ from icehouse_server.group.membership import Membership, membership_of, rank_fin
 from icehouse_server.group.order_log import OrderLog
 from icehouse_server.rpc.access.credentials import Certificates
 from icehouse_server.rpc.engine_client.router import Router
-from icehouse_server.rpc.listen_address import check_control_address
+from icehouse_server.rpc.listen_address import check_control_address, check_rank_free
 from icehouse_server.storage.api import ColdTier, Outcome, hang_detail
 
 _Post = Callable[[Outcome], object]
@@ -47,6 +47,20 @@ def find_membership(config: Config) -> Membership | None:
     check_control_address(membership.control, config.security)
     # Here because reading the model may take minutes, after which nobody wants to hear of these.
     tls_of(config.security)
+    return membership
+
+
+def own_membership(config: Config) -> Membership | None:
+    """Return the group that this process is to be a rank of, as `find_membership` does. Raises StartError,
+    too, where it cannot listen for the other ranks."""
+    membership = find_membership(config)
+    if membership is None:
+        return None
+    if not has_rdma():
+        for address in membership.ring[membership.rank]:
+            check_rank_free(address)
+    if membership.rank == 0:
+        check_rank_free(membership.control)
     return membership
 
 
