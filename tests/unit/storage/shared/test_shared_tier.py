@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import os
 
@@ -368,6 +369,34 @@ def test_a_download_that_a_crash_cut_off_is_removed_at_the_next_start(tmp_path, 
     with SharingThread(tmp_path / "b", store=store) as server:
         assert not os.path.exists(partial)
         assert fetch(server, [block]) == 1
+
+
+async def nothing_more(name: str):
+    """Read an object of which nothing comes behind its beginning."""
+    yield memoryview(bytes(100))
+    await asyncio.get_running_loop().create_future()
+
+
+async def broken(name: str):
+    """Read an object in a way that nobody foresaw."""
+    yield memoryview(bytes(100))
+    raise RuntimeError("a fault of the store's library")
+
+
+@pytest.mark.parametrize("read", [nothing_more, broken])
+def test_a_download_that_does_not_end_well_leaves_no_file_behind(tmp_path, store, read) -> None:
+    """A start after an orderly end looks at no files, so it would stay for good, and count nowhere."""
+    block = make_block()
+    fill(store, tmp_path / "a", [block])
+    store.read = read
+    with SharingThread(tmp_path / "b", store=store) as server:
+        assert server.storage.fetch(names_of([block])) is not None
+        for _ in range(1000):
+            server.storage.step()
+        if read is nothing_more:
+            assert len(files_of(server)) == 1, "it is under way"
+    with SharingThread(tmp_path / "b", store=store) as server:
+        assert files_of(server) == []
 
 
 def test_fetched_blocks_keep_to_the_tier_s_limits(tmp_path, store) -> None:
