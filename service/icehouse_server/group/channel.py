@@ -143,9 +143,9 @@ class GroupServer(stubs.GroupServiceServicer):
         self._server.start()
         threading.Thread(target=self._watch, name="group-watch", daemon=True).start()
 
-    def wait_for_all(self) -> bool:
-        """Wait a moment; return whether all ranks are there and about to join the ring. Says from time to
-        time who is missing.
+    def wait_for_all(self) -> int | None:
+        """Wait a moment; return what each rank may take of its memory, once all are there and about to join
+        the ring, and None before. Says from time to time who is missing.
 
         MLX holds the interpreter's lock while it joins, so nobody may begin before all have heard that.
         Raises LoadCalledOff; once the ranks begin to join, they can only end together."""
@@ -153,18 +153,20 @@ class GroupServer(stubs.GroupServiceServicer):
         self._changed.clear()
         if self._is_called_off and not self._has_begun:
             raise LoadCalledOff
+        with self._lock:
+            least_bytes = min([self._memory_limit_bytes, *self._joined.values()])
         if len(self._joining) == self._membership.world - 1:
-            return True
+            return least_bytes
         if len(self._joined) == self._membership.world - 1 and not self._has_begun:
             self._has_begun = True
-            self._log.add(group.Order(begin=group.Begin()))
+            self._log.add(group.Order(begin=group.Begin(memory_limit_bytes=least_bytes)))
         now = self._clock.monotonic()
         if now - self._told_time >= _TELL_S:
             self._told_time = now
             missing = [rank for rank in self._membership.followers if rank not in self._joining]
             hosts = ", ".join(f"{rank} ({self._membership.host(rank)})" for rank in missing)
             _log.warning("ranks_missing", extra={"ranks": hosts, "control": self._membership.control})
-        return False
+        return None
 
     def call_off(self) -> None:
         """Wait for no more ranks: the server stops."""

@@ -127,6 +127,22 @@ def test_who_comes_when_a_rank_was_lost_hears_that_rank_0_ends() -> None:
         assert "rank 0 ends, for it lost rank 1: no memory" in str(refused)
 
 
+def test_all_ranks_may_take_what_the_least_of_them_may() -> None:
+    """Else rank 0 would fill more pages than another one has, which then would copy its whole pool."""
+    with serving(3) as served:
+        each = [Following(served.client(rank, memory=MEMORY - rank * 4096)) for rank in (1, 2)]
+        begun = 0
+        while (limit_bytes := served.server.wait_for_all()) is None:
+            for follower in each:
+                with contextlib.suppress(queue.Empty):
+                    order = follower.come.get_nowait()
+                    assert isinstance(order, group.Order)
+                    assert order.begin.memory_limit_bytes == MEMORY - 2 * 4096
+                    begun += 1
+                    follower.client.send(group.FollowRequest(joining=group.Joining()))
+        assert (begun, limit_bytes) == (2, MEMORY - 2 * 4096)
+
+
 @pytest.mark.parametrize(
     ("memory", "fits"), [(2 * MEMORY, True), (MEMORY - 4096, True), (MEMORY // 2, False)]
 )
@@ -218,7 +234,7 @@ def test_numbers_that_cannot_be_and_long_texts_harm_nobody() -> None:
         )
         (one,) = served.server.ranks()
         assert (one.active_memory_bytes, one.behind_order_count, one.ssd) == (0, 0, RankTierStats())
-        assert len(one.ssd_trouble) == 200
+        assert len(one.ssd_trouble) == channel._TEXT_LIMIT
         assert served.lost.empty()
 
 
