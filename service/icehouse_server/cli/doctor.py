@@ -308,8 +308,6 @@ def _check_link(config: Config, membership: Membership, shown: str) -> Answer:
             f"{shown}; rank 0 does not answer at {membership.control}: {error}",
             "start it, and see whether a firewall keeps this machine from it",
         )
-    except OSError as error:  # of the certificate's files
-        return _fail(str(error), "correct security.tls_certificate, tls_key and tls_client_ca")
     except StartError as error:
         return _refused(error)
     if link.difference:

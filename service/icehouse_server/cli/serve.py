@@ -24,7 +24,7 @@ from icehouse_server import heap
 from icehouse_server.bootstrap.cache_parts import check_directory
 from icehouse_server.bootstrap.composition import OpenedEngine, Server, build_server
 from icehouse_server.bootstrap.follower_parts import follow
-from icehouse_server.bootstrap.group.leading import find_membership
+from icehouse_server.bootstrap.group.leading import own_membership
 from icehouse_server.bootstrap.kept_models import held
 from icehouse_server.bootstrap.machine import (
     allow_open_files,
@@ -40,6 +40,7 @@ from icehouse_server.bootstrap.room import Room
 from icehouse_server.cli.http_child import LAST_WORDS_S, HttpChild, http_child
 from icehouse_server.cli.service.stop_bounds import BOUNDS
 from icehouse_server.cli.terminal.build_progress import build_progress
+from icehouse_server.cli.terminal.raised_signals import signals_raised
 from icehouse_server.clock import Clock, SystemClock
 from icehouse_server.config import Config, LoadedConfig
 from icehouse_server.config.load import environment
@@ -69,7 +70,7 @@ def serve(loaded: LoadedConfig) -> None:
         heap.keep_freed()
     give_back_large_arrays()
     _allow_open_files(loaded.config)
-    membership = find_membership(loaded.config)
+    membership = own_membership(loaded.config)
     if membership is not None and membership.rank:
         check_directory(loaded.config.cache)
         models = _located(loaded.config, device, Narrator(SystemClock()), membership)
@@ -110,10 +111,11 @@ async def _serve(
         check_port_free(config.server.host, port, flags="worker_")
     check_metrics_free(config.telemetry)
     check_directory(config.cache)
-    async with http_child(config) as front:
-        with contextlib.ExitStack() as stack:
-            server = _built(config, clock, device, narrator, stack, membership)
-            await _run(server, config, front, manager=manager, narrator=narrator)
+    with signals_raised(signal.SIGTERM, code=0):  # until they are heard
+        async with http_child(config) as front:
+            with contextlib.ExitStack() as stack:
+                server = _built(config, clock, device, narrator, stack, membership)
+                await _run(server, config, front, manager=manager, narrator=narrator)
     opened = server.opened
     lost = None if server.leader is None else server.leader.lost
     has_failed = lost is not None or (opened is not None and opened.router.state is EngineState.FAILED)

@@ -71,11 +71,16 @@ def enlarge_attention_plan_cache() -> None:
     os.environ.setdefault("MLX_CUDA_SDPA_CACHE_SIZE", "512")
 
 
+def has_rdma() -> bool:
+    """Return whether `mlx.launch --backend jaccl` has started this process: MLX connects ranks without IP."""
+    return "MLX_JACCL_COORDINATOR" in os.environ
+
+
 @contextlib.contextmanager
 def named_ranks(ring: Sequence[Sequence[str]], rank: int) -> Iterator[str]:
     """Tell MLX the addresses of a group's ranks, and which one this process is, while it joins them; yield
     its backend for that. Under `mlx.launch --backend jaccl`, RDMA over Thunderbolt, MLX has been told."""
-    if "MLX_JACCL_COORDINATOR" in os.environ:
+    if has_rdma():
         yield "jaccl"
         return
     with tempfile.NamedTemporaryFile("w", prefix="icehouse-ring-", suffix=".json") as file:

@@ -11,6 +11,7 @@ import enum
 import math
 import re
 import typing
+from pathlib import Path
 from typing import Any
 
 from icehouse_server.errors import ConfigError, Reason
@@ -179,6 +180,8 @@ def _read(raw: object, kind: SettingKind) -> Value:
         case SettingKind.TEXT | SettingKind.PATH | SettingKind.CHOICE:
             if not isinstance(raw, str) or not raw.strip():
                 raise ValueError("is not a text")
+            if kind is SettingKind.PATH:
+                _check_path(raw)
             return raw
         case SettingKind.SWITCH:
             switch = raw if isinstance(raw, bool) else _SWITCH_WORDS.get(str(raw).strip().lower())
@@ -241,8 +244,19 @@ def _read_named_paths(raw: object) -> tuple[NamedPath, ...]:
             raise ValueError(f"names {name!r} twice")
         if not isinstance(path, str) or not path:
             raise ValueError(f"names no folder for {name!r}; write name=folder")
+        _check_path(path)
         seen.add(name)
     return tuple(NamedPath(name, path) for name, path in pairs)
+
+
+def _check_path(path: str) -> None:
+    """Raise ValueError for what can be no path, whatever is there."""
+    if "\0" in path:
+        raise ValueError("has a zero byte, which no path has")
+    try:
+        Path(path).expanduser()
+    except RuntimeError:
+        raise ValueError("begins with the home folder of a user who does not exist") from None
 
 
 def _read_names(raw: object) -> tuple[str, ...]:

@@ -33,13 +33,14 @@ _log = logging.getLogger("icehouse.boot")
 
 _TELL_S = 5.0
 """How often it is said who is waited for."""
+_ASK_S = 1.0
 _MOMENT_S = 0.1
 _ORDERS_BYTES = 64 << 20
 """An order may have a whole prompt."""
 _REPORT_BYTES = 1 << 20
 _LEAST_SHARE = 0.98
 """Of rank 0's memory, what every rank must have: machines of one kind differ a little."""
-_TEXT_LIMIT = 200
+_TEXT_LIMIT = 300
 """Characters of what a rank says that are logged."""
 
 
@@ -142,9 +143,9 @@ class GroupServer(stubs.GroupServiceServicer):
         self._server.start()
         threading.Thread(target=self._watch, name="group-watch", daemon=True).start()
 
-    def wait_for_all(self) -> bool:
-        """Wait a moment; return whether all ranks are there and about to join the ring. Says from time to
-        time who is missing.
+    def wait_for_all(self) -> int | None:
+        """Wait a moment; return what each rank may take of its memory, once all are there and about to join
+        the ring, and None before. Says from time to time who is missing.
 
         MLX holds the interpreter's lock while it joins, so nobody may begin before all have heard that.
         Raises LoadCalledOff; once the ranks begin to join, they can only end together."""
@@ -152,18 +153,20 @@ class GroupServer(stubs.GroupServiceServicer):
         self._changed.clear()
         if self._is_called_off and not self._has_begun:
             raise LoadCalledOff
+        with self._lock:
+            least_bytes = min([self._memory_limit_bytes, *self._joined.values()])
         if len(self._joining) == self._membership.world - 1:
-            return True
+            return least_bytes
         if len(self._joined) == self._membership.world - 1 and not self._has_begun:
             self._has_begun = True
-            self._log.add(group.Order(begin=group.Begin()))
+            self._log.add(group.Order(begin=group.Begin(memory_limit_bytes=least_bytes)))
         now = self._clock.monotonic()
         if now - self._told_time >= _TELL_S:
             self._told_time = now
             missing = [rank for rank in self._membership.followers if rank not in self._joining]
             hosts = ", ".join(f"{rank} ({self._membership.host(rank)})" for rank in missing)
             _log.warning("ranks_missing", extra={"ranks": hosts, "control": self._membership.control})
-        return False
+        return None
 
     def call_off(self) -> None:
         """Wait for no more ranks: the server stops."""
@@ -388,7 +391,20 @@ class GroupClient:
             except grpc.FutureCancelledError as error:
                 raise ChannelBroken("it was not there, and is waited for no more") from error
             except grpc.FutureTimeoutError:
-                _log.warning("rank_0_missing", extra={"control": self._membership.control})
+                _log.warning(
+                    "rank_0_missing",
+                    extra={"control": self._membership.control, "detail": self._why_missing()},
+                )
+
+    def _why_missing(self) -> str:
+        """Return why rank 0 cannot be reached: it is not there yet, or a certificate is not taken."""
+        hello = self._hello
+        try:
+            known = group.CompareRequest(rank=hello.rank, world=hello.world)
+            stubs.GroupServiceStub(self._channel).Compare(known, timeout=_ASK_S)
+        except grpc.RpcError as error:
+            return str(error_of(error))[:_TEXT_LIMIT]
+        return "it has just come"
 
     def _outgoing(self) -> Iterator[group.FollowRequest]:
         yield group.FollowRequest(hello=self._hello)

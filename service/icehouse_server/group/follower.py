@@ -102,9 +102,11 @@ class Follower:
         else:
             self.tier.start()
 
-    def load(self) -> None:
-        """Load this rank's share of the model; all ranks do at once. Raises ModelError."""
+    def load(self, *, memory_limit_bytes: int) -> None:
+        """Load this rank's share of the model, within what any rank may take; all do at once. Raises
+        ModelError."""
         self._is_loaded = True
+        self._runner.limit_memory(memory_limit_bytes)
         for _ in self._runner.load_steps(is_hurried=lambda: False):
             pass
         self._order_count += 1

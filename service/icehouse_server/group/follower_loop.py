@@ -78,7 +78,7 @@ class FollowerLoop:
             if order.HasField("begin"):
                 self._has_begun = True
                 self._client.send(group.FollowRequest(joining=group.Joining()))
-                self._follower.load()
+                self._follower.load(memory_limit_bytes=order.begin.memory_limit_bytes)
                 _log.info("rank_loaded")
             else:
                 self._follower.carry_out(order)

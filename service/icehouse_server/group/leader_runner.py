@@ -37,9 +37,10 @@ class LeaderRunner:
     """Implements the engine's Runner; `blocks` is the prefix cache's side of it."""
 
     def __init__(
-        self, own: ModelRunner, log: OrderLog, *, clock: Clock, wait_for_all: Callable[[], bool]
+        self, own: ModelRunner, log: OrderLog, *, clock: Clock, wait_for_all: Callable[[], int | None]
     ) -> None:
-        """`wait_for_all` waits a moment; True once all ranks are there and agree."""
+        """`wait_for_all` waits a moment, and returns what each rank may take of its memory once all are there
+        and agree."""
         self._own = own
         self._log = log
         self._clock = clock
@@ -53,9 +54,10 @@ class LeaderRunner:
         self._reads_at_once = False
 
     def load_steps(self, *, is_hurried: Callable[[], bool]) -> Steps[ModelInfo]:
-        while not self._wait_for_all():
+        while (memory_limit_bytes := self._wait_for_all()) is None:
             yield None
         self._is_alone = False
+        self._own.limit_memory(memory_limit_bytes)
         info = yield from self._own.load_steps(is_hurried=is_hurried)
         # What was run while loading, the followers ran by themselves.
         self._own.before_pass = self._announce

@@ -6,16 +6,21 @@ import dataclasses
 import hashlib
 import importlib.metadata
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from icehouse_server.domain.ids import Fingerprint
 from icehouse_server.errors import ConfigError, Reason
+from icehouse_server.small_file import read_small_file
 
 _RING_PORT = 32323
 """As mlx.launch counts from."""
 CONTROL_PORT = 32322
+_NUMBER = re.compile(r"[0-9]{1,5}")
+_TOLD_LIMIT = 100
+"""Characters of a wrong file that are told."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -49,31 +54,54 @@ def membership_of(
     Either mlx.launch's, a list of {"ssh": name, "ips": [address, ...]}, or the ring's, a list with a list of
     "host:port" for each rank. `launched_as` is the rank by mlx.launch, for which nobody names one.
     """
-    try:
-        entries = json.loads(Path(hosts).expanduser().read_text(encoding="utf-8"))
-        ring = tuple(_addresses(entry, number) for number, entry in enumerate(entries))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise _invalid(f"the hosts in {hosts} cannot be read: {error!r}") from error
+    entries = _read(hosts)
+    if not isinstance(entries, list):
+        raise _invalid(f"the file {hosts} holds no list of hosts")
+    ring = tuple(_addresses(entry, number, hosts) for number, entry in enumerate(entries))
+    named = [address for addresses in ring for address in addresses]
+    if twice := sorted({address for address in named if named.count(address) > 1}):
+        raise _invalid(f"{hosts} names {twice[0]} twice; each rank needs an address of its own")
     if len(ring) < 2:
         raise _invalid(f"{hosts} names {len(ring)} hosts; a group has at least two")
-    if rank is None and launched_as is not None and launched_as.isdigit():
+    if rank is None and launched_as is not None and _NUMBER.fullmatch(launched_as):
         rank = int(launched_as)
     if rank is None or not 0 <= rank < len(ring):
         raise _invalid(
             f"which of the {len(ring)} hosts is this? Say --group-rank 0 to {len(ring) - 1}, or let "
             "mlx.launch set MLX_RANK"
         )
+    if control is not None and not _is_address(control):
+        raise ConfigError(
+            Reason.CONFIG_INVALID, f"group.control = {control!r} is no host:port", field="group.control"
+        )
     return Membership(rank, ring, control or f"{ring[0][0].rpartition(':')[0]}:{CONTROL_PORT}")
 
 
-def _addresses(entry: Any, number: int) -> tuple[str, ...]:
+def _read(hosts: str) -> Any:
+    try:
+        return json.loads(read_small_file(Path(hosts).expanduser()).content.decode("utf-8"))
+    except OSError as error:
+        raise _invalid(f"the hosts in {hosts} cannot be read: {error.strerror}; check --group") from error
+    except RuntimeError as error:
+        # Nested too deeply; or the home folder of nobody.
+        is_nested = isinstance(error, RecursionError)
+        what = "is not valid JSON: it is nested too deeply" if is_nested else f"cannot be read: {error}"
+        raise _invalid(f"the file {hosts} {what}") from error
+    except ValueError as error:
+        raise _invalid(f"the file {hosts} is not valid JSON: {_first_words(error)}") from error
+
+
+def _addresses(entry: Any, number: int, hosts: str) -> tuple[str, ...]:
     addresses = entry
     if isinstance(entry, Mapping):
-        ips = entry["ips"]
+        ips = entry.get("ips")
+        ips = ips if isinstance(ips, list) else []
         addresses = [f"{ip}:{_RING_PORT + number}" for ip in ips[:1] if isinstance(ip, str)]
-        addresses = addresses if isinstance(ips, list) else []
     if not isinstance(addresses, list) or not addresses or not all(map(_is_address, addresses)):
-        raise ValueError(f"{entry!r} names no host:port")
+        raise _invalid(
+            f"in {hosts} host {number}, {_first_words(json.dumps(entry))}, is neither "
+            '{"ssh": "name", "ips": ["address"]} nor ["host:port"]'
+        )
     return tuple(addresses)
 
 
@@ -81,7 +109,11 @@ def _is_address(address: Any) -> bool:
     if not isinstance(address, str):
         return False
     host, _, port = address.rpartition(":")
-    return bool(host) and port.isdigit() and 0 < int(port) < 1 << 16
+    return bool(host) and _NUMBER.fullmatch(port) is not None and 0 < int(port) < 1 << 16
+
+
+def _first_words(what: object) -> str:
+    return str(what)[:_TOLD_LIMIT]
 
 
 def _invalid(message: str) -> ConfigError:

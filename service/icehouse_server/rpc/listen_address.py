@@ -192,6 +192,18 @@ def check_port_free(host: str, port: int, *, flags: str = "--") -> None:
         raise _tcp_error(cause, host=host, port=port, flags=flags)
 
 
+def check_rank_free(address: str) -> None:
+    """Raise StartError where a rank cannot listen at "host:port", as `check_free` does."""
+    host, _, port = address.rpartition(":")
+    if (cause := _try_to_listen(host=host.strip("[]"), port=int(port))) is not None:
+        raise StartError(
+            Reason.ADDRESS_IN_USE,
+            f"this rank cannot listen at {address}: {cause.strerror or cause}; stop what listens there, or "
+            "correct the file of hosts, --group-rank or --group-control on all ranks",
+            metadata={"address": address},
+        )
+
+
 def check_metrics_free(config: TelemetryConfig) -> None:
     """Raise StartError where the Prometheus endpoint cannot listen, as `check_free` does."""
     if config.metrics_port is None:

@@ -42,6 +42,10 @@ class ForeignManifest(sqlite3.DatabaseError):
     """The manifest's tables are not those of this version."""
 
 
+class LaterManifest(ForeignManifest):
+    """The manifest was written by a later version."""
+
+
 def classify(error: Exception) -> DiskErrorKind:
     """Return the kind of an error of the disk or of SQLite."""
     if isinstance(error, ForeignManifest):

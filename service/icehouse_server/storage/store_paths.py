@@ -29,6 +29,9 @@ class StorePaths:
         self.manifest = f"{root}/manifest.sqlite3"
         self.manifest_aside = f"{root}/manifest.damaged.sqlite3"
         """Where an unreadable manifest is moved, replacing the one moved before."""
+        self.manifest_later = f"{root}/manifest.later.sqlite3"
+        """Where the manifest of a later version is moved, for that version to be started again."""
+        self.manifests_aside = (self.manifest_aside, self.manifest_later)
         self.data_keys = f"{root}/keys.json"
         """The keys that blocks are encrypted under, each encrypted itself."""
         self.ballast = f"{root}/ballast"

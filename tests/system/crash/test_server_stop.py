@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import os
+import signal
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -14,6 +18,7 @@ from tests.system.cache.server import CacheServer
 from tests.system.cache.test_reuse import prompt
 from tests.system.crash.crashing_server import ServerProcess
 from tests.system.crash.generate_load import EventTrigger, Reference, Seen, ask
+from tests.system.group.signals import signal_at_record
 
 _BLOCK = 16
 _OPTIONS = ("--block-token-count", str(_BLOCK), "--min-prefix-token-count", "0", "--no-restore-or-recompute")
@@ -55,6 +60,28 @@ def test_stopped_in_the_middle_of_a_stream(
         server.terminate()
         assert server.wait() == 0
     assert seen.ssd_token_count >= 5 * _BLOCK
+
+
+def stop_early(event: str, scratch: str) -> None:
+    """Have a server send itself SIGTERM at an event of its start, with a folder for what is temporary."""
+    os.environ["TMPDIR"], tempfile.tempdir = scratch, None
+    signal_at_record(signal.SIGTERM, event)
+
+
+@pytest.mark.parametrize("event", ["model_found", "tokenizer_read", "weights_read", "serving_started"])
+def test_stopped_as_it_starts_it_leaves_nothing_behind(model: Path, tmp_path: Path, event: str) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    with ServerProcess(
+        model=model,
+        directory=tmp_path / "blocks",
+        log=tmp_path / "log",
+        options=(*_OPTIONS, "--http-port", "0"),
+        break_it=functools.partial(stop_early, event, str(scratch)),
+    ) as server:
+        assert server.wait() == 0
+    assert "Traceback" not in (tmp_path / "log").read_text()
+    assert not list(scratch.glob("icehouse-*"))
 
 
 def test_a_second_server_is_told_who_has_the_directory(

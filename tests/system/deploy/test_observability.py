@@ -170,6 +170,21 @@ def test_the_dashboard_hangs_together() -> None:
     assert {"datasource", "job", "instance"} == {v["name"] for v in DASHBOARD["templating"]["list"]}
 
 
+NOT_ON_THE_DASHBOARD = {"kv", "model", "replies"}
+
+
+def family(name: str) -> str:
+    """Return what a metric is of: "engine" of icehouse_engine_state, "cache_shared" of the object store's."""
+    words = name.removeprefix("icehouse_").split("_")
+    return "_".join(words[: 2 if words[:2] in (["cache", "shared"], ["cache", "sessions"]) else 1])
+
+
+def test_the_dashboard_shows_something_of_everything_that_is_counted() -> None:
+    shown = {selector.name for _, query in panel_queries() for selector, *_ in selectors(promql.parse(query))}
+    missing = {family(metric.prometheus_name) for metric in METRICS} - {family(name) for name in shown}
+    assert missing == NOT_ON_THE_DASHBOARD
+
+
 def test_alerts_say_what_happened_and_what_to_do() -> None:
     assert len({rule["alert"] for rule in ALERTS}) == len(ALERTS)
     flags = {setting.flag for setting in SETTINGS}

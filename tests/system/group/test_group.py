@@ -205,6 +205,18 @@ def test_callers_are_told_that_a_rank_is_gone_and_the_group_comes_back_warm(
     assert tokens(group) == said
 
 
+def test_ranks_have_as_many_pages_as_the_one_with_the_least_memory(
+    folder: Path, said: list[list[int]], tmp_path: Path
+) -> None:
+    least = {1: ("--memory-limit-bytes", str(int(0.99 * (1 << 30))))}
+    with RankGroup(folder, tmp_path, rank_options=least) as group:
+        group.serving.wait_until_serving()
+        assert tokens(group) == said
+    logs = [group.log(rank).splitlines() for rank in (0, 1)]
+    pools = [[line.split()[2:] for line in log if "page_pool_replaced" in line] for log in logs]
+    assert pools[0] == pools[1] != []
+
+
 def test_rows_decode_together(group: RankGroup, said: list[list[int]]) -> None:
     with group.stub() as stub:
         calls = [

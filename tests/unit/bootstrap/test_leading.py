@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import json
+import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,16 +13,19 @@ from typing import Any
 
 import pytest
 from icehouse.group.v1 import group_service_pb2 as group
-from icehouse_server.bootstrap.group.leading import LeaderParts, group_facts
-from icehouse_server.config import Config
+from icehouse_server.bootstrap.group.leading import LeaderParts, find_membership, group_facts, own_membership
+from icehouse_server.config import Config, SecurityConfig
+from icehouse_server.config.sections import GroupConfig
 from icehouse_server.device import Backend, Device
 from icehouse_server.domain.cache_stats import CacheStats, DiskStats, SpillStats, TierStats
 from icehouse_server.domain.stats import EngineStats, RankState
 from icehouse_server.engine.runner.identity.fingerprint import ModelFingerprint
 from icehouse_server.engine.runner.model_loader import ModelSource
+from icehouse_server.errors import Reason, StartError
 from icehouse_server.group.membership import Membership, difference
 from icehouse_server.storage.api import STALL_LIMIT_S
 
+from tests.fixtures.rpc.authority import Authority
 from tests.fixtures.storage.blocks import FINGERPRINT
 from tests.fixtures.storage.memory_tier import MemoryTier
 from tests.fixtures.storage.storage_thread import ManualClock
@@ -45,6 +50,64 @@ def test_ranks_of_different_kinds_of_device_do_not_fit() -> None:
     assert difference(facts[0], facts[1]) == ""
     told = difference(facts[0], facts[2])
     assert told == "the kind of device is cuda there and metal on rank 0"
+
+
+@pytest.mark.parametrize(
+    ("broken", "content", "told"),
+    [
+        ("server.pem", None, "server.pem cannot be used: No such file or directory"),
+        ("server.pem", b"x", "server.key it makes no certificate"),
+        ("server.key", None, "server.key cannot be used: No such file or directory"),
+        ("server.key", b"", "server.key it makes no certificate"),
+        ("ca.pem", None, "ca.pem cannot be used: No such file or directory"),
+        ("ca.pem", b"x", "ca.pem cannot be used: it holds no certificate of an authority"),
+    ],
+)
+def test_certificates_that_cannot_be_used_are_told_before_the_model_is_read(
+    tmp_path: Path, broken: str, content: bytes | None, told: str
+) -> None:
+    authority = Authority()
+    authority.write_server(tmp_path)
+    (tmp_path / "ca.pem").write_bytes(authority.pem)
+    (tmp_path / "hosts.json").write_text('[["127.0.0.1:5000"], ["127.0.0.1:5001"]]')
+    files = {"tls_certificate": "server.pem", "tls_key": "server.key", "tls_client_ca": "ca.pem"}
+    security = SecurityConfig(**{name: str(tmp_path / file) for name, file in files.items()})  # type: ignore[arg-type]
+    config = Config(security=security, group=GroupConfig(hosts=str(tmp_path / "hosts.json"), rank=1))
+    assert find_membership(config) is not None
+    (tmp_path / broken).unlink()
+    if content is not None:
+        (tmp_path / broken).write_bytes(content)
+    with pytest.raises(StartError, match=told) as refused:
+        find_membership(config)
+    assert refused.value.reason is Reason.CERTIFICATE_INVALID
+
+
+@pytest.mark.parametrize(
+    ("rank", "taken"),
+    [(0, 0), (1, 1), (0, 2)],
+    ids=["rank 0 of the ring", "rank 1 of the ring", "the channel"],
+)
+def test_an_address_that_is_taken_is_told_before_the_model_is_read(
+    tmp_path: Path, rank: int, taken: int
+) -> None:
+    addresses = [f"127.0.0.1:{port}" for port in free_ports(3)]
+    (tmp_path / "hosts.json").write_text(json.dumps([[address] for address in addresses[:2]]))
+    config = Config(group=GroupConfig(str(tmp_path / "hosts.json"), rank, addresses[2]))
+    assert own_membership(config) is not None
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", int(addresses[taken].rpartition(":")[2])))
+        other.listen()
+        with pytest.raises(StartError, match=f"{addresses[taken]}: {os.strerror(errno.EADDRINUSE)}"):
+            own_membership(config)
+        others = Config(group=GroupConfig(str(tmp_path / "hosts.json"), 1 - rank, "127.0.0.1:1"))
+        assert find_membership(others) is not None
+
+
+def test_a_rank_that_does_not_have_its_address_is_told_so(tmp_path: Path) -> None:
+    (tmp_path / "hosts.json").write_text('[["192.0.2.1:5000"], ["127.0.0.1:5001"]]')
+    config = Config(group=GroupConfig(str(tmp_path / "hosts.json"), 0, "127.0.0.1:5002"))
+    with pytest.raises(StartError, match=f"5000: {os.strerror(errno.EADDRNOTAVAIL)}"):
+        own_membership(config)
 
 
 @pytest.fixture

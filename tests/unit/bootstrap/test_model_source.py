@@ -13,6 +13,7 @@ from icehouse_server.bootstrap.model_source import (
     adapter_source,
     locate_model,
     locate_models,
+    may_be_found,
 )
 from icehouse_server.config import ModelConfig
 from icehouse_server.config.setting import NamedPath
@@ -64,6 +65,12 @@ def test_a_file_is_said_to_be_none(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"model\.gguf' is a file") as refused:
         locate_model(ModelConfig(model=str(file)), on_progress=lambda *_: None)
     assert refused.value.reason is Reason.MODEL_NOT_FOUND
+
+
+def test_a_model_in_the_home_of_nobody_is_refused() -> None:
+    with pytest.raises(ModelError, match="there is no model folder at '~nobody-here/model'"):
+        locate_model(ModelConfig(model="~nobody-here/model"), on_progress=lambda *_: None)
+    assert not may_be_found("~nobody-here/model")
 
 
 def test_the_text_of_a_model_that_comes_back_is_read_again_only_where_a_file_changed(tmp_path: Path) -> None:

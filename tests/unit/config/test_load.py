@@ -7,6 +7,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from icehouse_server.config import SETTINGS, CacheConfig, Config, load_config
+from icehouse_server.config.setting import SettingKind
 from icehouse_server.errors import ConfigError, Reason
 
 
@@ -375,3 +376,20 @@ def toml_of(value: object) -> str:
     if isinstance(value, dict):
         return "{" + ", ".join(f"{toml_of(key)} = {toml_of(item)}" for key, item in value.items()) + "}"
     return str(value)
+
+
+@pytest.mark.parametrize(
+    ("path", "told"),
+    [
+        ("~nobody-here/x", "begins with the home folder of a user who does not exist"),
+        ("a\0b", "has a zero byte"),
+    ],
+)
+def test_what_can_be_no_path_is_named_whichever_setting_has_it(path: str, told: str) -> None:
+    paths = [setting for setting in SETTINGS if setting.kind in (SettingKind.PATH, SettingKind.NAMED_PATHS)]
+    assert len(paths) > 8
+    for setting in paths:
+        value = f"one={path}" if setting.kind is SettingKind.NAMED_PATHS else path
+        assert f"{setting.key} = {value!r} (from {setting.flag}) {told}" in refusal(
+            flags={setting.key: value}
+        )

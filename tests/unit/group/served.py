@@ -68,6 +68,6 @@ def serving(
         served.server.stop(timeout_s=0)
 
 
-def tls_of(authority: Authority, *names: object) -> ChannelTls:
-    certificate, key = authority.issue("a rank", *(names or LOOPBACK))  # type: ignore[arg-type]
+def tls_of(authority: Authority, *names: object, has_expired: bool = False) -> ChannelTls:
+    certificate, key = authority.issue("a rank", *(names or LOOPBACK), has_expired=has_expired)  # type: ignore[arg-type]
     return ChannelTls(certificate, key, authority.pem)

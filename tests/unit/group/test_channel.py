@@ -18,7 +18,7 @@ from icehouse_server.domain.stats import RankState, RankTierStats
 from icehouse_server.engine.core.ports import LoadCalledOff
 from icehouse_server.errors import Reason, StartError
 from icehouse_server.group import channel, order_log
-from icehouse_server.group.channel import ChannelBroken, GroupClient, GroupServer
+from icehouse_server.group.channel import ChannelBroken, ChannelTls, GroupClient, GroupServer
 from icehouse_server.group.membership import Membership
 from icehouse_server.group.order_log import OrderLog
 from icehouse_server.storage.api import StorageFailed
@@ -127,6 +127,22 @@ def test_who_comes_when_a_rank_was_lost_hears_that_rank_0_ends() -> None:
         assert "rank 0 ends, for it lost rank 1: no memory" in str(refused)
 
 
+def test_all_ranks_may_take_what_the_least_of_them_may() -> None:
+    """Else rank 0 would fill more pages than another one has, which then would copy its whole pool."""
+    with serving(3) as served:
+        each = [Following(served.client(rank, memory=MEMORY - rank * 4096)) for rank in (1, 2)]
+        begun = 0
+        while (limit_bytes := served.server.wait_for_all()) is None:
+            for follower in each:
+                with contextlib.suppress(queue.Empty):
+                    order = follower.come.get_nowait()
+                    assert isinstance(order, group.Order)
+                    assert order.begin.memory_limit_bytes == MEMORY - 2 * 4096
+                    begun += 1
+                    follower.client.send(group.FollowRequest(joining=group.Joining()))
+        assert (begun, limit_bytes) == (2, MEMORY - 2 * 4096)
+
+
 @pytest.mark.parametrize(
     ("memory", "fits"), [(2 * MEMORY, True), (MEMORY - 4096, True), (MEMORY // 2, False)]
 )
@@ -218,7 +234,7 @@ def test_numbers_that_cannot_be_and_long_texts_harm_nobody() -> None:
         )
         (one,) = served.server.ranks()
         assert (one.active_memory_bytes, one.behind_order_count, one.ssd) == (0, 0, RankTierStats())
-        assert len(one.ssd_trouble) == 200
+        assert len(one.ssd_trouble) == channel._TEXT_LIMIT
         assert served.lost.empty()
 
 
@@ -383,6 +399,39 @@ def test_who_has_no_certificate_of_the_authority_is_not_heard(
         assert follower.come.empty()
         follower.client.close()
         assert isinstance(follower.next(), ChannelBroken), "it goes on waiting"
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "told"),
+    [
+        ({"has_expired": True}, {}, "certificate has expired"),
+        ({"names": (uri("spiffe://elsewhere"),)}, {}, "Hostname Verification Check failed"),
+        ({"authority": Authority("another")}, {}, "unable to get local issuer certificate"),
+        (None, {}, "WRONG_VERSION_NUMBER"),
+        ({}, None, "closed"),
+    ],
+    ids=["expired", "for another host", "of another authority", "rank 0 is in the clear", "rank 1 is"],
+)
+def test_a_rank_says_why_it_does_not_reach_rank_0(
+    ours: dict[str, Any] | None, theirs: dict[str, Any] | None, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    authority = Authority()
+
+    def made(how: dict[str, Any] | None) -> ChannelTls | None:
+        how = how if how is None else {"authority": authority, "names": (), **how}
+        return how and tls_of(how.pop("authority"), *how.pop("names"), **how)
+
+    said: queue.SimpleQueue[str] = queue.SimpleQueue()
+    monkeypatch.setattr(channel, "_TELL_S", 0.05)
+    monkeypatch.setattr(channel._log, "warning", lambda event, extra: said.put(extra.get("detail", "")))
+    with serving(tls=made(ours)) as served:
+        client = served.client(1, tls=made(theirs))
+        Following(client)
+        try:
+            # At first it may be about to connect still.
+            assert any(told in said.get(timeout=BOUND_S) for _ in range(100))
+        finally:
+            client.close()
 
 
 @pytest.mark.parametrize("is_secured", [True, False])

@@ -16,7 +16,7 @@ from icehouse_server.group.follower_loop import FollowerLoop
 
 from tests.fixtures.patience import BOUND_S
 
-BEGIN = group.Order(begin=group.Begin())
+BEGIN = group.Order(begin=group.Begin(memory_limit_bytes=7))
 END = group.Order(end=group.End())
 
 
@@ -70,8 +70,8 @@ class ScriptedFollower:
     def open(self) -> None:
         self.done.append("open")
 
-    def load(self) -> None:
-        self.done.append("load")
+    def load(self, *, memory_limit_bytes: int) -> None:
+        self.done.append(f"load in {memory_limit_bytes}")
 
     def count(self) -> None:
         self.counted.release()
@@ -108,7 +108,7 @@ def test_orders_are_carried_out_one_after_the_other() -> None:
     loop = loop_of(follower, client)
     loop.run()
     loop.close()
-    assert follower.done == ["open", "load", 1, 2, "end"]
+    assert follower.done == ["open", "load in 7", 1, 2, "end"]
     assert client.sent == ["joining", "bye"]
 
 
@@ -119,7 +119,7 @@ def test_nothing_is_carried_out_after_an_order_that_failed(stays: list[int]) -> 
     with pytest.raises(ValueError, match="it does not fit"):
         loop.run()
     loop.close()
-    assert follower.done == ["open", "load", 1]
+    assert follower.done == ["open", "load in 7", 1]
     assert client.sent == ["joining", "failed", "bye"] and stays == [1]
 
 
@@ -192,7 +192,7 @@ def test_a_rank_that_hangs_in_an_order_tells_rank_0_and_ends(
     follower, client = ScriptedFollower(), ScriptedClient([BEGIN, hangs_at])
     follower.hangs.clear()
     if hangs_at is BEGIN:
-        follower.load = lambda: follower.hangs.wait(BOUND_S)  # type: ignore[assignment,method-assign,return-value]
+        follower.load = lambda **_: follower.hangs.wait(BOUND_S)  # type: ignore[assignment,method-assign,return-value]
     left: queue.SimpleQueue[int] = queue.SimpleQueue()
     loop = loop_of(follower, client, left)
     threading.Thread(target=loop.run, daemon=True).start()

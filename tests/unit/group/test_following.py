@@ -25,6 +25,7 @@ from tests.fixtures.storage.blocks import make_chain
 from tests.unit.group.ranks import Ranks, fingerprint_of
 
 BLOCK = 16
+LIMIT_BYTES = 1 << 30
 PROMPT = tuple(range(20, 20 + 2 * BLOCK))
 ONE, TWO = SequenceId(1), SequenceId(2)
 
@@ -40,18 +41,18 @@ class Two(Ranks):
 
     def __init__(self, source: ModelSource) -> None:
         super().__init__()
-        self.are_there = False
+        self.limit_bytes: int | None = None
         self.own_runner, self.their_runner = (runner_of(source) for _ in range(2))
         self.runner = LeaderRunner(
-            self.own_runner, self.log, clock=self.clock, wait_for_all=lambda: self.are_there
+            self.own_runner, self.log, clock=self.clock, wait_for_all=lambda: self.limit_bytes
         )
         self.one.follower._runner = self.their_runner
 
     def load(self) -> None:
-        self.are_there = True
+        self.limit_bytes = LIMIT_BYTES
         for _ in self.runner.load_steps(is_hurried=lambda: False):
             pass
-        self.one.follower.load()
+        self.one.follower.load(memory_limit_bytes=LIMIT_BYTES)
         self.one.obey()
 
     def prefill(self, sequence_id: SequenceId, *, speculation: Speculation | None = None) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from icehouse_server.clock import Clock
 from icehouse_server.config import Config, SecurityConfig
-from icehouse_server.config.load import environment, named_ranks
+from icehouse_server.config.load import environment, has_rdma, named_ranks
 from icehouse_server.device import Device
 from icehouse_server.domain.cache_stats import CacheStats
 from icehouse_server.domain.model import EngineState
@@ -25,8 +25,9 @@ from icehouse_server.group.leader_runner import LeaderRunner
 from icehouse_server.group.leader_tier import LeaderTier
 from icehouse_server.group.membership import Membership, membership_of, rank_fingerprint, releases
 from icehouse_server.group.order_log import OrderLog
+from icehouse_server.rpc.access.credentials import Certificates
 from icehouse_server.rpc.engine_client.router import Router
-from icehouse_server.rpc.listen_address import check_control_address
+from icehouse_server.rpc.listen_address import check_control_address, check_rank_free
 from icehouse_server.storage.api import ColdTier, Outcome, hang_detail
 
 _Post = Callable[[Outcome], object]
@@ -34,7 +35,7 @@ _Post = Callable[[Outcome], object]
 
 def find_membership(config: Config) -> Membership | None:
     """Return the group that the settings name; None without one. Raises ConfigError, or StartError for a
-    channel that others could read."""
+    channel that others could read and for certificates that cannot be used."""
     if config.group.hosts is None:
         return None
     membership = membership_of(
@@ -44,6 +45,22 @@ def find_membership(config: Config) -> Membership | None:
         control=config.group.control,
     )
     check_control_address(membership.control, config.security)
+    # Here because reading the model may take minutes, after which nobody wants to hear of these.
+    tls_of(config.security)
+    return membership
+
+
+def own_membership(config: Config) -> Membership | None:
+    """Return the group that this process is to be a rank of, as `find_membership` does. Raises StartError,
+    too, where it cannot listen for the other ranks."""
+    membership = find_membership(config)
+    if membership is None:
+        return None
+    if not has_rdma():
+        for address in membership.ring[membership.rank]:
+            check_rank_free(address)
+    if membership.rank == 0:
+        check_rank_free(membership.control)
     return membership
 
 
@@ -200,8 +217,9 @@ def with_rank(fingerprint: ModelFingerprint, membership: Membership) -> ModelFin
 
 
 def tls_of(security: SecurityConfig) -> ChannelTls | None:
-    """Return the certificates of a rank, for both ends of the channel; None for plain text."""
+    """Return the certificates of a rank, for both ends of the channel; None for plain text. Raises
+    StartError."""
     if security.tls_certificate is None or security.tls_key is None or security.tls_client_ca is None:
         return None
-    paths = (security.tls_certificate, security.tls_key, security.tls_client_ca)
-    return ChannelTls(*(Path(path).expanduser().read_bytes() for path in paths))
+    certificates = Certificates(security.tls_certificate, security.tls_key, client_ca=security.tls_client_ca)
+    return ChannelTls(*certificates.read())

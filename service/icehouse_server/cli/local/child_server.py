@@ -7,16 +7,14 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import FrameType
-from typing import NoReturn
 
 from icehouse_client import Client, IcehouseClientError
 from icehouse_client.cli.connection import open_client
 from icehouse_client.cli.console import err, out
 
+from icehouse_server.cli.terminal.raised_signals import signals_raised
 from icehouse_server.errors import Reason, StartError
 
 _STOP_TIMEOUT_S = 60.0
@@ -85,7 +83,7 @@ def running_server(
     # What is shown must not depend on the settings that somebody happens to have in the environment.
     command += ["--http-port", "", "--cache", "--ssd", "--spill-policy", "on_evict", *options]
     log_file = scratch / "server.log"
-    with _signals_raised(), log_file.open("ab") as log:
+    with signals_raised(signal.SIGTERM, signal.SIGHUP), log_file.open("ab") as log:
         # A session of its own: Ctrl-C reaches this process alone, which then stops the server in order.
         server = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=log, start_new_session=True)
         try:
@@ -97,24 +95,6 @@ def running_server(
         raise StartError(
             Reason.ENGINE_FAILED, f"the server ended with code {server.returncode}; its log stands above"
         )
-
-
-@contextlib.contextmanager
-def _signals_raised() -> Iterator[None]:
-    """Have what would end this process at once, as a closed terminal does, leave the block in order."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def leave(number: int, frame: FrameType | None) -> NoReturn:
-        raise SystemExit(128 + number)
-
-    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _stop(server: subprocess.Popen[bytes]) -> None:

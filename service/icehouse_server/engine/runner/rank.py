@@ -49,13 +49,16 @@ class Rank:
         return int(self._group.rank()) == 0
 
     def join(self) -> None:
-        """Connect with the other ranks. Ends the process where that takes too long."""
+        """Connect with the other ranks. Ends the process where that takes too long; raises Unavailable where
+        MLX cannot."""
         # MLX waits for a rank that died meanwhile for ever, and holds the interpreter's lock: neither a
         # signal nor a thread of ours would be heard. This timer needs no lock.
         faulthandler.dump_traceback_later(_JOIN_S, exit=True)
         try:
             with self._named_ranks() as backend:
                 self._group = mx.distributed.init(strict=True, backend=backend)
+        except RuntimeError as error:
+            raise rank_lost(f"MLX cannot connect the ranks: {error}") from error
         finally:
             faulthandler.cancel_dump_traceback_later()
 

@@ -156,6 +156,10 @@ class ModelRunner:
             passes=self._pass_clock,
         )
 
+    def limit_memory(self, limit_bytes: int) -> None:
+        """Let model, KV and cache take no more than this; before the load."""
+        self._settings = dataclasses.replace(self._settings, memory_limit_bytes=limit_bytes)
+
     def load_steps(self, *, is_hurried: Callable[[], bool]) -> Steps[ModelInfo]:
         self._thread.claim()
         if self._rank is not None:

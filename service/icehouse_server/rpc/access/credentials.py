@@ -231,6 +231,15 @@ class Certificates:
             self._configure()
         return True
 
+    def read(self) -> tuple[bytes, bytes, bytes]:
+        """Return certificate, key and authorities as they are now, in PEM. Raises StartError for files that
+        make none."""
+        self.refresh_authorities()
+        key, certificate = self._read_pair()
+        self._check_pair()
+        assert self._authorities is not None, "they were read just now"
+        return certificate, key, self._authorities
+
     def _configure(self) -> None:
         if self._pair is not None:
             self._configuration = grpc.ssl_server_certificate_configuration([self._pair], self._authorities)

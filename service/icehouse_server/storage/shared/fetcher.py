@@ -144,6 +144,11 @@ class Fetcher:
             self.stats.fetch_bytes_per_s = self._rate.add(size_bytes / elapsed_s)
         return Fetched(block_count, size_bytes)
 
+    def end(self) -> None:
+        """Give up what is under way, while the directory is open still: its files go."""
+        for download in self._downloads.values():
+            download.cancel()
+
     def _is_absent(self, name: BlockHash) -> bool:
         now = self.clock.monotonic()
         return self._absent.has(name, now) or self.refused.has(name, now)
@@ -178,19 +183,28 @@ class Fetcher:
             except OSError as error:
                 _log.warning("fetched_block_not_written", extra={"detail": str(error)})
                 return 0
-            file = await self._receive(name, job, path, descriptor)
+            file = None
+            try:
+                file = await self._receive(name, job, path, descriptor)
+            finally:
+                if file is None:
+                    await self._remove(path)
+        if file is None:
+            return 0
         # It may have been ordered meanwhile that nobody uses it again.
-        is_wanted = file is not None and not self.refused.has(name, self.clock.monotonic())
-        if file is None or not is_wanted or not await self._adopt(file, path):
-            with contextlib.suppress(OSError):
-                # Where it was adopted or refused by the storage thread, it is gone already.
-                await self.offload(self.folder.remove, path)
+        if self.refused.has(name, self.clock.monotonic()) or not await self._adopt(file, path):
+            # Where the storage thread refused it, it is gone already.
+            await self._remove(path)
             return 0
         job.progress_time = self.clock.monotonic()
         self.stored.add(name)
         self.stats.fetched_block_total += 1
         self.stats.fetched_byte_total += file.file_bytes
         return file.file_bytes
+
+    async def _remove(self, path: str) -> None:
+        with contextlib.suppress(OSError):
+            await self.offload(self.folder.remove, path)
 
     async def _receive(self, name: BlockHash, job: FetchJob, path: str, descriptor: int) -> BlockFile | None:
         """Write an object to an open file, close it and check it; None where it is not the block."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import re
 from collections.abc import AsyncGenerator, Callable, Iterator
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -23,6 +24,9 @@ CHUNK_BYTES = 4 << 20
 _CONNECT_S = 2
 _REQUEST_S = 60
 """No request takes longer; who waits for one gives up much earlier."""
+_STATUS = re.compile(r"status code: (\d{3})\b")
+"""In obstore's words, of which the name of a block and the store's own answer are others."""
+_INSUFFICIENT_STORAGE = "507"
 
 
 class StoreError(Exception):
@@ -144,9 +148,12 @@ def _store_errors() -> Iterator[None]:
     except (errors.BaseError, OSError, ValueError) as error:
         if "DispatchFailure" in str(error) or "error sending request" in str(error):
             raise StoreError("the object store cannot be reached") from error
-        if "No space left" in str(error) or "507" in str(error):
+        found = _STATUS.search(str(error))
+        status = found and found[1]
+        if "No space left" in str(error) or status == _INSUFFICIENT_STORAGE:
             raise StoreError("the object store is full") from error
-        raise StoreError(f"the object store answers with {type(error).__name__}") from error
+        told = f"status {status}" if status else type(error).__name__
+        raise StoreError(f"the object store answers with {told}") from error
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

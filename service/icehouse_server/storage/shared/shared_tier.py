@@ -116,6 +116,7 @@ class SharedTier(LocalTier):
 
     def close(self, *, deadline_time: float) -> None:
         self._traffic.close(deadline_time=deadline_time)
+        self._traffic.call(self._fetcher.end)
         super().close(deadline_time=deadline_time)
 
     def join(self, *, timeout_s: float) -> bool:

@@ -108,6 +108,9 @@ class Uploader:
                     queue[name] = try_count + 1
                 elif queue is self._offered:
                     self._stats.dropped_block_total += 1
+            except Exception:  # a fault of ours or the library's costs this block, and not all behind it
+                _log.exception("shared_store_failed")
+                self._stats.dropped_block_total += queue is self._offered
             self._is_working = False
             self._note_work()
             worked_s = self._clock.monotonic() - began_time

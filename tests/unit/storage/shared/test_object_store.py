@@ -92,6 +92,34 @@ async def test_a_server_that_never_answers_is_given_up_by_whoever_waits(monkeypa
                 await make_store("s3://bucket/path").size_bytes("a")
 
 
+@pytest.mark.parametrize(
+    ("status", "told"),
+    [
+        ("500 Internal Server Error", "the object store answers with status 500"),
+        ("429 Too Many Requests", "the object store answers with status 429"),
+        ("507 Insufficient Storage", "the object store is full"),
+        ("403 Forbidden", "the object store refuses these credentials"),
+    ],
+)
+async def test_what_a_server_answers_is_told_whatever_a_block_is_called(monkeypatch, status, told) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(f"HTTP/1.1 {status}\r\nContent-Length: 0\r\nConnection: close\r\n\r\n".encode())
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            monkeypatch.setenv(name, "x")
+        store = make_store("s3://bucket/path")
+        name = "507" * 21 + "a"
+        for request in (store.size_bytes(name), read(store, name), store.put(name, b"1", replaces=False)):
+            with pytest.raises(StoreError) as refused:
+                await request
+            assert str(refused.value) == told
+
+
 async def test_a_folder_that_is_missing_is_not_made(tmp_path: Path) -> None:
     """It may be a disk that is not mounted yet."""
     store = make_store(f"file://{tmp_path}/missing")

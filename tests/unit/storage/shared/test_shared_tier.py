@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import os
 
@@ -281,6 +282,30 @@ def test_a_full_store_is_still_read_and_gets_the_blocks_once_there_is_room(tmp_p
         assert shared_stats(server).stored_block_total == 1 and key_of(new) in store.objects
 
 
+@pytest.mark.parametrize("fault", [MemoryError(), RuntimeError("a fault of the store's library")])
+def test_what_fails_in_an_unforeseen_way_is_logged_and_costs_one_block(
+    tmp_path, store, caplog, fault
+) -> None:
+    chain = make_chain(3)
+    put = store.put
+
+    async def fail_once(name: str, data: bytes, *, replaces: bool) -> bool:
+        store.put = put
+        raise fault
+
+    store.put = fail_once
+    with SharingThread(tmp_path, store=store) as server:
+        server.spill(*chain)
+        assert len(store.objects) == 2
+        stats = shared_stats(server)
+        assert (stats.dropped_block_total, stats.queue_count) == (1, 0)
+        (lost,) = [block for block in chain if key_of(block) not in store.objects]
+        server.storage.touch(names_of([lost]))
+        server.settle()
+        assert len(store.objects) == 3
+    assert [record.message for record in caplog.records].count("shared_store_failed") == 1
+
+
 def test_what_could_not_be_stored_is_offered_again_when_it_is_used(tmp_path, store) -> None:
     block = make_block()
     with SharingThread(tmp_path / "a", store=store) as server:
@@ -344,6 +369,34 @@ def test_a_download_that_a_crash_cut_off_is_removed_at_the_next_start(tmp_path, 
     with SharingThread(tmp_path / "b", store=store) as server:
         assert not os.path.exists(partial)
         assert fetch(server, [block]) == 1
+
+
+async def nothing_more(name: str):
+    """Read an object of which nothing comes behind its beginning."""
+    yield memoryview(bytes(100))
+    await asyncio.get_running_loop().create_future()
+
+
+async def broken(name: str):
+    """Read an object in a way that nobody foresaw."""
+    yield memoryview(bytes(100))
+    raise RuntimeError("a fault of the store's library")
+
+
+@pytest.mark.parametrize("read", [nothing_more, broken])
+def test_a_download_that_does_not_end_well_leaves_no_file_behind(tmp_path, store, read) -> None:
+    """A start after an orderly end looks at no files, so it would stay for good, and count nowhere."""
+    block = make_block()
+    fill(store, tmp_path / "a", [block])
+    store.read = read
+    with SharingThread(tmp_path / "b", store=store) as server:
+        assert server.storage.fetch(names_of([block])) is not None
+        for _ in range(1000):
+            server.storage.step()
+        if read is nothing_more:
+            assert len(files_of(server)) == 1, "it is under way"
+    with SharingThread(tmp_path / "b", store=store) as server:
+        assert files_of(server) == []
 
 
 def test_fetched_blocks_keep_to_the_tier_s_limits(tmp_path, store) -> None:

@@ -696,12 +696,19 @@ class Begin(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    MEMORY_LIMIT_BYTES_FIELD_NUMBER: _builtins.int
+    memory_limit_bytes: _builtins.int
+    """What each rank may take of its memory, in bytes: the least that any has. So all have as many pages for KV.
+    0 is not known.
+    """
     def __init__(
         self,
+        *,
+        memory_limit_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["memory_limit_bytes", b"memory_limit_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

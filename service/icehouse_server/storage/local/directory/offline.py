@@ -258,7 +258,8 @@ class OfflineStore:
             remove(self._files, f"{self.paths.quarantine}/{info.name}")
             yield info.size_bytes
         # A manifest that could not be read holds token ids like any other.
-        remove(self._files, self.paths.manifest_aside)
+        for path in self.paths.manifests_aside:
+            remove(self._files, path)
 
     def _drop_manifest(self) -> None:
         """Remove the manifest and its logs, but remember the bytes written by day, for the daily budget."""
@@ -267,8 +268,11 @@ class OfflineStore:
             with contextlib.suppress(StorageError), self._manifest() as manifest:
                 written = manifest.written_days()
         # Its logs before itself, or they would outlive it.
-        aside, manifest_path = self.paths.manifest_aside, self.paths.manifest
-        for path in (aside, *(manifest_path + suffix for suffix in ("-wal", "-shm", "-journal", ""))):
+        manifest_path = self.paths.manifest
+        for path in (
+            *self.paths.manifests_aside,
+            *(manifest_path + suffix for suffix in ("-wal", "-shm", "-journal", "")),
+        ):
             remove(self._files, path)
         if written:
             create_private(self._files, self.paths)

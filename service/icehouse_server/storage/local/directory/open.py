@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from icehouse_server.clock import Clock
 from icehouse_server.domain.cache_stats import UNRECORDED_CODE, ReconcileReport
 from icehouse_server.domain.ids import BlockHash, Fingerprint
-from icehouse_server.storage.disk_error import DiskErrorKind, classify
+from icehouse_server.storage.disk_error import DiskErrorKind, LaterManifest, classify
 from icehouse_server.storage.files import Files, remove
 from icehouse_server.storage.local.directory.lock import check_trust, take_mark
 from icehouse_server.storage.local.directory.manifest import BlockRecord, Manifest
@@ -128,6 +128,7 @@ def _load_manifest(
 ) -> tuple[Manifest, list[BlockRecord], list[BlockHash], bool]:
     """Return the open manifest, its rows and edited rows, and whether it was rebuilt beside blocks."""
     existed = create_private(files, paths)
+    aside = paths.manifest_aside
     try:
         manifest = Manifest.open(paths.manifest)
         try:
@@ -142,10 +143,18 @@ def _load_manifest(
         if classify(error) not in (DiskErrorKind.FOREIGN, DiskErrorKind.DAMAGED):
             # The disk refuses (full, locked, I/O): moving the manifest aside would not help.
             raise
-        _log.warning("manifest_moved_aside", extra={"detail": str(error)})
+        if isinstance(error, LaterManifest):
+            aside = paths.manifest_later
+        _log.warning(
+            "manifest_moved_aside",
+            extra={
+                "path": aside,
+                "detail": f"{error}; rows are made anew from the files, without pins and times of use",
+            },
+        )
     # Retained for a person to inspect.
     _remove_logs(files, paths)
-    files.rename(paths.manifest, paths.manifest_aside)
+    files.rename(paths.manifest, aside)
     create_private(files, paths)
     return Manifest.open(paths.manifest), [], [], True
 

@@ -11,7 +11,7 @@ import functools
 
 from sqlite_utils import Database, Migrations
 
-from icehouse_server.storage.disk_error import ForeignManifest
+from icehouse_server.storage.disk_error import ForeignManifest, LaterManifest
 
 migrations = Migrations("icehouse.manifest")
 """A migration is never edited or renamed once released: add one. Its name is stored in the file."""
@@ -41,6 +41,7 @@ _FIRST_TABLES = (
 
 _MIGRATIONS_TABLE = "_sqlite_migrations"
 """Of sqlite-utils, whose versions define it and its index differently."""
+_MIGRATIONS_LIMIT = 1000
 _MIGRATIONS_BRACKETS = {"table": 2, "index": 1}
 """Most brackets in their definitions: what is computed stands in more."""
 
@@ -49,9 +50,11 @@ def check_schema(database: Database, *, is_complete: bool) -> None:
     """Raise `ForeignManifest` for a database in which there is anything but tables and indices of ours, or,
     where it is to be complete, not all of them.
 
-    Reads only its list of contents, and so runs nothing of it.
+    Raises `LaterManifest` where a later version made it so. Reads only its list of contents and, where
+    nothing can be computed there, its list of migrations, and so runs nothing of it.
     """
     missing = dict(_own_definitions())
+    unknown, tells_migrations = "", False
     for kind, name, table, page, definition in database.execute(
         "SELECT type, name, tbl_name, rootpage, sql FROM sqlite_master"
     ):
@@ -60,12 +63,32 @@ def check_schema(database: Database, *, is_complete: bool) -> None:
         if table == _MIGRATIONS_TABLE:
             # A table without a page is virtual.
             is_ours = bool(page) and definition.count("(") <= _MIGRATIONS_BRACKETS.get(kind, 0)
+            tells_migrations |= is_ours and kind == "table"
         else:
             is_ours = missing.pop((kind, name), None) == _plain(definition)
         if not is_ours:
-            raise ForeignManifest(f"The {kind} {str(name)[:64]!r} is not of this version")
+            unknown = unknown or f"The {kind} {str(name)[:64]!r} is not of this version"
     if is_complete and missing:
-        raise ForeignManifest(f"There is no {', '.join(f'{kind} {name}' for kind, name in missing)}")
+        unknown = unknown or f"There is no {', '.join(f'{kind} {name}' for kind, name in missing)}"
+    if unknown:
+        later = _later_migration(database) if tells_migrations else None
+        raise (
+            ForeignManifest(unknown)
+            if later is None
+            else LaterManifest(
+                f"It was written by a later version of Icehouse, which knows the migration {later!r}"
+            )
+        )
+
+
+def _later_migration(database: Database) -> str | None:
+    """Return the first migration that is not of this version."""
+    own = {migration.name for migration in migrations.pending(Database(memory=True, execute_plugins=False))}
+    names = database.execute(
+        f"SELECT name FROM {_MIGRATIONS_TABLE} WHERE migration_set = ? LIMIT ?",
+        (migrations.name, _MIGRATIONS_LIMIT),
+    )
+    return next((str(name)[:64] for (name,) in names if name not in own), None)
 
 
 @functools.cache

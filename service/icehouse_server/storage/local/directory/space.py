@@ -45,7 +45,8 @@ class Extras:
         """Bytes by path."""
         self.quarantined: dict[BlockHash, int] = {}
         """Bytes by hash, oldest first."""
-        self.aside_bytes = 0
+        self.aside: dict[str, int] = {}
+        """Bytes of each manifest that was moved aside, by its path."""
         """Of a manifest that could not be read."""
         self.unknown_bytes = 0
         """Of files that we did not name."""
@@ -53,7 +54,7 @@ class Extras:
     @property
     def size_bytes(self) -> int:
         sizes = (*self.leftovers.values(), *self.quarantined.values())
-        return sum(sizes) + self.aside_bytes + self.unknown_bytes
+        return sum(sizes) + sum(self.aside.values()) + self.unknown_bytes
 
     def remove(self, path: str) -> None:
         """Remove a file, or remember it if that fails."""
@@ -79,9 +80,10 @@ class Extras:
 
     def reclaim(self) -> bool:
         """Remove one file that is retained for inspection; False when there is none."""
-        if self.aside_bytes:
-            self.aside_bytes = 0
-            self.remove(self._paths.manifest_aside)
+        if self.aside:
+            path = next(iter(self.aside))
+            del self.aside[path]
+            self.remove(path)
         elif self.quarantined:
             self._drop_oldest()
         else:

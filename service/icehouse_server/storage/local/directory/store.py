@@ -177,7 +177,8 @@ class BlockStore:
         self.extras.leftovers.clear()
         self.extras.quarantined = opened.quarantined
         self.extras.unknown_bytes = opened.unknown_bytes
-        self.extras.aside_bytes = size_at(self.files, self.paths.manifest_aside) or 0
+        sizes = {path: size_at(self.files, path) for path in self.paths.manifests_aside}
+        self.extras.aside = {path: size for path, size in sizes.items() if size}
         self.extras.trim_quarantine()
         self.space.written_by_day = opened.manifest.written_days()
         if not self.ballast.is_there:

@@ -61,6 +61,7 @@ OTHER_FILES = (
     "digests.json",
     "ballast",
     "manifest.damaged.sqlite3",
+    "manifest.later.sqlite3",
 )
 
 

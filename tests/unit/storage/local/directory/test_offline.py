@@ -104,7 +104,8 @@ def lose_all_at_once(paths: StorePaths) -> None:
 def set_things_aside(paths: StorePaths) -> None:
     path = paths.block(CHAIN[0].header.fingerprint, CHAIN[0].header.hash)
     shutil.copy(path, paths.quarantined(CHAIN[0].header.hash))
-    shutil.copy(paths.manifest, paths.manifest_aside)
+    for aside in paths.manifests_aside:
+        shutil.copy(paths.manifest, aside)
 
 
 STATES: list[Callable[[StorePaths], None]] = [

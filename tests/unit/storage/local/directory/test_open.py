@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import sqlite3
 import struct
 from pathlib import Path
 
 import pytest
 from icehouse_server.errors import StorageError
+from icehouse_server.pins import UNTIL_UNPINNED
 from icehouse_server.storage.files import Files
 from icehouse_server.storage.local.directory.offline import OfflineStore, PurgeScope
 
@@ -116,6 +118,76 @@ def test_a_manifest_that_cannot_be_used_is_made_anew(tmp_path: Path, statements:
         assert len(served.take_inventory()) == 4
     assert (tmp_path / "manifest.damaged.sqlite3").exists()
     check_is_clean(tmp_path)
+
+
+LATER = (
+    "ALTER TABLE blocks ADD COLUMN colour TEXT",
+    "INSERT INTO _sqlite_migrations (migration_set, name, applied_at) "
+    "VALUES ('icehouse.manifest', 'add_colour', '2031-01-01')",
+)
+
+
+def pinned(manifest: Path) -> set[bytes]:
+    with contextlib.closing(sqlite3.connect(manifest)) as connection:
+        return {row[0] for row in connection.execute("SELECT hash FROM blocks WHERE pinned = 1")}
+
+
+def test_the_manifest_of_a_later_version_is_kept_for_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    chain, names = make_chain(3), {block.header.hash for block in make_chain(3)}
+    with StorageThread(tmp_path) as served:
+        served.spill(*chain)
+        served.storage.pin(tuple(names), UNTIL_UNPINNED)
+        served.settle()
+    change(tmp_path, *LATER)
+    with StorageThread(tmp_path) as served:
+        assert {record.hash for record in served.take_inventory()} == names
+    (said,) = [vars(record) for record in caplog.records if record.message == "manifest_moved_aside"]
+    assert "written by a later version of Icehouse, which knows the migration 'add_colour'" in said["detail"]
+    manifest, later = tmp_path / "manifest.sqlite3", tmp_path / "manifest.later.sqlite3"
+    assert said["path"] == str(later) and pinned(later) == names and pinned(manifest) == set()
+    assert not (tmp_path / "manifest.damaged.sqlite3").exists()
+    # As the page on upgrades says it, for the later version.
+    later.replace(manifest)
+    change(
+        tmp_path,
+        "ALTER TABLE blocks DROP COLUMN colour",
+        "DELETE FROM _sqlite_migrations WHERE name = 'add_colour'",
+    )
+    with StorageThread(tmp_path) as served:
+        assert {record.hash for record in served.take_inventory() if record.pin_end_time} == names
+    check_is_clean(tmp_path)
+
+
+def test_what_a_later_version_left_in_its_log_is_kept_with_its_manifest(tmp_path: Path) -> None:
+    directory, copy = tmp_path / "cache", tmp_path / "copy"
+    with StorageThread(directory) as served:
+        served.spill(*make_chain(2))
+    change(directory, *LATER)
+    with contextlib.closing(sqlite3.connect(directory / "manifest.sqlite3")) as connection:
+        connection.execute("UPDATE blocks SET pinned = 1")
+        connection.commit()
+        shutil.copytree(directory, copy)  # as a killed process leaves it
+    assert (copy / "manifest.sqlite3-wal").stat().st_size
+    with StorageThread(copy) as served:
+        assert len(served.take_inventory()) == 2
+    assert len(pinned(copy / "manifest.later.sqlite3")) == 2
+
+
+def test_a_planted_list_of_migrations_does_not_make_a_later_version(tmp_path: Path) -> None:
+    with StorageThread(tmp_path) as served:
+        served.spill(make_block())
+    change(
+        tmp_path,
+        "DROP TABLE _sqlite_migrations",
+        f"CREATE VIEW _sqlite_migrations (id, migration_set, name, applied_at) AS "
+        f"SELECT x, 'icehouse.manifest', 'later', '' FROM ({ENDLESS})",
+    )
+    with StorageThread(tmp_path) as served:
+        assert len(served.take_inventory()) == 1
+    assert (tmp_path / "manifest.damaged.sqlite3").exists()
+    assert not (tmp_path / "manifest.later.sqlite3").exists()
 
 
 @pytest.mark.parametrize("statements", PLANTED.values(), ids=list(PLANTED))
