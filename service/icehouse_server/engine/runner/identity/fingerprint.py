@@ -131,6 +131,7 @@ def system_digest_hex(model_dir: Path, *, fingerprint_hex: str, device: str) -> 
     return hashlib.sha256(_SYSTEM_TAG + _canonical(facts)).hexdigest()
 
 
+@functools.cache
 def _release(name: str) -> str:
     """Return the release of an installed distribution; "" of one that runs from its source."""
     try:

@@ -239,7 +239,7 @@ def test_the_system_s_digest_changes_with_model_template_device_and_releases(
     (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
     other = digest()
     assert other != first
-    monkeypatch.setattr("importlib.metadata.version", lambda name: f"{name} of tomorrow")
+    monkeypatch.setattr(fingerprint, "_release", lambda name: f"{name} of tomorrow")
     assert digest() != other
 
 
