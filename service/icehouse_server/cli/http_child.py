@@ -183,5 +183,5 @@ def _command(config: Config, *, descriptor: int, private_socket: Path) -> list[s
             ("--tls-key", security.tls_key),
         ):
             assert file is not None, "TLS has a certificate and its key"
-            command += [option, str(Path(file).expanduser())]
+            command += [option, file]
     return command

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
+import os
 import re
 import typing
 from typing import Any
@@ -177,7 +178,7 @@ def _read(raw: object, kind: SettingKind) -> Value:
         case SettingKind.TEXT | SettingKind.PATH | SettingKind.CHOICE:
             if not isinstance(raw, str) or not raw.strip():
                 raise ValueError("is not a text")
-            return raw
+            return os.path.expanduser(raw) if kind is SettingKind.PATH else raw
         case SettingKind.SWITCH:
             switch = raw if isinstance(raw, bool) else _SWITCH_WORDS.get(str(raw).strip().lower())
             if switch is None:
@@ -240,7 +241,7 @@ def _read_named_paths(raw: object) -> tuple[NamedPath, ...]:
         if not isinstance(path, str) or not path:
             raise ValueError(f"names no folder for {name!r}; write name=folder")
         seen.add(name)
-    return tuple(NamedPath(name, path) for name, path in pairs)
+    return tuple(NamedPath(name, os.path.expanduser(path)) for name, path in pairs)
 
 
 def _read_names(raw: object) -> tuple[str, ...]:

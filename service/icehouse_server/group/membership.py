@@ -50,7 +50,7 @@ def membership_of(
     "host:port" for each rank. `launched_as` is the rank by mlx.launch, for which nobody names one.
     """
     try:
-        entries = json.loads(Path(hosts).expanduser().read_text(encoding="utf-8"))
+        entries = json.loads(Path(hosts).read_text(encoding="utf-8"))
         ring = tuple(_addresses(entry, number) for number, entry in enumerate(entries))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise _invalid(f"the hosts in {hosts} cannot be read: {error!r}") from error

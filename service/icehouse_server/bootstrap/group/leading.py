@@ -62,7 +62,7 @@ def check_shardable(model: ModelSource, config: Config) -> None:
         raise model_invalid(f"the model in {model.path} sees images, which a group does not serve")
     paths = [named.path for named in config.model.adapters]
     for path in (*paths, *filter(None, [config.model.adapter_path])):
-        config_file = Path(path).expanduser() / "adapter_config.json"
+        config_file = Path(path) / "adapter_config.json"
         if read_json(config_file).get("fine_tune_type") == "dora":
             raise model_invalid(
                 f"the adapter in {path} is a DoRA adapter, which needs the lengths of whole rows, and a rank "
@@ -204,4 +204,4 @@ def tls_of(security: SecurityConfig) -> ChannelTls | None:
     if security.tls_certificate is None or security.tls_key is None or security.tls_client_ca is None:
         return None
     paths = (security.tls_certificate, security.tls_key, security.tls_client_ca)
-    return ChannelTls(*(Path(path).expanduser().read_bytes() for path in paths))
+    return ChannelTls(*(Path(path).read_bytes() for path in paths))
