@@ -61,6 +61,18 @@ async def test_what_is_no_json_object_is_refused(front: HttpFront, path: str) ->
         error_of(await front.http.post(path, content=body), path)
 
 
+@pytest.mark.parametrize("path", PATHS)
+async def test_half_of_a_surrogate_pair_is_refused_wherever_it_is(front: HttpFront, path: str) -> None:
+    half = {"metadata": {"user_id": "\ud83d"}}
+    escaped = json.dumps(PATHS[path] | half).encode()
+    error_of(await front.http.post(path, content=escaped), path)
+    as_it_is = json.dumps(PATHS[path] | half, ensure_ascii=False).encode(errors="surrogatepass")
+    error_of(await front.http.post(path, content=as_it_is), path)
+    whole = json.dumps(PATHS[path] | {"metadata": {"user_id": "\U0001f600", "path": "C:\\ud83d"}}).encode()
+    answer = await front.http.post(path, content=whole)
+    assert "JSON" not in answer.text, answer.text
+
+
 SAMPLING: dict[str, list[Any]] = {
     "temperature": ["hot", [], True, "1", 10**400],
     "top_p": ["x", {}],

@@ -144,7 +144,7 @@ def new_key_text() -> str:
 def read_master_key(cache: CacheConfig) -> bytes | None:
     """Return the configured key; None without one. Raises StartError when it cannot be had."""
     if cache.key_file is not None:
-        return key_of_file(Path(cache.key_file).expanduser())
+        return key_of_file(Path(cache.key_file))
     return None if cache.key_command is None else key_of_command(cache.key_command)
 
 

@@ -194,7 +194,7 @@ def model_source(config: Config, model: ModelSource, *, dtype: str) -> ModelSour
 
 def adapter_source(named: NamedPath) -> AdapterSource:
     """Return an adapter of the config; raises ModelError when its folder holds none."""
-    path = Path(named.path).expanduser()
+    path = Path(named.path)
     if path.is_dir():
         check_files(path)
     return AdapterSource(AdapterName(named.name), path, adapter_digest(path))

@@ -49,6 +49,7 @@ def build_pool(config: Config, *, device: Device, clock: Clock) -> Server:
         ModelTerms(
             name=served_name(model),
             aliases=model.aliases,
+            adapters=tuple(named.name for named in configs[served_name(model)].model.adapters),
             tenants=frozenset(map(Tenant, model.tenants)),
             is_pinned=model.pinned,
             ttl_s=model.ttl_s,

@@ -235,7 +235,7 @@ def check_address(config: Config) -> Answer:
     except StartError as error:
         return _check_listener(config, error)
     if config.server.uds is not None:
-        folder = Path(config.server.uds).expanduser().parent
+        folder = Path(config.server.uds).parent
         if folder.is_dir() and os.access(folder, os.W_OK):
             return _ok(f"unix:{config.server.uds}")
         return _fail(f"cannot make a socket in {folder}", "choose another --uds")

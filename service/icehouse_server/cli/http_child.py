@@ -170,8 +170,8 @@ def _command(config: Config, *, descriptor: int, private_socket: Path) -> list[s
         options.append(("--temperature", http.temperature))
     if speaks_tls(http, security):
         assert security.tls_certificate and security.tls_key, "TLS has a certificate and its key"
-        options.append(("--tls-certificate", Path(security.tls_certificate).expanduser()))
-        options.append(("--tls-key", Path(security.tls_key).expanduser()))
+        options.append(("--tls-certificate", security.tls_certificate))
+        options.append(("--tls-key", security.tls_key))
     switches = {
         "--ends-with-stdin": True,
         "--strict-models": http.strict_models,

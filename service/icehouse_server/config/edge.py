@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Mapping
 
 from icehouse_server.config.setting import KIB, MIB, SettingKind, names_in, setting
@@ -147,7 +146,7 @@ class ServerConfig:
     def local_address(self) -> str:
         """Where a client on this machine finds the server: "host:port" or "unix:path"."""
         if self.uds is not None:
-            return f"unix:{os.path.expanduser(self.uds)}"
+            return f"unix:{self.uds}"
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
         return f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
 

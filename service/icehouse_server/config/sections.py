@@ -237,7 +237,7 @@ class CacheConfig:
         """The SSD tier's folder, with the default filled in. Not created here."""
         if self.directory is None:
             return user_paths.cache_directory() / "blocks"
-        return Path(self.directory).expanduser()
+        return Path(self.directory)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

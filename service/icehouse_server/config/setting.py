@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
+import os
 import re
 import typing
 from pathlib import Path
@@ -180,9 +181,13 @@ def _read(raw: object, kind: SettingKind) -> Value:
         case SettingKind.TEXT | SettingKind.PATH | SettingKind.CHOICE:
             if not isinstance(raw, str) or not raw.strip():
                 raise ValueError("is not a text")
+<<<<<<< HEAD
             if kind is SettingKind.PATH:
                 _check_path(raw)
             return raw
+=======
+            return os.path.expanduser(raw) if kind is SettingKind.PATH else raw
+>>>>>>> doors
         case SettingKind.SWITCH:
             switch = raw if isinstance(raw, bool) else _SWITCH_WORDS.get(str(raw).strip().lower())
             if switch is None:
@@ -246,7 +251,7 @@ def _read_named_paths(raw: object) -> tuple[NamedPath, ...]:
             raise ValueError(f"names no folder for {name!r}; write name=folder")
         _check_path(path)
         seen.add(name)
-    return tuple(NamedPath(name, path) for name, path in pairs)
+    return tuple(NamedPath(name, os.path.expanduser(path)) for name, path in pairs)
 
 
 def _check_path(path: str) -> None:

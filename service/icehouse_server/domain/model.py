@@ -160,6 +160,8 @@ class ListedModel:
     """Why it is FAILED."""
     info: ModelInfo | None = None
     """None until it was loaded once."""
+    adapters: tuple[str, ...] = ()
+    """Names of those that requests may choose."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

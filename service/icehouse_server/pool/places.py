@@ -23,6 +23,7 @@ class ModelTerms:
 
     name: str
     aliases: tuple[str, ...] = ()
+    adapters: tuple[str, ...] = ()
     tenants: frozenset[Tenant] = frozenset()
     is_pinned: bool = False
     """Loaded at the start, and gives way to none."""
@@ -130,7 +131,8 @@ class PooledModel:
     def listed(self) -> ListedModel:
         """What callers see of it."""
         detail = "" if self.error is None or self.state is not ModelState.FAILED else shown(self.error)
-        return ListedModel(self.terms.name, self.state, self.terms.aliases, detail, self.info)
+        terms = self.terms
+        return ListedModel(terms.name, self.state, terms.aliases, detail, self.info, terms.adapters)
 
 
 def shown(error: IcehouseError) -> str:

@@ -69,7 +69,7 @@ def bind(
     `credentials` are the server's TLS; None is plain text. A Unix socket never needs them.
     """
     if config.uds is not None:
-        return bind_uds(server, Path(config.uds).expanduser())
+        return bind_uds(server, Path(config.uds))
     address = bind_tcp(server, host=config.host, port=config.port, security=security, credentials=credentials)
     return Bound(address)
 
@@ -181,7 +181,7 @@ def check_free(config: ServerConfig) -> None:
     Binds nothing, so it may be taken by the time the server binds it.
     """
     if config.uds is not None:
-        _check_socket(Path(config.uds).expanduser())
+        _check_socket(Path(config.uds))
     else:
         check_port_free(config.host, config.port)
 

@@ -44,7 +44,7 @@ def find_own_server(server: ServerConfig, security: SecurityConfig) -> OwnServer
     """Ask who listens at the configured address."""
     if server.uds is None and security.tls_certificate is not None:
         host, _, port = server.local_address.rpartition(":")
-        is_own = _shows_certificate(host.strip("[]"), int(port), Path(security.tls_certificate).expanduser())
+        is_own = _shows_certificate(host.strip("[]"), int(port), Path(security.tls_certificate))
         return OwnServer.RUNNING if is_own else OwnServer.ABSENT
     return _ask_for_health(server.local_address)
 
@@ -54,7 +54,7 @@ def is_own_http(http: HttpConfig, security: SecurityConfig) -> bool:
     assert http.port is not None, "there is no port for HTTP"
     host = http.host if http.host not in ("0.0.0.0", "::") else "localhost"
     if speaks_tls(http, security) and security.tls_certificate is not None:
-        return _shows_certificate(host, http.port, Path(security.tls_certificate).expanduser())
+        return _shows_certificate(host, http.port, Path(security.tls_certificate))
     connection = HTTPConnection(host, http.port, timeout=_TIMEOUT_S)
     with contextlib.closing(connection), contextlib.suppress(OSError, HTTPException, ValueError):
         connection.request("GET", "/health")

@@ -5,16 +5,11 @@ Runs in the small executor of `rpc`, one caller at a time.
 A model may draw tokens that the tokenizer would not choose for the same text. A cached prefix is a prefix of
 tokens, so a turn that is tokenized again ends the match there, and its drawn tokens do not. If these do not
 decode to what the template wrote, the template's text is used.
-
-A constrained call is the template's own text around the arguments, so that the model writes what it was
-trained to write. Only notations with arguments as JSON can be constrained; the model's reader is given an
-example to see whether its notation is one.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 from collections.abc import Callable, Sequence
 
@@ -23,18 +18,16 @@ from icehouse_server.domain.chat import (
     Conversation,
     ImageTexts,
     RenderedChat,
-    Tool,
     ToolCall,
 )
-from icehouse_server.domain.response_format import JsonTag, TaggedJson
 from icehouse_server.errors import InvalidRequest, Reason
+from icehouse_server.text.call_form import NAME, around_arguments, call_form
 from icehouse_server.text.chat.borders import borders_of
 from icehouse_server.text.chat.history import fit
 from icehouse_server.text.chat.kept_reply import KeptReply, TurnEnd, behind_mark, marked
 from icehouse_server.text.chat.probes import ShownTexts, skeleton_of
 from icehouse_server.text.chat.template import ChatTemplate
 from icehouse_server.text.chat.traits import TemplateTraits
-from icehouse_server.text.replies.recognition import ReadBack, read_back
 from icehouse_server.text.replies.reply_format import ReplyFormat
 
 Encode = Callable[[str], list[int]]
@@ -42,12 +35,8 @@ Decode = Callable[[Sequence[int]], str]
 CommonTokens = Callable[[Sequence[str]], int]
 """Characters of the first text whose tokens all the others begin with."""
 
-_NAME, _ARGUMENT, _ID = "qzcalledqz", "qzargumentqz", "000000000"
-"""They stand for a tool's name, its arguments and a call's id in a call that the template writes."""
-_EXAMPLE_ARGUMENTS = '{"qzkeyqz": [1, {"a": "}"}]}'
-_ANY_ARGUMENTS = '{"type": "object"}'
-_CLOSINGS = ("}]", "}", "]", "")
-"""What may follow the arguments in notations without an end marker."""
+_ARGUMENT, _ID = "qzargumentqz", "000000000"
+"""They stand for arguments and an id in a call that the template writes, as NAME does for its tool."""
 _HEADER_TOKEN_COUNT = 8
 """Tokens decoded before a turn's own."""
 _LONGEST_ADDED_TOKEN = 64
@@ -80,17 +69,15 @@ class ChatRenderer:
             turns=text.drawn,
             headers=[text.header, self._unthinking(text.header)],
         )
-        call_form = None
-        if conversation.constrains_calls:
-            shown = self._called(conversation, "{}")
-            call_form = _call_form(conversation, self.format, shown=shown, opening=text.opening)
+        around = self._call_around(conversation)
+        form = None if around is None else call_form(conversation, self.format, around, text.opening)
         before = () if kept is None else kept.token_ids
         token_ids = (*before, *tokens)
         return RenderedChat(
             token_ids,
             text.opening,
             text.is_reasoning,
-            call_form,
+            form,
             kept_token_count=len(before),
             border_token_indices=self._borders(conversation, text, token_ids),
         )
@@ -218,11 +205,18 @@ class ChatRenderer:
         return text.rfind(self.format.think_start) > text.rfind(self.format.think_end)
 
     def _called(self, conversation: Conversation, arguments_json: str) -> str:
-        """Return the conversation's text with a call of `_NAME` behind it."""
+        """Return the conversation's text with a call of `NAME` behind it."""
         traits = self._traits(conversation)
-        own_id = self.format.family.id_form.format(name=_NAME, index=0) or _ID
-        call = ChatMessage("assistant", "", tool_calls=(ToolCall(own_id, _NAME, arguments_json),))
+        own_id = self.format.family.id_form.format(name=NAME, index=0) or _ID
+        call = ChatMessage("assistant", "", tool_calls=(ToolCall(own_id, NAME, arguments_json),))
         return self._text(conversation, fit([*conversation.messages, call], traits))
+
+    def _call_around(self, conversation: Conversation) -> tuple[str, str] | None:
+        """Return the text of a call before its arguments and behind them, where calls can and are to be
+        constrained; raises InvalidRequest where they must be and cannot."""
+        if not (conversation.constrains_calls or conversation.tool_choice.is_forced):
+            return None
+        return around_arguments(self._called(conversation, "{}"), conversation, self.format)
 
     def _forced(self, conversation: Conversation, *, base: str, begun: str) -> tuple[str, str]:
         """Return a prompt that ends with the beginning of a call, and that beginning.
@@ -239,11 +233,11 @@ class ChatRenderer:
                 base = begun
             if text.startswith(base):
                 replies.append(text[len(base) :])
-            elif start in text[: text.find(_NAME)]:
-                replies.append(text[text.rindex(start, 0, text.index(_NAME)) :])
+            elif start in text[: text.find(NAME)]:
+                replies.append(text[text.rindex(start, 0, text.index(NAME)) :])
         names = [tool.name for _, tool in conversation.callable_tools]
-        texts = [reply.replace(_NAME, name) for reply in replies for name in names]
-        if texts and conversation.constrains_calls:
+        texts = [reply.replace(NAME, name) for reply in replies for name in names]
+        if texts and self._call_around(conversation) is not None:
             # Not a character of the arguments, which are the constraint's.
             texts.append(texts[0][: texts[0].find("{", texts[0].find(names[0]) + len(names[0]))])
         common = texts[0][: self.common_tokens(texts)] if texts else ""
@@ -314,69 +308,6 @@ def _with_images(text: str, images: ImageTexts | None) -> str:
             metadata={"mark_count": len(rest), "image_count": len(images.texts)},
         )
     return first + "".join(shown + part for shown, part in zip(images.texts, rest, strict=True))
-
-
-def _call_form(conversation: Conversation, format: ReplyFormat, *, shown: str, opening: str) -> TaggedJson:
-    """Return the form of a conversation's reply.
-
-    `shown` is a text of the template that ends with a call of `_NAME` without arguments, `opening`
-    what of a call the prompt has. Raises InvalidRequest where the model's notation is another.
-    """
-    begin, shown_end = _around_arguments(shown, format)
-    ends = (shown_end,) if format.family.call_end else _CLOSINGS
-    end = next((end for end in ends if _reads(f"{begin}{_EXAMPLE_ARGUMENTS}{end}", format)), None)
-    if end is None:
-        raise _unsupported(conversation)
-    tags = tuple(
-        JsonTag(
-            begin.replace(_NAME, tool.name),
-            json.dumps(tool.parameters) if tool.is_strict else _ANY_ARGUMENTS,
-            end,
-            field=f"prompt.tools[{index}].parameters_json",
-        )
-        for index, tool in conversation.callable_tools
-    )
-    if not all(tag.begin.startswith(opening) for tag in tags):
-        raise _unsupported(conversation)
-    may_repeat = conversation.tool_choice.is_parallel
-    if opening:
-        return TaggedJson(tags, may_repeat, opening=opening)
-    markers = tuple(filter(None, (format.think_start, format.think_end)))
-    return TaggedJson(tags, may_repeat, trigger=format.family.call_start, markers=markers)
-
-
-def _around_arguments(shown: str, format: ReplyFormat) -> tuple[str, str]:
-    """Return the text of a call before its arguments and behind them; empty where there is none."""
-    name_start = shown.rfind(_NAME)
-    start = shown.rfind(format.family.call_start, 0, max(0, name_start))
-    arguments_start = shown.find("{}", name_start)
-    if not format.family.call_start or min(name_start, start, arguments_start) < 0:
-        return "", ""
-    rest = shown[arguments_start + len("{}") :]
-    end = (
-        rest[: rest.find(format.family.call_end)] + format.family.call_end
-        if format.family.call_end in rest
-        else ""
-    )
-    return shown[start:arguments_start], end if format.family.call_end else ""
-
-
-def _reads(example: str, format: ReplyFormat) -> bool:
-    """Whether the model's reader finds the example's call and nothing else, and repairs nothing."""
-    call = ToolCall("", _NAME, _EXAMPLE_ARGUMENTS)
-    return read_back(format, example, tools=[Tool(_NAME, "", {})], calls=[call]) is ReadBack.ALL
-
-
-def _unsupported(conversation: Conversation) -> InvalidRequest:
-    strict = (index for index, tool in conversation.callable_tools if tool.is_strict)
-    index = next(strict, None)
-    field = "tool_choice" if index is None else f"prompt.tools[{index}].strict"
-    return InvalidRequest(
-        Reason.TOOLS_UNSUPPORTED,
-        f"{field} asks to constrain tool calls, but this model does not write their arguments as JSON; leave "
-        "strict, allowed and parallel_tool_calls out",
-        field=field,
-    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

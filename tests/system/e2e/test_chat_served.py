@@ -198,4 +198,7 @@ async def test_beside_other_requests_with_the_cache_and_without(babbling: Path, 
             sums = [summed(stream) for stream in streams]
             found.append([(s["token_ids"], s["text"], s["reasoning"]) for s in sums])
     assert all(answers == found[0] for answers in found)
-    assert '<tool_call>\n{"name": "get_time"' in found[0][1][1], "the forced call, malformed, is told as text"
+    assert [(call.name, json.loads(call.arguments_json)) for call in alone[1].tool_calls] == [
+        ("get_time", {})
+    ]
+    assert alone[1].text == "" and alone[1].finish_reason == usage_pb2.FINISH_REASON_TOOL_CALLS

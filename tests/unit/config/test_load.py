@@ -199,7 +199,17 @@ def test_the_block_directory_has_a_default_and_knows_home(
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     assert CacheConfig().block_directory.is_relative_to(tmp_path)
     assert CacheConfig().block_directory.parts[-2:] == ("icehouse", "blocks")
-    assert CacheConfig(directory="~/kv").block_directory == tmp_path / "kv"
+
+
+def test_every_path_knows_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    paths = [setting for setting in SETTINGS if setting.kind in (SettingKind.PATH, SettingKind.NAMED_PATHS)]
+    for path in paths:
+        name = "" if path.kind is SettingKind.PATH else "mine="
+        for home in ("~/x", f"{tmp_path}/x"):
+            assert str(path.parse(f"{name}{home}", source="a flag")).count(f"{tmp_path}/x"), path.key
+        assert "~nobody-here/x" in str(path.parse(f"{name}~nobody-here/x", source="a flag")), path.key
+    assert {"model.adapter_path", "model.adapters", "cache.key_file"} <= {path.key for path in paths}
 
 
 @pytest.mark.parametrize(

@@ -88,6 +88,23 @@ def test_a_forced_call_goes_on_where_the_prompt_stops(family: Family, notation: 
 
 
 @NOTATIONS
+@pytest.mark.parametrize("mode", [ToolMode.REQUIRED, ToolMode.NAMED])
+def test_a_forced_call_is_one_of_a_tool_that_need_not_be_strict(
+    family: Family, notation: str, mode: ToolMode
+) -> None:
+    free = dataclasses.replace(STRICT, is_strict=False)
+    name = "get_weather" if mode is ToolMode.NAMED else ""
+    conversation = Conversation(ASKED, tools=(free, CLOCK), tool_choice=ToolChoice(mode, name))
+    opening = tokenizer_of(family).render_chat(conversation).opening
+    oslo, clock = notation.format("get_weather", '{"city": "Oslo"}'), notation.format("get_time", "{}")
+    assert takes(family, conversation, oslo.removeprefix(opening))
+    assert takes(family, conversation, clock.removeprefix(opening)) is (mode is ToolMode.REQUIRED)
+    assert takes(family, conversation, (2 * oslo).removeprefix(opening)) is (mode is ToolMode.REQUIRED)
+    for bad in (notation.format("get_weather", "{}"), notation.format("get_money", "{}")):
+        assert not takes(family, conversation, bad.removeprefix(opening))
+
+
+@NOTATIONS
 def test_what_is_constrained_is_read_as_calls(family: Family, notation: str) -> None:
     conversation = Conversation(ASKED, tools=(STRICT,))
     tokenizer = tokenizer_of(family)
@@ -101,7 +118,7 @@ def test_what_is_constrained_is_read_as_calls(family: Family, notation: str) -> 
 
 
 def test_without_a_wish_nothing_is_constrained() -> None:
-    for choice in (ToolChoice(), ToolChoice(ToolMode.REQUIRED), ToolChoice(ToolMode.NONE, is_parallel=False)):
+    for choice in (ToolChoice(), ToolChoice(ToolMode.NONE, is_parallel=False)):
         conversation = Conversation(ASKED, tools=(WEATHER, CLOCK), tool_choice=choice)
         assert tokenizer_of(THINKING).render_chat(conversation).call_form is None
 
@@ -115,6 +132,9 @@ def test_a_notation_without_json_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="does not write their arguments as JSON") as caught:
         tokenizer_of(family).render_chat(Conversation(ASKED, tools=(CLOCK, STRICT)))
     assert (caught.value.reason, caught.value.field) == (Reason.TOOLS_UNSUPPORTED, "prompt.tools[1].strict")
+    forced = Conversation(ASKED, tools=(CLOCK, WEATHER), tool_choice=ToolChoice(ToolMode.REQUIRED))
+    rendered = tokenizer_of(family).render_chat(forced)
+    assert rendered.opening and rendered.call_form is None, "a call is only begun"
 
 
 @pytest.mark.parametrize("name", BY_NAME)

@@ -86,10 +86,14 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _path(text: str) -> Path:
+    return Path(os.path.expanduser(text))
+
+
 def _add_server(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--address", default=Settings().address, help="host:port or unix:/path (default: %(default)s)")
-    add("--ca-file", type=Path, metavar="PEM", help="speak TLS to the server, whose authority this is")
+    add("--ca-file", type=_path, metavar="PEM", help="speak TLS to the server, whose authority this is")
     add(
         "--no-health-watch",
         action="store_true",
@@ -109,8 +113,8 @@ def _add_listening(group: argparse._ArgumentGroup) -> None:
         metavar="NAME",
         help="a host name to answer to, beside addresses, localhost and --host; * is any; may be repeated",
     )
-    add("--tls-certificate", type=Path, metavar="PEM", help="speak HTTPS with this certificate chain")
-    add("--tls-key", type=Path, metavar="PEM", help="the certificate's private key")
+    add("--tls-certificate", type=_path, metavar="PEM", help="speak HTTPS with this certificate chain")
+    add("--tls-key", type=_path, metavar="PEM", help="the certificate's private key")
     add(
         "--grace-s",
         type=float,

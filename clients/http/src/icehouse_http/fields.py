@@ -10,6 +10,7 @@ import contextlib
 import gc
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, NoReturn
 
@@ -18,6 +19,8 @@ from icehouse_http.errors import ApiError, bad_request
 INT32_MAX: Final = (1 << 31) - 1
 _MOST_OBJECTS = 4096
 """Turns, tools or parts. Each is read for tens of microseconds, and nobody else is answered meanwhile."""
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+"""Half of a surrogate pair, as JSON escapes it."""
 _SHOWN = 60
 """Characters of a wrong value that its refusal repeats."""
 
@@ -173,8 +176,12 @@ def is_list_of(value: object, kind: type) -> bool:
 def fields_of(body: bytes) -> Fields:
     """Return the fields of a request's body; raises ApiError for what is no JSON object."""
     try:
+        text = body.decode("utf-8-sig")
         with _uncollected():
-            value = json.loads(body, parse_constant=_refuse_constant)
+            value = json.loads(text, parse_constant=_refuse_constant)
+            if _SURROGATE.search(text):
+                # Half of a pair can be neither sent on nor told again, whichever field has it.
+                json.dumps(value, ensure_ascii=False).encode()
         return Fields(value)
     except RecursionError:
         raise bad_request("the body is nested too deeply") from None

@@ -39,6 +39,8 @@ def _names(models: Sequence[Model], aliases: Mapping[str, str]) -> dict[str, Mod
 
 
 def _entry(name: str, model: Model) -> dict[str, Any]:
+    # Of a model that was never loaded it is not known.
+    context_tokens = model.context_tokens or None
     return {
         "id": name,
         "object": "model",
@@ -49,6 +51,6 @@ def _entry(name: str, model: Model) -> dict[str, Any]:
         "lifecycle": "active",
         "owned_by": "icehouse",
         "root": model.id,
-        "max_model_len": model.context_tokens,
-        "max_input_tokens": model.context_tokens,
+        "max_model_len": context_tokens,
+        "max_input_tokens": context_tokens,
     }

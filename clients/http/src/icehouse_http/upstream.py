@@ -6,6 +6,7 @@ Belongs to the event loop it was opened on.
 from __future__ import annotations
 
 import asyncio
+import collections
 import dataclasses
 import functools
 import hashlib
@@ -29,6 +30,8 @@ NAME = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 """What the server takes as the name of a session or an agent."""
 _KNOWN_FOR_S = 10.0
 """How long the answer of ListModels is taken as true."""
+_KNOWN_CALLERS = 256
+"""Of so many callers it is kept: each may see other models."""
 _CONNECTION_COUNT = 3
 """A server takes 256 calls at once on each by default, and the front has 512 callers at most."""
 _CHANNEL_OPTIONS = (
@@ -49,8 +52,8 @@ class Target:
 
     @property
     def ends_reasoning(self) -> bool:
-        """Whether reasoning can be limited: the model marks where it ends."""
-        return bool(self.model.reply_format.reasoning_end)
+        """Whether reasoning can be limited: the model marks where it ends. One that was never loaded may."""
+        return not self.model.architecture or bool(self.model.reply_format.reasoning_end)
 
 
 class Caller:
@@ -89,8 +92,7 @@ class Upstream:
         self._turns = itertools.cycle(self._clients)
         self._admission = Admission()
         self._checking: tuple[str, asyncio.Future[str]] | None = None
-        self._models: list[Model] = []
-        self._asked_time = -_KNOWN_FOR_S
+        self._known: collections.OrderedDict[str, tuple[float, list[Model]]] = collections.OrderedDict()
 
     async def close(self) -> None:
         """End the connections and what runs on them."""
@@ -121,28 +123,32 @@ class Upstream:
         return await asyncio.shield(asking)
 
     async def models(self, caller: Caller) -> list[Model]:
-        """Ask for the served models."""
-        self._models = await caller.client.models()
-        self._asked_time = time.monotonic()
-        return self._models
+        """Ask for the models that a caller may use."""
+        models = await caller.client.models()
+        self._known[caller.scope] = time.monotonic(), models
+        self._known.move_to_end(caller.scope)
+        if len(self._known) > _KNOWN_CALLERS:
+            self._known.popitem(last=False)
+        return models
 
     async def target(self, caller: Caller, name: str) -> Target:
         """Return who answers to a model's name; raises ApiError for an unknown one where names are strict."""
-        if time.monotonic() - self._asked_time > _KNOWN_FOR_S:
-            await self.models(caller)
+        asked_time, models = self._known.get(caller.scope, (-_KNOWN_FOR_S, []))
+        if time.monotonic() - asked_time > _KNOWN_FOR_S:
+            models = await self.models(caller)
         wanted = self._settings.aliases.get(name, name)
-        for model in self._models:
+        for model in models:
             if wanted == model.id or wanted in model.aliases:
                 return Target(model)
             if any(wanted == adapter.name for adapter in model.adapters):
                 return Target(model, wanted)
-        if not self._models:
+        if not models:
             raise ApiError(503, "the server serves no model yet", code="LOADING", retry_s=1.0)
         if self._settings.strict_models:
-            served = ", ".join(model.id for model in self._models)
+            served = ", ".join(model.id for model in models)
             message = f"the model {name!r} is not served; {served} is"
             raise ApiError(404, message, code="model_not_found", param="model")
-        return Target(self._models[0])
+        return Target(models[0])
 
 
 def _names_of(headers: Mapping[str, str]) -> dict[str, str]:

@@ -711,7 +711,7 @@ func (x *UnloadModelResponse) GetModel() *Model {
 	return nil
 }
 
-// A model. Of one that was never loaded only `id`, `aliases` and its state are known.
+// A model. Of one that was never loaded only `id`, `aliases`, its state and the names of its adapters are known.
 type Model struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The name that requests use in `model`.

@@ -34,9 +34,11 @@ const (
 	// No call is made. The tools are still shown, so that the prompt is the same as in the other turns and its
 	// blocks are reused; what looks like a call is delivered as text.
 	ToolChoiceMode_TOOL_CHOICE_MODE_NONE ToolChoiceMode = 2
-	// The output is a call of one of the tools: the prompt ends with the beginning of a call.
+	// The output is calls of the tools. The prompt ends with the beginning of a call. Where the model writes
+	// arguments as JSON, the rest is constrained as by a `strict` tool; arguments are any if one of the schemas
+	// cannot be enforced. Elsewhere the rest is left to the model, and may be malformed.
 	ToolChoiceMode_TOOL_CHOICE_MODE_REQUIRED ToolChoiceMode = 3
-	// The output is a call of the tool `name`: the prompt ends with the beginning of a call.
+	// The output is a call of the tool `name`, as with TOOL_CHOICE_MODE_REQUIRED, and only one.
 	ToolChoiceMode_TOOL_CHOICE_MODE_NAMED ToolChoiceMode = 4
 )
 

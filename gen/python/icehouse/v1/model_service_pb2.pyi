@@ -365,7 +365,7 @@ Global___UnloadModelResponse: _TypeAlias = UnloadModelResponse  # noqa: Y015
 
 @_typing.final
 class Model(_message.Message):
-    """A model. Of one that was never loaded only `id`, `aliases` and its state are known."""
+    """A model. Of one that was never loaded only `id`, `aliases`, its state and the names of its adapters are known."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

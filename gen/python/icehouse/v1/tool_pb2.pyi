@@ -34,9 +34,12 @@ class _ToolChoiceModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ToolCh
     blocks are reused; what looks like a call is delivered as text.
     """
     TOOL_CHOICE_MODE_REQUIRED: _ToolChoiceMode.ValueType  # 3
-    """The output is a call of one of the tools: the prompt ends with the beginning of a call."""
+    """The output is calls of the tools. The prompt ends with the beginning of a call. Where the model writes
+    arguments as JSON, the rest is constrained as by a `strict` tool; arguments are any if one of the schemas
+    cannot be enforced. Elsewhere the rest is left to the model, and may be malformed.
+    """
     TOOL_CHOICE_MODE_NAMED: _ToolChoiceMode.ValueType  # 4
-    """The output is a call of the tool `name`: the prompt ends with the beginning of a call."""
+    """The output is a call of the tool `name`, as with TOOL_CHOICE_MODE_REQUIRED, and only one."""
 
 class ToolChoiceMode(_ToolChoiceMode, metaclass=_ToolChoiceModeEnumTypeWrapper):
     """Whether the model calls tools."""
@@ -50,9 +53,12 @@ TOOL_CHOICE_MODE_NONE: ToolChoiceMode.ValueType  # 2
 blocks are reused; what looks like a call is delivered as text.
 """
 TOOL_CHOICE_MODE_REQUIRED: ToolChoiceMode.ValueType  # 3
-"""The output is a call of one of the tools: the prompt ends with the beginning of a call."""
+"""The output is calls of the tools. The prompt ends with the beginning of a call. Where the model writes
+arguments as JSON, the rest is constrained as by a `strict` tool; arguments are any if one of the schemas
+cannot be enforced. Elsewhere the rest is left to the model, and may be malformed.
+"""
 TOOL_CHOICE_MODE_NAMED: ToolChoiceMode.ValueType  # 4
-"""The output is a call of the tool `name`: the prompt ends with the beginning of a call."""
+"""The output is a call of the tool `name`, as with TOOL_CHOICE_MODE_REQUIRED, and only one."""
 Global___ToolChoiceMode: _TypeAlias = ToolChoiceMode  # noqa: Y015
 
 @_typing.final

@@ -261,7 +261,7 @@ export const UnloadModelResponseSchema: GenMessage<UnloadModelResponse> = /*@__P
   messageDesc(file_icehouse_v1_model_service, 8);
 
 /**
- * A model. Of one that was never loaded only `id`, `aliases` and its state are known.
+ * A model. Of one that was never loaded only `id`, `aliases`, its state and the names of its adapters are known.
  *
  * @generated from message icehouse.v1.Model
  */

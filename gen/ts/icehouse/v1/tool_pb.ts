@@ -280,14 +280,16 @@ export enum ToolChoiceMode {
   NONE = 2,
 
   /**
-   * The output is a call of one of the tools: the prompt ends with the beginning of a call.
+   * The output is calls of the tools. The prompt ends with the beginning of a call. Where the model writes
+   * arguments as JSON, the rest is constrained as by a `strict` tool; arguments are any if one of the schemas
+   * cannot be enforced. Elsewhere the rest is left to the model, and may be malformed.
    *
    * @generated from enum value: TOOL_CHOICE_MODE_REQUIRED = 3;
    */
   REQUIRED = 3,
 
   /**
-   * The output is a call of the tool `name`: the prompt ends with the beginning of a call.
+   * The output is a call of the tool `name`, as with TOOL_CHOICE_MODE_REQUIRED, and only one.
    *
    * @generated from enum value: TOOL_CHOICE_MODE_NAMED = 4;
    */

@@ -79,7 +79,7 @@ def check_shardable(model: ModelSource, config: Config) -> None:
         raise model_invalid(f"the model in {model.path} sees images, which a group does not serve")
     paths = [named.path for named in config.model.adapters]
     for path in (*paths, *filter(None, [config.model.adapter_path])):
-        config_file = Path(path).expanduser() / "adapter_config.json"
+        config_file = Path(path) / "adapter_config.json"
         if read_json(config_file).get("fine_tune_type") == "dora":
             raise model_invalid(
                 f"the adapter in {path} is a DoRA adapter, which needs the lengths of whole rows, and a rank "
@@ -221,5 +221,10 @@ def tls_of(security: SecurityConfig) -> ChannelTls | None:
     StartError."""
     if security.tls_certificate is None or security.tls_key is None or security.tls_client_ca is None:
         return None
+<<<<<<< HEAD
     certificates = Certificates(security.tls_certificate, security.tls_key, client_ca=security.tls_client_ca)
     return ChannelTls(*certificates.read())
+=======
+    paths = (security.tls_certificate, security.tls_key, security.tls_client_ca)
+    return ChannelTls(*(Path(path).read_bytes() for path in paths))
+>>>>>>> doors

@@ -52,7 +52,7 @@ class ServerSecurity:
             self._certificates = Certificates(
                 config.tls_certificate, config.tls_key, client_ca=config.tls_client_ca
             )
-        self._tokens = None if config.token_file is None else TokenFile(Path(config.token_file).expanduser())
+        self._tokens = None if config.token_file is None else TokenFile(Path(config.token_file))
         self._refreshes: dict[str, Callable[[], bool]] = {}
         """By the kind of file. Each runs by itself, so that one that hangs does not stop the others."""
         if self._tokens is not None:
@@ -180,9 +180,9 @@ class Certificates:
     """
 
     def __init__(self, certificate: str, key: str, *, client_ca: str | None) -> None:
-        self._certificate = Path(certificate).expanduser()
-        self._key = Path(key).expanduser()
-        self._client_ca = None if client_ca is None else Path(client_ca).expanduser()
+        self._certificate = Path(certificate)
+        self._key = Path(key)
+        self._client_ca = None if client_ca is None else Path(client_ca)
         self._pair: tuple[bytes, bytes] | None = None
         """Key and certificate, in the order that gRPC takes them."""
         self._authorities: bytes | None = None

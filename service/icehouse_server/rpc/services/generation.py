@@ -64,6 +64,7 @@ from icehouse_server.rpc.services.prompts import (
     prompt_of,
 )
 from icehouse_server.structured_output.reasoning_budget import FormScope, ReasoningBudget
+from icehouse_server.text.call_form import loosened
 from icehouse_server.text.chat.next_turn import opening_of
 from icehouse_server.text.reasoning import ReplyReasoning
 from icehouse_server.text.reply_memory import ReplyScope
@@ -435,7 +436,7 @@ async def _grammar(
 ) -> Grammar | None:
     """Return the grammar of the response format, or of the tools that the output must call."""
     call_form = None if chat is None else chat.rendered.call_form
-    if call_form is None:
+    if chat is None or call_form is None:
         return None if form is None else await grammars.compile(form)
     if form is not None:
         raise InvalidRequest(
@@ -443,7 +444,15 @@ async def _grammar(
             "response_format is set, and the tools constrain the output as well; leave one out",
             field="response_format",
         )
-    return await grammars.compile(call_form, field="prompt.tools")
+    for each in dict.fromkeys((call_form, loosened(call_form, chat.conversation))):
+        try:
+            return await grammars.compile(each, field="prompt.tools")
+        except InvalidRequest as error:
+            refusal = error
+    if chat.conversation.constrains_calls:
+        raise refusal
+    # Only a call is required, and the prompt has begun it.
+    return None
 
 
 def _reasoning_of(prompt: ReadPrompt, model: ServedModel, *, limit: int | None) -> ReplyReasoning | None:

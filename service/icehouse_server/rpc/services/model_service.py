@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Coroutine
 
 from icehouse.v1 import model_service_pb2 as messages
 from icehouse.v1 import model_service_pb2_grpc
+from icehouse.v1.adapter_pb2 import Adapter
 
 from icehouse_server.domain.model import ListedModel
 from icehouse_server.rpc.calls.call_lifecycle import Context
@@ -69,4 +70,7 @@ def model_proto(model: ListedModel) -> messages.Model:
         state_detail=model.detail,
         aliases=model.aliases,
     )
-    return message if model.info is None else fill(message, model.info)
+    if model.info is None:
+        message.adapters.extend(Adapter(name=name) for name in model.adapters)
+        return message
+    return fill(message, model.info)

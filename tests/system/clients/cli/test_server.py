@@ -81,12 +81,12 @@ async def test_requests_are_listed_and_ended(served: RunningServer) -> None:
     while (await call.read()).WhichOneof("event") != "delta":
         pass
     listed, facts = await invoke("requests", *address), await invoke("requests", "--json", *address)
-    ended, again = await invoke("cancel", "r1", *address), await invoke("cancel", "r1", *address)
+    ended, again = await invoke("cancel", "r0", "r1", *address), await invoke("cancel", "r1", *address)
     assert (nothing.exit_code, nothing.stdout) == (0, "") and "nothing waits or runs" in nothing.stderr
     assert listed.stdout.splitlines()[1].split()[:3] == ["r1", "Stream", "decoding"]
     assert "1 of 9" in listed.stdout
     assert json.loads(facts.stdout)["requests"][0]["request_id"] == "r1"
-    assert (ended.exit_code, ended.stdout) == (0, "ended r1\n")
+    assert (ended.exit_code, ended.stdout) == (1, "ended r1\n") and "no request 'r0' of yours" in ended.stderr
     with pytest.raises(grpc.aio.AioRpcError):
         await call.read()
     await asyncio.sleep(0)

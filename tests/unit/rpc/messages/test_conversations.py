@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from typing import Any
@@ -12,6 +13,7 @@ from google.protobuf.json_format import ParseDict
 from icehouse.v1 import cache_service_pb2, tool_pb2
 from icehouse.v1 import inference_service_pb2 as messages
 from icehouse_server.domain.chat import ChatMessage, Conversation, Tool, ToolCall, ToolChoice, ToolMode
+from icehouse_server.domain.response_format import TaggedJson
 
 from tests.fixtures.rpc.details import refused
 from tests.fixtures.rpc.fake_engine import CALL_FORM
@@ -300,6 +302,19 @@ async def test_calls_that_are_free_are_not_constrained(served: RunningServer) ->
     choice = {"parallel_tool_calls": True}
     await served.inference.Generate(request(None, tools=[TOOL], tool_choice=choice))
     assert served.engine.submitted[0].grammar is None and not served.grammars.compiled
+
+
+async def test_a_forced_call_is_constrained_as_far_as_it_can_be(served: RunningServer) -> None:
+    loose = TaggedJson((dataclasses.replace(CALL_FORM.tags[0], schema='{"type": "object"}'),))
+    asked = request(None, tools=[TOOL], tool_choice={"mode": "TOOL_CHOICE_MODE_REQUIRED"})
+    for wrong, compiled in (([], [CALL_FORM]), ([CALL_FORM], [loose]), ([CALL_FORM, loose], [])):
+        served.grammars.wrong, served.grammars.compiled = list(wrong), []
+        await served.inference.Generate(asked)
+        assert served.grammars.compiled == compiled
+        assert (served.engine.submitted[-1].grammar is not None) == bool(compiled)
+    asked.prompt.tools[0].strict = True
+    refusal = await refused(served.inference.Generate(asked))
+    assert refusal.reason == "RESPONSE_FORMAT_INVALID", "a strict tool is no wish"
 
 
 async def test_tools_and_a_format_cannot_both_constrain(served: RunningServer) -> None:

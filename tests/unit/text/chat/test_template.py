@@ -212,10 +212,10 @@ def test_a_header_that_opens_the_reasoning_is_noticed() -> None:
         (
             THINKING,
             ToolChoice(ToolMode.NAMED, "get_time"),
-            '<tool_call>\n{"name": "get_time", "arguments": {',
+            '<tool_call>\n{"name": "get_time", "arguments": ',
         ),
         (THINKING, ToolChoice(ToolMode.REQUIRED), '<tool_call>\n{"name": "get_'),
-        (ALTERNATING, ToolChoice(ToolMode.NAMED, "get_weather"), "[TOOL_CALLS]get_weather[ARGS]{"),
+        (ALTERNATING, ToolChoice(ToolMode.NAMED, "get_weather"), "[TOOL_CALLS]get_weather[ARGS]"),
         (ALTERNATING, ToolChoice(ToolMode.REQUIRED), "[TOOL_CALLS]get_"),
     ],
 )
@@ -235,7 +235,7 @@ def test_a_call_is_forced_behind_the_prompt_where_a_longer_past_is_written_anew(
     family = dataclasses.replace(ALTERNATING, template=template)
     choice = ToolChoice(ToolMode.NAMED, "get_time")
     text = render(family, Conversation(ASKED, tools=(CLOCK,), tool_choice=choice))
-    assert "[AVAILABLE_TOOLS]" in text and text.endswith("[INST]Hi[/INST][TOOL_CALLS]get_time[ARGS]{")
+    assert "[AVAILABLE_TOOLS]" in text and text.endswith("[INST]Hi[/INST][TOOL_CALLS]get_time[ARGS]")
 
 
 def test_a_call_is_forced_as_text_where_the_template_writes_none() -> None:

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import enum
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, TypeVar
 
 import typer
-from icehouse.v1.model_service_pb2 import Model
-from rich.console import Group
+from icehouse.v1.model_service_pb2 import LoadingModel, Model
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from icehouse_client.cli.connection import Server, server_of
+from icehouse_client.cli.connection import Server, failure_text, server_of
 from icehouse_client.cli.console import (
     EXIT_FAILURE,
     AsJson,
     UsageError,
+    complain,
     err,
     facts_of,
     facts_table,
-    out,
-    print_json,
     printable,
     show,
     table,
@@ -30,7 +30,10 @@ from icehouse_client.cli.figures import age_text, size_text
 from icehouse_client.cli.generate import loading_text
 from icehouse_client.cli.option_groups import with_groups
 from icehouse_client.cli.top import rates_between, screen
+from icehouse_client.errors import IcehouseClientError
 from icehouse_client.results import seconds
+
+Result = TypeVar("Result")
 
 _asks_a_server = with_groups(server=server_of)
 
@@ -61,24 +64,25 @@ def models(
         if unknown := [name for name in wanted if name not in by_name]:
             raise UsageError(f"no model {unknown[0]!r} is served here; use one of: {', '.join(by_name)}")
         served = [model for model in served if {model.id, *model.aliases} & {*wanted}]
-    elif action in (ModelsAction.PULL, ModelsAction.LOAD):
-        fetch_only = action is ModelsAction.PULL
-        with contextlib.ExitStack() as stack:
-            status = (
-                stack.enter_context(err.status("fetching" if fetch_only else "loading"))
-                if err.is_terminal
-                else None
-            )
-            tell = (lambda loading: None) if status is None else status.update
-            served = [
-                server.client.load_model(
-                    name, fetch_only=fetch_only, on_progress=lambda loading: tell(loading_text(loading))
-                )
-                for name in wanted
-            ]
-    else:
-        served = [server.client.unload_model(name) for name in wanted]
-    show({"models": served}, Group(*map(_model_table, served)), as_json=as_json)
+        show({"models": served}, Group(*map(_model_table, served)), as_json=as_json)
+        return
+    is_fetched, is_unloaded = action is ModelsAction.PULL, action is ModelsAction.UNLOAD
+    with contextlib.ExitStack() as stack:
+        status = None
+        if err.is_terminal and not is_unloaded:
+            status = stack.enter_context(err.status("fetching" if is_fetched else "loading"))
+
+        def tell(loading: LoadingModel) -> None:
+            if status is not None:
+                status.update(loading_text(loading))
+
+        def done(name: str) -> Model:
+            if is_unloaded:
+                return server.client.unload_model(name)
+            return server.client.load_model(name, fetch_only=is_fetched, on_progress=tell)
+
+        found = _of_each(wanted, done, address=server.address)
+    _show_each("models", found, lambda models: Group(*map(_model_table, models)), as_json=as_json)
 
 
 @_asks_a_server
@@ -147,13 +151,13 @@ def cancel(
     as_json: AsJson = False,
 ) -> None:
     """End requests within a step: your own, or for operators anybody's."""
-    ended = []
-    for request_id in request_ids:
-        ended.append(server.client.cancel(request_id))
-        if not as_json:
-            out.print(f"ended {request_id}", markup=False)
-    if as_json:
-        print_json({"requests": ended})
+    found = _of_each(request_ids, server.client.cancel, address=server.address)
+    _show_each(
+        "requests",
+        found,
+        lambda ended: "\n".join(f"ended {each.request_id}" for each in ended),
+        as_json=as_json,
+    )
 
 
 @_asks_a_server
@@ -166,6 +170,33 @@ def health(
     status = server.client.health(timeout_s=timeout_s)
     show({"status": status}, status, as_json=as_json)
     if status != "SERVING":
+        raise typer.Exit(EXIT_FAILURE)
+
+
+def _of_each(names: list[str], ask: Callable[[str], Result], *, address: str) -> list[Result | None]:
+    """Return what came of each; None for one that failed, whose reason is printed."""
+    found: list[Result | None] = []
+    for name in names:
+        try:
+            found.append(ask(name))
+        except IcehouseClientError as error:
+            complain(failure_text(error, address))
+            found.append(None)
+    return found
+
+
+def _show_each(
+    what: str,
+    found: list[Result | None],
+    shown: Callable[[list[Result]], RenderableType],
+    *,
+    as_json: bool,
+) -> None:
+    """Print what came of those that did not fail; ends the command as failed where one did."""
+    done = [each for each in found if each is not None]
+    if done or as_json:
+        show({what: done}, shown(done), as_json=as_json)
+    if len(done) < len(found):
         raise typer.Exit(EXIT_FAILURE)
 
 

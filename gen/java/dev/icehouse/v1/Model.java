@@ -6,7 +6,7 @@ package dev.icehouse.v1;
 
 /**
  * <pre>
- * A model. Of one that was never loaded only `id`, `aliases` and its state are known.
+ * A model. Of one that was never loaded only `id`, `aliases`, its state and the names of its adapters are known.
  * </pre>
  *
  * Protobuf type {@code icehouse.v1.Model}
@@ -1440,7 +1440,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * A model. Of one that was never loaded only `id`, `aliases` and its state are known.
+   * A model. Of one that was never loaded only `id`, `aliases`, its state and the names of its adapters are known.
    * </pre>
    *
    * Protobuf type {@code icehouse.v1.Model}

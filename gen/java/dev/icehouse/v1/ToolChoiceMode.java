@@ -40,7 +40,9 @@ public enum ToolChoiceMode
   TOOL_CHOICE_MODE_NONE(2),
   /**
    * <pre>
-   * The output is a call of one of the tools: the prompt ends with the beginning of a call.
+   * The output is calls of the tools. The prompt ends with the beginning of a call. Where the model writes
+   * arguments as JSON, the rest is constrained as by a `strict` tool; arguments are any if one of the schemas
+   * cannot be enforced. Elsewhere the rest is left to the model, and may be malformed.
    * </pre>
    *
    * <code>TOOL_CHOICE_MODE_REQUIRED = 3;</code>
@@ -48,7 +50,7 @@ public enum ToolChoiceMode
   TOOL_CHOICE_MODE_REQUIRED(3),
   /**
    * <pre>
-   * The output is a call of the tool `name`: the prompt ends with the beginning of a call.
+   * The output is a call of the tool `name`, as with TOOL_CHOICE_MODE_REQUIRED, and only one.
    * </pre>
    *
    * <code>TOOL_CHOICE_MODE_NAMED = 4;</code>
@@ -84,7 +86,9 @@ public enum ToolChoiceMode
   public static final int TOOL_CHOICE_MODE_NONE_VALUE = 2;
   /**
    * <pre>
-   * The output is a call of one of the tools: the prompt ends with the beginning of a call.
+   * The output is calls of the tools. The prompt ends with the beginning of a call. Where the model writes
+   * arguments as JSON, the rest is constrained as by a `strict` tool; arguments are any if one of the schemas
+   * cannot be enforced. Elsewhere the rest is left to the model, and may be malformed.
    * </pre>
    *
    * <code>TOOL_CHOICE_MODE_REQUIRED = 3;</code>
@@ -92,7 +96,7 @@ public enum ToolChoiceMode
   public static final int TOOL_CHOICE_MODE_REQUIRED_VALUE = 3;
   /**
    * <pre>
-   * The output is a call of the tool `name`: the prompt ends with the beginning of a call.
+   * The output is a call of the tool `name`, as with TOOL_CHOICE_MODE_REQUIRED, and only one.
    * </pre>
    *
    * <code>TOOL_CHOICE_MODE_NAMED = 4;</code>

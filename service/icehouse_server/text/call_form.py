@@ -1,0 +1,114 @@
+"""Call form: what a reply is held to whose calls are constrained. Pure.
+
+A constrained call is the template's own text around the arguments, so that the model writes what it was
+trained to write. Only notations with arguments as JSON can be constrained; the model's reader is given an
+example to see whether its notation is one.
+
+Calls must be constrained where the request asks for it: by strict tools, allowed ones, or calls that are not
+parallel. Where it only requires a call they are as far as they can be. Such a call fits its tool's schema, if
+that can be enforced; a call of a named tool is the only one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+from icehouse_server.domain.chat import Conversation, Tool, ToolCall, ToolMode
+from icehouse_server.domain.response_format import JsonTag, TaggedJson
+from icehouse_server.errors import InvalidRequest, Reason
+from icehouse_server.text.replies.recognition import ReadBack, read_back
+from icehouse_server.text.replies.reply_format import ReplyFormat
+
+NAME = "qzcalledqz"
+"""Stands for a tool's name in a call that the template writes."""
+_EXAMPLE_ARGUMENTS = '{"qzkeyqz": [1, {"a": "}"}]}'
+_ANY_ARGUMENTS = '{"type": "object"}'
+_CLOSINGS = ("}]", "}", "]", "")
+"""What may follow the arguments in notations without an end marker."""
+
+
+def around_arguments(shown: str, conversation: Conversation, format: ReplyFormat) -> tuple[str, str] | None:
+    """Return the text of a call of `NAME` before its arguments and behind them, or None where the model's
+    notation is another; raises InvalidRequest where it must not be.
+
+    `shown` is a text of the template that ends with such a call without arguments.
+    """
+    begin, shown_end = _split(shown, format)
+    for end in (shown_end,) if format.family.call_end else _CLOSINGS:
+        if _reads(f"{begin}{_EXAMPLE_ARGUMENTS}{end}", format):
+            return begin, end
+    _check_free(conversation)
+    return None
+
+
+def call_form(
+    conversation: Conversation, format: ReplyFormat, around: tuple[str, str], opening: str
+) -> TaggedJson | None:
+    """Return the form of a reply, of whose first call the prompt has `opening`; None and raises as above."""
+    begin, end = around
+    is_forced = conversation.tool_choice.is_forced
+    tags = tuple(
+        JsonTag(
+            begin.replace(NAME, tool.name),
+            json.dumps(tool.parameters) if tool.is_strict or is_forced else _ANY_ARGUMENTS,
+            end,
+            field=f"prompt.tools[{index}].parameters_json",
+        )
+        for index, tool in conversation.callable_tools
+    )
+    if not all(tag.begin.startswith(opening) for tag in tags):
+        _check_free(conversation)
+        return None
+    choice = conversation.tool_choice
+    may_repeat = choice.is_parallel and choice.mode is not ToolMode.NAMED
+    if opening:
+        return TaggedJson(tags, may_repeat, opening=opening)
+    markers = tuple(filter(None, (format.think_start, format.think_end)))
+    return TaggedJson(tags, may_repeat, trigger=format.family.call_start, markers=markers)
+
+
+def loosened(form: TaggedJson, conversation: Conversation) -> TaggedJson:
+    """Return the form with any arguments for those tools that are not strict, whose schemas are a wish."""
+    tags = (
+        tag if tool.is_strict else dataclasses.replace(tag, schema=_ANY_ARGUMENTS)
+        for tag, (_, tool) in zip(form.tags, conversation.callable_tools, strict=True)
+    )
+    return dataclasses.replace(form, tags=tuple(tags))
+
+
+def _split(shown: str, format: ReplyFormat) -> tuple[str, str]:
+    """Return the text of a call before its arguments and behind them; empty where there is none."""
+    name_start = shown.rfind(NAME)
+    start = shown.rfind(format.family.call_start, 0, max(0, name_start))
+    arguments_start = shown.find("{}", name_start)
+    if not format.family.call_start or min(name_start, start, arguments_start) < 0:
+        return "", ""
+    rest = shown[arguments_start + len("{}") :]
+    end = (
+        rest[: rest.find(format.family.call_end)] + format.family.call_end
+        if format.family.call_end in rest
+        else ""
+    )
+    return shown[start:arguments_start], end if format.family.call_end else ""
+
+
+def _reads(example: str, format: ReplyFormat) -> bool:
+    """Whether the model's reader finds the example's call and nothing else, and repairs nothing."""
+    call = ToolCall("", NAME, _EXAMPLE_ARGUMENTS)
+    return read_back(format, example, tools=[Tool(NAME, "", {})], calls=[call]) is ReadBack.ALL
+
+
+def _check_free(conversation: Conversation) -> None:
+    """Raise InvalidRequest where calls must be constrained."""
+    if not conversation.constrains_calls:
+        return
+    strict = (index for index, tool in conversation.callable_tools if tool.is_strict)
+    index = next(strict, None)
+    field = "tool_choice" if index is None else f"prompt.tools[{index}].strict"
+    raise InvalidRequest(
+        Reason.TOOLS_UNSUPPORTED,
+        f"{field} asks to constrain tool calls, but this model does not write their arguments as JSON; leave "
+        "strict, allowed and parallel_tool_calls out",
+        field=field,
+    )
