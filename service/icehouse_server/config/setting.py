@@ -12,7 +12,6 @@ import math
 import os
 import re
 import typing
-from pathlib import Path
 from typing import Any
 
 from icehouse_server.errors import ConfigError, Reason
@@ -181,13 +180,7 @@ def _read(raw: object, kind: SettingKind) -> Value:
         case SettingKind.TEXT | SettingKind.PATH | SettingKind.CHOICE:
             if not isinstance(raw, str) or not raw.strip():
                 raise ValueError("is not a text")
-<<<<<<< HEAD
-            if kind is SettingKind.PATH:
-                _check_path(raw)
-            return raw
-=======
-            return os.path.expanduser(raw) if kind is SettingKind.PATH else raw
->>>>>>> doors
+            return _expanded(raw) if kind is SettingKind.PATH else raw
         case SettingKind.SWITCH:
             switch = raw if isinstance(raw, bool) else _SWITCH_WORDS.get(str(raw).strip().lower())
             if switch is None:
@@ -241,27 +234,26 @@ def _read_named_paths(raw: object) -> tuple[NamedPath, ...]:
         raise ValueError("is neither a table of folders nor a text such as name=folder,name=folder")
     if len(pairs) > _PATH_LIMIT:
         raise ValueError(f"names {len(pairs)} folders, and the limit is {_PATH_LIMIT}")
-    seen: set[str] = set()
+    named: dict[str, NamedPath] = {}
     for name, path in pairs:
         if _PATH_NAME.fullmatch(name) is None:
             raise ValueError(f"has the name {name!r}; names are 1 to 64 of A-Z a-z 0-9 . _ : -")
-        if name in seen:
+        if name in named:
             raise ValueError(f"names {name!r} twice")
         if not isinstance(path, str) or not path:
             raise ValueError(f"names no folder for {name!r}; write name=folder")
-        _check_path(path)
-        seen.add(name)
-    return tuple(NamedPath(name, os.path.expanduser(path)) for name, path in pairs)
+        named[name] = NamedPath(name, _expanded(path))
+    return tuple(named.values())
 
 
-def _check_path(path: str) -> None:
-    """Raise ValueError for what can be no path, whatever is there."""
+def _expanded(path: str) -> str:
+    """Return a path with its home folder in the place of `~`; raise ValueError for what can be no path."""
     if "\0" in path:
         raise ValueError("has a zero byte, which no path has")
-    try:
-        Path(path).expanduser()
-    except RuntimeError:
-        raise ValueError("begins with the home folder of a user who does not exist") from None
+    expanded = os.path.expanduser(path)
+    if expanded.startswith("~"):
+        raise ValueError("begins with the home folder of a user who does not exist")
+    return expanded
 
 
 def _read_names(raw: object) -> tuple[str, ...]:

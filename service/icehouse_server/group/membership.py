@@ -54,7 +54,6 @@ def membership_of(
     Either mlx.launch's, a list of {"ssh": name, "ips": [address, ...]}, or the ring's, a list with a list of
     "host:port" for each rank. `launched_as` is the rank by mlx.launch, for which nobody names one.
     """
-<<<<<<< HEAD
     entries = _read(hosts)
     if not isinstance(entries, list):
         raise _invalid(f"the file {hosts} holds no list of hosts")
@@ -62,13 +61,6 @@ def membership_of(
     named = [address for addresses in ring for address in addresses]
     if twice := sorted({address for address in named if named.count(address) > 1}):
         raise _invalid(f"{hosts} names {twice[0]} twice; each rank needs an address of its own")
-=======
-    try:
-        entries = json.loads(Path(hosts).read_text(encoding="utf-8"))
-        ring = tuple(_addresses(entry, number) for number, entry in enumerate(entries))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise _invalid(f"the hosts in {hosts} cannot be read: {error!r}") from error
->>>>>>> doors
     if len(ring) < 2:
         raise _invalid(f"{hosts} names {len(ring)} hosts; a group has at least two")
     if rank is None and launched_as is not None and _NUMBER.fullmatch(launched_as):

@@ -221,10 +221,5 @@ def tls_of(security: SecurityConfig) -> ChannelTls | None:
     StartError."""
     if security.tls_certificate is None or security.tls_key is None or security.tls_client_ca is None:
         return None
-<<<<<<< HEAD
     certificates = Certificates(security.tls_certificate, security.tls_key, client_ca=security.tls_client_ca)
     return ChannelTls(*certificates.read())
-=======
-    paths = (security.tls_certificate, security.tls_key, security.tls_client_ca)
-    return ChannelTls(*(Path(path).read_bytes() for path in paths))
->>>>>>> doors
