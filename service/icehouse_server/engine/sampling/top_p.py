@@ -23,6 +23,8 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
+from icehouse_server.device import Backend, find_backend
+
 CANDIDATE_COUNT = 4096
 """Tokens that are ranked first on the host."""
 _DISTANCE_BITS = 31
@@ -42,7 +44,7 @@ def reach(
     `distances` is [rows, vocabulary] float32, of `logits` in any float type; a top_p of 1 and a top_k of 0
     exclude nothing. With `may_wait` the distances are waited for where the host can read them in place.
     """
-    if may_wait and mx.default_device() == mx.Device(mx.cpu):
+    if may_wait and find_backend() is Backend.CPU:
         mx.eval(distances)
         table = np.array(distances, copy=False)
         with np.errstate(all="ignore"):  # a row that holds no numbers gives none, and its draw shows that
@@ -71,7 +73,8 @@ def _searched_reach(
         counts.append(mx.array([[top_k or math.inf] for top_k in top_ks], dtype=mx.float32))
     if not masses and not counts:
         return mx.full((len(top_ps), 1), math.inf)
-    halve = _compiled_halve if _compiles() else _halve
+    # To compile it MLX's CPU build would call a C++ compiler, which may not be there.
+    halve = _halve if find_backend() is Backend.CPU else _compiled_halve
     key = mx.zeros((len(top_ps), 1), dtype=keys.dtype)
     for bit in reversed(range(bit_count)):
         key = halve(key, mx.array(1 << bit, dtype=keys.dtype), keys, masses, counts)
@@ -98,11 +101,6 @@ def _halve(
 _compiled_halve = mx.compile(_halve)
 """Three kernels a round, five where rows ask for both, instead of six and nine. The step is an array: as a
 number it would be a part of the kernel, and each round would have kernels of its own."""
-
-
-def _compiles() -> bool:
-    """Whether it is worth it: MLX's CPU build would call a C++ compiler, which may not be there."""
-    return bool(mx.default_device() != mx.Device(mx.cpu))
 
 
 def _ranks(logits: mx.array) -> mx.array:

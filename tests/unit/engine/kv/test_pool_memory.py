@@ -5,9 +5,8 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 import pytest
-from icehouse_server.device import Backend
+from icehouse_server.device import Backend, find_backend
 from icehouse_server.engine.attention.cpu.attention import CpuAttention
-from icehouse_server.engine.attention.cpu.softmax import computes_on_cpu
 from icehouse_server.engine.attention.gather import GatherAttention
 from icehouse_server.engine.attention.port import PagedAttention, PoolShape
 from icehouse_server.engine.kv import pool as kv_pool
@@ -42,7 +41,7 @@ def content_of(group: PageGroup, pages: list[Page]) -> list[float]:
 
 
 def attentions() -> list[PagedAttention]:
-    return [GatherAttention(), *([CpuAttention()] if computes_on_cpu() else [])]
+    return [GatherAttention(), *([CpuAttention()] if find_backend() is Backend.CPU else [])]
 
 
 @pytest.mark.parametrize("attention", attentions(), ids=lambda each: type(each).__name__)

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from icehouse_server.clock import Clock, SystemClock
+from icehouse_server.device import Backend, find_backend
 from icehouse_server.domain.ids import SequenceId
 from icehouse_server.domain.request import LogprobsWanted
 from icehouse_server.domain.sampling import SamplingParams
-from icehouse_server.engine.attention.cpu.softmax import computes_on_cpu
 from icehouse_server.engine.attention.gather import GatherAttention
 from icehouse_server.engine.attention.port import PagedAttention
 from icehouse_server.engine.core.device_clock import DeviceClock
@@ -103,7 +103,7 @@ def runner_of(
 ) -> ModelRunner:
     """Load a runner. `kernels` attend to pages in the place of the device's: plain MLX does where a CPU is to
     run ahead, since a CPU's own compute while a pass is built."""
-    if kernels is None and is_pipelined and computes_on_cpu():
+    if kernels is None and is_pipelined and find_backend() is Backend.CPU:
         kernels = GatherAttention()
     source = model_loader.ModelSource(path=folder, model_id="tiny")
     runner = ModelRunner(

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from icehouse_server.device import Backend
 from icehouse_server.domain.sampling import SamplingParams
 from icehouse_server.engine.sampling import top_p
 from icehouse_server.engine.sampling.sampler import filter_logits, sample
@@ -208,7 +209,7 @@ def test_logits_of_16_bits_draw_what_they_draw_in_32(
 def compile_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU."""
     mx.enable_compile()
-    monkeypatch.setattr(top_p, "_compiles", lambda: True)
+    monkeypatch.setattr(top_p, "find_backend", lambda: Backend.CUDA)
 
 
 @pytest.mark.parametrize(

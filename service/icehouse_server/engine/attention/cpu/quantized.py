@@ -11,8 +11,9 @@ from typing import Any, Final
 
 import mlx.core as mx
 
+from icehouse_server.device import Backend, find_backend
 from icehouse_server.engine.attention.build_hooks import FIRST_WAIT
-from icehouse_server.engine.attention.cpu.softmax import chunk_parts, computes_on_cpu, runs_of
+from icehouse_server.engine.attention.cpu.softmax import chunk_parts, runs_of
 
 _LEAST_QUERIES: Final = 4
 _LEAST_SCORES: Final = 1 << 14
@@ -24,7 +25,8 @@ Quantized = tuple[mx.array, mx.array, mx.array]
 
 def reads_floats(queries: mx.array, keys: Any) -> bool:
     """Return whether [rows, heads, tokens, size] are to attend to such keys in floats."""
-    return computes_on_cpu() and isinstance(keys, tuple) and queries.shape[2] >= _LEAST_QUERIES
+    has_many = isinstance(keys, tuple) and queries.shape[2] >= _LEAST_QUERIES
+    return has_many and find_backend() is Backend.CPU
 
 
 def attend_in_floats(
@@ -54,7 +56,7 @@ def attend_in_floats(
 def float_bytes(quantized_bytes: int, *, bits: int, group_size: int, number_bytes: int) -> int:
     """Return how many bytes so many of quantized KV are while they are read in floats of `number_bytes` each,
     as here; 0 where they never are."""
-    if not bits or not computes_on_cpu():
+    if not bits or find_backend() is not Backend.CPU:
         return 0
     # A group has a scale and a bias besides.
     return round(quantized_bytes * number_bytes / (bits / 8 + 2 * number_bytes / group_size))

@@ -42,12 +42,6 @@ Floats = np.ndarray[Any, np.dtype[np.float32]]
 Array = np.ndarray[Any, Any]
 
 
-@functools.cache
-def computes_on_cpu() -> bool:
-    """Whether MLX's default device is the CPU."""
-    return bool(mx.default_device() == mx.Device(mx.cpu))
-
-
 def shared(array: mx.array) -> Array:
     """Return an array's own memory: what is written there is what MLX reads."""
     return np.asarray(memoryview(array))  # type: ignore[arg-type]  # it is a buffer, which its stub does not say

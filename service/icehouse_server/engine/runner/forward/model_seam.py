@@ -24,6 +24,7 @@ from typing import Any
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 
+from icehouse_server.device import Backend, find_backend
 from icehouse_server.engine.attention.cpu.rope import rope_over
 from icehouse_server.engine.runner.forward.layer_view import HANDED, FlatLayer, SplitLayer, attend
 from icehouse_server.engine.runner.forward.masks import RowMasks
@@ -82,7 +83,7 @@ def patch_attention(model: Any) -> None:
 @functools.cache
 def share_angles() -> None:
     """Replace upstream's RoPE by `rope_over` it on a CPU; other devices have a kernel."""
-    if mx.default_device() == mx.Device(mx.cpu):
+    if find_backend() is Backend.CPU:
         mx.fast.rope = rope_over(mx.fast.rope)
 
 

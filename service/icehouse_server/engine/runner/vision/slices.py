@@ -22,6 +22,7 @@ from mlx.nn.layers.base import Module
 from mlx.nn.layers.linear import Linear
 from mlx.nn.layers.quantized import QuantizedLinear
 
+from icehouse_server.device import Backend, find_backend
 from icehouse_server.engine.runner.forward.model_seam import become
 
 _CPU_WORK: Final = 1 << 25
@@ -56,8 +57,7 @@ class TowerSlicer:
 
     def __init__(self, whole: Any, *, piece_work: int | None = None) -> None:
         """Change the layers of a model that take each patch by itself, but for the half that reads tokens."""
-        is_cpu = mx.default_device() == mx.Device(mx.cpu)
-        self._piece_work = piece_work or (_CPU_WORK if is_cpu else _GPU_WORK)
+        self._piece_work = piece_work or (_CPU_WORK if find_backend() is Backend.CPU else _GPU_WORK)
         self._slices: collections.deque[TowerSlice] | None = None
         """None where nothing is to be cut: outside of `slicing`, and inside a piece."""
         self._attention_owners = [(mx.fast, "scaled_dot_product_attention"), *_padded_attention(whole)]

@@ -8,8 +8,8 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from icehouse_server.device import Backend, find_backend
 from icehouse_server.engine.attention.cpu.attention import CpuAttention
-from icehouse_server.engine.attention.cpu.softmax import computes_on_cpu
 from icehouse_server.engine.attention.gather import GatherAttention
 from icehouse_server.engine.attention.port import PagedAttention
 from icehouse_server.engine.kv.page_groups import groups_of
@@ -29,7 +29,7 @@ WITHOUT_PAGES = frozenset({"deepseek_v3", "mamba2", "llama4", "falcon_h1"})
 """Keys and values of different sizes, no KV at all, chunks of the context, KV in a list with a state."""
 
 
-BACKENDS = (GatherAttention, *((CpuAttention,) if computes_on_cpu() else ()))
+BACKENDS = (GatherAttention, *((CpuAttention,) if find_backend() is Backend.CPU else ()))
 PADDED = ("llama", "gpt_oss", "qwen3")
 LENGTHS = (37, 12, 505, 25, 37, 1)
 
