@@ -19,12 +19,12 @@ import itertools
 import json
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
 
 from icehouse_server.domain.chat import ChatMessage, Conversation, ToolCall
 from icehouse_server.domain.ids import AdapterName, Tenant
 from icehouse_server.domain.stats import ReplyStats
 from icehouse_server.text.chat.kept_reply import KeptReply
+from icehouse_server.text.values.literals import uniform
 
 ENTRY_LIMIT = 16_384
 """Replies that are kept at most, however short they are."""
@@ -261,18 +261,9 @@ def _arguments(call: ToolCall) -> str:
             arguments = {
                 name: value for name, value in arguments.items() if value is not False and value is not None
             }
-        return json.dumps(_uniform(arguments), sort_keys=True)
+        return json.dumps(uniform(arguments))
     except (ValueError, RecursionError):
         return call.arguments_json
-
-
-def _uniform(value: Any) -> Any:
-    """Return JSON with whole numbers written in one way: to many clients 1.0 is 1."""
-    if isinstance(value, dict):
-        return {key: _uniform(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_uniform(item) for item in value]
-    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _text_digest(text: str) -> bytes:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import grpc
-from google.protobuf.any_pb2 import Any as AnyMessage
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
@@ -61,9 +60,7 @@ def status_of(error: IcehouseError) -> grpc.Status:
     message = clipped(error.message, MESSAGE_LENGTH_LIMIT)
     proto = status_pb2.Status(code=code.value[0], message=message)
     for detail in _details(error, code=code, message=message):
-        packed = AnyMessage()
-        packed.Pack(detail)
-        proto.details.append(packed)
+        proto.details.add().Pack(detail)
     status = rpc_status.to_status(proto)
     if error.retry_after_s is None or error.reason in _FOR_THE_CALLER:
         return status

@@ -29,6 +29,7 @@ from icehouse_server.domain.model import ModelInfo
 from icehouse_server.errors import InvalidRequest, Reason
 from icehouse_server.rpc.messages.field_checks import check_token_ids, shown
 from icehouse_server.rpc.messages.proto_map import enum_of
+from icehouse_server.text.values.literals import uniform
 
 _ROLES = {
     value.number: value.name.removeprefix("ROLE_").lower()
@@ -305,22 +306,12 @@ def _call_of(call: tool_pb2.ToolCall, field: str) -> ToolCall:
 def _arguments_of(struct: Struct) -> dict[str, Any]:
     """Return the template's arguments; sorted, since a Struct's keys have no order."""
     try:
-        arguments = _normalized(MessageToDict(struct))
+        arguments = uniform(MessageToDict(struct))
     except ValueError:
         complaint = "has a number that is not finite, which JSON has not"
         _refuse(_CHAT, "prompt.chat.template_arguments", complaint)
     assert isinstance(arguments, dict), "a Struct is an object"
     return arguments
-
-
-def _normalized(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _normalized(value[key]) for key in sorted(value)}
-    if isinstance(value, list):
-        return [_normalized(item) for item in value]
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
-    return value
 
 
 def _check_count(count: int, limit: int, *, what: str, field: str) -> None:

@@ -36,6 +36,7 @@ from icehouse_server.rpc.engine_client.answers import StallTimer, Writable
 from icehouse_server.rpc.engine_client.engine_cache import Answer, EngineCache
 from icehouse_server.rpc.engine_client.engine_ports import BlockFiles, ServedModel
 from icehouse_server.rpc.engine_client.seat import Seat
+from icehouse_server.rpc.messages.proto_map import enum_proto
 from icehouse_server.rpc.services.prompts import PromptReader
 from icehouse_server.storage.archive import (
     ArchiveError,
@@ -283,9 +284,7 @@ class _Adoption:
     def response(self, stop_detail: str) -> messages.ImportResponse:
         """Return what became of the blocks."""
         counts = [
-            messages.ImportRefusalCount(
-                reason=messages.ImportRefusal.Value(f"IMPORT_REFUSAL_{refusal.name}"), block_count=count
-            )
+            messages.ImportRefusalCount(reason=enum_proto(refusal, messages.ImportRefusal), block_count=count)
             for refusal, count in self._refused.items()
         ]
         return messages.ImportResponse(

@@ -16,15 +16,9 @@ from icehouse_server.errors import CannotFit, Reason
 from icehouse_server.rpc.calls.call_lifecycle import Context, RpcCall
 from icehouse_server.rpc.engine_client.engine_ports import ServedModel
 from icehouse_server.rpc.messages.field_checks import names_item, refuse_value
-from icehouse_server.rpc.messages.proto_map import duration_proto
+from icehouse_server.rpc.messages.proto_map import duration_proto, enum_of
 from icehouse_server.rpc.services.generation import Service
 from icehouse_server.rpc.services.prompts import UncheckedPrompt, input_of
-
-_POOLINGS = {
-    messages.POOLING_LAST_TOKEN: Pooling.LAST_TOKEN,
-    messages.POOLING_MEAN: Pooling.MEAN,
-}
-
 
 _LISTED_LIMIT = 16
 _NO_CACHE = cache_policy_pb2.CachePolicy(use=cache_policy_pb2.CACHE_USE_OFF)
@@ -110,13 +104,12 @@ class EmbeddingService(Service, embedding_service_pb2_grpc.EmbeddingServiceServi
 
 def _pooling_of(pooling: messages.Pooling.ValueType, info: ModelInfo) -> Pooling:
     """Return how to pool; raises InvalidRequest where the model has a rule and another one is asked for."""
-    if pooling == messages.POOLING_UNSPECIFIED:
-        return info.pooling
-    if pooling not in _POOLINGS:
+    found = enum_of(pooling, messages.Pooling, Pooling, unset=info.pooling)
+    if found is None:
         refuse_value("pooling", int(pooling), "a Pooling of this API version")
-    if info.runs_whole:
+    if pooling and info.runs_whole:
         refuse_value("pooling", int(pooling), "absent: this model was trained with a rule of its own")
-    return _POOLINGS[pooling]
+    return found
 
 
 def _text_before(name: str, info: ModelInfo) -> str:

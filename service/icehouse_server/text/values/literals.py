@@ -320,6 +320,15 @@ def _whole(reader: JsonText) -> ReadValue:
     return ReadValue(text, reader.is_repaired)
 
 
+def uniform(value: Any) -> Any:
+    """Return a value of JSON with its keys sorted and whole numbers as integers: to many clients 1.0 is 1."""
+    if isinstance(value, dict):
+        return {key: uniform(value[key]) for key in sorted(value)}
+    if isinstance(value, list):
+        return [uniform(item) for item in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
 def quoted(text: str) -> str:
     """Return a string as JSON."""
     return json.dumps(text, ensure_ascii=False)
