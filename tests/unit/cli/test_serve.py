@@ -23,6 +23,7 @@ from icehouse_server.bootstrap.cache_parts import check_directory
 from icehouse_server.bootstrap.telemetry import TelemetryParts
 from icehouse_server.cli import serve
 from icehouse_server.cli.serve import ServiceManager
+from icehouse_server.cli.service.stop_bounds import BOUNDS
 from icehouse_server.clock import SystemClock
 from icehouse_server.config import CacheConfig, Config, ConnectionConfig, load_config
 from icehouse_server.device import find_device
@@ -163,7 +164,7 @@ async def test_writing_what_ram_holds_is_not_taken_for_stuck_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     # Each has a bound of its own, which the wait for its thread does not cut short.
-    monkeypatch.setattr(serve, "BOUNDS", dataclasses.replace(serve.BOUNDS, step_s=0.0, close_s=0.0))
+    monkeypatch.setattr(serve, "BOUNDS", dataclasses.replace(BOUNDS, step_s=0.0, close_s=0.0))
     codes: list[int] = []
     monkeypatch.setattr(serve, "leave", codes.append)
     model = tiny_model_dir(tmp_path, "llama")
@@ -192,7 +193,7 @@ async def test_a_thread_that_hangs_is_left_and_the_exit_says_so(
 
     monkeypatch.setattr(owner, method, hang)
     # The edge's bound is the inference thread's where it has nothing to write.
-    bounds = dataclasses.replace(serve.BOUNDS, step_s=0.0, edge_s=1.0, close_s=0.0, closed_s=0.2)
+    bounds = dataclasses.replace(BOUNDS, step_s=0.0, edge_s=1.0, close_s=0.0, closed_s=0.2)
     monkeypatch.setattr(serve, "BOUNDS", bounds)
     codes: list[int] = []
     monkeypatch.setattr(serve, "leave", codes.append)
@@ -211,7 +212,7 @@ async def test_telemetry_that_does_not_end_is_left_to_itself(
 ) -> None:
     never = threading.Event()
     monkeypatch.setattr(TelemetryParts, "stop", lambda _parts: never.wait(BOUND_S))
-    monkeypatch.setattr(serve, "BOUNDS", dataclasses.replace(serve.BOUNDS, telemetry_s=0.05))
+    monkeypatch.setattr(serve, "BOUNDS", dataclasses.replace(BOUNDS, telemetry_s=0.05))
     async with whole_server(tiny_model_dir(tmp_path, "llama"), tmp_path / "blocks"):
         pass
     assert "stuck_telemetry_abandoned" in caplog.text
