@@ -418,8 +418,10 @@ def test_a_rank_says_why_it_does_not_reach_rank_0(
     authority = Authority()
 
     def made(how: dict[str, Any] | None) -> ChannelTls | None:
-        how = how if how is None else {"authority": authority, "names": (), **how}
-        return how and tls_of(how.pop("authority"), *how.pop("names"), **how)
+        if how is None:
+            return None
+        chosen = {"authority": authority, "names": (), **how}
+        return tls_of(chosen.pop("authority"), *chosen.pop("names"), **chosen)
 
     said: queue.SimpleQueue[str] = queue.SimpleQueue()
     monkeypatch.setattr(channel, "_TELL_S", 0.05)
