@@ -97,7 +97,7 @@ class GroupServer(stubs.GroupServiceServicer):
     ) -> None:
         self._memory_limit_bytes = memory_limit_bytes
         self._membership = membership
-        self._facts = facts
+        self._facts = {**facts, **membership.facts}
         self._log = log
         self._clock = clock
         self._tier = tier
@@ -350,7 +350,7 @@ class GroupClient:
         self._hello = group.Hello(
             rank=membership.rank,
             world=membership.world,
-            facts=facts,
+            facts={**facts, **membership.facts},
             memory_limit_bytes=memory_limit_bytes,
         )
         self._reports: queue.SimpleQueue[tuple[group.FollowRequest, threading.Event] | None] = (

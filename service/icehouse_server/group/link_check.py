@@ -56,7 +56,8 @@ def check_link(
     try:
         with open_channel(membership, tls) as channel:
             compare = stubs.GroupServiceStub(channel).Compare
-            known = group.CompareRequest(rank=membership.rank, world=membership.world, facts=facts)
+            ours = {**facts, **membership.facts}
+            known = group.CompareRequest(rank=membership.rank, world=membership.world, facts=ours)
             difference = compare(known, timeout=_CALL_S).difference
             rounds = []
             for _ in range(_ROUND_COUNT):

@@ -41,6 +41,11 @@ class Membership:
     def followers(self) -> range:
         return range(1, self.world)
 
+    @property
+    def facts(self) -> dict[str, str]:
+        """Return what must be equal on all ranks: else each would wait in the ring for others."""
+        return {"the file of hosts": " ".join(",".join(addresses) for addresses in self.ring)}
+
     def host(self, rank: int) -> str:
         """Return the name or address of a rank's machine."""
         return self.ring[rank][0].rpartition(":")[0]

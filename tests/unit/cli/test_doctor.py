@@ -78,7 +78,7 @@ def ranks_of(hosts: Path, control: str) -> tuple[Config, Config]:
 
 def test_a_rank_is_compared_with_rank_0_and_the_link_measured(tmp_path: Path) -> None:
     hosts, clock = tmp_path / "hosts.json", ManualClock()
-    hosts.write_text('[["127.0.0.1:1"], ["127.0.0.1:2"]]')
+    hosts.write_text('[["127.0.0.1:5000"], ["127.0.0.1:5001"]]')
     facts = known_facts(Config(), find_device())
     with serving(facts=facts) as served:
         _, second = ranks_of(hosts, served.control)
@@ -88,6 +88,9 @@ def test_a_rank_is_compared_with_rank_0_and_the_link_measured(tmp_path: Path) ->
         other = dataclasses.replace(second, cache=CacheConfig(block_token_count=64))
         misfit = doctor.check_group(other)
         assert misfit.verdict is CheckVerdict.FAIL and "cache.block_token_count is 64 there" in misfit.detail
+        hosts.write_text('[["127.0.0.1:5000"], ["127.0.0.1:5002"]]')
+        assert "the file of hosts is 127.0.0.1:5000 127.0.0.1:5002 there" in doctor.check_group(second).detail
+        hosts.write_text('[["127.0.0.1:5000"], ["127.0.0.1:5001"]]')
     with serving(facts=facts, clock=clock) as served:
         _, second = ranks_of(hosts, served.control)
         late = doctor.check_group(second)

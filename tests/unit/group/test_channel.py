@@ -106,6 +106,16 @@ def test_who_does_not_fit_is_refused_by_name(
         joined(served, 1)
 
 
+def test_a_rank_whose_file_of_hosts_is_another_one_is_refused() -> None:
+    """MLX would have both wait for each other in the ring."""
+    with serving() as served:
+        own, served.ring = served.ring, served.ring[::-1]
+        refused = Following(served.client(1)).next()
+        assert isinstance(refused, StartError)
+        shown = [" ".join(address for (address,) in ring) for ring in (served.ring, own)]
+        assert f"the file of hosts is {shown[0]} there and {shown[1]} on rank 0" in refused.message
+
+
 def test_a_second_follower_of_a_rank_is_refused_and_the_first_goes_on() -> None:
     with serving() as served:
         (first,) = joined(served, 1)
@@ -418,8 +428,10 @@ def test_a_rank_says_why_it_does_not_reach_rank_0(
     authority = Authority()
 
     def made(how: dict[str, Any] | None) -> ChannelTls | None:
-        how = how if how is None else {"authority": authority, "names": (), **how}
-        return how and tls_of(how.pop("authority"), *how.pop("names"), **how)
+        if how is None:
+            return None
+        chosen = {"authority": authority, "names": (), **how}
+        return tls_of(chosen.pop("authority"), *chosen.pop("names"), **chosen)
 
     said: queue.SimpleQueue[str] = queue.SimpleQueue()
     monkeypatch.setattr(channel, "_TELL_S", 0.05)

@@ -82,7 +82,7 @@ def test_space_counts_everything():
     settings = settings_for("/none", limit_bytes=100, free_floor_bytes=10, daily_write_limit_bytes=50)
     extras = Extras(FILES, StorePaths("/none"))
     extras.quarantined, extras.leftovers = {BlockHash(bytes(32)): 6}, {"/none/a": 4}
-    extras.aside_bytes, extras.unknown_bytes = 1, 2
+    extras.aside, extras.unknown_bytes = {"/none/b": 1}, 2
     space = Space(settings, extras)
     space.manifest_bytes = 5
     assert space.shortage_bytes(20, block_bytes=62, free_bytes=1000) == 0
