@@ -82,7 +82,8 @@ class InferenceService(Service, inference_service_pb2_grpc.InferenceServiceServi
         async with self._calls.call(context, _operation_of(request)) as call:
             if self._seats.are_several:
                 async with timer.guard():
-                    await self._generation.use_telling(
+                    await self._generation.telling(
+                        self._generation.use_for(request, call),
                         request.model,
                         call,
                         lambda loading: timer.write(context, messages.StreamResponse(loading_model=loading)),
@@ -155,7 +156,7 @@ class InferenceService(Service, inference_service_pb2_grpc.InferenceServiceServi
 
         `read_images` gives the images that the prompt's tokens stand for, if any, off the event loop.
         """
-        _, model = await self._generation.use(request.model, call)
+        model = await self._generation.use_for(request, call)
         if request.session_id:
             call.session_id = check_name("session_id", request.session_id)
         if request.parent_session_id:
