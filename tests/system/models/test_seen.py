@@ -14,6 +14,7 @@ from icehouse_client.cli.console import UsageError
 from icehouse_server.rpc.services import generation
 
 from tests.fixtures.models import tiny_model_dir
+from tests.fixtures.rpc.details import refused
 from tests.fixtures.terminal import invoke
 from tests.system.models.pool_server import PoolServer, entry, pool_server, question
 
@@ -94,6 +95,18 @@ async def test_a_request_id_is_one_of_the_whole_server_and_requests_of_all_model
     assert told == [("of-llama", "llama"), ("of-qwen3", "qwen3")]
     for call in calls:
         call.cancel()
+
+
+async def test_a_call_whose_model_cannot_be_loaded_has_its_request_s_id(
+    served: PoolServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = messages.GenerateRequest(request_id="mine", model="absent", prompt={"text": "w5"})
+    stream = served.inference.Stream(asked)
+    with caplog.at_level("INFO"):
+        await refused(served.inference.Generate(asked))
+        await refused(stream.read())
+    ended = [vars(record) for record in caplog.records if record.getMessage() == "call_ended"]
+    assert [each["request_id"] for each in ended] == ["mine", "mine"]
 
 
 async def test_who_streams_is_told_that_the_model_is_loaded_and_how_long_that_took(

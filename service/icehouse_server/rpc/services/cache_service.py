@@ -79,7 +79,7 @@ class CacheService(Service, cache_service_pb2_grpc.CacheServiceServicer):
                         await timer.write(context, response)
 
     async def _prepare(self, request: messages.WarmRequest, call: RpcCall) -> Prepared:
-        _, model = await self._generation.use(request.model, call)
+        model = await self._generation.use_for(request, call)
         whole = self._generation.request_of(
             request, adapter=request.prompt.adapter, policy=request.cache, model=model, call=call
         )

@@ -33,7 +33,7 @@ class EmbeddingService(Service, embedding_service_pb2_grpc.EmbeddingServiceServi
             return await self.embed(request, call)
 
     async def embed(self, request: messages.EmbedRequest, call: RpcCall) -> messages.EmbedResponse:
-        _, model = await self._generation.use(request.model, call)
+        model = await self._generation.use_for(request, call)
         whole = self._generation.request_of(
             request,
             adapter=request.adapter,

@@ -116,6 +116,17 @@ class Generation:
             call.used = await self._seats.use(name, call)
         return call.used, call.used.router.require_model()
 
+    async def use_for(self, message: RunMessage, call: RpcCall) -> ServedModel:
+        """Return the model of a request that makes the engine run; raises as `use` does.
+
+        The call has the request's name from now on, so that it can be found by it while the model is loaded,
+        and if it cannot be.
+        """
+        if message.request_id:
+            call.request_id = check_name("request_id", message.request_id)
+        _, model = await self.use(message.model, call)
+        return model
+
     async def telling(
         self,
         work: Coroutine[None, None, object],
@@ -148,7 +159,7 @@ class Generation:
         call: RpcCall,
         wanted: ModelKind = ModelKind.CHAT,
     ) -> GenerationRequest:
-        """Return a request without a prompt and output; the call learns its names.
+        """Return a request without a prompt and output; the call learns its model's name and its tenant.
 
         This is what all messages that run the engine have in common. Raises what refuses it, also by a
         model that is not for what is wanted; needs no tokenizer.
@@ -156,9 +167,6 @@ class Generation:
         check_kind(model.info, wanted)
         check_adapter(adapter, model.info, field=adapter_field)
         call.model_id = model.info.model_id
-        call.request_id = (
-            check_name("request_id", message.request_id) if message.request_id else call.request_id
-        )
         cache_use = cache_use_of(policy)
         tenant = call.tenant = tenant_of(policy, call.caller)
         return GenerationRequest(

@@ -78,7 +78,7 @@ class InferenceService(Service, inference_service_pb2_grpc.InferenceServiceServi
             if self._seats.are_several:
                 async with timer.guard():
                     await self._generation.telling(
-                        self._generation.use(request.model, call),
+                        self._generation.use_for(request, call),
                         request.model,
                         call,
                         lambda loading: timer.write(context, messages.StreamResponse(loading_model=loading)),
@@ -151,7 +151,7 @@ class InferenceService(Service, inference_service_pb2_grpc.InferenceServiceServi
 
         `read_images` gives the images that the prompt's tokens stand for, if any, off the event loop.
         """
-        _, model = await self._generation.use(request.model, call)
+        model = await self._generation.use_for(request, call)
         if request.session_id:
             call.session_id = check_name("session_id", request.session_id)
         if request.parent_session_id:

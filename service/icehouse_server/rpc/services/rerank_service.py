@@ -30,7 +30,7 @@ class RerankService(Service, rerank_service_pb2_grpc.RerankServiceServicer):
 
     async def Rerank(self, request: messages.RerankRequest, context: Context) -> messages.RerankResponse:
         async with self._calls.call(context, Operation.RERANK) as call:
-            _, model = await self._generation.use(request.model, call)
+            model = await self._generation.use_for(request, call)
             whole = self._generation.request_of(
                 request,
                 adapter=request.adapter,
