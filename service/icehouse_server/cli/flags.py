@@ -99,7 +99,8 @@ def with_settings(command: Callable[..., None], *, takes_model: bool = False) ->
         file = given.pop("config")
         given.pop("help_all")
         models: Sequence[str] = given.pop("model", None) or ()
-        flags = {_keys()[parameter]: value for parameter, value in given.items()}
+        keys = {_parameter_name(s): s.key for s in SETTINGS}
+        flags = {keys[parameter]: value for parameter, value in given.items()}
         if models and flags[_MODEL_KEY] is not None:
             raise typer.BadParameter("the model is said twice, as MODEL and with --model; say it once")
         if len(models) == 1:
@@ -114,10 +115,6 @@ def with_settings(command: Callable[..., None], *, takes_model: bool = False) ->
 
 
 _MODEL_KEY = "model.model"
-
-
-def _keys() -> Mapping[str, str]:
-    return {_parameter_name(s): s.key for s in SETTINGS}
 
 
 def _parameter_name(setting: Setting) -> str:
