@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -362,6 +363,7 @@ class _Pool:
             return service.methods_by_name[method_name].containing_service.file
 
 
+@functools.cache
 def pool_with_v1() -> descriptor_pool.DescriptorPool:
     """Return the pool of all descriptors, version 1 of reflection among them."""
     pool = descriptor_pool.Default()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import importlib.metadata
 from collections.abc import Iterator
 
@@ -154,6 +155,7 @@ def _features_of(config: Config) -> Iterator[messages.ServerFeature.ValueType]:
         yield messages.SERVER_FEATURE_WORKER
 
 
+@functools.cache
 def server_version() -> str:
     """Return the installed version; "source" in a checkout that was never installed."""
     try:
