@@ -123,10 +123,12 @@ async def test_answers_are_what_the_packages_types_say(
     pydantic.TypeAdapter(whole).validate_python(answer.json())
     streamed = data_of((await front.http.post(path, json=body | {"stream": True})).text)
     assert len(streamed) > 2
-    # A completion's chunks have no finish reason before the last one, and pings are none of the events.
-    for data in streamed if event else ():
-        if data.get("type") != "ping":
-            pydantic.TypeAdapter(event).validate_python(data)
+    if event is None:  # a completion's chunks have no finish reason before the last one
+        return
+    adapter = pydantic.TypeAdapter(event)
+    for data in streamed:
+        if data.get("type") != "ping":  # which is none of the events
+            adapter.validate_python(data)
 
 
 async def test_a_listed_model_is_one_for_both_packages(front: HttpFront) -> None:

@@ -359,6 +359,7 @@ class _Pool:
             return service.methods_by_name[method_name].containing_service.file
 
 
+@functools.cache
 def pool_with_v1() -> descriptor_pool.DescriptorPool:
     """Return the pool of all descriptors, version 1 of reflection among them."""
     pool = descriptor_pool.Default()

@@ -67,6 +67,10 @@ class PassSize:
             round(share * self.read_count),
         )
 
+    def counts(self) -> tuple[int, int, int, int]:
+        """Return tokens, scores, draws and reads; a fit asks hundreds, for which `astuple` is slow."""
+        return self.token_count, self.score_count, self.draw_count, self.read_count
+
     def __add__(self, other: PassSize) -> PassSize:
         return PassSize(
             self.token_count + other.token_count,
@@ -300,7 +304,7 @@ def _fit(passes: list[_Measured], weights: list[float], prior_weight: float) -> 
     rounds in one way. BLAS, powers and exponentials differ in the last bit, on which it may hang who gets a
     token more, and what happened on one machine could not be played again on another.
     """
-    sizes = [(1, *dataclasses.astuple(measured.size)) for measured in passes]
+    sizes = [(1, *measured.size.counts()) for measured in passes]
     usual_s = statistics.median(measured.elapsed_s for measured in passes)
     # A column's unit is what it would cost if the usual pass cost nothing else: unknowns are shares near 1.
     units = [usual_s / max(1.0, statistics.median(column)) for column in zip(*sizes, strict=True)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import importlib.metadata
 from collections.abc import Iterator
 
@@ -149,6 +150,7 @@ def _features_of(config: Config) -> Iterator[messages.ServerFeature.ValueType]:
     return (feature for feature, is_there in features.items() if is_there)
 
 
+@functools.cache
 def server_version() -> str:
     """Return the installed version; "source" in a checkout that was never installed."""
     try:

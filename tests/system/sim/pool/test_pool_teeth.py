@@ -253,10 +253,11 @@ BREAKS = (
     answer_nobody_when_an_engine_fails,
 )
 FIRST_SEEDS = {
-    look_at_memory_only_before_a_load: POOL_SEED + 50,
+    look_at_memory_only_before_a_load: POOL_SEED + 60,
     let_who_decodes_alone_go_on: POOL_SEED + 100,
-    expire_in_the_middle_of_a_call: POOL_SEED + 10,
-    drop_what_a_full_queue_does_not_take_at_the_end: POOL_SEED + 105,
+    expire_in_the_middle_of_a_call: POOL_SEED + 90,
+    drop_what_a_full_queue_does_not_take_at_the_end: POOL_SEED + 135,
+    name_blocks_alike_in_all_models: POOL_SEED + 10,
 }
 """Where the search begins for what is noticed late: each story takes 0.2 s."""
 
