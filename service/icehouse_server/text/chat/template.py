@@ -5,7 +5,6 @@ Runs in the small executor of `rpc`, one caller at a time.
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import json
 from collections.abc import Mapping, Sequence
@@ -34,9 +33,10 @@ class ChatTemplate:
         The first look renders some dozens of tiny ones. Raises InvalidRequest for a template without an end.
         """
         if has_tools not in self._traits:
-            self._traits[has_tools] = None
-            with contextlib.suppress(TemplateTooLong):
+            try:
                 self._traits[has_tools] = find_traits(self._probe, has_tools=has_tools)
+            except TemplateTooLong:
+                self._traits[has_tools] = None
         traits = self._traits[has_tools]
         if traits is None:
             raise _invalid(
