@@ -7,7 +7,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NoReturn
 
 from google.protobuf.duration_pb2 import Duration
-from icehouse.v1 import cache_policy_pb2, logprobs_pb2
+from icehouse.v1 import (
+    cache_policy_pb2,
+    cache_service_pb2,
+    embedding_service_pb2,
+    inference_service_pb2,
+    logprobs_pb2,
+    rerank_service_pb2,
+)
 
 from icehouse_server.config import ServerConfig
 from icehouse_server.domain.ids import CALLER_NAME_PATTERN, DEFAULT_TENANT, Tenant
@@ -16,6 +23,22 @@ from icehouse_server.domain.request import CacheUse, LogprobsWanted
 from icehouse_server.errors import Forbidden, InvalidRequest, NotFound, Reason, clipped
 from icehouse_server.rpc.access.caller import Caller, Role
 from icehouse_server.rpc.messages.proto_map import enum_of
+
+RunMessage = (
+    inference_service_pb2.GenerateRequest
+    | cache_service_pb2.WarmRequest
+    | embedding_service_pb2.EmbedRequest
+    | rerank_service_pb2.RerankRequest
+)
+"""A request that makes the engine run."""
+PromptMessage = (
+    cache_service_pb2.ExplainRequest
+    | cache_service_pb2.PinRequest
+    | cache_service_pb2.UnpinRequest
+    | cache_service_pb2.EvictRequest
+    | cache_service_pb2.ExportRequest
+)
+"""A request that asks the cache about a prompt."""
 
 TENANT_BYTE_LIMIT = 128
 PRIORITY_LIMIT = 100

@@ -26,6 +26,7 @@ from icehouse_server.rpc.access.caller import Caller
 from icehouse_server.rpc.calls.call_lifecycle import Context, RpcCall
 from icehouse_server.rpc.engine_client.seat import Seat
 from icehouse_server.rpc.messages.field_checks import (
+    PromptMessage,
     check_name,
     pin_ttl_of,
     refuse_value,
@@ -40,7 +41,7 @@ from icehouse_server.rpc.messages.responses import (
     warm_response,
 )
 from icehouse_server.rpc.services.cache_transfer import CacheTransfer
-from icehouse_server.rpc.services.generation import PromptMessage, Service, ServiceParts
+from icehouse_server.rpc.services.generation import Service, ServiceParts
 from icehouse_server.rpc.services.prepared import Prepared
 
 

@@ -9,16 +9,7 @@ import dataclasses
 import functools
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 
-from icehouse.v1 import (
-    cache_policy_pb2,
-    cache_service_pb2,
-    embedding_service_pb2,
-    inference_service_pb2,
-    model_service_pb2,
-    prompt_pb2,
-    rerank_service_pb2,
-    tool_pb2,
-)
+from icehouse.v1 import cache_policy_pb2, model_service_pb2, prompt_pb2, tool_pb2
 
 from icehouse_server.clock import Clock
 from icehouse_server.config import ServerConfig
@@ -42,6 +33,8 @@ from icehouse_server.rpc.engine_client.outbox import Outboxes
 from icehouse_server.rpc.engine_client.prefetcher import NextTurn, conversation_of
 from icehouse_server.rpc.engine_client.seat import Seat, Seats
 from icehouse_server.rpc.messages.field_checks import (
+    PromptMessage,
+    RunMessage,
     cache_use_of,
     check_adapter,
     check_kind,
@@ -68,22 +61,6 @@ from icehouse_server.text.call_form import loosened
 from icehouse_server.text.chat.next_turn import opening_of
 from icehouse_server.text.reasoning import ReplyReasoning
 from icehouse_server.text.reply_memory import ReplyScope
-
-RunMessage = (
-    inference_service_pb2.GenerateRequest
-    | cache_service_pb2.WarmRequest
-    | embedding_service_pb2.EmbedRequest
-    | rerank_service_pb2.RerankRequest
-)
-"""A request that makes the engine run."""
-PromptMessage = (
-    cache_service_pb2.ExplainRequest
-    | cache_service_pb2.PinRequest
-    | cache_service_pb2.UnpinRequest
-    | cache_service_pb2.EvictRequest
-    | cache_service_pb2.ExportRequest
-)
-"""A request that asks the cache about a prompt."""
 
 _TELL_S = 1.0
 """How often a caller hears that its model is being loaded."""
