@@ -205,6 +205,8 @@ class GroupServer(stubs.GroupServiceServicer):
             if self._broken:
                 # What rank 0 orders at its end would end this one as if all were well.
                 context.abort(grpc.StatusCode.UNAVAILABLE, self._broken)
+            if response is None and hello.rank in self._gone:
+                return
             response = response or group.FollowResponse(sequence=sequence)
             sequence += len(response.orders)
             yield response

@@ -39,6 +39,8 @@ class FollowerLoop:
         self._at_hand: Silence[str] = Silence(ORDER_S)
         """The order at hand, by its kind. Loading may take any time, and the end has bounds of its own."""
         self._is_over = threading.Event()
+        self._has_heard_all = threading.Event()
+        """Nothing more comes from rank 0."""
         self._has_begun = False
         self._is_called_off = False
 
@@ -65,9 +67,11 @@ class FollowerLoop:
         return self._is_called_off
 
     def close(self) -> None:
-        """Say goodbye, once all is written. Rank 0 has lost a rank that ends by itself."""
+        """Say goodbye, once all is written, and wait until rank 0 has heard it: it has lost a rank that ends
+        by itself."""
         if not self._is_called_off:
             self._client.close()
+            self._has_heard_all.wait(SILENCE_S)
         self._is_over.set()
 
     def _carry_out(self, order: group.Order) -> None:
@@ -91,6 +95,12 @@ class FollowerLoop:
             self._at_hand.excuse(kind)
 
     def _receive(self) -> None:
+        try:
+            self._take_orders()
+        finally:
+            self._has_heard_all.set()
+
+    def _take_orders(self) -> None:
         is_ending = False
         try:
             for orders in self._client.orders():

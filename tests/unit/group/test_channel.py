@@ -304,6 +304,14 @@ def test_what_waits_for_ranks_is_called_off_until_they_begin() -> None:
             pass
 
 
+def test_a_goodbye_is_answered_by_the_end_of_the_call() -> None:
+    with serving(3) as served:
+        follower, _ = joined(served, 1, 2)
+        follower.client.close()
+        assert follower.next() is None
+        assert served.lost.empty()
+
+
 def test_a_rank_that_ends_in_order_is_not_lost() -> None:
     with serving() as served:
         (follower,) = joined(served, 1)

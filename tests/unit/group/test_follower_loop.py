@@ -35,6 +35,8 @@ class ScriptedClient:
         self.has_sent.set()
         self.is_broken = threading.Event()
         """Nothing more comes, and the call does not end, until a test says so."""
+        self.has_said_goodbye = threading.Event()
+        self.answers_late = False
 
     def orders(self) -> Iterator[list[group.Order]]:
         for part in self._parts:
@@ -52,7 +54,9 @@ class ScriptedClient:
 
     def close(self) -> None:
         self.sent.append("bye")
-        self.is_broken.set()
+        self.has_said_goodbye.set()
+        if not self.answers_late:
+            self.is_broken.set()
 
 
 class ScriptedFollower:
@@ -224,6 +228,22 @@ def test_a_rank_that_nobody_has_told_to_begin_ends_when_it_is_asked_to() -> None
     loop.close()
     assert follower.done == ["open", "end"] and client.sent == []
     client.is_broken.set()
+
+
+def test_a_rank_ends_once_rank_0_has_taken_its_goodbye(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process ends right then, and what gRPC had not sent by then was lost with it."""
+    monkeypatch.setattr(follower_loop, "SILENCE_S", BOUND_S)
+    client = ScriptedClient([BEGIN, END])
+    client.answers_late = True
+    loop = loop_of(ScriptedFollower(), client)
+    loop.run()
+    ending = threading.Thread(target=loop.close)
+    ending.start()
+    assert client.has_said_goodbye.wait(BOUND_S)
+    assert not loop._is_over.is_set()
+    client.is_broken.set()
+    ending.join(BOUND_S)
+    assert loop._is_over.is_set()
 
 
 def test_a_rank_that_has_begun_ends_with_the_group() -> None:
