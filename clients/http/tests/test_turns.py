@@ -227,7 +227,7 @@ def test_a_tool_that_is_searched_for_comes_behind_the_others() -> None:
 
 
 def test_how_much_the_model_may_think() -> None:
-    off, plain = {"enable_thinking": False}, Model(id="m")
+    off, plain = {"enable_thinking": False}, Model(id="m", architecture="llama")
 
     def told(asked: Any) -> tuple[Any, Any]:
         return asked.options.get("max_reasoning_tokens"), asked.options.get("template_arguments")
