@@ -166,6 +166,19 @@ async def test_responses(front: HttpFront, is_streamed: bool, is_kept: bool) -> 
     assert reused[0] == 0 and min(reused[1:]) > LEAST_REUSED, reused
 
 
+async def test_strict_tools_need_not_be_where_nothing_can_hold_a_model_to_them(tmp_path: Path) -> None:
+    """OpenAI's Agents SDK says it of each tool, whatever the model."""
+    functions: Any = [{**each, "function": {**each["function"], "strict": True}} for each in FUNCTIONS]
+    tools: Any = [{**each, "strict": True} for each in RESPONSE_TOOLS]
+    turns: Any = [{"role": "user", "content": QUESTION}]
+    with server_of(FAMILIES["qwen-tags"], tmp_path) as server:
+        async with front_of(server.address) as front:
+            chat = await front.openai.chat.completions.create(model="m", messages=turns, tools=functions)
+            answer = await front.openai.responses.create(model="m", input=QUESTION, tools=tools)
+    assert [call.function.name for call in chat.choices[0].message.tool_calls or ()] == ["list_files"]
+    assert [item.name for item in answer.output if item.type == "function_call"] == ["list_files"]
+
+
 async def test_one_call_at_a_time_is_dropped_where_nothing_can_hold_a_model_to_it(tmp_path: Path) -> None:
     """Codex asks every model for it; where calls are no JSON the server refuses it of other callers."""
     family = FAMILIES["qwen-tags"]

@@ -160,6 +160,8 @@ class Conversation:
     template_arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     adds_generation_prompt: bool = True
     continues_final_message: bool = False
+    answers_in_json: bool = False
+    """Whether an answer is held to JSON, so that calls must be told from it."""
     image_texts: ImageTexts | None = None
     """Set after its images were read."""
 
@@ -178,6 +180,12 @@ class Conversation:
         choice = self.tool_choice
         names = {choice.name} if choice.mode is ToolMode.NAMED else choice.allowed
         return tuple((i, tool) for i, tool in enumerate(self.tools) if not names or tool.name in names)
+
+    @property
+    def holds_calls(self) -> bool:
+        """Whether the reply's calls are held to their form, as far as the model's notation allows."""
+        is_held = self.constrains_calls or self.tool_choice.is_forced or self.answers_in_json
+        return self.reads_tool_calls and is_held
 
     @property
     def constrains_calls(self) -> bool:

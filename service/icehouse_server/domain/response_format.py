@@ -80,6 +80,8 @@ class TaggedJson:
     """Special tokens that text may contain; for a form with a trigger."""
     opening: str = ""
     """The part of the first `begin` that the prompt ends with; each of them begins with it."""
+    answer: JsonSchema | JsonObject | None = None
+    """What an output may be instead of tags; for a form without trigger and opening."""
 
 
 ResponseFormat = JsonSchema | JsonObject | Regex | LarkGrammar | Choice | TaggedJson
@@ -101,6 +103,7 @@ def size_bytes(form: ResponseFormat) -> int:
         case TaggedJson():
             texts = tuple(text for tag in form.tags for text in (tag.begin, tag.schema, tag.end))
             texts += (form.trigger, *form.markers)
+            texts += (form.answer.schema,) if isinstance(form.answer, JsonSchema) else ()
     return sum(len(text.encode("utf-8")) for text in texts)
 
 

@@ -184,6 +184,8 @@ class GrammarCompiler:
                 for index, tag in enumerate(form.tags):
                     # A whole of many parts could not tell which of them is wrong.
                     self._check_tag(tag.schema, field=tag.field or f"{field}[{index}]")
+                if isinstance(form.answer, JsonSchema):
+                    self._check_tag(form.answer.schema, field=_FIELDS[JsonSchema])
             matcher = self._matcher(form)
             if matcher.is_error():
                 raise self._mistake(form, matcher.get_error())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Callable, Iterable
 
 from llguidance import LLMatcher
@@ -18,6 +19,7 @@ from icehouse_server.domain.response_format import (
     ResponseFormat,
     TaggedJson,
 )
+from icehouse_server.structured_output.schema.references import Mistake
 from icehouse_server.structured_output.schema.rewriter import rewritten
 
 Pieces = Callable[[str], Iterable[int | str]]
@@ -30,6 +32,7 @@ _OPTIONS_KEY = "x-guidance"
 _WHITE_SPACE = r" |\n[ \t]{0,32}"
 """Between two tokens of JSON: one space, or a line break and an indentation of eight levels by four."""
 
+_JSON_START = re.compile(r"\s*[\[{\"\-0-9tfn]")
 _LEXEMES = ("WHITE: /[ \\t\\r\\n]{1,8}/", "TEXT: /(.|\\n)*/")
 
 
@@ -40,8 +43,7 @@ def grammar_source(form: ResponseFormat, *, pieces: Pieces) -> str:
     """
     match form:
         case JsonSchema() | JsonObject():
-            schema = form.schema if isinstance(form, JsonSchema) else '{"type":"object"}'
-            return LLMatcher.grammar_from_json_schema(_held(schema, is_compact=form.is_compact))
+            return LLMatcher.grammar_from_json_schema(_held_answer(form))
         case Regex():
             return LLMatcher.grammar_from_regex(form.pattern)
         case LarkGrammar():
@@ -66,6 +68,8 @@ def unenforced(form: ResponseFormat) -> tuple[str, ...]:
             pointers = (
                 f"{tag.field}{p}" for tag in form.tags for p in rewritten(json.loads(tag.schema)).unenforced
             )
+            if form.answer is not None:
+                pointers = (*unenforced(form.answer), *pointers)
         case _:
             pointers = ()
     first = itertools.islice(pointers, UNENFORCED_LIMIT)
@@ -78,13 +82,26 @@ def _held(schema: str, *, is_compact: bool = False) -> str:
     return json.dumps({**rewritten(json.loads(schema)).schema, _OPTIONS_KEY: options}, allow_nan=False)
 
 
+def _held_answer(form: JsonSchema | JsonObject) -> str:
+    schema = form.schema if isinstance(form, JsonSchema) else '{"type":"object"}'
+    return _held(schema, is_compact=form.is_compact)
+
+
 def _tagged_lark(form: TaggedJson, pieces: Pieces) -> str:
     if form.trigger:
         return _triggered_lark(form, pieces)
     names = [f"tag_{index}" for index in range(len(form.tags))]
     begun = " | ".join(f"begun_{name}" for name in names)
     more = f" (WHITE? ({' | '.join(names)}))*" if form.may_repeat else ""
-    lines = [*_LEXEMES, f"start: ({begun}){more}"]
+    calls = f"({begun}){more}"
+    lines = [*_LEXEMES, f"start: {calls}"]
+    if form.answer is not None:
+        for item in form.tags:
+            first = next(iter(pieces(item.begin)))
+            # llguidance takes the longest lexeme: of an answer that begins as a call does nothing else would.
+            if isinstance(first, str) and _JSON_START.match(first):
+                raise Mistake("calls of this model begin as JSON does, so that no answer can be in JSON")
+        lines = [*_LEXEMES, f"start: {calls} | answer", f"answer: %json {_held_answer(form.answer)}"]
     for name, item in zip(names, form.tags, strict=True):
         lines.append(f"begun_{name}: {_body(item, pieces, begin=item.begin.removeprefix(form.opening))}")
         lines.append(f"{name}: {_body(item, pieces, begin=item.begin)}")

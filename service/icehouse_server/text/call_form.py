@@ -5,8 +5,8 @@ trained to write. Only notations with arguments as JSON can be constrained; the 
 example to see whether its notation is one.
 
 Calls must be constrained where the request asks for it: by strict tools, allowed ones, or calls that are not
-parallel. Where it only requires a call they are as far as they can be. Such a call fits its tool's schema, if
-that can be enforced; a call of a named tool is the only one.
+parallel. Where it only requires a call, or wants its answer in JSON, they are as far as they can be. Such a
+call fits its tool's schema, if that can be enforced; a call of a named tool is the only one.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ def call_form(
 ) -> TaggedJson | None:
     """Return the form of a reply, of whose first call the prompt has `opening`; None and raises as above."""
     begin, end = around
-    is_forced = conversation.tool_choice.is_forced
+    is_held = conversation.tool_choice.is_forced or conversation.answers_in_json
     tags = tuple(
         JsonTag(
             begin.replace(NAME, tool.name),
-            json.dumps(tool.parameters) if tool.is_strict or is_forced else _ANY_ARGUMENTS,
+            json.dumps(tool.parameters) if tool.is_strict or is_held else _ANY_ARGUMENTS,
             end,
             field=f"prompt.tools[{index}].parameters_json",
         )
@@ -64,6 +64,8 @@ def call_form(
     may_repeat = choice.is_parallel and choice.mode is not ToolMode.NAMED
     if opening:
         return TaggedJson(tags, may_repeat, opening=opening)
+    if conversation.answers_in_json and format.family.layout is None:
+        return TaggedJson(tags, may_repeat)
     markers = tuple(filter(None, (format.think_start, format.think_end)))
     return TaggedJson(tags, may_repeat, trigger=format.family.call_start, markers=markers)
 

@@ -214,7 +214,7 @@ class ChatRenderer:
     def _call_around(self, conversation: Conversation) -> tuple[str, str] | None:
         """Return the text of a call before its arguments and behind them, where calls can and are to be
         constrained; raises InvalidRequest where they must be and cannot."""
-        if not (conversation.constrains_calls or conversation.tool_choice.is_forced):
+        if not conversation.holds_calls:
             return None
         return around_arguments(self._called(conversation, "{}"), conversation, self.format)
 

@@ -202,3 +202,31 @@ async def test_beside_other_requests_with_the_cache_and_without(babbling: Path, 
         ("get_time", {})
     ]
     assert alone[1].text == "" and alone[1].finish_reason == usage_pb2.FINISH_REASON_TOOL_CALLS
+
+
+async def test_with_tools_and_a_schema_a_reply_is_a_call_or_an_answer_that_fits(
+    babbling: Path, tmp_path: Path
+) -> None:
+    """As agents ask whose last answer has a type: OpenAI's Agents SDK sends both with each turn."""
+    city = {"type": "object", "properties": {"city": {"enum": ["Oslo", "Rome"]}}, "required": ["city"]}
+    rains = {"type": "object", "properties": {"rains": {"type": "boolean"}}, "required": ["rains"]}
+    fields = {
+        "tools": [{"name": "get_weather", "parameters_json": json.dumps(city)}],
+        "tool_choice": {"parallel_tool_calls": False},
+        "response_format": {"json_schema": json.dumps(rains)},
+        "max_reasoning_tokens": 0,
+        "max_output_tokens": 400,
+    }
+    kinds = set()
+    async with whole_server(babbling, tmp_path) as served:
+        for seed in range(16):
+            sampling = {"temperature": 8.0, "seed": seed}
+            answer = await served.inference.Generate(asked(**fields, sampling=sampling))
+            kinds.add(answer.finish_reason)
+            assert not answer.malformed_tool_calls and bool(answer.tool_calls) != bool(answer.text)
+            if answer.text:
+                assert isinstance(json.loads(answer.text)["rains"], bool)
+            for call in answer.tool_calls:
+                assert call.name == "get_weather"
+                assert json.loads(call.arguments_json)["city"] in ("Oslo", "Rome")
+    assert kinds == {usage_pb2.FINISH_REASON_TOOL_CALLS, usage_pb2.FINISH_REASON_STOP_TOKEN}

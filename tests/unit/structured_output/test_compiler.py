@@ -121,6 +121,19 @@ TAKEN = [
         ["so <|im_start|>go", "<|im_start|>run x<pad>"],
     ),
     (
+        TaggedJson((CALL, TURN), may_repeat=True, answer=JsonSchema('{"enum":[{"a":1},[]]}')),
+        ['{"a":1}', "[]", '<call>{"x":1}</call>', '<|im_start|>run 7<pad>\n<call>{"x":1}</call>'],
+        [
+            "",
+            "hi",
+            '{"b":1}',
+            '{"a":1}<call>{"x":1}</call>',
+            '<call>{"x":1}</call>[]',
+            '<call>{"x":"1"}</call>',
+        ],
+    ),
+    (TaggedJson((CALL,), answer=JsonObject()), ['{"a":1}', '<call>{"x":1}</call>'], ["[]", "so"]),
+    (
         TaggedJson((CALL,), may_repeat=True, opening="<ca"),
         ['ll>{"x":1}</call>', 'll>{"x":1}</call>\n<call>{"x":2}</call>'],
         ['<call>{"x":1}</call>', 'll>{"x":1}</call>ll>{"x":2}</call>'],
@@ -261,6 +274,7 @@ MISTAKES = [
     (LarkGrammar("a: start"), "", "no start rule"),
     (LarkGrammar('start: %json {"type":"strin"}'), "line 1, column 8", "strin"),
     (TaggedJson((CALL, JsonTag("<x>", '{"items":{"type":"strin"}}'))), "/items", "strin"),
+    (TaggedJson((CALL, JsonTag(' {"name": "f"', "{}")), answer=JsonObject()), "", "begin as JSON does"),
     (
         TaggedJson((CALL, JsonTag("<x>", '{"items":{"not":{"type":"null"}}}'))),
         "/items/not",
@@ -288,6 +302,9 @@ def test_a_mistake_in_a_tag_names_the_tag() -> None:
     with pytest.raises(InvalidRequest) as refused:
         COMPILER.compile(TaggedJson((JsonTag("<x>", "{", field="prompt.tools[7].parameters_json"),)))
     assert refused.value.field == "prompt.tools[7].parameters_json"
+    with pytest.raises(InvalidRequest) as refused:
+        COMPILER.compile(TaggedJson((CALL,), answer=JsonSchema("{")))
+    assert refused.value.field == "response_format.json_schema"
 
 
 COSTLY = [

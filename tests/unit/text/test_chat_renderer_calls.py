@@ -8,6 +8,7 @@ import json
 import numpy as np
 import pytest
 from icehouse_server.domain.chat import CallPiece, Conversation, Tool, ToolChoice, ToolMode
+from icehouse_server.domain.response_format import JsonSchema
 from icehouse_server.errors import InvalidRequest, Reason
 from icehouse_server.structured_output.compiler import GrammarCompiler
 
@@ -24,11 +25,14 @@ MISTRAL = "[TOOL_CALLS]{}[ARGS]{}"
 NOTATIONS = pytest.mark.parametrize(("family", "notation"), [(THINKING, HERMES), (ALTERNATING, MISTRAL)])
 
 
-def takes(family: Family, conversation: Conversation, reply: str) -> bool:
+def takes(
+    family: Family, conversation: Conversation, reply: str, *, answer: JsonSchema | None = None
+) -> bool:
     """Whether a reply, without what the prompt has of it, may be written and end there."""
     tokenizer = tokenizer_of(family)
     form = tokenizer.render_chat(conversation).call_form
     assert form is not None
+    form = dataclasses.replace(form, answer=answer)
     compiler = GrammarCompiler(tokenizer, vocabulary_size=tokenizer.vocabulary_size, cache_limit=1)
     constraint = compiler.compile(form).start()
     for token_id in tokenizer._encode(reply, add_special_tokens=False):
@@ -102,6 +106,23 @@ def test_a_forced_call_is_one_of_a_tool_that_need_not_be_strict(
     assert takes(family, conversation, (2 * oslo).removeprefix(opening)) is (mode is ToolMode.REQUIRED)
     for bad in (notation.format("get_weather", "{}"), notation.format("get_money", "{}")):
         assert not takes(family, conversation, bad.removeprefix(opening))
+
+
+@NOTATIONS
+def test_beside_an_answer_in_json_calls_are_held_to_their_tools(family: Family, notation: str) -> None:
+    free = dataclasses.replace(STRICT, is_strict=False)
+    conversation = Conversation(ASKED, tools=(free, CLOCK), answers_in_json=True)
+    answer = JsonSchema('{"type": "object", "properties": {"rains": {"type": "boolean"}}}')
+    oslo, clock = notation.format("get_weather", '{"city": "Oslo"}'), notation.format("get_time", "{}")
+    for good in ('{"rains": true}', oslo, f"{oslo}{clock}"):
+        assert takes(family, conversation, good, answer=answer)
+    for bad in (
+        "It rains.",
+        '{"rains": 1}',
+        f'{oslo}{{"rains": true}}',
+        notation.format("get_weather", "{}"),
+    ):
+        assert not takes(family, conversation, bad, answer=answer)
 
 
 @NOTATIONS

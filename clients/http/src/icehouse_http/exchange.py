@@ -108,14 +108,23 @@ class LenientStream:
                             yield event
                 return
             except IcehouseClientError as error:
-                wish = self._wishes.get((error.reason, error.field or ""))
-                if wish is None or self._options.pop(wish, None) is None:
+                if not self._does_without(error.reason, error.field or ""):
                     raise
             self._stream = self._begin()
 
     def cancel(self) -> None:
         """End it on the server too. Harmless after the end."""
         self._stream.cancel()
+
+    def _does_without(self, reason: str, field: str) -> bool:
+        """Give up what a refusal names; False where that was no mere wish, or is given up already."""
+        if reason == "TOOLS_UNSUPPORTED" and field.endswith(".strict"):
+            # OpenAI's Agents SDK has it on each tool, whatever the model. Arguments are checked when they are
+            # read, so no call comes of any that do not fit.
+            self._options["tools"] = [dataclasses.replace(t, strict=False) for t in self._options["tools"]]
+            return True
+        wish = self._wishes.get((reason, field))
+        return wish is not None and self._options.pop(wish, None) is not None
 
     def _begin(self) -> AsyncStream:
         return self._client.stream(self._prompt, **self._options)

@@ -55,8 +55,12 @@ type GenerateRequest struct {
 	// its text. At most 128 (PARAMETER_OUT_OF_RANGE), each in the vocabulary (TOKEN_OUT_OF_RANGE).
 	// Default: none.
 	StopTokenIds []int32 `protobuf:"varint,7,rep,packed,name=stop_token_ids,json=stopTokenIds,proto3" json:"stop_token_ids,omitempty"`
-	// The form the output must have. Refused with RESPONSE_FORMAT_INVALID where the tools constrain the output
-	// too (`strict`, or `tool_choice` with `allowed` or without `parallel_tool_calls`). Default: any.
+	// The form the output must have. With tools on offer and JSON as the form, the output is either an answer in
+	// that form or calls, which fit their tools' schemas; a call that `tool_choice` requires leaves the form
+	// without effect. With any other form, and with models that do not mark calls by tokens or text of their own,
+	// such as gpt-oss, there is no room for calls; it is refused with RESPONSE_FORMAT_INVALID then where the tools
+	// constrain the output too (`strict`, or `tool_choice` with `allowed` or without `parallel_tool_calls`).
+	// Default: any.
 	ResponseFormat *ResponseFormat `protobuf:"bytes,8,opt,name=response_format,json=responseFormat,proto3" json:"response_format,omitempty"`
 	// Whether the model calls tools, and which. Default: the model decides.
 	ToolChoice *ToolChoice `protobuf:"bytes,9,opt,name=tool_choice,json=toolChoice,proto3" json:"tool_choice,omitempty"`

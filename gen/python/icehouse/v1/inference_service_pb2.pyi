@@ -134,8 +134,12 @@ class GenerateRequest(_message.Message):
 
     @_builtins.property
     def response_format(self) -> _response_format_pb2.ResponseFormat:
-        """The form the output must have. Refused with RESPONSE_FORMAT_INVALID where the tools constrain the output
-        too (`strict`, or `tool_choice` with `allowed` or without `parallel_tool_calls`). Default: any.
+        """The form the output must have. With tools on offer and JSON as the form, the output is either an answer in
+        that form or calls, which fit their tools' schemas; a call that `tool_choice` requires leaves the form
+        without effect. With any other form, and with models that do not mark calls by tokens or text of their own,
+        such as gpt-oss, there is no room for calls; it is refused with RESPONSE_FORMAT_INVALID then where the tools
+        constrain the output too (`strict`, or `tool_choice` with `allowed` or without `parallel_tool_calls`).
+        Default: any.
         """
 
     @_builtins.property

@@ -57,6 +57,7 @@ def conversation_of(
     tools: Sequence[tool_pb2.Tool],
     choice: tool_pb2.ToolChoice | None,
     info: ModelInfo,
+    answers_in_json: bool = False,
 ) -> Conversation:
     """Return the conversation; raises InvalidRequest."""
     if not info.has_chat_template:
@@ -81,6 +82,7 @@ def conversation_of(
             else not chat.continue_final_message
         ),
         continues_final_message=chat.continue_final_message,
+        answers_in_json=answers_in_json,
     )
     _check_end(conversation)
     return conversation

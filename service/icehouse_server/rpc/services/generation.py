@@ -19,7 +19,7 @@ from icehouse_server.domain.events import Event, Failed
 from icehouse_server.domain.ids import AdapterName, RequestId, Tenant
 from icehouse_server.domain.model import ModelKind, ModelState
 from icehouse_server.domain.request import CacheUse, GenerationRequest, part_of, request_id_of
-from icehouse_server.domain.response_format import Grammar, ResponseFormat
+from icehouse_server.domain.response_format import Grammar, JsonObject, JsonSchema, ResponseFormat
 from icehouse_server.domain.sampling import SamplingParams
 from icehouse_server.errors import Cancelled, InvalidRequest, Reason
 from icehouse_server.rpc.access import caller as callers
@@ -174,10 +174,12 @@ class Generation:
         choice: tool_pb2.ToolChoice | None = None,
         *,
         tenant: Tenant,
+        form: ResponseFormat | None = None,
     ) -> UncheckedPrompt:
-        """Return a tenant's prompt as it came."""
+        """Return a tenant's prompt as it came, and in what form it is to be answered."""
         rules = self.rules_of(tenant, prompt.adapter, model)
-        check = functools.partial(prompt_of, prompt, model.info, choice, rules=rules)
+        in_json = isinstance(form, JsonSchema | JsonObject)
+        check = functools.partial(prompt_of, prompt, model.info, choice, rules=rules, answers_in_json=in_json)
         return UncheckedPrompt(check, prompt.ByteSize())
 
     def rules_of(self, tenant: Tenant, adapter: str, model: ServedModel) -> PromptRules:
@@ -213,6 +215,8 @@ class Generation:
         if prompt.stop_token_ids:
             stops = dict.fromkeys((*sampling.stop_token_ids, *prompt.stop_token_ids))
             sampling = dataclasses.replace(sampling, stop_token_ids=tuple(stops))
+        if prompt.chat is not None and prompt.chat.conversation.tool_choice.is_forced:
+            form = None  # there is no answer, but a call
         reasoning = _reasoning_of(prompt, model, limit=max_reasoning_tokens)
         grammar = await _grammar(call.seat.grammars, form, prompt.chat)
         if reasoning is not None and (
@@ -419,14 +423,19 @@ class Service:
 async def _grammar(
     grammars: GrammarCompilers, form: ResponseFormat | None, chat: RenderedConversation | None
 ) -> Grammar | None:
-    """Return the grammar of the response format, or of the tools that the output must call."""
+    """Return the grammar of the response format, of the tools that the output calls, or of either."""
     call_form = None if chat is None else chat.rendered.call_form
     if chat is None or call_form is None:
         return None if form is None else await grammars.compile(form)
-    if form is not None:
+    if isinstance(form, JsonSchema | JsonObject) and not call_form.trigger:
+        call_form = dataclasses.replace(call_form, answer=form)
+    elif form is not None:
+        if not chat.conversation.constrains_calls:
+            return await grammars.compile(form)
         raise InvalidRequest(
             Reason.RESPONSE_FORMAT_INVALID,
-            "response_format is set, and the tools constrain the output as well; leave one out",
+            "response_format is set, and the tools constrain the output as well, which goes together only "
+            "where the format is JSON and the model marks its calls in its text; leave one out",
             field="response_format",
         )
     for each in dict.fromkeys((call_form, loosened(call_form, chat.conversation))):
@@ -436,8 +445,8 @@ async def _grammar(
             refusal = error
     if chat.conversation.constrains_calls:
         raise refusal
-    # Only a call is required, and the prompt has begun it.
-    return None
+    # A required call has begun in the prompt.
+    return None if form is None else await grammars.compile(form)
 
 
 def _reasoning_of(prompt: ReadPrompt, model: ServedModel, *, limit: int | None) -> ReplyReasoning | None:

@@ -169,7 +169,8 @@ class InferenceService(Service, inference_service_pb2_grpc.InferenceServiceServi
         )
         wants_logprobs = request.HasField("logprobs")
         choice = request.tool_choice if request.HasField("tool_choice") else None
-        prompt = self._generation.unchecked(request.prompt, model, choice, tenant=whole.tenant)
+        form = response_format_of(request.response_format) if request.HasField("response_format") else None
+        prompt = self._generation.unchecked(request.prompt, model, choice, tenant=whole.tenant, form=form)
         return await self._generation.prepare(
             dataclasses.replace(
                 whole,
@@ -184,7 +185,7 @@ class InferenceService(Service, inference_service_pb2_grpc.InferenceServiceServi
             model,
             call,
             bad_words=bad_words_of(request.sampling.bad_words),
-            form=response_format_of(request.response_format) if request.HasField("response_format") else None,
+            form=form,
             max_reasoning_tokens=(
                 max_reasoning_tokens_of(request.max_reasoning_tokens, self._config)
                 if request.HasField("max_reasoning_tokens")

@@ -168,6 +168,7 @@ def prompt_of(
     choice: tool_pb2.ToolChoice | None = None,
     *,
     rules: PromptRules,
+    answers_in_json: bool = False,
 ) -> Prompt:
     """Return a prompt; raises InvalidRequest, also for an empty one."""
     form = prompt.WhichOneof("form")
@@ -178,7 +179,7 @@ def prompt_of(
         return _tokens_of(prompt.tokens, info, field="prompt.tokens", normalizes=rules.is_stable)
     if form == "text" and not prompt.text:
         raise _empty("prompt.text")
-    return text_prompt_of(prompt, info, choice, rules=rules)
+    return text_prompt_of(prompt, info, choice, rules=rules, answers_in_json=answers_in_json)
 
 
 def text_prompt_of(
@@ -187,11 +188,14 @@ def text_prompt_of(
     choice: tool_pb2.ToolChoice | None = None,
     *,
     rules: PromptRules,
+    answers_in_json: bool = False,
 ) -> TextPrompt:
     """Return a prompt that a tokenizer reads; raises InvalidRequest for tokens, and for an empty infill."""
     form = prompt.WhichOneof("form")
     if form == "chat":
-        conversation = conversation_of(prompt.chat, tools=prompt.tools, choice=choice, info=info)
+        conversation = conversation_of(
+            prompt.chat, tools=prompt.tools, choice=choice, info=info, answers_in_json=answers_in_json
+        )
         if not is_stable(prompt.chat, default=rules.is_stable):
             return Chat(conversation)
         conversation, changes = normalized(conversation)

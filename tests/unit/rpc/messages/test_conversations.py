@@ -13,7 +13,7 @@ from google.protobuf.json_format import ParseDict
 from icehouse.v1 import cache_service_pb2, tool_pb2
 from icehouse.v1 import inference_service_pb2 as messages
 from icehouse_server.domain.chat import ChatMessage, Conversation, Tool, ToolCall, ToolChoice, ToolMode
-from icehouse_server.domain.response_format import TaggedJson
+from icehouse_server.domain.response_format import JsonObject, Regex, TaggedJson
 
 from tests.fixtures.rpc.details import refused
 from tests.fixtures.rpc.fake_engine import CALL_FORM
@@ -317,10 +317,40 @@ async def test_a_forced_call_is_constrained_as_far_as_it_can_be(served: RunningS
     assert refusal.reason == "RESPONSE_FORMAT_INVALID", "a strict tool is no wish"
 
 
-async def test_tools_and_a_format_cannot_both_constrain(served: RunningServer) -> None:
-    fields = {"tools": [{**TOOL, "strict": True}], "response_format": {"json_object": {}}}
+@pytest.mark.parametrize("is_strict", [False, True])
+async def test_beside_tools_an_answer_in_json_is_one_of_two(served: RunningServer, is_strict: bool) -> None:
+    either = dataclasses.replace(CALL_FORM, answer=JsonObject())
+    asked = request(None, tools=[{**TOOL, "strict": is_strict}], response_format={"json_object": {}})
+    await served.inference.Generate(asked)
+    assert served.grammars.compiled == [either]
+    loose = dataclasses.replace(
+        either, tags=(dataclasses.replace(either.tags[0], schema='{"type": "object"}'),)
+    )
+    served.grammars.wrong, served.grammars.compiled = [either, loose], []
+    if is_strict:
+        refusal = await refused(served.inference.Generate(asked))
+        assert refusal.reason == "RESPONSE_FORMAT_INVALID"
+    else:
+        await served.inference.Generate(asked)
+        assert served.grammars.compiled == [JsonObject()], "calls cannot be told from it"
+
+
+async def test_a_forced_call_has_no_answer_with_a_format(served: RunningServer) -> None:
+    choice = {"mode": "TOOL_CHOICE_MODE_REQUIRED"}
+    fields = {"tools": [TOOL], "tool_choice": choice, "response_format": {"json_object": {}}}
+    await served.inference.Generate(request(None, **fields))
+    assert served.grammars.compiled == [CALL_FORM]
+
+
+async def test_strict_tools_and_a_format_that_is_not_json_cannot_both_constrain(
+    served: RunningServer,
+) -> None:
+    fields = {"tools": [{**TOOL, "strict": True}], "response_format": {"regex": "a*"}}
     refusal = await refused(served.inference.Generate(request(None, **fields)))
     assert (refusal.reason, refusal.field) == ("RESPONSE_FORMAT_INVALID", "response_format")
+    fields["tools"] = [TOOL]
+    await served.inference.Generate(request(None, **fields))
+    assert served.grammars.compiled == [Regex("a*")]
 
 
 async def test_tools_beside_plain_text_are_refused(served: RunningServer) -> None:

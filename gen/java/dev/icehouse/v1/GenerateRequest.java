@@ -366,8 +366,12 @@ private static final long serialVersionUID = 0L;
   private dev.icehouse.v1.ResponseFormat responseFormat_;
   /**
    * <pre>
-   * The form the output must have. Refused with RESPONSE_FORMAT_INVALID where the tools constrain the output
-   * too (`strict`, or `tool_choice` with `allowed` or without `parallel_tool_calls`). Default: any.
+   * The form the output must have. With tools on offer and JSON as the form, the output is either an answer in
+   * that form or calls, which fit their tools' schemas; a call that `tool_choice` requires leaves the form
+   * without effect. With any other form, and with models that do not mark calls by tokens or text of their own,
+   * such as gpt-oss, there is no room for calls; it is refused with RESPONSE_FORMAT_INVALID then where the tools
+   * constrain the output too (`strict`, or `tool_choice` with `allowed` or without `parallel_tool_calls`).
+   * Default: any.
    * </pre>
    *
    * <code>.icehouse.v1.ResponseFormat response_format = 8;</code>
@@ -379,8 +383,12 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * The form the output must have. Refused with RESPONSE_FORMAT_INVALID where the tools constrain the output
-   * too (`strict`, or `tool_choice` with `allowed` or without `parallel_tool_calls`). Default: any.
+   * The form the output must have. With tools on offer and JSON as the form, the output is either an answer in
+   * that form or calls, which fit their tools' schemas; a call that `tool_choice` requires leaves the form
+   * without effect. With any other form, and with models that do not mark calls by tokens or text of their own,
+   * such as gpt-oss, there is no room for calls; it is refused with RESPONSE_FORMAT_INVALID then where the tools
+   * constrain the output too (`strict`, or `tool_choice` with `allowed` or without `parallel_tool_calls`).
+   * Default: any.
    * </pre>
    *
    * <code>.icehouse.v1.ResponseFormat response_format = 8;</code>
@@ -392,8 +400,12 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * The form the output must have. Refused with RESPONSE_FORMAT_INVALID where the tools constrain the output
-   * too (`strict`, or `tool_choice` with `allowed` or without `parallel_tool_calls`). Default: any.
+   * The form the output must have. With tools on offer and JSON as the form, the output is either an answer in
+   * that form or calls, which fit their tools' schemas; a call that `tool_choice` requires leaves the form
+   * without effect. With any other form, and with models that do not mark calls by tokens or text of their own,
+   * such as gpt-oss, there is no room for calls; it is refused with RESPONSE_FORMAT_INVALID then where the tools
+   * constrain the output too (`strict`, or `tool_choice` with `allowed` or without `parallel_tool_calls`).
+   * Default: any.
    * </pre>
    *
    * <code>.icehouse.v1.ResponseFormat response_format = 8;</code>
@@ -2534,8 +2546,12 @@ private static final long serialVersionUID = 0L;
         dev.icehouse.v1.ResponseFormat, dev.icehouse.v1.ResponseFormat.Builder, dev.icehouse.v1.ResponseFormatOrBuilder> responseFormatBuilder_;
     /**
      * <pre>
-     * The form the output must have. Refused with RESPONSE_FORMAT_INVALID where the tools constrain the output
-     * too (`strict`, or `tool_choice` with `allowed` or without `parallel_tool_calls`). Default: any.
+     * The form the output must have. With tools on offer and JSON as the form, the output is either an answer in
+     * that form or calls, which fit their tools' schemas; a call that `tool_choice` requires leaves the form
+     * without effect. With any other form, and with models that do not mark calls by tokens or text of their own,
+     * such as gpt-oss, there is no room for calls; it is refused with RESPONSE_FORMAT_INVALID then where the tools
+     * constrain the output too (`strict`, or `tool_choice` with `allowed` or without `parallel_tool_calls`).
+     * Default: any.
      * </pre>
      *
      * <code>.icehouse.v1.ResponseFormat response_format = 8;</code>
@@ -2546,8 +2562,12 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The form the output must have. Refused with RESPONSE_FORMAT_INVALID where the tools constrain the output
-     * too (`strict`, or `tool_choice` with `allowed` or without `parallel_tool_calls`). Default: any.
+     * The form the output must have. With tools on offer and JSON as the form, the output is either an answer in
+     * that form or calls, which fit their tools' schemas; a call that `tool_choice` requires leaves the form
+     * without effect. With any other form, and with models that do not mark calls by tokens or text of their own,
+     * such as gpt-oss, there is no room for calls; it is refused with RESPONSE_FORMAT_INVALID then where the tools
+     * constrain the output too (`strict`, or `tool_choice` with `allowed` or without `parallel_tool_calls`).
+     * Default: any.
      * </pre>
      *
      * <code>.icehouse.v1.ResponseFormat response_format = 8;</code>
@@ -2562,8 +2582,12 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The form the output must have. Refused with RESPONSE_FORMAT_INVALID where the tools constrain the output
-     * too (`strict`, or `tool_choice` with `allowed` or without `parallel_tool_calls`). Default: any.
+     * The form the output must have. With tools on offer and JSON as the form, the output is either an answer in
+     * that form or calls, which fit their tools' schemas; a call that `tool_choice` requires leaves the form
+     * without effect. With any other form, and with models that do not mark calls by tokens or text of their own,
+     * such as gpt-oss, there is no room for calls; it is refused with RESPONSE_FORMAT_INVALID then where the tools
+     * constrain the output too (`strict`, or `tool_choice` with `allowed` or without `parallel_tool_calls`).
+     * Default: any.
      * </pre>
      *
      * <code>.icehouse.v1.ResponseFormat response_format = 8;</code>
@@ -2583,8 +2607,12 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The form the output must have. Refused with RESPONSE_FORMAT_INVALID where the tools constrain the output
-     * too (`strict`, or `tool_choice` with `allowed` or without `parallel_tool_calls`). Default: any.
+     * The form the output must have. With tools on offer and JSON as the form, the output is either an answer in
+     * that form or calls, which fit their tools' schemas; a call that `tool_choice` requires leaves the form
+     * without effect. With any other form, and with models that do not mark calls by tokens or text of their own,
+     * such as gpt-oss, there is no room for calls; it is refused with RESPONSE_FORMAT_INVALID then where the tools
+     * constrain the output too (`strict`, or `tool_choice` with `allowed` or without `parallel_tool_calls`).
+     * Default: any.
      * </pre>
      *
      * <code>.icehouse.v1.ResponseFormat response_format = 8;</code>
@@ -2602,8 +2630,12 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The form the output must have. Refused with RESPONSE_FORMAT_INVALID where the tools constrain the output
-     * too (`strict`, or `tool_choice` with `allowed` or without `parallel_tool_calls`). Default: any.
+     * The form the output must have. With tools on offer and JSON as the form, the output is either an answer in
+     * that form or calls, which fit their tools' schemas; a call that `tool_choice` requires leaves the form
+     * without effect. With any other form, and with models that do not mark calls by tokens or text of their own,
+     * such as gpt-oss, there is no room for calls; it is refused with RESPONSE_FORMAT_INVALID then where the tools
+     * constrain the output too (`strict`, or `tool_choice` with `allowed` or without `parallel_tool_calls`).
+     * Default: any.
      * </pre>
      *
      * <code>.icehouse.v1.ResponseFormat response_format = 8;</code>
@@ -2628,8 +2660,12 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The form the output must have. Refused with RESPONSE_FORMAT_INVALID where the tools constrain the output
-     * too (`strict`, or `tool_choice` with `allowed` or without `parallel_tool_calls`). Default: any.
+     * The form the output must have. With tools on offer and JSON as the form, the output is either an answer in
+     * that form or calls, which fit their tools' schemas; a call that `tool_choice` requires leaves the form
+     * without effect. With any other form, and with models that do not mark calls by tokens or text of their own,
+     * such as gpt-oss, there is no room for calls; it is refused with RESPONSE_FORMAT_INVALID then where the tools
+     * constrain the output too (`strict`, or `tool_choice` with `allowed` or without `parallel_tool_calls`).
+     * Default: any.
      * </pre>
      *
      * <code>.icehouse.v1.ResponseFormat response_format = 8;</code>
@@ -2646,8 +2682,12 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The form the output must have. Refused with RESPONSE_FORMAT_INVALID where the tools constrain the output
-     * too (`strict`, or `tool_choice` with `allowed` or without `parallel_tool_calls`). Default: any.
+     * The form the output must have. With tools on offer and JSON as the form, the output is either an answer in
+     * that form or calls, which fit their tools' schemas; a call that `tool_choice` requires leaves the form
+     * without effect. With any other form, and with models that do not mark calls by tokens or text of their own,
+     * such as gpt-oss, there is no room for calls; it is refused with RESPONSE_FORMAT_INVALID then where the tools
+     * constrain the output too (`strict`, or `tool_choice` with `allowed` or without `parallel_tool_calls`).
+     * Default: any.
      * </pre>
      *
      * <code>.icehouse.v1.ResponseFormat response_format = 8;</code>
@@ -2659,8 +2699,12 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The form the output must have. Refused with RESPONSE_FORMAT_INVALID where the tools constrain the output
-     * too (`strict`, or `tool_choice` with `allowed` or without `parallel_tool_calls`). Default: any.
+     * The form the output must have. With tools on offer and JSON as the form, the output is either an answer in
+     * that form or calls, which fit their tools' schemas; a call that `tool_choice` requires leaves the form
+     * without effect. With any other form, and with models that do not mark calls by tokens or text of their own,
+     * such as gpt-oss, there is no room for calls; it is refused with RESPONSE_FORMAT_INVALID then where the tools
+     * constrain the output too (`strict`, or `tool_choice` with `allowed` or without `parallel_tool_calls`).
+     * Default: any.
      * </pre>
      *
      * <code>.icehouse.v1.ResponseFormat response_format = 8;</code>
@@ -2675,8 +2719,12 @@ private static final long serialVersionUID = 0L;
     }
     /**
      * <pre>
-     * The form the output must have. Refused with RESPONSE_FORMAT_INVALID where the tools constrain the output
-     * too (`strict`, or `tool_choice` with `allowed` or without `parallel_tool_calls`). Default: any.
+     * The form the output must have. With tools on offer and JSON as the form, the output is either an answer in
+     * that form or calls, which fit their tools' schemas; a call that `tool_choice` requires leaves the form
+     * without effect. With any other form, and with models that do not mark calls by tokens or text of their own,
+     * such as gpt-oss, there is no room for calls; it is refused with RESPONSE_FORMAT_INVALID then where the tools
+     * constrain the output too (`strict`, or `tool_choice` with `allowed` or without `parallel_tool_calls`).
+     * Default: any.
      * </pre>
      *
      * <code>.icehouse.v1.ResponseFormat response_format = 8;</code>
