@@ -70,18 +70,18 @@ def stop_early(event: str, scratch: str) -> None:
 
 @pytest.mark.parametrize("event", ["model_found", "tokenizer_read", "weights_read", "serving_started"])
 def test_stopped_as_it_starts_it_leaves_nothing_behind(model: Path, tmp_path: Path, event: str) -> None:
-    scratch = tmp_path / "scratch"
-    scratch.mkdir()
-    with ServerProcess(
-        model=model,
-        directory=tmp_path / "blocks",
-        log=tmp_path / "log",
-        options=(*_OPTIONS, "--http-port", "0"),
-        break_it=functools.partial(stop_early, event, str(scratch)),
-    ) as server:
-        assert server.wait() == 0
-    assert "Traceback" not in (tmp_path / "log").read_text()
-    assert not list(scratch.glob("icehouse-*"))
+    # The path of a socket there may have a hundred characters only.
+    with tempfile.TemporaryDirectory(prefix="stop-") as scratch:
+        with ServerProcess(
+            model=model,
+            directory=tmp_path / "blocks",
+            log=tmp_path / "log",
+            options=(*_OPTIONS, "--http-port", "0"),
+            break_it=functools.partial(stop_early, event, scratch),
+        ) as server:
+            assert server.wait() == 0, (tmp_path / "log").read_text()
+        assert "Traceback" not in (tmp_path / "log").read_text()
+        assert not list(Path(scratch).glob("icehouse-*"))
 
 
 def test_a_second_server_is_told_who_has_the_directory(
