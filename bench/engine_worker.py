@@ -18,7 +18,7 @@ from typing import Any, TextIO
 
 from icehouse_server.bootstrap.imports.openblas import load_openblas
 
-from tests.fixtures.models.at_once import load
+from tests.fixtures.steps import whole
 
 
 def main() -> None:
@@ -38,7 +38,7 @@ def main() -> None:
     from icehouse_server.engine.runner import model_loader
 
     source = model_loader.ModelSource(path=arguments.model, model_id="bench", dtype=arguments.dtype)
-    loaded = load(source)
+    loaded = whole(model_loader.load_steps(source, is_hurried=lambda: False))
     config = loaded.config
     eos = config.get("eos_token_id", [])
     eos_token_ids = [eos] if isinstance(eos, int) else list(eos)
