@@ -167,6 +167,21 @@ async def test_a_wish_is_dropped_however_late_its_refusal_comes(
     assert "w1" in str(seen), seen
 
 
+async def test_a_wish_is_given_up_once(
+    front: HttpFront, served: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = list[bool]()
+
+    def refuse(conversation: Conversation, kept: KeptReply | None = None) -> RenderedChat:
+        seen.append(conversation.tools[0].is_strict)
+        raise InvalidRequest(Reason.TOOLS_UNSUPPORTED, "no", field="prompt.tools[0].strict")
+
+    monkeypatch.setattr(served.tokenizer, "render_chat", refuse)
+    tool = {"type": "function", "name": "look", "strict": True, "parameters": {"type": "object"}}
+    answer = await front.http.post("/v1/responses", json={"model": "m", "input": "Hi", "tools": [tool]})
+    assert answer.status_code == 400 and seen == [True, False]
+
+
 @each_protocol
 async def test_a_fault_in_the_middle_is_told_in_the_stream(
     front: HttpFront, served: RunningServer, path: str

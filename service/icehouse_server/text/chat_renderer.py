@@ -216,7 +216,13 @@ class ChatRenderer:
         constrained; raises InvalidRequest where they must be and cannot."""
         if not conversation.holds_calls:
             return None
-        return around_arguments(self._called(conversation, "{}"), conversation, self.format)
+        try:
+            shown = self._called(conversation, "{}")
+        except InvalidRequest:
+            if conversation.constrains_calls or conversation.tool_choice.is_forced:
+                raise
+            return None  # the template takes no call here, and none was asked for
+        return around_arguments(shown, conversation, self.format)
 
     def _forced(self, conversation: Conversation, *, base: str, begun: str) -> tuple[str, str]:
         """Return a prompt that ends with the beginning of a call, and that beginning.

@@ -125,6 +125,15 @@ def test_beside_an_answer_in_json_calls_are_held_to_their_tools(family: Family, 
         assert not takes(family, conversation, bad, answer=answer)
 
 
+def test_a_template_that_takes_no_call_there_leaves_the_answer_alone() -> None:
+    ending = "{% if messages[-1].role == 'assistant' %}{{ raise_exception('a reply is last') }}{% endif %}"
+    tokenizer = tokenizer_of(dataclasses.replace(THINKING, template=ending + THINKING.template))
+    free = Conversation(ASKED, tools=(WEATHER,), answers_in_json=True)
+    assert tokenizer.render_chat(free).call_form is None
+    with pytest.raises(InvalidRequest, match="a reply is last"):
+        tokenizer.render_chat(dataclasses.replace(free, tools=(STRICT,)))
+
+
 @NOTATIONS
 def test_what_is_constrained_is_read_as_calls(family: Family, notation: str) -> None:
     conversation = Conversation(ASKED, tools=(STRICT,))

@@ -121,8 +121,9 @@ class LenientStream:
         if reason == "TOOLS_UNSUPPORTED" and field.endswith(".strict"):
             # OpenAI's Agents SDK has it on each tool, whatever the model. Arguments are checked when they are
             # read, so no call comes of any that do not fit.
-            self._options["tools"] = [dataclasses.replace(t, strict=False) for t in self._options["tools"]]
-            return True
+            tools = self._options["tools"]
+            self._options["tools"] = [dataclasses.replace(tool, strict=False) for tool in tools]
+            return any(tool.strict for tool in tools)
         wish = self._wishes.get((reason, field))
         return wish is not None and self._options.pop(wish, None) is not None
 
