@@ -380,7 +380,11 @@ class EngineLoop:
             stats.prefill_tokens_per_s = counters.prefill_rate.add(tokens_per_s)
             self._cache.rates.prefill_tokens_per_s = stats.prefill_tokens_per_s
         self._scheduler.note_time(
-            timed, elapsed_s, guess_count=result.drafted_count, layers_began_s=result.layers_began_s
+            timed,
+            elapsed_s,
+            guess_count=result.drafted_count,
+            layers_began_s=result.layers_began_s,
+            is_host_bound=result.is_host_bound,
         )
         counters.passes_s.append(elapsed_s)
         if timed.rows.token_count:

@@ -138,6 +138,8 @@ class PassResult:
     """How long the device was at the pass: from the end of the pass before it, or from its dispatch where
     that was later, to its own end, each as the host saw it. Where the device is faster than the host, the
     time between two passes. 0 where no pass was waited for, or another model's work hid its end."""
+    is_host_bound: bool = False
+    """The device had done the pass before the host came to look: it took as long as the host did."""
     is_behind: bool = False
     """What was drawn, measured and pooled, the guesses and the time are of the pass before this one: the
     device runs ahead. With nothing to feed they are of the last one."""

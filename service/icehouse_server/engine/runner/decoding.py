@@ -175,6 +175,8 @@ class DispatchedPass:
     `began_time` where that was later, until its own end was seen; 0 where that was not seen. A device that
     is faster than the host has ended it before, and then this is how long the host took between two passes:
     what a pass costs, all the same."""
+    is_host_bound: bool = False
+    """Whether the device had done it before."""
     _finite: mx.array | None = None
     """Whether the logits of each drawn token were numbers."""
     _deviation: mx.array | None = None

@@ -55,6 +55,8 @@ class _Fed:
     chunk: Chunk | None = None
 
 
+_DONE = 0.02
+"""Of a pass's time: to wait for it took less, so the device had done it before."""
 _LIKELY = 0.75
 """Of the time that a layer took: the next one takes that at least."""
 
@@ -280,10 +282,12 @@ class Pipeline:
     def _collect(self, ended: DispatchedPass, *, behind: DispatchedPass | None = None) -> list[Drawn]:
         """Wait for a pass and take what was drawn in it; what was released meanwhile is dropped. `behind`:
         the pass that was dispatched meanwhile, with tokens drawn in the ended one."""
+        came_time = self._clock.monotonic()
         ended.wait()
         self._pass_clock.end(ended.number)
         now = self._clock.monotonic()
         ended.elapsed_s = self._device_clock.end(ended.device_number, began_time=ended.began_time, now=now)
+        ended.is_host_bound = behind is not None and now - came_time < _DONE * ended.elapsed_s
         fed = set() if behind is None else {id(draw.sequence) for draw in behind.draws}
         return ended.read(
             is_current=lambda sequence: self._decoding.get(sequence.sequence_id) is sequence,
@@ -304,6 +308,7 @@ class Pipeline:
             layers_began_s=last.layers_began_s,
             drafted_count=last.drafted_count,
             elapsed_s=last.elapsed_s,
+            is_host_bound=last.is_host_bound,
             is_behind=is_behind,
             leaves_device_idle=self._is_pipelined and not is_behind,
         )

@@ -38,16 +38,18 @@ class PassPlanner:
         )
         """Those of them in which nothing else ran."""
 
-    def note_pass(self, size: PassSize, elapsed_s: float, *, beside_layers: bool = False) -> None:
+    def note_pass(
+        self, size: PassSize, elapsed_s: float, *, beside_layers: bool = False, is_host_bound: bool = False
+    ) -> None:
         """Learn from a pass that ran; `beside_layers`: from what it took until a chunk went through some
-        layers in it."""
+        layers in it. `is_host_bound`: the device had done it before the host came to look."""
         if size.draw_count == size.token_count:
             self._rows_passes.append((size, elapsed_s))
             if not beside_layers:
                 self._alone_passes.append((size, elapsed_s))
         elif not beside_layers and size.draw_count and (expected_s := self.seconds(size)):
             self._note_slowness(elapsed_s / expected_s)
-        self._costs.note(size, elapsed_s)
+        self._costs.note(size, elapsed_s, is_host_bound=is_host_bound)
 
     def _note_slowness(self, ratio: float) -> None:
         """Note what a pass of rows and prompts took of what was expected. One that took far longer was held
@@ -322,7 +324,9 @@ class BesideBudget(PassBudget):
         self._planned_s -= share * max(0.0, self._planned_s - cost.seconds(self._rows))
 
     def _limit_s(self, start: int) -> float:
-        return self._planned_s
+        cost = self._costs.cost()
+        least_s = 0.0 if cost is None else cost.least_chunk_pass_s
+        return max(self._planned_s, self._policy.built_factor * least_s)
 
     def _keeps_promise(self, count: int, start: int) -> bool:
         cost = self._costs.cost()

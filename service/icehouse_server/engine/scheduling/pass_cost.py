@@ -3,7 +3,9 @@ read.
 
 The fixed part is paid whatever the pass holds (the weights are read). Tokens, positions that a token is
 scored against, tokens whose logits are read (the head, the draw), and positions whose keys and values are
-read each have their price. It knows nothing of prompts or policy, has no clock of its own and belongs to one
+read each have their price. That is the device's time. A host that runs ahead of it builds the next pass
+meanwhile; where that takes longer, a pass takes as long as that, if it holds more than rows: passes of rows
+alone may be replayed. It knows nothing of prompts or policy, has no clock of its own and belongs to one
 thread.
 
 The faster half of the last few passes of each size and context is fitted by least squares of the *relative*
@@ -53,6 +55,11 @@ class PassSize:
         position_count = sum(counts) + len(counts)
         return cls(len(counts), position_count, len(counts), position_count)
 
+    @property
+    def has_chunk(self) -> bool:
+        """Whether it holds more than decoding rows, whose tokens are all drawn from."""
+        return self.token_count > self.draw_count
+
     def with_guesses(self, count: int) -> PassSize:
         """Return the size with so many guesses that rows fed besides, on contexts as long as the others'."""
         scores = count * self.score_count // max(1, self.token_count)
@@ -86,7 +93,8 @@ NOTHING = PassSize(0, 0)
 @dataclasses.dataclass(frozen=True, slots=True)
 class PassCost:
     """Seconds of a pass: `fixed_s`, `token_s` for each token, `score_s` for each token and position, `draw_s`
-    for each token whose logits are read, `read_s` for each position that is read.
+    for each token whose logits are read, `read_s` for each position that is read. With a chunk it is
+    `least_chunk_pass_s` at least, which the host takes to build it.
 
     The questions with `start` are about a chunk of one sequence on top of so many tokens; answers may be
     infinite.
@@ -97,9 +105,14 @@ class PassCost:
     score_s: float
     draw_s: float = 0.0
     read_s: float = 0.0
+    least_chunk_pass_s: float = 0.0
 
     def seconds(self, size: PassSize) -> float:
         """Return what a pass of this size is expected to take, more than nothing."""
+        return max(self.device_s(size), self.least_chunk_pass_s if size.has_chunk else 0.0)
+
+    def device_s(self, size: PassSize) -> float:
+        """Return how long the device is expected to be at it, more than nothing."""
         tokens_s = self.token_s * size.token_count + self.draw_s * size.draw_count
         scores_s, reads_s = self.score_s * size.score_count, self.read_s * size.read_count
         return max(self.fixed_s + tokens_s + scores_s + reads_s, _LEAST_S)
@@ -110,9 +123,11 @@ class PassCost:
 
     def tokens_within(self, budget_s: float, start: int, *, beside: PassSize = NOTHING) -> float:
         """Return the tokens of a chunk that takes the budget together with what the pass holds already."""
+        if budget_s < self.least_chunk_pass_s:
+            return 0.0
         # fixed + slope * n + score_s * n * n = budget, in the form that also holds for score_s = 0
         slope = self._slope(start)
-        left_s = max(0.0, budget_s - self.seconds(beside) - self.read_s * start)
+        left_s = max(0.0, budget_s - self.device_s(beside) - self.read_s * start)
         divisor = slope + math.sqrt(slope**2 + 4.0 * self.score_s * left_s)
         return 2.0 * left_s / divisor if divisor > 0.0 else math.inf
 
@@ -153,6 +168,8 @@ class _Measured:
     size: PassSize
     elapsed_s: float
     number: int
+    is_fitted: bool = True
+    """False where it only says that the device takes no longer, and nothing else is expected."""
 
 
 class PassCostLearner:
@@ -166,12 +183,19 @@ class PassCostLearner:
         self._noted_count = 0
         self._surprises: list[tuple[float, _Measured]] = []
         """Passes that were far off one behind the other, and what they took of what was expected."""
+        self._built_s = collections.deque[float](maxlen=policy.kept_count)
+        """What the last passes with a chunk took of which the host was the slower part."""
         self._cost: PassCost | None = None
         self._is_stale = False
 
-    def note(self, size: PassSize, elapsed_s: float) -> None:
-        """Learn from a pass that ran."""
+    def note(self, size: PassSize, elapsed_s: float, *, is_host_bound: bool = False) -> None:
+        """Learn from a pass that ran; `is_host_bound`: the device had done it before the host looked."""
         assert size.token_count > 0, size
+        if size.has_chunk and is_host_bound:
+            self._note_built(size, elapsed_s)
+            return
+        if size.has_chunk and self._built_s and elapsed_s < statistics.median(self._built_s):
+            self._built_s.append(elapsed_s)  # the host takes less by now
         policy = self._policy
         self._noted_count += 1
         measured = _Measured(size, max(elapsed_s, _LEAST_S), self._noted_count)
@@ -193,6 +217,14 @@ class PassCostLearner:
             self._change_speed()
             self._store_surprises()
 
+    def _note_built(self, size: PassSize, elapsed_s: float) -> None:
+        """Learn from a pass that took as long as the host did, and the device no longer than that."""
+        self._noted_count += 1
+        self._built_s.append(elapsed_s)
+        cost = self.cost()
+        is_fitted = cost is None or cost.device_s(size) > elapsed_s
+        self._store(_Measured(size, max(elapsed_s, _LEAST_S), self._noted_count, is_fitted))
+
     def _doubts(self, measured: _Measured) -> bool:
         """Whether a pass that took far too long is no lesson yet: a second one of its kind makes it one."""
         kind = _kind_of(measured.size)
@@ -209,8 +241,11 @@ class PassCostLearner:
         """Return what passes cost as far as is known; None before the first."""
         if self._is_stale:
             passes = self._undisturbed() if self._cost else self._living()
+            passes = [measured for measured in passes if measured.is_fitted] or passes
             weights = [self._weight(measured) for measured in passes]
-            self._cost, self._is_stale = _fit(passes, weights, self._policy.prior_weight), False
+            fitted = _fit(passes, weights, self._policy.prior_weight)
+            built_s = statistics.median(self._built_s) if self._built_s else 0.0
+            self._cost, self._is_stale = dataclasses.replace(fitted, least_chunk_pass_s=built_s), False
         return self._cost
 
     def trusted_tokens(self, start: int, *, budget_s: float, beside: PassSize = NOTHING) -> float:

@@ -19,6 +19,9 @@ class PassPolicy:
     # How long a pass lasts beside decoding rows.
     beside_factor: float = 2.0
     """Longest pass, in passes of the decoding rows alone: latency between tokens at most doubles."""
+    built_factor: float = 1.15
+    """Or so many times what the host takes to build a pass with any chunk, if that is longer: the tokens that
+    the device computes meanwhile cost nobody anything, and with fewer a prompt takes more such passes."""
     queue_factor: float = 4.0
     """The same where the queue is long."""
     queue_least_s: float = 0.0

@@ -227,16 +227,22 @@ class Scheduler:
             )
 
     def note_time(
-        self, plan: PassPlan, elapsed_s: float, *, guess_count: int = 0, layers_began_s: float = 0.0
+        self,
+        plan: PassPlan,
+        elapsed_s: float,
+        *,
+        guess_count: int = 0,
+        layers_began_s: float = 0.0,
+        is_host_bound: bool = False,
     ) -> None:
-        """Learn from a pass that ran: how many guesses its rows fed besides, and after what time a chunk in
-        it began to go through some layers."""
+        """Learn from a pass that ran: how many guesses its rows fed besides, after what time a chunk in it
+        began to go through some layers, and whether the device had done it before the host came to look."""
         size = plan.size.with_guesses(guess_count)
         has_layers = plan.layered.token_count > 0
         if has_layers:
             elapsed_s = layers_began_s
         if size.token_count and elapsed_s > 0.0:
-            self._planner.note_pass(size, elapsed_s, beside_layers=has_layers)
+            self._planner.note_pass(size, elapsed_s, beside_layers=has_layers, is_host_bound=is_host_bound)
 
     def restore_s(self, *, least_s: float) -> float:
         """Return how long this step may take loaded blocks into use and encode images; 0 while earlier ones

@@ -68,6 +68,8 @@ class Quirks:
     """A pass is told of when the next one is dispatched, from its predecessor's end to its own."""
     host_s: float = 0.0
     """Building a pass; run ahead, the device computes meanwhile."""
+    replay_s: float | None = None
+    """The same of a pass of rows alone that is replayed; None where it is built like any other."""
     late_s: float = 0.0
     """Run ahead, the host sees every tenth pass's end so much later; the next pass looks as much shorter."""
 
@@ -150,7 +152,7 @@ class Served:
         assert plan.size.token_count, "nothing to run"
         row_count = scheduler.decoding_count
         began = self._now
-        self._now += quirks.host_s
+        self._now += quirks.host_s if quirks.replay_s is None or plan.size.has_chunk else quirks.replay_s
         shape_count = self._new_shape_count(plan)
         end = max(self._now, self._device_end) + self._taken_s(plan) + quirks.shape_s * shape_count
         self._device_end = end
@@ -173,9 +175,10 @@ class Served:
     def _see_end(self, plan: PassPlan, began: float, end: float) -> None:
         """Wait for a pass as the pipeline does, and tell the scheduler what it took."""
         is_late = self.quirks.late_s and len(self.steps) % 10 == 0
+        is_host_bound = end <= self._now
         self._now = max(self._now, end + self.quirks.late_s * bool(is_late))
         elapsed_s, self._seen_end = self._now - max(began, self._seen_end), self._now
-        self.scheduler.note_time(plan, elapsed_s)
+        self.scheduler.note_time(plan, elapsed_s, is_host_bound=is_host_bound)
 
     def _taken_s(self, plan: PassPlan) -> float:
         quirks = self.quirks

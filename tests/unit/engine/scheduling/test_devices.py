@@ -41,6 +41,7 @@ QUIRKS = {
     "ahead, new shapes": Quirks(runs_ahead=True, host_s=0.004, shape_s=0.04),
     "ahead, seen late": Quirks(runs_ahead=True, host_s=0.004, late_s=0.004),
     "host-bound": Quirks(runs_ahead=True, host_s=0.012),
+    "replayed": Quirks(runs_ahead=True, host_s=0.0148, replay_s=0.0069),
 }
 gpus = pytest.mark.parametrize("quirks", QUIRKS.values(), ids=QUIRKS)
 CPU_QUIRKS = ("plain", "noisy", "slow start")
@@ -90,7 +91,11 @@ def test_64_prompts_of_40_tokens_take_a_pass_or_two(quirks: Quirks) -> None:
 def test_tokens_of_16_rows_come_evenly_beside_16_000_tokens(
     quirks: Quirks, costs: Costs, most_times: float
 ) -> None:
-    """Which take two to three times as long as alone: padded, short chunks are dear behind many tokens."""
+    """Which take two to three times as long as alone: padded, short chunks are dear behind many tokens.
+
+    Where passes of rows alone are replayed, any chunk makes one twice as long. Its gaps are longer then than
+    was promised, and with the shortest chunks there would be four times as many.
+    """
     served = gpu(quirks, costs=costs)
     served.serve(16_000)
     alone_s = served.seconds_of(served.serve(16_000))
@@ -106,8 +111,8 @@ def test_tokens_of_16_rows_come_evenly_beside_16_000_tokens(
         )
         served.end(prompt)
         served.run(10)
-    assert gaps[int(0.99 * len(gaps))] <= 2.2 * usual_s
-    assert sum(gaps) <= (1.25 if quirks.late_s else 1.0) * most_times * alone_s
+    assert gaps[int(0.99 * len(gaps))] <= (2.8 if quirks.replay_s else 2.2) * usual_s
+    assert sum(gaps) <= (1.25 if quirks.late_s or quirks.replay_s else 1.0) * most_times * alone_s
 
 
 def test_two_long_prompts_beside_16_rows_are_no_crowd() -> None:

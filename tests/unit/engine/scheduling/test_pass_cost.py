@@ -92,7 +92,57 @@ def test_costs_are_the_same_on_every_processor_to_the_last_bit() -> None:
         "0x1.e05b726c44b7dp-31",
         "0x1.7a6a5e9dfa4c7p-14",
         "0x1.b0ea5bd9d05a4p-23",
+        "0x0.0p+0",
     ]
+
+
+GPU = PassCost(fixed_s=0.006, token_s=1.6e-5, score_s=1e-9, draw_s=5e-5)
+CHUNKS = [PassSize.of_rows([100] * 16) + PassSize.of_chunk(0, count) for count in (16, 64, 256, 512, 2048)]
+BUILT_S = 0.015
+
+
+def host_bound() -> PassCostLearner:
+    """Return what a device taught of which some passes end before the host has built the next one."""
+    learner = PassCostLearner(POLICY)
+    for _ in range(6):
+        learner.note(PassSize.of_rows([100] * 16), 0.007)
+        for size in CHUNKS:
+            device_s = GPU.seconds(size)
+            learner.note(size, max(BUILT_S, device_s), is_host_bound=device_s < BUILT_S)
+    return learner
+
+
+def test_passes_of_rows_and_a_chunk_take_the_host_s_time_or_the_device_s_if_that_is_longer() -> None:
+    cost = host_bound().cost()
+    assert cost is not None and cost.least_chunk_pass_s == BUILT_S
+    assert cost.seconds(PassSize.of_rows([100] * 16)) == pytest.approx(0.007, rel=0.1)
+    for size in CHUNKS:
+        assert cost.seconds(size) == pytest.approx(max(BUILT_S, GPU.seconds(size)), rel=0.1)
+
+
+def test_tokens_that_the_device_computes_while_the_host_builds_are_within_its_time() -> None:
+    cost = host_bound().cost()
+    assert cost is not None
+    rows = PassSize.of_rows([100] * 16)
+    assert cost.tokens_within(BUILT_S, 0, beside=rows) > 256
+    assert cost.tokens_within(0.99 * BUILT_S, 0, beside=rows) == 0.0, "however few"
+
+
+def test_a_pass_that_the_host_was_late_for_still_says_that_the_device_takes_no_longer() -> None:
+    learner = taught((0, 64, 0.064), (0, 64, 0.064))
+    size = PassSize.of_chunk(0, 2048)
+    for _ in range(6):
+        learner.note(size, 0.020, is_host_bound=True)
+    cost = learner.cost()
+    assert cost is not None and cost.device_s(size) <= 0.022
+
+
+def test_a_host_that_became_faster_is_believed() -> None:
+    learner = host_bound()
+    for _ in range(6):
+        learner.note(CHUNKS[2], 0.012)
+    cost = learner.cost()
+    assert cost is not None and cost.seconds(CHUNKS[2]) == pytest.approx(0.012, rel=0.05)
 
 
 def test_passes_of_one_size_leave_it_open_what_is_fixed() -> None:
