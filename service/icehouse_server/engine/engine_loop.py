@@ -379,13 +379,7 @@ class EngineLoop:
             tokens_per_s = timed.advanced_token_count / max(timed.prefill_s(elapsed_s), 1e-9)
             stats.prefill_tokens_per_s = counters.prefill_rate.add(tokens_per_s)
             self._cache.rates.prefill_tokens_per_s = stats.prefill_tokens_per_s
-        self._scheduler.note_time(
-            timed,
-            elapsed_s,
-            guess_count=result.drafted_count,
-            layers_began_s=result.layers_began_s,
-            is_host_bound=result.is_host_bound,
-        )
+        self._scheduler.note_time(timed, result)
         counters.passes_s.append(elapsed_s)
         if timed.rows.token_count:
             counters.decode_steps_s.append(elapsed_s)

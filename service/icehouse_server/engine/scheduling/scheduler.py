@@ -15,7 +15,7 @@ from collections.abc import Sequence as ReadSequence
 
 from icehouse_server.domain.ids import SequenceId, Tenant
 from icehouse_server.domain.request import Drafting, GenerationRequest
-from icehouse_server.engine.core.ports import LayerSpan
+from icehouse_server.engine.core.ports import LayerSpan, PassResult
 from icehouse_server.engine.core.sequence import Phase, Sequence
 from icehouse_server.engine.scheduling.budget import PassBudget, PassPlanner
 from icehouse_server.engine.scheduling.limits import SchedulerLimits
@@ -226,22 +226,13 @@ class Scheduler:
                 if chunk.sequence.sequence_id > sequence.sequence_id and chunk.is_through
             )
 
-    def note_time(
-        self,
-        plan: PassPlan,
-        elapsed_s: float,
-        *,
-        guess_count: int = 0,
-        layers_began_s: float = 0.0,
-        is_host_bound: bool = False,
-    ) -> None:
-        """Learn from a pass that ran: how many guesses its rows fed besides, after what time a chunk in it
-        began to go through some layers, and whether the device had done it before the host came to look."""
-        size = plan.size.with_guesses(guess_count)
+    def note_time(self, plan: PassPlan, result: PassResult) -> None:
+        """Learn from what a pass that ran took."""
+        size = plan.size.with_guesses(result.drafted_count)
         has_layers = plan.layered.token_count > 0
-        if has_layers:
-            elapsed_s = layers_began_s
+        elapsed_s = result.layers_began_s if has_layers else result.elapsed_s
         if size.token_count and elapsed_s > 0.0:
+            is_host_bound = result.is_host_bound
             self._planner.note_pass(size, elapsed_s, beside_layers=has_layers, is_host_bound=is_host_bound)
 
     def restore_s(self, *, least_s: float) -> float:

@@ -8,6 +8,7 @@ import random
 
 from icehouse_server.domain.ids import SequenceId, Tenant
 from icehouse_server.engine.attention.padding import padding_of
+from icehouse_server.engine.core.ports import PassResult
 from icehouse_server.engine.core.sequence import Phase, Sequence
 from icehouse_server.engine.scheduling.limits import SchedulerLimits
 from icehouse_server.engine.scheduling.pass_cost import PassSize
@@ -178,7 +179,7 @@ class Served:
         is_host_bound = end <= self._now
         self._now = max(self._now, end + self.quirks.late_s * bool(is_late))
         elapsed_s, self._seen_end = self._now - max(began, self._seen_end), self._now
-        self.scheduler.note_time(plan, elapsed_s, is_host_bound=is_host_bound)
+        self.scheduler.note_time(plan, PassResult(elapsed_s=elapsed_s, is_host_bound=is_host_bound))
 
     def _taken_s(self, plan: PassPlan) -> float:
         quirks = self.quirks

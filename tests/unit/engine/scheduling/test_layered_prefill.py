@@ -8,7 +8,7 @@ from collections.abc import Sequence as ReadSequence
 
 import pytest
 from icehouse_server.domain.request import Drafting, LogprobsWanted, Pooling, Speculation
-from icehouse_server.engine.core.ports import LayerSpan
+from icehouse_server.engine.core.ports import LayerSpan, PassResult
 from icehouse_server.engine.core.sequence import Phase, Sequence
 from icehouse_server.engine.scheduling.limits import SchedulerLimits
 from icehouse_server.engine.scheduling.pass_cost import PassSize
@@ -50,7 +50,7 @@ class ReadingDevice:
             ran.append(chunk)
         plan = scheduler.planned(ran)
         scheduler.note_run(plan)
-        scheduler.note_time(plan, elapsed_s, layers_began_s=began_s)
+        scheduler.note_time(plan, PassResult(elapsed_s=elapsed_s, layers_began_s=began_s))
         for row in scheduler.decoding:
             row.output_token_ids.append(1)
         for chunk in plan.chunks:
@@ -68,7 +68,7 @@ def taught(*token_counts: int, limits: SchedulerLimits = LAYERED) -> tuple[Watch
     rows = PassSize.of_rows(s.kv_token_count for s in scheduler.decoding)
     for start, count in ((0, 0), (0, 64), (500, 32), (1000, 8), (2000, 200)):
         plan = PassPlan(rows + PassSize.of_chunk(start, count))
-        scheduler.note_time(plan, device.fixed_s + device.seconds(plan.size))
+        scheduler.note_time(plan, PassResult(elapsed_s=device.fixed_s + device.seconds(plan.size)))
     return scheduler, prompts
 
 

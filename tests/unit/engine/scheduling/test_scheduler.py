@@ -11,6 +11,7 @@ from collections.abc import Sequence as ReadSequence
 import pytest
 from icehouse_server.domain.ids import ImageDigest, SequenceId, Tenant
 from icehouse_server.domain.request import ImageInput, ImageSpan, Pooling
+from icehouse_server.engine.core.ports import PassResult
 from icehouse_server.engine.core.sequence import Phase, Sequence
 from icehouse_server.engine.scheduling.limits import SchedulerLimits
 from icehouse_server.engine.scheduling.pass_cost import PassSize
@@ -224,7 +225,7 @@ class Device:
         elapsed_s = self.seconds(plan.size)
         self.now += elapsed_s
         scheduler.note_run(plan)
-        scheduler.note_time(plan, elapsed_s)
+        scheduler.note_time(plan, PassResult(elapsed_s=elapsed_s))
         for row in scheduler.decoding:
             row.output_token_ids.append(1)
         for chunk in plan.chunks:
@@ -328,11 +329,11 @@ def test_what_a_busy_machine_delayed_makes_no_passes_longer(seed: int) -> None:
     undisturbed: list[float] = []
     while second not in scheduler.decoding:
         for _ in range(3):
-            scheduler.note_time(rows, device.seconds(rows.size) * device.delay)
+            scheduler.note_time(rows, PassResult(elapsed_s=device.seconds(rows.size) * device.delay))
         plan = scheduler.plan()
         undisturbed.append(device.seconds(plan.size))
         scheduler.note_run(plan)
-        scheduler.note_time(plan, undisturbed[-1] * device.delay)
+        scheduler.note_time(plan, PassResult(elapsed_s=undisturbed[-1] * device.delay))
         for chunk in plan.chunks:
             chunk.sequence.processed_token_count = chunk.stop
             if chunk.is_last:
@@ -364,7 +365,7 @@ def test_beside_a_decode_no_size_is_kept_that_only_confirms_itself(slice_s: floa
     limits = dataclasses.replace(WIDE, prefill_slice_s=slice_s)
     scheduler, _ = beside_decoding_ones(limits, 100_000)
     for _ in range(3):
-        scheduler.note_time(PassPlan(PassSize(4, 16, 1)), 0.0204)
+        scheduler.note_time(PassPlan(PassSize(4, 16, 1)), PassResult(elapsed_s=0.0204))
     device = Device(fixed_s=0.020, token_s=0.0001)
     assert max(device.run(scheduler, 60)) > 0.0335, "it found room for 130 tokens"
 
