@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 
-from icehouse_server.demo.mlx_folder import TOOL_CALLS_TEMPLATE, Array, Metadata, common_config, mlx_name
+from icehouse_server.demo.mlx_folder import Array, Metadata, common_config, mlx_name, read_template
 
 SPACE = "\u2581"
 """How a piece spells a space."""
@@ -30,44 +30,7 @@ _LAYER_NAMES = {
 _SLIDING_WINDOW_PATTERN = 6
 _LOCAL_ROPE_BASE = 10_000.0
 
-CHAT_TEMPLATE = (
-    """\
-{{- bos_token -}}
-{%- set first = 0 -%}
-{%- set preface = namespace(text='') -%}
-{%- if messages and messages[0]['role'] == 'system' -%}
-{%- set first = 1 -%}
-{%- set preface.text = messages[0]['content'] | trim + '\\n\\n' -%}
-{%- endif -%}
-{%- if tools -%}
-{%- set preface.text = preface.text + 'Functions:\\n' -%}
-{%- for tool in tools -%}
-{%- set preface.text = preface.text + (tool['function'] | tojson) + '\\n' -%}
-{%- endfor -%}
-{%- set form = '<tool_call>\\n{"name": ..., "arguments": {...}}\\n</tool_call>' -%}
-{%- set preface.text = preface.text + 'To call one, write\\n' + form + '\\n\\n' -%}
-{%- endif -%}
-{%- for message in messages[first:] -%}
-{%- if message['role'] not in ('user', 'assistant', 'model', 'tool') -%}
-{{- raise_exception('the roles are system (first only), user, assistant and tool, not ' + message['role']) -}}
-{%- endif -%}
-{{- '<start_of_turn>' + ('user' if message['role'] in ('user', 'tool') else 'model') + '\\n' -}}
-{%- if loop.first -%}{{- preface.text -}}{%- endif -%}
-{%- if message['role'] == 'tool' -%}
-{{- '<tool_response>\\n' + message['content'] | trim + '\\n</tool_response>' -}}
-{%- else -%}
-{{- message['content'] | trim -}}
-{%- endif -%}
-"""
-    + TOOL_CALLS_TEMPLATE
-    + """\
-{{- '<end_of_turn>\\n' -}}
-{%- endfor -%}
-{%- if add_generation_prompt -%}
-{{- '<start_of_turn>model\\n' -}}
-{%- endif -%}
-"""
-)
+CHAT_TEMPLATE = read_template("gemma.jinja")
 """Gemma's public turn format, with tools in the manner of other families.
 
 The base model was trained on neither, but chat requests work.

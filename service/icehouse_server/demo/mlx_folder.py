@@ -6,6 +6,7 @@ large as float32 would make it, and loading it as float32 adds no further roundi
 
 from __future__ import annotations
 
+import importlib.resources
 import json
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -20,16 +21,6 @@ Array = np.ndarray[Any, np.dtype[np.float32]]
 Metadata = Mapping[str, Any]
 """A GGUF file's, with its keys, such as `llama.block_count` and `tokenizer.ggml.tokens`
 (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md)."""
-
-TOOL_CALLS_TEMPLATE = """\
-{%- for call in message['tool_calls'] or [] -%}
-{%- set tool_call = call['function'] -%}
-{{- '\\n' if message['content'] or not loop.first -}}
-{{- '<tool_call>\\n{"name": "' + tool_call.name + '", "arguments": ' -}}
-{{- (tool_call.arguments | tojson) + '}\\n</tool_call>' -}}
-{%- endfor -%}
-"""
-"""The part of a chat template that writes a message's tool calls behind its content."""
 
 
 class Conversion(Protocol):
@@ -121,6 +112,11 @@ def write_tokenizer(tokenizer: Tokenizer, metadata: Metadata, folder: Path) -> N
         "padding_side": "left",
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def read_template(name: str) -> str:
+    """Return a chat template that stands beside this module."""
+    return importlib.resources.files("icehouse_server.demo").joinpath(name).read_text(encoding="utf-8")
 
 
 def renew_template(folder: Path, template: str) -> None:

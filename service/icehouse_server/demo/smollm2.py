@@ -10,7 +10,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from icehouse_server.demo.mlx_folder import TOOL_CALLS_TEMPLATE, Array, Metadata, common_config, mlx_name
+from icehouse_server.demo.mlx_folder import Array, Metadata, common_config, mlx_name, read_template
 
 _LAYER_NAMES = {"ffn_norm": "post_attention_layernorm"}
 _ROTATED = {
@@ -19,39 +19,7 @@ _ROTATED = {
 }
 """Projections whose rows RoPE turns, and where the file says how many heads they have."""
 
-CHAT_TEMPLATE = (
-    """\
-{%- set first = 1 if messages and messages[0]['role'] == 'system' else 0 -%}
-{{- '<|im_start|>system\\n' -}}
-{%- if first -%}
-{{- messages[0]['content'] -}}
-{%- else -%}
-{{- 'You are a helpful AI assistant named SmolLM, trained by Hugging Face' -}}
-{%- endif -%}
-{%- if tools -%}
-{{- '\\n\\nFunctions:\\n' -}}
-{%- for tool in tools -%}
-{{- (tool['function'] | tojson) + '\\n' -}}
-{%- endfor -%}
-{{- 'To call one, write\\n<tool_call>\\n{"name": ..., "arguments": {...}}\\n</tool_call>' -}}
-{%- endif -%}
-{{- '<|im_end|>\\n' -}}
-{%- for message in messages[first:] -%}
-{%- if message['role'] == 'tool' -%}
-{{- '<|im_start|>user\\n<tool_response>\\n' + message['content'] + '\\n</tool_response>' -}}
-{%- else -%}
-{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] -}}
-{%- endif -%}
-"""
-    + TOOL_CALLS_TEMPLATE
-    + """\
-{{- '<|im_end|>\\n' -}}
-{%- endfor -%}
-{%- if add_generation_prompt -%}
-{{- '<|im_start|>assistant\\n' -}}
-{%- endif -%}
-"""
-)
+CHAT_TEMPLATE = read_template("smollm2.jinja")
 """The turns that the file's own template writes, with tools in the manner of other families.
 
 The model was not trained on tools, but requests with tools work.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import hashlib
+import importlib.resources
 import os
 import plistlib
 import re
@@ -143,40 +144,9 @@ def answer_of(command: Sequence[str], *, timeout_s: float = _ANSWER_TIMEOUT_S) -
 
 
 UNIT = "icehouse.service"
+"""Also the name of what it is made of, beside this module."""
 
 _UNIT_FACTS = ("ActiveState", "SubState", "Result", "MainPID", "NRestarts", "StatusText")
-
-_UNIT_TEXT = """\
-# {seal}
-[Unit]
-Description=Icehouse, MLX language models over gRPC
-
-[Service]
-# The server says when it serves, which takes as long as fetching the model does the first time, and from then
-# on that its inference thread answers. One that is silent for so long is ended and started again.
-Type=notify
-NotifyAccess=main
-TimeoutStartSec=infinity
-WatchdogSec=120
-ExecStart={command}
-{environment}KillSignal=SIGTERM
-# Running calls end, then the RAM tier goes to SSD.
-TimeoutStopSec={stop_timeout_s}
-Restart=on-failure
-RestartSec=5
-UMask=0077
-LimitNOFILE=65536
-# A core dump would hold prompts.
-LimitCORE=0
-OOMPolicy=stop
-NoNewPrivileges=yes
-LockPersonality=yes
-RestrictRealtime=yes
-RestrictSUIDSGID=yes
-
-[Install]
-WantedBy=default.target
-"""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -203,8 +173,9 @@ class Systemd:
         if any(character in program for character in "\"'\\"):
             raise ServiceError(f"systemd runs no program whose path has quotes or backslashes: {program}")
         words = [_quoted(program), *(_quoted(word).replace("$", "$$") for word in arguments)]
+        template = importlib.resources.files("icehouse_server.cli.service").joinpath(UNIT)
         return sealed(
-            _UNIT_TEXT.format(
+            template.read_text(encoding="utf-8").format(
                 seal=SEAL_LINE,
                 command=" ".join(words),
                 environment=environment,
