@@ -20,7 +20,7 @@ from tests.fixtures.storage.faults import Crash, CrashingFiles
 from tests.fixtures.storage.loading import assert_holds, plan
 from tests.fixtures.storage.storage_thread import ManualClock, StorageThread
 
-_MANIFEST_STEPS = ("insert", "delete", "touch", "set_pins", "add_fingerprint", "close")
+_MANIFEST_STEPS = ("insert", "delete", "touch", "set_pins", "set_rates", "add_fingerprint", "close")
 STEP_LIMIT = 400
 
 
