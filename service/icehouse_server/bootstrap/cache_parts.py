@@ -177,7 +177,8 @@ def build_cache_parts(
 def measured_on(config: CacheConfig, device: Device) -> str:
     """Return what rates of reading and computing hold for, besides the model and its blocks."""
     codec = codec_on(device, Codec(config.codec))
-    return f"{platform.node()}, {device.backend.value} {device.name}, {codec.value} blocks"
+    # A machine may be called anything; this is stored as text.
+    return ascii((platform.node(), device.backend.value, device.name, codec.value))
 
 
 def _make_tiers(

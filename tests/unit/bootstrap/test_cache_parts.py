@@ -30,6 +30,7 @@ def test_rates_hold_for_one_machine_device_and_codec(
         measured_on(CacheConfig(), Device("d", Backend.METAL)),
         measured_on(CacheConfig(codec="planes"), device),
     }
-    monkeypatch.setattr("platform.node", lambda: "another machine")
+    monkeypatch.setattr("platform.node", lambda: "a name that is not UTF-8: \udcff")
     others.add(measured_on(CacheConfig(), device))
+    assert all(each.isascii() for each in others)
     assert len(others) == 4 and here not in others
