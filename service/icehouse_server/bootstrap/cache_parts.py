@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import logging
 import os
+import platform
 import shutil
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -160,6 +161,7 @@ def build_cache_parts(
         write_share_beside_passes=_share_beside_decode(device),
         min_prefix_token_count=config.min_prefix_token_count,
         may_recompute=config.restore_or_recompute,
+        measured_on=measured_on(config, device),
         quotas=QuotaLimits(ram_bytes=tenants.ram_bytes, ssd_bytes=tenants.ssd_bytes),
         min_reuse_token_count=_MIN_REUSE_TOKEN_COUNT,
         adapters={adapter.name: adapter.digest for adapter in adapters},
@@ -170,6 +172,13 @@ def build_cache_parts(
 
     storage = open_own(post) if as_group is None else as_group(open_own, post)
     return CacheParts(settings=settings, adopt_budget_s=config.adopt_budget_ms / 1000, storage=storage)
+
+
+def measured_on(config: CacheConfig, device: Device) -> str:
+    """Return what rates of reading and computing hold for, besides the model and its blocks."""
+    codec = codec_on(device, Codec(config.codec))
+    # A machine may be called anything; this is stored as text.
+    return ascii((platform.node(), device.backend.value, device.name, codec.value))
 
 
 def _make_tiers(

@@ -170,6 +170,7 @@ class EngineLoop:
     def flush(self, *, deadline_time: float) -> Iterator[float]:
         """Spill what RAM holds until all is written or the deadline passes; yields as `tiers.spill.flush`."""
         assert self.is_done
+        self._cache.keep_rates()
         spills, nodes = self._cache.spills, self._cache.tree.in_ram()
         for wait_s in flush(spills, nodes, clock=self._clock, deadline_time=deadline_time):
             yield wait_s
@@ -378,7 +379,7 @@ class EngineLoop:
         if timed.advanced_token_count:
             tokens_per_s = timed.advanced_token_count / max(timed.prefill_s(elapsed_s), 1e-9)
             stats.prefill_tokens_per_s = counters.prefill_rate.add(tokens_per_s)
-            self._cache.rates.prefill_tokens_per_s = stats.prefill_tokens_per_s
+            self._cache.rates.note_prefill(tokens_per_s)
         self._scheduler.note_time(timed, result)
         counters.passes_s.append(elapsed_s)
         if timed.rows.token_count:

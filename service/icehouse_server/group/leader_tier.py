@@ -32,6 +32,7 @@ from icehouse_server.storage.api import (
     Found,
     Inventory,
     KvTarget,
+    LearnedRates,
     Loaded,
     LoadedBlock,
     Names,
@@ -367,6 +368,9 @@ class LeaderTier:
 
     def names(self, *, block_limit: int) -> Ticket[Names] | None:
         return self.own.names(block_limit=block_limit)
+
+    def keep_rates(self, rates: LearnedRates) -> bool:
+        return self.own.keep_rates(rates)
 
     def stats(self) -> Ticket[CacheStats] | None:
         return self.own.stats()

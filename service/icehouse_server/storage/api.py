@@ -26,6 +26,11 @@ from icehouse_server.pins import NOT_PINNED
 
 Result = TypeVar("Result")
 
+_LEAST_RATE, _MOST_RATE = 1e-3, 1e12
+"""Bytes or tokens a second that anybody can have measured."""
+_UNTRIED_LIMIT = 1000
+"""Prompts; reading is tried again long before."""
+
 STALL_LIMIT_S = 5.0
 """A tier that takes longer for one piece of work counts as hung."""
 
@@ -213,6 +218,30 @@ Names = tuple[BlockHash, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class LearnedRates:
+    """How fast a model's blocks are read and its tokens computed, as an engine measured it."""
+
+    measured_on: str
+    """The machine, the device and how blocks are written: elsewhere the rest says nothing."""
+    read_bytes_per_s: float
+    adopt_tokens_per_s: float
+    """Rebuilding caches of what was read."""
+    prefill_tokens_per_s: float
+    untried_count: int = 0
+    """Prompts since the last load that were computed on the word of these rates alone."""
+
+    @property
+    def is_plausible(self) -> bool:
+        """Whether an engine can have measured this; it may come from a file that says anything."""
+        rates = (self.read_bytes_per_s, self.adopt_tokens_per_s, self.prefill_tokens_per_s)
+        return (
+            all(isinstance(rate, float) and _LEAST_RATE <= rate <= _MOST_RATE for rate in rates)
+            and isinstance(self.untried_count, int)
+            and 0 <= self.untried_count <= _UNTRIED_LIMIT
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Inventory:
     """All usable blocks of the served model. The last part replaces everything known before.
 
@@ -224,6 +253,8 @@ class Inventory:
     records: tuple[StoredBlock, ...]
     is_first: bool = True
     is_last: bool = True
+    rates: LearnedRates | None = None
+    """What `keep_rates` was told last, perhaps before this start."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -328,6 +359,10 @@ class ColdTier(Protocol):
 
     def names(self, *, block_limit: int) -> Ticket[Names] | None:
         """Name the blocks, least recently verified first; 0 is all."""
+
+    def keep_rates(self, rates: LearnedRates) -> bool:
+        """Keep what was learned of speed for the model's next start; a crash may lose the last seconds'.
+        False: too much is queued."""
 
     def stats(self) -> Ticket[CacheStats] | None:
         """Return the counters, as far as the tier knows them."""

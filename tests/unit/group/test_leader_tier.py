@@ -13,12 +13,14 @@ from icehouse_server.storage.api import (
     AnyTicket,
     Evicted,
     Failure,
+    Inventory,
     Loaded,
     Persisted,
     StorageFailed,
     Ticket,
 )
 
+from tests.fixtures.storage.blocks import RATES
 from tests.fixtures.storage.loading import assert_holds
 from tests.unit.group.ranks import Ranks, chain_of, evicted, names_of
 
@@ -112,6 +114,16 @@ def test_what_has_left_before_all_have_said_what_they_have_is_gone() -> None:
     ranks.one.tier.open()
     ranks.one.deliver()
     assert names_of(ranks.posted) == [set(names[1:])]
+
+
+def test_what_was_learned_of_speed_is_rank_0s() -> None:
+    ranks = Ranks()
+    assert ranks.leader.keep_rates(RATES)
+    assert (ranks.own.rates, ranks.one.tier.rates) == (RATES, None)
+    ranks.own.open()
+    ranks.one.tier.open()
+    ranks.one.deliver()
+    assert [each.rates for each in ranks.posted if isinstance(each, Inventory)] == [RATES]
 
 
 def test_a_second_inventory_is_passed_on(ranks: Ranks) -> None:
@@ -314,7 +326,7 @@ def test_what_rank_0_could_not_take_is_ordered_nowhere(ranks: Ranks) -> None:
         pass
     leader = ranks.leader
     assert leader.delete(names) is None and leader.pin(names, 5.0) is None and leader.verify(names) is None
-    assert not leader.touch(names) and not leader.demote(names)
+    assert not (leader.touch(names) or leader.demote(names) or leader.keep_rates(RATES))
     assert ranks.one.obey() == []
 
 

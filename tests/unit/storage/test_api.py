@@ -32,7 +32,7 @@ from icehouse_server.storage.api import (
 from icehouse_server.storage.files import Files
 from icehouse_server.storage.local.directory.manifest import LOG_ALLOWANCE_BYTES
 
-from tests.fixtures.storage.blocks import BLOCK_TOKEN_LIMIT, make_block, make_chain
+from tests.fixtures.storage.blocks import BLOCK_TOKEN_LIMIT, RATES, make_block, make_chain
 from tests.fixtures.storage.loading import BlockBuffers, assert_holds, plan
 from tests.fixtures.storage.memory_tier import MemoryTier
 from tests.fixtures.storage.object_store import SHARED, MemoryStore
@@ -420,6 +420,8 @@ def test_a_full_queue_refuses_and_leaves_nothing_behind(open_bench) -> None:
     bench = open_bench(count=2)
     block = make_block()
     bench.put(block)
+    assert bench.tier.keep_rates(RATES)
+    bench.settle()
     for take in (bench.tier.stats, bench.tier.verify, lambda: bench.tier.heads(names_of([block]))):
         tickets = [take() for _ in range(2)]
         assert None not in tickets and take() is None

@@ -356,7 +356,7 @@ class CacheController:
         if isinstance(outcome, Ticket):
             self._waits.complete(outcome)
         elif isinstance(outcome, Inventory):
-            self.cache.take_inventory(outcome.records, is_first=outcome.is_first, is_last=outcome.is_last)
+            self.cache.take_inventory(outcome)
             if outcome.is_last:
                 self._waits.complete_inventory()
         elif isinstance(outcome, Evicted):

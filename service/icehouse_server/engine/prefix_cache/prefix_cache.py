@@ -44,7 +44,7 @@ from icehouse_server.engine.prefix_cache.tiers.tenant_quota import TenantQuotas
 from icehouse_server.engine.prefix_cache.tiers.tree import PrefixTree
 from icehouse_server.engine.prefix_cache.tiers.write_behind import Turn, WriteBehind
 from icehouse_server.pins import NOT_PINNED, pin_end_time
-from icehouse_server.storage.api import ColdTier, Failure, Persisted, StoredBlock
+from icehouse_server.storage.api import ColdTier, Failure, Inventory, Persisted, StoredBlock
 
 
 class PrefixCache:
@@ -65,7 +65,7 @@ class PrefixCache:
         self.runner = runner
         self._clock = clock
         self.tree = PrefixTree(settings, facts, BlockLog() if log is None else log)
-        self.rates = Rates()
+        self.rates = Rates(settings.measured_on)
         self.waits = StorageWaits(storage, self.rates, clock)
         self.lookups = LookupStats()
         self.restores = PromoteStats()
@@ -215,6 +215,14 @@ class PrefixCache:
         self.restores.recompute_chosen_total += is_recomputed
         self.miss_token_totals[report.limit] += len(request.prompt_token_ids) - report.cached_token_count
         self.rates.untried_count += is_recomputed
+        if is_recomputed or report.ssd_token_count:
+            self.keep_rates()
+
+    def keep_rates(self) -> None:
+        """Have what was learned of speed kept for the next start."""
+        learned = self.rates.learned
+        if learned is not None and self.storage is not None:
+            self.storage.keep_rates(learned)  # where its queue is full, the next load tells more
 
     def start_chain(self, sequence: Sequence, token_count: int) -> None:
         """Record that the sequence's caches begin with `token_count` reused tokens."""
@@ -347,16 +355,16 @@ class PrefixCache:
 
     # What the SSD tier reports.
 
-    def take_inventory(
-        self, records: ReadSequence[StoredBlock], *, is_first: bool = True, is_last: bool = True
-    ) -> None:
+    def take_inventory(self, part: Inventory) -> None:
         """Record a part of what the SSD tier contains; after the last part it contains nothing else."""
-        if is_first:
+        if part.rates is not None:
+            self.rates.recall(part.rates)
+        if part.is_first:
             self._unseen = {node.hash for node in self.tree if node.ssd}
         # A chain from its beginning, so that each block gets its owner from the one before it.
-        for record in sorted(records, key=lambda record: record.start_token_index):
+        for record in sorted(part.records, key=lambda record: record.start_token_index):
             self._add_stored(record)
-        if is_last:
+        if part.is_last:
             self.is_inventory_due = False
             unseen, self._unseen = self._unseen, set()
             for name in unseen:

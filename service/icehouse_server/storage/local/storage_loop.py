@@ -28,6 +28,7 @@ from icehouse_server.storage.api import (
     Evicted,
     Failure,
     Inventory,
+    LearnedRates,
     Names,
     Persisted,
     StorageClosed,
@@ -203,7 +204,8 @@ class StorageLoop:
             # What left meanwhile was announced already.
             part = map(self.store.index.get, names[start:stop])
             stored = tuple(record for record in part if record is not None)
-            yield Inventory(stored, is_first=start == 0, is_last=stop >= len(names))
+            rates = self.store.rates.get(model.fingerprint)
+            yield Inventory(stored, is_first=start == 0, is_last=stop >= len(names), rates=rates)
 
     def _step_inventories(self) -> bool:
         return any(model.step_inventory() for model in self._model_turns)
@@ -278,6 +280,11 @@ class StorageLoop:
         model.order_queue.release(1)
         for block in blocks:
             self.store.index.demote(block)
+
+    def keep_rates(self, model: OpenModel, rates: LearnedRates) -> None:
+        """Keep what was learned of a model's speed."""
+        model.order_queue.release(1)
+        self.store.keep_rates(model.fingerprint, rates)
 
     def begin(
         self,

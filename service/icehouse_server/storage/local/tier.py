@@ -24,6 +24,7 @@ from icehouse_server.storage.api import (
     Fetched,
     Found,
     KvTarget,
+    LearnedRates,
     Loaded,
     Names,
     Persisted,
@@ -45,6 +46,7 @@ from icehouse_server.storage.local.storage_loop import StorageLoop
 from icehouse_server.storage.local.storage_state import StorageState, note_damage
 
 _PURGE_BATCH_COUNT = 64
+_Noted = TypeVar("_Noted")
 _Result = TypeVar("_Result")
 _POLL_S = 0.1
 
@@ -163,6 +165,9 @@ class LocalTier:
         """Also of models that are not open."""
         return self._check(_list_all(self._loop, self._model, block_limit))
 
+    def keep_rates(self, rates: LearnedRates) -> bool:
+        return self._note(self._loop.keep_rates, rates)
+
     def stats(self) -> Ticket[CacheStats] | None:
         return self._order(lambda ticket: self._loop.count(self._model, ticket))
 
@@ -183,11 +188,11 @@ class LocalTier:
     def leave_cores(self, *, to_decode: bool) -> None:
         self._readers.leave_cores(self._model, to_decode=to_decode)
 
-    def _note(self, carry_out: Callable[[OpenModel, Names], None], blocks: Names) -> bool:
+    def _note(self, carry_out: Callable[[OpenModel, _Noted], None], noted: _Noted) -> bool:
         """Have the storage thread note something; False when too much is queued."""
         is_reserved = self._model.order_queue.try_reserve(1)
         if is_reserved:
-            self._loop.send(partial(carry_out, self._model, blocks))
+            self._loop.send(partial(carry_out, self._model, noted))
         return is_reserved
 
     def _order(self, carry_out: Callable[[Ticket[_Result]], None]) -> Ticket[_Result] | None:

@@ -14,13 +14,13 @@ from icehouse_server.storage.local.directory.reconcile import Scan
 from icehouse_server.storage.local.encryption.aes_gcm import Cipher
 from icehouse_server.storage.store_paths import StorePaths
 
-from tests.fixtures.storage.blocks import make_block, make_chain
+from tests.fixtures.storage.blocks import FINGERPRINT, RATES, make_block, make_chain
 from tests.fixtures.storage.ciphers import BOTH_WAYS
 from tests.fixtures.storage.faults import Crash, CrashingFiles
 from tests.fixtures.storage.loading import assert_holds, plan
 from tests.fixtures.storage.storage_thread import ManualClock, StorageThread
 
-_MANIFEST_STEPS = ("insert", "delete", "touch", "set_pins", "add_fingerprint", "close")
+_MANIFEST_STEPS = ("insert", "delete", "touch", "set_pins", "set_rates", "add_fingerprint", "close")
 STEP_LIMIT = 400
 
 
@@ -71,6 +71,7 @@ def check_is_clean(directory) -> None:
 
 def spill_scenario(served: StorageThread, cipher: Cipher | None) -> None:
     served.files.is_armed = True
+    served.storage.keep_rates(RATES)
     served.spill(*make_chain(2, seed=2, checkpoint=True, cipher=cipher))
 
 
@@ -130,6 +131,7 @@ def test_crash_after_every_step(tmp_path, crashing_manifest, name, cipher):
         with StorageThread(directory, cipher=cipher) as served:
             check_is_clean(directory)
             known = {record.hash for record in served.take_inventory()}
+            assert served.storage._store.rates in ({}, {FINGERPRINT: RATES})
             expected = list(committed)
             if name == "replace":
                 assert_no_damage(served)

@@ -23,7 +23,7 @@ from icehouse_server.storage.api import (
 )
 from icehouse_server.storage.local.directory.manifest import Manifest
 
-from tests.fixtures.storage.blocks import make_block, make_chain
+from tests.fixtures.storage.blocks import FINGERPRINT, RATES, make_block, make_chain
 from tests.fixtures.storage.faults import VERBS, FaultyFiles
 from tests.fixtures.storage.loading import assert_holds, plan
 from tests.fixtures.storage.storage_thread import ManualClock, StorageThread, drops
@@ -38,6 +38,7 @@ def use_everything(served: StorageThread, blocks) -> None:
         served.settle()
     served.storage.get_into(*plan(blocks))
     served.storage.touch(tuple(block.header.hash for block in blocks))
+    served.storage.keep_rates(RATES)
     served.clock.advance(100)
     served.settle()
     served.storage.verify()
@@ -316,9 +317,10 @@ def test_a_manifest_that_stays_full_stops_writing_and_keeps_all_it_has(tmp_path,
     with StorageThread(tmp_path) as served:
         served.spill(*stored)
         served.storage.touch((stored[0].header.hash,))
+        served.storage.keep_rates(RATES)
         served.take()
         with monkeypatch.context() as patch:
-            for verb in ("insert", "delete", "touch", "set_pins"):
+            for verb in ("insert", "delete", "touch", "set_pins", "set_rates"):
                 patch.setattr(f"icehouse_server.storage.local.directory.manifest.Manifest.{verb}", full_error)
             served.spill(make_block(seed=50), make_block(seed=51))
             served.clock.advance(6)
@@ -338,6 +340,7 @@ def test_a_manifest_that_stays_full_stops_writing_and_keeps_all_it_has(tmp_path,
     with StorageThread(tmp_path) as served:
         hits = {record.hash: record.hit_count for record in served.take_inventory()}
         assert len(hits) == 4 and hits[stored[0].header.hash] == 1
+        assert served.storage._store.rates == {FINGERPRINT: RATES}
     check_is_clean(tmp_path)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import queue
 from collections.abc import Iterator
@@ -33,7 +34,7 @@ from icehouse_server.storage.local.model_tiers import ModelTiers
 from tests.fixtures.patience import BOUND_S
 from tests.fixtures.storage.blocks import FINGERPRINT as A
 from tests.fixtures.storage.blocks import OTHER_FINGERPRINT as B
-from tests.fixtures.storage.blocks import make_block, make_chain
+from tests.fixtures.storage.blocks import RATES, make_block, make_chain
 from tests.fixtures.storage.faults import FaultyFiles
 from tests.fixtures.storage.loading import assert_holds, plan
 from tests.fixtures.storage.model_house import ModelHouse, names_of
@@ -79,6 +80,48 @@ def test_a_model_that_is_opened_again_knows_its_blocks_from_the_index(
     (inventory,) = again.take()
     assert isinstance(inventory, Inventory) and {r.hash for r in inventory.records} == a.known
     assert b.posted == [Inventory(())]
+
+
+def test_what_was_learned_of_speed_comes_with_the_next_inventory(tmp_path: Path) -> None:
+    house = ModelHouse(tmp_path)
+    a, b = house.open(A), house.open(B)
+    learned = dataclasses.replace(RATES, measured_on="where A ran")
+    assert a.tier.keep_rates(RATES) and a.tier.keep_rates(learned)
+    a.tier.close(deadline_time=FAR_TIME)
+    a.take()
+    assert house.open(A).take() == [Inventory((), rates=learned)], "the process goes on"
+    assert b.take() == [Inventory(())], "nobody learned anything of this one"
+    b.tier.keep_rates(RATES)
+    house.settle()
+    house.close()
+    house = ModelHouse(tmp_path)
+    assert house.open(A).take() == [Inventory((), rates=learned)]
+    assert house.open(B).take() == [Inventory((), rates=RATES)]
+
+
+def test_a_process_that_is_killed_leaves_what_it_had_learned_some_seconds_before(tmp_path: Path) -> None:
+    house = ModelHouse(tmp_path)
+    a, later = house.open(A), dataclasses.replace(RATES, read_bytes_per_s=1.0)
+    a.tier.keep_rates(RATES)
+    house.clock.advance(10.0)
+    house.settle()
+    a.tier.keep_rates(later)
+    house.settle()
+    house.die()
+    assert ModelHouse(tmp_path).open(A).take() == [Inventory((), rates=RATES)]
+
+
+def test_a_directory_that_was_opened_anew_has_what_was_learned_meanwhile(tmp_path: Path) -> None:
+    house = ModelHouse(tmp_path)
+    a = house.open(A)
+    a.take()
+    a.tier.keep_rates(RATES)
+    house.settle()
+    house.die()
+    house.tiers.open_directory()
+    assert a.take() == [Inventory((), rates=RATES)]
+    house.close()
+    assert ModelHouse(tmp_path).open(A).take() == [Inventory((), rates=RATES)]
 
 
 def test_one_fingerprint_is_open_once(house: ModelHouse) -> None:

@@ -29,7 +29,7 @@ from icehouse_server.storage.local.directory.manifest import LOG_ALLOWANCE_BYTES
 from icehouse_server.storage.local.storage_state import note_damage
 
 from tests.fixtures.patience import BOUND_S
-from tests.fixtures.storage.blocks import OTHER_FINGERPRINT, make_block, make_chain
+from tests.fixtures.storage.blocks import OTHER_FINGERPRINT, RATES, make_block, make_chain
 from tests.fixtures.storage.loading import assert_holds, plan
 from tests.fixtures.storage.sole_tier import SoleTier
 from tests.fixtures.storage.storage_thread import StorageThread, drops
@@ -273,7 +273,7 @@ def test_a_block_that_is_unpinned_on_its_way_may_go(tmp_path):
 def test_a_full_queue_of_tasks_refuses(tmp_path):
     with StorageThread(tmp_path, task_queue_limit_count=2) as served:
         assert served.storage.touch(()) and served.storage.stats() is not None
-        assert not served.storage.touch(())
+        assert not (served.storage.touch(()) or served.storage.keep_rates(RATES))
         assert served.storage.verify() is None
         served.settle()
         assert served.storage.touch(())

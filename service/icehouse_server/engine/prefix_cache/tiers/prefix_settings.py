@@ -36,6 +36,8 @@ class PrefixSettings:
     do not."""
     min_prefix_token_count: int = 0
     may_recompute: bool = True
+    measured_on: str = ""
+    """Where rates are measured that decide this: the machine, the device and how blocks are written."""
     quotas: QuotaLimits = dataclasses.field(default_factory=QuotaLimits)
     name_secret: bytes = dataclasses.field(default=b"", repr=False)
     """What blocks are named under besides their tokens; from the key where they are encrypted on SSD."""

@@ -16,7 +16,16 @@ from typing import Any, TypeVar
 
 from icehouse_server.averages import MovingAverage
 from icehouse_server.clock import Clock
-from icehouse_server.storage.api import STALL_LIMIT_S, ColdTier, Failure, Found, Ticket, Trouble, hang_detail
+from icehouse_server.storage.api import (
+    STALL_LIMIT_S,
+    ColdTier,
+    Failure,
+    Found,
+    LearnedRates,
+    Ticket,
+    Trouble,
+    hang_detail,
+)
 
 _log = logging.getLogger("icehouse.engine")
 
@@ -36,49 +45,96 @@ _UNTRIED = 0.99
 """Factor on the predicted restore time for each prompt that was computed instead, so that a restore that was
 slow for a while is tried again: after 10 prompts where it took a tenth longer, 230 where ten times as
 long."""
+_UNTRIED_RECALLED = 0.9
+"""The same where only an earlier run found it slow, whose disk may have hung: after 1 prompt, and 22."""
 
 
 @dataclasses.dataclass(slots=True)
 class Rates:
-    """Measured on this machine as moving averages; 0 before anything was measured."""
+    """Moving averages of what was measured; they begin with what an earlier run learned here, or with 0."""
 
+    measured_on: str = ""
+    """As `LearnedRates` says it."""
     read_bytes_per_s: float = 0.0
     adopt_tokens_per_s: float = 0.0
     prefill_tokens_per_s: float = 0.0
     load_count: int = 0
+    """Of this run."""
     reads_hang: bool = False
     """Whether an abandoned read has not returned from the disk: no more reads are planned until it has."""
     untried_count: int = 0
     """Prompts since the last load that were computed because that seemed faster."""
     unfetched_count: int = 0
     """The same of what other servers have stored."""
+    _recalled_bytes_per_s: float = dataclasses.field(default=0.0, init=False)
+    """How fast an earlier run read."""
     _adopt: MovingAverage = dataclasses.field(
         default_factory=lambda: MovingAverage(weight=_ADOPT_WEIGHT), init=False, repr=False, compare=False
     )
+    _prefill: MovingAverage = dataclasses.field(
+        default_factory=MovingAverage, init=False, repr=False, compare=False
+    )
+
+    def recall(self, learned: LearnedRates) -> None:
+        """Begin with what an earlier run learned, if that was here and this one has not read yet."""
+        if learned.measured_on != self.measured_on or self.read_bytes_per_s:
+            return
+        self._recalled_bytes_per_s = self.read_bytes_per_s = learned.read_bytes_per_s
+        self._adopt.value = self.adopt_tokens_per_s = learned.adopt_tokens_per_s
+        self._prefill.value = self.prefill_tokens_per_s = learned.prefill_tokens_per_s
+        self.untried_count = learned.untried_count
+
+    @property
+    def learned(self) -> LearnedRates | None:
+        """What the next run may begin with; None while too little is known."""
+        made = LearnedRates(
+            self.measured_on,
+            self.read_bytes_per_s,
+            self.adopt_tokens_per_s,
+            self.prefill_tokens_per_s,
+            self.untried_count if self._is_recalled else 0,
+        )
+        return made if self._is_known and made.is_plausible else None
+
+    @property
+    def _is_recalled(self) -> bool:
+        """Whether this run has loaded too little to contradict an earlier one."""
+        return self._recalled_bytes_per_s > 0.0 and self.load_count < _LEAST_LOADS
+
+    @property
+    def _is_known(self) -> bool:
+        return self._is_recalled or self.load_count >= _LEAST_LOADS
 
     def note_read(self, bytes_per_s: float) -> None:
         """Record the average speed of loads after one more of them."""
-        self.read_bytes_per_s = bytes_per_s
         self.load_count += 1
         self.untried_count = 0
+        # A load may be slow by accident, but not fast.
+        recalled = self._recalled_bytes_per_s if self._is_recalled else 0.0
+        self.read_bytes_per_s = max(bytes_per_s, recalled)
 
     def note_adopt(self, tokens_per_s: float) -> None:
         """Record how fast caches were rebuilt once more."""
         self.adopt_tokens_per_s = self._adopt.add(tokens_per_s)
 
+    def note_prefill(self, tokens_per_s: float) -> None:
+        """Record how fast a pass computed prompts."""
+        self.prefill_tokens_per_s = self._prefill.add(tokens_per_s)
+
     def restore_s(self, *, ssd_bytes: int, token_count: int) -> float:
         """Predict how long a restore takes, in seconds."""
         read_s = ssd_bytes / self.read_bytes_per_s if self.read_bytes_per_s else 0.0
         adopt_s = token_count / self.adopt_tokens_per_s if self.adopt_tokens_per_s else 0.0
-        return _believed_s(read_s + adopt_s, self.untried_count)
+        factor = _UNTRIED_RECALLED if self._is_recalled else _UNTRIED
+        return _believed_s(read_s + adopt_s, self.untried_count, factor=factor)
 
     def prefill_s(self, token_count: int) -> float:
         """Predict how long computing takes, in seconds; 0 before anything was measured."""
         return token_count / self.prefill_tokens_per_s if self.prefill_tokens_per_s else 0.0
 
     def recompute_is_faster(self, *, ssd_bytes: int, token_count: int) -> bool:
-        """Predict whether computing is faster than reading; False while too little was measured."""
-        is_measured = self.load_count >= _LEAST_LOADS and self.read_bytes_per_s and self.prefill_tokens_per_s
+        """Predict whether computing is faster than reading; False while too little is known."""
+        is_measured = self._is_known and self.read_bytes_per_s and self.prefill_tokens_per_s
         restore_s = self.restore_s(ssd_bytes=ssd_bytes, token_count=token_count)
         return bool(is_measured) and restore_s > self.prefill_s(token_count)
 
@@ -92,9 +148,9 @@ class Rates:
         return fetch_s + restore_s > self.prefill_s(token_count)
 
 
-def _believed_s(predicted_s: float, untried_count: int) -> float:
+def _believed_s(predicted_s: float, untried_count: int, *, factor: float = _UNTRIED) -> float:
     # A product: powers differ from processor to processor in the last bit.
-    return predicted_s * math.prod(itertools.repeat(_UNTRIED, untried_count))
+    return predicted_s * math.prod(itertools.repeat(factor, untried_count))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

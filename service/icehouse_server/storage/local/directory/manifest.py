@@ -26,6 +26,7 @@ from sqlite_utils import Database
 from icehouse_server.domain.blocks import LAYOUT_ABI, Damage, RegionKind, pack_tokens
 from icehouse_server.domain.ids import BlockHash, Fingerprint
 from icehouse_server.pins import NOT_PINNED, UNTIL_UNPINNED
+from icehouse_server.storage.api import LearnedRates
 from icehouse_server.storage.files import FileInfo
 from icehouse_server.storage.local.block_format.file_region import regions_to_json
 from icehouse_server.storage.local.block_format.header import BlockFile, BlockFileError
@@ -131,6 +132,9 @@ _COLUMNS = [_RENAMED.get(field, field) for field in BlockRecord._fields]
 """Of table `blocks`, in the order of a record's fields."""
 _INSERTED = [*_COLUMNS, "depth", "file", "row_xxh3"]
 _INSERT = f"INSERT OR REPLACE INTO blocks ({', '.join(_INSERTED)}) VALUES ({', '.join('?' * len(_INSERTED))})"
+_SMALL_TABLES = ("fingerprints", "rates", "written_days")
+_RATES = ", ".join(field.name for field in dataclasses.fields(LearnedRates))
+"""Columns of table `rates`, in the order of the fields."""
 LOG_ALLOWANCE_BYTES = 4 << 20
 """What the size limit reserves for the write-ahead log, its index and the next rows."""
 _LOG_LIMIT_PAGES = 256
@@ -212,9 +216,9 @@ class Manifest:
         self._connection.execute("VACUUM")
 
     def is_sound(self, *, check_pages: bool = True) -> bool:
-        """Return whether SQLite finds the database intact. Without `check_pages` only the fingerprints are
-        checked against their index: they are few, and every block's row refers to one."""
-        checks = ["quick_check(1)"] * check_pages + ["integrity_check(fingerprints)"]
+        """Return whether SQLite finds the database intact. Without `check_pages` only the tables of few
+        rows are checked: all of them are read at once."""
+        checks = ["quick_check(1)"] * check_pages + [f"integrity_check({table})" for table in _SMALL_TABLES]
         return all(self._connection.execute(f"PRAGMA {each}").fetchone() == ("ok",) for each in checks)
 
     @property
@@ -336,6 +340,23 @@ class Manifest:
         """Return all fingerprints with their human-readable details; damaged ones have none."""
         rows = self._connection.execute("SELECT fingerprint, details FROM fingerprints ORDER BY id")
         return {Fingerprint(row[0]): _details(row[1]) for row in rows}
+
+    def set_rates(self, rates: Mapping[Fingerprint, LearnedRates]) -> None:
+        """Record what was learned of models' speed; those without a fingerprint here are passed over."""
+        with self._database.atomic():
+            self._connection.executemany(
+                f"INSERT OR REPLACE INTO rates (fingerprint_id, {_RATES}) "
+                "SELECT id, ?, ?, ?, ?, ? FROM fingerprints WHERE fingerprint = ?",
+                [(*dataclasses.astuple(each), fingerprint) for fingerprint, each in rates.items()],
+            )
+
+    def rates(self) -> dict[Fingerprint, LearnedRates]:
+        """Return what was learned of models' speed, without rows that nobody can have measured."""
+        rows = self._connection.execute(
+            f"SELECT fingerprint, {_RATES} FROM rates JOIN fingerprints ON fingerprint_id = id"
+        )
+        found = {Fingerprint(row[0]): LearnedRates(*row[1:]) for row in rows}
+        return {fingerprint: rates for fingerprint, rates in found.items() if rates.is_plausible}
 
     def written_days(self) -> dict[int, int]:
         """Return the bytes committed on each of the last days (days since the epoch, UTC)."""

@@ -24,6 +24,16 @@ def create_tables(database: Database) -> None:
         database.execute(statement)
 
 
+@migrations()
+def create_rates(database: Database) -> None:
+    """Create a table for what engines learned of speed."""
+    database.execute(
+        """CREATE TABLE rates (fingerprint_id INTEGER PRIMARY KEY REFERENCES fingerprints(id),
+        measured_on TEXT NOT NULL, read_bytes_per_s REAL NOT NULL, adopt_tokens_per_s REAL NOT NULL,
+        prefill_tokens_per_s REAL NOT NULL, untried_count INTEGER NOT NULL) STRICT"""
+    )
+
+
 _FIRST_TABLES = (
     """CREATE TABLE fingerprints (id INTEGER PRIMARY KEY, fingerprint BLOB NOT NULL, details TEXT NOT NULL,
     created_time REAL NOT NULL) STRICT""",

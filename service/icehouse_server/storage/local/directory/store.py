@@ -33,7 +33,7 @@ from icehouse_server.domain.cache_stats import (
 )
 from icehouse_server.domain.ids import BlockHash, Fingerprint
 from icehouse_server.pins import NOT_PINNED, pin_end_time
-from icehouse_server.storage.api import Failure
+from icehouse_server.storage.api import Failure, LearnedRates
 from icehouse_server.storage.files import Files, exists, size_at
 from icehouse_server.storage.local.block_format.block_file import PreparedBlock, write_block
 from icehouse_server.storage.local.block_format.header import BlockFile
@@ -133,6 +133,10 @@ class BlockStore:
         self._manifest: Manifest | None = None
         self._lock: int | None = None
         self._uses: dict[BlockHash, tuple[float, int]] = {}
+        self.rates: dict[Fingerprint, LearnedRates] = {}
+        """What was learned last of each model's speed."""
+        self._new_rates: dict[Fingerprint, LearnedRates] = {}
+        """Those that the manifest does not have yet."""
         self._gone: defaultdict[Fingerprint, list[BlockHash]] = defaultdict(list)
         self._unrecorded: set[BlockHash] = set()
         """Blocks whose file may differ from their row, because the disk refused to write the row."""
@@ -181,6 +185,7 @@ class BlockStore:
         self.extras.aside = {path: size for path, size in sizes.items() if size}
         self.extras.trim_quarantine()
         self.space.written_by_day = opened.manifest.written_days()
+        self.rates = opened.manifest.rates() | self._new_rates
         if not self.ballast.is_there:
             with contextlib.suppress(OSError):
                 self.ballast.write()
@@ -412,8 +417,12 @@ class BlockStore:
             if self.index.touch(block_hash, now_time=now_time):
                 self._uses[block_hash] = (now_time, self._uses.get(block_hash, (0.0, 0))[1] + 1)
 
+    def keep_rates(self, fingerprint: Fingerprint, rates: LearnedRates) -> None:
+        """Note what was learned of a model's speed; written to the manifest by `maintain`."""
+        self.rates[fingerprint] = self._new_rates[fingerprint] = rates
+
     def maintain(self) -> None:
-        """Write the noted uses in one transaction, and try again to remove leftovers.
+        """Write the noted uses and rates, and try again to remove leftovers.
 
         Raises `OSError` when the lock's file was removed: another process may take the directory then.
         """
@@ -422,6 +431,9 @@ class BlockStore:
         if self._uses:
             self.manifest.touch(self._uses)
             self._uses = {}
+        if self._new_rates:
+            self.manifest.set_rates(self._new_rates)
+            self._new_rates = {}
         self.check_rows(self._unrecorded)
         self._unrecorded.clear()
         for path in list(self.extras.leftovers):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import os
+import re
 import sqlite3
 import threading
 
@@ -10,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from icehouse_server.domain.blocks import RegionKind
+from icehouse_server.domain.ids import Fingerprint
 from icehouse_server.pins import NOT_PINNED, UNTIL_UNPINNED
 from icehouse_server.storage.local.block_format.file_region import FileRegion
 from icehouse_server.storage.local.block_format.header import (
@@ -19,7 +23,7 @@ from icehouse_server.storage.local.block_format.header import (
 )
 from icehouse_server.storage.local.directory.manifest import BlockRecord, Manifest, record_of
 
-from tests.fixtures.storage.blocks import FINGERPRINT, OTHER_FINGERPRINT, make_block
+from tests.fixtures.storage.blocks import FINGERPRINT, OTHER_FINGERPRINT, RATES, make_block
 
 
 def described(seed: int = 1, **how) -> tuple[BlockRecord, BlockFile]:
@@ -113,6 +117,63 @@ def test_damaged_details_are_none(manifest, tmp_path, details):
     other.commit()
     other.close()
     assert manifest.fingerprints() == {FINGERPRINT: {}}
+
+
+def test_rates_come_back_the_latest_of_each_model(manifest):
+    manifest.add_fingerprint(OTHER_FINGERPRINT, details={}, now_time=2.0)
+    other = dataclasses.replace(RATES, measured_on="elsewhere")
+    manifest.set_rates({FINGERPRINT: other, OTHER_FINGERPRINT: other})
+    manifest.set_rates({FINGERPRINT: RATES, Fingerprint(b"?" * 32): RATES})
+    assert manifest.rates() == {FINGERPRINT: RATES, OTHER_FINGERPRINT: other}
+
+
+@pytest.mark.parametrize("column", ["read_bytes_per_s", "adopt_tokens_per_s", "prefill_tokens_per_s"])
+@pytest.mark.parametrize("lie", ["0", "-1", "-1e9", "1e-300", "1e300", "9e999", "-9e999"])
+def test_a_rate_that_nobody_can_have_measured_is_none(manifest, tmp_path, column, lie):
+    edit_rates(manifest, tmp_path, f"{column} = {lie}")
+    assert manifest.rates() == {}
+
+
+@pytest.mark.parametrize("lie", ["-1", str(2**62), str(-(2**62))])
+def test_a_count_that_nobody_can_have_counted_is_none(manifest, tmp_path, lie):
+    edit_rates(manifest, tmp_path, f"untried_count = {lie}")
+    assert manifest.rates() == {}
+
+
+@pytest.mark.parametrize("value", ["'fast'", "x'00ff'", "NULL"])
+@pytest.mark.parametrize(
+    "column", ["read_bytes_per_s", "adopt_tokens_per_s", "prefill_tokens_per_s", "untried_count"]
+)
+def test_rates_of_other_types_are_none(manifest, tmp_path, column, value):
+    """SQLite lets none into the table, but a file may come from anywhere."""
+    manifest.set_rates({FINGERPRINT: RATES})
+    path = tmp_path / "manifest.sqlite3"
+    (strict,) = fetch(path, "SELECT sql FROM sqlite_master WHERE name = 'rates'")
+    loose = re.sub(r"REAL|INTEGER(?! PRIMARY)|NOT NULL|STRICT", "", strict)
+    for definition, statement in ((loose, f"UPDATE rates SET {column} = {value}"), (strict, "")):
+        with contextlib.closing(sqlite3.connect(path)) as other:
+            other.execute("PRAGMA writable_schema = ON")
+            other.execute("UPDATE sqlite_master SET sql = ? WHERE name = 'rates'", (definition,))
+            other.commit()
+        with contextlib.closing(sqlite3.connect(path)) as other:
+            other.execute(statement)
+            other.commit()
+    with contextlib.closing(Manifest.open(str(path))) as again:
+        assert again.rates() == {}
+    assert fetch(path, f"SELECT typeof({column}) FROM rates") != ("real",)
+
+
+def fetch(path, statement):
+    with contextlib.closing(sqlite3.connect(path)) as other:
+        return other.execute(statement).fetchone()
+
+
+def edit_rates(manifest, tmp_path, change):
+    manifest.set_rates({FINGERPRINT: RATES})
+    other = sqlite3.connect(tmp_path / "manifest.sqlite3")
+    other.execute(f"UPDATE rates SET {change}")
+    other.commit()
+    other.close()
 
 
 def test_an_unnamed_fingerprint_is_a_broken_invariant(manifest):

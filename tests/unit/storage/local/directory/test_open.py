@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import sqlite3
 import struct
@@ -14,7 +15,7 @@ from icehouse_server.pins import UNTIL_UNPINNED
 from icehouse_server.storage.files import Files
 from icehouse_server.storage.local.directory.offline import OfflineStore, PurgeScope
 
-from tests.fixtures.storage.blocks import make_block, make_chain
+from tests.fixtures.storage.blocks import FINGERPRINT, RATES, make_block, make_chain
 from tests.fixtures.storage.storage_thread import ManualClock, StorageThread
 from tests.unit.storage.local.test_crash import check_is_clean
 
@@ -45,13 +46,13 @@ FOREIGN = {
 
 ENDLESS = "WITH RECURSIVE more(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM more) SELECT x FROM more"
 COLUMNS = "size_bytes INTEGER NOT NULL"
+TABLES = ("blocks", "block_contents", "fingerprints", "rates", "written_days")
 PLANTED = {
     **{
         f"a trigger on {table}": [
-            f"CREATE TRIGGER t {when} ON {table} BEGIN SELECT count(*) FROM ({ENDLESS}); END"
+            f"CREATE TRIGGER t BEFORE INSERT ON {table} BEGIN SELECT count(*) FROM ({ENDLESS}); END"
         ]
-        for table in ("blocks", "block_contents", "fingerprints", "written_days", "_sqlite_migrations")
-        for when in ("BEFORE INSERT",)
+        for table in (*TABLES, "_sqlite_migrations")
     },
     "a trigger where the migrations are not yet done": [
         "DELETE FROM _sqlite_migrations",
@@ -118,6 +119,45 @@ def test_a_manifest_that_cannot_be_used_is_made_anew(tmp_path: Path, statements:
         assert len(served.take_inventory()) == 4
     assert (tmp_path / "manifest.damaged.sqlite3").exists()
     check_is_clean(tmp_path)
+
+
+def test_the_manifest_of_the_first_schema_gets_what_is_new_and_keeps_what_it_has(tmp_path: Path) -> None:
+    block = make_block()
+    with StorageThread(tmp_path) as served:
+        served.spill(block)
+        served.storage.pin((block.header.hash,), UNTIL_UNPINNED)
+        served.settle()
+    change(tmp_path, "DROP TABLE rates", "DELETE FROM _sqlite_migrations WHERE name = 'create_rates'")
+    for _ in range(2):
+        with StorageThread(tmp_path) as served:
+            (record,) = served.take_inventory()
+            assert record.is_pinned and not served.stats().last_reconcile.manifest_rebuilt
+            served.storage.keep_rates(RATES)
+            served.settle()
+    assert served.storage._store.rates == {FINGERPRINT: RATES}
+    assert not (tmp_path / "manifest.damaged.sqlite3").exists()
+
+
+@pytest.mark.parametrize("table", ["fingerprints", "rates", "written_days"])
+def test_a_damaged_page_of_what_is_read_at_once_stops_no_start(tmp_path: Path, table: str) -> None:
+    chain = make_chain(3)
+    with StorageThread(tmp_path) as served:
+        served.spill(*chain)
+        served.storage.keep_rates(RATES)
+        served.settle()
+    with contextlib.closing(sqlite3.connect(tmp_path / "manifest.sqlite3")) as connection:
+        place = f"SELECT rootpage FROM sqlite_master WHERE name = '{table}'"
+        (page,) = connection.execute(place).fetchone()
+        (page_bytes,) = connection.execute("PRAGMA page_size").fetchone()
+    manifest = tmp_path / "manifest.sqlite3"
+    before = manifest.stat()
+    with manifest.open("r+b") as file:
+        file.seek((page - 1) * page_bytes)
+        file.write(b"\xff" * page_bytes)
+    os.utime(manifest, ns=(before.st_atime_ns, before.st_mtime_ns))  # as a medium that rots
+    with StorageThread(tmp_path) as served:
+        assert {record.hash for record in served.take_inventory()} == {b.header.hash for b in chain}
+        assert served.storage._store.rates == {}
 
 
 LATER = (
