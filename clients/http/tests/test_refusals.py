@@ -91,6 +91,84 @@ async def test_a_refusal_names_the_field_as_the_caller_knows_it(
     assert caught.value.type == "invalid_request_error"
 
 
+TURN: Any = {"role": "user", "content": "Hi"}
+CALL: Any = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+THIRD = "prompt.chat.messages[2].content"
+"""Of the messages that the server is sent."""
+LATER: Any = {"type": "web_search"}
+RESULT = {"type": "tool_result", "tool_use_id": "1", "content": "dry"}
+
+
+def flat(name: str) -> Any:
+    return {"type": "function", "name": name}
+
+
+NAMED: list[tuple[str, dict[str, Any], str, str]] = [
+    ("/v1/chat/completions", {"messages": [TURN] * 3}, THIRD, "messages[2].content"),
+    ("/v1/chat/completions", {}, "prompt.chat", "messages"),
+    (
+        "/v1/chat/completions",
+        {"messages": [TURN, {"role": "assistant", "content": "", "tool_calls": [CALL]}, TURN]},
+        "prompt.chat.messages[1].tool_calls[0].arguments_json",
+        "messages[1].tool_calls[0]",
+    ),
+    (
+        "/v1/chat/completions",
+        {"tools": [{"type": "function", "function": {"name": "look"}}]},
+        "prompt.tools[0].parameters_json",
+        "tools[0].function.parameters",
+    ),
+    ("/v1/chat/completions", {}, "completions", "n"),
+    ("/v1/chat/completions", {}, "prompt.chat.template_arguments", "chat_template_kwargs"),
+    ("/v1/messages", {"messages": [TURN] * 3}, THIRD, "messages[2].content"),
+    ("/v1/messages", {"system": "Be kind.", "messages": [TURN] * 2}, THIRD, "messages[1].content"),
+    (
+        "/v1/messages",
+        {"messages": [{"role": "user", "content": [RESULT, RESULT]}, TURN]},
+        THIRD,
+        "messages[1].content",
+    ),
+    ("/v1/messages", {"system": "Be kind."}, "prompt.chat.messages[0].content", "system"),
+    ("/v1/messages/count_tokens", {"system": "Be kind."}, "prompt.chat.messages[0].content", "system"),
+    ("/v1/messages", {}, "stop[3]", "stop_sequences[3]"),
+    (
+        "/v1/messages",
+        {"tools": [{"name": "found", "defer_loading": True}, {"name": "look"}]},
+        "prompt.tools[0].parameters_json",
+        "tools[1].input_schema",
+    ),
+    ("/v1/responses", {"input": "Hi"}, "prompt.chat.messages[0].content", "input"),
+    ("/v1/responses", {"input": [TURN] * 3}, THIRD, "input[2]"),
+    ("/v1/responses", {"instructions": "Be kind.", "input": [TURN] * 2}, THIRD, "input[1]"),
+    ("/v1/responses", {"instructions": "Be kind."}, "prompt.chat.messages[0].content", "instructions"),
+    (
+        "/v1/responses",
+        {"tools": [LATER, {"type": "namespace", "name": "lake", "tools": [flat("go"), flat("dig")]}]},
+        "prompt.tools[1].parameters_json",
+        "tools[1].tools[1].parameters",
+    ),
+    ("/v1/responses", {}, "response_format.json_schema", "text.format.schema"),
+    ("/v1/completions", {}, "prompt.tokens.ids[3]", "prompt"),
+]
+
+
+@pytest.mark.parametrize(("path", "more", "field", "name"), NAMED)
+async def test_a_refusal_counts_as_the_caller_does(
+    front: HttpFront, served: RunningServer, path: str, more: dict[str, Any], field: str, name: str
+) -> None:
+    refusal = InvalidRequest(Reason.CHAT_INVALID, f"{field} is not good; not {field}s", field=field)
+    served.engine.refusal = served.engine.order_answer = refusal
+    for stream in (False, True):
+        asked = {"model": "tiny", "max_tokens": 1, "messages": [TURN], "input": "Hi"}
+        if path == "/v1/completions":
+            asked["prompt"] = "Hi"
+        answer = await front.http.post(path, json=asked | more | {"stream": stream})
+        assert answer.status_code == 400, answer.text
+        error = answer.json()["error"]
+        assert error["param"] == name
+        assert error["message"] == f"{name} is not good; not {field}s"
+
+
 async def test_a_server_that_loads_or_is_not_there_is_unavailable() -> None:
     async with running(ready=False) as served, front_of(served.server.address) as front:
         with pytest.raises(openai.InternalServerError) as caught:

@@ -7,7 +7,18 @@ from typing import Any
 
 import openai
 import pytest
+from icehouse.v1.inference_service_pb2 import Delta, Finished, Started, StreamResponse
+from icehouse.v1.tool_pb2 import ToolCallDelta
+from icehouse.v1.usage_pb2 import (
+    FINISH_REASON_CONTEXT_LENGTH,
+    FINISH_REASON_LENGTH,
+    FINISH_REASON_STOP_TOKEN,
+    FINISH_REASON_TOOL_CALLS,
+)
 from icehouse_client import Message
+from icehouse_client.stream_sum import StreamSum
+from icehouse_http.responses.answer import ResponseAnswer
+from icehouse_http.responses.functions import Functions
 from icehouse_http.responses.store import ResponseStore
 
 from clients.http.tests.fronts import HttpFront, front_of
@@ -20,6 +31,7 @@ ASKED: Any = {"model": "tiny", "input": TEXT, "temperature": 0, "max_output_toke
 async def test_a_response_is_the_same_streamed_and_whole(whole: HttpFront) -> None:
     answer = await whole.openai.responses.create(**ASKED)
     assert (answer.status, answer.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert [item.status for item in answer.output] == ["incomplete"]
     assert (answer.model, answer.usage.output_tokens) == ("tiny", 8)
     events = [event async for event in await whole.openai.responses.create(**ASKED, stream=True)]
     assert [event.sequence_number for event in events] == list(range(len(events)))
@@ -38,6 +50,63 @@ async def test_a_response_is_the_same_streamed_and_whole(whole: HttpFront) -> No
     ]
     assert events[-1].response.output_text == answer.output_text != ""
     assert events[-4].text == events[-2].item.content[0].text == answer.output_text
+
+
+def cut_output(*deltas: Delta, reason: int = FINISH_REASON_LENGTH) -> list[StreamResponse]:
+    return [
+        StreamResponse(started=Started(model="tiny")),
+        *(StreamResponse(delta=delta) for delta in deltas),
+        StreamResponse(finished=Finished(finish_reason=reason)),
+    ]
+
+
+HM, DRY = Delta(reasoning="Hm."), Delta(text="Dry.")
+LOOK = Delta(tool_call=ToolCallDelta(id="1", name="look", arguments_json="{}"))
+CUT_CALL = (
+    Delta(tool_call=ToolCallDelta(index=1, id="2", name="look", arguments_json='{"a')),
+    Delta(tool_call=ToolCallDelta(index=1, withdrawn=True)),
+    Delta(text='look{"a'),
+)
+R, M, C = "reasoning", "message", "function_call"
+DONE, CUT = "completed", "incomplete"
+
+
+@pytest.mark.parametrize(
+    ("events", "expected"),
+    [
+        (cut_output(HM), [(R, CUT)]),
+        (cut_output(HM, DRY), [(R, DONE), (M, CUT)]),
+        (cut_output(HM, LOOK), [(R, DONE), (C, DONE)]),
+        (cut_output(*CUT_CALL), [(M, CUT)]),
+        (cut_output(LOOK, *CUT_CALL), [(C, DONE), (M, CUT)]),
+        (cut_output(DRY, reason=FINISH_REASON_CONTEXT_LENGTH), [(M, CUT)]),
+        (cut_output(HM, DRY, LOOK, reason=FINISH_REASON_TOOL_CALLS), [(R, DONE), (M, DONE), (C, DONE)]),
+        (cut_output(HM, DRY, reason=FINISH_REASON_STOP_TOKEN), [(R, DONE), (M, DONE)]),
+    ],
+)
+def test_what_a_limit_has_cut_is_incomplete_and_no_call_is(
+    events: list[StreamResponse], expected: list[tuple[str, str]]
+) -> None:
+    told = StreamSum(0)
+    streaming, whole = (
+        ResponseAnswer("r", {}, Functions(), seals=False, keep=lambda *kept: None) for _ in range(2)
+    )
+    frames: list[Any] = []
+    for event in events:
+        told.add(event)
+        frames += [frame.data for frame in streaming.feed(event)]
+    reply = told.reply
+    assert reply is not None
+    [last] = streaming.end(reply)
+    response: Any = last.data
+    done = [frame["item"] for frame in frames if frame["type"] == "response.output_item.done"]
+    assert done == response["response"]["output"]
+    assert [(item["type"], item["status"]) for item in done] == expected
+    # As a whole, text comes before calls.
+    body: Any = whole.whole(reply)
+    assert sorted((item["type"], item["status"]) for item in body["output"]) == sorted(expected)
+    is_cut = any(status == CUT for _, status in expected) or reply.finish_reason == "LENGTH"
+    assert body["status"] == response["response"]["status"] == (CUT if is_cut else DONE)
 
 
 async def test_a_form_is_kept_to(whole: HttpFront) -> None:

@@ -68,6 +68,12 @@ async def test_embeddings_as_numbers_and_packed(whole: HttpFront) -> None:
     assert struct.unpack("<4f", base64.b64decode(packed)[:16]) == pytest.approx(vectors[0][:4], abs=1e-5)
 
 
+async def test_an_input_that_cannot_be_embedded_is_named(whole: HttpFront) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        await whole.openai.embeddings.create(model="any", input=["ice", ""])
+    assert caught.value.param == "input[1]"
+
+
 async def test_documents_are_ranked(whole: HttpFront) -> None:
     documents = ["water", "stone", "wind"]
     # The tiny vocabulary spells "yes" in two tokens.

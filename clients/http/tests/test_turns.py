@@ -172,7 +172,9 @@ def test_a_function_of_a_namespace_is_shown_with_it_and_called_without() -> None
     assert asked.prompt == [Message("assistant", "", tool_calls=(ToolCall("1", "mcp__lake__go", "{}"),))]
     functions = functions_of(Fields({"tools": [group]}))
     for name, fields in (("mcp__lake__go", {"name": "go", "namespace": "mcp__lake"}), ("go", {"name": "go"})):
-        reply: Any = SimpleNamespace(reasoning="", text="", tool_calls=(ToolCall("1", name, "{}"),))
+        reply: Any = SimpleNamespace(
+            reasoning="", text="", tool_calls=(ToolCall("1", name, "{}"),), finish_reason="TOOL_CALLS"
+        )
         piece = ToolCallDelta(id="1", name=name, arguments_json="{}")
         answer = ResponseAnswer("r", {}, functions, seals=False, keep=lambda *kept: None)
         events = (Delta(tool_call=piece), Delta(text="!"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -50,23 +51,20 @@ def served_name(config: ModelConfig) -> str:
         return config.model_name
     if config.model in DEMO_MODELS:
         return DEMO_MODELS[config.model].folder_name
-    folder = _folder(config.model)
+    folder = folder_of(config.model)
     if not folder.is_dir() and hub.is_hub_id(config.model):
         return config.model
     return folder.resolve().name
 
 
-def _folder(name: str) -> Path:
+def folder_of(name: str) -> Path:
     """Return the folder that a model's name may be; the home of nobody leads to none."""
-    try:
-        return Path(name).expanduser()
-    except RuntimeError:
-        return Path(name)
+    return Path(os.path.expanduser(name))
 
 
 def may_be_found(name: str) -> bool:
     """Whether this is a folder that is here, a demo model, or of the form of a hub id."""
-    return name in DEMO_MODELS or _folder(name).is_dir() or hub.is_hub_id(name)
+    return name in DEMO_MODELS or folder_of(name).is_dir() or hub.is_hub_id(name)
 
 
 def locate_models(
@@ -92,7 +90,7 @@ def locate_model(
     `on_size` is told the size before that, and then what is here when it is loaded as `dtype`. Raises
     ModelError saying what to do, and what `on_size` raises.
     """
-    folder = _folder(config.model)
+    folder = folder_of(config.model)
 
     def note(size: ModelSize) -> None:
         on_size(config.model, size)

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from icehouse_client.cli.console import out, print_json
+from icehouse_client.cli.console import expanded, out, print_json
 from icehouse_client.cli.figures import size_text
 from rich.markup import escape
 
@@ -128,7 +128,7 @@ def check_memory(config: Config) -> Answer:
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     detail = f"{size_text(total)} of main memory"
     name = config.model.model
-    folder = DEMO_MODELS[name].folder if name in DEMO_MODELS else Path(name).expanduser()
+    folder = DEMO_MODELS[name].folder if name in DEMO_MODELS else expanded(name)
     try:
         device = _device()
         limit_bytes = memory_limit(config.engine.memory_limit_bytes, device) if device else sys.maxsize
@@ -183,7 +183,7 @@ def check_model(config: Config) -> Answer:
         demo = DEMO_MODELS[name]
         is_here = f"in {demo.folder}" if is_built(demo) else "fetched with pip and made at the first start"
         return _ok(f"{name}, {is_here}")
-    folder = Path(name).expanduser()
+    folder = expanded(name)
     if not folder.is_dir():
         if "/" in name and not name.startswith((".", "/", "~")):
             return _ok(f"{name} will be looked for on the hub when serving")
@@ -212,7 +212,7 @@ def _check_sight(folder: Path) -> Answer:
 
 def check_replies(config: Config) -> Answer:
     """Which notation of reasoning and calls would be read, and from what is that known?"""
-    folder = Path(config.model.model).expanduser()
+    folder = expanded(config.model.model)
     if not (folder / "config.json").is_file():
         return _ok("known once the model is here")
     try:

@@ -80,6 +80,8 @@ class ChatMessage:
     """The tokens that were generated for this turn; empty when the caller does not say."""
     images: tuple[PlacedImage, ...] = ()
     """Ascending."""
+    sent_index: int | None = dataclasses.field(default=None, compare=False)
+    """Its place among the messages of its request, for refusals; None where it was not sent."""
 
 
 def with_result_images_in_user_turns(messages: Sequence[ChatMessage]) -> tuple[ChatMessage, ...]:
@@ -109,7 +111,9 @@ def _shown_by_user(results: Sequence[ChatMessage]) -> list[ChatMessage]:
         if result.images and len(results) > 1:
             text += f"{chr(10) if text else ''}Tool result {number}:"
         images += [PlacedImage(len(text), placed.source) for placed in result.images]
-    return [ChatMessage("user", text, images=tuple(images))] if images else []
+    if not images:
+        return []
+    return [ChatMessage("user", text, images=tuple(images), sent_index=results[-1].sent_index)]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -123,6 +127,8 @@ class Tool:
     """Whether the arguments of its calls are constrained to the schema."""
     is_found_later: bool = False
     """Whether the model found it during the conversation."""
+    sent_index: int | None = dataclasses.field(default=None, compare=False)
+    """Its place among the tools of its request, for refusals; None where it was not sent."""
 
 
 class ToolMode(enum.Enum):
@@ -176,10 +182,14 @@ class Conversation:
 
     @property
     def callable_tools(self) -> tuple[tuple[int, Tool], ...]:
-        """The tools that the reply may call, each with its index among all."""
+        """The tools that the reply may call, each with its index among those of the request."""
         choice = self.tool_choice
         names = {choice.name} if choice.mode is ToolMode.NAMED else choice.allowed
-        return tuple((i, tool) for i, tool in enumerate(self.tools) if not names or tool.name in names)
+        return tuple(
+            (index if tool.sent_index is None else tool.sent_index, tool)
+            for index, tool in enumerate(self.tools)
+            if not names or tool.name in names
+        )
 
     @property
     def holds_calls(self) -> bool:

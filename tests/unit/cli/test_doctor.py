@@ -195,8 +195,15 @@ def test_a_model_folder_needs_its_files(tmp_path: Path) -> None:
     assert nameless.verdict is CheckVerdict.FAIL and "no model_type" in nameless.detail
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     assert doctor.check_model(with_model(tmp_path)).verdict is CheckVerdict.OK
-    assert doctor.check_model(with_model("./absent")).verdict is CheckVerdict.FAIL
+    for absent in ("./absent", "~no-such-user/model"):
+        assert doctor.check_model(with_model(absent)).verdict is CheckVerdict.FAIL
     assert doctor.check_model(with_model("org/name")).verdict is CheckVerdict.OK
+
+
+def test_a_folder_of_nobodys_home_is_none() -> None:
+    nobodys = with_model("~no-such-user/model")
+    assert "once the model is here" in doctor.check_replies(nobodys).detail
+    assert doctor.check_memory(nobodys).verdict is not CheckVerdict.FAIL
 
 
 def test_weights_beyond_the_memory_fail(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -19,15 +20,20 @@ from icehouse.v1 import (
     prompt_pb2,
     server_service_pb2,
 )
-from icehouse_server.config import ConnectionConfig
+from icehouse_server.config import Config, ConnectionConfig, SecurityConfig
+from icehouse_server.errors import Overloaded
+from icehouse_server.rpc.access.credentials import ServerSecurity
+from icehouse_server.rpc.auth_interceptor import AuthInterceptor
+from icehouse_server.rpc.calls.call_lifecycle import RpcCalls
 from icehouse_server.rpc.calls.methods import CallPool, MethodAccess
 
 from tests.fixtures.patience import BOUND_S
 from tests.fixtures.rpc.details import refused
 from tests.fixtures.rpc.http2 import Peer, framed, peer_of
+from tests.fixtures.rpc.unread_context import UnreadContext
 from tests.fixtures.rpc.worker import METHODS_HERE, worker_parts
 from tests.unit.rpc.access.test_tokens import ADS, BOSS, SEARCH, bearer, guarded_server
-from tests.unit.rpc.conftest import RunningServer, channel_options
+from tests.unit.rpc.conftest import FakeClock, RunningServer, channel_options
 
 GENERATE = inference_service_pb2.GenerateRequest(prompt={"text": "Hi"}, max_output_tokens=1)
 WATCH = framed(server_service_pb2.WatchStatsRequest(interval={"seconds": 3600}).SerializeToString())
@@ -167,6 +173,42 @@ async def test_one_watch_too_many_is_told_when_to_come_back(served: RunningServe
                 watches.append(watch)
     for watch in watches:
         watch.cancel()
+
+
+async def test_a_refused_call_gives_its_places_back_before_its_status_is_read() -> None:
+    name = "icehouse.v1.ServerService/WatchStats"
+    limit = METHODS_HERE[name].caller_limit
+    assert limit is not None
+    clock = FakeClock()
+    interceptor = AuthInterceptor(
+        Config(),
+        security=ServerSecurity(SecurityConfig(), clock=clock),
+        calls=RpcCalls(clock=clock, on_end=lambda record: ()),
+        run_long=asyncio.to_thread,
+    )
+    served = asyncio.Event()
+
+    async def serve(requests: Any, context: Any) -> None:
+        served.set()
+
+    handler = interceptor._guarded(grpc.stream_stream_rpc_method_handler(serve), name)
+    # A call takes a place among those of its caller, and then one of all watches, which others hold here.
+    watches = interceptor._shares[CallPool.WATCHES]
+    with contextlib.ExitStack() as others:
+        with contextlib.suppress(Overloaded):
+            for number in itertools.count():
+                others.enter_context(watches.hold(f"peer:{number}"))
+        unread = [UnreadContext() for _ in range(limit)]
+        tasks = [asyncio.ensure_future(handler.stream_stream(None, context)) for context in unread]
+        statuses = await asyncio.gather(*(context.told for context in unread))
+        assert {status.code for status in statuses} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
+        assert all("watches are in flight" in status.details for status in statuses)
+    context = UnreadContext()
+    last = asyncio.ensure_future(handler.stream_stream(None, context))
+    await asyncio.wait((last, context.told), return_when=asyncio.FIRST_COMPLETED)
+    assert served.is_set() and not any(task.done() for task in tasks)
+    for task in (*tasks, last):
+        task.cancel()
 
 
 async def test_answers_that_nobody_reads_count_against_who_asked(tmp_path: Path) -> None:

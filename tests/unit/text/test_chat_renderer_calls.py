@@ -162,6 +162,10 @@ def test_a_notation_without_json_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="does not write their arguments as JSON") as caught:
         tokenizer_of(family).render_chat(Conversation(ASKED, tools=(CLOCK, STRICT)))
     assert (caught.value.reason, caught.value.field) == (Reason.TOOLS_UNSUPPORTED, "prompt.tools[1].strict")
+    sorted_since = dataclasses.replace(STRICT, sent_index=7)
+    with pytest.raises(InvalidRequest) as caught:
+        tokenizer_of(family).render_chat(Conversation(ASKED, tools=(CLOCK, sorted_since)))
+    assert caught.value.field == "prompt.tools[7].strict"
     forced = Conversation(ASKED, tools=(CLOCK, WEATHER), tool_choice=ToolChoice(ToolMode.REQUIRED))
     rendered = tokenizer_of(family).render_chat(forced)
     assert rendered.opening and rendered.call_form is None, "a call is only begun"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
+from icehouse.v1.cache_service_pb2 import WarmResult
 from icehouse_client import IcehouseClientError, Reply
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
@@ -27,7 +27,7 @@ from icehouse_http.bounds.places import Places
 from icehouse_http.bounds.reading_rate import SMALL_BYTES, ReadingRate
 from icehouse_http.chat import request as chat_request
 from icehouse_http.chat.answer import ChatAnswer
-from icehouse_http.errors import ApiError, api_error, bad_request, dialect_of
+from icehouse_http.errors import ApiError, api_error, bad_request, dialect_of, refusing_by
 from icehouse_http.exchange import Answer, Asked, Wishes, respond, until_gone
 from icehouse_http.fields import Fields, fields_of
 from icehouse_http.messages import request as message_request
@@ -43,7 +43,15 @@ from icehouse_http.serving.access_log import AccessLog
 from icehouse_http.serving.body_budget import BodyBudget
 from icehouse_http.serving.logs import LOGGER_NAME
 from icehouse_http.serving.metrics import CONTENT_TYPE, Metrics
-from icehouse_http.serving.watched import REQUEST_ID, Watched, path_label
+from icehouse_http.serving.request_ids import (
+    ANTHROPIC_HEADER,
+    HEADER,
+    OWN_ID,
+    REQUEST_ID,
+    named,
+    new_id,
+)
+from icehouse_http.serving.watched import Watched, path_label
 from icehouse_http.settings import Settings
 from icehouse_http.texts import completions
 from icehouse_http.texts.embeddings import embeddings
@@ -91,7 +99,7 @@ def create_app(settings: Settings) -> Starlette:
         allow_methods=["GET", "POST"],
         allow_headers=["*"],
         allow_private_network=True,
-        expose_headers=["retry-after", "retry-after-ms"],
+        expose_headers=["retry-after", "retry-after-ms", HEADER, ANTHROPIC_HEADER],
     )
     return Starlette(
         routes=routes,
@@ -169,7 +177,8 @@ class Front:
             except ClientDisconnect:
                 return Response(status_code=499)
             except Exception:
-                _log.exception("http_request_failed", extra={"path": path_label(request.url.path)})
+                facts = {"path": path_label(request.url.path), "request_id": request.scope[REQUEST_ID]}
+                _log.exception("http_request_failed", extra=facts)
                 refusal = ApiError(500, "the HTTP front has a fault; its log says more", code="INTERNAL")
             if refusal.status in _PACED:
                 now = asyncio.get_running_loop().time()
@@ -223,7 +232,6 @@ class Front:
     async def _respond(
         self, request: Request, caller: Caller, asked: Asked, answer: Answer, *, wishes: Wishes = _WISHES
     ) -> Response:
-        request.scope[REQUEST_ID] = asked.options["request_id"]
         interval_s = self._settings.ping_interval_s
         return await respond(request, caller.client, asked, answer, wishes=wishes, ping_interval_s=interval_s)
 
@@ -255,7 +263,7 @@ class Front:
         fields = await self._fields(request, caller)
         target = await self._target(fields, caller)
         asked = chat_request.asked_of(fields, target, request.headers, self._settings)
-        name = _named("chatcmpl-", asked)
+        name = _named("chatcmpl-", asked, request)
         answer = ChatAnswer(name, asked.options, tells_usage=_tells_usage(fields))
         return await self._respond(request, caller, asked, answer)
 
@@ -266,7 +274,7 @@ class Front:
         wanted = response_request.asked_of(
             fields, target, request.headers, self._settings, store=self._store, scope=caller.scope
         )
-        asked, name = wanted.asked, _named("resp_", wanted.asked)
+        asked, name = wanted.asked, _named("resp_", wanted.asked, request)
 
         def keep(reply: Reply, items: Sequence[Item]) -> None:
             if wanted.is_stored:
@@ -282,7 +290,8 @@ class Front:
         target = await self._target(fields, caller)
         fields.require("max_tokens")
         asked = message_request.asked_of(fields, target, request.headers, self._settings)
-        answer = MessageAnswer(_named("msg_", asked), lambda: self._pins.ask(caller.client, fields, asked))
+        name = _named("msg_", asked, request)
+        answer = MessageAnswer(name, lambda: self._pins.ask(caller.client, fields, asked))
         if fields.raw("max_tokens") == 0:
             return await self._warm(request, caller, asked, answer)
         return await self._respond(request, caller, asked, answer)
@@ -293,7 +302,12 @@ class Front:
             raise bad_request("stream must be false where max_tokens is 0", param="stream")
         prompt: Any = asked.prompt
         options = message_request.prompt_options(asked, prompt)
-        result = await until_gone(request.receive, caller.client.cache.warm(prompt, **options))
+
+        async def warm(name: str) -> WarmResult:
+            return await caller.client.cache.warm(prompt, request_id=name, **options)
+
+        with refusing_by(asked.names):
+            result = await until_gone(request.receive, named(request.scope[REQUEST_ID], warm))
         return JSONResponse(answer.warmed(options["model"], result))
 
     async def count_tokens(self, request: Request, caller: Caller) -> Response:
@@ -310,7 +324,7 @@ class Front:
         target = await self._target(fields, caller)
         asked = completions.asked_of(fields, target, request.headers, self._settings)
         echo = await completions.echo_of(caller.client, fields, asked)
-        name, tells_usage = _named("cmpl-", asked), _tells_usage(fields)
+        name, tells_usage = _named("cmpl-", asked, request), _tells_usage(fields)
         answer = completions.TextAnswer(name, asked.options, echo, tells_usage)
         return await self._respond(request, caller, asked, answer)
 
@@ -318,13 +332,16 @@ class Front:
         """POST /v1/embeddings."""
         fields = await self._fields(request, caller)
         target = await self._target(fields, caller)
-        return JSONResponse(await until_gone(request.receive, embeddings(caller.client, fields, target)))
+        name = request.scope[REQUEST_ID]
+        work = embeddings(caller.client, fields, target, request_id=name)
+        return JSONResponse(await until_gone(request.receive, work))
 
     async def rerank(self, request: Request, caller: Caller) -> Response:
         """POST /v1/rerank."""
         fields = await self._fields(request, caller)
         target = await self._target(fields, caller)
-        work = ranking(caller.client, fields, target, name=_name("rerank-"))
+        name = _id_of("rerank-", request)
+        work = ranking(caller.client, fields, target, name=name, request_id=request.scope[REQUEST_ID])
         return JSONResponse(await until_gone(request.receive, work))
 
 
@@ -343,13 +360,17 @@ def _tells_usage(fields: Fields) -> bool:
     return (fields.object("stream_options") or Fields({})).flag("include_usage")
 
 
-def _name(kind: str) -> str:
-    return f"{kind}{uuid.uuid4().hex}"
+def _id_of(kind: str, request: Request) -> str:
+    """Return the answer's id, which is the request's too unless the caller has named that."""
+    name = new_id(kind)
+    request.scope[REQUEST_ID] = request.scope[OWN_ID] or name
+    return name
 
 
-def _named(kind: str, asked: Asked) -> str:
-    """Name the request: the answer's id is its id at the server, too."""
-    asked.options["request_id"] = name = _name(kind)
+def _named(kind: str, asked: Asked, request: Request) -> str:
+    """Name the request at the server; return the answer's id."""
+    name = _id_of(kind, request)
+    asked.options["request_id"] = request.scope[REQUEST_ID]
     return name
 
 

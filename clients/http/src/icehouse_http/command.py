@@ -6,10 +6,15 @@ import argparse
 import contextlib
 import os
 import resource
+import socket
+import ssl
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
+
+from icehouse_client.channel import address_problem
 
 from icehouse_http.bounds.connection import BoundedConnection
 from icehouse_http.serving.certificate import TlsFiles
@@ -18,14 +23,15 @@ from icehouse_http.serving.server import Listening, run
 from icehouse_http.settings import Settings
 
 _OWN_FILE_COUNT = 64
+_MOST = 1 << 62
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Serve until SIGINT or SIGTERM."""
     parser = _parser()
     given = parser.parse_args(arguments)
-    if (given.tls_certificate is None) != (given.tls_key is None):
-        parser.error("--tls-certificate and --tls-key go together")
+    if problem := _problem(given):
+        parser.error(problem)
     is_shown = given.ends_with_stdin and given.log_format == "text" and sys.stderr.isatty()
     setup_logging(is_json=given.log_format == "json", level=given.log_level, tells_course=not is_shown)
     if given.ends_with_stdin:
@@ -86,14 +92,64 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _path(text: str) -> Path:
-    return Path(os.path.expanduser(text))
+def _problem(given: argparse.Namespace) -> str:
+    """Return what options say together that cannot be, "" for nothing."""
+    certificate, key = given.tls_certificate, given.tls_key
+    if (certificate is None) != (key is None):
+        return "--tls-certificate and --tls-key go together"
+    try:
+        if certificate is not None:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)
+    except ssl.SSLError:
+        return f"{certificate} and {key} are no PEM files of a certificate and its private key"
+    return ""
+
+
+def _address(text: str) -> str:
+    if problem := address_problem(text):
+        wanted = "say host:port, as in localhost:50051, or unix:/path"
+        raise argparse.ArgumentTypeError(f"the address {text!r} {problem}; {wanted}")
+    return text
+
+
+def _file(text: str) -> Path:
+    path = Path(os.path.expanduser(text))
+    try:
+        path.open("rb").close()
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{path} cannot be read ({error.strerror})") from error
+    return path
+
+
+def _socket(text: str) -> int:
+    try:
+        with socket.socket(fileno=os.dup(int(text))):
+            return int(text)
+    except (OSError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no socket that was passed on") from error
+
+
+def _number(kind: Callable[[str], float], *, least: float, most: float) -> Callable[[str], Any]:
+    """Return what reads a number of a range, which NaN is not in."""
+
+    def read(text: str) -> float:
+        with contextlib.suppress(ValueError):
+            if least <= (number := kind(text)) <= most:
+                return number
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from {least:g} to {most:g}")
+
+    return read
 
 
 def _add_server(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--address", default=Settings().address, help="host:port or unix:/path (default: %(default)s)")
-    add("--ca-file", type=_path, metavar="PEM", help="speak TLS to the server, whose authority this is")
+    add(
+        "--address",
+        type=_address,
+        default=Settings().address,
+        help="host:port or unix:/path (default: %(default)s)",
+    )
+    add("--ca-file", type=_file, metavar="PEM", help="speak TLS to the server, whose authority this is")
     add(
         "--no-health-watch",
         action="store_true",
@@ -104,8 +160,9 @@ def _add_server(group: argparse._ArgumentGroup) -> None:
 def _add_listening(group: argparse._ArgumentGroup) -> None:
     add, defaults = group.add_argument, Listening()
     add("--host", default=defaults.host, help="(default: %(default)s)")
-    add("--port", type=int, default=defaults.port, help="(default: %(default)s)")
-    add("--fd", type=int, metavar="N", help="an inherited socket that listens, instead of host and port")
+    port = _number(int, least=0, most=(1 << 16) - 1)
+    add("--port", type=port, default=defaults.port, help="(default: %(default)s)")
+    add("--fd", type=_socket, metavar="N", help="an inherited socket that listens, instead of host and port")
     add(
         "--name",
         action="append",
@@ -113,11 +170,11 @@ def _add_listening(group: argparse._ArgumentGroup) -> None:
         metavar="NAME",
         help="a host name to answer to, beside addresses, localhost and --host; * is any; may be repeated",
     )
-    add("--tls-certificate", type=_path, metavar="PEM", help="speak HTTPS with this certificate chain")
-    add("--tls-key", type=_path, metavar="PEM", help="the certificate's private key")
+    add("--tls-certificate", type=_file, metavar="PEM", help="speak HTTPS with this certificate chain")
+    add("--tls-key", type=_file, metavar="PEM", help="the certificate's private key")
     add(
         "--grace-s",
-        type=float,
+        type=_number(float, least=0, most=_MOST),
         default=defaults.grace_s,
         metavar="SECONDS",
         help="how long running requests may go on after SIGTERM (default: %(default)s)",
@@ -140,7 +197,8 @@ def _add_requests(group: argparse._ArgumentGroup) -> None:
         help="another name of a model or adapter; may be repeated",
     )
     add("--strict-models", action="store_true", help="refuse names of models that are not served")
-    add("--temperature", type=float, help="for requests that name none (default: the server's, greedy)")
+    temperature = _number(float, least=0, most=_MOST)
+    add("--temperature", type=temperature, help="for requests that name none (default: the server's, greedy)")
     add(
         "--exact-prompts",
         action="store_true",
@@ -155,14 +213,14 @@ def _add_requests(group: argparse._ArgumentGroup) -> None:
     )
     add(
         "--max-body-bytes",
-        type=int,
+        type=_number(int, least=1, most=_MOST),
         default=defaults.max_body_bytes,
         metavar="BYTES",
         help="largest request (default: %(default)s)",
     )
     add(
         "--body-memory-bytes",
-        type=int,
+        type=_number(int, least=1, most=_MOST),
         default=defaults.body_memory_bytes,
         metavar="BYTES",
         help="for the bodies of all requests until they are answered (default: %(default)s)",

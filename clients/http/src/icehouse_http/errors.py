@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import grpc
 from icehouse_client import IcehouseClientError
+
+from icehouse_http.field_names import NO_NAMES, FieldNames
 
 _STATUS = {
     grpc.StatusCode.INVALID_ARGUMENT: 400,
@@ -38,9 +42,6 @@ _ANTHROPIC_TYPES = {
 
 _UNAVAILABLE_RETRY_S = 1.0
 """When to try again a server that does not say when."""
-
-_PREFIXES = ("prompt.chat.", "prompt.", "sampling.")
-"""What stands before our fields and means nothing to a caller of another API."""
 
 
 class Dialect(enum.Enum):
@@ -104,13 +105,22 @@ def bad_request(message: str, *, param: str | None = None) -> ApiError:
     return ApiError(400, message, code="invalid_value", param=param)
 
 
-def api_error(error: IcehouseClientError) -> ApiError:
-    """Return what a failed call is in HTTP."""
+def api_error(error: IcehouseClientError, names: FieldNames = NO_NAMES) -> ApiError:
+    """Return what a failed call is in HTTP, its fields by the caller's names."""
     status = _STATUS.get(error.code, 500)
     retry_s = error.retry_after_s
     if retry_s is None and error.code is grpc.StatusCode.UNAVAILABLE:
         retry_s = _UNAVAILABLE_RETRY_S
-    param = error.field
-    for prefix in _PREFIXES:
-        param = param.removeprefix(prefix) if param else None
-    return ApiError(status, error.message, code=error.reason, param=param, retry_s=retry_s)
+    if not error.field:
+        return ApiError(status, error.message, code=error.reason, retry_s=retry_s)
+    param, message = names.name_of(error.field), names.in_words(error.message, error.field)
+    return ApiError(status, message, code=error.reason, param=param, retry_s=retry_s)
+
+
+@contextlib.contextmanager
+def refusing_by(names: FieldNames) -> Iterator[None]:
+    """Raise a failed call of the block as ApiError with the caller's names."""
+    try:
+        yield
+    except IcehouseClientError as error:
+        raise api_error(error, names) from error

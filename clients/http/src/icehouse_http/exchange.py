@@ -20,6 +20,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from icehouse_http.errors import ApiError, CallerGone, api_error, bad_request
+from icehouse_http.field_names import NO_NAMES, FieldNames
+from icehouse_http.serving.request_ids import IN_USE, distinct
 
 Result = TypeVar("Result")
 
@@ -33,6 +35,8 @@ class Asked:
     prompt: Prompt
     options: Options
     is_streamed: bool
+    names: FieldNames = NO_NAMES
+    """What the caller calls the fields of prompt and options."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -84,8 +88,9 @@ class LenientStream:
     def __init__(self, client: AsyncClient, asked: Asked, wishes: Wishes) -> None:
         """Raises ApiError for what cannot be sent."""
         self._client = client
-        self._prompt = asked.prompt
+        self._prompt, self._names = asked.prompt, asked.names
         self._options: Any = {**asked.options}
+        self._request_id = asked.options.get("request_id", "")
         self._wishes = wishes
         try:
             self._stream = self._begin()
@@ -99,7 +104,10 @@ class LenientStream:
         return self._stream.reply
 
     async def events(self) -> AsyncGenerator[StreamEvent, None]:
-        """Iterate over what happens from the request's start; leaving the iteration ends the call too."""
+        """Iterate over what happens from the request's start; leaving the iteration ends the call too.
+
+        Raises ApiError where the call fails.
+        """
         while True:
             try:
                 async with contextlib.aclosing(self._stream.events()) as events:
@@ -109,7 +117,7 @@ class LenientStream:
                 return
             except IcehouseClientError as error:
                 if not self._does_without(error.reason, error.field or ""):
-                    raise
+                    raise api_error(error, self._names) from error
             self._stream = self._begin()
 
     def cancel(self) -> None:
@@ -118,6 +126,9 @@ class LenientStream:
 
     def _does_without(self, reason: str, field: str) -> bool:
         """Give up what a refusal names; False where that was no mere wish, or is given up already."""
+        if reason == IN_USE:
+            named, self._options["request_id"] = self._options["request_id"], distinct(self._request_id)
+            return bool(named == self._request_id)
         if reason == "TOOLS_UNSUPPORTED" and field.endswith(".strict"):
             # OpenAI's Agents SDK has it on each tool, whatever the model. Arguments are checked when they are
             # read, so no call comes of any that do not fit.
@@ -227,8 +238,8 @@ class EventStream(Response):
             async for event in self._events:
                 await self._put(send, _encoded(self._answer.feed(event)))
             last = _encoded(self._answer.end(self._stream.reply))
-        except IcehouseClientError as error:
-            last = _encoded(self._answer.fail(api_error(error)))
+        except ApiError as error:
+            last = _encoded(self._answer.fail(error))
         finally:
             await _cancelled(pinging)
         await send({"type": "http.response.body", "body": last, "more_body": False})

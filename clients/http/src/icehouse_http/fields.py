@@ -34,6 +34,11 @@ class Fields:
         self._values: Mapping[str, Any] = value
         self._place = place
 
+    @property
+    def place(self) -> str:
+        """The path of the object, such as `messages[0]`."""
+        return self._place
+
     def place_of(self, name: str) -> str:
         """Return the path of a field, such as `messages[0].content`."""
         return f"{self._place}.{name}" if self._place else name

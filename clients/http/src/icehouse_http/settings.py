@@ -16,6 +16,8 @@ class Settings:
     """The Icehouse server: host:port, or unix:/path."""
     ca_pem: bytes | None = dataclasses.field(default=None, repr=False)
     """The authority of the server's certificate; None speaks without TLS."""
+    connect_timeout_s: float = 5.0
+    """For a connection to the server, TLS and HTTP/2's first words included."""
     watches_health: bool = True
     """Pass over a server whose health check says that it does not serve. Not for one that wants credentials
     for that check."""
@@ -40,6 +42,8 @@ class Settings:
     """At once, of all callers; the server lets 256 calls run on each of the three connections."""
     body_timeout_s: float = 60.0
     """For a request's whole body."""
+    question_timeout_s: float = 10.0
+    """For what the server answers without computing: who may call, which models there are."""
     ping_interval_s: float = 10.0
     """A stream is never silent for longer."""
     max_stored_responses: int = 256

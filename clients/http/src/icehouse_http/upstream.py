@@ -40,6 +40,11 @@ _CHANNEL_OPTIONS = (
     # gRPC would wait for up to two minutes before it tries again to reach a server that was away.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2_000),
+    # A machine that has gone says nothing. Its calls end with the first ping that it leaves unanswered; a
+    # server answers pings however long it computes, and by default takes one every 8 s.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.max_pings_without_data", 0),
 )
 
 
@@ -79,13 +84,15 @@ class Upstream:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         security = Security(ca_pem=settings.ca_pem)
+        # What gRPC calls the least time between two tries is also the most that one may take.
+        connect_timeout = ("grpc.min_reconnect_backoff_ms", round(1000 * settings.connect_timeout_s))
         self._clients = [
             AsyncClient(
                 settings.address,
                 timeout_s=None,
                 security=security,
                 watches_health=settings.watches_health,
-                channel_options=_CHANNEL_OPTIONS,
+                channel_options=(*_CHANNEL_OPTIONS, connect_timeout),
             )
             for _ in range(_CONNECTION_COUNT)
         ]
@@ -108,6 +115,9 @@ class Upstream:
             )
         if token:
             metadata["authorization"] = f"Bearer {token}"
+        for client in self._clients:
+            # All together, so that a server that does not answer is waited for once.
+            client.connect()
         return Caller(next(self._turns), metadata, token, host)
 
     async def admit(self, caller: Caller) -> None:
@@ -118,13 +128,13 @@ class Upstream:
         """Return what the server says of itself: SERVING, NOT_SERVING. Who asks meanwhile hears the same."""
         scope, asking = self._checking or ("", None)
         if asking is None or asking.done() or scope != caller.scope:
-            asking = asyncio.ensure_future(caller.client.health(timeout_s=_KNOWN_FOR_S))
+            asking = asyncio.ensure_future(caller.client.health(timeout_s=self._settings.question_timeout_s))
             self._checking = caller.scope, asking
         return await asyncio.shield(asking)
 
     async def models(self, caller: Caller) -> list[Model]:
         """Ask for the models that a caller may use."""
-        models = await caller.client.models()
+        models = await caller.client.models(timeout_s=self._settings.question_timeout_s)
         self._known[caller.scope] = time.monotonic(), models
         self._known.move_to_end(caller.scope)
         if len(self._known) > _KNOWN_CALLERS:

@@ -96,6 +96,10 @@ class AsyncClient:
     ) -> None:
         await self.close()
 
+    def connect(self) -> None:
+        """As `Client.connect`."""
+        self._channel.get_state(try_to_connect=True)
+
     async def close(self) -> None:
         """End the connection and what runs on it."""
         await self._channel.close()

@@ -17,6 +17,26 @@ SERVICE = "icehouse.v1.InferenceService"
 """What health is asked for: it serves when the server does."""
 
 
+_SCHEMES = ("unix:", "unix-abstract:", "dns:", "ipv4:", "ipv6:", "vsock:", "xds:")
+"""Of addresses that gRPC alone can read."""
+
+
+def address_problem(address: str) -> str:
+    """Return why what somebody has typed is no address, to be read behind it; "" where it may be one."""
+    host, colon, port = address.rpartition(":")
+    if address.startswith(_SCHEMES):
+        return ""
+    if "://" in address:
+        return "is a URL"
+    if not (colon and port):
+        return "has no port"
+    if not host:
+        return "has no host"
+    if not (port.isascii() and port.isdecimal() and 0 < int(port) < 1 << 16):
+        return f"has the port {port!r}, which is no number from 1 to 65535"
+    return ""
+
+
 def check_address(address: str) -> None:
     """Raise ValueError for no address, which gRPC would take and fail with at the first call."""
     if not address.strip():

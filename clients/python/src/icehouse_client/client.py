@@ -104,6 +104,14 @@ class Client:
     ) -> None:
         self.close()
 
+    def connect(self) -> None:
+        """Begin to connect now, and not with the first call; returns at once."""
+
+        def ignore(state: grpc.ChannelConnectivity) -> None: ...
+
+        self._channel.subscribe(ignore, try_to_connect=True)
+        self._channel.unsubscribe(ignore)
+
     def close(self) -> None:
         """End the connection and what runs on it."""
         self._channel.close()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from icehouse_client.cli.console import EXIT_FAILURE, AsJson, complain, err, out, print_json
+from icehouse_client.cli.console import EXIT_FAILURE, AsJson, complain, err, expanded, out, print_json
 from icehouse_client.cli.main import CommandLine
 
 from icehouse_server.cli.service.managers import (
@@ -141,13 +141,13 @@ def definition_of(
     # Imported here, so that commands start without tokenizers.
     from icehouse_server.demo.models import DEMO_MODELS
 
-    file = None if config is None else config.expanduser().absolute()
+    file = None if config is None else expanded(config).absolute()
     # Without this terminal's variables, as the service will see it.
     flags = {"model.model": model, "http.port": http_port}
     loaded = load_config(flags=flags, environ={}, file=file)
     words = [*_program(), "serve"]
     if model is not None:
-        folder = Path(model).expanduser()
+        folder = expanded(model)
         words.append(str(folder.absolute()) if model not in DEMO_MODELS and folder.is_dir() else model)
     if file is not None:
         words += ["--config", str(file)]

@@ -39,7 +39,7 @@ class Outbox:
         self._event_limit = event_limit
         self._byte_limit = byte_limit
         self._on_stall = on_stall
-        self._waiting: collections.deque[Event] = collections.deque()
+        self._waiting: collections.deque[Event | _MergedDelta] = collections.deque()
         self.waiting_bytes = 0
         self._filled = filled or asyncio.Event()
         self._closed_by_writer = False
@@ -67,7 +67,8 @@ class Outbox:
         while not self._waiting:
             self._filled.clear()
             await self._filled.wait()
-        event = self._waiting.popleft()
+        waiting = self._waiting.popleft()
+        event = waiting.whole() if isinstance(waiting, _MergedDelta) else waiting
         self.waiting_bytes -= _size_bytes(event)
         self.ended = isinstance(event, (Finished, Failed))
         return event
@@ -92,17 +93,33 @@ class Outbox:
         match newest, event:
             case PrefillProgress(), PrefillProgress() if _fit_one_piece(newest, event):
                 self._waiting[-1] = dataclasses.replace(event, logprobs=newest.logprobs + event.logprobs)
-            case Delta(), Delta() if is_full and _fit_one_piece(newest, event):
-                self._waiting[-1] = Delta(
-                    newest.text + event.text,
-                    newest.token_ids + event.token_ids,
-                    newest.logprobs + event.logprobs,
-                )
+            case ((Delta() | _MergedDelta()), Delta()) if is_full and _fit_one_piece(newest, event):
+                if isinstance(newest, Delta):
+                    self._waiting[-1] = newest = _MergedDelta(newest)
+                newest.add(event)
             case _:
                 self._waiting.append(event)
 
 
-def _fit_one_piece(newest: PrefillProgress | Delta, event: PrefillProgress | Delta) -> bool:
+class _MergedDelta:
+    """Deltas that become one when the reader takes it: put together each time, a long output would be copied
+    once for each of its tokens."""
+
+    def __init__(self, first: Delta) -> None:
+        self._texts = [first.text]
+        self._token_ids = list(first.token_ids)
+        self.logprobs = list(first.logprobs)
+
+    def add(self, delta: Delta) -> None:
+        self._texts.append(delta.text)
+        self._token_ids += delta.token_ids
+        self.logprobs += delta.logprobs
+
+    def whole(self) -> Delta:
+        return Delta("".join(self._texts), tuple(self._token_ids), tuple(self.logprobs))
+
+
+def _fit_one_piece(newest: PrefillProgress | Delta | _MergedDelta, event: PrefillProgress | Delta) -> bool:
     return not event.logprobs or len(newest.logprobs) + len(event.logprobs) <= PIECE_COUNT
 
 

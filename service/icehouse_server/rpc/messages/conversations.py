@@ -130,6 +130,7 @@ def tools_of(protos: Sequence[tool_pb2.Tool]) -> tuple[Tool, ...]:
             schema,
             is_strict=proto.strict,
             is_found_later=proto.found_later,
+            sent_index=index,
         )
     return tuple(tools.values())
 
@@ -197,6 +198,7 @@ def _message_of(message: prompt_pb2.ChatMessage, index: int, info: ModelInfo) ->
         ),
         tool_call_id=message.tool_call_id,
         token_ids=tuple(message.token_ids),
+        sent_index=index,
     )
 
 

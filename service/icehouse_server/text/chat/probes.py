@@ -89,8 +89,8 @@ def skeleton_of(messages: Sequence[ChatMessage]) -> Skeleton:
     message_indices: dict[str, int] = {}
 
     def word(index: int, field: str) -> str:
-        made = f"qz{len(fields)}qz"
-        fields[made] = f"messages[{index}].{field}"
+        made, sent_index = f"qz{len(fields)}qz", messages[index].sent_index
+        fields[made] = f"messages[{index if sent_index is None else sent_index}].{field}"
         message_indices[made] = index
         return made
 

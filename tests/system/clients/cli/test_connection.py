@@ -58,6 +58,7 @@ def test_a_file_without_a_token_is_told_before_the_call(
         (("--seed", "-1"), "--seed"),
         (("--max-output-tokens", "99999999999"), "--max-output-tokens"),
         (("--timeout-s", "-1"), "--timeout-s"),
+        (("--timeout-s", "inf"), "--timeout-s"),
         (("--tokens", "99999999999999999999"), "is no token id"),
     ],
 )
@@ -65,6 +66,72 @@ def test_numbers_that_no_request_can_hold_are_refused(options: tuple[str, str], 
     words = () if "--tokens" in options else ("Hi",)
     result = CliRunner().invoke(app, ["generate", *words, *options], env={"COLUMNS": "300"})
     assert result.exit_code == 2 and wanted in result.stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("rerank", "q", "d", "--top-count", "99999999999"),
+        ("embed", "Hi", "--dimensions", "99999999999"),
+        ("pin", "Hi", "--ttl", "99999999999999999999h"),
+    ],
+    ids=lambda words: words[0],
+)
+def test_so_are_those_of_other_commands(words: tuple[str, ...]) -> None:
+    assert CliRunner().invoke(app, [*words, "--address", "127.0.0.1:1"]).exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("address", "problem"),
+    [
+        ("http://localhost:1", "is a URL"),
+        ("ftp://localhost:1", "is a URL"),
+        ("localhost", "has no port"),
+        ("localhost:", "has no port"),
+        (":50051", "has no host"),
+        ("localhost:http", "has the port 'http'"),
+        ("localhost:99999", "has the port '99999'"),
+        ("localhost:-1", "has the port '-1'"),
+        ("localhost:1/path", "has the port '1/path'"),
+    ],
+)
+def test_what_is_no_address_is_told_before_the_call(address: str, problem: str) -> None:
+    result = CliRunner().invoke(app, ["health", "--address", address])
+    assert isinstance(result.exception, UsageError)
+    assert f"the address {address!r} {problem}" in str(result.exception)
+
+
+@pytest.mark.parametrize("address", ["unix:/none", "dns:///localhost:1", "ipv4:127.0.0.1:1", "[::1]:1"])
+def test_what_grpc_knows_as_an_address_is_tried(address: str) -> None:
+    assert CliRunner().invoke(app, ["health", "--address", address]).exit_code == 1
+
+
+NOBODYS = "~no-such-user/file"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("generate", "Hi", "--token", NOBODYS),
+        ("generate", "Hi", "--ca", NOBODYS),
+        ("generate", "--messages", NOBODYS),
+        ("generate", "Hi", "--image", NOBODYS),
+        ("chat", "--load", NOBODYS),
+        ("export", "--all", "--to", NOBODYS),
+        ("import", NOBODYS),
+    ],
+    ids=" ".join,
+)
+def test_a_file_of_nobodys_home_is_not_there(words: tuple[str, ...]) -> None:
+    result = CliRunner().invoke(app, [*words, "--address", "127.0.0.1:1"])
+    assert isinstance(result.exception, UsageError) and NOBODYS in str(result.exception)
+
+
+def test_an_archive_may_lie_in_ones_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "archive").write_bytes(b"")
+    told = CliRunner().invoke(app, ["import", "~/archive", "--address", "127.0.0.1:1"])
+    assert told.exit_code == 1 and "no server answers" in told.stderr
 
 
 def test_a_server_that_nobody_names_is_looked_for_where_one_listens(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -166,6 +166,12 @@ def test_a_models_folder_is_named_from_the_root(tmp_path: Path, monkeypatch: pyt
     assert words == [str(tmp_path / "mine"), "demo", "org/hub-id"]
 
 
+def test_a_file_of_nobodys_home_cannot_be_read() -> None:
+    assert isinstance(run("install", "--print", "--config", "~no-such-user/a.toml").exception, ConfigError)
+    command = commands.definition_of(model="~no-such-user/model", config=None).command
+    assert command[-1] == "~no-such-user/model"
+
+
 def test_the_port_of_http_is_passed_on_and_checked() -> None:
     command = commands.definition_of(model="demo", config=None, http_port="8000").command
     assert command[-3:] == ("demo", "--http-port", "8000")

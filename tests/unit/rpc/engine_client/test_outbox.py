@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -52,6 +54,31 @@ def test_nothing_is_lost_or_reordered(texts: list[str], taken_early: int, event_
         assert box.ended and box.waiting_bytes == 0 and stalls == []
 
     asyncio.run(scenario())
+
+
+class CountedTokens(tuple[int, ...]):
+    """Token ids that count how often one of them is copied, and whose sums do so too."""
+
+    copied_count = 0
+
+    def __iter__(self) -> Iterator[int]:
+        CountedTokens.copied_count += len(self)
+        return super().__iter__()
+
+    def __add__(self, other: Any) -> CountedTokens:
+        CountedTokens.copied_count += len(self) + len(other)
+        return CountedTokens(super().__add__(other))
+
+
+async def test_merging_a_long_output_copies_each_token_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CountedTokens, "copied_count", 0)
+    box, _ = outbox(event_limit=1, byte_limit=1 << 20)
+    count = 1000
+    for index in range(count):
+        box.put(Delta("x", CountedTokens((index,))))
+    [event] = await take_all(box)
+    assert isinstance(event, Delta) and list(event.token_ids) == list(range(count))
+    assert CountedTokens.copied_count <= 10 * count
 
 
 async def test_newest_progress_replaces_the_one_before() -> None:

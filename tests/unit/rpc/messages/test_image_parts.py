@@ -7,10 +7,11 @@ import dataclasses
 import urllib.parse
 
 import pytest
-from icehouse.v1 import prompt_pb2
+from icehouse.v1 import prompt_pb2, tool_pb2
 from icehouse_server.domain.chat import ImageDetail, ImageSource
 from icehouse_server.errors import InvalidRequest, Reason
 from icehouse_server.rpc.messages.conversations import conversation_of
+from icehouse_server.text.prompt_normalizer import normalized
 
 from tests.fixtures.image_files import PNG
 from tests.fixtures.rpc.fake_engine import MODEL_INFO
@@ -161,3 +162,23 @@ def test_the_other_roles_show_no_pictures(role: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         turns_of({**result("x", b"1"), "role": role})
     assert caught.value.field == "prompt.chat.messages[0].parts[1].image"
+
+
+def test_who_was_sent_knows_its_place_whatever_comes_before_it_later() -> None:
+    picture = prompt_pb2.ContentPart(image=prompt_pb2.ImagePart(data=PNG))
+    chat = prompt_pb2.ChatPrompt(
+        messages=[
+            prompt_pb2.ChatMessage(role=prompt_pb2.ROLE_SYSTEM, content="cc_version=1; cch=1a2b;"),
+            prompt_pb2.ChatMessage(role=prompt_pb2.ROLE_TOOL, parts=[picture]),
+            prompt_pb2.ChatMessage(role=prompt_pb2.ROLE_USER, content="Hi"),
+        ]
+    )
+    tools = [tool_pb2.Tool(name=name) for name in ("b", "c", "a")]
+    conversation, _ = normalized(conversation_of(chat, tools=tools, choice=None, info=SEEING))
+    # The system said nothing else, and the picture is shown in a turn of the user's.
+    assert [(m.role, m.sent_index) for m in conversation.messages] == [("tool", 1), ("user", 1), ("user", 2)]
+    assert [(tool.name, index) for index, tool in conversation.callable_tools] == [
+        ("a", 2),
+        ("b", 0),
+        ("c", 1),
+    ]

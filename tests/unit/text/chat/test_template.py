@@ -71,6 +71,15 @@ def test_a_role_of_the_templates_own_is_written_where_the_template_writes_it() -
     assert caught.value.field == "prompt.chat.messages[0].content"
 
 
+def test_a_refusal_names_a_message_by_its_place_in_the_request() -> None:
+    """Others may have been dropped before it since."""
+    role, user = turns(("ipython", "2"), ("user", "Hi"))
+    asked = Conversation((dataclasses.replace(role, sent_index=3), user))
+    with pytest.raises(InvalidRequest, match=r"would drop prompt\.chat\.messages\[3\]\.content") as caught:
+        render(THINKING, asked)
+    assert caught.value.field == "prompt.chat.messages[3].content"
+
+
 def test_systems_in_a_row_become_one() -> None:
     text = render(HEADERS, Conversation(turns(("system", "A"), ("developer", "B"), ("user", "Hi"))))
     assert text.count("system<|end_header_id|>") == 1 and "A\n\nB<|im_end|>" in text

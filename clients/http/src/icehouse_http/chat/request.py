@@ -6,8 +6,9 @@ from collections.abc import Mapping
 
 from icehouse_client import Options, formats
 
-from icehouse_http.chat.turns import messages_of, tool_options, tools_of
+from icehouse_http.chat.turns import tool_options, tools_of, turns_of
 from icehouse_http.exchange import Asked
+from icehouse_http.field_names import FieldNames
 from icehouse_http.fields import INT32_MAX, Fields
 from icehouse_http.sampling import (
     effort_of,
@@ -22,6 +23,22 @@ from icehouse_http.upstream import Target
 
 _MOST_COMPLETIONS = 128
 _MOST_TOP_LOGPROBS = 20
+_TURN_FIELDS = {
+    **{name: name for name in ("role", "content", "name", "tool_calls", "tool_call_id")},
+    "parts": "content",
+    "reasoning": "reasoning_content",
+}
+_NAMES = {
+    "prompt.chat": "messages",
+    "prompt.chat.template_arguments": "chat_template_kwargs",
+    "prompt.tools": "tools",
+    "prompt.adapter": "model",
+    "completions": "n",
+    "logprobs": "top_logprobs",
+    "max_reasoning_tokens": "reasoning_effort",
+    "response_format.json_schema": "response_format.json_schema.schema",
+    "tool_choice": "tool_choice",
+}
 
 
 def asked_of(fields: Fields, target: Target, headers: Mapping[str, str], settings: Settings) -> Asked:
@@ -41,7 +58,14 @@ def asked_of(fields: Fields, target: Target, headers: Mapping[str, str], setting
         options["logprobs"] = fields.integer("top_logprobs", least=0, most=_MOST_TOP_LOGPROBS) or 0
     if (form := fields.object("response_format")) is not None:
         set_format(options, form, "json_schema")
-    return Asked(messages_of(fields), options, fields.flag("stream"))
+    turns = turns_of(fields)
+    names = FieldNames(
+        [turn.place for turn in turns],
+        _TURN_FIELDS,
+        tools=[f"tools[{index}].function" for index, _ in enumerate(options.get("tools", ()))],
+        others=_NAMES,
+    )
+    return Asked([turn.message for turn in turns], options, fields.flag("stream"), names)
 
 
 def set_format(options: Options, form: Fields, schema_field: str) -> None:

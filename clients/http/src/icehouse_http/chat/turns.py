@@ -6,6 +6,7 @@ from typing import Any
 
 from icehouse_client import Image, Message, Options, Tool, ToolCall
 
+from icehouse_http.field_names import Turn
 from icehouse_http.fields import Fields
 
 _SPEAKING = ("system", "developer", "user")
@@ -15,12 +16,12 @@ _DETAILS = {"auto": "auto", "low": "low", "high": "high", "original": "high"}
 """What the server knows of the words for how closely an image is looked at."""
 
 
-def messages_of(fields: Fields) -> list[Message]:
+def turns_of(fields: Fields) -> list[Turn]:
     """Return the conversation; raises ApiError for what is none."""
-    messages = [_message_of(turn) for turn in fields.objects("messages")]
-    if not messages:
+    turns = [Turn(_message_of(turn), turn.place) for turn in fields.objects("messages")]
+    if not turns:
         raise fields.refusal("messages", "must have at least one message")
-    return messages
+    return turns
 
 
 def _message_of(turn: Fields) -> Message:

@@ -16,7 +16,7 @@ from icehouse_http.errors import ApiError
 from icehouse_http.exchange import Asked
 from icehouse_http.fields import Fields
 from icehouse_http.messages.request import prompt_options
-from icehouse_http.messages.turns import messages_of
+from icehouse_http.messages.turns import turns_of
 
 _log = logging.getLogger("icehouse_http")
 
@@ -55,7 +55,7 @@ class Pins:
 
 async def _pin(client: AsyncClient, fields: Fields, asked: Asked, *, ttl_s: float, place: Place) -> None:
     try:
-        messages = messages_of(_until(fields, place))
+        messages = [turn.message for turn in turns_of(_until(fields, place))]
         options = prompt_options(asked, messages)
         await client.cache.pin(messages, ttl_s=ttl_s, timeout_s=_TIMEOUT_S, **options)
     except (ApiError, IcehouseClientError, ValueError) as error:

@@ -9,8 +9,9 @@ from icehouse_client import Message, Options, PromptOptions
 
 from icehouse_http.chat.request import set_format
 from icehouse_http.exchange import Asked
+from icehouse_http.field_names import FieldNames
 from icehouse_http.fields import INT32_MAX, Fields
-from icehouse_http.messages.turns import messages_of, tool_options
+from icehouse_http.messages.turns import tool_options, tools_of, turns_of
 from icehouse_http.sampling import (
     effort_of,
     effort_options,
@@ -21,6 +22,17 @@ from icehouse_http.sampling import (
 )
 from icehouse_http.settings import Settings
 from icehouse_http.upstream import Target
+
+_NAMES = {
+    "prompt.chat": "messages",
+    "prompt.tools": "tools",
+    "prompt.adapter": "model",
+    "stop": "stop_sequences",
+    "max_reasoning_tokens": "thinking.budget_tokens",
+    "response_format": "output_config.format",
+    "response_format.json_schema": "output_config.format.schema",
+    "tool_choice": "tool_choice",
+}
 
 
 def asked_of(fields: Fields, target: Target, headers: Mapping[str, str], settings: Settings) -> Asked:
@@ -33,7 +45,8 @@ def asked_of(fields: Fields, target: Target, headers: Mapping[str, str], setting
     options.update(form_options(settings))
     user = fields.object("metadata") or Fields({})
     options.update(session_of(user.text("user_id"), headers))
-    options.update(tool_options(fields))
+    offered = tools_of(fields)
+    options.update(tool_options(fields, offered.tools))
     output = fields.object("output_config") or Fields({})
     options.update(effort_options(target, effort_of(output, "effort"), limit=_thinking_limit(fields)))
     options["max_output_tokens"] = fields.token_limit("max_tokens", least=0) or INT32_MAX
@@ -41,9 +54,13 @@ def asked_of(fields: Fields, target: Target, headers: Mapping[str, str], setting
         options["stop"] = stop
     if (form := output.object("format") or fields.object("output_format")) is not None:
         set_format(options, form, "")
-    messages = messages_of(fields)
+    turns = turns_of(fields)
+    messages = [turn.message for turn in turns]
     options.update(_continuation_of(messages))
-    return Asked(messages, options, fields.flag("stream"))
+    names = FieldNames(
+        [turn.place for turn in turns], tools=offered.places, schema="input_schema", others=_NAMES
+    )
+    return Asked(messages, options, fields.flag("stream"), names)
 
 
 def prompt_options(asked: Asked, messages: Sequence[Message]) -> dict[str, Any]:

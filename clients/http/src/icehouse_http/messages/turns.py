@@ -6,36 +6,41 @@ import base64
 import binascii
 import dataclasses
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from icehouse_client import Image, Message, Options, Tool, ToolCall
 
 from icehouse_http.chat.turns import function_of
+from icehouse_http.field_names import Turn
 from icehouse_http.fields import Fields
 
 _NOT_SHOWN = ("redacted_thinking",)
 """Blocks that another server wrote for itself."""
 
 
-def messages_of(fields: Fields) -> list[Message]:
+def turns_of(fields: Fields) -> list[Turn]:
     """Return the conversation, the system's text first; raises ApiError for what is none."""
     system, images = _content_of(fields, "system")
     if images:
         raise fields.refusal("system", "has an image; only text can be there")
-    messages = [Message("system", system)] if system else []
-    turns = list(fields.objects("messages"))
-    if not turns:
+    turns = [Turn(Message("system", system), "system")] if system else []
+    told = list(fields.objects("messages"))
+    if not told:
         raise fields.refusal("messages", "must have at least one message")
-    for turn in turns:
+    for turn in told:
         turn.require("content")
-        match turn.one_of("role", "user", "assistant", "system", default=""):
-            case "assistant":
-                messages.append(_assistant_turn(turn))
-            case "user":
-                messages.extend(_user_turns(turn))
-            case _:
-                messages.append(Message("system", _content_of(turn, "content")[0]))
-    return messages
+        turns += (Turn(message, turn.place_of("content")) for message in _messages_of(turn))
+    return turns
+
+
+def _messages_of(turn: Fields) -> Iterable[Message]:
+    match turn.one_of("role", "user", "assistant", "system", default=""):
+        case "assistant":
+            return [_assistant_turn(turn)]
+        case "user":
+            return _user_turns(turn)
+        case _:
+            return [Message("system", _content_of(turn, "content")[0])]
 
 
 def _user_turns(turn: Fields) -> Iterator[Message]:
@@ -115,24 +120,39 @@ def _referenced(fields: Fields) -> Iterable[str]:
     return dict.fromkeys(part.text("tool_name") for part in parts if part.text("type") == "tool_reference")
 
 
-def tool_options(fields: Fields) -> Options:
-    """Return the tools and whether they are called.
+@dataclasses.dataclass(frozen=True, slots=True)
+class OfferedTools:
+    """The tools, and where each is in the request."""
+
+    tools: tuple[Tool, ...]
+    places: tuple[str, ...]
+
+
+def tools_of(fields: Fields) -> OfferedTools:
+    """Return the tools.
 
     A tool whose loading is deferred is there once a result refers to it. It comes behind the others, so that
     the prompt stays as it was up to the end of their list, also where the server sorts tools.
     """
-    tools: list[Tool] = []
+    known: dict[str, Tool] = {}
     deferred: dict[str, Tool] = {}
     for tool in fields.objects("tools"):
         if (kind := tool.text("type", "custom")) != "custom":
             raise tool.refusal("type", f"is {kind[:40]!r}; tools of Anthropic's own servers are not run here")
         function = function_of(tool, "input_schema")
         if tool.flag("defer_loading"):
-            deferred[function.name] = dataclasses.replace(function, found_later=True)
+            deferred[tool.place] = dataclasses.replace(function, found_later=True)
         else:
-            tools.append(function)
-    tools += [deferred[name] for name in _referenced(fields) if name in deferred]
-    options: Options = {"tools": tools} if tools else {}
+            known[tool.place] = function
+    places = {function.name: place for place, function in deferred.items()}
+    found = (places[name] for name in _referenced(fields) if name in places)
+    known |= {place: deferred[place] for place in found}
+    return OfferedTools(tuple(known.values()), tuple(known))
+
+
+def tool_options(fields: Fields, tools: Sequence[Tool]) -> Options:
+    """Return the tools and whether they are called."""
+    options: Options = {"tools": list(tools)} if tools else {}
     if (choice := fields.object("tool_choice")) is None:
         return options
     match choice.one_of("type", "auto", "any", "tool", "none", default=""):

@@ -6,16 +6,16 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from icehouse_client import FinishReason, Reply, StreamEvent, ToolCall
+from icehouse_client import Reply, StreamEvent, ToolCall
+from icehouse_client.results import finish_reason_of
 
 from icehouse_http.chat.answer import cache_details_of
 from icehouse_http.errors import ApiError
 from icehouse_http.exchange import Frame
 from icehouse_http.held import HeldCalls, HeldSpace
 from icehouse_http.responses.functions import Functions
-from icehouse_http.responses.items import Item, begun, begun_call, finished, items_of, part_of
+from icehouse_http.responses.items import CUT, Item, begun, begun_call, finished, items_of, part_of
 
-_INCOMPLETE = (FinishReason.LENGTH, FinishReason.CONTEXT_LENGTH)
 _TEXTS = {"reasoning": "response.reasoning_text", "message": "response.output_text"}
 """What the events of an item's text are called."""
 
@@ -71,7 +71,7 @@ class ResponseAnswer:
             case "finished":
                 yield from self._calls(self._held.flush())
                 yield from self._say("message", self._space.flush())
-                yield from self._close()
+                yield from self._close(is_cut=finish_reason_of(event.finished.finish_reason) in CUT)
 
     def end(self, reply: Reply) -> Iterable[Frame]:
         """Return the whole response as the last event."""
@@ -107,7 +107,7 @@ class ResponseAnswer:
             "total_tokens": reply.usage.prompt_tokens + reply.usage.output_tokens,
         }
         changes: dict[str, Any] = {"model": reply.model, "usage": usage}
-        if reply.finish_reason in _INCOMPLETE:
+        if reply.finish_reason in CUT:
             details = {"reason": "max_output_tokens"}
             return self._response("incomplete", incomplete_details=details, **changes)
         return self._response("completed", **changes)
@@ -124,14 +124,14 @@ class ResponseAnswer:
         self._texts.append(text)
         yield self._of_text("delta", delta=text)
 
-    def _close(self) -> Iterable[Frame]:
+    def _close(self, *, is_cut: bool = False) -> Iterable[Frame]:
         """Finish the item that is open."""
         if self._item is None:
             return
         text = "".join(self._texts)
         yield self._of_text("done", text=text)
         yield self._part("done", part_of(self._item["type"], text))
-        yield self._item_done(finished(self._item, text, seals=self._seals))
+        yield self._item_done(finished(self._item, text, seals=self._seals, is_cut=is_cut))
         self._item, self._texts = None, []
 
     def _calls(self, calls: Sequence[ToolCall]) -> Iterable[Frame]:

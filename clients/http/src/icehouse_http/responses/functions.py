@@ -51,6 +51,8 @@ class Functions:
     tools: tuple[Tool, ...] = ()
     names: Mapping[str, CallName] = dataclasses.field(default_factory=dict)
     """By the name that the model sees."""
+    places: tuple[str, ...] = ()
+    """Where each is in the request."""
 
     def called(self, name: str) -> CallName:
         """Return what the caller calls a function that the model has called."""
@@ -61,6 +63,7 @@ def functions_of(fields: Fields) -> Functions:
     """Return a request's functions. Tools that only OpenAI's servers run are left out, so none is called."""
     tools: list[Tool] = []
     names: dict[str, CallName] = {}
+    places: list[str] = []
     for tool in fields.objects("tools"):
         is_group = tool.text("type") == "namespace"
         namespace = tool.required_text("name") if is_group else ""
@@ -70,7 +73,8 @@ def functions_of(fields: Fields) -> Functions:
                 name = CallName(known.name, namespace)
                 names[name.joined] = name
                 tools.append(dataclasses.replace(known, name=name.joined))
-    return Functions(tuple(tools), names)
+                places.append(function.place)
+    return Functions(tuple(tools), names, tuple(places))
 
 
 def call_name_of(item: Fields) -> CallName:

@@ -6,12 +6,13 @@ import base64
 import binascii
 import dataclasses
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from icehouse_client import Message, Reply, ToolCall
+from icehouse_client import FinishReason, Message, Reply, ToolCall
 
 from icehouse_http.chat.turns import ROLES, content_of
+from icehouse_http.field_names import Turn
 from icehouse_http.fields import Fields
 from icehouse_http.held import text_beside
 from icehouse_http.responses.functions import Functions, call_name_of
@@ -19,25 +20,28 @@ from icehouse_http.responses.functions import Functions, call_name_of
 _SEALED: Final = "icehouse:"
 """Begins reasoning that the caller keeps for us. It is encoded, not encrypted: the caller may read it."""
 
+CUT: Final = (FinishReason.LENGTH, FinishReason.CONTEXT_LENGTH)
+"""Reasons why an output ended before it was complete."""
+
 Item = dict[str, Any]
 
 
-def messages_of(fields: Fields, known: Callable[[str], Item | None]) -> list[Message]:
+def turns_of(fields: Fields, known: Callable[[str], Item | None]) -> list[Turn]:
     """Return the messages that the input is; raises ApiError for an item that cannot be read.
 
     `known` returns an item of an earlier response, which the input may name instead of repeating it. What the
     assistant thought, said and called between two other items is one message.
     """
     if isinstance(fields.raw("input"), str):
-        return [Message("user", fields.text("input"))]
-    messages: list[Message] = []
+        return [Turn(Message("user", fields.text("input")), "input")]
+    turns: list[Turn] = []
     for item in fields.objects("input"):
         message = _message_of(_referenced(item, known))
-        if messages and message.role == messages[-1].role == "assistant":
-            messages[-1] = _joined(messages[-1], message)
+        if turns and message.role == turns[-1].message.role == "assistant":
+            turns[-1] = Turn(_joined(turns[-1].message, message), turns[-1].place)
         else:
-            messages.append(message)
-    return messages
+            turns.append(Turn(message, item.place))
+    return turns
 
 
 def _referenced(item: Fields, known: Callable[[str], Item | None]) -> Fields:
@@ -91,13 +95,19 @@ def _reasoning_of(item: Fields) -> str:
 
 
 def items_of(reply: Reply, functions: Functions, *, seals: bool) -> list[Item]:
-    """Return the items of an output that was not streamed."""
+    """Return the items of an output that was not streamed.
+
+    A limit cuts its text, or its reasoning where it has nothing else: calls are always whole, and one that
+    was cut is text.
+    """
+    is_cut, calls = reply.finish_reason in CUT, reply.tool_calls
+    text = text_beside(calls, reply.text)
     items = []
     if reply.reasoning:
-        items.append(finished(begun("reasoning"), reply.reasoning, seals=seals))
-    if text := text_beside(reply.tool_calls, reply.text):
-        items.append(finished(begun("message"), text))
-    calls = reply.tool_calls
+        is_last = not (text or calls)
+        items.append(finished(begun("reasoning"), reply.reasoning, seals=seals, is_cut=is_cut and is_last))
+    if text:
+        items.append(finished(begun("message"), text, is_cut=is_cut))
     return items + [finished(begun_call(call, functions), call.arguments_json) for call in calls]
 
 
@@ -118,9 +128,9 @@ def _begun(kind: str, prefix: str) -> Item:
     return {"id": f"{prefix}_{uuid.uuid4().hex}", "type": kind, "status": "in_progress"}
 
 
-def finished(item: Item, text: str, *, seals: bool = False) -> Item:
+def finished(item: Item, text: str, *, seals: bool = False, is_cut: bool = False) -> Item:
     """Return an item with all that it says; `seals` adds the reasoning in a form that callers send back."""
-    done = item | {"status": "completed"}
+    done = item | {"status": "incomplete" if is_cut else "completed"}
     match item["type"]:
         case "reasoning":
             sealed = _SEALED + base64.b64encode(text.encode()).decode() if seals else None
@@ -138,6 +148,6 @@ def part_of(kind: str, text: str) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
-def with_instructions(instructions: str, messages: Iterable[Message]) -> Sequence[Message]:
+def with_instructions(instructions: str, turns: Sequence[Turn]) -> Sequence[Turn]:
     """Return a conversation behind its instructions, which the next response does not inherit."""
-    return [Message("system", instructions), *messages] if instructions else list(messages)
+    return [Turn(Message("system", instructions), "instructions"), *turns] if instructions else turns

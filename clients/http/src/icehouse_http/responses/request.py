@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from icehouse_client import Message, Options
@@ -12,9 +12,10 @@ from icehouse_http.chat.request import set_format
 from icehouse_http.chat.turns import tool_options
 from icehouse_http.errors import ApiError
 from icehouse_http.exchange import Asked
+from icehouse_http.field_names import FieldNames, Turn
 from icehouse_http.fields import INT32_MAX, Fields
 from icehouse_http.responses.functions import Functions, functions_of
-from icehouse_http.responses.items import messages_of, with_instructions
+from icehouse_http.responses.items import turns_of, with_instructions
 from icehouse_http.responses.store import ResponseStore
 from icehouse_http.sampling import (
     effort_of,
@@ -29,6 +30,15 @@ from icehouse_http.upstream import Target
 
 _KEPT_ELSEWHERE = ("conversation", "prompt")
 """Fields that name a part of the input; without it the answer would be to something else."""
+_NAMES = {
+    "prompt.chat": "input",
+    "prompt.tools": "tools",
+    "prompt.adapter": "model",
+    "max_reasoning_tokens": "reasoning.effort",
+    "response_format": "text.format",
+    "response_format.json_schema": "text.format.schema",
+    "tool_choice": "tool_choice",
+}
 _SEALED_REASONING = "reasoning.encrypted_content"
 
 
@@ -71,13 +81,14 @@ def asked_of(
     for name in _KEPT_ELSEWHERE:
         if fields.raw(name) is not None:
             raise fields.refusal(name, "names what is not kept here; send it with the request")
-    messages = (*_earlier(fields, store, scope), *messages_of(fields, lambda name: store.item(scope, name)))
-    if not messages:
+    turns = (*_earlier(fields, store, scope), *turns_of(fields, lambda name: store.item(scope, name)))
+    if not turns:
         raise fields.refusal("input", "is required")
-    prompt = with_instructions(fields.text("instructions"), messages)
+    sent = with_instructions(fields.text("instructions"), turns)
+    names = FieldNames([turn.place for turn in sent], tools=functions.places, others=_NAMES)
     return AskedResponse(
-        Asked(prompt, options, fields.flag("stream")),
-        messages,
+        Asked([turn.message for turn in sent], options, fields.flag("stream"), names),
+        tuple(turn.message for turn in turns),
         functions,
         is_stored=fields.flag("store", default=True),
         seals_reasoning=_SEALED_REASONING in fields.texts("include"),
@@ -85,7 +96,7 @@ def asked_of(
     )
 
 
-def _earlier(fields: Fields, store: ResponseStore, scope: str) -> tuple[Message, ...]:
+def _earlier(fields: Fields, store: ResponseStore, scope: str) -> Sequence[Turn]:
     previous = fields.text("previous_response_id")
     if not previous:
         return ()
@@ -93,7 +104,7 @@ def _earlier(fields: Fields, store: ResponseStore, scope: str) -> tuple[Message,
     if messages is None:
         message = f"the response {previous[:80]!r} is not kept here; send the whole conversation"
         raise ApiError(400, message, code="previous_response_not_found", param="previous_response_id")
-    return messages
+    return [Turn(message, "previous_response_id") for message in messages]
 
 
 def _told(fields: Fields) -> dict[str, Any]:

@@ -1,16 +1,18 @@
-"""Watched app: what is counted, bounded and logged of every request, around the app itself."""
+"""Watched app: what is counted, bounded, logged and named of every request, around the app itself."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
 
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from icehouse_http.errors import dialect_of
 from icehouse_http.serving.access_log import AccessLog
 from icehouse_http.serving.body_budget import BodyBudget
 from icehouse_http.serving.metrics import Metrics
+from icehouse_http.serving.request_ids import OWN_ID, REQUEST_ID, headers_of, new_id, own_id
 
 QUIET_PATHS = ("/health", "/metrics")
 """Asked for every few seconds by whoever watches the front, so they have no line in the log."""
@@ -29,8 +31,6 @@ PATHS = (
 _ONE_MODEL = "/v1/models/{model}"
 _OTHER = "other"
 _SHOWN_LIMIT = 100
-REQUEST_ID = "icehouse.request_id"
-"""Where the app leaves a request's name at the server, in the request's scope."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -63,6 +63,8 @@ class Watched:
             return
         clock = asyncio.get_running_loop().time
         seen, path = _Seen(clock()), path_label(scope["path"])
+        scope[OWN_ID] = own_id(Headers(scope=scope))
+        scope[REQUEST_ID] = scope[OWN_ID] or new_id("req_")
 
         def give_back() -> None:
             self._budget.give_back(seen.held_bytes)
@@ -79,6 +81,8 @@ class Watched:
         async def counted_send(message: Message) -> None:
             if message["type"] == "http.response.start":
                 seen.status = message["status"]
+                told = headers_of(scope[REQUEST_ID], dialect_of(scope["path"]))
+                message = {**message, "headers": [*message.get("headers", ()), *told]}
                 if seen.status >= 400:
                     # A refusal may be kept back, and its body is not.
                     give_back()
@@ -111,11 +115,10 @@ class Watched:
             "duration_s": round(duration_s, 6),
             "body_bytes": seen.body_bytes,
             "sent_bytes": seen.sent_bytes,
+            "request_id": scope[REQUEST_ID],
         }
         if seen.first_byte_s is not None:
             facts["first_byte_s"] = round(seen.first_byte_s, 6)
-        if REQUEST_ID in scope:
-            facts["request_id"] = scope[REQUEST_ID]
         self._log.write(facts, is_refusal=seen.status >= 400)
 
 

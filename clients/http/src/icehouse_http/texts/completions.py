@@ -14,6 +14,7 @@ from icehouse_client.results import finish_reason_of
 from icehouse_http.chat.answer import DONE, finish_reason, outputs_of, usage_of
 from icehouse_http.errors import ApiError, Dialect
 from icehouse_http.exchange import COMMENT, Asked, Frame
+from icehouse_http.field_names import FieldNames
 from icehouse_http.fields import INT32_MAX, Fields, is_list_of
 from icehouse_http.logprobs import text_logprobs
 from icehouse_http.sampling import openai_sampling_of, session_of, target_options
@@ -24,6 +25,12 @@ _DEFAULT_MAX_TOKENS = 16
 """As OpenAI's API has it."""
 _MOST_COMPLETIONS = 128
 _MOST_LOGPROBS = 20
+_NAMES = {
+    "prompt": "prompt",
+    "prompt.adapter": "model",
+    "completions": "n",
+    "logprobs": "logprobs",
+}
 
 
 def asked_of(fields: Fields, target: Target, headers: Mapping[str, str], settings: Settings) -> Asked:
@@ -38,7 +45,7 @@ def asked_of(fields: Fields, target: Target, headers: Mapping[str, str], setting
         options["logprobs"] = top_count
         if fields.flag("echo"):
             raise fields.refusal("echo", "cannot be had together with logprobs")
-    return Asked(_prompt_of(fields), options, fields.flag("stream"))
+    return Asked(_prompt_of(fields), options, fields.flag("stream"), FieldNames(others=_NAMES))
 
 
 def _prompt_of(fields: Fields) -> Prompt:

@@ -7,14 +7,20 @@ import struct
 from collections.abc import Sequence
 from typing import Any
 
-from icehouse_client import AsyncClient, EmbedOptions
+from icehouse_client import AsyncClient, Embeddings, EmbedOptions
 
-from icehouse_http.errors import bad_request
+from icehouse_http.errors import bad_request, refusing_by
+from icehouse_http.field_names import FieldNames
 from icehouse_http.fields import INT32_MAX, Fields, is_list_of
+from icehouse_http.serving.request_ids import named
 from icehouse_http.upstream import Target
 
+_NAMES = FieldNames(others={"inputs": "input", "adapter": "model"})
 
-async def embeddings(client: AsyncClient, fields: Fields, target: Target) -> dict[str, Any]:
+
+async def embeddings(
+    client: AsyncClient, fields: Fields, target: Target, *, request_id: str
+) -> dict[str, Any]:
     """Return the answer of /v1/embeddings; `prompt_name` is Icehouse's own field."""
     inputs = _inputs_of(fields)
     is_float = fields.one_of("encoding_format", "float", "base64", default="float") == "float"
@@ -22,8 +28,14 @@ async def embeddings(client: AsyncClient, fields: Fields, target: Target) -> dic
     if (dimensions := fields.integer("dimensions", least=1, most=INT32_MAX)) is not None:
         options["dimensions"] = dimensions
     options["prompt_name"] = fields.text("prompt_name")
+
+    async def ask(name: str) -> Embeddings:
+        options["request_id"] = name
+        return await client.embed(inputs, **options)
+
     try:
-        found = await client.embed(inputs, **options)
+        with refusing_by(_NAMES):
+            found = await named(request_id, ask)
     except ValueError as error:
         raise bad_request(str(error), param="input") from error
     return {

@@ -25,6 +25,7 @@ from icehouse_client.cli.console import (
     UsageError,
     complain,
     err,
+    expanded,
     facts_table,
     harmless,
     out,
@@ -174,7 +175,7 @@ class ChatSession:
 
     def _save(self, path: Path) -> None:
         try:
-            write_conversation(path.expanduser(), self.talk)
+            write_conversation(expanded(path), self.talk)
         except OSError as error:
             self._fail(f"{path} cannot be written ({error.strerror}); name another file", EXIT_FAILURE)
         else:

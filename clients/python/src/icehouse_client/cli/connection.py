@@ -13,7 +13,15 @@ from typing import Annotated, Any
 
 import typer
 
-from icehouse_client.cli.console import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_USAGE, UsageError, complain
+from icehouse_client.channel import address_problem
+from icehouse_client.cli.console import (
+    EXIT_FAILURE,
+    EXIT_INTERRUPTED,
+    EXIT_USAGE,
+    UsageError,
+    complain,
+    expanded,
+)
 from icehouse_client.client import Client
 from icehouse_client.errors import IcehouseClientError
 from icehouse_client.proxies import proxy_variable
@@ -146,9 +154,7 @@ def _not_reached_text(details: str, address: str) -> str:
 
 
 def _checked(address: str) -> str:
-    is_url = address.startswith(("http://", "https://"))
-    if is_url or ":" not in address:
-        problem = "is a URL" if is_url else "has no port"
+    if problem := address_problem(address):
         raise UsageError(
             f"the address {address!r} {problem}; say host:port, as in localhost:50051, or unix:/path"
         )
@@ -167,7 +173,7 @@ def _token_in(path: Path) -> str:
 
 def _content(flag: str, path: Path | None) -> bytes | None:
     try:
-        return None if path is None else path.expanduser().read_bytes()
+        return None if path is None else expanded(path).read_bytes()
     except OSError as error:
         raise UsageError(
             f"{flag} names {path}, which cannot be read ({error.strerror}); name a readable file"

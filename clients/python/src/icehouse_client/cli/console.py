@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import sys
 import unicodedata
 from collections.abc import Callable, Container, Iterator
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -96,6 +98,11 @@ def printable(text: str) -> str:
 def print_text(text: str, *, end: str = "") -> None:
     """Print a model's text at once, as it is or, on a terminal, without what that would obey."""
     print(harmless(text) if sys.stdout.isatty() else text, end=end, flush=True)
+
+
+def expanded(path: str | Path) -> Path:
+    """Return a path with a home folder in the place of `~`; that of nobody stays, and leads to no file."""
+    return Path(os.path.expanduser(path))
 
 
 def complain(message: str) -> None:

@@ -6,7 +6,6 @@ What an answer may be asked for and what it cost is alike for every command that
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Annotated, Self
 
 import typer
@@ -17,22 +16,19 @@ from rich.status import Status
 from icehouse_client.cli.connection import Server, server_of
 from icehouse_client.cli.console import AsJson, err, facts_of, print_json, print_text, printable
 from icehouse_client.cli.figures import duration_text
-from icehouse_client.cli.option_groups import said, with_groups
+from icehouse_client.cli.option_groups import count, said, timeout, with_groups
 from icehouse_client.cli.prompt import GivenPrompt, Suffix, prompt_of
 from icehouse_client.requests import Options
 from icehouse_client.results import Reply, Usage, seconds
 from icehouse_client.stream_sum import StreamEvent
 
-_count = functools.partial(typer.Option, max=2**31 - 1)
-"""A number that a request can say; the server's own limit is far below."""
-
 
 def answer_options_of(
     max_output_tokens: Annotated[
-        int | None, _count(min=1, help="Most tokens to generate; by default the server's choice.")
+        int | None, count(min=1, help="Most tokens to generate; by default the server's choice.")
     ] = None,
     max_reasoning_tokens: Annotated[
-        int | None, _count(min=0, help="Most tokens to think with before a chat's answer; 0 answers at once.")
+        int | None, count(min=0, help="Most tokens to think with before a chat's answer; 0 answers at once.")
     ] = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy, the default.")] = None,
     top_p: Annotated[float | None, typer.Option(help="Draw from the likeliest tokens of this share.")] = None,
@@ -40,7 +36,7 @@ def answer_options_of(
         int | None, typer.Option(min=0, max=2**64 - 1, help="The same seed draws the same text.")
     ] = None,
     stop: Annotated[list[str] | None, typer.Option(help="End at this text; may be repeated.")] = None,
-    timeout_s: Annotated[float | None, typer.Option(min=0.001, help="Give up after so many seconds.")] = None,
+    timeout_s: Annotated[float | None, timeout()] = None,
 ) -> Options:
     """Return how long an answer may be and how its tokens are drawn, as the client takes it."""
     length: Options = said(max_output_tokens=max_output_tokens, max_reasoning_tokens=max_reasoning_tokens)

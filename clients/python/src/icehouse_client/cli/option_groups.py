@@ -7,9 +7,17 @@ context manager is entered, and the command gets what that yields.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Callable, Collection
 from typing import Any
+
+import typer
+
+count = functools.partial(typer.Option, max=2**31 - 1)
+"""An option for a number that a request can say; the server's own limit is far below."""
+
+timeout = functools.partial(typer.Option, min=0.001, max=1e9, help="Give up after so many seconds.")
 
 
 def with_groups(**groups: Callable[..., Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:

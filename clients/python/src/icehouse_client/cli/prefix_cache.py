@@ -28,6 +28,7 @@ from icehouse_client.cli.console import (
     bar,
     confirm,
     err,
+    expanded,
     harmless,
     out,
     print_json,
@@ -40,6 +41,7 @@ from icehouse_client.cli.option_groups import with_groups
 from icehouse_client.cli.prompt import GivenPrompt, Model, Suffix, prompt_of
 from icehouse_client.results import reuse_limit_name, seconds, usage_from
 
+_MOST_DIGITS = 6
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 24 * 3600}
 _WIDTH_LIMIT = 72
 _RAM, _SSD, _COMPUTE = "█", "▓", "░"
@@ -175,7 +177,7 @@ def export_blocks(
         raise typer.BadParameter("--all exports everything; leave it out to export one prompt")
     asked = None if everything else prompt.read(suffix)
     is_pipe = str(to) == _PIPE
-    file: ArchiveFile = sys.stdout.buffer if is_pipe else to
+    file: ArchiveFile = sys.stdout.buffer if is_pipe else expanded(to)
     with bar("exporting blocks", DownloadColumn()) as advance:
         try:
             done = server.client.cache.export_archive(file, asked, on_progress=advance, **prompt.options)
@@ -200,7 +202,7 @@ def import_blocks(
     as_json: AsJson = False,
 ) -> None:
     """Have an archive's blocks adopted by a server; exit code 1 when not all were."""
-    file: ArchiveFile = sys.stdin.buffer if archive == _PIPE else archive
+    file: ArchiveFile = sys.stdin.buffer if archive == _PIPE else expanded(archive)
     options = ImportOptions(model=model, tenant=tenant)
     with bar("importing blocks", DownloadColumn()) as advance:
         try:
@@ -231,7 +233,8 @@ def _adopted(done: ImportResponse) -> str:
 def ttl_of(text: str) -> float:
     """Return the seconds of a time such as 5m; raises BadParameter for what is none."""
     number, unit = text[:-1], text[-1:]
-    if unit not in _UNITS_S or not (number.isascii() and number.isdecimal()):
+    is_number = number.isascii() and number.isdecimal() and len(number) <= _MOST_DIGITS
+    if unit not in _UNITS_S or not is_number:
         raise typer.BadParameter(f"{text!r} is no time; say it as 30s, 5m, 1h or 7d")
     return float(int(number) * _UNITS_S[unit])
 

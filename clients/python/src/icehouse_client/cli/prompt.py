@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 import typer
 
 from icehouse_client.chat import Image, Infill
-from icehouse_client.cli.console import UsageError
+from icehouse_client.cli.console import UsageError, expanded
 from icehouse_client.cli.option_groups import said
 from icehouse_client.conversation import Conversation
 from icehouse_client.requests import Prompt, PromptOptions
@@ -127,7 +127,7 @@ def _no_conversation(path: Path, problem: object) -> UsageError:
 
 def _read(path: Path, wanted: str) -> bytes:
     try:
-        return path.expanduser().read_bytes()
+        return expanded(path).read_bytes()
     except OSError as error:
         raise UsageError(f"{path} cannot be read ({error.strerror}); name a file with {wanted}") from error
 

@@ -28,7 +28,7 @@ from icehouse_client.cli.console import (
 )
 from icehouse_client.cli.figures import age_text, size_text
 from icehouse_client.cli.generate import loading_text
-from icehouse_client.cli.option_groups import with_groups
+from icehouse_client.cli.option_groups import timeout, with_groups
 from icehouse_client.cli.top import rates_between, screen
 from icehouse_client.errors import IcehouseClientError
 from icehouse_client.results import seconds
@@ -163,7 +163,7 @@ def cancel(
 @_asks_a_server
 def health(
     server: Server,
-    timeout_s: Annotated[float, typer.Option(min=0.001, help="Give up after so many seconds.")] = 5.0,
+    timeout_s: Annotated[float, timeout()] = 5.0,
     as_json: AsJson = False,
 ) -> None:
     """Ask whether a server takes requests; exit code 0 when it does."""

@@ -20,7 +20,7 @@ from icehouse_client.cli.console import (
     show,
     table,
 )
-from icehouse_client.cli.option_groups import said, with_groups
+from icehouse_client.cli.option_groups import count, said, with_groups
 from icehouse_client.cli.prompt import (
     Adapter,
     GivenPrompt,
@@ -82,7 +82,7 @@ def embed(
     pooling: Annotated[
         Pooling | None, typer.Option(help="How tokens become one vector; by default as the server says.")
     ] = None,
-    dimensions: Annotated[int | None, typer.Option(min=1, help="Keep the first so many.")] = None,
+    dimensions: Annotated[int | None, count(min=1, help="Keep the first so many.")] = None,
     normalize: Annotated[
         bool | None, typer.Option(help="Whether vectors have length 1; by default so.")
     ] = None,
@@ -114,7 +114,7 @@ def rerank(
     server: Server,
     query: Annotated[str, typer.Argument(help="What is looked for.")],
     documents: Annotated[list[str], typer.Argument(help="What to rank; - reads lines of standard input.")],
-    top_count: Annotated[int | None, typer.Option(min=1, help="Show the best so many.")] = None,
+    top_count: Annotated[int | None, count(min=1, help="Show the best so many.")] = None,
     instruction: Annotated[str, typer.Option(help="The task, in words for the model.")] = "",
     text: Annotated[
         str, typer.Option(help="A prompt of your own in plain text, with {query} and {document} in it.")
