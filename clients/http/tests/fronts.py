@@ -41,9 +41,8 @@ async def front_of(address: str, **settings: Any) -> AsyncIterator[HttpFront]:
     url = f"http://127.0.0.1:{port}"
     sdk: dict[str, Any] = {"api_key": "none", "timeout": BOUND_S, "max_retries": 0}
     # Without TLS there is nothing to verify, and each would read all authorities that this machine trusts.
-    plain = [
-        kind(verify=False) for kind in (openai.DefaultAsyncHttpxClient, anthropic.DefaultAsyncHttpxClient)
-    ]
+    kinds = openai.DefaultAsyncHttpxClient, anthropic.DefaultAsyncHttpxClient
+    plain = [kind(verify=False) for kind in kinds]
     try:
         async with (
             httpx2.AsyncClient(base_url=url, timeout=BOUND_S, verify=False) as http,
