@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import zlib
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -36,16 +37,34 @@ def server_of(family: AgentFamily, folder: Path) -> Iterator[ServerProcess]:
         yield started
 
 
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    with server_of(FAMILY, tmp_path_factory.mktemp("server")) as started:
+        yield started
+
+
 @pytest.fixture
-async def front(tmp_path: Path) -> AsyncIterator[HttpFront]:
-    with server_of(FAMILY, tmp_path) as server:
-        async with front_of(server.address) as started:
-            yield started
+async def front(server: ServerProcess) -> AsyncIterator[HttpFront]:
+    async with front_of(server.address) as started:
+        yield started
+
+
+@pytest.fixture
+def system(request: pytest.FixtureRequest) -> str:
+    """The rules, which begin otherwise in each test: none finds what another one left in the cache."""
+    return f"{zlib.crc32(request.node.name.encode()):08x} {SYSTEM}"
+
+
+@pytest.fixture(scope="module")
+def tagged(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A server whose model writes calls in tags, which no grammar can hold it to."""
+    with server_of(FAMILIES["qwen-tags"], tmp_path_factory.mktemp("tagged")) as started:
+        yield started
 
 
 @pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "streamed"])
-async def test_chat(front: HttpFront, is_streamed: bool) -> None:
-    messages: Any = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": QUESTION}]
+async def test_chat(front: HttpFront, system: str, is_streamed: bool) -> None:
+    messages: Any = [{"role": "system", "content": system}, {"role": "user", "content": QUESTION}]
     reused = []
     for turn in FAMILY.turns:
         asked = {"model": "m", "messages": messages, "tools": FUNCTIONS}
@@ -85,7 +104,7 @@ async def _summed(front: HttpFront, asked: dict[str, Any]) -> tuple[dict[str, An
 
 
 @pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "streamed"])
-async def test_messages(front: HttpFront, is_streamed: bool) -> None:
+async def test_messages(front: HttpFront, system: str, is_streamed: bool) -> None:
     tools: Any = [
         {"name": tool["name"], "description": tool["description"], "input_schema": tool["parameters"]}
         for tool in TOOLS
@@ -96,7 +115,7 @@ async def test_messages(front: HttpFront, is_streamed: bool) -> None:
         asked: Any = {
             "model": "m",
             "max_tokens": 4000,
-            "system": SYSTEM,
+            "system": system,
             "messages": messages,
             "tools": tools,
             "thinking": {"type": "enabled", "budget_tokens": 2000},
@@ -140,12 +159,12 @@ async def _response(front: HttpFront, asked: dict[str, Any], *, is_streamed: boo
 @pytest.mark.parametrize(
     ("is_streamed", "is_kept"), [(True, False), (False, True)], ids=["streamed, as Codex", "whole, kept"]
 )
-async def test_responses(front: HttpFront, is_streamed: bool, is_kept: bool) -> None:
+async def test_responses(front: HttpFront, system: str, is_streamed: bool, is_kept: bool) -> None:
     """With the conversation sent each time, as Codex does, and with the id of the last response."""
     items: Any = [{"role": "user", "content": QUESTION}]
     reused, previous = [], None
     for turn in FAMILY.turns:
-        asked = {"model": "m", "instructions": SYSTEM, "input": items, "tools": RESPONSE_TOOLS}
+        asked = {"model": "m", "instructions": system, "input": items, "tools": RESPONSE_TOOLS}
         asked |= {"store": is_kept, "include": ["reasoning.encrypted_content"]}
         asked |= {"previous_response_id": previous} if previous else {}
         answer = await _response(front, asked, is_streamed=is_streamed)
@@ -166,32 +185,31 @@ async def test_responses(front: HttpFront, is_streamed: bool, is_kept: bool) -> 
     assert reused[0] == 0 and min(reused[1:]) > LEAST_REUSED, reused
 
 
-async def test_strict_tools_need_not_be_where_nothing_can_hold_a_model_to_them(tmp_path: Path) -> None:
+async def test_strict_tools_need_not_be_where_nothing_can_hold_a_model_to_them(tagged: ServerProcess) -> None:
     """OpenAI's Agents SDK says it of each tool, whatever the model."""
     functions: Any = [{**each, "function": {**each["function"], "strict": True}} for each in FUNCTIONS]
     tools: Any = [{**each, "strict": True} for each in RESPONSE_TOOLS]
     turns: Any = [{"role": "user", "content": QUESTION}]
-    with server_of(FAMILIES["qwen-tags"], tmp_path) as server:
-        async with front_of(server.address) as front:
-            chat = await front.openai.chat.completions.create(model="m", messages=turns, tools=functions)
-            answer = await front.openai.responses.create(model="m", input=QUESTION, tools=tools)
+    async with front_of(tagged.address) as front:
+        chat = await front.openai.chat.completions.create(model="m", messages=turns, tools=functions)
+        answer = await front.openai.responses.create(model="m", input=QUESTION, tools=tools)
     assert [call.function.name for call in chat.choices[0].message.tool_calls or ()] == ["list_files"]
     assert [item.name for item in answer.output if item.type == "function_call"] == ["list_files"]
 
 
-async def test_one_call_at_a_time_is_dropped_where_nothing_can_hold_a_model_to_it(tmp_path: Path) -> None:
+async def test_one_call_at_a_time_is_dropped_where_nothing_can_hold_a_model_to_it(
+    tagged: ServerProcess,
+) -> None:
     """Codex asks every model for it; where calls are no JSON the server refuses it of other callers."""
-    family = FAMILIES["qwen-tags"]
     asked: Any = {"model": "m", "instructions": SYSTEM, "input": QUESTION, "tools": RESPONSE_TOOLS}
-    with server_of(family, tmp_path) as server:
-        async with front_of(server.address) as front:
-            answer = await front.openai.responses.create(**asked, parallel_tool_calls=False)
-            with pytest.raises(openai.BadRequestError) as caught:
-                await front.openai.chat.completions.create(
-                    model="m",
-                    messages=[{"role": "user", "content": QUESTION}],
-                    tools=FUNCTIONS,
-                    parallel_tool_calls=False,
-                )
+    async with front_of(tagged.address) as front:
+        answer = await front.openai.responses.create(**asked, parallel_tool_calls=False)
+        with pytest.raises(openai.BadRequestError) as caught:
+            await front.openai.chat.completions.create(
+                model="m",
+                messages=[{"role": "user", "content": QUESTION}],
+                tools=FUNCTIONS,
+                parallel_tool_calls=False,
+            )
     assert [item.name for item in answer.output if item.type == "function_call"] == ["list_files"]
     assert (caught.value.code, caught.value.param) == ("TOOLS_UNSUPPORTED", "tool_choice")

@@ -294,5 +294,24 @@ async def test_a_machine_that_opens_many_connections_waits_and_others_do_not(
         assert b" 200 " in await answer(source)
 
 
+async def test_no_part_of_an_answer_waits_until_the_caller_has_the_one_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """asyncio sees to it only where a socket says that it is TCP, which this one does not, nor one that is
+    inherited on a Mac."""
+    opened = []
+    connection_made = BoundedConnection.connection_made
+
+    def made(connection: BoundedConnection, transport: Any) -> None:
+        connection_made(connection, transport)
+        opened.append(transport.get_extra_info("socket"))
+
+    monkeypatch.setattr(BoundedConnection, "connection_made", made)
+    async with serving(Refusing(0.0)) as url, connected(url) as (reader, writer):
+        writer.write(GET)
+        await reader.readuntil(b"\r\n\r\n")
+        assert [each.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) != 0 for each in opened] == [True]
+
+
 def test_uvicorn_refuses_nothing_by_itself() -> None:
     assert server_of(Settings(), Listening()).config.limit_concurrency is None

@@ -21,6 +21,7 @@ from icehouse_server.group import channel, order_log
 from icehouse_server.group.channel import ChannelBroken, ChannelTls, GroupClient, GroupServer
 from icehouse_server.group.membership import Membership
 from icehouse_server.group.order_log import OrderLog
+from icehouse_server.group.silence import BEAT_S, Silence
 from icehouse_server.storage.api import StorageFailed
 
 from tests.fixtures.patience import BOUND_S
@@ -320,12 +321,15 @@ def test_a_rank_that_ends_in_order_is_not_lost() -> None:
         assert served.lost.empty()
 
 
-def test_a_rank_that_says_nothing_is_lost_and_one_that_joins_may_be_silent() -> None:
+def test_a_rank_that_says_nothing_is_lost_and_one_that_joins_may_be_silent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with serving() as served:
         (follower,) = joined(served, 1)
         silence = served.server._silence
         for _ in range(100):
             assert silence.beat() == [], "it joins the ring, and cannot speak"
+        monkeypatch.setattr(channel, "BEAT_S", 0.02)  # as many of them are counted as ever
         follower.client.send(group.FollowRequest(heartbeat=group.Heartbeat()))
         assert served.lost.get(timeout=BOUND_S).startswith("rank 1: nothing came from it for 3.0 s")
 
@@ -377,6 +381,7 @@ def test_garbage_and_what_is_too_large_is_refused(stranger: Callable[[Served], g
 
 def test_many_who_say_nothing_keep_no_rank_out(stranger: Callable[[Served], grpc.Channel]) -> None:
     with serving() as served:
+        served.server._strangers = Silence(limit_s=BEAT_S)
         is_over = threading.Event()
 
         def say_nothing() -> Iterator[group.FollowRequest]:

@@ -99,6 +99,12 @@ def stays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return codes
 
 
+@pytest.fixture
+def quick_beats(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Silence is counted in beats, as many as ever."""
+    monkeypatch.setattr(follower_loop, "BEAT_S", 0.02)
+
+
 def loop_of(
     follower: ScriptedFollower, client: ScriptedClient, left: queue.SimpleQueue[int] | None = None
 ) -> FollowerLoop:
@@ -159,6 +165,7 @@ def test_a_rank_0_that_goes_after_the_end_ends_nothing() -> None:
     assert follower.has_ended and left.empty()
 
 
+@pytest.mark.usefixtures("quick_beats")
 def test_a_rank_without_orders_counts_what_its_tier_does_still() -> None:
     follower, client = ScriptedFollower(), ScriptedClient([BEGIN])
     loop = loop_of(follower, client)
@@ -167,6 +174,7 @@ def test_a_rank_without_orders_counts_what_its_tier_does_still() -> None:
     loop.close()
 
 
+@pytest.mark.usefixtures("quick_beats")
 def test_a_rank_0_that_is_silent_ends_the_process_and_this_rank_speaks_all_the_time() -> None:
     left: queue.SimpleQueue[int] = queue.SimpleQueue()
     client = ScriptedClient([BEGIN])
@@ -177,6 +185,7 @@ def test_a_rank_0_that_is_silent_ends_the_process_and_this_rank_speaks_all_the_t
     assert client.beats.qsize() >= 6
 
 
+@pytest.mark.usefixtures("quick_beats")
 def test_while_rank_0_takes_no_report_one_beat_waits_for_it() -> None:
     client = ScriptedClient([BEGIN])
     client.has_sent.clear()
@@ -188,6 +197,7 @@ def test_while_rank_0_takes_no_report_one_beat_waits_for_it() -> None:
     assert client.beats.qsize() == 1
 
 
+@pytest.mark.usefixtures("quick_beats")
 @pytest.mark.parametrize("hangs_at", [BEGIN, open_of(1)])
 def test_a_rank_that_hangs_in_an_order_tells_rank_0_and_ends(
     monkeypatch: pytest.MonkeyPatch, hangs_at: group.Order

@@ -77,6 +77,9 @@ class BoundedConnection(H11Protocol):
         transport.set_write_buffer_limits(high=1)
         if (opened := transport.get_extra_info("socket")) is not None:
             opened.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
+            if opened.family != socket.AF_UNIX:
+                # A caller confirms late, and a second part of an answer would wait 40 ms for that.
+                opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._idle_since = self.loop.time()
         self._pause_reading(turn_s)
         self._watch()

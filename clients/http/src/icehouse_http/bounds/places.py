@@ -13,7 +13,7 @@ import contextlib
 from collections.abc import Awaitable, Callable, Iterator
 
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from icehouse_http.errors import ApiError, CallerGone
 
@@ -66,8 +66,14 @@ class _HoldingResponse(Response):
         self._place = place
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_and_give_back(message: Message) -> None:
+            await send(message)
+            # The caller may ask again before the response has closed what it used.
+            if message["type"] == "http.response.body" and not message.get("more_body", False):
+                self._place.close()
+
         with contextlib.suppress(CallerGone), _given_back(self._place):
-            await self._response(scope, receive, send)
+            await self._response(scope, receive, send_and_give_back)
 
 
 @contextlib.contextmanager
