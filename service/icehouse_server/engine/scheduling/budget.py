@@ -1,10 +1,10 @@
-"""Budget of a pass: how long it may last, in seconds, and how many prompt tokens fit into it.
+"""Budget of a pass: how long it may take, in seconds, and how many prompt tokens fit into it.
 
-Inference thread only. Beside rows that decode, a pass and the restores of its step last at most twice as long
-as the rows would alone, so that running sequences keep their latency between tokens; four times where many
-sequences wait for their first token. Behind a pass that others' work made longer the next one holds less:
-that work seldom ends with it. While nothing decodes nobody's tokens wait, and a pass is as long as the device
-needs to run at nearly its best rate.
+Inference thread only. While rows decode, a pass and the restores of its step take at most twice as long as
+the rows alone, so that running sequences keep their latency between tokens. With many sequences waiting for
+their first token, they may take four times as long. After a pass that other work on the machine has slowed
+down, the next one holds less, since such work rarely ends at once. While nothing decodes, no tokens are
+delayed, and a pass is as long as the device needs to run at nearly its best rate.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from icehouse_server.engine.scheduling.pass_cost import NOTHING, PassCostLearner
 
 
 class PassPlanner:
-    """Learns what passes cost. `waiting_per_row`: sequences that wait for their first token, per decoding
-    row."""
+    """Learns what passes cost and sets their budgets. `waiting_per_row` is how many sequences wait for their
+    first token, for each decoding row."""
 
     def __init__(self, limits: SchedulerLimits) -> None:
         self._limits = limits
@@ -28,21 +28,22 @@ class PassPlanner:
         self._costs = PassCostLearner(policy)
         self._restore_debt_s = 0.0
         self._slowness = 1.0
-        """Of the machine at this moment: what the last pass of rows and prompts took, of what such take."""
+        """How slow the machine is right now: what recent passes of rows and prompts took, over what was
+        expected."""
         self._rows_passes: collections.deque[tuple[PassSize, float]] = collections.deque(
             maxlen=policy.kept_count
         )
-        """The last ones of decoding rows, and what they took."""
+        """The last passes of decoding rows alone, and what they took."""
         self._alone_passes: collections.deque[tuple[PassSize, float]] = collections.deque(
             maxlen=policy.kept_count
         )
-        """Those of them in which nothing else ran."""
+        """Those of them in which no chunk went through some layers either."""
 
     def note_pass(
         self, size: PassSize, elapsed_s: float, *, beside_layers: bool = False, is_host_bound: bool = False
     ) -> None:
-        """Learn from a pass that ran; `beside_layers`: from what it took until a chunk went through some
-        layers in it. `is_host_bound`: the device had done it before the host came to look."""
+        """Learn from a pass that ran. `beside_layers`: its time is up to where a chunk went through some
+        layers. `is_host_bound`: the device had finished before the host looked."""
         if size.draw_count == size.token_count:
             self._rows_passes.append((size, elapsed_s))
             if not beside_layers:
@@ -52,14 +53,14 @@ class PassPlanner:
         self._costs.note(size, elapsed_s, is_host_bound=is_host_bound)
 
     def _note_slowness(self, ratio: float) -> None:
-        """Note what a pass of rows and prompts took of what was expected. One that took far longer was held
-        up by something that is likely to be over with it, such as a compilation, and counts for no more."""
+        """Note how much longer than expected a pass of rows and prompts took. A huge overrun is capped: most
+        likely it was something that happens once, such as a compilation."""
         policy = self._policy
         overrun = min(max(1.0, ratio / policy.usual_overrun), policy.surprise_factor)
         self._slowness += policy.slowness_weight * (overrun - self._slowness)
 
     def is_long_queue(self, waiting_per_row: float) -> bool:
-        """Return whether so many wait that their first tokens come before the pace of decoding rows."""
+        """Return whether so many wait that their first tokens matter more than the pace of decoding rows."""
         return waiting_per_row > self._policy.queue_per_row
 
     def seconds(self, size: PassSize) -> float:
@@ -70,7 +71,8 @@ class PassPlanner:
     def restore_s(
         self, rows: PassSize, *, waiting_per_row: float, prompts_wait: bool, least_s: float
     ) -> float:
-        """Return how long blocks may be taken into use in this step; 0 while earlier ones took too long."""
+        """Return how long this step may spend on taking loaded blocks into use; 0 while earlier steps took
+        too long."""
         if not rows.token_count:
             self._restore_debt_s = 0.0
             return max(least_s, self._policy.soon_s)
@@ -81,7 +83,7 @@ class PassPlanner:
         return max(0.0, left_s)
 
     def note_restore(self, elapsed_s: float, *, allowed_s: float) -> None:
-        """Account for restores of a step; what they took too long is taken from the steps after it."""
+        """Account for the restores of a step. Time over what was allowed is taken from later steps."""
         self._restore_debt_s += max(0.0, elapsed_s - allowed_s)
 
     def budget(self, rows: PassSize, *, waiting_per_row: float, spent_s: float) -> PassBudget:
@@ -96,7 +98,7 @@ class PassPlanner:
         if self.is_long_queue(waiting_per_row):
             most_s = layers_s = 0.0
         else:
-            # Others' work lasts longer than a pass, and the next one is likely to be as slow as the last.
+            # Other work outlasts a pass, so the next pass is likely to be as slow as the last one.
             slowed_s = (rows_s + extra_s) / self._slowness - rows_s
             extra_s = max(slowed_s, policy.least_extra * extra_s)
         return BesideBudget(
@@ -110,40 +112,40 @@ class PassPlanner:
         )
 
     def _known_rows_s(self, rows: PassSize) -> float:
-        """Return what a pass of these rows takes by what the last ones took: whatever else ran since the
-        start is in the costs, and they fit all of it."""
+        """Return what a pass of these rows takes, corrected by the last such passes: the fitted costs cover
+        everything that ran since the start, so they may be off for rows alone."""
         taken = [elapsed_s / s for size, elapsed_s in self._rows_passes if (s := self.seconds(size))]
         return self.seconds(rows) * (statistics.median(taken) if taken else 1.0)
 
     def _allowed_s(self, rows: PassSize, waiting_per_row: float) -> float:
-        """Return the time beyond that of the rows alone which a pass may take."""
+        """Return how much longer than the rows alone a pass may take."""
         policy, rows_s = self._policy, self._known_rows_s(rows)
         factor = policy.queue_factor if self.is_long_queue(waiting_per_row) else policy.beside_factor
         if self._limits.prefill_slice_s:
             return (factor - 1.0) * self._limits.prefill_slice_s
         if self.is_long_queue(waiting_per_row):
             return max(policy.queue_least_s, (factor - 1.0) * rows_s)
-        # Who reads a reply compares with the pace before the prompt came, and rows grow beside a long one.
+        # Readers of a reply compare with its pace before the prompt came, and rows grow meanwhile.
         taken = [elapsed_s for size, elapsed_s in self._alone_passes if size.draw_count == rows.draw_count]
         pace_s = min(rows_s, statistics.median(taken)) if taken else rows_s
         return max(factor * pace_s - rows_s, policy.least_grown * (factor - 1.0) * rows_s)
 
 
 class PassBudget:
-    """What is left of one pass while it is planned."""
+    """The room left in one pass while it is being planned."""
 
     within_s = math.inf
-    """How long the pass may last for another layer of a chunk to begin."""
+    """Until when, from the pass's beginning, another layer of a chunk may begin."""
 
     def __init__(self, costs: PassCostLearner, limits: SchedulerLimits, *, rows: PassSize) -> None:
         self._costs, self._limits, self._policy = costs, limits, limits.policy
         self._rows = self._size = rows
         self._has_begun = False
-        """Whether anything but the rows is in it."""
+        """Whether the pass holds anything but the rows."""
 
     def take(self, start: int, end: int, *, share: float = 1.0) -> int:
-        """Give a prompt the tokens from `start` on, up to `end` or to this share of what is left; return
-        where its chunk stops, which is `start` when nothing is left."""
+        """Give a prompt its tokens from `start` to `end`, or as many as this share of the room holds. Return
+        where its chunk stops: at `start` if there is no room."""
         left, count = self._tokens_left(start), end - start
         if share < 1.0:
             part, grid = math.ceil(share * left), self._limits.prefill_grid_token_count
@@ -157,8 +159,8 @@ class PassBudget:
         return start + max(0, count)
 
     def take_whole(self, start: int, end: int) -> int:
-        """Give a prompt all its tokens, or none where there is something in the pass and too little is left;
-        return where its chunk stops."""
+        """Give a prompt all its tokens, or none if they do not fit beside what the pass holds already. Return
+        where its chunk stops."""
         if self._has_begun and end - start > self._tokens_left(start):
             return start
         self._has_begun = True
@@ -166,33 +168,34 @@ class PassBudget:
         return end
 
     def take_layered(self, start: int, end: int, *, layer_count: int) -> int:
-        """Return where a prompt's chunk stops that begins to go through the layers in turns of passes; that
-        is `start` where it is to go through all at once."""
+        """Return where a prompt's chunk stops if it is to go through a few layers in each pass, and `start`
+        if it is to go through all of them at once."""
         return start
 
     def reserve(self, share: float) -> None:
-        """Leave so much of the time for a chunk on its way through the layers."""
+        """Set this share of the time aside for a chunk that is on its way through the layers."""
 
     def double(self) -> None:
-        """Let what else comes into a pass alone take at most as long as what is in it already."""
+        """Let whatever else is added take at most as long as what the pass already holds, if nothing
+        decodes."""
 
     def _limit_s(self, start: int) -> float:
-        """Return how long the pass may last, with a chunk from `start`."""
+        """Return how long the pass may take with a chunk that begins at `start`."""
         raise NotImplementedError
 
     def _cut(self, count: int, left: float, start: int, *, is_first: bool) -> int:
-        """Return the tokens of a chunk from `start` that takes what is left of a longer prompt."""
+        """Return how many tokens of a longer prompt go into a chunk from `start`, where `left` would fit."""
         grid, tokens = self._limits.prefill_grid_token_count, int(left)
         if tokens >= grid:
             return tokens // grid * grid
         if not is_first:
             return tokens
-        # A pass always brings the first prompt on, by the grid's tokens where they keep the promise at all.
+        # Each pass advances the first prompt: by a grid step if the promise can be kept, else by what fits.
         return grid if self._keeps_promise(grid, start) else max(tokens, 1)
 
     def _cut_padded(self, count: int, left: float, start: int, *, is_first: bool) -> int:
-        """Return the same where attention pads the chunk: of the ends on its borders, and on the grid before
-        the first one, the one with the best rate, since padding may make the longest chunk a dear one."""
+        """Return the same where attention pads chunks: of the ends at padding borders, and on the grid before
+        the first border, the one with the best rate. Padding may make the longest chunk expensive."""
         grid, behind = self._limits.prefill_grid_token_count, start % SHORT_BORDER
         ends = [*range(grid, SHORT_BORDER, grid), *range(SHORT_BORDER, 2 * LONG_BORDER + 1, SHORT_BORDER)]
         usual: list[int] = [end - behind for end in ends if 0 < end - behind <= count] or [count]
@@ -209,14 +212,14 @@ class PassBudget:
         return self._size + self._limits.size_of_chunk(start, count)
 
     def _fits(self, count: int, start: int) -> bool:
-        """Whether one chunk more keeps the time with all its padding; elsewhere that is known already."""
+        """Whether another chunk fits with its padding. Without padding that is known already."""
         cost = self._costs.cost()
         if cost is None or not self._limits.pads_attention:
             return True
         return cost.seconds(self._with(count, start)) <= self._limit_s(start)
 
     def _keeps_promise(self, count: int, start: int) -> bool:
-        """Whether a first chunk takes no more than all of the time that a pass may take."""
+        """Whether the pass takes no longer than promised with such a first chunk."""
         return False
 
     def _tokens_left(self, start: int) -> float:
@@ -233,7 +236,7 @@ class PassBudget:
         return max(0.0, min(most, self._probing(left, trusted), trusted))
 
     def _probing(self, left: float, trusted: float) -> float:
-        """Return the tokens that fit, or more where they would teach nothing new."""
+        """Return the tokens that fit, or more if that size would teach nothing new."""
         return left
 
 
@@ -244,7 +247,7 @@ class AloneBudget(PassBudget):
         super().__init__(costs, limits, rows=NOTHING)
         self._soon_s = self._policy.soon_for_queue_s if has_queue else self._policy.soon_s
         self._most_s: float | None = None
-        """The limit, from the first chunk on."""
+        """The limit, once there is a first chunk."""
         self._doubled_s = math.inf
 
     def double(self) -> None:
@@ -258,7 +261,7 @@ class AloneBudget(PassBudget):
         return min(self._most_s, self._doubled_s)
 
     def _chosen_limit_s(self, start: int) -> float:
-        """Return how long a pass takes that begins with a chunk from `start`."""
+        """Choose how long a pass takes whose first chunk begins at `start`."""
         cost, policy, chunk_s = self._costs.cost(), self._policy, self._limits.prefill_chunk_s
         assert cost is not None, "asked before any pass was measured"
         if not chunk_s:
@@ -277,7 +280,7 @@ class AloneBudget(PassBudget):
     def _cut(self, count: int, left: float, start: int, *, is_first: bool) -> int:
         if not is_first:
             return super()._cut(count, left, start, is_first=False)
-        # Pieces are of that length or longer, all alike: a short last one would pay the fixed part again.
+        # Pieces of equal length, at least that long: a short last one would pay the fixed part again.
         length, grid = max(1.0, left), self._limits.prefill_grid_token_count
         piece_count = max(1, int(count / length + self._policy.piece_rounding))
         return math.ceil(count / piece_count / grid) * grid
@@ -297,8 +300,8 @@ class BesideBudget(PassBudget):
         layers_s: float,
         within_s: float,
     ) -> None:
-        """`most_s`: how long the pass may take where less would hardly bring a prompt on. `layers_s`: time
-        for layers of a chunk that begins now; 0 where none is to begin."""
+        """`most_s`: how long the pass may take if a prompt would hardly advance in less. `layers_s`: time for
+        layers of a chunk that begins now; 0 if none is to begin."""
         super().__init__(costs, limits, rows=rows)
         self._planned_s, self._promised_s = limit_s, most_s
         self._layers_s, self.within_s = layers_s, within_s
@@ -312,7 +315,7 @@ class BesideBudget(PassBudget):
         length = min(fitting, count)
         if length < policy.layered_gain * max(1.0, self._tokens_left(start)):
             return start
-        # All of one length, a little longer rather than a short one behind them.
+        # Pieces of equal length, a little longer rather than with a short one at the end.
         piece_count = max(1, math.ceil(count / length - policy.piece_rounding))
         grid = self._limits.prefill_grid_token_count
         return start + min(count, math.ceil(count / piece_count / grid) * grid)
@@ -334,6 +337,6 @@ class BesideBudget(PassBudget):
         return cost is not None and cost.seconds(size) <= self._promised_s
 
     def _probing(self, left: float, trusted: float) -> float:
-        # A size that teaches nothing new would confirm whatever is believed: once, one twice as long.
+        # A size that teaches nothing new would confirm any belief, so one twice as long is tried once.
         is_clear = self._costs.separates_fixed_cost(self._size.token_count + min(left, trusted))
         return left if is_clear else trusted

@@ -1,7 +1,7 @@
-"""Memory guard: what requests and passes will need on the device, against what it may use. Sizes in bytes.
+"""Memory guard: what requests and passes will need on the device, and whether that fits. Sizes in bytes.
 
-Each sequence is charged for the KV it was admitted for and nothing else; the temporary arrays of a pass exist
-once, for all sequences in it.
+Each sequence is charged for the KV that it was admitted for, and nothing else. The temporary arrays of a pass
+exist once, for all its sequences.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from icehouse_server.engine.scheduling.pass_plan import PrefillChunk
 from icehouse_server.errors import CannotFit, Overloaded, Reason, size_text
 
 _OUTPUT_ALLOWANCE = 256
-"""Output tokens a sequence is admitted for; memory for more is freed as they come, or the sequence is
+"""Output tokens that a sequence is admitted for. Memory for more is freed when they come, or the sequence is
 parked."""
 
 
 class MemoryGuard:
-    """Compares predictions with what the device is using. Without a limit it is off."""
+    """Compares predictions with what the device uses. Without a limit everything fits."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class MemoryGuard:
 
     @property
     def has_company(self) -> bool:
-        """Whether other models hold memory, too."""
+        """Whether other models hold memory too."""
         return self.share.others_bytes > 0
 
     def never_fits(self, token_count: int, request: GenerationRequest | None = None) -> CannotFit | None:
@@ -71,21 +71,20 @@ class MemoryGuard:
         )
 
     def start_bytes(self, sequence: Sequence, *, beside: Collection[Sequence] = ()) -> int:
-        """Return what must be free before a sequence may start: the KV that it and the running ones, also of
-        other engines, are admitted for and do not hold yet, and the largest pass that any of their inputs
-        needs."""
+        """Return what must be free before a sequence may start: the KV that it and all running ones, of other
+        engines too, were admitted for and do not hold yet, and the largest pass that their inputs need."""
         together = (sequence, *beside)
         kv_bytes = self.growth_bytes(together) + self.share.others_promised_bytes
         return kv_bytes + max(self._input_pass_bytes(s) for s in together)
 
     @property
     def kv_limit_bytes(self) -> int:
-        """What KV may take beside the weights; 0 without a limit."""
+        """What KV may use beside the weights; 0 without a limit."""
         limit_bytes = self.limit_bytes
         return max(0, limit_bytes - self._own_bytes) if limit_bytes else 0
 
     def held_bytes(self, sequences: Iterable[Sequence]) -> int:
-        """Return what the KV of sequences takes now, with the room it has to grow into."""
+        """Return what the KV of sequences takes now, including the room that it can grow into."""
         return sum(map(self._held_bytes, sequences))
 
     def growth_bytes(self, sequences: Iterable[Sequence]) -> int:
@@ -93,7 +92,7 @@ class MemoryGuard:
         return sum(max(0, self._admitted_bytes(s) - self._held_bytes(s)) for s in sequences)
 
     def pass_bytes(self, chunks: Collection[PrefillChunk], *, decoding: Iterable[Sequence]) -> int:
-        """Return what a pass needs more: the transients of its chunks, their KV, and that of its rows."""
+        """Return what a pass needs in addition: its chunks' temporary arrays and KV, and its rows' new KV."""
         needed = sum(
             self.chunk_bytes(chunk.stop - chunk.start, chunk.stop, is_measured=chunk.sequence.measures_prompt)
             for chunk in chunks
@@ -101,7 +100,7 @@ class MemoryGuard:
         return needed + self._row_bytes(decoding)
 
     def pass_kv_bytes(self, chunks: Collection[PrefillChunk], *, decoding: Iterable[Sequence]) -> int:
-        """Return the KV that a pass adds: of its chunks, and of its rows."""
+        """Return the KV that the chunks and rows of a pass add."""
         added = sum(
             self._model.growth_bytes(chunk_token_count=each.stop - each.start, context_token_count=each.stop)
             for each in chunks
@@ -115,14 +114,14 @@ class MemoryGuard:
     def chunk_bytes(
         self, chunk_token_count: int, context_token_count: int, *, is_measured: bool = False
     ) -> int:
-        """Return the peak of one prefill chunk, its KV included, and its logits if they are wanted."""
+        """Return the peak of one prefill chunk, with its KV, and its logits if they are wanted."""
         transient = self._transient_bytes(chunk_token_count, context_token_count, is_measured=is_measured)
         return transient + self._model.growth_bytes(
             chunk_token_count=chunk_token_count, context_token_count=context_token_count
         )
 
     def excess_bytes(self, *, active_bytes: int, needed_bytes: int) -> int:
-        """Return by how much the limit would be passed, once idle engines have given way; 0 when it fits or
+        """Return by how much the limit would be exceeded after idle engines have given way; 0 if it fits or
         there is no limit. `active_bytes` is what all engines use."""
         used_bytes = active_bytes + needed_bytes
         excess = self.share.excess_bytes(used_bytes)
@@ -131,16 +130,17 @@ class MemoryGuard:
         return excess
 
     def yield_others(self, size_bytes: int) -> int:
-        """Have other engines give up blocks in RAM; return the bytes that are free for this one then."""
+        """Have other engines give up blocks in RAM; return the bytes that this frees for this one."""
         return 0 if self._pooled_bytes else self.share.yield_others(size_bytes)
 
     def note_waiting(self, now: float | None) -> None:
-        """Note that nothing runs here for want of memory, from now on if not before; None: it is not so."""
+        """Note since when nothing runs here for want of memory: `now`, unless it was noted before. None:
+        memory is not the reason."""
         since = self.share.waits_since
         self.share.waits_since = now if now is None or since is None else since
 
     def short(self, *, needed_bytes: int, active_bytes: int) -> Overloaded:
-        """Return the refusal of a request for which there is no memory now."""
+        """Return the refusal of a request that has no memory now."""
         active_bytes, limit_bytes = active_bytes - self.share.others_bytes, self.limit_bytes
         return Overloaded(
             Reason.MEMORY_SHORT,
@@ -175,7 +175,7 @@ class MemoryGuard:
         return token_count * self._model.draft.kv_bytes_per_token
 
     def _input_pass_bytes(self, sequence: Sequence) -> int:
-        """Return the transient of the largest pass that a sequence's input may still be part of."""
+        """Return the temporary arrays of the largest pass that a sequence's input may still need."""
         if sequence.phase is Phase.DECODING:
             return 0
         token_count = len(sequence.input_token_ids)
@@ -188,8 +188,8 @@ class MemoryGuard:
         return max([transient, *map(self._model.image_bytes, images)])
 
     def _image_start_bytes(self, request: GenerationRequest) -> int:
-        """Return the most that is needed at once while one of a request's images is encoded: none before it
-        has a pass of its own behind it."""
+        """Return the most that is needed at once while one of a request's images is encoded, with the KV of
+        the tokens before it."""
         needed = (
             self._model.image_bytes(span.image) + self._model.kv_bytes(span.start_token_index)
             for span in request.images

@@ -1,18 +1,18 @@
 """Pass cost, learned from the passes that ran: a fixed part, and a price for each token, score, draw and
 read.
 
-The fixed part is paid whatever the pass holds (the weights are read). Tokens, positions that a token is
-scored against, tokens whose logits are read (the head, the draw), and positions whose keys and values are
-read each have their price. That is the device's time. A host that runs ahead of it builds the next pass
-meanwhile; where that takes longer, a pass takes as long as that, if it holds more than rows: passes of rows
-alone may be replayed. It knows nothing of prompts or policy, has no clock of its own and belongs to one
+The fixed part is paid whatever the pass holds (the weights are read). Each token has its price, each position
+that it is scored against, each token whose logits are read (the head, the draw), and each position whose keys
+and values are read. That is the device's time. A host that runs ahead builds the next pass meanwhile. If
+building takes longer than the device, a pass with a chunk takes as long as building; passes of rows alone may
+be replayed instead. It knows nothing of prompts or policy, has no clock of its own and belongs to one
 thread.
 
 The faster half of the last few passes of each size and context is fitted by least squares of the *relative*
 error: so a pass of 4 tokens says as much as one of 1,000, a hundred tiny passes do not hide what one long
-pass taught, and other work on the machine, which only ever delays, hardly counts. Old passes fade. Passes
-that take twice what was expected, or half, wait: when there are many in a row, the machine has another speed,
-and everything learned is scaled with it.
+pass taught. Other work on the machine only ever delays, so it hardly counts. Old passes fade. Passes that
+took twice or half of what was expected are set aside. Many of them in a row mean that the machine's speed has
+changed, and then all that was learned is scaled.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _LEAST_S = 1e-6
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PassSize:
-    """What a pass holds. Sizes of what runs in one pass add up."""
+    """What a pass holds. The sizes of its parts add up."""
 
     token_count: int
     score_count: int
@@ -61,9 +61,9 @@ class PassSize:
         return self.token_count > self.draw_count
 
     def with_guesses(self, count: int) -> PassSize:
-        """Return the size with so many guesses that rows fed besides, on contexts as long as the others'."""
+        """Return the size with the guesses that rows fed besides, on contexts of the usual length."""
         scores = count * self.score_count // max(1, self.token_count)
-        return self + PassSize(count, scores, count)  # what they are scored against is read anyway
+        return self + PassSize(count, scores, count)  # their context is read anyway
 
     def part(self, share: float) -> PassSize:
         """Return the size of this on a share of the layers."""
@@ -96,8 +96,7 @@ class PassCost:
     for each token whose logits are read, `read_s` for each position that is read. With a chunk it is
     `least_chunk_pass_s` at least, which the host takes to build it.
 
-    The questions with `start` are about a chunk of one sequence on top of so many tokens; answers may be
-    infinite.
+    Methods with `start` are about a chunk of one sequence after so many tokens; they may return infinity.
     """
 
     fixed_s: float
@@ -118,11 +117,11 @@ class PassCost:
         return max(self.fixed_s + tokens_s + scores_s + reads_s, _LEAST_S)
 
     def base_s(self, start: int) -> float:
-        """Return what a chunk takes however few its tokens are."""
+        """Return what a chunk takes, however few tokens it has."""
         return self.fixed_s + self.read_s * start
 
     def tokens_within(self, budget_s: float, start: int, *, beside: PassSize = NOTHING) -> float:
-        """Return the tokens of a chunk that takes the budget together with what the pass holds already."""
+        """Return how many tokens a chunk may have for the pass to take `budget_s`, beside what it holds."""
         if budget_s < self.least_chunk_pass_s:
             return 0.0
         # fixed + slope * n + score_s * n * n = budget, in the form that also holds for score_s = 0
@@ -132,7 +131,7 @@ class PassCost:
         return 2.0 * left_s / divisor if divisor > 0.0 else math.inf
 
     def tokens_at_rate(self, share: float, start: int, *, limit: float) -> float:
-        """Return the least tokens of a chunk with this share of the best rate up to `limit` tokens."""
+        """Return the fewest tokens that give a chunk this share of the best rate up to `limit` tokens."""
         fixed_s = self.base_s(start)
         if fixed_s <= 0.0:
             return 1.0
@@ -140,7 +139,7 @@ class PassCost:
         if math.isinf(best):
             slack_s = self._slope(start) * (1.0 / share - 1.0)
             return fixed_s / slack_s if slack_s > 0.0 else math.inf
-        # seconds(n) / n is to be at most that of the best, over the share: the smaller root
+        # seconds(n) / n may be at most that of the best chunk, divided by the share: the smaller root
         allowed_s = (fixed_s / best + self._slope(start) + self.score_s * best) / share
         slack_s = allowed_s - self._slope(start)
         return 2.0 * fixed_s / (slack_s + math.sqrt(slack_s**2 - 4.0 * self.score_s * fixed_s))
@@ -156,9 +155,9 @@ _PRIOR = (
     (0.0, 0.0, 0.0, 1.0, 0.0, 0.0),
     (0.0, 0.0, 0.0, 0.0, 1.0, 0.0),
 )
-"""Shares of what is fixed, tokens, scores, draws and reads in the usual pass, as if they were measured."""
+"""Shares of the fixed part, tokens, scores, draws and reads in the usual pass, as if they were measured."""
 _MOST_SPREAD = 1000.0
-"""A pass that took less than this part of the usual one's time counts as if it had taken so much."""
+"""A pass counts as if it took at least this fraction of the usual one's time: one over it."""
 _Kind = tuple[int, int, int]
 """Doublings of tokens, of positions and of draws."""
 
@@ -169,38 +168,38 @@ class _Measured:
     elapsed_s: float
     number: int
     is_fitted: bool = True
-    """False where it only says that the device takes no longer, and nothing else is expected."""
+    """False if it only shows that the device takes no longer, as was expected."""
 
 
 class PassCostLearner:
-    """Expects the cost of a pass from the passes before it, and says how far it can be asked."""
+    """Predicts the cost of a pass from earlier ones, and says up to which size it can be trusted."""
 
     def __init__(self, policy: PassPolicy) -> None:
         self._policy = policy
         self._passes: dict[_Kind, collections.deque[_Measured]] = {}
         self._doubted: dict[_Kind, _Measured] = {}
-        """Passes that were the first of their kind and took far too long: a compilation, or others' work."""
+        """Passes that were the first of their kind and took far too long: a compilation, or other work."""
         self._noted_count = 0
         self._surprises: list[tuple[float, _Measured]] = []
-        """Passes that were far off one behind the other, and what they took of what was expected."""
+        """Consecutive passes that were far off, each with its time over what was expected."""
         self._built_s = collections.deque[float](maxlen=policy.kept_count)
-        """What the last passes with a chunk took of which the host was the slower part."""
+        """What the last passes with a chunk took that waited for the host."""
         self._cost: PassCost | None = None
         self._is_stale = False
 
     def note(self, size: PassSize, elapsed_s: float, *, is_host_bound: bool = False) -> None:
-        """Learn from a pass that ran; `is_host_bound`: the device had done it before the host looked."""
+        """Learn from a pass that ran. `is_host_bound`: the device had finished before the host looked."""
         assert size.token_count > 0, size
         if size.has_chunk and is_host_bound:
             self._note_built(size, elapsed_s)
             return
         if size.has_chunk and self._built_s and elapsed_s < statistics.median(self._built_s):
-            self._built_s.append(elapsed_s)  # the host takes less by now
+            self._built_s.append(elapsed_s)  # the host has become faster
         policy = self._policy
         self._noted_count += 1
         measured = _Measured(size, max(elapsed_s, _LEAST_S), self._noted_count)
         if self._is_far_off(measured):
-            self.cost()  # fitted when it is asked for: there may be passes that it does not know of
+            self.cost()  # fitted on demand, so there may be passes that it does not know yet
         ratio, is_far_off = self._ratio(measured), self._is_far_off(measured)
         if is_far_off and ratio > 1.0 and self._doubts(measured):
             return
@@ -218,7 +217,7 @@ class PassCostLearner:
             self._store_surprises()
 
     def _note_built(self, size: PassSize, elapsed_s: float) -> None:
-        """Learn from a pass that took as long as the host did, and the device no longer than that."""
+        """Learn from a pass that took as long as the host, and the device no longer."""
         self._noted_count += 1
         self._built_s.append(elapsed_s)
         cost = self.cost()
@@ -226,7 +225,7 @@ class PassCostLearner:
         self._store(_Measured(size, max(elapsed_s, _LEAST_S), self._noted_count, is_fitted))
 
     def _doubts(self, measured: _Measured) -> bool:
-        """Whether a pass that took far too long is no lesson yet: a second one of its kind makes it one."""
+        """Whether a pass that took far too long teaches nothing yet: a second one of its kind confirms it."""
         kind = _kind_of(measured.size)
         if kind in self._passes:
             return False
@@ -238,7 +237,7 @@ class PassCostLearner:
         return False
 
     def cost(self) -> PassCost | None:
-        """Return what passes cost as far as is known; None before the first."""
+        """Return what passes cost, as far as known; None before the first."""
         if self._is_stale:
             passes = self._undisturbed() if self._cost else self._living()
             passes = [measured for measured in passes if measured.is_fitted] or passes
@@ -249,10 +248,10 @@ class PassCostLearner:
         return self._cost
 
     def trusted_tokens(self, start: int, *, budget_s: float, beside: PassSize = NOTHING) -> float:
-        """Return the tokens of the largest chunk from `start` that the passes so far speak for, in a pass
-        that holds something already; 0 before any.
+        """Return the tokens of the largest chunk from `start` that the passes so far allow to predict, beside
+        what the pass holds already; 0 before any.
 
-        Further than that it may go where it would stay within the budget even if nothing were fixed.
+        It may be larger if it would keep the budget even with no fixed part.
         """
         policy, living = self._policy, self._living()
         if not living:
@@ -287,7 +286,7 @@ class PassCostLearner:
         return [measured for passes in self._passes.values() for measured in passes]
 
     def _undisturbed(self) -> list[_Measured]:
-        """Return the faster half of each kind's passes: others' work on the machine only ever delays."""
+        """Return the faster half of each kind's passes: other work on the machine only ever delays."""
         return [
             measured
             for passes in self._passes.values()
@@ -295,7 +294,7 @@ class PassCostLearner:
         ]
 
     def _weight(self, measured: _Measured) -> float:
-        """Return what a pass counts by its age, as the square root that least squares take."""
+        """Return the weight of a pass of this age, as the square root that least squares take."""
         age = self._noted_count - measured.number
         return math.sqrt(max(0.0, 1.0 - age / self._policy.life))
 
@@ -304,21 +303,20 @@ class PassCostLearner:
         return not 1.0 / factor < self._ratio(measured) < factor
 
     def _ratio(self, measured: _Measured) -> float:
-        """Return what a pass took to what was last expected of its size."""
+        """Return a pass's time over what was last expected for its size."""
         cost = self._cost or self.cost()
         return measured.elapsed_s / cost.seconds(measured.size) if cost else 1.0
 
     def _store_surprises(self) -> None:
-        """Take what was far off for true of its sizes: once it is known whether all else changed with it."""
+        """Learn from the surprising passes, once it is known whether the whole machine changed with them."""
         for _, measured in self._surprises:
             self._store(measured)
         self._surprises.clear()
 
     def _change_speed(self) -> None:
-        """Take what is known for that of a device as much slower or faster as the surprises say.
+        """Scale all that is known by how much slower or faster the surprising passes were.
 
-        What they measured by themselves says nothing of other sizes, and the parts of the cost keep their
-        proportions when it is the machine that has become busy.
+        They measured only their own sizes, and a machine that becomes busy slows all parts of the cost alike.
         """
         factor = statistics.median(ratio for ratio, _ in self._surprises)
         for passes in self._passes.values():
@@ -333,15 +331,15 @@ def _kind_of(size: PassSize) -> _Kind:
 
 
 def _fit(passes: list[_Measured], weights: list[float], prior_weight: float) -> PassCost:
-    """Return the non-negative cost whose relative errors over the passes are least.
+    """Return the non-negative cost with the least relative errors over the passes.
 
-    It comes to the same bits on every processor: exact sums, products and quotients alone, which IEEE 754
-    rounds in one way. BLAS, powers and exponentials differ in the last bit, on which it may hang who gets a
-    token more, and what happened on one machine could not be played again on another.
+    The result has the same bits on every processor: it uses only exact sums, products and quotients, which
+    IEEE 754 rounds in one way. BLAS, powers and exponentials differ in the last bit. Who gets one token more
+    may depend on that, and a story from one machine could not be replayed on another.
     """
     sizes = [(1, *measured.size.counts()) for measured in passes]
     usual_s = statistics.median(measured.elapsed_s for measured in passes)
-    # A column's unit is what it would cost if the usual pass cost nothing else: unknowns are shares near 1.
+    # A column's unit is its price if the usual pass had no other cost, so that unknowns are shares near 1.
     units = [usual_s / max(1.0, statistics.median(column)) for column in zip(*sizes, strict=True)]
     rows = [[prior_weight * number for number in row] for row in _PRIOR]
     for size, measured, weight in zip(sizes, passes, weights, strict=True):
@@ -362,7 +360,7 @@ def _fit(passes: list[_Measured], weights: list[float], prior_weight: float) -> 
 
 
 def _solution(rows: list[list[float]]) -> list[float]:
-    """Return what solves a positive definite system, whose last column is what is wanted."""
+    """Solve a positive definite system whose last column is the right-hand side."""
     count = len(rows)
     for pivot, upper in enumerate(rows):
         for lower in range(pivot + 1, count):

@@ -19,9 +19,9 @@ class PrefillChunk:
     start: int
     stop: int
     size: PassSize
-    """What it adds to a pass, on all layers."""
+    """What it adds to a pass if it goes through all layers."""
     layers: LayerSpan | None = None
-    """Those that it goes through in this pass; None for all."""
+    """The layers that it goes through in this pass; None for all."""
 
     @property
     def token_count(self) -> int:
@@ -34,13 +34,13 @@ class PrefillChunk:
 
     @property
     def is_through(self) -> bool:
-        """Whether all layers are behind it when the pass is done."""
+        """Whether it has gone through all layers at the end of the pass."""
         return self.layers is None or self.layers.is_last
 
     @property
     def stored_count(self) -> int:
-        """Its tokens but the input's last one, which every start from a cached prefix runs again; none before
-        it is through."""
+        """Its tokens without the input's last one, which is run again after each cache hit; 0 until it has
+        gone through all layers."""
         return max(0, min(self.stop, self.sequence.prefill_target) - self.start) if self.is_through else 0
 
     def for_runner(self) -> Chunk:
@@ -64,43 +64,43 @@ class PrefillChunk:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PassPlan:
-    """One pass. Times are of the device, 0 before any pass was measured and where no chunk is in it."""
+    """One pass. Times are the device's; 0 before any pass was measured, or without a chunk."""
 
     rows: PassSize
-    """Of the rows that decode."""
+    """Size of the decoding rows."""
     chunks: tuple[PrefillChunk, ...] = ()
     rows_s: float = 0.0
-    """Expected of the rows alone."""
+    """Expected time of the rows alone."""
     expected_s: float = 0.0
-    """Expected of all of it."""
+    """Expected time of the whole pass."""
 
     @property
     def size(self) -> PassSize:
-        """Of all that goes through all layers, the rows included."""
+        """Size of everything that goes through all layers, including the rows."""
         return sum((chunk.size for chunk in self.chunks if chunk.layers is None), self.rows)
 
     @property
     def layered(self) -> PassSize:
-        """Of what goes through some layers, as so many tokens through all."""
+        """Size of what goes through some layers, converted to tokens through all layers."""
         parts = (chunk.size.part(chunk.layers.share) for chunk in self.chunks if chunk.layers is not None)
         return sum(parts, NOTHING)
 
     @property
     def stored_count(self) -> int:
-        """Prompt tokens whose KV is there behind it."""
+        """Prompt tokens whose KV exists after the pass."""
         return sum(chunk.stored_count for chunk in self.chunks)
 
     @property
     def advanced_token_count(self) -> int:
-        """Prompt tokens that its time is spent on: those on their way through the layers by their share."""
+        """Prompt tokens that its time is spent on. Those that go through some layers count by their share."""
         return self.layered.token_count or self.stored_count
 
     def prefill_s(self, elapsed_s: float) -> float:
-        """Return the part of what the pass took that its chunks took, by what was expected of its rows."""
+        """Return the part of the pass's time that its chunks took, by what was expected of its rows."""
         return elapsed_s * (1.0 - self.rows_s / self.expected_s) if self.expected_s else elapsed_s
 
     def chunks_through(self, went_through: Mapping[SequenceId, LayerSpan]) -> list[PrefillChunk]:
-        """Return what ran of its chunks, where the time was over before the last layers of some."""
+        """Return the chunks as they ran: for some, time was up before their last layers."""
         return [
             dataclasses.replace(chunk, layers=went_through.get(chunk.sequence.sequence_id, chunk.layers))
             for chunk in self.chunks

@@ -1,7 +1,7 @@
-"""Preemption: the RAM tier gives way first, then the pass holds less, then the last comer is parked, of the
-tenant that has most; so it is when a tenant that runs nothing finds every slot taken.
+"""Preemption: when memory is short, the RAM tier gives way first, then passes get smaller, then the youngest
+sequence of the largest tenant is parked. One is also parked when a tenant that runs nothing finds no slot.
 
-Inference thread only. Consulted before a sequence is let in and before every forward pass.
+Inference thread only. Consulted before a sequence is admitted and before every forward pass.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Preemption:
         park: Callable[[Sequence], None],
         fail: Callable[[Sequence, IcehouseError], None],
     ) -> None:
-        """`fail` ends a sequence for which there is no memory although nobody else holds any to take."""
+        """`fail` ends a sequence that has no memory although nobody else holds any that could be taken."""
         self._scheduler, self.guard = scheduling
         self._queue = self._scheduler.queue
         self._runner = runner
@@ -48,8 +48,9 @@ class Preemption:
         self._fail = fail
 
     def may_start(self, sequence: Sequence) -> bool:
-        """Whether there is memory for a waiting sequence now. Where the RAM tier can make it, it is asked to,
-        by way of the SSD while others run, so that it is there in a later step; else nothing is let go."""
+        """Whether there is memory for a waiting sequence now. If the RAM tier can free it, it is asked to.
+        While others run it spills to SSD, so the memory comes in a later step. Otherwise nothing is
+        dropped."""
         if not self.guard.limit_bytes:
             return True
         if self.guard.share.must_wait:
@@ -63,7 +64,7 @@ class Preemption:
         return may_start
 
     def _is_given(self, sequence: Sequence, excess: int) -> bool:
-        """Whether the RAM tier has made so much free for a sequence."""
+        """Whether the RAM tier has freed that much for a sequence."""
         running = self._scheduler.running
         protected = self._prefix.cache.planned_blocks(sequence)
         if not running and self._prefix.yieldable_bytes(protected=protected) < excess:
@@ -73,11 +74,11 @@ class Preemption:
         return self._prefix.yield_ram(excess, protected=protected, is_urgent=not running) >= excess
 
     def make_slot(self, sequence: Sequence) -> bool:
-        """Make a slot, or its memory, for a sequence of a tenant that runs nothing: park the last comer of
-        the tenant that runs most, if that is more than one."""
+        """Free a slot, or memory, for a sequence of a tenant that runs nothing: park the youngest sequence of
+        the tenant that runs most, if it runs more than one."""
         tenant = self._queue.greediest
         if self.guard.share.must_wait:
-            return False  # what it gave up would be another engine's
+            return False  # another engine would get what is freed
         if tenant is None or self._queue.running_count(sequence.request.tenant):
             return False
         if self._queue.running_count(tenant) < 2:
@@ -89,8 +90,8 @@ class Preemption:
         return True
 
     def hopeless(self, sequence: Sequence) -> Overloaded | None:
-        """Return the refusal of a sequence that does not fit although nothing runs that could end, here or in
-        another engine, and nothing is being written that could go then."""
+        """Return the refusal of a sequence that does not fit although nothing that could still free memory is
+        running, here or in another engine, or being written."""
         share = self.guard.share
         if self._scheduler.running or self._prefix.is_writing or share.others_work or share.must_wait:
             return None
@@ -121,7 +122,8 @@ class Preemption:
                 continue
             own = fitting[0].sequence if fitting else None
             victim = self._victim()
-            # Who decodes alone on the machine was let in because it fits; beside other models it may not.
+            # A sequence that decodes alone on the machine fits, or it would not have been admitted. Beside
+            # other models it may not.
             if own is None and self._scheduler.decoding_count <= (not self.guard.has_company):
                 break
             if victim is None or self._holding == [own]:
@@ -135,8 +137,8 @@ class Preemption:
         return fitting
 
     def image_to_encode(self) -> Sequence | None:
-        """Return whose image is to be encoded in this step, once its memory is free: the oldest sequence's
-        that waits for one. A sequence whose image does not fit even alone is ended."""
+        """Return the oldest sequence that waits for an image, with memory free to encode it in this step. A
+        sequence whose image does not fit even alone is ended."""
         sequence = self._scheduler.awaiting_image
         if sequence is None or sequence.next_image is None:
             return None
@@ -153,9 +155,9 @@ class Preemption:
         return sequence
 
     def _fail_if_alone(self, sequence: Sequence, needed_bytes: int) -> None:
-        """End a sequence, unless others load blocks or blocks are being written: they hold memory, and can
-        give it back in a later step. While another engine is at work it is parked: if both held what they
-        have, neither might go on."""
+        """End a sequence, unless blocks are being loaded or written: their memory comes free in a later step.
+        While another engine is at work, the sequence is parked instead: otherwise both might wait for each
+        other's memory."""
         if self.guard.share.others_work:
             self._park(sequence)
         elif not (self._scheduler.loading_count or self._prefix.is_writing):
@@ -163,13 +165,13 @@ class Preemption:
             self._fail(sequence, self.guard.short(needed_bytes=needed_bytes, active_bytes=active_bytes))
 
     def _excess_bytes(self, needed_bytes: int, kv_bytes: int = 0) -> int:
-        """Return by how much the limit would be passed by what is needed, `kv_bytes` of it for KV."""
+        """Return by how much these bytes, `kv_bytes` of them for KV, would exceed the limit."""
         pages = self._runner.pages
         excess = self._excess(needed_bytes)
         copied_bytes = pages.copied_bytes(kv_bytes)
         if not copied_bytes:
             return excess
-        # Either pages can grow, or enough of them come free.
+        # Either the pool can grow, or enough of its pages come free.
         return min(self._excess(needed_bytes + copied_bytes), max(excess, pages.missing_bytes(kv_bytes)))
 
     def _excess(self, needed_bytes: int) -> int:
@@ -180,17 +182,17 @@ class Preemption:
         excess = self._excess_bytes(needed_bytes, kv_bytes)
         if not excess:
             return 0
-        # What is let go here is free for new arrays whether or not the allocator returned it yet.
+        # What is dropped here is free for new arrays, even before the allocator returns it.
         excess -= self._prefix.yield_ram(excess)
         return max(0, excess - self.guard.yield_others(excess)) if excess > 0 else 0
 
     @property
     def _holding(self) -> list[Sequence]:
-        """Who holds caches and can be parked, the oldest first."""
+        """Sequences that hold caches and can be parked, oldest first."""
         return [s for s in self._scheduler.running if s.phase in (Phase.PREFILLING, Phase.DECODING)]
 
     def _victim(self) -> Sequence | None:
-        """Return the last comer of the least priority, of the tenant whose sequences are longest together."""
+        """Return the youngest sequence of the lowest priority, of the tenant that holds the most KV."""
         holding = self._holding
         lengths: Counter[Tenant] = Counter()
         for sequence in holding:
@@ -200,5 +202,5 @@ class Preemption:
 
 
 def _last_comer(sequences: Iterable[Sequence]) -> Sequence | None:
-    """Return the last comer of the least priority."""
+    """Return the youngest sequence of the lowest priority."""
     return min(sequences, key=lambda s: (s.request.priority, -s.sequence_id), default=None)

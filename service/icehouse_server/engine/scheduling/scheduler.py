@@ -1,8 +1,8 @@
 """Scheduler: who waits, who runs, and which prompt tokens run in the next pass (inference thread).
 
-The policy, without mlx, threads or clocks of its own. Every row that decodes is in every pass; beside them
-the tokens of several prompts share what time the pass may take, so that running sequences keep their latency
-between tokens, waiting prompts keep moving, and the weights are read once for all.
+It is pure policy, without mlx, threads or clocks. Every decoding row is in every pass. The tokens of several
+prompts share the rest of the pass's time, so that running sequences keep their latency between tokens,
+waiting prompts keep moving, and the weights are read once for all.
 """
 
 from __future__ import annotations
@@ -55,29 +55,29 @@ class Scheduler:
 
     @property
     def keeps_pace(self) -> bool:
-        """Whether rows decode at an even pace, so that reads from SSD must leave the cores to them; where
-        many wait, their first tokens come before that."""
+        """Whether rows are to decode at an even pace, so that reads from SSD must leave the cores to them.
+        While many wait, their first tokens matter more."""
         return bool(self._decoding) and not self._planner.is_long_queue(self._waiting_per_row)
 
     @property
     def decoding(self) -> list[Sequence]:
-        """Those who draw a token a step."""
+        """Sequences that draw a token in each step."""
         return list(self._decoding.values())
 
     @property
     def running(self) -> list[Sequence]:
-        """Everything that has a slot, oldest first."""
+        """Sequences that have a slot, oldest first."""
         running = [sequence for phase in self._by_phase.values() for sequence in phase.values()]
         return sorted(running, key=lambda sequence: sequence.sequence_id)
 
     @property
     def free_slot_count(self) -> int:
-        """Sequences that could be let in now, as far as slots go."""
+        """How many more sequences the slots allow."""
         return max(0, self.limits.running_limit - sum(map(len, self._by_phase.values())))
 
     def prefill_backlog_tokens(self, request: GenerationRequest) -> int:
-        """Input tokens of running sequences that are still to be computed before a newcomer's: its tenant's
-        own, and of each other tenant's as many as those and it have."""
+        """Input tokens of running sequences to be computed before a newcomer's: all of its own tenant's, and
+        of each other tenant's at most as many as those and its own."""
         preparing = (*self._loading.values(), *self._restoring.values(), *self._prefilling.values())
         backlogs: Counter[Tenant] = Counter()
         for sequence in preparing:
@@ -92,12 +92,12 @@ class Scheduler:
 
     @property
     def restoring(self) -> list[Sequence]:
-        """Those whose caches are being rebuilt, the oldest first."""
+        """Sequences whose caches are being rebuilt, oldest first."""
         return sorted(self._restoring.values(), key=lambda sequence: sequence.sequence_id)
 
     @property
     def awaiting_image(self) -> Sequence | None:
-        """The first comer of those whose next chunk would reach an image that has no vectors yet."""
+        """The oldest sequence whose next chunk would reach an image that has no vectors yet."""
         reach = self.limits.prefill_chunk_token_count
         waiting = (
             sequence
@@ -109,7 +109,7 @@ class Scheduler:
 
     @property
     def _preparing_count(self) -> int:
-        """Those that there is work for before they draw; a load is not the device's."""
+        """Sequences that need the device before they draw; loads from SSD do not."""
         return len(self._restoring) + len(self._prefilling)
 
     @property
@@ -120,10 +120,11 @@ class Scheduler:
         return sum(s.remaining_token_count for s in preparing) >= self.limits.most_pass_token_count
 
     def candidates(self, now: float) -> Iterator[Sequence]:
-        """Yield who may be let in next, the best first, while slots are free; each time the queue as it is.
+        """Yield the sequences that may be admitted next, best first, while slots are free. The queue may
+        change meanwhile.
 
-        `prefilling_limit` prompts are in preparation at once, or as many more as one pass could hold. A
-        tenant that runs nothing comes up whatever the others have taken: a slot is to be made for it.
+        `prefilling_limit` prompts are prepared at once, or more if one pass could hold them. A sequence of a
+        tenant that runs nothing is yielded even without a free slot: one is to be made for it.
         """
         if not len(self.queue):
             return
@@ -134,7 +135,7 @@ class Scheduler:
             yield sequence
 
     def lets_nobody_pass(self, blocked: ReadSequence[Sequence]) -> bool:
-        """Whether nobody is let in any more before those who come first and have no memory yet."""
+        """Whether nobody else may be admitted ahead of these, which come first but have no memory yet."""
         policy = self.limits.policy
         return len(blocked) >= policy.blocked_limit or any(
             sequence.passed_count >= policy.passed_limit for sequence in blocked
@@ -147,7 +148,7 @@ class Scheduler:
         self.move(sequence, Phase.PREFILLING)
 
     def park(self, sequence: Sequence) -> None:
-        """Take a running sequence's slot away and let it wait again."""
+        """Take a running sequence's slot away and queue it again."""
         self._layered.forget(sequence)
         self.move(sequence, Phase.WAITING)
         self.queue.note_ended(sequence)
@@ -155,7 +156,7 @@ class Scheduler:
         self.queue.add(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Take a sequence out, wherever it is."""
+        """Remove a sequence, whatever its phase."""
         self._layered.forget(sequence)
         if sequence.phase is Phase.WAITING:
             self.queue.discard(sequence)
@@ -164,7 +165,8 @@ class Scheduler:
         self.move(sequence, Phase.ENDED)
 
     def move(self, sequence: Sequence, phase: Phase) -> None:
-        """Put a sequence into a phase. One that decodes is in every pass from now on: its last chunk ran."""
+        """Put a sequence into a phase. If it decodes, its last chunk has run and it is in every later
+        pass."""
         for others in self._by_phase.values():
             others.pop(sequence.sequence_id, None)
         sequence.phase = phase
@@ -176,9 +178,9 @@ class Scheduler:
     def plan(self, *, spent_s: float = 0.0) -> PassPlan:
         """Plan the next pass, in a step that spent some time on restores.
 
-        By priority, then shortest remaining first; the oldest has a share whatever its length, and one that
-        was overtaken by as much as it is long is overtaken no more. Tenants take turns, and while nothing
-        decodes, the others' prompts no more than double the pass that brings a tenant its first token.
+        Prompts run by priority, then shortest remaining first. The oldest always has a share, and a prompt
+        that was overtaken by as many tokens as it has left is overtaken no more. Tenants take turns. While
+        nothing decodes, other tenants' prompts at most double the pass that gives a tenant its first token.
         """
         prompts = _in_turns(sorted(self._prefilling.values(), key=_turn))
         if not prompts:
@@ -208,14 +210,14 @@ class Scheduler:
         """Return the plan of a pass over these chunks and the rows that decode now."""
         plan = PassPlan(self._rows, tuple(chunks))
         if not chunks:
-            return plan  # what passes cost is a fit of a millisecond, which no pass of rows needs
+            return plan  # the fit of costs takes a millisecond, and a pass of rows needs none
         seconds = self._planner.seconds
         return dataclasses.replace(
             plan, rows_s=seconds(plan.rows), expected_s=seconds(plan.size + plan.layered)
         )
 
     def note_run(self, plan: PassPlan) -> None:
-        """Account for the chunks of a pass, and for prompts that wait while tokens of younger ones run."""
+        """Account for the chunks of a pass, and for prompts that were overtaken by younger ones."""
         for chunk in plan.chunks:
             if chunk.layers is not None:
                 self._layered.note(chunk.layers)
@@ -236,8 +238,8 @@ class Scheduler:
             self._planner.note_pass(size, elapsed_s, beside_layers=has_layers, is_host_bound=is_host_bound)
 
     def restore_s(self, *, least_s: float) -> float:
-        """Return how long this step may take loaded blocks into use and encode images; 0 while earlier ones
-        took too long."""
+        """Return how long this step may spend on taking loaded blocks into use and on encoding images; 0
+        while earlier steps took too long."""
         return self._planner.restore_s(
             self._rows,
             waiting_per_row=self._waiting_per_row,
@@ -255,7 +257,7 @@ class Scheduler:
 
     @property
     def _waiting_per_row(self) -> float:
-        """Sequences that wait for their first token, for each one that decodes; one by itself counts as 0."""
+        """How many sequences wait for their first token, per decoding one. A single one counts as 0."""
         waiting = len(self.queue) + len(self._following) + len(self._loading) + self._preparing_count
         return waiting / max(1, len(self._decoding)) if waiting > 1 else 0.0
 
@@ -268,7 +270,7 @@ class Scheduler:
         *,
         share: float = 1.0,
     ) -> None:
-        """Let a sequence's chunk go as far as the budget lasts and its limits allow."""
+        """Extend a sequence's chunk as far as the budget and its limits allow."""
         begin, is_planned = sequence.processed_token_count, sequence.sequence_id in stops
         if share == 1.0 and not is_planned:
             self._layered.begin(sequence, budget)
@@ -290,7 +292,7 @@ class Scheduler:
         else:
             stop = budget.take(start, end, share=share)
         if stop == sequence.prefill_target < end and start < stop:
-            # One token more, instead of a chunk of its own for it.
+            # The last token joins this chunk instead of getting one of its own.
             stop = end
         stops[sequence.sequence_id] = _outside_images(sequence, begin, stop)
 
@@ -302,7 +304,7 @@ class Scheduler:
         return PrefillChunk(sequence, start, stop, size, layers)
 
     def _chunk_end(self, sequence: Sequence, start: int) -> int:
-        """Return how far a chunk from `start` may go at most."""
+        """Return where a chunk from `start` must end at the latest."""
         limits = self.limits
         end = sequence.input_end
         image = sequence.next_image
@@ -327,8 +329,8 @@ class Scheduler:
 
 
 def _outside_images(sequence: Sequence, start: int, stop: int) -> int:
-    """Return where a chunk ends instead of inside an image that is seen whole: before it, or behind it where
-    the chunk begins with tokens of it, however small the budget."""
+    """Return where a chunk ends so that it splits no image that is seen whole: before the image, or after it
+    if the chunk begins inside it, whatever the budget."""
     for span in sequence.request.images:
         if span.image.is_seen_whole and span.start_token_index < stop < span.end_token_index:
             return span.start_token_index if start < span.start_token_index else span.end_token_index
@@ -336,7 +338,7 @@ def _outside_images(sequence: Sequence, start: int, stop: int) -> int:
 
 
 def _turn(sequence: Sequence) -> tuple[int, bool, int, int]:
-    """Order prompts: by priority, those that were overtaken long enough, the shortest, the oldest."""
+    """Return a prompt's sort key: priority first, then overtaken long enough, then shortest, then oldest."""
     remaining = sequence.remaining_token_count
     is_overdue = sequence.overtaken_token_count >= remaining
     length = 0 if is_overdue else remaining
@@ -344,8 +346,8 @@ def _turn(sequence: Sequence) -> tuple[int, bool, int, int]:
 
 
 def _in_turns(prompts: list[Sequence]) -> list[Sequence]:
-    """Return each tenant's first prompt, then each one's second, and so on: those of a turn the shortest
-    first, since priorities are between a tenant's own."""
+    """Return each tenant's first prompt, then each one's second, and so on. Within a turn the shortest goes
+    first, since priorities rank only a tenant's own prompts."""
     turns: Counter[Tenant] = Counter()
     ranked = []
     for sequence in prompts:

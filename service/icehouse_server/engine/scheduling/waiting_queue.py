@@ -1,9 +1,8 @@
-"""Waiting queue: bounded in requests and tokens, tenants in turn, of each by priority and age (inference
-thread).
+"""Waiting queue: bounded in requests and tokens, with tenants taking turns (inference thread).
 
-Requests of the tenant that runs least come first, so that none can hold up the others by number or priority.
-Among a tenant's own a request's rank is its priority plus one for every `aging_s` it has waited, so that
-urgent work goes first and nothing starves. Requests of a tenant that has its share running are passed over.
+Requests of the tenant that runs least come first, so that no tenant can hold up others by number or priority.
+Within a tenant, a request's rank is its priority plus one for every `aging_s` that it has waited: urgent work
+goes first and nothing starves. Tenants that run their full share are skipped.
 """
 
 from __future__ import annotations
@@ -31,13 +30,13 @@ class WaitingLimits:
 
 
 class WaitingQueue:
-    """Sequences that were accepted and have no slot yet."""
+    """Accepted sequences without a slot."""
 
     def __init__(self, limits: WaitingLimits) -> None:
         self.limits = limits
         self._sequences: dict[int, Sequence] = {}
         self.token_count = 0
-        """Tokens of all that wait."""
+        """Input tokens of all waiting sequences."""
         self._waiting: Counter[Tenant] = Counter()
         self._waiting_tokens: Counter[Tenant] = Counter()
         self._running: Counter[Tenant] = Counter()
@@ -46,8 +45,8 @@ class WaitingQueue:
         return len(self._sequences)
 
     def has_capacity_for(self, token_count: int, *, tenant: Tenant = _NOBODY, request_count: int = 1) -> bool:
-        """Whether so many more requests of this many tokens each may wait. Tokens do not matter to an empty
-        queue; in a queue that others have filled, a tenant still has an equal part."""
+        """Whether so many more requests of this many tokens each may wait. An empty queue takes any number of
+        tokens. If others have filled the queue, a tenant still has an equal part of it."""
         if self._fits(len(self._sequences), self.token_count, token_count, request_count, part=1):
             return True
         own_count, own_tokens = self._waiting[tenant], self._waiting_tokens[tenant]
@@ -57,19 +56,19 @@ class WaitingQueue:
         )
 
     def _fits(self, count: int, tokens: int, token_count: int, request_count: int, *, part: int) -> bool:
-        """Whether requests fit beside so many into the queue divided by `part`."""
+        """Whether more requests fit beside `count` others into the queue divided by `part`."""
         if count + request_count > self.limits.request_limit // part:
             return False
         limit = self.limits.token_limit
         return not limit or not count or tokens + request_count * token_count <= limit // part
 
     def add(self, sequence: Sequence) -> None:
-        """Let a sequence in; also one that was parked, which no bound applies to."""
+        """Add a sequence. Parked ones come back here too, without bounds."""
         self._sequences[sequence.sequence_id] = sequence
         self._count(sequence, 1)
 
     def discard(self, sequence: Sequence) -> None:
-        """Take a sequence out, if it waits."""
+        """Remove a sequence if it is waiting."""
         if self._sequences.pop(sequence.sequence_id, None) is not None:
             self._count(sequence, -1)
 
@@ -82,8 +81,9 @@ class WaitingQueue:
             del self._waiting[tenant], self._waiting_tokens[tenant]
 
     def ranked(self, now: float) -> Iterator[Sequence]:
-        """Yield who may run, taking nobody out: of the tenant that runs least, those yielded before counted
-        in, the first in rank. A tenant's share is looked at as each one comes up."""
+        """Yield sequences in the order in which they may run, and keep them in the queue: always the first in
+        rank of the tenant that runs least, counting those already yielded. Shares are checked at each
+        turn."""
         limit = self.limits.tenant_running_limit
         queues: dict[Tenant, deque[tuple[float, int]]] = {}
         order = [(-self._rank(s, now), s.sequence_id) for s in self._sequences.values()]
@@ -104,7 +104,7 @@ class WaitingQueue:
                 heapq.heappop(heads)
 
     def running_count(self, tenant: Tenant) -> int:
-        """Sequences of a tenant that have a slot."""
+        """How many sequences of a tenant have a slot."""
         return self._running[tenant]
 
     @property
@@ -113,8 +113,8 @@ class WaitingQueue:
         return max(self._running, key=lambda tenant: self._running[tenant], default=None)
 
     def tokens_ahead_of(self, priority: int, *, tenant: Tenant = _NOBODY) -> tuple[int, int]:
-        """Return how many requests and tokens a newcomer of this priority would have before it: its tenant's
-        own, and of others as many as come before it in turn."""
+        """Return how many requests and tokens would be ahead of a newcomer of this priority: its own
+        tenant's, and of other tenants those whose turn is earlier."""
         own = [
             len(s.input_token_ids)
             for s in self._sequences.values()
@@ -130,16 +130,16 @@ class WaitingQueue:
         return request_count, token_count
 
     def note_running(self, sequence: Sequence) -> None:
-        """Count a sequence against its tenant's share."""
+        """Count a running sequence against its tenant's share."""
         self._running[sequence.request.tenant] += 1
 
     def note_ended(self, sequence: Sequence) -> None:
-        """Give a tenant's share back."""
+        """Stop counting a sequence against its tenant's share."""
         tenant = sequence.request.tenant
         self._running[tenant] -= 1
         assert self._running[tenant] >= 0, tenant
         if not self._running[tenant]:
-            # Callers may make names up; only those that run something are counted.
+            # Callers may invent tenant names, so only those that run something are kept.
             del self._running[tenant]
 
     def _rank(self, sequence: Sequence, now: float) -> float:
