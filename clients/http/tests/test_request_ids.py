@@ -97,7 +97,7 @@ async def test_requests_of_one_name_run_beside_each_other(front: HttpFront, serv
 
 async def test_texts_are_embedded_and_ranked_under_the_callers_name(whole: HttpFront) -> None:
     """Also beside a request of that name."""
-    asked = {
+    asked: dict[str, dict[str, Any]] = {
         "/v1/embeddings": {"input": ["ice", "steam"] * 20},
         "/v1/rerank": {
             "query": "q",

@@ -137,6 +137,17 @@ async def test_a_listed_model_is_one_for_both_packages(front: HttpFront) -> None
         assert pydantic.TypeAdapter(kind).validate_python(told).id == "tiny"
 
 
+async def test_what_is_not_there_is_told_in_each_packages_own_form(front: HttpFront) -> None:
+    with pytest.raises(openai.NotFoundError) as missed:
+        await front.openai.models.retrieve("none")
+    assert (missed.value.code, missed.value.param) == ("model_not_found", "model")
+    with pytest.raises(anthropic.NotFoundError) as lost:
+        await front.anthropic.models.retrieve("none")
+    assert lost.value.response.json()["error"]["type"] == "not_found_error" and lost.value.request_id
+    nowhere = await front.http.get("/v1/none")
+    assert "GET /v1/models/{model}, " in nowhere.json()["error"]["message"]
+
+
 async def test_tokens_are_counted_without_an_answer(whole: HttpFront) -> None:
     asked = {**MESSAGES, "messages": [{"role": "user", "content": "The quick brown fox"}]}
     message = await whole.anthropic.messages.create(**asked)

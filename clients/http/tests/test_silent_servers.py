@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import dataclasses
 from collections.abc import AsyncIterator, Iterable
+from typing import Any
 
 import anthropic
 import grpc
@@ -78,7 +79,7 @@ async def stuck_server() -> AsyncIterator[str]:
         await asyncio.Event().wait()
         raise AssertionError
 
-    method = grpc.unary_unary_rpc_method_handler(hang)
+    method: Any = grpc.unary_unary_rpc_method_handler(hang)
     service = grpc.method_handlers_generic_handler("icehouse.v1.ModelService", {"ListModels": method})
     server = grpc.aio.server()
     server.add_generic_rpc_handlers((service,))

@@ -12,7 +12,9 @@ import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import grpc
 import pytest
+from icehouse.v1 import server_service_pb2
 
 from clients.http.tests.fronts import front_of
 from tests.fixtures.models import tiny_model_dir
@@ -125,3 +127,35 @@ async def until_told(served: PoolServer) -> None:
         for _ in range(2):
             assert (await call.read()).HasField("loading_model")
     call.cancel()
+
+
+async def test_who_waits_for_a_model_is_listed_and_can_be_ended(served: PoolServer) -> None:
+    found = served.hold("qwen3")
+    request = question("qwen3", (5, 6))
+    request.request_id, request.session_id = "mine", "talk"
+    ended = served.inference.Generate(request)
+    await listed(served, 1)
+    other = served.inference.Generate(question("qwen3", (5, 6)))
+    first, second = await listed(served, 2)
+    phase = server_service_pb2.REQUEST_PHASE_LOADING_MODEL
+    assert (first.request_id, first.session_id, first.model, first.phase) == ("mine", "talk", "qwen3", phase)
+    assert first.method == "icehouse.v1.InferenceService/Generate" and first.HasField("age")
+    assert second.phase == phase and not (first.prompt_tokens or second.prompt_tokens)
+    told = await served.serving.CancelRequest(server_service_pb2.CancelRequestRequest(request_id="mine"))
+    assert told.request.phase == phase
+    with pytest.raises(grpc.aio.AioRpcError, match="ended by CancelRequest") as caught:
+        await ended
+    assert caught.value.code() is grpc.StatusCode.CANCELLED
+    assert [each.request_id for each in await listed(served, 1)] == [second.request_id]
+    found.set()
+    assert (await other).model == "qwen3", "it goes on"
+    await listed(served, 0)
+
+
+async def listed(served: PoolServer, count: int) -> list[server_service_pb2.RequestInfo]:
+    """Return the requests once there are so many."""
+    async with asyncio.timeout(BOUND_S):
+        while True:
+            answer = await served.serving.ListRequests(server_service_pb2.ListRequestsRequest())
+            if len(answer.requests) == count:
+                return list(answer.requests)

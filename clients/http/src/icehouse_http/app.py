@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from icehouse.v1.cache_service_pb2 import WarmResult
@@ -183,7 +183,7 @@ class Front:
             if refusal.status in _PACED:
                 now = asyncio.get_running_loop().time()
                 request.scope[KEPT_BACK_S] = self._refusals.delay_s(refused, now)
-            return JSONResponse(refusal.body(dialect_of(request.url.path)), refusal.status, refusal.headers)
+            return _told(request, refusal, refusal.headers)
 
         return guard
 
@@ -378,7 +378,13 @@ async def _no_such_path(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     routes = [route for route in request.app.routes if isinstance(route, Route)]
     # Starlette adds HEAD to GET.
-    served = ", ".join(f"{method} {r.path}" for r in routes for method in (r.methods or set()) - {"HEAD"})
+    known = ((r.path_format, method) for r in routes for method in (r.methods or set()) - {"HEAD"})
+    served = ", ".join(f"{method} {path}" for path, method in known)
     message = f"{request.method} {request.url.path}: {error.detail}; what is served: {served}"
     refusal = ApiError(error.status_code, message, code="no_such_path")
-    return JSONResponse(refusal.body(dialect_of(request.url.path)), error.status_code, error.headers)
+    return _told(request, refusal, error.headers)
+
+
+def _told(request: Request, refusal: ApiError, headers: Mapping[str, str] | None) -> Response:
+    body = refusal.body(dialect_of(request.url.path, request.headers))
+    return JSONResponse(body, refusal.status, headers)

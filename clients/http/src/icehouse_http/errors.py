@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import grpc
@@ -51,9 +51,13 @@ class Dialect(enum.Enum):
     ANTHROPIC = "anthropic"
 
 
-def dialect_of(path: str) -> Dialect:
-    """Return whose API a path belongs to."""
-    return Dialect.ANTHROPIC if path.startswith("/v1/messages") else Dialect.OPENAI
+_NO_HEADERS: Mapping[str, str] = {}
+
+
+def dialect_of(path: str, headers: Mapping[str, str] = _NO_HEADERS) -> Dialect:
+    """Return whose API a path belongs to, and of a path of both whose package asks."""
+    is_anthropics = path.startswith("/v1/messages") or "anthropic-version" in headers
+    return Dialect.ANTHROPIC if is_anthropics else Dialect.OPENAI
 
 
 class ApiError(Exception):

@@ -17,6 +17,7 @@ from typing import Any, Final, NoReturn
 from icehouse_http.errors import ApiError, bad_request
 
 INT32_MAX: Final = (1 << 31) - 1
+_NO_LIMIT = 1 << 62
 _MOST_OBJECTS = 4096
 """Turns, tools or parts. Each is read for tens of microseconds, and nobody else is answered meanwhile."""
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
@@ -95,12 +96,13 @@ class Fields:
         if isinstance(value, bool) or not isinstance(value, int):
             self._refuse(name, "a whole number")
         if not least <= value <= most:
-            raise self.refusal(name, f"is {_shown(value)}; it must be from {least} to {most}")
+            wanted = f"{least} or more" if most >= _NO_LIMIT else f"from {least} to {most}"
+            raise self.refusal(name, f"is {_shown(value)}; it must be {wanted}")
         return int(value)
 
     def token_limit(self, name: str, *, least: int = 1) -> int | None:
         """Return a number of tokens; the server lowers what is above its own limit."""
-        value = self.integer(name, least=least, most=1 << 62)
+        value = self.integer(name, least=least, most=_NO_LIMIT)
         return None if value is None else min(value, INT32_MAX)
 
     def number(self, name: str) -> float | None:

@@ -167,6 +167,8 @@ const (
 	RequestPhase_REQUEST_PHASE_PREFILLING RequestPhase = 2
 	// It has output.
 	RequestPhase_REQUEST_PHASE_DECODING RequestPhase = 3
+	// Its model is being fetched or loaded. Its prompt is not read yet, and all its token counts are 0.
+	RequestPhase_REQUEST_PHASE_LOADING_MODEL RequestPhase = 4
 )
 
 // Enum value maps for RequestPhase.
@@ -176,12 +178,14 @@ var (
 		1: "REQUEST_PHASE_WAITING",
 		2: "REQUEST_PHASE_PREFILLING",
 		3: "REQUEST_PHASE_DECODING",
+		4: "REQUEST_PHASE_LOADING_MODEL",
 	}
 	RequestPhase_value = map[string]int32{
-		"REQUEST_PHASE_UNSPECIFIED": 0,
-		"REQUEST_PHASE_WAITING":     1,
-		"REQUEST_PHASE_PREFILLING":  2,
-		"REQUEST_PHASE_DECODING":    3,
+		"REQUEST_PHASE_UNSPECIFIED":   0,
+		"REQUEST_PHASE_WAITING":       1,
+		"REQUEST_PHASE_PREFILLING":    2,
+		"REQUEST_PHASE_DECODING":      3,
+		"REQUEST_PHASE_LOADING_MODEL": 4,
 	}
 )
 
@@ -965,7 +969,7 @@ func (x *ListRequestsResponse) GetNextPageToken() string {
 	return ""
 }
 
-// A request in the engine. Of its prompt and its output only the lengths are shown.
+// A request in the engine, or on its way there. Of its prompt and its output only the lengths are shown.
 type RequestInfo struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The caller's request id, or the generated one.
@@ -1314,12 +1318,13 @@ const file_icehouse_v1_server_service_proto_rawDesc = "" +
 	"\x14SERVER_STATE_LOADING\x10\x01\x12\x16\n" +
 	"\x12SERVER_STATE_READY\x10\x02\x12\x19\n" +
 	"\x15SERVER_STATE_DRAINING\x10\x03\x12\x17\n" +
-	"\x13SERVER_STATE_FAILED\x10\x04*\x82\x01\n" +
+	"\x13SERVER_STATE_FAILED\x10\x04*\xa3\x01\n" +
 	"\fRequestPhase\x12\x1d\n" +
 	"\x19REQUEST_PHASE_UNSPECIFIED\x10\x00\x12\x19\n" +
 	"\x15REQUEST_PHASE_WAITING\x10\x01\x12\x1c\n" +
 	"\x18REQUEST_PHASE_PREFILLING\x10\x02\x12\x1a\n" +
-	"\x16REQUEST_PHASE_DECODING\x10\x032\xa2\x03\n" +
+	"\x16REQUEST_PHASE_DECODING\x10\x03\x12\x1f\n" +
+	"\x1bREQUEST_PHASE_LOADING_MODEL\x10\x042\xa2\x03\n" +
 	"\rServerService\x12J\n" +
 	"\tGetServer\x12\x1d.icehouse.v1.GetServerRequest\x1a\x1e.icehouse.v1.GetServerResponse\x12G\n" +
 	"\bGetStats\x12\x1c.icehouse.v1.GetStatsRequest\x1a\x1d.icehouse.v1.GetStatsResponse\x12O\n" +

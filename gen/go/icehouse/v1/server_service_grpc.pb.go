@@ -43,7 +43,8 @@ type ServerServiceClient interface {
 	// Sends the counters of GetStats at once and then at an interval, until the caller cancels.
 	WatchStats(ctx context.Context, in *WatchStatsRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[WatchStatsResponse], error)
 	// Lists the requests that wait for the engine or run in it, the oldest first: those of Generate, Stream, Warm,
-	// Embed, Rerank and of gateways. A request whose prompt is still being tokenized is not listed.
+	// Embed, Rerank and of gateways, and those of them that wait for their model to be loaded. A request whose prompt
+	// is still being tokenized is not listed.
 	// INVALID_ARGUMENT for a negative page size or a bad token.
 	ListRequests(ctx context.Context, in *ListRequestsRequest, opts ...grpc.CallOption) (*ListRequestsResponse, error)
 	// Ends a request within a step; its caller gets CANCELLED. NOT_FOUND (REQUEST_NOT_FOUND) when there is no
@@ -133,7 +134,8 @@ type ServerServiceServer interface {
 	// Sends the counters of GetStats at once and then at an interval, until the caller cancels.
 	WatchStats(*WatchStatsRequest, grpc.ServerStreamingServer[WatchStatsResponse]) error
 	// Lists the requests that wait for the engine or run in it, the oldest first: those of Generate, Stream, Warm,
-	// Embed, Rerank and of gateways. A request whose prompt is still being tokenized is not listed.
+	// Embed, Rerank and of gateways, and those of them that wait for their model to be loaded. A request whose prompt
+	// is still being tokenized is not listed.
 	// INVALID_ARGUMENT for a negative page size or a bad token.
 	ListRequests(context.Context, *ListRequestsRequest) (*ListRequestsResponse, error)
 	// Ends a request within a step; its caller gets CANCELLED. NOT_FOUND (REQUEST_NOT_FOUND) when there is no

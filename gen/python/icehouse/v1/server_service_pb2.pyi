@@ -112,6 +112,8 @@ class _RequestPhaseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RequestP
     """Its prompt is loaded from the cache or computed."""
     REQUEST_PHASE_DECODING: _RequestPhase.ValueType  # 3
     """It has output."""
+    REQUEST_PHASE_LOADING_MODEL: _RequestPhase.ValueType  # 4
+    """Its model is being fetched or loaded. Its prompt is not read yet, and all its token counts are 0."""
 
 class RequestPhase(_RequestPhase, metaclass=_RequestPhaseEnumTypeWrapper):
     """The phase of a request."""
@@ -124,6 +126,8 @@ REQUEST_PHASE_PREFILLING: RequestPhase.ValueType  # 2
 """Its prompt is loaded from the cache or computed."""
 REQUEST_PHASE_DECODING: RequestPhase.ValueType  # 3
 """It has output."""
+REQUEST_PHASE_LOADING_MODEL: RequestPhase.ValueType  # 4
+"""Its model is being fetched or loaded. Its prompt is not read yet, and all its token counts are 0."""
 Global___RequestPhase: _TypeAlias = RequestPhase  # noqa: Y015
 
 @_typing.final
@@ -518,7 +522,7 @@ Global___ListRequestsResponse: _TypeAlias = ListRequestsResponse  # noqa: Y015
 
 @_typing.final
 class RequestInfo(_message.Message):
-    """A request in the engine. Of its prompt and its output only the lengths are shown."""
+    """A request in the engine, or on its way there. Of its prompt and its output only the lengths are shown."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

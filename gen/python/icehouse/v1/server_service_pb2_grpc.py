@@ -93,7 +93,8 @@ class ServerServiceServicer(object):
 
     def ListRequests(self, request, context):
         """Lists the requests that wait for the engine or run in it, the oldest first: those of Generate, Stream, Warm,
-        Embed, Rerank and of gateways. A request whose prompt is still being tokenized is not listed.
+        Embed, Rerank and of gateways, and those of them that wait for their model to be loaded. A request whose prompt
+        is still being tokenized is not listed.
         INVALID_ARGUMENT for a negative page size or a bad token.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

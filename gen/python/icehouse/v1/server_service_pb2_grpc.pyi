@@ -44,7 +44,8 @@ class ServerServiceStub:
     """Sends the counters of GetStats at once and then at an interval, until the caller cancels."""
     ListRequests: _grpc.UnaryUnaryMultiCallable[_server_service_pb2.ListRequestsRequest, _server_service_pb2.ListRequestsResponse]
     """Lists the requests that wait for the engine or run in it, the oldest first: those of Generate, Stream, Warm,
-    Embed, Rerank and of gateways. A request whose prompt is still being tokenized is not listed.
+    Embed, Rerank and of gateways, and those of them that wait for their model to be loaded. A request whose prompt
+    is still being tokenized is not listed.
     INVALID_ARGUMENT for a negative page size or a bad token.
     """
     CancelRequest: _grpc.UnaryUnaryMultiCallable[_server_service_pb2.CancelRequestRequest, _server_service_pb2.CancelRequestResponse]
@@ -68,7 +69,8 @@ class ServerServiceAsyncStub(ServerServiceStub):
     """Sends the counters of GetStats at once and then at an interval, until the caller cancels."""
     ListRequests: _aio.UnaryUnaryMultiCallable[_server_service_pb2.ListRequestsRequest, _server_service_pb2.ListRequestsResponse]  # type: ignore[assignment]
     """Lists the requests that wait for the engine or run in it, the oldest first: those of Generate, Stream, Warm,
-    Embed, Rerank and of gateways. A request whose prompt is still being tokenized is not listed.
+    Embed, Rerank and of gateways, and those of them that wait for their model to be loaded. A request whose prompt
+    is still being tokenized is not listed.
     INVALID_ARGUMENT for a negative page size or a bad token.
     """
     CancelRequest: _aio.UnaryUnaryMultiCallable[_server_service_pb2.CancelRequestRequest, _server_service_pb2.CancelRequestResponse]  # type: ignore[assignment]
@@ -113,7 +115,8 @@ class ServerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_server_service_pb2.ListRequestsResponse, _abc.Awaitable[_server_service_pb2.ListRequestsResponse]]:
         """Lists the requests that wait for the engine or run in it, the oldest first: those of Generate, Stream, Warm,
-        Embed, Rerank and of gateways. A request whose prompt is still being tokenized is not listed.
+        Embed, Rerank and of gateways, and those of them that wait for their model to be loaded. A request whose prompt
+        is still being tokenized is not listed.
         INVALID_ARGUMENT for a negative page size or a bad token.
         """
 

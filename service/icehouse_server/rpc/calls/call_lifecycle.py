@@ -15,7 +15,9 @@ import grpc
 from icehouse_server.clock import Clock
 from icehouse_server.domain.call import CallRecord, Operation
 from icehouse_server.domain.events import Event, Finished, Started
-from icehouse_server.domain.ids import CALLER_NAME_PATTERN
+from icehouse_server.domain.ids import CALLER_NAME_PATTERN, AdapterName, Tenant
+from icehouse_server.domain.request import GenerationRequest, request_id_of
+from icehouse_server.domain.sampling import SamplingParams
 from icehouse_server.errors import (
     EngineFailed,
     Forbidden,
@@ -85,6 +87,22 @@ class RpcCall(CallRecord):
     def _is_agents(self) -> bool:
         """Whether an agent within a session calls; some programs name the session's first one like itself."""
         return bool(self.session_id and self.agent_id) and self.agent_id != self.session_id
+
+    def request(self, tenant: Tenant, *, adapter: str) -> GenerationRequest:
+        """Return the request that it is, as far as that is known without its model and its prompt."""
+        return GenerationRequest(
+            request_id=request_id_of(self.request_id, tenant),
+            prompt_token_ids=(),
+            max_output_tokens=0,
+            sampling=SamplingParams(),
+            stop=(),
+            arrival_time=self.arrival_time,
+            deadline_time=self.deadline_time,
+            tenant=tenant,
+            adapter=AdapterName(adapter),
+            session_id=self.own_session_id,
+            parent_session_id=self.own_parent_id,
+        )
 
     def note(self, event: Event) -> None:
         if isinstance(event, Started):

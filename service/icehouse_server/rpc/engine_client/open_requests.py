@@ -1,15 +1,17 @@
-"""Open requests: what the engine was asked and has not ended, to be listed and to be ended. Event loop."""
+"""Open requests: what an engine was asked and has not ended, or will be asked once its model is loaded, to be
+listed and to be ended. Event loop."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import enum
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence, Set
 
 from icehouse_server.domain.events import Delta, Event, Started
 from icehouse_server.domain.ids import RequestId, Tenant
 from icehouse_server.domain.request import GenerationRequest
-from icehouse_server.errors import InvalidRequest, NotFound, Reason
+from icehouse_server.errors import Cancelled, InvalidRequest, NotFound, Reason
 from icehouse_server.rpc.access.caller import Caller, Role
 from icehouse_server.rpc.engine_client.outbox import Outbox
 from icehouse_server.rpc.engine_client.seat import Seat, Seats
@@ -18,6 +20,7 @@ from icehouse_server.rpc.engine_client.seat import Seat, Seats
 class RequestPhase(enum.IntEnum):
     """How far a request is, in this order."""
 
+    LOADING_MODEL = 0
     WAITING = 1
     PREFILLING = 2
     DECODING = 3
@@ -82,13 +85,46 @@ class OpenRequest:
                 self._engine.cancel(request_id)
 
 
+class LoadingRequest:
+    """One call's request that waits for its model to be loaded: nothing is known of its prompt."""
+
+    phase = RequestPhase.LOADING_MODEL
+    is_running = True
+    part_count = 1
+    prompt_token_count = cached_token_count = output_token_count = 0
+
+    def __init__(
+        self, number: int, method: str, first: GenerationRequest, model_id: str, end: Callable[[], None]
+    ) -> None:
+        self.number = number
+        self.method = method
+        self.first = first
+        self.model_id = model_id
+        self._end = end
+        self.is_cancelled = False
+
+    def cancel(self) -> None:
+        """End the wait."""
+        if not self.is_cancelled:
+            self.is_cancelled = True
+            self._end()
+
+
+ListedRequest = OpenRequest | LoadingRequest
+
+
+def ended_by_request() -> Cancelled:
+    """Return the error of a request that somebody has ended by its id."""
+    return Cancelled(Reason.CANCELLED, "the request was ended by CancelRequest")
+
+
 class OpenRequests:
     """All open requests, of every model. A caller may see its own, an operator everybody's."""
 
     def __init__(self, seats: Seats) -> None:
         self._seats = seats
         self._number = 0
-        self._open: dict[int, OpenRequest] = {}
+        self._open: dict[int, ListedRequest] = {}
         """By number, since a name may be used again a little before its first call closes."""
 
     @contextlib.contextmanager
@@ -102,8 +138,7 @@ class OpenRequests:
             for other in self._seats.loaded().values():
                 stack.enter_context(other.prefetcher.paused(requests if other is seat else ()))
             self._submit(seat, known, requests)
-            self._number += 1
-            opened = OpenRequest(self._number, method, known, requests, seat)
+            opened = OpenRequest(self._next_number(), method, known, requests, seat)
             self._open[opened.number] = opened
             try:
                 yield opened
@@ -112,6 +147,27 @@ class OpenRequests:
                 for request_id, outbox in known.items():
                     if seat.router.release(request_id, outbox):
                         seat.engine.cancel(request_id)
+
+    @contextlib.asynccontextmanager
+    async def loading(self, method: str, request: GenerationRequest, model_id: str) -> AsyncIterator[None]:
+        """The block waits for a request's model to be loaded; raises Cancelled once the request is ended."""
+        wait, now = asyncio.timeout(None), asyncio.get_running_loop().time
+        number = self._next_number()
+        waiting = LoadingRequest(number, method, request, model_id, end=lambda: wait.reschedule(now()))
+        try:
+            async with wait:
+                self._open[number] = waiting
+                yield
+        except TimeoutError:
+            if not waiting.is_cancelled:
+                raise
+            raise ended_by_request() from None
+        finally:
+            self._open.pop(number, None)
+
+    def _next_number(self) -> int:
+        self._number += 1
+        return self._number
 
     def _submit(
         self, seat: Seat, outboxes: Mapping[RequestId, Outbox], requests: Sequence[GenerationRequest]
@@ -129,13 +185,13 @@ class OpenRequests:
                 seat.router.forget(request_id)
             raise
 
-    def visible_to(self, caller: Caller) -> tuple[OpenRequest, ...]:
+    def visible_to(self, caller: Caller) -> tuple[ListedRequest, ...]:
         """Return those that a caller may see and end, without calls whose reader only takes the rest."""
         is_operator = caller.role is Role.OPERATOR
         visible = (r for r in self._open.values() if is_operator or r.first.tenant == caller.tenant)
         return tuple(request for request in visible if request.is_running)
 
-    def cancel(self, request_id: str, caller: Caller, *, tenant: str | None = None) -> OpenRequest:
+    def cancel(self, request_id: str, caller: Caller, *, tenant: str | None = None) -> ListedRequest:
         """End a request; raises NotFound, in the same words for another tenant's, and InvalidRequest if the
         caller must say which of several tenants' it is."""
         named = [r for r in self.visible_to(caller) if r.first.name == request_id]

@@ -238,6 +238,27 @@ def _check_tenant(name: str, *, field: str) -> None:
         refuse_value(field, size_bytes, f"at most {TENANT_BYTE_LIMIT} bytes in UTF-8", unit="bytes")
 
 
+def policy_of(message: RunMessage) -> cache_policy_pb2.CachePolicy:
+    """Return how a request uses the cache."""
+    if isinstance(message, embedding_service_pb2.EmbedRequest):
+        # A vector needs every token's hidden state, and nobody continues such a text.
+        return cache_policy_pb2.CachePolicy(use=cache_policy_pb2.CACHE_USE_OFF)
+    return message.cache
+
+
+def check_adapter_of(message: RunMessage, info: ModelInfo) -> None:
+    """Refuse a request with an adapter that is not served."""
+    is_of_prompt = isinstance(message, inference_service_pb2.GenerateRequest | cache_service_pb2.WarmRequest)
+    check_adapter(adapter_of(message), info, field="prompt.adapter" if is_of_prompt else "adapter")
+
+
+def adapter_of(message: RunMessage) -> str:
+    """Return the name of the adapter that a request runs with."""
+    if isinstance(message, embedding_service_pb2.EmbedRequest | rerank_service_pb2.RerankRequest):
+        return message.adapter
+    return message.prompt.adapter
+
+
 def priority_of(value: int) -> int:
     """Return the priority."""
     if not -PRIORITY_LIMIT <= value <= PRIORITY_LIMIT:

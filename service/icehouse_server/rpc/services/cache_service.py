@@ -81,9 +81,7 @@ class CacheService(Service, cache_service_pb2_grpc.CacheServiceServicer):
 
     async def _prepare(self, request: messages.WarmRequest, call: RpcCall) -> Prepared:
         model = await self._generation.use_for(request, call)
-        whole = self._generation.request_of(
-            request, adapter=request.prompt.adapter, policy=request.cache, model=model, call=call
-        )
+        whole = self._generation.request_of(request, model=model, call=call)
         if whole.cache_use in (CacheUse.READ_ONLY, CacheUse.OFF):
             refuse_value("cache.use", whole.cache_use.name, "one that writes, for a warm-up")
         prompt = self._generation.unchecked(request.prompt, model, tenant=whole.tenant)

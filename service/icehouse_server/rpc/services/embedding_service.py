@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 
-from icehouse.v1 import cache_policy_pb2, embedding_service_pb2_grpc
 from icehouse.v1 import embedding_service_pb2 as messages
+from icehouse.v1 import embedding_service_pb2_grpc
 
 from icehouse_server.domain.call import Operation
 from icehouse_server.domain.events import Finished
@@ -21,8 +21,6 @@ from icehouse_server.rpc.services.generation import Service
 from icehouse_server.rpc.services.prompts import UncheckedPrompt, input_of
 
 _LISTED_LIMIT = 16
-_NO_CACHE = cache_policy_pb2.CachePolicy(use=cache_policy_pb2.CACHE_USE_OFF)
-"""A vector needs every token's hidden state, and nobody continues such a text."""
 
 
 class EmbeddingService(Service, embedding_service_pb2_grpc.EmbeddingServiceServicer):
@@ -34,15 +32,7 @@ class EmbeddingService(Service, embedding_service_pb2_grpc.EmbeddingServiceServi
 
     async def embed(self, request: messages.EmbedRequest, call: RpcCall) -> messages.EmbedResponse:
         model = await self._generation.use_for(request, call)
-        whole = self._generation.request_of(
-            request,
-            adapter=request.adapter,
-            adapter_field="adapter",
-            policy=_NO_CACHE,
-            model=model,
-            call=call,
-            wanted=ModelKind.EMBEDDING,
-        )
+        whole = self._generation.request_of(request, model=model, call=call, wanted=ModelKind.EMBEDDING)
         dimension_count = self._check(request, model.info)
         whole = dataclasses.replace(whole, pooling=_pooling_of(request.pooling, model.info))
         inputs = await self._read(request, model, call)

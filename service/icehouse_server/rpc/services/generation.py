@@ -9,7 +9,7 @@ import dataclasses
 import functools
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 
-from icehouse.v1 import cache_policy_pb2, model_service_pb2, prompt_pb2, tool_pb2
+from icehouse.v1 import cache_policy_pb2, inference_service_pb2, model_service_pb2, prompt_pb2, tool_pb2
 
 from icehouse_server.clock import Clock
 from icehouse_server.config import ServerConfig
@@ -18,7 +18,7 @@ from icehouse_server.domain.chat import ChatMessage
 from icehouse_server.domain.events import Event, Failed
 from icehouse_server.domain.ids import AdapterName, RequestId, Tenant
 from icehouse_server.domain.model import ModelKind, ModelState
-from icehouse_server.domain.request import CacheUse, GenerationRequest, part_of, request_id_of
+from icehouse_server.domain.request import CacheUse, GenerationRequest, part_of
 from icehouse_server.domain.response_format import Grammar, JsonObject, JsonSchema, ResponseFormat
 from icehouse_server.domain.sampling import SamplingParams
 from icehouse_server.errors import Cancelled, InvalidRequest, Reason
@@ -28,17 +28,20 @@ from icehouse_server.rpc.calls.call_lifecycle import RpcCall, RpcCalls
 from icehouse_server.rpc.engine_client.answers import StallTimer
 from icehouse_server.rpc.engine_client.engine_ports import ServedModel
 from icehouse_server.rpc.engine_client.grammars import GrammarCompilers
-from icehouse_server.rpc.engine_client.open_requests import OpenRequest, OpenRequests
+from icehouse_server.rpc.engine_client.open_requests import OpenRequest, OpenRequests, ended_by_request
 from icehouse_server.rpc.engine_client.outbox import Outboxes
 from icehouse_server.rpc.engine_client.prefetcher import NextTurn, conversation_of
 from icehouse_server.rpc.engine_client.seat import Seat, Seats
 from icehouse_server.rpc.messages.field_checks import (
     PromptMessage,
     RunMessage,
+    adapter_of,
     cache_use_of,
     check_adapter,
+    check_adapter_of,
     check_kind,
     check_name,
+    policy_of,
     priority_of,
     refuse_value,
     shared_tenant_of,
@@ -101,6 +104,15 @@ class Generation:
         """
         if message.request_id:
             call.request_id = check_name("request_id", message.request_id)
+        if isinstance(message, inference_service_pb2.GenerateRequest):
+            if message.session_id:
+                call.session_id = check_name("session_id", message.session_id)
+            if message.parent_session_id:
+                call.parent_session_id = check_name("parent_session_id", message.parent_session_id)
+        if call.used is None and self._seats.are_several:
+            model_name = self._seats.find(message.model, call.caller).name
+            async with self.open_requests.loading(call.method, _named(message, call), model_name):
+                await self.use(message.model, call)
         _, model = await self.use(message.model, call)
         return model
 
@@ -129,9 +141,6 @@ class Generation:
         self,
         message: RunMessage,
         *,
-        adapter: str,
-        adapter_field: str = "prompt.adapter",
-        policy: cache_policy_pb2.CachePolicy,
         model: ServedModel,
         call: RpcCall,
         wanted: ModelKind = ModelKind.CHAT,
@@ -142,25 +151,15 @@ class Generation:
         model that is not for what is wanted; needs no tokenizer.
         """
         check_kind(model.info, wanted)
-        check_adapter(adapter, model.info, field=adapter_field)
+        check_adapter_of(message, model.info)
         call.model_id = model.info.model_id
-        cache_use = cache_use_of(policy)
-        tenant = call.tenant = tenant_of(policy, call.caller)
-        return GenerationRequest(
-            request_id=request_id_of(call.request_id, tenant),
-            prompt_token_ids=(),
-            max_output_tokens=0,
-            sampling=SamplingParams(),
-            stop=(),
-            arrival_time=call.arrival_time,
-            deadline_time=call.deadline_time,
-            cache_use=cache_use,
-            tenant=tenant,
-            adapter=AdapterName(adapter),
+        policy = policy_of(message)
+        call.tenant = (named := _named(message, call)).tenant
+        return dataclasses.replace(
+            named,
+            cache_use=cache_use_of(policy),
             shared_tenant=self.shared_tenant_of(policy, call),
             priority=priority_of(message.priority),
-            session_id=call.own_session_id,
-            parent_session_id=call.own_parent_id,
         )
 
     def shared_tenant_of(self, policy: cache_policy_pb2.CachePolicy, call: RpcCall) -> Tenant | None:
@@ -420,6 +419,10 @@ class Service:
         return StallTimer(timeout_s=self._config.stall_timeout_s)
 
 
+def _named(message: RunMessage, call: RpcCall) -> GenerationRequest:
+    return call.request(tenant_of(policy_of(message), call.caller), adapter=adapter_of(message))
+
+
 async def _grammar(
     grammars: GrammarCompilers, form: ResponseFormat | None, chat: RenderedConversation | None
 ) -> Grammar | None:
@@ -491,7 +494,7 @@ async def _events(
         opened.note(event)
         if isinstance(event, Failed):
             if opened.is_cancelled and isinstance(event.error, Cancelled):
-                raise Cancelled(Reason.CANCELLED, "the request was ended by CancelRequest")
+                raise ended_by_request()
             raise event.error
         stays[index].note(event)
         yield index, event

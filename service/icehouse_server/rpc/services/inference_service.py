@@ -22,7 +22,6 @@ from icehouse_server.rpc.calls.wire import Encoded
 from icehouse_server.rpc.engine_client import answers
 from icehouse_server.rpc.messages.field_checks import (
     check_adapter,
-    check_name,
     completions_of,
     logprobs_of,
     max_output_tokens_of,
@@ -152,13 +151,7 @@ class InferenceService(Service, inference_service_pb2_grpc.InferenceServiceServi
         `read_images` gives the images that the prompt's tokens stand for, if any, off the event loop.
         """
         model = await self._generation.use_for(request, call)
-        if request.session_id:
-            call.session_id = check_name("session_id", request.session_id)
-        if request.parent_session_id:
-            call.parent_session_id = check_name("parent_session_id", request.parent_session_id)
-        whole = self._generation.request_of(
-            request, adapter=request.prompt.adapter, policy=request.cache, model=model, call=call
-        )
+        whole = self._generation.request_of(request, model=model, call=call)
         max_output_tokens = max_output_tokens_of(request.max_output_tokens, self._config)
         sampling = sampling_of(
             request.sampling,

@@ -31,15 +31,7 @@ class RerankService(Service, rerank_service_pb2_grpc.RerankServiceServicer):
     async def Rerank(self, request: messages.RerankRequest, context: Context) -> messages.RerankResponse:
         async with self._calls.call(context, Operation.RERANK) as call:
             model = await self._generation.use_for(request, call)
-            whole = self._generation.request_of(
-                request,
-                adapter=request.adapter,
-                adapter_field="adapter",
-                policy=request.cache,
-                model=model,
-                call=call,
-                wanted=ModelKind.RERANK,
-            )
+            whole = self._generation.request_of(request, model=model, call=call, wanted=ModelKind.RERANK)
             form = self._check(request, model)
             if isinstance(form, PairForm):
                 whole = dataclasses.replace(whole, cache_use=CacheUse.OFF, pooling=Pooling.OWN)

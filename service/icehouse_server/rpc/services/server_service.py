@@ -15,7 +15,7 @@ from icehouse_server.config import Config
 from icehouse_server.domain.model import EngineState
 from icehouse_server.rpc.calls.call_lifecycle import Context
 from icehouse_server.rpc.calls.wire import Encoded
-from icehouse_server.rpc.engine_client.open_requests import OpenRequest
+from icehouse_server.rpc.engine_client.open_requests import ListedRequest
 from icehouse_server.rpc.messages.field_checks import (
     TOP_LOGPROB_COUNT_LIMIT,
     check_name,
@@ -96,7 +96,7 @@ class ServerService(Service, server_service_pb2_grpc.ServerServiceServicer):
             ended = self._requests.cancel(name, call.caller, tenant=tenant)
             return messages.CancelRequestResponse(request=self._info_of(ended))
 
-    def _info_of(self, request: OpenRequest) -> messages.RequestInfo:
+    def _info_of(self, request: ListedRequest) -> messages.RequestInfo:
         first = request.first
         return messages.RequestInfo(
             request_id=first.name,

@@ -63,7 +63,8 @@ class Watched:
             return
         clock = asyncio.get_running_loop().time
         seen, path = _Seen(clock()), path_label(scope["path"])
-        scope[OWN_ID] = own_id(Headers(scope=scope))
+        headers = Headers(scope=scope)
+        scope[OWN_ID] = own_id(headers)
         scope[REQUEST_ID] = scope[OWN_ID] or new_id("req_")
 
         def give_back() -> None:
@@ -81,7 +82,7 @@ class Watched:
         async def counted_send(message: Message) -> None:
             if message["type"] == "http.response.start":
                 seen.status = message["status"]
-                told = headers_of(scope[REQUEST_ID], dialect_of(scope["path"]))
+                told = headers_of(scope[REQUEST_ID], dialect_of(scope["path"], headers))
                 message = {**message, "headers": [*message.get("headers", ()), *told]}
                 if seen.status >= 400:
                     # A refusal may be kept back, and its body is not.

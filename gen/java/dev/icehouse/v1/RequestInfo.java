@@ -6,7 +6,7 @@ package dev.icehouse.v1;
 
 /**
  * <pre>
- * A request in the engine. Of its prompt and its output only the lengths are shown.
+ * A request in the engine, or on its way there. Of its prompt and its output only the lengths are shown.
  * </pre>
  *
  * Protobuf type {@code icehouse.v1.RequestInfo}
@@ -761,7 +761,7 @@ private static final long serialVersionUID = 0L;
   }
   /**
    * <pre>
-   * A request in the engine. Of its prompt and its output only the lengths are shown.
+   * A request in the engine, or on its way there. Of its prompt and its output only the lengths are shown.
    * </pre>
    *
    * Protobuf type {@code icehouse.v1.RequestInfo}

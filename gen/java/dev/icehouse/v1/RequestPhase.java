@@ -45,6 +45,14 @@ public enum RequestPhase
    * <code>REQUEST_PHASE_DECODING = 3;</code>
    */
   REQUEST_PHASE_DECODING(3),
+  /**
+   * <pre>
+   * Its model is being fetched or loaded. Its prompt is not read yet, and all its token counts are 0.
+   * </pre>
+   *
+   * <code>REQUEST_PHASE_LOADING_MODEL = 4;</code>
+   */
+  REQUEST_PHASE_LOADING_MODEL(4),
   UNRECOGNIZED(-1),
   ;
 
@@ -80,6 +88,14 @@ public enum RequestPhase
    * <code>REQUEST_PHASE_DECODING = 3;</code>
    */
   public static final int REQUEST_PHASE_DECODING_VALUE = 3;
+  /**
+   * <pre>
+   * Its model is being fetched or loaded. Its prompt is not read yet, and all its token counts are 0.
+   * </pre>
+   *
+   * <code>REQUEST_PHASE_LOADING_MODEL = 4;</code>
+   */
+  public static final int REQUEST_PHASE_LOADING_MODEL_VALUE = 4;
 
 
   public final int getNumber() {
@@ -110,6 +126,7 @@ public enum RequestPhase
       case 1: return REQUEST_PHASE_WAITING;
       case 2: return REQUEST_PHASE_PREFILLING;
       case 3: return REQUEST_PHASE_DECODING;
+      case 4: return REQUEST_PHASE_LOADING_MODEL;
       default: return null;
     }
   }

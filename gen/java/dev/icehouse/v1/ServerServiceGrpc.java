@@ -273,7 +273,8 @@ public final class ServerServiceGrpc {
     /**
      * <pre>
      * Lists the requests that wait for the engine or run in it, the oldest first: those of Generate, Stream, Warm,
-     * Embed, Rerank and of gateways. A request whose prompt is still being tokenized is not listed.
+     * Embed, Rerank and of gateways, and those of them that wait for their model to be loaded. A request whose prompt
+     * is still being tokenized is not listed.
      * INVALID_ARGUMENT for a negative page size or a bad token.
      * </pre>
      */
@@ -367,7 +368,8 @@ public final class ServerServiceGrpc {
     /**
      * <pre>
      * Lists the requests that wait for the engine or run in it, the oldest first: those of Generate, Stream, Warm,
-     * Embed, Rerank and of gateways. A request whose prompt is still being tokenized is not listed.
+     * Embed, Rerank and of gateways, and those of them that wait for their model to be loaded. A request whose prompt
+     * is still being tokenized is not listed.
      * INVALID_ARGUMENT for a negative page size or a bad token.
      * </pre>
      */
@@ -446,7 +448,8 @@ public final class ServerServiceGrpc {
     /**
      * <pre>
      * Lists the requests that wait for the engine or run in it, the oldest first: those of Generate, Stream, Warm,
-     * Embed, Rerank and of gateways. A request whose prompt is still being tokenized is not listed.
+     * Embed, Rerank and of gateways, and those of them that wait for their model to be loaded. A request whose prompt
+     * is still being tokenized is not listed.
      * INVALID_ARGUMENT for a negative page size or a bad token.
      * </pre>
      */
@@ -522,7 +525,8 @@ public final class ServerServiceGrpc {
     /**
      * <pre>
      * Lists the requests that wait for the engine or run in it, the oldest first: those of Generate, Stream, Warm,
-     * Embed, Rerank and of gateways. A request whose prompt is still being tokenized is not listed.
+     * Embed, Rerank and of gateways, and those of them that wait for their model to be loaded. A request whose prompt
+     * is still being tokenized is not listed.
      * INVALID_ARGUMENT for a negative page size or a bad token.
      * </pre>
      */
@@ -589,7 +593,8 @@ public final class ServerServiceGrpc {
     /**
      * <pre>
      * Lists the requests that wait for the engine or run in it, the oldest first: those of Generate, Stream, Warm,
-     * Embed, Rerank and of gateways. A request whose prompt is still being tokenized is not listed.
+     * Embed, Rerank and of gateways, and those of them that wait for their model to be loaded. A request whose prompt
+     * is still being tokenized is not listed.
      * INVALID_ARGUMENT for a negative page size or a bad token.
      * </pre>
      */

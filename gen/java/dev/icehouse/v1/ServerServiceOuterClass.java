@@ -162,22 +162,23 @@ public final class ServerServiceOuterClass {
       "\034\n\030SERVER_STATE_UNSPECIFIED\020\000\022\030\n\024SERVER_" +
       "STATE_LOADING\020\001\022\026\n\022SERVER_STATE_READY\020\002\022" +
       "\031\n\025SERVER_STATE_DRAINING\020\003\022\027\n\023SERVER_STA" +
-      "TE_FAILED\020\004*\202\001\n\014RequestPhase\022\035\n\031REQUEST_" +
+      "TE_FAILED\020\004*\243\001\n\014RequestPhase\022\035\n\031REQUEST_" +
       "PHASE_UNSPECIFIED\020\000\022\031\n\025REQUEST_PHASE_WAI" +
       "TING\020\001\022\034\n\030REQUEST_PHASE_PREFILLING\020\002\022\032\n\026" +
-      "REQUEST_PHASE_DECODING\020\0032\242\003\n\rServerServi" +
-      "ce\022J\n\tGetServer\022\035.icehouse.v1.GetServerR" +
-      "equest\032\036.icehouse.v1.GetServerResponse\022G" +
-      "\n\010GetStats\022\034.icehouse.v1.GetStatsRequest" +
-      "\032\035.icehouse.v1.GetStatsResponse\022O\n\nWatch" +
-      "Stats\022\036.icehouse.v1.WatchStatsRequest\032\037." +
-      "icehouse.v1.WatchStatsResponse0\001\022S\n\014List" +
-      "Requests\022 .icehouse.v1.ListRequestsReque" +
-      "st\032!.icehouse.v1.ListRequestsResponse\022V\n" +
-      "\rCancelRequest\022!.icehouse.v1.CancelReque" +
-      "stRequest\032\".icehouse.v1.CancelRequestRes" +
-      "ponseB<\n\017dev.icehouse.v1P\001Z\'icehouse.dev" +
-      "/api/icehouse/v1;icehousev1b\006proto3"
+      "REQUEST_PHASE_DECODING\020\003\022\037\n\033REQUEST_PHAS" +
+      "E_LOADING_MODEL\020\0042\242\003\n\rServerService\022J\n\tG" +
+      "etServer\022\035.icehouse.v1.GetServerRequest\032" +
+      "\036.icehouse.v1.GetServerResponse\022G\n\010GetSt" +
+      "ats\022\034.icehouse.v1.GetStatsRequest\032\035.iceh" +
+      "ouse.v1.GetStatsResponse\022O\n\nWatchStats\022\036" +
+      ".icehouse.v1.WatchStatsRequest\032\037.icehous" +
+      "e.v1.WatchStatsResponse0\001\022S\n\014ListRequest" +
+      "s\022 .icehouse.v1.ListRequestsRequest\032!.ic" +
+      "ehouse.v1.ListRequestsResponse\022V\n\rCancel" +
+      "Request\022!.icehouse.v1.CancelRequestReque" +
+      "st\032\".icehouse.v1.CancelRequestResponseB<" +
+      "\n\017dev.icehouse.v1P\001Z\'icehouse.dev/api/ic" +
+      "ehouse/v1;icehousev1b\006proto3"
     };
     descriptor = com.google.protobuf.Descriptors.FileDescriptor
       .internalBuildGeneratedFileFrom(descriptorData,
