@@ -1,13 +1,8 @@
-"""`icehouse serve` as a real process that starts in a moment.
-
-The processes are forked from one that has imported everything already: importing mlx-lm and
-transformers takes two seconds, all the rest of a start a tenth of one. None outlives whoever started it.
-"""
+"""`icehouse serve` as a real process that starts in a moment. None outlives whoever started it."""
 
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import multiprocessing.connection
 import os
 import sys
@@ -22,15 +17,11 @@ import grpc
 from grpc_health.v1 import health_pb2
 from icehouse_server.cli import main as command_line
 
+from tests.fixtures.forked import CONTEXT
 from tests.fixtures.parent_watch import end_with_parent
 from tests.fixtures.patience import BOUND_S
 
 _WATCH_LIMIT = 5
-_context = multiprocessing.get_context("forkserver")
-_STARTED = ("icehouse_server.cli.serve", "tests.system.crash.crashing_server")
-# What a start imports only on its way; typer takes pydantic where it is, another third of a start.
-_LATER = ("typer._adapters", "numpy.random", "transformers.image_transforms", "mlx_lm.models.llama")
-_context.set_forkserver_preload([*_STARTED, *_LATER, "tests.system.crash.preloaded"])
 
 
 def _serve(arguments: list[str], log: str, break_it: Callable[[], None] | None) -> None:
@@ -71,7 +62,7 @@ class ServerProcess:
         models = ["--model", str(model)] if isinstance(model, Path) else [str(each) for each in model]
         arguments = [*models, *listen, "--cache-directory", str(directory)]
         arguments += ["--no-preload", "--free-space-floor-bytes", "0", *options]
-        self._process = _context.Process(target=_serve, args=(arguments, str(log), break_it), daemon=True)
+        self._process = CONTEXT.Process(target=_serve, args=(arguments, str(log), break_it), daemon=True)
 
     def __enter__(self) -> Self:
         self._process.start()

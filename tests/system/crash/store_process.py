@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
-import multiprocessing
 import os
 import signal
 from collections.abc import Callable
@@ -24,14 +23,12 @@ from icehouse_server.storage.local.directory.offline import OfflineStore, PurgeS
 from icehouse_server.storage.local.directory.space import BALLAST_BYTES
 from icehouse_server.storage.store_paths import StorePaths
 
+from tests.fixtures.forked import CONTEXT
 from tests.fixtures.patience import BOUND_S
 from tests.fixtures.storage.blocks import make_chain
 from tests.fixtures.storage.loading import assert_holds, plan
 from tests.fixtures.storage.storage_thread import ManualClock, StorageThread
 from tests.unit.storage.local.test_crash import check_is_clean
-
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["tests.system.crash.store_process"])
 
 _STEPS = ("create", "write", "fsync", "close", "rename", "fsync_dir", "unlink")
 OLD_KEY, NEW_KEY = bytes(32), bytes([1]) * 32
@@ -130,7 +127,7 @@ def prepare(directory: Path) -> None:
 
 def is_killed(scenario: Scenario, directory: Path, kill_after: int) -> bool:
     """Play a scenario in a process that is killed after so many steps; False when it ended before."""
-    process = _context.Process(target=die, args=(scenario, directory, kill_after), daemon=True)
+    process = CONTEXT.Process(target=die, args=(scenario, directory, kill_after), daemon=True)
     process.start()
     process.join(BOUND_S)
     assert process.exitcode in (0, -signal.SIGKILL), f"exit code {process.exitcode} after step {kill_after}"

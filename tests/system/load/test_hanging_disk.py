@@ -11,7 +11,10 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from icehouse.v1 import inference_service_pb2 as messages
 from icehouse.v1 import inference_service_pb2_grpc
+from icehouse_server.engine.prefix_cache.tiers import storage_waits
+from icehouse_server.storage import api
 from icehouse_server.storage.files import Files
+from icehouse_server.storage.local import model_tiers, tier
 from icehouse_server.storage.local.directory.store import BlockStore
 
 from tests.fixtures.models import tiny_model_dir
@@ -30,8 +33,16 @@ OPTIONS: tuple[str, ...] = (
 OPTIONS += ("--no-restore-or-recompute",)
 
 
+def wait_less() -> None:
+    """Have a server take for hung after two seconds what it does after five."""
+    for module in (api, tier, model_tiers, storage_waits):
+        vars(module)["STALL_LIMIT_S"] = 2.0
+    vars(storage_waits)["_MOST_S"] = 2.0
+
+
 def hang_block_reads() -> None:
     """Have no read of a block return, in the server's process."""
+    wait_less()
     real_open, real_read = Files.open, Files.read_into
     blocks: set[int] = set()
 
@@ -51,6 +62,7 @@ def hang_block_reads() -> None:
 
 def hang_store() -> None:
     """Have the cache directory never open."""
+    wait_less()
     BlockStore.open = lambda self: threading.Event().wait()  # type: ignore[method-assign, assignment]
 
 

@@ -86,6 +86,9 @@ class Mesh:
         resources = found["static_resources"]
         resources["listeners"][0]["address"]["socket_address"]["port_value"] = edge_port
         endpoints = resources["clusters"][0]["load_assignment"]["endpoints"][0]["lb_endpoints"]
+        # One that was away is back sooner. That it is away is seen no sooner: calls meet it there until then.
+        checks = resources["clusters"][0]["health_checks"][0]
+        checks["no_traffic_interval"] = checks["unhealthy_interval"] = "0.1s"
         assert len(endpoints) == len(replica_ports)
         for endpoint, port in zip(endpoints, replica_ports, strict=True):
             endpoint["endpoint"]["address"]["socket_address"]["port_value"] = port

@@ -9,8 +9,6 @@ import gc
 import logging
 import os
 import socket
-import subprocess
-import sys
 import threading
 import types
 from pathlib import Path
@@ -38,16 +36,18 @@ from icehouse_server.storage.local.directory.lock import take_lock
 from icehouse_server.storage.local.directory.store import BlockStore
 from icehouse_server.storage.store_paths import StorePaths
 
+from tests.fixtures.forked import run_forked
 from tests.fixtures.models import tiny_model_dir
 from tests.fixtures.patience import BOUND_S
 from tests.fixtures.rpc.fake_engine import MODEL_INFO, FakeTokenizer
 from tests.fixtures.whole_server import whole_server
 
 _STUCK = """
-import asyncio, concurrent.futures, logging, threading
+import asyncio, concurrent.futures, dataclasses, logging, threading
 from icehouse_server.cli import serve
 
 logging.basicConfig(level=logging.INFO, format="%(message)s %(threads)s")
+serve.BOUNDS = dataclasses.replace(serve.BOUNDS, work_s=0.1)
 if {is_stuck}:
     concurrent.futures.ThreadPoolExecutor(thread_name_prefix="tokenizer").submit(threading.Event().wait)
 asyncio.run(serve._leave_stuck_work({code}))
@@ -55,13 +55,12 @@ asyncio.run(serve._leave_stuck_work({code}))
 
 
 @pytest.mark.parametrize(("is_stuck", "code", "expected"), [(True, 0, 0), (True, 1, 1), (False, 1, 0)])
-def test_stuck_work_does_not_keep_the_process(is_stuck: bool, code: int, expected: int) -> None:
-    program = _STUCK.format(is_stuck=is_stuck, code=code)
-    path = [*filter(None, sys.path)]
-    boot = f"import sys; sys.path[:] = {path!r}\n{program}"
-    ended = subprocess.run([sys.executable, "-c", boot], timeout=BOUND_S, capture_output=True, text=True)
-    assert ended.returncode == expected, ended.stderr
-    assert ("stuck_work_abandoned tokenizer_0" in ended.stderr) is is_stuck
+def test_stuck_work_does_not_keep_the_process(
+    tmp_path: Path, is_stuck: bool, code: int, expected: int
+) -> None:
+    output = tmp_path / "output"
+    assert run_forked(_STUCK.format(is_stuck=is_stuck, code=code), output) == expected, output.read_text()
+    assert ("stuck_work_abandoned tokenizer_0" in output.read_text()) is is_stuck
 
 
 _LOOPS_OWN_WORK = """
@@ -80,11 +79,9 @@ with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
 """
 
 
-def test_idle_threads_of_the_event_loop_are_no_stuck_work() -> None:
-    path = [*filter(None, sys.path)]
-    boot = f"import sys; sys.path[:] = {path!r}\n{_LOOPS_OWN_WORK}"
-    ended = subprocess.run([sys.executable, "-c", boot], timeout=BOUND_S, capture_output=True, text=True)
-    assert (ended.returncode, ended.stderr) == (0, "")
+def test_idle_threads_of_the_event_loop_are_no_stuck_work(tmp_path: Path) -> None:
+    output = tmp_path / "output"
+    assert (run_forked(_LOOPS_OWN_WORK, output), output.read_text()) == (0, "")
 
 
 _ENDLESS = """
@@ -110,10 +107,10 @@ asyncio.run(main())
 """
 
 
-def test_a_task_that_cannot_be_cancelled_does_not_keep_the_process() -> None:
-    boot = f"import sys; sys.path[:] = {[*filter(None, sys.path)]!r}\n{_ENDLESS}"
-    ended = subprocess.run([sys.executable, "-c", boot], timeout=BOUND_S, capture_output=True, text=True)
-    assert ended.returncode == 3 and "stuck_end_abandoned" in ended.stderr, ended.stderr
+def test_a_task_that_cannot_be_cancelled_does_not_keep_the_process(tmp_path: Path) -> None:
+    output = tmp_path / "output"
+    assert run_forked(_ENDLESS, output) == 3
+    assert "stuck_end_abandoned" in output.read_text()
 
 
 @pytest.mark.parametrize(
