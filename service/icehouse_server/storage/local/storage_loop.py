@@ -178,6 +178,7 @@ class StorageLoop:
                 "blocks": len(self.store.index),
                 "was_clean": report.clean,
                 "repairs": report.repair_count,
+                **report.repairs,
                 "duration_s": round(report.duration_s, 3),
             },
         )
