@@ -14,7 +14,7 @@ import dataclasses
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from icehouse_server.averages import MovingAverage
@@ -80,7 +80,8 @@ class Fetcher:
         """Blocks that the store has, or never gets."""
         self.refused = RecentNames()
         """Objects that are not to be read until this server has replaced them."""
-        self._downloads: dict[BlockHash, asyncio.Task[int]] = {}
+        self._downloads: dict[BlockHash, tuple[asyncio.Task[int], list[FetchJob]]] = {}
+        """Each with all that wait for it."""
         self._searches: set[asyncio.Task[bool]] = set()
         self._heads = asyncio.Semaphore(_HEAD_COUNT)
         self._gets = asyncio.Semaphore(_GET_COUNT)
@@ -149,7 +150,7 @@ class Fetcher:
     def end(self) -> None:
         """Give up what is under way, while the directory is open still: its files go."""
         self._is_ending = True
-        for download in self._downloads.values():
+        for download, _ in self._downloads.values():
             download.cancel()
 
     def _is_absent(self, name: BlockHash) -> bool:
@@ -170,21 +171,30 @@ class Fetcher:
 
     def _download(self, name: BlockHash, job: FetchJob) -> asyncio.Task[int]:
         """Return the download of a block, perhaps one that another request has begun."""
-        task = self._downloads.get(name)
-        if task is None:
-            task = self._downloads[name] = asyncio.create_task(self._bring(name, job))
+        if name not in self._downloads:
+            jobs: list[FetchJob] = []
+            task = asyncio.create_task(self._bring(name, jobs))
+            self._downloads[name] = task, jobs
             task.add_done_callback(lambda _: self._downloads.pop(name))
+        task, jobs = self._downloads[name]
+        jobs.append(job)
         return task
 
-    async def _bring(self, name: BlockHash, job: FetchJob) -> int:
+    def _note_progress(self, jobs: Iterable[FetchJob]) -> None:
+        now = self.clock.monotonic()
+        for job in jobs:
+            job.progress_time = now
+
+    async def _bring(self, name: BlockHash, jobs: Sequence[FetchJob]) -> int:
         """Bring one block; return its file's bytes, or 0 where it cannot be had."""
         async with self._gets:
-            if job.is_abandoned or self._is_absent(name) or not self.breaker.begin():
+            is_wanted = any(not job.is_abandoned for job in jobs)
+            if not is_wanted or self._is_absent(name) or not self.breaker.begin():
                 return 0
             partial = self.folder.fetched(name)
             file = None
             try:
-                file = await self._receive(name, job, partial)
+                file = await self._receive(name, jobs, partial)
                 # It may have been ordered meanwhile that nobody uses it again.
                 if self._is_ending or self.refused.has(name, self.clock.monotonic()):
                     file = None
@@ -197,18 +207,20 @@ class Fetcher:
         # From here on the file is the storage thread's.
         if file is None or not await self._adopt(file, partial.path):
             return 0
-        job.progress_time = self.clock.monotonic()
+        self._note_progress(jobs)
         self.stored.add(name)
         self.stats.fetched_block_total += 1
         self.stats.fetched_byte_total += file.file_bytes
         return file.file_bytes
 
-    async def _receive(self, name: BlockHash, job: FetchJob, partial: FetchedFile) -> BlockFile | None:
+    async def _receive(
+        self, name: BlockHash, jobs: Sequence[FetchJob], partial: FetchedFile
+    ) -> BlockFile | None:
         """Write an object to a file and check it; None where it is not the block. Raises `OSError` from the
         disk."""
         await self.offload(partial.create)
         try:
-            size_bytes = await self._copy(name, job, partial)
+            size_bytes = await self._copy(name, jobs, partial)
             self.breaker.succeed()
             if size_bytes:
                 await self.offload(partial.finish)
@@ -224,7 +236,7 @@ class Fetcher:
                 self._refuse(name, error)
         return None
 
-    async def _copy(self, name: BlockHash, job: FetchJob, partial: FetchedFile) -> int:
+    async def _copy(self, name: BlockHash, jobs: Sequence[FetchJob], partial: FetchedFile) -> int:
         """Return the bytes that were written. Raises `TimeoutError`, `StoreError`, `BlockFileError` for
         more of them than a block has, and `OSError` from the disk."""
         offset = 0
@@ -238,7 +250,7 @@ class Fetcher:
                     raise BlockFileError(Damage.MISMATCH, "The object is larger than any block")
                 await self.offload(partial.write, chunk, offset=offset)
                 offset += chunk.nbytes
-                job.progress_time = self.clock.monotonic()
+                self._note_progress(jobs)
 
     def _refuse(self, name: BlockHash, error: BlockFileError) -> None:
         self.stats.refused_block_total += 1

@@ -551,6 +551,35 @@ def test_one_download_serves_all_who_wait_for_it(tmp_path, store) -> None:
         assert shared_stats(server).fetched_block_total == 3
 
 
+def test_a_download_goes_on_for_those_who_wait_when_the_first_one_gives_up(tmp_path, store) -> None:
+    chain = make_chain(3)
+    fill(store, tmp_path / "a", chain)
+    with SharingThread(tmp_path / "b", store=store) as server:
+        first, second = (server.storage.fetch(names_of(chain)) for _ in range(2))
+        server.storage.abandon(first)
+        server.settle()
+        assert second.outcome.block_count == 3
+
+
+def test_what_comes_is_progress_for_all_who_wait_for_it(tmp_path, store) -> None:
+    """Else the others would give up a download that goes on."""
+    block = make_block()
+    fill(store, tmp_path / "a", [block])
+    read, silences = store.read, []
+
+    async def read_slowly(name: str):
+        async for chunk in read(name):
+            server.clock.advance(1.0)
+            yield chunk
+            silences.append([server.storage.silence_s(ticket) for ticket in tickets])
+
+    store.read = read_slowly
+    with SharingThread(tmp_path / "b", store=store) as server:
+        tickets = [server.storage.fetch(names_of([block])) for _ in range(2)]
+        server.settle()
+    assert silences == [[0.0, 0.0]] * len(silences) != []
+
+
 def test_a_fetch_that_nobody_waits_for_begins_nothing_new(tmp_path, store) -> None:
     chain = make_chain(3)
     fill(store, tmp_path / "a", chain)
