@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from icehouse_server.bootstrap.composition import build_server
+from icehouse_server.bootstrap.composition import EngineParts, build_server
 from icehouse_server.clock import SystemClock
 from icehouse_server.config import load_config
 from icehouse_server.device import Device
@@ -82,14 +82,9 @@ async def running_engine(
 ) -> AsyncIterator[DecodingEngine]:
     """Give an engine that serves the folder, composed as `icehouse serve` composes it, cache off."""
     router = Router(asyncio.get_running_loop())
-    clock = SystemClock()
-    server = build_server(
-        load_config(flags={"cache.enabled": False, "server.port": 0, **(flags or {})}, environ={}).config,
-        model=ModelSource(path, path.name),
-        device=device,
-        router=router,
-        clock=clock,
-    )
+    config = load_config(flags={"cache.enabled": False, "server.port": 0, **(flags or {})}, environ={}).config
+    parts = EngineParts.of(config, device, SystemClock())
+    server = build_server(config, parts, model=ModelSource(path, path.name), router=router)
     server.inference.start()
     server.only.engine.start()
     try:

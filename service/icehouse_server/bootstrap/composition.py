@@ -182,23 +182,22 @@ class EngineParts:
 
 def build_server(
     config: Config,
+    parts: EngineParts,
     *,
     model: ModelSource,
-    device: Device,
     router: Router,
-    clock: Clock,
     draft: ModelSource | None = None,
     membership: Membership | None = None,
 ) -> Server:
     """Wire a server of one model, on its own or as rank 0 of a group. Reads the tokenizer; raises ModelError
     when the folder has none to read."""
-    config = suited(config, model)
-    if membership is not None:
-        check_shardable(model, config)
-    parts = EngineParts.of(config, device, clock)
+    config, clock = suited(config, model), parts.clock
+    if not config.cache.has_ssd:
+        parts = dataclasses.replace(parts, ssd=None)
     leader = None
     if membership is not None:
-        limit_bytes = memory_limit(config.engine.memory_limit_bytes, device)
+        check_shardable(model, config)
+        limit_bytes = memory_limit(config.engine.memory_limit_bytes, parts.device)
         leader = LeaderParts(membership, config, memory_limit_bytes=limit_bytes, clock=clock, router=router)
     opened = open_engine(config, model=model, draft=draft, router=router, parts=parts, leader=leader)
     parts.kv_events.add(opened.source.model_id, opened.kv_events)

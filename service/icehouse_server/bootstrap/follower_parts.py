@@ -9,10 +9,10 @@ import threading
 from typing import NoReturn
 
 from icehouse_server.bootstrap.cache_parts import (
+    SsdParts,
     fingerprint_of,
     key_id_of,
     open_digests,
-    open_ssd,
     with_key,
 )
 from icehouse_server.bootstrap.composition import runner_settings
@@ -36,7 +36,13 @@ _log = logging.getLogger("icehouse.boot")
 
 
 def follow(
-    config: Config, membership: Membership, *, models: ServedModels, device: Device, clock: Clock
+    config: Config,
+    membership: Membership,
+    *,
+    models: ServedModels,
+    ssd: SsdParts | None,
+    device: Device,
+    clock: Clock,
 ) -> NoReturn:
     """Follow rank 0 until it ends the group, on the main thread. Raises IcehouseError."""
     check_shardable(models.model, config)
@@ -53,7 +59,6 @@ def follow(
         clock=clock,
         rank=Rank(lambda: named_ranks(membership.ring, membership.rank)),
     )
-    ssd = open_ssd(config, device=device, clock=clock)
     part = with_key(with_rank(fingerprint, membership), None if ssd is None else ssd.cipher)
     facts = group_facts(config, fingerprint, source, device=device, key_id=key_id_of(ssd))
     client = GroupClient(
@@ -64,7 +69,7 @@ def follow(
         follower.tier = ssd.tiers.open(part.value, part.details, follower.take)
         ssd.tiers.start()
     loop = FollowerLoop(follower, client)
-    _leave_end_to_rank_0(loop, grace_s=config.server.drain_grace_s + FOLLOWERS_END_S)
+    _stop_on_signal(loop, grace_s=config.server.drain_grace_s + FOLLOWERS_END_S)
     loop.run()
     if ssd is not None and follower.tier is not None:
         follower.tier.join(timeout_s=FOLLOWERS_END_S)
@@ -75,16 +80,16 @@ def follow(
     leave(0)
 
 
-def _leave_end_to_rank_0(loop: FollowerLoop, *, grace_s: float) -> None:
-    """After a signal let rank 0 end the group, for so long, if it has begun; a second one ends this rank at
-    once."""
+def _stop_on_signal(loop: FollowerLoop, *, grace_s: float) -> None:
+    """After a signal let rank 0 end the group, if it has begun: within so long, where it was told, too. A
+    second signal ends this rank at once."""
     told = threading.Event()
 
     def on_signal(number: int, frame: object) -> None:
         if told.is_set():
             os._exit(128 + number)
         told.set()
-        if loop.call_off():
+        if loop.stop():
             return
         _log.info("group_end_awaited", extra={"detail": "a second signal ends at once"})
         leave_later(1, after_s=grace_s)

@@ -15,7 +15,7 @@ from icehouse_server.demo.build import BUILT_BYTES, OnProgress, ensure_demo_mode
 from icehouse_server.demo.models import DEMO_MODELS
 from icehouse_server.domain.ids import AdapterName
 from icehouse_server.domain.model import ReplyFormatInfo, Sight
-from icehouse_server.engine.runner.identity.fingerprint import adapter_digest
+from icehouse_server.engine.runner.identity.fingerprint import adapter_digest, read_json
 from icehouse_server.engine.runner.model_loader import (
     AdapterSource,
     ModelSource,
@@ -23,7 +23,7 @@ from icehouse_server.engine.runner.model_loader import (
     reads_whole,
     sight_of,
 )
-from icehouse_server.errors import ModelError, Reason
+from icehouse_server.errors import ModelError, Reason, model_invalid
 from icehouse_server.structured_output.compiler import GrammarCompiler
 from icehouse_server.text.tokenizer import Tokenizer
 from icehouse_server.text.tokenizer_archive import tokenizer_digest_hex
@@ -188,6 +188,16 @@ def model_source(config: Config, model: ModelSource, *, dtype: str) -> ModelSour
         adapters=tuple(adapter_source(named) for named in config.model.adapters),
         context_token_limit=config.model.context_token_limit,
     )
+
+
+def check_adapters(config: ModelConfig) -> None:
+    """Raise ModelError for an adapter's folder that holds none. Their weights are not read."""
+    for folder in map(
+        Path, [*(named.path for named in config.adapters), *filter(None, [config.adapter_path])]
+    ):
+        read_json(folder / "adapter_config.json")
+        if not any(folder.glob("adapters*.safetensors")):
+            raise model_invalid(f"the adapter {folder} has no adapters.safetensors")
 
 
 def adapter_source(named: NamedPath) -> AdapterSource:

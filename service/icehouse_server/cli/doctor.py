@@ -24,7 +24,7 @@ from icehouse_server.bootstrap.encryption import find_cipher
 from icehouse_server.bootstrap.group.leading import find_membership, known_facts, tls_of
 from icehouse_server.bootstrap.imports.openblas import find_openblas, openblas_loaded, runs_on_cpu
 from icehouse_server.bootstrap.machine import allow_open_files, memory_limit, wanted_file_count, weights_dtype
-from icehouse_server.bootstrap.model_source import find_reply_format, find_sight
+from icehouse_server.bootstrap.model_source import check_adapters, find_reply_format, find_sight
 from icehouse_server.bootstrap.room import Room, existing_folder, folder_size
 from icehouse_server.clock import SystemClock
 from icehouse_server.config import Config
@@ -36,6 +36,7 @@ from icehouse_server.errors import IcehouseError, ModelError, Reason, StartError
 from icehouse_server.group.channel import ChannelBroken
 from icehouse_server.group.link_check import MESSAGE_BYTES, check_link
 from icehouse_server.group.membership import Membership
+from icehouse_server.rpc.access.credentials import check_secrets
 from icehouse_server.rpc.listen_address import check_free, listen_for_http
 from icehouse_server.rpc.own_server import OwnServer, find_own_server, is_own_http
 from icehouse_server.storage.files import Files, read_text
@@ -178,6 +179,10 @@ def check_blas(config: Config) -> Answer:
 
 def check_model(config: Config) -> Answer:
     """Is the model there, or can it be had?"""
+    try:
+        check_adapters(config.model)
+    except ModelError as error:
+        return _fail(error.message, "name a folder that mlx_lm.lora made")
     name = config.model.model
     if name in DEMO_MODELS:
         demo = DEMO_MODELS[name]
@@ -252,6 +257,21 @@ def _check_listener(config: Config, taken: StartError) -> Answer:
         return _warn(f"{address}: a server of yours is not serving", advice)
     advice = "stop what listens there, or choose another --port (0 takes a free one) or --uds"
     return _fail(taken.message.partition(";")[0], advice)
+
+
+def check_access(config: Config) -> Answer:
+    """Can the files of tokens and certificates be used?"""
+    security = config.security
+    try:
+        check_secrets(security)
+    except StartError as error:
+        return _refused(error)
+    asked = [
+        what
+        for what, file in (("a token", security.token_file), ("a certificate", security.tls_client_ca))
+        if file
+    ]
+    return _ok(f"callers need {' and '.join(asked) or 'no credentials'}")
 
 
 def check_http(config: Config) -> Answer:
@@ -442,6 +462,7 @@ CHECKS: Mapping[str, Callable[[Config], Answer]] = {
     "model": check_model,
     "replies": check_replies,
     "address": check_address,
+    "access": check_access,
     "http": check_http,
     "group": check_group,
     "disk": check_disk,

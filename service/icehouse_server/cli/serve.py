@@ -17,12 +17,13 @@ import signal
 import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from typing import NoReturn
 
 import uvloop
 
 from icehouse_server import heap
-from icehouse_server.bootstrap.cache_parts import check_directory
-from icehouse_server.bootstrap.composition import OpenedEngine, Server, build_server
+from icehouse_server.bootstrap.cache_parts import check_directory, open_ssd
+from icehouse_server.bootstrap.composition import EngineParts, OpenedEngine, Server, build_server
 from icehouse_server.bootstrap.follower_parts import follow
 from icehouse_server.bootstrap.group.leading import own_membership
 from icehouse_server.bootstrap.kept_models import held
@@ -34,8 +35,9 @@ from icehouse_server.bootstrap.machine import (
     wanted_file_count,
     weights_dtype,
 )
-from icehouse_server.bootstrap.model_source import ServedModels, locate_models
+from icehouse_server.bootstrap.model_source import ServedModels, check_adapters, locate_models
 from icehouse_server.bootstrap.pool_parts import build_pool
+from icehouse_server.bootstrap.preflight import check_settings
 from icehouse_server.bootstrap.room import Room
 from icehouse_server.cli.http_child import LAST_WORDS_S, HttpChild, http_child
 from icehouse_server.cli.service.stop_bounds import BOUNDS
@@ -52,7 +54,6 @@ from icehouse_server.group.membership import Membership
 from icehouse_server.pool.model_pool import ModelPool
 from icehouse_server.rpc.access.caller import UNPROVED
 from icehouse_server.rpc.engine_client.router import Router
-from icehouse_server.rpc.listen_address import check_address, check_free, check_metrics_free, check_port_free
 
 _log = logging.getLogger("icehouse.boot")
 
@@ -72,16 +73,23 @@ def serve(loaded: LoadedConfig) -> None:
     _allow_open_files(loaded.config)
     membership = own_membership(loaded.config)
     if membership is not None and membership.rank:
-        check_directory(loaded.config.cache)
-        models = _located(loaded.config, device, Narrator(SystemClock()), membership)
-        with held(*models.folders):
-            follow(loaded.config, membership, models=models, device=device, clock=SystemClock())
+        _follow(loaded.config, SystemClock(), device, membership)
     # Its loop is woken without giving the interpreter's lock away, and each message costs less.
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         manager = manager_of(environment(), pid=os.getpid())
         runner.run(_serve(loaded.config, SystemClock(), manager, device, membership))
     if membership is not None:
         leave(0)
+
+
+def _follow(config: Config, clock: Clock, device: Device, membership: Membership) -> NoReturn:
+    """Be a rank of a group, but the first. Raises IcehouseError."""
+    check_adapters(config.model)
+    check_directory(config.cache)
+    ssd = open_ssd(config, device=device, clock=clock)
+    models = _located(config, device, Narrator(clock), membership)
+    with held(*models.folders):
+        follow(config, membership, models=models, ssd=ssd, device=device, clock=clock)
 
 
 def _allow_open_files(config: Config) -> None:
@@ -104,13 +112,7 @@ async def _serve(
 ) -> None:
     _name_loop_threads()
     narrator = Narrator(clock)
-    # Finding and loading a model may take minutes, after which nobody wants to hear of these.
-    check_address(config.server, config.security)
-    check_free(config.server)
-    for port in config.worker_ports:
-        check_port_free(config.server.host, port, flags="worker_")
-    check_metrics_free(config.telemetry)
-    check_directory(config.cache)
+    check_settings(config)
     with signals_raised(signal.SIGTERM, code=0):  # until they are heard
         async with http_child(config) as front:
             with contextlib.ExitStack() as stack:
@@ -136,17 +138,17 @@ def _built(
     """Return the server, wired. What it must hold, `stack` does; raises IcehouseError."""
     if config.models:
         return build_pool(config, device=device, clock=clock)
+    parts = EngineParts.of(config, device, clock)
     models = _located(config, device, narrator, membership)
     stack.enter_context(held(*models.folders))
     router = Router(asyncio.get_running_loop())
     with narrator.phase("tokenizer_read"):
         return build_server(
             config,
+            parts,
             model=models.model,
             draft=models.draft,
-            device=device,
             router=router,
-            clock=clock,
             membership=membership,
         )
 
@@ -339,6 +341,8 @@ async def _drain(
             await server.kv_events.stop()
             if front is not None:
                 await front.stop(timeout_s=LAST_WORDS_S)
+        for each in opened:
+            each.seat.close()
         left_s = max(0.0, ending_time - server.clock.monotonic())
         ended = await asyncio.to_thread(server.inference.join, timeout_s=left_s)
         if server.leader is not None:
@@ -379,13 +383,15 @@ async def _abandoned(what: str, *, timeout_s: float) -> AsyncIterator[None]:
 
 async def _leave_stuck_work(code: int) -> None:
     """End the process when work goes on that nothing can stop: Python would wait for it without an end."""
-    loop = asyncio.get_running_loop()
-    deadline = loop.time() + BOUNDS.work_s
-    while names := [thread.name for thread in threading.enumerate() if _is_waited_for(thread)]:
-        if loop.time() >= deadline:
-            _log.error("stuck_work_abandoned", extra={"threads": ", ".join(names), "waited_s": BOUNDS.work_s})
-            leave(code)
+    names: list[str] = []
+    # Turns are counted, not seconds: who reads a vocabulary keeps Python's lock, and this has no turn then.
+    for _ in range(round(BOUNDS.work_s / _LOOK_S)):
+        names = [thread.name for thread in threading.enumerate() if _is_waited_for(thread)]
+        if not names:
+            return
         await asyncio.sleep(_LOOK_S)
+    _log.error("stuck_work_abandoned", extra={"threads": ", ".join(names), "waited_s": BOUNDS.work_s})
+    leave(code)
 
 
 def _bound_end(code: int) -> None:

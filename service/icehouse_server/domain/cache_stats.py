@@ -237,16 +237,21 @@ class ReconcileReport:
     `UNRECORDED_CODE` if those are of a version that recorded no digests of code."""
 
     @property
+    def repairs(self) -> Mapping[str, int]:
+        """How many findings had to be repaired, by kind; none means the directory was consistent."""
+        counts = {
+            "manifests_rebuilt": int(self.manifest_rebuilt),
+            "partials_deleted": self.partial_deleted_count,
+            "adopted": self.adopted_count,
+            "quarantined": self.quarantined_count,
+            "rows_deleted": self.row_deleted_count,
+            "other_layouts_deleted": self.other_layout_deleted_count,
+        }
+        return {kind: count for kind, count in counts.items() if count}
+
+    @property
     def repair_count(self) -> int:
-        """Findings that had to be repaired; 0 means the directory was consistent."""
-        return (
-            self.partial_deleted_count
-            + self.adopted_count
-            + self.quarantined_count
-            + self.row_deleted_count
-            + self.other_layout_deleted_count
-            + int(self.manifest_rebuilt)
-        )
+        return sum(self.repairs.values())
 
 
 @dataclasses.dataclass(slots=True)

@@ -105,6 +105,8 @@ class GroupServer(stubs.GroupServiceServicer):
         self._tls = tls
         self._lock = threading.Lock()
         self._silence: Silence[int] = Silence()
+        self._stopping: Silence[int] = Silence()
+        """Ranks that were told to stop. All of a group may be told at about the same time, this one, too."""
         self._strangers: Silence[grpc.ServicerContext] = Silence()
         """Calls that have not said yet who they are."""
         self._joined: dict[int, int] = {}
@@ -264,6 +266,8 @@ class GroupServer(stubs.GroupServiceServicer):
                     self._silence.excuse(rank)
                     self._joining.add(rank)
                     self._changed.set()
+                elif kind == "stopping":
+                    self._stopping.hear(rank)
                 elif kind == "failed":
                     self._lose(rank, report.failed.detail[:_TEXT_LIMIT])
                 else:
@@ -319,13 +323,19 @@ class GroupServer(stubs.GroupServiceServicer):
     def _watch(self) -> None:
         """Notice ranks that are silent or too slow, and calls that do not say who they are."""
         while not self._ended.wait(BEAT_S):
-            for rank in self._silence.beat():
-                self._lose(rank, f"nothing came from it for {SILENCE_S:.1f} s")
-            for rank in [*self._log.behind]:
-                self._lose(rank, f"it is {ORDER_LIMIT} orders behind")
-            for context in self._strangers.beat():
-                self._strangers.excuse(context)
-                context.cancel()
+            self._beat()
+
+    def _beat(self) -> None:
+        for rank in self._silence.beat():
+            self._lose(rank, f"nothing came from it for {SILENCE_S:.1f} s")
+        for rank in self._stopping.beat():
+            if not self._is_called_off:
+                self._lose(rank, "it was told to stop, and rank 0 was not")
+        for rank in [*self._log.behind]:
+            self._lose(rank, f"it is {ORDER_LIMIT} orders behind")
+        for context in self._strangers.beat():
+            self._strangers.excuse(context)
+            context.cancel()
 
     def _lose(self, rank: int, why: str) -> None:
         if rank in self._gone or self._ended.is_set():

@@ -42,7 +42,9 @@ class FollowerLoop:
         self._has_heard_all = threading.Event()
         """Nothing more comes from rank 0."""
         self._has_begun = False
-        self._is_called_off = False
+        self._is_told_to_stop = False
+        self._is_alone = False
+        """Whether rank 0 has not begun, or is gone: it needs no goodbye."""
 
     def run(self) -> None:
         """Do as rank 0 does until it ends. Raises IcehouseError; a broken channel ends the process."""
@@ -59,17 +61,24 @@ class FollowerLoop:
                 raise order
             self._carry_out(order)
 
-    def call_off(self) -> bool:
-        """End as soon as possible; False where rank 0 has begun, whose group can only end as a whole."""
-        if not self._has_begun:
-            self._is_called_off = True
-            self._orders.put(group.Order(end=group.End()))
-        return self._is_called_off
+    def stop(self) -> bool:
+        """End as soon as possible; False where rank 0 has begun, whose group can only end as a whole. It is
+        told, and either stops itself, which ends this rank in order, or loses it."""
+        if self._has_begun:
+            self._is_told_to_stop = True
+            self._client.report(group.FollowRequest(stopping=group.Stopping()))
+        else:
+            self._end_alone()
+        return not self._has_begun
+
+    def _end_alone(self) -> None:
+        self._is_alone = True
+        self._orders.put(group.Order(end=group.End()))
 
     def close(self) -> None:
         """Say goodbye, once all is written, and wait until rank 0 has heard it: it has lost a rank that ends
         by itself."""
-        if not self._is_called_off:
+        if not self._is_alone:
             self._client.close()
             self._has_heard_all.wait(SILENCE_S)
         self._is_over.set()
@@ -87,6 +96,10 @@ class FollowerLoop:
             else:
                 self._follower.carry_out(order)
         except Exception as error:  # rank 0 is told, and the group ends
+            if self._is_told_to_stop and self._has_heard_all.wait(SILENCE_S):
+                # Rank 0 has lost this rank in the middle of a pass, as it was to.
+                self._leave(0)
+                raise
             detail = error.message if isinstance(error, IcehouseError) else repr(error)
             leave_later(1)
             self._client.send(group.FollowRequest(failed=group.Failed(detail=detail)))
@@ -117,7 +130,14 @@ class FollowerLoop:
             _log.error("rank_0_lost", extra={"detail": str(error)})
         self._silence.excuse(0)
         if not is_ending:
-            # The other thread may wait in a pass for rank 0, for ever.
+            self._end_without_rank_0()
+
+    def _end_without_rank_0(self) -> None:
+        """End, at once or soon: the other thread may wait in a pass for rank 0, for ever."""
+        if self._is_told_to_stop:
+            self._end_alone()
+            leave_later(0)
+        else:
             self._leave(1)
 
     def _beat(self) -> None:
@@ -131,7 +151,7 @@ class FollowerLoop:
             if self._silence.beat():
                 _log.error("rank_0_lost", extra={"detail": f"nothing came from it for {SILENCE_S:.1f} s"})
                 self._silence.excuse(0)
-                self._leave(1)
+                self._end_without_rank_0()
 
     def _fail(self, detail: str) -> None:
         """Tell rank 0, and end: the main thread cannot."""

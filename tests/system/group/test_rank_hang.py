@@ -143,6 +143,37 @@ def test_a_rank_that_dies_as_the_ring_is_joined_keeps_no_other_waiting(
 NEVER_THERE = functools.partial(signal_at_record, signal.SIGKILL, "open_files_allowed")
 
 
+def test_a_follower_that_is_told_to_stop_alone_ends_well_and_the_group_as_after_a_loss(
+    group: RankGroup,
+) -> None:
+    expected = list(group.ask(PROMPT).token_ids)
+    assert code_when(group, group.ranks[1].terminate) is grpc.StatusCode.UNAVAILABLE
+    assert [process.wait() for process in group.ranks] == [1, 0]
+    assert 'detail="it was told to stop, and rank 0 was not"' in group.log(0)
+    group.start()
+    group.serving.wait_until_serving()
+    assert list(group.ask(PROMPT).token_ids) == expected
+
+
+def test_a_follower_that_is_told_to_stop_while_it_has_nothing_to_do_writes_what_it_has(
+    group: RankGroup,
+) -> None:
+    group.ranks[1].terminate()
+    assert [process.wait() for process in group.ranks] == [1, 0]
+    assert "group_ended" in group.log(1)
+
+
+def test_ranks_that_are_all_told_to_stop_finish_what_runs(group: RankGroup) -> None:
+    with group.stub() as stub:
+        stream = stub.Stream(question(PROMPT, count=60), timeout=BOUND_S)
+        next(stream)
+        for process in reversed(group.ranks):
+            process.terminate()
+        kinds = [event.WhichOneof("event") for event in stream]
+    assert kinds[-1] == "finished"
+    assert [process.wait() for process in group.ranks] == [0, 0]
+
+
 def test_a_signal_ends_a_rank_0_that_waits_for_ranks(folder: Path, tmp_path: Path) -> None:
     broken = {0: functools.partial(signal_at_record, signal.SIGTERM, "rank_joined"), 2: NEVER_THERE}
     with RankGroup(folder, tmp_path, world=3, break_rank=broken) as group:

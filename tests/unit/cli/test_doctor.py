@@ -22,6 +22,7 @@ from icehouse_server.config import (
     GroupConfig,
     HttpConfig,
     ModelConfig,
+    SecurityConfig,
     ServerConfig,
 )
 from icehouse_server.device import Backend, Device, find_device
@@ -47,6 +48,22 @@ def test_a_free_port_is_ok_and_a_taken_one_is_not() -> None:
         check = doctor.check_address(config)
         assert check.verdict is CheckVerdict.FAIL and str(port) in check.detail and "--port" in check.advice
     assert doctor.check_address(config).verdict is CheckVerdict.OK
+
+
+def test_files_of_credentials_are_read_as_the_server_reads_them(tmp_path: Path) -> None:
+    tokens = tmp_path / "tokens"
+    config = Config(security=SecurityConfig(token_file=str(tokens)))
+    check = doctor.check_access(config)
+    assert check.verdict is CheckVerdict.FAIL and "cannot be used: No such file or directory" in check.detail
+    tokens.touch(mode=0o600)
+    assert doctor.check_access(config).detail == "callers need a token"
+    assert doctor.check_access(Config()).detail == "callers need no credentials"
+
+
+def test_an_adapter_is_looked_for_beside_its_model(tmp_path: Path) -> None:
+    missing = Config(model=ModelConfig(adapter_path=str(tmp_path / "missing")))
+    check = doctor.check_model(missing)
+    assert check.verdict is CheckVerdict.FAIL and "missing/adapter_config.json cannot be read" in check.detail
 
 
 def test_a_group_is_checked_from_each_of_its_ranks(tmp_path: Path) -> None:

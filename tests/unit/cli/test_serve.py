@@ -63,6 +63,30 @@ def test_stuck_work_does_not_keep_the_process(
     assert ("stuck_work_abandoned tokenizer_0" in output.read_text()) is is_stuck
 
 
+_KEEPS_THE_LOCK = """
+import asyncio, concurrent.futures, ctypes, dataclasses, logging
+from icehouse_server.cli import serve
+
+logging.basicConfig(level=logging.INFO, format="%(message)s %(threads)s")
+serve.BOUNDS = dataclasses.replace(serve.BOUNDS, work_s=0.5)
+
+async def ends() -> None:
+    reading = concurrent.futures.ThreadPoolExecutor(thread_name_prefix="grammar-0")
+    # Of a library that is called without giving Python's lock away.
+    reading.submit(ctypes.PyDLL(None).usleep, 600_000)
+    reading.shutdown(wait=False)
+    await serve._leave_stuck_work(1)
+
+asyncio.run(ends())
+"""
+
+
+def test_work_that_keeps_pythons_lock_and_ends_is_not_stuck() -> None:
+    boot = f"import sys; sys.path[:] = {[*filter(None, sys.path)]!r}\n{_KEEPS_THE_LOCK}"
+    ended = subprocess.run([sys.executable, "-c", boot], timeout=BOUND_S, capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
 _LOOPS_OWN_WORK = """
 import asyncio, logging, uvloop
 from icehouse_server.cli import serve

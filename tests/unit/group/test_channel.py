@@ -334,6 +334,22 @@ def test_a_rank_that_says_nothing_is_lost_and_one_that_joins_may_be_silent(
         assert served.lost.get(timeout=BOUND_S).startswith("rank 1: nothing came from it for 3.0 s")
 
 
+@pytest.mark.parametrize("is_rank_0_told", [False, True])
+def test_a_rank_that_was_told_to_stop_is_lost_unless_rank_0_was_told_too(is_rank_0_told: bool) -> None:
+    with serving() as served:
+        (follower,) = joined(served, 1)
+        heard(follower, served, group.FollowRequest(stopping=group.Stopping()))
+        if is_rank_0_told:
+            served.server.call_off()
+        served.server._silence.excuse(1)
+        for _ in range(7):
+            served.server._beat()
+        if is_rank_0_told:
+            assert served.lost.empty()
+        else:
+            assert served.lost.get(timeout=BOUND_S) == "rank 1: it was told to stop, and rank 0 was not"
+
+
 def test_rank_0_says_that_it_lives() -> None:
     with serving() as served:
         beats = served.client(1).orders()

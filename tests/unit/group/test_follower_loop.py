@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -30,6 +31,7 @@ class ScriptedClient:
     def __init__(self, *parts: list[group.Order] | Exception) -> None:
         self._parts = parts
         self.sent: list[str | None] = []
+        self.has_joined = threading.Event()
         self.beats: queue.SimpleQueue[group.FollowRequest] = queue.SimpleQueue()
         self.has_sent = threading.Event()
         self.has_sent.set()
@@ -47,6 +49,7 @@ class ScriptedClient:
 
     def send(self, report: group.FollowRequest) -> None:
         self.sent.append(report.WhichOneof("report"))
+        self.has_joined.set()
 
     def report(self, report: group.FollowRequest) -> threading.Event:
         self.beats.put(report)
@@ -233,11 +236,71 @@ def test_a_rank_that_is_too_far_behind_tells_rank_0_and_ends(monkeypatch: pytest
 def test_a_rank_that_nobody_has_told_to_begin_ends_when_it_is_asked_to() -> None:
     follower, client = ScriptedFollower(), ScriptedClient([])
     loop = loop_of(follower, client)
-    assert loop.call_off()
+    assert loop.stop()
     loop.run()
     loop.close()
     assert follower.done == ["open", "end"] and client.sent == []
     client.is_broken.set()
+
+
+class Told:
+    """A rank that is told to stop while it is at an order."""
+
+    def __init__(self, threads: ThreadPoolExecutor) -> None:
+        self.follower, self.client = ScriptedFollower(), ScriptedClient([BEGIN, open_of(1)])
+        self.follower.hangs.clear()
+        self.left: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self.loop = loop_of(self.follower, self.client, self.left)
+        self.running = threads.submit(self.loop.run)
+        assert self.client.has_joined.wait(BOUND_S)
+        assert not self.loop.stop()
+
+    def reports(self) -> list[str | None]:
+        beats = self.client.beats
+        return [beats.get_nowait().WhichOneof("report") for _ in range(beats.qsize())]
+
+
+@pytest.fixture
+def told() -> Iterator[Told]:
+    with ThreadPoolExecutor() as threads:
+        yield Told(threads)
+
+
+def test_a_rank_that_is_told_to_stop_says_so_and_ends_in_order_once_rank_0_has_gone(
+    told: Told, stays: list[int]
+) -> None:
+    assert told.reports().count("stopping") == 1
+    told.client.is_broken.set()
+    assert told.loop._has_heard_all.wait(BOUND_S)
+    told.follower.hangs.set()
+    told.running.result(BOUND_S)
+    told.loop.close()
+    assert told.follower.done == ["open", "load in 7", 1, "end"]
+    assert told.client.sent == ["joining"] and stays == [0] and told.left.empty()
+
+
+def test_a_rank_that_was_told_to_stop_ends_well_where_rank_0_goes_in_the_middle_of_a_pass(
+    told: Told,
+) -> None:
+    told.follower.fails_at = 1
+    told.client.is_broken.set()
+    told.follower.hangs.set()
+    with pytest.raises(ValueError, match="it does not fit"):
+        told.running.result(BOUND_S)
+    assert told.left.get(timeout=BOUND_S) == 0
+    assert told.client.sent == ["joining"]
+    told.loop.close()
+
+
+def test_a_rank_that_was_told_to_stop_ends_with_the_group_where_all_are_told(stays: list[int]) -> None:
+    follower, client = ScriptedFollower(), ScriptedClient([BEGIN], [open_of(1)], [END])
+    loop = loop_of(follower, client)
+    loop._has_begun = True
+    assert not loop.stop()
+    loop.run()
+    loop.close()
+    assert follower.done == ["open", "load in 7", 1, "end"] and client.sent == ["joining", "bye"]
+    assert stays == []
 
 
 def test_a_rank_ends_once_rank_0_has_taken_its_goodbye(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,6 +323,6 @@ def test_a_rank_that_has_begun_ends_with_the_group() -> None:
     follower, client = ScriptedFollower(), ScriptedClient([BEGIN, END])
     loop = loop_of(follower, client)
     loop.run()
-    assert not loop.call_off()
+    assert not loop.stop()
     loop.close()
     assert client.sent == ["joining", "bye"]

@@ -34,8 +34,9 @@ _Post = Callable[[Outcome], object]
 
 
 def find_membership(config: Config) -> Membership | None:
-    """Return the group that the settings name; None without one. Raises ConfigError, or StartError for a
-    channel that others could read and for certificates that cannot be used."""
+    """Return the group that the settings name; None without one. Raises ConfigError, also for what a group
+    does not serve, or StartError for a channel that others could read and for certificates that cannot be
+    used."""
     if config.group.hosts is None:
         return None
     membership = membership_of(
@@ -44,6 +45,7 @@ def find_membership(config: Config) -> Membership | None:
         launched_as=environment().get("MLX_RANK"),
         control=config.group.control,
     )
+    _check_served(config)
     check_control_address(membership.control, config.security)
     # Here because reading the model may take minutes, after which nobody wants to hear of these.
     tls_of(config.security)
@@ -64,8 +66,8 @@ def own_membership(config: Config) -> Membership | None:
     return membership
 
 
-def check_shardable(model: ModelSource, config: Config) -> None:
-    """Raise ConfigError or ModelError for what a group does not serve."""
+def _check_served(config: Config) -> None:
+    """Raise ConfigError for settings of what a group does not serve."""
     for key, is_set in (
         ("models", bool(config.models)),
         ("model.draft_model", config.model.draft_model is not None),
@@ -75,6 +77,10 @@ def check_shardable(model: ModelSource, config: Config) -> None:
             raise ConfigError(
                 Reason.CONFIG_INVALID, f"{key} is set, which a group does not serve; leave it out", field=key
             )
+
+
+def check_shardable(model: ModelSource, config: Config) -> None:
+    """Raise ModelError for a model that a group does not serve."""
     if sees_images(model.path):
         raise model_invalid(f"the model in {model.path} sees images, which a group does not serve")
     paths = [named.path for named in config.model.adapters]

@@ -276,6 +276,17 @@ class Certificates:
             ) from error
 
 
+def check_secrets(config: SecurityConfig) -> None:
+    """Raise StartError for files of tokens and certificates that cannot be used."""
+    if config.token_file is not None:
+        TokenFile(Path(config.token_file)).refresh()
+    if config.tls_certificate is not None and config.tls_key is not None:
+        certificates = Certificates(config.tls_certificate, config.tls_key, client_ca=config.tls_client_ca)
+        certificates.refresh_pair()
+        if config.tls_client_ca is not None:
+            certificates.refresh_authorities()
+
+
 def _error(path: Path, what: str) -> StartError:
     return StartError(
         Reason.CERTIFICATE_INVALID, f"the file {path} cannot be used: {what}", metadata={"file": path}

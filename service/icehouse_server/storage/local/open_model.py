@@ -30,6 +30,8 @@ class Order:
     work: Generator[None, None, Any]
     spill_count: int
     """The model's blocks accepted before it: they are on SSD, or dropped, before it begins."""
+    path: str = ""
+    """Of a file that it is to take in; the file goes where it does not."""
 
 
 class OpenModel:

@@ -179,6 +179,7 @@ class StorageLoop:
                 "blocks": len(self.store.index),
                 "was_clean": report.clean,
                 "repairs": report.repair_count,
+                **report.repairs,
                 "duration_s": round(report.duration_s, 3),
             },
         )
@@ -304,9 +305,12 @@ class StorageLoop:
         model: OpenModel,
         ticket: Ticket[Persisted],
         work: Generator[None, None, Persisted | Failure],
+        path: str,
     ) -> None:
-        """Take in a block's file. A request waits for it, so it waits for no spill."""
-        model.adoptions.append(Order(ticket, work, spill_count=0))
+        """Take in a block's file, or remove it. A request waits for it, so it waits for no spill."""
+        model.adoptions.append(Order(ticket, work, spill_count=0, path=path))
+        if model not in self._model_turns:
+            self._give_up_orders(model)
 
     def count(self, model: OpenModel, ticket: Ticket[CacheStats]) -> None:
         model.order_queue.release(1)
@@ -354,6 +358,7 @@ class StorageLoop:
         except StopIteration as ended:
             outcome = ended.value
         except (OSError, sqlite3.Error) as error:
+            self._remove_file(orders[0])
             self._fail(error)
             outcome = self._unusable()
         if outcome is not None:
@@ -364,7 +369,12 @@ class StorageLoop:
         """Fail all orders: nobody should wait for a directory that may never come back."""
         for orders in (model.orders, model.checks, model.adoptions):
             while orders:
+                self._remove_file(orders[0])
                 self._finish_order(model, orders, self._unusable())
+
+    def _remove_file(self, given_up: Order) -> None:
+        if given_up.path:
+            self.store.extras.remove(given_up.path)
 
     def _finish_order(self, model: OpenModel, orders: collections.deque[Order], outcome: Any) -> None:
         if orders is not model.adoptions:
@@ -400,6 +410,8 @@ class StorageLoop:
 
     def _end(self) -> None:
         self.spiller.drop_all(SpillDropCause.SHUTDOWN)
+        for model in self._model_turns:
+            self._give_up_orders(model)
         was_clean = self.store.close()
         self.store.unlock()
         self.state.close()

@@ -207,7 +207,7 @@ class LocalTier:
         """Take in the durable, verified file of a block, or remove it; any thread. The caller bounds how many
         at once."""
         work = _adopt(self._store, self._state, file, path)
-        self._loop.send(partial(self._loop.adopt, self._model, ticket, work))
+        self._loop.send(partial(self._loop.adopt, self._model, ticket, work, path))
 
     def _check(self, work: Generator[None, None, _Result]) -> Ticket[_Result] | None:
         return self._order(lambda ticket: self._loop.begin(self._model, ticket, work, is_check=True))

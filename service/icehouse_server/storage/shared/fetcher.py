@@ -12,8 +12,9 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import threading
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from icehouse_server.averages import MovingAverage
@@ -79,12 +80,14 @@ class Fetcher:
         """Blocks that the store has, or never gets."""
         self.refused = RecentNames()
         """Objects that are not to be read until this server has replaced them."""
-        self._downloads: dict[BlockHash, asyncio.Task[int]] = {}
+        self._downloads: dict[BlockHash, tuple[asyncio.Task[int], list[FetchJob]]] = {}
+        """Each with all that wait for it."""
         self._searches: set[asyncio.Task[bool]] = set()
         self._heads = asyncio.Semaphore(_HEAD_COUNT)
         self._gets = asyncio.Semaphore(_GET_COUNT)
         self._rate = MovingAverage(weight=_RATE_WEIGHT)
         self._fetch_count = 0
+        self._is_ending = False
 
     def may_ask(self, name: BlockHash) -> bool:
         """Whether it may be worth asking for the first of some blocks."""
@@ -146,7 +149,8 @@ class Fetcher:
 
     def end(self) -> None:
         """Give up what is under way, while the directory is open still: its files go."""
-        for download in self._downloads.values():
+        self._is_ending = True
+        for download, _ in self._downloads.values():
             download.cancel()
 
     def _is_absent(self, name: BlockHash) -> bool:
@@ -167,54 +171,60 @@ class Fetcher:
 
     def _download(self, name: BlockHash, job: FetchJob) -> asyncio.Task[int]:
         """Return the download of a block, perhaps one that another request has begun."""
-        task = self._downloads.get(name)
-        if task is None:
-            task = self._downloads[name] = asyncio.create_task(self._bring(name, job))
+        if name not in self._downloads:
+            jobs: list[FetchJob] = []
+            task = asyncio.create_task(self._bring(name, jobs))
+            self._downloads[name] = task, jobs
             task.add_done_callback(lambda _: self._downloads.pop(name))
+        task, jobs = self._downloads[name]
+        jobs.append(job)
         return task
 
-    async def _bring(self, name: BlockHash, job: FetchJob) -> int:
+    def _note_progress(self, jobs: Iterable[FetchJob]) -> None:
+        now = self.clock.monotonic()
+        for job in jobs:
+            job.progress_time = now
+
+    async def _bring(self, name: BlockHash, jobs: Sequence[FetchJob]) -> int:
         """Bring one block; return its file's bytes, or 0 where it cannot be had."""
         async with self._gets:
-            if job.is_abandoned or self._is_absent(name) or not self.breaker.begin():
+            is_wanted = any(not job.is_abandoned for job in jobs)
+            if not is_wanted or self._is_absent(name) or not self.breaker.begin():
                 return 0
-            try:
-                path, descriptor = await self.offload(self.folder.create, name)
-            except OSError as error:
-                _log.warning("fetched_block_not_written", extra={"detail": str(error)})
-                return 0
+            partial = self.folder.fetched(name)
             file = None
             try:
-                file = await self._receive(name, job, path, descriptor)
+                file = await self._receive(name, jobs, partial)
+                # It may have been ordered meanwhile that nobody uses it again.
+                if self._is_ending or self.refused.has(name, self.clock.monotonic()):
+                    file = None
+            except OSError as error:
+                _log.warning("fetched_block_not_written", extra={"detail": str(error)})
             finally:
                 if file is None:
-                    await self._remove(path)
-        if file is None:
+                    with contextlib.suppress(OSError):
+                        await self.offload(partial.drop)
+        # From here on the file is the storage thread's.
+        if file is None or not await self._adopt(file, partial.path):
             return 0
-        # It may have been ordered meanwhile that nobody uses it again.
-        if self.refused.has(name, self.clock.monotonic()) or not await self._adopt(file, path):
-            # Where the storage thread refused it, it is gone already.
-            await self._remove(path)
-            return 0
-        job.progress_time = self.clock.monotonic()
+        self._note_progress(jobs)
         self.stored.add(name)
         self.stats.fetched_block_total += 1
         self.stats.fetched_byte_total += file.file_bytes
         return file.file_bytes
 
-    async def _remove(self, path: str) -> None:
-        with contextlib.suppress(OSError):
-            await self.offload(self.folder.remove, path)
-
-    async def _receive(self, name: BlockHash, job: FetchJob, path: str, descriptor: int) -> BlockFile | None:
-        """Write an object to an open file, close it and check it; None where it is not the block."""
-        has_closed = False
+    async def _receive(
+        self, name: BlockHash, jobs: Sequence[FetchJob], partial: FetchedFile
+    ) -> BlockFile | None:
+        """Write an object to a file and check it; None where it is not the block. Raises `OSError` from the
+        disk."""
+        await self.offload(partial.create)
         try:
-            size_bytes = await self._copy(name, job, descriptor)
+            size_bytes = await self._copy(name, jobs, partial)
             self.breaker.succeed()
             if size_bytes:
-                has_closed = True
-                file: BlockFile = await self.offload(self.folder.finish, descriptor, path, name)
+                await self.offload(partial.finish)
+                file: BlockFile = await self.offload(self.folder.sound, partial.path, name)
                 return file
             self._note_absent(name)
         except TimeoutError:
@@ -224,15 +234,9 @@ class Fetcher:
         except BlockFileError as error:
             if error.damage is not Damage.MEMORY:
                 self._refuse(name, error)
-        except OSError as error:
-            _log.warning("fetched_block_not_written", extra={"detail": str(error)})
-        finally:
-            if not has_closed:
-                with contextlib.suppress(OSError):
-                    await self.offload(self.folder.files.close, descriptor)
         return None
 
-    async def _copy(self, name: BlockHash, job: FetchJob, descriptor: int) -> int:
+    async def _copy(self, name: BlockHash, jobs: Sequence[FetchJob], partial: FetchedFile) -> int:
         """Return the bytes that were written. Raises `TimeoutError`, `StoreError`, `BlockFileError` for
         more of them than a block has, and `OSError` from the disk."""
         offset = 0
@@ -244,9 +248,9 @@ class Fetcher:
                     return offset
                 if offset + chunk.nbytes > self.settings.object_limit_bytes:
                     raise BlockFileError(Damage.MISMATCH, "The object is larger than any block")
-                await self.offload(self.folder.files.write, descriptor, [chunk], offset=offset)
+                await self.offload(partial.write, chunk, offset=offset)
                 offset += chunk.nbytes
-                job.progress_time = self.clock.monotonic()
+                self._note_progress(jobs)
 
     def _refuse(self, name: BlockHash, error: BlockFileError) -> None:
         self.stats.refused_block_total += 1
@@ -409,7 +413,7 @@ class BlockFolder:
     def read(self, name: BlockHash) -> tuple[BlockFile, bytes]:
         """Return a sound block's facts and its file. Raises `BlockFileError` or `OSError`."""
         path = self._paths.block(self.fingerprint, name)
-        file = self._sound(path, name)
+        file = self.sound(path, name)
         data = bytearray(file.file_bytes)
         with opened(self.files, path) as descriptor:
             got = self.files.read_into(descriptor, [memoryview(data)], offset=0)
@@ -417,29 +421,68 @@ class BlockFolder:
             raise BlockFileError(Damage.TRUNCATED, f"{path} became shorter while it was read")
         return file, bytes(data)
 
-    def create(self, name: BlockHash) -> tuple[str, int]:
-        """Return path and descriptor of a new file for a block that is fetched. Raises `OSError`."""
-        path = self._paths.fetched(self.fingerprint, name)
-        remove(self.files, path)
-        return path, self.files.create(path)
+    def fetched(self, name: BlockHash) -> FetchedFile:
+        """Return the file, not made yet, for a block that is fetched."""
+        return FetchedFile(self.files, self._paths.fetched(self.fingerprint, name))
 
-    def finish(self, descriptor: int, path: str, name: BlockHash) -> BlockFile:
-        """Make a fetched file durable and return its facts, every byte checked. Raises `BlockFileError`
-        where it is not the block of this name, whole and sound; `OSError`."""
-        try:
-            self.files.fsync(descriptor)
-        finally:
-            self.files.close(descriptor)
-        return self._sound(path, name)
-
-    def remove(self, path: str) -> None:
-        """Remove a fetched file; one that is gone is fine. Raises `OSError`."""
-        remove(self.files, path)
-
-    def _sound(self, path: str, name: BlockHash) -> BlockFile:
+    def sound(self, path: str, name: BlockHash) -> BlockFile:
+        """Return a file's facts, every byte checked. Raises `BlockFileError` where it is not the block of
+        this name, whole and sound; `OSError`."""
         file = verify_block(self.files, path, cipher=self.cipher)
         if file.header is None or (file.cipher is None) != (self.cipher is None):
             raise BlockFileError(Damage.AUTH_TAG, f"{path} is not encrypted under the key in use")
         if (file.outline.fingerprint, file.outline.hash) != (self.fingerprint, name):
             raise BlockFileError(Damage.MISMATCH, f"{path} holds another block than its name says")
         return file
+
+
+class FetchedFile:
+    """The file of a block that is fetched. Any thread; every method may take long, and raises `OSError`.
+
+    Whoever has it may be called off at any time, while a thread is at one of these: `drop` waits for that,
+    and what comes after it does nothing.
+    """
+
+    def __init__(self, files: Files, path: str) -> None:
+        self.path = path
+        self._files = files
+        self._lock = threading.Lock()
+        self._descriptor: int | None = None
+        self._is_dropped = False
+
+    def create(self) -> None:
+        with self._lock:
+            if not self._is_dropped:
+                remove(self._files, self.path)
+                self._descriptor = self._files.create(self.path)
+
+    def write(self, chunk: memoryview, *, offset: int) -> None:
+        with self._lock:
+            if self._descriptor is not None:
+                self._files.write(self._descriptor, [chunk], offset=offset)
+
+    def finish(self) -> None:
+        """Make it durable and close it."""
+        with self._lock, self._closing() as descriptor:
+            if descriptor is not None:
+                self._files.fsync(descriptor)
+
+    def drop(self) -> None:
+        """Close and remove it."""
+        with self._lock:
+            self._is_dropped = True
+            try:
+                with self._closing():
+                    pass
+            finally:
+                remove(self._files, self.path)
+
+    @contextlib.contextmanager
+    def _closing(self) -> Iterator[int | None]:
+        """Yield the descriptor, if it is open, and close it."""
+        descriptor, self._descriptor = self._descriptor, None
+        try:
+            yield descriptor
+        finally:
+            if descriptor is not None:
+                self._files.close(descriptor)

@@ -269,8 +269,8 @@ class Traffic:
         if tasks:
             loop.run_until_complete(asyncio.wait(tasks))
         loop.run_until_complete(loop.shutdown_asyncgens())
+        self._workers.shutdown()
         loop.close()
-        self._workers.shutdown(wait=False, cancel_futures=True)
 
     def close(self, *, deadline_time: float) -> None:
         """Answer no ticket from now on, and end at the deadline (`Clock.monotonic`) or when all is done."""
@@ -301,7 +301,8 @@ class Traffic:
         call = partial(function, *arguments, **options)
         if self._is_inline:
             return call()
-        return await asyncio.get_running_loop().run_in_executor(self._workers, call)
+        # It is called also where who waits for it is called off: it may be what closes a file.
+        return await asyncio.shield(asyncio.get_running_loop().run_in_executor(self._workers, call))
 
     async def _until_end(self) -> None:
         await self._closing.wait()

@@ -49,6 +49,8 @@ class Uploader:
         self._to_delete: OrderedDict[BlockHash, int] = OrderedDict()
         self._has_work = asyncio.Event()
         self._is_working = False
+        self._is_upload_next = False
+        """A deletion failed: before the next one a block is stored, for some stores let nobody delete."""
         self.pause_s: Callable[[float], float] = lambda worked_s: 0.0
         """How long to leave the cores to others after so much work."""
 
@@ -91,9 +93,10 @@ class Uploader:
                 await asyncio.sleep(min(pause_left_s, _PAUSE_STEP_S))
                 continue
             self.breaker.begin()
-            queue, work = (
-                (self._to_delete, self._delete) if self._to_delete else (self._offered, self._upload)
-            )
+            is_deletion = bool(self._to_delete) and not (self._is_upload_next and self._offered)
+            self._is_upload_next = False
+            queue = self._to_delete if is_deletion else self._offered
+            work = self._delete if is_deletion else self._upload
             name, try_count = queue.popitem(last=False)
             began_time = self._clock.monotonic()
             size_bytes = 0
@@ -104,10 +107,7 @@ class Uploader:
                 self.breaker.succeed()
             except (StoreError, TimeoutError) as error:
                 self._fail(str(error) or "the object store does not answer in time")
-                if try_count + 1 < _TRY_LIMIT:
-                    queue[name] = try_count + 1
-                elif queue is self._offered:
-                    self._stats.dropped_block_total += 1
+                self._put_back(name, try_count + 1, is_deletion=is_deletion)
             except Exception:  # a fault of ours or the library's costs this block, and not all behind it
                 _log.exception("shared_store_failed")
                 self._stats.dropped_block_total += queue is self._offered
@@ -116,6 +116,18 @@ class Uploader:
             worked_s = self._clock.monotonic() - began_time
             rate = self._settings.write_bytes_per_s
             await asyncio.sleep(max(self.pause_s(worked_s), size_bytes / rate - worked_s if rate else 0.0))
+
+    def _put_back(self, name: BlockHash, try_count: int, *, is_deletion: bool) -> None:
+        """Have what failed tried again. A deletion is, however often it failed: it was an order."""
+        if is_deletion:
+            self._to_delete.setdefault(name, try_count)
+            self._is_upload_next = True
+        elif name in self._to_delete:
+            return  # it was ordered meanwhile
+        elif try_count < _TRY_LIMIT:
+            self._offered[name] = try_count
+        else:
+            self._stats.dropped_block_total += 1
 
     def _note_work(self) -> None:
         if self._offered or self._to_delete:
@@ -148,7 +160,8 @@ class Uploader:
         is_stored = size_bytes is None or replaces
         if is_stored:
             is_stored = await self._store.put(target, data, replaces=replaces)
-        self._fetcher.note_stored(name)
+        if name not in self._to_delete:  # which was ordered meanwhile, and is next
+            self._fetcher.note_stored(name)
         if not is_stored:
             self._stats.known_block_total += 1
             return 0

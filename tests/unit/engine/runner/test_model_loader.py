@@ -5,14 +5,16 @@ from __future__ import annotations
 import builtins
 import importlib.metadata
 import io
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
-from icehouse_server.engine.runner import mlx_lm
+from icehouse_server.engine.runner import mlx_lm, model_loader
 from icehouse_server.engine.runner.model_loader import ModelSource, load_tokenizer, sees_images
 from icehouse_server.errors import ModelError, Reason
 
@@ -129,3 +131,17 @@ def test_loading_leaves_no_record_of_what_layers_have_drawn(tmp_path: Path) -> N
     graph, state = io.StringIO(), cast("list[mx.array]", mx.random.state)
     mx.export_to_dot(graph, *state)
     assert "label" not in graph.getvalue()
+
+
+def test_a_turn_of_loading_reads_no_more_than_others_can_wait_for(tmp_path: Path) -> None:
+    """Rows of other models are decoded between two of them. 32 MiB take some ten milliseconds."""
+    written = {f"layers.{number}": mx.zeros((1024, 1024)) for number in range(24)}
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), written)
+    del written
+    model = nn.Module()
+    model.layers = cast("dict[str, mx.array]", mx.load(str(tmp_path / "model.safetensors")))
+    read_bytes, turns = [mx.get_active_memory()], model_loader._read_weights([model], tmp_path, lambda: False)
+    for _ in turns:
+        read_bytes.append(mx.get_active_memory())
+    assert read_bytes[-1] - read_bytes[0] == 96 << 20
+    assert max(after - before for before, after in itertools.pairwise(read_bytes)) <= 32 << 20

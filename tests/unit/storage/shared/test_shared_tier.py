@@ -5,13 +5,19 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
+import queue
+import threading
+from typing import Any
 
 import pytest
+from icehouse_server.clock import SystemClock
 from icehouse_server.domain.blocks import HostBlock
 from icehouse_server.domain.ids import BlockHash
 from icehouse_server.storage.api import Evicted, Fetched, Found, Inventory, Loaded, StorageClosed
 from icehouse_server.storage.local.directory.manifest import LOG_ALLOWANCE_BYTES
 from icehouse_server.storage.local.encryption.aes_gcm import Cipher
+from icehouse_server.storage.shared.object_store import StoreError
+from icehouse_server.storage.store_paths import StorePaths
 
 from tests.fixtures.patience import BOUND_S
 from tests.fixtures.storage.blocks import (
@@ -20,9 +26,12 @@ from tests.fixtures.storage.blocks import (
     make_block,
     make_chain,
 )
+from tests.fixtures.storage.hanging import HangingFiles
 from tests.fixtures.storage.loading import assert_holds, plan
 from tests.fixtures.storage.model_house import ModelHouse
 from tests.fixtures.storage.object_store import SHARED, MemoryStore, SharingThread
+from tests.fixtures.storage.sole_tier import SoleTier
+from tests.fixtures.storage.storage_thread import settings_for
 
 KEY, OTHER_KEY = Cipher(b"k" * 32), Cipher(b"o" * 32)
 
@@ -346,6 +355,55 @@ def test_all_of_a_large_cache_is_deleted_by_order(tmp_path, store) -> None:
         assert shared_stats(server).deleted_block_total == len(names)
 
 
+def test_a_block_that_is_to_go_as_it_is_being_stored_goes_and_may_be_stored_again(tmp_path, store) -> None:
+    block = make_block()
+    put = store.put
+
+    async def put_late(name: str, data: bytes, *, replaces: bool) -> bool:
+        server.storage.delete(names_of([block]), is_final=True)
+        await asyncio.sleep(0)  # the order is taken
+        store.put = put
+        return await put(name, data, replaces=replaces)
+
+    store.put = put_late
+    with SharingThread(tmp_path / "a", store=store) as server:
+        server.spill(block)
+        assert not store.objects and shared_stats(server).deleted_block_total == 1
+        assert server.storage.find(names_of([block]), limit_s=1.0) is None
+        server.spill(block)
+        assert key_of(block) in store.objects
+
+
+def test_an_order_to_delete_outlasts_a_store_that_is_down(tmp_path, store) -> None:
+    chain = make_chain(2)
+    with SharingThread(tmp_path / "a", store=store) as server:
+        server.spill(*chain)
+        store.refusal = "down"
+        server.storage.delete(names_of(chain), is_final=True)
+        for _ in range(20):
+            server.settle()
+            server.clock.advance(100.0)
+        store.refusal = ""
+        server.settle()
+        assert not store.objects and shared_stats(server).deleted_block_total == 2
+
+
+def test_a_store_that_lets_nobody_delete_is_stored_to(tmp_path, store) -> None:
+    chain = make_chain(8)
+
+    async def refuse(name: str) -> None:
+        raise StoreError("the object store refuses these credentials")
+
+    store.delete = refuse
+    with SharingThread(tmp_path / "a", store=store) as server:
+        server.storage.delete(names_of(chain[:2]), is_final=True)
+        server.spill(*chain[2:])
+        for _ in range(20):
+            server.settle()
+            server.clock.advance(100.0)
+        assert len(store.objects) == 6
+
+
 def test_what_was_to_be_deleted_is_not_fetched_while_the_store_is_down(tmp_path, store) -> None:
     block = make_block()
     fill(store, tmp_path / "a", [block])
@@ -399,6 +457,77 @@ def test_a_download_that_does_not_end_well_leaves_no_file_behind(tmp_path, store
         assert files_of(server) == []
 
 
+@pytest.mark.parametrize("ends", ["the tier", "the directory"])
+def test_a_download_that_is_yet_to_be_taken_in_at_the_end_leaves_no_file_behind(
+    tmp_path, store, ends
+) -> None:
+    block = make_block()
+    fill(store, tmp_path / "a", [block])
+    with SharingThread(tmp_path / "b", store=store) as server:
+        server.settle()
+        assert server.storage.fetch(names_of([block])) is not None
+        while server.storage._loop._inbox.empty():
+            server.storage.model.step()
+        assert len(files_of(server)) == 1, "it is there, and nobody has taken it in"
+        if ends == "the tier":
+            server.storage.model.close(deadline_time=server.clock.monotonic())
+            server.settle()
+            assert isinstance(server.outcomes[-1], StorageClosed)
+    with SharingThread(tmp_path / "b", store=store) as server:
+        assert server.stats().last_reconcile.clean and files_of(server) == []
+
+
+class WatchedFiles(HangingFiles):
+    """Hangs as it makes the file of a download, and counts the files that are open."""
+
+    def __init__(self) -> None:
+        super().__init__(["create"])
+        self.open_count = 0
+
+    def create(self, path: str) -> int:
+        make = self.__getattr__("create") if path.endswith(".fetched.partial") else self._system.create
+        descriptor = make(path)
+        self.open_count += 1
+        return descriptor
+
+    def close(self, descriptor: int) -> None:
+        self._system.close(descriptor)
+        self.open_count -= 1
+
+    def open(self, path: str, *args: Any, **options: Any) -> int:
+        descriptor = self._system.open(path, *args, **options)
+        self.open_count += 1
+        return descriptor
+
+    def lock(self, path: str, **how: Any) -> int:
+        descriptor = self._system.lock(path, **how)
+        self.open_count += 1
+        return descriptor
+
+
+def test_a_download_that_is_called_off_as_its_file_is_made_leaves_none_behind(tmp_path, store) -> None:
+    block, files, posted = make_block(), WatchedFiles(), queue.SimpleQueue()
+    fill(store, tmp_path / "a", [block])
+    parts = {"store": store, "shared": SHARED}
+    settings = settings_for(tmp_path / "b")
+    tier = SoleTier(settings, files=files, clock=SystemClock(), post=posted.put, **parts)
+    tier.start()
+    assert isinstance(posted.get(timeout=BOUND_S), Inventory)
+    files.hang()
+    assert tier.fetch(names_of([block])) is not None
+    assert files.has_hung.wait(BOUND_S)
+    tier.model.close(deadline_time=0.0)
+    tier.tiers.close(deadline_time=0.0)
+    assert tier.tiers.join(timeout_s=BOUND_S)
+    files.go_on()
+    tier.model._thread.join(BOUND_S)
+    for thread in threading.enumerate():
+        if thread.name.startswith("storage-shared"):
+            thread.join(BOUND_S)
+    assert files.open_count == 0
+    assert os.listdir(StorePaths(str(tmp_path / "b")).folder(FINGERPRINT)) == []
+
+
 def test_fetched_blocks_keep_to_the_tier_s_limits(tmp_path, store) -> None:
     blocks = [make_block(seed=seed, head_count=2048) for seed in range(4)]
     old, *new = blocks
@@ -420,6 +549,35 @@ def test_one_download_serves_all_who_wait_for_it(tmp_path, store) -> None:
         server.settle()
         assert first.outcome.block_count == second.outcome.block_count == 3
         assert shared_stats(server).fetched_block_total == 3
+
+
+def test_a_download_goes_on_for_those_who_wait_when_the_first_one_gives_up(tmp_path, store) -> None:
+    chain = make_chain(3)
+    fill(store, tmp_path / "a", chain)
+    with SharingThread(tmp_path / "b", store=store) as server:
+        first, second = (server.storage.fetch(names_of(chain)) for _ in range(2))
+        server.storage.abandon(first)
+        server.settle()
+        assert second.outcome.block_count == 3
+
+
+def test_what_comes_is_progress_for_all_who_wait_for_it(tmp_path, store) -> None:
+    """Else the others would give up a download that goes on."""
+    block = make_block()
+    fill(store, tmp_path / "a", [block])
+    read, silences = store.read, []
+
+    async def read_slowly(name: str):
+        async for chunk in read(name):
+            server.clock.advance(1.0)
+            yield chunk
+            silences.append([server.storage.silence_s(ticket) for ticket in tickets])
+
+    store.read = read_slowly
+    with SharingThread(tmp_path / "b", store=store) as server:
+        tickets = [server.storage.fetch(names_of([block])) for _ in range(2)]
+        server.settle()
+    assert silences == [[0.0, 0.0]] * len(silences) != []
 
 
 def test_a_fetch_that_nobody_waits_for_begins_nothing_new(tmp_path, store) -> None:

@@ -119,6 +119,7 @@ class FollowRequest(_message.Message):
     BYE_FIELD_NUMBER: _builtins.int
     JOINING_FIELD_NUMBER: _builtins.int
     TIER_LOST_FIELD_NUMBER: _builtins.int
+    STOPPING_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello:
         """Who it is. First, once."""
@@ -155,6 +156,10 @@ class FollowRequest(_message.Message):
     def tier_lost(self) -> Global___TierLost:
         """Its SSD tier is gone for good."""
 
+    @_builtins.property
+    def stopping(self) -> Global___Stopping:
+        """It was told to stop. Unless rank 0 is, too, within 3 s, it has lost this rank."""
+
     def __init__(
         self,
         *,
@@ -167,12 +172,13 @@ class FollowRequest(_message.Message):
         bye: Global___Bye | None = ...,
         joining: Global___Joining | None = ...,
         tier_lost: Global___TierLost | None = ...,
+        stopping: Global___Stopping | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["bye", b"bye", "failed", b"failed", "heartbeat", b"heartbeat", "hello", b"hello", "joining", b"joining", "load_ended", b"load_ended", "lost", b"lost", "report", b"report", "stored", b"stored", "tier_lost", b"tier_lost"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["bye", b"bye", "failed", b"failed", "heartbeat", b"heartbeat", "hello", b"hello", "joining", b"joining", "load_ended", b"load_ended", "lost", b"lost", "report", b"report", "stopping", b"stopping", "stored", b"stored", "tier_lost", b"tier_lost"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bye", b"bye", "failed", b"failed", "heartbeat", b"heartbeat", "hello", b"hello", "joining", b"joining", "load_ended", b"load_ended", "lost", b"lost", "report", b"report", "stored", b"stored", "tier_lost", b"tier_lost"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bye", b"bye", "failed", b"failed", "heartbeat", b"heartbeat", "hello", b"hello", "joining", b"joining", "load_ended", b"load_ended", "lost", b"lost", "report", b"report", "stopping", b"stopping", "stored", b"stored", "tier_lost", b"tier_lost"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_report: _TypeAlias = _typing.Literal["hello", "heartbeat", "stored", "load_ended", "lost", "failed", "bye", "joining", "tier_lost"]  # noqa: Y015
+    _WhichOneofReturnType_report: _TypeAlias = _typing.Literal["hello", "heartbeat", "stored", "load_ended", "lost", "failed", "bye", "joining", "tier_lost", "stopping"]  # noqa: Y015
     _WhichOneofArgType_report: _TypeAlias = _typing.Literal["report", b"report"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_report) -> _WhichOneofReturnType_report | None: ...
 
@@ -551,6 +557,23 @@ class Joining(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Joining: _TypeAlias = Joining  # noqa: Y015
+
+@_typing.final
+class Stopping(_message.Message):
+    """A follower was told to stop."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Stopping: _TypeAlias = Stopping  # noqa: Y015
 
 @_typing.final
 class FollowResponse(_message.Message):

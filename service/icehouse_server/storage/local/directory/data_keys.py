@@ -111,12 +111,10 @@ def _read(files: Files, paths: StorePaths) -> list[bytes]:
 
 def _stored(files: Files, paths: StorePaths) -> list[bytes] | None:
     """Return the wrapped keys, oldest first; None when the file is not what was written."""
-    is_there = exists(files, paths.data_keys)
-    text = read_text(files, paths.data_keys, limit_bytes=_LIMIT_BYTES) if is_there else ""
-    if not text:
+    if not exists(files, paths.data_keys):
         return []
     try:
-        document = json.loads(text)
+        document = json.loads(read_text(files, paths.data_keys, limit_bytes=_LIMIT_BYTES))
         if document["format"] != _FORMAT:
             return None
         return [bytes.fromhex(item) for item in document["wrapped"]]

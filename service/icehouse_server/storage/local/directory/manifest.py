@@ -215,11 +215,14 @@ class Manifest:
             self._connection.execute("DELETE FROM block_contents WHERE hash NOT IN (SELECT hash FROM blocks)")
         self._connection.execute("VACUUM")
 
-    def is_sound(self, *, check_pages: bool = True) -> bool:
-        """Return whether SQLite finds the database intact. Without `check_pages` only the tables of few
-        rows are checked: all of them are read at once."""
+    def complaint(self, *, check_pages: bool) -> str:
+        """Return what SQLite finds damaged in the database; empty where it is intact.
+
+        Without `check_pages` only the tables of few rows are checked: all of them are read at once.
+        """
         checks = ["quick_check(1)"] * check_pages + [f"integrity_check({table})" for table in _SMALL_TABLES]
-        return all(self._connection.execute(f"PRAGMA {each}").fetchone() == ("ok",) for each in checks)
+        answers = (self._connection.execute(f"PRAGMA {each}").fetchone() for each in checks)
+        return next((" ".join(str(answer[0]).split()) for answer in answers if answer != ("ok",)), "")
 
     @property
     def has_rows(self) -> bool:

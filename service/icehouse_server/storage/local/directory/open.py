@@ -11,7 +11,7 @@ from icehouse_server.clock import Clock
 from icehouse_server.domain.cache_stats import UNRECORDED_CODE, ReconcileReport
 from icehouse_server.domain.ids import BlockHash, Fingerprint
 from icehouse_server.storage.disk_error import DiskErrorKind, LaterManifest, classify
-from icehouse_server.storage.files import Files, remove
+from icehouse_server.storage.files import Files, remove, size_at
 from icehouse_server.storage.local.directory.lock import check_trust, take_mark
 from icehouse_server.storage.local.directory.manifest import BlockRecord, Manifest
 from icehouse_server.storage.local.directory.reconcile import Finding, Scan
@@ -20,6 +20,8 @@ from icehouse_server.storage.storage_settings import CODE_DETAIL
 from icehouse_server.storage.store_paths import StorePaths, parse_block_name
 
 _log = logging.getLogger(__name__)
+
+_MADE_ANEW = "rows are made anew from the files, without pins and times of use"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -126,15 +128,21 @@ def changed_code(
 def _load_manifest(
     files: Files, paths: StorePaths, *, check_pages: bool
 ) -> tuple[Manifest, list[BlockRecord], list[BlockHash], bool]:
-    """Return the open manifest, its rows and edited rows, and whether it was rebuilt beside blocks."""
+    """Return the open manifest, its rows and edited rows, and whether it is to be rebuilt beside blocks."""
     existed = create_private(files, paths)
+    # To SQLite a file without a byte is a database without a table.
+    has_content = existed and bool(size_at(files, paths.manifest))
     aside = paths.manifest_aside
     try:
         manifest = Manifest.open(paths.manifest)
         try:
-            if not existed or manifest.is_sound(check_pages=check_pages):
-                has_blocks = bool(files.list(paths.blocks))
-                return manifest, *manifest.load(check_facts=check_pages), not existed and has_blocks
+            complaint = manifest.complaint(check_pages=check_pages) if has_content else ""
+            if not complaint:
+                is_lost = not has_content and _has_files(files, paths)
+                if is_lost:
+                    what = "it was empty" if existed else "there was none"
+                    _log.warning("manifest_lost", extra={"detail": f"{what}; {_MADE_ANEW}"})
+                return manifest, *manifest.load(check_facts=check_pages), is_lost
         except BaseException:
             manifest.close(checkpoint=False)
             raise
@@ -145,18 +153,19 @@ def _load_manifest(
             raise
         if isinstance(error, LaterManifest):
             aside = paths.manifest_later
-        _log.warning(
-            "manifest_moved_aside",
-            extra={
-                "path": aside,
-                "detail": f"{error}; rows are made anew from the files, without pins and times of use",
-            },
-        )
+        complaint = str(error)
     # Retained for a person to inspect.
+    _log.warning("manifest_moved_aside", extra={"path": aside, "detail": f"{complaint}; {_MADE_ANEW}"})
     _remove_logs(files, paths)
     files.rename(paths.manifest, aside)
     create_private(files, paths)
     return Manifest.open(paths.manifest), [], [], True
+
+
+def _has_files(files: Files, paths: StorePaths) -> bool:
+    """Whether there may be blocks."""
+    folders = (folder for folder in files.list(paths.blocks) if folder.is_directory)
+    return any(files.list(f"{paths.blocks}/{folder.name}") for folder in folders)
 
 
 def create_private(files: Files, paths: StorePaths) -> bool:

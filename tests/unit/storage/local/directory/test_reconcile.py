@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import sqlite3
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from icehouse_server.storage.files import Files
 from icehouse_server.storage.local.block_format.block_file import prepare_block, write_block
-from icehouse_server.storage.local.directory.offline import OfflineStore
+from icehouse_server.storage.local.directory.offline import OfflineStore, PurgeScope
 from icehouse_server.storage.local.directory.reconcile import Finding
 from icehouse_server.storage.store_paths import StorePaths
 
@@ -190,20 +192,49 @@ def test_strange_files_are_left_alone(place):
     assert all(os.path.exists(path) for path in strange)
 
 
-@pytest.mark.parametrize("damage", ["missing", "junk", "cut"])
-def test_a_lost_manifest_is_rebuilt_from_the_files(place, damage):
-    if damage == "missing":
-        os.unlink(place.paths.manifest)
-    elif damage == "junk":
-        with open(place.paths.manifest, "wb") as file:
-            file.write(b"not a database" * 1000)
-    else:
-        os.truncate(place.paths.manifest, 8192)
-    report, known = place.reopen()
+def spoil_an_index(path):
+    """Leave a database that SQLite opens and reads, and finds damaged when it looks."""
+    connection = sqlite3.connect(path)
+    connection.execute("PRAGMA writable_schema = ON")
+    connection.execute("DELETE FROM sqlite_master WHERE name = 'sqlite_autoindex_blocks_1'")
+    connection.commit()
+    connection.close()
+
+
+LOST = {
+    "missing": (os.unlink, "manifest_lost", "there was none"),
+    "empty": (lambda path: os.truncate(path, 0), "manifest_lost", "it was empty"),
+    "junk": (lambda path: Path(path).write_bytes(b"not a database" * 1000), "manifest_moved_aside", "not a"),
+    "cut": (lambda path: os.truncate(path, 8192), "manifest_moved_aside", "malformed"),
+    "spoilt": (spoil_an_index, "manifest_moved_aside", "never used"),
+}
+
+
+@pytest.mark.parametrize(("damage", "event", "detail"), LOST.values(), ids=list(LOST))
+def test_a_lost_manifest_is_rebuilt_from_the_files_and_the_log_says_why(place, damage, event, detail, caplog):
+    damage(place.paths.manifest)
+    with caplog.at_level(logging.INFO):
+        report, known = place.reopen()
     assert report.manifest_rebuilt and (report.adopted_count, known) == (3, [True] * 3)
-    assert os.path.exists(place.paths.manifest_aside) == (damage != "missing")
+    said = {record.message: vars(record) for record in caplog.records}
+    assert detail in said[event]["detail"]
+    assert (said["cache_opened"]["manifests_rebuilt"], said["cache_opened"]["adopted"]) == (1, 3)
+    assert os.path.exists(place.paths.manifest_aside) == (event == "manifest_moved_aside")
     report, known = place.reopen()
     assert report.clean and known == [True] * 3
+
+
+@pytest.mark.parametrize("is_purged", [True, False])
+def test_where_there_are_no_blocks_no_manifest_is_lost(tmp_path, is_purged, caplog):
+    if is_purged:
+        with StorageThread(tmp_path) as served:
+            served.spill(make_block())
+        store = OfflineStore(str(tmp_path), files=Files(), clock=ManualClock())
+        store.purge(lambda _: True, scope=PurgeScope.EVERYTHING, progress=lambda *_: None)
+        os.unlink(StorePaths(str(tmp_path)).manifest)
+    with StorageThread(tmp_path) as served:
+        assert not served.stats().last_reconcile.manifest_rebuilt
+    assert caplog.records == []
 
 
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
