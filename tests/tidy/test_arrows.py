@@ -92,6 +92,7 @@ OWNERS = {
         "bootstrap.imports.lean_transformers",
         "engine.kv.paged_cache",
         "engine.kv_cache.cache_classes",
+        "engine.runner.encoders.gemma",
         "engine.runner.forward.",
         "engine.runner.identity.kv_code",
         "engine.runner.mlx_lm",

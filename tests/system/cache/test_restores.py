@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 from pathlib import Path
@@ -23,8 +24,10 @@ from icehouse_server.domain.request import CacheUse
 from icehouse_server.engine.core.sequence import Phase
 from icehouse_server.engine.prefix_cache.tiers.runner_port import CacheFacts
 from icehouse_server.errors import IcehouseError, Overloaded, Reason
-from icehouse_server.storage.api import StorageFailed
+from icehouse_server.storage.api import Inventory, StorageFailed
 from icehouse_server.storage.local.block_format.header import BlockFileError
+from icehouse_server.storage.local.directory.manifest import Manifest
+from icehouse_server.storage.store_paths import StorePaths
 
 from tests.fixtures.known_blocks import removal_of
 from tests.fixtures.storage.faults import FaultyFiles
@@ -410,6 +413,19 @@ def test_a_prompt_that_waits_for_an_inventory_that_never_comes(tmp_path: Path) -
     served.step_until_idle()
     assert served.answer("early").cache.limit is ReuseLimit.NO_MATCH
     assert served.ask("later", TOKENS).cache.ram_token_count == 4 * BLOCK
+
+
+def test_a_prompt_that_waits_for_the_inventory_asks_for_nothing_when_the_engine_ends(tmp_path: Path) -> None:
+    fill(tmp_path)
+    with contextlib.closing(Manifest.open_read_only(StorePaths(str(tmp_path)).manifest)) as manifest:
+        records, _ = manifest.load()
+    served = SteppedServer(tmp_path)
+    served.submit("early", [*TOKENS, 1])
+    served.holds_storage = True
+    served.mailbox.post(Inventory(tuple(records), is_last=False))
+    served.step_until_idle()
+    served.loop.fail_all(IcehouseError(Reason.ENGINE_FAILED, "the test ended it"))
+    assert not served.cache.waits._waiting, "the headers of a tail would tell more of it"
 
 
 def test_several_restores_proceed_in_one_step_and_all_reads_are_asked_for_at_once(tmp_path: Path) -> None:

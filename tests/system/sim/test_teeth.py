@@ -269,7 +269,7 @@ def leak_a_pin(patch: pytest.MonkeyPatch) -> None:
     real = prefix_commands.CacheCommands._pin
 
     def pin(self, nodes, *rest):
-        report = real(self, nodes, *rest)
+        report = yield from real(self, nodes, *rest)
         self._cache.pin(nodes[-1:], UNTIL_UNPINNED)
         return report
 

@@ -22,6 +22,7 @@ from icehouse_server.engine.prefix_cache.reuse_plan import Plan
 from icehouse_server.engine.prefix_cache.shared_prefix import SharedPrefixes
 from icehouse_server.engine.prefix_cache.tiers.node import Hashes
 from icehouse_server.engine.prefix_cache.tiers.runner_port import CacheRunner, RestoreInput
+from icehouse_server.engine.prefix_cache.tiers.storage_waits import Awaited, Steps
 from icehouse_server.engine.prefix_cache.tiers.write_behind import Beside
 from icehouse_server.errors import StorageError
 from icehouse_server.storage.api import (
@@ -130,8 +131,8 @@ class CacheController:
         self._restores: dict[SequenceId, Restore] = {}
         self._ready: list[Sequence] = []
         """Sequences whose wait for SSD has ended, since they were last taken."""
-        self._knows_headers: set[SequenceId] = set()
-        """Sequences that have waited for headers, until they are planned."""
+        self._inquired: set[SequenceId] = set()
+        """Sequences that wait, or have waited, for what their plan needs to know, until they are planned."""
         self.lacks_memory = False
         """Whether a request waits for memory, as the loop saw it last."""
         self._waits_for_inventory = True
@@ -179,27 +180,26 @@ class CacheController:
         return Phase.RESTORING
 
     def _waits_to_plan(self, sequence: Sequence) -> bool:
-        """Let a prompt wait once for the first inventory, for blocks of other servers, and for headers."""
-        if sequence.sequence_id in self._knows_headers:
-            self._knows_headers.discard(sequence.sequence_id)
+        """Let a prompt wait once for what its plan needs to know."""
+        if sequence.sequence_id in self._inquired:
+            self._inquired.discard(sequence.sequence_id)
             return False
+        if not self._waits.follow(self._inquire(sequence)):
+            return False
+        self._inquired.add(sequence.sequence_id)
+        return True
+
+    def _inquire(self, sequence: Sequence) -> Steps[None]:
+        """Ask for the first inventory, for blocks of other servers, and for headers."""
         token_count = len(sequence.input_token_ids)
         if self.cache.is_inventory_due and self._waits_for_inventory:
             # The model was loaded before the directory was read: a moment now can save a whole prefill.
-            came = partial(self._inventory_came, sequence)
-            self._waits.add(self._waits.inventory, came, token_count=token_count)
-            return True
-        is_ready = partial(self._ready.append, sequence)
-        if self._shared.ask(sequence, is_ready):
-            return True
-        if not self.cache.fetch_headers(self.cache.prompt_of(sequence), is_ready, token_count=token_count):
-            return False
-        self._knows_headers.add(sequence.sequence_id)
-        return True
-
-    def _inventory_came(self, sequence: Sequence, outcome: Failure | None) -> None:
-        self._waits_for_inventory &= outcome is None or outcome.cause is not Trouble.TIMED_OUT
-        self._ready.append(sequence)
+            outcome = yield Awaited(self._waits.inventory, token_count)
+            self._waits_for_inventory &= outcome is None or outcome.cause is not Trouble.TIMED_OUT
+        yield from self._shared.bring(sequence)
+        yield from self.cache.read_headers(self.cache.prompt_of(sequence), token_count=token_count)
+        if sequence.phase is Phase.LOADING:  # else it has ended, or had nothing to wait for
+            self._ready.append(sequence)
 
     def _waits_for_leader(self, sequence: Sequence) -> bool:
         """Let a sequence wait for what another one computes; of one that draws, cut the tail now instead."""
@@ -446,8 +446,7 @@ class CacheController:
 
     def forget(self, sequence: Sequence) -> None:
         """Drop the restore of a cancelled sequence, or capture the blocks that it has computed."""
-        self._knows_headers.discard(sequence.sequence_id)
-        self._shared.forget(sequence)
+        self._inquired.discard(sequence.sequence_id)
         if self._restores.pop(sequence.sequence_id, None) is not None:
             return
         is_decoding = sequence.phase is Phase.DECODING

@@ -7,9 +7,7 @@ Whoever asks has one block under way at a time, which bounds the memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
-from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from icehouse_server.domain.blocks import Damage, HostBlock
 from icehouse_server.domain.cache_commands import (
@@ -28,21 +26,19 @@ from icehouse_server.domain.cache_commands import (
 from icehouse_server.domain.ids import BlockHash
 from icehouse_server.engine.prefix_cache.prefix_cache import PrefixCache
 from icehouse_server.engine.prefix_cache.tiers.node import Node
+from icehouse_server.engine.prefix_cache.tiers.storage_waits import Awaited, Steps
 from icehouse_server.errors import IcehouseError, NotFound, Overloaded, Reason
 from icehouse_server.storage.api import (
     OVERHEAD_BYTES,
     ColdTier,
     Failure,
-    Loaded,
     Persisted,
     PlannedBlock,
     Ticket,
 )
 
-Reply = Callable[[CacheAnswer | IcehouseError], None]
 ExchangeCommand = ListExport | ReadBlock | BeginImport | AdoptBlock
-_Steps = Generator[tuple[Ticket[Any] | None, int | None], Any, CacheAnswer]
-"""An exchange of one block: what it waits for, with the tokens by which `StorageWaits.add` bounds a read."""
+_Result = TypeVar("_Result")
 _BUSY_RETRY_S = 1.0
 
 
@@ -54,8 +50,8 @@ class CacheExchange:
         self._tree = cache.tree
         self._block_limit_bytes = 0 if cache.storage is None else cache.storage.block_limit_bytes
 
-    def answer(self, command: ExchangeCommand, reply: Reply) -> CacheAnswer | None:
-        """Answer a command now, or by `reply` when the SSD tier has done its part. Raises what refuses it."""
+    def answer(self, command: ExchangeCommand) -> Steps[CacheAnswer]:
+        """Answer a command. Raises what refuses it."""
         if not self._cache.spills.is_on:
             raise IcehouseError(
                 Reason.CACHE_UNSUPPORTED,
@@ -65,12 +61,11 @@ class CacheExchange:
             case ListExport():
                 return self._list(command)
             case ReadBlock():
-                self._go_on(self._read(command.block_hash), reply)
+                return (yield from self._read(command.block_hash))
             case BeginImport():
                 return ImportTerms(self._cache.settings.block_token_count, self._block_limit_bytes)
             case AdoptBlock():
-                self._go_on(self._adopt(command), reply)
-        return None
+                return (yield from self._adopt(command))
 
     def _list(self, command: ListExport) -> ExportBlocks:
         cache, tenant = self._cache, command.scope.tenant
@@ -88,31 +83,29 @@ class CacheExchange:
                 blocks[node.hash] = ExportBlock(node.hash, node.parent, node.start_token_index, adapter)
         return ExportBlocks(tuple(blocks.values()), cache.settings.block_token_count)
 
-    def _read(self, name: BlockHash) -> _Steps:
+    def _read(self, name: BlockHash) -> Steps[BlockContent]:
         """Read a block; one that RAM alone has is written first, once."""
         node, spills = self._node(name), self._cache.spills
         if not node.is_safe:
             # A block that cannot be sent now may be once the queue is empty.
             if not node.is_spilling:
                 spills.send(node, request_id=None)
-            _checked((yield spills.settle((name,)), None))
+            yield from _done(spills.settle((name,)))
             node = self._node(name)
             if not node.ssd and spills.send(node, request_id=None):
-                _checked((yield spills.settle((name,)), None))
+                yield from _done(spills.settle((name,)))
                 node = self._node(name)
         if not node.ssd:
             raise _not_found(name)
         if node.token_ids is not None:
             header = self._tree.header_of(node, node.token_ids)
         else:
-            headers = _checked((yield self._storage.heads((name,)), 0))
+            headers = yield from _done(self._storage.heads((name,)), token_count=0)
             if not headers:
                 raise _not_found(name)
             header = headers[0]
-        loaded = _checked(
-            (yield self._storage.get_into([PlannedBlock(header, frozenset(node.ssd))], None), 0)
-        )
-        assert isinstance(loaded, Loaded)
+        planned = [PlannedBlock(header, frozenset(node.ssd))]
+        loaded = yield from _done(self._storage.get_into(planned, None), token_count=0)
         return BlockContent(HostBlock(header, loaded.blocks[0].regions))
 
     def _node(self, name: BlockHash) -> Node:
@@ -121,7 +114,7 @@ class CacheExchange:
             raise _not_found(name)
         return node
 
-    def _adopt(self, command: AdoptBlock) -> _Steps:
+    def _adopt(self, command: AdoptBlock) -> Steps[Adoption]:
         """Write a block that comes; where the queue is full, once it is empty."""
         roots = self._cache.quotas.roots_of(command.tenant)
         root = next((name for name, digest in roots.items() if digest == command.adapter), None)
@@ -141,13 +134,13 @@ class CacheExchange:
                 break
             if not may_wait:
                 raise _busy("the SSD tier's write queue is full of other models' blocks")
-            _checked((yield spills.settle(()), None))
+            yield from _done(spills.settle(()))
         node = self._tree.insert(
             parent=parent, start_token_index=command.start_token_index, keys=command.keys
         )
         self._tree.claim([node], root)
         block = HostBlock(self._tree.header_of(node, command.keys), command.regions)
-        is_written = isinstance((yield spills.adopt(node, block), None), Persisted)
+        is_written = isinstance((yield Awaited(spills.adopt(node, block))), Persisted)
         return Adoption(name, is_new=is_written, refusal=None if is_written else AdoptionRefusal.SSD_FULL)
 
     def _refusal_of(
@@ -182,27 +175,18 @@ class CacheExchange:
             raise _busy("the SSD tier has stopped")
         return storage
 
-    def _go_on(self, steps: _Steps, reply: Reply, outcome: object = None) -> None:
-        """Go on to the next ticket; the steps get its outcome. What they return, or raise, is the reply."""
-        try:
-            ticket, token_count = steps.send(outcome)
-            if ticket is None:
-                raise _busy("the SSD tier has too much queued")
-        except StopIteration as end:
-            reply(end.value)
-        except IcehouseError as error:
-            reply(error)
-        else:
-            self._cache.waits.add(ticket, partial(self._go_on, steps, reply), token_count=token_count)
 
-
-def _checked(outcome: Any) -> Any:
-    """Return the outcome of a ticket; raises why it failed."""
+def _done(ticket: Ticket[_Result] | None, *, token_count: int | None = None) -> Steps[_Result]:
+    """Wait for a ticket and return its result; raises why it failed, or why there is none."""
+    if ticket is None:
+        raise _busy("the SSD tier has too much queued")
+    outcome: Any = yield Awaited(ticket, token_count)
     if isinstance(outcome, Failure):
         if isinstance(outcome.cause, Damage):
             raise _not_found(outcome.hash or BlockHash(b""))
         raise _busy(f"the SSD tier cannot do this now: {outcome.detail or outcome.cause}")
-    return outcome
+    result: _Result = outcome
+    return result
 
 
 def _not_found(name: BlockHash) -> NotFound:

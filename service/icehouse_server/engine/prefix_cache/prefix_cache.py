@@ -9,11 +9,11 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from collections.abc import Sequence as ReadSequence
 
 from icehouse_server.clock import Clock
-from icehouse_server.domain.blocks import BlockHeader, RegionKind, TokenKeys
+from icehouse_server.domain.blocks import RegionKind, TokenKeys
 from icehouse_server.domain.cache_commands import BlockMatch, Explain, Explanation, SessionEndReport, Tier
 from icehouse_server.domain.cache_stats import (
     CacheStats,
@@ -39,7 +39,7 @@ from icehouse_server.engine.prefix_cache.tiers.prefix_settings import PrefixSett
 from icehouse_server.engine.prefix_cache.tiers.ram import RamTier
 from icehouse_server.engine.prefix_cache.tiers.runner_port import CacheFacts, CacheRunner
 from icehouse_server.engine.prefix_cache.tiers.spill import Spills
-from icehouse_server.engine.prefix_cache.tiers.storage_waits import Rates, StorageWaits
+from icehouse_server.engine.prefix_cache.tiers.storage_waits import Awaited, Rates, Steps, StorageWaits
 from icehouse_server.engine.prefix_cache.tiers.tenant_quota import TenantQuotas
 from icehouse_server.engine.prefix_cache.tiers.tree import PrefixTree
 from icehouse_server.engine.prefix_cache.tiers.write_behind import Turn, WriteBehind
@@ -131,27 +131,18 @@ class PrefixCache:
 
     # A prompt: what is known of it, and the plan.
 
-    def fetch_headers(self, prompt: Prompt, then: Callable[[], object], *, token_count: int) -> bool:
+    def read_headers(self, prompt: Prompt, *, token_count: int) -> Steps[None]:
         """Have the headers read of blocks that may begin like the rest of this prompt, so that it may match
-        inside one: after a restart their names are known, but not their tokens. Each is read once.
-
-        `then` is called when they have come, or were given up as `StorageWaits.add` says. False, and no call,
-        when there are none or the read queue is full.
-        """
+        inside one: after a restart their names are known, but not their tokens. Each is read once; none
+        where the read queue is full."""
         if self.storage is None or self.rates.reads_hang:
-            return False
+            return
         names = tuple(node.hash for node in unread_nodes(self.tree, prompt))
         ticket = self.storage.heads(names) if names else None
-        if ticket is None:
-            return False
-
-        def learn(outcome: tuple[BlockHeader, ...] | Failure) -> None:
+        if ticket is not None:
+            outcome = yield Awaited(ticket, token_count)
             for header in () if isinstance(outcome, Failure) else outcome:
                 self.tree.learn_header(header)
-            then()
-
-        self.waits.add(ticket, learn, token_count=token_count)
-        return True
 
     def plan(self, sequence: Sequence, *, with_ssd: bool = True) -> Plan:
         """Plan what of a prompt is reused and from where, and record the use."""

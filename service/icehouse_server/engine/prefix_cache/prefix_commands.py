@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from icehouse_server.clock import Clock
-from icehouse_server.domain.blocks import BlockHeader
 from icehouse_server.domain.cache_commands import (
     AdoptBlock,
     BeginImport,
@@ -24,7 +22,6 @@ from icehouse_server.domain.cache_commands import (
     EvictBlocks,
     EvictReport,
     Explain,
-    Explanation,
     KnownBlocks,
     KnownTokens,
     ListExport,
@@ -46,12 +43,13 @@ from icehouse_server.domain.cache_commands import (
 from icehouse_server.domain.cache_stats import CacheStats
 from icehouse_server.domain.ids import CacheScope
 from icehouse_server.engine.core.mailbox import Command
-from icehouse_server.engine.prefix_cache.exchange import CacheExchange, Reply
+from icehouse_server.engine.prefix_cache.exchange import CacheExchange
 from icehouse_server.engine.prefix_cache.prefix_cache import PrefixCache
 from icehouse_server.engine.prefix_cache.tiers.node import Node
+from icehouse_server.engine.prefix_cache.tiers.storage_waits import Awaited, Steps
 from icehouse_server.errors import IcehouseError, NotFound, Overloaded, Reason, StorageError
 from icehouse_server.pins import NOT_PINNED, UNTIL_UNPINNED
-from icehouse_server.storage.api import Failure, Names, Purged, Ticket, Trouble, Verified
+from icehouse_server.storage.api import ColdTier, Failure, Ticket, Trouble
 
 _Result = TypeVar("_Result")
 _BUSY_RETRY_S = 1.0
@@ -84,114 +82,98 @@ class CacheCommands:
 
     def submit(self, message: Command) -> None:
         """Carry out a command, once the content of the SSD is known: to evict all, say, includes that."""
-        if not self._cache.is_inventory_due:
-            self._carry_out(message)
-        elif self._early_count < _EARLY_LIMIT:
-            self._early_count += 1
-            self._waits.add(self._waits.inventory, partial(self._inventory_came, message), token_count=0)
-        else:
-            message.reply(_storage_busy())
+        self._waits.follow(self._carried_out(message.command), message.reply)
 
     def fail_early(self, error: IcehouseError) -> None:
-        """The engine ends before the inventory came: answer the commands that wait for it."""
+        """The engine ends before the inventory came: answer the commands that wait for it. From now on
+        nothing is asked of the SSD tier."""
         self._end = error
+        self._waits.storage = None
         self._waits.complete_inventory()
-
-    def _inventory_came(self, message: Command, outcome: Failure | None) -> None:
-        self._early_count -= 1
-        if self._end is not None:
-            message.reply(self._end)
-        elif outcome is None:
-            self._carry_out(message)
-        elif isinstance(message.command, Explain):
-            message.reply(self._cache.explain(message.command))
-        else:
-            message.reply(_unanswered())
-
-    def _carry_out(self, message: Command) -> None:
-        """Answer a command now, or when the storage thread has done its part."""
-        if not self._cache.is_supported:
-            message.reply(IcehouseError(Reason.CACHE_UNSUPPORTED, self._cache.facts.unsupported_detail))
-            return
-        answer: CacheAnswer | IcehouseError | None
-        try:
-            answer = self._answer(message.command, message.reply)
-        except IcehouseError as error:
-            answer = error
-        if answer is not None:
-            message.reply(answer)
 
     def query(self, reply: Callable[[CacheStats], None]) -> None:
         """Call `reply` with all counters, the storage thread's last ones where it does not answer."""
+        self._waits.follow(self._stats(), reply)
+
+    def _stats(self) -> Steps[CacheStats]:
         storage = self._cache.storage
         ticket = None if storage is None or self._waits.is_stalled else storage.stats()
+        outcome = None if ticket is None else (yield Awaited(ticket, limit_s=_STATS_S))
+        if isinstance(outcome, CacheStats):
+            self._last_stats = outcome
+        return self._cache.stats(None if self._cache.storage is None else self._last_stats)
 
-        def report(outcome: CacheStats | Failure) -> None:
-            if isinstance(outcome, CacheStats):
-                self._last_stats = outcome
-            reply(self._cache.stats(self._last_stats if self._cache.storage is not None else None))
+    def _carried_out(self, command: CacheCommand) -> Steps[CacheAnswer | IcehouseError]:
+        try:
+            if self._cache.is_inventory_due:
+                has_come = yield from self._inventory_comes()
+                if self._end is not None:
+                    return self._end
+                if not has_come:
+                    if isinstance(command, Explain):
+                        return self._cache.explain(command)
+                    raise _unanswered()
+            if not self._cache.is_supported:
+                raise IcehouseError(Reason.CACHE_UNSUPPORTED, self._cache.facts.unsupported_detail)
+            return (yield from self._answer(command))
+        except IcehouseError as error:
+            return error
 
-        if ticket is None:
-            report(Failure(Trouble.UNUSABLE))
-        else:
-            self._waits.add(ticket, report, limit_s=_STATS_S)
+    def _inventory_comes(self) -> Steps[bool]:
+        """Wait for the first inventory; return whether it came."""
+        if self._early_count >= _EARLY_LIMIT:
+            raise _storage_busy()
+        self._early_count += 1
+        outcome = yield Awaited(self._waits.inventory, token_count=0)
+        self._early_count -= 1
+        return outcome is None
 
-    def _answer(self, command: CacheCommand, reply: Reply) -> CacheAnswer | None:
+    def _answer(self, command: CacheCommand) -> Steps[CacheAnswer]:
+        cache = self._cache
         if self._waits.is_stalled and isinstance(command, _STORAGE_ORDERS):
             raise _unanswered()
         match command:
             case Explain():
-                return self._explain(command, reply)
+                prompt = cache.prompt(
+                    command.prompt_token_ids, scope=command.scope, shared_scope=command.shared_scope
+                )
+                yield from cache.read_headers(prompt, token_count=0)
+                return cache.explain(command)
             case Pin(ttl_s=ttl_s):
                 end_time = UNTIL_UNPINNED if ttl_s is None else self._clock.wall() + ttl_s
-                return self._pin(self._known(command), end_time, reply)
+                return (yield from self._pin(self._known(command), end_time))
             case Unpin():
-                return self._pin(self._known(command), NOT_PINNED, reply)
+                return (yield from self._pin(self._known(command), NOT_PINNED))
             case EvictBlocks():
-                nodes = [self._cache.tree.get(name) for name in command.block_hashes]
-                return self._evict([node for node in nodes if node is not None], reply)
+                nodes = [cache.tree.get(name) for name in command.block_hashes]
+                return (yield from self._evict([node for node in nodes if node is not None]))
             case EndSession():
-                return self._cache.end_session(command.tenant, command.session_id)
+                return cache.end_session(command.tenant, command.session_id)
             case ListKnown():
                 return KnownBlocks(tuple(node.hash for node in reversed(self._known(command))))
             case ListRecent():
-                recent = self._cache.tree.recent(command.block_limit)
+                recent = cache.tree.recent(command.block_limit)
                 return RecentBlocks(tuple(_recent(n, with_tokens=command.with_tokens) for n in recent))
             case BeginListing():
                 for tenant in command.tenants:
-                    self._cache.quotas.root(CacheScope(tenant))
-                self._listing = self._cache.tree.listing(slice_count=self.listing_slice_count)
+                    cache.quotas.root(CacheScope(tenant))
+                self._listing = cache.tree.listing(slice_count=self.listing_slice_count)
                 return Listing(next(self._listing, 0))
             case ContinueListing():
                 return Listing(next(self._listing, 0))
             case ReadTokens():
-                return self._read_tokens(command, reply)
+                return (yield from self._read_tokens(command))
             case ListExport() | ReadBlock() | BeginImport() | AdoptBlock():
-                return self._exchange.answer(command, reply)
-        if self._cache.storage is None:
+                return (yield from self._exchange.answer(command))
+        if cache.storage is None:
             raise IcehouseError(Reason.CACHE_UNSUPPORTED, "this server has no SSD tier to verify")
         if isinstance(command, ListStored):
-            listed = self._cache.storage.names(block_limit=command.block_limit)
-            self._await(listed, reply, StoredBlocks)
-        else:
-            began = self._clock.monotonic()
-            verified = self._cache.storage.verify(command.block_hashes)
-            self._await(verified, reply, lambda outcome: self._verified(outcome, began))
-        return None
+            return StoredBlocks((yield from _done(cache.storage.names(block_limit=command.block_limit))))
+        return (yield from self._verify(cache.storage, command))
 
-    def _await(
-        self, ticket: Ticket[_Result] | None, reply: Reply, answer: Callable[[_Result], CacheAnswer]
-    ) -> None:
-        """Have an order answered when the storage thread has carried it out; only the caller's deadline
-        bounds the wait. Raises `Overloaded` without a ticket: the queue is full."""
-        if ticket is None:
-            raise _storage_busy()
-        self._waits.add(
-            ticket,
-            lambda outcome: reply(_refusal(outcome) if isinstance(outcome, Failure) else answer(outcome)),
-        )
-
-    def _verified(self, verified: Verified, began: float) -> VerifyReport:
+    def _verify(self, storage: ColdTier, command: Verify) -> Steps[VerifyReport]:
+        began = self._clock.monotonic()
+        verified = yield from _done(storage.verify(command.block_hashes))
         return VerifyReport(
             verified_block_count=verified.checked_count,
             verified_bytes=verified.checked_bytes,
@@ -199,33 +181,22 @@ class CacheCommands:
             duration_s=self._clock.monotonic() - began,
         )
 
-    def _explain(self, command: Explain, reply: Reply) -> Explanation | None:
-        """Answer now, or when the headers of blocks with unknown tokens are read."""
-        keys, cache = command.prompt_token_ids, self._cache
-        prompt = cache.prompt(keys, scope=command.scope, shared_scope=command.shared_scope)
-        is_waiting = cache.fetch_headers(prompt, lambda: reply(cache.explain(command)), token_count=0)
-        return None if is_waiting else cache.explain(command)
-
-    def _read_tokens(self, command: ReadTokens, reply: Reply) -> BlockTokens | None:
+    def _read_tokens(self, command: ReadTokens) -> Steps[BlockTokens]:
         if self._cache.storage is None or not command.block_hashes:
             return BlockTokens(())
-        if self._cache.rates.reads_hang:
-            raise _storage_busy()
-        ticket = self._cache.storage.heads(command.block_hashes)
+        ticket = None if self._cache.rates.reads_hang else self._cache.storage.heads(command.block_hashes)
         if ticket is None:
             raise _storage_busy()
+        outcome = yield Awaited(ticket, token_count=0)
+        if isinstance(outcome, Failure):
+            if outcome.cause is not Trouble.LOST:
+                raise _storage_busy()
+            return BlockTokens(())
+        return BlockTokens(tuple(KnownTokens(h.hash, h.token_ids, h.extra) for h in outcome))
 
-        def read(outcome: tuple[BlockHeader, ...] | Failure) -> None:
-            if isinstance(outcome, Failure):
-                reply(BlockTokens(()) if outcome.cause is Trouble.LOST else _storage_busy())
-            else:
-                reply(BlockTokens(tuple(KnownTokens(h.hash, h.token_ids, h.extra) for h in outcome)))
-
-        self._waits.add(ticket, read, token_count=0)
-        return None
-
-    def _pin(self, nodes: list[Node], end_time: float, reply: Reply) -> PinReport | None:
-        """Answer now where all is in RAM alone, else when the storage thread reports what is there."""
+    def _pin(self, nodes: list[Node], end_time: float) -> Steps[PinReport]:
+        """Pin or unpin blocks, at once where all are in RAM alone; else the storage thread reports what is
+        there."""
         cache, is_pin = self._cache, end_time != NOT_PINNED
         nodes = [node for node in nodes if node.ram or node.ssd]
         if is_pin:
@@ -236,27 +207,24 @@ class CacheCommands:
         if not stored or cache.storage is None:
             cache.pin(nodes, end_time)
             return _pin_report(nodes)
-
-        def report(outcome: Names | Failure) -> None:
-            if isinstance(outcome, Failure):
-                if outcome.cause is not Trouble.LOST:
-                    # The pins here and on SSD must agree. Another order may have changed them meanwhile.
-                    restored = min if is_pin else max
-                    for node, before_time in before:
-                        cache.tree.set_pin(node, restored(before_time, node.pin_end_time))
-                reply(_refusal(outcome))
-                return
-            # A block that was there when it was pinned may have been found damaged since.
-            there = [n for n in nodes if not is_pin or n.ram or (n.ssd and n.hash not in outcome)]
-            cache.pin([node for node in nodes if node not in there], NOT_PINNED)
-            reply(_pin_report(there) if there or not is_pin else _nothing_to_pin())
-
         ticket = cache.spills.pin(stored, end_time)
         if ticket is None:
             raise _storage_busy()
         cache.pin(nodes, end_time)
-        self._waits.add(ticket, report)
-        return None
+        outcome = yield Awaited(ticket)
+        if isinstance(outcome, Failure):
+            if outcome.cause is not Trouble.LOST:
+                # The pins here and on SSD must agree. Another order may have changed them meanwhile.
+                restored = min if is_pin else max
+                for node, before_time in before:
+                    cache.tree.set_pin(node, restored(before_time, node.pin_end_time))
+            raise _refusal(outcome)
+        # A block that was there when it was pinned may have been found damaged since.
+        there = [n for n in nodes if not is_pin or n.ram or (n.ssd and n.hash not in outcome)]
+        cache.pin([node for node in nodes if node not in there], NOT_PINNED)
+        if is_pin and not there:
+            raise _nothing_to_pin()
+        return _pin_report(there)
 
     def _check_pin(self, nodes: list[Node]) -> None:
         """Raise the reason why these blocks may not be pinned, if there is one."""
@@ -278,28 +246,40 @@ class CacheCommands:
             return list(self._cache.tree)
         return self._cache.known_chain(command.prompt_token_ids, command.scope)
 
-    def _evict(self, nodes: list[Node], reply: Reply) -> EvictReport | None:
+    def _evict(self, nodes: list[Node]) -> Steps[EvictReport]:
         cache = self._cache
         in_ram = [node for node in nodes if node.ram]
         # A block on its way to SSD is there before this command is carried out.
         stored = tuple(node.hash for node in nodes if node.ssd or node.is_spilling)
         report = EvictReport(len(in_ram), sum(node.ram_bytes for node in in_ram))
-
-        def removed(purged: Purged) -> EvictReport:
+        names = tuple(node.hash for node in nodes)
+        # Blocks that an earlier order or a quota removes are not gone before the storage thread gets there.
+        if cache.storage is not None and (stored or cache.spills.removal_count):
+            ticket = cache.spills.remove(names, is_final=True)
+            if ticket is None:
+                raise _storage_busy()
+            cache.purge(nodes, with_ssd=True)
+            purged = yield from _done(ticket)
             return dataclasses.replace(
                 report, ssd_block_count=purged.block_count, ssd_bytes=purged.size_bytes
             )
-
-        # Blocks that an earlier order or a quota removes are not gone before the storage thread gets there.
-        asks_ssd = cache.storage is not None and (bool(stored) or cache.spills.removal_count > 0)
-        names = tuple(node.hash for node in nodes)
-        if asks_ssd:
-            self._await(cache.spills.remove(names, is_final=True), reply, removed)
-        elif cache.storage is not None and names:
+        if cache.storage is not None and names:
             # Other servers may still have stored what is in RAM alone here; nobody waits for that.
             cache.storage.delete(names, is_final=True)
-        cache.purge(nodes, with_ssd=asks_ssd)
-        return None if asks_ssd else report
+        cache.purge(nodes, with_ssd=False)
+        return report
+
+
+def _done(ticket: Ticket[_Result] | None) -> Steps[_Result]:
+    """Wait for an order to be carried out and return its result; only the caller's deadline bounds the wait.
+    Raises why it failed, and `Overloaded` without a ticket: the queue is full."""
+    if ticket is None:
+        raise _storage_busy()
+    outcome: Any = yield Awaited(ticket)
+    if isinstance(outcome, Failure):
+        raise _refusal(outcome)
+    result: _Result = outcome
+    return result
 
 
 def _pin_report(nodes: list[Node]) -> PinReport:

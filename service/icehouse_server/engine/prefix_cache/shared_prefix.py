@@ -7,15 +7,15 @@ plan counts with what has come by then.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from icehouse_server.domain.ids import BlockHash, SequenceId
+from icehouse_server.domain.ids import BlockHash
 from icehouse_server.engine.core.sequence import Sequence as Row
 from icehouse_server.engine.prefix_cache.prefix_cache import PrefixCache
 from icehouse_server.engine.prefix_cache.tiers.matching import Prompt
 from icehouse_server.engine.prefix_cache.tiers.node import Node
-from icehouse_server.storage.api import Found, Ticket
+from icehouse_server.engine.prefix_cache.tiers.storage_waits import Awaited, Steps
+from icehouse_server.storage.api import Found
 
 _LOOKUP_SHARE = 0.1
 _FETCH_SHARE = 0.5
@@ -30,61 +30,25 @@ _SSD_SHARE = 0.5
 """Of the SSD tier, what one prompt's fetch may fill."""
 
 
-_Step = tuple[Ticket[Any], float]
-"""A ticket, and how long it is waited for."""
-
-
 class SharedPrefixes:
     """Asks for what prompts lack. Without an object store nothing is asked."""
 
     def __init__(self, cache: PrefixCache) -> None:
         self._cache = cache
-        self._asked: set[SequenceId] = set()
-        """Sequences whose question is being answered, until they are planned."""
 
-    def forget(self, sequence: Row) -> None:
-        self._asked.discard(sequence.sequence_id)
-
-    def ask(self, sequence: Row, then: Callable[[], object]) -> bool:
-        """Have a prompt's missing blocks brought, and call `then` when they are here or given up. False, and
-        no call, where nothing is missing, nobody to be asked, or was asked for this sequence already."""
-        if sequence.sequence_id in self._asked:
-            self._asked.discard(sequence.sequence_id)
-            return False
-        if not (self._cache.spills.is_on and self._cache.may_write(sequence)):
-            return False
-        if not self._go_on(self._steps(self._cache.prompt_of(sequence)), then):
-            return False
-        self._asked.add(sequence.sequence_id)
-        return True
-
-    def _go_on(
-        self, steps: Generator[_Step, Any, None], then: Callable[[], object], outcome: object = None
-    ) -> bool:
-        """Go on to the next ticket, which the steps get the outcome of; False at their end."""
-        try:
-            ticket, limit_s = steps.send(outcome)
-        except StopIteration:
-            return False
-
-        def come(outcome: object) -> None:
-            if not self._go_on(steps, then, outcome):
-                then()
-
-        self._cache.waits.add(ticket, come, limit_s=limit_s)
-        return True
-
-    def _steps(self, prompt: Prompt) -> Generator[_Step, Any, None]:
+    def bring(self, sequence: Row) -> Steps[None]:
         """Ask for the chain below each root that lacks something until somebody has its beginning; have that
         brought."""
-        rates = self._cache.rates
+        if not (self._cache.spills.is_on and self._cache.may_write(sequence)):
+            return
+        prompt, rates = self._cache.prompt_of(sequence), self._cache.rates
         for root in prompt.roots:
             storage, missing = self._cache.storage, self._missing(prompt, root)
             limit_s = rates.prefill_s(self._token_count(missing)) * _LOOKUP_SHARE or _MOST_LOOKUP_S
             if storage is None or not missing or limit_s < _LEAST_LOOKUP_S:
                 continue
             ticket = storage.find(tuple(each.hash for each in missing), limit_s=min(limit_s, _MOST_LOOKUP_S))
-            found = (yield ticket, _MOST_LOOKUP_S) if ticket is not None else None
+            found = None if ticket is None else (yield Awaited(ticket, limit_s=_MOST_LOOKUP_S))
             if isinstance(found, Found) and found.block_count:
                 yield from self._fetch(found, missing[: found.block_count])
                 return
@@ -100,7 +64,7 @@ class SharedPrefixes:
             return False
         return self._cache.spills.fits_quota(blocks[0], found.size_bytes, ())
 
-    def _fetch(self, found: Found, blocks: Sequence[Node]) -> Iterator[_Step]:
+    def _fetch(self, found: Found, blocks: Sequence[Node]) -> Steps[None]:
         storage, rates = self._cache.storage, self._cache.rates
         if not self._is_worth_it(found, blocks) or storage is None:
             return
@@ -111,7 +75,8 @@ class SharedPrefixes:
         if ticket is not None:
             rates.unfetched_count = 0
             prefill_s = rates.prefill_s(self._token_count(blocks))
-            yield ticket, max(prefill_s * _FETCH_SHARE, _LEAST_FETCH_S) if prefill_s else _UNMEASURED_FETCH_S
+            limit_s = max(prefill_s * _FETCH_SHARE, _LEAST_FETCH_S) if prefill_s else _UNMEASURED_FETCH_S
+            yield Awaited(ticket, limit_s=limit_s)
 
     def _missing(self, prompt: Prompt, root: BlockHash) -> list[Node]:
         """Return the full blocks of a prompt from the first that is not here; of a model whose blocks have

@@ -11,8 +11,9 @@ import dataclasses
 import itertools
 import logging
 import math
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Generator
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 from icehouse_server.averages import MovingAverage
 from icehouse_server.clock import Clock
@@ -153,6 +154,20 @@ def _believed_s(predicted_s: float, untried_count: int, *, factor: float = _UNTR
     return predicted_s * math.prod(itertools.repeat(factor, untried_count))
 
 
+class Awaited(NamedTuple):
+    """A ticket to wait for, and for how long. The outcome is a `Failure` for `Trouble.TIMED_OUT` after
+    `limit_s`, or when a read makes no progress and computing `token_count` tokens would be faster (0: what
+    nobody would compute). With neither the wait has no limit of its own."""
+
+    ticket: Ticket[Any]
+    token_count: int | None = None
+    limit_s: float | None = None
+
+
+Steps = Generator[Awaited, Any, _Result]
+"""Work that needs the cold tier: it yields what it waits for, and is sent the outcome."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class _Wait:
     """One wait. Its time is a reading of `Clock.monotonic`."""
@@ -185,11 +200,23 @@ class StorageWaits:
         token_count: int | None = None,
         limit_s: float | None = None,
     ) -> None:
-        """Call `then` with a ticket's outcome. It is a `Failure` for `Trouble.TIMED_OUT` after `limit_s`, or
-        when a read makes no progress and computing `token_count` tokens would be faster (0: what nobody would
-        compute). With neither the wait has no limit of its own."""
+        """Call `then` with a ticket's outcome, within the limits that `Awaited` explains."""
         wait = _Wait(then, self._clock.monotonic(), token_count, limit_s)
         self._waiting.setdefault(ticket, []).append(wait)
+
+    def follow(self, steps: Steps[_Result], then: Callable[[_Result], object] = lambda result: None) -> bool:
+        """Do work that needs the tier and call `then` with its result; return whether it has to wait."""
+        return self._go_on(steps, then, None)
+
+    def _go_on(self, steps: Steps[_Result], then: Callable[[_Result], object], outcome: object) -> bool:
+        try:
+            awaited = steps.send(outcome)
+        except StopIteration as end:
+            then(end.value)
+            return False
+        go_on = partial(self._go_on, steps, then)
+        self.add(awaited.ticket, go_on, token_count=awaited.token_count, limit_s=awaited.limit_s)
+        return True
 
     def complete(self, ticket: Ticket[Any]) -> None:
         """Pass a ticket's outcome on to those who still wait for it."""

@@ -1,28 +1,22 @@
 """Block bytes: one block file in memory, in the clear, for archives that go over the wire.
 
-Any thread may call these functions. Nothing that is decoded is trusted: head and regions are checked as those
-of a file on disk are.
+Any thread may call these functions. Nothing that is decoded is trusted: it is checked as a file on disk is.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
-import xxhash
-
-from icehouse_server.domain.blocks import HostBlock, HostRegion
-from icehouse_server.storage.files import Files
-from icehouse_server.storage.local.block_format.block_file import host_region, prepare_block
-from icehouse_server.storage.local.block_format.file_region import FileRegion
-from icehouse_server.storage.local.block_format.header import (
-    BlockFileError,
-    encode_head,
-    head_length,
-    parse_head,
+from icehouse_server.domain.blocks import HostBlock
+from icehouse_server.storage.api import PlannedBlock
+from icehouse_server.storage.files import Buffer, Files
+from icehouse_server.storage.local.block_format.block_file import (
+    prepare_block,
+    read_block,
+    read_head,
+    write_block,
 )
-from icehouse_server.storage.local.block_format.plane_region import read_planes
-from icehouse_server.storage.local.block_format.region_input import RegionInput
+from icehouse_server.storage.local.block_format.header import BlockFileError
 
 
 class BlockBytes:
@@ -30,35 +24,38 @@ class BlockBytes:
 
     def encode(self, block: HostBlock) -> list[memoryview]:
         """Return the parts of a block's file, in order. Its header's name is without a secret."""
-        prepared, regions = prepare_block(block), []
-        for region, planned in zip(block.regions, prepared.regions, strict=True):
-            digest = xxhash.xxh3_64()
-            for tensor in region.tensors:
-                digest.update(tensor.data)
-            offset = prepared.head_bytes + planned.offset
-            regions.append(dataclasses.replace(planned, offset=offset, checksum=digest.intdigest()))
-        head, _ = encode_head(block.header, regions)
-        return [memoryview(head), *(t.data for region in block.regions for t in region.tensors)]
+        file = _FileInMemory(memoryview(b""))
+        write_block(file, 0, prepare_block(block))
+        return [memoryview(part) for _, parts in sorted(file.written.items()) for part in parts]
 
     def decode(self, data: memoryview) -> HostBlock:
-        """Return the block of a file; its tensors are views of `data`, or of
-        what its planes hold. Raises ValueError for what is none."""
+        """Return the block of a file. Raises ValueError for what is none."""
+        memory = _FileInMemory(data)
         try:
-            head_bytes = head_length(bytes(data[:8]), file_bytes=data.nbytes)
-            file = parse_head(bytes(data[:head_bytes]), file_bytes=data.nbytes)
+            file = read_head(memory, 0)
             if file.header is None:
                 raise ValueError("it is encrypted")
-            return HostBlock(file.header, tuple(_region(data, region) for region in file.regions))
+            planned = PlannedBlock(file.header, frozenset(region.kind for region in file.regions))
+            loaded = read_block(memory, 0, file, planned, None, before_read=lambda: None)
         except BlockFileError as error:
             raise ValueError(str(error)) from error
+        return HostBlock(file.header, loaded.regions)
 
 
-class _InMemory(Files):
-    """One file that was read already."""
+class _FileInMemory(Files):
+    """One file: what is read of it is there already, and nothing that is written is copied."""
 
     def __init__(self, data: memoryview) -> None:
         super().__init__()
         self._data = data
+        self.written: dict[int, Sequence[Buffer]] = {}
+        """By offset."""
+
+    def size(self, descriptor: int) -> int:
+        return self._data.nbytes
+
+    def write(self, descriptor: int, parts: Sequence[Buffer], *, offset: int) -> None:
+        self.written[offset] = parts
 
     def read_into(self, descriptor: int, parts: Sequence[memoryview], *, offset: int) -> int:
         begin = offset
@@ -67,14 +64,3 @@ class _InMemory(Files):
             part[: piece.nbytes] = piece
             offset += piece.nbytes
         return offset - begin
-
-
-def _region(data: memoryview, region: FileRegion) -> HostRegion:
-    if region.planes is None:
-        whole = data[region.offset : region.offset + region.size_bytes]
-        if xxhash.xxh3_64_intdigest(whole) != region.checksum:
-            raise ValueError(f"region {region.kind} does not have the checksum of its header")
-    else:
-        whole = memoryview(bytearray(region.size_bytes))
-        read_planes(RegionInput(_InMemory(data), 0, region, cipher=None), [whole])
-    return host_region(region, whole)

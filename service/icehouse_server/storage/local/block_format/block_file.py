@@ -231,7 +231,7 @@ def read_block(
         else:
             data = _empty_bytes(region.size_bytes)
             segments = [data]
-            loaded.append(host_region(region, data))
+            loaded.append(_host_region(region, data))
         source = RegionInput(
             files, descriptor, region, cipher=file.cipher, before_read=before_read, meter=meter
         )
@@ -336,7 +336,7 @@ def _empty_bytes(size_bytes: int) -> memoryview:
     return np.empty(size_bytes, dtype=np.uint8).data
 
 
-def host_region(region: FileRegion, data: memoryview) -> HostRegion:
+def _host_region(region: FileRegion, data: memoryview) -> HostRegion:
     """Return a region whose tensors are views of its bytes."""
     tensors = []
     begin = 0
