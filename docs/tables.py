@@ -20,7 +20,7 @@ _PROGRAMS = Path(__file__).resolve().parent / "howto/agent-programs.md"
 _SHOWN_PROGRAMS: Mapping[str, str] = {
     "Claude Code": "in the environment",
     "Codex CLI": "in `~/.codex/config.toml`",
-    "OpenCode": "in `opencode.json`, in the folder of the project or in `~/.config/opencode`",
+    "OpenCode": "in `opencode.json`, in the project's folder or in `~/.config/opencode`",
 }
 """Where each is set."""
 
