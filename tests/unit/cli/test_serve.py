@@ -9,6 +9,8 @@ import gc
 import logging
 import os
 import socket
+import subprocess
+import sys
 import threading
 import types
 from pathlib import Path
