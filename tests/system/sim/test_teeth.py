@@ -494,17 +494,17 @@ def trust_what_the_store_sends(patch: pytest.MonkeyPatch) -> None:
         with opened(Files(), path) as descriptor:
             return block_file.read_head(Files(), descriptor)
 
-    patch.setattr(fetcher.BlockFolder, "_sound", sound)
+    patch.setattr(fetcher.BlockFolder, "sound", sound)
 
 
 def adopt_what_is_fetched_without_a_sync(patch: pytest.MonkeyPatch) -> None:
-    real = fetcher.BlockFolder.finish
+    real = fetcher.FetchedFile.finish
 
-    def finish(self, descriptor, path, name):
+    def finish(self):
         with _without(self, "_files", "fsync"):
-            return real(self, descriptor, path, name)
+            real(self)
 
-    patch.setattr(fetcher.BlockFolder, "finish", finish)
+    patch.setattr(fetcher.FetchedFile, "finish", finish)
 
 
 def wait_for_a_store_that_does_not_answer(patch: pytest.MonkeyPatch) -> None:
