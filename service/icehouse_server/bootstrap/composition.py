@@ -250,6 +250,11 @@ class OpenedEngine:
         self.publishing.add(self.source.model_id, self.kv_events)
         self.engine.start()
 
+    def give_up(self) -> None:
+        """Leave its place in the SSD tier, where it is never to be started."""
+        if self.storage is not None:
+            self.storage.close(deadline_time=self.clock.monotonic())
+
     async def end(self) -> None:
         """End what runs, write RAM's blocks to SSD and give the memory back. May be called again."""
         self.seat.close()

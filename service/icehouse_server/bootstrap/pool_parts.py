@@ -142,6 +142,13 @@ class PooledModels:
             run_bytes=model.request_bytes(token_count=chunk, chunk_token_count=chunk),
         )
 
+    def _tell_gateways(self, name: str, opened: OpenedEngine, stack: contextlib.ExitStack) -> None:
+        if self._worker is not None:
+            known = self._worker.parts
+            known[name] = opened.worker_parts(self._configs[name])
+            # What it had in memory goes with its engine; gateways may still ask what it is.
+            stack.callback(lambda: known.update({name: dataclasses.replace(known[name], kv_events=None)}))
+
     def open(self, name: str) -> OpenedEngine:
         config, (found, weight_bytes) = self._configs[name], self._located[name]
         began = self._parts.clock.monotonic()
@@ -157,11 +164,11 @@ class PooledModels:
                 parts=self._parts,
                 expected_bytes=weight_bytes,
             )
-            if self._worker is not None:
-                known = self._worker.parts
-                known[name] = opened.worker_parts(config)
-                # What it had in memory goes with its engine; gateways may still ask what it is.
-                stack.callback(lambda: known.update({name: dataclasses.replace(known[name], kv_events=None)}))
+            # Gateways are told what its files say, which may be a lie.
+            with contextlib.ExitStack() as unsound:
+                unsound.callback(opened.give_up)
+                self._tell_gateways(name, opened, stack)
+                unsound.pop_all()
             duration_s = round(self._parts.clock.monotonic() - began, 3)
             _log.info("model_opened", extra={"model": name, "duration_s": duration_s})
             return dataclasses.replace(opened, held=stack.pop_all())

@@ -328,13 +328,20 @@ class ModelPool(Generic[_Opened]):
 
     async def _open(self, model: PooledModel, needs: ModelNeeds) -> Place:
         self._set(model, ModelState.LOADING)
+        if model.ending is not None:
+            # Its engine before has its memory, and its blocks on SSD.
+            await asyncio.wait((model.ending,))
         began = self._clock.monotonic()
         opened = await asyncio.to_thread(self._opener.open, model.terms.name)
         router, changed = opened.seat.router, asyncio.Event()
         router.add_listener(changed.set)
-        opened.start()
         model.place = place = Place(model.terms, opened, needs, began)
         self._opened.append(opened)
+        try:
+            opened.start()
+        except BaseException:  # of a thread that cannot be had, for one
+            await self._end(model, place)
+            raise
         while router.state is EngineState.LOADING:
             changed.clear()
             await changed.wait()
@@ -421,7 +428,7 @@ class ModelPool(Generic[_Opened]):
         """Take a model whose engine failed out of the pool; the others go on."""
         if place.opened.seat.router.state is EngineState.FAILED and model.place is place:
             model.place = None
-            self._begin(self._end(model, place), name=f"end of {model.terms.name}")
+            model.ending = self._begin(self._end(model, place), name=f"end of {model.terms.name}")
             self._fail(model, place.opened.error or EngineFailed(Reason.ENGINE_FAILED, "its engine failed"))
 
     def _fail(self, model: PooledModel, error: IcehouseError) -> None:

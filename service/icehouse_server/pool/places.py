@@ -117,6 +117,8 @@ class PooledModel:
     state: ModelState = ModelState.ABSENT
     place: Place | None = None
     loading: asyncio.Task[None] | None = None
+    ending: asyncio.Task[None] | None = None
+    """Of an engine that failed."""
     fetching: asyncio.Task[None] | None = None
     """Of its files."""
     found: ModelNeeds | IcehouseError | None = None

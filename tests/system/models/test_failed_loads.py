@@ -18,6 +18,7 @@ from icehouse_server.pool import model_pool
 from tests.fixtures.models import tiny_model_dir
 from tests.fixtures.patience import BOUND_S
 from tests.fixtures.rpc.details import refused
+from tests.fixtures.rpc.worker import needs_protocol
 from tests.system.models.pool_server import PoolServer, entry, pool_server, question
 from tests.system.models.test_models import PROMPTS, size_of
 
@@ -43,6 +44,11 @@ def _unknown_type(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps({**config, "model_type": "nobody_knows"}))
 
 
+def _architectures_that_are_none(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "architectures": 7}))
+
+
 def _no_tokenizer(folder: Path) -> None:
     (folder / "tokenizer.json").write_text("{}")
 
@@ -61,7 +67,15 @@ def _image_processor_gone(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "spoil", [_cut_weights, _lie_about_a_tensor, _unknown_type, _no_tokenizer, _image_processor_gone]
+    "spoil",
+    [
+        _cut_weights,
+        _lie_about_a_tensor,
+        _unknown_type,
+        _architectures_that_are_none,
+        _no_tokenizer,
+        _image_processor_gone,
+    ],
 )
 async def test_a_model_that_cannot_be_loaded_says_why_each_time_and_harms_nobody(
     spoil: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -82,6 +96,25 @@ async def test_a_model_that_cannot_be_loaded_says_why_each_time_and_harms_nobody
             answer = await served.inference.Generate(question("qwen3", PROMPTS[0]))
             assert list(answer.token_ids) == list(expected.token_ids)
         await _check_nothing_left(served, before, tmp_path / "qwen3")
+
+
+@needs_protocol
+async def test_a_model_that_lies_to_gateways_leaves_nothing_behind_and_is_loaded_once_it_is_mended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_pool, "RETRY_S", 0.0)
+    liar = tiny_model_dir(tmp_path, "llama", name="liar")
+    # More than any float: it is the last that is read of a model's files before its engine starts.
+    (liar / "generation_config.json").write_text(json.dumps({"temperature": 10**400}))
+    entries = [entry(tiny_model_dir(tmp_path, "qwen3")), entry(liar)]
+    async with pool_server(tmp_path / "blocks", entries, fleet__worker_enabled=True) as served:
+        before = _held(served)
+        for _ in range(_COUNT):
+            refusal = await refused(served.inference.Generate(question("liar", PROMPTS[0])))
+            assert refusal.info.metadata["cause"] == "ENGINE_FAILED"
+        await _check_nothing_left(served, before, tmp_path / "qwen3")
+        (liar / "generation_config.json").unlink()
+        assert (await served.inference.Generate(question("liar", PROMPTS[0]))).token_ids
 
 
 async def test_a_model_that_is_too_large_is_refused_each_time_and_harms_nobody(tmp_path: Path) -> None:

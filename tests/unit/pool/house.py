@@ -46,6 +46,8 @@ class FakeModel:
         self.has_ended = False
 
     def start(self) -> None:
+        if self.name in self._house.unstartable:
+            raise RuntimeError("can't start new thread")
         self._house.started.append(self.name)
         if self.name not in self._house.held:
             self.succeed()
@@ -60,6 +62,7 @@ class FakeModel:
         self.router.state_changed(EngineState.FAILED, error)
 
     async def end(self) -> None:
+        await self._house.may_end.wait()
         self.has_ended = True
         self.engine.close()
 
@@ -73,6 +76,11 @@ class House:
         """Models that do not become ready by themselves."""
         self.broken: dict[str, Exception] = {}
         """Why models cannot be found."""
+        self.unstartable: set[str] = set()
+        """Models whose engines cannot be started."""
+        self.may_end = asyncio.Event()
+        """Not set: engines take long to end."""
+        self.may_end.set()
         self.needs: dict[str, ModelNeeds] = {}
         """Of models that take something else than the others."""
         self.started: list[str] = []

@@ -358,3 +358,33 @@ async def test_a_stop_refuses_who_waits_and_gives_all_that_is_open() -> None:
         with pytest.raises(Unavailable):
             await house.pool.use("a", FakeCall())
         assert house.pool.ended.is_set()
+
+
+async def test_a_model_is_opened_again_when_its_failed_engine_has_ended() -> None:
+    """Until then that has its memory, and its place in the SSD tier, which no second one gets."""
+    async with house_of(A, B) as house:
+        await house.use("a")
+        house.may_end.clear()
+        failed = house.models["a"]
+        failed.fail(model_invalid("it broke"))
+        await house.until("a", ModelState.FAILED)
+        house.clock.now += model_pool.RETRY_S
+        again = asyncio.ensure_future(house.use("a"))
+        await house.until_located("a", "a")
+        for _ in range(10):
+            await asyncio.to_thread(int)  # what opens it would have had its turn among the threads
+        assert house.models["a"] is failed
+        house.may_end.set()
+        await again
+        assert failed.has_ended and house.models["a"] is not failed
+
+
+async def test_a_model_whose_engine_cannot_be_started_is_ended_and_may_be_tried_again() -> None:
+    async with house_of(A, B) as house:
+        house.unstartable.add("a")
+        with pytest.raises(Unavailable, match="ENGINE_FAILED"):
+            await house.use("a")
+        assert house.models["a"].has_ended
+        house.unstartable.clear()
+        house.clock.now += model_pool.RETRY_S
+        await house.use("a")

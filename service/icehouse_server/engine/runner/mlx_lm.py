@@ -29,7 +29,7 @@ def knows(config: Mapping[str, Any]) -> bool:
     """Return whether the installed mlx-lm has a class for what config.json names."""
     try:
         _get_classes(dict(config))
-    except (ValueError, AttributeError):  # no module of that name, or one that is no model's
+    except (ValueError, AttributeError, TypeError):  # no module of that name, or no model's; or no name
         return False
     return True
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import mlx.core as mx
-import mlx.nn as nn
+import mlx.nn
 import pytest
 from icehouse_server.engine.runner import mlx_lm, model_loader
 from icehouse_server.engine.runner.model_loader import ModelSource, load_tokenizer, sees_images
@@ -138,7 +138,7 @@ def test_a_turn_of_loading_reads_no_more_than_others_can_wait_for(tmp_path: Path
     written = {f"layers.{number}": mx.zeros((1024, 1024)) for number in range(24)}
     mx.save_safetensors(str(tmp_path / "model.safetensors"), written)
     del written
-    model = nn.Module()
+    model = cast("Any", mlx.nn).Module()
     model.layers = cast("dict[str, mx.array]", mx.load(str(tmp_path / "model.safetensors")))
     read_bytes, turns = [mx.get_active_memory()], model_loader._read_weights([model], tmp_path, lambda: False)
     for _ in turns:

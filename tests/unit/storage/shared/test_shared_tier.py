@@ -466,8 +466,9 @@ def test_a_download_that_is_yet_to_be_taken_in_at_the_end_leaves_no_file_behind(
     with SharingThread(tmp_path / "b", store=store) as server:
         server.settle()
         assert server.storage.fetch(names_of([block])) is not None
+        tier: Any = server.storage.model
         while server.storage._loop._inbox.empty():
-            server.storage.model.step()
+            tier.step()
         assert len(files_of(server)) == 1, "it is there, and nobody has taken it in"
         if ends == "the tier":
             server.storage.model.close(deadline_time=server.clock.monotonic())
@@ -506,7 +507,8 @@ class WatchedFiles(HangingFiles):
 
 
 def test_a_download_that_is_called_off_as_its_file_is_made_leaves_none_behind(tmp_path, store) -> None:
-    block, files, posted = make_block(), WatchedFiles(), queue.SimpleQueue()
+    block, files = make_block(), WatchedFiles()
+    posted: queue.SimpleQueue[object] = queue.SimpleQueue()
     fill(store, tmp_path / "a", [block])
     parts = {"store": store, "shared": SHARED}
     settings = settings_for(tmp_path / "b")
@@ -520,7 +522,6 @@ def test_a_download_that_is_called_off_as_its_file_is_made_leaves_none_behind(tm
     tier.tiers.close(deadline_time=0.0)
     assert tier.tiers.join(timeout_s=BOUND_S)
     files.go_on()
-    tier.model._thread.join(BOUND_S)
     for thread in threading.enumerate():
         if thread.name.startswith("storage-shared"):
             thread.join(BOUND_S)
@@ -565,7 +566,8 @@ def test_what_comes_is_progress_for_all_who_wait_for_it(tmp_path, store) -> None
     """Else the others would give up a download that goes on."""
     block = make_block()
     fill(store, tmp_path / "a", [block])
-    read, silences = store.read, []
+    read = store.read
+    silences: list[list[float]] = []
 
     async def read_slowly(name: str):
         async for chunk in read(name):
