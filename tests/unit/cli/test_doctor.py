@@ -26,6 +26,7 @@ from icehouse_server.config import (
     ServerConfig,
 )
 from icehouse_server.device import Backend, Device, find_device
+from icehouse_server.rpc import own_server
 
 from tests.fixtures.models.chat_templates import HEADERS, THINKING, write_family
 from tests.fixtures.storage.blocks import make_chain
@@ -39,7 +40,8 @@ def with_model(name: object) -> Config:
     return Config(model=ModelConfig(model=str(name)))
 
 
-def test_a_free_port_is_ok_and_a_taken_one_is_not() -> None:
+def test_a_free_port_is_ok_and_a_taken_one_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(own_server, "_TIMEOUT_S", 0.1)  # nobody answers there
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
